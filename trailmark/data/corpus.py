@@ -1,0 +1,124 @@
+"""Text to tokens: a user's own files, or the sources of the Python standard library that runs the program."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import sysconfig
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+logger = logging.getLogger(__name__)
+
+Tokens = npt.NDArray[np.int32]
+
+
+def load_tokenizer(name: str = "bytes") -> Any:
+    """A transformers tokenizer: "bytes" is ByT5's (no files needed), otherwise a folder or a hub name."""
+    from transformers import AutoTokenizer, ByT5Tokenizer
+
+    if name == "bytes":
+        return ByT5Tokenizer()
+    try:
+        return AutoTokenizer.from_pretrained(name)
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"tokenizer: expected 'bytes', a folder with a tokenizer or a hub name, got {name!r}. "
+            f"({str(error).splitlines()[0]})"
+        ) from error
+
+
+def tokenize(texts: Iterable[str], tokenizer: Any) -> Tokens:
+    """All texts as one array of tokens, without special tokens."""
+    from transformers import ByT5Tokenizer
+
+    parts: list[Tokens] = []
+    for text in texts:
+        if isinstance(tokenizer, ByT5Tokenizer):  # a byte's token is its value after the special tokens
+            parts.append(np.frombuffer(text.encode(), np.uint8).astype(np.int32) + tokenizer.offset)
+        else:
+            parts.append(np.asarray(tokenizer(text, add_special_tokens=False)["input_ids"], np.int32))
+    return np.concatenate(parts) if parts else np.zeros(0, np.int32)
+
+
+def read_texts(paths: Sequence[str | Path]) -> list[str]:
+    """The text of files and of every file below folders, in order of name.
+
+    A named file must be text. Below a folder, files that are not text are left out and named in a warning.
+
+    Raises:
+        ValueError: a path that does not exist, a named file that is empty or not UTF-8 text, or no text at all.
+    """
+    texts: list[str] = []
+    for path in map(Path, paths):
+        if not path.exists():
+            raise ValueError(f"data: expected a file or folder, {str(path)!r} does not exist.")
+        if not path.is_dir():
+            texts.append(read_text(path))
+            continue
+        left_out = []
+        for file in sorted(p for p in path.rglob("*") if p.is_file() and not _hidden(p, path)):
+            try:
+                texts.append(read_text(file))
+            except ValueError:
+                left_out.append(file.name)
+        if left_out:
+            shown = ", ".join(left_out[:5]) + (" ..." if len(left_out) > 5 else "")
+            logger.warning("Left out %d files below %s that hold no UTF-8 text: %s", len(left_out), path, shown)
+    if not texts:
+        raise ValueError(
+            f"data: expected at least one UTF-8 text file in {', '.join(map(str, paths)) or 'the list'}, "
+            "found none."
+        )
+    return texts
+
+
+def read_text(path: Path) -> str:
+    """One file's text; a ValueError if it is unreadable, empty, or binary."""
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise ValueError(f"data: cannot read {str(path)!r}: {error.strerror}.") from error
+    if not content.strip():
+        raise ValueError(f"data: expected text, {str(path)!r} is empty.")
+    if b"\0" in content:
+        raise ValueError(f"data: expected UTF-8 text, {str(path)!r} is binary.")
+    try:
+        return content.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"data: expected UTF-8 text, {str(path)!r} is not (byte {error.start}). Convert it to UTF-8 first."
+        ) from error
+
+
+def standard_library_texts(split: str) -> list[str]:
+    """Sources of the running Python's standard library: split "train" or "haystack", disjoint by file.
+
+    A file belongs to the haystacks if a hash of its name says so, thus on every machine the same.
+    """
+    if split not in ("train", "haystack"):
+        raise ValueError(f"split: expected 'train' or 'haystack', got {split!r}.")
+    root = Path(sysconfig.get_paths()["stdlib"])
+    outside = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
+    texts = []
+    for file in sorted(root.rglob("*.py")):
+        name = file.relative_to(root)
+        if outside.intersection(name.parts):
+            continue
+        held_out = hashlib.sha256(name.as_posix().encode()).digest()[0] < 102  # two fifths
+        if held_out == (split == "haystack"):
+            try:
+                texts.append(read_text(file))
+            except ValueError:  # a few sources are empty or written in another encoding on purpose
+                continue
+    if not texts:
+        raise ValueError(f"data: no Python sources below {root}. Name text files of your own instead.")
+    return texts
+
+
+def _hidden(path: Path, root: Path) -> bool:
+    return any(part.startswith(".") for part in path.relative_to(root).parts)

@@ -1,0 +1,243 @@
+"""Needles hidden in real text, and questions about them (arXiv 2410.01651, Sec. 4.3 and App. D).
+
+A needle ``$KKKK=ddddd;`` lies inside a chunk. Its question is the last tokens of a later chunk, ``~KKKK``, so
+that the landmark falls right after the key and before the answer's cue; ``=ddddd;`` opens the next chunk. A
+chunk holds a needle or a question, never both. Needle and question marks occur nowhere in the filler.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from trailmark.data.corpus import Tokens
+
+KEY_LENGTH = 4
+VALUE_LENGTH = 5
+NEEDLE_LENGTH = 1 + KEY_LENGTH + 1 + VALUE_LENGTH + 1  # $KKKK=ddddd;
+QUESTION_LENGTH = 1 + KEY_LENGTH  # ~KKKK
+ANSWER_LENGTH = 1 + VALUE_LENGTH + 1  # =ddddd;
+IGNORED = -100
+
+
+@dataclass(frozen=True)
+class NeedleFormat:
+    """The tokens of needles, one per character."""
+
+    letters: Tokens  # [26]
+    digits: Tokens  # [10]
+    needle: int  # $
+    question: int  # ~
+    cue: int  # =
+    end: int  # ;
+    blank: int
+
+    @classmethod
+    def of(cls, tokenizer: Any) -> NeedleFormat:
+        """Raises ValueError if the tokenizer has no single token for some character."""
+
+        def token(character: str) -> int:
+            ids = tokenizer(character, add_special_tokens=False)["input_ids"]
+            if len(ids) != 1:
+                raise ValueError(
+                    f"tokenizer: expected one token for {character!r}, got {len(ids)}. Needles are made of "
+                    "single characters; use 'bytes' or a byte-level BPE tokenizer such as GPT-2's."
+                )
+            return int(ids[0])
+
+        letters = np.array([token(c) for c in "ABCDEFGHIJKLMNOPQRSTUVWXYZ"], np.int32)
+        digits = np.array([token(c) for c in "0123456789"], np.int32)
+        return cls(letters, digits, token("$"), token("~"), token("="), token(";"), token(" "))
+
+    def clean(self, tokens: Tokens) -> Tokens:
+        """Filler without the marks of needles and questions."""
+        return tokens[(tokens != self.needle) & (tokens != self.question)]
+
+
+@dataclass(frozen=True)
+class Level:
+    """One stage of the curriculum."""
+
+    chunks: int
+    blank: float  # P(the filler of a text is blank)
+    dense: float  # P(half of a text's chunks hold needles); otherwise few do
+    near: float  # P(a key differs from an earlier one in a single letter)
+
+
+# Measured for the laptop demo: key matching appears on blank, dense texts and carries over to real ones.
+CURRICULUM = (
+    Level(8, 1.0, 1.0, 0.0),
+    Level(12, 0.75, 1.0, 0.0),
+    Level(16, 0.5, 1.0, 0.0),
+    Level(24, 0.5, 0.75, 0.1),
+    Level(32, 0.3, 0.6, 0.2),
+    Level(32, 0.05, 0.4, 0.25),
+)
+
+
+@dataclass
+class NeedleBatch:
+    """Texts of one training step."""
+
+    input_ids: Tensor  # [B, T] int64
+    labels: Tensor  # [B, T] int64; -100: no loss
+    loss_weights: Tensor  # [B, T] float32
+    first_digits: Tensor  # [B, T] bool: labels that only retrieval can predict
+    needle_chunks: Tensor  # [B, N] int64: where the needle that chunk n asks for lies; -1: asks nothing
+    sample_numbers: Tensor  # [B] int64
+
+
+class NeedleTexts:
+    """Training texts: a pure function of (seed, sample number, level)."""
+
+    def __init__(
+        self,
+        format: NeedleFormat,
+        filler: Tokens,
+        chunk_size: int,
+        seed: int = 0,
+        filler_weight: float = 0.0,
+        first_digit_weight: float = 3.0,
+        max_chunks: int = 32,
+    ) -> None:
+        least = ANSWER_LENGTH + NEEDLE_LENGTH
+        if chunk_size < least:
+            raise ValueError(
+                f"chunk_size: expected at least {least} so that a chunk holds an answer and a needle, "
+                f"got {chunk_size}."
+            )
+        self.filler = format.clean(filler)
+        if len(self.filler) <= max_chunks * chunk_size:
+            raise ValueError(
+                f"data: expected more than {max_chunks * chunk_size} tokens to hide needles in, "
+                f"got {len(self.filler)}. Add text or choose fewer chunks."
+            )
+        self.format, self.chunk_size, self.seed = format, chunk_size, seed
+        self.filler_weight, self.first_digit_weight = filler_weight, first_digit_weight
+
+    def batch(self, first: int, count: int, level: Level) -> NeedleBatch:
+        """Samples first .. first + count - 1."""
+        rows = [self._text(np.random.default_rng([self.seed, n]), level) for n in range(first, first + count)]
+        ids, weights, starts, needles = (np.stack(part) for part in zip(*rows, strict=True))
+        labels = np.where(weights > 0, ids, IGNORED)
+        return NeedleBatch(
+            torch.from_numpy(ids).long(),
+            torch.from_numpy(labels).long(),
+            torch.from_numpy(weights),
+            torch.from_numpy(starts),
+            torch.from_numpy(needles),
+            torch.arange(first, first + count),
+        )
+
+    def _text(self, rng: np.random.Generator, level: Level) -> tuple[Any, ...]:
+        N, S, form = level.chunks, self.chunk_size, self.format
+        if rng.random() < level.blank:
+            text = np.full(N * S, form.blank, np.int32)
+        else:
+            start = rng.integers(len(self.filler) - N * S)
+            text = self.filler[start : start + N * S].copy()
+        rows = text.reshape(N, S)
+        density = 0.5 if rng.random() < level.dense else rng.uniform(1, max(2, N / 8)) / N
+        holds = rng.random(N) < density
+        holds[0] = True
+        count = int(holds.sum())
+        keys = rng.integers(26, size=(count, KEY_LENGTH))
+        for n in np.flatnonzero(rng.random(count) < level.near):
+            if n:
+                keys[n] = keys[rng.integers(n)]
+                keys[n, rng.integers(KEY_LENGTH)] = rng.integers(26)
+        values = random_values(rng, count)
+        chunk = np.flatnonzero(holds)
+        offset = rng.integers(ANSWER_LENGTH, S - NEEDLE_LENGTH + 1, size=count)
+        write_needles(rows, chunk, offset, form.letters[keys], form.digits[values], form)
+
+        asking = np.flatnonzero(~holds)
+        asking = asking[asking < N - 1]  # the answer needs a next chunk
+        earlier = np.cumsum(holds)[asking]  # needles so far
+        asked = (rng.random(len(asking)) * earlier).astype(np.int64)
+        # of two equal keys the question means neither: ask only for what is unique so far
+        repeated = (keys[:, None] == keys[None]).all(-1).sum(1)[asked] > 1
+        asking, asked = asking[~repeated], asked[~repeated]
+        write_questions(rows, asking, form.letters[keys[asked]], form)
+        write_answers(rows, asking + 1, form.digits[values[asked]], form)
+
+        weights = np.full((N, S), self.filler_weight, np.float32)
+        weights[asking + 1, 1 : 1 + VALUE_LENGTH] = 1.0
+        weights[asking + 1, 1] = self.first_digit_weight
+        weights[0, 0] = 0  # nothing predicts the first token
+        starts = np.zeros((N, S), bool)
+        starts[asking + 1, 1] = True
+        needles = np.full(N, -1, np.int64)
+        needles[asking] = chunk[asked]
+        return text, weights.reshape(-1), starts.reshape(-1), needles
+
+
+def random_values(rng: np.random.Generator, count: int) -> np.ndarray[Any, Any]:
+    """[count, 5] distinct digits."""
+    return rng.random((count, 10)).argsort(axis=1)[:, :VALUE_LENGTH]
+
+
+def write_needles(rows: Tokens, chunk: Any, offset: Any, key: Tokens, value: Tokens, form: NeedleFormat) -> None:
+    """``$KKKK=ddddd;`` into chunks ``chunk`` [n] of rows [N, S], from ``offset`` [n]."""
+    n = len(chunk)
+    mark, cue, end = (np.full((n, 1), token, np.int32) for token in (form.needle, form.cue, form.end))
+    columns = np.asarray(offset)[:, None] + np.arange(NEEDLE_LENGTH)
+    rows[np.asarray(chunk)[:, None], columns] = np.concatenate([mark, key, cue, value, end], axis=1)
+
+
+def write_questions(rows: Tokens, chunk: Any, key: Tokens, form: NeedleFormat) -> None:
+    """``~KKKK`` as the last tokens of chunks ``chunk`` [n] of rows [N, S]."""
+    rows[chunk, -QUESTION_LENGTH] = form.question
+    rows[chunk, -KEY_LENGTH:] = key
+
+
+def write_answers(rows: Tokens, chunk: Any, value: Tokens, form: NeedleFormat) -> None:
+    """``=ddddd;`` as the first tokens of chunks ``chunk`` [n] of rows [N, S]."""
+    rows[chunk, 0] = form.cue
+    rows[chunk, 1 : 1 + VALUE_LENGTH] = value
+    rows[chunk, 1 + VALUE_LENGTH] = form.end
+
+
+@dataclass(frozen=True)
+class NeedleTrial:
+    """Needles to hide in one haystack, all asked."""
+
+    chunks: Tensor  # [n] ascending: where each needle lies
+    texts: Tensor  # [n, S]: those chunks with their needle
+    questions: Tensor  # [n, S]: a chunk of filler that ends with the question
+    answers: Tensor  # [n, 1 + 5]: the cue and the digits
+
+
+def needle_trials(
+    format: NeedleFormat, haystack: Tokens, chunk_size: int, last_chunk: int, needles: int, seed: int
+) -> Iterator[NeedleTrial]:
+    """Endless trials with ``needles`` needles of different keys in chunks below ``last_chunk``."""
+    S = chunk_size
+    rows = haystack[: len(haystack) // S * S].reshape(-1, S)
+    if last_chunk < needles:
+        raise ValueError(f"length: expected room for {needles} needles, got {last_chunk} chunks before the question.")
+    number = 0
+    while True:
+        rng = np.random.default_rng([seed, number])
+        number += 1
+        chunk = np.sort(rng.choice(last_chunk, needles, replace=False))
+        key = np.stack(np.unravel_index(rng.choice(26**KEY_LENGTH, needles, replace=False), (26,) * KEY_LENGTH), 1)
+        value = random_values(rng, needles)
+        texts = rows[chunk].copy()
+        offset = rng.integers(0, S - NEEDLE_LENGTH + 1, size=needles)
+        place = np.arange(needles)
+        write_needles(texts, place, offset, format.letters[key], format.digits[value], format)
+        questions = rows[rng.integers(len(rows), size=needles)].copy()
+        write_questions(questions, place, format.letters[key], format)
+        answers = np.concatenate([np.full((needles, 1), format.cue, np.int32), format.digits[value]], axis=1)
+        yield NeedleTrial(
+            torch.from_numpy(chunk),
+            torch.from_numpy(texts).long(),
+            torch.from_numpy(questions).long(),
+            torch.from_numpy(answers).long(),
+        )

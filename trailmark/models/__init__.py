@@ -1,0 +1,26 @@
+"""The models, registered with transformers' Auto classes."""
+
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from trailmark.models.causal_lm import CausalLMOutput, TrailmarkForCausalLM
+from trailmark.models.configuration import DRTConfig, SlidingWindowConfig, TrailmarkConfig
+from trailmark.models.drt import DRTForCausalLM
+from trailmark.models.sliding_window import SlidingWindowForCausalLM
+
+MODELS: dict[str, type[TrailmarkForCausalLM]] = {
+    model.config_class.model_type: model for model in (DRTForCausalLM, SlidingWindowForCausalLM)
+}
+for _name, _model in MODELS.items():
+    AutoConfig.register(_name, _model.config_class, exist_ok=True)
+    AutoModelForCausalLM.register(_model.config_class, _model, exist_ok=True)
+
+__all__ = [
+    "MODELS",
+    "CausalLMOutput",
+    "DRTConfig",
+    "DRTForCausalLM",
+    "SlidingWindowConfig",
+    "SlidingWindowForCausalLM",
+    "TrailmarkConfig",
+    "TrailmarkForCausalLM",
+]

@@ -1,0 +1,167 @@
+"""Configurations. Fields that several models share bear one name; sizes that do not fit are refused here."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from huggingface_hub.dataclasses import strict
+from transformers import PreTrainedConfig
+
+
+@strict
+class TrailmarkConfig(PreTrainedConfig):
+    """What every model shares. The defaults are the papers' 128M models.
+
+    Args:
+        vocab_size: tokens; landmarks are not in the vocabulary.
+        hidden_size: E. intermediate_size: width of the SwiGLU MLP.
+        num_hidden_layers: lower and upper layers together, without the chunk encoder.
+        num_attention_heads: H. num_key_value_heads: J, None is H; J divides H and H divides E.
+        sliding_window: W in positions, itself included; None is full attention.
+        initialization: "normal": N(0, initializer_range), as published. "fan_in": embedding std 1, matrices
+            std fan_in ** -0.5, those back into the residual stream also / sqrt(2 * layers); goes with
+            ``logit_scale = hidden_size ** -0.5`` when the embedding is tied.
+        logit_scale: factor on the logits.
+        implementation: of the ops: None (the fastest), "reference" or "torch".
+    """
+
+    model_type = "trailmark"
+    keys_to_ignore_at_inference = ["past_key_values"]
+
+    vocab_size: int = 50257
+    hidden_size: int = 768
+    intermediate_size: int = 2048
+    num_hidden_layers: int = 12
+    num_attention_heads: int = 12
+    num_key_value_heads: int | None = None
+    sliding_window: int | None = 512
+    rms_norm_eps: float = 1e-6
+    initialization: Literal["normal", "fan_in"] = "normal"
+    initializer_range: float = 0.02
+    logit_scale: float = 1.0
+    implementation: str | None = None
+    use_cache: bool = True
+    tie_word_embeddings: bool = True
+    pad_token_id: int | None = None
+    bos_token_id: int | None = None
+    eos_token_id: int | list[int] | None = None
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        if self.num_key_value_heads is None:
+            self.num_key_value_heads = self.num_attention_heads
+        super().__post_init__(**kwargs)
+
+    @property
+    def head_dim(self) -> int:
+        return self.hidden_size // self.num_attention_heads
+
+    def validate_sizes(self) -> None:
+        """Called by ``strict`` on every construction and load."""
+        for name in (
+            "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"
+        ):  # fmt: skip
+            _expect(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
+        _expect(
+            self.hidden_size % self.num_attention_heads == 0,
+            "num_attention_heads",
+            self.num_attention_heads,
+            f"a divisor of hidden_size = {self.hidden_size}",
+        )
+        heads = self.num_key_value_heads
+        _expect(
+            heads is None or (heads >= 1 and self.num_attention_heads % heads == 0),
+            "num_key_value_heads",
+            heads,
+            f"a divisor of num_attention_heads = {self.num_attention_heads}",
+        )
+        window = self.sliding_window
+        _expect(window is None or window >= 1, "sliding_window", window, "None or at least 1")
+        _expect(
+            self.implementation in (None, "reference", "torch"),
+            "implementation",
+            self.implementation,
+            "None, 'reference' or 'torch'",
+        )
+
+
+@strict
+class SlidingWindowConfig(TrailmarkConfig):
+    """The model with a window alone: Llama-like layers, sliding window, ALiBi."""
+
+    model_type = "trailmark_sliding_window"
+
+
+@strict
+class DRTConfig(TrailmarkConfig):
+    """Differentiable Retrieval Transformer (arXiv 2410.01651).
+
+    Args:
+        num_lower_layers: layers before the chunk encoder; None is half.
+        chunk_size: S tokens; a chunk has S + 1 rows with its landmark. (Papers' configurations: 64.)
+        num_retrieved_chunks: K. 1 trains no retriever and is refused in training.
+        num_retrieval_groups: G; the upper layers divide by it.
+        num_encoder_layers: bidirectional layers of the chunk encoder.
+        softmax_off_by_one: a virtual key of score 0 and value 0 in every chunk (Eq. 3).
+        retrieval_projections: W_h per group and W_l (Eq. 1); False: none, as in the published code.
+        retrieval_normalization: RMS-normalise both sides of the score after the projections.
+        retrieval_scale: factor on the score, besides E ** -0.5.
+        retrieval_noise: Gumbel noise on the scores when chunks are selected in training.
+        exclude_visible_chunks: do not select chunks that the window shows whole to the last row that reads.
+        residual_gca: add what was read to the residual stream; False: it feeds the MLP only, as published.
+        rope_theta: base of the rotary positions 0 .. S of the chunk encoder.
+    """
+
+    model_type = "trailmark_drt"
+
+    num_lower_layers: int | None = None
+    chunk_size: int = 63
+    num_retrieved_chunks: int = 8
+    num_retrieval_groups: int = 1
+    num_encoder_layers: int = 2
+    softmax_off_by_one: bool = True
+    retrieval_projections: bool = True
+    retrieval_normalization: bool = False
+    retrieval_scale: float = 1.0
+    retrieval_noise: bool = True
+    exclude_visible_chunks: bool = False
+    residual_gca: bool = False
+    rope_theta: float = 10000.0
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        if self.num_lower_layers is None:
+            self.num_lower_layers = self.num_hidden_layers // 2
+        super().__post_init__(**kwargs)
+
+    @property
+    def num_upper_layers(self) -> int:
+        assert self.num_lower_layers is not None
+        return self.num_hidden_layers - self.num_lower_layers
+
+    def validate_retrieval(self) -> None:
+        """Called by ``strict`` on every construction and load."""
+        for name in ("chunk_size", "num_retrieved_chunks", "num_retrieval_groups", "num_encoder_layers"):
+            _expect(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
+        lower = self.num_lower_layers
+        _expect(
+            lower is None or 0 <= lower < self.num_hidden_layers,
+            "num_lower_layers",
+            lower,
+            f"0 to {self.num_hidden_layers - 1} (num_hidden_layers - 1: one upper layer must read)",
+        )
+        if lower is not None:
+            upper = self.num_hidden_layers - lower
+            _expect(
+                upper % self.num_retrieval_groups == 0,
+                "num_retrieval_groups",
+                self.num_retrieval_groups,
+                f"a divisor of the {upper} upper layers",
+            )
+        _expect(self.sliding_window is not None, "sliding_window", None, "a number of positions")
+        _expect(
+            self.head_dim % 2 == 0, "num_attention_heads", self.num_attention_heads, "an even head size (RoPE)"
+        )
+
+
+def _expect(condition: bool, argument: str, came: object, expected: str) -> None:
+    if not condition:
+        raise ValueError(f"{argument}: expected {expected}, got {came!r}.")

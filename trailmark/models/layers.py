@@ -1,0 +1,183 @@
+"""The blocks that models are made of. Norms, scores and softmax are never below float32 (semantics 8)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from trailmark.models.configuration import TrailmarkConfig
+from trailmark.ops import alibi_slopes, sliding_window_attention
+
+KeysAndValues = tuple[Tensor, Tensor]  # [B, P, J, D] each
+
+
+class RMSNorm(nn.Module):
+    """x / rms(x) * weight over the last dimension, in float32 or wider."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return rms_normalize(x, self.eps, self.weight)
+
+
+def rms_normalize(x: Tensor, eps: float, weight: Tensor | None = None) -> Tensor:
+    """x / rms(x) (* weight) over the last dimension, computed in float32 or wider, in the dtype of x."""
+    return _RMSNormalize.apply(x, weight, eps)
+
+
+class _RMSNormalize(torch.autograd.Function):
+    """``F.rms_norm`` with a backward of its own: torch differentiates it op by op on a CPU, 3x slower."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        scale = wide.square().mean(-1, keepdim=True).add_(eps).rsqrt_()
+        ctx.save_for_backward(x, weight, scale)
+        out = wide * scale
+        return (out if weight is None else out.mul_(weight)).to(x.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        x, weight, scale = ctx.saved_tensors
+        normal = x.to(scale.dtype) * scale
+        grad = grad.to(scale.dtype)
+        weight_grad = None
+        if weight is not None:
+            weight_grad = (grad * normal).flatten(0, -2).sum(0).to(weight.dtype)
+            grad = grad * weight
+        inner = (grad * normal).mean(-1, keepdim=True)
+        return ((grad - normal.mul_(inner)).mul_(scale)).to(x.dtype), weight_grad, None
+
+
+class MLP(nn.Module):
+    """SwiGLU: W_down(silu(W_gate x) * W_up x)."""
+
+    def __init__(self, config: TrailmarkConfig) -> None:
+        super().__init__()
+        self.gate_up_proj = nn.Linear(config.hidden_size, 2 * config.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
+        return self.down_proj(F.silu(gate) * up)
+
+
+class SelfAttention(nn.Module):
+    """Projections around attention; the subclass says which positions see which."""
+
+    def __init__(self, config: TrailmarkConfig) -> None:
+        super().__init__()
+        assert config.num_key_value_heads is not None
+        self.head_dim = config.head_dim
+        H, J = config.num_attention_heads, config.num_key_value_heads
+        self.sizes = (H, J, J)
+        self.qkv_proj = nn.Linear(config.hidden_size, (H + 2 * J) * self.head_dim, bias=False)
+        self.o_proj = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
+
+    def heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """x [..., T, E] -> q [..., T, H, D] and k, v [..., T, J, D]."""
+        q, k, v = self.qkv_proj(x).unflatten(-1, (-1, self.head_dim)).split(self.sizes, dim=-2)
+        return q, k, v
+
+
+class WindowAttention(SelfAttention):
+    """Sliding-window self-attention with ALiBi; keys and values of earlier positions may be carried in."""
+
+    slopes: Tensor
+
+    def __init__(self, config: TrailmarkConfig) -> None:
+        super().__init__(config)
+        self.window = config.sliding_window
+        self.implementation = config.implementation
+        self.register_buffer("slopes", alibi_slopes(config.num_attention_heads), persistent=False)
+
+    def forward(self, x: Tensor, carried: KeysAndValues | None = None) -> tuple[Tensor, KeysAndValues]:
+        q, k, v = self.heads(x)
+        kept = _join(carried, k, v)
+        out = sliding_window_attention(
+            q, *kept, self.window, alibi_slopes=self.slopes, implementation=self.implementation
+        )
+        assert isinstance(out, Tensor)
+        return self.o_proj(out.flatten(2)), kept
+
+    def keys_and_values(self, x: Tensor, carried: KeysAndValues | None) -> KeysAndValues:
+        """Only the keys and values [B, P, J, D] of the carried positions and of x [B, T, E]."""
+        _, k, v = self.heads(x)
+        return _join(carried, k, v)
+
+
+def _join(carried: KeysAndValues | None, k: Tensor, v: Tensor) -> KeysAndValues:
+    if carried is None:
+        return k, v
+    return torch.cat([carried[0], k], dim=1), torch.cat([carried[1], v], dim=1)
+
+
+class ChunkAttention(SelfAttention):
+    """Bidirectional attention inside each chunk, with rotary positions 0 .. S."""
+
+    def forward(self, x: Tensor, rotary: Tensor, mask: Tensor | None) -> Tensor:
+        b = x.shape[:-2]  # [..., R, E]; the chunks are the batch
+        q, k, v = (part.flatten(0, -4).transpose(1, 2) for part in self.heads(x))  # [b, heads, R, D]
+        q, k = rotate(q, rotary), rotate(k, rotary)
+        grouped = q.shape[1] != k.shape[1]
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=grouped)
+        return self.o_proj(out.transpose(1, 2).flatten(2).unflatten(0, b))
+
+
+class WindowLayer(GradientCheckpointingLayer):
+    """h = x + attention(norm(x)); y = h + MLP(norm(h))."""
+
+    def __init__(self, config: TrailmarkConfig) -> None:
+        super().__init__()
+        self.attention_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.attention = WindowAttention(config)
+        self.mlp_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mlp = MLP(config)
+
+    def forward(self, x: Tensor, carried: KeysAndValues | None = None) -> tuple[Tensor, KeysAndValues]:
+        attended, kept = self.attention(self.attention_norm(x), carried)
+        x = x + attended
+        return x + self.mlp(self.mlp_norm(x)), kept
+
+    def keys_and_values(self, x: Tensor, carried: KeysAndValues | None) -> KeysAndValues:
+        """Only what later positions will see of x: for reading, where the output is not needed."""
+        return self.attention.keys_and_values(self.attention_norm(x), carried)
+
+
+class ChunkEncoderLayer(GradientCheckpointingLayer):
+    """A bidirectional layer over the rows of one chunk."""
+
+    def __init__(self, config: TrailmarkConfig) -> None:
+        super().__init__()
+        self.attention_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.attention = ChunkAttention(config)
+        self.mlp_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mlp = MLP(config)
+
+    def forward(self, x: Tensor, rotary: Tensor, mask: Tensor | None) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), rotary, mask)
+        return x + self.mlp(self.mlp_norm(x))
+
+
+def rotary_table(length: int, head_dim: int, theta: float, like: Tensor) -> Tensor:
+    """cos and sin [2, length, D / 2] of positions 0 .. length - 1, float32 or wider, computed in float64."""
+    frequency = theta ** (-torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
+    angle = torch.arange(length, dtype=torch.float64)[:, None] * frequency
+    table = torch.stack([angle.cos(), angle.sin()])
+    return table.to(device=like.device, dtype=torch.promote_types(like.dtype, torch.float32))
+
+
+def rotate(x: Tensor, table: Tensor) -> Tensor:
+    """RoPE (Su et al., 2021) of x [..., T, D]: halves (x1, x2) turn by the angle of their position."""
+    cos, sin = table
+    first, second = x.to(cos.dtype).chunk(2, dim=-1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)

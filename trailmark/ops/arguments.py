@@ -1,0 +1,49 @@
+"""Checks that every op shares, and the precision rule (design, semantics 8 and 11)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def require(condition: bool, argument: str, came: object, expected: str, way_out: str = "") -> None:
+    """Raise a ValueError that names the argument, what came, what was expected and the way out."""
+    if not condition:
+        hint = f" {way_out}" if way_out else ""
+        raise ValueError(f"{argument}: expected {expected}, got {came}.{hint}")
+
+
+def require_shape(argument: str, tensor: Tensor, expected: tuple[int, ...], letters: str) -> None:
+    """Raise a ValueError unless ``tensor`` has the ``expected`` shape, spelled with ``letters``."""
+    require(
+        tuple(tensor.shape) == expected, argument, tuple(tensor.shape), f"shape {letters} = {tuple(expected)}"
+    )
+
+
+def require_implementation(implementation: str | None, supported: tuple[str, ...]) -> None:
+    """Refuse an implementation that this op does not have; nothing falls back silently."""
+    require(
+        implementation is None or implementation in supported,
+        "implementation",
+        repr(implementation),
+        "None or one of " + ", ".join(map(repr, supported)),
+        "None picks the fastest that supports the input.",
+    )
+
+
+def require_grouped_heads(query_heads: int, key_value_heads: int) -> None:
+    """Every key/value head serves the same number of query heads (grouped-query attention)."""
+    require(
+        key_value_heads > 0 and query_heads % key_value_heads == 0,
+        "q",
+        f"{query_heads} query heads for {key_value_heads} key/value heads",
+        "a number of query heads that the number of key/value heads divides",
+    )
+
+
+def arithmetic_dtype(*tensors: Tensor) -> torch.dtype:
+    """The dtype of scores, softmax and norms: that of the inputs, never below float32."""
+    dtype = torch.float32
+    for tensor in tensors:
+        dtype = torch.promote_types(dtype, tensor.dtype)
+    return dtype

@@ -1,0 +1,287 @@
+"""Grouped Cross-Attention: each chunk attends to the few chunks it retrieved (arXiv 2410.01651, Sec. 3.3)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from trailmark.ops import reference
+from trailmark.ops.arguments import (
+    arithmetic_dtype,
+    require,
+    require_grouped_heads,
+    require_implementation,
+    require_shape,
+)
+
+# Reading chunks are walked in slabs whose gathered keys, values and scores have about this many elements:
+# small enough for a core's caches, large enough to keep the GEMMs busy.
+_SLAB_ELEMENTS = 1 << 20
+
+
+def grouped_cross_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    indices: Tensor,
+    weights: Tensor,
+    lengths: Tensor | None = None,
+    softmax_off_by_one: bool = True,
+    scale: float | None = None,
+    implementation: str | None = None,
+) -> Tensor:
+    r"""Attend to the retrieved chunks: softmax within each, weighted sum over them.
+
+    .. math::
+        O_n = \sum_{k=1}^{K} w_{nk}\,
+              \mathrm{softmax}_{1}\!\left(\mathrm{scale} \cdot Q_n K_{I_{nk}}^\top\right) V_{I_{nk}}
+
+    where :math:`\mathrm{softmax}_1(x)_i = e^{x_i} / (1 + \sum_j e^{x_j})` (off by one: a virtual key with
+    score 0 and value 0) or the plain softmax. Source: arXiv 2410.01651, Eq. 3 to 5.
+
+    Gradients reach q, k, v and weights; through the weights, the retriever learns. Nothing K-fold is kept
+    between forward and backward: the chunks are gathered again, in slabs.
+
+    Args:
+        q: [B, N, R, H, D]: row n is what chunk n reads; the caller shifts (chunk t+1 reads what t selected).
+        k, v: [B, M, S, J, D]; query head h uses key/value head h // (H // J). A batch of stride 0 (``expand``)
+            is shared, not copied; [B, M, J, S, D] memory seen through ``transpose(2, 3)`` is read without a copy.
+        indices: int64 [B, N, K] or per key/value head [B, N, J, K]; -1 reads nothing.
+        weights: the same shape, any floating dtype; ignored (zero gradient) where the index is -1.
+        lengths: int64 [B, M]: the keys of chunk m that exist. None: all S.
+        softmax_off_by_one: see above.
+        scale: None is D ** -0.5.
+        implementation: None, "reference" (gathers and keeps all) or "torch".
+
+    Returns:
+        [B, N, R, H, D] in the dtype of q; zeros where nothing is read.
+
+    Raises:
+        ValueError: for shapes that do not fit together or chunks that do not exist.
+    """
+    require_implementation(implementation, ("reference", "torch"))
+    require(q.dim() == 5, "q", tuple(q.shape), "shape [B, N, R, H, D]")
+    require(k.dim() == 5, "k", tuple(k.shape), "shape [B, M, S, J, D]")
+    B, N, _, H, D = q.shape
+    M, S, J = k.shape[1:4]
+    require_shape("k", k, (B, M, S, J, D), "[B, M, S, J, D]")
+    require_shape("v", v, (B, M, S, J, D), "[B, M, S, J, D]")
+    require_grouped_heads(H, J)
+    K = indices.shape[-1]
+    if indices.dim() == 3:
+        require_shape("indices", indices, (B, N, K), "[B, N, K]")
+    else:
+        require_shape("indices", indices, (B, N, J, K), "[B, N, J, K]")
+    require_shape("weights", weights, tuple(indices.shape), "of indices")
+    require(not indices.dtype.is_floating_point, "indices", indices.dtype, "int64 chunk numbers")
+    if indices.numel():
+        require(int(indices.max()) < M, "indices", int(indices.max()), f"chunk numbers below M = {M}")
+    if lengths is not None:
+        require_shape("lengths", lengths, (B, M), "[B, M]")
+    scale = D**-0.5 if scale is None else scale
+    if indices.dim() == 3:
+        indices = indices[:, :, None].expand(B, N, J, K)
+        weights = weights[:, :, None].expand(B, N, J, K)
+    if implementation == "reference":
+        present = torch.full((B, M), S, device=q.device) if lengths is None else lengths
+        return reference.grouped_cross_attention(
+            q, k, v, indices, weights, present, softmax_off_by_one, scale
+        )
+    return _Gathered.apply(q, k, v, indices, weights, lengths, softmax_off_by_one, scale)
+
+
+class _Table:
+    """Keys or values as rows of S * D numbers, one per (batch row, chunk, head), read by number.
+
+    One ``index_select`` of such rows is a ready operand of ``bmm``: [.., J, K, S, D] needs no permuted copy.
+    """
+
+    def __init__(self, x: Tensor) -> None:  # [B, M, S, J, D]
+        B, M, S, J, D = x.shape
+        x = x.transpose(2, 3)  # [B, M, J, S, D]
+        unit = S * D
+        outer = x.stride()[:3]
+        in_rows = (D == 1 or x.stride(4) == 1) and (S == 1 or x.stride(3) == D)
+        if not in_rows or any(step % unit for step in outer):
+            x = x.contiguous()
+            outer = x.stride()[:3]
+        steps = [step // unit for step in outer]
+        count = 1 + sum(step * (size - 1) for step, size in zip(steps, (B, M, J), strict=True))
+        self.rows = x.as_strided((count, unit), (unit, 1))
+        self.steps = steps
+        self.shape = (S, D)
+
+    def numbers(self, indices: Tensor) -> Tensor:
+        """Row numbers [B, N, J, K] of chunks ``indices`` [B, N, J, K]; -1 reads row 0 with weight 0."""
+        by_row, by_chunk, by_head = self.steps
+        row = torch.arange(indices.shape[0], device=indices.device)[:, None, None, None] * by_row
+        head = torch.arange(indices.shape[2], device=indices.device)[:, None] * by_head
+        return row + indices.clamp(min=0) * by_chunk + head
+
+    def gather(self, numbers: Tensor, dtype: torch.dtype) -> Tensor:
+        """[c, J, K] row numbers -> [c * J, K * S, D]."""
+        c, J, K = numbers.shape
+        S, D = self.shape
+        return self.rows.index_select(0, numbers.reshape(-1)).view(c * J, K * S, D).to(dtype)
+
+
+class _Gathered(torch.autograd.Function):
+    """GCA in slabs of reading chunks. Saves the inputs and one log-sum-exp per row, head and chunk."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        indices: Tensor,  # [B, N, J, K]
+        weights: Tensor,  # [B, N, J, K]
+        lengths: Tensor | None,
+        off_by_one: bool,
+        scale: float,
+    ) -> Tensor:
+        slabs = _Slabs(q, k, v, indices, weights, lengths, scale)
+        # ONE buffer outside the slabs for each result: its size is that of q, not K times it
+        out = torch.zeros(slabs.query_shape, dtype=q.dtype, device=q.device)  # [B N, R, J, g, D]
+        keep = any(ctx.needs_input_grad)
+        lse = torch.empty(slabs.lse_shape if keep else (0,), dtype=slabs.dtype, device=q.device)
+        with torch.autocast(q.device.type, enabled=False):
+            for rows in slabs:
+                scores = slabs.scores(rows)  # [c J, g R, K, S]
+                top = scores.amax(-1, keepdim=True)
+                # off by one: the running maximum starts at 0 and the running sum at 1 (Eq. 3)
+                top = top.clamp_(min=0) if off_by_one else top.masked_fill_(top == -torch.inf, 0)
+                exponentials = scores.sub_(top).exp_()
+                total = exponentials.sum(-1, keepdim=True)
+                if off_by_one:
+                    total = total + (-top).exp()
+                empty = total == 0
+                total = total.masked_fill(empty, 1)
+                if keep:
+                    lse[rows] = (top + total.log()).view(-1, *slabs.lse_shape[1:])
+                # the weights go into the probabilities: one GEMM over all K chunks at once
+                exponentials.mul_(slabs.weight(rows) / total)
+                out[rows] = slabs.unfold(torch.bmm(exponentials.flatten(2), slabs.values(rows)))
+        if keep:
+            ctx.save_for_backward(q, k, v, indices, weights, lengths, lse)
+            ctx.scale = scale
+        return out.view(q.shape)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, indices, weights, lengths, lse = ctx.saved_tensors
+        slabs = _Slabs(q, k, v, indices, weights, lengths, ctx.scale)
+        (B, M, S, J, D), dtype = k.shape, slabs.dtype
+        grad = grad.reshape(slabs.query_shape)
+        dq = torch.zeros(slabs.query_shape, dtype=q.dtype, device=q.device)
+        dk, dv = (torch.zeros(B * M * J, S * D, dtype=dtype, device=q.device) for _ in range(2))
+        dw = torch.zeros(B * indices.shape[1], *indices.shape[2:], dtype=dtype, device=q.device)
+        into = _numbers_of_contiguous(indices, M)
+        with torch.autocast(q.device.type, enabled=False):
+            for rows in slabs:
+                c = rows.stop - rows.start
+                probabilities = slabs.scores(rows).sub_(lse[rows].view(c * J, -1, slabs.K, 1)).exp_()
+                weight = slabs.weight(rows)  # [c J, 1, K, 1]
+                out_grad = slabs.fold(grad, rows)  # [c J, g R, D]
+                values, keys, query = slabs.values(rows), slabs.keys(rows), slabs.fold(slabs.q, rows)
+                # dP without the weight: dO V^T; its row sums with P give both D and the weights' gradient
+                dp = torch.bmm(out_grad, values.transpose(1, 2)).view_as(probabilities)
+                inner = (dp * probabilities).sum(-1, keepdim=True)  # [c J, g R, K, 1]
+                dw[rows] = inner.sum(1).view(c, J, slabs.K)
+                probabilities.mul_(weight)
+                ds = dp.sub_(inner).mul_(probabilities).flatten(2)
+                dq[rows] = slabs.unfold(torch.bmm(ds, keys).mul_(slabs.scale))
+                numbers = into[rows].reshape(-1)
+                by_key = torch.bmm(ds.transpose(1, 2), query).mul_(slabs.scale)
+                dk.index_add_(0, numbers, by_key.view(-1, S * D))
+                by_value = torch.bmm(probabilities.flatten(2).transpose(1, 2), out_grad)
+                dv.index_add_(0, numbers, by_value.view(-1, S * D))
+        dw = dw.view(indices.shape).masked_fill_(indices < 0, 0).to(weights.dtype)
+        dk, dv = (x.view(B, M, J, S, D).transpose(2, 3) for x in (dk, dv))
+        return dq.view(q.shape), dk.to(k.dtype), dv.to(v.dtype), None, dw, None, None, None
+
+
+class _Slabs:
+    """Slabs of reading chunks (batch and N flattened) and what each computes from them.
+
+    Folded rows are [c * J, g * R, D]: the g query heads of a key/value head stand below each other.
+    """
+
+    def __init__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        indices: Tensor,
+        weights: Tensor,
+        lengths: Tensor | None,
+        scale: float,
+    ) -> None:
+        B, N, R, H, D = q.shape
+        self.M, self.S, self.J = k.shape[1:4]
+        self.K = indices.shape[-1]
+        self.scale = scale
+        self.dtype = arithmetic_dtype(q, k, v, weights)
+        self.query_shape = (B * N, R, self.J, H // self.J, D)
+        self.lse_shape = (B * N, self.J, H // self.J * R, self.K)
+        self.q = q.reshape(self.query_shape)
+        self.weights = weights.masked_fill(indices < 0, 0).reshape(B * N, self.J, self.K).to(self.dtype)
+        if self.M:
+            self.k_table, self.v_table = _Table(k), _Table(v)
+            self.k_numbers = self.k_table.numbers(indices).reshape(B * N, self.J, self.K)
+            self.v_numbers = self.v_table.numbers(indices).reshape(B * N, self.J, self.K)
+        self.absent: Tensor | None = None
+        if lengths is not None and self.M:
+            row = torch.arange(B, device=q.device)[:, None, None, None]
+            present = lengths[row, indices.clamp(min=0)].reshape(B * N, self.J, self.K, 1)
+            self.absent = torch.arange(self.S, device=q.device) >= present  # [B N, J, K, S]
+        per_chunk = self.J * self.K * self.S * (2 * D + H // self.J * R)
+        self.step = max(1, _SLAB_ELEMENTS // max(1, per_chunk))
+
+    def __iter__(self) -> Iterator[slice]:
+        if self.M:
+            count = self.query_shape[0]
+            for first in range(0, count, self.step):
+                yield slice(first, min(first + self.step, count))
+
+    def fold(self, x: Tensor, rows: slice) -> Tensor:
+        """[B N, R, J, g, D] -> [c * J, g * R, D] of these rows."""
+        part = x[rows].to(self.dtype).permute(0, 2, 3, 1, 4)  # [c, J, g, R, D]
+        c, J, g, R, D = part.shape
+        return part.reshape(c * J, g * R, D)
+
+    def unfold(self, x: Tensor) -> Tensor:
+        """[c * J, g * R, D] -> [c, R, J, g, D]."""
+        _, R, J, g, D = self.query_shape
+        return x.view(-1, J, g, R, D).permute(0, 3, 1, 2, 4)
+
+    def keys(self, rows: slice) -> Tensor:
+        return self.k_table.gather(self.k_numbers[rows], self.dtype)
+
+    def values(self, rows: slice) -> Tensor:
+        return self.v_table.gather(self.v_numbers[rows], self.dtype)
+
+    def weight(self, rows: slice) -> Tensor:
+        return self.weights[rows].reshape(-1, 1, self.K, 1)
+
+    def scores(self, rows: slice) -> Tensor:
+        """[c * J, g * R, K, S], -inf at keys that do not exist."""
+        query = self.fold(self.q, rows).mul(self.scale)
+        scores = torch.bmm(query, self.keys(rows).transpose(1, 2))
+        scores = scores.view(*scores.shape[:2], self.K, self.S)
+        if self.absent is not None:
+            scores.masked_fill_(self.absent[rows].reshape(-1, 1, self.K, self.S), -torch.inf)
+        return scores
+
+
+def _numbers_of_contiguous(indices: Tensor, M: int) -> Tensor:
+    """Row numbers [B N, J, K] in a contiguous [B, M, J] table: where gradients are added."""
+    B, N, J, K = indices.shape
+    row = torch.arange(B, device=indices.device)[:, None, None, None] * M
+    head = torch.arange(J, device=indices.device)[:, None]
+    return ((row + indices.clamp(min=0)) * J + head).reshape(B * N, J, K)

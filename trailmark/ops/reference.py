@@ -1,0 +1,113 @@
+"""The equations as oracles: naive, dense, exact in float64. Read them beside docs/math.md and the paper.
+
+They gather and keep everything, so they are for tests and small inputs. Shapes and semantics are those of
+the public functions of the same name, which check the arguments first.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from trailmark.ops.arguments import arithmetic_dtype
+
+
+def sliding_window_attention(
+    q: Tensor,  # [B, T, H, D]
+    k: Tensor,  # [B, P, J, D]
+    v: Tensor,  # [B, P, J, D]
+    window: int | None,
+    positions: tuple[Tensor, Tensor] | None,
+    document_ids: tuple[Tensor, Tensor] | None,
+    alibi_slopes: Tensor | None,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """Causal attention over the last ``window`` positions, by a dense [T, P] mask: (output, log-sum-exp)."""
+    dtype = arithmetic_dtype(q, k, v)
+    batch, T, H, _ = q.shape
+    P, J = k.shape[1:3]
+    k, v = (x.repeat_interleave(H // J, dim=2) for x in (k, v))
+    if positions is None:
+        last = torch.arange(P, device=q.device).expand(batch, P)
+        positions = last[:, P - T :], last
+    query, key = positions[0][:, :, None], positions[1][:, None, :]
+    visible = (key >= 0) & (query >= 0) & (key <= query)  # [B, T, P]
+    if window is not None:
+        visible = visible & (key > query - window)
+    if document_ids is not None:
+        visible = visible & (document_ids[0][:, :, None] == document_ids[1][:, None, :])
+    scores = torch.einsum("bthd,bphd->bhtp", q.to(dtype), k.to(dtype)) * scale
+    if alibi_slopes is not None:
+        scores = scores - alibi_slopes.to(dtype)[:, None, None] * (query - key)[:, None].to(dtype)
+    scores = scores.masked_fill(~visible[:, None], -torch.inf)
+    empty = ~visible.any(-1)[:, None, :, None]  # [B, 1, T, 1]
+    probabilities = scores.masked_fill(empty, 0).softmax(-1).masked_fill(empty, 0)
+    out = torch.einsum("bhtp,bphd->bthd", probabilities, v.to(dtype))
+    return out.to(q.dtype), scores.logsumexp(-1).transpose(1, 2)
+
+
+def select_chunks(
+    query: Tensor,  # [B, N, J, E]
+    landmarks: Tensor,  # [B, M, J, E]
+    num_retrieved: int,
+    num_candidates: Tensor,  # [B, N]
+    first_candidate: Tensor,  # [B, N]
+    noise: Tensor | None,  # [B, N, J, M]
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Score all chunks, sort all (the earlier of equals first), keep K: (indices, weights, scores)."""
+    dtype = arithmetic_dtype(query, landmarks)
+    M = landmarks.shape[1]
+    scores = torch.einsum("bnje,bmje->bnjm", query.to(dtype), landmarks.to(dtype)) * scale
+    chunk = torch.arange(M, device=query.device)
+    candidate = (chunk >= first_candidate[..., None]) & (chunk < num_candidates[..., None])  # [B, N, M]
+    noisy = scores.detach() if noise is None else scores.detach() + noise
+    noisy = noisy.masked_fill(~candidate[:, :, None], -torch.inf)
+    order = noisy.sort(dim=-1, descending=True, stable=True).indices[..., :num_retrieved]
+    kept = candidate[:, :, None].expand_as(scores).gather(-1, order)
+    order = order.masked_fill(~kept, M).sort(dim=-1).values  # ascending, nothing last
+    kept = order < M
+    chosen = scores.gather(-1, order.clamp(max=max(M - 1, 0))) if M else scores.new_zeros(order.shape)
+    chosen = chosen.masked_fill(~kept, -torch.inf)
+    none = ~kept.any(-1, keepdim=True)
+    weights = chosen.masked_fill(none, 0).softmax(-1).masked_fill(~kept, 0)
+    missing = (0, num_retrieved - order.shape[-1])
+    pad = torch.nn.functional.pad
+    return pad(order.masked_fill(~kept, -1), missing, value=-1), pad(weights, missing), pad(
+        chosen, missing, value=-torch.inf
+    )
+
+
+def grouped_cross_attention(
+    q: Tensor,  # [B, N, R, H, D]
+    k: Tensor,  # [B, M, S, J, D]
+    v: Tensor,  # [B, M, S, J, D]
+    indices: Tensor,  # [B, N, J, K]
+    weights: Tensor,  # [B, N, J, K]
+    lengths: Tensor,  # [B, M]
+    softmax_off_by_one: bool,
+    scale: float,
+) -> Tensor:
+    """Paper (arXiv 2410.01651) Eq. 3 and 4: softmax within each retrieved chunk, weighted sum over chunks."""
+    dtype = arithmetic_dtype(q, k, v, weights)
+    batch, N, R, H, D = q.shape
+    M, S, J = k.shape[1:4]
+    if M == 0:
+        return torch.zeros_like(q)
+    chunk = indices.clamp(min=0)
+    row = torch.arange(batch, device=q.device)[:, None, None, None]
+    head = torch.arange(J, device=q.device)[:, None]
+    keys, values = (x.to(dtype).transpose(2, 3)[row, chunk, head] for x in (k, v))  # [B, N, J, K, S, D]
+    queries = q.to(dtype).view(batch, N, R, J, H // J, D)
+    scores = torch.einsum("bnrjgd,bnjksd->bnjgrks", queries, keys) * scale
+    absent = torch.arange(S, device=q.device) >= lengths[row, chunk][..., None]  # [B, N, J, K, S]
+    scores = scores.masked_fill(absent[:, :, :, None, None], -torch.inf)
+    if softmax_off_by_one:  # a virtual key with score 0 and value 0
+        scores = torch.cat([scores, scores.new_zeros(*scores.shape[:-1], 1)], dim=-1)
+        probabilities = scores.softmax(-1)[..., :-1]
+    else:
+        empty = absent.all(-1)[:, :, :, None, None, :, None]
+        probabilities = scores.masked_fill(empty, 0).softmax(-1).masked_fill(empty, 0)
+    used = weights.to(dtype).masked_fill(indices < 0, 0)
+    out = torch.einsum("bnjk,bnjgrks,bnjksd->bnrjgd", used, probabilities, values)
+    return out.reshape(q.shape).to(q.dtype)

@@ -1,0 +1,219 @@
+"""Causal self-attention over a sliding window of positions, in blocks, with ALiBi."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from trailmark.ops import reference
+from trailmark.ops.arguments import (
+    arithmetic_dtype,
+    require,
+    require_grouped_heads,
+    require_implementation,
+    require_shape,
+)
+
+# Queries of one block. Each block attends to itself and the window - 1 keys before it, so a block much
+# smaller than the window repeats keys, and a much larger one computes scores that the mask throws away.
+_MIN_BLOCK, _MAX_BLOCK = 32, 256
+
+
+def sliding_window_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    window: int | None,
+    positions: tuple[Tensor, Tensor] | None = None,
+    document_ids: tuple[Tensor, Tensor] | Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    scale: float | None = None,
+    return_lse: bool = False,
+    implementation: str | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    r"""Each position attends to itself and to the ``window - 1`` positions before it.
+
+    .. math::
+        O_i = \sum_{j = \max(0, i - W + 1)}^{i}
+              \mathrm{softmax}_j\!\left(\mathrm{scale} \cdot q_i^\top k_j - a_h (i - j)\right) v_j
+
+    with ALiBi slopes :math:`a_h` (Press et al., 2022) where given. The ``"torch"`` path cuts the positions
+    into blocks over ``scaled_dot_product_attention``: time and extra memory O(T W), never O(T P).
+
+    Args:
+        q: [B, T, H, D].
+        k, v: [B, P, J, D], P >= T; query head h uses key/value head h // (H // J).
+        window: W >= 1, the position itself included. None: all positions before.
+        positions: int64 ([B, T], [B, P]), negative = absent (such a query gives zeros). None: the queries are
+            the last T of P consecutive positions. Given, every block of queries compares itself with all P
+            keys: exact for any order and any gaps, with time O(T P) and memory O(P).
+        document_ids: int64 ([B, T], [B, P]), or one [B, P] for both: no attention across documents.
+        alibi_slopes: [H]; see :func:`alibi_slopes`.
+        scale: None is D ** -0.5.
+        return_lse: also return the log-sum-exp of the scores, [B, T, H], float32 or wider, -inf where empty.
+        implementation: None, "reference" or "torch".
+
+    Returns:
+        [B, T, H, D] in the dtype of q, zeros where no key is visible; with ``return_lse`` the pair.
+
+    Raises:
+        ValueError: for shapes that do not fit together.
+    """
+    require_implementation(implementation, ("reference", "torch"))
+    require(q.dim() == 4, "q", tuple(q.shape), "shape [B, T, H, D]")
+    require(k.dim() == 4, "k", tuple(k.shape), "shape [B, P, J, D]")
+    B, T, H, D = q.shape
+    P, J = k.shape[1:3]
+    require_shape("k", k, (B, P, J, D), "[B, P, J, D]")
+    require_shape("v", v, (B, P, J, D), "[B, P, J, D]")
+    require(P >= T, "k", f"{P} keys", f"at least as many keys as the {T} queries")
+    require_grouped_heads(H, J)
+    require(window is None or window >= 1, "window", window, "None or at least 1 (the position itself)")
+    if positions is not None:
+        require_shape("positions[0]", positions[0], (B, T), "[B, T]")
+        require_shape("positions[1]", positions[1], (B, P), "[B, P]")
+    if isinstance(document_ids, Tensor):
+        require_shape("document_ids", document_ids, (B, P), "[B, P]")
+        document_ids = document_ids[:, P - T :], document_ids
+    if document_ids is not None:
+        require_shape("document_ids[0]", document_ids[0], (B, T), "[B, T]")
+        require_shape("document_ids[1]", document_ids[1], (B, P), "[B, P]")
+    if alibi_slopes is not None:
+        require_shape("alibi_slopes", alibi_slopes, (H,), "[H]")
+    scale = D**-0.5 if scale is None else scale
+
+    if implementation == "reference":
+        out, lse = reference.sliding_window_attention(
+            q, k, v, window, positions, document_ids, alibi_slopes, scale
+        )
+        return (out, lse) if return_lse else out
+    banded = positions is None and document_ids is None and window is not None and window < P
+    if banded and not return_lse and T > 0:
+        assert window is not None
+        return _banded(q, k, v, window, alibi_slopes, scale)
+    return _by_query_block(q, k, v, window, positions, document_ids, alibi_slopes, scale, return_lse)
+
+
+def alibi_slopes(num_heads: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """The geometric slopes 2 ** (-8 (h + 1) / H), shape [H], for any H, as DRT's published code has them."""
+    require(num_heads >= 1, "num_heads", num_heads, "at least 1")
+    return torch.exp2(-8 * torch.arange(1, num_heads + 1, dtype=torch.float64) / num_heads).to(dtype)
+
+
+def _banded(
+    q: Tensor, k: Tensor, v: Tensor, window: int, slopes: Tensor | None, scale: float
+) -> Tensor:
+    """Consecutive positions: block i of C queries sees the C + window - 1 keys that end with its own."""
+    B, T, H, D = q.shape
+    P, J = k.shape[1:3]
+    before = window - 1
+    C = min(max(before, _MIN_BLOCK), _MAX_BLOCK, T)
+    blocks = -(-T // C)
+    after = blocks * C - T
+    k, v = k[:, max(0, P - T - before) :], v[:, max(0, P - T - before) :]
+    absent = before - (k.shape[1] - T)  # keys before the first that exists
+
+    def key_blocks(x: Tensor) -> Tensor:  # [B, P', J, D] -> [B * blocks, J, C + before, D]
+        if absent or after:
+            x = F.pad(x, (0, 0, 0, 0, absent, after))
+        x = x.unfold(1, C + before, C)  # [B, blocks, J, D, C + before]
+        return x.movedim(-1, 3).reshape(B * blocks, J, C + before, D)
+
+    queries = (F.pad(q, (0, 0, 0, 0, 0, after)) if after else q).reshape(B, blocks, C, H, D).transpose(2, 3)
+    keys, values = key_blocks(k), key_blocks(v)
+    distance = torch.arange(C, device=q.device)[:, None] + before - torch.arange(C + before, device=q.device)
+    mask = _additive_mask((distance >= 0) & (distance < window), distance, slopes, q)
+    if absent <= 0:
+        out = _attend(queries.reshape(B * blocks, H, C, D), keys, values, mask, scale)
+        out = out.view(B, blocks, H, C, D)
+    else:
+        # only the blocks whose reach goes before the first key need a mask of their own
+        early = min(-(-absent // C), blocks)
+        keys, values = (x.view(B, blocks, J, C + before, D) for x in (keys, values))
+        parts = []
+        for block in range(early):
+            missing = torch.arange(C + before, device=q.device) < absent - block * C
+            own = mask.masked_fill(missing, -torch.inf)
+            parts.append(_attend(queries[:, block], keys[:, block], values[:, block], own, scale)[:, None])
+        if blocks > early:
+            rest = (x[:, early:].reshape(B * (blocks - early), *x.shape[2:]) for x in (queries, keys, values))
+            parts.append(_attend(*rest, mask, scale).view(B, blocks - early, H, C, D))
+        out = torch.cat(parts, dim=1)
+    out = out.transpose(2, 3).reshape(B, blocks * C, H, D)
+    return out[:, :T] if after else out
+
+
+def _by_query_block(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    window: int | None,
+    positions: tuple[Tensor, Tensor] | None,
+    document_ids: tuple[Tensor, Tensor] | None,
+    slopes: Tensor | None,
+    scale: float,
+    return_lse: bool,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Any positions and documents: a block of queries against every key it could see."""
+    B, T, _, D = q.shape
+    P, device = k.shape[1], q.device
+    key_position = torch.arange(P, device=device).expand(B, P) if positions is None else positions[1]
+    query_position = key_position[:, P - T :] if positions is None else positions[0]
+    outs, lses = [], []
+    for first in range(0, T, _MAX_BLOCK):
+        rows = slice(first, min(first + _MAX_BLOCK, T))
+        start, stop = 0, P
+        if positions is None:  # consecutive: keys outside the band cannot be visible
+            start = 0 if window is None else max(0, P - T + rows.start - window + 1)
+            stop = P - T + rows.stop
+        distance = query_position[:, rows, None] - key_position[:, None, start:stop]  # [B, c, p]
+        visible = (distance >= 0) & (key_position[:, None, start:stop] >= 0)
+        visible &= query_position[:, rows, None] >= 0
+        if window is not None:
+            visible &= distance < window
+        if document_ids is not None:
+            visible &= document_ids[0][:, rows, None] == document_ids[1][:, None, start:stop]
+        empty = ~visible.any(-1)[:, None, :, None]  # [B, 1, c, 1]
+        # a row that sees nothing is let see everything and then set to zero: no NaN either way
+        shown = visible[:, None] | empty
+        mask = _additive_mask(shown, distance[:, None], None if slopes is None else slopes[:, None, None], q)
+        queries = q[:, rows].transpose(1, 2)
+        keys, values = k[:, start:stop].transpose(1, 2), v[:, start:stop].transpose(1, 2)
+        out = _attend(queries, keys, values, mask, scale).masked_fill(empty, 0)
+        outs.append(out.transpose(1, 2))
+        if return_lse:
+            dtype = arithmetic_dtype(q, k)
+            keys = keys.to(dtype).repeat_interleave(q.shape[2] // k.shape[2], dim=1)
+            scores = queries.to(dtype) @ keys.transpose(2, 3) * scale + mask.to(dtype)
+            lse = scores.logsumexp(-1, keepdim=True).masked_fill(empty, -torch.inf)
+            lses.append(lse[..., 0].transpose(1, 2))
+    out = torch.cat(outs, dim=1) if outs else torch.zeros_like(q)
+    if not return_lse:
+        return out
+    return out, torch.cat(lses, dim=1) if lses else q.new_zeros(B, T, q.shape[2], dtype=arithmetic_dtype(q))
+
+
+def _additive_mask(visible: Tensor, distance: Tensor, slopes: Tensor | None, like: Tensor) -> Tensor:
+    """0 or the ALiBi term where visible, -inf elsewhere; [(B,) (H,) c, p], float32 or wider."""
+    dtype = arithmetic_dtype(like)
+    if slopes is None:
+        bias = torch.zeros((), dtype=dtype, device=like.device)
+    else:
+        slopes = slopes.to(device=like.device, dtype=dtype)
+        bias = -(slopes.view(-1, 1, 1) * distance.to(dtype))
+    return torch.where(visible, bias, -torch.inf)
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> Tensor:
+    """SDPA of [b, H, c, D] with [b, J, p, D] under an additive mask, grouped heads."""
+    dtype = mask.dtype
+    if q.dtype != dtype:
+        # a mask in bfloat16 would round ALiBi's distances; the op's inputs are rounded already
+        with torch.autocast(q.device.type, enabled=False):
+            return _attend(q.to(dtype), k.to(dtype), v.to(dtype), mask, scale).to(q.dtype)
+    if mask.dim() < 4:
+        mask = mask.expand(q.shape[0], q.shape[1], *mask.shape[-2:])
+    return F.scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
+    )
