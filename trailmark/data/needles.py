@@ -153,16 +153,20 @@ class NeedleTexts:
                 keys[n, rng.integers(KEY_LENGTH)] = rng.integers(26)
         values = random_values(rng, count)
         chunk = np.flatnonzero(holds)
-        offset = rng.integers(ANSWER_LENGTH, S - NEEDLE_LENGTH + 1, size=count)
-        write_needles(rows, chunk, offset, form.letters[keys], form.digits[values], form)
 
         asking = np.flatnonzero(~holds)
         asking = asking[asking < N - 1]  # the answer needs a next chunk
         earlier = np.cumsum(holds)[asking]  # needles so far
         asked = (rng.random(len(asking)) * earlier).astype(np.int64)
-        # of two equal keys the question means neither: ask only for what is unique so far
+        # of two equal keys the question means neither: ask only for what is unique
         repeated = (keys[:, None] == keys[None]).all(-1).sum(1)[asked] > 1
         asking, asked = asking[~repeated], asked[~repeated]
+
+        answered = np.zeros(N + 1, bool)
+        answered[asking + 1] = True
+        lowest = np.where(answered[chunk], ANSWER_LENGTH, 0)
+        offset = lowest + (rng.random(count) * (S - NEEDLE_LENGTH + 1 - lowest)).astype(np.int64)
+        write_needles(rows, chunk, offset, form.letters[keys], form.digits[values], form)
         write_questions(rows, asking, form.letters[keys[asked]], form)
         write_answers(rows, asking + 1, form.digits[values[asked]], form)
 

@@ -55,6 +55,16 @@ class ChunkMemory:
     def has_short_chunks(self) -> bool:
         return self._short
 
+    def mark(self) -> tuple[int, bool]:
+        """Where the memory ends now, for :meth:`rewind`."""
+        self._write_waiting()
+        return self._count, self._short
+
+    def rewind(self, mark: tuple[int, bool]) -> None:
+        """Forget the chunks after the mark."""
+        self._waiting = []
+        self._count, self._short = mark
+
     def branch(self, batch_size: int) -> ChunkMemory:
         """A memory of ``batch_size`` rows that share this one row's buffers and never write them."""
         self._write_waiting()
@@ -108,6 +118,16 @@ class ChunkMemory:
             self._count = end
 
 
+class CacheMark(NamedTuple):
+    """A state of a :class:`ChunkCache`."""
+
+    window: list[tuple[Tensor, Tensor] | None]
+    pending: list[ChunkSelection | None]
+    open_tokens: Tensor | None
+    num_tokens: int
+    memory: tuple[int, bool]
+
+
 class ChunkCache:
     """What a model carries: window keys and values at the last chunk end, memory, and the open chunk's tokens.
 
@@ -150,6 +170,20 @@ class ChunkCache:
         other.open_tokens = None if self.open_tokens is None else _repeat(self.open_tokens, batch_size)
         other.num_tokens = self.num_tokens
         return other
+
+    def mark(self) -> CacheMark:
+        """The present state, to come back to: what is read after it can be taken back, at no cost."""
+        if self.rows is not None:
+            raise ValueError("mark: expected rows of equal length, got a padded batch.")
+        return CacheMark(
+            list(self.window), list(self.pending), self.open_tokens, self.num_tokens, self.memory.mark()
+        )
+
+    def rewind(self, mark: CacheMark) -> None:
+        """Go back to ``mark``: many questions can be asked of one text that was read once."""
+        self.window, self.pending = list(mark.window), list(mark.pending)
+        self.open_tokens, self.num_tokens = mark.open_tokens, mark.num_tokens
+        self.memory.rewind(mark.memory)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Rows change places (beam search)."""

@@ -83,13 +83,17 @@ class TrailmarkForCausalLM(PreTrainedModel, GenerationMixin):
         """Hidden states of the new tokens; ``reading``: only what the cache needs is computed."""
         raise NotImplementedError
 
+    def reading_tail(self, chunk_size: int) -> int:
+        """The last chunks of a text, outside of which the window carries nothing to what follows."""
+        raise NotImplementedError
+
     # --- the interface of transformers --------------------------------------------------------------------
 
     def get_input_embeddings(self) -> nn.Module:
         return self.embed_tokens
 
     def set_input_embeddings(self, value: nn.Module) -> None:
-        self.embed_tokens = value  # type: nn.Embedding
+        self.embed_tokens = value
 
     def get_output_embeddings(self) -> nn.Module:
         return self.lm_head
@@ -279,7 +283,7 @@ def mark_residual_projections(model: nn.Module) -> None:
     """Name the matrices that write into the residual stream, for the fan-in initialisation."""
     for name, module in model.named_modules():
         if name.endswith(("o_proj", "down_proj")):
-            module.into_residual = True  # type: nn.Module
+            module.into_residual = True
 
 
 def causal_loss(logits: Tensor, labels: Tensor, num_items: Tensor | int | None = None) -> Tensor:

@@ -18,6 +18,8 @@ class TrailmarkConfig(PreTrainedConfig):
         num_hidden_layers: lower and upper layers together, without the chunk encoder.
         num_attention_heads: H. num_key_value_heads: J, None is H; J divides H and H divides E.
         sliding_window: W in positions, itself included; None is full attention.
+        window_position: what tells positions in the window apart: "alibi", as published, or "rope".
+        rope_theta: base of the rotary positions (chunk encoder, and window if it uses them).
         initialization: "normal": N(0, initializer_range), as published. "fan_in": embedding std 1, matrices
             std fan_in ** -0.5, those back into the residual stream also / sqrt(2 * layers); goes with
             ``logit_scale = hidden_size ** -0.5`` when the embedding is tied.
@@ -35,6 +37,8 @@ class TrailmarkConfig(PreTrainedConfig):
     num_attention_heads: int = 12
     num_key_value_heads: int | None = None
     sliding_window: int | None = 512
+    window_position: Literal["alibi", "rope"] = "alibi"
+    rope_theta: float = 10000.0
     rms_norm_eps: float = 1e-6
     initialization: Literal["normal", "fan_in"] = "normal"
     initializer_range: float = 0.02
@@ -76,11 +80,19 @@ class TrailmarkConfig(PreTrainedConfig):
         )
         window = self.sliding_window
         _expect(window is None or window >= 1, "sliding_window", window, "None or at least 1")
+        if self.window_position == "rope":
+            self.expect_rotary_heads()
         _expect(
             self.implementation in (None, "reference", "torch"),
             "implementation",
             self.implementation,
             "None, 'reference' or 'torch'",
+        )
+
+
+    def expect_rotary_heads(self) -> None:
+        _expect(
+            self.head_dim % 2 == 0, "num_attention_heads", self.num_attention_heads, "an even head size (RoPE)"
         )
 
 
@@ -108,7 +120,6 @@ class DRTConfig(TrailmarkConfig):
         retrieval_noise: Gumbel noise on the scores when chunks are selected in training.
         exclude_visible_chunks: do not select chunks that the window shows whole to the last row that reads.
         residual_gca: add what was read to the residual stream; False: it feeds the MLP only, as published.
-        rope_theta: base of the rotary positions 0 .. S of the chunk encoder.
     """
 
     model_type = "trailmark_drt"
@@ -125,7 +136,6 @@ class DRTConfig(TrailmarkConfig):
     retrieval_noise: bool = True
     exclude_visible_chunks: bool = False
     residual_gca: bool = False
-    rope_theta: float = 10000.0
 
     def __post_init__(self, **kwargs: Any) -> None:
         if self.num_lower_layers is None:
@@ -157,9 +167,7 @@ class DRTConfig(TrailmarkConfig):
                 f"a divisor of the {upper} upper layers",
             )
         _expect(self.sliding_window is not None, "sliding_window", None, "a number of positions")
-        _expect(
-            self.head_dim % 2 == 0, "num_attention_heads", self.num_attention_heads, "an even head size (RoPE)"
-        )
+        self.expect_rotary_heads()
 
 
 def _expect(condition: bool, argument: str, came: object, expected: str) -> None:

@@ -22,6 +22,7 @@ from trailmark.models.layers import (
     RMSNorm,
     WindowAttention,
     WindowLayer,
+    fused_linear,
     rms_normalize,
     rotary_table,
 )
@@ -42,12 +43,12 @@ class ChunkEncoder(nn.Module):
         super().__init__()
         assert config.num_key_value_heads is not None
         self.config = config
-        width = 2 * config.num_key_value_heads * config.head_dim
+        width = config.num_key_value_heads * config.head_dim
         self.input_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.layers = nn.ModuleList(ChunkEncoderLayer(config) for _ in range(config.num_encoder_layers))
         self.output_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         # one projection for all layers and groups: the memory is read by all of them
-        self.kv_proj = nn.Linear(config.hidden_size, width, bias=False)
+        self.kv_proj = fused_linear(config.hidden_size, (width, width))
         self.landmark_proj = _retrieval_projection(config)
 
     def forward(self, positions: Tensor, grid: Grid) -> MemoryEntries:
@@ -261,10 +262,11 @@ class DRTForCausalLM(TrailmarkForCausalLM):
         first_chunk = 0 if cache is None else len(cache.memory)
         memory, lengths = self._remember(x, grid, cache)
 
-        if reading and grid.num_chunks > self._tail_chunks():
+        tail = self.reading_tail(config.chunk_size)
+        if reading and grid.num_chunks > tail:
             # What later text sees of the upper layers depends on the last chunks alone; what these do not
             # see of keys before them does not reach the end of the piece.
-            skipped = grid.num_chunks - self._tail_chunks()
+            skipped = grid.num_chunks - tail
             x = x[:, skipped * (config.chunk_size + 1) :]
             grid = Grid(grid.num_tokens - skipped * config.chunk_size, config.chunk_size, close_chunk)
             first_chunk += skipped
@@ -333,14 +335,23 @@ class DRTForCausalLM(TrailmarkForCausalLM):
         lengths = torch.zeros(B, 0, dtype=torch.int64, device=x.device)
         return MemoryEntries(kv, kv, x.new_zeros(B, 0, config.hidden_size), lengths)
 
-    def _tail_chunks(self) -> int:
-        """Chunks whose upper layers decide all that later text sees of them (docs/math.md, Reading)."""
+    def reading_tail(self, chunk_size: int) -> int:
+        """Chunks at the end of a text whose upper layers decide all that later text sees of these layers.
+
+        A layer sees ``sliding_window - 1`` positions back; a group's queries reach the chunk after next.
+        """
         config = self.config
         assert config.sliding_window is not None
-        rows = config.chunk_size + 1
+        rows = chunk_size + 1
         positions = config.num_upper_layers * (config.sliding_window - 1)
         positions += 2 * rows * config.num_retrieval_groups
         return -(-positions // rows) + 1
+
+    def encoding_reach(self) -> int:
+        """Chunks after a chunk whose memory entries its tokens take part in, through the lower layers."""
+        config = self.config
+        assert config.sliding_window is not None and config.num_lower_layers is not None
+        return -(-config.num_lower_layers * (config.sliding_window - 1) // (config.chunk_size + 1))
 
     def _visible_limit(self, lengths: Tensor, first: int, count: int) -> Tensor | None:
         """num_candidates [B, n] that excludes chunks wholly visible to the last row of the reading chunk."""

@@ -58,12 +58,19 @@ class _RMSNormalize(torch.autograd.Function):
         return ((grad - normal.mul_(inner)).mul_(scale)).to(x.dtype), weight_grad, None
 
 
+def fused_linear(fan_in: int, fan_outs: tuple[int, ...]) -> nn.Linear:
+    """Several matrices that read the same input as one; ``block_rows`` tells the optimizer where they part."""
+    linear = nn.Linear(fan_in, sum(fan_outs), bias=False)
+    linear.block_rows = fan_outs
+    return linear
+
+
 class MLP(nn.Module):
     """SwiGLU: W_down(silu(W_gate x) * W_up x)."""
 
     def __init__(self, config: TrailmarkConfig) -> None:
         super().__init__()
-        self.gate_up_proj = nn.Linear(config.hidden_size, 2 * config.intermediate_size, bias=False)
+        self.gate_up_proj = fused_linear(config.hidden_size, (config.intermediate_size,) * 2)
         self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -80,7 +87,7 @@ class SelfAttention(nn.Module):
         self.head_dim = config.head_dim
         H, J = config.num_attention_heads, config.num_key_value_heads
         self.sizes = (H, J, J)
-        self.qkv_proj = nn.Linear(config.hidden_size, (H + 2 * J) * self.head_dim, bias=False)
+        self.qkv_proj = fused_linear(config.hidden_size, tuple(n * self.head_dim for n in self.sizes))
         self.o_proj = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
 
     def heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -90,7 +97,10 @@ class SelfAttention(nn.Module):
 
 
 class WindowAttention(SelfAttention):
-    """Sliding-window self-attention with ALiBi; keys and values of earlier positions may be carried in."""
+    """Sliding-window self-attention with ALiBi or RoPE; keys and values of earlier positions may be carried in.
+
+    Carried keys are kept without rotation: only distances matter, so each call counts from its first key.
+    """
 
     slopes: Tensor
 
@@ -98,13 +108,18 @@ class WindowAttention(SelfAttention):
         super().__init__(config)
         self.window = config.sliding_window
         self.implementation = config.implementation
+        self.rope_theta = config.rope_theta if config.window_position == "rope" else None
         self.register_buffer("slopes", alibi_slopes(config.num_attention_heads), persistent=False)
 
     def forward(self, x: Tensor, carried: KeysAndValues | None = None) -> tuple[Tensor, KeysAndValues]:
         q, k, v = self.heads(x)
-        kept = _join(carried, k, v)
+        kept = k, v = _join(carried, k, v)
+        slopes: Tensor | None = self.slopes
+        if self.rope_theta is not None:
+            table = rotary_table(k.shape[1], self.head_dim, self.rope_theta, x)
+            q, k, slopes = rotate(q, table[-x.shape[1] :]), rotate(k, table), None
         out = sliding_window_attention(
-            q, *kept, self.window, alibi_slopes=self.slopes, implementation=self.implementation
+            q, k, v, self.window, alibi_slopes=slopes, implementation=self.implementation
         )
         assert isinstance(out, Tensor)
         return self.o_proj(out.flatten(2)), kept
@@ -126,8 +141,9 @@ class ChunkAttention(SelfAttention):
 
     def forward(self, x: Tensor, rotary: Tensor, mask: Tensor | None) -> Tensor:
         b = x.shape[:-2]  # [..., R, E]; the chunks are the batch
-        q, k, v = (part.flatten(0, -4).transpose(1, 2) for part in self.heads(x))  # [b, heads, R, D]
+        q, k, v = self.heads(x)
         q, k = rotate(q, rotary), rotate(k, rotary)
+        q, k, v = (part.flatten(0, -4).transpose(1, 2) for part in (q, k, v))  # [b, heads, R, D]
         grouped = q.shape[1] != k.shape[1]
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=grouped)
         return self.o_proj(out.transpose(1, 2).flatten(2).unflatten(0, b))
@@ -169,15 +185,15 @@ class ChunkEncoderLayer(GradientCheckpointingLayer):
 
 
 def rotary_table(length: int, head_dim: int, theta: float, like: Tensor) -> Tensor:
-    """cos and sin [2, length, D / 2] of positions 0 .. length - 1, float32 or wider, computed in float64."""
+    """e^(i p f) [length, D / 2] of positions p = 0 .. length - 1, complex64 or wider, computed in float64."""
     frequency = theta ** (-torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
     angle = torch.arange(length, dtype=torch.float64)[:, None] * frequency
-    table = torch.stack([angle.cos(), angle.sin()])
-    return table.to(device=like.device, dtype=torch.promote_types(like.dtype, torch.float32))
+    wide = torch.float64 if like.dtype == torch.float64 else torch.float32
+    return torch.polar(torch.ones_like(angle), angle).to(like.device, wide.to_complex())
 
 
 def rotate(x: Tensor, table: Tensor) -> Tensor:
-    """RoPE (Su et al., 2021) of x [..., T, D]: halves (x1, x2) turn by the angle of their position."""
-    cos, sin = table
-    first, second = x.to(cos.dtype).chunk(2, dim=-1)
-    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)
+    """RoPE (Su et al., 2021) of x [..., T, heads, D]: neighbours (x_2i, x_2i+1) turn by their position's angle."""
+    real = table.real.dtype
+    pairs = torch.view_as_complex(x.to(real).unflatten(-1, (-1, 2)))
+    return torch.view_as_real(pairs * table[:, None]).flatten(-2).to(x.dtype)

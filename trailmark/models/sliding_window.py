@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor, nn
 
 from trailmark.memory import ChunkCache
@@ -49,11 +48,17 @@ class SlidingWindowForCausalLM(TrailmarkForCausalLM):
             cache.num_tokens += input_ids.shape[1]
         return Hidden(None if reading else self.norm(x))
 
+    def reading_tail(self, chunk_size: int) -> int:
+        config = self.config
+        if config.sliding_window is None:
+            raise ValueError("sliding_window: expected a number of positions, full attention reaches everything.")
+        return -(-config.num_hidden_layers * (config.sliding_window - 1) // chunk_size)
+
 
 def keep_window(kept: tuple[Tensor, Tensor], window: int | None) -> tuple[Tensor, Tensor]:
     """The last ``window - 1`` keys and values, copied so that the rest is freed; None keeps all."""
     if window is None:
         return kept[0].detach(), kept[1].detach()
     start = max(0, kept[0].shape[1] - (window - 1))
-    k, v = (torch.Tensor.clone(x[:, start:].detach()) for x in kept)
+    k, v = (x[:, start:].detach().clone() for x in kept)
     return k, v

@@ -1,0 +1,68 @@
+# make demo | test | lint | bench: each makes .venv first, at the versions in constraints.txt.
+# PYTHON=python3.12 chooses another Python; ARGS="..." goes to the command.
+
+PYTHON ?= python3
+ARGS ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip
+INSTALL := $(PIP) install --disable-pip-version-check -c constraints.txt
+
+.PHONY: demo test lint bench venv constraints clean
+.NOTPARALLEL:
+.DELETE_ON_ERROR:
+
+demo: $(VENV)/figures.stamp
+	$(BIN)/trailmark demo $(ARGS)
+
+test: $(VENV)/test.stamp
+	$(BIN)/python -m pytest -q $(ARGS)
+
+lint: $(VENV)/lint.stamp
+	$(BIN)/python -m ruff check .
+	$(BIN)/python -m ruff format --check .
+	$(BIN)/python -m mypy
+	$(BIN)/lint-imports --no-logo
+
+bench: $(VENV)/figures.stamp
+	$(BIN)/python benchmarks/cpu.py $(ARGS)
+
+# everything a developer needs
+venv: $(VENV)/test.stamp $(VENV)/lint.stamp
+
+# Python is checked before the environment is made, and an environment that was here already too
+$(BIN)/python:
+	@command -v $(PYTHON) >/dev/null || { echo "$(PYTHON) not found; try: make PYTHON=python3.12"; exit 1; }
+	@$(PYTHON) -c 'import sys; v = sys.version.split()[0]; sys.version_info >= (3, 11) or sys.exit("trailmark needs Python 3.11 or newer; $(PYTHON) is " + v + ". Try: make PYTHON=python3.12")'
+	$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); exit 1; }
+
+# torch by itself: its wheel is by far the largest, and a failure here is easier to read
+$(VENV)/torch.stamp: constraints.txt | $(BIN)/python
+	@$(BIN)/python -c 'import sys; v = sys.version.split()[0]; sys.version_info >= (3, 11) or sys.exit("trailmark needs Python 3.11 or newer; $(VENV) has " + v + ". Remove $(VENV) and try: make PYTHON=python3.12")'
+	$(INSTALL) torch
+	@touch $@
+
+$(VENV)/figures.stamp: pyproject.toml constraints.txt $(VENV)/torch.stamp
+	$(INSTALL) -e '.[figures]'
+	@touch $@
+
+$(VENV)/test.stamp: pyproject.toml constraints.txt $(VENV)/torch.stamp
+	$(INSTALL) -e '.[test,figures]'
+	@touch $@
+
+$(VENV)/lint.stamp: pyproject.toml constraints.txt $(VENV)/torch.stamp
+	$(INSTALL) -e '.[lint]'
+	@touch $@
+
+# The pins of this environment. "+cpu" and the packages of one platform's torch are left out: torch names
+# those itself, exactly.
+constraints: venv
+	{ echo '# Tested versions; every install of the Makefile uses them. Made by "make constraints" from .venv.'; \
+	  $(PIP) freeze --all --exclude-editable --exclude pip \
+	    | sed -e 's/+[A-Za-z0-9.]*$$//' | grep -v -i -E '^(nvidia-|cuda-|triton)'; } > constraints.new
+	mv constraints.new constraints.txt
+
+clean:
+	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

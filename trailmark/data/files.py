@@ -1,0 +1,47 @@
+"""Writing files so that a crash, a full disk or Ctrl-C never leaves a broken one behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+
+def write_text(path: Path, text: str) -> None:
+    """Replace ``path`` in one step: the old content stays whole until the new one is on disk."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+        os.replace(name, path)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise
+
+
+def write_json(path: Path, content: Any) -> None:
+    write_text(path, json.dumps(content, indent=1) + "\n")
+
+
+def read_json(path: Path) -> Any:
+    """The content, or None where there is no readable JSON."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+
+
+def expect_writable(argument: str, folder: Path) -> None:
+    """Make the folder and try to write in it; a ValueError says what is wrong before any work is done."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder) as file:
+            file.write(b"x")
+    except OSError as error:
+        raise ValueError(
+            f"{argument}: expected a folder to write in, {str(folder)!r} is not ({error.strerror}). "
+            "Choose another one or free some space."
+        ) from error

@@ -1,0 +1,275 @@
+"""The main job as one story: train on a laptop, then read texts 1000 times longer than any trained on."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import platform
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from trailmark import __version__
+from trailmark.data.corpus import Tokens, load_tokenizer, standard_library_texts, tokenize
+from trailmark.data.files import expect_writable, read_json, write_json
+from trailmark.data.needles import CURRICULUM, NeedleFormat
+from trailmark.evaluation.needles import evaluate_needles
+from trailmark.models import TrailmarkForCausalLM
+from trailmark.report.console import Progress, bar, duration
+from trailmark.report.figures import accuracy_by_length, chunks_read, loss_curves
+from trailmark.report.tables import needle_table
+from trailmark.training.config import DataConfig, RunConfig, TrainingConfig
+from trailmark.training.trainer import HISTORY_FILE, Run
+
+CHUNK_SIZE = 32
+TRAIN_LENGTH = CURRICULUM[-1].chunks * CHUNK_SIZE  # tokens of the longest training text
+LENGTHS = tuple(TRAIN_LENGTH * factor for factor in (1, 4, 16, 64, 256, 1024))
+MANY_NEEDLES = ((TRAIN_LENGTH, 8), (4 * TRAIN_LENGTH, 16), (64 * TRAIN_LENGTH, 32))
+QUESTIONS = 300
+CHANCE = 1 / (10 * 9 * 8 * 7 * 6)  # five distinct digits
+
+STEPS = {"drt": 2300, "window": 500}
+MINUTES = 6.0  # for both trainings, if the machine is slow
+
+_SHARED_MODEL: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 192,
+    "num_attention_heads": 4,
+    "sliding_window": CHUNK_SIZE + 1,
+    "window_position": "rope",
+    "rope_theta": 100.0,
+    "initialization": "fan_in",
+    "logit_scale": 0.125,
+}
+MODELS: dict[str, dict[str, Any]] = {
+    "drt": _SHARED_MODEL
+    | {
+        "architecture": "drt",
+        "num_hidden_layers": 2,
+        "num_lower_layers": 1,
+        "num_encoder_layers": 1,
+        "chunk_size": CHUNK_SIZE,
+        "num_retrieved_chunks": 8,
+        "retrieval_normalization": True,
+        "retrieval_scale": 3.0,
+    },
+    "window": _SHARED_MODEL | {"architecture": "sliding_window", "num_hidden_layers": 3},
+}
+NAMES = {"drt": "DRT", "window": "window only"}
+
+
+class Demo:
+    """The demo in one folder; a second start goes on where the first stopped."""
+
+    def __init__(
+        self,
+        output: Path = Path("runs/demo"),
+        seed: int = 0,
+        minutes: float | None = None,
+        questions: int = QUESTIONS,
+        say: Callable[[str], None] = print,
+    ) -> None:
+        if minutes is not None and minutes <= 0:
+            raise ValueError(f"minutes: expected a positive number, got {minutes:g}.")
+        if questions < 1:
+            raise ValueError(f"questions: expected at least 1, got {questions}.")
+        self.output, self.say = output, say
+        self.seed, self.minutes, self.questions = seed, minutes, questions
+        self.progress = Progress()
+        self.record_path = output / "demo.json"
+
+    def run(self) -> None:
+        expect_writable("output", self.output)
+        self._open_record()
+        self._announce()
+        tokenizer = load_tokenizer("bytes")
+        train_text = tokenize(standard_library_texts("train"), tokenizer)
+        haystack = tokenize(standard_library_texts("haystack"), tokenizer)
+        self._fix_steps(train_text)
+        models = {name: self._train(name, train_text) for name in ("window", "drt")}
+        for name in ("drt", "window"):
+            self._evaluate(name, models[name].eval(), NeedleFormat.of(tokenizer), haystack)
+        self._report()
+
+    # --- the record: every number, and how far the demo is -----------------------------------------------
+
+    def _open_record(self) -> None:
+        settings = {"seed": self.seed, "minutes": self.minutes, "questions": self.questions}
+        kept = read_json(self.record_path)
+        if kept is not None and kept.get("settings") != settings:
+            raise ValueError(
+                f"output: {str(self.output)!r} holds a demo with other settings {kept.get('settings')}. "
+                "Repeat those, choose another --output, or remove the folder."
+            )
+        self.record: dict[str, Any] = kept or {
+            "settings": settings,
+            "environment": environment(),
+            "models": MODELS,
+            "train_length": TRAIN_LENGTH,
+            "steps": None,
+            "training": {},
+            "results": [],
+        }
+        self._save()
+
+    def _save(self) -> None:
+        write_json(self.record_path, self.record)
+
+    def _announce(self) -> None:
+        self.say(
+            f"trailmark demo: a Transformer of 210,000 parameters learns to look things up in its own past.\n"
+            f"  1. Train it from scratch on texts of at most {TRAIN_LENGTH:,} tokens (bytes of Python's own source\n"
+            f"     files, with needles $KEYS=12345; hidden in them), and a model with a window alone: about 6 minutes.\n"
+            f"  2. Read texts of up to {LENGTHS[-1]:,} tokens, 1024 times longer, and ask both for what was hidden\n"
+            f"     there: about 2 minutes.\n"
+            f"  Everything goes to {self.output}/. Ctrl-C stops; the same command goes on."
+        )
+
+    # --- training ------------------------------------------------------------------------------------------
+
+    def _config(self, name: str, steps: int) -> RunConfig:
+        return RunConfig(
+            output=str(self.output / name),
+            model=MODELS[name],
+            data=DataConfig(task="needles", chunk_size=CHUNK_SIZE, filler_weight=0.1, first_digit_weight=3.0),
+            training=TrainingConfig(steps=steps, seed=self.seed, save_steps=250),
+        )
+
+    def _fix_steps(self, text: Tokens) -> None:
+        """The recipe's steps if they fit into the time; a given ``minutes`` is filled. Then recorded."""
+        if self.record["steps"] is not None:
+            return
+        self.say("\nMeasuring the speed of this machine ...")
+        seconds = {name: Run(self._config(name, 1), text=text).measure_speed() for name in STEPS}
+        needed = sum(STEPS[name] * seconds[name] for name in STEPS)
+        share = (self.minutes or MINUTES) * 60 / needed
+        if self.minutes is None:
+            share = min(1.0, share)
+        steps = {name: max(20, int(STEPS[name] * share)) for name in STEPS}
+        self.record |= {"steps": steps, "measured_seconds_per_step": seconds}
+        self._save()
+        if share < 1.0:
+            self.say(
+                f"  This machine is slow: {share:.0%} of the recipe's steps fit into {self.minutes or MINUTES:g} "
+                "minutes, and the results may be worse than the README's. Give more --minutes for those."
+            )
+
+    def _train(self, name: str, text: Tokens) -> TrailmarkForCausalLM:
+        steps = self.record["steps"][name]
+        config = self._config(name, steps)
+        folder = Path(config.output)
+        run = Run(config, self._show_training, text)
+        count = sum(p.numel() for p in run.model.parameters())
+        if read_json(folder / HISTORY_FILE) is not None:
+            self.say(f"\n{NAMES[name]}: trained already, in {folder}/")
+            return type(run.model).from_pretrained(folder)
+        self.say(f"\nTraining {NAMES[name]} ({count:,} parameters, {steps} steps of 4,096 tokens) ...")
+        model = run.train()
+        self.progress.clear()
+        averages = ", ".join(f"{key} {value:.3f}" for key, value in run.averages.items())
+        self.say(f"  {duration(run.seconds)}, {run.tokens_per_second:,.0f} tokens/s; on training texts: {averages}")
+        self.record["training"][name] = {
+            "parameters": count,
+            "steps": steps,
+            "seconds": run.seconds,
+            "tokens_per_second": run.tokens_per_second,
+        } | run.averages
+        self._save()
+        return model
+
+    def _show_training(self, run: Run) -> None:
+        total = run.config.training.steps
+        left = run.seconds / max(1, run.step) * (total - run.step)
+        shown = "  ".join(f"{key} {value:.3f}" for key, value in run.averages.items())
+        self.progress.show(
+            f"  {bar(run.step, total)} {run.step}/{total}  {shown}  "
+            f"{run.tokens_per_second:,.0f} tokens/s  {duration(left)} left"
+        )
+
+    # --- evaluation ----------------------------------------------------------------------------------------
+
+    def _evaluate(
+        self, name: str, model: TrailmarkForCausalLM, format: NeedleFormat, haystack: Tokens
+    ) -> None:
+        self.say(f"\nAsking {NAMES[name]} for needles ...")
+        tasks = [(length, 1) for length in LENGTHS] + list(MANY_NEEDLES)
+        for length, needles in tasks:
+            done = [r for r in self.record["results"] if (r["model"], r["length"], r["needles"]) == (name, length, needles)]
+            if not done:
+                found = evaluate_needles(
+                    model,
+                    format,
+                    haystack,
+                    length,
+                    self.questions,
+                    needles,
+                    chunk_size=CHUNK_SIZE,
+                    seed=self.seed,
+                    progress=lambda message: self.progress.show(f"  {message}"),
+                )
+                done = [{"model": name} | found.summary()]
+                self.record["results"] += done
+                self._save()
+            self.progress.clear()
+            shown = done[0]
+            self.say(
+                f"  {length:>9,} tokens, {needles:>2} needle{'s' if needles > 1 else ' '}: "
+                f"{shown['correct']} of {shown['questions']} right"
+            )
+
+    # --- report --------------------------------------------------------------------------------------------
+
+    def _report(self) -> None:
+        results = self.record["results"]
+        table = needle_table([r | {"model": NAMES[r["model"]]} for r in results], TRAIN_LENGTH)
+        (self.output / "table.md").write_text(table + "\n")
+        single = {
+            NAMES[name]: sorted(
+                (r for r in results if r["model"] == name and r["needles"] == 1), key=lambda r: r["length"]
+            )
+            for name in NAMES
+        }
+        histories = {NAMES[name]: read_json(self.output / name / HISTORY_FILE) for name in NAMES}
+        accuracy_by_length(self.output / "accuracy.png", single, TRAIN_LENGTH, CHANCE)
+        loss_curves(self.output / "training.png", histories, 4096)
+        longest = single[NAMES["drt"]][-1]
+        chunks_read(self.output / "chunks-read.png", longest["asked"], longest["length"] // CHUNK_SIZE)
+        out = self.output
+        self.say(
+            f"\n{table}\n\n"
+            f"Chance is {CHANCE:.5f}. tokens/s: reading the haystack, once for all its questions. memory: what the\n"
+            f"model carries of a text, keys and values of its window and of all past chunks.\n\n"
+            f"Numbers: {self.record_path}   table: {out}/table.md\n"
+            f"Figures: {out}/accuracy.png  {out}/training.png  {out}/chunks-read.png\n"
+            f"Models:  {out}/drt  {out}/window\n\n"
+            f"Next, on text of your own (in a shell where trailmark is on the path: source .venv/bin/activate):\n"
+            f"  trailmark evaluate {out}/drt --text my-folder --lengths 1024,65536\n"
+            f"  trailmark generate {out}/drt --read my-notes.txt --prompt '~ABCD'   # my-notes.txt: ... $ABCD=48213; ...\n"
+            f"  trailmark train configs/text.yaml data.paths=[my-folder] output=runs/mine"
+        )
+
+
+def environment() -> dict[str, Any]:
+    """What the numbers were measured on."""
+    return {
+        "date": datetime.date.today().isoformat(),
+        "trailmark": __version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "platform": platform.platform(),
+        "processor": processor(),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+    }
+
+
+def processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "unknown")

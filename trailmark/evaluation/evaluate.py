@@ -1,0 +1,138 @@
+"""Any model of ours from its folder: what it was trained for, on which text to ask it, and what came out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from trailmark.data.corpus import Tokens, read_texts, standard_library_texts, tokenize
+from trailmark.data.files import expect_writable, write_json
+from trailmark.data.needles import CURRICULUM, NeedleFormat
+from trailmark.evaluation.needles import evaluate_needles
+from trailmark.evaluation.perplexity import evaluate_perplexity
+from trailmark.models import MODELS, TrailmarkForCausalLM
+
+TASKS = ("needles", "perplexity")
+
+
+@dataclass
+class Subject:
+    """A model, its tokenizer and what is known of its training."""
+
+    folder: Path
+    model: TrailmarkForCausalLM
+    tokenizer: Any
+    run: dict[str, Any]  # run.yaml; empty where there is none
+
+    @property
+    def chunk_size(self) -> int:
+        """Of the needle task: the model's, else that of its training, else 63."""
+        own = getattr(self.model.config, "chunk_size", None)
+        return int(own or self.run.get("data", {}).get("chunk_size", 63))
+
+    @property
+    def train_length(self) -> int:
+        """Tokens of the longest training text."""
+        if self.run.get("data", {}).get("task") == "needles":
+            return CURRICULUM[-1].chunks * self.chunk_size
+        return int(self.run.get("training", {}).get("sequence_length", 16 * self.chunk_size))
+
+    def default_lengths(self) -> list[int]:
+        return [self.train_length * factor for factor in (1, 4, 16)]
+
+    def default_tasks(self) -> tuple[str, ...]:
+        return TASKS if self.run.get("data", {}).get("task") == "needles" else ("perplexity",)
+
+    def tokens(self, paths: Sequence[Path] | None) -> Tokens:
+        """The text to ask about: ``paths``, or Python sources that the demo's training leaves out."""
+        texts = read_texts(paths) if paths else standard_library_texts("haystack")
+        return tokenize(texts, self.tokenizer)
+
+
+def load(folder: Path) -> Subject:
+    """A model folder made by ``save_pretrained`` or a training run; a ValueError if it is none of ours."""
+    if not (folder / "config.json").is_file():
+        raise ValueError(
+            f"model: expected a folder with a trained model, {str(folder)!r} has no config.json. "
+            "Train one with: trailmark train configs/text.yaml"
+        )
+    try:
+        config = AutoConfig.from_pretrained(folder)
+    except (ValueError, OSError) as error:
+        raise ValueError(f"model: cannot read {str(folder / 'config.json')!r}: {_first_line(error)}") from error
+    if config.model_type not in MODELS:
+        raise ValueError(
+            f"model: expected one of trailmark's ({', '.join(sorted(MODELS))}), "
+            f"{str(folder)!r} holds {config.model_type!r}."
+        )
+    try:
+        model = AutoModelForCausalLM.from_pretrained(folder).eval()
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+    except (ValueError, OSError) as error:
+        raise ValueError(f"model: cannot load {str(folder)!r}: {_first_line(error)}") from error
+    kept = folder / "run.yaml"
+    run = yaml.safe_load(kept.read_text()) if kept.is_file() else {}
+    return Subject(folder, model, tokenizer, run)
+
+
+def parse_lengths(text: str) -> list[int]:
+    try:
+        lengths = [int(part.replace("_", "")) for part in text.split(",")]
+    except ValueError as error:
+        raise ValueError(f"lengths: expected numbers as 1024,16384, got {text!r}.") from error
+    if min(lengths) < 1:
+        raise ValueError(f"lengths: expected positive numbers of tokens, got {min(lengths)}.")
+    return lengths
+
+
+def parse_task(text: str) -> tuple[str, ...]:
+    if text == "both":
+        return TASKS
+    if text not in TASKS:
+        raise ValueError(f"task: expected 'needles', 'perplexity' or 'both', got {text!r}.")
+    return (text,)
+
+
+def run(
+    subject: Subject,
+    tokens: Tokens,
+    tasks: Sequence[str],
+    lengths: Sequence[int],
+    questions: int,
+    needles: int,
+    seed: int,
+    progress: Callable[[str], None],
+) -> dict[str, Any]:
+    """Every task at every length, as a record for JSON."""
+    if questions < 1 or needles < 1:
+        raise ValueError(f"questions, needles: expected at least 1, got {questions} and {needles}.")
+    record: dict[str, Any] = {"model": str(subject.folder), "seed": seed, "needles": [], "perplexity": []}
+    if "needles" in tasks:
+        format = NeedleFormat.of(subject.tokenizer)
+        for length in lengths:
+            whole = max(1, length // subject.chunk_size) * subject.chunk_size
+            found = evaluate_needles(
+                subject.model, format, tokens, whole, questions, needles, subject.chunk_size, seed, progress
+            )
+            record["needles"].append(found.summary())
+    if "perplexity" in tasks:
+        for length in lengths:
+            progress(f"{length:,} tokens: perplexity")
+            record["perplexity"].append(evaluate_perplexity(subject.model, tokens, length).summary())
+    return record
+
+
+def save(record: dict[str, Any], path: Path) -> Path:
+    expect_writable("output", path.parent)
+    write_json(path, record)
+    return path
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__

@@ -1,0 +1,63 @@
+"""Perplexity by length: windows of a text, each read cold, with constant memory for the window."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from trailmark.data.corpus import Tokens
+from trailmark.models import TrailmarkForCausalLM
+from trailmark.models.causal_lm import causal_loss
+
+_PIECE = 4096  # tokens whose logits are held at once
+
+
+@dataclass
+class PerplexityResult:
+    """Over all tokens of the windows but the first of each (arXiv 2410.01651, Sec. 4.1)."""
+
+    length: int
+    windows: int
+    tokens: int
+    loss: float  # mean negative log-likelihood, nats per token
+
+    @property
+    def perplexity(self) -> float:
+        return math.exp(self.loss)
+
+    def summary(self) -> dict[str, Any]:
+        return asdict(self) | {"perplexity": self.perplexity}
+
+
+@torch.no_grad()
+def evaluate_perplexity(
+    model: TrailmarkForCausalLM, text: Tokens, length: int, max_tokens: int = 1 << 16
+) -> PerplexityResult:
+    """Mean loss over disjoint windows of ``length`` tokens, as many as ``max_tokens`` hold (at least one).
+
+    Raises:
+        ValueError: a text shorter than one window, or windows of fewer than 2 tokens.
+    """
+    if length < 2:
+        raise ValueError(f"length: expected at least 2 tokens, got {length}.")
+    if len(text) < length:
+        raise ValueError(f"length: expected at most the text's {len(text)} tokens, got {length}.")
+    windows = max(1, min(len(text), max_tokens) // length)
+    total, count = 0.0, 0
+    for number in range(windows):
+        ids = torch.from_numpy(text[number * length : (number + 1) * length]).long()[None]
+        cache = model.new_cache(num_tokens=length)
+        for first in range(0, length, _PIECE):
+            piece = ids[:, first : first + _PIECE]
+            logits = model(piece, past_key_values=cache).logits
+            following = ids[:, first + 1 : first + _PIECE + 1]
+            # causal_loss shifts its labels back: put the token that follows each position one further
+            labels = torch.cat([piece[:, :1], following], dim=1)[:, : piece.shape[1] + 1]
+            predicted = following.shape[1]
+            padded = torch.cat([logits[:, :predicted], logits[:, :1]], dim=1)
+            total += float(causal_loss(padded, labels, num_items=1))
+            count += predicted
+    return PerplexityResult(length, windows, count, total / count)

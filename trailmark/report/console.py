@@ -1,0 +1,60 @@
+"""What a command shows while it works: a line that renews itself, or in a log file a line now and then."""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import TextIO
+
+
+class Progress:
+    """One status line. On a terminal it is rewritten in place; elsewhere one is printed every 15 seconds."""
+
+    def __init__(self, stream: TextIO | None = None) -> None:
+        self.stream = stream or sys.stderr
+        self.live = self.stream.isatty()
+        self._shown = 0.0
+        self._width = 0
+
+    def show(self, message: str) -> None:
+        now = time.monotonic()
+        if now - self._shown < (0.1 if self.live else 15.0):
+            return
+        self._shown = now
+        if self.live:
+            self.stream.write("\r" + message.ljust(self._width))
+            self._width = len(message)
+        else:
+            self.stream.write(message + "\n")
+        self.stream.flush()
+
+    def clear(self) -> None:
+        """Remove the line, before something that stays is printed."""
+        if self.live and self._width:
+            self.stream.write("\r" + " " * self._width + "\r")
+            self.stream.flush()
+        self._width = 0
+        self._shown = 0.0
+
+
+def bar(done: int, total: int, width: int = 24) -> str:
+    """``[#####.....]``"""
+    filled = width * done // max(1, total)
+    return "[" + "#" * filled + "." * (width - filled) + "]"
+
+
+def duration(seconds: float) -> str:
+    """``1:05`` or ``2:01:05``."""
+    whole = round(seconds)
+    minutes, rest = divmod(whole, 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def size(count: float) -> str:
+    """Bytes for people: ``520 MiB``."""
+    for unit in ("B", "KiB", "MiB"):
+        if abs(count) < 1024:
+            return f"{count:.0f} {unit}" if unit == "B" or count >= 10 else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.1f} GiB"

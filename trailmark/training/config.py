@@ -1,0 +1,225 @@
+"""Training configurations: YAML with ``key=value`` overrides; an unknown key is an error with a suggestion."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import inspect
+import types
+import typing
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from huggingface_hub.errors import StrictDataclassError
+
+from trailmark.models import MODELS, TrailmarkConfig
+
+ARCHITECTURES = {name.removeprefix("trailmark_"): model for name, model in MODELS.items()}
+
+
+@dataclass
+class DataConfig:
+    """What to train on."""
+
+    task: Literal["text", "needles"] = "text"
+    """text: random slices, loss on every token. needles: needles hidden in the text, questions about them."""
+    paths: list[str] | None = None
+    """Files and folders; None: the Python standard library's sources."""
+    tokenizer: str = "bytes"
+    """"bytes", a folder, or a hub name."""
+    chunk_size: int = 32
+    """needles: tokens per chunk of the task; a DRT's own chunk_size must be the same."""
+    filler_weight: float = 0.0
+    """needles: weight of the loss on all tokens that are no answer (a digit weighs 1)."""
+    first_digit_weight: float = 3.0
+    """needles: weight of each answer's first digit, the only one that trains the retriever."""
+
+
+@dataclass
+class TrainingConfig:
+    """How to train."""
+
+    steps: int = 1000
+    tokens_per_step: int = 4096
+    sequence_length: int = 1024
+    """text: tokens of one sample. (needles: the curriculum's chunks; at most 32 of them.)"""
+    optimizer: Literal["muon", "adamw"] = "muon"
+    learning_rate: float = 3e-3
+    """of AdamW."""
+    matrix_learning_rate: float = 0.02
+    """of Muon."""
+    weight_decay: float = 0.0
+    warmup_steps: int = 30
+    constant_fraction: float = 0.5
+    """The learning rate is constant to this part of the run, then falls linearly to final_fraction."""
+    final_fraction: float = 0.03
+    max_grad_norm: float = 1.0
+    save_steps: int = 200
+    gradient_checkpointing: bool = False
+    seed: int = 0
+
+
+@dataclass
+class RunConfig:
+    """One training run."""
+
+    output: str = "runs/model"
+    model: dict[str, Any] = field(default_factory=dict)
+    """``architecture`` (drt, sliding_window) and the fields of its config class."""
+    data: DataConfig = field(default_factory=DataConfig)
+    training: TrainingConfig = field(default_factory=TrainingConfig)
+
+    def model_config(self, vocab_size: int | None = None) -> TrailmarkConfig:
+        """The model's configuration; a ValueError for unknown fields and sizes that do not fit."""
+        fields = dict(self.model)
+        name = fields.pop("architecture", "drt")
+        if name not in ARCHITECTURES:
+            raise ValueError(
+                f"model.architecture: expected {' or '.join(ARCHITECTURES)}, got {name!r}.{_nearest(name, ARCHITECTURES)}"
+            )
+        cls = ARCHITECTURES[name].config_class
+        hints: dict[str, Any] = {}
+        for base in reversed(cls.__mro__):
+            if issubclass(base, TrailmarkConfig):  # the fields that are ours, not all of transformers'
+                hints |= inspect.get_annotations(base, eval_str=True)
+        hints = {key: kind for key, kind in hints.items() if key not in ("model_type", "keys_to_ignore_at_inference")}
+        for key in fields:
+            if key not in hints:
+                raise ValueError(f"model.{key}: unknown field of {name}.{_nearest(key, hints)}")
+            fields[key] = _coerce(f"model.{key}", fields[key], hints[key])
+        if vocab_size is not None:
+            fields.setdefault("vocab_size", vocab_size)
+        try:
+            return cls(**fields)
+        except StrictDataclassError as error:
+            raise ValueError(f"model: {_innermost(error)}") from error
+
+    def to_dict(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+    def to_yaml(self) -> str:
+        return yaml.safe_dump(self.to_dict(), sort_keys=False)
+
+
+def load_run_config(path: str | Path, overrides: typing.Sequence[str] = ()) -> RunConfig:
+    """Read a YAML file and apply ``a.b=value`` overrides (values are YAML).
+
+    Raises:
+        ValueError: a missing file, broken YAML, an unknown key (with the nearest valid one), a wrong type.
+    """
+    path = Path(path)
+    try:
+        raw = yaml.safe_load(path.read_text())
+    except OSError as error:
+        raise ValueError(f"config: cannot read {str(path)!r}: {error.strerror}.") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ValueError(f"config: {str(path)!r} is no YAML file: {' '.join(str(error).split())}") from error
+    if not isinstance(raw, dict):
+        raise ValueError(f"config: expected a mapping in {str(path)!r}, got {type(raw).__name__}.")
+    for override in overrides:
+        key, equals, value = override.partition("=")
+        if not equals:
+            raise ValueError(f"override: expected key=value, got {override!r}.")
+        try:
+            parsed = yaml.safe_load(value)
+        except yaml.YAMLError as error:
+            raise ValueError(f"{key}: expected a YAML value, got {value!r}.") from error
+        target = raw
+        *parents, last = key.split(".")
+        for parent in parents:
+            target = target.setdefault(parent, {})
+            if not isinstance(target, dict):
+                raise ValueError(f"{key}: {parent} is no section.")
+        target[last] = parsed
+    config: RunConfig = _build(RunConfig, raw, "")
+    _check(config)
+    config.model_config()
+    return config
+
+
+def _build(cls: Any, raw: Any, prefix: str) -> Any:
+    if not isinstance(raw, dict):
+        raise ValueError(f"{prefix or 'config'}: expected a section with keys, got {raw!r}.")
+    hints = typing.get_type_hints(cls)
+    values = {}
+    for key, value in raw.items():
+        name = f"{prefix}.{key}" if prefix else str(key)
+        if key not in hints:
+            raise ValueError(f"{name}: unknown key.{_nearest(str(key), hints)}")
+        values[key] = _build(hints[key], value, name) if dataclasses.is_dataclass(hints[key]) else _coerce(
+            name, value, hints[key]
+        )
+    return cls(**values)
+
+
+def _coerce(name: str, value: Any, kind: Any) -> Any:
+    """``value`` as ``kind``; YAML's 3e-3 is a string and 1 is no float, so numbers are converted."""
+    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if origin is Literal:
+        if value in arguments:
+            return value
+        expected = " or ".join(map(repr, arguments))
+        raise ValueError(f"{name}: expected {expected}, got {value!r}.{_nearest(str(value), arguments)}")
+    if origin in (typing.Union, types.UnionType):
+        if value is None and type(None) in arguments:
+            return None
+        failures = []
+        for option in arguments:
+            if option is not type(None):
+                try:
+                    return _coerce(name, value, option)
+                except ValueError as error:
+                    failures.append(error)
+        raise failures[0]
+    if origin is list:
+        if isinstance(value, str):
+            value = [value]
+        if isinstance(value, list):
+            return [_coerce(name, item, arguments[0]) for item in value]
+        raise ValueError(f"{name}: expected a list, got {value!r}.")
+    if origin is dict or kind is dict:
+        if isinstance(value, dict):
+            return value
+        raise ValueError(f"{name}: expected a section with keys, got {value!r}.")
+    if kind is float and isinstance(value, int | float | str) and not isinstance(value, bool):
+        try:
+            return float(value)
+        except ValueError:
+            pass
+    elif kind is int and isinstance(value, int | float) and not isinstance(value, bool) and value == int(value):
+        return int(value)
+    elif kind in (bool, str) and isinstance(value, kind):
+        return value
+    names = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
+    raise ValueError(f"{name}: expected {names.get(kind, kind)}, got {value!r}.")
+
+
+def _check(config: RunConfig) -> None:
+    training = config.training
+    for name in ("steps", "tokens_per_step", "sequence_length", "save_steps"):
+        if getattr(training, name) < 1:
+            raise ValueError(f"training.{name}: expected at least 1, got {getattr(training, name)}.")
+    if config.data.task == "text" and training.tokens_per_step < training.sequence_length:
+        raise ValueError(
+            f"training.tokens_per_step: expected at least sequence_length = {training.sequence_length}, "
+            f"got {training.tokens_per_step}."
+        )
+    chunk_size = config.model.get("chunk_size")
+    if config.data.task == "needles" and chunk_size is not None and chunk_size != config.data.chunk_size:
+        raise ValueError(
+            f"data.chunk_size: expected the model's chunk_size {chunk_size}, got {config.data.chunk_size}: "
+            "a question's landmark must fall right after it."
+        )
+
+
+def _nearest(key: str, valid: typing.Iterable[str]) -> str:
+    close = difflib.get_close_matches(key, [str(v) for v in valid], n=1, cutoff=0.5)
+    return f" Did you mean {close[0]!r}?" if close else f" Valid: {', '.join(sorted(map(str, valid)))}."
+
+
+def _innermost(error: BaseException) -> str:
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return str(error).strip().splitlines()[-1].strip()

@@ -1,0 +1,395 @@
+"""Training by transformers' Trainer: needle tasks with a curriculum, or plain text; stops and resumes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+import yaml
+from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset
+from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments, set_seed
+
+from trailmark.data.batches import TextSlices
+from trailmark.data.corpus import Tokens, load_tokenizer, read_texts, standard_library_texts, tokenize
+from trailmark.data.files import expect_writable, read_json, write_json, write_text
+from trailmark.data.needles import CURRICULUM, Level, NeedleFormat, NeedleTexts
+from trailmark.models import DRTForCausalLM, TrailmarkForCausalLM
+from trailmark.models.causal_lm import shift_labels
+from trailmark.ops import fold_seed
+from trailmark.training.config import ARCHITECTURES, RunConfig
+from trailmark.training.optimizer import MuonAdamW
+
+_SMOOTHING = 0.95  # of the moving averages that are shown and that advance the curriculum
+_CURRICULUM_FILE = "curriculum.json"
+HISTORY_FILE = "history.json"  # written at the end: the run is complete
+_RUN_FILE = "run.yaml"
+
+
+@dataclass
+class Curriculum:
+    """Which level a step trains: the next one once the first digits are answered well enough.
+
+    A change takes effect two steps later, because the loader works one batch ahead; thus a resumed run
+    makes the same batches.
+    """
+
+    levels: tuple[Level, ...] = CURRICULUM
+    threshold: float = 0.85
+    starts: list[int] = field(default_factory=lambda: [0])  # the first step of each level reached
+    samples: list[int] = field(default_factory=lambda: [0])  # the first sample of each level reached
+    average: float = 0.0
+
+    def level_at(self, step: int) -> int:
+        return max(n for n, start in enumerate(self.starts) if start <= step)
+
+    def rows(self, level: int, tokens_per_step: int, chunk_size: int) -> int:
+        return max(1, tokens_per_step // (self.levels[level].chunks * chunk_size))
+
+    def update(self, step: int, accuracy: float, rows: int) -> None:
+        """Take in the accuracy of ``step``, a batch of ``rows`` samples."""
+        if step < self.starts[-1]:
+            return  # a level was just reached; its first batch is still to come
+        self.average = _SMOOTHING * self.average + (1 - _SMOOTHING) * accuracy
+        if self.average > self.threshold and len(self.starts) < len(self.levels):
+            start = step + 2
+            self.samples.append(self.samples[-1] + (start - self.starts[-1]) * rows)
+            self.starts.append(start)
+            self.average = 0.0
+
+
+class _Batches(IterableDataset[dict[str, Tensor]]):
+    """Whole batches by step, from ``start``; each rank makes its own rows."""
+
+    def __init__(self, make: Callable[[int], dict[str, Tensor]], steps: int) -> None:
+        self.make, self.steps, self.start = make, steps, 0
+
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        for step in range(self.start, self.steps):
+            yield self.make(step)
+
+
+class _Trainer(Trainer):
+    """The Trainer with our batches, optimizer and weighted loss."""
+
+    def __init__(self, run: Run, **kwargs: Any) -> None:
+        self.run = run
+        super().__init__(**kwargs)
+
+    def get_train_dataloader(self) -> DataLoader[Any]:
+        return DataLoader(self.train_dataset, batch_size=None)  # each rank makes its own batches
+
+    def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
+        if self.optimizer is None:
+            settings = self.run.config.training
+            if settings.optimizer == "muon":
+                self.optimizer = MuonAdamW(
+                    self.model,
+                    settings.matrix_learning_rate,
+                    settings.learning_rate,
+                    weight_decay=settings.weight_decay,
+                )
+            else:
+                self.optimizer = torch.optim.AdamW(
+                    self.model.parameters(),
+                    lr=settings.learning_rate,
+                    betas=(0.9, 0.95),
+                    weight_decay=settings.weight_decay,
+                )
+        return self.optimizer
+
+    def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
+        if self.lr_scheduler is None:
+            settings = self.run.config.training
+
+            def factor(step: int) -> float:
+                hold = settings.constant_fraction * num_training_steps
+                fall = max(0.0, step - hold) / max(1.0, num_training_steps - hold)
+                warm = min(1.0, (step + 1) / max(1, settings.warmup_steps))
+                return warm * (1 - fall * (1 - settings.final_fraction))
+
+            self.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer or self.optimizer, factor)
+        return self.lr_scheduler
+
+    def compute_loss(
+        self,
+        model: Any,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: Any = None,
+    ) -> Any:
+        loss, out, labels = weighted_loss(model, self.run.retrieves, inputs)
+        self.run.measure(int(self.state.global_step), loss, out, labels, inputs)
+        return (loss, out) if return_outputs else loss
+
+
+class _Progress(TrainerCallback):
+    """Passes progress on, keeps the history, saves the curriculum, and stops when asked."""
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
+        self.run.step_done(state.global_step)
+        if self.run.interrupted:
+            control.should_save = control.should_training_stop = True
+        return control
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
+        curriculum = self.run.curriculum
+        kept = {"starts": curriculum.starts, "samples": curriculum.samples, "average": curriculum.average}
+        kept |= {"history": self.run.history, "averages": self.run.averages, "seconds": self.run.seconds}
+        write_json(folder / _CURRICULUM_FILE, kept)
+
+
+class Run:
+    """One training run: data, model, progress. ``train`` starts it, or resumes what its folder holds."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        progress: Callable[[Run], None] = lambda run: None,
+        text: Tokens | None = None,
+    ) -> None:
+        self.config, self.progress = config, progress
+        self.tokenizer = load_tokenizer(config.data.tokenizer)
+        self.output = Path(config.output)
+        set_seed(config.training.seed)
+        self.model: TrailmarkForCausalLM = ARCHITECTURES[config.model.get("architecture", "drt")](
+            config.model_config(len(self.tokenizer))
+        )
+        self.curriculum = Curriculum()
+        self.history: list[dict[str, float]] = []
+        self.averages: dict[str, float] = {}
+        self.step, self.resumed_at, self.seconds, self.interrupted = 0, 0, 0.0, False
+        self._began = time.perf_counter()
+        if text is None:
+            paths = config.data.paths
+            texts = read_texts(paths) if paths else standard_library_texts("train")
+            text = tokenize(texts, self.tokenizer)
+        self._tokens = text
+        self._make = self._needles(text) if config.data.task == "needles" else self._text(text)
+
+    @property
+    def retrieves(self) -> bool:
+        return isinstance(self.model, DRTForCausalLM)
+
+    # --- batches -------------------------------------------------------------------------------------------
+
+    def _needles(self, text: Tokens) -> Callable[[int], dict[str, Tensor]]:
+        data, training, seed = self.config.data, self.config.training, self.config.training.seed
+        texts = NeedleTexts(
+            NeedleFormat.of(self.tokenizer),
+            text,
+            data.chunk_size,
+            seed,
+            data.filler_weight,
+            data.first_digit_weight,
+        )
+
+        def make(step: int) -> dict[str, Tensor]:
+            curriculum = self.curriculum
+            level = curriculum.level_at(step)
+            rows = curriculum.rows(level, training.tokens_per_step, data.chunk_size)
+            first = curriculum.samples[level] + (step - curriculum.starts[level]) * rows
+            batch = vars(texts.batch(first, rows, curriculum.levels[level]))
+            batch["noise_seed"] = fold_seed(seed, step, batch.pop("sample_numbers"))
+            return batch
+
+        return make
+
+    def _text(self, text: Tokens) -> Callable[[int], dict[str, Tensor]]:
+        training = self.config.training
+        slices = TextSlices(text, training.sequence_length, training.seed)
+        rows = training.tokens_per_step // training.sequence_length
+
+        def make(step: int) -> dict[str, Tensor]:
+            ids = slices.batch(step * rows, rows)
+            seeds = fold_seed(training.seed, step, torch.arange(step * rows, (step + 1) * rows))
+            weights = torch.ones(ids.shape)
+            return {"input_ids": ids, "labels": ids, "loss_weights": weights, "noise_seed": seeds}
+
+        return make
+
+    # --- measuring -----------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def measure(self, step: int, loss: Tensor, out: Any, labels: Tensor, inputs: dict[str, Any]) -> None:
+        """Moving averages of the loss, and of needle accuracy and retrieval recall where there are needles."""
+        found = {"loss": float(loss)}
+        if "first_digits" in inputs:
+            asked = F.pad(inputs["first_digits"][:, 1:], (0, 1))
+            correct = out.logits[asked].argmax(-1) == labels[asked]
+            found["accuracy"] = float(correct.float().mean()) if correct.numel() else 0.0
+            needles = inputs["needle_chunks"]
+            if out.retrieval is not None and bool((needles >= 0).any()):
+                hits = [(s.indices == needles[..., None]).any(-1) for s in out.retrieval]
+                found["recall"] = float(torch.stack(hits).any(0)[needles >= 0].float().mean())
+            self.curriculum.update(step, found["accuracy"], inputs["input_ids"].shape[0])
+        for name, value in found.items():
+            old = self.averages.get(name, value)
+            self.averages[name] = _SMOOTHING * old + (1 - _SMOOTHING) * value
+
+    def step_done(self, step: int) -> None:
+        now = time.perf_counter()
+        self.seconds, self._began, self.step = self.seconds + now - self._began, now, step
+        if step % 10 == 0 or step == self.config.training.steps:
+            level = float(self.curriculum.level_at(step))
+            self.history.append({"step": step, "seconds": self.seconds, "level": level} | self.averages)
+        self.progress(self)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the training text."""
+        return len(self._tokens)
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.step * self.config.training.tokens_per_step / max(self.seconds, 1e-9)
+
+    # --- the run -------------------------------------------------------------------------------------------
+
+    def measure_speed(self, steps: int = 8) -> float:
+        """Seconds per step on batches of the last level, the slowest; the model is left as it was."""
+        trial = Run(self.config, text=self._tokens)
+        count = len(trial.curriculum.levels)
+        trial.curriculum.starts = trial.curriculum.samples = [0] * count
+        model = trial.model.train()
+        optimizer = MuonAdamW(model)
+        seconds = []
+        for step in range(steps):
+            began = time.perf_counter()
+            loss, out, labels = weighted_loss(model, trial.retrieves, inputs := trial._make(step))
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            trial.measure(step, loss, out, labels, inputs)
+            seconds.append(time.perf_counter() - began)
+        return sorted(seconds)[steps // 2]
+
+    def train(self) -> TrailmarkForCausalLM:
+        """Train to the end, from the last checkpoint if there is one; KeyboardInterrupt saves and leaves."""
+        settings = self.config.training
+        arguments = TrainingArguments(
+            output_dir=str(self.output / "checkpoints"),
+            max_steps=settings.steps,
+            per_device_train_batch_size=1,
+            max_grad_norm=settings.max_grad_norm,
+            save_strategy="steps",
+            save_steps=settings.save_steps,
+            save_total_limit=2,
+            logging_strategy="no",
+            report_to=[],
+            disable_tqdm=True,
+            remove_unused_columns=False,
+            ignore_data_skip=True,
+            gradient_checkpointing=settings.gradient_checkpointing,
+            gradient_checkpointing_kwargs={"use_reentrant": False},
+            dataloader_pin_memory=False,
+            seed=settings.seed,
+        )
+        batches = _Batches(self._make, settings.steps)
+        trainer = _Trainer(
+            self, model=self.model, args=arguments, train_dataset=batches, callbacks=[_Progress(self)]
+        )
+        trainer.remove_callback(PrinterCallback)
+        last = self._claim_output()
+        if last is not None:
+            self._restore(last)
+            batches.start = self.step
+        self._began = time.perf_counter()
+        with _stop_softly(self):
+            trainer.train(resume_from_checkpoint=str(last) if last else None)
+        if self.interrupted:
+            raise KeyboardInterrupt
+        self.save()
+        return self.model
+
+    def _claim_output(self) -> Path | None:
+        """Make the output folder this run's; the last whole checkpoint in it, if any."""
+        expect_writable("output", self.output)
+        kept = self.output / _RUN_FILE
+        if kept.exists():
+            other = yaml.safe_load(kept.read_text())
+            own = yaml.safe_load(self.config.to_yaml())
+            for content in (other, own):
+                content.pop("output", None)  # a folder may be moved
+            if other != own:
+                raise ValueError(
+                    f"output: {str(self.output)!r} holds a run with another configuration ({_RUN_FILE}). "
+                    "Choose another output, or remove that folder to start anew."
+                )
+        write_text(kept, self.config.to_yaml())
+        whole = [
+            folder
+            for folder in (self.output / "checkpoints").glob("checkpoint-*")
+            if read_json(folder / _CURRICULUM_FILE) is not None  # written last
+        ]
+        return max(whole, key=lambda folder: int(folder.name.rpartition("-")[2]), default=None)
+
+    def _restore(self, checkpoint: Path) -> None:
+        kept = read_json(checkpoint / _CURRICULUM_FILE)
+        self.curriculum.starts, self.curriculum.samples = kept["starts"], kept["samples"]
+        self.curriculum.average = kept["average"]
+        self.history, self.averages, self.seconds = kept["history"], kept["averages"], kept["seconds"]
+        self.step = self.resumed_at = int(checkpoint.name.rpartition("-")[2])
+
+    def save(self) -> None:
+        """The model, its tokenizer, the configuration and the history, into the output folder."""
+        with tempfile.TemporaryDirectory(dir=self.output, prefix=".saving-") as folder:
+            self.model.save_pretrained(folder)
+            self.tokenizer.save_pretrained(folder)
+            for file in Path(folder).iterdir():
+                os.replace(file, self.output / file.name)
+        write_json(
+            self.output / HISTORY_FILE,
+            {
+                "steps": self.history,
+                "seconds": self.seconds,
+                "tokens_per_second": self.tokens_per_second,
+                "level_starts": self.curriculum.starts,
+                "levels": [asdict(level) for level in self.curriculum.levels],
+            },
+        )
+
+
+def weighted_loss(model: Any, retrieves: bool, inputs: dict[str, Any]) -> tuple[Tensor, Any, Tensor]:
+    """The weighted mean of the token losses, the model's output and the shifted labels."""
+    arguments = {"noise_seed": inputs["noise_seed"], "output_retrieval": True} if retrieves else {}
+    out = model(input_ids=inputs["input_ids"], **arguments)
+    labels = shift_labels(inputs["labels"])
+    dtype = torch.promote_types(out.logits.dtype, torch.float32)
+    losses = F.cross_entropy(
+        out.logits.to(dtype).flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="none"
+    )
+    weights = F.pad(inputs["loss_weights"][:, 1:], (0, 1)).flatten()
+    return (losses * weights).sum() / weights.sum().clamp(min=1e-9), out, labels
+
+
+@contextmanager
+def _stop_softly(run: Run) -> Iterator[None]:
+    """Ctrl-C ends the step, saves and stops; a second one stops at once."""
+
+    def stop(signum: int, frame: Any) -> None:
+        run.interrupted = True
+        signal.signal(signal.SIGINT, previous)
+
+    try:
+        previous = signal.signal(signal.SIGINT, stop)
+    except ValueError:  # not in the main thread: the caller handles signals
+        yield
+        return
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, previous)
