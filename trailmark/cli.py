@@ -46,7 +46,7 @@ def train(
 
     def show(run: Run) -> None:
         total = settings.training.steps
-        left = run.seconds / max(1, run.step - run.resumed_at) * (total - run.step)
+        left = run.seconds / max(1, run.step) * (total - run.step)
         shown = "  ".join(f"{key} {value:.3f}" for key, value in run.averages.items())
         progress.show(
             f"{bar(run.step, total)} {run.step}/{total}  {shown}  "
@@ -59,6 +59,9 @@ def train(
         f"Training {type(run.model).__name__} ({count:,} parameters) on {run.num_tokens:,} tokens: "
         f"{settings.training.steps} steps of {settings.training.tokens_per_step:,} tokens, into {settings.output}/"
     )
+    if run.finished:
+        typer.echo(f"Trained already. The model lies in {settings.output}/.")
+        return
     run.train()
     progress.clear()
     shown = ", ".join(f"{key} {value:.3f}" for key, value in run.averages.items())
@@ -105,7 +108,9 @@ def evaluate(
 def generate(
     model: Annotated[Path, typer.Argument(help="A folder with a trailmark model.")],
     prompt: Annotated[str, typer.Option(help="What to go on from.")],
-    read: Annotated[Path | None, typer.Option(help="A text file to read before the prompt, of any length.")] = None,
+    read: Annotated[
+        Path | None, typer.Option(help="A text file to read before the prompt, of any length.")
+    ] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1)] = 64,
     temperature: Annotated[float, typer.Option(help="0: always the most likely token.")] = 0.0,
     seed: int = 0,
@@ -139,12 +144,11 @@ def main(arguments: list[str] | None = None) -> None:
     _keep_freed_memory(arguments)
     _quiet()
     try:
-        app(args=arguments, standalone_mode=False)
-    except typer.Exit as leave:
-        sys.exit(leave.exit_code)
-    except typer.Abort:
-        _fail("Stopped.", 130)
-    except KeyboardInterrupt:
+        if code := app(args=arguments, standalone_mode=False):  # typer turns exits into codes
+            if code == 130:
+                raise KeyboardInterrupt
+            sys.exit(code)
+    except (KeyboardInterrupt, typer.Abort):
         _fail("Stopped. The same command goes on from here.", 130)
     except Exception as error:
         message = _explain(error)
@@ -162,7 +166,9 @@ def _explain(error: Exception) -> str | None:
         return f"{error.strerror or error}{where}"
     if type(error).__module__.startswith(("typer", "click")):
         return getattr(error, "format_message", lambda: str(error))()
-    if "Error" in type(error).__name__ and ("No space left" in str(error) or "PytorchStreamWriter" in str(error)):
+    if "Error" in type(error).__name__ and (
+        "No space left" in str(error) or "PytorchStreamWriter" in str(error)
+    ):
         return "No space left on device: free some and start the same command again; what was saved is whole."
     return None
 

@@ -35,6 +35,7 @@ STEPS = {"drt": 2300, "window": 500}
 MINUTES = 6.0  # for both trainings, if the machine is slow
 
 _SHARED_MODEL: dict[str, Any] = {
+    "vocab_size": 259,  # bytes and three special tokens
     "hidden_size": 64,
     "intermediate_size": 192,
     "num_attention_heads": 4,
@@ -121,10 +122,11 @@ class Demo:
     def _announce(self) -> None:
         self.say(
             f"trailmark demo: a Transformer of 210,000 parameters learns to look things up in its own past.\n"
-            f"  1. Train it from scratch on texts of at most {TRAIN_LENGTH:,} tokens (bytes of Python's own source\n"
-            f"     files, with needles $KEYS=12345; hidden in them), and a model with a window alone: about 6 minutes.\n"
-            f"  2. Read texts of up to {LENGTHS[-1]:,} tokens, 1024 times longer, and ask both for what was hidden\n"
-            f"     there: about 2 minutes.\n"
+            f"  1. Train it from scratch on texts of at most {TRAIN_LENGTH:,} tokens (bytes of Python's own\n"
+            f"     source files, with needles $KEYS=12345; hidden in them), and a model with a window alone:\n"
+            f"     about 6 minutes.\n"
+            f"  2. Read texts of up to {LENGTHS[-1]:,} tokens, 1024 times longer, and ask both for what was\n"
+            f"     hidden there: about 2 minutes.\n"
             f"  Everything goes to {self.output}/. Ctrl-C stops; the same command goes on."
         )
 
@@ -163,14 +165,16 @@ class Demo:
         folder = Path(config.output)
         run = Run(config, self._show_training, text)
         count = sum(p.numel() for p in run.model.parameters())
-        if read_json(folder / HISTORY_FILE) is not None:
+        if run.finished:
             self.say(f"\n{NAMES[name]}: trained already, in {folder}/")
             return type(run.model).from_pretrained(folder)
         self.say(f"\nTraining {NAMES[name]} ({count:,} parameters, {steps} steps of 4,096 tokens) ...")
         model = run.train()
         self.progress.clear()
         averages = ", ".join(f"{key} {value:.3f}" for key, value in run.averages.items())
-        self.say(f"  {duration(run.seconds)}, {run.tokens_per_second:,.0f} tokens/s; on training texts: {averages}")
+        self.say(
+            f"  {duration(run.seconds)}, {run.tokens_per_second:,.0f} tokens/s; on training texts: {averages}"
+        )
         self.record["training"][name] = {
             "parameters": count,
             "steps": steps,
@@ -197,7 +201,11 @@ class Demo:
         self.say(f"\nAsking {NAMES[name]} for needles ...")
         tasks = [(length, 1) for length in LENGTHS] + list(MANY_NEEDLES)
         for length, needles in tasks:
-            done = [r for r in self.record["results"] if (r["model"], r["length"], r["needles"]) == (name, length, needles)]
+            done = [
+                r
+                for r in self.record["results"]
+                if (r["model"], r["length"], r["needles"]) == (name, length, needles)
+            ]
             if not done:
                 found = evaluate_needles(
                     model,
@@ -245,9 +253,9 @@ class Demo:
             f"Numbers: {self.record_path}   table: {out}/table.md\n"
             f"Figures: {out}/accuracy.png  {out}/training.png  {out}/chunks-read.png\n"
             f"Models:  {out}/drt  {out}/window\n\n"
-            f"Next, on text of your own (in a shell where trailmark is on the path: source .venv/bin/activate):\n"
+            f"Next, on text of your own (source .venv/bin/activate puts trailmark on the path):\n"
             f"  trailmark evaluate {out}/drt --text my-folder --lengths 1024,65536\n"
-            f"  trailmark generate {out}/drt --read my-notes.txt --prompt '~ABCD'   # my-notes.txt: ... $ABCD=48213; ...\n"
+            f"  trailmark generate {out}/drt --read notes.txt --prompt '~ABCD'   # notes.txt: ... $ABCD=48213; ...\n"
             f"  trailmark train configs/text.yaml data.paths=[my-folder] output=runs/mine"
         )
 
@@ -272,4 +280,6 @@ def processor() -> str:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         return platform.processor() or platform.machine()
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "unknown")
+    return next(
+        (line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "unknown"
+    )

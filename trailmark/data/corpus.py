@@ -68,7 +68,9 @@ def read_texts(paths: Sequence[str | Path]) -> list[str]:
                 left_out.append(file.name)
         if left_out:
             shown = ", ".join(left_out[:5]) + (" ..." if len(left_out) > 5 else "")
-            logger.warning("Left out %d files below %s that hold no UTF-8 text: %s", len(left_out), path, shown)
+            logger.warning(
+                "Left out %d files below %s that hold no UTF-8 text: %s", len(left_out), path, shown
+            )
     if not texts:
         raise ValueError(
             f"data: expected at least one UTF-8 text file in {', '.join(map(str, paths)) or 'the list'}, "

@@ -186,7 +186,9 @@ def random_values(rng: np.random.Generator, count: int) -> np.ndarray[Any, Any]:
     return rng.random((count, 10)).argsort(axis=1)[:, :VALUE_LENGTH]
 
 
-def write_needles(rows: Tokens, chunk: Any, offset: Any, key: Tokens, value: Tokens, form: NeedleFormat) -> None:
+def write_needles(
+    rows: Tokens, chunk: Any, offset: Any, key: Tokens, value: Tokens, form: NeedleFormat
+) -> None:
     """``$KKKK=ddddd;`` into chunks ``chunk`` [n] of rows [N, S], from ``offset`` [n]."""
     n = len(chunk)
     mark, cue, end = (np.full((n, 1), token, np.int32) for token in (form.needle, form.cue, form.end))
@@ -224,13 +226,17 @@ def needle_trials(
     S = chunk_size
     rows = haystack[: len(haystack) // S * S].reshape(-1, S)
     if last_chunk < needles:
-        raise ValueError(f"length: expected room for {needles} needles, got {last_chunk} chunks before the question.")
+        raise ValueError(
+            f"length: expected room for {needles} needles, got {last_chunk} chunks before the question."
+        )
     number = 0
     while True:
         rng = np.random.default_rng([seed, number])
         number += 1
         chunk = np.sort(rng.choice(last_chunk, needles, replace=False))
-        key = np.stack(np.unravel_index(rng.choice(26**KEY_LENGTH, needles, replace=False), (26,) * KEY_LENGTH), 1)
+        key = np.stack(
+            np.unravel_index(rng.choice(26**KEY_LENGTH, needles, replace=False), (26,) * KEY_LENGTH), 1
+        )
         value = random_values(rng, needles)
         texts = rows[chunk].copy()
         offset = rng.integers(0, S - NEEDLE_LENGTH + 1, size=needles)

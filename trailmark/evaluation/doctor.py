@@ -31,7 +31,9 @@ def examine() -> Iterator[Check]:
     yield Check("torch", _at_least(torch.__version__, (2, 11)), torch.__version__)
     yield Check("transformers", _at_least(transformers.__version__, (5, 16)), transformers.__version__)
     threads = torch.get_num_threads()
-    yield Check("processor", True, f"{platform.machine()}, {os.cpu_count()} cores, {threads} threads for torch")
+    yield Check(
+        "processor", True, f"{platform.machine()}, {os.cpu_count()} cores, {threads} threads for torch"
+    )
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "none; the CPU does"
     yield Check("gpu", True, device)
     yield Check("allocator", True, _allocator())

@@ -64,7 +64,9 @@ def load(folder: Path) -> Subject:
     try:
         config = AutoConfig.from_pretrained(folder)
     except (ValueError, OSError) as error:
-        raise ValueError(f"model: cannot read {str(folder / 'config.json')!r}: {_first_line(error)}") from error
+        raise ValueError(
+            f"model: cannot read {str(folder / 'config.json')!r}: {_first_line(error)}"
+        ) from error
     if config.model_type not in MODELS:
         raise ValueError(
             f"model: expected one of trailmark's ({', '.join(sorted(MODELS))}), "

@@ -36,7 +36,9 @@ class NeedleResult:
     needles: int  # hidden at once, all asked
     questions: int = 0
     correct: int = 0  # all digits right
-    retrieved: int | None = None  # questions whose needle's chunk was among those selected; None: no retrieval
+    retrieved: int | None = (
+        None  # questions whose needle's chunk was among those selected; None: no retrieval
+    )
     haystacks: int = 0
     tokens_read: int = 0
     seconds_reading: float = 0.0
@@ -103,9 +105,11 @@ def evaluate_needles(
     Raises:
         ValueError: a text or a length too short to hold the needles.
     """
-    S = int(chunk_size or getattr(model.config, "chunk_size", 0))
+    S: Any = chunk_size or getattr(model.config, "chunk_size", 0)
     if S < 1:
-        raise ValueError("chunk_size: expected the chunk size of the task for a model without chunks, got None.")
+        raise ValueError(
+            "chunk_size: expected the chunk size of the task for a model without chunks, got None."
+        )
     if length % S:
         raise ValueError(f"length: expected a multiple of the chunk size {S}, got {length}.")
     text = format.clean(text)
@@ -162,9 +166,7 @@ def _ask_all(
     for place, question, answer in zip(trial.chunks.tolist(), trial.questions, trial.answers, strict=True):
         # Greedy decoding gives this answer exactly if every digit is the best after the true ones before it.
         prompt = torch.cat([question, answer[:-1]])[None]
-        out = model(
-            prompt, past_key_values=cache, logits_to_keep=VALUE_LENGTH, output_retrieval=True
-        )
+        out = model(prompt, past_key_values=cache, logits_to_keep=VALUE_LENGTH, output_retrieval=True)
         cache.rewind(here)
         assert out.logits is not None
         correct = bool((out.logits[0].argmax(-1) == answer[1:]).all())

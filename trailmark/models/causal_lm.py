@@ -93,6 +93,7 @@ class TrailmarkForCausalLM(PreTrainedModel, GenerationMixin):
         return self.embed_tokens
 
     def set_input_embeddings(self, value: nn.Module) -> None:
+        assert isinstance(value, nn.Embedding)
         self.embed_tokens = value
 
     def get_output_embeddings(self) -> nn.Module:
@@ -173,7 +174,9 @@ class TrailmarkForCausalLM(PreTrainedModel, GenerationMixin):
         """
         self._check_tokens(input_ids)
         if cache.rows is not None:
-            raise ValueError("cache: expected rows of equal length, got a padded batch. Read one text a time.")
+            raise ValueError(
+                "cache: expected rows of equal length, got a padded batch. Read one text a time."
+            )
         with torch.no_grad():
             for piece in self._pieces(input_ids, cache):
                 self.run(piece, cache, False, None, True, False)
@@ -198,7 +201,9 @@ class TrailmarkForCausalLM(PreTrainedModel, GenerationMixin):
         its own answer. With ``past_key_values`` (a cache that has read something) the prompt is what follows.
         """
         if kwargs.get("use_cache") is False:
-            raise ValueError("use_cache: expected True, got False. Generation here re-reads the open chunk only.")
+            raise ValueError(
+                "use_cache: expected True, got False. Generation here re-reads the open chunk only."
+            )
         kwargs["use_cache"] = True
         return super().generate(*args, **kwargs)
 
@@ -208,7 +213,7 @@ class TrailmarkForCausalLM(PreTrainedModel, GenerationMixin):
         if model_kwargs.get("past_key_values") is None:
             model_kwargs["past_key_values"] = self.new_cache()
 
-    def prepare_inputs_for_generation(  # noqa: D102
+    def prepare_inputs_for_generation(
         self,
         input_ids: Tensor,
         next_sequence_length: int | None = None,

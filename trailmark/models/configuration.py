@@ -89,10 +89,12 @@ class TrailmarkConfig(PreTrainedConfig):
             "None, 'reference' or 'torch'",
         )
 
-
     def expect_rotary_heads(self) -> None:
         _expect(
-            self.head_dim % 2 == 0, "num_attention_heads", self.num_attention_heads, "an even head size (RoPE)"
+            self.head_dim % 2 == 0,
+            "num_attention_heads",
+            self.num_attention_heads,
+            "an even head size (RoPE)",
         )
 
 

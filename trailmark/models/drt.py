@@ -6,6 +6,8 @@ landmark of chunk t each group selects K chunks before t; every position of chun
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from transformers import initialization as init
@@ -56,14 +58,14 @@ class ChunkEncoder(nn.Module):
         config = self.config
         rows = self.input_norm(grid.encoder_rows(positions))  # [B, n, S + 1, E]
         B, n, R, _ = rows.shape
+        rotary = rotary_table(R, config.head_dim, config.rope_theta, rows)
         lengths = torch.full((B, n), config.chunk_size, device=rows.device)
         mask = None
         if grid.num_early_tokens:
             lengths[:, -1] = grid.num_early_tokens
             row = torch.arange(R, device=rows.device)
             mask = (row < lengths[..., None]) | (row == R - 1)  # [B, n, R]: keys that exist
-            mask = mask.reshape(B * n, 1, 1, R)
-        rotary = rotary_table(R, config.head_dim, config.rope_theta, rows)
+            mask = torch.where(mask, 0.0, -torch.inf).to(rotary.real).reshape(B * n, 1, 1, R)
         for layer in self.layers:
             rows = layer(rows, rotary, mask)
         rows = self.output_norm(rows)
@@ -186,13 +188,14 @@ class DRTForCausalLM(TrailmarkForCausalLM):
 
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)
-        if module is self:
+        if module is self:  # last: its parts are initialised already
             fan_in = self.config.initialization == "fan_in"
             init.normal_(self.landmark, std=0.1 if fan_in else self.config.initializer_range)
-        elif isinstance(module, Retriever) and self.config.retrieval_normalization:
-            # both sides start in one space, so that a chunk first finds what looks like itself
-            if isinstance(module.q_proj, nn.Linear):
-                init.copy_(module.q_proj.weight, self.encoder.landmark_proj.weight)
+            retriever: Any
+            for retriever in self.retrievers:
+                # both sides start in one space: a chunk first finds what looks like itself
+                if self.config.retrieval_normalization and self.config.retrieval_projections:
+                    init.copy_(retriever.q_proj.weight, self.encoder.landmark_proj.weight)
 
     def new_cache(self, memory_tier: str = "device", num_tokens: int = 0) -> ChunkCache:
         if memory_tier != "device":
@@ -274,15 +277,16 @@ class DRTForCausalLM(TrailmarkForCausalLM):
 
         found: list[ChunkSelection] = []
         layers_per_group = config.num_upper_layers // config.num_retrieval_groups
-        for number, layer in enumerate(self.upper_layers, start=len(self.lower_layers)):
+        uppers: list[Any] = list(self.upper_layers)
+        for number, layer in enumerate(uppers, start=len(self.lower_layers)):
             group, position = divmod(number - len(self.lower_layers), layers_per_group)
             if position == 0:
                 seed = None
                 if noise_seed is not None and config.retrieval_noise:
                     seed = fold_seed(noise_seed, group)
                 limit = self._visible_limit(lengths, first_chunk, grid.num_closed)
-                retriever = self.retrievers[group]
-                found.append(retriever(grid.landmarks(x), memory.landmarks, first_chunk, seed, limit))
+                ask: Any = self.retrievers[group]
+                found.append(ask(grid.landmarks(x), memory.landmarks, first_chunk, seed, limit))
                 indices, weights = _shift(pending[group], found[-1], grid.num_chunks)
             if reading and number == config.num_hidden_layers - 1:
                 keep(number, layer.keys_and_values(x, window[number]))
@@ -309,9 +313,7 @@ class DRTForCausalLM(TrailmarkForCausalLM):
         if cache is not None:
             raise ValueError("past_key_values: expected None in training: memory carries no gradient.")
 
-    def _remember(
-        self, x: Tensor, grid: Grid, cache: ChunkCache | None
-    ) -> tuple[MemoryEntries, Tensor]:
+    def _remember(self, x: Tensor, grid: Grid, cache: ChunkCache | None) -> tuple[MemoryEntries, Tensor]:
         """Encode and store the chunks closed in this call.
 
         Returns the entries that this call may read, and the lengths [B, M] of all chunks.
@@ -350,7 +352,8 @@ class DRTForCausalLM(TrailmarkForCausalLM):
     def encoding_reach(self) -> int:
         """Chunks after a chunk whose memory entries its tokens take part in, through the lower layers."""
         config = self.config
-        assert config.sliding_window is not None and config.num_lower_layers is not None
+        assert config.sliding_window is not None
+        assert config.num_lower_layers is not None
         return -(-config.num_lower_layers * (config.sliding_window - 1) // (config.chunk_size + 1))
 
     def _visible_limit(self, lengths: Tensor, first: int, count: int) -> Tensor | None:

@@ -11,7 +11,7 @@ from torch.autograd.function import once_differentiable
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from trailmark.models.configuration import TrailmarkConfig
-from trailmark.ops import alibi_slopes, sliding_window_attention
+from trailmark.ops import alibi_slopes, block_attention, sliding_window_attention
 
 KeysAndValues = tuple[Tensor, Tensor]  # [B, P, J, D] each
 
@@ -61,7 +61,7 @@ class _RMSNormalize(torch.autograd.Function):
 def fused_linear(fan_in: int, fan_outs: tuple[int, ...]) -> nn.Linear:
     """Several matrices that read the same input as one; ``block_rows`` tells the optimizer where they part."""
     linear = nn.Linear(fan_in, sum(fan_outs), bias=False)
-    linear.block_rows = fan_outs
+    setattr(linear, "block_rows", fan_outs)  # noqa: B010 - a module's declared attributes are tensors
     return linear
 
 
@@ -143,10 +143,9 @@ class ChunkAttention(SelfAttention):
         b = x.shape[:-2]  # [..., R, E]; the chunks are the batch
         q, k, v = self.heads(x)
         q, k = rotate(q, rotary), rotate(k, rotary)
-        q, k, v = (part.flatten(0, -4).transpose(1, 2) for part in (q, k, v))  # [b, heads, R, D]
-        grouped = q.shape[1] != k.shape[1]
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=grouped)
-        return self.o_proj(out.transpose(1, 2).flatten(2).unflatten(0, b))
+        q, k, v = (part.flatten(0, -4) for part in (q, k, v))  # [b, R, heads, D]
+        out = block_attention(q, k, v, mask, self.head_dim**-0.5)
+        return self.o_proj(out.flatten(2).unflatten(0, b))
 
 
 class WindowLayer(GradientCheckpointingLayer):

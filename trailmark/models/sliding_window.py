@@ -51,7 +51,9 @@ class SlidingWindowForCausalLM(TrailmarkForCausalLM):
     def reading_tail(self, chunk_size: int) -> int:
         config = self.config
         if config.sliding_window is None:
-            raise ValueError("sliding_window: expected a number of positions, full attention reaches everything.")
+            raise ValueError(
+                "sliding_window: expected a number of positions, full attention reaches everything."
+            )
         return -(-config.num_hidden_layers * (config.sliding_window - 1) // chunk_size)
 
 

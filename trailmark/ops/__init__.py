@@ -1,5 +1,6 @@
 """Pure functions of tensors: the attention of long-context models. Needs torch alone."""
 
+from trailmark.ops.block_attention import block_attention
 from trailmark.ops.grouped_cross_attention import grouped_cross_attention
 from trailmark.ops.selection import ChunkSelection, fold_seed, gumbel_noise, select_chunks
 from trailmark.ops.sliding_window import alibi_slopes, sliding_window_attention
@@ -7,6 +8,7 @@ from trailmark.ops.sliding_window import alibi_slopes, sliding_window_attention
 __all__ = [
     "ChunkSelection",
     "alibi_slopes",
+    "block_attention",
     "fold_seed",
     "grouped_cross_attention",
     "gumbel_noise",

@@ -1,4 +1,4 @@
-"""Grouped Cross-Attention: each chunk attends to the few chunks it retrieved (arXiv 2410.01651, Sec. 3.3)."""
+"""Grouped Cross-Attention: each chunk attends to the few chunks it retrieved (arXiv 2410.01651, Sec. 3.2)."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def grouped_cross_attention(
               \mathrm{softmax}_{1}\!\left(\mathrm{scale} \cdot Q_n K_{I_{nk}}^\top\right) V_{I_{nk}}
 
     where :math:`\mathrm{softmax}_1(x)_i = e^{x_i} / (1 + \sum_j e^{x_j})` (off by one: a virtual key with
-    score 0 and value 0) or the plain softmax. Source: arXiv 2410.01651, Eq. 3 to 5.
+    score 0 and value 0) or the plain softmax. Source: arXiv 2410.01651, Eq. 2 and 3.
 
     Gradients reach q, k, v and weights; through the weights, the retriever learns. Nothing K-fold is kept
     between forward and backward: the chunks are gathered again, in slabs.

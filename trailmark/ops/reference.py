@@ -73,8 +73,10 @@ def select_chunks(
     weights = chosen.masked_fill(none, 0).softmax(-1).masked_fill(~kept, 0)
     missing = (0, num_retrieved - order.shape[-1])
     pad = torch.nn.functional.pad
-    return pad(order.masked_fill(~kept, -1), missing, value=-1), pad(weights, missing), pad(
-        chosen, missing, value=-torch.inf
+    return (
+        pad(order.masked_fill(~kept, -1), missing, value=-1),
+        pad(weights, missing),
+        pad(chosen, missing, value=-torch.inf),
     )
 
 
@@ -88,7 +90,7 @@ def grouped_cross_attention(
     softmax_off_by_one: bool,
     scale: float,
 ) -> Tensor:
-    """Paper (arXiv 2410.01651) Eq. 3 and 4: softmax within each retrieved chunk, weighted sum over chunks."""
+    """Paper (arXiv 2410.01651) Eq. 2 and 3: softmax within each retrieved chunk, weighted sum over chunks."""
     dtype = arithmetic_dtype(q, k, v, weights)
     batch, N, R, H, D = q.shape
     M, S, J = k.shape[1:4]

@@ -1,4 +1,4 @@
-"""Selecting past chunks by score: the retrieval of DRT (arXiv 2410.01651, Eq. 1, 2 and 6)."""
+"""Selecting past chunks by score: the retrieval of DRT (arXiv 2410.01651, Sec. 3.1)."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def select_chunks(
         w_{nk} = \frac{\exp r_{n, I_{nk}}}{\sum_{k'} \exp r_{n, I_{nk'}}}
 
     with :math:`f_n \le m < c_n` (first and number of candidates) and Gumbel noise :math:`\gamma` that takes
-    part in the choice only. Equal scores select the earlier chunk. Source: arXiv 2410.01651, Sec. 3.2.
+    part in the choice only. Equal scores select the earlier chunk. Source: arXiv 2410.01651, Sec. 3.1.
 
     Args:
         query: [B, N, E], or [B, N, J, E] to select per key/value head.
@@ -136,7 +136,10 @@ def _mix(x: Tensor) -> Tensor:
 def _bounds(argument: str, bound: Tensor | int, B: int, N: int, device: torch.device) -> Tensor:
     bound = torch.as_tensor(bound, device=device)
     require(
-        tuple(bound.shape) in ((), (N,), (B, N)), argument, tuple(bound.shape), f"shape [N] = ({N},) or [B, N]"
+        tuple(bound.shape) in ((), (N,), (B, N)),
+        argument,
+        tuple(bound.shape),
+        f"shape [N] = ({N},) or [B, N]",
     )
     require(not bound.dtype.is_floating_point, argument, bound.dtype, "an integer tensor")
     return bound.expand(B, N)

@@ -14,6 +14,7 @@ from trailmark.ops.arguments import (
     require_implementation,
     require_shape,
 )
+from trailmark.ops.block_attention import block_attention
 
 # Queries of one block. Each block attends to itself and the window - 1 keys before it, so a block much
 # smaller than the window repeats keys, and a much larger one computes scores that the mask throws away.
@@ -101,46 +102,42 @@ def alibi_slopes(num_heads: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.exp2(-8 * torch.arange(1, num_heads + 1, dtype=torch.float64) / num_heads).to(dtype)
 
 
-def _banded(
-    q: Tensor, k: Tensor, v: Tensor, window: int, slopes: Tensor | None, scale: float
-) -> Tensor:
+def _banded(q: Tensor, k: Tensor, v: Tensor, window: int, slopes: Tensor | None, scale: float) -> Tensor:
     """Consecutive positions: block i of C queries sees the C + window - 1 keys that end with its own."""
     B, T, H, D = q.shape
     P, J = k.shape[1:3]
-    before = window - 1
-    C = min(max(before, _MIN_BLOCK), _MAX_BLOCK, T)
+    C = min(max(window - 1, _MIN_BLOCK), _MAX_BLOCK, T)
     blocks = -(-T // C)
+    back = -(-(window - 1) // C)  # blocks of keys before a block's own
     after = blocks * C - T
-    k, v = k[:, max(0, P - T - before) :], v[:, max(0, P - T - before) :]
-    absent = before - (k.shape[1] - T)  # keys before the first that exists
+    k, v = k[:, max(0, P - T - back * C) :], v[:, max(0, P - T - back * C) :]
+    absent = back * C - (k.shape[1] - T)  # keys before the first that exists
 
-    def key_blocks(x: Tensor) -> Tensor:  # [B, P', J, D] -> [B * blocks, J, C + before, D]
+    def key_blocks(x: Tensor) -> Tensor:  # [B, P', J, D] -> [B, blocks, (back + 1) * C, J, D]
         if absent or after:
             x = F.pad(x, (0, 0, 0, 0, absent, after))
-        x = x.unfold(1, C + before, C)  # [B, blocks, J, D, C + before]
-        return x.movedim(-1, 3).reshape(B * blocks, J, C + before, D)
+        x = x.reshape(B, back + blocks, C, J, D)
+        return torch.cat([x[:, i : i + blocks] for i in range(back + 1)], dim=2)
 
-    queries = (F.pad(q, (0, 0, 0, 0, 0, after)) if after else q).reshape(B, blocks, C, H, D).transpose(2, 3)
+    q = F.pad(q, (0, 0, 0, 0, 0, after)) if after else q
+    queries = q.reshape(B, blocks, C, H, D)
     keys, values = key_blocks(k), key_blocks(v)
-    distance = torch.arange(C, device=q.device)[:, None] + before - torch.arange(C + before, device=q.device)
+    key = torch.arange((back + 1) * C, device=q.device)
+    distance = torch.arange(C, device=q.device)[:, None] + back * C - key
     mask = _additive_mask((distance >= 0) & (distance < window), distance, slopes, q)
-    if absent <= 0:
-        out = _attend(queries.reshape(B * blocks, H, C, D), keys, values, mask, scale)
-        out = out.view(B, blocks, H, C, D)
-    else:
-        # only the blocks whose reach goes before the first key need a mask of their own
-        early = min(-(-absent // C), blocks)
-        keys, values = (x.view(B, blocks, J, C + before, D) for x in (keys, values))
-        parts = []
-        for block in range(early):
-            missing = torch.arange(C + before, device=q.device) < absent - block * C
-            own = mask.masked_fill(missing, -torch.inf)
-            parts.append(_attend(queries[:, block], keys[:, block], values[:, block], own, scale)[:, None])
-        if blocks > early:
-            rest = (x[:, early:].reshape(B * (blocks - early), *x.shape[2:]) for x in (queries, keys, values))
-            parts.append(_attend(*rest, mask, scale).view(B, blocks - early, H, C, D))
-        out = torch.cat(parts, dim=1)
-    out = out.transpose(2, 3).reshape(B, blocks * C, H, D)
+    # only the blocks whose reach goes before the first key need a mask of their own
+    early = min(-(-absent // C), blocks)
+    parts = []
+    for block in range(early):
+        own = mask.masked_fill(key < absent - block * C, -torch.inf)
+        parts.append(
+            block_attention(queries[:, block], keys[:, block], values[:, block], own, scale)[:, None]
+        )
+    if blocks > early:
+        rest = [x[:, early:].flatten(0, 1) if early else x.flatten(0, 1) for x in (queries, keys, values)]
+        out = block_attention(rest[0], rest[1], rest[2], mask, scale)
+        parts.append(out.view(B, blocks - early, C, H, D))
+    out = (torch.cat(parts, dim=1) if early else parts[0]).reshape(B, blocks * C, H, D)
     return out[:, :T] if after else out
 
 
@@ -156,7 +153,7 @@ def _by_query_block(
     return_lse: bool,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Any positions and documents: a block of queries against every key it could see."""
-    B, T, _, D = q.shape
+    B, T = q.shape[:2]
     P, device = k.shape[1], q.device
     key_position = torch.arange(P, device=device).expand(B, P) if positions is None else positions[1]
     query_position = key_position[:, P - T :] if positions is None else positions[0]
@@ -178,14 +175,13 @@ def _by_query_block(
         # a row that sees nothing is let see everything and then set to zero: no NaN either way
         shown = visible[:, None] | empty
         mask = _additive_mask(shown, distance[:, None], None if slopes is None else slopes[:, None, None], q)
-        queries = q[:, rows].transpose(1, 2)
-        keys, values = k[:, start:stop].transpose(1, 2), v[:, start:stop].transpose(1, 2)
-        out = _attend(queries, keys, values, mask, scale).masked_fill(empty, 0)
-        outs.append(out.transpose(1, 2))
+        queries, keys = q[:, rows], k[:, start:stop]
+        out = block_attention(queries, keys, v[:, start:stop], mask, scale)
+        outs.append(out.masked_fill(empty.transpose(1, 2), 0))
         if return_lse:
             dtype = arithmetic_dtype(q, k)
-            keys = keys.to(dtype).repeat_interleave(q.shape[2] // k.shape[2], dim=1)
-            scores = queries.to(dtype) @ keys.transpose(2, 3) * scale + mask.to(dtype)
+            keys = keys.to(dtype).repeat_interleave(q.shape[2] // k.shape[2], dim=2).transpose(1, 2)
+            scores = queries.to(dtype).transpose(1, 2) @ keys.transpose(2, 3) * scale + mask.to(dtype)
             lse = scores.logsumexp(-1, keepdim=True).masked_fill(empty, -torch.inf)
             lses.append(lse[..., 0].transpose(1, 2))
     out = torch.cat(outs, dim=1) if outs else torch.zeros_like(q)
@@ -203,17 +199,3 @@ def _additive_mask(visible: Tensor, distance: Tensor, slopes: Tensor | None, lik
         slopes = slopes.to(device=like.device, dtype=dtype)
         bias = -(slopes.view(-1, 1, 1) * distance.to(dtype))
     return torch.where(visible, bias, -torch.inf)
-
-
-def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> Tensor:
-    """SDPA of [b, H, c, D] with [b, J, p, D] under an additive mask, grouped heads."""
-    dtype = mask.dtype
-    if q.dtype != dtype:
-        # a mask in bfloat16 would round ALiBi's distances; the op's inputs are rounded already
-        with torch.autocast(q.device.type, enabled=False):
-            return _attend(q.to(dtype), k.to(dtype), v.to(dtype), mask, scale).to(q.dtype)
-    if mask.dim() < 4:
-        mask = mask.expand(q.shape[0], q.shape[1], *mask.shape[-2:])
-    return F.scaled_dot_product_attention(
-        q, k, v, attn_mask=mask, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
-    )

@@ -21,7 +21,16 @@ def accuracy_by_length(
         low, high = ([r[key] for r in series] for key in ("accuracy_low", "accuracy_high"))
         axes.fill_between(x, low, high, color=colour, alpha=0.15, linewidth=0)
     axes.axvline(train_length, color="grey", linestyle=":", linewidth=1)
-    axes.text(train_length, 0.5, " longest training text", rotation=90, va="center", ha="right", fontsize=8, color="grey")
+    axes.text(
+        train_length,
+        0.5,
+        " longest training text",
+        rotation=90,
+        va="center",
+        ha="right",
+        fontsize=8,
+        color="grey",
+    )
     axes.set_xscale("log", base=2)
     axes.set_ylim(-0.03, 1.03)
     axes.set_xlabel("length of the text (tokens)")
@@ -40,7 +49,9 @@ def loss_curves(path: Path, histories: Mapping[str, dict[str, Any]], tokens_per_
         tokens = [s["step"] * tokens_per_step / 1e6 for s in steps]
         top.plot(tokens, [s["loss"] for s in steps], color=colour, label=name)
         if steps and "accuracy" in steps[-1]:
-            bottom.plot(tokens, [s["accuracy"] for s in steps], color=colour, label=f"{name}: first digit right")
+            bottom.plot(
+                tokens, [s["accuracy"] for s in steps], color=colour, label=f"{name}: first digit right"
+            )
         if steps and "recall" in steps[-1]:
             recall = [s.get("recall", float("nan")) for s in steps]
             bottom.plot(tokens, recall, color=colour, linestyle="--", label=f"{name}: chunk retrieved")
@@ -64,7 +75,9 @@ def chunks_read(path: Path, asked: Sequence[dict[str, Any]], chunks: int, shown:
         axes.axhline(row, color="lightgrey", linewidth=0.3, zorder=0)
         selected = record["selected"][0]
         weights = record["weights"][: len(selected)]
-        axes.scatter(selected, [row] * len(selected), s=[4 + 60 * w for w in weights], color=COLOURS[0], alpha=0.6)
+        axes.scatter(
+            selected, [row] * len(selected), s=[4 + 60 * w for w in weights], color=COLOURS[0], alpha=0.6
+        )
         axes.scatter([record["needle"]], [row], marker="|", s=90, color=COLOURS[1], linewidth=1.2)
     axes.set_xlim(-0.01 * chunks, 1.01 * chunks)
     axes.set_xlabel("chunk of the text")

@@ -77,14 +77,19 @@ class RunConfig:
         name = fields.pop("architecture", "drt")
         if name not in ARCHITECTURES:
             raise ValueError(
-                f"model.architecture: expected {' or '.join(ARCHITECTURES)}, got {name!r}.{_nearest(name, ARCHITECTURES)}"
+                f"model.architecture: expected {' or '.join(ARCHITECTURES)}, got {name!r}."
+                + _nearest(str(name), ARCHITECTURES)
             )
         cls = ARCHITECTURES[name].config_class
         hints: dict[str, Any] = {}
         for base in reversed(cls.__mro__):
             if issubclass(base, TrailmarkConfig):  # the fields that are ours, not all of transformers'
                 hints |= inspect.get_annotations(base, eval_str=True)
-        hints = {key: kind for key, kind in hints.items() if key not in ("model_type", "keys_to_ignore_at_inference")}
+        hints = {
+            key: kind
+            for key, kind in hints.items()
+            if key not in ("model_type", "keys_to_ignore_at_inference")
+        }
         for key in fields:
             if key not in hints:
                 raise ValueError(f"model.{key}: unknown field of {name}.{_nearest(key, hints)}")
@@ -148,8 +153,10 @@ def _build(cls: Any, raw: Any, prefix: str) -> Any:
         name = f"{prefix}.{key}" if prefix else str(key)
         if key not in hints:
             raise ValueError(f"{name}: unknown key.{_nearest(str(key), hints)}")
-        values[key] = _build(hints[key], value, name) if dataclasses.is_dataclass(hints[key]) else _coerce(
-            name, value, hints[key]
+        values[key] = (
+            _build(hints[key], value, name)
+            if dataclasses.is_dataclass(hints[key])
+            else _coerce(name, value, hints[key])
         )
     return cls(**values)
 
@@ -188,7 +195,9 @@ def _coerce(name: str, value: Any, kind: Any) -> Any:
             return float(value)
         except ValueError:
             pass
-    elif kind is int and isinstance(value, int | float) and not isinstance(value, bool) and value == int(value):
+    elif (
+        kind is int and isinstance(value, int | float) and not isinstance(value, bool) and value == int(value)
+    ):
         return int(value)
     elif kind in (bool, str) and isinstance(value, kind):
         return value

@@ -43,8 +43,9 @@ class MuonAdamW(torch.optim.Optimizer):
             if isinstance(module, nn.Embedding) or name.endswith("lm_head"):
                 vocabulary.update(id(p) for p in module.parameters())
             if hasattr(module, "block_rows") and isinstance(module, nn.Linear):
-                blocks[id(module.weight)] = tuple(module.block_rows)
-        matrices, rest = [], []
+                blocks[id(module.weight)] = getattr(module, "block_rows")  # noqa: B009
+        matrices: list[nn.Parameter] = []
+        rest: list[nn.Parameter] = []
         for parameter in model.parameters():
             is_matrix = parameter.dim() == 2 and id(parameter) not in vocabulary
             (matrices if is_matrix else rest).append(parameter)

@@ -26,7 +26,7 @@ from trailmark.data.needles import CURRICULUM, Level, NeedleFormat, NeedleTexts
 from trailmark.models import DRTForCausalLM, TrailmarkForCausalLM
 from trailmark.models.causal_lm import shift_labels
 from trailmark.ops import fold_seed
-from trailmark.training.config import ARCHITECTURES, RunConfig
+from trailmark.training.config import ARCHITECTURES, RunConfig, TrainingConfig
 from trailmark.training.optimizer import MuonAdamW
 
 _SMOOTHING = 0.95  # of the moving averages that are shown and that advance the curriculum
@@ -81,6 +81,9 @@ class _Batches(IterableDataset[dict[str, Tensor]]):
 class _Trainer(Trainer):
     """The Trainer with our batches, optimizer and weighted loss."""
 
+    optimizer: Any
+    lr_scheduler: Any
+
     def __init__(self, run: Run, **kwargs: Any) -> None:
         self.run = run
         super().__init__(**kwargs)
@@ -90,21 +93,7 @@ class _Trainer(Trainer):
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
         if self.optimizer is None:
-            settings = self.run.config.training
-            if settings.optimizer == "muon":
-                self.optimizer = MuonAdamW(
-                    self.model,
-                    settings.matrix_learning_rate,
-                    settings.learning_rate,
-                    weight_decay=settings.weight_decay,
-                )
-            else:
-                self.optimizer = torch.optim.AdamW(
-                    self.model.parameters(),
-                    lr=settings.learning_rate,
-                    betas=(0.9, 0.95),
-                    weight_decay=settings.weight_decay,
-                )
+            self.optimizer = make_optimizer(self.model, self.run.config.training)
         return self.optimizer
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
@@ -171,7 +160,7 @@ class Run:
         self.curriculum = Curriculum()
         self.history: list[dict[str, float]] = []
         self.averages: dict[str, float] = {}
-        self.step, self.resumed_at, self.seconds, self.interrupted = 0, 0, 0.0, False
+        self.step, self.seconds, self.interrupted = 0, 0.0, False
         self._began = time.perf_counter()
         if text is None:
             paths = config.data.paths
@@ -265,7 +254,7 @@ class Run:
         count = len(trial.curriculum.levels)
         trial.curriculum.starts = trial.curriculum.samples = [0] * count
         model = trial.model.train()
-        optimizer = MuonAdamW(model)
+        optimizer = make_optimizer(model, self.config.training)
         seconds = []
         for step in range(steps):
             began = time.perf_counter()
@@ -276,6 +265,11 @@ class Run:
             trial.measure(step, loss, out, labels, inputs)
             seconds.append(time.perf_counter() - began)
         return sorted(seconds)[steps // 2]
+
+    @property
+    def finished(self) -> bool:
+        """Whether the output folder holds this very run, trained to its end."""
+        return read_json(self.output / HISTORY_FILE) is not None and self._holds_this_run()
 
     def train(self) -> TrailmarkForCausalLM:
         """Train to the end, from the last checkpoint if there is one; KeyboardInterrupt saves and leaves."""
@@ -293,11 +287,11 @@ class Run:
             disable_tqdm=True,
             remove_unused_columns=False,
             ignore_data_skip=True,
-            gradient_checkpointing=settings.gradient_checkpointing,
-            gradient_checkpointing_kwargs={"use_reentrant": False},
             dataloader_pin_memory=False,
             seed=settings.seed,
         )
+        if settings.gradient_checkpointing:
+            self.model.gradient_checkpointing_enable({"use_reentrant": False})
         batches = _Batches(self._make, settings.steps)
         trainer = _Trainer(
             self, model=self.model, args=arguments, train_dataset=batches, callbacks=[_Progress(self)]
@@ -318,18 +312,12 @@ class Run:
     def _claim_output(self) -> Path | None:
         """Make the output folder this run's; the last whole checkpoint in it, if any."""
         expect_writable("output", self.output)
-        kept = self.output / _RUN_FILE
-        if kept.exists():
-            other = yaml.safe_load(kept.read_text())
-            own = yaml.safe_load(self.config.to_yaml())
-            for content in (other, own):
-                content.pop("output", None)  # a folder may be moved
-            if other != own:
-                raise ValueError(
-                    f"output: {str(self.output)!r} holds a run with another configuration ({_RUN_FILE}). "
-                    "Choose another output, or remove that folder to start anew."
-                )
-        write_text(kept, self.config.to_yaml())
+        if (self.output / _RUN_FILE).exists() and not self._holds_this_run():
+            raise ValueError(
+                f"output: {str(self.output)!r} holds a run with another configuration ({_RUN_FILE}). "
+                "Choose another output, or remove that folder to start anew."
+            )
+        write_text(self.output / _RUN_FILE, self.config.to_yaml())
         whole = [
             folder
             for folder in (self.output / "checkpoints").glob("checkpoint-*")
@@ -337,12 +325,20 @@ class Run:
         ]
         return max(whole, key=lambda folder: int(folder.name.rpartition("-")[2]), default=None)
 
+    def _holds_this_run(self) -> bool:
+        try:
+            other = yaml.safe_load((self.output / _RUN_FILE).read_text())
+        except (OSError, yaml.YAMLError):
+            return False
+        own = yaml.safe_load(self.config.to_yaml())
+        return {**other, "output": ""} == {**own, "output": ""}  # a folder may be moved
+
     def _restore(self, checkpoint: Path) -> None:
         kept = read_json(checkpoint / _CURRICULUM_FILE)
         self.curriculum.starts, self.curriculum.samples = kept["starts"], kept["samples"]
         self.curriculum.average = kept["average"]
         self.history, self.averages, self.seconds = kept["history"], kept["averages"], kept["seconds"]
-        self.step = self.resumed_at = int(checkpoint.name.rpartition("-")[2])
+        self.step = int(checkpoint.name.rpartition("-")[2])
 
     def save(self) -> None:
         """The model, its tokenizer, the configuration and the history, into the output folder."""
@@ -361,6 +357,14 @@ class Run:
                 "levels": [asdict(level) for level in self.curriculum.levels],
             },
         )
+
+
+def make_optimizer(model: Any, settings: TrainingConfig) -> torch.optim.Optimizer:
+    """What ``training.optimizer`` names."""
+    rate, decay = settings.learning_rate, settings.weight_decay
+    if settings.optimizer == "muon":
+        return MuonAdamW(model, settings.matrix_learning_rate, rate, weight_decay=decay)
+    return torch.optim.AdamW(model.parameters(), lr=rate, betas=(0.9, 0.95), weight_decay=decay)
 
 
 def weighted_loss(model: Any, retrieves: bool, inputs: dict[str, Any]) -> tuple[Tensor, Any, Tensor]:

@@ -1,0 +1,126 @@
+"""Text from files and folders, and its tokens."""
+
+from __future__ import annotations
+
+import logging
+import sysconfig
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from trailmark.data.corpus import load_tokenizer, read_texts, standard_library_texts, tokenize
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "is empty"),
+        (b" \n\t", "is empty"),
+        (b"text\0text", "is binary"),
+        (b"caf\xe9", r"is not \(byte 3\).*Convert"),
+        ("ü".encode("utf-16"), "UTF-8"),
+    ],
+)
+def test_a_named_file_must_be_text(tmp_path: Path, content: bytes, message: str) -> None:
+    (tmp_path / "named.txt").write_bytes(content)
+    with pytest.raises(ValueError, match=rf"^data: .*named\.txt' {message}|^data: .*{message}.*named\.txt"):
+        read_texts([tmp_path / "named.txt"])
+
+
+def test_a_path_must_exist(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"^data: .*absent.* does not exist"):
+        read_texts([tmp_path / "absent"])
+
+
+def test_something_must_be_named() -> None:
+    with pytest.raises(ValueError, match=r"^data: .*the list.*none"):
+        read_texts([])
+
+
+def test_folders_are_read_in_order_of_name(tmp_path: Path) -> None:
+    for name, text in (
+        ("b/z.txt", "3"),
+        ("a.txt", "1"),
+        ("b/a.md", "2"),
+        (".git/config", "no"),
+        (".x", "no"),
+    ):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert read_texts([tmp_path]) == ["1", "2", "3"]
+    assert read_texts([str(tmp_path / "b"), tmp_path / "a.txt"]) == ["2", "3", "1"]
+
+
+def test_a_folder_below_a_hidden_one_is_read(tmp_path: Path) -> None:
+    (tmp_path / ".cache" / "text").mkdir(parents=True)
+    (tmp_path / ".cache" / "text" / "a.txt").write_text("seen")
+    assert read_texts([tmp_path / ".cache" / "text"]) == ["seen"]
+
+
+def test_a_folder_with_other_files_warns(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "a.txt").write_text("text")
+    (tmp_path / "b.png").write_bytes(b"\x89PNG\0")
+    (tmp_path / "c.txt").write_bytes(b"caf\xe9")
+    with caplog.at_level(logging.WARNING):
+        assert read_texts([tmp_path]) == ["text"]
+    (message,) = [record.getMessage() for record in caplog.records]
+    assert "Left out 2 files" in message
+    assert "b.png, c.txt" in message
+
+
+def test_a_folder_without_text(tmp_path: Path) -> None:
+    (tmp_path / "b.png").write_bytes(b"\x89PNG\0")
+    with pytest.raises(ValueError, match=r"^data: expected at least one UTF-8 text file in .*found none"):
+        read_texts([tmp_path])
+
+
+def test_standard_library_splits() -> None:
+    train, haystack = (standard_library_texts(split) for split in ("train", "haystack"))
+    assert len(train) > len(haystack) > 50
+    # a few short files are copies of each other
+    assert not {x for x in train if len(x) > 500} & {x for x in haystack if len(x) > 500}
+    root = Path(sysconfig.get_paths()["stdlib"])
+    for name in ("argparse.py", "json/decoder.py"):
+        assert ((root / name).read_text("utf-8") in train) != ((root / name).read_text("utf-8") in haystack)
+    with pytest.raises(ValueError, match=r"^split: .*'test'"):
+        standard_library_texts("test")
+
+
+# Tokens
+
+BYTES = load_tokenizer()
+
+
+@settings(derandomize=True, deadline=None, max_examples=100)
+@given(st.text(max_size=30))
+def test_bytes_round_trip(text: str) -> None:
+    tokens = tokenize([text], BYTES)
+    assert tokens.dtype == np.int32
+    assert tokens.tolist() == BYTES(text, add_special_tokens=False)["input_ids"]
+    assert BYTES.decode(tokens) == text
+
+
+def test_texts_are_joined_without_special_tokens() -> None:
+    texts = ["Ein Text, ", "noch\n\n", "", " einer: äöü €"]
+    assert tokenize(texts, BYTES).tolist() == [x + 3 for x in "".join(texts).encode()]
+    assert tokenize([], BYTES).tolist() == []
+    assert tokenize([""], BYTES).dtype == np.int32
+
+
+def test_any_other_tokenizer(tmp_path: Path) -> None:
+    words = Tokenizer(models.WordLevel({"[UNK]": 0, "a": 1, "b": 2}, unk_token="[UNK]"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=words, unk_token="[UNK]").save_pretrained(tmp_path)
+    tokens = tokenize(["a b c", "b"], load_tokenizer(str(tmp_path)))
+    assert tokens.tolist() == [1, 2, 0, 2]
+    assert tokens.dtype == np.int32
+
+
+def test_no_such_tokenizer(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"^tokenizer: expected 'bytes', a folder"):
+        load_tokenizer(str(tmp_path))

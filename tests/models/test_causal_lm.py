@@ -1,0 +1,466 @@
+"""What the models share: refused input, padding, loss, generation, saving and loading."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from tests.models.tiny import NaiveDRT, assert_same, drt, logits_of, tokens, window_model
+from trailmark.models import DRTForCausalLM, SlidingWindowForCausalLM, TrailmarkForCausalLM
+from trailmark.models.causal_lm import causal_loss, shift_labels
+from trailmark.models.layers import WindowAttention
+
+Make = Callable[..., TrailmarkForCausalLM]
+MODELS = pytest.mark.parametrize("make", [lambda **kw: drt(2, **kw), window_model], ids=["drt", "window"])
+
+# --- refused input -----------------------------------------------------------------------------------------
+
+
+@MODELS
+@pytest.mark.parametrize(
+    ("ids", "message"),
+    [
+        (torch.zeros(1, 0, dtype=torch.int64), r"expected shape \[B, T\] with T >= 1, got \(1, 0\)"),
+        (torch.zeros(0, 4, dtype=torch.int64), r"got \(0, 4\)"),
+        (torch.zeros(4, dtype=torch.int64), r"got \(4,\)"),
+        (torch.tensor([[1, 50]]), r"tokens from 0 to 49 \(vocab_size - 1\), got 50"),
+        (torch.tensor([[-1, 3]]), "got -1"),
+    ],
+    ids=["no token", "no row", "one dimension", "beyond the vocabulary", "negative"],
+)
+def test_input_that_is_no_text_is_refused(make: Make, ids: Tensor, message: str) -> None:
+    model = make()
+    with pytest.raises(ValueError, match="input_ids: .*" + message):
+        model(ids)
+    cache = model.new_cache()
+    with pytest.raises(ValueError, match="input_ids: .*" + message):
+        model.read(ids, cache)
+    assert cache.num_tokens == 0
+
+
+@MODELS
+def test_labels_of_another_shape_are_refused(make: Make) -> None:
+    with pytest.raises(ValueError, match=r"labels: expected shape \(1, 5\), got \(1, 4\)"):
+        make()(tokens(5), labels=tokens(4))
+
+
+@MODELS
+def test_logits_to_keep_with_labels_is_refused(make: Make) -> None:
+    with pytest.raises(ValueError, match="logits_to_keep: expected 0"):
+        make()(tokens(5), labels=tokens(5), logits_to_keep=1)
+
+
+@MODELS
+@pytest.mark.parametrize("kept", [1, 3, 9])
+def test_logits_to_keep_are_the_last(make: Make, kept: int) -> None:
+    model, ids = make(), tokens(9, batch=2)
+    assert_same(logits_of(model, ids, logits_to_keep=kept), logits_of(model, ids)[:, -kept:])
+
+
+# --- padding ---------------------------------------------------------------------------------------------
+
+
+def padded(lengths: list[int], side: str) -> tuple[Tensor, Tensor]:
+    """Texts of these lengths: ids and mask [B, longest], padded with token 0."""
+    longest = max(lengths)
+    ids, mask = (torch.zeros(len(lengths), longest, dtype=torch.int64) for _ in range(2))
+    for row, length in enumerate(lengths):
+        place = slice(longest - length, None) if side == "left" else slice(0, length)
+        ids[row, place], mask[row, place] = tokens(length, seed=row)[0], 1
+    return ids, mask
+
+
+@MODELS
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("use_cache", [False, True])
+def test_padded_rows_are_the_texts_alone(make: Make, side: str, use_cache: bool) -> None:
+    model, lengths = make(), [26, 1, 3, 4, 5, 8, 26, 25]
+    ids, mask = padded(lengths, side)
+    logits = logits_of(model, ids, attention_mask=mask, use_cache=use_cache)
+    for row, length in enumerate(lengths):
+        assert_same(logits[row, mask[row].bool()], logits_of(model, tokens(length, seed=row))[0])
+
+
+@MODELS
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_a_padded_batch_goes_on(make: Make, side: str) -> None:
+    """A ragged prompt, then a ragged piece whose mask spans both, then one token each."""
+    model, first, second = make(), [9, 4, 6], [3, 8, 1]
+    cache = model.new_cache()
+    ids, mask = padded(first, side)
+    logits_of(model, ids, attention_mask=mask, past_key_values=cache)
+    more, more_mask = padded(second, side)
+    middle = logits_of(
+        model, more, attention_mask=torch.cat([mask, more_mask], dim=1), past_key_values=cache
+    )
+    last = tokens(1, batch=3, seed=9)
+    end = logits_of(model, last, past_key_values=cache)
+    assert cache.get_seq_length() == 13
+    for row in range(3):
+        whole = torch.cat(
+            [tokens(first[row], seed=row), tokens(second[row], seed=row), last[row : row + 1]], dim=1
+        )
+        exact = logits_of(model, whole)[0, first[row] :]
+        assert_same(torch.cat([middle[row, more_mask[row].bool()], end[row]]), exact)
+
+
+HOLES = {
+    "inside": [[1, 1, 1, 1, 1], [1, 0, 1, 1, 1]],
+    "both ends": [[1, 1, 1, 1, 1], [0, 1, 1, 1, 0]],
+    "everywhere": [[1, 1, 1, 1, 1], [0, 0, 0, 0, 0]],
+}
+
+
+@MODELS
+@pytest.mark.parametrize("mask", HOLES.values(), ids=HOLES)
+@pytest.mark.parametrize("use_cache", [False, True])
+def test_padding_that_is_not_at_one_end_is_refused(
+    make: Make, mask: list[list[int]], use_cache: bool, request: pytest.FixtureRequest
+) -> None:
+    if use_cache and mask is not HOLES["everywhere"]:  # BUG 3
+        request.applymarker(pytest.mark.xfail(reason="accepted with a cache"))
+    with pytest.raises(ValueError, match="attention_mask: "):
+        make()(tokens(5, batch=2), attention_mask=torch.tensor(mask), use_cache=use_cache)
+
+
+# BUG 2: a mask that is too short cuts the text short, silently
+@pytest.mark.xfail(reason="not checked")
+@MODELS
+@pytest.mark.parametrize("shape", [(2, 3), (1, 5), (3, 5)])
+@pytest.mark.parametrize("use_cache", [False, True])
+def test_a_mask_of_another_shape_is_refused(make: Make, shape: tuple[int, int], use_cache: bool) -> None:
+    mask = torch.ones(shape)
+    mask[0, 0] = 0
+    with pytest.raises(ValueError, match="attention_mask: "):
+        make()(tokens(5, batch=2), attention_mask=mask, use_cache=use_cache)
+
+
+def test_padding_after_a_cache_that_was_read_unpadded_is_refused() -> None:
+    model = drt()
+    cache = model.new_cache()
+    model.read(tokens(9, batch=2), cache)
+    ids, mask = padded([5, 3], "left")
+    with pytest.raises(ValueError, match="attention_mask: expected no padding after a cache"):
+        model(ids, attention_mask=mask, past_key_values=cache)
+
+
+def test_a_padded_batch_is_not_read() -> None:
+    model = drt()
+    cache = model.new_cache()
+    ids, mask = padded([5, 3], "left")
+    logits_of(model, ids, attention_mask=mask, past_key_values=cache)
+    with pytest.raises(ValueError, match="cache: expected rows of equal length"):
+        model.read(tokens(5, batch=2), cache)
+
+
+def test_early_landmarks_of_a_padded_batch_need_a_cache() -> None:
+    ids, mask = padded([5, 3], "left")
+    with pytest.raises(ValueError, match="close_chunk: expected a cache"):
+        drt()(ids, attention_mask=mask, close_chunk=True)
+
+
+@pytest.mark.xfail(reason="None comes back")  # BUG 6
+def test_the_retrieval_of_a_padded_batch_with_a_cache_is_not_dropped_silently() -> None:
+    ids, mask = padded([25, 13], "left")
+    try:
+        out = drt()(ids, attention_mask=mask, use_cache=True, output_retrieval=True)
+    except ValueError as error:
+        assert "output_retrieval" in str(error)
+    else:
+        assert out.retrieval is not None
+
+
+@pytest.mark.xfail(reason="only the first rows go on")  # BUG 13
+def test_fewer_rows_than_the_cache_has_are_refused() -> None:
+    model = drt()
+    cache = model.new_cache()
+    ids, mask = padded([5, 3], "left")
+    logits_of(model, ids, attention_mask=mask, past_key_values=cache)
+    with pytest.raises(ValueError, match="input_ids: "):
+        model(ids[:1], past_key_values=cache)
+
+
+# --- loss ------------------------------------------------------------------------------------------------
+
+
+@MODELS
+def test_the_loss_is_the_mean_cross_entropy_of_the_next_token(make: Make) -> None:
+    model, ids = make(), tokens(19, batch=2)
+    labels = ids.clone()
+    labels[0, 4:9] = -100
+    out = model(ids, labels=labels)
+    chosen = [(b, t) for b in range(2) for t in range(1, 19) if labels[b, t] != -100]
+    each = [-out.logits[b, t - 1].log_softmax(-1)[ids[b, t]] for b, t in chosen]
+    assert_same(out.loss, torch.stack(each).mean())
+    assert_same(model(ids, labels=labels, num_items_in_batch=7).loss, torch.stack(each).sum() / 7)
+
+
+@MODELS
+@pytest.mark.parametrize("labels", [torch.full((2, 9), -100), tokens(1, batch=2)], ids=["ignored", "T = 1"])
+def test_a_loss_over_no_token_is_zero(make: Make, labels: Tensor) -> None:
+    model = make()
+    loss = model(tokens(labels.shape[1], batch=2), labels=labels).loss
+    loss.backward()
+    assert loss.item() == 0
+    assert all(p.grad is None or not p.grad.abs().max() for p in model.parameters())
+
+
+@MODELS
+@pytest.mark.parametrize(
+    "side", ["right", pytest.param("left", marks=pytest.mark.xfail(reason="padding predicts the first token"))]
+)
+def test_the_loss_of_a_padded_batch_is_that_of_its_texts(make: Make, side: str) -> None:
+    # BUG 4: a left-padded row's first token is predicted at the padding, which saw the whole text
+    model, lengths = make(), [19, 7]
+    ids, mask = padded(lengths, side)
+    labels = ids.masked_fill(mask == 0, -100)
+    loss = model(ids, attention_mask=mask, labels=labels).loss
+    alone = [model(text, labels=text).loss for text in (tokens(n, seed=b) for b, n in enumerate(lengths))]
+    assert_same(loss, (alone[0] * 18 + alone[1] * 6) / 24)
+
+
+def test_the_loss_of_bfloat16_logits_is_computed_in_float32() -> None:
+    logits = torch.randn(2, 9, 50, generator=torch.Generator().manual_seed(0)).bfloat16()
+    labels = tokens(9, batch=2)
+    loss = causal_loss(logits, labels)
+    assert loss.dtype == torch.float32
+    exact = F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten())
+    assert float(loss) == pytest.approx(float(exact), rel=1e-6)
+
+
+def test_shift_labels() -> None:
+    assert shift_labels(torch.tensor([[1, 2, 3]])).tolist() == [[2, 3, -100]]
+    assert shift_labels(torch.tensor([[1]]), fill=0).tolist() == [[0]]
+
+
+# --- generation ------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def greedy(model: TrailmarkForCausalLM, prompt: Tensor, steps: int, cache: Any = None, **first: Any) -> Tensor:
+    """The continuation [B, steps] by hand: the prompt in one call, then one token at a time."""
+    cache = model.new_cache() if cache is None else cache
+    found = [model(prompt, past_key_values=cache, **first).logits[:, -1].argmax(-1, keepdim=True)]
+    while len(found) < steps:
+        found.append(model(found[-1], past_key_values=cache).logits[:, -1].argmax(-1, keepdim=True))
+    return torch.cat(found, dim=1)
+
+
+def generated(model: TrailmarkForCausalLM, prompt: Tensor, steps: int, **options: Any) -> Tensor:
+    # a mask, because transformers else takes every token 0 of the prompt for padding
+    options = {"attention_mask": torch.ones_like(prompt), "do_sample": False, "pad_token_id": 0} | options
+    options |= {"max_new_tokens": steps, "min_new_tokens": steps}
+    return model.generate(prompt, **options)[:, prompt.shape[1] :]
+
+
+@MODELS
+@pytest.mark.parametrize("length", [1, 3, 4, 5, 18, 41])
+@pytest.mark.parametrize("close_chunk", [True, False])
+def test_generate_is_forward_step_by_step(make: Make, length: int, close_chunk: bool) -> None:
+    model, prompt = make(), tokens(length, batch=2)
+    by_hand = greedy(model, prompt, 14, close_chunk=close_chunk)
+    assert torch.equal(generated(model, prompt, 14, close_chunk=close_chunk), by_hand)
+    if close_chunk:  # the default
+        assert torch.equal(generated(model, prompt, 14), by_hand)
+    else:  # then it is what one forward predicts
+        whole = logits_of(model, torch.cat([prompt, by_hand[:, :-1]], dim=1))[:, length - 1 :]
+        assert torch.equal(whole.argmax(-1), by_hand)
+
+
+def test_an_early_landmark_makes_the_answer_read_what_the_prompt_asked_for() -> None:
+    model, prompt = drt(2), tokens(42)
+    assert not torch.equal(generated(model, prompt, 14), generated(model, prompt, 14, close_chunk=False))
+
+
+@MODELS
+def test_a_padded_batch_generates_what_its_rows_do(make: Make) -> None:
+    model, lengths = make(), [26, 1, 3, 4, 9]
+    ids, mask = padded(lengths, "left")
+    together = generated(model, ids, 10, attention_mask=mask)
+    for row, length in enumerate(lengths):
+        assert torch.equal(together[row : row + 1], generated(model, tokens(length, seed=row), 10))
+
+
+@MODELS
+@pytest.mark.parametrize("read", [40, 43, 103])
+def test_a_question_after_reading_is_answered_as_if_all_were_the_prompt(make: Make, read: int) -> None:
+    model, text, question = make(), tokens(read), tokens(6, seed=1)
+    cache = model.new_cache()
+    model.read(text, cache)
+    mark = cache.mark()
+    answer = generated(model, torch.cat([text, question], dim=1), 12)
+    for _ in range(2):
+        assert torch.equal(generated(model, question, 12, past_key_values=cache), answer)
+        cache.rewind(mark)
+    whole_mask = torch.ones(1, read + 6, dtype=torch.int64)
+    assert torch.equal(
+        generated(model, question, 12, past_key_values=cache, attention_mask=whole_mask), answer
+    )
+
+
+@MODELS
+def test_beam_search_finds_the_best_of_all_continuations(make: Make) -> None:
+    """With a beam for each continuation of all tokens but the last, it is exhaustive."""
+    model, prompt = make(vocab_size=6), tokens(10, vocab=6)
+    found = generated(model, prompt, 3, num_beams=36, close_chunk=False)
+    every = torch.cartesian_prod(*(torch.arange(6),) * 3)  # [216, 3]
+    logits = logits_of(model, torch.cat([prompt.expand(216, -1), every[:, :-1]], dim=1))[:, 9:]
+    score = logits.log_softmax(-1).gather(2, every[..., None]).sum((1, 2))
+    assert torch.equal(found[0], every[score.argmax()])
+
+
+@MODELS
+def test_beam_search_goes_over_chunk_ends(make: Make) -> None:
+    model, prompts = make(), tokens(10, batch=2)
+    out = model.generate(
+        prompts,
+        max_new_tokens=12,
+        num_beams=3,
+        num_return_sequences=2,
+        do_sample=False,
+        pad_token_id=0,
+        attention_mask=torch.ones_like(prompts),
+        close_chunk=False,
+        output_scores=True,
+        return_dict_in_generate=True,
+        length_penalty=0.0,
+    )
+    new = out.sequences[:, 10:]
+    logits = logits_of(model, out.sequences[:, :-1])[:, 9:]
+    score = logits.log_softmax(-1).gather(2, new[..., None]).sum((1, 2))
+    assert torch.allclose(out.sequences_scores.double(), score, atol=1e-4)  # summed in float32 there
+
+
+# BUG 9: many continuations of one text that was read once
+@pytest.mark.xfail(raises=RuntimeError, reason="tensor sizes do not match")
+@MODELS
+@pytest.mark.parametrize("options", [{"num_beams": 3}, {"do_sample": True, "num_return_sequences": 3}], ids=str)
+def test_several_continuations_after_reading(make: Make, options: dict[str, Any]) -> None:
+    model, cache = make(), None
+    cache = model.new_cache()
+    model.read(tokens(41), cache)
+    try:
+        assert generated(model, tokens(5, seed=1), 6, past_key_values=cache, **options).shape[1] == 6
+    except ValueError as error:
+        assert "past_key_values" in str(error)
+
+
+@pytest.mark.xfail(reason="every piece of the prompt ends with a landmark")  # BUG 10
+def test_a_prompt_in_pieces_ends_with_one_early_landmark() -> None:
+    model, prompt = drt(2), tokens(42)
+    try:
+        assert torch.equal(generated(model, prompt, 14, prefill_chunk_size=9), generated(model, prompt, 14))
+    except ValueError as error:
+        assert "prefill_chunk_size" in str(error)
+
+
+def test_beam_search_over_prompts_of_unequal_length_is_refused() -> None:
+    ids, mask = padded([9, 5], "left")
+    with pytest.raises(ValueError, match="num_beams: expected 1"):
+        generated(drt(), ids, 5, attention_mask=mask, num_beams=2)
+
+
+@MODELS
+def test_generation_without_a_cache_is_refused(make: Make) -> None:
+    with pytest.raises(ValueError, match="use_cache: expected True, got False"):
+        make().generate(tokens(5), use_cache=False)
+
+
+@MODELS
+def test_sampling_is_a_function_of_the_seed(make: Make) -> None:
+    model, prompt = make(logit_scale=0.2), tokens(10)
+    runs = []
+    for seed in (0, 0, 1):
+        torch.manual_seed(seed)
+        runs.append(generated(model, prompt, 20, do_sample=True))
+    assert torch.equal(runs[0], runs[1])
+    assert not torch.equal(runs[0], runs[2])
+
+
+def test_generation_stops_at_the_end_token() -> None:
+    model, prompt = drt(2), tokens(10)
+    end = int(generated(model, prompt, 8)[0, 3])
+    out = model.generate(
+        prompt,
+        attention_mask=torch.ones_like(prompt),
+        max_new_tokens=8,
+        eos_token_id=end,
+        pad_token_id=0,
+        do_sample=False,
+    )
+    assert out.shape[1] <= 14
+    assert out[0, -1] == end
+
+
+# --- saving and loading ----------------------------------------------------------------------------------
+
+CONFIGURATIONS: list[dict[str, Any]] = [
+    {},
+    {"window_position": "rope", "tie_word_embeddings": False},
+    {"hidden_size": 24, "num_attention_heads": 6, "num_key_value_heads": 3},  # slopes that no float holds
+]
+
+
+@MODELS
+@pytest.mark.parametrize("changes", CONFIGURATIONS, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+def test_saving_and_loading_changes_no_bit(
+    make: Make, changes: dict[str, Any], dtype: torch.dtype, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    if dtype == torch.bfloat16 and "hidden_size" in changes:  # BUG 14
+        request.applymarker(pytest.mark.xfail(reason="Module.bfloat16() rounds the slopes, loading does not"))
+    model, ids = make(**changes).to(dtype), tokens(46)
+    model.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    assert type(loaded) is type(model)
+    assert next(loaded.parameters()).dtype == dtype
+    assert type(AutoConfig.from_pretrained(tmp_path)) is type(model.config)
+    assert (loaded.lm_head.weight is loaded.embed_tokens.weight) is model.config.tie_word_embeddings
+    for (name, ours), theirs in zip(loaded.named_parameters(), model.parameters(), strict=True):
+        assert torch.equal(ours, theirs), name
+    # a copy: loaded weights are maps of the file that lie anywhere in memory, and a GEMM's last bit depends on that
+    assert torch.equal(logits_of(copy.deepcopy(loaded), ids), logits_of(model, ids))
+
+
+@MODELS
+def test_the_slopes_that_are_not_saved_are_right_after_loading(make: Make, tmp_path: Path) -> None:
+    model = make(**CONFIGURATIONS[2])
+    model.save_pretrained(tmp_path)
+    loaded = type(model).from_pretrained(tmp_path)
+    slopes = [module.slopes.double() for module in loaded.modules() if isinstance(module, WindowAttention)]
+    assert len(slopes) == model.config.num_hidden_layers
+    exact = 2.0 ** (-8 * torch.arange(1, 7, dtype=torch.float64) / 6)
+    for each in slopes:
+        assert torch.allclose(each, exact, rtol=1e-7, atol=0)
+    assert not any("slopes" in name for name in model.state_dict())
+
+
+@pytest.mark.xfail(reason="they are rounded to float32: logits differ by 1e-7")  # BUG 14
+def test_the_slopes_of_a_float64_model_are_of_float64() -> None:
+    """The naive model computes them in float64."""
+    model, ids = drt(**CONFIGURATIONS[2]), tokens(46)
+    assert_same(logits_of(model, ids)[0], NaiveDRT(model, ids[0]).logits)
+
+
+def test_a_loaded_model_goes_on_from_the_same_memory(tmp_path: Path) -> None:
+    model, ids = drt(2), tokens(103)
+    model.save_pretrained(tmp_path)
+    loaded = DRTForCausalLM.from_pretrained(tmp_path).eval()
+    cache = loaded.new_cache()
+    loaded.read(ids[:, :90], cache)
+    assert_same(logits_of(model, ids[:, 90:], past_key_values=cache), logits_of(model, ids)[:, 90:])
+
+
+@pytest.mark.parametrize(
+    ("config", "model"), [(drt(2).config, DRTForCausalLM), (window_model().config, SlidingWindowForCausalLM)]
+)
+def test_the_auto_classes_know_the_models(config: Any, model: type) -> None:
+    assert type(AutoModelForCausalLM.from_config(config)) is model

@@ -1,0 +1,488 @@
+"""The DRT: its equations, reading in pieces, causality, what it retrieves, noise and gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.models.tiny import (
+    DRT_VARIANTS,
+    EXACT,
+    NaiveDRT,
+    assert_same,
+    drt,
+    logits_of,
+    split,
+    tokens,
+)
+from trailmark.models import DRTForCausalLM, causal_lm
+from trailmark.ops import ChunkSelection
+
+S = 4
+
+
+def selected(retrieval: Sequence[ChunkSelection], group: int, row: int = 0) -> list[list[int]]:
+    """What each closed chunk selected, without the missing ones."""
+    return [[m for m in chunk if m >= 0] for chunk in retrieval[group].indices[row].tolist()]
+
+
+@torch.no_grad()
+def in_calls(
+    model: DRTForCausalLM, pieces: Sequence[Tensor]
+) -> tuple[Tensor, list[tuple[ChunkSelection, ...]]]:
+    """Logits [B, T, V] of a text passed piece by piece with a cache, and each call's retrieval."""
+    cache = model.new_cache()
+    outs = [model(piece, past_key_values=cache, output_retrieval=True) for piece in pieces]
+    assert cache.num_tokens == sum(piece.shape[1] for piece in pieces)
+    return torch.cat([out.logits for out in outs], dim=1), [out.retrieval for out in outs]
+
+
+# --- the equations ---------------------------------------------------------------------------------------
+
+
+@DRT_VARIANTS
+def test_one_forward_is_the_equations(options: dict[str, Any]) -> None:
+    model, ids = drt(**options), tokens(46)
+    out, naive = model(ids, output_retrieval=True), NaiveDRT(model, ids[0])
+    assert_same(out.logits[0], naive.logits)
+    for group, chunks in enumerate(naive.retrieval):
+        assert selected(out.retrieval, group) == [best for best, _ in chunks]
+        for n, (_, weights) in enumerate(chunks):
+            assert out.retrieval[group].weights[0, n, : len(weights)].tolist() == pytest.approx(weights, abs=EXACT)
+
+
+@DRT_VARIANTS
+def test_early_landmarks_are_the_equations(options: dict[str, Any]) -> None:
+    model, ids = drt(**options), tokens(46)
+    pieces, lengths = split(ids, [6, 3, 1, 9, 4, 2, 15]), []
+    cache = model.new_cache()
+    logits = [logits_of(model, piece, past_key_values=cache, close_chunk=True) for piece in pieces]
+    for piece in pieces:
+        lengths += [part.shape[1] for part in piece.split(S, dim=1)]
+    assert min(lengths) == 1
+    assert_same(torch.cat(logits, 1)[0], NaiveDRT(model, ids[0], lengths, close=True).logits)
+
+
+@pytest.mark.parametrize("length", [1, S - 1, S, S + 1, 2 * S, 2 * S + 1, 61])
+def test_any_length(length: int) -> None:
+    model, ids = drt(groups=2), tokens(length)
+    assert_same(logits_of(model, ids)[0], NaiveDRT(model, ids[0]).logits)
+
+
+SIZES: list[dict[str, Any]] = [
+    {"sliding_window": 1},
+    {"sliding_window": 500},
+    {"chunk_size": 1},
+    {"num_lower_layers": 0},
+    {"num_hidden_layers": 1, "num_lower_layers": None},
+    {"num_retrieved_chunks": 1},
+    {"num_retrieved_chunks": 20},
+    {"num_encoder_layers": 3},
+    {"num_key_value_heads": 1},
+    {"num_key_value_heads": None},
+    {"retrieval_normalization": True, "retrieval_scale": 5.0},
+    {"logit_scale": 0.25, "tie_word_embeddings": False},
+]
+
+
+@pytest.mark.parametrize("changes", SIZES, ids=str)
+def test_any_sizes(changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    model, ids = drt(**changes), tokens(46)
+    exact = NaiveDRT(model, ids[0]).logits
+    assert_same(logits_of(model, ids)[0], exact)
+    monkeypatch.setattr(causal_lm, "_READ_TOKENS", 8)
+    cache = model.new_cache()
+    model.read(ids[:, :38], cache)
+    assert_same(logits_of(model, ids[:, 38:], past_key_values=cache)[0], exact[38:])
+
+
+@pytest.mark.parametrize("options", [{"groups": 1}, {"groups": 2, "window_position": "rope"}], ids=str)
+def test_the_reference_implementation_agrees(options: dict[str, Any]) -> None:
+    ids = tokens(46, batch=2)
+    fast, oracle = drt(**options), drt(**options, implementation="reference")
+    assert_same(logits_of(fast, ids), logits_of(oracle, ids))
+
+
+# --- reading in pieces -----------------------------------------------------------------------------------
+
+LENGTH = 103  # 25 chunks and 3 tokens: more than any variant's reading tail
+
+
+@DRT_VARIANTS
+@pytest.mark.parametrize(
+    "pieces",
+    [[1], [S], [3, 5, 8, 1, 26], [S, 8 * S, S - 1], [60, 43], [LENGTH]],
+    ids=lambda pieces: "-".join(map(str, pieces)),
+)
+def test_any_split_into_calls_is_one_forward(options: dict[str, Any], pieces: list[int]) -> None:
+    model, ids = drt(**options), tokens(LENGTH, batch=2)
+    whole = model(ids, output_retrieval=True)
+    logits, calls = in_calls(model, split(ids, pieces))
+    assert_same(logits, whole.logits)
+    for group, chosen in enumerate(whole.retrieval):
+        assert torch.equal(torch.cat([call[group].indices for call in calls], dim=1), chosen.indices)
+        assert_same(torch.cat([call[group].weights for call in calls], dim=1), chosen.weights)
+
+
+@DRT_VARIANTS
+@pytest.mark.parametrize("read_tokens", [1, 2 * S + 1, 20 * S, 4096])
+def test_reading_then_forward_is_one_forward(
+    options: dict[str, Any], read_tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(causal_lm, "_READ_TOKENS", read_tokens)
+    model, ids = drt(**options), tokens(LENGTH, batch=2)
+    whole = model(ids, output_retrieval=True)
+    for reads in ([1], [S], [70], [90, 8], [S - 1, 87, 2], [LENGTH - 1]):
+        cache, first = model.new_cache(num_tokens=LENGTH), sum(reads)
+        for piece in ids[:, :first].split(reads, dim=1):
+            model.read(piece, cache)
+        rest = model(ids[:, first:], past_key_values=cache, output_retrieval=True)
+        assert_same(rest.logits, whole.logits[:, first:])
+        for ours, exact in zip(rest.retrieval, whole.retrieval, strict=True):
+            assert torch.equal(ours.indices, exact.indices[:, first // S :])
+
+
+@pytest.mark.parametrize("groups", [1, 2, 3])
+def test_reading_runs_the_upper_layers_on_the_last_chunks_only(groups: int) -> None:
+    model, ids = drt(groups), tokens(40 * S)
+    seen: dict[str, int] = {}
+    for name, layer in model.named_modules():
+        if name.count("_layers.") and name.endswith(".attention"):
+            layer.register_forward_hook(lambda _, inputs, out, name=name: seen.update({name: inputs[0].shape[1]}))
+    model.read(ids, model.new_cache())
+    tail = model.reading_tail(S) * (S + 1)
+    assert tail < 20 * (S + 1)
+    upper = [f"upper_layers.{n}.attention" for n in range(len(model.upper_layers) - 1)]
+    lower = [f"lower_layers.{n}.attention" for n in range(len(model.lower_layers))]
+    # of the last layer only keys and values are made
+    assert seen == dict.fromkeys(lower, 40 * (S + 1)) | dict.fromkeys(upper, tail)
+
+
+@pytest.mark.parametrize("options", [{"groups": 1}, {"groups": 3, "window_position": "rope"}], ids=str)
+def test_a_batch_is_its_rows(options: dict[str, Any]) -> None:
+    model, ids = drt(**options), tokens(LENGTH, batch=3)
+    together = logits_of(model, ids)
+    for row in range(3):
+        assert_same(logits_of(model, ids[row : row + 1]), together[row : row + 1])
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_encoding_chunks_alone_is_reading_them(groups: int) -> None:
+    """``encode`` with as many chunks before as the lower layers reach."""
+    model, ids = drt(groups), tokens(12 * S)
+    cache, reach = model.new_cache(), model.encoding_reach()
+    model.read(ids, cache)
+    for first in (0, 1, 5):
+        before = ids[:, max(0, first - reach) * S : first * S] if first else None
+        with torch.no_grad():
+            alone = model.encode(ids[:, first * S :], before)
+        for ours, read in zip(alone[:3], cache.memory.tables()[:3], strict=True):
+            assert_same(ours, read[:, first:])
+
+
+def test_encoding_refuses_a_part_of_a_chunk() -> None:
+    with pytest.raises(ValueError, match=r"input_ids: expected whole chunks of 4 tokens, got 6"):
+        drt().encode(tokens(6))
+
+
+# --- causality -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("groups", [1, 2, 3])
+@pytest.mark.parametrize("length", [26, LENGTH])
+@pytest.mark.parametrize("place", [0, S - 1, S, 2 * S, 4 * S - 1, 25])
+def test_no_token_changes_an_earlier_logit_bit_for_bit(groups: int, length: int, place: int) -> None:
+    model, ids = drt(groups), tokens(length)
+    changed = ids.clone()
+    changed[0, place] = (ids[0, place] + 1) % 50
+    before, after = logits_of(model, ids), logits_of(model, changed)
+    assert torch.equal(before[:, :place], after[:, :place])
+    assert (before[:, place] != after[:, place]).any()
+
+
+@pytest.mark.parametrize("groups", [1, 2, 3])
+def test_a_far_token_changes_later_logits_through_retrieval_alone(groups: int) -> None:
+    """Layers of a window of 2 positions reach few positions; memory reaches all."""
+    model, ids = drt(groups, sliding_window=2), tokens(LENGTH)
+    changed = ids.clone()
+    changed[0, 5] = (ids[0, 5] + 1) % 50
+    moved = (logits_of(model, ids) - logits_of(model, changed)).abs().amax(-1)[0] > 1e-6  # [T]
+    assert moved[5 + model.config.num_hidden_layers + 1 :].any()
+    with torch.no_grad():
+        for layer in model.upper_layers:
+            layer.gca_o_proj.weight.zero_()
+    moved = (logits_of(model, ids) - logits_of(model, changed)).abs().amax(-1)[0] > 0
+    assert not moved[5 + model.config.num_hidden_layers + 1 :].any()
+
+
+@pytest.mark.parametrize("groups", [1, 2, 3])
+def test_the_first_two_chunks_read_nothing(groups: int) -> None:
+    model, ids = drt(groups), tokens(LENGTH)
+    before = logits_of(model, ids)
+    with torch.no_grad():
+        for layer in model.upper_layers:
+            layer.gca_o_proj.weight.mul_(-2)
+    after = logits_of(model, ids)
+    assert torch.equal(before[:, : 2 * S], after[:, : 2 * S])
+    assert (before[:, 2 * S :] != after[:, 2 * S :]).any(-1).all()
+
+
+def test_what_is_read_feeds_the_mlp_but_not_the_residual_stream() -> None:
+    """With MLPs that put out nothing, nothing read arrives, unless it is added to the stream."""
+    for residual in (False, True):
+        model, ids = drt(residual_gca=residual), tokens(30)
+        with torch.no_grad():
+            for layer in model.upper_layers:
+                layer.mlp.down_proj.weight.zero_()
+            before = logits_of(model, ids)
+            for layer in model.upper_layers:
+                layer.gca_o_proj.weight.mul_(2)
+        assert torch.equal(before, logits_of(model, ids)) is not residual
+
+
+# --- what is retrieved -----------------------------------------------------------------------------------
+
+
+@DRT_VARIANTS
+def test_retrieval_reports_chunks_before_the_asking_one(options: dict[str, Any]) -> None:
+    model, ids = drt(**options), tokens(LENGTH, batch=2)
+    retrieval = model(ids, output_retrieval=True).retrieval
+    assert len(retrieval) == options["groups"]
+    for chosen in retrieval:
+        assert chosen.indices.shape == chosen.weights.shape == chosen.scores.shape == (2, LENGTH // S, 3)
+        asking = torch.arange(LENGTH // S)[:, None]
+        assert (chosen.indices < asking).all()
+        present = chosen.indices >= 0
+        assert torch.equal(chosen.weights > 0, present)
+        assert torch.equal(chosen.scores.isfinite(), present)
+        assert_same(chosen.weights.sum(-1), present.any(-1).double())
+    assert model(ids).retrieval is None
+
+
+@pytest.mark.parametrize("window", [2, 7, 14, 15, 19, 20, 35])
+@pytest.mark.parametrize("exclude", [False, True])
+def test_chunks_wholly_visible_to_the_last_reading_row_can_be_excluded(window: int, exclude: bool) -> None:
+    """With room for all, just the allowed chunks are selected. Positions: chunk m has 5m ... 5m + 4."""
+    R, N = S + 1, 12
+    options = {"sliding_window": window, "exclude_visible_chunks": exclude, "num_retrieved_chunks": N}
+    model, ids = drt(**options), tokens(N * S)
+    for pieces in ([N * S], [S], [7]):
+        _, calls = in_calls(model, split(ids, pieces))
+        found = [chunk for call in calls for chunk in selected(call, 0)]
+        for asking in range(N):
+            last_row = (asking + 1) * R + R - 1
+            visible = range(last_row - window + 1, last_row + 1)
+            allowed = [
+                m
+                for m in range(asking)
+                if not exclude or not all(p in visible for p in range(m * R, m * R + R))
+            ]
+            assert found[asking] == allowed, (asking, pieces)
+
+
+def test_equal_scores_select_the_earlier_chunks() -> None:
+    model = drt(num_retrieved_chunks=2)
+    with torch.no_grad():
+        model.retrievers[0].q_proj.weight.zero_()
+    found = selected(model(tokens(24), output_retrieval=True).retrieval, 0)
+    assert found == [[], [0], [0, 1], [0, 1], [0, 1], [0, 1]]
+
+
+# --- noise -----------------------------------------------------------------------------------------------
+
+SEEDS = torch.tensor([11, 12])
+
+
+def trained(model: DRTForCausalLM, ids: Tensor, seeds: Tensor | None = SEEDS) -> Any:
+    return model.train()(ids, labels=ids, noise_seed=seeds, output_retrieval=True)
+
+
+def test_there_is_no_noise_outside_training() -> None:
+    model, ids = drt(), tokens(LENGTH, batch=2)
+    assert torch.equal(logits_of(model, ids, noise_seed=SEEDS), logits_of(model, ids))
+
+
+@pytest.mark.parametrize("noise", [False, True])
+def test_noise_is_a_function_of_its_seed(noise: bool) -> None:
+    model, ids = drt(retrieval_noise=noise), tokens(LENGTH, batch=2)
+    first, again = trained(model, ids), trained(model, ids)
+    other = trained(model, ids, SEEDS + 1)
+    assert torch.equal(first.logits, again.logits)
+    assert torch.equal(first.logits, other.logits) is not noise
+    if not noise:
+        assert torch.equal(first.logits, logits_of(model.eval(), ids))
+
+
+def test_without_a_seed_noise_comes_from_the_global_generator() -> None:
+    model, ids = drt(), tokens(LENGTH, batch=2)
+    torch.manual_seed(0)
+    first, other = trained(model, ids, None), trained(model, ids, None)
+    torch.manual_seed(0)
+    again = trained(model, ids, None)
+    assert torch.equal(first.logits, again.logits)
+    assert not torch.equal(first.logits, other.logits)
+
+
+def test_noise_selects_but_does_not_weigh() -> None:
+    ids, N = tokens(LENGTH, batch=2), LENGTH // S
+    # group 1 asks before anything is read: its scores are those without noise
+    every = drt(num_retrieved_chunks=N)(ids, output_retrieval=True).retrieval[0]
+    scores = torch.full((2, N, N + 1), -torch.inf, dtype=torch.float64)
+    scores.scatter_(2, every.indices.where(every.indices >= 0, N), every.scores.detach())
+    scores[..., N] = -torch.inf
+    model = drt()
+    calm, noisy = model(ids, output_retrieval=True).retrieval[0], trained(model, ids).retrieval[0]
+    assert not torch.equal(calm.indices, noisy.indices)
+    exact = scores.gather(2, noisy.indices.where(noisy.indices >= 0, N))
+    assert torch.equal(noisy.scores.isfinite(), exact.isfinite())
+    assert_same(noisy.scores.nan_to_num(neginf=0).detach(), exact.nan_to_num(neginf=0))
+    assert_same(noisy.weights.detach()[:, 1:], exact.softmax(-1)[:, 1:])
+
+
+def test_groups_samples_and_chunks_draw_their_own_noise() -> None:
+    model, ids = drt(groups=2), tokens(40 * S).expand(2, -1)
+    with torch.no_grad():
+        for retriever in model.retrievers:
+            retriever.q_proj.weight.zero_()  # noise alone selects
+    retrieval = trained(model, ids).retrieval
+    assert not torch.equal(retrieval[0].indices, retrieval[1].indices)
+    assert not torch.equal(retrieval[0].indices[0], retrieval[0].indices[1])
+    assert len(set(map(tuple, retrieval[0].indices[0, 20:].tolist()))) > 15
+    counts = torch.bincount(retrieval[0].indices[:, 30:].flatten(), minlength=30)[:30]
+    assert counts.max() < 12  # of 20 rows that draw 3 of 30 and more: no chunk is favoured
+
+
+def test_any_batch_split_draws_the_same_noise() -> None:
+    model, ids, seeds = drt(groups=2), tokens(LENGTH, batch=4), torch.tensor([5, 6, 7, 8])
+    together = trained(model, ids, seeds)
+    for rows in (slice(0, 1), slice(1, 3), slice(3, 4)):
+        apart = trained(model, ids[rows], seeds[rows])
+        assert_same(apart.logits.detach(), together.logits[rows].detach())
+        for ours, whole in zip(apart.retrieval, together.retrieval, strict=True):
+            assert torch.equal(ours.indices, whole.indices[rows])
+
+
+@pytest.mark.filterwarnings("ignore:.gradient_checkpointing_enable. is deprecated:FutureWarning")
+@pytest.mark.parametrize("groups", [1, 2])
+def test_activation_checkpointing_changes_no_bit(groups: int) -> None:
+    ids = tokens(LENGTH, batch=2)
+    plain, checkpointed = drt(groups), drt(groups)
+    checkpointed.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    outs = [trained(model, ids) for model in (plain, checkpointed)]
+    for out in outs:
+        out.loss.backward()
+    assert torch.equal(outs[0].loss, outs[1].loss)
+    for (name, ours), theirs in zip(checkpointed.named_parameters(), plain.parameters(), strict=True):
+        assert torch.equal(ours.grad, theirs.grad), name
+
+
+# --- gradients -------------------------------------------------------------------------------------------
+
+
+@DRT_VARIANTS
+def test_every_parameter_learns(options: dict[str, Any]) -> None:
+    model, ids = drt(**options), tokens(40 * S, batch=2)
+    trained(model, ids).loss.backward()
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None, name
+        assert parameter.grad.isfinite().all(), name
+        assert parameter.grad.abs().max() > 0, name
+
+
+# BUG 5: below one full chunk the encoder's gradients are None (DDP waits for them)
+@pytest.mark.parametrize(
+    "length",
+    [
+        pytest.param(1, marks=pytest.mark.xfail(reason="encoder gradients are None")),
+        pytest.param(S - 1, marks=pytest.mark.xfail(reason="encoder gradients are None")),
+        S,
+        S + 1,
+        2 * S,
+    ],
+)
+def test_what_nothing_was_read_through_gets_zeros_as_gradient(length: int) -> None:
+    model, ids = drt(groups=2), tokens(length, batch=2)
+    out = trained(model, ids)
+    (out.loss if length > 1 else out.logits.square().mean()).backward()
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None, name
+        assert parameter.grad.isfinite().all(), name
+        if name.startswith(("encoder", "retrievers")) or ".gca_" in name:
+            assert parameter.grad.abs().max() == 0, name
+    assert model.embed_tokens.weight.grad.abs().max() > 0
+
+
+def test_retrievers_learn_from_the_loss_of_later_tokens_alone() -> None:
+    """The landmark of chunk t is judged by the tokens that chunk t + 1 predicts."""
+    model, ids = drt(), tokens(8 * S)
+    labels = torch.full_like(ids, -100)
+    labels[:, 3 * S + 1 : 4 * S + 1] = ids[:, 3 * S + 1 : 4 * S + 1]  # what chunk 3 predicts
+    out = model.train()(ids, labels=labels, output_retrieval=True, noise_seed=SEEDS[:1])
+    (by_weight,) = torch.autograd.grad(out.loss, out.retrieval[0].weights)
+    # chunk 2 asked for chunk 3; chunk 1 for chunk 2, which chunk 3 sees through the window
+    judged = by_weight[0].abs().amax(-1) > 0
+    assert judged[2]
+    assert not judged[3:].any()
+
+
+def test_gradients_are_those_of_finite_differences() -> None:
+    model, ids = drt(groups=2), tokens(46, batch=2)
+    model.eval()
+    model(ids, labels=ids).loss.backward()
+    generator = torch.Generator().manual_seed(1)
+    for name, parameter in model.named_parameters():
+        direction = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+        losses = []
+        with torch.no_grad():
+            for step in (1e-6, -1e-6):
+                parameter.add_(direction, alpha=step)
+                losses.append(float(model(ids, labels=ids).loss))
+                parameter.sub_(direction, alpha=step)
+        slope = (losses[0] - losses[1]) / 2e-6
+        assert slope == pytest.approx(float((parameter.grad * direction).sum()), rel=1e-4, abs=1e-7), name
+
+
+def test_one_retrieved_chunk_is_refused_in_training_only() -> None:
+    model, ids = drt(num_retrieved_chunks=1), tokens(30)
+    logits_of(model, ids)
+    with pytest.raises(ValueError, match="num_retrieved_chunks: expected at least 2 in training, got 1"):
+        trained(model, ids, None)
+
+
+@pytest.mark.parametrize("call", [lambda model, ids, cache: model(ids, past_key_values=cache), DRTForCausalLM.read])
+def test_a_cache_is_refused_in_training(call: Any) -> None:
+    model = drt().train()
+    with pytest.raises(ValueError, match="past_key_values: expected None in training"):
+        call(model, tokens(30), model.new_cache())
+
+
+# --- precision -------------------------------------------------------------------------------------------
+
+
+def test_scores_weights_and_norms_stay_in_float32() -> None:
+    ids = tokens(46)
+    exact = logits_of(drt(), ids)
+    low = drt().bfloat16()
+    out = low(ids, output_retrieval=True)
+    assert out.logits.dtype == torch.bfloat16
+    assert out.retrieval[0].weights.dtype == out.retrieval[0].scores.dtype == torch.float32
+    wide = drt().float()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        mixed = wide(ids, output_retrieval=True)
+    assert mixed.retrieval[0].weights.dtype == mixed.retrieval[0].scores.dtype == torch.float32
+    # the scores must tell apart what bfloat16 (8 bits) cannot
+    scores = mixed.retrieval[0].scores
+    finite = scores[scores.isfinite()]
+    assert (finite.bfloat16().float() != finite).any()
+    single = logits_of(wide, ids)
+    assert (single - exact).abs().max() < 1e-4 * exact.abs().max()
+
+
+def test_a_memory_tier_that_does_not_exist_is_refused() -> None:
+    with pytest.raises(ValueError, match="memory_tier: expected 'device'"):
+        drt().new_cache(memory_tier="tape")
+

@@ -1,0 +1,290 @@
+"""Tiny models in float64 with weights of a trained scale, texts, and the models written naively."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from trailmark.models import (
+    DRTConfig,
+    DRTForCausalLM,
+    SlidingWindowConfig,
+    SlidingWindowForCausalLM,
+    TrailmarkConfig,
+    TrailmarkForCausalLM,
+)
+from trailmark.models.layers import MLP, RMSNorm, SelfAttention
+
+EXACT = 1e-10  # design, semantics 7
+SIZES: dict[str, Any] = {
+    "vocab_size": 50,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "sliding_window": 7,
+}
+# S + 1 = 5 positions a chunk. The lower layers, then the upper ones of all groups:
+LAYERS = {1: (1, 2), 2: (1, 4), 3: (2, 3)}
+
+
+def _variant(
+    groups: int, rope: int, residual: int, off_by_one: int, projections: int, exclude: int
+) -> dict[str, Any]:
+    return {
+        "groups": groups,
+        "window_position": "rope" if rope else "alibi",
+        "residual_gca": bool(residual),
+        "softmax_off_by_one": bool(off_by_one),
+        "retrieval_projections": bool(projections),
+        "exclude_visible_chunks": bool(exclude),
+        # one that shows whole chunks, so that there is something to exclude
+        "sliding_window": 15 if exclude else 7,
+    }
+
+
+# Every pair of values of two options occurs in some row.
+VARIANTS = [
+    _variant(1, 0, 1, 1, 0, 1),
+    _variant(1, 1, 0, 0, 1, 0),
+    _variant(2, 0, 0, 0, 0, 1),
+    _variant(2, 1, 1, 1, 1, 0),
+    _variant(3, 0, 1, 0, 0, 0),
+    _variant(3, 0, 1, 1, 1, 1),
+    _variant(3, 1, 0, 1, 0, 1),
+]
+
+
+def variant_name(options: dict[str, Any]) -> str:
+    on = [name for name, value in options.items() if value is True]
+    return "-".join([f"{options['groups']}", options["window_position"], *on])
+
+
+DRT_VARIANTS = pytest.mark.parametrize("options", VARIANTS, ids=variant_name)
+
+
+def drt_config(groups: int = 1, **changes: Any) -> DRTConfig:
+    lower, upper = LAYERS[groups]
+    sizes = SIZES | {
+        "num_hidden_layers": lower + upper,
+        "num_lower_layers": lower,
+        "num_retrieval_groups": groups,
+        "num_retrieved_chunks": 3,
+        "num_encoder_layers": 1,
+        "chunk_size": 4,
+    }
+    return DRTConfig(**(sizes | changes))
+
+
+def window_config(**changes: Any) -> SlidingWindowConfig:
+    return SlidingWindowConfig(**(SIZES | {"num_hidden_layers": 3} | changes))
+
+
+def drt(groups: int = 1, seed: int = 0, **changes: Any) -> DRTForCausalLM:
+    model = DRTForCausalLM(drt_config(groups, **changes)).double().eval()
+    draw_weights(model, seed)
+    return model
+
+
+def window_model(seed: int = 0, **changes: Any) -> SlidingWindowForCausalLM:
+    model = SlidingWindowForCausalLM(window_config(**changes)).double().eval()
+    draw_weights(model, seed)
+    return model
+
+
+@torch.no_grad()
+def draw_weights(model: nn.Module, seed: int) -> None:
+    """Large enough that what is selected, and every layer, shows in the logits."""
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in model.named_parameters():
+        drawn = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+        if name.endswith("norm.weight"):
+            drawn = 1 + 0.2 * drawn
+        elif parameter.dim() == 2 and "embed" not in name:
+            drawn = drawn * 1.5 * parameter.shape[1] ** -0.5
+        parameter.copy_(drawn)
+
+
+def tokens(length: int, batch: int = 1, seed: int = 0, vocab: int = 50) -> Tensor:
+    """[B, T]"""
+    return torch.randint(vocab, (batch, length), generator=torch.Generator().manual_seed(1000 + seed))
+
+
+@torch.no_grad()
+def logits_of(model: TrailmarkForCausalLM, ids: Tensor, **arguments: Any) -> Tensor:
+    return model(ids, **arguments).logits
+
+
+def split(ids: Tensor, pieces: Sequence[int]) -> tuple[Tensor, ...]:
+    """[B, T] in pieces of these lengths, over and over until the end."""
+    lengths: list[int] = []
+    while (left := ids.shape[1] - sum(lengths)) > 0:
+        lengths.append(min(left, pieces[len(lengths) % len(pieces)]))
+    return ids.split(lengths, dim=1)
+
+
+def assert_same(ours: Tensor, exact: Tensor) -> None:
+    """Equal by semantics 7 in float64."""
+    assert ours.dtype == exact.dtype == torch.float64
+    assert ours.shape == exact.shape
+    assert ours.numel() == 0 or (ours - exact).abs().max() <= EXACT
+
+
+# --- the equations, position by position -------------------------------------------------------------------
+
+
+class _Naive:
+    """Dense masks, loops over chunks; nothing shared with the ops, the layers' forward or the grid."""
+
+    def __init__(self, config: TrailmarkConfig) -> None:
+        self.config: Any = config
+
+    def norm(self, norm: RMSNorm, x: Tensor) -> Tensor:
+        return self.unit(x) * norm.weight
+
+    def unit(self, x: Tensor) -> Tensor:
+        return x * (x.square().mean(-1, keepdim=True) + self.config.rms_norm_eps) ** -0.5
+
+    def mlp(self, mlp: MLP, x: Tensor) -> Tensor:
+        gate, up = mlp.gate_up_proj(x).split(self.config.intermediate_size, dim=-1)
+        return mlp.down_proj(gate * torch.sigmoid(gate) * up)
+
+    def window_layer(self, layer: Any, x: Tensor) -> Tensor:
+        x = x + self.window_attention(layer.attention, self.norm(layer.attention_norm, x))
+        return x + self.mlp(layer.mlp, self.norm(layer.mlp_norm, x))
+
+    def window_attention(self, attention: SelfAttention, x: Tensor) -> Tensor:
+        c, place = self.config, torch.arange(len(x))
+        q, k, v = self.heads(attention, x)
+        distance = (place[:, None] - place).to(x.dtype)
+        if c.window_position == "rope":
+            q, k = self.rotate(q, place), self.rotate(k, place)
+            bias = torch.zeros_like(distance)[None]
+        else:
+            head = torch.arange(1, c.num_attention_heads + 1, dtype=x.dtype)
+            bias = -(2.0 ** (-8 * head / c.num_attention_heads))[:, None, None] * distance
+        hidden = distance < 0
+        if c.sliding_window is not None:
+            hidden |= distance >= c.sliding_window
+        return attention.o_proj(self.attend(q, k, v, bias.masked_fill(hidden, -torch.inf)))
+
+    def heads(self, attention: SelfAttention, x: Tensor) -> list[Tensor]:
+        c = self.config
+        H, J, D = c.num_attention_heads, c.num_key_value_heads, c.head_dim
+        parts = attention.qkv_proj(x).split([H * D, J * D, J * D], dim=-1)
+        return [part.unflatten(-1, (-1, D)) for part in parts]
+
+    def rotate(self, x: Tensor, place: Tensor) -> Tensor:
+        D = x.shape[-1]
+        angle = place[:, None, None] * self.config.rope_theta ** (-torch.arange(0, D, 2, dtype=x.dtype) / D)
+        even, odd = x[..., 0::2], x[..., 1::2]
+        turned = (even * angle.cos() - odd * angle.sin(), even * angle.sin() + odd * angle.cos())
+        return torch.stack(turned, dim=-1).flatten(-2)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
+        repeats = q.shape[1] // k.shape[1]
+        k, v = (x.repeat_interleave(repeats, dim=1) for x in (k, v))
+        scores = torch.einsum("thd,phd->htp", q, k) * q.shape[-1] ** -0.5 + bias
+        return torch.einsum("htp,phd->thd", scores.softmax(-1), v).flatten(1)
+
+
+class NaiveWindow(_Naive):
+    """One text [T] through the window model."""
+
+    @torch.no_grad()
+    def __init__(self, model: SlidingWindowForCausalLM, ids: Tensor) -> None:
+        super().__init__(model.config)
+        x = model.embed_tokens(ids)
+        for layer in model.layers:
+            x = self.window_layer(layer, x)
+        self.logits = model.lm_head(self.norm(model.norm, x) * self.config.logit_scale)  # [T, V]
+
+
+class NaiveDRT(_Naive):
+    """One text [T] through a DRT.
+
+    ``lengths`` are the tokens of each chunk; the last chunk has a landmark if it is full or ``close``.
+    """
+
+    @torch.no_grad()
+    def __init__(
+        self, model: DRTForCausalLM, ids: Tensor, lengths: Sequence[int] | None = None, close: bool = False
+    ) -> None:
+        super().__init__(model.config)
+        c, S, T = self.config, self.config.chunk_size, len(ids)
+        lengths = lengths or [min(S, T - first) for first in range(0, T, S)]
+        assert sum(lengths) == T
+        rows: list[Tensor] = []  # of all positions
+        starts, landmarks, first = [], [], 0
+        for n, length in enumerate(lengths):
+            starts.append(len(rows))
+            rows += model.embed_tokens(ids[first : first + length])
+            first += length
+            if n + 1 < len(lengths) or length == S or close:
+                landmarks.append(len(rows))
+                rows.append(model.landmark)
+        ends = [*starts[1:], len(rows)]
+        x = torch.stack(rows)  # [P, E]
+        for layer in model.lower_layers:
+            x = self.window_layer(layer, x)
+        memory = [self.encode(model, x[start : mark + 1]) for start, mark in zip(starts[: len(landmarks)], landmarks, strict=True)]
+        self.retrieval: list[list[tuple[list[int], list[float]]]] = []  # group, chunk: indices and weights
+        per_group = len(model.upper_layers) // c.num_retrieval_groups
+        for number, layer in enumerate(model.upper_layers):
+            if number % per_group == 0:
+                retriever = model.retrievers[number // per_group]
+                asked = []
+                for n, landmark in enumerate(landmarks):
+                    query = self.vector(retriever.q_proj(self.norm(retriever.norm, x[landmark])))
+                    last_row = landmark + S + 1  # of the next chunk, were it full
+                    visible_from = last_row - (c.sliding_window - 1)
+                    candidates = [
+                        m for m in range(n) if not c.exclude_visible_chunks or starts[m] < visible_from
+                    ]
+                    score = {
+                        m: float(query @ memory[m][2]) * c.retrieval_scale * c.hidden_size**-0.5
+                        for m in candidates
+                    }
+                    best = sorted(sorted(candidates, key=lambda m: -score[m])[: c.num_retrieved_chunks])
+                    weights = torch.tensor([score[m] for m in best], dtype=x.dtype).softmax(0)
+                    asked.append((best, weights.tolist()))
+                self.retrieval.append(asked)
+            h = x + self.window_attention(layer.attention, self.norm(layer.attention_norm, x))
+            found = torch.zeros_like(h)
+            for n in range(1, len(lengths)):
+                own = slice(starts[n], ends[n])
+                for m, weight in zip(*asked[n - 1], strict=True):
+                    found[own] += weight * self.read(layer, h[own], *memory[m][:2])
+            found = layer.gca_o_proj(found)
+            x = h + found if c.residual_gca else h
+            x = x + self.mlp(layer.mlp, self.norm(layer.mlp_norm, h + found))
+        tokens_only = [p for p in range(len(rows)) if p not in landmarks]
+        self.logits = model.lm_head(self.norm(model.norm, x[tokens_only]) * c.logit_scale)  # [T, V]
+
+    def vector(self, x: Tensor) -> Tensor:
+        return self.unit(x) if self.config.retrieval_normalization else x
+
+    def encode(self, model: DRTForCausalLM, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Rows of a chunk, its landmark last: keys and values of its tokens, and the landmark vector."""
+        c, encoder = self.config, model.encoder
+        place = torch.arange(len(rows))
+        place[-1] = c.chunk_size  # an early landmark too
+        x = self.norm(encoder.input_norm, rows)
+        for layer in encoder.layers:
+            q, k, v = self.heads(layer.attention, self.norm(layer.attention_norm, x))
+            attended = self.attend(self.rotate(q, place), self.rotate(k, place), v, torch.zeros(1))
+            x = x + layer.attention.o_proj(attended)
+            x = x + self.mlp(layer.mlp, self.norm(layer.mlp_norm, x))
+        x = self.norm(encoder.output_norm, x)
+        k, v = encoder.kv_proj(x[:-1]).unflatten(-1, (2, c.num_key_value_heads, c.head_dim)).unbind(1)
+        return k, v, self.vector(encoder.landmark_proj(x[-1]))
+
+    def read(self, layer: Any, h: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q = layer.gca_q_proj(self.norm(layer.gca_norm, h)).unflatten(-1, (-1, self.config.head_dim))
+        if self.config.softmax_off_by_one:  # a key with score 0 and value 0
+            k, v = (torch.cat([x, torch.zeros_like(x[:1])]) for x in (k, v))
+        return self.attend(q, k, v, torch.zeros(1))

@@ -1,0 +1,370 @@
+"""Selecting chunks: the choice, its ties and its noise; weights and scores with their gradients."""
+
+from __future__ import annotations
+
+import importlib
+import math
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from tests.budgets import (
+    assert_autocast_changes_nothing,
+    assert_low_precision_within_budget,
+    assert_same_in_float64,
+    values_and_gradients,
+)
+from trailmark.ops import ChunkSelection, fold_seed, gumbel_noise, select_chunks
+
+module = importlib.import_module("trailmark.ops.selection")
+
+
+@dataclass(frozen=True)
+class Case:
+    B: int = 2
+    N: int = 3
+    J: int = 2  # 0: one selection for all heads
+    E: int = 3
+    M: int = 6
+    K: int = 2
+    noisy: bool = False
+    bounds_per_row: bool = True
+    seed: int = 0
+
+    def make(self) -> tuple[list[Tensor], dict[str, Any]]:
+        """([query, landmarks], the rest); some queries have no candidate, some fewer than K."""
+        random = torch.Generator().manual_seed(self.seed)
+        heads = (self.J,) if self.J else ()
+        query = torch.randn(self.B, self.N, *heads, self.E, dtype=torch.float64, generator=random)
+        landmarks = torch.randn(self.B, self.M, *heads, self.E, dtype=torch.float64, generator=random)
+        bounds = (self.B, self.N) if self.bounds_per_row else (self.N,)
+        rest = {
+            "num_retrieved": self.K,
+            "num_candidates": torch.randint(0, self.M + 1, bounds, generator=random),
+            "first_candidate": torch.randint(0, self.M // 2 + 1, bounds, generator=random),
+            "noise_seed": torch.arange(self.B) + self.seed if self.noisy else None,
+        }
+        return [query, landmarks], rest
+
+
+cases = st.builds(
+    Case,
+    B=st.integers(1, 2),
+    N=st.integers(1, 3),
+    J=st.integers(0, 2),
+    E=st.integers(1, 4),
+    M=st.integers(0, 5),
+    K=st.integers(1, 6),
+    noisy=st.booleans(),
+    bounds_per_row=st.booleans(),
+    seed=st.integers(0, 999),
+)
+
+
+def weights_and_scores(query: Tensor, landmarks: Tensor, **rest: Any) -> tuple[Tensor, Tensor]:
+    """The differentiable outputs; 0 instead of -inf, whose differences are NaN."""
+    selection = select_chunks(query, landmarks, **rest)
+    return selection.weights, selection.scores.masked_fill(selection.indices < 0, 0)
+
+
+def choose(scores: Tensor, K: int, **rest: Any) -> Tensor:
+    """The selection [N, K] under given scores [N, M]: queries are unit vectors, landmarks score columns."""
+    N, M = scores.shape
+    rest = {"num_candidates": torch.full((N,), M)} | rest
+    return select_chunks(torch.eye(N, dtype=scores.dtype)[None], scores.T[None], K, scale=1, **rest).indices[
+        0
+    ]
+
+
+@settings(derandomize=True, deadline=None, max_examples=20)
+@given(cases)
+@example(Case(M=0))
+@example(Case(M=1, K=3, J=0))
+def test_gradcheck(case: Case) -> None:
+    inputs, rest = case.make()
+    torch.autograd.gradcheck(partial(weights_and_scores, **rest), [x.requires_grad_() for x in inputs])
+
+
+@settings(derandomize=True, deadline=None, max_examples=80)
+@given(cases)
+@example(Case(M=0))
+@example(Case(M=0, J=0, K=3, noisy=True))
+@example(Case(M=200, N=9, K=8, noisy=True))
+def test_equals_the_oracle_in_float64(case: Case) -> None:
+    inputs, rest = case.make()
+    fast, oracle = (select_chunks(*inputs, **rest, implementation=name) for name in (None, "reference"))
+    assert fast.indices.dtype == torch.int64
+    assert torch.equal(fast.indices, oracle.indices)
+    missing = fast.indices < 0
+    assert (fast.scores[missing] == -torch.inf).all()
+    assert not fast.weights[missing].any()
+    fast, oracle = (
+        values_and_gradients(partial(weights_and_scores, implementation=name, **rest), *inputs)
+        for name in (None, "reference")
+    )
+    for ours, theirs in zip(fast, oracle, strict=True):
+        assert_same_in_float64(ours, theirs)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_error_budget(dtype: torch.dtype) -> None:
+    (query, landmarks), rest = Case(N=9, E=64, M=40, K=8, seed=1).make()
+    inputs = [x.to(dtype) for x in (query, landmarks)]
+    # the budget speaks of equal selections
+    exact = select_chunks(*(x.double() for x in inputs), **rest)
+    assert torch.equal(select_chunks(*inputs, **rest).indices, exact.indices)
+    fast, oracle = (
+        partial(weights_and_scores, implementation=name, **rest) for name in ("torch", "reference")
+    )
+    assert_low_precision_within_budget(fast, oracle, *inputs)
+
+
+# The choice
+
+
+@settings(derandomize=True, deadline=None, max_examples=80)
+@given(
+    scores=st.lists(st.integers(0, 2), min_size=1, max_size=12),  # hardly any without ties
+    K=st.integers(1, 14),
+    first=st.integers(0, 12),
+    end=st.integers(0, 12),
+)
+def test_the_best_candidates_and_of_equals_the_earlier(
+    scores: list[int], K: int, first: int, end: int
+) -> None:
+    M = len(scores)
+    first, end = min(first, M), min(end, M)
+    best = sorted(range(first, end), key=lambda m: (-scores[m], m))[:K]
+    expected = sorted(best) + [-1] * (K - len(best))
+    for implementation in ("torch", "reference"):
+        chosen = choose(
+            torch.tensor([scores], dtype=torch.float64),
+            K,
+            num_candidates=torch.tensor([end]),
+            first_candidate=torch.tensor([first]),
+            implementation=implementation,
+        )
+        assert chosen.tolist() == [expected]
+
+
+@pytest.mark.parametrize("M", [9, 1000, 50_000])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_many_equal_scores_select_the_earliest(M: int, dtype: torch.dtype) -> None:
+    scores = torch.zeros(2, M, dtype=dtype)
+    scores[1, [3, M - 1]] = 1  # 2 places are clear, 6 contested
+    assert choose(scores, 8).tolist() == [[0, 1, 2, 3, 4, 5, 6, 7], [0, 1, 2, 3, 4, 5, 6, M - 1]]
+
+
+def test_a_number_as_first_candidate() -> None:
+    assert choose(torch.tensor([[9.0, 8, 1, 2]]), 2, first_candidate=1).tolist() == [[1, 3]]
+
+
+def test_given_indices_are_scored_and_weighed() -> None:
+    (query, landmarks), _ = Case(B=1, N=1, J=0, E=2).make()
+    indices = torch.tensor([[[1, 4, -1]]])
+    selection = select_chunks(query, landmarks, 3, torch.tensor([0]), indices=indices)
+    scores = (query[0] * landmarks[0, [1, 4]]).sum(-1) / math.sqrt(2)
+    assert torch.equal(selection.indices, indices)
+    assert_same_in_float64(selection.scores[0, 0, :2], scores)
+    assert_same_in_float64(selection.weights[0, 0, :2], scores.softmax(-1))
+    assert selection.scores[0, 0, 2] == -torch.inf
+    assert selection.weights[0, 0, 2] == 0
+
+
+@settings(derandomize=True, deadline=None, max_examples=20)
+@given(cases)
+def test_giving_the_found_indices_changes_nothing(case: Case) -> None:
+    inputs, rest = case.make()
+    found = select_chunks(*inputs, **rest)
+    again = select_chunks(*inputs, **rest, indices=found.indices)
+    assert all(map(torch.equal, found, again))
+
+
+def test_no_gradient_is_missing_where_nothing_is_selected() -> None:
+    for M in (0, 4):
+        (query, landmarks), rest = Case(M=M).make()
+        rest["num_candidates"] = torch.zeros(3, dtype=torch.int64)
+        leaves = [query.requires_grad_(), landmarks.requires_grad_()]
+        selection = select_chunks(*leaves, **rest)
+        assert (selection.indices == -1).all()
+        selection.weights.sum().backward()
+        for leaf in leaves:  # zeros, not None: DDP waits for every gradient
+            assert leaf.grad is not None, f"M = {M}"
+            assert torch.equal(leaf.grad, torch.zeros_like(leaf))
+
+
+@pytest.mark.parametrize("empty", ["B", "N"])
+def test_empty_batches(empty: str) -> None:
+    inputs, rest = Case(**{empty: 0}).make()
+    selection = select_chunks(*inputs, **rest)
+    assert selection.indices.shape == selection.weights.shape == (*inputs[0].shape[:3], 2)
+
+
+# The same bits from any split
+
+
+def assert_bits(ours: ChunkSelection, theirs: ChunkSelection) -> None:
+    assert all(map(torch.equal, ours, theirs))
+
+
+def noisy_case() -> tuple[Tensor, Tensor, dict[str, Any]]:
+    (query, landmarks), rest = Case(B=4, N=9, M=30, K=4, E=8, noisy=True).make()
+    return query, landmarks, rest
+
+
+def test_any_split_of_the_batch() -> None:
+    query, landmarks, rest = noisy_case()
+    whole = select_chunks(query, landmarks, **rest)
+    for rows in (slice(0, 1), slice(1, 4)):
+        part = {name: x[rows] if isinstance(x, Tensor) else x for name, x in rest.items()}
+        assert_bits(
+            select_chunks(query[rows], landmarks[rows], **part), ChunkSelection(*(x[rows] for x in whole))
+        )
+
+
+def test_any_slab_of_queries(monkeypatch: pytest.MonkeyPatch) -> None:
+    query, landmarks, rest = noisy_case()
+    whole = select_chunks(query, landmarks, **rest)
+    for elements in (1, 500, 1000):
+        monkeypatch.setattr(module, "_SLAB_ELEMENTS", elements)
+        assert_bits(select_chunks(query, landmarks, **rest), whole)
+
+
+@pytest.mark.parametrize("J", [0, 2])
+def test_shared_landmarks_equal_a_copy(J: int) -> None:
+    (query, landmarks), rest = Case(B=3, J=J, M=20, K=4, E=8).make()
+
+    def selected(op: Any) -> list[Tensor]:
+        return values_and_gradients(lambda q, l: weights_and_scores(q, op(l), **rest), query, landmarks[:1])
+
+    sizes = (3, *landmarks.shape[1:])
+    shared, copied = selected(lambda l: l.expand(sizes)), selected(lambda l: l.expand(sizes).contiguous())
+    for ours, theirs in zip(shared[:3], copied[:3], strict=True):
+        assert torch.equal(ours, theirs)
+    assert_same_in_float64(shared[3], copied[3])  # the sum over the batch in another order
+    indices = [
+        select_chunks(query, x, **rest).indices
+        for x in (landmarks[:1].expand(sizes), landmarks[:1].expand(sizes).contiguous())
+    ]
+    assert torch.equal(*indices)
+
+
+# Noise
+
+
+def test_noise_enters_the_choice_and_never_the_weights() -> None:
+    query, landmarks, rest = noisy_case()
+    noisy = select_chunks(query, landmarks, **rest)
+    quiet = select_chunks(query, landmarks, **rest | {"noise_seed": None})
+    assert not torch.equal(noisy.indices, quiet.indices)
+    scores = torch.einsum("bnje,bmje->bnjm", query, landmarks) / math.sqrt(8)
+    missing = noisy.indices < 0
+    selected = scores.gather(-1, noisy.indices.clamp(min=0)).masked_fill(missing, -torch.inf)
+    assert_same_in_float64(noisy.weights, selected.softmax(-1).nan_to_num())
+    # equal bits: no noise is added and taken away again
+    assert_bits(noisy, select_chunks(query, landmarks, **rest, indices=noisy.indices))
+
+
+def test_noise_depends_on_seed_head_query_and_chunk_alone() -> None:
+    seeds = torch.tensor([5, 2**40 + 5, 7])
+    noise = gumbel_noise(seeds, 0, 6, 2, 10)
+    assert noise.shape == (3, 6, 2, 10)
+    assert torch.equal(gumbel_noise(seeds[1:2], 2, 3, 2, 7), noise[1:2, 2:5, :, :7])
+    assert torch.equal(gumbel_noise(seeds, 0, 6, 1, 10), noise[:, :, :1])
+    assert noise.unique().numel() > 0.99 * noise.numel()
+
+
+def test_noise_is_gumbel() -> None:
+    x = gumbel_noise(torch.arange(4), 0, 64, 2, 512).double()
+    n, variance = x.numel(), math.pi**2 / 6
+    assert x.isfinite().all()
+    # 4 standard errors; that of the variance follows from a kurtosis of 5.4
+    assert abs(x.mean() - 0.5772156649) < 4 * math.sqrt(variance / n)
+    assert abs(x.var() - variance) < 4 * variance * math.sqrt(4.4 / n)
+    centred = x - x.mean()
+    for dim in range(4):  # of neighbours by seed, query, head and chunk
+        size = x.shape[dim] - 1
+        products = centred.narrow(dim, 0, size) * centred.narrow(dim, 1, size)
+        assert abs(products.mean()) < 4 * variance / math.sqrt(products.numel())
+
+
+def test_noisy_choice_follows_the_softmax() -> None:
+    """argmax of scores plus Gumbel noise is a draw from their softmax."""
+    N, scores = 20_000, torch.tensor([0.0, 1, -1, 2])
+    candidates, seed = torch.full((N,), 4), torch.tensor([3])
+    chosen = select_chunks(torch.ones(1, N, 1), scores[None, :, None], 1, candidates, noise_seed=seed).indices
+    share, p = chosen.flatten().bincount() / N, scores.softmax(-1)
+    assert ((share - p).abs() < 4 * (p * (1 - p) / N).sqrt()).all()
+
+
+def test_fold_seed_mixes_every_number() -> None:
+    seeds = fold_seed(torch.arange(20)[:, None, None], torch.arange(20)[:, None], torch.arange(20))
+    assert seeds.dtype == torch.int64
+    assert seeds.min() >= 0
+    assert seeds.unique().numel() == 20**3
+    assert fold_seed(3, 4, 5) == seeds[3, 4, 5]
+
+
+# Precision and sizes
+
+
+@pytest.mark.parametrize("implementation", ["torch", "reference"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_autocast_leaves_the_precision_alone(dtype: torch.dtype, implementation: str) -> None:
+    (query, landmarks), rest = Case(N=6, E=16, M=20).make()
+    op = partial(weights_and_scores, implementation=implementation, **rest)
+    assert_autocast_changes_nothing(op, query.to(dtype), landmarks.to(dtype))
+    assert select_chunks(query.to(dtype), landmarks.to(dtype), **rest).scores.dtype == torch.float32
+
+
+@pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int16])
+def test_narrow_indices_do_not_overflow(dtype: torch.dtype, shared: bool) -> None:
+    (query, landmarks), _ = Case(N=1, M=20_000, J=2).make()
+    if shared:
+        landmarks = landmarks[:1].expand_as(landmarks)
+    indices = torch.full((2, 1, 2, 1), 19_999)
+    wide, narrow = (
+        select_chunks(query, landmarks, 1, torch.tensor([0]), indices=x) for x in (indices, indices.to(dtype))
+    )
+    assert torch.equal(narrow.scores, wide.scores)
+
+
+# Errors
+
+QUERY, LANDMARKS = torch.zeros(2, 3, 4), torch.zeros(2, 5, 4)
+CANDIDATES = torch.tensor([0, 1, 5])
+
+
+@pytest.mark.parametrize(
+    ("argument", "wrong", "message"),
+    [
+        ("query", QUERY[0], r"^query: .*\[B, N, E\]"),
+        ("landmarks", LANDMARKS[:, :, None], "^landmarks: "),
+        ("landmarks", LANDMARKS[..., :3], "^landmarks: "),
+        ("landmarks", LANDMARKS[:1], "^landmarks: "),
+        ("num_retrieved", 0, "^num_retrieved: .*at least 1, got 0"),
+        ("num_candidates", CANDIDATES[:2], "^num_candidates: "),
+        ("num_candidates", CANDIDATES.float(), "^num_candidates: .*integer"),
+        ("num_candidates", CANDIDATES + 1, "^num_candidates: .*at most M = 5"),
+        ("first_candidate", CANDIDATES[:2], "^first_candidate: "),
+        ("first_candidate", 0.5, "^first_candidate: .*integer"),
+        ("first_candidate", -1, "^first_candidate: .*no negative"),
+        ("indices", torch.zeros(2, 3, 3, dtype=torch.int64), "^indices: "),
+        ("indices", torch.full((2, 3, 2), 5), "^indices: .*below M = 5"),
+        ("indices", torch.zeros(2, 3, 2), "^indices: .*int64"),
+        ("noise_seed", torch.tensor([1]), r"^noise_seed: .*\[B\]"),
+        ("implementation", "triton", "^implementation: .*'triton'"),
+    ],
+)
+def test_errors_name_the_argument(argument: str, wrong: Any, message: str) -> None:
+    right = {"query": QUERY, "landmarks": LANDMARKS, "num_retrieved": 2, "num_candidates": CANDIDATES}
+    select_chunks(**right)
+    with pytest.raises(ValueError, match=message):
+        select_chunks(**right | {argument: wrong})
