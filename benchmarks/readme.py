@@ -1,6 +1,6 @@
 """Put the demo's numbers into the README and this folder: nothing there is typed by hand.
 
-    python benchmarks/readme.py [runs/demo]
+python benchmarks/readme.py [runs/demo]
 """
 
 from __future__ import annotations

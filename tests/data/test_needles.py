@@ -119,6 +119,18 @@ def test_every_question_can_be_answered_from_its_needle(level: Level, number: in
     assert starts.sum() == sum(needle >= 0 for needle in needles)
 
 
+def test_a_key_that_two_needles_have_is_never_asked() -> None:
+    level, repeated = Level(32, 1, 1, 1), 0
+    for row in needle_texts().batch(0, 40, level).input_ids:
+        pieces = text_of(row).split("$")[1:]
+        keys = [piece[:4] for piece in pieces]
+        asked = {piece[:4] for piece in text_of(row).split("~")[1:]}
+        twice = {key for key in keys if keys.count(key) > 1}
+        repeated += len(twice)
+        assert not twice & asked
+    assert repeated > 10
+
+
 @pytest.mark.parametrize(("filler", "first"), [(0.0, 3.0), (0.25, 2.0)])
 def test_labels_and_weights_stand_on_the_answers(filler: float, first: float) -> None:
     level = CURRICULUM[2]

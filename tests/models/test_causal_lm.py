@@ -98,9 +98,7 @@ def test_a_padded_batch_goes_on(make: Make, side: str) -> None:
     ids, mask = padded(first, side)
     logits_of(model, ids, attention_mask=mask, past_key_values=cache)
     more, more_mask = padded(second, side)
-    middle = logits_of(
-        model, more, attention_mask=torch.cat([mask, more_mask], dim=1), past_key_values=cache
-    )
+    middle = logits_of(model, more, attention_mask=torch.cat([mask, more_mask], dim=1), past_key_values=cache)
     last = tokens(1, batch=3, seed=9)
     end = logits_of(model, last, past_key_values=cache)
     assert cache.get_seq_length() == 13
@@ -133,14 +131,13 @@ def test_padding_that_is_not_at_one_end_is_refused(
 
 # BUG 2: a mask that is too short cuts the text short, silently
 @pytest.mark.xfail(reason="not checked")
-@MODELS
-@pytest.mark.parametrize("shape", [(2, 3), (1, 5), (3, 5)])
+@pytest.mark.parametrize("shape", [(2, 3), (1, 5)])
 @pytest.mark.parametrize("use_cache", [False, True])
-def test_a_mask_of_another_shape_is_refused(make: Make, shape: tuple[int, int], use_cache: bool) -> None:
+def test_a_mask_of_another_shape_is_refused(shape: tuple[int, int], use_cache: bool) -> None:
     mask = torch.ones(shape)
     mask[0, 0] = 0
     with pytest.raises(ValueError, match="attention_mask: "):
-        make()(tokens(5, batch=2), attention_mask=mask, use_cache=use_cache)
+        drt()(tokens(5, batch=2), attention_mask=mask, use_cache=use_cache)
 
 
 def test_padding_after_a_cache_that_was_read_unpadded_is_refused() -> None:
@@ -168,14 +165,10 @@ def test_early_landmarks_of_a_padded_batch_need_a_cache() -> None:
 
 
 @pytest.mark.xfail(reason="None comes back")  # BUG 6
-def test_the_retrieval_of_a_padded_batch_with_a_cache_is_not_dropped_silently() -> None:
+def test_the_retrieval_of_a_padded_batch_with_a_cache_is_refused() -> None:
     ids, mask = padded([25, 13], "left")
-    try:
-        out = drt()(ids, attention_mask=mask, use_cache=True, output_retrieval=True)
-    except ValueError as error:
-        assert "output_retrieval" in str(error)
-    else:
-        assert out.retrieval is not None
+    with pytest.raises(ValueError, match="output_retrieval: "):
+        drt()(ids, attention_mask=mask, use_cache=True, output_retrieval=True)
 
 
 @pytest.mark.xfail(reason="only the first rows go on")  # BUG 13
@@ -215,7 +208,8 @@ def test_a_loss_over_no_token_is_zero(make: Make, labels: Tensor) -> None:
 
 @MODELS
 @pytest.mark.parametrize(
-    "side", ["right", pytest.param("left", marks=pytest.mark.xfail(reason="padding predicts the first token"))]
+    "side",
+    ["right", pytest.param("left", marks=pytest.mark.xfail(reason="padding predicts the first token"))],
 )
 def test_the_loss_of_a_padded_batch_is_that_of_its_texts(make: Make, side: str) -> None:
     # BUG 4: a left-padded row's first token is predicted at the padding, which saw the whole text
@@ -245,7 +239,9 @@ def test_shift_labels() -> None:
 
 
 @torch.no_grad()
-def greedy(model: TrailmarkForCausalLM, prompt: Tensor, steps: int, cache: Any = None, **first: Any) -> Tensor:
+def greedy(
+    model: TrailmarkForCausalLM, prompt: Tensor, steps: int, cache: Any = None, **first: Any
+) -> Tensor:
     """The continuation [B, steps] by hand: the prompt in one call, then one token at a time."""
     cache = model.new_cache() if cache is None else cache
     found = [model(prompt, past_key_values=cache, **first).logits[:, -1].argmax(-1, keepdim=True)]
@@ -339,27 +335,24 @@ def test_beam_search_goes_over_chunk_ends(make: Make) -> None:
     assert torch.allclose(out.sequences_scores.double(), score, atol=1e-4)  # summed in float32 there
 
 
-# BUG 9: many continuations of one text that was read once
-@pytest.mark.xfail(raises=RuntimeError, reason="tensor sizes do not match")
-@MODELS
-@pytest.mark.parametrize("options", [{"num_beams": 3}, {"do_sample": True, "num_return_sequences": 3}], ids=str)
-def test_several_continuations_after_reading(make: Make, options: dict[str, Any]) -> None:
-    model, cache = make(), None
+# BUG 9: a cache of one text has no rows for them
+@pytest.mark.xfail(raises=RuntimeError, reason="torch complains about tensor sizes instead")
+@pytest.mark.parametrize(
+    "options", [{"num_beams": 3}, {"do_sample": True, "num_return_sequences": 3}], ids=str
+)
+def test_several_continuations_after_reading_are_refused(options: dict[str, Any]) -> None:
+    model = drt(2)
     cache = model.new_cache()
     model.read(tokens(41), cache)
-    try:
-        assert generated(model, tokens(5, seed=1), 6, past_key_values=cache, **options).shape[1] == 6
-    except ValueError as error:
-        assert "past_key_values" in str(error)
+    with pytest.raises(ValueError, match="past_key_values: "):
+        generated(model, tokens(5, seed=1), 6, past_key_values=cache, **options)
 
 
-@pytest.mark.xfail(reason="every piece of the prompt ends with a landmark")  # BUG 10
-def test_a_prompt_in_pieces_ends_with_one_early_landmark() -> None:
-    model, prompt = drt(2), tokens(42)
-    try:
-        assert torch.equal(generated(model, prompt, 14, prefill_chunk_size=9), generated(model, prompt, 14))
-    except ValueError as error:
-        assert "prefill_chunk_size" in str(error)
+# BUG 10: it would have to end with one early landmark, not each of its pieces
+@pytest.mark.xfail(reason="every piece of the prompt ends with a landmark")
+def test_a_prompt_in_pieces_is_refused() -> None:
+    with pytest.raises(ValueError, match="prefill_chunk_size: "):
+        generated(drt(2), tokens(42), 14, prefill_chunk_size=9)
 
 
 def test_beam_search_over_prompts_of_unequal_length_is_refused() -> None:

@@ -70,7 +70,7 @@ def test_no_token_changes_an_earlier_logit_bit_for_bit(options: dict[str, Any], 
 
 
 def test_the_cache_does_not_grow() -> None:
-    model, cache = window_model(), None
+    model = window_model()
     cache = model.new_cache()
     for piece in split(tokens(90), [7]):
         model.read(piece, cache)

@@ -231,7 +231,10 @@ class NaiveDRT(_Naive):
         x = torch.stack(rows)  # [P, E]
         for layer in model.lower_layers:
             x = self.window_layer(layer, x)
-        memory = [self.encode(model, x[start : mark + 1]) for start, mark in zip(starts[: len(landmarks)], landmarks, strict=True)]
+        memory = [
+            self.encode(model, x[start : mark + 1])
+            for start, mark in zip(starts[: len(landmarks)], landmarks, strict=True)
+        ]
         self.retrieval: list[list[tuple[list[int], list[float]]]] = []  # group, chunk: indices and weights
         per_group = len(model.upper_layers) // c.num_retrieval_groups
         for number, layer in enumerate(model.upper_layers):

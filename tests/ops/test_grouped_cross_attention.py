@@ -218,19 +218,28 @@ def test_what_is_not_selected_or_not_there_has_no_effect() -> None:
 # The same numbers from any memory layout and any slab
 
 
-def in_larger_buffer(x: Tensor, dim: int) -> Tensor:
-    size = x.shape[dim]
-    buffer = torch.full_like(torch.cat([x, x], dim), torch.nan)
-    return buffer.narrow(dim, 1, size).copy_(x)
+def in_larger_buffer(x: Tensor, dim: int, extra: int = 1) -> Tensor:
+    size = list(x.shape)
+    size[dim] += extra
+    return torch.full(size, torch.nan, dtype=x.dtype).narrow(dim, extra, x.shape[dim]).copy_(x)
+
+
+def head_major(x: Tensor, dim: int | None = None, extra: int = 1) -> Tensor:
+    x = x.transpose(2, 3).contiguous()  # [B, M, J, S, D]
+    return (x if dim is None else in_larger_buffer(x, dim, extra)).transpose(2, 3)
 
 
 LAYOUTS = {
-    "head-major": lambda x: x.transpose(2, 3).contiguous().transpose(2, 3),
-    "head-major, some chunks of a buffer": lambda x: in_larger_buffer(x.transpose(2, 3), 1).transpose(2, 3),
     "some chunks of a buffer": lambda x: in_larger_buffer(x, 1),
-    "some keys of a buffer": lambda x: in_larger_buffer(x.transpose(2, 3), 3).transpose(2, 3),
-    "part of the features": lambda x: in_larger_buffer(x, 4),
+    "some features": lambda x: in_larger_buffer(x, 4),
     "features first": lambda x: x.movedim(4, 0).contiguous().movedim(0, 4),
+    "head-major": head_major,
+    "head-major, some chunks of a buffer": lambda x: head_major(x, 1),
+    "head-major, some heads": lambda x: head_major(x, 2),
+    "head-major, some keys": lambda x: head_major(x, 3),
+    "head-major, half the keys": lambda x: head_major(x, 3, x.shape[2]),
+    "head-major, some features": lambda x: head_major(x, 4),
+    "head-major, half the features": lambda x: head_major(x, 4, x.shape[4]),
 }
 
 

@@ -317,7 +317,7 @@ def test_fold_seed_mixes_every_number() -> None:
 @pytest.mark.parametrize("implementation", ["torch", "reference"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_autocast_leaves_the_precision_alone(dtype: torch.dtype, implementation: str) -> None:
-    (query, landmarks), rest = Case(N=6, E=16, M=20).make()
+    (query, landmarks), rest = Case(N=40, E=16, M=200, K=8).make()  # in bfloat16 another choice
     op = partial(weights_and_scores, implementation=implementation, **rest)
     assert_autocast_changes_nothing(op, query.to(dtype), landmarks.to(dtype))
     assert select_chunks(query.to(dtype), landmarks.to(dtype), **rest).scores.dtype == torch.float32

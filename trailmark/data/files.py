@@ -16,6 +16,9 @@ def write_text(path: Path, text: str) -> None:
     try:
         with os.fdopen(handle, "w", encoding="utf-8") as file:
             file.write(text)
+        mask = os.umask(0)
+        os.umask(mask)
+        os.chmod(name, 0o666 & ~mask)  # as an ordinary file: mkstemp's are private
         os.replace(name, path)
     except BaseException:
         Path(name).unlink(missing_ok=True)

@@ -50,6 +50,11 @@ class NeedleFormat:
                 )
             return int(ids[0])
 
+        characters = "ABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789$~=; "
+        if len({token(c) for c in characters}) < len(characters):
+            raise ValueError(
+                "tokenizer: expected different tokens for the characters of needles, got equal ones."
+            )
         letters = np.array([token(c) for c in "ABCDEFGHIJKLMNOPQRSTUVWXYZ"], np.int32)
         digits = np.array([token(c) for c in "0123456789"], np.int32)
         return cls(letters, digits, token("$"), token("~"), token("="), token(";"), token(" "))
@@ -67,6 +72,7 @@ class Level:
     blank: float  # P(the filler of a text is blank)
     dense: float  # P(half of a text's chunks hold needles); otherwise few do
     near: float  # P(a key differs from an earlier one in a single letter)
+    mixed: float = 0.0  # P(each chunk's filler comes from a place of its own)
 
 
 # Measured for the laptop demo: key matching appears on blank, dense texts and carries over to real ones.
@@ -136,8 +142,16 @@ class NeedleTexts:
 
     def _text(self, rng: np.random.Generator, level: Level) -> tuple[Any, ...]:
         N, S, form = level.chunks, self.chunk_size, self.format
-        if rng.random() < level.blank:
+        if len(self.filler) <= N * S:
+            raise ValueError(
+                f"level: expected texts shorter than the {len(self.filler)} tokens of filler, got {N * S}."
+            )
+        kind = rng.random()
+        if kind < level.blank:
             text = np.full(N * S, form.blank, np.int32)
+        elif rng.random() < level.mixed:
+            starts = rng.integers(len(self.filler) - S, size=(N, 1))
+            text = self.filler[starts + np.arange(S)].reshape(-1)
         else:
             start = rng.integers(len(self.filler) - N * S)
             text = self.filler[start : start + N * S].copy()
@@ -224,6 +238,10 @@ def needle_trials(
 ) -> Iterator[NeedleTrial]:
     """Endless trials with ``needles`` needles of different keys in chunks below ``last_chunk``."""
     S = chunk_size
+    if chunk_size < NEEDLE_LENGTH:
+        raise ValueError(f"chunk_size: expected at least {NEEDLE_LENGTH} to hold a needle, got {chunk_size}.")
+    if last_chunk > len(haystack) // S:
+        raise ValueError(f"length: expected {last_chunk} chunks of text, got {len(haystack) // S}.")
     rows = haystack[: len(haystack) // S * S].reshape(-1, S)
     if last_chunk < needles:
         raise ValueError(

@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
+
 import torch
 from torch import Tensor
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 def require(condition: bool, argument: str, came: object, expected: str, way_out: str = "") -> None:
@@ -39,6 +46,29 @@ def require_grouped_heads(query_heads: int, key_value_heads: int) -> None:
         f"{query_heads} query heads for {key_value_heads} key/value heads",
         "a number of query heads that the number of key/value heads divides",
     )
+
+
+def without_autocast(op: Callable[P, R]) -> Callable[P, R]:
+    """Run an op as written under any autocast: it chooses the precision of each step itself."""
+
+    @functools.wraps(op)
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        first = next(x for x in (*args, *kwargs.values()) if isinstance(x, Tensor))
+        with torch.autocast(first.device.type, enabled=False):
+            return op(*args, **kwargs)
+
+    return run
+
+
+def whole_numbers(argument: str, tensor: Tensor) -> Tensor:
+    """The tensor as int64; products of narrower integers would overflow (semantics 10)."""
+    require(
+        not tensor.dtype.is_floating_point and tensor.dtype != torch.bool,
+        argument,
+        tensor.dtype,
+        "an integer tensor, int64 for choice",
+    )
+    return tensor.long()
 
 
 def arithmetic_dtype(*tensors: Tensor) -> torch.dtype:

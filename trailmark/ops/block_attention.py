@@ -9,13 +9,14 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from trailmark.ops.arguments import arithmetic_dtype
+from trailmark.ops.arguments import arithmetic_dtype, without_autocast
 
 # Up to this many scores per block and head, the CPU's SDPA spends most of its time around the arithmetic:
 # 1.5x (forward) to 2x (backward) that of GEMMs over all blocks at once (benchmarks/README.md).
 _SMALL_BLOCK = 64 * 128
 
 
+@without_autocast
 def block_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
     """softmax(scale q k^T + mask) v within each block; scores and softmax in float32 or wider.
 
@@ -29,16 +30,16 @@ def block_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale:
     dtype = arithmetic_dtype(q, k, v)
     c, p = q.shape[1], k.shape[1]
     small = q.device.type == "cpu" and c * p <= _SMALL_BLOCK
-    with torch.autocast(q.device.type, enabled=False):
-        if small and (mask is None or mask.dim() < 4):
-            return _BatchedGemms.apply(q, k, v, mask, scale)
-        queries, keys, values = (x.to(dtype).transpose(1, 2) for x in (q, k, v))
-        if mask is not None and mask.dim() < 4:
-            mask = mask.expand(q.shape[0], q.shape[2], c, p)
-        out = F.scaled_dot_product_attention(
-            queries, keys, values, mask, scale=scale, enable_gqa=q.shape[2] != k.shape[2]
-        )
-        return out.transpose(1, 2).to(q.dtype)
+    if small and (mask is None or mask.dim() < 4):
+        return _BatchedGemms.apply(q, k, v, mask, scale)
+    queries, keys, values = (x.to(dtype).transpose(1, 2) for x in (q, k, v))
+    if mask is not None:
+        mask = mask.to(dtype)
+        mask = mask.expand(q.shape[0], q.shape[2], c, p) if mask.dim() < 4 else mask
+    out = F.scaled_dot_product_attention(
+        queries, keys, values, mask, scale=scale, enable_gqa=q.shape[2] != k.shape[2]
+    )
+    return out.transpose(1, 2).to(q.dtype)
 
 
 class _BatchedGemms(torch.autograd.Function):
@@ -49,20 +50,21 @@ class _BatchedGemms(torch.autograd.Function):
         dtype, J = arithmetic_dtype(q, k, v), k.shape[2]
         b, c, H, D = q.shape
         queries, keys, values = _fold(q, J, dtype).mul(scale), _fold(k, J, dtype), _fold(v, J, dtype)
-        scores = torch.bmm(queries, keys.transpose(1, 2)).view(b, H, c, -1)
+        scores = torch.bmm(queries, keys.transpose(1, 2)).view(b, H, c, k.shape[1])
         if mask is not None:
             scores += mask
-        probabilities = torch.softmax(scores, -1).view(b * J, H // J * c, -1)
+        probabilities = torch.softmax(scores, -1).view(b * J, H // J * c, k.shape[1])
         out = torch.bmm(probabilities, values)
         ctx.save_for_backward(queries, keys, values, probabilities)
         ctx.scale, ctx.shape, ctx.dtypes = scale, (b, c, H, D, J), (q.dtype, k.dtype, v.dtype)
-        return _unfold(out, b, J, H // J).to(q.dtype)
+        return _unfold(out, b, H, c).to(q.dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         queries, keys, values, probabilities = ctx.saved_tensors
-        b, _, H, _, J = ctx.shape
+        b, c, H, _, J = ctx.shape
+        p = keys.shape[1]
         grad = _fold(grad, J, queries.dtype)
         dv = torch.bmm(probabilities.transpose(1, 2), grad)
         ds = torch.bmm(grad, values.transpose(1, 2))
@@ -72,9 +74,9 @@ class _BatchedGemms(torch.autograd.Function):
         dk = torch.bmm(ds.transpose(1, 2), queries)  # the queries carry the scale already
         of_q, of_k, of_v = ctx.dtypes
         return (
-            _unfold(dq, b, J, H // J).to(of_q),
-            _unfold(dk, b, J, 1).to(of_k),
-            _unfold(dv, b, J, 1).to(of_v),
+            _unfold(dq, b, H, c).to(of_q),
+            _unfold(dk, b, J, p).to(of_k),
+            _unfold(dv, b, J, p).to(of_v),
             None,
             None,
         )
@@ -86,6 +88,6 @@ def _fold(x: Tensor, J: int, dtype: torch.dtype) -> Tensor:
     return x.transpose(1, 2).to(dtype).reshape(b * J, heads // J * c, D)
 
 
-def _unfold(x: Tensor, b: int, J: int, group: int) -> Tensor:
-    """[b * J, group * c, D] -> [b, c, J * group, D]."""
-    return x.view(b, J * group, -1, x.shape[-1]).transpose(1, 2)
+def _unfold(x: Tensor, b: int, heads: int, c: int) -> Tensor:
+    """[b * J, heads / J * c, D] -> [b, c, heads, D]."""
+    return x.view(b, heads, c, x.shape[-1]).transpose(1, 2)

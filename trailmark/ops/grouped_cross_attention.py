@@ -16,6 +16,8 @@ from trailmark.ops.arguments import (
     require_grouped_heads,
     require_implementation,
     require_shape,
+    whole_numbers,
+    without_autocast,
 )
 
 # Reading chunks are walked in slabs whose gathered keys, values and scores have about this many elements:
@@ -23,6 +25,7 @@ from trailmark.ops.arguments import (
 _SLAB_ELEMENTS = 1 << 20
 
 
+@without_autocast
 def grouped_cross_attention(
     q: Tensor,
     k: Tensor,
@@ -77,7 +80,9 @@ def grouped_cross_attention(
     else:
         require_shape("indices", indices, (B, N, J, K), "[B, N, J, K]")
     require_shape("weights", weights, tuple(indices.shape), "of indices")
-    require(not indices.dtype.is_floating_point, "indices", indices.dtype, "int64 chunk numbers")
+    indices = whole_numbers("indices", indices)
+    for name, size in (("R", q.shape[2]), ("K", K), ("S", S)):
+        require(size >= 1, name, size, "at least 1")
     if indices.numel():
         require(int(indices.max()) < M, "indices", int(indices.max()), f"chunk numbers below M = {M}")
     if lengths is not None:
@@ -110,7 +115,7 @@ class _Table:
             x = x.contiguous()
             outer = x.stride()[:3]
         steps = [step // unit for step in outer]
-        count = 1 + sum(step * (size - 1) for step, size in zip(steps, (B, M, J), strict=True))
+        count = 1 + sum(step * (size - 1) for step, size in zip(steps, (B, M, J), strict=True)) if B else 0
         self.rows = x.as_strided((count, unit), (unit, 1))
         self.steps = steps
         self.shape = (S, D)
@@ -149,23 +154,22 @@ class _Gathered(torch.autograd.Function):
         out = torch.zeros(slabs.query_shape, dtype=q.dtype, device=q.device)  # [B N, R, J, g, D]
         keep = any(ctx.needs_input_grad)
         lse = torch.empty(slabs.lse_shape if keep else (0,), dtype=slabs.dtype, device=q.device)
-        with torch.autocast(q.device.type, enabled=False):
-            for rows in slabs:
-                scores = slabs.scores(rows)  # [c J, g R, K, S]
-                top = scores.amax(-1, keepdim=True)
-                # off by one: the running maximum starts at 0 and the running sum at 1 (Eq. 3)
-                top = top.clamp_(min=0) if off_by_one else top.masked_fill_(top == -torch.inf, 0)
-                exponentials = scores.sub_(top).exp_()
-                total = exponentials.sum(-1, keepdim=True)
-                if off_by_one:
-                    total = total + (-top).exp()
-                empty = total == 0
-                total = total.masked_fill(empty, 1)
-                if keep:
-                    lse[rows] = (top + total.log()).view(-1, *slabs.lse_shape[1:])
-                # the weights go into the probabilities: one GEMM over all K chunks at once
-                exponentials.mul_(slabs.weight(rows) / total)
-                out[rows] = slabs.unfold(torch.bmm(exponentials.flatten(2), slabs.values(rows)))
+        for rows in slabs:
+            scores = slabs.scores(rows)  # [c J, g R, K, S]
+            top = scores.amax(-1, keepdim=True)
+            # off by one: the running maximum starts at 0 and the running sum at 1 (Eq. 3)
+            top = top.clamp_(min=0) if off_by_one else top.masked_fill_(top == -torch.inf, 0)
+            exponentials = scores.sub_(top).exp_()
+            total = exponentials.sum(-1, keepdim=True)
+            if off_by_one:
+                total = total + (-top).exp()
+            empty = total == 0
+            total = total.masked_fill(empty, 1)
+            if keep:
+                lse[rows] = (top + total.log()).view(-1, *slabs.lse_shape[1:])
+            # the weights go into the probabilities: one GEMM over all K chunks at once
+            exponentials.mul_(slabs.weight(rows) / total)
+            out[rows] = slabs.unfold(torch.bmm(exponentials.flatten(2), slabs.values(rows)))
         if keep:
             ctx.save_for_backward(q, k, v, indices, weights, lengths, lse)
             ctx.scale = scale
@@ -182,7 +186,7 @@ class _Gathered(torch.autograd.Function):
         dk, dv = (torch.zeros(B * M * J, S * D, dtype=dtype, device=q.device) for _ in range(2))
         dw = torch.zeros(B * indices.shape[1], *indices.shape[2:], dtype=dtype, device=q.device)
         into = _numbers_of_contiguous(indices, M)
-        with torch.autocast(q.device.type, enabled=False):
+        with torch.autocast(q.device.type, enabled=False):  # the backward runs outside the op
             for rows in slabs:
                 c = rows.stop - rows.start
                 probabilities = slabs.scores(rows).sub_(lse[rows].view(c * J, -1, slabs.K, 1)).exp_()

@@ -8,7 +8,14 @@ import torch
 from torch import Tensor
 
 from trailmark.ops import reference
-from trailmark.ops.arguments import arithmetic_dtype, require, require_implementation, require_shape
+from trailmark.ops.arguments import (
+    arithmetic_dtype,
+    require,
+    require_implementation,
+    require_shape,
+    whole_numbers,
+    without_autocast,
+)
 
 # Scores held at once: N is walked in slabs so that N x M never stands in memory whole.
 _SLAB_ELEMENTS = 1 << 22
@@ -25,6 +32,7 @@ class ChunkSelection(NamedTuple):
     """Same shape; the selected noise-free scores, -inf where -1; differentiable."""
 
 
+@without_autocast
 def select_chunks(
     query: Tensor,
     landmarks: Tensor,
@@ -77,7 +85,7 @@ def select_chunks(
     if indices is not None:
         wanted = (B, N, J, num_retrieved) if per_head else (B, N, num_retrieved)
         require_shape("indices", indices, wanted, "[B, N, (J,) K]")
-        chosen = indices if per_head else indices[:, :, None]
+        chosen = whole_numbers("indices", indices if per_head else indices[:, :, None])
         if chosen.numel():
             require(int(chosen.max()) < M, "indices", int(chosen.max()), f"chunk numbers below M = {M}")
     else:
@@ -141,8 +149,7 @@ def _bounds(argument: str, bound: Tensor | int, B: int, N: int, device: torch.de
         tuple(bound.shape),
         f"shape [N] = ({N},) or [B, N]",
     )
-    require(not bound.dtype.is_floating_point, argument, bound.dtype, "an integer tensor")
-    return bound.expand(B, N)
+    return whole_numbers(argument, bound).expand(B, N)
 
 
 def _search(
@@ -158,7 +165,7 @@ def _search(
     B, N, J, _ = query.shape
     M = landmarks.shape[1]
     dtype = arithmetic_dtype(query, landmarks)
-    if N == 0 or M == 0:
+    if B == 0 or N == 0 or M == 0:
         return torch.full((B, N, J, K), -1, dtype=torch.int64, device=query.device)
     shared = B > 1 and landmarks.stride(0) == 0
     table = (landmarks[:1] if shared else landmarks).permute(0, 2, 3, 1).to(dtype)  # [B or 1, J, E, M]
@@ -169,12 +176,11 @@ def _search(
         rows = slice(first, min(first + step, N))
         asked = query[:, rows].transpose(1, 2).to(dtype) * scale  # [B, J, n, E]
         n = asked.shape[2]
-        with torch.autocast(query.device.type, enabled=False):
-            if shared:
-                flat = asked.transpose(0, 1).reshape(1, J, B * n, -1)
-                scores = (flat @ table).view(J, B, n, M).transpose(0, 1)
-            else:
-                scores = asked @ table  # [B, J, n, M]
+        if shared:
+            flat = asked.transpose(0, 1).reshape(1, J, B * n, -1)
+            scores = (flat @ table).view(J, B, n, M).transpose(0, 1)
+        else:
+            scores = asked @ table  # [B, J, n, M]
         if noise_seed is not None:
             scores = scores + gumbel_noise(noise_seed, first, n, J, M).transpose(1, 2)
         outside = (chunk < start[:, rows, None]) | (chunk >= end[:, rows, None])  # [B, n, M]
@@ -202,7 +208,8 @@ def _score_selected(query: Tensor, landmarks: Tensor, chosen: Tensor, scale: flo
     M, K = landmarks.shape[1], chosen.shape[-1]
     dtype = arithmetic_dtype(query, landmarks)
     if M == 0:
-        empty = query.sum(-1, keepdim=True).to(dtype) * 0  # keeps the graph: a zero gradient, not None
+        # keeps the graph: a zero gradient, not None (DDP)
+        empty = query.sum(-1, keepdim=True).to(dtype) * 0 + landmarks.sum().to(dtype) * 0
         return empty.expand(B, N, J, K).masked_fill(chosen < 0, -torch.inf)
     if B > 1 and landmarks.stride(0) == 0:
         table, row = landmarks[0], torch.zeros((), dtype=torch.int64, device=query.device)

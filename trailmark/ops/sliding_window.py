@@ -13,6 +13,7 @@ from trailmark.ops.arguments import (
     require_grouped_heads,
     require_implementation,
     require_shape,
+    without_autocast,
 )
 from trailmark.ops.block_attention import block_attention
 
@@ -21,6 +22,7 @@ from trailmark.ops.block_attention import block_attention
 _MIN_BLOCK, _MAX_BLOCK = 32, 256
 
 
+@without_autocast
 def sliding_window_attention(
     q: Tensor,
     k: Tensor,

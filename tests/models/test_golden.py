@@ -1,0 +1,133 @@
+"""Training losses to 8 digits: any change of the initialisation, the arithmetic or the noise shows here.
+
+After a change that is meant, print the new lists and paste them below:
+
+    PYTHONPATH=. python -m tests.models.test_golden
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from tests.models.tiny import drt_config, window_config
+from trailmark.models import DRTForCausalLM, SlidingWindowForCausalLM, TrailmarkForCausalLM
+from trailmark.ops import fold_seed
+
+STEPS, ROWS, LENGTH = 20, 2, 46
+
+
+def train(make: Callable[[], TrailmarkForCausalLM]) -> list[float]:
+    """Losses of some AdamW steps on the same two texts, in float64."""
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)  # drawn in float32, weights depend on the processor
+    try:
+        torch.manual_seed(0)
+        model = make().train()
+    finally:
+        torch.set_default_dtype(default)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.02, betas=(0.9, 0.95), eps=1e-4)
+    count = torch.arange(ROWS * LENGTH).view(ROWS, LENGTH)
+    ids = (count * count + 3 * count // 7) % 50
+    losses = []
+    for step in range(STEPS):
+        seeds = fold_seed(torch.arange(ROWS), step)
+        loss = model(ids, labels=ids, noise_seed=seeds).loss
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+FAN_IN = {"initialization": "fan_in", "logit_scale": 0.25}  # 16 ** -0.5
+MODELS: dict[str, Callable[[], TrailmarkForCausalLM]] = {
+    "drt": lambda: DRTForCausalLM(drt_config(2, **FAN_IN)),
+    "drt, as published": lambda: DRTForCausalLM(drt_config(2, retrieval_projections=False)),
+    "window": lambda: SlidingWindowForCausalLM(window_config(**FAN_IN)),
+}
+
+GOLDEN: dict[str, list[float]] = {
+    "drt": [
+        4.82365677,
+        3.78982026,
+        3.18174886,
+        2.77153926,
+        2.47094754,
+        2.19837442,
+        2.02019477,
+        1.83501172,
+        1.68421728,
+        1.55123677,
+        1.44860266,
+        1.31093236,
+        1.19832507,
+        1.11031242,
+        1.02384569,
+        0.93277718,
+        0.84789439,
+        0.78294253,
+        0.70864609,
+        0.64954344,
+    ],
+    "drt, as published": [
+        3.91972805,
+        3.77334722,
+        3.71157681,
+        3.60903327,
+        3.44607555,
+        3.30451052,
+        3.12443513,
+        2.97842233,
+        2.81002474,
+        2.63669926,
+        2.45437045,
+        2.30084488,
+        2.13732314,
+        1.96963462,
+        1.85067605,
+        1.67041668,
+        1.49151811,
+        1.37469348,
+        1.24917224,
+        1.09699343,
+    ],
+    "window": [
+        4.74377883,
+        3.97288439,
+        3.44891349,
+        3.09209338,
+        2.81224741,
+        2.57383018,
+        2.36330059,
+        2.17866828,
+        1.99988814,
+        1.85972972,
+        1.73213725,
+        1.59812245,
+        1.49362696,
+        1.40532065,
+        1.31179835,
+        1.21951431,
+        1.12771253,
+        1.04895832,
+        0.97284751,
+        0.89617827,
+    ],
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_training_losses(name: str) -> None:
+    assert train(MODELS[name]) == pytest.approx(GOLDEN[name], rel=0, abs=1e-8)
+
+
+if __name__ == "__main__":
+    for name in MODELS:
+        print(f'    "{name}": [')
+        losses = train(MODELS[name])
+        for first in range(0, STEPS, 5):
+            print("        " + " ".join(f"{loss:.8f}," for loss in losses[first : first + 5]))
+        print("    ],")
