@@ -90,7 +90,9 @@ def evaluate(
     from trailmark.report.tables import needle_table, perplexity_table
 
     progress = Progress()
+    path = output or model / "evaluation.json"
     subject = evaluation.load(model)
+    evaluation.expect_output(path)
     wanted = evaluation.parse_lengths(lengths) if lengths else subject.default_lengths()
     tasks = evaluation.parse_task(task) if task else subject.default_tasks()
     tokens = subject.tokens(text)
@@ -100,8 +102,7 @@ def evaluate(
         typer.echo(needle_table([r | {"model": model.name} for r in record["needles"]], subject.train_length))
     if record["perplexity"]:
         typer.echo(perplexity_table(record["perplexity"]))
-    path = evaluation.save(record, output or model / "evaluation.json")
-    typer.echo(f"Numbers: {path}")
+    typer.echo(f"Numbers: {evaluation.save(record, path)}")
 
 
 @app.command()
@@ -141,9 +142,9 @@ def doctor() -> None:
 def main(arguments: list[str] | None = None) -> None:
     """Run a command; a user's mistake is one line, not a traceback."""
     arguments = sys.argv[1:] if arguments is None else arguments
-    _keep_freed_memory(arguments)
-    _quiet()
     try:
+        _keep_freed_memory(arguments)
+        _quiet()
         if code := app(args=arguments, standalone_mode=False):  # typer turns exits into codes
             if code == 130:
                 raise KeyboardInterrupt
@@ -154,6 +155,8 @@ def main(arguments: list[str] | None = None) -> None:
         message = _explain(error)
         if message is None:
             raise
+        if not message:  # no command: its help has been shown
+            sys.exit(2)
         _fail(message, 1)
 
 
@@ -166,10 +169,6 @@ def _explain(error: Exception) -> str | None:
         return f"{error.strerror or error}{where}"
     if type(error).__module__.startswith(("typer", "click")):
         return getattr(error, "format_message", lambda: str(error))()
-    if "Error" in type(error).__name__ and (
-        "No space left" in str(error) or "PytorchStreamWriter" in str(error)
-    ):
-        return "No space left on device: free some and start the same command again; what was saved is whole."
     return None
 
 

@@ -368,3 +368,14 @@ def test_errors_name_the_argument(argument: str, wrong: Any, message: str) -> No
     select_chunks(**right)
     with pytest.raises(ValueError, match=message):
         select_chunks(**right | {argument: wrong})
+
+
+@settings(derandomize=True, deadline=None, max_examples=40)
+@given(M=st.integers(2, 70), E=st.integers(1, 70), N=st.integers(1, 5), seed=st.integers(0, 2**16))
+def test_equal_chunks_tie_though_a_gemm_rounds_them_differently(M: int, E: int, N: int, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    query = torch.randn(1, N, E, generator=generator)
+    landmarks = torch.randn(1, 1, E, generator=generator).repeat(1, M, 1)
+    K = 1 + seed % M
+    found = select_chunks(query, landmarks, K, torch.tensor([M] * N))
+    assert found.indices.tolist() == [[list(range(K))] * N]

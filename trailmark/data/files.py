@@ -11,6 +11,9 @@ from typing import Any
 
 def write_text(path: Path, text: str) -> None:
     """Replace ``path`` in one step: the old content stays whole until the new one is on disk."""
+    if path.exists() and not path.is_file() and not path.is_dir():  # /dev/stdout: written to, never replaced
+        path.write_text(text, encoding="utf-8")
+        return
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:

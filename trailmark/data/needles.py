@@ -72,7 +72,9 @@ class Level:
     blank: float  # P(the filler of a text is blank)
     dense: float  # P(half of a text's chunks hold needles); otherwise few do
     near: float  # P(a key differs from an earlier one in a single letter)
+    quiet: float = 0.0  # P(a chunk without a needle asks nothing): the filler that haystacks are made of
     mixed: float = 0.0  # P(each chunk's filler comes from a place of its own)
+    decoys: float = 0.0  # P(a chunk that asks nothing holds letters of a key that are no needle)
 
 
 # Measured for the laptop demo: key matching appears on blank, dense texts and carries over to real ones.
@@ -168,7 +170,10 @@ class NeedleTexts:
         values = random_values(rng, count)
         chunk = np.flatnonzero(holds)
 
-        asking = np.flatnonzero(~holds)
+        quiet = ~holds & (rng.random(N) < level.quiet)
+        for n in np.flatnonzero(quiet & (rng.random(N) < level.decoys)):
+            write_decoy(rows[n], form.letters[keys[rng.integers(count)]], rng)
+        asking = np.flatnonzero(~holds & ~quiet)
         asking = asking[asking < N - 1]  # the answer needs a next chunk
         earlier = np.cumsum(holds)[asking]  # needles so far
         asked = (rng.random(len(asking)) * earlier).astype(np.int64)
@@ -221,6 +226,16 @@ def write_answers(rows: Tokens, chunk: Any, value: Tokens, form: NeedleFormat) -
     rows[chunk, 0] = form.cue
     rows[chunk, 1 : 1 + VALUE_LENGTH] = value
     rows[chunk, 1 + VALUE_LENGTH] = form.end
+
+
+def write_decoy(row: Tokens, key: Tokens, rng: np.random.Generator) -> None:
+    """Some letters of a key somewhere in a chunk [S], side by side or scattered, behind its first answer."""
+    letters = key[np.sort(rng.choice(KEY_LENGTH, rng.integers(1, KEY_LENGTH + 1), replace=False))]
+    if rng.random() < 0.5:
+        first = rng.integers(ANSWER_LENGTH, len(row) - len(letters) + 1)
+        row[first : first + len(letters)] = letters
+    else:
+        row[ANSWER_LENGTH + rng.choice(len(row) - ANSWER_LENGTH, len(letters), replace=False)] = letters
 
 
 @dataclass(frozen=True)

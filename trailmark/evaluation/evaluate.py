@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from trailmark.data.corpus import Tokens, read_texts, standard_library_texts, tokenize
@@ -63,23 +65,42 @@ def load(folder: Path) -> Subject:
         )
     try:
         config = AutoConfig.from_pretrained(folder)
-    except (ValueError, OSError) as error:
-        raise ValueError(
-            f"model: cannot read {str(folder / 'config.json')!r}: {_first_line(error)}"
-        ) from error
+    except (ValueError, OSError, StrictDataclassError) as error:
+        raise ValueError(f"model: cannot read {str(folder / 'config.json')!r}: {_brief(error)}") from error
     if config.model_type not in MODELS:
         raise ValueError(
             f"model: expected one of trailmark's ({', '.join(sorted(MODELS))}), "
             f"{str(folder)!r} holds {config.model_type!r}."
         )
     try:
-        model = AutoModelForCausalLM.from_pretrained(folder).eval()
+        model, found = AutoModelForCausalLM.from_pretrained(
+            folder, output_loading_info=True, ignore_mismatched_sizes=True
+        )
         tokenizer = AutoTokenizer.from_pretrained(folder)
-    except (ValueError, OSError) as error:
-        raise ValueError(f"model: cannot load {str(folder)!r}: {_first_line(error)}") from error
-    kept = folder / "run.yaml"
-    run = yaml.safe_load(kept.read_text()) if kept.is_file() else {}
-    return Subject(folder, model, tokenizer, run)
+    except (ValueError, OSError, SafetensorError) as error:
+        raise ValueError(f"model: cannot load {str(folder)!r}: {_brief(error)}") from error
+    for kind in ("missing", "unexpected", "mismatched"):  # transformers would draw these at random
+        if names := found[f"{kind}_keys"]:
+            raise ValueError(
+                f"model: expected the weights that config.json describes, {str(folder)!r} has {len(names)} "
+                f"{kind} ones: {min(map(str, names))} ..."
+            )
+    return Subject(folder, model.eval(), tokenizer, _read_run(folder / "run.yaml"))
+
+
+def _read_run(path: Path) -> dict[str, Any]:
+    """How the model was trained; empty if nothing says so."""
+    if not path.is_file():
+        return {}
+    try:
+        run = yaml.safe_load(path.read_text())
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise ValueError(f"model: cannot read {str(path)!r}: {_brief(error)}") from error
+    if not isinstance(run, dict) or not all(
+        isinstance(run.get(key, {}), dict) for key in ("data", "training")
+    ):
+        raise ValueError(f"model: expected a run's settings in {str(path)!r}. Remove it to go on without.")
+    return run
 
 
 def parse_lengths(text: str) -> list[int]:
@@ -129,12 +150,19 @@ def run(
     return record
 
 
+def expect_output(path: Path) -> None:
+    """A ValueError, before any work is done, if no file can be written there."""
+    if path.is_dir():
+        raise ValueError(f"output: expected a file, {str(path)!r} is a folder.")
+    if path.is_file() or not path.exists():  # a device needs no folder to write in
+        expect_writable("output", path.parent)
+
+
 def save(record: dict[str, Any], path: Path) -> Path:
-    expect_writable("output", path.parent)
     write_json(path, record)
     return path
 
 
-def _first_line(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__
+def _brief(error: Exception) -> str:
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return lines[-1 if isinstance(error, StrictDataclassError) else 0].strip()

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from threading import Thread
+from threading import Event, Thread
 from typing import Any
 
 import torch
-from transformers import TextIteratorStreamer, set_seed
+from torch import Tensor
+from transformers import StoppingCriteria, StoppingCriteriaList, TextIteratorStreamer, set_seed
 
 from trailmark.data.corpus import read_text
 from trailmark.evaluation.evaluate import Subject
@@ -35,6 +36,7 @@ def stream(
     if temperature > 0:
         sampling = {"do_sample": True, "temperature": temperature}
     failure: list[BaseException] = []
+    stopped = Event()
 
     def work() -> None:
         try:
@@ -45,6 +47,7 @@ def stream(
                     past_key_values=cache,
                     max_new_tokens=max_new_tokens,
                     streamer=streamer,
+                    stopping_criteria=StoppingCriteriaList([_Stop(stopped)]),
                     **sampling,
                 )
         except BaseException as error:  # handed to the reading thread, which raises it
@@ -53,7 +56,20 @@ def stream(
 
     thread = Thread(target=work, daemon=True)
     thread.start()
-    yield from streamer
-    thread.join()
+    try:
+        yield from streamer
+    finally:  # also after Ctrl-C: a thread that still computes would crash the leaving interpreter
+        stopped.set()
+        thread.join()
     if failure:
         raise failure[0]
+
+
+class _Stop(StoppingCriteria):
+    """Ends a generation once nobody waits for it."""
+
+    def __init__(self, stopped: Event) -> None:
+        self.stopped = stopped
+
+    def __call__(self, input_ids: Tensor, scores: Tensor, **kwargs: Any) -> Any:
+        return torch.full((input_ids.shape[0],), self.stopped.is_set())

@@ -169,6 +169,7 @@ def _search(
         return torch.full((B, N, J, K), -1, dtype=torch.int64, device=query.device)
     shared = B > 1 and landmarks.stride(0) == 0
     table = (landmarks[:1] if shared else landmarks).permute(0, 2, 3, 1).to(dtype)  # [B or 1, J, E, M]
+    longest = table.norm(dim=2).amax(-1)[..., None]  # [B or 1, J, 1]
     chunk = torch.arange(M, device=query.device)
     step = max(1, _SLAB_ELEMENTS // (B * J * M))
     found = []
@@ -181,25 +182,41 @@ def _search(
             scores = (flat @ table).view(J, B, n, M).transpose(0, 1)
         else:
             scores = asked @ table  # [B, J, n, M]
+        offset = torch.zeros((), dtype=dtype, device=query.device).expand(B, J, n, M)
         if noise_seed is not None:
-            scores = scores + gumbel_noise(noise_seed, first, n, J, M).transpose(1, 2)
+            offset = gumbel_noise(noise_seed, first, n, J, M).transpose(1, 2)
         outside = (chunk < start[:, rows, None]) | (chunk >= end[:, rows, None])  # [B, n, M]
-        found.append(_top(scores.masked_fill(outside[:, None], -torch.inf), K))
+        offset = offset.masked_fill(outside[:, None], -torch.inf)
+        rounding = 8 * torch.finfo(dtype).eps * asked.norm(dim=-1) * longest
+        chosen, contested = _top(scores + offset, K, rounding)
+        if bool(contested.any()):
+            # A GEMM rounds equal columns differently; a sum per chunk does not, so equal chunks tie (semantics 9).
+            for places in contested.nonzero().split(max(1, _SLAB_ELEMENTS // (M * asked.shape[-1]))):
+                b, j, row = places.unbind(1)
+                exact = (asked[b, j, row][:, None] * landmarks[b, :, j].to(dtype)).sum(-1) + offset[b, j, row]
+                order = exact.sort(dim=-1, descending=True, stable=True)
+                chosen[b, j, row] = _ascending(order.values, order.indices, K)
+        found.append(chosen)
     return torch.cat(found, dim=2).transpose(1, 2)
 
 
-def _top(scores: Tensor, K: int) -> Tensor:
-    """The K best of the last dimension, the earlier of equals, ascending, -1 last."""
-    M = scores.shape[-1]
-    kept = min(K, M)
-    # One more than asked shows whether the last place is contested: topk itself breaks ties arbitrarily.
-    values, chosen = scores.topk(min(K + 1, M), dim=-1)
-    if kept < M and bool(((values[..., kept - 1] == values[..., kept]) & values[..., kept].isfinite()).any()):
-        values, chosen = scores.sort(dim=-1, descending=True, stable=True)
-    missing = values[..., :kept] == -torch.inf
-    chosen = chosen[..., :kept].masked_fill(missing, M).sort(dim=-1).values
-    chosen = torch.nn.functional.pad(chosen, (0, K - kept), value=M)
-    return chosen.masked_fill(chosen == M, -1)
+def _top(scores: Tensor, K: int, rounding: Tensor) -> tuple[Tensor, Tensor]:
+    """The K best of the last dimension, and where the last place is contested within ``rounding``."""
+    kept = min(K, scores.shape[-1])
+    values, chosen = scores.topk(min(K + 1, scores.shape[-1]), dim=-1)
+    contested = torch.zeros(scores.shape[:-1], dtype=torch.bool, device=scores.device)
+    if values.shape[-1] > kept:
+        last, next_best = values[..., kept - 1], values[..., kept]
+        contested = (last - next_best <= rounding) & next_best.isfinite()
+    return _ascending(values, chosen, K), contested
+
+
+def _ascending(values: Tensor, chosen: Tensor, K: int) -> Tensor:
+    """The first K of a descending order as ascending chunk numbers, -1 (no candidate) last."""
+    last = 1 << 53  # after every chunk; what pad can pass on exactly
+    chosen = chosen[..., :K].masked_fill(values[..., :K] == -torch.inf, last).sort(dim=-1).values
+    chosen = torch.nn.functional.pad(chosen, (0, K - chosen.shape[-1]), value=last)
+    return chosen.masked_fill(chosen == last, -1)
 
 
 def _score_selected(query: Tensor, landmarks: Tensor, chosen: Tensor, scale: float) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 import time
 from typing import TextIO
@@ -22,6 +23,8 @@ class Progress:
             return
         self._shown = now
         if self.live:
+            # a line that wraps would leave its first half behind
+            message = message[: shutil.get_terminal_size().columns - 1]
             self.stream.write("\r" + message.ljust(self._width))
             self._width = len(message)
         else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ def accuracy_by_length(
     """One line per series of NeedleResult summaries, with its 95% interval."""
     plt = _pyplot()
     figure, axes = plt.subplots(figsize=(7, 4))
-    for colour, (name, series) in zip(COLOURS, results.items(), strict=False):
+    for colour, (name, series) in zip(cycle(COLOURS), results.items(), strict=False):
         x = [r["length"] for r in series]
         axes.plot(x, [r["accuracy"] for r in series], "o-", color=colour, label=name)
         low, high = ([r[key] for r in series] for key in ("accuracy_low", "accuracy_high"))
@@ -44,7 +45,7 @@ def loss_curves(path: Path, histories: Mapping[str, dict[str, Any]], tokens_per_
     """Training loss, and the accuracy and recall on training texts where they were measured."""
     plt = _pyplot()
     figure, (top, bottom) = plt.subplots(2, 1, figsize=(7, 6), sharex=True)
-    for colour, (name, history) in zip(COLOURS, histories.items(), strict=False):
+    for colour, (name, history) in zip(cycle(COLOURS), histories.items(), strict=False):
         steps = history["steps"]
         tokens = [s["step"] * tokens_per_step / 1e6 for s in steps]
         top.plot(tokens, [s["loss"] for s in steps], color=colour, label=name)
@@ -58,11 +59,12 @@ def loss_curves(path: Path, histories: Mapping[str, dict[str, Any]], tokens_per_
         for start in history.get("level_starts", [])[1:]:
             bottom.axvline(start * tokens_per_step / 1e6, color=colour, linewidth=0.5, alpha=0.4)
     top.set_ylabel("training loss")
-    top.legend()
     bottom.set_ylabel("on training texts")
     bottom.set_xlabel("million tokens (thin lines: the next level of the curriculum)")
     bottom.set_ylim(-0.03, 1.03)
-    bottom.legend(fontsize=8)
+    for axes in (top, bottom):
+        if axes.get_legend_handles_labels()[0]:
+            axes.legend(fontsize=8)
     _save(figure, path)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import inspect
+import math
 import types
 import typing
 from dataclasses import dataclass, field
@@ -75,10 +76,10 @@ class RunConfig:
         """The model's configuration; a ValueError for unknown fields and sizes that do not fit."""
         fields = dict(self.model)
         name = fields.pop("architecture", "drt")
-        if name not in ARCHITECTURES:
+        if not isinstance(name, str) or name not in ARCHITECTURES:
             raise ValueError(
                 f"model.architecture: expected {' or '.join(ARCHITECTURES)}, got {name!r}."
-                + _nearest(str(name), ARCHITECTURES)
+                + _nearest(name, ARCHITECTURES)
             )
         cls = ARCHITECTURES[name].config_class
         hints: dict[str, Any] = {}
@@ -140,7 +141,6 @@ def load_run_config(path: str | Path, overrides: typing.Sequence[str] = ()) -> R
         target[last] = parsed
     config: RunConfig = _build(RunConfig, raw, "")
     _check(config)
-    config.model_config()
     return config
 
 
@@ -152,7 +152,7 @@ def _build(cls: Any, raw: Any, prefix: str) -> Any:
     for key, value in raw.items():
         name = f"{prefix}.{key}" if prefix else str(key)
         if key not in hints:
-            raise ValueError(f"{name}: unknown key.{_nearest(str(key), hints)}")
+            raise ValueError(f"{name}: unknown key.{_nearest(key, hints)}")
         values[key] = (
             _build(hints[key], value, name)
             if dataclasses.is_dataclass(hints[key])
@@ -168,7 +168,7 @@ def _coerce(name: str, value: Any, kind: Any) -> Any:
         if value in arguments:
             return value
         expected = " or ".join(map(repr, arguments))
-        raise ValueError(f"{name}: expected {expected}, got {value!r}.{_nearest(str(value), arguments)}")
+        raise ValueError(f"{name}: expected {expected}, got {value!r}.{_nearest(value, arguments)}")
     if origin in (typing.Union, types.UnionType):
         if value is None and type(None) in arguments:
             return None
@@ -192,12 +192,14 @@ def _coerce(name: str, value: Any, kind: Any) -> Any:
         raise ValueError(f"{name}: expected a section with keys, got {value!r}.")
     if kind is float and isinstance(value, int | float | str) and not isinstance(value, bool):
         try:
-            return float(value)
-        except ValueError:
-            pass
-    elif (
-        kind is int and isinstance(value, int | float) and not isinstance(value, bool) and value == int(value)
-    ):
+            number = float(value)
+        except (ValueError, OverflowError):
+            number = math.nan
+        if math.isfinite(number):
+            return number
+    elif kind is int and isinstance(value, int) and not isinstance(value, bool):
+        return value
+    elif kind is int and isinstance(value, float) and value.is_integer():
         return int(value)
     elif kind in (bool, str) and isinstance(value, kind):
         return value
@@ -215,7 +217,7 @@ def _check(config: RunConfig) -> None:
             f"training.tokens_per_step: expected at least sequence_length = {training.sequence_length}, "
             f"got {training.tokens_per_step}."
         )
-    chunk_size = config.model.get("chunk_size")
+    chunk_size = getattr(config.model_config(), "chunk_size", None)
     if config.data.task == "needles" and chunk_size is not None and chunk_size != config.data.chunk_size:
         raise ValueError(
             f"data.chunk_size: expected the model's chunk_size {chunk_size}, got {config.data.chunk_size}: "
@@ -223,8 +225,8 @@ def _check(config: RunConfig) -> None:
         )
 
 
-def _nearest(key: str, valid: typing.Iterable[str]) -> str:
-    close = difflib.get_close_matches(key, [str(v) for v in valid], n=1, cutoff=0.5)
+def _nearest(key: object, valid: typing.Iterable[str]) -> str:
+    close = difflib.get_close_matches(str(key), [str(v) for v in valid], n=1, cutoff=0.5)
     return f" Did you mean {close[0]!r}?" if close else f" Valid: {', '.join(sorted(map(str, valid)))}."
 
 

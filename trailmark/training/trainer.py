@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 import yaml
+from safetensors import SafetensorError
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments, set_seed
@@ -108,6 +109,10 @@ class _Trainer(Trainer):
 
             self.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer or self.optimizer, factor)
         return self.lr_scheduler
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        with _saving(self.run.output):
+            super()._save_checkpoint(model, trial)
 
     def compute_loss(
         self,
@@ -274,6 +279,7 @@ class Run:
     def train(self) -> TrailmarkForCausalLM:
         """Train to the end, from the last checkpoint if there is one; KeyboardInterrupt saves and leaves."""
         settings = self.config.training
+        last = self._claim_output()
         arguments = TrainingArguments(
             output_dir=str(self.output / "checkpoints"),
             max_steps=settings.steps,
@@ -297,7 +303,6 @@ class Run:
             self, model=self.model, args=arguments, train_dataset=batches, callbacks=[_Progress(self)]
         )
         trainer.remove_callback(PrinterCallback)
-        last = self._claim_output()
         if last is not None:
             self._restore(last)
             batches.start = self.step
@@ -328,7 +333,9 @@ class Run:
     def _holds_this_run(self) -> bool:
         try:
             other = yaml.safe_load((self.output / _RUN_FILE).read_text())
-        except (OSError, yaml.YAMLError):
+        except (OSError, ValueError, yaml.YAMLError):
+            return False
+        if not isinstance(other, dict):
             return False
         own = yaml.safe_load(self.config.to_yaml())
         return {**other, "output": ""} == {**own, "output": ""}  # a folder may be moved
@@ -342,7 +349,10 @@ class Run:
 
     def save(self) -> None:
         """The model, its tokenizer, the configuration and the history, into the output folder."""
-        with tempfile.TemporaryDirectory(dir=self.output, prefix=".saving-") as folder:
+        with (
+            _saving(self.output),
+            tempfile.TemporaryDirectory(dir=self.output, prefix=".saving-") as folder,
+        ):
             self.model.save_pretrained(folder)
             self.tokenizer.save_pretrained(folder)
             for file in Path(folder).iterdir():
@@ -378,6 +388,18 @@ def weighted_loss(model: Any, retrieves: bool, inputs: dict[str, Any]) -> tuple[
     )
     weights = F.pad(inputs["loss_weights"][:, 1:], (0, 1)).flatten()
     return (losses * weights).sum() / weights.sum().clamp(min=1e-9), out, labels
+
+
+@contextmanager
+def _saving(folder: Path) -> Iterator[None]:
+    """Each library has an error of its own for a full disk; some do not say what they are."""
+    try:
+        yield
+    except (OSError, RuntimeError, SafetensorError) as error:
+        raise ValueError(
+            f"output: cannot save in {str(folder)!r} ({str(error).strip().splitlines()[0]}). Free some space and start "
+            "the same command again; what was saved before is whole."
+        ) from error
 
 
 @contextmanager

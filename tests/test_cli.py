@@ -1,0 +1,599 @@
+"""The commands end to end, and one plain line for everything that a user may get wrong."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
+
+from tests.training.tiny import prose, run_config
+from trailmark import cli
+from trailmark.data.files import read_json
+
+Command = Callable[..., tuple[int, str, str]]
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_restart() -> Iterator[None]:
+    """The commands start their process again with these settings; here that would be pytest."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MALLOC_TRIM_THRESHOLD_", "8589934592")
+        yield
+
+
+@pytest.fixture
+def command(capsys: pytest.CaptureFixture[str]) -> Command:
+    def run(*arguments: str | Path) -> tuple[int, str, str]:
+        capsys.readouterr()
+        code = 0
+        try:
+            cli.main([*map(str, arguments)])
+        except SystemExit as end:
+            code = end.code if isinstance(end.code, int) else 1
+        return code, *capsys.readouterr()
+
+    return run
+
+
+@pytest.fixture
+def refused(command: Command) -> Callable[..., str]:
+    """Runs a command that has to fail, and gives its last line; what came before it is progress."""
+
+    def run(*arguments: str | Path) -> str:
+        code, _, err = command(*arguments)
+        assert code == 1
+        assert "Traceback" not in err
+        line = err.strip().splitlines()[-1]
+        assert line.startswith("trailmark: ")
+        return line
+
+    return run
+
+
+@contextmanager
+def largest_file(size: int) -> Iterator[None]:
+    """No file can grow beyond ``size`` bytes: writing fails halfway, as on a full disk."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def write_config(folder: Path, task: Any = "text", model: str = "drt", **training: Any) -> Path:
+    """folder/config.yaml and folder/text.txt; the run goes to folder/run."""
+    folder.mkdir(exist_ok=True)
+    (folder / "text.txt").write_text(prose())
+    config = run_config(folder / "run", task, model, **training)
+    config.data.paths = [str(folder / "text.txt")]
+    (folder / "config.yaml").write_text(config.to_yaml())
+    return folder / "config.yaml"
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a config, a text and the trained needle model in run/."""
+    folder = tmp_path_factory.mktemp("trained")
+    cli.main(["train", str(write_config(folder, "needles"))])
+    return folder
+
+
+def snapshot(folder: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+# --- the commands ------------------------------------------------------------------------------------------
+
+
+def test_train_evaluate_generate(tmp_path: Path, command: Command) -> None:
+    config = write_config(tmp_path, "needles")
+    code, out, err = command("train", config, "training.steps=6", "training.save_steps=3")
+    assert code == 0
+    assert "Training DRTForCausalLM (" in out
+    assert "6 steps of 160 tokens" in out
+    assert f"The model lies in {tmp_path}/run/" in out
+    assert "6/6" in err or "1/6" in err  # progress
+    assert len(read_json(tmp_path / "run" / "history.json")["steps"]) == 1
+    code, out, _ = command("train", config, "training.steps=6", "training.save_steps=3")
+    assert (code, "Trained already" in out) == (0, True)
+
+    text = tmp_path / "text.txt"
+    code, out, _ = command(
+        "evaluate", tmp_path / "run", "--text", text, "--lengths", "320,400", "--questions", "3"
+    )
+    assert code == 0
+    assert out.count("| run ") == 2
+    assert "perplexity" in out
+    record = read_json(tmp_path / "run" / "evaluation.json")
+    assert (
+        [r["length"] for r in record["needles"]] == [r["length"] for r in record["perplexity"]] == [320, 400]
+    )
+    assert [r["questions"] for r in record["needles"]] == [3, 3]
+
+    code, out, _ = command("generate", tmp_path / "run", "--prompt", "the ", "--max-new-tokens", "5")
+    assert code == 0
+
+
+@pytest.mark.parametrize("model", ["drt", "window"])
+def test_a_text_model_of_any_kind(model: str, tmp_path: Path, command: Command) -> None:
+    assert command("train", write_config(tmp_path, "text", model))[0] == 0
+    code, out, _ = command(
+        "evaluate", tmp_path / "run", "--text", tmp_path / "text.txt", "--output", tmp_path / "a.json"
+    )
+    assert code == 0
+    record = read_json(tmp_path / "a.json")
+    assert not (tmp_path / "run" / "evaluation.json").exists()
+    assert record["needles"] == []
+    assert [r["length"] for r in record["perplexity"]] == [80, 320, 1280]
+    assert "| 1,280 " in out
+    code, out, _ = command(
+        "evaluate", tmp_path / "run", "--text", tmp_path / "text.txt", "--task", "both", "--lengths", "400"
+    )
+    assert code == 0
+    assert "chunk retrieved" in out
+
+
+def test_generation_is_that_of_the_library(trained: Path, command: Command) -> None:
+    model = AutoModelForCausalLM.from_pretrained(trained / "run").eval()
+    tokenizer = AutoTokenizer.from_pretrained(trained / "run")
+    notes, prompt = (trained / "text.txt").read_text(), "~ABCD"
+    ids = tokenizer(notes + prompt, add_special_tokens=False, return_tensors="pt")["input_ids"]
+    expected = {}
+    for name, start in (("prompt", len(notes)), ("all", 0)):
+        with torch.no_grad():
+            made = model.generate(
+                ids[:, start:], attention_mask=torch.ones_like(ids[:, start:]), max_new_tokens=8
+            )
+        expected[name] = tokenizer.decode(made[0, ids.shape[1] - start :], skip_special_tokens=True)
+    generate = ("generate", trained / "run", "--prompt", prompt, "--max-new-tokens", "8")
+    assert command(*generate)[:2] == (0, expected["prompt"] + "\n")
+    assert command(*generate, "--read", trained / "text.txt")[:2] == (0, expected["all"] + "\n")
+
+
+def test_sampling_is_a_function_of_its_seed(trained: Path, command: Command) -> None:
+    generate = ("generate", trained / "run", "--prompt", "a", "--max-new-tokens", "30", "--temperature", "3")
+    outs = [command(*generate, "--seed", seed)[1] for seed in ("1", "1", "2")]
+    assert outs[0] == outs[1] != outs[2]
+
+
+def test_doctor(command: Command) -> None:
+    code, out, _ = command("doctor")
+    assert code == 0
+    lines = out.splitlines()
+    assert all(line.startswith("ok ") for line in lines)
+    for name in ("python", "torch", "transformers", "exactness", "reading", "disk"):
+        assert any(line.startswith(f"ok   {name}: ") for line in lines), name
+
+
+def test_doctor_says_what_is_not_as_it_should_be(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "__version__", "2.10.1")
+    code, out, _ = command("doctor")
+    assert code == 1
+    assert "NOT  torch: 2.10.1" in out
+
+
+@pytest.mark.parametrize("arguments", [(), ("--help",)])
+def test_help_names_every_command(arguments: tuple[str, ...], command: Command) -> None:
+    _, out, err = command(*arguments)
+    for name in ("demo", "train", "evaluate", "generate", "doctor"):
+        assert name in out
+    assert err == ""
+
+
+def test_as_a_process_of_its_own(trained: Path) -> None:
+    """From the shell, with the restart that sets the allocator."""
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("MALLOC_")}
+    generate = ["generate", str(trained / "run"), "--prompt", "the small boat", "--max-new-tokens", "4"]
+    done = subprocess.run(
+        [sys.executable, "-m", "trailmark.cli", *generate],
+        capture_output=True,
+        text=True,
+        env=environment,
+        cwd=ROOT,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.endswith("\n")
+
+
+# --- mistakes ----------------------------------------------------------------------------------------------
+
+TEXTS: dict[str, tuple[bytes | None, str]] = {
+    "missing": (None, "does not exist"),
+    "empty": (b"", "is empty"),
+    "binary": (b"\x7fELF\0\1\2", "is binary"),
+    "not UTF-8": ("schön".encode("latin-1"), "UTF-8"),
+}
+
+
+@pytest.mark.parametrize(("content", "message"), TEXTS.values(), ids=TEXTS)
+@pytest.mark.parametrize("name", ["train", "evaluate", "generate"])
+def test_a_text_that_is_none(
+    name: str, content: bytes | None, message: str, trained: Path, tmp_path: Path, refused: Callable[..., str]
+) -> None:
+    path = tmp_path / "notes.txt"
+    if content is not None:
+        path.write_bytes(content)
+    arguments: dict[str, tuple[str | Path, ...]] = {
+        "train": (trained / "config.yaml", f"data.paths=[{path}]", f"output={tmp_path}/run"),
+        "evaluate": (trained / "run", "--text", path),
+        "generate": (trained / "run", "--prompt", "a", "--read", path),
+    }
+    if name == "generate" and content is None:
+        message = "No such file"
+    line = refused(name, *arguments[name])
+    assert message in line
+    assert "notes.txt" in line
+
+
+def test_a_text_too_short_for_needles(trained: Path, tmp_path: Path, refused: Callable[..., str]) -> None:
+    short = tmp_path / "short.txt"
+    short.write_text("A few words.")
+    line = refused("train", trained / "config.yaml", f"data.paths=[{short}]", f"output={tmp_path}/run")
+    assert "data: expected more than 640 tokens to hide needles in, got 12" in line
+    line = refused("evaluate", trained / "run", "--text", short, "--task", "needles")
+    assert "text: expected at least 80 tokens to hide needles in, got 12" in line
+    line = refused("evaluate", trained / "run", "--text", short, "--task", "perplexity", "--lengths", "100")
+    assert "length: expected at most the text's 12 tokens, got 100" in line
+
+
+CONFIGS = {
+    "training.stpes=3": "training.stpes: unknown key. Did you mean 'steps'?",
+    "model.hiden_size=3": "model.hiden_size: unknown field of drt. Did you mean 'hidden_size'?",
+    "data.task=neddles": "Did you mean 'needles'?",
+    "training.steps=many": "training.steps: expected a whole number, got 'many'",
+    "model.num_attention_heads=6": "num_attention_heads: expected a divisor of hidden_size = 16, got 6",
+    "model.num_retrieval_groups=3": "num_retrieval_groups: expected a divisor of the 1 upper layers, got 3",
+    "model.vocab_size=100": "input_ids: expected tokens from 0 to 99 (vocab_size - 1)",
+    "model.num_retrieved_chunks=1": "num_retrieved_chunks",
+    "data.tokenizer=/nowhere": "tokenizer: expected 'bytes', a folder with a tokenizer or a hub name",
+    "steps": "override: expected key=value, got 'steps'",
+}
+
+
+@pytest.mark.parametrize(("override", "message"), CONFIGS.items(), ids=CONFIGS)
+def test_a_configuration_that_cannot_be(
+    override: str, message: str, trained: Path, tmp_path: Path, refused: Callable[..., str]
+) -> None:
+    assert message in refused("train", trained / "config.yaml", override, f"output={tmp_path}/run")
+
+
+def test_a_configuration_file_that_is_none(
+    trained: Path, tmp_path: Path, refused: Callable[..., str]
+) -> None:
+    assert "absent.yaml': No such file" in refused("train", tmp_path / "absent.yaml")
+    for content in (b"", b"\x00\xff\xfe", b"a: [1\nb: }"):
+        (tmp_path / "bad.yaml").write_bytes(content)
+        assert "bad.yaml'" in refused("train", tmp_path / "bad.yaml")
+
+
+OPTIONS: dict[str, tuple[tuple[str, ...], str]] = {
+    "task": (("evaluate", "RUN", "--task", "neddles"), "task: expected 'needles', 'perplexity' or 'both'"),
+    "lengths": (("evaluate", "RUN", "--lengths", "1k"), "lengths: expected numbers as 1024,16384, got '1k'"),
+    "no lengths": (("evaluate", "RUN", "--lengths", "0"), "lengths: expected positive numbers of tokens"),
+    "short": (("evaluate", "RUN", "--lengths", "1"), "length: expected at least"),
+    "questions": (("evaluate", "RUN", "--questions", "0"), "questions, needles: expected at least 1"),
+    "needles": (("evaluate", "RUN", "--needles", "99999"), "length: expected at least"),
+    "a word": (("evaluate", "RUN", "--questions", "some"), "--questions': Input should be a valid integer"),
+    "no prompt": (("generate", "RUN"), "Missing option '--prompt'"),
+    "empty prompt": (("generate", "RUN", "--prompt", ""), "prompt: expected at least one character"),
+    "nothing new": (
+        ("generate", "RUN", "--prompt", "a", "--max-new-tokens", "0"),
+        "--max-new-tokens': Input should be greater than or equal to 1",
+    ),
+    "cold": (("generate", "RUN", "--prompt", "a", "--temperature", "-1"), "temperature: expected 0 or more"),
+    "no command": (("evalute",), "No such command 'evalute'"),
+    "no option": (("doctor", "--nope"), "No such option: --nope"),
+    "minutes": (("demo", "--minutes", "0"), "minutes: expected a positive number, got 0"),
+    "demo": (("demo", "--questions", "0"), "questions: expected at least 1, got 0"),
+}
+
+
+@pytest.mark.parametrize(("arguments", "message"), OPTIONS.values(), ids=OPTIONS)
+def test_an_option_that_cannot_be(
+    arguments: tuple[str, ...],
+    message: str,
+    trained: Path,
+    tmp_path: Path,
+    refused: Callable[..., str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    told = [str(trained / "run") if a == "RUN" else a for a in arguments]
+    if told[0] == "evaluate":
+        told += ["--text", str(trained / "text.txt")]
+    assert message in refused(*told)
+    assert list(tmp_path.iterdir()) == []
+
+
+# --- folders that hold no model ----------------------------------------------------------------------------
+
+
+def broken(trained: Path, tmp_path: Path, kind: str) -> Path:
+    folder = tmp_path / "model"
+    if kind == "missing":
+        return folder
+    if kind == "a file":
+        folder.write_text("hello")
+        return folder
+    if kind == "empty":
+        folder.mkdir()
+        return folder
+    shutil.copytree(trained / "run", folder, ignore=shutil.ignore_patterns("checkpoints"))
+    config, weights = folder / "config.json", folder / "model.safetensors"
+    content = json.loads(config.read_text())
+    if kind == "of another library":
+        LlamaConfig().save_pretrained(folder)
+    elif kind == "of an unknown library":
+        config.write_text(json.dumps(content | {"model_type": "nobody"}))
+    elif kind == "of no library":
+        config.write_text('{"a": 1}')
+    elif kind == "no JSON":
+        config.write_text('{"hidden_size": ')
+    elif kind == "no mapping":
+        config.write_text("[1]")
+    elif kind == "sizes that do not divide":
+        config.write_text(json.dumps(content | {"num_attention_heads": 5}))
+    elif kind == "other sizes":
+        config.write_text(json.dumps(content | {"hidden_size": 32}))
+    elif kind == "more layers":
+        config.write_text(json.dumps(content | {"num_hidden_layers": 3, "num_lower_layers": 2}))
+    elif kind == "fewer layers":
+        config.write_text(json.dumps(content | {"num_hidden_layers": 1, "num_lower_layers": 0}))
+    elif kind == "truncated weights":
+        weights.write_bytes(weights.read_bytes()[:-1000])
+    elif kind == "empty weights":
+        weights.write_bytes(b"")
+    elif kind == "no weights":
+        weights.unlink()
+    elif kind == "no tokenizer":
+        (folder / "tokenizer_config.json").unlink()
+    elif kind == "a broken run.yaml":
+        (folder / "run.yaml").write_text("a: [")
+    elif kind == "a foreign run.yaml":
+        (folder / "run.yaml").write_text("- hello")
+    return folder
+
+
+KINDS = {
+    "missing": "has no config.json",
+    "a file": "has no config.json",
+    "empty": "has no config.json",
+    "of another library": "expected one of trailmark's",
+    "of an unknown library": "config.json",
+    "of no library": "config.json",
+    "no JSON": "config.json",
+    "no mapping": "config.json",
+    "sizes that do not divide": "config.json",
+    "other sizes": "weights",
+    "more layers": "weights",
+    "fewer layers": "weights",
+    "truncated weights": "cannot load",
+    "empty weights": "cannot load",
+    "no weights": "cannot load",
+    "no tokenizer": "tokenizer",
+    "a broken run.yaml": "run.yaml",
+    "a foreign run.yaml": "run.yaml",
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_folder_that_holds_no_model_of_ours(
+    kind: str, trained: Path, tmp_path: Path, refused: Callable[..., str]
+) -> None:
+    folder = broken(trained, tmp_path, kind)
+    before = snapshot(tmp_path)
+    line = refused("evaluate", folder, "--text", trained / "text.txt", "--lengths", "320")
+    assert line.startswith("trailmark: model: ")
+    assert str(folder) in line
+    assert KINDS[kind] in line
+    assert refused("generate", folder, "--prompt", "a") == line
+    assert snapshot(tmp_path) == before
+
+
+def test_a_prompt_outside_the_vocabulary(trained: Path, tmp_path: Path, refused: Callable[..., str]) -> None:
+    config = write_config(tmp_path)
+    (tmp_path / "text.txt").write_text(" !" * 500)
+    cli.main(["train", str(config), "model.vocab_size=50"])
+    line = refused("generate", tmp_path / "run", "--prompt", "a")
+    assert "input_ids: expected tokens from 0 to 49 (vocab_size - 1), got 100" in line
+
+
+# --- nowhere to write, a full disk, Ctrl-C -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["train", "evaluate", "demo"])
+def test_nowhere_to_write(name: str, trained: Path, tmp_path: Path, refused: Callable[..., str]) -> None:
+    taken = tmp_path / "file"
+    taken.write_text("in the way")
+    for place in (taken / "below", Path("/proc/nowhere")):
+        arguments: dict[str, tuple[str | Path, ...]] = {
+            "train": ("train", trained / "config.yaml", f"output={place}"),
+            "evaluate": ("evaluate", trained / "run", "--text", trained, "--output", place / "a.json"),
+            "demo": ("demo", "--output", place),
+        }
+        line = refused(*arguments[name])
+        assert "output: expected a folder to write in" in line
+        assert str(place) in line
+    assert taken.read_text() == "in the way"
+
+
+@pytest.mark.skipif(os.getuid() == 0, reason="root may write anywhere")
+def test_a_folder_that_belongs_to_others(trained: Path, tmp_path: Path, refused: Callable[..., str]) -> None:
+    (tmp_path / "locked").mkdir(mode=0o500)
+    line = refused("train", trained / "config.yaml", f"output={tmp_path}/locked")
+    assert "output: expected a folder to write in" in line
+
+
+def test_an_evaluation_finds_out_before_it_works_that_it_cannot_write(
+    trained: Path, tmp_path: Path, command: Command
+) -> None:
+    (tmp_path / "file").write_text("in the way")
+    code, out, _ = command(
+        "evaluate", trained / "run", "--text", trained / "text.txt", "--lengths", "400", "--output",
+        tmp_path / "file" / "a.json",
+    )  # fmt: skip
+    assert (code, out) == (1, "")
+
+
+def test_a_full_disk_keeps_the_old_evaluation(
+    trained: Path, tmp_path: Path, refused: Callable[..., str]
+) -> None:
+    path = tmp_path / "a.json"
+    path.write_text('{"old": 1}')
+    evaluate = (
+        "evaluate",
+        trained / "run",
+        "--text",
+        trained / "text.txt",
+        "--lengths",
+        "400",
+        "--output",
+        path,
+    )
+    with largest_file(300):
+        refused(*evaluate)
+    assert read_json(path) == {"old": 1}
+    assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")
+def test_a_device_is_written_to_not_replaced(
+    trained: Path, tmp_path: Path, refused: Callable[..., str]
+) -> None:
+    (tmp_path / "full").symlink_to("/dev/full")
+    line = refused(
+        "evaluate", trained / "run", "--text", trained / "text.txt", "--lengths", "400", "--output",
+        tmp_path / "full",
+    )  # fmt: skip
+    assert "No space left on device" in line
+    assert (tmp_path / "full").is_char_device()
+
+
+@pytest.mark.parametrize("size", [2_000, 60_000], ids=["weights", "optimizer"])
+def test_a_full_disk_keeps_the_last_checkpoint(size: int, tmp_path: Path, command: Command) -> None:
+    """The same command goes on once there is space, and nothing is lost."""
+    config = write_config(tmp_path, steps=15)
+    whole = tmp_path / "whole"
+    cli.main(["train", str(config), f"output={whole}"])
+    cut_short(config, steps=5)
+    before = snapshot(tmp_path / "run" / "checkpoints" / "checkpoint-5")
+    with largest_file(size):
+        code, _, err = command("train", config)
+    assert code == 1
+    assert "Traceback" not in err
+    assert err.strip().splitlines()[-1].startswith("trailmark: ")
+    assert "what was saved before is whole" in err
+    assert snapshot(tmp_path / "run" / "checkpoints" / "checkpoint-5") == before
+    assert not (tmp_path / "run" / "history.json").exists()
+    assert command("train", config)[0] == 0
+    assert_same_weights(tmp_path / "run", whole)
+
+
+def cut_short(config: Path, steps: int) -> None:
+    """Trains the config's run up to a Ctrl-C after ``steps``."""
+    from trailmark.training.config import load_run_config
+    from trailmark.training.trainer import Run
+
+    def progress(run: Run) -> None:
+        if run.step == steps:
+            signal.raise_signal(signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt):
+        Run(load_run_config(config), progress).train()
+
+
+def assert_same_weights(ours: Path, other: Path) -> None:
+    weights, expected = (load_file(folder / "model.safetensors") for folder in (ours, other))
+    assert weights.keys() == expected.keys()
+    assert all(torch.equal(weights[name], expected[name]) for name in expected)
+
+
+def interrupted(arguments: list[str], ready: Callable[[], bool]) -> tuple[int, str, str]:
+    """A process of its own that gets Ctrl-C once ``ready``."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "trailmark.cli", *arguments],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT,
+    )  # fmt: skip
+    began = time.monotonic()
+    while not ready() and process.poll() is None and time.monotonic() - began < 60:
+        time.sleep(0.02)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    return process.returncode, out, err
+
+
+def test_ctrl_c_stops_a_training_that_goes_on_exactly(tmp_path: Path, command: Command) -> None:
+    config = write_config(tmp_path, "needles", steps=60, save_steps=4)
+    checkpoints = tmp_path / "run" / "checkpoints"
+    code, out, err = interrupted(["train", str(config)], lambda: any(checkpoints.glob("*-4/curriculum.json")))
+    assert code == 130
+    assert err.strip().splitlines()[-1] == "trailmark: Stopped. The same command goes on from here."
+    assert "Traceback" not in err
+    assert "Trained" not in out
+    assert not (tmp_path / "run" / "history.json").exists()
+    assert command("train", config)[0] == 0
+    assert command("train", config, f"output={tmp_path}/whole")[0] == 0
+    assert_same_weights(tmp_path / "run", tmp_path / "whole")
+
+
+def test_ctrl_c_stops_a_generation(trained: Path, tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    arguments = ["generate", str(trained / "run"), "--prompt", "a", "--max-new-tokens", "1000000"]
+    arguments += ["--temperature", "5"]  # words end now and then, and are shown
+    with log.open("w") as file:
+        process = subprocess.Popen(
+            [sys.executable, "-u", "-m", "trailmark.cli", *arguments],
+            stdout=file, stderr=subprocess.PIPE, text=True, cwd=ROOT,
+        )  # fmt: skip
+        began = time.monotonic()
+        while not log.stat().st_size and process.poll() is None and time.monotonic() - began < 60:
+            time.sleep(0.02)
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "Traceback" not in err
+    assert "Stopped." in err
+
+
+@pytest.mark.parametrize("function", ["_quiet", "app"])
+def test_ctrl_c_at_any_time(function: str, command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Importing the libraries takes seconds in which nothing has been shown yet."""
+
+    def press(*args: Any, **kwargs: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, function, press)
+    code, _, err = command("doctor")
+    assert code == 130
+    assert err.strip() == "trailmark: Stopped. The same command goes on from here."
+
+
+def test_our_own_mistakes_keep_their_traceback(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*args: Any, **kwargs: Any) -> None:
+        raise KeyError("ours")
+
+    monkeypatch.setattr(cli, "app", broken)
+    with pytest.raises(KeyError, match="ours"):
+        command("doctor")
+
+
+def test_the_written_configuration_trains_the_same_again(trained: Path) -> None:
+    kept = yaml.safe_load((trained / "run" / "run.yaml").read_text())
+    assert kept == yaml.safe_load((trained / "config.yaml").read_text())

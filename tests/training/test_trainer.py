@@ -1,0 +1,389 @@
+"""Training: a run that was stopped, killed or moved goes on as if nothing had happened."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tests.training.tiny import CHUNK_SIZE, TEXT, run_config
+from trailmark.data.corpus import load_tokenizer, tokenize
+from trailmark.data.files import read_json
+from trailmark.data.needles import CURRICULUM, Level
+from trailmark.training.trainer import HISTORY_FILE, Curriculum, Run, weighted_loss
+
+Act = Callable[[Run], None]
+
+
+class Killed(Exception):
+    pass
+
+
+def press_ctrl_c(run: Run) -> None:
+    signal.raise_signal(signal.SIGINT)
+
+
+def kill(run: Run) -> None:
+    raise Killed
+
+
+def start(output: Path, at: dict[int, Act] | None = None, threshold: float = -1, **settings: Any) -> Run:
+    """A run that does ``at[step]`` after ``step``. Below 0 every level of the curriculum is passed."""
+    acts = at or {}
+
+    def progress(run: Run) -> None:
+        acts.get(run.step, lambda run: None)(run)
+
+    run = Run(run_config(output, **settings), progress, TEXT)
+    run.curriculum.threshold = threshold
+    return run
+
+
+def trained(output: Path, **settings: Any) -> Run:
+    run = start(output, **settings)
+    run.train()
+    return run
+
+
+def weights(run: Run) -> dict[str, Tensor]:
+    return run.model.state_dict()
+
+
+def assert_same_run(ours: Run, other: Run) -> None:
+    for name, weight in weights(other).items():
+        assert torch.equal(weights(ours)[name], weight), name
+    without_time = [[{**h, "seconds": 0} for h in run.history] for run in (ours, other)]
+    assert without_time[0] == without_time[1]
+    assert ours.averages == other.averages
+    assert ours.curriculum == other.curriculum
+
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "text": {"task": "text"},
+    "text, window, adamw": {"task": "text", "model": "window", "optimizer": "adamw"},
+    "needles": {"task": "needles"},
+    "needles, window": {"task": "needles", "model": "window", "weight_decay": 0.1},
+}
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
+    return {name: trained(tmp_path_factory.mktemp("run"), **VARIANTS[name]) for name in VARIANTS}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_stopped_run_goes_on_exactly(variant: str, uninterrupted: dict[str, Run], tmp_path: Path) -> None:
+    for stop in (3, 10):  # between the saved steps 5 and 10, and at one
+        run = start(tmp_path, {stop: press_ctrl_c}, **VARIANTS[variant])
+        with pytest.raises(KeyboardInterrupt):
+            run.train()
+        assert run.step == stop
+        assert not run.finished
+    resumed = start(tmp_path, **VARIANTS[variant])
+    resumed.train()
+    assert_same_run(resumed, uninterrupted[variant])
+
+
+@pytest.mark.parametrize("variant", ["text", "needles"])
+def test_a_killed_run_goes_on_from_its_last_checkpoint(
+    variant: str, uninterrupted: dict[str, Run], tmp_path: Path
+) -> None:
+    for death in (2, 7, 9):  # before anything was saved, and after step 5 was
+        with pytest.raises(Killed):
+            start(tmp_path, {death: kill}, **VARIANTS[variant]).train()
+    steps: list[int] = []
+    every = {step: lambda run: steps.append(run.step) for step in range(13)}
+    resumed = start(tmp_path, every, **VARIANTS[variant])
+    resumed.train()
+    assert steps == [6, 7, 8, 9, 10, 11, 12]
+    assert_same_run(resumed, uninterrupted[variant])
+
+
+def test_what_was_earned_towards_the_next_level_is_kept(tmp_path: Path) -> None:
+    def earn(run: Run) -> None:
+        run.curriculum.average = 0.3  # a model this small earns nothing in so few steps
+
+    whole = start(tmp_path / "whole", {1: earn}, threshold=1, task="needles")
+    whole.train()
+    with pytest.raises(KeyboardInterrupt):
+        start(tmp_path / "run", {1: earn, 3: press_ctrl_c}, threshold=1, task="needles").train()
+    resumed = start(tmp_path / "run", threshold=1, task="needles")
+    resumed.train()
+    assert resumed.curriculum.average > 0.1
+    assert_same_run(resumed, whole)
+
+
+def test_half_a_checkpoint_is_not_used(uninterrupted: dict[str, Run], tmp_path: Path) -> None:
+    with pytest.raises(Killed):
+        start(tmp_path, {11: kill}).train()
+    (tmp_path / "checkpoints" / "checkpoint-10" / "curriculum.json").write_text('{"starts": [')
+    for file in (tmp_path / "checkpoints" / "checkpoint-10").glob("*.safetensors"):
+        file.write_bytes(b"half")
+    resumed = trained(tmp_path)
+    assert_same_run(resumed, uninterrupted["text"])
+
+
+def test_a_stop_at_the_last_step_is_a_stop(uninterrupted: dict[str, Run], tmp_path: Path) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        start(tmp_path, {12: press_ctrl_c}).train()
+    resumed = trained(tmp_path)
+    assert resumed.finished
+    assert_same_run(resumed, uninterrupted["text"])
+
+
+def test_a_second_ctrl_c_stops_at_once(tmp_path: Path) -> None:
+    before = signal.getsignal(signal.SIGINT)
+
+    def twice(run: Run) -> None:
+        press_ctrl_c(run)
+        press_ctrl_c(run)
+
+    with pytest.raises(KeyboardInterrupt):
+        start(tmp_path, {3: twice}).train()
+    assert not list(tmp_path.glob("checkpoints/checkpoint-*"))
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_the_levels_of_the_curriculum_are_passed(uninterrupted: dict[str, Run]) -> None:
+    curriculum = uninterrupted["needles"].curriculum
+    assert curriculum.starts == [0, 2, 4, 6, 8, 10]
+    assert uninterrupted["needles"].history[-1]["level"] == 5
+
+
+def test_the_same_run_twice_and_another_seed(uninterrupted: dict[str, Run], tmp_path: Path) -> None:
+    assert_same_run(trained(tmp_path / "a"), uninterrupted["text"])
+    other = trained(tmp_path / "b", seed=1)
+    assert not torch.equal(other.model.embed_tokens.weight, uninterrupted["text"].model.embed_tokens.weight)
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # transformers renames it
+@pytest.mark.parametrize("task", ["text", "needles"])
+def test_gradient_checkpointing_changes_nothing(
+    task: str, uninterrupted: dict[str, Run], tmp_path: Path
+) -> None:
+    run = start(tmp_path, task=task, gradient_checkpointing=True)
+    run.train()
+    assert any(getattr(module, "gradient_checkpointing", False) for module in run.model.modules())
+    assert_same_run(run, uninterrupted[task])
+
+
+def test_measuring_the_speed_changes_nothing(uninterrupted: dict[str, Run], tmp_path: Path) -> None:
+    run = start(tmp_path, task="needles")
+    assert run.measure_speed(3) > 0
+    run.train()
+    assert_same_run(run, uninterrupted["needles"])
+
+
+# --- what a run leaves behind ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_the_folder_holds_the_trained_model(variant: str, uninterrupted: dict[str, Run]) -> None:
+    run = uninterrupted[variant]
+    model = AutoModelForCausalLM.from_pretrained(run.output)
+    assert type(model) is type(run.model)
+    assert all(torch.equal(model.state_dict()[name], weight) for name, weight in weights(run).items())
+    assert AutoTokenizer.from_pretrained(run.output)("ab")["input_ids"] == run.tokenizer("ab")["input_ids"]
+    history = read_json(run.output / HISTORY_FILE)
+    assert [h["step"] for h in history["steps"]] == [10, 12]
+    assert history["steps"] == run.history
+    assert history["seconds"] == run.seconds > 0
+    assert history["tokens_per_second"] == pytest.approx(12 * 160 / run.seconds)
+    assert ("accuracy" in history["steps"][-1]) == ("needles" in variant)
+    assert ("recall" in history["steps"][-1]) == (variant == "needles")
+    kept = {folder.name for folder in (run.output / "checkpoints").iterdir()}
+    assert kept == {"checkpoint-10", "checkpoint-12"}  # the last two
+    assert not list(run.output.glob(".*"))
+
+
+def test_a_finished_run_is_recognised(uninterrupted: dict[str, Run], tmp_path: Path) -> None:
+    done = uninterrupted["text"].output
+    assert start(done).finished
+    assert not start(done, steps=13).finished
+    assert not start(done, task="needles").finished
+    assert not start(tmp_path / "empty").finished
+    moved = tmp_path / "moved"
+    moved.symlink_to(done)
+    assert start(moved).finished
+
+
+def test_a_run_without_its_history_is_not_finished(tmp_path: Path) -> None:
+    trained(tmp_path)
+    (tmp_path / HISTORY_FILE).write_text("{")
+    assert not start(tmp_path).finished
+
+
+@pytest.mark.parametrize(
+    "change", [{"steps": 13}, {"seed": 1}, {"task": "needles"}, {"model": "window"}, {"learning_rate": 0.5}]
+)
+def test_a_folder_of_another_run_is_refused(uninterrupted: dict[str, Run], change: dict[str, Any]) -> None:
+    done = uninterrupted["text"].output
+    before = {path: path.read_bytes() for path in done.rglob("*") if path.is_file()}
+    message = r"^output: .* holds a run with another configuration \(run\.yaml\)\. Choose another output"
+    with pytest.raises(ValueError, match=message):
+        start(done, **change).train()
+    assert {path: path.read_bytes() for path in done.rglob("*") if path.is_file()} == before
+
+
+@pytest.mark.parametrize("content", [b"", b"hello", b"- 1", b"a: [", b"\xff\xfe\x00"])
+def test_a_foreign_run_file_is_refused(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "run.yaml").write_bytes(content)
+    run = start(tmp_path)
+    assert not run.finished
+    with pytest.raises(ValueError, match="another configuration"):
+        run.train()
+    assert (tmp_path / "run.yaml").read_bytes() == content
+
+
+def test_an_output_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(ValueError, match=r"^output: expected a folder to write in"):
+        start(tmp_path / "file" / "below").train()
+
+
+def test_a_token_outside_the_vocabulary_is_refused(tmp_path: Path) -> None:
+    config = run_config(tmp_path)
+    config.model["vocab_size"] = 100
+    with pytest.raises(ValueError, match=r"^input_ids: expected tokens from 0 to 99 .*tokenizer"):
+        Run(config, text=TEXT).train()
+
+
+def test_one_retrieved_chunk_trains_no_retriever(tmp_path: Path) -> None:
+    config = run_config(tmp_path)
+    config.model["num_retrieved_chunks"] = 1
+    with pytest.raises(ValueError, match="num_retrieved_chunks"):
+        Run(config, text=TEXT).train()
+
+
+def test_too_little_text_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"^data: expected at least sequence_length = 80 tokens, got 79"):
+        Run(run_config(tmp_path), text=TEXT[:79])
+    with pytest.raises(ValueError, match=r"^data: expected more than 640 tokens .*got 640"):
+        Run(run_config(tmp_path, "needles"), text=TEXT[:640])
+
+
+# --- learning ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("model", ["drt", "window"])
+@pytest.mark.parametrize("optimizer", ["muon", "adamw"])
+def test_the_loss_falls(model: str, optimizer: str, tmp_path: Path) -> None:
+    text = tokenize(["abcdefgh" * 100], load_tokenizer())
+    config = run_config(
+        tmp_path, "text", model, optimizer=optimizer, steps=40, learning_rate=0.03, save_steps=1000
+    )
+    run = Run(config, text=text)
+    ids = torch.from_numpy(text[:200]).long()[None]
+
+    def loss() -> float:
+        with torch.no_grad():
+            return float(run.model.eval()(ids, labels=ids).loss)
+
+    before = loss()
+    run.train()
+    assert before > 4  # near log(259) = 5.6
+    assert loss() < 0.5
+
+
+def test_the_loss_is_the_weighted_mean() -> None:
+    run = Run(run_config(Path("unused"), "needles"), text=TEXT)
+    run.model.eval()
+    inputs = run._make(0)
+    drawn = inputs["loss_weights"].unique().tolist()
+    assert drawn == pytest.approx([0, 0.1, 1, 3])
+    loss, out, labels = weighted_loss(run.model, run.retrieves, inputs)
+    total = weight = 0.0
+    logits = out.logits.detach().double()
+    for row, ids in enumerate(inputs["input_ids"]):
+        for t in range(1, len(ids)):  # predicted at t - 1
+            share = float(inputs["loss_weights"][row, t])
+            total -= share * float(logits[row, t - 1].log_softmax(-1)[ids[t]])
+            weight += share
+    assert float(loss.detach()) == pytest.approx(total / weight, rel=1e-5)  # float32
+    assert out.retrieval is not None
+    assert labels.shape == inputs["input_ids"].shape
+
+
+def test_accuracy_and_recall_count_first_digits_and_chunks(tmp_path: Path) -> None:
+    run = start(tmp_path, task="needles", tokens_per_step=800)
+    inputs = run._make(0)
+    labels = torch.nn.functional.pad(inputs["labels"][:, 1:], (0, 1), value=-100)
+    needles = inputs["needle_chunks"]  # [B, N]
+    questions = int((needles >= 0).sum())
+    assert questions == int(inputs["first_digits"].sum()) > 3
+    asked = torch.nn.functional.pad(inputs["first_digits"][:, 1:], (0, 1))
+
+    def measure(right: int, found: int) -> dict[str, float]:
+        predicted = torch.full_like(labels, 200)  # no digit
+        for row, t in asked.nonzero()[:right].tolist():
+            predicted[row, t] = labels[row, t]
+        selected = torch.full((*needles.shape, 2), -1)
+        for row, n in (needles >= 0).nonzero()[:found].tolist():
+            selected[row, n, 1] = needles[row, n]
+        nothing = torch.full_like(selected, -1)
+        out = SimpleNamespace(
+            logits=torch.nn.functional.one_hot(predicted, 259).float(),
+            # found by either group
+            retrieval=[SimpleNamespace(indices=nothing), SimpleNamespace(indices=selected)],
+        )
+        run.averages = {}
+        run.measure(0, torch.tensor(1.5), out, labels, inputs)
+        return run.averages
+
+    for right, found in ((0, 0), (1, questions), (questions, 2)):
+        expected = {"loss": 1.5, "accuracy": right / questions, "recall": found / questions}
+        assert measure(right, found) == pytest.approx(expected)
+
+
+# --- the curriculum ----------------------------------------------------------------------------------------
+
+
+def test_a_level_begins_two_steps_after_it_is_earned() -> None:
+    curriculum = Curriculum(threshold=0.5)
+    step = 0
+    while len(curriculum.starts) == 1:
+        curriculum.update(step, 1.0, rows=4)
+        step += 1
+    assert step == 14  # the first n with 1 - 0.95 ** n > 0.5
+    assert curriculum.starts == [0, 13 + 2]
+    assert [curriculum.level_at(s) for s in (0, 14, 15, 99)] == [0, 0, 1, 1]
+    curriculum.update(14, 1.0, rows=4)  # of the old level
+    assert curriculum.average == 0
+    for step in range(15, 1000):
+        curriculum.update(step, 1.0, rows=2)
+    assert len(curriculum.starts) == len(CURRICULUM)
+    assert curriculum.level_at(999) == len(CURRICULUM) - 1
+
+
+def test_no_level_is_passed_below_the_threshold() -> None:
+    curriculum = Curriculum(threshold=0.5)
+    for step in range(1000):
+        curriculum.update(step, 0.5, rows=1)
+    assert curriculum.starts == [0]
+
+
+def test_no_sample_is_drawn_twice(tmp_path: Path) -> None:
+    """Also where a level changes the size of a batch."""
+    run = start(tmp_path, task="needles", tokens_per_step=1600)
+    curriculum = run.curriculum
+    curriculum.levels = tuple(Level(n, 0.5, 1.0, 0.0) for n in (4, 8, 16))
+    rows: list[int] = []
+    texts: set[str] = set()
+    for step in range(8):
+        ids = run._make(step)["input_ids"]
+        chunks = curriculum.levels[curriculum.level_at(step)].chunks
+        assert ids.shape == (1600 // (chunks * CHUNK_SIZE), chunks * CHUNK_SIZE)
+        rows.append(len(ids))
+        texts |= {str(row.tolist()) for row in ids}
+        if step:  # the loader is one batch ahead
+            curriculum.update(step - 1, 1.0, rows[step - 1])
+    assert rows == [20, 20, 10, 10, 5, 5, 5, 5]
+    assert len(texts) == sum(rows)
+    assert curriculum.samples == [0, 40, 60]

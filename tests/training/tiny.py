@@ -1,0 +1,60 @@
+"""Runs of seconds: a tiny model, a text made on the spot."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from trailmark.data.corpus import Tokens, load_tokenizer, tokenize
+from trailmark.training.config import DataConfig, RunConfig, TrainingConfig
+
+CHUNK_SIZE = 20
+SHARED: dict[str, Any] = {
+    "vocab_size": 259,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "sliding_window": 9,
+    "initialization": "fan_in",
+    "logit_scale": 0.25,
+}
+MODELS: dict[str, dict[str, Any]] = {
+    "drt": SHARED
+    | {
+        "architecture": "drt",
+        "num_lower_layers": 1,
+        "num_encoder_layers": 1,
+        "chunk_size": CHUNK_SIZE,
+        "num_retrieved_chunks": 2,
+    },
+    "window": SHARED | {"architecture": "sliding_window"},
+}
+
+
+def prose(words: int = 600) -> str:
+    """Sentences of a few words, always the same."""
+    rng = np.random.default_rng(0)
+    chosen = rng.choice(["the", "old", "river", "sees", "a", "small", "boat", "and", "sings"], words)
+    return " ".join(chosen) + ".\n"
+
+
+TEXT: Tokens = tokenize([prose()], load_tokenizer())
+
+
+def run_config(output: Path, task: Any = "text", model: str = "drt", **training: Any) -> RunConfig:
+    settings: dict[str, Any] = {
+        "steps": 12,
+        "tokens_per_step": 160,
+        "sequence_length": 80,
+        "save_steps": 5,
+        "warmup_steps": 3,
+    }
+    return RunConfig(
+        output=str(output),
+        model=dict(MODELS[model]),
+        data=DataConfig(task=task, chunk_size=CHUNK_SIZE, filler_weight=0.1),
+        training=TrainingConfig(**(settings | training)),
+    )
