@@ -167,20 +167,27 @@ class Demo:
         count = sum(p.numel() for p in run.model.parameters())
         if run.finished:
             self.say(f"\n{NAMES[name]}: trained already, in {folder}/")
-            return type(run.model).from_pretrained(folder)
-        self.say(f"\nTraining {NAMES[name]} ({count:,} parameters, {steps} steps of 4,096 tokens) ...")
-        model = run.train()
-        self.progress.clear()
-        averages = ", ".join(f"{key} {value:.3f}" for key, value in run.averages.items())
+            model = type(run.model).from_pretrained(folder)
+        else:
+            self.say(f"\nTraining {NAMES[name]} ({count:,} parameters, {steps} steps of 4,096 tokens) ...")
+            model = run.train()
+            self.progress.clear()
+        history = read_json(folder / HISTORY_FILE)
+        averages = {
+            key: history["steps"][-1][key]
+            for key in ("loss", "accuracy", "recall")
+            if key in history["steps"][-1]
+        }
+        shown = ", ".join(f"{key} {value:.3f}" for key, value in averages.items())
         self.say(
-            f"  {duration(run.seconds)}, {run.tokens_per_second:,.0f} tokens/s; on training texts: {averages}"
+            f"  {duration(history['seconds'])}, {history['tokens_per_second']:,.0f} tokens/s; on training texts: {shown}"
         )
         self.record["training"][name] = {
             "parameters": count,
             "steps": steps,
-            "seconds": run.seconds,
-            "tokens_per_second": run.tokens_per_second,
-        } | run.averages
+            "seconds": history["seconds"],
+            "tokens_per_second": history["tokens_per_second"],
+        } | averages
         self._save()
         return model
 

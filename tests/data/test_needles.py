@@ -33,7 +33,7 @@ FORMAT = NeedleFormat.of(BYTES)
 S = 24
 # what could be taken for a needle, a question or an answer stands in the filler too
 FILLER = tokenize(["Prices: $12=34; ~ABCD\n=56789; lorem ipsum, $WXYZ=12345; dolor sit amet. " * 60], BYTES)
-LEVELS = [*CURRICULUM, Level(6, 0.0, 0.5, 0.9)]
+LEVELS = [*CURRICULUM, Level(6, 0.0, 0.5, 0.9), Level(12, 0.0, 0.5, 0.3, quiet=0.6, mixed=0.5, decoys=0.8)]
 
 
 def needle_texts(seed: int = 0, **rest: Any) -> NeedleTexts:
@@ -145,6 +145,30 @@ def test_labels_and_weights_stand_on_the_answers(filler: float, first: float) ->
     assert (batch.labels[batch.first_digits] >= 0).all()
 
 
+def test_quiet_chunks_ask_nothing_and_decoys_are_letters_of_a_key() -> None:
+    """On blank filler, what stands in a chunk without marks, behind where an answer would end, is a decoy."""
+    plain, quiet = Level(32, 1, 0, 0), Level(32, 1, 0, 0, quiet=0.5)
+    level = replace(quiet, decoys=0.5)
+    share, letters = [], 0
+    for number in range(40):
+        batches = [needle_texts().batch(number, 1, x) for x in (plain, quiet, level)]
+        asking = [int((batch.needle_chunks >= 0).sum()) for batch in batches]
+        share.append(asking[1] / asking[0])
+        for batch, expected in zip(batches, (False, False, True), strict=True):
+            text = text_of(batch.input_ids[0])
+            keys = set("".join(piece[:4] for piece in text.split("$")[1:]))
+            for n in range(32):
+                chunk = text[n * S : (n + 1) * S]
+                if "$" not in chunk and "~" not in chunk:
+                    found = chunk[ANSWER_LENGTH:].replace(" ", "")
+                    assert len(found) <= 4
+                    assert set(found) <= keys
+                    assert expected or not found
+                    letters += len(found)
+    assert 0.4 < sum(share) / len(share) < 0.6
+    assert letters > 200
+
+
 @pytest.mark.parametrize("level", LEVELS)
 def test_a_sample_depends_on_seed_number_and_level_alone(level: Level) -> None:
     whole = needle_texts(7).batch(100, 6, level)
@@ -182,7 +206,7 @@ def test_blank_levels_hold_nothing_else() -> None:
     marked = "$~=;ABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789 "
     assert all(set(text_of(row)) <= set(marked) for row in batch.input_ids)
     with_text = needle_texts().batch(0, 4, Level(8, 0, 1, 0))
-    assert all("lorem" in text_of(row) for row in with_text.input_ids)
+    assert all(set(text_of(row)) & set("loremipsum") for row in with_text.input_ids)
 
 
 def test_too_small_a_chunk() -> None:

@@ -151,6 +151,7 @@ class DRTConfig(TrailmarkConfig):
 
     def validate_retrieval(self) -> None:
         """Called by ``strict`` on every construction and load."""
+        self.validate_sizes()  # what is checked here rests on it, and ``strict`` calls by name
         for name in ("chunk_size", "num_retrieved_chunks", "num_retrieval_groups", "num_encoder_layers"):
             _expect(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
         lower = self.num_lower_layers

@@ -56,9 +56,9 @@ class Curriculum:
     def rows(self, level: int, tokens_per_step: int, chunk_size: int) -> int:
         return max(1, tokens_per_step // (self.levels[level].chunks * chunk_size))
 
-    def update(self, step: int, accuracy: float, rows: int) -> None:
-        """Take in the accuracy of ``step``, a batch of ``rows`` samples."""
-        if step < self.starts[-1]:
+    def update(self, step: int, accuracy: float | None, rows: int) -> None:
+        """Take in the accuracy of ``step``, a batch of ``rows`` samples; None: it asked nothing."""
+        if step < self.starts[-1] or accuracy is None:
             return  # a level was just reached; its first batch is still to come
         self.average = _SMOOTHING * self.average + (1 - _SMOOTHING) * accuracy
         if self.average > self.threshold and len(self.starts) < len(self.levels):
@@ -224,12 +224,13 @@ class Run:
         if "first_digits" in inputs:
             asked = F.pad(inputs["first_digits"][:, 1:], (0, 1))
             correct = out.logits[asked].argmax(-1) == labels[asked]
-            found["accuracy"] = float(correct.float().mean()) if correct.numel() else 0.0
             needles = inputs["needle_chunks"]
-            if out.retrieval is not None and bool((needles >= 0).any()):
-                hits = [(s.indices == needles[..., None]).any(-1) for s in out.retrieval]
-                found["recall"] = float(torch.stack(hits).any(0)[needles >= 0].float().mean())
-            self.curriculum.update(step, found["accuracy"], inputs["input_ids"].shape[0])
+            if correct.numel():
+                found["accuracy"] = float(correct.float().mean())
+                if out.retrieval is not None:
+                    hits = [(s.indices == needles[..., None]).any(-1) for s in out.retrieval]
+                    found["recall"] = float(torch.stack(hits).any(0)[needles >= 0].float().mean())
+            self.curriculum.update(step, found.get("accuracy"), inputs["input_ids"].shape[0])
         for name, value in found.items():
             old = self.averages.get(name, value)
             self.averages[name] = _SMOOTHING * old + (1 - _SMOOTHING) * value
