@@ -452,6 +452,19 @@ def test_an_evaluation_finds_out_before_it_works_that_it_cannot_write(
     assert (code, out) == (1, "")
 
 
+@pytest.mark.parametrize("task", ["needles", "perplexity"])
+def test_what_was_found_stays_if_a_later_length_fails(
+    task: str, trained: Path, tmp_path: Path, refused: Callable[..., str]
+) -> None:
+    path, lengths = tmp_path / "a.json", {"needles": "400,1", "perplexity": "400,1000000000"}
+    line = refused(
+        "evaluate", trained / "run", "--text", trained / "text.txt", "--task", task, "--questions", "2",
+        "--lengths", lengths[task], "--output", path,
+    )  # fmt: skip
+    assert "length: expected at" in line
+    assert [result["length"] for result in read_json(path)[task]] == [400]
+
+
 def test_a_full_disk_keeps_the_old_evaluation(
     trained: Path, tmp_path: Path, refused: Callable[..., str]
 ) -> None:

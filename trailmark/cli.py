@@ -82,7 +82,9 @@ def evaluate(
     questions: Annotated[int, typer.Option(help="Needles: asked at each length.")] = 100,
     needles: Annotated[int, typer.Option(help="Needles: hidden at once, all asked.")] = 1,
     seed: int = 0,
-    output: Annotated[Path | None, typer.Option(help="JSON; default: MODEL/evaluation.json.")] = None,
+    output: Annotated[
+        Path | None, typer.Option(help="JSON, kept after each length; default: MODEL/evaluation.json.")
+    ] = None,
 ) -> None:
     """Needles and perplexity by length."""
     from trailmark.evaluation import evaluate as evaluation
@@ -96,7 +98,7 @@ def evaluate(
     wanted = evaluation.parse_lengths(lengths) if lengths else subject.default_lengths()
     tasks = evaluation.parse_task(task) if task else subject.default_tasks()
     tokens = subject.tokens(text)
-    record = evaluation.run(subject, tokens, tasks, wanted, questions, needles, seed, progress.show)
+    record = evaluation.run(subject, tokens, tasks, wanted, questions, needles, seed, progress.show, path)
     progress.clear()
     if record["needles"]:
         typer.echo(needle_table([r | {"model": model.name} for r in record["needles"]], subject.train_length))

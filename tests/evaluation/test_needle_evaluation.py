@@ -75,17 +75,19 @@ def test_memory_is_restored_after_an_error() -> None:
     assert all(torch.equal(a, b) for a, b in zip(cache.memory.tables(), before, strict=True))
 
 
-@pytest.mark.xfail(reason="what the window carries is left as it was")  # BUG 15
+@pytest.mark.parametrize("place", [-1, N - 2, N - 1, N])
 @torch.no_grad()
-def test_planting_where_the_window_still_looks_is_refused() -> None:
+def test_planting_where_the_window_still_looks_is_refused(place: int) -> None:
     model, ids = drt(), tokens(N * S)[0].view(N, S)
     cache = model.new_cache()
     model.read(ids.view(1, -1), cache)
+    before = memory_of(cache)
     with (
-        pytest.raises(ValueError, match="chunks: "),
-        planted(model, cache, ids, torch.tensor([N - 2]), ids[:1]),
+        pytest.raises(ValueError, match=f"chunks: expected numbers from 0 to {N - 3}, got {place}"),
+        planted(model, cache, ids, torch.tensor([0, place]), ids[:2]),
     ):
         pass
+    assert all(torch.equal(a, b) for a, b in zip(cache.memory.tables(), before, strict=True))
 
 
 # --- whole evaluations -----------------------------------------------------------------------------------
@@ -206,11 +208,7 @@ def test_an_evaluation_is_a_function_of_its_seed() -> None:
             {"model": window_model(sliding_window=None), "chunk_size": LONG},
             "sliding_window: expected a number",
         ),
-        pytest.param(
-            {"chunk_size": 2 * LONG},
-            "chunk_size: ",
-            marks=pytest.mark.xfail(reason="plants the needles in other chunks"),  # BUG 16
-        ),
+        ({"chunk_size": 2 * LONG}, "chunk_size: expected the model's own 12, got 24"),
     ],
     ids=[
         "not whole chunks",

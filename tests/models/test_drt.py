@@ -397,17 +397,7 @@ def test_every_parameter_learns(options: dict[str, Any]) -> None:
         assert parameter.grad.abs().max() > 0, name
 
 
-# BUG 5: below one full chunk the encoder's gradients are None (DDP waits for them)
-@pytest.mark.parametrize(
-    "length",
-    [
-        pytest.param(1, marks=pytest.mark.xfail(reason="encoder gradients are None")),
-        pytest.param(S - 1, marks=pytest.mark.xfail(reason="encoder gradients are None")),
-        S,
-        S + 1,
-        2 * S,
-    ],
-)
+@pytest.mark.parametrize("length", [1, S - 1, S, S + 1, 2 * S])
 def test_what_nothing_was_read_through_gets_zeros_as_gradient(length: int) -> None:
     model, ids = drt(groups=2), tokens(length, batch=2)
     out = trained(model, ids)

@@ -17,6 +17,7 @@ from trailmark.models.layers import (
     rms_normalize,
     rotary_table,
     rotate,
+    slopes_like,
 )
 
 EPS = 1e-6
@@ -71,6 +72,21 @@ def test_a_norm_of_a_bfloat16_model_puts_out_bfloat16() -> None:
     assert out.dtype == torch.bfloat16
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert RMSNorm(16, EPS)(draw(2, 16, dtype=torch.float32)).dtype == torch.float32
+
+
+# --- slopes ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+def test_slopes_are_rounded_once_to_float32_or_wider(dtype: torch.dtype) -> None:
+    exact = 2.0 ** (-8 * torch.arange(1, 7, dtype=torch.float64) / 6)
+    assert torch.equal(
+        slopes_like(draw(2, 5, 6, 4, dtype=dtype)), exact.to(torch.promote_types(dtype, torch.float32))
+    )
+
+
+def test_slopes_are_nothing_that_a_model_saves_or_casts() -> None:
+    assert not list(WindowLayer(window_config()).buffers())
 
 
 # --- rotary positions ------------------------------------------------------------------------------------

@@ -130,11 +130,21 @@ def run(
     needles: int,
     seed: int,
     progress: Callable[[str], None],
+    output: Path | None = None,
 ) -> dict[str, Any]:
-    """Every task at every length, as a record for JSON."""
+    """Every task at every length, as a record for JSON.
+
+    ``output``: a file that is written after each length, so that what was found stays if a later one fails.
+    """
     if questions < 1 or needles < 1:
         raise ValueError(f"questions, needles: expected at least 1, got {questions} and {needles}.")
     record: dict[str, Any] = {"model": str(subject.folder), "seed": seed, "needles": [], "perplexity": []}
+
+    def keep(task: str, result: dict[str, Any]) -> None:
+        record[task].append(result)
+        if output is not None and _replaceable(output):
+            save(record, output)
+
     if "needles" in tasks:
         format = NeedleFormat.of(subject.tokenizer)
         for length in lengths:
@@ -142,11 +152,11 @@ def run(
             found = evaluate_needles(
                 subject.model, format, tokens, whole, questions, needles, subject.chunk_size, seed, progress
             )
-            record["needles"].append(found.summary())
+            keep("needles", found.summary())
     if "perplexity" in tasks:
         for length in lengths:
             progress(f"{length:,} tokens: perplexity")
-            record["perplexity"].append(evaluate_perplexity(subject.model, tokens, length).summary())
+            keep("perplexity", evaluate_perplexity(subject.model, tokens, length).summary())
     return record
 
 
@@ -154,8 +164,13 @@ def expect_output(path: Path) -> None:
     """A ValueError, before any work is done, if no file can be written there."""
     if path.is_dir():
         raise ValueError(f"output: expected a file, {str(path)!r} is a folder.")
-    if path.is_file() or not path.exists():  # a device needs no folder to write in
+    if _replaceable(path):
         expect_writable("output", path.parent)
+
+
+def _replaceable(path: Path) -> bool:
+    """A device is not: it needs no folder to write in, and what was written stays."""
+    return path.is_file() or not path.exists()
 
 
 def save(record: dict[str, Any], path: Path) -> Path:

@@ -103,9 +103,15 @@ def evaluate_needles(
         seed: of haystacks, places, keys and values.
 
     Raises:
-        ValueError: a text or a length too short to hold the needles.
+        ValueError: a text or a length too short to hold the needles, a chunk size that is not the model's.
     """
-    S: Any = chunk_size or getattr(model.config, "chunk_size", 0)
+    own = getattr(model.config, "chunk_size", None)
+    S: Any = chunk_size or own or 0
+    if own not in (None, S):
+        raise ValueError(
+            f"chunk_size: expected the model's own {own}, got {S}: needles are planted in whole chunks of its "
+            "memory. Leave it out."
+        )
     if S < 1:
         raise ValueError(
             "chunk_size: expected the chunk size of the task for a model without chunks, got None."
@@ -193,20 +199,30 @@ def planted(
     """Inside, ``cache`` (one row that has read ``ids`` [N, S]) holds ``texts`` [n, S] at chunks ``chunks`` [n].
 
     The entries of these chunks, and of those after them that the lower layers reach, are encoded again from
-    the changed text. A model without memory carries nothing of text outside its window: nothing to do.
+    the changed text. A model without memory carries nothing of text outside its window: nothing to do. What the
+    upper layers carry is still that of ``ids``: read ``reading_tail`` chunks on before anything is asked.
+
+    Raises:
+        ValueError: a chunk that the window still sees, or that was not read.
     """
     if not isinstance(model, DRTForCausalLM):
         yield
         return
+    reach, read = model.encoding_reach(), len(cache.memory)
+    wrong = [place for place in chunks.tolist() if not 0 <= place < read - reach]
+    if wrong:
+        raise ValueError(
+            f"chunks: expected numbers from 0 to {read - reach - 1}, got {wrong[0]}: of the {read} chunks that were "
+            f"read, the window still sees what it took from the last {reach}. Read on before planting there."
+        )
     changed = ids.clone()
     changed[chunks] = texts
-    reach = model.encoding_reach()
     replaced = []
-    for place in chunks.tolist():
-        before = changed[max(0, place - reach) : place].view(1, -1) if place and reach else None
-        entries = model.encode(changed[place : place + 1 + reach].reshape(1, -1), before)
-        replaced.append((place, cache.memory.replace(place, entries)))
     try:
+        for place in chunks.tolist():
+            before = changed[max(0, place - reach) : place].view(1, -1) if place and reach else None
+            entries = model.encode(changed[place : place + 1 + reach].reshape(1, -1), before)
+            replaced.append((place, cache.memory.replace(place, entries)))
         yield
     finally:
         for place, entries in reversed(replaced):

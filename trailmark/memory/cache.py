@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from typing import NamedTuple
 
 from torch import Tensor
 
 from trailmark.ops import ChunkSelection
+
+_ALL = sys.maxsize  # chunks
 
 
 class MemoryEntries(NamedTuple):
@@ -30,7 +33,7 @@ class ChunkMemory:
         self._buffers: list[Tensor] = []
         self._count = 0
         self._waiting: list[MemoryEntries] = []
-        self._shared = False
+        self._held = 0  # chunks at the start that another memory reads: nothing is appended there
         self._short = False  # some chunk was closed early
 
     def __len__(self) -> int:
@@ -67,16 +70,17 @@ class ChunkMemory:
     def branch(self, batch_size: int) -> ChunkMemory:
         """A memory of ``batch_size`` rows that share this one row's buffers and never write them."""
         self._write_waiting()
+        self._held = max(self._held, self._count)
         other = ChunkMemory()
         other._buffers = [buffer.expand(batch_size, *buffer.shape[1:]) for buffer in self._buffers]
-        other._count, other._shared, other._short = self._count, True, self._short
+        other._count, other._held, other._short = self._count, _ALL, self._short
         return other
 
     def replace(self, first: int, entries: MemoryEntries) -> MemoryEntries:
         """Overwrite chunks ``first ...`` in place (also for every branch); returns copies of the old ones."""
         self._write_waiting()
         n = entries.landmarks.shape[1]
-        if self._shared or first < 0 or first + n > self._count:
+        if self._held == _ALL or first < 0 or first + n > self._count:
             raise ValueError(
                 f"first: expected {n} chunks inside the {self._count} that this memory owns, got {first}."
             )
@@ -90,7 +94,7 @@ class ChunkMemory:
     def reorder(self, rows: Tensor) -> None:
         self._write_waiting()
         self._buffers = [buffer.index_select(0, rows) for buffer in self._buffers]
-        self._shared = False
+        self._held = 0
 
     def num_bytes(self) -> int:
         """Bytes of the entries themselves (not of spare capacity)."""
@@ -103,13 +107,13 @@ class ChunkMemory:
         total = len(self)
         parts = [_head_major(entry) for entry in self._waiting]
         self._waiting = []
-        if not self._buffers or self._shared or self._buffers[0].shape[1] < total:
+        if not self._buffers or self._count < self._held or self._buffers[0].shape[1] < total:
             # half as much again: few copies, and pages never touched cost nothing
             capacity = max(self.capacity, total + total // 2 if self._buffers else total, 16)
             grown = [x.new_empty(x.shape[0], capacity, *x.shape[2:]) for x in parts[0]]
             for new, old in zip(grown, self._buffers, strict=False):
                 new[:, : self._count] = old[:, : self._count]
-            self._buffers, self._shared = grown, False
+            self._buffers, self._held = grown, 0
         for part in parts:
             end = self._count + part[0].shape[1]
             for buffer, new in zip(self._buffers, part, strict=True):
@@ -152,10 +156,20 @@ class ChunkCache:
         """Tokens read (landmarks are not counted)."""
         return max(row.num_tokens for row in self.rows) if self.rows else self.num_tokens
 
+    @property
+    def batch_size(self) -> int | None:
+        """B, the rows that were read; None: nothing yet."""
+        if self.rows is not None:
+            return len(self.rows)
+        carried = [self.open_tokens, *(kept[0] for kept in self.window if kept is not None)]
+        return next((x.shape[0] for x in carried if x is not None), None)
+
     def branch(self, batch_size: int = 1) -> ChunkCache:
         """A cache of ``batch_size`` rows that go on from here; this one (of one row) stays as it is."""
-        if self.rows is not None or (self.open_tokens is not None and self.open_tokens.shape[0] != 1):
-            raise ValueError("branch: expected a cache of one row, got a batch. Branch one row's cache.")
+        if self.rows is not None or self.batch_size not in (None, 1):
+            raise ValueError(
+                f"branch: expected a cache of one row, got a batch of {self.batch_size}. Read one text a time."
+            )
         other = ChunkCache(len(self.window), len(self.pending))
         other.window = [
             None if kept is None else (_repeat(kept[0], batch_size), _repeat(kept[1], batch_size))

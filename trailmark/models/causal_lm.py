@@ -6,7 +6,7 @@ An architecture implements ``run`` (hidden states of the new tokens) and ``new_c
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,8 +19,8 @@ from transformers.utils import ModelOutput
 
 from trailmark.memory import ChunkCache
 from trailmark.models.configuration import TrailmarkConfig
-from trailmark.models.layers import RMSNorm, WindowAttention
-from trailmark.ops import ChunkSelection, alibi_slopes
+from trailmark.models.layers import RMSNorm
+from trailmark.ops import ChunkSelection
 
 # Tokens that ``read`` takes at a time: enough for efficient GEMMs, few enough to keep the memory constant.
 _READ_TOKENS = 4096
@@ -34,7 +34,10 @@ class CausalLMOutput(ModelOutput):
     logits: Tensor | None = None
     past_key_values: ChunkCache | None = None
     retrieval: tuple[ChunkSelection, ...] | None = None
-    """Per group, what the landmarks closed in this call selected [B, N, K], by absolute chunk number."""
+    """Per group, what the landmarks closed in this call selected [B, N, K], by absolute chunk number.
+
+    A padded row may close fewer chunks than N; what follows them is -1.
+    """
 
 
 @dataclass
@@ -118,6 +121,7 @@ class TrailmarkForCausalLM(PreTrainedModel, GenerationMixin):
         Args:
             input_ids: int64 [B, T], T >= 1: tokens only, of any length; landmarks live inside.
             attention_mask: [B, T], 0 where padded (left or right), or over cached and new tokens together.
+                What padding predicts bears no loss.
             past_key_values: from :meth:`new_cache`; changed in place.
             use_cache: make a cache if none is given. None: no in training, else only with a cache given.
             labels: int64 [B, T], -100 where no loss; shifted inside, as everywhere in transformers.
@@ -128,22 +132,25 @@ class TrailmarkForCausalLM(PreTrainedModel, GenerationMixin):
             logits_to_keep: compute only the last logits; 0 is all.
 
         Raises:
-            ValueError: an empty input, a token outside the vocabulary, padding in the middle.
+            ValueError: an empty input, a token outside the vocabulary, padding in the middle, a mask, labels or
+                a cache of other rows, a cache in training.
         """
         self._check_tokens(input_ids)
         B, T = input_ids.shape
         cache = past_key_values
+        self._check_cache(input_ids, cache)
         if cache is None and use_cache and not self.training:
             cache = self.new_cache()
         if labels is not None and labels.shape != input_ids.shape:
             raise ValueError(f"labels: expected shape {(B, T)}, got {tuple(labels.shape)}.")
-        padding = None if attention_mask is None else attention_mask[:, -T:]
-        padded = padding is not None and not bool(padding.all())
-        if cache is not None and (padded or cache.rows is not None):
-            hidden = self._run_rows(input_ids, padding, cache, close_chunk)
+        present = None if attention_mask is None else _present(attention_mask, T, B, cache)
+        if labels is not None and present is not None:
+            labels = labels.masked_fill(~F.pad(present[:, :-1], (1, 0), value=True), -100)
+        if cache is not None and (present is not None or cache.rows is not None):
+            hidden = self._run_rows(input_ids, present, cache, close_chunk, output_retrieval)
         else:
-            order = _right_padded(padding) if padded and padding is not None else None
-            ids = input_ids if order is None else input_ids.gather(1, order)
+            order = None if present is None else torch.sort(~present, dim=1, stable=True).indices
+            ids = input_ids if order is None else input_ids.gather(1, order)  # padded right
             if order is not None and close_chunk:
                 raise ValueError("close_chunk: expected a cache for a padded batch. Pass use_cache=True.")
             if self.training and noise_seed is None:
@@ -154,6 +161,9 @@ class TrailmarkForCausalLM(PreTrainedModel, GenerationMixin):
             if order is not None and hidden.states is not None:
                 back = order.argsort(dim=1)[..., None].expand_as(hidden.states)
                 hidden.states = hidden.states.gather(1, back)
+            if present is not None and hidden.retrieval is not None:
+                closed = present.sum(1) // getattr(self.config, "chunk_size", 1)
+                hidden.retrieval = tuple(_first_chunks(chosen, closed) for chosen in hidden.retrieval)
         assert hidden.states is not None
         states = hidden.states[:, -logits_to_keep:] if logits_to_keep else hidden.states
         if self.config.logit_scale != 1.0:
@@ -173,6 +183,7 @@ class TrailmarkForCausalLM(PreTrainedModel, GenerationMixin):
         encoder alone, so the upper layers run on the last positions of each piece (docs/math.md, Reading).
         """
         self._check_tokens(input_ids)
+        self._check_cache(input_ids, cache)
         if cache.rows is not None:
             raise ValueError(
                 "cache: expected rows of equal length, got a padded batch. Read one text a time."
@@ -198,7 +209,9 @@ class TrailmarkForCausalLM(PreTrainedModel, GenerationMixin):
         """transformers' ``generate``, always with a cache.
 
         ``close_chunk=True`` (the default) ends the prompt with a landmark, so that a question retrieves for
-        its own answer. With ``past_key_values`` (a cache that has read something) the prompt is what follows.
+        its own answer. With ``past_key_values`` (a cache that has read something) the prompt is what follows;
+        several prompts or continuations (``num_beams``, ``num_return_sequences``) after one text go on in
+        branches, and the cache given stays as it is.
         """
         if kwargs.get("use_cache") is False:
             raise ValueError(
@@ -208,10 +221,25 @@ class TrailmarkForCausalLM(PreTrainedModel, GenerationMixin):
         return super().generate(*args, **kwargs)
 
     def _prepare_cache_for_generation(
-        self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
+        self,
+        generation_config: Any,
+        model_kwargs: dict[str, Any],
+        generation_mode: Any,
+        batch_size: int,
+        max_cache_length: int,
     ) -> None:
-        if model_kwargs.get("past_key_values") is None:
+        if generation_config.prefill_chunk_size is not None:
+            raise ValueError(
+                f"prefill_chunk_size: expected None, got {generation_config.prefill_chunk_size}: a prompt ends with "
+                "one landmark, its pieces with none. For constant memory, read(ids, cache) all but the question "
+                "and pass past_key_values=cache."
+            )
+        rows = batch_size * max(generation_config.num_beams, generation_config.num_return_sequences)
+        cache = model_kwargs.get("past_key_values")
+        if cache is None:
             model_kwargs["past_key_values"] = self.new_cache()
+        elif rows > 1 and cache.batch_size == 1:
+            model_kwargs["past_key_values"] = cache.branch(rows)
 
     def prepare_inputs_for_generation(
         self,
@@ -223,10 +251,12 @@ class TrailmarkForCausalLM(PreTrainedModel, GenerationMixin):
         close_chunk: bool = True,
         **kwargs: Any,
     ) -> dict[str, Any]:
-        new = input_ids if is_first_iteration else input_ids[:, -1:]
+        if not is_first_iteration:
+            input_ids = input_ids[:, -1:]
+            attention_mask = None if attention_mask is None else attention_mask[:, -1:]
         return {
-            "input_ids": new,
-            "attention_mask": attention_mask[:, -new.shape[1] :] if attention_mask is not None else None,
+            "input_ids": input_ids,
+            "attention_mask": attention_mask,
             "past_key_values": past_key_values,
             "use_cache": True,
             "close_chunk": bool(close_chunk and is_first_iteration),
@@ -246,8 +276,6 @@ class TrailmarkForCausalLM(PreTrainedModel, GenerationMixin):
             init.normal_(module.weight, std=std)
         elif isinstance(module, RMSNorm):
             init.ones_(module.weight)
-        elif isinstance(module, WindowAttention):
-            init.copy_(module.slopes, alibi_slopes(config.num_attention_heads))
 
     def _check_tokens(self, input_ids: Tensor) -> None:
         if input_ids.dim() != 2 or 0 in input_ids.shape:
@@ -262,26 +290,54 @@ class TrailmarkForCausalLM(PreTrainedModel, GenerationMixin):
                 f"got {low if low < 0 else high}. Use the tokenizer that the model was trained with."
             )
 
+    def _check_cache(self, input_ids: Tensor, cache: ChunkCache | None) -> None:
+        if cache is None:
+            return
+        if self.training:
+            raise ValueError(
+                "past_key_values: expected None in training: what a cache carries has no gradient. "
+                "Call eval() first, or pass the whole text at once."
+            )
+        if cache.batch_size not in (None, input_ids.shape[0]):
+            raise ValueError(
+                f"input_ids: expected the {cache.batch_size} rows that the cache has read, got "
+                f"{input_ids.shape[0]}. Pass all of them; after one text, cache.branch(B) goes on in B rows."
+            )
+
     def _run_rows(
-        self, input_ids: Tensor, padding: Tensor | None, cache: ChunkCache, close_chunk: bool
+        self,
+        input_ids: Tensor,
+        present: Tensor | None,
+        cache: ChunkCache,
+        close_chunk: bool,
+        output_retrieval: bool,
     ) -> Hidden:
         """A padded batch with a cache: row by row, each on a cache of its own. Exact, and not fast."""
         B, T = input_ids.shape
         if cache.rows is None:
             if cache.num_tokens:
-                raise ValueError("attention_mask: expected no padding after a cache that was read unpadded.")
+                raise ValueError(
+                    "attention_mask: expected no padding after a cache that was read unpadded. "
+                    "Pass the rows one at a time, each with a cache of its own."
+                )
             cache.rows = [self.new_cache() for _ in range(B)]
-        states = None
-        for b in range(B):
-            kept = torch.ones(T, dtype=torch.bool) if padding is None else padding[b].bool()
-            if not bool(kept.any()):
-                raise ValueError(f"attention_mask: expected a token in every row, row {b} has none.")
-            own = self.run(input_ids[b : b + 1, kept], cache.rows[b], close_chunk, None, False, False).states
-            assert own is not None
-            if states is None:
-                states = own.new_zeros(B, T, own.shape[-1])
-            states[b, kept] = own[0]
-        return Hidden(states)
+        if present is None:
+            present = torch.ones(B, T, dtype=torch.bool)
+        rows = [
+            self.run(
+                input_ids[b : b + 1, present[b]], cache.rows[b], close_chunk, None, False, output_retrieval
+            )
+            for b in range(B)
+        ]
+        assert rows[0].states is not None
+        states = rows[0].states.new_zeros(B, T, rows[0].states.shape[-1])
+        for b, row in enumerate(rows):
+            assert row.states is not None
+            states[b, present[b]] = row.states[0]
+        if any(row.retrieval is None for row in rows):
+            return Hidden(states)
+        groups = zip(*(row.retrieval or () for row in rows), strict=True)
+        return Hidden(states, tuple(_join_rows(group) for group in groups))
 
 
 def mark_residual_projections(model: nn.Module) -> None:
@@ -308,12 +364,44 @@ def shift_labels(labels: Tensor, fill: int = -100) -> Tensor:
     return F.pad(labels[:, 1:], (0, 1), value=fill)
 
 
-def _right_padded(mask: Tensor) -> Tensor:
-    """[B, T] order of tokens that puts the present ones first; padding inside a text is refused."""
-    present = mask.bool()
+def _present(mask: Tensor, num_tokens: int, batch_size: int, cache: ChunkCache | None) -> Tensor | None:
+    """The mask as bool [B, T] of the new tokens; None: none is padding. Padding inside a text is refused."""
+    seen = 0 if cache is None else cache.get_seq_length()
+    # a padded cache counts tokens, not the padding that came with them
+    padded = cache is not None and cache.rows is not None
+    rows, width = mask.shape if mask.dim() == 2 else (0, 0)
+    fits = width in (num_tokens, seen + num_tokens) or (padded and width > seen + num_tokens)
+    if rows != batch_size or not fits:
+        whole = f", or with the {seen} cached tokens before" if seen else ""
+        raise ValueError(
+            f"attention_mask: expected shape [{batch_size}, {num_tokens}] as input_ids{whole}, got "
+            f"{list(mask.shape)}. Pass the tokenizer's own mask, or none if nothing is padded."
+        )
+    present = mask[:, -num_tokens:].bool()
+    if bool(present.all()):
+        return None
     if bool(((present[:, 1:] != present[:, :-1]).sum(1) > 1).any() or not present.any(1).all()):
         raise ValueError(
             "attention_mask: expected each row to be tokens with padding at one end, got padding inside or "
             "a row without tokens."
         )
-    return torch.sort(~present, dim=1, stable=True).indices
+    return present
+
+
+_NOTHING = (-1, 0.0, -math.inf)  # index, weight and score where nothing was selected
+
+
+def _first_chunks(chosen: ChunkSelection, count: Tensor) -> ChunkSelection:
+    """[B, N, K] of which row b closed ``count[b]`` chunks; the rest selected nothing."""
+    rest = torch.arange(chosen.indices.shape[1], device=count.device) >= count[:, None]  # [B, N]
+    parts = zip(chosen, _NOTHING, strict=True)
+    return ChunkSelection(*(x.masked_fill(rest[..., None], nothing) for x, nothing in parts))
+
+
+def _join_rows(rows: Sequence[ChunkSelection]) -> ChunkSelection:
+    """[1, n, K] of each row -> [B, the most, K]."""
+    most = max(row.indices.shape[1] for row in rows)
+    joined = []
+    for each, nothing in zip(zip(*rows, strict=True), _NOTHING, strict=True):
+        joined.append(torch.cat([F.pad(x, (0, 0, 0, most - x.shape[1]), value=nothing) for x in each]))
+    return ChunkSelection(*joined)

@@ -1,14 +1,53 @@
 """Configurations. Fields that several models share bear one name; sizes that do not fit are refused here."""
 
-from __future__ import annotations
+# No ``from __future__ import annotations`` here: ``strict`` does not check types that are written as strings.
 
-from typing import Any, Literal
+import inspect
+from functools import wraps
+from typing import Any, Literal, TypeVar, get_args, get_origin
 
 from huggingface_hub.dataclasses import strict
+from huggingface_hub.errors import StrictDataclassError
 from transformers import PreTrainedConfig
 
+Config = TypeVar("Config")
 
-@strict
+
+class ConfigurationError(StrictDataclassError, ValueError):
+    """A field that does not fit; what ``strict`` raises by itself is no ValueError."""
+
+
+def _checked(cls: type[Config]) -> type[Config]:
+    """``strict``: every construction, load, assignment and save checks the fields, with errors of our own."""
+    checked: Any = strict(cls)
+    set_field, validate_all = checked.__setattr__, checked.validate
+
+    def set_checked(self: Any, name: str, value: Any) -> None:
+        try:
+            set_field(self, name, value)
+        except StrictDataclassError as error:
+            kind = checked.__dataclass_fields__[name].type
+            raise ConfigurationError(f"{name}: expected {_in_words(kind)}, got {value!r}.") from error
+
+    @wraps(validate_all)  # also its mark, by which ``strict`` knows a parent's
+    def validate(self: Any) -> None:
+        try:
+            validate_all(self)
+        except StrictDataclassError as error:
+            raise ConfigurationError(str(error.__cause__)) from error
+
+    checked.__setattr__, checked.validate = set_checked, validate
+    return checked
+
+
+def _in_words(kind: Any) -> str:
+    """A field's type: "int or None", "'alibi' or 'rope'"."""
+    if get_origin(kind) is Literal:
+        return " or ".join(map(repr, get_args(kind)))
+    return inspect.formatannotation(kind).replace(" | ", " or ")
+
+
+@_checked
 class TrailmarkConfig(PreTrainedConfig):
     """What every model shares. The defaults are the papers' 128M models.
 
@@ -38,11 +77,11 @@ class TrailmarkConfig(PreTrainedConfig):
     num_key_value_heads: int | None = None
     sliding_window: int | None = 512
     window_position: Literal["alibi", "rope"] = "alibi"
-    rope_theta: float = 10000.0
-    rms_norm_eps: float = 1e-6
+    rope_theta: float | int = 10000.0
+    rms_norm_eps: float | int = 1e-6
     initialization: Literal["normal", "fan_in"] = "normal"
-    initializer_range: float = 0.02
-    logit_scale: float = 1.0
+    initializer_range: float | int = 0.02
+    logit_scale: float | int = 1.0
     implementation: str | None = None
     use_cache: bool = True
     tie_word_embeddings: bool = True
@@ -59,8 +98,8 @@ class TrailmarkConfig(PreTrainedConfig):
     def head_dim(self) -> int:
         return self.hidden_size // self.num_attention_heads
 
-    def validate_sizes(self) -> None:
-        """Called by ``strict`` on every construction and load."""
+    def validate_architecture(self) -> None:
+        """Called by ``strict`` on every construction, load and save, before what rests on it."""
         for name in (
             "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"
         ):  # fmt: skip
@@ -98,14 +137,14 @@ class TrailmarkConfig(PreTrainedConfig):
         )
 
 
-@strict
+@_checked
 class SlidingWindowConfig(TrailmarkConfig):
     """The model with a window alone: Llama-like layers, sliding window, ALiBi."""
 
     model_type = "trailmark_sliding_window"
 
 
-@strict
+@_checked
 class DRTConfig(TrailmarkConfig):
     """Differentiable Retrieval Transformer (arXiv 2410.01651).
 
@@ -134,7 +173,7 @@ class DRTConfig(TrailmarkConfig):
     softmax_off_by_one: bool = True
     retrieval_projections: bool = True
     retrieval_normalization: bool = False
-    retrieval_scale: float = 1.0
+    retrieval_scale: float | int = 1.0
     retrieval_noise: bool = True
     exclude_visible_chunks: bool = False
     residual_gca: bool = False
@@ -149,9 +188,8 @@ class DRTConfig(TrailmarkConfig):
         assert self.num_lower_layers is not None
         return self.num_hidden_layers - self.num_lower_layers
 
-    def validate_retrieval(self) -> None:
-        """Called by ``strict`` on every construction and load."""
-        self.validate_sizes()  # what is checked here rests on it, and ``strict`` calls by name
+    def validate_architecture(self) -> None:
+        super().validate_architecture()
         for name in ("chunk_size", "num_retrieved_chunks", "num_retrieval_groups", "num_encoder_layers"):
             _expect(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
         lower = self.num_lower_layers

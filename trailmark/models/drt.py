@@ -235,7 +235,7 @@ class DRTForCausalLM(TrailmarkForCausalLM):
         output_retrieval: bool,
     ) -> Hidden:
         config, T = self.config, input_ids.shape[1]
-        self._check_retrieval(cache)
+        self._check_retrieval()
         ids = input_ids
         if cache is not None and cache.open_tokens is not None:
             ids = torch.cat([cache.open_tokens, input_ids], dim=1)  # the open chunk is read again
@@ -302,23 +302,21 @@ class DRTForCausalLM(TrailmarkForCausalLM):
             return Hidden(None, retrieval)
         return Hidden(self.norm(grid.tokens(x)[:, -T:]), retrieval)
 
-    def _check_retrieval(self, cache: ChunkCache | None) -> None:
-        if not self.training:
-            return
-        if self.config.num_retrieved_chunks == 1:
+    def _check_retrieval(self) -> None:
+        if self.training and self.config.num_retrieved_chunks == 1:
             raise ValueError(
                 "num_retrieved_chunks: expected at least 2 in training, got 1: the weight of a single chunk is "
                 "always 1, so its score gets no gradient and the retriever learns nothing."
             )
-        if cache is not None:
-            raise ValueError("past_key_values: expected None in training: memory carries no gradient.")
 
     def _remember(self, x: Tensor, grid: Grid, cache: ChunkCache | None) -> tuple[MemoryEntries, Tensor]:
         """Encode and store the chunks closed in this call.
 
         Returns the entries that this call may read, and the lengths [B, M] of all chunks.
         """
-        entries = self.encoder(x, grid) if grid.num_closed else self._no_entries(x)
+        # where nothing is closed the encoder still runs for its gradients: zeros, which DDP waits for
+        encodes = grid.num_closed or (cache is None and torch.is_grad_enabled())
+        entries = self.encoder(x, grid) if encodes else self._no_entries(x)
         if cache is None:
             return entries, entries.lengths
         # A call that closes one chunk reads only what was there before it: a branch then copies nothing.

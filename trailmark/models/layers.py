@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -102,22 +103,21 @@ class WindowAttention(SelfAttention):
     Carried keys are kept without rotation: only distances matter, so each call counts from its first key.
     """
 
-    slopes: Tensor
-
     def __init__(self, config: TrailmarkConfig) -> None:
         super().__init__(config)
         self.window = config.sliding_window
         self.implementation = config.implementation
         self.rope_theta = config.rope_theta if config.window_position == "rope" else None
-        self.register_buffer("slopes", alibi_slopes(config.num_attention_heads), persistent=False)
 
     def forward(self, x: Tensor, carried: KeysAndValues | None = None) -> tuple[Tensor, KeysAndValues]:
         q, k, v = self.heads(x)
         kept = k, v = _join(carried, k, v)
-        slopes: Tensor | None = self.slopes
+        slopes = None
         if self.rope_theta is not None:
             table = rotary_table(k.shape[1], self.head_dim, self.rope_theta, x)
-            q, k, slopes = rotate(q, table[-x.shape[1] :]), rotate(k, table), None
+            q, k = rotate(q, table[-x.shape[1] :]), rotate(k, table)
+        else:
+            slopes = slopes_like(q)
         out = sliding_window_attention(
             q, k, v, self.window, alibi_slopes=slopes, implementation=self.implementation
         )
@@ -128,6 +128,17 @@ class WindowAttention(SelfAttention):
         """Only the keys and values [B, P, J, D] of the carried positions and of x [B, T, E]."""
         _, k, v = self.heads(x)
         return _join(carried, k, v)
+
+
+def slopes_like(q: Tensor) -> Tensor:
+    """ALiBi's slopes [H] for q [..., H, D], in float32 or wider, on its device."""
+    return _slopes(q.shape[-2], torch.promote_types(q.dtype, torch.float32), q.device)
+
+
+@lru_cache(maxsize=64)
+def _slopes(num_heads: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """No buffer of a module: its ``to`` and ``bfloat16`` would round them."""
+    return alibi_slopes(num_heads, dtype).to(device)
 
 
 def _join(carried: KeysAndValues | None, k: Tensor, v: Tensor) -> KeysAndValues:
