@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 import yaml
 
 from tests.training.tiny import MODELS, run_config
+from trailmark import demo
 from trailmark.models import DRTConfig, SlidingWindowConfig
 from trailmark.training.config import ARCHITECTURES, DataConfig, RunConfig, TrainingConfig, load_run_config
 
@@ -198,3 +200,10 @@ def test_no_file(tmp_path: Path) -> None:
         load_run_config(tmp_path / "absent.yaml")
     with pytest.raises(ValueError, match=r"^config: cannot read .*: Is a directory"):
         load_run_config(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["drt", "window"])
+def test_the_needle_configurations_are_those_of_the_demo(name: str, tmp_path: Path) -> None:
+    path = CONFIGS[0].parent / f"needle-{name}.yaml"
+    demos = demo.Demo(tmp_path)._config(name, demo.STEPS[name])
+    assert replace(load_run_config(path), output=demos.output) == demos

@@ -153,8 +153,8 @@ def test_a_second_ctrl_c_stops_at_once(tmp_path: Path) -> None:
 
 def test_the_levels_of_the_curriculum_are_passed(uninterrupted: dict[str, Run]) -> None:
     curriculum = uninterrupted["needles"].curriculum
-    assert curriculum.starts == [0, 2, 4, 6, 8, 10]
-    assert uninterrupted["needles"].history[-1]["level"] == 5
+    assert curriculum.starts == [0, 2, 4, 6, 8]
+    assert uninterrupted["needles"].history[-1]["level"] == 4
 
 
 def test_the_same_run_twice_and_another_seed(uninterrupted: dict[str, Run], tmp_path: Path) -> None:

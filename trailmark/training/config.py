@@ -15,6 +15,7 @@ from typing import Any, Literal
 import yaml
 from huggingface_hub.errors import StrictDataclassError
 
+from trailmark.data.needles import CURRICULUM
 from trailmark.models import MODELS, TrailmarkConfig
 
 ARCHITECTURES = {name.removeprefix("trailmark_"): model for name, model in MODELS.items()}
@@ -36,6 +37,8 @@ class DataConfig:
     """needles: weight of the loss on all tokens that are no answer (a digit weighs 1)."""
     first_digit_weight: float = 3.0
     """needles: weight of each answer's first digit, the only one that trains the retriever."""
+    first_level: int = 0
+    """needles: the level of the curriculum to begin with; a model that cannot retrieve never leaves it."""
 
 
 @dataclass
@@ -49,7 +52,7 @@ class TrainingConfig:
     optimizer: Literal["muon", "adamw"] = "muon"
     learning_rate: float = 3e-3
     """of AdamW."""
-    matrix_learning_rate: float = 0.02
+    matrix_learning_rate: float = 0.006
     """of Muon."""
     weight_decay: float = 0.0
     warmup_steps: int = 30
@@ -216,6 +219,10 @@ def _check(config: RunConfig) -> None:
         raise ValueError(
             f"training.tokens_per_step: expected at least sequence_length = {training.sequence_length}, "
             f"got {training.tokens_per_step}."
+        )
+    if not 0 <= config.data.first_level < len(CURRICULUM):
+        raise ValueError(
+            f"data.first_level: expected 0 to {len(CURRICULUM) - 1}, got {config.data.first_level}."
         )
     chunk_size = getattr(config.model_config(), "chunk_size", None)
     if config.data.task == "needles" and chunk_size is not None and chunk_size != config.data.chunk_size:

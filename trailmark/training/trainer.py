@@ -45,7 +45,7 @@ class Curriculum:
     """
 
     levels: tuple[Level, ...] = CURRICULUM
-    threshold: float = 0.85
+    threshold: float = 0.9
     starts: list[int] = field(default_factory=lambda: [0])  # the first step of each level reached
     samples: list[int] = field(default_factory=lambda: [0])  # the first sample of each level reached
     average: float = 0.0
@@ -162,7 +162,7 @@ class Run:
         self.model: TrailmarkForCausalLM = ARCHITECTURES[config.model.get("architecture", "drt")](
             config.model_config(len(self.tokenizer))
         )
-        self.curriculum = Curriculum()
+        self.curriculum = Curriculum(CURRICULUM[config.data.first_level :])
         self.history: list[dict[str, float]] = []
         self.averages: dict[str, float] = {}
         self.step, self.seconds, self.interrupted = 0, 0.0, False

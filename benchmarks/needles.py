@@ -1,0 +1,117 @@
+"""What decides whether the laptop demo's DRT finds its needles: one change at a time, and other seeds.
+
+    python benchmarks/needles.py                       every case that benchmarks/needles.json lacks
+    python benchmarks/needles.py "recipe's form" -s 1  one case
+
+A case trains the demo's model (about five minutes on two cores) and asks it what the demo asks.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from trailmark import demo
+from trailmark.data.corpus import load_tokenizer, standard_library_texts, tokenize
+from trailmark.data.files import read_json, write_json
+from trailmark.data.needles import NeedleFormat
+from trailmark.evaluation.needles import evaluate_needles
+from trailmark.report.console import Progress
+from trailmark.training.trainer import Run
+
+OUTPUT = Path(__file__).with_suffix(".json")
+TASKS = [
+    *((length, 1) for length in (demo.LENGTHS[0], demo.LENGTHS[3], demo.LENGTHS[-1])),
+    *demo.MANY_NEEDLES,
+]
+
+
+def levels(**changes: float) -> Callable[[Run], None]:
+    def change(run: Run) -> None:
+        run.curriculum.levels = tuple(replace(level, **changes) for level in run.curriculum.levels)
+
+    return change
+
+
+# name: (changes of the configuration's sections, change of the curriculum)
+CASES: dict[str, tuple[dict[str, dict[str, Any]], Callable[[Run], None]]] = {
+    "demo": ({}, lambda run: None),
+    "recipe's form": (
+        {
+            "model": {"residual_gca": True, "softmax_off_by_one": False},
+            "data": {"filler_weight": 0.0},
+        },
+        lambda run: None,
+    ),
+    "every chunk asks": ({}, levels(quiet=0.0, decoys=0.0)),
+    "no decoys": ({}, levels(decoys=0.0)),
+    "Muon at 0.02": ({"training": {"matrix_learning_rate": 0.02}}, lambda run: None),
+}
+SEEDS = {"demo": (1, 2)}  # seed 0 is benchmarks/demo.json
+
+
+def measure(name: str, seed: int, folder: Path) -> dict[str, Any]:
+    """Train, then ask; a second start goes on."""
+    changes, curriculum = CASES[name]
+    story = demo.Demo(folder, seed)
+    config = story._config("drt", demo.STEPS["drt"])
+    config = replace(
+        config,
+        model=config.model | changes.get("model", {}),
+        data=replace(config.data, **changes.get("data", {})),
+        training=replace(config.training, **changes.get("training", {})),
+    )
+    tokenizer = load_tokenizer(config.data.tokenizer)
+    progress = Progress()
+
+    def show(run: Run) -> None:
+        shown = "  ".join(f"{key} {value:.3f}" for key, value in run.averages.items())
+        progress.show(f"{name}, seed {seed}: {run.step}/{config.training.steps}  {shown}")
+
+    run = Run(config, show, tokenize(standard_library_texts("train"), tokenizer))
+    curriculum(run)
+    model = type(run.model).from_pretrained(config.output) if run.finished else run.train()
+    progress.clear()
+    text = tokenize(standard_library_texts("haystack"), tokenizer)
+    asked = []
+    for length, needles in TASKS:
+        found = evaluate_needles(
+            model.eval(), NeedleFormat.of(tokenizer), text, length, demo.QUESTIONS, needles, seed=seed
+        ).summary()
+        found.pop("asked")
+        asked.append(found)
+        print(
+            f"{name}, seed {seed}: {length:,} tokens, {needles} needles: {found['accuracy']:.3f}", flush=True
+        )
+    return {
+        "case": name,
+        "seed": seed,
+        "steps": config.training.steps,
+        "changes": changes,
+        "levels": [vars(level) for level in run.curriculum.levels],
+        "environment": demo.environment(),
+        "results": asked,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("cases", nargs="*", choices=[[], *CASES], help="default: all")
+    parser.add_argument("-s", "--seed", type=int)
+    parser.add_argument("--folder", type=Path, default=Path("runs/benchmark-needles"))
+    arguments = parser.parse_args()
+    for name in arguments.cases or CASES:
+        for seed in [arguments.seed] if arguments.seed is not None else SEEDS.get(name, (0,)):
+            if any((r["case"], r["seed"]) == (name, seed) for r in read_json(OUTPUT) or []):
+                continue
+            folder = arguments.folder / f"{name.replace(' ', '-')}-{seed}"
+            record = measure(name, seed, folder)
+            write_json(OUTPUT, [*(read_json(OUTPUT) or []), record])
+    print(f"Numbers: {OUTPUT}")
+
+
+if __name__ == "__main__":
+    main()
