@@ -23,10 +23,7 @@ from trailmark.report.console import Progress
 from trailmark.training.trainer import Run
 
 OUTPUT = Path(__file__).with_suffix(".json")
-TASKS = [
-    *((length, 1) for length in (demo.LENGTHS[0], demo.LENGTHS[3], demo.LENGTHS[-1])),
-    *demo.MANY_NEEDLES,
-]
+TASKS = [*((length, 1) for length in demo.LENGTHS), *demo.MANY_NEEDLES]
 
 
 def levels(**changes: float) -> Callable[[Run], None]:

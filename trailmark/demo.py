@@ -31,7 +31,7 @@ MANY_NEEDLES = ((TRAIN_LENGTH, 8), (4 * TRAIN_LENGTH, 16), (64 * TRAIN_LENGTH, 3
 QUESTIONS = 300
 CHANCE = 1 / (10 * 9 * 8 * 7 * 6)  # five distinct digits
 
-STEPS = {"drt": 2800, "window": 400}
+STEPS = {"drt": 2600, "window": 400}
 MINUTES = 6.0  # for both trainings, if the machine is slow
 
 _SHARED_MODEL: dict[str, Any] = {
@@ -121,7 +121,7 @@ class Demo:
 
     def _announce(self) -> None:
         self.say(
-            f"trailmark demo: a Transformer of 210,000 parameters learns to look things up in its own past.\n"
+            f"trailmark demo: a Transformer of 200,000 parameters learns to look things up in its own past.\n"
             f"  1. Train it from scratch on texts of at most {TRAIN_LENGTH:,} tokens (bytes of Python's own\n"
             f"     source files, with needles $KEYS=12345; hidden in them), and a model with a window alone:\n"
             f"     about 6 minutes.\n"

@@ -52,7 +52,7 @@ class TrainingConfig:
     optimizer: Literal["muon", "adamw"] = "muon"
     learning_rate: float = 3e-3
     """of AdamW."""
-    matrix_learning_rate: float = 0.006
+    matrix_learning_rate: float = 0.0035
     """of Muon."""
     weight_decay: float = 0.0
     warmup_steps: int = 30

@@ -31,7 +31,7 @@ class MuonAdamW(torch.optim.Optimizer):
     def __init__(
         self,
         model: nn.Module,
-        matrix_learning_rate: float = 0.006,
+        matrix_learning_rate: float = 0.0035,
         learning_rate: float = 3e-3,
         betas: tuple[float, float] = (0.9, 0.95),
         momentum: float = 0.95,
