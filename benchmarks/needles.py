@@ -43,7 +43,7 @@ CASES: dict[str, tuple[dict[str, dict[str, Any]], Callable[[Run], None]]] = {
         },
         lambda run: None,
     ),
-    "every chunk asks": ({}, levels(quiet=0.0, decoys=0.0)),
+    "every chunk asks": ({}, levels(quiet=0.0)),
     "no decoys": ({}, levels(decoys=0.0)),
     "Muon at 0.02": ({"training": {"matrix_learning_rate": 0.02}}, lambda run: None),
 }

@@ -79,3 +79,19 @@ def assert_autocast_changes_nothing(op: Callable[..., Tensor | tuple[Tensor, ...
     for ours, theirs in zip(values_and_gradients(under_autocast, *inputs), plain, strict=True):
         assert ours.dtype == theirs.dtype
         assert torch.equal(ours, theirs)
+
+
+def assert_widest_input_sets_the_precision(
+    fast: Callable[..., Tensor | tuple[Tensor, ...]],
+    oracle: Callable[..., Tensor | tuple[Tensor, ...]],
+    *inputs: Tensor,
+) -> None:
+    """One input in float64 among inputs in bfloat16: all arithmetic is in float64."""
+    for wide in range(len(inputs)):
+        mixed = [x if i == wide else x.bfloat16() for i, x in enumerate(inputs)]
+        exact = values_and_gradients(oracle, *(x.double() for x in mixed))
+        for ours, truth in zip(values_and_gradients(fast, *mixed), exact, strict=True):
+            if ours.dtype == torch.float64:
+                assert_same_in_float64(ours, truth)
+            else:  # rounded once, at the end
+                assert_within_budget(ours, truth.to(ours.dtype), truth)

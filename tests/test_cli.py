@@ -173,6 +173,26 @@ def test_sampling_is_a_function_of_its_seed(trained: Path, command: Command) -> 
     assert outs[0] == outs[1] != outs[2]
 
 
+def test_default_lengths_are_those_that_the_text_holds(tmp_path: Path, command: Command) -> None:
+    assert command("train", write_config(tmp_path, "text"))[0] == 0
+    text = tmp_path / "other.txt"
+    for characters, lengths in ((400, [80, 320]), (50, [50])):  # of 80, 320 and 1280
+        text.write_text(prose()[:characters])
+        code, out, _ = command("evaluate", tmp_path / "run", "--text", text)
+        assert code == 0
+        assert f"The text has {characters} tokens: asked up to {lengths[-1]}." in out
+        record = read_json(tmp_path / "run" / "evaluation.json")
+        assert [r["length"] for r in record["perplexity"]] == lengths
+        assert "Mind:" not in out
+
+
+@pytest.mark.parametrize("path", ["text.txt", "."])
+def test_asking_about_the_training_text_is_said(path: str, trained: Path, command: Command) -> None:
+    arguments = ("--text", trained / path, "--task", "perplexity", "--lengths", "80")
+    _, out, _ = command("evaluate", trained / "run", *arguments)
+    assert f"Mind: the model was trained on {trained / path}" in out
+
+
 def test_doctor(command: Command) -> None:
     code, out, _ = command("doctor")
     assert code == 0
@@ -197,16 +217,17 @@ def test_help_names_every_command(arguments: tuple[str, ...], command: Command) 
     assert err == ""
 
 
-def test_as_a_process_of_its_own(trained: Path) -> None:
-    """From the shell, with the restart that sets the allocator."""
+def test_as_a_process_of_its_own(trained: Path, tmp_path: Path) -> None:
+    """From the shell, with the restart that sets the allocator, in a folder that holds a Python file."""
+    (tmp_path / "random.py").write_text("raise SystemExit('not the library')")
     environment = {k: v for k, v in os.environ.items() if not k.startswith("MALLOC_")}
     generate = ["generate", str(trained / "run"), "--prompt", "the small boat", "--max-new-tokens", "4"]
     done = subprocess.run(
-        [sys.executable, "-m", "trailmark.cli", *generate],
+        [sys.executable, "-P", "-m", "trailmark.cli", *generate],
         capture_output=True,
         text=True,
-        env=environment,
-        cwd=ROOT,
+        env=environment | {"PYTHONPATH": str(ROOT)},
+        cwd=tmp_path,
     )
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.endswith("\n")
@@ -300,6 +321,8 @@ OPTIONS: dict[str, tuple[tuple[str, ...], str]] = {
     "cold": (("generate", "RUN", "--prompt", "a", "--temperature", "-1"), "temperature: expected 0 or more"),
     "no command": (("evalute",), "No such command 'evalute'"),
     "no option": (("doctor", "--nope"), "No such option: --nope"),
+    "not UTF-8": (("generate", "RUN", "--prompt", "\udcff"), "prompt: expected UTF-8 text, got"),
+    "seed": (("demo", "--seed", "-1"), "--seed': Input should be greater than or equal to 0"),
     "minutes": (("demo", "--minutes", "0"), "minutes: expected a positive number, got 0"),
     "demo": (("demo", "--questions", "0"), "questions: expected at least 1, got 0"),
 }
@@ -334,6 +357,10 @@ def broken(trained: Path, tmp_path: Path, kind: str) -> Path:
         return folder
     if kind == "empty":
         folder.mkdir()
+        return folder
+    if kind == "unfinished":
+        folder.mkdir()
+        shutil.copy(trained / "run" / "run.yaml", folder)
         return folder
     shutil.copytree(trained / "run", folder, ignore=shutil.ignore_patterns("checkpoints"))
     config, weights = folder / "config.json", folder / "model.safetensors"
@@ -375,6 +402,7 @@ KINDS = {
     "missing": "has no config.json",
     "a file": "has no config.json",
     "empty": "has no config.json",
+    "unfinished": "is not finished",
     "of another library": "expected one of trailmark's",
     "of an unknown library": "config.json",
     "of no library": "config.json",
@@ -595,7 +623,8 @@ def test_ctrl_c_at_any_time(function: str, command: Command, monkeypatch: pytest
     monkeypatch.setattr(cli, function, press)
     code, _, err = command("doctor")
     assert code == 130
-    assert err.strip() == "trailmark: Stopped. The same command goes on from here."
+    assert err.strip() == "trailmark: Stopped."
+    assert command("train", "config.yaml")[2].strip().endswith("Stopped. The same command goes on from here.")
 
 
 def test_our_own_mistakes_keep_their_traceback(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 from pathlib import Path
@@ -16,13 +17,17 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+Seed = Annotated[int, typer.Option(min=0, max=2**32 - 1)]
+_RESUMING = {"demo", "train"}  # the commands that go on where they stopped
 
 
 @app.command()
 def demo(
     output: Annotated[Path, typer.Option(help="Folder for models, figures and numbers.")] = Path("runs/demo"),
     minutes: Annotated[float | None, typer.Option(help="Time for both trainings; fixes the steps.")] = None,
-    seed: Annotated[int, typer.Option(help="Of weights, texts, needles and haystacks.")] = 0,
+    seed: Annotated[
+        int, typer.Option(min=0, max=2**32 - 1, help="Of weights, texts, needles and haystacks.")
+    ] = 0,
     questions: Annotated[int, typer.Option(help="Asked at each length.")] = 300,
 ) -> None:
     """Train on this machine, then read 1000x further: the main job in about eight minutes."""
@@ -56,7 +61,8 @@ def train(
     run = Run(settings, show)
     count = sum(p.numel() for p in run.model.parameters())
     typer.echo(
-        f"Training {type(run.model).__name__} ({count:,} parameters) on {run.num_tokens:,} tokens: "
+        f"Training {type(run.model).__name__} ({count:,} parameters) on {run.num_tokens:,} tokens of "
+        f"{', '.join(settings.data.paths or ['the Python standard library'])}: "
         f"{settings.training.steps} steps of {settings.training.tokens_per_step:,} tokens, into {settings.output}/"
     )
     if run.finished:
@@ -75,13 +81,22 @@ def evaluate(
     task: Annotated[
         str | None, typer.Option(help="needles, perplexity or both; default: what it was trained for.")
     ] = None,
-    lengths: Annotated[str | None, typer.Option(help="Tokens, as 1024,16384; default 1x, 4x, 16x.")] = None,
+    lengths: Annotated[
+        str | None,
+        typer.Option(
+            help="Tokens, as 1024,16384; default: 1x, 4x, 16x the training texts. Needles take whole chunks of it."
+        ),
+    ] = None,
     text: Annotated[
-        list[Path] | None, typer.Option(help="Files or folders; default: Python sources not trained on.")
+        list[Path] | None,
+        typer.Option(
+            help="Files or folders; default: sources of Python's library that are for haystacks alone. "
+            "Needles: repeated where it is shorter than a length."
+        ),
     ] = None,
     questions: Annotated[int, typer.Option(help="Needles: asked at each length.")] = 100,
     needles: Annotated[int, typer.Option(help="Needles: hidden at once, all asked.")] = 1,
-    seed: int = 0,
+    seed: Seed = 0,
     output: Annotated[
         Path | None, typer.Option(help="JSON, kept after each length; default: MODEL/evaluation.json.")
     ] = None,
@@ -95,9 +110,16 @@ def evaluate(
     path = output or model / "evaluation.json"
     subject = evaluation.load(model)
     evaluation.expect_output(path)
-    wanted = evaluation.parse_lengths(lengths) if lengths else subject.default_lengths()
+    asked = evaluation.parse_lengths(lengths) if lengths else None
     tasks = evaluation.parse_task(task) if task else subject.default_tasks()
+    if seen := subject.trained_on(text):
+        typer.echo(f"Mind: the model was trained on {seen}; what it says of that tells little of other text.")
     tokens = subject.tokens(text)
+    wanted = asked or subject.default_lengths(tasks, len(tokens))
+    if not asked and wanted != subject.default_lengths():
+        typer.echo(
+            f"The text has {len(tokens):,} tokens: asked up to {wanted[-1]:,}. More --text goes further."
+        )
     record = evaluation.run(subject, tokens, tasks, wanted, questions, needles, seed, progress.show, path)
     progress.clear()
     if record["needles"]:
@@ -116,7 +138,7 @@ def generate(
     ] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1)] = 64,
     temperature: Annotated[float, typer.Option(help="0: always the most likely token.")] = 0.0,
-    seed: int = 0,
+    seed: Seed = 0,
 ) -> None:
     """Read a text, if given, and continue the prompt."""
     from trailmark.evaluation import evaluate as evaluation
@@ -143,16 +165,19 @@ def doctor() -> None:
 
 def main(arguments: list[str] | None = None) -> None:
     """Run a command; a user's mistake is one line, not a traceback."""
+    from_shell = arguments is None
     arguments = sys.argv[1:] if arguments is None else arguments
     try:
-        _keep_freed_memory(arguments)
+        if from_shell:  # a program that calls this is not started again
+            _keep_freed_memory(arguments)
         _quiet()
         if code := app(args=arguments, standalone_mode=False):  # typer turns exits into codes
             if code == 130:
                 raise KeyboardInterrupt
             sys.exit(code)
     except (KeyboardInterrupt, typer.Abort):
-        _fail("Stopped. The same command goes on from here.", 130)
+        resumes = _RESUMING.intersection(arguments[:1])
+        _fail("Stopped. The same command goes on from here." if resumes else "Stopped.", 130)
     except Exception as error:
         message = _explain(error)
         if message is None:
@@ -168,7 +193,9 @@ def _explain(error: Exception) -> str | None:
         return str(error)
     if isinstance(error, OSError):
         where = f" ({error.filename})" if error.filename else ""
-        return f"{error.strerror or error}{where}"
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        way_out = ". Free some space and start the same command again; what was saved before is whole."
+        return f"{error.strerror or error}{where}{way_out if full else ''}"
     if type(error).__module__.startswith(("typer", "click")):
         return getattr(error, "format_message", lambda: str(error))()
     return None
@@ -205,7 +232,8 @@ def _keep_freed_memory(arguments: list[str]) -> None:
     if any(name in os.environ for name in settings) or "GLIBC_TUNABLES" in os.environ:
         return
     os.environ.update(settings)
-    os.execv(sys.executable, [sys.executable, "-m", "trailmark.cli", *arguments])
+    # as it was started: "-m" instead of the installed script would put the user's folder on the import path
+    os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
 
 
 if __name__ == "__main__":

@@ -93,6 +93,16 @@ def test_replaced_chunks_come_back() -> None:
     assert_holds(memory, old)
 
 
+def test_shorter_chunks_put_in_place_of_full_ones_are_known_to_be_short() -> None:
+    memory, new = ChunkMemory(), entries(3, seed=2)
+    full = entries(9, seed=1)._replace(lengths=torch.full((1, 9), S))
+    memory.append(full, all_full=True)
+    memory.replace(4, full._replace(**{n: getattr(full, n)[:, :3] for n in full._fields}))
+    assert not memory.has_short_chunks
+    memory.replace(4, new._replace(lengths=torch.tensor([[S, S - 1, S]])))
+    assert memory.has_short_chunks
+
+
 @pytest.mark.parametrize("first", [-1, 7, 9])
 def test_replacing_chunks_that_are_not_there_is_refused(first: int) -> None:
     memory = ChunkMemory()
@@ -118,6 +128,23 @@ def test_rewinding_memory_forgets_what_came_after() -> None:
     assert not memory.has_short_chunks
     assert_holds(memory, first)
     memory.append(other, all_full=True)
+    assert_holds(memory, joined(first, other))
+
+
+@pytest.mark.parametrize("written_before", [False, True])
+@pytest.mark.parametrize("written_after", [False, True])
+def test_a_mark_of_chunks_not_yet_written(written_before: bool, written_after: bool) -> None:
+    memory, first, other = ChunkMemory(), entries(5), entries(3, seed=1)
+    memory.append(first, all_full=True)
+    if written_before:
+        memory.tables()
+    memory.append(other, all_full=True)
+    mark = memory.mark()
+    memory.append(entries(30, seed=2), all_full=True)
+    if written_after:
+        memory.branch(2)
+    memory.rewind(mark)
+    memory.rewind(mark)
     assert_holds(memory, joined(first, other))
 
 
@@ -189,6 +216,7 @@ def test_a_branch_that_closes_one_chunk_copies_no_memory() -> None:
     model.read(tokens(1000 * S), cache)
     branch = cache.branch(3)
     logits_of(model, tokens(S + 1, batch=3, seed=1), past_key_values=branch)
+    branch.mark()
     assert [b.data_ptr() for b in branch.memory._buffers] == [b.data_ptr() for b in cache.memory._buffers]
 
 
@@ -292,6 +320,28 @@ def test_a_reordered_cache_is_that_of_the_reordered_texts(read: int) -> None:
     cache.reorder_cache(rows)
     out = logits_of(model, tails, past_key_values=cache)
     assert_same(out, logits_of(model, torch.cat([text[rows], tails], dim=1))[:, read:])
+
+
+def test_reordering_a_branch_copies_no_memory() -> None:
+    """Beam search does it at every token; the branches of one text have the same memory."""
+    model = drt()
+    cache = model.new_cache()
+    model.read(tokens(100 * S), cache)
+    branch, tails, rows = cache.branch(3), tokens(2 * S + 1, batch=3, seed=1), torch.tensor([2, 0])
+    branch.reorder_cache(rows)
+    assert [b.data_ptr() for b in branch.memory._buffers] == [b.data_ptr() for b in cache.memory._buffers]
+    out = logits_of(model, tails[rows], past_key_values=branch)
+    assert_same(out, logits_of(model, tails, past_key_values=cache.branch(3))[rows])
+
+
+@pytest.mark.parametrize("read", [3, 33, 46])
+def test_what_was_read_in_inference_mode_goes_on_outside(read: int) -> None:
+    model, ids = drt(2), tokens(80)
+    cache = model.new_cache()
+    with torch.inference_mode():
+        model.read(ids[:, :read], cache)
+    parts = [logits_of(model, piece, past_key_values=cache) for piece in ids[:, read:].split(13, dim=1)]
+    assert_same(torch.cat(parts, dim=1), logits_of(model, ids)[:, read:])
 
 
 def test_a_reordered_branch_does_not_touch_its_parent() -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
 from tests.models.tiny import NaiveDRT, assert_same, drt, logits_of, tokens, window_model
 from trailmark.models import DRTForCausalLM, SlidingWindowForCausalLM, TrailmarkForCausalLM
@@ -49,6 +49,50 @@ def test_input_that_is_no_text_is_refused(make: Make, ids: Tensor, message: str)
 def test_labels_of_another_shape_are_refused(make: Make) -> None:
     with pytest.raises(ValueError, match=r"labels: expected shape \(1, 5\), got \(1, 4\)"):
         make()(tokens(5), labels=tokens(4))
+
+
+@MODELS
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float32, torch.bool], ids=str)
+@pytest.mark.parametrize("argument", ["input_ids", "labels"])
+def test_tokens_of_another_type_are_refused(make: Make, argument: str, dtype: torch.dtype) -> None:
+    arguments = {"input_ids": tokens(5), "labels": tokens(5)}
+    arguments[argument] = arguments[argument].to(dtype)
+    with pytest.raises(ValueError, match=rf"{argument}: expected int64, got {dtype}"):
+        make()(**arguments)
+
+
+@MODELS
+@pytest.mark.parametrize("label", [50, -1])
+def test_labels_outside_the_vocabulary_are_refused(make: Make, label: int) -> None:
+    labels = tokens(5)
+    labels[0, 1:3] = torch.tensor([-100, label])
+    with pytest.raises(ValueError, match=rf"labels: expected tokens from 0 to 49 .* got {label}"):
+        make()(tokens(5), labels=labels)
+
+
+@MODELS
+def test_a_cache_of_another_model_is_refused(make: Make) -> None:
+    model, ids = make(), tokens(5)
+    for cache, came in (
+        (DynamicCache(), "got DynamicCache"),
+        (drt(1).new_cache(), "got one of 3 layers and 1 groups"),
+    ):
+        for call in (
+            lambda cache=cache: model(ids, past_key_values=cache),
+            lambda cache=cache: model.read(ids, cache),
+            lambda cache=cache: generated(model, ids, 2, past_key_values=cache),
+        ):
+            with pytest.raises(ValueError, match=f"past_key_values: .*{came}"):
+                call()
+
+
+@MODELS
+def test_a_tuple_on_request(make: Make) -> None:
+    model, ids = make(), tokens(5)
+    loss, logits = model(ids, labels=ids, return_dict=False)
+    out = model(ids, labels=ids)
+    assert torch.equal(loss, out.loss)
+    assert torch.equal(logits, out.logits)
 
 
 @MODELS
@@ -229,10 +273,11 @@ def test_the_loss_is_the_mean_cross_entropy_of_the_next_token(make: Make) -> Non
 @pytest.mark.parametrize("labels", [torch.full((2, 9), -100), tokens(1, batch=2)], ids=["ignored", "T = 1"])
 def test_a_loss_over_no_token_is_zero(make: Make, labels: Tensor) -> None:
     model = make()
-    loss = model(tokens(labels.shape[1], batch=2), labels=labels).loss
-    loss.backward()
-    assert loss.item() == 0
-    assert all(p.grad is None or not p.grad.abs().max() for p in model.parameters())
+    for num_items in (None, 0):
+        loss = model(tokens(labels.shape[1], batch=2), labels=labels, num_items_in_batch=num_items).loss
+        loss.backward()
+        assert loss.item() == 0
+        assert all(p.grad is None or not p.grad.abs().max() for p in model.parameters())
 
 
 @MODELS
@@ -404,6 +449,23 @@ def test_beam_search_over_prompts_of_unequal_length_is_refused() -> None:
 def test_generation_without_a_cache_is_refused(make: Make) -> None:
     with pytest.raises(ValueError, match="use_cache: expected True, got False"):
         make().generate(tokens(5), use_cache=False)
+
+
+@MODELS
+@pytest.mark.parametrize(
+    "option",
+    [
+        {"cache_implementation": "static"},
+        {"output_attentions": True},
+        {"output_hidden_states": True},
+        {"output_retrieval": True},
+    ],
+    ids=str,
+)
+def test_what_generation_cannot_do_is_refused(make: Make, option: dict[str, Any]) -> None:
+    (name,) = option
+    with pytest.raises(ValueError, match=f"{name}: expected"):
+        generated(make(), tokens(5), 2, return_dict_in_generate=True, **option)
 
 
 @MODELS

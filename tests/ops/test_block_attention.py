@@ -84,3 +84,11 @@ def test_precision(dtype: torch.dtype) -> None:
     fast, slow = (partial(op, mask=mask, scale=0.25) for op in (block_attention, oracle))
     assert_low_precision_within_budget(fast, slow, *inputs)
     assert_autocast_changes_nothing(fast, *inputs)
+
+
+def test_a_backward_pass_under_autocast_changes_nothing() -> None:
+    inputs = [x.float() for x in make(3, 20, 40, 4, 2, 16)]
+    op = partial(block_attention, mask=None, scale=0.25)
+    plain = values_and_gradients(op, *inputs)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert all(map(torch.equal, values_and_gradients(op, *inputs), plain))

@@ -17,6 +17,7 @@ from tests.budgets import (
     assert_autocast_changes_nothing,
     assert_low_precision_within_budget,
     assert_same_in_float64,
+    assert_widest_input_sets_the_precision,
     values_and_gradients,
 )
 from trailmark.ops import grouped_cross_attention
@@ -215,6 +216,28 @@ def test_what_is_not_selected_or_not_there_has_no_effect() -> None:
     assert all(map(torch.equal, before, after))
 
 
+@pytest.mark.parametrize("implementation", ["torch", "reference"])
+@pytest.mark.parametrize("poison", [torch.nan, torch.inf])
+@pytest.mark.parametrize("off_by_one", [True, False])
+def test_not_even_nan_leaks_from_what_is_not_there(
+    off_by_one: bool, poison: float, implementation: str
+) -> None:
+    """Keys beyond the lengths, chunks nobody selected, and chunk 0, whose place a -1 has."""
+    (q, k, v, weights), rest = Case(N=3, M=4, S=4, off_by_one=off_by_one).make()
+    rest["indices"] = torch.tensor([[[2, 3], [3, -1], [-1, -1]]]).expand(2, 3, 2)
+    rest["implementation"] = implementation
+    for lengths in (None, torch.tensor([[4, 4, 3, 0]]).expand(2, 4)):
+        rest["lengths"] = lengths
+        before = values_and_gradients(partial(gca, **rest), q, k, v, weights)
+        poisoned = [k.clone(), v.clone()]
+        for x in poisoned:
+            x[:, :2] = poison
+            if lengths is not None:
+                x[:, 2, 3:] = x[:, 3] = poison
+        after = values_and_gradients(partial(gca, **rest), q, *poisoned, weights)
+        assert all(map(torch.equal, before, after))
+
+
 # The same numbers from any memory layout and any slab
 
 
@@ -338,6 +361,12 @@ def test_autocast_leaves_the_precision_alone(dtype: torch.dtype, implementation:
     assert_autocast_changes_nothing(partial(gca, implementation=implementation, **rest), *inputs)
 
 
+def test_the_widest_input_sets_the_precision() -> None:
+    inputs, rest = Case(R=3, D=8, S=5, with_lengths=True).make()
+    fast, oracle = (partial(gca, implementation=name, **rest) for name in ("torch", "reference"))
+    assert_widest_input_sets_the_precision(fast, oracle, *inputs)
+
+
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int16])
 def test_narrow_indices_do_not_overflow(dtype: torch.dtype) -> None:
     """20,000 chunks of 2 heads have 40,000 rows, more than an int16 counts."""
@@ -380,8 +409,10 @@ WEIGHTS = torch.zeros(2, 3, 2)
         ("indices", INDICES.float(), "^indices: .*int64"),
         ("indices", INDICES.bool(), "^indices: .*int64"),
         ("indices", INDICES + 5, "^indices: .*below M = 5"),
+        ("indices", INDICES - 2, "^indices: .*or -1 for none, got -2"),
         ("weights", WEIGHTS[..., :1], "^weights: "),
         ("lengths", torch.ones(2, 4), "^lengths: "),
+        ("lengths", torch.ones(2, 5), "^lengths: .*int64"),
         ("implementation", "fast", "^implementation: .*'fast'"),
     ],
 )

@@ -161,6 +161,22 @@ def test_many_equal_scores_select_the_earliest(M: int, dtype: torch.dtype) -> No
     assert choose(scores, 8).tolist() == [[0, 1, 2, 3, 4, 5, 6, 7], [0, 1, 2, 3, 4, 5, 6, M - 1]]
 
 
+@pytest.mark.parametrize("implementation", ["torch", "reference"])
+@pytest.mark.parametrize("poison", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("noisy", [False, True])
+def test_a_chunk_that_is_no_candidate_is_not_selected_whatever_it_holds(
+    noisy: bool, poison: float, implementation: str
+) -> None:
+    """Chunks to come and chunks before the first; with ties, whose resolution they must not touch either."""
+    (query, landmarks), rest = Case(B=1, N=4, J=0, M=9, noisy=noisy).make()
+    landmarks[:, 3:6] = landmarks[:, 3:4]
+    rest |= {"num_candidates": torch.arange(4, 8), "first_candidate": 2, "implementation": implementation}
+    before = select_chunks(query, landmarks, **rest)
+    landmarks = landmarks.clone()
+    landmarks[:, [0, 1, 7, 8]] = poison
+    assert all(map(torch.equal, select_chunks(query, landmarks, **rest), before))
+
+
 def test_a_number_as_first_candidate() -> None:
     assert choose(torch.tensor([[9.0, 8, 1, 2]]), 2, first_candidate=1).tolist() == [[1, 3]]
 
@@ -280,6 +296,13 @@ def test_noise_depends_on_seed_head_query_and_chunk_alone() -> None:
     assert noise.unique().numel() > 0.99 * noise.numel()
 
 
+def test_a_narrow_seed_draws_the_same_noise() -> None:
+    query, landmarks, rest = noisy_case()
+    narrow = rest | {"noise_seed": rest["noise_seed"].to(torch.int32)}
+    assert_bits(select_chunks(query, landmarks, **narrow), select_chunks(query, landmarks, **rest))
+    assert torch.equal(fold_seed(torch.tensor([7], dtype=torch.int32), 3), fold_seed(7, torch.tensor([3])))
+
+
 def test_noise_is_gumbel() -> None:
     x = gumbel_noise(torch.arange(4), 0, 64, 2, 512).double()
     n, variance = x.numel(), math.pi**2 / 6
@@ -323,6 +346,14 @@ def test_autocast_leaves_the_precision_alone(dtype: torch.dtype, implementation:
     assert select_chunks(query.to(dtype), landmarks.to(dtype), **rest).scores.dtype == torch.float32
 
 
+@pytest.mark.parametrize("wide", ["query", "landmarks"])
+def test_the_widest_input_sets_the_precision(wide: str) -> None:
+    (query, landmarks), rest = Case(N=40, E=16, M=200, K=8).make()
+    mixed = [x if name == wide else x.bfloat16() for name, x in (("query", query), ("landmarks", landmarks))]
+    exact = select_chunks(*(x.double() for x in mixed), **rest)
+    assert_bits(select_chunks(*mixed, **rest), exact)
+
+
 @pytest.mark.parametrize("shared", [True, False])
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int16])
 def test_narrow_indices_do_not_overflow(dtype: torch.dtype, shared: bool) -> None:
@@ -358,8 +389,10 @@ CANDIDATES = torch.tensor([0, 1, 5])
         ("first_candidate", -1, "^first_candidate: .*no negative"),
         ("indices", torch.zeros(2, 3, 3, dtype=torch.int64), "^indices: "),
         ("indices", torch.full((2, 3, 2), 5), "^indices: .*below M = 5"),
+        ("indices", torch.full((2, 3, 2), -2), "^indices: .*or -1 for none, got -2"),
         ("indices", torch.zeros(2, 3, 2), "^indices: .*int64"),
         ("noise_seed", torch.tensor([1]), r"^noise_seed: .*\[B\]"),
+        ("noise_seed", torch.zeros(2), "^noise_seed: .*integer"),
         ("implementation", "triton", "^implementation: .*'triton'"),
     ],
 )

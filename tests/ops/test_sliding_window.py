@@ -17,6 +17,7 @@ from tests.budgets import (
     assert_autocast_changes_nothing,
     assert_low_precision_within_budget,
     assert_same_in_float64,
+    assert_widest_input_sets_the_precision,
     values_and_gradients,
 )
 from trailmark.ops import alibi_slopes, sliding_window_attention
@@ -205,6 +206,22 @@ def test_empty_batches(empty: str, with_lse: bool) -> None:
     assert not any(x.any() for x in rest)
 
 
+@pytest.mark.parametrize("implementation", ["torch", "reference"])
+def test_narrow_positions_do_not_overflow(implementation: str) -> None:
+    """5 - 10 is no uint8."""
+    (q, k, v), _ = Case(T=3, carried=0).make()
+    at = torch.tensor([[10, 5, 200]]).expand(2, 3)
+    attend = partial(sliding_window_attention, q, k, v, None, implementation=implementation)
+    assert torch.equal(attend((at.to(torch.uint8), at.to(torch.uint8))), attend((at, at)))
+
+
+@pytest.mark.parametrize("window", [5, None])
+@pytest.mark.parametrize("gemms", [True, False])
+def test_the_widest_input_sets_the_precision(window: int | None, gemms: bool) -> None:
+    case = Case(T=40, D=16, window=window, alibi=True, g=3, J=1, gemms=gemms)  # slopes that no float holds
+    assert_widest_input_sets_the_precision(case.attend("torch"), case.attend("reference"), *case.make()[0])
+
+
 # What a position must not see
 
 
@@ -293,6 +310,7 @@ AT_Q, AT_K = torch.zeros(2, 3, dtype=torch.int64), torch.zeros(2, 5, dtype=torch
         ("window", 0, "^window: .*at least 1"),
         ("positions", (AT_K, AT_K), r"^positions\[0\]: "),
         ("positions", (AT_Q, AT_Q), r"^positions\[1\]: "),
+        ("positions", (AT_Q.float(), AT_K), r"^positions\[0\]: .*int64"),
         ("document_ids", AT_Q, r"^document_ids: .*\[B, P\]"),
         ("document_ids", (AT_K, AT_K), r"^document_ids\[0\]: "),
         ("document_ids", (AT_Q, AT_Q), r"^document_ids\[1\]: "),

@@ -123,5 +123,5 @@ def test_without_matplotlib_the_way_out_is_named(tmp_path: Path, monkeypatch: py
         return real(name, *args, **kwargs)
 
     monkeypatch.setattr(builtins, "__import__", absent)
-    with pytest.raises(ValueError, match=r"pip install 'trailmark\[figures\]'"):
+    with pytest.raises(ValueError, match=r"pip install matplotlib"):
         chunks_read(tmp_path / "a.png", [asked(1, [1])], 10)

@@ -153,6 +153,11 @@ MISTAKES = {
     "model.sliding_window=0": r"^model: sliding_window: expected None or at least 1, got 0",
     "model.sliding_window=null": r"^model: sliding_window: expected a number of positions",
     "model.vocab_size=0": r"^model: vocab_size: expected at least 1, got 0",
+    "training.seed=-1": r"^training\.seed: expected 0 to 4294967295, got -1",
+    "training.matrix_learning_rate=-1": r"^training\.matrix_learning_rate: expected 0 or more, got -1",
+    "training.warmup_steps=-1": r"^training\.warmup_steps: expected 0 or more, got -1",
+    "training.constant_fraction=7": r"^training\.constant_fraction: expected 0 to 1, got 7",
+    "data.paths=[]": r"^data\.paths: expected files or folders, got an empty list",
     "data.task=needles": r"^data\.chunk_size: expected the model's chunk_size 20, got 32",
 }
 

@@ -57,6 +57,7 @@ def weights(run: Run) -> dict[str, Tensor]:
 
 
 def assert_same_run(ours: Run, other: Run) -> None:
+    assert ours.tokens_trained == other.tokens_trained
     for name, weight in weights(other).items():
         assert torch.equal(weights(ours)[name], weight), name
     without_time = [[{**h, "seconds": 0} for h in run.history] for run in (ours, other)]
@@ -130,6 +131,30 @@ def test_half_a_checkpoint_is_not_used(uninterrupted: dict[str, Run], tmp_path: 
     assert_same_run(resumed, uninterrupted["text"])
 
 
+def test_half_a_checkpoint_of_a_killed_run_pushes_out_no_whole_one(tmp_path: Path) -> None:
+    with pytest.raises(Killed):
+        start(tmp_path, {11: kill}).train()
+    (tmp_path / "checkpoints" / "checkpoint-10" / "curriculum.json").unlink()  # the kill came before it
+    with pytest.raises(Killed):
+        start(tmp_path, {6: kill}).train()
+    assert [folder.name for folder in (tmp_path / "checkpoints").iterdir()] == ["checkpoint-5"]
+
+
+def test_a_run_does_not_go_on_with_another_text(tmp_path: Path) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        start(tmp_path, {3: press_ctrl_c}).train()
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    with pytest.raises(ValueError, match=r"^data: expected the text that the run in .* began with"):
+        Run(run_config(tmp_path), text=TEXT[:-1]).train()
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+
+
+def test_several_processes_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match=r"^WORLD_SIZE: expected one process, got 2"):
+        start(tmp_path).train()
+
+
 def test_a_stop_at_the_last_step_is_a_stop(uninterrupted: dict[str, Run], tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         start(tmp_path, {12: press_ctrl_c}).train()
@@ -195,7 +220,9 @@ def test_the_folder_holds_the_trained_model(variant: str, uninterrupted: dict[st
     assert [h["step"] for h in history["steps"]] == [10, 12]
     assert history["steps"] == run.history
     assert history["seconds"] == run.seconds > 0
-    assert history["tokens_per_second"] == pytest.approx(12 * 160 / run.seconds)
+    # chunks of 20: a text of 16 or 32 of them is longer than the 160 tokens of a step
+    tokens = 2 * 160 + 2 * 320 + 8 * 640 if "needles" in variant else 12 * 160
+    assert history["tokens_per_second"] == pytest.approx(tokens / run.seconds)
     assert ("accuracy" in history["steps"][-1]) == ("needles" in variant)
     assert ("recall" in history["steps"][-1]) == (variant == "needles")
     kept = {folder.name for folder in (run.output / "checkpoints").iterdir()}
@@ -277,7 +304,14 @@ def test_too_little_text_is_refused(tmp_path: Path) -> None:
 def test_the_loss_falls(model: str, optimizer: str, tmp_path: Path) -> None:
     text = tokenize(["abcdefgh" * 100], load_tokenizer())
     config = run_config(
-        tmp_path, "text", model, optimizer=optimizer, steps=40, learning_rate=0.03, save_steps=1000
+        tmp_path,
+        "text",
+        model,
+        optimizer=optimizer,
+        steps=40,
+        save_steps=1000,
+        learning_rate=0.03,
+        matrix_learning_rate=0.02,
     )
     run = Run(config, text=text)
     ids = torch.from_numpy(text[:200]).long()[None]

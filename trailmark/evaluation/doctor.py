@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 import transformers
 
+from trailmark import __version__
 from trailmark.models import DRTConfig, DRTForCausalLM
 from trailmark.ops import grouped_cross_attention, sliding_window_attention
 
@@ -27,6 +28,7 @@ class Check:
 
 def examine() -> Iterator[Check]:
     """The checks, one after the other."""
+    yield Check("trailmark", True, __version__)
     yield Check("python", sys.version_info >= (3, 11), platform.python_version())
     yield Check("torch", _at_least(torch.__version__, (2, 11)), torch.__version__)
     yield Check("transformers", _at_least(transformers.__version__, (5, 16)), transformers.__version__)
@@ -55,7 +57,11 @@ def _allocator() -> str:
     if not sys.platform.startswith("linux"):
         return "the system's"
     kept = "MALLOC_TRIM_THRESHOLD_" in os.environ or "GLIBC_TUNABLES" in os.environ
-    return "keeps freed memory" if kept else "glibc's defaults; demo and train set better ones for themselves"
+    return (
+        "keeps freed memory"
+        if kept
+        else "glibc's defaults; the other commands set better ones for themselves"
+    )
 
 
 def _exactness() -> Check:
@@ -98,4 +104,4 @@ def _reading() -> Check:
     began = time.perf_counter()
     model.read(ids, model.new_cache(num_tokens=ids.shape[1]))
     speed = ids.shape[1] / (time.perf_counter() - began)
-    return Check("reading", True, f"{speed:,.0f} tokens/s with the demo's model")
+    return Check("reading", True, f"{speed:,.0f} tokens/s with a model of the demo's size")

@@ -44,11 +44,25 @@ class Subject:
             return CURRICULUM[-1].chunks * self.chunk_size
         return int(self.run.get("training", {}).get("sequence_length", 16 * self.chunk_size))
 
-    def default_lengths(self) -> list[int]:
-        return [self.train_length * factor for factor in (1, 4, 16)]
+    def default_lengths(self, tasks: Sequence[str] = (), num_tokens: int = 0) -> list[int]:
+        """1x, 4x and 16x the training texts; for perplexity those that a text of ``num_tokens`` holds, or it."""
+        lengths = [self.train_length * factor for factor in (1, 4, 16)]
+        if "perplexity" not in tasks:
+            return lengths
+        return [length for length in lengths if length <= num_tokens] or [num_tokens]
 
     def default_tasks(self) -> tuple[str, ...]:
         return TASKS if self.run.get("data", {}).get("task") == "needles" else ("perplexity",)
+
+    def trained_on(self, paths: Sequence[Path] | None) -> str:
+        """Those of ``paths`` that share files with the training text, as far as run.yaml tells."""
+        trained = self.run.get("data", {}).get("paths") or []
+        known = [Path(path).resolve() for path in ([trained] if isinstance(trained, str) else trained)]
+        return ", ".join(
+            str(path)
+            for path in paths or []
+            if any(path.resolve().is_relative_to(k) or k.is_relative_to(path.resolve()) for k in known)
+        )
 
     def tokens(self, paths: Sequence[Path] | None) -> Tokens:
         """The text to ask about: ``paths``, or Python sources that the demo's training leaves out."""
@@ -58,6 +72,11 @@ class Subject:
 
 def load(folder: Path) -> Subject:
     """A model folder made by ``save_pretrained`` or a training run; a ValueError if it is none of ours."""
+    if (folder / "run.yaml").is_file() and not (folder / "config.json").is_file():
+        raise ValueError(
+            f"model: expected a folder with a trained model, the training in {str(folder)!r} is not finished. "
+            "The trailmark train command that began it goes on."
+        )
     if not (folder / "config.json").is_file():
         raise ValueError(
             f"model: expected a folder with a trained model, {str(folder)!r} has no config.json. "

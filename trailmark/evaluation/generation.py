@@ -21,6 +21,12 @@ def stream(
     """The continuation, piece by piece as it is generated."""
     if temperature < 0:
         raise ValueError(f"temperature: expected 0 or more, got {temperature:g}.")
+    try:
+        prompt.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"prompt: expected UTF-8 text, got {prompt!r}. Set the terminal to UTF-8."
+        ) from error
     model, tokenizer = subject.model, subject.tokenizer
     ids = tokenizer(prompt, add_special_tokens=False, return_tensors="pt")["input_ids"]
     if ids.shape[1] == 0:

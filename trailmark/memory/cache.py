@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from trailmark.ops import ChunkSelection
@@ -19,6 +20,14 @@ class MemoryEntries(NamedTuple):
     v: Tensor  # [B, n, S, J, D]
     landmarks: Tensor  # [B, n, E]
     lengths: Tensor  # [B, n] int64: keys that exist
+
+
+class MemoryMark(NamedTuple):
+    """A state of a :class:`ChunkMemory`."""
+
+    written: int
+    waiting: tuple[MemoryEntries, ...]
+    short: bool
 
 
 class ChunkMemory:
@@ -57,15 +66,14 @@ class ChunkMemory:
     def has_short_chunks(self) -> bool:
         return self._short
 
-    def mark(self) -> tuple[int, bool]:
+    def mark(self) -> MemoryMark:
         """Where the memory ends now, for :meth:`rewind`."""
-        self._write_waiting()
-        return self._count, self._short
+        return MemoryMark(self._count, tuple(self._waiting), self._short)
 
-    def rewind(self, mark: tuple[int, bool]) -> None:
+    def rewind(self, mark: MemoryMark) -> None:
         """Forget the chunks after the mark."""
-        self._waiting = []
-        self._count, self._short = mark
+        self._count, self._short = mark.written, mark.short
+        self._waiting = list(mark.waiting)  # written again, if they were written since
 
     def branch(self, batch_size: int) -> ChunkMemory:
         """A memory of ``batch_size`` rows that share this one row's buffers and never write them."""
@@ -88,13 +96,20 @@ class ChunkMemory:
         old = [buffer[:, rows].clone() for buffer in self._buffers]
         for buffer, new in zip(self._buffers, _head_major(entries), strict=True):
             buffer[:, rows] = new
+        self._short = self._short or bool((entries.lengths < entries.k.shape[2]).any())
         k, v, landmarks, lengths = old
         return MemoryEntries(k.transpose(2, 3), v.transpose(2, 3), landmarks, lengths)
 
     def reorder(self, rows: Tensor) -> None:
+        """Row b becomes what row ``rows[b]`` was; rows that share one memory still do."""
         self._write_waiting()
-        self._buffers = [buffer.index_select(0, rows) for buffer in self._buffers]
-        self._held = 0
+        if not self._buffers:
+            return
+        if self._buffers[0].stride(0) == 0:
+            self._buffers = [b[:1].expand(len(rows), *b.shape[1:]) for b in self._buffers]
+        else:
+            self._buffers = [b.index_select(0, rows) for b in self._buffers]
+            self._held = 0
 
     def num_bytes(self) -> int:
         """Bytes of the entries themselves (not of spare capacity)."""
@@ -110,7 +125,8 @@ class ChunkMemory:
         if not self._buffers or self._count < self._held or self._buffers[0].shape[1] < total:
             # half as much again: few copies, and pages never touched cost nothing
             capacity = max(self.capacity, total + total // 2 if self._buffers else total, 16)
-            grown = [x.new_empty(x.shape[0], capacity, *x.shape[2:]) for x in parts[0]]
+            with torch.inference_mode(False):  # else only ever written to inside inference mode
+                grown = [x.new_empty(x.shape[0], capacity, *x.shape[2:]) for x in parts[0]]
             for new, old in zip(grown, self._buffers, strict=False):
                 new[:, : self._count] = old[:, : self._count]
             self._buffers, self._held = grown, 0
@@ -128,7 +144,7 @@ class CacheMark(NamedTuple):
     pending: list[ChunkSelection | None]
     open_tokens: Tensor | None
     num_tokens: int
-    memory: tuple[int, bool]
+    memory: MemoryMark
 
 
 class ChunkCache:

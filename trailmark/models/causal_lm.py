@@ -115,14 +115,14 @@ class TrailmarkForCausalLM(PreTrainedModel, GenerationMixin):
         logits_to_keep: int = 0,
         num_items_in_batch: Tensor | int | None = None,
         return_dict: bool | None = None,
-    ) -> CausalLMOutput:
+    ) -> CausalLMOutput | tuple[Any, ...]:
         """Logits of the tokens passed, and the loss.
 
         Args:
             input_ids: int64 [B, T], T >= 1: tokens only, of any length; landmarks live inside.
             attention_mask: [B, T], 0 where padded (left or right), or over cached and new tokens together.
                 What padding predicts bears no loss.
-            past_key_values: from :meth:`new_cache`; changed in place.
+            past_key_values: from :meth:`new_cache`; changed in place. No gradient passes through what it carries.
             use_cache: make a cache if none is given. None: no in training, else only with a cache given.
             labels: int64 [B, T], -100 where no loss; shifted inside, as everywhere in transformers.
             close_chunk: put a landmark after the last token even if its chunk is not full.
@@ -132,8 +132,8 @@ class TrailmarkForCausalLM(PreTrainedModel, GenerationMixin):
             logits_to_keep: compute only the last logits; 0 is all.
 
         Raises:
-            ValueError: an empty input, a token outside the vocabulary, padding in the middle, a mask, labels or
-                a cache of other rows, a cache in training.
+            ValueError: an empty input, a token or label outside the vocabulary, padding in the middle, a mask,
+                labels or a cache of other rows, a cache of another model or in training.
         """
         self._check_tokens(input_ids)
         B, T = input_ids.shape
@@ -141,8 +141,10 @@ class TrailmarkForCausalLM(PreTrainedModel, GenerationMixin):
         self._check_cache(input_ids, cache)
         if cache is None and use_cache and not self.training:
             cache = self.new_cache()
-        if labels is not None and labels.shape != input_ids.shape:
-            raise ValueError(f"labels: expected shape {(B, T)}, got {tuple(labels.shape)}.")
+        if labels is not None:
+            if labels.shape != input_ids.shape:
+                raise ValueError(f"labels: expected shape {(B, T)}, got {tuple(labels.shape)}.")
+            self._check_vocabulary("labels", labels.masked_fill(labels == -100, 0))
         present = None if attention_mask is None else _present(attention_mask, T, B, cache)
         if labels is not None and present is not None:
             labels = labels.masked_fill(~F.pad(present[:, :-1], (1, 0), value=True), -100)
@@ -174,7 +176,8 @@ class TrailmarkForCausalLM(PreTrainedModel, GenerationMixin):
             if logits_to_keep:
                 raise ValueError("logits_to_keep: expected 0 together with labels.")
             loss = causal_loss(logits, labels, num_items_in_batch)
-        return CausalLMOutput(loss=loss, logits=logits, past_key_values=cache, retrieval=hidden.retrieval)
+        out = CausalLMOutput(loss=loss, logits=logits, past_key_values=cache, retrieval=hidden.retrieval)
+        return out.to_tuple() if return_dict is False else out
 
     def read(self, input_ids: Tensor, cache: ChunkCache) -> None:
         """Read tokens [B, T] of any length into the cache: constant window, growing memory, no logits.
@@ -217,6 +220,11 @@ class TrailmarkForCausalLM(PreTrainedModel, GenerationMixin):
             raise ValueError(
                 "use_cache: expected True, got False. Generation here re-reads the open chunk only."
             )
+        if kwargs.get("output_retrieval"):
+            raise ValueError(
+                "output_retrieval: expected False in generate, which returns tokens. "
+                "Call the model itself: model(ids, past_key_values=cache, output_retrieval=True)."
+            )
         kwargs["use_cache"] = True
         return super().generate(*args, **kwargs)
 
@@ -234,6 +242,11 @@ class TrailmarkForCausalLM(PreTrainedModel, GenerationMixin):
                 "one landmark, its pieces with none. For constant memory, read(ids, cache) all but the question "
                 "and pass past_key_values=cache."
             )
+        for name in ("cache_implementation", "output_attentions", "output_hidden_states"):
+            if came := getattr(generation_config, name):
+                raise ValueError(
+                    f"{name}: expected none, got {came!r}: the models here have nothing of the kind."
+                )
         rows = batch_size * max(generation_config.num_beams, generation_config.num_return_sequences)
         cache = model_kwargs.get("past_key_values")
         if cache is None:
@@ -283,10 +296,15 @@ class TrailmarkForCausalLM(PreTrainedModel, GenerationMixin):
                 f"input_ids: expected shape [B, T] with T >= 1, got {tuple(input_ids.shape)}. "
                 "There is nothing to predict from an empty text: pass at least one token."
             )
-        low, high = int(input_ids.min()), int(input_ids.max())
+        self._check_vocabulary("input_ids", input_ids)
+
+    def _check_vocabulary(self, argument: str, ids: Tensor) -> None:
+        if ids.dtype not in (torch.int64, torch.int32):
+            raise ValueError(f"{argument}: expected int64, got {ids.dtype}. Pass {argument}.long().")
+        low, high = int(ids.min()), int(ids.max())
         if low < 0 or high >= self.config.vocab_size:
             raise ValueError(
-                f"input_ids: expected tokens from 0 to {self.config.vocab_size - 1} (vocab_size - 1), "
+                f"{argument}: expected tokens from 0 to {self.config.vocab_size - 1} (vocab_size - 1), "
                 f"got {low if low < 0 else high}. Use the tokenizer that the model was trained with."
             )
 
@@ -297,6 +315,17 @@ class TrailmarkForCausalLM(PreTrainedModel, GenerationMixin):
             raise ValueError(
                 "past_key_values: expected None in training: what a cache carries has no gradient. "
                 "Call eval() first, or pass the whole text at once."
+            )
+        if not isinstance(cache, ChunkCache):
+            raise ValueError(
+                f"past_key_values: expected a cache from new_cache(), got {type(cache).__name__}. "
+                "Pass past_key_values=model.new_cache(), or none."
+            )
+        own = self.new_cache()
+        if (len(cache.window), len(cache.pending)) != (len(own.window), len(own.pending)):
+            raise ValueError(
+                f"past_key_values: expected a cache of this model ({len(own.window)} layers, "
+                f"{len(own.pending)} groups), got one of {len(cache.window)} layers and {len(cache.pending)} groups."
             )
         if cache.batch_size not in (None, input_ids.shape[0]):
             raise ValueError(
@@ -322,7 +351,7 @@ class TrailmarkForCausalLM(PreTrainedModel, GenerationMixin):
                 )
             cache.rows = [self.new_cache() for _ in range(B)]
         if present is None:
-            present = torch.ones(B, T, dtype=torch.bool)
+            present = torch.ones(B, T, dtype=torch.bool, device=input_ids.device)
         rows = [
             self.run(
                 input_ids[b : b + 1, present[b]], cache.rows[b], close_chunk, None, False, output_retrieval
@@ -351,11 +380,12 @@ def causal_loss(logits: Tensor, labels: Tensor, num_items: Tensor | int | None =
     """Cross entropy of token t + 1 at token t in float32 or wider: mean, or sum / ``num_items``."""
     dtype = torch.promote_types(logits.dtype, torch.float32)
     # the labels are shifted, not the logits: a slice of those would be copied back and forth
-    flat, targets = logits.to(dtype).flatten(0, 1), shift_labels(labels).flatten()
+    flat, targets = logits.to(dtype).flatten(0, 1), shift_labels(labels).flatten().long()
     if num_items is None:
-        count = (targets != -100).sum().clamp(min=1)
+        count = (targets != -100).sum()
     else:
         count = torch.as_tensor(num_items, device=logits.device)
+    count = count.clamp(min=1)  # no token, no loss
     return F.cross_entropy(flat, targets, ignore_index=-100, reduction="sum") / count
 
 

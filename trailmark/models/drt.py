@@ -363,7 +363,9 @@ class DRTForCausalLM(TrailmarkForCausalLM):
         starts = torch.nn.functional.pad((lengths + 1).cumsum(1), (1, 0))  # [B, M + 1] positions
         reading_ends = starts[:, first + 1 : first + count + 1] + config.chunk_size  # its landmark, if full
         reached = reading_ends - (config.sliding_window - 1)
-        hidden = (starts[:, None, :-1] < reached[..., None]).sum(-1)
+        hidden = torch.searchsorted(
+            starts[:, :-1].contiguous(), reached.contiguous()
+        )  # chunks that start before
         return torch.minimum(hidden, torch.arange(first, first + count, device=lengths.device))
 
 

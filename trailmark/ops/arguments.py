@@ -71,6 +71,14 @@ def whole_numbers(argument: str, tensor: Tensor) -> Tensor:
     return tensor.long()
 
 
+def require_chunk_numbers(argument: str, indices: Tensor, M: int) -> None:
+    """Chunks 0 .. M - 1, or -1 for none."""
+    if indices.numel():
+        low, high = torch.stack(indices.aminmax()).tolist()
+        require(high < M, argument, high, f"chunk numbers below M = {M}")
+        require(low >= -1, argument, low, "chunk numbers from 0, or -1 for none")
+
+
 def arithmetic_dtype(*tensors: Tensor) -> torch.dtype:
     """The dtype of scores, softmax and norms: that of the inputs, never below float32."""
     dtype = torch.float32

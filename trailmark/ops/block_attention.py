@@ -66,12 +66,13 @@ class _BatchedGemms(torch.autograd.Function):
         b, c, H, _, J = ctx.shape
         p = keys.shape[1]
         grad = _fold(grad, J, queries.dtype)
-        dv = torch.bmm(probabilities.transpose(1, 2), grad)
-        ds = torch.bmm(grad, values.transpose(1, 2))
-        inner = torch.linalg.vecdot(ds, probabilities)[..., None]
-        ds.sub_(inner).mul_(probabilities)
-        dq = torch.bmm(ds, keys).mul_(ctx.scale)
-        dk = torch.bmm(ds.transpose(1, 2), queries)  # the queries carry the scale already
+        with torch.autocast(grad.device.type, enabled=False):  # the backward runs outside the op
+            dv = torch.bmm(probabilities.transpose(1, 2), grad)
+            ds = torch.bmm(grad, values.transpose(1, 2))
+            inner = torch.linalg.vecdot(ds, probabilities)[..., None]
+            ds.sub_(inner).mul_(probabilities)
+            dq = torch.bmm(ds, keys).mul_(ctx.scale)
+            dk = torch.bmm(ds.transpose(1, 2), queries)  # the queries carry the scale already
         of_q, of_k, of_v = ctx.dtypes
         return (
             _unfold(dq, b, H, c).to(of_q),

@@ -13,6 +13,7 @@ from trailmark.ops import reference
 from trailmark.ops.arguments import (
     arithmetic_dtype,
     require,
+    require_chunk_numbers,
     require_grouped_heads,
     require_implementation,
     require_shape,
@@ -55,7 +56,8 @@ def grouped_cross_attention(
             is shared, not copied; [B, M, J, S, D] memory seen through ``transpose(2, 3)`` is read without a copy.
         indices: int64 [B, N, K] or per key/value head [B, N, J, K]; -1 reads nothing.
         weights: the same shape, any floating dtype; ignored (zero gradient) where the index is -1.
-        lengths: int64 [B, M]: the keys of chunk m that exist. None: all S.
+        lengths: int64 [B, M]: the keys of chunk m that exist. None: all S. What lies beyond has no effect,
+            not even as NaN.
         softmax_off_by_one: see above.
         scale: None is D ** -0.5.
         implementation: None, "reference" (gathers and keeps all) or "torch".
@@ -83,10 +85,10 @@ def grouped_cross_attention(
     indices = whole_numbers("indices", indices)
     for name, size in (("R", q.shape[2]), ("K", K), ("S", S)):
         require(size >= 1, name, size, "at least 1")
-    if indices.numel():
-        require(int(indices.max()) < M, "indices", int(indices.max()), f"chunk numbers below M = {M}")
+    require_chunk_numbers("indices", indices, M)
     if lengths is not None:
         require_shape("lengths", lengths, (B, M), "[B, M]")
+        lengths = whole_numbers("lengths", lengths)
     scale = D**-0.5 if scale is None else scale
     if indices.dim() == 3:
         indices = indices[:, :, None].expand(B, N, J, K)
@@ -121,7 +123,7 @@ class _Table:
         self.shape = (S, D)
 
     def numbers(self, indices: Tensor) -> Tensor:
-        """Row numbers [B, N, J, K] of chunks ``indices`` [B, N, J, K]; -1 reads row 0 with weight 0."""
+        """Row numbers [B, N, J, K] of chunks ``indices`` [B, N, J, K]; -1 has those of chunk 0."""
         by_row, by_chunk, by_head = self.steps
         row = torch.arange(indices.shape[0], device=indices.device)[:, None, None, None] * by_row
         head = torch.arange(indices.shape[2], device=indices.device)[:, None] * by_head
@@ -234,7 +236,8 @@ class _Slabs:
         self.query_shape = (B * N, R, self.J, H // self.J, D)
         self.lse_shape = (B * N, self.J, H // self.J * R, self.K)
         self.q = q.reshape(self.query_shape)
-        self.weights = weights.masked_fill(indices < 0, 0).reshape(B * N, self.J, self.K).to(self.dtype)
+        self.nothing = (indices < 0).reshape(B * N, self.J, self.K)
+        self.weights = weights.reshape(B * N, self.J, self.K).masked_fill(self.nothing, 0).to(self.dtype)
         if self.M:
             self.k_table, self.v_table = _Table(k), _Table(v)
             self.k_numbers = self.k_table.numbers(indices).reshape(B * N, self.J, self.K)
@@ -265,10 +268,18 @@ class _Slabs:
         return x.view(-1, J, g, R, D).permute(0, 3, 1, 2, 4)
 
     def keys(self, rows: slice) -> Tensor:
-        return self.k_table.gather(self.k_numbers[rows], self.dtype)
+        return self._existing(self.k_table.gather(self.k_numbers[rows], self.dtype), rows)
 
     def values(self, rows: slice) -> Tensor:
-        return self.v_table.gather(self.v_numbers[rows], self.dtype)
+        return self._existing(self.v_table.gather(self.v_numbers[rows], self.dtype), rows)
+
+    def _existing(self, gathered: Tensor, rows: slice) -> Tensor:
+        """[c * J, K * S, D] with zeros where nothing is read: a NaN there times a weight of 0 would be NaN."""
+        slots = gathered.view(-1, self.S, gathered.shape[-1])
+        slots.index_fill_(0, self.nothing[rows].reshape(-1).nonzero()[:, 0], 0)
+        if self.absent is not None:
+            slots.masked_fill_(self.absent[rows].reshape(-1, self.S, 1), 0)
+        return gathered
 
     def weight(self, rows: slice) -> Tensor:
         return self.weights[rows].reshape(-1, 1, self.K, 1)

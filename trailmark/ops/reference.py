@@ -99,10 +99,13 @@ def grouped_cross_attention(
     chunk = indices.clamp(min=0)
     row = torch.arange(batch, device=q.device)[:, None, None, None]
     head = torch.arange(J, device=q.device)[:, None]
-    keys, values = (x.to(dtype).transpose(2, 3)[row, chunk, head] for x in (k, v))  # [B, N, J, K, S, D]
+    absent = torch.arange(S, device=q.device) >= lengths[row, chunk][..., None]  # [B, N, J, K, S]
+    absent = absent | (indices < 0)[..., None]
+    keys, values = (
+        x.to(dtype).transpose(2, 3)[row, chunk, head].masked_fill(absent[..., None], 0) for x in (k, v)
+    )  # [B, N, J, K, S, D]
     queries = q.to(dtype).view(batch, N, R, J, H // J, D)
     scores = torch.einsum("bnrjgd,bnjksd->bnjgrks", queries, keys) * scale
-    absent = torch.arange(S, device=q.device) >= lengths[row, chunk][..., None]  # [B, N, J, K, S]
     scores = scores.masked_fill(absent[:, :, :, None, None], -torch.inf)
     if softmax_off_by_one:  # a virtual key with score 0 and value 0
         scores = torch.cat([scores, scores.new_zeros(*scores.shape[:-1], 1)], dim=-1)

@@ -11,6 +11,7 @@ from trailmark.ops import reference
 from trailmark.ops.arguments import (
     arithmetic_dtype,
     require,
+    require_chunk_numbers,
     require_implementation,
     require_shape,
     whole_numbers,
@@ -86,8 +87,7 @@ def select_chunks(
         wanted = (B, N, J, num_retrieved) if per_head else (B, N, num_retrieved)
         require_shape("indices", indices, wanted, "[B, N, (J,) K]")
         chosen = whole_numbers("indices", indices if per_head else indices[:, :, None])
-        if chosen.numel():
-            require(int(chosen.max()) < M, "indices", int(chosen.max()), f"chunk numbers below M = {M}")
+        require_chunk_numbers("indices", chosen, M)
     else:
         end = _bounds("num_candidates", num_candidates, B, N, query.device)
         start = _bounds("first_candidate", first_candidate, B, N, query.device)
@@ -96,6 +96,7 @@ def select_chunks(
             require(int(start.min()) >= 0, "first_candidate", int(start.min()), "no negative chunk")
         if noise_seed is not None:
             require_shape("noise_seed", noise_seed, (B,), "[B]")
+            noise_seed = whole_numbers("noise_seed", noise_seed)
         if implementation == "reference":
             noise = None if noise_seed is None else gumbel_noise(noise_seed, 0, N, J, M)
             out = reference.select_chunks(query, landmarks, num_retrieved, end, start, noise, scale)
@@ -114,10 +115,12 @@ def fold_seed(seed: Tensor | int, *numbers: Tensor | int) -> Tensor:
     ``fold_seed(seed, step, sample, group)`` is the seed of one sample's noise in one group. Any argument may
     be a tensor; they broadcast. Only 32-bit multiplications, xors and shifts, so a kernel draws the same bits.
     """
-    mixed = _mix(torch.as_tensor(seed))
+    mixed = _mix(whole_numbers("seed", torch.as_tensor(seed)))
     for number in numbers:
-        other = torch.as_tensor(number).to(mixed.device if mixed.dim() else torch.as_tensor(number).device)
-        mixed = _mix(mixed.to(other.device) * 0x9E3779B1 + other + 0x7F4A7C15)
+        other = whole_numbers("numbers", torch.as_tensor(number))
+        # what has no dimension goes where the other is
+        device = mixed.device if mixed.dim() else other.device
+        mixed = _mix(mixed.to(device) * 0x9E3779B1 + other.to(device) + 0x7F4A7C15)
     return mixed
 
 
@@ -169,7 +172,7 @@ def _search(
         return torch.full((B, N, J, K), -1, dtype=torch.int64, device=query.device)
     shared = B > 1 and landmarks.stride(0) == 0
     table = (landmarks[:1] if shared else landmarks).permute(0, 2, 3, 1).to(dtype)  # [B or 1, J, E, M]
-    longest = table.norm(dim=2).amax(-1)[..., None]  # [B or 1, J, 1]
+    lengths = table.norm(dim=2)[:, :, None]  # [B or 1, J, 1, M]
     chunk = torch.arange(M, device=query.device)
     step = max(1, _SLAB_ELEMENTS // (B * J * M))
     found = []
@@ -182,32 +185,40 @@ def _search(
             scores = (flat @ table).view(J, B, n, M).transpose(0, 1)
         else:
             scores = asked @ table  # [B, J, n, M]
-        offset = torch.zeros((), dtype=dtype, device=query.device).expand(B, J, n, M)
+        noise = None
         if noise_seed is not None:
-            offset = gumbel_noise(noise_seed, first, n, J, M).transpose(1, 2)
+            noise = gumbel_noise(noise_seed, first, n, J, M).transpose(1, 2)
+            scores = scores + noise
         outside = (chunk < start[:, rows, None]) | (chunk >= end[:, rows, None])  # [B, n, M]
-        offset = offset.masked_fill(outside[:, None], -torch.inf)
-        rounding = 8 * torch.finfo(dtype).eps * asked.norm(dim=-1) * longest
-        chosen, contested = _top(scores + offset, K, rounding)
+        # filled, not added to: NaN - inf is NaN, which topk takes for the largest
+        scores = scores.masked_fill(outside[:, None], -torch.inf)
+        rounding = 8 * torch.finfo(dtype).eps * asked.norm(dim=-1)  # of a score by a landmark of length 1
+        chosen, contested = _top(scores, K, rounding, lengths.expand(B, J, n, M))
         if bool(contested.any()):
             # A GEMM rounds equal columns differently; a sum per chunk does not, so equal chunks tie (semantics 9).
             for places in contested.nonzero().split(max(1, _SLAB_ELEMENTS // (M * asked.shape[-1]))):
                 b, j, row = places.unbind(1)
-                exact = (asked[b, j, row][:, None] * landmarks[b, :, j].to(dtype)).sum(-1) + offset[b, j, row]
+                exact = (asked[b, j, row][:, None] * landmarks[b, :, j].to(dtype)).sum(-1)
+                exact = exact if noise is None else exact + noise[b, j, row]
+                exact = exact.masked_fill(outside[b, row], -torch.inf)
                 order = exact.sort(dim=-1, descending=True, stable=True)
                 chosen[b, j, row] = _ascending(order.values, order.indices, K)
         found.append(chosen)
     return torch.cat(found, dim=2).transpose(1, 2)
 
 
-def _top(scores: Tensor, K: int, rounding: Tensor) -> tuple[Tensor, Tensor]:
-    """The K best of the last dimension, and where the last place is contested within ``rounding``."""
+def _top(scores: Tensor, K: int, rounding: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
+    """The K best of the last dimension, and where the last place is contested within rounding.
+
+    What rounds are the two scores for that place; another chunk's length, or NaN, has no say in it.
+    """
     kept = min(K, scores.shape[-1])
     values, chosen = scores.topk(min(K + 1, scores.shape[-1]), dim=-1)
     contested = torch.zeros(scores.shape[:-1], dtype=torch.bool, device=scores.device)
     if values.shape[-1] > kept:
         last, next_best = values[..., kept - 1], values[..., kept]
-        contested = (last - next_best <= rounding) & next_best.isfinite()
+        longest = lengths.gather(-1, chosen[..., kept - 1 : kept + 1]).amax(-1)
+        contested = (last - next_best <= rounding * longest) & next_best.isfinite()
     return _ascending(values, chosen, K), contested
 
 

@@ -13,6 +13,7 @@ from trailmark.ops.arguments import (
     require_grouped_heads,
     require_implementation,
     require_shape,
+    whole_numbers,
     without_autocast,
 )
 from trailmark.ops.block_attention import block_attention
@@ -76,6 +77,7 @@ def sliding_window_attention(
     if positions is not None:
         require_shape("positions[0]", positions[0], (B, T), "[B, T]")
         require_shape("positions[1]", positions[1], (B, P), "[B, P]")
+        positions = whole_numbers("positions[0]", positions[0]), whole_numbers("positions[1]", positions[1])
     if isinstance(document_ids, Tensor):
         require_shape("document_ids", document_ids, (B, P), "[B, P]")
         document_ids = document_ids[:, P - T :], document_ids
@@ -126,7 +128,8 @@ def _banded(q: Tensor, k: Tensor, v: Tensor, window: int, slopes: Tensor | None,
     keys, values = key_blocks(k), key_blocks(v)
     key = torch.arange((back + 1) * C, device=q.device)
     distance = torch.arange(C, device=q.device)[:, None] + back * C - key
-    mask = _additive_mask((distance >= 0) & (distance < window), distance, slopes, q)
+    dtype = arithmetic_dtype(q, k, v)
+    mask = _additive_mask((distance >= 0) & (distance < window), distance, slopes, dtype)
     # only the blocks whose reach goes before the first key need a mask of their own
     early = min(-(-absent // C), blocks)
     parts = []
@@ -155,9 +158,9 @@ def _by_query_block(
     return_lse: bool,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Any positions and documents: a block of queries against every key it could see."""
-    B, T = q.shape[:2]
-    P, device = k.shape[1], q.device
-    key_position = torch.arange(P, device=device).expand(B, P) if positions is None else positions[1]
+    T, P, dtype = q.shape[1], k.shape[1], arithmetic_dtype(q, k, v)
+    # consecutive positions are those of every row: one mask [1, ...] serves the batch
+    key_position = torch.arange(P, device=q.device)[None] if positions is None else positions[1]
     query_position = key_position[:, P - T :] if positions is None else positions[0]
     outs, lses = [], []
     for first in range(0, T, _MAX_BLOCK):
@@ -166,38 +169,37 @@ def _by_query_block(
         if positions is None:  # consecutive: keys outside the band cannot be visible
             start = 0 if window is None else max(0, P - T + rows.start - window + 1)
             stop = P - T + rows.stop
-        distance = query_position[:, rows, None] - key_position[:, None, start:stop]  # [B, c, p]
+        distance = query_position[:, rows, None] - key_position[:, None, start:stop]  # [B or 1, c, p]
         visible = (distance >= 0) & (key_position[:, None, start:stop] >= 0)
         visible &= query_position[:, rows, None] >= 0
         if window is not None:
             visible &= distance < window
         if document_ids is not None:
-            visible &= document_ids[0][:, rows, None] == document_ids[1][:, None, start:stop]
-        empty = ~visible.any(-1)[:, None, :, None]  # [B, 1, c, 1]
+            visible = visible & (document_ids[0][:, rows, None] == document_ids[1][:, None, start:stop])
+        empty = ~visible.any(-1)[:, None, :, None]  # [B or 1, 1, c, 1]
         # a row that sees nothing is let see everything and then set to zero: no NaN either way
         shown = visible[:, None] | empty
-        mask = _additive_mask(shown, distance[:, None], None if slopes is None else slopes[:, None, None], q)
+        of_heads = None if slopes is None else slopes[:, None, None]
+        mask = _additive_mask(shown, distance[:, None], of_heads, dtype)
         queries, keys = q[:, rows], k[:, start:stop]
         out = block_attention(queries, keys, v[:, start:stop], mask, scale)
         outs.append(out.masked_fill(empty.transpose(1, 2), 0))
         if return_lse:
-            dtype = arithmetic_dtype(q, k)
             keys = keys.to(dtype).repeat_interleave(q.shape[2] // k.shape[2], dim=2).transpose(1, 2)
-            scores = queries.to(dtype).transpose(1, 2) @ keys.transpose(2, 3) * scale + mask.to(dtype)
+            scores = queries.to(dtype).transpose(1, 2) @ keys.transpose(2, 3) * scale + mask
             lse = scores.logsumexp(-1, keepdim=True).masked_fill(empty, -torch.inf)
             lses.append(lse[..., 0].transpose(1, 2))
     out = torch.cat(outs, dim=1) if outs else torch.zeros_like(q)
     if not return_lse:
         return out
-    return out, torch.cat(lses, dim=1) if lses else q.new_zeros(B, T, q.shape[2], dtype=arithmetic_dtype(q))
+    return out, torch.cat(lses, dim=1) if lses else q.new_zeros(q.shape[:3], dtype=dtype)
 
 
-def _additive_mask(visible: Tensor, distance: Tensor, slopes: Tensor | None, like: Tensor) -> Tensor:
-    """0 or the ALiBi term where visible, -inf elsewhere; [(B,) (H,) c, p], float32 or wider."""
-    dtype = arithmetic_dtype(like)
+def _additive_mask(visible: Tensor, distance: Tensor, slopes: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """0 or the ALiBi term where visible, -inf elsewhere; [(B,) (H,) c, p] of ``dtype``."""
     if slopes is None:
-        bias = torch.zeros((), dtype=dtype, device=like.device)
+        bias = torch.zeros((), dtype=dtype, device=visible.device)
     else:
-        slopes = slopes.to(device=like.device, dtype=dtype)
+        slopes = slopes.to(device=visible.device, dtype=dtype)
         bias = -(slopes.view(-1, 1, 1) * distance.to(dtype))
     return torch.where(visible, bias, -torch.inf)

@@ -92,7 +92,7 @@ def _pyplot() -> Any:
     try:
         import matplotlib
     except ImportError as error:
-        raise ValueError("figures: matplotlib is not installed. pip install 'trailmark[figures]'.") from error
+        raise ValueError("figures: matplotlib is not installed. pip install matplotlib.") from error
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 

@@ -18,6 +18,18 @@ from huggingface_hub.errors import StrictDataclassError
 from trailmark.data.needles import CURRICULUM
 from trailmark.models import MODELS, TrailmarkConfig
 
+# values of training.* that have bounds; the seed's are numpy's
+_RANGES = (
+    ("learning_rate", 0, math.inf),
+    ("matrix_learning_rate", 0, math.inf),
+    ("weight_decay", 0, math.inf),
+    ("warmup_steps", 0, math.inf),
+    ("constant_fraction", 0, 1),
+    ("final_fraction", 0, 1),
+    ("max_grad_norm", 0, math.inf),
+    ("seed", 0, 2**32 - 1),
+)
+
 ARCHITECTURES = {name.removeprefix("trailmark_"): model for name, model in MODELS.items()}
 
 
@@ -215,6 +227,16 @@ def _check(config: RunConfig) -> None:
     for name in ("steps", "tokens_per_step", "sequence_length", "save_steps"):
         if getattr(training, name) < 1:
             raise ValueError(f"training.{name}: expected at least 1, got {getattr(training, name)}.")
+    for name, lowest, highest in _RANGES:
+        value = getattr(training, name)
+        if not lowest <= value <= highest:
+            upto = f" to {highest}" if highest < math.inf else " or more"
+            raise ValueError(f"training.{name}: expected {lowest}{upto}, got {value}.")
+    if config.data.paths == []:
+        raise ValueError(
+            "data.paths: expected files or folders, got an empty list. Name some, or null for the Python "
+            "standard library's sources."
+        )
     if config.data.task == "text" and training.tokens_per_step < training.sequence_length:
         raise ValueError(
             f"training.tokens_per_step: expected at least sequence_length = {training.sequence_length}, "

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
+import shutil
 import signal
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -69,7 +72,7 @@ class Curriculum:
 
 
 class _Batches(IterableDataset[dict[str, Tensor]]):
-    """Whole batches by step, from ``start``; each rank makes its own rows."""
+    """Whole batches by step, from ``start``."""
 
     def __init__(self, make: Callable[[int], dict[str, Tensor]], steps: int) -> None:
         self.make, self.steps, self.start = make, steps, 0
@@ -90,7 +93,7 @@ class _Trainer(Trainer):
         super().__init__(**kwargs)
 
     def get_train_dataloader(self) -> DataLoader[Any]:
-        return DataLoader(self.train_dataset, batch_size=None)  # each rank makes its own batches
+        return DataLoader(self.train_dataset, batch_size=None)  # batches are made whole
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
         if self.optimizer is None:
@@ -143,7 +146,9 @@ class _Progress(TrainerCallback):
         curriculum = self.run.curriculum
         kept = {"starts": curriculum.starts, "samples": curriculum.samples, "average": curriculum.average}
         kept |= {"history": self.run.history, "averages": self.run.averages, "seconds": self.run.seconds}
-        write_json(folder / _CURRICULUM_FILE, kept)
+        kept |= {"tokens": self.run.tokens_trained, "text": self.run.text_hash}
+        with _saving(self.run.output):
+            write_json(folder / _CURRICULUM_FILE, kept)
 
 
 class Run:
@@ -165,7 +170,7 @@ class Run:
         self.curriculum = Curriculum(CURRICULUM[config.data.first_level :])
         self.history: list[dict[str, float]] = []
         self.averages: dict[str, float] = {}
-        self.step, self.seconds, self.interrupted = 0, 0.0, False
+        self.step, self.seconds, self.tokens_trained, self.interrupted = 0, 0.0, 0, False
         self._began = time.perf_counter()
         if text is None:
             paths = config.data.paths
@@ -220,6 +225,7 @@ class Run:
     @torch.no_grad()
     def measure(self, step: int, loss: Tensor, out: Any, labels: Tensor, inputs: dict[str, Any]) -> None:
         """Moving averages of the loss, and of needle accuracy and retrieval recall where there are needles."""
+        self.tokens_trained += inputs["input_ids"].numel()
         found = {"loss": float(loss)}
         if "first_digits" in inputs:
             asked = F.pad(inputs["first_digits"][:, 1:], (0, 1))
@@ -248,9 +254,14 @@ class Run:
         """Tokens of the training text."""
         return len(self._tokens)
 
+    @cached_property
+    def text_hash(self) -> str:
+        """Of the training text: a run goes on exactly only on the same one."""
+        return hashlib.sha256(self._tokens.data).hexdigest()
+
     @property
     def tokens_per_second(self) -> float:
-        return self.step * self.config.training.tokens_per_step / max(self.seconds, 1e-9)
+        return self.tokens_trained / max(self.seconds, 1e-9)
 
     # --- the run -------------------------------------------------------------------------------------------
 
@@ -280,6 +291,11 @@ class Run:
     def train(self) -> TrailmarkForCausalLM:
         """Train to the end, from the last checkpoint if there is one; KeyboardInterrupt saves and leaves."""
         settings = self.config.training
+        if (processes := int(os.environ.get("WORLD_SIZE", "1"))) > 1:
+            raise ValueError(
+                f"WORLD_SIZE: expected one process, got {processes}: in this version each would train on the same "
+                "batches. Start trailmark train without torchrun or accelerate launch."
+            )
         last = self._claim_output()
         arguments = TrainingArguments(
             output_dir=str(self.output / "checkpoints"),
@@ -295,6 +311,7 @@ class Run:
             remove_unused_columns=False,
             ignore_data_skip=True,
             dataloader_pin_memory=False,
+            use_cpu=not torch.cuda.is_available(),  # not Apple's GPU: it lacks float64 and is untested
             seed=settings.seed,
         )
         if settings.gradient_checkpointing:
@@ -312,6 +329,7 @@ class Run:
             trainer.train(resume_from_checkpoint=str(last) if last else None)
         if self.interrupted:
             raise KeyboardInterrupt
+        self.model.cpu()
         self.save()
         return self.model
 
@@ -323,13 +341,23 @@ class Run:
                 f"output: {str(self.output)!r} holds a run with another configuration ({_RUN_FILE}). "
                 "Choose another output, or remove that folder to start anew."
             )
-        write_text(self.output / _RUN_FILE, self.config.to_yaml())
-        whole = [
-            folder
-            for folder in (self.output / "checkpoints").glob("checkpoint-*")
-            if read_json(folder / _CURRICULUM_FILE) is not None  # written last
-        ]
-        return max(whole, key=lambda folder: int(folder.name.rpartition("-")[2]), default=None)
+        with _saving(self.output):
+            write_text(self.output / _RUN_FILE, self.config.to_yaml())
+        whole = []
+        for folder in (self.output / "checkpoints").glob("checkpoint-*"):
+            if read_json(folder / _CURRICULUM_FILE) is not None:  # written last
+                whole.append(folder)
+            elif folder.is_dir() and not (folder / _CURRICULUM_FILE).exists():
+                shutil.rmtree(
+                    folder
+                )  # half, of a killed run: the Trainer would keep it and remove a whole one
+        last = max(whole, key=lambda folder: int(folder.name.rpartition("-")[2]), default=None)
+        if last and read_json(last / _CURRICULUM_FILE).get("text", self.text_hash) != self.text_hash:
+            raise ValueError(
+                f"data: expected the text that the run in {str(self.output)!r} began with, got another one. Put the "
+                "files back as they were, choose another output, or remove that folder to start anew."
+            )
+        return last
 
     def _holds_this_run(self) -> bool:
         try:
@@ -347,6 +375,7 @@ class Run:
         self.curriculum.average = kept["average"]
         self.history, self.averages, self.seconds = kept["history"], kept["averages"], kept["seconds"]
         self.step = int(checkpoint.name.rpartition("-")[2])
+        self.tokens_trained = kept.get("tokens", self.step * self.config.training.tokens_per_step)
 
     def save(self) -> None:
         """The model, its tokenizer, the configuration and the history, into the output folder."""
@@ -358,16 +387,14 @@ class Run:
             self.tokenizer.save_pretrained(folder)
             for file in Path(folder).iterdir():
                 os.replace(file, self.output / file.name)
-        write_json(
-            self.output / HISTORY_FILE,
-            {
+            history = {
                 "steps": self.history,
                 "seconds": self.seconds,
                 "tokens_per_second": self.tokens_per_second,
                 "level_starts": self.curriculum.starts,
                 "levels": [asdict(level) for level in self.curriculum.levels],
-            },
-        )
+            }
+            write_json(self.output / HISTORY_FILE, history)
 
 
 def make_optimizer(model: Any, settings: TrainingConfig) -> torch.optim.Optimizer:
