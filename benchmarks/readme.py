@@ -32,7 +32,8 @@ def take_over(run: Path) -> None:
 
 
 def machine(where: dict[str, Any]) -> str:
-    return f"{where['processor']}, {where['threads']} threads, torch {where['torch']}, {where['date']}"
+    threads = f"{where['threads']} thread{'s' * (where['threads'] > 1)}"
+    return f"{where['processor']}, {threads}, torch {where['torch']}, {where['date']}"
 
 
 def demo_text() -> str:
