@@ -19,7 +19,7 @@ from trailmark.data.corpus import load_tokenizer, standard_library_texts, tokeni
 from trailmark.data.files import read_json, write_json
 from trailmark.data.needles import NeedleFormat
 from trailmark.evaluation.needles import evaluate_needles
-from trailmark.report.console import Progress
+from trailmark.report.console import Progress, training_line
 from trailmark.training.trainer import Run
 
 OUTPUT = Path(__file__).with_suffix(".json")
@@ -65,8 +65,9 @@ def measure(name: str, seed: int, folder: Path) -> dict[str, Any]:
     progress = Progress()
 
     def show(run: Run) -> None:
-        shown = "  ".join(f"{key} {value:.3f}" for key, value in run.averages.items())
-        progress.show(f"{name}, seed {seed}: {run.step}/{config.training.steps}  {shown}")
+        total = config.training.steps
+        line = training_line(run.step, total, run.seconds, run.averages, run.tokens_per_second)
+        progress.show(f"{name}, seed {seed}: {line}")
 
     run = Run(config, show, tokenize(standard_library_texts("train"), tokenizer))
     curriculum(run)

@@ -42,7 +42,7 @@ def train(
     overrides: Annotated[list[str] | None, typer.Argument(help="key=value ...")] = None,
 ) -> None:
     """Train a model. The same command goes on where it stopped."""
-    from trailmark.report.console import Progress, bar, duration
+    from trailmark.report.console import Progress, duration, measured, training_line
     from trailmark.training.config import load_run_config
     from trailmark.training.trainer import Run
 
@@ -51,12 +51,7 @@ def train(
 
     def show(run: Run) -> None:
         total = settings.training.steps
-        left = run.seconds / max(1, run.step) * (total - run.step)
-        shown = "  ".join(f"{key} {value:.3f}" for key, value in run.averages.items())
-        progress.show(
-            f"{bar(run.step, total)} {run.step}/{total}  {shown}  "
-            f"{run.tokens_per_second:,.0f} tokens/s  {duration(left)} left"
-        )
+        progress.show(training_line(run.step, total, run.seconds, run.averages, run.tokens_per_second))
 
     run = Run(settings, show)
     count = sum(p.numel() for p in run.model.parameters())
@@ -70,8 +65,8 @@ def train(
         return
     run.train()
     progress.clear()
-    shown = ", ".join(f"{key} {value:.3f}" for key, value in run.averages.items())
-    typer.echo(f"Trained in {duration(run.seconds)}, {run.tokens_per_second:,.0f} tokens/s: {shown}")
+    speed, averages = f"{run.tokens_per_second:,.0f} tokens/s", measured(run.averages)
+    typer.echo(f"Trained in {duration(run.seconds)}, {speed}: {averages}")
     typer.echo(f"The model lies in {settings.output}/. Next: trailmark evaluate {settings.output}")
 
 

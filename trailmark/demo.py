@@ -19,7 +19,7 @@ from trailmark.data.files import expect_writable, read_json, write_json
 from trailmark.data.needles import CURRICULUM, NeedleFormat
 from trailmark.evaluation.needles import evaluate_needles
 from trailmark.models import TrailmarkForCausalLM
-from trailmark.report.console import Progress, bar, duration
+from trailmark.report.console import Progress, duration, measured, training_line
 from trailmark.report.figures import accuracy_by_length, chunks_read, loss_curves
 from trailmark.report.tables import needle_table
 from trailmark.training.config import DataConfig, RunConfig, TrainingConfig
@@ -185,7 +185,7 @@ class Demo:
         history = read_json(folder / HISTORY_FILE)
         speed, last = history["tokens_per_second"], history["steps"][-1]
         averages = {key: last[key] for key in ("loss", "accuracy", "recall") if key in last}
-        shown = ", ".join(f"{key} {value:.3f}" for key, value in averages.items())
+        shown = measured(averages)
         self.say(f"  {duration(history['seconds'])}, {speed:,.0f} tokens/s; on training texts: {shown}")
         took = {"seconds": history["seconds"], "tokens_per_second": speed}
         self.record["training"][name] = {"parameters": count, "steps": steps} | took | averages
@@ -194,12 +194,8 @@ class Demo:
 
     def _show_training(self, run: Run) -> None:
         total = run.config.training.steps
-        left = run.seconds / max(1, run.step) * (total - run.step)
-        shown = "  ".join(f"{key} {value:.3f}" for key, value in run.averages.items())
-        self.progress.show(
-            f"  {bar(run.step, total)} {run.step}/{total}  {shown}  "
-            f"{run.tokens_per_second:,.0f} tokens/s  {duration(left)} left"
-        )
+        line = training_line(run.step, total, run.seconds, run.averages, run.tokens_per_second)
+        self.progress.show(f"  {line}")
 
     # --- evaluation ----------------------------------------------------------------------------------------
 

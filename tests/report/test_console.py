@@ -7,7 +7,7 @@ import io
 import pytest
 
 from trailmark.report import console
-from trailmark.report.console import Progress, bar, duration, size
+from trailmark.report.console import Progress, bar, duration, measured, size, training_line
 
 
 class Terminal(io.StringIO):
@@ -132,3 +132,9 @@ def test_duration(seconds: float, shown: str) -> None:
 )
 def test_size(count: float, shown: str) -> None:
     assert size(count) == shown
+
+
+def test_training_line() -> None:
+    line = training_line(5, 20, 10.0, {"loss": 1.25, "accuracy": 0.5}, 40_960.4)
+    assert line == "[######..................] 5/20  loss 1.250  accuracy 0.500  40,960 tokens/s  0:30 left"
+    assert measured({"loss": 1.25, "accuracy": 0.5}) == "loss 1.250, accuracy 0.500"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import sys
 import time
+from collections.abc import Mapping
 from typing import TextIO
 
 
@@ -44,6 +45,20 @@ def bar(done: int, total: int, width: int = 24) -> str:
     """``[#####.....]``"""
     filled = width * done // max(1, total)
     return "[" + "#" * filled + "." * (width - filled) + "]"
+
+
+def measured(values: Mapping[str, float], separator: str = ", ") -> str:
+    """``loss 1.228, accuracy 0.988``"""
+    return separator.join(f"{key} {value:.3f}" for key, value in values.items())
+
+
+def training_line(
+    step: int, total: int, seconds: float, averages: Mapping[str, float], tokens_per_second: float
+) -> str:
+    """How far a training is, how well it goes, how fast, and how long it still takes."""
+    left = seconds / max(1, step) * (total - step)
+    shown = measured(averages, "  ")
+    return f"{bar(step, total)} {step}/{total}  {shown}  {tokens_per_second:,.0f} tokens/s  {duration(left)} left"
 
 
 def duration(seconds: float) -> str:

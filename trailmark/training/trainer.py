@@ -348,9 +348,8 @@ class Run:
             if read_json(folder / _CURRICULUM_FILE) is not None:  # written last
                 whole.append(folder)
             elif folder.is_dir() and not (folder / _CURRICULUM_FILE).exists():
-                shutil.rmtree(
-                    folder
-                )  # half, of a killed run: the Trainer would keep it and remove a whole one
+                # half, of a killed run: the Trainer would keep it and remove a whole one
+                shutil.rmtree(folder)
         last = max(whole, key=lambda folder: int(folder.name.rpartition("-")[2]), default=None)
         if last and read_json(last / _CURRICULUM_FILE).get("text", self.text_hash) != self.text_hash:
             raise ValueError(
