@@ -18,7 +18,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 Seed = Annotated[int, typer.Option(min=0, max=2**32 - 1)]
-_RESUMING = {"demo", "train"}  # the commands that go on where they stopped
+_RESUMING = {"demo", "train", "read"}  # the commands that go on where they stopped
 
 
 @app.command()
@@ -125,22 +125,76 @@ def evaluate(
 
 
 @app.command()
+def read(
+    model: Annotated[Path, typer.Argument(help="A folder with a trailmark model.")],
+    files: Annotated[list[Path], typer.Argument(help="Text files of any length, read one after the other.")],
+    memory: Annotated[Path, typer.Option(help="Folder for the memory; one that is there is read on.")],
+    memory_dtype: Annotated[
+        str | None,
+        typer.Option(help="Of keys and values: float32, bfloat16 or float16; default: the model's."),
+    ] = None,
+) -> None:
+    """Read texts once and keep what was read. The same command goes on where it stopped."""
+    from trailmark.evaluation import evaluate as evaluation
+    from trailmark.evaluation.reading import Reader, parse_dtype, resident_bytes
+    from trailmark.report.console import Progress, duration, size
+
+    progress = Progress()
+
+    def show(reader: Reader) -> None:
+        progress.show(
+            f"{reader.path.name}: {reader.num_tokens:,} tokens in memory, {reader.tokens_per_second:,.0f} tokens/s, "
+            f"{size(reader.cache.memory_bytes())} on disk, {size(resident_bytes())} in RAM"
+        )
+
+    reader = Reader(evaluation.load(model), memory, parse_dtype(memory_dtype), show)
+    for file in files:
+        before = reader.num_tokens
+        fresh = reader.read(file)
+        progress.clear()
+        found = f"{reader.num_tokens - before:,} tokens read" if fresh else "read already"
+        typer.echo(f"{file}: {found}")
+    took = f" {duration(reader.seconds)}, {reader.tokens_per_second:,.0f} tokens/s." if reader.seconds else ""
+    typer.echo(
+        f"The memory of {reader.num_tokens:,} tokens lies in {memory}/ ({size(reader.cache.memory_bytes())}).{took}\n"
+        f"Next: trailmark generate {model} --memory {memory} --prompt ..."
+    )
+
+
+@app.command()
+def verify(memory: Annotated[Path, typer.Argument(help="A folder with a memory.")]) -> None:
+    """Compare every byte of a saved memory with what was written."""
+    from trailmark.memory.saved import verify as verify_memory
+    from trailmark.report.console import Progress, size
+
+    progress = Progress()
+    verify_memory(memory, lambda done, total: progress.show(f"{size(done)} of {size(total)} compared"))
+    progress.clear()
+    typer.echo(f"{memory}: whole, every byte is as it was written.")
+
+
+@app.command()
 def generate(
     model: Annotated[Path, typer.Argument(help="A folder with a trailmark model.")],
-    prompt: Annotated[str, typer.Option(help="What to go on from.")],
-    read: Annotated[
+    prompt: Annotated[
+        str | None, typer.Option(help="What to go on from; default: the end of --file.")
+    ] = None,
+    file: Annotated[
         Path | None, typer.Option(help="A text file to read before the prompt, of any length.")
+    ] = None,
+    memory: Annotated[
+        Path | None, typer.Option(help="A memory that trailmark read made, to go on from; it stays as it is.")
     ] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1)] = 64,
     temperature: Annotated[float, typer.Option(help="0: always the most likely token.")] = 0.0,
     seed: Seed = 0,
 ) -> None:
-    """Read a text, if given, and continue the prompt."""
+    """Continue a prompt, after a memory or a text of any length."""
     from trailmark.evaluation import evaluate as evaluation
     from trailmark.evaluation import generation
 
     subject = evaluation.load(model)
-    for piece in generation.stream(subject, prompt, read, max_new_tokens, temperature, seed):
+    for piece in generation.stream(subject, prompt, file, memory, max_new_tokens, temperature, seed):
         typer.echo(piece, nl=False)
     typer.echo()
 
@@ -216,7 +270,7 @@ def _keep_freed_memory(arguments: list[str]) -> None:
 
     glibc reads these settings once, when a process starts. Elsewhere (macOS, musl) they mean nothing.
     """
-    heavy = {"demo", "train", "evaluate", "generate"}
+    heavy = {"demo", "train", "evaluate", "read", "generate"}
     settings: dict[str, Any] = {
         "MALLOC_MMAP_THRESHOLD_": "4294967296",
         "MALLOC_TRIM_THRESHOLD_": "8589934592",

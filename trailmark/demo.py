@@ -8,7 +8,7 @@ import os
 import platform
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import transformers
@@ -30,6 +30,7 @@ TRAIN_LENGTH = CURRICULUM[-1].chunks * CHUNK_SIZE  # tokens of the longest train
 LENGTHS = tuple(TRAIN_LENGTH * factor for factor in (1, 4, 16, 64, 256, 1024))
 MANY_NEEDLES = ((TRAIN_LENGTH, 8), (4 * TRAIN_LENGTH, 16), (64 * TRAIN_LENGTH, 32))
 QUESTIONS = 300
+PHASES: Literal["end", "any"] = "any"  # where a question may end in its chunk
 CHANCE = 1 / (10 * 9 * 8 * 7 * 6)  # five distinct digits
 
 STEPS = {"drt": 2600, "window": 400}
@@ -111,6 +112,7 @@ class Demo:
             "environment": environment(),
             "models": MODELS,
             "train_length": TRAIN_LENGTH,
+            "phases": PHASES,
             "steps": None,
             "training": {},
             "results": [],
@@ -128,7 +130,7 @@ class Demo:
             f"     source files, with needles $KEYS=12345; hidden in them), and a model with a window alone:\n"
             f"     at most {minutes:g} minutes.\n"
             f"  2. Read texts of up to {LENGTHS[-1]:,} tokens, 1024 times longer, and ask both for what was\n"
-            f"     hidden there: about 2 minutes.\n"
+            f"     hidden there, in questions that end anywhere in a chunk of {CHUNK_SIZE} tokens: about 2 minutes.\n"
             f"  Everything goes to {self.output}/. Ctrl-C stops; the same command goes on."
         )
 
@@ -221,6 +223,7 @@ class Demo:
                     chunk_size=CHUNK_SIZE,
                     seed=self.seed,
                     progress=lambda message: self.progress.show(f"  {message}"),
+                    phases=PHASES,
                 )
                 done = [{"model": name} | found.summary()]
                 self.record["results"] += done

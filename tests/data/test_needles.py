@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import re
+from collections import Counter
 from dataclasses import fields, replace
-from itertools import islice
+from hashlib import sha256
+from itertools import accumulate, islice
 from typing import Any
 
 import numpy as np
@@ -15,18 +18,20 @@ from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
+from tests.data.counts import assert_equally_likely
 from trailmark.data.corpus import load_tokenizer, tokenize
 from trailmark.data.needles import (
     ANSWER_LENGTH,
     CURRICULUM,
     IGNORED,
     NEEDLE_LENGTH,
+    QUESTION_LENGTH,
     Level,
     NeedleBatch,
     NeedleFormat,
     NeedleTexts,
-    needle_trials,
 )
+from trailmark.data.trials import NeedleTrial, needle_trials
 
 BYTES = load_tokenizer()
 FORMAT = NeedleFormat.of(BYTES)
@@ -34,14 +39,45 @@ S = 24
 # what could be taken for a needle, a question or an answer stands in the filler too
 FILLER = tokenize(["Prices: $12=34; ~ABCD\n=56789; lorem ipsum, $WXYZ=12345; dolor sit amet. " * 60], BYTES)
 LEVELS = [*CURRICULUM, Level(6, 0.0, 0.5, 0.9), Level(12, 0.0, 0.5, 0.3, quiet=0.6, mixed=0.5, decoys=0.8)]
+EARLY = [
+    Level(32, 1.0, 1.0, 0.25, early=1.0),  # half of the chunks ask
+    Level(32, 0.05, 0.75, 0.25, 0.5, 0.5, 0.5, early=0.5),
+    Level(32, 0.0, 0.0, 0.0, early=0.7),  # almost all ask
+    Level(6, 0.0, 0.5, 0.9, decoys=0.8, early=1.0),
+]
 
 
-def needle_texts(seed: int = 0, **rest: Any) -> NeedleTexts:
-    return NeedleTexts(FORMAT, FILLER, S, seed, **rest)
+def needle_texts(seed: int = 0, chunk_size: int = S, **rest: Any) -> NeedleTexts:
+    return NeedleTexts(FORMAT, FILLER, chunk_size, seed, **rest)
 
 
-def text_of(tokens: Tensor) -> str:
+def text_of(tokens: Any) -> str:
     return BYTES.decode(tokens)
+
+
+def chunks_of(batch: NeedleBatch, row: int, chunk_size: int = S) -> list[str]:
+    """The chunks of one text, as a model divides it: closed where marked or full."""
+    chunks = [""]
+    for token, present, close in zip(
+        text_of(batch.input_ids[row]), batch.attention_mask[row], batch.close_chunk[row], strict=True
+    ):
+        if not present:
+            assert token == " "
+            assert not close
+            continue
+        chunks[-1] += token
+        if close or len(chunks[-1]) == chunk_size:
+            assert not (close and len(chunks[-1]) == chunk_size), "marked though full"
+            chunks.append("")
+    assert chunks.pop() == "", "a text ends with a whole chunk"
+    return chunks
+
+
+def digest(tensors: list[Tensor]) -> str:
+    found = sha256()
+    for x in tensors:
+        found.update(f"{x.dtype}{tuple(x.shape)}".encode() + x.contiguous().numpy().tobytes())
+    return found.hexdigest()[:16]
 
 
 def character_tokenizer(vocabulary: str, pieces: str = ".", unknown: str | None = None) -> Any:
@@ -89,34 +125,49 @@ def test_a_tokenizer_that_takes_characters_for_each_other_is_refused() -> None:
 # Training texts
 
 
-@settings(derandomize=True, deadline=None, max_examples=60)
-@given(level=st.sampled_from(LEVELS), number=st.integers(0, 10**9), seed=st.integers(0, 99))
-def test_every_question_can_be_answered_from_its_needle(level: Level, number: int, seed: int) -> None:
-    batch = needle_texts(seed).batch(number, 1, level)
-    chunks = [text_of(chunk) for chunk in batch.input_ids.view(level.chunks, S)]
-    starts = batch.first_digits.view(level.chunks, S)
+@settings(derandomize=True, deadline=None, max_examples=120)
+@given(
+    level=st.sampled_from(LEVELS + EARLY),
+    size=st.sampled_from([19, 21, S, 32]),
+    number=st.integers(0, 10**9),
+    seed=st.integers(0, 99),
+)
+def test_every_question_can_be_answered_from_its_needle(
+    level: Level, size: int, number: int, seed: int
+) -> None:
+    batch = needle_texts(seed, size).batch(number, 1, level)
+    chunks = chunks_of(batch, 0, size)
     needles = batch.needle_chunks[0].tolist()
+    assert len(chunks) == len(needles) == level.chunks
+    ends = list(accumulate(map(len, chunks)))
+    text = "".join(chunks)
     assert chunks[0].count("$") == 1
-    for n, (chunk, needle) in enumerate(zip(chunks, needles, strict=True)):
-        # a needle or a question, never both; their marks nowhere else
-        assert chunk.count("$") + chunk.count("~") <= 1
+    # needles: whole, in full chunks that do not ask, their mark nowhere else
+    for chunk, needle in zip(chunks, needles, strict=True):
+        assert len(chunk) == size or (needle >= 0 and level.early)
         if "$" in chunk:
-            at = chunk.index("$")
-            mark = chunk[at : at + NEEDLE_LENGTH]
-            assert mark[1:5].isalpha()
-            assert mark[5] == "="
+            mark = chunk[chunk.index("$") :][:NEEDLE_LENGTH]
+            assert re.fullmatch(r"\$[A-Z]{4}=\d{5};", mark)
             assert len(set(mark[6:11])) == 5
-            assert mark[6:11].isdigit()
-            assert mark[11] == ";"
-        assert ("~" in chunk) == (needle >= 0)
-        if needle >= 0:
-            assert chunk.index("~") == S - 5
-            key, answer = chunk[-4:], chunks[n + 1][:ANSWER_LENGTH]
-            assert 0 <= needle < n
-            assert f"${key}{answer}" in chunks[needle]
-            assert sum(f"${key}" in other for other in chunks) == 1, "the question has two answers"
-            assert starts[n + 1].nonzero().flatten().tolist() == [1]
-    assert starts.sum() == sum(needle >= 0 for needle in needles)
+            assert chunk.count("$") == 1
+            assert len(chunk) == size
+            assert needle < 0
+    # questions: a landmark follows the last letter, the answer opens the next chunk, their mark nowhere else
+    asking, first_digits = [], []
+    for question in re.finditer("~", text):
+        end = question.start() + QUESTION_LENGTH
+        assert end in ends, "no landmark after a question"
+        n = ends.index(end)
+        key, answer = text[end - 4 : end], text[end : end + ANSWER_LENGTH]
+        assert re.fullmatch(r"[A-Z]{4}", key)
+        assert answer == chunks[n + 1][:ANSWER_LENGTH]
+        assert 0 <= needles[n] < n
+        assert f"${key}{answer}" in chunks[needles[n]]
+        assert text.count(f"${key}") == 1, "the question has two answers"
+        asking.append(n)
+        first_digits.append(end + 1)
+    assert asking == [n for n, needle in enumerate(needles) if needle >= 0]
+    assert batch.first_digits[0].nonzero().flatten().tolist() == first_digits
 
 
 def test_a_key_that_two_needles_have_is_never_asked() -> None:
@@ -131,14 +182,18 @@ def test_a_key_that_two_needles_have_is_never_asked() -> None:
     assert repeated > 10
 
 
+@pytest.mark.parametrize("level", [CURRICULUM[2], *EARLY])
 @pytest.mark.parametrize(("filler", "first"), [(0.0, 3.0), (0.25, 2.0)])
-def test_labels_and_weights_stand_on_the_answers(filler: float, first: float) -> None:
-    level = CURRICULUM[2]
+def test_labels_and_weights_stand_on_the_answers(level: Level, filler: float, first: float) -> None:
     batch = needle_texts(filler_weight=filler, first_digit_weight=first).batch(0, 8, level)
-    expected = torch.full((8, level.chunks, S), filler)
-    for b, n in (batch.needle_chunks >= 0).nonzero().tolist():
-        expected[b, n + 1, 1:6] = torch.tensor([first, 1, 1, 1, 1])
-    expected = expected.view(8, -1)
+    expected = torch.zeros(8, level.chunks * S)
+    for b, needles in enumerate(batch.needle_chunks.tolist()):
+        weights = [[filler] * len(chunk) for chunk in chunks_of(batch, b)]
+        for n, needle in enumerate(needles):
+            if needle >= 0:
+                weights[n + 1][1:6] = [first, 1, 1, 1, 1]
+        flat = [weight for chunk in weights for weight in chunk]
+        expected[b, : len(flat)] = torch.tensor(flat)
     expected[:, 0] = 0  # nothing predicts it
     assert torch.equal(batch.loss_weights, expected)
     assert torch.equal(batch.labels, batch.input_ids.masked_fill(expected == 0, IGNORED))
@@ -169,7 +224,7 @@ def test_quiet_chunks_ask_nothing_and_decoys_are_letters_of_a_key() -> None:
     assert letters > 200
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", LEVELS + EARLY)
 def test_a_sample_depends_on_seed_number_and_level_alone(level: Level) -> None:
     whole = needle_texts(7).batch(100, 6, level)
     texts = needle_texts(7)
@@ -225,6 +280,87 @@ def test_too_short_a_text() -> None:
     texts.batch(0, 5, replace(LEVELS[-1], chunks=6))
 
 
+# Early questions
+
+
+def phases_of(level: Level, count: int, chunk_size: int = S) -> list[tuple[int, bool, bool]]:
+    """Of each question: where it ends, whether an answer opens its chunk, whether the one before holds a needle."""
+    batch = needle_texts(5, chunk_size).batch(0, count, level)
+    found = []
+    for b, needles in enumerate(batch.needle_chunks.tolist()):
+        chunks = chunks_of(batch, b, chunk_size)
+        for n, needle in enumerate(needles):
+            if needle >= 0:
+                found.append((len(chunks[n]), needles[n - 1] >= 0, "$" in chunks[n - 1]))
+    return found
+
+
+@pytest.mark.parametrize("chunk_size", [19, 21, 23, S, 32])
+@pytest.mark.parametrize("level", [replace(level, early=1.0) for level in EARLY[:3]])
+def test_early_questions_end_at_every_phase_equally(level: Level, chunk_size: int) -> None:
+    """But where a chunk is too small for an answer, a needle and the first letters of a question."""
+    counts = Counter(phase for phase, _, _ in phases_of(level, 150, chunk_size))
+    least = max(1, 24 - chunk_size)
+    assert set(counts) == set(range(least, chunk_size + 1))
+    assert_equally_likely([counts[phase] for phase in range(least, chunk_size + 1)])
+
+
+@pytest.mark.parametrize("share", [0.1, 0.5])
+def test_the_share_of_early_questions(share: float) -> None:
+    """1 of S of them ends where the others do."""
+    phases = [phase for phase, _, _ in phases_of(Level(32, 1, 1, 0, early=share), 200)]
+    n, p = len(phases), share * (S - 1) / S
+    early = sum(phase < S for phase in phases)
+    assert abs(early - n * p) <= 4 * (n * p * (1 - p)) ** 0.5
+
+
+def test_early_questions_after_answers_and_needles() -> None:
+    """Behind an answer from the first place that holds both; behind a needle anywhere, its own chunk's end too."""
+    found = phases_of(Level(32, 1, 1, 0, early=0.9), 150)
+    assert {phase for phase, answered, _ in found if answered} == set(range(12, S + 1))
+    assert {phase for phase, _, needle in found if needle} == set(range(1, S + 1))
+    batch = needle_texts(5).batch(0, 150, Level(32, 1, 1, 0, early=0.9))
+    chunks = [chunk for b in range(150) for chunk in chunks_of(batch, b)]
+    spilled = [chunk for chunk in chunks if "$" in chunk and "~" in chunk]
+    gaps = {chunk.index("~") - chunk.index("$") - NEEDLE_LENGTH for chunk in spilled}
+    assert {chunk.index("~") for chunk in spilled} == set(range(S - 4, S))
+    assert min(gaps) == 0
+
+
+def test_early_questions_change_nothing_else() -> None:
+    """The same needles in the same chunks, the same questions but for those that leave no room for an answer."""
+    for level in LEVELS:
+        plain, early = (needle_texts().batch(0, 20, replace(level, early=share)) for share in (0.0, 0.8))
+        for b in range(20):
+            before, after = chunks_of(plain, b), chunks_of(early, b)
+            assert [re.findall(r"\$.{11}", c) for c in before] == [re.findall(r"\$.{11}", c) for c in after]
+            dropped = plain.needle_chunks[b] != early.needle_chunks[b]
+            assert (early.needle_chunks[b][dropped] == -1).all()
+            for n in dropped.nonzero().flatten().tolist():
+                assert early.needle_chunks[b, n + 1] >= 0
+                assert len(after[n + 1]) < 12
+
+
+# digests of texts and trials that were made before there were early questions
+BEFORE = {
+    Level(8, 1.0, 1.0, 0.0): "97f8a15d1745f1c7",
+    Level(32, 1.0, 1.0, 0.25): "7cc1ded0730cc94d",
+    Level(32, 0.5, 0.8, 0.25, 0.4, 0.5, 0.5): "e03764d68fc8b2a8",
+    Level(32, 0.05, 0.75, 0.25, 0.5, 0.5, 0.5): "91a783430b6a3c18",
+    Level(6, 0.0, 0.5, 0.9): "2a1bd8ea017b6b5a",
+    Level(12, 0.0, 0.5, 0.3, 0.6, 0.5, 0.8): "a5f407ceccedfa3d",
+}
+
+
+@pytest.mark.parametrize(("level", "expected"), BEFORE.items())
+def test_texts_without_early_questions_are_those_of_earlier_versions(level: Level, expected: str) -> None:
+    batch = needle_texts(7, filler_weight=0.25).batch(100, 20, level)
+    new = {"attention_mask", "close_chunk"}
+    assert digest([getattr(batch, f.name) for f in fields(batch) if f.name not in new]) == expected
+    assert batch.attention_mask.all()
+    assert not batch.close_chunk.any()
+
+
 # Trials in haystacks
 
 HAYSTACK = FORMAT.clean(FILLER)[: 40 * S + 5]
@@ -251,6 +387,52 @@ def test_trials(needles: int) -> None:
             assert (text != rows[place]).sum() <= NEEDLE_LENGTH
             assert (question[:-5] == rows[:, :-5]).all(1).any()
         assert len(keys) == needles
+
+
+@pytest.mark.parametrize(
+    ("needles", "expected"), [(1, "c8f806332af35083"), (5, "eeeca8f44adec011"), (30, "0fb70ea9b41eb665")]
+)
+def test_trials_at_the_end_are_those_of_earlier_versions(needles: int, expected: str) -> None:
+    trials = list(islice(needle_trials(FORMAT, HAYSTACK, S, 30, needles, seed=3), 10))
+    assert digest([x for t in trials for x in (t.chunks, t.texts, t.questions, t.answers)]) == expected
+    assert all((trial.phases == S).all() and trial.attention_mask.all() for trial in trials)
+
+
+def trials_at_any_phase(count: int, needles: int, haystack: Any = HAYSTACK) -> list[NeedleTrial]:
+    last = len(haystack) // S
+    return list(islice(needle_trials(FORMAT, haystack, S, last, needles, seed=3, phases="any"), count))
+
+
+def test_trials_at_any_phase_ask_for_the_same_needles() -> None:
+    at_the_end = islice(needle_trials(FORMAT, HAYSTACK, S, 40, 7, seed=3), 10)
+    for one, other in zip(trials_at_any_phase(10, 7), at_the_end, strict=True):
+        for name in ("chunks", "texts", "answers"):
+            assert torch.equal(getattr(one, name), getattr(other, name)), name
+        assert torch.equal(one.questions[:, -4:], other.questions[:, -4:])
+
+
+@pytest.mark.parametrize("haystack", [HAYSTACK, HAYSTACK[:S]], ids=["40 chunks", "1 chunk"])
+def test_questions_at_any_phase(haystack: Any) -> None:
+    """A full chunk of the haystack, then as many tokens as the phase says; the question ends them."""
+    rows = haystack[: len(haystack) // S * S]
+    filler = text_of(np.concatenate([rows, rows[:S]]))  # the first chunk follows the last one
+    for trial in trials_at_any_phase(10, min(7, len(rows) // S), haystack):
+        assert trial.questions.shape == trial.attention_mask.shape == (len(trial.chunks), 2 * S)
+        for question, mask, phase, text, answer in zip(
+            trial.questions, trial.attention_mask, trial.phases, trial.texts, trial.answers, strict=True
+        ):
+            assert mask.tolist() == [False] * int(S - phase) + [True] * int(S + phase)
+            asked = text_of(question[mask])
+            assert len(asked) == S + phase
+            assert asked[-5] == "~"
+            assert f"${asked[-4:]}{text_of(answer)};" in text_of(text)
+            assert asked[:-5] in filler
+
+
+def test_trials_ask_at_every_phase_equally() -> None:
+    phases = torch.cat([trial.phases for trial in trials_at_any_phase(60, 30)])
+    assert phases.min() == 1
+    assert_equally_likely(torch.bincount(phases, minlength=S + 1)[1:].tolist())
 
 
 def test_trials_are_repeatable_and_different() -> None:
@@ -280,9 +462,13 @@ def test_the_haystack_is_left_alone() -> None:
         ({"chunk_size": S, "last_chunk": 3, "needles": 4}, "^length: expected room for 4 needles, got 3"),
         ({"chunk_size": S, "last_chunk": 41, "needles": 1}, "^length: "),  # the haystack has 40
         ({"chunk_size": NEEDLE_LENGTH - 1, "last_chunk": 9, "needles": 1}, "^chunk_size: "),
+        (
+            {"chunk_size": S, "last_chunk": 9, "needles": 1, "phases": "all"},
+            "^phases: expected 'end' or 'any', got 'all'",
+        ),
     ],
 )
-def test_what_does_not_fit(rest: dict[str, int], message: str) -> None:
+def test_what_does_not_fit(rest: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         for _ in islice(needle_trials(FORMAT, HAYSTACK, **rest, seed=0), 200):
             pass

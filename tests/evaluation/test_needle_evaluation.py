@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,8 +12,9 @@ import torch
 from torch import Tensor
 
 from tests.models.tiny import assert_same, drt, logits_of, tokens, window_model
-from trailmark.data.needles import NeedleFormat, needle_trials
-from trailmark.evaluation.needles import evaluate_needles, planted, wilson_interval
+from trailmark.data.needles import NeedleFormat
+from trailmark.data.trials import needle_trials
+from trailmark.evaluation.needles import chunks_in_sight, evaluate_needles, planted, wilson_interval
 from trailmark.memory import ChunkCache
 from trailmark.models import DRTForCausalLM, TrailmarkForCausalLM
 
@@ -20,17 +22,22 @@ S, N = 4, 26  # chunks of the haystack
 
 
 def memory_of(cache: ChunkCache) -> list[Tensor]:
-    return [x.clone() for x in cache.memory.tables()]
+    """Keys, values, landmarks and lengths of every chunk of the one row."""
+    count = int(cache.num_chunks[0])
+    records, lengths = cache.memory.gather(np.arange(count)[None])
+    landmarks = torch.cat(cache.memory.blocks(count, 1), dim=1)
+    return [records.clone(), landmarks.clone(), torch.from_numpy(lengths.copy())]
 
 
 MODELS: dict[str, dict[str, Any]] = {
     "1 group": {},
     "2 groups": {"groups": 2},
     "3 lower layers": {"num_hidden_layers": 5, "num_lower_layers": 3},
-    "no lower layer": {"num_hidden_layers": 2, "num_lower_layers": 0},
+    "no lower layer": {"groups": 2, "num_hidden_layers": 4, "num_lower_layers": 0},
     "wide window": {"sliding_window": 11, "window_position": "rope", "exclude_visible_chunks": True},
 }
-PLACES = [[0], [5], [4, 5], [3, 5], [0, 1, 2, 7], [7, 2]]
+PLACES = [[0], [5], [4, 5], [3, 5], [0, 1, 2, 7], [7, 2], [-1], [-1, -2, 0]]  # -1: the last one possible
+TIERS = ("device", "host", "disk")
 
 
 @pytest.mark.parametrize("options", MODELS.values(), ids=MODELS)
@@ -38,30 +45,28 @@ PLACES = [[0], [5], [4, 5], [3, 5], [0, 1, 2, 7], [7, 2]]
 @torch.no_grad()
 def test_planting_is_reading_the_changed_text(options: dict[str, Any], places: list[int]) -> None:
     model = drt(**options)
-    ids, chunks = tokens(N * S)[0].view(N, S), torch.tensor(places)
-    needles, question = tokens(len(places) * S, seed=1)[0].view(-1, S), tokens(11, seed=2)
+    count = N - chunks_in_sight(model, S)
+    ids, chunks = tokens(N * S)[0].view(N, S), torch.tensor(places) % count
+    needles, question = tokens(len(places) * S, seed=1)[0].view(-1, S), tokens(23, batch=2, seed=2)
     changed = ids.clone()
     changed[chunks] = needles
-    tail = model.reading_tail(S)
-    assert max(places) < N - tail - model.encoding_reach()
-    cache, exact = model.new_cache(), model.new_cache()
-    model.read(ids[: N - tail].view(1, -1), cache)
-    model.read(changed[: N - tail].view(1, -1), exact)
+    cache, exact = model.new_cache(TIERS[len(places) % 3]), model.new_cache()
+    model.read(ids.view(1, -1), cache)
+    model.read(changed.view(1, -1), exact)
     before = memory_of(cache)
-    mark = cache.mark()
     with planted(model, cache, ids, chunks, needles):
-        for ours, read in zip(cache.memory.tables()[:3], exact.memory.tables()[:3], strict=True):
-            assert_same(ours, read)
-        model.read(ids[N - tail :].view(1, -1), cache)
-        answer = model(question, past_key_values=cache, output_retrieval=True)
-        cache.rewind(mark)
-    whole = model(torch.cat([changed.view(1, -1), question], dim=1), output_retrieval=True)
+        (records, landmarks, lengths), read = memory_of(cache), memory_of(exact)
+        assert_same(records, read[0])
+        assert_same(landmarks, read[1])
+        assert torch.equal(lengths, read[2])
+        answer = model(question, past_key_values=cache.branch(2), output_retrieval=True)
+    whole = model(torch.cat([changed.view(1, -1).expand(2, -1), question], dim=1), output_retrieval=True)
     assert_same(answer.logits, whole.logits[:, N * S :])
     for ours, full in zip(answer.retrieval, whole.retrieval, strict=True):
         assert torch.equal(ours.indices, full.indices[:, N:])
-    assert all(torch.equal(a, b) for a, b in zip(cache.memory.tables(), before, strict=True))
-    unplanted = logits_of(model, torch.cat([ids.view(1, -1), question], dim=1))
-    assert not torch.equal(unplanted[:, N * S :], answer.logits)
+    assert all(torch.equal(a, b) for a, b in zip(memory_of(cache), before, strict=True))
+    unplanted = logits_of(model, question, past_key_values=cache.branch(2))
+    assert not torch.equal(unplanted, answer.logits)
 
 
 @torch.no_grad()
@@ -72,10 +77,14 @@ def test_memory_is_restored_after_an_error() -> None:
     before = memory_of(cache)
     with pytest.raises(KeyError), planted(model, cache, ids, torch.tensor([1, 2]), ids[5:7]):
         raise KeyError
-    assert all(torch.equal(a, b) for a, b in zip(cache.memory.tables(), before, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(memory_of(cache), before, strict=True))
 
 
-@pytest.mark.parametrize("place", [-1, N - 2, N - 1, N])
+# 7 positions of window, 5 of a chunk: the lower layer reaches 2 chunks, the two upper ones 12 positions
+SIGHT = 2 + 3
+
+
+@pytest.mark.parametrize("place", [-1, N - SIGHT, N - 1, N])
 @torch.no_grad()
 def test_planting_where_the_window_still_looks_is_refused(place: int) -> None:
     model, ids = drt(), tokens(N * S)[0].view(N, S)
@@ -83,11 +92,54 @@ def test_planting_where_the_window_still_looks_is_refused(place: int) -> None:
     model.read(ids.view(1, -1), cache)
     before = memory_of(cache)
     with (
-        pytest.raises(ValueError, match=f"chunks: expected numbers from 0 to {N - 3}, got {place}"),
+        pytest.raises(ValueError, match=f"chunks: expected numbers from 0 to {N - SIGHT - 1}, got {place}"),
         planted(model, cache, ids, torch.tensor([0, place]), ids[:2]),
     ):
         pass
-    assert all(torch.equal(a, b) for a, b in zip(cache.memory.tables(), before, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(memory_of(cache), before, strict=True))
+
+
+@torch.no_grad()
+def test_planting_where_it_would_not_be_exact_is_refused() -> None:
+    model, ids = drt(), tokens(N * S)[0].view(N, S)
+
+    def plant(cache: ChunkCache) -> None:
+        with planted(model, cache, ids, torch.tensor([0]), ids[1:2]):
+            pass
+
+    cache = model.new_cache()
+    with pytest.raises(ValueError, match="cache: expected one row that has read a text, got 0"):
+        plant(cache)
+    with pytest.raises(ValueError, match="cache: expected one row that has read a text, got 2"):
+        plant(model.read(ids.view(1, -1).expand(2, -1)))
+    with pytest.raises(ValueError, match="first: expected 3 chunks that this memory owns"):
+        plant(model.read(ids.view(1, -1)).branch())
+    model.read(ids.view(1, -1), cache)
+    model(ids[:1], past_key_values=cache)  # what it finds is found
+    with pytest.raises(ValueError, match="cache: expected a text whose end was only read"):
+        plant(cache)
+    model.read(ids[:2].view(1, -1), cache)  # 10 positions, of 12
+    with pytest.raises(ValueError, match="cache: expected a text whose end was only read"):
+        plant(cache)
+    early = model.new_cache()
+    model(ids[:1, :3], past_key_values=early, close_chunk=True)
+    model.read(ids.view(1, -1), early)
+    with pytest.raises(ValueError, match="cache: expected full chunks, got early landmarks"):
+        plant(early)
+
+
+@torch.no_grad()
+def test_planting_after_enough_was_read_on_is_exact() -> None:
+    model, ids = drt(), tokens(N * S)[0].view(N, S)
+    changed, question = ids.clone(), tokens(9, seed=2)
+    changed[[0, 12]] = ids[[3, 4]]
+    cache = model.new_cache()
+    model(ids[:10].view(1, -1), past_key_values=cache)
+    model.read(ids[10:].view(1, -1)[:, :-1], cache)  # and some open chunk
+    with planted(model, cache, ids, torch.tensor([0, 12]), ids[[3, 4]]):
+        answer = logits_of(model, question, past_key_values=cache.branch())
+    whole = logits_of(model, torch.cat([changed.view(1, -1)[:, :-1], question], dim=1))
+    assert_same(answer, whole[:, N * S - 1 :])
 
 
 # --- whole evaluations -----------------------------------------------------------------------------------
@@ -97,45 +149,60 @@ FORMAT = NeedleFormat(np.arange(26, dtype=np.int32), np.arange(26, 36, dtype=np.
 LONG, CHUNKS = 12, 24
 TEXT = tokens(1000)[0].numpy().astype(np.int32)
 SUBJECTS: dict[str, tuple[TrailmarkForCausalLM, int]] = {
-    # and chunks that end before the first question out of the needles' reach
-    "1 group": (drt(chunk_size=LONG), 23 - 4 - 1),
-    "2 groups": (drt(2, chunk_size=LONG), 23 - 7 - 1),
-    "window": (window_model(), 23 - 2),
+    # and the last chunks that the first question sees other than through the memory
+    "1 group": (drt(chunk_size=LONG), 2 + 1),
+    "2 groups": (drt(2, chunk_size=LONG), 3 + 1),
+    "window": (window_model(), 2),
 }
+ASKS: dict[Any, int] = {"end": 1, "any": 2}  # chunks that a question takes
 
 
-def trials(last: int, haystacks: int, each: int, needles: int, seed: int = 0) -> Iterator[tuple[Any, ...]]:
+def trials(
+    sight: int, haystacks: int, each: int, needles: int, phases: Any = "end", seed: int = 0
+) -> Iterator[tuple[Any, ...]]:
     """The haystacks and questions of an evaluation: (changed text, place, question, answer)."""
-    text = FORMAT.clean(TEXT)
+    text, chunks = FORMAT.clean(TEXT), CHUNKS - ASKS[phases]
     for number in range(haystacks):
         start = int(np.random.default_rng([seed, 1, number]).integers(len(text)))
-        haystack = np.take(text, np.arange(start, start + (CHUNKS - 1) * LONG), mode="wrap")
-        source = needle_trials(FORMAT, haystack, LONG, last, needles, seed=seed * 1000 + number)
+        haystack = np.take(text, np.arange(start, start + chunks * LONG), mode="wrap")
+        seeds = {"seed": seed * 1000 + number, "phases": phases}
+        source = needle_trials(FORMAT, haystack, LONG, chunks - sight, needles, **seeds)
         for _, trial in zip(range(each), source, strict=False):
             changed = torch.from_numpy(haystack).long().view(-1, LONG)
             changed[trial.chunks] = trial.texts
-            for place, question, answer in zip(
-                trial.chunks.tolist(), trial.questions, trial.answers, strict=True
-            ):
-                yield changed.view(1, -1), place, question, answer
+            for i, place in enumerate(trial.chunks.tolist()):
+                question = trial.questions[i][trial.attention_mask[i]]
+                yield changed.view(1, -1), place, question, trial.answers[i]
 
 
-@pytest.mark.parametrize(("model", "last"), SUBJECTS.values(), ids=SUBJECTS)
+@pytest.mark.parametrize(("model", "sight"), SUBJECTS.values(), ids=SUBJECTS)
 @pytest.mark.parametrize("needles", [1, 3])
+@pytest.mark.parametrize("phases", ASKS)
 @torch.no_grad()
-def test_every_answer_is_that_of_the_whole_text(model: TrailmarkForCausalLM, last: int, needles: int) -> None:
+def test_every_answer_is_that_of_the_whole_text(
+    model: TrailmarkForCausalLM, sight: int, needles: int, phases: Any
+) -> None:
+    """Each question alone behind its text, without a cache, its landmark where it ends."""
     answers: list[Tensor] = []
-    hook = model.register_forward_hook(lambda _, inputs, out: answers.append(out.logits))
-    result = evaluate_needles(model, FORMAT, TEXT, CHUNKS * LONG, 20 * needles, needles, chunk_size=LONG)
+    hook = model.register_forward_hook(lambda _, inputs, out: answers.extend(out.logits))
+    result = evaluate_needles(
+        model, FORMAT, TEXT, CHUNKS * LONG, 20 * needles, needles, chunk_size=LONG, phases=phases
+    )
     hook.remove()
     assert result.questions == len(result.asked) == len(answers) == 20 * needles
     assert result.haystacks == 10
-    expected = trials(last, 10, 2, needles)
-    places = set()
+    assert result.phases == phases
+    expected = trials(sight, 10, 2, needles, phases)
+    places, ends = set(), set()
     for logits, record, (text, place, question, answer) in zip(answers, result.asked, expected, strict=True):
         places.add(place)
-        out = model(torch.cat([text, torch.cat([question, answer[:-1]])[None]], dim=1), output_retrieval=True)
-        assert_same(logits, out.logits[:, -5:])
+        ends.add(record["phase"])
+        assert len(question) == (ASKS[phases] - 1) * LONG + record["phase"]
+        whole = torch.cat([text, torch.cat([question, answer[:-1]])[None]], dim=1)
+        close = torch.zeros_like(whole, dtype=torch.bool)
+        close[0, text.shape[1] + len(question) - 1] = True
+        out = model(whole, close_chunk=close, output_retrieval=True)
+        assert_same(logits, out.logits[0, -5:])
         assert record["needle"] == place
         assert record["correct"] == (out.logits[0, -5:].argmax(-1).tolist() == answer[1:].tolist())
         if isinstance(model, DRTForCausalLM):
@@ -149,7 +216,9 @@ def test_every_answer_is_that_of_the_whole_text(model: TrailmarkForCausalLM, las
             assert sum(record["weights"]) == pytest.approx(1, abs=1e-3)
         else:
             assert "selected" not in record
+    last = CHUNKS - ASKS[phases] - sight
     assert places <= set(range(last))
+    assert ends == {LONG} if phases == "end" else len(ends) > 6
     if needles == 3:  # from the first chunk to the last that the window cannot see
         assert {0, last - 1} <= places
     assert result.retrieved == (
@@ -157,17 +226,42 @@ def test_every_answer_is_that_of_the_whole_text(model: TrailmarkForCausalLM, las
     )
 
 
+@pytest.mark.parametrize("tier", TIERS)
+def test_answers_do_not_depend_on_the_tier(tier: str, tmp_path: Path) -> None:
+    model, _ = SUBJECTS["2 groups"]
+    folder = {"memory_folder": tmp_path / "new"} if tier == "disk" else {}
+    ask = (model, FORMAT, TEXT, CHUNKS * LONG, 12, 3)
+    result = evaluate_needles(*ask, phases="any", memory_tier=tier, **folder)
+    assert result.asked == evaluate_needles(*ask, phases="any").asked
+    assert result.haystacks == 4
+    assert result.summary()["memory_tier"] == tier
+    assert not folder or not list((tmp_path / "new").iterdir())  # as it was found
+
+
+def test_a_memory_of_another_type(tmp_path: Path) -> None:
+    model, _ = SUBJECTS["2 groups"]
+    ask = (model, FORMAT, TEXT, CHUNKS * LONG, 4, 2)
+    whole, half = (evaluate_needles(*ask, memory_dtype=dtype) for dtype in (None, torch.bfloat16))
+    assert (whole.memory_dtype, half.memory_dtype) == (None, "bfloat16")
+    chunks, numbers = CHUNKS - 1, 2 * LONG * 2 * 4
+    assert whole.memory_bytes - half.memory_bytes == chunks * numbers * (8 - 2)
+
+
 def test_what_reading_a_haystack_cost() -> None:
     model, _ = SUBJECTS["2 groups"]
     result = evaluate_needles(model, FORMAT, TEXT, CHUNKS * LONG, 4, 2)
     assert result.haystacks == 2
-    assert result.tokens_read == 2 * (23 - 7) * LONG
-    entries = 16 * ((2 * LONG * 2 * 4 + 16) * 8 + 8)
-    assert result.memory_bytes == entries + 5 * 2 * 6 * 2 * 4 * 8
+    assert result.tokens_read == 2 * (CHUNKS - 1) * LONG
+    text = torch.from_numpy(FORMAT.clean(TEXT)[: (CHUNKS - 1) * LONG]).long()[None]
+    cache = model.read(text, model.new_cache(num_tokens=text.shape[1]))
+    assert result.memory_bytes == cache.memory_bytes() + cache.window_bytes()
+    entries = (CHUNKS - 1) * ((2 * LONG * 2 * 4 + 16) * 8 + 24)
+    assert cache.memory_bytes() == entries
     summary = result.summary()
     assert summary["tokens_per_second"] > 0
     assert summary["recall"] == result.retrieved / 4
     assert summary["accuracy"] == result.correct / 4
+    assert summary["phases"] == "end"
     assert (summary["accuracy_low"], summary["accuracy_high"]) == wilson_interval(result.correct, 4)
 
 
@@ -178,8 +272,8 @@ def test_an_answer_is_correct_if_all_its_digits_are() -> None:
         model.lm_head.weight.zero_()
     digits = np.array([0] * 9 + [1], np.int32)
     form = NeedleFormat(FORMAT.letters, digits, 36, 37, 38, 39, 40)
-    answers = []
-    hook = model.register_forward_pre_hook(lambda _, inputs: answers.append(inputs[0][0, -4:]))
+    answers: list[Tensor] = []
+    hook = model.register_forward_pre_hook(lambda _, inputs: answers.extend(inputs[0][:, -4:]))
     result = evaluate_needles(model, form, TEXT, CHUNKS * LONG, 40)
     hook.remove()
     # the last digit is asked for but never passed in: look at those that were, and at the sum
@@ -200,8 +294,12 @@ def test_an_evaluation_is_a_function_of_its_seed() -> None:
     ("changes", "message"),
     [
         ({"length": CHUNKS * LONG + 1}, "length: expected a multiple of the chunk size 12, got 289"),
-        ({"length": 6 * LONG}, "length: expected at least 84 tokens for 1 needles .*got 72"),
-        ({"length": 8 * LONG, "needles": 3}, "length: expected at least 108 tokens for 3 needles .*got 96"),
+        ({"length": 4 * LONG}, "length: expected at least 60 tokens for 1 needles .*got 48"),
+        ({"length": 5 * LONG, "phases": "any"}, "length: expected at least 72 tokens for 1 needles .*got 60"),
+        ({"length": 6 * LONG, "needles": 3}, "length: expected at least 84 tokens for 3 needles .*got 72"),
+        ({"phases": "some"}, "phases: expected 'end' or 'any', got 'some'"),
+        ({"memory_tier": "cloud"}, "memory_tier: expected"),
+        ({"memory_tier": "host", "memory_folder": "somewhere"}, "memory_folder: expected"),
         ({"text": TEXT[:40]}, "text: expected at least 48 tokens"),
         ({"model": window_model()}, "chunk_size: expected the chunk size of the task"),
         (
@@ -213,7 +311,11 @@ def test_an_evaluation_is_a_function_of_its_seed() -> None:
     ids=[
         "not whole chunks",
         "too short",
+        "too short for any phase",
         "too many",
+        "other phases",
+        "other tier",
+        "folder without disk",
         "little text",
         "no chunks",
         "full attention",
@@ -226,9 +328,9 @@ def test_evaluations_that_cannot_be_are_refused(changes: dict[str, Any], message
         evaluate_needles(**(arguments | {"questions": 2} | changes))
 
 
-@pytest.mark.parametrize("length", [7 * LONG, 9 * LONG])
+@pytest.mark.parametrize("length", [5 * LONG, 7 * LONG])
 def test_the_shortest_text_that_is_not_refused(length: int) -> None:
-    needles = length // LONG - 6
+    needles = length // LONG - 4
     result = evaluate_needles(drt(chunk_size=LONG), FORMAT, TEXT, length, needles, needles)
     assert {record["needle"] for record in result.asked} == set(range(needles))
 

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import importlib
 import math
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -67,6 +71,23 @@ cases = st.builds(
 )
 
 
+@pytest.fixture
+def blocks(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """Sets the largest block, with merging as often as there is anything to merge."""
+
+    def of(chunks: int) -> None:
+        monkeypatch.setattr(module, "_BLOCK_CHUNKS", chunks)
+        monkeypatch.setattr(module, "_UNMERGED", 2)
+
+    return of
+
+
+def cut(table: Tensor, *at: int) -> list[Tensor]:
+    """The table in segments that end at the given chunks and at the last."""
+    ends = [*at, table.shape[1]]
+    return [table[:, first:last] for first, last in zip([0, *at], ends, strict=True)]
+
+
 def weights_and_scores(query: Tensor, landmarks: Tensor, **rest: Any) -> tuple[Tensor, Tensor]:
     """The differentiable outputs; 0 instead of -inf, whose differences are NaN."""
     selection = select_chunks(query, landmarks, **rest)
@@ -96,6 +117,8 @@ def test_gradcheck(case: Case) -> None:
 @example(Case(M=0))
 @example(Case(M=0, J=0, K=3, noisy=True))
 @example(Case(M=200, N=9, K=8, noisy=True))
+@example(Case(M=2048, N=9, K=8, J=0))  # the best by groups
+@example(Case(M=1 << 15, N=1, K=30, noisy=True))  # two blocks
 def test_equals_the_oracle_in_float64(case: Case) -> None:
     inputs, rest = case.make()
     fast, oracle = (select_chunks(*inputs, **rest, implementation=name) for name in (None, "reference"))
@@ -135,6 +158,7 @@ def test_error_budget(dtype: torch.dtype) -> None:
     first=st.integers(0, 12),
     end=st.integers(0, 12),
 )
+@example(scores=[1, 2, 0, 2, 1, 1, 1, 2, 1, 1], K=5, first=0, end=10)
 def test_the_best_candidates_and_of_equals_the_earlier(
     scores: list[int], K: int, first: int, end: int
 ) -> None:
@@ -153,6 +177,22 @@ def test_the_best_candidates_and_of_equals_the_earlier(
         assert chosen.tolist() == [expected]
 
 
+@pytest.mark.parametrize("size", [1, 2, 3, 16, 512])
+def test_of_equals_in_several_blocks_the_earlier(size: int, blocks: Callable[[int], None]) -> None:
+    scores = torch.randint(0, 9, (12, 1024), generator=torch.Generator().manual_seed(size)).double()
+    scores[:4, 40:] = 0  # the last place is contested by few, by many
+    scores[4:6] = 1  # and by all
+    blocks(size)
+    for K in (1, 5, 60):
+        order = scores.sort(dim=-1, descending=True, stable=True).indices[:, :K]
+        assert torch.equal(choose(scores, K), order.sort(dim=-1).values)
+        ours, theirs = (
+            choose(scores, K, num_candidates=torch.arange(12) * 90, first_candidate=70, implementation=name)
+            for name in ("torch", "reference")
+        )
+        assert torch.equal(ours, theirs)
+
+
 @pytest.mark.parametrize("M", [9, 1000, 50_000])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_many_equal_scores_select_the_earliest(M: int, dtype: torch.dtype) -> None:
@@ -164,17 +204,33 @@ def test_many_equal_scores_select_the_earliest(M: int, dtype: torch.dtype) -> No
 @pytest.mark.parametrize("implementation", ["torch", "reference"])
 @pytest.mark.parametrize("poison", [torch.nan, torch.inf, -torch.inf])
 @pytest.mark.parametrize("noisy", [False, True])
+@pytest.mark.parametrize("size", [2, 100])
 def test_a_chunk_that_is_no_candidate_is_not_selected_whatever_it_holds(
-    noisy: bool, poison: float, implementation: str
+    noisy: bool, poison: float, implementation: str, size: int, blocks: Callable[[int], None]
 ) -> None:
     """Chunks to come and chunks before the first; with ties, whose resolution they must not touch either."""
+    blocks(size)
     (query, landmarks), rest = Case(B=1, N=4, J=0, M=9, noisy=noisy).make()
     landmarks[:, 3:6] = landmarks[:, 3:4]
     rest |= {"num_candidates": torch.arange(4, 8), "first_candidate": 2, "implementation": implementation}
     before = select_chunks(query, landmarks, **rest)
     landmarks = landmarks.clone()
     landmarks[:, [0, 1, 7, 8]] = poison
-    assert all(map(torch.equal, select_chunks(query, landmarks, **rest), before))
+    for table in (landmarks, cut(landmarks, 1, 4), cut(landmarks, 2, 7)):
+        assert all(map(torch.equal, select_chunks(query, table, **rest), before))
+
+
+def test_what_stands_past_each_rows_own_end_is_never_looked_at() -> None:
+    """Buffers [B, capacity] of a batch whose rows hold different numbers of chunks."""
+    (query, landmarks), _ = Case(B=3, N=2, J=0, M=40, K=4).make()
+    counts = torch.tensor([3, 40, 17])
+    rest = {"num_retrieved": 4, "num_candidates": counts[:, None].expand(3, 2)}
+    before = select_chunks(query, landmarks, **rest)
+    for poison in (torch.nan, torch.inf, -torch.inf):
+        beyond = (torch.arange(40) >= counts[:, None])[..., None]
+        table = landmarks.masked_fill(beyond, poison)
+        assert_bits(select_chunks(query, table, **rest), before)
+        assert_bits(select_chunks(query, cut(table, 16, 20), **rest), before)
 
 
 def test_a_number_as_first_candidate() -> None:
@@ -244,6 +300,92 @@ def test_any_split_of_the_batch() -> None:
         )
 
 
+@pytest.mark.parametrize("size", [1, 4, 7, 29])
+def test_any_block_of_landmarks(size: int, blocks: Callable[[int], None]) -> None:
+    query, landmarks, rest = noisy_case()
+    shared = landmarks[:1].expand_as(landmarks)
+    whole = [select_chunks(query, x, **rest) for x in (landmarks, shared)]
+    blocks(size)
+    for x, before in zip((landmarks, shared), whole, strict=True):
+        assert_bits(select_chunks(query, x, **rest), before)
+
+
+@settings(derandomize=True, deadline=None, max_examples=60)
+@given(cases, st.lists(st.integers(0, 5), max_size=4), st.sampled_from(["torch", "reference"]))
+def test_segments_are_one_table(case: Case, at: list[int], implementation: str) -> None:
+    (query, landmarks), rest = case.make()
+    ends = sorted(min(x, case.M) for x in at)  # some segments are empty
+
+    def op(q: Tensor, l: Tensor, *, segments: bool) -> tuple[Tensor, Tensor]:
+        return weights_and_scores(q, cut(l, *ends) if segments else l, implementation=implementation, **rest)
+
+    assert torch.equal(
+        select_chunks(query, cut(landmarks, *ends), implementation=implementation, **rest).indices,
+        select_chunks(query, landmarks, **rest).indices,
+    )
+    one, several = (
+        values_and_gradients(partial(op, segments=segments), query, landmarks) for segments in (False, True)
+    )
+    for ours, theirs in zip(several, one, strict=True):
+        assert_same_in_float64(ours, theirs)
+
+
+@pytest.mark.parametrize("J", [0, 2])
+@pytest.mark.parametrize("noisy", [False, True])
+def test_segments_may_differ_in_dtype_and_in_being_shared(J: int, noisy: bool) -> None:
+    """A text that all rows share, in bfloat16, then each row's own chunks."""
+    (query, landmarks), rest = Case(B=3, J=J, M=60, K=6, E=8, noisy=noisy).make()
+    base, own, last = cut(landmarks, 30, 50)
+    base = base[:1].bfloat16().expand(base.shape)
+    for x, y in ((own, last), (own.float(), last), (own.bfloat16(), last.bfloat16())):
+        table = torch.cat([base.double(), x.double(), y.double()], 1)
+        # the widest computes: all is in float64, as of a table in float64
+        exact = select_chunks(query, table, **rest)
+        assert_bits(select_chunks(query, [base, x, y], **rest), exact)
+        given = select_chunks(query, (base, x, y), **rest, indices=exact.indices)
+        assert_bits(given, exact)
+
+
+def test_a_segment_that_nothing_was_chosen_from_has_a_zero_gradient() -> None:
+    (query, landmarks), rest = Case(J=0, M=6).make()
+    segments = [x.clone().requires_grad_() for x in cut(landmarks, 3, 3)]
+    indices = torch.tensor([1, 2]).expand(2, 3, 2)
+    select_chunks(query, segments, **rest, indices=indices).scores.sum().backward()
+    assert segments[0].grad is not None
+    assert segments[0].grad.any()
+    for segment in segments[1:]:
+        assert segment.grad is not None
+        assert torch.equal(segment.grad, torch.zeros_like(segment))
+
+
+def test_no_segment_is_a_memory_without_chunks() -> None:
+    (query, landmarks), rest = Case(M=0).make()
+    assert_bits(select_chunks(query, [], **rest), select_chunks(query, landmarks, **rest))
+
+
+@pytest.mark.parametrize("size", [4, 100])
+@pytest.mark.parametrize("neighbour", ["others", "equal", "nan"])
+def test_no_effect_of_a_neighbour(neighbour: str, size: int, blocks: Callable[[int], None]) -> None:
+    """Bit for bit, also where the neighbour's last place is contested and its own is not."""
+    blocks(size)
+    (query, landmarks), rest = Case(B=3, N=5, J=0, M=33, E=16, K=4).make()
+    query, landmarks = query.float(), landmarks.float()
+    rest |= {"num_candidates": torch.full((5,), 33), "first_candidate": 0}
+    before = select_chunks(query, landmarks, **rest)
+    landmarks, query = landmarks.clone(), query.clone()
+    if neighbour == "others":
+        landmarks[1:], query[1:] = landmarks[1:].flip(1), query[1:].flip(2)
+    elif neighbour == "equal":
+        landmarks[1:] = landmarks[1:, :1]
+    else:
+        landmarks[1], query[2] = torch.nan, torch.nan
+    after = select_chunks(query, landmarks, **rest)
+    assert_bits(ChunkSelection(*(x[0] for x in after)), ChunkSelection(*(x[0] for x in before)))
+    shared = landmarks[:1].expand_as(landmarks)
+    ours, theirs = (select_chunks(q, shared, **rest) for q in (query, query.roll(1, 0)))
+    assert_bits(ChunkSelection(*(x[0] for x in ours)), ChunkSelection(*(x[1] for x in theirs)))
+
+
 def test_any_slab_of_queries(monkeypatch: pytest.MonkeyPatch) -> None:
     query, landmarks, rest = noisy_case()
     whole = select_chunks(query, landmarks, **rest)
@@ -293,6 +435,7 @@ def test_noise_depends_on_seed_head_query_and_chunk_alone() -> None:
     assert noise.shape == (3, 6, 2, 10)
     assert torch.equal(gumbel_noise(seeds[1:2], 2, 3, 2, 7), noise[1:2, 2:5, :, :7])
     assert torch.equal(gumbel_noise(seeds, 0, 6, 1, 10), noise[:, :, :1])
+    assert torch.equal(gumbel_noise(seeds, 1, 2, 2, 4, first_chunk=5), noise[:, 1:3, :, 5:9])
     assert noise.unique().numel() > 0.99 * noise.numel()
 
 
@@ -315,6 +458,16 @@ def test_noise_is_gumbel() -> None:
         size = x.shape[dim] - 1
         products = centred.narrow(dim, 0, size) * centred.narrow(dim, 1, size)
         assert abs(products.mean()) < 4 * variance / math.sqrt(products.numel())
+
+
+def test_noise_decides_where_every_place_is_contested(blocks: Callable[[int], None]) -> None:
+    """Orthogonal vectors, so long that their scores, all 0, lie within rounding of each other."""
+    blocks(7)
+    query, landmarks = torch.tensor([1e4, 0]).expand(2, 3, 2), torch.tensor([0, 1e4]).expand(2, 40, 2)
+    seeds = torch.tensor([3, 4])
+    chosen = select_chunks(query, landmarks, 5, torch.full((3,), 40), noise_seed=seeds).indices
+    noise = gumbel_noise(seeds, 0, 3, 1, 40)[:, :, 0]
+    assert torch.equal(chosen, noise.topk(5).indices.sort(dim=-1).values)
 
 
 def test_noisy_choice_follows_the_softmax() -> None:
@@ -367,6 +520,33 @@ def test_narrow_indices_do_not_overflow(dtype: torch.dtype, shared: bool) -> Non
     assert torch.equal(narrow.scores, wide.scores)
 
 
+EXTRA_MEMORY = """
+import resource
+import sys
+
+import torch
+from trailmark.ops import select_chunks
+
+dtype = getattr(torch, sys.argv[1])
+landmarks = torch.empty(1, 300_000, 64, dtype=dtype).normal_()
+segments = [landmarks[:, :200_000], landmarks[:, 200_000:]]
+query = torch.randn(1, 1, 64).to(dtype)
+select_chunks(query, landmarks[:, :9], 8, torch.tensor([9]))  # what the first call loads
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+select_chunks(query, segments, 8, torch.tensor([300_000]))
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+"""
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_search_holds_a_block_whatever_the_memory(dtype: str) -> None:
+    command = [sys.executable, "-c", textwrap.dedent(EXTRA_MEMORY), dtype]
+    extra = int(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    extra *= 1 if sys.platform == "darwin" else 1024
+    # a block in float32, and as much again for scores and what torch allocates once; the table takes 77 MB
+    assert extra < 2 * 4 * module._BLOCK_ELEMENTS
+
+
 # Errors
 
 QUERY, LANDMARKS = torch.zeros(2, 3, 4), torch.zeros(2, 5, 4)
@@ -380,6 +560,9 @@ CANDIDATES = torch.tensor([0, 1, 5])
         ("landmarks", LANDMARKS[:, :, None], "^landmarks: "),
         ("landmarks", LANDMARKS[..., :3], "^landmarks: "),
         ("landmarks", LANDMARKS[:1], "^landmarks: "),
+        ("landmarks", [LANDMARKS, LANDMARKS[..., :3]], r"^landmarks\[1\]: "),
+        ("landmarks", [LANDMARKS, LANDMARKS[0]], r"^landmarks\[1\]: .*dimensions"),
+        ("landmarks", [LANDMARKS[:, :2], LANDMARKS[:, 3:]], "^num_candidates: .*at most M = 4"),
         ("num_retrieved", 0, "^num_retrieved: .*at least 1, got 0"),
         ("num_candidates", CANDIDATES[:2], "^num_candidates: "),
         ("num_candidates", CANDIDATES.float(), "^num_candidates: .*integer"),
@@ -410,5 +593,6 @@ def test_equal_chunks_tie_though_a_gemm_rounds_them_differently(M: int, E: int, 
     query = torch.randn(1, N, E, generator=generator)
     landmarks = torch.randn(1, 1, E, generator=generator).repeat(1, M, 1)
     K = 1 + seed % M
-    found = select_chunks(query, landmarks, K, torch.tensor([M] * N))
-    assert found.indices.tolist() == [[list(range(K))] * N]
+    for table in (landmarks, cut(landmarks, M // 3, M // 2)):
+        found = select_chunks(query, table, K, torch.tensor([M] * N))
+        assert found.indices.tolist() == [[list(range(K))] * N]

@@ -157,6 +157,8 @@ MISTAKES = {
     "training.matrix_learning_rate=-1": r"^training\.matrix_learning_rate: expected 0 or more, got -1",
     "training.warmup_steps=-1": r"^training\.warmup_steps: expected 0 or more, got -1",
     "training.constant_fraction=7": r"^training\.constant_fraction: expected 0 to 1, got 7",
+    "data.early_landmarks=1.5": r"^data\.early_landmarks: expected a share from 0 to 1, got 1\.5",
+    "data.early_landmarks=-0.1": r"^data\.early_landmarks: expected a share from 0 to 1, got -0\.1",
     "data.paths=[]": r"^data\.paths: expected files or folders, got an empty list",
     "data.task=needles": r"^data\.chunk_size: expected the model's chunk_size 20, got 32",
 }

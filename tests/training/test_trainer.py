@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.training.tiny import CHUNK_SIZE, TEXT, run_config
+from trailmark.data.batches import TextSlices
 from trailmark.data.corpus import load_tokenizer, tokenize
 from trailmark.data.files import read_json
 from trailmark.data.needles import CURRICULUM, Level
@@ -374,6 +375,83 @@ def test_accuracy_and_recall_count_first_digits_and_chunks(tmp_path: Path) -> No
     for right, found in ((0, 0), (1, questions), (questions, 2)):
         expected = {"loss": 1.5, "accuracy": right / questions, "recall": found / questions}
         assert measure(right, found) == pytest.approx(expected)
+
+
+# --- early landmarks ---------------------------------------------------------------------------------------
+
+
+def early_run(output: Path, share: float) -> Run:
+    run = start(output, task="needles", tokens_per_step=960)
+    run.curriculum.levels = (Level(8, 0.5, 0.5, 0.0, early=share),)
+    return run
+
+
+def test_early_questions_train_as_each_text_alone(tmp_path: Path) -> None:
+    """Texts of different lengths with chunks of different sizes, in one batch and one by one without padding."""
+    run = early_run(tmp_path, 1.0)
+    model = run.model.double().eval()
+    inputs = run._make(0)
+    counts = inputs["attention_mask"].sum(1).tolist()
+    assert len(set(counts)) > 1
+    assert inputs["close_chunk"].sum() > 6
+    loss, out, _ = weighted_loss(model, True, inputs)
+    total = weight = 0.0
+    for row, count in enumerate(counts):
+        alone = {
+            key: x[row : row + 1, :count] for key, x in inputs.items() if x.shape == inputs["labels"].shape
+        }
+        alone |= {"noise_seed": inputs["noise_seed"][row : row + 1]}
+        del alone["attention_mask"]
+        mean, single, _ = weighted_loss(model, True, alone)
+        share = float(alone["loss_weights"][:, 1:].double().sum())
+        total, weight = total + float(mean.detach()) * share, weight + share
+        assert torch.equal(single.retrieval[0].indices[0], out.retrieval[0].indices[row])
+    assert float(loss.detach()) == pytest.approx(total / weight, rel=1e-6)  # loss weights are float32
+    assert single.retrieval[0].indices.shape == (1, 8, 2)  # every chunk closes: needle_chunks are theirs
+
+
+def test_a_batch_without_early_questions_is_laid_out_as_one_text(tmp_path: Path) -> None:
+    early, end = (early_run(tmp_path, share)._make(0) for share in (1.0, 0.0))
+    assert set(early) - set(end) == {"attention_mask", "close_chunk"}
+    assert set(end) <= set(early)
+
+
+def test_tokens_are_counted_without_padding(tmp_path: Path) -> None:
+    for share in (0.0, 1.0):
+        run = early_run(tmp_path, share)
+        inputs = run._make(0)
+        loss, out, labels = weighted_loss(run.model.eval(), True, inputs)
+        run.measure(0, loss, out, labels, inputs)
+        assert run.tokens_trained == int(inputs.get("attention_mask", torch.ones(6, 160)).sum())
+        assert (run.tokens_trained == 960) == (share == 0)
+        assert 0 <= run.averages["recall"] <= 1
+
+
+@pytest.mark.parametrize("model", ["drt", "window"])
+@pytest.mark.parametrize("share", [0.0, 0.5])
+def test_text_with_early_landmarks(model: str, share: float, tmp_path: Path) -> None:
+    config = run_config(tmp_path, model=model)
+    config.data.early_landmarks = share
+    inputs = Run(config, text=TEXT)._make(3)
+    if model == "window" or share == 0:
+        assert "close_chunk" not in inputs
+    else:
+        expected = TextSlices(TEXT, 80, 0).close_chunk(6, 2, CHUNK_SIZE, share)
+        assert expected.any()
+        assert torch.equal(inputs["close_chunk"], expected)
+        ends = inputs["close_chunk"].nonzero()
+        weighted_loss(run := Run(config, text=TEXT).model.eval(), True, inputs)
+        moved = run(inputs["input_ids"], close_chunk=inputs["close_chunk"]).logits
+        plain = run(inputs["input_ids"]).logits
+        row, first = ends[0].tolist()
+        assert not torch.equal(moved[row, first + 1], plain[row, first + 1])  # the model is told
+
+
+def test_chunks_of_one_token_are_always_full(tmp_path: Path) -> None:
+    config = run_config(tmp_path)
+    config.model["chunk_size"] = 1
+    assert config.data.early_landmarks > 0
+    assert "close_chunk" not in Run(config, text=TEXT)._make(0)
 
 
 # --- the curriculum ----------------------------------------------------------------------------------------

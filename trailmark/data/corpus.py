@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import codecs
 import hashlib
 import logging
+import re
 import sysconfig
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ import numpy.typing as npt
 logger = logging.getLogger(__name__)
 
 Tokens = npt.NDArray[np.int32]
+_LINE_ENDS = re.compile(r"(?<=\S)(\n)(?=\S)")
 
 
 def load_tokenizer(name: str = "bytes") -> Any:
@@ -125,3 +128,41 @@ def standard_library_texts(split: str) -> list[str]:
 
 def _hidden(path: Path, root: Path) -> bool:
     return any(part.startswith(".") for part in path.relative_to(root).parts)
+
+
+def text_pieces(path: Path, size: int = 1 << 20) -> Iterator[str]:
+    """One file's text in pieces of about ``size`` bytes, so that it may be longer than memory.
+
+    A piece ends at a line's end, before a line that begins with no space, where tokenizers part words anyway;
+    a text without such places is cut between characters.
+
+    Raises:
+        ValueError: as :func:`read_text`.
+    """
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    left, seen, done = "", False, 0
+    try:
+        with open(path, "rb") as file:
+            while block := file.read(size):
+                if b"\0" in block:
+                    raise ValueError(f"data: expected UTF-8 text, {str(path)!r} is binary.")
+                left += decoder.decode(block)
+                done += len(block)
+                place = max((m.end(1) for m in _LINE_ENDS.finditer(left)), default=0)
+                if not place and len(left) > 4 * size:
+                    place = len(left)
+                if place:
+                    seen = seen or bool(left[:place].strip())
+                    yield left[:place]
+                    left = left[place:]
+            left += decoder.decode(b"", final=True)
+    except OSError as error:
+        raise ValueError(f"data: cannot read {str(path)!r}: {error.strerror}.") from error
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"data: expected UTF-8 text, {str(path)!r} is not (near byte {done}). Convert it to UTF-8 first."
+        ) from error
+    if not seen and not left.strip():
+        raise ValueError(f"data: expected text, {str(path)!r} is empty.")
+    if left:
+        yield left

@@ -3,11 +3,13 @@
 A needle ``$KKKK=ddddd;`` lies inside a chunk. Its question is the last tokens of a later chunk, ``~KKKK``, so
 that the landmark falls right after the key and before the answer's cue; ``=ddddd;`` opens the next chunk. A
 chunk holds a needle or a question, never both. Needle and question marks occur nowhere in the filler.
+
+An early question closes its chunk at any phase p = 1 .. S: after p tokens of it. If p is less than a question's
+5 tokens, its first 5 - p end the chunk before.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -75,24 +77,27 @@ class Level:
     quiet: float = 0.0  # P(a chunk without a needle asks nothing): the filler that haystacks are made of
     mixed: float = 0.0  # P(each chunk's filler comes from a place of its own)
     decoys: float = 0.0  # P(the filler of a chunk holds letters of a key that are no needle)
+    early: float = 0.0  # P(a question closes its chunk at any phase); otherwise at the last
 
 
 # Measured for the laptop demo (benchmarks/README.md): keys are told apart on blank texts full of needles; then
-# needles are told from text, of which most of a haystack is made.
+# needles are told from text, of which most of a haystack is made. Half of the questions are early all along.
 CURRICULUM = (
-    Level(8, 1.0, 1.0, 0.0),
-    Level(16, 1.0, 1.0, 0.0),
-    Level(32, 1.0, 1.0, 0.25),
-    Level(32, 0.5, 0.8, 0.25, 0.4, 0.5, 0.5),
-    Level(32, 0.05, 0.75, 0.25, 0.5, 0.5, 0.5),
+    Level(8, 1.0, 1.0, 0.0, early=0.5),
+    Level(16, 1.0, 1.0, 0.0, early=0.5),
+    Level(32, 1.0, 1.0, 0.25, early=0.5),
+    Level(32, 0.5, 0.8, 0.25, 0.4, 0.5, 0.5, early=0.5),
+    Level(32, 0.05, 0.75, 0.25, 0.5, 0.5, 0.5, early=0.5),
 )
 
 
 @dataclass
 class NeedleBatch:
-    """Texts of one training step."""
+    """Texts of one training step, T = N * S wide; early questions leave tokens out, blanks stand at the end."""
 
     input_ids: Tensor  # [B, T] int64
+    attention_mask: Tensor  # [B, T] bool; False: beyond the text's end
+    close_chunk: Tensor  # [B, T] bool: last tokens of the chunks that are not full; a landmark follows
     labels: Tensor  # [B, T] int64; -100: no loss
     loss_weights: Tensor  # [B, T] float32
     first_digits: Tensor  # [B, T] bool: labels that only retrieval can predict
@@ -131,10 +136,12 @@ class NeedleTexts:
     def batch(self, first: int, count: int, level: Level) -> NeedleBatch:
         """Samples first .. first + count - 1."""
         rows = [self._text(np.random.default_rng([self.seed, n]), level) for n in range(first, first + count)]
-        ids, weights, starts, needles = (np.stack(part) for part in zip(*rows, strict=True))
+        ids, present, close, weights, starts, needles = (np.stack(part) for part in zip(*rows, strict=True))
         labels = np.where(weights > 0, ids, IGNORED)
         return NeedleBatch(
             torch.from_numpy(ids).long(),
+            torch.from_numpy(present),
+            torch.from_numpy(close),
             torch.from_numpy(labels).long(),
             torch.from_numpy(weights),
             torch.from_numpy(starts),
@@ -181,12 +188,22 @@ class NeedleTexts:
         repeated = (keys[:, None] == keys[None]).all(-1).sum(1)[asked] > 1
         asking, asked = asking[~repeated], asked[~repeated]
 
-        answered = np.zeros(N + 1, bool)
+        place = rng.random(count)
+        # Drawn last: levels with and without early questions have all else in common. Chunks below 23 tokens
+        # hold no answer, needle and four letters of the next question.
+        least = max(1, QUESTION_LENGTH + ANSWER_LENGTH + NEEDLE_LENGTH - S)
+        phase = np.where(rng.random(N) < level.early, rng.integers(least, S + 1, size=N), S)
+        stays = leave_room(asking, phase[asking])
+        asking, asked = asking[stays], asked[stays]
+
+        answered, spilled = np.zeros(N + 1, bool), np.zeros(N, np.int64)
         answered[asking + 1] = True
+        spilled[asking - 1] = np.maximum(QUESTION_LENGTH - phase[asking], 0)
         lowest = np.where(answered[chunk], ANSWER_LENGTH, 0)
-        offset = lowest + (rng.random(count) * (S - NEEDLE_LENGTH + 1 - lowest)).astype(np.int64)
+        highest = S - NEEDLE_LENGTH - spilled[chunk]
+        offset = lowest + (place * (highest + 1 - lowest)).astype(np.int64)
         write_needles(rows, chunk, offset, form.letters[keys], form.digits[values], form)
-        write_questions(rows, asking, form.letters[keys[asked]], form)
+        write_questions(text, asking * S + phase[asking], form.letters[keys[asked]], form)
         write_answers(rows, asking + 1, form.digits[values[asked]], form)
 
         weights = np.full((N, S), self.filler_weight, np.float32)
@@ -197,7 +214,34 @@ class NeedleTexts:
         starts[asking + 1, 1] = True
         needles = np.full(N, -1, np.int64)
         needles[asking] = chunk[asked]
-        return text, weights.reshape(-1), starts.reshape(-1), needles
+
+        lengths = np.full((N, 1), S)
+        lengths[asking, 0] = phase[asking]
+        nth = np.arange(1, S + 1)
+        kept, close = nth <= lengths, (nth == lengths) & (lengths < S)  # [N, S]
+        present = np.arange(N * S) < kept.sum()
+        ids = moved_up(rows, kept, form.blank)
+        return ids, present, moved_up(close, kept), moved_up(weights, kept), moved_up(starts, kept), needles
+
+
+def leave_room(asking: Any, phase: Any) -> Any:
+    """Which questions of chunks ``asking`` [n] ascending, that end at ``phase`` [n], are asked: [n] bool.
+
+    An early question may leave no room for the answer that would open its chunk. Then the chunk before asks
+    nothing: if the question moved to a later phase instead, the first phases would be rare.
+    """
+    stays = np.ones(len(asking), bool)
+    for n in range(len(asking) - 1, 0, -1):
+        if stays[n] and phase[n] < ANSWER_LENGTH + QUESTION_LENGTH:
+            stays[n - 1] = asking[n - 1] < asking[n] - 1
+    return stays
+
+
+def moved_up(x: Any, kept: Any, rest: Any = 0) -> Any:
+    """What is kept of x [N, S], in its order, then ``rest``: [N * S]."""
+    out = np.full(x.size, rest, x.dtype)
+    out[: kept.sum()] = x[kept]
+    return out
 
 
 def random_values(rng: np.random.Generator, count: int) -> np.ndarray[Any, Any]:
@@ -215,10 +259,11 @@ def write_needles(
     rows[np.asarray(chunk)[:, None], columns] = np.concatenate([mark, key, cue, value, end], axis=1)
 
 
-def write_questions(rows: Tokens, chunk: Any, key: Tokens, form: NeedleFormat) -> None:
-    """``~KKKK`` as the last tokens of chunks ``chunk`` [n] of rows [N, S]."""
-    rows[chunk, -QUESTION_LENGTH] = form.question
-    rows[chunk, -KEY_LENGTH:] = key
+def write_questions(text: Tokens, ends: Any, key: Tokens, form: NeedleFormat) -> None:
+    """``~KKKK`` as the tokens of text [T] before places ``ends`` [n]."""
+    start = np.asarray(ends)[:, None] - QUESTION_LENGTH
+    text[start[:, 0]] = form.question
+    text[start + np.arange(1, QUESTION_LENGTH)] = key
 
 
 def write_answers(rows: Tokens, chunk: Any, value: Tokens, form: NeedleFormat) -> None:
@@ -236,51 +281,3 @@ def write_decoy(row: Tokens, key: Tokens, rng: np.random.Generator) -> None:
         row[first : first + len(letters)] = letters
     else:
         row[ANSWER_LENGTH + rng.choice(len(row) - ANSWER_LENGTH, len(letters), replace=False)] = letters
-
-
-@dataclass(frozen=True)
-class NeedleTrial:
-    """Needles to hide in one haystack, all asked."""
-
-    chunks: Tensor  # [n] ascending: where each needle lies
-    texts: Tensor  # [n, S]: those chunks with their needle
-    questions: Tensor  # [n, S]: a chunk of filler that ends with the question
-    answers: Tensor  # [n, 1 + 5]: the cue and the digits
-
-
-def needle_trials(
-    format: NeedleFormat, haystack: Tokens, chunk_size: int, last_chunk: int, needles: int, seed: int
-) -> Iterator[NeedleTrial]:
-    """Endless trials with ``needles`` needles of different keys in chunks below ``last_chunk``."""
-    S = chunk_size
-    if chunk_size < NEEDLE_LENGTH:
-        raise ValueError(f"chunk_size: expected at least {NEEDLE_LENGTH} to hold a needle, got {chunk_size}.")
-    if last_chunk > len(haystack) // S:
-        raise ValueError(f"length: expected {last_chunk} chunks of text, got {len(haystack) // S}.")
-    rows = haystack[: len(haystack) // S * S].reshape(-1, S)
-    if last_chunk < needles:
-        raise ValueError(
-            f"length: expected room for {needles} needles, got {last_chunk} chunks before the question."
-        )
-    number = 0
-    while True:
-        rng = np.random.default_rng([seed, number])
-        number += 1
-        chunk = np.sort(rng.choice(last_chunk, needles, replace=False))
-        key = np.stack(
-            np.unravel_index(rng.choice(26**KEY_LENGTH, needles, replace=False), (26,) * KEY_LENGTH), 1
-        )
-        value = random_values(rng, needles)
-        texts = rows[chunk].copy()
-        offset = rng.integers(0, S - NEEDLE_LENGTH + 1, size=needles)
-        place = np.arange(needles)
-        write_needles(texts, place, offset, format.letters[key], format.digits[value], format)
-        questions = rows[rng.integers(len(rows), size=needles)].copy()
-        write_questions(questions, place, format.letters[key], format)
-        answers = np.concatenate([np.full((needles, 1), format.cue, np.int32), format.digits[value]], axis=1)
-        yield NeedleTrial(
-            torch.from_numpy(chunk),
-            torch.from_numpy(texts).long(),
-            torch.from_numpy(questions).long(),
-            torch.from_numpy(answers).long(),
-        )

@@ -1,4 +1,4 @@
-"""Reading a text of any length, then continuing a prompt."""
+"""Continuing a prompt, after a text of any length or a memory of one."""
 
 from __future__ import annotations
 
@@ -11,31 +11,51 @@ import torch
 from torch import Tensor
 from transformers import StoppingCriteria, StoppingCriteriaList, TextIteratorStreamer, set_seed
 
-from trailmark.data.corpus import read_text
+from trailmark.data.corpus import text_pieces, tokenize
 from trailmark.evaluation.evaluate import Subject
 
 
 def stream(
-    subject: Subject, prompt: str, read: Path | None, max_new_tokens: int, temperature: float, seed: int
+    subject: Subject,
+    prompt: str | None,
+    file: Path | None,
+    memory: Path | None,
+    max_new_tokens: int,
+    temperature: float,
+    seed: int,
 ) -> Iterator[str]:
-    """The continuation, piece by piece as it is generated."""
+    """The continuation, piece by piece as it is generated.
+
+    Args:
+        prompt: what to go on from; None: the end of ``file``.
+        file: a text of any length, read before the prompt.
+        memory: a folder that ``trailmark read`` made; it stays as it is.
+    """
     if temperature < 0:
         raise ValueError(f"temperature: expected 0 or more, got {temperature:g}.")
+    if prompt is None and file is None:
+        raise ValueError("prompt: expected --prompt TEXT, --file FILE or both, got neither.")
+    model, tokenizer = subject.model, subject.tokenizer
     try:
-        prompt.encode()
+        ids = tokenize([prompt or ""], tokenizer)
     except UnicodeEncodeError as error:
         raise ValueError(
             f"prompt: expected UTF-8 text, got {prompt!r}. Set the terminal to UTF-8."
         ) from error
-    model, tokenizer = subject.model, subject.tokenizer
-    ids = tokenizer(prompt, add_special_tokens=False, return_tensors="pt")["input_ids"]
-    if ids.shape[1] == 0:
+    if prompt is not None and not len(ids):
         raise ValueError("prompt: expected at least one character, got an empty prompt.")
-    cache = model.new_cache()
-    if read is not None:
-        text = tokenizer(read_text(read), add_special_tokens=False, return_tensors="pt")["input_ids"]
-        cache = model.new_cache(num_tokens=text.shape[1])
-        model.read(text.long(), cache)
+    # a branch: what is asked leaves no trace in the memory's files
+    cache = model.new_cache() if memory is None else model.load_cache(memory).branch()
+    last = torch.from_numpy(ids).long()[None]
+    if file is not None:
+        for text in text_pieces(file):
+            piece = torch.from_numpy(tokenize([text], tokenizer)).long()[None]
+            if prompt is not None:
+                model.read(piece, cache)
+                continue
+            if last.shape[1]:
+                model.read(last, cache)
+            last = piece
     set_seed(seed)
     streamer = TextIteratorStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
     sampling: dict[str, Any] = {"do_sample": False}
@@ -48,8 +68,8 @@ def stream(
         try:
             with torch.no_grad():
                 model.generate(
-                    ids.long(),
-                    attention_mask=torch.ones_like(ids),
+                    last,
+                    attention_mask=torch.ones_like(last),
                     past_key_values=cache,
                     max_new_tokens=max_new_tokens,
                     streamer=streamer,

@@ -1,18 +1,20 @@
 """Needles in haystacks: exact match of the whole answer, and whether the needle's chunk was retrieved.
 
 A haystack is read once. Needles are then planted in its memory (the chunks they change are encoded again, so
-that memory is exactly that of the text with the needles), the last chunks and a question are read on, and
-the cache goes back to where it was: many questions for one reading.
+that memory is exactly that of the text with the needles), and their questions are asked in a batch of branches
+that share this memory: many questions for one reading.
 """
 
 from __future__ import annotations
 
 import math
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
 import numpy as np
 import psutil
@@ -20,7 +22,8 @@ import torch
 from torch import Tensor
 
 from trailmark.data.corpus import Tokens
-from trailmark.data.needles import VALUE_LENGTH, NeedleFormat, NeedleTrial, needle_trials
+from trailmark.data.needles import VALUE_LENGTH, NeedleFormat
+from trailmark.data.trials import NeedleTrial, needle_trials
 from trailmark.memory import ChunkCache
 from trailmark.models import DRTForCausalLM, TrailmarkForCausalLM
 
@@ -34,6 +37,9 @@ class NeedleResult:
 
     length: int  # tokens, the question included
     needles: int  # hidden at once, all asked
+    phases: str = "end"  # of the chunk that a question closes: its end, or any
+    memory_tier: str = "device"
+    memory_dtype: str | None = None  # of keys and values in memory; None: the model's
     questions: int = 0
     correct: int = 0  # all digits right
     retrieved: int | None = (
@@ -91,6 +97,10 @@ def evaluate_needles(
     chunk_size: int | None = None,
     seed: int = 0,
     progress: Callable[[str], None] = lambda message: None,
+    phases: Literal["end", "any"] = "end",
+    memory_tier: str = "device",
+    memory_folder: str | Path | None = None,
+    memory_dtype: torch.dtype | None = None,
 ) -> NeedleResult:
     """Ask at least ``questions`` questions of haystacks of ``length`` tokens cut from ``text``.
 
@@ -101,9 +111,14 @@ def evaluate_needles(
         needles: hidden at once in each trial, at different places with different keys; all are asked.
         chunk_size: of the task; None: the model's.
         seed: of haystacks, places, keys and values.
+        phases: "end": a question fills its chunk. "any": it closes its chunk early, after 1 .. chunk_size tokens,
+            each as likely; the text is up to chunk_size - 1 tokens shorter then.
+        memory_tier: "device", "host" or "disk". memory_dtype: of keys and values there; None: the model's.
+        memory_folder: of "disk": where each haystack's files lie in a folder of their own while it is asked.
 
     Raises:
-        ValueError: a text or a length too short to hold the needles, a chunk size that is not the model's.
+        ValueError: a text or a length too short to hold the needles, a chunk size that is not the model's, a window
+            without an end, a memory that cannot be.
     """
     own = getattr(model.config, "chunk_size", None)
     S: Any = chunk_size or own or 0
@@ -121,75 +136,124 @@ def evaluate_needles(
     text = format.clean(text)
     if len(text) < S * 4:
         raise ValueError(f"text: expected at least {4 * S} tokens to hide needles in, got {len(text)}.")
-    chunks = length // S - 1  # the last one asks
-    reach = model.encoding_reach() if isinstance(model, DRTForCausalLM) else 0
-    tail = model.reading_tail(S)
-    last = chunks - tail - reach
+    asks = 1 if phases == "end" else 2  # chunks that a question takes
+    chunks, sight = length // S - asks, chunks_in_sight(model, S)
+    last = chunks - sight
     if last < needles:
         raise ValueError(
-            f"length: expected at least {(needles + tail + reach + 1) * S} tokens for {needles} needles "
+            f"length: expected at least {(needles + sight + asks) * S} tokens for {needles} needles "
             f"out of the window's sight, got {length}."
         )
-    result = NeedleResult(length, needles, retrieved=0 if isinstance(model, DRTForCausalLM) else None)
+    result = NeedleResult(
+        length,
+        needles,
+        phases,
+        memory_tier,
+        None if memory_dtype is None else str(memory_dtype).removeprefix("torch."),
+        retrieved=0 if isinstance(model, DRTForCausalLM) else None,
+    )
     trials = -(-questions // needles)
     haystacks = max(1, min(10, trials, _TOKENS_PER_LENGTH // length))
     for number in range(haystacks):
         start = int(np.random.default_rng([seed, 1, number]).integers(len(text)))
-        haystack = np.take(text, np.arange(start, start + chunks * S), mode="wrap")
-        ids = torch.from_numpy(haystack).long().view(chunks, S)
+        haystack = _cut(text, start, chunks * S)
+        ids = torch.from_numpy(haystack).view(chunks, S)
         progress(f"{length:,} tokens: reading haystack {number + 1} of {haystacks}")
-        cache = model.new_cache(num_tokens=length + 2 * S)
-        before, began = psutil.Process().memory_info().rss, time.perf_counter()
-        model.read(ids[: chunks - tail].view(1, -1), cache)
-        result.seconds_reading += time.perf_counter() - began
-        result.tokens_read += (chunks - tail) * S
-        result.haystacks += 1
-        if number == 0:
-            result.resident_bytes = psutil.Process().memory_info().rss - before
-            result.memory_bytes = cache.memory.num_bytes() + cache.window_bytes()
-        here = trials * (number + 1) // haystacks - trials * number // haystacks
-        source = needle_trials(format, haystack, S, last, needles, seed=seed * 1000 + number)
-        for asked, trial in zip(range(here), source, strict=False):
-            progress(f"{length:,} tokens: haystack {number + 1} of {haystacks}, trial {asked + 1} of {here}")
-            with planted(model, cache, ids, trial.chunks, trial.texts):
-                _ask_all(model, cache, ids, tail, trial, result)
+        with _own_folder(memory_folder) as folder:
+            cache = model.new_cache(memory_tier, chunks * S, folder, memory_dtype)
+            before, began = psutil.Process().memory_info().rss, time.perf_counter()
+            model.read(ids.view(1, -1), cache)
+            result.seconds_reading += time.perf_counter() - began
+            result.tokens_read += chunks * S
+            result.haystacks += 1
+            if number == 0:
+                result.resident_bytes = psutil.Process().memory_info().rss - before
+                result.memory_bytes = cache.memory_bytes() + cache.window_bytes()
+            here = trials * (number + 1) // haystacks - trials * number // haystacks
+            source = needle_trials(
+                format, haystack, S, last, needles, seed=seed * 1000 + number, phases=phases
+            )
+            for asked, trial in zip(range(here), source, strict=False):
+                progress(
+                    f"{length:,} tokens: haystack {number + 1} of {haystacks}, trial {asked + 1} of {here}"
+                )
+                with planted(model, cache, ids, trial.chunks, trial.texts):
+                    _ask_all(model, cache, trial, result)
     return result
 
 
+def _cut(text: Tokens, start: int, count: int) -> Tokens:
+    """``count`` tokens from ``start`` on; after the last one the first follows."""
+    if start + count <= len(text):
+        return text[start : start + count]
+    return np.take(text, np.arange(start, start + count), mode="wrap")
+
+
+@contextmanager
+def _own_folder(parent: str | Path | None) -> Iterator[Path | None]:
+    """An empty folder for one haystack's memory, removed at the end; None where none was named."""
+    if parent is None:
+        yield None
+        return
+    Path(parent).mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=parent, prefix="haystack-") as folder:
+        yield Path(folder)
+
+
 def _ask_all(
-    model: TrailmarkForCausalLM,
-    cache: ChunkCache,
-    ids: Tensor,
-    tail: int,
-    trial: NeedleTrial,
-    result: NeedleResult,
+    model: TrailmarkForCausalLM, cache: ChunkCache, trial: NeedleTrial, result: NeedleResult
 ) -> None:
-    chunks = ids.shape[0]
-    start = cache.mark()
-    if tail:
-        model.read(ids[chunks - tail :].view(1, -1), cache)
-    here = cache.mark()
-    for place, question, answer in zip(trial.chunks.tolist(), trial.questions, trial.answers, strict=True):
-        # Greedy decoding gives this answer exactly if every digit is the best after the true ones before it.
-        prompt = torch.cat([question, answer[:-1]])[None]
-        out = model(prompt, past_key_values=cache, logits_to_keep=VALUE_LENGTH, output_retrieval=True)
-        cache.rewind(here)
-        assert out.logits is not None
-        correct = bool((out.logits[0].argmax(-1) == answer[1:]).all())
-        record: dict[str, Any] = {"needle": place, "correct": correct}
+    """All questions of a trial in one batch, each on a branch of its own."""
+    n = len(trial.texts)
+    # Greedy decoding gives an answer exactly if every digit is the best after the true ones before it.
+    given = trial.answers[:, :-1]
+    mask, close = trial.attention_mask, torch.zeros_like(trial.questions, dtype=torch.bool)
+    close[:, -1] = True
+    used = mask.any(0)  # padding that all of them have is left out
+    prompt = torch.cat([trial.questions[:, used], given], dim=1)
+    ones = torch.ones_like(given, dtype=torch.bool)
+    out = model(
+        prompt,
+        attention_mask=torch.cat([mask[:, used], ones], dim=1),
+        past_key_values=cache.branch(n),
+        close_chunk=torch.cat([close[:, used], ~ones], dim=1),
+        logits_to_keep=VALUE_LENGTH,
+        output_retrieval=True,
+    )
+    assert out.logits is not None
+    correct = (out.logits.argmax(-1) == trial.answers[:, 1:]).all(1).tolist()
+    for i, place in enumerate(trial.chunks.tolist()):
+        record: dict[str, Any] = {"needle": place, "phase": int(trial.phases[i]), "correct": correct[i]}
         if out.retrieval is not None:
-            # the question's landmark is the first that this call closes
-            selected = [group.indices[0, 0] for group in out.retrieval]
-            best = out.retrieval[0].weights[0, 0].argmax()
-            record["selected"] = [[int(i) for i in group if i >= 0] for group in selected]
-            record["weights"] = [round(float(w), 4) for w in out.retrieval[0].weights[0, 0]]
-            record["first"] = int(selected[0][best]) == place
+            # the question's landmark is the last of those that every row closes here
+            selected = [group.indices[i, -1] for group in out.retrieval]
+            weights = out.retrieval[0].weights[i, -1]
+            record["selected"] = [[int(m) for m in group if m >= 0] for group in selected]
+            record["weights"] = [round(float(w), 4) for w in weights]
+            record["first"] = int(selected[0][weights.argmax()]) == place
             record["retrieved"] = any(place in group for group in record["selected"])
             result.retrieved = (result.retrieved or 0) + record["retrieved"]
         result.questions += 1
-        result.correct += correct
+        result.correct += correct[i]
         result.asked.append(record)
-    cache.rewind(start)
+
+
+def chunks_in_sight(model: TrailmarkForCausalLM, chunk_size: int) -> int:
+    """Last chunks of a text that what follows may see other than through the memory: no needle can be planted there.
+
+    Raises:
+        ValueError: a model without a window, which sees everything.
+    """
+    reach = model.reach()
+    if reach is None:
+        raise ValueError(
+            "sliding_window: expected a number, got None: full attention sees every needle directly, and none can "
+            "be planted in what it has read."
+        )
+    if not isinstance(model, DRTForCausalLM):
+        return -(-reach // chunk_size)
+    # the states that wait for the upper layers, and what the lower layers put into them
+    return -(-reach // (chunk_size + 1)) + model.encoding_reach()
 
 
 @contextmanager
@@ -199,31 +263,59 @@ def planted(
     """Inside, ``cache`` (one row that has read ``ids`` [N, S]) holds ``texts`` [n, S] at chunks ``chunks`` [n].
 
     The entries of these chunks, and of those after them that the lower layers reach, are encoded again from
-    the changed text. A model without memory carries nothing of text outside its window: nothing to do. What the
-    upper layers carry is still that of ``ids``: read ``reading_tail`` chunks on before anything is asked.
+    the changed text. Nothing else that the cache carries depends on them: the upper layers have not run yet
+    (:meth:`read` leaves them to the first question, so ask on branches). A model without memory carries nothing
+    of text outside its window: nothing to do.
 
     Raises:
-        ValueError: a chunk that the window still sees, or that was not read.
+        ValueError: a chunk that was not read, or that the window still sees; a cache of several rows, with early
+            landmarks, or whose last positions the upper layers have seen.
     """
     if not isinstance(model, DRTForCausalLM):
         yield
         return
-    reach, read = model.encoding_reach(), len(cache.memory)
-    wrong = [place for place in chunks.tolist() if not 0 <= place < read - reach]
+    S, reach = ids.shape[1], model.encoding_reach()
+    read = _chunks_read(model, cache, S)
+    count = read - chunks_in_sight(model, S)
+    wrong = [place for place in chunks.tolist() if not 0 <= place < count]
     if wrong:
         raise ValueError(
-            f"chunks: expected numbers from 0 to {read - reach - 1}, got {wrong[0]}: of the {read} chunks that were "
-            f"read, the window still sees what it took from the last {reach}. Read on before planting there."
+            f"chunks: expected numbers from 0 to {count - 1}, got {wrong[0]}: of the {read} chunks that were read, "
+            f"the window still sees the last {read - count}. Read on before planting there."
         )
-    changed = ids.clone()
-    changed[chunks] = texts
     replaced = []
     try:
         for place in chunks.tolist():
-            before = changed[max(0, place - reach) : place].view(1, -1) if place and reach else None
-            entries = model.encode(changed[place : place + 1 + reach].reshape(1, -1), before)
+            first, stop = max(0, place - reach), place + 1 + reach
+            changed = ids[first:stop].clone()
+            inside = (chunks >= first) & (chunks < stop)
+            changed[chunks[inside] - first] = texts[inside].to(ids.dtype)
+            before, here = changed[: place - first].view(1, -1), changed[place - first :].reshape(1, -1)
+            entries = model.encode(here, before if before.shape[1] else None)
             replaced.append((place, cache.memory.replace(place, entries)))
         yield
     finally:
         for place, entries in reversed(replaced):
             cache.memory.replace(place, entries)
+
+
+def _chunks_read(model: DRTForCausalLM, cache: ChunkCache, chunk_size: int) -> int:
+    """Chunks of a cache in which needles can be planted."""
+    state = cache.state
+    if state is None or len(state.num_tokens) != 1:
+        raise ValueError(
+            f"cache: expected one row that has read a text, got {0 if state is None else len(state.num_tokens)}. "
+            "Read one text, plant there, and ask on its branches."
+        )
+    read = int(cache.num_chunks[0])
+    if int(state.num_tokens[0] - state.phases[0]) != read * chunk_size:
+        raise ValueError(
+            "cache: expected full chunks, got early landmarks: needles are planted in whole chunks."
+        )
+    waiting = 0 if state.deferred is None else int((state.deferred.chunk >= 0).sum())
+    if waiting < min(model.reach(), int(state.num_positions[0])):
+        raise ValueError(
+            "cache: expected a text whose end was only read, got one whose last positions went through the upper "
+            "layers, which found what was there. Use model.read(ids, cache), and ask on cache.branch()."
+        )
+    return read

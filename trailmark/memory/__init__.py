@@ -1,5 +1,19 @@
-"""What a model carries from one piece of text to the next."""
+"""What models carry of a text: windows, and a memory of chunks on device, host or disk."""
 
-from trailmark.memory.cache import CacheMark, ChunkCache, ChunkMemory, MemoryEntries, MemoryMark
+from trailmark.memory.cache import ChunkCache
+from trailmark.memory.chunks import ChunkMemory, MemoryEntries, MemorySize
+from trailmark.memory.state import CacheState, Deferred, Retrieved
+from trailmark.memory.window import Span, Window, WindowCall
 
-__all__ = ["CacheMark", "ChunkCache", "ChunkMemory", "MemoryEntries", "MemoryMark"]
+__all__ = [
+    "CacheState",
+    "ChunkCache",
+    "ChunkMemory",
+    "Deferred",
+    "MemoryEntries",
+    "MemorySize",
+    "Retrieved",
+    "Span",
+    "Window",
+    "WindowCall",
+]

@@ -1,15 +1,19 @@
 """What every causal language model here shares: arguments, padding, cache, loss, reading and generation.
 
-An architecture implements ``run`` (hidden states of the new tokens) and ``new_cache``.
+An architecture implements ``run`` (hidden states of the new tokens) and says how far its layers reach.
 """
 
 from __future__ import annotations
 
+import hashlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -17,8 +21,9 @@ from transformers import GenerationMixin, PreTrainedModel
 from transformers import initialization as init
 from transformers.utils import ModelOutput
 
-from trailmark.memory import ChunkCache
+from trailmark.memory import ChunkCache, ChunkMemory
 from trailmark.models.configuration import TrailmarkConfig
+from trailmark.models.grid import Booleans, Grid, Integers, lay_out
 from trailmark.models.layers import RMSNorm
 from trailmark.ops import ChunkSelection
 
@@ -44,8 +49,9 @@ class CausalLMOutput(ModelOutput):
 class Hidden:
     """What an architecture's ``run`` returns."""
 
-    states: Tensor | None  # [B, T, E] after the last norm; None when only reading
-    retrieval: tuple[ChunkSelection, ...] | None = None
+    states: Tensor | None  # [B, T, E] after the last norm, or of the last tokens; None when only reading
+    retrieval: tuple[ChunkSelection, ...] | None = None  # of each group, [B, C, K]
+    closed: Integers | None = None  # [b] how many of these each row has: landmarks deferred before come first
 
 
 class TrailmarkForCausalLM(PreTrainedModel, GenerationMixin):
@@ -65,30 +71,84 @@ class TrailmarkForCausalLM(PreTrainedModel, GenerationMixin):
 
     # --- what an architecture provides -------------------------------------------------------------------
 
-    def new_cache(self, memory_tier: str = "device", num_tokens: int = 0) -> ChunkCache:
-        """An empty cache for one text or a batch of texts of equal length.
+    def run(
+        self,
+        tokens: Tensor,  # [B, T] at the beginning of each row
+        grid: Grid,
+        cache: ChunkCache | None = None,
+        keep: int | None = None,
+        noise_seed: Tensor | None = None,
+    ) -> Hidden:
+        """Hidden states of the new tokens. ``keep``: of each row's last so many; 0: only the cache is wanted.
 
-        Args:
-            memory_tier: "device".
-            num_tokens: the length to come, if known: the memory is then allocated once.
+        With a cache and ``keep``, only what these states and later calls depend on is computed.
         """
         raise NotImplementedError
 
-    def run(
-        self,
-        input_ids: Tensor,  # [B, T]
-        cache: ChunkCache | None,
-        close_chunk: bool,
-        noise_seed: Tensor | None,
-        reading: bool,
-        output_retrieval: bool,
-    ) -> Hidden:
-        """Hidden states of the new tokens; ``reading``: only what the cache needs is computed."""
+    def reach(self) -> int | None:
+        """Positions before a token that can change its prediction other than through the memory; None: all."""
         raise NotImplementedError
 
-    def reading_tail(self, chunk_size: int) -> int:
-        """The last chunks of a text, outside of which the window carries nothing to what follows."""
+    def _stages(self) -> list[int]:
+        """Of each layer with a window, in order: layers of one stage always see the same positions."""
         raise NotImplementedError
+
+    def new_cache(
+        self,
+        memory_tier: str = "device",
+        num_tokens: int = 0,
+        memory_folder: str | Path | None = None,
+        memory_dtype: torch.dtype | None = None,
+        search: Any = None,
+    ) -> ChunkCache:
+        """An empty cache, for one text or a batch of texts.
+
+        Args:
+            memory_tier: where keys and values of past chunks live: "device" (the model's), "host" or "disk".
+            num_tokens: the length to come, if known: the first allocation is made for it.
+            memory_folder: of "disk"; None: a temporary one, removed with the cache.
+            memory_dtype: of keys and values in memory; None: the model's. Landmark vectors keep the model's.
+            search: over landmarks; None: exact (:class:`trailmark.memory.ExactSearch`).
+
+        Raises:
+            ValueError: an unknown tier, a folder without "disk", a folder that holds a saved memory.
+        """
+        config = self.config
+        capacity = -(-num_tokens // getattr(config, "chunk_size", 1)) if num_tokens else 0
+        folder = None if memory_folder is None else Path(memory_folder)
+        memory = ChunkMemory(memory_tier, capacity, folder, memory_dtype, search)
+        stages, groups = self._stages(), getattr(config, "num_retrieval_groups", 0)
+        windows = [config.sliding_window] * len(stages)
+        cache = ChunkCache(self._cache_key(), windows, stages, groups, memory)
+        cache.identity = self._identity
+        return cache
+
+    def load_cache(self, folder: str | Path, memory_tier: str = "disk", search: Any = None) -> ChunkCache:
+        """The cache that ``cache.save(folder)`` left there, to ask or to read on with.
+
+        Args:
+            memory_tier: "disk": keys and values stay in the folder, mapped; what is read on is added to its file,
+                and the saved memory stays as it was until it is saved again. "host", "device": they are read.
+            search: as in :meth:`new_cache`.
+
+        Raises:
+            ValueError: no memory there, a damaged one, one of a newer format, or one that other weights wrote.
+        """
+        path = folder if memory_tier == "disk" else None
+        cache = self.new_cache(memory_tier, memory_folder=path, search=search)
+        cache.load(folder, self.lm_head.weight.device)
+        return cache
+
+    def _identity(self) -> dict[str, Any]:
+        """Of the configuration and the weights, for saved memories."""
+        return {"model": [str(part) for part in self._cache_key()], "weights": fingerprint(self)}
+
+    def _cache_key(self) -> tuple[object, ...]:
+        """What a cache must agree in with the model."""
+        config = self.config
+        sizes = "hidden_size num_hidden_layers num_lower_layers num_key_value_heads head_dim sliding_window"
+        sizes += " chunk_size num_retrieved_chunks num_retrieval_groups"
+        return (config.model_type, *((name, getattr(config, name, None)) for name in sizes.split()))
 
     # --- the interface of transformers --------------------------------------------------------------------
 
@@ -109,11 +169,12 @@ class TrailmarkForCausalLM(PreTrainedModel, GenerationMixin):
         past_key_values: ChunkCache | None = None,
         use_cache: bool | None = None,
         labels: Tensor | None = None,
-        close_chunk: bool = False,
+        close_chunk: bool | Tensor = False,
         noise_seed: Tensor | None = None,
         output_retrieval: bool = False,
         logits_to_keep: int = 0,
         num_items_in_batch: Tensor | int | None = None,
+        prefill_chunk_size: int | None = None,
         return_dict: bool | None = None,
     ) -> CausalLMOutput | tuple[Any, ...]:
         """Logits of the tokens passed, and the loss.
@@ -121,15 +182,18 @@ class TrailmarkForCausalLM(PreTrainedModel, GenerationMixin):
         Args:
             input_ids: int64 [B, T], T >= 1: tokens only, of any length; landmarks live inside.
             attention_mask: [B, T], 0 where padded (left or right), or over cached and new tokens together.
-                What padding predicts bears no loss.
+                What padding predicts bears no loss; its logits mean nothing.
             past_key_values: from :meth:`new_cache`; changed in place. No gradient passes through what it carries.
             use_cache: make a cache if none is given. None: no in training, else only with a cache given.
             labels: int64 [B, T], -100 where no loss; shifted inside, as everywhere in transformers.
-            close_chunk: put a landmark after the last token even if its chunk is not full.
+            close_chunk: True: put a landmark after each row's last token even if its chunk is not full. bool
+                [B, T]: after each token so marked (early landmarks).
             noise_seed: int64 [B] for the selection noise in training (see :func:`trailmark.ops.fold_seed`);
                 None draws one from torch's global generator.
             output_retrieval: return what was selected.
-            logits_to_keep: compute only the last logits; 0 is all.
+            logits_to_keep: compute only the logits of each row's last tokens (padding does not count); 0 is all.
+                With a cache, only what these and later calls depend on is then computed.
+            prefill_chunk_size: tokens that are read at a time where only the last logits are wanted.
 
         Raises:
             ValueError: an empty input, a token or label outside the vocabulary, padding in the middle, a mask,
@@ -144,67 +208,110 @@ class TrailmarkForCausalLM(PreTrainedModel, GenerationMixin):
         if labels is not None:
             if labels.shape != input_ids.shape:
                 raise ValueError(f"labels: expected shape {(B, T)}, got {tuple(labels.shape)}.")
+            if logits_to_keep:
+                raise ValueError("logits_to_keep: expected 0 together with labels.")
             self._check_vocabulary("labels", labels.masked_fill(labels == -100, 0))
         present = None if attention_mask is None else _present(attention_mask, T, B, cache)
         if labels is not None and present is not None:
             labels = labels.masked_fill(~F.pad(present[:, :-1], (1, 0), value=True), -100)
-        if cache is not None and (present is not None or cache.rows is not None):
-            hidden = self._run_rows(input_ids, present, cache, close_chunk, output_retrieval)
-        else:
-            order = None if present is None else torch.sort(~present, dim=1, stable=True).indices
-            ids = input_ids if order is None else input_ids.gather(1, order)  # padded right
-            if order is not None and close_chunk:
-                raise ValueError("close_chunk: expected a cache for a padded batch. Pass use_cache=True.")
-            if self.training and noise_seed is None:
-                noise_seed = torch.randint(2**31, (B,), device=input_ids.device)
-            hidden = self.run(
-                ids, cache, close_chunk, noise_seed if self.training else None, False, output_retrieval
-            )
-            if order is not None and hidden.states is not None:
-                back = order.argsort(dim=1)[..., None].expand_as(hidden.states)
-                hidden.states = hidden.states.gather(1, back)
-            if present is not None and hidden.retrieval is not None:
-                closed = present.sum(1) // getattr(self.config, "chunk_size", 1)
-                hidden.retrieval = tuple(_first_chunks(chosen, closed) for chosen in hidden.retrieval)
+        text = Text.of(input_ids, present, close_chunk)
+        keep = min(logits_to_keep, T) or None
+        if keep is not None and cache is not None and not output_retrieval:
+            text = self._read_pieces(text, cache, keep, prefill_chunk_size or _READ_TOKENS, None)
+        if self.training and noise_seed is None:
+            noise_seed = torch.randint(2**31, (B,), device=input_ids.device)
+        grid = self._lay_out(text, cache)
+        hidden = self.run(
+            text.ids,
+            grid,
+            cache,
+            None if output_retrieval else keep,
+            noise_seed if self.training else None,
+        )
         assert hidden.states is not None
-        states = hidden.states[:, -logits_to_keep:] if logits_to_keep else hidden.states
+        states = hidden.states
+        if keep is None:
+            states = text.in_columns(states)
+        elif output_retrieval:
+            states = text.last(states, keep)
         if self.config.logit_scale != 1.0:
             states = states * self.config.logit_scale
         logits = self.lm_head(states)
-        loss = None
-        if labels is not None:
-            if logits_to_keep:
-                raise ValueError("logits_to_keep: expected 0 together with labels.")
-            loss = causal_loss(logits, labels, num_items_in_batch)
-        out = CausalLMOutput(loss=loss, logits=logits, past_key_values=cache, retrieval=hidden.retrieval)
+        loss = None if labels is None else causal_loss(logits, labels, num_items_in_batch)
+        retrieval = None
+        if output_retrieval and hidden.retrieval is not None:
+            assert hidden.closed is not None
+            retrieval = tuple(_last_chunks(chosen, hidden.closed, grid.closed) for chosen in hidden.retrieval)
+        out = CausalLMOutput(loss=loss, logits=logits, past_key_values=cache, retrieval=retrieval)
         return out.to_tuple() if return_dict is False else out
 
-    def read(self, input_ids: Tensor, cache: ChunkCache) -> None:
+    def read(
+        self,
+        input_ids: Tensor,
+        cache: ChunkCache | None = None,
+        attention_mask: Tensor | None = None,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> ChunkCache:
         """Read tokens [B, T] of any length into the cache: constant window, growing memory, no logits.
 
-        Only what the cache needs is computed, exactly: a DRT's memory depends on its lower layers and chunk
-        encoder alone, so the upper layers run on the last positions of each piece (docs/math.md, Reading).
+        Only what later results depend on is computed, exactly: a DRT's memory depends on its lower layers and
+        chunk encoder alone; the upper layers wait until logits are wanted, and run on the last positions then
+        (docs/reading.md). Reading in pieces costs the same. What was read stays whole if a later piece fails
+        or is interrupted.
+
+        Args:
+            input_ids: int64 [B, T].
+            cache: from :meth:`new_cache` or :meth:`load_cache`; None makes one.
+            attention_mask: [B, T], 0 where padded, left or right.
+            progress: called after each piece with the tokens (of the longest row) read so far and T.
+
+        Returns:
+            The cache.
+
+        Raises:
+            ValueError: as :meth:`forward`; no space left for the memory (what was read so far stays valid).
         """
         self._check_tokens(input_ids)
+        cache = self.new_cache(num_tokens=input_ids.shape[1]) if cache is None else cache
         self._check_cache(input_ids, cache)
-        if cache.rows is not None:
-            raise ValueError(
-                "cache: expected rows of equal length, got a padded batch. Read one text a time."
-            )
+        B, T = input_ids.shape
+        present = None if attention_mask is None else _present(attention_mask, T, B, cache)
         with torch.no_grad():
-            for piece in self._pieces(input_ids, cache):
-                self.run(piece, cache, False, None, True, False)
+            rest = self._read_pieces(Text.of(input_ids, present, False), cache, 0, _READ_TOKENS, progress)
+            self.run(rest.ids, self._lay_out(rest, cache), cache, 0)
+        if progress is not None:
+            progress(T, T)
+        return cache
 
-    def _pieces(self, input_ids: Tensor, cache: ChunkCache) -> Iterator[Tensor]:
-        """Pieces that end at chunk ends, so that little is read twice."""
+    def _read_pieces(
+        self,
+        text: Text,
+        cache: ChunkCache,
+        keep: int,
+        piece: int,
+        progress: Callable[[int, int], None] | None,
+    ) -> Text:
+        """Read pieces of a long text into the cache; returns the last piece, of at least ``keep`` tokens."""
         size = getattr(self.config, "chunk_size", 1)
-        step = max(1, _READ_TOKENS // size) * size
-        opened = 0 if cache.open_tokens is None else cache.open_tokens.shape[1]
-        first, T = 0, input_ids.shape[1]
-        while first < T:
-            last = min(T, first + step - opened)
-            yield input_ids[:, first:last]
+        piece = max(1, piece // size) * size
+        width = text.ids.shape[1]
+        opened = int(cache.begun(len(text.ids)).phases.max())
+        first = 0
+        while width - first > max(piece, keep):
+            last = first + piece - opened  # pieces that end at chunk ends: few layouts to prepare
+            with torch.no_grad():
+                part = text.columns(first, last)
+                self.run(part.ids, self._lay_out(part, cache), cache, 0)
             first, opened = last, 0
+            if progress is not None:
+                progress(first, width)
+        return text.columns(first, width)
+
+    def _lay_out(self, text: Text, cache: ChunkCache | None) -> Grid:
+        phases = None if cache is None else cache.begun(len(text.ids)).phases
+        return lay_out(
+            text.ids.shape[1], getattr(self.config, "chunk_size", None), phases, text.counts, text.close_chunk
+        )
 
     # --- generation -----------------------------------------------------------------------------------------
 
@@ -236,12 +343,9 @@ class TrailmarkForCausalLM(PreTrainedModel, GenerationMixin):
         batch_size: int,
         max_cache_length: int,
     ) -> None:
-        if generation_config.prefill_chunk_size is not None:
-            raise ValueError(
-                f"prefill_chunk_size: expected None, got {generation_config.prefill_chunk_size}: a prompt ends with "
-                "one landmark, its pieces with none. For constant memory, read(ids, cache) all but the question "
-                "and pass past_key_values=cache."
-            )
+        # transformers would end every piece as it ends the prompt; ours are read inside forward
+        model_kwargs["prefill_chunk_size"] = generation_config.prefill_chunk_size
+        generation_config.prefill_chunk_size = None
         for name in ("cache_implementation", "output_attentions", "output_hidden_states"):
             if came := getattr(generation_config, name):
                 raise ValueError(
@@ -262,6 +366,7 @@ class TrailmarkForCausalLM(PreTrainedModel, GenerationMixin):
         attention_mask: Tensor | None = None,
         is_first_iteration: bool | None = False,
         close_chunk: bool = True,
+        prefill_chunk_size: int | None = None,
         **kwargs: Any,
     ) -> dict[str, Any]:
         if not is_first_iteration:
@@ -274,6 +379,7 @@ class TrailmarkForCausalLM(PreTrainedModel, GenerationMixin):
             "use_cache": True,
             "close_chunk": bool(close_chunk and is_first_iteration),
             "logits_to_keep": 1,
+            "prefill_chunk_size": prefill_chunk_size,
         }
 
     # --- inside -----------------------------------------------------------------------------------------------
@@ -321,11 +427,11 @@ class TrailmarkForCausalLM(PreTrainedModel, GenerationMixin):
                 f"past_key_values: expected a cache from new_cache(), got {type(cache).__name__}. "
                 "Pass past_key_values=model.new_cache(), or none."
             )
-        own = self.new_cache()
-        if (len(cache.window), len(cache.pending)) != (len(own.window), len(own.pending)):
+        if cache.model != (own := self._cache_key()):
+            wrong = [b for a, b in zip(cache.model, own, strict=True) if a != b]
             raise ValueError(
-                f"past_key_values: expected a cache of this model ({len(own.window)} layers, "
-                f"{len(own.pending)} groups), got one of {len(cache.window)} layers and {len(cache.pending)} groups."
+                f"past_key_values: expected a cache of this model, got one of another (this has {wrong[0]}). "
+                "Pass past_key_values=model.new_cache()."
             )
         if cache.batch_size not in (None, input_ids.shape[0]):
             raise ValueError(
@@ -333,40 +439,87 @@ class TrailmarkForCausalLM(PreTrainedModel, GenerationMixin):
                 f"{input_ids.shape[0]}. Pass all of them; after one text, cache.branch(B) goes on in B rows."
             )
 
-    def _run_rows(
-        self,
-        input_ids: Tensor,
-        present: Tensor | None,
-        cache: ChunkCache,
-        close_chunk: bool,
-        output_retrieval: bool,
-    ) -> Hidden:
-        """A padded batch with a cache: row by row, each on a cache of its own. Exact, and not fast."""
-        B, T = input_ids.shape
-        if cache.rows is None:
-            if cache.num_tokens:
+
+@dataclass
+class Text:
+    """The tokens of one call, each row's at its beginning."""
+
+    ids: Tensor  # [B, T]
+    counts: Integers | None  # [B] tokens of each row; None: T
+    close_chunk: bool | Booleans
+    order: Tensor | None = None  # [B, T] the column that each token came from; None: its own
+
+    @classmethod
+    def of(cls, input_ids: Tensor, present: Tensor | None, close_chunk: bool | Tensor) -> Text:
+        marks: bool | Booleans
+        if isinstance(close_chunk, Tensor):
+            if close_chunk.shape != input_ids.shape or close_chunk.dtype != torch.bool:
                 raise ValueError(
-                    "attention_mask: expected no padding after a cache that was read unpadded. "
-                    "Pass the rows one at a time, each with a cache of its own."
+                    f"close_chunk: expected True, False or bool of shape {tuple(input_ids.shape)}, got "
+                    f"{close_chunk.dtype} of {tuple(close_chunk.shape)}."
                 )
-            cache.rows = [self.new_cache() for _ in range(B)]
+            marks = close_chunk.cpu().numpy()
+        else:
+            marks = bool(close_chunk)
         if present is None:
-            present = torch.ones(B, T, dtype=torch.bool, device=input_ids.device)
-        rows = [
-            self.run(
-                input_ids[b : b + 1, present[b]], cache.rows[b], close_chunk, None, False, output_retrieval
-            )
-            for b in range(B)
-        ]
-        assert rows[0].states is not None
-        states = rows[0].states.new_zeros(B, T, rows[0].states.shape[-1])
-        for b, row in enumerate(rows):
-            assert row.states is not None
-            states[b, present[b]] = row.states[0]
-        if any(row.retrieval is None for row in rows):
-            return Hidden(states)
-        groups = zip(*(row.retrieval or () for row in rows), strict=True)
-        return Hidden(states, tuple(_join_rows(group) for group in groups))
+            return cls(input_ids, None, marks)
+        order = torch.sort(~present, dim=1, stable=True).indices
+        if not isinstance(marks, bool):
+            marks = np.take_along_axis(marks & present.cpu().numpy(), order.cpu().numpy(), 1)
+        return cls(input_ids.gather(1, order), present.sum(1).cpu().numpy(), marks, order)
+
+    def in_columns(self, states: Tensor) -> Tensor:
+        """States [B, T', E] of the tokens -> [B, T, E] in the columns that they came from."""
+        if self.order is None:
+            return states
+        states = F.pad(states, (0, 0, 0, self.order.shape[1] - states.shape[1]))
+        back = self.order.argsort(dim=1)[..., None].expand_as(states)
+        return states.gather(1, back)
+
+    def last(self, states: Tensor, keep: int) -> Tensor:
+        """States [B, T, E] of the tokens -> those of each row's last ``keep``, zeros before its first."""
+        if self.counts is None:
+            return states[:, -keep:]
+        place = torch.from_numpy(self.counts[:, None] - keep + np.arange(keep)).to(states.device)
+        found = states.gather(1, place.clamp(min=0)[..., None].expand(*place.shape, states.shape[2]))
+        return found.masked_fill(place[..., None] < 0, 0)
+
+    def columns(self, first: int, last: int) -> Text:
+        """A part of the text, counted so that all rows end together: a short row is all in the last parts."""
+        width = self.ids.shape[1]
+        if (first, last) == (0, width):
+            return self
+        counts = self.counts
+        if counts is None:
+            marks = self.close_chunk
+            if isinstance(marks, bool):
+                marks = marks and last == width
+            else:
+                marks = marks[:, first:last]
+            return Text(self.ids[:, first:last], None, marks)
+        shift = width - counts
+        start, stop = np.maximum(first - shift, 0), np.maximum(last - shift, 0)
+        index = np.minimum(start[:, None] + np.arange(last - first), width - 1)
+        ids = self.ids.gather(1, torch.from_numpy(index).to(self.ids.device))
+        if isinstance(self.close_chunk, bool):
+            marks = self.close_chunk and last == width
+        else:
+            marks = np.take_along_axis(self.close_chunk, index, 1)
+        return Text(ids, stop - start, marks)
+
+
+def fingerprint(model: nn.Module) -> str:
+    """SHA-256 of all weights: names, types and every byte."""
+    named = sorted(model.state_dict().items())
+
+    def digest(item: tuple[str, Tensor]) -> bytes:
+        name, weight = item
+        found = hashlib.sha256(f"{name} {weight.dtype} {tuple(weight.shape)}".encode())
+        found.update(weight.detach().cpu().contiguous().view(torch.uint8).numpy().data)
+        return found.digest()
+
+    with ThreadPoolExecutor(4) as threads:  # hashing lets go of Python's lock
+        return hashlib.sha256(b"".join(threads.map(digest, named))).hexdigest()
 
 
 def mark_residual_projections(model: nn.Module) -> None:
@@ -397,8 +550,8 @@ def shift_labels(labels: Tensor, fill: int = -100) -> Tensor:
 def _present(mask: Tensor, num_tokens: int, batch_size: int, cache: ChunkCache | None) -> Tensor | None:
     """The mask as bool [B, T] of the new tokens; None: none is padding. Padding inside a text is refused."""
     seen = 0 if cache is None else cache.get_seq_length()
-    # a padded cache counts tokens, not the padding that came with them
-    padded = cache is not None and cache.rows is not None
+    # a ragged cache counts tokens, not the padding that came with them
+    padded = cache is not None and bool((cache.num_tokens != seen).any())
     rows, width = mask.shape if mask.dim() == 2 else (0, 0)
     fits = width in (num_tokens, seen + num_tokens) or (padded and width > seen + num_tokens)
     if rows != batch_size or not fits:
@@ -410,7 +563,9 @@ def _present(mask: Tensor, num_tokens: int, batch_size: int, cache: ChunkCache |
     present = mask[:, -num_tokens:].bool()
     if bool(present.all()):
         return None
-    if bool(((present[:, 1:] != present[:, :-1]).sum(1) > 1).any() or not present.any(1).all()):
+    tokens = present.any(1)
+    tokens = tokens.all() if cache is None else tokens.any()  # with a cache, a text may go on later
+    if bool(((present[:, 1:] != present[:, :-1]).sum(1) > 1).any() or not tokens):
         raise ValueError(
             "attention_mask: expected each row to be tokens with padding at one end, got padding inside or "
             "a row without tokens."
@@ -418,20 +573,19 @@ def _present(mask: Tensor, num_tokens: int, batch_size: int, cache: ChunkCache |
     return present
 
 
-_NOTHING = (-1, 0.0, -math.inf)  # index, weight and score where nothing was selected
-
-
-def _first_chunks(chosen: ChunkSelection, count: Tensor) -> ChunkSelection:
-    """[B, N, K] of which row b closed ``count[b]`` chunks; the rest selected nothing."""
-    rest = torch.arange(chosen.indices.shape[1], device=count.device) >= count[:, None]  # [B, N]
+def _last_chunks(chosen: ChunkSelection, had: Integers, own: Integers) -> ChunkSelection:
+    """Of selections [B, C', K], ``had`` [b] of each row, the last ``own`` [b] ones as [B, C, K]; the rest is -1."""
+    B = chosen.indices.shape[0]
+    place = np.arange(int(own.max(initial=0)))
+    index = np.broadcast_to((had - own)[:, None] + place, (B, len(place)))
+    gone = np.broadcast_to(place >= own[:, None], (B, len(place)))
+    if chosen.indices.shape[1] == len(place) and not gone.any():
+        return chosen
+    row = torch.arange(B)[:, None]
+    at = torch.from_numpy(np.where(gone, 0, index))
+    missing = torch.from_numpy(gone.copy())[..., None]
     parts = zip(chosen, _NOTHING, strict=True)
-    return ChunkSelection(*(x.masked_fill(rest[..., None], nothing) for x, nothing in parts))
+    return ChunkSelection(*(x[row, at].masked_fill(missing.to(x.device), nothing) for x, nothing in parts))
 
 
-def _join_rows(rows: Sequence[ChunkSelection]) -> ChunkSelection:
-    """[1, n, K] of each row -> [B, the most, K]."""
-    most = max(row.indices.shape[1] for row in rows)
-    joined = []
-    for each, nothing in zip(zip(*rows, strict=True), _NOTHING, strict=True):
-        joined.append(torch.cat([F.pad(x, (0, 0, 0, most - x.shape[1]), value=nothing) for x in each]))
-    return ChunkSelection(*joined)
+_NOTHING = (-1, 0.0, -math.inf)  # index, weight and score where nothing was selected

@@ -6,21 +6,22 @@ landmark of chunk t each group selects K chunks before t; every position of chun
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import initialization as init
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from trailmark.memory import ChunkCache, MemoryEntries
+from trailmark.memory import ChunkCache, MemoryEntries, Window
 from trailmark.models.causal_lm import Hidden, TrailmarkForCausalLM, mark_residual_projections
 from trailmark.models.configuration import DRTConfig
-from trailmark.models.grid import Grid
+from trailmark.models.grid import Grid, Integers, lay_out
 from trailmark.models.layers import (
     MLP,
     ChunkEncoderLayer,
-    KeysAndValues,
+    Place,
     RMSNorm,
     WindowAttention,
     WindowLayer,
@@ -28,7 +29,7 @@ from trailmark.models.layers import (
     rms_normalize,
     rotary_table,
 )
-from trailmark.models.sliding_window import keep_window
+from trailmark.models.step import Step
 from trailmark.ops import ChunkSelection, fold_seed, grouped_cross_attention, select_chunks
 
 
@@ -54,18 +55,18 @@ class ChunkEncoder(nn.Module):
         self.landmark_proj = _retrieval_projection(config)
 
     def forward(self, positions: Tensor, grid: Grid) -> MemoryEntries:
-        """Lower hidden states of positions [B, P, E] to the entries of the chunks that are closed."""
-        config = self.config
-        rows = self.input_norm(grid.encoder_rows(positions))  # [B, n, S + 1, E]
-        B, n, R, _ = rows.shape
+        """Lower hidden states, as ``grid.encoder_rows`` takes them, to the entries of the closed chunks."""
+        config, R = self.config, self.config.chunk_size + 1
+        rows = grid.encoder_rows(positions)  # [B, C * (S + 1), E]
+        rows = self.input_norm(rows).view(rows.shape[0], -1, R, rows.shape[2])
+        B, C = rows.shape[:2]
         rotary = rotary_table(R, config.head_dim, config.rope_theta, rows)
-        lengths = torch.full((B, n), config.chunk_size, device=rows.device)
+        lengths = torch.from_numpy(grid.lengths).to(rows.device).expand(B, C)
         mask = None
-        if grid.num_early_tokens:
-            lengths[:, -1] = grid.num_early_tokens
+        if grid.has_short_chunks:
             row = torch.arange(R, device=rows.device)
-            mask = (row < lengths[..., None]) | (row == R - 1)  # [B, n, R]: keys that exist
-            mask = torch.where(mask, 0.0, -torch.inf).to(rotary.real).reshape(B * n, 1, 1, R)
+            mask = (row < lengths[..., None]) | (row == R - 1)  # [B, C, R]: keys that exist
+            mask = torch.where(mask, 0.0, -torch.inf).to(rotary.real).reshape(B * C, 1, 1, R)
         for layer in self.layers:
             rows = layer(rows, rotary, mask)
         rows = self.output_norm(rows)
@@ -86,30 +87,22 @@ class Retriever(nn.Module):
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.q_proj = _retrieval_projection(config)
 
-    def forward(
-        self,
-        hidden: Tensor,  # [B, n, E]: the asking landmarks, chunks first_chunk ...
-        landmarks: Tensor,  # [B, M, E]
-        first_chunk: int,
-        noise_seed: Tensor | None,
-        num_candidates: Tensor | None,  # [B, n]; None: all chunks before the asking one
-    ) -> ChunkSelection:
-        config = self.config
+    def forward(self, hidden: Tensor) -> Tensor:
+        """The queries [B, C, E] of landmarks hidden [B, C, E]."""
         query = self.q_proj(self.norm(hidden))
-        if config.retrieval_normalization:
-            query = rms_normalize(query, config.rms_norm_eps)
-        n, M = hidden.shape[1], landmarks.shape[1]
-        if num_candidates is None:
-            num_candidates = torch.arange(first_chunk, first_chunk + n, device=hidden.device)
-        return select_chunks(
-            query,
-            landmarks,
-            config.num_retrieved_chunks,
-            num_candidates.clamp(max=M),
-            noise_seed=noise_seed,
-            scale=config.retrieval_scale * config.hidden_size**-0.5,
-            implementation="reference" if config.implementation == "reference" else None,
+        return (
+            rms_normalize(query, self.config.rms_norm_eps) if self.config.retrieval_normalization else query
         )
+
+
+class Reading(NamedTuple):
+    """What the chunks of a call read: K chunks each, out of a table."""
+
+    k: Tensor  # [B, M, S, J, D]
+    v: Tensor
+    indices: Tensor  # [B, N, K] into the table
+    weights: Tensor  # [B, N, K]
+    lengths: Tensor | None  # [B, M]; None: all S
 
 
 class DRTLayer(GradientCheckpointingLayer):
@@ -133,36 +126,26 @@ class DRTLayer(GradientCheckpointingLayer):
     def forward(
         self,
         x: Tensor,  # [B, P, E]
-        k: Tensor,
-        v: Tensor,  # [B, M, S, J, D]
-        indices: Tensor,
-        weights: Tensor,  # [B, N, K]: what each chunk of the grid reads
-        lengths: Tensor | None,
+        reading: Reading | None,  # None: nothing is read
         grid: Grid,
-        carried: KeysAndValues | None = None,
-    ) -> tuple[Tensor, KeysAndValues]:
-        attended, kept = self.attention(self.attention_norm(x), carried)
-        x = x + attended
-        q = self.gca_q_proj(grid.rows(self.gca_norm(x)))  # [B, N, S + 1, E]
+        place: Place,
+        kept: Window | None = None,
+    ) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), place, kept)
+        if reading is None:
+            return x + self.mlp(self.mlp_norm(x))
+        q = self.gca_q_proj(grid.rows(self.gca_norm(x)))  # [B, N * R, E]
         found = grouped_cross_attention(
-            q.unflatten(-1, (-1, self.config.head_dim)),
-            k,
-            v,
-            indices,
-            weights,
-            lengths,
+            q.view(q.shape[0], grid.num_chunks, grid.rows_per_chunk, -1, self.config.head_dim),
+            *reading,
             softmax_off_by_one=self.config.softmax_off_by_one,
             implementation=self.config.implementation,
         )
-        found = self.gca_o_proj(grid.positions(found.flatten(3)))
+        found = self.gca_o_proj(grid.positions(found.flatten(1, 2).flatten(2)))
         if self.config.residual_gca:
             x = x + found
-            return x + self.mlp(self.mlp_norm(x)), kept
-        return x + self.mlp(self.mlp_norm(x + found)), kept
-
-    def keys_and_values(self, x: Tensor, carried: KeysAndValues | None) -> KeysAndValues:
-        """Only what later positions will see of x."""
-        return self.attention.keys_and_values(self.attention_norm(x), carried)
+            return x + self.mlp(self.mlp_norm(x))
+        return x + self.mlp(self.mlp_norm(x + found))
 
 
 class DRTForCausalLM(TrailmarkForCausalLM):
@@ -197,12 +180,8 @@ class DRTForCausalLM(TrailmarkForCausalLM):
                 if self.config.retrieval_normalization and self.config.retrieval_projections:
                     init.copy_(retriever.q_proj.weight, self.encoder.landmark_proj.weight)
 
-    def new_cache(self, memory_tier: str = "device", num_tokens: int = 0) -> ChunkCache:
-        if memory_tier != "device":
-            raise ValueError(f"memory_tier: expected 'device' in this version, got {memory_tier!r}.")
-        config = self.config
-        chunks = -(-num_tokens // config.chunk_size)
-        return ChunkCache(config.num_hidden_layers, config.num_retrieval_groups, chunks)
+    def _stages(self) -> list[int]:
+        return [0] * len(self.lower_layers) + [1] * len(self.upper_layers)
 
     def encode(self, input_ids: Tensor, before: Tensor | None = None) -> MemoryEntries:
         """The memory entries of the whole chunks of ``input_ids`` [B, n * S], without reading them.
@@ -218,89 +197,58 @@ class DRTForCausalLM(TrailmarkForCausalLM):
                 f"input_ids: expected whole chunks of {self.config.chunk_size} tokens, "
                 f"got {input_ids.shape[1]} after {ids.shape[1] - input_ids.shape[1]}."
             )
-        grid = Grid(ids.shape[1], self.config.chunk_size, False)
+        grid = lay_out(ids.shape[1], self.config.chunk_size)
         x = grid.insert_landmarks(self.embed_tokens(ids), self.landmark)
+        place = Place.of(self.config, x, None)
         for layer in self.lower_layers:
-            x, _ = layer(x)
+            x = layer(x, place)
         entries = self.encoder(x, grid)
         return MemoryEntries(*(part[:, skip:] for part in entries))
 
     def run(
         self,
-        input_ids: Tensor,  # [B, T]
-        cache: ChunkCache | None,
-        close_chunk: bool,
-        noise_seed: Tensor | None,
-        reading: bool,
-        output_retrieval: bool,
+        tokens: Tensor,  # [B, T]
+        grid: Grid,
+        cache: ChunkCache | None = None,
+        keep: int | None = None,
+        noise_seed: Tensor | None = None,
     ) -> Hidden:
-        config, T = self.config, input_ids.shape[1]
         self._check_retrieval()
-        ids = input_ids
-        if cache is not None and cache.open_tokens is not None:
-            ids = torch.cat([cache.open_tokens, input_ids], dim=1)  # the open chunk is read again
-        grid = Grid(ids.shape[1], config.chunk_size, close_chunk)
-        opened = grid.num_open_tokens
-        if cache is not None:
-            cache.num_tokens += T
-            cache.open_tokens = ids[:, ids.shape[1] - opened :] if opened else None
-            if reading and not grid.num_closed:
-                return Hidden(None)
-        window: list[KeysAndValues | None] = [None] * config.num_hidden_layers
-        pending: list[ChunkSelection | None] = [None] * config.num_retrieval_groups
-        if cache is not None:
-            window, pending = list(cache.window), cache.pending
-
-        def keep(number: int, kept: KeysAndValues) -> None:
-            if cache is not None and grid.num_closed:  # up to the last landmark
-                until = kept[0].shape[1] - opened
-                cache.window[number] = keep_window(
-                    (kept[0][:, :until], kept[1][:, :until]), config.sliding_window
-                )
-
-        x = grid.insert_landmarks(self.embed_tokens(ids), self.landmark)
+        x = grid.insert_landmarks(self.embed_tokens(tokens), self.landmark)
+        step = None if cache is None else Step(cache, grid, self.config, x.shape[0])
+        place = Place.of(self.config, x, None) if step is None else step.place(0, grid, x)
         for number, layer in enumerate(self.lower_layers):
-            x, kept = layer(x, window[number])
-            keep(number, kept)
-        first_chunk = 0 if cache is None else len(cache.memory)
-        memory, lengths = self._remember(x, grid, cache)
+            x = layer(x, place, step and step.window(number))
 
-        tail = self.reading_tail(config.chunk_size)
-        if reading and grid.num_chunks > tail:
-            # What later text sees of the upper layers depends on the last chunks alone; what these do not
-            # see of keys before them does not reach the end of the piece.
-            skipped = grid.num_chunks - tail
-            x = x[:, skipped * (config.chunk_size + 1) :]
-            grid = Grid(grid.num_tokens - skipped * config.chunk_size, config.chunk_size, close_chunk)
-            first_chunk += skipped
-            window, pending = [None] * len(window), [None] * len(pending)
+        entries = self._encode(x, grid, step)
+        first_chunk = np.zeros(1, np.int64)
+        if step is not None:
+            step.remember(entries)
+            step.keep_open(x)
+            if keep == 0:  # reading: a memory depends on nothing above
+                step.defer(x, self.reach())
+                step.commit()
+                return Hidden(None)
+            x, grid, first_chunk = step.tail(x, self.reach(), keep)
+            place = step.place(1, grid, x)
 
-        found: list[ChunkSelection] = []
-        layers_per_group = config.num_upper_layers // config.num_retrieval_groups
-        uppers: list[Any] = list(self.upper_layers)
-        for number, layer in enumerate(uppers, start=len(self.lower_layers)):
-            group, position = divmod(number - len(self.lower_layers), layers_per_group)
+        asked: list[ChunkSelection] = []
+        layers_per_group = self.config.num_upper_layers // self.config.num_retrieval_groups
+        for number, layer in enumerate(self.upper_layers):
+            group, position = divmod(number, layers_per_group)
             if position == 0:
-                seed = None
-                if noise_seed is not None and config.retrieval_noise:
-                    seed = fold_seed(noise_seed, group)
-                limit = self._visible_limit(lengths, first_chunk, grid.num_closed)
-                ask: Any = self.retrievers[group]
-                found.append(ask(grid.landmarks(x), memory.landmarks, first_chunk, seed, limit))
-                indices, weights = _shift(pending[group], found[-1], grid.num_chunks)
-            if reading and number == config.num_hidden_layers - 1:
-                keep(number, layer.keys_and_values(x, window[number]))
-                break
-            short = memory.lengths if _any_short(grid, cache) else None
-            x, kept = layer(x, memory.k, memory.v, indices, weights, short, grid, window[number])
-            keep(number, kept)
-
-        if cache is not None and grid.num_closed:
-            cache.pending = [ChunkSelection(*(part[:, -1:].detach() for part in asked)) for asked in found]
-        retrieval = tuple(found) if output_retrieval else None
-        if reading:
-            return Hidden(None, retrieval)
-        return Hidden(self.norm(grid.tokens(x)[:, -T:]), retrieval)
+                query = self.retrievers[group](grid.landmarks(x))  # [B, C, E]
+                if step is None:
+                    seed = fold_seed(noise_seed, group) if noise_seed is not None else None
+                    asked.append(self._select(query, entries, grid, seed))
+                    reading: Reading | None = self._read(asked[-1], entries, grid)
+                else:
+                    asked.append(self._select_from_memory(query, step, grid, first_chunk))
+                    reading = self._read_from_memory(asked[-1], step, grid, group)
+            x = layer(x, reading, grid, place, step and step.window(len(self.lower_layers) + number))
+        if step is not None:
+            step.commit()
+        return Hidden(self.norm(grid.last_tokens(keep)(x)), tuple(asked), grid.closed)
 
     def _check_retrieval(self) -> None:
         if self.training and self.config.num_retrieved_chunks == 1:
@@ -309,24 +257,18 @@ class DRTForCausalLM(TrailmarkForCausalLM):
                 "always 1, so its score gets no gradient and the retriever learns nothing."
             )
 
-    def _remember(self, x: Tensor, grid: Grid, cache: ChunkCache | None) -> tuple[MemoryEntries, Tensor]:
-        """Encode and store the chunks closed in this call.
+    # --- memory --------------------------------------------------------------------------------------------
 
-        Returns the entries that this call may read, and the lengths [B, M] of all chunks.
-        """
+    def _encode(self, x: Tensor, grid: Grid, step: Step | None) -> MemoryEntries:
+        """The entries of the chunks closed in this call."""
+        if step is not None:
+            if not grid.num_closed:
+                return self._no_entries(x)
+            return self.encoder(step.with_open(x), grid)
         # where nothing is closed the encoder still runs for its gradients: zeros, which DDP waits for
-        encodes = grid.num_closed or (cache is None and torch.is_grad_enabled())
-        entries = self.encoder(x, grid) if encodes else self._no_entries(x)
-        if cache is None:
-            return entries, entries.lengths
-        # A call that closes one chunk reads only what was there before it: a branch then copies nothing.
-        before = cache.memory.tables() if len(cache.memory) and grid.num_closed <= 1 else None
-        cache.memory.append(entries, all_full=not grid.num_early_tokens)
-        if before is None:
-            before = cache.memory.tables() if grid.num_closed > 1 else self._no_entries(x)
-        if grid.num_closed <= 1:
-            return before, torch.cat([before.lengths, entries.lengths], dim=1)
-        return before, before.lengths
+        if grid.num_closed or torch.is_grad_enabled():
+            return self.encoder(x, grid)
+        return self._no_entries(x)
 
     def _no_entries(self, x: Tensor) -> MemoryEntries:
         config, B = self.config, x.shape[0]
@@ -335,17 +277,112 @@ class DRTForCausalLM(TrailmarkForCausalLM):
         lengths = torch.zeros(B, 0, dtype=torch.int64, device=x.device)
         return MemoryEntries(kv, kv, x.new_zeros(B, 0, config.hidden_size), lengths)
 
-    def reading_tail(self, chunk_size: int) -> int:
-        """Chunks at the end of a text whose upper layers decide all that later text sees of these layers.
+    @property
+    def _retrieval_scale(self) -> float:
+        return self.config.retrieval_scale * self.config.hidden_size**-0.5
 
-        A layer sees ``sliding_window - 1`` positions back; a group's queries reach the chunk after next.
+    def _select(
+        self, query: Tensor, entries: MemoryEntries, grid: Grid, noise_seed: Tensor | None
+    ) -> ChunkSelection:
+        """For each landmark of a whole text, chunks before it."""
+        limits = np.broadcast_to(np.arange(grid.num_closed), (len(grid.counts), grid.num_closed))
+        limits = np.where(grid.landmark_places >= 0, limits, 0)
+        if self.config.exclude_visible_chunks:
+            starts = grid.landmark_places - grid.lengths
+            for b, i in zip(*np.nonzero(grid.landmark_places >= 0), strict=True):
+                hidden = np.searchsorted(starts[b, :i], self._first_visible(grid.landmark_places[b, i]))
+                limits[b, i] = hidden
+        return select_chunks(
+            query,
+            entries.landmarks,
+            self.config.num_retrieved_chunks,
+            torch.from_numpy(limits).to(query.device).expand(query.shape[:2]),
+            noise_seed=noise_seed if self.config.retrieval_noise else None,
+            scale=self._retrieval_scale,
+            implementation="reference" if self.config.implementation == "reference" else None,
+        )
+
+    def _first_visible(self, landmark: int) -> int:
+        """The first position visible to the last row of the chunk after a landmark, were that chunk full."""
+        assert self.config.sliding_window is not None
+        return int(landmark) + 1 + self.config.chunk_size - (self.config.sliding_window - 1)
+
+    def _select_from_memory(
+        self, query: Tensor, step: Step, grid: Grid, first_chunk: Integers
+    ) -> ChunkSelection:
+        """For each landmark [B, C] that a call closes, chunks before it, of this call or earlier ones."""
+        present = np.arange(grid.num_closed) < (np.zeros_like(first_chunk) + grid.closed)[:, None]
+        limits = np.where(present, first_chunk[:, None] + np.arange(grid.num_closed), 0)
+        if self.config.exclude_visible_chunks:
+            first = step.end - grid.counts  # of each row's positions
+            places = np.broadcast_to(grid.landmark_places, limits.shape)
+            for b, i in zip(*np.nonzero(present), strict=True):
+                visible = self._first_visible(first[b] + places[b, i])
+                limits[b, i] = step.cache.memory.starting_before(int(b), int(limits[b, i]), visible)
+        return step.cache.memory.select(
+            query,
+            int(step.size.chunks.max()),
+            self.config.num_retrieved_chunks,
+            torch.from_numpy(limits).to(query.device),
+            self._retrieval_scale,
+        )
+
+    def _read(self, asked: ChunkSelection, entries: MemoryEntries, grid: Grid) -> Reading:
+        """What the chunks of a whole text read: what the landmark before each selected; the first, nothing."""
+        B, _, K = asked.indices.shape
+        nothing = asked.indices.new_full((B, 1, K), -1), asked.weights.new_zeros(B, 1, K)
+        indices = torch.cat([nothing[0], asked.indices[:, : grid.num_chunks - 1]], dim=1)
+        weights = torch.cat([nothing[1], asked.weights[:, : grid.num_chunks - 1]], dim=1)
+        lengths = entries.lengths if grid.has_short_chunks else None
+        return Reading(entries.k, entries.v, indices, weights, lengths)
+
+    def _read_from_memory(self, asked: ChunkSelection, step: Step, grid: Grid, group: int) -> Reading | None:
+        """What the chunks of a call read, fetched from the memory; and what the open chunk will."""
+        pending = step.take_pending(group, grid)
+        B, C, K = asked.indices.shape
+        chosen = asked.indices.cpu().numpy()
+        if C:
+            step.put_pending(group, grid, chosen, asked.weights, pending)
+        N = grid.num_chunks
+        if N > 1:
+            if pending is None:
+                first = np.full((B, 1, K), -1), asked.weights.new_zeros(B, 1, K)
+            else:
+                first = pending.indices[:, None], pending.weights[:, None]
+            wanted = np.concatenate([first[0], chosen[:, : N - 1]], axis=1)  # [B, N, K]
+            weights = torch.cat([first[1], asked.weights[:, : N - 1]], dim=1)
+            if (wanted < 0).all():
+                return None
+            records, lengths = step.cache.memory.gather(wanted.reshape(B, -1))
+            k, v = records[:, :, 0].transpose(2, 3), records[:, :, 1].transpose(2, 3)
+        elif pending is None:
+            return None
+        else:
+            wanted, weights, lengths = pending.indices[:, None], pending.weights[:, None], pending.lengths
+            k, v = pending.k, pending.v
+        indices = np.where(wanted < 0, -1, np.arange(N * K).reshape(N, K))
+        short = (lengths < self.config.chunk_size).any()
+        device = weights.device
+        return Reading(
+            k,
+            v,
+            torch.from_numpy(indices).to(device),
+            weights,
+            torch.from_numpy(lengths).to(device) if short else None,
+        )
+
+    def reach(self) -> int:
+        """Positions before a token that can change its prediction through the upper layers.
+
+        A layer sees W - 1 positions back; a group's first layer reads what the landmark before its chunk
+        selected, at most S + 1 positions back.
         """
         config = self.config
         assert config.sliding_window is not None
-        rows = chunk_size + 1
-        positions = config.num_upper_layers * (config.sliding_window - 1)
-        positions += 2 * rows * config.num_retrieval_groups
-        return -(-positions // rows) + 1
+        window = config.sliding_window - 1
+        layers_per_group = config.num_upper_layers // config.num_retrieval_groups
+        group = (layers_per_group - 1) * window + max(window, config.chunk_size + 1)
+        return config.num_retrieval_groups * group
 
     def encoding_reach(self) -> int:
         """Chunks after a chunk whose memory entries its tokens take part in, through the lower layers."""
@@ -353,32 +390,3 @@ class DRTForCausalLM(TrailmarkForCausalLM):
         assert config.sliding_window is not None
         assert config.num_lower_layers is not None
         return -(-config.num_lower_layers * (config.sliding_window - 1) // (config.chunk_size + 1))
-
-    def _visible_limit(self, lengths: Tensor, first: int, count: int) -> Tensor | None:
-        """num_candidates [B, n] that excludes chunks wholly visible to the last row of the reading chunk."""
-        config = self.config
-        if not config.exclude_visible_chunks:
-            return None
-        assert config.sliding_window is not None
-        starts = torch.nn.functional.pad((lengths + 1).cumsum(1), (1, 0))  # [B, M + 1] positions
-        reading_ends = starts[:, first + 1 : first + count + 1] + config.chunk_size  # its landmark, if full
-        reached = reading_ends - (config.sliding_window - 1)
-        hidden = torch.searchsorted(
-            starts[:, :-1].contiguous(), reached.contiguous()
-        )  # chunks that start before
-        return torch.minimum(hidden, torch.arange(first, first + count, device=lengths.device))
-
-
-def _any_short(grid: Grid, cache: ChunkCache | None) -> bool:
-    return bool(grid.num_early_tokens) or (cache is not None and cache.memory.has_short_chunks)
-
-
-def _shift(pending: ChunkSelection | None, asked: ChunkSelection, num_chunks: int) -> tuple[Tensor, Tensor]:
-    """What each chunk of the call reads [B, N, K]: what the landmark before it selected."""
-    B, _, K = asked.indices.shape
-    if pending is None:
-        first = asked.indices.new_full((B, 1, K), -1), asked.weights.new_zeros(B, 1, K)
-    else:
-        first = pending.indices, pending.weights
-    indices = torch.cat([first[0], asked.indices[:, : num_chunks - 1]], dim=1)
-    return indices, torch.cat([first[1], asked.weights[:, : num_chunks - 1]], dim=1)

@@ -1,97 +1,422 @@
-"""From tokens to positions and chunks: where landmarks stand (design, semantics 1 and 5).
+"""From tokens to positions and chunks, each row on its own grid (design, semantics 1 and 5).
 
-One call lays its tokens out as full chunks and at most one shorter one at the end. Positions are the tokens
-with a landmark after each closed chunk; rows are the same laid out as [B, N, S + 1].
+The positions of a row are its tokens with a landmark after each chunk that is closed: when it is full, or
+early. Rows may begin in the middle of a chunk, hold different numbers of tokens and close chunks anywhere:
+ragged batches, padding and early landmarks are this one mechanism. Absent positions stand at a row's end.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import Any
 
+import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+Integers = np.ndarray[Any, np.dtype[np.int64]]
+Booleans = np.ndarray[Any, np.dtype[np.bool_]]
 
 
-@dataclass(frozen=True)
 class Grid:
-    """The layout of ``num_tokens`` tokens that begin at a chunk's start."""
+    """The layout of one call. All arrays have one row if every row of the batch is laid out alike, else B.
 
-    num_tokens: int
-    chunk_size: int  # S
-    close_chunk: bool  # a last chunk that is not full gets its landmark early
+    Args:
+        chunk: [b, P] the chunk of each position, counted from the call's first; -1: absent.
+        is_landmark: [b, P].
+        token: [b, P] the token of this call that stands there; -1: a landmark, an earlier call's, or absent.
+        chunk_size: S; None: no chunks.
+        phases: [b] tokens that the first chunk held before the call.
+    """
 
-    @property
-    def num_chunks(self) -> int:
-        """N, the open chunk included."""
-        return -(-self.num_tokens // self.chunk_size)
+    def __init__(
+        self,
+        chunk: Integers,
+        is_landmark: Booleans,
+        token: Integers,
+        chunk_size: int | None,
+        phases: Integers,
+    ) -> None:
+        self.chunk, self.is_landmark, self.token = chunk, is_landmark, token
+        self.chunk_size, self.phases = chunk_size, phases
 
-    @property
-    def num_closed(self) -> int:
-        """Chunks that have their landmark in this call."""
-        return self.num_chunks if self.close_chunk else self.num_tokens // self.chunk_size
+    # --- numbers -------------------------------------------------------------------------------------------
+
+    @cached_property
+    def counts(self) -> Integers:
+        """[b] positions of each row."""
+        return (self.chunk >= 0).sum(1)
 
     @property
     def num_positions(self) -> int:
-        return self.num_tokens + self.num_closed
+        """P: the most of any row."""
+        return self.chunk.shape[1]
+
+    @cached_property
+    def num_chunks(self) -> int:
+        """N: the most chunks, open ones included, of any row."""
+        return int(self.chunk.max(initial=-1)) + 1
+
+    @cached_property
+    def closed(self) -> Integers:
+        """[b] chunks of each row that get their landmark here."""
+        return self.is_landmark.sum(1)
+
+    @cached_property
+    def num_closed(self) -> int:
+        """C: the most of any row."""
+        return int(self.closed.max(initial=0))
+
+    @cached_property
+    def _slot(self) -> Integers:
+        """[b, P] places since the first of the chunk that stands in this call."""
+        place = np.arange(self.num_positions)
+        starts = np.where(np.diff(self.chunk, axis=1, prepend=-2) != 0, place, 0)
+        return place - np.maximum.accumulate(starts, axis=1)
+
+    @cached_property
+    def lengths(self) -> Integers:
+        """[b, C] tokens of each closed chunk; 0 where a row closes fewer."""
+        found = np.zeros((len(self.chunk), self.num_closed), np.int64)
+        row, place = np.nonzero(self.is_landmark)
+        found[row, self.chunk[row, place]] = self._slot[row, place]
+        if self.num_closed:
+            found[:, 0] += np.where(self.closed > 0, self.phases, 0)
+        return found
+
+    @cached_property
+    def landmark_places(self) -> Integers:
+        """[b, C] positions of the landmarks; -1 where a row closes fewer."""
+        found = np.full((len(self.chunk), self.num_closed), -1)
+        row, place = np.nonzero(self.is_landmark)
+        found[row, self.chunk[row, place]] = place
+        return found
+
+    @cached_property
+    def open_tokens(self) -> Integers:
+        """[b] tokens of the chunk that stays open; 0: none is."""
+        if self.chunk_size is None:
+            return np.zeros(len(self.chunk), np.int64)
+        row = np.arange(len(self.chunk))
+        last = self.counts - 1
+        slot = self._slot[row, last] + 1 + np.where(self.chunk[row, last] == 0, self.phases, 0)
+        return np.where(last < 0, self.phases, np.where(self.is_landmark[row, last], 0, slot))
+
+    @cached_property
+    def _next_chunk(self) -> Integers:
+        """[b] the chunk of the position that would follow."""
+        row, last = np.arange(len(self.chunk)), self.counts - 1
+        if not self.num_positions:
+            return np.zeros_like(last)
+        return np.where(last < 0, 0, self.chunk[row, last] + self.is_landmark[row, last])
 
     @property
-    def num_open_tokens(self) -> int:
-        return 0 if self.close_chunk else self.num_tokens % self.chunk_size
+    def has_short_chunks(self) -> bool:
+        """Some chunk was closed early."""
+        return bool((self.lengths[self.lengths > 0] != self.chunk_size).any())
+
+    # --- between layouts -----------------------------------------------------------------------------------
+
+    def insert_landmarks(self, tokens: Tensor, landmark: Tensor | None) -> Tensor:
+        """Tokens [B, T, E] and the landmark [E] -> positions [B, P, E]."""
+        x = self._from_tokens(tokens)
+        if landmark is None or not self.num_closed:
+            return x
+        mask = torch.from_numpy(self.is_landmark).to(x.device)[..., None]
+        return torch.where(mask, landmark.to(x.dtype), x)
+
+    @cached_property
+    def _from_tokens(self) -> Take:
+        return Take(self.token, int(self.token.max(initial=-1)) + 1)
+
+    def last_tokens(self, keep: int | None) -> Take:
+        """Positions [B, P, E] -> the last ``keep`` tokens of each row, [B, keep, E]; None: all of this call.
+
+        All: [B, T, E] from each row's first token on. A number: each row's last token is at the end.
+        """
+        width = int(self.token.max(initial=-1)) + 1
+        places = np.full((len(self.chunk), width), -1)
+        row, place = np.nonzero(self.token >= 0)
+        places[row, self.token[row, place]] = place
+        if keep is not None:
+            tokens = self.token.max(1, initial=-1) + 1  # of this call, those that are left out too
+            index = tokens[:, None] - keep + np.arange(keep)
+            row = np.arange(len(places))[:, None]
+            places = np.where(index >= 0, places[row, index.clip(0)], -1)
+        return Take(places, self.num_positions)
+
+    @cached_property
+    def landmarks(self) -> Take:
+        """Positions [B, P, E] -> their landmarks [B, C, E]."""
+        return Take(self.landmark_places, self.num_positions)
+
+    @cached_property
+    def rows_per_chunk(self) -> int:
+        """R: the most positions of a chunk in this call."""
+        return int(self._slot[self.chunk >= 0].max(initial=-1)) + 1
+
+    @cached_property
+    def rows(self) -> Take:
+        """Positions [B, P, E] -> [B, N * R, E]: chunk by chunk, R rows each."""
+        index = np.full((len(self.chunk), self.num_chunks * self.rows_per_chunk), -1)
+        row, place = np.nonzero(self.chunk >= 0)
+        index[row, self.positions.index[row, place]] = place
+        return Take(index, self.num_positions)
+
+    @cached_property
+    def positions(self) -> Take:
+        """[B, N * R, E] -> positions [B, P, E]."""
+        index = np.where(self.chunk >= 0, self.chunk * self.rows_per_chunk + self._slot, -1)
+        return Take(index, self.num_chunks * self.rows_per_chunk)
+
+    @cached_property
+    def encoder_rows(self) -> Take:
+        """The closed chunks as [B, C * (S + 1), E], every landmark in row S.
+
+        From positions [B, P, E]; where some row began in an open chunk, from its S slots followed by them.
+        """
+        S = self.chunk_size
+        assert S is not None
+        index = np.full((len(self.chunk), self.num_closed, S + 1), -1)
+        before = self._with_open(np.arange(self.num_positions))
+        row, place = np.nonzero((self.chunk >= 0) & (self.chunk < self.closed[:, None]))
+        chunk, slot = self.chunk[row, place], self._slot[row, place]
+        slot = np.where(chunk == 0, slot + self.phases[row], slot)
+        index[row, chunk, np.where(self.is_landmark[row, place], S, slot)] = before[place]
+        if self.begins_open and self.num_closed:
+            slots = np.arange(S)
+            held = (slots < self.phases[:, None]) & (self.closed > 0)[:, None]
+            index[:, 0, :S] = np.where(held, slots, index[:, 0, :S])
+        return Take(index.reshape(len(index), -1), self._sources)
+
+    @cached_property
+    def open_rows(self) -> Take:
+        """The tokens of the chunk that stays open, [B, S, E] from its first; sources as in ``encoder_rows``."""
+        S = self.chunk_size
+        assert S is not None
+        index = np.full((len(self.chunk), S), -1)
+        mine = (self.chunk == self.closed[:, None]) & (self.chunk >= 0)
+        row, place = np.nonzero(mine)
+        slot = self._slot[row, place] + np.where(self.closed[row] == 0, self.phases[row], 0)
+        index[row, slot] = self._with_open(place)
+        if self.begins_open:
+            slots = np.arange(S)
+            held = (slots < self.phases[:, None]) & (self.closed == 0)[:, None]
+            index = np.where(held, slots, index)
+        return Take(index, self._sources)
+
+    @cached_property
+    def begins_open(self) -> bool:
+        """Some row begins in the middle of a chunk."""
+        return bool(self.phases.any())
+
+    def _with_open(self, places: Integers) -> Integers:
+        assert self.chunk_size is not None
+        return places + self.chunk_size if self.begins_open else places
 
     @property
-    def num_early_tokens(self) -> int:
-        """Tokens of a last chunk closed before it was full; 0: there is none."""
-        return self.num_tokens % self.chunk_size if self.close_chunk else 0
+    def _sources(self) -> int:
+        assert self.chunk_size is not None
+        return self.num_positions + (self.chunk_size if self.begins_open else 0)
 
-    def insert_landmarks(self, tokens: Tensor, landmark: Tensor) -> Tensor:
-        """[B, T, E] and [E] -> positions [B, T + landmarks, E]."""
-        B, _, E = tokens.shape
-        full = self.num_tokens // self.chunk_size
-        cut = full * self.chunk_size
-        closed = tokens[:, :cut].view(B, full, self.chunk_size, E)
-        mark = landmark.to(tokens.dtype).expand(B, full, 1, E)
-        parts = [torch.cat([closed, mark], dim=2).view(B, -1, E)]
-        if cut < self.num_tokens:
-            parts.append(tokens[:, cut:])
-        if self.num_early_tokens:  # an early landmark directly follows the last token
-            parts.append(landmark.to(tokens.dtype).expand(B, 1, E))
-        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+    # --- several calls -------------------------------------------------------------------------------------
 
-    def rows(self, positions: Tensor) -> Tensor:
-        """Positions [B, P, E] -> [B, N, S + 1, E], zeros after the last."""
-        B, P, E = positions.shape
-        R = self.chunk_size + 1
-        if missing := self.num_chunks * R - P:
-            positions = F.pad(positions, (0, 0, 0, missing))
-        return positions.view(B, self.num_chunks, R, E)
+    def after(self, earlier: Grid) -> tuple[Take, Grid]:
+        """The positions of an earlier call followed by these: how to take them, and their layout.
 
-    def positions(self, rows: Tensor) -> Tensor:
-        """[B, N, S + 1, E] -> positions [B, P, E]."""
-        return _first(rows.flatten(1, 2), self.num_positions)
+        Takes [B, P' + P, E], both side by side.
+        """
+        first, second = _alike(earlier.chunk, self.chunk)
+        flags = _alike(earlier.is_landmark, self.is_landmark, rows=len(first))
+        tokens = _alike(np.full_like(earlier.token, -1), self.token, rows=len(first))
+        second = np.where(second >= 0, second + earlier._next_chunk[:, None], -1)
+        chunk = np.concatenate([first, second], axis=1)
+        phases = np.broadcast_to(earlier.phases, len(first))
+        joined = Grid(
+            chunk,
+            np.concatenate(flags, axis=1),
+            np.concatenate(tokens, axis=1),
+            self.chunk_size,
+            phases,
+        )
+        return joined._kept(chunk >= 0)
 
-    def tokens(self, positions: Tensor) -> Tensor:
-        """Positions [B, P, E] -> tokens [B, T, E]: the landmarks leave."""
-        return _first(self.rows(positions)[:, :, : self.chunk_size].flatten(1, 2), self.num_tokens)
+    def tail(self, reach: int, keep: int | None) -> tuple[Take, Grid, Integers]:
+        """Of each row, what its last tokens depend on: ``reach`` positions before the first of the last ``keep``.
 
-    def landmarks(self, positions: Tensor) -> Tensor:
-        """Positions [B, P, E] -> their landmarks [B, closed, E]."""
-        full = self.num_tokens // self.chunk_size
-        marks = self.rows(positions)[:, :full, -1]
-        if not self.num_early_tokens:
-            return marks
-        return torch.cat([marks, positions[:, -1:]], dim=1)
+        Also the chunks [b] that are gone. ``keep`` None: all tokens of this call.
+        """
+        if keep is None:
+            keep = int((self.token >= 0).sum(1).max(initial=0))
+        own = self.token >= 0
+        remaining = np.flip(np.cumsum(np.flip(own, 1), 1), 1)  # tokens from here on
+        kept = own & (remaining <= keep)
+        first = np.where(kept.any(1), kept.argmax(1), self.counts) if keep else self.counts
+        start = np.maximum(0, first - reach)
+        row = np.arange(len(start))
+        inside = start < self.counts
+        gone = np.where(inside, self.chunk[row, np.where(inside, start, 0)], self._next_chunk)
+        if not start.any():
+            return Take(np.arange(self.num_positions)[None], self.num_positions), self, gone
+        take, grid = self._kept(np.arange(self.num_positions) >= start[:, None])
+        return take, grid, gone
 
-    def encoder_rows(self, positions: Tensor) -> Tensor:
-        """Positions [B, P, E] -> the closed chunks [B, closed, S + 1, E], every landmark in row S."""
-        rows = _first(self.rows(positions), self.num_closed)
-        if not self.num_early_tokens:
-            return rows
-        r = self.num_early_tokens
-        last = F.pad(rows[:, -1:, :r], (0, 0, 0, self.chunk_size - r))
-        return torch.cat([rows[:, :-1], torch.cat([last, rows[:, -1:, r : r + 1]], dim=2)], dim=1)
+    def _kept(self, kept: Booleans) -> tuple[Take, Grid]:
+        kept = kept & (self.chunk >= 0)
+        counts = kept.sum(1)
+        width = int(counts.max(initial=0))
+        index = np.full((len(kept), width), -1)
+        row, place = np.nonzero(kept)
+        at = (kept.cumsum(1) - 1)[row, place]
+        index[row, at] = place
+        here = np.arange(len(kept))[:, None]
+        absent = index < 0
+        chunk = np.where(absent, -1, self.chunk[here, index.clip(0)])
+        first = chunk[:, 0] if width else np.zeros(len(kept), np.int64)
+        phases = np.where(first > 0, 0, self.phases)  # its slots are counted from what is here
+        grid = Grid(
+            np.where(absent, -1, chunk - first[:, None]),
+            np.where(absent, False, self.is_landmark[here, index.clip(0)]),
+            np.where(absent, -1, self.token[here, index.clip(0)]),
+            self.chunk_size,
+            phases,
+        )
+        return Take(index, self.num_positions), grid
 
 
-def _first(x: Tensor, count: int) -> Tensor:
-    """x[:, :count], without a slice (and its backward) where that is all of x."""
-    return x if x.shape[1] == count else x[:, :count]
+def _alike(first: Any, second: Any, rows: int = 0) -> tuple[Any, Any]:
+    rows = rows or max(len(first), len(second))
+    return np.broadcast_to(first, (rows, first.shape[1])), np.broadcast_to(second, (rows, second.shape[1]))
+
+
+def lay_out(
+    tokens: int,
+    chunk_size: int | None,
+    phases: Integers | None = None,
+    counts: Integers | None = None,
+    close_chunk: bool | Booleans = False,
+) -> Grid:
+    """The grid of one call.
+
+    Args:
+        tokens: T, the width of the batch; each row's tokens stand at its beginning.
+        chunk_size: S; None: no chunks and no landmarks.
+        phases: [B] tokens of the open chunk before the call, each below S. None: 0.
+        counts: [B] tokens of each row. None: T.
+        close_chunk: True: a landmark after each row's last token, even if its chunk is not full. [B, T]: after
+            each token so marked.
+    """
+    phases = np.zeros(1, np.int64) if phases is None else phases
+    counts = np.full(1, tokens) if counts is None else counts
+    alike = (phases == phases[0]).all() and (counts == counts[0]).all()
+    if alike and isinstance(close_chunk, bool) and counts[0] == tokens:
+        return _uniform(tokens, chunk_size, int(phases[0]), close_chunk)
+    rows = max(len(phases), len(counts), 1 if isinstance(close_chunk, bool) else len(close_chunk))
+    return _build(
+        tokens, chunk_size, np.broadcast_to(phases, rows), np.broadcast_to(counts, rows), close_chunk
+    )
+
+
+@lru_cache(maxsize=256)
+def _uniform(tokens: int, chunk_size: int | None, phase: int, close_chunk: bool) -> Grid:
+    """Decoding and training ask for few layouts again and again."""
+    return _build(tokens, chunk_size, np.array([phase]), np.array([tokens]), close_chunk)
+
+
+def _build(
+    tokens: int, S: int | None, phases: Integers, counts: Integers, close_chunk: bool | Booleans
+) -> Grid:
+    rows = len(phases)
+    token = np.arange(tokens)
+    present = token < counts[:, None]  # [rows, T]
+    if S is None:
+        where = np.where(present, token, -1)
+        return Grid(np.where(present, 0, -1), np.zeros_like(present), where, None, phases)
+    if isinstance(close_chunk, bool):
+        early = present & (token == counts[:, None] - 1) & close_chunk
+    else:
+        early = present & close_chunk
+    # an early landmark begins a new count of S
+    begins = np.zeros((rows, tokens), np.int64)
+    begins[:, 1:] = np.maximum.accumulate(np.where(early, token + 1, 0), axis=1)[:, :-1]
+    slot = token - begins + np.where(begins == 0, phases[:, None], 0)
+    closes = present & (early | (slot % S == S - 1))
+    before = closes.cumsum(1) - closes
+    positions = int((counts + closes.sum(1)).max(initial=0))
+    chunk, where = np.full((2, rows, positions), -1)
+    landmark = np.zeros((rows, positions), bool)
+    row, t = np.nonzero(present)
+    place = t + before[row, t]
+    chunk[row, place], where[row, place] = before[row, t], t
+    row, t = np.nonzero(closes)
+    place = t + before[row, t] + 1
+    chunk[row, place], landmark[row, place] = before[row, t], True
+    return Grid(chunk, landmark, where, S, phases)
+
+
+class Take:
+    """y[b, i] = x[b, index[b, i]], zeros where the index is -1. No place is taken twice.
+
+    Its backward takes the gradient the other way, which repeats bit for bit (design, semantics 7).
+    """
+
+    def __init__(self, index: Integers, size: int) -> None:
+        self.index, self.size = index, size  # [b, n] into [0, size)
+        n = index.shape[1]
+        self._start = int(index[0, 0]) if len(index) == 1 and n and index[0, 0] >= 0 else 0
+        self._is_range = len(index) == 1 and bool((index[0] == np.arange(self._start, self._start + n)).all())
+        self._tensors: dict[tuple[torch.device, int, bool], tuple[Tensor, Tensor | None]] = {}
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[B, size, ...] -> [B, n, ...]."""
+        if self._is_range:
+            n = self.index.shape[1]
+            return x if n == self.size == x.shape[1] else x.narrow(1, self._start, n)
+        if x.requires_grad and torch.is_grad_enabled():
+            return _Taken.apply(x, self)
+        return self.take(x, False)
+
+    @cached_property
+    def _inverse(self) -> Integers:
+        back = np.full((len(self.index), self.size), -1)
+        row, place = np.nonzero(self.index >= 0)
+        back[row, self.index[row, place]] = place
+        return back
+
+    def take(self, x: Tensor, back: bool) -> Tensor:
+        flat, missing = self._on(x.device, x.shape[0], back)
+        if len(self.index) == 1:
+            out = x.index_select(1, flat)
+            return out if missing is None else out.index_fill_(1, missing, 0)
+        out = x.flatten(0, 1).index_select(0, flat)
+        if missing is not None:
+            out.index_fill_(0, missing, 0)
+        return out.view(x.shape[0], -1, *x.shape[2:])
+
+    def _on(self, device: torch.device, rows: int, back: bool) -> tuple[Tensor, Tensor | None]:
+        key = (device, rows, back)
+        if key not in self._tensors:
+            index = self._inverse if back else self.index
+            width = self.index.shape[1] if back else self.size
+            if len(index) > 1:
+                index = np.where(index >= 0, index + np.arange(rows)[:, None] * width, -1)
+            flat = index.reshape(-1)
+            gone = np.flatnonzero(flat < 0)
+            self._tensors[key] = (
+                torch.from_numpy(flat.clip(0)).to(device),
+                torch.from_numpy(gone).to(device) if len(gone) else None,
+            )
+        return self._tensors[key]
+
+
+class _Taken(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, take: Take) -> Tensor:
+        ctx.taken = take
+        return take.take(x, False)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return ctx.taken.take(grad, True), None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -11,10 +12,9 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from trailmark.memory.window import Window, WindowCall
 from trailmark.models.configuration import TrailmarkConfig
 from trailmark.ops import alibi_slopes, block_attention, sliding_window_attention
-
-KeysAndValues = tuple[Tensor, Tensor]  # [B, P, J, D] each
 
 
 class RMSNorm(nn.Module):
@@ -97,37 +97,49 @@ class SelfAttention(nn.Module):
         return q, k, v
 
 
-class WindowAttention(SelfAttention):
-    """Sliding-window self-attention with ALiBi or RoPE; keys and values of earlier positions may be carried in.
+@dataclass(frozen=True)
+class Place:
+    """Where the positions of a call stand in their text, for one stage of layers."""
 
-    Carried keys are kept without rotation: only distances matter, so each call counts from its first key.
-    """
+    rotary: Tensor | None  # [P, D / 2] or [B, P, D / 2]; None: ALiBi
+    call: WindowCall | None = None  # what earlier calls left in the windows; None: nothing
+
+    @classmethod
+    def of(cls, config: TrailmarkConfig, x: Tensor, call: WindowCall | None) -> Place:
+        """Of positions x [B, P, E]."""
+        if config.window_position != "rope":
+            return cls(None, call)
+        if call is None:
+            return cls(rotary_table(x.shape[1], config.head_dim, config.rope_theta, x))
+        return cls(rotary_table(call.new_positions, config.head_dim, config.rope_theta, x), call)
+
+
+class WindowAttention(SelfAttention):
+    """Sliding-window self-attention with ALiBi or RoPE; keys are kept as they are rotated."""
 
     def __init__(self, config: TrailmarkConfig) -> None:
         super().__init__(config)
         self.window = config.sliding_window
         self.implementation = config.implementation
-        self.rope_theta = config.rope_theta if config.window_position == "rope" else None
+        self.rope = config.window_position == "rope"
 
-    def forward(self, x: Tensor, carried: KeysAndValues | None = None) -> tuple[Tensor, KeysAndValues]:
+    def forward(self, x: Tensor, place: Place, kept: Window | None = None) -> Tensor:
+        """x [B, P, E]; ``kept`` is this layer's window, taken further by ``place.call``."""
         q, k, v = self.heads(x)
-        kept = k, v = _join(carried, k, v)
-        slopes = None
-        if self.rope_theta is not None:
-            table = rotary_table(k.shape[1], self.head_dim, self.rope_theta, x)
-            q, k = rotate(q, table[-x.shape[1] :]), rotate(k, table)
-        else:
-            slopes = slopes_like(q)
+        positions = None
+        if place.rotary is not None:
+            q, k = rotate(q, place.rotary), rotate(k, place.rotary)
+        if place.call is not None:
+            assert kept is not None
+            joined = kept.update(k.transpose(1, 2), v.transpose(1, 2), place.call)
+            k, v = (part.transpose(1, 2) for part in joined)
+            positions = place.call.positions
+        slopes = None if self.rope else slopes_like(q)
         out = sliding_window_attention(
-            q, k, v, self.window, alibi_slopes=slopes, implementation=self.implementation
+            q, k, v, self.window, positions, alibi_slopes=slopes, implementation=self.implementation
         )
         assert isinstance(out, Tensor)
-        return self.o_proj(out.flatten(2)), kept
-
-    def keys_and_values(self, x: Tensor, carried: KeysAndValues | None) -> KeysAndValues:
-        """Only the keys and values [B, P, J, D] of the carried positions and of x [B, T, E]."""
-        _, k, v = self.heads(x)
-        return _join(carried, k, v)
+        return self.o_proj(out.flatten(2))
 
 
 def slopes_like(q: Tensor) -> Tensor:
@@ -139,12 +151,6 @@ def slopes_like(q: Tensor) -> Tensor:
 def _slopes(num_heads: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """No buffer of a module: its ``to`` and ``bfloat16`` would round them."""
     return alibi_slopes(num_heads, dtype).to(device)
-
-
-def _join(carried: KeysAndValues | None, k: Tensor, v: Tensor) -> KeysAndValues:
-    if carried is None:
-        return k, v
-    return torch.cat([carried[0], k], dim=1), torch.cat([carried[1], v], dim=1)
 
 
 class ChunkAttention(SelfAttention):
@@ -169,14 +175,9 @@ class WindowLayer(GradientCheckpointingLayer):
         self.mlp_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = MLP(config)
 
-    def forward(self, x: Tensor, carried: KeysAndValues | None = None) -> tuple[Tensor, KeysAndValues]:
-        attended, kept = self.attention(self.attention_norm(x), carried)
-        x = x + attended
-        return x + self.mlp(self.mlp_norm(x)), kept
-
-    def keys_and_values(self, x: Tensor, carried: KeysAndValues | None) -> KeysAndValues:
-        """Only what later positions will see of x: for reading, where the output is not needed."""
-        return self.attention.keys_and_values(self.attention_norm(x), carried)
+    def forward(self, x: Tensor, place: Place, kept: Window | None = None) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), place, kept)
+        return x + self.mlp(self.mlp_norm(x))
 
 
 class ChunkEncoderLayer(GradientCheckpointingLayer):
@@ -194,16 +195,27 @@ class ChunkEncoderLayer(GradientCheckpointingLayer):
         return x + self.mlp(self.mlp_norm(x))
 
 
-def rotary_table(length: int, head_dim: int, theta: float, like: Tensor) -> Tensor:
-    """e^(i p f) [length, D / 2] of positions p = 0 .. length - 1, complex64 or wider, computed in float64."""
-    frequency = theta ** (-torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
-    angle = torch.arange(length, dtype=torch.float64)[:, None] * frequency
+def rotary_table(positions: int | Tensor, head_dim: int, theta: float, like: Tensor) -> Tensor:
+    """e^(i p f) [..., D / 2] of positions p [...], or 0 .. n - 1: complex64 or wider, computed in float64."""
     wide = torch.float64 if like.dtype == torch.float64 else torch.float32
-    return torch.polar(torch.ones_like(angle), angle).to(like.device, wide.to_complex())
+    if isinstance(positions, int):
+        return _rotary_table(positions, head_dim, theta, wide.to_complex(), like.device)
+    frequency = theta ** (-torch.arange(0, head_dim, 2, dtype=torch.float64, device=like.device) / head_dim)
+    angle = positions.to(like.device)[..., None] * frequency
+    return torch.polar(torch.ones_like(angle), angle).to(wide.to_complex())
+
+
+@lru_cache(maxsize=64)
+def _rotary_table(
+    length: int, head_dim: int, theta: float, dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    with torch.inference_mode(False):  # it is used in training too
+        like = torch.empty(0, dtype=dtype.to_real(), device=device)
+        return rotary_table(torch.arange(length, device=device), head_dim, theta, like)
 
 
 def rotate(x: Tensor, table: Tensor) -> Tensor:
     """RoPE (Su et al., 2021) of x [..., T, heads, D]: neighbours (x_2i, x_2i+1) turn by their position's angle."""
     real = table.real.dtype
     pairs = torch.view_as_complex(x.to(real).unflatten(-1, (-1, 2)))
-    return torch.view_as_real(pairs * table[:, None]).flatten(-2).to(x.dtype)
+    return torch.view_as_real(pairs * table[..., None, :]).flatten(-2).to(x.dtype)

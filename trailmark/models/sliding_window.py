@@ -7,7 +7,9 @@ from torch import Tensor, nn
 from trailmark.memory import ChunkCache
 from trailmark.models.causal_lm import Hidden, TrailmarkForCausalLM, mark_residual_projections
 from trailmark.models.configuration import SlidingWindowConfig
-from trailmark.models.layers import RMSNorm, WindowLayer
+from trailmark.models.grid import Grid
+from trailmark.models.layers import Place, RMSNorm, WindowLayer
+from trailmark.models.step import Step
 
 
 class SlidingWindowForCausalLM(TrailmarkForCausalLM):
@@ -25,42 +27,34 @@ class SlidingWindowForCausalLM(TrailmarkForCausalLM):
         mark_residual_projections(self)
         self.post_init()
 
-    def new_cache(self, memory_tier: str = "device", num_tokens: int = 0) -> ChunkCache:
-        if memory_tier != "device":
-            raise ValueError(f"memory_tier: expected 'device', got {memory_tier!r}: a window has no memory.")
-        return ChunkCache(self.config.num_hidden_layers)
+    def _stages(self) -> list[int]:
+        return [0] * len(self.layers)
 
     def run(
         self,
-        input_ids: Tensor,  # [B, T]
-        cache: ChunkCache | None,
-        close_chunk: bool,  # no chunks here
-        noise_seed: Tensor | None,
-        reading: bool,
-        output_retrieval: bool,
+        tokens: Tensor,  # [B, T]
+        grid: Grid,
+        cache: ChunkCache | None = None,
+        keep: int | None = None,
+        noise_seed: Tensor | None = None,
     ) -> Hidden:
-        x = self.embed_tokens(input_ids)
+        x = grid.insert_landmarks(self.embed_tokens(tokens), None)
+        step = None if cache is None else Step(cache, grid, self.config, x.shape[0])
+        if step is not None:
+            reach = self.reach()
+            if keep == 0 and reach is not None:  # reading: later text sees the last positions only
+                step.defer(x, reach)
+                step.commit()
+                return Hidden(None)
+            x, grid, _ = step.tail(x, reach, keep)
+        place = Place.of(self.config, x, None) if step is None else step.place(0, grid, x)
         for number, layer in enumerate(self.layers):
-            x, kept = layer(x, cache.window[number] if cache is not None else None)
-            if cache is not None:
-                cache.window[number] = keep_window(kept, self.config.sliding_window)
-        if cache is not None:
-            cache.num_tokens += input_ids.shape[1]
-        return Hidden(None if reading else self.norm(x))
+            x = layer(x, place, step and step.window(number))
+        if step is not None:
+            step.commit()
+        return Hidden(self.norm(grid.last_tokens(keep)(x)))
 
-    def reading_tail(self, chunk_size: int) -> int:
-        config = self.config
-        if config.sliding_window is None:
-            raise ValueError(
-                "sliding_window: expected a number of positions, full attention reaches everything."
-            )
-        return -(-config.num_hidden_layers * (config.sliding_window - 1) // chunk_size)
-
-
-def keep_window(kept: tuple[Tensor, Tensor], window: int | None) -> tuple[Tensor, Tensor]:
-    """The last ``window - 1`` keys and values, copied so that the rest is freed; None keeps all."""
-    if window is None:
-        return kept[0].detach(), kept[1].detach()
-    start = max(0, kept[0].shape[1] - (window - 1))
-    k, v = (x[:, start:].detach().clone() for x in kept)
-    return k, v
+    def reach(self) -> int | None:
+        """Positions before a token that can change its prediction; None: all."""
+        window = self.config.sliding_window
+        return None if window is None else self.config.num_hidden_layers * (window - 1)

@@ -54,6 +54,8 @@ def without_autocast(op: Callable[P, R]) -> Callable[P, R]:
     @functools.wraps(op)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
         first = next(x for x in (*args, *kwargs.values()) if isinstance(x, Tensor))
+        if not torch.is_autocast_enabled(first.device.type):
+            return op(*args, **kwargs)
         with torch.autocast(first.device.type, enabled=False):
             return op(*args, **kwargs)
 

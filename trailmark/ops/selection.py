@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -18,8 +19,13 @@ from trailmark.ops.arguments import (
     without_autocast,
 )
 
-# Scores held at once: N is walked in slabs so that N x M never stands in memory whole.
-_SLAB_ELEMENTS = 1 << 22
+# Landmarks are walked in blocks, queries in slabs: N x M scores never stand in memory, and what does stays in
+# a cache. Sizes come from shapes alone (design, semantics 7). The elements of landmarks that are copied (to a
+# wider dtype, or for the GEMM), and of scores:
+_BLOCK_ELEMENTS = 1 << 20
+_SLAB_ELEMENTS = 1 << 20
+_BLOCK_CHUNKS = 1 << 14  # the largest block
+_UNMERGED = 32  # blocks whose best are merged at once
 
 
 class ChunkSelection(NamedTuple):
@@ -36,7 +42,7 @@ class ChunkSelection(NamedTuple):
 @without_autocast
 def select_chunks(
     query: Tensor,
-    landmarks: Tensor,
+    landmarks: Tensor | Sequence[Tensor],
     num_retrieved: int,
     num_candidates: Tensor,
     first_candidate: Tensor | int = 0,
@@ -55,9 +61,14 @@ def select_chunks(
     with :math:`f_n \le m < c_n` (first and number of candidates) and Gumbel noise :math:`\gamma` that takes
     part in the choice only. Equal scores select the earlier chunk. Source: arXiv 2410.01651, Sec. 3.1.
 
+    The search holds scores and converted landmarks of a block of chunks at a time, whatever M is.
+
     Args:
         query: [B, N, E], or [B, N, J, E] to select per key/value head.
-        landmarks: [B, M, E] or [B, M, J, E]. A batch of stride 0 (``expand``) is shared, not copied.
+        landmarks: [B, M, E] or [B, M, J, E]. A batch of stride 0 (``expand``) is shared, not copied. A
+            sequence of such tensors is one table of M = sum of m_i chunks in that order: the segments of a
+            memory that grows. They may differ in dtype (the widest computes) and in being shared. What stands
+            where no query has a candidate is never looked at: it may be uninitialised.
         num_retrieved: K >= 1.
         num_candidates: int64 [N] or [B, N]: query n may select chunks m < num_candidates[n].
         first_candidate: an int or int64 of the same shapes: and m >= first_candidate[n].
@@ -72,15 +83,12 @@ def select_chunks(
     require_implementation(implementation, ("reference", "torch"))
     per_head = query.dim() == 4
     require(query.dim() in (3, 4), "query", tuple(query.shape), "shape [B, N, E] or [B, N, J, E]")
-    require(
-        landmarks.dim() == query.dim(), "landmarks", tuple(landmarks.shape), "as many dimensions as query has"
-    )
     require(num_retrieved >= 1, "num_retrieved", num_retrieved, "at least 1")
+    segments = _segments(landmarks, query)
     if not per_head:
-        query, landmarks = query[:, :, None], landmarks[:, :, None]
+        query, segments = query[:, :, None], [segment[:, :, None] for segment in segments]
     B, N, J, E = query.shape
-    M = landmarks.shape[1]
-    require_shape("landmarks", landmarks, (B, M, J, E), "[B, M, (J,) E]")
+    M = sum(segment.shape[1] for segment in segments)
     scale = E**-0.5 if scale is None else scale
 
     if indices is not None:
@@ -91,21 +99,22 @@ def select_chunks(
     else:
         end = _bounds("num_candidates", num_candidates, B, N, query.device)
         start = _bounds("first_candidate", first_candidate, B, N, query.device)
-        if end.numel():
-            require(int(end.max()) <= M, "num_candidates", int(end.max()), f"at most M = {M} chunks")
-            require(int(start.min()) >= 0, "first_candidate", int(start.min()), "no negative chunk")
+        most, least = max(end.greatest, default=0), min(start.least, default=0)
+        require(most <= M, "num_candidates", most, f"at most M = {M} chunks")
+        require(least >= 0, "first_candidate", least, "no negative chunk")
         if noise_seed is not None:
             require_shape("noise_seed", noise_seed, (B,), "[B]")
             noise_seed = whole_numbers("noise_seed", noise_seed)
         if implementation == "reference":
             noise = None if noise_seed is None else gumbel_noise(noise_seed, 0, N, J, M)
-            out = reference.select_chunks(query, landmarks, num_retrieved, end, start, noise, scale)
+            dtype = arithmetic_dtype(query, *segments)
+            table = torch.cat([query.new_empty(B, 0, J, E, dtype=dtype), *(x.to(dtype) for x in segments)], 1)
+            out = reference.select_chunks(query, table, num_retrieved, end.each, start.each, noise, scale)
             return ChunkSelection(*(x if per_head else x[:, :, 0] for x in out))
-        chosen = _search(query.detach(), landmarks.detach(), num_retrieved, start, end, noise_seed, scale)
+        table_parts = [segment.detach() for segment in segments]
+        chosen = _search(query.detach(), table_parts, num_retrieved, start, end, noise_seed, scale)
 
-    scores = _score_selected(query, landmarks, chosen, scale)
-    weights = _weigh(scores, chosen)
-    out = (chosen, weights, scores)
+    out = _score_and_weigh(query, segments, chosen, scale)
     return ChunkSelection(*(x if per_head else x[:, :, 0] for x in out))
 
 
@@ -124,134 +133,333 @@ def fold_seed(seed: Tensor | int, *numbers: Tensor | int) -> Tensor:
     return mixed
 
 
-def gumbel_noise(noise_seed: Tensor, first_query: int, num_queries: int, num_heads: int, M: int) -> Tensor:
-    """Standard Gumbel noise [B, N, J, M] for queries ``first_query ...``, a hash of (seed, head, n, m)."""
-    device = noise_seed.device
-    n = torch.arange(first_query, first_query + num_queries, device=device)[:, None, None]
-    head = torch.arange(num_heads, device=device)[:, None]
-    m = torch.arange(M, device=device)
-    bits = _mix(fold_seed(noise_seed[:, None, None, None], head, n) * 0x9E3779B1 + m)
-    uniform = (bits.to(torch.float64) + 0.5) * 2.0**-32  # inside (0, 1): both logarithms are finite
-    return -torch.log(-torch.log(uniform)).to(torch.float32)
+def gumbel_noise(
+    noise_seed: Tensor,
+    first_query: int,
+    num_queries: int,
+    num_heads: int,
+    num_chunks: int,
+    first_chunk: int = 0,
+) -> Tensor:
+    """Standard Gumbel noise [B, N, J, M] of queries ``first_query ...`` and chunks ``first_chunk ...``.
+
+    A hash of (seed, head, n, m): any part of it has the same bits as in the whole.
+    """
+    return _gumbel(_noise_rows(noise_seed, first_query, num_queries, num_heads), first_chunk, num_chunks)
+
+
+def _noise_rows(noise_seed: Tensor, first_query: int, num_queries: int, num_heads: int) -> Tensor:
+    """One seed [B, N, J, 1] for each query and head."""
+    n = torch.arange(first_query, first_query + num_queries, device=noise_seed.device)[:, None, None]
+    head = torch.arange(num_heads, device=noise_seed.device)[:, None]
+    return fold_seed(noise_seed[:, None, None, None], head, n)
+
+
+def _gumbel(rows: Tensor, first_chunk: int, num_chunks: int) -> Tensor:
+    """Noise [..., m] of the chunks ``first_chunk ...`` for seeds [..., 1]."""
+    m = torch.arange(first_chunk, first_chunk + num_chunks, device=rows.device)
+    bits = _mix(rows * 0x9E3779B1 + m)
+    uniform = bits.to(torch.float64).add_(0.5).mul_(2.0**-32)  # inside (0, 1): both logarithms are finite
+    return uniform.log_().neg_().log_().neg_().to(torch.float32)
 
 
 def _mix(x: Tensor) -> Tensor:
     # The finaliser of MurmurHash3 (public domain) on the low 32 bits; int64 products wrap harmlessly.
     mask = 0xFFFFFFFF
-    x = (x ^ (x >> 32)) & mask
-    x = ((x ^ (x >> 16)) * 0x85EBCA6B) & mask
-    x = ((x ^ (x >> 13)) * 0xC2B2AE35) & mask
-    return x ^ (x >> 16)
+    x = (x ^ (x >> 32)).bitwise_and_(mask)  # a new tensor: the rest is in place
+    x.bitwise_xor_(x >> 16).mul_(0x85EBCA6B).bitwise_and_(mask)
+    x.bitwise_xor_(x >> 13).mul_(0xC2B2AE35).bitwise_and_(mask)
+    return x.bitwise_xor_(x >> 16)
 
 
-def _bounds(argument: str, bound: Tensor | int, B: int, N: int, device: torch.device) -> Tensor:
-    bound = torch.as_tensor(bound, device=device)
+class _Bounds(NamedTuple):
+    """Where the candidates of each query start or end."""
+
+    each: Tensor  # [B, N]
+    least: list[int]  # N: over the batch
+    greatest: list[int]
+
+
+def _bounds(argument: str, bound: Tensor | int, B: int, N: int, device: torch.device) -> _Bounds:
+    if isinstance(bound, int):
+        return _Bounds(torch.full((1, 1), bound, device=device).expand(B, N), [bound] * N, [bound] * N)
+    bound = torch.as_tensor(bound)
     require(
         tuple(bound.shape) in ((), (N,), (B, N)),
         argument,
         tuple(bound.shape),
         f"shape [N] = ({N},) or [B, N]",
     )
-    return whole_numbers(argument, bound).expand(B, N)
+    bound = whole_numbers(argument, bound)
+    if bound.dim() == 2 and B > 1:
+        least, greatest = torch.stack(bound.aminmax(dim=0)).tolist()  # one synchronisation
+    else:
+        least = greatest = bound.expand(B, N)[0].tolist() if B else []
+    return _Bounds(bound.to(device).expand(B, N), least, greatest)
+
+
+def _segments(landmarks: Tensor | Sequence[Tensor], query: Tensor) -> list[Tensor]:
+    """The landmarks as a list of tensors [B, m, (J,) E] that fit the query."""
+    single = isinstance(landmarks, Tensor)
+    segments = [landmarks] if isinstance(landmarks, Tensor) else list(landmarks)
+    for i, segment in enumerate(segments):
+        argument = "landmarks" if single else f"landmarks[{i}]"
+        require(
+            segment.dim() == query.dim(), argument, tuple(segment.shape), "as many dimensions as query has"
+        )
+        wanted = (query.shape[0], segment.shape[1], *query.shape[2:])
+        require_shape(argument, segment, wanted, "[B, M, (J,) E]")
+    return segments
+
+
+def _is_shared(segment: Tensor) -> bool:
+    return segment.shape[0] > 1 and segment.stride(0) == 0
+
+
+def _blocks(segments: Sequence[Tensor], size: int) -> Iterator[tuple[int, Tensor]]:
+    """The segments in blocks [B, m <= size, J, E], each with the number of its first chunk."""
+    first = 0
+    for segment in segments:
+        for at in range(0, segment.shape[1], size):
+            yield first + at, segment[:, at : at + size]
+        first += segment.shape[1]
+
+
+def _block_size(segments: Sequence[Tensor], N: int, dtype: torch.dtype) -> int:
+    """Chunks of a block, from shapes and dtypes alone."""
+    B, _, J, E = segments[0].shape
+    longest = max(segment.shape[1] for segment in segments)
+    # a GEMM over both batch and heads copies them apart; with many queries it reads landmarks repeatedly
+    if N > 8 or any(x.dtype != dtype or (J > 1 and B > 1) for x in segments):
+        tables = 1 if all(map(_is_shared, segments)) else B
+        longest = min(longest, max(1024, _BLOCK_ELEMENTS // max(1, tables * J * E)))
+    return min(longest, _BLOCK_CHUNKS)
 
 
 def _search(
     query: Tensor,  # [B, N, J, E]
-    landmarks: Tensor,  # [B, M, J, E]
+    segments: list[Tensor],  # [B, m, J, E] each
     K: int,
-    start: Tensor,  # [B, N]
-    end: Tensor,  # [B, N]
+    start: _Bounds,
+    end: _Bounds,
     noise_seed: Tensor | None,
     scale: float,
 ) -> Tensor:
-    """The chosen chunks [B, N, J, K], in slabs of queries."""
+    """The chosen chunks [B, N, J, K], in blocks of landmarks and slabs of queries, keeping the K + 1 best."""
     B, N, J, _ = query.shape
-    M = landmarks.shape[1]
-    dtype = arithmetic_dtype(query, landmarks)
-    if B == 0 or N == 0 or M == 0:
+    segments = [segment for segment in segments if segment.shape[1]]
+    if B == 0 or N == 0 or not segments:
         return torch.full((B, N, J, K), -1, dtype=torch.int64, device=query.device)
-    shared = B > 1 and landmarks.stride(0) == 0
-    table = (landmarks[:1] if shared else landmarks).permute(0, 2, 3, 1).to(dtype)  # [B or 1, J, E, M]
-    lengths = table.norm(dim=2)[:, :, None]  # [B or 1, J, 1, M]
-    chunk = torch.arange(M, device=query.device)
-    step = max(1, _SLAB_ELEMENTS // (B * J * M))
+    dtype = arithmetic_dtype(query, *segments)
+    asked = query.transpose(1, 2).to(dtype) * scale  # [B, J, N, E]
+    noise_rows = None if noise_seed is None else _noise_rows(noise_seed, 0, N, J).transpose(1, 2)
+    size = _block_size(segments, N, dtype)
+    step = max(1, _SLAB_ELEMENTS // (B * J * size))
+    slabs = [slice(n, min(n + step, N)) for n in range(0, N, step)]
+    best: list[list[_Best]] = [[] for _ in slabs]
+    buffer: Tensor | None = None
+    for first, block in _blocks(segments, size):
+        last = first + block.shape[1]
+        # a block without candidates is left out; the arithmetic of the others stays the same
+        asking = [
+            i
+            for i, rows in enumerate(slabs)
+            if max(end.greatest[rows]) > first and min(start.least[rows]) < last
+        ]
+        if not asking:
+            continue
+        table = block[:1] if _is_shared(block) else block
+        if table.dtype != dtype:
+            # one buffer for all: an allocation for each block fragments the heap
+            if buffer is None:
+                buffer = torch.empty(B, size, *block.shape[2:], dtype=dtype, device=block.device)
+            table = buffer[: table.shape[0], : table.shape[1]].copy_(table)
+        table = table.permute(0, 2, 3, 1)  # [B or 1, J, E, m]
+        for i in asking:
+            rows = slabs[i]
+            scores = _multiply(asked[:, :, rows], table)  # [B, J, n, m]
+            if noise_rows is not None:
+                scores = scores + _gumbel(noise_rows[:, :, rows], first, last - first)
+            # filled, not added to: NaN - inf is NaN, which topk takes for the largest
+            if min(end.least[rows]) < last:
+                chunk = torch.arange(first, last, device=query.device)
+                scores.masked_fill_((chunk >= end.each[:, rows, None])[:, None], -torch.inf)
+            if max(start.greatest[rows]) > first:
+                chunk = torch.arange(first, last, device=query.device)
+                scores.masked_fill_((chunk < start.each[:, rows, None])[:, None], -torch.inf)
+            best[i].append(_top(scores, K + 1, first))
+            if len(best[i]) == _UNMERGED:
+                best[i] = [_merge(best[i], K + 1)]
     found = []
-    for first in range(0, N, step):
-        rows = slice(first, min(first + step, N))
-        asked = query[:, rows].transpose(1, 2).to(dtype) * scale  # [B, J, n, E]
-        n = asked.shape[2]
-        if shared:
-            flat = asked.transpose(0, 1).reshape(1, J, B * n, -1)
-            scores = (flat @ table).view(J, B, n, M).transpose(0, 1)
-        else:
-            scores = asked @ table  # [B, J, n, M]
-        noise = None
-        if noise_seed is not None:
-            noise = gumbel_noise(noise_seed, first, n, J, M).transpose(1, 2)
-            scores = scores + noise
-        outside = (chunk < start[:, rows, None]) | (chunk >= end[:, rows, None])  # [B, n, M]
-        # filled, not added to: NaN - inf is NaN, which topk takes for the largest
-        scores = scores.masked_fill(outside[:, None], -torch.inf)
-        rounding = 8 * torch.finfo(dtype).eps * asked.norm(dim=-1)  # of a score by a landmark of length 1
-        chosen, contested = _top(scores, K, rounding, lengths.expand(B, J, n, M))
-        if bool(contested.any()):
-            # A GEMM rounds equal columns differently; a sum per chunk does not, so equal chunks tie (semantics 9).
-            for places in contested.nonzero().split(max(1, _SLAB_ELEMENTS // (M * asked.shape[-1]))):
-                b, j, row = places.unbind(1)
-                exact = (asked[b, j, row][:, None] * landmarks[b, :, j].to(dtype)).sum(-1)
-                exact = exact if noise is None else exact + noise[b, j, row]
-                exact = exact.masked_fill(outside[b, row], -torch.inf)
-                order = exact.sort(dim=-1, descending=True, stable=True)
-                chosen[b, j, row] = _ascending(order.values, order.indices, K)
+    for rows, parts in zip(slabs, best, strict=True):
+        if not parts:
+            found.append(torch.full((B, J, rows.stop - rows.start, K), -1, device=query.device))
+            continue
+        top = _merge(parts, K + 1)
+        chosen = _ascending(top, K)
+        if top.values.shape[-1] > K:
+            contested = _contested(asked[:, :, rows], segments, top, K)
+            if bool(contested.any()):
+                for places in contested.nonzero().split(max(1, _SLAB_ELEMENTS // (size * asked.shape[-1]))):
+                    b, j, n = places.unbind(1)
+                    at = n + rows.start
+                    noise = None if noise_rows is None else noise_rows[b, j, at]
+                    rest = (size, K, start.each[b, at], end.each[b, at], noise)
+                    chosen[b, j, n] = _rescore(asked[b, j, at], b, j, segments, *rest)
         found.append(chosen)
-    return torch.cat(found, dim=2).transpose(1, 2)
+    return (found[0] if len(found) == 1 else torch.cat(found, dim=2)).transpose(1, 2)
 
 
-def _top(scores: Tensor, K: int, rounding: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
-    """The K best of the last dimension, and where the last place is contested within rounding.
+class _Best(NamedTuple):
+    """The best so far: scores in descending order, and whose they are."""
+
+    values: Tensor
+    chunks: Tensor  # int64
+
+
+def _multiply(asked: Tensor, table: Tensor) -> Tensor:
+    """Scores [B, J, n, m] of [B, J, n, E] by [B, J, E, m], or by [1, J, E, m] as one product per head."""
+    B, J, n, _ = asked.shape
+    if table.shape[0] == B:
+        return asked @ table
+    flat = asked.transpose(0, 1).reshape(1, J, B * n, -1)
+    return (flat @ table).view(J, B, n, -1).transpose(0, 1)
+
+
+def _top(scores: Tensor, kept: int, first_chunk: int) -> _Best:
+    """The ``kept`` best of the last dimension in descending order; which of equals is left open."""
+    m, group = scores.shape[-1], 16
+    if m % group or m < 4 * group * kept:
+        values, places = scores.topk(min(kept, m), dim=-1)
+    else:
+        # the best k stand in the k groups with the best maxima; the largest of a group takes no sorting
+        grouped = scores.unflatten(-1, (group, -1))  # [B, J, n, 16, m / 16]
+        columns = grouped.amax(-2).topk(kept, dim=-1).indices  # [B, J, n, k]
+        members = grouped.gather(-1, columns[..., None, :].expand(*grouped.shape[:-1], kept)).flatten(-2)
+        values, places = members.topk(kept, dim=-1)
+        places = columns.gather(-1, places % kept) + (places // kept) * grouped.shape[-1]
+    return _Best(values, places + first_chunk if first_chunk else places)
+
+
+def _merge(parts: list[_Best], kept: int) -> _Best:
+    if len(parts) == 1:
+        return parts[0]
+    values, chunks = (torch.cat(tensors, dim=-1) for tensors in zip(*parts, strict=True))
+    values, order = values.topk(min(kept, values.shape[-1]), dim=-1)
+    return _Best(values, chunks.gather(-1, order))
+
+
+def _contested(asked: Tensor, segments: list[Tensor], top: _Best, K: int) -> Tensor:
+    """[B, J, n] bool: where the scores of the last place and of the next lie within rounding.
 
     What rounds are the two scores for that place; another chunk's length, or NaN, has no say in it.
     """
-    kept = min(K, scores.shape[-1])
-    values, chosen = scores.topk(min(K + 1, scores.shape[-1]), dim=-1)
-    contested = torch.zeros(scores.shape[:-1], dtype=torch.bool, device=scores.device)
-    if values.shape[-1] > kept:
-        last, next_best = values[..., kept - 1], values[..., kept]
-        longest = lengths.gather(-1, chosen[..., kept - 1 : kept + 1]).amax(-1)
-        contested = (last - next_best <= rounding * longest) & next_best.isfinite()
-    return _ascending(values, chosen, K), contested
+    norm = torch.linalg.vector_norm
+    rounding = 8 * torch.finfo(asked.dtype).eps * norm(asked, dim=-1)  # of a score by a landmark of length 1
+    pair = top.chunks[..., K - 1 : K + 1].transpose(1, 2)  # [B, n, J, 2]
+    longest = norm(_gather(segments, pair, asked.dtype), dim=-1).amax(-1).transpose(1, 2)  # [B, J, n]
+    last, next_best = top.values[..., K - 1], top.values[..., K]
+    return (last - next_best <= rounding * longest) & (next_best > -torch.inf)
 
 
-def _ascending(values: Tensor, chosen: Tensor, K: int) -> Tensor:
+def _rescore(
+    asked: Tensor,  # [P, E]
+    row: Tensor,  # [P]: of the batch
+    head: Tensor,  # [P]
+    segments: list[Tensor],
+    size: int,
+    K: int,
+    start: Tensor,  # [P]
+    end: Tensor,  # [P]
+    noise_rows: Tensor | None,  # [P, 1]
+) -> Tensor:
+    """The chosen chunks [P, K] by a sum per chunk.
+
+    A GEMM rounds equal columns differently; such sums do not, so equal chunks tie (semantics 9).
+    """
+    least, greatest = int(start.min()), int(end.max())
+    best: _Best | None = None
+    for first, block in _blocks(segments, size):
+        last = first + block.shape[1]
+        if greatest <= first or least >= last:
+            continue
+        exact = (asked[:, None] * block[row, :, head].to(asked.dtype)).sum(-1)  # [P, m]
+        if noise_rows is not None:
+            exact = exact + _gumbel(noise_rows, first, last - first)
+        chunk = torch.arange(first, last, device=asked.device)
+        exact = exact.masked_fill((chunk < start[:, None]) | (chunk >= end[:, None]), -torch.inf)
+        chunks = chunk.expand_as(exact)
+        if best is not None:
+            if best.values.shape[-1] == K and bool((exact.amax(-1) <= best.values[:, -1]).all()):
+                continue  # the earlier of equals is there already
+            exact, chunks = torch.cat((best.values, exact), -1), torch.cat((best.chunks, chunks), -1)
+        values, order = exact.sort(dim=-1, descending=True, stable=True)
+        best = _Best(values[:, :K].clone(), chunks.gather(-1, order[:, :K]))
+    assert best is not None
+    return _ascending(best, K)
+
+
+def _ascending(best: _Best, K: int) -> Tensor:
     """The first K of a descending order as ascending chunk numbers, -1 (no candidate) last."""
     last = 1 << 53  # after every chunk; what pad can pass on exactly
-    chosen = chosen[..., :K].masked_fill(values[..., :K] == -torch.inf, last).sort(dim=-1).values
-    chosen = torch.nn.functional.pad(chosen, (0, K - chosen.shape[-1]), value=last)
-    return chosen.masked_fill(chosen == last, -1)
+    chosen = best.chunks[..., :K].masked_fill(best.values[..., :K] == -torch.inf, last).sort(dim=-1).values
+    if chosen.shape[-1] < K:
+        chosen = torch.nn.functional.pad(chosen, (0, K - chosen.shape[-1]), value=last)
+    return chosen.masked_fill_(chosen == last, -1)
 
 
-def _score_selected(query: Tensor, landmarks: Tensor, chosen: Tensor, scale: float) -> Tensor:
-    """Scores [B, N, J, K] of the chosen chunks; -inf where -1. Differentiable in query and landmarks."""
-    B, N, J, E = query.shape
-    M, K = landmarks.shape[1], chosen.shape[-1]
-    dtype = arithmetic_dtype(query, landmarks)
-    if M == 0:
-        # keeps the graph: a zero gradient, not None (DDP)
-        empty = query.sum(-1, keepdim=True).to(dtype) * 0 + landmarks.sum().to(dtype) * 0
-        return empty.expand(B, N, J, K).masked_fill(chosen < 0, -torch.inf)
-    if B > 1 and landmarks.stride(0) == 0:
-        table, row = landmarks[0], torch.zeros((), dtype=torch.int64, device=query.device)
-    else:
-        table, row = landmarks.flatten(0, 1), torch.arange(B, device=query.device)[:, None, None, None] * M
-    head = torch.arange(J, device=query.device)[:, None]
-    flat = ((row + chosen.clamp(min=0)) * J + head).reshape(-1)
+def _gather(segments: list[Tensor], chunks: Tensor, dtype: torch.dtype) -> Tensor:
+    """Landmarks [B, N, J, K, E] of chunks [B, N, J, K] >= 0. Differentiable in the segments."""
+    B, _, J, _ = chunks.shape
+    E = segments[0].shape[-1]
+    if len(segments) == 1 and J == 1 and (B == 1 or _is_shared(segments[0])):
+        return segments[0][0, :, 0].index_select(0, chunks.reshape(-1)).view(*chunks.shape, E).to(dtype)
+    row = torch.arange(B, device=chunks.device)[:, None, None, None]
+    head = torch.arange(J, device=chunks.device)[:, None]
+    if len(segments) == 1:
+        return _take(segments[0], row, chunks, head).to(dtype)
+    flat, row, head = (x.expand_as(chunks).reshape(-1) for x in (chunks, row, head))
+    picked = torch.zeros(flat.shape[0], E, dtype=dtype, device=chunks.device)
+    first = 0
+    for segment in segments:
+        last = first + segment.shape[1]
+        here = ((flat >= first) & (flat < last)).nonzero()[:, 0]
+        # a segment that nothing was chosen from has a zero gradient, not None (DDP)
+        if len(here) or segment.requires_grad:
+            taken = _take(segment, row[here], flat[here] - first, head[here])
+            picked = picked.index_copy(0, here, taken.to(dtype))
+        first = last
+    return picked.view(*chunks.shape, E)
+
+
+def _take(segment: Tensor, row: Tensor, chunk: Tensor, head: Tensor) -> Tensor:
+    """``segment[row, chunk, head]``: [..., E] of [B, m, J, E]."""
+    _, m, J, E = segment.shape
+    one = segment.shape[0] == 1 or _is_shared(segment)
+    table = segment[0] if one else segment
+    if not table.is_contiguous() and not (segment.requires_grad and torch.is_grad_enabled()):
+        return segment[row, chunk, head]  # slower, but copies no table
     # index_select, not table[flat]: its backward repeats bit for bit on several threads (semantics 7)
-    picked = table.reshape(-1, E).index_select(0, flat).view(B, N, J, K, E)
-    scores = (query[..., None, :].to(dtype) * picked.to(dtype)).sum(-1) * scale
-    return scores.masked_fill(chosen < 0, -torch.inf)
+    flat = (chunk if one else row * m + chunk) * J + head
+    return table.reshape(-1, E).index_select(0, flat.reshape(-1)).view(*flat.shape, E)
 
 
-def _weigh(scores: Tensor, chosen: Tensor) -> Tensor:
-    """Softmax over the selected scores; rows that selected nothing get zeros and zero gradients."""
-    none = (chosen < 0).all(-1, keepdim=True)
-    return scores.masked_fill(none, 0).softmax(-1).masked_fill(chosen < 0, 0)
+def _score_and_weigh(
+    query: Tensor, segments: list[Tensor], chosen: Tensor, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(chosen, weights, scores) [B, N, J, K]; differentiable in query and landmarks."""
+    dtype = arithmetic_dtype(query, *segments)
+    missing = chosen < 0
+    if any(segment.shape[1] for segment in segments):
+        picked = _gather(segments, chosen.clamp(min=0), dtype)
+        scores = (query[..., None, :].to(dtype) * picked).sum(-1) * scale
+    else:
+        # keeps the graph: a zero gradient, not None (DDP)
+        scores = query.sum(-1, keepdim=True).to(dtype) * 0
+        for segment in segments:
+            scores = scores + segment.sum().to(dtype) * 0
+        scores = scores.expand(chosen.shape)
+    scores = scores.masked_fill(missing, -torch.inf)
+    # rows that selected nothing get zeros and zero gradients
+    weights = scores.masked_fill(missing.all(-1, keepdim=True), 0).softmax(-1).masked_fill(missing, 0)
+    return chosen, weights, scores

@@ -50,8 +50,9 @@ def sliding_window_attention(
         k, v: [B, P, J, D], P >= T; query head h uses key/value head h // (H // J).
         window: W >= 1, the position itself included. None: all positions before.
         positions: int64 ([B, T], [B, P]), negative = absent (such a query gives zeros). None: the queries are
-            the last T of P consecutive positions. Given, every block of queries compares itself with all P
-            keys: exact for any order and any gaps, with time O(T P) and memory O(P).
+            the last T of P consecutive positions. Given, keys that are consecutive but for absent ones at a
+            row's ends, with the queries the last T, cost the same; any other order and gaps are exact too,
+            with time O(T P) and memory O(P).
         document_ids: int64 ([B, T], [B, P]), or one [B, P] for both: no attention across documents.
         alibi_slopes: [H]; see :func:`alibi_slopes`.
         scale: None is D ** -0.5.
@@ -93,10 +94,12 @@ def sliding_window_attention(
             q, k, v, window, positions, document_ids, alibi_slopes, scale
         )
         return (out, lse) if return_lse else out
-    banded = positions is None and document_ids is None and window is not None and window < P
-    if banded and not return_lse and T > 0:
-        assert window is not None
-        return _banded(q, k, v, window, alibi_slopes, scale)
+    if window is not None and window < P and document_ids is None and not return_lse and T > 0:
+        if positions is None:
+            return _banded(q, k, v, window, alibi_slopes, scale)
+        if T > 1 and (leading := _leading_absent(*positions)) is not None:
+            out = _banded(q, k, v, window, alibi_slopes, scale, leading)
+            return out.masked_fill((positions[0] < 0)[..., None, None], 0)
     return _by_query_block(q, k, v, window, positions, document_ids, alibi_slopes, scale, return_lse)
 
 
@@ -106,16 +109,47 @@ def alibi_slopes(num_heads: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.exp2(-8 * torch.arange(1, num_heads + 1, dtype=torch.float64) / num_heads).to(dtype)
 
 
-def _banded(q: Tensor, k: Tensor, v: Tensor, window: int, slopes: Tensor | None, scale: float) -> Tensor:
-    """Consecutive positions: block i of C queries sees the C + window - 1 keys that end with its own."""
+def _leading_absent(query: Tensor, key: Tensor) -> Tensor | None:
+    """[B] absent keys before each row's first, if the others are consecutive and the queries are the last."""
+    T, P = query.shape[1], key.shape[1]
+    present = key >= 0
+    first = present.int().argmax(1)
+    place = torch.arange(P, device=key.device)
+    shift = key.gather(1, first[:, None]) - first[:, None]
+    end = (first + present.sum(1))[:, None]
+    inside = (place >= first[:, None]) & (place < end)
+    consecutive = torch.where(inside, key == place + shift, ~present).all()
+    return (
+        first
+        if bool(consecutive) and torch.equal(query.clamp(min=-1), key[:, P - T :].clamp(min=-1))
+        else None
+    )
+
+
+def _banded(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    window: int,
+    slopes: Tensor | None,
+    scale: float,
+    leading: Tensor | None = None,
+) -> Tensor:
+    """Consecutive positions: block i of C queries sees the C + window - 1 keys that end with its own.
+
+    ``leading`` [B]: so many of each row's keys are absent at its beginning.
+    """
     B, T, H, D = q.shape
     P, J = k.shape[1:3]
     C = min(max(window - 1, _MIN_BLOCK), _MAX_BLOCK, T)
     blocks = -(-T // C)
     back = -(-(window - 1) // C)  # blocks of keys before a block's own
     after = blocks * C - T
-    k, v = k[:, max(0, P - T - back * C) :], v[:, max(0, P - T - back * C) :]
+    far = max(0, P - T - back * C)  # keys that no query sees
+    k, v = k[:, far:], v[:, far:]
     absent = back * C - (k.shape[1] - T)  # keys before the first that exists
+    missing = None if leading is None else absent + (leading - far).clamp(min=0)
+    most = absent if missing is None or not B else int(missing.max())
 
     def key_blocks(x: Tensor) -> Tensor:  # [B, P', J, D] -> [B, blocks, (back + 1) * C, J, D]
         if absent or after:
@@ -131,10 +165,14 @@ def _banded(q: Tensor, k: Tensor, v: Tensor, window: int, slopes: Tensor | None,
     dtype = arithmetic_dtype(q, k, v)
     mask = _additive_mask((distance >= 0) & (distance < window), distance, slopes, dtype)
     # only the blocks whose reach goes before the first key need a mask of their own
-    early = min(-(-absent // C), blocks)
+    early = min(-(-most // C), blocks)
     parts = []
     for block in range(early):
-        own = mask.masked_fill(key < absent - block * C, -torch.inf)
+        if missing is None:
+            own = mask.masked_fill(key < absent - block * C, -torch.inf)
+        else:  # [B, H or 1, C, keys]; a query that is absent itself sees itself, so that nothing is NaN
+            unseen = (key < missing[:, None] - block * C)[:, None, None] & (distance != 0)
+            own = mask.view(-1, *mask.shape[-2:]).masked_fill(unseen, -torch.inf)
         parts.append(
             block_attention(queries[:, block], keys[:, block], values[:, block], own, scale)[:, None]
         )

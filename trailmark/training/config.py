@@ -49,6 +49,9 @@ class DataConfig:
     """needles: weight of the loss on all tokens that are no answer (a digit weighs 1)."""
     first_digit_weight: float = 3.0
     """needles: weight of each answer's first digit, the only one that trains the retriever."""
+    early_landmarks: float = 0.1
+    """text: share of chunks that are closed early, so that a prompt may end anywhere; a model without chunks has none.
+    (needles: the curriculum's levels say how many questions are early.)"""
     first_level: int = 0
     """needles: the level of the curriculum to begin with; a model that cannot retrieve never leaves it."""
 
@@ -232,6 +235,10 @@ def _check(config: RunConfig) -> None:
         if not lowest <= value <= highest:
             upto = f" to {highest}" if highest < math.inf else " or more"
             raise ValueError(f"training.{name}: expected {lowest}{upto}, got {value}.")
+    if not 0 <= config.data.early_landmarks <= 1:
+        raise ValueError(
+            f"data.early_landmarks: expected a share from 0 to 1, got {config.data.early_landmarks}."
+        )
     if config.data.paths == []:
         raise ValueError(
             "data.paths: expected files or folders, got an empty list. Name some, or null for the Python "

@@ -203,20 +203,24 @@ class Run:
             first = curriculum.samples[level] + (step - curriculum.starts[level]) * rows
             batch = vars(texts.batch(first, rows, curriculum.levels[level]))
             batch["noise_seed"] = fold_seed(seed, step, batch.pop("sample_numbers"))
-            return batch
+            return _without_trivial_layout(batch)
 
         return make
 
     def _text(self, text: Tokens) -> Callable[[int], dict[str, Tensor]]:
-        training = self.config.training
+        training, share = self.config.training, self.config.data.early_landmarks
+        chunk_size = getattr(self.model.config, "chunk_size", 1)  # a chunk of one token is always full
         slices = TextSlices(text, training.sequence_length, training.seed)
         rows = training.tokens_per_step // training.sequence_length
 
         def make(step: int) -> dict[str, Tensor]:
             ids = slices.batch(step * rows, rows)
             seeds = fold_seed(training.seed, step, torch.arange(step * rows, (step + 1) * rows))
-            weights = torch.ones(ids.shape)
-            return {"input_ids": ids, "labels": ids, "loss_weights": weights, "noise_seed": seeds}
+            batch = {"input_ids": ids, "labels": ids, "noise_seed": seeds}
+            batch["loss_weights"] = torch.ones(ids.shape)
+            if share > 0 and chunk_size > 1:
+                batch["close_chunk"] = slices.close_chunk(step * rows, rows, chunk_size, share)
+            return _without_trivial_layout(batch)
 
         return make
 
@@ -225,7 +229,8 @@ class Run:
     @torch.no_grad()
     def measure(self, step: int, loss: Tensor, out: Any, labels: Tensor, inputs: dict[str, Any]) -> None:
         """Moving averages of the loss, and of needle accuracy and retrieval recall where there are needles."""
-        self.tokens_trained += inputs["input_ids"].numel()
+        mask = inputs.get("attention_mask")
+        self.tokens_trained += inputs["input_ids"].numel() if mask is None else int(mask.sum())
         found = {"loss": float(loss)}
         if "first_digits" in inputs:
             asked = F.pad(inputs["first_digits"][:, 1:], (0, 1))
@@ -396,6 +401,12 @@ class Run:
             write_json(self.output / HISTORY_FILE, history)
 
 
+def _without_trivial_layout(batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Without a mask or marks that change nothing: the model keeps its layouts of uniform batches."""
+    trivial = {"attention_mask": True, "close_chunk": False}
+    return {key: x for key, x in batch.items() if key not in trivial or bool((x != trivial[key]).any())}
+
+
 def make_optimizer(model: Any, settings: TrainingConfig) -> torch.optim.Optimizer:
     """What ``training.optimizer`` names."""
     rate, decay = settings.learning_rate, settings.weight_decay
@@ -407,7 +418,8 @@ def make_optimizer(model: Any, settings: TrainingConfig) -> torch.optim.Optimize
 def weighted_loss(model: Any, retrieves: bool, inputs: dict[str, Any]) -> tuple[Tensor, Any, Tensor]:
     """The weighted mean of the token losses, the model's output and the shifted labels."""
     arguments = {"noise_seed": inputs["noise_seed"], "output_retrieval": True} if retrieves else {}
-    out = model(input_ids=inputs["input_ids"], **arguments)
+    layout = {key: inputs[key] for key in ("attention_mask", "close_chunk") if key in inputs}
+    out = model(input_ids=inputs["input_ids"], **layout, **arguments)
     labels = shift_labels(inputs["labels"])
     dtype = torch.promote_types(out.logits.dtype, torch.float32)
     losses = F.cross_entropy(

@@ -1,0 +1,348 @@
+"""What reading costs, how far it reaches, and what a token costs after it.
+
+    python benchmarks/reading.py [speed far token memory saving search] [--model runs/demo/drt]
+
+Each part writes its results into benchmarks/reading.json; without a name, all run. Cases that are compared are
+interleaved in one process; medians of 7 rounds are reported, with the lowest and the highest.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import statistics
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from trailmark.data.corpus import Tokens, load_tokenizer, read_texts, tokenize
+from trailmark.data.files import read_json, write_json
+from trailmark.data.needles import NeedleFormat
+from trailmark.demo import MODELS, environment
+from trailmark.evaluation import evaluate
+from trailmark.evaluation.needles import evaluate_needles
+from trailmark.memory.search import ExactSearch, FaissSearch
+from trailmark.models import (
+    DRTConfig,
+    DRTForCausalLM,
+    SlidingWindowConfig,
+    SlidingWindowForCausalLM,
+    TrailmarkForCausalLM,
+)
+
+OUTPUT = Path(__file__).with_suffix(".json")
+ROUNDS = 7
+K64, M1, M10, M100 = 65_536, 1_048_576, 10_485_760, 104_857_600
+_PIECE = 4096  # tokens of one call of a full forward
+
+# the paper's shape at a width that a CPU can bear; the defaults are its window, chunks and retrieval
+_MEDIUM: dict[str, Any] = {
+    "vocab_size": 1000,
+    "hidden_size": 512,
+    "intermediate_size": 1376,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 8,
+}
+SIZES = ("demo", "d512")
+
+
+def models(size: str) -> dict[str, TrailmarkForCausalLM]:
+    """A DRT and the window-only model of as many layers, random weights."""
+    torch.manual_seed(0)
+    if size == "d512":
+        drt, window = DRTConfig(**_MEDIUM), SlidingWindowConfig(**_MEDIUM)
+    else:
+        fields = {k: v for k, v in MODELS["drt"].items() if k != "architecture"}
+        shared = {k: v for k, v in MODELS["window"].items() if k != "architecture"}
+        drt = DRTConfig(**fields)
+        window = SlidingWindowConfig(**(shared | {"num_hidden_layers": drt.num_hidden_layers}))
+    return {"drt": DRTForCausalLM(drt).eval(), "window": SlidingWindowForCausalLM(window).eval()}
+
+
+def random_text(model: TrailmarkForCausalLM, count: int) -> Tensor:
+    generator = torch.Generator().manual_seed(1)
+    return torch.randint(3, model.config.vocab_size, (1, count), generator=generator)
+
+
+def seconds(work: Callable[[], Any]) -> float:
+    began = time.perf_counter()
+    work()
+    return time.perf_counter() - began
+
+
+def spread(values: list[float]) -> dict[str, float]:
+    return {"median": statistics.median(values), "lowest": min(values), "highest": max(values)}
+
+
+def interleaved(cases: dict[str, Callable[[], float]], rounds: int = ROUNDS) -> dict[str, dict[str, float]]:
+    """Each case in turn, ``rounds`` times, after one that does not count."""
+    found: dict[str, list[float]] = {name: [] for name in cases}
+    for number in range(rounds + 1):
+        for name, case in cases.items():
+            value = case()
+            if number:
+                found[name].append(value)
+    return {name: spread(values) for name, values in found.items()}
+
+
+# --- speed -------------------------------------------------------------------------------------------------
+
+
+def speed(folder: Path | None) -> list[dict[str, Any]]:
+    """Tokens/s of reading and of the full forward, at several places of one long text."""
+    results = []
+    for size, lengths, block in (("demo", (K64, M1, M10), K64), ("d512", (K64,), 16_384)):
+        both = models(size)
+        drt, window = both["drt"], both["window"]
+        ids = random_text(drt, block)
+
+        def forward(model: TrailmarkForCausalLM, cache: Any, ids: Tensor = ids) -> None:
+            for first in range(0, ids.shape[1], _PIECE):
+                model(ids[:, first : first + _PIECE], past_key_values=cache)
+
+        cache, carried = drt.new_cache("host"), window.new_cache()
+        for length in lengths:
+            # the text so far; random tokens once more, which cost the same
+            while cache.get_seq_length() < length - block:
+                drt.read(ids[:, : min(block, length - block - cache.get_seq_length())], cache)
+            cases = {
+                # what follows is read on a branch, so that every round begins at the same place
+                "read": lambda: block / seconds(lambda: drt.read(ids, cache.branch())),
+                "drt": lambda: block / seconds(lambda: forward(drt, cache.branch())),
+                "window": lambda: block / seconds(lambda: forward(window, carried)),
+            }
+            measured = interleaved(cases)
+            results.append({"size": size, "length": length, "tokens_per_second": measured})
+            print(size, length, {k: round(v["median"]) for k, v in measured.items()}, flush=True)
+    return results
+
+
+# --- how far -----------------------------------------------------------------------------------------------
+
+
+def unseen_text() -> Tokens:
+    """Sources of installed packages: none is the standard library's, of which the demo's texts are made."""
+    root = Path(sysconfig.get_paths()["purelib"])
+    folders = sorted(p for p in root.iterdir() if p.is_dir() and any(p.rglob("*.py")))
+    texts = (text for folder in folders for text in _python_texts(folder))
+    return tokenize(texts, load_tokenizer("bytes"))
+
+
+def _python_texts(folder: Path) -> list[str]:
+    files = sorted(p for p in folder.rglob("*.py") if p.stat().st_size)
+    texts = []
+    for file in files:
+        try:
+            texts += read_texts([file])
+        except ValueError:
+            continue
+    return texts
+
+
+def far(folder: Path | None) -> list[dict[str, Any]]:
+    """The demo's model after 10M and 100M tokens: 300 questions at any phase, on branches."""
+    subject = evaluate.load(folder or Path("runs/demo/drt"))
+    text = unseen_text()
+    print(f"{len(text):,} tokens of other packages' sources", flush=True)
+    results = []
+    for length, tier in ((M10, "host"), (M100, "disk")):
+        with tempfile.TemporaryDirectory(dir=Path.cwd()) as place:
+            found = evaluate_needles(
+                subject.model,
+                NeedleFormat.of(subject.tokenizer),
+                text,
+                length,
+                300,
+                phases="any",
+                memory_tier=tier,
+                memory_folder=Path(place) if tier == "disk" else None,
+                memory_dtype=torch.bfloat16,
+                progress=lambda message: print(message, end="\r", flush=True),
+            )
+        summary = found.summary()
+        summary.pop("asked", None)
+        results.append({"tier": tier, "text_tokens": len(text)} | summary)
+        shown = (summary["correct"], summary["questions"], summary["recall"], summary["tokens_per_second"])
+        print(length, tier, shown, flush=True)
+    return results
+
+
+# --- a token -----------------------------------------------------------------------------------------------
+
+
+def token(folder: Path | None) -> list[dict[str, Any]]:
+    """Milliseconds per generated token after 4K and after 1M tokens, host tier."""
+    results = []
+    for size in SIZES:
+        both = models(size)
+        caches: dict[str, Any] = {}
+        for name, model in both.items():
+            tier = "host" if name == "drt" else "device"
+            for length in (_PIECE, M1):
+                cache = model.new_cache(tier)
+                ids = random_text(model, min(length, K64))
+                while cache.get_seq_length() < length:
+                    model.read(ids[:, : length - cache.get_seq_length()], cache)
+                caches[f"{name} {length}"] = cache
+                print(size, name, length, "read", flush=True)
+        chunk = getattr(both["drt"].config, "chunk_size", 63)
+
+        def generate(name: str, both: Any = both, caches: Any = caches, chunk: int = chunk) -> float:
+            model, cache = both[name.split()[0]], caches[name].branch()
+            ids = random_text(model, 4 * chunk + 1)
+            model(ids[:, :1], past_key_values=cache, logits_to_keep=1)  # the deferred layers' part
+            began = time.perf_counter()
+            for n in range(1, ids.shape[1]):  # four chunks, with their landmarks
+                model(ids[:, n : n + 1], past_key_values=cache, logits_to_keep=1)
+            return (time.perf_counter() - began) / (ids.shape[1] - 1) * 1000
+
+        with torch.no_grad():
+            measured = interleaved({name: lambda name=name: generate(name) for name in caches})  # type: ignore[misc]
+        results.append({"size": size, "milliseconds": measured})
+        print(size, {k: round(v["median"], 3) for k, v in measured.items()}, flush=True)
+    return results
+
+
+# --- memory ------------------------------------------------------------------------------------------------
+
+
+def status() -> dict[str, int]:
+    """Bytes of this process: all in RAM, and the part that is no file's."""
+    lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return {name: int(lines[name].split()[0]) * 1024 for name in ("VmRSS", "RssAnon")}
+
+
+def memory_case(tier: str) -> dict[str, Any]:
+    """One process that reads 1M tokens: its growth, and the memory's size by the formula."""
+    model = models("demo")["drt"]
+    ids = random_text(model, K64)
+    with tempfile.TemporaryDirectory(dir=Path.cwd()) as place:
+        cache = model.new_cache(tier, memory_folder=place if tier == "disk" else None)
+        marks = []
+        for _ in range(M1 // K64):
+            model.read(ids, cache)
+            marks.append(status() | {"memory": cache.memory_bytes(), "window": cache.window_bytes()})
+        first, last = marks[1], marks[-1]
+        grown = {name: last[name] - first[name] for name in first}
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return {"tier": tier, "grown": grown, "last": last, "peak": peak}
+
+
+def memory(folder: Path | None) -> list[dict[str, Any]]:
+    results = []
+    for tier in ("device", "host", "disk"):
+        command = [sys.executable, __file__, "--memory-case", tier]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        results.append(json.loads(done.stdout.strip().splitlines()[-1]))
+        print(results[-1], flush=True)
+    return results
+
+
+# --- saving ------------------------------------------------------------------------------------------------
+
+
+def saving(folder: Path | None) -> list[dict[str, Any]]:
+    """Seconds to save and to load a memory of 1M tokens."""
+    model = models("demo")["drt"]
+    ids = random_text(model, M1)
+    with tempfile.TemporaryDirectory(dir=Path.cwd()) as place:
+        host = model.new_cache("host")
+        model.read(ids, host)
+        own = model.new_cache("disk", memory_folder=f"{place}/own")
+        model.read(ids, own)
+        host.save(f"{place}/host")
+        cases = {
+            "save, host tier": lambda: seconds(lambda: host.save(f"{place}/host")),
+            "save, disk tier in its own folder": lambda: seconds(lambda: own.save(f"{place}/own")),
+            "load": lambda: seconds(lambda: model.load_cache(f"{place}/host")),
+        }
+        measured = interleaved(cases)
+        size = host.memory_bytes()
+    print({k: round(v["median"], 4) for k, v in measured.items()}, flush=True)
+    return [{"length": M1, "memory_bytes": size, "seconds": measured}]
+
+
+# --- search ------------------------------------------------------------------------------------------------
+
+
+def search(folder: Path | None) -> list[dict[str, Any]]:
+    """Exact search against faiss at 262,144 landmarks: milliseconds a query, and recall of the 8 best."""
+    results, M = [], 262_144
+    for E in (64, 512):
+        generator = torch.Generator().manual_seed(0)
+        centres = torch.randn(4096, E, generator=generator)
+        landmarks = centres[torch.randint(4096, (M,), generator=generator)]
+        landmarks = (landmarks + 0.5 * torch.randn(M, E, generator=generator))[None]
+        queries = landmarks[:, torch.randint(M, (64,), generator=generator)]
+        queries = queries + 0.5 * torch.randn(queries.shape, generator=generator)
+        exact, faiss = ExactSearch(), FaissSearch()
+        ends = torch.full((1, 1), M)
+
+        def ask(
+            index: Any, landmarks: Tensor = landmarks, queries: Tensor = queries, ends: Tensor = ends
+        ) -> list[Any]:
+            return [
+                index.select(queries[:, n : n + 1], [landmarks], 8, ends, 1.0).indices[0, 0]
+                for n in range(queries.shape[1])
+            ]
+
+        built = seconds(lambda: ask(faiss))
+        measured = interleaved(
+            {
+                "exact": lambda: seconds(lambda: ask(exact)) / 64 * 1000,
+                "faiss": lambda: seconds(lambda: ask(faiss)) / 64 * 1000,
+            }
+        )
+        true, near = ask(exact), ask(faiss)
+        recall = np.mean([np.isin(b.numpy(), a.numpy()).mean() for a, b in zip(true, near, strict=True)])
+        results.append(
+            {
+                "landmarks": M,
+                "E": E,
+                "recall": float(recall),
+                "build_seconds": built,
+                "milliseconds": measured,
+            }
+        )
+        print(results[-1], flush=True)
+    return results
+
+
+PARTS: dict[str, Callable[[Path | None], list[dict[str, Any]]]] = {
+    "speed": speed,
+    "far": far,
+    "token": token,
+    "memory": memory,
+    "saving": saving,
+    "search": search,
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("parts", nargs="*", choices=[[], *PARTS], help="default: all")
+    parser.add_argument("--model", type=Path, help="far: the demo's DRT")
+    parser.add_argument("--memory-case", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.memory_case:
+        print(json.dumps(memory_case(arguments.memory_case)))
+        return
+    for part in arguments.parts or PARTS:
+        print(f"== {part}", flush=True)
+        found = {"environment": environment(), "results": PARTS[part](arguments.model)}
+        write_json(OUTPUT, (read_json(OUTPUT) or {}) | {part: found})
+    print(f"Numbers: {OUTPUT}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,142 @@
+"""Reading files into a memory that is kept: ``trailmark read``, which goes on where it was stopped."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+from trailmark.data.corpus import Tokens, text_pieces, tokenize
+from trailmark.evaluation.evaluate import Subject
+from trailmark.memory import ChunkCache
+
+_SAVE_SECONDS = 300.0  # between savings of a long reading
+
+
+class Reader:
+    """Reads files one after the other into the memory of one folder.
+
+    The memory's notes say which files it holds and how far the last one was read, so that the same command
+    goes on, and another file is added.
+
+    Args:
+        subject: the model and its tokenizer.
+        folder: of the memory; one that is there is read on.
+        memory_dtype: of keys and values of a new memory; None: the model's.
+        progress: called now and then with the reader.
+    """
+
+    def __init__(
+        self,
+        subject: Subject,
+        folder: Path,
+        memory_dtype: torch.dtype | None = None,
+        progress: Callable[[Reader], None] = lambda reader: None,
+    ) -> None:
+        self.subject, self.folder, self.progress = subject, folder, progress
+        model = subject.model
+        if (folder / "memory.json").is_file():
+            self.cache: ChunkCache = model.load_cache(folder)
+        else:
+            self.cache = model.new_cache("disk", memory_folder=folder, memory_dtype=memory_dtype)
+        self.path = Path()
+        self.seconds, self.tokens_read = 0.0, 0  # by this process
+        self._saved_at = time.monotonic()
+
+    @property
+    def sources(self) -> list[dict[str, Any]]:
+        """Of each file: path, tokens read, SHA-256 of these, and whether that is all of it."""
+        found: list[dict[str, Any]] = self.cache.notes.setdefault("sources", [])
+        return found
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.tokens_read / max(self.seconds, 1e-9)
+
+    @property
+    def num_tokens(self) -> int:
+        """In memory, of all files."""
+        return self.cache.get_seq_length()
+
+    def read(self, path: Path) -> bool:
+        """Read a file, or the rest of it; False: it was read before. What was read is saved whatever happens."""
+        self.path = path
+        name = str(path.resolve())
+        source = next((s for s in self.sources if s["path"] == name), None)
+        if source is not None and source["done"]:
+            return False
+        if source is None:
+            unfinished = [s["path"] for s in self.sources if not s["done"]]
+            if unfinished:
+                raise ValueError(
+                    f"file: expected {unfinished[0]!r}, which this memory holds in part, got {name!r}. Read that to "
+                    "its end first, or choose another --memory."
+                )
+            source = {"path": name, "tokens": 0, "sha256": hashlib.sha256().hexdigest(), "done": False}
+        began = self.num_tokens
+        try:
+            for tokens in self._rest(path, source):
+                start = time.perf_counter()
+                ids = torch.from_numpy(tokens).long()[None]
+                before, at = source["tokens"], self.num_tokens
+                try:
+                    self.subject.model.read(ids, self.cache)
+                finally:  # also of a piece that was read in part
+                    source["tokens"] = before + self.num_tokens - at
+                    self._hash(tokens[: self.num_tokens - at])
+                    source["sha256"] = self._digest.hexdigest()
+                    if source not in self.sources and source["tokens"]:
+                        self.sources.append(source)
+                    self.seconds += time.perf_counter() - start
+                    self.tokens_read += self.num_tokens - at
+                self.progress(self)
+                if time.monotonic() - self._saved_at > _SAVE_SECONDS:
+                    self.save()
+            source["done"] = True
+        finally:
+            if self.num_tokens > began or source["done"]:
+                self.save()
+        return True
+
+    def save(self) -> None:
+        self.cache.save(self.folder)
+        self._saved_at = time.monotonic()
+
+    def _rest(self, path: Path, source: dict[str, Any]) -> Iterator[Tokens]:
+        """The tokens of a file after those that were read, if those are still its beginning."""
+        skip, self._digest = source["tokens"], hashlib.sha256()
+        for text in text_pieces(path):
+            tokens = tokenize([text], self.subject.tokenizer)
+            if skip:
+                known = tokens[:skip]
+                self._hash(known)
+                skip -= len(known)
+                if not skip and self._digest.hexdigest() != source["sha256"]:
+                    raise ValueError(
+                        f"file: expected {str(path)!r} as it was when its first {source['tokens']:,} tokens were read, "
+                        "it has changed since. Read it into another --memory."
+                    )
+                tokens = tokens[len(known) :]
+            if len(tokens):
+                yield tokens
+
+    def _hash(self, tokens: Tokens) -> None:
+        self._digest.update(tokens.tobytes())
+
+
+def parse_dtype(name: str | None) -> torch.dtype | None:
+    """ "bfloat16" and the like; None stays None."""
+    dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+    if name is not None and name not in dtypes:
+        raise ValueError(f"memory_dtype: expected one of {', '.join(dtypes)}, got {name!r}.")
+    return None if name is None else dtypes[name]
+
+
+def resident_bytes() -> int:
+    """Of this process, now."""
+    return int(psutil.Process().memory_info().rss)

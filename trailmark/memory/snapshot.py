@@ -1,0 +1,160 @@
+"""A cache as tensors and back: what a saved memory holds beside its chunk records."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from trailmark.memory import saved
+from trailmark.memory.chunks import ChunkMemory, MemorySize
+from trailmark.memory.state import CacheState, Deferred, Retrieved, head_major
+from trailmark.memory.store import DiskStore, make_store
+from trailmark.memory.window import Span
+
+
+def save_state(
+    state: CacheState, memory: ChunkMemory, folder: str | Path, header: dict[str, Any], notes: dict[str, Any]
+) -> None:
+    """Write a cache's state and memory into ``folder``; see :func:`trailmark.memory.saved.save`."""
+    size = state.memory
+    if memory.base is not None:  # a branch: its chunks and those that it shares become one memory
+        memory, size = memory.flattened(size)
+    tensors = dict(_state_tensors(state)) | memory.tables(size)
+    saved.save(folder, tensors, header | {"notes": notes}, memory.store, size.records)
+
+
+def load_state(
+    folder: str | Path,
+    empty: Callable[[int], CacheState],
+    memory: ChunkMemory,
+    header: dict[str, Any],
+    device: torch.device,
+) -> tuple[CacheState, dict[str, Any]]:
+    """The state that ``folder`` holds and its notes, and its chunks in ``memory``, which is empty.
+
+    Args:
+        empty: the state of so many rows before anything was read.
+        memory: of tier "disk", chunks stay in the folder's file, mapped, and reading goes on there; else they
+            are read whole.
+        header: what the memory must have been written with, of the model that is to go on.
+
+    Raises:
+        ValueError: for anything that is not a memory of this model.
+    """
+    found = saved.load(folder)
+    for key, value in header.items():
+        if found.header.get(key) != value:
+            raise ValueError(
+                f"folder: expected a memory written by this model, the one in {str(folder)!r} was written with "
+                f"another {key} ({_brief(found.header.get(key))}, not {_brief(value)}). Load it with the model that "
+                "wrote it, or read the text again."
+            )
+    state, tables = _read_state(found.tensors, empty, device)
+    if found.chunk_file is not None:
+        assert found.record_shape is not None
+        assert found.dtype is not None
+        stored = DiskStore(found.chunk_file, found.record_shape, found.dtype, device, found.count)
+        store: Any = stored
+        if memory.tier != "disk":
+            store = make_store(memory.tier, found.record_shape, found.dtype, device, found.count)
+            stored.copy_to(store, found.count)
+            stored.close()
+        memory.fill(store, {name: x.to(device) if name == "landmarks" else x for name, x in tables.items()})
+    state = replace(state, memory=MemorySize(state.memory.chunks, found.count))
+    return state, found.header.get("notes", {})
+
+
+def _brief(value: object) -> str:
+    text = str(value)
+    return text if len(text) <= 16 else text[:12] + "..."
+
+
+def _state_tensors(state: CacheState) -> Iterator[tuple[str, Tensor]]:
+    def numbers(x: Any) -> Tensor:
+        return torch.from_numpy(np.ascontiguousarray(x))
+
+    for name in ("num_tokens", "num_positions", "phases"):
+        yield name, numbers(getattr(state, name))
+    yield "num_chunks", numbers(state.memory.chunks)
+    for n, span in enumerate(state.spans):
+        yield f"spans.{n}", numbers(np.stack(span))
+    for n, layer in enumerate(state.layers):
+        if layer.keys is not None:
+            assert layer.values is not None
+            yield f"layers.{n}.keys", layer.keys
+            yield f"layers.{n}.values", layer.values
+    for n, got in enumerate(state.pending):
+        if got is not None:
+            yield f"pending.{n}.indices", numbers(got.indices)
+            yield f"pending.{n}.lengths", numbers(got.lengths)
+            yield f"pending.{n}.weights", got.weights
+            yield f"pending.{n}.k", got.k
+            yield f"pending.{n}.v", got.v
+    if state.open_states is not None:
+        yield "open_states", state.open_states
+    if (waiting := state.deferred) is not None:
+        yield "deferred.states", waiting.states
+        yield "deferred.chunk", numbers(waiting.chunk)
+        yield "deferred.is_landmark", numbers(waiting.is_landmark)
+        yield "deferred.first_chunk", numbers(waiting.first_chunk)
+
+
+def _read_state(
+    tensors: dict[str, Tensor], empty: Callable[[int], CacheState], device: torch.device
+) -> tuple[CacheState, dict[str, Tensor]]:
+    left = dict(tensors)
+
+    def numbers(name: str) -> Any:
+        return left.pop(name).numpy().copy()
+
+    def own(name: str) -> Tensor:
+        """A copy: windows are written to, and a map of the file would be kept for them."""
+        with torch.inference_mode(False):
+            return left.pop(name).to(device, copy=True)
+
+    try:
+        num_tokens = numbers("num_tokens")
+        state = empty(len(num_tokens))
+        layers = list(state.layers)
+        for n, layer in enumerate(layers):
+            if f"layers.{n}.keys" in left:
+                layer.keys, layer.values = own(f"layers.{n}.keys"), own(f"layers.{n}.values")
+                layer.is_initialized = True
+        pending: list[Retrieved | None] = []
+        for n in range(len(state.pending)):
+            name = f"pending.{n}."
+            if name + "k" not in left:
+                pending.append(None)
+                continue
+            k, v = head_major(own(name + "k"), own(name + "v"))
+            pending.append(
+                Retrieved(numbers(name + "indices"), numbers(name + "lengths"), own(name + "weights"), k, v)
+            )
+        deferred = None
+        if "deferred.states" in left:
+            deferred = Deferred(
+                own("deferred.states"),
+                numbers("deferred.chunk"),
+                numbers("deferred.is_landmark"),
+                numbers("deferred.first_chunk"),
+            )
+        state = CacheState(
+            num_tokens=num_tokens,
+            num_positions=numbers("num_positions"),
+            phases=numbers("phases"),
+            memory=MemorySize(numbers("num_chunks"), 0),
+            spans=tuple(Span(*numbers(f"spans.{n}")) for n in range(len(state.spans))),
+            layers=tuple(layers),
+            pending=tuple(pending),
+            open_states=own("open_states") if "open_states" in left else None,
+            deferred=deferred,
+        )
+    except KeyError as error:
+        raise ValueError(f"folder: expected a whole memory, {error} is missing in it.") from error
+    return state, left

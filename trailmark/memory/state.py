@@ -1,0 +1,89 @@
+"""The state of a cache: one moment of all that a model carries from call to call."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from trailmark.memory.chunks import MemorySize
+from trailmark.memory.window import Booleans, Integers, Span, Window
+
+
+class Retrieved(NamedTuple):
+    """What the open chunk of each row reads, for one group: K chunks, fetched once and kept until it closes."""
+
+    indices: Integers  # [B, K] chunk numbers; -1: nothing
+    lengths: Integers  # [B, K] keys that exist
+    weights: Tensor  # [B, K]
+    k: Tensor  # [B, K, S, J, D]
+    v: Tensor
+
+
+class Deferred(NamedTuple):
+    """Positions that only the layers below the memory have seen: the others run when something needs them."""
+
+    states: Tensor  # [B, P, E]
+    chunk: Integers  # [b, P] counted from first_chunk; -1: absent
+    is_landmark: Booleans  # [b, P]
+    first_chunk: Integers  # [B]
+
+
+@dataclass(frozen=True)
+class CacheState:
+    """One moment of a cache. A call makes a new one and puts it in place at its very end, so a call that is
+    stopped half-way (Ctrl-C, a full disk) leaves the cache as it was.
+    """
+
+    num_tokens: Integers  # [B] read
+    num_positions: Integers  # [B] the same with landmarks
+    phases: Integers  # [B] tokens of the open chunk
+    memory: MemorySize
+    spans: tuple[Span, ...]  # one per stage of layers
+    layers: tuple[Window, ...]
+    pending: tuple[Retrieved | None, ...]  # one per group
+    open_states: Tensor | None = None  # [B, S, E]: the open chunk's states below the memory
+    deferred: Deferred | None = None
+
+
+def take_rows(state: CacheState, rows: Integers) -> CacheState:
+    """Row b is a copy of row ``rows[b]``."""
+    index = torch.from_numpy(rows)
+
+    def take(x: Tensor) -> Tensor:
+        return x.index_select(0, index.to(x.device))
+
+    deferred = state.deferred
+    if deferred is not None:
+        b = len(deferred.chunk) > 1
+        deferred = Deferred(
+            take(deferred.states),
+            deferred.chunk[rows] if b else deferred.chunk,
+            deferred.is_landmark[rows] if b else deferred.is_landmark,
+            deferred.first_chunk[rows],
+        )
+    return CacheState(
+        num_tokens=state.num_tokens[rows],
+        num_positions=state.num_positions[rows],
+        phases=state.phases[rows],
+        memory=MemorySize(state.memory.chunks[rows], state.memory.records),
+        spans=tuple(Span(x.start[rows], x.end[rows]) for x in state.spans),
+        layers=tuple(x.take_rows(index) for x in state.layers),
+        pending=tuple(
+            None
+            if x is None
+            else Retrieved(
+                x.indices[rows], x.lengths[rows], take(x.weights), *head_major(take(x.k), take(x.v))
+            )
+            for x in state.pending
+        ),
+        open_states=None if state.open_states is None else take(state.open_states),
+        deferred=deferred,
+    )
+
+
+def head_major(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """[B, K, S, J, D], each head's keys of all chunks side by side in memory, as GCA reads them."""
+    return tuple(x.permute(0, 3, 1, 2, 4).contiguous().permute(0, 2, 3, 1, 4) for x in tensors)

@@ -1,0 +1,166 @@
+"""One call of a model on a cache: what it finds there, and what it leaves once it is done."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from trailmark.memory.cache import ChunkCache
+from trailmark.memory.chunks import MemoryEntries, MemorySize
+from trailmark.memory.state import CacheState, Deferred, Retrieved, head_major
+from trailmark.memory.window import Span, Window, WindowCall
+from trailmark.models.configuration import TrailmarkConfig
+from trailmark.models.grid import Grid, Integers
+from trailmark.models.layers import Place
+
+
+class Step:
+    """Collects what a call changes; ``commit`` puts it in place in one go.
+
+    Args:
+        cache: what is carried. grid: the layout of the new tokens.
+        x: [B, P, E] any tensor of the call: its rows and its device.
+    """
+
+    def __init__(self, cache: ChunkCache, grid: Grid, config: TrailmarkConfig, batch_size: int) -> None:
+        self.cache, self.grid, self.config = cache, grid, config
+        self.before = cache.begun(batch_size)
+        rows = np.zeros(batch_size, np.int64)
+        self.counts = rows + grid.counts
+        self.end = self.before.num_positions + self.counts  # positions of each row after the call
+        self.size: MemorySize = self.before.memory
+        self.open_states = self.before.open_states
+        self.deferred: Deferred | None = None
+        self.pending: list[Retrieved | None] = list(self.before.pending)
+        self._calls: dict[int, WindowCall] = {}
+
+    # --- windows -------------------------------------------------------------------------------------------
+
+    def place(self, stage: int, grid: Grid, x: Tensor) -> Place:
+        """Where positions x [B, P, E], the last of the text, stand for the layers of a stage."""
+        counts = np.zeros_like(self.end) + grid.counts
+        call = WindowCall(
+            self.before.spans[stage],
+            self.end - counts,
+            counts,
+            grid.num_positions,
+            self.config.sliding_window,
+            x.device,
+        )
+        self._calls[stage] = call
+        return Place.of(self.config, x, call)
+
+    def window(self, layer: int) -> Window:
+        return self.before.layers[layer]
+
+    # --- chunks --------------------------------------------------------------------------------------------
+
+    def with_open(self, x: Tensor) -> Tensor:
+        """Positions x [B, P, E] after the open chunk's S slots, if some row has an open chunk."""
+        if not self.grid.begins_open:
+            return x
+        assert self.before.open_states is not None
+        return torch.cat([self.before.open_states, x], dim=1)
+
+    def keep_open(self, x: Tensor) -> None:
+        """Keep of positions x [B, P, E] what belongs to the chunk that stays open."""
+        grid, held = self.grid, self.before.open_states
+        if grid.num_positions == 1 and len(grid.counts) == 1 and not grid.num_closed and held is not None:
+            # its slot is not read before the call is done, so a call that fails has harmed nothing
+            held[:, int(grid.phases[0])] = x[:, 0]
+            return
+        with torch.inference_mode(False):
+            fresh = x.new_empty(x.shape[0], grid.open_rows.index.shape[1], x.shape[2])
+        fresh.copy_(grid.open_rows(self.with_open(x)))
+        self.open_states = fresh
+
+    def remember(self, entries: MemoryEntries) -> None:
+        """Write the closed chunks into the memory."""
+        first = (self.end - self.counts)[:, None]  # of the call's first position
+        starts = first + self.grid.landmark_places - self.grid.lengths
+        counts = np.zeros_like(self.end) + self.grid.closed
+        self.size = self.cache.memory.write(self.before.memory, entries, starts, counts)
+
+    def take_pending(self, group: int, grid: Grid) -> Retrieved | None:
+        """What the first chunk of positions laid out as ``grid`` reads; None: nothing."""
+        pending = self.before.pending[group]
+        if pending is None:
+            return None
+        counts = np.zeros_like(self.end) + grid.counts
+        upper = self.before.spans[self.cache.stages[-1]]
+        gap = self.end - counts != upper.end  # what was selected there is for chunks that were left out
+        if gap.any():
+            if gap.all():
+                return None
+            return pending._replace(indices=np.where(gap[:, None], -1, pending.indices))
+        return pending
+
+    def put_pending(
+        self, group: int, grid: Grid, chosen: Integers, weights: Tensor, earlier: Retrieved | None
+    ) -> None:
+        """Fetch what the last landmark of each row selected: chosen and weights [B, C, K]."""
+        B = len(chosen)
+        row, last = np.arange(B), np.zeros(B, np.int64) + grid.closed - 1  # [B]; -1: none was closed
+        closes = last >= 0
+        indices = np.where(closes[:, None], chosen[row, last.clip(0)], -1)
+        place = torch.from_numpy(last.clip(0)).to(weights.device)
+        mine = weights[torch.arange(B, device=weights.device), place]  # [B, K]
+        if not closes.all() and earlier is not None:
+            indices = np.where(closes[:, None], indices, earlier.indices)
+            stays = torch.from_numpy(~closes).to(weights.device)[:, None]
+            mine = torch.where(stays, earlier.weights, mine)
+        if (indices < 0).all():
+            self.pending[group] = None
+            return
+        records, lengths = self.cache.memory.gather(indices)
+        k, v = (records[:, :, i].transpose(2, 3) for i in (0, 1))  # [B, K, S, J, D]
+        self.pending[group] = Retrieved(indices, lengths, mine.detach(), *head_major(k, v))
+
+    # --- what the upper layers have not seen -----------------------------------------------------------------
+
+    def tail(self, x: Tensor, reach: int | None, keep: int | None) -> tuple[Tensor, Grid, Integers]:
+        """The positions that the upper layers must see: states, layout and the number [B] of their first chunk.
+
+        Those deferred by earlier calls and x [B, P, E], but no more than ``reach`` positions before the first
+        of the last ``keep`` tokens (None: all of this call).
+        """
+        grid, first_chunk = self.grid, self.before.memory.chunks
+        if (waiting := self.before.deferred) is not None:
+            none = np.full_like(waiting.chunk, -1)
+            phases = np.zeros(len(waiting.chunk), np.int64)
+            earlier = Grid(waiting.chunk, waiting.is_landmark, none, grid.chunk_size, phases)
+            take, grid = grid.after(earlier)
+            x, first_chunk = take(torch.cat([waiting.states, x], dim=1)), waiting.first_chunk
+        if reach is None:
+            return x, grid, first_chunk
+        take, grid, gone = grid.tail(reach, keep)
+        return take(x), grid, first_chunk + gone
+
+    def defer(self, x: Tensor, reach: int) -> None:
+        """Leave x [B, P, E] to a later call's upper layers."""
+        states, grid, first_chunk = self.tail(x, reach, 0)
+        self.deferred = Deferred(states.detach(), grid.chunk, grid.is_landmark, first_chunk)
+
+    # --- the end -------------------------------------------------------------------------------------------
+
+    def commit(self) -> None:
+        before, tokens = self.before, (self.grid.token >= 0).sum(1)
+        spans, layers = list(before.spans), list(before.layers)
+        for stage, call in self._calls.items():
+            spans[stage] = Span(*call.after)
+        for number, layer in enumerate(layers):
+            stage = self.cache.stages[number]
+            if stage in self._calls:
+                layers[number] = self._calls[stage].staged(layer)
+        self.cache.state = CacheState(
+            num_tokens=before.num_tokens + tokens,
+            num_positions=self.end,
+            phases=np.zeros_like(self.end) + self.grid.open_tokens,
+            memory=self.size,
+            spans=tuple(spans),
+            layers=tuple(layers),
+            pending=tuple(self.pending),
+            open_states=self.open_states,
+            deferred=self.deferred,
+        )
