@@ -48,7 +48,7 @@ $(VENV)/figures.stamp: pyproject.toml constraints.txt $(VENV)/torch.stamp
 	@touch $@
 
 $(VENV)/test.stamp: pyproject.toml constraints.txt $(VENV)/torch.stamp
-	$(INSTALL) -e '.[test,figures]'
+	$(INSTALL) -e '.[test,figures,faiss]'
 	@touch $@
 
 $(VENV)/lint.stamp: pyproject.toml constraints.txt $(VENV)/torch.stamp

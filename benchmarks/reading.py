@@ -17,7 +17,8 @@ import sys
 import sysconfig
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -84,7 +85,7 @@ def spread(values: list[float]) -> dict[str, float]:
     return {"median": statistics.median(values), "lowest": min(values), "highest": max(values)}
 
 
-def interleaved(cases: dict[str, Callable[[], float]], rounds: int = ROUNDS) -> dict[str, dict[str, float]]:
+def interleaved(cases: Mapping[str, Callable[[], float]], rounds: int = ROUNDS) -> dict[str, dict[str, float]]:
     """Each case in turn, ``rounds`` times, after one that does not count."""
     found: dict[str, list[float]] = {name: [] for name in cases}
     for number in range(rounds + 1):
@@ -98,30 +99,41 @@ def interleaved(cases: dict[str, Callable[[], float]], rounds: int = ROUNDS) -> 
 # --- speed -------------------------------------------------------------------------------------------------
 
 
+def full_forward(model: TrailmarkForCausalLM, cache: Any, ids: Tensor) -> None:
+    for first in range(0, ids.shape[1], _PIECE):
+        model(ids[:, first : first + _PIECE], past_key_values=cache)
+
+
+def read_up_to(model: TrailmarkForCausalLM, cache: Any, length: int) -> None:
+    """Random tokens, the same again and again: they cost what any text costs."""
+    ids = random_text(model, min(length, K64))
+    while (left := length - cache.get_seq_length()) > 0:
+        model.read(ids[:, :left], cache)
+
+
+def speed_at(length: int, block: int, both: dict[str, TrailmarkForCausalLM], cache: Any) -> Any:
+    """Tokens/s of the last ``block`` tokens of a text: on branches, so that every round begins at one place."""
+    drt, window = both["drt"], both["window"]
+    ids, carried = random_text(drt, block), window.new_cache()
+    read_up_to(drt, cache, length - block)
+    return interleaved(
+        {
+            "read": lambda: block / seconds(lambda: drt.read(ids, cache.branch())),
+            "drt": lambda: block / seconds(lambda: full_forward(drt, cache.branch(), ids)),
+            "window": lambda: block / seconds(lambda: full_forward(window, carried, ids)),
+        }
+    )
+
+
+@torch.no_grad()
 def speed(folder: Path | None) -> list[dict[str, Any]]:
     """Tokens/s of reading and of the full forward, at several places of one long text."""
     results = []
-    for size, lengths, block in (("demo", (K64, M1, M10), K64), ("d512", (K64,), 16_384)):
+    for size, lengths, block in (("demo", (K64, M1, M10), K64 // 2), ("d512", (K64,), 8192)):
         both = models(size)
-        drt, window = both["drt"], both["window"]
-        ids = random_text(drt, block)
-
-        def forward(model: TrailmarkForCausalLM, cache: Any, ids: Tensor = ids) -> None:
-            for first in range(0, ids.shape[1], _PIECE):
-                model(ids[:, first : first + _PIECE], past_key_values=cache)
-
-        cache, carried = drt.new_cache("host"), window.new_cache()
+        cache = both["drt"].new_cache("host")
         for length in lengths:
-            # the text so far; random tokens once more, which cost the same
-            while cache.get_seq_length() < length - block:
-                drt.read(ids[:, : min(block, length - block - cache.get_seq_length())], cache)
-            cases = {
-                # what follows is read on a branch, so that every round begins at the same place
-                "read": lambda: block / seconds(lambda: drt.read(ids, cache.branch())),
-                "drt": lambda: block / seconds(lambda: forward(drt, cache.branch())),
-                "window": lambda: block / seconds(lambda: forward(window, carried)),
-            }
-            measured = interleaved(cases)
+            measured = speed_at(length, block, both, cache)
             results.append({"size": size, "length": length, "tokens_per_second": measured})
             print(size, length, {k: round(v["median"]) for k, v in measured.items()}, flush=True)
     return results
@@ -180,34 +192,31 @@ def far(folder: Path | None) -> list[dict[str, Any]]:
 # --- a token -----------------------------------------------------------------------------------------------
 
 
+def per_token(model: TrailmarkForCausalLM, cache: Any, chunk: int) -> float:
+    """Milliseconds a token over four chunks, their landmarks included, on a branch."""
+    ids, branch = random_text(model, 4 * chunk + 1), cache.branch()
+    model(ids[:, :1], past_key_values=branch, logits_to_keep=1)  # the upper layers' part of reading
+    began = time.perf_counter()
+    for n in range(1, ids.shape[1]):
+        model(ids[:, n : n + 1], past_key_values=branch, logits_to_keep=1)
+    return (time.perf_counter() - began) / (ids.shape[1] - 1) * 1000
+
+
+@torch.no_grad()
 def token(folder: Path | None) -> list[dict[str, Any]]:
     """Milliseconds per generated token after 4K and after 1M tokens, host tier."""
     results = []
     for size in SIZES:
         both = models(size)
-        caches: dict[str, Any] = {}
+        chunk = int(getattr(both["drt"].config, "chunk_size", 0))
+        cases: dict[str, Callable[[], float]] = {}
         for name, model in both.items():
-            tier = "host" if name == "drt" else "device"
             for length in (_PIECE, M1):
-                cache = model.new_cache(tier)
-                ids = random_text(model, min(length, K64))
-                while cache.get_seq_length() < length:
-                    model.read(ids[:, : length - cache.get_seq_length()], cache)
-                caches[f"{name} {length}"] = cache
+                cache = model.new_cache("host" if name == "drt" else "device")
+                read_up_to(model, cache, length)
+                cases[f"{name} {length}"] = partial(per_token, model, cache, chunk)
                 print(size, name, length, "read", flush=True)
-        chunk = getattr(both["drt"].config, "chunk_size", 63)
-
-        def generate(name: str, both: Any = both, caches: Any = caches, chunk: int = chunk) -> float:
-            model, cache = both[name.split()[0]], caches[name].branch()
-            ids = random_text(model, 4 * chunk + 1)
-            model(ids[:, :1], past_key_values=cache, logits_to_keep=1)  # the deferred layers' part
-            began = time.perf_counter()
-            for n in range(1, ids.shape[1]):  # four chunks, with their landmarks
-                model(ids[:, n : n + 1], past_key_values=cache, logits_to_keep=1)
-            return (time.perf_counter() - began) / (ids.shape[1] - 1) * 1000
-
-        with torch.no_grad():
-            measured = interleaved({name: lambda name=name: generate(name) for name in caches})  # type: ignore[misc]
+        measured = interleaved(cases)
         results.append({"size": size, "milliseconds": measured})
         print(size, {k: round(v["median"], 3) for k, v in measured.items()}, flush=True)
     return results
@@ -275,44 +284,43 @@ def saving(folder: Path | None) -> list[dict[str, Any]]:
 # --- search ------------------------------------------------------------------------------------------------
 
 
+def clustered(count: int, queries: int, E: int) -> tuple[Tensor, Tensor]:
+    """Landmarks [1, M, E] around 4,096 centres, and queries [1, n, E] near some of them."""
+    generator = torch.Generator().manual_seed(0)
+    centres = torch.randn(4096, E, generator=generator)
+    landmarks = centres[torch.randint(4096, (count,), generator=generator)]
+    landmarks = (landmarks + 0.5 * torch.randn(count, E, generator=generator))[None]
+    asked = landmarks[:, torch.randint(count, (queries,), generator=generator)]
+    return landmarks, asked + 0.5 * torch.randn(asked.shape, generator=generator)
+
+
+def ask(index: Any, landmarks: Tensor, queries: Tensor) -> list[Any]:
+    """One query at a time, as in decoding."""
+    ends = torch.full((1, 1), landmarks.shape[1])
+    return [
+        index.select(queries[:, n : n + 1], [landmarks], 8, ends).indices[0, 0].numpy()
+        for n in range(queries.shape[1])
+    ]
+
+
 def search(folder: Path | None) -> list[dict[str, Any]]:
     """Exact search against faiss at 262,144 landmarks: milliseconds a query, and recall of the 8 best."""
-    results, M = [], 262_144
+    results = []
     for E in (64, 512):
-        generator = torch.Generator().manual_seed(0)
-        centres = torch.randn(4096, E, generator=generator)
-        landmarks = centres[torch.randint(4096, (M,), generator=generator)]
-        landmarks = (landmarks + 0.5 * torch.randn(M, E, generator=generator))[None]
-        queries = landmarks[:, torch.randint(M, (64,), generator=generator)]
-        queries = queries + 0.5 * torch.randn(queries.shape, generator=generator)
+        landmarks, queries = clustered(262_144, 64, E)
         exact, faiss = ExactSearch(), FaissSearch()
-        ends = torch.full((1, 1), M)
-
-        def ask(
-            index: Any, landmarks: Tensor = landmarks, queries: Tensor = queries, ends: Tensor = ends
-        ) -> list[Any]:
-            return [
-                index.select(queries[:, n : n + 1], [landmarks], 8, ends, 1.0).indices[0, 0]
-                for n in range(queries.shape[1])
-            ]
-
-        built = seconds(lambda: ask(faiss))
-        measured = interleaved(
-            {
-                "exact": lambda: seconds(lambda: ask(exact)) / 64 * 1000,
-                "faiss": lambda: seconds(lambda: ask(faiss)) / 64 * 1000,
-            }
-        )
-        true, near = ask(exact), ask(faiss)
-        recall = np.mean([np.isin(b.numpy(), a.numpy()).mean() for a, b in zip(true, near, strict=True)])
+        built = seconds(partial(ask, faiss, landmarks, queries[:, :1]))
+        found = zip(ask(exact, landmarks, queries), ask(faiss, landmarks, queries), strict=True)
+        recall = float(np.mean([np.isin(true, near).mean() for true, near in found]))
+        cases = {
+            name: partial(
+                lambda index, a, b: seconds(lambda: ask(index, a, b)) / 64 * 1000, index, landmarks, queries
+            )
+            for name, index in (("exact", exact), ("faiss", faiss))
+        }
+        measured = interleaved(cases)
         results.append(
-            {
-                "landmarks": M,
-                "E": E,
-                "recall": float(recall),
-                "build_seconds": built,
-                "milliseconds": measured,
-            }
+            {"landmarks": 262_144, "E": E, "recall": recall, "build_seconds": built, "milliseconds": measured}
         )
         print(results[-1], flush=True)
     return results

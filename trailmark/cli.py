@@ -91,6 +91,10 @@ def evaluate(
     ] = None,
     questions: Annotated[int, typer.Option(help="Needles: asked at each length.")] = 100,
     needles: Annotated[int, typer.Option(help="Needles: hidden at once, all asked.")] = 1,
+    phases: Annotated[
+        str, typer.Option(help="Needles: questions stop at the end of a chunk, or at any place in it.")
+    ] = "any",
+    memory_tier: Annotated[str, typer.Option(help="Needles: device, host or disk.")] = "device",
     seed: Seed = 0,
     output: Annotated[
         Path | None, typer.Option(help="JSON, kept after each length; default: MODEL/evaluation.json.")
@@ -115,7 +119,9 @@ def evaluate(
         typer.echo(
             f"The text has {len(tokens):,} tokens: asked up to {wanted[-1]:,}. More --text goes further."
         )
-    record = evaluation.run(subject, tokens, tasks, wanted, questions, needles, seed, progress.show, path)
+    record = evaluation.run(
+        subject, tokens, tasks, wanted, questions, needles, seed, progress.show, path, phases, memory_tier
+    )
     progress.clear()
     if record["needles"]:
         typer.echo(needle_table([r | {"model": model.name} for r in record["needles"]], subject.train_length))

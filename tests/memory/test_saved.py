@@ -24,7 +24,6 @@ from torch import Tensor
 
 from tests.memory.interrupts import interrupt, stopped_at
 from trailmark.memory import saved
-from trailmark.memory import store as store_module
 from trailmark.memory.saved import MANIFEST, Saved, load, next_chunk_file, save, verify
 from trailmark.memory.store import TIERS, ChunkStore, DiskStore, NoSpaceError, make_store
 
@@ -330,9 +329,8 @@ def test_a_save_that_is_stopped_leaves_the_old_memory_or_the_new(
         else:
             assert_holds(folder, records(12), state(1), {"second": True})
             seen["new"] += 1
-        save(folder, state(2), {}, filled("host", records(3)), 3)
-        assert_holds(folder, records(3), state(2), {})
-        assert len(names(folder)) == 3
+        save(folder, {}, {}, None, 0)
+        assert len(names(folder)) == 2  # nothing is left of what was stopped
     assert seen["old"] > 100 / step
     assert seen["new"] > 20 / step
 
@@ -355,18 +353,18 @@ def _save_over(folder: Path, tier: str) -> None:
 
 
 def _stopped(how: str, line: int, run: Callable[[], None]) -> bool:
-    """Run until a line of saving or storing; whether that line was reached."""
+    """Run until a line of saving; whether that line was reached."""
     if how == "Ctrl-C":
         with (
             contextlib.suppress(KeyboardInterrupt),
-            stopped_at(line, interrupt, saved, store_module) as lines,
+            stopped_at(line, interrupt, saved) as lines,
         ):
             run()
         return lines.run == line
     child = os.fork()
     if child == 0:
         try:
-            with stopped_at(line, lambda: os._exit(9), saved, store_module):
+            with stopped_at(line, lambda: os._exit(9), saved):
                 run()
             os._exit(0)
         finally:
@@ -374,6 +372,15 @@ def _stopped(how: str, line: int, run: Callable[[], None]) -> bool:
     code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     assert code in (0, 9)
     return code == 9
+
+
+def test_a_manifest_is_replaced_in_one_step(folder: Path) -> None:
+    _save_first(folder)
+    with open(folder / MANIFEST, "rb") as old:
+        before = (folder / MANIFEST).read_bytes()
+        save(folder, state(1), {}, None, 0)
+        assert old.read() == before
+    assert (folder / MANIFEST).read_bytes() != before
 
 
 def test_a_first_save_that_is_stopped_leaves_no_memory(folder: Path) -> None:

@@ -114,6 +114,31 @@ def tokens(length: int, batch: int = 1, seed: int = 0, vocab: int = 50) -> Tenso
     return torch.randint(vocab, (batch, length), generator=torch.Generator().manual_seed(1000 + seed))
 
 
+def pad(rows: Sequence[Tensor], side: str = "left", extra: int = 0) -> Tensor:
+    """Rows [T_b] as [B, T] with zeros at one side; ``extra`` columns are of no row."""
+    width = max(map(len, rows)) + extra
+    out = rows[0].new_zeros(len(rows), width)
+    for b, row in enumerate(rows):
+        out[b, place(len(row), width, side)] = row
+    return out
+
+
+def place(length: int, width: int, side: str) -> slice:
+    """Where a row's own columns stand."""
+    return slice(width - length, width) if side == "left" else slice(0, length)
+
+
+def chunk_lengths(marks: Sequence[bool], chunk_size: int) -> tuple[list[int], bool]:
+    """Of a text with early landmarks after the tokens marked: tokens of each chunk, and if the last is closed."""
+    lengths, n = [], 0
+    for early in marks:
+        n += 1
+        if n == chunk_size or early:
+            lengths.append(n)
+            n = 0
+    return [*lengths, n] if n else lengths, n == 0
+
+
 @torch.no_grad()
 def logits_of(model: TrailmarkForCausalLM, ids: Tensor, **arguments: Any) -> Tensor:
     return model(ids, **arguments).logits

@@ -221,8 +221,12 @@ def test_the_folder_holds_the_trained_model(variant: str, uninterrupted: dict[st
     assert [h["step"] for h in history["steps"]] == [10, 12]
     assert history["steps"] == run.history
     assert history["seconds"] == run.seconds > 0
+    batches = [run._make(step) for step in range(12)]
     # chunks of 20: a text of 16 or 32 of them is longer than the 160 tokens of a step
-    tokens = 2 * 160 + 2 * 320 + 8 * 640 if "needles" in variant else 12 * 160
+    width = 2 * 160 + 2 * 320 + 8 * 640 if "needles" in variant else 12 * 160
+    assert sum(batch["input_ids"].numel() for batch in batches) == width
+    tokens = sum(int(batch.get("attention_mask", batch["input_ids"] >= 0).sum()) for batch in batches)
+    assert (tokens < width) == ("needles" in variant)  # early questions leave tokens out
     assert history["tokens_per_second"] == pytest.approx(tokens / run.seconds)
     assert ("accuracy" in history["steps"][-1]) == ("needles" in variant)
     assert ("recall" in history["steps"][-1]) == (variant == "needles")

@@ -150,13 +150,19 @@ def run(
     seed: int,
     progress: Callable[[str], None],
     output: Path | None = None,
+    phases: str = "any",
+    memory_tier: str = "device",
 ) -> dict[str, Any]:
     """Every task at every length, as a record for JSON.
 
+    ``phases``: where a needle's question ends: "end" of a chunk, or "any" place. ``memory_tier``: "device",
+    "host" or "disk" (of temporary files), of what is read.
     ``output``: a file that is written after each length, so that what was found stays if a later one fails.
     """
     if questions < 1 or needles < 1:
         raise ValueError(f"questions, needles: expected at least 1, got {questions} and {needles}.")
+    if phases not in ("end", "any"):
+        raise ValueError(f"phases: expected 'end' or 'any', got {phases!r}.")
     record: dict[str, Any] = {"model": str(subject.folder), "seed": seed, "needles": [], "perplexity": []}
 
     def keep(task: str, result: dict[str, Any]) -> None:
@@ -169,7 +175,17 @@ def run(
         for length in lengths:
             whole = max(1, length // subject.chunk_size) * subject.chunk_size
             found = evaluate_needles(
-                subject.model, format, tokens, whole, questions, needles, subject.chunk_size, seed, progress
+                subject.model,
+                format,
+                tokens,
+                whole,
+                questions,
+                needles,
+                subject.chunk_size,
+                seed,
+                progress,
+                "any" if phases == "any" else "end",
+                memory_tier,
             )
             keep("needles", found.summary())
     if "perplexity" in tasks:

@@ -30,6 +30,7 @@ class ChunkCache(Cache):
             layers of a stage have always seen the same positions.
         num_groups: G.
         memory: where chunks go.
+        reach: positions before a token that its prediction depends on through the last stage; None: all.
     """
 
     is_compileable = False  # asked by transformers' generate
@@ -41,9 +42,10 @@ class ChunkCache(Cache):
         stages: Sequence[int],
         num_groups: int = 0,
         memory: ChunkMemory | None = None,
+        reach: int | None = None,
     ) -> None:
         self.model, self.windows, self.stages, self.num_groups = model, windows, stages, num_groups
-        self.memory = memory or ChunkMemory()
+        self.memory, self.reach = memory or ChunkMemory(), reach
         self.state: CacheState | None = None
         self.notes: dict[str, Any] = {}
         """JSON of the user's own, saved and loaded with the cache: what was read, for instance."""
@@ -137,8 +139,9 @@ class ChunkCache(Cache):
 
     def reset(self) -> None:
         """Forget everything that was read."""
-        self.memory = self.memory.emptied()
+        memory = self.memory.emptied()
         self.state = None
+        self.memory = memory
 
     def branch(self, batch_size: int = 1) -> ChunkCache:
         """A cache of ``batch_size`` rows that go on from here; this one (of one row) stays as it is.
@@ -149,7 +152,7 @@ class ChunkCache(Cache):
             raise ValueError(
                 f"branch: expected a cache of one row, got a batch of {self.batch_size}. Read one text a time."
             )
-        other = ChunkCache(self.model, self.windows, self.stages, self.num_groups)
+        other = ChunkCache(self.model, self.windows, self.stages, self.num_groups, reach=self.reach)
         other.identity = self.identity
         if self.state is None:
             return other
@@ -175,9 +178,9 @@ class ChunkCache(Cache):
     def crop(self, tokens_to_remove: int) -> None:
         """Take back the last tokens of every row, as transformers' ``crop``; the sign does not matter.
 
-        Exact or refused: what left a window or was read by a closed chunk is gone. The last token can be taken
-        back unless it closed a chunk, more of them while no window is full. ``branch`` before reading them
-        instead, to come back from anything.
+        Exact or refused: what left a window or was read by a closed chunk is gone, and what ``read`` took in
+        cannot be parted. The last token of a ``forward`` can be taken back unless it closed a chunk, more of
+        them while no window is full. ``branch`` before reading them instead, to come back from anything.
 
         Raises:
             ValueError: tokens that cannot be taken back.
@@ -193,6 +196,9 @@ class ChunkCache(Cache):
         if deferred is not None:
             possible = False
         for stage, span in enumerate(spans):
+            if self.reach is not None:  # positions that were left out: what follows them is exact further on
+                far = span.end - n - span.start >= self.reach
+                possible = possible and bool((far | (span.start == 0)).all())
             for number, window in enumerate(self.windows):
                 if self.stages[number] == stage and window is not None:
                     oldest = np.maximum(span.start, span.end - window)

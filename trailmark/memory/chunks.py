@@ -95,6 +95,9 @@ class ChunkMemory:
         if self.store is None:
             self._use(self._make_store(records))
         assert self.store is not None
+        if len(self._records) not in (0, B):  # of a first call that failed, for another batch
+            self._segments = []
+            self._records, self._starts, self._lengths = (np.zeros((0, 0), np.int64) for _ in range(3))
         self.store.write(size.records, records.detach())
         if self._recent is not None:
             self._recent.forget(size.records, len(row))  # an unfinished call may have left others there
@@ -121,11 +124,10 @@ class ChunkMemory:
         held = self._records.shape[1]
         if chunks > held:
             width = max(chunks, held + held // 2, self.capacity, 64)
-            for name in ("_records", "_starts", "_lengths"):
-                grown = np.zeros((B, width), np.int64)
-                if held:
-                    grown[:, :held] = getattr(self, name)
-                setattr(self, name, grown)
+            grown = np.zeros((3, B, width), np.int64)
+            for table, old in zip(grown, (self._records, self._starts, self._lengths), strict=True):
+                table[: len(old), :held] = old[:, :held]
+            self._lengths, self._starts, self._records = grown[2], grown[1], grown[0]
 
     def _write_landmarks(self, landmarks: Tensor, first: Integers, counts: Integers) -> None:
         B, _, E = landmarks.shape
@@ -293,7 +295,8 @@ class ChunkMemory:
         """A memory whose row b is this one's row ``rows[b]``. Keys and values stay where they are."""
         other = copy(self)
         index = torch.from_numpy(rows)
-        other._segments = [x.index_select(0, index.to(x.device)) for x in self._segments]
+        with torch.inference_mode(False):  # they are written to later
+            other._segments = [x.index_select(0, index.to(x.device)) for x in self._segments]
         if len(self._records):
             other._records, other._starts, other._lengths = (
                 x[rows] for x in (self._records, self._starts, self._lengths)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from trailmark.memory import saved
 from trailmark.memory.chunks import ChunkMemory, MemorySize
-from trailmark.memory.state import CacheState, Deferred, Retrieved, head_major
+from trailmark.memory.state import CacheState, Deferred, Retrieved
 from trailmark.memory.store import DiskStore, make_store
 from trailmark.memory.window import Span
 
@@ -132,10 +132,9 @@ def _read_state(
             if name + "k" not in left:
                 pending.append(None)
                 continue
-            k, v = head_major(own(name + "k"), own(name + "v"))
-            pending.append(
-                Retrieved(numbers(name + "indices"), numbers(name + "lengths"), own(name + "weights"), k, v)
-            )
+            lengths = numbers(name + "lengths")
+            weights, k, v = own(name + "weights"), own(name + "k"), own(name + "v")
+            pending.append(Retrieved.of(numbers(name + "indices"), lengths, weights, k, v))
         deferred = None
         if "deferred.states" in left:
             deferred = Deferred(

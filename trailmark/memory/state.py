@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -20,6 +21,24 @@ class Retrieved(NamedTuple):
     weights: Tensor  # [B, K]
     k: Tensor  # [B, K, S, J, D]
     v: Tensor
+    slots: Tensor  # [B, 1, K] where each chunk stands in k and v; -1: nothing
+    short: Tensor | None  # [B, K] the lengths, if some chunk has fewer keys than S
+
+    @classmethod
+    def of(cls, indices: Integers, lengths: Integers, weights: Tensor, k: Tensor, v: Tensor) -> Retrieved:
+        """Made ready for many calls: keys of a head side by side, tables on the device."""
+        place = np.where(indices < 0, -1, np.arange(indices.shape[1]))
+        with torch.inference_mode(False):  # else no graph could hold them afterwards
+            slots = torch.from_numpy(place[:, None]).to(k.device)
+            short = torch.from_numpy(lengths).to(k.device) if (lengths < k.shape[2]).any() else None
+            if weights.is_inference():
+                weights = weights.clone()
+            return cls(indices, lengths, weights, _head_major(k), _head_major(v), slots, short)
+
+    def without(self, rows: Booleans) -> Retrieved:
+        """Nothing for the rows [B] that are True."""
+        indices = np.where(rows[:, None], -1, self.indices)
+        return self.of(indices, self.lengths, self.weights, self.k, self.v)
 
 
 class Deferred(NamedTuple):
@@ -53,7 +72,8 @@ def take_rows(state: CacheState, rows: Integers) -> CacheState:
     index = torch.from_numpy(rows)
 
     def take(x: Tensor) -> Tensor:
-        return x.index_select(0, index.to(x.device))
+        with torch.inference_mode(False):  # what is taken is written to later
+            return x.index_select(0, index.to(x.device))
 
     deferred = state.deferred
     if deferred is not None:
@@ -74,9 +94,7 @@ def take_rows(state: CacheState, rows: Integers) -> CacheState:
         pending=tuple(
             None
             if x is None
-            else Retrieved(
-                x.indices[rows], x.lengths[rows], take(x.weights), *head_major(take(x.k), take(x.v))
-            )
+            else Retrieved.of(x.indices[rows], x.lengths[rows], take(x.weights), take(x.k), take(x.v))
             for x in state.pending
         ),
         open_states=None if state.open_states is None else take(state.open_states),
@@ -84,6 +102,6 @@ def take_rows(state: CacheState, rows: Integers) -> CacheState:
     )
 
 
-def head_major(*tensors: Tensor) -> tuple[Tensor, ...]:
+def _head_major(x: Tensor) -> Tensor:
     """[B, K, S, J, D], each head's keys of all chunks side by side in memory, as GCA reads them."""
-    return tuple(x.permute(0, 3, 1, 2, 4).contiguous().permute(0, 2, 3, 1, 4) for x in tensors)
+    return x.permute(0, 3, 1, 2, 4).contiguous().permute(0, 2, 3, 1, 4)

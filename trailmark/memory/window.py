@@ -69,9 +69,10 @@ class Window(CacheLayerMixin):
         other = Window(self.window)
         if self.keys is not None:
             assert self.values is not None
-            other.keys, other.values = (
-                x.index_select(0, rows.to(x.device)) for x in (self.keys, self.values)
-            )
+            with torch.inference_mode(False):
+                other.keys, other.values = (
+                    x.index_select(0, rows.to(x.device)) for x in (self.keys, self.values)
+                )
             other.is_initialized = True
         return other
 
@@ -122,20 +123,31 @@ class WindowCall:
         return most if self.window is None else min(most, self.window - 1)
 
     @cached_property
-    def in_ring(self) -> bool:
-        """One new position in each row: it takes the slot of the one that it does not see."""
-        return self.width == 1 and bool((self.counts == 1).all())
+    def _in_ring(self) -> bool:
+        """One new position in each row: it takes the slot of the one that it does not see.
+
+        Without a window, as long as there are slots.
+        """
+        fits = self.window is not None or int(self.first.max()) < self._slots
+        return self.width == 1 and bool((self.counts == 1).all()) and fits
 
     @cached_property
-    def new_positions(self) -> Tensor:
-        """[1 or B, P] numbers of the new positions; those beyond a row's count go on counting."""
+    def first_positions(self) -> Tensor:
+        """[1 or B] number of the first new position of each row, or of all."""
         first = self.first[:1] if (self.first == self.first[0]).all() else self.first
-        return torch.from_numpy(first[:, None] + np.arange(self.width)).to(self.device)
+        return torch.from_numpy(first).to(self.device)
+
+    def stands_as(self, other: WindowCall) -> bool:
+        """Whether the new positions are the same."""
+        return self.width == other.width and bool((self.first == other.first).all())
 
     @cached_property
     def positions(self) -> tuple[Tensor, Tensor] | None:
-        """What :func:`sliding_window_attention` is told; None: the new ones are the last of consecutive ones."""
-        if self.in_ring:
+        """What :func:`sliding_window_attention` is told; None: the new ones are the last of consecutive ones.
+
+        For what ``join`` returned, once it did.
+        """
+        if self._in_ring:
             if self._alike and self.first[0] - self.start[0] < 1:
                 return None
             slots = self._slots
@@ -168,23 +180,28 @@ class WindowCall:
         assert held.keys is not None
         assert held.values is not None
         self._slots = held.keys.shape[2]
-        if self.in_ring and (self.window is not None or int(self.first.max()) < self._slots):
-            if self.positions is None:
-                joined = k, v
-            else:
-                joined = held.keys, held.values
+        if self._in_ring:
             # the slot holds what no position from here on sees, so a call that fails has harmed nothing
-            for ring, new in ((held.keys, k), (held.values, v)):
+            for ring, new in ((held.keys, k.detach()), (held.values, v.detach())):
                 if (self.first == self.first[0]).all():
                     ring[:, :, int(self.first[0]) % self._slots] = new[:, :, 0]
                 else:
                     row = torch.arange(len(ring), device=ring.device)
                     ring[row, :, self._slot_of_first] = new[:, :, 0]
             self._stage(layer, held)
-            return joined
+            if self.positions is None:
+                return k, v
+            if k.requires_grad:  # a copy, through which the call's gradients reach the new ones
+                newest = torch.arange(self._slots, device=k.device) == self._slot_of_first[:, None]
+                newest = newest[:, None, :, None]
+                return torch.where(newest, k, held.keys), torch.where(newest, v, held.values)
+            return held.keys, held.values
         after = Window(self.window)
         joined = torch.cat([self._before(held.keys), k], 2), torch.cat([self._before(held.values), v], 2)
-        after.keys, after.values = self._ring(held.keys, joined[0]), self._ring(held.values, joined[1])
+        after.keys, after.values = (
+            self._ring(ring, part.detach())
+            for ring, part in zip((held.keys, held.values), joined, strict=True)
+        )
         after.is_initialized = True
         self._stage(layer, after)
         return joined

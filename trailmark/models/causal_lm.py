@@ -60,6 +60,7 @@ class TrailmarkForCausalLM(PreTrainedModel, GenerationMixin):
     config_class: type[TrailmarkConfig] = TrailmarkConfig
     base_model_prefix = ""
     supports_gradient_checkpointing = True
+    _is_stateful = True  # transformers refuses assisted generation: what is not accepted cannot be taken back
     accepts_loss_kwargs = True  # the Trainer passes num_items_in_batch
     _supports_sdpa = True
     _no_split_modules: list[str] | None = ["WindowLayer", "ChunkEncoderLayer"]
@@ -119,7 +120,7 @@ class TrailmarkForCausalLM(PreTrainedModel, GenerationMixin):
         memory = ChunkMemory(memory_tier, capacity, folder, memory_dtype, search)
         stages, groups = self._stages(), getattr(config, "num_retrieval_groups", 0)
         windows = [config.sliding_window] * len(stages)
-        cache = ChunkCache(self._cache_key(), windows, stages, groups, memory)
+        cache = ChunkCache(self._cache_key(), windows, stages, groups, memory, self.reach())
         cache.identity = self._identity
         return cache
 
@@ -298,7 +299,8 @@ class TrailmarkForCausalLM(PreTrainedModel, GenerationMixin):
         opened = int(cache.begun(len(text.ids)).phases.max())
         first = 0
         while width - first > max(piece, keep):
-            last = first + piece - opened  # pieces that end at chunk ends: few layouts to prepare
+            # pieces that end at chunk ends: few layouts to prepare
+            last = min(first + piece - opened, width - keep)
             with torch.no_grad():
                 part = text.columns(first, last)
                 self.run(part.ids, self._lay_out(part, cache), cache, 0)
@@ -459,8 +461,13 @@ class Text:
                     f"{close_chunk.dtype} of {tuple(close_chunk.shape)}."
                 )
             marks = close_chunk.cpu().numpy()
+        elif not isinstance(close_chunk, bool):
+            raise ValueError(
+                f"close_chunk: expected True, False or a bool tensor of shape {tuple(input_ids.shape)}, got "
+                f"{type(close_chunk).__name__}."
+            )
         else:
-            marks = bool(close_chunk)
+            marks = close_chunk
         if present is None:
             return cls(input_ids, None, marks)
         order = torch.sort(~present, dim=1, stable=True).indices

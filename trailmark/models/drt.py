@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import initialization as init
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from trailmark.memory import ChunkCache, MemoryEntries, Window
+from trailmark.memory import ChunkCache, MemoryEntries, Retrieved, Window
 from trailmark.models.causal_lm import Hidden, TrailmarkForCausalLM, mark_residual_projections
 from trailmark.models.configuration import DRTConfig
 from trailmark.models.grid import Grid, Integers, lay_out
@@ -114,7 +114,8 @@ class DRTLayer(GradientCheckpointingLayer):
 
     def __init__(self, config: DRTConfig) -> None:
         super().__init__()
-        self.config = config
+        self.head_dim, self.residual_gca = config.head_dim, config.residual_gca
+        self.softmax_off_by_one, self.implementation = config.softmax_off_by_one, config.implementation
         self.attention_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.attention = WindowAttention(config)
         self.gca_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
@@ -136,13 +137,13 @@ class DRTLayer(GradientCheckpointingLayer):
             return x + self.mlp(self.mlp_norm(x))
         q = self.gca_q_proj(grid.rows(self.gca_norm(x)))  # [B, N * R, E]
         found = grouped_cross_attention(
-            q.view(q.shape[0], grid.num_chunks, grid.rows_per_chunk, -1, self.config.head_dim),
+            q.view(q.shape[0], grid.num_chunks, grid.rows_per_chunk, -1, self.head_dim),
             *reading,
-            softmax_off_by_one=self.config.softmax_off_by_one,
-            implementation=self.config.implementation,
+            softmax_off_by_one=self.softmax_off_by_one,
+            implementation=self.implementation,
         )
         found = self.gca_o_proj(grid.positions(found.flatten(1, 2).flatten(2)))
-        if self.config.residual_gca:
+        if self.residual_gca:
             x = x + found
             return x + self.mlp(self.mlp_norm(x))
         return x + self.mlp(self.mlp_norm(x + found))
@@ -166,6 +167,7 @@ class DRTForCausalLM(TrailmarkForCausalLM):
         self.upper_layers = nn.ModuleList(DRTLayer(config) for _ in range(config.num_upper_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self._layers_per_group = config.num_upper_layers // config.num_retrieval_groups
         mark_residual_projections(self)
         self.post_init()
 
@@ -220,10 +222,12 @@ class DRTForCausalLM(TrailmarkForCausalLM):
         for number, layer in enumerate(self.lower_layers):
             x = layer(x, place, step and step.window(number))
 
-        entries = self._encode(x, grid, step)
-        first_chunk = np.zeros(1, np.int64)
-        if step is not None:
-            step.remember(entries)
+        entries, first_chunk = None, np.zeros(1, np.int64)
+        if step is None:
+            entries = self._encode(x, grid)
+        else:
+            if grid.num_closed:
+                step.remember(self.encoder(step.with_open(x), grid))
             step.keep_open(x)
             if keep == 0:  # reading: a memory depends on nothing above
                 step.defer(x, self.reach())
@@ -233,18 +237,11 @@ class DRTForCausalLM(TrailmarkForCausalLM):
             place = step.place(1, grid, x)
 
         asked: list[ChunkSelection] = []
-        layers_per_group = self.config.num_upper_layers // self.config.num_retrieval_groups
         for number, layer in enumerate(self.upper_layers):
-            group, position = divmod(number, layers_per_group)
+            group, position = divmod(number, self._layers_per_group)
             if position == 0:
-                query = self.retrievers[group](grid.landmarks(x))  # [B, C, E]
-                if step is None:
-                    seed = fold_seed(noise_seed, group) if noise_seed is not None else None
-                    asked.append(self._select(query, entries, grid, seed))
-                    reading: Reading | None = self._read(asked[-1], entries, grid)
-                else:
-                    asked.append(self._select_from_memory(query, step, grid, first_chunk))
-                    reading = self._read_from_memory(asked[-1], step, grid, group)
+                found, reading = self._retrieve(group, x, entries, grid, step, first_chunk, noise_seed)
+                asked.append(found)
             x = layer(x, reading, grid, place, step and step.window(len(self.lower_layers) + number))
         if step is not None:
             step.commit()
@@ -259,12 +256,8 @@ class DRTForCausalLM(TrailmarkForCausalLM):
 
     # --- memory --------------------------------------------------------------------------------------------
 
-    def _encode(self, x: Tensor, grid: Grid, step: Step | None) -> MemoryEntries:
-        """The entries of the chunks closed in this call."""
-        if step is not None:
-            if not grid.num_closed:
-                return self._no_entries(x)
-            return self.encoder(step.with_open(x), grid)
+    def _encode(self, x: Tensor, grid: Grid) -> MemoryEntries:
+        """The entries of a whole text's chunks."""
         # where nothing is closed the encoder still runs for its gradients: zeros, which DDP waits for
         if grid.num_closed or torch.is_grad_enabled():
             return self.encoder(x, grid)
@@ -276,6 +269,34 @@ class DRTForCausalLM(TrailmarkForCausalLM):
         kv = x.new_zeros(B, 0, config.chunk_size, config.num_key_value_heads, config.head_dim)
         lengths = torch.zeros(B, 0, dtype=torch.int64, device=x.device)
         return MemoryEntries(kv, kv, x.new_zeros(B, 0, config.hidden_size), lengths)
+
+    def _retrieve(
+        self,
+        group: int,
+        x: Tensor,  # [B, P, E] where the group begins
+        entries: MemoryEntries | None,  # of a whole text; None: what is asked for lies in the step's memory
+        grid: Grid,
+        step: Step | None,
+        first_chunk: Integers,  # [B] number of the grid's first chunk
+        noise_seed: Tensor | None,
+    ) -> tuple[ChunkSelection, Reading | None]:
+        """What the landmarks of the call select, and what its chunks read."""
+        if step is None:
+            assert entries is not None
+            query = self.retrievers[group](grid.landmarks(x))  # [B, C, E]
+            seed = fold_seed(noise_seed, group) if noise_seed is not None else None
+            asked = self._select(query, entries, grid, seed)
+            return asked, self._read(asked, entries, grid)
+        if not grid.num_closed:  # decoding, in the middle of a chunk
+            return self._nothing_asked(x), self._read_pending(step.take_pending(group, grid))
+        query = self.retrievers[group](grid.landmarks(x))
+        asked = self._select_from_memory(query, step, grid, first_chunk)
+        return asked, self._read_from_memory(asked, step, grid, group)
+
+    def _nothing_asked(self, x: Tensor) -> ChunkSelection:
+        shape = x.shape[0], 0, self.config.num_retrieved_chunks
+        weights = x.new_zeros(shape, dtype=torch.promote_types(x.dtype, torch.float32))
+        return ChunkSelection(torch.zeros(shape, dtype=torch.int64, device=x.device), weights, weights)
 
     @property
     def _retrieval_scale(self) -> float:
@@ -339,27 +360,21 @@ class DRTForCausalLM(TrailmarkForCausalLM):
     def _read_from_memory(self, asked: ChunkSelection, step: Step, grid: Grid, group: int) -> Reading | None:
         """What the chunks of a call read, fetched from the memory; and what the open chunk will."""
         pending = step.take_pending(group, grid)
-        B, C, K = asked.indices.shape
+        (B, _, K), N = asked.indices.shape, grid.num_chunks
         chosen = asked.indices.cpu().numpy()
-        if C:
-            step.put_pending(group, grid, chosen, asked.weights, pending)
-        N = grid.num_chunks
-        if N > 1:
-            if pending is None:
-                first = np.full((B, 1, K), -1), asked.weights.new_zeros(B, 1, K)
-            else:
-                first = pending.indices[:, None], pending.weights[:, None]
-            wanted = np.concatenate([first[0], chosen[:, : N - 1]], axis=1)  # [B, N, K]
-            weights = torch.cat([first[1], asked.weights[:, : N - 1]], dim=1)
-            if (wanted < 0).all():
-                return None
-            records, lengths = step.cache.memory.gather(wanted.reshape(B, -1))
-            k, v = records[:, :, 0].transpose(2, 3), records[:, :, 1].transpose(2, 3)
-        elif pending is None:
-            return None
+        step.put_pending(group, grid, chosen, asked.weights, pending)
+        if N == 1:
+            return self._read_pending(pending)
+        if pending is None:
+            first = np.full((B, 1, K), -1), asked.weights.new_zeros(B, 1, K)
         else:
-            wanted, weights, lengths = pending.indices[:, None], pending.weights[:, None], pending.lengths
-            k, v = pending.k, pending.v
+            first = pending.indices[:, None], pending.weights[:, None]
+        wanted = np.concatenate([first[0], chosen[:, : N - 1]], axis=1)  # [B, N, K]
+        weights = torch.cat([first[1], asked.weights[:, : N - 1]], dim=1)
+        if (wanted < 0).all():
+            return None
+        records, lengths = step.cache.memory.gather(wanted.reshape(B, -1))
+        k, v = records[:, :, 0].transpose(2, 3), records[:, :, 1].transpose(2, 3)
         indices = np.where(wanted < 0, -1, np.arange(N * K).reshape(N, K))
         short = (lengths < self.config.chunk_size).any()
         device = weights.device
@@ -371,6 +386,12 @@ class DRTForCausalLM(TrailmarkForCausalLM):
             torch.from_numpy(lengths).to(device) if short else None,
         )
 
+    def _read_pending(self, pending: Retrieved | None) -> Reading | None:
+        """What the open chunk reads: fetched already."""
+        if pending is None:
+            return None
+        return Reading(pending.k, pending.v, pending.slots, pending.weights[:, None], pending.short)
+
     def reach(self) -> int:
         """Positions before a token that can change its prediction through the upper layers.
 
@@ -380,8 +401,7 @@ class DRTForCausalLM(TrailmarkForCausalLM):
         config = self.config
         assert config.sliding_window is not None
         window = config.sliding_window - 1
-        layers_per_group = config.num_upper_layers // config.num_retrieval_groups
-        group = (layers_per_group - 1) * window + max(window, config.chunk_size + 1)
+        group = (self._layers_per_group - 1) * window + max(window, config.chunk_size + 1)
         return config.num_retrieval_groups * group
 
     def encoding_reach(self) -> int:

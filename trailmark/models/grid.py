@@ -40,6 +40,9 @@ class Grid:
     ) -> None:
         self.chunk, self.is_landmark, self.token = chunk, is_landmark, token
         self.chunk_size, self.phases = chunk_size, phases
+        self._made: dict[
+            object, Any
+        ] = {}  # takes and tails asked for before: decoding asks for the same again
 
     # --- numbers -------------------------------------------------------------------------------------------
 
@@ -120,21 +123,29 @@ class Grid:
 
     def insert_landmarks(self, tokens: Tensor, landmark: Tensor | None) -> Tensor:
         """Tokens [B, T, E] and the landmark [E] -> positions [B, P, E]."""
-        x = self._from_tokens(tokens)
+        x = self._from_tokens(tokens.shape[1])(tokens)
         if landmark is None or not self.num_closed:
             return x
         mask = torch.from_numpy(self.is_landmark).to(x.device)[..., None]
         return torch.where(mask, landmark.to(x.dtype), x)
 
-    @cached_property
-    def _from_tokens(self) -> Take:
-        return Take(self.token, int(self.token.max(initial=-1)) + 1)
+    def _from_tokens(self, width: int) -> Take:
+        if ("tokens", width) not in self._made:
+            self._made["tokens", width] = Take(self.token, width)
+        made: Take = self._made["tokens", width]
+        return made
 
     def last_tokens(self, keep: int | None) -> Take:
         """Positions [B, P, E] -> the last ``keep`` tokens of each row, [B, keep, E]; None: all of this call.
 
         All: [B, T, E] from each row's first token on. A number: each row's last token is at the end.
         """
+        if keep not in self._made:
+            self._made[keep] = self._last_tokens(keep)
+        made: Take = self._made[keep]
+        return made
+
+    def _last_tokens(self, keep: int | None) -> Take:
         width = int(self.token.max(initial=-1)) + 1
         places = np.full((len(self.chunk), width), -1)
         row, place = np.nonzero(self.token >= 0)
@@ -247,6 +258,12 @@ class Grid:
 
         Also the chunks [b] that are gone. ``keep`` None: all tokens of this call.
         """
+        if (reach, keep) not in self._made:
+            self._made[reach, keep] = self._tail(reach, keep)
+        made: tuple[Take, Grid, Integers] = self._made[reach, keep]
+        return made
+
+    def _tail(self, reach: int, keep: int | None) -> tuple[Take, Grid, Integers]:
         if keep is None:
             keep = int((self.token >= 0).sum(1).max(initial=0))
         own = self.token >= 0
@@ -311,17 +328,21 @@ def lay_out(
     counts = np.full(1, tokens) if counts is None else counts
     alike = (phases == phases[0]).all() and (counts == counts[0]).all()
     if alike and isinstance(close_chunk, bool) and counts[0] == tokens:
-        return _uniform(tokens, chunk_size, int(phases[0]), close_chunk)
+        known = _small if tokens <= _SMALL else _large
+        return known(tokens, chunk_size, int(phases[0]), close_chunk)
     rows = max(len(phases), len(counts), 1 if isinstance(close_chunk, bool) else len(close_chunk))
     return _build(
         tokens, chunk_size, np.broadcast_to(phases, rows), np.broadcast_to(counts, rows), close_chunk
     )
 
 
-@lru_cache(maxsize=256)
 def _uniform(tokens: int, chunk_size: int | None, phase: int, close_chunk: bool) -> Grid:
-    """Decoding and training ask for few layouts again and again."""
     return _build(tokens, chunk_size, np.array([phase]), np.array([tokens]), close_chunk)
+
+
+# Decoding and training ask for few layouts again and again; long ones take hundreds of KiB each.
+_SMALL = 64
+_small, _large = lru_cache(maxsize=512)(_uniform), lru_cache(maxsize=16)(_uniform)
 
 
 def _build(
@@ -385,6 +406,7 @@ class Take:
         return back
 
     def take(self, x: Tensor, back: bool) -> Tensor:
+        assert x.shape[1] == (self.index.shape[1] if back else self.size)
         flat, missing = self._on(x.device, x.shape[0], back)
         if len(self.index) == 1:
             out = x.index_select(1, flat)

@@ -31,7 +31,16 @@ class RMSNorm(nn.Module):
 
 def rms_normalize(x: Tensor, eps: float, weight: Tensor | None = None) -> Tensor:
     """x / rms(x) (* weight) over the last dimension, computed in float32 or wider, in the dtype of x."""
+    if not torch.is_grad_enabled():
+        return _rms_forward(x, weight, eps)[0]
     return _RMSNormalize.apply(x, weight, eps)
+
+
+def _rms_forward(x: Tensor, weight: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    scale = wide.square().mean(-1, keepdim=True).add_(eps).rsqrt_()
+    out = wide * scale
+    return (out if weight is None else out.mul_(weight)).to(x.dtype), scale
 
 
 class _RMSNormalize(torch.autograd.Function):
@@ -39,11 +48,9 @@ class _RMSNormalize(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        scale = wide.square().mean(-1, keepdim=True).add_(eps).rsqrt_()
+        out, scale = _rms_forward(x, weight, eps)
         ctx.save_for_backward(x, weight, scale)
-        out = wide * scale
-        return (out if weight is None else out.mul_(weight)).to(x.dtype)
+        return out
 
     @staticmethod
     @once_differentiable
@@ -111,7 +118,8 @@ class Place:
             return cls(None, call)
         if call is None:
             return cls(rotary_table(x.shape[1], config.head_dim, config.rope_theta, x))
-        return cls(rotary_table(call.new_positions, config.head_dim, config.rope_theta, x), call)
+        table = rotary_table(x.shape[1], config.head_dim, config.rope_theta, x, call.first_positions)
+        return cls(table, call)
 
 
 class WindowAttention(SelfAttention):
@@ -195,23 +203,29 @@ class ChunkEncoderLayer(GradientCheckpointingLayer):
         return x + self.mlp(self.mlp_norm(x))
 
 
-def rotary_table(positions: int | Tensor, head_dim: int, theta: float, like: Tensor) -> Tensor:
-    """e^(i p f) [..., D / 2] of positions p [...], or 0 .. n - 1: complex64 or wider, computed in float64."""
-    wide = torch.float64 if like.dtype == torch.float64 else torch.float32
-    if isinstance(positions, int):
-        return _rotary_table(positions, head_dim, theta, wide.to_complex(), like.device)
-    frequency = theta ** (-torch.arange(0, head_dim, 2, dtype=torch.float64, device=like.device) / head_dim)
-    angle = positions.to(like.device)[..., None] * frequency
-    return torch.polar(torch.ones_like(angle), angle).to(wide.to_complex())
-
-
-@lru_cache(maxsize=64)
-def _rotary_table(
-    length: int, head_dim: int, theta: float, dtype: torch.dtype, device: torch.device
+def rotary_table(
+    length: int, head_dim: int, theta: float, like: Tensor, first: Tensor | None = None
 ) -> Tensor:
+    """e^(i p f) [P, D / 2] of positions p = 0 ... P - 1, complex64 or wider, computed in float64.
+
+    ``first`` int64 [B]: of positions p = first[b] ... first[b] + P - 1, [B, P, D / 2].
+    """
+    wide = torch.float64 if like.dtype == torch.float64 else torch.float32
+    held = 1 << max(6, (length - 1).bit_length())  # few tables serve all lengths
+    table, frequency = _rotary_table(held, head_dim, theta, like.device)
+    if first is None:
+        return table[:length].to(wide.to_complex())
+    angle = first[:, None, None] * frequency
+    return (table[:length] * torch.polar(torch.ones_like(angle), angle)).to(wide.to_complex())
+
+
+@lru_cache(maxsize=32)
+def _rotary_table(length: int, head_dim: int, theta: float, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Of positions 0 ... length - 1, complex128 [length, D / 2], and the frequencies [D / 2]."""
     with torch.inference_mode(False):  # it is used in training too
-        like = torch.empty(0, dtype=dtype.to_real(), device=device)
-        return rotary_table(torch.arange(length, device=device), head_dim, theta, like)
+        frequency = theta ** (-torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
+        angle = torch.arange(length, dtype=torch.float64)[:, None] * frequency
+        return torch.polar(torch.ones_like(angle), angle).to(device), frequency.to(device)
 
 
 def rotate(x: Tensor, table: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from trailmark.memory.cache import ChunkCache
 from trailmark.memory.chunks import MemoryEntries, MemorySize
-from trailmark.memory.state import CacheState, Deferred, Retrieved, head_major
+from trailmark.memory.state import CacheState, Deferred, Retrieved
 from trailmark.memory.window import Span, Window, WindowCall
 from trailmark.models.configuration import TrailmarkConfig
 from trailmark.models.grid import Grid, Integers
@@ -34,6 +34,7 @@ class Step:
         self.deferred: Deferred | None = None
         self.pending: list[Retrieved | None] = list(self.before.pending)
         self._calls: dict[int, WindowCall] = {}
+        self._rotary: Tensor | None = None  # of the last stage: the next one mostly has the same positions
 
     # --- windows -------------------------------------------------------------------------------------------
 
@@ -48,8 +49,10 @@ class Step:
             self.config.sliding_window,
             x.device,
         )
+        known = next((c for c in self._calls.values() if c.stands_as(call)), None)
         self._calls[stage] = call
-        return Place.of(self.config, x, call)
+        self._rotary = Place.of(self.config, x, call).rotary if known is None else self._rotary
+        return Place(self._rotary, call)
 
     def window(self, layer: int) -> Window:
         return self.before.layers[layer]
@@ -68,11 +71,11 @@ class Step:
         grid, held = self.grid, self.before.open_states
         if grid.num_positions == 1 and len(grid.counts) == 1 and not grid.num_closed and held is not None:
             # its slot is not read before the call is done, so a call that fails has harmed nothing
-            held[:, int(grid.phases[0])] = x[:, 0]
+            held[:, int(grid.phases[0])] = x[:, 0].detach()
             return
         with torch.inference_mode(False):
             fresh = x.new_empty(x.shape[0], grid.open_rows.index.shape[1], x.shape[2])
-        fresh.copy_(grid.open_rows(self.with_open(x)))
+        fresh.copy_(grid.open_rows(self.with_open(x.detach())))
         self.open_states = fresh
 
     def remember(self, entries: MemoryEntries) -> None:
@@ -93,7 +96,7 @@ class Step:
         if gap.any():
             if gap.all():
                 return None
-            return pending._replace(indices=np.where(gap[:, None], -1, pending.indices))
+            return pending.without(gap)
         return pending
 
     def put_pending(
@@ -115,7 +118,7 @@ class Step:
             return
         records, lengths = self.cache.memory.gather(indices)
         k, v = (records[:, :, i].transpose(2, 3) for i in (0, 1))  # [B, K, S, J, D]
-        self.pending[group] = Retrieved(indices, lengths, mine.detach(), *head_major(k, v))
+        self.pending[group] = Retrieved.of(indices, lengths, mine.detach(), k, v)
 
     # --- what the upper layers have not seen -----------------------------------------------------------------
 

@@ -94,10 +94,12 @@ def sliding_window_attention(
             q, k, v, window, positions, document_ids, alibi_slopes, scale
         )
         return (out, lse) if return_lse else out
+    if T == 1 and document_ids is None and not return_lse:
+        return _one_query(q, k, v, window, positions, alibi_slopes, scale)
     if window is not None and window < P and document_ids is None and not return_lse and T > 0:
         if positions is None:
             return _banded(q, k, v, window, alibi_slopes, scale)
-        if T > 1 and (leading := _leading_absent(*positions)) is not None:
+        if (leading := _leading_absent(*positions)) is not None:
             out = _banded(q, k, v, window, alibi_slopes, scale, leading)
             return out.masked_fill((positions[0] < 0)[..., None, None], 0)
     return _by_query_block(q, k, v, window, positions, document_ids, alibi_slopes, scale, return_lse)
@@ -107,6 +109,43 @@ def alibi_slopes(num_heads: int, dtype: torch.dtype = torch.float32) -> Tensor:
     """The geometric slopes 2 ** (-8 (h + 1) / H), shape [H], for any H, as DRT's published code has them."""
     require(num_heads >= 1, "num_heads", num_heads, "at least 1")
     return torch.exp2(-8 * torch.arange(1, num_heads + 1, dtype=torch.float64) / num_heads).to(dtype)
+
+
+def _one_query(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    window: int | None,
+    positions: tuple[Tensor, Tensor] | None,
+    slopes: Tensor | None,
+    scale: float,
+) -> Tensor:
+    """Decoding: one position against keys in any order."""
+    H, P, dtype = q.shape[2], k.shape[1], arithmetic_dtype(q, k, v)
+    mask = empty = None
+    if positions is None and window is not None and window < P:
+        k, v, P = k[:, P - window :], v[:, P - window :], window
+    if positions is not None or slopes is not None:
+        if positions is None:
+            distance = torch.arange(P - 1, -1, -1, device=q.device)[None]
+            visible = distance >= 0
+        else:
+            query, key = positions
+            distance = query - key  # [B, P]
+            visible = (key >= 0) & (distance >= 0) & (query >= 0)
+            if window is not None:
+                visible &= distance < window
+            if not bool(visible.all()):
+                empty = ~visible.any(1)
+                visible = visible | empty[:, None]  # such a row is set to zero: no NaN either way
+        of_heads = None if slopes is None else slopes[:, None, None]
+        mask = _additive_mask(visible[:, None, None], distance[:, None, None], of_heads, dtype)
+        mask = mask.expand(-1, H, 1, P)
+    queries, keys, values = (x.to(dtype).transpose(1, 2) for x in (q, k, v))
+    out = F.scaled_dot_product_attention(
+        queries, keys, values, mask, scale=scale, enable_gqa=k.shape[2] != H
+    ).transpose(1, 2)
+    return (out if empty is None else out.masked_fill(empty[:, None, None, None], 0)).to(q.dtype)
 
 
 def _leading_absent(query: Tensor, key: Tensor) -> Tensor | None:
