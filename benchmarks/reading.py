@@ -70,8 +70,8 @@ def models(size: str) -> dict[str, TrailmarkForCausalLM]:
     return {"drt": DRTForCausalLM(drt).eval(), "window": SlidingWindowForCausalLM(window).eval()}
 
 
-def random_text(model: TrailmarkForCausalLM, count: int) -> Tensor:
-    generator = torch.Generator().manual_seed(1)
+def random_text(model: TrailmarkForCausalLM, count: int, seed: int = 1) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
     return torch.randint(3, model.config.vocab_size, (1, count), generator=generator)
 
 
@@ -85,7 +85,9 @@ def spread(values: list[float]) -> dict[str, float]:
     return {"median": statistics.median(values), "lowest": min(values), "highest": max(values)}
 
 
-def interleaved(cases: Mapping[str, Callable[[], float]], rounds: int = ROUNDS) -> dict[str, dict[str, float]]:
+def interleaved(
+    cases: Mapping[str, Callable[[], float]], rounds: int = ROUNDS
+) -> dict[str, dict[str, float]]:
     """Each case in turn, ``rounds`` times, after one that does not count."""
     found: dict[str, list[float]] = {name: [] for name in cases}
     for number in range(rounds + 1):
@@ -105,10 +107,8 @@ def full_forward(model: TrailmarkForCausalLM, cache: Any, ids: Tensor) -> None:
 
 
 def read_up_to(model: TrailmarkForCausalLM, cache: Any, length: int) -> None:
-    """Random tokens, the same again and again: they cost what any text costs."""
-    ids = random_text(model, min(length, K64))
     while (left := length - cache.get_seq_length()) > 0:
-        model.read(ids[:, :left], cache)
+        model.read(random_text(model, min(left, K64), seed=cache.get_seq_length() + 2), cache)
 
 
 def speed_at(length: int, block: int, both: dict[str, TrailmarkForCausalLM], cache: Any) -> Any:
@@ -193,8 +193,8 @@ def far(folder: Path | None) -> list[dict[str, Any]]:
 
 
 def per_token(model: TrailmarkForCausalLM, cache: Any, chunk: int) -> float:
-    """Milliseconds a token over four chunks, their landmarks included, on a branch."""
-    ids, branch = random_text(model, 4 * chunk + 1), cache.branch()
+    """Milliseconds a token over two chunks, their landmarks included, on a branch."""
+    ids, branch = random_text(model, 2 * chunk + 1), cache.branch()
     model(ids[:, :1], past_key_values=branch, logits_to_keep=1)  # the upper layers' part of reading
     began = time.perf_counter()
     for n in range(1, ids.shape[1]):

@@ -14,7 +14,7 @@ from typing import Any
 from cpu import table as cpu_table
 
 from trailmark.demo import NAMES
-from trailmark.report.console import duration
+from trailmark.report.console import duration, size
 from trailmark.report.tables import markdown_table, needle_table
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -74,6 +74,102 @@ def cpu_text() -> str:
     return f"{cpu_table(record['results'])}\n\nMachine: {machine(record['environment'])}."
 
 
+def spread(of: dict[str, float], form: str = ",.0f") -> str:
+    return f"{of['median']:{form}} ({of['lowest']:{form}}-{of['highest']:{form}})"
+
+
+def reading_text() -> str:
+    """The tables of benchmarks/reading.json, part by part; those that were not measured are left out."""
+    record = json.loads((HERE / "reading.json").read_text())
+    parts = {
+        "speed": ("Tokens/s: median (lowest-highest) of 7 rounds, interleaved.", speed_table),
+        "far": ("The demo's DRT, 300 questions at any place of a chunk.", far_table),
+        "token": ("Milliseconds per generated token: median (lowest-highest) of 7 rounds.", token_table),
+        "memory": (
+            "A process that reads 1,048,576 tokens, demo size; growth after the first 131,072.",
+            memory_table,
+        ),
+        "saving": ("Seconds, a memory of 1,048,576 tokens, demo size.", saving_table),
+        "search": ("The 8 best of 262,144 landmarks, one query at a time.", search_table),
+    }
+    texts = []
+    for name, (title, table) in parts.items():
+        if name in record:
+            part = record[name]
+            texts.append(f"{title} Machine: {machine(part['environment'])}.\n\n{table(part['results'])}")
+    return "\n\n".join(texts)
+
+
+def speed_table(results: list[dict[str, Any]]) -> str:
+    rows = []
+    for r in results:
+        found = r["tokens_per_second"]
+        ratio = found["window"]["median"] / found["read"]["median"]
+        cells = [spread(found[name]) for name in ("read", "drt", "window")]
+        rows.append([r["size"], f"{r['length']:,}", *cells, f"{ratio:.2f}"])
+    header = ["size", "after tokens", "DRT read", "DRT full forward", "window only, full forward"]
+    return markdown_table([*header, "time of read / window only"], rows)
+
+
+def far_table(results: list[dict[str, Any]]) -> str:
+    header = ["tokens", "x train length", "tier", "missed", "recall", "tokens/s", "reading", "memory"]
+    rows = [
+        [
+            f"{r['length']:,}",
+            f"{r['length'] // 1024:,}",
+            f"{r['memory_tier']}, {r['memory_dtype']}",
+            f"{r['questions'] - r['correct']} of {r['questions']}",
+            f"{r['recall']:.3f}",
+            f"{r['tokens_per_second']:,.0f}",
+            duration(r["seconds_reading"]),
+            size(r["memory_bytes"]),
+        ]
+        for r in results
+    ]
+    return markdown_table(header, rows)
+
+
+def token_table(results: list[dict[str, Any]]) -> str:
+    rows = []
+    for r in results:
+        found = r["milliseconds"]
+        for length in ("4096", "1048576"):
+            drt, window = found[f"drt {length}"], found[f"window {length}"]
+            ratio = drt["median"] / window["median"]
+            rows.append(
+                [r["size"], f"{int(length):,}", spread(drt, ".2f"), spread(window, ".2f"), f"{ratio:.2f}"]
+            )
+    return markdown_table(["size", "after tokens", "DRT", "window only", "ratio"], rows)
+
+
+def memory_table(results: list[dict[str, Any]]) -> str:
+    header = ["tier", "memory by the formula", "growth in RAM", "of it anonymous", "growth of the window"]
+    rows = [
+        [r["tier"], *(size(r["grown"][name]) for name in ("memory", "VmRSS", "RssAnon", "window"))]
+        for r in results
+    ]
+    return markdown_table(header, rows)
+
+
+def saving_table(results: list[dict[str, Any]]) -> str:
+    rows = [[name, spread(found, ".3f")] for r in results for name, found in r["seconds"].items()]
+    return markdown_table(["", f"seconds ({size(results[0]['memory_bytes'])})"], rows)
+
+
+def search_table(results: list[dict[str, Any]]) -> str:
+    rows = [
+        [
+            str(r["E"]),
+            spread(r["milliseconds"]["exact"], ".2f"),
+            spread(r["milliseconds"]["faiss"], ".2f"),
+            f"{r['recall']:.3f}",
+            f"{r['build_seconds']:.1f} s",
+        ]
+        for r in results
+    ]
+    return markdown_table(["E", "exact, ms", "faiss, ms", "recall of faiss", "index built in"], rows)
+
+
 def fill(path: Path, name: str, text: str) -> None:
     begin, end = f"<!-- {name} -->", f"<!-- /{name} -->"
     before, rest = path.read_text().split(begin)
@@ -86,6 +182,7 @@ def main() -> None:
     fill(ROOT / "README.md", "demo", demo_text())
     fill(HERE / "README.md", "needles", needles_text())
     fill(HERE / "README.md", "cpu", cpu_text())
+    fill(HERE / "README.md", "reading", reading_text())
 
 
 if __name__ == "__main__":

@@ -164,7 +164,41 @@ def test_generation_is_that_of_the_library(trained: Path, command: Command) -> N
         expected[name] = tokenizer.decode(made[0, ids.shape[1] - start :], skip_special_tokens=True)
     generate = ("generate", trained / "run", "--prompt", prompt, "--max-new-tokens", "8")
     assert command(*generate)[:2] == (0, expected["prompt"] + "\n")
-    assert command(*generate, "--read", trained / "text.txt")[:2] == (0, expected["all"] + "\n")
+    assert command(*generate, "--file", trained / "text.txt")[:2] == (0, expected["all"] + "\n")
+
+
+def test_read_generate_verify(trained: Path, tmp_path: Path, command: Command) -> None:
+    notes, memory = trained / "text.txt", tmp_path / "memory"
+    model = trained / "run"
+    code, out, err = command("read", model, notes, "--memory", memory)
+    assert code == 0
+    assert f"{notes}: 2,6" in out  # tokens
+    assert "tokens/s" in out + err
+    assert f"lies in {memory}/" in out
+    assert "read already" in command("read", model, notes, "--memory", memory)[1]
+    before = snapshot(memory)
+    generate = ("generate", model, "--prompt", "~ABCD", "--max-new-tokens", "8")
+    after_file = command(*generate, "--file", notes)
+    assert command(*generate, "--memory", memory) == after_file
+    assert snapshot(memory) == before  # asking leaves no trace
+    assert command("verify", memory)[0] == 0
+    # a file alone is continued at its end
+    assert command("generate", model, "--file", notes, "--max-new-tokens", "2")[0] == 0
+
+
+def test_a_memory_that_is_none(trained: Path, tmp_path: Path, refused: Callable[..., str]) -> None:
+    model, memory = trained / "run", tmp_path / "memory"
+    assert "folder" in refused("verify", memory)
+    assert "folder" in refused("generate", model, "--prompt", "a", "--memory", memory)
+    assert "--prompt TEXT, --file FILE or both" in refused("generate", model)
+    cli.main(["read", str(model), str(trained / "text.txt"), "--memory", str(memory)])
+    chunks = next(memory.glob("chunks-*.bin"))
+    content = bytearray(chunks.read_bytes())
+    content[len(content) // 2] ^= 1
+    chunks.write_bytes(content)
+    assert chunks.name in refused("verify", memory)
+    chunks.write_bytes(content[:-1])
+    assert chunks.name in refused("generate", model, "--prompt", "a", "--memory", memory)
 
 
 def test_sampling_is_a_function_of_its_seed(trained: Path, command: Command) -> None:
@@ -254,7 +288,7 @@ def test_a_text_that_is_none(
     arguments: dict[str, tuple[str | Path, ...]] = {
         "train": (trained / "config.yaml", f"data.paths=[{path}]", f"output={tmp_path}/run"),
         "evaluate": (trained / "run", "--text", path),
-        "generate": (trained / "run", "--prompt", "a", "--read", path),
+        "generate": (trained / "run", "--prompt", "a", "--file", path),
     }
     if name == "generate" and content is None:
         message = "No such file"

@@ -255,7 +255,7 @@ class Demo:
             f"Models:  {out}/drt  {out}/window\n\n"
             f"Next, on text of your own (source .venv/bin/activate puts trailmark on the path):\n"
             f"  trailmark evaluate {out}/drt --text my-folder --lengths 1024,65536\n"
-            f"  trailmark generate {out}/drt --read notes.txt --prompt '~ABCD'   # notes.txt: ... $ABCD=48213; ...\n"
+            f"  trailmark generate {out}/drt --file notes.txt --prompt '~ABCD'   # notes.txt: ... $ABCD=48213; ...\n"
             f"  trailmark train configs/text.yaml data.paths=my-folder output=runs/mine"
         )
 

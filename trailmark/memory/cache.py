@@ -158,7 +158,7 @@ class ChunkCache(Cache):
             return other
         other.memory = self.memory.branch(self.state.memory)
         other.state = take_rows(self.state, np.zeros(batch_size, np.int64))
-        other.state = replace(other.state, memory=MemorySize(other.state.memory.chunks, 0))
+        other.state = replace(other.state, memory=other.state.memory._replace(records=0))
         return other
 
     def reorder_cache(self, beam_idx: Tensor) -> None:

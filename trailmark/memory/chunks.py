@@ -36,6 +36,7 @@ class MemorySize(NamedTuple):
 
     chunks: Integers  # [B] of each row, those of the base included
     records: int  # written to the store
+    short: bool = False  # some chunk was closed early
 
 
 class ChunkMemory:
@@ -107,7 +108,8 @@ class ChunkMemory:
         self._starts[row, place] = np.broadcast_to(starts, (B, n))[row, chunk]
         self._lengths[row, place] = lengths[row, chunk]
         self._write_landmarks(entries.landmarks.detach(), first, counts)
-        return MemorySize(size.chunks + counts, size.records + len(row))
+        short = size.short or bool((lengths[row, chunk] < entries.k.shape[2]).any())
+        return MemorySize(size.chunks + counts, size.records + len(row), short)
 
     def _make_store(self, records: Tensor) -> ChunkStore:
         path = None if self.folder is None else next_chunk_file(self.folder)
@@ -306,7 +308,9 @@ class ChunkMemory:
     def replace(self, first: int, entries: MemoryEntries) -> MemoryEntries:
         """Overwrite chunks ``first ...`` of the one row in place, also for every branch; returns the old ones."""
         n = entries.landmarks.shape[1]
-        if self.base is not None or self.store is None or first < 0 or first + n > self._records.shape[1]:
+        own = self.base is None and self.store is not None and len(self._records) == 1
+        there = self._lengths[0, max(first, 0) : first + n] if own else np.zeros(0, np.int64)
+        if first < 0 or len(there) < n or not there.all():  # a chunk has at least one token
             raise ValueError(f"first: expected {n} chunks that this memory owns, got {first}.")
         here = slice(first, first + n)
         records, lengths = self.gather(np.arange(first, first + n)[None])

@@ -66,7 +66,7 @@ def load_state(
             stored.copy_to(store, found.count)
             stored.close()
         memory.fill(store, {name: x.to(device) if name == "landmarks" else x for name, x in tables.items()})
-    state = replace(state, memory=MemorySize(state.memory.chunks, found.count))
+    state = replace(state, memory=state.memory._replace(records=found.count))
     return state, found.header.get("notes", {})
 
 
@@ -82,6 +82,7 @@ def _state_tensors(state: CacheState) -> Iterator[tuple[str, Tensor]]:
     for name in ("num_tokens", "num_positions", "phases"):
         yield name, numbers(getattr(state, name))
     yield "num_chunks", numbers(state.memory.chunks)
+    yield "short_chunks", torch.tensor(state.memory.short)
     for n, span in enumerate(state.spans):
         yield f"spans.{n}", numbers(np.stack(span))
     for n, layer in enumerate(state.layers):
@@ -96,6 +97,7 @@ def _state_tensors(state: CacheState) -> Iterator[tuple[str, Tensor]]:
             yield f"pending.{n}.weights", got.weights
             yield f"pending.{n}.k", got.k
             yield f"pending.{n}.v", got.v
+            yield f"pending.{n}.short", torch.tensor(got.short is not None)
     if state.open_states is not None:
         yield "open_states", state.open_states
     if (waiting := state.deferred) is not None:
@@ -134,7 +136,8 @@ def _read_state(
                 continue
             lengths = numbers(name + "lengths")
             weights, k, v = own(name + "weights"), own(name + "k"), own(name + "v")
-            pending.append(Retrieved.of(numbers(name + "indices"), lengths, weights, k, v))
+            short = bool(numbers(name + "short"))
+            pending.append(Retrieved.of(numbers(name + "indices"), lengths, weights, k, v, short))
         deferred = None
         if "deferred.states" in left:
             deferred = Deferred(
@@ -147,7 +150,7 @@ def _read_state(
             num_tokens=num_tokens,
             num_positions=numbers("num_positions"),
             phases=numbers("phases"),
-            memory=MemorySize(numbers("num_chunks"), 0),
+            memory=MemorySize(numbers("num_chunks"), 0, bool(numbers("short_chunks"))),
             spans=tuple(Span(*numbers(f"spans.{n}")) for n in range(len(state.spans))),
             layers=tuple(layers),
             pending=tuple(pending),

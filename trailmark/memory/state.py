@@ -22,23 +22,25 @@ class Retrieved(NamedTuple):
     k: Tensor  # [B, K, S, J, D]
     v: Tensor
     slots: Tensor  # [B, 1, K] where each chunk stands in k and v; -1: nothing
-    short: Tensor | None  # [B, K] the lengths, if some chunk has fewer keys than S
+    short: Tensor | None  # [B, K] the lengths, if some chunk may have fewer keys than S
 
     @classmethod
-    def of(cls, indices: Integers, lengths: Integers, weights: Tensor, k: Tensor, v: Tensor) -> Retrieved:
+    def of(
+        cls, indices: Integers, lengths: Integers, weights: Tensor, k: Tensor, v: Tensor, short: bool
+    ) -> Retrieved:
         """Made ready for many calls: keys of a head side by side, tables on the device."""
         place = np.where(indices < 0, -1, np.arange(indices.shape[1]))
         with torch.inference_mode(False):  # else no graph could hold them afterwards
             slots = torch.from_numpy(place[:, None]).to(k.device)
-            short = torch.from_numpy(lengths).to(k.device) if (lengths < k.shape[2]).any() else None
+            given = torch.from_numpy(lengths).to(k.device) if short else None
             if weights.is_inference():
                 weights = weights.clone()
-            return cls(indices, lengths, weights, _head_major(k), _head_major(v), slots, short)
+            return cls(indices, lengths, weights, _head_major(k), _head_major(v), slots, given)
 
     def without(self, rows: Booleans) -> Retrieved:
         """Nothing for the rows [B] that are True."""
         indices = np.where(rows[:, None], -1, self.indices)
-        return self.of(indices, self.lengths, self.weights, self.k, self.v)
+        return self.of(indices, self.lengths, self.weights, self.k, self.v, self.short is not None)
 
 
 class Deferred(NamedTuple):
@@ -88,13 +90,20 @@ def take_rows(state: CacheState, rows: Integers) -> CacheState:
         num_tokens=state.num_tokens[rows],
         num_positions=state.num_positions[rows],
         phases=state.phases[rows],
-        memory=MemorySize(state.memory.chunks[rows], state.memory.records),
+        memory=state.memory._replace(chunks=state.memory.chunks[rows]),
         spans=tuple(Span(x.start[rows], x.end[rows]) for x in state.spans),
         layers=tuple(x.take_rows(index) for x in state.layers),
         pending=tuple(
             None
             if x is None
-            else Retrieved.of(x.indices[rows], x.lengths[rows], take(x.weights), take(x.k), take(x.v))
+            else Retrieved.of(
+                x.indices[rows],
+                x.lengths[rows],
+                take(x.weights),
+                take(x.k),
+                take(x.v),
+                x.short is not None,
+            )
             for x in state.pending
         ),
         open_states=None if state.open_states is None else take(state.open_states),

@@ -376,7 +376,7 @@ class DRTForCausalLM(TrailmarkForCausalLM):
         records, lengths = step.cache.memory.gather(wanted.reshape(B, -1))
         k, v = records[:, :, 0].transpose(2, 3), records[:, :, 1].transpose(2, 3)
         indices = np.where(wanted < 0, -1, np.arange(N * K).reshape(N, K))
-        short = (lengths < self.config.chunk_size).any()
+        short = step.has_short(lengths)
         device = weights.device
         return Reading(
             k,

@@ -118,7 +118,16 @@ class Step:
             return
         records, lengths = self.cache.memory.gather(indices)
         k, v = (records[:, :, i].transpose(2, 3) for i in (0, 1))  # [B, K, S, J, D]
-        self.pending[group] = Retrieved.of(indices, lengths, mine.detach(), k, v)
+        short = self.has_short(lengths)
+        self.pending[group] = Retrieved.of(indices, lengths, mine.detach(), k, v, short)
+
+    def has_short(self, lengths: Integers) -> bool:
+        """Whether attention is told the lengths [B, n] of the chunks that it reads.
+
+        In a batch it is, if any chunk was closed early: what a neighbour selects must not change a row's bits.
+        """
+        assert self.config.chunk_size
+        return bool((lengths < self.config.chunk_size).any()) or (len(lengths) > 1 and self.size.short)
 
     # --- what the upper layers have not seen -----------------------------------------------------------------
 

@@ -98,9 +98,9 @@ def grouped_cross_attention(
         return reference.grouped_cross_attention(
             q, k, v, indices, weights, present, softmax_off_by_one, scale
         )
-    decoding = N == 1 and M == K and lengths is None and not _any_grad(q, k, v, weights)
+    decoding = N == 1 and M == K and not _any_grad(q, k, v, weights)
     if decoding and bool((indices == torch.arange(K, device=q.device)).all()):
-        return _read_in_order(q, k, v, weights, softmax_off_by_one, scale)
+        return _read_in_order(q, k, v, weights, lengths, softmax_off_by_one, scale)
     return _Gathered.apply(q, k, v, indices, weights, lengths, softmax_off_by_one, scale)
 
 
@@ -113,6 +113,7 @@ def _read_in_order(
     k: Tensor,  # [B, K, S, J, D]
     v: Tensor,
     weights: Tensor,  # [B, 1, J, K]
+    lengths: Tensor | None,  # [B, K]
     off_by_one: bool,
     scale: float,
 ) -> Tensor:
@@ -123,10 +124,17 @@ def _read_in_order(
     keys, values = (x.to(dtype).permute(0, 3, 1, 2, 4).reshape(B * J, K * S, D) for x in (k, v))
     folded = q.view(B, R, J, H // J, D).permute(0, 2, 3, 1, 4).reshape(B * J, -1, D).to(dtype)
     scores = torch.bmm(folded * scale, keys.transpose(1, 2)).view(B * J, -1, K, S)
+    if lengths is not None:
+        absent = torch.arange(S, device=q.device) >= lengths[..., None]  # [B, K, S]
+        absent = absent[:, None].expand(B, J, K, S).reshape(B * J, 1, K, S)
+        scores.masked_fill_(absent, -torch.inf)
+        values = values.masked_fill(absent.view(B * J, K * S, 1), 0)  # not even NaN has an effect
     if off_by_one:  # a virtual key with score 0 and value 0 (Eq. 3)
         probabilities = torch.nn.functional.pad(scores, (0, 1)).softmax(-1)[..., :-1]
     else:
         probabilities = scores.softmax(-1)
+        if lengths is not None:
+            probabilities = probabilities.masked_fill(absent, 0)  # NaN in chunks without keys
     weighted = probabilities * weights.reshape(B * J, 1, K, 1).to(dtype)
     out = torch.bmm(weighted.flatten(2), values)
     return out.view(B, J, H // J, R, D).permute(0, 3, 1, 2, 4).reshape(B, 1, R, H, D).to(q.dtype)

@@ -298,14 +298,17 @@ def _search(
         top = _merge(parts, K + 1)
         chosen = _ascending(top, K)
         if top.values.shape[-1] > K:
-            contested = _contested(asked[:, :, rows], segments, top, K)
+            contested, lowest = _contested(asked[:, :, rows], segments, top, K)
             if bool(contested.any()):
                 for places in contested.nonzero().split(max(1, _SLAB_ELEMENTS // (size * asked.shape[-1]))):
                     b, j, n = places.unbind(1)
                     at = n + rows.start
                     noise = None if noise_rows is None else noise_rows[b, j, at]
                     rest = (size, K, start.each[b, at], end.each[b, at], noise)
-                    chosen[b, j, n] = _rescore(asked[b, j, at], b, j, segments, *rest)
+                    rescore = (
+                        _rescore_near if J == 1 and (B == 1 or all(map(_is_shared, segments))) else _rescore
+                    )
+                    chosen[b, j, n] = rescore(asked[b, j, at], b, j, segments, *rest, lowest[b, j, n])
         found.append(chosen)
     return (found[0] if len(found) == 1 else torch.cat(found, dim=2)).transpose(1, 2)
 
@@ -349,8 +352,9 @@ def _merge(parts: list[_Best], kept: int) -> _Best:
     return _Best(values, chunks.gather(-1, order))
 
 
-def _contested(asked: Tensor, segments: list[Tensor], top: _Best, K: int) -> Tensor:
-    """[B, J, n] bool: where the scores of the last place and of the next lie within rounding.
+def _contested(asked: Tensor, segments: list[Tensor], top: _Best, K: int) -> tuple[Tensor, Tensor]:
+    """[B, J, n] bool: where the scores of the last place and of the next lie within rounding; and the least score
+    that may be equal to them.
 
     What rounds are the two scores for that place; another chunk's length, or NaN, has no say in it.
     """
@@ -359,7 +363,8 @@ def _contested(asked: Tensor, segments: list[Tensor], top: _Best, K: int) -> Ten
     pair = top.chunks[..., K - 1 : K + 1].transpose(1, 2)  # [B, n, J, 2]
     longest = norm(_gather(segments, pair, asked.dtype), dim=-1).amax(-1).transpose(1, 2)  # [B, J, n]
     last, next_best = top.values[..., K - 1], top.values[..., K]
-    return (last - next_best <= rounding * longest) & (next_best > -torch.inf)
+    contested = (last - next_best <= rounding * longest) & (next_best > -torch.inf)
+    return contested, next_best - rounding * longest
 
 
 def _rescore(
@@ -372,6 +377,7 @@ def _rescore(
     start: Tensor,  # [P]
     end: Tensor,  # [P]
     noise_rows: Tensor | None,  # [P, 1]
+    lowest: Tensor,  # [P]
 ) -> Tensor:
     """The chosen chunks [P, K] by a sum per chunk.
 
@@ -397,6 +403,45 @@ def _rescore(
         best = _Best(values[:, :K].clone(), chunks.gather(-1, order[:, :K]))
     assert best is not None
     return _ascending(best, K)
+
+
+def _rescore_near(
+    asked: Tensor,  # [P, E]
+    row: Tensor,
+    head: Tensor,
+    segments: list[Tensor],  # one table for all rows, one head
+    size: int,
+    K: int,
+    start: Tensor,  # [P]
+    end: Tensor,  # [P]
+    noise_rows: Tensor | None,  # [P, 1]
+    lowest: Tensor,  # [P] scores below take no part
+) -> Tensor:
+    """As ``_rescore``, with sums for those chunks alone that a GEMM puts within rounding of the last place."""
+    queries, numbers, sums = [], [], []
+    for first, block in _blocks(segments, size):
+        last = first + block.shape[1]
+        table = block[0, :, 0].to(asked.dtype)
+        scores = asked @ table.T  # [P, m]
+        if noise_rows is not None:
+            scores = scores + _gumbel(noise_rows, first, last - first)
+        chunk = torch.arange(first, last, device=asked.device)
+        inside = (chunk >= start[:, None]) & (chunk < end[:, None])
+        near, place = (inside & (scores >= lowest[:, None])).nonzero(as_tuple=True)
+        exact = (asked[near] * table[place]).sum(-1)
+        if noise_rows is not None:
+            exact = exact + _gumbel(noise_rows, first, last - first)[near, place]
+        queries.append(near)
+        numbers.append(place + first)
+        sums.append(exact)
+    query, number, score = torch.cat(queries), torch.cat(numbers), torch.cat(sums)
+    order = query.argsort(stable=True)  # by query, then by chunk
+    counts = torch.bincount(query, minlength=len(asked))
+    found = []
+    for own in order.split(counts.tolist()):
+        best = score[own].argsort(descending=True, stable=True)[:K]
+        found.append(_ascending(_Best(score[own][best], number[own][best]), K))
+    return torch.stack(found)
 
 
 def _ascending(best: _Best, K: int) -> Tensor:

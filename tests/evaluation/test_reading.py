@@ -1,0 +1,153 @@
+"""Reading files into a memory that is kept, stopped and gone on with."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.training.tiny import prose, run_config
+from trailmark.data.corpus import text_pieces, tokenize
+from trailmark.evaluation import evaluate, reading
+from trailmark.evaluation.reading import Reader, parse_dtype
+from trailmark.memory import saved
+from trailmark.training.trainer import Run
+
+
+@pytest.fixture(scope="module")
+def subject(tmp_path_factory: pytest.TempPathFactory) -> evaluate.Subject:
+    folder = tmp_path_factory.mktemp("model")
+    (folder / "text.txt").write_text(prose())
+    config = run_config(folder / "run", "needles", steps=2)
+    config.data.paths = [str(folder / "text.txt")]
+    Run(config).train()
+    return evaluate.load(folder / "run")
+
+
+@pytest.fixture
+def books(tmp_path: Path) -> list[Path]:
+    """Two texts of several pieces each."""
+    paths = []
+    for name, word in (("first", "river"), ("second", "boat")):
+        paths.append(tmp_path / f"{name}.txt")
+        paths[-1].write_text("\n".join(f"{n} {word} {prose(20).strip()}" for n in range(40)) + "\n")
+    return paths
+
+
+@pytest.fixture(autouse=True)
+def short_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    def pieces(path: Path) -> Any:
+        return text_pieces(path, size=700)
+
+    monkeypatch.setattr(reading, "text_pieces", pieces)
+
+
+def answer(subject: evaluate.Subject, cache: Any) -> torch.Tensor:
+    """What the model predicts after what a cache has read."""
+    ids = torch.from_numpy(tokenize(["the river"], subject.tokenizer)).long()[None]
+    with torch.no_grad():
+        logits: torch.Tensor = subject.model(ids, past_key_values=cache.branch()).logits
+    return logits
+
+
+def whole(subject: evaluate.Subject, *paths: Path) -> torch.Tensor:
+    """The same after reading the texts in one call."""
+    cache = subject.model.new_cache()
+    texts = [path.read_text() for path in paths]
+    subject.model.read(torch.from_numpy(tokenize(texts, subject.tokenizer)).long()[None], cache)
+    return answer(subject, cache)
+
+
+def test_files_one_after_the_other_are_one_text(
+    subject: evaluate.Subject, books: list[Path], tmp_path: Path
+) -> None:
+    reader = Reader(subject, tmp_path / "memory")
+    assert [reader.read(book) for book in books] == [True, True]
+    torch.testing.assert_close(answer(subject, reader.cache), whole(subject, *books))
+    saved.verify(tmp_path / "memory")
+    lengths = [len(tokenize([book.read_text()], subject.tokenizer)) for book in books]
+    assert [s["tokens"] for s in reader.sources] == lengths
+    assert reader.num_tokens == reader.tokens_read == sum(lengths)
+
+
+def test_a_second_run_reads_nothing_again_and_adds_what_is_new(
+    subject: evaluate.Subject, books: list[Path], tmp_path: Path
+) -> None:
+    first = Reader(subject, tmp_path / "memory")
+    first.read(books[0])
+    del first
+    second = Reader(subject, tmp_path / "memory")
+    assert [second.read(book) for book in books] == [False, True]
+    del second
+    loaded = subject.model.load_cache(tmp_path / "memory")
+    torch.testing.assert_close(answer(subject, loaded), whole(subject, *books))
+
+
+@pytest.mark.parametrize("pieces", [1, 3])
+def test_an_interrupted_reading_goes_on_where_it_stopped(
+    subject: evaluate.Subject, books: list[Path], tmp_path: Path, pieces: int
+) -> None:
+    seen = []
+
+    def stop(reader: Reader) -> None:
+        seen.append(reader.num_tokens)
+        if len(seen) == pieces:
+            raise KeyboardInterrupt
+
+    reader = Reader(subject, tmp_path / "memory", progress=stop)
+    with pytest.raises(KeyboardInterrupt):
+        reader.read(books[0])
+    del reader
+    saved.verify(tmp_path / "memory")
+    reader = Reader(subject, tmp_path / "memory")
+    assert reader.num_tokens == seen[-1]
+    assert [reader.read(book) for book in books] == [True, True]
+    torch.testing.assert_close(answer(subject, reader.cache), whole(subject, *books))
+
+
+def test_a_text_that_changed_since_is_refused(
+    subject: evaluate.Subject, books: list[Path], tmp_path: Path
+) -> None:
+    def stop(reader: Reader) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        Reader(subject, tmp_path / "memory", progress=stop).read(books[0])
+    books[0].write_text("Another" + books[0].read_text())
+    with pytest.raises(ValueError, match=r"as it was when its first .* tokens were read, it has changed"):
+        Reader(subject, tmp_path / "memory").read(books[0])
+    with pytest.raises(ValueError, match="which this memory holds in part"):
+        Reader(subject, tmp_path / "memory").read(books[1])
+
+
+def test_a_memory_of_other_weights_is_refused(
+    subject: evaluate.Subject, books: list[Path], tmp_path: Path
+) -> None:
+    Reader(subject, tmp_path / "memory").read(books[0])
+    other = evaluate.load(subject.folder)
+    with torch.no_grad():
+        next(other.model.parameters()).add_(1)
+    with pytest.raises(ValueError, match="expected a memory written by this model"):
+        Reader(other, tmp_path / "memory")
+
+
+def test_types_of_a_memory() -> None:
+    assert parse_dtype(None) is None
+    assert parse_dtype("bfloat16") == torch.bfloat16
+    with pytest.raises(
+        ValueError, match="memory_dtype: expected one of float32, bfloat16, float16, got 'int8'"
+    ):
+        parse_dtype("int8")
+
+
+def test_a_memory_in_bfloat16_takes_half_the_bytes(
+    subject: evaluate.Subject, books: list[Path], tmp_path: Path
+) -> None:
+    sizes = []
+    for dtype in (torch.float32, torch.bfloat16):
+        reader = Reader(subject, tmp_path / str(dtype), dtype)
+        reader.read(books[0])
+        sizes.append((tmp_path / str(dtype) / "chunks-1.bin").stat().st_size)
+    assert sizes[0] == 2 * sizes[1]
