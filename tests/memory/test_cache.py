@@ -1,355 +1,375 @@
-"""The cache: memory that grows, branches, marks, and what they cost."""
+"""The cache: how far it is, rows that move, branches, taking back, and what it all costs."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 from torch import Tensor
+from transformers import Cache
 
-from tests.models.tiny import assert_same, drt, logits_of, tokens, window_model
-from trailmark.memory import ChunkCache, ChunkMemory, MemoryEntries
+from tests.models.tiny import assert_same, drt, logits_of, pad, tokens, window_model
+from trailmark.memory import ChunkCache
+from trailmark.models import TrailmarkForCausalLM
 
-S, J, D, E = 4, 2, 4, 16
-
-
-def entries(count: int, batch: int = 1, seed: int = 0, dtype: torch.dtype = torch.float64) -> MemoryEntries:
-    generator = torch.Generator().manual_seed(seed)
-    k, v = torch.randn(2, batch, count, S, J, D, generator=generator, dtype=torch.float64).to(dtype)
-    landmarks = torch.randn(batch, count, E, generator=generator, dtype=torch.float64).to(dtype)
-    return MemoryEntries(k, v, landmarks, torch.randint(1, S + 1, (batch, count), generator=generator))
-
-
-def joined(*parts: MemoryEntries) -> MemoryEntries:
-    return MemoryEntries(*(torch.cat(each, dim=1) for each in zip(*parts, strict=True)))
+S, J, D, E, W = 4, 2, 4, 16, 7  # of the tiny models
+TIERS = ("device", "host", "disk")
+EVERY_TIER = pytest.mark.parametrize("tier", TIERS)
+MODELS = pytest.mark.parametrize("make", [lambda: drt(2), window_model], ids=["drt", "window"])
+LENGTHS = (30, 7, 12)
 
 
-def assert_holds(memory: ChunkMemory, expected: MemoryEntries) -> None:
-    assert len(memory) == expected.landmarks.shape[1]
-    for ours, exact in zip(memory.tables(), expected, strict=True):
-        assert torch.equal(ours, exact)
+def texts(seed: int = 0) -> list[Tensor]:
+    return [tokens(n, seed=seed + b)[0] for b, n in enumerate(LENGTHS)]
 
 
-def state(cache: ChunkCache) -> list[Tensor]:
+def ragged_cache(model: TrailmarkForCausalLM, how: str = "forward", **options: Any) -> ChunkCache:
+    """That has seen three texts of different lengths."""
+    cache = model.new_cache(**options)
+    mask = pad([torch.ones(n) for n in LENGTHS])
+    if how == "read":
+        model.read(pad(texts()), cache, mask)
+    else:
+        logits_of(model, pad(texts()), attention_mask=mask, past_key_values=cache)
+    return cache
+
+
+def carried(cache: ChunkCache) -> list[Tensor]:
     """Copies of all that a cache carries."""
-    parts = [x for kept in cache.window if kept is not None for x in kept]
-    parts += [x for chosen in cache.pending if chosen is not None for x in chosen]
-    parts += [] if cache.open_tokens is None else [cache.open_tokens]
-    parts += list(cache.memory.tables()) if len(cache.memory) else []
-    return [x.clone() for x in [*parts, torch.tensor(cache.num_tokens)]]
+    state = cache.state
+    assert state is not None
+    found: list[Any] = [state.num_tokens, state.num_positions, state.phases, state.memory.chunks]
+    found += [x for span in state.spans for x in span]
+    found += [x for layer in state.layers for x in (layer.keys, layer.values)]
+    found += [x for got in state.pending if got is not None for x in got]
+    found += [state.open_states, *(() if state.deferred is None else state.deferred)]
+    if (most := int(state.memory.chunks.max())) > 0:
+        here = np.arange(most) + np.zeros((len(state.num_tokens), 1), int)
+        records, lengths = cache.memory.gather(np.where(here < state.memory.chunks[:, None], here, -1))
+        found += [records, lengths, *cache.memory.blocks(most, len(here))]
+    tensors = (torch.from_numpy(x) if isinstance(x, np.ndarray) else x for x in found if x is not None)
+    return [x.clone() for x in tensors]
 
 
 def assert_unchanged(cache: ChunkCache, before: list[Tensor]) -> None:
-    now = state(cache)
+    now = carried(cache)
     assert len(now) == len(before)
-    assert all(torch.equal(a, b) for a, b in zip(now, before, strict=True))
+    assert all(map(torch.equal, now, before))
 
 
-# --- memory ----------------------------------------------------------------------------------------------
+# --- how far it is ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("capacity", [0, 1, 5, 1000])
-@pytest.mark.parametrize("counts", [[1] * 40, [3, 0, 20, 1, 17], [100, 1]], ids=["1", "mixed", "many"])
-def test_memory_grows_beyond_its_capacity(capacity: int, counts: list[int]) -> None:
-    memory, parts = ChunkMemory(capacity), []
-    for number, count in enumerate(counts):
-        parts.append(entries(count, batch=2, seed=number))
-        memory.append(parts[-1], all_full=False)
-        assert len(memory) == sum(counts[: number + 1])
-        if number % 3 == 0:
-            assert_holds(memory, joined(*parts))
-    assert_holds(memory, joined(*parts))
-
-
-def test_growth_copies_seldom() -> None:
-    memory, places = ChunkMemory(), set()
-    for number in range(1000):
-        memory.append(entries(1, seed=number), all_full=True)
-        places.add(memory.tables().k.data_ptr())
-    assert len(places) < 15
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_the_bytes_of_a_thousand_chunks(dtype: torch.dtype) -> None:
-    """Keys, values and landmark vectors, and one int64 a chunk; spare capacity does not count."""
-    memory = ChunkMemory(capacity=5000)
-    memory.append(entries(1000, dtype=dtype), all_full=True)
-    assert memory.num_bytes() == 1000 * ((2 * S * J * D + E) * dtype.itemsize + 8)
-    model = drt(2).to(dtype)
+@MODELS
+def test_it_is_a_cache_of_transformers(make: Any) -> None:
+    model = make()
     cache = model.new_cache()
-    model.read(tokens(1000 * S), cache)
-    assert cache.memory.num_bytes() == memory.num_bytes()
-    assert cache.window_bytes() == 5 * 2 * 6 * J * D * dtype.itemsize  # 5 layers, W - 1 positions
+    assert isinstance(cache, Cache)
+    assert (cache.get_seq_length(), cache.batch_size, cache.get_max_length()) == (0, None, -1)
+    assert (cache.window_bytes(), cache.memory_bytes()) == (0, 0)
+    assert not cache.is_initialized
+    for number, piece in enumerate(tokens(60, batch=2).split([1, 45, 14], dim=1)):
+        if number:
+            model.read(piece, cache)
+        else:
+            logits_of(model, piece, past_key_values=cache)
+    assert (cache.get_seq_length(), cache.batch_size, cache.get_max_length()) == (60, 2, -1)
+    assert cache.num_tokens.tolist() == [60, 60]
+    assert cache.num_chunks.tolist() == ([15, 15] if model.config.model_type == "trailmark_drt" else [0, 0])
+    assert len(cache) == len(cache.layers) == model.config.num_hidden_layers
+    assert not cache.is_croppable  # as transformers means it: by any number of tokens
+    assert not cache.is_compileable
 
 
-def test_replaced_chunks_come_back() -> None:
-    memory, old, new = ChunkMemory(), entries(9, seed=1), entries(3, seed=2)
-    memory.append(old, all_full=True)
-    parts = (MemoryEntries(*(x[:, :4] for x in old)), new, MemoryEntries(*(x[:, 7:] for x in old)))
-    taken = memory.replace(4, new)
-    assert_holds(memory, joined(*parts))
-    memory.replace(4, taken)
-    assert_holds(memory, old)
+@pytest.mark.parametrize("how", ["read", "forward"])
+def test_rows_count_for_themselves(how: str) -> None:
+    cache = ragged_cache(drt(2), how)
+    assert cache.num_tokens.tolist() == list(LENGTHS)
+    assert cache.num_chunks.tolist() == [7, 1, 3]
+    assert cache.get_seq_length() == 30
+    assert cache.batch_size == 3
 
 
-def test_shorter_chunks_put_in_place_of_full_ones_are_known_to_be_short() -> None:
-    memory, new = ChunkMemory(), entries(3, seed=2)
-    full = entries(9, seed=1)._replace(lengths=torch.full((1, 9), S))
-    memory.append(full, all_full=True)
-    memory.replace(4, full._replace(**{n: getattr(full, n)[:, :3] for n in full._fields}))
-    assert not memory.has_short_chunks
-    memory.replace(4, new._replace(lengths=torch.tensor([[S, S - 1, S]])))
-    assert memory.has_short_chunks
+@EVERY_TIER
+def test_after_a_reset_it_is_as_new(tier: str, tmp_path: Any) -> None:
+    model, text = drt(2), tokens(50, batch=2, seed=9)
+    folder = {"memory_folder": tmp_path} if tier == "disk" else {}
+    cache = ragged_cache(model, memory_tier=tier, **folder)
+    for _ in range(2):
+        cache.reset()
+        assert (cache.get_seq_length(), cache.batch_size, cache.memory_bytes()) == (0, None, 0)
+        out = [logits_of(model, piece, past_key_values=cache) for piece in text.split(9, dim=1)]
+        fresh = model.new_cache()
+        exact = [logits_of(model, piece, past_key_values=fresh) for piece in text.split(9, dim=1)]
+        assert all(map(torch.equal, out, exact))
+        assert cache.memory.store.tier == tier
 
 
-@pytest.mark.parametrize("first", [-1, 7, 9])
-def test_replacing_chunks_that_are_not_there_is_refused(first: int) -> None:
-    memory = ChunkMemory()
-    memory.append(entries(9), all_full=True)
-    with pytest.raises(ValueError, match=f"first: expected 3 chunks inside the 9 .*got {first}"):
-        memory.replace(first, entries(3))
+def test_layers_are_its_own_matter() -> None:
+    with pytest.raises(ValueError, match="layers: expected none"):
+        drt().new_cache().layers = [1]
 
 
-def test_a_branch_cannot_replace_its_parents_chunks() -> None:
-    memory = ChunkMemory()
-    memory.append(entries(9), all_full=True)
-    with pytest.raises(ValueError, match="first: expected 1 chunks inside the 9 that this memory owns"):
-        memory.branch(1).replace(0, entries(1))
+# --- rows ------------------------------------------------------------------------------------------------
 
 
-def test_rewinding_memory_forgets_what_came_after() -> None:
-    memory, first, other = ChunkMemory(), entries(5), entries(3, seed=1)
-    memory.append(first, all_full=True)
-    mark = memory.mark()
-    memory.append(entries(30, seed=2), all_full=False)
-    assert memory.has_short_chunks
-    memory.rewind(mark)
-    assert not memory.has_short_chunks
-    assert_holds(memory, first)
-    memory.append(other, all_full=True)
-    assert_holds(memory, joined(first, other))
+@MODELS
+@EVERY_TIER
+@pytest.mark.parametrize("how", ["read", "forward"])
+@pytest.mark.parametrize("rows", [[2, 0, 1], [0, 0, 2, 2, 1], [1]], ids=str)
+def test_rows_change_places(make: Any, tier: str, how: str, rows: list[int]) -> None:
+    model = make()
+    cache = ragged_cache(model, how, memory_tier=tier)
+    cache.reorder_cache(torch.tensor(rows))
+    assert cache.num_tokens.tolist() == [LENGTHS[b] for b in rows]
+    more = tokens(20, batch=len(rows), seed=9)
+    outs = [logits_of(model, piece, past_key_values=cache) for piece in more.split([1, 6, 1, 12], dim=1)]
+    for b, row in enumerate(rows):
+        whole = torch.cat([texts()[row], more[b]])[None]
+        assert_same(torch.cat(outs, dim=1)[b], logits_of(model, whole)[0, LENGTHS[row] :])
 
 
-@pytest.mark.parametrize("written_before", [False, True])
-@pytest.mark.parametrize("written_after", [False, True])
-def test_a_mark_of_chunks_not_yet_written(written_before: bool, written_after: bool) -> None:
-    memory, first, other = ChunkMemory(), entries(5), entries(3, seed=1)
-    memory.append(first, all_full=True)
-    if written_before:
-        memory.tables()
-    memory.append(other, all_full=True)
-    mark = memory.mark()
-    memory.append(entries(30, seed=2), all_full=True)
-    if written_after:
-        memory.branch(2)
-    memory.rewind(mark)
-    memory.rewind(mark)
-    assert_holds(memory, joined(first, other))
-
-
-def test_rows_change_places() -> None:
-    memory, three = ChunkMemory(), entries(5, batch=3)
-    memory.append(three, all_full=True)
-    rows = torch.tensor([2, 2, 0])
-    memory.reorder(rows)
-    assert_holds(memory, MemoryEntries(*(x[rows] for x in three)))
-
-
-def test_what_is_kept_has_no_gradient() -> None:
+def test_rows_are_repeated() -> None:
     model = drt(2)
+    repeated, selected = ragged_cache(model), ragged_cache(model)
+    repeated.batch_repeat_interleave(2)
+    selected.batch_select_indices(torch.tensor([0, 0, 1, 1, 2, 2]))
+    more = tokens(9, batch=6)
+    outs = [logits_of(model, more, past_key_values=cache) for cache in (repeated, selected)]
+    assert torch.equal(*outs)
+    empty = model.new_cache()
+    empty.batch_repeat_interleave(2)
+    assert empty.batch_size is None
+
+
+def test_what_was_read_in_inference_mode_goes_on_outside() -> None:
+    """Rings are written to, and gradients of a later call pass by what is kept."""
+    model, ids = drt(2), tokens(80)
+    with torch.inference_mode():
+        cache = model.new_cache()
+        model.read(ids[:, :30], cache)
+        logits_of(model, ids[:, 30:33], past_key_values=cache, close_chunk=True)
+        branch = cache.branch(2)
+        branch.reorder_cache(torch.tensor([1, 0]))
+        branches = [branch, cache.branch(2), cache]
+    outs = []
+    for going in branches:
+        rest = ids[:, 33:].expand(going.batch_size, -1).split([1, 1, 45], dim=1)
+        outs.append(torch.cat([logits_of(model, piece, past_key_values=going)[:1] for piece in rest], dim=1))
+        model(tokens(6, batch=len(rest[0])), past_key_values=going).logits.sum().backward()
+    assert_same(outs[0], outs[2])
+    assert torch.equal(outs[0], outs[1])
+
+
+@MODELS
+def test_what_is_kept_has_no_gradient(make: Any) -> None:
+    model, ids = make(), tokens(60, batch=2)
     cache = model.new_cache()
-    model(tokens(30), past_key_values=cache)
-    kept = [*cache.memory.tables(), *(x for pair in cache.window for x in pair)]
-    kept += [x for chosen in cache.pending for x in chosen]
-    assert not any(x.requires_grad for x in kept)
+    for piece in ids.split([30, 1, 1, 1, 1, 5, 21], dim=1):
+        model(piece, past_key_values=cache).logits.sum().backward()  # each call's own
+        assert not any(x.requires_grad for x in carried(cache))
+
+
+@MODELS
+@pytest.mark.parametrize("read", [30, 31, 35])
+def test_a_calls_gradients_are_those_of_its_own_states(make: Any, read: int) -> None:
+    """Of the last matrix, which nothing carried depends on, those of the whole text's last logits."""
+    model, ids = make(), tokens(36)
+    gradients = []
+    for cached in (True, False):
+        cache = model.new_cache()
+        if cached:
+            logits_of(model, ids[:, :read], past_key_values=cache)
+        out = model(ids[:, read:] if cached else ids, past_key_values=cache if cached else None)
+        target = model.layers[-1] if hasattr(model, "layers") else model.upper_layers[-1]
+        (by_weight,) = torch.autograd.grad(
+            out.logits[:, read - 36 :].square().sum(), target.mlp.down_proj.weight
+        )
+        gradients.append(by_weight)
+    assert_same(gradients[0], gradients[1])
 
 
 # --- branches --------------------------------------------------------------------------------------------
 
 
+@EVERY_TIER
 @pytest.mark.parametrize("groups", [1, 2])
-@pytest.mark.parametrize("read", [1, 3, 4, 8, 46, 48])
-def test_branches_go_on_for_chunks_without_their_parent(groups: int, read: int) -> None:
+@pytest.mark.parametrize("read", [1, 4, 46])
+@pytest.mark.parametrize("asked", [False, True])
+def test_branches_go_on_without_their_parent(groups: int, read: int, tier: str, asked: bool) -> None:
     model, text, tails = drt(groups), tokens(read), tokens(29, batch=3, seed=1)
-    cache = model.new_cache()
-    model.read(text, cache)
-    before = state(cache)
+    cache = model.new_cache(memory_tier=tier)
+    if asked:
+        logits_of(model, text, past_key_values=cache)
+    else:
+        model.read(text, cache)
+    before = carried(cache)
     branch = cache.branch(3)
     parts = [logits_of(model, piece, past_key_values=branch) for piece in tails.split([1, 2, 9, 17], dim=1)]
     for row in range(3):
         whole = torch.cat([text, tails[row : row + 1]], dim=1)
         assert_same(torch.cat(parts, dim=1)[row], logits_of(model, whole)[0, read:])
-    assert branch.num_tokens == read + 29
+    assert branch.num_tokens.tolist() == [read + 29] * 3
     assert_unchanged(cache, before)
-    after = logits_of(model, tails[:1], past_key_values=cache)  # and the parent goes on
-    assert_same(after, logits_of(model, torch.cat([text, tails[:1]], dim=1))[:, read:])
+    # and the parent goes on, which no branch notices
+    at_branch = carried(branch)
+    model.read(tokens(40, seed=3), cache)
+    assert_unchanged(branch, at_branch)
 
 
-def test_a_window_models_branches() -> None:
+def test_branches_of_window_models_and_of_nothing() -> None:
     model, text, tails = window_model(), tokens(30), tokens(9, batch=3, seed=1)
     cache = model.new_cache()
+    assert cache.branch(2).batch_size is None
     model.read(text, cache)
     out = logits_of(model, tails, past_key_values=cache.branch(3))
     whole = torch.cat([text.expand(3, -1), tails], dim=1)
     assert_same(out, logits_of(model, whole)[:, 30:])
 
 
-def test_a_branch_of_an_empty_cache() -> None:
-    model, ids = drt(), tokens(20, batch=2)
-    assert_same(logits_of(model, ids, past_key_values=model.new_cache().branch(2)), logits_of(model, ids))
-
-
-def test_a_branch_of_a_branch() -> None:
-    model, text = drt(), tokens(60)
-    cache = model.new_cache()
+@EVERY_TIER
+def test_a_branch_of_a_branch_and_a_parent_that_is_gone(tier: str) -> None:
+    model, text = drt(2), tokens(60)
+    cache = model.new_cache(memory_tier=tier)
     model.read(text[:, :22], cache)
     child = cache.branch()
+    cache.reset()
+    model.read(tokens(30, seed=5), cache)
     model.read(text[:, 22:41], child)
     grandchild = child.branch()
+    model.read(tokens(30, seed=6), child)
     assert_same(logits_of(model, text[:, 41:], past_key_values=grandchild), logits_of(model, text)[:, 41:])
 
 
-def test_a_branch_that_closes_one_chunk_copies_no_memory() -> None:
+def test_a_branch_shares_its_parents_memory() -> None:
     model = drt()
     cache = model.new_cache()
     model.read(tokens(1000 * S), cache)
+    written = len(cache.memory.store)
     branch = cache.branch(3)
     logits_of(model, tokens(S + 1, batch=3, seed=1), past_key_values=branch)
-    branch.mark()
-    assert [b.data_ptr() for b in branch.memory._buffers] == [b.data_ptr() for b in cache.memory._buffers]
+    branch.reorder_cache(torch.tensor([2, 0]))  # beam search does it at every token
+    assert branch.memory.base == (cache.memory, 1000)
+    shared = [block.data_ptr() for block in branch.memory.blocks(1000, 2)]
+    assert shared == [block.data_ptr() for block in cache.memory.blocks(1000, 1)]
+    assert len(cache.memory.store) == written
+    assert branch.memory_bytes() == 3 * 2 * S * J * D * 8 + 2 * (E * 8 + 24)  # records of 3 rows, 2 in use
+    assert cache.memory_bytes() == 1000 * ((2 * S * J * D + E) * 8 + 24)
 
 
-def test_branch_and_parent_read_on_apart() -> None:
-    model, text, other = drt(), tokens(60), tokens(20, seed=1)
-    cache = model.new_cache(num_tokens=200)
-    model.read(text[:, :40], cache)
-    branch = cache.branch()
-    model.read(other, cache)
-    assert_same(logits_of(model, text[:, 40:], past_key_values=branch), logits_of(model, text)[:, 40:])
-
-
-def test_a_branch_outlives_what_its_parent_forgets() -> None:
-    model, text, other = drt(), tokens(60), tokens(20, seed=1)
-    cache = model.new_cache(num_tokens=200)
-    model.read(text[:, :20], cache)
-    mark = cache.mark()
-    model.read(text[:, 20:40], cache)
-    branch = cache.branch()
-    cache.rewind(mark)
-    model.read(other, cache)
-    assert_same(logits_of(model, text[:, 40:], past_key_values=branch), logits_of(model, text)[:, 40:])
-
-
-@pytest.mark.parametrize("read", [2, 8, 9])
 @pytest.mark.parametrize("branches", [2, 3])
-def test_a_branch_of_a_batch_is_refused(read: int, branches: int) -> None:
-    model = drt()
+def test_a_branch_of_a_batch_is_refused(branches: int) -> None:
+    with pytest.raises(ValueError, match="branch: expected a cache of one row, got a batch of 3"):
+        ragged_cache(drt()).branch(branches)
+
+
+# --- taking back -----------------------------------------------------------------------------------------
+
+
+@st.composite
+def histories(draw: st.DrawFn) -> tuple[str, list[tuple[str, int]], int]:
+    call = st.tuples(st.sampled_from(["forward", "last", "read"]), st.sampled_from([1, 1, 1, 2, 3, 9, 30]))
+    calls = draw(st.lists(call, min_size=1, max_size=6))
+    return draw(st.sampled_from(["drt", "window", "wide", "all"])), calls, draw(st.integers(1, 8))
+
+
+@settings(derandomize=True, deadline=None, max_examples=80)
+@given(histories())
+@example(("window", [("read", 50), ("last", 1)], 3))  # the windows begin in the middle of the text
+@example(("window", [("read", 50), ("last", 6)], 3))
+@example(("drt", [("read", 60), ("last", 3)], 2))
+def test_tokens_are_taken_back_exactly_or_not_at_all(
+    history: tuple[str, list[tuple[str, int]], int],
+) -> None:
+    name, calls, n = history
+    model = {
+        "drt": lambda: drt(2, chunk_size=11, sliding_window=3),
+        "window": lambda: window_model(num_hidden_layers=1),
+        "wide": lambda: window_model(sliding_window=40),
+        "all": lambda: window_model(sliding_window=None),
+    }[name]()
+    ids = tokens(sum(length for _, length in calls))
     cache = model.new_cache()
-    model.read(tokens(read, batch=2), cache)
-    with pytest.raises(ValueError, match="branch: expected a cache of one row, got a batch of 2"):
-        cache.branch(branches)
-
-
-# --- marks -----------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("make", [drt, lambda: drt(2, window_position="rope"), window_model])
-@pytest.mark.parametrize("read", [0, 3, 8, 46])
-@pytest.mark.parametrize("after", [1, 5, 90])
-def test_rewinding_restores_every_bit(make: Any, read: int, after: int) -> None:
-    model = make()
-    cache = model.new_cache()
-    if read:
-        model.read(tokens(read), cache)
-    before, mark = state(cache), cache.mark()
-    question = tokens(9, seed=2)
-    first = logits_of(model, question, past_key_values=cache, close_chunk=True)
-    for _ in range(2):
-        cache.rewind(mark)
+    for (how, _), piece in zip(calls, ids.split([length for _, length in calls], dim=1), strict=True):
+        if how == "read":
+            model.read(piece, cache)
+        else:
+            logits_of(model, piece, past_key_values=cache, logits_to_keep=int(how == "last"))
+    before, length = carried(cache), ids.shape[1]
+    try:
+        cache.crop(n)
+    except ValueError:
         assert_unchanged(cache, before)
-        model.read(tokens(after, seed=1), cache)
-        cache.rewind(mark)
-        assert torch.equal(logits_of(model, question, past_key_values=cache, close_chunk=True), first)
+        return
+    left = length - n
+    assert cache.get_seq_length() == left
+    other = torch.cat([ids[:, :left], tokens(12, seed=3)], dim=1)
+    outs = [logits_of(model, piece, past_key_values=cache) for piece in other[:, left:].split(5, dim=1)]
+    assert_same(torch.cat(outs, dim=1), logits_of(model, other)[:, left:])
 
 
-def test_marks_nest() -> None:
-    model, text = drt(), tokens(60)
+def test_what_can_be_taken_back() -> None:
+    model, ids = drt(2), tokens(43)
     cache = model.new_cache()
-    model.read(text[:, :10], cache)
-    outer, at_outer = cache.mark(), state(cache)
-    model.read(text[:, 10:33], cache)
-    inner, at_inner = cache.mark(), state(cache)
-    model.read(text[:, 33:], cache)
-    cache.rewind(inner)
-    assert_unchanged(cache, at_inner)
-    cache.rewind(outer)
-    assert_unchanged(cache, at_outer)
+    logits_of(model, ids, past_key_values=cache)
+    cache.crop(-1)  # as transformers writes it
+    assert cache.get_seq_length() == 42
+    cache.crop(0)
+    assert cache.get_seq_length() == 42
+    short = model.new_cache()
+    logits_of(model, ids[:, :3], past_key_values=short)
+    short.crop(2)
+    assert short.get_seq_length() == 1
+    short.crop(1)
+    assert short.batch_size is None  # as new
+    window = window_model(sliding_window=50)
+    cache = window.new_cache()
+    logits_of(window, ids, past_key_values=cache)
+    cache.crop(40)
+    assert_same(logits_of(window, ids[:, 3:], past_key_values=cache), logits_of(window, ids)[:, 3:])
 
 
-def test_a_branch_can_be_marked() -> None:
-    model, text, tails = drt(), tokens(22), tokens(20, batch=2, seed=1)
+@pytest.mark.parametrize(("length", "n"), [(44, 1), (43, 4), (43, 2), (43, 44), (3, 4)])
+def test_what_cannot_be_taken_back_is_refused(length: int, n: int) -> None:
+    """A closed chunk, what follows it, what left the window, and more than there is."""
+    model = drt(2)
     cache = model.new_cache()
-    model.read(text, cache)
-    branch = cache.branch(2)
-    mark = branch.mark()
-    first = logits_of(model, tails, past_key_values=branch)
-    branch.rewind(mark)
-    assert torch.equal(logits_of(model, tails, past_key_values=branch), first)
-
-
-def test_a_padded_batch_is_not_marked() -> None:
-    model = drt()
-    cache = model.new_cache()
-    logits_of(
-        model, tokens(3, batch=2), attention_mask=torch.tensor([[1, 1, 1], [0, 1, 1]]), past_key_values=cache
-    )
-    for use, argument in ((cache.mark, "mark"), (cache.branch, "branch")):
-        with pytest.raises(ValueError, match=argument + ": expected"):
-            use()
-
-
-# --- rows ------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("read", [3, 8, 46])
-def test_a_reordered_cache_is_that_of_the_reordered_texts(read: int) -> None:
-    model, text, tails = drt(2), tokens(read, batch=3), tokens(20, batch=3, seed=1)
-    cache, rows = model.new_cache(), torch.tensor([2, 0, 0])
-    model.read(text, cache)
-    cache.reorder_cache(rows)
-    out = logits_of(model, tails, past_key_values=cache)
-    assert_same(out, logits_of(model, torch.cat([text[rows], tails], dim=1))[:, read:])
-
-
-def test_reordering_a_branch_copies_no_memory() -> None:
-    """Beam search does it at every token; the branches of one text have the same memory."""
-    model = drt()
-    cache = model.new_cache()
-    model.read(tokens(100 * S), cache)
-    branch, tails, rows = cache.branch(3), tokens(2 * S + 1, batch=3, seed=1), torch.tensor([2, 0])
-    branch.reorder_cache(rows)
-    assert [b.data_ptr() for b in branch.memory._buffers] == [b.data_ptr() for b in cache.memory._buffers]
-    out = logits_of(model, tails[rows], past_key_values=branch)
-    assert_same(out, logits_of(model, tails, past_key_values=cache.branch(3))[rows])
-
-
-@pytest.mark.parametrize("read", [3, 33, 46])
-def test_what_was_read_in_inference_mode_goes_on_outside(read: int) -> None:
-    model, ids = drt(2), tokens(80)
-    cache = model.new_cache()
-    with torch.inference_mode():
-        model.read(ids[:, :read], cache)
-    parts = [logits_of(model, piece, past_key_values=cache) for piece in ids[:, read:].split(13, dim=1)]
-    assert_same(torch.cat(parts, dim=1), logits_of(model, ids)[:, read:])
-
-
-def test_a_reordered_branch_does_not_touch_its_parent() -> None:
-    model = drt()
-    cache = model.new_cache()
-    model.read(tokens(22), cache)
-    before, branch = state(cache), cache.branch(3)
-    model.read(tokens(9, batch=3, seed=1), branch)
-    branch.reorder_cache(torch.tensor([1, 1, 2]))
-    model.read(tokens(9, batch=3, seed=2), branch)
+    logits_of(model, tokens(length), past_key_values=cache)
+    before = carried(cache)
+    with pytest.raises(ValueError, match=rf"tokens_to_remove: .* got {n}: .*Call branch\(\)"):
+        cache.crop(n)
     assert_unchanged(cache, before)
+
+
+# --- bytes -----------------------------------------------------------------------------------------------
+
+
+@EVERY_TIER
+@pytest.mark.parametrize("memory_dtype", [None, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_memory_grows_by_the_formula_and_the_window_stays(
+    tier: str, dtype: torch.dtype, memory_dtype: torch.dtype | None
+) -> None:
+    """Per chunk 2 S J D numbers, a landmark of E and 24 bytes; the window of the last positions' keys and values."""
+    model = drt(2).to(dtype)
+    cache = model.new_cache(memory_tier=tier, memory_dtype=memory_dtype, num_tokens=10_000)
+    chunk = 2 * S * J * D * (memory_dtype or dtype).itemsize + E * dtype.itemsize + 24
+    model.read(tokens(50 * S), cache)
+    window = cache.window_bytes()
+    layers = sum(layer.num_bytes() for layer in cache.layers if layer.keys is not None)
+    assert layers == 2 * W * J * D * dtype.itemsize  # the lower one; the upper ones have not run
+    for chunks in (51, 100):
+        model.read(tokens(chunks * S - cache.get_seq_length()), cache)
+        assert cache.memory_bytes() == chunks * chunk
+        assert cache.window_bytes() == window
+    logits_of(model, tokens(2), past_key_values=cache)
+    asked = cache.window_bytes()
+    assert sum(layer.num_bytes() for layer in cache.layers) == 5 * layers
+    for token in tokens(5 * S).split(1, dim=1):
+        logits_of(model, token, past_key_values=cache)
+        assert cache.window_bytes() == asked
+    assert cache.memory_bytes() == 105 * chunk

@@ -36,7 +36,7 @@ class Plain:
     def write(self, counts: Sequence[int], seed: int, unfinished: bool = False) -> None:
         n, rows = max(counts), len(self.rows)
         new = entries(n, rows, seed)
-        starts = 100 * seed + np.arange(n)[None] * 5 + np.zeros((rows, 1), np.int64)
+        starts = 1000 * seed + np.arange(n)[None] * 5 + np.zeros((rows, 1), np.int64)
         size = self.memory.write(self.size, new, starts, np.array(counts))
         if unfinished:
             return

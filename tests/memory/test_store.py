@@ -29,12 +29,22 @@ from trailmark.memory.store import (
     RecentRecords,
     ResidentStore,
     make_store,
+    open_store,
     temporary_folder,
 )
 
 SHAPE = (2, 2, 3, 5)  # 2, J, S, D
 MIB = 1 << 20
 linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread() -> Iterator[None]:
+    """Tensors are tiny here, and on a busy machine threads wait for each other for tenths of a second."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 def records(n: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -75,16 +85,17 @@ def store(request: pytest.FixtureRequest) -> Iterator[ChunkStore]:
 
 
 @st.composite
-def histories(draw: st.DrawFn) -> list[tuple[str, int, int]]:
-    """(what, number, how many): writes at or before the end, and reads."""
-    steps, count = [], 0
+def histories(draw: st.DrawFn) -> tuple[int, list[tuple[str, int, int]]]:
+    """Records in a file that is opened, 0: none; and (what, number, how many): writes up to the end, and reads."""
+    steps, count = [], draw(st.sampled_from([0, 0, 1, 70]))
+    opened = count
     for _ in range(draw(st.integers(1, 12))):
         what = draw(st.sampled_from(["append", "append", "overwrite", "gather", "gather"]))
         first = count if what == "append" else draw(st.integers(0, count))
         n = draw(st.integers(0, 40 if what == "append" else 9))
         count = max(count, first + n) if what != "gather" else count
         steps.append((what, first, n))
-    return steps
+    return opened, steps
 
 
 @settings(max_examples=150, deadline=None)
@@ -96,29 +107,39 @@ def histories(draw: st.DrawFn) -> list[tuple[str, int, int]]:
     seed=st.integers(0, 2**31),
 )
 def test_every_tier_holds_the_bits_that_were_written(
-    history: list[tuple[str, int, int]], dtype: torch.dtype, capacity: int, recent: int, seed: int
+    history: tuple[int, list[tuple[str, int, int]]], dtype: torch.dtype, capacity: int, recent: int, seed: int
 ) -> None:
     generator = torch.Generator().manual_seed(seed)
-    plain = torch.empty(0, *SHAPE, dtype=dtype)
-    stores = [make_store(tier, SHAPE, dtype, "cpu", capacity) for tier in TIERS]
-    fronts = [RecentRecords(store, recent) for store in stores]
-    for what, first, n in history:
-        if what == "gather":
-            wanted = torch.randint(0, max(1, len(plain)), (n if len(plain) else 0,), generator=generator)
+    opened, steps = history
+    plain = records(opened, dtype=dtype)
+    with contextlib.ExitStack() as stack:
+        stores = [make_store(tier, SHAPE, dtype, "cpu", capacity) for tier in TIERS]
+        if opened:
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+            for tier in TIERS:
+                (folder / tier).write_bytes(bytes(memoryview(plain.view(torch.uint8).numpy())) + b"more")
+            stores = [open_store(tier, folder / tier, SHAPE, dtype, "cpu", opened) for tier in TIERS]
+        fronts = [RecentRecords(store, recent) for store in stores]
+        for what, first, n in steps:
+            if what == "gather":
+                wanted = torch.randint(0, max(1, len(plain)), (n if len(plain) else 0,), generator=generator)
+                for front in fronts:
+                    assert same_bits(front.gather(wanted), plain[wanted])
+                    assert same_bits(front.store.gather_async(wanted).wait(), plain[wanted])
+                continue
+            # strided, and of another dtype
+            new = records(n, seed=first + n, dtype=torch.float64).transpose(3, 4).contiguous().transpose(3, 4)
+            plain = torch.cat([plain[:first], new.to(dtype), plain[first + n :]])
             for front in fronts:
-                exact = plain[wanted]
-                assert same_bits(front.gather(wanted), exact)
-                assert same_bits(front.store.gather_async(wanted).wait(), exact)
-            continue
-        new = records(n, seed=first + n, dtype=torch.float64).transpose(3, 4).contiguous().transpose(3, 4)
-        plain = torch.cat([plain[:first], new.to(dtype), plain[first + n :]])
+                front.write(first, new)
+                assert len(front.store) == len(plain)
+                assert front.store.num_bytes() == len(plain) * 2 * 2 * 3 * 5 * dtype.itemsize
         for front in fronts:
-            front.write(first, new)  # strided, and of another dtype
-            assert len(front.store) == len(plain)
-            assert front.store.num_bytes() == len(plain) * 2 * 2 * 3 * 5 * dtype.itemsize
-    for front in fronts:
-        assert same_bits(every(front.store), plain)
-        front.store.close()
+            assert same_bits(every(front.store), plain)
+            front.store.close()
+        if opened:  # only tier "disk" writes to its file
+            kept = bytes(memoryview(records(opened, dtype=dtype).view(torch.uint8).numpy())) + b"more"
+            assert all((folder / tier).read_bytes() == kept for tier in ("device", "host"))
 
 
 def test_nan_and_infinity_and_the_sign_of_zero_are_kept(store: ChunkStore) -> None:
@@ -162,6 +183,8 @@ def test_no_gradient_is_kept(store: ChunkStore) -> None:
 def test_other_tiers_are_refused() -> None:
     with pytest.raises(ValueError, match=r"memory_tier: expected one of 'device', 'host', 'disk', got 'gpu'"):
         make_store("gpu", SHAPE, torch.float32, "cpu")
+    with pytest.raises(ValueError, match="memory_tier: expected one of"):
+        open_store("gpu", "chunks.bin", SHAPE, torch.float32, "cpu", 3)
 
 
 def test_a_folder_for_a_tier_without_files_is_refused(tmp_path: Path) -> None:
@@ -291,6 +314,39 @@ def test_a_store_that_cannot_grow_stays_as_it_is() -> None:
     assert every(store).amax((1, 2, 3, 4)).tolist() == [1.0] * 2 + [0.0] * 9
 
 
+@linux
+@pytest.mark.parametrize("tier", ["device", "host"])
+def test_a_file_is_opened_without_being_read(tier: str, tmp_path: Path) -> None:
+    shape = (2, 4, 64, 128)  # 128 KiB in bf16
+    path = tmp_path / "chunks.bin"
+    with open(path, "wb") as file:
+        file.truncate(64 * MIB)
+    before = anonymous_bytes()
+    store = open_store(tier, path, shape, torch.bfloat16, "cpu", count=512)
+    store.gather(torch.arange(0, 512, 7))
+    path.unlink()  # as saving again does
+    store.write(510, torch.ones(1, *shape).expand(3, *shape))
+    assert store.gather(torch.arange(509, 513)).amax((1, 2, 3, 4)).tolist() == [0, 1, 1, 1]
+    assert anonymous_bytes() - before < 20 * MIB
+
+
+@linux
+def test_a_file_that_host_memory_cannot_hold_goes_to_disk(tmp_path: Path) -> None:
+    shape = (2, 8, 1024, 1024)  # 32 MiB in bf16
+    count = (psutil.virtual_memory().total + psutil.swap_memory().total) // (32 * MIB) + 99
+    path = tmp_path / "chunks.bin"
+    with open(path, "wb") as file:
+        file.truncate(count * 32 * MIB)
+    if Path("/proc/sys/vm/overcommit_memory").read_text() != "1\n":
+        with pytest.raises(
+            ValueError, match=r"memory_tier: .* on tier 'host' .*memory_tier='disk' holds more"
+        ):
+            open_store("host", path, shape, torch.bfloat16, "cpu", count)
+    store = open_store("disk", path, shape, torch.bfloat16, "cpu", count)
+    assert not store.gather(torch.tensor([count - 1])).any()
+    store.close()
+
+
 # --- disk ------------------------------------------------------------------------------------------------
 
 
@@ -310,18 +366,6 @@ def test_a_disk_store_keeps_nothing_in_anonymous_memory() -> None:
         store.gather(number)
     assert store.num_bytes() == 256 * MIB
     assert anonymous_bytes() - before < 0.1 * store.num_bytes()
-    store.close()
-
-
-def test_the_map_may_be_larger_than_memory(tmp_path: Path) -> None:
-    """A private map that could be written to is refused by Linux at this size."""
-    shape = (2, 8, 1024, 1024)  # 32 MiB in bf16
-    size = psutil.virtual_memory().total + psutil.swap_memory().total
-    count = size // (32 * MIB) + 99
-    with open(tmp_path / "chunks.bin", "wb") as file:
-        file.truncate(count * 32 * MIB)  # no block of it is on the disk
-    store = DiskStore(tmp_path / "chunks.bin", shape, torch.bfloat16, "cpu", count)
-    assert not store.gather(torch.tensor([count - 1])).any()
     store.close()
 
 
@@ -345,14 +389,15 @@ def test_a_new_memory_overwrites_no_file(tmp_path: Path) -> None:
         DiskStore(tmp_path / "chunks.bin", SHAPE, torch.float32, "cpu")
 
 
-def test_missing_and_short_files_are_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("tier", TIERS)
+def test_missing_and_short_files_are_refused(tier: str, tmp_path: Path) -> None:
     path = tmp_path / "chunks.bin"
     with pytest.raises(ValueError, match=r"path: expected a chunk file to read, .*No such file"):
-        DiskStore(path, SHAPE, torch.float32, "cpu", count=1)
+        open_store(tier, path, SHAPE, torch.float32, "cpu", 1)
     filled("disk", 3, path=path).close()
     os.truncate(path, path.stat().st_size - 1)
     with pytest.raises(ValueError, match=r"path: expected at least 720 bytes \(3 chunks\) .*got 719"):
-        DiskStore(path, SHAPE, torch.float32, "cpu", count=3)
+        open_store(tier, path, SHAPE, torch.float32, "cpu", 3)
 
 
 def test_a_folder_that_cannot_be_written_to_is_named(tmp_path: Path) -> None:
@@ -634,7 +679,7 @@ def test_ctrl_c_at_any_line_of_a_write_leaves_the_records_before(
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("tier", TIERS)
-def test_records_reach_the_device_while_it_computes(tier: str) -> None:
+def test_records_reach_the_device_while_it_computes(tier: str, tmp_path: Path) -> None:
     shape = (2, 4, 64, 64)
     exact = torch.randn(500, *shape)
     store = make_store(tier, shape, torch.float32, "cuda", capacity=40)
@@ -657,4 +702,9 @@ def test_records_reach_the_device_while_it_computes(tier: str) -> None:
     for numbers in (torch.tensor([3, 4, 400]), torch.tensor([400, 499, 3])):
         assert same_bits(recent.gather(numbers).cpu(), exact[numbers])
     assert b"".join(store.pieces(0, store.num_bytes())) == exact.numpy().tobytes()
+    store.close()
+    (tmp_path / "chunks.bin").write_bytes(exact.numpy().tobytes())
+    store = open_store(tier, tmp_path / "chunks.bin", shape, torch.float32, "cuda", 500)
+    store.write(500, exact[:30].cuda())
+    assert same_bits(every(store).cpu(), torch.cat([exact, exact[:30]]))
     store.close()

@@ -261,11 +261,12 @@ class NaiveDRT(_Naive):
             for start, mark in zip(starts[: len(landmarks)], landmarks, strict=True)
         ]
         self.retrieval: list[list[tuple[list[int], list[float]]]] = []  # group, chunk: indices and weights
+        self.scores: list[list[dict[int, float]]] = []  # group, chunk: of every chunk that may be selected
         per_group = len(model.upper_layers) // c.num_retrieval_groups
         for number, layer in enumerate(model.upper_layers):
             if number % per_group == 0:
                 retriever = model.retrievers[number // per_group]
-                asked = []
+                asked, scores = [], []
                 for n, landmark in enumerate(landmarks):
                     query = self.vector(retriever.q_proj(self.norm(retriever.norm, x[landmark])))
                     last_row = landmark + S + 1  # of the next chunk, were it full
@@ -280,7 +281,9 @@ class NaiveDRT(_Naive):
                     best = sorted(sorted(candidates, key=lambda m: -score[m])[: c.num_retrieved_chunks])
                     weights = torch.tensor([score[m] for m in best], dtype=x.dtype).softmax(0)
                     asked.append((best, weights.tolist()))
+                    scores.append(score)
                 self.retrieval.append(asked)
+                self.scores.append(scores)
             h = x + self.window_attention(layer.attention, self.norm(layer.attention_norm, x))
             found = torch.zeros_like(h)
             for n in range(1, len(lengths)):

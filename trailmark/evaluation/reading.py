@@ -124,6 +124,11 @@ class Reader:
                 tokens = tokens[len(known) :]
             if len(tokens):
                 yield tokens
+        if skip:
+            raise ValueError(
+                f"file: expected {str(path)!r} to hold the {source['tokens']:,} tokens that were read of it, "
+                f"it has {skip:,} fewer now. Read it into another --memory."
+            )
 
     def _hash(self, tokens: Tokens) -> None:
         self._digest.update(tokens.tobytes())

@@ -2,6 +2,7 @@
 
 from trailmark.memory.cache import ChunkCache
 from trailmark.memory.chunks import ChunkMemory, MemoryEntries, MemorySize
+from trailmark.memory.search import ExactSearch, FaissSearch
 from trailmark.memory.state import CacheState, Deferred, Retrieved
 from trailmark.memory.window import Span, Window, WindowCall
 
@@ -10,6 +11,8 @@ __all__ = [
     "ChunkCache",
     "ChunkMemory",
     "Deferred",
+    "ExactSearch",
+    "FaissSearch",
     "MemoryEntries",
     "MemorySize",
     "Retrieved",

@@ -165,6 +165,8 @@ class ChunkCache(Cache):
         """Row b becomes what row ``beam_idx[b]`` was (beam search)."""
         if self.state is not None:
             rows = beam_idx.cpu().numpy()
+            if np.array_equal(rows, np.arange(len(self.state.num_tokens))):
+                return  # often, and a copy of every landmark otherwise
             memory = self.memory.with_rows(rows)
             self.state, self.memory = take_rows(self.state, rows), memory
 
@@ -201,7 +203,7 @@ class ChunkCache(Cache):
                 possible = possible and bool((far | (span.start == 0)).all())
             for number, window in enumerate(self.windows):
                 if self.stages[number] == stage and window is not None:
-                    oldest = np.maximum(span.start, span.end - window)
+                    oldest = np.maximum(span.start, span.end + state.cropped - window)
                     needed = np.maximum(span.start, span.end - n - (window - 1))
                     possible = possible and bool((oldest <= needed).all())
             spans[stage] = Span(span.start, span.end - n)
@@ -217,4 +219,5 @@ class ChunkCache(Cache):
             num_positions=state.num_positions - n,
             phases=phases,
             spans=tuple(spans),
+            cropped=state.cropped + n,
         )

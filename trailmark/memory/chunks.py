@@ -20,6 +20,7 @@ Integers = np.ndarray[Any, np.dtype[np.int64]]
 
 _TABLE_BYTES = 24  # of a chunk besides its record and landmark: record number, first position, length
 _RECENT_RECORDS, _RECENT_BYTES = 512, 16 << 20  # kept on the device in front of host and disk
+_FIRST_LANDMARKS = 1024  # of the first segment; each further one doubles what is there
 
 
 class MemoryEntries(NamedTuple):
@@ -136,7 +137,7 @@ class ChunkMemory:
         held = sum(segment.shape[1] for segment in self._segments)
         need = int((first + counts).max())
         if need > held:
-            size = max(need - held, held, self.capacity if not held else 0, 64)
+            size = max(need - held, held, self.capacity if not held else 0, _FIRST_LANDMARKS)
             with torch.inference_mode(False):
                 self._segments.append(landmarks.new_empty(B, size, E))
         alike = bool((first == first[0]).all() and (counts == counts[0]).all())

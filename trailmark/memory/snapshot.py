@@ -98,6 +98,8 @@ def _state_tensors(state: CacheState) -> Iterator[tuple[str, Tensor]]:
             yield f"pending.{n}.k", got.k
             yield f"pending.{n}.v", got.v
             yield f"pending.{n}.short", torch.tensor(got.short is not None)
+    if state.cropped:
+        yield "cropped", torch.tensor(state.cropped)
     if state.open_states is not None:
         yield "open_states", state.open_states
     if (waiting := state.deferred) is not None:
@@ -156,6 +158,7 @@ def _read_state(
             pending=tuple(pending),
             open_states=own("open_states") if "open_states" in left else None,
             deferred=deferred,
+            cropped=int(numbers("cropped")) if "cropped" in left else 0,
         )
     except KeyError as error:
         raise ValueError(f"folder: expected a whole memory, {error} is missing in it.") from error

@@ -67,6 +67,7 @@ class CacheState:
     pending: tuple[Retrieved | None, ...]  # one per group
     open_states: Tensor | None = None  # [B, S, E]: the open chunk's states below the memory
     deferred: Deferred | None = None
+    cropped: int = 0  # positions taken back since the last call: rings have lost as many more
 
 
 def take_rows(state: CacheState, rows: Integers) -> CacheState:
@@ -108,9 +109,11 @@ def take_rows(state: CacheState, rows: Integers) -> CacheState:
         ),
         open_states=None if state.open_states is None else take(state.open_states),
         deferred=deferred,
+        cropped=state.cropped,
     )
 
 
 def _head_major(x: Tensor) -> Tensor:
     """[B, K, S, J, D], each head's keys of all chunks side by side in memory, as GCA reads them."""
-    return x.permute(0, 3, 1, 2, 4).contiguous().permute(0, 2, 3, 1, 4)
+    x = x.permute(0, 3, 1, 2, 4).contiguous()
+    return (x.clone() if x.is_inference() else x).permute(0, 2, 3, 1, 4)

@@ -357,7 +357,7 @@ class TrailmarkForCausalLM(PreTrainedModel, GenerationMixin):
         cache = model_kwargs.get("past_key_values")
         if cache is None:
             model_kwargs["past_key_values"] = self.new_cache()
-        elif rows > 1 and cache.batch_size == 1:
+        elif rows > 1 and isinstance(cache, ChunkCache) and cache.batch_size == 1:
             model_kwargs["past_key_values"] = cache.branch(rows)
 
     def prepare_inputs_for_generation(
@@ -449,7 +449,7 @@ class Text:
     ids: Tensor  # [B, T]
     counts: Integers | None  # [B] tokens of each row; None: T
     close_chunk: bool | Booleans
-    order: Tensor | None = None  # [B, T] the column that each token came from; None: its own
+    order: Tensor | None = None  # [B, columns] the column that each token came from; None: its own
 
     @classmethod
     def of(cls, input_ids: Tensor, present: Tensor | None, close_chunk: bool | Tensor) -> Text:
@@ -473,7 +473,11 @@ class Text:
         order = torch.sort(~present, dim=1, stable=True).indices
         if not isinstance(marks, bool):
             marks = np.take_along_axis(marks & present.cpu().numpy(), order.cpu().numpy(), 1)
-        return cls(input_ids.gather(1, order), present.sum(1).cpu().numpy(), marks, order)
+        counts = present.sum(1).cpu().numpy()
+        width = int(counts.max())  # columns that are padding in every row are left out
+        if not isinstance(marks, bool):
+            marks = marks[:, :width]
+        return cls(input_ids.gather(1, order[:, :width]), counts, marks, order)
 
     def in_columns(self, states: Tensor) -> Tensor:
         """States [B, T', E] of the tokens -> [B, T, E] in the columns that they came from."""

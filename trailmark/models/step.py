@@ -152,7 +152,9 @@ class Step:
     def defer(self, x: Tensor, reach: int) -> None:
         """Leave x [B, P, E] to a later call's upper layers."""
         states, grid, first_chunk = self.tail(x, reach, 0)
-        self.deferred = Deferred(states.detach(), grid.chunk, grid.is_landmark, first_chunk)
+        with torch.inference_mode(False):  # a copy: a view would keep the whole call's states
+            states = states.detach().clone()
+        self.deferred = Deferred(states, grid.chunk, grid.is_landmark, first_chunk)
 
     # --- the end -------------------------------------------------------------------------------------------
 
