@@ -1,6 +1,6 @@
 """Read a book in pieces, keep the memory, and ask about it: run after ``make demo``.
 
-    python examples/read_a_book.py [MODEL] [BOOK.txt]
+python examples/read_a_book.py [MODEL] [BOOK.txt]
 """
 
 from __future__ import annotations

@@ -172,7 +172,7 @@ def test_read_generate_verify(trained: Path, tmp_path: Path, command: Command) -
     model = trained / "run"
     code, out, err = command("read", model, notes, "--memory", memory)
     assert code == 0
-    assert f"{notes}: 2,6" in out  # tokens
+    assert f"{notes}: {len(notes.read_text()):,} tokens read" in out  # bytes
     assert "tokens/s" in out + err
     assert f"lies in {memory}/" in out
     assert "read already" in command("read", model, notes, "--memory", memory)[1]
@@ -346,7 +346,7 @@ OPTIONS: dict[str, tuple[tuple[str, ...], str]] = {
     "questions": (("evaluate", "RUN", "--questions", "0"), "questions, needles: expected at least 1"),
     "needles": (("evaluate", "RUN", "--needles", "99999"), "length: expected at least"),
     "a word": (("evaluate", "RUN", "--questions", "some"), "--questions': Input should be a valid integer"),
-    "no prompt": (("generate", "RUN"), "Missing option '--prompt'"),
+    "no prompt": (("generate", "RUN"), "prompt: expected --prompt TEXT, --file FILE or both, got neither"),
     "empty prompt": (("generate", "RUN", "--prompt", ""), "prompt: expected at least one character"),
     "nothing new": (
         ("generate", "RUN", "--prompt", "a", "--max-new-tokens", "0"),

@@ -315,11 +315,11 @@ def test_tokens_are_taken_back_exactly_or_not_at_all(
 def test_what_can_be_taken_back() -> None:
     model, ids = drt(2), tokens(43)
     cache = model.new_cache()
-    logits_of(model, ids, past_key_values=cache)
+    logits_of(model, ids[:, :5], past_key_values=cache)
     cache.crop(-1)  # as transformers writes it
-    assert cache.get_seq_length() == 42
+    assert cache.get_seq_length() == 4
     cache.crop(0)
-    assert cache.get_seq_length() == 42
+    assert cache.get_seq_length() == 4
     short = model.new_cache()
     logits_of(model, ids[:, :3], past_key_values=short)
     short.crop(2)
@@ -333,7 +333,7 @@ def test_what_can_be_taken_back() -> None:
     assert_same(logits_of(window, ids[:, 3:], past_key_values=cache), logits_of(window, ids)[:, 3:])
 
 
-@pytest.mark.parametrize(("length", "n"), [(44, 1), (43, 4), (43, 2), (43, 44), (3, 4)])
+@pytest.mark.parametrize(("length", "n"), [(44, 1), (43, 4), (43, 1), (4, 1), (43, 44), (3, 4)])
 def test_what_cannot_be_taken_back_is_refused(length: int, n: int) -> None:
     """A closed chunk, what follows it, what left the window, and more than there is."""
     model = drt(2)

@@ -132,9 +132,9 @@ def test_landmarks_are_never_copied_again() -> None:
     memory = ChunkMemory()
     plain, places = Plain(memory, 1), {}
     for seed in range(300):
-        plain.write([1], seed)
+        plain.write([10], seed)
         begin = 0
-        for block in memory.blocks(seed + 1, 1):
+        for block in memory.blocks(10 * seed + 10, 1):
             assert places.setdefault(begin, block.data_ptr()) == block.data_ptr()
             begin += block.shape[1]
     assert 1 < len(places) < 10

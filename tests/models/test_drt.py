@@ -6,6 +6,7 @@ import copy
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -21,6 +22,7 @@ from tests.models.tiny import (
     split,
     tokens,
 )
+from trailmark.memory import ChunkCache
 from trailmark.models import DRTForCausalLM, causal_lm
 from trailmark.ops import ChunkSelection
 
@@ -39,7 +41,7 @@ def in_calls(
     """Logits [B, T, V] of a text passed piece by piece with a cache, and each call's retrieval."""
     cache = model.new_cache()
     outs = [model(piece, past_key_values=cache, output_retrieval=True) for piece in pieces]
-    assert cache.num_tokens == sum(piece.shape[1] for piece in pieces)
+    assert cache.get_seq_length() == sum(piece.shape[1] for piece in pieces)
     return torch.cat([out.logits for out in outs], dim=1), [out.retrieval for out in outs]
 
 
@@ -151,7 +153,8 @@ def test_reading_then_forward_is_one_forward(
 
 
 @pytest.mark.parametrize("groups", [1, 2, 3])
-def test_reading_runs_the_upper_layers_on_the_last_chunks_only(groups: int) -> None:
+def test_the_upper_layers_run_on_the_last_positions_only(groups: int) -> None:
+    """And not before logits are wanted: no matter in how many pieces a text was read."""
     model, ids = drt(groups), tokens(40 * S)
     seen: dict[str, int] = {}
     for name, layer in model.named_modules():
@@ -159,13 +162,15 @@ def test_reading_runs_the_upper_layers_on_the_last_chunks_only(groups: int) -> N
             layer.register_forward_hook(
                 lambda _, inputs, out, name=name: seen.update({name: inputs[0].shape[1]})
             )
-    model.read(ids, model.new_cache())
-    tail = model.reading_tail(S) * (S + 1)
-    assert tail < 20 * (S + 1)
-    upper = [f"upper_layers.{n}.attention" for n in range(len(model.upper_layers) - 1)]
+    cache = model.read(ids)
     lower = [f"lower_layers.{n}.attention" for n in range(len(model.lower_layers))]
-    # of the last layer only keys and values are made
-    assert seen == dict.fromkeys(lower, 40 * (S + 1)) | dict.fromkeys(upper, tail)
+    assert seen == dict.fromkeys(lower, 40 * (S + 1))
+    seen.clear()
+    logits_of(model, tokens(2), past_key_values=cache, logits_to_keep=1)
+    upper = [f"upper_layers.{n}.attention" for n in range(len(model.upper_layers))]
+    assert model.reach() < 20 * (S + 1)
+    # the kept token is the last
+    assert seen == dict.fromkeys(lower, 2) | dict.fromkeys(upper, model.reach() + 1)
 
 
 @pytest.mark.parametrize("options", [{"groups": 1}, {"groups": 3, "window_position": "rope"}], ids=str)
@@ -186,8 +191,17 @@ def test_encoding_chunks_alone_is_reading_them(groups: int) -> None:
         before = ids[:, max(0, first - reach) * S : first * S] if first else None
         with torch.no_grad():
             alone = model.encode(ids[:, first * S :], before)
-        for ours, read in zip(alone[:3], cache.memory.tables()[:3], strict=True):
+        read_k, read_v, landmarks = memory_of(cache)
+        for ours, read in zip(alone[:3], (read_k, read_v, landmarks), strict=True):
             assert_same(ours, read[:, first:])
+
+
+def memory_of(cache: ChunkCache) -> tuple[Tensor, Tensor, Tensor]:
+    """Keys, values [B, M, S, J, D] and landmarks [B, M, E] of all chunks."""
+    B, M = len(cache.num_chunks), int(cache.num_chunks.max())
+    records, _ = cache.memory.gather(np.broadcast_to(np.arange(M), (B, M)))
+    landmarks = torch.cat(cache.memory.blocks(M, B), dim=1)
+    return records[:, :, 0].transpose(2, 3), records[:, :, 1].transpose(2, 3), landmarks
 
 
 def test_encoding_refuses_a_part_of_a_chunk() -> None:
@@ -501,5 +515,7 @@ def test_lower_precisions_keep_the_error_budget(groups: int, dtype: torch.dtype)
 
 
 def test_a_memory_tier_that_does_not_exist_is_refused() -> None:
-    with pytest.raises(ValueError, match="memory_tier: expected 'device'"):
+    with pytest.raises(ValueError, match="memory_tier: expected one of 'device', 'host', 'disk', got 'tape'"):
         drt().new_cache(memory_tier="tape")
+    with pytest.raises(ValueError, match="memory_folder: expected none for memory_tier='host'"):
+        drt().new_cache(memory_tier="host", memory_folder="somewhere")

@@ -289,7 +289,10 @@ TAKES = {
     "one order for all rows": ([[3, -1, 0]], 4),
     "an order for each row": ([[3, -1, 0], [-1, -1, -1], [0, 2, 1]], 4),
     "nothing": ([[-1, -1]], 4),
-    "no place": (np.zeros((1, 0), int).tolist(), 4),
+    "no place": ([[]], 4),
+    "no place in several rows": ([[], [], []], 4),
+    "from nothing": ([[-1, -1]], 0),
+    "from nothing in several rows": ([[-1, -1]] * 3, 0),
 }
 
 

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 
 from tests.budgets import assert_low_precision_within_budget, values_and_gradients
 from tests.models.tiny import assert_same, window_config
+from trailmark.memory import Span, Window, WindowCall
 from trailmark.models.layers import (
     MLP,
     ChunkEncoderLayer,
+    Place,
     RMSNorm,
     WindowLayer,
     fused_linear,
@@ -140,17 +143,18 @@ def test_a_fused_matrix_says_where_it_parts() -> None:
 
 @pytest.mark.parametrize("position", ["alibi", "rope"])
 @pytest.mark.parametrize("cut", [1, 5, 6, 12, 19])
-def test_carried_keys_continue_a_layer(position: str, cut: int) -> None:
-    layer, x = WindowLayer(window_config(window_position=position)).double(), draw(2, 20, 16)
-    whole, kept = layer(x)
-    first, carried = layer(x[:, :cut])
-    # the last W - 1 = 6 are enough
-    second, _ = layer(x[:, cut:], tuple(part[:, -6:] for part in carried))
-    assert_same(torch.cat([first, second], dim=1), whole)
-    keys, values = layer.keys_and_values(x[:, cut:], carried)
-    assert_same(keys, kept[0])
-    assert_same(values, kept[1])
-    assert keys.shape == (2, 20, 2, 4)
+def test_a_window_continues_a_layer(position: str, cut: int) -> None:
+    config = window_config(window_position=position)
+    layer, x = WindowLayer(config).double(), draw(2, 20, 16)
+    whole = layer(x, Place.of(config, x, None))
+    span = Span(np.zeros(2, np.int64), np.zeros(2, np.int64))
+    kept, parts = Window(7), []
+    for part in x.split([cut, 20 - cut], dim=1):
+        width = part.shape[1]
+        call = WindowCall(span, span.end, np.full(2, width), width, 7, part.device)
+        parts.append(layer(part, Place.of(config, part, call), kept))
+        kept, span = call.staged(kept), call.after
+    assert_same(torch.cat(parts, dim=1), whole)
 
 
 def test_the_encoder_sees_a_chunk_both_ways_and_no_other() -> None:

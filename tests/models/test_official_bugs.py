@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from tests.models.tiny import NaiveDRT, assert_same, drt, logits_of, split, tokens
-from trailmark.models import CausalLMOutput, causal_lm
+from trailmark.models import CausalLMOutput, causal_lm, grid
 
 S = 4
 
@@ -101,15 +101,15 @@ def test_prompts_must_be_whole_chunks() -> None:
 
 
 def test_keys_and_values_of_the_window_are_never_evicted() -> None:
-    """While decoding, the window's stay W - 1 and the open tokens below S; memory has the closed chunks."""
+    """While decoding, the window stays W; memory has the closed chunks."""
     model = drt(2)
-    cache = model.new_cache()
-    full = 5 * 2 * 6 * 2 * 4 * 8  # layers, keys and values, W - 1, heads, size, bytes
+    cache, sizes = model.new_cache(), []
     for t, token in enumerate(tokens(100).split(1, dim=1), start=1):
         logits_of(model, token, past_key_values=cache)
-        assert len(cache.memory) == t // S
-        assert (0 if cache.open_tokens is None else cache.open_tokens.shape[1]) == t % S
-        assert t < 2 * S or cache.window_bytes() == full
+        assert cache.num_chunks.tolist() == [t // S]
+        assert all(layer.keys.shape == (1, 2, 7, 4) for layer in cache.layers)
+        sizes.append(cache.window_bytes())
+    assert len(set(sizes[3 * S :])) == 1
 
 
 def test_gradients_are_dropped_in_eval_mode() -> None:
@@ -123,7 +123,7 @@ def test_gradients_are_dropped_in_eval_mode() -> None:
 
 
 def test_masks_pile_up_on_the_module() -> None:
-    """No call leaves a tensor behind, whatever its length."""
+    """No call leaves a tensor behind, whatever its length; but for the layouts of the last few."""
 
     def tensors_after(lengths: range) -> int:
         for length in lengths:
@@ -134,6 +134,9 @@ def test_masks_pile_up_on_the_module() -> None:
                 tokens(3), attention_mask=torch.ones(1, 3), past_key_values=cache, max_new_tokens=2
             )
         del cache
+        for layouts in (grid._small, grid._large):
+            assert layouts.cache_info().maxsize < 1000
+            layouts.cache_clear()
         gc.collect()
         return sum(issubclass(type(x), torch.Tensor) for x in gc.get_objects())
 
@@ -147,7 +150,7 @@ def test_a_second_turn_raises() -> None:
     cache, mask = model.new_cache(), torch.ones(1, 10)
     options = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, "close_chunk": False}
     told = model.generate(first, attention_mask=mask, past_key_values=cache, **options)
-    assert cache.num_tokens == 15  # the last token was never passed in
+    assert cache.num_tokens.tolist() == [15]  # the last token was never passed in
     prompt = torch.cat([told[:, -1:], second], dim=1)
     again = model.generate(prompt, attention_mask=torch.ones(1, 8), past_key_values=cache, **options)
     whole = torch.cat([told[:, :-1], again], dim=1)

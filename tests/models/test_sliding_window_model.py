@@ -40,7 +40,8 @@ def test_any_split_into_calls_is_one_forward(options: dict[str, Any], pieces: li
     cache = model.new_cache()
     parts = [logits_of(model, piece, past_key_values=cache) for piece in split(ids, pieces)]
     assert_same(torch.cat(parts, dim=1), logits_of(model, ids))
-    assert cache.num_tokens == cache.get_seq_length() == 90
+    assert cache.num_tokens.tolist() == [90, 90]
+    assert cache.get_seq_length() == 90
 
 
 @OPTIONS
@@ -73,10 +74,10 @@ def test_the_cache_does_not_grow() -> None:
     model = window_model()
     cache = model.new_cache()
     for piece in split(tokens(90), [7]):
-        model.read(piece, cache)
-        assert cache.window[0][0].shape == (1, 6, 2, 4)  # W - 1 positions
-    assert cache.window_bytes() == 3 * 2 * 6 * 2 * 4 * 8
-    assert len(cache.memory) == 0
+        logits_of(model, piece, past_key_values=cache)
+        assert cache.layers[0].keys.shape == (1, 2, 7, 4)  # [B, J, W, D]
+    assert cache.window_bytes() == 3 * 2 * 7 * 2 * 4 * 8
+    assert cache.memory_bytes() == 0
 
 
 def test_every_parameter_learns() -> None:
@@ -107,16 +108,25 @@ def test_a_cache_is_refused_in_training() -> None:
             call(tokens(30), model.new_cache())
 
 
-def test_a_memory_tier_is_refused() -> None:
-    with pytest.raises(ValueError, match="memory_tier: expected 'device', got 'disk'"):
-        window_model().new_cache(memory_tier="disk")
+@pytest.mark.parametrize("tier", ["device", "host", "disk"])
+def test_a_memory_tier_changes_nothing_without_a_memory(tier: str) -> None:
+    model, ids = window_model(), tokens(30)
+    cache = model.new_cache(memory_tier=tier)
+    model.read(ids, cache)
+    assert cache.memory_bytes() == 0
 
 
-@pytest.mark.parametrize(("window", "chunk", "tail"), [(7, 4, 5), (7, 6, 3), (1, 4, 0)])
-def test_the_reading_tail_is_what_the_layers_reach(window: int, chunk: int, tail: int) -> None:
-    assert window_model(sliding_window=window).reading_tail(chunk) == tail
+@pytest.mark.parametrize(("window", "reach"), [(7, 18), (1, 0), (None, None)])
+def test_what_the_layers_reach(window: int | None, reach: int | None) -> None:
+    """Three layers, W - 1 positions each."""
+    assert window_model(sliding_window=window).reach() == reach
 
 
-def test_full_attention_has_no_reading_tail() -> None:
-    with pytest.raises(ValueError, match="sliding_window: expected a number"):
-        window_model(sliding_window=None).reading_tail(4)
+def test_reading_runs_no_layer_before_logits_are_wanted() -> None:
+    model, ids = window_model(), tokens(90)
+    seen: list[int] = []
+    model.layers[0].register_forward_hook(lambda _, inputs, out: seen.append(inputs[0].shape[1]))
+    cache = model.read(ids[:, :80])
+    assert seen == []
+    logits_of(model, ids[:, 80:], past_key_values=cache)
+    assert seen == [18 + 10]

@@ -123,6 +123,12 @@ def pad(rows: Sequence[Tensor], side: str = "left", extra: int = 0) -> Tensor:
     return out
 
 
+def padded(lengths: Sequence[int], side: str = "left", extra: int = 0) -> tuple[Tensor, Tensor]:
+    """Ids and mask of texts of these lengths; row b is ``tokens(length, seed=b)``."""
+    texts = [tokens(n, seed=b)[0] for b, n in enumerate(lengths)]
+    return pad(texts, side, extra), pad([torch.ones_like(text) for text in texts], side, extra)
+
+
 def place(length: int, width: int, side: str) -> slice:
     """Where a row's own columns stand."""
     return slice(width - length, width) if side == "left" else slice(0, length)

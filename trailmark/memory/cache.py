@@ -180,12 +180,11 @@ class ChunkCache(Cache):
     def crop(self, tokens_to_remove: int) -> None:
         """Take back the last tokens of every row, as transformers' ``crop``; the sign does not matter.
 
-        Exact or refused: what left a window or was read by a closed chunk is gone, and what ``read`` took in
-        cannot be parted. The last token of a ``forward`` can be taken back unless it closed a chunk, more of
-        them while no window is full. ``branch`` before reading them instead, to come back from anything.
+        Exact or refused: tokens of the open chunk, while no window is full, or all. To come back from anything,
+        ``branch`` before reading it.
 
         Raises:
-            ValueError: tokens that cannot be taken back.
+            ValueError: tokens whose past is gone.
         """
         state, n = self.state, abs(int(tokens_to_remove))
         if n == 0 or state is None:
@@ -193,31 +192,23 @@ class ChunkCache(Cache):
         if (state.num_tokens == n).all():
             self.reset()
             return
-        spans, deferred = list(state.spans), state.deferred
-        possible = bool((state.phases >= n).all()) if len(state.memory.chunks) and self.num_groups else True
-        if deferred is not None:
-            possible = False
-        for stage, span in enumerate(spans):
-            if self.reach is not None:  # positions that were left out: what follows them is exact further on
-                far = span.end - n - span.start >= self.reach
-                possible = possible and bool((far | (span.start == 0)).all())
-            for number, window in enumerate(self.windows):
-                if self.stages[number] == stage and window is not None:
-                    oldest = np.maximum(span.start, span.end + state.cropped - window)
-                    needed = np.maximum(span.start, span.end - n - (window - 1))
-                    possible = possible and bool((oldest <= needed).all())
-            spans[stage] = Span(span.start, span.end - n)
-        if not possible or not (state.num_tokens >= n).all():
+        possible = bool((state.num_tokens >= n).all()) and state.deferred is None
+        if self.num_groups:
+            possible = possible and bool((state.phases >= n).all())
+        for stage, window in zip(self.stages, self.windows, strict=True):
+            # a call that failed may have written into one slot more
+            if window is not None:
+                start, end = state.spans[stage]
+                possible = possible and bool((end - start < window).all())
+        if not possible:
             raise ValueError(
-                f"tokens_to_remove: expected tokens whose past is still there, got {n}: windows and closed chunks "
-                "keep nothing older. Call branch() before reading what may be taken back."
+                f"tokens_to_remove: expected tokens whose past is still there, got {n}: full windows and closed "
+                "chunks keep nothing older. Call branch() before reading what may be taken back."
             )
-        phases = np.maximum(state.phases - n, 0) if self.num_groups else state.phases
         self.state = replace(
             state,
             num_tokens=state.num_tokens - n,
             num_positions=state.num_positions - n,
-            phases=phases,
-            spans=tuple(spans),
-            cropped=state.cropped + n,
+            phases=state.phases - n if self.num_groups else state.phases,
+            spans=tuple(Span(span.start, span.end - n) for span in state.spans),
         )

@@ -100,9 +100,7 @@ class ChunkMemory:
         if len(self._records) not in (0, B):  # of a first call that failed, for another batch
             self._segments = []
             self._records, self._starts, self._lengths = (np.zeros((0, 0), np.int64) for _ in range(3))
-        self.store.write(size.records, records.detach())
-        if self._recent is not None:
-            self._recent.forget(size.records, len(row))  # an unfinished call may have left others there
+        (self._recent or self.store).write(size.records, records.detach())
         self._grow_tables(B, int((first + counts).max()))
         place = first[row] + chunk
         self._records[row, place] = size.records + np.arange(len(row))
@@ -239,6 +237,7 @@ class ChunkMemory:
     def fill(self, store: ChunkStore, tables: dict[str, Tensor]) -> None:
         """Begin with what a saved memory holds."""
         self._use(store)
+        self.dtype = store.dtype
         self._segments = [tables["landmarks"]]
         self._records, self._starts, self._lengths = (
             tables[name].numpy().copy() for name in ("records", "starts", "lengths")
@@ -309,10 +308,12 @@ class ChunkMemory:
     def replace(self, first: int, entries: MemoryEntries) -> MemoryEntries:
         """Overwrite chunks ``first ...`` of the one row in place, also for every branch; returns the old ones."""
         n = entries.landmarks.shape[1]
-        own = self.base is None and self.store is not None and len(self._records) == 1
+        store = self._recent or self.store
+        own = self.base is None and store is not None and len(self._records) == 1
         there = self._lengths[0, max(first, 0) : first + n] if own else np.zeros(0, np.int64)
         if first < 0 or len(there) < n or not there.all():  # a chunk has at least one token
             raise ValueError(f"first: expected {n} chunks that this memory owns, got {first}.")
+        assert store is not None
         here = slice(first, first + n)
         records, lengths = self.gather(np.arange(first, first + n)[None])
         old = MemoryEntries(
@@ -323,9 +324,7 @@ class ChunkMemory:
         )
         new = torch.stack([x.transpose(2, 3) for x in (entries.k, entries.v)], dim=2)[0]
         for number, record in zip(self._records[0, here], new, strict=True):
-            self.store.write(int(number), record[None])
-            if self._recent is not None:
-                self._recent.forget(int(number), 1)
+            store.write(int(number), record[None])
         self._lengths[0, here] = entries.lengths[0].cpu().numpy()
         self._write_landmarks(entries.landmarks, np.array([first]), np.array([n]))
         return old

@@ -14,7 +14,7 @@ from torch import Tensor
 from trailmark.memory import saved
 from trailmark.memory.chunks import ChunkMemory, MemorySize
 from trailmark.memory.state import CacheState, Deferred, Retrieved
-from trailmark.memory.store import DiskStore, make_store
+from trailmark.memory.store import open_store
 from trailmark.memory.window import Span
 
 
@@ -59,12 +59,9 @@ def load_state(
     if found.chunk_file is not None:
         assert found.record_shape is not None
         assert found.dtype is not None
-        stored = DiskStore(found.chunk_file, found.record_shape, found.dtype, device, found.count)
-        store: Any = stored
-        if memory.tier != "disk":
-            store = make_store(memory.tier, found.record_shape, found.dtype, device, found.count)
-            stored.copy_to(store, found.count)
-            stored.close()
+        store = open_store(
+            memory.tier, found.chunk_file, found.record_shape, found.dtype, device, found.count
+        )
         memory.fill(store, {name: x.to(device) if name == "landmarks" else x for name, x in tables.items()})
     state = replace(state, memory=state.memory._replace(records=found.count))
     return state, found.header.get("notes", {})
@@ -98,8 +95,6 @@ def _state_tensors(state: CacheState) -> Iterator[tuple[str, Tensor]]:
             yield f"pending.{n}.k", got.k
             yield f"pending.{n}.v", got.v
             yield f"pending.{n}.short", torch.tensor(got.short is not None)
-    if state.cropped:
-        yield "cropped", torch.tensor(state.cropped)
     if state.open_states is not None:
         yield "open_states", state.open_states
     if (waiting := state.deferred) is not None:
@@ -158,7 +153,6 @@ def _read_state(
             pending=tuple(pending),
             open_states=own("open_states") if "open_states" in left else None,
             deferred=deferred,
-            cropped=int(numbers("cropped")) if "cropped" in left else 0,
         )
     except KeyError as error:
         raise ValueError(f"folder: expected a whole memory, {error} is missing in it.") from error

@@ -67,7 +67,6 @@ class CacheState:
     pending: tuple[Retrieved | None, ...]  # one per group
     open_states: Tensor | None = None  # [B, S, E]: the open chunk's states below the memory
     deferred: Deferred | None = None
-    cropped: int = 0  # positions taken back since the last call: rings have lost as many more
 
 
 def take_rows(state: CacheState, rows: Integers) -> CacheState:
@@ -109,7 +108,6 @@ def take_rows(state: CacheState, rows: Integers) -> CacheState:
         ),
         open_states=None if state.open_states is None else take(state.open_states),
         deferred=deferred,
-        cropped=state.cropped,
     )
 
 

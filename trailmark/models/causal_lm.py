@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -107,12 +108,13 @@ class TrailmarkForCausalLM(PreTrainedModel, GenerationMixin):
         Args:
             memory_tier: where keys and values of past chunks live: "device" (the model's), "host" or "disk".
             num_tokens: the length to come, if known: the first allocation is made for it.
-            memory_folder: of "disk"; None: a temporary one, removed with the cache.
+            memory_folder: of "disk"; None: a temporary one, removed with the cache. A memory that was saved there
+                stays until this cache is saved there.
             memory_dtype: of keys and values in memory; None: the model's. Landmark vectors keep the model's.
             search: over landmarks; None: exact (:class:`trailmark.memory.ExactSearch`).
 
         Raises:
-            ValueError: an unknown tier, a folder without "disk", a folder that holds a saved memory.
+            ValueError: an unknown tier, a folder without "disk".
         """
         config = self.config
         capacity = -(-num_tokens // getattr(config, "chunk_size", 1)) if num_tokens else 0
@@ -120,7 +122,7 @@ class TrailmarkForCausalLM(PreTrainedModel, GenerationMixin):
         memory = ChunkMemory(memory_tier, capacity, folder, memory_dtype, search)
         stages, groups = self._stages(), getattr(config, "num_retrieval_groups", 0)
         windows = [config.sliding_window] * len(stages)
-        cache = ChunkCache(self._cache_key(), windows, stages, groups, memory, self.reach())
+        cache = ChunkCache(self._cache_key, windows, stages, groups, memory, self.reach())
         cache.identity = self._identity
         return cache
 
@@ -142,14 +144,13 @@ class TrailmarkForCausalLM(PreTrainedModel, GenerationMixin):
 
     def _identity(self) -> dict[str, Any]:
         """Of the configuration and the weights, for saved memories."""
-        return {"model": [str(part) for part in self._cache_key()], "weights": fingerprint(self)}
+        fields = {name: str(value) for name, value in self._cache_key}
+        return fields | {"weights": fingerprint(self)}
 
-    def _cache_key(self) -> tuple[object, ...]:
-        """What a cache must agree in with the model."""
-        config = self.config
-        sizes = "hidden_size num_hidden_layers num_lower_layers num_key_value_heads head_dim sliding_window"
-        sizes += " chunk_size num_retrieved_chunks num_retrieval_groups"
-        return (config.model_type, *((name, getattr(config, name, None)) for name in sizes.split()))
+    @cached_property
+    def _cache_key(self) -> tuple[tuple[str, object], ...]:
+        """What a cache must agree in with the model: every field that changes what it computes."""
+        return (("model_type", self.config.model_type), *self.config.arithmetic_fields())
 
     # --- the interface of transformers --------------------------------------------------------------------
 
@@ -429,10 +430,10 @@ class TrailmarkForCausalLM(PreTrainedModel, GenerationMixin):
                 f"past_key_values: expected a cache from new_cache(), got {type(cache).__name__}. "
                 "Pass past_key_values=model.new_cache(), or none."
             )
-        if cache.model != (own := self._cache_key()):
-            wrong = [b for a, b in zip(cache.model, own, strict=True) if a != b]
+        if cache.model != (own := self._cache_key):
+            name, wanted = next((x for x in own if x not in cache.model), ("model", None))
             raise ValueError(
-                f"past_key_values: expected a cache of this model, got one of another (this has {wrong[0]}). "
+                f"past_key_values: expected a cache of this model ({name} {wanted}), got one of another. "
                 "Pass past_key_values=model.new_cache()."
             )
         if cache.batch_size not in (None, input_ids.shape[0]):

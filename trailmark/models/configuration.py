@@ -13,6 +13,13 @@ from transformers import PreTrainedConfig
 Config = TypeVar("Config")
 
 
+# fields that change nothing in what a model with given weights computes
+_NO_ARITHMETIC = {
+    "initialization", "initializer_range", "implementation", "use_cache", "retrieval_noise",
+    "tie_word_embeddings", "pad_token_id", "bos_token_id", "eos_token_id",
+}  # fmt: skip
+
+
 class ConfigurationError(StrictDataclassError, ValueError):
     """A field that does not fit; what ``strict`` raises by itself is no ValueError."""
 
@@ -97,6 +104,17 @@ class TrailmarkConfig(PreTrainedConfig):
     @property
     def head_dim(self) -> int:
         return self.hidden_size // self.num_attention_heads
+
+    def arithmetic_fields(self) -> list[tuple[str, object]]:
+        """The fields that change what a model with given weights computes, by name."""
+        ours = {
+            name
+            for base in type(self).__mro__
+            if issubclass(base, TrailmarkConfig)
+            for name in inspect.get_annotations(base)
+            if name not in ("model_type", "keys_to_ignore_at_inference")
+        }
+        return [(name, getattr(self, name)) for name in sorted(ours - _NO_ARITHMETIC)]
 
     def validate_architecture(self) -> None:
         """Called by ``strict`` on every construction, load and save, before what rests on it."""

@@ -124,7 +124,8 @@ class Grid:
     def insert_landmarks(self, tokens: Tensor, landmark: Tensor | None) -> Tensor:
         """Tokens [B, T, E] and the landmark [E] -> positions [B, P, E]."""
         x = self._from_tokens(tokens.shape[1])(tokens)
-        if landmark is None or not self.num_closed:
+        # where nothing is closed it still takes part for its gradient: zeros, which DDP waits for
+        if landmark is None or not (self.num_closed or torch.is_grad_enabled()):
             return x
         mask = torch.from_numpy(self.is_landmark).to(x.device)[..., None]
         return torch.where(mask, landmark.to(x.dtype), x)
@@ -408,6 +409,8 @@ class Take:
     def take(self, x: Tensor, back: bool) -> Tensor:
         assert x.shape[1] == (self.index.shape[1] if back else self.size)
         flat, missing = self._on(x.device, x.shape[0], back)
+        if not x.shape[1]:  # nothing to take
+            return x.new_zeros(x.shape[0], self.size if back else self.index.shape[1], *x.shape[2:])
         if len(self.index) == 1:
             out = x.index_select(1, flat)
             return out if missing is None else out.index_fill_(1, missing, 0)
@@ -417,7 +420,7 @@ class Take:
         return out.view(x.shape[0], -1, *x.shape[2:])
 
     def _on(self, device: torch.device, rows: int, back: bool) -> tuple[Tensor, Tensor | None]:
-        key = (device, rows, back)
+        key = (device, rows if len(self.index) > 1 else 0, back)
         if key not in self._tensors:
             index = self._inverse if back else self.index
             width = self.index.shape[1] if back else self.size
