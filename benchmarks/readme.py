@@ -100,6 +100,11 @@ def reading_text() -> str:
     return "\n\n".join(texts)
 
 
+def far_text() -> str:
+    part = json.loads((HERE / "reading.json").read_text())["far"]
+    return f"{far_table(part['results'])}\n\n300 questions each. Machine: {machine(part['environment'])}."
+
+
 def speed_table(results: list[dict[str, Any]]) -> str:
     rows = []
     for r in results:
@@ -180,6 +185,7 @@ def main() -> None:
     if len(sys.argv) > 1:
         take_over(Path(sys.argv[1]))
     fill(ROOT / "README.md", "demo", demo_text())
+    fill(ROOT / "README.md", "far", far_text())
     fill(HERE / "README.md", "needles", needles_text())
     fill(HERE / "README.md", "cpu", cpu_text())
     fill(HERE / "README.md", "reading", reading_text())

@@ -30,7 +30,7 @@ def demo(
     ] = 0,
     questions: Annotated[int, typer.Option(help="Asked at each length.")] = 300,
 ) -> None:
-    """Train on this machine, then read 1000x further: the main job in about eight minutes."""
+    """Train on this machine, then read 1000x further: the main job in about ten minutes."""
     from trailmark.demo import Demo
 
     Demo(output, seed, minutes, questions, typer.echo).run()

@@ -1,4 +1,4 @@
-"""What the models share: refused input, padding, loss, generation, saving and loading."""
+"""What the models share: refused input, padding, loss, saving and loading."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
-from tests.models.tiny import NaiveDRT, assert_same, drt, logits_of, tokens, window_model
-from trailmark.models import DRTForCausalLM, SlidingWindowForCausalLM, TrailmarkForCausalLM
+from tests.models.tiny import NaiveDRT, assert_same, drt, logits_of, padded, tokens, window_model
+from trailmark.models import DRTForCausalLM, SlidingWindowForCausalLM, TrailmarkForCausalLM, causal_lm
 from trailmark.models.causal_lm import causal_loss, shift_labels
 
 Make = Callable[..., TrailmarkForCausalLM]
@@ -73,17 +73,67 @@ def test_labels_outside_the_vocabulary_are_refused(make: Make, label: int) -> No
 @MODELS
 def test_a_cache_of_another_model_is_refused(make: Make) -> None:
     model, ids = make(), tokens(5)
-    for cache, came in (
+    others = [drt(1), window_model(sliding_window=8), make(hidden_size=32), make(window_position="rope")]
+    for cache, came in [
         (DynamicCache(), "got DynamicCache"),
-        (drt(1).new_cache(), "got one of another"),
-    ):
+        *((other.new_cache(), "expected a cache of this model .* got one of another") for other in others),
+    ]:
         for call in (
             lambda cache=cache: model(ids, past_key_values=cache),
             lambda cache=cache: model.read(ids, cache),
-            lambda cache=cache: generated(model, ids, 2, past_key_values=cache),
+            lambda cache=cache: model.generate(
+                ids, attention_mask=torch.ones_like(ids), past_key_values=cache, max_new_tokens=2
+            ),
         ):
             with pytest.raises(ValueError, match=f"past_key_values: .*{came}"):
                 call()
+
+
+@MODELS
+@pytest.mark.parametrize(
+    ("close_chunk", "came"),
+    [
+        (torch.ones(1, 4, dtype=torch.bool), r"torch.bool of \(1, 4\)"),
+        (torch.ones(5, dtype=torch.bool), r"torch.bool of \(5,\)"),
+        (torch.ones(1, 5), r"torch.float32 of \(1, 5\)"),
+        ([[True] * 5], "list"),
+        (1, "int"),
+    ],
+    ids=str,
+)
+def test_early_landmarks_of_another_shape_or_type_are_refused(
+    make: Make, close_chunk: Any, came: str
+) -> None:
+    model, ids = make(), tokens(5)
+    cache = model.new_cache()
+    for arguments in ({}, {"past_key_values": cache}, {"attention_mask": torch.tensor([[0, 1, 1, 1, 1]])}):
+        with pytest.raises(ValueError, match=r"close_chunk: expected .*\(1, 5\), got " + came):
+            model(ids, close_chunk=close_chunk, **arguments)
+    assert cache.batch_size is None
+
+
+REFUSED: dict[str, Callable[[TrailmarkForCausalLM, Any], object]] = {
+    "another vocabulary": lambda model, cache: model.read(torch.tensor([[50]]), cache),
+    "another batch": lambda model, cache: model(tokens(3, batch=2), past_key_values=cache),
+    "another mask": lambda model, cache: model(
+        tokens(3), attention_mask=torch.ones(1, 2), past_key_values=cache
+    ),
+    "other marks": lambda model, cache: model(tokens(3), close_chunk=torch.ones(1, 3), past_key_values=cache),
+}
+
+
+@MODELS
+@pytest.mark.parametrize("call", REFUSED.values(), ids=REFUSED)
+def test_a_call_that_is_refused_leaves_the_cache(
+    make: Make, call: Callable[[TrailmarkForCausalLM, Any], object]
+) -> None:
+    model = make()
+    caches = [model.new_cache() for _ in range(2)]
+    for cache in caches:
+        logits_of(model, tokens(9), past_key_values=cache)
+    with pytest.raises(ValueError, match="expected"):
+        call(model, caches[0])
+    assert torch.equal(*(logits_of(model, tokens(6), past_key_values=cache) for cache in caches))
 
 
 @MODELS
@@ -102,31 +152,56 @@ def test_logits_to_keep_with_labels_is_refused(make: Make) -> None:
 
 
 @MODELS
-@pytest.mark.parametrize("kept", [1, 3, 9])
-def test_logits_to_keep_are_the_last(make: Make, kept: int) -> None:
+@pytest.mark.parametrize("kept", [1, 3, 9, 20])
+@pytest.mark.parametrize("use_cache", [False, True])
+def test_logits_to_keep_are_the_last(make: Make, kept: int, use_cache: bool) -> None:
     model, ids = make(), tokens(9, batch=2)
-    assert_same(logits_of(model, ids, logits_to_keep=kept), logits_of(model, ids)[:, -kept:])
+    whole = logits_of(model, ids)
+    assert_same(logits_of(model, ids, logits_to_keep=kept, use_cache=use_cache), whole[:, -kept:])
+    out = model(ids, logits_to_keep=kept, use_cache=use_cache, output_retrieval=True)
+    assert_same(out.logits, whole[:, -kept:])
+    assert (out.retrieval is None) == (model.config.model_type != "trailmark_drt")
+
+
+@MODELS
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("kept", [1, 3, 30])
+def test_padding_does_not_count_as_what_is_kept(make: Make, side: str, kept: int) -> None:
+    model, lengths = make(), [26, 1, 9]
+    ids, mask = padded(lengths, side)
+    for arguments in ({}, {"use_cache": True}, {"use_cache": True, "output_retrieval": True}):
+        logits = logits_of(model, ids, attention_mask=mask, logits_to_keep=kept, **arguments)
+        assert logits.shape[:2] == (3, min(kept, 26))
+        for row, length in enumerate(lengths):
+            n = min(kept, length)
+            exact = logits_of(model, tokens(length, seed=row))[0, length - n :]
+            assert_same(logits[row, logits.shape[1] - n :], exact)
+
+
+@MODELS
+def test_what_is_read_is_reported(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(causal_lm, "_READ_TOKENS", 8)
+    model, told = make(), []
+    cache = model.read(tokens(30), progress=lambda done, total: told.append((done, total)))
+    assert told == [(8, 30), (16, 30), (24, 30), (30, 30)]
+    told.clear()
+    ids, mask = padded([30, 3])
+    cache = model.read(ids, attention_mask=mask, progress=lambda done, total: told.append((done, total)))
+    assert told[-1] == (30, 30)
+    assert cache.num_tokens.tolist() == [30, 3]
 
 
 # --- padding ---------------------------------------------------------------------------------------------
 
 
-def padded(lengths: list[int], side: str) -> tuple[Tensor, Tensor]:
-    """Texts of these lengths: ids and mask [B, longest], padded with token 0."""
-    longest = max(lengths)
-    ids, mask = (torch.zeros(len(lengths), longest, dtype=torch.int64) for _ in range(2))
-    for row, length in enumerate(lengths):
-        place = slice(longest - length, None) if side == "left" else slice(0, length)
-        ids[row, place], mask[row, place] = tokens(length, seed=row)[0], 1
-    return ids, mask
-
-
 @MODELS
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("use_cache", [False, True])
-def test_padded_rows_are_the_texts_alone(make: Make, side: str, use_cache: bool) -> None:
+@pytest.mark.parametrize("extra", [0, 3])
+def test_padded_rows_are_the_texts_alone(make: Make, side: str, use_cache: bool, extra: int) -> None:
+    """``extra`` columns are padding in every row, as ``pad_to_multiple_of`` makes them."""
     model, lengths = make(), [26, 1, 3, 4, 5, 8, 26, 25]
-    ids, mask = padded(lengths, side)
+    ids, mask = padded(lengths, side, extra)
     logits = logits_of(model, ids, attention_mask=mask, use_cache=use_cache)
     for row, length in enumerate(lengths):
         assert_same(logits[row, mask[row].bool()], logits_of(model, tokens(length, seed=row))[0])
@@ -180,7 +255,7 @@ def test_a_mask_of_another_shape_is_refused(shape: tuple[int, ...], use_cache: b
         model(ids, attention_mask=mask, use_cache=use_cache)
     if mask.dim() == 2 and not first:  # else transformers refuses or drops it
         with pytest.raises(ValueError, match="attention_mask"):
-            generated(model, ids, 2, attention_mask=mask)
+            model.generate(ids, attention_mask=mask, max_new_tokens=2)
 
 
 @pytest.mark.parametrize("width", [4, 6, 13, 15])
