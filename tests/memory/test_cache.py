@@ -345,6 +345,17 @@ def test_what_cannot_be_taken_back_is_refused(length: int, n: int) -> None:
     assert_unchanged(cache, before)
 
 
+def test_a_row_that_had_no_tokens_since_it_was_read_keeps_them() -> None:
+    """Its window begins in the middle of its text, and is not even full."""
+    model, lengths = window_model(num_hidden_layers=1), [2, 50]
+    cache, ids = model.new_cache(), pad([tokens(n, seed=b)[0] for b, n in enumerate(lengths)])
+    model.read(ids, cache, pad([torch.ones(n) for n in lengths]))
+    only_the_first = torch.tensor([[1], [0]])
+    logits_of(model, tokens(1, batch=2), attention_mask=only_the_first, past_key_values=cache)
+    with pytest.raises(ValueError, match="tokens_to_remove: "):
+        cache.crop(1)
+
+
 # --- bytes -----------------------------------------------------------------------------------------------
 
 

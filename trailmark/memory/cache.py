@@ -198,8 +198,7 @@ class ChunkCache(Cache):
         for stage, window in zip(self.stages, self.windows, strict=True):
             # a call that failed may have written into one slot more
             if window is not None:
-                start, end = state.spans[stage]
-                possible = possible and bool((end - start < window).all())
+                possible = possible and bool((state.spans[stage].end < window).all())
         if not possible:
             raise ValueError(
                 f"tokens_to_remove: expected tokens whose past is still there, got {n}: full windows and closed "
