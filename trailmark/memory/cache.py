@@ -30,7 +30,6 @@ class ChunkCache(Cache):
             layers of a stage have always seen the same positions.
         num_groups: G.
         memory: where chunks go.
-        reach: positions before a token that its prediction depends on through the last stage; None: all.
     """
 
     is_compileable = False  # asked by transformers' generate
@@ -42,10 +41,9 @@ class ChunkCache(Cache):
         stages: Sequence[int],
         num_groups: int = 0,
         memory: ChunkMemory | None = None,
-        reach: int | None = None,
     ) -> None:
         self.model, self.windows, self.stages, self.num_groups = model, windows, stages, num_groups
-        self.memory, self.reach = memory or ChunkMemory(), reach
+        self.memory = memory or ChunkMemory()
         self.state: CacheState | None = None
         self.notes: dict[str, Any] = {}
         """JSON of the user's own, saved and loaded with the cache: what was read, for instance."""
@@ -152,7 +150,7 @@ class ChunkCache(Cache):
             raise ValueError(
                 f"branch: expected a cache of one row, got a batch of {self.batch_size}. Read one text a time."
             )
-        other = ChunkCache(self.model, self.windows, self.stages, self.num_groups, reach=self.reach)
+        other = ChunkCache(self.model, self.windows, self.stages, self.num_groups)
         other.identity = self.identity
         if self.state is None:
             return other

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -122,7 +123,7 @@ class TrailmarkForCausalLM(PreTrainedModel, GenerationMixin):
         memory = ChunkMemory(memory_tier, capacity, folder, memory_dtype, search)
         stages, groups = self._stages(), getattr(config, "num_retrieval_groups", 0)
         windows = [config.sliding_window] * len(stages)
-        cache = ChunkCache(self._cache_key, windows, stages, groups, memory, self.reach())
+        cache = ChunkCache(self._cache_key, windows, stages, groups, memory)
         cache.identity = self._identity
         return cache
 
@@ -185,7 +186,8 @@ class TrailmarkForCausalLM(PreTrainedModel, GenerationMixin):
             input_ids: int64 [B, T], T >= 1: tokens only, of any length; landmarks live inside.
             attention_mask: [B, T], 0 where padded (left or right), or over cached and new tokens together.
                 What padding predicts bears no loss; its logits mean nothing.
-            past_key_values: from :meth:`new_cache`; changed in place. No gradient passes through what it carries.
+            past_key_values: from :meth:`new_cache`; changed in place, or not at all by a call that is stopped. No
+                gradient passes through what it carries.
             use_cache: make a cache if none is given. None: no in training, else only with a cache given.
             labels: int64 [B, T], -100 where no loss; shifted inside, as everywhere in transformers.
             close_chunk: True: put a landmark after each row's last token even if its chunk is not full. bool
@@ -217,35 +219,38 @@ class TrailmarkForCausalLM(PreTrainedModel, GenerationMixin):
         if labels is not None and present is not None:
             labels = labels.masked_fill(~F.pad(present[:, :-1], (1, 0), value=True), -100)
         text = Text.of(input_ids, present, close_chunk)
-        keep = min(logits_to_keep, T) or None
-        if keep is not None and cache is not None and not output_retrieval:
-            text = self._read_pieces(text, cache, keep, prefill_chunk_size or _READ_TOKENS, None)
-        if self.training and noise_seed is None:
-            noise_seed = torch.randint(2**31, (B,), device=input_ids.device)
-        grid = self._lay_out(text, cache)
-        hidden = self.run(
-            text.ids,
-            grid,
-            cache,
-            None if output_retrieval else keep,
-            noise_seed if self.training else None,
-        )
-        assert hidden.states is not None
-        states = hidden.states
-        if keep is None:
-            states = text.in_columns(states)
-        elif output_retrieval:
-            states = text.last(states, keep)
-        if self.config.logit_scale != 1.0:
-            states = states * self.config.logit_scale
-        logits = self.lm_head(states)
-        loss = None if labels is None else causal_loss(logits, labels, num_items_in_batch)
-        retrieval = None
-        if output_retrieval and hidden.retrieval is not None:
-            assert hidden.closed is not None
-            retrieval = tuple(_last_chunks(chosen, hidden.closed, grid.closed) for chosen in hidden.retrieval)
-        out = CausalLMOutput(loss=loss, logits=logits, past_key_values=cache, retrieval=retrieval)
-        return out.to_tuple() if return_dict is False else out
+        with _all_or_nothing(cache):
+            keep = min(logits_to_keep, T) or None
+            if keep is not None and cache is not None and not output_retrieval:
+                text = self._read_pieces(text, cache, keep, prefill_chunk_size or _READ_TOKENS, None)
+            if self.training and noise_seed is None:
+                noise_seed = torch.randint(2**31, (B,), device=input_ids.device)
+            grid = self._lay_out(text, cache)
+            hidden = self.run(
+                text.ids,
+                grid,
+                cache,
+                None if output_retrieval else keep,
+                noise_seed if self.training else None,
+            )
+            assert hidden.states is not None
+            states = hidden.states
+            if keep is None:
+                states = text.in_columns(states)
+            elif output_retrieval:
+                states = text.last(states, keep)
+            if self.config.logit_scale != 1.0:
+                states = states * self.config.logit_scale
+            logits = self.lm_head(states)
+            loss = None if labels is None else causal_loss(logits, labels, num_items_in_batch)
+            retrieval = None
+            if output_retrieval and hidden.retrieval is not None:
+                assert hidden.closed is not None
+                retrieval = tuple(
+                    _last_chunks(chosen, hidden.closed, grid.closed) for chosen in hidden.retrieval
+                )
+            out = CausalLMOutput(loss=loss, logits=logits, past_key_values=cache, retrieval=retrieval)
+            return out.to_tuple() if return_dict is False else out
 
     def read(
         self,
@@ -557,6 +562,18 @@ def causal_loss(logits: Tensor, labels: Tensor, num_items: Tensor | int | None =
 def shift_labels(labels: Tensor, fill: int = -100) -> Tensor:
     """[B, T]: at t the label of t + 1; ``fill`` at the end."""
     return F.pad(labels[:, 1:], (0, 1), value=fill)
+
+
+@contextmanager
+def _all_or_nothing(cache: ChunkCache | None) -> Iterator[None]:
+    """A call that is stopped after it changed the cache (Ctrl-C, no memory for the logits) takes that back."""
+    before = None if cache is None else cache.state
+    try:
+        yield
+    except BaseException:
+        if cache is not None:
+            cache.state = before
+        raise
 
 
 def _present(mask: Tensor, num_tokens: int, batch_size: int, cache: ChunkCache | None) -> Tensor | None:
