@@ -1,0 +1,263 @@
+"""Ctrl-C at any line, an error in any op and a full disk: what was read stays whole, and reading goes on."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.memory.interrupts import interrupt, stopped_at
+from tests.models.tiny import EXACT, assert_same, drt, logits_of, pad, tokens, window_model
+from trailmark.memory import ChunkCache
+from trailmark.memory.store import DiskStore, NoSpaceError
+from trailmark.models import TrailmarkForCausalLM, causal_lm
+
+MODULES = [
+    importlib.import_module(f"trailmark.{name}")
+    for name in (
+        "models.causal_lm",
+        "models.drt",
+        "models.sliding_window",
+        "models.step",
+        "models.grid",
+        "models.layers",
+        "memory.cache",
+        "memory.chunks",
+        "memory.search",
+        "memory.state",
+        "memory.store",
+        "memory.window",
+    )
+]
+READ = 43
+Call = Callable[[TrailmarkForCausalLM, ChunkCache], Tensor]
+
+
+def last(model: TrailmarkForCausalLM, cache: ChunkCache) -> Tensor:
+    """Of a prompt that is longer than what is read at a time."""
+    return logits_of(model, tokens(20, seed=1), past_key_values=cache, logits_to_keep=2, close_chunk=True)
+
+
+CALLS: dict[str, Call] = {
+    "a prompt": lambda model, cache: logits_of(
+        model, tokens(9, seed=1), past_key_values=cache, close_chunk=True
+    ),
+    "the last logits": last,
+    "a token": lambda model, cache: logits_of(model, tokens(1, seed=1), past_key_values=cache),
+    "reading": lambda model, cache: torch.from_numpy(model.read(tokens(7, seed=1), cache).num_tokens),
+}
+
+
+class FailingOp(TorchDispatchMode):
+    """Op ``number`` (from 1) fails, as for want of memory."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.number, self.run = number, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.run += 1
+        if self.run == self.number:
+            raise RuntimeError("no memory")
+        return func(*args, **(kwargs or {}))
+
+
+def begun(model: TrailmarkForCausalLM, tier: str, asked: bool) -> ChunkCache:
+    cache = model.new_cache(memory_tier=tier)
+    model.read(tokens(READ), cache)
+    if asked:  # then the upper windows are filled, and chunks are waiting to be read
+        logits_of(model, tokens(3, seed=2), past_key_values=cache)
+    return cache
+
+
+def by_line(number: int, run: Callable[[], object]) -> bool:
+    with stopped_at(number, interrupt, *MODULES) as lines:
+        try:
+            run()
+        except KeyboardInterrupt:
+            return True
+    assert lines.run < number
+    return False
+
+
+def by_op(number: int, run: Callable[[], object]) -> bool:
+    with FailingOp(number):
+        try:
+            run()
+        except RuntimeError:
+            return True
+    return False
+
+
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+@pytest.mark.parametrize(("stop", "step"), [(by_line, 13), (by_op, 7)], ids=["Ctrl-C", "an error"])
+@pytest.mark.parametrize(
+    ("make", "tier", "asked"),
+    [
+        (lambda: drt(2), "device", False),
+        (lambda: drt(2), "disk", True),
+        (window_model, "device", True),
+    ],
+    ids=["drt", "drt on disk, asked", "window"],
+)
+def test_a_call_that_is_stopped_leaves_the_cache_as_before(
+    call: Call,
+    stop: Callable[[int, Callable[[], object]], bool],
+    step: int,
+    make: Callable[[], TrailmarkForCausalLM],
+    tier: str,
+    asked: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A branch and, at last, the cache itself go on bit for bit like one that was never disturbed."""
+    monkeypatch.setattr(causal_lm, "_READ_TOKENS", 8)
+    model = make()
+    cache, calm = (begun(model, tier, asked) for _ in range(2))
+    next_token = logits_of(model, tokens(1, seed=4), past_key_values=calm.branch())
+    length, number, outs = calm.get_seq_length(), 1, []
+    while stop(number, lambda cache=cache: outs.append(call(model, cache))):
+        if cache.get_seq_length() == length:
+            again = logits_of(model, tokens(1, seed=4), past_key_values=cache.branch())
+            assert torch.equal(again, next_token), number
+        else:
+            assert call is CALLS["reading"]  # that had come to its end
+            assert cache.get_seq_length() == length + 7
+            cache = begun(model, tier, asked)
+        number += step
+    assert number > step
+    assert torch.equal(outs[-1], call(model, calm))
+    for n in (5, 1, 12):
+        ours, theirs = (logits_of(model, tokens(n, seed=n), past_key_values=going) for going in (cache, calm))
+        assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("first", [1, 7, 13])
+def test_reading_that_is_stopped_again_and_again_goes_on_from_whole_pieces(
+    first: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C every 200 lines or so: each time what was read counts, and reading goes on from there."""
+    monkeypatch.setattr(causal_lm, "_READ_TOKENS", 8)
+    model, text = drt(2), tokens(103)
+    cache, stops = model.new_cache(), 0
+    number = first
+    while (done := cache.get_seq_length()) < 103:
+        assert done % 8 == 0
+        stops += by_line(number, lambda done=done: model.read(text[:, done:], cache))
+        number = 200 + number % 400
+    assert stops > 10
+    calm = model.read(text)
+    ours, theirs = (logits_of(model, tokens(9), past_key_values=going) for going in (cache, calm))
+    assert torch.equal(ours, theirs)
+
+
+def test_after_a_first_call_that_was_stopped_another_batch_may_come() -> None:
+    model = drt(2)
+    for number in range(400, 1400, 97):
+        cache = model.new_cache()
+        by_line(number, lambda cache=cache: logits_of(model, tokens(9, batch=3), past_key_values=cache))
+        if cache.batch_size is None:
+            out = logits_of(model, tokens(30, batch=2), past_key_values=cache)
+            assert_same(out, logits_of(model, tokens(30, batch=2)))
+
+
+def test_progress_may_end_the_reading(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(causal_lm, "_READ_TOKENS", 8)
+    model, text = drt(2), tokens(103)
+
+    def enough(done: int, total: int) -> None:
+        if done >= 40:
+            raise KeyboardInterrupt
+
+    cache = model.new_cache()
+    with pytest.raises(KeyboardInterrupt):
+        model.read(text, cache, progress=enough)
+    assert cache.num_tokens.tolist() == [40]
+    assert_same(logits_of(model, text[:, 40:], past_key_values=cache), logits_of(model, text)[:, 40:])
+
+
+# --- a full disk -----------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def files_of_at_most(size: int) -> Iterator[None]:
+    """As on a disk with a quota; Python ignores the signal that comes with it."""
+    resource = pytest.importorskip("resource")
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize("how", ["read", "forward"])
+def test_a_disk_that_is_full_while_reading(
+    rows: int, how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was read is there to be asked, saved elsewhere, and read on from once there is space."""
+    monkeypatch.setattr(causal_lm, "_READ_TOKENS", 8)
+    model, text = drt(2), tokens(103, batch=rows)
+    lengths = torch.tensor([103, 60])[:rows]
+    mask = pad([torch.ones(int(n), dtype=torch.int64) for n in lengths], "right")
+    record = 2 * 4 * 2 * 4 * 8
+    cache = model.new_cache(memory_tier="disk", memory_folder=tmp_path / "memory")
+    calm = model.new_cache()
+    for going in (cache, calm):
+        logits_of(model, text[:, :5], past_key_values=going)
+
+    def go_on(going: ChunkCache) -> None:
+        left, present = text[:, 5:], mask[:, 5:]
+        if how == "read":
+            model.read(left, going, present)
+        else:
+            logits_of(model, left, attention_mask=present, past_key_values=going, logits_to_keep=1)
+
+    with (
+        files_of_at_most(12 * record + 100),
+        pytest.raises(NoSpaceError, match=r"memory_folder: .* stay valid"),
+    ):
+        go_on(cache)
+    done = cache.num_tokens.tolist()
+    if how == "forward":
+        assert done == [5] * rows
+        go_on(cache)
+    else:
+        assert 5 < max(done) < 103
+        assert len(cache.memory.store) * record <= 12 * record
+        elsewhere = tmp_path / "elsewhere"
+        cache.save(elsewhere)
+        del cache
+        cache = model.load_cache(elsewhere)
+        left = [text[b, n : int(lengths[b])] for b, n in enumerate(done)]
+        present = [torch.ones_like(part) for part in left]
+        model.read(pad(left, "right"), cache, pad(present, "right"))
+    go_on(calm)
+    assert cache.num_tokens.tolist() == calm.num_tokens.tolist() == lengths.tolist()
+    ours, theirs = (logits_of(model, tokens(9, batch=rows), past_key_values=going) for going in (cache, calm))
+    assert torch.equal(ours, theirs) if rows == 1 else (ours - theirs).abs().max() < EXACT
+
+
+def test_a_disk_that_is_full_from_the_start(tmp_path: Path) -> None:
+    model, text = drt(2), tokens(103)
+    cache = model.new_cache(memory_tier="disk", memory_folder=tmp_path)
+    with files_of_at_most(100), pytest.raises(NoSpaceError, match="memory_folder: "):
+        model.read(text, cache)
+    assert cache.batch_size is None
+    model.read(text, cache)
+    calm = model.read(text)
+    ours, theirs = (logits_of(model, tokens(9), past_key_values=going) for going in (cache, calm))
+    assert torch.equal(ours, theirs)
+    store = cache.memory.store
+    assert isinstance(store, DiskStore)
+    store.keep_free = 1 << 60
+    with pytest.raises(NoSpaceError, match="memory_folder: "):
+        model.read(text, cache)
+    assert cache.num_tokens.tolist() == [112]
