@@ -77,84 +77,97 @@ def begun(model: TrailmarkForCausalLM, tier: str, asked: bool) -> ChunkCache:
     return cache
 
 
-def by_line(number: int, run: Callable[[], object]) -> bool:
+def by_line(number: int, run: Callable[[], object]) -> int | None:
+    """Ctrl-C before that line; the lines that ran if there was no such line, else None."""
     with stopped_at(number, interrupt, *MODULES) as lines:
         try:
             run()
         except KeyboardInterrupt:
-            return True
-    assert lines.run < number
-    return False
+            return None
+    return lines.run
 
 
-def by_op(number: int, run: Callable[[], object]) -> bool:
-    with FailingOp(number):
+def by_op(number: int, run: Callable[[], object]) -> int | None:
+    with FailingOp(number) as ops:
         try:
             run()
         except RuntimeError:
-            return True
-    return False
+            return None
+    return ops.run
+
+
+def assert_goes_on_like(cache: ChunkCache, calm: ChunkCache, model: TrailmarkForCausalLM) -> None:
+    assert cache.num_tokens.tolist() == calm.num_tokens.tolist()
+    for n in (5, 1, 12):
+        more = tokens(n, batch=calm.batch_size or 1, seed=n)
+        ours, theirs = (logits_of(model, more, past_key_values=going) for going in (cache, calm))
+        assert torch.equal(ours, theirs)
+
+
+DRT, ON_DISK = (lambda: drt(2), "device", False), (lambda: drt(2), "disk", True)
+WINDOW = (window_model, "device", True)
 
 
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
-@pytest.mark.parametrize(("stop", "step"), [(by_line, 13), (by_op, 7)], ids=["Ctrl-C", "an error"])
 @pytest.mark.parametrize(
-    ("make", "tier", "asked"),
-    [
-        (lambda: drt(2), "device", False),
-        (lambda: drt(2), "disk", True),
-        (window_model, "device", True),
-    ],
-    ids=["drt", "drt on disk, asked", "window"],
+    ("stop", "make", "tier", "asked"),
+    [(by_line, *DRT), (by_line, *ON_DISK), (by_line, *WINDOW), (by_op, *ON_DISK)],
+    ids=["Ctrl-C", "Ctrl-C, on disk", "Ctrl-C, window", "an error, on disk"],
 )
+@pytest.mark.parametrize("stops", [20, pytest.param(200, marks=pytest.mark.slow)])
 def test_a_call_that_is_stopped_leaves_the_cache_as_before(
     call: Call,
-    stop: Callable[[int, Callable[[], object]], bool],
-    step: int,
+    stop: Callable[[int, Callable[[], object]], int | None],
     make: Callable[[], TrailmarkForCausalLM],
     tier: str,
     asked: bool,
+    stops: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A branch and, at last, the cache itself go on bit for bit like one that was never disturbed."""
     monkeypatch.setattr(causal_lm, "_READ_TOKENS", 8)
     model = make()
     cache, calm = (begun(model, tier, asked) for _ in range(2))
+    before = calm.get_seq_length()
+    call(model, begun(model, tier, asked))  # some lines run once only: layouts are kept
+    in_all = stop(10**9, lambda: call(model, begun(model, tier, asked)))
+    at_start = stop(10**9, lambda: begun(model, tier, asked))
+    assert in_all is not None
+    assert at_start is not None
     next_token = logits_of(model, tokens(1, seed=4), past_key_values=calm.branch())
-    length, number, outs = calm.get_seq_length(), 1, []
-    while stop(number, lambda cache=cache: outs.append(call(model, cache))):
-        if cache.get_seq_length() == length:
+    outs: list[Tensor] = []
+    for number in range(1, in_all - at_start, max(1, (in_all - at_start) // stops)):
+        if stop(number, lambda cache=cache: outs.append(call(model, cache))) is not None:
+            break  # the call had fewer lines than when they were counted
+        if cache.get_seq_length() == before:
             again = logits_of(model, tokens(1, seed=4), past_key_values=cache.branch())
             assert torch.equal(again, next_token), number
         else:
             assert call is CALLS["reading"]  # that had come to its end
-            assert cache.get_seq_length() == length + 7
+            assert cache.get_seq_length() == before + 7
             cache = begun(model, tier, asked)
-        number += step
-    assert number > step
-    assert torch.equal(outs[-1], call(model, calm))
-    for n in (5, 1, 12):
-        ours, theirs = (logits_of(model, tokens(n, seed=n), past_key_values=going) for going in (cache, calm))
-        assert torch.equal(ours, theirs)
+    assert number > (in_all - at_start) // 2
+    if not outs:
+        outs.append(call(model, cache))
+    assert torch.equal(outs[0], call(model, calm))
+    assert_goes_on_like(cache, calm, model)
 
 
 @pytest.mark.parametrize("first", [1, 7, 13])
 def test_reading_that_is_stopped_again_and_again_goes_on_from_whole_pieces(
     first: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ctrl-C every 200 lines or so: each time what was read counts, and reading goes on from there."""
+    """Ctrl-C ever later until a piece is read: what was read counts, and reading goes on from there."""
     monkeypatch.setattr(causal_lm, "_READ_TOKENS", 8)
     model, text = drt(2), tokens(103)
-    cache, stops = model.new_cache(), 0
-    number = first
+    cache, number, stops = model.new_cache(), first, 0
     while (done := cache.get_seq_length()) < 103:
         assert done % 8 == 0
-        stops += by_line(number, lambda done=done: model.read(text[:, done:], cache))
-        number = 200 + number % 400
+        assert number < 20_000  # lines: a piece takes some hundreds
+        stops += by_line(number, lambda done=done: model.read(text[:, done:], cache)) is None
+        number = first if cache.get_seq_length() > done else number + 211
     assert stops > 10
-    calm = model.read(text)
-    ours, theirs = (logits_of(model, tokens(9), past_key_values=going) for going in (cache, calm))
-    assert torch.equal(ours, theirs)
+    assert_goes_on_like(cache, model.read(text), model)
 
 
 def test_after_a_first_call_that_was_stopped_another_batch_may_come() -> None:
@@ -252,12 +265,10 @@ def test_a_disk_that_is_full_from_the_start(tmp_path: Path) -> None:
         model.read(text, cache)
     assert cache.batch_size is None
     model.read(text, cache)
-    calm = model.read(text)
-    ours, theirs = (logits_of(model, tokens(9), past_key_values=going) for going in (cache, calm))
-    assert torch.equal(ours, theirs)
+    assert_goes_on_like(cache, model.read(text), model)
     store = cache.memory.store
     assert isinstance(store, DiskStore)
     store.keep_free = 1 << 60
     with pytest.raises(NoSpaceError, match="memory_folder: "):
         model.read(text, cache)
-    assert cache.num_tokens.tolist() == [112]
+    assert cache.num_tokens.tolist() == [103 + 5 + 1 + 12]  # as before
