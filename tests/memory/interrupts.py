@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterator
 from types import FrameType, ModuleType
 from typing import Any
 
+import torch
+
 
 class Lines:
     """Lines run so far in the modules watched."""
@@ -33,12 +35,15 @@ def stopped_at(number: int, stop: Callable[[], None], *modules: ModuleType) -> I
                 stop()
         return trace
 
-    before = sys.gettrace()
+    before, grad = sys.gettrace(), torch.is_grad_enabled()
     sys.settrace(trace)
     try:
         yield lines
     finally:
         sys.settrace(before)
+        # stopped on the line of a "with torch.no_grad()" that is ending, its __exit__ has not run; a signal
+        # does not come there
+        torch.set_grad_enabled(grad)
 
 
 def interrupt() -> None:

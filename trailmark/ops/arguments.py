@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import importlib.util
+import os
 from collections.abc import Callable
 from typing import ParamSpec, TypeVar
 
@@ -36,6 +38,33 @@ def require_implementation(implementation: str | None, supported: tuple[str, ...
         "None or one of " + ", ".join(map(repr, supported)),
         "None picks the fastest that supports the input.",
     )
+
+
+def triton_problem(device: torch.device) -> str | None:
+    """Why Triton kernels cannot run on tensors of ``device``; None if they can."""
+    if not _has_triton():
+        return "Triton is not installed; CUDA builds of torch bring it, or: pip install triton"
+    if device.type == "cuda" or (device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"):
+        return None
+    return (
+        f"the tensors are on {device.type}, and Triton needs CUDA. Move them there, or set TRITON_INTERPRET=1 "
+        "before Python starts to interpret the kernels (slow; for tests)"
+    )
+
+
+@functools.cache
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+def values_are_checked(tensor: Tensor) -> bool:
+    """Whether to look at the values of index tensors: always on a CPU; elsewhere it would wait for the device.
+
+    The environment variable TRAILMARK_CHECK_VALUES=1 has them checked on every device (for debugging).
+    """
+    if tensor.device.type == "meta" or torch.compiler.is_compiling():
+        return False
+    return tensor.device.type == "cpu" or os.environ.get("TRAILMARK_CHECK_VALUES") == "1"
 
 
 def require_grouped_heads(query_heads: int, key_value_heads: int) -> None:
@@ -74,8 +103,8 @@ def whole_numbers(argument: str, tensor: Tensor) -> Tensor:
 
 
 def require_chunk_numbers(argument: str, indices: Tensor, M: int) -> None:
-    """Chunks 0 .. M - 1, or -1 for none."""
-    if indices.numel():
+    """Chunks 0 .. M - 1, or -1 for none; see :func:`values_are_checked`."""
+    if indices.numel() and values_are_checked(indices):
         low, high = torch.stack(indices.aminmax()).tolist()
         require(high < M, argument, high, f"chunk numbers below M = {M}")
         require(low >= -1, argument, low, "chunk numbers from 0, or -1 for none")

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from trailmark.ops import reference
+from trailmark.ops import grouped_cross_attention_torch, reference
 from trailmark.ops.arguments import (
     arithmetic_dtype,
     require,
@@ -17,13 +16,10 @@ from trailmark.ops.arguments import (
     require_grouped_heads,
     require_implementation,
     require_shape,
+    triton_problem,
     whole_numbers,
     without_autocast,
 )
-
-# Reading chunks are walked in slabs whose gathered keys, values and scores have about this many elements:
-# small enough for a core's caches, large enough to keep the GEMMs busy.
-_SLAB_ELEMENTS = 1 << 20
 
 
 @without_autocast
@@ -48,27 +44,32 @@ def grouped_cross_attention(
     score 0 and value 0) or the plain softmax. Source: arXiv 2410.01651, Eq. 2 and 3.
 
     Gradients reach q, k, v and weights; through the weights, the retriever learns. Nothing K-fold is kept
-    between forward and backward: the chunks are gathered again, in slabs.
+    between forward and backward: "torch" gathers the chunks again, in slabs; "triton" never gathers them
+    (docs/kernels.md).
 
     Args:
         q: [B, N, R, H, D]: row n is what chunk n reads; the caller shifts (chunk t+1 reads what t selected).
         k, v: [B, M, S, J, D]; query head h uses key/value head h // (H // J). A batch of stride 0 (``expand``)
             is shared, not copied; [B, M, J, S, D] memory seen through ``transpose(2, 3)`` is read without a copy.
-        indices: int64 [B, N, K] or per key/value head [B, N, J, K]; -1 reads nothing.
+        indices: int64 [B, N, K] or per key/value head [B, N, J, K]; -1 reads nothing (last, it costs nothing
+            either). That they are below M is checked on a CPU; elsewhere it would wait for the device, so only
+            with the environment variable TRAILMARK_CHECK_VALUES=1.
         weights: the same shape, any floating dtype; ignored (zero gradient) where the index is -1.
         lengths: int64 [B, M]: the keys of chunk m that exist. None: all S. What lies beyond has no effect,
             not even as NaN.
         softmax_off_by_one: see above.
         scale: None is D ** -0.5.
-        implementation: None, "reference" (gathers and keeps all) or "torch".
+        implementation: "reference" (gathers and keeps all), "torch" or "triton" (float32, bfloat16 or float16,
+            the same for q, k and v; D <= 256). None: "triton" on CUDA where it supports the input, else "torch".
 
     Returns:
         [B, N, R, H, D] in the dtype of q; zeros where nothing is read.
 
     Raises:
-        ValueError: for shapes that do not fit together or chunks that do not exist.
+        ValueError: for shapes that do not fit together, chunks that do not exist, or an implementation that
+            cannot take the input.
     """
-    require_implementation(implementation, ("reference", "torch"))
+    require_implementation(implementation, ("reference", "torch", "triton"))
     require(q.dim() == 5, "q", tuple(q.shape), "shape [B, N, R, H, D]")
     require(k.dim() == 5, "k", tuple(k.shape), "shape [B, M, S, J, D]")
     B, N, _, H, D = q.shape
@@ -98,85 +99,83 @@ def grouped_cross_attention(
         return reference.grouped_cross_attention(
             q, k, v, indices, weights, present, softmax_off_by_one, scale
         )
-    decoding = N == 1 and M == K and not _any_grad(q, k, v, weights)
-    if decoding and bool((indices == torch.arange(K, device=q.device)).all()):
-        return _read_in_order(q, k, v, weights, lengths, softmax_off_by_one, scale)
-    return _Gathered.apply(q, k, v, indices, weights, lengths, softmax_off_by_one, scale)
+    chosen = _choose(implementation, q, k, v, weights)
+    if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, weights)):
+        if torch.compiler.is_compiling():
+            return _gca(q, k, v, indices, weights, lengths, softmax_off_by_one, scale, chosen, True)[0]
+        return _Eager.apply(q, k, v, indices, weights, lengths, softmax_off_by_one, scale, chosen)
+    if torch.compiler.is_compiling():
+        return _gca(q, k, v, indices, weights, lengths, softmax_off_by_one, scale, chosen, False)[0]
+    if chosen == "torch" and N == 1 and M == K and bool((indices == torch.arange(K, device=q.device)).all()):
+        return grouped_cross_attention_torch.read_in_order(
+            q, k, v, weights, lengths, softmax_off_by_one, scale
+        )
+    return _forward(q, k, v, indices, weights, lengths, softmax_off_by_one, scale, chosen, False)[0]
 
 
-def _any_grad(*tensors: Tensor) -> bool:
-    return torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+def triton_refuses(q: Tensor, k: Tensor, v: Tensor, weights: Tensor) -> str | None:
+    """Why the kernels do not take these inputs; None if they do."""
+    if problem := triton_problem(q.device):
+        return problem
+    if not q.dtype == k.dtype == v.dtype:
+        return f"q, k, v are {q.dtype}, {k.dtype}, {v.dtype}. Convert them to one dtype"
+    if q.dtype not in (torch.float32, torch.bfloat16, torch.float16) or weights.dtype == torch.float64:
+        return f"q is {q.dtype} and weights {weights.dtype}. Convert them to float32, bfloat16 or float16"
+    if q.shape[-1] > 256:
+        return f"D is {q.shape[-1]}, and the kernels have at most 256"
+    return None
 
 
-def _read_in_order(
-    q: Tensor,  # [B, 1, R, H, D]
-    k: Tensor,  # [B, K, S, J, D]
+def _choose(implementation: str | None, q: Tensor, k: Tensor, v: Tensor, weights: Tensor) -> str:
+    if implementation is None:
+        return "triton" if q.is_cuda and triton_refuses(q, k, v, weights) is None else "torch"
+    if implementation == "triton":
+        problem = triton_refuses(q, k, v, weights)
+        require(problem is None, "implementation", "'triton'", "what can take these inputs", f"{problem}.")
+    return implementation
+
+
+def _forward(
+    q: Tensor,
+    k: Tensor,
     v: Tensor,
-    weights: Tensor,  # [B, 1, J, K]
-    lengths: Tensor | None,  # [B, K]
+    indices: Tensor,
+    weights: Tensor,
+    lengths: Tensor | None,
     off_by_one: bool,
     scale: float,
-) -> Tensor:
-    """Decoding: one chunk reads a table of its own from end to end, which needs no gathering."""
-    (B, _, R, H, D), (K, S, J) = q.shape, k.shape[1:4]
-    dtype = arithmetic_dtype(q, k, v, weights)
-    # no copies, if each head's keys stand side by side
-    keys, values = (x.to(dtype).permute(0, 3, 1, 2, 4).reshape(B * J, K * S, D) for x in (k, v))
-    folded = q.view(B, R, J, H // J, D).permute(0, 2, 3, 1, 4).reshape(B * J, -1, D).to(dtype)
-    scores = torch.bmm(folded * scale, keys.transpose(1, 2)).view(B * J, -1, K, S)
-    if lengths is not None:
-        absent = torch.arange(S, device=q.device) >= lengths[..., None]  # [B, K, S]
-        absent = absent[:, None].expand(B, J, K, S).reshape(B * J, 1, K, S)
-        scores.masked_fill_(absent, -torch.inf)
-        values = values.masked_fill(absent.view(B * J, K * S, 1), 0)  # not even NaN has an effect
-    if off_by_one:  # a virtual key with score 0 and value 0 (Eq. 3)
-        probabilities = torch.nn.functional.pad(scores, (0, 1)).softmax(-1)[..., :-1]
-    else:
-        probabilities = scores.softmax(-1)
-        if lengths is not None:
-            probabilities = probabilities.masked_fill(absent, 0)  # NaN in chunks without keys
-    weighted = probabilities * weights.reshape(B * J, 1, K, 1).to(dtype)
-    out = torch.bmm(weighted.flatten(2), values)
-    return out.view(B, J, H // J, R, D).permute(0, 3, 1, 2, 4).reshape(B, 1, R, H, D).to(q.dtype)
+    implementation: str,
+    keep: bool,
+) -> tuple[Tensor, Tensor]:
+    """The output, and with ``keep`` a log-sum-exp for each row, head and chunk (else empty)."""
+    if implementation == "triton":
+        from trailmark.ops import grouped_cross_attention_triton as kernels
+
+        return kernels.forward(q, k, v, indices, weights, lengths, off_by_one, scale, keep)
+    return grouped_cross_attention_torch.forward(q, k, v, indices, weights, lengths, off_by_one, scale, keep)
 
 
-class _Table:
-    """Keys or values as rows of S * D numbers, one per (batch row, chunk, head), read by number.
+def _backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    indices: Tensor,
+    weights: Tensor,
+    lengths: Tensor | None,
+    lse: Tensor,
+    scale: float,
+    implementation: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    if implementation == "triton":
+        from trailmark.ops import grouped_cross_attention_triton as kernels
 
-    One ``index_select`` of such rows is a ready operand of ``bmm``: [.., J, K, S, D] needs no permuted copy.
-    """
-
-    def __init__(self, x: Tensor) -> None:  # [B, M, S, J, D]
-        B, M, S, J, D = x.shape
-        x = x.transpose(2, 3)  # [B, M, J, S, D]
-        unit = S * D
-        outer = x.stride()[:3]
-        in_rows = (D == 1 or x.stride(4) == 1) and (S == 1 or x.stride(3) == D)
-        if not in_rows or any(step % unit for step in outer):
-            x = x.contiguous()
-            outer = x.stride()[:3]
-        steps = [step // unit for step in outer]
-        count = 1 + sum(step * (size - 1) for step, size in zip(steps, (B, M, J), strict=True)) if B else 0
-        self.rows = x.as_strided((count, unit), (unit, 1))
-        self.steps = steps
-        self.shape = (S, D)
-
-    def numbers(self, indices: Tensor) -> Tensor:
-        """Row numbers [B, N, J, K] of chunks ``indices`` [B, N, J, K]; -1 has those of chunk 0."""
-        by_row, by_chunk, by_head = self.steps
-        row = torch.arange(indices.shape[0], device=indices.device)[:, None, None, None] * by_row
-        head = torch.arange(indices.shape[2], device=indices.device)[:, None] * by_head
-        return row + indices.clamp(min=0) * by_chunk + head
-
-    def gather(self, numbers: Tensor, dtype: torch.dtype) -> Tensor:
-        """[c, J, K] row numbers -> [c * J, K * S, D]."""
-        c, J, K = numbers.shape
-        S, D = self.shape
-        return self.rows.index_select(0, numbers.reshape(-1)).view(c * J, K * S, D).to(dtype)
+        return kernels.backward(grad, q, k, v, indices, weights, lengths, lse, scale)
+    return grouped_cross_attention_torch.backward(grad, q, k, v, indices, weights, lengths, lse, scale)
 
 
-class _Gathered(torch.autograd.Function):
-    """GCA in slabs of reading chunks. Saves the inputs and one log-sum-exp per row, head and chunk."""
+class _Eager(torch.autograd.Function):
+    """Saves the inputs and the log-sum-exps. A third of the overhead of the ``torch.library`` ops below."""
 
     @staticmethod
     def forward(
@@ -184,161 +183,115 @@ class _Gathered(torch.autograd.Function):
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        indices: Tensor,  # [B, N, J, K]
-        weights: Tensor,  # [B, N, J, K]
+        indices: Tensor,
+        weights: Tensor,
         lengths: Tensor | None,
         off_by_one: bool,
         scale: float,
+        implementation: str,
     ) -> Tensor:
-        slabs = _Slabs(q, k, v, indices, weights, lengths, scale)
-        # ONE buffer outside the slabs for each result: its size is that of q, not K times it
-        out = torch.zeros(slabs.query_shape, dtype=q.dtype, device=q.device)  # [B N, R, J, g, D]
-        keep = any(ctx.needs_input_grad)
-        lse = torch.empty(slabs.lse_shape if keep else (0,), dtype=slabs.dtype, device=q.device)
-        for rows in slabs:
-            scores = slabs.scores(rows)  # [c J, g R, K, S]
-            top = scores.amax(-1, keepdim=True)
-            # off by one: the running maximum starts at 0 and the running sum at 1 (Eq. 3)
-            top = top.clamp_(min=0) if off_by_one else top.masked_fill_(top == -torch.inf, 0)
-            exponentials = scores.sub_(top).exp_()
-            total = exponentials.sum(-1, keepdim=True)
-            if off_by_one:
-                total = total + (-top).exp()
-            empty = total == 0
-            total = total.masked_fill(empty, 1)
-            if keep:
-                lse[rows] = (top + total.log()).view(-1, *slabs.lse_shape[1:])
-            # the weights go into the probabilities: one GEMM over all K chunks at once
-            exponentials.mul_(slabs.weight(rows) / total)
-            out[rows] = slabs.unfold(torch.bmm(exponentials.flatten(2), slabs.values(rows)))
-        if keep:
-            ctx.save_for_backward(q, k, v, indices, weights, lengths, lse)
-            ctx.scale = scale
-        return out.view(q.shape)
+        out, lse = _forward(q, k, v, indices, weights, lengths, off_by_one, scale, implementation, True)
+        ctx.save_for_backward(q, k, v, indices, weights, lengths, lse)
+        ctx.scale, ctx.implementation = scale, implementation
+        return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, indices, weights, lengths, lse = ctx.saved_tensors
-        slabs = _Slabs(q, k, v, indices, weights, lengths, ctx.scale)
-        (B, M, S, J, D), dtype = k.shape, slabs.dtype
-        grad = grad.reshape(slabs.query_shape)
-        dq = torch.zeros(slabs.query_shape, dtype=q.dtype, device=q.device)
-        dk, dv = (torch.zeros(B * M * J, S * D, dtype=dtype, device=q.device) for _ in range(2))
-        dw = torch.zeros(B * indices.shape[1], *indices.shape[2:], dtype=dtype, device=q.device)
-        into = _numbers_of_contiguous(indices, M)
-        with torch.autocast(q.device.type, enabled=False):  # the backward runs outside the op
-            for rows in slabs:
-                c = rows.stop - rows.start
-                probabilities = slabs.scores(rows).sub_(lse[rows].view(c * J, -1, slabs.K, 1)).exp_()
-                weight = slabs.weight(rows)  # [c J, 1, K, 1]
-                out_grad = slabs.fold(grad, rows)  # [c J, g R, D]
-                values, keys, query = slabs.values(rows), slabs.keys(rows), slabs.fold(slabs.q, rows)
-                # dP without the weight: dO V^T; its row sums with P give both D and the weights' gradient
-                dp = torch.bmm(out_grad, values.transpose(1, 2)).view_as(probabilities)
-                inner = (dp * probabilities).sum(-1, keepdim=True)  # [c J, g R, K, 1]
-                dw[rows] = inner.sum(1).view(c, J, slabs.K)
-                probabilities.mul_(weight)
-                ds = dp.sub_(inner).mul_(probabilities).flatten(2)
-                dq[rows] = slabs.unfold(torch.bmm(ds, keys).mul_(slabs.scale))
-                numbers = into[rows].reshape(-1)
-                by_key = torch.bmm(ds.transpose(1, 2), query).mul_(slabs.scale)
-                dk.index_add_(0, numbers, by_key.view(-1, S * D))
-                by_value = torch.bmm(probabilities.flatten(2).transpose(1, 2), out_grad)
-                dv.index_add_(0, numbers, by_value.view(-1, S * D))
-        dw = dw.view(indices.shape).masked_fill_(indices < 0, 0).to(weights.dtype)
-        dk, dv = (x.view(B, M, J, S, D).transpose(2, 3) for x in (dk, dv))
-        return dq.view(q.shape), dk.to(k.dtype), dv.to(v.dtype), None, dw, None, None, None
+        dq, dk, dv, dw = _backward(
+            grad, q, k, v, indices, weights, lengths, lse, ctx.scale, ctx.implementation
+        )
+        return dq, dk, dv, None, dw, None, None, None, None
 
 
-class _Slabs:
-    """Slabs of reading chunks (batch and N flattened) and what each computes from them.
-
-    Folded rows are [c * J, g * R, D]: the g query heads of a key/value head stand below each other.
-    """
-
-    def __init__(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        indices: Tensor,
-        weights: Tensor,
-        lengths: Tensor | None,
-        scale: float,
-    ) -> None:
-        B, N, R, H, D = q.shape
-        self.M, self.S, self.J = k.shape[1:4]
-        self.K = indices.shape[-1]
-        self.scale = scale
-        self.dtype = arithmetic_dtype(q, k, v, weights)
-        self.query_shape = (B * N, R, self.J, H // self.J, D)
-        self.lse_shape = (B * N, self.J, H // self.J * R, self.K)
-        self.q = q.reshape(self.query_shape)
-        self.nothing = (indices < 0).reshape(B * N, self.J, self.K)
-        self.weights = weights.reshape(B * N, self.J, self.K).masked_fill(self.nothing, 0).to(self.dtype)
-        if self.M:
-            self.k_table, self.v_table = _Table(k), _Table(v)
-            self.k_numbers = self.k_table.numbers(indices).reshape(B * N, self.J, self.K)
-            self.v_numbers = self.v_table.numbers(indices).reshape(B * N, self.J, self.K)
-        self.absent: Tensor | None = None  # [B N, J, K, S], and as what is added to scores
-        if lengths is not None and self.M:
-            row = torch.arange(B, device=q.device)[:, None, None, None]
-            present = lengths[row, indices.clamp(min=0)].reshape(B * N, self.J, self.K, 1)
-            self.absent = torch.arange(self.S, device=q.device) >= present  # [B N, J, K, S]
-            self.mask = torch.zeros_like(self.absent, dtype=self.dtype).masked_fill_(self.absent, -torch.inf)
-        per_chunk = self.J * self.K * self.S * (2 * D + H // self.J * R)
-        self.step = max(1, _SLAB_ELEMENTS // max(1, per_chunk))
-
-    def __iter__(self) -> Iterator[slice]:
-        if self.M:
-            count = self.query_shape[0]
-            for first in range(0, count, self.step):
-                yield slice(first, min(first + self.step, count))
-
-    def fold(self, x: Tensor, rows: slice) -> Tensor:
-        """[B N, R, J, g, D] -> [c * J, g * R, D] of these rows."""
-        part = x[rows].to(self.dtype).permute(0, 2, 3, 1, 4)  # [c, J, g, R, D]
-        c, J, g, R, D = part.shape
-        return part.reshape(c * J, g * R, D)
-
-    def unfold(self, x: Tensor) -> Tensor:
-        """[c * J, g * R, D] -> [c, R, J, g, D]."""
-        _, R, J, g, D = self.query_shape
-        return x.view(-1, J, g, R, D).permute(0, 3, 1, 2, 4)
-
-    def keys(self, rows: slice) -> Tensor:
-        return self._existing(self.k_table.gather(self.k_numbers[rows], self.dtype), rows)
-
-    def values(self, rows: slice) -> Tensor:
-        return self._existing(self.v_table.gather(self.v_numbers[rows], self.dtype), rows)
-
-    def _existing(self, gathered: Tensor, rows: slice) -> Tensor:
-        """[c * J, K * S, D] with zeros where nothing is read: a NaN there times a weight of 0 would be NaN."""
-        slots = gathered.view(-1, self.S, gathered.shape[-1])
-        slots.index_fill_(0, self.nothing[rows].reshape(-1).nonzero()[:, 0], 0)
-        if self.absent is not None:
-            keys = gathered.view(-1, gathered.shape[-1])
-            keys.index_fill_(0, self.absent[rows].reshape(-1).nonzero()[:, 0], 0)
-        return gathered
-
-    def weight(self, rows: slice) -> Tensor:
-        return self.weights[rows].reshape(-1, 1, self.K, 1)
-
-    def scores(self, rows: slice) -> Tensor:
-        """[c * J, g * R, K, S], -inf at keys that do not exist."""
-        query = self.fold(self.q, rows).mul(self.scale)
-        keys = self.keys(rows).transpose(1, 2)
-        if self.absent is None:
-            scores = torch.bmm(query, keys)
-        else:  # in the GEMM: on a CPU, masked_fill_ afterwards takes half as long again
-            scores = torch.baddbmm(self.mask[rows].reshape(-1, 1, self.K * self.S), query, keys)
-        return scores.view(*scores.shape[:2], self.K, self.S)
+# Under torch.compile the same functions are ops that it does not look into, so that its graph stays whole.
 
 
-def _numbers_of_contiguous(indices: Tensor, M: int) -> Tensor:
-    """Row numbers [B N, J, K] in a contiguous [B, M, J] table: where gradients are added."""
-    B, N, J, K = indices.shape
-    row = torch.arange(B, device=indices.device)[:, None, None, None] * M
-    head = torch.arange(J, device=indices.device)[:, None]
-    return ((row + indices.clamp(min=0)) * J + head).reshape(B * N, J, K)
+@torch.library.custom_op("trailmark::grouped_cross_attention", mutates_args=())
+def _gca(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    indices: Tensor,
+    weights: Tensor,
+    lengths: Tensor | None,
+    off_by_one: bool,
+    scale: float,
+    implementation: str,
+    keep: bool,
+) -> tuple[Tensor, Tensor]:
+    return _forward(q, k, v, indices, weights, lengths, off_by_one, scale, implementation, keep)
+
+
+@_gca.register_fake
+def _(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    indices: Tensor,
+    weights: Tensor,
+    lengths: Tensor | None,
+    off_by_one: bool,
+    scale: float,
+    implementation: str,
+    keep: bool,
+) -> tuple[Tensor, Tensor]:
+    B, N, R, H, _ = q.shape
+    J, K = indices.shape[2:]
+    out = q.new_empty(q.shape)
+    if not keep:
+        return out, q.new_empty((0,), dtype=arithmetic_dtype(q, k, v, weights))
+    if implementation == "triton":
+        return out, q.new_empty((B, N, J, K, H // J * R), dtype=torch.float32)
+    return out, q.new_empty((B * N, J, H // J * R, K), dtype=arithmetic_dtype(q, k, v, weights))
+
+
+@torch.library.custom_op("trailmark::grouped_cross_attention_backward", mutates_args=())
+def _gca_backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    indices: Tensor,
+    weights: Tensor,
+    lengths: Tensor | None,
+    lse: Tensor,
+    scale: float,
+    implementation: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return _backward(grad, q, k, v, indices, weights, lengths, lse, scale, implementation)
+
+
+@_gca_backward.register_fake
+def _(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    indices: Tensor,
+    weights: Tensor,
+    lengths: Tensor | None,
+    lse: Tensor,
+    scale: float,
+    implementation: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    B, M, S, J, D = k.shape
+    if implementation == "triton":
+        dk, dv = k.new_empty(k.shape), v.new_empty(v.shape)
+    else:  # laid out head by head
+        dk, dv = (x.new_empty((B, M, J, S, D)).transpose(2, 3) for x in (k, v))
+    return q.new_empty(q.shape), dk, dv, weights.new_empty(weights.shape)
+
+
+def _keep_inputs(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    ctx.save_for_backward(*inputs[:6], output[1])
+    ctx.scale, ctx.implementation = inputs[7:9]
+
+
+def _gradients(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    dq, dk, dv, dw = _gca_backward(grad, *ctx.saved_tensors, ctx.scale, ctx.implementation)
+    return dq, dk, dv, None, dw, None, None, None, None, None
+
+
+_gca.register_autograd(_gradients, setup_context=_keep_inputs)
