@@ -13,6 +13,7 @@ from torch import Tensor
 
 P = ParamSpec("P")
 R = TypeVar("R")
+_HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 
 def require(condition: bool, argument: str, came: object, expected: str, way_out: str = "") -> None:
@@ -42,7 +43,7 @@ def require_implementation(implementation: str | None, supported: tuple[str, ...
 
 def triton_problem(device: torch.device) -> str | None:
     """Why Triton kernels cannot run on tensors of ``device``; None if they can."""
-    if not _has_triton():
+    if not _HAS_TRITON:
         return "Triton is not installed; CUDA builds of torch bring it, or: pip install triton"
     if device.type == "cuda" or (device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"):
         return None
@@ -50,11 +51,6 @@ def triton_problem(device: torch.device) -> str | None:
         f"the tensors are on {device.type}, and Triton needs CUDA. Move them there, or set TRITON_INTERPRET=1 "
         "before Python starts to interpret the kernels (slow; for tests)"
     )
-
-
-@functools.cache
-def _has_triton() -> bool:
-    return importlib.util.find_spec("triton") is not None
 
 
 def values_are_checked(tensor: Tensor) -> bool:

@@ -1,0 +1,478 @@
+"""The kernels of GCA: on a GPU where there is one, else interpreted on the CPU (bfloat16 needs the GPU)."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from tests.budgets import assert_within_budget, values_and_gradients
+from tests.pairwise import pairwise
+from trailmark.ops import grouped_cross_attention
+
+pytest.importorskip("triton")
+from trailmark.ops import grouped_cross_attention_triton as kernels
+
+GPU = torch.cuda.is_available()
+DEVICE = "cuda" if GPU else "cpu"
+
+
+@pytest.fixture(autouse=True)
+def poisoned_memory() -> Iterator[None]:
+    """What is allocated without being written is NaN, not by chance zero."""
+    torch.use_deterministic_algorithms(True)
+    assert torch.utils.deterministic.fill_uninitialized_memory
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def inputs(
+    B: int = 2,
+    N: int = 5,
+    R: int = 3,
+    J: int = 2,
+    g: int = 1,
+    D: int = 16,
+    M: int = 6,
+    S: int = 16,
+    K: int = 2,
+    dtype: torch.dtype = torch.float32,
+    per_head: bool = False,
+    lengths: bool = False,
+    fused: bool = False,
+    seed: int = 0,
+) -> tuple[list[Tensor], dict[str, Any]]:
+    """([q, k, v, weights], indices and lengths), rounded to ``dtype``; -1 anywhere, chunks chosen twice, empty ones.
+
+    ``fused``: q, k and v are views of wider tensors, as a fused projection makes them.
+    """
+    random = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int) -> Tensor:
+        if fused:
+            wide = torch.randn(*shape[:-1], 3 * shape[-1], generator=random).to(DEVICE, dtype)
+            return wide[..., shape[-1] : 2 * shape[-1]]
+        return torch.randn(*shape, generator=random).to(DEVICE, dtype)
+
+    q, k, v = normal(B, N, R, J * g, D), normal(B, M, S, J, D), normal(B, M, S, J, D)
+    chosen = (B, N, J, K) if per_head else (B, N, K)
+    indices = torch.randint(-1, M, chosen, generator=random).to(DEVICE)
+    weights = torch.rand(chosen, generator=random).to(DEVICE, dtype)
+    present = torch.randint(0, S + 1, (B, M), generator=random).to(DEVICE) if lengths else None
+    return [q, k, v, weights], {"indices": indices, "lengths": present}
+
+
+def op(rest: dict[str, Any], implementation: str, **options: Any) -> Callable[..., Tensor]:
+    def run(q: Tensor, k: Tensor, v: Tensor, weights: Tensor) -> Tensor:
+        return grouped_cross_attention(
+            q, k, v, rest["indices"], weights, rest["lengths"], implementation=implementation, **options
+        )
+
+    return run
+
+
+def assert_budget(tensors: list[Tensor], rest: dict[str, Any], **options: Any) -> None:
+    """The output and all four gradients."""
+    exact = values_and_gradients(op(rest, "reference", **options), *(x.double() for x in tensors))
+    same_dtype = values_and_gradients(op(rest, "reference", **options), *tensors)
+    ours = values_and_gradients(op(rest, "triton", **options), *tensors)
+    for name, x, y, z in zip(("out", "dq", "dk", "dv", "dw"), ours, same_dtype, exact, strict=True):
+        try:
+            assert_within_budget(x, y, z)
+        except AssertionError as error:
+            raise AssertionError(f"{name}: {error}") from None
+
+
+# The grid of sizes
+
+COVER = pairwise(
+    {
+        "D": (16, 32, 64, 80, 96, 128, 256),
+        "g": (1, 2, 3, 4, 8, 12),
+        "S": (1, 16, 63, 64, 65, 128, 130),
+        "K": (1, 2, 7, 8, 32),
+        "R": (1, 3, 63, 64, 65),
+        "J": (1, 2, 3),
+        "dtype": (torch.float32, torch.bfloat16, torch.float16),
+        "per_head": (False, True),
+        "lengths": (False, True),
+        "off_by_one": (True, False),
+        "fused": (False, True),
+    }
+)
+for _case in COVER:
+    # the oracle sums a product with a single key in several lanes, more exactly than any matrix product: in
+    # float32 that is no measure for one (test_a_single_key has it at a size where it is)
+    if _case["S"] == 1 and _case["dtype"] == torch.float32:
+        _case["dtype"] = torch.float16
+
+
+def _cost(case: dict[str, Any]) -> int:
+    """What the interpreter has to do."""
+    tiles = -(-case["R"] * case["g"] // 64) * -(-case["S"] // 64)
+    return int(tiles * case["K"] * case["J"])
+
+
+def _interpreted() -> list[dict[str, Any]]:
+    able = sorted((c for c in COVER if c["dtype"] != torch.bfloat16), key=_cost)
+    return able[: len(COVER) // 3]
+
+
+def test_the_cover_is_small() -> None:
+    assert 40 < len(COVER) <= 80
+    assert len(_interpreted()) >= 17
+
+
+@pytest.mark.parametrize(
+    "case",
+    COVER if GPU else _interpreted(),
+    ids=lambda c: "-".join(str(v).split(".")[-1] for v in c.values()),
+)
+def test_error_budget(case: dict[str, Any]) -> None:
+    case = dict(case)
+    off_by_one = case.pop("off_by_one")
+    # the budget compares largest errors: of many numbers, or chance decides
+    tensors, rest = inputs(B=1, N=max(8, 24 // case["K"]), M=5, **case)
+    assert_budget(tensors, rest, softmax_off_by_one=off_by_one)
+
+
+def test_a_single_key() -> None:
+    assert_budget(*inputs(B=1, S=1, N=24, R=16))
+
+
+# Bugs of the official kernel (reference/gca.md 2.4)
+
+
+@pytest.mark.parametrize("S", [16, 130])
+def test_off_by_one_is_not_ignored(S: int) -> None:
+    tensors, rest = inputs(B=1, S=S, N=24)
+    assert_budget(tensors, rest, softmax_off_by_one=True)
+    without = op(rest, "triton", softmax_off_by_one=False)(*tensors)
+    same_dtype = op(rest, "reference")(*tensors)
+    with pytest.raises(AssertionError):
+        assert_within_budget(without, same_dtype, op(rest, "reference")(*(x.double() for x in tensors)))
+
+
+def test_row_65_has_a_gradient() -> None:
+    """There the rows after the last whole tile stayed uninitialised."""
+    assert_budget(*inputs(R=65, N=2, K=3, S=64))
+
+
+@pytest.mark.parametrize("K", [3, 5, 6, 7])
+def test_a_number_of_retrieved_chunks_that_is_no_power_of_two(K: int) -> None:
+    assert_budget(*inputs(K=K, M=K))
+
+
+def test_float16() -> None:
+    assert_budget(*inputs(dtype=torch.float16, R=64, S=64, N=3))
+
+
+@pytest.mark.parametrize("D", [1, 8, 16, 17])
+def test_small_heads(D: int) -> None:
+    assert_budget(*inputs(D=D, S=64, R=16))
+
+
+@pytest.mark.slow
+def test_more_programs_than_65_535() -> None:
+    """Batch times chunks times heads stood on an axis of the grid that has 65,535."""
+    tensors, rest = inputs(B=3, N=11_000, R=1, J=2, M=2, S=1, K=1)
+    exact = op(rest, "reference")(*(x.double() for x in tensors))
+    assert_within_budget(op(rest, "triton")(*tensors), op(rest, "reference")(*tensors), exact)
+
+
+# What need not be there
+
+
+def test_nothing_selected_gives_zeros() -> None:
+    tensors, rest = inputs(lengths=True)
+    rest["indices"][0] = -1
+    out, dq, *others = values_and_gradients(op(rest, "triton"), *tensors)
+    for x in (out[0], dq[0], *(x[0] for x in others)):
+        assert torch.equal(x, torch.zeros_like(x))
+    assert_budget(tensors, rest)
+
+
+def test_what_does_not_exist_has_no_effect_not_even_as_nan() -> None:
+    tensors, rest = inputs(N=4, M=4, S=20, lengths=True, K=3)
+    rest["indices"][rest["indices"] == 2] = 1  # chunk 2 is read by nobody
+    before = values_and_gradients(op(rest, "triton"), *tensors)
+    q, k, v, w = (x.clone() for x in tensors)
+    absent = torch.arange(20, device=DEVICE) >= rest["lengths"][..., None]
+    k[absent], v[absent] = torch.nan, torch.nan
+    k[:, 2], v[:, 2] = torch.nan, torch.inf
+    w[rest["indices"] < 0] = torch.nan
+    for x, y in zip(before, values_and_gradients(op(rest, "triton"), q, k, v, w), strict=True):
+        assert torch.equal(x, y)
+
+
+@pytest.mark.parametrize("sizes", [{"B": 0}, {"N": 0}, {"M": 0}])
+def test_empty_sizes(sizes: dict[str, int]) -> None:
+    tensors, rest = inputs(**({"M": 3} | sizes | {"N": sizes.get("N", 2)}) if "M" not in sizes else {"M": 1})
+    if "M" in sizes:
+        tensors[1:3] = (x[:, :0] for x in tensors[1:3])
+        rest["indices"].fill_(-1)
+    for x, like in zip(
+        values_and_gradients(op(rest, "triton"), *tensors), (tensors[0], *tensors), strict=True
+    ):
+        assert torch.equal(x, torch.zeros_like(like))
+
+
+def test_keys_of_a_memory_seen_head_by_head() -> None:
+    """[B, M, J, S, D] through a transpose, and one memory for the whole batch."""
+    (q, k, v, w), rest = inputs()
+    k, v = (x.transpose(2, 3).contiguous().transpose(2, 3)[:1].expand_as(x) for x in (k, v))
+    assert_budget([q, k, v, w], rest)
+
+
+# The inverted index
+
+
+@given(
+    st.integers(1, 3), st.integers(1, 9), st.integers(1, 3), st.integers(1, 4), st.integers(1, 6),
+    st.integers(1, 7), st.booleans(), st.integers(0, 99),
+)  # fmt: skip
+@settings(max_examples=60, deadline=None)
+def test_every_reader_of_a_chunk_is_in_one_part(
+    B: int, N: int, J: int, K: int, M: int, per_part: int, per_head: bool, seed: int
+) -> None:
+    random = torch.Generator().manual_seed(seed)
+    own = torch.randint(-1, M, (B, N, J if per_head else 1, K), generator=random)
+    table = kernels.invert(own.expand(B, N, J, K), M, per_part)
+    heads = J if per_head and J > 1 else 1
+    wanted: list[list[int]] = [[] for _ in range(B * M * heads)]
+    flat = own.expand(B, N, J, K)[:, :, :heads].flatten().tolist()
+    for number, m in enumerate(flat):
+        b, j = number // (N * heads * K), number // K % heads
+        if m >= 0:
+            wanted[(b * M + m) * heads + j].append(number)
+    found: list[list[int]] = [[] for _ in wanted]
+    slots = set()
+    for part, c in enumerate(table.chunk_of.tolist()):
+        if c == len(wanted):
+            continue
+        first = int(table.ends[c - 1]) if c else 0
+        parts = int(table.ends[c]) - first
+        begin = int(table.starts[c]) + (part - first) * per_part
+        end = min(int(table.starts[c + 1]), begin + per_part)
+        assert end > begin or parts == 1
+        found[c] += table.readers[begin:end].tolist()
+        if parts > 1:
+            slots.add(int(table.slots_before[c]) + part - first)
+    assert found == wanted
+    assert slots == set(range(len(slots)))
+    assert len(slots) <= 2 * table.readers.numel() // per_part
+
+
+@pytest.mark.parametrize("per_head", [False, True])
+@pytest.mark.parametrize("per_part", [1, 7, 100])
+def test_a_popular_chunk_is_added_up_from_parts(per_part: int, per_head: bool) -> None:
+    tensors, rest = inputs(B=1, N=12, R=2, K=3, M=4, g=2, S=16, per_head=per_head)
+    rest["indices"][:, 2:, ..., 0] = 1  # long and short lists
+    q, k, v, w = tensors
+    J, K = 2, 3
+    indices, weights = rest["indices"], w
+    if not per_head:
+        indices, weights = (x[:, :, None].expand(1, 12, J, K) for x in (indices, weights))
+    grad = torch.randn(q.shape, generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    _, lse = kernels.forward(q, k, v, indices, weights, None, True, 0.25, True)
+    whole = kernels.backward(grad, q, k, v, indices, weights, None, lse, 0.25)
+    parts = kernels.backward(grad, q, k, v, indices, weights, None, lse, 0.25, rows_of_a_part=4 * per_part)
+    leaves = [x.double().requires_grad_() for x in (q, k, v)]
+    out = grouped_cross_attention(*leaves, indices, weights.double(), scale=0.25, implementation="reference")
+    exact = torch.autograd.grad(out, leaves, grad.double())
+    assert torch.equal(whole[0], parts[0])
+    for one, several, truth in zip(whole[1:3], parts[1:3], exact[1:], strict=True):
+        assert_within_budget(several, one, truth)
+
+
+# Repeatability
+
+
+def test_the_same_bits_again() -> None:
+    tensors, rest = inputs(R=20, N=4, S=20, lengths=True)
+    before = values_and_gradients(op(rest, "triton"), *tensors)
+    for _ in range(250 if GPU else 2):
+        for x, y in zip(before, values_and_gradients(op(rest, "triton"), *tensors), strict=True):
+            assert torch.equal(x, y)
+
+
+def test_neighbours_have_no_effect() -> None:
+    """Neither another row of the batch nor another chunk that reads."""
+    tensors, rest = inputs(B=3, N=7)
+    out = op(rest, "triton")(*tensors)
+    q, k, v, w = (x.clone() for x in tensors)
+    for x in (q, k, v):
+        x[1:] = torch.nan
+    q[0, 1:] = torch.nan
+    assert torch.equal(op(rest, "triton")(q, k, v, w)[0, 0], out[0, 0])
+
+
+# Many elements
+
+
+def test_offsets_inside_a_tile_are_wide_where_they_must_be() -> None:
+    def shapes(R: int, S: int) -> tuple[Tensor, Tensor, Tensor]:
+        def empty(*shape: int) -> Tensor:
+            return torch.empty(shape, device="meta", dtype=torch.bfloat16)
+
+        return empty(1, 4, R, 16, 128), empty(1, 3, S, 4, 128), empty(1, 3, S, 4, 128)
+
+    q, k, v = shapes(64, 64)
+    assert not kernels.needs_wide_offsets(q, k, v)
+    # the number of chunks does not matter: their offsets have 64 bits always
+    assert not kernels.needs_wide_offsets(q.expand(1 << 20, -1, -1, -1, -1), k, v)
+    assert kernels.needs_wide_offsets(*shapes(1 << 20, 64))
+    assert kernels.needs_wide_offsets(*shapes(64, 1 << 22))
+    far_apart = torch.empty_strided((1, 4, 64, 16, 128), (1, 1, 1 << 26, 128, 1), device="meta")
+    assert kernels.needs_wide_offsets(far_apart, k, v)
+    assert kernels.needs_wide_offsets(q, far_apart, v)
+    assert kernels.needs_wide_offsets(q, k, v, far_apart)  # the gradient that comes in
+
+
+def test_wide_offsets_give_the_same_bits() -> None:
+    (q, k, v, w), rest = inputs(R=9, g=2, N=3, S=20, lengths=True, per_head=True)
+    results = []
+    for wide in (False, True):
+        common = (q, k, v, rest["indices"], w, rest["lengths"])
+        out, lse = kernels.forward(*common, True, 0.25, True, wide=wide)
+        results.append([out, lse, *kernels.backward(out, *common, lse, 0.25, wide=wide)])
+    for x, y in zip(*results, strict=True):
+        assert torch.equal(x.nan_to_num(7), y.nan_to_num(7))  # nothing is kept where nothing was selected
+
+
+# Decoding
+
+
+@pytest.mark.parametrize("R", [1, 3])
+@pytest.mark.parametrize("K", [1, 2, 5, 8])
+def test_few_queries_split_over_the_chunks(K: int, R: int) -> None:
+    tensors, rest = inputs(B=1, N=1, R=R, g=3, J=1, K=K, M=9, S=63, lengths=True)
+    assert kernels._parts(1, K, torch.device(DEVICE)) > 1 or K == 1
+    assert_budget(tensors, rest)
+
+
+# The op
+
+
+@pytest.mark.parametrize("implementation", ["torch", "triton"])
+def test_torch_compile_does_not_break_on_it(implementation: str) -> None:
+    tensors, rest = inputs()
+    eager = values_and_gradients(op(rest, implementation), *tensors)
+    compiled = torch.compile(op(rest, implementation), fullgraph=True, backend="aot_eager")
+    for x, y in zip(eager, values_and_gradients(compiled, *tensors), strict=True):
+        assert torch.equal(x, y)
+    with torch.no_grad():
+        assert torch.equal(compiled(*tensors), eager[0])
+
+
+@pytest.mark.parametrize("implementation", ["torch", "triton"])
+@pytest.mark.parametrize("keep", [True, False])
+def test_the_registered_op_keeps_its_promises(implementation: str, keep: bool) -> None:
+    (q, k, v, w), rest = inputs(per_head=True, lengths=True)
+    arguments = (q, k, v, rest["indices"].clamp(min=0), w, rest["lengths"], True, 0.25, implementation, keep)
+    registered = torch.ops.trailmark.grouped_cross_attention.default
+    if not keep:
+        torch.library.opcheck(registered, arguments, test_utils=("test_schema", "test_faketensor"))
+        return
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    torch.library.opcheck(
+        registered,
+        (*leaves, *arguments[3:]),
+        test_utils=("test_schema", "test_autograd_registration", "test_faketensor"),
+    )
+
+
+def test_checkpointing_gives_the_same_bits() -> None:
+    tensors, rest = inputs()
+
+    def checkpointed(*leaves: Tensor) -> Tensor:
+        out = torch.utils.checkpoint.checkpoint(op(rest, "triton"), *leaves, use_reentrant=False)
+        assert isinstance(out, Tensor)
+        return out
+
+    plain = values_and_gradients(op(rest, "triton"), *tensors)
+    for x, y in zip(plain, values_and_gradients(checkpointed, *tensors), strict=True):
+        assert torch.equal(x, y)
+
+
+# Errors
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda q, k, v, w: (q.double(), k.double(), v.double(), w), "implementation: .*float64.* Convert"),
+        (lambda q, k, v, w: (q, k.half(), v, w), "implementation: .*float32, torch.float16.* Convert"),
+        (lambda q, k, v, w: (q, k, v, w.double()), "implementation: .*weights torch.float64"),
+        (
+            lambda q, k, v, w: (*(x.repeat(1, 1, 1, 1, 17) for x in (q, k, v)), w),
+            "implementation: .*D is 272.* at most 256",
+        ),
+    ],
+)
+def test_what_the_kernels_do_not_take(change: Callable[..., Any], message: str) -> None:
+    tensors, rest = inputs()
+    with pytest.raises(ValueError, match=message):
+        op(rest, "triton")(*change(*tensors))
+
+
+@pytest.mark.skipif(GPU, reason="there is a GPU")
+def test_triton_without_a_gpu_or_an_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET")
+    tensors, rest = inputs()
+    with pytest.raises(ValueError, match=r"^implementation: .*'triton'.* on cpu.*TRITON_INTERPRET=1"):
+        op(rest, "triton")(*tensors)
+    op(rest, "torch")(*tensors)
+
+
+def test_errors_come_at_once() -> None:
+    tensors, rest = inputs()
+    times = []
+    for _ in range(30):
+        began = time.perf_counter()
+        with pytest.raises(ValueError, match=r"^q: "):
+            op(rest, "triton")(tensors[0][..., :1, :], *tensors[1:])
+        times.append(time.perf_counter() - began)
+    assert sorted(times)[15] < 1e-3  # seconds
+
+
+@pytest.mark.gpu
+def test_no_synchronisation_on_a_gpu() -> None:
+    tensors, rest = inputs(lengths=True)
+    values_and_gradients(op(rest, "triton"), *tensors)  # compiled
+    leaves = [x.detach().requires_grad_() for x in tensors]
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        op(rest, "triton")(*leaves).sum().backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.gpu
+def test_bfloat16_weights_of_float32() -> None:
+    """As in a model: scores and weights are float32 whatever the rest is."""
+    tensors, rest = inputs(dtype=torch.bfloat16, R=64, S=63, N=8, D=64, K=8)
+    tensors[3] = tensors[3].float()
+    assert_budget(tensors, rest)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Triton's compiler is for Linux")
+def test_the_kernels_compile_for_an_h200_ahead_of_time() -> None:
+    """In a process of its own, which does not interpret: no spills, and within the shared memory."""
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    script = Path(__file__).parents[2] / "benchmarks" / "sm90.py"
+    done = subprocess.run(
+        [sys.executable, str(script), "--quick"], env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "wgmma" in done.stdout
