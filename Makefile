@@ -7,6 +7,7 @@ ARGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip
+TRITON := 3.9.0
 INSTALL := $(PIP) install --disable-pip-version-check -c constraints.txt
 
 .PHONY: demo test lint bench venv constraints clean
@@ -26,7 +27,7 @@ lint: $(VENV)/lint.stamp
 	$(BIN)/lint-imports --no-logo
 
 bench: $(VENV)/figures.stamp
-	$(BIN)/python benchmarks/cpu.py $(ARGS)
+	$(BIN)/python benchmarks/ops.py $(ARGS)
 
 # everything a developer needs
 venv: $(VENV)/test.stamp $(VENV)/lint.stamp
@@ -47,7 +48,10 @@ $(VENV)/figures.stamp: pyproject.toml constraints.txt $(VENV)/torch.stamp
 	$(INSTALL) -e '.[figures]'
 	@touch $@
 
+# CUDA builds of torch have brought the Triton that they need; for others it interprets the kernels in the tests
 $(VENV)/test.stamp: pyproject.toml constraints.txt $(VENV)/torch.stamp
+	@if $(BIN)/python -c 'import sys; from importlib.util import find_spec; sys.exit(sys.platform != "linux" or find_spec("triton") is not None)'; \
+	  then $(INSTALL) triton==$(TRITON); fi
 	$(INSTALL) -e '.[test,figures,faiss]'
 	@touch $@
 

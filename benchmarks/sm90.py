@@ -25,12 +25,13 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from trailmark.ops import grouped_cross_attention_kernels as kernels
 from trailmark.ops import grouped_cross_attention_triton as gca
 from trailmark.report.tables import markdown_table
 
 _SHARED = 227 << 10  # bytes that one program may use on sm_90
 _TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
-_KERNELS = {"forward": gca._forward_kernel, "queries": gca._queries_kernel, "keys": gca._keys_kernel}
+_KERNELS = {"forward": kernels.forward_kernel, "queries": kernels.queries_kernel, "keys": kernels.keys_kernel}
 _INPUTS = ("q", "k", "v", "grad", "out", "dq", "dk", "dv")
 _FLOAT32 = ("weights", "lse", "dw", "inner", "dk_parts", "dv_parts")
 _INT64 = ("indices", "lengths", "readers", "starts", "ends", "slots_before", "chunk_of")

@@ -33,22 +33,24 @@ def make(b: int, c: int, p: int, H: int, J: int, D: int) -> list[Tensor]:
 
 
 def mask_of(kind: str, H: int, c: int, p: int) -> Tensor | None:
-    """Additive, in the shapes that the op documents; no row is empty."""
+    """In the shapes that the op documents; no row is empty."""
     seen = torch.arange(p) <= torch.arange(c)[:, None] + p - c
     causal = torch.zeros(c, p, dtype=torch.float64).masked_fill(~seen, -torch.inf)
     per_head = causal - torch.arange(1, H + 1)[:, None, None] * 0.25
-    return {"none": None, "causal": causal, "per head": per_head, "per block": per_head[None]}[kind]
+    additive = {"none": None, "causal": causal, "per head": per_head, "per block": per_head[None]}
+    return {**additive, "bool": seen, "bool per block": seen.expand(1, 1, c, p)}[kind]
 
 
 def oracle(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
     dtype = torch.promote_types(q.dtype, torch.float32)
     k, v = (x.to(dtype).repeat_interleave(q.shape[2] // k.shape[2], dim=2) for x in (k, v))
     scores = torch.einsum("bchd,bphd->bhcp", q.to(dtype), k) * scale
-    scores = scores if mask is None else scores + mask
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
     return torch.einsum("bhcp,bphd->bchd", scores.softmax(-1), v).to(q.dtype)
 
 
-MASKS = ["none", "causal", "per head", "per block"]
+MASKS = ["none", "causal", "per head", "per block", "bool", "bool per block"]
 
 
 @pytest.mark.parametrize("kind", MASKS)

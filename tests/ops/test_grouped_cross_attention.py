@@ -22,7 +22,6 @@ from tests.budgets import (
 from trailmark.ops import grouped_cross_attention, grouped_cross_attention_torch
 
 
-
 @dataclass(frozen=True)
 class Case:
     B: int = 2
@@ -376,11 +375,11 @@ def test_narrow_indices_do_not_overflow(dtype: torch.dtype) -> None:
 
 def test_row_numbers_pass_2_to_the_31() -> None:
     B, M, J, S, D = 3, 2**30, 8, 2, 4
-    table = module._Table(torch.empty(B, M, S, J, D, device="meta"))
+    table = grouped_cross_attention_torch._Table(torch.empty(B, M, S, J, D, device="meta"))
     indices = torch.tensor([M - 1, 5, -1]).expand(B, 1, J, 3)
     expected = [[[(b * M + m) * J + j for m in (M - 1, 5, 0)] for j in range(J)] for b in range(B)]
     assert table.numbers(indices)[:, 0].tolist() == expected
-    assert module._numbers_of_contiguous(indices, M).tolist() == expected
+    assert grouped_cross_attention_torch._numbers_of_contiguous(indices, M).tolist() == expected
 
 
 # Errors

@@ -233,6 +233,18 @@ def test_what_stands_past_each_rows_own_end_is_never_looked_at() -> None:
         assert_bits(select_chunks(query, cut(table, 16, 20), **rest), before)
 
 
+@pytest.mark.parametrize("J", [0, 2])
+def test_gradients_know_nothing_of_what_is_no_candidate(J: int) -> None:
+    """Also where places stay empty, and chunk 0 is one of those."""
+    (query, landmarks), rest = Case(B=1, N=2, J=J, M=9, K=4).make()
+    rest |= {"num_candidates": torch.tensor([2, 8]), "first_candidate": torch.tensor([2, 6])}
+    before, after = (
+        values_and_gradients(partial(weights_and_scores, **rest), query, table)
+        for table in (landmarks, landmarks.index_fill(1, torch.tensor([0, 5, 8]), torch.nan))
+    )
+    assert all(map(torch.equal, before, after))
+
+
 def test_a_number_as_first_candidate() -> None:
     assert choose(torch.tensor([[9.0, 8, 1, 2]]), 2, first_candidate=1).tolist() == [[1, 3]]
 
@@ -547,6 +559,34 @@ def test_the_search_holds_a_block_whatever_the_memory(dtype: str) -> None:
     assert extra < 2 * 4 * module._BLOCK_ELEMENTS
 
 
+# torch.compile
+
+
+@pytest.mark.parametrize(("kind", "J"), [("one", 2), ("shared", 0), ("segments", 0)])
+def test_compiled_without_a_graph_break(kind: str, J: int) -> None:
+    (query, landmarks), rest = Case(J=J, M=20, noisy=True).make()
+    num_candidates = rest.pop("num_candidates")
+
+    def op(q: Tensor, l: Tensor, ends: Tensor) -> tuple[Tensor, Tensor]:
+        tables: Any = {"one": l, "shared": l[:1].expand_as(l), "segments": cut(l, 8, 8)}[kind]
+        return weights_and_scores(q, tables, num_candidates=ends, **rest)
+
+    torch.compiler.reset()
+    compiled = torch.compile(op, fullgraph=True, backend="aot_eager")
+    for more in (0, 1):  # candidates are values, not constants of the graph
+        ends = (num_candidates + more).clamp(max=20)
+        ours, theirs = (values_and_gradients(partial(f, ends=ends), query, landmarks) for f in (compiled, op))
+        for x, y in zip(ours, theirs, strict=True):
+            assert torch.equal(x, y)
+
+
+def test_the_op_that_compilation_sees() -> None:
+    (query, landmarks), rest = Case(M=20, noisy=True).make()
+    bounds = rest["first_candidate"], rest["num_candidates"]
+    inputs = query, cut(landmarks, 8), 2, *bounds, rest["noise_seed"], 0.5, False
+    torch.library.opcheck(torch.ops.trailmark.select_chunks_search, inputs)
+
+
 # Errors
 
 QUERY, LANDMARKS = torch.zeros(2, 3, 4), torch.zeros(2, 5, 4)
@@ -576,7 +616,7 @@ CANDIDATES = torch.tensor([0, 1, 5])
         ("indices", torch.zeros(2, 3, 2), "^indices: .*int64"),
         ("noise_seed", torch.tensor([1]), r"^noise_seed: .*\[B\]"),
         ("noise_seed", torch.zeros(2), "^noise_seed: .*integer"),
-        ("implementation", "triton", "^implementation: .*'triton'"),
+        ("implementation", "flash", "^implementation: .*'torch', 'triton', got 'flash'"),
     ],
 )
 def test_errors_name_the_argument(argument: str, wrong: Any, message: str) -> None:

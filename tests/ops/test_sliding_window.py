@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -12,6 +13,8 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch._dynamo.testing import CompileCounter
+from torch._dynamo.utils import counters
 
 from tests.budgets import (
     assert_autocast_changes_nothing,
@@ -289,6 +292,76 @@ def test_calls_with_carried_keys_equal_one_call() -> None:
 def test_autocast_leaves_the_precision_alone(case: Case, dtype: torch.dtype, implementation: str) -> None:
     inputs = [x.to(dtype) for x in case.make()[0]]
     assert_autocast_changes_nothing(case.attend(implementation), *inputs)
+
+
+# Under torch.compile
+
+
+@pytest.fixture
+def dynamo() -> Iterator[None]:
+    """Nothing compiled before, nothing left: the limit of graphs per function is 8."""
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.mark.usefixtures("dynamo")
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(T=80, window=9, alibi=True),  # as the models train
+        Case(T=200, window=101, alibi=True, D=4),  # blocks too large for batched GEMMs
+        Case(T=80, carried=3, window=None),
+        Case(T=80, carried=8, window=9, positions="gaps", alibi=True),
+        Case(T=80, carried=8, window=9, documents="one", with_lse=True),
+        Case(T=1, carried=20, window=9, positions="gaps"),
+        Case(T=1, carried=20, window=9, alibi=True),
+    ],
+)
+def test_compiles_as_one_graph(case: Case) -> None:
+    """Forward and backward; values never choose the way, so what is compiled serves all positions."""
+    inputs, rest = case.make()
+    compiled = torch.compile(sliding_window_attention, backend="aot_eager", fullgraph=True)
+
+    def attend(*leaves: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+        out = compiled(*leaves, return_lse=case.with_lse, **rest)
+        return (out[0], out[1].masked_fill(out[1] == -torch.inf, 0)) if case.with_lse else out
+
+    graphs = counters["stats"]["unique_graphs"]
+    ours, theirs = values_and_gradients(attend, *inputs), values_and_gradients(case.attend(), *inputs)
+    for x, y in zip(ours, theirs, strict=True):
+        assert_same_in_float64(x, y)
+    if "positions" in rest:
+        key = torch.where(rest["positions"][1] > 3, rest["positions"][1], -1)
+        rest["positions"] = key[:, case.carried :], key
+        expected = sliding_window_attention(*inputs, **rest)
+        leaves = [x.requires_grad_() for x in inputs]
+        assert_same_in_float64(compiled(*leaves, return_lse=False, **rest).detach(), expected)
+    assert counters["stats"]["unique_graphs"] == graphs + 1
+
+
+@pytest.mark.usefixtures("dynamo")
+def test_compiled_code_keeps_the_error_budget() -> None:
+    """By the default compiler, under autocast, which would lower what it finds in a graph."""
+    case = Case(T=32, D=16, window=9, alibi=True)
+    inputs, rest = case.make()
+    compiled = torch.compile(sliding_window_attention, fullgraph=True)
+
+    def attend(*leaves: Tensor) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return compiled(*leaves, **rest)
+
+    assert_low_precision_within_budget(attend, case.attend("reference"), *(x.float() for x in inputs))
+
+
+@pytest.mark.usefixtures("dynamo")
+def test_compiled_graphs_serve_many_lengths() -> None:
+    counter = CompileCounter()
+    compiled = torch.compile(sliding_window_attention, backend=counter, fullgraph=True)
+    for T in (300, 400, 500, 600):
+        q, k, v = (torch.randn(1, T, 2, 4) for _ in range(3))
+        compiled(q, k, v, 33, implementation="flex")
+    assert counter.frame_count == 2  # of the first length, and of any
 
 
 # Errors

@@ -22,24 +22,39 @@ def block_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale:
 
     Args:
         q: [b, c, H, D]. k, v: [b, p, J, D]; query head h uses key/value head h // (H // J).
-        mask: additive, broadcastable to [b, H, c, p]; every row must see some key. It gets no gradient.
+        mask: additive, or bool (True is seen), broadcastable to [b, H, c, p]; every row must see some key. It
+            gets no gradient. On CUDA, low precision with an additive mask is computed in float32, slower.
 
     Returns:
         [b, c, H, D] in the dtype of q.
     """
-    dtype = arithmetic_dtype(q, k, v)
     c, p = q.shape[1], k.shape[1]
+    additive = mask is not None and mask.dtype != torch.bool
+    dtype = attention_dtype(q, k, v, biased=additive)
+    if mask is not None and not additive and q.device.type == "cpu":
+        mask = torch.where(mask, torch.zeros((), dtype=dtype), -torch.inf)
     small = q.device.type == "cpu" and c * p <= _SMALL_BLOCK
     if small and (mask is None or mask.dim() < 4):
         return _BatchedGemms.apply(q, k, v, mask, scale)
     queries, keys, values = (x.to(dtype).transpose(1, 2) for x in (q, k, v))
     if mask is not None:
-        mask = mask.to(dtype)
+        mask = mask if mask.dtype == torch.bool else mask.to(dtype)
         mask = mask.expand(q.shape[0], q.shape[2], c, p) if mask.dim() < 4 else mask
     out = F.scaled_dot_product_attention(
         queries, keys, values, mask, scale=scale, enable_gqa=q.shape[2] != k.shape[2]
     )
     return out.transpose(1, 2).to(q.dtype)
+
+
+def attention_dtype(q: Tensor, k: Tensor, v: Tensor, biased: bool) -> torch.dtype:
+    """What ``scaled_dot_product_attention`` gets: one low precision stays on CUDA, else float32 or wider.
+
+    All its CUDA kernels have scores and softmax in float32 inside, but a bias must be of the inputs' dtype, and
+    ALiBi's would be rounded.
+    """
+    if q.device.type == "cuda" and not biased and q.dtype == k.dtype == v.dtype:
+        return q.dtype
+    return arithmetic_dtype(q, k, v)
 
 
 class _BatchedGemms(torch.autograd.Function):

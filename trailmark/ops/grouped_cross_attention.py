@@ -147,7 +147,7 @@ def _forward(
     implementation: str,
     keep: bool,
 ) -> tuple[Tensor, Tensor]:
-    """The output, and with ``keep`` a log-sum-exp for each row, head and chunk (else empty)."""
+    """The output, and with ``keep`` what the backward needs of each row, head and chunk (else empty)."""
     if implementation == "triton":
         from trailmark.ops import grouped_cross_attention_triton as kernels
 
@@ -243,8 +243,9 @@ def _(
     if not keep:
         return out, q.new_empty((0,), dtype=arithmetic_dtype(q, k, v, weights))
     if implementation == "triton":
-        return out, q.new_empty((B, N, J, K, H // J * R), dtype=torch.float32)
-    return out, q.new_empty((B * N, J, H // J * R, K), dtype=arithmetic_dtype(q, k, v, weights))
+        kept = 2 if q.dtype == torch.float32 else 1
+        return out, q.new_empty((kept, B, N, J, K, H // J * R), dtype=torch.float32)
+    return out, q.new_empty((B * N, J, K, H // J * R), dtype=arithmetic_dtype(q, k, v, weights))
 
 
 @torch.library.custom_op("trailmark::grouped_cross_attention_backward", mutates_args=())

@@ -1,7 +1,14 @@
-"""Grouped Cross-Attention in PyTorch: slabs of reading chunks whose working memory stays in a core's caches."""
+"""Grouped Cross-Attention in PyTorch: slabs of reading chunks whose working memory stays in a core's caches.
+
+GEMMs take most of the time; what stands around them is kept off the memory: each slab works in the buffers of
+the one before, and scores lie transposed, [.., S, rows], so that maxima and sums run along whole cache lines
+and no GEMM but one of two (forward) and one of five (backward) reads its large operand transposed. Powers
+are of 2: `exp2` is one vectorised pass, where `exp` may be three times slower (MKL's on other makers' CPUs).
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 import torch
@@ -12,6 +19,7 @@ from trailmark.ops.arguments import arithmetic_dtype
 # Reading chunks are walked in slabs whose gathered keys, values and scores have about this many elements:
 # small enough for a core's caches, large enough to keep the GEMMs busy.
 _SLAB_ELEMENTS = 1 << 20
+_LOG2_E = math.log2(math.e)
 
 
 def forward(
@@ -25,27 +33,31 @@ def forward(
     scale: float,
     keep: bool,
 ) -> tuple[Tensor, Tensor]:
-    """The output, and with ``keep`` one log-sum-exp per row, head and chunk for the backward (else empty)."""
-    slabs = _Slabs(q, k, v, indices, weights, lengths, scale)
+    """The output, and with ``keep`` one log-sum-exp (base 2) per row, head and chunk for the backward.
+
+    They are [B * N, J, K, g R], ready to be broadcast over scores; without ``keep``, empty.
+    """
+    slabs = _Slabs(q, k, v, indices, weights, lengths)
     # ONE buffer outside the slabs for each result: its size is that of q, not K times it
-    out = torch.zeros(slabs.query_shape, dtype=q.dtype, device=q.device)  # [B N, R, J, g, D]
-    lse = torch.empty(slabs.lse_shape if keep else (0,), dtype=slabs.dtype, device=q.device)
+    out = slabs.result(slabs.query_shape, q.dtype)  # [B N, R, J, g, D]
+    lse = slabs.result(slabs.lse_shape if keep else (0,), slabs.dtype)
     for rows in slabs:
-        scores = slabs.scores(rows)  # [c J, g R, K, S]
-        top = scores.amax(-1, keepdim=True)
+        scores = slabs.scores(rows, slabs.keys(rows), slabs.fold(slabs.q, rows), scale)  # [c J, K, S, g R]
+        top = scores.amax(2, keepdim=True)
         # off by one: the running maximum starts at 0 and the running sum at 1 (Eq. 3)
         top = top.clamp_(min=0) if off_by_one else top.masked_fill_(top == -torch.inf, 0)
-        exponentials = scores.sub_(top).exp_()
-        total = exponentials.sum(-1, keepdim=True)
+        exponentials = scores.sub_(top).exp2_()
+        total = exponentials.sum(2, keepdim=True)
         if off_by_one:
-            total = total + (-top).exp()
-        empty = total == 0
-        total = total.masked_fill(empty, 1)
+            total.add_(top.neg().exp2_())
+        else:
+            total.masked_fill_(total == 0, 1)
         if keep:
-            lse[rows] = (top + total.log()).view(-1, *slabs.lse_shape[1:])
+            torch.add(top, total.log2(), out=lse[rows].view(top.shape))
         # the weights go into the probabilities: one GEMM over all K chunks at once
         exponentials.mul_(slabs.weight(rows) / total)
-        out[rows] = slabs.unfold(torch.bmm(exponentials.flatten(2), slabs.values(rows)))
+        values = slabs.values(rows, "keys")  # which have done their part
+        out[rows] = slabs.unfold(torch.bmm(exponentials.flatten(1, 2).transpose(1, 2), values))
     return out.view(q.shape), lse
 
 
@@ -61,32 +73,36 @@ def backward(
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The gradients of q, k, v and weights. The chunks are gathered again."""
-    slabs = _Slabs(q, k, v, indices, weights, lengths, scale)
+    slabs = _Slabs(q, k, v, indices, weights, lengths)
     (B, M, S, J, D), dtype = k.shape, slabs.dtype
     grad = grad.reshape(slabs.query_shape)
-    dq = torch.zeros(slabs.query_shape, dtype=q.dtype, device=q.device)
+    dq = slabs.result(slabs.query_shape, q.dtype)
     dk, dv = (torch.zeros(B * M * J, S * D, dtype=dtype, device=q.device) for _ in range(2))
-    dw = torch.zeros(B * indices.shape[1], *indices.shape[2:], dtype=dtype, device=q.device)
+    dw = slabs.result(slabs.weights.shape, dtype)
     into = _numbers_of_contiguous(indices, M)
     with torch.autocast(q.device.type, enabled=False):  # the backward runs outside the op
         for rows in slabs:
-            c = rows.stop - rows.start
-            probabilities = slabs.scores(rows).sub_(lse[rows].view(c * J, -1, slabs.K, 1)).exp_()
-            weight = slabs.weight(rows)  # [c J, 1, K, 1]
-            out_grad = slabs.fold(grad, rows)  # [c J, g R, D]
-            values, keys, query = slabs.values(rows), slabs.keys(rows), slabs.fold(slabs.q, rows)
-            # dP without the weight: dO V^T; its row sums with P give both D and the weights' gradient
-            dp = torch.bmm(out_grad, values.transpose(1, 2)).view_as(probabilities)
-            inner = (dp * probabilities).sum(-1, keepdim=True)  # [c J, g R, K, 1]
-            dw[rows] = inner.sum(1).view(c, J, slabs.K)
-            probabilities.mul_(weight)
-            ds = dp.sub_(inner).mul_(probabilities).flatten(2)
-            dq[rows] = slabs.unfold(torch.bmm(ds, keys).mul_(slabs.scale))
             numbers = into[rows].reshape(-1)
-            by_key = torch.bmm(ds.transpose(1, 2), query).mul_(slabs.scale)
-            dk.index_add_(0, numbers, by_key.view(-1, S * D))
-            by_value = torch.bmm(probabilities.flatten(2).transpose(1, 2), out_grad)
+            query, out_grad = slabs.fold(slabs.q, rows), slabs.fold(grad, rows)  # [c J, g R, D]
+            keys = slabs.keys(rows)
+            probabilities = slabs.scores(rows, keys, query, scale)  # [c J, K, S, g R]
+            probabilities.sub_(lse[rows].view(-1, slabs.K, 1, query.shape[1])).exp2_()
+            values = slabs.values(rows, "values")
+            # dP without the weight: dO V^T; its row sums with P give both D and the weights' gradient
+            dp = torch.bmm(
+                values, out_grad.transpose(1, 2), out=slabs.buffer("dp", rows, query.shape[1])
+            ).view_as(probabilities)
+            product = slabs.buffer("values", rows, query.shape[1]).view_as(dp)  # they have done their part
+            torch.mul(dp, probabilities, out=product)
+            inner = product.sum(2, keepdim=True)  # [c J, K, 1, g R]
+            dw[rows] = inner.sum((2, 3)).view(-1, J, slabs.K)
+            probabilities.mul_(slabs.weight(rows))
+            by_value = torch.bmm(probabilities.flatten(1, 2), out_grad, out=values)
             dv.index_add_(0, numbers, by_value.view(-1, S * D))
+            ds = dp.sub_(inner).mul_(probabilities).flatten(1, 2)
+            dq[rows] = slabs.unfold(torch.bmm(ds.transpose(1, 2), keys).mul_(scale))
+            by_key = keys.baddbmm_(ds, query, beta=0, alpha=scale)
+            dk.index_add_(0, numbers, by_key.view(-1, S * D))
     dw = dw.view(indices.shape).masked_fill_(indices < 0, 0).to(weights.dtype)
     dk, dv = (x.view(B, M, J, S, D).transpose(2, 3) for x in (dk, dv))
     return dq.view(q.shape), dk.to(k.dtype), dv.to(v.dtype), dw
@@ -125,38 +141,41 @@ def read_in_order(
 
 
 class _Table:
-    """Keys or values as rows of S * D numbers, one per (batch row, chunk, head), read by number.
+    """Keys or values as rows, read by number: one ``index_select`` of them is a slab's.
 
-    One ``index_select`` of such rows is a ready operand of ``bmm``: [.., J, K, S, D] needs no permuted copy.
+    A row is a head of a chunk, [S, D], a ready operand of ``bmm``; or, with ``by_chunk``, a whole chunk
+    [S, J, D] where that is how it lies in memory: then heads are put together slab by slab, not in a copy of all.
     """
 
-    def __init__(self, x: Tensor) -> None:  # [B, M, S, J, D]
-        B, M, S, J, D = x.shape
-        x = x.transpose(2, 3)  # [B, M, J, S, D]
-        unit = S * D
-        outer = x.stride()[:3]
-        in_rows = (D == 1 or x.stride(4) == 1) and (S == 1 or x.stride(3) == D)
+    def __init__(self, x: Tensor, by_chunk: bool = False) -> None:  # [B, M, S, J, D]
+        S, J, D = x.shape[2:]
+        heads = x.transpose(2, 3)  # [B, M, J, S, D]
+        unit, outer = S * D, _steps(heads, 3)
+        in_rows = (D == 1 or x.stride(4) == 1) and (S == 1 or x.stride(2) == D)
+        self.by_chunk = by_chunk and (not in_rows or any(step % unit for step in outer))
+        if self.by_chunk:
+            heads, unit, outer = x, S * J * D, _steps(x, 2)
+            in_rows = x[:1, :1].is_contiguous()
         if not in_rows or any(step % unit for step in outer):
-            x = x.contiguous()
-            outer = x.stride()[:3]
-        steps = [step // unit for step in outer]
-        count = 1 + sum(step * (size - 1) for step, size in zip(steps, (B, M, J), strict=True)) if B else 0
-        self.rows = x.as_strided((count, unit), (unit, 1))
-        self.steps = steps
-        self.shape = (S, D)
+            heads = heads.contiguous()
+            outer = _steps(heads, len(outer))
+        self.steps = [step // unit for step in outer]
+        count = 1 + sum(step * (size - 1) for step, size in zip(self.steps, heads.shape, strict=False))
+        self.rows = heads.as_strided((count if len(x) else 0, unit), (unit, 1))
 
     def numbers(self, indices: Tensor) -> Tensor:
-        """Row numbers [B, N, J, K] of chunks ``indices`` [B, N, J, K]; -1 has those of chunk 0."""
-        by_row, by_chunk, by_head = self.steps
-        row = torch.arange(indices.shape[0], device=indices.device)[:, None, None, None] * by_row
-        head = torch.arange(indices.shape[2], device=indices.device)[:, None] * by_head
-        return row + indices.clamp(min=0) * by_chunk + head
+        """Row numbers [B, N, J, K] of chunks ``indices`` [B, N, J, K], of whole chunks [B, N, 1, K]; -1 has
+        those of chunk 0."""
+        row = torch.arange(indices.shape[0], device=indices.device)[:, None, None, None] * self.steps[0]
+        if self.by_chunk:
+            return row + indices[:, :, :1].clamp(min=0) * self.steps[1]
+        head = torch.arange(indices.shape[2], device=indices.device)[:, None] * self.steps[2]
+        return row + indices.clamp(min=0) * self.steps[1] + head
 
-    def gather(self, numbers: Tensor, dtype: torch.dtype) -> Tensor:
-        """[c, J, K] row numbers -> [c * J, K * S, D]."""
-        c, J, K = numbers.shape
-        S, D = self.shape
-        return self.rows.index_select(0, numbers.reshape(-1)).view(c * J, K * S, D).to(dtype)
+
+def _steps(x: Tensor, dims: int) -> list[int]:
+    """Strides of the first dimensions; 0 for one of size 1, whose stride may be anything."""
+    return [step if size > 1 else 0 for step, size in zip(x.stride()[:dims], x.shape, strict=False)]
 
 
 class _Slabs:
@@ -166,43 +185,58 @@ class _Slabs:
     """
 
     def __init__(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        indices: Tensor,
-        weights: Tensor,
-        lengths: Tensor | None,
-        scale: float,
+        self, q: Tensor, k: Tensor, v: Tensor, indices: Tensor, weights: Tensor, lengths: Tensor | None
     ) -> None:
         B, N, R, H, D = q.shape
         self.M, self.S, self.J = k.shape[1:4]
-        self.K = indices.shape[-1]
-        self.scale = scale
+        self.K, self.D = indices.shape[-1], D
         self.dtype = arithmetic_dtype(q, k, v, weights)
         self.query_shape = (B * N, R, self.J, H // self.J, D)
-        self.lse_shape = (B * N, self.J, H // self.J * R, self.K)
+        self.lse_shape = (B * N, self.J, self.K, H // self.J * R)
         self.q = q.reshape(self.query_shape)
-        self.nothing = (indices < 0).reshape(B * N, self.J, self.K)
-        self.weights = weights.reshape(B * N, self.J, self.K).masked_fill(self.nothing, 0).to(self.dtype)
+        nothing = indices < 0
+        self.nothing = _Places(nothing.reshape(B * N, self.J, self.K))
+        if self.nothing.any:
+            weights = weights.masked_fill(nothing, 0)
+        self.weights = weights.reshape(B * N, self.J, self.K).to(self.dtype)
+        self.absent: _Places | None = None
         if self.M:
-            self.k_table, self.v_table = _Table(k), _Table(v)
-            self.k_numbers = self.k_table.numbers(indices).reshape(B * N, self.J, self.K)
-            self.v_numbers = self.v_table.numbers(indices).reshape(B * N, self.J, self.K)
-        self.absent: Tensor | None = None  # [B N, J, K, S], and as what is added to scores
-        if lengths is not None and self.M:
-            row = torch.arange(B, device=q.device)[:, None, None, None]
-            present = lengths[row, indices.clamp(min=0)].reshape(B * N, self.J, self.K, 1)
-            self.absent = torch.arange(self.S, device=q.device) >= present  # [B N, J, K, S]
-            self.mask = torch.zeros_like(self.absent, dtype=self.dtype).masked_fill_(self.absent, -torch.inf)
-        per_chunk = self.J * self.K * self.S * (2 * D + H // self.J * R)
-        self.step = max(1, _SLAB_ELEMENTS // max(1, per_chunk))
+            shared = indices.stride(2) == 0  # all heads read the same chunks
+            self.k_table, self.v_table = _Table(k, shared), _Table(v, shared)
+            self.k_numbers = self.k_table.numbers(indices).flatten(0, 1)
+            self.v_numbers = (
+                self.k_numbers
+                if self.v_table.steps == self.k_table.steps
+                else self.v_table.numbers(indices).flatten(0, 1)
+            )
+            if lengths is not None:
+                row = torch.arange(B, device=q.device)[:, None, None, None]
+                present = lengths[row, indices.clamp(min=0)].reshape(B * N, self.J, self.K, 1)
+                self.absent = _Places(torch.arange(self.S, device=q.device) >= present)  # [B N, J, K, S]
+        rows = H // self.J * R
+        self.step = max(1, _SLAB_ELEMENTS // max(1, self.J * self.K * self.S * (2 * D + rows)))
+        self._widest = {"values": rows}  # what takes their place once they have done their part
+        self._buffers: dict[tuple[str, torch.dtype], Tensor] = {}
 
     def __iter__(self) -> Iterator[slice]:
         if self.M:
             count = self.query_shape[0]
             for first in range(0, count, self.step):
                 yield slice(first, min(first + self.step, count))
+
+    def result(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """What the slabs fill; zeros if there is nothing to read."""
+        return (torch.empty if self.M else torch.zeros)(shape, dtype=dtype, device=self.q.device)
+
+    def buffer(self, name: str, rows: slice, width: int, dtype: torch.dtype | None = None) -> Tensor:
+        """[c * J, K * S, width], the same memory for each slab: fresh pages cost more than what fills them."""
+        dtype = dtype or self.dtype
+        count = (rows.stop - rows.start) * self.J
+        if (name, dtype) not in self._buffers:  # the first slab is the largest
+            size = count * self.K * self.S * max(width, self._widest.get(name, 0))
+            self._buffers[name, dtype] = torch.empty(size, dtype=dtype, device=self.q.device)
+        part = self._buffers[name, dtype][: count * self.K * self.S * width]
+        return part.view(count, self.K * self.S, width)
 
     def fold(self, x: Tensor, rows: slice) -> Tensor:
         """[B N, R, J, g, D] -> [c * J, g * R, D] of these rows."""
@@ -216,32 +250,61 @@ class _Slabs:
         return x.view(-1, J, g, R, D).permute(0, 3, 1, 2, 4)
 
     def keys(self, rows: slice) -> Tensor:
-        return self._existing(self.k_table.gather(self.k_numbers[rows], self.dtype), rows)
+        """[c * J, K * S, D]"""
+        return self._gather(self.k_table, self.k_numbers[rows], rows, "keys")
 
-    def values(self, rows: slice) -> Tensor:
-        return self._existing(self.v_table.gather(self.v_numbers[rows], self.dtype), rows)
+    def values(self, rows: slice, buffer: str) -> Tensor:
+        return self._gather(self.v_table, self.v_numbers[rows], rows, buffer)
 
-    def _existing(self, gathered: Tensor, rows: slice) -> Tensor:
-        """[c * J, K * S, D] with zeros where nothing is read: a NaN there times a weight of 0 would be NaN."""
-        slots = gathered.view(-1, self.S, gathered.shape[-1])
-        slots.index_fill_(0, self.nothing[rows].reshape(-1).nonzero()[:, 0], 0)
+    def _gather(self, table: _Table, numbers: Tensor, rows: slice, buffer: str) -> Tensor:
+        """Zeros where nothing is read: a NaN there times a weight of 0 would be NaN."""
+        out = self.buffer(buffer, rows, self.D)
+        numbers = numbers.reshape(-1)
+        if table.rows.dtype == self.dtype and not table.by_chunk:
+            torch.index_select(table.rows, 0, numbers, out=out.view(len(numbers), -1))
+        else:  # through a buffer in the table's dtype
+            raw = self.buffer("raw", rows, self.D, table.rows.dtype).view(len(numbers), -1)
+            torch.index_select(table.rows, 0, numbers, out=raw)
+            if table.by_chunk:
+                chunks = raw.view(-1, self.K, self.S, self.J, out.shape[-1]).permute(0, 3, 1, 2, 4)
+                out.view(chunks.shape).copy_(chunks)
+            else:
+                out.view(raw.shape).copy_(raw)
+        self.nothing.fill(out, rows)
         if self.absent is not None:
-            keys = gathered.view(-1, gathered.shape[-1])
-            keys.index_fill_(0, self.absent[rows].reshape(-1).nonzero()[:, 0], 0)
-        return gathered
+            self.absent.fill(out, rows)
+        return out
 
     def weight(self, rows: slice) -> Tensor:
-        return self.weights[rows].reshape(-1, 1, self.K, 1)
+        return self.weights[rows].reshape(-1, self.K, 1, 1)
 
-    def scores(self, rows: slice) -> Tensor:
-        """[c * J, g * R, K, S], -inf at keys that do not exist."""
-        query = self.fold(self.q, rows).mul(self.scale)
-        keys = self.keys(rows).transpose(1, 2)
-        if self.absent is None:
-            scores = torch.bmm(query, keys)
-        else:  # in the GEMM: on a CPU, masked_fill_ afterwards takes half as long again
-            scores = torch.baddbmm(self.mask[rows].reshape(-1, 1, self.K * self.S), query, keys)
-        return scores.view(*scores.shape[:2], self.K, self.S)
+    def scores(self, rows: slice, keys: Tensor, query: Tensor, scale: float) -> Tensor:
+        """[c * J, K, S, g * R] in base 2, -inf at keys that do not exist."""
+        scores = self.buffer("scores", rows, query.shape[1])
+        scores.baddbmm_(keys, query.transpose(1, 2), beta=0, alpha=scale * _LOG2_E)
+        if self.absent is not None and self.absent.among(rows):
+            # added, which is several times faster than masked_fill_; those keys are zeros, never NaN
+            absent = self.absent.where[rows].reshape(len(scores), -1, 1)
+            scores.add_(torch.zeros_like(absent, dtype=self.dtype).masked_fill_(absent, -torch.inf))
+        return scores.view(len(scores), self.K, self.S, -1)
+
+
+class _Places:
+    """Where nothing is read: [B N, ...] bool, with the chunks that have any known beforehand."""
+
+    def __init__(self, where: Tensor) -> None:
+        self.where = where
+        self._chunks: list[bool] = where.flatten(1).any(1).tolist()
+        self.any = True in self._chunks
+
+    def among(self, rows: slice) -> bool:
+        return self.any and True in self._chunks[rows]
+
+    def fill(self, gathered: Tensor, rows: slice) -> None:
+        """Zeros at these places of [c * J, K * S, D]."""
+        if self.among(rows):
+            places = self.where[rows].reshape(-1).nonzero()[:, 0]
+            gathered.view(self.where[rows].numel(), -1).index_fill_(0, places, 0)
 
 
 def _numbers_of_contiguous(indices: Tensor, M: int) -> Tensor:

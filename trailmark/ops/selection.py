@@ -15,9 +15,12 @@ from trailmark.ops.arguments import (
     require_chunk_numbers,
     require_implementation,
     require_shape,
+    triton_problem,
+    values_are_checked,
     whole_numbers,
     without_autocast,
 )
+from trailmark.ops.row_scores import SLAB_ELEMENTS, row_scores
 
 # Landmarks are walked in blocks, queries in slabs: N x M scores never stand in memory, and what does stays in
 # a cache. Sizes come from shapes alone (design, semantics 7). The elements of landmarks that are copied (to a
@@ -26,6 +29,8 @@ _BLOCK_ELEMENTS = 1 << 20
 _SLAB_ELEMENTS = 1 << 20
 _BLOCK_CHUNKS = 1 << 14  # the largest block
 _UNMERGED = 32  # blocks whose best are merged at once
+
+_MOST_RETRIEVED = 256  # by a kernel: it keeps the best in registers
 
 
 class ChunkSelection(NamedTuple):
@@ -61,7 +66,8 @@ def select_chunks(
     with :math:`f_n \le m < c_n` (first and number of candidates) and Gumbel noise :math:`\gamma` that takes
     part in the choice only. Equal scores select the earlier chunk. Source: arXiv 2410.01651, Sec. 3.1.
 
-    The search holds scores and converted landmarks of a block of chunks at a time, whatever M is.
+    The search holds scores and converted landmarks of a block of chunks at a time, whatever M is; "triton" holds
+    them in registers and never waits for the device.
 
     Args:
         query: [B, N, E], or [B, N, J, E] to select per key/value head.
@@ -70,17 +76,21 @@ def select_chunks(
             memory that grows. They may differ in dtype (the widest computes) and in being shared. What stands
             where no query has a candidate is never looked at: it may be uninitialised.
         num_retrieved: K >= 1.
-        num_candidates: int64 [N] or [B, N]: query n may select chunks m < num_candidates[n].
+        num_candidates: int64 [N] or [B, N]: query n may select chunks m < num_candidates[n]. That it is at most
+            M, and that no chunk number given is wrong, is checked on a CPU; for "triton" on CUDA it would wait
+            for the device, so only with the environment variable TRAILMARK_CHECK_VALUES=1.
         first_candidate: an int or int64 of the same shapes: and m >= first_candidate[n].
         indices: int64 [B, N, (J,) K], ascending with -1 last: no search; these chunks are scored and weighed.
         noise_seed: int64 [B]: the noise is an integer hash of (seed, head, n, m). None: no noise.
         scale: None is E ** -0.5.
-        implementation: None, "reference" or "torch".
+        implementation: "reference" (holds all scores), "torch" or "triton" (float32, bfloat16 or float16; K <= 256).
+            None: "triton" on CUDA where it supports the input, else "torch".
 
     Raises:
-        ValueError: for shapes that do not fit together or chunks that do not exist.
+        ValueError: for shapes that do not fit together, chunks that do not exist, or an implementation that
+            cannot take the input.
     """
-    require_implementation(implementation, ("reference", "torch"))
+    require_implementation(implementation, ("reference", "torch", "triton"))
     per_head = query.dim() == 4
     require(query.dim() in (3, 4), "query", tuple(query.shape), "shape [B, N, E] or [B, N, J, E]")
     require(num_retrieved >= 1, "num_retrieved", num_retrieved, "at least 1")
@@ -90,6 +100,7 @@ def select_chunks(
     B, N, J, E = query.shape
     M = sum(segment.shape[1] for segment in segments)
     scale = E**-0.5 if scale is None else scale
+    name = _choose(implementation, query, segments, num_retrieved)
 
     if indices is not None:
         wanted = (B, N, J, num_retrieved) if per_head else (B, N, num_retrieved)
@@ -97,22 +108,32 @@ def select_chunks(
         chosen = whole_numbers("indices", indices if per_head else indices[:, :, None])
         require_chunk_numbers("indices", chosen, M)
     else:
-        end = _bounds("num_candidates", num_candidates, B, N, query.device)
-        start = _bounds("first_candidate", first_candidate, B, N, query.device)
+        wanted_values = name == "torch" and not torch.compiler.is_compiling()
+        end = _bounds("num_candidates", num_candidates, B, N, query.device, wanted_values)
+        start = _bounds("first_candidate", first_candidate, B, N, query.device, wanted_values)
         most, least = max(end.greatest, default=0), min(start.least, default=0)
         require(most <= M, "num_candidates", most, f"at most M = {M} chunks")
         require(least >= 0, "first_candidate", least, "no negative chunk")
         if noise_seed is not None:
             require_shape("noise_seed", noise_seed, (B,), "[B]")
-            noise_seed = whole_numbers("noise_seed", noise_seed)
-        if implementation == "reference":
+            noise_seed = _moved(whole_numbers("noise_seed", noise_seed), query.device)
+        if name == "reference":
             noise = None if noise_seed is None else gumbel_noise(noise_seed, 0, N, J, M)
             dtype = arithmetic_dtype(query, *segments)
             table = torch.cat([query.new_empty(B, 0, J, E, dtype=dtype), *(x.to(dtype) for x in segments)], 1)
             out = reference.select_chunks(query, table, num_retrieved, end.each, start.each, noise, scale)
             return ChunkSelection(*(x if per_head else x[:, :, 0] for x in out))
-        table_parts = [segment.detach() for segment in segments]
-        chosen = _search(query.detach(), table_parts, num_retrieved, start, end, noise_seed, scale)
+        asked, table_parts = query.detach(), [segment.detach() for segment in segments]
+        if torch.compiler.is_compiling():
+            chosen = _searched(
+                asked, table_parts, num_retrieved, start.each, end.each, noise_seed, scale, name == "triton"
+            )
+        elif name == "triton":
+            chosen = _search_in_kernels(
+                asked, table_parts, num_retrieved, start.each, end.each, noise_seed, scale
+            )
+        else:
+            chosen = _search(asked, table_parts, num_retrieved, start, end, noise_seed, scale)
 
     out = _score_and_weigh(query, segments, chosen, scale)
     return ChunkSelection(*(x if per_head else x[:, :, 0] for x in out))
@@ -172,15 +193,45 @@ def _mix(x: Tensor) -> Tensor:
     return x.bitwise_xor_(x >> 16)
 
 
+def triton_refuses(query: Tensor, segments: Sequence[Tensor], num_retrieved: int) -> str | None:
+    """Why the kernels do not take these inputs; None if they do."""
+    if problem := triton_problem(query.device):
+        return problem
+    for name, tensor in (("query is", query), *(("landmarks are", segment) for segment in segments)):
+        if tensor.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+            return f"{name} {tensor.dtype}. Convert to float32, bfloat16 or float16, or use 'torch'"
+    if num_retrieved > _MOST_RETRIEVED:
+        return (
+            f"num_retrieved is {num_retrieved}, and the kernels keep at most {_MOST_RETRIEVED}. Use 'torch'"
+        )
+    M = sum(segment.shape[1] for segment in segments)
+    if M >= 2**31:
+        return f"there are M = {M} landmarks, and the kernels number fewer than 2^31 chunks. Use 'torch'"
+    return None
+
+
+def _choose(implementation: str | None, query: Tensor, segments: list[Tensor], num_retrieved: int) -> str:
+    if implementation is None:
+        fits = query.is_cuda and triton_refuses(query, segments, num_retrieved) is None
+        return "triton" if fits else "torch"
+    if implementation == "triton":
+        problem = triton_refuses(query, segments, num_retrieved)
+        require(problem is None, "implementation", "'triton'", "what can take these inputs", f"{problem}.")
+    return implementation
+
+
 class _Bounds(NamedTuple):
     """Where the candidates of each query start or end."""
 
     each: Tensor  # [B, N]
-    least: list[int]  # N: over the batch
+    least: list[int]  # N: over the batch; empty where the values are not looked at
     greatest: list[int]
 
 
-def _bounds(argument: str, bound: Tensor | int, B: int, N: int, device: torch.device) -> _Bounds:
+def _bounds(
+    argument: str, bound: Tensor | int, B: int, N: int, device: torch.device, wanted: bool
+) -> _Bounds:
+    """The bounds; their values where ``wanted`` or checked, for which a GPU is waited for."""
     if isinstance(bound, int):
         return _Bounds(torch.full((1, 1), bound, device=device).expand(B, N), [bound] * N, [bound] * N)
     bound = torch.as_tensor(bound)
@@ -191,11 +242,24 @@ def _bounds(argument: str, bound: Tensor | int, B: int, N: int, device: torch.de
         f"shape [N] = ({N},) or [B, N]",
     )
     bound = whole_numbers(argument, bound)
+    each = _moved(bound, device).expand(B, N)
+    return _Bounds(each, *(_range(bound, B, N) if wanted or values_are_checked(bound) else ([], [])))
+
+
+def _moved(numbers: Tensor, device: torch.device) -> Tensor:
+    """On the device, without waiting for it (but for pinned memory, which may change before it is read)."""
+    if numbers.device == device:
+        return numbers
+    return numbers.to(device, non_blocking=numbers.device.type == "cpu" and not numbers.is_pinned())
+
+
+def _range(bound: Tensor, B: int, N: int) -> tuple[list[int], list[int]]:
+    """The least and the greatest over the batch for each query, of a bound [], [N] or [B, N]."""
     if bound.dim() == 2 and B > 1:
         least, greatest = torch.stack(bound.aminmax(dim=0)).tolist()  # one synchronisation
     else:
         least = greatest = bound.expand(B, N)[0].tolist() if B else []
-    return _Bounds(bound.to(device).expand(B, N), least, greatest)
+    return least, greatest
 
 
 def _segments(landmarks: Tensor | Sequence[Tensor], query: Tensor) -> list[Tensor]:
@@ -234,6 +298,56 @@ def _block_size(segments: Sequence[Tensor], N: int, dtype: torch.dtype) -> int:
         tables = 1 if all(map(_is_shared, segments)) else B
         longest = min(longest, max(1024, _BLOCK_ELEMENTS // max(1, tables * J * E)))
     return min(longest, _BLOCK_CHUNKS)
+
+
+def _search_in_kernels(
+    query: Tensor,
+    segments: list[Tensor],
+    K: int,
+    start: Tensor,
+    end: Tensor,
+    noise_seed: Tensor | None,
+    scale: float,
+) -> Tensor:
+    from trailmark.ops import selection_triton as kernels
+
+    return kernels.search(query, segments, K, start, end, noise_seed, scale)
+
+
+# Under torch.compile the search is an op that it does not look into, so that its graph stays whole.
+
+
+@torch.library.custom_op("trailmark::select_chunks_search", mutates_args=())
+def _searched(
+    query: Tensor,
+    segments: Sequence[Tensor],
+    num_retrieved: int,
+    start: Tensor,
+    end: Tensor,
+    noise_seed: Tensor | None,
+    scale: float,
+    in_kernels: bool,
+) -> Tensor:
+    rest = list(segments), num_retrieved
+    if in_kernels:
+        return _search_in_kernels(query, *rest, start, end, noise_seed, scale)
+    B, N = start.shape
+    first, last = (_Bounds(x, *_range(x, B, N)) for x in (start, end))
+    return _search(query, *rest, first, last, noise_seed, scale).contiguous()
+
+
+@_searched.register_fake
+def _(
+    query: Tensor,
+    segments: Sequence[Tensor],
+    num_retrieved: int,
+    start: Tensor,
+    end: Tensor,
+    noise_seed: Tensor | None,
+    scale: float,
+    in_kernels: bool,
+) -> Tensor:
+    return query.new_empty((*query.shape[:3], num_retrieved), dtype=torch.int64)
 
 
 def _search(
@@ -466,8 +580,18 @@ def _gather(segments: list[Tensor], chunks: Tensor, dtype: torch.dtype) -> Tenso
     flat, row, head = (x.expand_as(chunks).reshape(-1) for x in (chunks, row, head))
     picked = torch.zeros(flat.shape[0], E, dtype=dtype, device=chunks.device)
     first = 0
+    # how many chunks of a segment were chosen is known on a CPU; elsewhere it would wait for the device
+    counted = chunks.device.type == "cpu" and not torch.compiler.is_compiling()
     for segment in segments:
         last = first + segment.shape[1]
+        if not counted:
+            if segment.shape[1]:
+                taken = _take(segment, row, (flat - first).clamp(0, segment.shape[1] - 1), head)
+                picked = torch.where(((flat >= first) & (flat < last))[:, None], taken.to(dtype), picked)
+            elif segment.requires_grad:
+                picked = picked + segment.sum().to(dtype)  # 0, with a gradient
+            first = last
+            continue
         here = ((flat >= first) & (flat < last)).nonzero()[:, 0]
         # a segment that nothing was chosen from has a zero gradient, not None (DDP)
         if len(here) or segment.requires_grad:
@@ -489,14 +613,36 @@ def _take(segment: Tensor, row: Tensor, chunk: Tensor, head: Tensor) -> Tensor:
     return table.reshape(-1, E).index_select(0, flat.reshape(-1)).view(*flat.shape, E)
 
 
+def _in_slabs(query: Tensor, segments: list[Tensor], chosen: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
+    """What ``row_scores`` takes, on a CPU where the landmarks gathered would be more than a slab of it."""
+    B, _, J, K = chosen.shape
+    many = chosen.numel() * query.shape[-1] > SLAB_ELEMENTS and query.device.type == "cpu"
+    if not many or len(segments) != 1 or not segments[0].shape[1] or torch.compiler.is_compiling():
+        return None
+    one = B == 1 or _is_shared(segments[0])
+    table = segments[0][0] if one else segments[0]
+    if not table.is_contiguous() and not table.requires_grad:
+        return None  # a copy of the table may be larger than what is gathered
+    rows = chosen * J + torch.arange(J)[:, None]
+    if not one:
+        rows = rows + torch.arange(B)[:, None, None, None] * (segments[0].shape[1] * J)
+    rows = rows.masked_fill_(chosen < 0, -1).view(-1, K)
+    return query.flatten(0, 2), table.flatten(0, -2), rows
+
+
 def _score_and_weigh(
     query: Tensor, segments: list[Tensor], chosen: Tensor, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(chosen, weights, scores) [B, N, J, K]; differentiable in query and landmarks."""
     dtype = arithmetic_dtype(query, *segments)
     missing = chosen < 0
-    if any(segment.shape[1] for segment in segments):
+    if found := _in_slabs(query, segments, chosen):
+        scores = row_scores(*found).view(chosen.shape) * scale
+    elif any(segment.shape[1] for segment in segments):
         picked = _gather(segments, chosen.clamp(min=0), dtype)
+        if query.requires_grad and torch.is_grad_enabled():
+            # what stands for nothing is chunk 0, which may hold NaN; 0 times that is NaN
+            picked = picked.masked_fill(missing[..., None], 0)
         scores = (query[..., None, :].to(dtype) * picked).sum(-1) * scale
     else:
         # keeps the graph: a zero gradient, not None (DDP)

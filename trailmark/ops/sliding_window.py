@@ -1,10 +1,13 @@
-"""Causal self-attention over a sliding window of positions, in blocks, with ALiBi."""
+"""Causal self-attention over a sliding window of positions, with ALiBi: FlexAttention on CUDA, else in blocks."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from trailmark.ops import reference
 from trailmark.ops.arguments import (
@@ -16,7 +19,7 @@ from trailmark.ops.arguments import (
     whole_numbers,
     without_autocast,
 )
-from trailmark.ops.block_attention import block_attention
+from trailmark.ops.block_attention import attention_dtype, block_attention
 
 # Queries of one block. Each block attends to itself and the window - 1 keys before it, so a block much
 # smaller than the window repeats keys, and a much larger one computes scores that the mask throws away.
@@ -43,7 +46,8 @@ def sliding_window_attention(
               \mathrm{softmax}_j\!\left(\mathrm{scale} \cdot q_i^\top k_j - a_h (i - j)\right) v_j
 
     with ALiBi slopes :math:`a_h` (Press et al., 2022) where given. The ``"torch"`` path cuts the positions
-    into blocks over ``scaled_dot_product_attention``: time and extra memory O(T W), never O(T P).
+    into blocks over ``scaled_dot_product_attention``: time and extra memory O(T W), never O(T P). ``"flex"`` is
+    a compiled FlexAttention kernel: time O(T W), nothing kept but the output and a number per row and head.
 
     Args:
         q: [B, T, H, D].
@@ -52,27 +56,30 @@ def sliding_window_attention(
         positions: int64 ([B, T], [B, P]), negative = absent (such a query gives zeros). None: the queries are
             the last T of P consecutive positions. Given, keys that are consecutive but for absent ones at a
             row's ends, with the queries the last T, cost the same; any other order and gaps are exact too,
-            with time O(T P) and memory O(P).
+            with time O(T P) and memory O(P). (``"torch"`` looks at them on a CPU alone: a GPU would be waited
+            for, and ``torch.compile`` cannot. ``"flex"`` pays for the blocks that could be seen.)
         document_ids: int64 ([B, T], [B, P]), or one [B, P] for both: no attention across documents.
         alibi_slopes: [H]; see :func:`alibi_slopes`.
         scale: None is D ** -0.5.
         return_lse: also return the log-sum-exp of the scores, [B, T, H], float32 or wider, -inf where empty.
-        implementation: None, "reference" or "torch".
+        implementation: None, "reference", "torch" or "flex" (CUDA, D 16 ... 256, 128 in float32; on a CPU
+            without gradients, slowly). None: "flex" for T > 1 where it can be used on CUDA, else "torch".
 
     Returns:
         [B, T, H, D] in the dtype of q, zeros where no key is visible; with ``return_lse`` the pair.
 
     Raises:
-        ValueError: for shapes that do not fit together.
+        ValueError: for shapes that do not fit together; for "flex" where it cannot be used.
     """
-    require_implementation(implementation, ("reference", "torch"))
+    require_implementation(implementation, ("reference", "torch", "flex"))
     require(q.dim() == 4, "q", tuple(q.shape), "shape [B, T, H, D]")
     require(k.dim() == 4, "k", tuple(k.shape), "shape [B, P, J, D]")
     B, T, H, D = q.shape
     P, J = k.shape[1:3]
     require_shape("k", k, (B, P, J, D), "[B, P, J, D]")
     require_shape("v", v, (B, P, J, D), "[B, P, J, D]")
-    require(P >= T, "k", f"{P} keys", f"at least as many keys as the {T} queries")
+    if P < T:  # a message made beforehand would bind a compiled graph to this length
+        require(False, "k", f"{P} keys", f"at least as many keys as the {T} queries")
     require_grouped_heads(H, J)
     require(window is None or window >= 1, "window", window, "None or at least 1 (the position itself)")
     if positions is not None:
@@ -94,12 +101,23 @@ def sliding_window_attention(
             q, k, v, window, positions, document_ids, alibi_slopes, scale
         )
         return (out, lse) if return_lse else out
+    if B * T > 0 and (implementation == "flex" or (implementation is None and q.is_cuda and T > 1)):
+        from trailmark.ops.sliding_window_flex import flex_problem, sliding_window_attention_flex
+
+        problem = flex_problem(q, k, v)
+        if problem is None:
+            return sliding_window_attention_flex(
+                q, k, v, window, positions, document_ids, alibi_slopes, scale, return_lse
+            )
+        require(
+            implementation is None, "implementation", "'flex'", "one that can be used here", f"{problem}."
+        )
     if T == 1 and document_ids is None and not return_lse:
         return _one_query(q, k, v, window, positions, alibi_slopes, scale)
     if window is not None and window < P and document_ids is None and not return_lse and T > 0:
         if positions is None:
             return _banded(q, k, v, window, alibi_slopes, scale)
-        if (leading := _leading_absent(*positions)) is not None:
+        if _values_at_hand(q) and (leading := _leading_absent(*positions)) is not None:
             out = _banded(q, k, v, window, alibi_slopes, scale, leading)
             return out.masked_fill((positions[0] < 0)[..., None, None], 0)
     return _by_query_block(q, k, v, window, positions, document_ids, alibi_slopes, scale, return_lse)
@@ -109,6 +127,11 @@ def alibi_slopes(num_heads: int, dtype: torch.dtype = torch.float32) -> Tensor:
     """The geometric slopes 2 ** (-8 (h + 1) / H), shape [H], for any H, as DRT's published code has them."""
     require(num_heads >= 1, "num_heads", num_heads, "at least 1")
     return torch.exp2(-8 * torch.arange(1, num_heads + 1, dtype=torch.float64) / num_heads).to(dtype)
+
+
+def _values_at_hand(tensor: Tensor) -> bool:
+    """Whether a choice may depend on values: on CUDA it would wait for the device, and a compiler cannot."""
+    return tensor.device.type == "cpu" and not torch.compiler.is_compiling()
 
 
 def _one_query(
@@ -121,7 +144,7 @@ def _one_query(
     scale: float,
 ) -> Tensor:
     """Decoding: one position against keys in any order."""
-    H, P, dtype = q.shape[2], k.shape[1], arithmetic_dtype(q, k, v)
+    H, P, dtype = q.shape[2], k.shape[1], attention_dtype(q, k, v, biased=slopes is not None)
     mask = empty = None
     if positions is None and window is not None and window < P:
         k, v, P = k[:, P - window :], v[:, P - window :], window
@@ -135,11 +158,11 @@ def _one_query(
             visible = (key >= 0) & (distance >= 0) & (query >= 0)
             if window is not None:
                 visible &= distance < window
-            if not bool(visible.all()):
+            if not _values_at_hand(visible) or not bool(visible.all()):
                 empty = ~visible.any(1)
                 visible = visible | empty[:, None]  # such a row is set to zero: no NaN either way
         of_heads = None if slopes is None else slopes[:, None, None]
-        mask = _additive_mask(visible[:, None, None], distance[:, None, None], of_heads, dtype)
+        mask = _mask(visible[:, None, None], distance[:, None, None], of_heads, dtype)
         mask = mask.expand(-1, H, 1, P)
     queries, keys, values = (x.to(dtype).transpose(1, 2) for x in (q, k, v))
     out = F.scaled_dot_product_attention(
@@ -174,53 +197,78 @@ def _banded(
     scale: float,
     leading: Tensor | None = None,
 ) -> Tensor:
-    """Consecutive positions: block i of C queries sees the C + window - 1 keys that end with its own.
+    """Consecutive positions: a block of C queries sees the C + window - 1 keys that end with its own.
 
     ``leading`` [B]: so many of each row's keys are absent at its beginning.
     """
     B, T, H, D = q.shape
-    P, J = k.shape[1:3]
-    C = min(max(window - 1, _MIN_BLOCK), _MAX_BLOCK, T)
-    blocks = -(-T // C)
-    back = -(-(window - 1) // C)  # blocks of keys before a block's own
-    after = blocks * C - T
-    far = max(0, P - T - back * C)  # keys that no query sees
-    k, v = k[:, far:], v[:, far:]
-    absent = back * C - (k.shape[1] - T)  # keys before the first that exists
-    missing = None if leading is None else absent + (leading - far).clamp(min=0)
-    most = absent if missing is None or not B else int(missing.max())
-
-    def key_blocks(x: Tensor) -> Tensor:  # [B, P', J, D] -> [B, blocks, (back + 1) * C, J, D]
-        if absent or after:
-            x = F.pad(x, (0, 0, 0, 0, absent, after))
-        x = x.reshape(B, back + blocks, C, J, D)
-        return torch.cat([x[:, i : i + blocks] for i in range(back + 1)], dim=2)
-
-    q = F.pad(q, (0, 0, 0, 0, 0, after)) if after else q
-    queries = q.reshape(B, blocks, C, H, D)
-    keys, values = key_blocks(k), key_blocks(v)
-    key = torch.arange((back + 1) * C, device=q.device)
-    distance = torch.arange(C, device=q.device)[:, None] + back * C - key
-    dtype = arithmetic_dtype(q, k, v)
-    mask = _additive_mask((distance >= 0) & (distance < window), distance, slopes, dtype)
+    carried, old, given = k.shape[1] - T, window - 1, q.dtype
+    dtype = attention_dtype(q, k, v, biased=slopes is not None)
+    q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)  # once, not per block that a key is seen from
+    C = min(max(old, _MIN_BLOCK), _MAX_BLOCK, T)
+    whole = T // C
     # only the blocks whose reach goes before the first key need a mask of their own
-    early = min(-(-most // C), blocks)
+    gone = 0 if leading is None or not B else int(leading.max())
+    early = min(-(-max(0, old - carried + gone) // C), whole)
+    # (first query, queries of a block, blocks) computed at once; a last block may be shorter
+    pieces = [(block * C, C, 1) for block in range(early)]
+    pieces += [(early * C, C, whole - early)] if early < whole else []
+    pieces += [(whole * C, T - whole * C, 1)] if T % C else []
+    # (first key, keys of a block, step, blocks)
+    spans = tuple(
+        (max(0, carried + first - old), min(old, carried + first) + c, c, n) for first, c, n in pieces
+    )
+    queries = q.split([c * n for _, c, n in pieces], dim=1)
+    keys, values = _Spans.apply(k, spans), _Spans.apply(v, spans)
+    distance = torch.arange(C, device=q.device)[:, None] + old - torch.arange(C + old, device=q.device)
     parts = []
-    for block in range(early):
-        if missing is None:
-            own = mask.masked_fill(key < absent - block * C, -torch.inf)
-        else:  # [B, H or 1, C, keys]; a query that is absent itself sees itself, so that nothing is NaN
-            unseen = (key < missing[:, None] - block * C)[:, None, None] & (distance != 0)
-            own = mask.view(-1, *mask.shape[-2:]).masked_fill(unseen, -torch.inf)
-        parts.append(
-            block_attention(queries[:, block], keys[:, block], values[:, block], own, scale)[:, None]
+    for i, ((_, c, n), (start, width, _, _)) in enumerate(zip(pieces, spans, strict=True)):
+        far = distance[:c, c + old - width : c + old]
+        visible = (far >= 0) & (far < window)
+        if leading is not None and start < gone:
+            # [B, 1, c, keys]; a query that is absent itself sees itself, so that nothing is NaN
+            key = torch.arange(start, start + width, device=q.device)
+            visible = visible & ((key >= leading[:, None])[:, None, None] | (far == 0))
+        out = block_attention(
+            queries[i].reshape(B * n, c, H, D),
+            keys[i].flatten(0, 1),
+            values[i].flatten(0, 1),
+            _mask(visible, far, slopes, dtype),
+            scale,
         )
-    if blocks > early:
-        rest = [x[:, early:].flatten(0, 1) if early else x.flatten(0, 1) for x in (queries, keys, values)]
-        out = block_attention(rest[0], rest[1], rest[2], mask, scale)
-        parts.append(out.view(B, blocks - early, C, H, D))
-    out = (torch.cat(parts, dim=1) if early else parts[0]).reshape(B, blocks * C, H, D)
-    return out[:, :T] if after else out
+        parts.append(out.view(B, n, c, H, D))
+    last = [parts.pop().flatten(1, 2)] if T % C else []
+    alike = [(torch.cat(parts, dim=1) if len(parts) > 1 else parts[0]).flatten(1, 2)] if parts else []
+    rows = alike + last
+    return (torch.cat(rows, dim=1) if len(rows) > 1 else rows[0]).to(given)
+
+
+class _Spans(torch.autograd.Function):
+    """x [B, P, J, D] -> per (start, width, step, n) its n stretches [B, n, width, J, D]: overlapping views.
+
+    What reads them copies no key; autograd's own slices would fill a zero gradient of full size for each.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, spans: tuple[tuple[int, int, int, int], ...]) -> tuple[Tensor, ...]:
+        ctx.spans, ctx.size = spans, x.shape
+        return tuple(_stretches(x, *span) for span in spans)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        total = grads[0].new_zeros(ctx.size)
+        for grad, (start, width, step, n) in zip(grads, ctx.spans, strict=True):
+            for at in range(0, width, step):  # what lies within one step overlaps nothing
+                part = min(step, width - at)
+                _stretches(total, start + at, part, step, n).add_(grad[:, :, at : at + part])
+        return total, None
+
+
+def _stretches(x: Tensor, start: int, width: int, step: int, n: int) -> Tensor:
+    """[B, P, J, D] -> [B, n, width, J, D], a view: stretch i begins at ``start + i * step``."""
+    x = x[:, start : start + (n - 1) * step + width]
+    return x.unfold(1, width, step).permute(0, 1, 4, 2, 3)
 
 
 def _by_query_block(
@@ -236,6 +284,7 @@ def _by_query_block(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Any positions and documents: a block of queries against every key it could see."""
     T, P, dtype = q.shape[1], k.shape[1], arithmetic_dtype(q, k, v)
+    mask_dtype = attention_dtype(q, k, v, biased=slopes is not None)
     # consecutive positions are those of every row: one mask [1, ...] serves the batch
     key_position = torch.arange(P, device=q.device)[None] if positions is None else positions[1]
     query_position = key_position[:, P - T :] if positions is None else positions[0]
@@ -257,13 +306,14 @@ def _by_query_block(
         # a row that sees nothing is let see everything and then set to zero: no NaN either way
         shown = visible[:, None] | empty
         of_heads = None if slopes is None else slopes[:, None, None]
-        mask = _additive_mask(shown, distance[:, None], of_heads, dtype)
+        mask = _mask(shown, distance[:, None], of_heads, mask_dtype)
         queries, keys = q[:, rows], k[:, start:stop]
         out = block_attention(queries, keys, v[:, start:stop], mask, scale)
         outs.append(out.masked_fill(empty.transpose(1, 2), 0))
         if return_lse:
             keys = keys.to(dtype).repeat_interleave(q.shape[2] // k.shape[2], dim=2).transpose(1, 2)
-            scores = queries.to(dtype).transpose(1, 2) @ keys.transpose(2, 3) * scale + mask
+            scores = queries.to(dtype).transpose(1, 2) @ keys.transpose(2, 3) * scale
+            scores = scores + _mask(shown, distance[:, None], of_heads, dtype)
             lse = scores.logsumexp(-1, keepdim=True).masked_fill(empty, -torch.inf)
             lses.append(lse[..., 0].transpose(1, 2))
     out = torch.cat(outs, dim=1) if outs else torch.zeros_like(q)
@@ -272,9 +322,14 @@ def _by_query_block(
     return out, torch.cat(lses, dim=1) if lses else q.new_zeros(q.shape[:3], dtype=dtype)
 
 
-def _additive_mask(visible: Tensor, distance: Tensor, slopes: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """0 or the ALiBi term where visible, -inf elsewhere; [(B,) (H,) c, p] of ``dtype``."""
+def _mask(visible: Tensor, distance: Tensor, slopes: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """0 or the ALiBi term where visible, -inf elsewhere; [(B,) (H,) c, p] of ``dtype``.
+
+    Without a bias in low precision it stays bool.
+    """
     if slopes is None:
+        if dtype.itemsize < 4:
+            return visible
         bias = torch.zeros((), dtype=dtype, device=visible.device)
     else:
         slopes = slopes.to(device=visible.device, dtype=dtype)
