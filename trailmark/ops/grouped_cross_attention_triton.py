@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
 import torch
@@ -113,7 +112,7 @@ def forward(
     parts = -(-K // per_part)
     # the weighted sum over chunks has no running maximum: its parts are simply added
     into = out if parts == 1 else q.new_empty((parts, *q.shape), dtype=torch.float32)
-    with _on(q.device):
+    with torch.cuda.device_of(q):
         forward_kernel[(programs * parts,)](
             q, k, v, indices, weights, lengths, into, lse,
             *q.stride(), *k.stride(), *v.stride(), *indices.stride(), *weights.stride(), *_steps(lengths),
@@ -150,7 +149,7 @@ def backward(
     dw = torch.zeros(B, N, J, K, blocks, dtype=torch.float32, device=q.device)
     inner = torch.empty_like(lse[0])
     flags = {"HAS_LENGTHS": lengths is not None}
-    with _on(q.device):
+    with torch.cuda.device_of(q):
         queries_kernel[(B * N * J * blocks,)](
             grad, q, k, v, indices, weights, lengths, lse, dq, dw, inner,
             *grad.stride(), *q.stride(), *k.stride(), *v.stride(), *indices.stride(), *weights.stride(),
@@ -166,7 +165,7 @@ def backward(
     dk_parts, dv_parts = (torch.empty(parts, dtype=torch.float32, device=q.device) for _ in range(2))
     constants = _constants(q, k, v, K, cut, wide, grad)
     del constants["K_PAD"]
-    with _on(q.device):
+    with torch.cuda.device_of(q):
         keys_kernel[(table.chunk_of.numel() * per_head * cut.per_chunk,)](
             grad, q, k, v, weights, lengths, lse, inner,
             table.readers, table.starts, table.ends, table.slots_before, table.chunk_of, dk, dv, dk_parts, dv_parts,
@@ -176,7 +175,7 @@ def backward(
         )  # fmt: skip
     if dk_parts.numel():
         width, block = math.prod(parts[1:]), 1024
-        with _on(q.device):
+        with torch.cuda.device_of(q):
             add_parts_kernel[(table.ends.numel() * -(-width // block),)](
                 table.ends, table.slots_before, dk, dv, dk_parts, dv_parts, J, width,
                 D=D, BLOCK=block, PER_HEAD=table.per_head,
@@ -233,11 +232,6 @@ def _parts(programs: int, K: int, device: torch.device) -> int:
 
 def _folded(scale: float, dtype: torch.dtype) -> float:
     return scale if dtype == torch.float32 else scale * math.log2(math.e)
-
-
-def _on(device: torch.device) -> AbstractContextManager[None]:
-    """Triton launches on the current device, whatever its arguments are."""
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def _steps(lengths: Tensor | None) -> tuple[int, ...]:
