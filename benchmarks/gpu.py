@@ -57,7 +57,7 @@ Rows = list[dict[str, Any]]
 def check_budgets() -> Rows:
     """Outputs and gradients of GCA over the fixed cover of sizes, against float64."""
     cases = [c for c in gca_cases.COVER if c["dtype"] != torch.bfloat16 or not REHEARSAL]
-    torch.use_deterministic_algorithms(True)  # fills what is not written with NaN
+    torch.use_deterministic_algorithms(True, warn_only=True)  # fills what is not written with NaN
     rows = []
     try:
         cheap = sorted(cases, key=lambda c: c["g"] * c["R"] * c["S"] * c["K"] * c["D"])

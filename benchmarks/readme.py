@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from cpu import table as cpu_table
+from ops import table as ops_table
 
 from trailmark.demo import NAMES
 from trailmark.report.console import duration, size
@@ -69,9 +69,9 @@ def needles_text() -> str:
     )
 
 
-def cpu_text() -> str:
-    record = json.loads((HERE / "cpu.json").read_text())
-    return f"{cpu_table(record['results'])}\n\nMachine: {machine(record['environment'])}."
+def ops_text() -> str:
+    record = json.loads((HERE / "ops.json").read_text())
+    return f"{ops_table(record['results'])}\n\nMachine: {machine(record['environment'])}."
 
 
 def spread(of: dict[str, float], form: str = ",.0f") -> str:
@@ -187,7 +187,7 @@ def main() -> None:
     fill(ROOT / "README.md", "demo", demo_text())
     fill(ROOT / "README.md", "far", far_text())
     fill(HERE / "README.md", "needles", needles_text())
-    fill(HERE / "README.md", "cpu", cpu_text())
+    fill(HERE / "README.md", "ops", ops_text())
     fill(HERE / "README.md", "reading", reading_text())
 
 

@@ -580,6 +580,15 @@ def test_compiled_without_a_graph_break(kind: str, J: int) -> None:
             assert torch.equal(x, y)
 
 
+def test_compiled_for_one_shape_then_for_another() -> None:
+    """Sizes that the compiler takes for variables then, beside bounds whose sizes it takes for constants."""
+    torch.compiler.reset()
+    compiled = torch.compile(select_chunks, fullgraph=True, backend="aot_eager")
+    for case in (Case(J=0), Case(J=2), Case(J=2, N=4, M=9)):
+        inputs, rest = case.make()
+        assert_bits(compiled(*inputs, **rest), select_chunks(*inputs, **rest))
+
+
 def test_the_op_that_compilation_sees() -> None:
     (query, landmarks), rest = Case(M=20, noisy=True).make()
     bounds = rest["first_candidate"], rest["num_candidates"]

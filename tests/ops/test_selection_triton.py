@@ -33,9 +33,10 @@ in_kernels = partial(select_chunks, implementation="triton")
 @pytest.fixture(autouse=True)
 def poisoned() -> Iterator[None]:
     """Memory that nothing was written to holds NaN, or the largest integer."""
-    torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = True
+    torch.use_deterministic_algorithms(True, warn_only=True)  # cuBLAS would need settings
+    assert torch.utils.deterministic.fill_uninitialized_memory
     yield
+    torch.utils.deterministic.fill_uninitialized_memory = True
     torch.use_deterministic_algorithms(False)
 
 
@@ -185,6 +186,19 @@ def test_equal_chunks_tie() -> None:
     for table in (landmarks, [landmarks[:, :11], landmarks[:, 11:100], landmarks[:, 100:].contiguous()]):
         chosen = in_kernels(query, table, **rest).indices
         assert torch.equal(chosen, torch.arange(9, device=DEVICE).expand(2, 5, 9))
+
+
+@pytest.mark.parametrize("narrow", LOW[1:])
+def test_the_widest_dtype_computes(narrow: torch.dtype) -> None:
+    """Numbers that are all equal in the narrower."""
+    order = torch.randperm(50, generator=torch.Generator().manual_seed(0)).to(DEVICE, torch.float32)
+    candidates = torch.tensor([50], device=DEVICE)
+    landmarks = [1 + order[None, :20, None].to(narrow) * 0, 1 + order[None, 20:, None] * 1e-5]
+    chosen = in_kernels(torch.ones(1, 1, 1, device=DEVICE, dtype=narrow), landmarks, 5, candidates).indices
+    assert torch.equal(chosen[0, 0], order[20:].topk(5).indices.sort().values + 20)
+    query = torch.tensor([1 + 1e-5, -1], device=DEVICE)[None, None]
+    chosen = in_kernels(query, order[None, :, None].to(narrow).expand(1, 50, 2), 5, candidates).indices
+    assert torch.equal(chosen[0, 0], order.topk(5).indices.sort().values)
 
 
 def test_scores_that_are_no_numbers() -> None:

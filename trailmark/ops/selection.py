@@ -112,7 +112,8 @@ def select_chunks(
         end = _bounds("num_candidates", num_candidates, B, N, query.device, wanted_values)
         start = _bounds("first_candidate", first_candidate, B, N, query.device, wanted_values)
         most, least = max(end.greatest, default=0), min(start.least, default=0)
-        require(most <= M, "num_candidates", most, f"at most M = {M} chunks")
+        if most > M:  # a message made in vain would make M a constant under torch.compile
+            require(False, "num_candidates", most, f"at most M = {M} chunks")
         require(least >= 0, "first_candidate", least, "no negative chunk")
         if noise_seed is not None:
             require_shape("noise_seed", noise_seed, (B,), "[B]")
@@ -233,14 +234,11 @@ def _bounds(
 ) -> _Bounds:
     """The bounds; their values where ``wanted`` or checked, for which a GPU is waited for."""
     if isinstance(bound, int):
-        return _Bounds(torch.full((1, 1), bound, device=device).expand(B, N), [bound] * N, [bound] * N)
+        values = [bound] * N if wanted else [bound]  # N values would make N a constant under torch.compile
+        return _Bounds(torch.full((1, 1), bound, device=device).expand(B, N), values, values)
     bound = torch.as_tensor(bound)
-    require(
-        tuple(bound.shape) in ((), (N,), (B, N)),
-        argument,
-        tuple(bound.shape),
-        f"shape [N] = ({N},) or [B, N]",
-    )
+    if bound.dim() > 2 or (bound.dim() and tuple(bound.shape) != (B, N)[-bound.dim() :]):
+        require(False, argument, tuple(bound.shape), f"shape [N] = ({N},) or [B, N]")
     bound = whole_numbers(argument, bound)
     each = _moved(bound, device).expand(B, N)
     return _Bounds(each, *(_range(bound, B, N) if wanted or values_are_checked(bound) else ([], [])))

@@ -1,0 +1,330 @@
+"""What the ops cost: time and peak extra memory, against what one would write otherwise. CPU or CUDA.
+
+    python benchmarks/ops.py                    the fastest device here; writes ops.json or ops-cuda.json
+
+Grouped cross-attention (8 chunks of 64 tokens for each chunk, 8 heads of 64): our op, the oracle that gathers
+and keeps everything ("reference"), `scaled_dot_product_attention` with as many keys per query, gathered
+beforehand ("sdpa": equal FLOPs, no weights), and causal attention over the whole text ("causal"). Selection
+against the oracle that holds all scores; window attention (W = 512) against a dense mask; and the rate of
+GEMMs of the same inner sizes, many at once ("bmm") and one large ("mm").
+
+What is ours is timed only after its results have kept the error budget of the design against float64. Cases are
+interleaved in rounds; on a CPU each runs in a process of its own, so that its peak memory is its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))  # for tests.budgets: the budget has one definition
+
+from tests.budgets import assert_within_budget  # noqa: E402
+from trailmark.ops import (  # noqa: E402
+    alibi_slopes,
+    grouped_cross_attention,
+    select_chunks,
+    sliding_window_attention,
+)
+from trailmark.report.tables import markdown_table  # noqa: E402
+
+SLOW = 4.0  # seconds: a pass that takes longer is timed once, in the first round
+OURS = ("torch", "triton")
+Made = tuple[Callable[..., Any], list[Tensor]]  # a function, and the tensors it is called with
+
+
+@dataclass(frozen=True)
+class Case:
+    """One row of the table. ``implementation`` is ours ("torch", "triton") or what we compare with."""
+
+    op: str  # "gca", "select", "window" or "gemm"
+    implementation: str
+    tokens: int
+    dtype: str = "float32"
+    backward: bool = True
+    heads: int = 8
+    key_value_heads: int = 8
+    head_size: int = 64
+    chunk: int = 64
+    retrieved: int = 8
+    window: int = 512
+
+    def flops(self) -> int | None:
+        """Of the GEMMs: two forward, five more backward (the scores once again)."""
+        if self.op not in ("gca", "gemm") or self.implementation == "causal":
+            return None
+        one = 2 * self.tokens * self.retrieved * self.chunk * self.heads * self.head_size
+        return one * (7 if self.backward else 2)
+
+
+def gca(case: Case, device: str) -> Made:
+    """All chunks of a text read K others each."""
+    N, S, K, H, J, D = (
+        case.tokens // case.chunk, case.chunk, case.retrieved, case.heads, case.key_value_heads, case.head_size
+    )  # fmt: skip
+    as_told: dict[str, Any] = {"dtype": getattr(torch, case.dtype), "device": device}
+    q, k, v = (torch.randn(1, N, S, heads, D, **as_told) for heads in (H, J, J))
+    indices = torch.stack([torch.randperm(N)[:K].sort().values for _ in range(N)])[None].to(device)
+    weights = torch.rand(1, N, K).softmax(-1).to(device)
+    attention = F.scaled_dot_product_attention
+    if case.implementation == "sdpa":  # [N, H, S, D] x [N, J, K * S, D]
+        queries = q[0].transpose(1, 2).contiguous()
+        keys, values = (x[0, indices[0]].flatten(1, 2).transpose(1, 2).contiguous() for x in (k, v))
+        return partial(attention, enable_gqa=H > J), [queries, keys, values]
+    if case.implementation == "causal":  # [1, H, T, D]
+        whole = [x.flatten(1, 2).transpose(1, 2).contiguous() for x in (q, k, v)]
+        return partial(attention, is_causal=True, enable_gqa=H > J), whole
+
+    def read(q: Tensor, k: Tensor, v: Tensor, weights: Tensor) -> Tensor:
+        return grouped_cross_attention(q, k, v, indices, weights, implementation=case.implementation)
+
+    return read, [q, k, v, weights]
+
+
+def select(case: Case, device: str) -> Made:
+    """All chunks of a text select K of those before them; the scores in descending order."""
+    N, E = case.tokens // case.chunk, case.heads * case.head_size
+    query, landmarks = (torch.randn(1, N, E, device=device).to(getattr(torch, case.dtype)) for _ in range(2))
+    before = torch.arange(N, device=device)
+
+    def choose(query: Tensor, landmarks: Tensor) -> Tensor:
+        found = select_chunks(query, landmarks, case.retrieved, before, implementation=case.implementation)
+        return found.scores.masked_fill(found.indices < 0, 0).sort(-1, descending=True).values
+
+    return choose, [query, landmarks]
+
+
+def window(case: Case, device: str) -> Made:
+    """ALiBi attention over a window."""
+    T, H, D, W = case.tokens, case.heads, case.head_size, case.window
+    q, k, v = (torch.randn(1, T, H, D, device=device).to(getattr(torch, case.dtype)) for _ in range(3))
+    slopes = alibi_slopes(H).to(device)
+
+    def ours(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        name = case.implementation
+        out = sliding_window_attention(q, k, v, W, alibi_slopes=slopes, implementation=name)
+        assert isinstance(out, Tensor)
+        return out
+
+    def dense(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        place = torch.arange(T, device=device)
+        distance = place[:, None] - place
+        seen = (distance >= 0) & (distance < W)
+        mask = torch.where(seen, -slopes[:, None, None] * distance, -torch.inf)[None].to(q.dtype)
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(1, 2)
+
+    return dense if case.implementation == "dense" else ours, [q, k, v]
+
+
+def gemm(case: Case, device: str) -> Made:
+    """The GEMMs of gca alone: inner sizes D or R (5 of 7, forward alone 1 of 2) and K * S, on the same numbers."""
+    D, S, many = case.head_size, case.chunk, case.retrieved * case.chunk
+    count = case.tokens * case.heads // S  # chunks times heads
+    batch = case.heads if case.implementation == "bmm" else 1
+    rows = S if case.implementation == "bmm" else S * case.heads
+    as_told: dict[str, Any] = {"dtype": getattr(torch, case.dtype), "device": device}
+    few, keys = torch.randn(batch, rows, D, **as_told), torch.randn(batch, many, D, **as_told)
+    scores = torch.randn(batch, rows, many, **as_told)
+    short, long = (5, 2) if case.backward else (1, 1)
+
+    def run() -> None:
+        for _ in range(count // case.heads):
+            for _ in range(short):
+                torch.bmm(few, keys.transpose(1, 2), out=scores)
+            for _ in range(long):
+                torch.bmm(scores, keys, out=few)
+
+    return run, []
+
+
+MAKE = {"gca": gca, "select": select, "window": window, "gemm": gemm}
+
+
+def run_pass(function: Callable[..., Any], leaves: list[Tensor], backward: bool) -> list[Tensor]:
+    """One pass: the output, and with ``backward`` the gradients, of a cotangent of ones."""
+    if not leaves:
+        function()
+        return []
+    with torch.set_grad_enabled(backward):
+        out = function(*leaves)
+    return [out, *torch.autograd.grad(out, leaves, torch.ones_like(out))] if backward else [out]
+
+
+def check(case: Case, device: str) -> None:
+    """Output and gradients keep the budget against float64 on a shorter text; else an AssertionError."""
+    short = replace(case, tokens=min(case.tokens, 16 * case.chunk))
+    results = []
+    for name, dtype in ((case.implementation, None), ("reference", None), ("reference", torch.float64)):
+        torch.manual_seed(0)
+        function, leaves = MAKE[case.op](replace(short, implementation=name), device)
+        leaves = [(x if dtype is None else x.to(dtype)).requires_grad_(case.backward) for x in leaves]
+        results.append(run_pass(function, leaves, case.backward))
+    for fast, oracle, exact in zip(*results, strict=True):
+        assert_within_budget(fast.detach(), oracle.detach(), exact.detach())
+
+
+def measure(case: Case, device: str, enough: float = 1.0) -> dict[str, Any]:
+    """Seconds of each pass after one, at least three and ``enough`` seconds of them; extra peak memory."""
+    torch.manual_seed(0)
+    function, leaves = MAKE[case.op](case, device)
+    for leaf in leaves:
+        leaf.requires_grad_(case.backward)
+    cuda = device == "cuda"
+
+    def timed() -> float:
+        if cuda:
+            torch.cuda.synchronize()
+        began = time.perf_counter()
+        run_pass(function, leaves, case.backward)
+        if cuda:
+            torch.cuda.synchronize()
+        return time.perf_counter() - began
+
+    if cuda:
+        run_pass(function, leaves, case.backward)  # compiles
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+    before = _peak(cuda)
+    first = timed()
+    extra = _peak(cuda) - before
+    seconds = [first] if first > SLOW else []  # of such a pass the warming up is a small part
+    while not seconds or (
+        first <= SLOW and (len(seconds) < 3 or (sum(seconds) < enough and len(seconds) < 50))
+    ):
+        seconds.append(timed())
+    return {"seconds": seconds, "extra_bytes": extra}
+
+
+def _peak(cuda: bool) -> int:
+    if cuda:
+        return torch.cuda.max_memory_allocated()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def cases(device: str) -> list[Case]:
+    found = []
+    for dtype in ("float32", "bfloat16"):
+        tokens = (4096, 16384) if device == "cpu" else (16384, 65536)
+        ours = ("torch",) if device == "cpu" else ("triton", "torch")
+        for T in tokens:
+            for name in (*ours, "reference", "sdpa", "causal"):
+                found.append(Case("gca", name, T, dtype))
+        found += [
+            Case("gca", name, tokens[-1], dtype, backward=False) for name in (*ours, "reference", "sdpa")
+        ]
+        found += [Case("gemm", name, tokens[-1], dtype) for name in ("bmm", "mm")]
+        found += [Case("select", name, 4 * tokens[-1], dtype) for name in (*ours, "reference")]
+        found += [Case("window", name, tokens[0], dtype) for name in ("torch", "dense")]
+    # the dense mask and its scores would take tens of gigabytes
+    return [*found, Case("window", "torch", tokens[-1])]
+
+
+def collect(device: str, rounds: int) -> list[dict[str, Any]]:
+    """All cases in turn, ``rounds`` times; percentiles over all passes."""
+    found: dict[Case, list[dict[str, Any]]] = {}
+    for number in range(rounds):
+        for case in cases(device):
+            before = found.get(case)
+            if before is not None and (not before or before[0]["seconds"][0] > SLOW):
+                continue
+            if before is None and case.implementation in OURS:
+                check(case, device) if device == "cuda" else _apart("--check", case)
+            done = measure(case, device) if device == "cuda" else json.loads(_apart("--case", case))
+            found.setdefault(case, []).append(done)
+            print(f"round {number + 1} of {rounds}: {_name(case)}: {min(done['seconds']):.3f} s", flush=True)
+    results = []
+    for case, runs in found.items():
+        seconds = sorted(second for run in runs for second in run["seconds"])
+        at = {f"p{p}": seconds[round(p / 100 * (len(seconds) - 1))] for p in (20, 50, 80)}
+        extra = statistics.median(run["extra_bytes"] for run in runs)
+        results.append({**asdict(case), "flops": case.flops(), "seconds": at, "passes": len(seconds)})
+        results[-1]["extra_bytes"] = extra
+    return results
+
+
+def _apart(what: str, case: Case) -> str:
+    """In a process of its own. This one stays small: a process starts with the peak memory of its parent."""
+    command = [sys.executable, __file__, what, json.dumps(asdict(case))]
+    return subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
+
+
+def _name(case: Case) -> str:
+    passes = " forward + backward" if case.backward else " forward"
+    return f"{case.op}{passes}, {case.implementation}, {case.dtype}, {case.tokens} tokens"
+
+
+def table(results: list[dict[str, Any]]) -> str:
+    rows = []
+    for r in results:
+        same = ("op", "tokens", "dtype", "backward")
+        own = [x for x in results if x["implementation"] in OURS and all(x[key] == r[key] for key in same)]
+        at = {name: second * 1000 for name, second in r["seconds"].items()}
+        ratio = f"{r['seconds']['p50'] / own[0]['seconds']['p50']:.2f}x" if own else "-"
+        rows.append(
+            [
+                f"{r['op']}, {r['implementation']}",
+                "forward + backward" if r["backward"] else "forward",
+                r["dtype"],
+                f"{r['tokens']:,}",
+                f"{at['p50']:,.1f} ({at['p20']:,.1f}-{at['p80']:,.1f})",
+                ratio,
+                f"{r['flops'] / r['seconds']['p50'] / 1e9:,.0f}" if r["flops"] else "-",
+                f"{r['extra_bytes'] / 2**20:,.0f} MiB" if r["op"] != "gemm" else "-",
+            ]
+        )
+    header = [
+        "op",
+        "passes",
+        "dtype",
+        "tokens",
+        "ms: p50 (p20-p80)",
+        "of ours",
+        "GFLOP/s",
+        "peak extra memory",
+    ]
+    return markdown_table(header, rows)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--case", help=argparse.SUPPRESS)
+    parser.add_argument("--check", help=argparse.SUPPRESS)
+    parser.add_argument("--device", choices=("cpu", "cuda"))
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--output", type=Path)
+    arguments = parser.parse_args()
+    if arguments.case:
+        print(json.dumps(measure(Case(**json.loads(arguments.case)), "cpu")))
+        return
+    if arguments.check:
+        check(Case(**json.loads(arguments.check)), "cpu")
+        return
+    device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    output = arguments.output or Path(__file__).with_name("ops.json" if device == "cpu" else "ops-cuda.json")
+    results = collect(device, arguments.rounds)
+    from trailmark.demo import environment  # only now: it imports transformers
+
+    where = environment() | {"device": torch.cuda.get_device_name() if device == "cuda" else device}
+    output.write_text(json.dumps({"environment": where, "results": results}, indent=1) + "\n")
+    print(table(results))
+    print(f"Numbers: {output}")
+
+
+if __name__ == "__main__":
+    main()
