@@ -26,7 +26,7 @@ from tests.budgets import (
 )
 from trailmark.ops import ChunkSelection, fold_seed, gumbel_noise, select_chunks
 
-module = importlib.import_module("trailmark.ops.selection")
+module = importlib.import_module("trailmark.ops.selection_torch")
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,8 @@
 
 from trailmark.ops.block_attention import block_attention
 from trailmark.ops.grouped_cross_attention import grouped_cross_attention
-from trailmark.ops.selection import ChunkSelection, fold_seed, gumbel_noise, select_chunks
+from trailmark.ops.noise import fold_seed, gumbel_noise
+from trailmark.ops.selection import ChunkSelection, select_chunks
 from trailmark.ops.sliding_window import alibi_slopes, sliding_window_attention
 
 __all__ = [
