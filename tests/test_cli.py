@@ -234,6 +234,8 @@ def test_doctor(command: Command) -> None:
     assert all(line.startswith("ok ") for line in lines)
     for name in ("python", "torch", "transformers", "exactness", "reading", "disk"):
         assert any(line.startswith(f"ok   {name}: ") for line in lines), name
+    for use in ("grouped cross-attention", "selection of chunks", "window attention in training and reading"):
+        assert any(line.startswith(f"ok   {use} (cpu): torch: ") for line in lines), use
 
 
 def test_doctor_says_what_is_not_as_it_should_be(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:

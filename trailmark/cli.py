@@ -207,7 +207,7 @@ def generate(
 
 @app.command()
 def doctor() -> None:
-    """Check this installation: versions, exactness of the ops, speed, space."""
+    """Check this installation: versions, what is used for what, exactness of the ops, speed, space."""
     from trailmark.evaluation.doctor import examine
 
     healthy = True

@@ -89,11 +89,17 @@ def test_any_batch_split_draws_the_same_noise() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.gradient_checkpointing_enable. is deprecated:FutureWarning")
-@pytest.mark.parametrize("groups", [1, 2])
-def test_activation_checkpointing_changes_no_bit(groups: int) -> None:
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(
+    "options", [{"groups": 1}, {"groups": 2, "residual_gca": True, "window_position": "rope"}]
+)
+def test_activation_checkpointing_changes_no_bit(
+    options: dict[str, Any], dtype: torch.dtype, use_reentrant: bool
+) -> None:
     ids = tokens(LENGTH, batch=2)
-    plain, checkpointed = drt(groups), drt(groups)
-    checkpointed.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    plain, checkpointed = drt(**options).to(dtype), drt(**options).to(dtype)
+    checkpointed.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
     outs = [trained(model, ids) for model in (plain, checkpointed)]
     for out in outs:
         out.loss.backward()

@@ -141,12 +141,13 @@ def test_the_window_model_too(side: str, options: dict[str, Any]) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.gradient_checkpointing_enable. is deprecated:FutureWarning")
-def test_activation_checkpointing_changes_no_bit_of_a_ragged_batch() -> None:
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_activation_checkpointing_changes_no_bit_of_a_ragged_batch(use_reentrant: bool) -> None:
     batch, found = Batch((60, 13, 41)), []
     for checkpointed in (False, True):
         model = batch.model()
         if checkpointed:
-            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+            model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
         found.append(trained(model, **batch.arguments(), noise_seed=torch.arange(3)))
     assert torch.equal(found[0][0].loss, found[1][0].loss)
     assert all(map(torch.equal, found[0][1], found[1][1]))

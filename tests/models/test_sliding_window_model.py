@@ -89,10 +89,12 @@ def test_every_parameter_learns() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.gradient_checkpointing_enable. is deprecated:FutureWarning")
-def test_activation_checkpointing_changes_no_bit() -> None:
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize("position", ["alibi", "rope"])
+def test_activation_checkpointing_changes_no_bit(position: str, use_reentrant: bool) -> None:
     ids = tokens(90, batch=2)
-    plain, checkpointed = window_model().train(), window_model().train()
-    checkpointed.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    plain, checkpointed = (window_model(window_position=position).float().train() for _ in range(2))
+    checkpointed.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
     losses = [model(ids, labels=ids).loss for model in (plain, checkpointed)]
     for loss in losses:
         loss.backward()

@@ -8,15 +8,17 @@ import platform
 import shutil
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
 import transformers
+from torch import Tensor
 
 from trailmark import __version__
 from trailmark.models import DRTConfig, DRTForCausalLM
-from trailmark.ops import grouped_cross_attention, sliding_window_attention
+from trailmark.ops import alibi_slopes, grouped_cross_attention, select_chunks, sliding_window_attention
+from trailmark.ops.arguments import triton_problem
 
 
 @dataclass
@@ -36,15 +38,19 @@ def examine() -> Iterator[Check]:
     yield Check(
         "processor", True, f"{platform.machine()}, {os.cpu_count()} cores, {threads} threads for torch"
     )
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "none; the CPU does"
-    yield Check("gpu", True, device)
+    yield Check("gpu", True, _gpu())
     yield Check("allocator", True, _allocator())
     free = shutil.disk_usage(".").free / 2**30
     yield Check("disk", free > 1, f"{free:.1f} GiB free here")
     for package, purpose in (("matplotlib", "figures"),):
         found = importlib.util.find_spec(package) is not None
         yield Check(package, True, "installed" if found else f"not installed: no {purpose}")
+    devices = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
+    for device in map(torch.device, devices):
+        yield from _implementations(device)
     yield _exactness()
+    for device in map(torch.device, devices):
+        yield from _kernels(device)
     yield _reading()
 
 
@@ -62,6 +68,106 @@ def _allocator() -> str:
         if kept
         else "glibc's defaults; the other commands set better ones for themselves"
     )
+
+
+def _gpu() -> str:
+    if torch.cuda.is_available():
+        return torch.cuda.get_device_name()
+    if torch.version.cuda is None and shutil.which("nvidia-smi"):
+        return f"not used: torch {torch.__version__} has no CUDA (https://pytorch.org/get-started has builds that do)"
+    return "none; the CPU does"
+
+
+def _implementations(device: torch.device) -> Iterator[Check]:
+    """What ``implementation=None`` chooses on a device for a model in bfloat16, and why."""
+    from trailmark.ops.sliding_window_flex import flex_problem  # imports torch's compiler
+
+    if device.type == "cpu":
+        kernels = "torch: GEMMs in slabs that stay in a core's caches; Triton's kernels need CUDA"
+        window = (
+            "torch: GEMMs and scaled_dot_product_attention in blocks; FlexAttention has no gradients here"
+        )
+    else:
+        q = torch.empty(1, 2, 1, 64, dtype=torch.bfloat16, device=device)
+        problem, flex = triton_problem(device), flex_problem(q, q, q)
+        kernels = "triton: fused kernels" if problem is None else f"torch: {problem}"
+        window = "flex: FlexAttention, compiled when first used" if flex is None else f"torch: {flex}"
+    decoding = "torch: scaled_dot_product_attention, which one query needs no blocks for"
+    for use, finding in (
+        ("grouped cross-attention", kernels),
+        ("selection of chunks", kernels),
+        ("window attention in training and reading", window),
+        ("window attention in decoding", decoding),
+    ):
+        yield Check(f"{use} ({device.type})", True, finding)
+
+
+def _kernels(device: torch.device) -> Iterator[Check]:
+    """Fused kernels against the oracles, in float32, where they run (under TRITON_INTERPRET=1 on a CPU too)."""
+    from trailmark.ops.sliding_window_flex import flex_problem
+
+    if triton_problem(device) is not None:
+        return
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    indices = torch.randint(-1, 8, (1, 6, 3), generator=generator).sort(-1, descending=True).values
+
+    def read(implementation: str, q: Tensor, k: Tensor, v: Tensor, weights: Tensor) -> Tensor:
+        chosen = indices.to(q.device)
+        return grouped_cross_attention(q, k, v, chosen, weights, implementation=implementation)
+
+    inputs = [draw(1, 6, 9, 4, 16), draw(1, 8, 8, 2, 16), draw(1, 8, 8, 2, 16), draw(1, 6, 3).softmax(-1)]
+    yield _within_budget(f"exactness of GCA's kernels ({device.type})", read, "triton", device, inputs)
+
+    query, landmarks = draw(1, 40, 16).to(device), draw(1, 40, 16).to(device)
+    seed = torch.zeros(1, dtype=torch.int64, device=device)
+    found, expected = (
+        select_chunks(query, landmarks, 3, torch.arange(40), noise_seed=seed, implementation=name).indices
+        for name in ("triton", "reference")
+    )
+    same = int((found == expected).all(-1).sum())
+    yield Check(
+        f"exactness of selection's kernels ({device.type})",
+        same == 40,
+        f"{same} of 40 selections as the oracle's",
+    )
+
+    if (
+        device.type == "cuda"
+        and flex_problem(query[..., None, :], query[..., None, :], query[..., None, :]) is None
+    ):
+
+        def attend(implementation: str, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            slopes = alibi_slopes(q.shape[2]).to(q)
+            out = sliding_window_attention(q, k, v, 33, alibi_slopes=slopes, implementation=implementation)
+            assert isinstance(out, Tensor)
+            return out
+
+        inputs = [draw(1, 300, 4, 16), draw(1, 300, 2, 16), draw(1, 300, 2, 16)]
+        yield _within_budget("exactness of window attention's kernels (cuda)", attend, "flex", device, inputs)
+
+
+def _within_budget(
+    name: str, op: Callable[..., Tensor], implementation: str, device: torch.device, inputs: list[Tensor]
+) -> Check:
+    """Output and gradients: twice the error of the oracle in the same dtype, and one rounding unit (design)."""
+
+    def run(implementation: str, dtype: torch.dtype) -> list[Tensor]:
+        leaves = [x.to(device, dtype).requires_grad_() for x in inputs]
+        out = op(implementation, *leaves)
+        return [x.double() for x in (out.detach(), *torch.autograd.grad(out.sin().sum(), leaves))]
+
+    fast, oracle = run(implementation, torch.float32), run("reference", torch.float32)
+    exact = run("reference", torch.float64)
+    worst = 0.0
+    for ours, theirs, truth in zip(fast, oracle, exact, strict=True):
+        unit = torch.finfo(torch.float32).eps * truth.abs().max()
+        worst = max(worst, float((ours - truth).abs().max() / (2 * (theirs - truth).abs().max() + unit)))
+    passed = worst <= 1
+    return Check(name, passed, f"outputs and gradients use {worst:.0%} of their error budget in float32")
 
 
 def _exactness() -> Check:

@@ -199,6 +199,9 @@ class TrailmarkForCausalLM(PreTrainedModel, GenerationMixin):
                 With a cache, only what these and later calls depend on is then computed.
             prefill_chunk_size: tokens that are read at a time where only the last logits are wanted.
 
+        ``torch.compile`` makes one graph of a call, for each T. A mask costs one break; a call with padding, early
+        landmarks marked by a tensor, a cache or ``logits_to_keep`` runs uncompiled.
+
         Raises:
             ValueError: an empty input, a token or label outside the vocabulary, padding in the middle, a mask,
                 labels or a cache of other rows, a cache of another model or in training.
@@ -218,6 +221,40 @@ class TrailmarkForCausalLM(PreTrainedModel, GenerationMixin):
         present = None if attention_mask is None else _present(attention_mask, T, B, cache)
         if labels is not None and present is not None:
             labels = labels.masked_fill(~F.pad(present[:, :-1], (1, 0), value=True), -100)
+        answer = self._answer
+        if torch.compiler.is_compiling() and not (
+            cache is None and present is None and isinstance(close_chunk, bool) and not logits_to_keep
+        ):
+            answer = self._answer_uncompiled
+        out = answer(
+            input_ids,
+            present,
+            cache,
+            labels,
+            close_chunk,
+            noise_seed,
+            output_retrieval,
+            logits_to_keep,
+            num_items_in_batch,
+            prefill_chunk_size,
+        )
+        return out.to_tuple() if return_dict is False else out
+
+    def _answer(
+        self,
+        input_ids: Tensor,
+        present: Tensor | None,
+        cache: ChunkCache | None,
+        labels: Tensor | None,
+        close_chunk: bool | Tensor,
+        noise_seed: Tensor | None,
+        output_retrieval: bool,
+        logits_to_keep: int,
+        num_items_in_batch: Tensor | int | None,
+        prefill_chunk_size: int | None,
+    ) -> CausalLMOutput:
+        """``forward`` after its checks; ``present`` bool [B, T], None: nothing is padding."""
+        B, T = input_ids.shape
         text = Text.of(input_ids, present, close_chunk)
         with _all_or_nothing(cache):
             keep = min(logits_to_keep, T) or None
@@ -243,14 +280,15 @@ class TrailmarkForCausalLM(PreTrainedModel, GenerationMixin):
                 states = states * self.config.logit_scale
             logits = self.lm_head(states)
             loss = None if labels is None else causal_loss(logits, labels, num_items_in_batch)
-            retrieval = None
-            if output_retrieval and hidden.retrieval is not None:
+            retrieval = hidden.retrieval if output_retrieval else None
+            if retrieval is not None and cache is not None:
                 assert hidden.closed is not None
-                retrieval = tuple(
-                    _last_chunks(chosen, hidden.closed, grid.closed) for chosen in hidden.retrieval
-                )
-            out = CausalLMOutput(loss=loss, logits=logits, past_key_values=cache, retrieval=retrieval)
-            return out.to_tuple() if return_dict is False else out
+                retrieval = tuple(_last_chunks(chosen, hidden.closed, grid.closed) for chosen in retrieval)
+            return CausalLMOutput(loss=loss, logits=logits, past_key_values=cache, retrieval=retrieval)
+
+    @torch.compiler.disable(reason="padding, early landmarks, a cache or logits_to_keep")
+    def _answer_uncompiled(self, *arguments: Any) -> CausalLMOutput:
+        return self._answer(*arguments)
 
     def read(
         self,
@@ -415,6 +453,8 @@ class TrailmarkForCausalLM(PreTrainedModel, GenerationMixin):
     def _check_vocabulary(self, argument: str, ids: Tensor) -> None:
         if ids.dtype not in (torch.int64, torch.int32):
             raise ValueError(f"{argument}: expected int64, got {ids.dtype}. Pass {argument}.long().")
+        if torch.compiler.is_compiling():  # the embedding and the loss refuse them, if in other words
+            return
         low, high = int(ids.min()), int(ids.max())
         if low < 0 or high >= self.config.vocab_size:
             raise ValueError(
@@ -576,6 +616,7 @@ def _all_or_nothing(cache: ChunkCache | None) -> Iterator[None]:
         raise
 
 
+@torch.compiler.disable(reason="whether something is padded depends on the mask's values")
 def _present(mask: Tensor, num_tokens: int, batch_size: int, cache: ChunkCache | None) -> Tensor | None:
     """The mask as bool [B, T] of the new tokens; None: none is padding. Padding inside a text is refused."""
     seen = 0 if cache is None else cache.get_seq_length()

@@ -61,12 +61,12 @@ class ChunkEncoder(nn.Module):
         rows = self.input_norm(rows).view(rows.shape[0], -1, R, rows.shape[2])
         B, C = rows.shape[:2]
         rotary = rotary_table(R, config.head_dim, config.rope_theta, rows)
-        lengths = torch.from_numpy(grid.lengths).to(rows.device).expand(B, C)
+        lengths = grid.lengths_on(rows.device).expand(B, C)
         mask = None
         if grid.has_short_chunks:
             row = torch.arange(R, device=rows.device)
             mask = (row < lengths[..., None]) | (row == R - 1)  # [B, C, R]: keys that exist
-            mask = torch.where(mask, 0.0, -torch.inf).to(rotary.real).reshape(B * C, 1, 1, R)
+            mask = torch.where(mask, 0.0, -torch.inf).to(rotary).reshape(B * C, 1, 1, R)
         for layer in self.layers:
             rows = layer(rows, rotary, mask)
         rows = self.output_norm(rows)
@@ -127,18 +127,24 @@ class DRTLayer(GradientCheckpointingLayer):
     def forward(
         self,
         x: Tensor,  # [B, P, E]
-        reading: Reading | None,  # None: nothing is read
         grid: Grid,
         place: Place,
         kept: Window | None = None,
+        *reading: Any,  # the fields of a Reading; none: nothing is read
     ) -> Tensor:
+        # arguments of their own: reentrant checkpointing passes gradients to no tensor inside a tuple
         x = x + self.attention(self.attention_norm(x), place, kept)
-        if reading is None:
+        if not reading:
             return x + self.mlp(self.mlp_norm(x))
+        k, v, indices, weights, lengths = reading
         q = self.gca_q_proj(grid.rows(self.gca_norm(x)))  # [B, N * R, E]
         found = grouped_cross_attention(
             q.view(q.shape[0], grid.num_chunks, grid.rows_per_chunk, -1, self.head_dim),
-            *reading,
+            k,
+            v,
+            indices,
+            weights,
+            lengths,
             softmax_off_by_one=self.softmax_off_by_one,
             implementation=self.implementation,
         )
@@ -242,7 +248,8 @@ class DRTForCausalLM(TrailmarkForCausalLM):
             if position == 0:
                 found, reading = self._retrieve(group, x, entries, grid, step, first_chunk, noise_seed)
                 asked.append(found)
-            x = layer(x, reading, grid, place, step and step.window(len(self.lower_layers) + number))
+            kept = step and step.window(len(self.lower_layers) + number)
+            x = layer(x, grid, place, kept, *(reading or ()))
         if step is not None:
             step.commit()
         return Hidden(self.norm(grid.last_tokens(keep)(x)), tuple(asked), grid.closed)
@@ -306,18 +313,12 @@ class DRTForCausalLM(TrailmarkForCausalLM):
         self, query: Tensor, entries: MemoryEntries, grid: Grid, noise_seed: Tensor | None
     ) -> ChunkSelection:
         """For each landmark of a whole text, chunks before it."""
-        limits = np.broadcast_to(np.arange(grid.num_closed), (len(grid.counts), grid.num_closed))
-        limits = np.where(grid.landmark_places >= 0, limits, 0)
-        if self.config.exclude_visible_chunks:
-            starts = grid.landmark_places - grid.lengths
-            for b, i in zip(*np.nonzero(grid.landmark_places >= 0), strict=True):
-                hidden = np.searchsorted(starts[b, :i], self._first_visible(grid.landmark_places[b, i]))
-                limits[b, i] = hidden
+        visible = self._first_visible(0) if self.config.exclude_visible_chunks else None
         return select_chunks(
             query,
             entries.landmarks,
             self.config.num_retrieved_chunks,
-            torch.from_numpy(limits).to(query.device).expand(query.shape[:2]),
+            grid.candidates(visible, query.device),
             noise_seed=noise_seed if self.config.retrieval_noise else None,
             scale=self._retrieval_scale,
             implementation="reference" if self.config.implementation == "reference" else None,

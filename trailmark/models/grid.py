@@ -3,12 +3,15 @@
 The positions of a row are its tokens with a landmark after each chunk that is closed: when it is full, or
 early. Rows may begin in the middle of a chunk, hold different numbers of tokens and close chunks anywhere:
 ragged batches, padding and early landmarks are this one mechanism. Absent positions stand at a row's end.
+
+``torch.compile`` looks into nothing here: what a layout says is a constant of the graph (``constant`` below).
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cached_property, lru_cache
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -17,6 +20,16 @@ from torch.autograd.function import once_differentiable
 
 Integers = np.ndarray[Any, np.dtype[np.int64]]
 Booleans = np.ndarray[Any, np.dtype[np.bool_]]
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def constant(function: Function) -> Function:
+    """torch.compile calls it while it traces; what it returns is a constant of the graph.
+
+    Tensors are returned in tuples: it confuses bare ones that come from one function.
+    """
+    marked: Function = torch.compiler.assume_constant_result(function)
+    return marked
 
 
 class Grid:
@@ -40,9 +53,8 @@ class Grid:
     ) -> None:
         self.chunk, self.is_landmark, self.token = chunk, is_landmark, token
         self.chunk_size, self.phases = chunk_size, phases
-        self._made: dict[
-            object, Any
-        ] = {}  # takes and tails asked for before: decoding asks for the same again
+        # takes, tails and tensors asked for before: decoding and training ask for the same again
+        self._made: dict[object, Any] = {}
 
     # --- numbers -------------------------------------------------------------------------------------------
 
@@ -114,10 +126,48 @@ class Grid:
             return np.zeros_like(last)
         return np.where(last < 0, 0, self.chunk[row, last] + self.is_landmark[row, last])
 
-    @property
+    @cached_property
     def has_short_chunks(self) -> bool:
         """Some chunk was closed early."""
         return bool((self.lengths[self.lengths > 0] != self.chunk_size).any())
+
+    # --- tensors -------------------------------------------------------------------------------------------
+
+    def lengths_on(self, device: torch.device) -> Tensor:
+        """int64 [b, C]: ``lengths``."""
+        return self._tensor("lengths", None, device)[0]
+
+    def candidates(self, first_visible: int | None, device: torch.device) -> Tensor:
+        """int64 [B, C], or [C] for all rows: at each landmark of a whole text, the chunks before it.
+
+        ``first_visible``: only those that begin before the landmark's position + this; None: all.
+        """
+        return self._tensor("candidates", first_visible, device)[0]
+
+    @constant
+    def _tensor(self, name: str, first_visible: int | None, device: torch.device) -> tuple[Tensor]:
+        """Made once per device, and no inference tensor: a graph may keep it."""
+        key = name, first_visible, device
+        if key not in self._made:
+            if name == "mask":
+                array: Any = self.is_landmark[..., None]
+            elif name == "lengths":
+                array = self.lengths
+            else:
+                array = self._candidates(first_visible)
+            with torch.inference_mode(False):
+                self._made[key] = (torch.from_numpy(array).to(device),)
+        made: tuple[Tensor] = self._made[key]
+        return made
+
+    def _candidates(self, first_visible: int | None) -> Integers:
+        places = self.landmark_places
+        limits = np.where(places >= 0, np.arange(self.num_closed), 0)
+        if first_visible is not None:
+            starts = places - self.lengths
+            for b, i in zip(*np.nonzero(places >= 0), strict=True):
+                limits[b, i] = np.searchsorted(starts[b, :i], places[b, i] + first_visible)
+        return limits if len(limits) > 1 else limits[0]
 
     # --- between layouts -----------------------------------------------------------------------------------
 
@@ -127,7 +177,7 @@ class Grid:
         # where nothing is closed it still takes part for its gradient: zeros, which DDP waits for
         if landmark is None or not (self.num_closed or torch.is_grad_enabled()):
             return x
-        mask = torch.from_numpy(self.is_landmark).to(x.device)[..., None]
+        mask = self._tensor("mask", None, x.device)[0]  # [b, P, 1]
         return torch.where(mask, landmark.to(x.dtype), x)
 
     def _from_tokens(self, width: int) -> Take:
@@ -325,16 +375,44 @@ def lay_out(
         close_chunk: True: a landmark after each row's last token, even if its chunk is not full. [B, T]: after
             each token so marked.
     """
+    if phases is None and counts is None and isinstance(close_chunk, bool):
+        return lay_out_alike(tokens, chunk_size, 0, close_chunk)
     phases = np.zeros(1, np.int64) if phases is None else phases
     counts = np.full(1, tokens) if counts is None else counts
     alike = (phases == phases[0]).all() and (counts == counts[0]).all()
     if alike and isinstance(close_chunk, bool) and counts[0] == tokens:
-        known = _small if tokens <= _SMALL else _large
-        return known(tokens, chunk_size, int(phases[0]), close_chunk)
+        return lay_out_alike(tokens, chunk_size, int(phases[0]), close_chunk)
     rows = max(len(phases), len(counts), 1 if isinstance(close_chunk, bool) else len(close_chunk))
     return _build(
         tokens, chunk_size, np.broadcast_to(phases, rows), np.broadcast_to(counts, rows), close_chunk
     )
+
+
+def lay_out_alike(tokens: int, chunk_size: int | None, phase: int, close_chunk: bool) -> Grid:
+    """The grid of a call whose rows are all laid out alike; arguments as those of ``lay_out``."""
+    if torch.compiler.is_compiling():
+        tokens = len(range(tokens))  # a constant of the graph, though another length came before
+        return _compiled[_hold(tokens, chunk_size, phase, close_chunk)]
+    known = _small if tokens <= _SMALL else _large
+    return known(tokens, chunk_size, phase, close_chunk)
+
+
+# Layouts of compiled graphs, where torch.compile finds them: constants may be tensors and numbers, not objects.
+_compiled: dict[str, Grid] = {}
+_NUMBERS = ("num_chunks", "num_closed", "closed", "rows_per_chunk", "landmarks", "rows", "positions")
+
+
+@constant
+def _hold(tokens: int, chunk_size: int | None, phase: int, close_chunk: bool) -> str:
+    name = f"{tokens} {chunk_size} {phase} {close_chunk}"
+    if name not in _compiled:
+        grid = _compiled[name] = _uniform(tokens, chunk_size, phase, close_chunk)
+        # computed here they are plain attributes; computed while tracing they would be part of the graph
+        grid._from_tokens(tokens)
+        grid.last_tokens(None)
+        for attribute in _NUMBERS if chunk_size is None else (*_NUMBERS, "has_short_chunks", "encoder_rows"):
+            getattr(grid, attribute)
+    return name
 
 
 def _uniform(tokens: int, chunk_size: int | None, phase: int, close_chunk: bool) -> Grid:
@@ -385,19 +463,23 @@ class Take:
 
     def __init__(self, index: Integers, size: int) -> None:
         self.index, self.size = index, size  # [b, n] into [0, size)
-        n = index.shape[1]
+        self.count = n = index.shape[1]
         self._start = int(index[0, 0]) if len(index) == 1 and n and index[0, 0] >= 0 else 0
         self._is_range = len(index) == 1 and bool((index[0] == np.arange(self._start, self._start + n)).all())
+        self._alike = len(index) == 1
         self._tensors: dict[tuple[torch.device, int, bool], tuple[Tensor, Tensor | None]] = {}
 
     def __call__(self, x: Tensor) -> Tensor:
         """[B, size, ...] -> [B, n, ...]."""
+        assert x.shape[1] == self.size
         if self._is_range:
-            n = self.index.shape[1]
-            return x if n == self.size == x.shape[1] else x.narrow(1, self._start, n)
+            return x if self.count == self.size else x.narrow(1, self._start, self.count)
+        rows = 0 if self._alike else x.shape[0]
+        source, missing = self._on(x.device, rows, False)
         if x.requires_grad and torch.is_grad_enabled():
-            return _Taken.apply(x, self)
-        return self.take(x, False)
+            back, unused = self._on(x.device, rows, True)
+            return _Taken.apply(x, self.count, source, missing, self.size, back, unused, self._alike)
+        return _take(x, self.count, source, missing, self._alike)
 
     @cached_property
     def _inverse(self) -> Integers:
@@ -406,42 +488,60 @@ class Take:
         back[row, self.index[row, place]] = place
         return back
 
-    def take(self, x: Tensor, back: bool) -> Tensor:
-        assert x.shape[1] == (self.index.shape[1] if back else self.size)
-        flat, missing = self._on(x.device, x.shape[0], back)
-        if not x.shape[1]:  # nothing to take
-            return x.new_zeros(x.shape[0], self.size if back else self.index.shape[1], *x.shape[2:])
-        if len(self.index) == 1:
-            out = x.index_select(1, flat)
-            return out if missing is None else out.index_fill_(1, missing, 0)
-        out = x.flatten(0, 1).index_select(0, flat)
-        if missing is not None:
-            out.index_fill_(0, missing, 0)
-        return out.view(x.shape[0], -1, *x.shape[2:])
-
+    @constant
     def _on(self, device: torch.device, rows: int, back: bool) -> tuple[Tensor, Tensor | None]:
-        key = (device, rows if len(self.index) > 1 else 0, back)
+        """Where each place is taken from (any, where from none), and the places without a source.
+
+        ``rows``: B, of which the places are counted through; 0: all alike.
+        """
+        key = (device, rows, back)
         if key not in self._tensors:
             index = self._inverse if back else self.index
-            width = self.index.shape[1] if back else self.size
-            if len(index) > 1:
+            width = self.count if back else self.size
+            if not self._alike:
                 index = np.where(index >= 0, index + np.arange(rows)[:, None] * width, -1)
             flat = index.reshape(-1)
             gone = np.flatnonzero(flat < 0)
-            self._tensors[key] = (
-                torch.from_numpy(flat.clip(0)).to(device),
-                torch.from_numpy(gone).to(device) if len(gone) else None,
-            )
+            with torch.inference_mode(False):  # a graph may keep them
+                self._tensors[key] = (
+                    torch.from_numpy(flat.clip(0)).to(device),
+                    torch.from_numpy(gone).to(device) if len(gone) else None,
+                )
         return self._tensors[key]
+
+
+def _take(x: Tensor, count: int, source: Tensor, missing: Tensor | None, alike: bool) -> Tensor:
+    """x [B, m, ...] -> [B, count, ...]; ``alike``: one row of sources and missing places serves all."""
+    if not x.shape[1]:  # nothing to take
+        return x.new_zeros(x.shape[0], count, *x.shape[2:])
+    if alike:
+        out = x.index_select(1, source)
+        return out if missing is None else out.index_fill_(1, missing, 0)
+    out = x.flatten(0, 1).index_select(0, source)
+    if missing is not None:
+        out.index_fill_(0, missing, 0)
+    return out.view(x.shape[0], count, *x.shape[2:])
 
 
 class _Taken(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, take: Take) -> Tensor:
-        ctx.taken = take
-        return take.take(x, False)
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        count: int,
+        source: Tensor,
+        missing: Tensor | None,
+        size: int,
+        back: Tensor,
+        back_missing: Tensor | None,
+        alike: bool,
+    ) -> Tensor:
+        ctx.save_for_backward(back, back_missing)
+        ctx.size, ctx.alike = size, alike
+        return _take(x, count, source, missing, alike)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return ctx.taken.take(grad, True), None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        back, missing = ctx.saved_tensors
+        return _take(grad, ctx.size, back, missing, ctx.alike), *(None,) * 7

@@ -14,6 +14,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from trailmark.memory.window import Window, WindowCall
 from trailmark.models.configuration import TrailmarkConfig
+from trailmark.models.grid import constant
 from trailmark.ops import alibi_slopes, block_attention, sliding_window_attention
 
 
@@ -152,13 +153,19 @@ class WindowAttention(SelfAttention):
 
 def slopes_like(q: Tensor) -> Tensor:
     """ALiBi's slopes [H] for q [..., H, D], in float32 or wider, on its device."""
-    return _slopes(q.shape[-2], torch.promote_types(q.dtype, torch.float32), q.device)
+    return _slopes(q.shape[-2], torch.promote_types(q.dtype, torch.float32), q.device)[0]
+
+
+@constant
+def _slopes(num_heads: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor]:
+    return _known_slopes(num_heads, dtype, device)
 
 
 @lru_cache(maxsize=64)
-def _slopes(num_heads: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+def _known_slopes(num_heads: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor]:
     """No buffer of a module: its ``to`` and ``bfloat16`` would round them."""
-    return alibi_slopes(num_heads, dtype).to(device)
+    with torch.inference_mode(False):  # they are used in training too
+        return (alibi_slopes(num_heads, dtype).to(device),)
 
 
 class ChunkAttention(SelfAttention):
@@ -206,17 +213,30 @@ class ChunkEncoderLayer(GradientCheckpointingLayer):
 def rotary_table(
     length: int, head_dim: int, theta: float, like: Tensor, first: Tensor | None = None
 ) -> Tensor:
-    """e^(i p f) [P, D / 2] of positions p = 0 ... P - 1, complex64 or wider, computed in float64.
+    """(cos, sin) of the angles p f [P, D / 2, 2] of positions p = 0 ... P - 1, float32 or wider, computed in float64.
 
-    ``first`` int64 [B]: of positions p = first[b] ... first[b] + P - 1, [B, P, D / 2].
+    ``first`` int64 [B]: of positions p = first[b] ... first[b] + P - 1, [B, P, D / 2, 2].
     """
-    wide = torch.float64 if like.dtype == torch.float64 else torch.float32
-    held = 1 << max(6, (length - 1).bit_length())  # few tables serve all lengths
-    table, frequency = _rotary_table(held, head_dim, theta, like.device)
+    wide = torch.promote_types(like.dtype, torch.float32)
     if first is None:
-        return table[:length].to(wide.to_complex())
+        return _rotary_from_zero(length, head_dim, theta, wide, like.device)[0]
+    table, frequency = _rotary_table(_rounded(length), head_dim, theta, like.device)
     angle = first[:, None, None] * frequency
-    return (table[:length] * torch.polar(torch.ones_like(angle), angle)).to(wide.to_complex())
+    return torch.view_as_real(table[:length] * torch.polar(torch.ones_like(angle), angle)).to(wide)
+
+
+def _rounded(length: int) -> int:
+    """Few tables serve all lengths."""
+    return 1 << max(6, (length - 1).bit_length())
+
+
+@constant
+def _rotary_from_zero(
+    length: int, head_dim: int, theta: float, dtype: torch.dtype, device: torch.device
+) -> tuple[Tensor]:
+    table, _ = _rotary_table(_rounded(length), head_dim, theta, device)
+    with torch.inference_mode(False):
+        return (torch.view_as_real(table[:length]).to(dtype),)
 
 
 @lru_cache(maxsize=32)
@@ -230,6 +250,34 @@ def _rotary_table(length: int, head_dim: int, theta: float, device: torch.device
 
 def rotate(x: Tensor, table: Tensor) -> Tensor:
     """RoPE (Su et al., 2021) of x [..., T, heads, D]: neighbours (x_2i, x_2i+1) turn by their position's angle."""
-    real = table.real.dtype
-    pairs = torch.view_as_complex(x.to(real).unflatten(-1, (-1, 2)))
-    return torch.view_as_real(pairs * table[..., None, :]).flatten(-2).to(x.dtype)
+    if torch.compiler.is_compiling():  # inductor has no code for complex numbers
+        return _rotate_op(x, table, False)
+    return _rotate(x, table, False)
+
+
+def _rotate(x: Tensor, table: Tensor, back: bool) -> Tensor:
+    x, dtype = x.to(table.dtype), x.dtype
+    pairs = torch.view_as_complex((x.contiguous() if back else x).unflatten(-1, (-1, 2)))
+    turn = torch.view_as_complex(table)[..., None, :]
+    return torch.view_as_real(pairs * (turn.conj() if back else turn)).flatten(-2).to(dtype)
+
+
+@torch.library.custom_op("trailmark::rotate", mutates_args=())
+def _rotate_op(x: Tensor, table: Tensor, back: bool) -> Tensor:
+    return _rotate(x, table, back).contiguous()
+
+
+@_rotate_op.register_fake
+def _(x: Tensor, table: Tensor, back: bool) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+def _keep_table(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(inputs[1])
+
+
+def _rotate_back(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+    return _rotate_op(grad, *ctx.saved_tensors, True), None, None
+
+
+_rotate_op.register_autograd(_rotate_back, setup_context=_keep_table)

@@ -1,0 +1,51 @@
+"""What the doctor finds out about kernels."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import Tensor
+
+from trailmark.evaluation.doctor import _within_budget
+
+INPUTS = [torch.linspace(-1, 1, 12).view(3, 4), torch.linspace(1, 2, 12).view(3, 4)]
+
+
+@pytest.mark.parametrize("wrong", ["nothing", "output", "gradient"])
+def test_a_kernel_that_is_wrong_is_found_out(wrong: str) -> None:
+    def op(implementation: str, x: Tensor, y: Tensor) -> Tensor:
+        out = x * y
+        if implementation == "fast" and wrong == "output":
+            out = out + 1e-5
+        if implementation == "fast" and wrong == "gradient":
+            out = out.detach() + 1.001 * (out - out.detach())
+        return out
+
+    check = _within_budget("op", op, "fast", torch.device("cpu"), INPUTS)
+    assert check.passed is (wrong == "nothing")
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+def test_kernels_are_compared_with_their_oracles_where_they_run() -> None:
+    script = (
+        "import torch; from trailmark.evaluation.doctor import _kernels\n"
+        "for c in _kernels(torch.device('cpu')): print(c.passed, c.name, c.finding)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        env=os.environ | {"TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=200,
+    )
+    lines = done.stdout.splitlines()
+    assert [line.split(" (cpu)")[0] for line in lines] == [
+        "True exactness of GCA's kernels",
+        "True exactness of selection's kernels",
+    ]

@@ -1,0 +1,130 @@
+"""``torch.compile``: a training step is one graph, of the same arithmetic."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.budgets import assert_within_budget
+from tests.models.tiny import drt, tokens, window_model
+from trailmark.models import TrailmarkForCausalLM
+
+LENGTH = 46
+MODELS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "window": (window_model, {}),
+    "drt": (drt, {}),
+    "drt, other options": (
+        drt,
+        {
+            "groups": 2,
+            "window_position": "rope",
+            "residual_gca": True,
+            "sliding_window": 15,
+            "exclude_visible_chunks": True,
+            "retrieval_normalization": True,
+            "softmax_off_by_one": False,
+        },
+    ),
+}
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler() -> None:
+    torch._dynamo.reset()
+
+
+def make(name: str) -> TrailmarkForCausalLM:
+    build, options = MODELS[name]
+    model: TrailmarkForCausalLM = build(**options).float().train()
+    return model
+
+
+def step(model: TrailmarkForCausalLM, call: Any, length: int = LENGTH, **arguments: Any) -> list[Tensor]:
+    """Loss, logits, what was selected, and all gradients of a training step."""
+    ids = tokens(length, batch=2)
+    seed = torch.tensor([11, 12])
+    out = call(ids, labels=ids, noise_seed=seed, output_retrieval=True, **arguments)
+    out.loss.backward()
+    selected = [chosen.indices for chosen in out.retrieval or ()]
+    return [out.loss.detach(), out.logits.detach(), *selected, *(p.grad for p in model.parameters())]
+
+
+def assert_bits(ours: list[Tensor], theirs: list[Tensor]) -> None:
+    assert len(ours) == len(theirs)
+    assert all(map(torch.equal, ours, theirs))
+
+
+@pytest.mark.filterwarnings("ignore:.gradient_checkpointing_enable. is deprecated:FutureWarning")
+@pytest.mark.parametrize(
+    ("name", "checkpointed"), [("window", False), ("drt", False), ("drt, other options", True)]
+)
+def test_a_training_step_is_one_graph_with_the_same_bits(name: str, checkpointed: bool) -> None:
+    plain, compiled = make(name), make(name)
+    if checkpointed:
+        compiled.gradient_checkpointing_enable({"use_reentrant": False})
+    call = torch.compile(compiled, backend="aot_eager", fullgraph=True)
+    assert_bits(step(compiled, call), step(plain, plain))
+
+
+def test_another_length_is_another_graph() -> None:
+    model = make("drt")
+    call = torch.compile(model, backend="eager", fullgraph=True)
+    for length in (LENGTH, 17, LENGTH):
+        model.zero_grad()
+        ours = step(model, call, length)
+        model.zero_grad()
+        assert_bits(ours, step(model, model, length))
+
+
+def test_calls_of_other_layouts_run_too() -> None:
+    """A mask, padding, early landmarks, and a cache: with breaks, but with the same result."""
+    model, ids = make("drt"), tokens(LENGTH, batch=2)
+    mask = torch.ones_like(ids)
+    padded, marks = mask.clone(), torch.zeros_like(ids, dtype=torch.bool)
+    padded[0, :9], marks[:, 17] = 0, True
+    call = torch.compile(model, backend="eager")
+    cases: list[dict[str, Any]] = [
+        {"attention_mask": mask},
+        {"attention_mask": padded},
+        {"close_chunk": marks},
+    ]
+    for arguments in cases:
+        model.zero_grad()
+        ours = step(model, call, **arguments)
+        model.zero_grad()
+        assert_bits(ours, step(model, model, **arguments))
+    model.eval()
+    with torch.no_grad():
+        for arguments in ({"logits_to_keep": 3}, {"use_cache": True}):
+            assert torch.equal(call(ids, **arguments).logits, model(ids, **arguments).logits)
+        cache, own = model.new_cache(), model.new_cache()
+        for piece in ids.split([19, 1, 26], dim=1):
+            ours = call(piece, past_key_values=cache, close_chunk=True).logits
+            assert torch.equal(ours, model(piece, past_key_values=own, close_chunk=True).logits)
+
+
+@pytest.mark.parametrize("argument", ["input_ids", "labels"])
+def test_tokens_outside_the_vocabulary_are_refused_in_a_graph_too(argument: str) -> None:
+    model, ids = make("window"), tokens(2)
+    call = torch.compile(model, backend="aot_eager", fullgraph=True)
+    with pytest.raises((IndexError, RuntimeError)):
+        call(**{"input_ids": ids, "labels": ids, argument: ids + 50})
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*has been deprecated:DeprecationWarning")
+@pytest.mark.parametrize("name", ["window", "drt"])
+def test_generated_code_computes_the_same(name: str) -> None:
+    """By torch's own compiler (C++ on a CPU), within the error budget of float32."""
+    plain, compiled = make(name), make(name)
+    call = torch.compile(compiled, fullgraph=True)
+    exact = make(name).double()
+    found, expected, truth = step(compiled, call), step(plain, plain), step(exact, exact)
+    for ours, theirs, value in zip(found, expected, truth, strict=True):
+        if value.dtype == torch.int64:
+            assert torch.equal(ours, value)
+        else:
+            assert_within_budget(ours, theirs, value)
