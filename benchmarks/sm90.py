@@ -70,7 +70,7 @@ def compile_kernel(
     ptx = compiled.asm["ptx"]
     registers, stack = _resources(compiled.asm["cubin"])
     return {
-        "kernel": name, "dtype": _TYPES[dtype], "rows": rows, "S": S, "D": D,
+        "lengths": lengths, "kernel": name, "dtype": _TYPES[dtype], "rows": rows, "S": S, "D": D,
         "tile": [cut.rows, cut.keys, cut.head], "num_warps": cut.num_warps, "num_stages": cut.num_stages,
         "registers": registers, "stack_bytes": stack, "shared_bytes": compiled.metadata.shared,
         "multiplies": "wgmma" if "wgmma" in ptx else "mma" if "mma.sync" in ptx else "fma",
@@ -100,8 +100,10 @@ def cases(quick: bool) -> list[tuple[Any, ...]]:
     half = [
         (name, torch.bfloat16, rows, S, D) for D in (64, 128, 256) for rows, S in sizes for name in _KERNELS
     ]
+    with_lengths = [(name, torch.bfloat16, 64, 63, D, True) for D in (64, 128) for name in _KERNELS]
     float16 = [(name, torch.float16, 64, 64, D) for D in (64, 80) for name in _KERNELS]
-    return half + float16 + [(name, torch.float32, 64, 64, D) for D in (64, 128, 256) for name in _KERNELS]
+    single = [(name, torch.float32, 64, 64, D) for D in (64, 128, 256) for name in _KERNELS]
+    return half + with_lengths + float16 + single
 
 
 def main() -> None:

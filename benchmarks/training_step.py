@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from trailmark.cli import _keep_freed_memory
+from trailmark.cli import keep_freed_memory
 from trailmark.demo import environment
 from trailmark.models import (
     DRTConfig,
@@ -202,7 +202,7 @@ def main() -> None:
     parser.add_argument("--set", nargs="*", default=[], metavar="FIELD=NUMBER", help="as tokens=1024")
     parser.add_argument("--output", type=Path, default=Path(__file__).with_suffix(".json"))
     arguments = parser.parse_args()
-    _keep_freed_memory(["train"])  # as `trailmark train` does
+    keep_freed_memory(["train"])  # as `trailmark train` does
     device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
     dtypes = (arguments.dtypes or ("bfloat16" if device == "cuda" else "float32,bfloat16")).split(",")
     changes = {name: int(number) for name, number in (item.split("=") for item in arguments.set)}

@@ -44,7 +44,7 @@ def values_and_gradients(op: Callable[..., Tensor | tuple[Tensor, ...]], *inputs
     values = (out,) if isinstance(out, Tensor) else out
     random = torch.Generator().manual_seed(len(inputs))
     cotangents = [
-        (2 * torch.randint(-16, 16, x.shape, generator=random) + 1).to(x.dtype) / 16 for x in values
+        (2 * torch.randint(-16, 16, x.shape, generator=random) + 1).to(x.device, x.dtype) / 16 for x in values
     ]
     # an oracle that read nothing returns constants, without a graph
     linked = [i for i, x in enumerate(values) if x.requires_grad]

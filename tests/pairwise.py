@@ -26,9 +26,11 @@ def pairwise(parameters: Mapping[str, Sequence[Any]], seed: int = 0) -> list[dic
             case = {name: draw.choice(parameters[name]) for name in names} | dict(must)
             for name in draw.sample(names, len(names)):
                 if name not in dict(must):
-                    case[name] = max(
-                        parameters[name], key=lambda value: len(_covered(case | {name: value}) & left)
-                    )
+                    gains = [len(_covered(case | {name: value}) & left) for value in parameters[name]]
+                    best_values = [
+                        x for x, gain in zip(parameters[name], gains, strict=True) if gain == max(gains)
+                    ]
+                    case[name] = draw.choice(best_values)  # not the first: each value should occur as often
             covers = _covered(case) & left
             if len(covers) > len(best_covers):
                 best, best_covers = case, covers

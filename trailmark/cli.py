@@ -224,7 +224,7 @@ def main(arguments: list[str] | None = None) -> None:
     arguments = sys.argv[1:] if arguments is None else arguments
     try:
         if from_shell:  # a program that calls this is not started again
-            _keep_freed_memory(arguments)
+            keep_freed_memory(arguments)
         _quiet()
         if code := app(args=arguments, standalone_mode=False):  # typer turns exits into codes
             if code == 130:
@@ -271,7 +271,7 @@ def _quiet() -> None:
     logging.disable_progress_bar()
 
 
-def _keep_freed_memory(arguments: list[str]) -> None:
+def keep_freed_memory(arguments: list[str]) -> None:
     """Start again with glibc told to keep freed memory: training in eager mode is 1.3 to 4 times faster.
 
     glibc reads these settings once, when a process starts. Elsewhere (macOS, musl) they mean nothing.

@@ -141,7 +141,8 @@ def test_masks_pile_up_on_the_module() -> None:
         return sum(issubclass(type(x), torch.Tensor) for x in gc.get_objects())
 
     model = drt(2, pad_token_id=0)
-    assert tensors_after(range(70, 72)) == tensors_after(range(40, 45))
+    before = tensors_after(range(70, 72))
+    assert tensors_after(range(40, 45)) <= before  # fewer, if other tests' went meanwhile
 
 
 def test_a_second_turn_raises() -> None:

@@ -1,8 +1,9 @@
-"""Cases for the kernels of GCA, and their budget; benchmarks/gpu.py runs them too, so this needs torch alone."""
+"""Cases for the kernels of GCA, and their budget; benchmarks/gpu.py runs them too: no pytest, no hypothesis."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 from tests.budgets import assert_within_budget, values_and_gradients
 from tests.pairwise import pairwise
 from trailmark.ops import grouped_cross_attention
+from trailmark.ops import grouped_cross_attention_triton as kernels
 
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
@@ -52,6 +54,17 @@ def inputs(
     return [q, k, v, weights], {"indices": indices, "lengths": present}
 
 
+@contextmanager
+def unsplit() -> Iterator[None]:
+    """The forward walks over all retrieved chunks in one program, as it does where there are many queries."""
+    before = kernels._PROGRAMS
+    kernels._PROGRAMS = 0
+    try:
+        yield
+    finally:
+        kernels._PROGRAMS = before
+
+
 def op(rest: dict[str, Any], implementation: str, **options: Any) -> Callable[..., Tensor]:
     def run(q: Tensor, k: Tensor, v: Tensor, weights: Tensor) -> Tensor:
         return grouped_cross_attention(
@@ -88,7 +101,23 @@ COVER = pairwise(
         "fused": (False, True),
     }
 )
-for _case in COVER:
+# what an interpreter can do: small, no bfloat16
+CHEAP_COVER = pairwise(
+    {
+        "D": (16, 32, 80),
+        "g": (1, 2, 3),
+        "S": (1, 16, 63, 65),
+        "K": (1, 2, 7),
+        "R": (1, 3, 20),
+        "J": (1, 2),
+        "dtype": (torch.float32, torch.float16),
+        "per_head": (False, True),
+        "lengths": (False, True),
+        "off_by_one": (True, False),
+        "fused": (False, True),
+    }
+)
+for _case in (*COVER, *CHEAP_COVER):
     # the oracle sums a product with a single key in several lanes, more exactly than any matrix product: in
     # float32 that is no measure for one (test_a_single_key has it at a size where it is)
     if _case["S"] == 1 and _case["dtype"] == torch.float32:

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.budgets import assert_within_budget, values_and_gradients
-from tests.ops.gca_cases import COVER, DEVICE, GPU, assert_budget, inputs, op
+from tests.ops.gca_cases import CHEAP_COVER, COVER, DEVICE, GPU, assert_budget, inputs, op, unsplit
 from trailmark.ops import grouped_cross_attention
 
 pytest.importorskip("triton")
@@ -36,25 +36,14 @@ def poisoned_memory() -> Iterator[None]:
 # The grid of sizes
 
 
-def _cost(case: dict[str, Any]) -> int:
-    """What the interpreter has to do."""
-    tiles = -(-case["R"] * case["g"] // 64) * -(-case["S"] // 64)
-    return int(tiles * case["K"] * case["J"])
-
-
-def _interpreted() -> list[dict[str, Any]]:
-    able = sorted((c for c in COVER if c["dtype"] != torch.bfloat16), key=_cost)
-    return able[: len(COVER) // 3]
-
-
 def test_the_cover_is_small() -> None:
     assert 40 < len(COVER) <= 80
-    assert len(_interpreted()) >= 17
+    assert 15 < len(CHEAP_COVER) <= len(COVER) // 2
 
 
 @pytest.mark.parametrize(
     "case",
-    COVER if GPU else _interpreted(),
+    COVER if GPU else CHEAP_COVER,
     ids=lambda c: "-".join(str(v).split(".")[-1] for v in c.values()),
 )
 def test_error_budget(case: dict[str, Any]) -> None:
@@ -62,7 +51,8 @@ def test_error_budget(case: dict[str, Any]) -> None:
     off_by_one = case.pop("off_by_one")
     # the budget compares largest errors: of many numbers, or chance decides
     tensors, rest = inputs(B=1, N=max(8, 24 // case["K"]), M=5, **case)
-    assert_budget(tensors, rest, softmax_off_by_one=off_by_one)
+    with unsplit():  # as with many queries; what follows is split where there are few
+        assert_budget(tensors, rest, softmax_off_by_one=off_by_one)
 
 
 def test_a_single_key() -> None:
@@ -205,7 +195,7 @@ def test_a_popular_chunk_is_added_up_from_parts(per_part: int, per_head: bool) -
     grad = torch.randn(q.shape, generator=torch.Generator().manual_seed(1)).to(DEVICE)
     _, lse = kernels.forward(q, k, v, indices, weights, None, True, 0.25, True)
     whole = kernels.backward(grad, q, k, v, indices, weights, None, lse, 0.25)
-    parts = kernels.backward(grad, q, k, v, indices, weights, None, lse, 0.25, rows_of_a_part=4 * per_part)
+    parts = kernels.backward(grad, q, k, v, indices, weights, None, lse, 0.25, readers_of_a_part=per_part)
     leaves = [x.double().requires_grad_() for x in (q, k, v)]
     out = grouped_cross_attention(*leaves, indices, weights.double(), scale=0.25, implementation="reference")
     exact = torch.autograd.grad(out, leaves, grad.double())
@@ -276,7 +266,7 @@ def test_wide_offsets_give_the_same_bits() -> None:
 @pytest.mark.parametrize("K", [1, 2, 5, 8])
 def test_few_queries_split_over_the_chunks(K: int, R: int) -> None:
     tensors, rest = inputs(B=1, N=1, R=R, g=3, J=1, K=K, M=9, S=63, lengths=True)
-    assert kernels._parts(1, K, torch.device(DEVICE)) > 1 or K == 1
+    assert kernels._parts(1, K) > 1 or K == 1
     assert_budget(tensors, rest)
 
 

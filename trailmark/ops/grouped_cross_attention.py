@@ -53,7 +53,8 @@ def grouped_cross_attention(
             is shared, not copied; [B, M, J, S, D] memory seen through ``transpose(2, 3)`` is read without a copy.
         indices: int64 [B, N, K] or per key/value head [B, N, J, K]; -1 reads nothing (last, it costs nothing
             either). That they are below M is checked on a CPU; elsewhere it would wait for the device, so only
-            with the environment variable TRAILMARK_CHECK_VALUES=1.
+            with the environment variable TRAILMARK_CHECK_VALUES=1, and a chunk that does not exist gives undefined
+            results, in other rows' gradients too.
         weights: the same shape, any floating dtype; ignored (zero gradient) where the index is -1.
         lengths: int64 [B, M]: the keys of chunk m that exist. None: all S. What lies beyond has no effect,
             not even as NaN.
@@ -77,15 +78,21 @@ def grouped_cross_attention(
     require_shape("k", k, (B, M, S, J, D), "[B, M, S, J, D]")
     require_shape("v", v, (B, M, S, J, D), "[B, M, S, J, D]")
     require_grouped_heads(H, J)
-    K = indices.shape[-1]
-    if indices.dim() == 3:
+    K = indices.shape[-1] if indices.dim() else 0
+    if indices.dim() != 4:
         require_shape("indices", indices, (B, N, K), "[B, N, K]")
     else:
         require_shape("indices", indices, (B, N, J, K), "[B, N, J, K]")
     require_shape("weights", weights, tuple(indices.shape), "of indices")
     indices = whole_numbers("indices", indices)
-    for name, size in (("R", q.shape[2]), ("K", K), ("S", S)):
+    for name, size in (("R", q.shape[2]), ("K", K), ("S", S), ("D", D)):
         require(size >= 1, name, size, "at least 1")
+    for name, x in (("q", q), ("k", k), ("v", v), ("weights", weights)):
+        require(x.is_floating_point(), name, x.dtype, "a floating dtype", "Convert it.")
+    others = {"k": k, "v": v, "indices": indices, "weights": weights, "lengths": lengths}
+    for name, other in others.items():
+        if other is not None and other.device != q.device:
+            require(False, name, f"a tensor on {other.device}", f"one on {q.device}, as q", "Move it there.")
     require_chunk_numbers("indices", indices, M)
     if lengths is not None:
         require_shape("lengths", lengths, (B, M), "[B, M]")
@@ -106,7 +113,8 @@ def grouped_cross_attention(
         return _Eager.apply(q, k, v, indices, weights, lengths, softmax_off_by_one, scale, chosen)
     if torch.compiler.is_compiling():
         return _gca(q, k, v, indices, weights, lengths, softmax_off_by_one, scale, chosen, False)[0]
-    if chosen == "torch" and N == 1 and M == K and bool((indices == torch.arange(K, device=q.device)).all()):
+    own_table = N == 1 and M == K and q.device.type == "cpu"  # elsewhere a look would wait for the device
+    if chosen == "torch" and own_table and bool((indices == torch.arange(K)).all()):
         return grouped_cross_attention_torch.read_in_order(
             q, k, v, weights, lengths, softmax_off_by_one, scale
         )
@@ -131,7 +139,13 @@ def _choose(implementation: str | None, q: Tensor, k: Tensor, v: Tensor, weights
         return "triton" if q.is_cuda and triton_refuses(q, k, v, weights) is None else "torch"
     if implementation == "triton":
         problem = triton_refuses(q, k, v, weights)
-        require(problem is None, "implementation", "'triton'", "what can take these inputs", f"{problem}.")
+        require(
+            problem is None,
+            "implementation",
+            "'triton'",
+            "an implementation that takes these inputs",
+            f"{problem}.",
+        )
     return implementation
 
 
@@ -166,12 +180,16 @@ def _backward(
     lse: Tensor,
     scale: float,
     implementation: str,
+    of_memory: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The gradients of q, k, v and weights; without ``of_memory`` those of k and v are empty."""
     if implementation == "triton":
         from trailmark.ops import grouped_cross_attention_triton as kernels
 
-        return kernels.backward(grad, q, k, v, indices, weights, lengths, lse, scale)
-    return grouped_cross_attention_torch.backward(grad, q, k, v, indices, weights, lengths, lse, scale)
+        return kernels.backward(grad, q, k, v, indices, weights, lengths, lse, scale, of_memory)
+    return grouped_cross_attention_torch.backward(
+        grad, q, k, v, indices, weights, lengths, lse, scale, of_memory
+    )
 
 
 class _Eager(torch.autograd.Function):
@@ -199,9 +217,12 @@ class _Eager(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, indices, weights, lengths, lse = ctx.saved_tensors
+        of_memory = any(ctx.needs_input_grad[1:3])
         dq, dk, dv, dw = _backward(
-            grad, q, k, v, indices, weights, lengths, lse, ctx.scale, ctx.implementation
+            grad, q, k, v, indices, weights, lengths, lse, ctx.scale, ctx.implementation, of_memory
         )
+        if not of_memory:
+            return dq, None, None, None, dw, None, None, None, None
         return dq, dk, dv, None, dw, None, None, None, None
 
 
@@ -260,8 +281,9 @@ def _gca_backward(
     lse: Tensor,
     scale: float,
     implementation: str,
+    of_memory: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return _backward(grad, q, k, v, indices, weights, lengths, lse, scale, implementation)
+    return _backward(grad, q, k, v, indices, weights, lengths, lse, scale, implementation, of_memory)
 
 
 @_gca_backward.register_fake
@@ -276,8 +298,11 @@ def _(
     lse: Tensor,
     scale: float,
     implementation: str,
+    of_memory: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     B, M, S, J, D = k.shape
+    if not of_memory:
+        return q.new_empty(q.shape), k.new_empty(0), v.new_empty(0), weights.new_empty(weights.shape)
     if implementation == "triton":
         dk, dv = k.new_empty(k.shape), v.new_empty(v.shape)
     else:  # laid out head by head
@@ -291,8 +316,10 @@ def _keep_inputs(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor
 
 
 def _gradients(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-    dq, dk, dv, dw = _gca_backward(grad, *ctx.saved_tensors, ctx.scale, ctx.implementation)
-    return dq, dk, dv, None, dw, None, None, None, None, None
+    of_memory = any(ctx.needs_input_grad[1:3])
+    dq, dk, dv, dw = _gca_backward(grad, *ctx.saved_tensors, ctx.scale, ctx.implementation, of_memory)
+    of_k, of_v = (dk, dv) if of_memory else (None, None)
+    return dq, of_k, of_v, None, dw, None, None, None, None, None
 
 
 _gca.register_autograd(_gradients, setup_context=_keep_inputs)

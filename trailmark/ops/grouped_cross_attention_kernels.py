@@ -15,6 +15,11 @@ import triton.language as tl
 
 # float32 is multiplied as float32: TF32 has 10 bits (design, semantics 8)
 PRECISION = tl.constexpr("ieee")
+# what changes with the text and its batch: the kernels are compiled once for all of it
+VARYING = [
+    "N", "M", "R", "parts", "per_part", "chunks", "s_total", "s_op",
+    "s_ib", "s_in", "s_ij", "s_wb", "s_wn", "s_wj", "s_lb",
+]  # fmt: skip
 
 
 @triton.jit
@@ -35,7 +40,10 @@ def _keys_in(lengths, b, m, S, s_lb, s_lm, HAS_LENGTHS: tl.constexpr):
 
 @triton.jit
 def _exp(scores, EXACT: tl.constexpr):
-    """e^scores, or 2^scores where the scale holds log2(e) already: one rounding more, too much for float32."""
+    """e^scores, or 2^scores where the scale holds log2(e) already.
+
+    In float32 the maximum is subtracted before log2(e) comes in, so that rounding is of a small number.
+    """
     return tl.exp(scores) if EXACT else tl.exp2(scores)
 
 
@@ -54,7 +62,7 @@ def _probabilities(scores, kept, s_total, mask, AXIS: tl.constexpr, EXACT: tl.co
     return exponentials
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def forward_kernel(
     q, k, v, indices, weights, lengths, out, lse,
     s_qb, s_qn, s_qr, s_qh, s_qd,
@@ -176,7 +184,7 @@ def forward_kernel(
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def queries_kernel(
     grad, q, k, v, indices, weights, lengths, lse, dq, dw, inner,
     s_gb, s_gn, s_gr, s_gh, s_gd,
@@ -281,7 +289,7 @@ def _keys_by_rows(keys, rows, EXACT: tl.constexpr):
     return products
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def keys_kernel(
     grad, q, k, v, weights, lengths, lse, inner,
     readers, starts, ends, slots_before, chunk_of, dk, dv, dk_parts, dv_parts,
@@ -403,7 +411,7 @@ def add_parts_kernel(
     parts = tl.load(ends + c) - part_first
     if parts == 1:
         return
-    at = block.to(tl.int32) * BLOCK + tl.arange(0, BLOCK)
+    at = block * BLOCK + tl.arange(0, BLOCK)  # 64 bits
     inside = at < width
     slot = tl.load(slots_before + c)
     of_keys = tl.zeros([BLOCK], tl.float32)
@@ -412,7 +420,7 @@ def add_parts_kernel(
         of_keys += tl.load(dk_parts + (slot + part) * width + at, mask=inside, other=0.0)
         of_values += tl.load(dv_parts + (slot + part) * width + at, mask=inside, other=0.0)
     if PER_HEAD:  # chunk [S, D] of one head into [S, J, D]
-        to = (c // J) * J * width + (at // D).to(tl.int64) * (J * D) + (c % J) * D + at % D
+        to = (c // J) * J * width + (at // D) * (J * D) + (c % J) * D + at % D
     else:
         to = c * width + at
     tl.store(dk + to, of_keys.to(dk.dtype.element_ty), mask=inside)

@@ -71,13 +71,18 @@ def backward(
     lengths: Tensor | None,
     lse: Tensor,
     scale: float,
+    of_memory: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The gradients of q, k, v and weights. The chunks are gathered again."""
+    """The gradients of q, k, v and weights; without ``of_memory`` those of k and v are empty.
+
+    The chunks are gathered again.
+    """
     slabs = _Slabs(q, k, v, indices, weights, lengths)
     (B, M, S, J, D), dtype = k.shape, slabs.dtype
     grad = grad.reshape(slabs.query_shape)
     dq = slabs.result(slabs.query_shape, q.dtype)
-    dk, dv = (torch.zeros(B * M * J, S * D, dtype=dtype, device=q.device) for _ in range(2))
+    tables = (B * M * J, S * D) if of_memory else (0, S * D)
+    dk, dv = (torch.zeros(tables, dtype=dtype, device=q.device) for _ in range(2))
     dw = slabs.result(slabs.weights.shape, dtype)
     into = _numbers_of_contiguous(indices, M)
     with torch.autocast(q.device.type, enabled=False):  # the backward runs outside the op
@@ -97,13 +102,17 @@ def backward(
             inner = product.sum(2, keepdim=True)  # [c J, K, 1, g R]
             dw[rows] = inner.sum((2, 3)).view(-1, J, slabs.K)
             probabilities.mul_(slabs.weight(rows))
-            by_value = torch.bmm(probabilities.flatten(1, 2), out_grad, out=values)
-            dv.index_add_(0, numbers, by_value.view(-1, S * D))
+            if of_memory:
+                by_value = torch.bmm(probabilities.flatten(1, 2), out_grad, out=values)
+                dv.index_add_(0, numbers, by_value.view(-1, S * D))
             ds = dp.sub_(inner).mul_(probabilities).flatten(1, 2)
             dq[rows] = slabs.unfold(torch.bmm(ds.transpose(1, 2), keys).mul_(scale))
-            by_key = keys.baddbmm_(ds, query, beta=0, alpha=scale)
-            dk.index_add_(0, numbers, by_key.view(-1, S * D))
+            if of_memory:
+                by_key = keys.baddbmm_(ds, query, beta=0, alpha=scale)
+                dk.index_add_(0, numbers, by_key.view(-1, S * D))
     dw = dw.view(indices.shape).masked_fill_(indices < 0, 0).to(weights.dtype)
+    if not of_memory:
+        return dq.view(q.shape), k.new_empty(0), v.new_empty(0), dw
     dk, dv = (x.view(B, M, J, S, D).transpose(2, 3) for x in (dk, dv))
     return dq.view(q.shape), dk.to(k.dtype), dv.to(v.dtype), dw
 
@@ -294,7 +303,9 @@ class _Places:
 
     def __init__(self, where: Tensor) -> None:
         self.where = where
-        self._chunks: list[bool] = where.flatten(1).any(1).tolist()
+        # a GPU would be waited for
+        known = where.device.type == "cpu"
+        self._chunks: list[bool] = where.flatten(1).any(1).tolist() if known else [True] * len(where)
         self.any = True in self._chunks
 
     def among(self, rows: slice) -> bool:
@@ -302,9 +313,13 @@ class _Places:
 
     def fill(self, gathered: Tensor, rows: slice) -> None:
         """Zeros at these places of [c * J, K * S, D]."""
-        if self.among(rows):
-            places = self.where[rows].reshape(-1).nonzero()[:, 0]
-            gathered.view(self.where[rows].numel(), -1).index_fill_(0, places, 0)
+        if not self.among(rows):
+            return
+        where = self.where[rows].reshape(-1)
+        if where.device.type == "cpu":  # there the quicker of the two
+            gathered.view(len(where), -1).index_fill_(0, where.nonzero()[:, 0], 0)
+        else:
+            gathered.view(len(where), -1).masked_fill_(where[:, None], 0)
 
 
 def _numbers_of_contiguous(indices: Tensor, M: int) -> Tensor:

@@ -16,9 +16,10 @@ from trailmark.ops.grouped_cross_attention_kernels import (
     queries_kernel,
 )
 
-# A memory chunk's readers are taken in parts of this many rows, at most; a part is one program. Popular chunks
-# then do not keep the rest of the device waiting, and few parts have to be added up.
+# A memory chunk's readers are taken in parts of about this many rows; a part is one program. Popular chunks then
+# do not keep the rest of the device waiting, and few parts have to be added up.
 _ROWS_OF_A_PART = 4096
+_PROGRAMS = 256  # with fewer, the forward divides the retrieved chunks among more; the same on every device
 _MAX_TILE = 128  # rows or keys of a tile, at most; a chunk of more keys is walked in tiles
 
 
@@ -34,7 +35,7 @@ class Tiles(NamedTuple):
 
 
 # (most rows, most keys, warps, stages) of a tile by the bits of the dtype and the padded head size: the largest
-# whose registers ptxas does not spill for sm_90 (docs/kernels.md). Float32 is multiplied without tensor cores.
+# whose registers ptxas hardly spills for sm_90 (docs/kernels.md). Float32 is multiplied without tensor cores.
 _CUTS = {
     "forward": {
         (16, 64): (128, 128, 4, 2), (16, 128): (128, 64, 4, 2), (16, 256): (32, 64, 8, 1),
@@ -45,7 +46,7 @@ _CUTS = {
         (32, 64): (32, 64, 8, 1), (32, 128): (32, 64, 8, 1), (32, 256): (16, 32, 8, 1),
     },
     "keys": {
-        (16, 64): (64, 64, 8, 2), (16, 128): (64, 64, 8, 2), (16, 256): (64, 32, 8, 1),
+        (16, 64): (64, 64, 8, 2), (16, 128): (32, 64, 8, 2), (16, 256): (64, 32, 8, 1),
         (32, 64): (16, 32, 4, 1), (32, 128): (16, 16, 4, 1), (32, 256): (16, 16, 8, 1),
     },
 }  # fmt: skip
@@ -108,7 +109,7 @@ def forward(
         return out.zero_(), lse
     cut = tiles(R * G, S, D, q.dtype, "forward")
     programs = B * N * J * -(-R * G // cut.rows)
-    per_part = -(-K // _parts(programs, K, q.device))
+    per_part = -(-K // _parts(programs, K))
     parts = -(-K // per_part)
     # the weighted sum over chunks has no running maximum: its parts are simply added
     into = out if parts == 1 else q.new_empty((parts, *q.shape), dtype=torch.float32)
@@ -118,7 +119,7 @@ def forward(
             *q.stride(), *k.stride(), *v.stride(), *indices.stride(), *weights.stride(), *_steps(lengths),
             out.numel(), *out.stride()[:4],
             lse[0].numel() if keep else 0, _folded(scale, q.dtype), N, R, J, M, K, S, parts, per_part,
-            **_constants(q, k, v, K, cut, wide), OFF_BY_ONE=off_by_one, HAS_LENGTHS=lengths is not None, KEEP=keep,
+            **_constants(q, k, v, K, cut, wide, out), OFF_BY_ONE=off_by_one, HAS_LENGTHS=lengths is not None, KEEP=keep,
         )  # fmt: skip
     return (out if parts == 1 else into.sum(0).to(q.dtype)), lse
 
@@ -133,15 +134,15 @@ def backward(
     lengths: Tensor | None,
     lse: Tensor,
     scale: float,
+    of_memory: bool = True,
     wide: bool | None = None,
-    rows_of_a_part: int = _ROWS_OF_A_PART,
+    readers_of_a_part: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The gradients of q, k, v and weights."""
+    """The gradients of q, k, v and weights; without ``of_memory`` those of k and v are empty."""
     (B, N, R, H, D), (M, S, J), K = q.shape, k.shape[1:4], indices.shape[3]
     G = H // J
     dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    dk = torch.empty(k.shape, dtype=k.dtype, device=q.device)
-    dv = torch.empty(v.shape, dtype=v.dtype, device=q.device)
+    dk, dv = (torch.empty(x.shape if of_memory else (0,), dtype=x.dtype, device=q.device) for x in (k, v))
     if q.numel() == 0 or M == 0:
         return dq.zero_(), dk.zero_(), dv.zero_(), torch.zeros_like(weights)
     cut = tiles(R * G, S, D, q.dtype, "queries")
@@ -155,32 +156,39 @@ def backward(
             *grad.stride(), *q.stride(), *k.stride(), *v.stride(), *indices.stride(), *weights.stride(),
             *_steps(lengths), *dq.stride()[:4],
             lse[0].numel(), _folded(scale, q.dtype), scale, N, R, J, M, K, S,
-            **_constants(q, k, v, K, cut, wide, grad), **flags,
+            **_constants(q, k, v, K, cut, wide, grad, dq), **flags,
         )  # fmt: skip
 
-    table = invert(indices, M, max(1, rows_of_a_part // (R * G)))
+    dw = dw.sum(-1).to(weights.dtype)
+    if not of_memory:
+        return dq, dk, dv, dw
+    per_head = J > 1 and indices.stride(2) != 0
+    selections = B * N * K * (J if per_head else 1)
+    if readers_of_a_part is None:
+        readers_of_a_part = _readers_of_a_part(q, k, selections, per_head, _ROWS_OF_A_PART)
+    table = invert(indices, M, readers_of_a_part)
     cut = tiles(R * G, S, D, q.dtype, "keys")
-    per_head = 1 if table.per_head else J
-    parts = (2 * table.readers.numel() // table.per_part, S, 1 if table.per_head else J, D)
+    heads = 1 if per_head else J
+    parts = (2 * selections // table.per_part, S, heads, D)
     dk_parts, dv_parts = (torch.empty(parts, dtype=torch.float32, device=q.device) for _ in range(2))
     constants = _constants(q, k, v, K, cut, wide, grad)
     del constants["K_PAD"]
     with torch.cuda.device_of(q):
-        keys_kernel[(table.chunk_of.numel() * per_head * cut.per_chunk,)](
+        keys_kernel[(table.chunk_of.numel() * heads * cut.per_chunk,)](
             grad, q, k, v, weights, lengths, lse, inner,
             table.readers, table.starts, table.ends, table.slots_before, table.chunk_of, dk, dv, dk_parts, dv_parts,
             *grad.stride(), *q.stride(), *k.stride(), *v.stride(), *weights.stride(), *_steps(lengths),
             lse[0].numel(), _folded(scale, q.dtype), scale, N, R, J, M, K, S, table.ends.numel(), table.per_part,
-            **constants, **flags, PER_HEAD=table.per_head,
+            **constants, **flags, PER_HEAD=per_head,
         )  # fmt: skip
     if dk_parts.numel():
-        width, block = math.prod(parts[1:]), 1024
+        width, block = math.prod(parts[1:]), 4096
         with torch.cuda.device_of(q):
             add_parts_kernel[(table.ends.numel() * -(-width // block),)](
                 table.ends, table.slots_before, dk, dv, dk_parts, dv_parts, J, width,
-                D=D, BLOCK=block, PER_HEAD=table.per_head,
+                D=D, BLOCK=block, PER_HEAD=per_head,
             )  # fmt: skip
-    return dq, dk, dv, dw.sum(-1).to(weights.dtype)
+    return dq, dk, dv, dw
 
 
 class Readers(NamedTuple):
@@ -222,15 +230,21 @@ def invert(indices: Tensor, M: int, per_part: int) -> Readers:
     return Readers(readers, starts, ends, several.cumsum(0) - several, chunk_of, per_part, per_head)
 
 
-def _parts(programs: int, K: int, device: torch.device) -> int:
-    """Parts that the retrieved chunks are split into, so that few queries (decoding) fill the device too."""
-    if device.type != "cuda":
-        return 1 if programs > 8 else min(K, 2)  # interpreted: so that it is tested
-    wanted = 2 * torch.cuda.get_device_properties(device).multi_processor_count
-    return max(1, min(K, wanted // programs))
+def _parts(programs: int, K: int) -> int:
+    """Parts that the retrieved chunks are divided into, so that few queries (decoding) fill the device too."""
+    return max(1, min(K, _PROGRAMS // programs))
+
+
+def _readers_of_a_part(q: Tensor, k: Tensor, selections: int, per_head: bool, rows: int) -> int:
+    """So many that the sums of parts, of chunks with several, take at most half of what k or q takes in bfloat16."""
+    (B, M, S, J, D), (R, H) = k.shape, q.shape[2:4]
+    heads, chunks = (1, B * M * J) if per_head else (J, B * M)
+    most = max(1, chunks // 4, q.numel() // (4 * S * heads * D))  # parts
+    return max(1, rows // (R * (H // J)), -(-2 * selections // most))
 
 
 def _folded(scale: float, dtype: torch.dtype) -> float:
+    """Scores in base 2 but for float32."""
     return scale if dtype == torch.float32 else scale * math.log2(math.e)
 
 
