@@ -4,7 +4,8 @@
 
 Grouped cross-attention (8 chunks of 64 tokens for each chunk, 8 heads of 64): our op, the oracle that gathers
 and keeps everything ("reference"), `scaled_dot_product_attention` with as many keys per query, gathered
-beforehand ("sdpa": equal FLOPs, no weights), and causal attention over the whole text ("causal"). Selection
+beforehand ("sdpa": equal FLOPs, no weights), and causal attention over the whole text ("causal"); on CUDA both
+by flash attention, but for float32. Selection
 against the oracle that holds all scores; window attention (W = 512) against a dense mask; and the rate of
 GEMMs of the same inner sizes, many at once ("bmm") and one large ("mm").
 
@@ -30,6 +31,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # for tests.budgets: the budget has one definition
@@ -72,6 +74,31 @@ class Case:
         return one * (7 if self.backward else 2)
 
 
+def sdpa_backend(case: Case, device: str) -> str | None:
+    """The kernel that SDPA is held to, so that a ratio says the same everywhere. None: PyTorch's choice, on a CPU
+    and in float32, which flash attention does not take."""
+    if device != "cuda" or case.op != "gca" or case.dtype == "float32":
+        return None
+    return {
+        "sdpa": "FLASH_ATTENTION",
+        "causal": "FLASH_ATTENTION",
+        "sdpa cudnn": "CUDNN_ATTENTION",
+    }.get(case.implementation)
+
+
+def sdpa(case: Case, device: str) -> Callable[..., Tensor]:
+    """``scaled_dot_product_attention`` by the kernel of :func:`sdpa_backend`."""
+    name = sdpa_backend(case, device)
+    if name is None:
+        return F.scaled_dot_product_attention
+
+    def attention(*x: Tensor, **options: Any) -> Tensor:
+        with sdpa_kernel(getattr(SDPBackend, name)):
+            return F.scaled_dot_product_attention(*x, **options)
+
+    return attention
+
+
 def gca(case: Case, device: str) -> Made:
     """All chunks of a text read K others each."""
     N, S, K, H, J, D = (
@@ -81,8 +108,8 @@ def gca(case: Case, device: str) -> Made:
     q, k, v = (torch.randn(1, N, S, heads, D, **as_told) for heads in (H, J, J))
     indices = torch.stack([torch.randperm(N)[:K].sort().values for _ in range(N)])[None].to(device)
     weights = torch.rand(1, N, K).softmax(-1).to(device)
-    attention = F.scaled_dot_product_attention
-    if case.implementation == "sdpa":  # [N, H, S, D] x [N, J, K * S, D]
+    attention = sdpa(case, device)
+    if case.implementation.startswith("sdpa"):  # [N, H, S, D] x [N, J, K * S, D]
         queries = q[0].transpose(1, 2).contiguous()
         keys, values = (x[0, indices[0]].flatten(1, 2).transpose(1, 2).contiguous() for x in (k, v))
         return partial(attention, enable_gqa=H > J), [queries, keys, values]
@@ -254,7 +281,7 @@ def collect(device: str, rounds: int) -> list[dict[str, Any]]:
         at = {f"p{p}": seconds[round(p / 100 * (len(seconds) - 1))] for p in (20, 50, 80)}
         extra = statistics.median(run["extra_bytes"] for run in runs)
         results.append({**asdict(case), "flops": case.flops(), "seconds": at, "passes": len(seconds)})
-        results[-1]["extra_bytes"] = extra
+        results[-1] |= {"extra_bytes": extra, "sdpa_backend": sdpa_backend(case, device)}
     return results
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import subprocess
 import sys
@@ -22,6 +23,9 @@ from trailmark.ops import grouped_cross_attention
 
 pytest.importorskip("triton")
 from trailmark.ops import grouped_cross_attention_triton as kernels
+
+# the package has the function under the same name as the module
+module = importlib.import_module("trailmark.ops.grouped_cross_attention")
 
 
 @pytest.fixture(autouse=True)
@@ -141,6 +145,49 @@ def test_keys_of_a_memory_seen_head_by_head() -> None:
     (q, k, v, w), rest = inputs()
     k, v = (x.transpose(2, 3).contiguous().transpose(2, 3)[:1].expand_as(x) for x in (k, v))
     assert_budget([q, k, v, w], rest)
+
+
+def test_numbers_of_a_head_apart_from_each_other() -> None:
+    tensors, rest = inputs(N=8)
+    wide = [x.repeat_interleave(2, dim=-1) for x in tensors[:3]]
+    apart = [x[..., ::2] for x in wide]
+    assert apart[0].stride(-1) == 2
+    out = op(rest, "triton")
+    for x, y in zip(
+        values_and_gradients(out, *tensors), values_and_gradients(out, *apart, tensors[3]), strict=True
+    ):
+        assert torch.equal(x, y)
+
+
+def test_a_gradient_of_stride_0() -> None:
+    """Of a sum: one number for all."""
+    tensors, rest = inputs()
+    leaves = [x.clone().requires_grad_() for x in tensors]
+    out = op(rest, "triton")(*leaves)
+    expanded = torch.autograd.grad(out.sum(), leaves, retain_graph=True)
+    for x, y in zip(expanded, torch.autograd.grad(out, leaves, torch.ones_like(out)), strict=True):
+        assert torch.equal(x, y)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("implementation", ["torch", "triton"])
+def test_a_frozen_memory_costs_no_gradient(implementation: str, compiled: bool) -> None:
+    (q, k, v, w), rest = inputs()
+    run = op(rest, implementation)
+    if compiled:
+        run = torch.compile(run, fullgraph=True, backend="aot_eager")
+    grad = torch.ones_like(q)
+    frozen, every = ([x.clone().requires_grad_() for x in some] for some in ((q, w), (q, k, v, w)))
+    ours = torch.autograd.grad(run(frozen[0], k, v, frozen[1]), frozen, grad)
+    full = torch.autograd.grad(op(rest, implementation)(*every), every, grad)
+    assert torch.equal(ours[0], full[0])
+    assert torch.equal(ours[1], full[3])
+    only_keys = k.clone().requires_grad_()
+    assert torch.equal(torch.autograd.grad(run(q, only_keys, v, w), only_keys, grad)[0], full[1])
+    arguments = (q, k, v, *(x[:, :, None].expand(2, 5, 2, 2) for x in (rest["indices"], w)), None)
+    kept = module._forward(*arguments, True, 0.25, implementation, True)[1]
+    gradients = module._backward(grad, *arguments, kept, 0.25, implementation, False)
+    assert gradients[1].numel() == gradients[2].numel() == 0
 
 
 # The inverted index
