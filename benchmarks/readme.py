@@ -74,6 +74,44 @@ def ops_text() -> str:
     return f"{ops_table(record['results'])}\n\nMachine: {machine(record['environment'])}."
 
 
+def speed_text() -> str:
+    """The README's table: GCA and a training step on a CPU, and what a GPU showed, if one did."""
+    record = json.loads((HERE / "ops.json").read_text())
+    most = max(r["tokens"] for r in record["results"] if r["op"] == "gca")
+    found = {
+        (r["implementation"], r["dtype"]): r
+        for r in record["results"]
+        if (r["op"], r["tokens"], r["backward"]) == ("gca", most, True)
+    }
+    names = {"torch": "trailmark", "reference": "gathers and keeps all", "sdpa": "SDPA on gathered keys"}
+    rows = []
+    for dtype in ("float32", "bfloat16"):
+        for name, shown in names.items():
+            r, own = found[name, dtype], found["torch", dtype]
+            rows.append([
+                shown, dtype, f"{r['seconds']['p50'] * 1000:,.0f} ms",
+                f"{r['seconds']['p50'] / own['seconds']['p50']:.1f}x", f"{r['extra_bytes'] / 2**20:,.0f} MiB",
+            ])  # fmt: skip
+    text = markdown_table(
+        [f"GCA, {most:,} tokens, d = 512", "dtype", "time", "of ours", "extra memory"], rows
+    )
+    steps = json.loads((HERE / "training_step.json").read_text())["results"]
+    ratios = " and ".join(f"{r['ratio']:.2f}x ({r['dtype']})" for r in steps)
+    text += (
+        f"\n\nA training step of a DRT (d = {steps[0]['sizes']['hidden_size']}, "
+        f"{steps[0]['sizes']['num_hidden_layers']} layers, {steps[0]['tokens']:,} tokens) takes {ratios} the time of "
+        f"the model with a window alone; FLOPs give {steps[0]['flops_ratio']:.2f}x. Forward and backward; machine: "
+        f"{machine(record['environment'])}."
+    )
+    if (HERE / "gpu.json").exists():
+        from gpu import goals
+
+        gpu = json.loads((HERE / "gpu.json").read_text())
+        text += f"\n\n{gpu['device']}, torch {gpu['torch']}, triton {gpu['triton']}, {gpu['date']}:\n\n"
+        return text + markdown_table(["what", "at", "found", "goal"], goals(gpu))
+    return text + "\n\nOn a GPU nothing was measured yet: `python benchmarks/gpu.py` does it."
+
+
 def spread(of: dict[str, float], form: str = ",.0f") -> str:
     return f"{of['median']:{form}} ({of['lowest']:{form}}-{of['highest']:{form}})"
 
@@ -186,6 +224,7 @@ def main() -> None:
         take_over(Path(sys.argv[1]))
     fill(ROOT / "README.md", "demo", demo_text())
     fill(ROOT / "README.md", "far", far_text())
+    fill(ROOT / "README.md", "speed", speed_text())
     fill(HERE / "README.md", "needles", needles_text())
     fill(HERE / "README.md", "ops", ops_text())
     fill(HERE / "README.md", "reading", reading_text())
