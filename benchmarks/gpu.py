@@ -4,7 +4,7 @@
     python benchmarks/gpu.py --official PATH/ltriton/gca.py   also times the published kernel, with its gather
     python benchmarks/gpu.py --rehearse                   on a CPU, interpreted, tiny: does every part run?
 
-What was found is written after every check and every row, so a run that is cut short loses nothing. An operation is
+What was found is written after every kind of check and every time, so a run that is cut short keeps it. An operation is
 timed only if its checks (benchmarks/gpu_checks.py) have passed. Times are of CUDA events with a cold L2 cache
 between passes; p20, p50 and p80.
 """
@@ -219,7 +219,12 @@ def training_step() -> list[Timing]:
     from training_step import compare
 
     if REHEARSAL:
-        small = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "vocab_size": 64}
+        small: dict[str, Any] = {
+            "hidden_size": 32,
+            "intermediate_size": 64,
+            "num_attention_heads": 2,
+            "vocab_size": 64,
+        }
         small |= {"num_hidden_layers": 2, "num_encoder_layers": 1}
         return [_step(256, partial(compare, "cpu", "float32", rounds=1, **small))]
     return [_step(T, partial(compare, "cuda", "bfloat16", rounds=3, warm_up=2)) for T in (16384, 4096, 65536)]
@@ -379,6 +384,8 @@ def main() -> None:
     arguments = parser.parse_args()
     if not REHEARSAL and not torch.cuda.is_available():
         sys.exit("No CUDA device here. --rehearse runs every part on a CPU, interpreted and tiny.")
+    if not REHEARSAL and os.environ.get("TRITON_INTERPRET") == "1":
+        sys.exit("TRITON_INTERPRET=1 is set: kernels would be interpreted. Unset it.")
     names = {*CHECKS, *(part[0] for part in PARTS)}
     if unknown := set(arguments.only or ()) - names:
         parser.error(f"--only: expected parts out of {sorted(names)}, got {sorted(unknown)}.")

@@ -58,10 +58,8 @@ class noted:
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> bool:
         if error is not None and not isinstance(error, Exception):
             return False
-        row = _row(self.name, error is None, time.perf_counter() - self.began)
-        if error is not None:
-            row["error"] = f"{type(error).__name__}: {error}"[:500]
-        self.rows.append(row)
+        more = {} if error is None else {"error": f"{type(error).__name__}: {error}"[:500]}
+        self.rows.append(_row(self.name, error is None, time.perf_counter() - self.began, **more))
         return True
 
 
@@ -81,7 +79,7 @@ def budget_jobs() -> list[Job]:
     cases = [dict(c) for c in gca_cases.COVER if c["dtype"] != torch.bfloat16 or not REHEARSAL]
     cases.sort(key=lambda c: c["g"] * c["R"] * c["S"] * c["K"] * c["D"], reverse=True)
     if REHEARSAL:
-        cases = cases[-3:]
+        cases = sorted((c for c in cases if c["K"] < 8), key=lambda c: c["J"] * c["R"] * c["S"] * c["D"])[:2]
     for case in cases:
         case |= {"N": max(8, 24 // case["K"]), "M": 5}
     hot = [
@@ -90,7 +88,7 @@ def budget_jobs() -> list[Job]:
         for D in (64, 128) for g in (1, 4) for dtype in (torch.bfloat16, torch.float16)
     ]  # fmt: skip
     # batch times chunks times heads stood on an axis of the published kernel's grid that has 65,535
-    N = 200 if REHEARSAL else 70_000
+    N = 8 if REHEARSAL else 70_000
     many = {"N": N, "R": 1, "J": 2, "M": 5, "S": 16, "K": 2, "D": 16, "g": 1, "off_by_one": True}
     many["dtype"] = getattr(torch, DTYPE)
     named = [("-".join(str(x).split(".")[-1] for x in case.values()), case) for case in [*hot, *cases]]
@@ -133,7 +131,10 @@ def in_processes(
     workers: int,
     seconds: float,
 ) -> None:
-    """Adds the rows of all jobs. Where a process dies, or ``seconds`` have passed, its job has failed."""
+    """Adds the rows of all jobs, each of ``work(job)`` in one of ``workers`` processes.
+
+    The job of a process that died has failed; so have, after ``seconds``, those that are not done.
+    """
     spawn, deadline = multiprocessing.get_context("spawn"), time.monotonic() + seconds
     waiting = jobs[::-1]
     at_work: dict[Connection, tuple[Any, tuple[str, Any]]] = {}  # -> process, job
@@ -161,7 +162,7 @@ def in_processes(
                     found = connection.recv()
                 except (EOFError, OSError):
                     process.join(5)
-                    found = [_row(f"{name}", False, error=f"its process ended with {process.exitcode}")]
+                    found = [_row(name, False, error=f"its process ended with {process.exitcode}")]
                 rows += found
                 # only an AssertionError leaves a device for certain as it was
                 sound = all(row["passed"] or row["error"].startswith("AssertionError") for row in found)
@@ -181,10 +182,11 @@ def in_processes(
 def _serve(work: Callable[[tuple[str, Any]], Rows], connection: Connection) -> None:
     while True:
         job = connection.recv()
-        rows: Rows = []
-        with noted(rows, job[0]):
-            found = work(job)
-        connection.send(found if rows[0]["passed"] else rows)
+        try:
+            rows = work(job)
+        except Exception as error:
+            rows = [_row(job[0], False, error=f"{type(error).__name__}: {error}"[:500])]
+        connection.send(rows)
 
 
 # --- the rest of GCA -------------------------------------------------------------------------------------------
@@ -268,7 +270,7 @@ def check_no_synchronisation(rows: Rows) -> None:
     """Nothing waits for the device between the call and the end of the backward."""
     size = 16 if REHEARSAL else 64
     dtype = getattr(torch, DTYPE)
-    shape: dict[str, Any] = {"B": 1, "S": size, "D": size, "K": 4, "dtype": dtype}
+    shape: dict[str, Any] = {"B": 1, "S": size, "D": size, "K": 2, "dtype": dtype}
     for name, changes in (
         ("lengths", {"R": size, "lengths": True}),
         ("selection per head", {"R": size, "per_head": True}),
@@ -358,6 +360,8 @@ def check_others(rows: Rows) -> None:
     sizes = [(1, 4096), (8, 4096), (1, 131_072), (8, 131_072), (1024, 1024)]
     for N, M in [(1, 4096), (70, 70)] if REHEARSAL else sizes:
         for K, dtype, noisy in ((8, DTYPE, True), (8, "float32", False), (32, DTYPE, False)):
+            if REHEARSAL and (K, N) == (32, 1):
+                continue
             name = f"selection of {K} by {N:,} queries of {M:,} landmarks, {dtype}, {'' if noisy else 'no '}noise"
             with noted(rows, name):
                 select_well(N, M, K, heads * size, getattr(torch, dtype), noisy)
@@ -410,7 +414,7 @@ class KernelTests:
             return
         files = ("grouped_cross_attention_triton", "selection_triton", "sliding_window_flex")
         # the budgets are checked here over the whole cover; ahead of time is for where there is no GPU
-        which = "test_float16 or nothing_selected" if REHEARSAL else _NOT_HERE
+        which = "empty_sizes or nothing_to_select or empty_batches" if REHEARSAL else _NOT_HERE
         command = [sys.executable, "-m", "pytest", "-q", "-m", "slow or not slow", "-k", which]
         self.output = tempfile.TemporaryFile("w+")  # noqa: SIM115
         self.began = time.monotonic()

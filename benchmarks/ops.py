@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import resource
 import statistics
 import subprocess
@@ -37,6 +38,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # for tests.budgets: the budget has one definition
 
 from tests.budgets import assert_within_budget  # noqa: E402
+from trailmark.cli import KEEP_FREED_MEMORY  # noqa: E402
 from trailmark.ops import (  # noqa: E402
     alibi_slopes,
     grouped_cross_attention,
@@ -65,6 +67,7 @@ class Case:
     chunk: int = 64
     retrieved: int = 8
     window: int = 512
+    allocator: str = "kept"  # on a CPU: freed memory is kept, as the commands have it, or glibc's "default"
 
     def flops(self) -> int | None:
         """Of the GEMMs: two forward, five more backward (the scores once again)."""
@@ -92,9 +95,9 @@ def sdpa(case: Case, device: str) -> Callable[..., Tensor]:
     if name is None:
         return F.scaled_dot_product_attention
 
-    def attention(*x: Tensor, **options: Any) -> Tensor:
+    def attention(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
         with sdpa_kernel(getattr(SDPBackend, name)):
-            return F.scaled_dot_product_attention(*x, **options)
+            return F.scaled_dot_product_attention(q, k, v, **options)
 
     return attention
 
@@ -255,6 +258,9 @@ def cases(device: str) -> list[Case]:
         found += [
             Case("gca", name, tokens[-1], dtype, backward=False) for name in (*ours, "reference", "sdpa")
         ]
+        if device == "cpu":  # what a program of one's own meets unless it sets the allocator up
+            pair = ("torch", "reference")
+            found += [Case("gca", name, tokens[-1], dtype, allocator="default") for name in pair]
         found += [Case("gemm", name, tokens[-1], dtype) for name in ("bmm", "mm")]
         found += [Case("select", name, 4 * tokens[-1], dtype) for name in (*ours, "reference")]
         found += [Case("window", name, tokens[0], dtype) for name in ("torch", "dense")]
@@ -288,24 +294,28 @@ def collect(device: str, rounds: int) -> list[dict[str, Any]]:
 def _apart(what: str, case: Case) -> str:
     """In a process of its own. This one stays small: a process starts with the peak memory of its parent."""
     command = [sys.executable, __file__, what, json.dumps(asdict(case))]
-    return subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")}
+    if case.allocator == "kept":
+        environment |= KEEP_FREED_MEMORY
+    return subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, env=environment).stdout
 
 
 def _name(case: Case) -> str:
     passes = " forward + backward" if case.backward else " forward"
-    return f"{case.op}{passes}, {case.implementation}, {case.dtype}, {case.tokens} tokens"
+    allocator = ", glibc's default allocator" if case.allocator == "default" else ""
+    return f"{case.op}{passes}, {case.implementation}, {case.dtype}, {case.tokens} tokens{allocator}"
 
 
 def table(results: list[dict[str, Any]]) -> str:
     rows = []
     for r in results:
-        same = ("op", "tokens", "dtype", "backward")
+        same = ("op", "tokens", "dtype", "backward", "allocator")
         own = [x for x in results if x["implementation"] in OURS and all(x[key] == r[key] for key in same)]
         at = {name: second * 1000 for name, second in r["seconds"].items()}
         ratio = f"{r['seconds']['p50'] / own[0]['seconds']['p50']:.2f}x" if own else "-"
         rows.append(
             [
-                f"{r['op']}, {r['implementation']}",
+                f"{r['op']}, {r['implementation']}" + ", glibc's defaults" * (r["allocator"] == "default"),
                 "forward + backward" if r["backward"] else "forward",
                 r["dtype"],
                 f"{r['tokens']:,}",

@@ -74,3 +74,15 @@ def test_a_case_in_a_process_of_its_own(ops: ModuleType) -> None:
         [sys.executable, SCRIPT, "--case", case], capture_output=True, text=True, check=True
     )
     assert len(json.loads(done.stdout)["seconds"]) >= 3
+
+
+def test_sdpa_is_held_to_one_kernel_on_a_gpu(ops: ModuleType) -> None:
+    def backend(name: str, device: str = "cuda", dtype: str = "bfloat16") -> str | None:
+        found: str | None = ops.sdpa_backend(ops.Case("gca", name, 64, dtype), device)
+        return found
+
+    assert backend("sdpa") == backend("causal") == "FLASH_ATTENTION"
+    assert backend("sdpa cudnn") == "CUDNN_ATTENTION"
+    assert backend("sdpa", device="cpu") is backend("sdpa", dtype="float32") is backend("triton") is None
+    for name in ("sdpa", "causal", "sdpa cudnn"):
+        assert hasattr(ops.SDPBackend, backend(name) or "")

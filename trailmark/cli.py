@@ -6,7 +6,7 @@ import errno
 import os
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -18,6 +18,12 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 Seed = Annotated[int, typer.Option(min=0, max=2**32 - 1)]
+# glibc's defaults give freed memory back page by page
+KEEP_FREED_MEMORY = {
+    "MALLOC_MMAP_THRESHOLD_": "4294967296",
+    "MALLOC_TRIM_THRESHOLD_": "8589934592",
+    "MALLOC_TOP_PAD_": "67108864",
+}
 _RESUMING = {"demo", "train", "read"}  # the commands that go on where they stopped
 
 
@@ -277,16 +283,11 @@ def keep_freed_memory(arguments: list[str]) -> None:
     glibc reads these settings once, when a process starts. Elsewhere (macOS, musl) they mean nothing.
     """
     heavy = {"demo", "train", "evaluate", "read", "generate"}
-    settings: dict[str, Any] = {
-        "MALLOC_MMAP_THRESHOLD_": "4294967296",
-        "MALLOC_TRIM_THRESHOLD_": "8589934592",
-        "MALLOC_TOP_PAD_": "67108864",
-    }
     if not sys.platform.startswith("linux") or not heavy.intersection(arguments[:1]):
         return
-    if any(name in os.environ for name in settings) or "GLIBC_TUNABLES" in os.environ:
+    if any(name in os.environ for name in KEEP_FREED_MEMORY) or "GLIBC_TUNABLES" in os.environ:
         return
-    os.environ.update(settings)
+    os.environ.update(KEEP_FREED_MEMORY)
     # as it was started: "-m" instead of the installed script would put the user's folder on the import path
     os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
 
