@@ -59,7 +59,8 @@ def assert_bits(ours: list[Tensor], theirs: list[Tensor]) -> None:
 
 @pytest.mark.filterwarnings("ignore:.gradient_checkpointing_enable. is deprecated:FutureWarning")
 @pytest.mark.parametrize(
-    ("name", "checkpointed"), [("window", False), ("drt", False), ("drt, other options", True)]
+    ("name", "checkpointed"),
+    [("window", False), ("drt", False), pytest.param("drt, other options", True, marks=pytest.mark.slow)],
 )
 def test_a_training_step_is_one_graph_with_the_same_bits(name: str, checkpointed: bool) -> None:
     plain, compiled = make(name), make(name)
@@ -69,6 +70,7 @@ def test_a_training_step_is_one_graph_with_the_same_bits(name: str, checkpointed
     assert_bits(step(compiled, call), step(plain, plain))
 
 
+@pytest.mark.slow
 def test_another_length_is_another_graph() -> None:
     model = make("drt")
     call = torch.compile(model, backend="eager", fullgraph=True)

@@ -66,7 +66,7 @@ def test_a_single_key() -> None:
 # Bugs of the official kernel (reference/gca.md 2.4)
 
 
-@pytest.mark.parametrize("S", [16, 130])
+@pytest.mark.parametrize("S", [16, pytest.param(130, marks=pytest.mark.slow)])
 def test_off_by_one_is_not_ignored(S: int) -> None:
     tensors, rest = inputs(B=1, S=S, N=24)
     assert_budget(tensors, rest, softmax_off_by_one=True)
@@ -78,12 +78,12 @@ def test_off_by_one_is_not_ignored(S: int) -> None:
 
 def test_row_65_has_a_gradient() -> None:
     """There the rows after the last whole tile stayed uninitialised."""
-    assert_budget(*inputs(R=65, N=2, K=3, S=64))
+    assert_budget(*inputs(B=1, R=65, N=2, K=3, S=20, J=1))
 
 
 @pytest.mark.parametrize("K", [3, 5, 6, 7])
 def test_a_number_of_retrieved_chunks_that_is_no_power_of_two(K: int) -> None:
-    assert_budget(*inputs(K=K, M=K))
+    assert_budget(*inputs(B=1, K=K, M=K))
 
 
 def test_float16() -> None:
@@ -148,7 +148,7 @@ def test_keys_of_a_memory_seen_head_by_head() -> None:
 
 
 def test_numbers_of_a_head_apart_from_each_other() -> None:
-    tensors, rest = inputs(N=8)
+    tensors, rest = inputs(B=1, N=3)
     wide = [x.repeat_interleave(2, dim=-1) for x in tensors[:3]]
     apart = [x[..., ::2] for x in wide]
     assert apart[0].stride(-1) == 2
@@ -161,7 +161,7 @@ def test_numbers_of_a_head_apart_from_each_other() -> None:
 
 def test_a_gradient_of_stride_0() -> None:
     """Of a sum: one number for all."""
-    tensors, rest = inputs()
+    tensors, rest = inputs(B=1, N=2)
     leaves = [x.clone().requires_grad_() for x in tensors]
     out = op(rest, "triton")(*leaves)
     expanded = torch.autograd.grad(out.sum(), leaves, retain_graph=True)
@@ -172,7 +172,7 @@ def test_a_gradient_of_stride_0() -> None:
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("implementation", ["torch", "triton"])
 def test_a_frozen_memory_costs_no_gradient(implementation: str, compiled: bool) -> None:
-    (q, k, v, w), rest = inputs()
+    (q, k, v, w), rest = inputs(B=1, N=2)
     run = op(rest, implementation)
     if compiled:
         run = torch.compile(run, fullgraph=True, backend="aot_eager")
@@ -184,7 +184,7 @@ def test_a_frozen_memory_costs_no_gradient(implementation: str, compiled: bool) 
     assert torch.equal(ours[1], full[3])
     only_keys = k.clone().requires_grad_()
     assert torch.equal(torch.autograd.grad(run(q, only_keys, v, w), only_keys, grad)[0], full[1])
-    arguments = (q, k, v, *(x[:, :, None].expand(2, 5, 2, 2) for x in (rest["indices"], w)), None)
+    arguments = (q, k, v, *(x[:, :, None].expand(1, 2, 2, 2) for x in (rest["indices"], w)), None)
     kept = module._forward(*arguments, True, 0.25, implementation, True)[1]
     gradients = module._backward(grad, *arguments, kept, 0.25, implementation, False)
     assert gradients[1].numel() == gradients[2].numel() == 0
@@ -230,7 +230,7 @@ def test_every_reader_of_a_chunk_is_in_one_part(
 
 
 @pytest.mark.parametrize("per_head", [False, True])
-@pytest.mark.parametrize("per_part", [1, 7, 100])
+@pytest.mark.parametrize("per_part", [1, 7])
 def test_a_popular_chunk_is_added_up_from_parts(per_part: int, per_head: bool) -> None:
     tensors, rest = inputs(B=1, N=12, R=2, K=3, M=4, g=2, S=16, per_head=per_head)
     rest["indices"][:, 2:, ..., 0] = 1  # long and short lists
@@ -255,7 +255,7 @@ def test_a_popular_chunk_is_added_up_from_parts(per_part: int, per_head: bool) -
 
 
 def test_the_same_bits_again() -> None:
-    tensors, rest = inputs(R=20, N=4, S=20, lengths=True)
+    tensors, rest = inputs(B=1, R=20, N=4, S=20, lengths=True)
     before = values_and_gradients(op(rest, "triton"), *tensors)
     for _ in range(250 if GPU else 2):
         for x, y in zip(before, values_and_gradients(op(rest, "triton"), *tensors), strict=True):
@@ -322,7 +322,7 @@ def test_few_queries_split_over_the_chunks(K: int, R: int) -> None:
 
 @pytest.mark.parametrize("implementation", ["torch", "triton"])
 def test_torch_compile_does_not_break_on_it(implementation: str) -> None:
-    tensors, rest = inputs()
+    tensors, rest = inputs(B=1, N=2)
     eager = values_and_gradients(op(rest, implementation), *tensors)
     compiled = torch.compile(op(rest, implementation), fullgraph=True, backend="aot_eager")
     for x, y in zip(eager, values_and_gradients(compiled, *tensors), strict=True):
@@ -349,7 +349,7 @@ def test_the_registered_op_keeps_its_promises(implementation: str, keep: bool) -
 
 
 def test_checkpointing_gives_the_same_bits() -> None:
-    tensors, rest = inputs()
+    tensors, rest = inputs(B=1, N=2)
 
     def checkpointed(*leaves: Tensor) -> Tensor:
         out = torch.utils.checkpoint.checkpoint(op(rest, "triton"), *leaves, use_reentrant=False)
