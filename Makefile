@@ -50,7 +50,7 @@ $(VENV)/figures.stamp: pyproject.toml constraints.txt $(VENV)/torch.stamp
 
 # CUDA builds of torch have brought the Triton that they need; for others it interprets the kernels in the tests
 $(VENV)/test.stamp: pyproject.toml constraints.txt $(VENV)/torch.stamp
-	@if $(BIN)/python -c 'import sys; from importlib.util import find_spec; sys.exit(sys.platform != "linux" or find_spec("triton") is not None)'; \
+	@if $(BIN)/python -c 'import platform, sys; from importlib.util import find_spec; sys.exit(sys.platform != "linux" or platform.machine() not in ("x86_64", "aarch64") or find_spec("triton") is not None)'; \
 	  then $(INSTALL) triton==$(TRITON); fi
 	$(INSTALL) -e '.[test,figures,faiss]'
 	@touch $@

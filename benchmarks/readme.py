@@ -99,13 +99,14 @@ def speed_text() -> str:
         )
     header = [f"GCA, {most:,} tokens, d = 512", "dtype", "freed memory", "time", "of ours", "extra memory"]
     text = markdown_table(header, rows)
-    steps = json.loads((HERE / "training_step.json").read_text())["results"]
+    training = json.loads((HERE / "training_step.json").read_text())
+    steps = training["results"]
     ratios = " and ".join(f"{r['ratio']:.2f}x ({r['dtype']})" for r in steps)
     text += (
         f"\n\nA training step of a DRT (d = {steps[0]['sizes']['hidden_size']}, "
         f"{steps[0]['sizes']['num_hidden_layers']} layers, {steps[0]['tokens']:,} tokens) takes {ratios} the time of "
         f"the model with a window alone; FLOPs give {steps[0]['flops_ratio']:.2f}x. Forward and backward; machine: "
-        f"{machine(record['environment'])}."
+        f"{machine(training['environment'])}."
     )
     if (HERE / "gpu.json").exists():
         from gpu import goals
@@ -113,7 +114,10 @@ def speed_text() -> str:
         gpu = json.loads((HERE / "gpu.json").read_text())
         text += f"\n\n{gpu['device']}, torch {gpu['torch']}, triton {gpu['triton']}, {gpu['date']}:\n\n"
         return text + markdown_table(["what", "at", "found", "goal"], goals(gpu))
-    return text + "\n\nOn a GPU nothing was measured yet: `python benchmarks/gpu.py` does it."
+    text += (
+        "\n\nThe kernels have not run on a GPU yet (checked under Triton's interpreter, compiled for sm_90): "
+    )
+    return text + "`python benchmarks/gpu.py` checks and times them."
 
 
 def spread(of: dict[str, float], form: str = ",.0f") -> str:

@@ -18,10 +18,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.budgets import assert_within_budget, values_and_gradients
-from tests.ops.gca_cases import CHEAP_COVER, COVER, DEVICE, GPU, assert_budget, inputs, op, unsplit
 from trailmark.ops import grouped_cross_attention
 
 pytest.importorskip("triton")
+from tests.ops.gca_cases import CHEAP_COVER, COVER, DEVICE, GPU, assert_budget, inputs, op, unsplit
 from trailmark.ops import grouped_cross_attention_triton as kernels
 
 # the package has the function under the same name as the module
@@ -35,6 +35,7 @@ def poisoned_memory() -> Iterator[None]:
     assert torch.utils.deterministic.fill_uninitialized_memory
     yield
     torch.use_deterministic_algorithms(False)
+    torch.compiler.reset()  # each compiled test counts its graphs anew
 
 
 # The grid of sizes
@@ -359,6 +360,17 @@ def test_checkpointing_gives_the_same_bits() -> None:
     plain = values_and_gradients(op(rest, "triton"), *tensors)
     for x, y in zip(plain, values_and_gradients(checkpointed, *tensors), strict=True):
         assert torch.equal(x, y)
+
+
+@pytest.mark.skipif(GPU, reason="values are checked on a CPU")
+@pytest.mark.parametrize("implementation", ["torch", "triton"])
+def test_a_wrong_chunk_number_is_told_in_a_compiled_graph_too(implementation: str) -> None:
+    """It would be a chunk of the next row."""
+    tensors, rest = inputs()
+    rest["indices"][0, 0, 0] = 6
+    compiled = torch.compile(op(rest, implementation), fullgraph=True, backend="aot_eager")
+    with pytest.raises(ValueError, match=r"^indices: .*below M = 6"):
+        compiled(*tensors)
 
 
 # Errors

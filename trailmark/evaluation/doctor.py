@@ -50,7 +50,10 @@ def examine() -> Iterator[Check]:
         yield from _implementations(device)
     yield _exactness()
     for device in map(torch.device, devices):
-        yield from _kernels(device)
+        try:
+            yield from _kernels(device)
+        except Exception as error:  # a driver, a compiler, an old device: that is a finding
+            yield Check(f"kernels ({device})", False, f"{type(error).__name__}: {error}")
     yield _reading()
 
 

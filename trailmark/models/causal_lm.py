@@ -199,8 +199,10 @@ class TrailmarkForCausalLM(PreTrainedModel, GenerationMixin):
                 With a cache, only what these and later calls depend on is then computed.
             prefill_chunk_size: tokens that are read at a time where only the last logits are wanted.
 
-        ``torch.compile`` makes one graph of a call, for each T. A mask costs one break; a call with padding, early
-        landmarks marked by a tensor, a cache or ``logits_to_keep`` runs uncompiled.
+        ``torch.compile`` makes one graph of a call, for each T (up to ``torch._dynamo.config.recompile_limit``
+        lengths, 8). It does not look at values: a token outside the vocabulary is then torch's error. A mask costs
+        one break; a call with padding, early landmarks marked by a tensor, a cache or ``logits_to_keep`` runs
+        uncompiled.
 
         Raises:
             ValueError: an empty input, a token or label outside the vocabulary, padding in the middle, a mask,

@@ -51,10 +51,10 @@ def grouped_cross_attention(
         q: [B, N, R, H, D]: row n is what chunk n reads; the caller shifts (chunk t+1 reads what t selected).
         k, v: [B, M, S, J, D]; query head h uses key/value head h // (H // J). A batch of stride 0 (``expand``)
             is shared, not copied; [B, M, J, S, D] memory seen through ``transpose(2, 3)`` is read without a copy.
-        indices: int64 [B, N, K] or per key/value head [B, N, J, K]; -1 reads nothing (last, it costs nothing
-            either). That they are below M is checked on a CPU; elsewhere it would wait for the device, so only
-            with the environment variable TRAILMARK_CHECK_VALUES=1, and a chunk that does not exist gives undefined
-            results, in other rows' gradients too.
+        indices: int64 [B, N, K] or per key/value head [B, N, J, K]; -1 reads nothing (for "triton", last, it
+            costs nothing either). That they are below M is checked on a CPU; elsewhere it would wait for the
+            device, so only with the environment variable TRAILMARK_CHECK_VALUES=1, and a chunk that does not
+            exist gives undefined results, in other rows' gradients too.
         weights: the same shape, any floating dtype; ignored (zero gradient) where the index is -1.
         lengths: int64 [B, M]: the keys of chunk m that exist. None: all S. What lies beyond has no effect,
             not even as NaN.
@@ -242,6 +242,7 @@ def _gca(
     implementation: str,
     keep: bool,
 ) -> tuple[Tensor, Tensor]:
+    require_chunk_numbers("indices", indices, k.shape[1])  # not seen while tracing
     return _forward(q, k, v, indices, weights, lengths, off_by_one, scale, implementation, keep)
 
 

@@ -71,8 +71,8 @@ def select_chunks(
             where no query has a candidate is never looked at: it may be uninitialised.
         num_retrieved: K >= 1.
         num_candidates: int64 [N] or [B, N]: query n may select chunks m < num_candidates[n]. That it is at most
-            M, and that no chunk number given is wrong, is checked on a CPU; for "triton" on CUDA it would wait
-            for the device, so only with the environment variable TRAILMARK_CHECK_VALUES=1.
+            M, and that no chunk number given is wrong, is checked on a CPU and not while compiling; elsewhere it would
+            wait for the device, so only with the environment variable TRAILMARK_CHECK_VALUES=1.
         first_candidate: an int or int64 of the same shapes: and m >= first_candidate[n].
         indices: int64 [B, N, (J,) K], ascending with -1 last: no search; these chunks are scored and weighed.
         noise_seed: int64 [B]: the noise is an integer hash of (seed, head, n, m). None: no noise.

@@ -283,7 +283,7 @@ def gather(segments: list[Tensor], chunks: Tensor, dtype: torch.dtype) -> Tensor
     B, _, J, _ = chunks.shape
     E = segments[0].shape[-1]
     if len(segments) == 1 and J == 1 and (B == 1 or is_shared(segments[0])):
-        return segments[0][0, :, 0].index_select(0, chunks.reshape(-1)).view(*chunks.shape, E).to(dtype)
+        return _rows(segments[0][0, :, 0], chunks).to(dtype)
     row = torch.arange(B, device=chunks.device)[:, None, None, None]
     head = torch.arange(J, device=chunks.device)[:, None]
     if len(segments) == 1:
@@ -319,6 +319,15 @@ def _take(segment: Tensor, row: Tensor, chunk: Tensor, head: Tensor) -> Tensor:
     table = segment[0] if one else segment
     if not table.is_contiguous() and not (segment.requires_grad and torch.is_grad_enabled()):
         return segment[row, chunk, head]  # slower, but copies no table
-    # index_select, not table[flat]: its backward repeats bit for bit on several threads (semantics 7)
     flat = (chunk if one else row * m + chunk) * J + head
-    return table.reshape(-1, E).index_select(0, flat.reshape(-1)).view(*flat.shape, E)
+    return _rows(table.reshape(-1, E), flat)
+
+
+def _rows(table: Tensor, numbers: Tensor) -> Tensor:
+    """``table[numbers]``: [..., E] of [n, E], with a backward that repeats bit for bit (semantics 7).
+
+    That of ``table[numbers]`` does not on several CPU threads, that of ``index_select`` adds by atomics on CUDA.
+    """
+    if table.device.type == "cpu":
+        return table.index_select(0, numbers.reshape(-1)).view(*numbers.shape, table.shape[-1])
+    return torch.nn.functional.embedding(numbers, table)
