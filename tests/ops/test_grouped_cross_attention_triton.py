@@ -96,9 +96,9 @@ def test_small_heads(D: int) -> None:
     assert_budget(*inputs(D=D, S=64, R=16))
 
 
-@pytest.mark.slow
+@pytest.mark.gpu
 def test_more_programs_than_65_535() -> None:
-    """Batch times chunks times heads stood on an axis of the grid that has 65,535."""
+    """Batch times chunks times heads stood on an axis of the grid that has 65,535. (Interpreted: ten minutes.)"""
     tensors, rest = inputs(B=3, N=11_000, R=1, J=2, M=2, S=1, K=1)
     exact = op(rest, "reference")(*(x.double() for x in tensors))
     assert_within_budget(op(rest, "triton")(*tensors), op(rest, "reference")(*tensors), exact)
