@@ -270,21 +270,9 @@ def _(
     return out, q.new_empty((B * N, J, K, H // J * R), dtype=arithmetic_dtype(q, k, v, weights))
 
 
-@torch.library.custom_op("trailmark::grouped_cross_attention_backward", mutates_args=())
-def _gca_backward(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    indices: Tensor,
-    weights: Tensor,
-    lengths: Tensor | None,
-    lse: Tensor,
-    scale: float,
-    implementation: str,
-    of_memory: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return _backward(grad, q, k, v, indices, weights, lengths, lse, scale, implementation, of_memory)
+_gca_backward = torch.library.custom_op(
+    "trailmark::grouped_cross_attention_backward", _backward, mutates_args=()
+)
 
 
 @_gca_backward.register_fake

@@ -30,6 +30,14 @@ def _rows_of(pid, rows, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def _slots_to_walk(chosen, s_ik, K, K_PAD: tl.constexpr):
+    """How many of the K slots to walk over: what follows the last chunk that was selected costs nothing."""
+    slots = tl.arange(0, K_PAD)
+    m = tl.load(chosen + slots.to(tl.int64) * s_ik, mask=slots < K, other=-1)
+    return tl.max(tl.where(m >= 0, slots + 1, 0), 0)
+
+
+@triton.jit
 def _keys_in(lengths, b, m, S, s_lb, s_lm, HAS_LENGTHS: tl.constexpr):
     """How many keys chunk m of row b has."""
     present = S
@@ -96,11 +104,9 @@ def forward_kernel(
         query_at + (row * s_qr + head * s_qh)[:, None] + (d * s_qd)[None, :], mask=in_rows, other=0.0
     )
 
-    # what follows the last chunk that was selected costs nothing
-    slots = tl.arange(0, K_PAD)
     chosen = indices + b * s_ib + n * s_in + j * s_ij
-    chosen_all = tl.load(chosen + slots.to(tl.int64) * s_ik, mask=slots < K, other=-1)
-    count = tl.max(tl.where(chosen_all >= 0, slots + 1, 0), 0)
+    weight_at = weights + b * s_wb + n * s_wn + j * s_wj
+    count = _slots_to_walk(chosen, s_ik, K, K_PAD)
     first = (part * per_part).to(tl.int32)
     last = tl.minimum(count, first + per_part)
 
@@ -108,10 +114,9 @@ def forward_kernel(
     for slot in range(first, last):
         at_slot = slot + 0 * b  # 64 bits
         m = tl.load(chosen + at_slot * s_ik).to(tl.int64)
-        exists = m >= 0
+        exists = m >= 0  # else it has no keys and no weight
         m = tl.maximum(m, 0)
-        weight = tl.load(weights + b * s_wb + n * s_wn + j * s_wj + at_slot * s_wk)
-        weight = tl.where(exists, weight.to(tl.float32), 0.0)
+        weight = tl.where(exists, tl.load(weight_at + at_slot * s_wk).to(tl.float32), 0.0)
         present = tl.where(exists, _keys_in(lengths, b, m, S, s_lb, s_lm, HAS_LENGTHS), 0)
         keys_at = k + b * s_kb + m * s_km + j * s_kj
         values_at = v + b * s_vb + m * s_vm + j * s_vj
@@ -222,20 +227,18 @@ def queries_kernel(
         grad_at + (row * s_gr + head * s_gh)[:, None] + (d * s_gd)[None, :], mask=in_rows, other=0.0
     )
 
-    slots = tl.arange(0, K_PAD)
     chosen = indices + b * s_ib + n * s_in + j * s_ij
-    chosen_all = tl.load(chosen + slots.to(tl.int64) * s_ik, mask=slots < K, other=-1)
-    count = tl.max(tl.where(chosen_all >= 0, slots + 1, 0), 0)
+    weight_at = weights + b * s_wb + n * s_wn + j * s_wj
+    count = _slots_to_walk(chosen, s_ik, K, K_PAD)
     blocks = tl.cdiv(R * G, BLOCK_R)
 
     query_grad = tl.zeros([BLOCK_R, BLOCK_D], tl.float32)
     for slot in range(count):
         at_slot = slot + 0 * b  # 64 bits
         m = tl.load(chosen + at_slot * s_ik).to(tl.int64)
-        exists = m >= 0
+        exists = m >= 0  # else it has no keys and no weight
         m = tl.maximum(m, 0)
-        weight = tl.load(weights + b * s_wb + n * s_wn + j * s_wj + at_slot * s_wk)
-        weight = tl.where(exists, weight.to(tl.float32), 0.0)
+        weight = tl.where(exists, tl.load(weight_at + at_slot * s_wk).to(tl.float32), 0.0)
         present = tl.where(exists, _keys_in(lengths, b, m, S, s_lb, s_lm, HAS_LENGTHS), 0)
         keys_at = k + b * s_kb + m * s_km + j * s_kj
         values_at = v + b * s_vb + m * s_vm + j * s_vj
