@@ -111,8 +111,10 @@ WINDOW = (window_model, "device", True)
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
 @pytest.mark.parametrize(
     ("stop", "make", "tier", "asked"),
-    [(by_line, *DRT), (by_line, *ON_DISK), (by_line, *WINDOW), (by_op, *ON_DISK)],
-    ids=["Ctrl-C", "Ctrl-C, on disk", "Ctrl-C, window", "an error, on disk"],
+    [(stop, *of) for stop in (by_line, by_op) for of in (DRT, ON_DISK, WINDOW)],
+    ids=[
+        f"{stop}, {of}" for stop in ("Ctrl-C", "an error") for of in ("drt", "drt on disk, asked", "window")
+    ],
 )
 @pytest.mark.parametrize("stops", [20, pytest.param(200, marks=pytest.mark.slow)])
 def test_a_call_that_is_stopped_leaves_the_cache_as_before(

@@ -162,7 +162,7 @@ def backward(
     dw = dw.sum(-1).to(weights.dtype)
     if not of_memory:
         return dq, dk, dv, dw
-    per_head = J > 1 and indices.stride(2) != 0
+    per_head = _per_head(indices)
     selections = B * N * K * (J if per_head else 1)
     if readers_of_a_part is None:
         readers_of_a_part = _readers_of_a_part(q, k, selections, per_head, _ROWS_OF_A_PART)
@@ -206,13 +206,17 @@ class Readers(NamedTuple):
     slots_before: Tensor  # [C] parts, of chunks with several, before this chunk
     chunk_of: Tensor  # [P] the chunk of each part; C: of none
     per_part: int  # readers of a part, at most
-    per_head: bool
+
+
+def _per_head(indices: Tensor) -> bool:
+    """Whether key/value heads select for themselves; what one selection for all was expanded from has stride 0."""
+    return indices.shape[2] > 1 and indices.stride(2) != 0
 
 
 def invert(indices: Tensor, M: int, per_part: int) -> Readers:
     """For indices [B, N, J, K]; of stride 0 over J they are those of all heads."""
     B, _, J, _ = indices.shape
-    per_head = J > 1 and indices.stride(2) != 0
+    per_head = _per_head(indices)
     own = indices if per_head else indices[:, :, :1]
     chunk = torch.arange(B, device=indices.device)[:, None, None, None] * M + own
     C = B * M
@@ -227,7 +231,7 @@ def invert(indices: Tensor, M: int, per_part: int) -> Readers:
     several = torch.where(parts > 1, parts, 0)
     most = C + readers.numel() // per_part
     chunk_of = torch.searchsorted(ends, torch.arange(most, device=indices.device), right=True)
-    return Readers(readers, starts, ends, several.cumsum(0) - several, chunk_of, per_part, per_head)
+    return Readers(readers, starts, ends, several.cumsum(0) - several, chunk_of, per_part)
 
 
 def _parts(programs: int, K: int) -> int:
