@@ -620,6 +620,16 @@ def test_more_than_there_is_room_for_comes_straight_from_the_store() -> None:
     assert (recent.hits, recent.misses) == (1 + 2, 2 + 5)
 
 
+@pytest.mark.parametrize("again", [1, 2])
+def test_a_record_that_came_back_elsewhere_stays_when_its_first_place_is_taken(again: int) -> None:
+    recent = RecentRecords(Counting(), 2)
+    recent.gather(torch.tensor([1]))
+    recent.gather(torch.tensor([2]))
+    recent.forget(1, 2)
+    for numbers in ([again], [again, 3]):
+        assert same_bits(recent.gather(torch.tensor(numbers)), records(100)[numbers])
+
+
 @pytest.mark.parametrize(("first", "count"), [(0, 5), (2, 1), (4, 60)])
 def test_overwritten_records_are_forgotten(first: int, count: int) -> None:
     store = Counting()

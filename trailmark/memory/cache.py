@@ -107,9 +107,9 @@ class ChunkCache(Cache):
             return 0
         held = [self.state.open_states, None if self.state.deferred is None else self.state.deferred.states]
         held += [x for got in self.state.pending if got is not None for x in (got.k, got.v, got.weights)]
-        return sum(x.num_bytes() for x in self.state.layers) + sum(
-            x.numel() * x.element_size() for x in held if x is not None
-        )
+        numbers = sum(x.numel() * x.element_size() for x in held if x is not None)
+        cell = 0 if self.state.cell is None else self.state.cell.num_bytes()
+        return sum(x.num_bytes() for x in self.state.layers) + numbers + cell
 
     def memory_bytes(self) -> int:
         """Bytes of the chunks in memory, on whatever tier; see :meth:`ChunkMemory.num_bytes`."""
@@ -193,6 +193,7 @@ class ChunkCache(Cache):
         possible = bool((state.num_tokens >= n).all()) and state.deferred is None
         if self.num_groups:
             possible = possible and bool((state.phases >= n).all())
+        possible = possible and state.cell is None
         for stage, window in zip(self.stages, self.windows, strict=True):
             # a call that failed may have written into one slot more
             if window is not None:

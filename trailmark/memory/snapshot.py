@@ -12,10 +12,13 @@ import torch
 from torch import Tensor
 
 from trailmark.memory import saved
+from trailmark.memory.cell import Cell
 from trailmark.memory.chunks import ChunkMemory, MemorySize
 from trailmark.memory.state import CacheState, Deferred, Retrieved
 from trailmark.memory.store import open_store
 from trailmark.memory.window import Span
+
+_CELL = ("tokens", "counts", "chunk", "slot", "is_landmark", "offset", "retrievals")  # its numpy arrays
 
 
 def save_state(
@@ -102,6 +105,13 @@ def _state_tensors(state: CacheState) -> Iterator[tuple[str, Tensor]]:
         yield "deferred.chunk", numbers(waiting.chunk)
         yield "deferred.is_landmark", numbers(waiting.is_landmark)
         yield "deferred.first_chunk", numbers(waiting.first_chunk)
+    if (cell := state.cell) is not None:
+        for name in _CELL:
+            yield f"cell.{name}", numbers(getattr(cell, name))
+        for name in ("running", "chosen"):
+            for n, x in enumerate(getattr(cell, name)):
+                if x is not None:
+                    yield f"cell.{name}.{n}", x
 
 
 def _read_state(
@@ -143,6 +153,16 @@ def _read_state(
                 numbers("deferred.is_landmark"),
                 numbers("deferred.first_chunk"),
             )
+        cell = None
+        if "cell.tokens" in left:
+            tables: dict[str, Any] = {name: numbers(f"cell.{name}") for name in _CELL}
+            carried: dict[str, Any] = {
+                name: tuple(
+                    own(key) if (key := f"cell.{name}.{n}") in left else None for n in range(len(layers))
+                )
+                for name in ("running", "chosen")
+            }
+            cell = Cell(**tables, **carried)
         state = CacheState(
             num_tokens=num_tokens,
             num_positions=numbers("num_positions"),
@@ -153,6 +173,7 @@ def _read_state(
             pending=tuple(pending),
             open_states=own("open_states") if "open_states" in left else None,
             deferred=deferred,
+            cell=cell,
         )
     except KeyError as error:
         raise ValueError(f"folder: expected a whole memory, {error} is missing in it.") from error

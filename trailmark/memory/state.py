@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from trailmark.memory.cell import Cell
 from trailmark.memory.chunks import MemorySize
 from trailmark.memory.window import Booleans, Integers, Span, Window
 
@@ -67,6 +68,7 @@ class CacheState:
     pending: tuple[Retrieved | None, ...]  # one per group
     open_states: Tensor | None = None  # [B, S, E]: the open chunk's states below the memory
     deferred: Deferred | None = None
+    cell: Cell | None = None  # of a model that cuts its text in cells
 
 
 def take_rows(state: CacheState, rows: Integers) -> CacheState:
@@ -108,6 +110,7 @@ def take_rows(state: CacheState, rows: Integers) -> CacheState:
         ),
         open_states=None if state.open_states is None else take(state.open_states),
         deferred=deferred,
+        cell=None if state.cell is None else state.cell.take_rows(rows),
     )
 
 

@@ -13,10 +13,9 @@ import tempfile
 import weakref
 from abc import ABC, abstractmethod
 from bisect import bisect_right
-from collections import OrderedDict
 from collections.abc import Iterator
 from io import FileIO
-from itertools import islice
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -245,15 +244,18 @@ class _Mapped:
     def fetch(self, wanted: Numbers) -> None:
         """Begin to read all these records at once, not page by page as they are touched.
 
-        20 times as fast where they are not in RAM, half a microsecond each where they are.
+        20 times as fast where they are not in RAM, half a microsecond each where they are; one each for records
+        side by side.
         """
         if not hasattr(mmap, "MADV_WILLNEED"):
             return
         count, width = self.bytes.shape
-        for number in wanted.tolist():
-            if number < count:
-                start = number * width // mmap.PAGESIZE * mmap.PAGESIZE
-                self._map.madvise(mmap.MADV_WILLNEED, start, (number + 1) * width - start)
+        there = wanted[wanted < count]
+        ends = np.flatnonzero(np.diff(there) != 1)  # of records side by side
+        firsts, lasts = there[np.append(0, ends + 1)[: len(there)]], there[np.append(ends, -1)[: len(there)]]
+        for first, last in zip(firsts.tolist(), lasts.tolist(), strict=True):
+            start = first * width // mmap.PAGESIZE * mmap.PAGESIZE
+            self._map.madvise(mmap.MADV_WILLNEED, start, (last + 1) * width - start)
 
 
 class _Segments(NamedTuple):
@@ -369,7 +371,12 @@ class ResidentStore(ChunkStore):
                 return Gathered(self._empty(0, self._home))
             if len(tensors) == 1:
                 return Gathered(tensors[0].index_select(0, torch.from_numpy(wanted).to(self._home)))
-            return Gathered(torch.stack([tensors[place][row] for place, row in self._places(wanted)]))
+            if (runs := self._runs(wanted)) is None:
+                return Gathered(torch.stack([tensors[place][row] for place, row in self._places(wanted)]))
+            records = self._empty(len(wanted), self._home)
+            for place, rows, out in runs:
+                torch.index_select(tensors[place], 0, torch.from_numpy(rows).to(self._home), out=records[out])
+            return Gathered(records)
 
     def _collect(self, wanted: Numbers, out: Bytes) -> None:
         # numpy's copies, on this thread: torch's are no faster at this size, and wait for each other's threads
@@ -382,9 +389,24 @@ class ResidentStore(ChunkStore):
                 out[n] = bytes_of(tensors[place][row : row + 1].cpu())
         elif len(views) == 1:
             np.take(views[0], wanted, axis=0, out=out, mode="clip")  # "raise" would copy twice
+        elif (runs := self._runs(wanted)) is not None:
+            for place, rows, here in runs:
+                np.take(views[place], rows, axis=0, out=out[here], mode="clip")
         else:
             for n, (place, row) in enumerate(self._places(wanted)):
                 out[n] = views[place][row]
+
+    def _runs(self, wanted: Numbers) -> list[tuple[int, Numbers, slice]] | None:
+        """Of numbers in ascending order: segment, rows there, and which of them; None: in another order."""
+        if (np.diff(wanted) < 0).any():
+            return None
+        starts = self._segments.starts
+        cuts = [*np.searchsorted(wanted, starts).tolist(), len(wanted)]
+        return [
+            (place, wanted[low:high] - starts[place], slice(low, high))
+            for place, (low, high) in enumerate(pairwise(cuts))
+            if low < high
+        ]
 
     def _places(self, wanted: Numbers) -> Iterator[tuple[int, int]]:
         """Segment and row of each record."""
@@ -697,57 +719,61 @@ class RecentRecords:
         with torch.inference_mode(False):
             self._slab = torch.empty(capacity, *store.record_shape, dtype=store.dtype, device=store.device)
         self._slab_bytes = bytes_of(self._slab) if self._slab.device.type == "cpu" else None
-        self._rows: OrderedDict[int, int] = OrderedDict()  # number -> row of the slab, longest unused first
-        self._unused = list(range(capacity))
+        # Ctrl-C may come between any two lines: a number's row is forgotten before another record comes there
+        self._rows = np.full(0, -1, np.int32)  # of the slab, by number; -1: not here
+        self._numbers = np.full(
+            capacity, -1
+        )  # by row; -1: none yet. It may be forgotten, or in another row since
+        self._used = np.full(capacity, -1)  # by row: in which call; -1: never
+        self._calls = 0
 
     def gather(self, numbers: Tensor) -> Tensor:
         """As :meth:`ChunkStore.gather`, bit for bit; the store is asked at most once, for what is not here.
 
         More different records than ``capacity`` come straight from the store.
         """
-        wanted: list[int] = numbers.tolist()
-        rows = self._rows
-        distinct = dict.fromkeys(wanted)
-        missing = [number for number in distinct if number not in rows]
-        if missing:
-            held = sum(number in rows for number in wanted)
-            self.hits, self.misses = self.hits + held, self.misses + len(wanted) - held
-            if len(distinct) > self.capacity:
-                return self.store.gather(numbers)
-            for number in distinct:
-                if number in rows:
-                    rows.move_to_end(number)
-            self._fetch(missing)
-        else:
-            self.hits += len(wanted)
-            for number in distinct:
-                rows.move_to_end(number)
-        return self._take([rows[number] for number in wanted])
+        wanted = self.store._expect_numbers(numbers)
+        if len(self._rows) < len(self.store):
+            grown = np.full(len(self.store) * 3 // 2, -1, np.int32)
+            grown[: len(self._rows)] = self._rows
+            self._rows = grown
+        rows = self._rows[wanted].astype(np.int64)
+        held = rows >= 0
+        num_held = int(held.sum())
+        self.hits, self.misses = self.hits + num_held, self.misses + len(wanted) - num_held
+        self._calls += 1
+        if num_held == len(wanted):
+            self._used[rows] = self._calls
+            return self._take(rows)
+        missing = np.unique(wanted[~held])
+        if len(missing) + len(np.unique(rows[held])) > self.capacity:
+            return self.store.gather(numbers)
+        self._used[rows[held]] = self._calls
+        self._fetch(missing)
+        return self._take(self._rows[wanted].astype(np.int64))
 
-    def _fetch(self, missing: list[int]) -> None:
+    def _fetch(self, missing: Numbers) -> None:
         """Put records in place of those that were not used for longest."""
-        records = self.store.gather(torch.tensor(missing))
-        try:
-            for number in list(islice(self._rows, max(0, len(missing) - len(self._unused)))):
-                self._unused.append(self._rows.pop(number))
-            rows = [self._unused.pop() for _ in missing]
-            if self._slab_bytes is None:
-                with torch.inference_mode(False):
-                    self._slab.index_copy_(0, torch.tensor(rows).to(self._slab.device), records)
-            else:
-                self._slab_bytes[rows] = bytes_of(records)
-            self._rows.update(zip(missing, rows, strict=True))
-        except BaseException:  # Ctrl-C: no number may be left with another record's row
-            self.clear()
-            raise
+        records = self.store.gather(torch.from_numpy(missing))
+        rows = np.argpartition(self._used, len(missing) - 1)[: len(missing)]
+        old = self._numbers[rows]
+        self._rows[old[(old >= 0) & (self._rows[old] == rows)]] = -1
+        self._used[rows] = -1
+        if self._slab_bytes is None:
+            with torch.inference_mode(False):
+                self._slab.index_copy_(0, torch.from_numpy(rows).to(self._slab.device), records)
+        else:
+            self._slab_bytes[rows] = bytes_of(records)
+        self._numbers[rows] = missing
+        self._used[rows] = self._calls
+        self._rows[missing] = rows
 
-    def _take(self, rows: list[int]) -> Tensor:
+    def _take(self, rows: Numbers) -> Tensor:
         with torch.inference_mode(False):
             if self._slab_bytes is None:
-                return self._slab.index_select(0, torch.tensor(rows, dtype=torch.int64).to(self._slab.device))
+                return self._slab.index_select(0, torch.from_numpy(rows).to(self._slab.device))
             records = torch.empty(len(rows), *self._slab.shape[1:], dtype=self._slab.dtype)
-        places = np.array(rows, np.int64)
-        np.take(self._slab_bytes, places, axis=0, out=bytes_of(records), mode="clip")
+        np.take(self._slab_bytes, rows, axis=0, out=bytes_of(records), mode="clip")
         return records
 
     def write(self, first: int, records: Tensor) -> None:
@@ -757,21 +783,15 @@ class RecentRecords:
 
     def forget(self, first: int, count: int) -> None:
         """Keep nothing of the numbers ``first ... first + count - 1``, which are to be overwritten."""
-        if count < len(self._rows):
-            gone = [number for number in range(first, first + count) if number in self._rows]
-        else:
-            gone = [number for number in self._rows if first <= number < first + count]
-        try:
-            for number in gone:
-                self._unused.append(self._rows.pop(number))
-        except BaseException:  # Ctrl-C: no row may be lost
-            self.clear()
-            raise
+        there = self._rows[first : first + count]  # a view
+        rows = there[there >= 0]
+        there[:] = -1
+        self._used[rows] = -1
 
     def clear(self) -> None:
         """Keep nothing."""
-        self._rows.clear()
-        self._unused = list(range(self.capacity))
+        self._rows[:] = -1
+        self._used[:] = -1
 
     def num_bytes(self) -> int:
         """Bytes of the slab."""

@@ -3,12 +3,14 @@
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from trailmark.models.causal_lm import CausalLMOutput, TrailmarkForCausalLM
-from trailmark.models.configuration import DRTConfig, SlidingWindowConfig, TrailmarkConfig
+from trailmark.models.configuration import DRTConfig, LandmarkConfig, SlidingWindowConfig, TrailmarkConfig
 from trailmark.models.drt import DRTForCausalLM
+from trailmark.models.landmark import LandmarkForCausalLM
 from trailmark.models.sliding_window import SlidingWindowForCausalLM
 
 MODELS: dict[str, type[TrailmarkForCausalLM]] = {
-    model.config_class.model_type: model for model in (DRTForCausalLM, SlidingWindowForCausalLM)
+    model.config_class.model_type: model
+    for model in (DRTForCausalLM, LandmarkForCausalLM, SlidingWindowForCausalLM)
 }
 for _name, _model in MODELS.items():
     AutoConfig.register(_name, _model.config_class, exist_ok=True)
@@ -19,6 +21,8 @@ __all__ = [
     "CausalLMOutput",
     "DRTConfig",
     "DRTForCausalLM",
+    "LandmarkConfig",
+    "LandmarkForCausalLM",
     "SlidingWindowConfig",
     "SlidingWindowForCausalLM",
     "TrailmarkConfig",

@@ -26,7 +26,7 @@ from transformers.utils import ModelOutput
 from trailmark.memory import ChunkCache, ChunkMemory
 from trailmark.models.configuration import TrailmarkConfig
 from trailmark.models.grid import Booleans, Grid, Integers, lay_out
-from trailmark.models.layers import RMSNorm
+from trailmark.models.layers import LayerNorm, RMSNorm
 from trailmark.ops import ChunkSelection
 
 # Tokens that ``read`` takes at a time: enough for efficient GEMMs, few enough to keep the memory constant.
@@ -43,8 +43,11 @@ class CausalLMOutput(ModelOutput):
     retrieval: tuple[ChunkSelection, ...] | None = None
     """Per group, what the landmarks closed in this call selected [B, N, K], by absolute chunk number.
 
-    A padded row may close fewer chunks than N; what follows them is -1.
+    A padded row may close fewer chunks than N; what follows them is -1. Landmark Attention: per layer, what each
+    token read of the memory in each head [B, T, H, K]; its weights are those among the K.
     """
+    landmark_loss: Tensor | None = None
+    """[B, T] what each token's landmark, if it is a token of the text, adds to the token's loss (in ``loss``)."""
 
 
 @dataclass
@@ -54,6 +57,9 @@ class Hidden:
     states: Tensor | None  # [B, T, E] after the last norm, or of the last tokens; None when only reading
     retrieval: tuple[ChunkSelection, ...] | None = None  # of each group, [B, C, K]
     closed: Integers | None = None  # [b] how many of these each row has: landmarks deferred before come first
+    # states [B, T, E] of the tokens themselves, where ``states`` has those of the landmarks that close their
+    # chunks, and bool [B, T] which these are: landmarks are tokens of the text
+    own: tuple[Tensor, Tensor] | None = None
 
 
 class TrailmarkForCausalLM(PreTrainedModel, GenerationMixin):
@@ -120,12 +126,17 @@ class TrailmarkForCausalLM(PreTrainedModel, GenerationMixin):
         config = self.config
         capacity = -(-num_tokens // getattr(config, "chunk_size", 1)) if num_tokens else 0
         folder = None if memory_folder is None else Path(memory_folder)
-        memory = ChunkMemory(memory_tier, capacity, folder, memory_dtype, search)
+        memory = self._make_memory(memory_tier, capacity, folder, memory_dtype, search)
         stages, groups = self._stages(), getattr(config, "num_retrieval_groups", 0)
         windows = [config.sliding_window] * len(stages)
         cache = ChunkCache(self._cache_key, windows, stages, groups, memory)
         cache.identity = self._identity
         return cache
+
+    def _make_memory(
+        self, tier: str, capacity: int, folder: Path | None, dtype: torch.dtype | None, search: Any
+    ) -> ChunkMemory:
+        return ChunkMemory(tier, capacity, folder, dtype, search)
 
     def load_cache(self, folder: str | Path, memory_tier: str = "disk", search: Any = None) -> ChunkCache:
         """The cache that ``cache.save(folder)`` left there, to ask or to read on with.
@@ -264,7 +275,7 @@ class TrailmarkForCausalLM(PreTrainedModel, GenerationMixin):
                 text = self._read_pieces(text, cache, keep, prefill_chunk_size or _READ_TOKENS, None)
             if self.training and noise_seed is None:
                 noise_seed = torch.randint(2**31, (B,), device=input_ids.device)
-            grid = self._lay_out(text, cache)
+            grid = self._lay_out(text, cache, noise_seed if self.training else None)
             hidden = self.run(
                 text.ids,
                 grid,
@@ -281,12 +292,32 @@ class TrailmarkForCausalLM(PreTrainedModel, GenerationMixin):
             if self.config.logit_scale != 1.0:
                 states = states * self.config.logit_scale
             logits = self.lm_head(states)
-            loss = None if labels is None else causal_loss(logits, labels, num_items_in_batch)
+            extra = None
+            if hidden.own is not None:
+                extra = self.landmark_terms(logits, states, *(text.in_columns(x) for x in hidden.own))
+            loss = None
+            if labels is not None:
+                labels = self.bearing_loss(labels, input_ids)
+                loss = causal_loss(logits, labels, num_items_in_batch)
+                if extra is not None:
+                    loss = loss + _mean_at(extra, labels, num_items_in_batch)
             retrieval = hidden.retrieval if output_retrieval else None
-            if retrieval is not None and cache is not None:
+            if retrieval is not None and hidden.closed is None:
+                retrieval = tuple(text.selection_in_columns(chosen) for chosen in retrieval)
+            elif retrieval is not None and cache is not None:
                 assert hidden.closed is not None
                 retrieval = tuple(_last_chunks(chosen, hidden.closed, grid.closed) for chosen in retrieval)
-            return CausalLMOutput(loss=loss, logits=logits, past_key_values=cache, retrieval=retrieval)
+            return CausalLMOutput(
+                loss=loss, logits=logits, past_key_values=cache, retrieval=retrieval, landmark_loss=extra
+            )
+
+    def bearing_loss(self, labels: Tensor, input_ids: Tensor) -> Tensor:
+        """Labels [B, T] with -100 where this model's convention has no loss."""
+        return labels
+
+    def landmark_terms(self, logits: Tensor, states: Tensor, own: Tensor, closes: Tensor) -> Tensor:
+        """[B, T]: see :attr:`CausalLMOutput.landmark_loss`."""
+        raise NotImplementedError
 
     @torch.compiler.disable(reason="padding, early landmarks, a cache or logits_to_keep")
     def _answer_uncompiled(self, *arguments: Any) -> CausalLMOutput:
@@ -355,7 +386,7 @@ class TrailmarkForCausalLM(PreTrainedModel, GenerationMixin):
                 progress(first, width)
         return text.columns(first, width)
 
-    def _lay_out(self, text: Text, cache: ChunkCache | None) -> Grid:
+    def _lay_out(self, text: Text, cache: ChunkCache | None, noise_seed: Tensor | None = None) -> Grid:
         phases = None if cache is None else cache.begun(len(text.ids)).phases
         return lay_out(
             text.ids.shape[1], getattr(self.config, "chunk_size", None), phases, text.counts, text.close_chunk
@@ -441,7 +472,7 @@ class TrailmarkForCausalLM(PreTrainedModel, GenerationMixin):
                 if getattr(module, "into_residual", False):
                     std /= math.sqrt(2 * config.num_hidden_layers)
             init.normal_(module.weight, std=std)
-        elif isinstance(module, RMSNorm):
+        elif isinstance(module, RMSNorm | LayerNorm):
             init.ones_(module.weight)
 
     def _check_tokens(self, input_ids: Tensor) -> None:
@@ -535,6 +566,16 @@ class Text:
         back = self.order.argsort(dim=1)[..., None].expand_as(states)
         return states.gather(1, back)
 
+    def selection_in_columns(self, chosen: ChunkSelection) -> ChunkSelection:
+        """A selection [B, T', H, K] of the tokens -> [B, T, H, K] in the columns that they came from."""
+        if self.order is None:
+            return chosen
+        shape = chosen.indices.shape[2:]
+        indices, weights, scores = (x.flatten(2) for x in chosen)
+        indices = self.in_columns(indices + 1) - 1
+        scores = self.in_columns(scores).masked_fill(indices < 0, -math.inf)
+        return ChunkSelection(*(x.unflatten(2, shape) for x in (indices, self.in_columns(weights), scores)))
+
     def last(self, states: Tensor, keep: int) -> Tensor:
         """States [B, T, E] of the tokens -> those of each row's last ``keep``, zeros before its first."""
         if self.counts is None:
@@ -599,6 +640,13 @@ def causal_loss(logits: Tensor, labels: Tensor, num_items: Tensor | int | None =
         count = torch.as_tensor(num_items, device=logits.device)
     count = count.clamp(min=1)  # no token, no loss
     return F.cross_entropy(flat, targets, ignore_index=-100, reduction="sum") / count
+
+
+def _mean_at(values: Tensor, labels: Tensor, num_items: Tensor | int | None) -> Tensor:
+    """The values [B, T] where there is a label to predict, divided as ``causal_loss`` divides."""
+    counted = shift_labels(labels) != -100
+    count = counted.sum() if num_items is None else torch.as_tensor(num_items, device=values.device)
+    return values.masked_fill(~counted, 0).sum() / count.clamp(min=1)
 
 
 def shift_labels(labels: Tensor, fill: int = -100) -> Tensor:

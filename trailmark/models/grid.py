@@ -91,6 +91,14 @@ class Grid:
         return place - np.maximum.accumulate(starts, axis=1)
 
     @cached_property
+    def places(self) -> Integers:
+        """[b, P] place in the text where a chunk takes S + 1 and its landmark the last of them; absent: 0."""
+        assert self.chunk_size is not None
+        slot = self._slot + np.where(self.chunk == 0, self.phases[:, None], 0)
+        slot = np.where(self.is_landmark, self.chunk_size, slot)
+        return np.where(self.chunk >= 0, self.chunk * (self.chunk_size + 1) + slot, 0)
+
+    @cached_property
     def lengths(self) -> Integers:
         """[b, C] tokens of each closed chunk; 0 where a row closes fewer."""
         found = np.zeros((len(self.chunk), self.num_closed), np.int64)
@@ -281,6 +289,25 @@ class Grid:
     def _sources(self) -> int:
         assert self.chunk_size is not None
         return self.num_positions + (self.chunk_size if self.begins_open else 0)
+
+    def kept_for(self, key: object) -> Any:
+        """What ``keep_for`` was given: layouts are asked for again and again, and what rests on them too."""
+        return self._made.get(key)
+
+    def keep_for(self, key: object, made: Any) -> None:
+        self._made[key] = made
+
+    def closing(self) -> tuple[Booleans, Take]:
+        """Of all tokens of the call: [b, T] which are followed by a landmark; those landmarks, else the tokens."""
+        own = self.last_tokens(None).index
+        row = np.arange(len(own))[:, None]
+        after = np.minimum(own + 1, self.num_positions - 1)
+        closes = (own >= 0) & self.is_landmark[row, after] & (own + 1 < self.num_positions)
+        return closes, Take(np.where(closes, own + 1, own), self.num_positions)
+
+    def kept(self, kept: Booleans) -> tuple[Take, Grid]:
+        """Some of the positions [b or B, P], in their order: how to take them, and their layout."""
+        return self._kept(kept)
 
     # --- several calls -------------------------------------------------------------------------------------
 

@@ -67,6 +67,20 @@ class _RMSNormalize(torch.autograd.Function):
         return ((grad - normal.mul_(inner)).mul_(scale)).to(x.dtype), weight_grad, None
 
 
+class LayerNorm(nn.Module):
+    """(x - mean) / std * weight over the last dimension, in float32 or wider; no bias."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        dtype = torch.promote_types(x.dtype, torch.float32)
+        weight = self.weight.to(dtype)
+        return F.layer_norm(x.to(dtype), weight.shape, weight, eps=self.eps).to(x.dtype)
+
+
 def fused_linear(fan_in: int, fan_outs: tuple[int, ...]) -> nn.Linear:
     """Several matrices that read the same input as one; ``block_rows`` tells the optimizer where they part."""
     linear = nn.Linear(fan_in, sum(fan_outs), bias=False)
@@ -85,6 +99,18 @@ class MLP(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
         return self.down_proj(F.silu(gate) * up)
+
+
+class GELUMLP(nn.Module):
+    """W_down gelu(W_up x), as GPT-2 has it, without biases."""
+
+    def __init__(self, config: TrailmarkConfig) -> None:
+        super().__init__()
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(F.gelu(self.up_proj(x)))
 
 
 class SelfAttention(nn.Module):
@@ -223,6 +249,13 @@ def rotary_table(
     table, frequency = _rotary_table(_rounded(length), head_dim, theta, like.device)
     angle = first[:, None, None] * frequency
     return torch.view_as_real(table[:length] * torch.polar(torch.ones_like(angle), angle)).to(wide)
+
+
+def rotary_at(positions: Tensor, head_dim: int, theta: float, dtype: torch.dtype) -> Tensor:
+    """(cos, sin) [..., D / 2, 2] of the angles p f of any positions [...], float32 or wider, computed in float64."""
+    frequency = _rotary_table(64, head_dim, theta, positions.device)[1]
+    angle = positions[..., None].to(torch.float64) * frequency
+    return torch.stack([angle.cos(), angle.sin()], -1).to(torch.promote_types(dtype, torch.float32))
 
 
 def _rounded(length: int) -> int:

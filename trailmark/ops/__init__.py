@@ -2,17 +2,21 @@
 
 from trailmark.ops.block_attention import block_attention
 from trailmark.ops.grouped_cross_attention import grouped_cross_attention
+from trailmark.ops.landmark_attention import landmark_attention
+from trailmark.ops.landmark_layout import LandmarkLayout
 from trailmark.ops.noise import fold_seed, gumbel_noise
 from trailmark.ops.selection import ChunkSelection, select_chunks
 from trailmark.ops.sliding_window import alibi_slopes, sliding_window_attention
 
 __all__ = [
     "ChunkSelection",
+    "LandmarkLayout",
     "alibi_slopes",
     "block_attention",
     "fold_seed",
     "grouped_cross_attention",
     "gumbel_noise",
+    "landmark_attention",
     "select_chunks",
     "sliding_window_attention",
 ]

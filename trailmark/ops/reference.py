@@ -116,3 +116,71 @@ def grouped_cross_attention(
     used = weights.to(dtype).masked_fill(indices < 0, 0)
     out = torch.einsum("bnjk,bnjgrks,bnjksd->bnrjgd", used, probabilities, values)
     return out.reshape(q.shape).to(q.dtype)
+
+
+def landmark_attention(
+    q: Tensor,  # [B, P, H, D]
+    k: Tensor,  # [B, T, J, D]
+    v: Tensor,  # [B, T, J, D]
+    is_landmark: Tensor,  # [B, T] bool
+    document_ids: Tensor,  # [B, T]
+    causal: bool,
+    scale: float,
+    query_places: Tensor,  # [B, P]
+    seen: Tensor | None = None,  # [B, T] bool: other landmarks are masked; None: all are seen
+    own: bool = True,
+    literal: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Paper (arXiv 2305.16300) Eq. 1 to 4, by dense [P, T] groups: (output, log-sum-exp of each query's group).
+
+    Beside them, a landmark whose chunk shows the query no regular token is masked: its weight would be lost, and
+    the weights not sum to one. ``literal`` leaves it in, as the equations and the published code have it.
+    """
+    dtype = arithmetic_dtype(q, k, v)
+    (B, P, H, _), (T, J) = q.shape, k.shape[1:3]
+    if T == 0:
+        return torch.zeros_like(q), q.new_full((B, P, H), -torch.inf, dtype=dtype)
+    place = torch.arange(T, device=q.device)
+    present = document_ids >= 0
+    together = (document_ids[:, :, None] == document_ids[:, None]) & present[:, None]  # [B, T, T]
+    # p: the landmark of each place's chunk, itself for a landmark; T: none
+    closing = together & is_landmark[:, None] & (place >= place[:, None])
+    p = torch.where(closing, place, T).amin(-1)  # [B, T]
+    row, i = torch.arange(B, device=q.device)[:, None], query_places.clamp(min=0)
+    visible = together[row, i] & present[row, i][..., None] & (query_places >= 0)[..., None]  # [B, P, T]
+    if causal:
+        visible = visible & (place <= i[..., None])
+    p_i, p_j, landmark = p[row, i][..., None], p[:, None], is_landmark[:, None]
+    if not own:
+        visible = visible & (landmark | (p_j != p_i))
+    if not literal:
+        counts = torch.zeros((B, P, T + 1), dtype=torch.int64, device=q.device)
+        counts.scatter_add_(2, p_j.expand_as(visible), (visible & ~landmark).long())
+        visible = visible & (~landmark | (counts[..., :T] > 0))
+    if seen is not None:
+        visible = visible & (~landmark | seen[:, None])
+    G = torch.where(landmark, torch.where(p_i == place, -1, p_i), p_j)  # Eq. 2
+    visible = (visible & (G >= 0))[:, None]  # [B, 1, P, T]
+    group = G.clamp(min=0)[:, None].expand(B, H, P, T)
+
+    # what is absent is not multiplied either: NaN times 0 is NaN
+    asks = (visible[:, 0].any(-1))[..., None, None]
+    k, v = (x.to(dtype).masked_fill(~present[..., None, None], 0) for x in (k, v))
+    k, v = (x.repeat_interleave(H // J, dim=2) for x in (k, v))
+    scores = torch.einsum("bihd,bjhd->bhij", q.to(dtype).masked_fill(~asks, 0), k) * scale
+    scores = scores.masked_fill(~visible, -torch.inf)
+    top = torch.full((B, H, P, T + 1), -torch.inf, dtype=dtype, device=q.device)
+    top = top.scatter_reduce(3, group, scores.detach(), "amax")
+    top = top.masked_fill(top == -torch.inf, 0)
+    exponentials = (scores - top.gather(3, group)).exp()
+    total = torch.zeros_like(top).scatter_add(3, group, exponentials)
+    empty = total == 0
+    total = total.masked_fill(empty, 1)
+    S = exponentials / total.gather(3, group)  # Eq. 1 and 3
+    # Eq. 4; a landmark i is in the group of its chunk's tokens: its own landmark is all that it ignores
+    gate = torch.nn.functional.pad(S, (0, 1)).gather(3, p_j[:, None].expand(B, H, P, T))
+    weights = torch.where((p_j == p_i)[:, None], S, S * gate).masked_fill(landmark[:, None], 0)
+    out = torch.einsum("bhij,bjhd->bihd", weights, v)
+    own_group = p_i[:, None].expand(B, H, P, 1)
+    lse = (top + total.log()).masked_fill(empty, -torch.inf).gather(3, own_group)[..., 0]
+    return out.to(q.dtype), lse.transpose(1, 2)

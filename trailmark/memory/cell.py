@@ -1,0 +1,71 @@
+"""Cells: what a model that cuts its text in cells of a fixed length holds of the present one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from trailmark.memory.window import Booleans, Integers
+
+
+@dataclass(frozen=True)
+class Cell:
+    """The positions of each row's present cell, after those of the chunk that it began in.
+
+    Their keys and values are in the layers' windows, position i of a row in slot i.
+    """
+
+    tokens: Integers  # [B] of the cell that were read
+    counts: Integers  # [B] positions held
+    chunk: Integers  # [B, n] counted from the first that is not in the memory; -1: absent
+    slot: Integers  # [B, n] place in the chunk; a landmark's is S
+    is_landmark: Booleans  # [B, n]
+    running: tuple[Tensor | None, ...] = ()  # of each layer [B, H or 1, M]: see ``select_by_landmarks``
+    chosen: tuple[Tensor | None, ...] = ()  # of each layer int64 [B, H or 1, k]: what the open unit reads
+    offset: Integers = field(
+        default_factory=lambda: np.zeros(1, np.int64)
+    )  # [1] the chunk that M counts from
+    retrievals: Integers = field(default_factory=lambda: np.zeros(2, np.int64))
+    """[2]: asked for, and of those skipped by a retrieval gate, since the text's beginning, of all rows."""
+
+    @classmethod
+    def empty(cls, batch_size: int, num_layers: int) -> Cell:
+        zero, none = np.zeros(batch_size, np.int64), np.zeros((batch_size, 0), np.int64)
+        nothing = (None,) * num_layers
+        return cls(zero, zero, none, none, none.astype(bool), nothing, nothing)
+
+    @property
+    def tables(self) -> tuple[Integers, Integers, Booleans]:
+        return self.chunk, self.slot, self.is_landmark
+
+    def open_units(self) -> Booleans:
+        """[B] whether the row's next position belongs to a chunk of which this cell has seen a position."""
+        last = self.counts - 1
+        if not self.chunk.shape[1]:
+            return last >= 0
+        return (self.tokens > 0) & ~self.is_landmark[np.arange(len(last)), last.clip(0)]
+
+    def take_rows(self, rows: Integers) -> Cell:
+        """Row b is a copy of row ``rows[b]``."""
+        index = torch.from_numpy(rows)
+
+        def take(x: Tensor | None) -> Tensor | None:
+            with torch.inference_mode(False):
+                return None if x is None else x.index_select(0, index.to(x.device))
+
+        return replace(
+            self,
+            tokens=self.tokens[rows],
+            counts=self.counts[rows],
+            chunk=self.chunk[rows],
+            slot=self.slot[rows],
+            is_landmark=self.is_landmark[rows],
+            running=tuple(map(take, self.running)),
+            chosen=tuple(map(take, self.chosen)),
+        )
+
+    def num_bytes(self) -> int:
+        return sum(x.numel() * x.element_size() for x in (*self.running, *self.chosen) if x is not None)
