@@ -39,7 +39,12 @@ from gpu_checks import CHECKS, DEVICE, DTYPE, LENGTHS, MIDDLE, REHEARSAL, TESTS,
 from ops import MAKE, Case, run_pass, sdpa_backend  # noqa: E402
 from torch import Tensor  # noqa: E402
 
-from trailmark.ops import grouped_cross_attention, select_chunks  # noqa: E402
+from trailmark.ops import (  # noqa: E402
+    LandmarkLayout,
+    grouped_cross_attention,
+    landmark_attention,
+    select_chunks,
+)
 from trailmark.report.tables import markdown_table  # noqa: E402
 
 # --- how fast? -------------------------------------------------------------------------------------------------
@@ -214,6 +219,44 @@ def window() -> list[Timing]:
     ]  # fmt: skip
 
 
+def landmark() -> list[Timing]:
+    """Landmark attention over a whole text against causal SDPA, chunks of 63 and of 50 tokens."""
+
+    def make(case: Case, device: str) -> Any:
+        T, S, dtype = case.tokens, case.chunk, getattr(torch, case.dtype)
+        leaves = [
+            torch.randn(1, T, heads, case.head_size, device=device, dtype=dtype)
+            for heads in (case.heads, case.key_value_heads, case.key_value_heads)
+        ]
+        # once for all layers of a model
+        layout = LandmarkLayout.of(torch.arange(T, device=device)[None] % (S + 1) == S)
+
+        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            out = landmark_attention(q, k, v, layout, implementation=case.implementation)
+            assert isinstance(out, Tensor)
+            return out
+
+        return attend, leaves
+
+    lengths = LENGTHS if REHEARSAL else (4096, 8192, 16384)
+    shapes = [
+        Case("gca", "causal", T, DTYPE, backward, heads, heads, size)
+        for T in lengths for heads, size in (WIDTHS if REHEARSAL else ((8, 128), (12, 64)))
+        for backward in (False, True)
+    ]  # fmt: skip
+    return [
+        row
+        for shape in shapes
+        for row in (
+            timing(shape, op="landmark"),
+            *(
+                timing(replace(shape, op="landmark", implementation="triton", chunk=S), make)
+                for S in (63, 50)
+            ),
+        )
+    ]
+
+
 def training_step() -> list[Timing]:
     """A DRT against the model with a window alone; time per token at 64K against 4K."""
     from training_step import compare
@@ -241,6 +284,7 @@ GCA = ("budgets", "repeats", "many elements")
 PARTS: list[tuple[str, tuple[str, ...], Callable[[Path | None], list[Timing]]]] = [
     ("gca", GCA, lambda official: gca_first()),
     ("gca", GCA, gca_official),
+    ("landmark", ("landmark kernels",), lambda official: landmark()),
     ("decoding", ("budgets",), lambda official: decoding()),
     ("selection", ("others",), lambda official: selection()),
     ("window", ("others",), lambda official: window()),
@@ -363,6 +407,7 @@ def goals(found: dict[str, Any]) -> list[list[str]]:
         if ours and "extra_of_own" in ours:
             peak = 1 + ours["extra_of_own"]
             rows.append(["peak memory / inputs, output, gradients", at, f"{peak:.2f}x", "<= 1.2x"])
+    rows += landmark_goals(found)
     steps = {r["tokens"]: r for r in found.get("training step", []) if "ratio" in r}
     for T in (256, 16384):
         if T in steps:
@@ -371,6 +416,24 @@ def goals(found: dict[str, Any]) -> list[list[str]]:
     if 4096 in steps and 65536 in steps:
         few, many = (steps[T]["seconds"]["drt"]["step"] / T for T in (4096, 65536))
         rows.append(["time per token, 64K / 4K", "DRT step", f"{many / few:.2f}x", "<= 1.05x"])
+    return rows
+
+
+def landmark_goals(found: dict[str, Any]) -> list[list[str]]:
+    timed = {
+        (r["heads"], r["head_size"], r["tokens"], r["backward"], r["implementation"], r["chunk"]): r["seconds"]["p50"]
+        for r in found.get("landmark", []) if "seconds" in r
+    }  # fmt: skip
+    rows = []
+    for (heads, size, T, backward, name, S), seconds in timed.items():
+        causal = timed.get((heads, size, T, backward, "causal", 64))
+        if name == "triton" and causal:
+            passes = "forward + backward" if backward else "forward"
+            at = f"H={heads}, D={size}, S={S}, T={T:,}"
+            wanted = "<= 1.4x" if backward else "-"
+            rows.append(
+                [f"landmark attention, {passes} / SDPA causal", at, f"{seconds / causal:.2f}x", wanted]
+            )
     return rows
 
 

@@ -25,11 +25,13 @@ from ops import Case, check
 from torch import Tensor
 
 from tests.budgets import values_and_gradients
-from tests.ops import gca_cases
+from tests.ops import gca_cases, landmark_cases
 from trailmark.ops import (
+    LandmarkLayout,
     alibi_slopes,
     grouped_cross_attention,
     gumbel_noise,
+    landmark_attention,
     select_chunks,
     sliding_window_attention,
 )
@@ -339,6 +341,96 @@ def _errors_for_waiting() -> Iterator[None]:
         torch.cuda.set_sync_debug_mode("default")
 
 
+# --- landmark attention ----------------------------------------------------------------------------------------
+
+
+def landmark_jobs() -> list[Job]:
+    """Sizes as models have them; then the fixed cover, of whose slowest to compile, float32, only a few."""
+    half = [c for c in landmark_cases.COVER if c["dtype"] != torch.float32]
+    # the budget compares largest errors: of many numbers, or chance decides
+    single = [c for c in landmark_cases.COVER if c["dtype"] == torch.float32 and c["P"] is None]
+    cases = [*half, *single[:8]]
+    if REHEARSAL:
+        cases = [c for c in half if c["dtype"] == torch.float16 and c["T"] == 64 and c["S"] > 2][:2]
+    hot = [
+        {"T": 2048, "S": S, "D": D, "g": g, "J": 2, "marks_kind": kind, "dtype": dtype}
+        for D in (64, 128) for g, S, kind in ((1, 63, "regular"), (1, 50, "phase"), (4, 63, "phase"))
+        for dtype in (torch.bfloat16, torch.float16)
+    ]  # fmt: skip
+    named = [("-".join(str(x).split(".")[-1] for x in case.values()), case) for case in [*hot, *cases]]
+    return named[len(hot) :] if REHEARSAL else named
+
+
+def landmark_budget(job: Job) -> Rows:
+    """Output, log-sum-exp and gradients against float64."""
+    rows: Rows = []
+    torch.use_deterministic_algorithms(True, warn_only=True)  # fills what is not written with NaN
+    try:
+        with noted(rows, f"landmark budget {job[0]}"):
+            landmark_cases.assert_budget(*landmark_cases.inputs(B=1, **job[1]))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    return rows
+
+
+def check_landmark(rows: Rows) -> None:
+    """Budgets, the same bits again, places past 2^31 elements, nothing that waits for the device."""
+    if REHEARSAL:
+        for job in landmark_jobs():
+            rows += landmark_budget(job)
+    else:
+        in_processes(landmark_budget, landmark_jobs(), rows, min(8, os.cpu_count() or 1), seconds=150)
+    dtype, T, size = getattr(torch, DTYPE), 130 if REHEARSAL else 4096, 16 if REHEARSAL else 64
+    tensors, rest = landmark_cases.inputs(B=1, T=T, S=63, D=size, marks_kind="phase", dtype=dtype)
+    with noted(rows, "landmark, 100 repeats bit-equal"):
+        run = partial(values_and_gradients, landmark_cases.op(rest, "triton"), *tensors)
+        before = run()
+        for _ in range(1 if REHEARSAL else 100):
+            assert all(torch.equal(x, y) for x, y in zip(before, run(), strict=True))
+
+    layout = LandmarkLayout.of(rest["is_landmark"])
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        # its tables are made anew too
+        out = landmark_attention(q, k, v, layout.seeing(layout.far), implementation="triton")
+        assert isinstance(out, Tensor)
+        return out
+
+    _waits_for_nothing(rows, "landmark attention", attend, tensors)
+    _landmark_many_elements(rows)
+
+
+def _landmark_many_elements(rows: Rows) -> None:
+    """A document past 2^31 elements of q, k and v: as alone, bit for bit."""
+    J, D, few = (1, 16, 130) if REHEARSAL else (2, 64, 600)
+    T = FAR // (J * D) + few
+    with noted(rows, f"landmark attention over {T * J * D:,} elements"):
+        near, _ = landmark_cases.inputs(B=1, T=few, J=J, D=D, dtype=getattr(torch, DTYPE))
+        here = torch.arange(few, device=DEVICE)[None] % 16 == 15
+        there = torch.nn.functional.pad(here, (T - few, 0))
+        document_ids = (torch.arange(T, device=DEVICE) >= T - few).long()[None] - 1
+        cotangent = torch.randn(near[0].shape, device=DEVICE).to(near[0].dtype)
+
+        def results(
+            tensors: list[Tensor], cotangent: Tensor, is_landmark: Tensor, document_ids: Tensor | None = None
+        ) -> list[Tensor]:
+            q, k, v = leaves = [x.requires_grad_() for x in tensors]
+            out = landmark_attention(q, k, v, is_landmark, document_ids, implementation="triton")
+            assert isinstance(out, Tensor)
+            return [out.detach(), *torch.autograd.grad(out, leaves, cotangent)]
+
+        def far(x: Tensor) -> Tensor:
+            wide = torch.zeros(1, T, J, D, device=DEVICE, dtype=x.dtype)
+            wide[:, -few:] = x
+            return wide
+
+        alone = results([x.clone() for x in near], cotangent, here)
+        many = results([far(x) for x in near], far(cotangent), there, document_ids)
+        for x, y in zip(alone, many, strict=True):
+            assert torch.equal(x, y[:, -few:])
+            assert not bool(y[:, :-few].any())
+
+
 # --- selection and window --------------------------------------------------------------------------------------
 
 
@@ -412,7 +504,12 @@ class KernelTests:
     def start(self) -> None:
         if any(importlib.util.find_spec(name) is None for name in ("pytest", "hypothesis")):
             return
-        files = ("grouped_cross_attention_triton", "selection_triton", "sliding_window_flex")
+        files = (
+            "grouped_cross_attention_triton",
+            "landmark_attention_triton",
+            "selection_triton",
+            "sliding_window_flex",
+        )
         # the budgets are checked here over the whole cover; ahead of time is for where there is no GPU
         which = "empty_sizes or nothing_to_select or empty_batches" if REHEARSAL else _NOT_HERE
         command = [sys.executable, "-m", "pytest", "-q", "-m", "slow or not slow", "-k", which]
@@ -459,5 +556,6 @@ CHECKS: dict[str, Callable[[Rows], None]] = {
     "many elements": check_many_elements,
     "synchronisation": check_no_synchronisation,
     "others": check_others,
+    "landmark kernels": check_landmark,
     "tests": TESTS.check,
 }

@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import landmark_tables
 from ops import table as ops_table
 
 from trailmark.demo import NAMES
@@ -236,6 +237,13 @@ def main() -> None:
     fill(HERE / "README.md", "needles", needles_text())
     fill(HERE / "README.md", "ops", ops_text())
     fill(HERE / "README.md", "reading", reading_text())
+    for name, make in (
+        ("op", landmark_tables.op_text),
+        ("decode", landmark_tables.decode_text),
+        ("models", landmark_tables.models_text),
+    ):
+        text, where = make()
+        fill(ROOT / "docs" / "landmark.md", f"landmark {name}", f"{text}\n\nMachine: {machine(where)}.")
 
 
 if __name__ == "__main__":

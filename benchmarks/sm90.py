@@ -1,11 +1,11 @@
 """Compile the kernels for an H100 or H200 (sm_90) without one: registers, spills, shared memory.
 
-    python benchmarks/sm90.py            writes benchmarks/sm90.json (about two minutes)
+    python benchmarks/sm90.py            writes benchmarks/sm90.json (about four minutes)
     python benchmarks/sm90.py --quick    the sizes that matter most, no file
 
 Triton lowers the kernels to PTX and ptxas assembles them, as on the machine itself; nothing runs. Exit status 1 if
 a kernel does not compile, does not fit into 227 KiB of shared memory, or spills (half precision, chunks of at most
-64 keys: the sizes that the goals are about).
+64 keys: the sizes that the goals are about; landmark attention's may spill 64 bytes, and have heads up to 128).
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -27,26 +28,60 @@ from triton.compiler import ASTSource
 
 from trailmark.ops import grouped_cross_attention_kernels as kernels
 from trailmark.ops import grouped_cross_attention_triton as gca
+from trailmark.ops import landmark_attention_kernels as landmark_kernels
+from trailmark.ops import landmark_attention_triton as landmark
 from trailmark.report.tables import markdown_table
 
 _SHARED = 227 << 10  # bytes that one program may use on sm_90
 _TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
-_KERNELS = {"forward": kernels.forward_kernel, "queries": kernels.queries_kernel, "keys": kernels.keys_kernel}
+_NAMES = ("forward", "queries", "keys")
 _INPUTS = ("q", "k", "v", "grad", "out", "dq", "dk", "dv")
-_FLOAT32 = ("weights", "lse", "dw", "inner", "dk_parts", "dv_parts")
-_INT64 = ("indices", "lengths", "readers", "starts", "ends", "slots_before", "chunk_of")
+_FLOAT32 = ("weights", "lse", "dw", "inner", "dk_parts", "dv_parts", "stats")
+_INT64 = (
+    "indices",
+    "lengths",
+    "readers",
+    "starts",
+    "ends",
+    "slots_before",
+    "chunk_of",
+    "chunks",
+    "far",
+    "ranks",
+)
+_SPILLED = 64  # bytes that landmark attention's may spill: of what is read once in a pass of the loop
 
 
-def compile_kernel(
+def gca_kernel(
     name: str, dtype: torch.dtype, rows: int, S: int, D: int, lengths: bool = False
 ) -> dict[str, Any]:
-    """One kernel with K = 8 for ``rows`` folded rows, tensors aligned to 16 bytes and contiguous heads."""
-    kernel, cut = _KERNELS[name], gca.tiles(rows, S, D, dtype, name)
+    """One kernel of GCA with K = 8 for ``rows`` folded rows."""
+    kernel, cut = getattr(kernels, f"{name}_kernel"), gca.tiles(rows, S, D, dtype, name)
     constants: dict[str, Any] = {
         "G": 1, "D": D, "K_PAD": 8, "BLOCK_R": cut.rows, "BLOCK_S": cut.keys, "BLOCK_D": cut.head,
         "TILES": cut.per_chunk, "WIDE": False, "EXACT": dtype == torch.float32, "OFF_BY_ONE": True,
         "HAS_LENGTHS": lengths, "KEEP": True, "PER_HEAD": False,
     }  # fmt: skip
+    what = {"op": "gca", "lengths": lengths, "kernel": name, "rows": rows, "S": S, "D": D}
+    return what | compile_kernel(kernel, dtype, cut.rows, cut, constants)
+
+
+def landmark_kernel(name: str, dtype: torch.dtype, S: int, D: int, causal: bool = True) -> dict[str, Any]:
+    """One kernel of landmark attention, for 4,096 queries."""
+    kernel, cut = getattr(landmark_kernels, f"{name}_kernel"), landmark.tiles(4096, S, D, dtype, name)
+    constants: dict[str, Any] = {
+        "G": 1, "D": D, "BLOCK_Q": cut.queries, "BLOCK_S": cut.keys, "BLOCK_D": cut.head,
+        "MANY": cut.per_chunk > 1, "CAUSAL": causal, "WIDE": False, "EXACT": dtype == torch.float32,
+        "HAS_LSE_GRAD": False, "lse_grad": None,
+    }  # fmt: skip
+    what = {"op": "landmark", "causal": causal, "kernel": name, "rows": 4096, "S": S, "D": D}
+    return what | compile_kernel(kernel, dtype, cut.queries, cut, constants)
+
+
+def compile_kernel(
+    kernel: Any, dtype: torch.dtype, rows: int, cut: gca.Tiles | landmark.Tiles, constants: dict[str, Any]
+) -> dict[str, Any]:
+    """With tensors aligned to 16 bytes and contiguous heads; ``rows``: of a tile."""
     signature, aligned = {}, {}
     for number, argument in enumerate(kernel.arg_names):
         if re.fullmatch(r"s_.d", argument):  # the step between the numbers of a head
@@ -56,6 +91,9 @@ def compile_kernel(
         elif argument in _INPUTS or argument in _FLOAT32 or argument in _INT64:
             of = _TYPES[dtype] if argument in _INPUTS else "fp32" if argument in _FLOAT32 else "i64"
             signature[argument] = f"*{of}"
+            aligned[(number,)] = [["tt.divisibility", 16]]
+        elif argument == "rows":  # landmark attention's table of queries
+            signature[argument] = "*i32"
             aligned[(number,)] = [["tt.divisibility", 16]]
         elif argument in ("scale", "scale_e"):
             signature[argument] = "fp32"
@@ -70,8 +108,8 @@ def compile_kernel(
     ptx = compiled.asm["ptx"]
     registers, stack = _resources(compiled.asm["cubin"])
     return {
-        "lengths": lengths, "kernel": name, "dtype": _TYPES[dtype], "rows": rows, "S": S, "D": D,
-        "tile": [cut.rows, cut.keys, cut.head], "num_warps": cut.num_warps, "num_stages": cut.num_stages,
+        "dtype": _TYPES[dtype], "tile": [rows, cut.keys, cut.head],
+        "num_warps": cut.num_warps, "num_stages": cut.num_stages,
         "registers": registers, "stack_bytes": stack, "shared_bytes": compiled.metadata.shared,
         "multiplies": "wgmma" if "wgmma" in ptx else "mma" if "mma.sync" in ptx else "fma",
     }  # fmt: skip
@@ -91,35 +129,56 @@ def _resources(cubin: bytes) -> tuple[int, int]:
     return int(found[1]), int(found[2])
 
 
-def cases(quick: bool) -> list[tuple[Any, ...]]:
+Case = tuple[Callable[..., dict[str, Any]], tuple[Any, ...]]
+
+
+def cases(quick: bool) -> list[Case]:
+    half, single = torch.bfloat16, torch.float32
     if quick:
-        return [(name, torch.bfloat16, 64, 64, 64) for name in _KERNELS] + [
-            ("keys", torch.float32, 64, 64, 64)
+        return [
+            *((gca_kernel, (name, half, 64, 64, 64)) for name in _NAMES),
+            (gca_kernel, ("keys", single, 64, 64, 64)),
+            *((landmark_kernel, (name, half, 63, D)) for D in (64, 128) for name in _NAMES),
         ]
     sizes = [(64, 64), (64, 63), (256, 64), (1, 64), (64, 128), (64, 200)]  # (rows, S)
-    half = [
-        (name, torch.bfloat16, rows, S, D) for D in (64, 128, 256) for rows, S in sizes for name in _KERNELS
+    of_gca = [(name, half, rows, S, D) for D in (64, 128, 256) for rows, S in sizes for name in _NAMES]
+    of_gca += [(name, half, 64, 63, D, True) for D in (64, 128) for name in _NAMES]  # type: ignore[misc]
+    of_gca += [(name, torch.float16, 64, 64, D) for D in (64, 80) for name in _NAMES]
+    of_gca += [(name, single, 64, 64, D) for D in (64, 128, 256) for name in _NAMES]
+    of_landmark = [(name, half, S, D) for D in (64, 128, 256) for S in (63, 50, 15, 127) for name in _NAMES]
+    of_landmark += [(name, half, 63, D, False) for D in (64, 128) for name in _NAMES]  # type: ignore[misc]
+    of_landmark += [(name, torch.float16, 50, 80) for name in _NAMES]
+    of_landmark += [(name, single, 63, D) for D in (64, 128, 256) for name in _NAMES]
+    return [
+        *((gca_kernel, arguments) for arguments in of_gca),
+        *((landmark_kernel, arguments) for arguments in of_landmark),
     ]
-    with_lengths = [(name, torch.bfloat16, 64, 63, D, True) for D in (64, 128) for name in _KERNELS]
-    float16 = [(name, torch.float16, 64, 64, D) for D in (64, 80) for name in _KERNELS]
-    single = [(name, torch.float32, 64, 64, D) for D in (64, 128, 256) for name in _KERNELS]
-    return half + with_lengths + float16 + single
+
+
+def fits(found: dict[str, Any]) -> bool:
+    """Into shared memory; and into registers, at the sizes that the goals are about."""
+    goals = found["dtype"] != "fp32" and found["S"] <= 64 and (found["op"] == "gca" or found["D"] <= 128)
+    most = _SPILLED if found["op"] == "landmark" else 0
+    return found["shared_bytes"] <= _SHARED and not (goals and found["stack_bytes"] > most)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--only", choices=("gca", "landmark"), help="the kernels of one op; writes no file")
     parser.add_argument("--output", type=Path, default=Path(__file__).with_suffix(".json"))
     arguments = parser.parse_args()
     results, wrong = [], []
-    for case in cases(arguments.quick):
-        found = compile_kernel(*case)
+    for compiled, case in cases(arguments.quick):
+        if arguments.only and compiled.__name__ != f"{arguments.only}_kernel":
+            continue
+        found = compiled(*case)
         results.append(found)
-        spills = found["stack_bytes"] and found["dtype"] != "fp32" and found["S"] <= 64
-        if found["shared_bytes"] > _SHARED or spills:
+        if not fits(found):
             wrong.append(found)
         print(found, flush=True)
     columns = [
+        "op",
         "kernel",
         "dtype",
         "rows",
@@ -133,7 +192,7 @@ def main() -> None:
         "multiplies",
     ]
     print(markdown_table(columns, [[str(r[c]) for c in columns] for r in results]))
-    if not arguments.quick:
+    if not (arguments.quick or arguments.only):
         versions = {
             "triton": triton.__version__,
             "torch": torch.__version__,

@@ -131,7 +131,7 @@ def test_train_evaluate_generate(tmp_path: Path, command: Command) -> None:
     assert code == 0
 
 
-@pytest.mark.parametrize("model", ["drt", "window"])
+@pytest.mark.parametrize("model", ["drt", "window", "landmark"])
 def test_a_text_model_of_any_kind(model: str, tmp_path: Path, command: Command) -> None:
     assert command("train", write_config(tmp_path, "text", model))[0] == 0
     code, out, _ = command(
@@ -144,10 +144,57 @@ def test_a_text_model_of_any_kind(model: str, tmp_path: Path, command: Command) 
     assert [r["length"] for r in record["perplexity"]] == [80, 320, 1280]
     assert "| 1,280 " in out
     code, out, _ = command(
-        "evaluate", tmp_path / "run", "--text", tmp_path / "text.txt", "--task", "both", "--lengths", "400"
+        "evaluate",
+        tmp_path / "run",
+        "--text",
+        tmp_path / "text.txt",
+        "--task",
+        "both",
+        "--lengths",
+        "400",
+        "--questions",
+        "8",
     )
     assert code == 0
     assert "chunk retrieved" in out
+
+
+@pytest.fixture(scope="module")
+def trained_landmark(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """As ``trained``; Landmark Attention with a retrieval gate."""
+    folder = tmp_path_factory.mktemp("landmark")
+    override = "model.gate_probability=0.5"
+    cli.main(["train", str(write_config(folder, "needles", "landmark")), override])
+    return folder
+
+
+def test_landmark_attention_through_every_command(
+    trained_landmark: Path, tmp_path: Path, command: Command
+) -> None:
+    model, notes, memory = trained_landmark / "run", trained_landmark / "text.txt", tmp_path / "memory"
+    before = snapshot(model)
+    evaluate = ("evaluate", model, "--text", notes, "--lengths", "400", "--questions", "4", "--needles", "2")
+    record = {}
+    for name, fields in (
+        ("as it is", ()),
+        ("set", ("retrieve_per=token", "gate_cutoff=1", "local_length=60")),
+    ):
+        options = [part for field in fields for part in ("--set", field)]
+        code, out, _ = command(*evaluate, *options, "--output", tmp_path / f"{name}.json")
+        assert code == 0
+        assert ("the gate skipped 100.0% of " in out) == bool(fields)
+        record[name] = read_json(tmp_path / f"{name}.json")
+    assert record["as it is"]["set"] == {}
+    assert record["set"]["set"] == {"retrieve_per": "token", "gate_cutoff": 1.0, "local_length": 60}
+    assert record["set"]["perplexity"][0]["skipped_share"] == 1
+    assert record["set"]["perplexity"][0]["loss"] != record["as it is"]["perplexity"][0]["loss"]
+    assert snapshot(model) == before  # its files stay as they are
+
+    assert command("read", model, notes, "--memory", memory)[0] == 0
+    assert "read already" in command("read", model, notes, "--memory", memory)[1]
+    generate = ("generate", model, "--prompt", "~ABCD", "--max-new-tokens", "8")
+    assert command(*generate, "--memory", memory) == command(*generate, "--file", notes)
+    assert command("verify", memory)[0] == 0
 
 
 def test_generation_is_that_of_the_library(trained: Path, command: Command) -> None:
@@ -234,7 +281,12 @@ def test_doctor(command: Command) -> None:
     assert all(line.startswith("ok ") for line in lines)
     for name in ("python", "torch", "transformers", "exactness", "reading", "disk"):
         assert any(line.startswith(f"ok   {name}: ") for line in lines), name
-    for use in ("grouped cross-attention", "selection of chunks", "window attention in training and reading"):
+    for use in (
+        "grouped cross-attention",
+        "selection of chunks",
+        "landmark attention",
+        "window attention in training and reading",
+    ):
         assert any(line.startswith(f"ok   {use} (cpu): torch: ") for line in lines), use
 
 
@@ -347,6 +399,20 @@ OPTIONS: dict[str, tuple[tuple[str, ...], str]] = {
     "short": (("evaluate", "RUN", "--lengths", "1"), "length: expected at least"),
     "questions": (("evaluate", "RUN", "--questions", "0"), "questions, needles: expected at least 1"),
     "needles": (("evaluate", "RUN", "--needles", "99999"), "length: expected at least"),
+    "set": (
+        ("evaluate", "RUN", "--set", "num_retrieved_chunk=2"),
+        "set: num_retrieved_chunk: unknown field of drt. Did you mean 'num_retrieved_chunks'?",
+    ),
+    "set to what": (("evaluate", "RUN", "--set", "chunk_size"), "set: expected key=value, got 'chunk_size'"),
+    "set a word": (
+        ("evaluate", "RUN", "--set", "window_position=rop"),
+        "set: window_position: expected 'alibi' or 'rope', got 'rop'. Did you mean 'rope'?",
+    ),
+    "set a size": (
+        ("evaluate", "RUN", "--set", "num_attention_heads=3"),
+        "num_attention_heads: expected a divisor of hidden_size = 16, got 3",
+    ),
+    "set weights": (("evaluate", "RUN", "--set", "intermediate_size=32"), "mismatched ones"),
     "a word": (("evaluate", "RUN", "--questions", "some"), "--questions': Input should be a valid integer"),
     "no prompt": (("generate", "RUN"), "prompt: expected --prompt TEXT, --file FILE or both, got neither"),
     "empty prompt": (("generate", "RUN", "--prompt", ""), "prompt: expected at least one character"),

@@ -46,16 +46,16 @@ def test_a_rehearsal_leaves_nothing_out(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads(output.read_text())
     assert found["rehearsal"] is True
-    for part in ("budgets", "repeats", "many elements", "synchronisation", "others"):
+    for part in ("budgets", "repeats", "many elements", "synchronisation", "others", "landmark kernels"):
         assert found[part]
         assert all(row["passed"] for row in found[part])
     assert any("in parts" in row["check"] for row in found["budgets"])
     assert [row["passed"] for row in found["tests"]] in ([True], [None])  # None: the machine was too slow
-    for part in ("gca", "decoding", "selection", "window", "training step"):
+    for part in ("gca", "landmark", "decoding", "selection", "window", "training step"):
         assert found[part]
         assert not any("left_out" in row for row in found[part])
     assert not any(key.endswith(": left out") for key in found)
-    for at in ("J=2, S=63", "J=1, S=64"):  # goals
+    for at in ("J=2, S=63", "J=1, S=64", "D=16, S=50"):  # goals
         assert at in done.stdout
 
 

@@ -11,11 +11,15 @@ __version__ = "0.1.0"
 _PUBLIC = {
     "DRTConfig": "trailmark.models",
     "DRTForCausalLM": "trailmark.models",
+    "LandmarkConfig": "trailmark.models",
+    "LandmarkForCausalLM": "trailmark.models",
     "SlidingWindowConfig": "trailmark.models",
     "SlidingWindowForCausalLM": "trailmark.models",
     "ChunkCache": "trailmark.memory",
     "ChunkSelection": "trailmark.ops",
     "grouped_cross_attention": "trailmark.ops",
+    "landmark_attention": "trailmark.ops",
+    "select_by_landmarks": "trailmark.ops",
     "select_chunks": "trailmark.ops",
     "sliding_window_attention": "trailmark.ops",
 }

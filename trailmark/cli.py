@@ -102,6 +102,12 @@ def evaluate(
     ] = "any",
     memory_tier: Annotated[str, typer.Option(help="Needles: device, host or disk.")] = "device",
     seed: Seed = 0,
+    changes: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set", help="A field of the model's configuration, for this evaluation: retrieve_per=token."
+        ),
+    ] = None,
     output: Annotated[
         Path | None, typer.Option(help="JSON, kept after each length; default: MODEL/evaluation.json.")
     ] = None,
@@ -113,7 +119,7 @@ def evaluate(
 
     progress = Progress()
     path = output or model / "evaluation.json"
-    subject = evaluation.load(model)
+    subject = evaluation.load(model, changes or ())
     evaluation.expect_output(path)
     asked = evaluation.parse_lengths(lengths) if lengths else None
     tasks = evaluation.parse_task(task) if task else subject.default_tasks()
@@ -133,6 +139,12 @@ def evaluate(
         typer.echo(needle_table([r | {"model": model.name} for r in record["needles"]], subject.train_length))
     if record["perplexity"]:
         typer.echo(perplexity_table(record["perplexity"]))
+        for found in record["perplexity"]:
+            if "skipped_share" in found:
+                typer.echo(
+                    f"{found['length']:,} tokens: the gate skipped {found['skipped_share']:.1%} of "
+                    f"{found['retrievals']:,} retrievals"
+                )
     typer.echo(f"Numbers: {evaluation.save(record, path)}")
 
 

@@ -47,5 +47,6 @@ def test_kernels_are_compared_with_their_oracles_where_they_run() -> None:
     lines = done.stdout.splitlines()
     assert [line.split(" (cpu)")[0] for line in lines] == [
         "True exactness of GCA's kernels",
+        "True exactness of landmark attention's kernels",
         "True exactness of selection's kernels",
     ]

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.models.tiny import assert_same, drt, logits_of, tokens, window_model
+from tests.models.tiny import assert_same, drt, landmark, logits_of, tokens, window_model
 from trailmark.data.needles import NeedleFormat
 from trailmark.data.trials import needle_trials
 from trailmark.evaluation.needles import chunks_in_sight, evaluate_needles, planted, wilson_interval
@@ -226,6 +226,53 @@ def test_every_answer_is_that_of_the_whole_text(
     )
 
 
+@pytest.mark.parametrize("phases", ASKS)
+@torch.no_grad()
+def test_what_landmark_attention_read_for_an_answer(phases: Any) -> None:
+    """In every layer, of the question's last token and the cue, as if each were asked behind its own text."""
+    model = landmark(chunk_size=LONG, local_length=6 * LONG, num_retrieved_chunks=1)
+    result = evaluate_needles(model, FORMAT, TEXT, CHUNKS * LONG, 12, 3, phases=phases)
+    assert (result.haystacks, result.tokens_read) == (4, 4 * (CHUNKS - ASKS[phases]) * LONG)
+    expected = trials(6, 4, 1, 3, phases)
+    for record, (text, place, question, answer) in zip(result.asked, expected, strict=True):
+        whole = torch.cat([text, torch.cat([question, answer[:-1]])[None]], dim=1)
+        close = torch.zeros_like(whole, dtype=torch.bool)
+        close[0, -6] = True
+        out = model(whole, close_chunk=close, past_key_values=model.new_cache(), output_retrieval=True)
+        read = [set(layer.indices[0, [-6, -5]].flatten().tolist()) - {-1} for layer in out.retrieval]
+        assert record["selected"] == [sorted(layer) for layer in read]
+        assert record["retrieved"] == any(place in layer for layer in read)
+        assert record["correct"] == (out.logits[0, -5:].argmax(-1).tolist() == answer[1:].tolist())
+    assert result.retrieved == sum(record["retrieved"] for record in result.asked)
+    assert result.retrieved in range(1, 12)
+
+
+def test_what_reading_for_every_trial_cost(tmp_path: Path) -> None:
+    model = landmark(chunk_size=LONG, local_length=6 * LONG)
+    ask = (model, FORMAT, TEXT, CHUNKS * LONG, 4, 2)
+    result = evaluate_needles(*ask)
+    assert (result.haystacks, result.tokens_read) == (2, 2 * (CHUNKS - 1) * LONG)
+    text = torch.from_numpy(FORMAT.clean(TEXT)[: (CHUNKS - 1) * LONG]).long()[None]
+    cache = model.read(text, model.new_cache(num_tokens=text.shape[1]))
+    assert result.memory_bytes == cache.memory_bytes() + cache.window_bytes()
+    on_disk = evaluate_needles(*ask, memory_tier="disk", memory_folder=tmp_path)
+    assert on_disk.asked == result.asked
+    assert not list(tmp_path.iterdir())
+
+
+def test_landmark_attention_is_not_planted_in() -> None:
+    """What it reads later depends on what it read before, in every layer's memory."""
+    model, ids = landmark(), tokens(N * S)[0].view(N, S)
+    cache = model.read(ids.view(1, -1))
+    with (
+        pytest.raises(
+            ValueError, match=r"model: expected one whose memory .* Read the text with the needles"
+        ),
+        planted(model, cache, ids, torch.tensor([0]), ids[:1]),
+    ):
+        pass
+
+
 @pytest.mark.parametrize("tier", TIERS)
 def test_answers_do_not_depend_on_the_tier(tier: str, tmp_path: Path) -> None:
     model, _ = SUBJECTS["2 groups"]
@@ -307,6 +354,10 @@ def test_an_evaluation_is_a_function_of_its_seed() -> None:
             "sliding_window: expected a number",
         ),
         ({"chunk_size": 2 * LONG}, "chunk_size: expected the model's own 12, got 24"),
+        (
+            {"model": landmark(chunk_size=LONG, local_length=60), "length": 6 * LONG},
+            "length: expected at least 84 tokens for 1 needles .*got 72",
+        ),
     ],
     ids=[
         "not whole chunks",
@@ -320,6 +371,7 @@ def test_an_evaluation_is_a_function_of_its_seed() -> None:
         "no chunks",
         "full attention",
         "other chunks",
+        "in the cell",
     ],
 )
 def test_evaluations_that_cannot_be_are_refused(changes: dict[str, Any], message: str) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.models.tiny import drt, tokens, window_model
+from tests.models.tiny import drt, landmark, tokens, window_model
 from trailmark.evaluation import perplexity
 from trailmark.evaluation.perplexity import evaluate_perplexity
 from trailmark.models import TrailmarkForCausalLM
@@ -23,7 +23,12 @@ def loss_of(model: TrailmarkForCausalLM, first: int, length: int) -> float:
         return float(model(ids, labels=ids).loss)
 
 
-@pytest.mark.parametrize("make", [lambda: drt(2), window_model], ids=["drt", "window"])
+def reads_all() -> TrailmarkForCausalLM:
+    """As many chunks as a window has: cell by cell is the whole text at once."""
+    return landmark(num_retrieved_chunks=12)
+
+
+@pytest.mark.parametrize("make", [lambda: drt(2), window_model, reads_all], ids=["drt", "window", "landmark"])
 @pytest.mark.parametrize("piece", [1, 7, 8, 45, 46, 4096])
 @pytest.mark.parametrize("length", [2, 8, 46])
 def test_pieces_change_nothing(
@@ -45,6 +50,28 @@ def test_windows_are_disjoint_and_read_cold(max_tokens: int, windows: int) -> No
     assert (found.windows, found.tokens) == (windows, windows * 45)
     each = [loss_of(model, 46 * number, 46) for number in range(windows)]
     assert found.loss == pytest.approx(sum(each) / windows, abs=1e-10)
+
+
+def test_the_share_of_retrievals_that_the_gate_skips() -> None:
+    model = landmark(gate_probability=0.5)
+    shares, losses = [], []
+    for cutoff in (0.0, 0.2, 0.5, 0.8, 1.0):
+        model.config.gate_cutoff = cutoff
+        found = evaluate_perplexity(model, TEXT, 46, 92)
+        if cutoff == 0:
+            assert (found.retrievals, found.skipped) == (None, None)
+            assert "skipped_share" not in found.summary()
+        else:
+            assert found.skipped is not None
+            assert found.retrievals is not None
+            shares.append(found.summary()["skipped_share"])
+            assert shares[-1] == found.skipped / found.retrievals
+            # in 2 windows, 3 layers and 4 heads: every position of the four cells after the first
+            assert found.retrievals == 2 * 3 * 4 * (46 - 11 + (46 // 4 - 11 // 4))
+        losses.append(found.loss)
+    assert shares == sorted(shares)
+    assert 0 < shares[0] < shares[-1] == 1
+    assert len(set(losses)) > 2
 
 
 def test_a_model_that_knows_nothing_has_a_perplexity_of_its_vocabulary() -> None:

@@ -203,6 +203,29 @@ def test_a_write_that_is_stopped_at_any_line(tier: str) -> None:
     assert line > 70
 
 
+def test_a_call_that_writes_many_times() -> None:
+    """Until it is done, what counted before it is whole, however much it has written."""
+    lists = Lists(ChunkMemory(planes=2, max_chunks=5), 2)
+    lists.bounded = False
+    for counts in ([5, 4], [3, 0], [2, 4]):
+        lists.write(counts)
+    for _ in range(3):  # stopped twice
+        size, written = lists.size, [list(row) for row in lists.rows]
+        for _ in range(4):
+            seed = next(lists.numbers)
+            new, starts = entries(3, 2, 2, seed), 1000 * seed + np.arange(3)[None].repeat(2, axis=0)
+            size = lists.memory.write(size, new, starts, np.array([3, 3]), lists.size)
+            for b, i in np.ndindex(2, 3):
+                written[b].append((*(part[b, i] for part in new), int(starts[b, i])))
+            lists.check()
+    lists.size, lists.rows = size, written
+    lists.check()
+    for _ in range(2):
+        lists.write([1, 1])
+        lists.check()
+    assert len(lists.memory.store or ()) <= 2 * 2 * (5 + 12)
+
+
 @EACH_TIER
 def test_branches_keep_what_they_need(tier: str, tmp_path: Path) -> None:
     """Their source goes on and evicts it; once they are gone, it is written over."""

@@ -622,9 +622,9 @@ def test_more_than_there_is_room_for_comes_straight_from_the_store() -> None:
 
 @pytest.mark.parametrize("again", [1, 2])
 def test_a_record_that_came_back_elsewhere_stays_when_its_first_place_is_taken(again: int) -> None:
-    recent = RecentRecords(Counting(), 2)
-    recent.gather(torch.tensor([1]))
-    recent.gather(torch.tensor([2]))
+    recent = RecentRecords(Counting(), 3)
+    for number in (9, 1, 2):
+        recent.gather(torch.tensor([number]))
     recent.forget(1, 2)
     for numbers in ([again], [again, 3]):
         assert same_bits(recent.gather(torch.tensor(numbers)), records(100)[numbers])

@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from trailmark.models import (
     DRTConfig,
     DRTForCausalLM,
+    LandmarkConfig,
+    LandmarkForCausalLM,
     SlidingWindowConfig,
     SlidingWindowForCausalLM,
     TrailmarkConfig,
@@ -84,6 +86,19 @@ def window_config(**changes: Any) -> SlidingWindowConfig:
     return SlidingWindowConfig(**(SIZES | {"num_hidden_layers": 3} | changes))
 
 
+def landmark_config(**changes: Any) -> LandmarkConfig:
+    """Chunks of 4 and their landmark, 3 of the memory, cells of 11 tokens: ends of cells and chunks meet rarely."""
+    sizes = SIZES | {
+        "sliding_window": None,
+        "num_hidden_layers": 3,
+        "chunk_size": 4,
+        "num_retrieved_chunks": 3,
+        "local_length": 11,
+        "max_position_embeddings": 1000,
+    }
+    return LandmarkConfig(**(sizes | changes))
+
+
 def drt(groups: int = 1, seed: int = 0, **changes: Any) -> DRTForCausalLM:
     model = DRTForCausalLM(drt_config(groups, **changes)).double().eval()
     draw_weights(model, seed)
@@ -92,6 +107,12 @@ def drt(groups: int = 1, seed: int = 0, **changes: Any) -> DRTForCausalLM:
 
 def window_model(seed: int = 0, **changes: Any) -> SlidingWindowForCausalLM:
     model = SlidingWindowForCausalLM(window_config(**changes)).double().eval()
+    draw_weights(model, seed)
+    return model
+
+
+def landmark(seed: int = 0, **changes: Any) -> LandmarkForCausalLM:
+    model = LandmarkForCausalLM(landmark_config(**changes)).double().eval()
     draw_weights(model, seed)
     return model
 

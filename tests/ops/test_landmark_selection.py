@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.budgets import assert_same_in_float64, assert_within_budget
 from trailmark.ops import landmark_selection as module
-from trailmark.ops.landmark_selection import RetrievePer, Selected, select_by_landmarks
+from trailmark.ops.landmark_selection import RetrievePer, Selected, select_by_landmarks, select_for_one
 
 WAYS: tuple[RetrievePer, ...] = ("token_and_head", "token", "head", "cell")
 CELL_WAYS: tuple[RetrievePer, ...] = ("head", "cell")
@@ -475,3 +475,32 @@ def test_errors_name_the_argument(wrong: dict[str, Any], message: str) -> None:
     select_by_landmarks(**RIGHT)
     with pytest.raises(ValueError, match=message):
         select_by_landmarks(**RIGHT | wrong)
+
+
+@pytest.mark.parametrize("per", WAYS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("M", [1, 3, 64, 130])
+def test_one_position_may_take_the_short_way(per: Any, dtype: torch.dtype, M: int) -> None:
+    """Bit for bit, with ties, from the cell's first position on."""
+    random = torch.Generator().manual_seed(M)
+    every = torch.full((2,), M)
+    long_way: tuple[Tensor | None, Tensor | None] = (None, None)  # running, earlier
+    short_way = long_way
+    for place in range(4):
+        scores = torch.randint(-3, 4, (2, 1, 3, M), generator=random).to(dtype)
+        causal = per in ("head", "cell")
+        goes_on = causal and place % 2 == 1  # units of two positions
+        running, earlier = long_way
+        options: dict[str, Any] = {}
+        if causal:
+            options = {"running": running, "units": torch.zeros(2, 1, dtype=torch.int64)}
+            if place:
+                options |= {"continues": torch.full((2,), goes_on), "earlier": earlier}
+        expected = select_by_landmarks(scores.clone(), 2, every, per=per, **options)
+        got = select_for_one(scores, 2, per, short_way[0], short_way[1] if goes_on else None)
+        assert torch.equal(got.indices, expected.indices)
+        assert (got.running is None) == (expected.running is None)
+        if got.running is not None and expected.running is not None:
+            assert torch.equal(got.running, expected.running)
+        long_way = expected.running, expected.indices[:, 0]
+        short_way = got.running, got.indices[:, 0]

@@ -10,9 +10,9 @@ import pytest
 import torch
 import yaml
 
-from tests.training.tiny import MODELS, run_config
+from tests.training.tiny import CHUNK_SIZE, MODELS, run_config
 from trailmark import demo
-from trailmark.models import DRTConfig, SlidingWindowConfig
+from trailmark.models import DRTConfig, LandmarkForCausalLM, SlidingWindowConfig
 from trailmark.training.config import ARCHITECTURES, DataConfig, RunConfig, TrainingConfig, load_run_config
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
@@ -159,6 +159,7 @@ MISTAKES = {
     "training.constant_fraction=7": r"^training\.constant_fraction: expected 0 to 1, got 7",
     "data.early_landmarks=1.5": r"^data\.early_landmarks: expected a share from 0 to 1, got 1\.5",
     "data.early_landmarks=-0.1": r"^data\.early_landmarks: expected a share from 0 to 1, got -0\.1",
+    "data.level_accuracy=1": r"^data\.level_accuracy: expected a share from 0 to below 1, got 1\.0",
     "data.paths=[]": r"^data\.paths: expected files or folders, got an empty list",
     "data.task=needles": r"^data\.chunk_size: expected the model's chunk_size 20, got 32",
 }
@@ -180,6 +181,78 @@ def test_the_chunks_of_needles_are_the_models_by_default_too(tmp_path: Path) -> 
         load_run_config(path)
     load_run_config(path, ["data.chunk_size=63"])
     load_run_config(path, ["model.architecture=sliding_window"])  # has no chunks
+
+
+LANDMARK_MISTAKES = {
+    "training.sequence_length=641": r"^training\.sequence_length: expected at most 640 tokens, which have 672",
+    "model.chunk_size=1": r"^training\.sequence_length: expected at most",
+    "model.local_length=600": r"^model: max_position_embeddings: expected at least 63 for 2 \+ 1 chunks and",
+    "model.gate_cutoff=0.5": r"^model: gate_cutoff: expected 0 for a model without a retrieval gate",
+    "model.retrieve_per=heads": r"^model\.retrieve_per: expected .*Did you mean 'head'",
+    "model.num_retrieved_chunks=0": r"^model: num_retrieved_chunks: expected at least 1",
+    "data.task=needles": r"^data\.chunk_size: expected the model's chunk_size 20, got 32",
+}
+
+
+@pytest.mark.parametrize(("override", "message"), LANDMARK_MISTAKES.items(), ids=LANDMARK_MISTAKES)
+def test_a_mistake_of_landmark_attention_is_named(tmp_path: Path, override: str, message: str) -> None:
+    path = written(tmp_path, {"model": MODELS["landmark"], "training": {"sequence_length": 640}})
+    load_run_config(path)  # 32 chunks of 21 positions
+    with pytest.raises(ValueError, match=message) as caught:
+        load_run_config(path, [override])
+    assert "\n" not in str(caught.value)
+
+
+def test_yamls_true_is_a_word_where_a_word_is_wanted(tmp_path: Path) -> None:
+    path = written(
+        tmp_path, {"model": MODELS["landmark"] | {"memory_position": True}, "data": {"chunk_size": 20}}
+    )
+    assert load_run_config(path, ["training.sequence_length=640"]).model_config().memory_position == "true"
+
+
+def test_needles_of_landmark_attention_lie_where_its_chunks_do(tmp_path: Path) -> None:
+    data = {"task": "needles", "chunk_size": CHUNK_SIZE}
+    path = written(tmp_path, {"model": MODELS["landmark"], "data": data})
+    load_run_config(path)
+    with pytest.raises(ValueError, match=r"^model\.landmark_phase: expected 'fixed' .*got 'random'"):
+        load_run_config(path, ["model.landmark_phase=random"])
+    with pytest.raises(
+        ValueError, match=r"^model\.max_position_embeddings: expected at least the 672 positions"
+    ):
+        load_run_config(path, ["model.max_position_embeddings=671"])
+
+
+def test_the_paper_model_has_the_papers_size() -> None:
+    """arXiv 2305.16300, Sec. 4.1: 12 layers, 8 heads of 128, about 200M parameters."""
+    config = load_run_config(CONFIGS[0].with_name("landmark-paper.yaml"))
+    with torch.device("meta"):
+        model = LandmarkForCausalLM(config.model_config())
+    assert sum(p.numel() for p in model.parameters()) == 202_532_864
+    assert not any(name.endswith("bias") for name, _ in model.named_parameters())
+    assert model.config.head_dim == 128
+    assert model.lm_head.weight is model.embed_tokens.weight
+    length, texts = config.training.sequence_length, config.training.tokens_per_step / 502
+    assert (length + length // 50, texts) == (512, 128)
+
+
+@pytest.mark.parametrize("size", ["128m", "350m"])
+def test_the_comparison_models_differ_from_drt_in_what_the_paper_says(size: str) -> None:
+    """arXiv 2410.01651, App. A."""
+    ours, drt = (load_run_config(CONFIGS[0].with_name(f"{name}-{size}.yaml")) for name in ("landmark", "drt"))
+    for name in (
+        "hidden_size",
+        "intermediate_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "vocab_size",
+    ):
+        assert ours.model[name] == drt.model[name]
+    differs = {"sequence_length", "tokens_per_step"}
+    left = [{k: v for k, v in vars(c.training).items() if k not in differs} for c in (ours, drt)]
+    assert left[0] == left[1]
+    assert ours.model["max_position_embeddings"] == 768
+    assert ours.training.sequence_length * 64 / 63 == 768
+    assert abs(ours.training.tokens_per_step / drt.training.tokens_per_step - 1) < 1e-3
 
 
 FILES = {

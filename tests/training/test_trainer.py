@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -72,6 +73,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "text, window, adamw": {"task": "text", "model": "window", "optimizer": "adamw"},
     "needles": {"task": "needles"},
     "needles, window": {"task": "needles", "model": "window", "weight_decay": 0.1},
+    "text, landmark": {"task": "text", "model": "landmark, drawing"},
+    "needles, landmark": {"task": "needles", "model": "landmark"},
 }
 
 
@@ -246,6 +249,17 @@ def test_a_finished_run_is_recognised(uninterrupted: dict[str, Run], tmp_path: P
     assert start(moved).finished
 
 
+def test_a_run_from_before_a_setting_was_new_is_recognised(tmp_path: Path) -> None:
+    trained(tmp_path)
+    other = yaml.safe_load((tmp_path / "run.yaml").read_text())
+    assert other["data"].pop("level_accuracy") == 0.9
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(other))
+    assert start(tmp_path).finished
+    other["data"]["first_level"] = 1
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(other))
+    assert not start(tmp_path).finished
+
+
 def test_a_run_without_its_history_is_not_finished(tmp_path: Path) -> None:
     trained(tmp_path)
     (tmp_path / HISTORY_FILE).write_text("{")
@@ -304,7 +318,7 @@ def test_too_little_text_is_refused(tmp_path: Path) -> None:
 # --- learning ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("model", ["drt", "window"])
+@pytest.mark.parametrize("model", ["drt", "window", "landmark"])
 @pytest.mark.parametrize("optimizer", ["muon", "adamw"])
 def test_the_loss_falls(model: str, optimizer: str, tmp_path: Path) -> None:
     text = tokenize(["abcdefgh" * 100], load_tokenizer())
@@ -348,6 +362,41 @@ def test_the_loss_is_the_weighted_mean() -> None:
     assert float(loss.detach()) == pytest.approx(total / weight, rel=1e-5)  # float32
     assert out.retrieval is not None
     assert labels.shape == inputs["input_ids"].shape
+
+
+def landmark_run(convention: str, **changes: Any) -> Run:
+    config = run_config(Path("unused"), model="landmark")
+    config.model |= {"landmark_loss": convention, "vocab_size": 259} | changes
+    return Run(config, text=TEXT)
+
+
+def test_where_landmarks_are_text_they_weigh_as_the_tokens_before_them() -> None:
+    run = landmark_run("text")
+    inputs = run._make(0)
+    seeds = inputs["noise_seed"]
+    whole = run.model(inputs["input_ids"], labels=inputs["labels"], noise_seed=seeds)
+    assert whole.landmark_loss is not None
+    loss, out, _ = weighted_loss(run.model, run.retrieves, inputs)
+    torch.testing.assert_close(loss, whole.loss)
+    inputs["loss_weights"] = torch.rand(inputs["labels"].shape, generator=torch.Generator().manual_seed(0))
+    loss, _, labels = weighted_loss(run.model, run.retrieves, inputs)
+    share = inputs["loss_weights"][:, 1:]
+    plain = -out.logits[:, :-1].log_softmax(-1).gather(2, labels[:, :-1, None])[..., 0]
+    expected = ((plain + whole.landmark_loss[:, :-1]) * share).sum() / share.sum()
+    torch.testing.assert_close(loss, expected)
+
+
+def test_what_follows_an_end_of_text_bears_no_loss_where_the_model_says_so() -> None:
+    eos = int(TEXT[40])
+    run, other = landmark_run("none_after_eos", eos_token_id=eos), landmark_run("none")
+    inputs = run._make(0)
+    assert 3 < int((inputs["input_ids"] == eos).sum()) < 60
+    whole = run.model(inputs["input_ids"], labels=inputs["labels"], noise_seed=inputs["noise_seed"])
+    loss, _, labels = weighted_loss(run.model, run.retrieves, inputs)
+    torch.testing.assert_close(loss, whole.loss)
+    # at t the label of t + 1, which follows the token at t
+    assert torch.equal(labels[:, :-1] == -100, inputs["input_ids"][:, :-1] == eos)
+    assert not torch.equal(loss, weighted_loss(other.model, other.retrieves, inputs)[0])
 
 
 def test_accuracy_and_recall_count_first_digits_and_chunks(tmp_path: Path) -> None:
@@ -431,7 +480,7 @@ def test_tokens_are_counted_without_padding(tmp_path: Path) -> None:
         assert 0 <= run.averages["recall"] <= 1
 
 
-@pytest.mark.parametrize("model", ["drt", "window"])
+@pytest.mark.parametrize("model", ["drt", "window", "landmark"])
 @pytest.mark.parametrize("share", [0.0, 0.5])
 def test_text_with_early_landmarks(model: str, share: float, tmp_path: Path) -> None:
     config = run_config(tmp_path, model=model)
@@ -476,6 +525,13 @@ def test_a_level_begins_two_steps_after_it_is_earned() -> None:
         curriculum.update(step, 1.0, rows=2)
     assert len(curriculum.starts) == len(CURRICULUM)
     assert curriculum.level_at(999) == len(CURRICULUM) - 1
+
+
+def test_the_configuration_says_when_a_level_is_passed() -> None:
+    config = run_config(Path("unused"), "needles")
+    assert Run(config, text=TEXT).curriculum.threshold == 0.9
+    config.data.level_accuracy = 0.2
+    assert Run(config, text=TEXT).curriculum.threshold == 0.2
 
 
 def test_no_level_is_passed_below_the_threshold() -> None:

@@ -31,6 +31,16 @@ MODELS: dict[str, dict[str, Any]] = {
         "num_retrieved_chunks": 2,
     },
     "window": SHARED | {"architecture": "sliding_window"},
+    "landmark": SHARED
+    | {
+        "architecture": "landmark",
+        "sliding_window": None,
+        "chunk_size": CHUNK_SIZE,
+        "num_retrieved_chunks": 2,
+        "max_position_embeddings": 32 * (CHUNK_SIZE + 1),
+        "local_length": 2 * CHUNK_SIZE,
+        "landmark_phase": "fixed",
+    },
 }
 
 
@@ -42,6 +52,15 @@ def prose(words: int = 600) -> str:
 
 
 TEXT: Tokens = tokenize([prose()], load_tokenizer())
+
+
+# everything that training draws: where chunks begin, jumps of positions, what the gate controls
+MODELS["landmark, drawing"] = MODELS["landmark"] | {
+    "landmark_phase": "random",
+    "position_jump": 5,
+    "gate_probability": 0.5,
+    "landmark_loss": "text",
+}
 
 
 def run_config(output: Path, task: Any = "text", model: str = "drt", **training: Any) -> RunConfig:

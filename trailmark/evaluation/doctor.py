@@ -17,7 +17,13 @@ from torch import Tensor
 
 from trailmark import __version__
 from trailmark.models import DRTConfig, DRTForCausalLM
-from trailmark.ops import alibi_slopes, grouped_cross_attention, select_chunks, sliding_window_attention
+from trailmark.ops import (
+    alibi_slopes,
+    grouped_cross_attention,
+    landmark_attention,
+    select_chunks,
+    sliding_window_attention,
+)
 from trailmark.ops.arguments import triton_problem
 
 
@@ -99,6 +105,7 @@ def _implementations(device: torch.device) -> Iterator[Check]:
     for use, finding in (
         ("grouped cross-attention", kernels),
         ("selection of chunks", kernels),
+        ("landmark attention", kernels),
         ("window attention in training and reading", window),
         ("window attention in decoding", decoding),
     ):
@@ -124,6 +131,18 @@ def _kernels(device: torch.device) -> Iterator[Check]:
 
     inputs = [draw(1, 6, 9, 4, 16), draw(1, 8, 8, 2, 16), draw(1, 8, 8, 2, 16), draw(1, 6, 3).softmax(-1)]
     yield _within_budget(f"exactness of GCA's kernels ({device.type})", read, "triton", device, inputs)
+
+    is_landmark = torch.arange(40) % 8 == 7
+
+    def attend_by_landmarks(implementation: str, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        marks = is_landmark[None].to(q.device)
+        out = landmark_attention(q, k, v, marks, implementation=implementation)
+        assert isinstance(out, Tensor)
+        return out
+
+    inputs = [draw(1, 40, 4, 16), draw(1, 40, 2, 16), draw(1, 40, 2, 16)]
+    name = f"exactness of landmark attention's kernels ({device.type})"
+    yield _within_budget(name, attend_by_landmarks, "triton", device, inputs)
 
     query, landmarks = draw(1, 40, 16).to(device), draw(1, 40, 16).to(device)
     seed = torch.zeros(1, dtype=torch.int64, device=device)
@@ -189,7 +208,16 @@ def _exactness() -> Check:
         grouped_cross_attention(q, k, v, indices, weights, implementation=name)
         for name in ("torch", "reference")
     ]
-    for fast, oracle in (window, read):
+    q, k, v, is_landmark = (
+        draw(1, 60, 4, 16),
+        draw(1, 60, 2, 16),
+        draw(1, 60, 2, 16),
+        torch.arange(60) % 8 == 5,
+    )
+    far = [
+        landmark_attention(q, k, v, is_landmark[None], implementation=name) for name in ("torch", "reference")
+    ]
+    for fast, oracle in (window, read, far):
         assert isinstance(fast, torch.Tensor)
         assert isinstance(oracle, torch.Tensor)
         worst = max(worst, float((fast - oracle).abs().max()))

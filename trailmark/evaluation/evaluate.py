@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from trailmark.data.needles import CURRICULUM, NeedleFormat
 from trailmark.evaluation.needles import evaluate_needles
 from trailmark.evaluation.perplexity import evaluate_perplexity
 from trailmark.models import MODELS, TrailmarkForCausalLM
+from trailmark.models.fields import parse_fields
 
 TASKS = ("needles", "perplexity")
 
@@ -30,6 +31,9 @@ class Subject:
     model: TrailmarkForCausalLM
     tokenizer: Any
     run: dict[str, Any]  # run.yaml; empty where there is none
+    changed: dict[str, Any] = field(
+        default_factory=dict
+    )  # fields of the configuration set for this evaluation
 
     @property
     def chunk_size(self) -> int:
@@ -70,8 +74,14 @@ class Subject:
         return tokenize(texts, self.tokenizer)
 
 
-def load(folder: Path) -> Subject:
-    """A model folder made by ``save_pretrained`` or a training run; a ValueError if it is none of ours."""
+def load(folder: Path, changes: Sequence[str] = ()) -> Subject:
+    """A model folder made by ``save_pretrained`` or a training run.
+
+    ``changes``: fields of its configuration to set, as "retrieve_per=token"; its files stay as they are.
+
+    Raises:
+        ValueError: none of ours, damaged, or a change that its weights or the other fields do not allow.
+    """
     if (folder / "run.yaml").is_file() and not (folder / "config.json").is_file():
         raise ValueError(
             f"model: expected a folder with a trained model, the training in {str(folder)!r} is not finished. "
@@ -91,9 +101,12 @@ def load(folder: Path) -> Subject:
             f"model: expected one of trailmark's ({', '.join(sorted(MODELS))}), "
             f"{str(folder)!r} holds {config.model_type!r}."
         )
+    changed = parse_fields("set", changes, type(config))
+    if changed:
+        config = type(config).from_dict(config.to_dict() | changed)
     try:
         model, found = AutoModelForCausalLM.from_pretrained(
-            folder, output_loading_info=True, ignore_mismatched_sizes=True
+            folder, config=config, output_loading_info=True, ignore_mismatched_sizes=True
         )
         tokenizer = AutoTokenizer.from_pretrained(folder)
     except (ValueError, OSError, SafetensorError) as error:
@@ -104,7 +117,7 @@ def load(folder: Path) -> Subject:
                 f"model: expected the weights that config.json describes, {str(folder)!r} has {len(names)} "
                 f"{kind} ones: {min(map(str, names))} ..."
             )
-    return Subject(folder, model.eval(), tokenizer, _read_run(folder / "run.yaml"))
+    return Subject(folder, model.eval(), tokenizer, _read_run(folder / "run.yaml"), changed)
 
 
 def _read_run(path: Path) -> dict[str, Any]:
@@ -163,7 +176,8 @@ def run(
         raise ValueError(f"questions, needles: expected at least 1, got {questions} and {needles}.")
     if phases not in ("end", "any"):
         raise ValueError(f"phases: expected 'end' or 'any', got {phases!r}.")
-    record: dict[str, Any] = {"model": str(subject.folder), "seed": seed, "needles": [], "perplexity": []}
+    record: dict[str, Any] = {"model": str(subject.folder), "seed": seed, "set": subject.changed}
+    record |= {"needles": [], "perplexity": []}
 
     def keep(task: str, result: dict[str, Any]) -> None:
         record[task].append(result)

@@ -2,7 +2,8 @@
 
 A haystack is read once. Needles are then planted in its memory (the chunks they change are encoded again, so
 that memory is exactly that of the text with the needles), and their questions are asked in a batch of branches
-that share this memory: many questions for one reading.
+that share this memory: many questions for one reading. In Landmark Attention every layer's memory depends on
+all that was read before it: there the haystack is read anew for each trial, with its needles in it.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from trailmark.data.corpus import Tokens
 from trailmark.data.needles import VALUE_LENGTH, NeedleFormat
 from trailmark.data.trials import NeedleTrial, needle_trials
 from trailmark.memory import ChunkCache
-from trailmark.models import DRTForCausalLM, TrailmarkForCausalLM
+from trailmark.models import DRTForCausalLM, LandmarkForCausalLM, TrailmarkForCausalLM
 
 # Haystacks of one length together have about this many tokens, but at least one and at most ten are read.
 _TOKENS_PER_LENGTH = 1 << 20
@@ -43,7 +44,8 @@ class NeedleResult:
     questions: int = 0
     correct: int = 0  # all digits right
     retrieved: int | None = (
-        None  # questions whose needle's chunk was among those selected; None: no retrieval
+        None  # questions whose needle's chunk was among those selected, in any group (Landmark
+        # Attention: in any layer and head, at the question's last token or the cue); None: no retrieval
     )
     haystacks: int = 0
     tokens_read: int = 0
@@ -110,7 +112,7 @@ def evaluate_needles(
         length: tokens, a multiple of the chunk size; the question ends the text.
         needles: hidden at once in each trial, at different places with different keys; all are asked.
         chunk_size: of the task; None: the model's.
-        seed: of haystacks, places, keys and values.
+        seed: of haystacks, places, keys and values; the same for every model of one ``chunks_in_sight``.
         phases: "end": a question fills its chunk. "any": it closes its chunk early, after 1 .. chunk_size tokens,
             each as likely; the text is up to chunk_size - 1 tokens shorter then.
         memory_tier: "device", "host" or "disk". memory_dtype: of keys and values there; None: the model's.
@@ -150,34 +152,40 @@ def evaluate_needles(
         phases,
         memory_tier,
         None if memory_dtype is None else str(memory_dtype).removeprefix("torch."),
-        retrieved=0 if isinstance(model, DRTForCausalLM) else None,
+        retrieved=0 if isinstance(model, DRTForCausalLM | LandmarkForCausalLM) else None,
     )
+
+    def fresh(folder: Path | None) -> ChunkCache:
+        return model.new_cache(memory_tier, chunks * S, folder, memory_dtype)
+
+    replants = not isinstance(model, LandmarkForCausalLM)
     trials = -(-questions // needles)
     haystacks = max(1, min(10, trials, _TOKENS_PER_LENGTH // length))
     for number in range(haystacks):
         start = int(np.random.default_rng([seed, 1, number]).integers(len(text)))
         haystack = _cut(text, start, chunks * S)
-        ids = torch.from_numpy(haystack).view(chunks, S)
+        ids = torch.from_numpy(haystack).long().view(chunks, S)
         progress(f"{length:,} tokens: reading haystack {number + 1} of {haystacks}")
-        with _own_folder(memory_folder) as folder:
-            cache = model.new_cache(memory_tier, chunks * S, folder, memory_dtype)
-            before, began = psutil.Process().memory_info().rss, time.perf_counter()
-            model.read(ids.view(1, -1), cache)
-            result.seconds_reading += time.perf_counter() - began
-            result.tokens_read += chunks * S
+        here = trials * (number + 1) // haystacks - trials * number // haystacks
+        source = needle_trials(format, haystack, S, last, needles, seed=seed * 1000 + number, phases=phases)
+        with _own_folder(memory_folder if replants else None) as folder:
+            whole = None
+            if replants:
+                whole = fresh(folder)
+                _read(model, ids, whole, result)
             result.haystacks += 1
-            if number == 0:
-                result.resident_bytes = psutil.Process().memory_info().rss - before
-                result.memory_bytes = cache.memory_bytes() + cache.window_bytes()
-            here = trials * (number + 1) // haystacks - trials * number // haystacks
-            source = needle_trials(
-                format, haystack, S, last, needles, seed=seed * 1000 + number, phases=phases
-            )
             for asked, trial in zip(range(here), source, strict=False):
                 progress(
                     f"{length:,} tokens: haystack {number + 1} of {haystacks}, trial {asked + 1} of {here}"
                 )
-                with planted(model, cache, ids, trial.chunks, trial.texts):
+                if whole is not None:
+                    with planted(model, whole, ids, trial.chunks, trial.texts):
+                        _ask_all(model, whole, trial, result)
+                    continue
+                changed = ids.clone()
+                changed[trial.chunks] = trial.texts
+                with _own_folder(memory_folder) as folder:
+                    _read(model, changed, cache := fresh(folder), result)
                     _ask_all(model, cache, trial, result)
     return result
 
@@ -198,6 +206,18 @@ def _own_folder(parent: str | Path | None) -> Iterator[Path | None]:
     Path(parent).mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=parent, prefix="haystack-") as folder:
         yield Path(folder)
+
+
+def _read(model: TrailmarkForCausalLM, ids: Tensor, cache: ChunkCache, result: NeedleResult) -> None:
+    """A haystack [N, S] into an empty cache, and what that took."""
+    first = not result.tokens_read
+    before, began = psutil.Process().memory_info().rss, time.perf_counter()
+    model.read(ids.view(1, -1), cache)
+    result.seconds_reading += time.perf_counter() - began
+    result.tokens_read += ids.numel()
+    if first:
+        result.resident_bytes = psutil.Process().memory_info().rss - before
+        result.memory_bytes = cache.memory_bytes() + cache.window_bytes()
 
 
 def _ask_all(
@@ -224,14 +244,23 @@ def _ask_all(
     correct = (out.logits.argmax(-1) == trial.answers[:, 1:]).all(1).tolist()
     for i, place in enumerate(trial.chunks.tolist()):
         record: dict[str, Any] = {"needle": place, "phase": int(trial.phases[i]), "correct": correct[i]}
-        if out.retrieval is not None:
+        if isinstance(model, LandmarkForCausalLM):
+            assert out.retrieval is not None
+            # the question's last token and the cue, which predicts the first digit
+            asking = slice(-VALUE_LENGTH - 1, -VALUE_LENGTH + 1)
+            selected = [layer.indices[i, asking] for layer in out.retrieval]
+            record["selected"] = [
+                sorted({m for m in layer.flatten().tolist() if m >= 0}) for layer in selected
+            ]
+        elif out.retrieval is not None:
             # the question's landmark is the last of those that every row closes here
             selected = [group.indices[i, -1] for group in out.retrieval]
             weights = out.retrieval[0].weights[i, -1]
             record["selected"] = [[int(m) for m in group if m >= 0] for group in selected]
             record["weights"] = [round(float(w), 4) for w in weights]
             record["first"] = int(selected[0][weights.argmax()]) == place
-            record["retrieved"] = any(place in group for group in record["selected"])
+        if out.retrieval is not None:
+            record["retrieved"] = any(place in some for some in record["selected"])
             result.retrieved = (result.retrieved or 0) + record["retrieved"]
         result.questions += 1
         result.correct += correct[i]
@@ -250,6 +279,8 @@ def chunks_in_sight(model: TrailmarkForCausalLM, chunk_size: int) -> int:
             "sliding_window: expected a number, got None: full attention sees every needle directly, and none can "
             "be planted in what it has read."
         )
+    if isinstance(model, LandmarkForCausalLM):
+        return -(-reach // (chunk_size + 1))  # what a cell shows
     if not isinstance(model, DRTForCausalLM):
         return -(-reach // chunk_size)
     # the states that wait for the upper layers, and what the lower layers put into them
@@ -269,8 +300,13 @@ def planted(
 
     Raises:
         ValueError: a chunk that was not read, or that the window still sees; a cache of several rows, with early
-            landmarks, or whose last positions the upper layers have seen.
+            landmarks, or whose last positions the upper layers have seen; Landmark Attention.
     """
+    if isinstance(model, LandmarkForCausalLM):
+        raise ValueError(
+            "model: expected one whose memory of a chunk depends on that chunk and the few before it, got "
+            "LandmarkForCausalLM: all that it reads later depends on it. Read the text with the needles in it."
+        )
     if not isinstance(model, DRTForCausalLM):
         yield
         return

@@ -6,6 +6,7 @@ import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from trailmark.data.corpus import Tokens
@@ -23,13 +24,16 @@ class PerplexityResult:
     windows: int
     tokens: int
     loss: float  # mean negative log-likelihood, nats per token
+    retrievals: int | None = None  # asked for, where a retrieval gate may skip them
+    skipped: int | None = None  # of these
 
     @property
     def perplexity(self) -> float:
         return math.exp(self.loss)
 
     def summary(self) -> dict[str, Any]:
-        return asdict(self) | {"perplexity": self.perplexity}
+        gate = {} if not self.retrievals else {"skipped_share": (self.skipped or 0) / self.retrievals}
+        return asdict(self) | {"perplexity": self.perplexity} | gate
 
 
 @torch.no_grad()
@@ -47,6 +51,8 @@ def evaluate_perplexity(
         raise ValueError(f"length: expected at most the text's {len(text)} tokens, got {length}.")
     windows = max(1, min(len(text), max_tokens) // length)
     total, count = 0.0, 0
+    gated = bool(getattr(model.config, "gate_cutoff", 0))
+    retrievals = np.zeros(2, np.int64)
     for number in range(windows):
         ids = torch.from_numpy(text[number * length : (number + 1) * length]).long()[None]
         cache = model.new_cache(num_tokens=length)
@@ -60,4 +66,7 @@ def evaluate_perplexity(
             padded = torch.cat([logits[:, :predicted], logits[:, :1]], dim=1)
             total += float(causal_loss(padded, labels, num_items=1))
             count += predicted
-    return PerplexityResult(length, windows, count, total / count)
+        if gated and (cell := cache.begun(1).cell) is not None:
+            retrievals += cell.retrievals
+    asked = tuple(map(int, retrievals)) if gated else (None, None)
+    return PerplexityResult(length, windows, count, total / count, *asked)

@@ -373,6 +373,9 @@ class ChunkMemory:
         count = 0
         for part in self._located(rows[there], chunks[there], plane[there]):
             distinct, which = np.unique(part.numbers, return_inverse=True)
+            if len(distinct) == len(chunks):  # all in this memory, each once: in order, and not copied again
+                self.fetched += len(distinct)
+                return part.memory._gather_own(part.numbers), part.lengths
             found.append(part.memory._gather_own(distinct))
             source[there[part.places]] = count + which
             lengths[there[part.places]] = part.lengths

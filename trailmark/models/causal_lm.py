@@ -23,7 +23,7 @@ from transformers import GenerationMixin, PreTrainedModel
 from transformers import initialization as init
 from transformers.utils import ModelOutput
 
-from trailmark.memory import ChunkCache, ChunkMemory
+from trailmark.memory import CacheState, ChunkCache, ChunkMemory
 from trailmark.models.configuration import TrailmarkConfig
 from trailmark.models.grid import Booleans, Grid, Integers, lay_out
 from trailmark.models.layers import LayerNorm, RMSNorm
@@ -143,7 +143,9 @@ class TrailmarkForCausalLM(PreTrainedModel, GenerationMixin):
 
         Args:
             memory_tier: "disk": keys and values stay in the folder, mapped; what is read on is added to its file,
-                and the saved memory stays as it was until it is saved again. "host", "device": they are read.
+                and the saved memory stays as it was until it is saved again (with ``max_memory_chunks``, what is
+                read on takes the place of the oldest chunks there: killed before it is saved, that memory is
+                lost). "host", "device": they are read.
             search: as in :meth:`new_cache`.
 
         Raises:
@@ -370,13 +372,12 @@ class TrailmarkForCausalLM(PreTrainedModel, GenerationMixin):
         progress: Callable[[int, int], None] | None,
     ) -> Text:
         """Read pieces of a long text into the cache; returns the last piece, of at least ``keep`` tokens."""
-        size = getattr(self.config, "chunk_size", 1)
-        piece = max(1, piece // size) * size
+        piece = self.reading_piece(piece)
         width = text.ids.shape[1]
-        opened = int(cache.begun(len(text.ids)).phases.max())
+        opened = int(self._begun(cache.begun(len(text.ids))).max())
         first = 0
         while width - first > max(piece, keep):
-            # pieces that end at chunk ends: few layouts to prepare
+            # pieces that end at chunk ends, or at cell ends: few layouts to prepare
             last = min(first + piece - opened, width - keep)
             with torch.no_grad():
                 part = text.columns(first, last)
@@ -385,6 +386,18 @@ class TrailmarkForCausalLM(PreTrainedModel, GenerationMixin):
             if progress is not None:
                 progress(first, width)
         return text.columns(first, width)
+
+    def reading_piece(self, num_tokens: int) -> int:
+        """At most ``num_tokens``, but at least one whole chunk (or cell): read from its start on, it ends with one."""
+        size = self._piece_size()
+        return max(1, num_tokens // size) * size
+
+    def _piece_size(self) -> int:
+        return getattr(self.config, "chunk_size", 1)
+
+    def _begun(self, state: CacheState) -> Integers:
+        """[B] tokens since a place where a piece of whole chunks (or cells) may begin."""
+        return state.phases
 
     def _lay_out(self, text: Text, cache: ChunkCache | None, noise_seed: Tensor | None = None) -> Grid:
         phases = None if cache is None else cache.begun(len(text.ids)).phases

@@ -365,7 +365,7 @@ class Grid:
         row, place = np.nonzero(kept)
         at = (kept.cumsum(1) - 1)[row, place]
         index[row, at] = place
-        here = np.arange(len(kept))[:, None]
+        here = np.arange(len(kept))[:, None] if len(self.chunk) > 1 else 0
         absent = index < 0
         chunk = np.where(absent, -1, self.chunk[here, index.clip(0)])
         first = chunk[:, 0] if width else np.zeros(len(kept), np.int64)

@@ -8,7 +8,7 @@ memory whose landmarks score best, in every layer anew (landmark_cell.py, landma
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +19,10 @@ from torch import Tensor, nn
 from transformers import initialization as init
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from trailmark.memory import ChunkCache, ChunkMemory
+from trailmark.memory import CacheState, ChunkCache, ChunkMemory
 from trailmark.models.causal_lm import Hidden, Text, TrailmarkForCausalLM, mark_residual_projections
 from trailmark.models.configuration import LandmarkConfig
-from trailmark.models.grid import Grid, Take, lay_out
+from trailmark.models.grid import Grid, Integers, Take, lay_out
 from trailmark.models.landmark_cell import CellStep
 from trailmark.models.landmark_memory import LandmarkMemory, Reading
 from trailmark.models.layers import GELUMLP, MLP, LayerNorm, RMSNorm, SelfAttention, rotary_at, rotate
@@ -135,6 +135,13 @@ class LandmarkForCausalLM(TrailmarkForCausalLM):
     def reach(self) -> int | None:
         """A cell sees itself and, before it, at most the chunk that it began in; the memory, all."""
         return self.config.cell_positions()
+
+    def _piece_size(self) -> int:
+        assert self.config.local_length is not None
+        return self.config.local_length
+
+    def _begun(self, state: CacheState) -> Integers:
+        return state.phases * 0 if state.cell is None else state.cell.tokens
 
     def _make_memory(
         self, tier: str, capacity: int, folder: Path | None, dtype: torch.dtype | None, search: Any
@@ -263,7 +270,7 @@ class LandmarkForCausalLM(TrailmarkForCausalLM):
         found: list[tuple[Take, list[ChunkSelection]]] = []
         for take, part in self._parts(grid, cache, B):
             step = CellStep(cache, part, self.config, x, before)
-            states, chosen = self._read_cell(take(x), step, reading=keep == 0)
+            states, chosen = self._read_cell(take(x), step, keep)
             step.commit()
             if out is not None:
                 _put(out, take, states)
@@ -289,8 +296,11 @@ class LandmarkForCausalLM(TrailmarkForCausalLM):
         for n in range(int(number.max()) + 1):
             yield grid.kept(number == n)
 
-    def _read_cell(self, x: Tensor, step: CellStep, reading: bool) -> tuple[Tensor, list[ChunkSelection]]:
-        """The positions x [B, P, E] of one piece through all layers; their states, and what each layer read."""
+    def _read_cell(self, x: Tensor, step: CellStep, keep: int | None) -> tuple[Tensor, list[ChunkSelection]]:
+        """The positions x [B, P, E] of one piece through all layers: their states.
+
+        And, where all of a call is wanted (``keep`` None), what each layer read.
+        """
         config, memory = self.config, LandmarkMemory(step, self.config)
         gate, chosen = None if self.gate is None else self.gate[None], []
         merged = config.retrieve_per in ("head", "cell")
@@ -298,16 +308,15 @@ class LandmarkForCausalLM(TrailmarkForCausalLM):
         for number, layer in enumerate(self.layers):
             q, k, v = layer.attention.heads(layer.attention_norm(x))
             keys, values = step.append(number, k, v)
-            if reading and number == len(self.layers) - 1 and not merged:
+            if keep == 0 and number == len(self.layers) - 1 and not merged:
                 break  # a memory depends on nothing above its keys
-            q, keys = rotate(q, step.query_rotary), rotate(keys, step.key_rotary)
-            near, lse = landmark_attention(
-                q, keys, values, step.layout, implementation=config.implementation, return_lse=True
-            )
+            q = rotate(q, step.query_rotary)
+            near, lse = step.attend(q, keys, values)
             if memory:
                 far, share = self._far(number, q, lse, memory, layer, gate)
                 near = near.to(share.dtype) * (1 - share) + far.out * share
-                chosen.append(far.selection())
+                if keep is None:
+                    chosen.append(far.selection())
             x = layer.close(x, near.to(x.dtype))
             gate = None if gate is None else layer.next_gate(gate)
         return x, chosen
@@ -324,8 +333,9 @@ class LandmarkForCausalLM(TrailmarkForCausalLM):
         skipped = share < self.config.gate_cutoff if self.config.gate_cutoff else None
         far = memory.read(number, q, skipped)
         share = share.masked_fill(far.lse == -torch.inf, 0)
-        if skipped is not None:
+        if skipped is not None:  # a head whose gate is shut reads nothing, though others of its unit do
             share = share.masked_fill(skipped, 0)
+            far = replace(far, gates=far.gates.masked_fill(skipped[..., None], -torch.inf))
         return far, share[..., None]
 
     def _joined(

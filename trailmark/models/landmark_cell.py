@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,8 @@ from trailmark.memory import CacheState, Cell, ChunkCache, MemoryEntries, Memory
 from trailmark.models.configuration import LandmarkConfig
 from trailmark.models.grid import Booleans, Grid, Integers, Take
 from trailmark.models.layers import rotary_at, rotary_table, rotate
-from trailmark.ops import LandmarkLayout
+from trailmark.ops import LandmarkLayout, landmark_attention
+from trailmark.ops.arguments import arithmetic_dtype
 
 
 class CellStep:
@@ -49,21 +51,35 @@ class CellStep:
         self.offset = int(self.cell.offset[0])
         self.asked = self.skipped = 0
         # positions in the model: chunk by chunk, each of S + 1
+        row, at = np.arange(B)[:, None], self.places.clip(0)
+        chunk, slot = (
+            np.where(self.present, held[row, at] if P else 0, 0) for held in (self.chunk, self.slot)
+        )
         L = config.chunk_size + 1
-        local = torch.from_numpy(np.where(self.chunk >= 0, self.chunk * L + self.slot, 0)).to(x.device)
-        most = int(local.max()) + 1 if local.numel() else 1
-        table = rotary_table(most, config.head_dim, config.rope_theta, x)
-        rows = local[:1] if self._alike and bool((local == local[:1]).all()) else local
-        self.key_rotary = table[rows]  # [1 or B, n, D / 2, 2]
-        places = torch.from_numpy(self.places).to(x.device)
-        self.query_local = local.gather(1, places.clamp(min=0))  # [B, P]
-        self.query_rotary = table[self.query_local]
-        self.layout = LandmarkLayout.of(
-            torch.from_numpy(self.is_landmark).to(x.device),
-            document_ids=torch.from_numpy(np.where(self.chunk >= 0, 0, -1)).to(x.device),
+        local = chunk * L + slot  # [B, P]
+        most = (int(self.chunk.max(initial=0)) + 1) * L
+        self._table = rotary_table(most, config.head_dim, config.rope_theta, x)
+        self.query_rotary = self._turns(local)  # [1 or B, P, D / 2, 2]
+        self.slot_rotary = self._turns(slot)
+
+    def _turns(self, places: Integers) -> Tensor:
+        """The turns [1 or B, n, D / 2, 2] to places [B, n]."""
+        rows = places[:1] if self._alike and bool((places == places[:1]).all()) else places
+        return self._table[torch.from_numpy(rows).to(self.device)]
+
+    @cached_property
+    def chunk_rotary(self) -> Tensor:
+        """[1 or B, n, D / 2, 2]: what keys, that are turned by their place in their chunk, turn further in the cell."""
+        return self._turns(self.chunk.clip(0) * (self.config.chunk_size + 1))
+
+    @cached_property
+    def layout(self) -> LandmarkLayout:
+        return LandmarkLayout.of(
+            torch.from_numpy(self.is_landmark).to(self.device),
+            document_ids=torch.from_numpy(np.where(self.chunk >= 0, 0, -1)).to(self.device),
             causal=True,
-            query_places=places,
-            num_queries=P,
+            query_places=torch.from_numpy(self.places).to(self.device),
+            num_queries=self.part.num_positions,
         )
 
     def _place(self) -> None:
@@ -99,7 +115,11 @@ class CellStep:
     # --- keys and values -----------------------------------------------------------------------------------
 
     def append(self, number: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys before RoPE and values [B, P, J, D] of a layer's new positions -> all of its cell, [B, n, J, D]."""
+        """Keys before RoPE and values [B, P, J, D] of a layer's new positions -> all of its cell, [B, n, J, D].
+
+        Keys are kept, and come, turned by their place in their chunk, as the memory will have them.
+        """
+        k = rotate(k, self.slot_rotary)
         held = self.before.layers[number]
         if held.keys is None or held.keys.shape[2] < self.width:
             held = self._longer(held, k)
@@ -131,6 +151,61 @@ class CellStep:
             longer.values[:, :, :old] = held.values[:, :, :old]
         longer.is_initialized = True
         return longer
+
+    # --- attending -----------------------------------------------------------------------------------------
+
+    def attend(self, q: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """q [B, P, H, D], turned by ``query_rotary``, and what ``append`` gave: output and lse [B, P, H]."""
+        if self._single:
+            return self._attend_one(q, keys, values)
+        keys = rotate(keys, self.chunk_rotary)
+        name = self.config.implementation
+        out = landmark_attention(q, keys, values, self.layout, implementation=name, return_lse=True)
+        assert isinstance(out, tuple)
+        return out
+
+    @cached_property
+    def _single(self) -> bool:
+        """One new position in each row, in an open chunk after full ones, as in decoding."""
+        if self.present.shape[1] != 1 or not self._alike or self.device.type != "cpu":
+            return False
+        place, L = np.arange(self.width), self.config.chunk_size + 1
+        return (
+            self.config.implementation in (None, "torch")
+            and bool((self.chunk == place // L).all() and (self.slot == place % L).all())
+            and self.width % L != 0
+        )
+
+    @cached_property
+    def _back(self) -> Tensor:
+        """[C + 1, 1, D / 2] complex: queries turn back by the beginning of each of the cell's chunks."""
+        L = self.config.chunk_size + 1
+        return torch.view_as_complex(self._table[: self.width : L].contiguous()).conj()[:, None]
+
+    def _attend_one(self, q: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """:func:`trailmark.ops.landmark_attention` of one query a row, which turns instead of the keys."""
+        L = self.config.chunk_size + 1
+        B, n, J, D = keys.shape
+        C = n // L  # closed chunks
+        dtype = arithmetic_dtype(q, keys, values)
+        keys, values = (x.transpose(1, 2).to(dtype) for x in (keys, values))  # [B, J, n, D]
+        pairs = torch.view_as_complex(q.to(dtype).reshape(B, J, 1, -1, D // 2, 2))
+        turned = torch.view_as_real(pairs * self._back).flatten(-2)  # [B, J, C + 1, g, D]
+        g = turned.shape[3]
+        scores = (turned.flatten(2, 3) @ keys.mT).mul_(D**-0.5).unflatten(2, (C + 1, g))
+        own = scores[:, :, C, :, C * L :]  # [B, J, g, t]
+        gates = log_sum_exp(own, -1)
+        weights = scores.new_zeros(B, J, g, n)
+        if C:
+            # each chunk's keys by the query that was turned to it
+            far = scores[..., : C * L].unflatten(-1, (C, L)).diagonal(dim1=2, dim2=4).mT  # [B, J, g, C, L]
+            gates = torch.cat([far[..., -1], gates], -1)
+        lse = log_sum_exp(gates, -1) if C else gates  # [B, J, g, 1]
+        torch.sub(own, lse, out=weights[..., C * L :]).exp_()
+        if C:
+            inside = far[..., :-1].softmax(-1).mul_((gates[..., :-1] - lse).exp_()[..., None])
+            weights[..., : C * L].unflatten(-1, (C, L))[..., :-1].copy_(inside)
+        return (weights @ values).view(B, 1, -1, D).to(q.dtype), lse.view(B, 1, -1)
 
     # --- the end -------------------------------------------------------------------------------------------
 
@@ -180,7 +255,7 @@ class CellStep:
     def _entries(
         self, layers: tuple[Window, ...], closed: Integers, end: Integers
     ) -> tuple[MemoryEntries, Integers]:
-        """The closed chunks of the cell: each key turned by its place in its chunk, the landmark's in row S."""
+        """The closed chunks of the cell, the landmark in row S of each."""
         config, S = self.config, self.config.chunk_size
         B, C = len(closed), int(closed.max())
         index = np.full((B, C, S + 1), -1)
@@ -188,13 +263,13 @@ class CellStep:
         index[b, self.chunk[b, i], self.slot[b, i]] = i
         lengths = (index >= 0).sum(2)  # the landmark's key is one of them
         take = Take(index.reshape(B, -1), self.width)
-        table = rotary_table(S + 1, config.head_dim, config.rope_theta, self.key_rotary)
         keys, values, marks = [], [], []
-        number = torch.zeros(1, C, dtype=torch.int64)
+        landmark_table = None
         if config.memory_position == "true":  # where they stand in the text, for every later query
-            number = torch.from_numpy(self.before.memory.chunks[:, None] + np.arange(C))
-        at = number.to(self.device) * (S + 1) + S
-        landmark_table = rotary_at(at, config.head_dim, config.rope_theta, table.dtype)
+            number = torch.from_numpy(self.before.memory.chunks[:, None] + np.arange(C)).to(self.device)
+            landmark_table = rotary_at(
+                number * (S + 1), config.head_dim, config.rope_theta, self._table.dtype
+            )
         for layer in layers:
             assert layer.keys is not None
             assert layer.values is not None
@@ -202,8 +277,8 @@ class CellStep:
                 take(x[:, :, : self.width].transpose(1, 2)).unflatten(1, (C, S + 1))
                 for x in (layer.keys, layer.values)
             )  # [B, C, S + 1, J, D]
-            keys.append(rotate(k, table))
-            marks.append(rotate(k[:, :, S], landmark_table))
+            keys.append(k)
+            marks.append(k[:, :, S] if landmark_table is None else rotate(k[:, :, S], landmark_table))
             values.append(v)
         k, v = torch.cat(keys, dim=3), torch.cat(values, dim=3)  # [B, C, S + 1, layers J, D]
         landmarks = torch.cat(marks, dim=2)
@@ -253,3 +328,9 @@ class CellStep:
             running=running,
         )
         return begun, tuple(rings)
+
+
+def log_sum_exp(x: Tensor, dim: int) -> Tensor:
+    """With ``dim`` kept; -inf where all are. Fewer passes than torch's, whose time is felt in decoding."""
+    top = x.amax(dim, keepdim=True).clamp_(min=torch.finfo(x.dtype).min)
+    return (x - top).exp_().sum(dim, keepdim=True).log_().add_(top)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import math
 from dataclasses import dataclass
+from functools import cached_property, lru_cache
 from typing import Any
 
 import numpy as np
@@ -18,12 +19,12 @@ from torch import Tensor
 
 from trailmark.memory import ExactSearch
 from trailmark.models.configuration import LandmarkConfig
-from trailmark.models.grid import Integers
-from trailmark.models.landmark_cell import CellStep
+from trailmark.models.grid import Booleans, Integers
+from trailmark.models.landmark_cell import CellStep, log_sum_exp
 from trailmark.models.layers import rotary_at, rotate
-from trailmark.ops import ChunkSelection
+from trailmark.ops import ChunkSelection, select_by_landmarks
 from trailmark.ops.arguments import arithmetic_dtype
-from trailmark.ops.landmark_selection import select_by_landmarks
+from trailmark.ops.landmark_selection import select_for_one
 
 _SLAB_SCORES = 1 << 24  # landmark scores held at once
 _SLAB_NUMBERS = 1 << 22  # of gathered keys and values
@@ -58,6 +59,12 @@ class LandmarkMemory:
         self.count = int(self.last.max()) - self.offset  # M
         self.kept = self.last - self.first  # [B]
         self.short = size.short
+        # one new position a row, and the same chunks of each: as in decoding
+        self.single = step.present.shape[1] == 1 and bool(
+            step.present.all() and (self.last == self.last[0]).all() and (self.first == self.first[0]).all()
+        )
+        self._latest_landmarks: Tensor | None = None
+        self._scoring_turn: Tensor | None = None
 
     def __bool__(self) -> bool:
         return self.count > 0 and bool(self.kept.any())
@@ -98,11 +105,19 @@ class LandmarkMemory:
         merged = per in ("head", "cell")
         causal = merged and config.causal_retrieval
         device = q.device
-        candidates = torch.from_numpy(self.last - self.offset).to(device)
-        first = torch.from_numpy(self.first - self.offset).to(device)
-        present = torch.from_numpy(step.present).to(device)
-        running, earlier = self._as_now(step.running[number]), step.chosen[number]
+        running, earlier = self._as_now(step.running[number]), self._chosen_as_now(step.chosen[number])
         continues = step.continues
+        if self.single and bool((continues == continues[0]).all()):
+            earlier = earlier if causal and continues[0] else None
+            scores = self._scores(number, q, slice(0, 1))
+            indices, step.running[number] = select_for_one(
+                scores, config.num_retrieved_chunks, per, running, earlier
+            )
+            step.offset = self.offset
+            if causal:
+                step.chosen[number] = indices[:, 0]
+            return torch.where(indices >= 0, indices + self.offset, -1) if self.offset else indices
+        candidates, first, present = self._tables
         found: list[Tensor] = []
         rows = max(1, _SLAB_SCORES // max(1, B * H * self.count))
         for start in range(0, P, rows):
@@ -146,12 +161,24 @@ class LandmarkMemory:
             indices = self._of_units(indices)
         return torch.where(indices >= 0, indices + self.offset, -1) if self.offset else indices
 
+    @cached_property
+    def _tables(self) -> tuple[Tensor, Tensor, Tensor]:
+        """For selecting: the numbers of candidates and the first [B], and which positions are there [B, P]."""
+        arrays = self.last - self.offset, self.first - self.offset, self.step.present
+        candidates, first, present = (torch.from_numpy(x).to(self.step.device) for x in arrays)
+        return candidates, first, present
+
     def _as_now(self, running: Tensor | None) -> Tensor | None:
         """[B, Hs, M] of an earlier call: in a ragged batch other rows may have begun a cell since."""
         if running is None:
             return None
         running = running[..., self.offset - int(self.step.cell.offset[0]) :]
         return torch.nn.functional.pad(running, (0, self.count - running.shape[-1]), value=-math.inf)
+
+    def _chosen_as_now(self, chosen: Tensor | None) -> Tensor | None:
+        """[B, Hs, k] of an earlier call, counted from the same chunk as the landmarks looked at now."""
+        moved = self.offset - int(self.step.cell.offset[0])
+        return chosen if chosen is None or not moved else (chosen - moved).clamp(min=-1)
 
     def _of_positions(self, indices: Tensor, units: Tensor) -> Tensor:
         """[B, U, Hs, k] -> [B, P, Hs, k]."""
@@ -178,11 +205,7 @@ class LandmarkMemory:
         dtype = arithmetic_dtype(q)
         scale = D**-0.5
         stingy = config.memory_position == "stingy"
-        if stingy:  # all as if k + 1 chunks back
-            away = self._turns(torch.tensor([config.num_retrieved_chunks + 1], device=q.device), dtype)
-        else:
-            away = self._turns(torch.from_numpy(self.last).to(q.device), dtype)[:, None]
-        turned = rotate(q.to(dtype), away)
+        turned = rotate(q.to(dtype), self._away(dtype))
         if stingy and number == 0:
             # below the first layer all landmarks are one vector, so all have one score here: not even rounding
             # may tell them apart, or the same text read in other pieces would read other chunks
@@ -198,28 +221,44 @@ class LandmarkMemory:
         else:
             scores = self._found_scores(number, turned, blocks, scale)
         if stingy:
-            self._score_latest(q.to(dtype), blocks, scores, scale)
+            self._score_latest(number, q.to(dtype), scores, scale)
         return scores
 
     def _blocks(self, B: int) -> list[Tensor]:
         return self.memory.blocks(self.offset + self.count, B, self.offset)
 
-    def _score_latest(self, q: Tensor, blocks: list[Tensor], scores: Tensor, scale: float) -> None:
-        """The k latest chunks of each row at their own distances, into scores [B, P, H, M]."""
-        B, P, H, D = q.shape
-        J, k = blocks[0].shape[2], self.config.num_retrieved_chunks
-        back = np.arange(min(k, int(self.kept.max())), 0, -1)  # chunks back
-        at = self.last[:, None] - back  # [B, r]
+    @cached_property
+    def _latest(self) -> tuple[Integers, Booleans, bool]:
+        """The r <= k latest chunks of each row [B, r], which of them it has, and whether all rows have the same."""
+        back = np.arange(min(self.config.num_retrieved_chunks, int(self.kept.max())), 0, -1)
+        at = self.last[:, None] - back
         known = at >= self.first[:, None]
-        places = torch.from_numpy(np.where(known, at - self.offset, 0)).to(q.device)
-        landmarks = _take_landmarks(blocks, places).to(q.dtype)  # [B, r, J, D]
-        away = self._turns(torch.from_numpy(-back).to(q.device), q.dtype)  # keys go back, queries stay
-        landmarks = rotate(landmarks, away)
-        fresh = torch.einsum("bpjgd,brjd->bpjgr", q.view(B, P, J, H // J, D), landmarks).mul_(scale)
-        fresh = fresh.reshape(B, P, H, -1)
-        if bool(known.all()) and bool((at == at[:1]).all()):
+        return at, known, bool(known.all()) and bool((at == at[:1]).all())
+
+    def _landmarks_of_latest(self, dtype: torch.dtype) -> Tensor:
+        """Their landmarks [B, layers, J, D, r], turned to their distances."""
+        if self._latest_landmarks is None:
+            config, (at, known, _) = self.config, self._latest
+            r, device = at.shape[1], self.step.device
+            places = torch.from_numpy(np.where(known, at - self.offset, 0)).to(device)
+            landmarks = _take_landmarks(self._blocks(len(at)), places).to(dtype)  # [B, r, layers J, D]
+            L = config.chunk_size + 1
+            table = _chunk_turns(r + 1, L, config.head_dim, config.rope_theta, dtype, device)[1:].flip(0)
+            back = torch.stack([table[..., 0], -table[..., 1]], -1)  # keys go back, queries stay
+            landmarks = rotate(landmarks, back).permute(0, 2, 3, 1).contiguous()
+            self._latest_landmarks = landmarks.unflatten(1, (config.num_hidden_layers, -1))
+        return self._latest_landmarks
+
+    def _score_latest(self, number: int, q: Tensor, scores: Tensor, scale: float) -> None:
+        """The k latest chunks of each row at their own distances, into scores [B, P, H, M]."""
+        B, P, H, _ = q.shape
+        at, known, alike = self._latest
+        mine = self._landmarks_of_latest(q.dtype)[:, number]  # [B, J, D, r]
+        asked = q.view(B, P, mine.shape[1], -1, q.shape[-1]).transpose(1, 2).flatten(2, 3)  # [B, J, P g, D]
+        fresh = (asked @ mine).mul_(scale).unflatten(2, (P, -1)).transpose(1, 2).reshape(B, P, H, -1)
+        if alike:
             begin = int(at[0, 0]) - self.offset
-            scores[..., begin : begin + len(back)] = fresh
+            scores[..., begin : begin + at.shape[1]] = fresh
             return
         for b in range(B):
             for r in np.flatnonzero(known[b]):
@@ -251,6 +290,22 @@ class LandmarkMemory:
                 searches[plane].forget()
         return searches[plane]
 
+    def _away(self, dtype: torch.dtype) -> Tensor:
+        """The turn of queries [B, P, H, D] for scoring: k + 1 chunks, or the distance to the text's first."""
+        if self._scoring_turn is None:
+            if self.config.memory_position == "stingy":
+                self._scoring_turn = self._few_turns(dtype)[-1:]
+            else:
+                last = torch.from_numpy(self.last).to(self.step.device)
+                self._scoring_turn = self._turns(last, dtype)[:, None]
+        return self._scoring_turn
+
+    def _few_turns(self, dtype: torch.dtype) -> Tensor:
+        """[k + 2, D / 2, 2] by 0 to k + 1 chunks."""
+        config = self.config
+        count, L = config.num_retrieved_chunks + 2, config.chunk_size + 1
+        return _chunk_turns(count, L, config.head_dim, config.rope_theta, dtype, self.step.device)
+
     def _turns(self, chunks: Tensor, dtype: torch.dtype) -> Tensor:
         """The turn [..., D / 2, 2] of a query by so many chunks."""
         config = self.config
@@ -267,6 +322,8 @@ class LandmarkMemory:
         N, Hs, k = chosen.shape[1:]
         dtype = arithmetic_dtype(q)
         queries = q.to(dtype)
+        if P == 1 and skipped is None:
+            return self._attend_one(number, queries, chosen)
         grouped = N not in (1, P)
         if N == P:
             queries = queries[:, :, None]  # [B, N, R, H, D]
@@ -319,6 +376,20 @@ class LandmarkMemory:
         gates = back(gates.flatten(1, 2)).view(B, P, H, k).masked_fill(absent[..., None], -math.inf)
         return Reading(out, lse, self._of_positions(chosen, units_of), gates)
 
+    def _attend_one(self, number: int, q: Tensor, chosen: Tensor) -> Reading:
+        """``_attend`` of one position a row, q [B, 1, H, D] and what it chose [B, 1, Hs, k], without detours."""
+        B, _, H, D = q.shape
+        J = self.config.num_key_value_heads
+        assert J is not None
+        Hs, k = chosen.shape[2:]
+        heads = np.arange(H) // (H // J) if Hs == H else np.arange(J)
+        planes = (number * J + heads).reshape(Hs, -1)  # [U, Y]
+        turn = self._turn_back(chosen, q.dtype)[:, 0, :, None]  # [B, U, 1, k, D / 2, 2]
+        queries = q.view(B, *planes.shape, -1, D)
+        chunks = chosen.view(B, Hs, 1, k).expand(B, *planes.shape, k)
+        out, lse, gates = self._attend_part(queries, chunks, turn, planes)
+        return Reading(out.view(B, 1, H, D), lse.view(B, 1, H), chosen, gates.reshape(B, 1, H, k))
+
     def _any_open(self, skipped: Tensor, N: int, Hs: int, grouped: bool) -> Tensor:
         """[B, U]: units of which some head of some position is to read; skipped [B, P, H]."""
         opened = ~skipped if Hs > 1 else (~skipped).any(-1, keepdim=True)  # [B, P, Hs]
@@ -332,14 +403,16 @@ class LandmarkMemory:
     def _turn_back(self, chosen: Tensor, dtype: torch.dtype) -> Tensor:
         """How far queries turn for each chunk that they attend to, [B, N, Hs, k, D / 2, 2]."""
         config, k = self.config, chosen.shape[-1]
-        last = torch.from_numpy(self.last).to(chosen.device)[:, None, None, None]
+        shape = (-1, 1, 1, 1)
         if config.memory_position == "true":
+            last = torch.from_numpy(self.last.reshape(shape)).to(chosen.device)
             return self._turns((last - chosen).clamp(min=0), dtype)
         # the chunks of a row are packed: the latest to the right, the others to the left, a place between them
-        most = torch.from_numpy(np.minimum(self.kept, k)).to(chosen.device)[:, None, None, None]
-        latest = chosen >= last - most
-        back = most + 1 - torch.arange(k, device=chosen.device) - latest.long()
-        return self._turns(torch.arange(k + 2, device=chosen.device), dtype)[back.clamp(min=0)]
+        most = np.minimum(self.kept, k)
+        room = (most + 1).reshape(shape) - np.arange(k)  # [B, 1, 1, k]
+        first = torch.from_numpy((self.last - most).reshape(shape)).to(chosen.device)  # of the latest
+        back = torch.from_numpy(room).to(chosen.device) - (chosen >= first).long()
+        return self._few_turns(dtype)[back.clamp_(min=0)]
 
     def _attend_part(
         self, queries: Tensor, chosen: Tensor, turns: Tensor, planes: Integers
@@ -364,11 +437,23 @@ class LandmarkMemory:
             present = torch.from_numpy(lengths.clip(2) - 1).to(queries.device).view(B, n, Y, k, 1, 1)
             scores = scores.masked_fill(torch.arange(S, device=queries.device) >= present, -math.inf)
         gates = gates.masked_fill((chosen < 0)[..., None], -math.inf)  # [B, n, Y, k, rows]
-        lse = gates.logsumexp(3)
-        weights = gates - lse.masked_fill(lse == -math.inf, 0)[:, :, :, None]
+        lse = log_sum_exp(gates, 3)
+        weights = gates - lse.clamp(min=torch.finfo(dtype).min)
         inside = scores.softmax(-1).mul_(weights.exp_()[..., None])
-        flat = inside.transpose(3, 4).flatten(4)  # [B, n, Y, rows, k S]
-        return flat @ values.flatten(3, 4), lse, gates.transpose(3, 4)
+        if inside.shape[4] < S // 2:  # few rows: one product a chunk, where values need no copy side by side
+            out = (inside @ values).sum(3)
+        else:
+            out = inside.transpose(3, 4).flatten(4) @ values.flatten(3, 4)
+        return out, lse[:, :, :, 0], gates.transpose(3, 4)
+
+
+@lru_cache(maxsize=64)
+def _chunk_turns(
+    count: int, step: int, head_dim: int, theta: float, dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    """[count, D / 2, 2]: the turns by 0, step, 2 step ... positions."""
+    with torch.inference_mode(False):
+        return rotary_at(torch.arange(count, device=device) * step, head_dim, theta, dtype)
 
 
 def _take_landmarks(blocks: list[Tensor], places: Tensor) -> Tensor:

@@ -4,6 +4,7 @@ from trailmark.ops.block_attention import block_attention
 from trailmark.ops.grouped_cross_attention import grouped_cross_attention
 from trailmark.ops.landmark_attention import landmark_attention
 from trailmark.ops.landmark_layout import LandmarkLayout
+from trailmark.ops.landmark_selection import select_by_landmarks
 from trailmark.ops.noise import fold_seed, gumbel_noise
 from trailmark.ops.selection import ChunkSelection, select_chunks
 from trailmark.ops.sliding_window import alibi_slopes, sliding_window_attention
@@ -17,6 +18,7 @@ __all__ = [
     "grouped_cross_attention",
     "gumbel_noise",
     "landmark_attention",
+    "select_by_landmarks",
     "select_chunks",
     "sliding_window_attention",
 ]

@@ -10,6 +10,7 @@ from torch.autograd.function import once_differentiable
 
 from trailmark.ops import landmark_attention_torch, reference
 from trailmark.ops.arguments import (
+    arithmetic_dtype,
     require,
     require_grouped_heads,
     require_implementation,
@@ -46,10 +47,11 @@ def landmark_attention(
             a_{i p_c} - \log \sum_{j' \in c} e^{a_{ij'}} & j \in c \end{cases}
         \qquad a_{ij} = \mathrm{scale} \cdot q_i^\top k_j
 
-    Source: arXiv 2305.16300, Eq. 1 to 4, of which this is the closed form (docs/math.md). Landmarks' values never
+    Source: arXiv 2305.16300, Eq. 1 to 4, of which this is the closed form (docs/landmark.md). Landmarks' values never
     count, nor does a chunk's landmark for its own queries. Weights sum to one.
 
-    Time is O(P T); "torch" and "triton" keep q, k, v, the output and a number per row and head for the backward.
+    Time is O(P T); "triton" keeps the inputs, the output and a number per query and head for the backward,
+    "torch" the inputs alone.
 
     Args:
         q: [B, P, H, D]; the last P of T places, unless ``query_places`` says where they stand.
@@ -94,7 +96,9 @@ def landmark_attention(
         return (out, lse) if return_lse else out
     chosen = _choose(implementation, q, k, v)
     k, v, q = _in_order(k, layout.key_order), _in_order(v, layout.key_order), _in_order(q, layout.query_order)
-    if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
+    if torch.compiler.is_compiling():
+        out, lse = _op(q, k, v, *_parts(layout), scale, chosen)
+    elif torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
         out, lse = _Eager.apply(q, k, v, layout, scale, chosen)
     else:
         out, lse = _forward(q, k, v, layout, scale, chosen, False)
@@ -141,6 +145,9 @@ def _layout(
     query_places: Tensor | None,
 ) -> LandmarkLayout:
     B, P, T = len(q), q.shape[1], k.shape[1]
+    device = (is_landmark if isinstance(is_landmark, Tensor) else is_landmark.starts).device
+    if device != q.device:
+        require(False, "is_landmark", f"a tensor on {device}", f"one on {q.device}, as q", "Move it there.")
     if isinstance(is_landmark, Tensor):
         require_shape("is_landmark", is_landmark, (B, T), "[B, T]")
         layout = LandmarkLayout.of(is_landmark, document_ids, causal, query_places, P)
@@ -157,9 +164,6 @@ def _layout(
             f"one of {(B, P, T)}, as q and k",
             "Make one with LandmarkLayout.of.",
         )
-    device = layout.starts.device
-    if device != q.device:
-        require(False, "is_landmark", f"a tensor on {device}", f"one on {q.device}, as q", "Move it there.")
     return layout
 
 
@@ -213,15 +217,39 @@ def _forward(
     return landmark_attention_torch.forward(q, k, v, layout, scale, keep)
 
 
+def _backward(
+    grad: Tensor,
+    grad_lse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor | None,
+    lse: Tensor | None,
+    layout: LandmarkLayout,
+    scale: float,
+    implementation: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of q, k and v."""
+    with torch.autocast(q.device.type, enabled=False):  # the backward runs outside the op
+        if implementation == "triton":
+            from trailmark.ops import landmark_attention_triton as kernels
+
+            assert out is not None
+            assert lse is not None
+            return kernels.backward(grad, grad_lse, q, k, v, out, lse, layout, scale)
+        return landmark_attention_torch.backward(grad, grad_lse, q, k, v, out, lse, layout, scale)
+
+
 class _Eager(torch.autograd.Function):
-    """Saves the inputs, the output and the log-sum-exps."""
+    """Saves the inputs; for the kernels the output and the log-sum-exps too."""
 
     @staticmethod
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, layout: LandmarkLayout, scale: float, implementation: str
     ) -> tuple[Tensor, Tensor]:
         out, lse = _forward(q, k, v, layout, scale, implementation, True)
-        ctx.save_for_backward(q, k, v, out, lse)
+        kept = (out, lse) if implementation == "triton" else (None, None)
+        ctx.save_for_backward(q, k, v, *kept)
         ctx.layout, ctx.scale, ctx.implementation = layout, scale, implementation
         ctx.set_materialize_grads(False)
         return out, lse
@@ -230,14 +258,138 @@ class _Eager(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse = ctx.saved_tensors
-        if grad is None:
-            grad = torch.zeros_like(out)
-        kept = grad, grad_lse, q, k, v, out, lse, ctx.layout, ctx.scale
-        with torch.autocast(q.device.type, enabled=False):  # the backward runs outside the op
-            if ctx.implementation == "triton":
-                from trailmark.ops import landmark_attention_triton as kernels
-
-                dq, dk, dv = kernels.backward(*kept)
-            else:
-                dq, dk, dv = landmark_attention_torch.backward(*kept)
+        grad = torch.zeros_like(q) if grad is None else grad
+        dq, dk, dv = _backward(grad, grad_lse, q, k, v, out, lse, ctx.layout, ctx.scale, ctx.implementation)
         return dq, dk, dv, None, None, None
+
+
+# Under torch.compile the same functions are ops that it does not look into, so that its graph stays whole (with a
+# ready layout: reading one off is_landmark waits for its values).
+
+
+def _parts(layout: LandmarkLayout) -> tuple[Tensor, Tensor, bool, bool, int, int]:
+    """What ops may take, for :func:`_whole`."""
+    tables = torch.stack([getattr(layout, name) for name in _TABLES])
+    return tables, layout.far, layout.own, layout.causal, layout.max_length, layout.max_queries
+
+
+_TABLES = ("starts", "lengths", "landmarks", "query_starts", "query_counts", "query_slots", "first", "end")
+
+
+def _whole(
+    q: Tensor, k: Tensor, tables: Tensor, far: Tensor, own: bool, causal: bool, longest: int, most: int
+) -> LandmarkLayout:
+    starts, lengths, landmarks, query_starts, query_counts, query_slots, first, end = tables.unbind()
+    return LandmarkLayout(
+        starts=starts,
+        lengths=lengths,
+        landmarks=landmarks,
+        query_starts=query_starts,
+        query_counts=query_counts,
+        query_slots=query_slots,
+        first=first,
+        end=end,
+        far=far,
+        own=own,
+        causal=causal,
+        num_queries=q.shape[1],
+        num_keys=k.shape[1],
+        num_chunks=far.shape[1],
+        max_length=longest,
+        max_queries=most,
+    )
+
+
+@torch.library.custom_op("trailmark::landmark_attention", mutates_args=())
+def _op(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    tables: Tensor,
+    far: Tensor,
+    own: bool,
+    causal: bool,
+    longest: int,
+    most: int,
+    scale: float,
+    implementation: str,
+) -> tuple[Tensor, Tensor]:
+    layout = _whole(q, k, tables, far, own, causal, longest, most)
+    out, lse = _forward(q, k, v, layout, scale, implementation, True)
+    return out.contiguous(), lse.contiguous()
+
+
+@_op.register_fake
+def _(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    tables: Tensor,
+    far: Tensor,
+    own: bool,
+    causal: bool,
+    longest: int,
+    most: int,
+    scale: float,
+    implementation: str,
+) -> tuple[Tensor, Tensor]:
+    return q.new_empty(q.shape), q.new_empty(q.shape[:3], dtype=arithmetic_dtype(q, k, v))
+
+
+@torch.library.custom_op("trailmark::landmark_attention_backward", mutates_args=())
+def _op_backward(
+    grad: Tensor,
+    grad_lse: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor | None,
+    lse: Tensor | None,
+    tables: Tensor,
+    far: Tensor,
+    own: bool,
+    causal: bool,
+    longest: int,
+    most: int,
+    scale: float,
+    implementation: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    layout = _whole(q, k, tables, far, own, causal, longest, most)
+    found = _backward(grad, grad_lse, q, k, v, out, lse, layout, scale, implementation)
+    dq, dk, dv = (x.contiguous() for x in found)
+    return dq, dk, dv
+
+
+@_op_backward.register_fake
+def _(
+    grad: Tensor,
+    grad_lse: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor | None,
+    lse: Tensor | None,
+    tables: Tensor,
+    far: Tensor,
+    own: bool,
+    causal: bool,
+    longest: int,
+    most: int,
+    scale: float,
+    implementation: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+def _keep_inputs(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    kept = output if inputs[-1] == "triton" else (None, None)
+    ctx.save_for_backward(*inputs[:3], *kept, *inputs[3:5])
+    ctx.options = inputs[5:]
+
+
+def _gradients(ctx: Any, grad: Tensor, grad_lse: Tensor) -> tuple[Tensor | None, ...]:
+    found = _op_backward(grad, grad_lse, *ctx.saved_tensors, *ctx.options)
+    return *found, *[None] * 8
+
+
+_op.register_autograd(_gradients, setup_context=_keep_inputs)

@@ -15,7 +15,8 @@ any run of places of q and may span chunks. What the kernels know of the layout 
     readers  int64 [B, C, 4]  of each chunk: the places ``low <= i < high`` of q that may see it, the slot of the
                               first query that stands in it, how many do
 
-``s_qb`` is the step from one b of q to the next, and so on; inside a tile it is taken in 32 bits, or 64 (WIDE). Scores are in base 2 inside, but in float32 (EXACT).
+``s_qb`` is the step from one b of q to the next, and so on; inside a tile it is taken in 32 bits, or 64 (WIDE).
+Scores are in base 2 inside, but in float32 (EXACT).
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ HIDDEN = tl.constexpr(-1.0e30)
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
 # what changes with the text and its batch: the kernels are compiled once for all of it
-VARYING = ["B", "P", "T", "C", "tiles", "parts", "per_part"]
+VARYING = ["B", "P", "T", "H", "C", "tiles", "parts", "per_part"]
 
 
 @triton.jit
@@ -59,13 +60,17 @@ def _load_rows(at, n, step, exists, D: tl.constexpr, BLOCK_D: tl.constexpr):
 
 
 @triton.jit
-def _load_queries(rows, b, B, P, start, n):
+def _load_queries(rows, b, B, P, start, n, CAUSAL: tl.constexpr):
     """Of the queries at places start + n: chunk, own tokens seen, first and end of the far chunks."""
     at, exists = rows + b * P + start + n, n < P - start
+    plane = B.to(tl.int64) * P
     own = tl.load(at, mask=exists, other=-1)
-    limit = tl.load(at + B * P, mask=exists, other=0)
-    first = tl.load(at + 2 * B * P, mask=exists, other=0)
-    end = tl.load(at + 3 * B * P, mask=exists, other=0)
+    limit = tl.load(at + plane, mask=exists, other=0)
+    first = tl.load(at + 2 * plane, mask=exists, other=0)
+    if CAUSAL:
+        end = own
+    else:
+        end = tl.load(at + 3 * plane, mask=exists, other=0)
     return own, limit, first, end
 
 
@@ -102,7 +107,7 @@ def _far_chunks(ranks, own, first, end, C, CAUSAL: tl.constexpr):
     """For a tile of queries: (first own chunk, how many, first far chunk before them, how many, after, how many)."""
     present = own >= 0
     low, high = tl.min(tl.where(present, own, C), 0), tl.max(own, 0)
-    first, end = tl.min(tl.where(present, first, C), 0), tl.max(end, 0)
+    first, end = tl.min(tl.where(present, first, C), 0), tl.maximum(tl.max(end, 0), 0)
     before = tl.load(ranks + first)
     count_before = tl.load(ranks + tl.minimum(low, end)) - before
     after = before
@@ -208,7 +213,7 @@ def forward_kernel(
     j = h // G
     i = tile * BLOCK_Q
     n = _count(BLOCK_Q, WIDE)
-    own, limit, first, end = _load_queries(rows, b, B, P, i, n)
+    own, limit, first, end = _load_queries(rows, b, B, P, i, n, CAUSAL)
     query = _load_rows(q + b * s_qb + i * s_qp + h * s_qh, n, s_qp, own >= 0, D, BLOCK_D)
     k_at, v_at = k + b * s_kb + j * s_kj, v + b * s_vb + j * s_vj
     low, spanned, before, count_before, after, count_after = _far_chunks(
@@ -376,7 +381,7 @@ def queries_kernel(
     j = h // G
     i = tile * BLOCK_Q
     n = _count(BLOCK_Q, WIDE)
-    own, limit, first, end = _load_queries(rows, b, B, P, i, n)
+    own, limit, first, end = _load_queries(rows, b, B, P, i, n, CAUSAL)
     present = own >= 0
     query = _load_rows(q + b * s_qb + i * s_qp + h * s_qh, n, s_qp, present, D, BLOCK_D)
     out_grad = _load_rows(grad + b * s_gb + i * s_gp + h * s_gh, n, s_gp, present, D, BLOCK_D)
@@ -390,7 +395,7 @@ def queries_kernel(
         row_lse *= LOG2_E
     stats_at = stats + (b * H + h) * P + i + n
     tl.store(stats_at, delta, mask=n < P - i)
-    tl.store(stats_at + B * H * P, row_lse, mask=n < P - i)
+    tl.store(stats_at + B.to(tl.int64) * H * P, row_lse, mask=n < P - i)
 
     k_at, v_at = k + b * s_kb + j * s_kj, v + b * s_vb + j * s_vj
     low, spanned, before, count_before, after, count_after = _far_chunks(
@@ -450,8 +455,8 @@ def keys_kernel(
     entry = chunks + (b * C + c) * 3
     start, landmark, of_keys, of_values = _chunk(entry, tile, BLOCK_S, True)
     k_at, v_at = k + b * s_kb + j * s_kj, v + b * s_vb + j * s_vj
-    keys = _load_rows(k_at + start * s_kt, s, s_kt, s < of_keys, D, BLOCK_D)
-    values = _load_rows(v_at + start * s_vt, s, s_vt, s < of_values, D, BLOCK_D)
+    keys = tl.trans(_load_rows(k_at + start * s_kt, s, s_kt, s < of_keys, D, BLOCK_D))
+    values = tl.trans(_load_rows(v_at + start * s_vt, s, s_vt, s < of_values, D, BLOCK_D))
 
     readers_at = readers + (b * C + c) * 4
     low, high = tl.load(readers_at), tl.load(readers_at + 1)
@@ -463,21 +468,23 @@ def keys_kernel(
     steps = tl.maximum(tl.cdiv(high - low, BLOCK_Q), 0).to(tl.int32)
 
     n = _count(BLOCK_Q, WIDE)
-    key_grad = tl.zeros([BLOCK_S, BLOCK_D], tl.float32)
-    value_grad = tl.zeros([BLOCK_S, BLOCK_D], tl.float32)
+    # transposed, [BLOCK_D, BLOCK_S]: what the multiplier takes from registers would have to be turned around
+    key_grad = tl.zeros([BLOCK_D, BLOCK_S], tl.float32)
+    value_grad = tl.zeros([BLOCK_D, BLOCK_S], tl.float32)
     for step in range(heads * steps):
         if G == 1:
             h, i = j, low + step * BLOCK_Q
         else:
             h, i = first_head + step // steps, low + (step % steps) * BLOCK_Q
-        own, limit, first, end = _load_queries(rows, b, B, P, i, n)
+        own, limit, first, end = _load_queries(rows, b, B, P, i, n, CAUSAL)
         is_own, seen, shown = _who_sees(entry, number, own, limit, first, end, True)
         seen &= n < high - i
-        query = _load_rows(q + b * s_qb + i * s_qp + h * s_qh, n, s_qp, seen, D, BLOCK_D)
-        out_grad = _load_rows(grad + b * s_gb + i * s_gp + h * s_gh, n, s_gp, seen, D, BLOCK_D)
+        present = own >= 0
+        query = _load_rows(q + b * s_qb + i * s_qp + h * s_qh, n, s_qp, present, D, BLOCK_D)
+        out_grad = _load_rows(grad + b * s_gb + i * s_gp + h * s_gh, n, s_gp, present, D, BLOCK_D)
         stats_at = stats + (b * H + h) * P + i + n
-        delta = tl.load(stats_at, mask=seen, other=0.0)
-        lse = tl.load(stats_at + B * H * P, mask=seen, other=0.0)
+        delta = tl.load(stats_at, mask=present, other=0.0)
+        lse = tl.load(stats_at + B.to(tl.int64) * H * P, mask=present, other=0.0)
         if MANY:
             top, total, gate, inner = _inner_sums(
                 query, out_grad, k_at, v_at, s_kt, s_vt, entry, is_own, seen, lse, scale,
@@ -485,24 +492,22 @@ def keys_kernel(
             )  # fmt: skip
         else:
             top, total, gate, inner = lse, lse, lse, lse
-        scores, dp = _products(query, keys) * scale, _products(out_grad, values)
+        scores = tl.dot(query, keys, input_precision=PRECISION) * scale
+        dp = tl.dot(out_grad, values, input_precision=PRECISION)
         probabilities, ds = _gradients_of_scores(
             scores, dp, s, landmark, is_own, seen, shown - tile * BLOCK_S, lse, delta, top, total, gate, inner,
             MANY, True, EXACT,
         )  # fmt: skip
         value_grad = tl.dot(
-            tl.trans(probabilities.to(out_grad.dtype)), out_grad, value_grad, input_precision=PRECISION
+            tl.trans(out_grad), probabilities.to(out_grad.dtype), value_grad, input_precision=PRECISION
         )
-        key_grad = tl.dot(tl.trans(ds.to(query.dtype)), query, key_grad, input_precision=PRECISION)
+        key_grad = tl.dot(tl.trans(query), ds.to(query.dtype), key_grad, input_precision=PRECISION)
 
     # [part, B, T, J, D]; what is in no chunk keeps the zeros that stand there
     to = (((part * B + b) * T + start) * J + j) * D
     d = tl.arange(0, BLOCK_D)
     offsets = (s * (J * D).to(tl.int32))[:, None] + d[None, :]
     in_head = (d < D)[None, :]
-    tl.store(
-        dk + to + offsets, (key_grad * scale_e).to(dk.dtype.element_ty), mask=(s < of_keys)[:, None] & in_head
-    )
-    tl.store(
-        dv + to + offsets, value_grad.to(dv.dtype.element_ty), mask=(s < of_values)[:, None] & in_head
-    )
+    key_grad, value_grad = tl.trans(key_grad * scale_e), tl.trans(value_grad)
+    tl.store(dk + to + offsets, key_grad.to(dk.dtype.element_ty), mask=(s < of_keys)[:, None] & in_head)
+    tl.store(dv + to + offsets, value_grad.to(dv.dtype.element_ty), mask=(s < of_values)[:, None] & in_head)

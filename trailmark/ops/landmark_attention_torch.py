@@ -20,8 +20,9 @@ from torch import Tensor
 from trailmark.ops.arguments import arithmetic_dtype
 from trailmark.ops.landmark_layout import LandmarkLayout
 
-_SLAB_QUERIES = 64  # more would waste scores among a slab's own chunks, fewer would not keep the GEMMs busy
+_SLAB_QUERIES = 128  # more would waste scores among a slab's own chunks, fewer would not keep the GEMMs busy
 _WIDEST_TILE = 128  # a wider one would waste scores of what comes later in a long chunk
+_FEW = 4  # queries: decoding
 _LOG2_E = math.log2(math.e)
 
 
@@ -33,7 +34,10 @@ def forward(
     scale: float,
     keep: bool,
 ) -> tuple[Tensor, Tensor]:
-    """The output and the log-sum-exps [B, P, H]; nothing else is kept, whether to ``keep`` or not."""
+    """The output and the log-sum-exps [B, P, H]. The backward needs neither, but takes queries of any number."""
+    T, padded = layout.num_keys, layout.num_chunks * layout.max_length
+    if not keep and 0 < layout.num_queries <= _FEW and 0 < padded <= 2 * T:
+        return _few_queries(q, k, v, layout, scale)
     work = _Work(q, k, v, layout, scale)
     out = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
     lse = torch.full(q.shape[:3], -torch.inf, dtype=work.dtype, device=q.device)
@@ -42,9 +46,8 @@ def forward(
         for slab in row.slabs:
             scores = work.scores(keys, work.fold(q, row, slab), row, slab)  # [J, N, h, g n]
             tops, sums = work.exponentials(scores, row, slab)  # [J, N, g n]
-            gates = work.gates(scores, tops, sums, row, slab)
-            total = _log_sum_exp2(gates if row.uncounted is None else gates + row.uncounted[slab.tiles])  # [J, 1, g n]
-            weights = work.weights(scores, gates.sub_(total.clamp(min=work.least)).exp2_(), sums, row)
+            gates, total = work.gates(scores, tops, sums, row, slab)  # [J, N, g n], [J, 1, g n]
+            weights = work.weights(scores, gates, sums, row)  # [J, N h, g n]
             work.unfold(torch.bmm(weights.mT, values[:, slab.slots]), out, row, slab)
             work.unfold(total.mT.mul_(1 / _LOG2_E), lse[..., None], row, slab)
     return out, lse
@@ -57,13 +60,16 @@ def backward(
     k: Tensor,
     v: Tensor,
     out: Tensor | None,
-    lse: Tensor,
+    lse: Tensor | None,
     layout: LandmarkLayout,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of q, k and v. Takes no ``out``: a slab sees all keys of its queries."""
+    """The gradients of q, k and v. Takes neither ``out`` nor ``lse``: a slab sees all keys of its queries."""
     work = _Work(q, k, v, layout, scale)
-    B, T, J, D = k.shape
+    grad, (B, T, J, D) = (
+        grad.contiguous(),
+        k.shape,
+    )  # that of a sum has stride 0, which GEMMs would copy slab by slab
     dq = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
     dk, dv = (torch.zeros((B, J, T, D), dtype=x.dtype, device=q.device) for x in (k, v))
     for row in work.rows:
@@ -73,10 +79,8 @@ def backward(
             query, out_grad = work.fold(q, row, slab), work.fold(grad, row, slab)  # [J, g n, D]
             scores = work.scores(keys, query, row, slab)
             tops, sums = work.exponentials(scores, row, slab)
-            gates = work.gates(scores, tops, sums, row, slab)
-            total = work.fold(lse[..., None], row, slab).mT * _LOG2_E  # [J, 1, g n]
-            gates = gates.sub_(total.clamp_(min=work.least)).exp2_()
-            weights = work.weights(scores, gates, sums, row)  # [J, N h, g n]
+            gates, _ = work.gates(scores, tops, sums, row, slab)
+            weights = work.weights(scores, gates, sums, row)
             of_values[:, slab.slots].baddbmm_(weights, out_grad)
             ds = work.buffer("ds", weights.shape)
             torch.bmm(values[:, slab.slots], out_grad.mT, out=ds)  # of the weights
@@ -88,6 +92,81 @@ def backward(
         row.unpack(of_keys, dk[row.number])
         row.unpack(of_values, dv[row.number])
     return dq, dk.transpose(1, 2), dv.transpose(1, 2)
+
+
+def _few_queries(
+    q: Tensor, k: Tensor, v: Tensor, layout: LandmarkLayout, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Decoding: as few calls as can be, all rows of the batch at once."""
+    (B, P, H, D), (T, J) = q.shape, k.shape[1:3]
+    C, S, dtype = layout.num_chunks, layout.max_length, arithmetic_dtype(q, k, v)
+    least = torch.finfo(dtype).min
+    if "few" not in layout.memo:
+        layout.memo["few"] = _Few(layout)
+    few: _Few = layout.memo["few"]
+    # [B, J, g P, D]
+    query = q.to(dtype).unflatten(2, (J, H // J)).permute(0, 2, 3, 1, 4).reshape(B, J, -1, D) * scale
+    keys, values = k.to(dtype).transpose(1, 2), v.to(dtype).transpose(1, 2)  # [B, J, T, D]
+    if few.vacant is not None:
+        values = values.masked_fill(few.vacant, 0)  # not even NaN has an effect
+    scores = query.new_empty((B, J, H // J * P, T))
+    for b in range(B):
+        torch.bmm(query[b], keys[b].mT, out=scores[b])
+    scores = scores.view(B, H, P, T)
+    slots = few.slots.expand(B, H, P, C * S)
+    tokens = scores.gather(3, slots).masked_fill_(few.unseen, -torch.inf).view(B, H, P, C, S)
+    tops = tokens.amax(4, keepdim=True).clamp_(min=least)
+    sums = tokens.sub_(tops).exp_().sum(4, keepdim=True)
+    own = sums.log().add_(tops)[..., 0]  # [B, H, P, C]
+    gates = scores.gather(3, few.landmarks.expand(B, H, P, C)).masked_fill_(few.hidden, -torch.inf)
+    gates = torch.where(few.standing, own, gates) if layout.own else gates
+    top = gates.amax(3, keepdim=True).clamp_(min=least)
+    total = gates.sub_(top).exp_().sum(3, keepdim=True)
+    gates.div_(total.clamp(min=1))  # 0 where nothing is attended to; else at least 1
+    tokens.mul_(gates[..., None].div_(sums.clamp_(min=1)))
+    weights = scores.zero_().scatter_add_(3, slots, tokens.flatten(3)).view(B, J, -1, T)
+    out = query.new_empty(query.shape)
+    for b in range(B):
+        torch.bmm(weights[b], values[b], out=out[b])
+    out = out.view(B, H, P, D).transpose(1, 2)
+    return out.to(q.dtype), total.log_().add_(top)[..., 0].transpose(1, 2)
+
+
+class _Few:
+    """Tables of what each of a few queries sees, chunk by chunk, slot by slot."""
+
+    def __init__(self, layout: LandmarkLayout) -> None:
+        B, C, S, T = len(layout.starts), layout.num_chunks, layout.max_length, layout.num_keys
+        device = layout.starts.device
+        slot, chunk = torch.arange(S, device=device), torch.arange(C, device=device)
+        query = torch.arange(layout.num_queries, device=device)[:, None]
+        nth = query - layout.query_starts[:, None]  # [B, P, C]
+        standing = (nth >= 0) & (nth < layout.query_counts[:, None])
+        there = slot < layout.lengths[..., None]  # [B, C, S]
+        seen = there[:, None].expand(B, layout.num_queries, C, S)
+        if layout.causal:
+            last = torch.where(standing, layout.query_slots[:, None] + nth, S)
+            seen = seen & (slot <= last[..., None])
+        mine = standing.long().argmax(2, keepdim=True)  # [B, P, 1]
+        first, end = (
+            x[:, None].expand(-1, layout.num_queries, -1).gather(2, mine) for x in (layout.first, layout.end)
+        )
+        far = (
+            (chunk >= first) & (chunk < end) & layout.far[:, None] & ~standing & standing.any(2, keepdim=True)
+        )
+        places = torch.where(
+            there, layout.starts[..., None] + slot, 0
+        )  # any, with no weight, for empty slots
+        self.slots = places.view(B, 1, 1, C * S)
+        self.unseen = ~seen.reshape(B, 1, -1, C * S)
+        self.landmarks = layout.landmarks.clamp(min=0)[:, None, None]  # [B, 1, 1, C]
+        self.hidden = ~far[:, None]  # [B, 1, P, C]
+        self.standing = standing[:, None]
+        place = torch.arange(T, device=device)[:, None]
+        ends = layout.starts + layout.lengths + (layout.landmarks >= 0).long()
+        held = (place >= layout.starts[:, None]) & (place < ends[:, None])  # [B, T, C]
+        vacant = ~held.any(2)[:, None, :, None]
+        self.vacant = vacant if bool(vacant.any()) else None  # [B, 1, T, 1]
 
 
 class _Work:
@@ -146,24 +225,33 @@ class _Work:
     def exponentials(self, scores: Tensor, row: _Row, slab: _Slab) -> tuple[Tensor, Tensor]:
         """Tokens' scores become exponentials; [J, N, g n] each chunk's largest score and sum, told to its tiles."""
         tokens = scores[:, :, : row.width]
-        if row.padding is not None:
-            tokens.add_(row.padding[slab.tiles])
+        for run in row.ragged:
+            first, stop = max(run.start, slab.tiles.start), min(run.stop, slab.tiles.stop)
+            if first < stop:
+                tokens[:, first - slab.tiles.start : stop - slab.tiles.start].add_(row.padding[first:stop])
         if slab.later is not None:
             self.of_own(tokens, slab).add_(slab.later[:, :, None])
         tops = row.over_chunks(tokens.amax(2), slab, "amax").clamp_(min=self.least)
         tokens.sub_(tops[:, :, None]).exp2_()
         return tops, row.over_chunks(tokens.sum(2), slab, "sum")
 
-    def gates(self, scores: Tensor, tops: Tensor, sums: Tensor, row: _Row, slab: _Slab) -> Tensor:
-        """[J, N, g n] in base 2: by what the softmax within each chunk is raised; -inf: not attended to."""
+    def gates(
+        self, scores: Tensor, tops: Tensor, sums: Tensor, row: _Row, slab: _Slab
+    ) -> tuple[Tensor, Tensor]:
+        """[J, N, g n]: what each chunk's softmax is multiplied by; and [J, 1, g n], their log-sum-exp in base 2."""
         marks = scores[:, :, row.width]
         gates = marks.clone() if row.closed is None else marks + row.closed[slab.tiles]
         if slab.own.stop > slab.own.start:
             hidden = self.of_own(gates, slab).add_(slab.hidden[:, None])
             if self.layout.own:
-                own = (self.of_own(x, slab) for x in (tops, sums.log2()))
-                hidden.copy_(torch.where(slab.standing[:, None], sum(own), hidden))
-        return gates
+                own = self.of_own(tops, slab) + self.of_own(sums.log2(), slab)
+                hidden.copy_(torch.where(slab.standing[:, None], own, hidden))
+        top = gates.amax(1, keepdim=True).clamp_(min=self.least)
+        gates.sub_(top).exp2_()
+        total = (gates if row.leads is None else gates * row.leads[slab.tiles]).sum(1, keepdim=True)
+        # 0 where nothing is attended to; else at least 1
+        gates.div_(total.clamp(min=1))
+        return gates, total.log2_().add_(top)
 
     def of_own(self, x: Tensor, slab: _Slab) -> Tensor:
         """[J, N, .., g n] -> [J, tiles of the slab's own chunks, .., g, n], a view"""
@@ -241,10 +329,10 @@ class _Row:
         self.count = len(tiles)
         of_chunk = [c for c, *_ in tiles]
         leading = [slot == 0 for _, slot, *_ in tiles]
-        ragged = any(held < W for _, _, held, *_ in tiles)
+        short = {i for i, (_, _, held, *_) in enumerate(tiles) if held < W}
         split = not all(leading)
         begin = tiles[0][3] if tiles else 0
-        regular = not ragged and all(
+        regular = not short and all(
             (place, landmark) == (begin + i * h, begin + i * h + W)
             for i, (*_, place, landmark) in enumerate(tiles)
         )
@@ -255,22 +343,25 @@ class _Row:
         held, place, landmark = (self.tiles[:, i, None] for i in (2, 3, 4))
         far = layout.far[number, self.tiles[:, 0]]
         self.closed = None if bool(far.all()) else _minus_infinity_where(~far)[:, None]  # [N, 1]
-        # [N, 1], where chunks have several tiles: whether it is its chunk's first, which alone counts as its gate
-        self.leads = self.uncounted = None
+        self.leads = None
         if split:
             leads = torch.tensor(leading, device=self.device)
             self.numbers = leads.cumsum(0) - 1  # [N], of chunks that have tiles
-            self.leads, self.uncounted = leads[:, None], _minus_infinity_where(~leads)[:, None]
-        self.padding = None
-        if ragged:
-            self.padding = _minus_infinity_where(slot[:W] >= held)[..., None]  # [N, W, 1]
+            # [N, 1], where chunks have several tiles: 1 for the first of each, which alone counts as its gate
+            self.leads = leads[:, None].float()
+        self.padding = _minus_infinity_where(slot[:W] >= held)[..., None]  # [N, W, 1]
+        starts = [i for i in sorted(short) if i - 1 not in short]
+        stops = [i + 1 for i in sorted(short) if i + 1 not in short]
+        runs = [slice(*run) for run in zip(starts, stops, strict=True)]
+        # of tiles that are not full; many runs are not worth their calls
+        self.ragged = runs if len(runs) <= 3 else [slice(0, self.count)]
         if self.begin is None:
             places = torch.where(slot < held, place + slot, -1)  # [N, h]
             places[:, W] = landmark[:, 0]
             self.vacant = (places.flatten() < 0).nonzero()[:, 0]
             self.places = places.flatten().clamp(min=0)  # of each slot, in k
             if self.leads is not None:
-                places[:, W].masked_fill_(~self.leads[:, 0], -1)
+                places[:, W].masked_fill_(self.leads[:, 0] == 0, -1)
             self.kept = (places.flatten() >= 0).nonzero()[:, 0]  # slots, each place once
             self.kept_places = places.flatten()[self.kept]
         self.slabs = list(self._slabs(chunks, of_chunk))
@@ -378,12 +469,6 @@ def _tile_width(lengths: list[int]) -> int:
 
     best = min((w for w in (widest, 64, 32, 16, 8, 4, 2, 1) if w <= widest), key=slots)
     return widest if slots(widest) <= 1.25 * slots(best) else best
-
-
-def _log_sum_exp2(x: Tensor) -> Tensor:
-    """[J, N, n] -> [J, 1, n]"""
-    top = x.amax(1, keepdim=True).clamp_(min=torch.finfo(x.dtype).min)
-    return (x - top).exp2_().sum(1, keepdim=True).log2_().add_(top)
 
 
 def _minus_infinity_where(hidden: Tensor) -> Tensor:

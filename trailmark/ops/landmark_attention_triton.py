@@ -29,19 +29,20 @@ class Tiles(NamedTuple):
 
 
 # (most queries, most keys, warps, stages) of a tile by the bits of the dtype and the padded head size: the largest
-# whose registers ptxas hardly spills for sm_90 (docs/kernels.md). Float32 is multiplied without tensor cores.
+# whose registers ptxas hardly spills for sm_90 (docs/kernels.md). Keys: 64, a chunk of 63 and its landmark, wherever
+# they fit, because a chunk of several tiles is gone through twice. Float32 is multiplied without tensor cores.
 _CUTS = {
     "forward": {
         (16, 64): (128, 128, 8, 3), (16, 128): (128, 64, 8, 3), (16, 256): (64, 64, 8, 2),
-        (32, 64): (32, 64, 8, 1), (32, 128): (32, 64, 8, 1), (32, 256): (16, 32, 8, 1),
+        (32, 64): (32, 64, 8, 1), (32, 128): (32, 64, 8, 1), (32, 256): (16, 16, 8, 1),
     },
     "queries": {
-        (16, 64): (128, 128, 8, 3), (16, 128): (128, 64, 8, 2), (16, 256): (64, 64, 8, 1),
-        (32, 64): (32, 64, 8, 1), (32, 128): (32, 64, 8, 1), (32, 256): (16, 32, 8, 1),
+        (16, 64): (128, 128, 8, 3), (16, 128): (128, 64, 8, 3), (16, 256): (32, 64, 8, 1),
+        (32, 64): (16, 64, 8, 1), (32, 128): (16, 64, 8, 1), (32, 256): (16, 16, 8, 1),
     },
     "keys": {
-        (16, 64): (128, 64, 8, 2), (16, 128): (128, 64, 8, 2), (16, 256): (64, 32, 8, 1),
-        (32, 64): (16, 32, 4, 1), (32, 128): (16, 16, 4, 1), (32, 256): (16, 16, 8, 1),
+        (16, 64): (128, 64, 8, 2), (16, 128): (128, 64, 8, 2), (16, 256): (32, 64, 8, 1),
+        (32, 64): (16, 64, 8, 1), (32, 128): (16, 64, 8, 1), (32, 256): (16, 16, 8, 1),
     },
 }  # fmt: skip
 

@@ -180,6 +180,33 @@ def select_by_landmarks(
     return Selected(chosen, most[..., :M].contiguous())
 
 
+@torch.no_grad()
+@without_autocast
+def select_for_one(
+    scores: Tensor, num_retrieved: int, per: RetrievePer, running: Tensor | None, earlier: Tensor | None
+) -> Selected:
+    """:func:`select_by_landmarks`, bit for bit, where each row has one position and may select any chunk.
+
+    Nothing is checked. ``scores`` [B, 1, H, M] must be this call's own; ``earlier`` [B, H or 1, k]: the choice of the
+    unit that all rows continue, None: none does. A unit has one index: indices [B, 1, H or 1, k].
+    """
+    if per == "token_and_head":
+        return Selected(_best(scores, num_retrieved), None)
+    B, _, H, M = scores.shape
+    padded = scores.new_full((B, 1, H, max(1, -(-M // _GROUP)) * _GROUP), -torch.inf)
+    padded[..., :M] = scores
+    most = _log_probabilities(padded)
+    if per != "head":
+        most = most.amax(2, keepdim=True)
+    if per == "token":
+        return Selected(_best(most, num_retrieved), None)
+    seen = most[:, 0, :, :M]
+    if running is not None:
+        torch.maximum(seen, running, out=seen)
+    chosen = _best(most, num_retrieved) if earlier is None else earlier[:, None]
+    return Selected(chosen, seen.contiguous())
+
+
 def _by_units(
     scores: Tensor,
     most: Tensor,  # [B, Hs, M']: of the cell before this call; becomes that after it
@@ -308,10 +335,9 @@ def _log_probabilities(kept: Tensor) -> Tensor:
     top = kept.amax(-1, keepdim=True)
     kept.sub_(top.masked_fill_(top == -torch.inf, 0))
     sums = kept.exp().unflatten(-1, (-1, _GROUP))  # [..., M' / 64, 64]
-    half = _GROUP // 2
-    while half:
-        sums[..., :half] += sums[..., half : 2 * half]
-        half //= 2
+    while sums.shape[-1] > 1:
+        low, high = sums.chunk(2, dim=-1)
+        sums = low.add_(high)
     total = sums[..., 0]  # of each group
     while total.shape[-1] > 1:
         if total.shape[-1] % 2:
@@ -328,7 +354,7 @@ def _best(scores: Tensor, k: int) -> Tensor:
     if k < M:
         last, following = values[..., k - 1], values[..., k]
         contested = ((last == following) & (last > -torch.inf)).nonzero()
-        for rows in contested.split(max(1, _SLAB_ELEMENTS // M)):
+        for rows in contested.split(max(1, _SLAB_ELEMENTS // M)) if len(contested) else ():
             at = rows.unbind(1)
             own, least = scores[at], last[at][:, None]  # [n, M'], [n, 1]
             better, equal = ~(own <= least), own == least  # NaN is the largest, as for topk

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
-import inspect
 import math
-import types
 import typing
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,7 +13,8 @@ import yaml
 from huggingface_hub.errors import StrictDataclassError
 
 from trailmark.data.needles import CURRICULUM
-from trailmark.models import MODELS, TrailmarkConfig
+from trailmark.models import MODELS, LandmarkConfig, TrailmarkConfig
+from trailmark.models.fields import coerce, field_types, nearest, parse_override
 
 # values of training.* that have bounds; the seed's are numpy's
 _RANGES = (
@@ -54,6 +52,8 @@ class DataConfig:
     (needles: the curriculum's levels say how many questions are early.)"""
     first_level: int = 0
     """needles: the level of the curriculum to begin with; a model that cannot retrieve never leaves it."""
+    level_accuracy: float = 0.9
+    """needles: the next level begins when this share of first digits is right, as a moving average."""
 
 
 @dataclass
@@ -86,7 +86,7 @@ class RunConfig:
 
     output: str = "runs/model"
     model: dict[str, Any] = field(default_factory=dict)
-    """``architecture`` (drt, sliding_window) and the fields of its config class."""
+    """``architecture`` (drt, landmark, sliding_window) and the fields of its config class."""
     data: DataConfig = field(default_factory=DataConfig)
     training: TrainingConfig = field(default_factory=TrainingConfig)
 
@@ -97,22 +97,14 @@ class RunConfig:
         if not isinstance(name, str) or name not in ARCHITECTURES:
             raise ValueError(
                 f"model.architecture: expected {' or '.join(ARCHITECTURES)}, got {name!r}."
-                + _nearest(name, ARCHITECTURES)
+                + nearest(name, ARCHITECTURES)
             )
         cls = ARCHITECTURES[name].config_class
-        hints: dict[str, Any] = {}
-        for base in reversed(cls.__mro__):
-            if issubclass(base, TrailmarkConfig):  # the fields that are ours, not all of transformers'
-                hints |= inspect.get_annotations(base, eval_str=True)
-        hints = {
-            key: kind
-            for key, kind in hints.items()
-            if key not in ("model_type", "keys_to_ignore_at_inference")
-        }
+        hints = field_types(cls)
         for key in fields:
             if key not in hints:
-                raise ValueError(f"model.{key}: unknown field of {name}.{_nearest(key, hints)}")
-            fields[key] = _coerce(f"model.{key}", fields[key], hints[key])
+                raise ValueError(f"model.{key}: unknown field of {name}.{nearest(key, hints)}")
+            fields[key] = coerce(f"model.{key}", fields[key], hints[key])
         if vocab_size is not None:
             fields.setdefault("vocab_size", vocab_size)
         try:
@@ -143,13 +135,7 @@ def load_run_config(path: str | Path, overrides: typing.Sequence[str] = ()) -> R
     if not isinstance(raw, dict):
         raise ValueError(f"config: expected a mapping in {str(path)!r}, got {type(raw).__name__}.")
     for override in overrides:
-        key, equals, value = override.partition("=")
-        if not equals:
-            raise ValueError(f"override: expected key=value, got {override!r}.")
-        try:
-            parsed = yaml.safe_load(value)
-        except yaml.YAMLError as error:
-            raise ValueError(f"{key}: expected a YAML value, got {value!r}.") from error
+        key, parsed = parse_override("override", override)
         target = raw
         *parents, last = key.split(".")
         for parent in parents:
@@ -170,59 +156,13 @@ def _build(cls: Any, raw: Any, prefix: str) -> Any:
     for key, value in raw.items():
         name = f"{prefix}.{key}" if prefix else str(key)
         if key not in hints:
-            raise ValueError(f"{name}: unknown key.{_nearest(key, hints)}")
+            raise ValueError(f"{name}: unknown key.{nearest(key, hints)}")
         values[key] = (
             _build(hints[key], value, name)
             if dataclasses.is_dataclass(hints[key])
-            else _coerce(name, value, hints[key])
+            else coerce(name, value, hints[key])
         )
     return cls(**values)
-
-
-def _coerce(name: str, value: Any, kind: Any) -> Any:
-    """``value`` as ``kind``; YAML's 3e-3 is a string and 1 is no float, so numbers are converted."""
-    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
-    if origin is Literal:
-        if value in arguments:
-            return value
-        expected = " or ".join(map(repr, arguments))
-        raise ValueError(f"{name}: expected {expected}, got {value!r}.{_nearest(value, arguments)}")
-    if origin in (typing.Union, types.UnionType):
-        if value is None and type(None) in arguments:
-            return None
-        failures = []
-        for option in arguments:
-            if option is not type(None):
-                try:
-                    return _coerce(name, value, option)
-                except ValueError as error:
-                    failures.append(error)
-        raise failures[0]
-    if origin is list:
-        if isinstance(value, str):
-            value = [value]
-        if isinstance(value, list):
-            return [_coerce(name, item, arguments[0]) for item in value]
-        raise ValueError(f"{name}: expected a list, got {value!r}.")
-    if origin is dict or kind is dict:
-        if isinstance(value, dict):
-            return value
-        raise ValueError(f"{name}: expected a section with keys, got {value!r}.")
-    if kind is float and isinstance(value, int | float | str) and not isinstance(value, bool):
-        try:
-            number = float(value)
-        except (ValueError, OverflowError):
-            number = math.nan
-        if math.isfinite(number):
-            return number
-    elif kind is int and isinstance(value, int) and not isinstance(value, bool):
-        return value
-    elif kind is int and isinstance(value, float) and value.is_integer():
-        return int(value)
-    elif kind in (bool, str) and isinstance(value, kind):
-        return value
-    names = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
-    raise ValueError(f"{name}: expected {names.get(kind, kind)}, got {value!r}.")
 
 
 def _check(config: RunConfig) -> None:
@@ -239,6 +179,10 @@ def _check(config: RunConfig) -> None:
         raise ValueError(
             f"data.early_landmarks: expected a share from 0 to 1, got {config.data.early_landmarks}."
         )
+    if not 0 <= config.data.level_accuracy < 1:
+        raise ValueError(
+            f"data.level_accuracy: expected a share from 0 to below 1, got {config.data.level_accuracy}."
+        )
     if config.data.paths == []:
         raise ValueError(
             "data.paths: expected files or folders, got an empty list. Name some, or null for the Python "
@@ -253,17 +197,36 @@ def _check(config: RunConfig) -> None:
         raise ValueError(
             f"data.first_level: expected 0 to {len(CURRICULUM) - 1}, got {config.data.first_level}."
         )
-    chunk_size = getattr(config.model_config(), "chunk_size", None)
+    model = config.model_config()
+    chunk_size = getattr(model, "chunk_size", None)
     if config.data.task == "needles" and chunk_size is not None and chunk_size != config.data.chunk_size:
         raise ValueError(
             f"data.chunk_size: expected the model's chunk_size {chunk_size}, got {config.data.chunk_size}: "
             "a question's landmark must fall right after it."
         )
+    if isinstance(model, LandmarkConfig):
+        _check_landmark(config, model)
 
 
-def _nearest(key: object, valid: typing.Iterable[str]) -> str:
-    close = difflib.get_close_matches(str(key), [str(v) for v in valid], n=1, cutoff=0.5)
-    return f" Did you mean {close[0]!r}?" if close else f" Valid: {', '.join(sorted(map(str, valid)))}."
+def _check_landmark(config: RunConfig, model: LandmarkConfig) -> None:
+    """Positions of a training text, and where its chunks begin."""
+    S, most = model.chunk_size, model.max_position_embeddings
+    if config.data.task == "needles":
+        if model.landmark_phase != "fixed":
+            raise ValueError(
+                f"model.landmark_phase: expected 'fixed' with data.task needles, got {model.landmark_phase!r}: the "
+                "task says where chunks begin."
+            )
+        if (longest := CURRICULUM[-1].chunks * (S + 1)) > most:
+            raise ValueError(
+                f"model.max_position_embeddings: expected at least the {longest} positions of "
+                f"{CURRICULUM[-1].chunks} chunks, got {most}."
+            )
+    elif (length := config.training.sequence_length) + length // S > most:
+        raise ValueError(
+            f"training.sequence_length: expected at most {most - most // (S + 1)} tokens, which have {most} positions "
+            f"with their landmarks (model.max_position_embeddings), got {length}."
+        )
 
 
 def _innermost(error: BaseException) -> str:

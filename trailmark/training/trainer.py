@@ -167,7 +167,7 @@ class Run:
         self.model: TrailmarkForCausalLM = ARCHITECTURES[config.model.get("architecture", "drt")](
             config.model_config(len(self.tokenizer))
         )
-        self.curriculum = Curriculum(CURRICULUM[config.data.first_level :])
+        self.curriculum = Curriculum(CURRICULUM[config.data.first_level :], config.data.level_accuracy)
         self.history: list[dict[str, float]] = []
         self.averages: dict[str, float] = {}
         self.step, self.seconds, self.tokens_trained, self.interrupted = 0, 0.0, 0, False
@@ -371,6 +371,9 @@ class Run:
         if not isinstance(other, dict):
             return False
         own = yaml.safe_load(self.config.to_yaml())
+        for section in ("data", "training"):  # settings that are newer than the folder
+            if isinstance(other.get(section), dict):
+                other[section] = vars(getattr(RunConfig(), section)) | other[section]
         return {**other, "output": ""} == {**own, "output": ""}  # a folder may be moved
 
     def _restore(self, checkpoint: Path) -> None:
@@ -416,16 +419,25 @@ def make_optimizer(model: Any, settings: TrainingConfig) -> torch.optim.Optimize
 
 
 def weighted_loss(model: Any, retrieves: bool, inputs: dict[str, Any]) -> tuple[Tensor, Any, Tensor]:
-    """The weighted mean of the token losses, the model's output and the shifted labels."""
-    arguments = {"noise_seed": inputs["noise_seed"], "output_retrieval": True} if retrieves else {}
+    """The weighted mean of the token losses, the model's output and the shifted labels.
+
+    Where landmarks are tokens of the text, what a token's landmark adds weighs as the token does.
+    """
     layout = {key: inputs[key] for key in ("attention_mask", "close_chunk") if key in inputs}
-    out = model(input_ids=inputs["input_ids"], **layout, **arguments)
-    labels = shift_labels(inputs["labels"])
+    out = model(
+        input_ids=inputs["input_ids"],
+        noise_seed=inputs["noise_seed"],  # whatever a model draws, a run that goes on draws again
+        output_retrieval=retrieves,
+        **layout,
+    )
+    labels = shift_labels(model.bearing_loss(inputs["labels"], inputs["input_ids"]))
     dtype = torch.promote_types(out.logits.dtype, torch.float32)
     losses = F.cross_entropy(
         out.logits.to(dtype).flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="none"
     )
-    weights = F.pad(inputs["loss_weights"][:, 1:], (0, 1)).flatten()
+    if out.landmark_loss is not None:
+        losses = losses + out.landmark_loss.flatten()
+    weights = F.pad(inputs["loss_weights"][:, 1:], (0, 1)).masked_fill(labels == -100, 0).flatten()
     return (losses * weights).sum() / weights.sum().clamp(min=1e-9), out, labels
 
 

@@ -1,0 +1,215 @@
+"""What Landmark Attention costs on a CPU, against causal attention over the same text: time and memory kept.
+
+    python benchmarks/landmark.py               writes the section "op" of landmark.json
+
+Forward and backward of `landmark_attention` (8 heads of 64) in chunks of 63 + 1 positions; in the same chunks
+where the window begins inside one; and in the paper's chunks of 50 + 1; against causal
+`scaled_dot_product_attention`. Cases are interleaved in rounds in one process; what is ours is timed only after
+its results have kept the error budget of the design. Bytes kept for the backward are counted beside the inputs, for
+the equations as written (the oracle) too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))  # for tests: the budget and the cases have one definition
+
+from tests.ops.landmark_cases import assert_budget  # noqa: E402
+from trailmark.cli import KEEP_FREED_MEMORY  # noqa: E402
+from trailmark.ops import LandmarkLayout, landmark_attention  # noqa: E402
+from trailmark.report.tables import markdown_table  # noqa: E402
+
+
+@dataclass(frozen=True)
+class Case:
+    """One row of the table."""
+
+    implementation: str  # "torch", "reference" or "causal"
+    tokens: int
+    dtype: str = "float32"
+    chunk: int = 63
+    begins_at: int = 0  # place in its chunk of the first position
+    heads: int = 8
+    head_size: int = 64
+
+    def is_landmark(self) -> Tensor:
+        place = torch.arange(self.tokens) + self.begins_at
+        return (place % (self.chunk + 1) == self.chunk)[None]
+
+    def leaves(self) -> list[Tensor]:
+        torch.manual_seed(0)
+        shape = (1, self.tokens, self.heads, self.head_size)
+        return [torch.randn(shape).to(getattr(torch, self.dtype)).requires_grad_() for _ in range(3)]
+
+    def function(self) -> Callable[..., Tensor]:
+        if self.implementation == "causal":
+
+            def causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+                q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+                return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
+
+            return causal
+        layout = LandmarkLayout.of(self.is_landmark())
+
+        def ours(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            out = landmark_attention(q, k, v, layout, implementation=self.implementation)
+            assert isinstance(out, Tensor)
+            return out
+
+        return ours
+
+    def name(self) -> str:
+        if self.implementation == "causal":
+            return "causal SDPA"
+        begins = f", the window begins at {self.begins_at}" if self.begins_at else ""
+        oracle = "the equations as written, " if self.implementation == "reference" else ""
+        return f"{oracle}chunks of {self.chunk} + 1{begins}"
+
+
+def cases() -> list[Case]:
+    """Those of a length and dtype follow each other, the one they are compared with first."""
+    found = []
+    for dtype in ("float32", "bfloat16"):
+        for T in (512, 4096, 16384):
+            causal = Case("causal", T, dtype)
+            found += [causal, replace(causal, implementation="torch")]
+            if T < 16384:
+                ours = replace(causal, implementation="torch")
+                found += [replace(ours, begins_at=23), replace(ours, chunk=50)]
+    return found
+
+
+def check(case: Case) -> None:
+    """Output, log-sum-exp and gradients keep the budget against float64 on at most 512 positions."""
+    short = replace(case, tokens=min(case.tokens, 512))
+    tensors = [x.detach() for x in short.leaves()]
+    rest = {"is_landmark": short.is_landmark(), "document_ids": None, "query_places": None}
+    assert_budget(tensors, rest, case.implementation)
+
+
+def seconds(function: Callable[..., Tensor], leaves: list[Tensor], backward: bool) -> float:
+    began = time.perf_counter()
+    with torch.set_grad_enabled(backward):
+        out = function(*leaves)
+    if backward:
+        torch.autograd.grad(out, leaves, torch.ones_like(out))
+    return time.perf_counter() - began
+
+
+def kept(function: Callable[..., Tensor], leaves: list[Tensor]) -> int:
+    """Bytes saved for the backward that are not the inputs' own."""
+    known = {x.untyped_storage().data_ptr() for x in leaves}
+    found: dict[int, int] = {}
+
+    def pack(x: Tensor) -> Tensor:
+        if x.untyped_storage().data_ptr() not in known:
+            found[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        function(*leaves)
+    return sum(found.values())
+
+
+def collect(chosen: list[Case], rounds: int) -> list[dict[str, Any]]:
+    """Medians over rounds; in each, every case of a length and dtype runs once (below 4096 positions 5 times)."""
+    results: list[dict[str, Any]] = []
+    for size in dict.fromkeys((case.tokens, case.dtype) for case in chosen):
+        together = [case for case in chosen if (case.tokens, case.dtype) == size]
+        made = [(case, case.function(), case.leaves()) for case in together]
+        times: dict[tuple[Case, bool], list[float]] = {}
+        for case, function, leaves in made:
+            if case.implementation != "causal":
+                check(case)
+            seconds(function, leaves, True)  # warms up
+        for _ in range(rounds * (5 if size[0] < 4096 else 1)):
+            for backward in (True, False):
+                for case, function, leaves in made:
+                    times.setdefault((case, backward), []).append(seconds(function, leaves, backward))
+        for case, function, leaves in made:
+            both, forward = (statistics.median(times[case, backward]) for backward in (True, False))
+            causal, causal_forward = (
+                statistics.median(times[together[0], backward]) for backward in (True, False)
+            )
+            row: dict[str, Any] = asdict(case) | {
+                "name": case.name(),
+                "seconds": both,
+                "forward_seconds": forward,
+            }
+            row |= {"of_causal": both / causal, "forward_of_causal": forward / causal_forward}
+            row |= {"passes": len(times[case, True]), "kept_bytes": kept(function, leaves)}
+            results.append(row)
+            print(f"{case.dtype}, {case.tokens}: {case.name()}: {both * 1000:.1f} ms", flush=True)
+        if size[0] <= 512:
+            oracle = replace(together[0], implementation="reference")
+            row = asdict(oracle) | {
+                "name": oracle.name(),
+                "kept_bytes": kept(oracle.function(), oracle.leaves()),
+            }
+            results.append(row)
+    return results
+
+
+def table(results: list[dict[str, Any]]) -> str:
+    rows = [
+        [
+            r["name"],
+            r["dtype"],
+            f"{r['tokens']:,}",
+            f"{r['seconds'] * 1000:,.1f}" if "seconds" in r else "-",
+            f"{r['of_causal']:.2f}x" if "seconds" in r else "-",
+            f"{r['forward_of_causal']:.2f}x" if "seconds" in r else "-",
+            f"{r['kept_bytes'] / 2**20:,.2f} MiB",
+        ]
+        for r in results
+    ]
+    header = [
+        "attention",
+        "dtype",
+        "positions",
+        "ms, both passes",
+        "of causal",
+        "forward",
+        "kept beside the inputs",
+    ]
+    return markdown_table(header, rows)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--longest", type=int, default=16384, help="leave longer cases out")
+    parser.add_argument("--output", type=Path, default=Path(__file__).with_name("landmark.json"))
+    arguments = parser.parse_args()
+    if any(os.environ.get(name) != value for name, value in KEEP_FREED_MEMORY.items()):
+        # glibc reads them when a process starts
+        command = [sys.executable, __file__, *sys.argv[1:]]
+        sys.exit(subprocess.run(command, env=os.environ | KEEP_FREED_MEMORY).returncode)
+    results = collect([case for case in cases() if case.tokens <= arguments.longest], arguments.rounds)
+    from trailmark.demo import environment  # only now: it imports transformers
+
+    before = json.loads(arguments.output.read_text()) if arguments.output.exists() else {}
+    section = {"environment": environment() | {"device": "cpu"}, "results": results}
+    arguments.output.write_text(json.dumps(before | {"op": section}, indent=1) + "\n")
+    print(table(results))
+    print(f"Numbers: {arguments.output}")
+
+
+if __name__ == "__main__":
+    main()
