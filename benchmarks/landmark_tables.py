@@ -56,7 +56,8 @@ def needles_text(found: dict[str, Any]) -> str:
     rows = []
     for r in found["needles"]:
         low, high = r["accuracy_low"], r["accuracy_high"]
-        beside = min(drt.get(r["length"], []), key=lambda d: abs(d["needles"] - r["needles"]), default=None)
+        as_many = [d for d in drt.get(r["length"], []) if d["needles"] >= r["needles"]]
+        beside = min(as_many, key=lambda d: d["needles"], default=None)
         rows.append(
             [
                 f"{r['length']:,}",

@@ -222,7 +222,6 @@ def test_one_retrieved_chunk_keeps_two_slots() -> None:
         {"num_retrieved_chunks": 2},
         {"local_length": 12},
         {"retrieve_per": "token"},
-        {"causal_retrieval": False},
         {"memory_position": "true"},
         {"max_memory_chunks": 7},
         {"gate_probability": 0.5},

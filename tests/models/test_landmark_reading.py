@@ -156,7 +156,13 @@ FEW = st.fixed_dictionaries(
 
 
 def joined(*parts: st.SearchStrategy[dict[str, Any]]) -> st.SearchStrategy[dict[str, Any]]:
-    return st.tuples(*parts).map(lambda drawn: {k: v for part in drawn for k, v in part.items()})
+    def join(drawn: tuple[dict[str, Any], ...]) -> dict[str, Any]:
+        options = {k: v for part in drawn for k, v in part.items()}
+        if options["retrieve_per"] not in ("head", "cell"):  # nothing else can look ahead
+            options.pop("causal_retrieval", None)
+        return options
+
+    return st.tuples(*parts).map(join)
 
 
 @lru_cache(maxsize=32)

@@ -132,7 +132,7 @@ def assert_budget(
             raise AssertionError(f"{name}: {error}") from None
 
 
-# Triton's: what a GPU does, and what an interpreter can do (small, no bfloat16)
+# Triton's, on a GPU
 COVER = pairwise(
     {
         "D": (16, 32, 64, 80, 96, 128, 256),
@@ -145,21 +145,6 @@ COVER = pairwise(
         "documents_kind": (None, "left", "right", "several", "between", "mixed"),
         "causal": (True, False),
         "dtype": (torch.float32, torch.bfloat16, torch.float16),
-        "fused": (False, True),
-    }
-)
-CHEAP_COVER = pairwise(
-    {
-        "D": (16, 32, 80),
-        "g": (1, 2, 3),
-        "S": (1, 15, 50, 63),
-        "T": (40, 130),
-        "P": (None, 1, 19),
-        "J": (1, 2),
-        "marks_kind": ("regular", "phase", "random", "pairs", "none", "all"),
-        "documents_kind": (None, "left", "several", "between", "mixed"),
-        "causal": (True, False),
-        "dtype": (torch.float32, torch.float16),
         "fused": (False, True),
     }
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from functools import partial
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -25,6 +26,8 @@ from trailmark.ops import LandmarkLayout, landmark_attention, landmark_attention
 DOUBLE = torch.float64
 MARKS = ("regular", "phase", "random", "pairs", "none", "all")
 DOCUMENTS = (None, "left", "right", "between", "several", "mixed")
+TRITON = pytest.param("triton", marks=pytest.mark.skipif(find_spec("triton") is None, reason="needs triton"))
+IMPLEMENTATIONS = ("torch", "reference", TRITON)
 
 
 def equals_the_oracle(tensors: list[Tensor], rest: dict[str, Any], **options: Any) -> None:
@@ -246,6 +249,34 @@ def test_nothing_to_attend_to_gives_zeros_and_zero_gradients() -> None:
         assert torch.equal(x, torch.zeros_like(x))
 
 
+@pytest.mark.parametrize(
+    ("marks_kind", "documents_kind", "own"),
+    [("all", None, True), ("pairs", None, True), ("pairs", "mixed", True), ("random", "several", False)],
+)
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_no_gradient_of_nothing_leaks(
+    implementation: str, marks_kind: str, documents_kind: str | None, own: bool
+) -> None:
+    """Not even NaN, which logaddexp gives of two -inf."""
+    kinds = {"marks_kind": marks_kind, "documents_kind": documents_kind}
+    tensors, rest = inputs(B=1, T=12, S=2, J=1, g=2, seed=1, **kinds)
+    layout = LandmarkLayout.of(**rest)
+    layout = layout.seeing(torch.ones_like(layout.far), own)
+    leaves = [x.requires_grad_() for x in tensors]
+    out, lse = landmark_attention(*leaves, layout, return_lse=True, implementation=implementation)
+    nothing = lse == -torch.inf
+    assert nothing.any()
+    assert nothing.all() == (marks_kind == "all")
+    found = []
+    for value in (0.0, torch.nan, torch.inf):
+        of_out = torch.ones_like(out).masked_fill(nothing[..., None], value)
+        of_lse = torch.ones_like(lse).masked_fill(nothing, value)
+        found.append(torch.autograd.grad([out, lse], leaves, [of_out, of_lse], retain_graph=True))
+    assert all(bool(x.any()) == (marks_kind != "all") for x in found[0])
+    for gradients in found[1:]:
+        assert all(map(torch.equal, gradients, found[0]))
+
+
 @pytest.mark.parametrize("implementation", ["torch", "reference"])
 @pytest.mark.parametrize(("B", "T", "P"), [(0, 5, 5), (2, 0, 0), (2, 5, 0)])
 def test_empty_inputs(B: int, T: int, P: int, implementation: str) -> None:
@@ -448,6 +479,31 @@ def test_what_a_regular_layout_remembers_grows_with_the_text_alone() -> None:
         sizes.append(len({slab.later.data_ptr() for slab in slabs}))
         assert len(slabs) == T // 128
     assert sizes == [1, 1]
+
+
+def remembered(T: int, is_landmark: Tensor, causal: bool) -> int:
+    """Bytes of all tensors that the layout remembers, each storage once."""
+    layout = LandmarkLayout.of(is_landmark[None], causal=causal)
+    landmark_attention(*(torch.randn(1, T, 1, 2).requires_grad_() for _ in range(3)), layout)
+    (row,) = layout.memo["torch"]
+    kept = [x for part in (row, *row.slabs) for x in vars(part).values() if isinstance(x, Tensor)]
+    assert len(kept) > len(row.slabs)
+    return sum({x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in kept}.values())
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("among_short_ones", [True, False])
+def test_what_a_layout_of_long_chunks_remembers_grows_with_the_text_alone(
+    among_short_ones: bool, causal: bool
+) -> None:
+    """No query's mask reaches back over its whole chunk."""
+
+    def is_landmark(T: int) -> Tensor:
+        place = torch.arange(T)
+        return (place % 3 == 2) & (place // (T // 4) % 2 == 0) & among_short_ones
+
+    small, large = (remembered(T, is_landmark(T), causal) for T in (1000, 4000))
+    assert large <= 4 * small
 
 
 def test_gradients_repeat_bit_for_bit() -> None:

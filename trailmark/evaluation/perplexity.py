@@ -51,15 +51,16 @@ def evaluate_perplexity(
         raise ValueError(f"length: expected at most the text's {len(text)} tokens, got {length}.")
     windows = max(1, min(len(text), max_tokens) // length)
     total, count = 0.0, 0
+    size = model.reading_piece(_PIECE)  # whole cells, for models that look at all of one
     gated = bool(getattr(model.config, "gate_cutoff", 0))
     retrievals = np.zeros(2, np.int64)
     for number in range(windows):
         ids = torch.from_numpy(text[number * length : (number + 1) * length]).long()[None]
         cache = model.new_cache(num_tokens=length)
-        for first in range(0, length, _PIECE):
-            piece = ids[:, first : first + _PIECE]
+        for first in range(0, length, size):
+            piece = ids[:, first : first + size]
             logits = model(piece, past_key_values=cache).logits
-            following = ids[:, first + 1 : first + _PIECE + 1]
+            following = ids[:, first + 1 : first + size + 1]
             # causal_loss shifts its labels back: put the token that follows each position one further
             labels = torch.cat([piece[:, :1], following], dim=1)[:, : piece.shape[1] + 1]
             predicted = following.shape[1]

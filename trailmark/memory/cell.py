@@ -29,7 +29,8 @@ class Cell:
         default_factory=lambda: np.zeros(1, np.int64)
     )  # [1] the chunk that M counts from
     retrievals: Integers = field(default_factory=lambda: np.zeros(2, np.int64))
-    """[2]: asked for, and of those skipped by a retrieval gate, since the text's beginning, of all rows."""
+    """[2]: of a model with a retrieval gate, what was asked for in all layers that ran, of all rows, and how many of
+    those the gate skipped. A unit that shares one selection counts once in each call."""
 
     @classmethod
     def empty(cls, batch_size: int, num_layers: int) -> Cell:

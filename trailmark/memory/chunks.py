@@ -151,6 +151,10 @@ class ChunkMemory:
 
     def first_chunk(self, size: MemorySize) -> Integers:
         """[B] the first chunk of each row that counts: 0 without ``max_chunks``."""
+        if (
+            not size.chunks.any()
+        ):  # a first call that failed, for another batch perhaps, left nothing that counts
+            return np.zeros_like(size.chunks)
         oldest = 0 if self.max_chunks is None else size.chunks - self.max_chunks
         return np.maximum(self._gone + np.zeros_like(size.chunks), oldest)
 

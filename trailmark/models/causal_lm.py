@@ -44,7 +44,8 @@ class CausalLMOutput(ModelOutput):
     """Per group, what the landmarks closed in this call selected [B, N, K], by absolute chunk number.
 
     A padded row may close fewer chunks than N; what follows them is -1. Landmark Attention: per layer, what each
-    token read of the memory in each head [B, T, H, K]; its weights are those among the K.
+    token read of the memory in each head [B, T, H, K]; its weights are those among the K. None without a cache,
+    where a text is attended to whole.
     """
     landmark_loss: Tensor | None = None
     """[B, T] what each token's landmark, if it is a token of the text, adds to the token's loss (in ``loss``)."""

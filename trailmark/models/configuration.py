@@ -136,6 +136,7 @@ class TrailmarkConfig(PreTrainedConfig):
             heads,
             f"a divisor of num_attention_heads = {self.num_attention_heads}",
         )
+        _expect(self.rope_theta > 0, "rope_theta", self.rope_theta, "a positive number")
         window = self.sliding_window
         _expect(window is None or window >= 1, "sliding_window", window, "None or at least 1")
         if self.window_position == "rope":
@@ -304,6 +305,12 @@ class LandmarkConfig(TrailmarkConfig):
         _expect(self.position_jump >= 0, "position_jump", self.position_jump, "at least 0")
         for name in ("gate_probability", "gate_cutoff"):
             _expect(0 <= getattr(self, name) <= 1, name, getattr(self, name), "0 to 1")
+        _expect(
+            self.causal_retrieval or self.retrieve_per in ("head", "cell"),
+            "causal_retrieval",
+            self.causal_retrieval,
+            f"True with retrieve_per {self.retrieve_per!r}, which is causal: only 'head' and 'cell' can look ahead",
+        )
         _expect(
             self.gate_cutoff == 0 or self.gate_probability > 0,
             "gate_cutoff",

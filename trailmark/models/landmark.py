@@ -27,6 +27,7 @@ from trailmark.models.landmark_cell import CellStep
 from trailmark.models.landmark_memory import LandmarkMemory, Reading
 from trailmark.models.layers import GELUMLP, MLP, LayerNorm, RMSNorm, SelfAttention, rotary_at, rotate
 from trailmark.ops import ChunkSelection, LandmarkLayout, fold_seed, landmark_attention
+from trailmark.ops.arguments import arithmetic_dtype, without_autocast
 
 
 def _norm(config: LandmarkConfig) -> nn.Module:
@@ -91,9 +92,15 @@ class LandmarkLayer(GradientCheckpointingLayer):
         _, key, _ = self.attention.heads(self.attention_norm(gate))  # [1, J, D]
         at = torch.tensor([-1], device=q.device)
         key = rotate(key, rotary_at(at, config.head_dim, config.rope_theta, q.dtype))[0]
-        wide = torch.promote_types(q.dtype, torch.float32)
-        groups = q.to(wide).unflatten(2, (key.shape[0], -1))  # [B, P, J, g, D]
-        return torch.einsum("bpjgd,jd->bpjg", groups, key.to(wide)).flatten(2) * config.head_dim**-0.5
+        groups = q.unflatten(2, (key.shape[0], -1))  # [B, P, J, g, D]
+        return _products(groups, key[:, None]).flatten(2) * config.head_dim**-0.5
+
+
+@without_autocast
+def _products(x: Tensor, y: Tensor) -> Tensor:
+    """Inner products of the last dimension, in float32 or wider; y is broadcast."""
+    dtype = arithmetic_dtype(x, y)
+    return (x.to(dtype) * y.to(dtype)).sum(-1)
 
 
 class LandmarkForCausalLM(TrailmarkForCausalLM):
@@ -101,7 +108,8 @@ class LandmarkForCausalLM(TrailmarkForCausalLM):
 
     Without a cache a text is attended to whole, as in training, in time quadratic in its length. With one it is
     read in cells (``local_length`` tokens, counted from its start), with ``num_retrieved_chunks`` chunks of the
-    memory. Where there are no more than those the two agree. A call with a cache has no gradient.
+    memory. Where there are no more than those the two agree. A call with a cache has no gradient. ``torch.compile``
+    breaks the graph once, where positions are laid out.
     """
 
     config_class = LandmarkConfig
@@ -181,23 +189,25 @@ class LandmarkForCausalLM(TrailmarkForCausalLM):
 
     # --- a whole text --------------------------------------------------------------------------------------
 
+    @torch.compiler.disable(reason="what a layout says depends on its numbers")
     def _sight(self, grid: Grid, x: Tensor, noise_seed: Tensor | None) -> Sight:
         """Positions x [B, P, E] of a whole text. ``noise_seed`` [B]: in training."""
         config, B = self.config, x.shape[0]
         jumps = noise_seed is not None and config.position_jump > 1
         gated = noise_seed is not None and self.gate is not None
-        key = ("sight", B, x.device, x.dtype)
+        # grids are shared by all models of the process
+        key = ("sight", B, x.device, x.dtype, config.head_dim, config.rope_theta)
         if not (jumps or gated) and (known := grid.kept_for(key)) is not None:
             assert isinstance(known, Sight)
             return known
-        chunk = torch.from_numpy(grid.chunk).to(x.device).expand(B, -1)  # [B, P]
-        places = torch.from_numpy(grid.places).to(x.device)
-        if jumps:
-            assert noise_seed is not None
-            places = places + self._jumps(chunk, noise_seed)
-        rotary = rotary_at(places, config.head_dim, config.rope_theta, x.dtype)
-        landmarks = torch.from_numpy(grid.is_landmark).to(x.device).expand(B, -1)
-        with torch.inference_mode(False):
+        with torch.inference_mode(False):  # a later call may train on the same layout
+            chunk = torch.from_numpy(grid.chunk).to(x.device).expand(B, -1)  # [B, P]
+            places = torch.from_numpy(grid.places).to(x.device)
+            if jumps:
+                assert noise_seed is not None
+                places = places + self._jumps(chunk, noise_seed)
+            rotary = rotary_at(places, config.head_dim, config.rope_theta, x.dtype)
+            landmarks = torch.from_numpy(grid.is_landmark).to(x.device).expand(B, -1)
             layout = LandmarkLayout.of(landmarks.clone(), torch.where(chunk >= 0, 0, -1))
         sight = Sight(rotary, layout)
         if gated:
@@ -252,7 +262,7 @@ class LandmarkForCausalLM(TrailmarkForCausalLM):
         closes = closes[..., 0] > 0
 
         def margin(logits: Tensor, states: Tensor) -> Tensor:
-            return states.to(wide) @ self.landmark.to(wide) - logits.to(wide).logsumexp(-1)
+            return _products(states, self.landmark) - logits.to(wide).logsumexp(-1)
 
         extra = F.softplus(margin(logits, states))
         own = own * self.config.logit_scale
@@ -330,12 +340,12 @@ class LandmarkForCausalLM(TrailmarkForCausalLM):
             share = torch.sigmoid(far.lse - lse.to(far.lse.dtype))
             return far, share.masked_fill(far.lse == -torch.inf, 0)[..., None]
         share = torch.sigmoid(layer.gate_scores(gate, memory.turned_for_gate(q)) - lse)
-        skipped = share < self.config.gate_cutoff if self.config.gate_cutoff else None
+        skipped = share < self.config.gate_cutoff
         far = memory.read(number, q, skipped)
         share = share.masked_fill(far.lse == -torch.inf, 0)
-        if skipped is not None:  # a head whose gate is shut reads nothing, though others of its unit do
-            share = share.masked_fill(skipped, 0)
-            far = replace(far, gates=far.gates.masked_fill(skipped[..., None], -torch.inf))
+        # a head whose gate is shut reads nothing, though others of its unit do
+        share = share.masked_fill(skipped, 0)
+        far = replace(far, gates=far.gates.masked_fill(skipped[..., None], -torch.inf))
         return far, share[..., None]
 
     def _joined(

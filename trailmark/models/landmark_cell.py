@@ -15,7 +15,7 @@ from trailmark.models.configuration import LandmarkConfig
 from trailmark.models.grid import Booleans, Grid, Integers, Take
 from trailmark.models.layers import rotary_at, rotary_table, rotate
 from trailmark.ops import LandmarkLayout, landmark_attention
-from trailmark.ops.arguments import arithmetic_dtype
+from trailmark.ops.arguments import arithmetic_dtype, without_autocast
 
 
 class CellStep:
@@ -33,6 +33,7 @@ class CellStep:
         B, P = x.shape[0], part.num_positions
         self.cache, self.config, self.part, self.device = cache, config, part, x.device
         self.whole = whole
+        self._dtype = x.dtype  # under autocast keys may come narrower, in one call and not in the next
         self.before: CacheState = cache.begun(B)
         self.cell = self.before.cell or Cell.empty(B, config.num_hidden_layers)
         self.new = np.zeros(B, np.int64) + part.counts  # [B] positions
@@ -145,7 +146,7 @@ class CellStep:
         if held.keys is not None and self.width > held.keys.shape[2]:
             size = max(self.width, held.keys.shape[2] * 3 // 2)
         with torch.inference_mode(False):
-            longer.keys, longer.values = (k.new_zeros(B, J, size, D) for _ in range(2))
+            longer.keys, longer.values = (k.new_zeros(B, J, size, D, dtype=self._dtype) for _ in range(2))
         if held.keys is not None and held.values is not None:
             longer.keys[:, :, :old] = held.keys[:, :, :old]
             longer.values[:, :, :old] = held.values[:, :, :old]
@@ -154,6 +155,7 @@ class CellStep:
 
     # --- attending -----------------------------------------------------------------------------------------
 
+    @without_autocast
     def attend(self, q: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """q [B, P, H, D], turned by ``query_rotary``, and what ``append`` gave: output and lse [B, P, H]."""
         if self._single:

@@ -23,7 +23,7 @@ from trailmark.models.grid import Booleans, Integers
 from trailmark.models.landmark_cell import CellStep, log_sum_exp
 from trailmark.models.layers import rotary_at, rotate
 from trailmark.ops import ChunkSelection, select_by_landmarks
-from trailmark.ops.arguments import arithmetic_dtype
+from trailmark.ops.arguments import arithmetic_dtype, without_autocast
 from trailmark.ops.landmark_selection import select_for_one
 
 _SLAB_SCORES = 1 << 24  # landmark scores held at once
@@ -69,6 +69,7 @@ class LandmarkMemory:
     def __bool__(self) -> bool:
         return self.count > 0 and bool(self.kept.any())
 
+    @without_autocast
     def read(self, number: int, q: Tensor, skipped: Tensor | None) -> Reading:
         """q [B, P, H, D] of a layer, turned by ``step.query_rotary``. ``skipped`` bool [B, P, H]: the gate is shut."""
         merged = self.config.retrieve_per in ("head", "cell")  # then what is skipped has a say still
@@ -213,7 +214,7 @@ class LandmarkMemory:
                 "bpjgd,bjd->bpjg", turned.view(B, P, J, H // J, D), _any_landmark(blocks, self).to(dtype)
             )
             scores = scores.reshape(B, P, H, 1).mul(scale).repeat(1, 1, 1, self.count)
-        elif isinstance(self.memory.search, ExactSearch):
+        elif self._exact:
             asked = turned.view(B, P, J, H // J, D).permute(0, 2, 1, 3, 4).flatten(2, 3)  # [B, J, P g, D]
             parts = [asked @ block.to(dtype).permute(0, 2, 3, 1) for block in blocks]
             scores = torch.cat(parts, -1) if len(parts) > 1 else parts[0]  # [B, J, P g, M]
@@ -264,12 +265,25 @@ class LandmarkMemory:
             for r in np.flatnonzero(known[b]):
                 scores[b, :, :, int(at[b, r]) - self.offset] = fresh[b, :, :, r]
 
+    @cached_property
+    def _exact(self) -> bool:
+        """All landmarks are scored: no search was asked for, or the memory is too small for it."""
+        search = self.memory.search
+        return isinstance(search, ExactSearch) or self.count < getattr(search, "min_chunks", 0)
+
     def _found_scores(self, number: int, q: Tensor, blocks: list[Tensor], scale: float) -> Tensor:
-        """Exact scores of what an approximate search finds, -inf elsewhere; each head of a layer has its own index."""
+        """Exact scores of what an approximate search finds, -inf elsewhere; each head of a layer has its own index.
+
+        Softmax and maxima over heads or positions are then over what was found. With stingy positions the latest
+        chunks are left out: they are scored apart, at other distances.
+        """
         B, P, H, _ = q.shape
         J = blocks[0].shape[2]
         found = q.new_full((B, P, H, self.count), -math.inf)
-        ends = torch.from_numpy(self.last - self.offset).to(q.device)[:, None].expand(B, P * (H // J))
+        apart = 0
+        if self.config.memory_position == "stingy":
+            apart = np.minimum(self.kept, self.config.num_retrieved_chunks)
+        ends = torch.from_numpy(self.last - self.offset - apart).to(q.device)[:, None].expand(B, P * (H // J))
         for j in range(J):
             search = self._head_search(number * J + j)
             asked = q.view(B, P, J, H // J, -1)[:, :, j].flatten(1, 2)  # [B, P g, D]

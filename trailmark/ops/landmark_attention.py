@@ -47,11 +47,13 @@ def landmark_attention(
             a_{i p_c} - \log \sum_{j' \in c} e^{a_{ij'}} & j \in c \end{cases}
         \qquad a_{ij} = \mathrm{scale} \cdot q_i^\top k_j
 
-    Source: arXiv 2305.16300, Eq. 1 to 4, of which this is the closed form (docs/landmark.md). Landmarks' values never
-    count, nor does a chunk's landmark for its own queries. Weights sum to one.
+    Source: arXiv 2305.16300, Eq. 1 to 4, of which this is the closed form (docs/landmark.md). Landmarks' values, if
+    finite, never count (NaN and infinity may spread), nor does a chunk's landmark for its own queries. Weights sum
+    to one.
 
     Time is O(P T); "triton" keeps the inputs, the output and a number per query and head for the backward,
-    "torch" the inputs alone.
+    "torch" the inputs alone. What an implementation makes of a layout, a ready one remembers for all layers; a
+    compiled graph makes it anew in each call, forward and backward.
 
     Args:
         q: [B, P, H, D]; the last P of T places, unless ``query_places`` says where they stand.
@@ -70,7 +72,7 @@ def landmark_attention(
 
     Returns:
         [B, P, H, D] in the dtype of q; where nothing is attended to, zeros with zero gradients (and -inf as
-        log-sum-exp). With ``return_lse`` the pair.
+        log-sum-exp), whatever gradients come in, NaN too. With ``return_lse`` the pair.
 
     Raises:
         ValueError: for shapes that do not fit together, places that do not exist or leave gaps (see
@@ -268,7 +270,7 @@ class _Eager(torch.autograd.Function):
 
 
 def _parts(layout: LandmarkLayout) -> tuple[Tensor, Tensor, bool, bool, int, int]:
-    """What ops may take, for :func:`_whole`."""
+    """What ops may take, for :func:`_whole`: tensors and numbers, so not what the layout remembers."""
     tables = torch.stack([getattr(layout, name) for name in _TABLES])
     return tables, layout.far, layout.own, layout.causal, layout.max_length, layout.max_queries
 

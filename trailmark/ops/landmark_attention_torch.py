@@ -79,12 +79,16 @@ def backward(
             query, out_grad = work.fold(q, row, slab), work.fold(grad, row, slab)  # [J, g n, D]
             scores = work.scores(keys, query, row, slab)
             tops, sums = work.exponentials(scores, row, slab)
-            gates, _ = work.gates(scores, tops, sums, row, slab)
+            gates, total = work.gates(scores, tops, sums, row, slab)
+            nothing = total == -torch.inf  # is attended to: not even a gradient of NaN has an effect
+            out_grad = out_grad.masked_fill(nothing.mT, 0)
             weights = work.weights(scores, gates, sums, row)
             of_values[:, slab.slots].baddbmm_(weights, out_grad)
             ds = work.buffer("ds", weights.shape)
             torch.bmm(values[:, slab.slots], out_grad.mT, out=ds)  # of the weights
-            of_total = None if grad_lse is None else work.fold(grad_lse[..., None], row, slab).mT
+            of_total = None
+            if grad_lse is not None:
+                of_total = work.fold(grad_lse[..., None], row, slab).mT.masked_fill(nothing, 0)
             work.through_softmax(ds.view_as(scores), scores, gates, of_total, row, slab)
             of_query = torch.bmm(ds.mT, keys[:, slab.slots])
             work.unfold(of_query.mul_(scale), dq, row, slab)
@@ -230,7 +234,7 @@ class _Work:
             if first < stop:
                 tokens[:, first - slab.tiles.start : stop - slab.tiles.start].add_(row.padding[first:stop])
         if slab.later is not None:
-            self.of_own(tokens, slab).add_(slab.later[:, :, None])
+            tokens[:, slab.late].unflatten(-1, (self.group, -1)).add_(slab.later[:, :, None])
         tops = row.over_chunks(tokens.amax(2), slab, "amax").clamp_(min=self.least)
         tokens.sub_(tops[:, :, None]).exp2_()
         return tops, row.over_chunks(tokens.sum(2), slab, "sum")
@@ -296,9 +300,11 @@ class _Slab:
     tiles: slice  # of the row's
     slots: slice  # the same in slots
     own: slice  # of these tiles, those of the chunks that the queries stand in, M of them
+    # of one row for all M tiles, where the queries stand in one chunk: long ones would keep T^2 numbers
     standing: Tensor  # bool [M, n]: the tile is of the query's own chunk
     hidden: Tensor  # [M, n]: -inf where the query must not look through the tile's gate, else 0
-    later: Tensor | None  # [M, W, n]: -inf at its own chunk's tokens after the query, else 0
+    late: slice  # of these tiles, those of own that may hold such tokens, K of them: none before the first query
+    later: Tensor | None  # [K, W, n]: -inf at its own chunk's tokens after the query, else 0
 
 
 class _Row:
@@ -366,7 +372,8 @@ class _Row:
             self.kept_places = places.flatten()[self.kept]
         self.slabs = list(self._slabs(chunks, of_chunk))
         self.largest = max(
-            ((x.slots.stop - x.slots.start) * x.hidden.shape[1] for x in self.slabs), default=0
+            ((x.slots.stop - x.slots.start) * (x.queries.stop - x.queries.start) for x in self.slabs),
+            default=0,
         )
 
     def _slabs(self, chunks: list[_Chunk], of_chunk: list[int]) -> Iterator[_Slab]:
@@ -382,7 +389,7 @@ class _Row:
         masks: dict[object, tuple[Tensor, Tensor, Tensor | None]] = {}
         at = 0
         while at < len(pieces):
-            begin, _, size, c = pieces[at]
+            begin, entry, size, c = pieces[at]
             taken, at = [pieces[at]], at + 1
             while at < len(pieces):
                 query, _, more, other = pieces[at]
@@ -398,32 +405,51 @@ class _Row:
                 own = slice(own.start, stop)
             if stop == before:
                 continue
-            lengths = [chunk.length for chunk in chunks[c : last + 1]]
-            key = (str([(slot, many, x - c) for _, slot, many, x in taken]), str(lengths), stop - own.start)
+            late = slice(own.stop, own.stop)
+            if self.causal:  # the tiles of the first query's chunk up to its slot hide nothing from anyone
+                past = min(first[c] + (entry + 1) // self.width, first[c + 1], own.stop)
+                late = slice(past, own.stop)
+            count = late.stop - late.start
+            if len(taken) == 1:  # in one chunk, it matters where it stands in these tiles, not in the chunk
+                key: object = (entry - (late.start - first[c]) * self.width if count else 0, size, count)
+            else:
+                lengths = [chunk.length for chunk in chunks[c : last + 1]]
+                key = (
+                    str([(slot, many, x - c) for _, slot, many, x in taken]),
+                    str(lengths),
+                    own.stop - own.start,
+                )
             if key not in masks:
-                masks[key] = self._masks(taken, own)
+                masks[key] = self._masks(taken, own, late)
+            standing, hidden, later = masks[key]
             yield _Slab(
                 slice(begin, begin + size),
                 slice(before, stop),
                 slice(before * self.height, stop * self.height),
                 slice(own.start - before, own.stop - before),
-                *masks[key],
+                standing,
+                hidden,
+                slice(late.start - before, late.stop - before),
+                later,
             )
 
     def _masks(
-        self, pieces: list[tuple[int, int, int, int]], own: slice
+        self, pieces: list[tuple[int, int, int, int]], own: slice, late: slice
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         chunk = torch.tensor([c for _, _, many, c in pieces for _ in range(many)], device=self.device)
         slot = torch.tensor([s + i for _, s, many, _ in pieces for i in range(many)], device=self.device)
-        of_tile, at = (
-            self.tiles[own, 0, None],
-            self.tiles[own, 1, None] + torch.arange(self.width, device=self.device),
-        )
-        standing = of_tile == chunk  # [M, n]
-        if not self.causal:
-            return standing, _minus_infinity_where(standing), None
-        later = standing[:, None] & (at[..., None] > slot)  # [M, W, n]
-        return standing, _minus_infinity_where(of_tile >= chunk), _minus_infinity_where(later)
+        if len(pieces) == 1:  # all is their own chunk
+            standing = torch.ones((1, len(slot)), dtype=torch.bool, device=self.device)
+            hidden = _minus_infinity_where(standing)
+        else:
+            of_tile = self.tiles[own, 0, None]
+            standing = of_tile == chunk  # [M, n]
+            hidden = _minus_infinity_where(of_tile >= chunk if self.causal else standing)
+        if late.start == late.stop:
+            return standing, hidden, None
+        at = self.tiles[late, 1, None] + torch.arange(self.width, device=self.device)  # [K, W]
+        later = (self.tiles[late, 0, None] == chunk)[:, None] & (at[..., None] > slot)  # [K, W, n]
+        return standing, hidden, _minus_infinity_where(later)
 
     def over_chunks(self, x: Tensor, slab: _Slab, how: str) -> Tensor:
         """[J, N, g n]: of all tiles of a chunk, told to each of them; as it is where no chunk has several."""

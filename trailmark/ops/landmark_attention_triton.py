@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from typing import NamedTuple
-from weakref import WeakKeyDictionary
 
 import torch
 import triton
 from torch import Tensor
 
+from trailmark.ops.arguments import require
 from trailmark.ops.landmark_attention_kernels import forward_kernel, keys_kernel, queries_kernel
 from trailmark.ops.landmark_layout import LandmarkLayout
 
@@ -73,14 +73,11 @@ class Tables(NamedTuple):
     readers: Tensor  # int64 [B, C, 4]
 
 
-_TABLES: WeakKeyDictionary[LandmarkLayout, Tables] = WeakKeyDictionary()
-
-
 def tables(layout: LandmarkLayout) -> Tables:
     """Made once for all layers that share the layout, on the device: nothing waits for it."""
-    found = _TABLES.get(layout)
-    if found is None:
-        found = _TABLES[layout] = _tables(layout)
+    if "triton" not in layout.memo:
+        layout.memo["triton"] = _tables(layout)
+    found: Tables = layout.memo["triton"]
     return found
 
 
@@ -139,11 +136,14 @@ def forward(
     keep: bool = True,
     wide: bool | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The output and the log-sum-exp of each row and head (base e), float32 [B, P, H]; ``keep`` changes nothing.
+    """The output and the log-sum-exp of each row and head (base e), float32 [B, P, H].
 
-    ``wide``: 64 bits for the offsets inside tiles; None: where they need them.
+    ``keep``: a backward follows; what it will refuse is refused here. ``wide``: 64 bits for the offsets inside tiles;
+    None: where they need them.
     """
     B, P, H, D = q.shape
+    if keep:
+        _programs_of_keys(k, layout, tiles(P, layout.max_length, D, q.dtype, "keys"))
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     lse = torch.empty((B, P, H), dtype=torch.float32, device=q.device)
     if out.numel() == 0 or layout.num_chunks == 0:
@@ -179,9 +179,14 @@ def backward(
     dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     if q.numel() == 0 or C == 0:
         return dq.zero_(), torch.zeros_like(k), torch.zeros_like(v)
+    cut_of_keys = tiles(P, layout.max_length, D, q.dtype, "keys")
+    programs = _programs_of_keys(k, layout, cut_of_keys)
+    # the kernels multiply these by weights of 0, which keeps NaN
+    alone = lse == -torch.inf
+    grad = grad.masked_fill(alone[..., None], 0)
     grad, q, k, v = (_rows_whole(x) for x in (grad, q, k, v))
     if lse_grad is not None:
-        lse_grad = lse_grad.float().contiguous()
+        lse_grad = lse_grad.float().masked_fill(alone, 0).contiguous()
     made = tables(layout)
     cut = tiles(P, layout.max_length, D, q.dtype, "queries")
     count = -(-P // cut.queries)
@@ -195,8 +200,7 @@ def backward(
             **_constants(q, k, layout, cut, wide), HAS_LSE_GRAD=lse_grad is not None,
         )  # fmt: skip
 
-    cut = tiles(P, layout.max_length, D, q.dtype, "keys")
-    programs = B * J * C * cut.per_chunk
+    cut = cut_of_keys
     per_part = -(-(H // J) // _parts(programs, H // J))
     parts = -(-(H // J) // per_part)
     # what stands in no chunk, and landmarks' values, keep these zeros
@@ -225,6 +229,21 @@ def needs_wide_offsets(*tensors: Tensor) -> bool:
 def _rows_whole(x: Tensor) -> Tensor:
     """The numbers of a head side by side; anything else may stand anywhere."""
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
+
+
+def _programs_of_keys(k: Tensor, layout: LandmarkLayout, cut: Tiles) -> int:
+    """Of the keys' kernel, a part of the query heads each; 2^31 are more than a grid has."""
+    B, _, J, _ = k.shape
+    programs = B * J * layout.num_chunks * cut.per_chunk
+    require(
+        programs < 2**31,
+        "is_landmark",
+        f"{B} x {layout.num_chunks:,} chunks, the longest of {layout.max_length:,} tokens, which with {J} key/value "
+        f"heads take {programs:,}",
+        "chunks whose gradients take less than 2^31 programs",
+        "Take implementation='torch', or break the longest chunk up.",
+    )
+    return programs
 
 
 def _parts(programs: int, G: int) -> int:

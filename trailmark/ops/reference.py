@@ -182,5 +182,7 @@ def landmark_attention(
     weights = torch.where((p_j == p_i)[:, None], S, S * gate).masked_fill(landmark[:, None], 0)
     out = torch.einsum("bhij,bjhd->bihd", weights, v)
     own_group = p_i[:, None].expand(B, H, P, 1)
-    lse = (top + total.log()).masked_fill(empty, -torch.inf).gather(3, own_group)[..., 0]
-    return out.to(q.dtype), lse.transpose(1, 2)
+    lse = (top + total.log()).masked_fill(empty, -torch.inf).gather(3, own_group)[..., 0].transpose(1, 2)
+    # they are 0; now their gradients, even NaN, go nowhere
+    out = out.masked_fill((lse == -torch.inf)[..., None], 0)
+    return out.to(q.dtype), lse
