@@ -60,7 +60,11 @@ def assert_bits(ours: list[Tensor], theirs: list[Tensor]) -> None:
 @pytest.mark.filterwarnings("ignore:.gradient_checkpointing_enable. is deprecated:FutureWarning")
 @pytest.mark.parametrize(
     ("name", "checkpointed"),
-    [("window", False), ("drt", False), pytest.param("drt, other options", True, marks=pytest.mark.slow)],
+    [
+        pytest.param("window", False, marks=pytest.mark.slow),
+        ("drt", False),
+        pytest.param("drt, other options", True, marks=pytest.mark.slow),
+    ],
 )
 def test_a_training_step_is_one_graph_with_the_same_bits(name: str, checkpointed: bool) -> None:
     plain, compiled = make(name), make(name)
@@ -81,6 +85,7 @@ def test_another_length_is_another_graph() -> None:
         assert_bits(ours, step(model, model, length))
 
 
+@pytest.mark.slow
 def test_calls_of_other_layouts_run_too() -> None:
     """A mask, padding, early landmarks, and a cache: with breaks, but with the same result."""
     model, ids = make("drt"), tokens(LENGTH, batch=2)

@@ -56,6 +56,7 @@ def nothing_compiled() -> Iterator[None]:
 # On a CPU
 
 
+@pytest.mark.slow
 def test_equals_the_oracle_in_float64() -> None:
     for case in CASES:
         for with_lse in (False, True):
