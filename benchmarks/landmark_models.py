@@ -33,7 +33,7 @@ from trailmark.models import LandmarkForCausalLM
 from trailmark.models.causal_lm import causal_loss
 from trailmark.report.console import Progress, training_line
 from trailmark.training.config import load_run_config
-from trailmark.training.trainer import Run
+from trailmark.training.run import Run
 
 ROOT = Path(__file__).parents[1]
 OUTPUT = Path(__file__).with_suffix(".json")

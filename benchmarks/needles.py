@@ -20,7 +20,7 @@ from trailmark.data.files import read_json, write_json
 from trailmark.data.needles import NeedleFormat
 from trailmark.evaluation.needles import evaluate_needles
 from trailmark.report.console import Progress, training_line
-from trailmark.training.trainer import Run
+from trailmark.training.run import Run
 
 OUTPUT = Path(__file__).with_suffix(".json")
 TASKS = [*((length, 1) for length in demo.LENGTHS), *demo.MANY_NEEDLES]

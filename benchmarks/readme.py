@@ -11,7 +11,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import compare_tables
 import landmark_tables
+import training_tables
 from ops import table as ops_table
 
 from trailmark.demo import NAMES
@@ -222,6 +224,42 @@ def search_table(results: list[dict[str, Any]]) -> str:
     return markdown_table(["E", "exact, ms", "faiss, ms", "recall of faiss", "index built in"], rows)
 
 
+def training_text() -> str:
+    """The parts of benchmarks/training.json that were measured, on CUDA besides, and the table of real text."""
+    texts = []
+    for name in ("training", "training-cuda"):
+        found = training_tables.record(name)
+        for text, where in training_tables.part_texts(found):
+            texts.append(f"{text}\n\nMachine: {machine(where)}.")
+        if name == "training" and found.get("length", {}).get("results"):
+            training_tables.length_figure(ROOT / "docs" / "training-length.png", found["length"])
+            texts.append("![Time per token by context length](../docs/training-length.png)")
+    if (found := training_tables.record("training_text")).get("results"):
+        texts.append(
+            f"**Real text.** {training_tables.text_text(found)}\n\nMachine: {machine(found['environment'])}."
+        )
+    return "\n\n".join(texts)
+
+
+def compare_record() -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((HERE / "compare.json").read_text())
+    return found
+
+
+def compare_text() -> str:
+    """The README's table of all rows."""
+    record = compare_record()
+    return f"{compare_tables.summary(record)}\n\n{compare_tables.summary_note(record)}"
+
+
+def compare_parts_text() -> str:
+    """The tables of each part that was measured."""
+    texts = []
+    for title, part, text in compare_tables.parts(compare_record()):
+        texts.append(f"**{title}.** {text}\n\nMachine: {machine(part['environment'])}.")
+    return "\n\n".join(texts)
+
+
 def fill(path: Path, name: str, text: str) -> None:
     begin, end = f"<!-- {name} -->", f"<!-- /{name} -->"
     before, rest = path.read_text().split(begin)
@@ -234,9 +272,12 @@ def main() -> None:
     fill(ROOT / "README.md", "demo", demo_text())
     fill(ROOT / "README.md", "far", far_text())
     fill(ROOT / "README.md", "speed", speed_text())
+    fill(ROOT / "README.md", "compare", compare_text())
+    fill(HERE / "README.md", "compare", compare_parts_text())
     fill(HERE / "README.md", "needles", needles_text())
     fill(HERE / "README.md", "ops", ops_text())
     fill(HERE / "README.md", "reading", reading_text())
+    fill(HERE / "README.md", "training", training_text())
     for name, make in (
         ("op", landmark_tables.op_text),
         ("decode", landmark_tables.decode_text),

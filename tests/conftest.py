@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -17,3 +19,21 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.fixture
+def command(capfd: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
+    """Runs a command: its exit code and what it and the processes that it starts print."""
+    from trailmark import cli
+
+    def run(*arguments: object) -> tuple[int, str, str]:
+        capfd.readouterr()
+        code: Any = 0
+        try:
+            cli.main([str(argument) for argument in arguments])
+        except SystemExit as stopped:
+            code = stopped.code or 0
+        out, err = capfd.readouterr()
+        return code, out, err
+
+    return run

@@ -369,7 +369,7 @@ CONFIGS = {
     "training.steps=many": "training.steps: expected a whole number, got 'many'",
     "model.num_attention_heads=6": "num_attention_heads: expected a divisor of hidden_size = 16, got 6",
     "model.num_retrieval_groups=3": "num_retrieval_groups: expected a divisor of the 1 upper layers, got 3",
-    "model.vocab_size=100": "input_ids: expected tokens from 0 to 99 (vocab_size - 1)",
+    "model.vocab_size=100": "model.vocab_size: expected at least the 259 tokens of the tokenizer 'bytes', got 100",
     "model.num_retrieved_chunks=1": "num_retrieved_chunks",
     "data.tokenizer=/nowhere": "tokenizer: expected 'bytes', a folder with a tokenizer or a hub name",
     "steps": "override: expected key=value, got 'steps'",
@@ -538,9 +538,10 @@ def test_a_folder_that_holds_no_model_of_ours(
 
 
 def test_a_prompt_outside_the_vocabulary(trained: Path, tmp_path: Path, refused: Callable[..., str]) -> None:
-    config = write_config(tmp_path)
-    (tmp_path / "text.txt").write_text(" !" * 500)
-    cli.main(["train", str(config), "model.vocab_size=50"])
+    model = AutoModelForCausalLM.from_pretrained(trained / "run")
+    fields = {**model.config.to_dict(), "vocab_size": 50}
+    type(model)(type(model.config).from_dict(fields)).save_pretrained(tmp_path / "run")
+    AutoTokenizer.from_pretrained(trained / "run").save_pretrained(tmp_path / "run")
     line = refused("generate", tmp_path / "run", "--prompt", "a")
     assert "input_ids: expected tokens from 0 to 49 (vocab_size - 1), got 100" in line
 
@@ -636,14 +637,14 @@ def test_a_full_disk_keeps_the_last_checkpoint(size: int, tmp_path: Path, comman
     whole = tmp_path / "whole"
     cli.main(["train", str(config), f"output={whole}"])
     cut_short(config, steps=5)
-    before = snapshot(tmp_path / "run" / "checkpoints" / "checkpoint-5")
+    before = snapshot(tmp_path / "run" / "checkpoints" / "step-00000005")
     with largest_file(size):
         code, _, err = command("train", config)
     assert code == 1
     assert "Traceback" not in err
     assert err.strip().splitlines()[-1].startswith("trailmark: ")
-    assert "what was saved before is whole" in err
-    assert snapshot(tmp_path / "run" / "checkpoints" / "checkpoint-5") == before
+    assert "the last whole checkpoint is step 5." in err
+    assert snapshot(tmp_path / "run" / "checkpoints" / "step-00000005") == before
     assert not (tmp_path / "run" / "history.json").exists()
     assert command("train", config)[0] == 0
     assert_same_weights(tmp_path / "run", whole)
@@ -652,7 +653,7 @@ def test_a_full_disk_keeps_the_last_checkpoint(size: int, tmp_path: Path, comman
 def cut_short(config: Path, steps: int) -> None:
     """Trains the config's run up to a Ctrl-C after ``steps``."""
     from trailmark.training.config import load_run_config
-    from trailmark.training.trainer import Run
+    from trailmark.training.run import Run
 
     def progress(run: Run) -> None:
         if run.step == steps:
@@ -685,7 +686,7 @@ def interrupted(arguments: list[str], ready: Callable[[], bool]) -> tuple[int, s
 def test_ctrl_c_stops_a_training_that_goes_on_exactly(tmp_path: Path, command: Command) -> None:
     config = write_config(tmp_path, "needles", steps=60, save_steps=4)
     checkpoints = tmp_path / "run" / "checkpoints"
-    code, out, err = interrupted(["train", str(config)], lambda: any(checkpoints.glob("*-4/curriculum.json")))
+    code, out, err = interrupted(["train", str(config)], lambda: (checkpoints / "step-00000004").exists())
     assert code == 130
     assert err.strip().splitlines()[-1] == "trailmark: Stopped. The same command goes on from here."
     assert "Traceback" not in err

@@ -9,10 +9,14 @@ __version__ = "0.1.0"
 
 # name -> module, imported on first use: ``import trailmark.ops`` needs torch alone
 _PUBLIC = {
+    "BlockRecurrentConfig": "trailmark.models",
+    "BlockRecurrentForCausalLM": "trailmark.models",
     "DRTConfig": "trailmark.models",
     "DRTForCausalLM": "trailmark.models",
     "LandmarkConfig": "trailmark.models",
     "LandmarkForCausalLM": "trailmark.models",
+    "RPTConfig": "trailmark.models",
+    "RPTForCausalLM": "trailmark.models",
     "SlidingWindowConfig": "trailmark.models",
     "SlidingWindowForCausalLM": "trailmark.models",
     "ChunkCache": "trailmark.memory",

@@ -23,7 +23,8 @@ from trailmark.report.console import Progress, duration, measured, training_line
 from trailmark.report.figures import accuracy_by_length, chunks_read, loss_curves
 from trailmark.report.tables import needle_table
 from trailmark.training.config import DataConfig, RunConfig, TrainingConfig
-from trailmark.training.trainer import HISTORY_FILE, Run
+from trailmark.training.forecast import measure_speed
+from trailmark.training.run import HISTORY_FILE, Run
 
 CHUNK_SIZE = 32
 TRAIN_LENGTH = CURRICULUM[-1].chunks * CHUNK_SIZE  # tokens of the longest training text
@@ -156,7 +157,7 @@ class Demo:
         if self.record["steps"] is not None:
             return
         self.say("\nMeasuring the speed of this machine ...")
-        seconds = {name: Run(self._config(name, 1), text=text).measure_speed() for name in STEPS}
+        seconds = {name: measure_speed(Run(self._config(name, 1), text=text)) for name in STEPS}
         needed = sum(STEPS[name] * seconds[name] for name in STEPS)
         share = (self.minutes or MINUTES) * 60 / needed
         if self.minutes is None:

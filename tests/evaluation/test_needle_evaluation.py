@@ -11,12 +11,22 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.models.tiny import assert_same, drt, landmark, logits_of, tokens, window_model
+from tests.models.tiny import (
+    TokenCounter,
+    assert_same,
+    block_recurrent,
+    drt,
+    landmark,
+    logits_of,
+    rpt,
+    tokens,
+    window_model,
+)
 from trailmark.data.needles import NeedleFormat
 from trailmark.data.trials import needle_trials
 from trailmark.evaluation.needles import chunks_in_sight, evaluate_needles, planted, wilson_interval
 from trailmark.memory import ChunkCache
-from trailmark.models import DRTForCausalLM, TrailmarkForCausalLM
+from trailmark.models import DRTForCausalLM, RPTForCausalLM, TrailmarkForCausalLM
 
 S, N = 4, 26  # chunks of the haystack
 
@@ -29,22 +39,31 @@ def memory_of(cache: ChunkCache) -> list[Tensor]:
     return [records.clone(), landmarks.clone(), torch.from_numpy(lengths.copy())]
 
 
-MODELS: dict[str, dict[str, Any]] = {
-    "1 group": {},
-    "2 groups": {"groups": 2},
-    "3 lower layers": {"num_hidden_layers": 5, "num_lower_layers": 3},
-    "no lower layer": {"groups": 2, "num_hidden_layers": 4, "num_lower_layers": 0},
-    "wide window": {"sliding_window": 11, "window_position": "rope", "exclude_visible_chunks": True},
+def drt_of_encoder() -> DRTForCausalLM:
+    model = drt(retriever="encoder")
+    model.embedder = TokenCounter()
+    return model
+
+
+MODELS: dict[str, Any] = {
+    "1 group": drt,
+    "2 groups": lambda: drt(groups=2),
+    "3 lower layers": lambda: drt(num_hidden_layers=5, num_lower_layers=3),
+    "no lower layer": lambda: drt(groups=2, num_hidden_layers=4, num_lower_layers=0),
+    "wide window": lambda: drt(sliding_window=11, window_position="rope", exclude_visible_chunks=True),
+    "encoder": drt_of_encoder,
+    "rpt": lambda: rpt(num_hidden_layers=4, num_lower_layers=2),
+    "rpt, encoder": lambda: rpt(retriever="encoder", continuation=True, neighbour_augmentation=True),
 }
 PLACES = [[0], [5], [4, 5], [3, 5], [0, 1, 2, 7], [7, 2], [-1], [-1, -2, 0]]  # -1: the last one possible
 TIERS = ("device", "host", "disk")
 
 
-@pytest.mark.parametrize("options", MODELS.values(), ids=MODELS)
+@pytest.mark.parametrize("build", MODELS.values(), ids=MODELS)
 @pytest.mark.parametrize("places", PLACES, ids=str)
 @torch.no_grad()
-def test_planting_is_reading_the_changed_text(options: dict[str, Any], places: list[int]) -> None:
-    model = drt(**options)
+def test_planting_is_reading_the_changed_text(build: Any, places: list[int]) -> None:
+    model = build()
     count = N - chunks_in_sight(model, S)
     ids, chunks = tokens(N * S)[0].view(N, S), torch.tensor(places) % count
     needles, question = tokens(len(places) * S, seed=1)[0].view(-1, S), tokens(23, batch=2, seed=2)
@@ -153,6 +172,8 @@ SUBJECTS: dict[str, tuple[TrailmarkForCausalLM, int]] = {
     "1 group": (drt(chunk_size=LONG), 2 + 1),
     "2 groups": (drt(2, chunk_size=LONG), 3 + 1),
     "window": (window_model(), 2),
+    "rpt": (rpt(chunk_size=LONG), 2 + 1),
+    "block recurrent": (block_recurrent(), 2),
 }
 ASKS: dict[Any, int] = {"end": 1, "any": 2}  # chunks that a question takes
 
@@ -175,8 +196,15 @@ def trials(
                 yield changed.view(1, -1), place, question, trial.answers[i]
 
 
-@pytest.mark.parametrize(("model", "sight"), SUBJECTS.values(), ids=SUBJECTS)
-@pytest.mark.parametrize("needles", [1, 3])
+@pytest.mark.parametrize(
+    ("model", "sight"),
+    [
+        # each text is read anew
+        pytest.param(*subject, id=name, marks=[pytest.mark.slow] if name == "block recurrent" else [])
+        for name, subject in SUBJECTS.items()
+    ],
+)
+@pytest.mark.parametrize("needles", [1, pytest.param(3, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("phases", ASKS)
 @torch.no_grad()
 def test_every_answer_is_that_of_the_whole_text(
@@ -205,7 +233,7 @@ def test_every_answer_is_that_of_the_whole_text(
         assert_same(logits, out.logits[0, -5:])
         assert record["needle"] == place
         assert record["correct"] == (out.logits[0, -5:].argmax(-1).tolist() == answer[1:].tolist())
-        if isinstance(model, DRTForCausalLM):
+        if isinstance(model, DRTForCausalLM | RPTForCausalLM):
             selected = [
                 [m for m in group.indices[0, CHUNKS - 1].tolist() if m >= 0] for group in out.retrieval
             ]
@@ -222,7 +250,9 @@ def test_every_answer_is_that_of_the_whole_text(
     if needles == 3:  # from the first chunk to the last that the window cannot see
         assert {0, last - 1} <= places
     assert result.retrieved == (
-        sum(record["retrieved"] for record in result.asked) if isinstance(model, DRTForCausalLM) else None
+        sum(record["retrieved"] for record in result.asked)
+        if isinstance(model, DRTForCausalLM | RPTForCausalLM)
+        else None
     )
 
 
@@ -260,9 +290,10 @@ def test_what_reading_for_every_trial_cost(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_landmark_attention_is_not_planted_in() -> None:
-    """What it reads later depends on what it read before, in every layer's memory."""
-    model, ids = landmark(), tokens(N * S)[0].view(N, S)
+@pytest.mark.parametrize("build", [landmark, block_recurrent])
+def test_what_depends_on_all_that_was_read_is_not_planted_in(build: Any) -> None:
+    """Every layer's memory, the states."""
+    model, ids = build(), tokens(N * S)[0].view(N, S)
     cache = model.read(ids.view(1, -1))
     with (
         pytest.raises(

@@ -13,7 +13,7 @@ from trailmark.data.corpus import text_pieces, tokenize
 from trailmark.evaluation import evaluate, reading
 from trailmark.evaluation.reading import Reader, parse_dtype
 from trailmark.memory import saved
-from trailmark.training.trainer import Run
+from trailmark.training.run import Run
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers import Cache
 
-from tests.models.tiny import assert_same, drt, logits_of, pad, tokens, window_model
+from tests.models.tiny import assert_same, block_recurrent, drt, logits_of, pad, tokens, window_model
 from trailmark.memory import ChunkCache
 from trailmark.models import TrailmarkForCausalLM
 
@@ -274,7 +274,7 @@ def test_a_branch_of_a_batch_is_refused(branches: int) -> None:
 def histories(draw: st.DrawFn) -> tuple[str, list[tuple[str, int]], int]:
     call = st.tuples(st.sampled_from(["forward", "last", "read"]), st.sampled_from([1, 1, 1, 2, 3, 9, 30]))
     calls = draw(st.lists(call, min_size=1, max_size=6))
-    return draw(st.sampled_from(["drt", "window", "wide", "all"])), calls, draw(st.integers(1, 8))
+    return draw(st.sampled_from(["drt", "window", "wide", "all", "blocks"])), calls, draw(st.integers(1, 8))
 
 
 @settings(derandomize=True, deadline=None, max_examples=80)
@@ -291,6 +291,7 @@ def test_tokens_are_taken_back_exactly_or_not_at_all(
         "window": lambda: window_model(num_hidden_layers=1),
         "wide": lambda: window_model(sliding_window=40),
         "all": lambda: window_model(sliding_window=None),
+        "blocks": lambda: block_recurrent(block_size=11, sliding_window=40),
     }[name]()
     ids = tokens(sum(length for _, length in calls))
     cache = model.new_cache()

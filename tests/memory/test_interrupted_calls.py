@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.memory.interrupts import interrupt, stopped_at
-from tests.models.tiny import EXACT, assert_same, drt, logits_of, pad, tokens, window_model
+from tests.models.tiny import EXACT, assert_same, block_recurrent, drt, logits_of, pad, tokens, window_model
 from trailmark.memory import ChunkCache
 from trailmark.memory.store import DiskStore, NoSpaceError
 from trailmark.models import TrailmarkForCausalLM, causal_lm
@@ -23,8 +23,10 @@ MODULES = [
     importlib.import_module(f"trailmark.{name}")
     for name in (
         "models.causal_lm",
+        "models.text",
         "models.drt",
         "models.sliding_window",
+        "models.block_recurrent",
         "models.step",
         "models.grid",
         "models.layers",
@@ -106,14 +108,17 @@ def assert_goes_on_like(cache: ChunkCache, calm: ChunkCache, model: TrailmarkFor
 
 DRT, ON_DISK = (lambda: drt(2), "device", False), (lambda: drt(2), "disk", True)
 WINDOW = (window_model, "device", True)
+BLOCKS = (lambda: block_recurrent(block_size=4), "device", True)
+MODELS = {"drt": DRT, "drt on disk, asked": ON_DISK, "window": WINDOW, "block-recurrent": BLOCKS}
 
 
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
 @pytest.mark.parametrize(
     ("stop", "make", "tier", "asked"),
-    [(stop, *of) for stop in (by_line, by_op) for of in (DRT, ON_DISK, WINDOW)],
-    ids=[
-        f"{stop}, {of}" for stop in ("Ctrl-C", "an error") for of in ("drt", "drt on disk, asked", "window")
+    [
+        pytest.param(stop, *of, id=f"{how}, {name}", marks=[pytest.mark.slow] if of is BLOCKS else [])
+        for how, stop in (("Ctrl-C", by_line), ("an error", by_op))
+        for name, of in MODELS.items()
     ],
 )
 @pytest.mark.parametrize("stops", [20, pytest.param(200, marks=pytest.mark.slow)])

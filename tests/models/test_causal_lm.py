@@ -13,12 +13,32 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
-from tests.models.tiny import NaiveDRT, assert_same, drt, logits_of, padded, tokens, window_model
+from tests.models.tiny import (
+    NaiveDRT,
+    assert_same,
+    block_recurrent,
+    drt,
+    logits_of,
+    padded,
+    tokens,
+    window_model,
+)
 from trailmark.models import DRTForCausalLM, SlidingWindowForCausalLM, TrailmarkForCausalLM, causal_lm
 from trailmark.models.causal_lm import causal_loss, shift_labels
 
 Make = Callable[..., TrailmarkForCausalLM]
-MODELS = pytest.mark.parametrize("make", [lambda **kw: drt(2, **kw), window_model], ids=["drt", "window"])
+MODELS = pytest.mark.parametrize(
+    "make",
+    [
+        pytest.param(lambda **kw: drt(2, **kw), id="drt"),
+        pytest.param(window_model, id="window"),
+        pytest.param(
+            lambda **kw: block_recurrent(**{"block_size": 4} | kw),
+            id="block-recurrent",
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
 
 # --- refused input -----------------------------------------------------------------------------------------
 

@@ -9,12 +9,13 @@ import torch
 from torch import Tensor
 
 from tests.budgets import assert_within_budget
-from tests.models.tiny import drt, tokens, window_model
+from tests.models.tiny import block_recurrent, drt, tokens, window_model
 from trailmark.models import TrailmarkForCausalLM
 
 LENGTH = 46
 MODELS: dict[str, tuple[Any, dict[str, Any]]] = {
     "window": (window_model, {}),
+    "block-recurrent": (block_recurrent, {"truncation_blocks": 3}),
     "drt": (drt, {}),
     "drt, other options": (
         drt,
@@ -62,6 +63,7 @@ def assert_bits(ours: list[Tensor], theirs: list[Tensor]) -> None:
     ("name", "checkpointed"),
     [
         pytest.param("window", False, marks=pytest.mark.slow),
+        pytest.param("block-recurrent", True, marks=pytest.mark.slow),
         ("drt", False),
         pytest.param("drt, other options", True, marks=pytest.mark.slow),
     ],

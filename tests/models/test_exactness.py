@@ -18,11 +18,13 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from tests.models.naive_block_recurrent import NaiveBlockRecurrent
 from tests.models.tiny import (
     EXACT,
     NaiveDRT,
     NaiveWindow,
     assert_same,
+    block_recurrent,
     chunk_lengths,
     drt,
     pad,
@@ -82,6 +84,11 @@ def window_of(options: tuple[tuple[str, Any], ...]) -> TrailmarkForCausalLM:
     return window_model(**dict(options))
 
 
+@lru_cache(maxsize=32)
+def block_recurrent_of(options: tuple[tuple[str, Any], ...]) -> TrailmarkForCausalLM:
+    return block_recurrent(**dict(options))
+
+
 # --- drawing ---------------------------------------------------------------------------------------------
 
 WINDOWS = st.fixed_dictionaries(
@@ -100,6 +107,16 @@ DRTS = st.fixed_dictionaries(
         "num_retrieved_chunks": st.sampled_from([1, 2, 3, 50]),
         "residual_gca": st.booleans(),
         "softmax_off_by_one": st.booleans(),
+    }
+)
+BLOCKS = st.fixed_dictionaries(
+    {
+        "sliding_window": st.sampled_from([1, 2, 3, 7, 12]),
+        "window_position": st.sampled_from(["alibi", "rope"]),
+        "block_size": st.sampled_from([1, 2, 4, 5]),
+        "num_states": st.sampled_from([1, 3]),
+        "recurrent_layer": st.sampled_from([1, 2, 4]),
+        "state_gate": st.sampled_from(["fixed", "lstm"]),
     }
 )
 
@@ -238,3 +255,12 @@ def test_any_calls_of_any_batch_are_the_texts_alone(story: Story) -> None:
 def test_any_calls_of_the_window_model_are_the_texts_alone(story: Story) -> None:
     model = window_of(story.options)
     Told(story, model, [NaiveWindow(model, text) for text in story.texts()])
+
+
+@settings(derandomize=True, deadline=None, max_examples=25)
+@given(stories(BLOCKS, longest=25))
+@example(Story((("block_size", 4),), (45, 31), 0.3, BEHIND, read_tokens=4))
+def test_any_calls_of_the_block_recurrent_model_are_the_texts_alone(story: Story) -> None:
+    """Early landmarks end none of its blocks."""
+    model = block_recurrent_of(story.options)
+    Told(story, model, [NaiveBlockRecurrent(model, text) for text in story.texts()])

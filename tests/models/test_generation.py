@@ -17,11 +17,22 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerFast, TextIteratorStreamer, TextStreamer
 
 from tests.budgets import assert_within_budget
-from tests.models.tiny import assert_same, drt, logits_of, padded, tokens, window_model
+from tests.models.tiny import assert_same, block_recurrent, drt, logits_of, padded, tokens, window_model
 from trailmark.models import TrailmarkForCausalLM, causal_lm
 
 Make = Callable[..., TrailmarkForCausalLM]
-MODELS = pytest.mark.parametrize("make", [lambda **kw: drt(2, **kw), window_model], ids=["drt", "window"])
+MODELS = pytest.mark.parametrize(
+    "make",
+    [
+        pytest.param(lambda **kw: drt(2, **kw), id="drt"),
+        pytest.param(window_model, id="window"),
+        pytest.param(
+            lambda **kw: block_recurrent(**{"block_size": 4} | kw),
+            id="block-recurrent",
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
 SIDES = pytest.mark.parametrize("side", ["left", "right"])
 
 
@@ -53,7 +64,7 @@ def test_greedy_is_what_one_forward_predicts(make: Make, length: int, close_chun
     assert torch.equal(predicted(model, prompt, new, close_chunk is not False).argmax(-1), new)
 
 
-@settings(derandomize=True, deadline=None, max_examples=25)
+@settings(derandomize=True, deadline=None, max_examples=12)
 @given(
     st.lists(st.integers(1, 30), min_size=1, max_size=4),
     st.sampled_from(["left", "right"]),

@@ -33,12 +33,13 @@ class Call:
     rows: tuple[tuple[int, int, tuple[int, ...]], ...]
     close: bool | None = None  # None: as the rows say
 
-    def grid(self) -> Grid:
+    def grid(self, landmarks: bool = True) -> Grid:
         phases, counts = (np.array([row[i] for row in self.rows]) for i in (0, 1))
         marks = np.zeros((len(self.rows), self.T), bool)
         for b, row in enumerate(self.rows):
             marks[b, list(row[2])] = True
-        return lay_out(self.T, self.S, phases, counts, marks if self.close is None else self.close)
+        close = marks if self.close is None else self.close
+        return lay_out(self.T, self.S, phases, counts, close, landmarks=landmarks)
 
     def by_hand(self) -> list[list[Position]]:
         return [self._row(*row) for row in self.rows]
@@ -327,3 +328,149 @@ def test_gradients_reach_tokens_and_landmark() -> None:
     grid.insert_landmarks(tokens, landmark).sum().backward()
     assert tokens.grad[:, :, 0].tolist() == [[1.0] * 7, [1.0] * 5 + [0.0] * 2]
     assert landmark.grad.tolist() == [4.0] * 3  # two landmarks in two rows
+
+
+# --- without landmarks, and where only the end of a chunk is laid out -----------------------------------------
+
+
+class Spot(NamedTuple):
+    chunk: int  # of the call
+    slot: int  # place in its chunk; an early landmark's too
+    token: int  # of the call; -1: a landmark
+    closes: bool  # its chunk
+
+
+def spots(call: Call, landmarks: bool) -> list[list[Spot]]:
+    rows = []
+    for phase, count, marks in call.rows:
+        chunk, slot, row = 0, phase, []
+        for t in range(count):
+            early = t in marks if call.close is None else call.close and t == count - 1
+            full = slot == call.S - 1 or early
+            row.append(Spot(chunk, slot, t, full and not landmarks))
+            if full and landmarks:
+                row.append(Spot(chunk, slot + 1, -1, True))
+            chunk, slot = (chunk + 1, 0) if full else (chunk, slot + 1)
+        rows.append(row)
+    return rows
+
+
+def closings(row: list[Spot]) -> list[int]:
+    return [place for place, spot in enumerate(row) if spot.closes]
+
+
+@property_of_calls
+def test_the_layout_without_landmarks(call: Call) -> None:
+    grid, rows, B = call.grid(landmarks=False), spots(call, False), len(call.rows)
+    assert grid.num_positions == (P := call.T)
+    assert of_rows(grid.chunk, B) == padded([[p.chunk for p in row] for row in rows], P, -1)
+    assert of_rows(grid.is_landmark, B) == padded([[p.closes for p in row] for row in rows], P)
+    assert of_rows(grid.token, B) == padded([[p.token for p in row] for row in rows], P, -1)
+    chunk_slots, there = of_rows(grid.chunk_slots, B), of_rows(grid.chunk >= 0, B)
+    for b, row in enumerate(rows):
+        own = [slot for slot, here in zip(chunk_slots[b], there[b], strict=True) if here]
+        assert own == [p.slot for p in row]
+    C = max(len(closings(row)) for row in rows)
+    assert grid.num_closed == C
+    assert (grid.closed + np.zeros(B)).tolist() == [len(closings(row)) for row in rows]
+    lengths = [[row[place].slot + 1 for place in closings(row)] for row in rows]
+    assert of_rows(grid.lengths, B) == padded(lengths, C)
+    starts = [[place - row[place].slot for place in closings(row)] for row in rows]
+    assert [
+        found[: len(mine)] for found, mine in zip(of_rows(grid.chunk_starts, B), starts, strict=True)
+    ] == starts
+    opened = [
+        phase if not row else 0 if row[-1].closes else row[-1].slot + 1
+        for (phase, *_), row in zip(call.rows, rows, strict=True)
+    ]
+    assert (grid.open_tokens + np.zeros(B)).tolist() == opened
+
+
+@property_of_calls
+def test_chunks_without_landmarks_are_their_tokens(call: Call) -> None:
+    """Those of earlier calls too; the rows of the closed chunks are S each."""
+    grid, rows, B, S = call.grid(landmarks=False), spots(call, False), len(call.rows), call.S
+    tokens = numbered(B, call.T)
+    positions = grid.insert_landmarks(tokens, None)
+    for b, (_, count, _) in enumerate(call.rows):
+        assert torch.equal(positions[b, :count], tokens[b, :count])
+        assert not positions[b, count:].any()
+    assert taken(grid.landmarks, positions) == padded(
+        [[row[place].token + 1 for place in closings(row)] for row in rows], grid.num_closed
+    )
+    earlier = numbered(B, S, first=500)
+    source = torch.cat([earlier, positions], dim=1) if grid.begins_open else positions
+    closed, opened = [], []
+    for (phase, *_), row in zip(call.rows, rows, strict=True):
+        whole: list[int] = []
+        chunk = [500 + slot for slot in range(phase)] + [0] * (S - phase)
+        for p in row:
+            chunk[p.slot] = p.token + 1
+            if p.closes:
+                whole, chunk = whole + chunk, [0] * S
+        closed.append(whole)
+        opened.append(chunk)
+    assert taken(grid.encoder_rows, source) == padded(closed, grid.num_closed * S)
+    assert taken(grid.open_rows, source) == opened
+
+
+@PROPERTY
+@given(calls(), st.integers(1, 9), st.none() | st.integers(0, 9), st.booleans())
+@example(Call(4, 9, ((3, 9, ()), (0, 2, ())), False), 1, 1, False)
+def test_a_tail_knows_its_places_in_chunks(call: Call, reach: int, keep: int | None, landmarks: bool) -> None:
+    """So do positions that follow it: ``begun`` says what of the first chunk is left out."""
+    rows = spots(call, landmarks)
+    _, grid, _ = call.grid(landmarks).tail(reach, keep)
+    assert_places(grid, rows)
+    # three tokens more in each row
+    phases = call.grid(landmarks).open_tokens + np.zeros(len(rows), np.int64)
+    later = Call(call.S, 3, tuple((int(n), 3, ()) for n in phases))
+    _, joined = later.grid(landmarks).after(grid)
+    more = [
+        [*row, *(p._replace(chunk=p.chunk + (row[-1].chunk + row[-1].closes if row else 0)) for p in new)]
+        for row, new in zip(rows, spots(later, landmarks), strict=True)
+    ]
+    assert_places(joined, more)
+
+
+def assert_places(grid: Grid, rows: list[list[Spot]]) -> None:
+    """Of each row's last positions."""
+    chunk, slots = of_rows(grid.chunk, len(rows)), of_rows(grid.chunk_slots, len(rows))
+    for b, row in enumerate(rows):
+        own = [slot for slot, number in zip(slots[b], chunk[b], strict=True) if number >= 0]
+        assert own == [p.slot for p in row[len(row) - len(own) :]]
+
+
+def test_documents_without_landmarks() -> None:
+    """Of 3, 5 and 1 tokens; each of the first two ends with a chunk that is closed early."""
+    numbers = np.array([[0, 0, 0, 1, 1, 1, 1, 1, 2]])
+    grid = lay_out(9, 4, documents=numbers, landmarks=False)
+    assert grid.chunk.tolist() == [[0, 0, 0, 1, 1, 1, 1, 2, 3]]
+    assert grid.is_landmark[0].nonzero()[0].tolist() == [2, 6, 7]
+    assert grid.lengths.tolist() == [[3, 4, 1]]
+    assert grid.chunk_starts.tolist() == [[0, 3, 7]]
+    assert grid.begins_document.tolist() == [[True, True, False, True]]
+    assert grid.first_chunks.tolist() == [[0, 1, 1, 3]]
+    assert grid.open_tokens.tolist() == [1]
+    assert taken(grid.encoder_rows, numbered(1, 9)) == [[1, 2, 3, 0, 4, 5, 6, 7, 8, 0, 0, 0]]
+
+
+def test_layouts_with_and_without_landmarks_are_two() -> None:
+    assert lay_out(9, 4) is not lay_out(9, 4, landmarks=False)
+    assert lay_out(9, 4, landmarks=False) is lay_out(9, 4, np.zeros(2, int), landmarks=False)
+
+
+@pytest.mark.parametrize("landmarks", [True, False])
+def test_an_empty_tail_knows_how_far_its_chunk_is(landmarks: bool) -> None:
+    """Nothing is kept of the first call: the second one's places in their chunks are those of the whole."""
+    first, second = np.array([6, 3, 4]), np.array([3, 5, 2])
+    whole = lay_out(9, 4, counts=first + second, landmarks=landmarks)
+    before = lay_out(6, 4, counts=first, landmarks=landmarks)
+    after = lay_out(5, 4, before.open_tokens, second, landmarks=landmarks)
+    _, none, _ = before.tail(0, 0)
+    _, joined = after.after(none)
+    for row in range(3):
+        here = joined.counts[row]
+        assert here == after.counts[row]
+        mine = whole.chunk_slots[row, : whole.counts[row]][-here:]
+        assert joined.chunk_slots[row, :here].tolist() == mine.tolist()

@@ -182,6 +182,7 @@ MODULES = [
     importlib.import_module(f"trailmark.{name}")
     for name in (
         "models.causal_lm",
+        "models.text",
         "models.landmark",
         "models.landmark_cell",
         "models.landmark_memory",

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from tests.budgets import assert_low_precision_within_budget, values_and_gradients
-from tests.models.tiny import assert_same, window_config
+from tests.models.tiny import NaiveWindow, assert_same, logits_of, tokens, window_config, window_model
 from trailmark.memory import Span, Window, WindowCall
 from trailmark.models.layers import (
     MLP,
@@ -86,6 +86,18 @@ def test_slopes_are_rounded_once_to_float32_or_wider(dtype: torch.dtype) -> None
     assert torch.equal(
         slopes_like(draw(2, 5, 6, 4, dtype=dtype)), exact.to(torch.promote_types(dtype, torch.float32))
     )
+
+
+def test_slopes_follow_the_configuration() -> None:
+    """They differ for 6 heads, not for 4."""
+    ids, sizes = tokens(30), {"hidden_size": 24, "num_attention_heads": 6, "num_key_value_heads": 2}
+    both = [window_model(**sizes, alibi_slopes=rule) for rule in ("geometric", "interpolated")]
+    logits = [logits_of(model, ids) for model in both]
+    for model, ours in zip(both, logits, strict=True):
+        assert_same(ours[0], NaiveWindow(model, ids[0]).logits)
+    assert not torch.equal(*logits)
+    alike = [logits_of(window_model(alibi_slopes=rule), ids) for rule in ("geometric", "interpolated")]
+    assert torch.equal(*alike)
 
 
 def test_slopes_are_nothing_that_a_model_saves_or_casts() -> None:

@@ -10,10 +10,14 @@ import torch
 from torch import Tensor, nn
 
 from trailmark.models import (
+    BlockRecurrentConfig,
+    BlockRecurrentForCausalLM,
     DRTConfig,
     DRTForCausalLM,
     LandmarkConfig,
     LandmarkForCausalLM,
+    RPTConfig,
+    RPTForCausalLM,
     SlidingWindowConfig,
     SlidingWindowForCausalLM,
     TrailmarkConfig,
@@ -99,6 +103,12 @@ def landmark_config(**changes: Any) -> LandmarkConfig:
     return LandmarkConfig(**(sizes | changes))
 
 
+def block_recurrent_config(**changes: Any) -> BlockRecurrentConfig:
+    """Blocks of 5, 3 states in the second of 4 layers: a window shows more than a block, and ends inside one."""
+    sizes = SIZES | {"num_hidden_layers": 4, "recurrent_layer": 2, "block_size": 5, "num_states": 3}
+    return BlockRecurrentConfig(**(sizes | changes))
+
+
 def drt(groups: int = 1, seed: int = 0, **changes: Any) -> DRTForCausalLM:
     model = DRTForCausalLM(drt_config(groups, **changes)).double().eval()
     draw_weights(model, seed)
@@ -114,6 +124,49 @@ def window_model(seed: int = 0, **changes: Any) -> SlidingWindowForCausalLM:
 def landmark(seed: int = 0, **changes: Any) -> LandmarkForCausalLM:
     model = LandmarkForCausalLM(landmark_config(**changes)).double().eval()
     draw_weights(model, seed)
+    return model
+
+
+def block_recurrent(seed: int = 0, **changes: Any) -> BlockRecurrentForCausalLM:
+    model = BlockRecurrentForCausalLM(block_recurrent_config(**changes)).double().eval()
+    draw_weights(model, seed)
+    return model
+
+
+class TokenCounter:
+    """A chunk embedder: how often each token comes; what asks counts a token once, and some weigh more than others."""
+
+    def __init__(self, size: int = 50) -> None:
+        self.size, self.fingerprint = size, f"counts of {size}"
+
+    def __call__(self, ids: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
+        rows = [row[:n] for row, n in zip(ids.tolist(), lengths.tolist(), strict=True)]
+        queries, keys = zip(*map(self.vectors, rows), strict=True)
+        return torch.tensor(queries), torch.tensor(keys)
+
+    def vectors(self, chunk: list[int]) -> tuple[list[float], list[float]]:
+        # quarters: sums of their products are exact in any order
+        query = [(1 + i % 7) / 4 if i in chunk else 0.0 for i in range(self.size)]
+        return query, [chunk.count(i) / 4 for i in range(self.size)]
+
+
+def rpt_config(**changes: Any) -> RPTConfig:
+    """Chunks of 4, 2 of them read: a window that shows more than a chunk, and ends inside one."""
+    sizes = SIZES | {
+        "num_hidden_layers": 4,
+        "num_lower_layers": 1,
+        "num_encoder_layers": 1,
+        "num_retrieved_chunks": 2,
+        "chunk_size": 4,
+    }
+    return RPTConfig(**(sizes | changes))
+
+
+def rpt(seed: int = 0, **changes: Any) -> RPTForCausalLM:
+    model = RPTForCausalLM(rpt_config(**changes)).double().eval()
+    draw_weights(model, seed)
+    if model.config.retriever == "encoder":
+        model.embedder = TokenCounter()
     return model
 
 
@@ -217,12 +270,18 @@ class _Naive:
             q, k = self.rotate(q, place), self.rotate(k, place)
             bias = torch.zeros_like(distance)[None]
         else:
-            head = torch.arange(1, c.num_attention_heads + 1, dtype=x.dtype)
-            bias = -(2.0 ** (-8 * head / c.num_attention_heads))[:, None, None] * distance
+            bias = -self.slopes(c.num_attention_heads).to(x.dtype)[:, None, None] * distance
         hidden = distance < 0
         if c.sliding_window is not None:
             hidden |= distance >= c.sliding_window
         return attention.o_proj(self.attend(q, k, v, bias.masked_fill(hidden, -torch.inf)))
+
+    def slopes(self, heads: int) -> Tensor:
+        """[H]: 2^-8/H, its powers; or those of the next lower power of two, and between them of the next higher."""
+        power = heads if self.config.alibi_slopes == "geometric" else 2 ** (len(f"{heads:b}") - 1)
+        known = [2 ** (-8 * h / power) for h in range(1, power + 1)]
+        between = [2 ** (-8 * h / (2 * power)) for h in range(1, 2 * power, 2)]
+        return torch.tensor((known + between)[:heads], dtype=torch.float64)
 
     def heads(self, attention: SelfAttention, x: Tensor) -> list[Tensor]:
         c = self.config
@@ -292,20 +351,15 @@ class NaiveDRT(_Naive):
         per_group = len(model.upper_layers) // c.num_retrieval_groups
         for number, layer in enumerate(model.upper_layers):
             if number % per_group == 0:
-                retriever = model.retrievers[number // per_group]
                 asked, scores = [], []
                 for n, landmark in enumerate(landmarks):
-                    query = self.vector(retriever.q_proj(self.norm(retriever.norm, x[landmark])))
                     last_row = landmark + S + 1  # of the next chunk, were it full
                     visible_from = last_row - (c.sliding_window - 1)
                     candidates = [
                         m for m in range(n) if not c.exclude_visible_chunks or starts[m] < visible_from
                     ]
-                    score = {
-                        m: float(query @ memory[m][2]) * c.retrieval_scale * c.hidden_size**-0.5
-                        for m in candidates
-                    }
-                    best = sorted(sorted(candidates, key=lambda m: -score[m])[: c.num_retrieved_chunks])
+                    score = self.score(model, number // per_group, x[landmark], memory, n, candidates)
+                    best = sorted(self.choose(number // per_group, n, score)[: c.num_retrieved_chunks])
                     weights = torch.tensor([score[m] for m in best], dtype=x.dtype).softmax(0)
                     asked.append((best, weights.tolist()))
                     scores.append(score)
@@ -322,6 +376,19 @@ class NaiveDRT(_Naive):
             x = x + self.mlp(layer.mlp, self.norm(layer.mlp_norm, h + found))
         tokens_only = [p for p in range(len(rows)) if p not in landmarks]
         self.logits = model.lm_head(self.norm(model.norm, x[tokens_only]) * c.logit_scale)  # [T, V]
+
+    def score(
+        self, model: DRTForCausalLM, group: int, h: Tensor, memory: list[Any], n: int, candidates: list[int]
+    ) -> dict[int, float]:
+        """Of each candidate, at the landmark of chunk n with state h [E]."""
+        c, retriever = self.config, model.retrievers[group]
+        query = self.vector(retriever.q_proj(self.norm(retriever.norm, h)))
+        scale = c.retrieval_scale * c.hidden_size**-0.5
+        return {m: float(query @ memory[m][2]) * scale for m in candidates}
+
+    def choose(self, group: int, n: int, score: dict[int, float]) -> list[int]:
+        """The chunks to read, the best first."""
+        return sorted(score, key=lambda m: -score[m])
 
     def vector(self, x: Tensor) -> Tensor:
         return self.unit(x) if self.config.retrieval_normalization else x

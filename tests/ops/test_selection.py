@@ -550,7 +550,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 """
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
 def test_the_search_holds_a_block_whatever_the_memory(dtype: str) -> None:
     command = [sys.executable, "-c", textwrap.dedent(EXTRA_MEMORY), dtype]
     extra = int(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
@@ -580,6 +580,7 @@ def test_compiled_without_a_graph_break(kind: str, J: int) -> None:
             assert torch.equal(x, y)
 
 
+@pytest.mark.slow
 def test_compiled_for_one_shape_then_for_another() -> None:
     """Sizes that the compiler takes for variables then, beside bounds whose sizes it takes for constants."""
     torch.compiler.reset()

@@ -40,7 +40,9 @@ class Case:
     window: int | None = 2
     alibi: bool = False
     positions: str = "none"  # "gaps": as a caller drops absent rows; "any": shuffled, repeated, unordered
-    documents: str = "none"  # "one": one tensor for queries and keys; "pair"
+    documents: str = (
+        "none"  # "one": one tensor for queries and keys; "pair"; "pieces": one, each in one piece
+    )
     with_lse: bool = False
     blocks: tuple[int, int] = (32, 256)  # of queries: small ones put many into a small case
     gemms: bool = True  # small blocks by GEMMs; otherwise all by scaled_dot_product_attention
@@ -65,6 +67,8 @@ class Case:
             rest["positions"] = draw(-2, 2 * P + 1, (B, T)), draw(-2, 2 * P + 1, (B, P))
         if self.documents == "one":
             rest["document_ids"] = draw(0, 2, (B, P))
+        if self.documents == "pieces":
+            rest["document_ids"] = (draw(0, 4, (B, P)) == 0).cumsum(1) % 1000 - 2
         if self.documents == "pair":
             rest["document_ids"] = draw(0, 3, (B, T)), draw(0, 3, (B, P))
         return [q, k, v], rest
@@ -102,7 +106,7 @@ def cases(longest: int, widest: int) -> st.SearchStrategy[Case]:
         window=st.none() | st.integers(1, widest),
         alibi=st.booleans(),
         positions=st.sampled_from(["none", "none", "gaps", "any"]),
-        documents=st.sampled_from(["none", "none", "one", "pair"]),
+        documents=st.sampled_from(["none", "none", "one", "pair", "pieces"]),
         with_lse=st.booleans(),
         blocks=st.sampled_from([(32, 256), (1, 2), (2, 3), (5, 5)]),
         gemms=st.booleans(),
@@ -115,6 +119,8 @@ def cases(longest: int, widest: int) -> st.SearchStrategy[Case]:
 @example(Case(T=7, window=3, blocks=(2, 2), alibi=True))
 @example(Case(T=7, window=3, blocks=(2, 2), alibi=True, gemms=False))
 @example(Case(T=4, carried=1, positions="any", documents="pair", with_lse=True))
+@example(Case(T=7, window=3, blocks=(2, 2), alibi=True, documents="pieces"))
+@example(Case(T=7, window=None, blocks=(1, 2), documents="pieces", gemms=False))
 def test_gradcheck(case: Case) -> None:
     inputs, _ = case.make()
     torch.autograd.gradcheck(case.attend(), [x.requires_grad_() for x in inputs])
@@ -130,6 +136,9 @@ def test_gradcheck(case: Case) -> None:
 @example(Case(T=5, window=5))
 @example(Case(T=5, window=9))
 @example(Case(T=300, carried=7, window=11, positions="gaps", documents="one", with_lse=True))
+@example(Case(T=300, window=40, alibi=True, documents="pieces"))
+@example(Case(T=90, window=5, blocks=(2, 8), documents="pieces", seed=1))
+@example(Case(T=90, window=None, blocks=(2, 8), alibi=True, documents="pieces"))
 def test_equals_the_oracle_in_float64(case: Case) -> None:
     inputs, _ = case.make()
     fast, oracle = (values_and_gradients(case.attend(name), *inputs) for name in (None, "reference"))
@@ -145,6 +154,7 @@ def test_equals_the_oracle_in_float64(case: Case) -> None:
         Case(T=70, carried=5, D=16, window=20, alibi=True, gemms=False),
         Case(T=70, D=16, window=None),
         Case(T=50, D=16, window=20, alibi=True, positions="gaps", documents="one", with_lse=True),
+        Case(T=70, D=16, window=9, blocks=(4, 8), alibi=True, documents="pieces"),
     ],
 )
 def test_error_budget(case: Case, dtype: torch.dtype) -> None:
@@ -166,6 +176,23 @@ def test_by_hand() -> None:
 def test_alibi_slopes_are_geometric() -> None:
     assert alibi_slopes(8).tolist() == [2.0**-i for i in range(1, 9)]
     assert torch.equal(alibi_slopes(3, torch.float64), torch.exp2(-8 * torch.arange(1, 4).double() / 3))
+
+
+def test_interpolated_slopes_are_those_of_alibis_authors() -> None:
+    """12 heads: those of 8, then the first, third, fifth and seventh of 16 (Press et al., 2022)."""
+    exponents = [1, 2, 3, 4, 5, 6, 7, 8, 0.5, 1.5, 2.5, 3.5]
+    found = alibi_slopes(12, torch.float64, "interpolated")
+    assert_same_in_float64(found, torch.tensor([2.0**-x for x in exponents], dtype=torch.float64))
+    assert not torch.equal(found, alibi_slopes(12, torch.float64))
+    assert alibi_slopes(3, torch.float64, "interpolated").tolist() == [2.0**-4, 2.0**-8, 2.0**-2]
+    for heads in (1, 2, 4, 8, 16, 64):
+        assert torch.equal(alibi_slopes(heads, rule="interpolated"), alibi_slopes(heads))
+    for heads in range(1, 40):
+        slopes = alibi_slopes(heads, torch.float64, "interpolated")
+        assert slopes.shape == (heads,)
+        assert len(set(slopes.tolist())) == heads
+    with pytest.raises(ValueError, match="rule: expected 'geometric' or 'interpolated', got 'steep'"):
+        alibi_slopes(4, rule="steep")
 
 
 # Rows that see nothing
@@ -237,6 +264,8 @@ def test_the_widest_input_sets_the_precision(window: int | None, gemms: bool) ->
         Case(T=300, window=20, with_lse=True),
         Case(T=80, window=7, positions="gaps"),
         Case(T=80, window=7, documents="one"),
+        Case(T=80, window=7, blocks=(2, 8), documents="pieces"),
+        Case(T=80, window=None, blocks=(2, 2), alibi=True, documents="pieces"),
     ],
 )
 def test_the_future_and_what_left_the_window_change_no_bit(case: Case) -> None:
@@ -274,6 +303,68 @@ def test_a_neighbour_changes_no_bit(with_documents: bool) -> None:
             x[0, :12] = 7
     mine = slice(12, None) if with_documents else slice(None)
     assert torch.equal(attend(q, k, v)[0, mine], out[0, mine])
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """Rows of documents of these lengths, all of one sum."""
+
+    rows: list[list[int]]
+    window: int
+    size: int  # of a block
+
+    def ids(self) -> Tensor:
+        return torch.stack([torch.arange(len(row)).repeat_interleave(torch.tensor(row)) for row in self.rows])
+
+
+def pieces() -> st.SearchStrategy[Pieces]:
+    lengths = st.lists(st.integers(1, 30), min_size=1, max_size=7)
+
+    def of_one_sum(rows: list[list[int]]) -> list[list[int]]:
+        most = max(map(sum, rows))
+        return [[*row, most - sum(row)] if sum(row) < most else row for row in rows]
+
+    rows = st.lists(lengths, min_size=1, max_size=3).map(of_one_sum)
+    return st.builds(Pieces, rows, st.integers(1, 40), st.integers(1, 9))
+
+
+@settings(derandomize=True, deadline=None, max_examples=40)
+@given(pieces())
+@example(Pieces([[8, 8, 16]], 8, 4))
+@example(Pieces([[1, 1, 1], [3]], 1, 1))
+def test_a_document_attends_as_if_alone(drawn: Pieces) -> None:
+    """Values and gradients, in blocks of any size; and no bit, nor any gradient, of another."""
+    ids = drawn.ids()
+    (q, k, v), _ = Case(B=len(drawn.rows), T=ids.shape[1]).make()
+    attend = partial(
+        sliding_window_attention, window=drawn.window, alibi_slopes=alibi_slopes(4, torch.float64)
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "_MIN_BLOCK", drawn.size)
+        patch.setattr(module, "_MAX_BLOCK", 4 * drawn.size)
+        patch.setattr(module, "_by_query_block", None)  # another way would prove nothing
+        together = values_and_gradients(partial(attend, document_ids=ids), q, k, v)
+        spoilt = [torch.where((ids == 0)[..., None, None], 7.0, x) for x in (q, k, v)]
+        others = values_and_gradients(partial(attend, document_ids=ids), *spoilt)
+        if (ids > 0).any():
+            leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+            attend(*leaves, document_ids=ids)[ids > 0].square().sum().backward()
+            for leaf in leaves:
+                assert leaf.grad is not None
+                assert not leaf.grad[ids == 0].any()
+    for x, y in zip(together, others, strict=True):
+        assert torch.equal(x[ids > 0], y[ids > 0])
+    whole = values_and_gradients(partial(attend, document_ids=ids, implementation="reference"), q, k, v)
+    for x, y in zip(together, whole, strict=True):
+        assert_same_in_float64(x, y)
+
+
+def test_a_document_in_two_pieces_is_one() -> None:
+    (q, k, v), _ = Case(T=20).make()
+    ids = torch.tensor([0] * 5 + [1] * 5 + [0] * 10).expand(2, -1)
+    out = sliding_window_attention(q, k, v, 9, document_ids=ids)
+    exact = sliding_window_attention(q, k, v, 9, document_ids=ids, implementation="reference")
+    assert_same_in_float64(out, exact)
 
 
 def test_calls_with_carried_keys_equal_one_call() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,10 +11,21 @@ import pytest
 import torch
 import yaml
 
-from tests.training.tiny import CHUNK_SIZE, MODELS, run_config
+from tests.training.tiny import CHUNK_SIZE, MODELS, prose, run_config
 from trailmark import demo
-from trailmark.models import DRTConfig, LandmarkForCausalLM, SlidingWindowConfig
-from trailmark.training.config import ARCHITECTURES, DataConfig, RunConfig, TrainingConfig, load_run_config
+from trailmark.data.corpus import load_tokenizer, tokenize
+from trailmark.models import DRTConfig, LandmarkConfig, LandmarkForCausalLM, SlidingWindowConfig
+from trailmark.training.config import (
+    ARCHITECTURES,
+    DataConfig,
+    RunConfig,
+    TrainingConfig,
+    load_run_config,
+    rows_per_step,
+)
+from trailmark.training.run import Run
+from trailmark.training.tasks import micro_batches
+from trailmark.training.trainer import schedule
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
 
@@ -30,15 +42,11 @@ def test_every_config_builds_its_model(path: Path) -> None:
     with torch.device("meta"):
         model = ARCHITECTURES[config.model["architecture"]](config.model_config(259))
     assert sum(p.numel() for p in model.parameters()) > 100_000
-    assert config.output.startswith("runs/")
+    assert config.output == f"runs/{path.stem}"
     # every size that is written down is the model's
     for name, value in config.model.items():
         if name != "architecture":
             assert getattr(model.config, name) == value, name
-
-
-def test_there_are_configs() -> None:
-    assert len(CONFIGS) >= 4
 
 
 def test_an_empty_mapping_gives_the_defaults(tmp_path: Path) -> None:
@@ -107,16 +115,27 @@ MISTAKES = {
     "training.stpes=3": r"^training\.stpes: unknown key\. Did you mean 'steps'\?",
     "training.learningrate=3": r"^training\.learningrate: .* 'learning_rate'",
     "data.path=x": r"^data\.path: unknown key\. Did you mean 'paths'\?",
-    "data.zzz=x": r"^data\.zzz: unknown key\. Valid: chunk_size, .*tokenizer",
+    "data.zzz=x": r"^data\.zzz: unknown key\. Valid: chains, chunk_size, .*tokenizer",
     "model.hiden_size=3": r"^model\.hiden_size: unknown field of drt\. Did you mean 'hidden_size'\?",
     "model.torchscript=true": r"^model\.torchscript: unknown field",  # transformers' field, not ours
     "model.1=2": r"^model\.1: unknown field",
-    "1=2": r"^1: unknown key\. Valid: data, model, output, training",
+    "1=2": r"^1: unknown key\. Valid: data, init_from, model, output, training",
+    "data.seperate_documents=true": r"^data\.seperate_documents: .* 'separate_documents'",
+    "data.hop=2": r"^data\.hop: .* 'hops'",
+    "training.sequence_length=64": r"^training\.sequence_length: .* 'context_length'",
+    "training.micro_batch=1": r"^training\.micro_batch: .* 'micro_batch_size'",
+    "training.warmup_step=1": r"^training\.warmup_step: .* 'warmup_steps'",
+    "training.skip_nonfinit=1": r"^training\.skip_nonfinit: .* 'skip_nonfinite'",
+    "init_form=runs/x": r"^init_form: unknown key\. Did you mean 'init_from'\?",
     # a foreign value
-    "data.task=need": r"^data\.task: expected 'text' or 'needles', got 'need'\. Did you mean 'needles'\?",
+    "data.task=summarisation": r"^data\.task: .*Did you mean 'summarization'\?",
+    "training.precision=bf16": r"^training\.precision: expected 'float32' or 'bfloat16' or 'float64', got 'bf16'",
+    "training.schedule=cos": r"^training\.schedule: .*Did you mean 'cosine'\?",
+    "training.parallel=fsdp2": r"^training\.parallel: .*Did you mean 'fsdp'\?",
+    "data.task=need": r"^data\.task: expected 'text' or 'needles' or .*, got 'need'\. Did you mean 'needles'\?",
     "training.optimizer=sgd": r"^training\.optimizer: expected 'muon' or 'adamw', got 'sgd'",
     "model.architecture=drtt": r"^model\.architecture: expected .*'drtt'\. Did you mean 'drt'\?",
-    "model.architecture=[drt]": r"^model\.architecture: expected drt or",
+    "model.architecture=[drt]": r"^model\.architecture: expected .*drt or",
     "model.window_position=nope": r"^model\.window_position: expected 'alibi' or 'rope', got 'nope'",
     "model.implementation=cuda": r"^model: implementation: expected None, 'reference' or 'torch', got 'cuda'",
     # a wrong type
@@ -129,6 +148,11 @@ MISTAKES = {
     "training.learning_rate=fast": r"^training\.learning_rate: expected a number, got 'fast'",
     "training.learning_rate=.nan": r"^training\.learning_rate: expected",
     "training.gradient_checkpointing=1": r"^training\.gradient_checkpointing: expected true or false, got 1",
+    "init_from=3": r"^init_from: expected text, got 3",
+    "training.micro_batch_size=2.5": r"^training\.micro_batch_size: expected a whole number, got 2\.5",
+    "training.report_to=[1]": r"^training\.report_to: expected 'tensorboard' or .*got 1",
+    "data.validation={a: 1}": r"^data\.validation: expected a list",
+    "data.separate_documents=1": r"^data\.separate_documents: expected true or false, got 1",
     "output=3": r"^output: expected text, got 3",
     "data.paths={a: 1}": r"^data\.paths: expected a list",
     "data.paths=[1]": r"^data\.paths: expected text, got 1",
@@ -141,9 +165,40 @@ MISTAKES = {
     "training.steps": r"^override: expected key=value, got 'training\.steps'",
     "training.steps=[": r"^training\.steps: expected a YAML value, got '\['",
     # sizes that do not fit
-    "training.steps=0": r"^training\.steps: expected at least 1, got 0",
-    "training.save_steps=-1": r"^training\.save_steps: expected at least 1, got -1",
-    "training.sequence_length=9999": r"^training\.tokens_per_step: expected at least .* 9999, got 4096",
+    "training.tokens_per_step=4097": r"^training\.tokens_per_step: expected whole samples of context_length = 1024 "
+    r"tokens, got 4097\. 4096 would be 4",
+    "training.tokens_per_step=100": r"^training\.tokens_per_step: .* got 100\. 1024 would be 1",
+    "training.context_length=1": r"^training\.context_length: expected 2 or more, got 1",
+    "training.micro_batch_size=0": r"^training\.micro_batch_size: expected 1 or more, got 0",
+    "training.keep_checkpoints=0": r"^training\.keep_checkpoints: expected 1 or more, got 0",
+    "training.logging_steps=0": r"^training\.logging_steps: expected 1 or more, got 0",
+    "training.eval_steps=0": r"^training\.eval_steps: expected 1 or more, got 0",
+    "training.eval_windows=0": r"^training\.eval_windows: expected 1 or more, got 0",
+    "training.skip_nonfinite=-1": r"^training\.skip_nonfinite: expected 0 or more, got -1",
+    "training.weight_decay=-1": r"^training\.weight_decay: expected 0 or more, got -1",
+    "training.max_grad_norm=-1": r"^training\.max_grad_norm: expected 0 or more, got -1",
+    "training.learning_rate=-1": r"^training\.learning_rate: expected 0 or more, got -1",
+    "training.adam_beta1=1.5": r"^training\.adam_beta1: expected 0 to below 1, got 1\.5",
+    "training.adam_beta2=-0.5": r"^training\.adam_beta2: expected 0 to below 1, got -0\.5",
+    "training.adam_epsilon=-1": r"^training\.adam_epsilon: expected 0 or more, got -1",
+    "training.final_fraction=2": r"^training\.final_fraction: expected 0 to 1, got 2",
+    "training.eval_steps=10": r"^data\.validation: expected text to measure on .* training\.eval_steps, got none",
+    "data.validation=[]": r"^data\.validation: expected files or folders, got an empty list\. Name some, or null",
+    "data.hops=0": r"^data\.hops: expected 1 or more, got 0",
+    "data.chains=0": r"^data\.chains: expected 1 or more, got 0",
+    "data.distractors=-1": r"^data\.distractors: expected 0 or more, got -1",
+    "data.num_landmarks=3": r"^data\.num_landmarks: expected 1 to 2, got 3",
+    "data.chunk_size=0": r"^data\.chunk_size: expected 1 or more, got 0",
+    "training.adam_beta1=1": r"^training\.adam_beta1: expected 0 to below 1, got 1\.0",
+    "data.first_level=99": r"^data\.first_level: expected 0 to \d+, got 99",
+    "data.filler_weight=-1": r"^data\.filler_weight: expected 0 or more, got -1",
+    "data.first_digit_weight=-1": r"^data\.first_digit_weight: expected 0 or more, got -1",
+    "data.task=niah & data.separate_documents=true": r"^data\.separate_documents: expected false with data\.task niah",
+    "data.task=summarization": r"^data\.paths: expected files of pairs .*, got none",
+    "model.num_retrieved_chunks=1": r"^model\.num_retrieved_chunks: expected at least 2 in training, got 1",
+    "training.steps=0": r"^training\.steps: expected 1 or more, got 0",
+    "training.save_steps=-1": r"^training\.save_steps: expected 1 or more, got -1",
+    "training.context_length=9999": r"^training\.tokens_per_step: expected whole samples .* 9999 tokens, got 4096",
     "model.num_attention_heads=6": r"^model: num_attention_heads: expected a divisor of hidden_size = 16",
     "model.num_key_value_heads=3": r"^model: num_key_value_heads: expected a divisor",
     "model.num_attention_heads=16": r"^model: num_attention_heads: expected an even head size",
@@ -157,8 +212,8 @@ MISTAKES = {
     "training.matrix_learning_rate=-1": r"^training\.matrix_learning_rate: expected 0 or more, got -1",
     "training.warmup_steps=-1": r"^training\.warmup_steps: expected 0 or more, got -1",
     "training.constant_fraction=7": r"^training\.constant_fraction: expected 0 to 1, got 7",
-    "data.early_landmarks=1.5": r"^data\.early_landmarks: expected a share from 0 to 1, got 1\.5",
-    "data.early_landmarks=-0.1": r"^data\.early_landmarks: expected a share from 0 to 1, got -0\.1",
+    "data.early_landmarks=1.5": r"^data\.early_landmarks: expected 0 to 1, got 1\.5",
+    "data.early_landmarks=-0.1": r"^data\.early_landmarks: expected 0 to 1, got -0\.1",
     "data.level_accuracy=1": r"^data\.level_accuracy: expected a share from 0 to below 1, got 1\.0",
     "data.paths=[]": r"^data\.paths: expected files or folders, got an empty list",
     "data.task=needles": r"^data\.chunk_size: expected the model's chunk_size 20, got 32",
@@ -170,7 +225,7 @@ def test_a_mistake_is_named(tmp_path: Path, override: str, message: str) -> None
     path = written(tmp_path, {"model": MODELS["drt"], "training": {"steps": 5}, "output": "runs/x"})
     load_run_config(path)
     with pytest.raises(ValueError, match=message) as caught:
-        load_run_config(path, [override])
+        load_run_config(path, override.split(" & "))
     assert "\n" not in str(caught.value)
 
 
@@ -184,8 +239,9 @@ def test_the_chunks_of_needles_are_the_models_by_default_too(tmp_path: Path) -> 
 
 
 LANDMARK_MISTAKES = {
-    "training.sequence_length=641": r"^training\.sequence_length: expected at most 640 tokens, which have 672",
-    "model.chunk_size=1": r"^training\.sequence_length: expected at most",
+    "training.context_length=641 & training.tokens_per_step=641": r"^training\.context_length: expected at most 640 "
+    r"tokens, which have 672",
+    "model.chunk_size=1": r"^training\.context_length: expected at most",
     "model.local_length=600": r"^model: max_position_embeddings: expected at least 63 for 2 \+ 1 chunks and",
     "model.gate_cutoff=0.5": r"^model: gate_cutoff: expected 0 for a model without a retrieval gate",
     "model.retrieve_per=heads": r"^model\.retrieve_per: expected .*Did you mean 'head'",
@@ -196,10 +252,12 @@ LANDMARK_MISTAKES = {
 
 @pytest.mark.parametrize(("override", "message"), LANDMARK_MISTAKES.items(), ids=LANDMARK_MISTAKES)
 def test_a_mistake_of_landmark_attention_is_named(tmp_path: Path, override: str, message: str) -> None:
-    path = written(tmp_path, {"model": MODELS["landmark"], "training": {"sequence_length": 640}})
+    path = written(
+        tmp_path, {"model": MODELS["landmark"], "training": {"context_length": 640, "tokens_per_step": 1280}}
+    )
     load_run_config(path)  # 32 chunks of 21 positions
     with pytest.raises(ValueError, match=message) as caught:
-        load_run_config(path, [override])
+        load_run_config(path, override.split(" & "))
     assert "\n" not in str(caught.value)
 
 
@@ -207,7 +265,8 @@ def test_yamls_true_is_a_word_where_a_word_is_wanted(tmp_path: Path) -> None:
     path = written(
         tmp_path, {"model": MODELS["landmark"] | {"memory_position": True}, "data": {"chunk_size": 20}}
     )
-    assert load_run_config(path, ["training.sequence_length=640"]).model_config().memory_position == "true"
+    overrides = ["training.context_length=640", "training.tokens_per_step=640"]
+    assert load_run_config(path, overrides).model_config().memory_position == "true"
 
 
 def test_needles_of_landmark_attention_lie_where_its_chunks_do(tmp_path: Path) -> None:
@@ -231,28 +290,214 @@ def test_the_paper_model_has_the_papers_size() -> None:
     assert not any(name.endswith("bias") for name, _ in model.named_parameters())
     assert model.config.head_dim == 128
     assert model.lm_head.weight is model.embed_tokens.weight
-    length, texts = config.training.sequence_length, config.training.tokens_per_step / 502
+    length, texts = config.training.context_length, config.training.tokens_per_step / 502
     assert (length + length // 50, texts) == (512, 128)
 
 
-@pytest.mark.parametrize("size", ["128m", "350m"])
-def test_the_comparison_models_differ_from_drt_in_what_the_paper_says(size: str) -> None:
-    """arXiv 2410.01651, App. A."""
-    ours, drt = (load_run_config(CONFIGS[0].with_name(f"{name}-{size}.yaml")) for name in ("landmark", "drt"))
-    for name in (
-        "hidden_size",
-        "intermediate_size",
-        "num_hidden_layers",
-        "num_attention_heads",
-        "vocab_size",
-    ):
-        assert ours.model[name] == drt.model[name]
-    differs = {"sequence_length", "tokens_per_step"}
-    left = [{k: v for k, v in vars(c.training).items() if k not in differs} for c in (ours, drt)]
-    assert left[0] == left[1]
-    assert ours.model["max_position_embeddings"] == 768
-    assert ours.training.sequence_length * 64 / 63 == 768
-    assert abs(ours.training.tokens_per_step / drt.training.tokens_per_step - 1) < 1e-3
+# --- the papers' rows --------------------------------------------------------------------------------------
+
+# arXiv 2410.01651, Table 1; the sizes of Table 4 besides, where only base-512 and drt-x1 have files
+ROWS = ["base-512", "base-768", "base-plus2-658", "base-plus2-704", "drt-x1", "drt-x2", "landmark"]
+TABLE_1 = [f"{row}-{size}" for size in ("128m", "350m") for row in ROWS]
+TABLE_4 = [f"{row}-{size}" for size in ("760m", "1.5b", "3b") for row in ("base-512", "drt-x1")]
+WIDTHS = {
+    "128m": (768, 2048),
+    "350m": (1024, 2816),
+    "760m": (1536, 4096),
+    "1.5b": (2048, 5504),
+    "3b": (2560, 6912),
+}
+# what may differ where the paper says that all else is equal
+OF_THE_MACHINE = {"micro_batch_size", "gradient_checkpointing", "parallel"}
+OF_THE_TEXTS = {"context_length", "tokens_per_step"}
+
+
+def paper(name: str) -> RunConfig:
+    return load_run_config(CONFIGS[0].with_name(f"{name}.yaml"))
+
+
+def parameters(config: RunConfig, **fields: Any) -> int:
+    architecture = ARCHITECTURES[config.model["architecture"]]
+    with torch.device("meta"):
+        model = architecture(replace(config, model=config.model | fields).model_config(259))
+    return sum(p.numel() for p in model.parameters())
+
+
+def training_but(config: RunConfig, names: set[str]) -> dict[str, Any]:
+    return {name: value for name, value in vars(config.training).items() if name not in names}
+
+
+@pytest.mark.parametrize("name", [*TABLE_1, *TABLE_4, "full-attention-128m"])
+def test_all_rows_are_trained_as_the_paper_says(name: str) -> None:
+    """arXiv 2410.01651, App. A; epsilon and what decays are the published code's."""
+    config = paper(name)
+    training, peak = config.training, config.training.learning_rate
+    assert (training.optimizer, training.adam_beta1, training.adam_beta2) == ("adamw", 0.9, 0.95)
+    assert (training.weight_decay, training.decay_vectors, training.adam_epsilon) == (0.001, True, 1e-6)
+    assert (training.steps, training.precision, training.max_grad_norm) == (60_000, "bfloat16", 1.0)
+    assert config.data.tokenizer == "gpt2"
+    assert config.data.early_landmarks == 0 or config.model["architecture"] == "sliding_window"
+    # 2 % warmup to the peak, a cosine to 4e-4
+    rates = [peak * schedule(training, step) for step in (0, 1200 - 1, 1200, (1200 + 60_000) // 2, 60_000)]
+    assert rates == pytest.approx([2e-3 / 1200, 2e-3, 2e-3, 1.2e-3, 4e-4])
+    # all else is as in the first of them
+    left = training_but(config, OF_THE_MACHINE | OF_THE_TEXTS)
+    assert left == training_but(paper("base-512-128m"), OF_THE_MACHINE | OF_THE_TEXTS)
+    # 8 processes share a step, in whole micro-batches of at most 2^15 tokens
+    rows, micro = rows_per_step(config), training.micro_batch_size
+    assert micro is not None
+    assert micro_batches(rows, 8, micro) * micro * 8 == rows
+    assert micro * training.context_length <= 2**15
+
+
+@pytest.mark.parametrize("name", [*TABLE_1, *TABLE_4])
+def test_contexts_and_token_budgets(name: str) -> None:
+    config = paper(name)
+    size = name.rsplit("-", 1)[1]
+    if config.model["architecture"] == "landmark":  # 768 positions; texts that 8 processes can share
+        assert config.training.context_length * 64 / 63 == config.model["max_position_embeddings"] == 768
+        assert rows_per_step(config) == 8 * round(2**19 / 756 / 8)
+    else:
+        assert config.training.context_length == {"1.5b": 8192, "3b": 4096}.get(size, 16_384)
+        assert config.training.tokens_per_step == 2**19
+
+
+@pytest.mark.parametrize("name", [*TABLE_1, *TABLE_4])
+def test_the_models_of_the_rows(name: str) -> None:
+    """Sec. 4.1.2: what tells the rows apart."""
+    row, size = name.rsplit("-", 1)
+    config, layers = paper(name), {"128m": 12, "3b": 32}.get(size, 24)
+    model = config.model_config()
+    assert (model.hidden_size, model.intermediate_size) == WIDTHS[size]
+    assert model.num_hidden_layers == layers + (2 if "plus2" in row else 0)
+    assert model.head_dim == (128 if size in ("1.5b", "3b") else 64)
+    assert model.vocab_size == 50_257
+    assert model.tie_word_embeddings
+    if isinstance(model, DRTConfig):
+        assert (model.sliding_window, model.chunk_size, model.num_retrieved_chunks) == (512, 64, 8)
+        assert (model.num_lower_layers, model.num_encoder_layers) == (layers // 2, 2)
+        assert model.num_retrieval_groups == int(row.removeprefix("drt-x"))
+        assert not model.residual_gca
+    elif isinstance(model, LandmarkConfig):
+        assert (model.chunk_size, model.num_retrieved_chunks) == (63, 4)
+    else:
+        assert model.sliding_window == int(row.rsplit("-", 1)[1])
+        assert model.window_position == "alibi"
+
+
+def test_attention_fields() -> None:
+    """Sec. 4.1.2: positions that all layers of a model see together are those of a DRT, 12 x 512 + 6 x 8 x 64."""
+    field = 12 * 512 + 6 * 8 * 64
+    assert field == 12 * 768
+    assert field // 14 == 658
+    assert (24 * 512 + 12 * 8 * 64) // 26 == 708  # 704 is the multiple of 64 before it
+    laptop = 4 * 128 + 2 * 4 * 32
+    assert laptop == 4 * 192
+    assert laptop // 5 == 153
+    assert 704 // 4 == 176  # its twins' windows are a quarter
+
+
+# millions; of the DRT those of the published code, which has no W_h and W_l (ours, by Eq. 1: 0.6 M and a group's 0.6 M)
+PUBLISHED = {"base-512-128m": 123.6, "base-plus2-658-128m": 137.7, "drt-x1-128m": 146.0, "drt-x2-128m": 146.0}
+OURS = {
+    "drt-x1-128m": 147_154_944, "drt-x2-128m": 147_745_536, "landmark-128m": 123_552_000,
+    "base-512-350m": 359_794_688, "base-plus2-658-350m": 385_488_896, "drt-x1-350m": 414_865_408,
+    "drt-x2-350m": 415_915_008, "base-512-760m": 756_747_264, "drt-x1-760m": 879_461_376,
+    "base-512-1.5b": 1_317_277_696, "drt-x1-1.5b": 1_535_946_752, "base-512-3b": 2_666_378_240,
+    "drt-x1-3b": 3_060_966_400,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", sorted({*PUBLISHED, *OURS}))
+def test_parameters(name: str) -> None:
+    config = paper(name)
+    if name in PUBLISHED:
+        without = {"retrieval_projections": False} if name.startswith("drt") else {}
+        assert round(parameters(config, **without) / 1e6, 1) == PUBLISHED[name]
+    if name in OURS:
+        assert parameters(config) == OURS[name]
+
+
+def test_every_row_has_its_file_and_every_file_is_said_in_the_readme() -> None:
+    names = {path.stem for path in CONFIGS}
+    assert {*TABLE_1, *TABLE_4, "full-attention-128m", "landmark-paper"} <= names
+    readme = (CONFIGS[0].parent / "README.md").read_text()
+    assert [name for name in sorted(names) if f"{name}.yaml" not in readme] == []
+    said = set(re.findall(r"([\w.-]+)\.yaml", readme))
+    assert said - names == set()
+
+
+COMMANDS = re.findall(
+    r"^ +trailmark train (configs/.*?\.yaml)((?: \\\n|.)*)$",
+    (CONFIGS[0].parent / "README.md").read_text(),
+    re.M,
+)
+
+
+@pytest.mark.parametrize(("path", "overrides"), COMMANDS, ids=range(len(COMMANDS)))
+def test_the_commands_of_the_readme_are_valid(path: str, overrides: str) -> None:
+    load_run_config(CONFIGS[0].parents[1] / path, overrides.replace("\\\n", " ").split())
+
+
+# --- laptop twins ------------------------------------------------------------------------------------------
+
+TWINS = [
+    "base-128", "base-192", "base-plus1-153", "base-plus1-176", "drt-x1", "drt-x2", "landmark", "full-attention",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", TWINS)
+def test_twins_are_trained_alike(name: str) -> None:
+    config = paper(f"laptop-{name}")
+    first = paper("laptop-drt-x1")
+    assert training_but(config, OF_THE_TEXTS) == training_but(first, OF_THE_TEXTS)
+    assert replace(config.data, early_landmarks=0) == first.data
+    if name != "landmark":
+        assert config.training.context_length == first.training.context_length
+        assert config.training.tokens_per_step == first.training.tokens_per_step
+    else:
+        assert config.training.context_length * 32 / 31 == config.model["max_position_embeddings"] == 192
+        assert rows_per_step(config) == round(first.training.tokens_per_step / 186)
+
+
+@pytest.mark.parametrize("vocabulary", [len(load_tokenizer()), 4096, 50_257])
+def test_the_deeper_twin_has_as_many_parameters(vocabulary: int) -> None:
+    """Within 5 % of the DRTs, as "+2 layers" is meant to have (of the paper's own it is 6 %)."""
+    twin = parameters(paper("laptop-base-plus1-153"), vocab_size=vocabulary)
+    assert twin == parameters(paper("laptop-base-plus1-176"), vocab_size=vocabulary)
+    for name in ("laptop-drt-x1", "laptop-drt-x2"):
+        assert 0.95 <= twin / parameters(paper(name), vocab_size=vocabulary) <= 1.05
+
+
+# --- fine-tuning -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["finetune-niah-1hop", "finetune-niah-2hop", "finetune-summarization"])
+@pytest.mark.parametrize(("prefix", "of"), [("", "drt-x2-128m"), ("laptop-", "laptop-drt-x2")])
+def test_fine_tuning_takes_a_tenth_of_the_steps_and_all_else_as_it_was(
+    name: str, prefix: str, of: str
+) -> None:
+    """App. D."""
+    config, before = paper(prefix + name), paper(of)
+    assert config.init_from == before.output
+    assert config.model == before.model
+    assert config.data.tokenizer == before.data.tokenizer
+    assert config.training.steps * 10 == before.training.steps
+    assert config.training.warmup_steps * 10 == before.training.warmup_steps
+    differs = {"steps", "warmup_steps", "save_steps", "eval_steps"}
+    if name == "finetune-summarization":
+        differs |= {"context_length", "micro_batch_size"}
+    assert training_but(config, differs) == training_but(before, differs)
+
+
+@pytest.mark.parametrize("hops", [1, 2])
+def test_the_needles_of_fine_tuning_can_be_made(hops: int) -> None:
+    """The laptop's; those of the papers need a tokenizer that is downloaded."""
+    config = replace(paper(f"laptop-finetune-niah-{hops}hop"), init_from=None)
+    batch = Run(config, text=tokenize([prose(3000)], load_tokenizer())).batch(0)
+    assert batch["input_ids"].shape == (rows_per_step(config), config.training.context_length)
+    assert batch["needles"].shape[1] == (1 if hops == 1 else 4)
+    assert batch["answers"].any(1).all()
 
 
 FILES = {

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import io
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.multiprocessing as multiprocessing
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from tests.models.tiny import drt, window_model
+from trailmark.training import optimizer as module
 from trailmark.training.optimizer import MuonAdamW, orthogonalize
 
 ROUNDING = 1e-12  # float64, values of about 1, a few hundred operations
@@ -147,7 +153,7 @@ def test_every_parameter_has_one_optimizer(tied: bool) -> None:
 
 def test_the_rest_is_torchs_adamw() -> None:
     model, twin = window_model(), window_model()
-    optimizer = MuonAdamW(model, learning_rate=0.01, betas=(0.8, 0.9), weight_decay=0.1)
+    optimizer = MuonAdamW(model, learning_rate=0.01, betas=(0.8, 0.9), weight_decay=0.1, decay_vectors=True)
     names = {id(p): name for name, p in model.named_parameters()}
     rest = [names[id(p)] for p in optimizer.param_groups[0]["params"]]
     assert len(rest) > 5
@@ -187,7 +193,7 @@ def test_a_saved_optimizer_goes_on_exactly() -> None:
     file.seek(0)
     states = torch.load(file, weights_only=True)  # as the Trainer loads it
     resumed = drt(2, seed=1).float()
-    resumed_optimizer = MuonAdamW(resumed, learning_rate=0.5, matrix_learning_rate=0.5)
+    resumed_optimizer = MuonAdamW(resumed, learning_rate=0.5, matrix_learning_rate=0.5, weight_decay=0.5)
     resumed_scheduler = schedule(resumed_optimizer)
     for each, state in zip((resumed, resumed_optimizer, resumed_scheduler), states, strict=True):
         each.load_state_dict(state)
@@ -220,3 +226,57 @@ def test_a_closure_is_evaluated_with_gradients() -> None:
     before = model.weights[0].detach().clone()
     assert optimizer.step(closure) == float(before.square().sum())
     assert not torch.equal(before, model.weights[0])
+
+
+def test_sharded_matrices_are_gathered_a_few_of_one_shape_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every matrix with a gradient once; no portion of more elements than allowed, but for one that alone has more."""
+    monkeypatch.setattr(module, "_GATHERED", 150)
+    shapes = [(8, 8), (12, 5), (5, 12), (20, 10), *[(8, 8)] * 4, (12, 5), (12, 5)]
+    model = Matrices(shapes)
+    model.layers[4].block_rows = (4, 4)  # type: ignore[assignment]
+    optimizer = MuonAdamW(model)
+    give_gradients(model.weights, 0)
+    model.weights[5].grad = None
+    portions = optimizer.portions(sharded=True)
+    found = [parameter for portion in portions for parameter, _ in portion]
+    assert sorted(map(id, found)) == sorted(id(p) for p in model.weights if p.grad is not None)
+    for portion in portions:
+        assert len({(p.shape, rows) for p, rows in portion}) == 1
+        assert len(portion) == 1 or sum(p.numel() for p, _ in portion) <= 150
+    assert [len(portion) for portion in portions] == [2, 1, 2, 1, 1, 1, 1]
+    assert [len(portion) for portion in optimizer.portions(sharded=False)] == [9]
+
+
+def step_on_shards(rank: int, folder: str, weight_decay: float) -> None:
+    """Every process has its rows of each parameter and of each gradient."""
+    dist.init_process_group("gloo", f"file://{folder}/store", rank=rank, world_size=2)
+    model, plain = Matrices([*SHAPES, (36, 12)]), Matrices([*SHAPES, (36, 12)])
+    for each in (model, plain):
+        each.layers[-1].block_rows = (20, 10, 6)  # type: ignore[assignment]
+    fully_shard(model)
+    one, other = MuonAdamW(model, weight_decay=weight_decay), MuonAdamW(plain, weight_decay=weight_decay)
+    before = [p.detach().clone() for p in plain.parameters()]
+    for step in range(3):
+        give_gradients(list(plain.parameters()), step)
+        for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+            assert isinstance(ours, DTensor)
+            assert theirs.grad is not None
+            ours.grad = distribute_tensor(theirs.grad, ours.device_mesh, ours.placements)
+        one.step()
+        other.step()
+    for ours, theirs, start in zip(model.parameters(), plain.parameters(), before, strict=True):
+        assert isinstance(ours, DTensor)
+        assert (ours.full_tensor() - theirs).abs().max() < ROUNDING
+        assert (theirs - start).abs().max() > 1e-3
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(("weight_decay", "gathered"), [(0.0, 1 << 26), (0.1, 100)])
+def test_sharded_matrices_are_those_of_one_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, weight_decay: float, gathered: int
+) -> None:
+    """``gathered``: of these, one matrix or two at a time."""
+    monkeypatch.setattr(module, "_GATHERED", gathered)
+    multiprocessing.start_processes(
+        step_on_shards, (str(tmp_path), weight_decay), 2, start_method="fork"
+    )  # torch is imported already

@@ -15,11 +15,16 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.training.tiny import CHUNK_SIZE, TEXT, run_config
-from trailmark.data.batches import TextSlices
+from trailmark.data.batches import Windows
 from trailmark.data.corpus import load_tokenizer, tokenize
 from trailmark.data.files import read_json
 from trailmark.data.needles import CURRICULUM, Level
-from trailmark.training.trainer import HISTORY_FILE, Curriculum, Run, weighted_loss
+from trailmark.data.shards import Corpus
+from trailmark.training import checkpoints
+from trailmark.training.curriculum import Curriculum
+from trailmark.training.forecast import measure_speed
+from trailmark.training.loss import Meter, weighted_loss
+from trailmark.training.run import HISTORY_FILE, Run
 
 Act = Callable[[Run], None]
 
@@ -128,20 +133,25 @@ def test_what_was_earned_towards_the_next_level_is_kept(tmp_path: Path) -> None:
 def test_half_a_checkpoint_is_not_used(uninterrupted: dict[str, Run], tmp_path: Path) -> None:
     with pytest.raises(Killed):
         start(tmp_path, {11: kill}).train()
-    (tmp_path / "checkpoints" / "checkpoint-10" / "curriculum.json").write_text('{"starts": [')
-    for file in (tmp_path / "checkpoints" / "checkpoint-10").glob("*.safetensors"):
+    for file in (tmp_path / "checkpoints" / "step-00000010").glob("*.safetensors"):
         file.write_bytes(b"half")
-    resumed = trained(tmp_path)
+    told: list[str] = []
+    resumed = Run(run_config(tmp_path), text=TEXT, say=told.append)
+    resumed.curriculum.threshold = -1  # as in ``start``
+    resumed.train()
     assert_same_run(resumed, uninterrupted["text"])
+    assert len(told) == 2
+    assert told[0].startswith("step 10 is damaged: ")
+    assert told[1].startswith("Going on from step 5: the newest whole checkpoint is ")
 
 
 def test_half_a_checkpoint_of_a_killed_run_pushes_out_no_whole_one(tmp_path: Path) -> None:
     with pytest.raises(Killed):
         start(tmp_path, {11: kill}).train()
-    (tmp_path / "checkpoints" / "checkpoint-10" / "curriculum.json").unlink()  # the kill came before it
+    (tmp_path / "checkpoints" / "step-00000010" / "manifest.json").unlink()
     with pytest.raises(Killed):
         start(tmp_path, {6: kill}).train()
-    assert [folder.name for folder in (tmp_path / "checkpoints").iterdir()] == ["checkpoint-5"]
+    assert checkpoints.is_whole(tmp_path / "checkpoints" / "step-00000005")
 
 
 def test_a_run_does_not_go_on_with_another_text(tmp_path: Path) -> None:
@@ -151,12 +161,6 @@ def test_a_run_does_not_go_on_with_another_text(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"^data: expected the text that the run in .* began with"):
         Run(run_config(tmp_path), text=TEXT[:-1]).train()
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
-
-
-def test_several_processes_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(ValueError, match=r"^WORLD_SIZE: expected one process, got 2"):
-        start(tmp_path).train()
 
 
 def test_a_stop_at_the_last_step_is_a_stop(uninterrupted: dict[str, Run], tmp_path: Path) -> None:
@@ -176,7 +180,7 @@ def test_a_second_ctrl_c_stops_at_once(tmp_path: Path) -> None:
 
     with pytest.raises(KeyboardInterrupt):
         start(tmp_path, {3: twice}).train()
-    assert not list(tmp_path.glob("checkpoints/checkpoint-*"))
+    assert not list(tmp_path.glob("checkpoints/step-*"))
     assert signal.getsignal(signal.SIGINT) is before
 
 
@@ -205,7 +209,7 @@ def test_gradient_checkpointing_changes_nothing(
 
 def test_measuring_the_speed_changes_nothing(uninterrupted: dict[str, Run], tmp_path: Path) -> None:
     run = start(tmp_path, task="needles")
-    assert run.measure_speed(3) > 0
+    assert measure_speed(run, 3) > 0
     run.train()
     assert_same_run(run, uninterrupted["needles"])
 
@@ -224,7 +228,7 @@ def test_the_folder_holds_the_trained_model(variant: str, uninterrupted: dict[st
     assert [h["step"] for h in history["steps"]] == [10, 12]
     assert history["steps"] == run.history
     assert history["seconds"] == run.seconds > 0
-    batches = [run._make(step) for step in range(12)]
+    batches = [run.batch(step) for step in range(12)]
     # chunks of 20: a text of 16 or 32 of them is longer than the 160 tokens of a step
     width = 2 * 160 + 2 * 320 + 8 * 640 if "needles" in variant else 12 * 160
     assert sum(batch["input_ids"].numel() for batch in batches) == width
@@ -234,7 +238,7 @@ def test_the_folder_holds_the_trained_model(variant: str, uninterrupted: dict[st
     assert ("accuracy" in history["steps"][-1]) == ("needles" in variant)
     assert ("recall" in history["steps"][-1]) == (variant == "needles")
     kept = {folder.name for folder in (run.output / "checkpoints").iterdir()}
-    assert kept == {"checkpoint-10", "checkpoint-12"}  # the last two
+    assert kept == {"step-00000010", "step-00000012"}  # the last two
     assert not list(run.output.glob(".*"))
 
 
@@ -297,8 +301,8 @@ def test_an_output_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
 def test_a_token_outside_the_vocabulary_is_refused(tmp_path: Path) -> None:
     config = run_config(tmp_path)
     config.model["vocab_size"] = 100
-    with pytest.raises(ValueError, match=r"^input_ids: expected tokens from 0 to 99 .*tokenizer"):
-        Run(config, text=TEXT).train()
+    with pytest.raises(ValueError, match=r"^model\.vocab_size: expected at least the 259 tokens .*got 100"):
+        Run(config, text=TEXT)
 
 
 def test_one_retrieved_chunk_trains_no_retriever(tmp_path: Path) -> None:
@@ -309,7 +313,7 @@ def test_one_retrieved_chunk_trains_no_retriever(tmp_path: Path) -> None:
 
 
 def test_too_little_text_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"^data: expected at least sequence_length = 80 tokens, got 79"):
+    with pytest.raises(ValueError, match=r"^data: expected at least context_length = 80 tokens, got 79"):
         Run(run_config(tmp_path), text=TEXT[:79])
     with pytest.raises(ValueError, match=r"^data: expected more than 640 tokens .*got 640"):
         Run(run_config(tmp_path, "needles"), text=TEXT[:640])
@@ -348,7 +352,7 @@ def test_the_loss_falls(model: str, optimizer: str, tmp_path: Path) -> None:
 def test_the_loss_is_the_weighted_mean() -> None:
     run = Run(run_config(Path("unused"), "needles"), text=TEXT)
     run.model.eval()
-    inputs = run._make(0)
+    inputs = run.batch(0)
     drawn = inputs["loss_weights"].unique().tolist()
     assert drawn == pytest.approx([0, 0.1, 1, 3])
     loss, out, labels = weighted_loss(run.model, run.retrieves, inputs)
@@ -367,12 +371,13 @@ def test_the_loss_is_the_weighted_mean() -> None:
 def landmark_run(convention: str, **changes: Any) -> Run:
     config = run_config(Path("unused"), model="landmark")
     config.model |= {"landmark_loss": convention, "vocab_size": 259} | changes
+    config.data.early_landmarks = 0.0
     return Run(config, text=TEXT)
 
 
 def test_where_landmarks_are_text_they_weigh_as_the_tokens_before_them() -> None:
     run = landmark_run("text")
-    inputs = run._make(0)
+    inputs = run.batch(0)
     seeds = inputs["noise_seed"]
     whole = run.model(inputs["input_ids"], labels=inputs["labels"], noise_seed=seeds)
     assert whole.landmark_loss is not None
@@ -389,7 +394,7 @@ def test_where_landmarks_are_text_they_weigh_as_the_tokens_before_them() -> None
 def test_what_follows_an_end_of_text_bears_no_loss_where_the_model_says_so() -> None:
     eos = int(TEXT[40])
     run, other = landmark_run("none_after_eos", eos_token_id=eos), landmark_run("none")
-    inputs = run._make(0)
+    inputs = run.batch(0)
     assert 3 < int((inputs["input_ids"] == eos).sum()) < 60
     whole = run.model(inputs["input_ids"], labels=inputs["labels"], noise_seed=inputs["noise_seed"])
     loss, _, labels = weighted_loss(run.model, run.retrieves, inputs)
@@ -401,7 +406,7 @@ def test_what_follows_an_end_of_text_bears_no_loss_where_the_model_says_so() -> 
 
 def test_accuracy_and_recall_count_first_digits_and_chunks(tmp_path: Path) -> None:
     run = start(tmp_path, task="needles", tokens_per_step=800)
-    inputs = run._make(0)
+    inputs = run.batch(0)
     labels = torch.nn.functional.pad(inputs["labels"][:, 1:], (0, 1), value=-100)
     needles = inputs["needle_chunks"]  # [B, N]
     questions = int((needles >= 0).sum())
@@ -420,10 +425,11 @@ def test_accuracy_and_recall_count_first_digits_and_chunks(tmp_path: Path) -> No
             logits=torch.nn.functional.one_hot(predicted, 259).float(),
             # found by either group
             retrieval=[SimpleNamespace(indices=nothing), SimpleNamespace(indices=selected)],
+            ranking_loss=None,
         )
-        run.averages = {}
-        run.measure(0, torch.tensor(1.5), out, labels, inputs)
-        return run.averages
+        meter = Meter()
+        meter.add(torch.tensor(1.5), out, labels, inputs)
+        return meter.read(meter.vector().tolist()).averages()
 
     for right, found in ((0, 0), (1, questions), (questions, 2)):
         expected = {"loss": 1.5, "accuracy": right / questions, "recall": found / questions}
@@ -443,7 +449,7 @@ def test_early_questions_train_as_each_text_alone(tmp_path: Path) -> None:
     """Texts of different lengths with chunks of different sizes, in one batch and one by one without padding."""
     run = early_run(tmp_path, 1.0)
     model = run.model.double().eval()
-    inputs = run._make(0)
+    inputs = run.batch(0)
     counts = inputs["attention_mask"].sum(1).tolist()
     assert len(set(counts)) > 1
     assert inputs["close_chunk"].sum() > 6
@@ -464,7 +470,7 @@ def test_early_questions_train_as_each_text_alone(tmp_path: Path) -> None:
 
 
 def test_a_batch_without_early_questions_is_laid_out_as_one_text(tmp_path: Path) -> None:
-    early, end = (early_run(tmp_path, share)._make(0) for share in (1.0, 0.0))
+    early, end = (early_run(tmp_path, share).batch(0) for share in (1.0, 0.0))
     assert set(early) - set(end) == {"attention_mask", "close_chunk"}
     assert set(end) <= set(early)
 
@@ -472,12 +478,15 @@ def test_a_batch_without_early_questions_is_laid_out_as_one_text(tmp_path: Path)
 def test_tokens_are_counted_without_padding(tmp_path: Path) -> None:
     for share in (0.0, 1.0):
         run = early_run(tmp_path, share)
-        inputs = run._make(0)
+        inputs = run.batch(0)
         loss, out, labels = weighted_loss(run.model.eval(), True, inputs)
-        run.measure(0, loss, out, labels, inputs)
-        assert run.tokens_trained == int(inputs.get("attention_mask", torch.ones(6, 160)).sum())
-        assert (run.tokens_trained == 960) == (share == 0)
-        assert 0 <= run.averages["recall"] <= 1
+        meter = Meter()
+        meter.add(loss, out, labels, inputs)
+        measured = meter.read(meter.vector().tolist())
+        assert measured.tokens == int(inputs.get("attention_mask", torch.ones(6, 160)).sum())
+        assert (measured.tokens == 960) == (share == 0)
+        assert measured.recall is not None
+        assert 0 <= measured.recall <= 1
 
 
 @pytest.mark.parametrize("model", ["drt", "window", "landmark"])
@@ -485,11 +494,11 @@ def test_tokens_are_counted_without_padding(tmp_path: Path) -> None:
 def test_text_with_early_landmarks(model: str, share: float, tmp_path: Path) -> None:
     config = run_config(tmp_path, model=model)
     config.data.early_landmarks = share
-    inputs = Run(config, text=TEXT)._make(3)
+    inputs = Run(config, text=TEXT).batch(3)
     if model == "window" or share == 0:
         assert "close_chunk" not in inputs
     else:
-        expected = TextSlices(TEXT, 80, 0).close_chunk(6, 2, CHUNK_SIZE, share)
+        expected = Windows(Corpus.of_tokens(TEXT), 80, 0).close_chunk(6, 2, CHUNK_SIZE, share)
         assert expected.any()
         assert torch.equal(inputs["close_chunk"], expected)
         ends = inputs["close_chunk"].nonzero()
@@ -504,7 +513,7 @@ def test_chunks_of_one_token_are_always_full(tmp_path: Path) -> None:
     config = run_config(tmp_path)
     config.model["chunk_size"] = 1
     assert config.data.early_landmarks > 0
-    assert "close_chunk" not in Run(config, text=TEXT)._make(0)
+    assert "close_chunk" not in Run(config, text=TEXT).batch(0)
 
 
 # --- the curriculum ----------------------------------------------------------------------------------------
@@ -549,7 +558,7 @@ def test_no_sample_is_drawn_twice(tmp_path: Path) -> None:
     rows: list[int] = []
     texts: set[str] = set()
     for step in range(8):
-        ids = run._make(step)["input_ids"]
+        ids = run.batch(step)["input_ids"]
         chunks = curriculum.levels[curriculum.level_at(step)].chunks
         assert ids.shape == (1600 // (chunks * CHUNK_SIZE), chunks * CHUNK_SIZE)
         rows.append(len(ids))

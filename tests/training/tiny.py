@@ -67,7 +67,7 @@ def run_config(output: Path, task: Any = "text", model: str = "drt", **training:
     settings: dict[str, Any] = {
         "steps": 12,
         "tokens_per_step": 160,
-        "sequence_length": 80,
+        "context_length": 80,
         "save_steps": 5,
         "warmup_steps": 3,
     }

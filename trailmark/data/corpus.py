@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import codecs
 import hashlib
+import json
 import logging
 import re
 import sysconfig
+import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -33,6 +35,51 @@ def load_tokenizer(name: str = "bytes") -> Any:
             f"tokenizer: expected 'bytes', a folder with a tokenizer or a hub name, got {name!r}. "
             f"({str(error).splitlines()[0]})"
         ) from error
+
+
+def vocabulary_size(tokenizer: Any) -> int:
+    """Tokens that text can become, for a model: "bytes" has 259, without the numbers that T5 keeps free."""
+    from transformers import ByT5Tokenizer
+
+    return 256 + tokenizer.offset if isinstance(tokenizer, ByT5Tokenizer) else len(tokenizer)
+
+
+def tokenizer_fingerprint(tokenizer: Any) -> str:
+    """SHA-256 of what decides a tokenizer's tokens: equal fingerprints give equal tokens for equal text.
+
+    Of a tokenizer with a Rust backend that is its own description without what only shapes batches (padding,
+    truncation, special tokens put around a text), and the token that ends a text. Versions of transformers do not
+    enter. Added to it are what stands outside of it: ``split_special_tokens``, and the class, where it has steps in
+    Python of its own.
+    """
+    from transformers import ByT5Tokenizer
+
+    if isinstance(tokenizer, ByT5Tokenizer):
+        parts: list[Any] = ["bytes", tokenizer.offset]
+    elif (backend := getattr(tokenizer, "backend_tokenizer", None)) is not None:
+        described = json.loads(backend.to_str())
+        parts = [{k: v for k, v in described.items() if k not in ("padding", "truncation", "post_processor")}]
+        if tokenizer.split_special_tokens:
+            parts.append("split_special_tokens")
+        if not rust_alone(tokenizer):
+            parts.append(f"{type(tokenizer).__module__}.{type(tokenizer).__qualname__}")
+    else:  # written in Python: its vocabulary, and the files that it would save (merges, a SentencePiece model)
+        with tempfile.TemporaryDirectory() as folder:
+            files = sorted(map(Path, tokenizer.save_vocabulary(folder) or ()))
+            hashes = {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
+        parts = [type(tokenizer).__name__, tokenizer.get_vocab(), hashes]
+    parts.append(tokenizer.eos_token_id)
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+
+
+def rust_alone(tokenizer: Any) -> bool:
+    """Whether a tokenizer is its Rust backend and nothing more: a class may put steps in Python around it."""
+    from transformers import PreTrainedTokenizerFast
+
+    return isinstance(tokenizer, PreTrainedTokenizerFast) and all(
+        getattr(type(tokenizer), name) is getattr(PreTrainedTokenizerFast, name)
+        for name in ("__call__", "_encode_plus")
+    )
 
 
 def tokenize(texts: Iterable[str], tokenizer: Any) -> Tokens:
@@ -64,22 +111,25 @@ def read_texts(paths: Sequence[str | Path]) -> list[str]:
             texts.append(read_text(path))
             continue
         left_out = []
-        for file in sorted(p for p in path.rglob("*") if p.is_file() and not _hidden(p, path)):
+        for file in files_below(path):
             try:
                 texts.append(read_text(file))
             except ValueError:
                 left_out.append(file.name)
-        if left_out:
-            shown = ", ".join(left_out[:5]) + (" ..." if len(left_out) > 5 else "")
-            logger.warning(
-                "Left out %d files below %s that hold no UTF-8 text: %s", len(left_out), path, shown
-            )
+        warn_left_out(path, left_out)
     if not texts:
         raise ValueError(
             f"data: expected at least one UTF-8 text file in {', '.join(map(str, paths)) or 'the list'}, "
             "found none."
         )
     return texts
+
+
+def warn_left_out(folder: Path, names: Sequence[str]) -> None:
+    """Of files below a folder that are no text; none: no warning."""
+    if names:
+        shown = ", ".join(names[:5]) + (" ..." if len(names) > 5 else "")
+        logger.warning("Left out %d files below %s that hold no UTF-8 text: %s", len(names), folder, shown)
 
 
 def read_text(path: Path) -> str:
@@ -126,8 +176,13 @@ def standard_library_texts(split: str) -> list[str]:
     return texts
 
 
-def _hidden(path: Path, root: Path) -> bool:
-    return any(part.startswith(".") for part in path.relative_to(root).parts)
+def files_below(folder: Path) -> list[Path]:
+    """Every file below a folder in order of name; those that are hidden or lie in hidden folders are left out."""
+
+    def hidden(path: Path) -> bool:
+        return any(part.startswith(".") for part in path.relative_to(folder).parts)
+
+    return sorted(path for path in folder.rglob("*") if path.is_file() and not hidden(path))
 
 
 def text_pieces(path: Path, size: int = 1 << 20) -> Iterator[str]:

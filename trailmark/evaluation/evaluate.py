@@ -15,6 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from trailmark.data.corpus import Tokens, read_texts, standard_library_texts, tokenize
 from trailmark.data.files import expect_writable, write_json
 from trailmark.data.needles import CURRICULUM, NeedleFormat
+from trailmark.data.trained_embedders import embedder_of
 from trailmark.evaluation.needles import evaluate_needles
 from trailmark.evaluation.perplexity import evaluate_perplexity
 from trailmark.models import MODELS, TrailmarkForCausalLM
@@ -46,7 +47,7 @@ class Subject:
         """Tokens of the longest training text."""
         if self.run.get("data", {}).get("task") == "needles":
             return CURRICULUM[-1].chunks * self.chunk_size
-        return int(self.run.get("training", {}).get("sequence_length", 16 * self.chunk_size))
+        return int(self.run.get("training", {}).get("context_length", 16 * self.chunk_size))
 
     def default_lengths(self, tasks: Sequence[str] = (), num_tokens: int = 0) -> list[int]:
         """1x, 4x and 16x the training texts; for perplexity those that a text of ``num_tokens`` holds, or it."""
@@ -80,7 +81,8 @@ def load(folder: Path, changes: Sequence[str] = ()) -> Subject:
     ``changes``: fields of its configuration to set, as "retrieve_per=token"; its files stay as they are.
 
     Raises:
-        ValueError: none of ours, damaged, or a change that its weights or the other fields do not allow.
+        ValueError: none of ours, damaged, a change that its weights or the other fields do not allow, or an embedder
+            that is not there or not the one that the model was trained with.
     """
     if (folder / "run.yaml").is_file() and not (folder / "config.json").is_file():
         raise ValueError(
@@ -117,6 +119,7 @@ def load(folder: Path, changes: Sequence[str] = ()) -> Subject:
                 f"model: expected the weights that config.json describes, {str(folder)!r} has {len(names)} "
                 f"{kind} ones: {min(map(str, names))} ..."
             )
+    model.embedder = embedder_of(config, tokenizer)
     return Subject(folder, model.eval(), tokenizer, _read_run(folder / "run.yaml"), changed)
 
 

@@ -3,7 +3,8 @@
 A haystack is read once. Needles are then planted in its memory (the chunks they change are encoded again, so
 that memory is exactly that of the text with the needles), and their questions are asked in a batch of branches
 that share this memory: many questions for one reading. In Landmark Attention every layer's memory depends on
-all that was read before it: there the haystack is read anew for each trial, with its needles in it.
+all that was read before it, and so do the states of a Block-Recurrent Transformer: there the haystack is read anew
+for each trial, with its needles in it.
 """
 
 from __future__ import annotations
@@ -26,7 +27,13 @@ from trailmark.data.corpus import Tokens
 from trailmark.data.needles import VALUE_LENGTH, NeedleFormat
 from trailmark.data.trials import NeedleTrial, needle_trials
 from trailmark.memory import ChunkCache
-from trailmark.models import DRTForCausalLM, LandmarkForCausalLM, TrailmarkForCausalLM
+from trailmark.models import (
+    BlockRecurrentForCausalLM,
+    DRTForCausalLM,
+    LandmarkForCausalLM,
+    RPTForCausalLM,
+    TrailmarkForCausalLM,
+)
 
 # Haystacks of one length together have about this many tokens, but at least one and at most ten are read.
 _TOKENS_PER_LENGTH = 1 << 20
@@ -152,13 +159,13 @@ def evaluate_needles(
         phases,
         memory_tier,
         None if memory_dtype is None else str(memory_dtype).removeprefix("torch."),
-        retrieved=0 if isinstance(model, DRTForCausalLM | LandmarkForCausalLM) else None,
+        retrieved=0 if isinstance(model, DRTForCausalLM | LandmarkForCausalLM | RPTForCausalLM) else None,
     )
 
     def fresh(folder: Path | None) -> ChunkCache:
         return model.new_cache(memory_tier, chunks * S, folder, memory_dtype)
 
-    replants = not isinstance(model, LandmarkForCausalLM)
+    replants = not isinstance(model, LandmarkForCausalLM | BlockRecurrentForCausalLM)
     trials = -(-questions // needles)
     haystacks = max(1, min(10, trials, _TOKENS_PER_LENGTH // length))
     for number in range(haystacks):
@@ -281,10 +288,14 @@ def chunks_in_sight(model: TrailmarkForCausalLM, chunk_size: int) -> int:
         )
     if isinstance(model, LandmarkForCausalLM):
         return -(-reach // (chunk_size + 1))  # what a cell shows
-    if not isinstance(model, DRTForCausalLM):
+    if isinstance(model, BlockRecurrentForCausalLM):
+        assert model.config.sliding_window is not None
+        # its own reach is that of the upper layers: what is below has to be read
+        return -(-model.config.num_hidden_layers * (model.config.sliding_window - 1) // chunk_size)
+    if not isinstance(model, DRTForCausalLM | RPTForCausalLM):
         return -(-reach // chunk_size)
     # the states that wait for the upper layers, and what the lower layers put into them
-    return -(-reach // (chunk_size + 1)) + model.encoding_reach()
+    return -(-reach // (chunk_size + model.config.has_landmarks)) + model.encoding_reach()
 
 
 @contextmanager
@@ -300,14 +311,14 @@ def planted(
 
     Raises:
         ValueError: a chunk that was not read, or that the window still sees; a cache of several rows, with early
-            landmarks, or whose last positions the upper layers have seen; Landmark Attention.
+            landmarks, or whose last positions the upper layers have seen; Landmark Attention and Block-Recurrent.
     """
-    if isinstance(model, LandmarkForCausalLM):
+    if isinstance(model, LandmarkForCausalLM | BlockRecurrentForCausalLM):
         raise ValueError(
             "model: expected one whose memory of a chunk depends on that chunk and the few before it, got "
-            "LandmarkForCausalLM: all that it reads later depends on it. Read the text with the needles in it."
+            f"{type(model).__name__}: all that it reads later depends on it. Read the text with the needles in it."
         )
-    if not isinstance(model, DRTForCausalLM):
+    if not isinstance(model, DRTForCausalLM | RPTForCausalLM):
         yield
         return
     S, reach = ids.shape[1], model.encoding_reach()
@@ -335,7 +346,7 @@ def planted(
             cache.memory.replace(place, entries)
 
 
-def _chunks_read(model: DRTForCausalLM, cache: ChunkCache, chunk_size: int) -> int:
+def _chunks_read(model: DRTForCausalLM | RPTForCausalLM, cache: ChunkCache, chunk_size: int) -> int:
     """Chunks of a cache in which needles can be planted."""
     state = cache.state
     if state is None or len(state.num_tokens) != 1:

@@ -102,10 +102,15 @@ class ChunkCache(Cache):
         return np.zeros(0, np.int64) if self.state is None else self.state.memory.chunks
 
     def window_bytes(self) -> int:
-        """Bytes of the windows, the open chunk, what it reads and the states that wait for the upper layers."""
+        """Bytes of the windows, the open chunk, what it reads, recurrent states and what waits for the upper layers."""
         if self.state is None:
             return 0
-        held = [self.state.open_states, None if self.state.deferred is None else self.state.deferred.states]
+        held = [
+            self.state.open_states,
+            self.state.open_ids,
+            None if self.state.deferred is None else self.state.deferred.states,
+        ]
+        held += [self.state.states, self.state.state_kv]
         held += [x for got in self.state.pending if got is not None for x in (got.k, got.v, got.weights)]
         numbers = sum(x.numel() * x.element_size() for x in held if x is not None)
         cell = 0 if self.state.cell is None else self.state.cell.num_bytes()
@@ -191,7 +196,8 @@ class ChunkCache(Cache):
             self.reset()
             return
         possible = bool((state.num_tokens >= n).all()) and state.deferred is None
-        if self.num_groups:
+        chunked = bool(self.num_groups) or state.states is not None
+        if chunked:
             possible = possible and bool((state.phases >= n).all())
         possible = possible and state.cell is None
         for stage, window in zip(self.stages, self.windows, strict=True):
@@ -207,6 +213,6 @@ class ChunkCache(Cache):
             state,
             num_tokens=state.num_tokens - n,
             num_positions=state.num_positions - n,
-            phases=state.phases - n if self.num_groups else state.phases,
+            phases=state.phases - n if chunked else state.phases,
             spans=tuple(Span(span.start, span.end - n) for span in state.spans),
         )

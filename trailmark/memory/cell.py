@@ -42,12 +42,19 @@ class Cell:
     def tables(self) -> tuple[Integers, Integers, Booleans]:
         return self.chunk, self.slot, self.is_landmark
 
-    def open_units(self) -> Booleans:
-        """[B] whether the row's next position belongs to a chunk of which this cell has seen a position."""
+    def next_place(self) -> tuple[Integers, Integers]:
+        """The chunk [B] and slot [B] of each row's next token. The slot is the tokens of the open chunk; 0: none is."""
         last = self.counts - 1
         if not self.chunk.shape[1]:
-            return last >= 0
-        return (self.tokens > 0) & ~self.is_landmark[np.arange(len(last)), last.clip(0)]
+            return np.zeros_like(last), np.zeros_like(last)
+        row, at = np.arange(len(last)), last.clip(0)
+        closed = self.is_landmark[row, at]
+        chunk = np.where(last < 0, 0, self.chunk[row, at] + closed)
+        return chunk, np.where((last < 0) | closed, 0, self.slot[row, at] + 1)
+
+    def open_units(self) -> Booleans:
+        """[B] whether the row's next position belongs to a chunk of which this cell has seen a position."""
+        return (self.tokens > 0) & (self.next_place()[1] > 0)
 
     def take_rows(self, rows: Integers) -> Cell:
         """Row b is a copy of row ``rows[b]``."""

@@ -16,8 +16,9 @@ from torch import Tensor
 from trailmark.memory.saved import next_chunk_file
 from trailmark.memory.search import ExactSearch
 from trailmark.memory.store import TIERS, ChunkStore, RecentRecords, make_store
-from trailmark.ops import ChunkSelection
+from trailmark.ops import ChunkSelection, select_chunks
 from trailmark.ops.arguments import require
+from trailmark.ops.selection_torch import gather
 
 Integers = np.ndarray[Any, np.dtype[np.int64]]
 
@@ -327,11 +328,34 @@ class ChunkMemory:
         return found
 
     def select(
-        self, query: Tensor, num_chunks: int, num_retrieved: int, num_candidates: Tensor, scale: float
+        self,
+        query: Tensor,
+        num_chunks: int,
+        num_retrieved: int,
+        num_candidates: Tensor,
+        scale: float,
+        part: slice | None = None,
     ) -> ChunkSelection:
-        """:func:`select_chunks` for queries [B, n, E] among the first chunks."""
-        blocks = self.blocks(num_chunks, query.shape[0]) or [query[:, :0]]
+        """:func:`select_chunks` for queries [B, n, E] among the first chunks, by ``part`` of the landmark vectors."""
+        blocks = self._parts(query, num_chunks, part)
         return self.search.select(query, blocks, num_retrieved, num_candidates, scale)
+
+    def weigh(
+        self, query: Tensor, num_chunks: int, indices: Tensor, scale: float, part: slice | None = None
+    ) -> ChunkSelection:
+        """The same of chunks [B, n, K] that are selected already."""
+        blocks = self._parts(query, num_chunks, part)
+        ends = torch.zeros(query.shape[1], dtype=torch.int64, device=query.device)  # not asked for
+        return select_chunks(query, blocks, indices.shape[-1], ends, indices=indices, scale=scale)
+
+    def _parts(self, query: Tensor, num_chunks: int, part: slice | None) -> list[Tensor]:
+        blocks = self.blocks(num_chunks, query.shape[0])
+        return [x if part is None else x[..., part] for x in blocks] or [query[:, :0]]
+
+    def landmarks_of(self, chunks: Tensor, num_chunks: int, part: slice) -> Tensor:
+        """``part`` of the landmark vectors [B, n, E] of chunks [B, n] among the first ``num_chunks``."""
+        blocks = [x[:, :, None, part] for x in self.blocks(num_chunks, len(chunks))]
+        return gather(blocks, chunks[:, :, None, None], blocks[0].dtype)[:, :, 0, 0]
 
     def gather(self, chunks: Integers, planes: Integers | None = None) -> tuple[Tensor, Integers]:
         """Records [B, n, 2, J, S, D] (keys, values) and lengths [B, n] of chunks [B, n]; -1 gives any record.

@@ -18,6 +18,8 @@ from trailmark.memory.state import CacheState, Deferred, Retrieved
 from trailmark.memory.store import open_store
 from trailmark.memory.window import Span
 
+# fields that older memories do not name, and what they were written with
+_BEFORE = {"alibi_slopes": "geometric", "retriever": "causal", "encoder_weights": "learned"}
 _CELL = ("tokens", "counts", "chunk", "slot", "is_landmark", "offset", "retrievals")  # its numpy arrays
 
 
@@ -52,10 +54,11 @@ def load_state(
     """
     found = saved.load(folder)
     for key, value in header.items():
-        if found.header.get(key) != value:
+        wrote = found.header.get(key, _BEFORE.get(key))
+        if wrote != value:
             raise ValueError(
                 f"folder: expected a memory written by this model, the one in {str(folder)!r} was written with "
-                f"another {key} ({_brief(found.header.get(key))}, not {_brief(value)}). Load it with the model that "
+                f"another {key} ({_brief(wrote)}, not {_brief(value)}). Load it with the model that "
                 "wrote it, or read the text again."
             )
     state, tables = _read_state(found.tensors, empty, device)
@@ -100,11 +103,18 @@ def _state_tensors(state: CacheState) -> Iterator[tuple[str, Tensor]]:
             yield f"pending.{n}.short", torch.tensor(got.short is not None)
     if state.open_states is not None:
         yield "open_states", state.open_states
+    if state.open_ids is not None:
+        yield "open_ids", state.open_ids
+    if state.states is not None:
+        assert state.state_kv is not None
+        yield "states", state.states
+        yield "state_kv", state.state_kv
     if (waiting := state.deferred) is not None:
         yield "deferred.states", waiting.states
         yield "deferred.chunk", numbers(waiting.chunk)
         yield "deferred.is_landmark", numbers(waiting.is_landmark)
         yield "deferred.first_chunk", numbers(waiting.first_chunk)
+        yield "deferred.begun", numbers(waiting.begun)
     if (cell := state.cell) is not None:
         for name in _CELL:
             yield f"cell.{name}", numbers(getattr(cell, name))
@@ -152,6 +162,8 @@ def _read_state(
                 numbers("deferred.chunk"),
                 numbers("deferred.is_landmark"),
                 numbers("deferred.first_chunk"),
+                # memories of before models without landmarks, which alone look at it, have none
+                numbers("deferred.begun") if "deferred.begun" in left else np.zeros(1, np.int64),
             )
         cell = None
         if "cell.tokens" in left:
@@ -172,8 +184,11 @@ def _read_state(
             layers=tuple(layers),
             pending=tuple(pending),
             open_states=own("open_states") if "open_states" in left else None,
+            open_ids=own("open_ids") if "open_ids" in left else None,
             deferred=deferred,
             cell=cell,
+            states=own("states") if "states" in left else None,
+            state_kv=own("state_kv") if "states" in tensors else None,
         )
     except KeyError as error:
         raise ValueError(f"folder: expected a whole memory, {error} is missing in it.") from error

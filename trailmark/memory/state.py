@@ -51,6 +51,7 @@ class Deferred(NamedTuple):
     chunk: Integers  # [b, P] counted from first_chunk; -1: absent
     is_landmark: Booleans  # [b, P]
     first_chunk: Integers  # [B]
+    begun: Integers  # [b] positions of the first chunk before these
 
 
 @dataclass(frozen=True)
@@ -66,9 +67,12 @@ class CacheState:
     spans: tuple[Span, ...]  # one per stage of layers
     layers: tuple[Window, ...]
     pending: tuple[Retrieved | None, ...]  # one per group
-    open_states: Tensor | None = None  # [B, S, E]: the open chunk's states below the memory
+    open_states: Tensor | None = None  # [B, S, E]: the open chunk's states below the memory, or its kv
+    open_ids: Tensor | None = None  # [B, S]: its tokens, for models that embed text
     deferred: Deferred | None = None
     cell: Cell | None = None  # of a model that cuts its text in cells
+    states: Tensor | None = None  # [B, M, E]: of a recurrent model, as the open block reads them
+    state_kv: Tensor | None = None  # [B, M, 2 J D]: their keys and values
 
 
 def take_rows(state: CacheState, rows: Integers) -> CacheState:
@@ -87,6 +91,7 @@ def take_rows(state: CacheState, rows: Integers) -> CacheState:
             deferred.chunk[rows] if b else deferred.chunk,
             deferred.is_landmark[rows] if b else deferred.is_landmark,
             deferred.first_chunk[rows],
+            deferred.begun[rows] if len(deferred.begun) > 1 else deferred.begun,
         )
     return CacheState(
         num_tokens=state.num_tokens[rows],
@@ -109,8 +114,11 @@ def take_rows(state: CacheState, rows: Integers) -> CacheState:
             for x in state.pending
         ),
         open_states=None if state.open_states is None else take(state.open_states),
+        open_ids=None if state.open_ids is None else take(state.open_ids),
         deferred=deferred,
         cell=None if state.cell is None else state.cell.take_rows(rows),
+        states=None if state.states is None else take(state.states),
+        state_kv=None if state.state_kv is None else take(state.state_kv),
     )
 
 

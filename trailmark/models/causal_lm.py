@@ -25,8 +25,10 @@ from transformers.utils import ModelOutput
 
 from trailmark.memory import CacheState, ChunkCache, ChunkMemory
 from trailmark.models.configuration import TrailmarkConfig
-from trailmark.models.grid import Booleans, Grid, Integers, lay_out
+from trailmark.models.embedding import ChunkEmbedder, Given, expect_embedder
+from trailmark.models.grid import Grid, Integers, lay_out
 from trailmark.models.layers import LayerNorm, RMSNorm
+from trailmark.models.text import Text, present_tokens
 from trailmark.ops import ChunkSelection
 
 # Tokens that ``read`` takes at a time: enough for efficient GEMMs, few enough to keep the memory constant.
@@ -47,6 +49,8 @@ class CausalLMOutput(ModelOutput):
     token read of the memory in each head [B, T, H, K]; its weights are those among the K. None without a cache,
     where a text is attended to whole.
     """
+    ranking_loss: Tensor | None = None
+    """[B] what a row's ranking adds to the loss of each of its tokens (in ``loss``): see RPTForCausalLM."""
     landmark_loss: Tensor | None = None
     """[B, T] what each token's landmark, if it is a token of the text, adds to the token's loss (in ``loss``)."""
 
@@ -61,6 +65,7 @@ class Hidden:
     # states [B, T, E] of the tokens themselves, where ``states`` has those of the landmarks that close their
     # chunks, and bool [B, T] which these are: landmarks are tokens of the text
     own: tuple[Tensor, Tensor] | None = None
+    ranking: Tensor | None = None  # [B] what a learned ranking adds to the loss of each row
 
 
 class TrailmarkForCausalLM(PreTrainedModel, GenerationMixin):
@@ -74,10 +79,18 @@ class TrailmarkForCausalLM(PreTrainedModel, GenerationMixin):
     _supports_sdpa = True
     _no_split_modules: list[str] | None = ["WindowLayer", "ChunkEncoderLayer"]
     config: TrailmarkConfig
+    embedder: ChunkEmbedder | None = None
+    """What finds chunks for a model with ``retriever="encoder"``; set by who has the text's tokenizer."""
 
     embed_tokens: nn.Embedding
     lm_head: nn.Linear
     _tied_weights_keys = {"lm_head.weight": "embed_tokens.weight"}
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "embedder":  # even a module is no part of the model: not trained, moved or saved with it
+            object.__setattr__(self, name, value)
+        else:
+            super().__setattr__(name, value)
 
     # --- what an architecture provides -------------------------------------------------------------------
 
@@ -88,10 +101,12 @@ class TrailmarkForCausalLM(PreTrainedModel, GenerationMixin):
         cache: ChunkCache | None = None,
         keep: int | None = None,
         noise_seed: Tensor | None = None,
+        given: Given | None = None,
     ) -> Hidden:
         """Hidden states of the new tokens. ``keep``: of each row's last so many; 0: only the cache is wanted.
 
-        With a cache and ``keep``, only what these states and later calls depend on is computed.
+        With a cache and ``keep``, only what these states and later calls depend on is computed. ``given`` comes only
+        where the architecture's ``_given`` lets it.
         """
         raise NotImplementedError
 
@@ -118,7 +133,8 @@ class TrailmarkForCausalLM(PreTrainedModel, GenerationMixin):
             num_tokens: the length to come, if known: the first allocation is made for it.
             memory_folder: of "disk"; None: a temporary one, removed with the cache. A memory that was saved there
                 stays until this cache is saved there.
-            memory_dtype: of keys and values in memory; None: the model's. Landmark vectors keep the model's.
+            memory_dtype: of keys and values in memory; None: the model's. Landmark vectors keep the model's, but with
+                an embedder float32 or wider.
             search: over landmarks; None: exact (:class:`trailmark.memory.ExactSearch`).
 
         Raises:
@@ -162,9 +178,16 @@ class TrailmarkForCausalLM(PreTrainedModel, GenerationMixin):
         fields = {name: str(value) for name, value in self._cache_key}
         return fields | {"weights": fingerprint(self)}
 
-    @cached_property
+    @property
     def _cache_key(self) -> tuple[tuple[str, object], ...]:
-        """What a cache must agree in with the model: every field that changes what it computes."""
+        """What a cache must agree in with the model: every field that changes what it computes, and its embedder."""
+        if getattr(self.config, "retriever", None) != "encoder":
+            return self._arithmetic
+        expected: str | None = getattr(self.config, "embedder_fingerprint", None)
+        return (*self._arithmetic, ("embedder", expect_embedder(self.embedder, expected).fingerprint))
+
+    @cached_property
+    def _arithmetic(self) -> tuple[tuple[str, object], ...]:
         return (("model_type", self.config.model_type), *self.config.arithmetic_fields())
 
     # --- the interface of transformers --------------------------------------------------------------------
@@ -193,6 +216,9 @@ class TrailmarkForCausalLM(PreTrainedModel, GenerationMixin):
         num_items_in_batch: Tensor | int | None = None,
         prefill_chunk_size: int | None = None,
         return_dict: bool | None = None,
+        document_ids: Tensor | None = None,
+        neighbours: Tensor | None = None,
+        neighbour_scores: Tensor | None = None,
     ) -> CausalLMOutput | tuple[Any, ...]:
         """Logits of the tokens passed, and the loss.
 
@@ -212,21 +238,39 @@ class TrailmarkForCausalLM(PreTrainedModel, GenerationMixin):
             logits_to_keep: compute only the logits of each row's last tokens (padding does not count); 0 is all.
                 With a cache, only what these and later calls depend on is then computed.
             prefill_chunk_size: tokens that are read at a time where only the last logits are wanted.
+            document_ids: int64 [B, T]: where the number changes within a row, another document begins, and nothing
+                crosses from one to another: attention and retrieval stay inside, chunks begin anew, the first token
+                bears no loss. Each document stands in one piece; numbers need no order, and those of padding mean
+                nothing. None, or one number in every row: each row is one text. Chunks are still counted through
+                the row, in what is returned and for noise. Not with a cache.
+            neighbours: int64 [B, C, n], for models whose chunks are found by an encoder or learned from scores: for
+                each chunk that closes in the call, the chunks before it that are to be read (n = K, ascending, -1
+                last), or with ``neighbour_scores`` its candidates. A row that closes fewer has -1. Not with a cache,
+                where the model's ``embedder`` finds them. None: found by the model.
+            neighbour_scores: [B, C, n] of the candidates: how much reading each helps to predict the next chunk. A
+                model that learns to rank them adds its ranking loss in training.
 
         ``torch.compile`` makes one graph of a call, for each T (up to ``torch._dynamo.config.recompile_limit``
         lengths, 8). It does not look at values: a token outside the vocabulary is then torch's error. A mask costs
-        one break; a call with padding, early landmarks marked by a tensor, a cache or ``logits_to_keep`` runs
-        uncompiled.
+        one break; a call with padding, early landmarks marked by a tensor, documents, neighbours, an embedder, a cache
+        or ``logits_to_keep`` runs uncompiled.
 
         Raises:
             ValueError: an empty input, a token or label outside the vocabulary, padding in the middle, a mask,
-                labels or a cache of other rows, a cache of another model or in training.
+                labels, documents or a cache of other rows, a cache of another model or in training, documents in
+                several pieces or together with a cache; neighbours that the model does not take, that are not before
+                their chunk in its document, or together with a cache; no embedder where one is needed, or another.
         """
         self._check_tokens(input_ids)
         B, T = input_ids.shape
         cache = past_key_values
         self._check_cache(input_ids, cache)
-        if cache is None and use_cache and not self.training:
+        makes_cache = cache is None and bool(use_cache) and not self.training
+        has_cache = makes_cache or cache is not None
+        if document_ids is not None:
+            _check_documents(document_ids, input_ids, has_cache)
+        given = self._given(neighbours, neighbour_scores, has_cache)
+        if makes_cache:
             cache = self.new_cache()
         if labels is not None:
             if labels.shape != input_ids.shape:
@@ -234,27 +278,31 @@ class TrailmarkForCausalLM(PreTrainedModel, GenerationMixin):
             if logits_to_keep:
                 raise ValueError("logits_to_keep: expected 0 together with labels.")
             self._check_vocabulary("labels", labels.masked_fill(labels == -100, 0))
-        present = None if attention_mask is None else _present(attention_mask, T, B, cache)
+        present = None if attention_mask is None else present_tokens(attention_mask, T, B, cache)
         if labels is not None and present is not None:
             labels = labels.masked_fill(~F.pad(present[:, :-1], (1, 0), value=True), -100)
-        answer = self._answer
-        if torch.compiler.is_compiling() and not (
-            cache is None and present is None and isinstance(close_chunk, bool) and not logits_to_keep
-        ):
-            answer = self._answer_uncompiled
-        out = answer(
-            input_ids,
-            present,
-            cache,
-            labels,
-            close_chunk,
-            noise_seed,
-            output_retrieval,
-            logits_to_keep,
-            num_items_in_batch,
-            prefill_chunk_size,
+        # asked without is_compiling(): where this function is not one graph, the functions that it calls are traced
+        plain = (
+            present is None and document_ids is None and isinstance(close_chunk, bool) and not logits_to_keep
         )
-        return out.to_tuple() if return_dict is False else out
+        plain = plain and cache is None and given is None and self.embedder is None
+        answer = self._answer if plain else self._answer_uncompiled
+        with _all_or_nothing(cache):  # to the last line
+            out = answer(
+                input_ids,
+                present,
+                cache,
+                labels,
+                close_chunk,
+                noise_seed,
+                output_retrieval,
+                logits_to_keep,
+                num_items_in_batch,
+                prefill_chunk_size,
+                document_ids,
+                given,
+            )
+            return out.to_tuple() if return_dict is False else out
 
     def _answer(
         self,
@@ -268,61 +316,87 @@ class TrailmarkForCausalLM(PreTrainedModel, GenerationMixin):
         logits_to_keep: int,
         num_items_in_batch: Tensor | int | None,
         prefill_chunk_size: int | None,
+        document_ids: Tensor | None,
+        given: Given | None,
     ) -> CausalLMOutput:
         """``forward`` after its checks; ``present`` bool [B, T], None: nothing is padding."""
         B, T = input_ids.shape
-        text = Text.of(input_ids, present, close_chunk)
-        with _all_or_nothing(cache):
-            keep = min(logits_to_keep, T) or None
-            if keep is not None and cache is not None and not output_retrieval:
-                text = self._read_pieces(text, cache, keep, prefill_chunk_size or _READ_TOKENS, None)
-            if self.training and noise_seed is None:
-                noise_seed = torch.randint(2**31, (B,), device=input_ids.device)
-            grid = self._lay_out(text, cache, noise_seed if self.training else None)
-            hidden = self.run(
-                text.ids,
-                grid,
-                cache,
-                None if output_retrieval else keep,
-                noise_seed if self.training else None,
-            )
-            assert hidden.states is not None
-            states = hidden.states
-            if keep is None:
-                states = text.in_columns(states)
-            elif output_retrieval:
-                states = text.last(states, keep)
-            if self.config.logit_scale != 1.0:
-                states = states * self.config.logit_scale
-            logits = self.lm_head(states)
-            extra = None
-            if hidden.own is not None:
-                extra = self.landmark_terms(logits, states, *(text.in_columns(x) for x in hidden.own))
-            loss = None
-            if labels is not None:
-                labels = self.bearing_loss(labels, input_ids)
-                loss = causal_loss(logits, labels, num_items_in_batch)
-                if extra is not None:
-                    loss = loss + _mean_at(extra, labels, num_items_in_batch)
-            retrieval = hidden.retrieval if output_retrieval else None
-            if retrieval is not None and hidden.closed is None:
-                retrieval = tuple(text.selection_in_columns(chosen) for chosen in retrieval)
-            elif retrieval is not None and cache is not None:
-                assert hidden.closed is not None
-                retrieval = tuple(_last_chunks(chosen, hidden.closed, grid.closed) for chosen in retrieval)
-            return CausalLMOutput(
-                loss=loss, logits=logits, past_key_values=cache, retrieval=retrieval, landmark_loss=extra
-            )
+        text = Text.of(input_ids, present, close_chunk, document_ids)
+        keep = min(logits_to_keep, T) or None
+        if keep is not None and cache is not None and not output_retrieval:
+            text = self._read_pieces(text, cache, keep, prefill_chunk_size or _READ_TOKENS, None)
+        if self.training and noise_seed is None:
+            noise_seed = torch.randint(2**31, (B,), device=input_ids.device)
+        grid = self._lay_out(text, cache, noise_seed if self.training else None)
+        hidden = self.run(
+            text.ids,
+            grid,
+            cache,
+            None if output_retrieval else keep,
+            noise_seed if self.training else None,
+            given,
+        )
+        assert hidden.states is not None
+        states = hidden.states
+        if keep is None:
+            states = text.in_columns(states)
+        elif output_retrieval:
+            states = text.last(states, keep)
+        if self.config.logit_scale != 1.0:
+            states = states * self.config.logit_scale
+        logits = self.lm_head(states)
+        extra = None
+        if hidden.own is not None:
+            extra = self.landmark_terms(logits, states, *(text.in_columns(x) for x in hidden.own))
+        loss = None
+        if labels is not None:
+            labels = self.bearing_loss(labels, input_ids, document_ids)
+            loss = causal_loss(logits, labels, num_items_in_batch)
+            if extra is not None:
+                loss = loss + _mean_at(extra, labels, num_items_in_batch)
+            if hidden.ranking is not None:
+                each = hidden.ranking[:, None].expand(labels.shape)
+                loss = loss + _mean_at(each, labels, num_items_in_batch)
+        retrieval = hidden.retrieval if output_retrieval else None
+        if retrieval is not None and hidden.closed is None:
+            retrieval = tuple(text.selection_in_columns(chosen) for chosen in retrieval)
+        elif retrieval is not None and cache is not None:
+            assert hidden.closed is not None
+            retrieval = tuple(_last_chunks(chosen, hidden.closed, grid.closed) for chosen in retrieval)
+        return CausalLMOutput(
+            loss=loss,
+            logits=logits,
+            past_key_values=cache,
+            retrieval=retrieval,
+            ranking_loss=hidden.ranking,
+            landmark_loss=extra,
+        )
 
-    def bearing_loss(self, labels: Tensor, input_ids: Tensor) -> Tensor:
-        """Labels [B, T] with -100 where this model's convention has no loss."""
-        return labels
+    def bearing_loss(self, labels: Tensor, input_ids: Tensor, document_ids: Tensor | None = None) -> Tensor:
+        """Labels [B, T] with -100 where there is no loss: at a document's first token, and by a model's convention.
+
+        All int64 [B, T]. Not yet shifted: the label of token t stands at t.
+        """
+        if document_ids is None:
+            return labels
+        begins = F.pad(document_ids[:, 1:] != document_ids[:, :-1], (1, 0))
+        return labels.masked_fill(begins.to(labels.device), -100)
 
     def landmark_terms(self, logits: Tensor, states: Tensor, own: Tensor, closes: Tensor) -> Tensor:
         """[B, T]: see :attr:`CausalLMOutput.landmark_loss`."""
         raise NotImplementedError
 
-    @torch.compiler.disable(reason="padding, early landmarks, a cache or logits_to_keep")
+    def _given(self, neighbours: Tensor | None, scores: Tensor | None, has_cache: bool) -> Given | None:
+        """What an architecture's ``run`` takes, of those that know such a thing."""
+        for name, came in (("neighbours", neighbours), ("neighbour_scores", scores)):
+            if came is not None:
+                raise ValueError(
+                    f"{name}: expected none for {type(self).__name__}, which finds what it reads by itself. Pass them "
+                    "to a model with retriever='encoder', or to an RPT."
+                )
+        return None
+
+    @torch.compiler.disable(reason="padding, early landmarks, documents, neighbours, an embedder or a cache")
     def _answer_uncompiled(self, *arguments: Any) -> CausalLMOutput:
         return self._answer(*arguments)
 
@@ -356,7 +430,7 @@ class TrailmarkForCausalLM(PreTrainedModel, GenerationMixin):
         cache = self.new_cache(num_tokens=input_ids.shape[1]) if cache is None else cache
         self._check_cache(input_ids, cache)
         B, T = input_ids.shape
-        present = None if attention_mask is None else _present(attention_mask, T, B, cache)
+        present = None if attention_mask is None else present_tokens(attention_mask, T, B, cache)
         with torch.no_grad():
             rest = self._read_pieces(Text.of(input_ids, present, False), cache, 0, _READ_TOKENS, progress)
             self.run(rest.ids, self._lay_out(rest, cache), cache, 0)
@@ -402,9 +476,9 @@ class TrailmarkForCausalLM(PreTrainedModel, GenerationMixin):
 
     def _lay_out(self, text: Text, cache: ChunkCache | None, noise_seed: Tensor | None = None) -> Grid:
         phases = None if cache is None else cache.begun(len(text.ids)).phases
-        return lay_out(
-            text.ids.shape[1], getattr(self.config, "chunk_size", None), phases, text.counts, text.close_chunk
-        )
+        S = getattr(self.config, "chunk_size", None)
+        landmarks = self.config.has_landmarks
+        return lay_out(text.ids.shape[1], S, phases, text.counts, text.close_chunk, text.documents, landmarks)
 
     # --- generation -----------------------------------------------------------------------------------------
 
@@ -425,6 +499,17 @@ class TrailmarkForCausalLM(PreTrainedModel, GenerationMixin):
                 "output_retrieval: expected False in generate, which returns tokens. "
                 "Call the model itself: model(ids, past_key_values=cache, output_retrieval=True)."
             )
+        if kwargs.get("document_ids") is not None:
+            raise ValueError(
+                "document_ids: expected none in generate: what is generated continues one text per row. "
+                "Pass each document as a row, padded with attention_mask."
+            )
+        for name in ("neighbours", "neighbour_scores"):
+            if kwargs.get(name) is not None:
+                raise ValueError(
+                    f"{name}: expected none in generate, which goes on with a cache: there the model finds chunks by "
+                    "itself, or with its embedder (model.embedder)."
+                )
         kwargs["use_cache"] = True
         return super().generate(*args, **kwargs)
 
@@ -535,93 +620,6 @@ class TrailmarkForCausalLM(PreTrainedModel, GenerationMixin):
             )
 
 
-@dataclass
-class Text:
-    """The tokens of one call, each row's at its beginning."""
-
-    ids: Tensor  # [B, T]
-    counts: Integers | None  # [B] tokens of each row; None: T
-    close_chunk: bool | Booleans
-    order: Tensor | None = None  # [B, columns] the column that each token came from; None: its own
-
-    @classmethod
-    def of(cls, input_ids: Tensor, present: Tensor | None, close_chunk: bool | Tensor) -> Text:
-        marks: bool | Booleans
-        if isinstance(close_chunk, Tensor):
-            if close_chunk.shape != input_ids.shape or close_chunk.dtype != torch.bool:
-                raise ValueError(
-                    f"close_chunk: expected True, False or bool of shape {tuple(input_ids.shape)}, got "
-                    f"{close_chunk.dtype} of {tuple(close_chunk.shape)}."
-                )
-            marks = close_chunk.cpu().numpy()
-        elif not isinstance(close_chunk, bool):
-            raise ValueError(
-                f"close_chunk: expected True, False or a bool tensor of shape {tuple(input_ids.shape)}, got "
-                f"{type(close_chunk).__name__}."
-            )
-        else:
-            marks = close_chunk
-        if present is None:
-            return cls(input_ids, None, marks)
-        order = torch.sort(~present, dim=1, stable=True).indices
-        if not isinstance(marks, bool):
-            marks = np.take_along_axis(marks & present.cpu().numpy(), order.cpu().numpy(), 1)
-        counts = present.sum(1).cpu().numpy()
-        width = int(counts.max())  # columns that are padding in every row are left out
-        if not isinstance(marks, bool):
-            marks = marks[:, :width]
-        return cls(input_ids.gather(1, order[:, :width]), counts, marks, order)
-
-    def in_columns(self, states: Tensor) -> Tensor:
-        """States [B, T', E] of the tokens -> [B, T, E] in the columns that they came from."""
-        if self.order is None:
-            return states
-        states = F.pad(states, (0, 0, 0, self.order.shape[1] - states.shape[1]))
-        back = self.order.argsort(dim=1)[..., None].expand_as(states)
-        return states.gather(1, back)
-
-    def selection_in_columns(self, chosen: ChunkSelection) -> ChunkSelection:
-        """A selection [B, T', H, K] of the tokens -> [B, T, H, K] in the columns that they came from."""
-        if self.order is None:
-            return chosen
-        shape = chosen.indices.shape[2:]
-        indices, weights, scores = (x.flatten(2) for x in chosen)
-        indices = self.in_columns(indices + 1) - 1
-        scores = self.in_columns(scores).masked_fill(indices < 0, -math.inf)
-        return ChunkSelection(*(x.unflatten(2, shape) for x in (indices, self.in_columns(weights), scores)))
-
-    def last(self, states: Tensor, keep: int) -> Tensor:
-        """States [B, T, E] of the tokens -> those of each row's last ``keep``, zeros before its first."""
-        if self.counts is None:
-            return states[:, -keep:]
-        place = torch.from_numpy(self.counts[:, None] - keep + np.arange(keep)).to(states.device)
-        found = states.gather(1, place.clamp(min=0)[..., None].expand(*place.shape, states.shape[2]))
-        return found.masked_fill(place[..., None] < 0, 0)
-
-    def columns(self, first: int, last: int) -> Text:
-        """A part of the text, counted so that all rows end together: a short row is all in the last parts."""
-        width = self.ids.shape[1]
-        if (first, last) == (0, width):
-            return self
-        counts = self.counts
-        if counts is None:
-            marks = self.close_chunk
-            if isinstance(marks, bool):
-                marks = marks and last == width
-            else:
-                marks = marks[:, first:last]
-            return Text(self.ids[:, first:last], None, marks)
-        shift = width - counts
-        start, stop = np.maximum(first - shift, 0), np.maximum(last - shift, 0)
-        index = np.minimum(start[:, None] + np.arange(last - first), width - 1)
-        ids = self.ids.gather(1, torch.from_numpy(index).to(self.ids.device))
-        if isinstance(self.close_chunk, bool):
-            marks = self.close_chunk and last == width
-        else:
-            marks = np.take_along_axis(self.close_chunk, index, 1)
-        return Text(ids, stop - start, marks)
-
-
 def fingerprint(model: nn.Module) -> str:
     """SHA-256 of all weights: names, types and every byte."""
     named = sorted(model.state_dict().items())
@@ -668,6 +666,19 @@ def shift_labels(labels: Tensor, fill: int = -100) -> Tensor:
     return F.pad(labels[:, 1:], (0, 1), value=fill)
 
 
+def _check_documents(document_ids: Tensor, input_ids: Tensor, has_cache: bool) -> None:
+    if document_ids.shape != input_ids.shape or document_ids.dtype not in (torch.int64, torch.int32):
+        raise ValueError(
+            f"document_ids: expected int64 of shape {tuple(input_ids.shape)} as input_ids, got {document_ids.dtype} "
+            f"of {tuple(document_ids.shape)}."
+        )
+    if has_cache:
+        raise ValueError(
+            "document_ids: expected none with past_key_values or use_cache, got a tensor: a cache holds one text per "
+            "row. Pass each document as a row, padded with attention_mask, or no cache."
+        )
+
+
 @contextmanager
 def _all_or_nothing(cache: ChunkCache | None) -> Iterator[None]:
     """A call that is stopped after it changed the cache (Ctrl-C, no memory for the logits) takes that back."""
@@ -678,33 +689,6 @@ def _all_or_nothing(cache: ChunkCache | None) -> Iterator[None]:
         if cache is not None:
             cache.state = before
         raise
-
-
-@torch.compiler.disable(reason="whether something is padded depends on the mask's values")
-def _present(mask: Tensor, num_tokens: int, batch_size: int, cache: ChunkCache | None) -> Tensor | None:
-    """The mask as bool [B, T] of the new tokens; None: none is padding. Padding inside a text is refused."""
-    seen = 0 if cache is None else cache.get_seq_length()
-    # a ragged cache counts tokens, not the padding that came with them
-    padded = cache is not None and bool((cache.num_tokens != seen).any())
-    rows, width = mask.shape if mask.dim() == 2 else (0, 0)
-    fits = width in (num_tokens, seen + num_tokens) or (padded and width > seen + num_tokens)
-    if rows != batch_size or not fits:
-        whole = f", or with the {seen} cached tokens before" if seen else ""
-        raise ValueError(
-            f"attention_mask: expected shape [{batch_size}, {num_tokens}] as input_ids{whole}, got "
-            f"{list(mask.shape)}. Pass the tokenizer's own mask, or none if nothing is padded."
-        )
-    present = mask[:, -num_tokens:].bool()
-    if bool(present.all()):
-        return None
-    tokens = present.any(1)
-    tokens = tokens.all() if cache is None else tokens.any()  # with a cache, a text may go on later
-    if bool(((present[:, 1:] != present[:, :-1]).sum(1) > 1).any() or not tokens):
-        raise ValueError(
-            "attention_mask: expected each row to be tokens with padding at one end, got padding inside or "
-            "a row without tokens."
-        )
-    return present
 
 
 def _last_chunks(chosen: ChunkSelection, had: Integers, own: Integers) -> ChunkSelection:

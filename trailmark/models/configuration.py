@@ -16,7 +16,9 @@ Config = TypeVar("Config")
 # fields that change nothing in what a model with given weights computes
 _NO_ARITHMETIC = {
     "initialization", "initializer_range", "implementation", "use_cache", "retrieval_noise",
-    "landmark_phase", "position_jump", "max_position_embeddings",
+    "embedder", "embedder_fingerprint",  # the embedder itself counts: TrailmarkForCausalLM._cache_key
+    "landmark_phase", "position_jump", "max_position_embeddings", "truncation_blocks",
+    "ranking_weight", "ranking_margin", "ranking_threshold", "first_gold_probability", "gold_probability",
     "tie_word_embeddings", "pad_token_id", "bos_token_id", "eos_token_id",
 }  # fmt: skip
 
@@ -66,6 +68,8 @@ class TrailmarkConfig(PreTrainedConfig):
         num_attention_heads: H. num_key_value_heads: J, None is H; J divides H and H divides E.
         sliding_window: W in positions, itself included; None is full attention.
         window_position: what tells positions in the window apart: "alibi", as published, or "rope".
+        alibi_slopes: "geometric", as DRT's code has them, or "interpolated", as ALiBi's authors have them; they
+            differ where the number of heads is no power of two (:func:`trailmark.ops.alibi_slopes`).
         rope_theta: base of the rotary positions (chunk encoder, and window if it uses them).
         initialization: "normal": N(0, initializer_range), as published. "fan_in": embedding std 1, matrices
             std fan_in ** -0.5, those back into the residual stream also / sqrt(2 * layers); goes with
@@ -85,6 +89,7 @@ class TrailmarkConfig(PreTrainedConfig):
     num_key_value_heads: int | None = None
     sliding_window: int | None = 512
     window_position: Literal["alibi", "rope"] = "alibi"
+    alibi_slopes: Literal["geometric", "interpolated"] = "geometric"
     rope_theta: float | int = 10000.0
     rms_norm_eps: float | int = 1e-6
     initialization: Literal["normal", "fan_in"] = "normal"
@@ -105,6 +110,11 @@ class TrailmarkConfig(PreTrainedConfig):
     @property
     def head_dim(self) -> int:
         return self.hidden_size // self.num_attention_heads
+
+    @property
+    def has_landmarks(self) -> bool:
+        """Whether a chunk ends with a landmark, a position of its own; else with its last token."""
+        return True
 
     def arithmetic_fields(self) -> list[tuple[str, object]]:
         """The fields that change what a model with given weights computes, by name."""
@@ -137,10 +147,18 @@ class TrailmarkConfig(PreTrainedConfig):
             f"a divisor of num_attention_heads = {self.num_attention_heads}",
         )
         _expect(self.rope_theta > 0, "rope_theta", self.rope_theta, "a positive number")
+        for name in ("rms_norm_eps", "initializer_range"):
+            _expect(getattr(self, name) >= 0, name, getattr(self, name), "0 or more")
         window = self.sliding_window
         _expect(window is None or window >= 1, "sliding_window", window, "None or at least 1")
         if self.window_position == "rope":
             self.expect_rotary_heads()
+            _expect(
+                self.alibi_slopes == "geometric",
+                "alibi_slopes",
+                self.alibi_slopes,
+                "'geometric' (the default) with window_position 'rope', which has none",
+            )
         _expect(
             self.implementation in (None, "reference", "torch"),
             "implementation",
@@ -171,7 +189,8 @@ class DRTConfig(TrailmarkConfig):
     Args:
         num_lower_layers: layers before the chunk encoder; None is half.
         chunk_size: S tokens; a chunk has S + 1 rows with its landmark. (Papers' configurations: 64.)
-        num_retrieved_chunks: K. 1 trains no retriever and is refused in training.
+        num_retrieved_chunks: K. 1 trains no retriever and is refused in training, unless the retriever is not
+            learned: the chunk's weight is then 1.
         num_retrieval_groups: G; the upper layers divide by it.
         num_encoder_layers: bidirectional layers of the chunk encoder.
         softmax_off_by_one: a virtual key of score 0 and value 0 in every chunk (Eq. 3).
@@ -181,6 +200,14 @@ class DRTConfig(TrailmarkConfig):
         retrieval_noise: Gumbel noise on the scores when chunks are selected in training.
         exclude_visible_chunks: do not select chunks that the window shows whole to the last row that reads.
         residual_gca: add what was read to the residual stream; False: it feeds the MLP only, as published.
+        retriever: what selects. "causal": the learned scores. The ablations: "random": K chunks, drawn evenly from
+            the candidates. "encoder": those that a frozen encoder finds nearest, online (the model's attribute
+            ``embedder``) or beforehand (``neighbours``, from a table), the same for every group.
+        encoder_weights: with retriever "encoder", what weighs the selected chunks. "learned": the scores of W_h and
+            W_l. "encoder": its own, times retrieval_scale; the model then has no W_h and W_l, and a table must have
+            scores (the paper's "w/ contriever" replaces the scores).
+        embedder: spec of that encoder, such as "hash" or "transformers:FOLDER", for who opens the model.
+        embedder_fingerprint: of the encoder that the model was trained with; another is refused. None: any.
     """
 
     model_type = "trailmark_drt"
@@ -197,6 +224,10 @@ class DRTConfig(TrailmarkConfig):
     retrieval_noise: bool = True
     exclude_visible_chunks: bool = False
     residual_gca: bool = False
+    retriever: Literal["causal", "random", "encoder"] = "causal"
+    encoder_weights: Literal["learned", "encoder"] = "learned"
+    embedder: str | None = None
+    embedder_fingerprint: str | None = None
 
     def __post_init__(self, **kwargs: Any) -> None:
         if self.num_lower_layers is None:
@@ -204,12 +235,31 @@ class DRTConfig(TrailmarkConfig):
         super().__post_init__(**kwargs)
 
     @property
+    def first_visible(self) -> int | None:
+        """``visible`` of :mod:`trailmark.models.candidates`: the last row that reads is S + 1 after it."""
+        if not self.exclude_visible_chunks:
+            return None
+        assert self.sliding_window is not None
+        return self.chunk_size + 1 - (self.sliding_window - 1)
+
+    @property
     def num_upper_layers(self) -> int:
         assert self.num_lower_layers is not None
         return self.num_hidden_layers - self.num_lower_layers
 
+    @property
+    def scores_chunks(self) -> bool:
+        """Whether the model weighs chunks by scores of its own; else it has no W_h and W_l."""
+        return self.encoder_weights == "learned"
+
     def validate_architecture(self) -> None:
         super().validate_architecture()
+        if self.retriever != "encoder":
+            for name, without in (
+                ("encoder_weights", "learned"), ("embedder", None), ("embedder_fingerprint", None)
+            ):  # fmt: skip
+                came = getattr(self, name)
+                _expect(came == without, name, came, f"{without!r} with retriever {self.retriever!r}")
         for name in ("chunk_size", "num_retrieved_chunks", "num_retrieval_groups", "num_encoder_layers"):
             _expect(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
         lower = self.num_lower_layers
@@ -288,6 +338,11 @@ class LandmarkConfig(TrailmarkConfig):
             self.local_length = max(1, left // (self.chunk_size + 1)) * self.chunk_size
         super().__post_init__(**kwargs)
 
+    @property
+    def selects_for_many(self) -> bool:
+        """Whether positions of a cell share what they select: they have a say in each other's."""
+        return self.retrieve_per in ("head", "cell")
+
     def cell_positions(self) -> int:
         """The most positions that a cell's last token sees in it: the chunk that it began in, tokens, landmarks."""
         assert self.local_length is not None
@@ -306,7 +361,7 @@ class LandmarkConfig(TrailmarkConfig):
         for name in ("gate_probability", "gate_cutoff"):
             _expect(0 <= getattr(self, name) <= 1, name, getattr(self, name), "0 to 1")
         _expect(
-            self.causal_retrieval or self.retrieve_per in ("head", "cell"),
+            self.causal_retrieval or self.selects_for_many,
             "causal_retrieval",
             self.causal_retrieval,
             f"True with retrieve_per {self.retrieve_per!r}, which is causal: only 'head' and 'cell' can look ahead",
@@ -340,6 +395,166 @@ class LandmarkConfig(TrailmarkConfig):
                 f"cell of {self.local_length} tokens. Lower num_retrieved_chunks, chunk_size or local_length, or "
                 "train on longer texts",
             )
+
+
+@_checked
+class BlockRecurrentConfig(TrailmarkConfig):
+    """Block-Recurrent Transformer (arXiv 2203.07852), its "skip" configuration. Defaults: 128M, as arXiv 2410.01651.
+
+    With ``sliding_window`` W = ``block_size`` a token sees at most the block before its own and what of its own came
+    before it. (The port that arXiv 2410.01651 ran shows all of the block before: 768 positions in the mean with blocks
+    of 512. Its row is ``sliding_window=768, block_size=512, recurrent_layer=4`` here.)
+
+    Args:
+        block_size: S tokens, counted from the beginning of a document, after which the states are written. None: W.
+        num_states: M vectors of width E. None: S.
+        recurrent_layer: which layer, from 1, reads and writes the states. None is half. (The first paper: the third
+            from the end, 10 of 12.)
+        state_gate: "fixed": a learned mixture, the same for all texts. "lstm": forget and input gates.
+        truncation_blocks: in training, no gradient passes through the states from a document's block n, 2n, ... to
+            those before it. None: through all of a call.
+    """
+
+    model_type = "trailmark_block_recurrent"
+
+    block_size: int | None = None
+    num_states: int | None = None
+    recurrent_layer: int | None = None
+    state_gate: Literal["fixed", "lstm"] = "fixed"
+    truncation_blocks: int | None = None
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        if self.block_size is None:
+            self.block_size = self.sliding_window
+        if self.num_states is None:
+            self.num_states = self.block_size
+        if self.recurrent_layer is None:
+            self.recurrent_layer = max(1, self.num_hidden_layers // 2)
+        super().__post_init__(**kwargs)
+
+    @property
+    def has_landmarks(self) -> bool:
+        return False
+
+    def validate_architecture(self) -> None:
+        super().validate_architecture()
+        _expect(self.sliding_window is not None, "sliding_window", None, "a number of positions")
+        for name in ("block_size", "num_states"):
+            number = getattr(self, name)
+            _expect(number is None or number >= 1, name, number, "None or at least 1")
+        layer = self.recurrent_layer
+        _expect(
+            layer is None or 1 <= layer <= self.num_hidden_layers,
+            "recurrent_layer",
+            layer,
+            f"1 to {self.num_hidden_layers} (num_hidden_layers), or None",
+        )
+        blocks = self.truncation_blocks
+        _expect(
+            blocks is None or blocks >= 2,
+            "truncation_blocks",
+            blocks,
+            "None or at least 2 (with 1 nothing that writes the states would learn)",
+        )
+
+
+@_checked
+class RPTConfig(TrailmarkConfig):
+    """Retrieval-Pretrained Transformer (Rubin and Berant, 2024), and RPT-Contriever as arXiv 2410.01651 runs it.
+
+    The defaults are the second paper's sizes with the retriever of the first. RPT-Contriever is
+    ``retriever="encoder"``; the first paper's RPT has ``continuation``, ``neighbour_augmentation`` and
+    ``neighbour_gate`` and reads 2 chunks.
+
+    Args:
+        num_lower_layers: layers before the retriever; None is half.
+        chunk_size: S tokens.
+        num_retrieved_chunks: K.
+        num_encoder_layers: bidirectional layers over a chunk's lower states, once per chunk.
+        cross_attention_every: of the upper layers, the first and every so manieth after it reads. 1: all.
+        continuation: read each selected chunk together with the chunk after it, 2 S tokens.
+        neighbour_augmentation: what was selected attends to itself and to the chunk that asks, before it is read.
+        neighbour_gate: scale each selected chunk by a learned number from 0.1 to 1 before it is read.
+        retriever: "learned": queries and keys of lower states, trained by the ranking loss alone, from
+            ``neighbours`` with ``neighbour_scores``. "encoder": a frozen encoder's, online (the model's attribute
+            ``embedder``) or beforehand (``neighbours``, from a table).
+        exclude_visible_chunks: do not select chunks that the window shows whole to the last token that reads.
+        embedder: spec of that encoder, such as "hash" or "transformers:FOLDER", for who opens the model.
+        embedder_fingerprint: of the encoder that the model was trained with; another is refused. None: any.
+        ranking_weight: of the ranking loss. ranking_margin: of its hinge, in scores.
+        ranking_threshold: only chunks with target scores above it are ranked above others; 0 or more.
+        gold_probability: share of training texts that read the chunks with the best target scores instead of those
+            that the retriever selects, at the end of training. first_gold_probability: at its beginning.
+    """
+
+    model_type = "trailmark_rpt"
+
+    num_lower_layers: int | None = None
+    chunk_size: int = 64
+    num_retrieved_chunks: int = 8
+    num_encoder_layers: int = 2
+    cross_attention_every: int = 1
+    continuation: bool = False
+    neighbour_augmentation: bool = False
+    neighbour_gate: bool = False
+    retriever: Literal["learned", "encoder"] = "learned"
+    exclude_visible_chunks: bool = True
+    embedder: str | None = None
+    embedder_fingerprint: str | None = None
+    ranking_weight: float | int = 1.0
+    ranking_margin: float | int = 1.0
+    ranking_threshold: float | int = 0.0
+    first_gold_probability: float | int = 1.0
+    gold_probability: float | int = 0.0
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        if self.num_lower_layers is None:
+            self.num_lower_layers = self.num_hidden_layers // 2
+        super().__post_init__(**kwargs)
+
+    @property
+    def has_landmarks(self) -> bool:
+        return False
+
+    @property
+    def first_visible(self) -> int | None:
+        """``visible`` of :mod:`trailmark.models.candidates`: the last token that reads is S - 1 after it."""
+        if not self.exclude_visible_chunks:
+            return None
+        assert self.sliding_window is not None
+        return self.chunk_size - 1 - (self.sliding_window - 1)
+
+    @property
+    def num_upper_layers(self) -> int:
+        assert self.num_lower_layers is not None
+        return self.num_hidden_layers - self.num_lower_layers
+
+    @property
+    def num_retrieval_groups(self) -> int:
+        """All upper layers that read share one retrieval."""
+        return 1
+
+    def validate_architecture(self) -> None:
+        super().validate_architecture()
+        for name in ("chunk_size", "num_retrieved_chunks", "cross_attention_every"):
+            _expect(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
+        for name in ("num_encoder_layers", "ranking_weight", "ranking_margin", "ranking_threshold"):
+            _expect(getattr(self, name) >= 0, name, getattr(self, name), "0 or more")
+        for name in ("first_gold_probability", "gold_probability"):
+            _expect(0 <= getattr(self, name) <= 1, name, getattr(self, name), "0 to 1")
+        if self.retriever != "encoder":
+            for name in ("embedder", "embedder_fingerprint"):
+                came = getattr(self, name)
+                _expect(came is None, name, came, f"None with retriever {self.retriever!r}")
+        lower = self.num_lower_layers
+        _expect(
+            lower is None or 0 <= lower < self.num_hidden_layers,
+            "num_lower_layers",
+            lower,
+            f"0 to {self.num_hidden_layers - 1} (num_hidden_layers - 1: one upper layer must read)",
+        )
+        _expect(self.sliding_window is not None, "sliding_window", None, "a number of positions")
+        self.expect_rotary_heads()
 
 
 def _expect(condition: bool, argument: str, came: object, expected: str) -> None:

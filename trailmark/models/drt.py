@@ -15,9 +15,19 @@ from transformers import initialization as init
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from trailmark.memory import ChunkCache, MemoryEntries, Retrieved, Window
+from trailmark.models.candidates import no_selection
 from trailmark.models.causal_lm import Hidden, TrailmarkForCausalLM, mark_residual_projections
 from trailmark.models.configuration import DRTConfig
-from trailmark.models.grid import Grid, Integers, lay_out
+from trailmark.models.drt_retrieval import (
+    MemoryChunks,
+    Selector,
+    TextChunks,
+    Vectors,
+    expect_given,
+    with_vectors,
+)
+from trailmark.models.embedding import Given, embed_chunks, expect_embedder, given_neighbours
+from trailmark.models.grid import Grid, lay_out
 from trailmark.models.layers import (
     MLP,
     ChunkEncoderLayer,
@@ -29,12 +39,13 @@ from trailmark.models.layers import (
     rms_normalize,
     rotary_table,
 )
-from trailmark.models.step import Step
-from trailmark.ops import ChunkSelection, fold_seed, grouped_cross_attention, select_chunks
+from trailmark.models.step import Step, place_of
+from trailmark.models.text import whole_chunks
+from trailmark.ops import ChunkSelection, grouped_cross_attention
 
 
 def _retrieval_projection(config: DRTConfig) -> nn.Module:
-    if not config.retrieval_projections:
+    if not config.retrieval_projections or not config.scores_chunks:
         return nn.Identity()
     return nn.Linear(config.hidden_size, config.hidden_size, bias=False)
 
@@ -169,7 +180,8 @@ class DRTForCausalLM(TrailmarkForCausalLM):
         self.landmark = nn.Parameter(torch.zeros(config.hidden_size))
         self.lower_layers = nn.ModuleList(WindowLayer(config) for _ in range(config.num_lower_layers))
         self.encoder = ChunkEncoder(config)
-        self.retrievers = nn.ModuleList(Retriever(config) for _ in range(config.num_retrieval_groups))
+        learned = config.num_retrieval_groups if config.scores_chunks else 0
+        self.retrievers = nn.ModuleList(Retriever(config) for _ in range(learned))
         self.upper_layers = nn.ModuleList(DRTLayer(config) for _ in range(config.num_upper_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
@@ -198,19 +210,14 @@ class DRTForCausalLM(TrailmarkForCausalLM):
         (``num_lower_layers * (sliding_window - 1)`` positions) the entries are those of a full read.
         """
         self._check_tokens(input_ids)
-        skip = 0 if before is None else before.shape[1] // self.config.chunk_size
-        ids = input_ids if before is None else torch.cat([before, input_ids], dim=1)
-        if ids.shape[1] % self.config.chunk_size or input_ids.shape[1] % self.config.chunk_size:
-            raise ValueError(
-                f"input_ids: expected whole chunks of {self.config.chunk_size} tokens, "
-                f"got {input_ids.shape[1]} after {ids.shape[1] - input_ids.shape[1]}."
-            )
+        ids, skip = whole_chunks(input_ids, before, self.config.chunk_size)
         grid = lay_out(ids.shape[1], self.config.chunk_size)
         x = grid.insert_landmarks(self.embed_tokens(ids), self.landmark)
         place = Place.of(self.config, x, None)
         for layer in self.lower_layers:
             x = layer(x, place)
-        entries = self.encoder(x, grid)
+        vectors = self._embed(ids, grid, None)
+        entries = with_vectors(self.config, self.encoder(x, grid), vectors)
         return MemoryEntries(*(part[:, skip:] for part in entries))
 
     def run(
@@ -220,20 +227,30 @@ class DRTForCausalLM(TrailmarkForCausalLM):
         cache: ChunkCache | None = None,
         keep: int | None = None,
         noise_seed: Tensor | None = None,
+        given: Given | None = None,
     ) -> Hidden:
         self._check_retrieval()
         x = grid.insert_landmarks(self.embed_tokens(tokens), self.landmark)
         step = None if cache is None else Step(cache, grid, self.config, x.shape[0])
-        place = Place.of(self.config, x, None) if step is None else step.place(0, grid, x)
+        vectors = None
+        if given is None:
+            vectors = self._embed(tokens, grid, step)
+        else:
+            expect_given(self.config, given, grid, x.shape[0])
+        place = place_of(self.config, grid, x, step)
         for number, layer in enumerate(self.lower_layers):
             x = layer(x, place, step and step.window(number))
 
-        entries, first_chunk = None, np.zeros(1, np.int64)
+        entries, selector = None, None
         if step is None:
             entries = self._encode(x, grid)
+            found = vectors if given is None else given
+            selector = Selector(
+                self.config, TextChunks(self.config, grid, entries.landmarks, found), noise_seed
+            )
         else:
             if grid.num_closed:
-                step.remember(self.encoder(step.with_open(x), grid))
+                step.remember(with_vectors(self.config, self.encoder(step.with_open(x), grid), vectors))
             step.keep_open(x)
             if keep == 0:  # reading: a memory depends on nothing above
                 step.defer(x, self.reach())
@@ -241,13 +258,17 @@ class DRTForCausalLM(TrailmarkForCausalLM):
                 return Hidden(None)
             x, grid, first_chunk = step.tail(x, self.reach(), keep)
             place = step.place(1, grid, x)
+            if grid.num_closed:
+                size = 0 if self.embedder is None else self.embedder.size
+                chunks = MemoryChunks(self.config, grid, step, first_chunk, x.device, size)
+                selector = Selector(self.config, chunks)
 
         asked: list[ChunkSelection] = []
         for number, layer in enumerate(self.upper_layers):
             group, position = divmod(number, self._layers_per_group)
             if position == 0:
-                found, reading = self._retrieve(group, x, entries, grid, step, first_chunk, noise_seed)
-                asked.append(found)
+                chosen, reading = self._retrieve(group, x, entries, grid, step, selector)
+                asked.append(chosen)
             kept = step and step.window(len(self.lower_layers) + number)
             x = layer(x, grid, place, kept, *(reading or ()))
         if step is not None:
@@ -255,7 +276,7 @@ class DRTForCausalLM(TrailmarkForCausalLM):
         return Hidden(self.norm(grid.last_tokens(keep)(x)), tuple(asked), grid.closed)
 
     def _check_retrieval(self) -> None:
-        if self.training and self.config.num_retrieved_chunks == 1:
+        if self.training and self.config.num_retrieved_chunks == 1 and self.config.retriever == "causal":
             raise ValueError(
                 "num_retrieved_chunks: expected at least 2 in training, got 1: the weight of a single chunk is "
                 "always 1, so its score gets no gradient and the retriever learns nothing."
@@ -284,77 +305,44 @@ class DRTForCausalLM(TrailmarkForCausalLM):
         entries: MemoryEntries | None,  # of a whole text; None: what is asked for lies in the step's memory
         grid: Grid,
         step: Step | None,
-        first_chunk: Integers,  # [B] number of the grid's first chunk
-        noise_seed: Tensor | None,
+        selector: Selector | None,  # None: no chunk closes
     ) -> tuple[ChunkSelection, Reading | None]:
         """What the landmarks of the call select, and what its chunks read."""
+        if selector is None:  # decoding, in the middle of a chunk
+            assert step is not None
+            return no_selection(self.config.num_retrieved_chunks, x), self._read_pending(
+                step.take_pending(group, grid)
+            )
+        query = self.retrievers[group](grid.landmarks(x)) if self.config.scores_chunks else None  # [B, C, E]
+        asked = selector.select(group, query)
         if step is None:
             assert entries is not None
-            query = self.retrievers[group](grid.landmarks(x))  # [B, C, E]
-            seed = fold_seed(noise_seed, group) if noise_seed is not None else None
-            asked = self._select(query, entries, grid, seed)
             return asked, self._read(asked, entries, grid)
-        if not grid.num_closed:  # decoding, in the middle of a chunk
-            return self._nothing_asked(x), self._read_pending(step.take_pending(group, grid))
-        query = self.retrievers[group](grid.landmarks(x))
-        asked = self._select_from_memory(query, step, grid, first_chunk)
         return asked, self._read_from_memory(asked, step, grid, group)
 
-    def _nothing_asked(self, x: Tensor) -> ChunkSelection:
-        shape = x.shape[0], 0, self.config.num_retrieved_chunks
-        weights = x.new_zeros(shape, dtype=torch.promote_types(x.dtype, torch.float32))
-        return ChunkSelection(torch.zeros(shape, dtype=torch.int64, device=x.device), weights, weights)
+    def _given(self, neighbours: Tensor | None, scores: Tensor | None, has_cache: bool) -> Given | None:
+        if self.config.retriever != "encoder":
+            return super()._given(neighbours, scores, has_cache)
+        return given_neighbours(neighbours, scores, has_cache)
 
-    @property
-    def _retrieval_scale(self) -> float:
-        return self.config.retrieval_scale * self.config.hidden_size**-0.5
-
-    def _select(
-        self, query: Tensor, entries: MemoryEntries, grid: Grid, noise_seed: Tensor | None
-    ) -> ChunkSelection:
-        """For each landmark of a whole text, chunks before it."""
-        visible = self._first_visible(0) if self.config.exclude_visible_chunks else None
-        return select_chunks(
-            query,
-            entries.landmarks,
-            self.config.num_retrieved_chunks,
-            grid.candidates(visible, query.device),
-            noise_seed=noise_seed if self.config.retrieval_noise else None,
-            scale=self._retrieval_scale,
-            implementation="reference" if self.config.implementation == "reference" else None,
-        )
-
-    def _first_visible(self, landmark: int) -> int:
-        """The first position visible to the last row of the chunk after a landmark, were that chunk full."""
-        assert self.config.sliding_window is not None
-        return int(landmark) + 1 + self.config.chunk_size - (self.config.sliding_window - 1)
-
-    def _select_from_memory(
-        self, query: Tensor, step: Step, grid: Grid, first_chunk: Integers
-    ) -> ChunkSelection:
-        """For each landmark [B, C] that a call closes, chunks before it, of this call or earlier ones."""
-        present = np.arange(grid.num_closed) < (np.zeros_like(first_chunk) + grid.closed)[:, None]
-        limits = np.where(present, first_chunk[:, None] + np.arange(grid.num_closed), 0)
-        if self.config.exclude_visible_chunks:
-            first = step.end - grid.counts  # of each row's positions
-            places = np.broadcast_to(grid.landmark_places, limits.shape)
-            for b, i in zip(*np.nonzero(present), strict=True):
-                visible = self._first_visible(first[b] + places[b, i])
-                limits[b, i] = step.cache.memory.starting_before(int(b), int(limits[b, i]), visible)
-        return step.cache.memory.select(
-            query,
-            int(step.size.chunks.max()),
-            self.config.num_retrieved_chunks,
-            torch.from_numpy(limits).to(query.device),
-            self._retrieval_scale,
-        )
+    def _embed(self, tokens: Tensor, grid: Grid, step: Step | None) -> Vectors | None:
+        """The encoder's queries and keys [B, C, d] of the chunks that a call closes; None: there is no encoder."""
+        if self.config.retriever != "encoder":
+            return None
+        embedder = expect_embedder(self.embedder, self.config.embedder_fingerprint)
+        return embed_chunks(embedder, tokens, grid, step)
 
     def _read(self, asked: ChunkSelection, entries: MemoryEntries, grid: Grid) -> Reading:
-        """What the chunks of a whole text read: what the landmark before each selected; the first, nothing."""
+        """What the chunks of a whole text read: what the landmark before each selected.
+
+        The first, and the first of each document, nothing.
+        """
         B, _, K = asked.indices.shape
         nothing = asked.indices.new_full((B, 1, K), -1), asked.weights.new_zeros(B, 1, K)
         indices = torch.cat([nothing[0], asked.indices[:, : grid.num_chunks - 1]], dim=1)
         weights = torch.cat([nothing[1], asked.weights[:, : grid.num_chunks - 1]], dim=1)
+        if (begins := grid.begins_document_on(indices.device)) is not None:
+            indices, weights = indices.masked_fill(begins, -1), weights.masked_fill(begins, 0)
         lengths = entries.lengths if grid.has_short_chunks else None
         return Reading(entries.k, entries.v, indices, weights, lengths)
 

@@ -3,6 +3,7 @@
 The positions of a row are its tokens with a landmark after each chunk that is closed: when it is full, or
 early. Rows may begin in the middle of a chunk, hold different numbers of tokens and close chunks anywhere:
 ragged batches, padding and early landmarks are this one mechanism. Absent positions stand at a row's end.
+Models without landmarks have chunks too: positions are then the tokens, and the last token of a chunk closes it.
 
 ``torch.compile`` looks into nothing here: what a layout says is a constant of the graph (``constant`` below).
 """
@@ -37,10 +38,14 @@ class Grid:
 
     Args:
         chunk: [b, P] the chunk of each position, counted from the call's first; -1: absent.
-        is_landmark: [b, P].
+        is_landmark: [b, P]; without landmarks, the token that closes its chunk.
         token: [b, P] the token of this call that stands there; -1: a landmark, an earlier call's, or absent.
         chunk_size: S; None: no chunks.
         phases: [b] tokens that the first chunk held before the call.
+        document: [b, P] the document of each position, counted from the row's first; -1: absent. None: one a row.
+        landmarks: whether chunks end with a landmark, a position of its own.
+        begun: [b] positions of the first chunk that stand before what is laid out here; None: ``phases``. More where
+            only the end of a call is laid out.
     """
 
     def __init__(
@@ -50,9 +55,14 @@ class Grid:
         token: Integers,
         chunk_size: int | None,
         phases: Integers,
+        document: Integers | None = None,
+        landmarks: bool = True,
+        begun: Integers | None = None,
     ) -> None:
+        self.has_landmarks = landmarks
+        self.begun = phases if begun is None else begun
         self.chunk, self.is_landmark, self.token = chunk, is_landmark, token
-        self.chunk_size, self.phases = chunk_size, phases
+        self.chunk_size, self.phases, self.document = chunk_size, phases, document
         # takes, tails and tensors asked for before: decoding and training ask for the same again
         self._made: dict[object, Any] = {}
 
@@ -84,37 +94,66 @@ class Grid:
         return int(self.closed.max(initial=0))
 
     @cached_property
-    def _slot(self) -> Integers:
+    def slots(self) -> Integers:
         """[b, P] places since the first of the chunk that stands in this call."""
         place = np.arange(self.num_positions)
         starts = np.where(np.diff(self.chunk, axis=1, prepend=-2) != 0, place, 0)
         return place - np.maximum.accumulate(starts, axis=1)
 
     @cached_property
+    def chunk_slots(self) -> Integers:
+        """[b, P] place of each position in its chunk; absent: any."""
+        return self.slots + np.where(self.chunk == 0, self.begun[:, None], 0)
+
+    @cached_property
     def places(self) -> Integers:
-        """[b, P] place in the text where a chunk takes S + 1 and its landmark the last of them; absent: 0."""
+        """[b, P] place in its document where a chunk takes S + 1 and its landmark the last of them; absent: 0."""
         assert self.chunk_size is not None
-        slot = self._slot + np.where(self.chunk == 0, self.phases[:, None], 0)
+        assert self.has_landmarks
+        slot = self.slots + np.where(self.chunk == 0, self.phases[:, None], 0)
         slot = np.where(self.is_landmark, self.chunk_size, slot)
-        return np.where(self.chunk >= 0, self.chunk * (self.chunk_size + 1) + slot, 0)
+        chunk = self.chunk
+        if self.document is not None:
+            chunk = chunk - np.take_along_axis(self.first_chunks, chunk.clip(0), 1)
+        return np.where(self.chunk >= 0, chunk * (self.chunk_size + 1) + slot, 0)
+
+    @cached_property
+    def begins_document(self) -> Booleans:
+        """[b, N] chunks that are the first of their document, the row's first too."""
+        found = np.zeros((len(self.chunk), self.num_chunks), bool)
+        found[:, :1] = True
+        if self.document is not None:
+            row, place = np.nonzero((np.diff(self.document, axis=1, prepend=-1) != 0) & (self.chunk >= 0))
+            found[row, self.chunk[row, place]] = True
+        return found
+
+    @cached_property
+    def first_chunks(self) -> Integers:
+        """[b, N] the first chunk of each chunk's document."""
+        return np.maximum.accumulate(np.where(self.begins_document, np.arange(self.num_chunks), 0), axis=1)
 
     @cached_property
     def lengths(self) -> Integers:
         """[b, C] tokens of each closed chunk; 0 where a row closes fewer."""
         found = np.zeros((len(self.chunk), self.num_closed), np.int64)
         row, place = np.nonzero(self.is_landmark)
-        found[row, self.chunk[row, place]] = self._slot[row, place]
+        found[row, self.chunk[row, place]] = self.slots[row, place] + (not self.has_landmarks)
         if self.num_closed:
             found[:, 0] += np.where(self.closed > 0, self.phases, 0)
         return found
 
     @cached_property
     def landmark_places(self) -> Integers:
-        """[b, C] positions of the landmarks; -1 where a row closes fewer."""
+        """[b, C] positions of the landmarks (without them, of the closing tokens); -1 where a row closes fewer."""
         found = np.full((len(self.chunk), self.num_closed), -1)
         row, place = np.nonzero(self.is_landmark)
         found[row, self.chunk[row, place]] = place
         return found
+
+    @property
+    def chunk_starts(self) -> Integers:
+        """[b, C] the first position of each closed chunk; negative: in an earlier call."""
+        return self.landmark_places + (not self.has_landmarks) - self.lengths
 
     @cached_property
     def open_tokens(self) -> Integers:
@@ -123,8 +162,17 @@ class Grid:
             return np.zeros(len(self.chunk), np.int64)
         row = np.arange(len(self.chunk))
         last = self.counts - 1
-        slot = self._slot[row, last] + 1 + np.where(self.chunk[row, last] == 0, self.phases, 0)
+        slot = self.slots[row, last] + 1 + np.where(self.chunk[row, last] == 0, self.phases, 0)
         return np.where(last < 0, self.phases, np.where(self.is_landmark[row, last], 0, slot))
+
+    @cached_property
+    def _open_positions(self) -> Integers:
+        """[b] positions of the chunk that stays open, from its first."""
+        row, last = np.arange(len(self.chunk)), self.counts - 1
+        if not self.num_positions:
+            return np.zeros_like(last) + self.begun
+        after = np.where(self.is_landmark[row, last], 0, self.chunk_slots[row, last] + 1)
+        return np.where(last < 0, self.begun, after)
 
     @cached_property
     def _next_chunk(self) -> Integers:
@@ -146,11 +194,23 @@ class Grid:
         return self._tensor("lengths", None, device)[0]
 
     def candidates(self, first_visible: int | None, device: torch.device) -> Tensor:
-        """int64 [B, C], or [C] for all rows: at each landmark of a whole text, the chunks before it.
+        """int64 [B, C], or [C] for all rows: at each chunk's end in a whole text, the chunks before it.
 
-        ``first_visible``: only those that begin before the landmark's position + this; None: all.
+        ``first_visible``: only those that begin before the last position's place + this; None: all.
         """
         return self._tensor("candidates", first_visible, device)[0]
+
+    def first_candidates(self, device: torch.device) -> Tensor | int:
+        """int64 [b, C]: at each landmark, the first chunk of its document; 0: of every row, its first."""
+        return 0 if self.document is None else self._tensor("first candidates", None, device)[0]
+
+    def begins_document_on(self, device: torch.device) -> Tensor | None:
+        """bool [b, N, 1]: ``begins_document``; None: each row is one document."""
+        return None if self.document is None else self._tensor("begins document", None, device)[0]
+
+    def documents_on(self, device: torch.device) -> Tensor | None:
+        """int64 [b, P]: ``document``."""
+        return None if self.document is None else self._tensor("document", None, device)[0]
 
     @constant
     def _tensor(self, name: str, first_visible: int | None, device: torch.device) -> tuple[Tensor]:
@@ -161,6 +221,12 @@ class Grid:
                 array: Any = self.is_landmark[..., None]
             elif name == "lengths":
                 array = self.lengths
+            elif name == "document":
+                array = self.document
+            elif name == "begins document":
+                array = self.begins_document[..., None]
+            elif name == "first candidates":
+                array = self.first_chunks[:, : self.num_closed]
             else:
                 array = self._candidates(first_visible)
             with torch.inference_mode(False):
@@ -172,7 +238,7 @@ class Grid:
         places = self.landmark_places
         limits = np.where(places >= 0, np.arange(self.num_closed), 0)
         if first_visible is not None:
-            starts = places - self.lengths
+            starts = self.chunk_starts
             for b, i in zip(*np.nonzero(places >= 0), strict=True):
                 limits[b, i] = np.searchsorted(starts[b, :i], places[b, i] + first_visible)
         return limits if len(limits) > 1 else limits[0]
@@ -218,13 +284,13 @@ class Grid:
 
     @cached_property
     def landmarks(self) -> Take:
-        """Positions [B, P, E] -> their landmarks [B, C, E]."""
+        """Positions [B, P, E] -> their landmarks (without them, the closing tokens) [B, C, E]."""
         return Take(self.landmark_places, self.num_positions)
 
     @cached_property
     def rows_per_chunk(self) -> int:
         """R: the most positions of a chunk in this call."""
-        return int(self._slot[self.chunk >= 0].max(initial=-1)) + 1
+        return int(self.slots[self.chunk >= 0].max(initial=-1)) + 1
 
     @cached_property
     def rows(self) -> Take:
@@ -237,23 +303,25 @@ class Grid:
     @cached_property
     def positions(self) -> Take:
         """[B, N * R, E] -> positions [B, P, E]."""
-        index = np.where(self.chunk >= 0, self.chunk * self.rows_per_chunk + self._slot, -1)
+        index = np.where(self.chunk >= 0, self.chunk * self.rows_per_chunk + self.slots, -1)
         return Take(index, self.num_chunks * self.rows_per_chunk)
 
     @cached_property
     def encoder_rows(self) -> Take:
-        """The closed chunks as [B, C * (S + 1), E], every landmark in row S.
+        """The closed chunks as [B, C * (S + 1), E], every landmark in row S; without landmarks [B, C * S, E].
 
         From positions [B, P, E]; where some row began in an open chunk, from its S slots followed by them.
         """
         S = self.chunk_size
         assert S is not None
-        index = np.full((len(self.chunk), self.num_closed, S + 1), -1)
+        index = np.full((len(self.chunk), self.num_closed, S + self.has_landmarks), -1)
         before = self._with_open(np.arange(self.num_positions))
         row, place = np.nonzero((self.chunk >= 0) & (self.chunk < self.closed[:, None]))
-        chunk, slot = self.chunk[row, place], self._slot[row, place]
+        chunk, slot = self.chunk[row, place], self.slots[row, place]
         slot = np.where(chunk == 0, slot + self.phases[row], slot)
-        index[row, chunk, np.where(self.is_landmark[row, place], S, slot)] = before[place]
+        if self.has_landmarks:
+            slot = np.where(self.is_landmark[row, place], S, slot)
+        index[row, chunk, slot] = before[place]
         if self.begins_open and self.num_closed:
             slots = np.arange(S)
             held = (slots < self.phases[:, None]) & (self.closed > 0)[:, None]
@@ -268,7 +336,7 @@ class Grid:
         index = np.full((len(self.chunk), S), -1)
         mine = (self.chunk == self.closed[:, None]) & (self.chunk >= 0)
         row, place = np.nonzero(mine)
-        slot = self._slot[row, place] + np.where(self.closed[row] == 0, self.phases[row], 0)
+        slot = self.slots[row, place] + np.where(self.closed[row] == 0, self.phases[row], 0)
         index[row, slot] = self._with_open(place)
         if self.begins_open:
             slots = np.arange(S)
@@ -297,17 +365,13 @@ class Grid:
     def keep_for(self, key: object, made: Any) -> None:
         self._made[key] = made
 
-    def closing(self) -> tuple[Booleans, Take]:
-        """Of all tokens of the call: [b, T] which are followed by a landmark; those landmarks, else the tokens."""
-        own = self.last_tokens(None).index
+    def closing(self, keep: int | None) -> tuple[Booleans, Take]:
+        """Of ``last_tokens(keep)``: [b, n] which are followed by a landmark; those landmarks, else the tokens."""
+        own = self.last_tokens(keep).index
         row = np.arange(len(own))[:, None]
         after = np.minimum(own + 1, self.num_positions - 1)
         closes = (own >= 0) & self.is_landmark[row, after] & (own + 1 < self.num_positions)
         return closes, Take(np.where(closes, own + 1, own), self.num_positions)
-
-    def kept(self, kept: Booleans) -> tuple[Take, Grid]:
-        """Some of the positions [b or B, P], in their order: how to take them, and their layout."""
-        return self._kept(kept)
 
     # --- several calls -------------------------------------------------------------------------------------
 
@@ -317,19 +381,23 @@ class Grid:
         Takes [B, P' + P, E], both side by side.
         """
         first, second = _alike(earlier.chunk, self.chunk)
+        assert earlier.document is None
+        assert self.document is None
         flags = _alike(earlier.is_landmark, self.is_landmark, rows=len(first))
         tokens = _alike(np.full_like(earlier.token, -1), self.token, rows=len(first))
         second = np.where(second >= 0, second + earlier._next_chunk[:, None], -1)
         chunk = np.concatenate([first, second], axis=1)
-        phases = np.broadcast_to(earlier.phases, len(first))
+        phases, begun = (np.broadcast_to(x, len(first)) for x in (earlier.phases, earlier.begun))
         joined = Grid(
             chunk,
             np.concatenate(flags, axis=1),
             np.concatenate(tokens, axis=1),
             self.chunk_size,
             phases,
+            landmarks=self.has_landmarks,
+            begun=begun,
         )
-        return joined._kept(chunk >= 0)
+        return joined.kept(chunk >= 0)
 
     def tail(self, reach: int, keep: int | None) -> tuple[Take, Grid, Integers]:
         """Of each row, what its last tokens depend on: ``reach`` positions before the first of the last ``keep``.
@@ -354,10 +422,12 @@ class Grid:
         gone = np.where(inside, self.chunk[row, np.where(inside, start, 0)], self._next_chunk)
         if not start.any():
             return Take(np.arange(self.num_positions)[None], self.num_positions), self, gone
-        take, grid = self._kept(np.arange(self.num_positions) >= start[:, None])
+        take, grid = self.kept(np.arange(self.num_positions) >= start[:, None])
         return take, grid, gone
 
-    def _kept(self, kept: Booleans) -> tuple[Take, Grid]:
+    def kept(self, kept: Booleans) -> tuple[Take, Grid]:
+        """Some of the positions [b or B, P], in their order: how to take them, and their layout."""
+        assert self.document is None  # only with a cache, which holds one text per row
         kept = kept & (self.chunk >= 0)
         counts = kept.sum(1)
         width = int(counts.max(initial=0))
@@ -370,12 +440,17 @@ class Grid:
         chunk = np.where(absent, -1, self.chunk[here, index.clip(0)])
         first = chunk[:, 0] if width else np.zeros(len(kept), np.int64)
         phases = np.where(first > 0, 0, self.phases)  # its slots are counted from what is here
+        begun = np.zeros(len(kept), np.int64) + self._open_positions
+        if width:
+            begun = np.where(counts > 0, self.chunk_slots[here, index.clip(0)][:, 0], begun)
         grid = Grid(
             np.where(absent, -1, chunk - first[:, None]),
             np.where(absent, False, self.is_landmark[here, index.clip(0)]),
             np.where(absent, -1, self.token[here, index.clip(0)]),
             self.chunk_size,
             phases,
+            landmarks=self.has_landmarks,
+            begun=begun,
         )
         return Take(index, self.num_positions), grid
 
@@ -391,6 +466,8 @@ def lay_out(
     phases: Integers | None = None,
     counts: Integers | None = None,
     close_chunk: bool | Booleans = False,
+    documents: Integers | None = None,
+    landmarks: bool = True,
 ) -> Grid:
     """The grid of one call.
 
@@ -401,27 +478,32 @@ def lay_out(
         counts: [B] tokens of each row. None: T.
         close_chunk: True: a landmark after each row's last token, even if its chunk is not full. [B, T]: after
             each token so marked.
+        documents: [B, T] the document of each token, counted from its row's first; each ends with a landmark, but
+            for the row's last where nothing closes it. Phases are those of the row's first document. None: one a row.
+        landmarks: False: chunks end with a token instead of a landmark.
     """
-    if phases is None and counts is None and isinstance(close_chunk, bool):
-        return lay_out_alike(tokens, chunk_size, 0, close_chunk)
+    if phases is None and counts is None and documents is None and isinstance(close_chunk, bool):
+        return lay_out_alike(tokens, chunk_size, 0, close_chunk, landmarks)
     phases = np.zeros(1, np.int64) if phases is None else phases
     counts = np.full(1, tokens) if counts is None else counts
     alike = (phases == phases[0]).all() and (counts == counts[0]).all()
-    if alike and isinstance(close_chunk, bool) and counts[0] == tokens:
-        return lay_out_alike(tokens, chunk_size, int(phases[0]), close_chunk)
+    if alike and documents is None and isinstance(close_chunk, bool) and counts[0] == tokens:
+        return lay_out_alike(tokens, chunk_size, int(phases[0]), close_chunk, landmarks)
     rows = max(len(phases), len(counts), 1 if isinstance(close_chunk, bool) else len(close_chunk))
-    return _build(
-        tokens, chunk_size, np.broadcast_to(phases, rows), np.broadcast_to(counts, rows), close_chunk
-    )
+    rows = max(rows, 1 if documents is None else len(documents))
+    phases, counts = np.broadcast_to(phases, rows), np.broadcast_to(counts, rows)
+    return _build(tokens, chunk_size, phases, counts, close_chunk, documents, landmarks)
 
 
-def lay_out_alike(tokens: int, chunk_size: int | None, phase: int, close_chunk: bool) -> Grid:
+def lay_out_alike(
+    tokens: int, chunk_size: int | None, phase: int, close_chunk: bool, landmarks: bool = True
+) -> Grid:
     """The grid of a call whose rows are all laid out alike; arguments as those of ``lay_out``."""
     if torch.compiler.is_compiling():
         tokens = len(range(tokens))  # a constant of the graph, though another length came before
-        return _compiled[_hold(tokens, chunk_size, phase, close_chunk)]
+        return _compiled[_hold(tokens, chunk_size, phase, close_chunk, landmarks)]
     known = _small if tokens <= _SMALL else _large
-    return known(tokens, chunk_size, phase, close_chunk)
+    return known(tokens, chunk_size, phase, close_chunk, landmarks)
 
 
 # Layouts of compiled graphs, where torch.compile finds them: constants may be tensors and numbers, not objects.
@@ -430,10 +512,10 @@ _NUMBERS = ("num_chunks", "num_closed", "closed", "rows_per_chunk", "landmarks",
 
 
 @constant
-def _hold(tokens: int, chunk_size: int | None, phase: int, close_chunk: bool) -> str:
-    name = f"{tokens} {chunk_size} {phase} {close_chunk}"
+def _hold(tokens: int, chunk_size: int | None, phase: int, close_chunk: bool, landmarks: bool) -> str:
+    name = f"{tokens} {chunk_size} {phase} {close_chunk} {landmarks}"
     if name not in _compiled:
-        grid = _compiled[name] = _uniform(tokens, chunk_size, phase, close_chunk)
+        grid = _compiled[name] = _uniform(tokens, chunk_size, phase, close_chunk, landmarks)
         # computed here they are plain attributes; computed while tracing they would be part of the graph
         grid._from_tokens(tokens)
         grid.last_tokens(None)
@@ -442,8 +524,8 @@ def _hold(tokens: int, chunk_size: int | None, phase: int, close_chunk: bool) ->
     return name
 
 
-def _uniform(tokens: int, chunk_size: int | None, phase: int, close_chunk: bool) -> Grid:
-    return _build(tokens, chunk_size, np.array([phase]), np.array([tokens]), close_chunk)
+def _uniform(tokens: int, chunk_size: int | None, phase: int, close_chunk: bool, landmarks: bool) -> Grid:
+    return _build(tokens, chunk_size, np.array([phase]), np.array([tokens]), close_chunk, landmarks=landmarks)
 
 
 # Decoding and training ask for few layouts again and again; long ones take hundreds of KiB each.
@@ -452,24 +534,38 @@ _small, _large = lru_cache(maxsize=512)(_uniform), lru_cache(maxsize=16)(_unifor
 
 
 def _build(
-    tokens: int, S: int | None, phases: Integers, counts: Integers, close_chunk: bool | Booleans
+    tokens: int,
+    S: int | None,
+    phases: Integers,
+    counts: Integers,
+    close_chunk: bool | Booleans,
+    documents: Integers | None = None,
+    landmarks: bool = True,
 ) -> Grid:
     rows = len(phases)
     token = np.arange(tokens)
     present = token < counts[:, None]  # [rows, T]
     if S is None:
         where = np.where(present, token, -1)
-        return Grid(np.where(present, 0, -1), np.zeros_like(present), where, None, phases)
+        document = None if documents is None else np.where(present, documents, -1)
+        return Grid(np.where(present, 0, -1), np.zeros_like(present), where, None, phases, document)
     if isinstance(close_chunk, bool):
         early = present & (token == counts[:, None] - 1) & close_chunk
     else:
         early = present & close_chunk
+    if documents is not None:  # a document's last token; the row's is followed by none
+        ends = documents[:, 1:] != documents[:, :-1]
+        early[:, :-1] |= present[:, 1:] & ends
     # an early landmark begins a new count of S
     begins = np.zeros((rows, tokens), np.int64)
     begins[:, 1:] = np.maximum.accumulate(np.where(early, token + 1, 0), axis=1)[:, :-1]
     slot = token - begins + np.where(begins == 0, phases[:, None], 0)
     closes = present & (early | (slot % S == S - 1))
     before = closes.cumsum(1) - closes
+    if not landmarks:
+        chunk = np.where(present, before, -1)
+        document = None if documents is None else np.where(present, documents, -1)
+        return Grid(chunk, closes, np.where(present, token, -1), S, phases, document, landmarks=False)
     positions = int((counts + closes.sum(1)).max(initial=0))
     chunk, where = np.full((2, rows, positions), -1)
     landmark = np.zeros((rows, positions), bool)
@@ -479,7 +575,14 @@ def _build(
     row, t = np.nonzero(closes)
     place = t + before[row, t] + 1
     chunk[row, place], landmark[row, place] = before[row, t], True
-    return Grid(chunk, landmark, where, S, phases)
+    if documents is None:
+        return Grid(chunk, landmark, where, S, phases)
+    # a landmark is of the document of the token before it
+    document = np.full((rows, positions), -1)
+    document[row, place] = documents[row, t]
+    row, t = np.nonzero(present)
+    document[row, t + before[row, t]] = documents[row, t]
+    return Grid(chunk, landmark, where, S, phases, document)
 
 
 class Take:

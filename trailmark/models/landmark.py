@@ -20,12 +20,14 @@ from transformers import initialization as init
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from trailmark.memory import CacheState, ChunkCache, ChunkMemory
-from trailmark.models.causal_lm import Hidden, Text, TrailmarkForCausalLM, mark_residual_projections
+from trailmark.models.causal_lm import Hidden, TrailmarkForCausalLM, mark_residual_projections
 from trailmark.models.configuration import LandmarkConfig
+from trailmark.models.embedding import Given
 from trailmark.models.grid import Grid, Integers, Take, lay_out
 from trailmark.models.landmark_cell import CellStep
 from trailmark.models.landmark_memory import LandmarkMemory, Reading
 from trailmark.models.layers import GELUMLP, MLP, LayerNorm, RMSNorm, SelfAttention, rotary_at, rotate
+from trailmark.models.text import Text
 from trailmark.ops import ChunkSelection, LandmarkLayout, fold_seed, landmark_attention
 from trailmark.ops.arguments import arithmetic_dtype, without_autocast
 
@@ -56,8 +58,14 @@ class LandmarkLayer(GradientCheckpointingLayer):
         self.mlp_norm = _norm(config)
         self.mlp: nn.Module = (MLP if config.mlp == "swiglu" else GELUMLP)(config)
 
-    def forward(self, x: Tensor, gate: Tensor | None, sight: Sight) -> Tensor:
-        """x [B, P, E] -> [B, P, E]; ``gate`` [1, E] is the retrieval gate token's state below this layer."""
+    def forward(self, x: Tensor, gate: Tensor | None, sight: Sight) -> tuple[Tensor, Tensor | None]:
+        """x [B, P, E] and the retrieval gate token's state [1, E] below this layer -> both above it.
+
+        Together, for FSDP2 has a layer's weights whole only while its forward runs.
+        """
+        return self._attend(x, gate, sight), None if gate is None else self.next_gate(gate)
+
+    def _attend(self, x: Tensor, gate: Tensor | None, sight: Sight) -> Tensor:
         q, k, v = self.attention.heads(self.attention_norm(x))
         q, k = rotate(q, sight.rotary), rotate(k, sight.rotary)
         implementation = self.config.implementation
@@ -149,7 +157,7 @@ class LandmarkForCausalLM(TrailmarkForCausalLM):
         return self.config.local_length
 
     def _begun(self, state: CacheState) -> Integers:
-        return state.phases * 0 if state.cell is None else state.cell.tokens
+        return np.zeros_like(state.phases) if state.cell is None else state.cell.tokens
 
     def _make_memory(
         self, tier: str, capacity: int, folder: Path | None, dtype: torch.dtype | None, search: Any
@@ -164,9 +172,10 @@ class LandmarkForCausalLM(TrailmarkForCausalLM):
     def _lay_out(self, text: Text, cache: ChunkCache | None, noise_seed: Tensor | None = None) -> Grid:
         if noise_seed is None or cache is not None or self.config.landmark_phase == "fixed":
             return super()._lay_out(text, cache)
+        # of a row's first document, which may be cut; one that begins in the row begins a chunk, as in reading
         S = self.config.chunk_size
         phases = (fold_seed(noise_seed, _PHASE) % S).cpu().numpy()
-        return lay_out(text.ids.shape[1], S, phases, text.counts, text.close_chunk)
+        return lay_out(text.ids.shape[1], S, phases, text.counts, text.close_chunk, text.documents)
 
     def run(
         self,
@@ -175,6 +184,7 @@ class LandmarkForCausalLM(TrailmarkForCausalLM):
         cache: ChunkCache | None = None,
         keep: int | None = None,
         noise_seed: Tensor | None = None,
+        given: Given | None = None,
     ) -> Hidden:
         if cache is not None:
             with torch.no_grad():
@@ -184,7 +194,7 @@ class LandmarkForCausalLM(TrailmarkForCausalLM):
         gate = None if sight.gated is None or self.gate is None else self.gate[None]
         layer: Any
         for layer in self.layers:
-            x, gate = layer(x, gate, sight), None if gate is None else layer.next_gate(gate)
+            x, gate = layer(x, gate, sight)
         return self._hidden(x, grid, keep)
 
     # --- a whole text --------------------------------------------------------------------------------------
@@ -205,10 +215,12 @@ class LandmarkForCausalLM(TrailmarkForCausalLM):
             places = torch.from_numpy(grid.places).to(x.device)
             if jumps:
                 assert noise_seed is not None
-                places = places + self._jumps(chunk, noise_seed)
+                places = places + self._jumps(chunk, noise_seed, grid)
             rotary = rotary_at(places, config.head_dim, config.rope_theta, x.dtype)
             landmarks = torch.from_numpy(grid.is_landmark).to(x.device).expand(B, -1)
-            layout = LandmarkLayout.of(landmarks.clone(), torch.where(chunk >= 0, 0, -1))
+            documents = grid.documents_on(x.device)
+            documents = torch.where(chunk >= 0, 0, -1) if documents is None else documents.expand(B, -1)
+            layout = LandmarkLayout.of(landmarks.clone(), documents)
         sight = Sight(rotary, layout)
         if gated:
             assert noise_seed is not None
@@ -220,12 +232,18 @@ class LandmarkForCausalLM(TrailmarkForCausalLM):
             grid.keep_for(key, sight)
         return sight
 
-    def _jumps(self, chunk: Tensor, noise_seed: Tensor) -> Tensor:
-        """App. E: what the landmarks before each position [B, P] of chunk [B, P] add to its place."""
+    def _jumps(self, chunk: Tensor, noise_seed: Tensor, grid: Grid) -> Tensor:
+        """App. E: what the landmarks of its document before each position [B, P] of chunk [B, P] add to its place.
+
+        Drawn for each chunk as the row numbers it.
+        """
         count = int(chunk.max()) + 1
         number = torch.arange(max(1, count), device=chunk.device)
         drawn = fold_seed(noise_seed[:, None].to(chunk.device), _JUMP, number) % self.config.position_jump
         before = drawn.cumsum(1) - drawn  # [B, N] at each chunk
+        if grid.document is not None:
+            first = torch.from_numpy(grid.first_chunks).to(chunk.device).expand(before.shape)
+            before = before - before.gather(1, first)
         return before.gather(1, chunk.clamp(min=0))
 
     def _hidden(
@@ -235,17 +253,16 @@ class LandmarkForCausalLM(TrailmarkForCausalLM):
         x = self.norm(x)
         if self.config.landmark_loss != "text":
             return Hidden(grid.last_tokens(keep)(x), retrieval)
-        closes, take = grid.closing()
-        states, B = take(x), x.shape[0]
+        closes, take = grid.closing(keep)
         if keep is not None:
-            counts = np.zeros(B, np.int64) + (grid.token >= 0).sum(1)
-            return Hidden(Text(x, counts, False).last(states, keep), retrieval)
-        flags = torch.from_numpy(closes).to(x.device).expand(B, -1)
-        return Hidden(states, retrieval, own=(grid.last_tokens(None)(x), flags[..., None].to(x.dtype)))
+            return Hidden(take(x), retrieval)
+        flags = torch.from_numpy(closes).to(x.device).expand(x.shape[0], -1)
+        return Hidden(take(x), retrieval, own=(grid.last_tokens(None)(x), flags[..., None].to(x.dtype)))
 
     # --- landmarks in the loss -----------------------------------------------------------------------------
 
-    def bearing_loss(self, labels: Tensor, input_ids: Tensor) -> Tensor:
+    def bearing_loss(self, labels: Tensor, input_ids: Tensor, document_ids: Tensor | None = None) -> Tensor:
+        labels = super().bearing_loss(labels, input_ids, document_ids)
         if self.config.landmark_loss != "none_after_eos":
             return labels
         eos = self.config.eos_token_id
@@ -313,12 +330,11 @@ class LandmarkForCausalLM(TrailmarkForCausalLM):
         """
         config, memory = self.config, LandmarkMemory(step, self.config)
         gate, chosen = None if self.gate is None else self.gate[None], []
-        merged = config.retrieve_per in ("head", "cell")
         layer: Any
         for number, layer in enumerate(self.layers):
             q, k, v = layer.attention.heads(layer.attention_norm(x))
             keys, values = step.append(number, k, v)
-            if keep == 0 and number == len(self.layers) - 1 and not merged:
+            if keep == 0 and number == len(self.layers) - 1 and not config.selects_for_many:
                 break  # a memory depends on nothing above its keys
             q = rotate(q, step.query_rotary)
             near, lse = step.attend(q, keys, values)

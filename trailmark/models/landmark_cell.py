@@ -87,21 +87,11 @@ class CellStep:
         """Where the new positions stand: after those held."""
         cell, (B, P) = self.cell, self.present.shape
         flags = np.broadcast_to(self.part.is_landmark, (B, P))
-        last, row = cell.counts - 1, np.arange(B)
-        if cell.chunk.shape[1]:
-            closed = cell.is_landmark[row, last.clip(0)]
-            chunk = np.where(last < 0, 0, cell.chunk[row, last.clip(0)] + closed)
-            slot = np.where((last < 0) | closed, 0, cell.slot[row, last.clip(0)] + 1)
-        else:
-            chunk = slot = np.zeros(B, np.int64)
-        place = np.arange(P)
-        before = flags.cumsum(1) - flags
-        begins = np.zeros((B, P), np.int64)
-        begins[:, 1:] = np.maximum.accumulate(np.where(flags, place + 1, 0), axis=1)[:, :-1]
-        slots = place - begins + np.where(begins == 0, slot[:, None], 0)
+        chunk, slot = cell.next_place()
+        slots = self.part.slots + np.where(self.units == 0, slot[:, None], 0)
         slots = np.where(flags, self.config.chunk_size, slots)
-        self.places = np.where(self.present, cell.counts[:, None] + place, -1)  # [B, P]
-        news = (chunk[:, None] + before, slots, flags)
+        self.places = np.where(self.present, cell.counts[:, None] + np.arange(P), -1)  # [B, P]
+        news = (chunk[:, None] + self.units, slots, flags)
         joined: list[Any] = []
         for held, new, nothing in zip(cell.tables, news, (-1, 0, False), strict=True):
             table = np.full((B, self.width), nothing, held.dtype)
@@ -238,17 +228,11 @@ class CellStep:
                 entries, starts = self._entries(layers, closed, end)
                 size = self.cache.memory.write(size, entries, starts, closed, self.whole)
             cell, layers = self._begin(cell, layers, ends)
-        last = cell.counts - 1
-        row = np.arange(len(last))
-        open_tokens = np.zeros_like(last)
-        if cell.chunk.shape[1]:
-            held = (last >= 0) & ~cell.is_landmark[row, last.clip(0)]
-            open_tokens = np.where(held, cell.slot[row, last.clip(0)] + 1, 0)
         self.cache.state = replace(
             before,
             num_tokens=before.num_tokens + self.new_tokens,
             num_positions=end,
-            phases=open_tokens,
+            phases=cell.next_place()[1],
             memory=size,
             layers=layers,
             cell=cell,

@@ -72,8 +72,8 @@ class LandmarkMemory:
     @without_autocast
     def read(self, number: int, q: Tensor, skipped: Tensor | None) -> Reading:
         """q [B, P, H, D] of a layer, turned by ``step.query_rotary``. ``skipped`` bool [B, P, H]: the gate is shut."""
-        merged = self.config.retrieve_per in ("head", "cell")  # then what is skipped has a say still
-        if skipped is not None and not merged and bool(skipped.all()):
+        # what is skipped may still have a say in what others select
+        if skipped is not None and not self.config.selects_for_many and bool(skipped.all()):
             return self._nothing(q)
         chosen = self._select(number, q)  # [B, N, Hs, k]
         return self._attend(number, q, chosen, skipped)
@@ -102,8 +102,7 @@ class LandmarkMemory:
     def _select(self, number: int, q: Tensor) -> Tensor:
         config, step = self.config, self.step
         B, P, H, _ = q.shape
-        per = config.retrieve_per
-        merged = per in ("head", "cell")
+        per, merged = config.retrieve_per, config.selects_for_many
         causal = merged and config.causal_retrieval
         device = q.device
         running, earlier = self._as_now(step.running[number]), self._chosen_as_now(step.chosen[number])

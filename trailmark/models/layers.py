@@ -137,14 +137,21 @@ class Place:
 
     rotary: Tensor | None  # [P, D / 2] or [B, P, D / 2]; None: ALiBi
     call: WindowCall | None = None  # what earlier calls left in the windows; None: nothing
+    documents: Tensor | None = None  # int64 [B, P]: attention stays inside; None: each row is one document
 
     @classmethod
-    def of(cls, config: TrailmarkConfig, x: Tensor, call: WindowCall | None) -> Place:
-        """Of positions x [B, P, E]."""
+    def of(
+        cls, config: TrailmarkConfig, x: Tensor, call: WindowCall | None, documents: Tensor | None = None
+    ) -> Place:
+        """Of positions x [B, P, E], of ``documents`` [b, P]. Distances alone count, so none begins at 0 anew."""
+        assert call is None or documents is None
+        if documents is not None:
+            documents = documents.expand(x.shape[0], -1)
         if config.window_position != "rope":
-            return cls(None, call)
+            return cls(None, call, documents)
         if call is None:
-            return cls(rotary_table(x.shape[1], config.head_dim, config.rope_theta, x))
+            table = rotary_table(x.shape[1], config.head_dim, config.rope_theta, x)
+            return cls(table, documents=documents)
         table = rotary_table(x.shape[1], config.head_dim, config.rope_theta, x, call.first_positions)
         return cls(table, call)
 
@@ -156,11 +163,14 @@ class WindowAttention(SelfAttention):
         super().__init__(config)
         self.window = config.sliding_window
         self.implementation = config.implementation
-        self.rope = config.window_position == "rope"
+        self.rope, self.slopes = config.window_position == "rope", config.alibi_slopes
 
     def forward(self, x: Tensor, place: Place, kept: Window | None = None) -> Tensor:
         """x [B, P, E]; ``kept`` is this layer's window, taken further by ``place.call``."""
-        q, k, v = self.heads(x)
+        return self.o_proj(self.attend(*self.heads(x), place, kept))
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, place: Place, kept: Window | None = None) -> Tensor:
+        """Heads q [B, P, H, D] and k, v [B, P, J, D] of positions -> [B, P, H * D]."""
         positions = None
         if place.rotary is not None:
             q, k = rotate(q, place.rotary), rotate(k, place.rotary)
@@ -169,29 +179,36 @@ class WindowAttention(SelfAttention):
             joined = kept.update(k.transpose(1, 2), v.transpose(1, 2), place.call)
             k, v = (part.transpose(1, 2) for part in joined)
             positions = place.call.positions
-        slopes = None if self.rope else slopes_like(q)
+        slopes = None if self.rope else slopes_like(q, self.slopes)
         out = sliding_window_attention(
-            q, k, v, self.window, positions, alibi_slopes=slopes, implementation=self.implementation
+            q,
+            k,
+            v,
+            self.window,
+            positions,
+            place.documents,
+            alibi_slopes=slopes,
+            implementation=self.implementation,
         )
         assert isinstance(out, Tensor)
-        return self.o_proj(out.flatten(2))
+        return out.flatten(2)
 
 
-def slopes_like(q: Tensor) -> Tensor:
-    """ALiBi's slopes [H] for q [..., H, D], in float32 or wider, on its device."""
-    return _slopes(q.shape[-2], torch.promote_types(q.dtype, torch.float32), q.device)[0]
+def slopes_like(q: Tensor, rule: str = "geometric") -> Tensor:
+    """ALiBi's slopes [H] by a rule for q [..., H, D], in float32 or wider, on its device."""
+    return _slopes(q.shape[-2], torch.promote_types(q.dtype, torch.float32), q.device, rule)[0]
 
 
 @constant
-def _slopes(num_heads: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor]:
-    return _known_slopes(num_heads, dtype, device)
+def _slopes(num_heads: int, dtype: torch.dtype, device: torch.device, rule: str) -> tuple[Tensor]:
+    return _known_slopes(num_heads, dtype, device, rule)
 
 
 @lru_cache(maxsize=64)
-def _known_slopes(num_heads: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor]:
+def _known_slopes(num_heads: int, dtype: torch.dtype, device: torch.device, rule: str) -> tuple[Tensor]:
     """No buffer of a module: its ``to`` and ``bfloat16`` would round them."""
     with torch.inference_mode(False):  # they are used in training too
-        return (alibi_slopes(num_heads, dtype).to(device),)
+        return (alibi_slopes(num_heads, dtype, rule).to(device),)
 
 
 class ChunkAttention(SelfAttention):

@@ -7,9 +7,10 @@ from torch import Tensor, nn
 from trailmark.memory import ChunkCache
 from trailmark.models.causal_lm import Hidden, TrailmarkForCausalLM, mark_residual_projections
 from trailmark.models.configuration import SlidingWindowConfig
+from trailmark.models.embedding import Given
 from trailmark.models.grid import Grid
-from trailmark.models.layers import Place, RMSNorm, WindowLayer
-from trailmark.models.step import Step
+from trailmark.models.layers import RMSNorm, WindowLayer
+from trailmark.models.step import Step, place_of
 
 
 class SlidingWindowForCausalLM(TrailmarkForCausalLM):
@@ -37,6 +38,7 @@ class SlidingWindowForCausalLM(TrailmarkForCausalLM):
         cache: ChunkCache | None = None,
         keep: int | None = None,
         noise_seed: Tensor | None = None,
+        given: Given | None = None,
     ) -> Hidden:
         x = grid.insert_landmarks(self.embed_tokens(tokens), None)
         step = None if cache is None else Step(cache, grid, self.config, x.shape[0])
@@ -47,7 +49,7 @@ class SlidingWindowForCausalLM(TrailmarkForCausalLM):
                 step.commit()
                 return Hidden(None)
             x, grid, _ = step.tail(x, reach, keep)
-        place = Place.of(self.config, x, None) if step is None else step.place(0, grid, x)
+        place = place_of(self.config, grid, x, step)
         for number, layer in enumerate(self.layers):
             x = layer(x, place, step and step.window(number))
         if step is not None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -31,6 +33,8 @@ class Step:
         self.end = self.before.num_positions + self.counts  # positions of each row after the call
         self.size: MemorySize = self.before.memory
         self.open_states = self.before.open_states
+        self.open_ids: Tensor | None = self.before.open_ids
+        self.states, self.state_kv = self.before.states, self.before.state_kv
         self.deferred: Deferred | None = None
         self.pending: list[Retrieved | None] = list(self.before.pending)
         self._calls: dict[int, WindowCall] = {}
@@ -61,27 +65,45 @@ class Step:
 
     def with_open(self, x: Tensor) -> Tensor:
         """Positions x [B, P, E] after the open chunk's S slots, if some row has an open chunk."""
+        return self._after_open(self.before.open_states, x)
+
+    def with_open_ids(self, ids: Tensor) -> Tensor:
+        """The same of token ids [B, P]."""
+        return self._after_open(self.before.open_ids, ids)
+
+    def _after_open(self, held: Tensor | None, x: Tensor) -> Tensor:
         if not self.grid.begins_open:
             return x
-        assert self.before.open_states is not None
-        return torch.cat([self.before.open_states, x], dim=1)
+        assert held is not None
+        return torch.cat([held, x], dim=1)
 
     def keep_open(self, x: Tensor) -> None:
         """Keep of positions x [B, P, E] what belongs to the chunk that stays open."""
-        grid, held = self.grid, self.before.open_states
+        self.open_states = self._kept_open(self.before.open_states, x, self.with_open)
+
+    def keep_open_ids(self, ids: Tensor) -> None:
+        """The same of token ids [B, P]."""
+        self.open_ids = self._kept_open(self.before.open_ids, ids, self.with_open_ids)
+
+    def _kept_open(self, held: Tensor | None, x: Tensor, with_open: Callable[[Tensor], Tensor]) -> Tensor:
+        grid = self.grid
         if grid.num_positions == 1 and len(grid.counts) == 1 and not grid.num_closed and held is not None:
             # its slot is not read before the call is done, so a call that fails has harmed nothing
             held[:, int(grid.phases[0])] = x[:, 0].detach()
-            return
+            return held
         with torch.inference_mode(False):
-            fresh = x.new_empty(x.shape[0], grid.open_rows.index.shape[1], x.shape[2])
-        fresh.copy_(grid.open_rows(self.with_open(x.detach())))
-        self.open_states = fresh
+            fresh = x.new_empty(x.shape[0], grid.open_rows.index.shape[1], *x.shape[2:])
+        fresh.copy_(grid.open_rows(with_open(x.detach())))
+        return fresh
+
+    def keep_states(self, states: Tensor, kv: Tensor) -> None:
+        """Keep recurrent states [B, M, E] and their keys and values [B, M, 2 J D]."""
+        with torch.inference_mode(False):  # copies: views would keep more, and no graph could hold them
+            self.states, self.state_kv = states.detach().clone(), kv.detach().clone()
 
     def remember(self, entries: MemoryEntries) -> None:
         """Write the closed chunks into the memory."""
-        first = (self.end - self.counts)[:, None]  # of the call's first position
-        starts = first + self.grid.landmark_places - self.grid.lengths
+        starts = (self.end - self.counts)[:, None] + self.grid.chunk_starts
         counts = np.zeros_like(self.end) + self.grid.closed
         self.size = self.cache.memory.write(self.before.memory, entries, starts, counts)
 
@@ -141,7 +163,15 @@ class Step:
         if (waiting := self.before.deferred) is not None:
             none = np.full_like(waiting.chunk, -1)
             phases = np.zeros(len(waiting.chunk), np.int64)
-            earlier = Grid(waiting.chunk, waiting.is_landmark, none, grid.chunk_size, phases)
+            earlier = Grid(
+                waiting.chunk,
+                waiting.is_landmark,
+                none,
+                grid.chunk_size,
+                phases,
+                landmarks=grid.has_landmarks,
+                begun=waiting.begun,
+            )
             take, grid = grid.after(earlier)
             x, first_chunk = take(torch.cat([waiting.states, x], dim=1)), waiting.first_chunk
         if reach is None:
@@ -154,7 +184,7 @@ class Step:
         states, grid, first_chunk = self.tail(x, reach, 0)
         with torch.inference_mode(False):  # a copy: a view would keep the whole call's states
             states = states.detach().clone()
-        self.deferred = Deferred(states, grid.chunk, grid.is_landmark, first_chunk)
+        self.deferred = Deferred(states, grid.chunk, grid.is_landmark, first_chunk, grid.begun)
 
     # --- the end -------------------------------------------------------------------------------------------
 
@@ -176,5 +206,15 @@ class Step:
             layers=tuple(layers),
             pending=tuple(self.pending),
             open_states=self.open_states,
+            open_ids=self.open_ids,
             deferred=self.deferred,
+            states=self.states,
+            state_kv=self.state_kv,
         )
+
+
+def place_of(config: TrailmarkConfig, grid: Grid, x: Tensor, step: Step | None) -> Place:
+    """Where positions x [B, P, E] stand for the first layers: of a whole text (no step), or of a call on a cache."""
+    if step is None:
+        return Place.of(config, x, None, grid.documents_on(x.device))
+    return step.place(0, grid, x)

@@ -1,11 +1,14 @@
 """Pure functions of tensors: the attention of long-context models. Needs torch alone."""
 
 from trailmark.ops.block_attention import block_attention
+from trailmark.ops.chunked_cross_attention import chunked_cross_attention
 from trailmark.ops.grouped_cross_attention import grouped_cross_attention
 from trailmark.ops.landmark_attention import landmark_attention
 from trailmark.ops.landmark_layout import LandmarkLayout
 from trailmark.ops.landmark_selection import select_by_landmarks
 from trailmark.ops.noise import fold_seed, gumbel_noise
+from trailmark.ops.random_selection import random_chunks
+from trailmark.ops.ranking_loss import ranking_loss
 from trailmark.ops.selection import ChunkSelection, select_chunks
 from trailmark.ops.sliding_window import alibi_slopes, sliding_window_attention
 
@@ -14,10 +17,13 @@ __all__ = [
     "LandmarkLayout",
     "alibi_slopes",
     "block_attention",
+    "chunked_cross_attention",
     "fold_seed",
     "grouped_cross_attention",
     "gumbel_noise",
     "landmark_attention",
+    "random_chunks",
+    "ranking_loss",
     "select_by_landmarks",
     "select_chunks",
     "sliding_window_attention",

@@ -18,7 +18,7 @@ from trailmark.ops.arguments import (
     triton_problem,
     without_autocast,
 )
-from trailmark.ops.landmark_layout import LandmarkLayout
+from trailmark.ops.landmark_layout import TABLES, LandmarkLayout
 
 
 @without_autocast
@@ -271,26 +271,16 @@ class _Eager(torch.autograd.Function):
 
 def _parts(layout: LandmarkLayout) -> tuple[Tensor, Tensor, bool, bool, int, int]:
     """What ops may take, for :func:`_whole`: tensors and numbers, so not what the layout remembers."""
-    tables = torch.stack([getattr(layout, name) for name in _TABLES])
+    tables = torch.stack([getattr(layout, name) for name in TABLES])
     return tables, layout.far, layout.own, layout.causal, layout.max_length, layout.max_queries
-
-
-_TABLES = ("starts", "lengths", "landmarks", "query_starts", "query_counts", "query_slots", "first", "end")
 
 
 def _whole(
     q: Tensor, k: Tensor, tables: Tensor, far: Tensor, own: bool, causal: bool, longest: int, most: int
 ) -> LandmarkLayout:
-    starts, lengths, landmarks, query_starts, query_counts, query_slots, first, end = tables.unbind()
+    named: dict[str, Any] = dict(zip(TABLES, tables.unbind(), strict=True))
     return LandmarkLayout(
-        starts=starts,
-        lengths=lengths,
-        landmarks=landmarks,
-        query_starts=query_starts,
-        query_counts=query_counts,
-        query_slots=query_slots,
-        first=first,
-        end=end,
+        **named,
         far=far,
         own=own,
         causal=causal,

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from trailmark.ops.arguments import arithmetic_dtype
-from trailmark.ops.landmark_layout import LandmarkLayout
+from trailmark.ops.landmark_layout import TABLES, LandmarkLayout
 
 _SLAB_QUERIES = 128  # more would waste scores among a slab's own chunks, fewer would not keep the GEMMs busy
 _WIDEST_TILE = 128  # a wider one would waste scores of what comes later in a long chunk
@@ -311,17 +311,7 @@ class _Row:
     """One row of the batch, cut into N tiles, and into slabs."""
 
     def __init__(self, layout: LandmarkLayout, number: int) -> None:
-        names = (
-            "starts",
-            "lengths",
-            "landmarks",
-            "query_starts",
-            "query_counts",
-            "query_slots",
-            "first",
-            "end",
-        )
-        table = torch.stack([getattr(layout, name)[number] for name in names], 1)
+        table = torch.stack([getattr(layout, name)[number] for name in TABLES], 1)
         chunks = [_Chunk(*chunk) for chunk in table.tolist()]
         self.number, self.causal, self.device = number, layout.causal, table.device
         self.width = W = _tile_width([chunk.length for chunk in chunks])

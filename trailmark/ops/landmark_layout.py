@@ -10,6 +10,9 @@ from torch import Tensor
 
 from trailmark.ops.arguments import require, require_shape, values_are_checked, whole_numbers
 
+# the fields of a layout that are int64 [B, C]
+TABLES = ("starts", "lengths", "landmarks", "query_starts", "query_counts", "query_slots", "first", "end")
+
 
 @dataclass(frozen=True, eq=False)
 class LandmarkLayout:

@@ -67,7 +67,7 @@ def select_chunks(
     kept = candidate[:, :, None].expand_as(scores).gather(-1, order)
     order = order.masked_fill(~kept, M).sort(dim=-1).values  # ascending, nothing last
     kept = order < M
-    chosen = scores.gather(-1, order.clamp(max=max(M - 1, 0))) if M else scores.new_zeros(order.shape)
+    chosen = scores.gather(-1, order.clamp(max=max(M - 1, 0)))
     chosen = chosen.masked_fill(~kept, -torch.inf)
     none = ~kept.any(-1, keepdim=True)
     weights = chosen.masked_fill(none, 0).softmax(-1).masked_fill(~kept, 0)
@@ -95,7 +95,8 @@ def grouped_cross_attention(
     batch, N, R, H, D = q.shape
     M, S, J = k.shape[1:4]
     if M == 0:
-        return torch.zeros_like(q)
+        nothing = [x[..., :0].to(q.dtype).sum() for x in (q, k, v, weights)]  # a gradient of zeros, not none
+        return torch.zeros_like(q) + torch.stack(nothing).sum()
     chunk = indices.clamp(min=0)
     row = torch.arange(batch, device=q.device)[:, None, None, None]
     head = torch.arange(J, device=q.device)[:, None]
@@ -186,3 +187,28 @@ def landmark_attention(
     # they are 0; now their gradients, even NaN, go nowhere
     out = out.masked_fill((lse == -torch.inf)[..., None], 0)
     return out.to(q.dtype), lse
+
+
+def chunked_cross_attention(
+    q: Tensor,  # [B, N, R, H, D]
+    k: Tensor,  # [B, N, L, J, D]
+    v: Tensor,  # [B, N, L, J, D]
+    null_k: Tensor,  # [J, D]
+    null_v: Tensor,  # [J, D]
+    mask: Tensor | None,  # [B, N, L]
+    scale: float,
+) -> Tensor:
+    """RETRO (arXiv 2112.04426) Sec. 2.4 with RPT's null key: dense scores, one softmax."""
+    dtype = arithmetic_dtype(q, k, v, null_k, null_v)
+    groups = q.shape[3] // k.shape[3]
+    if mask is not None:
+        k, v = (x.masked_fill(~mask[..., None, None], 0) for x in (k, v))
+    k, v, null_k, null_v = (x.to(dtype).repeat_interleave(groups, dim=-2) for x in (k, v, null_k, null_v))
+    queries = q.to(dtype)
+    scores = torch.einsum("bnrhd,bnlhd->bnrhl", queries, k) * scale
+    if mask is not None:
+        scores = scores.masked_fill(~mask[:, :, None, None], -torch.inf)
+    null = torch.einsum("bnrhd,hd->bnrh", queries, null_k) * scale
+    probabilities = torch.cat([null[..., None], scores], dim=-1).softmax(-1)
+    out = probabilities[..., :1] * null_v + torch.einsum("bnrhl,bnlhd->bnrhd", probabilities[..., 1:], v)
+    return out.to(q.dtype)

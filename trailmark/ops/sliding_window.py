@@ -20,10 +20,12 @@ from trailmark.ops.arguments import (
     without_autocast,
 )
 from trailmark.ops.block_attention import attention_dtype, block_attention
+from trailmark.ops.sliding_window_documents import DocumentBlocks, KeysOfBlocks
 
 # Queries of one block. Each block attends to itself and the window - 1 keys before it, so a block much
 # smaller than the window repeats keys, and a much larger one computes scores that the mask throws away.
 _MIN_BLOCK, _MAX_BLOCK = 32, 256
+SLOPE_RULES = "geometric", "interpolated"
 
 
 @without_autocast
@@ -58,7 +60,9 @@ def sliding_window_attention(
             row's ends, with the queries the last T, cost the same; any other order and gaps are exact too,
             with time O(T P) and memory O(P). (``"torch"`` looks at them on a CPU alone: a GPU would be waited
             for, and ``torch.compile`` cannot. ``"flex"`` pays for the blocks that could be seen.)
-        document_ids: int64 ([B, T], [B, P]), or one [B, P] for both: no attention across documents.
+        document_ids: int64 ([B, T], [B, P]), or one [B, P] for both: no attention across documents. On a CPU, one
+            tensor for T = P consecutive positions with each document in one piece and a window costs about as much as
+            none, and less where documents are shorter than the window; otherwise "torch" masks every block anew.
         alibi_slopes: [H]; see :func:`alibi_slopes`.
         scale: None is D ** -0.5.
         return_lse: also return the log-sum-exp of the scores, [B, T, H], float32 or wider, -inf where empty.
@@ -86,8 +90,10 @@ def sliding_window_attention(
         require_shape("positions[0]", positions[0], (B, T), "[B, T]")
         require_shape("positions[1]", positions[1], (B, P), "[B, P]")
         positions = whole_numbers("positions[0]", positions[0]), whole_numbers("positions[1]", positions[1])
+    documents = None  # of queries and keys alike
     if isinstance(document_ids, Tensor):
         require_shape("document_ids", document_ids, (B, P), "[B, P]")
+        documents = document_ids
         document_ids = document_ids[:, P - T :], document_ids
     if document_ids is not None:
         require_shape("document_ids[0]", document_ids[0], (B, T), "[B, T]")
@@ -120,13 +126,37 @@ def sliding_window_attention(
         if _values_at_hand(q) and (leading := _leading_absent(*positions)) is not None:
             out = _banded(q, k, v, window, alibi_slopes, scale, leading)
             return out.masked_fill((positions[0] < 0)[..., None, None], 0)
+    whole = positions is None and T == P > 0 and B > 0 and not return_lse
+    # (to see all positions before, each block would need a copy of them: memory O(T * T))
+    if documents is not None and whole and window is not None and _values_at_hand(q):
+        blocks = DocumentBlocks.of(documents, window, _MIN_BLOCK, _MAX_BLOCK)
+        if blocks is not None:
+            return _in_documents(q, k, v, blocks, window, alibi_slopes, scale)
     return _by_query_block(q, k, v, window, positions, document_ids, alibi_slopes, scale, return_lse)
 
 
-def alibi_slopes(num_heads: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """The geometric slopes 2 ** (-8 (h + 1) / H), shape [H], for any H, as DRT's published code has them."""
+def alibi_slopes(num_heads: int, dtype: torch.dtype = torch.float32, rule: str = "geometric") -> Tensor:
+    r"""ALiBi's slopes of the heads, shape [H].
+
+    - ``"geometric"``: :math:`2^{-8 (h + 1) / H}` for any H, as DRT's published code has them.
+    - ``"interpolated"``, the rule of ALiBi's authors (Press et al., 2022) for an H that is no power of two: the
+      geometric slopes of P heads, P the largest power of two below H, then the first, third, fifth ... of 2 P heads.
+      The same where H is a power of two.
+
+    Raises:
+        ValueError: no head, or another rule.
+    """
     require(num_heads >= 1, "num_heads", num_heads, "at least 1")
-    return torch.exp2(-8 * torch.arange(1, num_heads + 1, dtype=torch.float64) / num_heads).to(dtype)
+    require(rule in SLOPE_RULES, "rule", repr(rule), " or ".join(map(repr, SLOPE_RULES)))
+    power = 1 << (num_heads.bit_length() - 1)
+    if rule == "geometric" or power == num_heads:
+        return _geometric(num_heads).to(dtype)
+    between = _geometric(2 * power)[::2]
+    return torch.cat([_geometric(power), between])[:num_heads].to(dtype)
+
+
+def _geometric(num_heads: int) -> Tensor:
+    return torch.exp2(-8 * torch.arange(1, num_heads + 1, dtype=torch.float64) / num_heads)
 
 
 def _values_at_hand(tensor: Tensor) -> bool:
@@ -269,6 +299,33 @@ def _stretches(x: Tensor, start: int, width: int, step: int, n: int) -> Tensor:
     """[B, P, J, D] -> [B, n, width, J, D], a view: stretch i begins at ``start + i * step``."""
     x = x[:, start : start + (n - 1) * step + width]
     return x.unfold(1, width, step).permute(0, 1, 4, 2, 3)
+
+
+def _in_documents(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    blocks: DocumentBlocks,
+    window: int,
+    slopes: Tensor | None,
+    scale: float,
+) -> Tensor:
+    """Consecutive positions, each document in one piece: one mask serves all blocks, and is cut for early ones."""
+    B, T, given = *q.shape[:2], q.dtype
+    dtype = attention_dtype(q, k, v, biased=slopes is not None)
+    q, k, v = (x.to(dtype).flatten(0, 1) for x in (q, k, v))  # [B * T, heads, D]
+    C, most = blocks.size, max(before for before, _, _ in blocks.kinds)
+    queries = blocks.queries.into(q).unflatten(0, (-1, C)).split([n for _, n, _ in blocks.kinds])
+    keys, values = (KeysOfBlocks.apply(blocks.keys.into(x), blocks) for x in (k, v))
+    row, key = torch.arange(C) + most * C, torch.arange((most + 1) * C)
+    distance = row[:, None] - key
+    visible = (distance >= 0) & (distance < window)
+    mask = _mask(visible, distance, slopes, dtype)  # [(H,) C, (most + 1) * C]
+    parts = []
+    for i, (before, _, _) in enumerate(blocks.kinds):
+        seen = mask[..., (most - before) * C :].contiguous()
+        parts.append(block_attention(queries[i], keys[i], values[i], seen, scale).flatten(0, 1))
+    return blocks.queries.out_of(torch.cat(parts)).unflatten(0, (B, T)).to(given)
 
 
 def _by_query_block(

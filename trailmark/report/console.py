@@ -61,6 +61,24 @@ def training_line(
     return f"{bar(step, total)} {step}/{total}  {shown}  {tokens_per_second:,.0f} tokens/s  {duration(left)} left"
 
 
+def preparing_line(documents: int, tokens: int, done: int, total: int | None, seconds: float) -> str:
+    """How far a corpus is, how large, and how long it still takes."""
+    found = f"{documents:,} documents  {tokens:,} tokens"
+    if not total:
+        return found
+    left = f"  {duration(seconds / done * (total - done))} left" if done and seconds else ""
+    return f"{bar(done, total)} {done / total:.0%}  {found}{left}"
+
+
+def table_line(done: int, total: int, kept: int, chunks: int, seconds: float) -> str:
+    """How far a neighbour table is, in windows of ``chunks``; ``kept`` of those done were made before."""
+    shown = f"{bar(done, total)} {done:,}/{total:,} windows"
+    if (fresh := done - kept) <= 0:
+        return shown
+    left = duration(seconds / fresh * (total - done))
+    return f"{shown}  {fresh * chunks / max(seconds, 1e-3):,.0f} chunks/s  {left} left"
+
+
 def duration(seconds: float) -> str:
     """``1:05`` or ``2:01:05``."""
     whole = round(seconds)

@@ -13,20 +13,46 @@ import yaml
 from huggingface_hub.errors import StrictDataclassError
 
 from trailmark.data.needles import CURRICULUM
-from trailmark.models import MODELS, LandmarkConfig, TrailmarkConfig
+from trailmark.models import MODELS, DRTConfig, LandmarkConfig, TrailmarkConfig
 from trailmark.models.fields import coerce, field_types, nearest, parse_override
 
-# values of training.* that have bounds; the seed's are numpy's
-_RANGES = (
-    ("learning_rate", 0, math.inf),
-    ("matrix_learning_rate", 0, math.inf),
-    ("weight_decay", 0, math.inf),
-    ("warmup_steps", 0, math.inf),
-    ("constant_fraction", 0, 1),
-    ("final_fraction", 0, 1),
-    ("max_grad_norm", 0, math.inf),
-    ("seed", 0, 2**32 - 1),
-)
+_BELOW_1 = math.nextafter(1, 0)
+# numbers that have bounds; the seed's are numpy's
+_RANGES = {
+    "training": (
+        ("steps", 1, math.inf),
+        ("tokens_per_step", 1, math.inf),
+        ("context_length", 2, math.inf),
+        ("micro_batch_size", 1, math.inf),
+        ("learning_rate", 0, math.inf),
+        ("matrix_learning_rate", 0, math.inf),
+        ("adam_beta1", 0, _BELOW_1),
+        ("adam_beta2", 0, _BELOW_1),
+        ("adam_epsilon", 0, math.inf),
+        ("weight_decay", 0, math.inf),
+        ("warmup_steps", 0, math.inf),
+        ("constant_fraction", 0, 1),
+        ("final_fraction", 0, 1),
+        ("max_grad_norm", 0, math.inf),
+        ("skip_nonfinite", 0, math.inf),
+        ("save_steps", 1, math.inf),
+        ("keep_checkpoints", 1, math.inf),
+        ("logging_steps", 1, math.inf),
+        ("eval_steps", 1, math.inf),
+        ("eval_windows", 1, math.inf),
+        ("seed", 0, 2**32 - 1),
+    ),
+    "data": (
+        ("early_landmarks", 0, 1),
+        ("filler_weight", 0, math.inf),
+        ("first_digit_weight", 0, math.inf),
+        ("chunk_size", 1, math.inf),
+        ("hops", 1, math.inf),
+        ("chains", 1, math.inf),
+        ("distractors", 0, math.inf),
+        ("num_landmarks", 1, 2),
+    ),
+}
 
 ARCHITECTURES = {name.removeprefix("trailmark_"): model for name, model in MODELS.items()}
 
@@ -35,49 +61,107 @@ ARCHITECTURES = {name.removeprefix("trailmark_"): model for name, model in MODEL
 class DataConfig:
     """What to train on."""
 
-    task: Literal["text", "needles"] = "text"
-    """text: random slices, loss on every token. needles: needles hidden in the text, questions about them."""
+    task: Literal["text", "needles", "niah", "summarization"] = "text"
+    """text: windows of the text, loss on every token. needles: the demo's, hidden in the text by a curriculum. niah:
+    needles of one or more hops as in arXiv 2410.01651, App. D. summarization: pairs of a document and its summary."""
     paths: list[str] | None = None
-    """Files and folders; None: the Python standard library's sources."""
+    """Files and folders of text, or one folder that trailmark prepare made; None: the Python standard library's
+    sources. (summarization: files of pairs.)"""
+    validation: list[str] | None = None
+    """Like ``paths``: text whose loss is measured every ``training.eval_steps``."""
+    revision: str | None = None
+    """Of prepared hub datasets: refuse another one. None: any."""
     tokenizer: str = "bytes"
     """"bytes", a folder, or a hub name."""
+    neighbours: str | None = None
+    """text: a folder that trailmark neighbours (for model.retriever encoder) or trailmark targets (for learned) made of
+    this very corpus. Training windows stand on its grid then, and no embedder is asked."""
+    separate_documents: bool = False
+    """text: attention and retrieval never cross from a document to the next, and chunks restart there."""
+    early_landmarks: float = 0.1
+    """text: share of chunks that are closed early, so that a prompt may end anywhere; a model without chunks has none.
+    niah: above 0, a question ends at any place of a chunk. (needles: the curriculum's levels say how many do.)"""
     chunk_size: int = 32
-    """needles: tokens per chunk of the task; a DRT's own chunk_size must be the same."""
+    """needles: tokens per chunk of the task; a DRT's own chunk_size must be the same. (niah: of chunkless models.)"""
     filler_weight: float = 0.0
     """needles: weight of the loss on all tokens that are no answer (a digit weighs 1)."""
     first_digit_weight: float = 3.0
     """needles: weight of each answer's first digit, the only one that trains the retriever."""
-    early_landmarks: float = 0.1
-    """text: share of chunks that are closed early, so that a prompt may end anywhere; a model without chunks has none.
-    (needles: the curriculum's levels say how many questions are early.)"""
     first_level: int = 0
     """needles: the level of the curriculum to begin with; a model that cannot retrieve never leaves it."""
     level_accuracy: float = 0.9
     """needles: the next level begins when this share of first digits is right, as a moving average."""
+    hops: int = 1
+    """niah: needles from the question to the last part of its answer; 1: the passkey."""
+    chains: int | None = None
+    """niah: chains of needles in a text, one of which is asked for; None: one of a single hop, two of more."""
+    distractors: int = 0
+    """niah: needles more that belong to no chain."""
+    num_landmarks: int = 1
+    """niah: landmarks between question and answer: a group sees an earlier group's finds one landmark later."""
 
 
 @dataclass
 class TrainingConfig:
-    """How to train."""
+    """How to train. The batches depend on the seed and the step alone, whatever the processes and micro-batches."""
 
     steps: int = 1000
     tokens_per_step: int = 4096
-    sequence_length: int = 1024
-    """text: tokens of one sample. (needles: the curriculum's chunks; at most 32 of them.)"""
+    """Of the global batch, over all processes and micro-batches."""
+    context_length: int = 1024
+    """Tokens of one sample. (needles: the curriculum's chunks; at most 32 of them.)"""
+    micro_batch_size: int | None = None
+    """Samples that a process takes at once; None: its whole part of the batch, without accumulation."""
+    precision: Literal["float32", "bfloat16", "float64"] = "float32"
+    """bfloat16: mixed, the weights stay float32. float64: all of it, for comparisons."""
     optimizer: Literal["muon", "adamw"] = "muon"
     learning_rate: float = 3e-3
     """of AdamW."""
     matrix_learning_rate: float = 0.0035
     """of Muon."""
+    adam_beta1: float = 0.9
+    adam_beta2: float = 0.95
+    adam_epsilon: float = 1e-8
     weight_decay: float = 0.0
+    decay_vectors: bool = False
+    """Whether norms and other vectors decay too, as in the published code of arXiv 2410.01651."""
+    schedule: Literal["linear", "cosine"] = "linear"
     warmup_steps: int = 30
     constant_fraction: float = 0.5
-    """The learning rate is constant to this part of the run, then falls linearly to final_fraction."""
+    """The learning rate is constant to this part of the run, then falls to final_fraction as ``schedule`` says."""
     final_fraction: float = 0.03
     max_grad_norm: float = 1.0
-    save_steps: int = 200
+    """0: no clipping."""
     gradient_checkpointing: bool = False
+    parallel: Literal["ddp", "fsdp"] = "ddp"
+    """How several processes share the work: fsdp (FSDP2) divides weights, gradients and optimizer among them."""
+    skip_nonfinite: int = 0
+    """Steps with a loss or gradient that is not finite that may be left out over the run; the next one stops it."""
+    save_steps: int = 200
+    keep_checkpoints: int = 2
+    logging_steps: int = 10
+    report_to: list[Literal["tensorboard", "trackio", "wandb"]] = field(default_factory=list)
+    """By transformers' Trainer; the package has to be installed."""
+    eval_steps: int | None = None
+    """Measure on ``data.validation`` (needles: ask for some) after every so many steps; None: never."""
+    eval_windows: int = 64
+    """Windows of ``context_length`` tokens to measure on."""
     seed: int = 0
+
+
+# settings of ``training`` that change no weight: a run may go on with others
+FREE_TO_CHANGE = (
+    "micro_batch_size",
+    "gradient_checkpointing",
+    "parallel",
+    "save_steps",
+    "keep_checkpoints",
+    "logging_steps",
+    "report_to",
+    "eval_steps",
+    "eval_windows",
+    "skip_nonfinite",
+)
 
 
 @dataclass
@@ -86,7 +170,9 @@ class RunConfig:
 
     output: str = "runs/model"
     model: dict[str, Any] = field(default_factory=dict)
-    """``architecture`` (drt, landmark, sliding_window) and the fields of its config class."""
+    """``architecture`` (drt, landmark, sliding_window, rpt, block_recurrent) and the fields of its config class."""
+    init_from: str | None = None
+    """A folder with a trained model whose weights to begin with; nothing else of it is taken."""
     data: DataConfig = field(default_factory=DataConfig)
     training: TrainingConfig = field(default_factory=TrainingConfig)
 
@@ -166,37 +252,16 @@ def _build(cls: Any, raw: Any, prefix: str) -> Any:
 
 
 def _check(config: RunConfig) -> None:
-    training = config.training
-    for name in ("steps", "tokens_per_step", "sequence_length", "save_steps"):
-        if getattr(training, name) < 1:
-            raise ValueError(f"training.{name}: expected at least 1, got {getattr(training, name)}.")
-    for name, lowest, highest in _RANGES:
-        value = getattr(training, name)
-        if not lowest <= value <= highest:
-            upto = f" to {highest}" if highest < math.inf else " or more"
-            raise ValueError(f"training.{name}: expected {lowest}{upto}, got {value}.")
-    if not 0 <= config.data.early_landmarks <= 1:
-        raise ValueError(
-            f"data.early_landmarks: expected a share from 0 to 1, got {config.data.early_landmarks}."
-        )
-    if not 0 <= config.data.level_accuracy < 1:
-        raise ValueError(
-            f"data.level_accuracy: expected a share from 0 to below 1, got {config.data.level_accuracy}."
-        )
-    if config.data.paths == []:
-        raise ValueError(
-            "data.paths: expected files or folders, got an empty list. Name some, or null for the Python "
-            "standard library's sources."
-        )
-    if config.data.task == "text" and training.tokens_per_step < training.sequence_length:
-        raise ValueError(
-            f"training.tokens_per_step: expected at least sequence_length = {training.sequence_length}, "
-            f"got {training.tokens_per_step}."
-        )
-    if not 0 <= config.data.first_level < len(CURRICULUM):
-        raise ValueError(
-            f"data.first_level: expected 0 to {len(CURRICULUM) - 1}, got {config.data.first_level}."
-        )
+    for section, ranges in _RANGES.items():
+        for name, lowest, highest in ranges:
+            value = getattr(getattr(config, section), name)
+            if value is not None and not lowest <= value <= highest:
+                bound = "below 1" if highest == _BELOW_1 else highest
+                upto = " or more" if highest == math.inf else f" to {bound}"
+                raise ValueError(f"{section}.{name}: expected {lowest}{upto}, got {value}.")
+    _check_data(config)
+    if config.data.task != "needles":
+        rows_per_step(config)
     model = config.model_config()
     chunk_size = getattr(model, "chunk_size", None)
     if config.data.task == "needles" and chunk_size is not None and chunk_size != config.data.chunk_size:
@@ -204,8 +269,101 @@ def _check(config: RunConfig) -> None:
             f"data.chunk_size: expected the model's chunk_size {chunk_size}, got {config.data.chunk_size}: "
             "a question's landmark must fall right after it."
         )
+    if isinstance(model, DRTConfig) and model.num_retrieved_chunks == 1 and model.retriever == "causal":
+        raise ValueError(
+            "model.num_retrieved_chunks: expected at least 2 in training, got 1: the weight of a single chunk is "
+            "always 1, so its score gets no gradient."
+        )
     if isinstance(model, LandmarkConfig):
         _check_landmark(config, model)
+    _check_neighbours(config, model)
+
+
+def _check_neighbours(config: RunConfig, model: TrailmarkConfig) -> None:
+    """That a model whose chunks come from outside has them, and no other."""
+    data, retriever = config.data, getattr(model, "retriever", None)
+    if data.neighbours is None:
+        if retriever == "encoder" and getattr(model, "embedder", None) is None:
+            raise ValueError(
+                "model.embedder: expected an embedder ('hash', 'transformers:FOLDER', ...) or a table of its "
+                "neighbours (data.neighbours) with model.retriever 'encoder', got neither. trailmark neighbours makes "
+                "one."
+            )
+        if retriever == "learned" and config.init_from is None:
+            raise ValueError(
+                "data.neighbours: expected a table of target scores with model.retriever 'learned', got none: its "
+                "ranking learns from nothing else. trailmark targets makes one of a prepared corpus; or set "
+                "model.retriever to 'encoder', or init_from to a model whose retriever is trained."
+            )
+        return
+    if retriever not in ("encoder", "learned"):
+        name = config.model.get("architecture", "drt")
+        own = f"{name} with model.retriever {retriever!r}" if retriever else name
+        raise ValueError(
+            f"data.neighbours: expected none for {own}, which finds what it reads by itself, got {data.neighbours!r}. "
+            "Leave it out, or train a drt or rpt with model.retriever 'encoder', or an rpt with 'learned'."
+        )
+    for name, expected, why in (
+        ("task", "text", "a table is one of windows of a text"),
+        ("separate_documents", False, "a table's windows are one text each"),
+        ("early_landmarks", 0, "a table's chunks are full"),
+    ):
+        if (came := getattr(data, name)) != expected:
+            raise ValueError(
+                f"data.{name}: expected {str(expected).lower()} with data.neighbours, got {str(came).lower()}: {why}. "
+                f"Set data.{name}={str(expected).lower()}, or leave data.neighbours out."
+            )
+
+
+def _check_data(config: RunConfig) -> None:
+    data, training = config.data, config.training
+    if not 0 <= data.level_accuracy < 1:
+        raise ValueError(
+            f"data.level_accuracy: expected a share from 0 to below 1, got {data.level_accuracy}."
+        )
+    if not 0 <= data.first_level < len(CURRICULUM):
+        raise ValueError(f"data.first_level: expected 0 to {len(CURRICULUM) - 1}, got {data.first_level}.")
+    for name in ("paths", "validation"):
+        if getattr(data, name) == []:
+            raise ValueError(
+                f"data.{name}: expected files or folders, got an empty list. Name some, or null for "
+                f"{'the Python standard library' if name == 'paths' else 'none'}."
+            )
+    if data.separate_documents and data.task != "text":
+        raise ValueError(
+            f"data.separate_documents: expected false with data.task {data.task}, whose samples are one document each."
+        )
+    if data.task == "summarization" and data.paths is None:
+        raise ValueError(
+            "data.paths: expected files of pairs (document, summary) with data.task summarization, got none. "
+            "trailmark prepare xsum --pairs makes one."
+        )
+    if data.task == "summarization" and (data.validation is not None or training.eval_steps is not None):
+        raise ValueError(
+            "data.validation, training.eval_steps: expected none with data.task summarization: only text is measured "
+            "on the way."
+        )
+    if training.eval_steps is not None and data.validation is None and data.task != "needles":
+        raise ValueError(
+            "data.validation: expected text to measure on every training.eval_steps, got none. Name files, or leave "
+            "eval_steps out."
+        )
+
+
+def rows_per_step(config: RunConfig) -> int:
+    """Samples of the global batch, of all tasks whose samples are ``context_length`` tokens.
+
+    Raises:
+        ValueError: a global batch of no whole samples.
+    """
+    tokens, length = config.training.tokens_per_step, config.training.context_length
+    if tokens < length or tokens % length:
+        near = max(1, round(tokens / length)) * length
+        raise ValueError(
+            f"training.tokens_per_step: expected whole samples of context_length = {length} tokens, got {tokens}. "
+            f"{near} would be {near // length}."
+        )
+    return tokens // length
 
 
 def _check_landmark(config: RunConfig, model: LandmarkConfig) -> None:
@@ -222,10 +380,14 @@ def _check_landmark(config: RunConfig, model: LandmarkConfig) -> None:
                 f"model.max_position_embeddings: expected at least the {longest} positions of "
                 f"{CURRICULUM[-1].chunks} chunks, got {most}."
             )
-    elif (length := config.training.sequence_length) + length // S > most:
+        return
+    # a landmark before its chunk is full leaves a gap of up to S positions
+    early = {"niah": config.data.num_landmarks + (config.data.early_landmarks > 0), "summarization": 1}
+    left = most - early.get(config.data.task, 0) * S
+    if (length := config.training.context_length) + length // S > left:
         raise ValueError(
-            f"training.sequence_length: expected at most {most - most // (S + 1)} tokens, which have {most} positions "
-            f"with their landmarks (model.max_position_embeddings), got {length}."
+            f"training.context_length: expected at most {max(0, left - left // (S + 1))} tokens, which have {most} "
+            f"positions with their landmarks (model.max_position_embeddings), got {length}."
         )
 
 

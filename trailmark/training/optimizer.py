@@ -3,15 +3,29 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate
 
 # Newton-Schulz polynomial of Muon (Jordan et al., 2024): singular values go to about 1 in five steps.
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 _STEPS = 5
+_GATHERED = 1 << 26  # elements of sharded matrices that are whole at a time, unless one alone has more
+
+
+def parameter_groups(
+    parameters: Iterable[nn.Parameter], weight_decay: float, decay_vectors: bool
+) -> list[dict[str, Any]]:
+    """For AdamW: matrices, which decay, and vectors (norms, landmarks), which do if ``decay_vectors``."""
+    every = list(parameters)
+    if decay_vectors or not weight_decay:
+        return [{"params": every, "weight_decay": weight_decay}]
+    matrices, vectors = [p for p in every if p.dim() > 1], [p for p in every if p.dim() <= 1]
+    groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    return [group for group in groups if group["params"]]
 
 
 class MuonAdamW(torch.optim.Optimizer):
@@ -19,13 +33,15 @@ class MuonAdamW(torch.optim.Optimizer):
 
     ``torch.optim.Muon`` walks the parameters one by one and takes a fused projection for one matrix; here
     the matrices of a fused projection (``module.block_rows``) are orthogonalised each on its own, and all of
-    one shape at once, which a model of small matrices needs.
+    one shape at once, which a model of small matrices needs. Sharded matrices (FSDP2) are gathered in every
+    process, a few of one shape at a time (:meth:`portions`).
 
     Args:
         model: embeddings and the output projection go to AdamW, like everything that is no matrix.
         matrix_learning_rate: of Muon; an update has singular values of about this times
             ``max(1, rows / columns) ** 0.5``.
         learning_rate: of AdamW.
+        decay_vectors: as in :func:`parameter_groups`.
     """
 
     def __init__(
@@ -36,6 +52,8 @@ class MuonAdamW(torch.optim.Optimizer):
         betas: tuple[float, float] = (0.9, 0.95),
         momentum: float = 0.95,
         weight_decay: float = 0.0,
+        decay_vectors: bool = False,
+        eps: float = 1e-8,
     ) -> None:
         vocabulary: set[int] = set()
         blocks: dict[int, tuple[int, ...]] = {}
@@ -50,15 +68,20 @@ class MuonAdamW(torch.optim.Optimizer):
             is_matrix = parameter.dim() == 2 and id(parameter) not in vocabulary
             (matrices if is_matrix else rest).append(parameter)
         self._blocks = [blocks.get(id(p), (p.shape[0],)) for p in matrices]
-        common = {"weight_decay": weight_decay}
-        self._adamw = torch.optim.AdamW(rest, lr=learning_rate, betas=betas, weight_decay=weight_decay)
-        muon = {"params": matrices, "lr": matrix_learning_rate, "momentum": momentum} | common
+        groups = parameter_groups(rest, weight_decay, decay_vectors)
+        self._adamw = torch.optim.AdamW(groups, lr=learning_rate, betas=betas, eps=eps)
+        muon = {
+            "params": matrices,
+            "lr": matrix_learning_rate,
+            "momentum": momentum,
+            "weight_decay": weight_decay,
+        }
         super().__init__([*self._adamw.param_groups, muon], {})
         self._share()
 
     def _share(self) -> None:
-        # AdamW works on this optimizer's group and state: schedulers, saving and loading see one optimizer
-        self._adamw.param_groups = self.param_groups[:1]
+        # AdamW works on this optimizer's groups and state: schedulers, saving and loading see one optimizer
+        self._adamw.param_groups = self.param_groups[:-1]
         self._adamw.state = self.state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -72,14 +95,36 @@ class MuonAdamW(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self._adamw.step()
-        self._muon(self.param_groups[1])
+        for portion in self.portions(any(isinstance(p, DTensor) for p in self.param_groups[-1]["params"])):
+            self._muon(portion, self.param_groups[-1])
         return loss
 
-    def _muon(self, group: dict[str, Any]) -> None:
+    def portions(self, sharded: bool) -> list[list[tuple[nn.Parameter, tuple[int, ...]]]]:
+        """Matrices with a gradient, with the rows of their blocks, as they are worked on together.
+
+        What a portion needs goes before the next. Whole matrices are one portion. The same in all processes.
+        """
+        found = [
+            (parameter, rows)
+            for parameter, rows in zip(self.param_groups[-1]["params"], self._blocks, strict=True)
+            if parameter.grad is not None
+        ]
+        if not sharded:
+            return [found]
+        alike: dict[Any, list[tuple[nn.Parameter, tuple[int, ...]]]] = defaultdict(list)
+        for parameter, rows in found:
+            alike[parameter.shape, rows].append((parameter, rows))
+        portions = []
+        for (shape, _), pairs in alike.items():
+            most = max(1, _GATHERED // shape.numel())
+            portions += [pairs[first : first + most] for first in range(0, len(pairs), most)]
+        return portions
+
+    def _muon(self, portion: list[tuple[nn.Parameter, tuple[int, ...]]], group: dict[str, Any]) -> None:
         stacks: dict[tuple[int, int], list[tuple[Tensor, Tensor]]] = defaultdict(list)
-        for parameter, rows in zip(group["params"], self._blocks, strict=True):
-            if parameter.grad is None:
-                continue
+        sharded: list[tuple[DTensor, Tensor]] = []  # and what is to be added to them
+        for parameter, rows in portion:
+            assert parameter.grad is not None
             state = self.state[parameter]
             if "momentum" not in state:
                 state["momentum"] = torch.zeros_like(parameter)
@@ -87,7 +132,13 @@ class MuonAdamW(torch.optim.Optimizer):
             update = parameter.grad.lerp(state["momentum"], group["momentum"])  # Nesterov
             if group["weight_decay"]:
                 parameter.mul_(1 - group["lr"] * group["weight_decay"])
-            for target, part in zip(parameter.split(rows), update.split(rows), strict=True):
+            changed: Tensor = parameter
+            if isinstance(update, DTensor):  # a matrix is orthogonalized whole, by every process
+                assert isinstance(parameter, DTensor)
+                update = update.full_tensor()
+                changed = torch.zeros_like(update)
+                sharded.append((parameter, changed))
+            for target, part in zip(changed.split(rows), update.split(rows), strict=True):
                 wide = part.shape[0] < part.shape[1]
                 tall = part.T if wide else part
                 stacks[tuple(tall.shape)].append((target.T if wide else target, tall))
@@ -97,6 +148,10 @@ class MuonAdamW(torch.optim.Optimizer):
                 was_wide = target.stride(0) < target.stride(1)
                 growth = 1.0 if was_wide else max(1.0, part.shape[0] / part.shape[1]) ** 0.5
                 target.add_(direction, alpha=-group["lr"] * growth)
+        for shard, change in sharded:
+            everywhere = [Replicate()] * shard.device_mesh.ndim
+            whole = DTensor.from_local(change, shard.device_mesh, everywhere, run_check=False)
+            shard.add_(whole.redistribute(placements=shard.placements))  # this process's rows of it
 
 
 def orthogonalize(x: Tensor) -> Tensor:

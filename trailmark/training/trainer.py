@@ -1,99 +1,169 @@
-"""Training by transformers' Trainer: needle tasks with a curriculum, or plain text; stops and resumes."""
+"""transformers' Trainer with our batches, optimizer, schedule, loss, guards and checkpoints.
+
+What is overridden here, and why: batches come whole and divided (``get_train_dataloader``), a loss is weighted over
+the global batch (``_get_num_items_in_batch``, ``compute_loss``), a step that is not finite must not be taken
+(``_get_grad_norm`` and the callback), and a checkpoint is one that cannot be half-written (``_save_checkpoint`` and
+what loads it).
+"""
 
 from __future__ import annotations
 
-import hashlib
-import os
-import shutil
-import signal
-import tempfile
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
-from functools import cached_property
-from pathlib import Path
-from typing import Any
+import math
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.nn.functional as F
-import yaml
-from safetensors import SafetensorError
+from accelerate import PartialState
+from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from torch import Tensor
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils.data import DataLoader, IterableDataset
-from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments, set_seed
+from transformers import Trainer, TrainerCallback
 
-from trailmark.data.batches import TextSlices
-from trailmark.data.corpus import Tokens, load_tokenizer, read_texts, standard_library_texts, tokenize
-from trailmark.data.files import expect_writable, read_json, write_json, write_text
-from trailmark.data.needles import CURRICULUM, Level, NeedleFormat, NeedleTexts
-from trailmark.models import DRTForCausalLM, TrailmarkForCausalLM
-from trailmark.models.causal_lm import shift_labels
-from trailmark.ops import fold_seed
-from trailmark.training.config import ARCHITECTURES, RunConfig, TrainingConfig
-from trailmark.training.optimizer import MuonAdamW
+from trailmark.models import RPTForCausalLM
+from trailmark.training import states
+from trailmark.training.config import TrainingConfig
+from trailmark.training.loss import Meter, total_weight, weighted_loss
+from trailmark.training.optimizer import MuonAdamW, parameter_groups
+from trailmark.training.processes import all_reduced, rank, world_size
+from trailmark.training.tasks import Batch, Task, share_of
 
-_SMOOTHING = 0.95  # of the moving averages that are shown and that advance the curriculum
-_CURRICULUM_FILE = "curriculum.json"
-HISTORY_FILE = "history.json"  # written at the end: the run is complete
-_RUN_FILE = "run.yaml"
+if TYPE_CHECKING:
+    from trailmark.training.run import Run
 
 
-@dataclass
-class Curriculum:
-    """Which level a step trains: the next one once the first digits are answered well enough.
+class Batches(IterableDataset[Batch]):
+    """This process's micro-batches, step by step, from step ``start``."""
 
-    A change takes effect two steps later, because the loader works one batch ahead; thus a resumed run
-    makes the same batches.
-    """
+    def __init__(self, task: Task, steps: int, micro: int) -> None:
+        self.task, self.steps, self.micro, self.start = task, steps, micro, 0
 
-    levels: tuple[Level, ...] = CURRICULUM
-    threshold: float = 0.9
-    starts: list[int] = field(default_factory=lambda: [0])  # the first step of each level reached
-    samples: list[int] = field(default_factory=lambda: [0])  # the first sample of each level reached
-    average: float = 0.0
-
-    def level_at(self, step: int) -> int:
-        return max(n for n, start in enumerate(self.starts) if start <= step)
-
-    def rows(self, level: int, tokens_per_step: int, chunk_size: int) -> int:
-        return max(1, tokens_per_step // (self.levels[level].chunks * chunk_size))
-
-    def update(self, step: int, accuracy: float | None, rows: int) -> None:
-        """Take in the accuracy of ``step``, a batch of ``rows`` samples; None: it asked nothing."""
-        if step < self.starts[-1] or accuracy is None:
-            return  # a level was just reached; its first batch is still to come
-        self.average = _SMOOTHING * self.average + (1 - _SMOOTHING) * accuracy
-        if self.average > self.threshold and len(self.starts) < len(self.levels):
-            start = step + 2
-            self.samples.append(self.samples[-1] + (start - self.starts[-1]) * rows)
-            self.starts.append(start)
-            self.average = 0.0
-
-
-class _Batches(IterableDataset[dict[str, Tensor]]):
-    """Whole batches by step, from ``start``."""
-
-    def __init__(self, make: Callable[[int], dict[str, Tensor]], steps: int) -> None:
-        self.make, self.steps, self.start = make, steps, 0
-
-    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+    def __iter__(self) -> Iterator[Batch]:
         for step in range(self.start, self.steps):
-            yield self.make(step)
+            for number in range(self.micro):
+                first, count = share_of(self.task.rows(step), world_size(), rank(), self.micro, number)
+                yield self.task.batch(step, first, count)
 
 
-class _Trainer(Trainer):
-    """The Trainer with our batches, optimizer and weighted loss."""
+def schedule(settings: TrainingConfig, step: int) -> float:
+    """The learning rate of ``step`` as a share of its peak."""
+    hold = max(settings.constant_fraction * settings.steps, settings.warmup_steps)
+    fall = min(1.0, max(0.0, step - hold) / max(1.0, settings.steps - hold))
+    if settings.schedule == "cosine":
+        fall = (1 - math.cos(math.pi * fall)) / 2
+    warm = min(1.0, (step + 1) / max(1, settings.warmup_steps))
+    return warm * (1 - fall * (1 - settings.final_fraction))
 
+
+def make_optimizer(model: Any, settings: TrainingConfig) -> torch.optim.Optimizer:
+    """What ``training.optimizer`` names."""
+    betas = settings.adam_beta1, settings.adam_beta2
+    if settings.optimizer == "muon":
+        return MuonAdamW(
+            model, settings.matrix_learning_rate, settings.learning_rate, betas,
+            weight_decay=settings.weight_decay, decay_vectors=settings.decay_vectors, eps=settings.adam_epsilon,
+        )  # fmt: skip
+    groups = parameter_groups(model.parameters(), settings.weight_decay, settings.decay_vectors)
+    return torch.optim.AdamW(groups, lr=settings.learning_rate, betas=betas, eps=settings.adam_epsilon)
+
+
+class RunTrainer(Trainer):
+    """The Trainer of one :class:`trailmark.training.run.Run`."""
+
+    loss_is_scaled_for_ga = True
+    control: Any
     optimizer: Any
     lr_scheduler: Any
 
     def __init__(self, run: Run, **kwargs: Any) -> None:
-        self.run = run
+        self.run, self.meter, self.grad_norm = run, Meter(), 0.0
+        self.micro_batches: list[Batch] = []  # of the present step: a step that fails is looked into
         super().__init__(**kwargs)
+
+    def create_accelerator_and_postprocess(self) -> None:
+        super().create_accelerator_and_postprocess()
+        state = self.accelerator.state
+        if self.args.fsdp_plugin_args is not None and state.distributed_type == DistributedType.MULTI_CPU:
+            # accelerate passes the wish over without a word where there is no accelerator; FSDP2 itself runs on gloo
+            state.fsdp_plugin = FullyShardedDataParallelPlugin(**self.args.fsdp_plugin_args)
+            state.distributed_type = PartialState._shared_state["distributed_type"] = DistributedType.FSDP
+            self.is_fsdp_enabled = True
+        if self.is_fsdp_enabled:
+            self._check_sharding(state.fsdp_plugin)
+
+    def _check_sharding(self, plugin: Any) -> None:
+        """Also of what ``accelerate launch`` was told."""
+        if plugin.fsdp_version != 2:
+            raise ValueError(
+                f"fsdp_version: expected 2, got {plugin.fsdp_version}. Give accelerate launch --fsdp_version 2."
+            )
+        # weights and gradients stay as they are: autocast
+        plugin.mixed_precision_policy = MixedPrecisionPolicy()
+        if plugin.transformer_cls_names_to_wrap is None:
+            # accelerate wants to find in the model each kind of block that its class may hold
+            kinds = {type(module).__name__ for module in self.run.model.modules()}
+            plugin.transformer_cls_names_to_wrap = sorted(kinds & set(self.run.model._no_split_modules or ()))
+
+    # --- batches and loss ----------------------------------------------------------------------------------
 
     def get_train_dataloader(self) -> DataLoader[Any]:
         return DataLoader(self.train_dataset, batch_size=None)  # batches are made whole
+
+    def _get_num_items_in_batch(self, batch_samples: list[Batch], device: torch.device) -> Tensor | None:
+        self.micro_batches = batch_samples
+        if not batch_samples:
+            return None
+        return all_reduced(total_weight(self.run.model, batch_samples).to(device))
+
+    def compute_loss(
+        self,
+        model: Any,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: Tensor | None = None,
+    ) -> Any:
+        assert num_items_in_batch is not None
+        with self._autocast():
+            rows = self._begin(self.state.global_step)
+            loss, out, labels = weighted_loss(
+                model, self.run.retrieves, inputs, num_items_in_batch, rows=rows
+            )
+        self.meter.add(loss, out, labels, inputs, rows)
+        self.run.look_at(out)
+        loss = loss * self.args.world_size  # gradients are averaged over processes, this is a part of a sum
+        return (loss, out) if return_outputs else loss
+
+    def _begin(self, step: int) -> int:
+        """Tell the model how far training is; the rows of the global batch of ``step``."""
+        if isinstance(self.run.model, RPTForCausalLM):
+            self.run.model.ranking_progress = step / self.run.config.training.steps
+        return self.run.task.rows(step)
+
+    def _autocast(self) -> torch.autocast:
+        """Also where accelerate leaves it to FSDP2, whose own mixed precision would round weights and gradients."""
+        half = self.run.config.training.precision == "bfloat16"
+        return torch.autocast(self.args.device.type, torch.bfloat16, enabled=half)
+
+    def repeat_step(self) -> None:
+        """Forward and backward of this process's part of the present step once more."""
+        self._begin(self.state.global_step)
+        for batch in self.micro_batches:
+            inputs = self._prepare_inputs(batch)
+            with self._autocast():
+                loss, _, _ = weighted_loss(self.model_wrapped, self.run.retrieves, inputs)
+            self.accelerator.backward(loss)
+
+    def floating_point_ops(self, inputs: dict[str, Any]) -> int:
+        return 0  # transformers' guess counts the parameters anew for every batch; estimate.py knows better
+
+    def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
+        found = super()._get_grad_norm(model, grad_norm)
+        if hasattr(found, "full_tensor"):
+            found = found.full_tensor()
+        self.grad_norm = found
+        return found
+
+    # --- optimizer and schedule ----------------------------------------------------------------------------
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
         if self.optimizer is None:
@@ -103,370 +173,61 @@ class _Trainer(Trainer):
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
         if self.lr_scheduler is None:
             settings = self.run.config.training
-
-            def factor(step: int) -> float:
-                hold = settings.constant_fraction * num_training_steps
-                fall = max(0.0, step - hold) / max(1.0, num_training_steps - hold)
-                warm = min(1.0, (step + 1) / max(1, settings.warmup_steps))
-                return warm * (1 - fall * (1 - settings.final_fraction))
-
-            self.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer or self.optimizer, factor)
+            self.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(
+                optimizer or self.optimizer, lambda step: schedule(settings, step)
+            )
         return self.lr_scheduler
 
+    # --- what is shown and measured ------------------------------------------------------------------------
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        if "loss" in logs:
+            logs = logs | {name: value for name, value in self.run.shown().items() if name != "loss"}
+        super().log(logs, start_time)
+
+    def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
+        metrics = {f"eval_{name}": value for name, value in self.run.validate(self.model_wrapped).items()}
+        self.log(dict(metrics))
+        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
+        return metrics
+
+    # --- checkpoints ---------------------------------------------------------------------------------------
+
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        with _saving(self.run.output):
-            super()._save_checkpoint(model, trial)
+        self.run.save_checkpoint(self)
 
-    def compute_loss(
-        self,
-        model: Any,
-        inputs: dict[str, Any],
-        return_outputs: bool = False,
-        num_items_in_batch: Any = None,
-    ) -> Any:
-        loss, out, labels = weighted_loss(model, self.run.retrieves, inputs)
-        self.run.measure(int(self.state.global_step), loss, out, labels, inputs)
-        return (loss, out) if return_outputs else loss
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        states.load_weights(resume_from_checkpoint, self.model if model is None else model)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is not None:
+            states.load_optimizer(checkpoint, self.model, self.optimizer)
+            self.lr_scheduler.load_state_dict(states.read_scheduler(checkpoint))
+
+    def _load_scaler(self, checkpoint: str | None) -> None:
+        """None is used; a pickled one in a stranger's checkpoint is not looked at."""
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        if checkpoint is not None:
+            states.load_random_state(checkpoint)
 
 
-class _Progress(TrainerCallback):
-    """Passes progress on, keeps the history, saves the curriculum, and stops when asked."""
+class RunCallback(TrainerCallback):
+    """Looks at a step before it is taken; keeps the history, evaluates and stops when asked."""
 
     def __init__(self, run: Run) -> None:
         self.run = run
 
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if not self.run.may_step(state.global_step + 1):
+            kwargs["optimizer"].zero_grad(set_to_none=True)  # parameters without a gradient stay as they are
+
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
+        settings = self.run.config.training
         self.run.step_done(state.global_step)
-        if self.run.interrupted:
+        every = settings.eval_steps
+        if every is not None and (state.global_step % every == 0 or state.global_step == settings.steps):
+            control.should_evaluate = True
+        if self.run.stopping:
             control.should_save = control.should_training_stop = True
         return control
-
-    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
-        curriculum = self.run.curriculum
-        kept = {"starts": curriculum.starts, "samples": curriculum.samples, "average": curriculum.average}
-        kept |= {"history": self.run.history, "averages": self.run.averages, "seconds": self.run.seconds}
-        kept |= {"tokens": self.run.tokens_trained, "text": self.run.text_hash}
-        with _saving(self.run.output):
-            write_json(folder / _CURRICULUM_FILE, kept)
-
-
-class Run:
-    """One training run: data, model, progress. ``train`` starts it, or resumes what its folder holds."""
-
-    def __init__(
-        self,
-        config: RunConfig,
-        progress: Callable[[Run], None] = lambda run: None,
-        text: Tokens | None = None,
-    ) -> None:
-        self.config, self.progress = config, progress
-        self.tokenizer = load_tokenizer(config.data.tokenizer)
-        self.output = Path(config.output)
-        set_seed(config.training.seed)
-        self.model: TrailmarkForCausalLM = ARCHITECTURES[config.model.get("architecture", "drt")](
-            config.model_config(len(self.tokenizer))
-        )
-        self.curriculum = Curriculum(CURRICULUM[config.data.first_level :], config.data.level_accuracy)
-        self.history: list[dict[str, float]] = []
-        self.averages: dict[str, float] = {}
-        self.step, self.seconds, self.tokens_trained, self.interrupted = 0, 0.0, 0, False
-        self._began = time.perf_counter()
-        if text is None:
-            paths = config.data.paths
-            texts = read_texts(paths) if paths else standard_library_texts("train")
-            text = tokenize(texts, self.tokenizer)
-        self._tokens = text
-        self._make = self._needles(text) if config.data.task == "needles" else self._text(text)
-
-    @property
-    def retrieves(self) -> bool:
-        return isinstance(self.model, DRTForCausalLM)
-
-    # --- batches -------------------------------------------------------------------------------------------
-
-    def _needles(self, text: Tokens) -> Callable[[int], dict[str, Tensor]]:
-        data, training, seed = self.config.data, self.config.training, self.config.training.seed
-        texts = NeedleTexts(
-            NeedleFormat.of(self.tokenizer),
-            text,
-            data.chunk_size,
-            seed,
-            data.filler_weight,
-            data.first_digit_weight,
-        )
-
-        def make(step: int) -> dict[str, Tensor]:
-            curriculum = self.curriculum
-            level = curriculum.level_at(step)
-            rows = curriculum.rows(level, training.tokens_per_step, data.chunk_size)
-            first = curriculum.samples[level] + (step - curriculum.starts[level]) * rows
-            batch = vars(texts.batch(first, rows, curriculum.levels[level]))
-            batch["noise_seed"] = fold_seed(seed, step, batch.pop("sample_numbers"))
-            return _without_trivial_layout(batch)
-
-        return make
-
-    def _text(self, text: Tokens) -> Callable[[int], dict[str, Tensor]]:
-        training, share = self.config.training, self.config.data.early_landmarks
-        chunk_size = getattr(self.model.config, "chunk_size", 1)  # a chunk of one token is always full
-        slices = TextSlices(text, training.sequence_length, training.seed)
-        rows = training.tokens_per_step // training.sequence_length
-
-        def make(step: int) -> dict[str, Tensor]:
-            ids = slices.batch(step * rows, rows)
-            seeds = fold_seed(training.seed, step, torch.arange(step * rows, (step + 1) * rows))
-            batch = {"input_ids": ids, "labels": ids, "noise_seed": seeds}
-            batch["loss_weights"] = torch.ones(ids.shape)
-            if share > 0 and chunk_size > 1:
-                batch["close_chunk"] = slices.close_chunk(step * rows, rows, chunk_size, share)
-            return _without_trivial_layout(batch)
-
-        return make
-
-    # --- measuring -----------------------------------------------------------------------------------------
-
-    @torch.no_grad()
-    def measure(self, step: int, loss: Tensor, out: Any, labels: Tensor, inputs: dict[str, Any]) -> None:
-        """Moving averages of the loss, and of needle accuracy and retrieval recall where there are needles."""
-        mask = inputs.get("attention_mask")
-        self.tokens_trained += inputs["input_ids"].numel() if mask is None else int(mask.sum())
-        found = {"loss": float(loss)}
-        if "first_digits" in inputs:
-            asked = F.pad(inputs["first_digits"][:, 1:], (0, 1))
-            correct = out.logits[asked].argmax(-1) == labels[asked]
-            needles = inputs["needle_chunks"]
-            if correct.numel():
-                found["accuracy"] = float(correct.float().mean())
-                if out.retrieval is not None:
-                    hits = [(s.indices == needles[..., None]).any(-1) for s in out.retrieval]
-                    found["recall"] = float(torch.stack(hits).any(0)[needles >= 0].float().mean())
-            self.curriculum.update(step, found.get("accuracy"), inputs["input_ids"].shape[0])
-        for name, value in found.items():
-            old = self.averages.get(name, value)
-            self.averages[name] = _SMOOTHING * old + (1 - _SMOOTHING) * value
-
-    def step_done(self, step: int) -> None:
-        now = time.perf_counter()
-        self.seconds, self._began, self.step = self.seconds + now - self._began, now, step
-        if step % 10 == 0 or step == self.config.training.steps:
-            level = float(self.curriculum.level_at(step))
-            self.history.append({"step": step, "seconds": self.seconds, "level": level} | self.averages)
-        self.progress(self)
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens of the training text."""
-        return len(self._tokens)
-
-    @cached_property
-    def text_hash(self) -> str:
-        """Of the training text: a run goes on exactly only on the same one."""
-        return hashlib.sha256(self._tokens.data).hexdigest()
-
-    @property
-    def tokens_per_second(self) -> float:
-        return self.tokens_trained / max(self.seconds, 1e-9)
-
-    # --- the run -------------------------------------------------------------------------------------------
-
-    def measure_speed(self, steps: int = 8) -> float:
-        """Seconds per step on batches of the last level, the slowest; the model is left as it was."""
-        trial = Run(self.config, text=self._tokens)
-        count = len(trial.curriculum.levels)
-        trial.curriculum.starts = trial.curriculum.samples = [0] * count
-        model = trial.model.train()
-        optimizer = make_optimizer(model, self.config.training)
-        seconds = []
-        for step in range(steps):
-            began = time.perf_counter()
-            loss, out, labels = weighted_loss(model, trial.retrieves, inputs := trial._make(step))
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            trial.measure(step, loss, out, labels, inputs)
-            seconds.append(time.perf_counter() - began)
-        return sorted(seconds)[steps // 2]
-
-    @property
-    def finished(self) -> bool:
-        """Whether the output folder holds this very run, trained to its end."""
-        return read_json(self.output / HISTORY_FILE) is not None and self._holds_this_run()
-
-    def train(self) -> TrailmarkForCausalLM:
-        """Train to the end, from the last checkpoint if there is one; KeyboardInterrupt saves and leaves."""
-        settings = self.config.training
-        if (processes := int(os.environ.get("WORLD_SIZE", "1"))) > 1:
-            raise ValueError(
-                f"WORLD_SIZE: expected one process, got {processes}: in this version each would train on the same "
-                "batches. Start trailmark train without torchrun or accelerate launch."
-            )
-        last = self._claim_output()
-        arguments = TrainingArguments(
-            output_dir=str(self.output / "checkpoints"),
-            max_steps=settings.steps,
-            per_device_train_batch_size=1,
-            max_grad_norm=settings.max_grad_norm,
-            save_strategy="steps",
-            save_steps=settings.save_steps,
-            save_total_limit=2,
-            logging_strategy="no",
-            report_to=[],
-            disable_tqdm=True,
-            remove_unused_columns=False,
-            ignore_data_skip=True,
-            dataloader_pin_memory=False,
-            use_cpu=not torch.cuda.is_available(),  # not Apple's GPU: it lacks float64 and is untested
-            seed=settings.seed,
-        )
-        if settings.gradient_checkpointing:
-            self.model.gradient_checkpointing_enable({"use_reentrant": False})
-        batches = _Batches(self._make, settings.steps)
-        trainer = _Trainer(
-            self, model=self.model, args=arguments, train_dataset=batches, callbacks=[_Progress(self)]
-        )
-        trainer.remove_callback(PrinterCallback)
-        if last is not None:
-            self._restore(last)
-            batches.start = self.step
-        self._began = time.perf_counter()
-        with _stop_softly(self):
-            trainer.train(resume_from_checkpoint=str(last) if last else None)
-        if self.interrupted:
-            raise KeyboardInterrupt
-        self.model.cpu()
-        self.save()
-        return self.model
-
-    def _claim_output(self) -> Path | None:
-        """Make the output folder this run's; the last whole checkpoint in it, if any."""
-        expect_writable("output", self.output)
-        if (self.output / _RUN_FILE).exists() and not self._holds_this_run():
-            raise ValueError(
-                f"output: {str(self.output)!r} holds a run with another configuration ({_RUN_FILE}). "
-                "Choose another output, or remove that folder to start anew."
-            )
-        with _saving(self.output):
-            write_text(self.output / _RUN_FILE, self.config.to_yaml())
-        whole = []
-        for folder in (self.output / "checkpoints").glob("checkpoint-*"):
-            if read_json(folder / _CURRICULUM_FILE) is not None:  # written last
-                whole.append(folder)
-            elif folder.is_dir() and not (folder / _CURRICULUM_FILE).exists():
-                # half, of a killed run: the Trainer would keep it and remove a whole one
-                shutil.rmtree(folder)
-        last = max(whole, key=lambda folder: int(folder.name.rpartition("-")[2]), default=None)
-        if last and read_json(last / _CURRICULUM_FILE).get("text", self.text_hash) != self.text_hash:
-            raise ValueError(
-                f"data: expected the text that the run in {str(self.output)!r} began with, got another one. Put the "
-                "files back as they were, choose another output, or remove that folder to start anew."
-            )
-        return last
-
-    def _holds_this_run(self) -> bool:
-        try:
-            other = yaml.safe_load((self.output / _RUN_FILE).read_text())
-        except (OSError, ValueError, yaml.YAMLError):
-            return False
-        if not isinstance(other, dict):
-            return False
-        own = yaml.safe_load(self.config.to_yaml())
-        for section in ("data", "training"):  # settings that are newer than the folder
-            if isinstance(other.get(section), dict):
-                other[section] = vars(getattr(RunConfig(), section)) | other[section]
-        return {**other, "output": ""} == {**own, "output": ""}  # a folder may be moved
-
-    def _restore(self, checkpoint: Path) -> None:
-        kept = read_json(checkpoint / _CURRICULUM_FILE)
-        self.curriculum.starts, self.curriculum.samples = kept["starts"], kept["samples"]
-        self.curriculum.average = kept["average"]
-        self.history, self.averages, self.seconds = kept["history"], kept["averages"], kept["seconds"]
-        self.step = int(checkpoint.name.rpartition("-")[2])
-        self.tokens_trained = kept.get("tokens", self.step * self.config.training.tokens_per_step)
-
-    def save(self) -> None:
-        """The model, its tokenizer, the configuration and the history, into the output folder."""
-        with (
-            _saving(self.output),
-            tempfile.TemporaryDirectory(dir=self.output, prefix=".saving-") as folder,
-        ):
-            self.model.save_pretrained(folder)
-            self.tokenizer.save_pretrained(folder)
-            for file in Path(folder).iterdir():
-                os.replace(file, self.output / file.name)
-            history = {
-                "steps": self.history,
-                "seconds": self.seconds,
-                "tokens_per_second": self.tokens_per_second,
-                "level_starts": self.curriculum.starts,
-                "levels": [asdict(level) for level in self.curriculum.levels],
-            }
-            write_json(self.output / HISTORY_FILE, history)
-
-
-def _without_trivial_layout(batch: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Without a mask or marks that change nothing: the model keeps its layouts of uniform batches."""
-    trivial = {"attention_mask": True, "close_chunk": False}
-    return {key: x for key, x in batch.items() if key not in trivial or bool((x != trivial[key]).any())}
-
-
-def make_optimizer(model: Any, settings: TrainingConfig) -> torch.optim.Optimizer:
-    """What ``training.optimizer`` names."""
-    rate, decay = settings.learning_rate, settings.weight_decay
-    if settings.optimizer == "muon":
-        return MuonAdamW(model, settings.matrix_learning_rate, rate, weight_decay=decay)
-    return torch.optim.AdamW(model.parameters(), lr=rate, betas=(0.9, 0.95), weight_decay=decay)
-
-
-def weighted_loss(model: Any, retrieves: bool, inputs: dict[str, Any]) -> tuple[Tensor, Any, Tensor]:
-    """The weighted mean of the token losses, the model's output and the shifted labels.
-
-    Where landmarks are tokens of the text, what a token's landmark adds weighs as the token does.
-    """
-    layout = {key: inputs[key] for key in ("attention_mask", "close_chunk") if key in inputs}
-    out = model(
-        input_ids=inputs["input_ids"],
-        noise_seed=inputs["noise_seed"],  # whatever a model draws, a run that goes on draws again
-        output_retrieval=retrieves,
-        **layout,
-    )
-    labels = shift_labels(model.bearing_loss(inputs["labels"], inputs["input_ids"]))
-    dtype = torch.promote_types(out.logits.dtype, torch.float32)
-    losses = F.cross_entropy(
-        out.logits.to(dtype).flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="none"
-    )
-    if out.landmark_loss is not None:
-        losses = losses + out.landmark_loss.flatten()
-    weights = F.pad(inputs["loss_weights"][:, 1:], (0, 1)).masked_fill(labels == -100, 0).flatten()
-    return (losses * weights).sum() / weights.sum().clamp(min=1e-9), out, labels
-
-
-@contextmanager
-def _saving(folder: Path) -> Iterator[None]:
-    """Each library has an error of its own for a full disk; some do not say what they are."""
-    try:
-        yield
-    except (OSError, RuntimeError, SafetensorError) as error:
-        raise ValueError(
-            f"output: cannot save in {str(folder)!r} ({str(error).strip().splitlines()[0]}). Free some space and start "
-            "the same command again; what was saved before is whole."
-        ) from error
-
-
-@contextmanager
-def _stop_softly(run: Run) -> Iterator[None]:
-    """Ctrl-C ends the step, saves and stops; a second one stops at once."""
-
-    def stop(signum: int, frame: Any) -> None:
-        run.interrupted = True
-        signal.signal(signal.SIGINT, previous)
-
-    try:
-        previous = signal.signal(signal.SIGINT, stop)
-    except ValueError:  # not in the main thread: the caller handles signals
-        yield
-        return
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, previous)

@@ -1,0 +1,255 @@
+"""One row of benchmarks/compare.py, in a process of its own: trained, and asked; its peak memory is then its own.
+
+python benchmarks/compare_measure.py JOB    a job of compare.py, as JSON
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import compare_tables
+import numpy as np
+import torch
+import transformers
+from compare_rows import (
+    CHUNK_SIZE,
+    FACTORS,
+    FULL_UP_TO,
+    LEVELS,
+    NEEDLE_LENGTH,
+    SIZES,
+    Sizes,
+    fix_levels,
+    needle_config,
+    text_config,
+)
+from torch import Tensor
+from training import BareLoop, Timers
+from training_text import books, peak_memory, stretches, trained_tokenizer
+
+from trailmark.data.corpus import Tokens, files_below, load_tokenizer, standard_library_texts, tokenize
+from trailmark.data.files import read_json, write_json
+from trailmark.data.needles import VALUE_LENGTH, NeedleFormat
+from trailmark.data.trials import needle_trials
+from trailmark.demo import environment
+from trailmark.evaluation import evaluate
+from trailmark.evaluation.needles import NeedleResult, evaluate_needles
+from trailmark.evaluation.perplexity import evaluate_perplexity
+from trailmark.models import TrailmarkForCausalLM
+from trailmark.report.console import Progress, training_line
+from trailmark.training.config import RunConfig
+from trailmark.training.run import HISTORY_FILE, Run
+
+MEASURED_FILE = "measured.json"  # of a row: what the benchmark keeps of it
+_PEAK_FILE = "peak.json"
+Found = dict[str, Any]
+
+
+def train(config: RunConfig, part: str) -> None:
+    """To the end, from its newest checkpoint. SystemExit 1 if it was stopped."""
+    folder, progress = Path(config.output), Progress()
+
+    def show(run: Run) -> None:
+        line = training_line(
+            run.step, config.training.steps, run.seconds, run.averages, run.tokens_per_second
+        )
+        progress.show(line)
+
+    run = Run(config, show)
+    if run.finished:
+        return
+    if part == "needles":
+        fix_levels(run)
+    try:
+        stopped = run.train() is None
+    except KeyboardInterrupt:
+        stopped = True
+    progress.clear()
+    if stopped:
+        raise SystemExit(1)
+    cuda = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else None
+    write_json(folder / _PEAK_FILE, {"peak_bytes": cuda or peak_memory()})
+
+
+def measure_row(job: Found) -> None:
+    """Train and ask; ``measured.json`` in the model's folder grows by what was asked."""
+    transformers.utils.logging.disable_progress_bar()
+    part, sizes = job["part"], SIZES[job["device"]]
+    config = row_config(job)
+    output = Path(config.output)
+    path, kept = output / MEASURED_FILE, read_json(output / MEASURED_FILE)
+    if kept is not None and kept["job"] != job:
+        raise SystemExit(
+            f"{path}: measured with other settings. Remove that folder, or choose another --folder."
+        )
+    train(config, part)
+    subject = evaluate.load(output)
+    model = subject.model.to(job["device"]).eval()
+    history = read_json(output / HISTORY_FILE)
+    found: Found = kept or {
+        "job": job,
+        "row": job["row"],
+        "seed": job["seed"],
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "layers": model.config.num_hidden_layers,
+        "tokens": history["tokens"],
+        "steps": config.training.steps,
+        "context_length": config.training.context_length,
+        "seconds": history["seconds"],
+        "training_loss": history["steps"][-1]["loss"],
+        # a process killed between the two files leaves none
+        "peak_bytes": (read_json(output / _PEAK_FILE) or {"peak_bytes": None})["peak_bytes"],
+        "environment": environment(),
+        "results": [],
+    }
+    if part == "needles":
+        ask_needles(model, found, path, sizes)
+    else:
+        length = text_config("Base", 0, sizes, job["changes"]).training.context_length
+        measure_text(model, found, path, test_stretches(subject.tokenizer, FACTORS[-1] * length), length)
+    found["measured"] = True
+    write_json(path, found)
+
+
+def row_config(job: Found) -> RunConfig:
+    folder, steps = Path(job["folder"]) / job["part"], job["steps"]
+    name = "".join(c if c.isalnum() else "-" for c in job["row"].lower().replace(", ", "-"))
+    changes = [
+        *job["changes"],
+        f"output={folder / name}-{job['seed']}",
+        f"training.steps={steps}",
+        "training.save_steps=50",
+        "training.keep_checkpoints=1",
+        "training.eval_steps=null",
+        "data.validation=null",
+    ]
+    sizes = SIZES[job["device"]]
+    if job["part"] == "needles":
+        return needle_config(job["row"], job["seed"], sizes, changes)
+    data = [
+        f"data.paths=[{folder / 'train'}]",
+        f"data.tokenizer={text_tokenizer(folder, sizes, job['vocabulary'])}",
+    ]
+    return text_config(job["row"], job["seed"], sizes, [*data, *changes])
+
+
+def text_tokenizer(folder: Path, sizes: Sizes, vocabulary: int | None) -> Path:
+    if vocabulary is None:
+        return books().parent / "tokenizer" / "gpt2"
+    return trained_tokenizer(files_below(books() / "train"), vocabulary, folder / "tokenizer")
+
+
+def test_stretches(tokenizer: Any, length: int) -> list[Tokens]:
+    """Of each test book the middle one of its stretches of ``length`` tokens."""
+    found = [stretches([file], tokenizer, length) for file in files_below(books() / "test")]
+    return [pieces[len(pieces) // 2] for pieces in found if pieces]
+
+
+def measure_text(
+    model: TrailmarkForCausalLM, found: Found, path: Path, pieces: Sequence[Tokens], length: int
+) -> None:
+    for factor in FACTORS:
+        if any(r["factor"] == factor for r in found["results"]):
+            continue
+        began = time.perf_counter()
+        results = [evaluate_perplexity(model, piece, factor * length, len(piece)) for piece in pieces]
+        result = {
+            "factor": factor,
+            "length": factor * length,
+            "losses": [r.loss for r in results],  # nats per token, of each book
+            "tokens": [r.tokens for r in results],  # that bear a loss: all but the first of a window
+            "seconds": time.perf_counter() - began,
+        }
+        found["results"].append(result)
+        write_json(path, found)
+        print(f"  {factor * length:,} tokens: {compare_tables.perplexity(result):.3f}", flush=True)
+
+
+def ask_needles(model: TrailmarkForCausalLM, found: Found, path: Path, sizes: Sizes) -> None:
+    """A single needle at a chunk's end."""
+    tokenizer = load_tokenizer("bytes")
+    text, form = tokenize(standard_library_texts("haystack"), tokenizer), NeedleFormat.of(tokenizer)
+    full = model.reach() is None
+    # what follows the needle changes all that they carry
+    anew = full or model.config.model_type in ("trailmark_landmark", "trailmark_block_recurrent")
+    for factor, questions in sizes.questions.items():
+        done = {r["factor"]: r["correct"] for r in found["results"]}
+        if factor in done or (full and factor > FULL_UP_TO):
+            continue
+        if anew and done and done[max(done)] == 0:
+            break  # none right of a shorter text: to read longer ones for each question says no more
+        length, began = factor * NEEDLE_LENGTH, time.perf_counter()
+        ask = ask_full_attention if full else evaluate_needles
+        result = ask(model, form, text, length, questions[anew], 1, chunk_size=CHUNK_SIZE).summary()
+        keep = ("length", "questions", "correct", "accuracy", "accuracy_low", "accuracy_high", "recall")
+        found["results"].append(
+            {"factor": factor, **{key: result[key] for key in keep}, "seconds": time.perf_counter() - began}
+        )
+        write_json(path, found)
+        print(f"  {length:,} tokens: {result['correct']} of {result['questions']}", flush=True)
+
+
+@torch.no_grad()
+def ask_full_attention(
+    model: TrailmarkForCausalLM,
+    form: NeedleFormat,
+    text: Tokens,
+    length: int,
+    questions: int,
+    needles: int,
+    chunk_size: int,
+) -> NeedleResult:
+    """evaluate_needles is for models that cannot see the needle: here it lies in plain sight, anywhere in the text."""
+    text, result = form.clean(text), NeedleResult(length, needles)
+    for number in range(questions):
+        ids, digits = full_prompt(form, text, length, chunk_size, number)
+        out = model(ids[None].to(model.device), logits_to_keep=VALUE_LENGTH)
+        assert out.logits is not None
+        result.questions += 1
+        result.correct += int(torch.equal(out.logits[0].argmax(-1).cpu(), digits))
+    return result
+
+
+def full_prompt(
+    form: NeedleFormat, text: Tokens, length: int, chunk_size: int, number: int
+) -> tuple[Tensor, Tensor]:
+    """Haystack, question and all of the answer but its last digit, with one needle: int64 [length + 5]; and the five
+    digits that its last five positions predict. Greedy decoding finds them exactly if each is the best after the true
+    ones before it."""
+    start = int(np.random.default_rng([0, 1, number]).integers(len(text) - length))
+    haystack = text[start : start + length - chunk_size]
+    chunks = len(haystack) // chunk_size
+    trial = next(needle_trials(form, haystack, chunk_size, chunks, 1, seed=number))
+    ids = torch.from_numpy(haystack).long().view(chunks, chunk_size).clone()
+    ids[trial.chunks] = trial.texts
+    return torch.cat([ids.view(-1), trial.questions[0], trial.answers[0, :-1]]), trial.answers[0, 1:]
+
+
+def asked(sizes: Sizes) -> Found:
+    """What a run's configuration does not say of the needles."""
+    return {
+        "levels": [[share, vars(level)] for share, level in LEVELS],
+        "questions": {str(factor): list(counts) for factor, counts in sizes.questions.items()},
+    }
+
+
+def measure_memory(job: Found) -> None:
+    """Bytes that two steps take above what process and model had: printed as JSON."""
+    run = Run(row_config(job | {"part": job["of"]}))
+    run.model.to(job["device"])
+    loop = BareLoop(run, Timers())
+    before = torch.cuda.memory_allocated() if job["device"] == "cuda" else peak_memory()
+    for number in range(2):
+        loop.step(number)
+    peak = torch.cuda.max_memory_allocated() if job["device"] == "cuda" else peak_memory()
+    print(json.dumps({"step_bytes": peak - before}))
+
+
+if __name__ == "__main__":
+    work = json.loads(sys.argv[1])
+    measure_memory(work) if work["part"] == "memory" else measure_row(work)

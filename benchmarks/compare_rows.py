@@ -1,0 +1,254 @@
+"""The rows of benchmarks/compare.py: which configuration each model is, on a CPU and on a CUDA device, for text and for
+needles, and the row of arXiv 2410.01651, Table 1, that it stands for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from trailmark.data.needles import Level
+from trailmark.training.config import RunConfig, load_run_config
+from trailmark.training.run import Run
+
+CONFIGS = Path(__file__).resolve().parent.parent / "configs"
+
+
+@dataclass(frozen=True)
+class Paper:
+    """Table 1 of arXiv 2410.01651, 128M, trained at 16K: time of training, perplexity of PG19's test split; and Table
+    2: single NIAH, in percent. None: not in the table."""
+
+    time: float | None = None
+    at_2k: float | None = None
+    at_16k: float | None = None
+    needles_16k: float | None = None
+    needles_64k: float | None = None
+
+
+@dataclass(frozen=True)
+class Row:
+    """One model. ``text``, ``needles``: a file of configs/ and changes of it; None: not measured there."""
+
+    text: tuple[str, ...] | None
+    needles: tuple[str, ...] | None
+    cuda: tuple[str, ...] = ()  # changes of text on a CUDA device, after those of LARGE
+    paper: Paper = Paper()
+    cost_only: bool = False
+    needle_steps: int = 1  # times those of the others
+
+
+# --- needles: byte models of the demo's width, three layers so that two groups can retrieve ------------------
+
+_WINDOW = ("needle-window", "data.first_level=0")
+_DRT = ("needle-drt", "model.num_hidden_layers=3", "model.num_lower_layers=1", "model.num_retrieved_chunks=4")
+_LAPTOP_DRT = ("laptop-drt-x1",)
+_HASH = "model.embedder=hash"
+
+ROWS = {
+    "Base": Row(("laptop-base-128",), _WINDOW, paper=Paper(1.0, 14.10, 13.68)),
+    "Base, wider window": Row(
+        ("laptop-base-192",),
+        (*_WINDOW, "model.sliding_window=118"),
+        ("model.sliding_window=768",),
+        Paper(1.03, 13.96, 13.49),
+    ),
+    "Base, more layers": Row(
+        ("laptop-base-plus1-153",),
+        (*_WINDOW, "model.num_hidden_layers=4", "model.intermediate_size=232", "model.sliding_window=89"),
+        ("model.num_hidden_layers=10", "model.sliding_window=614"),
+        Paper(1.15, 13.92, 13.37, 3.89, 0.0),
+    ),
+    "full attention": Row(
+        ("laptop-full-attention",),
+        # with fast turns alone no place is told from one a few turns away
+        (*_WINDOW, "model.sliding_window=null", "model.rope_theta=10000.0"),
+        ("model.sliding_window=null",),
+    ),
+    "RPT, hash encoder": Row(
+        ("laptop-rpt",),
+        (*_WINDOW, "model.architecture=rpt", "model.num_lower_layers=1", "model.num_encoder_layers=1",
+         "model.chunk_size=32", "model.num_retrieved_chunks=4", "model.retriever=encoder", _HASH),
+        paper=Paper(2.5, 13.92, 13.52, 4.24, 2.86),
+    ),
+    "Landmark": Row(
+        ("laptop-landmark",),
+        ("needle-landmark",),
+        ("model.num_retrieved_chunks=4", "model.chunk_size=63", "model.max_position_embeddings=768",
+         "model.local_length=441", "training.context_length=756"),
+        Paper(1.5, 13.40, 13.21, 97.88, 0.0),
+    ),
+    "Landmark, twice the steps": Row(None, ("needle-landmark",), needle_steps=2),
+    "Block-Recurrent": Row(
+        ("laptop-block-recurrent",),
+        (*_WINDOW, "model.architecture=block_recurrent", "model.sliding_window=48",
+         "model.block_size=32"),
+        ("model.sliding_window=768", "model.block_size=512", "model.num_states=512",
+         "model.recurrent_layer=3"),  # of 8, as 4 of 12
+        Paper(2.0, 15.00, 14.60, 6.01, 4.29),
+    ),
+    "DRT x1": Row(_LAPTOP_DRT, _DRT, paper=Paper(1.22, 13.78, 13.21, 98.59, 100.0)),
+    "DRT x2": Row(
+        ("laptop-drt-x2",),
+        (*_DRT, "model.num_retrieval_groups=2"),
+        paper=Paper(1.24, 13.69, 13.18, 99.65, 100.0),
+    ),
+}  # fmt: skip
+_ABLATIONS: dict[str, tuple[tuple[str, ...], Paper]] = {
+    "without noise": (("model.retrieval_noise=false",), Paper(1.22, None, 13.46)),
+    "random retriever": (("model.retriever=random",), Paper(1.22, None, 13.67)),
+    "hash encoder": (("model.retriever=encoder", _HASH), Paper(2.5, None, 13.69)),
+    "added to the residual": (("model.residual_gca=true",), Paper()),
+    "without projections": (("model.retrieval_projections=false",), Paper()),
+    "visible chunks excluded": (("model.exclude_visible_chunks=true",), Paper()),
+}
+for _name, (_changes, _paper) in _ABLATIONS.items():
+    ROWS[f"DRT x1, {_name}"] = Row((*_LAPTOP_DRT, *_changes), (*_DRT, *_changes), paper=_paper)
+ROWS["DRT x1, implementation reference"] = Row(
+    (*_LAPTOP_DRT, "model.implementation=reference"),
+    None,
+    paper=Paper(1.45),
+    cost_only=True,
+)
+
+# what is measured first, if not all is
+PRIORITY = ("Base", "DRT x1", "DRT x2", "Landmark", "Base, more layers", "Base, wider window", "full attention",
+            "RPT, hash encoder", "Block-Recurrent")  # fmt: skip
+SEEDED = ("Base", "Landmark", "DRT x1", "DRT x2")
+SEEDS = (0, 1, 2)
+
+
+def jobs(part: str, names: Sequence[str] | None, seeds: Sequence[int]) -> list[tuple[str, int]]:
+    """(row, seed) of "text" or "needles" by their weight: every row once, then more seeds of those in SEEDED.
+
+    Rows that were named are run with all ``seeds``.
+    """
+    ordered = [*PRIORITY, *(name for name in ROWS if name not in PRIORITY)]
+    ordered = [name for name in ordered if measured(part, name) and (names is None or name in names)]
+    first = [(name, seeds[0]) for name in ordered]
+    more = ordered if names is not None else [name for name in ordered if name in SEEDED]
+    return first + [(name, seed) for seed in seeds[1:] for name in more]
+
+
+def measured(part: str, name: str) -> bool:
+    """Whether a row has a part: "text", "needles" or "cost"."""
+    row = ROWS[name]
+    if part == "needles":
+        return row.needles is not None
+    return row.text is not None and not (part == "text" and row.cost_only)
+
+
+def times(part: str, name: str) -> int:
+    """How often a row takes the steps of the others."""
+    return ROWS[name].needle_steps if part == "needles" else 1
+
+
+# --- sizes ---------------------------------------------------------------------------------------------------
+
+# of configs/laptop-*.yaml on a CUDA device, those that a configuration has: about 30M parameters with GPT-2's tokens
+LARGE = {"hidden_size": 320, "intermediate_size": 896, "num_hidden_layers": 8, "num_lower_layers": 4,
+         "num_attention_heads": 5, "sliding_window": 512, "chunk_size": 64, "num_retrieved_chunks": 8,
+         "logit_scale": 320**-0.5}  # fmt: skip
+_LARGE_TRAINING = {"precision": "bfloat16"}
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How much is trained and asked on a device."""
+
+    text_steps: int
+    text_tokens_per_step: int
+    context_length: int  # of text; Landmark Attention's is its own
+    needle_steps: int
+    needle_tokens_per_step: int
+    vocabulary: int | None  # None: TRAILMARK_DATA's GPT-2 tokens
+    # of the training length: questions there, and of models that read a haystack anew for each question
+    questions: dict[int, tuple[int, int]]
+    large: bool
+
+
+SIZES = {
+    "cpu": Sizes(
+        200, 4096, 1024, 500, 4096, 4096, {1: (200, 40), 4: (200, 20), 16: (200, 10), 64: (200, 5)}, False
+    ),
+    "cuda": Sizes(
+        2000,
+        65_536,
+        4096,
+        2600,
+        4096,
+        None,
+        {1: (300, 100), 4: (300, 100), 16: (300, 100), 64: (300, 50)},
+        True,
+    ),
+}
+FACTORS = (1, 4, 16)  # of the training length: text
+CHUNK_SIZE, NEEDLE_LENGTH = 32, 1024
+FULL_UP_TO = 16  # training lengths: with full attention a single question at 64 takes minutes on a CPU
+
+
+def text_config(name: str, seed: int, sizes: Sizes, changes: Sequence[str]) -> RunConfig:
+    """Every row trains on as many tokens a step, in whole texts of its own training length."""
+    row = ROWS[name]
+    assert row.text is not None
+    file, *own = row.text
+    path = CONFIGS / f"{file}.yaml"
+    has = yaml.safe_load(path.read_text())["model"]
+    if has["architecture"] != "landmark":
+        own = [f"training.context_length={sizes.context_length}", *own]
+    if sizes.large:
+        own = [
+            *(f"model.{key}={value}" for key, value in LARGE.items() if key in has),
+            *(f"training.{key}={value}" for key, value in _LARGE_TRAINING.items()),
+            *own,
+            *row.cuda,
+        ]
+    overrides = [*own, f"training.seed={seed}", *changes]
+    length = int(_setting(path, overrides, "training", "context_length"))
+    batch = [f"training.tokens_per_step={sizes.text_tokens_per_step}", *changes]
+    asked = int(_setting(path, batch, "training", "tokens_per_step"))
+    tokens = max(1, round(asked / length)) * length
+    return load_run_config(path, [*overrides, f"training.tokens_per_step={tokens}"])
+
+
+def _setting(path: Path, overrides: Sequence[str], section: str, key: str) -> Any:
+    """The last override of a setting, else the file's."""
+    found = yaml.safe_load(path.read_text())[section].get(key)
+    for override in overrides:
+        name, _, value = override.partition("=")
+        if name == f"{section}.{key}":
+            found = yaml.safe_load(value)
+    return found
+
+
+def needle_config(name: str, seed: int, sizes: Sizes, changes: Sequence[str]) -> RunConfig:
+    """Byte models of the demo's size, each with its own configuration's optimizer."""
+    needles = ROWS[name].needles
+    assert needles is not None
+    file, *own = needles
+    settings = ["training.constant_fraction=0.5", f"training.tokens_per_step={sizes.needle_tokens_per_step}"]
+    return load_run_config(CONFIGS / f"{file}.yaml", [*own, *settings, f"training.seed={seed}", *changes])
+
+
+# The curriculum's levels for a single needle, each for a share of the steps and not until some accuracy: all rows see
+# the same texts. First blank texts full of needles, where keys are learnt; then text with fewer of them, and decoys.
+LEVELS = (
+    (0.4, Level(8, 1.0, 1.0, 0.0)),
+    (0.6, Level(32, 0.2, 0.7, 0.0, 0.4, 0.5, 0.5)),
+)
+
+
+def fix_levels(run: Run) -> None:
+    """The curriculum goes on by the step alone."""
+    curriculum, settings = run.curriculum, run.config.training
+    curriculum.levels = tuple(level for _, level in LEVELS)
+    shares = [share for share, _ in LEVELS]
+    curriculum.starts = [round(sum(shares[:n]) * settings.steps) for n in range(len(LEVELS))]
+    samples = [0]
+    for n in range(1, len(LEVELS)):
+        rows = curriculum.rows(n - 1, settings.tokens_per_step, run.config.data.chunk_size)
+        samples.append(samples[-1] + (curriculum.starts[n] - curriculum.starts[n - 1]) * rows)
+    curriculum.samples = samples

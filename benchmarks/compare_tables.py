@@ -1,0 +1,319 @@
+"""The tables of benchmarks/compare.json; benchmarks/readme.py puts them in place. What was not measured is a dash."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import statistics
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from compare_rows import FACTORS, FULL_UP_TO, ROWS, Paper
+from training_text import mean_loss
+
+from trailmark.demo import CHANCE
+from trailmark.evaluation.needles import wilson_interval
+from trailmark.report.console import size
+from trailmark.report.tables import markdown_table
+
+Found = dict[str, Any]
+BASE = "Base"
+
+
+# --- numbers -------------------------------------------------------------------------------------------------
+
+
+def by_row(part: Found | None) -> dict[str, list[Found]]:
+    """What was found of each row, one a seed, in the order of ROWS."""
+    results = (part or {}).get("results", [])
+    found = {name: [r for r in results if r["row"] == name] for name in ROWS}
+    return {name: of for name, of in found.items() if of}
+
+
+def at(found: Found, factor: int) -> Found | None:
+    """What one seed of a row gave at ``factor`` training lengths."""
+    return next((r for r in found["results"] if r["factor"] == factor), None)
+
+
+def perplexity(result: Found) -> float:
+    """Over all books' tokens."""
+    return math.exp(mean_loss(result))
+
+
+def perplexities(of: Sequence[Found], factor: int) -> list[float]:
+    """One a seed."""
+    return [perplexity(r) for found in of if (r := at(found, factor)) is not None]
+
+
+def less(of: Sequence[Found], other: Sequence[Found], factor: int) -> tuple[float, float] | None:
+    """Nats per token that ``of`` needs more than ``other``, and the standard error over books.
+
+    Books are paired: what makes one hard for all does not count. Where both have several seeds, each book's difference
+    is the mean over the seeds that both have.
+    """
+    others = {found["seed"]: found for found in other}
+    apart = []
+    for found in of:
+        one, two = at(found, factor), at(others.get(found["seed"], {"results": []}), factor)
+        if one is not None and two is not None:
+            assert one["tokens"] == two["tokens"]
+            apart.append(np.subtract(one["losses"], two["losses"]))
+    if not apart:
+        return None
+    books = np.mean(apart, axis=0)
+    error = float(books.std(ddof=1)) / math.sqrt(len(books)) if len(books) > 1 else math.inf
+    return float(books.mean()), error
+
+
+def spread_of_seeds(rows: dict[str, list[Found]], factor: int) -> float | None:
+    """Standard deviation, from seed to seed, of what a row needs more than Base; None: none has several with Base."""
+    squares, freedom = 0.0, 0
+    for name, of in rows.items():
+        each = [apart[0] for one in of if (apart := less([one], rows.get(BASE, []), factor)) is not None]
+        if name != BASE and len(each) > 1:
+            squares += statistics.variance(each) * (len(each) - 1)
+            freedom += len(each) - 1
+    return math.sqrt(squares / freedom) if freedom else None
+
+
+def ordering(part: Found, factor: int = 1) -> dict[str, list[tuple[str, str]]]:
+    """Pairs of rows (better, worse) in the paper at 16K, by what was found here at ``factor`` training lengths.
+
+    "alike", "reversed"; "open" where the losses differ by less than two standard errors, of books and, if some rows
+    have several seeds, of seeds: those of a pair are taken to spread as theirs.
+    """
+    rows = by_row(part)
+    spread = spread_of_seeds(rows, factor) or 0.0
+    known = [name for name in rows if ROWS[name].paper.at_16k is not None]
+    found: dict[str, list[tuple[str, str]]] = {"alike": [], "reversed": [], "open": []}
+    for pair in itertools.combinations(known, 2):
+        better, worse = sorted(pair, key=lambda name: ROWS[name].paper.at_16k or 0.0)
+        apart = less(rows[better], rows[worse], factor)
+        if ROWS[better].paper.at_16k == ROWS[worse].paper.at_16k or apart is None:
+            continue
+        mean, error = apart
+        seeds = {one["seed"] for one in rows[better]} & {one["seed"] for one in rows[worse]}
+        error = math.hypot(error, spread / math.sqrt(len(seeds)))
+        kind = "open" if abs(mean) < 2 * error else "alike" if mean < 0 else "reversed"
+        found[kind].append((better, worse))
+    return found
+
+
+# --- cells ---------------------------------------------------------------------------------------------------
+
+
+def _number(x: float | None, form: str) -> str:
+    return "-" if x is None else format(x, form)
+
+
+def _over_seeds(values: Sequence[float], form: str) -> str:
+    """Mean, and from three seeds on the standard deviation."""
+    if not values:
+        return "-"
+    mean = format(statistics.fmean(values), form)
+    return mean if len(values) < 3 else f"{mean} ± {statistics.stdev(values):{form}}"
+
+
+def _less(of: Sequence[Found], other: Sequence[Found], factor: int) -> str:
+    apart = less(of, other, factor)
+    return "-" if apart is None else "{:+.4f} ± {:.4f}".format(*apart)
+
+
+def _asked(of: Sequence[Found], factor: int) -> tuple[int, int]:
+    """Right answers and questions, over all seeds."""
+    results = [r for found in of if (r := at(found, factor)) is not None]
+    return sum(r["correct"] for r in results), sum(r["questions"] for r in results)
+
+
+def _share(of: Sequence[Found], factor: int, interval: bool) -> str:
+    right, questions = _asked(of, factor)
+    if not questions:
+        return "-"
+    cell = f"{right / questions:.2f}"
+    return cell if not interval else "{} ({:.2f}-{:.2f})".format(cell, *wilson_interval(right, questions))
+
+
+# --- tables --------------------------------------------------------------------------------------------------
+
+
+def summary(record: Found) -> str:
+    """All of it in one table, the paper's numbers beside."""
+    text, needles, cost = (by_row(record.get(name)) for name in ("text", "needles", "cost"))
+    lengths = [f"{factor}x" for factor in FACTORS]
+    asked = sorted({r["factor"] for of in needles.values() for found in of for r in found["results"]})
+    rows = []
+    for name, row in ROWS.items():
+        if not any(name in part for part in (text, needles, cost)):
+            continue
+        of, paid, paper = text.get(name, []), cost.get(name, [{}])[0], row.paper
+        count = paid.get("parameters") or (of[0]["parameters"] if of else None)
+        rows.append(
+            [
+                name,
+                _number(count, ",d"),
+                "-" if not paid else f"{paid['ratio']:.2f}x",
+                "-" if not paid else size(paid["step_bytes"]),
+                *(_over_seeds(perplexities(of, factor), ".1f") for factor in FACTORS),
+                *(_share(needles.get(name, []), factor, False) for factor in asked),
+                *_of_paper(paper),
+            ]
+        )
+    header = ["model", "parameters", "time", "memory", *(f"ppl {x}" for x in lengths)]
+    header += [f"needle {factor}x" for factor in asked]
+    return markdown_table([*header, "paper: time", "ppl at 16K", "needle at 16K, 64K"], rows)
+
+
+def _of_paper(paper: Paper) -> list[str]:
+    needles = [paper.needles_16k, paper.needles_64k]
+    return [
+        "-" if paper.time is None else f"{paper.time:g}x",
+        _number(paper.at_16k, ".2f"),
+        "-"
+        if None in needles
+        else ", ".join(f"{percent / 100:.2f}" for percent in needles if percent is not None),
+    ]
+
+
+def text_table(part: Found) -> str:
+    settings, found = part["settings"], by_row(part)
+    lengths = [factor * settings["context_length"] for factor in FACTORS]
+    rows = []
+    for name, of in found.items():
+        apart = [_less(of, found.get(BASE, []), factor) if name != BASE else "" for factor in FACTORS]
+        cells = [_over_seeds(perplexities(of, factor), ".2f") for factor in FACTORS]
+        paper = ROWS[name].paper
+        rows.append(
+            [
+                name,
+                f"{of[0]['parameters']:,}",
+                str(len(of)),
+                *cells,
+                *apart,
+                _number(paper.at_2k, ".2f"),
+                _number(paper.at_16k, ".2f"),
+            ]
+        )
+    shown = [f"{n:,}" for n in lengths]
+    header = ["model", "parameters", "seeds", *shown, *(f"- Base, {n}" for n in shown)]
+    header += ["paper, 2K", "paper, 16K"]
+    landmark = found.get("Landmark")
+    own = f" (Landmark: {landmark[0]['context_length']:,})" if landmark else ""
+    counted = next(r for of in found.values() for one in of for r in one["results"] if r["factor"] == 1)
+    return (
+        f"Trained {settings['steps']:,} steps of {settings['tokens_per_step']:,} tokens, "
+        f"{settings['context_length']:,} at a time{own}, of books of "
+        f"{settings['corpus_tokens']:,} tokens (vocabulary {settings['vocabulary']:,}). Perplexity of "
+        f"{len(counted['losses'])} books, {lengths[-1]:,} tokens of each, by tokens read at a time: mean ± standard "
+        "deviation of seeds. *- Base*: nats per token more than Base, ± standard error over books, paired (below 0: "
+        "better). *paper*: Table 1 of arXiv 2410.01651, PG19 test, 128M, trained at 16K.\n\n"
+        + markdown_table(header, rows)
+    )
+
+
+def ordering_text(part: Found) -> str:
+    """How the order of the rows at the greatest length compares with the paper's."""
+    measured = [factor for factor in FACTORS if any(ordering(part, factor).values())]
+    if not measured:
+        return ""
+    factor = measured[-1]
+    found, spread = ordering(part, factor), spread_of_seeds(by_row(part), factor)
+    total = sum(map(len, found.values()))
+    over = "books alone: no seeds to compare" if spread is None else f"books and of seeds, {spread:.4f} each"
+    line = (
+        f"At {factor * part['settings']['context_length']:,} tokens {len(found['alike'])} of {total} pairs are "
+        f"ordered as in the paper at 16K, {len(found['open'])} are not told apart (two standard errors, of "
+        f"{over}), {len(found['reversed'])} are reversed"
+    )
+    before: dict[str, list[str]] = {}
+    for better, worse in found["reversed"]:
+        before.setdefault(worse, []).append(f"*{better}*")
+    pairs = "; ".join(f"*{name}* before {', '.join(others)}" for name, others in before.items())
+    return f"{line}{f': {pairs}' if pairs else ''}."
+
+
+def needle_table(part: Found) -> str:
+    settings, found = part["settings"], by_row(part)
+    factors = [int(factor) for factor in settings["questions"]]
+    rows = []
+    for name, of in found.items():
+        paper = ROWS[name].paper
+        cells = [_share(of, factor, True) for factor in factors]
+        rows.append([name, f"{of[0]['parameters']:,}", str(len(of)), *cells, _of_paper(paper)[-1]])
+    header = ["model", "parameters", "seeds", *(f"{factor * settings['length']:,}" for factor in factors)]
+    texts = ", ".join(f"{level['chunks'] * 32} for {share:.0%}" for share, level in settings["levels"])
+    return (
+        f"Byte models, trained {settings['steps']:,} steps of {settings['tokens_per_step']:,} tokens (tokens of a "
+        f"text: {texts} of the steps). Share of single needles answered with all five digits right, by tokens of the "
+        f"haystack, with 95% Wilson intervals; chance is {CHANCE:.5f}. Needles lie where no window reaches; "
+        f"full attention was asked of ones anywhere, up to {FULL_UP_TO * settings['length']:,} tokens. Models that "
+        "read a haystack anew for each question were asked fewer, and none of greater length once they had none right. "
+        "*paper*: single NIAH at 16K and 64K (Table 2; trained at 16K).\n\n"
+        + markdown_table([*header, "paper"], rows)
+    )
+
+
+def cost_table(part: Found) -> str:
+    rows = []
+    for name, of in by_row(part).items():
+        r = of[0]
+        rows.append(
+            [
+                name,
+                f"{r['parameters']:,}",
+                f"{r['microseconds_per_token']:,.1f}",
+                f"{r['ratio']:.2f}x ({r['ratio_lowest']:.2f}-{r['ratio_highest']:.2f})",
+                size(r["step_bytes"]),
+                _of_paper(ROWS[name].paper)[0],
+            ]
+        )
+    header = ["model", "parameters", "µs per token", "of Base", "memory of a step", "paper"]
+    return (
+        f"A training step of each row in turn, medians of {part['settings']['rounds']} rounds (lowest-highest), "
+        "per token; memory: what two steps take above process and weights. Encoders are asked "
+        "anew at every step. *paper*: the Time column of Table 1, on 8 "
+        "A100.\n\n" + markdown_table(header, rows)
+    )
+
+
+def summary_note(record: Found) -> str:
+    """What the columns of the summary are."""
+    notes = []
+    if text := record.get("text", {}).get("settings"):
+        notes.append(
+            f"*ppl*: of books never trained on, {text['context_length']:,} tokens (1x), 4 and 16 times as many read "
+            f"at a time, after {text['steps']:,} steps of {text['tokens_per_step']:,} tokens (mean ± standard "
+            "deviation where there are three seeds)."
+        )
+    if needles := record.get("needles", {}).get("settings"):
+        notes.append(
+            f"*needle*: share of single needles found in {needles['length']:,} tokens (1x) and more, by byte models "
+            f"after {needles['steps']:,} steps."
+        )
+    if record.get("cost"):
+        notes.append("*time*, *memory*: of a training step.")
+    notes.append("*paper*: arXiv 2410.01651, Tables 1 and 2, 128M, PG19 test, trained at 16K.")
+    return " ".join(notes)
+
+
+def parts(record: Found) -> list[tuple[str, Found, str]]:
+    """Title, part and table of what was measured."""
+    makers = {
+        "text": ("Perplexity", _text),
+        "needles": ("Needles", needle_table),
+        "cost": ("Cost", cost_table),
+    }
+    return [
+        (title, record[name], make(record[name]))
+        for name, (title, make) in makers.items()
+        if record.get(name, {}).get("results")
+    ]
+
+
+def _text(part: Found) -> str:
+    return "\n\n".join(filter(None, [text_table(part), ordering_text(part)]))
+
+
+def text(record: Found) -> str:
+    """Every table of the parts that were measured."""
+    return "\n\n".join(f"**{title}.** {shown}" for title, _, shown in parts(record))

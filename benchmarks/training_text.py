@@ -1,0 +1,357 @@
+"""Real text: laptop-size models of the second paper's Table 1 trained on books, and their perplexity by length.
+
+    TRAILMARK_DATA=... python benchmarks/training.py text [--minutes 8] [--seeds 0 1]     benchmarks/training_text.json
+
+configs/laptop-*.yaml on TRAILMARK_DATA/books/train, all with the same tokens in the same order, by ``trailmark
+prepare``'s shards of a small vocabulary that is trained on the same books. Measured on books/test, cut into stretches
+of 16 training lengths: each stretch is read in windows of 1, 4 and 16 training lengths, so that every model, and every
+length, meets the same text. Stopped at any time, the same command goes on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import resource
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import transformers
+
+from trailmark.data.corpus import (
+    Tokens,
+    files_below,
+    load_tokenizer,
+    read_text,
+    standard_library_texts,
+    tokenize,
+    tokenizer_fingerprint,
+)
+from trailmark.data.files import read_json, write_json, write_text
+from trailmark.data.prepare import prepare
+from trailmark.data.recipes import parse_source
+from trailmark.data.shards import Corpus
+from trailmark.demo import environment
+from trailmark.evaluation import evaluate
+from trailmark.evaluation.perplexity import evaluate_perplexity
+from trailmark.report.console import Progress, training_line
+from trailmark.training.config import RunConfig, load_run_config
+from trailmark.training.forecast import measure_speed
+from trailmark.training.run import HISTORY_FILE, Run
+
+ROOT = Path(__file__).resolve().parent.parent
+OUTPUT = Path(__file__).with_suffix(".json")
+FOLDER = ROOT / "runs" / "benchmark-training"
+MODELS = {
+    "window only": "laptop-base-128",
+    "window only, more layers": "laptop-base-plus1-153",  # as many parameters and positions in sight as DRT
+    "DRT x1": "laptop-drt-x1",
+    "DRT x2": "laptop-drt-x2",
+}
+FACTORS = (1, 4, 16)  # of the training length
+VOCABULARY = 4096
+_COST_FILE = "cost.json"
+
+
+# --- data --------------------------------------------------------------------------------------------------
+
+
+def books() -> Path:
+    """TRAILMARK_DATA/books."""
+    if not (data := os.environ.get("TRAILMARK_DATA")):
+        raise SystemExit("TRAILMARK_DATA: expected the folder of the evaluation texts, got nothing. Set it.")
+    return Path(data).resolve() / "books"
+
+
+def prepared_bytes(folder: Path) -> Corpus:
+    """Shards of bytes for the loader: the books, or without TRAILMARK_DATA the standard library's sources."""
+    if os.environ.get("TRAILMARK_DATA"):
+        return prepare(parse_source([str(books() / "train")]), folder / "books-bytes", processes=1)
+    texts = folder / "standard-library"
+    for number, text in enumerate(standard_library_texts("train")):
+        write_text(texts / f"{number:04d}.txt", text)
+    return prepare(parse_source([str(texts)]), folder / "standard-library-bytes", processes=1)
+
+
+def trained_tokenizer(files: Sequence[Path], vocabulary: int, folder: Path) -> Path:
+    """A byte-level BPE of ``vocabulary`` tokens, trained on the files' text; made once.
+
+    A vocabulary of 50,257 would be most of a laptop-size model's work, and bytes make 2,048 tokens a page of text.
+    """
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    if not (folder / "tokenizer.json").exists():
+        made = Tokenizer(models.BPE())
+        made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        made.decoder = decoders.ByteLevel()
+        trainer = trainers.BpeTrainer(
+            vocab_size=vocabulary,
+            special_tokens=["<|endoftext|>"],
+            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+            show_progress=False,
+        )
+        made.train_from_iterator(map(read_text, files), trainer)
+        PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<|endoftext|>").save_pretrained(folder)
+    return folder
+
+
+def stretches(files: Sequence[Path], tokenizer: Any, length: int) -> list[Tokens]:
+    """The text of each file in pieces of exactly ``length`` tokens, what is left of a file left out."""
+    found = []
+    for file in files:
+        tokens = tokenize([read_text(file)], tokenizer)
+        found += [tokens[n : n + length] for n in range(0, len(tokens) - length + 1, length)]
+    return found
+
+
+# --- training ----------------------------------------------------------------------------------------------
+
+
+def model_folder(folder: Path, name: str, seed: int) -> Path:
+    return folder / f"{MODELS[name]}-seed-{seed}"
+
+
+def run_config(name: str, seed: int, steps: int, folder: Path, changes: Sequence[str] = ()) -> RunConfig:
+    return load_run_config(
+        ROOT / "configs" / f"{MODELS[name]}.yaml",
+        [
+            f"output={model_folder(folder, name, seed)}",
+            f"data.paths=[{folder / 'train'}]",
+            "data.validation=null",
+            "training.eval_steps=null",
+            f"data.tokenizer={folder / 'tokenizer'}",
+            f"training.seed={seed}",
+            f"training.steps={steps}",
+            *changes,
+        ],
+    )
+
+
+def train(config: RunConfig) -> None:
+    """One model, in a process of its own: its peak memory is then its own. SystemExit 1 if it was stopped."""
+    transformers.utils.logging.disable_progress_bar()
+    progress = Progress()
+
+    def show(run: Run) -> None:
+        line = training_line(
+            run.step, config.training.steps, run.seconds, run.averages, run.tokens_per_second
+        )
+        progress.show(line)
+
+    try:
+        stopped = Run(config, show).train() is None
+    except KeyboardInterrupt:
+        stopped = True
+    progress.clear()
+    if stopped:
+        raise SystemExit(1)
+    write_json(Path(config.output) / _COST_FILE, {"peak_bytes": peak_memory()})
+
+
+def peak_memory() -> int:
+    """Bytes that this process has had in RAM at most, Python and libraries included."""
+    try:  # getrusage would count what the process that started this one had
+        status = Path("/proc/self/status").read_text()
+        return int(status.split("VmHWM:")[1].split()[0]) * 1024
+    except OSError:
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+class Benchmark:
+    """The JSON file and the folder of the models."""
+
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        self.arguments, self.folder, self.output = arguments, arguments.folder, arguments.output
+        self.record: dict[str, Any] = read_json(self.output) or {}
+
+    def prepare(self) -> None:
+        """Vocabulary, shards and the settings; a record of others is refused."""
+        files = files_below(books() / "train")
+        tokenizer = trained_tokenizer(files, self.arguments.vocabulary, self.folder / "tokenizer")
+        source = parse_source([str(books() / "train")])
+        # in this process: others would first import all that this one has
+        corpus = prepare(source, self.folder / "train", str(tokenizer), processes=1)
+        self.tokenizer = load_tokenizer(str(tokenizer))
+        kept = self.record.get("settings", {})
+        if self.arguments.steps is None:
+            self.arguments.steps = kept.get("steps") or self._steps_that_fit()
+        config = self.config("DRT x1", 0)
+        self.length = config.training.context_length
+        settings = {
+            "steps": self.arguments.steps,
+            "tokens_per_step": config.training.tokens_per_step,
+            "context_length": self.length,
+            "vocabulary": len(self.tokenizer),
+            "tokenizer": tokenizer_fingerprint(self.tokenizer),
+            "corpus": corpus.fingerprint,
+            "corpus_tokens": len(corpus),
+            "stretches": self.arguments.stretches,
+            "changes": self.arguments.set,
+        }
+        if kept and kept != settings:
+            changed = [key for key in settings if kept.get(key) != settings[key]]
+            raise SystemExit(
+                f"text: {self.output} holds numbers with other settings ({', '.join(changed)}). "
+                "Repeat those, choose another --output and --folder, or remove both."
+            )
+        self.record |= {"settings": settings}
+        self.record.setdefault("environment", environment())
+        self.record.setdefault("models", [])
+        self.record.setdefault("results", [])
+        self.keep()
+
+    def keep(self) -> None:
+        write_json(self.output, self.record)
+
+    def config(self, name: str, seed: int) -> RunConfig:
+        return run_config(name, seed, self.arguments.steps or 1, self.folder, self.arguments.set)
+
+    def _steps_that_fit(self) -> int:
+        """As many for all as the slowest takes ``--minutes`` for."""
+        slowest = max(measure_speed(Run(self.config(name, 0))) for name in MODELS)
+        return max(1, int(self.arguments.minutes * 60 / slowest))
+
+    def train(self, name: str, seed: int) -> None:
+        if self._has("models", model=name, seed=seed):
+            return
+        config = self.config(name, seed)
+        if read_json(Path(config.output) / HISTORY_FILE) is None:
+            print(f"{name}, seed {seed}: {config.training.steps} steps", flush=True)
+            task = {"name": name, "seed": seed, "steps": config.training.steps, "changes": self.arguments.set}
+            command = [sys.executable, __file__, str(self.folder), json.dumps(task)]
+            if subprocess.run(command).returncode:
+                raise SystemExit(f"text: the training of {name} ended early. The same command goes on.")
+        folder = Path(config.output)
+        history = read_json(folder / HISTORY_FILE)
+        # a process killed between the two files leaves none
+        cost = read_json(folder / _COST_FILE) or {"peak_bytes": None}
+        model = evaluate.load(folder).model
+        self.record["models"].append(
+            {
+                "model": name,
+                "seed": seed,
+                "config": MODELS[name],
+                "parameters": sum(p.numel() for p in model.parameters()),
+                "layers": model.config.num_hidden_layers,
+                "sliding_window": model.config.sliding_window,
+                "seconds": history["seconds"],
+                "tokens": history["tokens"],
+                "tokens_per_second": history["tokens_per_second"],
+                "training_loss": history["steps"][-1]["loss"],
+                "peak_bytes": cost["peak_bytes"],
+            }
+        )
+        self.keep()
+
+    def evaluate(self, name: str, seed: int, pieces: Sequence[Tokens], words: Sequence[int]) -> None:
+        """The loss of every stretch at every length."""
+        model = None
+        for factor in FACTORS:
+            if self._has("results", model=name, seed=seed, factor=factor):
+                continue
+            if model is None:
+                model = evaluate.load(model_folder(self.folder, name, seed)).model.eval()
+            began = time.perf_counter()
+            found = [evaluate_perplexity(model, piece, factor * self.length, len(piece)) for piece in pieces]
+            self.record["results"].append(
+                {
+                    "model": name,
+                    "seed": seed,
+                    "factor": factor,
+                    "length": factor * self.length,
+                    "losses": [r.loss for r in found],  # nats per token, of each stretch
+                    "tokens": [r.tokens for r in found],  # that bear a loss: all but the first of a window
+                    "words": list(words),
+                    "seconds": time.perf_counter() - began,
+                }
+            )
+            self.keep()
+            print(
+                f"{name}, seed {seed}, {factor * self.length:,} tokens: {perplexity(self.record['results'][-1]):.3f}"
+            )
+
+    def _has(self, part: str, **asked: Any) -> bool:
+        return any(asked.items() <= found.items() for found in self.record[part])
+
+
+# --- numbers -----------------------------------------------------------------------------------------------
+
+
+def mean_loss(result: dict[str, Any]) -> float:
+    """Nats per token, over all stretches."""
+    return float(np.average(result["losses"], weights=result["tokens"]))
+
+
+def perplexity(result: dict[str, Any]) -> float:
+    return math.exp(mean_loss(result))
+
+
+def word_perplexity(result: dict[str, Any]) -> float:
+    """Per word of white space between: what two tokenizers may be compared by."""
+    return math.exp(float(np.dot(result["losses"], result["tokens"])) / sum(result["words"]))
+
+
+def difference(
+    result: dict[str, Any], other: dict[str, Any], draws: int = 10_000
+) -> tuple[float, float, float]:
+    """``result`` less ``other`` in nats per token: mean, and a 95% interval by drawing stretches anew (bootstrap).
+
+    Both read the same stretches: what makes one hard for both does not widen the interval.
+    """
+    assert result["tokens"] == other["tokens"]
+    apart, weights = np.subtract(result["losses"], other["losses"]), np.asarray(result["tokens"], float)
+    drawn = np.random.default_rng(0).integers(len(apart), size=(draws, len(apart)))
+    means = (apart * weights)[drawn].sum(1) / weights[drawn].sum(1)
+    low, high = np.quantile(means, (0.025, 0.975))
+    return float(np.average(apart, weights=weights)), float(low), float(high)
+
+
+# --- the command -------------------------------------------------------------------------------------------
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--output", type=Path, default=OUTPUT)
+    parser.add_argument("--folder", type=Path, default=FOLDER / "text")
+    parser.add_argument(
+        "--minutes", type=float, default=8.0, help="of the slowest model: decides the steps of all"
+    )
+    parser.add_argument("--steps", type=int, help="default: by --minutes, at the first start")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0])
+    parser.add_argument("--vocabulary", type=int, default=VOCABULARY)
+    parser.add_argument(
+        "--stretches", type=int, help="of 16 training lengths to measure on; default: all of books/test"
+    )
+    parser.add_argument(
+        "--set", nargs="*", default=[], metavar="KEY=VALUE", help="changes of all configurations"
+    )
+    parser.add_argument("--train-only", action="store_true", help="measure later")
+
+
+def run(arguments: argparse.Namespace) -> None:
+    benchmark = Benchmark(arguments)
+    benchmark.prepare()
+    for seed in arguments.seeds:
+        for name in MODELS:
+            benchmark.train(name, seed)
+    if arguments.train_only:
+        return
+    pieces = stretches(files_below(books() / "test"), benchmark.tokenizer, FACTORS[-1] * benchmark.length)
+    pieces = pieces[: arguments.stretches]
+    words = [len(benchmark.tokenizer.decode(piece).split()) for piece in pieces]
+    for seed in arguments.seeds:
+        for name in MODELS:
+            benchmark.evaluate(name, seed, pieces, words)
+    print(f"Numbers: {arguments.output}")
+
+
+if __name__ == "__main__":  # a training: see Benchmark.train
+    task = json.loads(sys.argv[2])
+    train(run_config(task["name"], task["seed"], task["steps"], Path(sys.argv[1]), task["changes"]))

@@ -1,0 +1,66 @@
+"""Small texts, a small tokenizer, and folders to compare."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+from trailmark.data.files import read_json
+
+WORDS = [
+    "the",
+    "river",
+    "of stones",
+    "ran",
+    "below a",
+    "häuser",
+    "–",
+    "河",
+    "nothing\tmoved;",
+    "and=ran",
+    "42",
+    "(again).",
+]
+
+
+def prose(seed: int, words: int) -> str:
+    """Lines of words; the same for the same seed."""
+    rng = random.Random(seed)
+    return "".join(rng.choice(WORDS) + rng.choice("      \n") for _ in range(words))
+
+
+def save_bpe(folder: Path, vocab_size: int = 300, end_of_text: bool = True) -> str:
+    """A byte-level BPE tokenizer in ``folder``, trained on the spot; its name."""
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=["<|endoftext|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    bpe.train_from_iterator([prose(0, 2000)], trainer)
+    special: dict[str, Any] = {"eos_token": "<|endoftext|>"} if end_of_text else {}
+    PreTrainedTokenizerFast(tokenizer_object=bpe, **special).save_pretrained(folder)
+    return str(folder)
+
+
+def write_folder(folder: Path, files: int, words: int = 400) -> Path:
+    """``files`` text files of different lengths."""
+    folder.mkdir(parents=True)
+    for number in range(files):
+        (folder / f"{number:03d}.txt").write_text(prose(number, words + 37 * (number % 7)), encoding="utf-8")
+    return folder
+
+
+def contents(folder: Path) -> dict[str, Any]:
+    """Everything in a corpus' folder, but for the date in its manifest."""
+    found: dict[str, Any] = {path.name: path.read_bytes() for path in folder.iterdir()}
+    found["corpus.json"] = read_json(folder / "corpus.json")
+    del found["corpus.json"]["created"]
+    return found

@@ -1,0 +1,557 @@
+"""Text to shards: the same bytes by any number of processes, after any kill, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import logging
+import multiprocessing
+import os
+import random
+import resource
+import signal
+import time
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import trailmark
+from tests.data.corpora import contents, prose, save_bpe, write_folder
+from trailmark.data.corpus import load_tokenizer, tokenizer_fingerprint
+from trailmark.data.encoders import Encoder, encode_in_order
+from trailmark.data.files import read_json
+from trailmark.data.prepare import Progress, pieces, prepare, prepare_pairs, verify_pairs
+from trailmark.data.recipes import parse_source
+from trailmark.data.shards import Corpus
+from trailmark.data.sources import LocalFiles
+
+SHARD = 9000  # tokens; three or four shards of the folder below
+
+
+@pytest.fixture(scope="module")
+def bpe(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return save_bpe(tmp_path_factory.mktemp("bpe"))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_folder(tmp_path_factory.mktemp("text") / "text", files=24)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory, folder: Path, bpe: str) -> Path:
+    """The corpus of an undisturbed run."""
+    output = tmp_path_factory.mktemp("whole")
+    prepare(parse_source([str(folder)]), output, bpe, processes=1, shard_tokens=SHARD)
+    return output
+
+
+def texts_of(folder: Path) -> list[str]:
+    return [file.read_text(encoding="utf-8") for file in sorted(folder.iterdir())]
+
+
+def documents_of(corpus: Corpus) -> list[list[int]]:
+    borders = [*corpus.document_starts.tolist(), len(corpus)]
+    return [corpus.read(a, b).tolist() for a, b in pairwise(borders)]
+
+
+# What is made
+
+
+def test_documents_and_their_ends(folder: Path, whole: Path, bpe: str) -> None:
+    tokenizer, corpus = load_tokenizer(bpe), Corpus.open(whole)
+    expected = [
+        [*tokenizer(text, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
+        for text in texts_of(folder)
+    ]
+    assert documents_of(corpus) == expected
+    assert [tokenizer.decode(ids[:-1]) for ids in documents_of(corpus)] == texts_of(folder)
+    manifest = corpus.manifest
+    assert len(manifest["shards"]) >= 3
+    assert all(shard["tokens"] >= SHARD for shard in manifest["shards"][:-1])
+    # no document more than it takes to fill a shard
+    ends = np.cumsum([len(ids) for ids in expected])
+    for shard in manifest["shards"][:-1]:
+        ends = ends[ends > 0]
+        assert shard["tokens"] == ends[ends >= SHARD][0]
+        ends = ends - shard["tokens"]
+    corpus.verify()
+    assert not list(whole.glob(".*")), "leftovers"
+
+
+def test_the_manifest(folder: Path, whole: Path, bpe: str) -> None:
+    manifest = read_json(whole / "corpus.json")
+    assert list(manifest) == [
+        *("format", "dtype", "tokens", "documents", "fingerprint", "tokenizer", "source"),
+        *("shard_tokens", "left_out", "trailmark", "created", "shards"),
+    ]
+    assert manifest["dtype"] == "uint16"
+    assert manifest["tokenizer"] == {
+        "name": bpe,
+        "fingerprint": tokenizer_fingerprint(load_tokenizer(bpe)),
+        "vocab_size": 300,
+        "end_of_text": 0,
+    }
+    assert manifest["trailmark"] == trailmark.__version__
+    source = manifest["source"]
+    assert (source["kind"], source["paths"], source["column"]) == ("files", [str(folder)], "text")
+    assert len(source["files"]) == 24
+    assert set(source["files"][0]) == {"name", "bytes", "sha256"}
+
+
+def test_bytes_and_no_end_of_text(tmp_path: Path, folder: Path) -> None:
+    source = parse_source([str(folder)])
+    corpus = prepare(source, tmp_path / "plain", end_of_text=False)
+    assert documents_of(corpus) == [[byte + 3 for byte in text.encode()] for text in texts_of(folder)]
+    assert corpus.manifest["tokenizer"]["end_of_text"] is None
+    ended = prepare(source, tmp_path / "ended")
+    assert documents_of(ended) == [[byte + 3 for byte in text.encode()] + [1] for text in texts_of(folder)]
+
+
+def test_a_large_vocabulary_takes_four_bytes(tmp_path: Path) -> None:
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = Tokenizer(models.WordLevel({f"w{n}": n for n in range(70_000)}, unk_token="w0"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(tmp_path / "words")
+    (tmp_path / "a.txt").write_text("w1 w69999 w65536")
+    corpus = prepare(parse_source([str(tmp_path / "a.txt")]), tmp_path / "out", str(tmp_path / "words"))
+    assert corpus.manifest["dtype"] == "uint32"
+    assert documents_of(corpus) == [[1, 69_999, 65_536]]
+
+
+def test_a_tokenizer_without_end_of_text_and_documents_without_tokens(tmp_path: Path) -> None:
+    name = save_bpe(tmp_path / "bpe", end_of_text=False)
+    lines = [{"text": t} for t in ("", "a b", " ", "c")]
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    corpus = prepare(parse_source([str(tmp_path / "a.jsonl")]), tmp_path / "out", name)
+    assert corpus.documents == 2
+    assert corpus.manifest["left_out"] == 2
+    (tmp_path / "b.jsonl").write_text('{"text": ""}\n')
+    with pytest.raises(ValueError, match=r"^source: expected at least one document with text, all 1 rows"):
+        prepare(parse_source([str(tmp_path / "b.jsonl")]), tmp_path / "none", name)
+
+
+@pytest.mark.skipif("TRAILMARK_DATA" not in os.environ, reason="needs GPT-2's tokenizer")
+def test_gpt2(tmp_path: Path, folder: Path) -> None:
+    name = str(Path(os.environ["TRAILMARK_DATA"]) / "tokenizer" / "gpt2")
+    corpus, tokenizer = prepare(parse_source([str(folder)]), tmp_path / "out", name), load_tokenizer(name)
+    assert corpus.manifest["dtype"] == "uint16"
+    assert [tokenizer.decode(ids) for ids in documents_of(corpus)] == [
+        text + "<|endoftext|>" for text in texts_of(folder)
+    ]
+
+
+# Long documents, and tokenizers of all kinds
+
+
+@settings(derandomize=True, deadline=None, max_examples=100)
+@given(text=st.text(alphabet="ab\n ", max_size=60), size=st.integers(1, 20))
+def test_pieces_are_the_text(text: str, size: int) -> None:
+    parts = list(pieces(text, size))
+    assert "".join(parts) == text
+    assert all(0 < len(part) <= size for part in parts) or parts == [""]
+
+
+@pytest.mark.parametrize("lines", ["\n", "\n\n", "\r\n  ", "   "])
+def test_a_long_document_in_pieces_has_the_same_tokens(bpe: str, lines: str) -> None:
+    encoder, text = Encoder(load_tokenizer(bpe)), prose(5, 3000).replace("\n", lines)
+    parts = list(pieces(text, 300))
+    assert len(parts) > 30
+    assert np.concatenate(encoder(parts)).tolist() == encoder([text])[0].tolist()
+
+
+def test_a_long_document_goes_through_in_pieces(
+    tmp_path: Path, bpe: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trailmark.data.prepare.pieces", lambda text: pieces(text, 200))
+    monkeypatch.setattr("trailmark.data.prepare._JOB", 500)  # a document comes in several jobs
+    folder = write_folder(tmp_path / "text", files=3)
+    corpus = prepare(parse_source([str(folder)]), tmp_path / "out", bpe, processes=1, shard_tokens=1)
+    tokenizer = load_tokenizer(bpe)
+    assert [tokenizer.decode(ids[:-1]) for ids in documents_of(corpus)] == texts_of(folder)
+    assert [shard["documents"] for shard in corpus.manifest["shards"]] == [1, 1, 1]
+
+
+def test_each_kind_of_tokenizer_gives_its_own_tokens(bpe: str) -> None:
+    class InPython(type(load_tokenizer(bpe))):  # type: ignore[misc]
+        def _encode_plus(self, text: Any, *args: Any, **kwargs: Any) -> Any:
+            return super()._encode_plus(text.upper(), *args, **kwargs)
+
+    fast, own = load_tokenizer(bpe), InPython.from_pretrained(bpe)
+    marked = load_tokenizer(bpe)
+    marked.split_special_tokens = True
+    texts = ["the river", "ran <|endoftext|> below", ""]
+    for tokenizer in (fast, own, marked, load_tokenizer()):
+        expected = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
+        assert [ids.tolist() for ids in Encoder(tokenizer)(texts)] == expected
+    assert Encoder(fast)(texts)[1].tolist() != Encoder(marked)(texts)[1].tolist()
+    fast(texts, padding=True, truncation=True, max_length=2, pad_to_multiple_of=8) if fast.pad_token else None
+    assert len(Encoder(fast)(texts)[0]) > 2, "a batch that was cut before must not cut this one"
+
+
+def test_a_killed_tokenising_process_is_reported(bpe: str) -> None:
+    jobs = ((number, [prose(number, 200)]) for number in range(100_000))
+    results = encode_in_order(jobs, Encoder(load_tokenizer(bpe)), 2)
+    assert next(results)[0] == 0
+    for child in psutil.Process().children():
+        if "spawn_main" in " ".join(child.cmdline()):
+            child.kill()
+    with pytest.raises(ValueError, match=r"^processes: one of 2 tokenising processes was killed"):
+        list(results)
+
+
+# Kills
+
+
+def _prepare(
+    folder: Path, output: Path, tokenizer: str, processes: int, shard: int, limit: int | None = None
+) -> None:
+    """In a process of its own, to be killed."""
+    if limit is not None:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+    try:
+        prepare(parse_source([str(folder)]), output, tokenizer, processes=processes, shard_tokens=shard)
+    except ValueError as error:
+        (output / "error").write_text(str(error))
+        os._exit(3)
+    os._exit(0)
+
+
+def _start(*args: Any) -> Any:
+    process = multiprocessing.get_context("fork").Process(target=_prepare, args=args)
+    process.start()  # type: ignore[attr-defined]
+    return process
+
+
+def _shards(output: Path) -> int:
+    return len((read_json(output / "progress.json") or {"shards": []})["shards"])
+
+
+@pytest.mark.parametrize(("processes", "kills"), [(1, 8), (2, 2)])
+def test_killed_at_random_moments(tmp_path: Path, folder: Path, bpe: str, processes: int, kills: int) -> None:
+    rng, output = random.Random(processes), tmp_path / "out"
+    worked = 0
+    for _ in range(kills):
+        process = _start(folder, output, bpe, processes, SHARD // 8)
+        before = _shards(output)
+        while process.is_alive() and _shards(output) == before and not (output / "corpus.json").exists():
+            time.sleep(0.001)
+        time.sleep(rng.choice([0, rng.uniform(0, 0.01), rng.uniform(0, 0.05)]))
+        children = psutil.Process(process.pid).children(recursive=True) if process.is_alive() else []
+        process.kill()
+        process.join()
+        _, alive = psutil.wait_procs(children, timeout=30)
+        assert not alive, "tokenising processes outlive the one that was killed"
+        finished = (output / "corpus.json").exists()
+        worked += not finished
+        if finished:
+            break
+    assert worked >= 1, "no kill came in time"
+    assert not (output / "corpus.json").exists() or not _shards(output)
+    prepare(parse_source([str(folder)]), output, bpe, processes=processes, shard_tokens=SHARD // 8)
+    prepare(parse_source([str(folder)]), tmp_path / "whole", bpe, processes=1, shard_tokens=SHARD // 8)
+    assert contents(output) == contents(tmp_path / "whole")
+    Corpus.open(output).verify()
+
+
+class Stop(BaseException):
+    """Comes at a chosen moment, as Ctrl-C does."""
+
+
+def stopping(real: Callable[..., Any], stop_at: int, after: bool) -> Callable[..., Any]:
+    """The same function, but that its call number ``stop_at`` is interrupted before or after it."""
+    count = 0
+
+    def step(*args: Any, **kwargs: Any) -> Any:
+        nonlocal count
+        count += 1
+        if count == stop_at and not after:
+            raise Stop
+        result = real(*args, **kwargs)
+        if count == stop_at:
+            raise Stop
+        return result
+
+    return step
+
+
+def leave_unfinished(folder: Path, output: Path, bpe: str) -> None:
+    """All shards, and no manifest."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("trailmark.data.prepare.make_manifest", stopping(list, 1, False))
+        with pytest.raises(Stop):
+            prepare(parse_source([str(folder)]), output, bpe, processes=1, shard_tokens=SHARD)
+
+
+@pytest.mark.parametrize("moment", ["end_document", "close", "progress", "manifest"])
+def test_stopped_at_each_step(
+    tmp_path: Path, folder: Path, whole: Path, bpe: str, moment: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The n-th time that this step is taken, before it or after it, for n = 1, 2, ... until a run comes through."""
+    from trailmark.data import prepare as module
+
+    owner, name = {"progress": (module, "write_json"), "manifest": (module, "make_manifest")}.get(
+        moment, (module.ShardWriter, moment)
+    )
+    real, source = getattr(owner, name), parse_source([str(folder)])
+    for after in (False, True):
+        output = tmp_path / f"{moment}-{after}"
+        for stop_at in (1, 9, 20) if moment == "end_document" else range(1, 12):
+            monkeypatch.setattr(owner, name, stopping(real, stop_at, after))
+            try:
+                prepare(source, output, bpe, processes=1, shard_tokens=SHARD)
+                break
+            except Stop:
+                assert not (output / "corpus.json").exists() or name == "write_json"
+            finally:
+                monkeypatch.setattr(owner, name, real)
+        prepare(source, output, bpe, processes=1, shard_tokens=SHARD)
+        assert contents(output) == contents(whole)
+
+
+def test_finished_shards_are_not_made_again(
+    tmp_path: Path, folder: Path, bpe: str, whole: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stop(state: Progress) -> None:
+        if state.shards == 2:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr("trailmark.data.prepare._JOB", 1)  # documents come one by one
+
+    source, output = LateProgress([folder]), tmp_path / "out"
+    with pytest.raises(KeyboardInterrupt):
+        prepare(source, output, bpe, processes=1, shard_tokens=SHARD, progress=stop)
+    assert not (output / "corpus.json").exists()
+    stamps = {path.name: path.stat().st_mtime_ns for path in output.glob("*.bin")}
+    assert len(stamps) == 4
+    states: list[Progress] = []
+    source.first = None
+    corpus = prepare(source, output, bpe, processes=1, shard_tokens=SHARD, progress=states.append)
+    assert source.first == sum(shard["documents"] for shard in corpus.manifest["shards"][:2])
+    assert {name: (output / name).stat().st_mtime_ns for name in stamps} == stamps
+    assert states[-1].kept_shards == 2
+    assert states[-1].finished
+    assert states[-1].done == states[-1].total
+    assert (states[-1].documents, states[-1].tokens) == (corpus.documents, len(corpus))
+    assert [state.tokens for state in states] == sorted(state.tokens for state in states)
+    assert contents(output) == contents(whole)
+
+
+class LateProgress(LocalFiles):
+    """So slow that progress is shown after each document; notes where reading began."""
+
+    first: int | None = None
+
+    def documents(self, first: int = 0) -> Any:
+        self.first = first
+        for row in super().documents(first):
+            yield row
+            time.sleep(0.02)
+
+
+def test_a_shard_that_was_removed_is_made_again(
+    tmp_path: Path, folder: Path, bpe: str, whole: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    source, output = parse_source([str(folder)]), tmp_path / "out"
+    leave_unfinished(folder, output, bpe)
+    (output / "documents-00001.bin").unlink()
+    for leftover in (
+        ".tokens-00007.bin.part",
+        ".documents-00007.bin.part",
+        ".progress.json.x",
+        ".corpus.json.y",
+    ):
+        (output / leftover).write_bytes(b"half")  # of a kill at other moments
+    with caplog.at_level(logging.WARNING):
+        prepare(source, output, bpe, processes=1, shard_tokens=SHARD)
+    assert "tokens-00001.bin was removed or changed" in caplog.text
+    assert contents(output) == contents(whole)
+
+
+# One corpus, one output
+
+
+def test_a_finished_corpus_is_opened_at_once(folder: Path, whole: Path, bpe: str, tmp_path: Path) -> None:
+    before = contents(whole)
+    states: list[Progress] = []
+    source = LateProgress([folder])
+    prepare(source, whole, bpe, shard_tokens=SHARD, progress=states.append)
+    assert source.first is None, "documents were read"
+    (state,) = states
+    assert state.finished
+    assert state.kept_shards == state.shards == len(before["corpus.json"]["shards"])
+    assert contents(whole) == before
+    # by another path: the text and the tokenizer are the same
+    folder.with_name("elsewhere").mkdir()
+    same = folder.rename(folder.with_name("elsewhere") / "text")
+    try:
+        prepare(parse_source([str(same)]), whole, bpe, shard_tokens=SHARD)
+    finally:
+        same.rename(folder)
+
+
+@pytest.mark.parametrize("finished", [True, False])
+def test_another_source_or_other_settings_are_refused(
+    tmp_path: Path, whole: Path, bpe: str, folder: Path, finished: bool
+) -> None:
+    output = whole
+    if not finished:
+        output = tmp_path / "out"
+        leave_unfinished(folder, output, bpe)
+    before = {path.name: path.read_bytes() for path in output.iterdir()}
+    other = write_folder(tmp_path / "text", files=24)
+    (other / "007.txt").write_text(prose(99, 30), encoding="utf-8")
+    for source, tokenizer, options, message in (
+        (
+            folder,
+            bpe,
+            {"shard_tokens": SHARD + 1},
+            rf"shard_tokens {SHARD}, this command asks for {SHARD + 1}",
+        ),
+        (folder, bpe, {"end_of_text": False}, r"tokenizer end_of_text 0, .* None"),
+        (folder, "bytes", {}, r"tokenizer fingerprint '\w{64}', .* '\w{64}'"),
+        (other, bpe, {}, r"source files .*007\.txt.* 007\.txt".replace(" 007", ".*007")),
+        (other / "001.txt", bpe, {}, r"source files "),
+    ):
+        with pytest.raises(ValueError, match=rf"^output: .* holds a corpus with {message}.*Choose another"):
+            prepare(parse_source([str(source)]), output, tokenizer, **{"shard_tokens": SHARD} | options)  # type: ignore[arg-type]
+    assert {path.name: path.read_bytes() for path in output.iterdir()} == before
+
+
+def test_outputs_that_cannot_be(tmp_path: Path, folder: Path) -> None:
+    source = parse_source([str(folder)])
+    with pytest.raises(ValueError, match=r"^output: expected a folder outside of the source"):
+        prepare(source, folder / "corpus")
+    (folder / "corpus").rmdir()
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match=r"^output: expected a folder to write in"):
+        prepare(source, tmp_path / "file")
+    (tmp_path / "foreign").mkdir()
+    (tmp_path / "foreign" / "tokens-00000.bin").write_bytes(b"12")
+    with pytest.raises(ValueError, match=r"^output: expected a folder without shards of something else"):
+        prepare(source, tmp_path / "foreign")
+    for options in ({"processes": 0}, {"shard_tokens": 0}):
+        with pytest.raises(ValueError, match=rf"^{next(iter(options))}: expected at least 1, got 0"):
+            prepare(source, tmp_path / "out", **options)  # type: ignore[arg-type]
+
+
+def test_two_at_once_are_refused(tmp_path: Path, folder: Path) -> None:
+    def another(state: Progress) -> None:
+        with pytest.raises(ValueError, match=r"^output: another trailmark prepare is writing in"):
+            prepare(parse_source([str(folder)]), tmp_path / "out")
+
+    prepare(parse_source([str(folder)]), tmp_path / "out", progress=another)
+    prepare(parse_source([str(folder)]), tmp_path / "out")  # the lock is gone
+
+
+# A full disk
+
+
+def test_room_is_looked_for_before_anything_is_written(
+    tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    size = sum(file.stat().st_size for file in folder.iterdir())
+    free = [2 * size]  # the tokens alone, and nothing spare
+    monkeypatch.setattr("shutil.disk_usage", lambda path: type("usage", (), {"free": free[0]}))
+    with pytest.raises(ValueError, match=rf"^output: expected about .* bytes free .* there are {free[0]:,}"):
+        prepare(parse_source([str(folder)]), tmp_path / "out")
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["progress.json"]
+    free[0] += 1 << 20
+    prepare(parse_source([str(folder)]), tmp_path / "out")
+
+
+def test_room_is_looked_for_while_writing(tmp_path: Path, bpe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """How much a tokenizer makes of a text is known once some of it is tokenised."""
+    lines = "".join(json.dumps({"text": "x" * 70_000}) + "\n" for _ in range(40))
+    (tmp_path / "a.jsonl").write_text(lines)
+    source = parse_source([str(tmp_path / "a.jsonl")])
+    whole = prepare(source, tmp_path / "whole", shard_tokens=400_000)
+    free = 2 * len(whole) - (1 << 20)
+    monkeypatch.setattr("shutil.disk_usage", lambda path: type("usage", (), {"free": free}))
+    with pytest.raises(ValueError, match=r"^output: expected about .* 1 whole shards are kept"):
+        prepare(source, tmp_path / "out", shard_tokens=400_000)
+    monkeypatch.undo()
+    prepare(source, tmp_path / "out", shard_tokens=400_000)
+    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
+
+
+def test_a_disk_that_fills_up(tmp_path: Path, bpe: str) -> None:
+    """A limit of the system on a file's size fails as a full disk does, in the middle of a write."""
+    text, output = tmp_path / "text", tmp_path / "out"
+    text.mkdir()
+    for number, words in enumerate((50, 60, 9000, 40)):  # a document a shard
+        (text / f"{number}.txt").write_text(prose(number, words), encoding="utf-8")
+    process = _start(text, output, bpe, 1, 1, 20_000)
+    process.join()
+    assert process.exitcode == 3
+    message = (output / "error").read_text()
+    assert message.startswith("output: the disk of "), message
+    assert "2 whole shards are kept; free some space and give the same command" in message
+    (output / "error").unlink()
+    assert (
+        sorted(path.name for path in output.iterdir() if "00002" in path.name or ".part" in path.name) == []
+    )
+    prepare(parse_source([str(text)]), output, bpe, processes=1, shard_tokens=1)
+    prepare(parse_source([str(text)]), tmp_path / "whole", bpe, processes=1, shard_tokens=1)
+    assert contents(output) == contents(tmp_path / "whole")
+    assert len(Corpus.open(output).manifest["shards"]) == 4
+
+
+# Pairs
+
+
+def test_pairs_are_written_as_lines(tmp_path: Path) -> None:
+    rows = [{"article": a, "highlights": h} for a, h in (("Ä\n河", "ä"), ("B", None), ("C", "c"))]
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    source = parse_source([str(tmp_path / "a.jsonl")], column="article", summary_column="highlights")
+    states: list[Progress] = []
+    path = prepare_pairs(source, tmp_path / "out", progress=states.append)
+    assert [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] == [
+        {"document": "Ä\n河", "summary": "ä"},
+        {"document": "C", "summary": "c"},
+    ]
+    about = read_json(tmp_path / "out" / "pairs.json")
+    assert (about["pairs"], about["left_out"], about["bytes"]) == (2, 1, path.stat().st_size)
+    assert states[-1].documents == 2
+    seen: list[tuple[int, int]] = []
+    assert verify_pairs(tmp_path / "out", lambda done, total: seen.append((done, total))) == 2
+    assert seen[-1] == (path.stat().st_size,) * 2
+    stamp = path.stat().st_mtime_ns
+    prepare_pairs(source, tmp_path / "out")
+    assert path.stat().st_mtime_ns == stamp
+    assert sorted(file.name for file in (tmp_path / "out").iterdir()) == ["pairs.json", "pairs.jsonl"]
+    other = parse_source([str(tmp_path / "a.jsonl")], column="highlights", summary_column="article")
+    with pytest.raises(
+        ValueError, match=r"^output: .* source column 'article', this command asks for 'highlights'"
+    ):
+        prepare_pairs(other, tmp_path / "out")
+    path.write_text("changed")
+    with pytest.raises(ValueError, match=r"^output: .*pairs\.jsonl' was changed"):
+        prepare_pairs(source, tmp_path / "out")
+    with pytest.raises(
+        ValueError, match=r"^data: expected the SHA-256 \w{64} .*pairs\.jsonl' has \w{64}: it was changed"
+    ):
+        verify_pairs(tmp_path / "out")
+    path.unlink()
+    with pytest.raises(ValueError, match=r"^data: .*pairs\.jsonl' is missing"):
+        verify_pairs(tmp_path / "out")
+    (tmp_path / "out" / "pairs.json").write_text("[")
+    path.write_text("{}")
+    with pytest.raises(ValueError, match=r"^data: .*pairs\.json' is broken"):
+        verify_pairs(tmp_path / "out")
+    with pytest.raises(ValueError, match=r"^data: expected prepared pairs"):
+        verify_pairs(tmp_path)
+    with pytest.raises(ValueError, match=r"^summary_column: "):
+        prepare_pairs(parse_source([str(tmp_path / "a.jsonl")]), tmp_path / "other")
+    # the pairs are a source again
+    again = parse_source([str(prepare_pairs(source, tmp_path / "new"))], column="document")
+    assert [row.texts for row in again.documents()] == [("Ä\n河",), ("C",)]

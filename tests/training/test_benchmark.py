@@ -1,0 +1,288 @@
+"""The benchmark of training: what it compares is the same training, it goes on where it stopped, and its tables."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.training.tiny import prose, run_config
+from trailmark.data.corpus import load_tokenizer, tokenize
+from trailmark.data.files import read_json, write_json
+
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+
+
+@pytest.fixture(scope="module")
+def modules() -> Iterator[dict[str, ModuleType]]:
+    """The scripts, which import each other as they do when they are run."""
+    sys.path.insert(0, str(BENCHMARKS))
+    try:
+        yield {
+            name: importlib.import_module(name) for name in ("training", "training_text", "training_tables")
+        }
+    finally:
+        sys.path.remove(str(BENCHMARKS))
+
+
+@pytest.fixture
+def training(modules: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.setattr(modules["training"], "WARM_UP", 2)
+    return modules["training"]
+
+
+@pytest.fixture
+def text(modules: dict[str, ModuleType]) -> ModuleType:
+    return modules["training_text"]
+
+
+# --- the command ---------------------------------------------------------------------------------------------
+
+
+def test_every_part_has_its_command(training: ModuleType) -> None:
+    for part in ("overhead", "loader", "length", "table4", "text"):
+        assert training.parse([part]).part == part
+    assert training.parse(["text", "--seeds", "0", "1", "--minutes", "2"]).seeds == [0, 1]
+    assert training.parse(["overhead", "--configs", "text"]).configs == ["text"]
+    with pytest.raises(SystemExit):
+        training.parse([])
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_large_models_are_refused_without_cuda(training: ModuleType, tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match="expected a CUDA device"):
+        training.table4(training.parse(["table4"]), training.Record(tmp_path / "out.json"))
+    assert not (tmp_path / "out.json").exists()
+
+
+def test_the_table_of_large_models_has_configurations(training: ModuleType) -> None:
+    """What --tiny changes is sizes alone: the same four models."""
+    for size in training.TABLE4:
+        for tiny in (False, True):
+            models = {name: training.table4_config(size, name, tiny).model for name in training.TABLE4_MODELS}
+            assert models["full attention"] == models["window only"] | {"sliding_window": None}
+            assert models["DRT x2"] == models["DRT x1"] | {"num_retrieval_groups": 2}
+            assert models["DRT x1"]["hidden_size"] == models["window only"]["hidden_size"]
+
+
+def test_a_tiny_one_of_them_is_measured(training: ModuleType) -> None:
+    arguments = training.parse(["table4", "--tiny", "--rounds", "1"])
+    found = training.throughput("3b", "DRT x2", 64, 128, "cpu", arguments, checkpointing=True)
+    assert not found["out_of_memory"]
+    assert found["tokens_per_second"]["median"] > 0
+
+
+# --- the record ----------------------------------------------------------------------------------------------
+
+
+def test_a_part_goes_on_with_its_settings_alone(training: ModuleType, tmp_path: Path) -> None:
+    path = tmp_path / "out.json"
+
+    def opened(settings: dict[str, Any], again: bool = False) -> tuple[Any, dict[str, Any]]:
+        record = training.Record(path)
+        return record, record.part("length", settings, again)
+
+    record, part = opened({"rounds": 1})
+    part["results"].append({"seconds": [1.0]})
+    record.keep()
+    assert opened({"rounds": 1})[1]["results"] == [{"seconds": [1.0]}]
+    assert opened({"rounds": 2})[1]["results"] == []
+    assert opened({"rounds": 1}, again=True)[1]["results"] == []
+    content = read_json(path)
+    content["length"]["environment"]["threads"] += 1  # another machine's rounds are not comparable
+    write_json(path, content)
+    assert opened({"rounds": 1})[1]["results"] == []
+
+
+# --- overhead ------------------------------------------------------------------------------------------------
+
+
+def measure(training: ModuleType, folder: Path) -> dict[str, Any]:
+    config = run_config(folder / "run", steps=training.WARM_UP + 4, save_steps=2)
+    found: dict[str, Any] = training.Overhead(config, block=2).measure()
+    return found
+
+
+def test_the_bare_loop_is_the_same_training(training: ModuleType, tmp_path: Path) -> None:
+    found = measure(training, tmp_path)
+    assert found["same_weights"]
+    assert len(found["ratios"]) == 2
+    own, bare = (found["milliseconds_of_a_step"][who] for who in training.WHO)
+    assert {"batch", "forward", "backward", "clipping", "optimizer", "rest"} <= bare.keys() & own.keys()
+    assert own["checkpoints"] > 0
+    assert "checkpoints" not in bare
+
+
+def test_another_training_is_seen(
+    training: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A bare loop that leaves out the warm-up."""
+    monkeypatch.setattr(training, "schedule", lambda settings, step: 1.0)
+    assert not measure(training, tmp_path)["same_weights"]
+
+
+# --- length --------------------------------------------------------------------------------------------------
+
+
+def length_part(times: dict[str, dict[int, list[float]]]) -> dict[str, Any]:
+    lengths = sorted({n for of in times.values() for n in of})
+    results = [{"model": m, "length": n, "seconds": s} for m, of in times.items() for n, s in of.items()]
+    return {"settings": {"lengths": lengths, "tokens_per_step": 1000, "rounds": 3}, "results": results}
+
+
+def test_how_far_from_linear(training: ModuleType) -> None:
+    part = length_part({"DRT x1": {1024: [1.0, 1.0, 9.0], 2048: [1.0, 1.1, 1.0], 4096: [0.9, 0.0, 0.9]}})
+    assert training.time_per_token(part) == {"DRT x1": {1024: 1e-3, 2048: 1e-3, 4096: 9e-4}}
+    assert training.deviations(part)["DRT x1"] == pytest.approx(0.1)
+
+
+# --- text ----------------------------------------------------------------------------------------------------
+
+
+def test_stretches_are_disjoint_pieces_of_the_files(text: ModuleType, tmp_path: Path) -> None:
+    files = [tmp_path / "a.txt", tmp_path / "b.txt"]
+    for file, words in zip(files, (40, 60), strict=True):
+        file.write_text(prose(words))
+    tokenizer = load_tokenizer()
+    whole = [tokenize([file.read_text()], tokenizer) for file in files]
+    pieces = text.stretches(files, tokenizer, 50)
+    assert [len(piece) for piece in pieces] == [50] * sum(len(tokens) // 50 for tokens in whole)
+    rebuilt = np.concatenate(pieces)
+    kept = np.concatenate([tokens[: len(tokens) // 50 * 50] for tokens in whole])
+    assert np.array_equal(rebuilt, kept)
+
+
+def result(losses: list[float], tokens: list[int] | None = None) -> dict[str, Any]:
+    return {"losses": losses, "tokens": tokens or [100] * len(losses), "words": [20] * len(losses)}
+
+
+def test_differences_are_paired(text: ModuleType) -> None:
+    """Stretches differ by far more than the models: the interval of a constant difference has no width."""
+    one = result([2.0, 5.0, 3.0, 8.0])
+    other = result([2.25, 5.25, 3.25, 8.25])
+    assert text.difference(one, other) == (-0.25, -0.25, -0.25)
+    mean, low, high = text.difference(one, result([2.25, 5.0, 3.5, 8.25], one["tokens"]))
+    assert low < mean == -0.25 < high
+
+
+def test_perplexities(text: ModuleType) -> None:
+    found = result([1.0, 2.0], [100, 300])
+    assert text.perplexity(found) == pytest.approx(np.exp(1.75))
+    assert text.word_perplexity(found) == pytest.approx(np.exp(700 / 40))
+
+
+# --- tables --------------------------------------------------------------------------------------------------
+
+
+def sample(training: ModuleType) -> dict[str, Any]:
+    rates = {"median": 9.0, "lowest": 8.0, "highest": 10.0}
+    parts = {"forward": 5.0, "rest": 1.0}
+    overhead = {
+        "config": "text",
+        "tokens_per_second": dict.fromkeys(training.WHO, rates),
+        "ratios": [0.95, 0.97, 0.96],
+        "median_step_ratio": 0.98,
+        "milliseconds_of_a_step": {"trailmark": parts | {"checkpoints": 0.5}, "bare": parts},
+        "same_weights": True,
+    }
+    fits = {"out_of_memory": False, "tokens_per_second": rates, "peak_bytes": 1 << 30}
+    row = {"size": "3b", "context": 4096}
+    found = {
+        "overhead": {"settings": {"steps": 200, "blocks": 3}, "results": [overhead]},
+        "loader": {
+            "corpus": {"tokens": 10, "documents": 2},
+            "results": [{"what": "text", "tokens_per_second": rates, "times_the_model": 21.3}],
+        },
+        "length": length_part({"DRT x1": {1024: [1.0], 2048: [1.1]}}),
+        "table4": {
+            "results": [
+                row | {"model": "DRT x1", "activation_checkpointing": True} | fits,
+                row | {"model": "full attention", "activation_checkpointing": True, "out_of_memory": True},
+            ]
+        },
+    }
+    return {name: part | {"environment": {"threads": 2}} for name, part in found.items()}
+
+
+def test_tables(modules: dict[str, ModuleType]) -> None:
+    found = sample(modules["training"])
+    texts = {
+        part: text
+        for part, (text, _) in zip(found, modules["training_tables"].part_texts(found), strict=True)
+    }
+    assert "96.0% (95.0%-97.0%)" in texts["overhead"]
+    assert "checkpoints +0.50." in texts["overhead"]
+    assert "21x" in texts["loader"]
+    assert "1,000.0" in texts["length"]
+    assert "9, 1.0 GiB, checkpointed" in texts["table4"]
+    assert "out of memory" in texts["table4"]
+    del found["table4"]
+    assert len(modules["training_tables"].part_texts(found)) == 3
+
+
+def test_the_table_of_text(modules: dict[str, ModuleType]) -> None:
+    names = modules["training_text"].MODELS
+    cost = {"layers": 4, "sliding_window": 128, "parameters": 10, "seconds": 61.0, "tokens_per_second": 5.0}
+    cost |= {"training_loss": 4.0, "peak_bytes": 1 << 29}
+    losses = dict(zip(names, ([3.0, 4.0], [2.5, 3.5], [2.0, 3.0], [1.0, 2.0]), strict=True))
+    found: dict[str, Any] = {
+        "settings": {
+            "steps": 1, "tokens_per_step": 8, "context_length": 2, "corpus_tokens": 9, "vocabulary": 7
+        },
+        "models": [{"model": name, "seed": 0} | cost for name in names],
+        "results": [
+            {"model": name, "seed": 0, "factor": factor} | result(losses[name])
+            for name in names
+            for factor in (1, 4, 16)
+        ],
+    }  # fmt: skip
+    shown = modules["training_tables"].text_text(found)
+    assert "-1.0000 (-1.0000 to -1.0000)" in shown  # DRT x1 less the window alone
+    assert f"{np.exp(2.5):.3f}" in shown
+    assert "512 MiB" in shown
+    found["results"] = found["results"][:4]  # still at work
+    assert "| - " in modules["training_tables"].text_text(found).replace("  ", " ")
+
+
+def test_the_figure(modules: dict[str, ModuleType], tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    modules["training_tables"].length_figure(tmp_path / "length.png", sample(modules["training"])["length"])
+    assert (tmp_path / "length.png").read_bytes().startswith(b"\x89PNG")
+
+
+# --- all of it -----------------------------------------------------------------------------------------------
+
+TINY = ["context_length=16", "tokens_per_step=64", "warmup_steps=1"]
+
+
+@pytest.mark.slow
+def test_text_from_end_to_end(
+    modules: dict[str, ModuleType], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Four trainings in processes of their own, on books made on the spot; a second start finds all done."""
+    for split, words in (("train", 3000), ("test", 2000)):
+        (tmp_path / "data" / "books" / split).mkdir(parents=True)
+        (tmp_path / "data" / "books" / split / "book.txt").write_text(prose(words))
+    monkeypatch.setenv("TRAILMARK_DATA", str(tmp_path / "data"))
+    command = ["text", "--folder", str(tmp_path / "run"), "--output", str(tmp_path / "out.json")]
+    command += ["--steps", "2", "--vocabulary", "270", "--stretches", "2", "--set"]
+    command += [f"training.{setting}" for setting in TINY]
+    modules["training"].measure(modules["training"].parse(command))
+    first = read_json(tmp_path / "out.json")
+    assert [m["model"] for m in first["models"]] == list(modules["training_text"].MODELS)
+    assert len(first["results"]) == 12
+    assert all(len(r["losses"]) == 2 for r in first["results"])
+    for factor in (1, 4, 16):  # all on the same tokens
+        assert len({str(r["tokens"]) for r in first["results"] if r["factor"] == factor}) == 1
+    modules["training"].measure(modules["training"].parse(command))
+    assert read_json(tmp_path / "out.json") == first
+    with pytest.raises(SystemExit, match="other settings"):
+        modules["training"].measure(modules["training"].parse([*command, "training.warmup_steps=2"]))
+    assert "DRT x1 - window only" in modules["training_tables"].text_text(first)

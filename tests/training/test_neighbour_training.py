@@ -1,0 +1,430 @@
+"""Training with neighbours from outside: tables of an embedder, target scores, embedders that are asked online."""
+
+from __future__ import annotations
+
+import re
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.training.killed import begin, watched
+from tests.training.tiny import MODELS as TINY
+from tests.training.tiny import SHARED, prose, run_config
+from trailmark.data.corpus import load_tokenizer
+from trailmark.data.embedders import open_embedder
+from trailmark.data.files import read_json
+from trailmark.data.neighbours import NeighbourTable, Rule, build_neighbours
+from trailmark.data.prepare import prepare
+from trailmark.data.recipes import parse_source
+from trailmark.data.shards import Corpus
+from trailmark.evaluation import evaluate
+from trailmark.evaluation.targets import make_targets
+from trailmark.models import SlidingWindowConfig, SlidingWindowForCausalLM
+from trailmark.training.config import RunConfig, load_run_config
+from trailmark.training.loss import ranking_part, weighted_loss
+from trailmark.training.run import Run
+
+L, S, K = 80, 8, 2  # ten chunks a window
+W = SHARED["sliding_window"]
+BYTES = load_tokenizer()
+ROUNDING = 1e-12  # of losses in float64, where sums are taken in another order
+RPT: dict[str, Any] = SHARED | {
+    "architecture": "rpt",
+    "num_lower_layers": 1,
+    "num_encoder_layers": 1,
+    "chunk_size": S,
+    "num_retrieved_chunks": K,
+}
+DRT: dict[str, Any] = TINY["drt"] | {"chunk_size": S}
+MODELS: dict[str, dict[str, Any]] = {
+    "rpt": RPT | {"retriever": "encoder"},
+    "rpt, learned": RPT | {"retriever": "learned", "gold_probability": 0.3},
+    "rpt, all parts": RPT | dict.fromkeys(("continuation", "neighbour_augmentation", "neighbour_gate"), True),
+    "drt": DRT | {"retriever": "encoder"},
+    "drt, weights": DRT | {"retriever": "encoder", "encoder_weights": "encoder"},
+    "drt, random": DRT | {"retriever": "random"},
+    "block_recurrent": SHARED | {"architecture": "block_recurrent", "block_size": 10},
+    "block_recurrent, lstm": SHARED
+    | {"architecture": "block_recurrent", "block_size": 10, "state_gate": "lstm", "truncation_blocks": 2},
+}
+TABLES = {
+    "rpt": "rpt",
+    "rpt, learned": "targets",
+    "rpt, all parts": "targets",
+    "drt": "drt",
+    "drt, weights": "drt, scores",
+}
+# 4 texts a step
+EXACT: dict[str, Any] = {
+    "precision": "float64",
+    "optimizer": "adamw",
+    "steps": 4,
+    "tokens_per_step": 4 * L,
+    "logging_steps": 1,
+}
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A prepared corpus, tables of it, text to validate on, and a model that scores."""
+    folder = tmp_path_factory.mktemp("neighbours")
+    for number in range(3):
+        (folder / "texts" / f"{number}.txt").parent.mkdir(exist_ok=True)
+        (folder / "texts" / f"{number}.txt").write_text(prose(90 + 60 * number))
+    corpus = prepare(parse_source([str(folder / "texts")]), folder / "corpus", processes=1)
+    embedder = open_embedder("hash:64", BYTES)
+    for name, architecture, window, scores in (
+        ("rpt", "rpt", W, None),
+        ("drt", "drt", None, None),
+        ("drt, scores", "drt", None, "float32"),
+    ):
+        rule = Rule.of(architecture, S, window)
+        build_neighbours(corpus, embedder, L, S, K, folder / name, rule=rule, scores=scores)
+    torch.manual_seed(0)
+    sizes = {name: value for name, value in TINY["window"].items() if name != "architecture"}
+    scorer = SlidingWindowForCausalLM(SlidingWindowConfig(**sizes))
+    scorer.save_pretrained(folder / "scorer")
+    BYTES.save_pretrained(folder / "scorer")
+    sizes = {"context_length": L, "chunk_size": S, "count": 4, "rule": Rule.of("rpt", S, W)}
+    make_targets([folder / "corpus"], folder / "targets", str(folder / "scorer"), **sizes)
+    return folder
+
+
+def config_of(place: Path, output: Path, model: str = "rpt", **training: Any) -> RunConfig:
+    config = run_config(output, **(EXACT | training))
+    config.model = dict(MODELS[model])
+    config.data.paths, config.data.early_landmarks = [str(place / "corpus")], 0.0
+    if model in TABLES:
+        config.data.neighbours = str(place / TABLES[model])
+    return config
+
+
+def test_a_batch_holds_the_table_of_its_windows(place: Path, tmp_path: Path) -> None:
+    run = Run(config_of(place, tmp_path))
+    table, corpus = NeighbourTable.open(place / "rpt"), Corpus.open(place / "corpus")
+    windows = {bytes(corpus.read(n * L, (n + 1) * L)): n for n in range(table.windows)}
+    seen = []
+    for step in range(3):
+        batch = run.batch(step)
+        for ids, neighbours in zip(batch["input_ids"], batch["neighbours"], strict=True):
+            window = windows[bytes(ids.to(torch.int32).numpy())]
+            assert torch.equal(neighbours, table.batch([window])[0][0])
+            seen.append(window)
+        assert "neighbour_scores" not in batch
+        for first, count in ((0, 1), (1, 3)):  # as processes and micro-batches divide it
+            part = run.task.batch(step, first, count)
+            assert torch.equal(part["neighbours"], batch["neighbours"][first : first + count])
+    assert len(set(seen)) == min(len(seen), table.windows)
+    assert (run.batch(0)["neighbours"] >= 0).any()
+
+
+def test_target_scores_come_along(place: Path, tmp_path: Path) -> None:
+    batch = Run(config_of(place, tmp_path, "rpt, learned")).batch(0)
+    assert batch["neighbours"].shape == batch["neighbour_scores"].shape == (4, 10, 4)
+    assert torch.equal(batch["neighbours"] >= 0, batch["neighbour_scores"].isfinite())
+    batch = Run(config_of(place, tmp_path, "drt, weights")).batch(0)
+    assert batch["neighbour_scores"].shape == (4, 10, K)
+
+
+def test_the_ranking_is_a_part_of_the_loss(place: Path, tmp_path: Path) -> None:
+    run = Run(config_of(place, tmp_path, "rpt, learned"))
+    model, batch = run.model.train(), run.batch(0)
+    loss, out, _ = weighted_loss(model, True, batch)
+    assert out.ranking_loss.shape == (4,)
+    assert (out.ranking_loss > 0).all()
+    assert len(out.retrieval) == 1
+    plain = model(batch["input_ids"], labels=batch["labels"], noise_seed=batch["noise_seed"],
+                  neighbours=batch["neighbours"], neighbour_scores=batch["neighbour_scores"])  # fmt: skip
+    torch.testing.assert_close(loss, plain.loss, rtol=1e-6, atol=0)  # loss weights are float32
+    # of a micro-batch of two, half of the mean
+    half = ranking_part(out, rows=8)
+    assert half is not None
+    torch.testing.assert_close(half, out.ranking_loss.mean() / 2)
+    without = {key: x for key, x in batch.items() if not key.startswith("neighbour")}
+    _, out, _ = weighted_loss(model, True, without)
+    assert ranking_part(out) is None
+
+
+def test_the_ranking_trains_the_retriever_alone_with_the_rest(place: Path, tmp_path: Path) -> None:
+    """Its weight grows with the run: none at the first step."""
+    config = config_of(place, tmp_path, "rpt, learned")
+    seen: list[tuple[float, float]] = []
+
+    def note(run: Run) -> None:
+        model: Any = run.model
+        seen.append((model.ranking_progress, run.averages["ranking"]))
+
+    run = Run(config, note)
+    run.train()
+    assert [progress for progress, _ in seen] == [0.0, 0.25, 0.5, 0.75]
+    assert seen[0][1] == 0
+    assert seen[-1][1] > 0
+    history = read_json(tmp_path / "history.json")["steps"]
+    assert [entry["ranking"] for entry in history] == [value for _, value in seen]
+    assert all(entry["step_loss"] > 1 for entry in history)
+
+
+@pytest.mark.parametrize("model", ["rpt, learned", "drt, weights"])
+def test_one_by_one_trains_as_all_at_once(model: str, place: Path, tmp_path: Path) -> None:
+    runs = []
+    for micro in (None, 1):
+        run = Run(config_of(place, tmp_path / str(micro), model, micro_batch_size=micro))
+        run.train()
+        runs.append(run)
+    whole, single = (run.history for run in runs)
+    names = {"step_loss", "grad_norm", "loss"} | ({"ranking"} if "learned" in model else set())
+    for ours, other in zip(whole, single, strict=True):
+        assert names <= ours.keys()
+        for name in names:
+            assert ours[name] == pytest.approx(other[name], rel=ROUNDING, abs=0), name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+@pytest.mark.parametrize("model", MODELS)
+def test_two_processes_train_as_one(model: str, parallel: str, place: Path, tmp_path: Path) -> None:
+    (one,) = begin(watched, config_of(place, tmp_path / "one", model)).results()
+    config = config_of(place, tmp_path / "two", model, parallel=parallel)
+    for each in begin(watched, config, processes=2).results():
+        assert not each.without_gradient
+        for ours, other in zip(each.history, one.history, strict=True):
+            for name in {"step_loss", "grad_norm", "ranking"} & other.keys():
+                assert ours[name] == pytest.approx(other[name], rel=ROUNDING, abs=0), name
+
+
+def test_a_stopped_run_goes_on_exactly(place: Path, tmp_path: Path) -> None:
+    def stop(run: Run) -> None:
+        if run.step == 2:
+            signal.raise_signal(signal.SIGINT)
+
+    whole = Run(config_of(place, tmp_path / "whole", "rpt, learned"))
+    whole.train()
+    config = config_of(place, tmp_path / "run", "rpt, learned")
+    with pytest.raises(KeyboardInterrupt):
+        Run(config, stop).train()
+    run = Run(config)
+    run.train()
+    for name, weight in whole.model.state_dict().items():
+        assert torch.equal(run.model.state_dict()[name], weight), name
+
+
+def test_a_run_does_not_go_on_with_another_table(place: Path, tmp_path: Path) -> None:
+    def stop(run: Run) -> None:
+        signal.raise_signal(signal.SIGINT)
+
+    folder = tmp_path / "table"
+    folder.symlink_to(place / "rpt")
+    config = config_of(place, tmp_path / "run")
+    config.data.neighbours = str(folder)
+    with pytest.raises(KeyboardInterrupt):
+        Run(config, stop).train()
+    folder.unlink()
+    corpus, embedder = Corpus.open(place / "corpus"), open_embedder("hash:63", BYTES)
+    build_neighbours(corpus, embedder, L, S, K, folder, rule=Rule.of("rpt", S, W))
+    with pytest.raises(
+        ValueError, match=r"^data: expected the text and neighbours that the run in .* began with"
+    ):
+        Run(config).train()
+
+
+# --- embedders -----------------------------------------------------------------------------------------------
+
+
+def test_a_table_spares_the_embedder(place: Path, tmp_path: Path) -> None:
+    """Its fingerprint is the table's; who opens the model asks it, and no other."""
+    fingerprint = open_embedder("hash:64", BYTES).fingerprint
+    run = Run(config_of(place, tmp_path, steps=1))
+    run.train()
+    assert run.model.embedder is None
+    saved = read_json(tmp_path / "config.json")
+    assert (saved["embedder"], saved["embedder_fingerprint"]) == ("hash:64", fingerprint)
+    subject = evaluate.load(tmp_path)
+    assert subject.model.embedder is not None
+    assert subject.model.embedder.fingerprint == fingerprint
+    with torch.no_grad():  # online as from the table
+        batch = run.batch(0)
+        online = subject.model(batch["input_ids"], output_retrieval=True)
+        table = subject.model(batch["input_ids"], neighbours=batch["neighbours"], output_retrieval=True)
+    assert torch.equal(online.retrieval[0].indices, table.retrieval[0].indices)
+    assert torch.equal(online.logits, table.logits)
+    with pytest.raises(ValueError, match=r"^model\.embedder: expected the one .* 'hash:32' has "):
+        evaluate.load(tmp_path, ["embedder=hash:32"])
+    evaluate.load(tmp_path, ["embedder=hash:32", "embedder_fingerprint=null"])
+    with pytest.raises(ValueError, match=r"^model\.embedder: .*nowhere"):
+        evaluate.load(tmp_path, ["embedder=transformers:/nowhere/at/all"])
+
+
+@pytest.mark.parametrize("model", ["rpt", "drt"])
+def test_validation_asks_the_embedder(model: str, place: Path, tmp_path: Path) -> None:
+    config = config_of(place, tmp_path, model, steps=2, eval_steps=2, eval_windows=3)
+    config.data.validation = [str(place / "texts" / "1.txt")]
+    run = Run(config)
+    run.train()
+    assert run.model.embedder is not None
+    assert run.history[-1]["eval_loss"] > 1
+
+
+@pytest.mark.parametrize("model", ["rpt", "drt"])
+def test_without_a_table_the_embedder_is_asked_at_every_step(model: str, place: Path, tmp_path: Path) -> None:
+    config = config_of(place, tmp_path, model, steps=2)
+    config.data.neighbours, config.model["embedder"] = None, "hash:64"
+    config.data.early_landmarks = 0.3
+    told: list[str] = []
+    run = Run(config, say=told.append)
+    run.train()
+    assert sum("trailmark neighbours" in line for line in told) == 1
+    assert "neighbours" not in run.batch(0)
+    fingerprint = open_embedder("hash:64", BYTES).fingerprint
+    assert read_json(tmp_path / "config.json")["embedder_fingerprint"] == fingerprint
+
+
+@pytest.mark.parametrize("spec", ["transformers:/nowhere/at/all", "bm25:nothing.json", "contriever"])
+def test_an_embedder_that_is_not_there_is_named(spec: str, place: Path, tmp_path: Path) -> None:
+    config = config_of(place, tmp_path / "run")
+    config.data.neighbours, config.model["embedder"] = None, spec
+    with pytest.raises(ValueError, match=rf"^model\.embedder: .*'[^']*{spec.partition(':')[2] or spec}'"):
+        Run(config)
+
+
+@pytest.mark.parametrize("model", ["drt, random", "block_recurrent"])
+def test_models_that_need_nothing_from_outside(model: str, place: Path, tmp_path: Path) -> None:
+    config = config_of(place, tmp_path, model, steps=2)
+    config.data.early_landmarks = 0.3
+    run = Run(config)
+    assert ("close_chunk" in run.batch(0)) == (model != "block_recurrent")
+    run.train()
+    assert run.history[-1]["step_loss"] > 1
+    assert evaluate.load(tmp_path).model.embedder is None
+
+
+def test_what_is_retrieved_is_told(place: Path, tmp_path: Path) -> None:
+    """Of an RPT too, though it excludes what the window shows: windows of a table have whole chunks."""
+    run = Run(config_of(place, tmp_path, steps=2))
+    run.train()
+    assert 1 < run.history[-1]["retrieval_age"] < 10
+    assert 0 <= run.history[-1]["retrieval_never_read"] <= 1
+
+
+# --- mistakes --------------------------------------------------------------------------------------------------
+
+Change = Callable[[RunConfig], None]
+
+
+def changed(**settings: Any) -> Change:
+    """``data__task="niah"`` sets data.task."""
+
+    def change(config: RunConfig) -> None:
+        for name, value in settings.items():
+            section, key = name.split("__")
+            if section == "model":
+                config.model[key] = value
+            else:
+                setattr(getattr(config, section), key, value)
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("model", "change", "message"),
+    [
+        ("rpt", changed(data__task="niah"), r"data\.task: expected text with data\.neighbours, got niah"),
+        (
+            "rpt",
+            changed(data__separate_documents=True),
+            r"data\.separate_documents: expected false with data",
+        ),
+        (
+            "rpt",
+            changed(data__early_landmarks=0.1),
+            r"data\.early_landmarks: expected 0 with data\.neighbours",
+        ),
+        ("rpt", changed(data__neighbours=None), r"model\.embedder: expected an embedder .* got neither"),
+        (
+            "rpt, learned",
+            changed(data__neighbours=None),
+            r"data\.neighbours: expected a table of target scores",
+        ),
+        (
+            "drt",
+            changed(model__retriever="causal"),
+            r"data\.neighbours: expected none for drt with .*'causal'",
+        ),
+        (
+            "drt, random",
+            changed(data__neighbours="x"),
+            r"data\.neighbours: expected none for drt with .*'random'",
+        ),
+        (
+            "block_recurrent",
+            changed(data__neighbours="x"),
+            r"data\.neighbours: expected none for block_recurrent,",
+        ),
+    ],
+)
+def test_a_mistake_in_the_configuration_is_named(
+    model: str, change: Change, message: str, place: Path, tmp_path: Path
+) -> None:
+    config = config_of(place, tmp_path / "run", model)
+    change(config)
+    path = tmp_path / "config.yaml"
+    path.write_text(config.to_yaml())
+    with pytest.raises(ValueError, match=f"^{message}"):
+        load_run_config(path)
+
+
+@pytest.mark.parametrize(
+    ("model", "change", "message"),
+    [
+        ("rpt", changed(data__neighbours="nowhere"), r".*'nowhere' has no neighbours\.json"),
+        ("rpt", changed(data__paths=None), r"expected a table for corpus"),
+        ("rpt", changed(training__context_length=160), r"expected a table for context_length 160, .* for 80"),
+        ("rpt", changed(model__chunk_size=16), r"expected a table for chunk_size 16, .* for 8"),
+        (
+            "rpt",
+            changed(model__num_retrieved_chunks=3),
+            r"expected 3 neighbours .* has 2\. Make .* --count 3",
+        ),
+        ("rpt", changed(model__sliding_window=20), r"expected a table for --architecture rpt --window 20 "),
+        ("rpt", changed(model__embedder="hash:65"), r"expected a table of the model's embedder 'hash:65'"),
+        ("rpt", changed(model__embedder_fingerprint="0"), r"expected a table of the model's embedder"),
+        (
+            "rpt",
+            changed(model__retriever="learned"),
+            r"expected target scores with model\.retriever 'learned'",
+        ),
+        ("rpt, learned", changed(model__retriever="encoder"), r"expected what an embedder found with"),
+        ("drt", changed(model__encoder_weights="encoder"), r"expected a table with scores for"),
+        (
+            "drt",
+            changed(model__exclude_visible_chunks=True),
+            r"expected a table for --architecture drt --window 9 ",
+        ),
+    ],
+)
+def test_a_table_of_something_else_is_refused(
+    model: str, change: Change, message: str, place: Path, tmp_path: Path
+) -> None:
+    config = config_of(place, tmp_path, model)
+    change(config)
+    if config.training.context_length > L:
+        config.training.tokens_per_step = 320
+    with pytest.raises(ValueError, match=r"^data\.neighbours: " + message) as caught:
+        Run(config)
+    assert re.search(r"\. (Make|Leave|Name)", str(caught.value))  # a way out
+    assert not (tmp_path / "config.json").exists()
+
+
+def test_an_embedder_of_another_name_is_the_same(place: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "table"
+    corpus = Corpus.open(place / "corpus")
+    build_neighbours(corpus, open_embedder("hash", BYTES), L, S, K, folder, rule=Rule.of("rpt", S, W))
+    config = config_of(place, tmp_path / "run")
+    config.data.neighbours, config.model["embedder"] = str(folder), "hash"  # the table's is hash:1024
+    config.model["embedder_fingerprint"] = open_embedder("hash:1024", BYTES).fingerprint
+    assert Run(config).table is not None
+    del config.model["embedder_fingerprint"]
+    assert Run(config).table is not None

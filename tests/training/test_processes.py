@@ -1,0 +1,365 @@
+"""Several processes train as one does: the same batches, losses, levels and checkpoints; none is left waiting."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from torch import Tensor
+
+from tests.training import killed
+from tests.training.killed import Seen, begin, newest, watched
+from tests.training.tiny import TEXT, prose, run_config
+from trailmark.data.files import read_json
+from trailmark.training.config import RunConfig
+from trailmark.training.run import HISTORY_FILE, Run
+
+ROUNDING = 1e-12  # of losses in float64, where sums are taken in another order
+
+# 5 steps of 4 texts
+EXACT: dict[str, Any] = {
+    "precision": "float64",
+    "optimizer": "adamw",
+    "steps": 5,
+    "tokens_per_step": 320,
+    "logging_steps": 1,
+    "save_steps": 100,
+}
+
+
+def config_of(folder: Path, **settings: Any) -> RunConfig:
+    return run_config(folder, **(EXACT | settings))
+
+
+def alone(folder: Path, **settings: Any) -> Seen:
+    (seen,) = begin(watched, config_of(folder, **settings)).results()
+    return seen
+
+
+def together(folder: Path, at: dict[int, killed.Act] | None = None, **settings: Any) -> list[Seen]:
+    return begin(watched, config_of(folder, **settings), at, processes=2).results()
+
+
+def assert_same_history(ours: Seen, other: Seen, names: Iterable[str] = ("step_loss", "grad_norm")) -> None:
+    assert [entry["step"] for entry in ours.history] == [entry["step"] for entry in other.history]
+    for mine, theirs in zip(ours.history, other.history, strict=True):
+        for name in names:
+            assert mine[name] == pytest.approx(theirs[name], rel=ROUNDING, abs=0), (mine["step"], name)
+
+
+def assert_same_batches(several: list[Seen], one: Seen) -> None:
+    """Row for row; a mask or marks that change nothing may be left out."""
+    default = {"attention_mask": True, "close_chunk": False, "document_ids": 0}
+
+    def rows(seen: Seen) -> dict[tuple[int, int], dict[str, Tensor]]:
+        found = {}
+        for step, first, batch in seen.batches:
+            shape = batch["input_ids"].shape
+            full = {key: torch.full(shape, value) for key, value in default.items()} | batch
+            for row in range(len(batch["input_ids"])):
+                found[step, first + row] = {key: x[row] for key, x in full.items()}
+        return found
+
+    parts = [rows(seen) for seen in several]
+    assert sum(map(len, parts)) == len(rows(one)), "rows that two processes took"
+    union = {place: row for part in parts for place, row in part.items()}
+    expected = rows(one)
+    assert union.keys() == expected.keys()
+    for place, row in expected.items():
+        assert union[place].keys() == row.keys()
+        assert all(torch.equal(union[place][key], x) for key, x in row.items()), place
+
+
+# --- the same training -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def one(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Seen]:
+    models = ("drt", "landmark, drawing", "window")
+    return {model: alone(tmp_path_factory.mktemp("one"), model=model) for model in models}
+
+
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+@pytest.mark.parametrize("model", ["drt", "landmark, drawing", "window"])
+def test_two_processes_train_as_one(model: str, parallel: str, one: dict[str, Seen], tmp_path: Path) -> None:
+    micro = 1 if model == "drt" else None  # twice two rows, or two at once
+    seen = together(tmp_path, model=model, parallel=parallel, micro_batch_size=micro)
+    for each in seen:
+        assert_same_history(each, one[model])
+        assert not each.without_gradient
+    assert len(seen[0].batches) == (10 if micro else 5)
+    assert_same_batches(seen, one[model])
+
+
+@pytest.mark.parametrize("model", ["drt", "landmark, drawing"])
+def test_documents_that_stay_apart(model: str, tmp_path: Path) -> None:
+    """Some micro-batches lie in one document, some in several: all processes add up the same numbers all the same."""
+    for number in range(6):
+        (tmp_path / "texts" / f"{number}.txt").parent.mkdir(exist_ok=True)
+        (tmp_path / "texts" / f"{number}.txt").write_text(prose(20 + 60 * number))
+    config = config_of(tmp_path / "one", model=model)
+    config.data.paths, config.data.separate_documents = [str(tmp_path / "texts")], True
+    (single,) = begin(watched, config).results()
+    shared = [batch for _, _, batch in single.batches if "document_ids" in batch]
+    assert shared
+    config.output = str(tmp_path / "two")
+    seen = begin(watched, config, processes=2).results(120)
+    assert_same_batches(seen, single)
+    for each in seen:
+        assert_same_history(each, single)
+
+
+def test_muon_puts_shared_matrices_together(tmp_path: Path) -> None:
+    single = alone(tmp_path / "one", optimizer="muon")
+    for each in together(tmp_path / "two", parallel="fsdp", optimizer="muon"):
+        assert_same_history(each, single)
+
+
+@pytest.mark.parametrize("model", ["drt", "landmark, drawing", "window"])
+def test_one_by_one_trains_as_all_at_once(model: str, one: dict[str, Seen], tmp_path: Path) -> None:
+    seen = alone(tmp_path, model=model, micro_batch_size=1)
+    assert len(seen.batches) == 20
+    assert_same_history(seen, one[model])
+    assert_same_batches([seen], one[model])
+
+
+def test_needles_and_their_levels(tmp_path: Path) -> None:
+    settings = config_of(tmp_path / "one", task="needles", steps=7, tokens_per_step=1280)
+    names = ("step_loss", "grad_norm", "level", "accuracy", "recall")
+    (single,) = begin(watched, settings, None, -1.0).results()
+    settings.output = str(tmp_path / "two")
+    seen = begin(watched, settings, None, -1.0, processes=2).results()
+    assert single.levels == [0, 2, 4, 6, 8]
+    for each in seen:
+        assert each.levels == single.levels
+        assert_same_history(each, single, names)
+    assert_same_batches(seen, single)
+
+
+def test_measuring_beside_the_training(tmp_path: Path) -> None:
+    """Two processes share three windows of validation text out."""
+    (tmp_path / "held-out.txt").write_text(prose(100)[50:])
+    config = config_of(tmp_path / "one", steps=2, eval_steps=1, eval_windows=3)
+    config.data.validation = [str(tmp_path / "held-out.txt")]
+    (single,) = begin(watched, config).results()
+    config.output = str(tmp_path / "two")
+    for each in begin(watched, config, processes=2).results():
+        assert_same_history(each, single, ("eval_loss", "eval_perplexity"))
+
+
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+def test_needles_asked_during_training(parallel: str, tmp_path: Path) -> None:
+    """Texts are read piece by piece, which a model in shards cannot."""
+    settings = config_of(tmp_path / "one", task="needles", steps=2, eval_steps=2, tokens_per_step=1280)
+    (single,) = begin(killed.asked, settings).results()
+    settings.output, settings.training.parallel = str(tmp_path / "two"), parallel
+    seen = begin(killed.asked, settings, processes=2).results()
+    names = {name for name in single.history[-1] if name.startswith("eval_needles")}
+    assert len(names) == 2
+    for each in seen:
+        assert_same_history(each, single)
+        assert {name: each.history[-1][name] for name in names} == {
+            name: single.history[-1][name] for name in names
+        }
+
+
+def test_a_run_moves_between_machines(tmp_path: Path) -> None:
+    """FSDP2 on two processes, DDP on two, one alone, two again: each goes on from the last one's checkpoint."""
+    whole = alone(tmp_path / "whole", steps=8)
+    output, stop = tmp_path / "run", killed.ask_to_stop
+    first = together(output, {1: stop}, steps=8, parallel="fsdp")
+    second = together(output, {3: stop}, steps=8)
+    (third,) = begin(watched, config_of(output, steps=8), {5: stop}).results()
+    last = together(output, steps=8, parallel="fsdp")
+    # heard of at the next step, by all
+    assert [[s.step for s in seen] for seen in (first, second, [third], last)] == [
+        [2, 2],
+        [4, 4],
+        [6],
+        [8, 8],
+    ]
+    assert [s.done for s in (*first, *second, third, *last)] == [False] * 5 + [True] * 2
+    for seen in last:
+        assert_same_history(seen, whole)
+    assert read_json(output / HISTORY_FILE)["steps"] == last[0].history
+
+
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+def test_activation_checkpointing_changes_nothing(parallel: str, tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"parallel": parallel, "steps": 3, "precision": "float32"}
+    plain = together(tmp_path / "plain", **settings)
+    saving = together(tmp_path / "saving", **settings, gradient_checkpointing=True)
+    for ours, other in zip(saving, plain, strict=True):
+        assert [h["step_loss"] for h in ours.history] == [h["step_loss"] for h in other.history]
+    names = [tmp_path / name / "model.safetensors" for name in ("plain", "saving")]
+    assert names[0].read_bytes() == names[1].read_bytes()
+
+
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+def test_a_batch_that_retrieves_nothing(parallel: str, tmp_path: Path) -> None:
+    """Texts shorter than a chunk: the retriever gets gradients of zeros in both processes, and no one waits."""
+    config = config_of(tmp_path, parallel=parallel, steps=2, context_length=16, tokens_per_step=32)
+    config.data.early_landmarks = 0
+    for each in begin(watched, config, processes=2).results():
+        assert not each.without_gradient
+        of_memory = ("retrievers.", "encoder.", "upper_layers.0.gca_")
+        expected = {name for name in each.parameters if name.startswith(of_memory)}
+        assert len(expected) > 8
+        assert expected <= set(each.zero_gradient) < set(each.parameters)
+
+
+# --- processes that leave --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+@pytest.mark.parametrize("act", [killed.die_as_second, killed.die_as_main, killed.fail_as_second])
+def test_nobody_waits_for_the_dead(act: killed.Act, parallel: str, tmp_path: Path) -> None:
+    started = begin(watched, config_of(tmp_path, parallel=parallel, save_steps=1), {2: act}, processes=2)
+    codes = started.wait()
+    assert 0 not in codes
+    if act is killed.fail_as_second:
+        assert "data: a shard that only this process reads is damaged." in started.printed(1)
+    assert newest(tmp_path) >= 1
+
+
+def test_a_full_disk_is_told_to_all(tmp_path: Path) -> None:
+    config = config_of(tmp_path, save_steps=1)
+    started = begin(watched, config, {2: killed.fill_the_disk}, processes=2)
+    assert started.wait() == [1, 1]
+    for number in range(2):
+        printed = started.printed(number)
+        assert "ValueError: output: cannot save in" in printed
+        assert "No space left on device" in printed
+        assert "the last whole checkpoint is step 1" in printed
+    assert newest(tmp_path) == 1
+
+
+def test_sigterm_to_all_saves(tmp_path: Path) -> None:
+    started = begin(watched, config_of(tmp_path, steps=10_000, save_steps=1), processes=2)
+    end = time.monotonic() + 180
+    while not newest(tmp_path):
+        assert time.monotonic() < end, started.printed()
+        time.sleep(0.05)
+    for process in started.processes:
+        process.terminate()
+    seen = started.results()
+    assert [s.done for s in seen] == [False, False]
+    assert seen[0].step == seen[1].step == newest(tmp_path)
+
+
+def test_what_one_process_finds_not_finite_all_leave_out(tmp_path: Path) -> None:
+    act = {2: killed.spoil_as_second}
+    seen = together(tmp_path / "skips", act, skip_nonfinite=1)
+    assert [[h["step"] for h in s.history] for s in seen] == [[1, 2, 3, 4, 5]] * 2
+    report = read_json(tmp_path / "skips" / "nan-report.json")
+    assert report["step"] == 3
+    assert report["samples"] == [8, 9, 10, 11]
+    started = begin(watched, config_of(tmp_path / "stops"), act, processes=2)
+    assert started.wait() == [1, 1]
+    for number in range(2):
+        assert "NonFiniteError: training: the loss is nan at step 3. It was not taken" in started.printed(
+            number
+        )
+
+
+# --- what is refused -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("task", ["text", "needles"])
+def test_a_batch_that_does_not_divide_is_refused_before_a_model_is_made(
+    task: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    monkeypatch.setattr(Run, "_make_model", lambda run: pytest.fail("a model was made"))
+    message = r"^training\.tokens_per_step: expected a global batch that divides among 3 processes, got \d+ samples\. "
+    with pytest.raises(ValueError, match=message):
+        Run(run_config(tmp_path, task, tokens_per_step=320), text=TEXT)
+    assert not list(tmp_path.iterdir())
+
+
+def test_micro_batches_that_do_not_divide_are_refused(tmp_path: Path) -> None:
+    message = r"^training\.micro_batch_size: expected a divisor of the 4 samples of each process, got 3\.$"
+    with pytest.raises(ValueError, match=message):
+        Run(run_config(tmp_path, tokens_per_step=320, micro_batch_size=3), text=TEXT)
+
+
+# --- the commands ----------------------------------------------------------------------------------------------
+
+LAUNCHERS = {
+    "torchrun": [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node",
+        "2",
+        "--standalone",  # any free port
+    ],
+    "accelerate": [
+        *(sys.executable, "-m", "accelerate.commands.launch", "--num_processes", "2", "--cpu"),
+        *("--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no"),
+    ],
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_the_command_under_a_launcher(launcher: str, tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text(prose())
+    config = config_of(tmp_path / "unused", steps=2)
+    config.data.paths = [str(tmp_path / "text.txt")]
+
+    def command(start: list[str], output: Path, *more: str) -> str:
+        config.output = str(output)
+        file = output.with_suffix(".yaml")
+        file.write_text(yaml.safe_dump(config.to_dict()))
+        done = subprocess.run(
+            [*start, "-m", "trailmark.cli", "train", str(file), *more],
+            cwd=Path(__file__).parents[2],
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+            capture_output=True,
+            text=True,
+            timeout=300,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    command([sys.executable], tmp_path / "one")
+    expected = [h["step_loss"] for h in read_json(tmp_path / "one" / HISTORY_FILE)["steps"]]
+    for parallel in ("ddp", "fsdp"):
+        printed = command(LAUNCHERS[launcher], tmp_path / parallel, f"training.parallel={parallel}")
+        assert printed.count("Training DRTForCausalLM") == 1  # one of them speaks
+        found = [h["step_loss"] for h in read_json(tmp_path / parallel / HISTORY_FILE)["steps"]]
+        assert found == pytest.approx(expected, rel=ROUNDING, abs=0)
+
+
+@pytest.mark.slow
+def test_sigterm_to_torchrun(tmp_path: Path) -> None:
+    """As a cluster does it: the launcher passes the signal on, all save, the next start goes on."""
+    (tmp_path / "text.txt").write_text(prose())
+    config = config_of(tmp_path / "run", steps=100_000, save_steps=1)
+    config.data.paths = [str(tmp_path / "text.txt")]
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(config.to_dict()))
+    started = subprocess.Popen(
+        [*LAUNCHERS["torchrun"], "-m", "trailmark.cli", "train", str(tmp_path / "run.yaml")],
+        cwd=Path(__file__).parents[2],
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    end = time.monotonic() + 120
+    while not newest(tmp_path / "run") and time.monotonic() < end:
+        time.sleep(0.1)
+    started.send_signal(signal.SIGTERM)
+    printed, _ = started.communicate(timeout=120)
+    step = newest(tmp_path / "run")
+    assert f"Stopped and saved at step {step}." in printed, printed

@@ -1,0 +1,450 @@
+"""What a run does when its numbers, its disk, its user or a stranger's files go wrong."""
+
+from __future__ import annotations
+
+import ast
+import errno
+import json
+import math
+import os
+import pickle
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from torch import Tensor
+from transformers import PreTrainedModel
+
+import trailmark
+from tests.training import killed
+from tests.training.killed import begin, command, newest, spoil
+from tests.training.tiny import TEXT, prose, run_config
+from trailmark.cli import main
+from trailmark.data.files import read_json
+from trailmark.training import checkpoints, states, tensors
+from trailmark.training.guards import REPORT_FILE, NonFiniteError
+from trailmark.training.run import HISTORY_FILE, Run
+
+State = dict[str, Tensor]
+
+
+class Watched:
+    """A run with weights and moments of every step; ``prepare`` may spoil its model."""
+
+    def __init__(
+        self, output: Path, prepare: Callable[[Run], None], stop_at: int = 0, **settings: Any
+    ) -> None:
+        self.weights: list[State] = []
+        self.stop_at = stop_at
+        self.run = Run(run_config(output, **({"logging_steps": 1} | settings)), self._look, TEXT)
+        self.weights.append(self._state())
+        prepare(self.run)
+
+    def _state(self) -> State:
+        return {name: x.clone() for name, x in self.run.model.state_dict().items()}
+
+    def _look(self, run: Run) -> None:
+        self.weights.append(self._state())
+        if run.step == self.stop_at:
+            signal.raise_signal(signal.SIGINT)
+
+    def moments(self) -> dict[str, Tensor]:
+        assert self.run._trainer is not None
+        inner = self.run._trainer.optimizer
+        found = tensors.optimizer_state(self.run.model, getattr(inner, "optimizer", inner))["state"]
+        return {
+            f"{name} {key}": torch.as_tensor(x).clone()
+            for name, state in found.items()
+            for key, x in state.items()
+        }
+
+
+def same(ours: State, other: State) -> bool:
+    """Bit for bit, NaN too."""
+    return ours.keys() == other.keys() and all(
+        x.numpy().tobytes() == ours[name].numpy().tobytes() for name, x in other.items()
+    )
+
+
+def spoil_gradient(run: Run, steps: set[int], name: str = "lower_layers.0.mlp.down_proj.weight") -> None:
+    """The gradient of one parameter is infinite in these steps; the loss is not."""
+
+    def put(gradient: Tensor) -> Tensor | None:
+        return gradient * math.inf if run.step + 1 in steps else None
+
+    run.model.get_parameter(name).register_hook(put)
+
+
+# --- losses and gradients that are not finite ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize("optimizer", ["muon", "adamw"])
+def test_a_loss_that_is_not_finite_stops_before_the_step(
+    optimizer: str, value: float, tmp_path: Path
+) -> None:
+    watched = Watched(
+        tmp_path,
+        lambda run: spoil(run, {4}, "upper_layers.0.mlp", value),
+        optimizer=optimizer,
+        micro_batch_size=1,
+    )
+    with pytest.raises(
+        NonFiniteError, match=r"^training: the loss is nan at step 4\. It was not taken: "
+    ) as caught:
+        watched.run.train()
+    assert "First in the output of upper_layers.0.mlp (MLP)." in str(caught.value)
+    assert len(watched.weights) == 4
+    assert same(watched._state(), watched.weights[3])
+    assert not same(watched.weights[3], watched.weights[2])
+    report = json.loads((tmp_path / REPORT_FILE).read_text())
+    assert report["step"] == 4
+    assert report["samples"] == [6, 7]
+    assert report["first_module"] == "upper_layers.0.mlp (MLP)"
+    assert report["parameters"] == []
+    assert report["not_repeated"] is None
+
+
+def test_a_gradient_that_is_not_finite_stops_before_the_step(tmp_path: Path) -> None:
+    watched = Watched(tmp_path, lambda run: spoil_gradient(run, {4}))
+    with pytest.raises(
+        NonFiniteError, match=r"^training: the norm of the gradients is (nan|inf) at step 4\."
+    ):
+        watched.run.train()
+    assert same(watched._state(), watched.weights[3])
+    report = json.loads((tmp_path / REPORT_FILE).read_text())
+    assert math.isfinite(report["loss"])
+    assert report["first_module"] is None
+    assert report["gradients"] == ["lower_layers.0.mlp.down_proj.weight"]
+
+
+@pytest.mark.parametrize("norm", [0.0, 1.0])
+def test_also_where_gradients_are_not_clipped(norm: float, tmp_path: Path) -> None:
+    watched = Watched(tmp_path, lambda run: spoil_gradient(run, {2}), max_grad_norm=norm)
+    with pytest.raises(NonFiniteError, match=r"norm of the gradients is (nan|inf) at step 2\."):
+        watched.run.train()
+    assert same(watched._state(), watched.weights[1])
+
+
+def test_a_weight_that_is_not_finite_is_named(tmp_path: Path) -> None:
+    def prepare(run: Run) -> None:
+        with torch.no_grad():
+            run.model.get_parameter("lower_layers.0.mlp.down_proj.weight")[0, 0] = math.nan
+
+    watched = Watched(tmp_path, prepare)
+    before = watched._state()
+    with pytest.raises(NonFiniteError, match="the loss is nan at step 1"):
+        watched.run.train()
+    assert same(watched._state(), before)
+    report = json.loads((tmp_path / REPORT_FILE).read_text())
+    assert report["parameters"] == ["lower_layers.0.mlp.down_proj.weight"]
+    assert report["first_module"] == "lower_layers.0.mlp.down_proj (Linear)"
+
+
+@pytest.mark.parametrize("optimizer", ["muon", "adamw"])
+def test_steps_that_may_be_left_out_change_nothing(optimizer: str, tmp_path: Path) -> None:
+    """Neither weights, though they would decay, nor moments; the third one stops the run."""
+    moments: dict[int, State] = {}
+
+    def prepare(run: Run) -> None:
+        spoil(run, {3, 8})
+        spoil_gradient(run, {5})
+
+    watched = Watched(tmp_path, prepare, optimizer=optimizer, skip_nonfinite=2, weight_decay=0.1)
+    look = watched.run.progress
+    watched.run.progress = lambda run: (look(run), moments.update({run.step: watched.moments()}))  # type: ignore[assignment,func-returns-value]
+    with pytest.raises(NonFiniteError, match=r"the loss is nan at step 8 after 2 skipped steps\."):
+        watched.run.train()
+    assert watched.run.guard.skipped == [3, 5]
+    changed = [n for n in range(1, 8) if not same(watched.weights[n], watched.weights[n - 1])]
+    assert changed == [1, 2, 4, 6, 7]
+    assert same(moments[3], moments[2])
+    assert same(moments[5], moments[4])
+    assert not same(moments[6], moments[5])
+    assert same(watched._state(), watched.weights[7])
+    assert all(math.isfinite(entry["loss"]) for entry in watched.run.history)
+
+
+def test_a_run_that_skipped_goes_on_as_if_it_was_not_stopped(tmp_path: Path) -> None:
+    def prepare(run: Run) -> None:
+        spoil(run, {3})
+        spoil_gradient(run, {9})
+
+    settings: dict[str, Any] = {"skip_nonfinite": 2, "steps": 10}
+    whole = Watched(tmp_path / "whole", prepare, **settings)
+    whole.run.train()
+    first = Watched(tmp_path / "run", prepare, stop_at=4, **settings)
+    with pytest.raises(KeyboardInterrupt):
+        first.run.train()
+    second = Watched(tmp_path / "run", prepare, **settings)
+    second.run.train()
+    assert second.run.guard.skipped == whole.run.guard.skipped == [3, 9]
+    assert same(second._state(), whole._state())
+    without_time = [[h | {"seconds": 0} for h in w.run.history] for w in (second, whole)]
+    assert without_time[0] == without_time[1]
+
+
+def test_skipped_steps_count_after_a_stop(tmp_path: Path) -> None:
+    first = Watched(tmp_path, lambda run: spoil(run, {3}), stop_at=4, skip_nonfinite=1)
+    with pytest.raises(KeyboardInterrupt):
+        first.run.train()
+    second = Watched(tmp_path, lambda run: spoil(run, {7}), skip_nonfinite=1)
+    with pytest.raises(NonFiniteError, match="at step 7 after 1 skipped step"):
+        second.run.train()
+
+
+# --- the command, signals, a full disk -------------------------------------------------------------------------
+
+
+def write_config(folder: Path, **settings: Any) -> list[str]:
+    (folder / "text.txt").write_text(prose())
+    config = run_config(folder / "run", **settings)
+    config.data.paths = [str(folder / "text.txt")]
+    (folder / "run.yaml").write_text(yaml.safe_dump(config.to_dict()))
+    return ["train", str(folder / "run.yaml")]
+
+
+def test_the_command_says_it_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = write_config(tmp_path, optimizer="adamw", learning_rate=1e30, warmup_steps=0)
+    with pytest.raises(SystemExit) as caught:
+        main(arguments)
+    assert caught.value.code == 1
+    *progress, line = capsys.readouterr().err.strip().splitlines()
+    assert all(not other or other.startswith("[#") for other in progress)
+    assert line.startswith("trailmark: training: the ")
+    assert f"Report: {tmp_path / 'run' / REPORT_FILE}." in line
+
+
+def wait_for_a_checkpoint(output: Path, started: killed.Together) -> None:
+    end = time.monotonic() + 180
+    while not newest(output):
+        assert started.alive(), started.printed()
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+def test_sigterm_saves_and_the_command_goes_on(tmp_path: Path) -> None:
+    arguments = write_config(tmp_path, steps=100_000, save_steps=1)
+    started = begin(command, arguments)
+    wait_for_a_checkpoint(tmp_path / "run", started)
+    started.processes[0].terminate()
+    assert started.wait() == [0]
+    step = newest(tmp_path / "run")
+    assert f"Stopped and saved at step {step}. The same command goes on from here." in started.printed()
+    again = begin(command, arguments)
+    while newest(tmp_path / "run") == step:
+        assert again.alive(), again.printed()
+        time.sleep(0.05)
+    again.processes[0].terminate()
+    assert again.wait() == [0]
+    assert f"Going on from step {step}: the newest whole checkpoint is" in again.printed()
+
+
+def test_a_second_sigterm_leaves_at_once(tmp_path: Path) -> None:
+    config = run_config(tmp_path, save_steps=2)
+    started = begin(killed.watched, config, {3: killed.terminate_again_later})
+    assert started.wait() == [-signal.SIGTERM]
+    assert newest(tmp_path) == 2
+
+
+def test_the_echo_of_a_sigterm_is_none(tmp_path: Path) -> None:
+    (seen,) = begin(killed.watched, run_config(tmp_path), {3: killed.terminate_twice}).results()
+    assert not seen.done
+    assert newest(tmp_path) == seen.step
+
+
+def test_a_full_disk_leaves_the_last_checkpoint(tmp_path: Path) -> None:
+    """A limit on files' sizes: real writes fail, as they do on a full disk."""
+    settings: dict[str, Any] = {"save_steps": 2, "logging_steps": 1}
+    started = begin(killed.watched, run_config(tmp_path / "run", **settings), {3: killed.limit_files})
+    assert started.wait() == [1]
+    last = started.printed().strip().splitlines()[-1]
+    assert last.startswith("ValueError: output: cannot save in ")
+    assert "File too large" in last
+    assert last.endswith("the last whole checkpoint is step 2.")
+    assert checkpoints.steps(tmp_path / "run" / "checkpoints") == [2]
+    assert newest(tmp_path / "run") == 2
+    assert not killed.half_written(tmp_path / "run")
+    begin(killed.train, run_config(tmp_path / "run", **settings)).results()
+    begin(killed.train, run_config(tmp_path / "whole", **settings)).results()
+    assert killed.outcome(tmp_path / "run") == killed.outcome(tmp_path / "whole")
+
+
+def test_a_disk_that_is_full_at_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last checkpoint is there, the model is not yet: the same command writes it."""
+    run = Run(run_config(tmp_path), text=TEXT)
+    save = PreTrainedModel.save_pretrained
+
+    def full(model: Any, folder: Any, **options: Any) -> None:
+        if ".saving-" in str(folder):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        save(model, folder, **options)
+
+    monkeypatch.setattr(PreTrainedModel, "save_pretrained", full)
+    with pytest.raises(ValueError, match=r"^output: cannot save in .* \(.*No space left on device\)"):
+        run.train()
+    assert newest(tmp_path) == 12
+    assert not (tmp_path / HISTORY_FILE).exists()
+    assert not killed.half_written(tmp_path)
+    monkeypatch.undo()
+    weights = run.model.state_dict()
+    again = Run(run_config(tmp_path), text=TEXT)
+    again.train()
+    assert again.finished
+    assert same(again.model.state_dict(), weights)
+
+
+# --- a stranger's files ----------------------------------------------------------------------------------------
+
+
+class Canary:
+    """Writes a file when it is unpickled."""
+
+    def __init__(self, target: Path) -> None:
+        self.target = target
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (Path.write_text, (self.target, "executed"))
+
+
+PICKLES = (
+    "optimizer.pt",
+    "optimizer.bin",
+    "scheduler.pt",
+    "scaler.pt",
+    "training_args.bin",
+    "pytorch_model.bin",
+    "pytorch_model_fsdp.bin",
+    "rng_state.pth",
+    "rng_state_0.pth",
+)
+
+
+def put_canaries(folder: Path, target: Path) -> None:
+    for number, name in enumerate(PICKLES):
+        if number % 2:
+            (folder / name).write_bytes(pickle.dumps(Canary(target)))
+        else:
+            torch.save({"state": Canary(target)}, folder / name)
+
+
+def test_the_canary_sings(tmp_path: Path) -> None:
+    put_canaries(tmp_path, tmp_path / "song")
+    for name in PICKLES:
+        with (tmp_path / name).open("rb") as file:
+            torch.load(file, weights_only=False) if zipped(tmp_path / name) else pickle.load(file)
+        assert (tmp_path / "song").read_text() == "executed"
+        (tmp_path / "song").unlink()
+
+
+def zipped(path: Path) -> bool:
+    return path.read_bytes()[:2] == b"PK"
+
+
+def test_nothing_beside_a_checkpoint_is_unpickled(tmp_path: Path) -> None:
+    """Files that are not in the manifest make it damaged; a stranger may well write a manifest that names them."""
+    run = Watched(tmp_path / "run", lambda run: None, stop_at=3).run
+    with pytest.raises(KeyboardInterrupt):
+        run.train()
+    folder = tmp_path / "run" / "checkpoints"
+    song = tmp_path / "song"
+    own = folder / "step-00000003"
+    with checkpoints.writing(folder, 4, checkpoints.read_about(own)) as staging:
+        for file in own.iterdir():
+            if file.name != checkpoints.MANIFEST:
+                (staging / file.name).write_bytes(file.read_bytes())
+        put_canaries(staging, song)
+    told: list[str] = []
+    again = Run(run_config(tmp_path / "run", logging_steps=1), text=TEXT, say=told.append)
+    again.train()
+    assert told == [f"Going on from step 3: the newest whole checkpoint is {folder / 'step-00000004'}."]
+    assert again.finished
+    assert not song.exists()
+
+
+def test_a_file_that_was_not_saved_makes_a_checkpoint_damaged(tmp_path: Path) -> None:
+    run = Watched(tmp_path / "run", lambda run: None, stop_at=3).run
+    with pytest.raises(KeyboardInterrupt):
+        run.train()
+    put_canaries(tmp_path / "run" / "checkpoints" / "step-00000003", tmp_path / "song")
+    told: list[str] = []
+    Run(run_config(tmp_path / "run", logging_steps=1), text=TEXT, say=told.append).train()
+    assert told[0].startswith("step 3 is damaged: optimizer.bin: is not in the manifest")
+    assert not (tmp_path / "song").exists()
+
+
+@pytest.mark.parametrize("weights", ["safetensors", "none"])
+def test_init_from_unpickles_nothing(weights: str, tmp_path: Path) -> None:
+    """With a model in safetensors the pickles are not looked at; without, the folder is refused."""
+    run = Run(run_config(tmp_path / "run", steps=1), text=TEXT)
+    run.train()
+    put_canaries(tmp_path / "run", tmp_path / "song")
+    if weights == "none":
+        (tmp_path / "run" / "model.safetensors").unlink()
+    config = run_config(tmp_path / "other", steps=1)
+    config.init_from = str(tmp_path / "run")
+    if weights == "none":
+        with pytest.raises(ValueError, match=r"^init_from: cannot load the weights in "):
+            Run(config, text=TEXT).train()
+        assert not (tmp_path / "other" / "checkpoints").exists()
+    else:
+        assert same(Run(config, text=TEXT).model.state_dict(), run.model.state_dict())
+    assert not (tmp_path / "song").exists()
+
+
+# what runs code that a file holds; and what hands objects over by pickle between a run's own processes
+_MODULES = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve", "joblib"}
+_CALLS = {
+    "eval",
+    "exec",
+    "compile",
+    "torch.load",
+    "yaml.load",
+    "yaml.unsafe_load",
+    "yaml.full_load",
+    "np.load",
+}
+_OPTIONS = {"weights_only": False, "trust_remote_code": True, "allow_pickle": True}
+_ALLOWED: dict[str, str] = {}  # "file: finding": reason
+
+
+def findings(path: Path) -> Iterator[str]:
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (name.name for name in node.names if name.name.split(".")[0] in _MODULES)
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in _MODULES:
+            yield str(node.module)
+        elif isinstance(node, ast.Call):
+            if (called := ast.unparse(node.func)) in _CALLS:
+                yield called
+            for option in node.keywords:
+                if option.arg in _OPTIONS and ast.unparse(option.value) != str(not _OPTIONS[option.arg]):
+                    yield option.arg
+
+
+def test_no_code_of_ours_unpickles_or_runs_what_it_reads(tmp_path: Path) -> None:
+    root = Path(trailmark.__file__).parent
+    found = {f"{path.relative_to(root)}: {what}" for path in root.rglob("*.py") for what in findings(path)}
+    assert found == set(_ALLOWED)
+    (tmp_path / "bad.py").write_text(
+        "import pickle\nfrom marshal import loads\ntorch.load(x, weights_only=False)\nf(trust_remote_code=flag)\n"
+        "eval(x)\nmodel.eval()\nyaml.load(x)\nyaml.safe_load(x)\nf(trust_remote_code=False)\n"
+    )
+    assert sorted(findings(tmp_path / "bad.py")) == [
+        "eval", "marshal", "pickle", "torch.load", "trust_remote_code", "weights_only", "yaml.load",
+    ]  # fmt: skip
+
+
+def test_what_a_checkpoint_holds_is_safetensors_and_text(tmp_path: Path) -> None:
+    run = Watched(tmp_path, lambda run: None, stop_at=2).run
+    with pytest.raises(KeyboardInterrupt):
+        run.train()
+    folder = tmp_path / "checkpoints" / "step-00000002"
+    assert {file.suffix for file in folder.iterdir()} == {".safetensors", ".json"}
+    assert states.read_scheduler(folder)["last_epoch"] == 2
+    assert read_json(folder / "run.json")["step"] == 2

@@ -1,0 +1,206 @@
+"""Writing a neighbour table block by block, to be gone on with after any interruption; :mod:`.neighbours` reads it.
+
+Until the manifest is there ``neighbours.progress.json`` says what the folder is to hold and how many windows of it are
+on the disk; what a kill leaves besides is made again.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+import numpy.typing as npt
+
+import trailmark
+from trailmark.data.files import (
+    expect_writable,
+    locked,
+    read_json,
+    sha256_of,
+    sync_file,
+    sync_folder,
+    write_json,
+)
+from trailmark.data.prepare import PROGRESS
+from trailmark.data.shards import MANIFEST as CORPUS_MANIFEST
+
+FORMAT = 1
+MANIFEST, TABLE_PROGRESS = "neighbours.json", "neighbours.progress.json"
+INDICES, SCORES = "neighbours.bin", "scores.bin"
+NONE = (1 << 16) - 1
+MOST_CHUNKS = NONE  # numbers 0 .. 65534
+SCORE_DTYPES: dict[str, np.dtype[Any]] = {"float32": np.dtype("<f4"), "float16": np.dtype("<f2")}
+_SPARE = 1 << 20  # bytes of disk that are left alone
+_SECONDS = 2.0  # of work that a kill costs, besides the block in work
+_FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+@dataclass(frozen=True)
+class TableProgress:
+    """How far a table is, in windows."""
+
+    done: int
+    total: int
+    kept: int  # of these, made by earlier runs
+    chunks: int  # of a window
+    seconds: float  # of this run
+
+
+def write_table(
+    output: str | Path,
+    about: Mapping[str, Any],
+    shape: tuple[int, int, int],
+    scores: str | None,
+    make: Callable[[int, int], tuple[npt.NDArray[np.int64], npt.NDArray[Any] | None]],
+    block: int,
+    progress: Callable[[TableProgress], None] | None = None,
+    command: str = "trailmark neighbours",
+) -> None:
+    """Make a table, go on where an interrupted run stopped, or find the finished one.
+
+    Args:
+        about: what the table is of, as JSON holds it; a folder with something else is refused.
+        shape: windows, C chunks of each, K neighbours of each.
+        scores: "float32" or "float16"; None: ``make`` gives none.
+        make: windows first .. stop - 1 -> numbers [stop - first, C, K], -1 last, and scores alike, -inf where -1.
+        block: windows that are made at a time.
+        command: for messages.
+
+    Raises:
+        ValueError: an output that is no folder to write in, in use, full, or another table's; and what ``make`` raises.
+    """
+    windows, chunks, count = shape
+    folder = Path(output)
+    expect_place_of_table(folder)
+    settings = json.loads(json.dumps(about)) | {
+        "windows": windows,
+        "chunks": chunks,
+        "count": count,
+        "scores": scores,
+    }
+    dtypes = {INDICES: np.dtype("<u2")} | ({SCORES: SCORE_DTYPES[scores]} if scores is not None else {})
+    row = {name: chunks * count * dtype.itemsize for name, dtype in dtypes.items()}  # bytes of a window
+    began = time.monotonic()
+
+    def show(done: int) -> None:
+        if progress is not None:
+            progress(TableProgress(done, windows, kept, chunks, time.monotonic() - began))
+
+    with locked(folder, command):
+        if (folder / MANIFEST).exists():
+            _expect_same(folder, read_json(folder / MANIFEST), settings)
+            (folder / TABLE_PROGRESS).unlink(missing_ok=True)
+            kept = windows
+            show(windows)
+            return
+        done = kept = _resume(folder, settings, row)
+        write_json(folder / TABLE_PROGRESS, settings | {"done": done}, durable=True)  # whose the files are
+        _expect_room(folder, sum(row.values()) * (windows - done), done)
+        try:
+            with ExitStack() as opened:
+                files = {name: opened.enter_context(open(folder / name, "ab")) for name in row}
+                for name, file in files.items():
+                    file.truncate(done * row[name])
+                saved = time.monotonic()
+                try:
+                    while done < windows:
+                        stop = min(done + block, windows)
+                        found = make(done, stop)
+                        for name, part in zip(row, found, strict=False):
+                            assert part is not None
+                            assert part.shape == (stop - done, chunks, count)
+                            if name == INDICES:
+                                part = np.where(part < 0, NONE, part)
+                            files[name].write(part.astype(dtypes[name]).tobytes())
+                        done = stop
+                        if time.monotonic() - saved > _SECONDS:
+                            _save(folder, settings, files, done)
+                            saved = time.monotonic()
+                        show(done)
+                finally:  # Ctrl-C too: what is made is kept
+                    _save(folder, settings, files, done)
+        except OSError as error:
+            if error.errno not in _FULL_DISK:
+                raise
+            raise ValueError(
+                f"output: the disk of {str(folder)!r} is full ({error.strerror}). What was made is kept; free some "
+                "space and give the same command to go on."
+            ) from error
+        entries = {
+            name: {"bytes": windows * size, "sha256": sha256_of(folder / name)} for name, size in row.items()
+        }
+        manifest = {"format": FORMAT} | settings | {"files": entries, "trailmark": trailmark.__version__}
+        manifest["created"] = datetime.now(UTC).isoformat(timespec="seconds")
+        write_json(folder / MANIFEST, manifest, durable=True)
+        (folder / TABLE_PROGRESS).unlink()
+        show(windows)
+
+
+def _save(folder: Path, settings: dict[str, Any], files: Mapping[str, IO[bytes]], done: int) -> None:
+    for file in files.values():
+        sync_file(file)
+    sync_folder(folder)
+    write_json(folder / TABLE_PROGRESS, settings | {"done": done}, durable=True)
+
+
+def _resume(folder: Path, settings: dict[str, Any], row: Mapping[str, int]) -> int:
+    """Windows that an earlier run of the same command put on the disk."""
+    path = folder / TABLE_PROGRESS
+    if not path.exists():
+        if foreign := [name for name in (INDICES, SCORES) if (folder / name).exists()]:
+            raise ValueError(
+                f"output: expected a folder without files of something else, {str(folder)!r} holds {foreign[0]}. "
+                "Remove it or choose another folder."
+            )
+        return 0
+    state = read_json(path)
+    if not isinstance(state, dict) or not isinstance(state.get("done"), int):
+        raise ValueError(f"output: {str(path)!r} is broken. Remove the folder and make the table again.")
+    _expect_same(folder, state, settings)
+    there = [
+        os.path.getsize(folder / name) // size if (folder / name).exists() else 0
+        for name, size in row.items()
+    ]
+    return min(state["done"], settings["windows"], *there)  # a file that was cut since is gone on with
+
+
+def _expect_same(folder: Path, old: Any, new: Mapping[str, Any]) -> None:
+    old = old if isinstance(old, dict) else {}
+    for name, value in new.items():
+        was = old.get(name)
+        if isinstance(value, dict) and isinstance(was, dict):  # a file or folder may have moved
+            was, value = ({k: v for k, v in x.items() if k != "spec"} for x in (was, value))
+        if was != value:
+            was, value = (old.get(name), new[name])  # the names too
+            raise ValueError(
+                f"output: {str(folder)!r} holds a table with {name} {was!r}, this command asks for {value!r}. "
+                "Choose another folder or remove this one."
+            )
+
+
+def expect_place_of_table(folder: Path) -> None:
+    """Make the folder; raises ValueError if it cannot be written in, or is a corpus', whose own files lie there."""
+    expect_writable("output", folder)
+    if any((folder / name).exists() for name in (CORPUS_MANIFEST, PROGRESS)):
+        raise ValueError(
+            f"output: expected a folder for a table, {str(folder)!r} is a prepared corpus. Choose another one."
+        )
+
+
+def _expect_room(folder: Path, needed: int, done: int) -> None:
+    free = shutil.disk_usage(folder).free
+    if needed + _SPARE > free:
+        raise ValueError(
+            f"output: expected about {needed + _SPARE:,} bytes free on the disk of {str(folder)!r}, there are "
+            f"{free:,}. Free some space or choose another folder; {done} windows are kept."
+        )

@@ -1,0 +1,521 @@
+"""``trailmark prepare``: documents to token shards, in parallel, and to be gone on with after any interruption.
+
+The output holds ``progress.json`` from the beginning and ``corpus.json`` at the end. Whole shards are put in place and
+then entered in ``progress.json``; what a kill leaves besides is made again. A shard ends with the first document that
+fills it, so that the same text gives the same bytes however often a run was interrupted, and by any number of
+processes.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import trailmark
+from trailmark.data.corpus import load_tokenizer, tokenizer_fingerprint, vocabulary_size
+from trailmark.data.encoders import Encoder, Ids, encode_in_order
+from trailmark.data.files import (
+    expect_writable,
+    locked,
+    read_json,
+    sha256_of,
+    sync_file,
+    sync_folder,
+    write_json,
+)
+from trailmark.data.shards import MANIFEST, Corpus, Shard, ShardWriter, make_manifest, token_dtype
+from trailmark.data.sources import LocalFiles, Source
+
+logger = logging.getLogger(__name__)
+
+PROGRESS = "progress.json"
+PAIRS, PAIRS_MANIFEST = "pairs.jsonl", "pairs.json"
+SHARD_TOKENS = 1 << 26  # 134 MB as uint16: a minute or so of work is the most that a kill costs
+_PIECE = 1 << 17  # characters of a longer document that are tokenised at a time
+_JOB = 1 << 18  # characters that are sent to a process together, at least
+_SPARE = 1 << 20  # bytes of disk that are left alone
+_FIRST_LOOK = 1 << 20  # bytes written after which the room that the rest needs is known well enough
+_FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a run is."""
+
+    documents: int
+    tokens: int
+    shards: int  # whole ones
+    kept_shards: int  # of these, made by earlier runs
+    done: int  # of the source, in its unit
+    total: int | None  # None: nobody knows
+    unit: str  # "bytes" or "rows"
+    seconds: float  # of this run
+    finished: bool = False  # with no seconds and all shards kept: there was nothing to do
+
+
+@dataclass(frozen=True)
+class _Mark:
+    """What a piece of text is: (a piece of) the document of a row, or no text: the row was left out."""
+
+    row: int
+    last: bool
+    left_out: bool
+    done: int
+
+
+def prepare(
+    source: Source,
+    output: str | Path,
+    tokenizer: str = "bytes",
+    *,
+    processes: int | None = None,
+    shard_tokens: int = SHARD_TOKENS,
+    end_of_text: bool = True,
+    progress: Callable[[Progress], None] | None = None,
+) -> Corpus:
+    """Make a corpus of a source's documents, or go on where an interrupted run stopped, or open the finished one.
+
+    Args:
+        output: a folder, outside of the source's.
+        tokenizer: "bytes", a folder or a hub name.
+        processes: that tokenise; None: one per processor. The result does not depend on it.
+        shard_tokens: a shard ends with the first document that fills it with so many.
+        end_of_text: put the tokenizer's end-of-text token after each document, if it has one.
+        progress: called now and then, and once at the end.
+
+    Raises:
+        ValueError: nothing to read, an output that is in use, full, or of other settings or another source; and what
+            the source raises.
+    """
+    for name, number in (("processes", processes), ("shard_tokens", shard_tokens)):
+        if number is not None and number < 1:
+            raise ValueError(f"{name}: expected at least 1, got {number}.")
+    folder = Path(output)
+    expect_writable("output", folder)
+    _expect_outside(source, folder)
+    loaded = load_tokenizer(tokenizer)
+    settings = {
+        "tokenizer": {
+            "name": tokenizer,
+            "fingerprint": tokenizer_fingerprint(loaded),
+            "vocab_size": vocabulary_size(loaded),
+            "end_of_text": loaded.eos_token_id if end_of_text else None,
+        },
+        "source": json.loads(json.dumps(source.description())),
+        "shard_tokens": shard_tokens,
+    }
+    with locked(folder, "trailmark prepare"):
+        if (folder / MANIFEST).exists():
+            corpus = Corpus.open(folder)
+            _expect_same(folder, corpus.manifest, settings)
+            (folder / PROGRESS).unlink(missing_ok=True)
+            if progress is not None:
+                shards, size = len(corpus.manifest["shards"]), source.size()
+                done = size or 0
+                documents = corpus.documents
+                progress(Progress(documents, len(corpus), shards, shards, done, size, source.unit, 0.0, True))
+            return corpus
+        run = _Run(source, folder, settings, progress)
+        try:
+            run.make(Encoder(loaded), processes or os.cpu_count() or 1)
+        except OSError as error:
+            if error.errno not in _FULL_DISK:
+                raise
+            raise ValueError(
+                f"output: the disk of {str(folder)!r} is full ({error.strerror}). {len(run.shards)} whole shards are "
+                "kept; free some space and give the same command to go on."
+            ) from error
+        return Corpus.open(folder)
+
+
+class _Run:
+    """One run: what earlier ones made, and the shard that is being written."""
+
+    def __init__(
+        self,
+        source: Source,
+        folder: Path,
+        settings: dict[str, Any],
+        progress: Callable[[Progress], None] | None,
+    ) -> None:
+        self.source, self.folder, self.settings, self.progress = source, folder, settings, progress
+        self.dtype = token_dtype(settings["tokenizer"]["vocab_size"])
+        self.began = self.shown = time.monotonic()
+        self.state = self._resume()
+        self.shards = [Shard.of(entry["shard"]) for entry in self.state["shards"]]
+        self.kept = len(self.shards)
+        last = self.state["shards"][-1] if self.shards else {"next_row": 0, "left_out": 0, "done": 0}
+        self.row, self.left_out, self.done = last["next_row"], last["left_out"], last["done"]
+        self.before, self.written, self.room_known = self.done, 0, False
+        self.writer: ShardWriter | None = None
+
+    def _resume(self) -> dict[str, Any]:
+        """What earlier runs made of the same source with the same settings; leftovers of a kill are removed."""
+        path = self.folder / PROGRESS
+        for pattern in ("*.part", f"{PROGRESS}.*", f"{MANIFEST}.*"):
+            for leftover in self.folder.glob(f".{pattern}"):
+                leftover.unlink()
+        if not path.exists():
+            if foreign := sorted(self.folder.glob("tokens-*.bin")):
+                raise ValueError(
+                    f"output: expected a folder without shards of something else, {str(self.folder)!r} holds "
+                    f"{foreign[0].name}. Remove them or choose another folder."
+                )
+            return self.settings | {"shards": []}
+        state = read_json(path)
+        if not isinstance(state, dict) or "shards" not in state:
+            raise ValueError(
+                f"output: {str(path)!r} is broken. Remove the folder and prepare the corpus again."
+            )
+        _expect_same(self.folder, state, self.settings)
+        for number, entry in enumerate(state["shards"]):
+            shard = Shard.of(entry["shard"])
+            sizes = {shard.file: shard.bytes, shard.documents_file: 8 * shard.documents}
+            if any(
+                not (f := self.folder / n).exists() or f.stat().st_size != size for n, size in sizes.items()
+            ):
+                logger.warning("%s was removed or changed: it and what follows is made again.", shard.file)
+                del state["shards"][number:]
+                break
+        return state
+
+    def make(self, encoder: Encoder, processes: int) -> None:
+        write_json(self.folder / PROGRESS, self.state, durable=True)  # before any shard: whose they are
+        if encoder.offset is not None and self.dtype == "uint16" and (total := _plain_bytes(self.source)):
+            self._expect_room(2 * (total - self.done))  # two bytes for each
+        results = encode_in_order(_jobs(self.source, self.row), encoder, processes)
+        try:
+            for marks, parts in results:
+                for mark, part in zip(marks, parts, strict=True):
+                    self._add(mark, part)
+                    self._show()
+            if self.writer is not None:
+                self._close_shard()
+            self._finish()
+        finally:
+            results.close()  # ends the processes
+            if self.writer is not None:
+                with suppress(OSError):
+                    self.writer.abandon()
+
+    def _add(self, mark: _Mark, tokens: Ids) -> None:
+        self.done = mark.done
+        if mark.left_out:
+            self.row, self.left_out = mark.row + 1, self.left_out + 1
+            return
+        vocab_size, end = self.settings["tokenizer"]["vocab_size"], self.settings["tokenizer"]["end_of_text"]
+        if len(tokens) and int(tokens.max()) >= vocab_size:
+            raise ValueError(
+                f"tokenizer: expected tokens below its vocabulary's size {vocab_size}, it made {int(tokens.max())}. "
+                "Its vocabulary has holes; number its tokens anew."
+            )
+        if self.writer is None:
+            self._look_for_room()
+            self.writer = ShardWriter(self.folder, len(self.shards), self.dtype)
+        writer, before = self.writer, self.writer.tokens
+        writer.write(tokens)
+        if mark.last:
+            if end is not None:
+                writer.write(np.array([end], np.uint32))
+            if writer.empty_document:
+                self.left_out += 1
+            else:
+                writer.end_document()
+            self.row = mark.row + 1
+        self.written += (writer.tokens - before) * writer.itemsize
+        if mark.last and writer.tokens >= self.settings["shard_tokens"]:
+            self._close_shard()
+        elif not self.room_known and self.written > _FIRST_LOOK:
+            self._look_for_room()
+
+    def _close_shard(self) -> None:
+        assert self.writer is not None
+        if self.writer.documents:
+            self.shards.append(self.writer.close())
+            entry = {"shard": asdict(self.shards[-1]), "next_row": self.row}
+            self.state["shards"].append(entry | {"left_out": self.left_out, "done": self.done})
+            write_json(self.folder / PROGRESS, self.state, durable=True)
+        else:
+            self.writer.abandon()
+        self.writer = None
+
+    def _finish(self) -> None:
+        if not self.shards:
+            raise ValueError(
+                f"source: expected at least one document with text, all {self.left_out} rows are empty or left out."
+            )
+        manifest = make_manifest(
+            self.shards,
+            self.dtype,
+            self.settings["source"],
+            self.settings["tokenizer"],
+            shard_tokens=self.settings["shard_tokens"],
+            left_out=self.left_out,
+            trailmark=trailmark.__version__,
+            created=datetime.now(UTC).isoformat(timespec="seconds"),
+        )
+        write_json(self.folder / MANIFEST, manifest, durable=True)
+        (self.folder / PROGRESS).unlink()
+        self._show(finished=True)
+
+    # --- room on the disk, and progress ----------------------------------------------------------------------
+
+    def _look_for_room(self) -> None:
+        """Before each shard, and once early on: room for the rest, as far as what was written tells its size."""
+        total, self.room_known = self.source.size(), self.written > _FIRST_LOOK
+        if total is not None and self.room_known:
+            share = self.written / max(1, self.done - self.before)
+            self._expect_room(int(share * (total - self.done)))
+        else:
+            self._expect_room(0)
+
+    def _expect_room(self, needed: int) -> None:
+        free = shutil.disk_usage(self.folder).free
+        if needed + _SPARE > free:
+            raise ValueError(
+                f"output: expected about {needed + _SPARE:,} bytes free on the disk of {str(self.folder)!r}, there are "
+                f"{free:,}. Free some space or choose another folder; {len(self.shards)} whole shards are kept."
+            )
+
+    def _show(self, finished: bool = False) -> None:
+        now = time.monotonic()
+        if self.progress is None or (now - self.shown < 0.2 and not finished):
+            return
+        self.shown, writer = now, self.writer
+        documents = sum(shard.documents for shard in self.shards) + (writer.documents if writer else 0)
+        tokens = sum(shard.tokens for shard in self.shards) + (writer.tokens if writer else 0)
+        total = self.source.size()
+        done = total if finished and total is not None else self.done
+        made, kept, unit = len(self.shards), self.kept, self.source.unit
+        self.progress(Progress(documents, tokens, made, kept, done, total, unit, now - self.began, finished))
+
+
+def prepare_pairs(
+    source: Source, output: str | Path, *, progress: Callable[[Progress], None] | None = None
+) -> Path:
+    """Write a source's documents and summaries as ``pairs.jsonl``: one {"document", "summary"} a line.
+
+    ``pairs.json`` beside it says what they are. Nothing is tokenised, so an interrupted run simply starts again.
+
+    Returns:
+        The path of ``pairs.jsonl``.
+
+    Raises:
+        ValueError: as :func:`prepare`; a source without summaries.
+    """
+    folder, began = Path(output), time.monotonic()
+    rows = source.pairs()
+    expect_writable("output", folder)
+    _expect_outside(source, folder)
+    path, manifest_path = folder / PAIRS, folder / PAIRS_MANIFEST
+    about = {"source": json.loads(json.dumps(source.description()))}
+    about["source"]["summary_column"] = source.summary_column
+    with locked(folder, "trailmark prepare"):
+        if (old := read_json(manifest_path)) is not None:
+            _expect_same(folder, old, about)
+            if not path.exists() or sha256_of(path) != old.get("sha256"):
+                raise ValueError(
+                    f"output: {str(path)!r} was changed or removed. Remove {manifest_path} to make it anew."
+                )
+            if progress is not None:
+                done = source.size() or 0
+                progress(Progress(old["pairs"], 0, 0, 0, done, source.size(), source.unit, 0.0, True))
+            return path
+        part, pairs, left_out, shown = folder / f".{PAIRS}.part", 0, 0, began
+        try:
+            with open(part, "w", encoding="utf-8", newline="\n") as file:
+                for row in rows:
+                    if row.texts is None:
+                        left_out += 1
+                        continue
+                    content = dict(zip(("document", "summary"), row.texts, strict=True))
+                    file.write(json.dumps(content, ensure_ascii=False) + "\n")
+                    pairs += 1
+                    if progress is not None and (now := time.monotonic()) - shown > 0.2:
+                        shown = now
+                        progress(Progress(pairs, 0, 0, 0, row.done, source.size(), source.unit, now - began))
+                sync_file(file)
+            if not pairs:
+                raise ValueError(
+                    f"source: expected at least one pair, all {left_out} rows are empty or left out."
+                )
+            os.replace(part, path)
+            sync_folder(folder)
+        except OSError as error:
+            if error.errno not in _FULL_DISK:
+                raise
+            raise ValueError(
+                f"output: the disk of {str(folder)!r} is full ({error.strerror}). Free some space and start again."
+            ) from error
+        finally:
+            part.unlink(missing_ok=True)
+        about |= {"format": 1, "pairs": pairs, "left_out": left_out, "bytes": path.stat().st_size}
+        write_json(manifest_path, about | {"sha256": sha256_of(path)}, durable=True)
+        if progress is not None:
+            done, seconds = source.size() or 0, time.monotonic() - began
+            progress(Progress(pairs, 0, 0, 0, done, source.size(), source.unit, seconds, True))
+    return path
+
+
+def expect_as_prepared(path: Path, sha256: str) -> None:
+    """Raises ValueError if ``pairs.json`` beside a ``pairs.jsonl`` tells another hash than its own."""
+    if path.name != PAIRS or not (path.parent / PAIRS_MANIFEST).exists():
+        return
+    about = read_json(path.parent / PAIRS_MANIFEST)
+    if not isinstance(about, dict) or not isinstance(about.get("sha256"), str):
+        raise ValueError(
+            f"data: {str(path.parent / PAIRS_MANIFEST)!r} is broken (no JSON of pairs). "
+            "Remove it and prepare the pairs again."
+        )
+    if about["sha256"] != sha256:
+        raise ValueError(
+            f"data: expected the SHA-256 {about['sha256']} that {PAIRS_MANIFEST} tells, {str(path)!r} has {sha256}: "
+            f"it was changed. Remove {PAIRS_MANIFEST} and prepare the pairs again; "
+            "for pairs of your own, use another name."
+        )
+
+
+def verify_pairs(folder: str | Path, progress: Callable[[int, int], None] = lambda done, total: None) -> int:
+    """Read every byte of the pairs in a folder of :func:`prepare_pairs`, and compare their SHA-256.
+
+    Args:
+        progress: called with bytes done and bytes in all.
+
+    Returns:
+        How many pairs there are.
+
+    Raises:
+        ValueError: no prepared pairs there, or damaged ones.
+    """
+    path, manifest = Path(folder) / PAIRS, Path(folder) / PAIRS_MANIFEST
+    if not manifest.is_file():
+        raise ValueError(
+            f"data: expected prepared pairs, {str(folder)!r} has no {PAIRS_MANIFEST}. Make them with trailmark prepare "
+            "--pairs."
+        )
+    done = 0
+
+    def more(count: int) -> None:
+        nonlocal done
+        done += count
+        progress(done, total)
+
+    try:
+        total = path.stat().st_size
+        found = sha256_of(path, more)
+    except OSError as error:
+        raise ValueError(
+            f"data: {str(path)!r} is missing or unreadable ({error.strerror}). Remove {PAIRS_MANIFEST} and prepare the "
+            "pairs again."
+        ) from error
+    expect_as_prepared(path, found)
+    return int(read_json(manifest)["pairs"])
+
+
+# --- documents to jobs -------------------------------------------------------------------------------------
+
+
+def pieces(text: str, size: int = _PIECE) -> Iterator[str]:
+    """A text in pieces of at most ``size`` characters, cut where tokenizers part words anyway.
+
+    The cut stands before a space between two letters: a word goes with the space before it in every usual tokenizer.
+    A text without one is cut between any two characters, which may cost a token more.
+    """
+    begin = 0
+    while len(text) - begin > size:
+        cut = begin + size + 1
+        while (cut := text.rfind(" ", begin + 1, cut)) >= 0:
+            if text[cut - 1].isalpha() and text[cut + 1 : cut + 2].isalpha():
+                break
+        if cut < 0:
+            cut = begin + size
+        yield text[begin:cut]
+        begin = cut
+    yield text[begin:]
+
+
+def _jobs(source: Source, first: int) -> Iterator[tuple[list[_Mark], list[str]]]:
+    """Pieces of documents, enough for a process to be worth the way; cut by the text alone."""
+    marks: list[_Mark] = []
+    texts: list[str] = []
+    size = 0
+    for row in source.documents(first):
+        if row.texts is None:
+            marks.append(_Mark(row.number, True, True, row.done))
+            texts.append("")
+        else:
+            (text,) = row.texts
+            done = 0
+            for piece in pieces(text):
+                done += len(piece)
+                marks.append(_Mark(row.number, done == len(text), False, row.done))
+                texts.append(piece)
+                size += len(piece)
+                if size >= _JOB:
+                    yield marks, texts
+                    marks, texts, size = [], [], 0
+        if len(marks) >= _JOB // 16:  # many small or empty rows
+            yield marks, texts
+            marks, texts, size = [], [], 0
+    if marks:
+        yield marks, texts
+
+
+# --- the output folder -------------------------------------------------------------------------------------
+
+
+def _expect_outside(source: Source, folder: Path) -> None:
+    for path in source.paths if isinstance(source, LocalFiles) else []:
+        if path.is_dir() and folder.resolve().is_relative_to(path.resolve()):
+            raise ValueError(
+                f"output: expected a folder outside of the source, {str(folder)!r} lies in {str(path)!r}. "
+                "Choose another one."
+            )
+
+
+def _expect_same(folder: Path, old: Mapping[str, Any], new: Mapping[str, Any]) -> None:
+    """Raises ValueError if what is in the folder was made from something else."""
+    ours = ["tokenizer", "name"], ["source", "paths"]  # by which road a thing came
+    for name, was, now in _differences(old, new, [list(path) for path in ours]):
+        raise ValueError(
+            f"output: {str(folder)!r} holds a corpus with {name} {was!r}, this command asks for {now!r}. "
+            "Choose another folder or remove this one."
+        )
+
+
+def _differences(
+    old: Any, new: Mapping[str, Any], ignored: list[list[str]], above: tuple[str, ...] = ()
+) -> Iterator[tuple[str, Any, Any]]:
+    for key, value in new.items():
+        path = [*above, key]
+        if path in ignored:
+            continue
+        was = old.get(key) if isinstance(old, Mapping) else None
+        if isinstance(value, Mapping):
+            yield from _differences(was, value, ignored, tuple(path))
+        elif isinstance(value, list) and isinstance(was, list) and was != value:
+            odd = next(
+                (pair for pair in zip(was, value, strict=False) if pair[0] != pair[1]), (len(was), len(value))
+            )
+            yield " ".join(path), *odd
+        elif was != value:
+            yield " ".join(path), was, value
+
+
+def _plain_bytes(source: Source) -> int | None:
+    """Bytes of the documents, where every file is plain text."""
+    if isinstance(source, LocalFiles) and all(file.kind == "text" for file in source.files):
+        return source.size()
+    return None

@@ -1,0 +1,33 @@
+"""The embedder that a model's configuration names, checked against the one that it was trained with."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from trailmark.data.embedders import Embedder, open_embedder
+
+
+def embedder_of(config: Any, tokenizer: Any) -> Embedder | None:
+    """What a model with ``retriever="encoder"`` finds chunks with; None: it has another retriever, or names none.
+
+    Args:
+        config: of the model: ``retriever``, ``embedder`` and ``embedder_fingerprint``, where it has such fields.
+        tokenizer: the model's.
+
+    Raises:
+        ValueError: an embedder that is not there, or not the one that the model was trained with.
+    """
+    if getattr(config, "retriever", None) != "encoder" or config.embedder is None:
+        return None
+    try:
+        found = open_embedder(config.embedder, tokenizer, device=None)
+    except ValueError as error:
+        raise ValueError(f"model.{error}") from error
+    trained_with = config.embedder_fingerprint
+    if trained_with is not None and found.fingerprint != trained_with:
+        raise ValueError(
+            f"model.embedder: expected the one that the model was trained with, of fingerprint {trained_with}, "
+            f"{config.embedder!r} has {found.fingerprint} and would find other chunks. Put its files back as they "
+            "were, or set embedder to where they lie; embedder_fingerprint null takes any."
+        )
+    return found

@@ -1,0 +1,95 @@
+"""What a run will cost: estimated from its sizes, and measured by a few steps."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import psutil
+import torch
+
+from trailmark.training.estimate import Estimate, describe, estimate, measure_flops_per_second
+from trailmark.training.loss import weighted_loss
+from trailmark.training.processes import rank, world_size
+from trailmark.training.run import Run, checkpoint_activations
+from trailmark.training.tasks import share_of
+from trailmark.training.trainer import make_optimizer
+
+
+def forecast(run: Run) -> Iterator[str]:
+    """In lines for people; then a step is taken, if it fits into memory. The run is spent with it."""
+    settings, cuda = run.config.training, torch.cuda.is_available()
+    found, device = estimate_of(run), "cuda" if cuda else "cpu"
+    yield from describe(
+        found, measure_flops_per_second(device, getattr(torch, settings.precision)), settings.steps
+    )
+    if world_size() > 1:
+        yield "No step is taken with several processes: one process would not do what they do together."
+        return
+    free = torch.cuda.mem_get_info()[0] if cuda else psutil.virtual_memory().available
+    if found.peak > free:
+        yield f"One step was not taken: it needs {found.peak / 1e9:.1f} GB of memory, {free / 1e9:.1f} GB are free."
+        return
+    took = seconds_per_step(run, 2)[-1]  # the first one warms caches
+    hours = took * settings.steps / 3600
+    yield f"A step took {took:.2f} s, after one to warm up: {hours:.2f} hours for all {settings.steps} of them."
+
+
+def estimate_of(run: Run) -> Estimate:
+    """From the run's sizes alone."""
+    settings, processes = run.config.training, world_size()
+    rows, length = run.task.row_counts()[-1], settings.context_length
+    if run.config.data.task == "needles":  # the last level's texts are the longest
+        length = run.curriculum.levels[-1].chunks * run.config.data.chunk_size
+    return estimate(
+        run.model_config,
+        context_length=length,
+        rows=rows,
+        micro_rows=rows // (processes * run.micro),
+        world_size=processes,
+        optimizer=settings.optimizer,
+        precision=settings.precision,
+        gradient_checkpointing=settings.gradient_checkpointing,
+        sharded=processes > 1 and settings.parallel == "fsdp",
+        device="cuda" if torch.cuda.is_available() else "cpu",
+        # with its early landmarks and documents; the demo's needles change their layout with the level
+        batch=None
+        if run.config.data.task == "needles"
+        else run.task.batch(0, 0, rows // (processes * run.micro)),
+    )
+
+
+def measure_speed(run: Run, steps: int = 8) -> float:
+    """Seconds per step on batches of the last level, the slowest; the run is left as it was."""
+    corpus = run.corpus
+    text = corpus.read(0, len(corpus)) if corpus is not None and corpus.folder is None else None
+    trial = Run(run.config, text=text)
+    count = len(trial.curriculum.levels)
+    trial.curriculum.starts = trial.curriculum.samples = [0] * count
+    return sorted(seconds_per_step(trial, steps))[steps // 2]
+
+
+def seconds_per_step(run: Run, steps: int = 1) -> list[float]:
+    """Of the first steps, by a plain loop over one process's part of each batch. The run is spent with it."""
+    settings, model = run.config.training, run.model.train()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    model.to(device)
+    if settings.gradient_checkpointing:
+        checkpoint_activations(model)
+    optimizer = make_optimizer(model, settings)
+    half = settings.precision == "bfloat16"
+    seconds = []
+    for step in range(steps):
+        began = time.perf_counter()
+        for number in range(run.micro):
+            first, rows = share_of(run.task.rows(step), world_size(), rank(), run.micro, number)
+            batch = {key: x.to(device) for key, x in run.task.batch(step, first, rows).items()}
+            with torch.autocast(device.type, torch.bfloat16, enabled=half):
+                loss, _, _ = weighted_loss(model, run.retrieves, batch)
+            loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - began)
+    return seconds

@@ -1,0 +1,82 @@
+"""Several processes that train together: who is who, and what they must agree on."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+Result = TypeVar("Result")
+
+
+def world_size() -> int:
+    """Processes of this run, by torchrun's or accelerate's environment: also before they know each other."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def rank() -> int:
+    return int(os.environ.get("RANK", "0"))
+
+
+def is_main() -> bool:
+    """Whether this process writes files and shows progress."""
+    return rank() == 0
+
+
+def connected() -> bool:
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+
+def all_reduced(values: Tensor) -> Tensor:
+    """The sum over all processes, in place."""
+    if connected():
+        dist.all_reduce(values)
+    return values
+
+
+def added_up(vector: Tensor) -> list[float]:
+    """The sum over all processes of a vector, as numbers: waits for the device."""
+    return all_reduced(vector).tolist()
+
+
+def by_main(action: Callable[[], Result]) -> Result:
+    """What ``action`` returns in the main process, in all of them; its error too: nobody waits for the dead.
+
+    Raises:
+        ValueError: the main process's error, in every process.
+    """
+    if not connected():
+        return action()
+    answer: list[Any] = [None, None]
+    if is_main():
+        try:
+            answer[0] = action()
+        except Exception as error:  # the others wait for an answer
+            answer[1] = error if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+    dist.broadcast_object_list(answer, src=0, device=_device())
+    if answer[1] is not None:
+        raise answer[1] if isinstance(answer[1], ValueError) else ValueError(f"process 0: {answer[1]}")
+    return answer[0]
+
+
+def gathered(value: Any) -> list[Any]:
+    """``value`` of every process, by rank."""
+    if not connected():
+        return [value]
+    values = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def part() -> None:
+    """Let go of the other processes, at a program's end: those that just vanish are taken for dead."""
+    if dist.is_available() and dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _device() -> torch.device | None:
+    return torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else None

@@ -1,0 +1,135 @@
+"""What a model retrieves while it trains: how old, how evenly weighted, and what is never read.
+
+Row n of a selection is what chunk n's landmark selected, among the chunks before n. All is summed on the device,
+over micro-batches and, if wanted, processes; nothing waits before :meth:`RetrievalStatistics.means`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from trailmark.ops import ChunkSelection
+
+# rows of the sums, each [G + 1]: groups, then all together
+_ASKERS, _AGES, _ENTROPIES, _CHOOSERS, _EVENNESS, _READABLE, _UNREAD = range(7)
+
+
+class RetrievalStatistics:
+    """Sums over batches of what was selected; begins empty.
+
+    - ``age``: asking chunk minus selected chunk, in chunks, weighted by the weights; mean over askers (chunks that
+      selected something).
+    - ``entropy``: of the weights, in nats; mean over askers.
+    - ``evenness``: entropy over its largest value, the logarithm of how many were selected; mean over askers that
+      selected at least two. 1: all weigh the same.
+    - ``never_read``: share of the chunks that some asker of their sample could have selected and none did. Over all
+      groups: that none did in any group.
+    """
+
+    def __init__(self) -> None:
+        self._sums: Tensor | None = None
+
+    @torch.no_grad()
+    def add(
+        self,
+        retrieval: Sequence[ChunkSelection],
+        first_candidate: Tensor | int = 0,
+        num_candidates: Tensor | None = None,
+    ) -> None:
+        """Take in a batch that began without a memory. Does not wait for the device.
+
+        Args:
+            retrieval: of each group, [B, N, K], or [B, N, J, K] where heads select for themselves (their means).
+            first_candidate, num_candidates: as in :func:`trailmark.ops.select_chunks`, [N] or [B, N], where a chunk
+                could not select all before it (documents, chunks inside the window). None: the chunks before it.
+        """
+        if not retrieval:
+            return
+        first, end = _bounds(retrieval[0].indices, first_candidate, num_candidates)
+        columns, read = [], []
+        reachable = torch.zeros_like(first, dtype=torch.bool)
+        for selection in retrieval:
+            column, readable, was_read = _sums_of(selection, first, end)
+            columns.append(column)
+            read.append(was_read)
+            reachable |= readable
+        overall = torch.stack(columns).sum(0)
+        overall[_READABLE] = reachable.sum()
+        overall[_UNREAD] = (reachable & ~torch.stack(read).any(0)).sum()
+        sums = torch.stack([*columns, overall], dim=1)
+        self._sums = sums if self._sums is None else self._sums + sums
+
+    @property
+    def empty(self) -> bool:
+        """Whether nothing was added."""
+        return self._sums is None
+
+    def means(self, add_up: Callable[[Tensor], Tensor] | None = None) -> dict[str, float]:
+        """The statistics so far, as numbers, and begin anew. Waits for the device.
+
+        Args:
+            add_up: float64 [7, G + 1] -> its sum over processes.
+
+        Returns:
+            ``age entropy evenness never_read`` over all groups, and with more than one, ``group_0/age`` ... of each.
+            What is a mean of nothing is left out: no asker, none that had a choice, no chunk to be read.
+        """
+        if self._sums is None:
+            return {}
+        sums, self._sums = self._sums, None
+        rows = (sums if add_up is None else add_up(sums)).tolist()
+        groups = len(rows[0]) - 1
+        found: dict[str, float] = {}
+        for column in (groups, *(range(groups) if groups > 1 else ())):
+            prefix = "" if column == groups else f"group_{column}/"
+            for name, value, count in (
+                ("age", _AGES, _ASKERS),
+                ("entropy", _ENTROPIES, _ASKERS),
+                ("evenness", _EVENNESS, _CHOOSERS),
+                ("never_read", _UNREAD, _READABLE),
+            ):
+                if rows[count][column]:
+                    found[prefix + name] = rows[value][column] / rows[count][column]
+        return found
+
+
+def _bounds(
+    indices: Tensor, first_candidate: Tensor | int, num_candidates: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """int64 [B, N] twice: chunk n could select those from the first to below the second."""
+    B, N = indices.shape[:2]
+    before = torch.arange(N, device=indices.device).expand(B, N)
+    if isinstance(first_candidate, int):
+        first = torch.full_like(before, first_candidate)
+    else:
+        first = first_candidate.to(indices.device).expand(B, N)
+    return first, before if num_candidates is None else num_candidates.to(indices.device).expand(B, N)
+
+
+def _sums_of(selection: ChunkSelection, first: Tensor, end: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Of one group: the sums [7] float64, which chunks could have been read and which were, bool [B, N]."""
+    indices, weights = selection.indices, selection.weights.detach().double()
+    B, N = indices.shape[:2]
+    chosen = indices >= 0
+    asks = torch.arange(N, device=indices.device).view(N, *[1] * (indices.dim() - 2))  # n of every selection
+    ages = torch.where(chosen, (asks - indices) * weights, 0.0).sum(-1)  # [B, N, (J)]
+    entropies = torch.special.entr(weights).sum(-1)  # 0 where a weight is 0
+    counts = chosen.sum(-1)
+    evenness = torch.where(counts > 1, entropies / counts.clamp(min=2).double().log(), 0.0)
+    sums = [(counts > 0).sum(), ages.sum(), entropies.sum(), (counts > 1).sum(), evenness.sum()]
+
+    slots = torch.where(chosen, indices, N).flatten(1)  # one more slot for what is none
+    was_read = torch.zeros(B, N + 1, dtype=torch.bool, device=indices.device)
+    was_read.scatter_(1, slots, torch.ones_like(slots, dtype=torch.bool))
+    # an asker at n opens first ... end - 1: +1 where it begins, -1 where it ends, summed up
+    opened = chosen.flatten(2).any(-1).long()
+    edges = torch.zeros(B, N + 1, dtype=torch.int64, device=indices.device)
+    edges.scatter_add_(1, first.clamp(0, N), opened)
+    edges.scatter_add_(1, end.clamp(0, N), -opened)
+    readable = edges.cumsum(1)[:, :N] > 0
+    unread = readable & ~was_read[:, :N]
+    sums += [readable.sum(), unread.sum()]
+    return torch.stack([value.double() for value in sums]), readable, was_read[:, :N]
