@@ -24,7 +24,7 @@ def test_a_million_tokens(tier: str, tmp_path: Path) -> None:
     assert grown["window"] == 0
     assert grown["memory"] > 400 << 20
     if tier == "host":
-        # it may be less: freed working memory is used again
+        # it may be less: what the process held before is used again
         assert grown["RssAnon"] < 1.02 * grown["memory"]
     else:
         assert grown["RssAnon"] < 0.1 * grown["memory"]
