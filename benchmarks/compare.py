@@ -41,7 +41,7 @@ from trailmark.data.files import read_json, write_json
 from trailmark.data.prepare import prepare
 from trailmark.data.recipes import parse_source
 from trailmark.data.shards import Corpus
-from trailmark.demo import environment
+from trailmark.evaluation.record import environment
 from trailmark.training.forecast import measure_speed
 from trailmark.training.run import Run
 

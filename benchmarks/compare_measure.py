@@ -36,10 +36,10 @@ from trailmark.data.corpus import Tokens, files_below, load_tokenizer, standard_
 from trailmark.data.files import read_json, write_json
 from trailmark.data.needles import VALUE_LENGTH, NeedleFormat
 from trailmark.data.trials import needle_trials
-from trailmark.demo import environment
-from trailmark.evaluation import evaluate
 from trailmark.evaluation.needles import NeedleResult, evaluate_needles
 from trailmark.evaluation.perplexity import evaluate_perplexity
+from trailmark.evaluation.record import environment
+from trailmark.evaluation.subject import load
 from trailmark.models import TrailmarkForCausalLM
 from trailmark.report.console import Progress, training_line
 from trailmark.training.config import RunConfig
@@ -88,7 +88,7 @@ def measure_row(job: Found) -> None:
             f"{path}: measured with other settings. Remove that folder, or choose another --folder."
         )
     train(config, part)
-    subject = evaluate.load(output)
+    subject = load(output)
     model = subject.model.to(job["device"]).eval()
     history = read_json(output / HISTORY_FILE)
     found: Found = kept or {

@@ -32,7 +32,7 @@ import torch
 from torch import Tensor, nn
 
 from trailmark.cli import KEEP_FREED_MEMORY
-from trailmark.demo import environment
+from trailmark.evaluation.record import environment
 from trailmark.memory import ChunkCache, ChunkMemory, MemoryEntries, MemorySize
 from trailmark.memory.window import Window
 from trailmark.models import (

@@ -27,8 +27,9 @@ from trailmark import demo
 from trailmark.data.corpus import load_tokenizer, read_text, standard_library_texts, tokenize
 from trailmark.data.files import read_json, write_json
 from trailmark.data.needles import NeedleFormat
-from trailmark.evaluation import evaluate
 from trailmark.evaluation.needles import chunks_in_sight, evaluate_needles
+from trailmark.evaluation.record import environment
+from trailmark.evaluation.subject import load
 from trailmark.models import LandmarkForCausalLM
 from trailmark.models.causal_lm import causal_loss
 from trailmark.report.console import Progress, training_line
@@ -69,7 +70,7 @@ class Benchmark:
 
     def __init__(self, folder: Path, output: Path) -> None:
         self.folder, self.output, self.progress = folder, output, Progress()
-        self.record: Found = read_json(output) or {"environment": demo.environment(), "models": {}}
+        self.record: Found = read_json(output) or {"environment": environment(), "models": {}}
 
     def keep(self, part: str, case: Found) -> None:
         """One measured case, into the file at once."""
@@ -101,13 +102,13 @@ class Benchmark:
                 "changes": [text for text in overrides if not text.startswith(("output", "data.paths"))],
                 "seed": config.training.seed,
                 "tokens_per_step": config.training.tokens_per_step,
-                "parameters": sum(p.numel() for p in evaluate.load(Path(config.output)).model.parameters()),
+                "parameters": sum(p.numel() for p in load(Path(config.output)).model.parameters()),
                 "seconds": history["seconds"],
                 "last": last,
                 "level_starts": history["level_starts"],
             }
             write_json(self.output, self.record)
-        model = evaluate.load(Path(config.output), [f"{key}={value}" for key, value in changes.items()]).model
+        model = load(Path(config.output), [f"{key}={value}" for key, value in changes.items()]).model
         assert isinstance(model, LandmarkForCausalLM)
         return model
 

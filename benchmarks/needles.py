@@ -19,6 +19,7 @@ from trailmark.data.corpus import load_tokenizer, standard_library_texts, tokeni
 from trailmark.data.files import read_json, write_json
 from trailmark.data.needles import NeedleFormat
 from trailmark.evaluation.needles import evaluate_needles
+from trailmark.evaluation.record import environment
 from trailmark.report.console import Progress, training_line
 from trailmark.training.run import Run
 
@@ -90,7 +91,7 @@ def measure(name: str, seed: int, folder: Path) -> dict[str, Any]:
         "steps": config.training.steps,
         "changes": changes,
         "levels": [vars(level) for level in run.curriculum.levels],
-        "environment": demo.environment(),
+        "environment": environment(),
         "results": asked,
     }
 

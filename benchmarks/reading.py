@@ -30,9 +30,10 @@ from torch import Tensor
 from trailmark.data.corpus import Tokens, load_tokenizer, read_texts, tokenize
 from trailmark.data.files import read_json, write_json
 from trailmark.data.needles import NeedleFormat
-from trailmark.demo import MODELS, environment
-from trailmark.evaluation import evaluate
+from trailmark.demo import MODELS
 from trailmark.evaluation.needles import evaluate_needles
+from trailmark.evaluation.record import environment
+from trailmark.evaluation.subject import load
 from trailmark.memory.search import ExactSearch, FaissSearch
 from trailmark.models import (
     DRTConfig,
@@ -164,7 +165,7 @@ def _python_texts(folder: Path) -> list[str]:
 
 def far(folder: Path | None) -> list[dict[str, Any]]:
     """The demo's model after 10M and 100M tokens: 300 questions at any phase, on branches."""
-    subject = evaluate.load(folder or Path("runs/demo/drt"))
+    subject = load(folder or Path("runs/demo/drt"))
     text = unseen_text()
     print(f"{len(text):,} tokens of other packages' sources", flush=True)
     results = []

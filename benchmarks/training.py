@@ -36,7 +36,7 @@ from torch import nn
 from trailmark.cli import keep_freed_memory
 from trailmark.data.files import read_json, write_json
 from trailmark.data.shards import Corpus
-from trailmark.demo import environment
+from trailmark.evaluation.record import environment
 from trailmark.models import MODELS, TrailmarkForCausalLM
 from trailmark.training import trainer as trainer_module
 from trailmark.training.config import RunConfig, load_run_config

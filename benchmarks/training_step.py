@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from trailmark.cli import keep_freed_memory
-from trailmark.demo import environment
+from trailmark.evaluation.record import environment
 from trailmark.models import (
     DRTConfig,
     DRTForCausalLM,

@@ -38,9 +38,9 @@ from trailmark.data.files import read_json, write_json, write_text
 from trailmark.data.prepare import prepare
 from trailmark.data.recipes import parse_source
 from trailmark.data.shards import Corpus
-from trailmark.demo import environment
-from trailmark.evaluation import evaluate
 from trailmark.evaluation.perplexity import evaluate_perplexity
+from trailmark.evaluation.record import environment
+from trailmark.evaluation.subject import load
 from trailmark.report.console import Progress, training_line
 from trailmark.training.config import RunConfig, load_run_config
 from trailmark.training.forecast import measure_speed
@@ -233,7 +233,7 @@ class Benchmark:
         history = read_json(folder / HISTORY_FILE)
         # a process killed between the two files leaves none
         cost = read_json(folder / _COST_FILE) or {"peak_bytes": None}
-        model = evaluate.load(folder).model
+        model = load(folder).model
         self.record["models"].append(
             {
                 "model": name,
@@ -258,7 +258,7 @@ class Benchmark:
             if self._has("results", model=name, seed=seed, factor=factor):
                 continue
             if model is None:
-                model = evaluate.load(model_folder(self.folder, name, seed)).model.eval()
+                model = load(model_folder(self.folder, name, seed)).model.eval()
             began = time.perf_counter()
             found = [evaluate_perplexity(model, piece, factor * self.length, len(piece)) for piece in pieces]
             self.record["results"].append(

@@ -12,8 +12,8 @@ from pathlib import Path
 
 from trailmark.data.prepare import prepare
 from trailmark.data.recipes import parse_source
-from trailmark.evaluation import evaluate
 from trailmark.evaluation.perplexity import evaluate_perplexity
+from trailmark.evaluation.subject import load
 from trailmark.training.config import load_run_config
 from trailmark.training.run import Run
 
@@ -48,7 +48,7 @@ def main() -> None:
     if not run.finished:
         run.train()
 
-    model = evaluate.load(arguments.output)
+    model = load(arguments.output)
     length = config.training.context_length
     found = evaluate_perplexity(model.model, model.tokens([arguments.held_out]), length)
     print(f"perplexity on {arguments.held_out}: {found.perplexity:.2f} ({found.tokens:,} tokens)")

@@ -99,7 +99,7 @@ def test_table_and_figures(finished: tuple[Path, list[str]]) -> None:
 
 
 def test_the_models_are_there_to_be_used(finished: tuple[Path, list[str]]) -> None:
-    from trailmark.evaluation.evaluate import load
+    from trailmark.evaluation.subject import load
 
     for name in ("drt", "window"):
         subject = load(finished[0] / name)

@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-import datetime
 import math
-import os
-import platform
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
-import transformers
-
-from trailmark import __version__
 from trailmark.data.corpus import Tokens, load_tokenizer, standard_library_texts, tokenize
 from trailmark.data.files import expect_writable, read_json, write_json
 from trailmark.data.needles import CURRICULUM, NeedleFormat
 from trailmark.evaluation.needles import evaluate_needles
+from trailmark.evaluation.record import environment
 from trailmark.models import TrailmarkForCausalLM
 from trailmark.report.console import Progress, duration, measured, training_line
 from trailmark.report.figures import accuracy_by_length, chunks_read, loss_curves
@@ -278,28 +272,3 @@ class Demo:
             self.say(f"No figures. {error}")
         else:
             self.say(f"Figures: {out}/accuracy.png  {out}/training.png  {out}/chunks-read.png")
-
-
-def environment() -> dict[str, Any]:
-    """What the numbers were measured on."""
-    return {
-        "date": datetime.date.today().isoformat(),
-        "trailmark": __version__,
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "platform": platform.platform(),
-        "processor": processor(),
-        "cores": os.cpu_count(),
-        "threads": torch.get_num_threads(),
-    }
-
-
-def processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor() or platform.machine()
-    return next(
-        (line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "unknown"
-    )

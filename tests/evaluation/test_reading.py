@@ -10,20 +10,21 @@ import torch
 
 from tests.training.tiny import prose, run_config
 from trailmark.data.corpus import text_pieces, tokenize
-from trailmark.evaluation import evaluate, reading
+from trailmark.evaluation import reading
 from trailmark.evaluation.reading import Reader, parse_dtype
+from trailmark.evaluation.subject import Subject, load
 from trailmark.memory import saved
 from trailmark.training.run import Run
 
 
 @pytest.fixture(scope="module")
-def subject(tmp_path_factory: pytest.TempPathFactory) -> evaluate.Subject:
+def subject(tmp_path_factory: pytest.TempPathFactory) -> Subject:
     folder = tmp_path_factory.mktemp("model")
     (folder / "text.txt").write_text(prose())
     config = run_config(folder / "run", "needles", steps=2)
     config.data.paths = [str(folder / "text.txt")]
     Run(config).train()
-    return evaluate.load(folder / "run")
+    return load(folder / "run")
 
 
 @pytest.fixture
@@ -44,7 +45,7 @@ def short_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reading, "text_pieces", pieces)
 
 
-def answer(subject: evaluate.Subject, cache: Any) -> torch.Tensor:
+def answer(subject: Subject, cache: Any) -> torch.Tensor:
     """What the model predicts after what a cache has read."""
     ids = torch.from_numpy(tokenize(["the river"], subject.tokenizer)).long()[None]
     with torch.no_grad():
@@ -52,7 +53,7 @@ def answer(subject: evaluate.Subject, cache: Any) -> torch.Tensor:
     return logits
 
 
-def whole(subject: evaluate.Subject, *paths: Path) -> torch.Tensor:
+def whole(subject: Subject, *paths: Path) -> torch.Tensor:
     """The same after reading the texts in one call."""
     cache = subject.model.new_cache()
     texts = [path.read_text() for path in paths]
@@ -60,9 +61,7 @@ def whole(subject: evaluate.Subject, *paths: Path) -> torch.Tensor:
     return answer(subject, cache)
 
 
-def test_files_one_after_the_other_are_one_text(
-    subject: evaluate.Subject, books: list[Path], tmp_path: Path
-) -> None:
+def test_files_one_after_the_other_are_one_text(subject: Subject, books: list[Path], tmp_path: Path) -> None:
     reader = Reader(subject, tmp_path / "memory")
     assert [reader.read(book) for book in books] == [True, True]
     torch.testing.assert_close(answer(subject, reader.cache), whole(subject, *books))
@@ -73,7 +72,7 @@ def test_files_one_after_the_other_are_one_text(
 
 
 def test_a_second_run_reads_nothing_again_and_adds_what_is_new(
-    subject: evaluate.Subject, books: list[Path], tmp_path: Path
+    subject: Subject, books: list[Path], tmp_path: Path
 ) -> None:
     first = Reader(subject, tmp_path / "memory")
     first.read(books[0])
@@ -87,7 +86,7 @@ def test_a_second_run_reads_nothing_again_and_adds_what_is_new(
 
 @pytest.mark.parametrize("pieces", [1, 3])
 def test_an_interrupted_reading_goes_on_where_it_stopped(
-    subject: evaluate.Subject, books: list[Path], tmp_path: Path, pieces: int
+    subject: Subject, books: list[Path], tmp_path: Path, pieces: int
 ) -> None:
     seen = []
 
@@ -107,9 +106,7 @@ def test_an_interrupted_reading_goes_on_where_it_stopped(
     torch.testing.assert_close(answer(subject, reader.cache), whole(subject, *books))
 
 
-def test_a_text_that_changed_since_is_refused(
-    subject: evaluate.Subject, books: list[Path], tmp_path: Path
-) -> None:
+def test_a_text_that_changed_since_is_refused(subject: Subject, books: list[Path], tmp_path: Path) -> None:
     def stop(reader: Reader) -> None:
         raise KeyboardInterrupt
 
@@ -122,11 +119,9 @@ def test_a_text_that_changed_since_is_refused(
         Reader(subject, tmp_path / "memory").read(books[1])
 
 
-def test_a_memory_of_other_weights_is_refused(
-    subject: evaluate.Subject, books: list[Path], tmp_path: Path
-) -> None:
+def test_a_memory_of_other_weights_is_refused(subject: Subject, books: list[Path], tmp_path: Path) -> None:
     Reader(subject, tmp_path / "memory").read(books[0])
-    other = evaluate.load(subject.folder)
+    other = load(subject.folder)
     with torch.no_grad():
         next(other.model.parameters()).add_(1)
     with pytest.raises(ValueError, match="expected a memory written by this model"):
@@ -143,7 +138,7 @@ def test_types_of_a_memory() -> None:
 
 
 def test_a_memory_in_bfloat16_takes_half_the_bytes(
-    subject: evaluate.Subject, books: list[Path], tmp_path: Path
+    subject: Subject, books: list[Path], tmp_path: Path
 ) -> None:
     sizes = []
     for dtype in (torch.float32, torch.bfloat16):

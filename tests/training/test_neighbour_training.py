@@ -21,7 +21,7 @@ from trailmark.data.neighbours import NeighbourTable, Rule, build_neighbours
 from trailmark.data.prepare import prepare
 from trailmark.data.recipes import parse_source
 from trailmark.data.shards import Corpus
-from trailmark.evaluation import evaluate
+from trailmark.evaluation.subject import load
 from trailmark.evaluation.targets import make_targets
 from trailmark.models import SlidingWindowConfig, SlidingWindowForCausalLM
 from trailmark.training.config import RunConfig, load_run_config
@@ -242,7 +242,7 @@ def test_a_table_spares_the_embedder(place: Path, tmp_path: Path) -> None:
     assert run.model.embedder is None
     saved = read_json(tmp_path / "config.json")
     assert (saved["embedder"], saved["embedder_fingerprint"]) == ("hash:64", fingerprint)
-    subject = evaluate.load(tmp_path)
+    subject = load(tmp_path)
     assert subject.model.embedder is not None
     assert subject.model.embedder.fingerprint == fingerprint
     with torch.no_grad():  # online as from the table
@@ -252,10 +252,10 @@ def test_a_table_spares_the_embedder(place: Path, tmp_path: Path) -> None:
     assert torch.equal(online.retrieval[0].indices, table.retrieval[0].indices)
     assert torch.equal(online.logits, table.logits)
     with pytest.raises(ValueError, match=r"^model\.embedder: expected the one .* 'hash:32' has "):
-        evaluate.load(tmp_path, ["embedder=hash:32"])
-    evaluate.load(tmp_path, ["embedder=hash:32", "embedder_fingerprint=null"])
+        load(tmp_path, ["embedder=hash:32"])
+    load(tmp_path, ["embedder=hash:32", "embedder_fingerprint=null"])
     with pytest.raises(ValueError, match=r"^model\.embedder: .*nowhere"):
-        evaluate.load(tmp_path, ["embedder=transformers:/nowhere/at/all"])
+        load(tmp_path, ["embedder=transformers:/nowhere/at/all"])
 
 
 @pytest.mark.parametrize("model", ["rpt", "drt"])
@@ -298,7 +298,7 @@ def test_models_that_need_nothing_from_outside(model: str, place: Path, tmp_path
     assert ("close_chunk" in run.batch(0)) == (model != "block_recurrent")
     run.train()
     assert run.history[-1]["step_loss"] > 1
-    assert evaluate.load(tmp_path).model.embedder is None
+    assert load(tmp_path).model.embedder is None
 
 
 def test_what_is_retrieved_is_told(place: Path, tmp_path: Path) -> None:

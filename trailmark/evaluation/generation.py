@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import StoppingCriteria, StoppingCriteriaList, TextIteratorStreamer, set_seed
 
 from trailmark.data.corpus import text_pieces, tokenize
-from trailmark.evaluation.evaluate import Subject
+from trailmark.evaluation.subject import Subject
 
 
 def stream(

@@ -12,7 +12,7 @@ import psutil
 import torch
 
 from trailmark.data.corpus import Tokens, text_pieces, tokenize
-from trailmark.evaluation.evaluate import Subject
+from trailmark.evaluation.subject import Subject
 from trailmark.memory import ChunkCache
 
 _SAVE_SECONDS = 300.0  # between savings of a long reading

@@ -28,7 +28,7 @@ from trailmark.data.neighbour_files import TableProgress, write_table
 from trailmark.data.neighbour_run import open_corpus
 from trailmark.data.neighbours import Found, NeighbourTable, Rule, count_chunks, table_about
 from trailmark.data.text_embedders import BROKEN, has_words
-from trailmark.evaluation import evaluate
+from trailmark.evaluation.subject import load
 from trailmark.models import MODELS, TrailmarkForCausalLM
 from trailmark.models.causal_lm import fingerprint
 
@@ -147,7 +147,7 @@ def open_reference(name: str, of: Any, device: str | None = None, batch_size: in
     try:
         config = AutoConfig.from_pretrained(name, local_files_only=local)
         if config.model_type in MODELS and local:  # with its embedder
-            subject = evaluate.load(folder)
+            subject = load(folder)
             return Reference(subject.model.to(where), subject.tokenizer, of, name, batch_size)
         dtype: Any = torch.float32 if where.type == "cpu" else "auto"
         model, found = AutoModelForCausalLM.from_pretrained(

@@ -1,0 +1,173 @@
+"""The model to evaluate or to use, from its folder: what it is, and what it was trained for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from trailmark.data.corpus import Tokens, read_texts, standard_library_texts, tokenize
+from trailmark.data.needles import CURRICULUM
+from trailmark.data.trained_embedders import embedder_of
+from trailmark.evaluation.record import identity
+from trailmark.models import MODELS, TrailmarkForCausalLM
+from trailmark.models.fields import parse_fields
+
+
+@dataclass
+class Subject:
+    """A model, its tokenizer and what is known of its training."""
+
+    folder: Path
+    model: Any  # a TrailmarkForCausalLM; with load(any_model=True) it may be any causal language model
+    tokenizer: Any
+    run: dict[str, Any]  # run.yaml; empty where there is none
+    changed: dict[str, Any] = field(
+        default_factory=dict
+    )  # fields of the configuration set for this evaluation
+
+    @property
+    def ours(self) -> bool:
+        """Whether it has trailmark's caches, tiers and retrieval; else it is read as transformers reads it."""
+        return isinstance(self.model, TrailmarkForCausalLM)
+
+    @property
+    def name(self) -> str:
+        return self.folder.resolve().name
+
+    def identity(self) -> dict[str, Any]:
+        return identity(self.model, self.folder, self.changed)
+
+    @property
+    def chunk_size(self) -> int:
+        """Of the needle task: the model's, else that of its training, else 63."""
+        own = getattr(self.model.config, "chunk_size", None)
+        return int(own or self.run.get("data", {}).get("chunk_size", 63))
+
+    @property
+    def train_length(self) -> int:
+        """Tokens of the longest training text."""
+        if self.run.get("data", {}).get("task") == "needles":
+            return CURRICULUM[-1].chunks * self.chunk_size
+        return int(self.run.get("training", {}).get("context_length", 16 * self.chunk_size))
+
+    def default_lengths(self, num_tokens: int | None = None) -> list[int]:
+        """1x, 4x and 16x the training texts: of these, those that a text of ``num_tokens`` holds, or all of it."""
+        lengths = [self.train_length * factor for factor in (1, 4, 16)]
+        if num_tokens is None:
+            return lengths
+        return [length for length in lengths if length <= num_tokens] or [num_tokens]
+
+    @property
+    def task(self) -> str | None:
+        """What it was trained for: "text", "needles", "niah", "summarization"; None if nothing says so."""
+        return self.run.get("data", {}).get("task") if self.run else None
+
+    def trained_on(self, paths: Sequence[Path] | None) -> str:
+        """Those of ``paths`` that share files with the training text, as far as run.yaml tells."""
+        trained = self.run.get("data", {}).get("paths") or []
+        known = [Path(path).resolve() for path in ([trained] if isinstance(trained, str) else trained)]
+        return ", ".join(
+            str(path)
+            for path in paths or []
+            if any(path.resolve().is_relative_to(k) or k.is_relative_to(path.resolve()) for k in known)
+        )
+
+    def tokens(self, paths: Sequence[Path] | None) -> Tokens:
+        """The text to ask about: ``paths``, or Python sources that the demo's training leaves out."""
+        texts = read_texts(paths) if paths else standard_library_texts("haystack")
+        return tokenize(texts, self.tokenizer)
+
+
+def load(folder: Path, changes: Sequence[str] = (), *, any_model: bool = False) -> Subject:
+    """A model folder made by ``save_pretrained`` or a training run.
+
+    Args:
+        changes: fields of its configuration to set, as "retrieve_per=token"; its files stay as they are.
+        any_model: take a causal language model of transformers too, from a folder or by its hub name.
+
+    Raises:
+        ValueError: none of ours, damaged, a change that its weights or the other fields do not allow, or an embedder
+            that is not there or not the one that the model was trained with.
+    """
+    if (folder / "run.yaml").is_file() and not (folder / "config.json").is_file():
+        raise ValueError(
+            f"model: expected a folder with a trained model, the training in {str(folder)!r} is not finished. "
+            "The trailmark train command that began it goes on."
+        )
+    if any_model and not folder.exists():
+        return _load_foreign(folder, changes)
+    if not (folder / "config.json").is_file():
+        raise ValueError(
+            f"model: expected a folder with a trained model, {str(folder)!r} has no config.json. "
+            "Train one with: trailmark train configs/text.yaml"
+        )
+    try:
+        config = AutoConfig.from_pretrained(folder)
+    except (ValueError, OSError, StrictDataclassError) as error:
+        raise ValueError(f"model: cannot read {str(folder / 'config.json')!r}: {_brief(error)}") from error
+    if any_model and config.model_type not in MODELS:
+        return _load_foreign(folder, changes)
+    if config.model_type not in MODELS:
+        raise ValueError(
+            f"model: expected one of trailmark's ({', '.join(sorted(MODELS))}), "
+            f"{str(folder)!r} holds {config.model_type!r}."
+        )
+    changed = parse_fields("set", changes, type(config))
+    if changed:
+        config = type(config).from_dict(config.to_dict() | changed)
+    try:
+        model, found = AutoModelForCausalLM.from_pretrained(
+            folder, config=config, output_loading_info=True, ignore_mismatched_sizes=True
+        )
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+    except (ValueError, OSError, SafetensorError) as error:
+        raise ValueError(f"model: cannot load {str(folder)!r}: {_brief(error)}") from error
+    for kind in ("missing", "unexpected", "mismatched"):  # transformers would draw these at random
+        if names := found[f"{kind}_keys"]:
+            raise ValueError(
+                f"model: expected the weights that config.json describes, {str(folder)!r} has {len(names)} "
+                f"{kind} ones: {min(map(str, names))} ..."
+            )
+    model.embedder = embedder_of(config, tokenizer)
+    return Subject(folder, model.eval(), tokenizer, _read_run(folder / "run.yaml"), changed)
+
+
+def _load_foreign(name: Path, changes: Sequence[str]) -> Subject:
+    """A causal language model of transformers, in the precision it was saved in."""
+    if changes:
+        raise ValueError(
+            f"set: expected a model of trailmark's, {str(name)!r} is another one: its fields stay as they are."
+        )
+    try:
+        model = AutoModelForCausalLM.from_pretrained(str(name), dtype="auto")
+        tokenizer = AutoTokenizer.from_pretrained(str(name))
+    except (ValueError, OSError, SafetensorError) as error:
+        raise ValueError(f"model: cannot load {str(name)!r}: {_brief(error)}") from error
+    return Subject(name, model.eval(), tokenizer, {})
+
+
+def _read_run(path: Path) -> dict[str, Any]:
+    """How the model was trained; empty if nothing says so."""
+    if not path.is_file():
+        return {}
+    try:
+        run = yaml.safe_load(path.read_text())
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise ValueError(f"model: cannot read {str(path)!r}: {_brief(error)}") from error
+    if not isinstance(run, dict) or not all(
+        isinstance(run.get(key, {}), dict) for key in ("data", "training")
+    ):
+        raise ValueError(f"model: expected a run's settings in {str(path)!r}. Remove it to go on without.")
+    return run
+
+
+def _brief(error: Exception) -> str:
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return lines[-1 if isinstance(error, StrictDataclassError) else 0].strip()
