@@ -119,13 +119,11 @@ def test_train_evaluate_generate(tmp_path: Path, command: Command) -> None:
         "evaluate", tmp_path / "run", "--text", text, "--lengths", "320,400", "--questions", "3"
     )
     assert code == 0
-    assert out.count("| run ") == 2
-    assert "perplexity" in out
-    record = read_json(tmp_path / "run" / "evaluation.json")
-    assert (
-        [r["length"] for r in record["needles"]] == [r["length"] for r in record["perplexity"]] == [320, 400]
-    )
-    assert [r["questions"] for r in record["needles"]] == [3, 3]
+    assert "needles of run" in out
+    assert "perplexity of run" in out
+    found = [read_json(tmp_path / "run" / "evaluation" / f"{suite}.json") for suite in ("needles", "perplexity")]
+    assert [[r["length"] for r in record["results"]] for record in found] == [[320, 400]] * 2
+    assert [r["questions"] for r in found[0]["results"]] == [3, 3]
 
     code, out, _ = command("generate", tmp_path / "run", "--prompt", "the ", "--max-new-tokens", "5")
     assert code == 0
@@ -135,26 +133,16 @@ def test_train_evaluate_generate(tmp_path: Path, command: Command) -> None:
 def test_a_text_model_of_any_kind(model: str, tmp_path: Path, command: Command) -> None:
     assert command("train", write_config(tmp_path, "text", model))[0] == 0
     code, out, _ = command(
-        "evaluate", tmp_path / "run", "--text", tmp_path / "text.txt", "--output", tmp_path / "a.json"
+        "evaluate", tmp_path / "run", "--text", tmp_path / "text.txt", "--output", tmp_path / "found"
     )
     assert code == 0
-    record = read_json(tmp_path / "a.json")
-    assert not (tmp_path / "run" / "evaluation.json").exists()
-    assert record["needles"] == []
-    assert [r["length"] for r in record["perplexity"]] == [80, 320, 1280]
+    record = read_json(tmp_path / "found" / "run" / "perplexity.json")
+    assert not (tmp_path / "run" / "evaluation").exists()
+    assert not (tmp_path / "found" / "run" / "needles.json").exists()
+    assert [r["length"] for r in record["results"]] == [80, 320, 1280]
     assert "| 1,280 " in out
-    code, out, _ = command(
-        "evaluate",
-        tmp_path / "run",
-        "--text",
-        tmp_path / "text.txt",
-        "--task",
-        "both",
-        "--lengths",
-        "400",
-        "--questions",
-        "8",
-    )
+    both = ("--suite", "needles", "--suite", "perplexity", "--lengths", "400", "--questions", "8")
+    code, out, _ = command("evaluate", tmp_path / "run", "--text", tmp_path / "text.txt", *both)
     assert code == 0
     assert "chunk retrieved" in out
 
@@ -180,14 +168,15 @@ def test_landmark_attention_through_every_command(
         ("set", ("retrieve_per=token", "gate_cutoff=1", "local_length=60")),
     ):
         options = [part for field in fields for part in ("--set", field)]
-        code, out, _ = command(*evaluate, *options, "--output", tmp_path / f"{name}.json")
+        code, out, _ = command(*evaluate, *options, "--output", tmp_path / "found")
         assert code == 0
-        assert ("the gate skipped 100.0% of " in out) == bool(fields)
-        record[name] = read_json(tmp_path / f"{name}.json")
-    assert record["as it is"]["set"] == {}
-    assert record["set"]["set"] == {"retrieve_per": "token", "gate_cutoff": 1.0, "local_length": 60}
-    assert record["set"]["perplexity"][0]["skipped_share"] == 1
-    assert record["set"]["perplexity"][0]["loss"] != record["as it is"]["perplexity"][0]["loss"]
+        assert ("the gate skipped 100.0% of the retrievals" in out) == bool(fields)
+        record[name] = read_json(tmp_path / "found" / "run" / "perplexity.json")
+    assert record["as it is"]["model"]["set"] == {}
+    assert record["set"]["model"]["set"] == {"retrieve_per": "token", "gate_cutoff": 1.0, "local_length": 60}
+    (before_set,), (set_,) = record["as it is"]["results"], record["set"]["results"]
+    assert set_["skipped_share"] == 1
+    assert set_["loss"] != before_set["loss"]
     assert snapshot(model) == before  # its files stay as they are
 
     assert command("read", model, notes, "--memory", memory)[0] == 0
@@ -252,26 +241,6 @@ def test_sampling_is_a_function_of_its_seed(trained: Path, command: Command) -> 
     generate = ("generate", trained / "run", "--prompt", "a", "--max-new-tokens", "30", "--temperature", "3")
     outs = [command(*generate, "--seed", seed)[1] for seed in ("1", "1", "2")]
     assert outs[0] == outs[1] != outs[2]
-
-
-def test_default_lengths_are_those_that_the_text_holds(tmp_path: Path, command: Command) -> None:
-    assert command("train", write_config(tmp_path, "text"))[0] == 0
-    text = tmp_path / "other.txt"
-    for characters, lengths in ((400, [80, 320]), (50, [50])):  # of 80, 320 and 1280
-        text.write_text(prose()[:characters])
-        code, out, _ = command("evaluate", tmp_path / "run", "--text", text)
-        assert code == 0
-        assert f"The text has {characters} tokens: asked up to {lengths[-1]}." in out
-        record = read_json(tmp_path / "run" / "evaluation.json")
-        assert [r["length"] for r in record["perplexity"]] == lengths
-        assert "Mind:" not in out
-
-
-@pytest.mark.parametrize("path", ["text.txt", "."])
-def test_asking_about_the_training_text_is_said(path: str, trained: Path, command: Command) -> None:
-    arguments = ("--text", trained / path, "--task", "perplexity", "--lengths", "80")
-    _, out, _ = command("evaluate", trained / "run", *arguments)
-    assert f"Mind: the model was trained on {trained / path}" in out
 
 
 def test_doctor(command: Command) -> None:
@@ -356,9 +325,9 @@ def test_a_text_too_short_for_needles(trained: Path, tmp_path: Path, refused: Ca
     short.write_text("A few words.")
     line = refused("train", trained / "config.yaml", f"data.paths=[{short}]", f"output={tmp_path}/run")
     assert "data: expected more than 640 tokens to hide needles in, got 12" in line
-    line = refused("evaluate", trained / "run", "--text", short, "--task", "needles")
+    line = refused("evaluate", trained / "run", "--text", short, "--suite", "needles")
     assert "text: expected at least 80 tokens to hide needles in, got 12" in line
-    line = refused("evaluate", trained / "run", "--text", short, "--task", "perplexity", "--lengths", "100")
+    line = refused("evaluate", trained / "run", "--text", short, "--suite", "perplexity", "--lengths", "100")
     assert "length: expected at most the text's 12 tokens, got 100" in line
 
 
@@ -393,12 +362,6 @@ def test_a_configuration_file_that_is_none(
 
 
 OPTIONS: dict[str, tuple[tuple[str, ...], str]] = {
-    "task": (("evaluate", "RUN", "--task", "neddles"), "task: expected 'needles', 'perplexity' or 'both'"),
-    "lengths": (("evaluate", "RUN", "--lengths", "1k"), "lengths: expected numbers as 1024,16384, got '1k'"),
-    "no lengths": (("evaluate", "RUN", "--lengths", "0"), "lengths: expected positive numbers of tokens"),
-    "short": (("evaluate", "RUN", "--lengths", "1"), "length: expected at least"),
-    "questions": (("evaluate", "RUN", "--questions", "0"), "questions, needles: expected at least 1"),
-    "needles": (("evaluate", "RUN", "--needles", "99999"), "length: expected at least"),
     "set": (
         ("evaluate", "RUN", "--set", "num_retrieved_chunk=2"),
         "set: num_retrieved_chunk: unknown field of drt. Did you mean 'num_retrieved_chunks'?",
@@ -413,7 +376,6 @@ OPTIONS: dict[str, tuple[tuple[str, ...], str]] = {
         "num_attention_heads: expected a divisor of hidden_size = 16, got 3",
     ),
     "set weights": (("evaluate", "RUN", "--set", "intermediate_size=32"), "mismatched ones"),
-    "a word": (("evaluate", "RUN", "--questions", "some"), "--questions': Input should be a valid integer"),
     "no prompt": (("generate", "RUN"), "prompt: expected --prompt TEXT, --file FILE or both, got neither"),
     "empty prompt": (("generate", "RUN", "--prompt", ""), "prompt: expected at least one character"),
     "nothing new": (
@@ -556,7 +518,7 @@ def test_nowhere_to_write(name: str, trained: Path, tmp_path: Path, refused: Cal
     for place in (taken / "below", Path("/proc/nowhere")):
         arguments: dict[str, tuple[str | Path, ...]] = {
             "train": ("train", trained / "config.yaml", f"output={place}"),
-            "evaluate": ("evaluate", trained / "run", "--text", trained, "--output", place / "a.json"),
+            "evaluate": ("evaluate", trained / "run", "--text", trained, "--output", place),
             "demo": ("demo", "--output", place),
         }
         line = refused(*arguments[name])
@@ -570,64 +532,6 @@ def test_a_folder_that_belongs_to_others(trained: Path, tmp_path: Path, refused:
     (tmp_path / "locked").mkdir(mode=0o500)
     line = refused("train", trained / "config.yaml", f"output={tmp_path}/locked")
     assert "output: expected a folder to write in" in line
-
-
-def test_an_evaluation_finds_out_before_it_works_that_it_cannot_write(
-    trained: Path, tmp_path: Path, command: Command
-) -> None:
-    (tmp_path / "file").write_text("in the way")
-    code, out, _ = command(
-        "evaluate", trained / "run", "--text", trained / "text.txt", "--lengths", "400", "--output",
-        tmp_path / "file" / "a.json",
-    )  # fmt: skip
-    assert (code, out) == (1, "")
-
-
-@pytest.mark.parametrize("task", ["needles", "perplexity"])
-def test_what_was_found_stays_if_a_later_length_fails(
-    task: str, trained: Path, tmp_path: Path, refused: Callable[..., str]
-) -> None:
-    path, lengths = tmp_path / "a.json", {"needles": "400,1", "perplexity": "400,1000000000"}
-    line = refused(
-        "evaluate", trained / "run", "--text", trained / "text.txt", "--task", task, "--questions", "2",
-        "--lengths", lengths[task], "--output", path,
-    )  # fmt: skip
-    assert "length: expected at" in line
-    assert [result["length"] for result in read_json(path)[task]] == [400]
-
-
-def test_a_full_disk_keeps_the_old_evaluation(
-    trained: Path, tmp_path: Path, refused: Callable[..., str]
-) -> None:
-    path = tmp_path / "a.json"
-    path.write_text('{"old": 1}')
-    evaluate = (
-        "evaluate",
-        trained / "run",
-        "--text",
-        trained / "text.txt",
-        "--lengths",
-        "400",
-        "--output",
-        path,
-    )
-    with largest_file(300):
-        refused(*evaluate)
-    assert read_json(path) == {"old": 1}
-    assert list(tmp_path.iterdir()) == [path]
-
-
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")
-def test_a_device_is_written_to_not_replaced(
-    trained: Path, tmp_path: Path, refused: Callable[..., str]
-) -> None:
-    (tmp_path / "full").symlink_to("/dev/full")
-    line = refused(
-        "evaluate", trained / "run", "--text", trained / "text.txt", "--lengths", "400", "--output",
-        tmp_path / "full",
-    )  # fmt: skip
-    assert "No space left on device" in line
-    assert (tmp_path / "full").is_char_device()
 
 
 @pytest.mark.parametrize("size", [2_000, 60_000], ids=["weights", "optimizer"])

@@ -46,7 +46,7 @@ def used(folder: Path, command: Command, corpus: Path) -> None:
     code, out, _ = command("evaluate", run, "--text", book, "--lengths", "80,320")
     assert code == 0
     assert "Numbers: " in out
-    found = read_json(run / "evaluation.json")["perplexity"]
+    found = read_json(run / "evaluation" / "perplexity.json")["results"]
     assert [entry["length"] for entry in found] == [80, 320]
     code, out, _ = command("read", run, book, "--memory", memory)
     assert code == 0
@@ -164,8 +164,8 @@ def test_needles(name: str, tmp_path: Path, command: Command) -> None:
     last = read_json(tmp_path / "run" / "history.json")["steps"][-1]
     assert ("eval_needles_4x" in last) == (name == "rpt")
     assert ("recall" in last) == (name == "rpt")
-    asked = ["--task", "needles", "--lengths", "1280", "--questions", "4", "--needles", "2"]
+    asked = ["--suite", "needles", "--lengths", "1280", "--questions", "4", "--needles", "2"]
     assert command("evaluate", tmp_path / "run", *asked)[0] == 0
-    found = read_json(tmp_path / "run" / "evaluation.json")["needles"][0]
+    found = read_json(tmp_path / "run" / "evaluation" / "needles.json")["results"][0]
     assert found["questions"] == 4
     assert (found["recall"] is None) == (name == "block_recurrent")

@@ -103,7 +103,7 @@ def test_the_models_are_there_to_be_used(finished: tuple[Path, list[str]]) -> No
 
     for name in ("drt", "window"):
         subject = load(finished[0] / name)
-        assert subject.default_tasks() == ("needles", "perplexity")
+        assert subject.task == "needles"
         assert (subject.chunk_size, subject.train_length) == (20, 640)
 
 

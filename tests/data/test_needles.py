@@ -472,3 +472,97 @@ def test_what_does_not_fit(rest: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         for _ in islice(needle_trials(FORMAT, HAYSTACK, **rest, seed=0), 200):
             pass
+
+
+# Chains of two needles
+
+CHAINED = [
+    Level(16, 1.0, 1.0, 0.0, hops=0.7),
+    Level(32, 0.05, 0.75, 0.25, 0.4, 0.5, 0.5, early=0.4, hops=0.6),
+    Level(12, 0.0, 0.5, 0.9, decoys=0.8, early=1.0, hops=1.0),
+    Level(8, 0.5, 1.0, 0.3, hops=0.0),
+]
+
+
+@settings(derandomize=True, deadline=None, max_examples=60)
+@given(
+    level=st.sampled_from(CHAINED),
+    size=st.sampled_from([19, S, 32]),
+    landmarks=st.sampled_from([1, 2]),
+    number=st.integers(0, 10**9),
+)
+def test_every_chain_can_be_followed(level: Level, size: int, landmarks: int, number: int) -> None:
+    """From the question over the needle that its landmark needs to the one that the next landmark needs."""
+    batch = needle_texts(3, size, landmarks=landmarks).batch(number, 1, level)
+    chunks = chunks_of(batch, 0, size)
+    assert len(chunks) == level.chunks
+    needles = batch.needle_chunks[0].tolist()
+    starts = iter(batch.first_digits[0].nonzero().flatten().tolist())
+    whole = text_of(batch.input_ids[0])
+    facts = {key: (n, value) for n, c in enumerate(chunks) for key, value in re.findall(r"\$(.{4})=(\w+);", c)}
+    assert len(facts) == whole.count("$")
+    asked = Counter()
+    for n, chunk in enumerate(chunks):
+        if chunk[-5:-4] != "~":
+            assert "~" not in chunk
+            assert needles[n] == -1 or chunk == "="
+            continue
+        assert "$" not in chunk
+        place, value = facts[chunk[-4:]]
+        assert needles[n] == place < n
+        hops = 1 + value.isalpha()
+        asked[hops, chunk[-4:]] += 1
+        if hops == 2:
+            place, value = facts[value]
+            assert place < n
+            if landmarks == 2:
+                n += 1
+                assert (chunks[n], needles[n]) == ("=", place)
+        answer = next(starts)
+        assert answer == sum(map(len, chunks[: n + 1])) + 1
+        assert chunks[n + 1].startswith(f"={value};")
+        assert batch.loss_weights[0, answer : answer + 5].tolist() == [3, 1, 1, 1, 1]
+    assert next(starts, None) is None
+    assert max(asked.values(), default=1) == 1
+    assert {hops for hops, _ in asked} <= ({1} if level.hops == 0 else {2} if level.hops == 1 else {1, 2})
+
+
+def test_one_landmark_changes_nothing_else() -> None:
+    """The same chunks but for those of the second landmarks' cues, in place of which filler ends the text."""
+    for level in CHAINED:
+        one, two = (needle_texts(landmarks=n).batch(0, 20, level) for n in (1, 2))
+        assert level.hops == 0 or (two.close_chunk.sum(1) > one.close_chunk.sum(1)).any()
+        for b in range(20):
+            kept = [chunk for chunk in chunks_of(two, b) if chunk != "="]
+            chunks = chunks_of(one, b)
+            assert chunks[: len(kept)] == kept
+            assert not any(set(chunk) & set("$~") for chunk in chunks[len(kept) :])
+
+
+def test_kinds_of_needles_stand_in_any_order() -> None:
+    """What leads to a key comes before or after that key's needle, each as often, and some lead nowhere."""
+    batch = needle_texts().batch(0, 200, CHAINED[0])
+    after = alone = 0
+    for row in batch.input_ids:
+        facts = re.findall(r"\$(.{4})=(\w+);", text_of(row))
+        at = {key: n for n, (key, _) in enumerate(facts)}
+        chains = [(n, at[value]) for n, (_, value) in enumerate(facts) if value in at]
+        after += sum(first < last for first, last in chains)
+        alone += len(facts) - 2 * len(chains)
+        chained = chains or [(0, 1)]
+    pairs = sum(text_of(row).count("$") for row in batch.input_ids) - alone
+    assert chained
+    assert_equally_likely([after, pairs // 2 - after])
+    assert alone > 100
+
+
+@pytest.mark.parametrize(("level", "expected"), [])
+def test_chained_texts_are_those_of_earlier_versions(level: Level, expected: str) -> None:
+    batch = needle_texts(7, filler_weight=0.25).batch(100, 20, level)
+    assert digest([getattr(batch, f.name) for f in fields(batch)]) == expected
+
+
+@pytest.mark.parametrize("landmarks", [0, 3])
+def test_landmarks_of_a_question(landmarks: int) -> None:
+    with pytest.raises(ValueError, match=f"^landmarks: expected 1 or 2, got {landmarks}"):
+        needle_texts(landmarks=landmarks)

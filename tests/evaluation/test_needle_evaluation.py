@@ -24,7 +24,9 @@ from tests.models.tiny import (
 )
 from trailmark.data.needles import NeedleFormat
 from trailmark.data.trials import needle_trials
-from trailmark.evaluation.needles import chunks_in_sight, evaluate_needles, planted, wilson_interval
+from trailmark.evaluation.needles import evaluate_needles
+from trailmark.evaluation.planting import chunks_in_sight, planted
+from trailmark.evaluation.proportions import wilson_interval
 from trailmark.memory import ChunkCache
 from trailmark.models import DRTForCausalLM, RPTForCausalLM, TrailmarkForCausalLM
 

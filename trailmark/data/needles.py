@@ -78,6 +78,9 @@ class Level:
     mixed: float = 0.0  # P(each chunk's filler comes from a place of its own)
     decoys: float = 0.0  # P(the filler of a chunk holds letters of a key that are no needle)
     early: float = 0.0  # P(a question closes its chunk at any phase); otherwise at the last
+    hops: float | None = None  # P(a question asks along a chain of two needles); None: there are no chains
+    letters: int = 4  # different ones in a chain's second key: 1 "AAAA", 2 "AABB", 4 any
+    hint: float = 0.0  # P(first letters of the chain's second key stand behind the first cue)
 
 
 # Measured for the laptop demo (benchmarks/README.md): keys are told apart on blank texts full of needles; then
@@ -117,6 +120,7 @@ class NeedleTexts:
         filler_weight: float = 0.0,
         first_digit_weight: float = 3.0,
         max_chunks: int = 32,
+        landmarks: int = 1,
     ) -> None:
         least = ANSWER_LENGTH + NEEDLE_LENGTH
         if chunk_size < least:
@@ -124,6 +128,8 @@ class NeedleTexts:
                 f"chunk_size: expected at least {least} so that a chunk holds an answer and a needle, "
                 f"got {chunk_size}."
             )
+        if landmarks not in (1, 2):
+            raise ValueError(f"landmarks: expected 1 or 2, got {landmarks}.")
         self.filler = format.clean(filler)
         if len(self.filler) <= max_chunks * chunk_size:
             raise ValueError(
@@ -132,10 +138,12 @@ class NeedleTexts:
             )
         self.format, self.chunk_size, self.seed = format, chunk_size, seed
         self.filler_weight, self.first_digit_weight = filler_weight, first_digit_weight
+        self.landmarks = landmarks
 
     def batch(self, first: int, count: int, level: Level) -> NeedleBatch:
         """Samples first .. first + count - 1."""
-        rows = [self._text(np.random.default_rng([self.seed, n]), level) for n in range(first, first + count)]
+        make = self._text if level.hops is None else self._chained_text
+        rows = [make(np.random.default_rng([self.seed, n]), level) for n in range(first, first + count)]
         ids, present, close, weights, starts, needles = (np.stack(part) for part in zip(*rows, strict=True))
         labels = np.where(weights > 0, ids, IGNORED)
         return NeedleBatch(
@@ -149,31 +157,33 @@ class NeedleTexts:
             torch.arange(first, first + count),
         )
 
-    def _text(self, rng: np.random.Generator, level: Level) -> tuple[Any, ...]:
-        N, S, form = level.chunks, self.chunk_size, self.format
+    def _filler(self, rng: np.random.Generator, level: Level) -> Tokens:
+        """What a text is made of before anything is hidden in it: [N, S]."""
+        N, S = level.chunks, self.chunk_size
         if len(self.filler) <= N * S:
             raise ValueError(
                 f"level: expected texts shorter than the {len(self.filler)} tokens of filler, got {N * S}."
             )
         kind = rng.random()
         if kind < level.blank:
-            text = np.full(N * S, form.blank, np.int32)
+            text = np.full(N * S, self.format.blank, np.int32)
         elif rng.random() < level.mixed:
             starts = rng.integers(len(self.filler) - S, size=(N, 1))
             text = self.filler[starts + np.arange(S)].reshape(-1)
         else:
             start = rng.integers(len(self.filler) - N * S)
             text = self.filler[start : start + N * S].copy()
-        rows = text.reshape(N, S)
-        density = 0.5 if rng.random() < level.dense else rng.uniform(1, max(2, N / 8)) / N
+        return text.reshape(N, S)
+
+    def _text(self, rng: np.random.Generator, level: Level) -> tuple[Any, ...]:
+        N, S, form = level.chunks, self.chunk_size, self.format
+        rows = self._filler(rng, level)
+        text = rows.reshape(-1)
+        density = draw_density(rng, level)
         holds = rng.random(N) < density
         holds[0] = True
         count = int(holds.sum())
-        keys = rng.integers(26, size=(count, KEY_LENGTH))
-        for n in np.flatnonzero(rng.random(count) < level.near):
-            if n:
-                keys[n] = keys[rng.integers(n)]
-                keys[n, rng.integers(KEY_LENGTH)] = rng.integers(26)
+        keys = random_keys(rng, count, level.near)
         values = random_values(rng, count)
         chunk = np.flatnonzero(holds)
 
@@ -206,22 +216,111 @@ class NeedleTexts:
         write_questions(text, asking * S + phase[asking], form.letters[keys[asked]], form)
         write_answers(rows, asking + 1, form.digits[values[asked]], form)
 
-        weights = np.full((N, S), self.filler_weight, np.float32)
-        weights[asking + 1, 1 : 1 + VALUE_LENGTH] = 1.0
-        weights[asking + 1, 1] = self.first_digit_weight
-        weights[0, 0] = 0  # nothing predicts the first token
-        starts = np.zeros((N, S), bool)
-        starts[asking + 1, 1] = True
         needles = np.full(N, -1, np.int64)
         needles[asking] = chunk[asked]
+        lengths = np.full(N, S)
+        lengths[asking] = phase[asking]
+        said, starts = (np.zeros((N, S), bool) for _ in range(2))
+        said[asking + 1, 1 : 1 + VALUE_LENGTH] = True
+        starts[asking + 1, 1] = True
+        return self._assembled(rows, lengths, said, starts, starts, needles)
 
-        lengths = np.full((N, 1), S)
-        lengths[asking, 0] = phase[asking]
-        nth = np.arange(1, S + 1)
+    def _assembled(
+        self, rows: Tokens, lengths: Any, said: Any, looked_up: Any, starts: Any, needles: Any
+    ) -> tuple[Any, ...]:
+        """A text of the first ``lengths`` [N] tokens of rows [N, S], with what is asked of it.
+
+        Args:
+            said: [N, S] bool, what is read out of needles; looked_up: the first token of each piece of that.
+            starts, needles: first_digits and needle_chunks of the batch.
+        """
+        N, S = rows.shape
+        weights = np.where(said, 1.0, self.filler_weight).astype(np.float32)
+        weights[looked_up] = self.first_digit_weight
+        weights[0, 0] = 0  # nothing predicts the first token
+        nth, lengths = np.arange(1, S + 1), lengths[:, None]
         kept, close = nth <= lengths, (nth == lengths) & (lengths < S)  # [N, S]
         present = np.arange(N * S) < kept.sum()
-        ids = moved_up(rows, kept, form.blank)
+        ids = moved_up(rows, kept, self.format.blank)
         return ids, present, moved_up(close, kept), moved_up(weights, kept), moved_up(starts, kept), needles
+
+    def _chained_text(self, rng: np.random.Generator, level: Level) -> tuple[Any, ...]:
+        """A text of chains, walked from its start: what a question asks for stands before it."""
+        N, S, form = level.chunks, self.chunk_size, self.format
+        rows = self._filler(rng, level)
+        density = draw_density(rng, level)
+        keys = distinct_keys(rng, 2 * N, level.near).reshape(N, 2, KEY_LENGTH)
+        if level.letters < KEY_LENGTH:
+            keys[:, 1] = simple_keys(rng, N, level.letters)
+        letters, digits = form.letters[keys], form.digits[random_values(rng, N)]
+        for n in np.flatnonzero(rng.random(N) < level.decoys):
+            write_decoy(rows[n], letters[rng.integers(N), 0], rng)
+
+        place = np.full((N, 2), -1)  # the chunk of each chain's first and last needle
+        lengths, lead, dropped = np.full(N, S), np.zeros(N, np.int64), np.zeros(N, bool)
+        said, looked_up, starts = (np.zeros((N, S), bool) for _ in range(3))
+        needles = np.full(N, -1, np.int64)
+        asked = np.zeros((2, N), bool)  # by one hop, by two: once each, or earlier answers could be copied
+        chains, n = 0, 0  # begun so far; the chunk in hand
+        while n < N:
+            half = np.flatnonzero((place >= 0).sum(1) == 1)
+            # most needles stand before most questions, and more of them are a chain's last than are retrieved at
+            # once: else to find all of those would do
+            if n == 0 or rng.random() < 2 * density * (1 - n / N):
+                if len(half) and rng.random() < 0.35:
+                    chain = rng.choice(half)
+                    which = int(place[chain, 0] >= 0)
+                else:
+                    chain, which = chains, int(rng.random() < 0.8)
+                    chains += 1
+                value = digits[chain] if which else letters[chain, 1]
+                offset = rng.integers(lead[n], S - needle_length(value) + 1)
+                write_needles(rows, [n], [offset], letters[chain, which][None], value[None], form)
+                place[chain, which] = n
+            elif rng.random() >= level.quiet:
+                hops = 2 if rng.random() < level.hops else 1
+                found = (place[:, 1:] if hops == 1 else place).min(1) >= 0
+                askable = np.flatnonzero(found & ~asked[hops - 1])
+                if len(askable) and n + hops < N:
+                    chain = rng.choice(askable)
+                    asked[hops - 1, chain] = True
+                    if rng.random() < level.early:
+                        lengths[n] = rng.integers(lead[n] + QUESTION_LENGTH, S + 1)
+                    write_questions(rows[n], [lengths[n]], letters[chain, 2 - hops][None], form)
+                    needles[n] = place[chain, 2 - hops]
+                    shown = rng.integers(1, KEY_LENGTH + 1) if rng.random() < level.hint else 0
+                    hint = letters[chain, 1, : shown * (hops - 1)]
+                    n += hops
+                    if hops == 2 and self.landmarks == 2:
+                        lengths[n - 1], needles[n - 1] = 1 + len(hint), place[chain, 1]
+                        rows[n - 1, : 1 + len(hint)] = form.cue, *hint
+                        said[n - 1, 1 : 1 + len(hint)] = True
+                        looked_up[n - 1, 1] = len(hint) > 0
+                        hint = hint[:0]
+                    elif hops == 2:
+                        dropped[n - 1] = True
+                    answer = np.concatenate([hint, digits[chain]])
+                    write_answers(rows, [n], answer[None], form)
+                    said[n, 1 : 1 + len(answer)] = True
+                    starts[n, 1 + len(hint)] = looked_up[n, [1, 1 + len(hint)]] = True
+                    lead[n] = len(answer) + 2
+                    continue
+            n += 1
+        # all else is the same with one landmark: the chunks of the second ones' cues go to the end, as filler
+        order = np.argsort(dropped, kind="stable")
+        number = np.append(order.argsort(), -1)
+        return self._assembled(
+            rows[order],
+            lengths[order],
+            *(marks[order] for marks in (said, looked_up, starts)),
+            number[needles[order]],
+        )
+
+
+def draw_density(rng: np.random.Generator, level: Level) -> float:
+    """The share of a text's chunks that hold needles."""
+    N = level.chunks
+    return 0.5 if rng.random() < level.dense else rng.uniform(1, max(2, N / 8)) / N
 
 
 def leave_room(asking: Any, phase: Any) -> Any:
@@ -244,19 +343,50 @@ def moved_up(x: Any, kept: Any, rest: Any = 0) -> Any:
     return out
 
 
+def random_keys(rng: np.random.Generator, count: int, near: float) -> np.ndarray[Any, Any]:
+    """[count, 4] numbers of letters; with probability ``near`` but one letter of a key is that of an earlier one."""
+    keys = rng.integers(26, size=(count, KEY_LENGTH))
+    for n in np.flatnonzero(rng.random(count) < near):
+        if n:
+            keys[n] = keys[rng.integers(n)]
+            keys[n, rng.integers(KEY_LENGTH)] = rng.integers(26)
+    return keys
+
+
+def distinct_keys(rng: np.random.Generator, count: int, near: float) -> np.ndarray[Any, Any]:
+    """:func:`random_keys`, no two alike."""
+    while True:
+        keys = random_keys(rng, count, near)
+        if len(np.unique(keys, axis=0)) == count:
+            return keys
+
+
+def simple_keys(rng: np.random.Generator, count: int, letters: int) -> np.ndarray[Any, Any]:
+    """[count, 4] keys of so many different letters, each as often; the first 26 begin with different ones."""
+    order = np.concatenate([rng.permutation(26) for _ in range(-(-count // 26))])[:count]
+    drawn = np.stack([order, *rng.integers(26, size=(letters - 1, count))], axis=1)
+    return drawn.repeat(KEY_LENGTH // letters, axis=1)
+
+
 def random_values(rng: np.random.Generator, count: int) -> np.ndarray[Any, Any]:
     """[count, 5] distinct digits."""
     return rng.random((count, 10)).argsort(axis=1)[:, :VALUE_LENGTH]
 
 
+def needle_length(value: Any) -> int:
+    """Tokens of a needle with a value of so many: $KKKK=value;"""
+    return 1 + KEY_LENGTH + 1 + len(value) + 1
+
+
 def write_needles(
     rows: Tokens, chunk: Any, offset: Any, key: Tokens, value: Tokens, form: NeedleFormat
 ) -> None:
-    """``$KKKK=ddddd;`` into chunks ``chunk`` [n] of rows [N, S], from ``offset`` [n]."""
+    """``$KKKK=value;`` with values [n, digits or letters] into chunks ``chunk`` [n] of rows [N, S], from ``offset`` [n]."""
     n = len(chunk)
     mark, cue, end = (np.full((n, 1), token, np.int32) for token in (form.needle, form.cue, form.end))
-    columns = np.asarray(offset)[:, None] + np.arange(NEEDLE_LENGTH)
-    rows[np.asarray(chunk)[:, None], columns] = np.concatenate([mark, key, cue, value, end], axis=1)
+    needle = np.concatenate([mark, key, cue, value, end], axis=1)
+    columns = np.asarray(offset)[:, None] + np.arange(needle.shape[1])
+    rows[np.asarray(chunk)[:, None], columns] = needle
 
 
 def write_questions(text: Tokens, ends: Any, key: Tokens, form: NeedleFormat) -> None:
@@ -267,10 +397,11 @@ def write_questions(text: Tokens, ends: Any, key: Tokens, form: NeedleFormat) ->
 
 
 def write_answers(rows: Tokens, chunk: Any, value: Tokens, form: NeedleFormat) -> None:
-    """``=ddddd;`` as the first tokens of chunks ``chunk`` [n] of rows [N, S]."""
+    """``=value;`` as the first tokens of chunks ``chunk`` [n] of rows [N, S], with values [n, digits or letters]."""
+    end = 1 + value.shape[1]
     rows[chunk, 0] = form.cue
-    rows[chunk, 1 : 1 + VALUE_LENGTH] = value
-    rows[chunk, 1 + VALUE_LENGTH] = form.end
+    rows[chunk, 1:end] = value
+    rows[chunk, end] = form.end
 
 
 def write_decoy(row: Tokens, key: Tokens, rng: np.random.Generator) -> None:

@@ -3,18 +3,23 @@
 A record is one JSON file for one suite of one model (or of the models that are compared in it), and beside it
 ``<suite>.generations.jsonl`` with what the model wrote. Each result stands with its settings and a number of
 ``environments``: results that were found at other times, with other options or versions, live in one file and are
-told apart. A result that is there already is not measured again.
+told apart. A result that is there already is not measured again. Results of another model (other weights, or other
+fields of its configuration) that lie there stay, in files of their own.
 """
 
 from __future__ import annotations
 
+import contextlib
 import datetime
+import fcntl
 import hashlib
 import json
+import math
 import os
 import platform
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,20 +27,26 @@ import torch
 import transformers
 
 from trailmark import __version__
-from trailmark.data.files import expect_writable, read_json, sha256_of, write_json, write_text
+from trailmark.data.files import expect_writable, write_json, write_text
+from trailmark.models.card_files import RECORD_FORMAT, RECORD_KIND, config_sha256, weights_sha256
+from trailmark.models.causal_lm import fingerprint
 
-KIND = "trailmark evaluation"
-FORMAT = 1  # of the file; another one is not gone on with
+KIND = RECORD_KIND
+FORMAT = RECORD_FORMAT  # of the file; another one is not gone on with
+
+_OF_THE_COPY = ("name", "folder")  # what changes when a model is moved: it stays the same one
+_OWN_FIELDS = ("id", "settings", "environment", "seconds", "command")  # of a result: no suite's
 
 
 class Record:
-    """The results of one suite, kept after each.
+    """The results of one suite, kept after each. Several processes may add to one.
 
     Args:
         folder: where ``<suite>.json`` lies or will lie.
         suite: "needles", "perplexity", "summarization", "cost".
         model: what :func:`identity` says of the model; a list of these where several are compared.
-        say: told once if what lies there is of another model and makes room.
+        say: told where results of another model lie from now on.
+        command: what a shell is told to find the results again; it stands with each.
 
     Raises:
         ValueError: a folder that cannot be written in, a file there that is no record of this suite.
@@ -47,27 +58,16 @@ class Record:
         suite: str,
         model: Mapping[str, Any] | Sequence[Mapping[str, Any]],
         say: Callable[[str], None] = lambda message: None,
+        command: str | None = None,
     ) -> None:
-        self.path = folder / f"{suite}.json"
-        self.generations_path = folder / f"{suite}.generations.jsonl"
+        self.command = command
+        self.suite, self.path = suite, folder / f"{suite}.json"
+        self.generations_path = _generations_of(self.path)
         expect_writable("output", folder)
-        asked = json.loads(json.dumps(model))
-        self.content: dict[str, Any] = {"kind": KIND, "format": FORMAT, "suite": suite, "model": asked}
-        self.content |= {"environments": [], "results": []}
-        if self.path.exists():
-            kept = read_record(self.path)
-            if kept["suite"] != suite:
-                raise ValueError(
-                    f"output: expected results of the suite {suite!r} in {str(self.path)!r}, got {kept['suite']!r}. "
-                    "Choose another folder."
-                )
-            if kept["model"] == asked:
-                self.content = kept
-            else:
-                say(
-                    f"{self.path} holds {len(kept['results'])} results of another model: new ones replace them."
-                )
-        self._drop_unfinished_generations()
+        self._model, self._say = _json(model), say
+        with self._alone():
+            self.content = self._read()
+            self._drop_unfinished_generations()
 
     @property
     def results(self) -> list[dict[str, Any]]:
@@ -88,58 +88,126 @@ class Record:
 
         Args:
             settings: all that decides the numbers, as JSON.
-            work: the metrics, as JSON.
+            work: the metrics, as JSON; a number that is not finite is kept as null.
             generations: asked after ``work``: what the model wrote, one mapping for each line of the file.
+
+        Raises:
+            ValueError: the result could not be written.
         """
         if (kept := self.find(settings)) is not None:
             return kept
         began = time.perf_counter()
-        found = dict(work())
+        found = _json(work())
         seconds = time.perf_counter() - began
-        number = settings_id(settings)
-        self._append_generations(number, generations())
-        here = environment()
-        if here not in self.content["environments"]:
-            self.content["environments"].append(here)
-        place = self.content["environments"].index(here)
-        result = {"id": number, "settings": dict(settings), "environment": place, "seconds": seconds} | found
-        self.results.append(json.loads(json.dumps(result)))
-        self.save()
-        return self.results[-1]
-
-    def save(self) -> None:
-        write_json(self.path, self.content)
+        assert not set(_OWN_FIELDS) & set(found), sorted(found)
+        lines, here = _json(generations()), environment()
+        assert not any("id" in line for line in lines)
+        try:
+            with self._alone():
+                return self._keep(_json(settings), found, seconds, lines, here)
+        except OSError as error:
+            raise ValueError(
+                f"output: cannot save in {str(self.path.parent)!r} ({error.strerror or error}). Free some space and "
+                "start the same command again; what was saved before is whole."
+            ) from error
 
     def generations(self, result: Mapping[str, Any]) -> list[dict[str, Any]]:
         """What the model wrote for one result."""
-        return [line for line in self._read_generations() if line["id"] == result["id"]]
+        return [line for line in _lines(self.generations_path) if line.get("id") == result["id"]]
 
-    def _append_generations(self, number: str, lines: Sequence[Mapping[str, Any]]) -> None:
-        if not lines:
-            return
-        with open(self.generations_path, "a", encoding="utf-8") as file:
-            for line in lines:
-                file.write(json.dumps({"id": number} | dict(line), ensure_ascii=False) + "\n")
+    # --- inside ------------------------------------------------------------------------------------------------
 
-    def _read_generations(self) -> list[dict[str, Any]]:
-        if not self.generations_path.is_file():
-            return []
-        found = []
-        for line in self.generations_path.read_text(encoding="utf-8").splitlines():
-            try:
-                found.append(json.loads(line))
-            except ValueError:  # a line that a kill cut
-                continue
-        return found
+    def _keep(
+        self,
+        settings: dict[str, Any],
+        found: dict[str, Any],
+        seconds: float,
+        lines: list[dict[str, Any]],
+        here: dict[str, Any],
+    ) -> dict[str, Any]:
+        self.content = self._read()  # another process may have added to it
+        if (kept := self.find(settings)) is not None:
+            return kept
+        number, environments = settings_id(settings), list(self.content["environments"])
+        if here not in environments:
+            environments.append(here)
+        result = {
+            "id": number,
+            "settings": settings,
+            "environment": environments.index(here),
+            "seconds": seconds,
+        }
+        result |= {"command": self.command} | found
+        content = self.content | {"environments": environments, "results": [*self.results, result]}
+        written = self.generations_path.stat().st_size if self.generations_path.exists() else 0
+        try:
+            if lines:
+                # half of a character, which UTF-8 cannot hold, becomes JSON's own escape
+                with open(self.generations_path, "a", encoding="utf-8", errors="backslashreplace") as file:
+                    file.write("".join(_line({"id": number} | line) for line in lines))
+            write_json(self.path, content)
+        except BaseException:
+            if self.generations_path.exists():
+                os.truncate(self.generations_path, written)
+            raise
+        self.content = content  # only what is on the disk is known
+        return result
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """No other process changes the files meanwhile: it takes milliseconds, and one waits for the other."""
+        handle = os.open(self.path.parent, os.O_RDONLY)
+        try:
+            with contextlib.suppress(OSError):  # some network file systems have no locks
+                fcntl.flock(handle, fcntl.LOCK_EX)
+            yield
+        finally:
+            os.close(handle)
+
+    def _read(self) -> dict[str, Any]:
+        """What is known of this model. Another one's files make room."""
+        if self.path.exists() and not _same_model(
+            (kept := self._of_this_suite(self.path))["model"], self._model
+        ):
+            aside = _free(self._aside(kept["model"]))
+            os.replace(self.path, aside)
+            if self.generations_path.exists():
+                os.replace(self.generations_path, _generations_of(aside))
+            self._say(
+                f"The {len(kept['results'])} results of another model in {self.path} are in {aside} now."
+            )
+        own = self._aside(self._model)
+        if not self.path.exists() and own.exists():
+            self._of_this_suite(own)
+            if _generations_of(own).exists():
+                os.replace(_generations_of(own), self.generations_path)
+            os.replace(own, self.path)
+        content: dict[str, Any] = {"kind": KIND, "format": FORMAT, "suite": self.suite, "model": self._model}
+        if self.path.exists():
+            return self._of_this_suite(self.path) | {"model": self._model}  # wherever it lies now
+        return content | {"environments": [], "results": []}
+
+    def _of_this_suite(self, path: Path) -> dict[str, Any]:
+        content = read_record(path)
+        if content["suite"] != self.suite:
+            raise ValueError(
+                f"output: expected results of the suite {self.suite!r} in {str(path)!r}, got {content['suite']!r}. "
+                "Choose another folder."
+            )
+        return content
+
+    def _aside(self, model: Any) -> Path:
+        """Where results of that model lie while those of another have the suite's own name."""
+        return self.path.with_name(f"{self.suite}-{settings_id({'model': _told_by(model)})[:8]}.json")
 
     def _drop_unfinished_generations(self) -> None:
-        """Lines whose result was not kept: of another model, or of work that was stopped."""
+        """Lines whose result was not kept: a kill came between."""
         if not self.generations_path.is_file():
             return
         known = {result["id"] for result in self.results}
-        lines = self._read_generations()
-        whole = [json.dumps(line, ensure_ascii=False) + "\n" for line in lines if line.get("id") in known]
-        write_text(self.generations_path, "".join(whole))
+        whole = "".join(_line(line) for line in _lines(self.generations_path) if line.get("id") in known)
+        if self.generations_path.read_bytes() != (content := whole.encode(errors="backslashreplace")):
+            write_text(self.generations_path, content.decode())
 
 
 def read_record(path: Path) -> dict[str, Any]:
@@ -148,7 +216,12 @@ def read_record(path: Path) -> dict[str, Any]:
     Raises:
         ValueError: no file, no JSON, no record, or one of another format.
     """
-    content = read_json(path)
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ValueError(
+            f"{str(path)!r}: cannot be read ({error}). Choose another folder, or remove the file."
+        ) from error
     if not isinstance(content, dict) or content.get("kind") != KIND:
         raise ValueError(
             f"{str(path)!r}: expected results that trailmark evaluate wrote, got something else. "
@@ -159,7 +232,75 @@ def read_record(path: Path) -> dict[str, Any]:
             f"{str(path)!r}: expected results in format {FORMAT}, got {content.get('format')!r}. "
             "Evaluate again into another folder."
         )
+    kinds: tuple[tuple[str, Any], ...] = (
+        ("suite", str), ("model", dict | list), ("environments", list), ("results", list)
+    )  # fmt: skip
+    for name, kind in kinds:
+        if not isinstance(content.get(name), kind):
+            raise ValueError(
+                f"{str(path)!r}: {name} is not what trailmark evaluate wrote: it was changed. Choose another folder, "
+                "or remove the file."
+            )
+    if not all(
+        isinstance(result, dict) and isinstance(result.get("id"), str) for result in content["results"]
+    ):
+        raise ValueError(
+            f"{str(path)!r}: a result has no id: it was changed. Choose another folder, or remove the file."
+        )
     return content
+
+
+def _generations_of(path: Path) -> Path:
+    return path.with_name(f"{path.name.removesuffix('.json')}.generations.jsonl")
+
+
+def _free(path: Path) -> Path:
+    """The name, or with a number where somebody's copy has it."""
+    found, number = path, 1
+    while found.exists():
+        number += 1
+        found = path.with_name(f"{path.stem}-{number}{path.suffix}")
+    return found
+
+
+def _line(content: Mapping[str, Any]) -> str:
+    return json.dumps(content, ensure_ascii=False) + "\n"
+
+
+def _lines(path: Path) -> list[dict[str, Any]]:
+    """What a file of generations holds; a line that a kill cut is none."""
+    if not path.is_file():
+        return []
+    found = []
+    for line in path.read_bytes().split(b"\n"):  # a text may hold what Python takes for other ends of a line
+        with contextlib.suppress(ValueError):
+            content = json.loads(line)
+            if isinstance(content, dict):
+                found.append(content)
+    return found
+
+
+def _json(content: Any) -> Any:
+    """As JSON has it: null where a number is not finite."""
+    if content is None or isinstance(content, str | bool | int):
+        return content
+    if isinstance(content, float):
+        return float(content) if math.isfinite(content) else None
+    if isinstance(content, Mapping):
+        return {str(name): _json(value) for name, value in content.items()}
+    if isinstance(content, list | tuple):
+        return [_json(value) for value in content]
+    raise TypeError(f"no JSON: {type(content).__name__}")  # of a suite's own making
+
+
+def _told_by(model: Any) -> Any:
+    if isinstance(model, list):
+        return [_told_by(one) for one in model]
+    return {name: value for name, value in model.items() if name not in _OF_THE_COPY}
+
+
+def _same_model(one: Any, other: Any) -> bool:
+    return bool(_told_by(one) == _told_by(other))
 
 
 def settings_id(settings: Mapping[str, Any]) -> str:
@@ -173,22 +314,18 @@ def identity(model: Any, folder: Path | str, changes: Mapping[str, Any] | None =
 
     ``changes``: fields of the configuration that were set for the evaluation.
     """
-    fields = model.config.to_dict()
-    for name in ("_name_or_path", "transformers_version"):  # of the copy, not of the model
-        fields.pop(name, None)
-    config = json.dumps(fields, sort_keys=True, default=str)
-    files = sorted(Path(folder).glob("*.safetensors"))
-    weights = (
-        hashlib.sha256("".join(sha256_of(file) for file in files).encode()).hexdigest() if files else None
-    )
+    place = Path(folder)
+    weights = weights_sha256(place)
+    if weights is None and not place.is_file():  # of the hub, or in another format; a YAML file has none
+        weights = fingerprint(model)
     return {
-        "name": Path(folder).resolve().name,
+        "name": place.resolve().name,
         "folder": str(folder),
         "architecture": type(model).__name__,
         "parameters": sum(p.numel() for p in model.parameters()),
         "dtype": str(model.dtype).removeprefix("torch."),
         "set": dict(changes or {}),
-        "config_sha256": hashlib.sha256(config.encode()).hexdigest(),
+        "config_sha256": config_sha256(model.config.to_dict()),
         "weights_sha256": weights,
     }
 

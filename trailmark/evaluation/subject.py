@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +19,8 @@ from trailmark.data.trained_embedders import embedder_of
 from trailmark.evaluation.record import identity
 from trailmark.models import MODELS, TrailmarkForCausalLM
 from trailmark.models.fields import parse_fields
+
+_HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")  # OWNER/NAME, or a name alone
 
 
 @dataclass
@@ -90,67 +93,79 @@ def load(folder: Path, changes: Sequence[str] = (), *, any_model: bool = False) 
 
     Args:
         changes: fields of its configuration to set, as "retrieve_per=token"; its files stay as they are.
-        any_model: take a causal language model of transformers too, from a folder or by its hub name.
+        any_model: take a causal language model of transformers too, and a name on the hub where there is no such
+            folder.
 
     Raises:
-        ValueError: none of ours, damaged, a change that its weights or the other fields do not allow, or an embedder
-            that is not there or not the one that the model was trained with.
+        ValueError: none of ours, damaged, no weights for all of it, a change that its weights or the other fields do
+            not allow, or an embedder that is not there or not the one that the model was trained with.
     """
-    if (folder / "run.yaml").is_file() and not (folder / "config.json").is_file():
+    on_disk = folder.exists() or not any_model
+    if on_disk:
+        _expect_folder(folder)
+    where = str(folder)  # a folder, or a name on the hub
+    try:
+        config = AutoConfig.from_pretrained(where)
+    except (ValueError, OSError, StrictDataclassError) as error:
+        place = str(folder / "config.json") if on_disk else where
+        missing = "" if on_disk else f" There is no folder {where!r}: give one, or a name on the hub."
+        raise ValueError(f"model: cannot read {place!r}: {_brief(error)}{missing}") from error
+    ours = config.model_type in MODELS
+    if not ours and not any_model:
+        raise ValueError(
+            f"model: expected one of trailmark's ({', '.join(sorted(MODELS))}), {where!r} holds {config.model_type!r}."
+        )
+    if not ours and changes:
+        raise ValueError(
+            f"set: expected a model of trailmark's, {where!r} is another one: its fields stay as they are."
+        )
+    changed = parse_fields("set", changes, type(config)) if ours else {}
+    if changed:
+        config = type(config).from_dict(config.to_dict() | changed)
+    try:
+        # of transformers': in the precision it was saved in
+        kind: dict[str, Any] = {"config": config} if ours else {"dtype": "auto"}
+        model, found = AutoModelForCausalLM.from_pretrained(
+            where, output_loading_info=True, ignore_mismatched_sizes=True, **kind
+        )
+        tokenizer = AutoTokenizer.from_pretrained(where)
+    except (ValueError, OSError, SafetensorError) as error:
+        raise ValueError(f"model: cannot load {where!r}: {_brief(error)}") from error
+    for kind_of in ("missing", "unexpected", "mismatched"):  # transformers would draw these at random
+        names = found[f"{kind_of}_keys"]
+        if names and (ours or kind_of != "unexpected"):
+            raise ValueError(
+                f"model: expected the weights that config.json describes, {where!r} has {len(names)} "
+                f"{kind_of} ones: {min(map(str, names))} ..."
+            )
+    if ours:
+        model.embedder = embedder_of(config, tokenizer)
+    return Subject(folder, model.eval(), tokenizer, _read_run(folder / "run.yaml"), changed)
+
+
+def expect_model(path: Path) -> None:
+    """A ValueError where ``path`` is no folder with a model, no YAML file and can be no name on the hub.
+
+    Cheap: nothing is loaded.
+    """
+    if path.suffix.lower() in (".yaml", ".yml") and path.is_file():
+        return
+    if path.exists() or not _HUB_NAME.fullmatch(str(path)):
+        _expect_folder(path)
+
+
+def _expect_folder(folder: Path) -> None:
+    if (folder / "config.json").is_file():
+        return
+    if (folder / "run.yaml").is_file():
         raise ValueError(
             f"model: expected a folder with a trained model, the training in {str(folder)!r} is not finished. "
             "The trailmark train command that began it goes on."
         )
-    if any_model and not folder.exists():
-        return _load_foreign(folder, changes)
-    if not (folder / "config.json").is_file():
-        raise ValueError(
-            f"model: expected a folder with a trained model, {str(folder)!r} has no config.json. "
-            "Train one with: trailmark train configs/text.yaml"
-        )
-    try:
-        config = AutoConfig.from_pretrained(folder)
-    except (ValueError, OSError, StrictDataclassError) as error:
-        raise ValueError(f"model: cannot read {str(folder / 'config.json')!r}: {_brief(error)}") from error
-    if any_model and config.model_type not in MODELS:
-        return _load_foreign(folder, changes)
-    if config.model_type not in MODELS:
-        raise ValueError(
-            f"model: expected one of trailmark's ({', '.join(sorted(MODELS))}), "
-            f"{str(folder)!r} holds {config.model_type!r}."
-        )
-    changed = parse_fields("set", changes, type(config))
-    if changed:
-        config = type(config).from_dict(config.to_dict() | changed)
-    try:
-        model, found = AutoModelForCausalLM.from_pretrained(
-            folder, config=config, output_loading_info=True, ignore_mismatched_sizes=True
-        )
-        tokenizer = AutoTokenizer.from_pretrained(folder)
-    except (ValueError, OSError, SafetensorError) as error:
-        raise ValueError(f"model: cannot load {str(folder)!r}: {_brief(error)}") from error
-    for kind in ("missing", "unexpected", "mismatched"):  # transformers would draw these at random
-        if names := found[f"{kind}_keys"]:
-            raise ValueError(
-                f"model: expected the weights that config.json describes, {str(folder)!r} has {len(names)} "
-                f"{kind} ones: {min(map(str, names))} ..."
-            )
-    model.embedder = embedder_of(config, tokenizer)
-    return Subject(folder, model.eval(), tokenizer, _read_run(folder / "run.yaml"), changed)
-
-
-def _load_foreign(name: Path, changes: Sequence[str]) -> Subject:
-    """A causal language model of transformers, in the precision it was saved in."""
-    if changes:
-        raise ValueError(
-            f"set: expected a model of trailmark's, {str(name)!r} is another one: its fields stay as they are."
-        )
-    try:
-        model = AutoModelForCausalLM.from_pretrained(str(name), dtype="auto")
-        tokenizer = AutoTokenizer.from_pretrained(str(name))
-    except (ValueError, OSError, SafetensorError) as error:
-        raise ValueError(f"model: cannot load {str(name)!r}: {_brief(error)}") from error
-    return Subject(name, model.eval(), tokenizer, {})
+    raise ValueError(
+        f"model: expected a folder with a trained model, {str(folder)!r} has no config.json. "
+        "Train one with: trailmark train configs/text.yaml"
+    )
 
 
 def _read_run(path: Path) -> dict[str, Any]:

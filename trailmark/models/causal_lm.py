@@ -24,6 +24,7 @@ from transformers import initialization as init
 from transformers.utils import ModelOutput
 
 from trailmark.memory import CacheState, ChunkCache, ChunkMemory
+from trailmark.models.card_files import README, Saving
 from trailmark.models.configuration import TrailmarkConfig
 from trailmark.models.embedding import ChunkEmbedder, Given, expect_embedder
 from trailmark.models.grid import Grid, Integers, lay_out
@@ -559,6 +560,49 @@ class TrailmarkForCausalLM(PreTrainedModel, GenerationMixin):
             "logits_to_keep": 1,
             "prefill_chunk_size": prefill_chunk_size,
         }
+
+    # --- saving -----------------------------------------------------------------------------------------------
+
+    _card: Saving | None = None  # of the last call of save_pretrained, for what it sends to the hub
+
+    def save_pretrained(
+        self, save_directory: str | Path, *args: Any, card: bool | None = None, **kwargs: Any
+    ) -> None:
+        """transformers' ``save_pretrained``, and a model card: README.md (docs/evaluation.md says what stands in it).
+
+        Args:
+            card: whether to write one; what a person wrote or edited is never replaced. None: unless ``state_dict`` is
+                given, as checkpoints within a training are saved.
+        """
+        gathered = kwargs.get("state_dict", args[1] if len(args) > 1 else None) is not None
+        is_main = kwargs.get("is_main_process", args[0] if args else True)
+        if not is_main or not (not gathered if card is None else card):
+            self._card = None
+            super().save_pretrained(save_directory, *args, **kwargs)
+            return
+        count = sum(parameter.numel() for parameter in self.parameters())
+        saving = self._card = Saving(self.name_or_path, self.config, count, Path(save_directory))
+        try:
+            super().save_pretrained(save_directory, *args, **kwargs)
+            saving.write()
+        finally:
+            saving.restore()
+
+    def _upload_modified_files(
+        self,
+        working_dir: str | Path,
+        repo_id: str,
+        files_timestamps: dict[str, float],
+        commit_message: str | None = None,
+        token: bool | str | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        # the one place between transformers' own card and the hub
+        if self._card is not None and not self._card.before_upload(Path(working_dir), repo_id, token):
+            files_timestamps = files_timestamps | {README: math.inf}  # not modified: not sent
+        return super()._upload_modified_files(
+            working_dir, repo_id, files_timestamps, commit_message, token, **kwargs
+        )
 
     # --- inside -----------------------------------------------------------------------------------------------
 

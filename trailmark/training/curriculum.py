@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 from trailmark.data.needles import CURRICULUM, Level
@@ -45,6 +47,20 @@ class Curriculum:
             self.samples.append(self.samples[-1] + (start - self.starts[-1]) * rows)
             self.starts.append(start)
             self.average = 0.0
+
+    def begin_at(self, starts: Sequence[int], tokens_per_step: int, chunk_size: int) -> None:
+        """Let the levels begin at these steps, however well questions are answered: for models to compare.
+
+        Raises:
+            ValueError: not one step for each level, ascending from 0.
+        """
+        expected = len(self.levels)
+        if len(starts) != expected or starts[0] != 0 or any(a >= b for a, b in pairwise(starts)):
+            raise ValueError(f"starts: expected {expected} steps, ascending from 0, got {list(starts)}.")
+        self.starts, self.samples = list(starts), [0]
+        for level, (start, end) in enumerate(pairwise(starts)):
+            rows = self.rows(level, tokens_per_step, chunk_size)
+            self.samples.append(self.samples[-1] + (end - start) * rows)
 
     def state(self) -> dict[str, Any]:
         """What a run that goes on must know."""

@@ -120,6 +120,7 @@ class NeedleTask:
             self.seed,
             data.filler_weight,
             data.first_digit_weight,
+            landmarks=data.num_landmarks,
         )
 
     def rows(self, step: int) -> int:

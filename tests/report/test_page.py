@@ -1,0 +1,369 @@
+"""The page holds what was found, whatever was found; text of others stays text; a browser is not needed."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections import Counter
+from html.parser import HTMLParser
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.report import runs
+from trailmark.evaluation.proportions import wilson_interval
+from trailmark.report import charts
+from trailmark.report.collect import collect
+from trailmark.report.page import Built, build
+from trailmark.report.section_needles import pooled, wilson
+
+pytest.importorskip("matplotlib")
+HOSTILE = "</style></script><script>alert(1)</script><img src=x onerror=alert(2)>\"'&"
+VOID = {"meta", "link", "img", "br", "input", "hr"}
+
+
+class Page(HTMLParser):
+    """The elements of a page, and whether they close as they opened."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(convert_charrefs=True)
+        self.open: list[str] = []
+        self.tags: Counter[str] = Counter()
+        self.attributes: list[tuple[str, dict[str, str | None]]] = []
+        self.words: list[str] = []
+        self.rows: list[list[str]] = []
+        self.html = path.read_text(encoding="utf-8")
+        self.feed(self.html)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags[tag] += 1
+        self.attributes.append((tag, dict(attrs)))
+        if tag == "tr":
+            self.rows.append([])
+        if tag in ("th", "td"):
+            self.rows[-1].append("")
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if self.open and self.open[-1] not in ("style", "script"):
+            self.words.append(data)
+            if {"td", "th"} & set(self.open):
+                self.rows[-1][-1] += data
+
+    @property
+    def text(self) -> str:
+        return " ".join(self.words)
+
+    def named(self, tag: str, attribute: str) -> list[str | None]:
+        return [found.get(attribute) for name, found in self.attributes if name == tag]
+
+
+def report(folder: Path, *paths: Path, **more: Any) -> tuple[Page, Built]:
+    built = build(paths or (folder,), folder / "out" / "report.html", **more)
+    return Page(built.page), built
+
+
+@pytest.fixture(scope="module")
+def everything(tmp_path_factory: pytest.TempPathFactory) -> tuple[Page, Built, list[str]]:
+    folder = tmp_path_factory.mktemp("runs")
+    said: list[str] = []
+    page, built = report(runs.everything(folder), say=said.append)
+    return page, built, said
+
+
+SECTIONS = (
+    *("overview", "needles", "perplexity", "summarization", "cost", "training"),
+    *("reproduce", "environment", "not-shown"),
+)
+
+
+def test_all_sections_are_there_and_can_be_reached(everything: tuple[Page, Built, list[str]]) -> None:
+    page = everything[0]
+    assert page.named("section", "id") == list(SECTIONS)
+    ids = [found["id"] for _, found in page.attributes if "id" in found]
+    assert len(set(ids)) == len(ids)
+    links = [link for link in page.named("a", "href") if link and link.startswith("#")]
+    assert {link[1:] for link in links} <= set(ids)
+    assert {f"#{name}" for name in SECTIONS} <= set(links)
+
+
+def test_each_figure_lies_beside_the_page_and_in_it(everything: tuple[Page, Built, list[str]]) -> None:
+    page, built, said = everything
+    folder = built.page.with_name("report-figures")
+    assert sorted(folder.iterdir()) == sorted(built.figures)
+    assert {path.suffix for path in built.figures} == {".svg", ".png"}
+    links = {str(link) for link in page.named("a", "href")}
+    assert {f"report-figures/{path.name}" for path in built.figures} <= links
+    assert page.tags["svg"] == page.tags["figure"] == len(built.figures) // 2 == 11
+    assert f"11 figures in {folder}/" in said[-1]
+
+
+def test_the_page_asks_the_network_for_nothing(everything: tuple[Page, Built, list[str]]) -> None:
+    page = everything[0]
+    assert page.tags["img"] == page.tags["iframe"] == 0
+    assert not any("src" in found for _, found in page.attributes)
+    assert page.named("link", "href") == ["data:,"]
+    for tag, found in page.attributes:
+        for name, value in found.items():
+            assert not (tag != "a" and value and re.search(r"https?:", value)), (tag, name, value)
+    css = re.search(r"<style>(.*?)</style>", page.html, re.DOTALL)
+    assert css is not None
+    assert "url(" not in css[1]
+    assert "@import" not in css[1]
+    (policy,) = (content for content in page.named("meta", "content") if content and "default-src" in content)
+    assert policy.startswith("default-src 'none';")
+    assert "script-src 'sha256-" in policy
+
+
+def test_tables_and_pictures_can_be_heard(everything: tuple[Page, Built, list[str]]) -> None:
+    page = everything[0]
+    assert page.tags["caption"] == page.tags["table"] > 20
+    assert set(page.named("th", "scope")) == {"col", "row"}
+    assert set(page.named("svg", "role")) == {"img"}
+    levels = [int(tag[1]) for tag, _ in page.attributes if re.fullmatch("h[1-6]", tag)]
+    assert levels[0] == 1
+    assert levels.count(1) == 1
+    assert all(after <= before + 1 for before, after in pairwise(levels))
+    assert page.tags["main"] == page.tags["nav"] == 1
+    regions = [found for _, found in page.attributes if found.get("role") == "region"]
+    assert all(found.get("tabindex") == "0" and found.get("aria-label") for found in regions)
+
+
+def test_numbers_are_those_of_the_results(everything: tuple[Page, Built, list[str]]) -> None:
+    page = everything[0]
+    rows = {tuple(row) for row in page.rows}
+    row = (
+        "65,536",
+        "64×",
+        "-",
+        "1",
+        "100",
+        "95",
+        "0.950",
+        "0.900–1.000",
+        "0.950",
+        "0.750",
+        "0.800",
+        "250,000",
+        "32 MiB",
+    )
+    assert ("demo/drt", *row) in rows
+    assert any(row[:2] == ("base", "1,024") and "1.6000" in row and "4.804–5.102" in row for row in rows)
+    assert any(row[0] == "base" and "0.2800" in row and "0.270–0.292" in row for row in rows)
+    assert any(
+        row[1:7] == ("DRTForCausalLM", "16,384", "host", "3.000", "2.900–3.200", "1.5×") for row in rows
+    )
+    assert (
+        "base",
+        "needles",
+        "1,024",
+        "300",
+        "1,228,800",
+        "4:47",
+        "34,600",
+        "0.1667",
+        "1.000",
+        "0.983",
+    ) in rows
+    assert "95.0%" in page.text  # the overview's
+    assert "DRT, G = 1" in page.text  # as printed
+    assert "Another one." in page.text
+
+
+def test_wrong_answers_come_first(everything: tuple[Page, Built, list[str]]) -> None:
+    page = everything[0]
+    shown = [row for row in page.rows if row[-1] in ("yes", "no") and len(row) == 5]
+    assert [row[2:] for row in shown[:2]] == [["48214", "11111", "no"]] * 2
+    assert [row[2:] for row in shown[2:]] == [["48213", "48213", "yes"]] * 2
+
+
+def test_what_is_not_shown_and_what_must_be_known_is_said_twice(
+    everything: tuple[Page, Built, list[str]],
+) -> None:
+    page, built, said = everything
+    assert len(built.notes) == 1
+    assert "2 versions of trailmark" in page.text
+    assert any(line.startswith("Note: ") and "2 versions of trailmark" in line for line in said)
+    (entry,) = built.not_shown
+    assert str(entry.path) in page.text
+    assert entry.reason in page.text
+    assert f"Not shown: {entry.path}: {entry.reason}" in said
+
+
+def test_how_to_measure_again(tmp_path: Path) -> None:
+    kept = runs.needle(1024, command="trailmark evaluate 'my model' --suite needles --lengths 1024")
+    made = [runs.needle(x, 90, depth) for x in (1024, 4096) for depth in (0.0, 0.5)]
+    runs.record(tmp_path / "a" / "evaluation", "needles", [kept])
+    runs.record(tmp_path / "b c" / "evaluation", "needles", made)
+    runs.training(tmp_path / "run")
+    runs.demo(tmp_path / "demo")
+    page, _ = report(tmp_path)
+    assert "trailmark evaluate 'my model' --suite needles --lengths 1024" in page.text
+    start = f"trailmark evaluate '{tmp_path}/b c' --suite needles --lengths 1024,4096 --depths 0,0.5"
+    assert f"{start} --kind single --format marks" in page.text
+    assert "--questions 100 --seed 0" in page.text
+    assert f"trailmark train {tmp_path}/run/run.yaml output=" in page.text
+    assert f"trailmark demo --output {tmp_path}/demo --seed 0 --questions 100" in page.text
+
+
+def test_text_of_others_stays_text(tmp_path: Path) -> None:
+    """Names, generations, settings, versions, notes and file names."""
+    model = runs.identity(HOSTILE, f"/nowhere/{HOSTILE}") | {
+        "architecture": HOSTILE,
+        "set": {HOSTILE: HOSTILE},
+    }
+    needle = runs.needle(1024, kind=HOSTILE, format=HOSTILE, command=f"trailmark {HOSTILE}") | {HOSTILE: 1.5}
+    said = [{"id": "needles0", "expected": HOSTILE, "generated": HOSTILE, "correct": False}]
+    cells = [
+        needle,
+        runs.needle(4096, kind=HOSTILE, format=HOSTILE, depth=0.5),
+        runs.needle(4096, depth=0.25),
+    ]
+    for cell in cells:
+        cell["settings"] |= {HOSTILE: HOSTILE}
+    folder = tmp_path / "<img src=x onerror=alert(3)>"
+    runs.record(folder, "needles", cells, model, {HOSTILE: HOSTILE, "torch": HOSTILE}, said)
+    paper = {"arxiv": HOSTILE, "table": HOSTILE, "model": HOSTILE, HOSTILE: 1}
+    runs.record(
+        folder, "perplexity", [runs.perplexity(x, published=[paper], note=HOSTILE) for x in (64, 128)], model
+    )
+    lines = [{"id": "summarization0", "document": HOSTILE, "reference": HOSTILE, "generated": HOSTILE}]
+    runs.record(folder, "summarization", [runs.rouge()], model, lines=lines)
+    cost = runs.cost([HOSTILE, "other"], tier=HOSTILE)
+    cost["rows"][0] |= {"problem": HOSTILE, "time_ratio": None}
+    runs.record(folder, "cost", [cost], [model, runs.identity("other", "/other")])
+    runs.training(folder / "run", levels=HOSTILE)
+    runs.write(folder / "bad.json", json.dumps({"kind": "trailmark evaluation", "format": HOSTILE}))
+    page, built = report(tmp_path)
+    assert page.tags["script"] == page.tags["style"] == 1
+    assert page.tags["img"] == 0
+    assert not any(name.startswith("on") for _, found in page.attributes for name in found)
+    assert page.text.count(HOSTILE) > 20
+    assert all("<" not in path.name for path in built.figures)
+
+
+FIELDS = [
+    *("length", "depth", "needles", "questions", "correct", "accuracy", "accuracy_low", "accuracy_high", "recall"),
+    *("settings", "tokens_per_second", "memory_bytes", "windows", "loss", "perplexity", "by_position", "rouge1"),
+    *("rows", "documents", "perplexity_low"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("value", [None, "text", float("nan"), float("inf"), [], {}, [[]], -1, True, 10**400])
+def test_fields_that_are_missing_or_odd_do_no_harm(
+    value: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What an older or newer version wrote, or a hand: a page all the same, with "-" where nothing is known."""
+    monkeypatch.setattr(charts, "available", lambda: False)  # drawing is tested elsewhere
+    for place, change in enumerate(FIELDS):
+        cells = {
+            "needles": [runs.needle(x) for x in (1024, 4096)],
+            "perplexity": [runs.perplexity(x) for x in (1024, 4096)],
+            "summarization": [runs.rouge()],
+            "cost": [runs.cost(["base", "drt"])],
+        }
+        for suite, results in cells.items():
+            for result in results:
+                if change in result:
+                    result[change] = value
+            runs.record(tmp_path / str(place), suite, results)
+    page, _ = report(tmp_path)
+    assert page.tags["table"] > 8
+
+
+@pytest.mark.parametrize("missing", ["steps", "loss", "step"])
+def test_a_history_with_holes(missing: str, tmp_path: Path) -> None:
+    steps: list[Any] = [{"step": n, "loss": 1.0 / n, "recall": None} for n in range(1, 5)]
+    for step in steps[1:3]:
+        step.pop(missing, None)
+    runs.training(tmp_path, 4, steps=[] if missing == "steps" else [*steps, 5, None])
+    page, _ = report(tmp_path)
+    assert page.named("section", "id") == ["overview", "training", "reproduce", "environment"]
+
+
+def test_without_matplotlib_there_are_tables_and_a_note(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(charts, "available", lambda: False)
+    page, built = report(runs.everything(tmp_path))
+    assert built.figures == []
+    assert not built.page.with_name("report-figures").exists()
+    assert page.tags["svg"] == page.tags["figure"] == 0
+    assert "No figures: matplotlib is not installed. pip install 'trailmark[figures]'" in page.text
+    assert any("Training curves" in row for row in page.words)
+
+
+def test_one_result_is_enough(tmp_path: Path) -> None:
+    path = runs.record(tmp_path / "drt" / "evaluation", "needles", [runs.needle(1024)])
+    page, built = report(tmp_path, path)
+    assert built.figures == []  # nothing to draw a line through
+    assert "<h1>drt</h1>" in page.html
+    assert built.notes == []
+
+
+def test_what_is_wrong_is_said_before_anything_is_written(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="none that can be shown"):
+        build([tmp_path], tmp_path / "report.html")
+    runs.record(tmp_path, "needles", [runs.needle(1024)])
+    with pytest.raises(ValueError, match=r"output: expected a file.*Try '.*report\.html'"):
+        build([tmp_path], tmp_path)
+    runs.write(tmp_path / "file", "")
+    with pytest.raises(ValueError, match="output"):
+        build([tmp_path], tmp_path / "file" / "report.html")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "needles.json"]
+
+
+def test_a_second_report_replaces_the_first(tmp_path: Path) -> None:
+    runs.record(tmp_path, "needles", [runs.needle(x) for x in (1024, 4096)])
+    first, second = (report(tmp_path)[1].page.read_bytes() for _ in range(2))
+    assert first == second
+
+
+# --- pooling ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("correct", "questions"), [(0, 10), (10, 10), (3, 7), (299, 300), (1, 1)])
+def test_the_interval_is_that_of_the_evaluation(correct: int, questions: int) -> None:
+    assert wilson(correct, questions) == pytest.approx(wilson_interval(correct, questions), abs=1e-12)
+
+
+def test_depths_are_pooled_and_the_last_of_two_counts(tmp_path: Path) -> None:
+    cells = [runs.needle(1024, 10, 0.0), runs.needle(1024, 90, 0.0), runs.needle(1024, 50, 1.0, asked=200)]
+    runs.record(tmp_path, "needles", cells)
+    pool = pooled(collect([tmp_path]).results)
+    assert pool["accuracy"] == pytest.approx(140 / 300)
+    assert pool["recall"] == pytest.approx(140 / 300)
+    assert (pool["accuracy_low"], pool["accuracy_high"]) == wilson(140, 300)
+
+
+def test_where_needles_lie_anywhere_depths_are_not_mixed_in(tmp_path: Path) -> None:
+    runs.record(tmp_path, "needles", [runs.needle(1024, 10, 0.0), runs.needle(1024, 90)])
+    assert pooled(collect([tmp_path]).results)["accuracy"] == 0.9
+
+
+@pytest.mark.slow
+def test_fifty_runs_take_less_than_ten_seconds(tmp_path: Path) -> None:
+    """Of this process's own time: other work on the machine does not count."""
+    for n in range(50):
+        folder = tmp_path / f"run-{n:02}"
+        runs.training(folder, 260)
+        lengths = [1024 * 4**k for k in range(6)]
+        cells = [runs.needle(x, 100 - n) for x in lengths]
+        cells += [runs.needle(x, 100 - n, depth / 4) for x in lengths for depth in range(5)]
+        runs.record(folder / "evaluation", "needles", cells)
+        runs.record(folder / "evaluation", "perplexity", [runs.perplexity(x, 1.5 + n / 100) for x in lengths])
+        runs.record(folder / "evaluation", "summarization", [runs.rouge(0.2 + n / 300)])
+    began = time.process_time()
+    page, built = report(tmp_path)
+    assert time.process_time() - began < 10
+    assert len({row[0] for row in page.rows if row and row[0].startswith("run-")}) == 50
+    assert len(built.figures) == 12

@@ -1,0 +1,318 @@
+"""The cost suite: time and memory of a generated token after long prompts, and of training by context length.
+
+Tables 3 and 4 and Figure 3a of arXiv 2410.01651 for any set of models, as ratios to one of them. Trained or random
+weights cost the same: :func:`trailmark.evaluation.cost_models.load_or_build` takes a folder or a YAML file.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from statistics import median
+from typing import Any
+
+import torch
+
+from trailmark.evaluation.cost_inference import Text, measure, spread
+from trailmark.evaluation.cost_models import load_or_build, random_subject
+from trailmark.evaluation.cost_training import Step, measure_training
+from trailmark.evaluation.reading import parse_dtype
+from trailmark.evaluation.record import Record, processor
+from trailmark.evaluation.subject import Subject
+from trailmark.memory.store import TIERS
+
+__all__ = [
+    "TABLE_3",
+    "TABLE_4",
+    "CostSettings",
+    "base_of",
+    "load_or_build",
+    "names_of",
+    "random_subject",
+    "ratios",
+    "rows_of",
+    "run",
+]
+
+NOTHING_TO_OFFLOAD = "no memory of chunks: as on tier 'device'"  # a row's ``problem``
+
+INFERENCE, TRAINING = "cost: generation", "cost: training"  # protocols, of what a cell holds
+
+_ARXIV = "2410.01651"
+
+# As printed. Time per token and memory as ratios to the model with a window alone, 12 layers with W = 512; tier "host":
+# "w/ cpu offload". None: not given.
+TABLE_3: tuple[dict[str, Any], ...] = tuple(
+    {
+        "arxiv": _ARXIV,
+        "table": "Table 3",
+        "model": model,
+        "prompt": prompt,
+        "generate": 128,
+        "tier": tier,
+        "time_ratio": time,
+        "memory_ratio": memory,
+    }
+    for model, prompt, tier, time, memory in (
+        ("Landmark Attn.", "16K", "host", 160.9, 1.98),
+        ("Landmark Attn.", "16K", "device", 4.16, 32.0),
+        ("Landmark Attn.", "48K", "host", 163.1, 2.98),
+        ("Landmark Attn.", "48K", "device", 4.25, 96.0),
+        ("Block Recurrent TFM", "16K", "host", None, None),
+        ("Block Recurrent TFM", "16K", "device", 2.85, 2.0),
+        ("Block Recurrent TFM", "48K", "host", None, None),
+        ("Block Recurrent TFM", "48K", "device", 2.85, 2.0),
+        ("DRT retrieval x1", "16K", "host", 1.25, 1.54),
+        ("DRT retrieval x1", "16K", "device", 1.06, 4.08),
+        ("DRT retrieval x1", "48K", "host", 1.27, 1.62),
+        ("DRT retrieval x1", "48K", "device", 1.08, 9.41),
+    )
+)
+
+# As printed: training throughput and memory. RPT at 350M is slower there than at 760M, perhaps a slip of the exponent.
+# None: out of memory.
+_SIZES = (("350M", "32K"), ("760M", "16K"), ("1.5B", "8K"), ("3B", "4K"))
+TABLE_4: tuple[dict[str, Any], ...] = tuple(
+    {
+        "arxiv": _ARXIV,
+        "table": "Table 4",
+        "model": model,
+        "parameters": parameters,
+        "context_length": length,
+        "tokens_per_second": found and found[0],
+        "memory_gb": found and found[1],
+    }
+    for model, each in (
+        ("Transformer, sliding window", ((2.91e5, 50), (1.31e5, 50), (6.56e4, 50), (3.41e4, 72))),
+        ("Transformer, full attention", ((4.44e4, 50), (4.00e4, 50), (3.50e4, 72), (2.85e4, 72))),
+        ("BRT", ((7.94e4, 59), (5.70e4, 56), (4.02e4, 59), None)),
+        ("RPT, their implementation", ((1.13e4, 57), (5.17e4, 59), (2.73e4, 64), (1.45e4, 80))),
+        ("DRT retrieval x1", ((2.32e5, 56), (1.06e5, 59), (5.52e4, 63), (2.93e4, 80))),
+        ("DRT retrieval x2", ((2.28e5, 57), (1.05e5, 59), (5.52e4, 63), (2.93e4, 81))),
+    )
+    for (parameters, length), found in zip(_SIZES, each, strict=True)
+)
+
+
+@dataclass(frozen=True)
+class CostSettings:
+    """What is measured of each model.
+
+    Args:
+        lengths: tokens of a prompt; empty: no generation is measured. (Table 3: 16K and 48K.)
+        generate: tokens after each prompt. The first belongs to the prompt's time, so 2 at least.
+        tiers: where the memory of past chunks lies: "device", "host" (the paper's CPU offload), "disk". With "device"
+            among them, models without such a memory are measured there alone; the base always. Without a GPU "device"
+            and "host" are one memory: times differ by chance only, and bytes say what would lie on a device.
+        rounds: that count, of generating and of training, all models in turn.
+        training_lengths: context lengths at which training is measured (Figure 3a, Table 4); empty: at none.
+        training_batch_tokens: of a training step, whole texts of each length; None: one text.
+        seed: of prompts.
+        memory_dtype: of keys and values in memory: "float32", "bfloat16", "float16"; None: the model's.
+
+    Raises:
+        ValueError: nothing to measure, a number that is too small, an unknown tier or dtype, a batch of no whole texts.
+    """
+
+    lengths: tuple[int, ...] = (16_384, 49_152)
+    generate: int = 128
+    tiers: tuple[str, ...] = ("device", "host")
+    rounds: int = 7
+    training_lengths: tuple[int, ...] = ()
+    training_batch_tokens: int | None = None
+    seed: int = 0
+    memory_dtype: str | None = None
+
+    def __post_init__(self) -> None:
+        if not self.lengths and not self.training_lengths:
+            raise ValueError(
+                "lengths, training_lengths: expected some, got none of both. Name prompts as lengths=16384,49152."
+            )
+        for name, least in (("lengths", 2), ("training_lengths", 2)):
+            if wrong := [n for n in getattr(self, name) if n < least]:
+                raise ValueError(f"{name}: expected at least {least} tokens, got {wrong[0]}.")
+        for name, least in (("generate", 2), ("rounds", 1), ("seed", 0)):
+            if (came := getattr(self, name)) < least:
+                raise ValueError(f"{name}: expected at least {least}, got {came}.")
+        if wrong_tiers := [tier for tier in self.tiers if tier not in TIERS]:
+            raise ValueError(f"tiers: expected {', '.join(map(repr, TIERS))}, got {wrong_tiers[0]!r}.")
+        if self.lengths and not self.tiers:
+            raise ValueError(
+                "tiers: expected at least one, got none. 'device' is where every memory may lie."
+            )
+        parse_dtype(self.memory_dtype)
+        for length in self.training_lengths:
+            tokens = self.training_batch_tokens
+            if tokens is not None and (tokens < length or tokens % length):
+                raise ValueError(
+                    f"training_batch_tokens: expected whole texts of {length} tokens, got {tokens}. "
+                    f"{max(1, tokens // length) * length} would be {max(1, tokens // length)}."
+                )
+
+
+def run(
+    subjects: Sequence[Subject],
+    settings: CostSettings,
+    record: Record,
+    progress: Callable[[str], None] = lambda message: None,
+) -> list[dict[str, Any]]:
+    """All models together, at each length and tier in a cell: what was found before is not measured again.
+
+    Args:
+        record: of all models, ``Record(folder, "cost", [s.identity() for s in subjects])``.
+
+    Returns:
+        A cell for each length and tier, then for each training length. Its ``rows`` hold one model each: see
+        :class:`trailmark.evaluation.cost_inference.Text` and :mod:`trailmark.evaluation.cost_training`; ratios to
+        ``base`` are added by :func:`ratios`. ``published``: what the paper printed for this length.
+
+    Raises:
+        ValueError: no model; a prompt that a model of transformers has no positions for.
+    """
+    names, base = names_of(subjects), base_of(subjects)
+    for name, subject in zip(names, subjects, strict=True):
+        _expect_positions(name, subject, settings)
+    device: torch.device = subjects[0].model.device
+    shared: dict[str, Any] = {
+        "models": names,
+        "rounds": settings.rounds,
+        "seed": settings.seed,
+        # a time is one of a machine
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else processor(),
+        "threads": torch.get_num_threads(),
+    }
+    about = {"base": names[base], "base_is_window_only": _window_only(subjects[base])}
+
+    def only_memories(tier: str) -> bool:
+        return tier != "device" and "device" in settings.tiers
+
+    def generation(length: int, tier: str) -> dict[str, Any]:
+        where = f"{length:,} tokens, {tier}"
+        dtype = parse_dtype(settings.memory_dtype)
+        texts = [
+            Text(name, subject, tier, length, settings.generate, dtype)
+            for name, subject in zip(names, subjects, strict=True)
+        ]
+        for text in texts:
+            if only_memories(tier) and not text.keeps_chunks and text.name != names[base]:
+                text.problem = NOTHING_TO_OFFLOAD
+        rows = measure(texts, settings.rounds, settings.seed, lambda message: progress(f"{where}: {message}"))
+        printed = [row for row in TABLE_3 if _tokens(row["prompt"]) == length and row["tier"] == tier]
+        return about | {"device": device.type, "rows": ratios(rows, names[base]), "published": printed}
+
+    def training(length: int) -> dict[str, Any]:
+        count = (settings.training_batch_tokens or length) // length
+        steps = [Step(name, subject, length, count) for name, subject in zip(names, subjects, strict=True)]
+        rows = measure_training(steps, settings.rounds, settings.seed, progress)
+        printed = [row for row in TABLE_4 if _tokens(row["context_length"]) == length]
+        return about | {"device": device.type, "rows": ratios(rows, names[base]), "published": printed}
+
+    found = []
+    for length in settings.lengths:
+        for tier in settings.tiers:
+            cell = {
+                "protocol": INFERENCE,
+                "prompt": length,
+                "generate": settings.generate,
+                "tier": tier,
+                "only_memories": only_memories(tier),
+                "memory_dtype": settings.memory_dtype,
+            }
+            found.append(record.measure(cell | shared, partial(generation, length, tier)))
+    for length in settings.training_lengths:
+        cell = {
+            "protocol": TRAINING,
+            "length": length,
+            "batch_tokens": settings.training_batch_tokens or length,
+        }
+        found.append(record.measure(cell | shared, partial(training, length)))
+    return found
+
+
+def names_of(subjects: Sequence[Subject]) -> list[str]:
+    """A name for each model: its folder's or file's; where two are called the same, with the path.
+
+    Raises:
+        ValueError: no model, or one twice.
+    """
+    if not subjects:
+        raise ValueError("models: expected at least one, got none.")
+    short = [subject.name.removesuffix(".yaml").removesuffix(".yml") for subject in subjects]
+    counts = Counter(short)
+    names = [
+        name if counts[name] == 1 else str(subject.folder)
+        for name, subject in zip(short, subjects, strict=True)
+    ]
+    if twice := [name for name, count in Counter(names).items() if count > 1]:
+        raise ValueError(f"models: expected each once, got {twice[0]!r} several times.")
+    return names
+
+
+def base_of(subjects: Sequence[Subject]) -> int:
+    """Which model the others are compared with: the first with a window alone; the first, if none has."""
+    return next((n for n, subject in enumerate(subjects) if _window_only(subject)), 0)
+
+
+def ratios(rows: Sequence[dict[str, Any]], base: str) -> list[dict[str, Any]]:
+    """The rows of one cell with ``time_ratio`` and ``memory_ratio`` to the row of the model ``base``.
+
+    Time: the median over rounds of the ratio in each round, so that what slowed a round down counts for both; its
+    quartiles are ``time_ratio_quartiles``. Memory: of generation, of what the device holds besides weights and
+    activations, as Table 3 compares; of training, of the peak with the weights, as Table 4 does. None where one of the
+    two was not measured.
+    """
+    own = next(row for row in rows if row["model"] == base)
+    times, memory = ("seconds", "peak_bytes") if "seconds" in own else ("ms_per_token", "device_bytes")
+    found = []
+    for row in rows:
+        ratio: dict[str, Any] = {"time_ratio": None, "time_ratio_quartiles": None, "memory_ratio": None}
+        if row[times] is not None and own[times] is not None:
+            pairs = zip(row[times]["values"], own[times]["values"], strict=True)
+            each = [mine / theirs for mine, theirs in pairs]
+            quartiles = spread(each)
+            ratio["time_ratio"] = median(each)
+            ratio["time_ratio_quartiles"] = [quartiles["p25"], quartiles["p75"]]
+        if row[memory] is not None and own[memory]:
+            ratio["memory_ratio"] = row[memory] / own[memory]
+        found.append(row | ratio)
+    return found
+
+
+def rows_of(results: Sequence[dict[str, Any]], protocol: str = INFERENCE) -> list[dict[str, Any]]:
+    """All rows of one protocol's cells, in their order, each with its cell's ``base``."""
+    return [
+        row | {"base": result["base"]}
+        for result in results
+        if result["settings"]["protocol"] == protocol
+        for row in result["rows"]
+    ]
+
+
+def _tokens(printed: str) -> int:
+    """Of "16K"."""
+    return int(printed.removesuffix("K")) * 1024
+
+
+def _window_only(subject: Subject) -> bool:
+    config = subject.model.config
+    return config.model_type == "trailmark_sliding_window" and config.sliding_window is not None
+
+
+def _expect_positions(name: str, subject: Subject, settings: CostSettings) -> None:
+    """That a model of transformers has positions for what it is to read; ours have no end."""
+    most = None
+    if not subject.ours:
+        most = getattr(subject.model.config.get_text_config(), "max_position_embeddings", None)
+    if most is None:
+        return
+    for option, length, more in (
+        *(("lengths", n, settings.generate - 1) for n in settings.lengths),
+        *(("training_lengths", n, 0) for n in settings.training_lengths),
+    ):
+        if length + more > most:
+            raise ValueError(
+                f"{option}: expected at most {most - more} tokens for {name!r}, which has {most} positions"
+                f"{f' and generates {settings.generate}' if more else ''}, got {length}. Choose shorter ones."
+            )

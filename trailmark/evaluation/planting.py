@@ -1,0 +1,128 @@
+"""Needles planted in a memory that has read a text: exactly the memory of the text with the needles in it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Protocol
+
+from torch import Tensor
+
+from trailmark.memory import ChunkCache
+from trailmark.models import (
+    BlockRecurrentForCausalLM,
+    DRTForCausalLM,
+    LandmarkForCausalLM,
+    RPTForCausalLM,
+    TrailmarkForCausalLM,
+)
+
+
+class Rows(Protocol):
+    """The chunks of a text: a tensor [N, S], or what makes those that are asked for."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    def __getitem__(self, rows: slice) -> Tensor: ...
+
+
+def can_be_planted(model: TrailmarkForCausalLM) -> bool:
+    """Whether a chunk's memory depends on it and the few before it alone: one reading then serves many texts."""
+    return model.reach() is not None and not isinstance(
+        model, LandmarkForCausalLM | BlockRecurrentForCausalLM
+    )
+
+
+def chunks_in_sight(model: TrailmarkForCausalLM, chunk_size: int) -> int:
+    """Last chunks of a text that what follows may see other than through the memory: no needle can be planted there.
+
+    Raises:
+        ValueError: a model without a window, which sees everything.
+    """
+    reach = model.reach()
+    if reach is None:
+        raise ValueError(
+            "sliding_window: expected a number, got None: full attention sees every needle directly, and none can "
+            "be planted in what it has read."
+        )
+    if isinstance(model, LandmarkForCausalLM):
+        return -(-reach // (chunk_size + 1))  # what a cell shows
+    if isinstance(model, BlockRecurrentForCausalLM):
+        assert model.config.sliding_window is not None
+        # its own reach is that of the upper layers: what is below has to be read
+        return -(-model.config.num_hidden_layers * (model.config.sliding_window - 1) // chunk_size)
+    if not isinstance(model, DRTForCausalLM | RPTForCausalLM):
+        return -(-reach // chunk_size)
+    # the states that wait for the upper layers, and what the lower layers put into them
+    return -(-reach // (chunk_size + model.config.has_landmarks)) + model.encoding_reach()
+
+
+@contextmanager
+def planted(
+    model: TrailmarkForCausalLM, cache: ChunkCache, ids: Rows, chunks: Tensor, texts: Tensor
+) -> Iterator[None]:
+    """Inside, ``cache`` (one row that has read ``ids`` [N, S]) holds ``texts`` [n, S] at chunks ``chunks`` [n].
+
+    The entries of these chunks, and of those after them that the lower layers reach, are encoded again from
+    the changed text. Nothing else that the cache carries depends on them: the upper layers have not run yet
+    (:meth:`read` leaves them to the first question, so ask on branches). A model without memory carries nothing
+    of text outside its window: nothing to do.
+
+    Raises:
+        ValueError: a chunk that was not read, or that the window still sees; a cache of several rows, with early
+            landmarks, or whose last positions the upper layers have seen; Landmark Attention and Block-Recurrent.
+    """
+    if isinstance(model, LandmarkForCausalLM | BlockRecurrentForCausalLM):
+        raise ValueError(
+            "model: expected one whose memory of a chunk depends on that chunk and the few before it, got "
+            f"{type(model).__name__}: all that it reads later depends on it. Read the text with the needles in it."
+        )
+    if not isinstance(model, DRTForCausalLM | RPTForCausalLM):
+        yield
+        return
+    S, reach = ids.shape[1], model.encoding_reach()
+    read = _chunks_read(model, cache, S)
+    count = read - chunks_in_sight(model, S)
+    wrong = [place for place in chunks.tolist() if not 0 <= place < count]
+    if wrong:
+        raise ValueError(
+            f"chunks: expected numbers from 0 to {count - 1}, got {wrong[0]}: of the {read} chunks that were read, "
+            f"the window still sees the last {read - count}. Read on before planting there."
+        )
+    replaced = []
+    try:
+        for place in chunks.tolist():
+            first, stop = max(0, place - reach), place + 1 + reach
+            changed = ids[first:stop].to(model.device, copy=True)
+            inside = (chunks >= first) & (chunks < stop)
+            changed[chunks[inside] - first] = texts[inside].to(changed)
+            before, here = changed[: place - first].view(1, -1), changed[place - first :].reshape(1, -1)
+            entries = model.encode(here, before if before.shape[1] else None)
+            replaced.append((place, cache.memory.replace(place, entries)))
+        yield
+    finally:
+        for place, entries in reversed(replaced):
+            cache.memory.replace(place, entries)
+
+
+def _chunks_read(model: DRTForCausalLM | RPTForCausalLM, cache: ChunkCache, chunk_size: int) -> int:
+    """Chunks of a cache in which needles can be planted."""
+    state = cache.state
+    if state is None or len(state.num_tokens) != 1:
+        raise ValueError(
+            f"cache: expected one row that has read a text, got {0 if state is None else len(state.num_tokens)}. "
+            "Read one text, plant there, and ask on its branches."
+        )
+    read = int(cache.num_chunks[0])
+    if int(state.num_tokens[0] - state.phases[0]) != read * chunk_size:
+        raise ValueError(
+            "cache: expected full chunks, got early landmarks: needles are planted in whole chunks."
+        )
+    waiting = 0 if state.deferred is None else int((state.deferred.chunk >= 0).sum())
+    if waiting < min(model.reach(), int(state.num_positions[0])):
+        raise ValueError(
+            "cache: expected a text whose end was only read, got one whose last positions went through the upper "
+            "layers, which found what was there. Use model.read(ids, cache), and ask on cache.branch()."
+        )
+    return read

@@ -1,0 +1,409 @@
+"""What a report shows: the results that lie below some folders, and why others cannot be shown.
+
+Found are the records of ``trailmark evaluate``, the histories of finished trainings and the demo's numbers. Each is
+read as it is: fields that an older or newer version did not write are missing, not guessed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+SUITES = ("needles", "perplexity", "summarization", "cost")
+_KIND = "trailmark evaluation"  # of the files that trailmark/evaluation/record.py writes
+_FORMAT = 1
+_HEAD = 4096  # bytes in which a record says that it is one
+MOST_GENERATIONS = 1000  # lines that are read of one file
+_SKIPPED_FOLDERS = {"checkpoints", "node_modules", "__pycache__"}
+
+
+@dataclass
+class Model:
+    """A model that something is known of; two results are of one model only if its weights and settings agree."""
+
+    name: str
+    folder: str = ""
+    weights: str | None = None  # SHA-256
+    config: str | None = None  # SHA-256
+    changes: Mapping[str, Any] = field(default_factory=dict)
+    architecture: str | None = None
+    parameters: int | None = None
+    dtype: str | None = None
+    label: str = ""  # its name in this report, no other model's
+    look: int = 0  # chooses colour and marker
+
+    @property
+    def key(self) -> tuple[str, ...]:
+        known = self.weights or self.folder
+        return self.name, known, self.config or "", json.dumps(self.changes, sort_keys=True)
+
+
+@dataclass(frozen=True)
+class Result:
+    """One cell that a suite measured."""
+
+    suite: str
+    models: Sequence[Model]  # one; for the cost suite all that are compared
+    values: Mapping[str, Any]
+    source: Path
+    environment: Mapping[str, Any] | None
+
+    @property
+    def model(self) -> Model:
+        return self.models[0]
+
+    @property
+    def settings(self) -> Mapping[str, Any]:
+        found = self.values.get("settings")
+        return found if isinstance(found, dict) else {}
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """A field of the result, else of its settings."""
+        found = self.values.get(name)
+        return self.settings.get(name, default) if found is None else found
+
+    def plain(self, name: str) -> str | int | float | None:
+        """As :meth:`get`, of a kind that results can be grouped by."""
+        found = self.get(name)
+        return (
+            found if found is None or isinstance(found, str | int | float) else json.dumps(found, default=str)
+        )
+
+    def named(self, name: Any) -> Model:
+        """The one of several models that a row is about: by the names that the settings give them, else their own."""
+        names = self.settings.get("models")
+        if isinstance(names, list) and len(names) == len(self.models) and name in names:
+            return self.models[names.index(name)]
+        found = next((model for model in self.models if model.name == name), None)
+        return found or Model(str(name), label=str(name), look=len(self.models))
+
+
+@dataclass(frozen=True)
+class Training:
+    model: Model
+    history: Mapping[str, Any]
+    run: Mapping[str, Any]  # run.yaml
+    source: Path
+
+
+@dataclass(frozen=True)
+class Demo:
+    content: Mapping[str, Any]
+    source: Path
+
+
+@dataclass(frozen=True)
+class NotShown:
+    path: Path
+    reason: str
+
+
+@dataclass
+class Collected:
+    models: list[Model] = field(default_factory=list)
+    results: list[Result] = field(default_factory=list)
+    trainings: list[Training] = field(default_factory=list)
+    demos: list[Demo] = field(default_factory=list)
+    not_shown: list[NotShown] = field(default_factory=list)
+    files: list[Path] = field(default_factory=list)
+
+    def of(self, suite: str) -> list[Result]:
+        return [result for result in self.results if result.suite == suite]
+
+
+def collect(paths: Sequence[Path], progress: Callable[[str], None] = lambda message: None) -> Collected:
+    """The results in ``paths``, files or folders of any depth; a file that is named twice is read once.
+
+    Raises:
+        ValueError: a path that is not there, or no results in any of them.
+    """
+    reader = _Reader()
+    for path in paths:
+        if not path.exists():
+            raise ValueError(f"runs: {str(path)!r} is not there. Name folders or files with results.")
+        for number, file in enumerate(_files(path)):
+            if number % 100 == 0:
+                progress(f"looking for results in {path}")
+            reader.read(file, asked=path.is_file())
+    found = reader.found
+    if not found.results and not found.trainings:
+        why = "".join(f"\n  {entry.path}: {entry.reason}" for entry in found.not_shown)
+        raise ValueError(
+            f"runs: expected results in {', '.join(map(str, paths)) or 'at least one path'}, found none that can be "
+            f"shown.{why} Make some with: trailmark evaluate MODEL --suite needles"
+        )
+    _name(found)
+    return found
+
+
+def generations(results: Sequence[Result]) -> Iterator[tuple[Result, list[dict[str, Any]]]]:
+    """What the model wrote for each result, from the files beside their records, of which the first lines are read."""
+    files: dict[Path, dict[Any, list[dict[str, Any]]]] = {}
+    for result in results:
+        path = result.source.with_name(f"{result.suite}.generations.jsonl")
+        if path not in files:
+            files[path] = _lines(path)
+        yield result, files[path].get(result.values.get("id"), [])
+
+
+def _lines(path: Path) -> dict[Any, list[dict[str, Any]]]:
+    """By the number of the result."""
+    found: dict[Any, list[dict[str, Any]]] = defaultdict(list)
+    try:
+        with open(path, encoding="utf-8", errors="replace") as file:
+            for line in islice(file, MOST_GENERATIONS):
+                try:
+                    content = json.loads(line)
+                except ValueError:  # a line that a kill cut
+                    continue
+                if isinstance(content, dict):
+                    found[str(content.get("id"))].append(content)
+    except OSError:  # no generations were kept
+        return {}
+    return found
+
+
+def _files(path: Path) -> Iterator[Path]:
+    """The files in which results may lie, in an order that does not depend on the machine."""
+    if path.is_file():
+        yield path
+        return
+    for folder, folders, names in os.walk(path):
+        folders[:] = sorted(f for f in folders if f not in _SKIPPED_FOLDERS and not f.startswith("."))
+        for name in sorted(names):
+            if name.endswith(".json") or (name == "run.yaml" and "history.json" not in names):
+                yield Path(folder) / name
+
+
+class _Reader:
+    def __init__(self) -> None:
+        self.found = Collected()
+        self._seen: set[Path] = set()
+        self._models: dict[tuple[str, ...], Model] = {}
+        self._by_folder: dict[Path, Model] = {}
+
+    def read(self, path: Path, asked: bool) -> None:
+        """One file, if it holds results; ``asked``: it was named itself, so it ought to."""
+        if (whole := path.resolve()) in self._seen:
+            return
+        self._seen.add(whole)
+        if path.name == "run.yaml":
+            self._skip(
+                path, "a training that is not finished: the trailmark train command that began it goes on"
+            )
+            return
+        expected = asked or path.name in {"demo.json", "history.json", *(f"{suite}.json" for suite in SUITES)}
+        try:
+            if not expected and _KIND not in _head(path):
+                return  # another program's JSON
+            content = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError, RecursionError) as error:
+            self._skip(path, f"not readable as JSON: {error}")
+            return
+        if not isinstance(content, dict):
+            if expected:
+                self._skip(path, "holds no results that a report knows")
+        elif content.get("kind") == _KIND:
+            self._record(path, content)
+        elif "train_length" in content and isinstance(content.get("results"), list):
+            self._demo(path, content)
+        elif path.name == "history.json" or (asked and "level_starts" in content):
+            self._training(path, content)
+        elif expected:
+            self._skip(path, "holds no results that a report knows")
+
+    def _skip(self, path: Path, reason: str) -> None:
+        self.found.not_shown.append(NotShown(path, reason))
+
+    # --- the kinds of files --------------------------------------------------------------------------------
+
+    def _record(self, path: Path, content: dict[str, Any]) -> None:
+        if content.get("format") != _FORMAT:
+            self._skip(path, f"format {content.get('format')!r}, where this version reads {_FORMAT}")
+            return
+        suite, results = content.get("suite"), content.get("results")
+        if suite not in SUITES:
+            self._skip(path, f"unknown suite {suite!r}, where this version shows {', '.join(SUITES)}")
+            return
+        if not isinstance(results, list):
+            self._skip(path, "a record without a list of results")
+            return
+        identities = content.get("model")
+        identities = identities if isinstance(identities, list) else [identities]
+        models = [self._identified(found, path) for found in identities if isinstance(found, dict)]
+        if not models:
+            self._skip(path, "a record that does not say of which model")
+            return
+        if not results:
+            self._skip(path, "a record without results: the evaluation was stopped before its first")
+            return
+        environments = content.get("environments")
+        for number, values in enumerate(results):
+            if not isinstance(values, dict):
+                self._skip(path, f"result {number} is no JSON object")
+                continue
+            self.found.results.append(
+                Result(suite, models, values, path, _environment(environments, values.get("environment")))
+            )
+        self.found.files.append(path)
+
+    def _demo(self, path: Path, content: dict[str, Any]) -> None:
+        names = content.get("names")
+        names = names if isinstance(names, dict) else {}
+        training = content.get("training")
+        training = training if isinstance(training, dict) else {}
+        here = content.get("environment")
+        settings = content.get("settings")
+        asked = settings if isinstance(settings, dict) else {}
+        for number, values in enumerate(content["results"]):
+            if not isinstance(values, dict) or "model" not in values:
+                self._skip(path, f"result {number} does not say of which model")
+                continue
+            name = str(values["model"])
+            facts = training.get(name)
+            model = self._at(path.parent / name, str(names.get(name, name)))
+            model.parameters = model.parameters or (
+                facts.get("parameters") if isinstance(facts, dict) else None
+            )
+            known = {"kind": "single", "format": "marks", "values": "numbers", "seed": asked.get("seed")}
+            known |= {"phases": content.get("phases"), "train_length": content["train_length"]}
+            self.found.results.append(
+                Result(
+                    "needles",
+                    [model],
+                    {"settings": known} | values,
+                    path,
+                    here if isinstance(here, dict) else None,
+                )
+            )
+        self.found.demos.append(Demo(content, path))
+        self.found.files.append(path)
+
+    def _training(self, path: Path, history: dict[str, Any]) -> None:
+        if not isinstance(history.get("steps"), list):
+            self._skip(path, "a training's history without a list of steps")
+            return
+        run: Any = {}
+        try:
+            run = yaml.safe_load((path.parent / "run.yaml").read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            pass  # the curves need no settings
+        except (OSError, ValueError, yaml.YAMLError) as error:
+            self._skip(path.parent / "run.yaml", f"not readable as YAML: {error}")
+        run = run if isinstance(run, dict) else {}
+        model = self._at(path.parent, path.parent.resolve().name)
+        settings = run.get("model")
+        if isinstance(settings, dict) and model.architecture is None:
+            model.architecture = settings.get("architecture")
+        self.found.trainings.append(Training(model, history, run, path))
+        self.found.files.append(path)
+
+    # --- models --------------------------------------------------------------------------------------------
+
+    def _identified(self, identity: dict[str, Any], path: Path) -> Model:
+        changes = identity.get("set")
+        model = Model(
+            name=str(identity.get("name")),
+            folder=str(identity.get("folder") or ""),
+            weights=identity.get("weights_sha256"),
+            config=identity.get("config_sha256"),
+            changes=changes if isinstance(changes, dict) else {},
+            architecture=identity.get("architecture"),
+            parameters=identity.get("parameters"),
+            dtype=identity.get("dtype"),
+        )
+        place = _folder_of(model, path)
+        if model.key not in self._models and not model.changes:
+            known = self._by_folder.get(place)
+            if known is not None and known.weights is None and known.config is None:
+                # known so far from its training or the demo alone
+                known.weights, known.config, known.dtype = model.weights, model.config, model.dtype
+                known.architecture = model.architecture or known.architecture
+                known.parameters = model.parameters or known.parameters
+                self._models[model.key] = known
+        kept = self._models.setdefault(model.key, model)
+        if not model.changes:
+            self._by_folder[place] = kept
+        self._add(kept)
+        return kept
+
+    def _at(self, folder: Path, name: str) -> Model:
+        """The model in a folder of which no weights are known."""
+        model = self._by_folder.setdefault(folder.resolve(), Model(name, str(folder)))
+        self._add(model)
+        return model
+
+    def _add(self, model: Model) -> None:
+        if not any(model is known for known in self.found.models):
+            self.found.models.append(model)
+
+
+def _head(path: Path) -> str:
+    with open(path, "rb") as file:
+        return file.read(_HEAD).decode("utf-8", "replace")
+
+
+def _environment(environments: Any, number: Any) -> Mapping[str, Any] | None:
+    if (
+        not isinstance(environments, list)
+        or not isinstance(number, int)
+        or not 0 <= number < len(environments)
+    ):
+        return None
+    found = environments[number]
+    return found if isinstance(found, dict) else None
+
+
+def _folder_of(model: Model, path: Path) -> Path:
+    """Where a record's model lies: its folder as the record names it is relative to a place that is not known."""
+    above = path.resolve().parent
+    if above.name == "evaluation" and above.parent.name == model.name:
+        return above.parent
+    return Path(model.folder).resolve()
+
+
+def _name(found: Collected) -> None:
+    """Give each model a label of its own, and a look."""
+    by_name: dict[str, list[Model]] = defaultdict(list)
+    for model in found.models:
+        by_name[model.name].append(model)
+    for name, same in by_name.items():
+        for model in same:
+            model.label = name
+        if len(same) > 1:
+            _tell_apart(same)
+    taken: set[str] = set()
+    for look, model in enumerate(found.models):
+        label, number = model.label, 2
+        while model.label in taken:
+            model.label, number = f"{label} #{number}", number + 1
+        taken.add(model.label)
+        model.look = look
+
+
+def _tell_apart(same: list[Model]) -> None:
+    """By what was set for the evaluation, by their folders, else by their weights."""
+    folders = [Path(model.folder).resolve().parts for model in same]
+    depth = 2
+    while depth < max(map(len, folders)) and len({parts[-depth:] for parts in folders}) < len(set(folders)):
+        depth += 1
+    weights = {model.weights for model in same}
+    for model, parts in zip(same, folders, strict=True):
+        marks = []
+        if len(set(folders)) > 1:
+            model.label = "/".join((*parts[-depth:-1], model.name))
+        elif len(weights) > 1:
+            marks.append(f"weights {(model.weights or 'unknown')[:8]}")
+        elif len({other.config for other in same}) > 1 and not any(other.changes for other in same):
+            marks.append(f"configuration {(model.config or 'unknown')[:8]}")
+        marks += [f"{key}={value}" for key, value in model.changes.items()]
+        if marks:
+            model.label += f" ({', '.join(marks)})"
