@@ -14,9 +14,11 @@ from typing import Any
 import compare_tables
 import landmark_tables
 import training_tables
+import two_hop
 from ops import table as ops_table
 
 from trailmark.demo import NAMES
+from trailmark.evaluation.proportions import wilson_interval
 from trailmark.report.console import duration, size
 from trailmark.report.tables import markdown_table, needle_table
 
@@ -30,8 +32,9 @@ def take_over(run: Path) -> None:
     for result in record["results"]:
         result.pop("asked", None)  # single questions are for the figures; the counts stay
     (HERE / "demo.json").write_text(json.dumps(record, indent=1) + "\n")
-    for figure in ("accuracy.png", "chunks-read.png"):
-        shutil.copy(run / figure, ROOT / "docs" / figure)
+    figures = {"needles-1-length.png": "accuracy.png", "chunks-1.png": "chunks-read.png"}
+    for drawn, name in figures.items():
+        shutil.copy(run / "report-figures" / drawn, ROOT / "docs" / name)
 
 
 def machine(where: dict[str, Any]) -> str:
@@ -51,6 +54,36 @@ def demo_text() -> str:
         f"Trained: {trained}. Machine: {machine(record['environment'])}, seed {record['settings']['seed']}.\n\n"
         f"![Accuracy by length](docs/accuracy.png)"
     )
+
+
+def grid_text() -> str:
+    """The README's: needles by length and depth, and what the suites' time goals became."""
+    record = json.loads((HERE / "evaluation.json").read_text())
+    cells = record["grid"]
+    depths = sorted({cell["depth"] for cell in cells})
+    rows = []
+    for length in sorted({cell["length"] for cell in cells}):
+        found = {cell["depth"]: cell for cell in cells if cell["length"] == length}
+        right, questions = (sum(cell[name] for cell in found.values()) for name in ("correct", "questions"))
+        low, high = wilson_interval(right, questions)
+        shown = [f"{found[depth]['accuracy']:.3f}" for depth in depths]
+        factor = length // record["train_length"]
+        rows.append([f"{length:,}", f"{factor:,}x", *shown, f"{right} of {questions}", f"{low:.3f}-{high:.3f}"])
+    header = ["tokens", "x train", *(f"depth {depth:g}" for depth in depths), "all depths", "95% interval"]
+    (million,), report = record["million"], record["report"]
+    return (
+        f"{markdown_table(header, rows)}\n\n"
+        f"{cells[0]['questions']} questions in each cell. {million['length']:,} tokens with {million['questions']} questions "
+        f"on branches of one reading: {million['correct']} right in {duration(million['seconds'])} "
+        f"({duration(million['seconds_reading'])} of it reading). A report of {report['runs']} runs: "
+        f"{report['seconds']:.1f} s. Machine: {machine(record['environment'])}.\n\n"
+        "![Needles found by length and depth](docs/needle-grid.png)"
+    )
+
+
+def two_hop_text() -> str:
+    record = json.loads((HERE / "two_hop.json").read_text())
+    return f"{two_hop.table(record)}\n\nMachine: {machine(record['environment'])}."
 
 
 def needles_text() -> str:
@@ -270,11 +303,13 @@ def main() -> None:
     if len(sys.argv) > 1:
         take_over(Path(sys.argv[1]))
     fill(ROOT / "README.md", "demo", demo_text())
+    fill(ROOT / "README.md", "grid", grid_text())
     fill(ROOT / "README.md", "far", far_text())
     fill(ROOT / "README.md", "speed", speed_text())
     fill(ROOT / "README.md", "compare", compare_text())
     fill(HERE / "README.md", "compare", compare_parts_text())
     fill(HERE / "README.md", "needles", needles_text())
+    fill(HERE / "README.md", "two hops", two_hop_text())
     fill(HERE / "README.md", "ops", ops_text())
     fill(HERE / "README.md", "reading", reading_text())
     fill(HERE / "README.md", "training", training_text())

@@ -3,10 +3,10 @@
     python benchmarks/two_hop.py                    every case that benchmarks/two_hop.json lacks
     python benchmarks/two_hop.py --minutes 30       stop after so long; the same command goes on
 
-``$AAAA=BBBB;`` and ``$BBBB=ddddd;`` are hidden among 16 needles that belong to no chain, as many of each kind. With one
-landmark ``~AAAA`` stands before it and ``=ddddd;`` behind it. With two a chunk of the cue ``=`` alone stands between: its
-landmark asks with what the first one found, if a later group of layers asks. DRT of one group and of two, each trained
-for each form: the same layers, texts (but for the second landmarks' chunks), steps and questions.
+``$AAAA=BBBB;`` and ``$BBBB=ddddd;`` are hidden among 16 needles that belong to no chain, as many of each kind. With
+one landmark ``~AAAA`` stands before it and ``=ddddd;`` behind it. With two, a chunk of the cue ``=`` alone stands
+between: its landmark asks with what the first one found, if a later group of layers asks. DRT of one group and of two,
+each trained for each form: the same layers, texts (but for the second landmarks' chunks), steps and questions.
 """
 
 from __future__ import annotations
@@ -36,11 +36,24 @@ OUTPUT = Path(__file__).with_suffix(".json")
 FOLDER = Path("runs/benchmark-two-hop")
 TRAIN_LENGTH = TWO_HOPS[-1].chunks * demo.CHUNK_SIZE
 FACTORS = (1, 16, 256)
+LENGTHS = tuple(TRAIN_LENGTH * factor for factor in FACTORS)
 QUESTIONS = 200
 DISTRACTORS = 16
 
-STEPS = 1900
-STARTS = (0, 200, 400, 600, 1100)  # of the levels: the same texts for all, whatever they learn
+STEPS = 3400
+STARTS = (
+    0,
+    350,
+    500,
+    700,
+    900,
+    1150,
+    1450,
+    1650,
+    1850,
+    2200,
+    2700,
+)  # of the levels: for all, whatever they learn
 MODEL = demo.MODELS["drt"] | {"num_hidden_layers": 3, "residual_gca": True}
 
 
@@ -52,8 +65,8 @@ class Case:
 
     @property
     def name(self) -> str:
-        ends = ("" if count == 1 else "s" for count in (self.groups, self.landmarks))
-        return "{} group{}, {} landmark{}".format(self.groups, next(ends), self.landmarks, next(ends))
+        groups, landmarks = ("" if count == 1 else "s" for count in (self.groups, self.landmarks))
+        return f"{self.groups} group{groups}, {self.landmarks} landmark{landmarks}"
 
     @property
     def folder(self) -> str:
@@ -74,7 +87,7 @@ def run_config(case: Case, folder: Path, steps: int) -> RunConfig:
             first_digit_weight=3.0,
             num_landmarks=case.landmarks,
         ),
-        training=TrainingConfig(steps=steps, seed=case.seed, save_steps=100),
+        training=TrainingConfig(steps=steps, tokens_per_step=2048, seed=case.seed, save_steps=100),
     )
 
 
@@ -93,7 +106,7 @@ class Benchmark:
         minutes: float = math.inf,
         steps: int = STEPS,
         starts: Sequence[int] = STARTS,
-        lengths: Sequence[int] = tuple(TRAIN_LENGTH * factor for factor in FACTORS),
+        lengths: Sequence[int] = LENGTHS,
         questions: int = QUESTIONS,
     ) -> None:
         self.folder, self.output, self.cases = folder, output, cases
@@ -178,7 +191,7 @@ class Benchmark:
             "environment": environment(),
             "results": results,
         }
-        content = {
+        content: dict[str, Any] = {
             "train_length": TRAIN_LENGTH,
             "distractors": DISTRACTORS,
             "model": MODEL,
@@ -206,7 +219,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=FOLDER)
     parser.add_argument("--case", type=int, nargs="*", choices=range(len(CASES)), help="default: all")
     arguments = parser.parse_args()
-    cases = [CASES[n] for n in arguments.case] if arguments.case else CASES
+    cases = [CASES[n] for n in arguments.case or range(len(CASES))]
     try:
         Benchmark(arguments.folder, OUTPUT, cases, arguments.minutes).run()
     except Stopped:

@@ -75,7 +75,7 @@ def test_a_second_start_measures_what_is_missing(trained: Path, tmp_path: Path, 
     folder = tmp_path / "run"
     assert f"Numbers: {folder}/needles.json, {folder}/perplexity.json" in first_out
     before = {suite: found(folder, suite) for suite in ("needles", "perplexity")}
-    code, out, _ = command(*ask, "--lengths", "320,400")
+    code, out, _ = command(*ask, "--lengths", "320,400", "--dtype", "float32", "--device", "cpu")
     assert code == 0
     for suite, results in before.items():
         after = found(folder, suite)
@@ -105,7 +105,7 @@ def test_several_models_and_one_comparison(trained: Path, tmp_path: Path, comman
     # the report holds all of it
     code, out, _ = command("report", tmp_path, "-o", tmp_path / "page.html")
     assert code == 0
-    assert "The report lies in" in out
+    assert f"Report: {tmp_path}/page.html" in out
     page = (tmp_path / "page.html").read_text()
     assert "<title>" in page
 
@@ -177,6 +177,8 @@ OPTIONS: dict[str, tuple[tuple[str, ...], str]] = {
         "depths: expected an option of perplexity, got one of another suite. Leave it out, or add --suite needles.",
     ),
     "no pairs": (("--suite", "summarization"), "pairs: expected files of documents and summaries, got none"),
+    "device": (("--device", "abacus"), "device: expected one that torch has here, got 'abacus'"),
+    "dtype": (("--dtype", "int8"), "dtype: expected one of float32, bfloat16, float16, got 'int8'"),
     "protocol": (("--suite", "perplexity", "--protocol", "table-9"), "protocol: expected"),
 }  # fmt: skip
 

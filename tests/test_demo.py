@@ -16,7 +16,7 @@ from trailmark import demo
 from trailmark.data.files import read_json
 from trailmark.training.config import TrainingConfig
 
-FIGURES = ("accuracy.png", "training.png", "chunks-read.png")
+FIGURES = ("needles-1-length.png", "training.png", "chunks-1.png")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -91,10 +91,12 @@ def test_table_and_figures(finished: tuple[Path, list[str]]) -> None:
     table = (folder / "table.md").read_text()
     assert len(table.splitlines()) == 2 + 6
     assert table.count("| DRT ") == table.count("| window only ") == 3
-    assert any(table.strip() in message for message in said[-4:])
+    assert any(table.strip() in message for message in said[-5:])
+    assert f"Report: {folder}/report.html" in "".join(said)
+    assert "Needles" in (folder / "report.html").read_text()
     plt = pytest.importorskip("matplotlib.pyplot")
     for name in FIGURES:
-        image = plt.imread(folder / name)
+        image = plt.imread(folder / "report-figures" / name)
         assert (image[..., :3] < 0.9).any(-1).sum() > 1000, name
 
 

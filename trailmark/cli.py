@@ -122,8 +122,8 @@ def read(
     ] = None,
 ) -> None:
     """Read texts once and keep what was read. The same command goes on where it stopped."""
-    from trailmark.evaluation.subject import load
     from trailmark.evaluation.reading import Reader, parse_dtype, resident_bytes
+    from trailmark.evaluation.subject import load
     from trailmark.report.console import Progress, duration, size
 
     progress = Progress()
@@ -187,8 +187,8 @@ def generate(
     seed: Seed = 0,
 ) -> None:
     """Continue a prompt, after a memory or a text of any length."""
-    from trailmark.evaluation.subject import load
     from trailmark.evaluation import generation
+    from trailmark.evaluation.subject import load
 
     subject = load(model)
     for piece in generation.stream(subject, prompt, file, memory, max_new_tokens, temperature, seed):

@@ -50,11 +50,16 @@ def evaluate(
             "--set", help="A field of the model's configuration, for this evaluation: retrieve_per=token."
         ),
     ] = None,
+    device: Annotated[
+        str | None, typer.Option(help="Where models compute; default: cuda if there is one.")
+    ] = None,
+    dtype: Annotated[
+        str | None, typer.Option(help="Of weights: float32, bfloat16, float16; default: as saved.")
+    ] = None,
     lengths: Annotated[
         str | None,
         typer.Option(
-            help="Tokens, as 1024,16384; default: 1x, 4x, 16x the training texts (cost: 16384,49152). Needles take "
-            "whole chunks of it.",
+            help="Tokens, as 1024,16384; default: 1x, 4x, 16x the training texts (cost: 16384,49152).",
             rich_help_panel=_ALL,
         ),
     ] = None,
@@ -62,7 +67,7 @@ def evaluate(
         str | None,
         typer.Option(
             help="A paper's way to measure: paper-table-2 (needles, summarization), gca-table-1, gca-figure-3b, "
-            "landmark-table-1 (perplexity).",
+            "landmark-table-1, landmark-table-2 (perplexity).",
             rich_help_panel=_ALL,
         ),
     ] = None,
@@ -98,7 +103,7 @@ def evaluate(
         typer.Option(min=1, max=2, help="Between question and answer; default: 1.", rich_help_panel=_NEEDLES),
     ] = None,
     values: Annotated[
-        str | None, typer.Option(help="numbers or words; default: numbers.", rich_help_panel=_NEEDLES)
+        str | None, typer.Option(help="numbers or words; of paper tokens, which is its default; else: numbers.", rich_help_panel=_NEEDLES)
     ] = None,
     form: Annotated[
         str | None,
@@ -245,7 +250,10 @@ def evaluate(
     }
     command = shlex.join(["trailmark", *sys.argv[1:]])
     written = []
-    for found in run(models, suite or (), options, text, changes or (), output, command, say, progress.show):
+    asked = run(
+        models, suite or (), options, text, changes or (), output, device, dtype, command, say, progress.show
+    )
+    for found in asked:
         names = ", ".join(subject.name for subject in found.subjects)
         say(
             f"\n{found.suite} of {names}\n\n{result_table(found.suite, found.results, found.subjects[0].train_length)}"
@@ -277,4 +285,4 @@ def report(
         typer.echo(message)
 
     build(runs, output, say, progress.show)
-    say(f"The report lies in {output}")
+    progress.clear()

@@ -14,7 +14,7 @@ from trailmark.evaluation.needles import evaluate_needles
 from trailmark.evaluation.record import environment
 from trailmark.models import TrailmarkForCausalLM
 from trailmark.report.console import Progress, duration, measured, training_line
-from trailmark.report.figures import accuracy_by_length, chunks_read, loss_curves
+from trailmark.report.page import build
 from trailmark.report.tables import needle_table
 from trailmark.training.config import DataConfig, RunConfig, TrainingConfig
 from trailmark.training.forecast import measure_speed
@@ -245,7 +245,7 @@ class Demo:
             f"chunks.\n\n"
             f"Numbers: {self.record_path}   table: {out}/table.md"
         )
-        self._draw(results)
+        build([out], out / "report.html", self.say, self.progress.show)
         self.say(
             f"Models:  {out}/drt  {out}/window\n\n"
             f"Next, on text of your own (source .venv/bin/activate puts trailmark on the path):\n"
@@ -253,22 +253,3 @@ class Demo:
             f"  trailmark generate {out}/drt --file notes.txt --prompt '~ABCD'   # notes.txt: ... $ABCD=48213; ...\n"
             f"  trailmark train configs/text.yaml data.paths=my-folder output=runs/mine"
         )
-
-    def _draw(self, results: list[dict[str, Any]]) -> None:
-        out = self.output
-        single = {
-            NAMES[name]: sorted(
-                (r for r in results if r["model"] == name and r["needles"] == 1), key=lambda r: r["length"]
-            )
-            for name in NAMES
-        }
-        histories = {NAMES[name]: read_json(out / name / HISTORY_FILE) for name in NAMES}
-        longest = single[NAMES["drt"]][-1]
-        try:
-            accuracy_by_length(out / "accuracy.png", single, TRAIN_LENGTH, CHANCE)
-            loss_curves(out / "training.png", histories, 4096)
-            chunks_read(out / "chunks-read.png", longest["asked"], longest["length"] // CHUNK_SIZE)
-        except ValueError as error:  # matplotlib is an extra; everything else is done
-            self.say(f"No figures. {error}")
-        else:
-            self.say(f"Figures: {out}/accuracy.png  {out}/training.png  {out}/chunks-read.png")

@@ -301,8 +301,7 @@ def merging() -> Any:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     numbers = [
-        f"the secret numbers of {a}-{b} are {n * 7919 % 1000000}."
-        for n, (a, b) in enumerate(pairwise(WORDS))
+        f"the secret numbers of {a}-{b} are {n * 7919 % 1000000}." for n, (a, b) in enumerate(pairwise(WORDS))
     ]
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     tokenizer.train_from_iterator(numbers, trainers.BpeTrainer(vocab_size=600, initial_alphabet=alphabet))

@@ -481,6 +481,9 @@ CHAINED = [
     Level(32, 0.05, 0.75, 0.25, 0.4, 0.5, 0.5, early=0.4, hops=0.6),
     Level(12, 0.0, 0.5, 0.9, decoys=0.8, early=1.0, hops=1.0),
     Level(8, 0.5, 1.0, 0.3, hops=0.0),
+    Level(24, 1.0, 1.0, 0.1, hops=0.5, spell=0.5),
+    Level(64, 1.0, 1.0, 0.0, hops=0.65, letters=1, spell=0.4),
+    Level(40, 1.0, 1.0, 0.0, hops=0.65, letters=2),
 ]
 
 
@@ -498,10 +501,9 @@ def test_every_chain_can_be_followed(level: Level, size: int, landmarks: int, nu
     assert len(chunks) == level.chunks
     needles = batch.needle_chunks[0].tolist()
     starts = iter(batch.first_digits[0].nonzero().flatten().tolist())
-    whole = text_of(batch.input_ids[0])
-    facts = {key: (n, value) for n, c in enumerate(chunks) for key, value in re.findall(r"\$(.{4})=(\w+);", c)}
-    assert len(facts) == whole.count("$")
-    asked = Counter()
+    facts = facts_of(chunks)
+    assert len(facts) == text_of(batch.input_ids[0]).count("$")
+    asked = Counter[tuple[str, int, bool]]()
     for n, chunk in enumerate(chunks):
         if chunk[-5:-4] != "~":
             assert "~" not in chunk
@@ -510,26 +512,33 @@ def test_every_chain_can_be_followed(level: Level, size: int, landmarks: int, nu
         assert "$" not in chunk
         place, value = facts[chunk[-4:]]
         assert needles[n] == place < n
-        hops = 1 + value.isalpha()
-        asked[hops, chunk[-4:]] += 1
-        if hops == 2:
+        start = next(starts)
+        follows = value.isalpha() and not chunks[n + 1].startswith(f"={value}")
+        asked[chunk[-4:], 1 + follows, value.isalpha()] += 1
+        if follows:
             place, value = facts[value]
             assert place < n
             if landmarks == 2:
                 n += 1
                 assert (chunks[n], needles[n]) == ("=", place)
-        answer = next(starts)
-        assert answer == sum(map(len, chunks[: n + 1])) + 1
         assert chunks[n + 1].startswith(f"={value};")
-        assert batch.loss_weights[0, answer : answer + 5].tolist() == [3, 1, 1, 1, 1]
+        assert start == sum(map(len, chunks[: n + 1])) + 1
+        weights = batch.loss_weights[0, start - 1 : start + len(value) + 1].tolist()
+        assert weights == [0, 3, *[1] * (len(value) - 1), 0]
     assert next(starts, None) is None
     assert max(asked.values(), default=1) == 1
-    assert {hops for hops, _ in asked} <= ({1} if level.hops == 0 else {2} if level.hops == 1 else {1, 2})
+    assert level.spell or not any(spelled and hops == 1 for _, hops, spelled in asked)
+    assert level.hops or not any(hops == 2 for _, hops, _ in asked)
+
+
+def facts_of(chunks: list[str]) -> dict[str, tuple[int, str]]:
+    """Of each key the needle's chunk and its value."""
+    return {key: (n, value) for n, c in enumerate(chunks) for key, value in re.findall(r"\$(.{4})=(\w+);", c)}
 
 
 def test_one_landmark_changes_nothing_else() -> None:
     """The same chunks but for those of the second landmarks' cues, in place of which filler ends the text."""
-    for level in CHAINED:
+    for level in CHAINED[:5]:
         one, two = (needle_texts(landmarks=n).batch(0, 20, level) for n in (1, 2))
         assert level.hops == 0 or (two.close_chunk.sum(1) > one.close_chunk.sum(1)).any()
         for b in range(20):
@@ -539,21 +548,49 @@ def test_one_landmark_changes_nothing_else() -> None:
             assert not any(set(chunk) & set("$~") for chunk in chunks[len(kept) :])
 
 
-def test_kinds_of_needles_stand_in_any_order() -> None:
-    """What leads to a key comes before or after that key's needle, each as often, and some lead nowhere."""
+def test_needles_of_a_chain_stand_in_any_order() -> None:
+    """Its first one stands before or after its last one, some needles have no partner, and last ones are more."""
     batch = needle_texts().batch(0, 200, CHAINED[0])
-    after = alone = 0
-    for row in batch.input_ids:
-        facts = re.findall(r"\$(.{4})=(\w+);", text_of(row))
-        at = {key: n for n, (key, _) in enumerate(facts)}
-        chains = [(n, at[value]) for n, (_, value) in enumerate(facts) if value in at]
-        after += sum(first < last for first, last in chains)
-        alone += len(facts) - 2 * len(chains)
-        chained = chains or [(0, 1)]
-    pairs = sum(text_of(row).count("$") for row in batch.input_ids) - alone
-    assert chained
-    assert_equally_likely([after, pairs // 2 - after])
-    assert alone > 100
+    before, after, firsts, lasts = 0, 0, 0, 0
+    for b in range(200):
+        facts = facts_of(chunks_of(batch, b))
+        for place, value in facts.values():
+            firsts += value.isalpha()
+            lasts += value.isdigit()
+            if value in facts:
+                before += place < facts[value][0]
+                after += place > facts[value][0]
+    assert min(before, after) > 40
+    assert firsts - before - after > 50
+    assert lasts > 1.2 * firsts
+
+
+def test_simple_second_keys() -> None:
+    """Of one letter no two alike, of two letters in pairs; first keys stay as they are."""
+    for letters, pattern in ((1, r"(.)\1\1\1"), (2, r"(.)\1(.)\2")):
+        batch = needle_texts().batch(0, 20, Level(64, 1.0, 1.0, 0.0, hops=0.7, letters=letters))
+        for b in range(20):
+            facts = facts_of(chunks_of(batch, b))
+            second = [key for key, (_, value) in facts.items() if value.isdigit()]
+            second += [value for _, value in facts.values() if value.isalpha()]
+            assert all(re.fullmatch(pattern, key) for key in second)
+            first = [key for key, (_, value) in facts.items() if value.isalpha()]
+            assert any(len(set(key)) > 2 for key in first)
+
+
+def test_the_shares_of_questions() -> None:
+    """Where all is there to be asked, chunks ask along chains as often as the level says."""
+    found = Counter[str]()
+    batch = needle_texts(landmarks=2).batch(0, 100, Level(64, 1.0, 1.0, 0.0, hops=0.3, spell=0.5))
+    for b in range(100):
+        chunks = chunks_of(batch, b)
+        for n, chunk in enumerate(chunks[:40]):
+            if chunk[-5:-4] == "~":
+                after = chunks[n + 1]
+                found["two" if after == "=" else "spelled" if after[1].isalpha() else "one"] += 1
+    total = sum(found.values())
+    assert 0.2 < found["two"] / total < 0.4
+    assert 0.25 < found["spelled"] / total < 0.45
 
 
 @pytest.mark.parametrize(("level", "expected"), [])

@@ -80,7 +80,7 @@ def subject_of(model: Any, name: str = "model") -> Subject:
 
 def measured(text: Text) -> dict[str, Any]:
     text.read(0)
-    text.round()
+    text.round(1)
     text.finish()
     return text.row()
 
@@ -259,8 +259,11 @@ def test_it_generates_what_generate_does(make: Callable[[], TrailmarkForCausalLM
     model = make()
     text = Text("m", subject_of(model), "device", 23, 6)
     text.read(5)
-    text.round()
+    text.round(0)
     on_a_branch = text.tokens
+    text.round(1)
+    assert text.tokens[0] == int(random_tokens(text.subject, 1, 1))
+    assert len(text.times) == 1
     text.finish()
     assert text.tokens == on_a_branch
     ids = random_tokens(text.subject, 23, 5)

@@ -377,7 +377,7 @@ class Stopped(Exception):
 
 
 def without_times(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    timed = ("seconds", "seconds_reading", "seconds_asking", "seconds_in_all", "tokens_per_second")
+    timed = ("seconds", "seconds_reading", "seconds_asking", "tokens_per_second")
     own = ("resident_bytes", "environment", "cells_read_for", *timed)
     return [{name: value for name, value in r.items() if name not in own} for r in results]
 

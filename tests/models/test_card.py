@@ -374,7 +374,7 @@ JSON = st.recursive(
 OBJECT = st.dictionaries(st.sampled_from(NAMES), JSON, max_size=8)
 
 
-@settings(derandomize=True, deadline=None, max_examples=40)
+@settings(derandomize=True, deadline=None, max_examples=20)
 @given(OBJECT, OBJECT, OBJECT, st.lists(OBJECT, max_size=3), st.lists(OBJECT, max_size=2))
 def test_any_json_makes_a_card(
     config: Any, run: Any, history: Any, results: list[Any], environments: list[Any]

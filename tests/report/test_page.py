@@ -206,11 +206,15 @@ def test_how_to_measure_again(tmp_path: Path) -> None:
     runs.record(tmp_path / "b c" / "evaluation", "needles", made)
     runs.training(tmp_path / "run")
     runs.demo(tmp_path / "demo")
+    runs.record(
+        tmp_path / "c", "cost", [runs.cost(["x", "y"], 4096)], [runs.identity(x, f"/{x}", x) for x in "xy"]
+    )
     page, _ = report(tmp_path)
+    assert "trailmark evaluate /x /y --suite cost --generated 128 --lengths 4096 --tiers device" in page.text
     assert "trailmark evaluate 'my model' --suite needles --lengths 1024" in page.text
-    start = f"trailmark evaluate '{tmp_path}/b c' --suite needles --lengths 1024,4096 --depths 0,0.5"
-    assert f"{start} --kind single --format marks" in page.text
-    assert "--questions 100 --seed 0" in page.text
+    start = f"trailmark evaluate '{tmp_path}/b c' --suite needles --kind single --format marks"
+    assert start in page.text
+    assert "--questions 100 --seed 0 --lengths 1024,4096 --depths 0,0.5" in page.text
     assert f"trailmark train {tmp_path}/run/run.yaml output=" in page.text
     assert f"trailmark demo --output {tmp_path}/demo --seed 0 --questions 100" in page.text
 
@@ -336,8 +340,9 @@ def test_the_interval_is_that_of_the_evaluation(correct: int, questions: int) ->
     assert wilson(correct, questions) == pytest.approx(wilson_interval(correct, questions), abs=1e-12)
 
 
-def test_depths_are_pooled_and_the_last_of_two_counts(tmp_path: Path) -> None:
+def test_depths_are_pooled_and_of_two_the_larger_or_last_counts(tmp_path: Path) -> None:
     cells = [runs.needle(1024, 10, 0.0), runs.needle(1024, 90, 0.0), runs.needle(1024, 50, 1.0, asked=200)]
+    cells.append(runs.needle(1024, 7, 1.0, asked=20))  # fewer questions
     runs.record(tmp_path, "needles", cells)
     pool = pooled(collect([tmp_path]).results)
     assert pool["accuracy"] == pytest.approx(140 / 300)
@@ -367,3 +372,25 @@ def test_fifty_runs_take_less_than_ten_seconds(tmp_path: Path) -> None:
     assert time.process_time() - began < 10
     assert len({row[0] for row in page.rows if row and row[0].startswith("run-")}) == 50
     assert len(built.figures) == 12
+
+
+def test_a_curve_is_of_one_text(tmp_path: Path) -> None:
+    cells = [runs.perplexity(x) for x in (64, 128, 256, 512)]
+    for n, cell in enumerate(cells):
+        cell["settings"]["text"] = "ab"[n // 2] * 64
+    runs.record(tmp_path, "perplexity", cells)
+    page, built = report(tmp_path)
+    assert "Windows of the text, text aaaaaaaa" in page.text
+    assert sorted(p.name for p in built.figures if p.suffix == ".svg" and "length" in p.name) == [
+        "perplexity-1-length.svg",
+        "perplexity-2-length.svg",
+    ]
+
+
+def test_summaries_that_are_not_all_written_are_said(tmp_path: Path) -> None:
+    block = {"settings": {"suite": "summarization", "block": [0, 20]}, "documents": 20, "scores": [[0.1]]}
+    runs.record(tmp_path / "a" / "evaluation", "summarization", [dict(block)])
+    runs.record(tmp_path / "b" / "evaluation", "summarization", [dict(block), runs.rouge()])
+    page, _ = report(tmp_path)
+    assert "a/evaluation/summarization.json: not all documents are summarized yet" in page.text
+    assert "b/evaluation/summarization.json: not all" not in page.text

@@ -8,7 +8,9 @@ import pytest
 
 from trailmark.evaluation.needles import NeedleResult
 from trailmark.evaluation.perplexity import PerplexityResult
-from trailmark.report.tables import markdown_table, needle_table, perplexity_table
+from trailmark.report.tables import markdown_table, needle_table, perplexity_table, result_table
+
+ROUGES = ("rouge1", "rouge2", "rougeL")
 
 
 def cells(table: str) -> list[list[str]]:
@@ -69,9 +71,58 @@ def test_needles() -> None:
 
 
 def test_perplexity() -> None:
-    result = PerplexityResult(length=4096, windows=16, tokens=65520, loss=1.0)
-    assert cells(perplexity_table([result.summary()])) == [
-        ["tokens", "windows", "loss", "perplexity"],
-        ["--------", "--------:", "-------:", "-----------:"],
-        ["4,096", "16", "1.0000", "2.718"],
+    result = PerplexityResult(length=4096, windows=16, tokens=65520, loss=1.0).summary()
+    more = {"length": None, "perplexity_low": 2.5, "perplexity_high": 3.0, "word_perplexity": 55.127}
+    assert cells(perplexity_table([result, result | more | {"bits_per_byte": 1.25}])) == [
+        ["tokens", "windows", "loss", "perplexity", "95% interval", "of words", "bits/byte"],
+        [
+            "-----------------",
+            "--------:",
+            "-------:",
+            "-----------:",
+            "-------------:",
+            "---------:",
+            "----------:",
+        ],
+        ["4,096", "16", "1.0000", "2.718", "-", "-", "-"],
+        ["whole documents", "16", "1.0000", "2.718", "2.500-3.000", "55.13", "1.2500"],
     ]
+
+
+def test_what_an_evaluation_found() -> None:
+    """A row for each result, for each model of a comparison; what was not measured is a dash."""
+    needle = {
+        "length": 4096, "kind": "hops", "hops": 2, "depth": 0.5, "questions": 10, "accuracy": 0.5,
+        "accuracy_low": 0.2, "accuracy_high": 0.8, "recall": None, "mean_weight": None, "tokens_per_second": None,
+        "memory_bytes": None,
+    }  # fmt: skip
+    header, _, row = cells(result_table("needles", [needle], 1024))
+    assert dict(zip(header, row, strict=True)) == {
+        "tokens": "4,096", "x train": "4x", "kind": "2 hops", "depth": "0.5", "questions": "10", "all right": "0.500",
+        "95% interval": "0.200-0.800", "chunk retrieved": "-", "weight": "-", "tokens/s": "-", "memory": "-",
+    }  # fmt: skip
+    rouge = {"f": 0.25, "low": 0.2, "high": 0.3}
+    (*_, row) = cells(result_table("summarization", [{"documents": 7} | dict.fromkeys(ROUGES, rouge)], 1))
+    assert row == ["7", *["0.2500", "0.2000-0.3000"] * 3]
+    generated = {
+        "model": "base",
+        "prompt": 64,
+        "tier": "host",
+        "problem": None,
+        "ms_per_token": {"median": 1.5},
+    }
+    generated |= {"time_ratio": 1.0, "memory_ratio": 1.0, "tokens_per_second_reading": 1000.0}
+    generated |= dict.fromkeys(("device_bytes", "cache_bytes", "formula_bytes"), 2048)
+    full = dict.fromkeys(generated, None) | {
+        "model": "full",
+        "prompt": 64,
+        "tier": "host",
+        "problem": "no room",
+    }
+    trained = {"model": "base", "length": 32, "problem": None, "tokens_per_second": 10.0, "time_ratio": 1.0}
+    trained |= {"seconds": {}, "peak_bytes": None, "memory_ratio": None}
+    shown = result_table("cost", [{"rows": [generated, full]}, {"rows": [trained]}], 1)
+    generation, training = map(cells, shown.split("\n\n"))
+    assert generation[2][:6] == ["base", "64", "host", "1.50", "1.00", "2.0 KiB"]
+    assert generation[3] == ["full", "64", "host", "no room", *["-"] * 6]
+    assert training[2] == ["base", "32", "10", "1.00", "-", "-"]

@@ -6,6 +6,10 @@ chunk holds a needle or a question, never both. Needle and question marks occur 
 
 An early question closes its chunk at any phase p = 1 .. S: after p tokens of it. If p is less than a question's
 5 tokens, its first 5 - p end the chunk before.
+
+Chains of two needles, ``$AAAA=BBBB;`` and ``$BBBB=ddddd;``, are asked for as one, ``~AAAA``. With one landmark between
+question and answer that is all. With two, a chunk of the cue ``=`` alone stands between: what its landmark asks for
+can depend on what the first one found. An answer is predicted from its cue, which therefore opens its chunk again.
 """
 
 from __future__ import annotations
@@ -79,8 +83,8 @@ class Level:
     decoys: float = 0.0  # P(the filler of a chunk holds letters of a key that are no needle)
     early: float = 0.0  # P(a question closes its chunk at any phase); otherwise at the last
     hops: float | None = None  # P(a question asks along a chain of two needles); None: there are no chains
-    letters: int = 4  # different ones in a chain's second key: 1 "AAAA", 2 "AABB", 4 any
-    hint: float = 0.0  # P(first letters of the chain's second key stand behind the first cue)
+    letters: int = 4  # of a chain's second key: 1 "AAAA", 2 "AABB", 4 any
+    spell: float = 0.0  # P(a question of one hop asks for a chain's second key)
 
 
 # Measured for the laptop demo (benchmarks/README.md): keys are told apart on blank texts full of needles; then
@@ -91,6 +95,23 @@ CURRICULUM = (
     Level(32, 1.0, 1.0, 0.25, early=0.5),
     Level(32, 0.5, 0.8, 0.25, 0.4, 0.5, 0.5, early=0.5),
     Level(32, 0.05, 0.75, 0.25, 0.5, 0.5, 0.5, early=0.5),
+)
+
+# Measured too (benchmarks/two_hop.py): two hops. The 1-hop beginning; then second keys are read out; then chains whose
+# second key is a single letter, first among few needles, later among more than are retrieved; keys of four letters;
+# text. Without the simple keys the second landmark learns to find every needle that ends a chain, and no more.
+TWO_HOPS = (
+    Level(8, 1.0, 1.0, 0.0),
+    Level(16, 1.0, 1.0, 0.0),
+    Level(24, 1.0, 1.0, 0.0, hops=0.0, spell=0.6),
+    Level(48, 1.0, 1.0, 0.1, hops=0.0, spell=0.6),
+    Level(16, 1.0, 1.0, 0.0, hops=0.65, letters=1, spell=0.4),
+    Level(32, 1.0, 1.0, 0.0, hops=0.65, letters=1, spell=0.4),
+    Level(48, 1.0, 1.0, 0.0, hops=0.65, letters=1, spell=0.4),
+    Level(48, 1.0, 1.0, 0.0, hops=0.65, letters=2, spell=0.4),
+    Level(48, 1.0, 1.0, 0.1, hops=0.65, spell=0.4),
+    Level(64, 0.5, 0.9, 0.25, 0.2, 0.5, 0.5, hops=0.7),
+    Level(64, 0.05, 0.75, 0.25, 0.5, 0.5, 0.5, hops=0.7),
 )
 
 
@@ -223,20 +244,18 @@ class NeedleTexts:
         said, starts = (np.zeros((N, S), bool) for _ in range(2))
         said[asking + 1, 1 : 1 + VALUE_LENGTH] = True
         starts[asking + 1, 1] = True
-        return self._assembled(rows, lengths, said, starts, starts, needles)
+        return self._assembled(rows, lengths, said, starts, needles)
 
-    def _assembled(
-        self, rows: Tokens, lengths: Any, said: Any, looked_up: Any, starts: Any, needles: Any
-    ) -> tuple[Any, ...]:
+    def _assembled(self, rows: Tokens, lengths: Any, said: Any, starts: Any, needles: Any) -> tuple[Any, ...]:
         """A text of the first ``lengths`` [N] tokens of rows [N, S], with what is asked of it.
 
         Args:
-            said: [N, S] bool, what is read out of needles; looked_up: the first token of each piece of that.
-            starts, needles: first_digits and needle_chunks of the batch.
+            said: [N, S] bool, digits and letters of answers; starts: the first of each.
+            needles: ``needle_chunks`` of the batch.
         """
         N, S = rows.shape
         weights = np.where(said, 1.0, self.filler_weight).astype(np.float32)
-        weights[looked_up] = self.first_digit_weight
+        weights[starts] = self.first_digit_weight
         weights[0, 0] = 0  # nothing predicts the first token
         nth, lengths = np.arange(1, S + 1), lengths[:, None]
         kept, close = nth <= lengths, (nth == lengths) & (lengths < S)  # [N, S]
@@ -245,76 +264,103 @@ class NeedleTexts:
         return ids, present, moved_up(close, kept), moved_up(weights, kept), moved_up(starts, kept), needles
 
     def _chained_text(self, rng: np.random.Generator, level: Level) -> tuple[Any, ...]:
-        """A text of chains, walked from its start: what a question asks for stands before it."""
-        N, S, form = level.chunks, self.chunk_size, self.format
-        rows = self._filler(rng, level)
-        density = draw_density(rng, level)
-        keys = distinct_keys(rng, 2 * N, level.near).reshape(N, 2, KEY_LENGTH)
-        if level.letters < KEY_LENGTH:
-            keys[:, 1] = simple_keys(rng, N, level.letters)
-        letters, digits = form.letters[keys], form.digits[random_values(rng, N)]
-        for n in np.flatnonzero(rng.random(N) < level.decoys):
-            write_decoy(rows[n], letters[rng.integers(N), 0], rng)
+        text = _Chains(rng, level, self._filler(rng, level), self.format, self.landmarks)
+        return self._assembled(*text.written())
 
-        place = np.full((N, 2), -1)  # the chunk of each chain's first and last needle
-        lengths, lead, dropped = np.full(N, S), np.zeros(N, np.int64), np.zeros(N, bool)
-        said, looked_up, starts = (np.zeros((N, S), bool) for _ in range(3))
-        needles = np.full(N, -1, np.int64)
-        asked = np.zeros((2, N), bool)  # by one hop, by two: once each, or earlier answers could be copied
-        chains, n = 0, 0  # begun so far; the chunk in hand
-        while n < N:
-            half = np.flatnonzero((place >= 0).sum(1) == 1)
-            # most needles stand before most questions, and more of them are a chain's last than are retrieved at
-            # once: else to find all of those would do
-            if n == 0 or rng.random() < 2 * density * (1 - n / N):
-                if len(half) and rng.random() < 0.35:
-                    chain = rng.choice(half)
-                    which = int(place[chain, 0] >= 0)
-                else:
-                    chain, which = chains, int(rng.random() < 0.8)
-                    chains += 1
-                value = digits[chain] if which else letters[chain, 1]
-                offset = rng.integers(lead[n], S - needle_length(value) + 1)
-                write_needles(rows, [n], [offset], letters[chain, which][None], value[None], form)
-                place[chain, which] = n
-            elif rng.random() >= level.quiet:
-                hops = 2 if rng.random() < level.hops else 1
-                found = (place[:, 1:] if hops == 1 else place).min(1) >= 0
-                askable = np.flatnonzero(found & ~asked[hops - 1])
-                if len(askable) and n + hops < N:
-                    chain = rng.choice(askable)
-                    asked[hops - 1, chain] = True
-                    if rng.random() < level.early:
-                        lengths[n] = rng.integers(lead[n] + QUESTION_LENGTH, S + 1)
-                    write_questions(rows[n], [lengths[n]], letters[chain, 2 - hops][None], form)
-                    needles[n] = place[chain, 2 - hops]
-                    shown = rng.integers(1, KEY_LENGTH + 1) if rng.random() < level.hint else 0
-                    hint = letters[chain, 1, : shown * (hops - 1)]
-                    n += hops
-                    if hops == 2 and self.landmarks == 2:
-                        lengths[n - 1], needles[n - 1] = 1 + len(hint), place[chain, 1]
-                        rows[n - 1, : 1 + len(hint)] = form.cue, *hint
-                        said[n - 1, 1 : 1 + len(hint)] = True
-                        looked_up[n - 1, 1] = len(hint) > 0
-                        hint = hint[:0]
-                    elif hops == 2:
-                        dropped[n - 1] = True
-                    answer = np.concatenate([hint, digits[chain]])
-                    write_answers(rows, [n], answer[None], form)
-                    said[n, 1 : 1 + len(answer)] = True
-                    starts[n, 1 + len(hint)] = looked_up[n, [1, 1 + len(hint)]] = True
-                    lead[n] = len(answer) + 2
-                    continue
-            n += 1
-        # all else is the same with one landmark: the chunks of the second ones' cues go to the end, as filler
-        order = np.argsort(dropped, kind="stable")
-        number = np.append(order.argsort(), -1)
-        return self._assembled(
-            rows[order],
-            lengths[order],
-            *(marks[order] for marks in (said, looked_up, starts)),
-            number[needles[order]],
+
+class _Chains:
+    """A text of chains of two needles, written from its start: what a question asks for stands before it."""
+
+    def __init__(
+        self, rng: np.random.Generator, level: Level, rows: Tokens, form: NeedleFormat, landmarks: int
+    ) -> None:
+        N, S = rows.shape
+        self.rng, self.level, self.rows, self.form, self.landmarks = rng, level, rows, form, landmarks
+        self.density = draw_density(rng, level)
+        keys, self.most = chained_keys(rng, N, level)
+        self.keys, self.digits = form.letters[keys], form.digits[random_values(rng, N)]
+        self.place = np.full((N, 2), -1)  # the chunk of each chain's first and last needle
+        self.begun = 0  # chains
+        # each thing is asked for once: an earlier answer could be copied
+        self.asked: set[tuple[int, int, int]] = set()
+        self.lengths, self.lead = (
+            np.full(N, S),
+            np.zeros(N, np.int64),
+        )  # of chunks; of the answers that open them
+        self.said, self.starts, self.dropped = (
+            np.zeros((N, S), bool),
+            np.zeros((N, S), bool),
+            np.zeros(N, bool),
         )
+        self.needles = np.full(N, -1, np.int64)
+
+    def written(self) -> tuple[Any, ...]:
+        """The arguments of :meth:`NeedleTexts._assembled`."""
+        rng, level, N = self.rng, self.level, len(self.rows)
+        for chunk in np.flatnonzero(rng.random(N) < level.decoys):
+            write_decoy(self.rows[chunk], self.keys[rng.integers(N), 0], rng)
+        n = 0
+        while n < N:
+            # most needles stand before most questions: few of them could be found by finding them all
+            if n == 0 or rng.random() < 2 * self.density * (1 - n / N):
+                self._hide(n)
+                n += 1
+            else:
+                n += 1 if rng.random() < level.quiet else self._ask(n)
+        # with one landmark all else is the same: the chunks of the second ones' cues go to the end, as filler
+        order = np.argsort(self.dropped, kind="stable")
+        number = np.append(order.argsort(), -1)
+        parts = (self.rows, self.lengths, self.said, self.starts)
+        return *(part[order] for part in parts), number[self.needles[order]]
+
+    def _hide(self, n: int) -> None:
+        """A needle in chunk ``n``, of a chain that was begun or of another, if there is one."""
+        rng, half = self.rng, np.flatnonzero((self.place >= 0).sum(1) == 1)
+        if len(half) and (rng.random() < 0.35 or self.begun == self.most):
+            chain = rng.choice(half)
+            which = int(self.place[chain, 0] >= 0)
+        elif self.begun < self.most:
+            # more last needles than first ones, more than are retrieved at once: it does not do to find them all
+            chain, which = self.begun, int(rng.random() < 0.8)
+            self.begun += 1
+        else:
+            return
+        value = self.digits[chain] if which else self.keys[chain, 1]
+        offset = rng.integers(self.lead[n], self.rows.shape[1] - needle_length(value) + 1)
+        write_needles(self.rows, [n], [offset], self.keys[chain, which][None], value[None], self.form)
+        self.place[chain, which] = n
+
+    def _ask(self, n: int) -> int:
+        """A question in chunk ``n``, if there is something to ask; how many chunks were written."""
+        rng, level = self.rng, self.level
+        assert level.hops is not None
+        hops = 2 if rng.random() < level.hops else 1
+        spells = hops == 1 and rng.random() < level.spell
+        first, last = (
+            (0, 0) if spells else (2 - hops, 1)
+        )  # needles from what is asked by to what is asked for
+        found = self.place[:, first : last + 1].min(1) >= 0
+        askable = [int(c) for c in np.flatnonzero(found) if (int(c), first, last) not in self.asked]
+        end = n + hops
+        if not askable or end >= len(self.rows):
+            return 1
+        chain = int(rng.choice(askable))
+        self.asked.add((chain, first, last))
+        if rng.random() < level.early:
+            self.lengths[n] = rng.integers(self.lead[n] + QUESTION_LENGTH, self.rows.shape[1] + 1)
+        write_questions(self.rows[n], [self.lengths[n]], self.keys[chain, first][None], self.form)
+        self.needles[n] = self.place[chain, first]
+        if hops == 2 and self.landmarks == 1:
+            self.dropped[n + 1] = True
+        elif hops == 2:
+            self.rows[n + 1, 0], self.lengths[n + 1] = self.form.cue, 1
+            self.needles[n + 1] = self.place[chain, 1]
+        answer = self.keys[chain, 1] if spells else self.digits[chain]
+        write_answers(self.rows, [end], answer[None], self.form)
+        self.said[end, 1 : 1 + len(answer)] = True
+        self.starts[end, 1] = True
+        self.lead[end] = 1 + len(answer) + 1
+        return hops
 
 
 def draw_density(rng: np.random.Generator, level: Level) -> float:
@@ -361,11 +407,17 @@ def distinct_keys(rng: np.random.Generator, count: int, near: float) -> np.ndarr
             return keys
 
 
-def simple_keys(rng: np.random.Generator, count: int, letters: int) -> np.ndarray[Any, Any]:
-    """[count, 4] keys of so many different letters, each as often; the first 26 begin with different ones."""
-    order = np.concatenate([rng.permutation(26) for _ in range(-(-count // 26))])[:count]
-    drawn = np.stack([order, *rng.integers(26, size=(letters - 1, count))], axis=1)
-    return drawn.repeat(KEY_LENGTH // letters, axis=1)
+def chained_keys(rng: np.random.Generator, count: int, level: Level) -> tuple[np.ndarray[Any, Any], int]:
+    """First and second keys [count, 2, 4] of chains, and of how many chains all are different."""
+    while True:
+        keys = distinct_keys(rng, 2 * count, level.near).reshape(count, 2, KEY_LENGTH)
+        if level.letters == KEY_LENGTH:
+            return keys, count
+        most = min(count, 26)
+        drawn = rng.permutation(26)[:most], *rng.integers(26, size=(level.letters - 1, most))
+        keys[:most, 1] = np.stack(drawn, axis=1).repeat(KEY_LENGTH // level.letters, axis=1)
+        if len(np.unique(keys[:most].reshape(-1, KEY_LENGTH), axis=0)) == 2 * most:
+            return keys, most
 
 
 def random_values(rng: np.random.Generator, count: int) -> np.ndarray[Any, Any]:
@@ -381,7 +433,10 @@ def needle_length(value: Any) -> int:
 def write_needles(
     rows: Tokens, chunk: Any, offset: Any, key: Tokens, value: Tokens, form: NeedleFormat
 ) -> None:
-    """``$KKKK=value;`` with values [n, digits or letters] into chunks ``chunk`` [n] of rows [N, S], from ``offset`` [n]."""
+    """``$KKKK=value;`` into chunks ``chunk`` [n] of rows [N, S], from ``offset`` [n].
+
+    ``key`` [n, 4], ``value`` [n, v]: digits or letters.
+    """
     n = len(chunk)
     mark, cue, end = (np.full((n, 1), token, np.int32) for token in (form.needle, form.cue, form.end))
     needle = np.concatenate([mark, key, cue, value, end], axis=1)

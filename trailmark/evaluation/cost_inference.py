@@ -114,6 +114,7 @@ class Text:
         if self.device.type == "cuda":  # kernels are compiled in their first calls
             self._read(ids[:, :_PIECE], lambda message: None)
             self._first(self.cache, self._last)
+            self.cache = None
 
         def work() -> None:
             began = now(self.device)
@@ -125,16 +126,20 @@ class Text:
         _, self.peaks["reading"] = with_peak(self.device, work)
 
     @torch.no_grad()
-    def round(self, count: bool = True) -> None:
-        """Generate on a branch, greedily; ``count``: the time is one of those that count."""
-        milliseconds = self._generate(self._branch())
-        if count:
+    def round(self, number: int) -> None:
+        """Generate on a branch, greedily. Round 0 goes on with the model's own token, and its time does not count.
+
+        Each other begins with a token of its own: else it would find in front of the tier what the last one fetched.
+        """
+        first = self._next if not number else random_tokens(self.subject, 1, number).to(self.device)
+        milliseconds = self._generate(self._branch(), first)
+        if number:
             self.times.append(milliseconds)
 
     @torch.no_grad()
     def finish(self) -> None:
         """Generate on the cache itself: what it holds then is what the text takes."""
-        _, self.peaks["generating"] = with_peak(self.device, lambda: self._generate(self.cache))
+        _, self.peaks["generating"] = with_peak(self.device, lambda: self._generate(self.cache, self._next))
 
     def _new_cache(self) -> Any:
         if not self.subject.ours:
@@ -172,9 +177,9 @@ class Text:
     def _branch(self) -> Any:
         return self.cache.branch() if isinstance(self.cache, ChunkCache) else copy.deepcopy(self.cache)
 
-    def _generate(self, cache: Any) -> float:
-        """Milliseconds a token."""
-        token, found = self._next, [self._next]
+    def _generate(self, cache: Any, token: Tensor) -> float:
+        """Milliseconds a token, after the first."""
+        found = [token]
         began = now(self.device)
         for _ in range(self.fed):
             token = self._step(cache, token)
@@ -281,7 +286,7 @@ def measure(texts: Sequence[Text], rounds: int, seed: int, progress: Progress) -
     for number in range(rounds + 1):
         for text in (text for text in texts if text.problem is None):
             progress(f"round {number} of {rounds}: {text.name} generates {text.generate} tokens")
-            _or_no_memory(text, partial(text.round, number > 0))
+            _or_no_memory(text, partial(text.round, number))
     rows = []
     for text in texts:
         if text.problem is None:

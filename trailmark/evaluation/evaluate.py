@@ -7,12 +7,16 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from trailmark.data.files import expect_place
 from trailmark.evaluation import cost, needles, perplexity, summarization
 from trailmark.evaluation.cost_models import load_or_build
 from trailmark.evaluation.documents import Documents
+from trailmark.evaluation.reading import parse_dtype
 from trailmark.evaluation.record import Record
 from trailmark.evaluation.subject import Subject, expect_model
+from trailmark.models.card_files import refresh_card
 
 SUITES: dict[str, Any] = {
     "needles": needles.NeedleSettings,
@@ -20,6 +24,7 @@ SUITES: dict[str, Any] = {
     "summarization": summarization.SummarizationSettings,
     "cost": cost.CostSettings,
 }
+_MANIFEST = "manifest.json"  # of a checkpoint: it names all files there, and others would be found by verify
 _DEFAULTS = {"needles": ("needles", "perplexity"), "niah": ("needles",), "summarization": ("perplexity",)}
 
 
@@ -40,6 +45,8 @@ def evaluate(
     text: Sequence[Path] | None = None,
     changes: Sequence[str] = (),
     output: Path | None = None,
+    device: str | None = None,
+    dtype: str | None = None,
     command: str | None = None,
     say: Callable[[str], None] = lambda message: None,
     progress: Callable[[str], None] = lambda message: None,
@@ -55,6 +62,7 @@ def evaluate(
         changes: fields of the models' configurations, for this evaluation.
         output: a folder: ``output/<model>/<suite>.json``, of cost ``output/cost.json``. None: ``evaluation/`` in the
             model's own folder.
+        device: where models compute; None: cuda if there is one. dtype: of their weights; None: as they were saved.
 
     Raises:
         ValueError: an unknown suite; a model, settings or a text that cannot be; no place to write.
@@ -72,7 +80,7 @@ def evaluate(
     if suites:
         _settings(suites, given)
     for path in models if alone or not suites else ():
-        subject = load_or_build(path, changes)
+        subject = _placed(load_or_build(path, changes), device, dtype)
         asked = alone or _DEFAULTS.get(subject.task or "", ("perplexity",))
         if subject.tokenizer is None:
             raise ValueError(
@@ -92,8 +100,10 @@ def evaluate(
                 source = documents.corpus if suite == "needles" else documents
                 results = module.run(subject, settings[suite], source, record, progress)
             yield Found(suite, [subject], results, record)
+        if output is None and subject.folder.is_dir():
+            refresh_card(subject.folder)
     if "cost" in suites:
-        subjects = [load_or_build(path, changes) for path in models]
+        subjects = [_placed(load_or_build(path, changes), device, dtype) for path in models]
         identities = [subject.identity() for subject in subjects]
         record = Record(_folder(subjects[0], output), "cost", identities, say, command)
         results = cost.run(subjects, _settings(suites, given)["cost"], record, progress)
@@ -142,13 +152,27 @@ def _settings(suites: Sequence[str], given: Mapping[str, Any]) -> dict[str, Any]
     }
 
 
+def _placed(subject: Subject, device: str | None, dtype: str | None) -> Subject:
+    where = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        subject.model.to(device=torch.device(where), dtype=parse_dtype(dtype, "dtype") or subject.model.dtype)
+    except (RuntimeError, AssertionError) as error:  # torch's own say what is wrong with a device
+        reason = str(error).strip().splitlines()[0]
+        raise ValueError(f"device: expected one that torch has here, got {where!r} ({reason}).") from error
+    return subject
+
+
 def _folder(subject: Subject, output: Path | None, name: str = "") -> Path:
-    """Where results go, made if need be; of a hub model or a YAML file, which have no folder, to runs/evaluation."""
-    if output is None:
-        own = subject.folder.is_dir()
-        folder = subject.folder / "evaluation" if own else Path("runs") / "evaluation" / subject.folder.stem
-    else:
+    """Where results go, made if need be: what has no folder, or a checkpoint's, has them in runs/evaluation."""
+    path = subject.folder
+    if output is not None:
         folder = output / name
+    elif not path.is_dir():
+        folder = Path("runs") / "evaluation" / path.stem
+    elif (path / _MANIFEST).exists():
+        folder = Path("runs") / "evaluation" / f"{path.resolve().parents[1].name}-{path.resolve().name}"
+    else:
+        folder = path / "evaluation"
     expect_place("output", folder)
     folder.mkdir(parents=True, exist_ok=True)
     return folder

@@ -73,7 +73,7 @@ class Tally:
             "memory_bytes": reading.memory_bytes,
             "resident_bytes": reading.resident_bytes,
             "seconds_asking": self.seconds,
-            "seconds_in_all": self.seconds + reading.seconds / together,
+            "seconds": self.seconds + reading.seconds / together,
         }
 
     @staticmethod
@@ -136,6 +136,11 @@ class Suite:
     def expect_room(self, lengths: Sequence[int]) -> None:
         """Raises ValueError, before anything is read, for a length that cannot be asked."""
         S, settings = self.chunk_size, self.settings
+        for length in lengths:  # before names are drawn for all of them
+            if length < self.task.num_needles:
+                raise ValueError(
+                    f"length: expected at least a token for each of {self.task.num_needles} needles, got {length}."
+                )
         least = self.task.least_chunks(S) + self.sight
         for length in lengths:
             if self.chunks(length) < least:

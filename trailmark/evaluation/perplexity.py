@@ -438,7 +438,10 @@ def _expect_length(length: int, tokens: int) -> None:
     if length < 2:
         raise ValueError(f"length: expected at least 2 tokens, got {length}.")
     if tokens < length:
-        raise ValueError(f"length: expected at most the text's {tokens} tokens, got {length}.")
+        raise ValueError(
+            f"length: expected at most the text's {tokens} tokens, got {length}. Choose shorter windows "
+            "or a longer text."
+        )
 
 
 def _bounds(sums: Any, counts: Any, seed: int) -> tuple[Any, Any]:

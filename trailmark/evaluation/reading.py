@@ -134,11 +134,11 @@ class Reader:
         self._digest.update(tokens.tobytes())
 
 
-def parse_dtype(name: str | None) -> torch.dtype | None:
+def parse_dtype(name: str | None, argument: str = "memory_dtype") -> torch.dtype | None:
     """ "bfloat16" and the like; None stays None."""
     dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
     if name is not None and name not in dtypes:
-        raise ValueError(f"memory_dtype: expected one of {', '.join(dtypes)}, got {name!r}.")
+        raise ValueError(f"{argument}: expected one of {', '.join(dtypes)}, got {name!r}.")
     return None if name is None else dtypes[name]
 
 

@@ -181,7 +181,7 @@ class LineChart(Chart):
         if self.lengths and points:
             if points[0] > 0 and points[-1] > 4 * points[0]:
                 axes.set_xscale("log", base=2)
-            ticks = _chosen(points)
+            ticks = _chosen(points, axes.get_xscale() == "log")
             axes.set_xticks(ticks, [short_length(x) for x in ticks])
             axes.xaxis.minorticks_off()
         if panel.share:
@@ -463,19 +463,30 @@ def _legend(figure: Any, entries: Iterable[tuple[str, int, bool]]) -> None:
         figure.legend(handles=list(handles.values()), loc="outside lower left", ncols=min(fit, len(handles)))
 
 
-def _chosen(points: Sequence[float], most: int = 8) -> list[float]:
-    """At most so many of the points, the first and the last among them."""
-    if len(points) <= most:
+def _chosen(points: Sequence[float], logarithmic: bool, most: int = 8) -> list[float]:
+    """At most so many of the points, none near another, the first and the last among them."""
+    if len(points) < 2:
         return list(points)
-    step = math.ceil((len(points) - 1) / (most - 1))
-    return [*points[:-1:step], points[-1]]
+    at = [math.log(x) if logarithmic else x for x in points]
+    least = (at[-1] - at[0]) / most
+    kept = [0]
+    for n in range(1, len(points) - 1):
+        if at[n] - at[kept[-1]] >= least and at[-1] - at[n] >= least:
+            kept.append(n)
+    return [points[n] for n in (*kept, len(points) - 1)]
 
 
 def _value_scale(axes: Any, values: Sequence[float]) -> None:
     """Logarithmic where the values lie more than ten times apart."""
     from matplotlib.ticker import FuncFormatter, NullFormatter
 
+    axes.ticklabel_format(axis="y", useOffset=False, style="plain")
+    if values and (span := max(values) - min(values)) > 0.2 * max(map(abs, values)):
+        # bands far wider than the lines differ do not flatten these
+        low, high = axes.get_ylim()
+        axes.set_ylim(max(low, min(values) - span), min(high, max(values) + span))
     if values and min(values) > 0 and max(values) > 10 * min(values):
+        axes.set_ylim(min(values) / 1.3, max(values) * 1.3)
         axes.set_yscale("log")
         axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:g}"))
         if max(values) < 100 * min(values):

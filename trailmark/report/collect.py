@@ -37,6 +37,7 @@ class Model:
     architecture: str | None = None
     parameters: int | None = None
     dtype: str | None = None
+    train_length: int | None = None  # tokens of the longest training text
     label: str = ""  # its name in this report, no other model's
     look: int = 0  # chooses colour and marker
 
@@ -64,6 +65,11 @@ class Result:
     def settings(self) -> Mapping[str, Any]:
         found = self.values.get("settings")
         return found if isinstance(found, dict) else {}
+
+    @property
+    def train_length(self) -> Any:
+        """Tokens of the longest training text, as the result or the model's training says."""
+        return self.get("train_length", self.model.train_length)
 
     def get(self, name: str, default: Any = None) -> Any:
         """A field of the result, else of its settings."""
@@ -303,6 +309,7 @@ class _Reader:
         settings = run.get("model")
         if isinstance(settings, dict) and model.architecture is None:
             model.architecture = settings.get("architecture")
+        model.train_length = _train_length(history, run)
         self.found.trainings.append(Training(model, history, run, path))
         self.found.files.append(path)
 
@@ -346,6 +353,20 @@ class _Reader:
             self.found.models.append(model)
 
 
+def _train_length(history: Mapping[str, Any], run: Mapping[str, Any]) -> int | None:
+    """Of needles the last level's chunks; of other tasks the context."""
+    data, training = (
+        part if isinstance(part, dict) else {} for part in (run.get("data"), run.get("training"))
+    )
+    if data.get("task") != "needles":
+        length = training.get("context_length")
+        return length if isinstance(length, int) else None
+    levels = history.get("levels")
+    last = levels[-1] if isinstance(levels, list) and levels else None
+    chunks, size = (last.get("chunks") if isinstance(last, dict) else None), data.get("chunk_size")
+    return chunks * size if isinstance(chunks, int) and isinstance(size, int) else None
+
+
 def _head(path: Path) -> str:
     with open(path, "rb") as file:
         return file.read(_HEAD).decode("utf-8", "replace")
@@ -377,7 +398,7 @@ def _name(found: Collected) -> None:
         by_name[model.name].append(model)
     for name, same in by_name.items():
         for model in same:
-            model.label = name
+            model.label = name.removesuffix(".yaml")
         if len(same) > 1:
             _tell_apart(same)
     taken: set[str] = set()

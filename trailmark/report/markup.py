@@ -92,8 +92,7 @@ def details(summary: Any, *content: Any) -> Html:
 
 
 def code(text: str) -> Html:
-    return element("div", element("pre", element("code", text)), class_="scroll", role="region", tabindex="0",
-                   aria_label="command")  # fmt: skip
+    return element("pre", element("code", text))
 
 
 def paragraph(*content: Any, class_: str | None = None) -> Html:

@@ -48,7 +48,7 @@ def machine(here: Mapping[str, Any]) -> str:
     if here.get("cores") is not None:
         names.append(f"{here['cores']} cores")
     if here.get("threads") is not None:
-        names.append(f"{here['threads']} threads")
+        names.append(f"{here['threads']} thread{'s' * (here['threads'] != 1)}")
     return ", ".join(names) or "unknown"
 
 
@@ -82,5 +82,5 @@ def _repeated(found: Collected) -> list[str]:
         return []
     files = sorted({str(result.source) for same in twice.values() for result in same})
     return [
-        f"{len(twice)} cells were measured more than once ({_some(files)}): tables show each, figures the last one."
+        f"{len(twice)} cells were measured more than once ({_some(files)}): tables show each, figures the last one or that with the most questions."
     ]

@@ -39,7 +39,7 @@ def _tiles(found: Collected) -> list[tuple[str, str, str]]:
                 f"{result.model.label}; 95% interval {interval(pool['accuracy_low'], pool['accuracy_high'])}",
             )
         )
-        trained, length = number(result.get("train_length")), number(result.get("length"))
+        trained, length = number(result.train_length), number(result.get("length"))
         if trained and length and length > trained:
             tiles.append(
                 (
@@ -71,7 +71,7 @@ def _tiles(found: Collected) -> list[tuple[str, str, str]]:
         tiles.append(
             (
                 f"{row['time_ratio']:.3g}×",
-                f"the time per token after {count(result.get('prompt'))}",
+                f"the time per token after {count(result.get('prompt'))} tokens",
                 f"{result.named(row.get('model')).label}, tier {shown(result.get('tier'))}; memory "
                 f"{shown(row.get('memory_ratio'), '.3g')}×, against {_base(result)}",
             )
@@ -152,10 +152,10 @@ def _models(found: Collected) -> Html:
         ("model", lambda m: m.label),
         ("architecture", lambda m: shown(m.architecture)),
         ("parameters", lambda m: count(m.parameters)),
+        ("results", measured),
         ("precision", lambda m: shown(m.dtype)),
         ("set", lambda m: ", ".join(f"{key}={value}" for key, value in m.changes.items()) or MISSING),
-        ("weights", lambda m: (m.weights or MISSING)[:12]),
-        ("results", measured),
+        ("weights", lambda m: (m.weights or MISSING)[:8]),
     ]
     rows = [[of(model) for _, of in columns] for model in found.models]
     kept = [n for n in range(len(columns)) if n == 0 or any(row[n] != MISSING for row in rows)]

@@ -12,9 +12,13 @@ from trailmark.report.collect import Collected, Demo, Result, Training
 from trailmark.report.markup import MISSING, Html, code, details, element, paragraph, table
 from trailmark.report.sections import Section
 
-# settings of a cell that trailmark evaluate takes as options of another name
-_OPTIONS = {"length": "lengths", "depth": "depths", "prompt": "lengths", "tier": "tiers", "generate": "generated",
-            "context_length": "training-lengths"}  # fmt: skip
+# settings of a cell that trailmark evaluate takes as lists, under other names
+_LISTS = {
+    "needles": {"length": "lengths", "depth": "depths"},
+    "perplexity": {"length": "lengths"},
+    "summarization": {},
+    "cost": {"prompt": "lengths", "tier": "tiers", "length": "training-lengths"},
+}
 _KNOWN_OPTIONS = frozenset(
     {
         *("lengths", "depths", "questions", "kind", "format", "values", "needles", "hops", "distractors"),
@@ -72,7 +76,11 @@ def _record(source: Path, results: Sequence[Result]) -> list[Html]:
             ),
         ]
     common, rows = _settings(results)
-    content.append(details(f"Settings of {len(results)} cells", *_settings_tables(common, rows)))
+    content.append(
+        details(
+            f"Settings of {len(results)} cell{'s' * (len(results) != 1)}", *_settings_tables(common, rows)
+        )
+    )
     return content
 
 
@@ -84,46 +92,32 @@ def _kept_command(command: Any) -> str:
 
 def _commands(results: Sequence[Result]) -> list[str]:
     """A command for each kind of cell, its lengths and depths together."""
-    groups: dict[str, tuple[Result, dict[str, list[str]]]] = {}
+    lists: dict[tuple[str, ...], dict[str, list[str]]] = {}
     for result in results:
-        settings = dict(result.settings)
-        several = {
-            _OPTIONS.get(key, key): settings.pop(key)
-            for key in ("length", "depth", "prompt", "tier", "context_length")
-            if settings.get(key) is not None
-        }
-        key = json.dumps(settings, sort_keys=True, default=str)
-        _, lists = groups.setdefault(key, (result, {}))
-        for option, value in several.items():
-            if (text := _text(value)) not in lists.setdefault(option, []):
-                lists[option].append(text)
-    made = []
-    for result, lists in groups.values():
-        words = [
-            "trailmark",
-            "evaluate",
-            *(m.folder or m.name for m in result.models),
-            "--suite",
-            result.suite,
-        ]
-        for option, values in lists.items():
-            words += [f"--{option}", ",".join(values)]
+        options = _LISTS[result.suite]
+        words = []
         for key, value in result.settings.items():
-            option = _OPTIONS.get(key, key).replace("_", "-")
-            if option in lists or value is None:
-                continue
+            option = {"generate": "generated"}.get(key, key).replace("_", "-")
             if key == "carry" and value is True:
                 words.append("--carry")
-            elif (
-                option in _KNOWN_OPTIONS
-                and isinstance(value, str | int | float)
-                and not isinstance(value, bool)
-            ):
+            elif key not in options and option in _KNOWN_OPTIONS and isinstance(value, str | int | float):
                 words += [f"--{option}", _text(value)]
-        for name, value in result.model.changes.items():
-            words += ["--set", f"{name}={_text(value)}"]
-        made.append(shlex.join(words))
-    return made
+        if len(result.models) == 1:
+            for name, value in result.model.changes.items():
+                words += ["--set", f"{name}={_text(value)}"]
+        models = [model.folder or model.name for model in result.models]
+        several = lists.setdefault((*models, "--suite", result.suite, *words), {})
+        for key, option in options.items():
+            value = result.settings.get(key)
+            if value is not None and (text := _text(value)) not in several.setdefault(option, []):
+                several[option].append(text)
+    return [
+        shlex.join(
+            ["trailmark", "evaluate", *words]
+            + [word for option, values in several.items() for word in (f"--{option}", ",".join(values))]
+        )
+        for words, several in lists.items()
+    ]
 
 
 def _settings(results: Sequence[Result]) -> tuple[dict[str, Any], list[dict[str, Any]]]:

@@ -22,6 +22,7 @@ from trailmark.report.markup import (
     count,
     details,
     element,
+    fraction,
     interval,
     number,
     paragraph,
@@ -61,7 +62,8 @@ _SHOWN = frozenset(  # by columns of their own, or of no use in a table
             "recall",
             "tokens_per_second",
         ),
-        *("mean_weight", "mean_reciprocal_rank", "seed", "train_length", "straddle", "text_tokens"),
+        *("mean_weight", "mean_reciprocal_rank", "seed", "train_length", "straddle"),
+        *("chunk_size", "cells_read_for", "seconds_asking"),
     }
 )
 
@@ -86,6 +88,9 @@ def needles(found: Collected, figures: Figures) -> Section | None:
         tiers = {_tier(result) for result in group}
         if len(tiers) == 1 and (tier := tiers.pop()):
             fine = f"{fine} Memory: {tier}."
+        texts = sorted({str(text)[:8] for r in group if (text := r.plain("text"))})
+        if len(texts) > 1:
+            fine += f" Haystacks of {len(texts)} texts: {', '.join(texts)}."
         content.append(paragraph(fine, class_="fine"))
         series = grouped(group, lambda r: (r.model.label, r.plain("needles"), _tier(r)))
         content += _accuracy_chart(series, place, title, figures)
@@ -129,10 +134,14 @@ def _tier(result: Result) -> str:
 def pooled(results: Sequence[Result]) -> dict[str, float | None]:
     """One length: where needles lie anywhere, that; else its depths as one. Accuracy, Wilson interval, recall.
 
-    Of a depth that was measured twice the last counts.
+    Of a depth that was measured twice that with the most questions counts, else the last.
     """
     results = [result for result in results if result.get("depth") is None] or results
-    last = list({str(result.get("depth")): result for result in results}.values())
+    last = list(
+        {
+            str(r.get("depth")): r for r in sorted(results, key=lambda r: number(r.get("questions")) or 0.0)
+        }.values()
+    )
     if len(last) == 1:
         names = ("accuracy", "accuracy_low", "accuracy_high", "recall")
         return {name: number(last[0].get(name)) for name in names}
@@ -178,7 +187,7 @@ def _accuracy_chart(
         right.append(Line(label, look, xs, ys, low, high))
         if kept := [(x, p["recall"]) for x, p in points if p["recall"] is not None]:
             recall.append(Line(label, look, [x for x, _ in kept], [y for _, y in kept]))
-    trained = {number(r.get("train_length")) for key in drawn for r in series[key]} - {None}
+    trained = {number(r.train_length) for key in drawn for r in series[key]} - {None}
     rule = (min(trained), "longest training text") if len(trained) == 1 else None  # type: ignore[type-var]
     panels = [Panel("Answers right", "share of questions", right, True, rule)]  # type: ignore[arg-type]
     if recall:
@@ -258,6 +267,7 @@ def _needle_table(title: str, results: Sequence[Result]) -> Html:
         ("accuracy", lambda r: share(r.get("accuracy"))),
         ("95% interval", lambda r: interval(r.get("accuracy_low"), r.get("accuracy_high"))),
         ("chunk retrieved", lambda r: share(r.get("recall"))),
+        ("by hop", _by_hop),
         ("weight", lambda r: shown(r.get("mean_weight"), ".3f")),
         ("1 / rank", lambda r: shown(r.get("mean_reciprocal_rank"), ".3f")),
         *((name.replace("_", " "), partial(_extra, name)) for name in extras),
@@ -268,12 +278,18 @@ def _needle_table(title: str, results: Sequence[Result]) -> Html:
     return cells(f"{title}: all cells", columns, results)
 
 
+def _by_hop(result: Result) -> str:
+    """Of each hop how often its chunk was retrieved; of one hop that is said already."""
+    hops = result.values.get("recall_by_hop")
+    return ", ".join(map(fraction, hops)) if isinstance(hops, list) and len(hops) > 1 else MISSING
+
+
 def _extra(name: str, result: Result) -> str:
     return shown(result.values.get(name), ".4g")
 
 
 def _times_train(result: Result) -> str:
-    length, trained = number(result.get("length")), number(result.get("train_length"))
+    length, trained = number(result.get("length")), number(result.train_length)
     return MISSING if length is None or not trained else f"{length / trained:,.4g}×"
 
 
@@ -307,15 +323,13 @@ def _chunk_charts(results: Sequence[Result], figures: Figures, questions: int = 
     """For each model, of its longest text: which chunks were read."""
     content = []
     for label, group in grouped(results, lambda r: r.model.label).items():
+        single = [r for r in group if r.get("needles") == 1 and r.get("kind") in (None, "single")]
         told = [
-            (number(r.get("length")) or 0.0, r)
-            for r in group
-            if isinstance(r.values.get("asked"), list) and r.get("needles") == 1
+            (number(r.get("length")) or 0.0, r, asked)
+            for r, lines in generations(single)
+            if (asked := _all_asked(r.values.get("asked")) or _all_asked(lines))
         ]
-        for _, result in sorted(told, key=lambda pair: pair[0])[-1:]:
-            asked = [question for entry in result.values["asked"] if (question := _asked(entry)) is not None]
-            if not asked:
-                continue
+        for _, result, asked in sorted(told, key=lambda entry: entry[0])[-1:]:
             asked = sorted(asked[:questions], key=lambda question: question["needle"])
             last = max(max([q["needle"], *q["selected"]]) for q in asked)
             content.append(
@@ -333,14 +347,30 @@ def _chunk_charts(results: Sequence[Result], figures: Figures, questions: int = 
     return content
 
 
+def _all_asked(entries: Any) -> list[dict[str, Any]]:
+    entries = entries if isinstance(entries, list) else []
+    return [question for entry in entries if (question := _asked(entry)) is not None]
+
+
 def _asked(entry: Any) -> dict[str, Any] | None:
-    """A question of which it is known what was read for it."""
-    if not isinstance(entry, dict) or number(entry.get("needle")) is None:
+    """A question of which it is known what was read for it, by its first group."""
+    if not isinstance(entry, dict):
         return None
-    groups, weights = entry.get("selected"), entry.get("weights")
-    if not isinstance(groups, list) or not groups or not isinstance(groups[0], list):
+    needle = number(_first(entry.get("needle", entry.get("gold_chunks"))))
+    groups, weights = (_innermost(entry.get(name)) for name in ("selected", "weights"))
+    chosen = [int(chunk) for chunk in groups if number(chunk) is not None and chunk >= 0]
+    if needle is None or not chosen:
         return None
-    chosen = [int(chunk) for chunk in groups[0] if number(chunk) is not None and chunk >= 0]
-    known = [min(1.0, max(0.0, number(w) or 0.0)) for w in weights] if isinstance(weights, list) else []
+    known = [min(1.0, max(0.0, number(w) or 0.0)) for w in weights]
     known = (known + [0.0] * len(chosen))[: len(chosen)]
-    return {"needle": int(entry["needle"]), "selected": chosen, "weights": known}
+    return {"needle": int(needle), "selected": chosen, "weights": known}
+
+
+def _innermost(lists: Any) -> list[Any]:
+    while isinstance(lists, list) and lists and isinstance(lists[0], list):
+        lists = lists[0]
+    return lists if isinstance(lists, list) else []
+
+
+def _first(lists: Any) -> Any:
+    return next(iter(_innermost(lists)), None) if isinstance(lists, list) else lists

@@ -43,7 +43,8 @@ def perplexity(found: Collected, figures: Figures) -> Section | None:
             "compare models with the same tokenizer, per word and bits per byte any models. Bands and intervals: 95%."
         )
     ]
-    for place, (mode, group) in enumerate(grouped(results, _reading).items()):
+    texts = {r.plain("text") for r in results}
+    for place, (mode, group) in enumerate(grouped(results, lambda r: _reading(r, len(texts) > 1)).items()):
         content.append(element("h3", mode))
         series = grouped(group, lambda r: (r.model.label, *_perplexity_case(r)))
         looks = {key: same[0].model.look for key, same in series.items()}
@@ -56,7 +57,8 @@ def perplexity(found: Collected, figures: Figures) -> Section | None:
     return Section("perplexity", "Perplexity", content)
 
 
-def _reading(result: Result) -> str:
+def _reading(result: Result, several_texts: bool) -> str:
+    """How and what was read: a curve is of one text."""
     kind = {
         "windows": "Windows of the text",
         "sliding": "Sliding windows",
@@ -65,6 +67,8 @@ def _reading(result: Result) -> str:
     if number(result.get("stride")) is not None:
         kind += f", moved by {count(result.get('stride'))} tokens"
     kind += ", memory carried" if result.get("carry") else ""
+    if several_texts:
+        kind += f", text {str(result.plain('text'))[:8]}"
     return kind + (f" (protocol {result.get('protocol')})" if result.get("protocol") else "")
 
 
@@ -158,7 +162,7 @@ def _perplexity_table(mode: str, results: Sequence[Result]) -> Html:
         ("loss", lambda r: shown(r.get("loss"), ".4f")),
         ("perplexity", lambda r: shown(r.get("perplexity"), ".3f")),
         ("95% interval", lambda r: interval(r.get("perplexity_low"), r.get("perplexity_high"))),
-        ("per word", lambda r: shown(r.get("word_perplexity"), ",.2f")),
+        ("per word", lambda r: shown(r.get("word_perplexity"), ",.1f")),
         ("bits per byte", lambda r: shown(r.get("bits_per_byte"), ".4f")),
         ("retrievals skipped", lambda r: shown(r.get("skipped_share"), ".1%")),
     ]

@@ -36,9 +36,17 @@ _ROUGE = {"rouge1": "ROUGE-1", "rouge2": "ROUGE-2", "rougeL": "ROUGE-L", "rougeL
 
 
 def summarization(found: Collected, figures: Figures) -> Section | None:
-    results = [r for r in found.of("summarization") if any(isinstance(r.values.get(n), dict) for n in _ROUGE)]
-    if not results:
+    measured = found.of("summarization")
+    if not measured:
         return None
+    results = [r for r in measured if any(isinstance(r.values.get(name), dict) for name in _ROUGE)]
+    unfinished = {r.source for r in measured} - {r.source for r in results}
+    notes = [
+        paragraph(f"{path}: not all documents are summarized yet; the same command goes on.", class_="notice")
+        for path in sorted(unfinished)
+    ]
+    if not results:
+        return Section("summarization", "Summarization", [*notes, *_summaries(measured)])
     panels = []
     for name, title in _ROUGE.items():
         bars = []
@@ -53,7 +61,8 @@ def summarization(found: Collected, figures: Figures) -> Section | None:
         paragraph(
             "F-measure of ROUGE between generated and reference summaries, with 95% bootstrap intervals over the "
             "documents. Higher is better."
-        )
+        ),
+        *notes,
     ]
     if panels:
         chart = BarChart(

@@ -46,6 +46,7 @@ from trailmark.data.summarization import SummarizationTexts
 from trailmark.data.texts import open_text
 from trailmark.data.trained_embedders import embedder_of
 from trailmark.models import DRTForCausalLM, RPTForCausalLM, TrailmarkForCausalLM
+from trailmark.models.card_files import refresh_card
 from trailmark.training import checkpoints, states, tensors
 from trailmark.training.config import ARCHITECTURES, FREE_TO_CHANGE, RunConfig
 from trailmark.training.curriculum import SMOOTHING, Curriculum
@@ -599,6 +600,7 @@ class Run:
                 "levels": [asdict(level) for level in self.curriculum.levels],
             }
             write_json(self.output / HISTORY_FILE, history, durable=True)
+            refresh_card(self.output)
 
     # --- signals -------------------------------------------------------------------------------------------
 

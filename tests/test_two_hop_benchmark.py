@@ -1,0 +1,120 @@
+"""The benchmark of two hops: equal conditions for all cases, one command that goes on."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from trailmark.data.files import read_json, write_json
+
+BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
+
+
+@pytest.fixture(scope="module")
+def two_hop() -> Iterator[ModuleType]:
+    sys.path.insert(0, str(BENCHMARKS))
+    try:
+        yield importlib.import_module("two_hop")
+    finally:
+        sys.path.remove(str(BENCHMARKS))
+
+
+def test_all_four_cases_are_asked_for(two_hop: ModuleType) -> None:
+    assert {(c.groups, c.landmarks) for c in two_hop.CASES} == {(1, 1), (1, 2), (2, 1), (2, 2)}
+    assert (two_hop.FACTORS, two_hop.DISTRACTORS) == ((1, 16, 256), 16)
+    assert two_hop.QUESTIONS >= 200
+    assert len({c.folder for c in two_hop.CASES}) == len({(c.name, c.seed) for c in two_hop.CASES})
+    assert two_hop.CASES[0].name == "2 groups, 2 landmarks"
+    assert two_hop.Case(1, 1).name == "1 group, 1 landmark"
+
+
+def test_cases_differ_in_groups_and_landmarks_alone(two_hop: ModuleType, tmp_path: Path) -> None:
+    def shown(case: Any) -> dict[str, Any]:
+        found = two_hop.run_config(case, tmp_path, 10).to_dict()
+        del found["output"]
+        return found
+
+    first = two_hop.CASES[0]
+    expected = shown(first)
+    for case in two_hop.CASES[1:]:
+        found = shown(case)
+        assert found["model"].pop("num_retrieval_groups") == case.groups
+        assert found["data"].pop("num_landmarks") == case.landmarks
+        assert found["training"].pop("seed") == case.seed
+        assert found == shown(first) | {
+            "model": {k: v for k, v in expected["model"].items() if k != "num_retrieval_groups"},
+            "data": {k: v for k, v in expected["data"].items() if k != "num_landmarks"},
+            "training": {k: v for k, v in expected["training"].items() if k != "seed"},
+        }
+
+
+def small(two_hop: ModuleType, folder: Path, minutes: float = 60.0) -> Any:
+    starts = range(len(two_hop.TWO_HOPS))
+    return two_hop.Benchmark(
+        folder / "runs",
+        folder / "two_hop.json",
+        two_hop.CASES[:1],
+        minutes,
+        steps=len(starts),
+        starts=starts,
+        lengths=(1024, 2048),
+        questions=6,
+    )
+
+
+@pytest.mark.slow
+def test_one_command_that_goes_on(
+    two_hop: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Stopped, it goes on where it was; finished, it measures nothing again."""
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    with pytest.raises(two_hop.Stopped):
+        small(two_hop, tmp_path, 0.0).run()
+    assert not (tmp_path / "two_hop.json").exists()
+    small(two_hop, tmp_path).run()
+    found = read_json(tmp_path / "two_hop.json")
+    (case,) = found["cases"]
+    assert (case["groups"], case["landmarks"], case["seed"]) == (2, 2, 0)
+    assert [(r["length"], r["questions"], r["distractors"], r["landmarks"]) for r in case["results"]] == [
+        (1024, 6, 16, 2),
+        (2048, 6, 16, 2),
+    ]
+    for result in case["results"]:
+        assert result["accuracy_low"] <= result["accuracy"] <= result["accuracy_high"]
+        assert len(result["recall_by_hop"]) == 2
+    history = tmp_path / "runs" / two_hop.CASES[0].folder / "history.json"
+    assert read_json(history)["level_starts"] == list(range(len(two_hop.TWO_HOPS)))
+    before = history.stat().st_mtime_ns
+    small(two_hop, tmp_path).run()
+    assert history.stat().st_mtime_ns == before
+    assert read_json(tmp_path / "two_hop.json")["cases"] == [case]
+
+
+def test_other_cases_are_kept_and_other_settings_are_not(two_hop: ModuleType, tmp_path: Path) -> None:
+    """A file holds what was measured under one set of settings."""
+    benchmark = small(two_hop, tmp_path)
+    first, second = two_hop.CASES[:2]
+    model = torch.nn.Linear(2, 3)
+    last = {"loss": 1.0, "accuracy": 0.5, "recall": 0.75, "step": 5}
+    third = replace(first, seed=3)
+    for case in (first, second, third):
+        folder = tmp_path / "runs" / case.folder
+        history = {"steps": [last], "seconds": 2.0, "tokens_per_second": 10.0}
+        write_json(folder / "history.json", history)
+    for case, results in ((second, [{"length": 1}]), (first, [{"length": 2}]), (first, [{"length": 3}])):
+        benchmark._keep(case, model, results)
+    kept = read_json(tmp_path / "two_hop.json")
+    shown = [(two_hop._case(c), c["results"], c["parameters"], c["seconds"]) for c in kept["cases"]]
+    assert shown == [(first, [{"length": 3}], 9, 2.0), (second, [{"length": 1}], 9, 2.0)]
+    assert kept["cases"][0]["trained"] == {"loss": 1.0, "accuracy": 0.5, "recall": 0.75}
+    benchmark.starts = [0, 5]
+    benchmark._keep(third, model, [])
+    assert [c["seed"] for c in read_json(tmp_path / "two_hop.json")["cases"]] == [3]
