@@ -12,18 +12,20 @@ each trained for each form: the same layers, texts (but for the second landmarks
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import signal
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from trailmark import demo
 from trailmark.data.corpus import load_tokenizer, standard_library_texts, tokenize
 from trailmark.data.files import read_json, write_json
-from trailmark.data.needles import TWO_HOPS
+from trailmark.data.needles import Level
 from trailmark.evaluation import needles
 from trailmark.evaluation.needles import NeedleSettings
 from trailmark.evaluation.record import Record, environment
@@ -34,26 +36,78 @@ from trailmark.training.run import HISTORY_FILE, Run
 
 OUTPUT = Path(__file__).with_suffix(".json")
 FOLDER = Path("runs/benchmark-two-hop")
-TRAIN_LENGTH = TWO_HOPS[-1].chunks * demo.CHUNK_SIZE
 FACTORS = (1, 16, 256)
-LENGTHS = tuple(TRAIN_LENGTH * factor for factor in FACTORS)
 QUESTIONS = 200
 DISTRACTORS = 16
 
-STEPS = 3400
-STARTS = (
-    0,
-    350,
-    500,
-    700,
-    900,
-    1150,
-    1450,
-    1650,
-    1850,
-    2200,
-    2700,
-)  # of the levels: for all, whatever they learn
+
+@dataclass(frozen=True)
+class Stage:
+    """A part of a training, which begins with the weights of the part before."""
+
+    name: str
+    chained: bool  # whether questions go along chains; else texts do not depend on the landmarks of those
+    levels: tuple[Level, ...]
+    starts: tuple[int, ...]  # of the levels: the same for all cases, whatever they learn
+    steps: int
+    tokens_per_step: int
+    constant_fraction: float
+
+
+def simple(chunks: int, letters: int) -> Level:
+    return Level(chunks, 1.0, 1.0, 0.0, hops=0.65, letters=letters, spell=0.4)
+
+
+# Keys are told apart. Second keys are read out. Chains: at first second keys are one letter, among few needles, then
+# among more than are retrieved; without these the second landmark learns to find every needle that ends a chain, and
+# no more. Then text.
+STAGES = (
+    Stage(
+        "keys",
+        False,
+        (
+            Level(8, 1.0, 1.0, 0.0, early=0.3),
+            Level(16, 1.0, 1.0, 0.0, early=0.3),
+            Level(32, 1.0, 1.0, 0.25, early=0.3),
+        ),
+        (0, 200, 400),
+        700,
+        4096,
+        1.0,
+    ),
+    Stage(
+        "letters",
+        False,
+        (Level(24, 1.0, 1.0, 0.0, hops=0.0, spell=0.6), Level(48, 1.0, 1.0, 0.1, hops=0.0, spell=0.6)),
+        (0, 200),
+        400,
+        2048,
+        1.0,
+    ),
+    Stage(
+        "chains",
+        True,
+        (simple(16, 1), simple(32, 1), simple(48, 1), simple(48, 2), simple(48, 4)),
+        (0, 200, 450, 700, 900),
+        1200,
+        2048,
+        0.5,
+    ),
+    Stage(
+        "text",
+        True,
+        (
+            Level(64, 0.5, 0.9, 0.25, 0.2, 0.5, 0.5, hops=0.7),
+            Level(64, 0.05, 0.75, 0.25, 0.5, 0.5, 0.5, hops=0.7),
+        ),
+        (0, 400),
+        1000,
+        2048,
+        0.3,
+    ),
+)
+TRAIN_LENGTH = STAGES[-1].levels[-1].chunks * demo.CHUNK_SIZE
+LENGTHS = tuple(TRAIN_LENGTH * factor for factor in FACTORS)
 MODEL = demo.MODELS["drt"] | {"num_hidden_layers": 3, "residual_gca": True}
 
 
@@ -68,26 +122,33 @@ class Case:
         groups, landmarks = ("" if count == 1 else "s" for count in (self.groups, self.landmarks))
         return f"{self.groups} group{groups}, {self.landmarks} landmark{landmarks}"
 
-    @property
-    def folder(self) -> str:
-        return f"groups-{self.groups}-landmarks-{self.landmarks}-seed-{self.seed}"
+    def folder(self, stage: Stage = STAGES[-1]) -> str:
+        landmarks = f"-landmarks-{self.landmarks}" if stage.chained else ""
+        return f"groups-{self.groups}{landmarks}-seed-{self.seed}/{stage.name}"
 
 
 CASES = (Case(2, 2), Case(1, 2), Case(2, 1), Case(1, 1), Case(2, 2, seed=1))
 
 
-def run_config(case: Case, folder: Path, steps: int) -> RunConfig:
+def run_config(case: Case, stage: Stage, before: Stage | None, folder: Path) -> RunConfig:
     return RunConfig(
-        output=str(folder / case.folder),
+        output=str(folder / case.folder(stage)),
         model=MODEL | {"num_retrieval_groups": case.groups},
+        init_from=None if before is None else str(folder / case.folder(before)),
         data=DataConfig(
             task="needles",
             chunk_size=demo.CHUNK_SIZE,
             filler_weight=0.1,
             first_digit_weight=3.0,
-            num_landmarks=case.landmarks,
+            num_landmarks=case.landmarks if stage.chained else 1,
         ),
-        training=TrainingConfig(steps=steps, tokens_per_step=2048, seed=case.seed, save_steps=100),
+        training=TrainingConfig(
+            steps=stage.steps,
+            tokens_per_step=stage.tokens_per_step,
+            constant_fraction=stage.constant_fraction,
+            seed=case.seed,
+            save_steps=100,
+        ),
     )
 
 
@@ -104,14 +165,13 @@ class Benchmark:
         output: Path = OUTPUT,
         cases: Sequence[Case] = CASES,
         minutes: float = math.inf,
-        steps: int = STEPS,
-        starts: Sequence[int] = STARTS,
+        stages: Sequence[Stage] = STAGES,
         lengths: Sequence[int] = LENGTHS,
         questions: int = QUESTIONS,
     ) -> None:
         self.folder, self.output, self.cases = folder, output, cases
         self.until = time.monotonic() + 60 * minutes
-        self.steps, self.starts, self.lengths, self.questions = steps, starts, lengths, questions
+        self.stages, self.lengths, self.questions = stages, lengths, questions
         self.progress = Progress()
 
     def run(self) -> None:
@@ -122,26 +182,28 @@ class Benchmark:
 
     # --- training ------------------------------------------------------------------------------------------
 
-    def make_run(self, case: Case) -> Run:
-        config = run_config(case, self.folder, self.steps)
+    def make_run(self, case: Case, stage: Stage, before: Stage | None) -> Run:
+        config = run_config(case, stage, before, self.folder)
         tokenizer = load_tokenizer(config.data.tokenizer)
 
         def show(run: Run) -> None:
-            line = training_line(run.step, self.steps, run.seconds, run.averages, run.tokens_per_second)
-            self.progress.show(f"{case.name}, seed {case.seed}: {line}")
+            line = training_line(run.step, stage.steps, run.seconds, run.averages, run.tokens_per_second)
+            self.progress.show(f"{case.name}, seed {case.seed}, {stage.name}: {line}")
             if time.monotonic() > self.until:
                 run.stop_signal = signal.SIGTERM  # it saves and leaves
 
         run = Run(config, show, tokenize(standard_library_texts("train"), tokenizer))
-        run.curriculum.levels = TWO_HOPS
-        run.curriculum.begin_at(self.starts, config.training.tokens_per_step, config.data.chunk_size)
+        run.curriculum.levels = stage.levels
+        run.curriculum.begin_at(stage.starts, config.training.tokens_per_step, config.data.chunk_size)
         return run
 
     def _train(self, case: Case) -> None:
-        run = self.make_run(case)
-        if not run.finished and run.train() is None:
-            raise Stopped
-        self.progress.clear()
+        for before, stage in pairwise((None, *self.stages)):
+            assert stage is not None
+            run = self.make_run(case, stage, before)
+            if not run.finished and run.train() is None:
+                raise Stopped
+            self.progress.clear()
 
     # --- questions -----------------------------------------------------------------------------------------
 
@@ -159,7 +221,7 @@ class Benchmark:
 
     def _ask(self, case: Case) -> None:
         """The same of every case: haystacks, needles and values do not depend on the model."""
-        folder = self.folder / case.folder
+        folder = self.folder / case.folder()
         subject = load(folder)
         text = tokenize(standard_library_texts("haystack"), subject.tokenizer)
         record = Record(folder / "evaluation", "needles", subject.identity())
@@ -180,13 +242,13 @@ class Benchmark:
         self._keep(case, subject.model, results)
 
     def _keep(self, case: Case, model: Any, results: list[dict[str, Any]]) -> None:
-        history = read_json(self.folder / case.folder / HISTORY_FILE)
-        last = history["steps"][-1]
+        histories = [read_json(self.folder / case.folder(stage) / HISTORY_FILE) for stage in self.stages]
+        last = histories[-1]["steps"][-1]
         found = asdict(case) | {
             "parameters": sum(p.numel() for p in model.parameters()),
-            "steps": self.steps,
-            "seconds": history["seconds"],
-            "tokens_per_second": history["tokens_per_second"],
+            "steps": sum(stage.steps for stage in self.stages),
+            "tokens": sum(history["tokens"] for history in histories),
+            "seconds": sum(history["seconds"] for history in histories),
             "trained": {key: last[key] for key in ("loss", "accuracy", "recall")},
             "environment": environment(),
             "results": results,
@@ -195,8 +257,7 @@ class Benchmark:
             "train_length": TRAIN_LENGTH,
             "distractors": DISTRACTORS,
             "model": MODEL,
-            "levels": [asdict(level) for level in TWO_HOPS],
-            "level_starts": list(self.starts),
+            "stages": json.loads(json.dumps([asdict(stage) for stage in self.stages])),
             "cases": [],
         }
         kept = read_json(self.output)

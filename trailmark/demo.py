@@ -106,6 +106,7 @@ class Demo:
             "settings": settings,
             "environment": environment(),
             "models": MODELS,
+            "names": NAMES,
             "train_length": TRAIN_LENGTH,
             "phases": PHASES,
             "steps": None,

@@ -58,7 +58,9 @@ def open_page(browser: Any, report: Path) -> Iterator[Open]:
     contexts, said, asked = [], [], []
 
     def open_one(width: int = 1280, height: int = 900, **options: Any) -> Any:
-        context = browser.new_context(viewport={"width": width, "height": height}, **options)
+        context = browser.new_context(
+            viewport={"width": width, "height": height}, reduced_motion="reduce", **options
+        )
         contexts.append(context)
         page = context.new_page()
         page.on("console", lambda message: said.append(message.text))
@@ -73,6 +75,15 @@ def open_page(browser: Any, report: Path) -> Iterator[Open]:
     assert said == []
     assert set(asked) - {"data:,"} == {report.as_uri()}
     assert len([url for url in asked if url == report.as_uri()]) >= len(contexts)
+
+
+def until(page: Any, condition: str, argument: Any = None) -> None:
+    """Ask until it is so. (playwright's own waiting evaluates text in the page, which the page forbids.)"""
+    for _ in range(300):
+        if page.evaluate(condition, argument):
+            return
+        page.wait_for_timeout(20)
+    pytest.fail(f"it never became true: {condition}")
 
 
 def colour(page: Any, what: str = "background-color", of: str = "body") -> str:
@@ -90,9 +101,10 @@ def test_all_sections_are_seen_and_the_navigation_leads_to_each(open_page: Open)
     for link in page.locator("nav a").all():
         link.click()
         target = page.locator(link.get_attribute("href"))
-        page.wait_for_function(
+        until(
+            page,
             "id => Math.abs(document.querySelector(id).getBoundingClientRect().top) < innerHeight",
-            arg=link.get_attribute("href"),
+            link.get_attribute("href"),
         )
         assert target.is_visible()
 
@@ -176,10 +188,10 @@ def test_paper_is_light_and_all_is_open(open_page: Open) -> None:
     page.emulate_media(media="print")
     assert colour(page) == rgb(LIGHT["paper"])
     assert not page.locator("nav").is_visible()
-    page.wait_for_function("!document.querySelector('details:not([open])')")
+    until(page, "!document.querySelector('details:not([open])')")
     assert page.locator("#reproduce details table").first.is_visible()
     page.emulate_media(media="screen")
-    page.wait_for_function("!document.querySelector('details[open]')")
+    until(page, "!document.querySelector('details[open]')")
     assert page.pdf(format="A4").startswith(b"%PDF")
 
 
@@ -188,7 +200,7 @@ def test_the_keyboard_reaches_all_and_focus_is_seen(open_page: Open) -> None:
     focused = "document.activeElement"
     page.keyboard.press("Tab")
     assert page.evaluate(f"{focused}.className") == "skip"
-    page.wait_for_function("document.querySelector('.skip').getBoundingClientRect().top >= 0")
+    until(page, "document.querySelector('.skip').getBoundingClientRect().top >= 0")
     order = []
     for _ in range(len(SECTIONS) + 6):
         page.keyboard.press("Tab")

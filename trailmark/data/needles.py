@@ -97,23 +97,6 @@ CURRICULUM = (
     Level(32, 0.05, 0.75, 0.25, 0.5, 0.5, 0.5, early=0.5),
 )
 
-# Measured too (benchmarks/two_hop.py): two hops. The 1-hop beginning; then second keys are read out; then chains whose
-# second key is a single letter, first among few needles, later among more than are retrieved; keys of four letters;
-# text. Without the simple keys the second landmark learns to find every needle that ends a chain, and no more.
-TWO_HOPS = (
-    Level(8, 1.0, 1.0, 0.0),
-    Level(16, 1.0, 1.0, 0.0),
-    Level(24, 1.0, 1.0, 0.0, hops=0.0, spell=0.6),
-    Level(48, 1.0, 1.0, 0.1, hops=0.0, spell=0.6),
-    Level(16, 1.0, 1.0, 0.0, hops=0.65, letters=1, spell=0.4),
-    Level(32, 1.0, 1.0, 0.0, hops=0.65, letters=1, spell=0.4),
-    Level(48, 1.0, 1.0, 0.0, hops=0.65, letters=1, spell=0.4),
-    Level(48, 1.0, 1.0, 0.0, hops=0.65, letters=2, spell=0.4),
-    Level(48, 1.0, 1.0, 0.1, hops=0.65, spell=0.4),
-    Level(64, 0.5, 0.9, 0.25, 0.2, 0.5, 0.5, hops=0.7),
-    Level(64, 0.05, 0.75, 0.25, 0.5, 0.5, 0.5, hops=0.7),
-)
-
 
 @dataclass
 class NeedleBatch:

@@ -82,5 +82,6 @@ def _repeated(found: Collected) -> list[str]:
         return []
     files = sorted({str(result.source) for same in twice.values() for result in same})
     return [
-        f"{len(twice)} cells were measured more than once ({_some(files)}): tables show each, figures the last one or that with the most questions."
+        f"{len(twice)} cells were measured more than once ({_some(files)}): tables show each, figures "
+        "the last one, of needles that with the most questions."
     ]

@@ -62,7 +62,7 @@ _SHOWN = frozenset(  # by columns of their own, or of no use in a table
             "recall",
             "tokens_per_second",
         ),
-        *("mean_weight", "mean_reciprocal_rank", "seed", "train_length", "straddle"),
+        *("mean_weight", "mean_reciprocal_rank", "seed", "train_length", "straddle", "seconds_in_all"),
         *("chunk_size", "cells_read_for", "seconds_asking"),
     }
 )
