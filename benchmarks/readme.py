@@ -17,8 +17,8 @@ import training_tables
 import two_hop
 from ops import table as ops_table
 
+from trailmark.data.proportions import wilson_interval
 from trailmark.demo import NAMES
-from trailmark.evaluation.proportions import wilson_interval
 from trailmark.report.console import duration, size
 from trailmark.report.tables import markdown_table, needle_table
 
@@ -68,15 +68,17 @@ def grid_text() -> str:
         low, high = wilson_interval(right, questions)
         shown = [f"{found[depth]['accuracy']:.3f}" for depth in depths]
         factor = length // record["train_length"]
-        rows.append([f"{length:,}", f"{factor:,}x", *shown, f"{right} of {questions}", f"{low:.3f}-{high:.3f}"])
+        rows.append(
+            [f"{length:,}", f"{factor:,}x", *shown, f"{right} of {questions}", f"{low:.3f}-{high:.3f}"]
+        )
     header = ["tokens", "x train", *(f"depth {depth:g}" for depth in depths), "all depths", "95% interval"]
     (million,), report = record["million"], record["report"]
     return (
         f"{markdown_table(header, rows)}\n\n"
-        f"{cells[0]['questions']} questions in each cell. {million['length']:,} tokens with {million['questions']} questions "
-        f"on branches of one reading: {million['correct']} right in {duration(million['seconds'])} "
-        f"({duration(million['seconds_reading'])} of it reading). A report of {report['runs']} runs: "
-        f"{report['seconds']:.1f} s. Machine: {machine(record['environment'])}.\n\n"
+        f"{cells[0]['questions']} questions in each cell. {million['length']:,} tokens with "
+        f"{million['questions']} questions on branches of one reading: {million['correct']} right in "
+        f"{duration(million['seconds'])} ({duration(million['seconds_reading'])} of it reading). "
+        f"A report of {report['runs']} runs: {report['seconds']:.1f} s. Machine: {machine(record['environment'])}.\n\n"
         "![Needles found by length and depth](docs/needle-grid.png)"
     )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import resource
+import shlex
 import shutil
 import signal
 import subprocess
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from tests.training.tiny import prose, run_config
@@ -43,8 +45,8 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, model in (("run", "drt"), ("window", "window")):
         config = run_config(folder / name, "needles", model, steps=2, tokens_per_step=1280)
         config.data.paths = [str(folder / "text.txt")]
-        (folder / f"{name}.yaml").write_text(config.to_yaml())
-        cli.main(["train", str(folder / f"{name}.yaml")])
+        (folder / f"train-{name}.yaml").write_text(config.to_yaml())
+        cli.main(["train", str(folder / f"train-{name}.yaml")])
     return folder
 
 
@@ -81,7 +83,8 @@ def test_a_second_start_measures_what_is_missing(trained: Path, tmp_path: Path, 
         after = found(folder, suite)
         assert after[:1] == results  # seconds and all
         assert [result["length"] for result in after] == [320, 400]
-        assert all(result["command"].startswith("trailmark ") for result in after)
+        assert after[0]["command"] == shlex.join(["trailmark", *map(str, ask), "--lengths", "320"])
+        assert after[1]["command"].endswith("--lengths 320,400 --dtype float32 --device cpu")
     assert out.count("| 320 ") == 2
     lines = (folder / "needles.generations.jsonl").read_text().splitlines()
     assert len(lines) == sum(result["questions"] for result in found(folder, "needles"))
@@ -119,6 +122,60 @@ def test_sizes_alone_have_a_cost(tmp_path: Path, command: Command) -> None:
     assert found(tmp_path / "found", "cost")[0]["rows"][0]["formula_bytes"] > 0
 
 
+def test_each_model_is_asked_what_it_was_trained_for(trained: Path, tmp_path: Path, command: Command) -> None:
+    """An option is one of the suites of any of the models; a suite that is named twice is measured once."""
+    shutil.copytree(trained / "window", tmp_path / "text", ignore=shutil.ignore_patterns("checkpoints"))
+    run = tmp_path / "text" / "run.yaml"
+    run.write_text(run.read_text().replace("task: needles", "task: text"))
+    options = (
+        "--questions",
+        "2",
+        "--lengths",
+        "320",
+        "--text",
+        trained / "text.txt",
+        "-o",
+        tmp_path / "found",
+    )
+    code, out, _ = command("evaluate", trained / "run", tmp_path / "text", *options)
+    assert code == 0
+    assert {path.parent.name for path in tmp_path.rglob("needles.json")} == {"run"}
+    assert len(found(tmp_path / "found" / "text", "perplexity")) == 1
+    twice = ("--suite", "perplexity") * 2
+    code, out, _ = command("evaluate", trained / "run", trained / "run", *twice, *options[2:])
+    assert (code, out.count("perplexity of run")) == (0, 1)
+
+
+def test_a_checkpoint_is_a_model(
+    trained: Path, tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With its run's tokenizer and task, also while the run goes on; nothing is written into it."""
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(trained / "run" / "checkpoints", tmp_path / "mine" / "checkpoints")
+    shutil.copy(trained / "run" / "run.yaml", tmp_path / "mine")
+    checkpoint = next((tmp_path / "mine" / "checkpoints").iterdir())
+    options = ("--questions", "2", "--lengths", "320", "--max-tokens", "320", "--text", trained / "text.txt")
+    code, _, err = command("evaluate", "mine", *options)
+    assert code == 1
+    assert "is not finished" in err
+    assert f"its newest checkpoint is a model: mine/checkpoints/{checkpoint.name}." in err
+    assert command("evaluate", checkpoint, *options)[0] == 0
+    folder = Path("runs") / "evaluation" / f"mine-{checkpoint.name}"
+    assert len(found(folder, "needles")) == len(found(folder, "perplexity")) == 1
+    code, out, _ = command("verify", "mine")
+    assert (code, "whole" in out) == (0, True)
+
+
+def test_the_card_shows_what_was_measured(trained: Path, tmp_path: Path, command: Command) -> None:
+    for name in ("run", "window"):
+        shutil.copytree(trained / name, tmp_path / name)
+    options = ("--suite", "cost", "--lengths", "40", "--tiers", "device", "--generate", "2", "--rounds", "1")
+    assert command("evaluate", tmp_path / "run", tmp_path / "window", *options)[0] == 0
+    assert "### cost\n\n1 results" in (tmp_path / "run" / "README.md").read_text()
+    environments = read_json(tmp_path / "run" / "evaluation" / "cost.json")["environments"]
+    assert environments[0]["device"] == ("cuda" if torch.cuda.is_available() else "cpu")
+
+
 def test_a_model_of_transformers(tmp_path: Path, command: Command) -> None:
     sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
     LlamaForCausalLM(LlamaConfig(vocab_size=259, max_position_embeddings=512, **sizes)).save_pretrained(
@@ -135,7 +192,9 @@ def test_a_model_of_transformers(tmp_path: Path, command: Command) -> None:
     assert "expected one of trailmark's" in command("generate", tmp_path / "llama", "--prompt", "a")[2]
 
 
-def test_default_lengths_are_those_that_the_text_holds(trained: Path, tmp_path: Path, command: Command) -> None:
+def test_default_lengths_are_those_that_the_text_holds(
+    trained: Path, tmp_path: Path, command: Command
+) -> None:
     text = tmp_path / "other.txt"
     for characters, lengths in ((3000, [640, 2560]), (500, [500])):
         text.write_text((prose() * 3)[:characters])
@@ -166,7 +225,7 @@ OPTIONS: dict[str, tuple[tuple[str, ...], str]] = {
     "lengths": (("--lengths", "1k"), "lengths: expected numbers as 1024,16384, got '1k'"),
     "depths": (("--depths", "half"), "depths: expected numbers as 0,0.5,1, got 'half'"),
     "a depth": (("--suite", "needles", "--depths", "1.5"), "depths: expected numbers from 0"),
-    "no lengths": (("--lengths", "0"), "lengths: expected positive numbers of tokens"),
+    "no lengths": (("--lengths", "0"), "lengths: expected positive"),
     "short": (("--lengths", "1"), "lengths: expected at least 2 tokens"),
     "a short haystack": (("--suite", "needles", "--lengths", "40"), "length: expected at least"),
     "questions": (("--questions", "0"), "--questions': Input should be greater than or equal to 1"),
@@ -196,10 +255,29 @@ def test_an_option_that_cannot_be(
     assert not list(tmp_path.rglob("*.json"))
 
 
-def test_random_weights_have_nothing_but_a_cost(tmp_path: Path, refused: Callable[..., str]) -> None:
-    (tmp_path / "tiny.yaml").write_text(run_config(tmp_path / "run").to_yaml())
-    line = refused("evaluate", tmp_path / "tiny.yaml", "--suite", "needles", "--suite", "cost")
-    assert "has random weights" in line
+def test_random_weights_have_nothing_but_a_cost(
+    trained: Path, tmp_path: Path, refused: Callable[..., str]
+) -> None:
+    """Also where an embedder brings a tokenizer; said before another model is asked."""
+    config = run_config(tmp_path / "run")
+    config.model |= {"retriever": "encoder", "embedder": "hash:16"}
+    (tmp_path / "tiny.yaml").write_text(config.to_yaml())
+    for suites in (("--suite", "needles", "--suite", "cost"), ()):
+        line = refused("evaluate", trained / "run", tmp_path / "tiny.yaml", *suites, "-o", tmp_path / "found")
+        assert "has random weights" in line
+    assert not (tmp_path / "found").exists()
+
+
+def test_folders_that_are_none(
+    trained: Path, refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What looks like a name on the hub is not asked for there where its owner is a folder here."""
+    monkeypatch.chdir(trained.parent)
+    name = trained.name
+    assert f"there is no 'nosuch' in '{name}'. If a name on the hub" in refused("evaluate", f"{name}/nosuch")
+    assert f"Models lie in {name}/run, {name}/window." in refused("evaluate", name)
+    line = refused("evaluate", f"{name}/none.yaml", "--suite", "cost")
+    assert "expected a YAML file with a model's sizes, there is no" in line
 
 
 def test_what_was_found_stays_if_a_later_suite_fails(
@@ -224,7 +302,16 @@ def largest_file(size: int) -> Iterator[None]:
 
 
 def test_a_full_disk_keeps_what_was_found(trained: Path, tmp_path: Path, command: Command) -> None:
-    ask = ("evaluate", trained / "run", "--text", trained / "text.txt", "--suite", "perplexity", "-o", tmp_path)
+    ask = (
+        "evaluate",
+        trained / "run",
+        "--text",
+        trained / "text.txt",
+        "--suite",
+        "perplexity",
+        "-o",
+        tmp_path,
+    )
     assert command(*ask, "--lengths", "80")[0] == 0
     before = (tmp_path / "run" / "perplexity.json").read_bytes()
     with largest_file(300):

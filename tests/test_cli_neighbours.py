@@ -164,7 +164,18 @@ def test_needles(name: str, tmp_path: Path, command: Command) -> None:
     last = read_json(tmp_path / "run" / "history.json")["steps"][-1]
     assert ("eval_needles_4x" in last) == (name == "rpt")
     assert ("recall" in last) == (name == "rpt")
-    asked = ["--suite", "needles", "--lengths", "1280", "--questions", "4", "--needles", "2"]
+    asked = [
+        "--suite",
+        "needles",
+        "--lengths",
+        "1280",
+        "--questions",
+        "4",
+        "--kind",
+        "multi-key",
+        "--needles",
+        "2",
+    ]
     assert command("evaluate", tmp_path / "run", *asked)[0] == 0
     found = read_json(tmp_path / "run" / "evaluation" / "needles.json")["results"][0]
     assert found["questions"] == 4

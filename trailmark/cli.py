@@ -217,7 +217,7 @@ def main(arguments: list[str] | None = None) -> None:
         if from_shell:  # a program that calls this is not started again
             keep_freed_memory(arguments)
         _quiet()
-        if code := app(args=arguments, standalone_mode=False):  # typer turns exits into codes
+        if code := app(args=arguments, obj=arguments, standalone_mode=False):  # typer turns exits into codes
             if code == 130:
                 raise KeyboardInterrupt
             sys.exit(code)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -15,6 +14,7 @@ _ALL, _NEEDLES, _PERPLEXITY, _SUMMARIZATION, _COST = (
 
 
 def evaluate(
+    context: typer.Context,
     models: Annotated[
         list[Path],
         typer.Argument(
@@ -75,7 +75,12 @@ def evaluate(
         str | None,
         typer.Option(help="device, host or disk; default: device.", rich_help_panel=_ALL),
     ] = None,
-    seed: Annotated[int | None, typer.Option(min=0, max=2**32 - 1, rich_help_panel=_ALL)] = None,
+    seed: Annotated[
+        int | None,
+        typer.Option(
+            min=0, max=2**32 - 1, help="Of all that is drawn at random; default: 0.", rich_help_panel=_ALL
+        ),
+    ] = None,
     questions: Annotated[
         int | None,
         typer.Option(min=1, help="Asked at each length and depth; default: 100.", rich_help_panel=_NEEDLES),
@@ -103,7 +108,11 @@ def evaluate(
         typer.Option(min=1, max=2, help="Between question and answer; default: 1.", rich_help_panel=_NEEDLES),
     ] = None,
     values: Annotated[
-        str | None, typer.Option(help="numbers or words; of paper tokens, which is its default; else: numbers.", rich_help_panel=_NEEDLES)
+        str | None,
+        typer.Option(
+            help="numbers, words (of sentences) or tokens (of paper, where they are the default); default: numbers.",
+            rich_help_panel=_NEEDLES,
+        ),
     ] = None,
     form: Annotated[
         str | None,
@@ -123,14 +132,21 @@ def evaluate(
     phases: Annotated[
         str | None,
         typer.Option(
-            help="Questions stop at the end of a chunk, or at any place in it; default: any.",
+            help="end: the chunk that a question closes is full; any: it is as long as it happens; default: any.",
             rich_help_panel=_NEEDLES,
         ),
     ] = None,
     memory_dtype: Annotated[
         str | None,
         typer.Option(
-            help="Of keys and values in memory: float32, bfloat16, float16; default: the model's.",
+            help="Of keys and values in memory (needles, cost): float32, bfloat16, float16; default: the model's.",
+            rich_help_panel=_ALL,
+        ),
+    ] = None,
+    memory_folder: Annotated[
+        Path | None,
+        typer.Option(
+            help="Of --memory-tier disk: where each haystack's memory lies meanwhile; default: a temporary folder.",
             rich_help_panel=_NEEDLES,
         ),
     ] = None,
@@ -222,6 +238,7 @@ def evaluate(
         "protocol": protocol,
         "memory_tier": memory_tier,
         "memory_dtype": memory_dtype,
+        "memory_folder": memory_folder,
         "seed": seed,
         "questions": questions,
         "kind": kind,
@@ -248,7 +265,7 @@ def evaluate(
         "rounds": rounds,
         "training_lengths": parse_numbers("training_lengths", training_lengths),
     }
-    command = shlex.join(["trailmark", *sys.argv[1:]])
+    command = shlex.join(["trailmark", *context.obj])
     written = []
     asked = run(
         models, suite or (), options, text, changes or (), output, device, dtype, command, say, progress.show
@@ -260,7 +277,9 @@ def evaluate(
         )
         for result in found.results:
             if result.get("skipped_share") is not None:
-                say(f"{result['length']:,} tokens: the gate skipped {result['skipped_share']:.1%} of the retrievals")
+                say(
+                    f"{result['length']:,} tokens: the gate skipped {result['skipped_share']:.1%} of the retrievals"
+                )
         written.append(found.record.path)
     say("\nNumbers: " + ", ".join(map(str, written)))
     say(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Iterator
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import Any
 
 import numpy as np
@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
+from trailmark.data import needle_tasks
 from trailmark.data.corpus import load_tokenizer, tokenize
 from trailmark.data.draws import Draws
 from trailmark.data.haystacks import Filler, Haystack, Needle, occurring
@@ -71,7 +72,7 @@ def all_questions(found: dict[float | None, list[Trial]]) -> Iterator[tuple[floa
                 yield depth, trial, question
 
 
-@settings(derandomize=True, deadline=None, max_examples=40)
+@settings(derandomize=True, deadline=None, max_examples=25)
 @given(
     st.sampled_from(("marks", "sentences", "paper")),
     st.sampled_from(KINDS),
@@ -146,6 +147,8 @@ def test_needles_and_questions_stand_where_they_should(
         if question.early is not None:
             assert question.early < S - 1
         assert len(question.closings(S)) == landmarks
+        # the answer's first token is predicted behind a landmark (the paper's second one serves later ones)
+        assert question.landmarks[0 if format == "paper" else -1] < len(question.prompt) - 1
         begun = 0 if question.early is None else question.early + 1
         if not any_phase:
             assert (question.landmarks[0] + 1 - begun) % S == 0
@@ -153,44 +156,58 @@ def test_needles_and_questions_stand_where_they_should(
 
 def test_questions_in_words() -> None:
     shown = {}
-    for format in ("marks", "sentences", "paper"):
-        for kind in KINDS:
-            values = "numbers"
+    for format, kind in product(("marks", "sentences", "paper"), KINDS):
+        for landmarks in (1, 2):
             task = task_of(
-                format=format, kind=kind, needles=1 if kind == "single" else 2, landmarks=2, values=values
+                format=format,
+                kind=kind,
+                needles=1 if kind == "single" else 2,
+                landmarks=landmarks,
+                values="numbers",
             )
-            _, found = trials_of(task, 1200, 40)
+            _, found = trials_of(task, 1200, 40, count=1)
             trial = found[None][0]
             question = trial.questions[0]
             text = BYTES.decode(question.prompt.tolist())
             needles = [BYTES.decode(needle.tokens.tolist()) for needle in trial.needles]
-            shown[format, kind] = needles, text, BYTES.decode(question.answer.tolist())
-    needles, text, answer = shown["marks", "hops"]
+            shown[format, kind, landmarks] = needles, text, BYTES.decode(question.answer.tolist())
+            begun = [0, *(mark + 1 for mark in question.landmarks), len(question.prompt)]
+            pieces = [BYTES.decode(question.prompt[a:b].tolist()) for a, b in pairwise(begun)]
+            if format == "sentences":
+                assert pieces[-1] in (" is", " are", " leads to")
+                assert landmarks == 1 or pieces[0].endswith(f"{pieces[1]}{pieces[2]}?")
+            else:
+                assert pieces[1:] == {"marks": ["=", "="], "paper": [" is", ""]}[format][:landmarks]
+    needles, text, answer = shown["marks", "hops", 1]
     assert needles[0][1:5] == text[-5:-1]  # ~AAAA= asks for $AAAA=BBBB;
     assert text[-6] == "~"
     assert text[-1] == "="
     assert needles[0][6:10] == needles[1][1:5]
     assert needles[1] == f"${needles[0][6:10]}={answer};"
-    needles, text, answer = shown["marks", "multi-query"]
+    assert shown["marks", "hops", 2][1].endswith(f"~{shown['marks', 'hops', 2][0][0][1:5]}==")
+    needles, text, answer = shown["marks", "multi-query", 1]
     assert text.endswith(f"~{needles[0][1:5]}~{needles[1][1:5]}=")
     assert answer == f"{needles[0][6:11]};{needles[1][6:11]}"
-    needles, text, answer = shown["sentences", "single"]
+    needles, text, answer = shown["sentences", "single", 1]
     key = needles[0].split()[4]
     assert needles == [f" The secret number of {key} is{answer}."]
     assert text.endswith(f" The secret number of {key} is")
-    needles, text, answer = shown["sentences", "hops"]
+    key = shown["sentences", "single", 2][0][0].split()[4]
+    asked = f" The secret number of {key} is"
+    assert shown["sentences", "single", 2][1].endswith(f"{asked}?{asked}")
+    needles, text, answer = shown["sentences", "hops", 1]
     chain = [needle.removesuffix(".").split(" leads to ") for needle in needles]
     assert text.endswith(f" In 2 steps{chain[0][0]} leads to")
     assert chain[0][1] == chain[1][0].strip()
     assert answer == f" {chain[1][1]}"
-    needles, text, answer = shown["sentences", "multi-value"]
+    needles, text, answer = shown["sentences", "multi-value", 1]
     assert len({needle.split()[4] for needle in needles}) == 1
     assert text.endswith(f" The secret numbers of {needles[0].split()[4]} are")
     assert sorted(answer.strip().split(", ")) == sorted(needle.split()[-1][:-1] for needle in needles)
-    needles, text, answer = shown["paper", "single"]
+    needles, text, answer = shown["paper", "single", 1]
     assert needles == [f"|The passkey is:{answer}|"]
     assert text.endswith("|What is the passkey? The passkey is")
-    needles, text, answer = shown["paper", "hops"]
+    needles, text, answer = shown["paper", "hops", 2]
     a, b = needles[0].removeprefix("|DEF ").removesuffix("|").split("->")
     assert text.endswith(f"|The path from {a} is")
     assert answer == f"{b},{needles[1].split('->')[1][:-1]}"
@@ -246,8 +263,8 @@ def digest(trials: list[Trial]) -> str:
 GOLDEN = {
     ("marks", "single"): "0a938be0cadb29ba",
     ("marks", "hops"): "bcb0dd0fd49ca437",
-    ("sentences", "multi-value"): "0f795b78337b60e7",
-    ("sentences", "hops"): "00ec0618c49c269d",
+    ("sentences", "multi-value"): "874c4a1367b0022a",
+    ("sentences", "hops"): "2da87da3e629db07",
     ("paper", "multi-query"): "93aad6815d4620d3",
     ("paper", "single"): "2ece3f4bb7b9488c",
 }
@@ -277,7 +294,7 @@ def test_distractors_are_of_the_kinds_that_a_chain_has(hops: int) -> None:
         assert not set(others) & set(keys)  # they lead nowhere
 
 
-def test_values_that_the_text_holds_are_not_used() -> None:
+def test_values_that_the_text_holds_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     """All but two of the 30,240 values stand in the text."""
     digits = np.array(np.meshgrid(*[np.arange(10)] * 5, indexing="ij")).reshape(5, -1).T
     digits = digits[np.array([len(set(row)) == 5 for row in digits.tolist()])]
@@ -286,11 +303,13 @@ def test_values_that_the_text_holds_are_not_used() -> None:
     task = task_of()
     length = len(filler)
     haystack = Haystack(filler, 0, task.chunks(length, 32), 32)
-    with pytest.raises(ValueError, match=r"text: expected text that does not hold the values to hide"):
-        task.trials(haystack, length, 100, (None,), 1, 0)
-    fewer = Filler(tokenize([" ".join("".join(map(str, row)) for row in kept[:25000].tolist())], BYTES))
-    haystack = Haystack(fewer, 0, task.chunks(len(fewer), 32), 32)
-    for _, trial, question in all_questions(task.trials(haystack, len(fewer), 100, (None,), 8, 0)):
+    with monkeypatch.context() as fewer:
+        fewer.setattr(needle_tasks, "_ATTEMPTS", 5)
+        with pytest.raises(ValueError, match=r"text: .* in 5 attempts"):
+            task.trials(haystack, length, 100, (None,), 1, 0)
+    half = Filler(tokenize([" ".join("".join(map(str, row)) for row in kept[::2].tolist())], BYTES))
+    haystack = Haystack(half, 0, task.chunks(len(half), 32), 32)
+    for _, trial, question in all_questions(task.trials(haystack, len(half), 100, (None,), 8, 0)):
         assert occurrences(whole_text(haystack, trial, question), question.answer) == 2
 
 
@@ -308,16 +327,18 @@ def merging() -> Any:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("values", ["numbers", "words"])
+@pytest.mark.parametrize(
+    ("kind", "values"),
+    [("single", "numbers"), ("multi-value", "numbers"), ("multi-query", "words"), ("hops", "words")],
+)
 def test_sentences_in_other_tokens(merging: Any, kind: Any, values: str) -> None:
     """What stands there reads as it should, exactly as long as it should, whatever the tokens."""
     needles = 1 if kind == "single" else 3
     task = make_task(merging, "sentences", kind, needles, 2, 2, values, 2, True, None)
-    assert task.sizes[1] < 80
+    assert task.sizes[1] < 150
     filler = Filler(tokenize([PROSE], merging))
     haystack = Haystack(filler, 3, task.chunks(900, 16), 16)
-    for _, trial, question in all_questions(task.trials(haystack, 900, haystack.chunks - 2, (None,), 6, 1)):
+    for _, trial, question in all_questions(task.trials(haystack, 900, haystack.chunks - 2, (None,), 2, 1)):
         ids = whole_text(haystack, trial, question)
         assert len(ids) == 900
         text = merging.decode(ids.tolist())
@@ -334,9 +355,10 @@ def test_sentences_in_other_tokens(merging: Any, kind: Any, values: str) -> None
             value = merging.decode(needle.tokens[first:stop].tolist())
             assert shown.endswith(f"{value}.")
             assert shown in text
-        before, after = question.landmarks
-        assert after == len(question.prompt) - 1
-        assert merging.decode(question.prompt[before + 1 :].tolist()) == verb.rstrip()
+        first, second = question.landmarks
+        asked = merging.decode(question.prompt[first + 1 : second + 1].tolist())
+        assert merging.decode(question.prompt[second + 1 :].tolist()) == verb.rstrip()
+        assert merging.decode(question.prompt[: first + 1].tolist()).endswith(f"{asked}{verb.rstrip()}?")
 
 
 # --- streams --------------------------------------------------------------------------------------------------
@@ -417,6 +439,8 @@ def question_of(text: str, parts: tuple[str, ...], fixed: bool, any_order: bool)
         ("481735", False, False, "481735", True),
         ("481735", False, False, " 4817356", False),
         ("481735", False, False, " 481735x", False),
+        ("481735", False, False, " 481735.5", False),
+        ("481735", False, False, " 481735,200", False),
         ("481735", False, False, " 48173", False),
         ("copper-lantern", False, False, " copper-lantern\n", True),
         ("copper-lantern", False, False, " copper-lantern-fox", False),
@@ -434,6 +458,29 @@ def test_what_counts_as_the_answer(
     parts = tuple(text.replace(" ", "").replace(",", ";").split(";"))
     question = question_of(text, parts, fixed, any_order)
     assert question.right(tokenize([written], BYTES).tolist(), written) == right
+
+
+@pytest.mark.parametrize("format", ["marks", "sentences"])
+def test_true_tokens_do_not_make_another_order_right(format: str) -> None:
+    """After the true tokens before each, the best ones spell the values in the other order: nobody wrote that."""
+    text, best = ("12;13", "13;12") if format == "marks" else ("12, 13", "13, 12")
+    question = question_of(text, ("12", "13"), format == "marks", True)
+    tokens = tokenize([best], BYTES).tolist()
+    assert question.right(tokens, best)
+    assert not question.given(tokens, best)
+    assert question.given(question.answer.tolist(), text)
+    assert question.given(question.answer.tolist(), f"{text}1") == question.fixed
+
+
+def test_longer_needles_than_there_is_room_for_are_drawn_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The shortest text, of names whose lengths differ much; the first ones drawn do not fit."""
+    task = task_of(format="sentences", values="words")
+    monkeypatch.setitem(task.__dict__, "sizes", (most := (50, 100)))
+    length = (task.least_chunks(10) + 1) * 10 + most[1]
+    haystack = Haystack(Filler(TEXT), 0, task.chunks(length, 10), 10)
+    found = task.trials(haystack, length, haystack.chunks, (None,), 20, 0)[None]
+    assert max(len(trial.needles[0].tokens) for trial in found) == most[0]
+    assert min(trial.needles[0].start for trial in found) >= 0
 
 
 # --- words and draws ------------------------------------------------------------------------------------------

@@ -8,11 +8,11 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
+from trailmark.data.proportions import wilson_interval
 from trailmark.evaluation import intervals
 from trailmark.evaluation.intervals import bootstrap_mean, bootstrap_ratio, student_quantile
-from trailmark.evaluation.proportions import wilson_interval
 
-SETS = 2000
+SETS = 600
 Draw = Callable[[np.random.Generator, int], tuple[np.ndarray, np.ndarray]]
 
 

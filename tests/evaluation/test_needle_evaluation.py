@@ -23,10 +23,10 @@ from tests.models.tiny import (
     window_model,
 )
 from trailmark.data.needles import NeedleFormat
+from trailmark.data.proportions import wilson_interval
 from trailmark.data.trials import needle_trials
 from trailmark.evaluation.needles import evaluate_needles
 from trailmark.evaluation.planting import chunks_in_sight, planted
-from trailmark.evaluation.proportions import wilson_interval
 from trailmark.memory import ChunkCache
 from trailmark.models import DRTForCausalLM, RPTForCausalLM, TrailmarkForCausalLM
 

@@ -92,8 +92,7 @@ def reads_all() -> TrailmarkForCausalLM:
 
 
 @pytest.mark.parametrize("make", [lambda: drt(2), window_model, reads_all], ids=["drt", "window", "landmark"])
-@pytest.mark.parametrize("piece", [1, 7, 45, 4096])
-@pytest.mark.parametrize("length", [2, 46])
+@pytest.mark.parametrize(("length", "piece"), [(2, 1), (46, 7), (46, 45)])
 def test_pieces_change_nothing(
     make: Callable[[], TrailmarkForCausalLM], piece: int, length: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -118,11 +117,11 @@ def test_windows_are_disjoint_and_read_cold(max_tokens: int, windows: int) -> No
 def test_the_share_of_retrievals_that_the_gate_skips(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = landmark(gate_probability=0.5)
     shares, found_losses = [], []
-    for cutoff in (0.0, 0.2, 0.8, 1.0):
+    for cutoff in (0.0, 0.2, 1.0):
         model.config.gate_cutoff = cutoff
         found = evaluate_perplexity(model, TEXT, 46, 92)
         with monkeypatch.context() as patch:
-            patch.setattr(losses, "_PIECE", 8)
+            patch.setattr(losses, "_PIECE", 16)
             text = Documents(Corpus.of_tokens(TEXT), BYTES)
             (result,) = measure(tmp_path / f"{cutoff}", model, text, lengths=(46,), max_tokens=92)
         assert result["loss"] == pytest.approx(found.loss, abs=EXACT)
@@ -139,7 +138,7 @@ def test_the_share_of_retrievals_that_the_gate_skips(tmp_path: Path, monkeypatch
         found_losses.append(found.loss)
     assert shares == sorted(shares)
     assert 0 < shares[0] < shares[-1] == 1
-    assert len(set(found_losses)) > 2
+    assert len(set(found_losses)) > 1
 
 
 def test_a_model_that_knows_nothing_has_a_perplexity_of_its_vocabulary() -> None:
@@ -159,9 +158,8 @@ def test_windows_that_do_not_fit_are_refused(length: int) -> None:
 
 
 @EACH
-@pytest.mark.parametrize("piece", [20, 4096])
-def test_windows(name: str, piece: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(losses, "_PIECE", piece)
+def test_windows(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(losses, "_PIECE", 20)
     model = MAKERS[name]()
     found = one(tmp_path, model, 40)
     windows = len(IDS) // 40
@@ -174,7 +172,7 @@ def test_windows(name: str, piece: int, tmp_path: Path, monkeypatch: pytest.Monk
     everything = b"".join(text.encode() for text in PROSE)
     begun = [
         n for n in range(windows * 40)
-        if not everything[n : n + 1].isspace() and (n == 0 or everything[n - 1 : n].isspace())
+        if not everything[n : n + 1].isspace() and (n in BORDERS or everything[n - 1 : n].isspace())
     ]  # fmt: skip
     words = sum(n % 40 != 0 for n in begun)
     assert found["words"] == words < len(begun)
@@ -202,7 +200,7 @@ def test_a_carried_memory_is_one_reading(name: str, tmp_path: Path) -> None:
     assert found["loss"] != one(tmp_path, model, 40)["loss"]
 
 
-@pytest.mark.parametrize(("length", "stride"), [(40, 40), (40, 7), (40, None), (25, 3)])
+@pytest.mark.parametrize(("length", "stride"), [(40, 40), (40, 17), (40, None)])
 def test_sliding(length: int, stride: int | None, tmp_path: Path) -> None:
     model = drt(2, vocab_size=259)
     found = one(tmp_path, model, length, windows="sliding", stride=stride)
@@ -316,6 +314,40 @@ def test_lengths_by_the_training(tmp_path: Path) -> None:
     assert [result["length"] for result in found] == [20, 80]  # 320 are more than the text has
 
 
+def beginning_bpe(folder: Path) -> Any:
+    """A tokenizer that puts <s> before a text."""
+    from tokenizers import AddedToken
+    from tokenizers.processors import TemplateProcessing
+
+    tokenizer = load_tokenizer(save_bpe(folder, 300))
+    tokenizer.add_special_tokens({"bos_token": AddedToken("<s>", special=True)})
+    start = ("<s>", tokenizer.bos_token_id)
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[start])
+    return tokenizer
+
+
+def test_what_a_tokenizer_puts_before_a_text_is_read_and_not_scored(tmp_path: Path) -> None:
+    tokenizer = beginning_bpe(tmp_path)
+    model = llama(41)
+    model.resize_token_embeddings(310, mean_resizing=False)
+    text = Documents.of([prose(1, 120)], tokenizer)
+    subject = Subject(tmp_path, model, tokenizer, {})
+
+    def asked(length: int) -> Any:
+        settings = PerplexitySettings(lengths=(length,), max_tokens=80)
+        return run(subject, settings, text, Record(tmp_path, "perplexity", subject.identity()))[0]
+
+    found, bos = asked(40), tokenizer.bos_token_id
+    windows = [np.concatenate([[bos], text.read(n, n + 40)]) for n in (0, 40)]
+    each = np.stack([nats(model, window)[1:] for window in windows])
+    assert (found["tokens"], found["settings"]["begin"]) == (78, [bos])
+    assert found["loss"] == pytest.approx(each.mean(), abs=EXACT)
+    with pytest.raises(
+        ValueError, match=r"at most the 40 tokens .* takes after 1 at the beginning, got .* 41"
+    ):
+        asked(41)
+
+
 def test_lengths_that_a_model_of_transformers_takes(tmp_path: Path) -> None:
     assert [result["length"] for result in measure(tmp_path, llama(32))] == [32]
     assert [result["length"] for result in measure(tmp_path / "longer", llama())] == [len(IDS)]
@@ -366,16 +398,31 @@ def bpe(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return load_tokenizer(save_bpe(tmp_path_factory.mktemp("bpe"), 400))
 
 
-@settings(derandomize=True, deadline=None, max_examples=50)
-@given(cuts=st.lists(st.integers(0, 300), max_size=6), seed=st.integers(0, 5), byte_level=st.booleans())
-def test_counts_of_parts_add_up(cuts: list[int], seed: int, byte_level: bool, bpe: Any) -> None:
-    text = prose(seed, 40)
-    documents = Documents.of([text], bpe if byte_level else BYTES)
+# whitespace of several bytes, which a window may cut, and words that begin and end with their documents
+SPACED = ["one\u3000two \u00a0", "drei\u2003", "\u0085", "四\u3000\u3000", "\u00e9\u00a0x"]
+
+
+@settings(derandomize=True, deadline=None, max_examples=60)
+@given(
+    cuts=st.lists(st.integers(0, 300), max_size=9),
+    texts=st.lists(
+        st.lists(st.sampled_from(SPACED), min_size=1, max_size=4).map("".join), min_size=1, max_size=4
+    ),
+    byte_level=st.booleans(),
+)
+def test_counts_of_parts_add_up(cuts: list[int], texts: list[str], byte_level: bool, bpe: Any) -> None:
+    documents = Documents.of(texts, bpe if byte_level else BYTES)
     inner = sorted(min(cut, documents.tokens) for cut in cuts)
     places = [0, *inner, documents.tokens]
     counted = [documents.counted(a, b) for a, b in pairwise(places)]
-    assert sum(words for words, _ in counted) == len(text.split())
-    assert sum(size for _, size in counted) == len(text.encode())
+    assert sum(words for words, _ in counted) == sum(len(text.split()) for text in texts)
+    assert sum(size for _, size in counted) == sum(len(text.encode()) for text in texts)
+
+
+def test_counts_do_not_depend_on_what_is_put_together_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = DOCUMENTS.counted(3, 150)
+    monkeypatch.setattr("trailmark.evaluation.documents._SLAB", 1)
+    assert DOCUMENTS.counted(3, 150) == whole
 
 
 def test_bytes_of_a_byte_level_bpe(bpe: Any) -> None:
@@ -474,6 +521,9 @@ def test_what_does_not_fit_is_refused_before_anything_is_measured(tmp_path: Path
         measure(tmp_path, llama(32), lengths=(20, 40))
     with pytest.raises(ValueError, match=r"lengths: expected at most the 32 tokens .* got windows of"):
         measure(tmp_path, llama(32), windows="documents")
+    # a stride is compared with the lengths by default too: nothing between two windows is left out
+    with pytest.raises(ValueError, match=r"stride: expected 1 to the shortest length, \d+, got 9,999"):
+        measure(tmp_path, model, windows="sliding", stride=9999)
     with pytest.raises(ValueError, match="text: expected a document of at least 2 tokens among 2"):
         measure(tmp_path, model, Documents.of(["a", "b"], BYTES), windows="documents")
     assert not (tmp_path / "perplexity.json").exists()

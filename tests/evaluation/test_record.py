@@ -134,6 +134,14 @@ def test_numbers_that_are_not_finite_are_null(tmp_path: Path) -> None:
 # --- other models ----------------------------------------------------------------------------------------------
 
 
+def test_a_gpu_that_stood_idle_is_not_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
+    assert environment("cuda")["gpu"] == environment()["gpu"] == "a GPU"
+    assert "gpu" not in environment("cpu")
+    assert environment("cpu")["device"] == "cpu"
+
+
 def test_a_moved_model_keeps_its_results(tmp_path: Path) -> None:
     found = record(tmp_path / "a").measure({"n": 1}, dict)
     shutil.copytree(tmp_path / "a", tmp_path / "b")

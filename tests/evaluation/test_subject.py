@@ -98,6 +98,13 @@ def test_what_it_was_trained_for(models: Path) -> None:
     assert subject.trained_on(None) == ""
 
 
+def test_weights_without_a_tokenizer(models: Path) -> None:
+    for path in (models / "llama").glob("*token*"):
+        path.unlink()
+    with pytest.raises(ValueError, match=r"expected a tokenizer beside the weights, .* Save one there"):
+        load(models / "llama", any_model=True)
+
+
 @pytest.mark.parametrize("content", ["data: [", "just words", "data: 3", "- a"])
 def test_a_broken_run_file_is_said(models: Path, content: str) -> None:
     (models / "ours" / "run.yaml").write_text(content)
@@ -114,11 +121,16 @@ def test_what_is_no_model_is_said_before_anything_is_loaded(models: Path) -> Non
     with pytest.raises(ValueError, match="is not finished"):
         expect_model(models / "half")
     (models / "empty").mkdir()
-    for wrong in (models / "empty", models / "none", models / "ours" / "config.json", models / "none.yaml"):
-        with pytest.raises(ValueError, match=r"has no config\.json"):
-            expect_model(wrong)
-        with pytest.raises(ValueError, match=r"has no config\.json"):
-            load(wrong)
+    for wrong, said in (
+        ("empty", r"has no config\.json"),
+        ("none", "does not exist"),
+        ("ours/config.json", "has no"),
+    ):
+        for check in (expect_model, load):
+            with pytest.raises(ValueError, match=said):
+                check(models / wrong)
+    with pytest.raises(ValueError, match=r"there is no '.*none\.yaml'"):
+        expect_model(models / "none.yaml")
 
 
 def test_a_name_that_is_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:

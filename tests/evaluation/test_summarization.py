@@ -245,6 +245,23 @@ def test_long_documents_lose_their_end(tmp_path: Path) -> None:
     assert [line["cut"] for line in short] == [True, False, False]
 
 
+def test_a_tokenizer_that_puts_a_token_before_a_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(summarization, "beginning", lambda tokenizer: [7])
+    model, pairs = llama(60), stories(2)
+    document = pairs[0][0]
+    with torch.no_grad():
+        ids = [7, *tokenize([document + "|Summary:"], BYTES).tolist()]
+        own = model.generate(
+            torch.tensor([ids]), max_new_tokens=NEW, do_sample=False, repetition_penalty=1.0, eos_token_id=1
+        )[0, len(ids) :].tolist()
+    _, lines, record = summarise(tmp_path, model, pairs, limit=1)
+    end = own.index(1) if 1 in own else NEW
+    assert lines[0]["generated"] == BYTES.decode(own[:end], skip_special_tokens=True).strip()
+    assert record.results[0]["settings"]["begin"] == [7]
+    ours = summarise(tmp_path / "ours", MAKERS["drt"](), pairs)[2]  # they learn without
+    assert "begin" not in ours.results[0]["settings"]
+
+
 def test_the_papers_protocol(tmp_path: Path) -> None:
     settings = SummarizationSettings(("pairs.jsonl",), protocol="paper-table-2")
     assert (settings.max_new_tokens, settings.temperature, settings.top_k) == (128, 1.0, 2)
@@ -297,6 +314,13 @@ def test_what_cannot_be_summarised(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         summarise(tmp_path, llama(), stories(2), context_length=257)
     with pytest.raises(ValueError, match="tokenizer: expected one with an end-of-text token"):
         summarise(tmp_path, model, stories(2), ending_in(None))
+    # rouge-score sees nothing of other alphabets: a 0 would say nothing of the model
+    unseen = [("a river", "河流与船"), ("a boat", "лодка"), *stories(2)]
+    with pytest.raises(
+        ValueError, match=r"pairs: expected summaries with words .* none in 2 \(the first: '河流与船'"
+    ):
+        summarise(tmp_path, model, unseen, limit=2)
+    assert [summarise(tmp_path, model, unseen, limit=n)[0]["unseen"] for n in (3, 4)] == [2, 2]
     subject = Subject(tmp_path, model, BYTES, {})
     record = Record(tmp_path, "summarization", subject.identity())
     with pytest.raises(ValueError, match="data: expected a file or folder of pairs"):

@@ -44,13 +44,15 @@ THEIRS = "# My model\n\nMy words.\n"
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("runs") / "tiny"
     Run(run_config(folder, steps=6), text=TEXT).train()
-    assert not list(folder.rglob(README))  # the weights' own training writes none
+    assert [path.parent for path in folder.rglob(README)] == [folder]  # of the run, not of its checkpoints
     return folder
 
 
 @pytest.fixture
 def run(trained: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(trained, tmp_path / "tiny"))
+    folder = Path(shutil.copytree(trained, tmp_path / "tiny"))
+    (folder / README).unlink()
+    return folder
 
 
 def measured(folder: Path, **changes: Any) -> dict[str, Any]:
@@ -267,6 +269,38 @@ def test_a_card_changes_nothing_for_a_run_and_its_checkpoints(run: Path) -> None
     assert files() == before
     again = Run(run_config(run, steps=6), text=TEXT)
     assert again.finished
+
+
+def test_a_training_writes_the_card_that_its_files_make(trained: Path, run: Path) -> None:
+    assert refresh_card(run)
+    assert card_of(trained) == card_of(run)
+
+
+@pytest.mark.parametrize("broken", ["card", "config", "weights"])
+def test_a_card_that_cannot_be_made_is_a_warning(
+    run: Path, broken: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A training and an evaluation are done by then."""
+    if broken == "card":
+        (run / README).mkdir()
+    else:
+        name = {"config": "config.json", "weights": "model.safetensors"}[broken]
+        (run / name).write_text("{broken")
+    assert not refresh_card(run)
+    assert f"The model card {run / README} cannot be written" in caplog.text
+    assert not list(run.glob(f".{README}*"))
+
+
+def test_a_model_is_saved_whose_card_cannot_be(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*_: Any) -> None:
+        raise OSError("no space")
+
+    monkeypatch.setattr(card_files, "_write", fail)
+    drt().save_pretrained(tmp_path)
+    assert DRTForCausalLM.from_pretrained(tmp_path).config.model_type == "trailmark_drt"
+    assert "cannot be written (OSError: no space)" in caplog.text
 
 
 # --- text stays text -------------------------------------------------------------------------------------------

@@ -191,7 +191,7 @@ def test_nothing_to_show_is_an_error_with_the_way_out(tmp_path: Path) -> None:
         ({"trailmark": "0.9"}, "2 versions of trailmark. 0.1.0: a needles; 0.9: b needles."),
         ({"torch": "9.9"}, "2 versions of torch. 2.13.0: a needles; 9.9: b needles."),
         ({"transformers": "9"}, "2 versions of transformers."),
-        ({"processor": "Another", "gpu": "A card"}, "2 machines. A card, Another, 2 cores, 2 threads: b"),
+        ({"processor": "Another", "gpu": "A card"}, "numbers of threads. A card, Another, 2 cores, 2 threads: b"),
         ({"threads": 1}, "comparable within one machine only"),
     ],
 )  # fmt: skip

@@ -14,11 +14,12 @@ from typing import Any
 import pytest
 
 from tests.report import runs
-from trailmark.evaluation.proportions import wilson_interval
+from trailmark.data.proportions import wilson_interval
 from trailmark.report import charts
 from trailmark.report.collect import collect
+from trailmark.report.overview import percent
 from trailmark.report.page import Built, build
-from trailmark.report.section_needles import pooled, wilson
+from trailmark.report.section_needles import pooled
 
 pytest.importorskip("matplotlib")
 HOSTILE = "</style></script><script>alert(1)</script><img src=x onerror=alert(2)>\"'&"
@@ -73,11 +74,15 @@ def report(folder: Path, *paths: Path, **more: Any) -> tuple[Page, Built]:
 
 
 @pytest.fixture(scope="module")
-def everything(tmp_path_factory: pytest.TempPathFactory) -> tuple[Page, Built, list[str]]:
-    folder = tmp_path_factory.mktemp("runs")
-    said: list[str] = []
-    page, built = report(runs.everything(folder), say=said.append)
-    return page, built, said
+def everything(whole_report: tuple[Built, list[str]]) -> tuple[Page, Built, list[str]]:
+    built, said = whole_report
+    return Page(built.page), built, said
+
+
+@pytest.fixture
+def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For tests of what stands in the page: drawing is tested elsewhere."""
+    monkeypatch.setattr(charts, "available", lambda: False)
 
 
 SECTIONS = (
@@ -174,7 +179,8 @@ def test_numbers_are_those_of_the_results(everything: tuple[Page, Built, list[st
         "1.000",
         "0.983",
     ) in rows
-    assert "95.0%" in page.text  # the overview's
+    assert "95.0%" in page.words  # the overview's
+    assert "demo/drt, one needle; 95% interval 0.900–1.000" in page.words
     assert "DRT, G = 1" in page.text  # as printed
     assert "Another one." in page.text
 
@@ -199,6 +205,7 @@ def test_what_is_not_shown_and_what_must_be_known_is_said_twice(
     assert f"Not shown: {entry.path}: {entry.reason}" in said
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_how_to_measure_again(tmp_path: Path) -> None:
     kept = runs.needle(1024, command="trailmark evaluate 'my model' --suite needles --lengths 1024")
     made = [runs.needle(x, 90, depth) for x in (1024, 4096) for depth in (0.0, 0.5)]
@@ -255,6 +262,21 @@ def test_text_of_others_stays_text(tmp_path: Path) -> None:
     assert all("<" not in path.name for path in built.figures)
 
 
+@pytest.mark.parametrize("odd", ["\x00", "\x0b", "\x1b", "\ud800", "\uffff", "\x9f"])
+def test_characters_that_no_page_can_hold_are_replaced(odd: str, tmp_path: Path) -> None:
+    """In names, settings and what a model wrote: a small model writes any byte."""
+    name = f"a{odd}b"
+    model = runs.identity(name, f"/nowhere/{name}") | {"set": {name: name}}
+    said = [{"id": "needles0", "expected": "1", "generated": name, "correct": False}]
+    runs.record(tmp_path, "needles", [runs.needle(64), runs.needle(128)], model, {"processor": name}, said)
+    with open(tmp_path / "needles.generations.jsonl", "a") as file:
+        file.write("[" * 100_000 + "\n")
+    page, built = report(tmp_path)
+    assert odd not in page.html
+    assert page.text.count("a\ufffdb") > 4
+    assert len(built.figures) == 2
+
+
 FIELDS = [
     *("length", "depth", "needles", "questions", "correct", "accuracy", "accuracy_low", "accuracy_high", "recall"),
     *("settings", "tokens_per_second", "memory_bytes", "windows", "loss", "perplexity", "by_position", "rouge1"),
@@ -262,15 +284,16 @@ FIELDS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("value", [None, "text", float("nan"), float("inf"), [], {}, [[]], -1, True, 10**400])
-def test_fields_that_are_missing_or_odd_do_no_harm(
-    value: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+ODD = [None, "text", float("nan"), float("inf"), [], {}, [[]], -1, True, 10**400]
+
+
+@pytest.mark.usefixtures("undrawn")
+@pytest.mark.parametrize("value", ODD, ids=[str(value)[:5] for value in ODD])
+def test_fields_that_are_missing_or_odd_do_no_harm(value: Any, tmp_path: Path) -> None:
     """What an older or newer version wrote, or a hand: a page all the same, with "-" where nothing is known."""
-    monkeypatch.setattr(charts, "available", lambda: False)  # drawing is tested elsewhere
     for place, change in enumerate(FIELDS):
         cells = {
-            "needles": [runs.needle(x) for x in (1024, 4096)],
+            "needles": [runs.needle(x, depth=d) for x in (1024, 4096) for d in (0.0, 1.0)],
             "perplexity": [runs.perplexity(x) for x in (1024, 4096)],
             "summarization": [runs.rouge()],
             "cost": [runs.cost(["base", "drt"])],
@@ -294,10 +317,8 @@ def test_a_history_with_holes(missing: str, tmp_path: Path) -> None:
     assert page.named("section", "id") == ["overview", "training", "reproduce", "environment"]
 
 
-def test_without_matplotlib_there_are_tables_and_a_note(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(charts, "available", lambda: False)
+@pytest.mark.usefixtures("undrawn")
+def test_without_matplotlib_there_are_tables_and_a_note(tmp_path: Path) -> None:
     page, built = report(runs.everything(tmp_path))
     assert built.figures == []
     assert not built.page.with_name("report-figures").exists()
@@ -326,18 +347,29 @@ def test_what_is_wrong_is_said_before_anything_is_written(tmp_path: Path) -> Non
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "needles.json"]
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_a_second_report_replaces_the_first(tmp_path: Path) -> None:
     runs.record(tmp_path, "needles", [runs.needle(x) for x in (1024, 4096)])
     first, second = (report(tmp_path)[1].page.read_bytes() for _ in range(2))
     assert first == second
 
 
+@pytest.mark.parametrize(
+    ("share", "said"),
+    [
+        (1.0, "100.0%"),
+        (0.9996, "> 99.9%"),
+        (0.9994, "99.9%"),
+        (0.0, "0.0%"),
+        (0.0001, "< 0.1%"),
+        (0.25, "25.0%"),
+    ],
+)
+def test_all_and_nothing_are_not_reached_by_rounding(share: float, said: str) -> None:
+    assert percent(share) == said
+
+
 # --- pooling ------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("correct", "questions"), [(0, 10), (10, 10), (3, 7), (299, 300), (1, 1)])
-def test_the_interval_is_that_of_the_evaluation(correct: int, questions: int) -> None:
-    assert wilson(correct, questions) == pytest.approx(wilson_interval(correct, questions), abs=1e-12)
 
 
 def test_depths_are_pooled_and_of_two_the_larger_or_last_counts(tmp_path: Path) -> None:
@@ -347,12 +379,53 @@ def test_depths_are_pooled_and_of_two_the_larger_or_last_counts(tmp_path: Path) 
     pool = pooled(collect([tmp_path]).results)
     assert pool["accuracy"] == pytest.approx(140 / 300)
     assert pool["recall"] == pytest.approx(140 / 300)
-    assert (pool["accuracy_low"], pool["accuracy_high"]) == wilson(140, 300)
+    assert (pool["accuracy_low"], pool["accuracy_high"]) == wilson_interval(140, 300)
 
 
 def test_where_needles_lie_anywhere_depths_are_not_mixed_in(tmp_path: Path) -> None:
     runs.record(tmp_path, "needles", [runs.needle(1024, 10, 0.0), runs.needle(1024, 90)])
     assert pooled(collect([tmp_path]).results)["accuracy"] == 0.9
+
+
+@pytest.mark.usefixtures("undrawn")
+def test_of_many_models_some_are_drawn_and_the_others_named(tmp_path: Path) -> None:
+    asked = [{"needle": 1, "selected": [[0, 1]], "weights": [[0.1, 0.9]]}]
+    for n in range(14):
+        cells = [runs.needle(x, depth=d) | {"asked": asked} for x in (1024, 4096) for d in (0.0, 1.0)]
+        runs.record(tmp_path / f"m{n:02}" / "evaluation", "needles", cells)
+    page, _ = report(tmp_path)
+    assert (
+        "Heat maps of 6 more are not drawn; their numbers stand in the table below: m08, m09, m10, m11, m12, m13."
+        in page.words
+    )
+    (chunks,) = (
+        words for words in page.words if words.startswith("The chunks read of 10 more are not drawn")
+    )
+    assert chunks.endswith("needles.generations.jsonl beside their records: " + ", ".join(
+        f"m{n:02}" for n in range(4, 14)) + ".")  # fmt: skip
+    assert sum("chunks read at 4,096 tokens: numbers" in words for words in page.words) == 4
+    assert len([row for row in page.rows if row[0] == "m13"]) >= 4  # its cells are in the table
+
+
+@pytest.mark.usefixtures("undrawn")
+@pytest.mark.parametrize(("count", "folded"), [(60, False), (61, True)])
+def test_a_long_table_does_not_hide_what_stands_below_it(count: int, folded: bool, tmp_path: Path) -> None:
+    runs.record(tmp_path, "needles", [runs.needle(1024 + n) for n in range(count)])
+    page, _ = report(tmp_path)
+    assert (f"One needle: all cells ({count})" in page.words) == folded
+    assert "One needle: all cells" in page.words
+
+
+@pytest.mark.usefixtures("undrawn")
+def test_the_chunks_read_are_those_of_all_depths_of_the_longest_text(tmp_path: Path) -> None:
+    cells = []
+    for length, depth, chunk in ((1024, None, 3), (4096, 0.0, 5), (4096, 1.0, 60)):
+        asked = [{"needle": chunk, "selected": [chunk], "weights": [1.0]}] * 40
+        cells.append(runs.needle(length, depth=depth) | {"asked": asked})
+    runs.record(tmp_path / "m" / "evaluation", "needles", cells)
+    page, _ = report(tmp_path)
+    read = [row[1] for row in page.rows if len(row) == 3 and row[2].endswith("(1.00)")]
+    assert read == ["5"] * 20 + ["60"] * 20
 
 
 @pytest.mark.slow
@@ -363,30 +436,34 @@ def test_fifty_runs_take_less_than_ten_seconds(tmp_path: Path) -> None:
         runs.training(folder, 260)
         lengths = [1024 * 4**k for k in range(6)]
         cells = [runs.needle(x, 100 - n) for x in lengths]
-        cells += [runs.needle(x, 100 - n, depth / 4) for x in lengths for depth in range(5)]
+        asked = [{"needle": k, "selected": [[k, *range(40, 47)]], "weights": [[0.5] * 8]} for k in range(40)]
+        cells += [
+            runs.needle(x, 100 - n, depth / 4) | {"asked": asked} for x in lengths for depth in range(5)
+        ]
         runs.record(folder / "evaluation", "needles", cells)
         runs.record(folder / "evaluation", "perplexity", [runs.perplexity(x, 1.5 + n / 100) for x in lengths])
         runs.record(folder / "evaluation", "summarization", [runs.rouge(0.2 + n / 300)])
     began = time.process_time()
-    page, built = report(tmp_path)
+    built = build([tmp_path], tmp_path / "out" / "report.html")
     assert time.process_time() - began < 10
+    page = Page(built.page)
     assert len({row[0] for row in page.rows if row and row[0].startswith("run-")}) == 50
-    assert len(built.figures) == 12
+    assert len(built.figures) == 2 * (6 + 4)
+    assert built.page.stat().st_size < 5_000_000
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_a_curve_is_of_one_text(tmp_path: Path) -> None:
     cells = [runs.perplexity(x) for x in (64, 128, 256, 512)]
     for n, cell in enumerate(cells):
         cell["settings"]["text"] = "ab"[n // 2] * 64
     runs.record(tmp_path, "perplexity", cells)
-    page, built = report(tmp_path)
-    assert "Windows of the text, text aaaaaaaa" in page.text
-    assert sorted(p.name for p in built.figures if p.suffix == ".svg" and "length" in p.name) == [
-        "perplexity-1-length.svg",
-        "perplexity-2-length.svg",
-    ]
+    page, _ = report(tmp_path)
+    for text in ("aaaaaaaa", "bbbbbbbb"):
+        assert f"Windows of the text, text {text}: perplexity by length: numbers" in page.words
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_summaries_that_are_not_all_written_are_said(tmp_path: Path) -> None:
     block = {"settings": {"suite": "summarization", "block": [0, 20]}, "documents": 20, "scores": [[0.1]]}
     runs.record(tmp_path / "a" / "evaluation", "summarization", [dict(block)])

@@ -13,8 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.report import runs
-from trailmark.report.page import build
+from trailmark.report.page import Built
 from trailmark.report.theme import DARK, LIGHT, channels
 
 CHROMIUM = os.environ.get("TRAILMARK_CHROMIUM") or shutil.which("chromium") or "/usr/bin/chromium"
@@ -32,9 +31,8 @@ def missing(what: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("runs")
-    return build([runs.everything(folder)], folder / "out" / "report.html").page
+def report(whole_report: tuple[Built, list[str]]) -> Path:
+    return whole_report[0].page
 
 
 @pytest.fixture(scope="module")

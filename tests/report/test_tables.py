@@ -87,6 +87,8 @@ def test_perplexity() -> None:
         ["4,096", "16", "1.0000", "2.718", "-", "-", "-"],
         ["whole documents", "16", "1.0000", "2.718", "2.500-3.000", "55.13", "1.2500"],
     ]
+    overflown = result | {"perplexity": None}  # as records keep what is not finite
+    assert cells(perplexity_table([overflown]))[2][2:4] == ["1.0000", "-"]
 
 
 def test_what_an_evaluation_found() -> None:
@@ -101,6 +103,9 @@ def test_what_an_evaluation_found() -> None:
         "tokens": "4,096", "x train": "4x", "kind": "2 hops", "depth": "0.5", "questions": "10", "all right": "0.500",
         "95% interval": "0.200-0.800", "chunk retrieved": "-", "weight": "-", "tokens/s": "-", "memory": "-",
     }  # fmt: skip
+    header, _, row = cells(result_table("needles", [needle | {"exact_accuracy": 0.25}], 1024))
+    assert header[5:8] == ["one token right", "95% interval", "all right"]  # the paper's protocol
+    assert row[5:8] == ["0.500", "0.200-0.800", "0.250"]
     rouge = {"f": 0.25, "low": 0.2, "high": 0.3}
     (*_, row) = cells(result_table("summarization", [{"documents": 7} | dict.fromkeys(ROUGES, rouge)], 1))
     assert row == ["7", *["0.2500", "0.2000-0.3000"] * 3]

@@ -1,21 +1,24 @@
 """How needles and the questions about them are written, as tokens: three formats.
 
 "marks": one token per character, for models of the needle task (:mod:`.needles`); ``*`` is where a landmark closes
-the question's chunk, ``+`` a second one if it is asked for::
+the question's chunk, ``+`` where a second one does if it is asked for, in brackets what stands there for it alone::
 
-    $KKKK=ddddd;   ...   ~KKKK*=+ddddd              of hops: $AAAA=BBBB; $BBBB=ddddd;   ...   ~AAAA*=+ddddd
+    $KKKK=ddddd;   ...   ~KKKK*[=+]=ddddd           of hops: $AAAA=BBBB; $BBBB=ddddd;   ...   ~AAAA*[=+]=ddddd
 
-"sentences": for any tokenizer and any causal language model; the answer completes a sentence::
+"sentences": for any tokenizer and any causal language model; the answer completes a sentence. Of two landmarks the
+question is asked twice::
 
-    The secret number of copper-lantern is 481735.   ...   The secret number of copper-lantern+ is*481735
+    The secret number of copper-lantern is 481735.   ...   The secret number of copper-lantern* is 481735
+                 ...   The secret number of copper-lantern is?* The secret number of copper-lantern+ is 481735
 
 "paper": as :mod:`.niah` writes them (arXiv 2410.01651, App. D); letters that repeat stand for random tokens::
 
     |The passkey is:vvvvv|     ...   |What is the passkey? The passkey* is+vvvvv
     |DEF aaaaa->bbbbb|         ...   |The path from aaaaa* is+bbbbb,ccccc
 
-The landmark that is always there comes last before the answer's first token, or before its cue; what it finds
-serves the answer.
+An answer's first token is predicted at the token before it, so a landmark serves it only if a token of the cue comes
+after the landmark. The exception is the paper's second one, as in training: it serves what comes after the first
+token, such as the second hop's variable.
 """
 
 from __future__ import annotations
@@ -124,7 +127,7 @@ class Marks(Format):
         form = self.form
         values = found[-1:] if hops > 1 else found
         asked = np.concatenate([part for key in keys for part in ([form.question], key.tokens)])
-        tokens = np.append(asked, form.cue).astype(np.int64)
+        tokens = np.append(asked, [form.cue] * landmarks).astype(np.int64)
         answer = _with_separators([v.tokens for v in values], np.array([form.end]))
         marks = (len(asked) - 1, len(asked))[:landmarks]
         parts = tuple(v.text for v in values)
@@ -172,9 +175,10 @@ class Sentences(Format):
             lead = f" The secret {self._noun}{'' if one else 's'} of {named}"
             cue = " is" if one else " are"
         text = ", ".join(parts)
-        tokens, ends = self._joined([lead, cue, f" {text}"])
-        marks = (ends[0] - 1, ends[1] - 1)[-landmarks:]
-        return QuestionText(tokens[: ends[1]], marks, tokens[ends[1] :], tuple(parts), text)
+        pieces = [lead, cue] if landmarks == 1 else [f"{lead}{cue}?", lead, cue]
+        tokens, ends = self._joined([*pieces, f" {text}"])
+        marks, end = tuple(end - 1 for end in ends[:landmarks]), ends[landmarks]
+        return QuestionText(tokens[:end], marks, tokens[end:], tuple(parts), text)
 
     def variants(self, value: Name) -> list[Integers]:
         return [value.tokens, self._tokens(f" {value.text}")]

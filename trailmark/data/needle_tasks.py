@@ -74,6 +74,13 @@ class Question:
         """Tokens that are generated: where the answer must be ended, the token after it too."""
         return len(self.answer) + (not self.fixed)
 
+    def given(self, tokens: Sequence[int], text: str) -> bool:
+        """Whether greedy decoding writes the answer as it stands: from the best tokens after the true ones before each.
+
+        Whatever else these say, also a right answer in another order, does not tell what would be written.
+        """
+        return np.array_equal(tokens[: len(self.answer)], self.answer) and self.right(tokens, text)
+
     def right(self, tokens: Sequence[int], text: str) -> bool:
         """Whether generated tokens, which read ``text``, are the answer.
 
@@ -86,7 +93,7 @@ class Question:
             return self.any_order and len(given) == len(self.answer) and self._same_values(given)
         said = text.lstrip()
         if said.startswith(self.text):
-            return not re.match(r"[\w-]", said[len(self.text) :])
+            return not re.match(r"[\w-]|[.,]\d", said[len(self.text) :])
         found = [part for part in re.split(r"[,;\s]+|\band\b", said) if part][: len(self.parts)]
         if not self.any_order or len(found) < len(self.parts):
             return False
@@ -163,7 +170,7 @@ class NeedleTask:
         A draw that is longer still is drawn again (few tokenizers have such).
         """
         needle, question = 0, 0
-        for number in range(64):
+        for number in range(max(4, 64 // self.num_needles)):
             facts = self._facts(Draws(number))
             needle = max(needle, *(len(self.format.needle(*names).tokens) for names in facts.needles))
             for text in self._texts(facts):
@@ -230,11 +237,14 @@ class NeedleTask:
     def _unfit(
         self, haystack: Haystack, length: int, room: int, drawn: dict[Any, Facts]
     ) -> list[tuple[float | None, int]]:
-        """Those whose values stand in the text, or whose questions are too long for what is left behind it."""
+        """Those whose values stand in the text, or that are longer than the room that is kept for them."""
         sequences, owners = [], []
-        wrong = set()
+        wrong, longest = set(), self.sizes[0]
         for key, facts in drawn.items():
-            if any(len(text.tokens) + len(text.answer) > room for text in self._texts(facts)):
+            needles = (self.format.needle(*names) for names in facts.needles)
+            if any(len(text.tokens) + len(text.answer) > room for text in self._texts(facts)) or any(
+                len(text.tokens) > longest for text in needles
+            ):
                 wrong.add(key)
             for _, values, _ in facts.asked:
                 for value in values:

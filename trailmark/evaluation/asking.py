@@ -15,14 +15,17 @@ import numpy as np
 import psutil
 import torch
 from torch import Tensor
+from transformers import GenerationConfig
 
 from trailmark.data.haystacks import Haystack, Needle
 from trailmark.data.needle_tasks import Question
+from trailmark.evaluation.losses import beginning, longest_text
 from trailmark.evaluation.planting import Rows, can_be_planted, planted
 from trailmark.memory import ChunkCache
 from trailmark.models import LandmarkForCausalLM, TrailmarkForCausalLM
 
 _READ_TOKENS, _PIECES = 4096, 16  # a haystack's, that are made at a time: so many of the model's own pieces
+_TOGETHER = 64  # questions in a batch: memory for what they read does not grow with their number
 _MORE_TOKENS = 4  # than the expected answer's that are generated: another way to write it may be longer
 
 
@@ -76,7 +79,8 @@ class Reading:
             progress(stop)
         self.seconds += time.perf_counter() - began
         if first:
-            self.resident_bytes = psutil.Process().memory_info().rss - before
+            # less than before: what came earlier was given back meanwhile
+            self.resident_bytes = max(0, psutil.Process().memory_info().rss - before)
             self.memory_bytes = cache.memory_bytes() + cache.window_bytes()
 
 
@@ -130,11 +134,14 @@ class Asker:
             yield cache
 
     def ask(self, cache: ChunkCache, questions: Sequence[Question], chunk_size: int) -> list[Answer]:
-        """All questions in one batch, each on a branch of its own behind whole chunks of ``chunk_size``.
+        """Questions in batches, each on a branch of its own behind whole chunks of ``chunk_size``.
 
         Greedy decoding gives an answer exactly if every token of it is the best after the true ones before it: one
         call decides.
         """
+        return [a for some in _batches(questions) for a in self._ask(cache, some, chunk_size)]
+
+    def _ask(self, cache: ChunkCache, questions: Sequence[Question], chunk_size: int) -> list[Answer]:
         given = [np.concatenate([q.prompt, q.answer[: q.needed - 1]]) for q in questions]
         ids, mask, close = self._batch(given, questions)
         width, keep = ids.shape[1], max(q.needed for q in questions)
@@ -165,6 +172,9 @@ class Asker:
 
     def generate(self, cache: ChunkCache, questions: Sequence[Question]) -> list[list[int]]:
         """Greedy continuations of the questions, with the same landmarks, each on a branch of its own."""
+        return [row for some in _batches(questions) for row in self._generate(cache, some)]
+
+    def _generate(self, cache: ChunkCache, questions: Sequence[Question]) -> list[list[int]]:
         ids, mask, close = self._batch([q.prompt for q in questions], questions)
         branch = cache.branch(len(questions))
         count = max(_wanted(q) for q in questions)
@@ -191,6 +201,10 @@ class Asker:
             close[i, [first + place for place in q.marks]] = True
         device = self.model.device
         return ids.to(device), mask.to(device), close.to(device)
+
+
+def _batches(questions: Sequence[Question]) -> Iterator[Sequence[Question]]:
+    return (questions[first : first + _TOGETHER] for first in range(0, len(questions), _TOGETHER))
 
 
 def _wanted(question: Question) -> int:
@@ -234,8 +248,7 @@ class WholeTextAsker:
 
     def __init__(self, model: Any, tokenizer: Any) -> None:
         self.model, self.tokenizer = model, tokenizer
-        ids, bos = tokenizer("a")["input_ids"], tokenizer.bos_token_id
-        self.begin = [bos] if bos is not None and len(ids) > 1 and ids[0] == bos else []
+        self.begin = beginning(tokenizer)
         self._keeps = "logits_to_keep" in inspect.signature(model.forward).parameters
         self.reading = Reading(memory_bytes=None, resident_bytes=None)
 
@@ -256,13 +269,24 @@ class WholeTextAsker:
         return Answer(logits.argmax(-1).tolist(), logits, None)
 
     def generate(self, text: Tensor, question: Question) -> list[int]:
-        pad = self.tokenizer.pad_token_id
-        out = self.model.generate(
-            text,
-            attention_mask=torch.ones_like(text),
-            do_sample=False,
-            num_beams=1,
-            max_new_tokens=_wanted(question),
-            pad_token_id=self.tokenizer.eos_token_id if pad is None else pad,
+        count, T = _wanted(question), text.shape[1]
+        if (most := longest_text(self.model)) is not None:
+            count = min(count, most - T + 1)  # the last one is read no more
+        with self._greedy():
+            out = self.model.generate(text, attention_mask=torch.ones_like(text), max_new_tokens=count)
+        return out[0, T:].tolist()
+
+    @contextmanager
+    def _greedy(self) -> Iterator[None]:
+        """Inside, ``generate`` takes the likeliest token each time, whatever penalties the model came with."""
+        own, tokenizer = self.model.generation_config, self.tokenizer
+        ends = tokenizer.eos_token_id if own.eos_token_id is None else own.eos_token_id
+        pads = [token for token in (own.pad_token_id, tokenizer.pad_token_id) if token is not None]
+        pad = pads[0] if pads else (ends[0] if isinstance(ends, list) else ends)
+        self.model.generation_config = GenerationConfig(
+            do_sample=False, num_beams=1, eos_token_id=ends, pad_token_id=pad
         )
-        return out[0, text.shape[1] :].tolist()
+        try:
+            yield
+        finally:
+            self.model.generation_config = own

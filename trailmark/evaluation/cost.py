@@ -38,6 +38,11 @@ __all__ = [
 
 NOTHING_TO_OFFLOAD = "no memory of chunks: as on tier 'device'"  # a row's ``problem``
 
+ON_A_CPU = (
+    "Without a GPU the tiers device and host are one memory: times differ by chance alone, and bytes on the device are "
+    "those that one would hold."
+)
+
 INFERENCE, TRAINING = "cost: generation", "cost: training"  # protocols, of what a cell holds
 
 _ARXIV = "2410.01651"
@@ -166,7 +171,8 @@ def run(
     Returns:
         A cell for each length and tier, then for each training length. Its ``rows`` hold one model each: see
         :class:`trailmark.evaluation.cost_inference.Text` and :mod:`trailmark.evaluation.cost_training`; ratios to
-        ``base`` are added by :func:`ratios`. ``published``: what the paper printed for this length.
+        ``base`` are added by :func:`ratios`. ``published``: what the paper printed for this length. ``note``: what to
+        mind.
 
     Raises:
         ValueError: no model; a prompt that a model of transformers has no positions for.
@@ -200,7 +206,8 @@ def run(
                 text.problem = NOTHING_TO_OFFLOAD
         rows = measure(texts, settings.rounds, settings.seed, lambda message: progress(f"{where}: {message}"))
         printed = [row for row in TABLE_3 if _tokens(row["prompt"]) == length and row["tier"] == tier]
-        return about | {"device": device.type, "rows": ratios(rows, names[base]), "published": printed}
+        found = about | {"device": device.type, "rows": ratios(rows, names[base]), "published": printed}
+        return found | {"note": ON_A_CPU if (tier, device.type) == ("host", "cpu") else None}
 
     def training(length: int) -> dict[str, Any]:
         count = (settings.training_batch_tokens or length) // length

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from trailmark.memory.chunks import TABLE_BYTES, recent_chunks
 from trailmark.models import (
     BlockRecurrentConfig,
     DRTConfig,
@@ -23,10 +24,7 @@ from trailmark.models import (
     TrailmarkForCausalLM,
 )
 
-_TABLES = 24  # bytes of a chunk besides its record and landmark (ChunkCache)
 _IDS = 8  # bytes of a token's number
-# what a memory keeps on the device in front of the tiers host and disk (docs/reading.md)
-_RECENT_BYTES, _RECENT_CHUNKS, _RECENT_LEAST, _RECENT_LEAST_OF_PLANES = 16 << 20, 512, 64, 16
 
 
 @dataclass(frozen=True)
@@ -125,21 +123,14 @@ def cache_bytes(
         retrieved=fetched if _has_selected(config, prompt, generated) else 0,
         records=chunks * record,
         landmarks=chunks * landmark,
-        tables=chunks * _TABLES,
-        recent=recent_bytes(record) if chunks else 0,
+        tables=chunks * TABLE_BYTES,
+        recent=recent_chunks(record) * record if chunks else 0,
     )
 
 
 def num_closed(prompt: int, generated: int, chunk_size: int) -> int:
     """Chunks of ``prompt`` tokens, the last of them closed early if it must be, and of ``generated`` after them."""
     return -(-prompt // chunk_size) + generated // chunk_size
-
-
-def recent_bytes(record_bytes: int, planes: int = 1) -> int:
-    """Of the records used last, which a memory on host or disk keeps on the device; ``planes`` records a chunk."""
-    chunk = record_bytes * planes
-    least = _RECENT_LEAST if planes == 1 else _RECENT_LEAST_OF_PLANES
-    return min(_RECENT_CHUNKS, max(least, _RECENT_BYTES // chunk)) * chunk
 
 
 def _embedder_size(model: TrailmarkForCausalLM) -> int:
@@ -183,9 +174,9 @@ def _of_cells(
         states=searching,
         records=known * N * J * record,
         landmarks=known * N * J * D * number,
-        tables=known * _TABLES,
+        tables=known * TABLE_BYTES,
         gathered=asking * heads * k * record if known else 0,
-        recent=recent_bytes(record, N * J) if known else 0,
+        recent=recent_chunks(record, N * J) * N * J * record if known else 0,
     )
 
 
@@ -253,13 +244,17 @@ def paper_bytes(config: TrailmarkConfig, length: int, itemsize: int) -> int | No
     return (landmarks + read + N * W * kv) * itemsize
 
 
-def attention_multiply_adds(config: TrailmarkConfig, length: int) -> dict[str, int]:
+def attention_multiply_adds(model: TrailmarkForCausalLM, length: int) -> dict[str, int]:
     """Multiply-adds of all queries with keys and weights with values, of one forward over a whole text, by part.
 
     arXiv 2410.01651, Sec. 3.2: "selection" is G L^2 / S^2, "retrieved" N / 2 L K S, "window" N L W there; here each is
     the exact sum: the first chunks find less, the first positions see less. Projections, the MLP and what encodes
     chunks are linear in the length and not counted.
+
+    Raises:
+        ValueError: a model that lacks its embedder.
     """
+    config: Any = model.config
     E, N, W = config.hidden_size, config.num_hidden_layers, config.sliding_window
     if isinstance(config, LandmarkConfig):  # a whole text, as in training: all positions before each
         return {"all": 2 * E * N * _seen(length + length // config.chunk_size, None)}
@@ -275,24 +270,32 @@ def attention_multiply_adds(config: TrailmarkConfig, length: int) -> dict[str, i
     if not isinstance(config, DRTConfig | RPTConfig):
         return {"window" if W else "all": 2 * E * N * _seen(length, W)}
     S, K = config.chunk_size, config.num_retrieved_chunks
-    chunks = length // S
+    chunks, positions_of_chunk = length // S, S + config.has_landmarks
     positions = length + (chunks if config.has_landmarks else 0)
-    asking = np.arange(chunks)  # candidates of each chunk that closes
+    candidates = np.arange(chunks)  # of each chunk that closes
+    if config.first_visible is not None:
+        ends = (candidates + 1) * positions_of_chunk - 1 + config.first_visible
+        candidates = np.clip(-(-ends // positions_of_chunk), 0, candidates)
+    selected = np.minimum(candidates, K)
     # chunk c + 1 reads what chunk c found; the last one's tokens are what is left of the text
-    rows = np.full(chunks, S + config.has_landmarks, np.int64)
+    rows = np.full(chunks, positions_of_chunk, np.int64)
     if chunks:
         rows[-1] = length - chunks * S
-    pairs = int((np.minimum(asking, K) * rows).sum()) * S
+    pairs = int((selected * rows).sum()) * S
     if isinstance(config, RPTConfig):
         layers = -(-config.num_upper_layers // config.cross_attention_every)
         layers *= 2 if config.continuation else 1
-        groups = 1
+        own = 0 if config.retriever == "encoder" else int(candidates.sum())
     else:
-        layers, groups = config.num_upper_layers, config.num_retrieval_groups
+        layers = config.num_upper_layers
+        # what was found otherwise is weighed
+        scored = candidates if config.retriever == "causal" else selected
+        own = config.num_retrieval_groups * int(scored.sum()) if config.scores_chunks else 0
+    size = _embedder_size(model) if config.retriever == "encoder" else 0  # searched once, for all groups
     return {
         "window": 2 * E * N * _seen(positions, W),
         "retrieved": 2 * E * layers * pairs,
-        "selection": E * groups * int(asking.sum()),
+        "selection": E * own + size * int(candidates.sum()),
     }
 
 

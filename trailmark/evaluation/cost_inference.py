@@ -20,6 +20,7 @@ from trailmark.evaluation.cost_formulas import CacheBytes, cache_bytes, foreign_
 from trailmark.evaluation.cost_peak import peak_kind, with_peak
 from trailmark.evaluation.subject import Subject
 from trailmark.memory import ChunkCache
+from trailmark.memory.chunks import TABLE_BYTES
 from trailmark.models import DRTConfig, LandmarkConfig, RPTConfig
 
 Progress = Callable[[str], None]
@@ -27,7 +28,6 @@ Progress = Callable[[str], None]
 _PIECE = 1 << 16  # tokens of a prompt that are on a device at once
 _FOREIGN_PIECE = 4096  # tokens of one call of a model that cannot read
 _COPIES = 3  # of a window: the cache's, a branch's, and that of a call that makes a new one
-_TABLES = 24  # bytes of a chunk that lie on the host
 
 
 class Text:
@@ -255,7 +255,7 @@ class Text:
             chunks = end - first
             blocks = self.cache.memory.blocks(end, 1, first)
             landmarks = sum(x.numel() * x.element_size() for x in blocks)
-        records = memory - landmarks - chunks * _TABLES
+        records = memory - landmarks - chunks * TABLE_BYTES
         measured = CacheBytes(
             window=window,
             records=records,

@@ -70,7 +70,7 @@ class Step:
             "attention_multiply_adds": None,
         }
         if self.subject.ours:
-            row["attention_multiply_adds"] = attention_multiply_adds(self.model.config, self.length)
+            row["attention_multiply_adds"] = attention_multiply_adds(self.model, self.length)
         if self.problem is not None:
             return row
         seconds = spread(self.times)

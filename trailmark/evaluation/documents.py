@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -16,13 +16,15 @@ from trailmark.data.shards import MANIFEST, Corpus
 from trailmark.data.texts import open_text
 
 _SLAB = 1 << 16  # tokens whose text is put together at once
+_CHARACTER = 4  # bytes at most, of UTF-8
 
 
 class Documents:
     """Tokens of documents, one after another, with what is counted in their texts.
 
-    Words are separated by whitespace, as the word-level perplexity of PG19 counts them, and belong to the token that
-    they begin in; so those of the parts of a text add up. Bytes are of UTF-8. Both are exact or not given.
+    Words are separated by whitespace, as the word-level perplexity of PG19 counts them, end with their document, and
+    belong to the token that they begin in; so those of the parts of a text add up. Bytes are of UTF-8. Both are exact
+    or not given.
 
     Args:
         corpus: the tokens.
@@ -111,20 +113,37 @@ class Documents:
         return self._bytes is not None
 
     def counted(self, start: int, stop: int) -> tuple[int, int]:
-        """Words that begin in tokens start .. stop - 1, and their bytes.
+        """Words that begin in tokens start .. stop - 1, and the bytes of these tokens.
 
-        A token before them, if there is one, says whether they begin inside a word.
+        A word ends with its document, and a character belongs to the token in which it begins.
         """
+        words = size = 0
+        for first, last, begin, end in self._stretches(start, stop):
+            own = self._text(first, last)
+            size += len(own)
+            # enough before it to tell whether it begins in a word or in a character, and its last character's rest
+            before = self._text(max(begin, first - _CHARACTER), first)
+            cut = _continued(own) if before else 0
+            before, own = before + own[:cut], own[cut:]
+            if own:
+                after = self._text(last, min(end, last + _CHARACTER - 1))
+                own += after[: _continued(after)]
+            words += _words(before + own) - _words(before)
+        return words, size
+
+    def _stretches(self, start: int, stop: int) -> Iterator[tuple[int, int, int, int]]:
+        """Tokens start .. stop - 1 in parts of one document, each with where that begins and ends."""
+        number = int(np.searchsorted(self.borders, start, side="right")) - 1
+        while start < stop:
+            begin, end = int(self.borders[number]), int(self.borders[number + 1])
+            for first in range(start, min(stop, end), _SLAB):
+                yield first, min(stop, end, first + _SLAB), begin, end
+            start, number = end, number + 1
+
+    def _text(self, start: int, stop: int) -> bytes:
         table = self._bytes
         assert table is not None, "countable"
-        words = size = 0
-        for first in range(start, stop, _SLAB):
-            last = min(stop, first + _SLAB)
-            before = b"".join(table[n] for n in self.read(max(0, first - 1), first))
-            own = b"".join(table[n] for n in self.read(first, last))
-            words += _words(before + own) - _words(before)
-            size += len(own)
-        return words, size
+        return b"".join(table[n] for n in self.read(start, stop))
 
     def counted_in_documents(self, documents: int) -> tuple[int | None, int | None]:
         """Words and bytes of the first documents."""
@@ -138,6 +157,14 @@ class Documents:
             more = self.counted(int(first), int(stop))
             words, size = words + more[0], size + more[1]
         return words, size
+
+
+def _continued(text: bytes) -> int:
+    """Bytes at its start that go on with a character of UTF-8 from before."""
+    for count, byte in enumerate(text[: _CHARACTER - 1]):
+        if byte & 0xC0 != 0x80:
+            return count
+    return min(len(text), _CHARACTER - 1)
 
 
 def _words(text: bytes) -> int:

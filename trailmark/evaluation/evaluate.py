@@ -9,13 +9,12 @@ from typing import Any
 
 import torch
 
-from trailmark.data.files import expect_place
 from trailmark.evaluation import cost, needles, perplexity, summarization
 from trailmark.evaluation.cost_models import load_or_build
 from trailmark.evaluation.documents import Documents
 from trailmark.evaluation.reading import parse_dtype
 from trailmark.evaluation.record import Record
-from trailmark.evaluation.subject import Subject, expect_model
+from trailmark.evaluation.subject import Subject, expect_model, is_checkpoint, is_sizes, task_of
 from trailmark.models.card_files import refresh_card
 
 SUITES: dict[str, Any] = {
@@ -24,7 +23,6 @@ SUITES: dict[str, Any] = {
     "summarization": summarization.SummarizationSettings,
     "cost": cost.CostSettings,
 }
-_MANIFEST = "manifest.json"  # of a checkpoint: it names all files there, and others would be found by verify
 _DEFAULTS = {"needles": ("needles", "perplexity"), "niah": ("needles",), "summarization": ("perplexity",)}
 
 
@@ -70,44 +68,51 @@ def evaluate(
     for suite in suites:
         if suite not in SUITES:
             raise ValueError(f"suite: expected {', '.join(map(repr, SUITES))}, got {suite!r}.")
-    names = _names(models)
+    suites = list(dict.fromkeys(suites))
     given = {name: value for name, value in options.items() if value is not None}
     if "summarization" in suites:
         given.setdefault("pairs", ())  # the one setting without a default: its own error says what is missing
-    for path in models:
-        expect_model(path)  # of several, before the first one is asked
-    alone = [suite for suite in suites if suite != "cost"]
-    if suites:
-        _settings(suites, given)
-    for path in models if alone or not suites else ():
-        subject = _placed(load_or_build(path, changes), device, dtype)
-        asked = alone or _DEFAULTS.get(subject.task or "", ("perplexity",))
-        if subject.tokenizer is None:
+    plan: dict[Path, list[str]] = {}
+    for path in models:  # of several, before the first one is asked
+        expect_model(path)
+        alone = [suite for suite in suites if suite != "cost"]
+        plan[path] = alone if suites else list(_DEFAULTS.get(task_of(path) or "", ("perplexity",)))
+        if is_sizes(path) and plan[path]:
             raise ValueError(
-                f"models: expected a trained model for {', '.join(asked)}, {str(subject.folder)!r} has random "
-                "weights. Train it first, or ask for --suite cost alone."
+                f"models: expected a trained model for {', '.join(plan[path])}, {str(path)!r} has random weights. "
+                "Train it first, or ask for --suite cost alone."
             )
-        settings = _settings(suites or asked, given)
+    settings = _settings(
+        suites or list(dict.fromkeys(suite for asked in plan.values() for suite in asked)), given
+    )
+    names = _names(list(plan))
+    for path, asked in plan.items():
+        if not asked:
+            continue
+        subject = _placed(load_or_build(path, changes), device, dtype)
         folder = _folder(subject, output, names[path])
         documents = None
         for suite in asked:
-            record = Record(folder, suite, subject.identity(), say, command)
+            record = Record(folder, suite, subject.identity(), say, command, subject.model.device.type)
             if suite == "summarization":
                 results = summarization.run(subject, settings[suite], record, progress)
             else:
                 documents = documents or _open(text, subject, say)
+                if suite == "needles":
+                    _say_repeated(settings[suite].lengths or subject.default_lengths(), documents.tokens, say)
                 module = needles if suite == "needles" else perplexity
                 source = documents.corpus if suite == "needles" else documents
                 results = module.run(subject, settings[suite], source, record, progress)
             yield Found(suite, [subject], results, record)
-        if output is None and subject.folder.is_dir():
-            refresh_card(subject.folder)
+        _refresh(subject, output)
     if "cost" in suites:
         subjects = [_placed(load_or_build(path, changes), device, dtype) for path in models]
         identities = [subject.identity() for subject in subjects]
-        record = Record(_folder(subjects[0], output), "cost", identities, say, command)
-        results = cost.run(subjects, _settings(suites, given)["cost"], record, progress)
+        where = subjects[0].model.device.type
+        record = Record(_folder(subjects[0], output), "cost", identities, say, command, where)
+        results = cost.run(subjects, settings["cost"], record, progress)
         yield Found("cost", subjects, results, record)
+        _refresh(subjects[0], output)
 
 
 def parse_numbers(name: str, text: str | None, kind: type[int] | type[float] = int) -> tuple[Any, ...] | None:
@@ -163,19 +168,26 @@ def _placed(subject: Subject, device: str | None, dtype: str | None) -> Subject:
 
 
 def _folder(subject: Subject, output: Path | None, name: str = "") -> Path:
-    """Where results go, made if need be: what has no folder, or a checkpoint's, has them in runs/evaluation."""
+    """Where results go: what has no folder, or a checkpoint's, has them in runs/evaluation."""
     path = subject.folder
     if output is not None:
-        folder = output / name
-    elif not path.is_dir():
-        folder = Path("runs") / "evaluation" / path.stem
-    elif (path / _MANIFEST).exists():
-        folder = Path("runs") / "evaluation" / f"{path.resolve().parents[1].name}-{path.resolve().name}"
-    else:
-        folder = path / "evaluation"
-    expect_place("output", folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    return folder
+        return output / name
+    if not path.is_dir():
+        return Path("runs") / "evaluation" / path.stem
+    if is_checkpoint(path):
+        return Path("runs") / "evaluation" / f"{path.resolve().parent.parent.name}-{path.resolve().name}"
+    return path / "evaluation"
+
+
+def _refresh(subject: Subject, output: Path | None) -> None:
+    """The model's card, where the results lie beside the model."""
+    if output is None and subject.folder.is_dir():
+        refresh_card(subject.folder)
+
+
+def _say_repeated(lengths: Sequence[int], tokens: int, say: Callable[[str], None]) -> None:
+    if max(lengths) > tokens:
+        say(f"Mind: the text has {tokens:,} tokens; haystacks that are longer repeat it.")
 
 
 def _open(text: Sequence[Path] | None, subject: Subject, say: Callable[[str], None]) -> Documents:

@@ -26,7 +26,8 @@ def bootstrap_ratio(
     lengths and dependence inside a text are accounted for. The percentile interval of n texts is too narrow by what
     parts Student's t of n - 1 degrees from a normal variable, and by sqrt((n - 1) / n): its ends are moved away from
     the ratio by both (Hesterberg, 2015, expands percentiles for the same reason). With a few texts that is much: 1.9
-    times at four.
+    times at four. It still holds the truth in less than 95% where texts are few and one counts for much more than the
+    others, or losses are skewed: in 90 to 93% of simulations with 2 to 10 texts of lognormal length or loss.
 
     Args:
         sums: [n] or [n, ...] of each text. counts: of the same shape; what they are divided by.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,7 +14,8 @@ from trailmark.data.corpus import Tokens
 from trailmark.evaluation.intervals import Floats
 from trailmark.models import TrailmarkForCausalLM
 
-_PIECE = 4096  # tokens whose logits are held at once
+_PIECE = 4096  # tokens that are read at once
+_LOGITS = 1 << 27  # numbers that are made wide at once: a vocabulary of 128K takes a piece in four
 
 
 class TokenLosses(NamedTuple):
@@ -28,6 +29,7 @@ def token_losses(
     ids: Tokens,
     memory_tier: str = "device",
     progress: Callable[[int], None] = lambda tokens: None,
+    begin: Sequence[int] = (),
 ) -> TokenLosses:
     """Negative log-likelihood of texts that are read cold, in pieces of constant memory.
 
@@ -35,6 +37,7 @@ def token_losses(
         model: one of ours, or any causal language model of transformers (whose own cache grows), in eval mode.
         ids: [B, T], T at least 2; full rows.
         progress: is told how many tokens of each row are read.
+        begin: tokens in front of each row, which are read and not scored: see :func:`beginning`.
 
     Raises:
         ValueError: a token outside the vocabulary; losses that are not finite; more than a piece for a model of
@@ -42,6 +45,8 @@ def token_losses(
     """
     ours = isinstance(model, TrailmarkForCausalLM)
     rows = torch.from_numpy(np.ascontiguousarray(ids)).long()
+    if begin:
+        rows = torch.cat([torch.tensor(begin).expand(len(rows), -1), rows], dim=1)
     B, T = rows.shape
     if not ours and int(rows.max()) >= (known := model.get_input_embeddings().weight.shape[0]):
         raise ValueError(
@@ -80,14 +85,23 @@ def token_losses(
     gate = np.zeros(2, np.int64)
     if is_gated(model) and cache is not None and (cell := cache.begun(B).cell) is not None:
         gate += cell.retrievals
-    return TokenLosses(losses, gate)
+    return TokenLosses(losses[:, len(begin) :], gate)
 
 
 def _nats(logits: Tensor, targets: Tensor) -> Floats:
     """[B, t, V] and [B, t] -> [B, t], in float32 or wider."""
-    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    found = F.cross_entropy(wide.flatten(0, 1), targets.flatten(), reduction="none")
-    return found.cpu().double().view(targets.shape).numpy()
+    rows, wanted = logits.flatten(0, 1), targets.flatten()
+    wide = torch.promote_types(logits.dtype, torch.float32)
+    size = max(1, _LOGITS // rows.shape[1])
+    parts = zip(rows.split(size), wanted.split(size), strict=True)
+    found = [F.cross_entropy(part.to(wide), own, reduction="none").cpu().double() for part, own in parts]
+    return torch.cat(found).view(targets.shape).numpy()
+
+
+def beginning(tokenizer: Any) -> list[int]:
+    """What a tokenizer of transformers puts before a text: a model that learned with it is lost without."""
+    ids, bos = tokenizer("a")["input_ids"], tokenizer.bos_token_id
+    return [bos] if bos is not None and len(ids) > 1 and ids[0] == bos else []
 
 
 def longest_text(model: Any) -> int | None:

@@ -18,12 +18,13 @@ import torch
 from torch import Tensor
 
 from trailmark.data.corpus import Tokens
+from trailmark.data.haystacks import Filler
 from trailmark.data.needle_tasks import Question
 from trailmark.data.needles import NeedleFormat
+from trailmark.data.proportions import wilson_interval
 from trailmark.data.trials import NeedleTrial, needle_trials
 from trailmark.evaluation.asking import Answer, Asker
 from trailmark.evaluation.planting import chunks_in_sight
-from trailmark.evaluation.proportions import wilson_interval
 from trailmark.memory import ChunkCache
 from trailmark.models import (
     DRTForCausalLM,
@@ -160,12 +161,12 @@ def evaluate_needles(
     fresh(
         None if memory_folder is None else Path(memory_folder)
     )  # refused, if at all, before a folder is made
-    asker = Asker(model, fresh, memory_folder)
+    asker, filler = Asker(model, fresh, memory_folder), Filler(text)
     trials = -(-questions // needles)
     haystacks = num_haystacks(length, trials)
     for number in range(haystacks):
         start = int(np.random.default_rng([seed, 1, number]).integers(len(text)))
-        haystack = _cut(text, start, chunks * S)
+        haystack = filler.read(start, chunks * S)
         ids = torch.from_numpy(haystack).long().view(chunks, S)
         progress(f"{length:,} tokens: reading haystack {number + 1} of {haystacks}")
         here = trials * (number + 1) // haystacks - trials * number // haystacks
@@ -188,13 +189,6 @@ def evaluate_needles(
     result.tokens_read, result.seconds_reading = reading.tokens, reading.seconds
     result.memory_bytes, result.resident_bytes = reading.memory_bytes or 0, reading.resident_bytes or 0
     return result
-
-
-def _cut(text: Tokens, start: int, count: int) -> Tokens:
-    """``count`` tokens from ``start`` on; after the last one the first follows."""
-    if start + count <= len(text):
-        return text[start : start + count]
-    return np.take(text, np.arange(start, start + count), mode="wrap")
 
 
 def _questions(trial: NeedleTrial) -> list[Question]:

@@ -16,11 +16,12 @@ import torch
 from trailmark.data.draws import Draws
 from trailmark.data.haystacks import Filler, Haystack
 from trailmark.data.needle_tasks import NeedleTask, Question, Trial
+from trailmark.data.proportions import wilson_interval
 from trailmark.evaluation.asking import Answer, Asker, Reading, Selection, WholeTextAsker
+from trailmark.evaluation.losses import longest_text
 from trailmark.evaluation.marked_needles import num_haystacks
 from trailmark.evaluation.needle_settings import NeedleSettings
 from trailmark.evaluation.planting import can_be_planted, chunks_in_sight
-from trailmark.evaluation.proportions import wilson_interval
 from trailmark.evaluation.reading import parse_dtype
 from trailmark.evaluation.record import Record
 from trailmark.evaluation.room import expect_room, memory_need, probe_length
@@ -135,6 +136,8 @@ class Suite:
 
     def expect_room(self, lengths: Sequence[int]) -> None:
         """Raises ValueError, before anything is read, for a length that cannot be asked."""
+        if not lengths:
+            return
         S, settings = self.chunk_size, self.settings
         for length in lengths:  # before names are drawn for all of them
             if length < self.task.num_needles:
@@ -149,7 +152,7 @@ class Suite:
                     f"{self.task.num_needles} needles out of the window's sight and a question, got {length}."
                 )
         if not self.ours:
-            most = getattr(self.subject.model.config, "max_position_embeddings", None)
+            most = longest_text(self.subject.model)
             if most is not None and max(lengths) > most:
                 raise ValueError(
                     f"length: expected at most the {most} tokens that {self.subject.name!r} takes "
@@ -190,18 +193,25 @@ class Suite:
 
     # --- measuring -----------------------------------------------------------------------------------------
 
+    @property
+    def depths(self) -> Sequence[float | None]:
+        return (None,) if self.settings.depths is None else self.settings.depths
+
+    def missing(self, length: int, record: Record) -> list[float | None]:
+        """The depths of the cells that were not measured yet."""
+        depths = dict.fromkeys(self.depths)
+        return [depth for depth in depths if record.find(self.cell(length, depth)) is None]
+
     def measure(self, length: int, record: Record) -> list[dict[str, Any]]:
         """The cells of one length; those that are missing share each haystack's reading."""
-        depths: list[float | None] = [None] if self.settings.depths is None else list(self.settings.depths)
-        cells = {depth: self.cell(length, depth) for depth in depths}
-        missing = [depth for depth in cells if record.find(cells[depth]) is None]
-        if missing:
+        cells = {depth: self.cell(length, depth) for depth in self.depths}
+        if missing := self.missing(length, record):
             tallies = {depth: Tally() for depth in missing}
             for depth, reading in self._ask_length(length, missing, tallies):
                 tally = tallies[depth]
                 found = self._about(cells[depth]) | tally.summary(reading, len(missing) if self.shares else 1)
                 record.measure(cells[depth], partial(dict, found), partial(list, tally.lines))
-        results = [record.find(cells[depth]) for depth in depths]
+        results = [record.find(cells[depth]) for depth in self.depths]
         return [result for result in results if result is not None]
 
     def _about(self, cell: dict[str, Any]) -> dict[str, Any]:
@@ -275,7 +285,10 @@ class Suite:
             show = partial(self._say_read, name, haystack.chunks * self.chunk_size)
             with asker.holding(cache, haystack, chunks, texts, whole, show) as holding:
                 answers = asker.ask(holding, trial.questions, self.chunk_size)
-                judged = [self._judge(q, a.tokens) for q, a in zip(trial.questions, answers, strict=True)]
+                judged = [
+                    self._judge(q, a.tokens, given=True)
+                    for q, a in zip(trial.questions, answers, strict=True)
+                ]
                 wrong = [i for i, (right, _) in enumerate(judged) if not right]
                 if wrong and self.settings.protocol is None:
                     asked = [trial.questions[i] for i in wrong]
@@ -302,7 +315,7 @@ class Suite:
                 began, read = time.perf_counter(), asker.reading.seconds
                 text = asker.text(haystack, trial.needles, q)
                 answer = asker.ask(text, q)
-                judged = self._judge(q, answer.tokens)
+                judged = self._judge(q, answer.tokens, given=True)
                 if not judged[0] and self.settings.protocol is None:
                     judged = self._judge(q, asker.generate(text, q))
                 tally.seconds += time.perf_counter() - began - (asker.reading.seconds - read)
@@ -311,11 +324,13 @@ class Suite:
 
     # --- judging -------------------------------------------------------------------------------------------
 
-    def _judge(self, question: Question, tokens: list[int]) -> tuple[bool, str]:
-        text = self.subject.tokenizer.decode(
-            tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False
-        )
-        return question.right(tokens, text), text
+    def _judge(self, question: Question, tokens: list[int], given: bool = False) -> tuple[bool, str]:
+        """Whether the answer is right, and how it reads. ``given``: each token comes after the true ones before it."""
+        tokenizer = self.subject.tokenizer
+        if not question.fixed and tokenizer.eos_token_id in tokens:  # behind it nothing is said
+            tokens = tokens[: tokens.index(tokenizer.eos_token_id) + 1]
+        text = tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        return (question.given if given else question.right)(tokens, text), text
 
     def _line(
         self, trial: Trial, question: Question, answer: Answer, judged: tuple[bool, str]

@@ -31,8 +31,10 @@ class NeedleSettings:
         depths: where the needle lies that is asked for (first): 0 the first place, 1 the last one that the window
             does not show when the question comes; other needles lie anywhere. None: all lie anywhere.
         questions: of each cell, at least.
-        phases: "any": the question's landmark falls on each place of a chunk as often. "end": its chunk is full.
-        protocol: None, or "paper-table-2" (kinds single, and hops with hops=2).
+        phases: "any": the question's landmark falls on each place of a chunk as often. "end": its chunk is full; so
+            that a text has its length exactly, the first chunk behind the haystack is as short as need be. None: "any",
+            under the protocol "end".
+        protocol: None, or "paper-table-2" (kinds single, and hops with hops=2): see :mod:`.needles`.
         memory_tier: "device", "host" or "disk". memory_dtype: "bfloat16" and the like; None: the model's.
         memory_folder: of "disk": where each haystack's memory lies in a folder of its own while it is asked; None: a
             temporary one.
@@ -53,7 +55,7 @@ class NeedleSettings:
     landmarks: int = 1
     depths: tuple[float, ...] | None = None
     questions: int = 100
-    phases: str = "any"
+    phases: str | None = None
     protocol: str | None = None
     memory_tier: str = "device"
     memory_dtype: str | None = None
@@ -63,6 +65,8 @@ class NeedleSettings:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "lengths", tuple(self.lengths))
+        if self.phases is None:
+            object.__setattr__(self, "phases", "any" if self.protocol is None else "end")
         if self.depths is not None:
             object.__setattr__(self, "depths", tuple(map(float, self.depths)))
         choices: list[tuple[str, Any, Sequence[Any]]] = [
@@ -85,8 +89,8 @@ class NeedleSettings:
             if not isinstance(value, int) or value < lowest:
                 raise ValueError(f"{name}: expected {lowest} or more, got {value!r}.")
         for length in self.lengths:
-            if length < 1:
-                raise ValueError(f"lengths: expected positive numbers of tokens, got {length}.")
+            if not isinstance(length, int) or length < 1:
+                raise ValueError(f"lengths: expected positive whole numbers of tokens, got {length!r}.")
         for depth in self.depths or ():
             if not 0 <= depth <= 1:
                 raise ValueError(
@@ -111,6 +115,7 @@ class NeedleSettings:
             return
         expected: dict[str, Any] = {"format": (None, "paper"), "distractors": (0,), "landmarks": (1,)}
         expected |= {"values": (None, "tokens"), "kind": ("single", "hops")}
+        expected |= {"phases": ("end",), "straddle": (None, True)}
         if self.kind == "hops":
             expected |= {"hops": (2,), "needles": (1, 2)}  # 1, the default, becomes the protocol's 2 chains
         for name, allowed in expected.items():

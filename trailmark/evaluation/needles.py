@@ -25,11 +25,11 @@ import torch
 from trailmark.data.corpus import Tokens
 from trailmark.data.haystacks import Filler, Stream
 from trailmark.data.needle_tasks import make_task
+from trailmark.data.proportions import wilson_interval
 from trailmark.evaluation.marked_needles import NeedleResult, evaluate_needles
 from trailmark.evaluation.needle_cells import Suite
 from trailmark.evaluation.needle_settings import PROTOCOLS, NeedleSettings
 from trailmark.evaluation.planting import chunks_in_sight, planted
-from trailmark.evaluation.proportions import wilson_interval
 from trailmark.evaluation.record import Record
 from trailmark.evaluation.subject import Subject
 
@@ -90,7 +90,7 @@ def run(
     filler = Filler(text, task.format.replaced)
     suite = Suite(subject, settings, filler, task, format, progress)
     lengths = settings.lengths or tuple(subject.default_lengths())
-    suite.expect_room(lengths)
+    suite.expect_room([length for length in lengths if suite.missing(length, record)])
     return [result for length in lengths for result in suite.measure(length, record)]
 
 

@@ -18,7 +18,7 @@ import torch
 from trailmark.data.corpus import Tokens
 from trailmark.evaluation.documents import Documents
 from trailmark.evaluation.intervals import Floats, bootstrap_ratio
-from trailmark.evaluation.losses import is_gated, longest_text, rows_at_once, token_losses
+from trailmark.evaluation.losses import beginning, is_gated, longest_text, rows_at_once, token_losses
 from trailmark.evaluation.protocols import Cell, perplexity_protocol, with_fields
 from trailmark.evaluation.record import Record
 from trailmark.evaluation.room import expect_room, memory_need, probe_length
@@ -121,11 +121,10 @@ class PerplexitySettings:
             raise ValueError(
                 f"stride: expected none with {self.windows!r}, got {self.stride}. Choose 'sliding'."
             )
-        if self.stride is not None and not 1 <= self.stride <= min(self.lengths or (self.stride,)):
-            raise ValueError(
-                f"stride: expected 1 to the shortest length, {min(self.lengths or (1,))}, got {self.stride}: what lies "
-                "between two windows would not be scored."
-            )
+        if self.stride is not None and not 1 <= self.stride <= (
+            shortest := min(self.lengths or (max(1, self.stride),))
+        ):
+            raise _too_long_stride(shortest, self.stride)
         if self.carry and self.windows == "sliding":
             raise ValueError(
                 "carry: expected False with 'sliding', got True: a carried memory has read what such windows repeat. "
@@ -183,15 +182,18 @@ def run(
     limit = settings.token_limit
     cells = _cells(subject, settings, text)
     plans = [_Plan.of(settings, cell.length, text, limit) for cell in cells]
-    if not subject.ours and (longest := longest_text(subject.model)) is not None:
+    begin = _begin(subject)
+    if (longest := _longest(subject)) is not None:
         for plan in plans:
             if plan.longest > longest:
                 raise ValueError(
-                    f"lengths: expected at most the {longest:,} tokens that {subject.name!r} takes, got windows of "
-                    f"{plan.longest:,}. Choose shorter ones."
+                    f"lengths: expected at most the {longest:,} tokens that {subject.name!r} takes"
+                    f"{f' after {len(begin)} at the beginning' if begin else ''}, got windows of {plan.longest:,}. "
+                    "Choose shorter ones."
                 )
     models = [with_fields(subject.model, cell.set) if cell.set else subject.model for cell in cells]
-    asked = [_asked(settings, cell, plan, text) for cell, plan in zip(cells, plans, strict=True)]
+    more = {"begin": begin} if begin else {}
+    asked = [_asked(settings, cell, plan, text) | more for cell, plan in zip(cells, plans, strict=True)]
     if subject.ours:
         for model, plan, cell_settings in zip(models, plans, asked, strict=True):
             if record.find(cell_settings) is None:
@@ -205,7 +207,7 @@ def run(
         def tell(line: str, name: str = name) -> None:
             progress(f"{name}: {line}")
 
-        work = partial(_measure, model, plan, cell, text, settings, tell)
+        work = partial(_measure, model, plan, cell, text, settings, begin, tell)
         results.append(record.measure(cell_settings, work))
     return results
 
@@ -247,9 +249,20 @@ def _cells(subject: Subject, settings: PerplexitySettings, text: Documents) -> l
 
 def _default_lengths(subject: Subject, tokens: int) -> list[int]:
     lengths = subject.default_lengths(tokens)
-    if subject.ours or (longest := longest_text(subject.model)) is None:
+    if (longest := _longest(subject)) is None:
         return lengths
     return [length for length in lengths if length <= longest] or [min(tokens, longest)]
+
+
+def _begin(subject: Subject) -> list[int]:
+    """Tokens before each cold reading; ours learn without."""
+    return [] if subject.ours else beginning(subject.tokenizer)
+
+
+def _longest(subject: Subject) -> int | None:
+    """Tokens of a window at most; None: any."""
+    longest = None if subject.ours else longest_text(subject.model)
+    return None if longest is None else longest - len(_begin(subject))
 
 
 @dataclass(frozen=True)
@@ -280,6 +293,8 @@ class _Plan:
         whole = room == text.tokens
         if settings.windows == "sliding":
             stride = settings.stride or max(1, length // 2)
+            if stride > length:  # of lengths by default, which the settings do not know
+                raise _too_long_stride(length, stride)
             starts = range(0, room - length + 1, stride)
             readings = [
                 _Reading(s, s + length, max(s + 1, s + length - stride), (s // length,)) for s in starts
@@ -339,6 +354,7 @@ def _measure(
     cell: Cell,
     text: Documents,
     settings: PerplexitySettings,
+    begin: list[int],
     progress: Callable[[str], None],
 ) -> dict[str, Any]:
     edges = _edges(plan.longest)
@@ -353,7 +369,7 @@ def _measure(
             progress(f"{done + rows * tokens:,} of {total:,} tokens")
 
         ids = np.stack([text.read(reading.start, reading.stop) for reading in batch])
-        found = token_losses(model, ids, settings.memory_tier, tell)
+        found = token_losses(model, ids, settings.memory_tier, tell, begin)
         gate += found.gate
         done += ids.size
         for reading, losses in zip(batch, found.losses, strict=True):
@@ -442,6 +458,13 @@ def _expect_length(length: int, tokens: int) -> None:
             f"length: expected at most the text's {tokens} tokens, got {length}. Choose shorter windows "
             "or a longer text."
         )
+
+
+def _too_long_stride(length: int, stride: int) -> ValueError:
+    return ValueError(
+        f"stride: expected 1 to the shortest length, {length:,}, got {stride:,}: what lies between two windows would "
+        "not be scored. Choose a shorter stride, or longer windows."
+    )
 
 
 def _bounds(sums: Any, counts: Any, seed: int) -> tuple[Any, Any]:

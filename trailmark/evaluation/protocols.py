@@ -172,7 +172,7 @@ PUBLISHED: dict[str, list[dict[str, Any]]] = {
     "landmark-table-1": _landmark_table_1(),
     "landmark-table-2": _landmark_table_2(),
 }
-"""Every row that a protocol's paper printed, as JSON. A length of null: the paper's text does not give it."""
+"""Every row of numbers that a protocol's table printed, as JSON. Length null: the paper's text does not give it."""
 
 
 # --- what to measure ----------------------------------------------------------------------------------------

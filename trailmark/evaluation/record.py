@@ -47,6 +47,7 @@ class Record:
         model: what :func:`identity` says of the model; a list of these where several are compared.
         say: told where results of another model lie from now on.
         command: what a shell is told to find the results again; it stands with each.
+        device: where the model computes, "cpu" or "cuda"; it stands with the environment.
 
     Raises:
         ValueError: a folder that cannot be written in, a file there that is no record of this suite.
@@ -59,8 +60,9 @@ class Record:
         model: Mapping[str, Any] | Sequence[Mapping[str, Any]],
         say: Callable[[str], None] = lambda message: None,
         command: str | None = None,
+        device: str | None = None,
     ) -> None:
-        self.command = command
+        self.command, self.device = command, device
         self.suite, self.path = suite, folder / f"{suite}.json"
         self.generations_path = _generations_of(self.path)
         expect_writable("output", folder)
@@ -101,7 +103,7 @@ class Record:
         found = _json(work())
         seconds = found.pop("seconds", time.perf_counter() - began)
         assert not set(_OWN_FIELDS) & set(found), sorted(found)
-        lines, here = _json(generations()), environment()
+        lines, here = _json(generations()), environment(self.device)
         assert not any("id" in line for line in lines)
         try:
             with self._alone():
@@ -331,8 +333,8 @@ def identity(model: Any, folder: Path | str, changes: Mapping[str, Any] | None =
     }
 
 
-def environment() -> dict[str, Any]:
-    """What the numbers were measured on."""
+def environment(device: str | None = None) -> dict[str, Any]:
+    """What the numbers were measured on; ``device``: where the model computed, if that is known."""
     found: dict[str, Any] = {
         "date": datetime.date.today().isoformat(),
         "trailmark": __version__,
@@ -344,7 +346,9 @@ def environment() -> dict[str, Any]:
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
     }
-    if torch.cuda.is_available():
+    if device is not None:
+        found["device"] = device
+    if torch.cuda.is_available() and device in (None, "cuda"):  # one that stood idle explains no number
         found["gpu"] = torch.cuda.get_device_name()
     return found
 

@@ -73,7 +73,8 @@ def expect_room(model: TrailmarkForCausalLM, need: Need, length: int, folder: st
     ways = {
         "device": "memory of the device. Choose memory_tier 'host', memory_dtype 'bfloat16', or a shorter one.",
         "host": "main memory. Choose memory_tier 'disk', memory_dtype 'bfloat16', or a shorter one.",
-        "disk": f"disk space at {place}. Choose another memory_folder, memory_dtype 'bfloat16', or a shorter one.",
+        "disk": f"disk space at {place}. Choose another memory_folder (or TMPDIR), memory_dtype 'bfloat16', or a "
+        "shorter one.",
     }
     for name, needed in (("device", device), ("host", host), ("disk", need.disk)):
         if needed > free.get(name, needed):

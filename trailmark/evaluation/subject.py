@@ -13,14 +13,16 @@ from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from trailmark.data.corpus import Tokens, read_texts, standard_library_texts, tokenize
+from trailmark.data.corpus import Tokens, load_tokenizer, read_texts, standard_library_texts, tokenize
 from trailmark.data.needles import CURRICULUM
 from trailmark.data.trained_embedders import embedder_of
 from trailmark.evaluation.record import identity
 from trailmark.models import MODELS, TrailmarkForCausalLM
 from trailmark.models.fields import parse_fields
 
+MANIFEST = "manifest.json"  # of a checkpoint: it names all files there, and others would be found by verify
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")  # OWNER/NAME, or a name alone
+_TOKENIZERS = ("tokenizer_config.json", "tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 
 
 @dataclass
@@ -89,7 +91,7 @@ class Subject:
 
 
 def load(folder: Path, changes: Sequence[str] = (), *, any_model: bool = False) -> Subject:
-    """A model folder made by ``save_pretrained`` or a training run.
+    """A model folder made by ``save_pretrained`` or a training run, or a checkpoint of a run.
 
     Args:
         changes: fields of its configuration to set, as "retrieve_per=token"; its files stay as they are.
@@ -128,9 +130,10 @@ def load(folder: Path, changes: Sequence[str] = (), *, any_model: bool = False) 
         model, found = AutoModelForCausalLM.from_pretrained(
             where, output_loading_info=True, ignore_mismatched_sizes=True, **kind
         )
-        tokenizer = AutoTokenizer.from_pretrained(where)
     except (ValueError, OSError, SafetensorError) as error:
         raise ValueError(f"model: cannot load {where!r}: {_brief(error)}") from error
+    run = _read_run(_run_folder(folder) / "run.yaml")
+    tokenizer = _tokenizer(folder, run, on_disk)
     for kind_of in ("missing", "unexpected", "mismatched"):  # transformers would draw these at random
         names = found[f"{kind_of}_keys"]
         if names and (ours or kind_of != "unexpected"):
@@ -140,7 +143,21 @@ def load(folder: Path, changes: Sequence[str] = (), *, any_model: bool = False) 
             )
     if ours:
         model.embedder = embedder_of(config, tokenizer)
-    return Subject(folder, model.eval(), tokenizer, _read_run(folder / "run.yaml"), changed)
+    return Subject(folder, model.eval(), tokenizer, run, changed)
+
+
+def task_of(path: Path) -> str | None:
+    """As :attr:`Subject.task`, with nothing loaded."""
+    return _read_run(_run_folder(path) / "run.yaml").get("data", {}).get("task")
+
+
+def is_checkpoint(folder: Path) -> bool:
+    return (folder / MANIFEST).is_file()
+
+
+def is_sizes(path: Path) -> bool:
+    """Whether it is a YAML file, of which a model with random weights is made."""
+    return path.suffix.lower() in (".yaml", ".yml")
 
 
 def expect_model(path: Path) -> None:
@@ -148,24 +165,56 @@ def expect_model(path: Path) -> None:
 
     Cheap: nothing is loaded.
     """
-    if path.suffix.lower() in (".yaml", ".yml") and path.is_file():
+    if is_sizes(path):
+        if not path.is_file():
+            raise ValueError(f"model: expected a YAML file with a model's sizes, there is no {str(path)!r}.")
         return
     if path.exists() or not _HUB_NAME.fullmatch(str(path)):
         _expect_folder(path)
+    elif path.parent != Path() and path.parent.is_dir():  # the hub would be asked for half a minute
+        raise ValueError(
+            f"model: expected a folder with a trained model, there is no {path.name!r} in {str(path.parent)!r}. If a "
+            "name on the hub is meant, start the command in a folder without one of that name."
+        )
 
 
 def _expect_folder(folder: Path) -> None:
     if (folder / "config.json").is_file():
         return
     if (folder / "run.yaml").is_file():
+        kept = sorted(path.parent for path in folder.glob(f"checkpoints/step-*/{MANIFEST}"))
+        meanwhile = f" Meanwhile its newest checkpoint is a model: {kept[-1]}." if kept else ""
         raise ValueError(
             f"model: expected a folder with a trained model, the training in {str(folder)!r} is not finished. "
-            "The trailmark train command that began it goes on."
+            f"The trailmark train command that began it goes on.{meanwhile}"
         )
-    raise ValueError(
-        f"model: expected a folder with a trained model, {str(folder)!r} has no config.json. "
-        "Train one with: trailmark train configs/text.yaml"
-    )
+    within = sorted(path.parent for path in folder.glob("*/config.json"))
+    if within:
+        way_out = f"Models lie in {', '.join(map(str, within[:4]))}{' ...' if len(within) > 4 else ''}."
+    else:
+        way_out = "Train one with: trailmark train configs/text.yaml"
+    missing = "has no config.json" if folder.exists() else "does not exist"
+    raise ValueError(f"model: expected a folder with a trained model, {str(folder)!r} {missing}. {way_out}")
+
+
+def _run_folder(folder: Path) -> Path:
+    """Where run.yaml lies: of a checkpoint two folders up."""
+    return folder.resolve().parent.parent if is_checkpoint(folder) else folder
+
+
+def _tokenizer(folder: Path, run: dict[str, Any], on_disk: bool) -> Any:
+    """The one beside the weights; of a checkpoint, which has none, that of its run."""
+    if on_disk and not any((folder / name).is_file() for name in _TOKENIZERS):
+        if is_checkpoint(folder) and run:
+            return load_tokenizer(run.get("data", {}).get("tokenizer", "bytes"))
+        raise ValueError(
+            f"model: expected a tokenizer beside the weights, {str(folder)!r} has none. Save one there: "
+            "tokenizer.save_pretrained(folder)."
+        )
+    try:
+        return AutoTokenizer.from_pretrained(str(folder))
+    except (ValueError, OSError) as error:
+        raise ValueError(f"model: cannot load the tokenizer of {str(folder)!r}: {_brief(error)}") from error
 
 
 def _read_run(path: Path) -> dict[str, Any]:

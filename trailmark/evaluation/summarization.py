@@ -24,7 +24,7 @@ from trailmark.data.corpus import Tokens, tokenize, tokenizer_fingerprint
 from trailmark.data.niah import question_and_cue
 from trailmark.data.summarization import Pairs
 from trailmark.evaluation.intervals import bootstrap_mean
-from trailmark.evaluation.losses import longest_text
+from trailmark.evaluation.losses import beginning, longest_text
 from trailmark.evaluation.protocols import PUBLISHED
 from trailmark.evaluation.record import Record
 from trailmark.evaluation.subject import Subject
@@ -113,20 +113,22 @@ def run(
     its ROUGE F-measures. The total's result has ``documents``, ``rouge1``, ``rouge2``, ``rougeL`` and ``rougeLsum``
     (sentences are lines), each with ``f`` (0 to 1), its 95% interval ``low`` to ``high`` over documents drawn again,
     ``precision`` and ``recall``; ``tokens`` (mean of a summary), ``ended`` and ``cut`` (shares of the documents),
-    ``seconds_writing`` and ``published``, rows of the protocol's paper in percent.
+    ``unseen`` (references without a word of a to z or a digit, for which rouge-score gives 0), ``seconds_writing`` and
+    ``published``, rows of the protocol's paper in percent.
 
     Returns:
         The total alone, in a list.
 
     Raises:
-        ValueError: no rouge-score; pairs as :class:`trailmark.data.summarization.Pairs`; a tokenizer that cannot end
-            a text; a context too short for the cue and a summary.
+        ValueError: no rouge-score; pairs as :class:`trailmark.data.summarization.Pairs`, or whose summaries it sees
+            nothing of; a tokenizer that cannot end a text; a context too short for the cue and a summary.
     """
     scorer = rouge_scorer(settings.stemmer)
     pairs = Pairs(settings.pairs, settings.document_column, settings.summary_column)
     writer = _Writer(subject, settings)
     documents = min(len(pairs), settings.limit or len(pairs))
-    asked = {
+    unseen = _unseen(pairs, documents)
+    asked: dict[str, Any] = {
         "suite": "summarization",
         "protocol": settings.protocol,
         "pairs": pairs.fingerprint,
@@ -140,6 +142,8 @@ def run(
         "batch_size": settings.batch_size,
         "seed": settings.seed,
     }
+    if writer.begin:
+        asked["begin"] = writer.begin
     blocks = []
     for first in range(0, documents, _BLOCK):
         stop = min(documents, first + _BLOCK)
@@ -152,7 +156,7 @@ def run(
         blocks.append(kept)
     progress(f"summaries: {documents:,} of {documents:,} documents")
     total = asked | {"block": None, "documents": documents}
-    return [record.measure(total, lambda: _total(blocks, settings))]
+    return [record.measure(total, lambda: _total(blocks, settings) | {"unseen": unseen})]
 
 
 class _Block:
@@ -215,6 +219,25 @@ def rouge_scorer(stemmer: bool = True) -> Any:
     return RougeScorer(list(ROUGE), use_stemmer=stemmer)
 
 
+def _unseen(pairs: Pairs, documents: int) -> int:
+    """How many summaries rouge-score takes for empty: its words are of a to z and 0 to 9 alone.
+
+    Raises:
+        ValueError: all of them.
+    """
+    from rouge_score.tokenizers import DefaultTokenizer
+
+    words = DefaultTokenizer(use_stemmer=False)
+    unseen = sum(not words.tokenize(pairs[number].summary) for number in range(documents))
+    if unseen == documents:
+        raise ValueError(
+            "pairs: expected summaries with words of a to z or digits, all that rouge-score counts, got none in "
+            f"{documents:,} (the first: {pairs[0].summary[:40]!r}): ROUGE would be 0 whatever is written. Choose "
+            "others, or another measure."
+        )
+    return unseen
+
+
 class _Writer:
     """Writes summaries in batches, each row as if it were alone."""
 
@@ -226,6 +249,7 @@ class _Writer:
                 "tokenizer: expected one with an end-of-text token, which ends a summary, got none. Set eos_token."
             )
         self._before, self._after = question_and_cue(self.tokenizer, "|Summary", ":")
+        self.begin = [] if self.ours else beginning(self.tokenizer)
         self.context_length = settings.context_length
         longest = None if self.ours else longest_text(self.model)
         if self.context_length is None:
@@ -249,7 +273,8 @@ class _Writer:
         """Tokens of a document."""
         if self.context_length is None:
             return None
-        return self.context_length - len(self._before) - len(self._after) - self.settings.max_new_tokens
+        cue = len(self.begin) + len(self._before) + len(self._after)
+        return self.context_length - cue - self.settings.max_new_tokens
 
     def write(
         self, texts: Sequence[str], first: int, progress: Callable[[int], None]
@@ -288,15 +313,17 @@ class _Writer:
         if self.ours:
             ids, mask = self._padded([np.concatenate([text, self._before]) for text in documents], absent)
             cache = self.model.new_cache(num_tokens=ids.shape[1])
+            self.model.read(ids[:, :-1], cache, mask[:, :-1])  # of any length
             # the landmark stands before the cue, as in training: what it finds serves the summary from the cue on
-            self.model(ids, attention_mask=mask, past_key_values=cache, close_chunk=True, logits_to_keep=1)
+            self.model(ids[:, -1:], past_key_values=cache, close_chunk=True, logits_to_keep=1)
             prompt = cue
             out = self.model.generate(
                 cue, attention_mask=torch.ones_like(cue), past_key_values=cache, close_chunk=False, **options
             )
         else:
+            begin = np.array(self.begin, np.int32)
             prompt, mask = self._padded(
-                [np.concatenate([text, self._before, self._after]) for text in documents], absent
+                [np.concatenate([begin, text, self._before, self._after]) for text in documents], absent
             )
             out = self.model.generate(prompt, attention_mask=mask, **options)
         return out[:, prompt.shape[1] :].tolist()

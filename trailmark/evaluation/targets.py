@@ -28,6 +28,7 @@ from trailmark.data.neighbour_files import TableProgress, write_table
 from trailmark.data.neighbour_run import open_corpus
 from trailmark.data.neighbours import Found, NeighbourTable, Rule, count_chunks, table_about
 from trailmark.data.text_embedders import BROKEN, has_words
+from trailmark.evaluation.losses import beginning
 from trailmark.evaluation.subject import load
 from trailmark.models import MODELS, TrailmarkForCausalLM
 from trailmark.models.causal_lm import fingerprint
@@ -65,9 +66,7 @@ class Reference:
         self.model, self.name, self.batch_size = model, name, batch_size
         self.tokenizer, self._of = tokenizer, of
         self.same_tokens = tokenizer_fingerprint(tokenizer) == tokenizer_fingerprint(of)
-        own = tokenizer("a")["input_ids"]
-        bos = tokenizer.bos_token_id
-        self._begin: Text = [bos] if bos is not None and len(own) > 1 and own[0] == bos else []
+        self._begin: Text = beginning(tokenizer)
         # Landmark's are of training texts; the rest of ours read any length
         ours = isinstance(model, TrailmarkForCausalLM)
         self._longest = None if ours else getattr(model.config, "max_position_embeddings", None)

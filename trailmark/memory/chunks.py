@@ -22,11 +22,17 @@ from trailmark.ops.selection_torch import gather
 
 Integers = np.ndarray[Any, np.dtype[np.int64]]
 
-_TABLE_BYTES = 24  # of a chunk besides its record and landmark: record number, first position, length
+TABLE_BYTES = 24  # of a chunk besides its record and landmark: record number, first position, length
 _RECENT_CHUNKS, _RECENT_BYTES = 512, 16 << 20  # kept on the device in front of host and disk
 _LEAST_RECENT = 16  # chunks of many planes so kept: one token's of all layers, and the last one's
 # of the first segment, in chunks and in bytes a row; each further one doubles what is there
 _FIRST_LANDMARKS, _FIRST_BYTES = 1024, 16 << 20
+
+
+def recent_chunks(record_bytes: int, planes: int = 1) -> int:
+    """How many chunks, used last, a memory keeps on the device in front of host and disk: ``planes`` records each."""
+    least = 64 if planes == 1 else _LEAST_RECENT
+    return min(_RECENT_CHUNKS, max(least, _RECENT_BYTES // (planes * record_bytes)))
 
 
 class MemoryEntries(NamedTuple):
@@ -220,8 +226,7 @@ class ChunkMemory:
     def _use(self, store: ChunkStore) -> None:
         self.store = store
         if store.tier == "disk" or (store.tier == "host" and store.device.type != "cpu"):
-            least = 64 if self.planes == 1 else _LEAST_RECENT
-            recent = min(_RECENT_CHUNKS, max(least, _RECENT_BYTES // (self.planes * store.record_bytes)))
+            recent = recent_chunks(store.record_bytes, self.planes)
             self._recent = RecentRecords(store, recent * self.planes)
 
     def _take_records(self, size: MemorySize, n: int) -> Integers:
@@ -617,7 +622,7 @@ class ChunkMemory:
             return 0
         own = int((size.chunks - np.maximum(self.first_chunk(size), self._num_base)).sum())
         landmark = sum(math.prod(x.shape[2:]) * x.element_size() for x in self._landmarks.segments[:1])
-        return size.records * self.store.record_bytes + own * (landmark + _TABLE_BYTES)
+        return size.records * self.store.record_bytes + own * (landmark + TABLE_BYTES)
 
 
 def _as_read(landmarks: Tensor) -> Tensor:

@@ -449,16 +449,16 @@ def _limits(
 
 
 def _trained_length(config: Json, run: Json, history: Json) -> int | None:
-    """Tokens of the longest training text."""
+    """Tokens of the longest training text; as trailmark/data/trained.py, which models may not import."""
     data, training = _mapping(run.get("data")), _mapping(run.get("training"))
-    if data.get("task") == "needles":  # its curriculum says, in chunks
-        levels = history.get("levels")
-        chunks = [_mapping(level).get("chunks") for level in levels] if isinstance(levels, list) else []
-        size = config.get("chunk_size") or data.get("chunk_size")
-        counts = [count for count in chunks if isinstance(count, int)]
-        return max(counts) * size if counts and isinstance(size, int) else None
-    length = training.get("context_length")
-    return length if isinstance(length, int) else None
+    if data.get("task") != "needles":
+        length = training.get("context_length")
+        return length if isinstance(length, int) else None
+    levels = history.get("levels")  # of its curriculum, in chunks
+    chunks = [_mapping(level).get("chunks") for level in levels] if isinstance(levels, list) else []
+    counts = [count for count in chunks if isinstance(count, int)]
+    size = config.get("chunk_size") or data.get("chunk_size")
+    return max(counts) * size if counts and isinstance(size, int) else None
 
 
 # --- for the hub -----------------------------------------------------------------------------------------------

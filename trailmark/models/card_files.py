@@ -213,8 +213,12 @@ class Saving:
 
     def write(self) -> None:
         """README.md in the folder, unless there is one of somebody else's."""
-        if self.theirs is None and self.folder.is_dir():  # else transformers said why
+        if self.theirs is not None or not self.folder.is_dir():  # transformers said why
+            return
+        try:
             _write(self.folder / README, self.text(_name(self.folder)).encode())
+        except Exception as error:  # the model is saved
+            _warn(self.folder, error)
 
     def restore(self) -> None:
         """What somebody else wrote stays: transformers writes the hub's over it."""
@@ -294,11 +298,29 @@ def _name(folder: Path) -> str:
 def refresh_card(folder: Path) -> bool:
     """Make README.md of a model folder anew from what lies there now, as after an evaluation.
 
-    Where there is none, one is written only for a finished training run; one that was edited stays.
+    Where there is none, one is written only for a finished training run; one that was edited stays. A training or an
+    evaluation does not fail for its card: where none can be made, a warning says why.
 
     Returns:
         Whether it was written.
     """
+    try:
+        return _refresh(folder)
+    except Exception as error:  # whatever lies there, it is not worth the work that is done
+        _warn(folder, error)
+        return False
+
+
+def _warn(folder: Path, error: Exception) -> None:
+    logger.warning(
+        "The model card %s cannot be written (%s: %s); all else is saved.",
+        folder / README,
+        type(error).__name__,
+        error,
+    )
+
+
+def _refresh(folder: Path) -> bool:
     path = folder / README
     text = _read_text(path)
     if not (folder / "config.json").is_file():

@@ -234,6 +234,7 @@ class HeatChart(Chart):
     x_label: str = ""
     y_label: str = ""
     maps: Sequence[HeatMap] = ()
+    what: str = ""  # what the numbers are, for a reader who has the picture alone
 
     @property
     def wide(self) -> bool:
@@ -245,7 +246,9 @@ class HeatChart(Chart):
 
         tallest = max(len(field.rows) for field in self.maps)
         numbered = sum(len(field.rows) * len(field.columns) for field in self.maps) <= _MOST_NUMBERS
-        figure, fields = _panels(len(self.maps), 0.9 + 0.3 * tallest)
+        figure, fields = _panels(len(self.maps), 0.9 + 0.3 * tallest, head=0.22 if self.what else 0.0)
+        if self.what:
+            figure.suptitle(self.what, x=0.01, ha="left", fontsize=9.5, color=LIGHT["muted"])
         for axes, heat in zip(fields, self.maps, strict=True):
             known = [
                 (column, row, value)
@@ -387,17 +390,22 @@ class ChunkChart(Chart):
 
     def draw(self) -> Any:
         figure, (axes,) = _panels(1, 3.6)
-        for row, question in enumerate(self.asked):
-            axes.axhline(row, color=LIGHT["grid"], linewidth=0.4, zorder=0)
-            chosen = question["selected"]
-            sizes = [3 + 45 * weight for weight in question["weights"]]
-            axes.scatter(
-                chosen, [row] * len(chosen), s=sizes, color=LIGHT[SERIES[0]], alpha=0.6, linewidths=0
-            )
-            axes.scatter(
-                [question["needle"]], [row], marker="|", s=70, color=LIGHT[SERIES[1]], linewidths=1.3
-            )
+        rows = range(len(self.asked))
+        axes.hlines(
+            rows, -0.01 * self.chunks, 1.01 * self.chunks, colors=LIGHT["grid"], linewidth=0.4, zorder=0
+        )
+        # all marks of a kind at once: a call for each question would take longer than all other figures
+        marks = [
+            (chunk, row, 3 + 45 * weight)
+            for row, question in enumerate(self.asked)
+            for chunk, weight in zip(question["selected"], question["weights"], strict=True)
+        ]
+        chosen, places, sizes = zip(*marks, strict=True) if marks else ((), (), ())
+        axes.scatter(chosen, places, s=sizes, color=LIGHT[SERIES[0]], alpha=0.6, linewidths=0)
+        needles = [question["needle"] for question in self.asked]
+        axes.scatter(needles, rows, marker="|", s=70, color=LIGHT[SERIES[1]], linewidths=1.3)
         axes.set_xlim(-0.01 * self.chunks, 1.01 * self.chunks)
+        axes.xaxis.set_major_formatter(lambda x, _: _plain(x))
         axes.set_xlabel("chunk of the text")
         axes.set_ylabel("question")
         axes.set_yticks([])
@@ -422,19 +430,24 @@ class ChunkChart(Chart):
 # --- drawing ------------------------------------------------------------------------------------------------
 
 
-def _panels(count: int, height: float, columns: int = 2) -> tuple[Any, list[Any]]:
-    """A figure with ``count`` axes, each ``height`` inches high."""
+def _panels(count: int, height: float, columns: int = 2, head: float = 0.0) -> tuple[Any, list[Any]]:
+    """A figure with ``count`` axes, each ``height`` inches high, below ``head`` inches for a title."""
     from matplotlib.figure import Figure
 
     columns = min(columns, count)
     rows = math.ceil(count / columns)
     width = _WIDTH if columns == 1 else _WIDE
-    tall = height * rows + 0.4
+    tall = height * rows + 0.4 + head
     # the layout of many panels would take longer than all else
     figure = Figure(figsize=(width, tall), layout="constrained" if count <= _MOST_LAID_OUT else None)
     if count > _MOST_LAID_OUT:
         figure.subplots_adjust(
-            left=0.07, right=0.99, top=1 - 0.3 / tall, bottom=0.5 / tall, wspace=0.16, hspace=0.8 / height
+            left=0.07,
+            right=0.99,
+            top=1 - (0.3 + head) / tall,
+            bottom=0.5 / tall,
+            wspace=0.16,
+            hspace=0.8 / height,
         )
     fields = list(figure.subplots(rows, columns, squeeze=False).flat)
     for unused in fields[count:]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,11 +18,15 @@ from typing import Any
 
 import yaml
 
+from trailmark.data.trained import trained_length
+from trailmark.report.markup import visible
+
 SUITES = ("needles", "perplexity", "summarization", "cost")
 _KIND = "trailmark evaluation"  # of the files that trailmark/evaluation/record.py writes
 _FORMAT = 1
 _HEAD = 4096  # bytes in which a record says that it is one
 MOST_GENERATIONS = 1000  # lines that are read of one file
+_PERHAPS_UNSEEN = re.compile(r"\\[ubf]|[\x7f-\x9f\ufffe\uffff]")  # JSON that holds none is taken as it is
 _SKIPPED_FOLDERS = {"checkpoints", "node_modules", "__pycache__"}
 
 
@@ -167,8 +172,8 @@ def _lines(path: Path) -> dict[Any, list[dict[str, Any]]]:
         with open(path, encoding="utf-8", errors="replace") as file:
             for line in islice(file, MOST_GENERATIONS):
                 try:
-                    content = json.loads(line)
-                except ValueError:  # a line that a kill cut
+                    content = _parsed(line)
+                except (ValueError, RecursionError):  # a line that a kill cut, or nobody's
                     continue
                 if isinstance(content, dict):
                     found[str(content.get("id"))].append(content)
@@ -210,7 +215,7 @@ class _Reader:
         try:
             if not expected and _KIND not in _head(path):
                 return  # another program's JSON
-            content = json.loads(path.read_text(encoding="utf-8"))
+            content = _parsed(path.read_text(encoding="utf-8"))
         except (OSError, ValueError, RecursionError) as error:
             self._skip(path, f"not readable as JSON: {error}")
             return
@@ -299,17 +304,17 @@ class _Reader:
             return
         run: Any = {}
         try:
-            run = yaml.safe_load((path.parent / "run.yaml").read_text(encoding="utf-8"))
+            run = _visible(yaml.safe_load((path.parent / "run.yaml").read_text(encoding="utf-8")))
         except FileNotFoundError:
             pass  # the curves need no settings
-        except (OSError, ValueError, yaml.YAMLError) as error:
+        except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
             self._skip(path.parent / "run.yaml", f"not readable as YAML: {error}")
         run = run if isinstance(run, dict) else {}
         model = self._at(path.parent, path.parent.resolve().name)
         settings = run.get("model")
         if isinstance(settings, dict) and model.architecture is None:
             model.architecture = settings.get("architecture")
-        model.train_length = _train_length(history, run)
+        model.train_length = trained_length(settings, run, history)
         self.found.trainings.append(Training(model, history, run, path))
         self.found.files.append(path)
 
@@ -344,7 +349,7 @@ class _Reader:
 
     def _at(self, folder: Path, name: str) -> Model:
         """The model in a folder of which no weights are known."""
-        model = self._by_folder.setdefault(folder.resolve(), Model(name, str(folder)))
+        model = self._by_folder.setdefault(folder.resolve(), Model(visible(name), str(folder)))
         self._add(model)
         return model
 
@@ -353,18 +358,20 @@ class _Reader:
             self.found.models.append(model)
 
 
-def _train_length(history: Mapping[str, Any], run: Mapping[str, Any]) -> int | None:
-    """Of needles the last level's chunks; of other tasks the context."""
-    data, training = (
-        part if isinstance(part, dict) else {} for part in (run.get("data"), run.get("training"))
-    )
-    if data.get("task") != "needles":
-        length = training.get("context_length")
-        return length if isinstance(length, int) else None
-    levels = history.get("levels")
-    last = levels[-1] if isinstance(levels, list) and levels else None
-    chunks, size = (last.get("chunks") if isinstance(last, dict) else None), data.get("chunk_size")
-    return chunks * size if isinstance(chunks, int) and isinstance(size, int) else None
+def _parsed(text: str) -> Any:
+    """JSON whose texts can stand in a page and in a figure, keys too."""
+    content = json.loads(text)
+    return _visible(content) if _PERHAPS_UNSEEN.search(text) else content
+
+
+def _visible(content: Any) -> Any:
+    if isinstance(content, str):
+        return visible(content)
+    if isinstance(content, list):
+        return [_visible(part) for part in content]
+    if isinstance(content, dict):
+        return {_visible(key): _visible(part) for key, part in content.items()}
+    return content
 
 
 def _head(path: Path) -> str:

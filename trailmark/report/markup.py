@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import math
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,9 +15,18 @@ class Html(str):
     __slots__ = ()
 
 
+# control characters, halves of characters and what is none: no HTML, SVG or UTF-8 file may hold them
+_UNSEEN = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x84\x86-\x9f\ud800-\udfff\ufffe\uffff]")
+
+
+def visible(text: str) -> str:
+    """``text`` with a replacement character for each one that a page cannot hold."""
+    return _UNSEEN.sub("\ufffd", text)
+
+
 def safe(value: Any) -> Html:
     """``value`` as HTML: escaped, for an element's content and for a quoted attribute, unless it is HTML."""
-    return value if isinstance(value, Html) else Html(html.escape(str(value), quote=True))
+    return value if isinstance(value, Html) else Html(html.escape(visible(str(value)), quote=True))
 
 
 def element(tag: str, *content: Any, **attributes: Any) -> Html:

@@ -21,7 +21,10 @@ def notes(found: Collected) -> list[str]:
     ):
         said += _mixed(found, what, partial(_version, field_name))
     said += _mixed(
-        found, "machines", machine, " Times and tokens per second are comparable within one machine only."
+        found,
+        "machines or numbers of threads",
+        machine,
+        " Times and tokens per second are comparable within one machine only.",
     )
     by_name: dict[str, list[Model]] = defaultdict(list)
     for model in found.models:
@@ -81,7 +84,8 @@ def _repeated(found: Collected) -> list[str]:
     if not twice:
         return []
     files = sorted({str(result.source) for same in twice.values() for result in same})
+    cells = "1 cell was" if len(twice) == 1 else f"{len(twice)} cells were"
     return [
-        f"{len(twice)} cells were measured more than once ({_some(files)}): tables show each, figures "
+        f"{cells} measured more than once ({_some(files)}): tables show each, figures "
         "the last one, of needles that with the most questions."
     ]

@@ -8,7 +8,7 @@ from typing import Any
 from trailmark.report.collect import Collected, Model, Result
 from trailmark.report.markup import MISSING, Html, count, element, interval, number, shown, table
 from trailmark.report.section_cost import rows_of
-from trailmark.report.section_needles import pooled
+from trailmark.report.section_needles import pooled, task_name
 from trailmark.report.sections import Section
 
 
@@ -34,9 +34,10 @@ def _tiles(found: Collected) -> list[tuple[str, str, str]]:
         result, pool = reads
         tiles.append(
             (
-                f"{pool['accuracy']:.1%}",
+                percent(pool["accuracy"]),
                 f"of answers right at {count(result.get('length'))} tokens",
-                f"{result.model.label}; 95% interval {interval(pool['accuracy_low'], pool['accuracy_high'])}",
+                f"{result.model.label}, {task_name(result).lower()}; 95% interval "
+                f"{interval(pool['accuracy_low'], pool['accuracy_high'])}",
             )
         )
         trained, length = number(result.train_length), number(result.get("length"))
@@ -77,6 +78,12 @@ def _tiles(found: Collected) -> list[tuple[str, str, str]]:
             )
         )
     return tiles
+
+
+def percent(share: Any) -> str:
+    """``99.7%``; all and nothing only where it is."""
+    text = f"{share:.1%}"
+    return {"100.0%": "> 99.9%", "0.0%": "< 0.1%"}.get(text, text) if 0 < share < 1 else text
 
 
 def _farthest(results: list[Result]) -> tuple[Result, dict[str, float | None]] | None:

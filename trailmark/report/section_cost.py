@@ -31,6 +31,7 @@ from trailmark.report.sections import (
     Section,
     bytes_shown,
     cells,
+    noted,
     published,
 )
 
@@ -72,10 +73,11 @@ def cost(found: Collected, figures: Figures) -> Section | None:
             ("paper's formula", lambda c: bytes_shown(c[1].get("paper_formula_bytes"))),
             ("formula / measured", lambda c: _quotient(c[1].get("formula_bytes"), c[1].get("cache_bytes"))),
             ("reading, tokens/s", lambda c: count(c[1].get("tokens_per_second_reading"))),
-            ("note", lambda c: shown(c[1].get("problem", c[1].get("note")))),
+            ("note", lambda c: shown(c[1].get("problem") or c[1].get("note"))),
         ]  # fmt: skip
         measured = [(r, row) for r in reading for row in rows_of(r)]
         content.append(cells("Generating: all cells", columns, measured, ("architecture", "tier", "note")))
+    content += noted(reading)
     content += _training_cost(training, figures)
     content += published(results)
     if rest:
@@ -155,7 +157,7 @@ def _training_cost(results: Sequence[Result], figures: Figures) -> list[Html]:
         ("time", lambda c: _times(c[1].get("time_ratio"))),
         ("peak memory", lambda c: bytes_shown(c[1].get("peak_bytes"))),
         ("memory", lambda c: _times(c[1].get("memory_ratio"))),
-        ("note", lambda c: shown(c[1].get("problem", c[1].get("note")))),
+        ("note", lambda c: shown(c[1].get("problem") or c[1].get("note"))),
     ]
     content.append(cells("Training: all cells", columns, measured, ("note",)))
     return content

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from math import sqrt
+from itertools import zip_longest
 from typing import Any
 
+from trailmark.data.proportions import wilson_interval
 from trailmark.report.charts import (
     ChunkChart,
     HeatChart,
@@ -68,6 +69,11 @@ _SHOWN = frozenset(  # by columns of their own, or of no use in a table
 )
 
 
+# of many models more of them would be neither read nor quickly drawn
+_MOST_MAPS = 8
+_MOST_CHUNK_CHARTS = 4
+
+
 def needles(found: Collected, figures: Figures) -> Section | None:
     results = found.of("needles")
     if not results:
@@ -127,6 +133,11 @@ def _task_title(task: tuple[Any, ...]) -> tuple[str, str]:
     return title, "; ".join(part for part in fine if part).capitalize() + "."
 
 
+def task_name(result: Result) -> str:
+    """What was asked, in the words of the section's headings."""
+    return _task_title(_task(result))[0]
+
+
 def _tier(result: Result) -> str:
     return " ".join(str(result.get(name)) for name in ("memory_tier", "memory_dtype") if result.get(name))
 
@@ -145,28 +156,21 @@ def pooled(results: Sequence[Result]) -> dict[str, float | None]:
     if len(last) == 1:
         names = ("accuracy", "accuracy_low", "accuracy_high", "recall")
         return {name: number(last[0].get(name)) for name in names}
-    asked = [number(result.get("questions")) or 0.0 for result in last]
-    right = [number(result.get("correct")) or 0.0 for result in last]
+    asked = [max(0.0, number(result.get("questions")) or 0.0) for result in last]
+    right = [
+        min(max(0.0, number(result.get("correct")) or 0.0), n) for result, n in zip(last, asked, strict=True)
+    ]
     recalls = [number(result.get("recall")) for result in last]
     total = sum(asked)
     if not total:
         return dict.fromkeys(("accuracy", "accuracy_low", "accuracy_high", "recall"))
-    low, high = wilson(sum(right), total)
+    low, high = wilson_interval(sum(right), total)
     recall = (
         sum(r * n for r, n in zip(recalls, asked, strict=True) if r is not None) / total
         if None not in recalls
         else None
     )
     return {"accuracy": sum(right) / total, "accuracy_low": low, "accuracy_high": high, "recall": recall}
-
-
-def wilson(correct: float, questions: float) -> tuple[float, float]:
-    """The 95% Wilson score interval of a share."""
-    z = 1.959963984540054
-    share_right, spread = correct / questions, z * z / questions
-    centre = (share_right + spread / 2) / (1 + spread)
-    half = z * sqrt(share_right * (1 - share_right) / questions + spread / (4 * questions)) / (1 + spread)
-    return max(0.0, centre - half), min(1.0, centre + half)
 
 
 def _accuracy_chart(
@@ -214,7 +218,8 @@ def _heat_chart(
     series: dict[tuple[Any, ...], list[Result]], place: int, title: str, figures: Figures
 ) -> list[Html]:
     names = labels(series, {key: group[0].model.look for key, group in series.items()})
-    maps = []
+    maps: list[HeatMap] = []
+    left_out: list[str] = []
     for key, group in series.items():
         cells = {
             (depth, length): value
@@ -224,7 +229,9 @@ def _heat_chart(
             and (value := number(r.get("accuracy"))) is not None
         }
         depths, lengths = (sorted({cell[axis] for cell in cells}) for axis in (0, 1))
-        if len(depths) > 1:
+        if len(depths) > 1 and len(maps) == _MOST_MAPS:
+            left_out.append(names[key][0])
+        elif len(depths) > 1:
             values = [[cells.get((depth, length)) for length in lengths] for depth in depths]
             maps.append(
                 HeatMap(names[key][0], [short_length(x) for x in lengths], [f"{d:g}" for d in depths], values)
@@ -241,8 +248,19 @@ def _heat_chart(
                 x_label="tokens",
                 y_label="depth",
                 maps=maps,
+                what="Share of answers of which all is right, by length and depth",
             )
-        )
+        ),
+        *_left_out(left_out, "Heat maps", "their numbers stand in the table below"),
+    ]
+
+
+def _left_out(names: Sequence[str], what: str, where: str) -> list[Html]:
+    """What is not drawn, so that a page of many models stays one that can be read."""
+    if not names:
+        return []
+    return [
+        paragraph(f"{what} of {len(names)} more are not drawn; {where}: {', '.join(names)}.", class_="fine")
     ]
 
 
@@ -320,31 +338,46 @@ def _wrong_first(lines: Sequence[Any], of: Callable[[Any], Any] = lambda line: l
 
 
 def _chunk_charts(results: Sequence[Result], figures: Figures, questions: int = 40) -> list[Html]:
-    """For each model, of its longest text: which chunks were read."""
-    content = []
+    """For some models, of the longest text of each: which chunks were read."""
+    content: list[Html] = []
+    left_out: dict[str, list[Result]] = {}
     for label, group in grouped(results, lambda r: r.model.label).items():
         single = [r for r in group if r.get("needles") == 1 and r.get("kind") in (None, "single")]
-        told = [
-            (number(r.get("length")) or 0.0, r, asked)
-            for r, lines in generations(single)
-            if (asked := _all_asked(r.values.get("asked")) or _all_asked(lines))
-        ]
-        for _, result, asked in sorted(told, key=lambda entry: entry[0])[-1:]:
-            asked = sorted(asked[:questions], key=lambda question: question["needle"])
+        if len(content) == _MOST_CHUNK_CHARTS:
+            left_out |= {label: single} if single else {}
+            continue
+        asked, result = _longest_asked(single, questions)
+        if result is not None:
             last = max(max([q["needle"], *q["selected"]]) for q in asked)
             content.append(
                 figures.show(
                     ChunkChart(
                         f"chunks-{result.model.look + 1}",
                         f"{label}: chunks read at {count(result.get('length'))} tokens",
-                        f"The first {len(asked)} questions, by where their needle lies. Blue: the chunks that were "
+                        f"{len(asked)} questions, by where their needle lies. Blue: the chunks that were "
                         "retrieved, larger with more weight; orange: the needle's chunk.",
                         asked=asked,
                         chunks=last + 1,
                     )
                 )
             )
-    return content
+    where = "what was read for each question stands in needles.generations.jsonl beside their records"
+    return content + _left_out(list(left_out), "The chunks read", where)
+
+
+def _longest_asked(results: Sequence[Result], most: int) -> tuple[list[dict[str, Any]], Result | None]:
+    """Questions of one task at the longest length of which it is known what was read, of each depth alike."""
+    told = [
+        (r, asked)
+        for r, lines in generations(results)
+        if (asked := _all_asked(r.values.get("asked")) or _all_asked(lines))
+    ]
+    if not told:
+        return [], None
+    farthest = max(told, key=lambda entry: number(entry[0].get("length")) or 0.0)[0]
+    same = [a for r, a in told if (r.get("length"), _task(r)) == (farthest.get("length"), _task(farthest))]
+    turns = [question for turn in zip_longest(*same) for question in turn if question is not None]
+    return sorted(turns[:most], key=lambda question: question["needle"]), farthest
 
 
 def _all_asked(entries: Any) -> list[dict[str, Any]]:

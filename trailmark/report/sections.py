@@ -27,6 +27,7 @@ from trailmark.report.markup import (
 )
 from trailmark.report.svg import inline
 
+_MOST_OPEN = 60  # rows
 _Item = TypeVar("_Item")
 _Key = TypeVar("_Key", bound=Hashable)
 
@@ -111,12 +112,14 @@ def cells(
     items: Sequence[Any],
     words: Sequence[str] = (),
 ) -> Html:
-    """A table without the columns in which nothing stands."""
+    """A table without the columns in which nothing stands; a long one opens when asked."""
     filled = [(name, [of(item) for item in items]) for name, of in columns]
     kept = [column for n, column in enumerate(filled) if n == 0 or any(c != MISSING for c in column[1])]
     text = [n for n, (name, _) in enumerate(kept) if name in words]
     rows = list(zip(*(values for _, values in kept), strict=True))
-    return table(caption, [name for name, _ in kept], rows, text)
+    made = table(caption, [name for name, _ in kept], rows, text)
+    # a long one would hide what stands below it
+    return made if len(rows) <= _MOST_OPEN else details(f"{caption} ({len(rows):,})", made)
 
 
 def published(results: Iterable[Result]) -> list[Html]:

@@ -57,12 +57,16 @@ def result_table(suite: str, results: Sequence[dict[str, Any]], train_length: in
             parts = [("ms_per_token", _generating), ("seconds", _training)]
             rows = [row for result in results for row in result["rows"]]
             tables = [table([row for row in rows if key in row]) for key, table in parts]
-            return "\n\n".join(table for table in tables if table)
+            notes = dict.fromkeys(result["note"] for result in results if result.get("note"))
+            return "\n\n".join([*filter(None, tables), *notes])
     raise AssertionError(suite)
 
 
 def _needles(results: Sequence[dict[str, Any]], train_length: int) -> str:
-    header = ["tokens", "x train", "kind", "depth", "questions", "all right", "95% interval"]
+    # under the paper's protocol right is what one token says; the whole answer stands beside it
+    paper = any(r.get("exact_accuracy") is not None for r in results)
+    header = ["tokens", "x train", "kind", "depth", "questions", "one token right" if paper else "all right"]
+    header += ["95% interval", *(["all right"] if paper else [])]
     header += ["chunk retrieved", "weight", "tokens/s", "memory"]
     return markdown_table(
         header,
@@ -75,6 +79,7 @@ def _needles(results: Sequence[dict[str, Any]], train_length: int) -> str:
                 str(r["questions"]),
                 f"{r['accuracy']:.3f}",
                 interval(r["accuracy_low"], r["accuracy_high"]),
+                *([_or_dash(r.get("exact_accuracy"), ".3f")] if paper else []),
                 _or_dash(r["recall"], ".3f"),
                 _or_dash(r["mean_weight"], ".3f"),
                 _or_dash(r["tokens_per_second"], ",.0f"),
@@ -94,10 +99,10 @@ def perplexity_table(results: Sequence[dict[str, Any]]) -> str:
             [
                 "whole documents" if r["length"] is None else f"{r['length']:,}",
                 f"{r['windows']:,}",
-                f"{r['loss']:.4f}",
-                f"{r['perplexity']:.3f}",
+                _or_dash(r["loss"], ".4f"),
+                _or_dash(r["perplexity"], ".3f"),
                 interval(r.get("perplexity_low"), r.get("perplexity_high")),
-                _or_dash(r.get("word_perplexity"), ".2f"),
+                _or_dash(r.get("word_perplexity"), ",.2f"),
                 _or_dash(r.get("bits_per_byte"), ".4f"),
             ]
             for r in results

@@ -46,7 +46,7 @@ from trailmark.data.summarization import SummarizationTexts
 from trailmark.data.texts import open_text
 from trailmark.data.trained_embedders import embedder_of
 from trailmark.models import DRTForCausalLM, RPTForCausalLM, TrailmarkForCausalLM
-from trailmark.models.card_files import refresh_card
+from trailmark.models.card_files import README, refresh_card
 from trailmark.training import checkpoints, states, tensors
 from trailmark.training.config import ARCHITECTURES, FREE_TO_CHANGE, RunConfig
 from trailmark.training.curriculum import SMOOTHING, Curriculum
@@ -67,7 +67,7 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _REPEATED = 10.0
 _SAVING = ".saving-"
 # beginnings of names that no file keeps
-_LEFTOVERS = (_SAVING, *(f".{name}." for name in (RUN_FILE, HISTORY_FILE, REPORT_FILE)))
+_LEFTOVERS = (_SAVING, *(f".{name}." for name in (RUN_FILE, HISTORY_FILE, REPORT_FILE, README)))
 
 
 class Run:

@@ -1,11 +1,11 @@
-"""How sure a share of right answers is."""
+"""How sure a share of right answers is; evaluations and reports share it."""
 
 from __future__ import annotations
 
 import math
 
 
-def wilson_interval(successes: int, trials: int, z: float = 1.959963984540054) -> tuple[float, float]:
+def wilson_interval(successes: float, trials: float, z: float = 1.959963984540054) -> tuple[float, float]:
     """The 95% score interval of a proportion (Wilson, 1927)."""
     if trials == 0:
         return 0.0, 1.0

@@ -1,0 +1,19 @@
+"""One report of everything, drawn once for all tests that look at it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.report import runs
+from trailmark.report.page import Built, build
+
+
+@pytest.fixture(scope="session")
+def whole_report(tmp_path_factory: pytest.TempPathFactory) -> tuple[Built, list[str]]:
+    """What was built, and what was said of it."""
+    pytest.importorskip("matplotlib")
+    folder = Path(tmp_path_factory.mktemp("whole-report"))
+    said: list[str] = []
+    return build([runs.everything(folder)], folder / "out" / "report.html", say=said.append), said

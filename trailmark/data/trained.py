@@ -1,0 +1,27 @@
+"""What the files of a training say of its texts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+
+def trained_length(model: Any, run: Any, history: Any) -> int | None:
+    """Tokens of the longest training text: of needles the curriculum's longest, of other tasks the context.
+
+    Args:
+        model: the model's configuration. run: run.yaml. history: history.json. Of each what is there, whatever it is.
+    """
+    data, training = _mapping(_mapping(run).get("data")), _mapping(_mapping(run).get("training"))
+    if data.get("task") != "needles":
+        length = training.get("context_length")
+        return length if isinstance(length, int) else None
+    levels = _mapping(history).get("levels")
+    chunks = [_mapping(level).get("chunks") for level in levels] if isinstance(levels, list) else []
+    counts = [count for count in chunks if isinstance(count, int)]
+    size = _mapping(model).get("chunk_size") or data.get("chunk_size")
+    return max(counts) * size if counts and isinstance(size, int) else None
+
+
+def _mapping(value: Any) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else {}
