@@ -14,7 +14,6 @@ from typing import Any
 import compare_tables
 import landmark_tables
 import training_tables
-import two_hop
 from ops import table as ops_table
 
 from trailmark.data.proportions import wilson_interval
@@ -85,7 +84,25 @@ def grid_text() -> str:
 
 def two_hop_text() -> str:
     record = json.loads((HERE / "two_hop.json").read_text())
-    return f"{two_hop.table(record)}\n\nMachine: {machine(record['environment'])}."
+    cases = sorted(record["cases"], key=lambda case: (-case["groups"], -case["landmarks"], case["seed"]))
+    rows = []
+    for case in cases:
+        cells = []
+        for r in case["results"]:
+            found = ", ".join(f"{share:.2f}" for share in r["recall_by_hop"])
+            low, high = r["accuracy_low"], r["accuracy_high"]
+            cells += [f"{r['accuracy']:.3f} ({low:.3f}-{high:.3f})", found]
+        rows.append([str(case["groups"]), str(case["landmarks"]), str(case["seed"]), *cells])
+    header = ["groups", "landmarks", "seed"]
+    for r in cases[0]["results"]:
+        header += [f"right at {r['length'] // record['train_length']}x", "hop 1, 2 found"]
+    first = cases[0]
+    return (
+        f"{markdown_table(header, rows)}\n\n"
+        f"{first['results'][0]['questions']} questions at each length ({record['train_length']:,} tokens are 1x); right "
+        f"is all five digits. The same questions and steps ({first['steps']:,}). "
+        f"Machine: {machine(first['environment'])}."
+    )
 
 
 def needles_text() -> str:

@@ -251,7 +251,8 @@ class Benchmark:
             "seconds": sum(history["seconds"] for history in histories),
             "trained": {key: last[key] for key in ("loss", "accuracy", "recall")},
             "environment": environment(),
-            "results": results,
+            # what single questions selected stays in the folder's record
+            "results": [{key: value for key, value in r.items() if key != "asked"} for r in results],
         }
         content: dict[str, Any] = {
             "train_length": TRAIN_LENGTH,

@@ -14,7 +14,9 @@ from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from trailmark.data.corpus import Tokens, load_tokenizer, read_texts, standard_library_texts, tokenize
+from trailmark.data.files import read_json
 from trailmark.data.needles import CURRICULUM
+from trailmark.data.trained import trained_length
 from trailmark.data.trained_embedders import embedder_of
 from trailmark.evaluation.record import identity
 from trailmark.models import MODELS, TrailmarkForCausalLM
@@ -57,10 +59,9 @@ class Subject:
 
     @property
     def train_length(self) -> int:
-        """Tokens of the longest training text."""
-        if self.run.get("data", {}).get("task") == "needles":
-            return CURRICULUM[-1].chunks * self.chunk_size
-        return int(self.run.get("training", {}).get("context_length", 16 * self.chunk_size))
+        """Tokens of the longest training text; where nothing says so, 16 chunks, of needles the curriculum's."""
+        known = trained_length(self.model.config.to_dict(), self.run, read_json(self.folder / "history.json"))
+        return known or (CURRICULUM[-1].chunks if self.task == "needles" else 16) * self.chunk_size
 
     def default_lengths(self, num_tokens: int | None = None) -> list[int]:
         """1x, 4x and 16x the training texts: of these, those that a text of ``num_tokens`` holds, or all of it."""
