@@ -99,8 +99,8 @@ def two_hop_text() -> str:
     first = cases[0]
     return (
         f"{markdown_table(header, rows)}\n\n"
-        f"{first['results'][0]['questions']} questions at each length ({record['train_length']:,} tokens are 1x); right "
-        f"is all five digits. The same questions and steps ({first['steps']:,}). "
+        f"{first['results'][0]['questions']} questions at each length ({record['train_length']:,} tokens are 1x); "
+        f"right is all five digits. The same questions and steps ({first['steps']:,}). "
         f"Machine: {machine(first['environment'])}."
     )
 
