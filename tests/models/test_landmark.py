@@ -88,7 +88,7 @@ def test_the_reference_implementation_agrees() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_lower_precisions_keep_the_error_budget(dtype: torch.dtype) -> None:
-    ids = tokens(46)
+    ids = tokens(46, batch=16)  # the largest of few errors is a matter of luck
     fast, oracle = (landmark(implementation=name).to(dtype) for name in (None, "reference"))
     exact = copy.deepcopy(oracle).double()
     assert_within_budget(*(logits_of(model, ids) for model in (fast, oracle, exact)))

@@ -295,17 +295,20 @@ def _name(folder: Path) -> str:
     return folder.resolve().name or "model"
 
 
-def refresh_card(folder: Path) -> bool:
+def refresh_card(folder: Path, history: dict[str, Any] | None = None) -> bool:
     """Make README.md of a model folder anew from what lies there now, as after an evaluation.
 
     Where there is none, one is written only for a finished training run; one that was edited stays. A training or an
     evaluation does not fail for its card: where none can be made, a warning says why.
 
+    Args:
+        history: of a training that is about to write it: history.json, which says that a run is whole, comes last.
+
     Returns:
         Whether it was written.
     """
     try:
-        return _refresh(folder)
+        return _refresh(folder, history)
     except Exception as error:  # whatever lies there, it is not worth the work that is done
         _warn(folder, error)
         return False
@@ -320,12 +323,13 @@ def _warn(folder: Path, error: Exception) -> None:
     )
 
 
-def _refresh(folder: Path) -> bool:
+def _refresh(folder: Path, history: dict[str, Any] | None) -> bool:
     path = folder / README
     text = _read_text(path)
     if not (folder / "config.json").is_file():
         return False
-    if text is None and not ((folder / "run.yaml").is_file() and (folder / "history.json").is_file()):
+    finished = history is not None or (folder / "history.json").is_file()
+    if text is None and not ((folder / "run.yaml").is_file() and finished):
         return False
     mark = None if text is None else read_mark(text)
     if text is not None and mark is None:
@@ -334,6 +338,7 @@ def _refresh(folder: Path) -> bool:
     config = AutoConfig.from_pretrained(folder)
     weights = weights_sha256(folder)
     known = read_known(folder)
+    known.history = known.history if history is None else history
     if mark is not None and mark.trained == "unknown":
         known.run = known.history = known.versions = None
     changed = mark is not None and mark.trained == "changed" and mark.weights == weights

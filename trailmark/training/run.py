@@ -578,18 +578,16 @@ class Run:
 
     def save(self, weights: dict[str, Tensor] | None = None) -> None:
         """The model, its tokenizer, the configuration and the history, into the output folder."""
-        with (
-            saving(self.output),
-            tempfile.TemporaryDirectory(dir=self.output, prefix=_SAVING) as folder,
-        ):
-            self.model.save_pretrained(folder, state_dict=weights)
-            self.tokenizer.save_pretrained(folder)
-            mode = self.output.stat().st_mode & 0o666  # safetensors' files are their owner's alone
-            for file in Path(folder).iterdir():
-                os.chmod(file, mode)
-                with open(file, "rb+") as whole:
-                    sync_file(whole)  # after a power cut too, a history means a model
-                os.replace(file, self.output / file.name)
+        with saving(self.output):
+            with tempfile.TemporaryDirectory(dir=self.output, prefix=_SAVING) as folder:
+                self.model.save_pretrained(folder, state_dict=weights)
+                self.tokenizer.save_pretrained(folder)
+                mode = self.output.stat().st_mode & 0o666  # safetensors' files are their owner's alone
+                for file in Path(folder).iterdir():
+                    os.chmod(file, mode)
+                    with open(file, "rb+") as whole:
+                        sync_file(whole)  # after a power cut too, a history means a model
+                    os.replace(file, self.output / file.name)
             history = {
                 "data": self.data_fingerprint,
                 "steps": self.history,
@@ -599,8 +597,8 @@ class Run:
                 "level_starts": self.curriculum.starts,
                 "levels": [asdict(level) for level in self.curriculum.levels],
             }
-            write_json(self.output / HISTORY_FILE, history, durable=True)
-            refresh_card(self.output)
+            refresh_card(self.output, history)
+            write_json(self.output / HISTORY_FILE, history, durable=True)  # last: it says that all is there
 
     # --- signals -------------------------------------------------------------------------------------------
 
