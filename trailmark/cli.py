@@ -63,7 +63,7 @@ def train(
     from trailmark.report.console import Progress, duration, measured, training_line
     from trailmark.training.config import load_run_config
     from trailmark.training.forecast import forecast
-    from trailmark.training.processes import is_main, part
+    from trailmark.training.processes import is_main, leave, part
     from trailmark.training.run import Run
 
     settings = load_run_config(config, overrides or [])
@@ -98,13 +98,15 @@ def train(
         say(f"Trained already. The model lies in {settings.output}/.")
         return
     model = run.train()
-    part()
+    parted = part()
     if model is None:
         say(f"Stopped and saved at step {run.step}. The same command goes on from here.")
-        return
-    speed, averages = f"{run.tokens_per_second:,.0f} tokens/s", measured(run.averages)
-    say(f"Trained in {duration(run.seconds)}, {speed}: {averages}")
-    say(f"The model lies in {settings.output}/. Next: trailmark evaluate {settings.output}")
+    else:
+        speed, averages = f"{run.tokens_per_second:,.0f} tokens/s", measured(run.averages)
+        say(f"Trained in {duration(run.seconds)}, {speed}: {averages}")
+        say(f"The model lies in {settings.output}/. Next: trailmark evaluate {settings.output}")
+    if parted:
+        leave()
 
 
 app.command()(cli_evaluation.evaluate)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -72,10 +73,27 @@ def gathered(value: Any) -> list[Any]:
     return values
 
 
-def part() -> None:
-    """Let go of the other processes, at a program's end: those that just vanish are taken for dead."""
-    if dist.is_available() and dist.is_initialized():
-        dist.destroy_process_group()
+def part() -> bool:
+    """Let go of the other processes, at a program's end: those that just vanish are taken for dead.
+
+    Returns:
+        Whether there were others: end with :func:`leave` then.
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        return False
+    dist.destroy_process_group()
+    return True
+
+
+def leave() -> NoReturn:
+    """End this process, which has parted from others, with code 0.
+
+    At once: objects that still hold a group of processes are taken apart in any order when the interpreter ends, and
+    now and then its threads abort the process then ("terminate called"), which launchers take for a failed training.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
 
 
 def _device() -> torch.device | None:
