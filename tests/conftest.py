@@ -37,3 +37,18 @@ def command(capfd: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, 
         return code, out, err
 
     return run
+
+
+@pytest.fixture
+def refused(command: Callable[..., tuple[int, str, str]]) -> Callable[..., str]:
+    """Runs a command that has to fail, and gives its last line; what came before it is progress."""
+
+    def run(*arguments: object) -> str:
+        code, _, err = command(*arguments)
+        assert code == 1
+        assert "Traceback" not in err
+        line = err.strip().splitlines()[-1]
+        assert line.startswith("trailmark: ")
+        return line
+
+    return run

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-import resource
 import shutil
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +19,7 @@ import yaml
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
+from tests.disks import largest_file
 from tests.training.tiny import prose, run_config
 from trailmark import cli
 from trailmark.data.files import read_json
@@ -35,32 +34,6 @@ def no_restart() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MALLOC_TRIM_THRESHOLD_", "8589934592")
         yield
-
-
-@pytest.fixture
-def refused(command: Command) -> Callable[..., str]:
-    """Runs a command that has to fail, and gives its last line; what came before it is progress."""
-
-    def run(*arguments: str | Path) -> str:
-        code, _, err = command(*arguments)
-        assert code == 1
-        assert "Traceback" not in err
-        line = err.strip().splitlines()[-1]
-        assert line.startswith("trailmark: ")
-        return line
-
-    return run
-
-
-@contextmanager
-def largest_file(size: int) -> Iterator[None]:
-    """No file can grow beyond ``size`` bytes: writing fails halfway, as on a full disk."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def write_config(folder: Path, task: Any = "text", model: str = "drt", **training: Any) -> Path:

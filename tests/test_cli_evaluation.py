@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import resource
 import shlex
 import shutil
 import signal
@@ -12,7 +11,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +18,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from tests.disks import largest_file
 from tests.training.tiny import prose, run_config
 from trailmark import cli
 from trailmark.data.corpus import load_tokenizer
@@ -48,19 +47,6 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (folder / f"train-{name}.yaml").write_text(config.to_yaml())
         cli.main(["train", str(folder / f"train-{name}.yaml")])
     return folder
-
-
-@pytest.fixture
-def refused(command: Command) -> Callable[..., str]:
-    """Runs a command that has to fail, and gives its last line."""
-
-    def run(*arguments: str | Path) -> str:
-        code, _, err = command(*arguments)
-        assert code == 1
-        assert "Traceback" not in err
-        return err.strip().splitlines()[-1]
-
-    return run
 
 
 def found(folder: Path, suite: str) -> list[dict[str, Any]]:
@@ -288,17 +274,6 @@ def test_what_was_found_stays_if_a_later_suite_fails(
     line = refused("evaluate", trained / "run", "--text", tmp_path / "short.txt", *options, "-o", tmp_path)
     assert "length: expected at most the text's 600 tokens" in line
     assert [result["length"] for result in found(tmp_path / "run", "needles")] == [400, 1600]
-
-
-@contextmanager
-def largest_file(size: int) -> Iterator[None]:
-    """No file can grow beyond ``size`` bytes: writing fails halfway, as on a full disk."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def test_a_full_disk_keeps_what_was_found(trained: Path, tmp_path: Path, command: Command) -> None:
