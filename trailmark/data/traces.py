@@ -1,0 +1,246 @@
+"""Traces: what each chunk of a text read of its past, and what each token cost with it and without. Format 1.
+
+A trace is a file of JSON lines (docs/trace.md describes each field): first a header, then for each chunk, in order,
+a line; before the chunk in which a file begins, a line that names it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+FORMAT = 1
+KIND = "trailmark trace"
+Integers = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.floating[Any]]
+
+
+@dataclass(frozen=True)
+class TraceHeader:
+    """Of the whole trace."""
+
+    model: dict[str, Any]
+    """name, folder, architecture, parameters, weights (SHA-256) and what else identifies it."""
+    num_groups: int
+    """G of a DRT or an RPT; of Landmark Attention the layers, each of which reads for itself."""
+    chunk_size: int
+    num_retrieved_chunks: int
+    """K of each group; of Landmark Attention per layer the chunks that are kept in the trace, the most read ones."""
+    group_name: str = "group"
+    """"group", or "layer"."""
+    window: int | None = None
+    """Positions that self-attention sees; None: no such number."""
+    settings: dict[str, Any] = field(default_factory=dict)
+    """memory_dtype, fields of the configuration that were set for the reading, and the like."""
+    environment: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class TraceSource:
+    """A file of the text; its tokens begin at ``first_token`` of the trace."""
+
+    name: str
+    first_token: int
+    path: str | None = None
+
+
+@dataclass(frozen=True)
+class Read:
+    """What one group read in one chunk: k chunks, ascending; none where there was nothing to read."""
+
+    chunks: Integers  # [k]
+    weights: Floats  # [k]
+    scores: Floats | None = None  # [k]; None where there is no one score, as in Landmark Attention
+
+
+@dataclass(frozen=True)
+class TracedChunk:
+    """One chunk of n tokens: the text of all chunks, joined, is the text that was read."""
+
+    number: int
+    first_token: int
+    closed: bool  # False: the last one, if the text ends in it
+    ids: Integers  # [n]
+    text: str
+    starts: Integers  # [n] characters of ``text`` before each token
+    reads: tuple[Read, ...]  # of each group
+    losses: Floats  # [n] nats; NaN where there is none: at a text's first token
+    losses_without: Floats  # [n] of the same model with retrieval off
+
+
+Entry = TraceSource | TracedChunk
+
+
+# --- lines -------------------------------------------------------------------------------------------------
+
+
+def encode(entry: TraceHeader | Entry) -> str:
+    """A line of the file, with its end. Numbers are written as short as gives them back exactly."""
+    if isinstance(entry, TraceHeader):
+        about = {name: getattr(entry, name) for name in TraceHeader.__dataclass_fields__}
+        return _line({"kind": KIND, "format": FORMAT} | about)
+    if isinstance(entry, TraceSource):
+        return _line({"source": entry.name, "first_token": entry.first_token, "path": entry.path})
+    reads = []
+    for read in entry.reads:
+        own: dict[str, Any] = {"chunks": read.chunks.tolist(), "weights": _numbers(read.weights)}
+        if read.scores is not None:
+            own["scores"] = _numbers(read.scores)
+        reads.append(own)
+    return _line(
+        {
+            "chunk": entry.number,
+            "first_token": entry.first_token,
+            "closed": entry.closed,
+            "ids": entry.ids.tolist(),
+            "text": entry.text,
+            "starts": entry.starts.tolist(),
+            "reads": reads,
+            "losses": _numbers(entry.losses),
+            "losses_without": _numbers(entry.losses_without),
+        }
+    )
+
+
+def _line(content: dict[str, Any]) -> str:
+    # halves of characters (surrogates) are written as escapes: the file is UTF-8 whatever the text holds
+    return json.dumps(content, separators=(",", ":"), allow_nan=False) + "\n"
+
+
+def _numbers(values: Floats) -> list[float | None]:
+    """Of float32, the shortest decimals that are read back as the same float32; null where it is not a number."""
+    shortest = (
+        values.astype(str).astype(np.float64) if values.dtype == np.float32 else values.astype(np.float64)
+    )
+    found: list[float | None] = shortest.tolist()
+    if np.isfinite(shortest).all():
+        return found
+    if np.isinf(shortest).any():
+        raise ValueError(
+            "trace: expected finite numbers, got an infinite one. The model's weights are damaged."
+        )
+    return [None if value is None or value != value else value for value in found]
+
+
+def decode(line: str) -> TraceHeader | Entry:
+    """What :func:`encode` wrote.
+
+    Raises:
+        ValueError: something else.
+    """
+    try:
+        content = json.loads(line)
+        if "chunk" in content:
+            return _chunk(content)
+        if "source" in content:
+            return TraceSource(content["source"], content["first_token"], content.get("path"))
+        if content.get("kind") == KIND:
+            return _header(content)
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ValueError(f"trace: expected a line of a trace, got {line[:80]!r} ({error}).") from error
+    raise ValueError(f"trace: expected a line of a trace, got {line[:80]!r}.")
+
+
+def _header(content: dict[str, Any]) -> TraceHeader:
+    if content["format"] != FORMAT:
+        raise ValueError(
+            f"trace: expected format {FORMAT}, got {content['format']!r}. Read it with the trailmark that wrote it, or "
+            "write it anew."
+        )
+    return TraceHeader(
+        **{name: content[name] for name in TraceHeader.__dataclass_fields__ if name in content}
+    )
+
+
+def _chunk(content: dict[str, Any]) -> TracedChunk:
+    def floats(values: list[float | None]) -> Floats:
+        return np.array([np.nan if value is None else value for value in values], np.float64)
+
+    reads = tuple(
+        Read(
+            np.array(own["chunks"], np.int64),
+            floats(own["weights"]),
+            floats(own["scores"]) if "scores" in own else None,
+        )
+        for own in content["reads"]
+    )
+    found = TracedChunk(
+        content["chunk"],
+        content["first_token"],
+        content["closed"],
+        np.array(content["ids"], np.int64),
+        content["text"],
+        np.array(content["starts"], np.int64),
+        reads,
+        floats(content["losses"]),
+        floats(content["losses_without"]),
+    )
+    n = len(found.ids)
+    if any(len(part) != n for part in (found.starts, found.losses, found.losses_without)):
+        raise ValueError(f"chunk {found.number} has {n} ids and another number of starts or losses")
+    return found
+
+
+def read_trace(path: Path) -> tuple[TraceHeader, Iterator[Entry]]:
+    """A trace's header, and its other lines as they are asked for.
+
+    Raises:
+        ValueError: no such file, no trace, another format; while iterating: a broken line, or a chunk out of order.
+    """
+    try:
+        file = open(path, encoding="utf-8")  # noqa: SIM115 (closed by the generator)
+        first = decode(file.readline())
+    except (OSError, UnicodeDecodeError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ValueError(
+            f"trace: cannot read {str(path)!r}: {reason}. Write one with: trailmark read MODEL TEXT --memory FOLDER "
+            "--trace FILE"
+        ) from error
+    if not isinstance(first, TraceHeader):
+        file.close()
+        raise ValueError(f"trace: expected {str(path)!r} to begin with a trace's header, it does not.")
+
+    def entries() -> Iterator[Entry]:
+        expected = tokens = 0
+        with file:
+            for number, line in enumerate(file, 2):
+                try:
+                    entry = decode(line)
+                    if isinstance(entry, TraceHeader):
+                        raise ValueError("trace: expected one header, at the beginning.")
+                    if isinstance(entry, TracedChunk):
+                        if (entry.number, entry.first_token) != (expected, tokens):
+                            raise ValueError(
+                                f"trace: expected chunk {expected} at token {tokens}, got chunk {entry.number} at "
+                                f"token {entry.first_token}."
+                            )
+                        expected, tokens = expected + 1, tokens + len(entry.ids)
+                except ValueError as error:
+                    raise ValueError(f"{error} (line {number} of {path})") from error
+                yield entry
+
+    return first, entries()
+
+
+def write_lines(path: Path, entries: Iterable[TraceHeader | Entry]) -> None:
+    """A whole trace at once."""
+    with open(path, "w", encoding="utf-8") as file:
+        file.writelines(map(encode, entries))
+
+
+def totals(chunks: Sequence[TracedChunk]) -> tuple[int, float, float]:
+    """Tokens that bear a loss, and the sums of their losses with and without retrieval, in nats."""
+    known = np.concatenate([chunk.losses for chunk in chunks])
+    without = np.concatenate([chunk.losses_without for chunk in chunks])
+    bears = np.isfinite(known)
+    return (
+        int(bears.sum()),
+        float(known[bears].sum(dtype=np.float64)),
+        float(without[bears].sum(dtype=np.float64)),
+    )
