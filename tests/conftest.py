@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
+from tests import interpreting
+
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read when a kernel's module is imported
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    interpreter = sys.modules.get("triton.runtime.interpreter")  # by now the test files imported the kernels
+    if interpreter is not None:
+        interpreting.hasten(interpreter)
     if torch.cuda.is_available():
         return
     for item in items:

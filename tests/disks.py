@@ -11,7 +11,7 @@ from contextlib import contextmanager
 def largest_file(size: int) -> Iterator[None]:
     """No file can grow beyond ``size`` bytes: writing fails halfway, as on a full disk."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))  # Python ignores its signal
     try:
         yield
     finally:

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from trailmark import cli_data, cli_evaluation
+from trailmark import cli_data, cli_evaluation, cli_explore
 
 app = typer.Typer(
     name="trailmark",
@@ -122,6 +122,13 @@ def read(
         str | None,
         typer.Option(help="Of keys and values: float32, bfloat16 or float16; default: the model's."),
     ] = None,
+    trace: Annotated[
+        Path | None,
+        typer.Option(
+            help="A file for what each chunk read of its past and what each token cost with it and without, as JSON "
+            "lines (docs/trace.md). Slower: all layers run, and once more without retrieval."
+        ),
+    ] = None,
 ) -> None:
     """Read texts once and keep what was read. The same command goes on where it stopped."""
     from trailmark.evaluation.reading import Reader, parse_dtype, resident_bytes
@@ -129,14 +136,16 @@ def read(
     from trailmark.report.console import Progress, duration, size
 
     progress = Progress()
+    and_traced = "" if trace is None else " and traced"
 
     def show(reader: Reader) -> None:
         progress.show(
-            f"{reader.path.name}: {reader.num_tokens:,} tokens in memory, {reader.tokens_per_second:,.0f} tokens/s, "
-            f"{size(reader.cache.memory_bytes())} on disk, {size(resident_bytes())} in RAM"
+            f"{reader.path.name}: {reader.num_tokens:,} tokens in memory{and_traced}, "
+            f"{reader.tokens_per_second:,.0f} tokens/s, {size(reader.cache.memory_bytes())} on disk, "
+            f"{size(resident_bytes())} in RAM"
         )
 
-    reader = Reader(load(model), memory, parse_dtype(memory_dtype), show)
+    reader = Reader(load(model), memory, parse_dtype(memory_dtype), show, trace)
     for file in files:
         before = reader.num_tokens
         fresh = reader.read(file)
@@ -145,9 +154,14 @@ def read(
         typer.echo(f"{file}: {found}")
     took = f" {duration(reader.seconds)}, {reader.tokens_per_second:,.0f} tokens/s." if reader.seconds else ""
     typer.echo(
-        f"The memory of {reader.num_tokens:,} tokens lies in {memory}/ ({size(reader.cache.memory_bytes())}).{took}\n"
-        f"Next: trailmark generate {model} --memory {memory} --prompt ..."
+        f"The memory of {reader.num_tokens:,} tokens lies in {memory}/ ({size(reader.cache.memory_bytes())}).{took}"
     )
+    if trace is not None:
+        typer.echo(f"Its trace lies in {trace}; what a reading that goes on needs of it, in {trace}.state/.")
+    typer.echo(f"Next: trailmark generate {model} --memory {memory} --prompt ...")
+
+
+app.command()(cli_explore.explore)
 
 
 @app.command()
@@ -269,7 +283,7 @@ def keep_freed_memory(arguments: list[str]) -> None:
 
     glibc reads these settings once, when a process starts. Elsewhere (macOS, musl) they mean nothing.
     """
-    heavy = {"demo", "targets", "train", "evaluate", "read", "generate"}
+    heavy = {"demo", "targets", "train", "evaluate", "read", "explore", "generate"}
     if not sys.platform.startswith("linux") or not heavy.intersection(arguments[:1]):
         return
     if any(name in os.environ for name in KEEP_FREED_MEMORY) or "GLIBC_TUNABLES" in os.environ:

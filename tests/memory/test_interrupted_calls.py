@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +12,12 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.disks import largest_file
 from tests.memory.interrupts import interrupt, stopped_at
 from tests.models.tiny import EXACT, assert_same, block_recurrent, drt, logits_of, pad, tokens, window_model
 from trailmark.memory import ChunkCache
-from trailmark.memory.store import DiskStore, NoSpaceError
+from trailmark.memory.disk import DiskStore
+from trailmark.memory.files import NoSpaceError
 from trailmark.models import TrailmarkForCausalLM, causal_lm
 
 MODULES = [
@@ -29,12 +30,17 @@ MODULES = [
         "models.block_recurrent",
         "models.step",
         "models.grid",
+        "models.takes",
         "models.layers",
         "memory.cache",
         "memory.chunks",
+        "memory.disk",
+        "memory.files",
+        "memory.recent",
+        "memory.records",
+        "memory.resident",
         "memory.search",
         "memory.state",
-        "memory.store",
         "memory.window",
     )
 ]
@@ -205,18 +211,6 @@ def test_progress_may_end_the_reading(monkeypatch: pytest.MonkeyPatch) -> None:
 # --- a full disk -----------------------------------------------------------------------------------------
 
 
-@contextlib.contextmanager
-def files_of_at_most(size: int) -> Iterator[None]:
-    """As on a disk with a quota; Python ignores the signal that comes with it."""
-    resource = pytest.importorskip("resource")
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-
-
 @pytest.mark.parametrize("rows", [1, 2])
 @pytest.mark.parametrize("how", ["read", "forward"])
 def test_a_disk_that_is_full_while_reading(
@@ -241,7 +235,7 @@ def test_a_disk_that_is_full_while_reading(
             logits_of(model, left, attention_mask=present, past_key_values=going, logits_to_keep=1)
 
     with (
-        files_of_at_most(12 * record + 100),
+        largest_file(12 * record + 100),
         pytest.raises(NoSpaceError, match=r"memory_folder: .* stay valid"),
     ):
         go_on(cache)
@@ -268,7 +262,7 @@ def test_a_disk_that_is_full_while_reading(
 def test_a_disk_that_is_full_from_the_start(tmp_path: Path) -> None:
     model, text = drt(2), tokens(103)
     cache = model.new_cache(memory_tier="disk", memory_folder=tmp_path)
-    with files_of_at_most(100), pytest.raises(NoSpaceError, match="memory_folder: "):
+    with largest_file(100), pytest.raises(NoSpaceError, match="memory_folder: "):
         model.read(text, cache)
     assert cache.batch_size is None
     model.read(text, cache)

@@ -17,8 +17,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.memory.interrupts import interrupt, stopped_at
-from trailmark.memory import ChunkMemory, MemoryEntries, MemorySize, chunks, saved, store
+from trailmark.memory import (
+    ChunkMemory,
+    MemoryEntries,
+    MemorySize,
+    chunks,
+    disk,
+    files,
+    records,
+    resident,
+    saved,
+)
 from trailmark.memory.store import TIERS, open_store
+
+MODULES = (chunks, records, files, resident, disk)
 
 S, J, D = 3, 2, 4
 EACH_TIER = pytest.mark.parametrize("tier", TIERS)
@@ -194,7 +206,7 @@ def test_a_write_that_is_stopped_at_any_line(tier: str) -> None:
         lists = Lists(ChunkMemory(tier, planes=2, max_chunks=5), 2)
         for counts in ([5, 4], [3, 0], [2, 4], [60, 60]):
             lists.write(counts)
-        with contextlib.suppress(KeyboardInterrupt), stopped_at(line, interrupt, chunks, store) as lines:
+        with contextlib.suppress(KeyboardInterrupt), stopped_at(line, interrupt, *MODULES) as lines:
             lists.write([4, 2])
         stopped = lines.run == line
         lists.check()

@@ -6,7 +6,6 @@ import contextlib
 import json
 import math
 import os
-import resource
 import subprocess
 import sys
 import tempfile
@@ -22,10 +21,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from tests.disks import largest_file
 from tests.memory.interrupts import interrupt, stopped_at
 from trailmark.memory import saved
+from trailmark.memory.disk import DiskStore
+from trailmark.memory.files import NoSpaceError
+from trailmark.memory.records import ChunkStore
 from trailmark.memory.saved import MANIFEST, Saved, load, next_chunk_file, save, verify
-from trailmark.memory.store import TIERS, ChunkStore, DiskStore, NoSpaceError, make_store
+from trailmark.memory.store import TIERS, make_store
 
 SHAPE = (2, 2, 3, 5)  # 2, J, S, D
 RECORD = 2 * 2 * 3 * 5 * 4  # bytes
@@ -588,15 +591,11 @@ def test_a_write_that_the_system_refuses_leaves_the_memory_that_was_there(folder
     """There was space when it was looked at; a limit of file size stands for others who took it."""
     save(folder, state(), HEADER, filled("host", records(9)), 9)
     large = filled("host", records(9000))  # 2.2 MB
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, limits[1]))  # Python ignores its signal
-    try:
+    with largest_file(1 << 20):
         for tensors, count in (({}, 9000), ({"landmarks": torch.zeros(1 << 19)}, 9)):
             with pytest.raises(NoSpaceError, match=r"a quota or limit of file size .*Nothing was saved"):
                 save(folder, tensors, {}, large, count)
             assert len(names(folder)) == 3
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert_holds(folder, records(9), state(), HEADER)
 
 

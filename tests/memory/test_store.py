@@ -19,19 +19,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from tests.disks import largest_file
 from tests.memory.interrupts import interrupt, stopped_at
-from trailmark.memory import store as store_module
-from trailmark.memory.store import (
-    TIERS,
-    ChunkStore,
-    DiskStore,
-    NoSpaceError,
-    RecentRecords,
-    ResidentStore,
-    make_store,
-    open_store,
-    temporary_folder,
-)
+from trailmark.memory import disk, files, recent, resident
+from trailmark.memory import records as records_module
+from trailmark.memory.disk import DiskStore
+from trailmark.memory.files import NoSpaceError, temporary_folder
+from trailmark.memory.recent import RecentRecords
+from trailmark.memory.records import ChunkStore
+from trailmark.memory.resident import ResidentStore
+from trailmark.memory.store import TIERS, make_store, open_store
+
+MODULES = (records_module, files, resident, disk, recent)
 
 SHAPE = (2, 2, 3, 5)  # 2, J, S, D
 MIB = 1 << 20
@@ -237,7 +236,8 @@ def test_records_of_another_shape_are_refused(store: ChunkStore) -> None:
 def test_a_log_is_streamed_to_a_file_and_to_other_tiers(
     tier: str, other: str, count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(store_module, "_PIECE_BYTES", 1000)  # several pieces, not at the ends of records
+    for module in (records_module, resident, disk):
+        monkeypatch.setattr(module, "PIECE_BYTES", 1000)  # several pieces, not at the ends of records
     store, copy = filled(tier, 200), make_store(other, SHAPE, torch.float32, "cpu")
     with open(tmp_path / "log", "wb") as file:
         store.write_file(file, count)
@@ -273,10 +273,10 @@ def test_growing_moves_nothing(tier: str, capacity: int) -> None:
 
 def test_segments_are_of_limited_size(monkeypatch: pytest.MonkeyPatch) -> None:
     store = ResidentStore("host", SHAPE, torch.float32, "cpu", capacity=1)
-    monkeypatch.setattr(store_module, "_SEGMENT_BYTES", 5 * store.record_bytes + 1)
+    monkeypatch.setattr(resident, "_SEGMENT_BYTES", 5 * store.record_bytes + 1)
     store.write(0, records(40))
     assert [len(x) for x in store._segments.tensors] == [1, 1, 2, 4, 5, 5, 5, 5, 5, 5, 5]
-    monkeypatch.setattr(store_module, "_SEGMENT_BYTES", store.record_bytes - 1)
+    monkeypatch.setattr(resident, "_SEGMENT_BYTES", store.record_bytes - 1)
     store.write(40, records(5))
     assert [len(x) for x in store._segments.tensors][11:] == [1, 1]
 
@@ -573,12 +573,8 @@ def test_some_space_is_left_for_the_rest_of_a_memory(tmp_path: Path) -> None:
 @linux
 def test_a_limit_of_file_size_is_no_space_either(tmp_path: Path) -> None:
     store = DiskStore(tmp_path / "chunks.bin", (2, 1, 256, 64), torch.float32, "cpu", keep_free=0)
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (4 * MIB, limits[1]))  # Python ignores its signal
-    try:
+    with largest_file(4 * MIB):
         assert_refuses_and_goes_on(store, "a quota or limit of file size below it")
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     store.close()
 
 
@@ -647,7 +643,7 @@ def test_ctrl_c_at_any_line_leaves_no_wrong_record() -> None:
         line += 1
         recent = RecentRecords(Counting(), 3)
         recent.gather(torch.tensor([1, 2, 3]))
-        with contextlib.suppress(KeyboardInterrupt), stopped_at(line, interrupt, store_module) as lines:
+        with contextlib.suppress(KeyboardInterrupt), stopped_at(line, interrupt, *MODULES) as lines:
             recent.gather(torch.tensor([3, 4, 5]))
             recent.forget(3, 2)
         stopped = lines.run == line
@@ -672,7 +668,7 @@ def test_ctrl_c_at_any_line_of_a_write_leaves_the_records_before(
             filled("disk", 60, path=path).close()
             store = DiskStore(path, SHAPE, torch.float32, "cpu", count=count or 50)
         before = len(store)
-        with contextlib.suppress(KeyboardInterrupt), stopped_at(line, interrupt, store_module) as lines:
+        with contextlib.suppress(KeyboardInterrupt), stopped_at(line, interrupt, *MODULES) as lines:
             store.write(before, records(90, seed=1))
         stopped = lines.run == line
         assert torch.is_grad_enabled()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,8 @@ from trailmark.models.causal_lm import CausalLMOutput
 TIERS = ("device", "host", "disk")
 GROUPS = pytest.mark.parametrize("groups", [1, 2, 3])
 LENGTHS = (103, 58, 3)  # of a ragged batch
-DTYPES = pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+PRECISIONS = [torch.float64, torch.float32, torch.bfloat16]
+DTYPES = pytest.mark.parametrize("dtype", PRECISIONS, ids=str)
 
 
 def assert_bits(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> None:
@@ -94,9 +96,14 @@ def begin(model: TrailmarkForCausalLM, cache: ChunkCache, how: str) -> None:
             model(tokens(2, seed=2), past_key_values=cache)
 
 
-@pytest.mark.parametrize("how", ["reading", "a prompt", "ragged"])
-@pytest.mark.parametrize("saved", TIERS)
-@pytest.mark.parametrize("loaded", TIERS)
+WAYS = ("reading", "a prompt", "ragged")
+SAVINGS = [  # the fast ones have each pair of values of two parameters
+    pytest.param(WAYS[w], TIERS[s], TIERS[l], marks=[] if (s + l + 1) % 3 == w else [pytest.mark.slow])
+    for w, s, l in itertools.product(range(3), repeat=3)
+]
+
+
+@pytest.mark.parametrize(("how", "saved", "loaded"), SAVINGS)
 def test_saving_and_loading(how: str, saved: str, loaded: str, tmp_path: Path) -> None:
     model, rows = drt(2), 3 if how == "ragged" else 1
     plain, cache = model.new_cache(), model.new_cache(memory_tier=saved)
@@ -208,9 +215,14 @@ def test_no_token_of_a_padded_row_changes_an_earlier_logit(side: str, use_cache:
         assert not torch.equal(before[b, moved], after[b, moved])
 
 
-@GROUPS
-@DTYPES
-@pytest.mark.parametrize("early_landmarks", [False, True])
+@pytest.mark.parametrize(
+    ("groups", "dtype", "early_landmarks"),
+    [  # each pair of values of two parameters
+        pytest.param(groups, dtype, (groups + i) % 2 == 0)
+        for groups in (1, 2, 3)
+        for i, dtype in enumerate(PRECISIONS)
+    ],
+)
 def test_what_a_neighbour_says_changes_no_bit(groups: int, dtype: torch.dtype, early_landmarks: bool) -> None:
     """Padded rows of the same lengths, then questions and answers: the first row is as it was.
 

@@ -29,7 +29,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
 ]
 WRONG_FOR_DRT: list[tuple[dict[str, Any], str]] = [
     ({"chunk_size": 0}, "chunk_size: expected at least 1, got 0"),
-    ({"num_retrieved_chunks": 0}, "num_retrieved_chunks: expected at least 1, got 0"),
+    ({"num_retrieved_chunks": -1}, r"num_retrieved_chunks: expected 0 \(retrieval off\) or more, got -1"),
     ({"num_retrieval_groups": 0}, "num_retrieval_groups: expected at least 1, got 0"),
     ({"num_encoder_layers": 0}, "num_encoder_layers: expected at least 1, got 0"),
     ({"num_lower_layers": 3}, r"num_lower_layers: expected 0 to 2 \(num_hidden_layers - 1.*got 3"),

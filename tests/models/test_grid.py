@@ -13,7 +13,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from trailmark.models.grid import Grid, Take, lay_out
+from trailmark.models.grid import Grid, lay_out
+from trailmark.models.takes import Take
 
 PROPERTY = settings(derandomize=True, deadline=None, max_examples=150)
 

@@ -122,7 +122,7 @@ def test_a_neighbours_content_changes_no_bit(dtype: torch.dtype) -> None:
 
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({"chunk_size": 0}, "chunk_size: expected at least 1, got 0."),
-    ({"num_retrieved_chunks": 0}, "num_retrieved_chunks: expected at least 1, got 0."),
+    ({"num_retrieved_chunks": -1}, "num_retrieved_chunks: expected 0 (retrieval off) or more, got -1."),
     ({"num_retrieved_chunks": None}, "num_retrieved_chunks: expected int, got None."),
     ({"max_position_embeddings": 0}, "max_position_embeddings: expected at least 1, got 0."),
     ({"local_length": 0}, "local_length: expected None or at least 1, got 0."),

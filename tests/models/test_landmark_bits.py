@@ -187,10 +187,15 @@ MODULES = [
         "models.landmark_cell",
         "models.landmark_memory",
         "models.grid",
+        "models.takes",
         "memory.cache",
         "memory.cell",
         "memory.chunks",
-        "memory.store",
+        "memory.disk",
+        "memory.files",
+        "memory.recent",
+        "memory.records",
+        "memory.resident",
     )
 ]
 READ = 43

@@ -643,7 +643,7 @@ def test_what_does_not_fit_is_refused() -> None:
     ("changes", "message"),
     [
         ({"chunk_size": 0}, "chunk_size: expected at least 1"),
-        ({"num_retrieved_chunks": 0}, "num_retrieved_chunks: expected at least 1"),
+        ({"num_retrieved_chunks": -1}, r"num_retrieved_chunks: expected 0 \(retrieval off\) or more"),
         ({"cross_attention_every": 0}, "cross_attention_every: expected at least 1"),
         ({"num_encoder_layers": -1}, "num_encoder_layers: expected 0 or more"),
         ({"num_lower_layers": 4}, "num_lower_layers: expected 0 to 3"),

@@ -82,7 +82,7 @@ def test_row_65_has_a_gradient() -> None:
     assert_budget(*inputs(B=1, R=65, N=2, K=3, S=20, J=1))
 
 
-@pytest.mark.parametrize("K", [3, 5, 6, 7])
+@pytest.mark.parametrize("K", [3, *(pytest.param(K, marks=pytest.mark.slow) for K in (5, 6)), 7])
 def test_a_number_of_retrieved_chunks_that_is_no_power_of_two(K: int) -> None:
     assert_budget(*inputs(B=1, K=K, M=K))
 
@@ -91,7 +91,7 @@ def test_float16() -> None:
     assert_budget(*inputs(dtype=torch.float16, R=64, S=64, N=3))
 
 
-@pytest.mark.parametrize("D", [1, 8, 16, 17])
+@pytest.mark.parametrize("D", [1, *(pytest.param(D, marks=pytest.mark.slow) for D in (8, 16)), 17])
 def test_small_heads(D: int) -> None:
     assert_budget(*inputs(D=D, S=64, R=16))
 

@@ -1,12 +1,15 @@
-"""One report of everything, drawn once for all tests that look at it."""
+"""One report of everything, drawn once for all tests that look at it, and a browser for those of a module."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.report import runs
+from tests.report.browser import chromium
 from trailmark.report.page import Built, build
 
 
@@ -17,3 +20,9 @@ def whole_report(tmp_path_factory: pytest.TempPathFactory) -> tuple[Built, list[
     folder = Path(tmp_path_factory.mktemp("whole-report"))
     said: list[str] = []
     return build([runs.everything(folder)], folder / "out" / "report.html", say=said.append), said
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    with chromium() as running:
+        yield running

@@ -1,33 +1,22 @@
-"""The page in a real browser: headless Chromium, driven by playwright.
-
-Without them these tests are skipped; with TRAILMARK_BROWSER=required in the environment they fail.
-"""
+"""The report's page in a real browser: see browser.py."""
 
 from __future__ import annotations
 
-import os
-import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.report.browser import Open, until, windows
 from trailmark.report.page import Built
 from trailmark.report.theme import DARK, LIGHT, channels
 
-CHROMIUM = os.environ.get("TRAILMARK_CHROMIUM") or shutil.which("chromium") or "/usr/bin/chromium"
 SECTIONS = (
     *("overview", "needles", "perplexity", "summarization", "cost", "training"),
     *("reproduce", "environment", "not-shown"),
 )  # fmt: skip
-Open = Callable[..., Any]
-
-
-def missing(what: str) -> None:
-    if os.environ.get("TRAILMARK_BROWSER") == "required":
-        pytest.fail(f"TRAILMARK_BROWSER=required, but {what}")
-    pytest.skip(what)
 
 
 @pytest.fixture(scope="module")
@@ -35,53 +24,10 @@ def report(whole_report: tuple[Built, list[str]]) -> Path:
     return whole_report[0].page
 
 
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    try:
-        from playwright.sync_api import sync_playwright
-    except ImportError:
-        missing("playwright is not installed: pip install playwright")
-    if not Path(CHROMIUM).exists():
-        missing(f"there is no {CHROMIUM}: apt-get install chromium")
-    root = ["--no-sandbox"] if os.geteuid() == 0 else []
-    with sync_playwright() as play:
-        running = play.chromium.launch(executable_path=CHROMIUM, args=root)
-        yield running
-        running.close()
-
-
 @pytest.fixture
 def open_page(browser: Any, report: Path) -> Iterator[Open]:
-    """Opens the report in a window; at the end nothing was complained of and nothing asked for but the file."""
-    contexts, said, asked = [], [], []
-
-    def open_one(width: int = 1280, height: int = 900, **options: Any) -> Any:
-        context = browser.new_context(
-            viewport={"width": width, "height": height}, reduced_motion="reduce", **options
-        )
-        contexts.append(context)
-        page = context.new_page()
-        page.on("console", lambda message: said.append(message.text))
-        page.on("pageerror", lambda error: said.append(str(error)))
-        page.on("request", lambda request: asked.append(request.url))
-        page.goto(report.as_uri())
-        return page
-
-    yield open_one
-    for context in contexts:
-        context.close()
-    assert said == []
-    assert set(asked) - {"data:,"} == {report.as_uri()}
-    assert len([url for url in asked if url == report.as_uri()]) >= len(contexts)
-
-
-def until(page: Any, condition: str, argument: Any = None) -> None:
-    """Ask until it is so. (playwright's own waiting evaluates text in the page, which the page forbids.)"""
-    for _ in range(300):
-        if page.evaluate(condition, argument):
-            return
-        page.wait_for_timeout(20)
-    pytest.fail(f"it never became true: {condition}")
+    with windows(browser) as open_one:
+        yield partial(open_one, report)
 
 
 def colour(page: Any, what: str = "background-color", of: str = "body") -> str:

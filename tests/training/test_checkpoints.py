@@ -5,14 +5,12 @@ from __future__ import annotations
 import json
 import os
 import random
-import resource
 import shutil
 import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +24,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
+from tests.disks import largest_file
 from tests.models.tiny import drt
 from tests.training.test_optimizer import give_gradients
 from tests.training.tiny import TEXT, run_config
@@ -547,17 +546,6 @@ def test_kills_at_random_moments_leave_whole_checkpoints(tmp_path: Path) -> None
 
 
 # --- full disks ------------------------------------------------------------------------------------------------
-
-
-@contextmanager
-def largest_file(size: int) -> Iterator[None]:
-    """No file can grow beyond ``size`` bytes: writing fails halfway, as on a full disk."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))  # Python ignores its signal
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def plain(path: Path) -> None:

@@ -245,7 +245,7 @@ LANDMARK_MISTAKES = {
     "model.local_length=600": r"^model: max_position_embeddings: expected at least 63 for 2 \+ 1 chunks and",
     "model.gate_cutoff=0.5": r"^model: gate_cutoff: expected 0 for a model without a retrieval gate",
     "model.retrieve_per=heads": r"^model\.retrieve_per: expected .*Did you mean 'head'",
-    "model.num_retrieved_chunks=0": r"^model: num_retrieved_chunks: expected at least 1",
+    "model.num_retrieved_chunks=0": r"^model\.num_retrieved_chunks: expected at least 1 in training, got 0",
     "data.task=needles": r"^data\.chunk_size: expected the model's chunk_size 20, got 32",
 }
 

@@ -57,6 +57,7 @@ class Read:
     chunks: Integers  # [k]
     weights: Floats  # [k]
     scores: Floats | None = None  # [k]; None where there is no one score, as in Landmark Attention
+    rest: float | None = None  # weight of the chunks that are not listed; None: all are
 
 
 @dataclass(frozen=True)
@@ -92,6 +93,8 @@ def encode(entry: TraceHeader | Entry) -> str:
         own: dict[str, Any] = {"chunks": read.chunks.tolist(), "weights": _numbers(read.weights)}
         if read.scores is not None:
             own["scores"] = _numbers(read.scores)
+        if read.rest is not None:
+            own["rest"] = read.rest
         reads.append(own)
     return _line(
         {
@@ -167,6 +170,7 @@ def _chunk(content: dict[str, Any]) -> TracedChunk:
             np.array(own["chunks"], np.int64),
             floats(own["weights"]),
             floats(own["scores"]) if "scores" in own else None,
+            own.get("rest"),
         )
         for own in content["reads"]
     )

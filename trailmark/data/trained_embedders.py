@@ -8,7 +8,8 @@ from trailmark.data.embedders import Embedder, open_embedder
 
 
 def embedder_of(config: Any, tokenizer: Any) -> Embedder | None:
-    """What a model with ``retriever="encoder"`` finds chunks with; None: it has another retriever, or names none.
+    """What a model with ``retriever="encoder"`` finds chunks with; None: it has another retriever, names none, or
+    retrieves nothing (``num_retrieved_chunks`` 0).
 
     Args:
         config: of the model: ``retriever``, ``embedder`` and ``embedder_fingerprint``, where it has such fields.
@@ -18,6 +19,8 @@ def embedder_of(config: Any, tokenizer: Any) -> Embedder | None:
         ValueError: an embedder that is not there, or not the one that the model was trained with.
     """
     if getattr(config, "retriever", None) != "encoder" or config.embedder is None:
+        return None
+    if not config.num_retrieved_chunks:
         return None
     try:
         found = open_embedder(config.embedder, tokenizer, device=None)

@@ -105,8 +105,8 @@ def cache_bytes(
     if not isinstance(config, DRTConfig | RPTConfig):
         raise ValueError(f"model: expected one of trailmark's, got {type(model).__name__}.")
     S, E, K = config.chunk_size, config.hidden_size, config.num_retrieved_chunks
-    chunks = num_closed(prompt, generated, S)
-    size = 0 if config.retriever != "encoder" else _embedder_size(model)
+    chunks = num_closed(prompt, generated, S) if config.retrieves else 0  # that are kept
+    size = _embedder_size(model) if config.retriever == "encoder" and config.retrieves else 0
     if isinstance(config, DRTConfig):
         record = S * kv * kept
         own = E if config.scores_chunks else 0
@@ -119,7 +119,7 @@ def cache_bytes(
     landmark = (own + 2 * size) * (wide if size else number)
     return CacheBytes(
         window=N * config.sliding_window * kv * number,
-        open_chunk=S * E * number + (S * _IDS if size else 0),
+        open_chunk=S * E * number + (S * _IDS if size else 0) if config.retrieves else 0,
         retrieved=fetched if _has_selected(config, prompt, generated) else 0,
         records=chunks * record,
         landmarks=chunks * landmark,
@@ -159,6 +159,7 @@ def _of_cells(
     S, k, D = config.chunk_size, config.num_retrieved_chunks, config.head_dim
     N, H, J = config.num_hidden_layers, config.num_attention_heads, config.num_key_value_heads
     chunks, slots, in_cell = _walk(config, prompt, generated)
+    chunks = chunks if config.retrieves else 0
     known = chunks if config.max_memory_chunks is None else min(chunks, config.max_memory_chunks)
     record = 2 * (S + 1) * D * kept
     heads = H if config.retrieve_per in ("token_and_head", "head") else J
@@ -272,7 +273,7 @@ def attention_multiply_adds(model: TrailmarkForCausalLM, length: int) -> dict[st
     S, K = config.chunk_size, config.num_retrieved_chunks
     chunks, positions_of_chunk = length // S, S + config.has_landmarks
     positions = length + (chunks if config.has_landmarks else 0)
-    candidates = np.arange(chunks)  # of each chunk that closes
+    candidates = np.arange(chunks) * config.retrieves  # of each chunk that closes
     if config.first_visible is not None:
         ends = (candidates + 1) * positions_of_chunk - 1 + config.first_visible
         candidates = np.clip(-(-ends // positions_of_chunk), 0, candidates)
@@ -291,7 +292,8 @@ def attention_multiply_adds(model: TrailmarkForCausalLM, length: int) -> dict[st
         # what was found otherwise is weighed
         scored = candidates if config.retriever == "causal" else selected
         own = config.num_retrieval_groups * int(scored.sum()) if config.scores_chunks else 0
-    size = _embedder_size(model) if config.retriever == "encoder" else 0  # searched once, for all groups
+    # searched once, for all groups
+    size = _embedder_size(model) if config.retriever == "encoder" and config.retrieves else 0
     return {
         "window": 2 * E * N * _seen(positions, W),
         "retrieved": 2 * E * layers * pairs,

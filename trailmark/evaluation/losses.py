@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -72,8 +73,8 @@ def token_losses(
                     f"{T:,}. Choose shorter windows."
                 )
         if last is not None:
-            losses[:, first - 1] = _nats(last, piece[:, :1])[:, 0]
-        losses[:, first : first + piece.shape[1] - 1] = _nats(logits[:, :-1], piece[:, 1:])
+            losses[:, first - 1] = nats(last, piece[:, :1])[:, 0]
+        losses[:, first : first + piece.shape[1] - 1] = nats(logits[:, :-1], piece[:, 1:])
         last = logits[:, -1:]
         progress(min(T, first + size))
     if not np.isfinite(losses).all():
@@ -88,13 +89,13 @@ def token_losses(
     return TokenLosses(losses[:, len(begin) :], gate)
 
 
-def _nats(logits: Tensor, targets: Tensor) -> Floats:
-    """[B, t, V] and [B, t] -> [B, t], in float32 or wider."""
+def nats(logits: Tensor, targets: Tensor) -> npt.NDArray[np.floating[Any]]:
+    """What targets [B, t] cost where logits [B, t, V] predict them: [B, t], in float32 or wider."""
     rows, wanted = logits.flatten(0, 1), targets.flatten()
     wide = torch.promote_types(logits.dtype, torch.float32)
     size = max(1, _LOGITS // rows.shape[1])
     parts = zip(rows.split(size), wanted.split(size), strict=True)
-    found = [F.cross_entropy(part.to(wide), own, reduction="none").cpu().double() for part, own in parts]
+    found = [F.cross_entropy(part.to(wide), own, reduction="none").cpu() for part, own in parts]
     return torch.cat(found).view(targets.shape).numpy()
 
 

@@ -66,8 +66,8 @@ def planted(
 
     The entries of these chunks, and of those after them that the lower layers reach, are encoded again from
     the changed text. Nothing else that the cache carries depends on them: the upper layers have not run yet
-    (:meth:`read` leaves them to the first question, so ask on branches). A model without memory carries nothing
-    of text outside its window: nothing to do.
+    (:meth:`read` leaves them to the first question, so ask on branches). A model without memory (retrieval off,
+    for one) carries nothing of text outside its window: nothing to do.
 
     Raises:
         ValueError: a chunk that was not read, or that the window still sees; a cache of several rows, with early
@@ -78,7 +78,7 @@ def planted(
             "model: expected one whose memory of a chunk depends on that chunk and the few before it, got "
             f"{type(model).__name__}: all that it reads later depends on it. Read the text with the needles in it."
         )
-    if not isinstance(model, DRTForCausalLM | RPTForCausalLM):
+    if not isinstance(model, DRTForCausalLM | RPTForCausalLM) or not model.config.retrieves:
         yield
         return
     S, reach = ids.shape[1], model.encoding_reach()

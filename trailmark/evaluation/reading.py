@@ -13,6 +13,8 @@ import torch
 
 from trailmark.data.corpus import Tokens, text_pieces, tokenize
 from trailmark.evaluation.subject import Subject
+from trailmark.evaluation.trace import source_of
+from trailmark.evaluation.trace_file import TraceFile
 from trailmark.memory import ChunkCache
 
 _SAVE_SECONDS = 300.0  # between savings of a long reading
@@ -29,6 +31,11 @@ class Reader:
         folder: of the memory; one that is there is read on.
         memory_dtype: of keys and values of a new memory; None: the model's.
         progress: called now and then with the reader.
+        trace: a file for what each chunk read and what each token cost (docs/trace.md), from the memory's first token
+            on; it takes both forwards in full, where a memory alone takes the lower layers.
+
+    Raises:
+        ValueError: a memory of another model; as :class:`trailmark.evaluation.trace_file.TraceFile`.
     """
 
     def __init__(
@@ -37,6 +44,7 @@ class Reader:
         folder: Path,
         memory_dtype: torch.dtype | None = None,
         progress: Callable[[Reader], None] = lambda reader: None,
+        trace: Path | None = None,
     ) -> None:
         self.subject, self.folder, self.progress = subject, folder, progress
         model = subject.model
@@ -44,6 +52,9 @@ class Reader:
             self.cache: ChunkCache = model.load_cache(folder)
         else:
             self.cache = model.new_cache("disk", memory_folder=folder, memory_dtype=memory_dtype)
+        self.trace = None
+        if trace is not None:
+            self.trace = TraceFile(trace, subject, self.cache, folder, memory_dtype)
         self.path = Path()
         self.seconds, self.tokens_read = 0.0, 0  # by this process
         self._saved_at = time.monotonic()
@@ -80,12 +91,11 @@ class Reader:
             source = {"path": name, "tokens": 0, "sha256": hashlib.sha256().hexdigest(), "done": False}
         began = self.num_tokens
         try:
-            for tokens in self._rest(path, source):
+            for tokens in self._pieces(path, source):
                 start = time.perf_counter()
-                ids = torch.from_numpy(tokens).long()[None]
                 before, at = source["tokens"], self.num_tokens
                 try:
-                    self.subject.model.read(ids, self.cache)
+                    self._take_in(tokens, path, source)
                 finally:  # also of a piece that was read in part
                     source["tokens"] = before + self.num_tokens - at
                     self._hash(tokens[: self.num_tokens - at])
@@ -103,8 +113,27 @@ class Reader:
                 self.save()
         return True
 
+    def _pieces(self, path: Path, source: dict[str, Any]) -> Iterator[Tokens]:
+        for tokens in self._rest(path, source):
+            if self.trace is None:
+                yield tokens
+            else:
+                yield from self.trace.tracer.pieces(tokens)
+
+    def _take_in(self, tokens: Tokens, path: Path, source: dict[str, Any]) -> None:
+        if self.trace is None:
+            self.subject.model.read(torch.from_numpy(tokens).long()[None], self.cache)
+            return
+        begins = None if source["tokens"] else source_of(path, self.num_tokens)
+        self.trace.tracer.feed(tokens, begins)
+        self.trace.write()
+
     def save(self) -> None:
+        if self.trace is not None:
+            self.trace.save()
         self.cache.save(self.folder)
+        if self.trace is not None:
+            self.trace.saved()
         self._saved_at = time.monotonic()
 
     def _rest(self, path: Path, source: dict[str, Any]) -> Iterator[Tokens]:

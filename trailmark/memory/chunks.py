@@ -13,9 +13,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from trailmark.memory.recent import RecentRecords
+from trailmark.memory.records import ChunkStore
 from trailmark.memory.saved import next_chunk_file
 from trailmark.memory.search import ExactSearch
-from trailmark.memory.store import TIERS, ChunkStore, RecentRecords, make_store
+from trailmark.memory.store import TIERS, make_store
 from trailmark.ops import ChunkSelection, select_chunks
 from trailmark.ops.arguments import require
 from trailmark.ops.selection_torch import gather

@@ -28,9 +28,8 @@ import torch
 from torch import Tensor
 
 from trailmark import __version__
-from trailmark.memory.store import (
-    ChunkStore,
-    DiskStore,
+from trailmark.memory.disk import DiskStore
+from trailmark.memory.files import (
     NoSpaceError,
     is_no_space,
     lock,
@@ -38,6 +37,7 @@ from trailmark.memory.store import (
     overwritten_note,
     write_at,
 )
+from trailmark.memory.records import ChunkStore
 from trailmark.ops.arguments import require
 
 FORMAT = 1

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -30,6 +30,7 @@ from trailmark.models.embedding import ChunkEmbedder, Given, expect_embedder
 from trailmark.models.grid import Grid, Integers, lay_out
 from trailmark.models.layers import LayerNorm, RMSNorm
 from trailmark.models.text import Text, present_tokens
+from trailmark.models.without_retrieval import without_retrieval
 from trailmark.ops import ChunkSelection
 
 # Tokens that ``read`` takes at a time: enough for efficient GEMMs, few enough to keep the memory constant.
@@ -182,7 +183,7 @@ class TrailmarkForCausalLM(PreTrainedModel, GenerationMixin):
     @property
     def _cache_key(self) -> tuple[tuple[str, object], ...]:
         """What a cache must agree in with the model: every field that changes what it computes, and its embedder."""
-        if getattr(self.config, "retriever", None) != "encoder":
+        if getattr(self.config, "retriever", None) != "encoder" or not self.config.retrieves:
             return self._arithmetic
         expected: str | None = getattr(self.config, "embedder_fingerprint", None)
         return (*self._arithmetic, ("embedder", expect_embedder(self.embedder, expected).fingerprint))
@@ -400,6 +401,10 @@ class TrailmarkForCausalLM(PreTrainedModel, GenerationMixin):
     @torch.compiler.disable(reason="padding, early landmarks, documents, neighbours, an embedder or a cache")
     def _answer_uncompiled(self, *arguments: Any) -> CausalLMOutput:
         return self._answer(*arguments)
+
+    def without_retrieval(self) -> Self:
+        """The same weights with retrieval off: see :func:`trailmark.models.without_retrieval.without_retrieval`."""
+        return without_retrieval(self)
 
     def read(
         self,

@@ -116,6 +116,11 @@ class TrailmarkConfig(PreTrainedConfig):
         """Whether a chunk ends with a landmark, a position of its own; else with its last token."""
         return True
 
+    @property
+    def retrieves(self) -> bool:
+        """Whether past chunks are read: else nothing of them is kept, and the window (or cell) is all there is."""
+        return getattr(self, "num_retrieved_chunks", 0) > 0
+
     def arithmetic_fields(self) -> list[tuple[str, object]]:
         """The fields that change what a model with given weights computes, by name."""
         ours = {
@@ -190,7 +195,8 @@ class DRTConfig(TrailmarkConfig):
         num_lower_layers: layers before the chunk encoder; None is half.
         chunk_size: S tokens; a chunk has S + 1 rows with its landmark. (Papers' configurations: 64.)
         num_retrieved_chunks: K. 1 trains no retriever and is refused in training, unless the retriever is not
-            learned: the chunk's weight is then 1.
+            learned: the chunk's weight is then 1. 0: retrieval is off. Every chunk reads what the first two read,
+            nothing; no chunk is encoded or kept, no embedder asked. Refused in training.
         num_retrieval_groups: G; the upper layers divide by it.
         num_encoder_layers: bidirectional layers of the chunk encoder.
         softmax_off_by_one: a virtual key of score 0 and value 0 in every chunk (Eq. 3).
@@ -260,8 +266,9 @@ class DRTConfig(TrailmarkConfig):
             ):  # fmt: skip
                 came = getattr(self, name)
                 _expect(came == without, name, came, f"{without!r} with retriever {self.retriever!r}")
-        for name in ("chunk_size", "num_retrieved_chunks", "num_retrieval_groups", "num_encoder_layers"):
+        for name in ("chunk_size", "num_retrieval_groups", "num_encoder_layers"):
             _expect(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
+        _expect_count(self.num_retrieved_chunks)
         lower = self.num_lower_layers
         _expect(
             lower is None or 0 <= lower < self.num_hidden_layers,
@@ -289,7 +296,9 @@ class LandmarkConfig(TrailmarkConfig):
 
     Args:
         chunk_size: S tokens before a landmark. (The first paper: 50.)
-        num_retrieved_chunks: k, of the memory, per token and head or as ``retrieve_per`` says.
+        num_retrieved_chunks: k, of the memory, per token and head or as ``retrieve_per`` says. 0: retrieval is off;
+            with a cache a token sees its cell alone and no chunk is kept. Without a cache, as in training, a text is
+            attended to whole, whatever k is: 0 changes nothing there.
         max_position_embeddings: positions of a training text, landmarks included. With stingy positions what is
             read at once must fit: (k + 1) (S + 1) places for the memory and the positions of a cell.
         local_length: tokens of a cell. A text is cut in cells from its start; chunks completed in the present
@@ -352,8 +361,9 @@ class LandmarkConfig(TrailmarkConfig):
 
     def validate_architecture(self) -> None:
         super().validate_architecture()
-        for name in ("chunk_size", "num_retrieved_chunks", "max_position_embeddings"):
+        for name in ("chunk_size", "max_position_embeddings"):
             _expect(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
+        _expect_count(self.num_retrieved_chunks)
         for name in ("local_length", "max_memory_chunks"):
             number = getattr(self, name)
             _expect(number is None or number >= 1, name, number, "None or at least 1")
@@ -469,7 +479,8 @@ class RPTConfig(TrailmarkConfig):
     Args:
         num_lower_layers: layers before the retriever; None is half.
         chunk_size: S tokens.
-        num_retrieved_chunks: K.
+        num_retrieved_chunks: K. 0: retrieval is off. Every token reads what a text's first tokens read, the null key
+            alone; no chunk is encoded or kept, no embedder asked. Refused in training.
         num_encoder_layers: bidirectional layers over a chunk's lower states, once per chunk.
         cross_attention_every: of the upper layers, the first and every so manieth after it reads. 1: all.
         continuation: read each selected chunk together with the chunk after it, 2 S tokens.
@@ -536,8 +547,9 @@ class RPTConfig(TrailmarkConfig):
 
     def validate_architecture(self) -> None:
         super().validate_architecture()
-        for name in ("chunk_size", "num_retrieved_chunks", "cross_attention_every"):
+        for name in ("chunk_size", "cross_attention_every"):
             _expect(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
+        _expect_count(self.num_retrieved_chunks)
         for name in ("num_encoder_layers", "ranking_weight", "ranking_margin", "ranking_threshold"):
             _expect(getattr(self, name) >= 0, name, getattr(self, name), "0 or more")
         for name in ("first_gold_probability", "gold_probability"):
@@ -555,6 +567,10 @@ class RPTConfig(TrailmarkConfig):
         )
         _expect(self.sliding_window is not None, "sliding_window", None, "a number of positions")
         self.expect_rotary_heads()
+
+
+def _expect_count(num_retrieved: int) -> None:
+    _expect(num_retrieved >= 0, "num_retrieved_chunks", num_retrieved, "0 (retrieval off) or more")
 
 
 def _expect(condition: bool, argument: str, came: object, expected: str) -> None:

@@ -41,6 +41,7 @@ from trailmark.models.layers import (
 )
 from trailmark.models.step import Step, place_of
 from trailmark.models.text import whole_chunks
+from trailmark.models.without_retrieval import expect_no_neighbours, expect_retrieval, nothing_selected
 from trailmark.ops import ChunkSelection, grouped_cross_attention
 
 
@@ -232,33 +233,35 @@ class DRTForCausalLM(TrailmarkForCausalLM):
         self._check_retrieval()
         x = grid.insert_landmarks(self.embed_tokens(tokens), self.landmark)
         step = None if cache is None else Step(cache, grid, self.config, x.shape[0])
-        vectors = None
-        if given is None:
-            vectors = self._embed(tokens, grid, step)
-        else:
+        vectors, retrieves = None, self.config.retrieves
+        if given is not None:
             expect_given(self.config, given, grid, x.shape[0])
+        elif retrieves:
+            vectors = self._embed(tokens, grid, step)
         place = place_of(self.config, grid, x, step)
         for number, layer in enumerate(self.lower_layers):
             x = layer(x, place, step and step.window(number))
 
         entries, selector = None, None
         if step is None:
-            entries = self._encode(x, grid)
-            found = vectors if given is None else given
-            selector = Selector(
-                self.config, TextChunks(self.config, grid, entries.landmarks, found), noise_seed
-            )
+            if retrieves:
+                entries = self._encode(x, grid)
+                found = vectors if given is None else given
+                selector = Selector(
+                    self.config, TextChunks(self.config, grid, entries.landmarks, found), noise_seed
+                )
         else:
-            if grid.num_closed:
-                step.remember(with_vectors(self.config, self.encoder(step.with_open(x), grid), vectors))
-            step.keep_open(x)
+            if retrieves:
+                if grid.num_closed:
+                    step.remember(with_vectors(self.config, self.encoder(step.with_open(x), grid), vectors))
+                step.keep_open(x)
             if keep == 0:  # reading: a memory depends on nothing above
                 step.defer(x, self.reach())
                 step.commit()
                 return Hidden(None)
             x, grid, first_chunk = step.tail(x, self.reach(), keep)
             place = step.place(1, grid, x)
-            if grid.num_closed:
+            if grid.num_closed and retrieves:
                 size = 0 if self.embedder is None else self.embedder.size
                 chunks = MemoryChunks(self.config, grid, step, first_chunk, x.device, size)
                 selector = Selector(self.config, chunks)
@@ -276,7 +279,11 @@ class DRTForCausalLM(TrailmarkForCausalLM):
         return Hidden(self.norm(grid.last_tokens(keep)(x)), tuple(asked), grid.closed)
 
     def _check_retrieval(self) -> None:
-        if self.training and self.config.num_retrieved_chunks == 1 and self.config.retriever == "causal":
+        if not self.training:
+            return
+        learned = self.config.retriever == "causal"
+        expect_retrieval(self.config, 2 if learned else 1)
+        if self.config.num_retrieved_chunks == 1 and learned:
             raise ValueError(
                 "num_retrieved_chunks: expected at least 2 in training, got 1: the weight of a single chunk is "
                 "always 1, so its score gets no gradient and the retriever learns nothing."
@@ -308,6 +315,8 @@ class DRTForCausalLM(TrailmarkForCausalLM):
         selector: Selector | None,  # None: no chunk closes
     ) -> tuple[ChunkSelection, Reading | None]:
         """What the landmarks of the call select, and what its chunks read."""
+        if not self.config.retrieves:
+            return nothing_selected(x, grid), None
         if selector is None:  # decoding, in the middle of a chunk
             assert step is not None
             return no_selection(self.config.num_retrieved_chunks, x), self._read_pending(
@@ -323,6 +332,7 @@ class DRTForCausalLM(TrailmarkForCausalLM):
     def _given(self, neighbours: Tensor | None, scores: Tensor | None, has_cache: bool) -> Given | None:
         if self.config.retriever != "encoder":
             return super()._given(neighbours, scores, has_cache)
+        expect_no_neighbours(self.config, neighbours, scores)
         return given_neighbours(neighbours, scores, has_cache)
 
     def _embed(self, tokens: Tensor, grid: Grid, step: Step | None) -> Vectors | None:

@@ -116,8 +116,9 @@ class LandmarkForCausalLM(TrailmarkForCausalLM):
 
     Without a cache a text is attended to whole, as in training, in time quadratic in its length. With one it is
     read in cells (``local_length`` tokens, counted from its start), with ``num_retrieved_chunks`` chunks of the
-    memory. Where there are no more than those the two agree. A call with a cache has no gradient. ``torch.compile``
-    breaks the graph once, where positions are laid out.
+    memory. Where there are no more than those the two agree. With ``num_retrieved_chunks`` 0 a call with a cache sees
+    the cell alone and keeps nothing; a call without one sees all of its text as ever. A call with a cache has no
+    gradient. ``torch.compile`` breaks the graph once, where positions are laid out.
     """
 
     config_class = LandmarkConfig

@@ -224,7 +224,7 @@ class CellStep:
         size, end = before.memory, before.num_positions + self.new
         if ends.any():
             closed = np.where(ends, (self.is_landmark & (self.chunk >= 0)).sum(1), 0)
-            if closed.any():
+            if config.retrieves and closed.any():
                 entries, starts = self._entries(layers, closed, end)
                 size = self.cache.memory.write(size, entries, starts, closed, self.whole)
             cell, layers = self._begin(cell, layers, ends)

@@ -14,7 +14,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from trailmark.memory.window import Window, WindowCall
 from trailmark.models.configuration import TrailmarkConfig
-from trailmark.models.grid import constant
+from trailmark.models.takes import constant
 from trailmark.ops import alibi_slopes, block_attention, sliding_window_attention
 
 

@@ -39,9 +39,10 @@ from trailmark.models.rpt_neighbours import (
     Readers,
     Reading,
 )
-from trailmark.models.rpt_reading import MemoryReader
+from trailmark.models.rpt_reading import MemoryReader, nothing_read
 from trailmark.models.step import Step, place_of
 from trailmark.models.text import whole_chunks
+from trailmark.models.without_retrieval import expect_no_neighbours, expect_retrieval, nothing_selected
 from trailmark.ops import ChunkSelection, fold_seed, ranking_loss, select_chunks
 from trailmark.ops.arguments import values_are_checked
 
@@ -124,6 +125,8 @@ class RPTForCausalLM(TrailmarkForCausalLM):
         noise_seed: Tensor | None = None,
         given: Given | None = None,
     ) -> Hidden:
+        if self.training:
+            expect_retrieval(self.config)
         x = grid.insert_landmarks(self.embed_tokens(tokens), None)
         step = None if cache is None else Step(cache, grid, self.config, x.shape[0])
         if given is not None:
@@ -134,8 +137,8 @@ class RPTForCausalLM(TrailmarkForCausalLM):
         for number, layer in enumerate(self.lower_layers):
             x = layer(x, place, step and step.window(number))
 
-        ranking = None
-        if step is None:
+        ranking, retrieves = None, self.config.retrieves
+        if step is None and retrieves:
             states, present, vectors = self._chunks(x, tokens, grid, None, given)
             asked, ranking = self._select(vectors, x, grid, noise_seed, given)
             readers = Readers.of(grid)
@@ -143,9 +146,13 @@ class RPTForCausalLM(TrailmarkForCausalLM):
             if self.retriever is not None and vectors is not None and torch.is_grad_enabled():
                 # no other way to it where nothing is ranked: zeros, which DDP waits for
                 x = x + sum(part[..., :0].sum() for part in vectors)
+        elif step is None:
+            readers = Readers.of(grid)
+            asked, reading = nothing_selected(x, grid), nothing_read(readers, x)
         else:
-            self._remember(x, tokens, grid, step)
-            step.keep_open(x)
+            if retrieves:
+                self._remember(x, tokens, grid, step)
+                step.keep_open(x)
             if keep == 0:  # reading: a memory depends on nothing above
                 step.defer(x, self.reach())
                 step.commit()
@@ -312,11 +319,13 @@ class RPTForCausalLM(TrailmarkForCausalLM):
         self, x: Tensor, grid: Grid, step: Step, readers: Readers, first_chunk: Integers
     ) -> tuple[ChunkSelection, Reading]:
         """What the chunks of a call select in the memory, and what its positions [B, P, E] read."""
+        if not self.config.retrieves:
+            return nothing_selected(x, grid), nothing_read(readers, x)
         prepare = None if self.augmentor is None and self.gate is None else self._prepare
         reader = MemoryReader(self.config, step, x, prepare, self._projected)
         if not grid.num_closed:  # decoding, in the middle of a chunk
             nothing = no_selection(self.config.num_retrieved_chunks, x)
-            return nothing, reader.read_left(readers, x.shape[0])
+            return nothing, reader.read_left(readers)
         memory, num_chunks = step.cache.memory, int(step.size.chunks.max())
         asking = first_chunk[:, None] + np.arange(grid.num_closed)  # [B, C]
         numbers = torch.from_numpy(asking.clip(max=num_chunks - 1)).to(x.device)
@@ -387,6 +396,7 @@ class RPTForCausalLM(TrailmarkForCausalLM):
         return torch.cat([k for k, _ in pairs], dim=-2), torch.cat([v for _, v in pairs], dim=-2)
 
     def _given(self, neighbours: Tensor | None, scores: Tensor | None, has_cache: bool) -> Given | None:
+        expect_no_neighbours(self.config, neighbours, scores)
         given = given_neighbours(neighbours, scores, has_cache)
         if given is None:
             return None

@@ -27,6 +27,12 @@ class _Part(NamedTuple):
     present: Tensor | None  # bool [B, K, L] rows that exist; None: all
 
 
+def nothing_read(readers: Readers, x: Tensor) -> Reading:
+    """Of groups that read the null key alone; x [B, ...] is any tensor of the call."""
+    nothing = torch.zeros(x.shape[0], readers.grid.num_chunks, 0, dtype=torch.int64, device=x.device)
+    return Reading(nothing, None, None, None, None)
+
+
 class MemoryReader:
     """Neighbours of one call.
 
@@ -46,15 +52,14 @@ class MemoryReader:
     ) -> None:
         self.S, self.K = config.chunk_size, config.num_retrieved_chunks
         self.parts = 2 if config.continuation else 1  # chunks of a neighbour
-        self.step, self.dtype, self.device = step, x.dtype, x.device
+        self.step, self.x, self.dtype, self.device = step, x, x.dtype, x.device
         self.prepare, self.project = prepare, project
 
-    def read_left(self, readers: Readers, rows: int) -> Reading:
+    def read_left(self, readers: Readers) -> Reading:
         """Of a call that closes no chunk: what earlier ones left for the open chunk's tokens."""
         pending = self.step.take_pending(0, readers.grid)
         if pending is None:
-            nothing = torch.zeros(rows, readers.grid.num_chunks, 0, dtype=torch.int64, device=self.device)
-            return Reading(nothing, None, None, None, None)
+            return nothing_read(readers, self.x)
         left, places = self._left(pending), self._places_left(pending)
         present = left.present
         if (pending.indices < 0).any():

@@ -24,7 +24,7 @@ from typing import Any
 from safetensors import SafetensorError
 
 from trailmark.data.files import sync_folder
-from trailmark.memory.store import in_units
+from trailmark.memory.files import in_units
 
 MANIFEST = "manifest.json"
 FORMAT = 1

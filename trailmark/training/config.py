@@ -269,6 +269,11 @@ def _check(config: RunConfig) -> None:
             f"data.chunk_size: expected the model's chunk_size {chunk_size}, got {config.data.chunk_size}: "
             "a question's landmark must fall right after it."
         )
+    if getattr(model, "num_retrieved_chunks", None) == 0:
+        raise ValueError(
+            "model.num_retrieved_chunks: expected at least 1 in training, got 0: with retrieval off some weights would "
+            "get no gradient. To train a model with a window alone choose model.architecture=sliding_window."
+        )
     if isinstance(model, DRTConfig) and model.num_retrieved_chunks == 1 and model.retriever == "causal":
         raise ValueError(
             "model.num_retrieved_chunks: expected at least 2 in training, got 1: the weight of a single chunk is "

@@ -4,31 +4,22 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
-import json
-import math
 import os
-import platform
-import shutil
 import signal
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
-import yaml
-from safetensors import SafetensorError
 from torch import Tensor
 from transformers import PrinterCallback, TrainingArguments, set_seed
 
-from trailmark import __version__
 from trailmark.data.corpus import Tokens, load_tokenizer, vocabulary_size
-from trailmark.data.embedders import Embedder
 from trailmark.data.files import (
     expect_place,
     expect_writable,
@@ -39,35 +30,37 @@ from trailmark.data.files import (
     write_text,
 )
 from trailmark.data.needles import CURRICULUM
-from trailmark.data.neighbours import NeighbourTable
-from trailmark.data.niah import NiahTexts
-from trailmark.data.shards import Corpus
 from trailmark.data.summarization import SummarizationTexts
-from trailmark.data.texts import open_text
-from trailmark.data.trained_embedders import embedder_of
 from trailmark.models import DRTForCausalLM, RPTForCausalLM, TrailmarkForCausalLM
-from trailmark.models.card_files import README, refresh_card
-from trailmark.training import checkpoints, states, tensors
-from trailmark.training.config import ARCHITECTURES, FREE_TO_CHANGE, RunConfig
+from trailmark.models.card_files import refresh_card
+from trailmark.training import checkpoints, states
+from trailmark.training.config import ARCHITECTURES, RunConfig
 from trailmark.training.curriculum import SMOOTHING, Curriculum
-from trailmark.training.guards import REPORT_FILE, Guard
-from trailmark.training.loss import Meter, total_weight, weighted_loss
-from trailmark.training.neighbours import open_table, rule_of, takes_scores
-from trailmark.training.processes import added_up, all_reduced, by_main, connected, is_main, rank, world_size
+from trailmark.training.guards import Guard
+from trailmark.training.loss import Meter
+from trailmark.training.neighbours import open_table, rule_of
+from trailmark.training.processes import added_up, all_reduced, by_main, connected, is_main, world_size
+from trailmark.training.run_folder import (
+    CHECKPOINTS,
+    HISTORY_FILE,
+    RUN_FILE,
+    SAVING,
+    STATE_FILE,
+    config_hash,
+    environment,
+    holds_run,
+    remove_leftovers,
+    saving,
+)
+from trailmark.training.run_inputs import make_task, open_corpus, open_embedder, open_validation
 from trailmark.training.statistics import RetrievalStatistics
-from trailmark.training.tasks import MOST_FILLER, Batch, NeedleTask, SampleTask, Task, TextTask, micro_batches
-from trailmark.training.trainer import Batches, RunCallback, RunTrainer
+from trailmark.training.tasks import Batch, SampleTask, micro_batches
+from trailmark.training.trainer import Batches, RunCallback, RunTrainer, training_arguments
+from trailmark.training.validation import Evaluate, measured_whole, validation_loss
 
-HISTORY_FILE = "history.json"  # written at the end: the run is complete
-RUN_FILE = "run.yaml"
-CHECKPOINTS = "checkpoints"
-_STATE_FILE = "run.json"
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 # seconds in which a second SIGTERM is the first one's echo: launcher and scheduler both send it
 _REPEATED = 10.0
-_SAVING = ".saving-"
-# beginnings of names that no file keeps
-_LEFTOVERS = (_SAVING, *(f".{name}." for name in (RUN_FILE, HISTORY_FILE, REPORT_FILE, README)))
 
 
 class Run:
@@ -90,7 +83,7 @@ class Run:
         config: RunConfig,
         progress: Callable[[Run], None] = lambda run: None,
         text: Tokens | None = None,
-        evaluate: Callable[[TrailmarkForCausalLM], dict[str, float]] | None = None,
+        evaluate: Evaluate | None = None,
         say: Callable[[str], None] = lambda message: None,
     ) -> None:
         self.config, self.progress, self.say, self._evaluate = config, progress, say, evaluate
@@ -113,12 +106,18 @@ class Run:
                 f"model.vocab_size: expected at least the {needed} tokens of the tokenizer {config.data.tokenizer!r}, "
                 f"got {fields.vocab_size}. Leave it out, or name the tokenizer that the model is for."
             )
-        self.corpus = self._open(text, fields.vocab_size)
-        self.table = self._open_table()
-        self.task = self._make_task(getattr(fields, "chunk_size", None))
+        self.corpus = open_corpus(config, text, self.tokenizer, fields.vocab_size)
+        self.table = None
+        if self.corpus is not None:
+            self.table = open_table(config, fields, self.corpus, self.tokenizer, verify=is_main())
+        self.task = make_task(
+            config, fields, self.corpus, self.table, self.tokenizer, self.curriculum, self.say
+        )
         self.micro = self._micro_batches()
-        self._validation = self._open_validation(fields.vocab_size)
-        self.embedder = self._open_embedder()
+        self._validation = open_validation(config, self.tokenizer, fields.vocab_size)
+        self.embedder = None
+        if self.table is None or self._validation is not None:
+            self.embedder = open_embedder(fields, self.tokenizer, self.table is None, self.say)
         self.guard = Guard(settings.skip_nonfinite, self.output)
         self.retrieval = RetrievalStatistics()
         self.history: list[dict[str, float]] = []
@@ -141,70 +140,7 @@ class Run:
     def retrieves(self) -> bool:
         return isinstance(self.model, DRTForCausalLM | RPTForCausalLM)
 
-    # --- data and model ------------------------------------------------------------------------------------
-
-    def _open(self, text: Tokens | None, vocab_size: int) -> Corpus | None:
-        data = self.config.data
-        if data.task == "summarization":
-            return None
-        if text is not None:
-            return Corpus.of_tokens(text)
-        # needles are hidden in pure text
-        return open_text(
-            data.paths,
-            self.tokenizer,
-            vocab_size,
-            end_of_text=data.task == "text",
-            revision=data.revision,
-            verify=is_main(),
-        )
-
-    def _open_table(self) -> NeighbourTable | None:
-        if self.corpus is None:
-            return None
-        return open_table(self.config, self.model_config, self.corpus, self.tokenizer, verify=is_main())
-
-    def _open_embedder(self) -> Embedder | None:
-        """What finds chunks where no table does; the model's configuration says then which it is trained with."""
-        if self.table is not None and self._validation is None:
-            return None
-        found = embedder_of(self.model_config, self.tokenizer)
-        if found is not None and self.table is None:
-            config: Any = self.model_config
-            config.embedder_fingerprint = found.fingerprint
-            self.say(
-                f"{found.spec} embeds the chunks of every batch anew. For text that trailmark prepare made, trailmark "
-                "neighbours makes a table once: data.neighbours=FOLDER."
-            )
-        return found
-
-    def _make_task(self, chunk_size: int | None) -> Task:
-        config, data, settings = self.config, self.config.data, self.config.training
-        if data.task == "summarization":
-            assert data.paths is not None
-            pairs = SummarizationTexts(self.tokenizer, data.paths, settings.context_length, settings.seed)
-            return SampleTask(config, pairs)
-        assert self.corpus is not None
-        if data.task == "needles":
-            if len(self.corpus) > MOST_FILLER:
-                self.say(f"Needles are hidden in the first {MOST_FILLER:,} of {len(self.corpus):,} tokens.")
-            return NeedleTask(config, self.corpus, self.tokenizer, self.curriculum)
-        if data.task == "niah":
-            texts = NiahTexts(
-                self.tokenizer,
-                self.corpus,
-                settings.context_length,
-                chunk_size or data.chunk_size,  # of a model without chunks: those of one to compare it with
-                settings.seed,
-                hops=data.hops,
-                chains=data.chains,
-                distractors=data.distractors,
-                num_landmarks=data.num_landmarks,
-                any_phase=data.early_landmarks > 0,
-            )
-            return SampleTask(config, texts)
-        # a chunk of one token is always full
-        return TextTask(config, self.corpus, chunk_size or 1, self.table, takes_scores(self.model_config))
+    # --- the model -----------------------------------------------------------------------------------------
 
     def _micro_batches(self) -> int:
         """Micro-batches of each process, the same number at every step."""
@@ -213,15 +149,6 @@ class Run:
         for rows in counts:
             micro_batches(rows, world_size() * micro, None)
         return micro
-
-    def _open_validation(self, vocab_size: int) -> TextTask | None:
-        paths = self.config.data.validation
-        if paths is None or self.config.training.eval_steps is None:
-            return None
-        corpus = open_text(paths, self.tokenizer, vocab_size, verify=is_main())
-        # as the text is, without early landmarks
-        data = replace(self.config.data, early_landmarks=0.0, neighbours=None)
-        return TextTask(replace(self.config, data=data), corpus, 1)
 
     def _make_model(self) -> TrailmarkForCausalLM:
         config = self.config
@@ -317,60 +244,21 @@ class Run:
 
     @torch.no_grad()
     def validate(self, model: Any) -> dict[str, float]:
-        """Loss and perplexity on the first ``eval_windows`` windows of ``data.validation``; what the caller measures.
-
-        The processes share the windows out; each takes as many, as FSDP2 needs.
-        """
+        """Loss and perplexity on the first windows of ``data.validation``; what the caller measures."""
         found: dict[str, float] = {}
         training = model.training
         model.eval()
         try:
             if self._validation is not None:
-                found |= self._validation_loss(model)
+                rows = max(1, self.task.rows(0) // (world_size() * self.micro))
+                windows = self.config.training.eval_windows
+                found |= validation_loss(model, self.model, self._validation, windows, rows)
             if self._evaluate is not None:
-                found |= self._measured_by_caller(self._evaluate)
+                found |= measured_whole(self.model, self._evaluate)
         finally:
             model.train(training)
         self._note({f"eval_{name}": value for name, value in found.items()})
         return found
-
-    def _measured_by_caller(
-        self, evaluate: Callable[[TrailmarkForCausalLM], dict[str, float]]
-    ) -> dict[str, float]:
-        """By the main process, of a whole model: what reads a text piece by piece knows nothing of shards."""
-        if not tensors.is_sharded(self.model):
-            return by_main(lambda: evaluate(self.model))
-        weights = states.whole_weights(self.model)  # in all processes, whole in the main one
-        device = next(self.model.parameters()).device
-
-        def measure() -> dict[str, float]:
-            with torch.random.fork_rng(devices=[]):  # a new model draws weights, which go
-                whole = type(self.model)(self.model.config)
-            whole.embedder = self.embedder
-            whole.load_state_dict(weights, strict=False, assign=True)  # tied ones are there once
-            whole.tie_weights()
-            return evaluate(whole.to(device).eval())
-
-        return by_main(measure)
-
-    def _validation_loss(self, model: Any) -> dict[str, float]:
-        task, settings = self._validation, self.config.training
-        assert task is not None
-        device = next(self.model.parameters()).device
-        total = torch.zeros(2, dtype=torch.float64, device=device)
-        rows = max(1, self.task.rows(0) // (world_size() * self.micro))
-        together = rows * world_size()
-        for first in range(0, settings.eval_windows, together):
-            start = first + rank() * rows
-            batch = {key: x.to(device) for key, x in task.batch(0, start, rows).items()}
-            counted = (torch.arange(start, start + rows) < settings.eval_windows).to(device)
-            batch["loss_weights"] = batch["loss_weights"] * counted[:, None]
-            one = torch.ones((), dtype=torch.float64, device=device)
-            loss, _, _ = weighted_loss(model, False, batch, one, landmarks=False)
-            total += torch.stack([loss.double(), total_weight(self.model, [batch])])
-        loss_sum, weight = added_up(total)
-        mean = loss_sum / max(weight, 1e-9)
-        return {"loss": mean, "perplexity": math.exp(min(mean, 700.0))}
 
     # --- the run -------------------------------------------------------------------------------------------
 
@@ -403,7 +291,7 @@ class Run:
     def finished(self) -> bool:
         """Whether the output folder holds this very run, trained to its end."""
         history = read_json(self.output / HISTORY_FILE)
-        if not isinstance(history, dict) or not self._holds_this_run():
+        if not isinstance(history, dict) or not holds_run(self.output, self.config):
             return False
         return history.get("data", self.data_fingerprint) == self.data_fingerprint
 
@@ -420,7 +308,8 @@ class Run:
             ValueError: a folder of another run, another text than it began with, no space left, a loss that is
                 not finite.
         """
-        arguments = self._arguments()  # processes get to know each other here
+        # processes get to know each other here
+        arguments = training_arguments(self.config.training, self.output / CHECKPOINTS, self.micro)
         with self._held:  # by the main process: the folder
             return self._train(arguments)
 
@@ -447,57 +336,25 @@ class Run:
         self._save(trainer)
         return self.model
 
-    def _arguments(self) -> TrainingArguments:
-        settings = self.config.training
-        several = world_size() > 1
-        arguments = TrainingArguments(
-            output_dir=str(self.output / CHECKPOINTS),
-            max_steps=settings.steps,
-            per_device_train_batch_size=1,
-            gradient_accumulation_steps=self.micro,
-            max_grad_norm=settings.max_grad_norm,
-            bf16=settings.precision == "bfloat16",
-            save_strategy="steps",
-            save_steps=settings.save_steps,
-            logging_strategy="steps" if settings.report_to else "no",
-            logging_steps=settings.logging_steps,
-            logging_nan_inf_filter=False,  # it waits for the device; the guard looks at every step
-            report_to=settings.report_to,
-            disable_tqdm=True,
-            remove_unused_columns=False,
-            ignore_data_skip=True,
-            dataloader_pin_memory=False,
-            use_cpu=not torch.cuda.is_available(),  # not Apple's GPU: it lacks float64 and is untested
-            seed=settings.seed,
-            # every parameter gets a gradient, if of zeros
-            ddp_find_unused_parameters=False if several else None,
-            ddp_broadcast_buffers=False if several else None,
-            fsdp=several and settings.parallel == "fsdp",
-            fsdp_config={"version": 2} if several and settings.parallel == "fsdp" else None,
-        )
-        # several GPUs without torchrun would be transformers' nn.DataParallel, whose replicas have no parameters
-        arguments._n_gpu = min(1, arguments.n_gpu)
-        return arguments
-
     # --- the folder ----------------------------------------------------------------------------------------
 
     def _claim_output(self) -> Path | None:
         """Make the output folder this run's; its newest whole checkpoint, if any."""
         expect_writable("output", self.output)
         self._held.enter_context(locked(self.output, "trailmark train"))
-        if (self.output / RUN_FILE).exists() and not self._holds_this_run():
+        if (self.output / RUN_FILE).exists() and not holds_run(self.output, self.config):
             raise ValueError(
                 f"output: {str(self.output)!r} holds a run with another configuration ({RUN_FILE}). "
                 "Choose another output, or remove that folder to start anew."
             )
         folder = self.output / CHECKPOINTS
-        self._remove_leftovers()
+        remove_leftovers(self.output)
         checkpoints.remove_leftovers(folder)
         last, damaged = checkpoints.find_newest_whole(folder)
         for line in damaged:
             self.say(line)
         if last is not None:
-            kept = read_json(last / _STATE_FILE)
+            kept = read_json(last / STATE_FILE)
             unknown = not (self.output / RUN_FILE).exists()
             if unknown and checkpoints.read_about(last).get("config") != config_hash(self.config):
                 raise ValueError(
@@ -515,29 +372,6 @@ class Run:
         with saving(self.output):
             write_text(self.output / RUN_FILE, self.config.to_yaml())
         return last
-
-    def _remove_leftovers(self) -> None:
-        """What processes that were killed left half-written beside the model."""
-        for path in self.output.glob(".*"):
-            if path.name.startswith(_LEFTOVERS):
-                if path.is_dir():
-                    shutil.rmtree(path, ignore_errors=True)
-                else:
-                    path.unlink(missing_ok=True)
-
-    def _holds_this_run(self) -> bool:
-        try:
-            other = yaml.safe_load((self.output / RUN_FILE).read_text())
-        except (OSError, ValueError, yaml.YAMLError):
-            return False
-        if not isinstance(other, dict):
-            return False
-        own = yaml.safe_load(self.config.to_yaml())
-        other = yaml.safe_load(RunConfig().to_yaml()) | other  # settings that are newer than the folder
-        for section in ("data", "training"):
-            if isinstance(other[section], dict):
-                other[section] = vars(getattr(RunConfig(), section)) | other[section]
-        return _decisive(own) == _decisive(other)
 
     def save_checkpoint(self, trainer: RunTrainer) -> None:
         """Write a checkpoint of this step: in all processes, the files by the main one."""
@@ -560,13 +394,13 @@ class Run:
             with checkpoints.writing(folder, self.step, about, state.bytes()) as staging:
                 state.write(staging, self.model)
                 trainer.state.save_to_json(str(staging / "trainer_state.json"))
-                write_json(staging / _STATE_FILE, own)
+                write_json(staging / STATE_FILE, own)
             checkpoints.retain(folder, self.config.training.keep_checkpoints)
 
         by_main(write)
 
     def _restore(self, checkpoint: Path) -> None:
-        kept = read_json(checkpoint / _STATE_FILE)
+        kept = read_json(checkpoint / STATE_FILE)
         self.curriculum.restore(kept["curriculum"])
         self.history, self.averages, self.measured = kept["history"], kept["averages"], kept["measured"]
         self.seconds, self.tokens_trained, self.step = kept["seconds"], kept["tokens"], kept["step"]
@@ -579,7 +413,7 @@ class Run:
     def save(self, weights: dict[str, Tensor] | None = None) -> None:
         """The model, its tokenizer, the configuration and the history, into the output folder."""
         with saving(self.output):
-            with tempfile.TemporaryDirectory(dir=self.output, prefix=_SAVING) as folder:
+            with tempfile.TemporaryDirectory(dir=self.output, prefix=SAVING) as folder:
                 self.model.save_pretrained(folder, state_dict=weights)
                 self.tokenizer.save_pretrained(folder)
                 mode = self.output.stat().st_mode & 0o666  # safetensors' files are their owner's alone
@@ -640,41 +474,3 @@ def checkpoint_activations(model: Any) -> None:
     # transformers 5.20 renamed it
     enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
     enable({"use_reentrant": False})
-
-
-@contextmanager
-def saving(folder: Path) -> Iterator[None]:
-    """Each library has an error of its own for a full disk; some do not say what they are."""
-    try:
-        yield
-    except (OSError, RuntimeError, SafetensorError) as error:
-        if not checkpoints.is_of_files(error):
-            raise
-        raise ValueError(
-            f"output: cannot save in {str(folder)!r} ({str(error).strip().splitlines()[0]}). Free some space and start "
-            "the same command again; what was saved before is whole."
-        ) from error
-
-
-def config_hash(config: RunConfig) -> str:
-    """SHA-256 of what decides a run's weights."""
-    return hashlib.sha256(json.dumps(_decisive(config.to_dict()), sort_keys=True).encode()).hexdigest()
-
-
-def _decisive(run: dict[str, Any]) -> dict[str, Any]:
-    """Of a configuration's content, what decides weights: a folder may be moved, some settings may change."""
-    training = run["training"]
-    if isinstance(training, dict):
-        training = {key: value for key, value in training.items() if key not in FREE_TO_CHANGE}
-    return run | {"output": "", "training": training}
-
-
-def environment() -> dict[str, Any]:
-    """What a checkpoint was made with."""
-    return {
-        "trailmark": __version__,
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "python": platform.python_version(),
-        "processes": world_size(),
-    }

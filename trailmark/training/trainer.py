@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,7 +19,7 @@ from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from torch import Tensor
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils.data import DataLoader, IterableDataset
-from transformers import Trainer, TrainerCallback
+from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from trailmark.models import RPTForCausalLM
 from trailmark.training import states
@@ -65,6 +66,39 @@ def make_optimizer(model: Any, settings: TrainingConfig) -> torch.optim.Optimize
         )  # fmt: skip
     groups = parameter_groups(model.parameters(), settings.weight_decay, settings.decay_vectors)
     return torch.optim.AdamW(groups, lr=settings.learning_rate, betas=betas, eps=settings.adam_epsilon)
+
+
+def training_arguments(settings: TrainingConfig, output: Path, micro: int) -> TrainingArguments:
+    """Of transformers' Trainer, which saves in ``output``; ``micro`` batches make a step. Processes meet here."""
+    several = world_size() > 1
+    arguments = TrainingArguments(
+        output_dir=str(output),
+        max_steps=settings.steps,
+        per_device_train_batch_size=1,
+        gradient_accumulation_steps=micro,
+        max_grad_norm=settings.max_grad_norm,
+        bf16=settings.precision == "bfloat16",
+        save_strategy="steps",
+        save_steps=settings.save_steps,
+        logging_strategy="steps" if settings.report_to else "no",
+        logging_steps=settings.logging_steps,
+        logging_nan_inf_filter=False,  # it waits for the device; the guard looks at every step
+        report_to=settings.report_to,
+        disable_tqdm=True,
+        remove_unused_columns=False,
+        ignore_data_skip=True,
+        dataloader_pin_memory=False,
+        use_cpu=not torch.cuda.is_available(),  # not Apple's GPU: it lacks float64 and is untested
+        seed=settings.seed,
+        # every parameter gets a gradient, if of zeros
+        ddp_find_unused_parameters=False if several else None,
+        ddp_broadcast_buffers=False if several else None,
+        fsdp=several and settings.parallel == "fsdp",
+        fsdp_config={"version": 2} if several and settings.parallel == "fsdp" else None,
+    )
+    # several GPUs without torchrun would be transformers' nn.DataParallel, whose replicas have no parameters
+    arguments._n_gpu = min(1, arguments.n_gpu)
+    return arguments
 
 
 class RunTrainer(Trainer):

@@ -1,0 +1,267 @@
+"""The case study on mathematics (docs/case-study.md): does a DRT read the chunk that a reference points to?
+
+    TRAILMARK_DATA=... python benchmarks/case_study.py [prepare|train|measure|document]    all four, one after the other
+
+prepare: a vocabulary of 4,096 tokens and shards of TRAILMARK_DATA/math. train: configs/laptop-drt-math.yaml. measure:
+each chapter of math/test is read from its first token, alone; what was read of it is kept as a trace. document: three
+pages of ``trailmark explore``, their pictures, and the tables of docs/case-study.md. Stopped at any time, the same
+command goes on: finished parts are not made again. Another model (larger, on CUDA): --config, --set and --folder.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import case_study_cases as cases
+import case_study_document as document
+import case_study_numbers as numbers
+from case_study_baselines import Rules
+from case_study_measure import Row, rows_of
+from case_study_references import Layout, candidates, summary
+from training_text import trained_tokenizer
+
+from trailmark.data.bm25 import Bm25, fit_bm25
+from trailmark.data.corpus import files_below, load_tokenizer, read_text, tokenizer_fingerprint
+from trailmark.data.files import read_json, sha256_of, write_json
+from trailmark.data.shards import Corpus
+from trailmark.data.traces import TracedChunk, TraceHeader, encode, read_trace
+from trailmark.evaluation.record import environment
+from trailmark.evaluation.subject import Subject, load
+from trailmark.evaluation.trace import trace_texts
+from trailmark.report.console import Progress
+from trailmark.training.run import HISTORY_FILE
+
+ROOT = Path(__file__).resolve().parent.parent
+OUTPUT = Path(__file__).with_suffix(".json")
+FOLDER = Path("runs/case-study")  # as the configuration names it: below ROOT
+CONFIG = Path("configs/laptop-drt-math.yaml")
+VOCABULARY = 4096
+STEPS = ("prepare", "train", "measure", "document")
+
+
+def math() -> Path:
+    """TRAILMARK_DATA/math."""
+    if not (data := os.environ.get("TRAILMARK_DATA")):
+        raise SystemExit("TRAILMARK_DATA: expected the folder of the evaluation texts, got nothing. Set it.")
+    return Path(data).resolve() / "math"
+
+
+class CaseStudy:
+    """All in one folder, and the JSON file."""
+
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        self.arguments, self.folder, self.output = arguments, arguments.folder, arguments.output
+        self.model: Path = arguments.model or self.folder / "model"
+
+    def run(self, steps: Sequence[str]) -> None:
+        for step in steps:
+            getattr(self, step)()
+
+    # --- the model -----------------------------------------------------------------------------------------
+
+    def prepare(self) -> None:
+        files = files_below(math() / "train")
+        tokenizer = trained_tokenizer(files, VOCABULARY, self.folder / "tokenizer")
+        known = tokenizer_fingerprint(load_tokenizer(str(tokenizer)))
+        for split in ("train", "valid"):
+            made = read_json(self.folder / split / "corpus.json")
+            if made is None:
+                _trailmark(
+                    *("prepare", math() / split, "--tokenizer", tokenizer, "--output", self.folder / split)
+                )
+                continue
+            wanted = sorted((file.name, sha256_of(file)) for file in files_below(math() / split))
+            there = sorted((Path(file["name"]).name, file["sha256"]) for file in made["source"]["files"])
+            if wanted != there or made["tokenizer"]["fingerprint"] != known:
+                raise SystemExit(
+                    f"prepare: {self.folder / split} holds other texts, or tokens of another vocabulary. Remove it, or "
+                    "choose another --folder."
+                )
+
+    def train(self) -> None:
+        """As the configuration says; in a process of its own."""
+        if self.arguments.model is not None or read_json(self.model / HISTORY_FILE) is not None:
+            return
+        changes = list(self.arguments.set)
+        if self.folder != FOLDER:
+            changes += [
+                f"output={self.model}",
+                f"data.paths=[{self.folder / 'train'}]",
+                f"data.validation=[{self.folder / 'valid'}]",
+                f"data.tokenizer={self.folder / 'tokenizer'}",
+            ]
+        _trailmark("train", self.arguments.config, *changes)
+
+    # --- what it reads -------------------------------------------------------------------------------------
+
+    def measure(self) -> None:
+        began = time.perf_counter()
+        subject = load(self.model)
+        statistics = self._statistics(subject)
+        files, header, chapters = files_below(math() / "test"), None, {}
+        for file in files:
+            header, chunks = self._traced(subject, file)
+            chapters[file.name] = (*self._chapter(subject, file, chunks, statistics), chunks)
+        assert header is not None
+        told = [about for about, _, _ in chapters.values()]
+        texts = [rows for _, rows, _ in chapters.values()]
+        chosen = cases.choose({name: (rows, chunks) for name, (_, rows, chunks) in chapters.items()})
+        record = {
+            "model": header.model,
+            "config": subject.model.config.to_diff_dict(),
+            "groups": header.num_groups,
+            "chunk_size": header.chunk_size,
+            "retrieved": header.num_retrieved_chunks,
+            "window": header.window,
+            "training": self._training(),
+            "bins": numbers.BINS,
+            "hits": numbers.hits(texts, header.num_groups),
+            "works": numbers.by_work(texts, [about["work"] for about in told]),
+            "differences": numbers.differences(texts),
+            "weights": numbers.label_weights(texts, header.num_groups),
+            "gains": numbers.gains(texts),
+            "total_gain": numbers.total_gain(told),
+            "seen": numbers.seen_gains(told),
+            "habits": numbers.habit(told),
+            "chapters": [{k: v for k, v in own.items() if k not in ("habits", "seen")} for own in told],
+            "rule": cases.RULE,
+            "cases": [cases.told(name, row, chapters[name][2]) for name, row in chosen],
+            "seconds": time.perf_counter() - began,
+            "environment": environment(),
+        }
+        write_json(self.output, record)
+        print(f"Numbers: {self.output}")
+
+    def _statistics(self, subject: Subject) -> Bm25:
+        """BM25's, of the training text in chunks of the model's size."""
+        corpus = Corpus.open(self.folder / "train")
+        file = self.folder / f"bm25-{subject.chunk_size}.json"
+        return fit_bm25(corpus, subject.chunk_size, subject.tokenizer, file).bm25
+
+    def _traced(self, subject: Subject, file: Path) -> tuple[TraceHeader, list[TracedChunk]]:
+        """What the model read in a chapter; a trace that is there is read, if it is of this model and text."""
+        path = self.folder / "traces" / f"{file.stem}.jsonl"
+        text, weights = read_text(file), subject.identity()["weights_sha256"]
+        if path.exists():
+            header, entries = read_trace(path)
+            chunks = [entry for entry in entries if isinstance(entry, TracedChunk)]
+            whole = "".join(chunk.text for chunk in chunks) == text
+            if whole and header.model.get("weights_sha256") == weights:
+                return header, chunks
+        progress = Progress()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        header, entries = trace_texts(
+            subject, [file], lambda tokens: progress.show(f"{file.name}: {tokens:,} tokens")
+        )
+        part = path.with_suffix(".part")
+        chunks = []
+        with open(part, "w", encoding="utf-8") as out:
+            out.write(encode(header))
+            for entry in entries:
+                out.write(encode(entry))
+                if isinstance(entry, TracedChunk):
+                    chunks.append(entry)
+        progress.clear()
+        os.replace(part, path)
+        assert "".join(chunk.text for chunk in chunks) == text
+        return header, chunks
+
+    def _chapter(
+        self, subject: Subject, file: Path, chunks: list[TracedChunk], statistics: Bm25
+    ) -> tuple[dict[str, Any], list[Row]]:
+        config = subject.model.config
+        rows = rows_of(chunks, config.chunk_size, config.first_visible, statistics, subject.tokenizer)
+        limits = [candidates(chunk.number, config.chunk_size, config.first_visible) for chunk in chunks]
+        rules = Rules(chunks, statistics, subject.tokenizer)
+        about = _index()[file.name]
+        found = {
+            "file": file.name,
+            "work": cases.work_of(file.name),
+            "title": about["title"],
+            "licence": about["licence"],
+            "source": f"{about['source_repo']}: {about['source_path']}",
+            **numbers.losses(chunks),
+            **summary(Layout.of(chunks)),
+            "references": len(rows),
+            "seen": numbers.seen(chunks),
+            "habits": numbers.habits(chunks, rules, limits),
+        }
+        print(f"{file.name}: {found['tokens']:,} tokens, {len(rows)} references", flush=True)
+        return found, rows
+
+    def _training(self) -> dict[str, Any]:
+        """What the run's folder tells; empty of a checkpoint, whose training goes on."""
+        history = read_json(self.model / HISTORY_FILE)
+        corpus = read_json(self.folder / "train" / "corpus.json")
+        found = {"corpus_tokens": corpus["tokens"], "documents": corpus["documents"]}
+        if history is None:
+            return found
+        steps = history["steps"]
+        validation = [step for step in steps if "eval_loss" in step]
+        return found | {
+            "steps": steps[-1]["step"],
+            "tokens": history["tokens"],
+            "seconds": history["seconds"],
+            "tokens_per_second": history["tokens_per_second"],
+            "loss": steps[-1]["loss"],
+            "validation": [[step["step"], step["eval_loss"]] for step in validation],
+        }
+
+    # --- the page ------------------------------------------------------------------------------------------
+
+    def document(self) -> None:
+        record = read_json(self.output)
+        if record is None:
+            raise SystemExit(f"document: there is no {self.output}. Measure first.")
+        for number, case in enumerate(record["cases"], 1):
+            trace = self.folder / "traces" / f"{Path(case['file']).stem}.jsonl"
+            page = self.folder / "pages" / f"{Path(case['file']).stem}.html"
+            page.parent.mkdir(exist_ok=True)
+            _trailmark("explore", "--trace", trace, "-o", page)
+            cases.picture(page, case["chunk"], ROOT / "docs" / f"case-study-{number}.png")
+        document.fill(ROOT / "docs" / "case-study.md", record)
+
+
+def _index() -> dict[str, dict[str, str]]:
+    """Title, licence and source of each chapter, as the data's index has them."""
+    with open(math() / "index.csv", encoding="utf-8", newline="") as file:
+        return {row["file"]: row for row in csv.DictReader(file)}
+
+
+def _trailmark(*arguments: Any) -> None:
+    """One command of trailmark, said before it runs. SystemExit if it ends early."""
+    command = [sys.executable, "-m", "trailmark", *map(str, arguments)]
+    print("$ trailmark", *map(str, arguments), flush=True)
+    if subprocess.run(command, cwd=ROOT).returncode:
+        raise SystemExit(f"case study: trailmark {arguments[0]} ended early. The same command goes on.")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("steps", nargs="*", metavar="|".join(STEPS), help="default: all four")
+    parser.add_argument(
+        "--folder", type=Path, default=FOLDER, help="of the shards, the model, traces and pages"
+    )
+    parser.add_argument("--config", type=Path, default=CONFIG, help="of the training")
+    parser.add_argument(
+        "--set", nargs="*", default=[], metavar="KEY=VALUE", help="changes of the configuration"
+    )
+    parser.add_argument("--model", type=Path, help="measure this one, as it is: a checkpoint, say")
+    parser.add_argument("--output", type=Path, default=OUTPUT, help="the JSON file")
+    arguments = parser.parse_args()
+    if unknown := set(arguments.steps) - set(STEPS):
+        parser.error(f"expected {', '.join(STEPS)}, got {', '.join(sorted(unknown))}")
+    os.chdir(ROOT)  # the configuration's paths stand below it
+    CaseStudy(arguments).run(arguments.steps or STEPS)
+
+
+if __name__ == "__main__":
+    main()

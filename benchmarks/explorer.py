@@ -1,0 +1,200 @@
+"""What the explorer costs: building its page, and using it in a browser.
+
+    python benchmarks/explorer.py [reading page] [--model runs/demo/drt] [--tokens 1048576]
+
+Each part writes its results into benchmarks/explorer.json; without a name, both run. "reading": seconds of reading a
+text, of a full forward over it, of its trace and of its page; the first three go over the text side by side, 32,768
+tokens each in turn, so that what else the machine does falls on all alike. "page": bytes, compression, the first paint and
+interactions in headless Chromium, for a real text read by the model and for a made-up one of words (as of a BPE
+vocabulary). The text is of the Python standard library's sources, or with TRAILMARK_DATA of its books.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gzip
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from explorer_browser import in_a_browser
+
+from tests.report.traces import made_up
+from trailmark.data.corpus import Tokens, read_texts, standard_library_texts, tokenize
+from trailmark.data.files import read_json, write_json
+from trailmark.data.traces import Entry, TraceHeader
+from trailmark.evaluation.losses import nats
+from trailmark.evaluation.record import environment
+from trailmark.evaluation.subject import Subject, load
+from trailmark.evaluation.trace import trace_header
+from trailmark.evaluation.tracer import Tracer
+from trailmark.report.explorer import build
+from trailmark.report.explorer_data import collect, pack
+
+OUTPUT = Path(__file__).with_suffix(".json")
+_TURN = 32_768  # tokens that each way of reading takes in turn
+_LEVELS = (1, 4, 6, 9)
+
+
+def text_of(subject: Subject, count: int) -> Tokens:
+    """``count`` tokens of prose, or of Python where there is no TRAILMARK_DATA."""
+    if data := os.environ.get("TRAILMARK_DATA"):
+        texts = read_texts([Path(data) / "books" / "test"])
+    else:
+        texts = standard_library_texts("haystack")
+    tokens = tokenize(texts, subject.tokenizer)[:count]
+    if len(tokens) < count:
+        raise ValueError(
+            f"tokens: expected at most the {len(tokens):,} of the text, got {count:,}. Ask for fewer."
+        )
+    return tokens
+
+
+class Clock:
+    """Seconds on the clock and of this process' processors."""
+
+    def __init__(self) -> None:
+        self.seconds = self.cpu = 0.0
+
+    def run(self, work: Callable[[], Any]) -> Any:
+        began, busy = time.perf_counter(), time.process_time()
+        try:
+            return work()
+        finally:
+            self.seconds += time.perf_counter() - began
+            self.cpu += time.process_time() - busy
+
+    def shown(self, tokens: int) -> dict[str, float]:
+        return {"seconds": self.seconds, "cpu_seconds": self.cpu, "tokens_per_second": tokens / self.seconds}
+
+
+@torch.no_grad()
+def reading(subject: Subject, tokens: Tokens, folder: Path) -> tuple[dict[str, Any], Path]:
+    """Each way of reading the text, and the page of what was traced."""
+    model = subject.model
+    clocks = {name: Clock() for name in ("read", "forward", "trace", "page")}
+    read_cache, forward_cache = model.new_cache("host"), model.new_cache("host")
+    tracer, entries = Tracer(subject, model.new_cache("host")), []
+    last: list[torch.Tensor] = []
+
+    def forward(ids: torch.Tensor) -> None:
+        """As evaluation.losses reads: logits and losses of every token."""
+        logits = model(ids, past_key_values=forward_cache).logits
+        if last:
+            nats(last.pop(), ids[:, :1])
+        nats(logits[:, :-1], ids[:, 1:])
+        last.append(logits[:, -1:].clone())
+
+    turn: list[Tokens] = []
+
+    def pieces() -> Iterable[list[Tokens]]:
+        for piece in tracer.pieces(tokens):
+            turn.append(piece)
+            if sum(map(len, turn)) >= _TURN:
+                yield list(turn)
+                turn.clear()
+        if turn:
+            yield list(turn)
+
+    done = 0
+    for group in pieces():
+        ids = [torch.from_numpy(piece.astype("int64"))[None] for piece in group]
+        clocks["read"].run(lambda ids=ids: [model.read(piece, read_cache) for piece in ids])
+        clocks["forward"].run(lambda ids=ids: [forward(piece) for piece in ids])
+
+        def trace(group: list[Tokens] = group) -> None:
+            for piece in group:
+                tracer.feed(piece)
+                entries.extend(tracer.take())
+
+        clocks["trace"].run(trace)
+        done += sum(map(len, group))
+        print(
+            f"{done:,} tokens:", *(f"{name} {clock.seconds:.0f} s" for name, clock in clocks.items()), flush=True
+        )
+    entries.extend(tracer.rest())
+    header = trace_header(subject, None)
+    built = clocks["page"].run(lambda: build(header, entries, folder / "real.html"))
+    found = {name: clock.shown(len(tokens)) for name, clock in clocks.items()}
+    whole = Clock()
+    whole.seconds = clocks["trace"].seconds + clocks["page"].seconds
+    whole.cpu = clocks["trace"].cpu + clocks["page"].cpu
+    found["trace and page"] = whole.shown(len(tokens))
+    found["ratios"] = {
+        f"trace and page / {name}": {
+            "seconds": whole.seconds / clocks[name].seconds,
+            "cpu_seconds": whole.cpu / clocks[name].cpu,
+        }
+        for name in ("read", "forward")
+    }
+    about = {"tokens": len(tokens), "bytes": built.bytes, "model": subject.identity()}
+    return about | found, built.page
+
+
+def compression(header: TraceHeader, entries: Iterable[Entry]) -> dict[str, Any]:
+    """Seconds and bytes of each level, and what each array takes."""
+    arrays = collect(header, entries).arrays
+    levels = {}
+    for level in _LEVELS:
+        clock = Clock()
+        packed = clock.run(lambda level=level: pack(arrays, level))[1]
+        levels[str(level)] = {"bytes": len(packed), "cpu_seconds": clock.cpu}
+    sizes = {name: len(gzip.compress(values.tobytes(), 4)) for name, values in arrays.items()}
+    return {"levels": levels, "compressed_bytes": sizes}
+
+
+def words(count: int, folder: Path) -> tuple[dict[str, Any], Path]:
+    """The page of a made-up trace whose tokens are words: the most text, and reads of two groups of 8."""
+    header, entries = made_up(count, 64, 2, 8, words=True, name="made-up")
+    clock = Clock()
+    built = clock.run(lambda: build(header, entries, folder / "words.html"))
+    return {
+        "bytes": built.bytes,
+        "seconds": clock.seconds,
+        "cpu_seconds": clock.cpu,
+        "compression": compression(header, entries),
+    }, built.page
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("parts", nargs="*", choices=[[], "reading", "page"], help="default: both")
+    parser.add_argument("--model", type=Path, default=Path("runs/demo/drt"), help="the demo's DRT")
+    parser.add_argument("--tokens", type=int, default=1 << 20)
+    parser.add_argument("--rounds", type=int, default=5, help="of opening each page and of each interaction")
+    parser.add_argument("--pages", type=Path, help="keep the pages in this folder")
+    arguments = parser.parse_args()
+    parts = arguments.parts or ["reading", "page"]
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = arguments.pages or Path(temporary)
+        folder.mkdir(parents=True, exist_ok=True)
+
+        def keep(part: str, results: dict[str, Any]) -> None:
+            found = {"environment": environment("cpu"), "results": results}
+            write_json(OUTPUT, (read_json(OUTPUT) or {}) | {part: found})
+
+        real = folder / "real.html"
+        if "reading" in parts or not real.exists():
+            subject = load(arguments.model)
+            found, real = reading(subject, text_of(subject, arguments.tokens), folder)
+            keep("reading", found)
+        if "page" in parts:
+            made, page = words(arguments.tokens, folder)
+            results = {}
+            for name, path, more in (("real", real, {"bytes": real.stat().st_size}), ("words", page, made)):
+                print(f"== {name}: {path.stat().st_size / 1e6:.1f} MB", flush=True)
+                results[name] = more | in_a_browser(path, arguments.rounds)
+            keep("page", results)
+    print(f"Numbers: {OUTPUT}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,154 @@
+"""``trailmark explore``: from texts, a memory and a trace, what it says, what it refuses, how it stops."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import PretrainedConfig
+
+from tests.report.test_explorer import of_a_page, token_texts
+from tests.training.tiny import MODELS, prose
+from trailmark import cli
+from trailmark.data.corpus import load_tokenizer
+from trailmark.data.traces import TracedChunk, read_trace, totals
+from trailmark.models import DRTConfig, DRTForCausalLM, SlidingWindowConfig, SlidingWindowForCausalLM
+
+Command = Callable[..., tuple[int, str, str]]
+TEXT = prose(300) + "naïve 𝔸 日本\n"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_restart() -> Iterator[None]:
+    """The commands start their process again with these settings; here that would be pytest."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MALLOC_TRIM_THRESHOLD_", "8589934592")
+        yield
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model that retrieves in drt/, one that does not in window/, texts, and a memory of a text in memory/."""
+    made = tmp_path_factory.mktemp("explore")
+    kinds: dict[str, tuple[Any, Any]] = {
+        "drt": (DRTConfig, DRTForCausalLM),
+        "window": (SlidingWindowConfig, SlidingWindowForCausalLM),
+    }
+    for name, (kind_of_config, kind) in kinds.items():
+        torch.manual_seed(0)
+        config: PretrainedConfig = kind_of_config(
+            **{field: value for field, value in MODELS[name].items() if field != "architecture"}
+        )
+        kind(config).save_pretrained(made / name)
+        load_tokenizer("bytes").save_pretrained(made / name)
+    (made / "book.txt").write_text(TEXT, encoding="utf-8")
+    (made / "short.txt").write_text("a" * 39)  # chunks have 20 tokens
+    cli.main(["read", str(made / "drt"), str(made / "book.txt"), "--memory", str(made / "memory")])
+    return made
+
+
+def test_a_page_from_a_text_a_memory_and_a_trace(folder: Path, tmp_path: Path, command: Command) -> None:
+    page, trace = tmp_path / "page.html", tmp_path / "trace.jsonl"
+    page.write_text("old")
+    code, out, _ = command("explore", folder / "drt", folder / "book.txt", "-o", page, "--keep-trace", trace)
+    assert code == 0
+    about, arrays = of_a_page(page.read_text(encoding="utf-8"))
+    assert "".join(token_texts(arrays)) == TEXT
+    header, entries = read_trace(trace)
+    bearing, loss, without = totals([entry for entry in entries if isinstance(entry, TracedChunk)])
+    assert about["bearing"] == bearing == about["tokens"] - 1
+    rounding = torch.finfo(torch.float32).eps
+    assert abs(about["loss"] - loss) <= loss * rounding
+    assert abs(about["loss_without"] - without) <= without * rounding
+    assert loss != without
+    assert about["model"] == header.model
+    assert about["title"] == "book.txt, read by drt"
+    assert f"Loss with retrieval {loss / bearing:.4f} nats a token, without {without / bearing:.4f}" in out
+    assert str(page) in out
+    assert str(trace) in out
+    # the same reading, whatever it was asked of
+    others = tmp_path / "memory.html", tmp_path / "trace.html"
+    assert command("explore", folder / "drt", "--memory", folder / "memory", "-o", others[0])[0] == 0
+    assert command("explore", "--trace", trace, "-o", others[1])[0] == 0
+    for other in others:
+        assert other.read_bytes() == page.read_bytes()
+    left = {path.name for path in tmp_path.iterdir()}
+    assert left == {"page.html", "trace.jsonl", "memory.html", "trace.html"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["window", "book.txt"], "retrieve"),
+        (["drt", "short.txt"], "longer text"),
+        (["drt", "none.txt"], "none.txt"),
+        (["drt", "--memory", "none"], "none"),
+        (["drt", "book.txt", "--memory", "memory"], "expected one of TEXT, --memory and --trace"),
+        (["drt"], "expected one of TEXT, --memory and --trace"),
+        (["--trace", "book.txt"], "trace: cannot read"),
+        (["drt", "book.txt", "-o", "."], "is a folder"),
+        (["drt", "book.txt", "-o", "book.txt/page.html"], "output: expected a folder to write in"),
+        (["drt", "book.txt", "--keep-trace", "book.txt/x"], "keep_trace: expected a folder to write in"),
+        (["drt", "book.txt", "-o", "book.txt"], "expected another file than the one that is read"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_explored(
+    arguments: list[str],
+    message: str,
+    folder: Path,
+    refused: Callable[..., str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(folder)
+    before = sorted(folder.rglob("*"))
+    assert message in refused("explore", *arguments)
+    assert sorted(folder.rglob("*")) == before  # nothing was written
+    assert (folder / "book.txt").read_text(encoding="utf-8") == TEXT
+
+
+def test_a_memory_without_its_text(folder: Path, tmp_path: Path, refused: Callable[..., str]) -> None:
+    model = DRTForCausalLM.from_pretrained(folder / "drt")
+    cache = model.new_cache()
+    model.read(torch.arange(200)[None], cache)
+    cache.save(tmp_path / "made-by-hand")
+    message = refused(
+        "explore", folder / "drt", "--memory", tmp_path / "made-by-hand", "-o", tmp_path / "page.html"
+    )
+    assert "text" in message
+    assert not (tmp_path / "page.html").exists()
+
+
+@pytest.mark.slow
+def test_ctrl_c_leaves_the_old_page(folder: Path, tmp_path: Path) -> None:
+    long, page = tmp_path / "long.txt", tmp_path / "page.html"
+    long.write_text(TEXT * 2000)
+    page.write_text("old")
+    command = ["explore", folder / "drt", long, "-o", page, "--keep-trace", tmp_path / "trace.jsonl"]
+    with subprocess.Popen(
+        [sys.executable, "-m", "trailmark", *map(str, command)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    ) as running:
+        until = time.monotonic() + 240
+        # the trace grows while the text is read
+        while not any(path.stat().st_size > 1 << 20 for path in tmp_path.glob(".trace.jsonl.*")):
+            assert running.poll() is None, running.communicate()
+            assert time.monotonic() < until
+            time.sleep(0.1)
+        running.send_signal(signal.SIGINT)
+        _, said = running.communicate(timeout=120)
+    assert running.returncode == 130
+    assert "Stopped." in said
+    assert "Traceback" not in said
+    assert page.read_text() == "old"
+    assert {path.name for path in tmp_path.iterdir()} == {"long.txt", "page.html"}

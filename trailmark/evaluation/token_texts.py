@@ -1,0 +1,135 @@
+"""The text of tokens that come one after another: each character belongs to the token in which it begins.
+
+A character may be spread over tokens, so the last few tokens of a text that goes on may have to wait for theirs.
+"""
+
+from __future__ import annotations
+
+import codecs
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from trailmark.evaluation.documents import token_bytes
+
+Integers = npt.NDArray[np.int64]
+_HELD = (
+    4  # tokens that wait for the rest of a character, of a tokenizer whose tokens have no bytes: UTF-8 has 4
+)
+
+
+class TextState(NamedTuple):
+    """Between two calls of ``settle``: tokens [m] that it needs again, and what of them is done with."""
+
+    ids: Integers  # [m]
+    skip: int = 0
+
+
+START = TextState(np.zeros(0, np.int64))
+
+
+class Settled(NamedTuple):
+    """Tokens whose text is known: those that waited, and of those that came the ones that do not wait."""
+
+    text: str
+    widths: Integers  # [n] characters that begin in each token; their sum is the text's length
+    state: TextState
+
+
+class ByteTexts:
+    """Of tokens that stand for bytes, as ByT5's and those of byte-level BPE: exact.
+
+    The text of all tokens together is their bytes decoded as UTF-8; what is none becomes U+FFFD, as
+    ``errors="replace"`` has it. Special tokens, which a tokenizer may find written out in a text, are what they are
+    written as.
+
+    Args:
+        table: bytes of each token.
+    """
+
+    def __init__(self, table: list[bytes]) -> None:
+        self._table = table
+        self._lengths = np.array([len(own) for own in table], np.int64)
+
+    def settle(self, state: TextState, ids: Integers, last: bool = False) -> Settled:
+        """The text of tokens ``ids`` [n] after those of ``state``; ``last``: nothing comes after them."""
+        ids = np.concatenate([state.ids, ids])
+        if len(ids) and int(ids.max()) >= len(self._table):
+            raise ValueError(
+                f"ids: expected tokens below the tokenizer's {len(self._table)}, got {int(ids.max())}. Use the "
+                "tokenizer that the model was trained with."
+            )
+        data = b"".join(map(self._table.__getitem__, ids.tolist()))[state.skip :]
+        text, begins = _characters(data, last)
+        ends = np.maximum(np.cumsum(self._lengths[ids]) - state.skip, 0)  # bytes up to each token's end
+        before = np.concatenate([[0], np.cumsum(begins)])  # characters that begin before each byte
+        count = int(np.searchsorted(ends, len(begins), side="right"))
+        cut = int(ends[count - 1]) if count else 0
+        widths = np.diff(before[ends[:count]], prepend=0)
+        # bytes of the first token that waits which end a character of before
+        own = begins[cut:]
+        skip = int(own.argmax()) if own.any() else len(own)
+        left = TextState(ids[count:], skip if count else state.skip) if count < len(ids) else START
+        return Settled(text[: int(before[cut])], widths, left)
+
+
+def _characters(data: bytes, last: bool) -> tuple[str, npt.NDArray[np.bool_]]:
+    """The text of bytes, and for each byte whether a character begins there; without what may be part of one."""
+    parts: list[str] = []
+    begins = (np.frombuffer(data, np.uint8) & 0xC0) != 0x80
+    done = 0
+    while True:
+        try:
+            text, count = codecs.utf_8_decode(data[done:], "strict", last)
+        except UnicodeDecodeError as error:  # the bytes that one U+FFFD stands for
+            wrong = slice(done + error.start, done + error.end)
+            parts += [data[done : wrong.start].decode(), "\ufffd"]
+            begins[wrong] = np.arange(error.end - error.start) == 0
+            done = wrong.stop
+        else:
+            return "".join([*parts, text]), begins[: done + count]
+
+
+class DecodedTexts:
+    """Of other tokens: what decoding gives more with each of them than without it, after the tokens before it.
+
+    Exact where the text of a token depends on the one before it alone (WordPiece, SentencePiece). It takes two
+    calls of the tokenizer's ``decode`` a token.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+
+    def settle(self, state: TextState, ids: Integers, last: bool = False) -> Settled:
+        """As :meth:`ByteTexts.settle`. A token of half a character waits; so do at most 4."""
+        row = [*state.ids.tolist(), *ids.tolist()]
+        first, done = 0, state.skip  # the tokens before, which the text of a token depends on; those settled
+        known = self._decode(row[first:done])
+        parts: list[str] = []
+        widths: list[int] = []
+        for end in range(done + 1, len(row) + 1):
+            text = self._decode(row[first:end])
+            if text.endswith("\ufffd") and end - done < _HELD and not (last and end == len(row)):
+                continue
+            parts.append(text[len(known) :])
+            widths += [len(parts[-1])] + [0] * (end - done - 1)
+            first, done = done, end
+            known = self._decode(row[first:done])
+        left = TextState(np.array(row[first:], np.int64), done - first)
+        return Settled("".join(parts), np.array(widths, np.int64), left)
+
+    def _decode(self, ids: list[int]) -> str:
+        text: str = self._tokenizer.decode(ids, clean_up_tokenization_spaces=False) if ids else ""
+        return text
+
+
+def texts_of(tokenizer: Any) -> ByteTexts | DecodedTexts:
+    """How the tokens of a tokenizer become text."""
+    table = token_bytes(tokenizer)
+    if table is None:
+        return DecodedTexts(tokenizer)
+    for number, added in getattr(tokenizer, "added_tokens_decoder", {}).items():
+        if number < len(table) and not table[number]:
+            table[number] = added.content.encode()
+    return ByteTexts(table)

@@ -1,0 +1,205 @@
+"""Tracing texts: what each chunk reads of its past, and what each token costs with that and without (docs/trace.md)."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trailmark.data.corpus import Tokens, text_pieces, tokenize
+from trailmark.data.traces import Entry, TraceHeader, TraceSource
+from trailmark.evaluation.record import environment
+from trailmark.evaluation.subject import Subject
+from trailmark.evaluation.tracer import Tracer, expect_retrieval
+from trailmark.models import LandmarkForCausalLM
+
+Progress = Callable[[int], None]
+
+
+def _silent(tokens: int) -> None:
+    pass
+
+
+def trace_header(subject: Subject, memory_dtype: torch.dtype | None) -> TraceHeader:
+    """What a trace says of the model; ``memory_dtype`` of keys and values in memory, None: the model's.
+
+    Without a date: the same reading gives the same trace.
+    """
+    model = subject.model
+    config = model.config
+    settings: dict[str, Any] = {
+        "memory_dtype": str(memory_dtype or model.dtype).removeprefix("torch."),
+    }
+    groups, name = getattr(config, "num_retrieval_groups", 1), "group"
+    if isinstance(model, LandmarkForCausalLM):
+        groups, name = config.num_hidden_layers, "layer"
+        settings |= {"local_length": config.local_length, "retrieve_per": config.retrieve_per}
+    elif hasattr(config, "continuation"):
+        settings["continuation"] = config.continuation
+    here = environment(model.device.type)
+    del here["date"]
+    return TraceHeader(
+        subject.identity(),
+        groups,
+        config.chunk_size,
+        config.num_retrieved_chunks,
+        name,
+        config.sliding_window,
+        settings,
+        here,
+    )
+
+
+def trace_texts(
+    subject: Subject,
+    files: Sequence[Path],
+    progress: Progress = _silent,
+    memory_dtype: torch.dtype | None = None,
+) -> tuple[TraceHeader, Iterator[Entry]]:
+    """Read files one after the other, as one text, and say what each chunk read.
+
+    Args:
+        progress: called with the tokens read so far, after each piece of a few thousand.
+        memory_dtype: of keys and values in memory; None: the model's.
+
+    Returns:
+        The header, and the other lines of a trace, as the text is read: memory stays constant beside the model's.
+
+    Raises:
+        ValueError: a model that retrieves nothing, files that are not there or no text, a text in which nothing can
+            be retrieved; while iterating: an error that only shows further on in a file.
+    """
+    expect_retrieval(subject)
+    if not files:
+        raise ValueError("files: expected at least one text file, got none.")
+    parts = _file_tokens(subject, files)
+    # the beginning is read ahead, so that a text that is too short is known at once
+    needed, ahead = _needed(subject), []
+    tokens = 0
+    for part in parts:
+        ahead.append(part)
+        tokens += len(part[1])
+        if tokens > needed:
+            break
+    else:
+        raise ValueError(
+            f"text: expected more than {needed:,} tokens, got {tokens:,} in {', '.join(map(str, files))}: the model "
+            f"can read nothing of its past before it has read {_span(subject)}. Choose a longer text."
+        )
+    every = itertools.chain(ahead, parts)
+    return trace_header(subject, memory_dtype), _traced(subject, every, progress, memory_dtype)
+
+
+def trace_memory(
+    subject: Subject, memory: Path, progress: Progress = _silent
+) -> tuple[TraceHeader, Iterator[Entry]]:
+    """The trace of the texts that a memory of ``trailmark read`` holds, which are read again.
+
+    Their tokens are compared with what was read before any of them is read again; keys and values are of the memory's
+    type.
+
+    Raises:
+        ValueError: as :func:`trace_texts`; no memory, another model's, one without its texts (not made by
+            ``trailmark read``), or whose files are gone or have changed since.
+    """
+    expect_retrieval(subject)
+    cache = subject.model.load_cache(memory)
+    dtype = None if cache.memory.store is None else cache.memory.store.dtype
+    sources = cache.notes.get("sources", [])
+    if not sources or sum(source["tokens"] for source in sources) != cache.get_seq_length():
+        raise ValueError(
+            f"memory: expected one that trailmark read made, which names its files, {str(memory)!r} does not: its text "
+            "is not known. Name the text's files instead of the memory."
+        )
+    del cache
+    for source in sources:
+        _compare(subject, source, memory)
+    paths = [Path(source["path"]) for source in sources]
+    tokens = sum(source["tokens"] for source in sources)
+    if tokens <= (needed := _needed(subject)):
+        raise ValueError(
+            f"memory: expected more than {needed:,} tokens, {str(memory)!r} holds {tokens:,}: the model can read "
+            f"nothing of its past before it has read {_span(subject)}. Read a longer text."
+        )
+    limits = [source["tokens"] for source in sources]
+    parts = _file_tokens(subject, paths, limits)
+    return trace_header(subject, dtype), _traced(subject, parts, progress, dtype)
+
+
+def _traced(
+    subject: Subject,
+    parts: Iterator[tuple[Path | None, Tokens]],
+    progress: Progress,
+    memory_dtype: torch.dtype | None,
+) -> Iterator[Entry]:
+    """Parts of files, each with the file's path where it is the first of one."""
+    # on a GPU keys and values of a long text wait in RAM
+    tracer = Tracer(subject, subject.model.new_cache("host", memory_dtype=memory_dtype))
+    for path, tokens in parts:
+        source = None if path is None else source_of(path, tracer.moment.tokens)
+        for piece in tracer.pieces(tokens):
+            tracer.feed(piece, source)
+            source = None
+            yield from tracer.take()
+            progress(tracer.moment.tokens)
+    yield from tracer.rest()
+
+
+def source_of(path: Path, first_token: int) -> TraceSource:
+    """A file whose tokens begin there."""
+    return TraceSource(path.name, first_token, str(path.resolve()))
+
+
+def _file_tokens(
+    subject: Subject, files: Sequence[Path], limits: Sequence[int] | None = None
+) -> Iterator[tuple[Path | None, Tokens]]:
+    """The tokens of files, of each at most as many as ``limits`` says, in parts as ``trailmark read`` takes them."""
+    for number, path in enumerate(files):
+        name: Path | None = path
+        left = None if limits is None else limits[number]
+        for text in text_pieces(path):
+            tokens = tokenize([text], subject.tokenizer)[:left]
+            if len(tokens):
+                yield name, tokens
+                name = None
+            if left is not None:
+                left -= len(tokens)
+                if not left:
+                    break
+
+
+def _compare(subject: Subject, source: dict[str, Any], memory: Path) -> None:
+    """That a file begins with what a memory holds of it."""
+    path, digest, count = Path(source["path"]), hashlib.sha256(), 0
+    way_out = "Bring it back as it was, or read the text anew into another memory."
+    if not path.is_file():
+        raise ValueError(
+            f"memory: expected the file {str(path)!r}, which {str(memory)!r} holds, it is gone. {way_out}"
+        )
+    for _, tokens in _file_tokens(subject, [path], [source["tokens"]]):
+        digest.update(tokens.tobytes())
+        count += len(tokens)
+    if count != source["tokens"] or digest.hexdigest() != source["sha256"]:
+        raise ValueError(
+            f"memory: expected {str(path)!r} as it was when {str(memory)!r} read its first {source['tokens']:,} "
+            f"tokens, it has changed since. {way_out}"
+        )
+
+
+def _needed(subject: Subject) -> int:
+    """Tokens after which the first that can read of the past comes."""
+    config = subject.model.config
+    cell = config.local_length if isinstance(subject.model, LandmarkForCausalLM) else 0
+    return int(max(2 * config.chunk_size, cell))
+
+
+def _span(subject: Subject) -> str:
+    config = subject.model.config
+    chunks = f"two chunks of {config.chunk_size} tokens"
+    if isinstance(subject.model, LandmarkForCausalLM) and config.local_length > 2 * config.chunk_size:
+        return f"a cell of {config.local_length:,} tokens"
+    return chunks

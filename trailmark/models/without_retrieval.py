@@ -1,0 +1,96 @@
+"""Retrieval off (``num_retrieved_chunks`` 0): nothing of past chunks is read or kept, the window (or cell) is all.
+
+What retrieval is worth to a text is the difference between a model and :func:`without_retrieval` of it.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import TYPE_CHECKING, TypeVar
+
+import torch
+from torch import Tensor
+
+from trailmark.models.configuration import TrailmarkConfig
+from trailmark.models.grid import Grid
+from trailmark.ops import ChunkSelection
+
+if TYPE_CHECKING:
+    from trailmark.models.causal_lm import TrailmarkForCausalLM
+
+Model = TypeVar("Model", bound="TrailmarkForCausalLM")
+
+
+def without_retrieval(model: Model) -> Model:
+    """A model of the same class over the same weights, none of them copied, with ``num_retrieved_chunks`` 0.
+
+    It is in eval mode and for reading: a forward in training is refused where parts would get no gradient. Its caches
+    are its own. It has no embedder and needs none. A Landmark model without a cache attends to a text whole, with
+    retrieval off too: pass it a cache.
+
+    Raises:
+        ValueError: a model that retrieves nothing by its architecture, or one that holds other weights than its
+            configuration describes (adapters, quantised ones).
+    """
+    kind = type(model)
+    if not hasattr(model.config, "num_retrieved_chunks"):
+        raise ValueError(
+            f"model: expected one that retrieves (DRT, RPT, Landmark Attention), got {kind.__name__}: there is no "
+            "retrieval to switch off. It predicts from its window and states alone; use it as it is."
+        )
+    config = copy.deepcopy(model.config)
+    config.num_retrieved_chunks = 0
+    with torch.device("meta"):
+        other = kind(config)
+    parts, own = dict(model.named_modules()), dict(other.named_modules())
+    if parts.keys() != own.keys() or _names(model) != _names(other):
+        wrong = sorted((parts.keys() ^ own.keys()) | (_names(model) ^ _names(other)))
+        raise ValueError(
+            f"model: expected a {kind.__name__} with the weights that its configuration describes, got one that "
+            f"differs in {wrong[0]}. Merge adapters into it, or load it anew, first."
+        )
+    for name, part in own.items():
+        # the parameters themselves: a tied weight stays one, and what is trained or moved is so for both
+        part._parameters.update(parts[name]._parameters)
+        part._buffers.update(parts[name]._buffers)
+    other.generation_config = copy.deepcopy(model.generation_config)
+    return other.eval()
+
+
+def _names(model: torch.nn.Module) -> set[str]:
+    named = (model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False))
+    return {name for of in named for name, _ in of}
+
+
+def nothing_selected(x: Tensor, grid: Grid) -> ChunkSelection:
+    """What the closed chunks of a call select, [B, C, 0]; x [B, ...] is any tensor of it."""
+    shape = x.shape[0], grid.num_closed, 0
+    weights = x.new_zeros(shape, dtype=torch.promote_types(x.dtype, torch.float32))
+    return ChunkSelection(torch.zeros(shape, dtype=torch.int64, device=x.device), weights, weights)
+
+
+def expect_retrieval(config: TrailmarkConfig, least: int = 1) -> None:
+    """That a model in training retrieves, at least so many chunks.
+
+    Raises:
+        ValueError: its retrieval is off.
+    """
+    if not config.retrieves:
+        raise ValueError(
+            f"num_retrieved_chunks: expected at least {least} in training, got 0: what encodes, finds and reads chunks "
+            "would get no gradient. Train with chunks; with retrieval off, call eval() and read."
+        )
+
+
+def expect_no_neighbours(config: TrailmarkConfig, neighbours: Tensor | None, scores: Tensor | None) -> None:
+    """That nobody names chunks for a model that reads none.
+
+    Raises:
+        ValueError: neighbours or scores, with retrieval off.
+    """
+    for name, came in (("neighbours", neighbours), ("neighbour_scores", scores)):
+        if came is not None and not config.retrieves:
+            raise ValueError(
+                f"{name}: expected none with num_retrieved_chunks 0 (retrieval off), got a tensor. Leave it out, or "
+                "use a model that retrieves."
+            )

@@ -1,0 +1,237 @@
+"""A trace as arrays of numbers that a page can hold: what ``trailmark explore`` writes and the page's script reads."""
+
+from __future__ import annotations
+
+import base64
+import gzip
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from trailmark.data.traces import Entry, TracedChunk, TraceHeader, TraceSource
+from trailmark.report.markup import visible
+
+Array = npt.NDArray[Any]
+_ALIGNMENT = 8  # bytes: a script may look at each array where it lies
+_BATCH = 1024  # chunks that are put together at once
+# of 1M tokens, level 6 took about twice the time for 1 or 2% less (benchmarks/explorer.json)
+LEVEL = 4
+_REPLACEMENT = 0xFFFD
+_TYPES = {"u1": "uint8", "u2": "uint16", "u4": "uint32", "f4": "float32"}
+
+
+@dataclass(frozen=True)
+class Document:
+    """All that was read, T tokens in C chunks, which G groups read for.
+
+    Its arrays, little endian:
+
+    ==================  ==================  ==================================================================
+    text                uint8               the whole text, UTF-8
+    token_chars         uint16 [T]          UTF-16 units of each token; uint32 where a token has over 65,535
+    chunk_tokens        uint32 [C + 1]      the first token of each chunk, then T
+    losses              float32 [T]         nats of each token; NaN: none
+    losses_without      float32 [T]         the same with retrieval off
+    read_starts         uint32 [C * G + 1]  what group g read in chunk c: entries read_starts[c * G + g] and on
+    read_chunks         uint32              of each entry the chunk that was read
+    read_weights        float32             and its weight
+    ==================  ==================  ==================================================================
+    """
+
+    sources: list[dict[str, Any]]
+    arrays: dict[str, Array]
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.arrays["token_chars"])
+
+    @property
+    def num_chunks(self) -> int:
+        return len(self.arrays["chunk_tokens"]) - 1
+
+    @property
+    def bearing(self) -> int:
+        """Tokens that bear a loss."""
+        return int(np.isfinite(self.arrays["losses"]).sum())
+
+    @property
+    def loss(self) -> float:
+        """The sum in nats, of the numbers that the page holds."""
+        return float(np.nansum(self.arrays["losses"], dtype=np.float64))
+
+    @property
+    def loss_without(self) -> float:
+        """The same with retrieval off."""
+        return float(np.nansum(self.arrays["losses_without"], dtype=np.float64))
+
+
+@dataclass
+class _Parts:
+    """Arrays in the making: pieces that are put together at the end."""
+
+    text: list[bytes] = field(default_factory=list)
+    token_chars: list[Array] = field(default_factory=list)
+    sizes: list[int] = field(default_factory=list)  # tokens of each chunk
+    losses: list[Array] = field(default_factory=list)
+    losses_without: list[Array] = field(default_factory=list)
+    read_sizes: list[Array] = field(default_factory=list)
+    read_chunks: list[Array] = field(default_factory=list)
+    read_weights: list[Array] = field(default_factory=list)
+
+
+def collect(
+    header: TraceHeader, entries: Iterable[Entry], progress: Callable[[int], None] = lambda tokens: None
+) -> Document:
+    """The arrays of a trace, whose lines are taken once, in order.
+
+    Args:
+        progress: is told how many tokens were taken.
+
+    Raises:
+        ValueError: fewer than two chunks, none that read anything, or a trace that contradicts itself.
+    """
+    parts, sources = _Parts(), []
+    tokens = 0
+
+    def chunks() -> Iterator[TracedChunk]:
+        nonlocal tokens
+        for entry in entries:
+            if isinstance(entry, TraceSource):
+                sources.append({"name": visible(entry.name), "first_token": entry.first_token})
+                continue
+            if (entry.number, entry.first_token) != (len(parts.sizes), tokens):
+                raise _damaged(
+                    f"chunk {len(parts.sizes)} at token {tokens}",
+                    f"chunk {entry.number} at token {entry.first_token}",
+                )
+            tokens += len(entry.ids)
+            parts.sizes.append(len(entry.ids))
+            progress(tokens)
+            yield entry
+
+    batch: list[TracedChunk] = []
+    for chunk in chunks():
+        batch.append(chunk)
+        if len(batch) == _BATCH:
+            _add(parts, batch, header.num_groups)
+            batch = []
+    if batch:
+        _add(parts, batch, header.num_groups)
+    if len(parts.sizes) < 2:
+        raise ValueError(
+            f"text: expected two chunks or more, got {len(parts.sizes)} of {tokens:,} tokens: there is no past to "
+            f"read. Take a longer text; a chunk of this model has {header.chunk_size} tokens."
+        )
+    if not any(map(len, parts.read_chunks)):
+        raise ValueError(
+            f"text: expected a chunk that reads a past one, none of the {len(parts.sizes)} does. Take a longer text, "
+            "or a model that retrieves."
+        )
+    document = Document(sources, _arrays(parts))
+    if not document.bearing:
+        raise _damaged("tokens that bear a loss", "none")
+    return document
+
+
+def _add(parts: _Parts, chunks: list[TracedChunk], num_groups: int) -> None:
+    """Several chunks at once: numpy is slow on small arrays."""
+    first = chunks[0].number
+    numbers = np.arange(first, first + len(chunks))
+    _add_text(parts, chunks)
+    losses = np.concatenate([chunk.losses for chunk in chunks]).astype("<f4")
+    without = np.concatenate([chunk.losses_without for chunk in chunks]).astype("<f4")
+    if (np.isfinite(losses) != np.isfinite(without)).any() or np.isinf(losses).any():
+        raise _damaged("a finite loss with and without retrieval, or neither", "another")
+    parts.losses.append(losses)
+    parts.losses_without.append(without)
+    for chunk in chunks:
+        if len(chunk.reads) != num_groups:
+            raise _damaged(f"readings of {num_groups} groups", f"{len(chunk.reads)} in chunk {chunk.number}")
+    reads = [read for chunk in chunks for read in chunk.reads]
+    sizes = np.array([len(read.chunks) for read in reads], np.int64)
+    read = np.concatenate([own.chunks for own in reads])
+    weights = np.concatenate([own.weights for own in reads]).astype("<f4")
+    reader = np.repeat(np.repeat(numbers, num_groups), sizes)
+    same = np.repeat(np.arange(len(sizes)), sizes)
+    if ((read < 0) | (read >= reader)).any():
+        raise _damaged("chunks that read earlier ones", "one that reads itself or a later one")
+    if ((np.diff(read) <= 0) & (np.diff(same) == 0)).any():
+        raise _damaged("the chunks of a reading in ascending order", "another order")
+    if len(weights) != len(read) or not np.isfinite(weights).all():
+        raise _damaged("a finite weight of each chunk that was read", "another")
+    parts.read_sizes.append(sizes)
+    parts.read_chunks.append(read.astype("<u4"))
+    parts.read_weights.append(weights)
+
+
+def _add_text(parts: _Parts, chunks: list[TracedChunk]) -> None:
+    lengths = [len(chunk.text) for chunk in chunks]
+    begins = np.concatenate([[0], np.cumsum(lengths)])
+    for chunk, length in zip(chunks, lengths, strict=True):
+        ordered = len(chunk.starts) == len(chunk.ids) > 0 and chunk.starts[0] == 0
+        if not ordered or chunk.starts[-1] > length or (np.diff(chunk.starts) < 0).any():
+            raise _damaged(
+                "tokens that begin one after the other in their chunk's text, the first at 0",
+                f"others in chunk {chunk.number}",
+            )
+    points = np.frombuffer(
+        "".join(chunk.text for chunk in chunks).encode("utf-32-le", "surrogatepass"), "<u4"
+    )
+    # UTF-8 has no halves of characters
+    points = np.where((points >= 0xD800) & (points < 0xE000), np.uint32(_REPLACEMENT), points)
+    units = np.concatenate([[0], np.cumsum(1 + (points > 0xFFFF))])  # before each character
+    starts = np.concatenate([c.starts + b for c, b in zip(chunks, begins[:-1], strict=True)])
+    parts.text.append(points.astype("<u4").tobytes().decode("utf-32-le").encode())
+    parts.token_chars.append(np.diff(units[np.append(starts, begins[-1])]))
+
+
+def _arrays(parts: _Parts) -> dict[str, Array]:
+    token_chars = np.concatenate(parts.token_chars)
+    kind = "<u2" if token_chars.max() < 1 << 16 else "<u4"
+    return {
+        "text": np.frombuffer(b"".join(parts.text), "u1"),
+        "token_chars": token_chars.astype(kind),
+        "chunk_tokens": _starts(np.array(parts.sizes)),
+        "losses": np.concatenate(parts.losses),
+        "losses_without": np.concatenate(parts.losses_without),
+        "read_starts": _starts(np.concatenate(parts.read_sizes)),
+        "read_chunks": np.concatenate(parts.read_chunks),
+        "read_weights": np.concatenate(parts.read_weights),
+    }
+
+
+def _starts(sizes: Array) -> Array:
+    ends = np.cumsum(sizes)
+    if len(ends) and ends[-1] >= 1 << 32:
+        raise ValueError(
+            f"text: expected fewer than 2^32 tokens and readings, got {ends[-1]:,}. Explore a part of it."
+        )
+    return np.concatenate([[0], ends]).astype("<u4")
+
+
+def _damaged(expected: str, got: str) -> ValueError:
+    return ValueError(f"trace: expected {expected}, got {got}. Write the trace anew.")
+
+
+def pack(arrays: dict[str, Array], level: int = LEVEL) -> tuple[list[dict[str, Any]], str]:
+    """Where each array lies, in bytes, and all of them, one after another, as base64 of gzip."""
+    places, pieces, offset = [], [], 0
+    for name, values in arrays.items():
+        content = values.tobytes()
+        kind = _TYPES[values.dtype.newbyteorder("<").str[1:]]
+        places.append({"name": name, "type": kind, "offset": offset, "length": len(values)})
+        pieces += [content, b"\0" * (-len(content) % _ALIGNMENT)]
+        offset += len(content) + len(pieces[-1])
+    return places, base64.b64encode(gzip.compress(b"".join(pieces), level, mtime=0)).decode()
+
+
+def unpack(places: list[dict[str, Any]], packed: str) -> dict[str, Array]:
+    """What :func:`pack` was given."""
+    content = gzip.decompress(base64.b64decode(packed))
+    return {
+        own["name"]: np.frombuffer(content, np.dtype(own["type"]), own["length"], own["offset"])
+        for own in places
+    }

@@ -1,0 +1,354 @@
+"""What a micro-batch keeps and computes, without its memory: a model's own code on tensors that have shapes alone.
+
+A ledger notes each tensor that begins or ends and each matrix product. What repeats is run a few times and
+extrapolated: layers of a kind, and the rows of a large batch. Numbers that layouts are made of (integers, masks) are
+real; whatever scores would choose is number 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from accelerate.utils import convert_outputs_to_fp32
+from torch import Tensor, nn
+
+from trailmark.models import (
+    MODELS,
+    BlockRecurrentConfig,
+    DRTConfig,
+    LandmarkConfig,
+    RPTConfig,
+    TrailmarkConfig,
+)
+from trailmark.models.layers import slopes_like
+from trailmark.ops import block_attention, sliding_window_attention
+from trailmark.training.ledger import Ledger, without_memory
+from trailmark.training.loss import weighted_loss
+
+Precision = Literal["float32", "bfloat16", "float64"]
+
+_LAYERS = 2  # of a kind (and of a group) that are run at most: what the one before the last keeps, each further keeps
+_WHOLE_TOKENS = 4096  # of a micro-batch that is run whole; of a larger one, two rows and three
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Of the training that a micro-batch is part of."""
+
+    length: int
+    precision: Precision
+    dtype: torch.dtype
+    checkpointing: bool
+    accumulates: bool
+    kernels: bool  # those of CUDA
+
+
+@dataclass
+class _Kind:
+    """Layers that are alike, of which ``more`` are not run."""
+
+    layers: list[nn.Module]
+    more: int
+    attends: Literal["window", "chunks", "nothing"] = "window"  # what its attention is over
+    kept: float = 0.0  # bytes of a layer that is not run, from its forward to its backward
+    gradients: int = 0  # bytes of one
+    flops: float = 0.0  # of one's forward
+    spared: float = 0.0  # bytes that a layer does not keep with the kernels of CUDA
+
+
+@dataclass
+class Footprint:
+    """Numbers of a micro-batch, without weights, states and gradients from before."""
+
+    forward_flops: float
+    flops: float
+    activations: float
+    # after each gradient of a parameter, in their order: the most since the one before, without and with gradients
+    peaks: list[tuple[float, float]]
+
+    def plus(self, other: Footprint, times: int) -> Footprint:
+        """This and ``times`` the difference to ``other``, which had one row less."""
+
+        def on(x: float, y: float) -> float:
+            return x + times * (x - y)
+
+        peaks = [(on(a, c), on(b, d)) for (a, b), (c, d) in zip(self.peaks, other.peaks, strict=True)]
+        flops = on(self.forward_flops, other.forward_flops), on(self.flops, other.flops)
+        return Footprint(*flops, on(self.activations, other.activations), peaks)
+
+
+def uniform(rows: int, length: int) -> dict[str, Tensor]:
+    """A batch that is text from end to end."""
+    ids = torch.zeros(rows, length, dtype=torch.int64)
+    seeds = torch.zeros(rows, dtype=torch.int64)
+    return {"input_ids": ids, "labels": ids, "loss_weights": torch.ones(ids.shape), "noise_seed": seeds}
+
+
+def footprint(config: TrailmarkConfig, settings: Settings, batch: dict[str, Tensor]) -> Footprint:
+    """Of one micro-batch, of the tensors of a training batch by name."""
+    rows = len(batch["input_ids"])
+    if rows <= 3 or rows * settings.length <= _WHOLE_TOKENS:
+        return _run(config, settings, batch)
+    # a single row is no measure: what is copied for several is a view then. All are as long as the longest
+    marks = _marks(batch)
+    chosen = [int(marks.argmin()), int(marks.argmax()), int(marks.argmax())]
+    three, two = ({key: x[chosen[:count]] for key, x in batch.items()} for count in (3, 2))
+    return _run(config, settings, three).plus(_run(config, settings, two), rows - 3)
+
+
+def _marks(batch: dict[str, Tensor]) -> Tensor:
+    """int64 [rows]: tokens after which a chunk ends early, or a document."""
+    marks = torch.zeros(len(batch["input_ids"]), dtype=torch.int64)
+    if (close := batch.get("close_chunk")) is not None:
+        marks += close.sum(1)
+    if (documents := batch.get("document_ids")) is not None:
+        marks += (documents.diff(dim=1) != 0).sum(1)
+    return marks
+
+
+def _run(config: TrailmarkConfig, settings: Settings, batch: dict[str, Tensor]) -> Footprint:
+    """One micro-batch, of a model with fewer layers, and what the others add."""
+    rows = len(batch["input_ids"])
+    with torch.device("meta"):
+        model: Any = MODELS[config.model_type](_fewer_layers(config)).train()
+    if getattr(config, "retriever", None) == "encoder":
+        model.embedder = _Embedder(getattr(config, "embedder_fingerprint", None) or "")
+    ledger = Ledger()
+    without_memory(model, ledger, settings.dtype)
+    kinds = _kinds(model, config)
+    began: dict[nn.Module, tuple[int, int]] = {}  # bytes and FLOPs before a layer
+    for layer in layers_of(model):
+        layer.register_forward_pre_hook(
+            lambda layer, _: began.setdefault(layer, (ledger.live, ledger.flops)) and None
+        )
+    waiting = [{layer: len(list(layer.parameters())) for layer in kind.layers} for kind in kinds]
+    of_parameter: dict[Tensor, tuple[int, nn.Module]] = {
+        parameter: (number, layer)
+        for number, kind in enumerate(kinds)
+        for layer in kind.layers
+        for parameter in layer.parameters()
+    }
+    # (most bytes, bytes of gradients, of each kind: whether some gradient came, layers without all of theirs)
+    cuts: list[tuple[int, int, list[tuple[bool, int]]]] = []
+    arrived = 0
+
+    def cut(parameter: Tensor | None) -> None:
+        nonlocal arrived
+        stand = [
+            (any(left < len(list(layer.parameters())) for layer, left in kind.items()),
+             sum(left > 0 for left in kind.values()))
+            for kind in waiting
+        ]  # fmt: skip
+        cuts.append((ledger.peak, arrived, stand))
+        ledger.peak = ledger.live
+        if parameter is not None:
+            arrived += 0 if settings.accumulates else parameter.nbytes
+            if parameter in of_parameter:
+                number, layer = of_parameter[parameter]
+                waiting[number][layer] -= 1
+
+    for parameter in model.parameters():
+        if settings.accumulates:
+            parameter.grad = ledger.empty(parameter.shape, settings.dtype)
+        parameter.register_post_accumulate_grad_hook(cut)
+    if settings.checkpointing:
+        enable = (
+            getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+        )
+        enable({"use_reentrant": False})
+    before = ledger.live
+    with ledger:
+        called = _AsTrained(model, settings.precision)
+        loss, out, labels = weighted_loss(called, isinstance(config, DRTConfig | RPTConfig), batch)
+        chunks = out.retrieval[0].indices.shape[1] if out.retrieval else 0
+        del out, labels
+        activations, forward_flops = ledger.live - before, ledger.flops
+        loss.backward()
+    cut(None)
+
+    _measure_kinds(kinds, layers_of(model), began, settings.dtype)
+    if isinstance(config, DRTConfig):
+        _measure_groups(kinds, began)
+    if settings.kernels:
+        _measure_kernels(kinds, config, settings, rows, chunks)
+    every = 0.0 if settings.checkpointing else 1.0
+    peaks = []
+    for peak, gradients, stand in cuts:
+        other, grads = float(peak - before - gradients), float(gradients)
+        for kind, (some, unfinished) in zip(kinds, stand, strict=True):
+            spared = unfinished * every + (some and unfinished > 0) * (1 - every)
+            other -= kind.spared * spared
+            mine = 0 if settings.accumulates else kind.gradients
+            kept = kind.kept - kind.spared * every
+            # among the first layers of a kind the others' activations are there, among the last their gradients
+            if not some or (unfinished and kept >= mine):
+                other += kind.more * kept
+            else:
+                grads += kind.more * mine
+        peaks.append((other, grads))
+    added = sum(kind.more * (kind.kept - kind.spared * every) for kind in kinds)
+    less = sum(len(kind.layers) * kind.spared * every for kind in kinds)
+    whole = forward_flops + sum(kind.more * kind.flops for kind in kinds)
+    return Footprint(whole, whole * ledger.flops / forward_flops, activations + added - less, peaks)
+
+
+class _Embedder:
+    """One that finds the first chunks, at no cost."""
+
+    size = 1
+
+    def __init__(self, fingerprint: str) -> None:
+        self.fingerprint = fingerprint
+
+    def __call__(self, ids: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
+        zeros = torch.zeros(len(ids), self.size)
+        return zeros, zeros
+
+
+class _AsTrained:
+    """Calls the model as accelerate does in mixed precision."""
+
+    def __init__(self, model: Any, precision: Precision) -> None:
+        self.module = model
+        self._call = model
+        if precision == "bfloat16":
+            self._call = convert_outputs_to_fp32(torch.autocast("cpu", torch.bfloat16)(model.__call__))
+
+    def __call__(self, **inputs: Any) -> Any:
+        return self._call(**inputs)
+
+
+def _fewer_layers(config: TrailmarkConfig) -> TrailmarkConfig:
+    """The same model with few layers of a kind, and two groups."""
+    # one more: Landmark Attention makes tables in the first layer that all share
+    fields: dict[str, Any] = {"num_hidden_layers": min(config.num_hidden_layers, _LAYERS + 1)}
+    if isinstance(config, DRTConfig):
+        assert config.num_lower_layers is not None
+        groups = min(config.num_retrieval_groups, 2)
+        of_group = config.num_upper_layers // config.num_retrieval_groups
+        lower, upper = min(config.num_lower_layers, _LAYERS), groups * min(of_group, _LAYERS)
+        fields = {"num_hidden_layers": lower + upper, "num_lower_layers": lower}
+        fields |= {"num_retrieval_groups": groups}
+        fields |= {"num_encoder_layers": min(config.num_encoder_layers, _LAYERS)}
+    if isinstance(config, RPTConfig):
+        assert config.num_lower_layers is not None
+        lower = min(config.num_lower_layers, _LAYERS)
+        upper = min(config.num_upper_layers, _LAYERS * config.cross_attention_every)
+        fields = {"num_hidden_layers": lower + upper, "num_lower_layers": lower}
+        fields |= {"num_encoder_layers": min(config.num_encoder_layers, _LAYERS)}
+    if isinstance(config, BlockRecurrentConfig):
+        below, above = (min(count, _LAYERS) for count in _around(config))
+        fields = {"num_hidden_layers": below + 1 + above, "recurrent_layer": below + 1}
+    made: TrailmarkConfig = type(config).from_dict(config.to_dict() | fields)
+    return made
+
+
+def _around(config: BlockRecurrentConfig) -> tuple[int, int]:
+    """Layers before and after the recurrent one."""
+    assert config.recurrent_layer is not None
+    return config.recurrent_layer - 1, config.num_hidden_layers - config.recurrent_layer
+
+
+def layers_of(model: Any) -> list[nn.Module]:
+    """In the order of the forward."""
+    if isinstance(model.config, DRTConfig | RPTConfig):
+        return [*model.lower_layers, *model.encoder.layers, *model.upper_layers]
+    if isinstance(model.config, BlockRecurrentConfig):
+        return [*model.lower_layers, model.recurrent_layer, *model.upper_layers]
+    return list(model.layers)
+
+
+def _kinds(model: Any, config: TrailmarkConfig) -> list[_Kind]:
+    """In the order of the forward; of a DRT the last is that of retrievers, one for each group."""
+
+    def kind(layers: Iterable[nn.Module], count: int, attends: Any = "window") -> _Kind:
+        own = list(layers)
+        return _Kind(own, count - len(own), attends)
+
+    if isinstance(config, BlockRecurrentConfig):
+        below, above = _around(config)
+        parts = (model.lower_layers, below), ([model.recurrent_layer], 1), (model.upper_layers, above)
+        return [kind(layers, count) for layers, count in parts]
+    if not isinstance(config, DRTConfig | RPTConfig):
+        return [kind(model.layers, config.num_hidden_layers)]
+    assert config.num_lower_layers is not None
+    lower = kind(model.lower_layers, config.num_lower_layers)
+    encoder = kind(model.encoder.layers, config.num_encoder_layers, "chunks")
+    if isinstance(config, DRTConfig):
+        groups = config.num_retrieval_groups if config.scores_chunks else 0
+        upper = kind(model.upper_layers, config.num_upper_layers)
+        return [lower, encoder, upper, kind(model.retrievers, groups, "nothing")]
+    reading = -(-config.num_upper_layers // config.cross_attention_every)
+    return [
+        lower,
+        encoder,
+        kind((layer for layer in model.upper_layers if layer.reads), reading),
+        kind((layer for layer in model.upper_layers if not layer.reads), config.num_upper_layers - reading),
+    ]
+
+
+def _measure_kinds(
+    kinds: list[_Kind], order: list[nn.Module], began: dict[nn.Module, tuple[int, int]], dtype: torch.dtype
+) -> None:
+    """What a layer that is not run would keep and compute: as the last but one that is run."""
+    for kind in kinds:
+        if kind.more:
+            kind.gradients = sum(p.numel() for p in kind.layers[0].parameters()) * dtype.itemsize
+            if kind.layers[0] in began:
+                last = kind.layers[-2]
+                (kept, flops), (after, more_flops) = began[last], began[order[order.index(last) + 1]]
+                kind.kept, kind.flops = after - kept, more_flops - flops
+
+
+def _measure_groups(kinds: list[_Kind], began: dict[nn.Module, tuple[int, int]]) -> None:
+    """What a group of a DRT adds beside its layers."""
+    upper, groups = kinds[-2], kinds[-1]
+    if groups.more:
+        of_group = len(upper.layers) // len(groups.layers)
+        (kept, flops), (after, more_flops) = began[upper.layers[0]], began[upper.layers[of_group]]
+        # where a group is one layer, what lies between two layers is the whole group
+        groups.kept = after - kept - of_group * upper.kept
+        groups.flops = more_flops - flops - of_group * upper.flops
+
+
+def _measure_kernels(
+    kinds: list[_Kind], config: TrailmarkConfig, settings: Settings, rows: int, chunks: int
+) -> None:
+    """What layers do not keep where kernels attend: those of CUDA keep q, k, v and a number per row and head."""
+    if isinstance(config, LandmarkConfig):
+        return  # nor do its torch paths keep more
+    marks = int(config.has_landmarks)  # positions more than tokens, of a chunk
+    spared = {"nothing": 0.0}
+    spared["window"] = _spared(config, settings, rows, settings.length + marks * chunks, False)
+    if isinstance(config, DRTConfig | RPTConfig):
+        spared["chunks"] = _spared(config, settings, rows * chunks, config.chunk_size + marks, True)
+    for kind in kinds:
+        kind.spared = spared[kind.attends]
+
+
+def _spared(
+    config: TrailmarkConfig, settings: Settings, rows: int, length: int, bidirectional: bool
+) -> float:
+    """Bytes that the torch path of attention keeps of one layer, less those that a kernel keeps."""
+    H, J = config.num_attention_heads, config.num_key_value_heads
+    assert J is not None
+    dtype = torch.bfloat16 if settings.precision == "bfloat16" else settings.dtype
+    ledger = Ledger()
+    weight = nn.Parameter(ledger.empty(torch.Size((rows, length, H + 2 * J, config.head_dim)), dtype))
+    if not rows:
+        return 0
+    with ledger:
+        before, qkv = ledger.live, weight * 1
+        own = qkv.nbytes
+        q, k, v = qkv.split((H, J, J), dim=2)
+        if bidirectional:
+            out: Any = block_attention(q, k, v, None, config.head_dim**-0.5)
+        else:
+            slopes = slopes_like(q) if config.window_position == "alibi" else None
+            out = sliding_window_attention(q, k, v, config.sliding_window, alibi_slopes=slopes)
+        del qkv, q, k, v
+        kept = ledger.live - before - out.nbytes
+    return kept - own - 4 * rows * length * H

@@ -1,0 +1,96 @@
+"""A run's output folder: whose it is, what a killed process left there, what a full disk says."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import platform
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+import yaml
+from safetensors import SafetensorError
+
+from trailmark import __version__
+from trailmark.models.card_files import README
+from trailmark.training import checkpoints
+from trailmark.training.config import FREE_TO_CHANGE, RunConfig
+from trailmark.training.guards import REPORT_FILE
+from trailmark.training.processes import world_size
+
+HISTORY_FILE = "history.json"  # written at the end: the run is complete
+RUN_FILE = "run.yaml"
+CHECKPOINTS = "checkpoints"
+STATE_FILE = "run.json"  # of a checkpoint
+SAVING = ".saving-"
+# beginnings of names that no file keeps
+_LEFTOVERS = (SAVING, *(f".{name}." for name in (RUN_FILE, HISTORY_FILE, REPORT_FILE, README)))
+
+
+def holds_run(output: Path, config: RunConfig) -> bool:
+    """Whether a folder says that it is of this very run."""
+    try:
+        other = yaml.safe_load((output / RUN_FILE).read_text())
+    except (OSError, ValueError, yaml.YAMLError):
+        return False
+    if not isinstance(other, dict):
+        return False
+    own = yaml.safe_load(config.to_yaml())
+    other = yaml.safe_load(RunConfig().to_yaml()) | other  # settings that are newer than the folder
+    for section in ("data", "training"):
+        if isinstance(other[section], dict):
+            other[section] = vars(getattr(RunConfig(), section)) | other[section]
+    return _decisive(own) == _decisive(other)
+
+
+def remove_leftovers(output: Path) -> None:
+    """What processes that were killed left half-written beside the model."""
+    for path in output.glob(".*"):
+        if path.name.startswith(_LEFTOVERS):
+            if path.is_dir():
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                path.unlink(missing_ok=True)
+
+
+@contextmanager
+def saving(folder: Path) -> Iterator[None]:
+    """Each library has an error of its own for a full disk; some do not say what they are."""
+    try:
+        yield
+    except (OSError, RuntimeError, SafetensorError) as error:
+        if not checkpoints.is_of_files(error):
+            raise
+        raise ValueError(
+            f"output: cannot save in {str(folder)!r} ({str(error).strip().splitlines()[0]}). Free some space and start "
+            "the same command again; what was saved before is whole."
+        ) from error
+
+
+def config_hash(config: RunConfig) -> str:
+    """SHA-256 of what decides a run's weights."""
+    return hashlib.sha256(json.dumps(_decisive(config.to_dict()), sort_keys=True).encode()).hexdigest()
+
+
+def _decisive(run: dict[str, Any]) -> dict[str, Any]:
+    """Of a configuration's content, what decides weights: a folder may be moved, some settings may change."""
+    training = run["training"]
+    if isinstance(training, dict):
+        training = {key: value for key, value in training.items() if key not in FREE_TO_CHANGE}
+    return run | {"output": "", "training": training}
+
+
+def environment() -> dict[str, Any]:
+    """What a checkpoint was made with."""
+    return {
+        "trailmark": __version__,
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "python": platform.python_version(),
+        "processes": world_size(),
+    }
