@@ -4,7 +4,7 @@
 
 Each part writes its results into benchmarks/explorer.json; without a name, both run. "reading": seconds of reading a
 text, of a full forward over it, of its trace and of its page; the first three go over the text side by side, 32,768
-tokens each in turn, so that what else the machine does falls on all alike. "page": bytes, compression, the first paint and
+tokens each in turn, so that what else the machine does falls on all alike. "page": bytes, compression, first paint and
 interactions in headless Chromium, for a real text read by the model and for a made-up one of words (as of a BPE
 vocabulary). The text is of the Python standard library's sources, or with TRAILMARK_DATA of its books.
 """
@@ -118,7 +118,9 @@ def reading(subject: Subject, tokens: Tokens, folder: Path) -> tuple[dict[str, A
         clocks["trace"].run(trace)
         done += sum(map(len, group))
         print(
-            f"{done:,} tokens:", *(f"{name} {clock.seconds:.0f} s" for name, clock in clocks.items()), flush=True
+            f"{done:,} tokens:",
+            *(f"{name} {clock.seconds:.0f} s" for name, clock in clocks.items()),
+            flush=True,
         )
     entries.extend(tracer.rest())
     header = trace_header(subject, None)

@@ -76,3 +76,70 @@ def _open(browser: Any, path: Path) -> dict[str, float]:
     })""")
     context.close()
     return found
+
+
+def _interactions(page: Any) -> dict[str, tuple[str, Callable[[int], None]]]:
+    """Of each interaction the event that begins it, and what a person does, the n-th time."""
+    draw = random.Random(0)
+    strip, search, jump = page.locator("#strip"), page.locator("#search"), page.locator("#jump")
+    shades = page.locator("input[name=shade]")
+    chunks = int(page.evaluate("JSON.parse(document.getElementById('about').textContent).chunks"))
+    words = ("the", "of the", "and", "zzzz", "a", "that which")
+
+    def place() -> tuple[float, float]:
+        """A point of the strip."""
+        strip.scroll_into_view_if_needed()
+        box = strip.bounding_box()
+        return box["x"] + box["width"] * draw.uniform(0.1, 0.9), box["y"] + box["height"] / 2
+
+    def wheel(delta: int) -> Callable[[int], None]:
+        def act(number: int) -> None:
+            page.mouse.move(*place())
+            page.mouse.wheel(0, delta)
+
+        return act
+
+    def drag(number: int) -> None:
+        """Only the first move is timed; each draws the same."""
+        x, y = place()
+        page.mouse.move(x, y)
+        page.mouse.down()
+        page.mouse.move(x + 60, y)
+        page.mouse.up()
+
+    def choose(number: int) -> None:
+        page.mouse.click(*place())
+
+    def go_on(number: int) -> None:
+        strip.focus()
+        page.keyboard.press("ArrowRight")
+
+    def look_for(number: int) -> None:
+        search.fill(words[number % len(words)])
+
+    def next_match(number: int) -> None:
+        search.focus()
+        page.keyboard.press("Enter")
+
+    def jump_to(number: int) -> None:
+        jump.fill(f"{draw.randrange(101)}%" if number % 2 else str(draw.randrange(chunks)))
+        page.keyboard.press("Enter")
+
+    def shade(number: int) -> None:
+        shades.nth((number + 1) % shades.count()).check(force=True)
+
+    def link(number: int) -> None:
+        page.evaluate("n => { location.hash = `chunk=${n}`; }", draw.randrange(chunks))
+
+    return {
+        "choose a chunk": ("click", choose),
+        "next chunk": ("keydown", go_on),
+        "zoom in": ("wheel", wheel(-240)),
+        "pan": ("pointermove", drag),
+        "zoom out": ("wheel", wheel(240)),
+        "search": ("input", look_for),
+        "next match": ("keydown", next_match),
+        "jump": ("keydown", jump_to),
+        "change of shading": ("change", shade),
+        "deep link": ("hashchange", link),
+    }

@@ -12,6 +12,7 @@ def hasten(interpreter: Any) -> None:
     - Each call of a device function exchanges the whole language for its interpreted form, which the launch of the
       kernel did already: once per launch is enough.
     - Each sum and product of integers is computed again, in 64 bits, for an assertion that is off.
+    - Each array asks for its NumPy type in a table that is made anew.
 
     Another Triton than the pinned one may do otherwise: it keeps its pace.
     """
@@ -20,6 +21,13 @@ def hasten(interpreter: Any) -> None:
     builder = interpreter.interpreter_builder
     if not builder.options.debug:
         builder.options = replace(builder.options, sanitize_overflow=False)
+
+    numpy_type, known = interpreter._get_np_dtype, {}
+
+    def remembered(kind: Any) -> Any:
+        if kind.name not in known:
+            known[kind.name] = numpy_type(kind)
+        return known[kind.name]
 
     exchange, launch = interpreter._patch_lang, interpreter.GridExecutor.__call__
     exchanged: list[Any] = []  # modules, since the launch began
@@ -39,4 +47,5 @@ def hasten(interpreter: Any) -> None:
         finally:
             exchanged.clear()
 
+    interpreter._get_np_dtype = remembered
     interpreter._patch_lang, interpreter.GridExecutor.__call__ = once, launch_anew

@@ -1,242 +1,27 @@
-"""The case study's scripts: references of LaTeX, what was read of them, the other rules, numbers and document."""
+"""The case study's scripts: what was read where a text refers back, numbers, cases and document."""
 
 from __future__ import annotations
 
 import argparse
 import csv
-import importlib
-import itertools
-import sys
-from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
+from tests.case_study_texts import BENCHMARKS, SIZE, WIDTH, chunks_of, scripts, tokens_of
 from tests.training.tiny import SHARED, prose
 from trailmark.data.bm25 import Bm25
-from trailmark.data.bm25 import candidates as bm25_candidates
 from trailmark.data.corpus import load_tokenizer
 from trailmark.data.files import read_json
-from trailmark.data.traces import Read, TracedChunk, read_trace
-from trailmark.models import DRTConfig
-from trailmark.models.grid import lay_out
-
-BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
-NAMES = ("references", "baselines", "measure", "numbers", "cases", "document")
-WIDTH = 4  # characters of a made-up token
-SIZE = 5  # tokens of a made-up chunk
+from trailmark.data.traces import TracedChunk, read_trace
 
 
 @pytest.fixture(scope="module")
-def modules() -> Iterator[dict[str, ModuleType]]:
-    """The scripts, which import each other as they do when they are run."""
-    sys.path.insert(0, str(BENCHMARKS))
-    try:
-        found = {name: importlib.import_module(f"case_study_{name}") for name in NAMES}
-        yield found | {"case_study": importlib.import_module("case_study")}
-    finally:
-        sys.path.remove(str(BENCHMARKS))
-
-
-@pytest.fixture
-def refs(modules: dict[str, ModuleType]) -> ModuleType:
-    return modules["references"]
-
-
-def chunks_of(
-    text: str, reads: dict[int, Sequence[Sequence[int]]] | None = None, groups: int = 2
-) -> list[TracedChunk]:
-    """A text of tokens of WIDTH characters: what each chunk reads, with equal weights; a gain of 1/4 a token."""
-    tokens = [text[n : n + WIDTH] for n in range(0, len(text), WIDTH)]
-    known = {token: number for number, token in enumerate(dict.fromkeys(tokens))}
-    found = []
-    for number, first in enumerate(range(0, len(tokens), SIZE)):
-        own = tokens[first : first + SIZE]
-        chosen = (reads or {}).get(number, [[]] * groups)
-        found.append(
-            TracedChunk(
-                number,
-                first,
-                len(own) == SIZE,
-                np.array([known[token] for token in own]),
-                "".join(own),
-                np.arange(len(own)) * WIDTH,
-                tuple(Read(np.array(m, np.int64), np.full(len(m), 1 / max(1, len(m)))) for m in chosen),
-                np.where(np.arange(len(own)) + first, 2.0, np.nan),
-                np.where(np.arange(len(own)) + first, 2.25, np.nan),
-            )
-        )
-    return found
-
-
-# --- references --------------------------------------------------------------------------------------------
-
-
-def test_comments_are_spaces_and_places_stay(refs: ModuleType) -> None:
-    text = "a 5\\% rise % \\label{no}\nb\\\\% \\ref{no}\n%\n\\\\\\% c"
-    seen = refs.without_comments(text)
-    assert seen == "a 5\\% rise " + " " * 12 + "\nb\\\\" + " " * 10 + "\n \n\\\\\\% c"
-    assert len(seen) == len(text)
-
-
-def test_what_counts_as_a_reference(refs: ModuleType) -> None:
-    """The works' macros, own ones too, with one name or several, and hyperref's option; not what is no label."""
-    text = (
-        "\\ref{late} \\label{thm:a} \\begin{x}\\label{ b }\\symlabel{s} \\label{} \\label{c}\n"
-        "\\ref{thm:a} \\eqref*{b} \\cref{c, thm:a,elsewhere} \\propref[p.]{c} \\hyperref[b]{c and}\n"
-        "\\refl{c} \\href{c}{d} \\input{c} \\ref{s} \\label{late} \\thmvref {late}"
-    )
-    layout_of = refs.Layout.of(chunks_of(text))
-    found = refs.references(layout_of)
-    assert [(r.macro, r.name) for r in found] == [
-        ("ref", "thm:a"),
-        ("eqref", "b"),
-        ("cref", "c"),
-        ("cref", "thm:a"),
-        ("propref", "c"),
-        ("hyperref", "b"),
-        ("href", "c"),
-        ("thmvref", "late"),
-    ]
-    known = refs.labels(refs.without_comments(text))
-    assert list(known) == ["thm:a", "b", "c", "late"]
-    assert all(text[named.begin : named.end] == name for name, named in known.items())
-    assert refs.summary(layout_of) == {
-        "labels": 4,
-        "macros": {"ref": 2, "eqref": 1, "cref": 2, "propref": 1, "hyperref": 1, "href": 1, "thmvref": 1},
-        "other_macros": {"refl": 1, "input": 1},
-    }
-
-
-def test_places_are_those_of_names(refs: ModuleType) -> None:
-    """Tokens and chunks of the name; a name that goes on in the next chunk counts where it begins."""
-    text = "\\label{name1}" + "." * 90 + "\\ref{name1}" + "." * 19 + "\\ref{name1}" + " " * 20
-    chunks = chunks_of(text)
-    first, second = refs.references(refs.Layout.of(chunks))
-    label, here = text.index("name1"), text.index("\\ref") + 5
-    assert (first.label_token, first.label_chunk) == (label // WIDTH, label // (WIDTH * SIZE)) == (1, 0)
-    assert first.tokens[0] == here // WIDTH
-    assert first.tokens[1] == -(-(here + 5) // WIDTH)
-    assert first.distance == here // WIDTH - 1
-    assert first.chunk == here // (WIDTH * SIZE)
-    assert (first.mentions, second.mentions) == ((0,), (0, first.chunk))
-    # the second one begins in the last token of a chunk
-    there = text.rindex("name1")
-    assert second.tokens == (there // WIDTH, there // WIDTH + 1)
-    assert (there // WIDTH + 1) % SIZE == 0
-    assert second.chunk == there // (WIDTH * SIZE) < (there + 4) // (WIDTH * SIZE)
-
-
-def test_characters_of_several_tokens(refs: ModuleType) -> None:
-    """Byte by byte: starts repeat within a character."""
-    text = "é\\label{ñ}\\ref{ñ}"
-    starts = [n for n, letter in enumerate(text) for _ in letter.encode()]
-    chunk = chunks_of(text)[0]
-    whole = TracedChunk(
-        0,
-        0,
-        False,
-        np.zeros(len(starts), int),
-        text,
-        np.array(starts),
-        chunk.reads,
-        *[np.zeros(len(starts))] * 2,
-    )
-    (found,) = refs.references(refs.Layout.of([whole]))
-    raw = text.encode()
-    assert found.tokens[1] == raw.rindex(b"}")
-    assert raw[: found.tokens[0]].decode(errors="ignore") == "é\\label{ñ}\\ref{"
-    assert raw[: found.label_token].decode(errors="ignore") == "é\\label{"
-
-
-@pytest.mark.parametrize(
-    ("size", "window", "exclude"), [(63, 128, True), (4, 17, True), (5, 6, True), (5, 6, False)]
-)
-def test_candidates_are_the_models(refs: ModuleType, size: int, window: int, exclude: bool) -> None:
-    config = DRTConfig(chunk_size=size, sliding_window=window, exclude_visible_chunks=exclude)
-    grid = lay_out(20 * size, size)
-    wanted = grid.candidates(config.first_visible, torch.device("cpu")).flatten().tolist()
-    assert [refs.candidates(t + 1, size, config.first_visible) for t in range(20)] == wanted
-    assert refs.candidates(0, size, config.first_visible) == 0
-
-
-# --- the other rules ---------------------------------------------------------------------------------------
-
-
-def test_ranks_are_places_in_the_order(modules: dict[str, ModuleType]) -> None:
-    """Of numbers with many ties; the earlier of equal ones comes first."""
-    rng = np.random.default_rng(0)
-    best_rank = modules["baselines"].best_rank
-    for _ in range(50):
-        scores = rng.integers(0, 4, 12).astype(float)
-        limit = int(rng.integers(1, 13))
-        wanted = rng.choice(12, 3, replace=False).tolist()
-        order = sorted(range(limit), key=lambda m: (-scores[m], m))
-        places = [order.index(m) for m in wanted if m < limit]
-        assert best_rank(scores, limit, wanted) == (min(places) if places else None)
-
-
-def test_chance_counts_all_draws(modules: dict[str, ModuleType]) -> None:
-    for n, wanted, drawn in ((7, 1, 3), (7, 2, 3), (6, 3, 5), (4, 1, 9)):
-        draws = list(itertools.combinations(range(n), min(drawn, n)))
-        found = sum(any(m < wanted for m in draw) for draw in draws) / len(draws)
-        assert modules["baselines"].chance(n, wanted, drawn) == pytest.approx(found, abs=1e-15)
-
-
-def test_rules_ask_with_the_text_before_the_reading_chunk(modules: dict[str, ModuleType]) -> None:
-    """What BM25, the bag and recency choose is what the library's own search of the same text chooses."""
-    letters = np.random.default_rng(1).choice(list("abcdef"), WIDTH * (SIZE * 12 + 2))
-    chunks = chunks_of("".join(letters))
-    tokenizer = load_tokenizer()
-    lengths = np.array([len(chunk.ids) for chunk in chunks])
-    assert lengths[-1] == 2
-    ids = np.stack([np.resize(chunk.ids, SIZE) for chunk in chunks])
-    statistics = Bm25.of(ids, lengths)
-    rules = modules["baselines"].Rules(chunks, statistics, tokenizer)
-    reading = np.arange(2, len(chunks))
-
-    def chosen(rule: str, count: int = 3) -> list[list[int]]:
-        rows: dict[int, list[int]] = {}
-
-        def use(chunk: int, scores: Any) -> None:
-            best = modules["baselines"].best_rank
-            rows[chunk] = [m for m in range(chunk - 1) if best(scores, chunk - 1, [m]) < count]
-
-        rules.each(rule, reading, use)
-        return [rows[chunk] for chunk in reading]
-
-    def searched(queries: Any, query_lengths: Any) -> list[list[int]]:
-        found = bm25_candidates(
-            *(ids, 3),
-            lengths=lengths,
-            limits=reading - 1,
-            queries=queries,
-            query_lengths=query_lengths,
-            statistics=statistics,
-        )
-        return [[m for m in row if m >= 0] for row in found.indices.tolist()]
-
-    assert chosen("bm25") == searched(ids[reading - 1], lengths[reading - 1])
-    assert chosen("bm25_told") == searched(ids[reading], lengths[reading])
-    two = np.concatenate([ids[reading - 2], ids[reading - 1]], axis=1)
-    assert chosen("bm25_two") == searched(two, lengths[reading - 2] + lengths[reading - 1])
-    assert chosen("recent") == [list(range(max(0, chunk - 4), chunk - 1)) for chunk in reading]
-    vectors = rules.vectors.double()
-    product = (vectors[reading - 1] @ vectors.T).numpy()
-    assert chosen("hash") == [
-        sorted(sorted(range(chunk - 1), key=lambda m: (-row[m], m))[:3])
-        for chunk, row in zip(reading, product, strict=True)
-    ]
-    # the first chunk has none before it
-    joined, counts = rules._joined(np.array([0, 1]))
-    assert counts.tolist() == [SIZE, 2 * SIZE]
-    assert joined[0, :SIZE].tolist() == ids[0].tolist()
-    with pytest.raises(ValueError, match="rule: expected one with scores"):
-        rules.scores("random", reading)
+def modules() -> dict[str, ModuleType]:
+    return scripts()
 
 
 # --- what was read -----------------------------------------------------------------------------------------
@@ -256,10 +41,6 @@ TEXT = "".join(
     )
 )
 READS = {3: [[0], [1]], 4: [[1, 2], [0, 2]], 5: [[0, 2], [2, 3]], 6: [[1, 4], [1, 3]], 7: [[0, 5], [3, 5]]}
-
-
-def tokens_of(chunks: Sequence[TracedChunk]) -> tuple[Any, Any]:
-    return np.stack([chunk.ids for chunk in chunks]), np.full(len(chunks), SIZE)
 
 
 @pytest.fixture

@@ -1,7 +1,8 @@
-"""The trace beside a memory: stopped at any moment, gone on with, equal to the byte; and what does not belong together."""
+"""The trace beside a memory: stopped at any moment and gone on with, to the byte; what does not belong together."""
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import random
@@ -33,12 +34,12 @@ MODELS: dict[str, Callable[..., Any]] = {
     "rpt": lambda: rpt(vocab_size=V),
 }
 MODELS["landmark"] = lambda: landmark(vocab_size=V)
-TEXTS = ("the river 😀 runs below stones\r\nand é", "a boat😀 on the river again")
+TEXTS = ("the river 😀\r\né xy", "a boat😀 on")
 
 
 @pytest.fixture
 def subject() -> Subject:
-    return subject_of(MODELS["drt"]().float())
+    return subject_of(drt(vocab_size=V).float())
 
 
 @pytest.fixture
@@ -156,10 +157,8 @@ def dies(subject: Subject, folder: Path, books: list[Path], at: int | None) -> i
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(reading, "_SAVE_SECONDS", 0.0)
         death = Death(patch, at)
-        try:
+        with contextlib.suppress(Killed):
             read(subject, folder, books)
-        except Killed:
-            pass
     gc.collect()  # a process that is killed lets go of its locks
     return death.count
 
@@ -171,7 +170,8 @@ def goes_on(subject: Subject, folder: Path, books: list[Path], places: Iterator[
     for at in places:
         own = folder / f"dies at {at}"
         assert dies(subject, own, books, at) == at
-        dies(subject, own, books, at % 11)  # and once more
+        if at % 5 == 0:
+            dies(subject, own, books, at % 11)  # and once more
         read(subject, own, books)
         assert outcome(own) == expected, at
         states = sorted(path.name.split("-")[0] for path in (own / "trace.state").glob("*-*"))
@@ -179,15 +179,15 @@ def goes_on(subject: Subject, folder: Path, books: list[Path], places: Iterator[
 
 
 def test_a_reading_killed_while_it_saves_goes_on(subject: Subject, books: list[Path], tmp_path: Path) -> None:
-    """Twelve places one after the other are the second save and the piece after it."""
-    goes_on(subject, tmp_path, books, range(20, 32, 2))
+    """In the second save, before and after the memory's own."""
+    goes_on(subject, tmp_path, books, range(20, 30, 6))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", MODELS)
 def test_a_reading_killed_anywhere_goes_on(kind: str, books: list[Path], tmp_path: Path) -> None:
     subject = subject_of(MODELS[kind]().float())
-    goes_on(subject, tmp_path, books, range(0, 60, 1 if kind == "drt" else 7))
+    goes_on(subject, tmp_path, books, range(0, 45, 1 if kind == "drt" else 7))
 
 
 def test_ctrl_c_saves_what_was_traced(subject: Subject, books: list[Path], tmp_path: Path) -> None:
@@ -210,7 +210,7 @@ from tests.evaluation import test_trace_file as here
 here.tracer._PIECE = here.causal_lm._READ_TOKENS = 16
 here.reading._SAVE_SECONDS = 0.0
 folder, *books = map(Path, sys.argv[1:])
-here.read(here.subject_of(here.MODELS["drt"]().float()), folder, books)
+here.read(here.subject_of(here.drt(vocab_size=here.V).float()), folder, books)
 """
 
 
@@ -283,13 +283,13 @@ def test_another_trace_than_the_memorys_is_refused(
         "other",
     )
     content = (tmp_path / "trace").read_bytes()
-    for changed in (content.replace(b"river", b"liver", 1), content[:200], b""):
+    for changed in (content.replace(b"0.", b"1.", 1), content[:200], b""):
         (tmp_path / "trace").write_bytes(changed)
         refused(subject, tmp_path, books, r"^trace: expected .*trace' as it was when .* saved")
     (tmp_path / "trace").write_bytes(content)
     (state,) = (tmp_path / "trace.state").glob("state-*")
     kept = state.read_bytes()
-    state.write_bytes(kept[:-1] + b"?")
+    state.write_bytes(kept[:-1] + bytes([kept[-1] ^ 1]))
     refused(subject, tmp_path, books, r"^trace: .*state-1.safetensors' is damaged")
     state.unlink()
     refused(
@@ -316,6 +316,7 @@ def test_a_file_that_is_there_is_kept(subject: Subject, books: list[Path], tmp_p
     )
 
 
+@pytest.mark.slow
 def test_what_a_killed_reading_wrote_too_much_is_taken_back(
     subject: Subject, books: list[Path], tmp_path: Path
 ) -> None:
@@ -329,6 +330,7 @@ def test_what_a_killed_reading_wrote_too_much_is_taken_back(
         assert (tmp_path / "trace").read_bytes() == whole
 
 
+@pytest.mark.slow
 def test_a_full_disk_leaves_what_was_saved(
     subject: Subject, books: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

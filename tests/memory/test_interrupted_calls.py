@@ -127,7 +127,7 @@ MODELS = {"drt": DRT, "drt on disk, asked": ON_DISK, "window": WINDOW, "block-re
         for name, of in MODELS.items()
     ],
 )
-@pytest.mark.parametrize("stops", [20, pytest.param(200, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("stops", [10, pytest.param(200, marks=pytest.mark.slow)])
 def test_a_call_that_is_stopped_leaves_the_cache_as_before(
     call: Call,
     stop: Callable[[int, Callable[[], object]], int | None],

@@ -124,7 +124,9 @@ def test_muon_puts_shared_matrices_together(tmp_path: Path) -> None:
         assert_same_history(each, single)
 
 
-@pytest.mark.parametrize("model", ["drt", "landmark, drawing", "window"])
+@pytest.mark.parametrize(
+    "model", ["drt", "landmark, drawing", pytest.param("window", marks=pytest.mark.slow)]
+)
 def test_one_by_one_trains_as_all_at_once(model: str, one: dict[str, Seen], tmp_path: Path) -> None:
     seen = alone(tmp_path, model=model, micro_batch_size=1)
     assert len(seen.batches) == 20
@@ -220,8 +222,17 @@ def test_a_batch_that_retrieves_nothing(parallel: str, tmp_path: Path) -> None:
 # --- processes that leave --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
-@pytest.mark.parametrize("act", [killed.die_as_second, killed.die_as_main, killed.fail_as_second])
+@pytest.mark.parametrize(
+    ("act", "parallel"),
+    [
+        (killed.die_as_second, "ddp"),
+        (killed.die_as_main, "fsdp"),
+        (killed.fail_as_second, "ddp"),
+        pytest.param(killed.die_as_second, "fsdp", marks=pytest.mark.slow),
+        pytest.param(killed.die_as_main, "ddp", marks=pytest.mark.slow),
+        pytest.param(killed.fail_as_second, "fsdp", marks=pytest.mark.slow),
+    ],
+)
 def test_nobody_waits_for_the_dead(act: killed.Act, parallel: str, tmp_path: Path) -> None:
     started = begin(watched, config_of(tmp_path, parallel=parallel, save_steps=1), {2: act}, processes=2)
     codes = started.wait()

@@ -1,0 +1,59 @@
+"""The case study's scripts, and made-up texts whose tokens are pieces of equal length."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+
+from trailmark.data.traces import Read, TracedChunk
+
+BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
+NAMES = ("references", "baselines", "measure", "numbers", "cases", "document")
+WIDTH = 4  # characters of a made-up token
+SIZE = 5  # tokens of a made-up chunk
+
+
+def scripts() -> dict[str, ModuleType]:
+    """The scripts by the ends of their names, which import each other as they do when they are run."""
+    sys.path.insert(0, str(BENCHMARKS))
+    try:
+        found = {name: importlib.import_module(f"case_study_{name}") for name in NAMES}
+        return found | {"case_study": importlib.import_module("case_study")}
+    finally:
+        sys.path.remove(str(BENCHMARKS))
+
+
+def chunks_of(
+    text: str, reads: dict[int, Sequence[Sequence[int]]] | None = None, groups: int = 2
+) -> list[TracedChunk]:
+    """A text of tokens of WIDTH characters: what each chunk reads, with equal weights; a gain of 1/4 a token."""
+    tokens = [text[n : n + WIDTH] for n in range(0, len(text), WIDTH)]
+    known = {token: number for number, token in enumerate(dict.fromkeys(tokens))}
+    found = []
+    for number, first in enumerate(range(0, len(tokens), SIZE)):
+        own = tokens[first : first + SIZE]
+        chosen = (reads or {}).get(number, [[]] * groups)
+        found.append(
+            TracedChunk(
+                number,
+                first,
+                len(own) == SIZE,
+                np.array([known[token] for token in own]),
+                "".join(own),
+                np.arange(len(own)) * WIDTH,
+                tuple(Read(np.array(m, np.int64), np.full(len(m), 1 / max(1, len(m)))) for m in chosen),
+                np.where(np.arange(len(own)) + first, 2.0, np.nan),
+                np.where(np.arange(len(own)) + first, 2.25, np.nan),
+            )
+        )
+    return found
+
+
+def tokens_of(chunks: Sequence[TracedChunk]) -> tuple[Any, Any]:
+    return np.stack([chunk.ids for chunk in chunks]), np.full(len(chunks), SIZE)

@@ -1,0 +1,162 @@
+// What is chosen, the address, keys, theme; and the beginning.
+const say = (text) => {
+  byId("status").textContent = text;
+};
+
+// a token's colour is full from this gain on: 98 % of a sample of tokens have less
+function scaleOfGains(doc) {
+  const every = Math.max(1, Math.floor(doc.T / 100000)), sample = [];
+  for (let t = 0; t < doc.T; t += every) {
+    const gain = Math.abs(tokenGain(doc, t));
+    if (!Number.isNaN(gain)) sample.push(gain);
+  }
+  const sorted = Float64Array.from(sample).sort();
+  return Math.max(0.01, sorted[Math.floor(0.98 * sorted.length)] ?? 0);
+}
+
+function chunkInAddress(doc) {
+  const found = /^#chunk=(\d+)$/.exec(location.hash);
+  if (!found) return null;
+  const c = Number(found[1]);
+  if (c < doc.C) return c;
+  say(`There is no chunk ${count(c)}: the last one is ${count(doc.C - 1)}.`);
+  return null;
+}
+
+function start(doc) {
+  const gainScale = scaleOfGains(doc);
+  let chosen = null;
+  const choose = (c, remember, mark = null) => {
+    chosen = c;
+    const address = `#chunk=${c}`;
+    if (location.hash !== address) history[remember ? "pushState" : "replaceState"](null, "", address);
+    strip.setChosen(c);
+    panel.show(c, mark);
+    byId("strip").setAttribute("aria-valuenow", c);
+    const read = doc.timesRead[c] ? `read ${plural(doc.timesRead[c], "time")} later` : "never read later";
+    const text = `Chunk ${count(c)} of ${count(doc.C)}: gain ${signed(doc.gain[c])} nats, ${read}.`;
+    byId("strip").setAttribute("aria-valuetext", text);
+    say(text);
+  };
+  const by = (many) => choose(Math.max(0, Math.min(doc.C - 1, (chosen ?? 0) + many)), false);
+  const strip = new Strip(doc, gainScale, choose);
+  const panel = new ChunkPanel(doc, gainScale);
+  const search = new Search(doc, strip, choose, say);
+  const list = new Strongest(doc);
+
+  const legend = () => {
+    const kind = strip.kinds[strip.shading];
+    byId("legend-low").textContent = kind.ends[0];
+    byId("legend-high").textContent = kind.ends[1];
+    byId("legend-note").textContent = kind.note;
+    byId("legend-bar").className = kind.diverging ? "diverging" : "ramp";
+  };
+  for (const radio of document.querySelectorAll("input[name=shade]")) {
+    radio.addEventListener("change", () => {
+      strip.setShading(radio.value);
+      legend();
+    });
+  }
+  legend();
+  for (const end of document.querySelectorAll("[data-gain-end]")) {
+    end.textContent = signed(Number(end.dataset.gainEnd) * gainScale, 2);
+  }
+  const share = byId("helped");
+  const bearing = doc.bearing.reduce((a, b) => a + b, 0);
+  share.dataset.value = doc.helped / bearing;
+  share.textContent = `${((100 * doc.helped) / bearing).toFixed(1)} %`;
+  byId("loss").dataset.value = doc.total;
+  byId("loss-without").dataset.value = doc.totalWithout;
+
+  const zoomBy = { "zoom-in": 0.5, "zoom-out": 2 };
+  for (const [id, factor] of Object.entries(zoomBy)) {
+    byId(id).addEventListener("click", () => strip.zoom(factor, chosen === null ? undefined : chosen + 0.5));
+  }
+  byId("zoom-all").addEventListener("click", () => strip.setView(0, doc.C));
+  byId("zoom-chunk").addEventListener("click", () => strip.setView(chosen - 0.5, chosen + 1.5));
+  byId("previous").addEventListener("click", () => by(-1));
+  byId("next").addEventListener("click", () => by(1));
+  byId("jump-form").addEventListener("submit", (event) => {
+    event.preventDefault();
+    jumpTo(doc, byId("jump").value, choose, say);
+  });
+
+  const moves = {
+    ArrowLeft: () => by(-1), ArrowRight: () => by(1), ArrowUp: () => by(-10), ArrowDown: () => by(10),
+    PageUp: () => by(-100), PageDown: () => by(100), Home: () => choose(0, false), End: () => choose(doc.C - 1, false),
+    "[": () => strip.pan((strip.start - strip.end) / 2), "]": () => strip.pan((strip.end - strip.start) / 2),
+  };
+  const anywhere = {
+    "+": () => byId("zoom-in").click(), "=": () => byId("zoom-in").click(), "-": () => byId("zoom-out").click(),
+    0: () => byId("zoom-all").click(), z: () => byId("zoom-chunk").click(), j: () => by(1), k: () => by(-1),
+    n: () => search.step(1), p: () => search.step(-1), "/": () => byId("search").focus(), g: () => byId("jump").focus(),
+    "?": () => byId("help").showModal(),
+  };
+  document.addEventListener("keydown", (event) => {
+    if (event.ctrlKey || event.metaKey || event.altKey || byId("help").open) return;
+    const inside = event.target.closest("input:not([type=radio]), select, textarea");
+    const own = event.target.id === "strip" ? moves[event.key] : undefined;
+    const act = own ?? (inside ? undefined : anywhere[event.key]);
+    if (!act) return;
+    event.preventDefault();
+    act();
+  });
+  byId("help-open").addEventListener("click", () => byId("help").showModal());
+
+  addEventListener("hashchange", () => {
+    const c = chunkInAddress(doc);
+    if (c !== null && c !== chosen) choose(c, false);
+  });
+  addEventListener("popstate", () => {
+    const c = chunkInAddress(doc);
+    if (c !== null && c !== chosen) choose(c, false);
+  });
+  themes(() => strip.recolour());
+
+  let first = chunkInAddress(doc);
+  if (first === null) {
+    // the one that retrieval helped most
+    first = doc.gain.reduce((best, gain, c) => (gain > doc.gain[best] ? c : best), 0);
+    const wrong = byId("status").textContent;
+    choose(first, false);
+    if (wrong.startsWith("There is no")) say(wrong);
+  } else choose(first, false);
+  return strip;
+}
+
+function themes(changed) {
+  const root = document.documentElement, button = byId("theme");
+  const system = matchMedia("(prefers-color-scheme: dark)"), mark = "trailmark-theme-";
+  // a tab keeps its name when the page is loaded again: nothing is stored
+  if (window.name.startsWith(mark)) root.dataset.theme = window.name.slice(mark.length);
+  const dark = () => (root.dataset.theme || (system.matches ? "dark" : "light")) === "dark";
+  const tell = () => {
+    button.textContent = dark() ? "Light" : "Dark";
+    button.setAttribute("aria-label", dark() ? "Show in light colours" : "Show in dark colours");
+    changed();
+  };
+  button.hidden = false;
+  button.addEventListener("click", () => {
+    root.dataset.theme = dark() ? "light" : "dark";
+    window.name = mark + root.dataset.theme;
+    tell();
+  });
+  system.addEventListener("change", tell);
+  tell();
+}
+
+(async () => {
+  try {
+    // the frame is painted before the data are unpacked
+    await new Promise((done) => requestAnimationFrame(() => setTimeout(done)));
+    const arrays = await unpack((share) => say(`Unpacking the text: ${Math.round(100 * share)} %`));
+    const doc = documentOf(arrays);
+    byId("app").hidden = false;
+    start(doc);
+    byId("app").setAttribute("aria-busy", "false");
+    requestAnimationFrame(() => setTimeout(() => performance.mark("ready")));
+  } catch (error) {
+    say(error instanceof TooOld ? error.message : `This page is damaged (${error.message}). Make it again.`);
+    byId("status").className = "failed";
+  }
+})();
