@@ -15,7 +15,6 @@ import csv
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -103,7 +102,6 @@ class CaseStudy:
     # --- what it reads -------------------------------------------------------------------------------------
 
     def measure(self) -> None:
-        began = time.perf_counter()
         subject = load(self.model)
         statistics = self._statistics(subject)
         files, header, chapters = files_below(math() / "test"), None, {}
@@ -125,6 +123,7 @@ class CaseStudy:
             "bins": numbers.BINS,
             "hits": numbers.hits(texts, header.num_groups),
             "works": numbers.by_work(texts, [about["work"] for about in told]),
+            "candidates": numbers.by_candidates(texts),
             "differences": numbers.differences(texts),
             "weights": numbers.label_weights(texts, header.num_groups),
             "gains": numbers.gains(texts),
@@ -134,7 +133,6 @@ class CaseStudy:
             "chapters": [{k: v for k, v in own.items() if k not in ("habits", "seen")} for own in told],
             "rule": cases.RULE,
             "cases": [cases.told(name, row, chapters[name][2]) for name, row in chosen],
-            "seconds": time.perf_counter() - began,
             "environment": environment(),
         }
         write_json(self.output, record)

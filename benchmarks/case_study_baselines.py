@@ -1,7 +1,8 @@
 """What else could have chosen the chunks: each rule ranks the same candidates for the same query, of text already read.
 
-A chunk is read by what the chunk before it, the asking one, selects: the asking chunk's text is the query. One rule is
-told the text of the reading chunk itself, which nothing that reads from left to right could know: what words can do.
+A chunk is read by what the chunk before it, the asking one, selects: the asking chunk's text is the query. Two rules
+are marks more than rivals: one is told the text of the reading chunk itself, which nothing that reads left to right
+could know; one asks nothing and takes what the model itself read most often before, which shows what asking adds.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ RULES = {
     "hash": "hashed bag of tokens",
     "recent": "most recent",
     "random": "random (expected)",
+    "hubs": "what the model read most often before",
     "bm25_told": "BM25, told the reading chunk",
 }
 _ROWS = 256  # queries at a time
@@ -45,6 +47,9 @@ class Rules:
         size = max(len(chunk.ids) for chunk in chunks)
         self.lengths = np.array([len(chunk.ids) for chunk in chunks], np.int64)
         self.ids = np.stack([np.pad(chunk.ids, (0, size - len(chunk.ids))) for chunk in chunks])
+        self.reads = [
+            sorted(set().union(*(read.chunks.tolist() for read in chunk.reads))) for chunk in chunks
+        ]
         self.statistics = statistics
         self.vectors = HashEmbedder(tokenizer)(torch.from_numpy(self.ids), torch.from_numpy(self.lengths))[0]
 
@@ -64,6 +69,8 @@ class Rules:
                 return np.broadcast_to(
                     np.arange(len(self.ids), dtype=np.float64), (len(asking), len(self.ids))
                 )
+            case "hubs":
+                return self._read_before(reading)
         raise ValueError(f"rule: expected one with scores of {', '.join(RULES)}, got {rule!r}.")
 
     def each(self, rule: str, reading: Integers, use: Callable[[int, Floats], None]) -> None:
@@ -75,6 +82,17 @@ class Rules:
 
     def _bm25(self, queries: Integers, lengths: Integers) -> Floats:
         return self.statistics.scores(self.ids, self.lengths, queries, lengths)
+
+    def _read_before(self, reading: Integers) -> Floats:
+        """How many of the chunks before each one of ``reading`` read each chunk."""
+        counts, done = np.zeros((len(reading), len(self.ids))), 0
+        times = np.zeros(len(self.ids))
+        for row in np.argsort(reading, kind="stable"):
+            while done < reading[row]:
+                times[self.reads[done]] += 1
+                done += 1
+            counts[row] = times
+        return counts
 
     def _joined(self, asking: Integers) -> tuple[Integers, Integers]:
         """The asking chunk and, if there is one, the chunk before it: tokens first, what stands past them last."""

@@ -129,7 +129,7 @@ def picture(page: Path, chunk: int, output: Path, most: int = 300_000) -> None:
         browser = play.chromium.launch(
             executable_path=chromium, args=["--no-sandbox"] if os.geteuid() == 0 else []
         )
-        window = browser.new_page(viewport={"width": 1280, "height": 900}, reduced_motion="reduce")
+        window = browser.new_page(viewport={"width": 1280, "height": 1500}, reduced_motion="reduce")
         window.on("console", lambda message: complaints.append(message.text))
         window.on("pageerror", lambda error: complaints.append(str(error)))
         window.goto(f"{page.resolve().as_uri()}#chunk={chunk}")

@@ -34,6 +34,7 @@ COLUMNS = {
     "hash": "hashed bag",
     "recent": "most recent",
     "random": "random",
+    "hubs": "most read before",
     "bm25_told": "BM25, told",
 }
 KINDS = {
@@ -189,6 +190,18 @@ def works_text(record: Record) -> str:
     return markdown_table(["work", "references", *COLUMNS.values()], rows)
 
 
+def candidates_text(record: Record) -> str:
+    """By how far the chapter was read."""
+    rows = []
+    for own in record["candidates"]:
+        rules = own["rules"]
+        name = f"from {own['low']:,} on" if own["high"] is None else f"{own['low']:,}-{own['high']:,}"
+        if rules["model"][1]:
+            cells = [share(rules[rule], rule != "random") for rule in COLUMNS]
+            rows.append([name, f"{rules['model'][1]:,}", *cells, nats(own["gain"])])
+    return markdown_table(["candidates", "references", *COLUMNS.values(), "gain on names"], rows)
+
+
 def kinds_text(record: Record) -> str:
     rows = []
     for (when, kind), name in KINDS.items():
@@ -202,7 +215,9 @@ def habits_text(record: Record) -> str:
     shared = ", ".join(f"{own['shared'][rule]:.1%} by {COLUMNS[rule]}" for rule in RULES)
     return (
         f"In {own['reading_chunks']:,} chunks the groups read {own['chunks_read']:.1f} different chunks together; the "
-        f"first and the last group share {own['agree']:.1f} of them. Half of what is read stands "
+        f"first and the last group share {own['agree']:.1f} of them. {own['kept']:.1%} of what a chunk reads, the "
+        f"chunk before it read too. {own['never_read']:.1%} of all chunks are never read, and the tenth that is read "
+        f"most takes {own['most_read']:.1%} of all reads. Half of what is read stands "
         f"{own['distance']['q25']:,.0f} to {own['distance']['q75']:,.0f} tokens back (median "
         f"{own['distance']['median']:,.0f}). Of the chunks read, other rules would have chosen, among as many: "
         f"{shared}."
@@ -333,7 +348,7 @@ def machine_text(record: Record) -> str:
     where = record["environment"]
     threads = f"{where['threads']} thread{'s' * (where['threads'] > 1)}"
     return (
-        f"Measured in {duration(record['seconds'])} on {where['processor']}, {threads}, "
+        f"Measured on {where['processor']}, {threads}, "
         f"trailmark {where['trailmark']}, torch {where['torch']}, {where['date']}."
     )
 
@@ -343,6 +358,7 @@ TEXTS = {
     "chapters": chapters_text,
     "found": found_text,
     "works": works_text,
+    "candidates": candidates_text,
     "sizes": sizes_text,
     "kinds": kinds_text,
     "habits": habits_text,

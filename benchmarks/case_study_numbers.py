@@ -87,6 +87,29 @@ def by_work(texts: Texts, works: Sequence[str]) -> dict[str, dict[str, list[floa
     return result
 
 
+CANDIDATES = (130, 520, 2080)  # the first: about the chunks of a training text
+
+
+def by_candidates(texts: Texts) -> list[dict[str, Any]]:
+    """The same by how many chunks there were to choose from: how far the chapter was read."""
+    result = []
+    for low, high in pairwise((0, *CANDIDATES, None)):
+        assert low is not None
+        own = [
+            [
+                row
+                for row in rows
+                if row["now"]["candidates"] > low and (not high or row["now"]["candidates"] <= high)
+            ]
+            for rows in texts
+        ]
+        rules = {rule: counts(own, "now", "label", rule, -1)[0] for rule in ALL_RULES}
+        result.append(
+            {"low": low + 1, "high": high, "rules": rules, "gain": _gain(own, lambda row: True)["gain"]}
+        )
+    return result
+
+
 def _mean_size(texts: Texts, group: int) -> float:
     sizes = [row["now"]["sizes"][group] for rows in texts for row in rows]
     return float(np.mean(sizes)) if sizes else 0.0
@@ -237,12 +260,14 @@ def habits(chunks: Sequence[TracedChunk], rules: Rules, limits: Sequence[int]) -
 
     ``shared``: of the chunks that all groups read together, how many each other rule would choose among as many.
     ``distance``: tokens from the start of what is read to the start of the reading chunk. ``agree``: chunks that the
-    first group and the last one both read.
+    first group and the last one both read. ``kept``: chunks that the chunk before read too. ``times``: of every chunk
+    of the chapter, how many chunks read it.
     """
     sums: dict[str, Any] = {
         "reading": 0,
         "read": 0,
         "agree": 0,
+        "kept": 0,
         "distances": [],
         "shared": dict.fromkeys(RULES, 0.0),
     }
@@ -256,8 +281,10 @@ def habits(chunks: Sequence[TracedChunk], rules: Rules, limits: Sequence[int]) -
         sums["reading"] += 1
         sums["read"] += len(own)
         sums["agree"] += len(groups[0] & groups[-1])
+        sums["kept"] += len(own.intersection(rules.reads[chunk.number - 1]))
         sums["distances"] += [chunk.first_token - chunks[m].first_token for m in sorted(own)]
         sums["shared"]["random"] += len(own) ** 2 / limit
+    sums["times"] = np.bincount([m for own in rules.reads for m in own], minlength=len(chunks)).tolist()
     reading = np.array(sorted(asked), np.int64)
     for rule in RULES:
         if rule == "random":
@@ -281,8 +308,18 @@ def habit(chapters: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "reading_chunks": sum(part["reading"] for part in parts),
         "chunks_read": read / max(1, sum(part["reading"] for part in parts)),
         "agree": sum(part["agree"] for part in parts) / max(1, sum(part["reading"] for part in parts)),
+        "kept": sum(part["kept"] for part in parts) / max(1, read),
+        "never_read": sum(part["times"].count(0) for part in parts)
+        / sum(len(part["times"]) for part in parts),
+        "most_read": sum(sum(sorted(part["times"])[-_tenth(part) :]) for part in parts)
+        / max(1, sum(sum(part["times"]) for part in parts)),
         "distance": dict(
             zip(("q25", "median", "q75"), np.percentile(distances, [25, 50, 75]).tolist(), strict=True)
         ),
         "shared": {rule: sum(part["shared"][rule] for part in parts) / max(1, read) for rule in RULES},
     }
+
+
+def _tenth(part: dict[str, Any]) -> int:
+    """A tenth of a chapter's chunks, at least one."""
+    return max(1, len(part["times"]) // 10)

@@ -30,7 +30,7 @@ from explorer_browser import in_a_browser
 from tests.report.traces import made_up
 from trailmark.data.corpus import Tokens, read_texts, standard_library_texts, tokenize
 from trailmark.data.files import read_json, write_json
-from trailmark.data.traces import Entry, TraceHeader
+from trailmark.data.traces import Entry, TraceHeader, read_trace, write_lines
 from trailmark.evaluation.losses import nats
 from trailmark.evaluation.record import environment
 from trailmark.evaluation.subject import Subject, load
@@ -77,8 +77,8 @@ class Clock:
 
 
 @torch.no_grad()
-def reading(subject: Subject, tokens: Tokens, folder: Path) -> tuple[dict[str, Any], Path]:
-    """Each way of reading the text, and the page of what was traced."""
+def reading(subject: Subject, tokens: Tokens, trace: Path) -> dict[str, Any]:
+    """Each way of reading the text, and the page of what was traced; the trace is kept."""
     model = subject.model
     clocks = {name: Clock() for name in ("read", "forward", "trace", "page")}
     read_cache, forward_cache = model.new_cache("host"), model.new_cache("host")
@@ -124,7 +124,8 @@ def reading(subject: Subject, tokens: Tokens, folder: Path) -> tuple[dict[str, A
         )
     entries.extend(tracer.rest())
     header = trace_header(subject, None)
-    built = clocks["page"].run(lambda: build(header, entries, folder / "real.html"))
+    built = clocks["page"].run(lambda: build(header, entries, trace.with_suffix(".html")))
+    write_lines(trace, [header, *entries])
     found = {name: clock.shown(len(tokens)) for name, clock in clocks.items()}
     whole = Clock()
     whole.seconds = clocks["trace"].seconds + clocks["page"].seconds
@@ -138,7 +139,7 @@ def reading(subject: Subject, tokens: Tokens, folder: Path) -> tuple[dict[str, A
         for name in ("read", "forward")
     }
     about = {"tokens": len(tokens), "bytes": built.bytes, "model": subject.identity()}
-    return about | found, built.page
+    return about | found
 
 
 def compression(header: TraceHeader, entries: Iterable[Entry]) -> dict[str, Any]:
@@ -153,17 +154,13 @@ def compression(header: TraceHeader, entries: Iterable[Entry]) -> dict[str, Any]
     return {"levels": levels, "compressed_bytes": sizes}
 
 
-def words(count: int, folder: Path) -> tuple[dict[str, Any], Path]:
-    """The page of a made-up trace whose tokens are words: the most text, and reads of two groups of 8."""
-    header, entries = made_up(count, 64, 2, 8, words=True, name="made-up")
+def page_of(header: TraceHeader, entries: list[Entry], path: Path, rounds: int) -> dict[str, Any]:
+    """What a page takes to be made, to be kept and to be used."""
     clock = Clock()
-    built = clock.run(lambda: build(header, entries, folder / "words.html"))
-    return {
-        "bytes": built.bytes,
-        "seconds": clock.seconds,
-        "cpu_seconds": clock.cpu,
-        "compression": compression(header, entries),
-    }, built.page
+    built = clock.run(lambda: build(header, entries, path))
+    print(f"== {path.stem}: {built.bytes / 1e6:.1f} MB", flush=True)
+    about = {"bytes": built.bytes, "seconds": clock.seconds, "cpu_seconds": clock.cpu}
+    return about | {"compression": compression(header, entries)} | in_a_browser(path, rounds)
 
 
 def main() -> None:
@@ -172,7 +169,9 @@ def main() -> None:
     parser.add_argument("--model", type=Path, default=Path("runs/demo/drt"), help="the demo's DRT")
     parser.add_argument("--tokens", type=int, default=1 << 20)
     parser.add_argument("--rounds", type=int, default=5, help="of opening each page and of each interaction")
-    parser.add_argument("--pages", type=Path, help="keep the pages in this folder")
+    parser.add_argument(
+        "--pages", type=Path, help="keep trace and pages in this folder, and take the trace there"
+    )
     arguments = parser.parse_args()
     parts = arguments.parts or ["reading", "page"]
     with tempfile.TemporaryDirectory() as temporary:
@@ -183,17 +182,16 @@ def main() -> None:
             found = {"environment": environment("cpu"), "results": results}
             write_json(OUTPUT, (read_json(OUTPUT) or {}) | {part: found})
 
-        real = folder / "real.html"
-        if "reading" in parts or not real.exists():
+        trace = folder / "real.jsonl"
+        if "reading" in parts or not trace.exists():
             subject = load(arguments.model)
-            found, real = reading(subject, text_of(subject, arguments.tokens), folder)
-            keep("reading", found)
+            keep("reading", reading(subject, text_of(subject, arguments.tokens), trace))
         if "page" in parts:
-            made, page = words(arguments.tokens, folder)
-            results = {}
-            for name, path, more in (("real", real, {"bytes": real.stat().st_size}), ("words", page, made)):
-                print(f"== {name}: {path.stat().st_size / 1e6:.1f} MB", flush=True)
-                results[name] = more | in_a_browser(path, arguments.rounds)
+            header, lines = read_trace(trace)
+            results = {"real": page_of(header, list(lines), folder / "real.html", arguments.rounds)}
+            # the most text: tokens are words, and two groups read 8 chunks each
+            made = made_up(arguments.tokens, 64, 2, 8, words=True, name="made-up")
+            results["words"] = page_of(*made, folder / "words.html", arguments.rounds)
             keep("page", results)
     print(f"Numbers: {OUTPUT}")
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import random
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,10 +16,12 @@ from tests.report.browser import chromium, until
 # from the input (as the browser saw it) until the frame after it is done: what was drawn for it stands on the screen
 _ARM = """type => {
     window.took = null;
-    addEventListener(type, event => {
+    addEventListener(type, function listen(event) {
+        if (type === "pointermove" && !event.buttons) return;  // a drag is meant
+        removeEventListener(type, listen, {capture: true});
         const began = event.timeStamp;
         requestAnimationFrame(() => requestAnimationFrame(() => { window.took = performance.now() - began; }));
-    }, {capture: true, once: true});
+    }, {capture: true});
 }"""
 # what blocks the page longer than 50 ms, also after that frame
 _WATCH = """() => {
@@ -26,12 +30,17 @@ _WATCH = """() => {
         for (const entry of list.getEntries()) window.longest = Math.max(window.longest, entry.duration);
     }).observe({type: "longtask"});
 }"""
+_TASK = "ThreadControllerImpl::RunTask"
 _SETTLE = 250  # milliseconds after an interaction in which long tasks still count as its own
 _WIDTH, _HEIGHT = 1280, 900
 
 
 def in_a_browser(path: Path, rounds: int) -> dict[str, Any]:
-    """Milliseconds until the first paint and until the strip is drawn, and of each interaction."""
+    """Milliseconds until the first paint and until the strip is drawn, and of each interaction.
+
+    Of an interaction: from the input to the end of the frame after it, on the clock; the longest task of the page; and
+    the processor time of the page's thread, in all that it does then ("cpu").
+    """
     with chromium() as browser:
         opened = [_open(browser, path) for _ in range(rounds)]
         context = browser.new_context(viewport={"width": _WIDTH, "height": _HEIGHT})
@@ -44,20 +53,38 @@ def in_a_browser(path: Path, rounds: int) -> dict[str, Any]:
             times, longest = [], 0.0
             for number in range(rounds + 1):
                 page.evaluate("() => { window.longest = 0; }")
-                page.evaluate(_ARM, kind)
-                act(number)
-                until(page, "window.took !== null", seconds=30)
-                page.wait_for_timeout(_SETTLE)
+                _timed(page, kind, act, number)
                 if number:  # the first compiles
                     times.append(page.evaluate("window.took"))
                     longest = max(longest, page.evaluate("window.longest"))
             found[name] = spread(times) | {"longest_task": longest}
+            # again, with the browser's own trace, which tells what the page's thread did whatever else the machine does
+            browser.start_tracing(page=page, categories=["toplevel", "devtools.timeline"])
+            for number in range(rounds):
+                _timed(page, kind, act, number)
+            found[name]["cpu"] = _busy(json.loads(browser.stop_tracing())) / rounds
             print(name, {key: round(value, 1) for key, value in found[name].items()}, flush=True)
         version = browser.version
         context.close()
     first = {name: spread([one[name] for one in opened]) for name in opened[0]}
     print(first, flush=True)
     return {"chromium": version, "open": first, "interactions": found}
+
+
+def _timed(page: Any, kind: str, act: Callable[[int], None], number: int) -> None:
+    page.evaluate(_ARM, kind)
+    act(number)
+    until(page, "window.took !== null", seconds=30)
+    page.wait_for_timeout(_SETTLE)
+
+
+def _busy(trace: dict[str, Any]) -> float:
+    """Milliseconds of processor time of the page's own thread, in a trace of the browser."""
+    events = [event for event in trace["traceEvents"] if event.get("ph") == "X"]
+    drawn = Counter((event["pid"], event["tid"]) for event in events if event["name"] == "FunctionCall")
+    thread = drawn.most_common(1)[0][0]  # where scripts run
+    tasks = [e for e in events if (e["pid"], e["tid"]) == thread and e["name"] == _TASK]
+    return sum(task.get("tdur", 0) for task in tasks) / 1000  # the last may be unfinished
 
 
 def _ready(page: Any) -> None:
@@ -100,7 +127,7 @@ def _interactions(page: Any) -> dict[str, tuple[str, Callable[[int], None]]]:
         return act
 
     def drag(number: int) -> None:
-        """Only the first move is timed; each draws the same."""
+        """Its first move is timed; each draws the same."""
         x, y = place()
         page.mouse.move(x, y)
         page.mouse.down()
@@ -128,6 +155,12 @@ def _interactions(page: Any) -> dict[str, tuple[str, Callable[[int], None]]]:
     def shade(number: int) -> None:
         shades.nth((number + 1) % shades.count()).check(force=True)
 
+    def sort(number: int) -> None:
+        page.locator("#sort").select_option(index=(number + 1) % 3)
+
+    def far(number: int) -> None:
+        page.locator("#far").select_option(index=1 + number % 3)
+
     def link(number: int) -> None:
         page.evaluate("n => { location.hash = `chunk=${n}`; }", draw.randrange(chunks))
 
@@ -141,5 +174,7 @@ def _interactions(page: Any) -> dict[str, tuple[str, Callable[[int], None]]]:
         "next match": ("keydown", next_match),
         "jump": ("keydown", jump_to),
         "change of shading": ("change", shade),
+        "strongest, sorted": ("change", sort),
+        "strongest, filtered": ("change", far),
         "deep link": ("hashchange", link),
     }

@@ -187,6 +187,10 @@ def test_rules_ask_with_the_text_before_the_reading_chunk(modules: dict[str, Mod
         sorted(sorted(range(chunk - 1), key=lambda m: (-row[m], m))[:3])
         for chunk, row in zip(reading, product, strict=True)
     ]
+    # what was read before each: by no later chunk, in any order of asking
+    counted = chunks_of(chunks[0].text * 5, {2: [[0], [0]], 3: [[0, 1], [0]]})
+    habits = modules["baselines"].Rules(counted, statistics, tokenizer)
+    assert habits.scores("hubs", np.array([4, 2, 3])).tolist() == [[2, 1, 0, 0, 0], [0] * 5, [1, 0, 0, 0, 0]]
     # the first chunk has none before it
     joined, counts = rules._joined(np.array([0, 1]))
     assert counts.tolist() == [SIZE, 2 * SIZE]

@@ -26,7 +26,7 @@ class TraceHeader:
     """Of the whole trace."""
 
     model: dict[str, Any]
-    """name, folder, architecture, parameters, weights (SHA-256) and what else identifies it."""
+    """name, folder, architecture, parameters, weights_sha256 and what else identifies it."""
     num_groups: int
     """G of a DRT or an RPT; of Landmark Attention the layers, each of which reads for itself."""
     chunk_size: int

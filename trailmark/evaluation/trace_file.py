@@ -168,7 +168,9 @@ class TraceFile:
             )
         mark = read_json(self.folder / _MARK) or {}
         killed = mark.get("memory") == str(self._memory.resolve()) and mark.get("saved") is False
-        if (self.path.exists() or self.folder.exists()) and not killed:
+        # the mark comes before the file: a reading that was killed earlier left no more than an empty folder
+        fresh = not mark and not self.path.exists() and not (self.folder.exists() and self._generations())
+        if not (fresh or killed):
             raise ValueError(
                 f"trace: expected a file that is not there yet, or that of the memory {str(self._memory)!r}, which "
                 f"holds nothing; {str(self.path)!r} is there. Choose another one, or remove it and {self.folder.name}."

@@ -31,7 +31,9 @@ from trailmark.report.theme import style
 # joined in this order; all share one scope
 SCRIPTS = (
     "explorer_data.js",
+    "explorer_shades.js",
     "explorer_strip.js",
+    "explorer_pointers.js",
     "explorer_chunk.js",
     "explorer_search.js",
     "explorer_main.js",

@@ -1,12 +1,8 @@
 // The chosen chunk: its tokens, what it read, who read it.
-const CONTEXT = 400; // characters before and after a chunk
+const CONTEXT = 240; // characters before and after a chunk
 const EXTREME = 8; // tokens of each end in the table
 const READERS = 100; // shown at first
-
-const colourOf = (share) => {
-  const strength = Math.round(Math.min(1, Math.abs(share)) * 75);
-  return strength ? `color-mix(in srgb, var(--series-${share > 0 ? 1 : 2}) ${strength}%, transparent)` : "";
-};
+const MORE = 500; // shown in addition
 
 class ChunkPanel {
   constructor(doc, gainScale) {
@@ -16,7 +12,7 @@ class ChunkPanel {
     this.tip = byId("tip");
     this.box.addEventListener("pointerover", (event) => this.hover(event));
     this.box.addEventListener("pointerleave", () => (this.tip.hidden = true));
-    byId("all-readers").addEventListener("click", () => this.readers(this.chosen, Infinity));
+    byId("more-readers").addEventListener("click", () => this.readers(this.chosen, this.shown + MORE));
   }
 
   // mark: the place [from, to) of a match in the text, or null
@@ -29,12 +25,13 @@ class ChunkPanel {
     this.reads(c);
     this.readers(c, READERS);
     this.box.dataset.chunk = c;
+    markShared(this.doc, c, this.box, byId("reads"));
   }
 
   heading(c) {
     const { doc } = this, first = doc.tokens[c], last = doc.tokens[c + 1] - 1, file = sourceOf(first);
     byId("chunk-number").textContent = `Chunk ${count(c)}`;
-    const place = `of ${count(doc.C)} \u00b7 tokens ${count(first)}\u2013${count(last)} \u00b7 ${((100 * first) / doc.T).toFixed(1)} % of the text`;
+    const place = `of ${count(doc.C)} \u00b7 tokens ${count(first)}\u2013${count(last)} \u00b7 ${((100 * first) / doc.T).toFixed(1)}% of the text`;
     byId("chunk-place").replaceChildren(place, ...(file === null ? [] : [" \u00b7 ", make("bdi", { text: oneLine(file, 80) })]));
     const number = (id, value, shown) => {
       byId(id).dataset.value = String(value);
@@ -55,28 +52,39 @@ class ChunkPanel {
     const around = (from, to) => make("span", { className: "around", text: visible(doc.text.slice(whole16(doc, from), whole16(doc, to))) });
     parts.append(around(Math.max(0, first - CONTEXT), first));
     const own = make("span", { className: "own" });
-    for (let t = doc.tokens[c]; t < doc.tokens[c + 1]; t++) {
-      const gain = tokenGain(doc, t), token = make("span", { text: visible(tokenText(doc, t)) });
-      token.dataset.token = t;
-      if (!Number.isNaN(gain)) token.style.backgroundColor = colourOf(gain / this.gainScale);
-      if (mark && doc.charStarts[t] < mark[1] && doc.charStarts[t + 1] > mark[0]) token.className = "match";
+    for (const piece of piecesOf(doc, c)) {
+      const token = make("span", { text: visible(doc.text.slice(piece.from, piece.to)), data: { token: piece.first, end: piece.end } });
+      const share = Math.min(1, Math.abs(piece.gain) / this.gainScale);
+      if (share > 0.01) {
+        token.className = piece.gain > 0 ? "helped" : "hurt";
+        token.style.setProperty("--share", share.toFixed(2));
+      }
+      if (mark && piece.from < mark[1] && piece.to > mark[0]) token.classList.add("match");
       own.append(token);
     }
     parts.append(own, around(last, Math.min(doc.text.length, last + CONTEXT)));
     box.replaceChildren(parts);
+    box.scrollTop = own.offsetTop - 3 * parseFloat(getComputedStyle(box).lineHeight);
   }
 
   hover(event) {
     const t = Number(event.target.dataset?.token ?? NaN), { doc, tip } = this;
     if (Number.isNaN(t)) return (tip.hidden = true);
-    const gain = tokenGain(doc, t);
-    const says = Number.isNaN(gain)
-      ? "the first token of the text bears no loss"
-      : `gain ${signed(gain)} \u00b7 loss ${doc.losses[t].toFixed(3)} with retrieval, ${doc.lossesWithout[t].toFixed(3)} without`;
-    tip.replaceChildren(make("strong", { text: `Token ${count(t)}` }), make("span", { text: ` \u00b7 ${says}` }));
+    const lines = [];
+    for (let one = t; one < Number(event.target.dataset.end); one++) lines.push(this.tellToken(one));
+    tip.replaceChildren(...lines);
     tip.hidden = false;
     const at = event.target.getClientRects()[0];
     placeTip(tip, at.left + at.width / 2, at.bottom + 6);
+  }
+
+  tellToken(t) {
+    const { doc } = this, gain = tokenGain(doc, t), times = Math.exp(Math.abs(gain));
+    const says = Number.isNaN(gain)
+      ? "the first token of the text bears no loss"
+      : `gain ${signed(gain)} nats: ${times < 1000 ? times.toFixed(times < 10 ? 2 : 0) : times.toExponential(0)} times ${
+          gain < 0 ? "less" : "as"} likely \u00b7 loss ${doc.losses[t].toFixed(3)}, without retrieval ${doc.lossesWithout[t].toFixed(3)}`;
+    return make("div", {}, make("strong", { text: `Token ${count(t)}` }), ` \u00b7 ${says}`);
   }
 
   extremes(c) {
@@ -119,7 +127,7 @@ class ChunkPanel {
         item.append(text, more);
         return item;
       });
-      const name = `${about.group_name[0].toUpperCase()}${about.group_name.slice(1)} ${g + 1}`;
+      const name = `${about.group_name[0].toUpperCase()}${about.group_name.slice(1)} ${g}`;
       const title = make("h4", {}, make("span", { className: "swatch", style: `background:var(--series-${groupColour(g)})` }), name);
       groups.push(make("section", { className: "group" }, title,
         entries.length ? make("ol", {}, ...list) : make("p", { className: "none", text: "reads nothing" })));
@@ -134,18 +142,18 @@ class ChunkPanel {
   }
 
   readers(c, most) {
-    const { doc } = this, entries = [...doc.byEntries.subarray(doc.byStarts[c], doc.byStarts[c + 1])];
-    entries.sort((a, b) => doc.readWeights[b] - doc.readWeights[a] || a - b);
-    const shown = entries.slice(0, most).map((e) => {
+    const { doc } = this, entries = readersOf(doc, c, most), all = doc.timesRead[c];
+    const shown = entries.map((e) => {
       const other = doc.reader[e], item = this.entry(e, other, doc.tokens[other] - doc.tokens[c], "later");
       item.append(make("p", { className: "excerpt short" }, make("bdi", { text: oneLine(chunkText(doc, other), 160) })));
       return item;
     });
     byId("read-by").replaceChildren(...shown);
-    byId("nobody").hidden = entries.length > 0;
-    const rest = byId("all-readers");
-    rest.hidden = entries.length <= most;
-    rest.textContent = `Show all ${count(entries.length)}`;
+    this.shown = entries.length;
+    byId("nobody").hidden = all > 0;
+    const rest = byId("more-readers");
+    rest.hidden = all <= entries.length;
+    rest.textContent = `Show ${count(Math.min(MORE, all - entries.length))} more of ${count(all)}`;
   }
 }
 
@@ -155,4 +163,58 @@ const groupColour = (g) => [3, 4, 5, 6, 7, 8, 1, 2][g % 8];
 function whole16(doc, at) {
   const code = doc.text.charCodeAt(at);
   return code >= 0xdc00 && code <= 0xdfff && at > 0 ? at - 1 : at;
+}
+
+// --- words that a chunk and what it read share ---------------------------------------------------------------
+
+const WORD = /[\p{L}\p{N}_:]{3,}/gu;
+const RARE = 0.01; // of the chunks, at most
+let marking = 0;
+
+// underlines, a word at a time while the page rests, the words of the chosen chunk that stand in its reads too and that
+// the whole text holds but rarely
+async function markShared(doc, c, box, reads) {
+  const turn = ++marking;
+  if (!globalThis.Highlight || !CSS.highlights) return;
+  CSS.highlights.delete("shared");
+  byId("shared").hidden = true;
+  const wordsOf = (text) => new Set(Array.from(text.matchAll(WORD), ([word]) => word));
+  const read = new Set();
+  for (let e = doc.readStarts[c * doc.G]; e < doc.readStarts[(c + 1) * doc.G]; e++) {
+    for (const word of wordsOf(chunkText(doc, doc.readChunks[e]))) read.add(word);
+  }
+  const rare = new Set(), most = Math.max(8, RARE * doc.C);
+  for (const word of wordsOf(chunkText(doc, c))) {
+    if (!read.has(word)) continue;
+    await new Promise((done) => setTimeout(done));
+    if (turn !== marking) return;
+    let seen = 0;
+    for (let at = doc.text.indexOf(word); at >= 0 && seen <= most; at = doc.text.indexOf(word, at + word.length)) seen++;
+    if (seen <= most) rare.add(word);
+  }
+  if (!rare.size) return;
+  const ranges = [box.querySelector(".own"), ...reads.querySelectorAll(".excerpt bdi")].flatMap((part) => rangesOf(part, rare));
+  CSS.highlights.set("shared", new Highlight(...ranges));
+  byId("shared").hidden = false;
+}
+
+// of each of the words in an element's text, which may stand in several of its nodes
+function rangesOf(part, words) {
+  const walk = document.createTreeWalker(part, NodeFilter.SHOW_TEXT), nodes = [], starts = [];
+  let text = "";
+  while (walk.nextNode()) {
+    nodes.push(walk.currentNode);
+    starts.push(text.length);
+    text += walk.currentNode.data;
+  }
+  const found = [];
+  for (const match of text.matchAll(WORD)) {
+    if (!words.has(match[0])) continue;
+    const range = new Range(), end = match.index + match[0].length;
+    const node = (at) => lastAtMost(starts, at, starts.length);
+    range.setStart(nodes[node(match.index)], match.index - starts[node(match.index)]);
+    range.setEnd(nodes[node(end - 1)], end - starts[node(end - 1)]);
+    found.push(range);
+  }
+  return found;
 }

@@ -90,7 +90,39 @@ function documentOf(arrays) {
 
 const chunkText = (doc, c) => doc.text.slice(doc.charStarts[doc.tokens[c]], doc.charStarts[doc.tokens[c + 1]]);
 const tokenText = (doc, t) => doc.text.slice(doc.charStarts[t], doc.charStarts[t + 1]);
+// a chunk's tokens as they are shown, with the places of their text and the sum of their gains: a token without a
+// character of its own (a byte of one that the next token ends) goes with the next, at a chunk's end with the last
+function piecesOf(doc, c) {
+  const found = [];
+  let first = doc.tokens[c], gain = NaN;
+  for (let t = first; t < doc.tokens[c + 1]; t++) {
+    const own = tokenGain(doc, t);
+    if (!Number.isNaN(own)) gain = (Number.isNaN(gain) ? 0 : gain) + own;
+    if (doc.charStarts[t + 1] === doc.charStarts[t] && t + 1 < doc.tokens[c + 1]) continue;
+    const last = found.at(-1);
+    if (doc.charStarts[t + 1] === doc.charStarts[first] && last) {
+      last.end = t + 1;
+      last.gain += gain;
+    } else found.push({ first, end: t + 1, from: doc.charStarts[first], to: doc.charStarts[t + 1], gain });
+    [first, gain] = [t + 1, NaN];
+  }
+  return found;
+}
 const tokenGain = (doc, t) => doc.lossesWithout[t] - doc.losses[t];
+
+// the entries of the `most` heaviest readings of a chunk, the heaviest first, of equal ones the earliest; there may be
+// tens of thousands, so that not all are sorted by comparing
+let asked = { chunk: -1, most: 0, entries: [] };
+function readersOf(doc, c, most) {
+  if (asked.chunk === c && asked.most >= most) return asked.entries.slice(0, most);
+  const all = doc.byEntries.subarray(doc.byStarts[c], doc.byStarts[c + 1]), weights = doc.readWeights;
+  const sorted = Float32Array.from(all, (e) => weights[e]).sort();
+  const least = all.length > most ? sorted[all.length - most] : -Infinity;
+  const entries = Array.from(all.filter((e) => weights[e] >= least));
+  entries.sort((a, b) => weights[b] - weights[a] || a - b);
+  asked = { chunk: c, most, entries: entries.slice(0, most) };
+  return asked.entries;
+}
 
 // the last place of an ascending array whose value is at most the given one
 function lastAtMost(sorted, value, count) {

@@ -45,7 +45,12 @@ def _top(about: dict[str, Any]) -> Html:
     tiles = (
         (count(about["tokens"]), "tokens", f"in {count(about['chunks'])} chunks", None),
         (f"{loss:.4f}", "nats a token, with retrieval", f"perplexity {_perplexity(loss)}", "loss"),
-        (f"{without:.4f}", "nats a token, retrieval off", f"perplexity {_perplexity(without)}", "loss-without"),
+        (
+            f"{without:.4f}",
+            "nats a token, retrieval off",
+            f"perplexity {_perplexity(without)}",
+            "loss-without",
+        ),
         ("…", "of the tokens cost less with retrieval", "both losses are computed", "helped"),
     )
     entries = [
@@ -91,7 +96,7 @@ def _model(about: dict[str, Any]) -> str:
 
 
 def _made(about: dict[str, Any]) -> str:
-    weights = str(about["model"].get("weights", ""))[:12]
+    weights = str(about["model"].get("weights_sha256", about["model"].get("weights", "")))[:12]
     of = f" Weights {weights}…" if weights else ""
     return f"Made by trailmark {about['version']} on {about['date']}.{of} This page asks the network for nothing."
 
@@ -120,6 +125,7 @@ def _map() -> Html:
         element("span", id="legend-bar", class_="ramp", aria_hidden="true"),
         element("span", id="legend-high"),
         element("span", id="legend-note"),
+        element("span", id="legend-none", class_="legend-none", hidden=""),
         class_="legend",
     )
     zoom = element(
@@ -134,8 +140,16 @@ def _map() -> Html:
     )
     find = element(
         "div",
-        element("label", "Search ", Html('<input id="search" type="search" autocomplete="off" spellcheck="false">')),
-        element("span", _button("search-previous", "↑", "Previous match"), _button("search-next", "↓", "Next match")),
+        element(
+            "label",
+            "Search ",
+            Html('<input id="search" type="search" autocomplete="off" spellcheck="false">'),
+        ),
+        element(
+            "span",
+            _button("search-previous", "↑", "Previous match"),
+            _button("search-next", "↓", "Next match"),
+        ),
         element("span", id="matches", role="status"),
         element(
             "form",
@@ -177,8 +191,9 @@ def _map() -> Html:
         strip,
         legend,
         paragraph(
-            "Above the strip: what the chosen chunk read. Below it: who read it. The upper edge of a column that holds several "
-            "chunks shows their extreme, the rest their mean.",
+            "Above the strip: what the chosen chunk read; below it: who read it; thicker where it weighed more, in the "
+            "colours of the groups below. Where several chunks share a column, its upper edge "
+            "shows their extreme, the rest their mean.",
             class_="fine",
         ),
         aria_labelledby="map-heading",
@@ -221,8 +236,8 @@ def _chosen() -> Html:
         element("summary", "Tokens that retrieval helped and hurt most"),
         element("div", extremes("most-helped", "helped"), extremes("most-hurt", "hurt"), class_="pair"),
     )
-    return element(
-        "section",
+    own = element(
+        "div",
         element(
             "div",
             element("h2", "Chunk", id="chunk-number"),
@@ -236,15 +251,44 @@ def _chosen() -> Html:
             class_="heading",
         ),
         facts,
-        element("div", id="chunk-text", dir="ltr", tabindex="0", role="region", aria_label="Text of the chosen chunk"),
+        element(
+            "div",
+            id="chunk-text",
+            dir="ltr",
+            tabindex="0",
+            role="region",
+            aria_label="Text of the chosen chunk",
+        ),
         legend,
         tables,
+        class_="own-part",
+    )
+    read = element(
+        "div",
         element("h3", "What it read"),
+        element(
+            "p",
+            "Words that stand in few chunks, but in this one too, are underlined.",
+            id="shared",
+            class_="fine",
+            hidden="",
+        ),
         element("div", id="reads"),
+        class_="read-part",
+    )
+    readers = element(
+        "div",
         element("h3", "Who read it"),
         element("p", "No later chunk.", id="nobody", class_="fine"),
         element("ol", id="read-by"),
-        Html('<button id="all-readers" type="button" hidden></button>'),
+        Html('<button id="more-readers" type="button" hidden></button>'),
+        class_="readers-part",
+    )
+    return element(
+        "section",
+        element("div", own),  # as high as what was read beside it: within it the text stays in view
+        read,
+        readers,
         id="chosen",
         tabindex="-1",
         aria_labelledby="chunk-number",
@@ -253,7 +297,7 @@ def _chosen() -> Html:
 
 def _retrievals(about: dict[str, Any]) -> Html:
     name = about["group_name"]
-    groups = [(-1, "all"), *((g, f"{g + 1}") for g in range(about["num_groups"]))]
+    groups = [(-1, "all"), *((g, f"{g}") for g in range(about["num_groups"]))]
     heads = ("reading", "read", name, "weight", "tokens back", "gain of the reader", "text of what was read")
     return element(
         "section",
@@ -263,7 +307,7 @@ def _retrievals(about: dict[str, Any]) -> Html:
             _select("sort", "Sort by", _SORTS),
             _select("far", "at least", _DISTANCES),
             _select("which-group", name, groups),
-            class_="controls",
+            class_="controls left",
         ),
         element(
             "div",

@@ -32,11 +32,23 @@ function start(doc) {
     if (location.hash !== address) history[remember ? "pushState" : "replaceState"](null, "", address);
     strip.setChosen(c);
     panel.show(c, mark);
+    byId("strip").setAttribute("aria-valuemax", doc.C - 1);
     byId("strip").setAttribute("aria-valuenow", c);
     const read = doc.timesRead[c] ? `read ${plural(doc.timesRead[c], "time")} later` : "never read later";
     const text = `Chunk ${count(c)} of ${count(doc.C)}: gain ${signed(doc.gain[c])} nats, ${read}.`;
     byId("strip").setAttribute("aria-valuetext", text);
     say(text);
+  };
+  const go = (c, remember) => {
+    choose(c, remember);
+    const at = byId("chosen").getBoundingClientRect();
+    if (at.bottom < 80 || at.top > innerHeight - 80) byId("chosen").scrollIntoView();
+  };
+  const seeAddress = () => {
+    const c = chunkInAddress(doc);
+    if (c !== null && c !== chosen) go(c, false);
+    // a link to what is chosen already leads to it as well
+    else if (c !== null) byId("chosen").scrollIntoView({ block: "nearest" });
   };
   const by = (many) => choose(Math.max(0, Math.min(doc.C - 1, (chosen ?? 0) + many)), false);
   const strip = new Strip(doc, gainScale, choose);
@@ -49,6 +61,8 @@ function start(doc) {
     byId("legend-low").textContent = kind.ends[0];
     byId("legend-high").textContent = kind.ends[1];
     byId("legend-note").textContent = kind.note;
+    byId("legend-none").textContent = kind.none;
+    byId("legend-none").hidden = !kind.none || !kind.values.some(Number.isNaN);
     byId("legend-bar").className = kind.diverging ? "diverging" : "ramp";
   };
   for (const radio of document.querySelectorAll("input[name=shade]")) {
@@ -64,7 +78,7 @@ function start(doc) {
   const share = byId("helped");
   const bearing = doc.bearing.reduce((a, b) => a + b, 0);
   share.dataset.value = doc.helped / bearing;
-  share.textContent = `${((100 * doc.helped) / bearing).toFixed(1)} %`;
+  share.textContent = `${((100 * doc.helped) / bearing).toFixed(1)}%`;
   byId("loss").dataset.value = doc.total;
   byId("loss-without").dataset.value = doc.totalWithout;
 
@@ -103,14 +117,7 @@ function start(doc) {
   });
   byId("help-open").addEventListener("click", () => byId("help").showModal());
 
-  addEventListener("hashchange", () => {
-    const c = chunkInAddress(doc);
-    if (c !== null && c !== chosen) choose(c, false);
-  });
-  addEventListener("popstate", () => {
-    const c = chunkInAddress(doc);
-    if (c !== null && c !== chosen) choose(c, false);
-  });
+  addEventListener("hashchange", seeAddress);
   themes(() => strip.recolour());
 
   let first = chunkInAddress(doc);
@@ -142,6 +149,7 @@ function themes(changed) {
     tell();
   });
   system.addEventListener("change", tell);
+  matchMedia("print").addEventListener("change", changed);
   tell();
 }
 

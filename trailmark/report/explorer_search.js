@@ -151,7 +151,7 @@ class Strongest {
       return make("tr", { data: { reader, chunk, group: doc.group[e], weight: doc.readWeights[e] } },
         make("th", { scope: "row" }, linkTo(reader)),
         make("td", {}, linkTo(chunk)),
-        make("td", { className: "number", text: count(doc.group[e] + 1) }),
+        make("td", { className: "number", text: count(doc.group[e]) }),
         make("td", { className: "number", text: doc.readWeights[e].toFixed(3) }),
         make("td", { className: "number", text: count(doc.tokens[reader] - doc.tokens[chunk]) }),
         make("td", { className: "number", text: signed(doc.gain[reader]) }),

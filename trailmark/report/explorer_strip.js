@@ -1,60 +1,10 @@
 // The whole text as a strip of chunks, above it an overview. The view is a stretch of chunks, [start, end).
-const ARCS = 104, CELLS = 86, BELOW = 62, OVERVIEW = 34; // heights in pixels
+const ARCS = 104, CELLS = 100, BELOW = 60, AXIS = 22, OVERVIEW = 36; // heights in pixels
 const NARROWEST = 0.6; // chunks in view at most zoom
-const TOKENS_FROM = 220; // pixels of a cell from which on its tokens are written in it
-
-// colours of the theme as numbers, looked up again when it changes
-function readColours() {
-  const style = getComputedStyle(document.documentElement);
-  const of = (name) => style.getPropertyValue(`--${name}`).trim();
-  const numbers = (hex) => [1, 3, 5].map((at) => parseInt(hex.slice(at, at + 2), 16));
-  const ramp = [];
-  for (let level = 0; level < 11; level++) ramp.push(of(`heat-${level}`));
-  return {
-    paper: of("paper"), ink: of("ink"), muted: of("muted"), rule: of("rule"), raised: of("raised"), link: of("link"),
-    shade: of("shade"), ramp,
-    rgbPaper: numbers(of("paper")), rgbHelp: numbers(of("series-1")), rgbHurt: numbers(of("series-2")),
-    groups: [3, 4, 5, 6, 7, 8, 1, 2].map((n) => of(`series-${n}`)),
-  };
-}
-
-// how each way of shading turns a chunk into 0 .. 1 (or -1 .. 1), and what its legend says
-function shadings(doc) {
-  const quantile = (values, share) => {
-    const sorted = Float64Array.from(values).sort();
-    return sorted.length ? sorted[Math.min(sorted.length - 1, Math.floor(share * sorted.length))] : 0;
-  };
-  const perToken = new Float64Array(doc.C);
-  for (let c = 0; c < doc.C; c++) perToken[c] = doc.bearing[c] ? doc.gain[c] / doc.bearing[c] : NaN;
-  const known = perToken.filter((value) => !Number.isNaN(value));
-  const widest = quantile(known.map(Math.abs), 0.98) || 1e-3;
-  const most = doc.timesRead.reduce((a, b) => Math.max(a, b), 1);
-  const ages = doc.age.filter((value) => !Number.isNaN(value));
-  const oldest = ages.reduce((a, b) => Math.max(a, b), 2), youngest = ages.reduce((a, b) => Math.min(a, b), oldest);
-  const logs = Math.log(oldest / youngest) || 1;
-  return {
-    read: {
-      values: doc.timesRead, diverging: false, ends: ["0", plural(most, "time")],
-      scale: (value) => Math.log1p(value) / Math.log1p(most),
-      note: "times read by later chunks, logarithmic",
-    },
-    gain: {
-      values: perToken, diverging: true, ends: [`${signed(-widest)} or less`, `${signed(widest)} or more`],
-      scale: (value) => Math.max(-1, Math.min(1, value / widest)),
-      note: "gain from retrieval in nats a token; the ends are 98 % of all chunks",
-    },
-    age: {
-      values: doc.age, diverging: false, ends: [plural(Math.round(youngest), "token"), plural(Math.round(oldest), "token")],
-      scale: (value) => Math.log(value / youngest) / logs,
-      note: "how far back it reads, weighted mean, logarithmic",
-    },
-  };
-}
-
-function mixed(colours, share) {
-  const towards = share >= 0 ? colours.rgbHelp : colours.rgbHurt, part = Math.abs(share);
-  return `rgb(${colours.rgbPaper.map((own, i) => Math.round(own + (towards[i] - own) * part)).join(" ")})`;
-}
+const TOKENS_FROM = 80; // pixels of a cell from which on its tokens are written in it
+const MOST_ARCS = 400; // of those who read the chosen chunk
+const LETTERS = [16, 14, 12.5, 11]; // their sizes: the largest with which the chunks in view fit
+const LINE = 1.42; // of a letter's size
 
 class Strip {
   constructor(doc, gainScale, choose) {
@@ -62,13 +12,13 @@ class Strip {
     this.canvas = byId("strip");
     this.overview = byId("overview");
     this.tip = byId("tip");
+    this.pictures = new Map(); // kept ones, by name
     this.kinds = shadings(doc);
     this.colours = readColours();
     this.shading = document.querySelector("input[name=shade]:checked").value;
-    this.pointers = new Map();
     new ResizeObserver(() => this.resize()).observe(this.canvas.parentElement);
     this.resize();
-    this.listen();
+    new Pointers(this);
   }
 
   // --- the view ---------------------------------------------------------------------------------------------
@@ -109,13 +59,14 @@ class Strip {
 
   recolour() {
     this.colours = readColours();
+    this.pictures.clear();
     this.draw();
   }
 
   resize() {
     const ratio = devicePixelRatio || 1, width = this.canvas.parentElement.clientWidth;
     this.width = width;
-    for (const [canvas, height] of [[this.canvas, ARCS + CELLS + BELOW], [this.overview, OVERVIEW]]) {
+    for (const [canvas, height] of [[this.canvas, ARCS + CELLS + BELOW + AXIS], [this.overview, OVERVIEW]]) {
       canvas.width = Math.max(1, Math.round(width * ratio));
       canvas.height = Math.round(height * ratio);
       canvas.style.height = `${height}px`;
@@ -166,7 +117,9 @@ class Strip {
       const wide = x(stop) - left;
       if (wide >= 1) {
         context.fillStyle = this.colour(values[c]);
-        context.fillRect(left, top, Math.max(0.6, wide - (wide > 4 ? 1 : 0)), height);
+        // from pixel to pixel: no seams between them
+        const begin = Math.floor(left);
+        context.fillRect(begin, top, Math.max(1, Math.floor(x(stop)) - begin - (wide > 4 ? 1 : 0)), height);
       } else {
         const pixel = Math.floor(left);
         let sum = 0, many = 0, extreme = NaN;
@@ -186,15 +139,36 @@ class Strip {
     }
   }
 
+  // draws what was drawn the last time, if nothing has changed on which it depends
+  kept(name, context, height, key, draw) {
+    const ratio = devicePixelRatio || 1;
+    key = `${key} ${this.shading} ${this.width} ${ratio}`;
+    let own = this.pictures.get(name);
+    if (own?.key !== key) {
+      const canvas = document.createElement("canvas");
+      canvas.width = Math.max(1, Math.round(this.width * ratio));
+      canvas.height = Math.round(height * ratio);
+      const pen = canvas.getContext("2d");
+      pen.setTransform(ratio, 0, 0, ratio, 0, 0);
+      draw(pen);
+      own = { key, canvas };
+      this.pictures.set(name, own);
+    }
+    context.drawImage(own.canvas, 0, 0, own.canvas.width / ratio, own.canvas.height / ratio);
+  }
+
   paint() {
     if (!this.width) return;
     this.paintOverview();
     const context = this.context(this.canvas), { doc } = this;
     const first = Math.max(0, Math.floor(this.start)), last = Math.min(doc.C, Math.ceil(this.end));
-    this.cells(context, first, last, (c) => this.x(c), ARCS, CELLS);
+    this.kept("strip", context, ARCS + CELLS, `${this.start} ${this.end}`, (own) =>
+      this.cells(own, first, last, (c) => this.x(c), ARCS, CELLS));
     if (this.x(first + 1) - this.x(first) >= TOKENS_FROM) {
-      for (let c = first; c < last; c++) this.writeTokens(context, c);
+      const size = this.letters(first, last);
+      for (let c = first; c < last; c++) this.writeTokens(context, c, size);
     }
+    this.axis(context);
     this.marks(context, first, last);
     this.files(context);
     if (this.chosen !== null) this.paintChosen(context);
@@ -202,14 +176,20 @@ class Strip {
 
   paintOverview() {
     const context = this.context(this.overview), { doc, width } = this;
-    this.cells(context, 0, doc.C, (c) => (c / doc.C) * width, 4, OVERVIEW - 8);
+    this.kept("overview", context, OVERVIEW, "", (own) =>
+      this.cells(own, 0, doc.C, (c) => (c / doc.C) * width, 4, OVERVIEW - 8));
     const left = (this.start / doc.C) * width, wide = Math.max(3, ((this.end - this.start) / doc.C) * width);
+    context.fillStyle = this.colours.paper;
+    context.globalAlpha = 0.55;
+    context.fillRect(0, 0, left, OVERVIEW);
+    context.fillRect(left + wide, 0, width, OVERVIEW);
+    context.globalAlpha = 1;
     context.strokeStyle = this.colours.ink;
     context.lineWidth = 1.5;
     context.strokeRect(left + 0.75, 1, Math.max(1.5, Math.min(wide, width - left) - 1.5), OVERVIEW - 2);
     if (this.hits) {
-      context.fillStyle = this.colours.ink;
-      for (const c of this.hits.chunks) context.fillRect((c / doc.C) * width, OVERVIEW - 4, 1, 4);
+      context.fillStyle = this.colours.mark;
+      this.ticks((c) => (c / doc.C) * width, 0, doc.C, (x) => context.fillRect(x, OVERVIEW - 6, 2, 6));
     }
     if (this.chosen !== null) {
       context.fillStyle = this.colours.link;
@@ -217,47 +197,95 @@ class Strip {
     }
   }
 
-  // a chunk's tokens in its cell, line by line, as far as they have room
-  writeTokens(context, c) {
-    const { doc, colours } = this;
-    const left = Math.max(0, this.x(c)) + 5, right = Math.min(this.width, this.x(c + 1)) - 6;
-    if (right - left < 60) return;
-    context.save();
-    context.beginPath();
-    context.rect(this.x(c), ARCS, this.x(c + 1) - this.x(c) - 1, CELLS);
-    context.fillStyle = colours.paper;
-    context.fill();
-    context.clip();
-    context.font = "12px ui-monospace, SFMono-Regular, Menlo, Consolas, monospace";
+  letters(first, last) {
+    const { doc } = this;
+    let most = 1;
+    for (let c = first; c < last; c++) most = Math.max(most, doc.charStarts[doc.tokens[c + 1]] - doc.charStarts[doc.tokens[c]]);
+    const room = Math.min(this.width, this.x(first + 1) - this.x(first)) - 11;
+    const fits = (size) => Math.floor(room / (0.61 * size)) * Math.floor((CELLS - 12) / (LINE * size)) >= 1.07 * most;
+    return LETTERS.find(fits) ?? LETTERS.at(-1);
+  }
+
+  // a chunk's tokens in its cell, each on the colour of its gain, line by line; dots where they have no more room
+  writeTokens(context, c, size) {
+    const { doc, colours } = this, high = LINE * size, begin = this.x(c), cell = this.x(c + 1) - begin - 1;
+    const left = Math.max(0, begin) + 5, right = Math.min(this.width, begin + cell) - 5;
+    const lines = Math.floor((CELLS - 12) / high);
+    if (right - left < 3 * size) return;
+    context.fillStyle = colours.raised;
+    context.fillRect(begin, ARCS + 6, cell, CELLS - 6); // above it the chunk's own shade is still seen
+    context.font = `${size}px ui-monospace, SFMono-Regular, Menlo, Consolas, "DejaVu Sans Mono", monospace`;
     context.textBaseline = "middle";
     context.direction = "ltr";
-    const advance = context.measureText("m").width, high = 16;
-    let x = left, y = ARCS + 11;
-    for (let t = doc.tokens[c]; t < doc.tokens[c + 1]; t++) {
-      const shown = oneLineToken(tokenText(doc, t)), wide = Math.max(advance, context.measureText(shown).width);
-      if (x + wide > right && x > left) {
-        x = left;
-        y += high;
-        if (y + high / 2 > ARCS + CELLS) break;
-      }
-      const gain = tokenGain(doc, t);
-      if (!Number.isNaN(gain)) {
-        context.fillStyle = mixed(colours, 0.75 * Math.max(-1, Math.min(1, gain / this.gainScale)));
+    let x = left, line = 0;
+    for (const piece of piecesOf(doc, c)) {
+      const ground = mixed(colours, colours.strength * Math.max(-1, Math.min(1, piece.gain / this.gainScale)));
+      const shown = oneLineToken(doc.text.slice(piece.from, Math.min(piece.to, piece.from + 600)));
+      for (const part of shown.length > 12 ? shown : [shown]) {
+        const wide = context.measureText(part).width;
+        if (x + wide > right && x > left) {
+          x = left;
+          line++;
+        }
+        const y = ARCS + 9 + (line + 0.5) * high;
+        if (line >= lines) {
+          context.fillStyle = colours.raised;
+          context.fillRect(right - size, y - 1.5 * high, size, high);
+          context.fillStyle = colours.muted;
+          context.fillText("\u2026", right - size, y - high);
+          return;
+        }
+        context.fillStyle = ground;
         context.fillRect(x, y - high / 2 + 1, wide, high - 2);
+        context.fillStyle = colours.ink;
+        context.fillText(part, x, y, right - left);
+        x += wide;
       }
-      context.fillStyle = colours.ink;
-      context.fillText(shown, x, y);
-      x += wide;
     }
-    context.restore();
   }
 
   marks(context, first, last) {
     if (!this.hits) return;
-    context.fillStyle = this.colours.ink;
-    const wide = Math.max(1, Math.min(6, this.x(1) - this.x(0)));
+    context.fillStyle = this.colours.mark;
+    const wide = Math.max(2, Math.min(8, this.x(1) - this.x(0)));
+    this.ticks((c) => this.x(c + 0.5), first, last, (x) => context.fillRect(x - wide / 2, ARCS + CELLS + 2, wide, 6));
+  }
+
+  // where chunks with a match lie, no pixel twice
+  ticks(place, first, last, draw) {
+    let before = -1;
     for (const c of this.hits.chunks) {
-      if (c >= first && c < last) context.fillRect(this.x(c + 0.5) - wide / 2, ARCS + CELLS + 1, wide, 5);
+      if (c < first || c >= last) continue;
+      const x = Math.floor(place(c));
+      if (x !== before) draw(x);
+      before = x;
+    }
+  }
+
+  // token numbers; a chunk is as wide as any other, so they stand at the chunks that hold them
+  axis(context) {
+    const { doc, width, colours } = this, y = ARCS + CELLS + BELOW;
+    const token = (chunk) => {
+      const c = Math.min(doc.C - 1, Math.floor(chunk));
+      return doc.tokens[c] + (chunk - c) * (doc.tokens[c + 1] - doc.tokens[c]);
+    };
+    const chunk = (at) => {
+      const c = lastAtMost(doc.tokens, at, doc.C);
+      return c + (at - doc.tokens[c]) / (doc.tokens[c + 1] - doc.tokens[c]);
+    };
+    const [low, high] = [token(this.start), token(this.end)];
+    const rough = (high - low) / Math.max(2, width / 130), power = 10 ** Math.floor(Math.log10(rough));
+    const step = Math.max(1, [1, 2, 5, 10].find((n) => n * power >= rough) * power);
+    context.fillStyle = colours.rule;
+    context.fillRect(0, y, width, 1);
+    context.fillStyle = colours.muted;
+    context.font = "11px system-ui, sans-serif";
+    context.textBaseline = "top";
+    for (let at = Math.ceil(low / step) * step, first = true; at <= high; at += step, first = false) {
+      const x = this.x(chunk(at)), says = first ? `token ${count(at)}` : count(at);
+      const wide = context.measureText(says).width;
+      context.fillRect(x, y, 1, 5);
+      context.fillText(says, Math.max(0, Math.min(width - wide, x - wide / 2)), y + 7);
     }
   }
 
@@ -266,11 +294,16 @@ class Strip {
     context.font = "11px system-ui, sans-serif";
     context.textBaseline = "top";
     let free = -Infinity;
+    const inView = this.doc.tokens[Math.floor(this.start)];
+    const current = about.sources.findLast((source) => source.first_token <= inView);
     for (const source of about.sources) {
-      const x = this.x(lastAtMost(this.doc.tokens, source.first_token, this.doc.C));
-      if (x < -1 || x > this.width) continue;
+      const begin = this.x(lastAtMost(this.doc.tokens, source.first_token, this.doc.C));
+      if (begin > this.width) break;
+      // of the files that began before the view the last one is named
+      if (begin < -1 && source !== current) continue;
+      const x = Math.max(0, begin);
       context.fillStyle = this.colours.muted;
-      context.fillRect(Math.max(0, x), 0, 1, ARCS + CELLS);
+      if (begin >= 0) context.fillRect(x, 0, 1, ARCS + CELLS);
       const name = oneLine(source.name, 28);
       if (x < free) continue;
       context.fillText(name, x + 4, 1);
@@ -290,91 +323,25 @@ class Strip {
         this.arc(context, from, this.x(doc.readChunks[e] + 0.5), doc.readWeights[e], g, ARCS - 2, -1, ARCS - 16);
       }
     }
-    const many = Math.min(400, doc.byStarts[chosen + 1] - doc.byStarts[chosen]);
-    for (let i = 0; i < many; i++) {
-      const e = doc.byEntries[doc.byStarts[chosen] + i];
+    const later = readersOf(doc, chosen, MOST_ARCS), faint = Math.min(1, Math.sqrt(40 / later.length));
+    for (const e of later.slice().reverse()) {
       const to = this.x(doc.reader[e] + 0.5);
-      this.arc(context, from, to, doc.readWeights[e], doc.group[e], ARCS + CELLS + 7, 1, BELOW - 10);
+      this.arc(context, from, to, doc.readWeights[e], doc.group[e], ARCS + CELLS + 7, 1, BELOW - 10, faint);
     }
   }
 
-  arc(context, from, to, weight, g, base, side, most) {
+  arc(context, from, to, weight, g, base, side, most, faint = 1) {
     const middle = (from + to) / 2, half = Math.abs(to - from) / 2;
     context.strokeStyle = this.colours.groups[g % this.colours.groups.length];
-    context.globalAlpha = 0.25 + 0.75 * Math.min(1, weight);
+    context.globalAlpha = faint * (0.35 + 0.65 * Math.min(1, weight));
     context.lineWidth = 1 + 3 * Math.min(1, weight);
     context.beginPath();
     const high = Math.min(most, 12 + half * 0.6);
     context.ellipse(middle, base, Math.max(0.5, half), high, 0, 0, Math.PI, side < 0);
     context.stroke();
+    context.fillStyle = context.strokeStyle;
+    context.fillRect(to - 2, base - (side < 0 ? 1 : 2), 4, 3);
     context.globalAlpha = 1;
-  }
-
-  // --- pointers ---------------------------------------------------------------------------------------------
-
-  listen() {
-    const { canvas, overview } = this;
-    const place = (event, of = canvas) => event.clientX - of.getBoundingClientRect().left;
-    canvas.addEventListener("wheel", (event) => {
-      event.preventDefault();
-      const at = this.start + (place(event) / this.width) * (this.end - this.start);
-      const unit = event.deltaMode === 1 ? 16 : 1;
-      if (Math.abs(event.deltaX) > Math.abs(event.deltaY) || event.shiftKey) {
-        const moved = (event.deltaX || event.deltaY) * unit;
-        this.pan((moved / this.width) * (this.end - this.start));
-      } else this.zoom(Math.exp(Math.max(-240, Math.min(240, event.deltaY * unit)) * 0.002), at);
-    }, { passive: false });
-    canvas.addEventListener("pointerdown", (event) => {
-      if (event.button) return;
-      canvas.setPointerCapture(event.pointerId);
-      this.pointers.set(event.pointerId, place(event));
-      this.moved = this.pointers.size > 1 ? Infinity : 0;
-    });
-    canvas.addEventListener("pointermove", (event) => {
-      if (!this.pointers.has(event.pointerId)) return this.hover(event, place(event));
-      const before = [...this.pointers.values()], was = this.pointers.get(event.pointerId);
-      this.pointers.set(event.pointerId, place(event));
-      const after = [...this.pointers.values()], span = this.end - this.start;
-      if (after.length === 1) {
-        this.moved += Math.abs(place(event) - was);
-        if (this.moved > 4) this.pan(((was - place(event)) / this.width) * span);
-      } else {
-        const apart = (pair) => Math.max(12, Math.abs(pair[0] - pair[1]));
-        const at = this.start + ((after[0] + after[1]) / 2 / this.width) * span;
-        this.zoom(apart(before) / apart(after), at);
-      }
-      this.tip.hidden = true;
-    });
-    const up = (event) => {
-      const known = this.pointers.delete(event.pointerId);
-      if (known && event.type === "pointerup" && this.moved <= 4) this.choose(this.chunkAt(place(event)), true);
-    };
-    canvas.addEventListener("pointerup", up);
-    canvas.addEventListener("pointercancel", up);
-    canvas.addEventListener("pointerleave", () => (this.tip.hidden = true));
-    const centre = (event) => {
-      const at = (place(event, overview) / this.width) * this.doc.C, span = this.end - this.start;
-      this.setView(at - span / 2, at + span / 2);
-    };
-    overview.addEventListener("pointerdown", (event) => {
-      overview.setPointerCapture(event.pointerId);
-      centre(event);
-    });
-    overview.addEventListener("pointermove", (event) => overview.hasPointerCapture(event.pointerId) && centre(event));
-  }
-
-  hover(event, x) {
-    const { doc, tip } = this, c = this.chunkAt(x);
-    if (event.pointerType === "touch") return;
-    tip.replaceChildren(
-      make("strong", { text: `Chunk ${count(c)}` }),
-      make("span", {
-        text: ` \u00b7 tokens ${count(doc.tokens[c])}\u2013${count(doc.tokens[c + 1] - 1)} \u00b7 read ${plural(doc.timesRead[c], "time")} \u00b7 gain ${signed(doc.gain[c])}`,
-      }),
-      make("bdi", { text: oneLine(chunkText(doc, c), 90) }),
-    );
-    tip.hidden = false;
-    placeTip(tip, event.clientX, this.canvas.getBoundingClientRect().top + ARCS + CELLS + 8);
   }
 }
 

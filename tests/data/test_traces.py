@@ -1,0 +1,128 @@
+"""The lines of a trace: what is written is read back, and what is no trace is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from trailmark.data.traces import (
+    Read,
+    TracedChunk,
+    TraceHeader,
+    TraceSource,
+    decode,
+    encode,
+    read_trace,
+    totals,
+    write_lines,
+)
+
+HEADER = TraceHeader({"name": "m"}, 1, 2, 3, settings={"memory_dtype": "float32"})
+
+
+def chunk(
+    number: int = 0, text: str = "ab", values: Any = (np.nan, 0.5), dtype: Any = np.float32
+) -> TracedChunk:
+    numbers = np.array(values, dtype)
+    reads = (
+        Read(np.array([1, 4]), numbers, numbers),
+        Read(np.array([2, 3]), numbers, None, 0.25),
+        Read(np.zeros(0, np.int64), np.zeros(0), np.zeros(0)),
+    )
+    ids, starts = np.array([7, 8]), np.array([0, 1])
+    return TracedChunk(number, 2 * number, True, ids, text, starts, reads, numbers, numbers)
+
+
+def same(one: TracedChunk, other: TracedChunk) -> bool:
+    """But for the types of numbers: those of a file are float64."""
+
+    def equal(a: Any, b: Any) -> bool:
+        return (a is None and b is None) or np.array_equal(
+            np.asarray(a, other.losses.dtype), np.asarray(b, other.losses.dtype), equal_nan=True
+        )
+
+    assert len(one.reads) == len(other.reads)
+    reads = all(
+        np.array_equal(a.chunks, b.chunks)
+        and equal(a.weights, b.weights)
+        and equal(a.scores, b.scores)
+        and a.rest == b.rest
+        for a, b in zip(one.reads, other.reads, strict=True)
+    )
+    whole = (one.number, one.first_token, one.closed, one.text) == (
+        other.number,
+        other.first_token,
+        other.closed,
+        other.text,
+    )
+    return (
+        whole
+        and reads
+        and equal(one.losses, other.losses)
+        and equal(one.losses_without, other.losses_without)
+    )
+
+
+@given(
+    st.text(st.characters(), max_size=6),
+    st.lists(st.floats(width=32, allow_infinity=False), min_size=2, max_size=2),
+    st.sampled_from([np.float32, np.float64]),
+)
+@settings(derandomize=True, deadline=None, max_examples=100)
+def test_a_line_is_read_back(text: str, values: list[float], dtype: Any) -> None:
+    """Whatever the text holds: ends of lines, halves of characters; every float to the bit."""
+    own = chunk(0, text, values, dtype)
+    line = encode(own)
+    assert line.count("\n") == 1
+    assert line.endswith("\n")
+    assert same(decode(line.encode().decode()), own)  # type: ignore[arg-type]
+
+
+def test_numbers_of_float32_are_short() -> None:
+    assert '"losses":[0.1,null]' in encode(chunk(values=(0.1, np.nan)))
+    assert '"losses":[0.1,null]' in encode(chunk(values=(0.1, np.nan), dtype=np.float64))
+    with pytest.raises(ValueError, match="expected finite numbers"):
+        encode(chunk(values=(0.1, np.inf)))
+
+
+def test_a_file_is_read_line_by_line(tmp_path: Path) -> None:
+    path, own = tmp_path / "trace", [chunk(0), chunk(1)]
+    write_lines(path, [HEADER, TraceSource("a", 0, "/a"), *own])
+    header, found = read_trace(path)
+    assert header == HEADER
+    source, *rest = found
+    assert source == TraceSource("a", 0, "/a")
+    chunks = [x for x in rest if isinstance(x, TracedChunk)]
+    assert len(rest) == len(chunks) == 2
+    assert all(map(same, chunks, own))
+    assert totals(chunks) == (2, 1.0, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("lines", "words"),
+    [
+        (["{}"], "expected a line of a trace"),
+        ([encode(chunk())], "to begin with a trace's header"),
+        ([encode(HEADER).replace('"format":1', '"format":2')], "expected format 1, got 2"),
+        ([encode(HEADER), encode(chunk(1))], r"expected chunk 0 at token 0, got chunk 1 .*line 2 of"),
+        ([encode(HEADER), encode(HEADER)], r"expected one header"),
+        ([encode(HEADER), encode(chunk())[:-9]], r"expected a line of a trace, got .*line 2 of"),
+        (
+            [encode(HEADER), json.dumps(json.loads(encode(chunk())) | {"starts": [0]})],
+            "another number of starts",
+        ),
+    ],
+)
+def test_what_is_no_trace_is_refused(lines: list[str], words: str, tmp_path: Path) -> None:
+    path = tmp_path / "trace"
+    path.write_text("".join(lines))
+    with pytest.raises(ValueError, match=words):
+        list(read_trace(path)[1])
+    with pytest.raises(ValueError, match=r"cannot read .*none'.*Write one with: trailmark read"):
+        read_trace(tmp_path / "none")
