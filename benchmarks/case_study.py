@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import itertools
 import os
 import subprocess
 import sys
@@ -31,7 +32,7 @@ from trailmark.data.bm25 import Bm25, fit_bm25
 from trailmark.data.corpus import files_below, load_tokenizer, read_text, tokenizer_fingerprint
 from trailmark.data.files import read_json, sha256_of, write_json
 from trailmark.data.shards import Corpus
-from trailmark.data.traces import TracedChunk, TraceHeader, encode, read_trace
+from trailmark.data.traces import TracedChunk, TraceHeader, read_trace, write_lines
 from trailmark.evaluation.record import environment
 from trailmark.evaluation.subject import Subject, load
 from trailmark.evaluation.trace import trace_texts
@@ -146,31 +147,32 @@ class CaseStudy:
 
     def _traced(self, subject: Subject, file: Path) -> tuple[TraceHeader, list[TracedChunk]]:
         """What the model read in a chapter; a trace that is there is read, if it is of this model and text."""
-        path = self.folder / "traces" / f"{file.stem}.jsonl"
-        text, weights = read_text(file), subject.identity()["weights_sha256"]
-        if path.exists():
-            header, entries = read_trace(path)
-            chunks = [entry for entry in entries if isinstance(entry, TracedChunk)]
-            whole = "".join(chunk.text for chunk in chunks) == text
-            if whole and header.model.get("weights_sha256") == weights:
-                return header, chunks
+        path = self._trace(file.name)
+        if path.exists() and (found := self._kept(path, subject, file)) is not None:
+            return found
         progress = Progress()
         path.parent.mkdir(parents=True, exist_ok=True)
         header, entries = trace_texts(
             subject, [file], lambda tokens: progress.show(f"{file.name}: {tokens:,} tokens")
         )
         part = path.with_suffix(".part")
-        chunks = []
-        with open(part, "w", encoding="utf-8") as out:
-            out.write(encode(header))
-            for entry in entries:
-                out.write(encode(entry))
-                if isinstance(entry, TracedChunk):
-                    chunks.append(entry)
+        write_lines(part, itertools.chain([header], entries))
         progress.clear()
         os.replace(part, path)
-        assert "".join(chunk.text for chunk in chunks) == text
-        return header, chunks
+        found = self._kept(path, subject, file)  # as every later run reads it
+        assert found is not None
+        return found
+
+    def _kept(self, path: Path, subject: Subject, file: Path) -> tuple[TraceHeader, list[TracedChunk]] | None:
+        """A trace; None: of another model or text."""
+        header, entries = read_trace(path)
+        chunks = [entry for entry in entries if isinstance(entry, TracedChunk)]
+        if header.model["weights_sha256"] != subject.identity()["weights_sha256"]:
+            return None
+        return (header, chunks) if "".join(chunk.text for chunk in chunks) == read_text(file) else None
+
+    def _trace(self, chapter: str) -> Path:
+        return self.folder / "traces" / f"{Path(chapter).stem}.jsonl"
 
     def _chapter(
         self, subject: Subject, file: Path, chunks: list[TracedChunk], statistics: Bm25
@@ -220,10 +222,9 @@ class CaseStudy:
         if record is None:
             raise SystemExit(f"document: there is no {self.output}. Measure first.")
         for number, case in enumerate(record["cases"], 1):
-            trace = self.folder / "traces" / f"{Path(case['file']).stem}.jsonl"
             page = self.folder / "pages" / f"{Path(case['file']).stem}.html"
             page.parent.mkdir(exist_ok=True)
-            _trailmark("explore", "--trace", trace, "-o", page)
+            _trailmark("explore", "--trace", self._trace(case["file"]), "-o", page)
             cases.picture(page, case["chunk"], ROOT / "docs" / f"case-study-{number}.png")
         document.fill(ROOT / "docs" / "case-study.md", record)
 

@@ -293,6 +293,31 @@ def training_text() -> str:
     return "\n\n".join(texts)
 
 
+def explorer_text() -> str:
+    """Of the page of a million tokens: what it weighs, how long it takes to open and to answer, and to be made."""
+    record = json.loads((HERE / "explorer.json").read_text())
+    made, page = record["reading"], record["page"]
+    found = {"a real text, bytes": page["results"]["real"], "made-up words": page["results"]["words"]}
+    rows = [
+        ["page", *(f"{r['bytes'] / 1e6:,.1f} MB" for r in found.values()), "30 MB"],
+        ["first paint, ms", *(spread(r["open"]["first_paint"]) for r in found.values()), "2,000 ms"],
+        ["all drawn, ms", *(spread(r["open"]["ready"]) for r in found.values()), "-"],
+    ]
+    for name in found["a real text, bytes"]["interactions"]:
+        rows.append([f"{name}, ms", *(spread(r["interactions"][name]) for r in found.values()), "100 ms"])
+    result, ratios = made["results"], made["results"]["ratios"]
+    seconds = {name: result[name]["seconds"] for name in ("read", "forward", "trace and page")}
+    return (
+        f"{markdown_table(['', *found, 'goal'], rows)}\n\n"
+        f"Medians (lowest-highest) in headless Chromium, machine: {machine(page['environment'])}, "
+        "shared with other work. "
+        f"Making the page of {result['tokens']:,} tokens took {duration(seconds['trace and page'])} on a busy machine, "
+        f"{ratios['trace and page / forward']['seconds']:.2f} times a full forward with losses "
+        f"({duration(seconds['forward'])}, goal 3x), and {ratios['trace and page / read']['seconds']:.2f} times "
+        f"`trailmark read` ({duration(seconds['read'])}), which runs the lower layers only."
+    )
+
+
 def compare_record() -> dict[str, Any]:
     found: dict[str, Any] = json.loads((HERE / "compare.json").read_text())
     return found
@@ -328,6 +353,7 @@ def main() -> None:
     fill(ROOT / "README.md", "compare", compare_text())
     fill(HERE / "README.md", "compare", compare_parts_text())
     fill(HERE / "README.md", "needles", needles_text())
+    fill(HERE / "README.md", "explorer", explorer_text())
     fill(HERE / "README.md", "two hops", two_hop_text())
     fill(HERE / "README.md", "ops", ops_text())
     fill(HERE / "README.md", "reading", reading_text())
