@@ -321,7 +321,7 @@ def _case_text(number: int, case: dict[str, Any], chapter: dict[str, Any]) -> st
             f"{case['candidates']:,} candidates. Retrieval takes {case['gain']:.2f} nats from the name's "
             f"{len(case['tokens'])} tokens ({case['chunk_gain']:+.2f} in the whole chunk). The label's chunk among all "
             f"candidates, by other rules: {ranks}.",
-            "The end of the asking chunk, and the chunk that reads:",
+            "The asking chunk, and the chunk that reads:",
             _block(f"{case['asking_text']}\n[...] chunk {case['chunk']:,}:\n{case['reading_text']}"),
             "The chunk with the label:",
             _block(case["label_text"]),

@@ -104,9 +104,7 @@ def by_candidates(texts: Texts) -> list[dict[str, Any]]:
             for rows in texts
         ]
         rules = {rule: counts(own, "now", "label", rule, -1)[0] for rule in ALL_RULES}
-        result.append(
-            {"low": low + 1, "high": high, "rules": rules, "gain": _gain(own, lambda row: True)["gain"]}
-        )
+        result.append({"low": low + 1, "high": high, "rules": rules, "gain": _gain(own)["gain"]})
     return result
 
 
@@ -152,22 +150,22 @@ def gains(texts: Texts) -> list[dict[str, Any]]:
         "name read, label not": lambda row: row["now"]["name"][-1] and not row["now"]["label"][-1],
         "name not read": lambda row: not row["now"]["name"][-1],
     }
-    return [
-        {"part": name, "bin": BINS[number]}
-        | _gain(texts, lambda row, n=number, p=part: p(row) and in_bin(n)(row))
-        for name, part in parts.items()
-        for number in range(len(BINS))
-    ]
+    found = []
+    for name, part in parts.items():
+        for number in range(len(BINS)):
+            fits = in_bin(number)
+            chosen = [[row for row in rows if part(row) and fits(row)] for rows in texts]
+            found.append({"part": name, "bin": BINS[number]} | _gain(chosen))
+    return found
 
 
-def _gain(texts: Texts, asked: Callable[[Row], bool]) -> dict[str, Any]:
-    chosen = [[row for row in rows if asked(row)] for rows in texts]
+def _gain(texts: Texts) -> dict[str, Any]:
     total = {
-        key: [float(sum(row[key] for row in rows)) for rows in chosen]
+        key: [float(sum(row[key] for row in rows)) for rows in texts]
         for key in ("tokens", "loss", "loss_without")
     }
     gain = [without - loss for without, loss in zip(total["loss_without"], total["loss"], strict=True)]
-    names, tokens = sum(map(len, chosen)), int(sum(total["tokens"]))
+    names, tokens = sum(map(len, texts)), int(sum(total["tokens"]))
     return {
         "names": names,
         "tokens": tokens,

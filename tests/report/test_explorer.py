@@ -17,7 +17,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.report.traces import hostile, made_up
-from trailmark.data.traces import Entry, Read, TracedChunk, TraceHeader, read_trace, totals, write_lines
+from trailmark.data.traces import (
+    Entry,
+    Read,
+    TracedChunk,
+    TraceHeader,
+    TraceSource,
+    read_trace,
+    totals,
+    write_lines,
+)
 from trailmark.report.explorer import build, expect_inputs, keeping
 from trailmark.report.explorer_data import collect, pack, unpack
 
@@ -79,6 +88,15 @@ def test_the_page_holds_the_trace(size: dict[str, Any], tmp_path: Path) -> None:
             np.testing.assert_array_equal(arrays["read_chunks"][entry], read.chunks)
             np.testing.assert_array_equal(arrays["read_weights"][entry], read.weights)
     assert starts[-1] == len(arrays["read_chunks"]) == len(arrays["read_weights"])
+    assert "read_rest" not in arrays
+
+
+def test_what_a_trace_does_not_list_is_kept(tmp_path: Path) -> None:
+    reads = read_of(1, 2)[0], dataclasses.replace(read_of(3)[0], rest=0.5)
+    arrays = collect(made_up(64)[0], changed(4, reads=reads)).arrays
+    assert len(arrays["read_rest"]) == 2 * 10
+    assert np.flatnonzero(arrays["read_rest"] == np.float32(0.5)).tolist() == [2 * 4 + 1]
+    assert np.isnan(np.delete(arrays["read_rest"], 9)).all()
 
 
 def test_the_sums_are_those_of_the_trace(tmp_path: Path) -> None:
@@ -93,6 +111,7 @@ def test_the_sums_are_those_of_the_trace(tmp_path: Path) -> None:
     ]
     bearing, loss, without = totals(wide)
     about = build(header, wide, tmp_path / "page.html").about
+    assert about["helped"] == sum(int((c.losses_without > c.losses).sum()) for c in wide)
     assert about["bearing"] == bearing == 4999
     for found, expected in ((about["loss"], loss), (about["loss_without"], without)):
         assert abs(found - expected) <= expected * np.finfo(np.float32).eps / 2
@@ -231,6 +250,11 @@ def test_it_tells_what_it_did(tmp_path: Path) -> None:
     assert "2,000 tokens in 63 chunks" in said[1]
     assert any(line.startswith("2,000 tokens") for line in shown)
     assert built.about["title"] == "part-0.tex, part-1.tex and 3 more files, read by made-up"
+    long = dataclasses.replace(header, model={"name": "m" * 300})
+    title = build(long, [TraceSource("a" * 100 + "b" * 100, 0), *chunks_of(entries)], built.page).about[
+        "title"
+    ]
+    assert title == f"{'a' * 29}…{'b' * 30}, read by {'m' * 29}…{'m' * 30}"
     assert build(header, entries, built.page, title="Mine").about["title"] == "Mine"
 
 
@@ -270,6 +294,10 @@ NO_READS = read_of()
         (changed(4, starts=np.arange(32)[::-1]), "begin one after the other"),
         (changed(4, text="short"), "begin one after the other"),
         (changed(4, reads=(Read(np.array([1]), np.array([np.nan])),) * 2), "a finite weight"),
+        (changed(4, reads=(Read(np.array([1, 2]), np.ones(1)), Read(np.array([1]), np.ones(2)))), "a finite weight"),
+        (changed(4, reads=(Read(np.array([1]), np.ones(1), rest=np.inf),) * 2), "weight of what is not listed"),
+        (changed(0, losses_without=np.full(32, np.inf)), "a finite loss with and without"),
+        ([TraceSource("b", 40), TraceSource("a", 39), *made_up(320)[1]], "'a' at token 39 before the chunk at token 0"),
     ],
 )  # fmt: skip
 def test_what_is_no_whole_trace_is_refused(entries: list[Entry], message: str, tmp_path: Path) -> None:

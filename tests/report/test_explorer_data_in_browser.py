@@ -1,9 +1,9 @@
-"""The explorer's page in a real browser (see browser.py): its numbers are the trace's, its text is only ever text."""
+"""The explorer's page in headless Chromium (see browser.py): its text is only ever text; links, themes, other traces."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Sequence
+import dataclasses
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,25 +11,20 @@ import numpy as np
 import pytest
 
 from tests.report.browser import Open, until, windows
-from tests.report.traces import HOSTILE, hostile, made_up
+from tests.report.test_explorer_in_browser import CHOSEN, IS_CHOSEN, PICTURE, READY, settle, status
+from tests.report.traces import HOSTILE, hostile, made_up, of_bytes
 from trailmark.data.traces import TracedChunk
 from trailmark.report.explorer import Built, build
+from trailmark.report.theme import DARK, LIGHT, channels
 
+pytestmark = pytest.mark.slow  # a window of its own for each
 SHOWN = "n => document.querySelector('#chunk-text')?.dataset.chunk === String(n)"
-# [chunk, group, weight] of each entry
-ENTRIES = """id => [...document.querySelectorAll(`#${id} li[data-chunk]`)].map(
-    li => [li.dataset.chunk, li.dataset.group, li.dataset.weight].map(Number))"""
 
 
 @pytest.fixture
 def open_page(browser: Any) -> Iterator[Open]:
     with windows(browser) as open_one:
         yield open_one
-
-
-@pytest.fixture(scope="module")
-def trace() -> list[TracedChunk]:
-    return [entry for entry in made_up(3000, num_groups=3)[1] if isinstance(entry, TracedChunk)]
 
 
 @pytest.fixture(scope="module")
@@ -40,58 +35,6 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
 @pytest.fixture(scope="module")
 def hostile_page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build(*hostile(), tmp_path_factory.mktemp("hostile") / "page.html").page
-
-
-def value(page: Any, of: str) -> float:
-    return float(page.evaluate("of => document.querySelector(of).dataset.value", of))
-
-
-def expect_sum(found: float, terms: Sequence[float]) -> None:
-    """Within what double precision loses when so many are added one after the other, in any order."""
-    room = len(terms) * np.finfo(float).eps * math.fsum(map(abs, terms))
-    assert abs(found - math.fsum(terms)) <= room
-
-
-def terms(chunks: Sequence[TracedChunk]) -> tuple[list[float], list[float]]:
-    """The losses with and without retrieval, as far as there are some."""
-    losses = np.concatenate([chunk.losses for chunk in chunks]).astype(float)
-    without = np.concatenate([chunk.losses_without for chunk in chunks]).astype(float)
-    known = np.isfinite(losses)
-    return losses[known].tolist(), without[known].tolist()
-
-
-def test_the_numbers_of_the_page_are_those_of_the_trace(
-    open_page: Open, built: Built, trace: list[TracedChunk]
-) -> None:
-    page = open_page(built.page, fragment="#chunk=0")
-    until(page, SHOWN, 0)
-    losses, without = terms(trace)
-    expect_sum(value(page, "#loss"), losses)
-    expect_sum(value(page, "#loss-without"), without)
-    for number in (0, 1, 2, 40, len(trace) - 1):
-        page.evaluate("n => { location.hash = `chunk=${n}`; }", number)
-        until(page, SHOWN, number)
-        losses, without = terms([trace[number]])
-        expect_sum(value(page, "#gain"), [*without, *(-loss for loss in losses)])
-        assert sorted(page.evaluate(ENTRIES, "reads")) == sorted(
-            [chunk, group, weight]
-            for group, read in enumerate(trace[number].reads)
-            for chunk, weight in zip(read.chunks.tolist(), read.weights.tolist(), strict=True)
-        )
-        readers = sorted(
-            [later.number, group, float(read.weights[read.chunks == number][0])]
-            for later in trace
-            for group, read in enumerate(later.reads)
-            if number in read.chunks
-        )
-        assert value(page, "#times-read") == len(readers)
-        shown = page.evaluate(ENTRIES, "read-by")
-        assert len(shown) == min(len(readers), 100) or len(shown) == len(readers)
-        assert all(entry in readers for entry in shown)
-        # the strongest first
-        assert [weight for *_, weight in shown] == sorted((w for *_, w in readers), reverse=True)[
-            : len(shown)
-        ]
 
 
 def test_hostile_text_is_shown_and_never_obeyed(open_page: Open, hostile_page: Path) -> None:
@@ -125,3 +68,110 @@ def test_a_damaged_page_says_so(open_page: Open, built: Built, tmp_path: Path) -
         page = open_page(tmp_path / name)
         until(page, "/damaged/.test(document.querySelector('#status').textContent)")
         assert page.locator("#status").is_visible()
+
+
+@pytest.fixture(scope="module")
+def chunks() -> list[TracedChunk]:
+    return [entry for entry in made_up(6000, 63, words=True)[1] if isinstance(entry, TracedChunk)]
+
+
+@pytest.fixture
+def open_ready(open_page: Open, tmp_path: Path) -> Open:
+    file = build(*made_up(6000, 63, words=True), tmp_path / "page.html").page
+
+    def one(*size: int, **options: Any) -> Any:
+        page = open_page(file, *size, **options)
+        until(page, READY)
+        return page
+
+    return one
+
+
+def test_a_link_to_a_chunk_that_is_not_there_is_said(open_ready: Open, chunks: list[TracedChunk]) -> None:
+    page = open_ready(fragment="#chunk=96")
+    gains = [float(np.nansum(chunk.losses_without - chunk.losses)) for chunk in chunks]
+    assert page.evaluate(CHOSEN) == gains.index(
+        max(gains)
+    )  # where none is asked for, the one that gained most
+    assert "There is no chunk 96: the last one is 95" in status(page)
+    page.evaluate("location.hash = 'chunk=12'")
+    until(page, IS_CHOSEN, 12)
+    page.evaluate("location.hash = 'chunk=1000'")
+    until(page, "/There is no chunk 1,000/.test(document.querySelector('#status').textContent)")
+    assert page.evaluate(CHOSEN) == 12
+
+
+def test_more_readers_are_shown_when_asked_for(open_ready: Open, chunks: list[TracedChunk]) -> None:
+    most_read = max(
+        range(len(chunks)), key=lambda n: sum((r.chunks == n).sum() for c in chunks for r in c.reads)
+    )
+    weights = sorted(
+        (float(w) for c in chunks for r in c.reads for w in r.weights[r.chunks == most_read]), reverse=True
+    )
+    assert len(weights) > 100
+    page = open_ready(fragment=f"#chunk={most_read}")
+    shown = "[...document.querySelectorAll('#read-by li')].map(row => Number(row.dataset.weight))"
+    assert page.evaluate(shown) == weights[:100]
+    page.locator("#more-readers").click()
+    assert page.evaluate(shown) == weights
+    assert not page.locator("#more-readers").is_visible()
+
+
+def rgb(value: str) -> str:
+    return "rgb({}, {}, {})".format(*channels(value))
+
+
+def test_themes_and_print(open_ready: Open) -> None:
+    ground = "getComputedStyle(document.body).backgroundColor"
+    page = open_ready(color_scheme="dark")
+    assert page.evaluate(ground) == rgb(DARK["paper"])
+    before = page.evaluate(PICTURE, "strip")
+    page.locator("#theme").click()
+    settle(page)
+    assert page.evaluate(ground) == rgb(LIGHT["paper"])
+    assert page.evaluate(PICTURE, "strip") != before
+    page.reload()
+    until(page, READY)
+    assert page.evaluate(ground) == rgb(LIGHT["paper"])
+    page.locator("#theme").click()
+    settle(page)
+    before = page.evaluate(PICTURE, "strip")
+    page.emulate_media(media="print")  # paper is light whatever the screen is
+    until(page, "before => document.getElementById('strip').toDataURL() !== before", before)
+    assert not page.locator("#search").is_visible()
+    assert page.evaluate("getComputedStyle(document.body).color") == rgb(LIGHT["ink"])
+
+
+def test_where_not_all_is_listed_that_is_said(open_page: Open, tmp_path: Path) -> None:
+    """As of Landmark Attention, which reads all chunks in each layer."""
+    header, entries = made_up(2000)
+    partly = [
+        dataclasses.replace(
+            entry, reads=tuple(dataclasses.replace(read, rest=0.25 * n) for n, read in enumerate(entry.reads))
+        )
+        if isinstance(entry, TracedChunk)
+        else entry
+        for entry in entries
+    ]
+    header = dataclasses.replace(header, group_name="layer")
+    page = open_page(build(header, partly, tmp_path / "page.html").page, fragment="#chunk=40")
+    until(page, SHOWN, 40)
+    lead = "2 layers that read past chunks of 32 tokens, of which the 8 with the largest weights are shown"
+    assert lead in page.locator(".lead").text_content()
+    assert page.locator("#reads .group .rest").all_text_contents() == ["Other chunks together: weight 0.250."]
+    assert page.locator("#reads h4").all_text_contents() == ["Layer 0", "Layer 1"]
+    page.evaluate("location.hash = 'chunk=0'")
+    until(page, SHOWN, 0)
+    assert page.locator("#reads .none").all_text_contents() == ["reads nothing"] * 2
+    assert page.locator("#reads .rest").count() == 0
+
+
+def test_letters_of_several_signs_stay_whole(open_page: Open, tmp_path: Path) -> None:
+    """A token for each byte: most hold no character, and none stands for one that another ends."""
+    line = "\U0001f468\u200d\U0001f469\u200d\U0001f467 e\u0301 \u0646\u0645\u06cc\u200c\u062e \U0001d538 "
+    page = open_page(build(*of_bytes(line * 4, 32), tmp_path / "page.html").page, fragment="#chunk=1")
+    until(page, SHOWN, 1)
+    text = page.locator("#chunk-text").text_content()
+    assert text == line * 4
+    page.locator("#search").fill("\u0646\u0645\u06cc\u200c")
+    assert page.locator("#matches").text_content().startswith("4 matches")

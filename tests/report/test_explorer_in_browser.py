@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from tests.report.browser import Open, until, windows
+from tests.report.browser import until, windows
 from tests.report.traces import made_up
 from trailmark.data.traces import TracedChunk
 from trailmark.report.explorer import build
-from trailmark.report.theme import DARK, LIGHT, channels
 
 TOKENS, SIZE = 6000, 63
 READY = "performance.getEntriesByName('ready').length > 0"
@@ -30,6 +30,9 @@ PAINTED = """([id, from, to]) => {
     return painted;
 }"""
 PICTURE = "id => document.getElementById(id).toDataURL()"
+# [chunk, group, weight] of each entry
+ENTRIES = """id => [...document.querySelectorAll(`#${id} li[data-chunk]`)].map(
+    li => [li.dataset.chunk, li.dataset.group, li.dataset.weight].map(Number))"""
 ARCS = ["strip", 20, 100]
 LATER = ["strip", 212, 260]
 
@@ -67,18 +70,6 @@ def page(shared: Any) -> Any:
     return shared
 
 
-@pytest.fixture
-def open_page(browser: Any, file: Path) -> Iterator[Open]:
-    with windows(browser) as open_one:
-
-        def one(*size: int, **options: Any) -> Any:
-            opened = open_one(file, *size, **options)
-            until(opened, READY)
-            return opened
-
-        yield one
-
-
 def choose(page: Any, chunk: int) -> None:
     page.evaluate("n => { location.hash = `chunk=${n}`; }", chunk)
     until(page, IS_CHOSEN, chunk)
@@ -92,6 +83,56 @@ def settle(page: Any) -> None:
 
 def status(page: Any) -> str:
     return page.locator("#status").text_content()
+
+
+def value(page: Any, of: str) -> float:
+    return float(page.evaluate("of => document.querySelector(of).dataset.value", of))
+
+
+def expect_sum(found: float, terms: Sequence[float]) -> None:
+    """Within what double precision loses when so many are added one after the other, in any order."""
+    room = len(terms) * np.finfo(float).eps * math.fsum(map(abs, terms))
+    assert abs(found - math.fsum(terms)) <= room
+
+
+def terms(chunks: Sequence[TracedChunk]) -> tuple[list[float], list[float]]:
+    """The losses with and without retrieval, as far as there are some."""
+    losses = np.concatenate([chunk.losses for chunk in chunks]).astype(float)
+    without = np.concatenate([chunk.losses_without for chunk in chunks]).astype(float)
+    known = np.isfinite(losses)
+    return losses[known].tolist(), without[known].tolist()
+
+
+def test_the_numbers_of_the_page_are_those_of_the_trace(page: Any, chunks: list[TracedChunk]) -> None:
+    losses, without = terms(chunks)
+    helped = sum(without > loss for loss, without in zip(losses, without, strict=True))
+    assert value(page, "#helped") == helped
+    assert page.locator("#helped").text_content() == f"{helped / len(losses):.1%}"
+    expect_sum(value(page, "#loss"), losses)
+    expect_sum(value(page, "#loss-without"), without)
+    for number in (0, 1, 2, 40, len(chunks) - 1):
+        choose(page, number)
+        losses, without = terms([chunks[number]])
+        expect_sum(value(page, "#gain"), [*without, *(-loss for loss in losses)])
+        assert sorted(page.evaluate(ENTRIES, "reads")) == sorted(
+            [chunk, group, weight]
+            for group, read in enumerate(chunks[number].reads)
+            for chunk, weight in zip(read.chunks.tolist(), read.weights.tolist(), strict=True)
+        )
+        readers = sorted(
+            [later.number, group, float(read.weights[read.chunks == number][0])]
+            for later in chunks
+            for group, read in enumerate(later.reads)
+            if number in read.chunks
+        )
+        assert value(page, "#times-read") == len(readers)
+        shown = page.evaluate(ENTRIES, "read-by")
+        assert len(shown) == min(len(readers), 100)
+        assert all(entry in readers for entry in shown)
+        # the strongest first
+        assert [weight for *_, weight in shown] == sorted((w for *_, w in readers), reverse=True)[
+            : len(shown)
+        ]
 
 
 def test_a_click_chooses_what_is_there_and_can_be_taken_back(page: Any, chunks: list[TracedChunk]) -> None:
@@ -212,34 +253,45 @@ def test_search_counts_all_matches_and_goes_round(page: Any, chunks: list[Traced
     assert page.locator("#matches").text_content() == "0 matches in 0 chunks"
 
 
-@pytest.mark.parametrize(("written", "chunk"), [("17", 17), ("0%", 0), ("50 %", 47), ("100%", 95), ("#3", 3)])
-def test_jump(page: Any, chunks: list[TracedChunk], written: str, chunk: int) -> None:
+def test_jump(page: Any, chunks: list[TracedChunk]) -> None:
     assert len(chunks) == 96
-    page.locator("#jump").fill(written)
+    for written, chunk in (("17", 17), ("0%", 0), ("50 %", 47), ("100%", 95), ("#3", 3), ("0,040", 40)):
+        page.locator("#jump").fill(written)
+        page.keyboard.press("Enter")
+        assert page.evaluate(CHOSEN) == chunk
+    for nowhere in ("96", "101%", "-1", "what", ",", "."):
+        page.locator("#jump").fill(nowhere)
+        page.keyboard.press("Enter")
+        assert f"There is no {nowhere}: write a chunk from 0 to 95" in status(page)
+        assert page.evaluate(CHOSEN) == 40
+    page.locator("#jump").fill("")
     page.keyboard.press("Enter")
-    until(page, IS_CHOSEN, chunk)
+    assert "There is no such place" in status(page)
 
 
-@pytest.mark.parametrize("written", ["96", "101%", "-1", "what", ""])
-def test_a_jump_to_nowhere_is_said(page: Any, written: str) -> None:
-    page.locator("#jump").fill(written)
-    page.keyboard.press("Enter")
-    assert "from 0 to 95" in status(page)
-    assert page.evaluate(CHOSEN) == 40
+def test_letters_are_no_commands_where_one_writes_or_chooses(page: Any) -> None:
+    for place in ("#search", "#jump", "#sort", "#far"):
+        page.locator(place).focus()
+        for key in ("j", "n", "z", "?"):
+            page.keyboard.press(key)
+            assert page.evaluate(CHOSEN) == 40, (place, key)
+    assert not page.locator("#help").is_visible()
+    page.locator("#strip").focus()
+    for modifier in ("Control", "Alt", "Meta"):
+        page.keyboard.press(f"{modifier}+j")
+        page.keyboard.press(f"{modifier}+ArrowRight")
+        assert page.evaluate(CHOSEN) == 40, modifier
+    page.keyboard.press("j")
+    assert page.evaluate(CHOSEN) == 41
+    for name, chosen in (("far", "0"), ("sort", "weight")):
+        page.locator(f"#{name}").select_option(chosen)
 
 
-def test_a_link_to_a_chunk_that_is_not_there_is_said(open_page: Open, chunks: list[TracedChunk]) -> None:
-    page = open_page(fragment="#chunk=96")
-    gains = [float(np.nansum(chunk.losses_without - chunk.losses)) for chunk in chunks]
-    assert page.evaluate(CHOSEN) == gains.index(
-        max(gains)
-    )  # where none is asked for, the one that gained most
-    assert "There is no chunk 96: the last one is 95" in status(page)
-    page.evaluate("location.hash = 'chunk=12'")
-    until(page, IS_CHOSEN, 12)
-    page.evaluate("location.hash = 'chunk=1000'")
-    until(page, "/There is no chunk 1,000/.test(document.querySelector('#status').textContent)")
-    assert page.evaluate(CHOSEN) == 12
+def test_a_chunk_names_the_files_that_it_holds(page: Any, chunks: list[TracedChunk]) -> None:
+    """The second file begins at token 2,000, within chunk 31."""
+    for chunk, files in ((30, ["part-0.tex"]), (31, ["part-0.tex", "part-1.tex"]), (32, ["part-1.tex"])):
+        choose(page, chunk)
+        assert page.locator("#chunk-place bdi").all_text_contents() == files
 
 
 def test_the_strongest_retrievals(page: Any, chunks: list[TracedChunk]) -> None:
@@ -322,31 +374,6 @@ def test_a_narrow_window_scrolls_down_alone(page: Any, width: int) -> None:
     assert box["x"] + box["width"] <= width
 
 
-def rgb(value: str) -> str:
-    return "rgb({}, {}, {})".format(*channels(value))
-
-
-def test_themes_and_print(open_page: Open) -> None:
-    ground = "getComputedStyle(document.body).backgroundColor"
-    page = open_page(color_scheme="dark")
-    assert page.evaluate(ground) == rgb(DARK["paper"])
-    before = page.evaluate(PICTURE, "strip")
-    page.locator("#theme").click()
-    settle(page)
-    assert page.evaluate(ground) == rgb(LIGHT["paper"])
-    assert page.evaluate(PICTURE, "strip") != before
-    page.reload()
-    until(page, READY)
-    assert page.evaluate(ground) == rgb(LIGHT["paper"])
-    page.locator("#theme").click()
-    settle(page)
-    before = page.evaluate(PICTURE, "strip")
-    page.emulate_media(media="print")  # paper is light whatever the screen is
-    until(page, "before => document.getElementById('strip').toDataURL() !== before", before)
-    assert not page.locator("#search").is_visible()
-    assert page.evaluate("getComputedStyle(document.body).color") == rgb(LIGHT["ink"])
-
-
 def test_everything_can_be_reached_by_tab(page: Any) -> None:
     page.evaluate("document.activeElement.blur(); scrollTo(0, 0)")
     page.locator("#search").fill("the")  # without a match there is no next one
@@ -407,22 +434,6 @@ def test_what_a_screen_reader_meets(page: Any) -> None:
     assert strip.get_attribute("aria-valuetext").startswith("Chunk 40 of 96: gain ")
     assert strip.get_attribute("aria-valuemax") == "95"
     assert status(page) == strip.get_attribute("aria-valuetext")
-
-
-def test_more_readers_are_shown_when_asked_for(open_page: Open, chunks: list[TracedChunk]) -> None:
-    most_read = max(
-        range(len(chunks)), key=lambda n: sum((r.chunks == n).sum() for c in chunks for r in c.reads)
-    )
-    weights = sorted(
-        (float(w) for c in chunks for r in c.reads for w in r.weights[r.chunks == most_read]), reverse=True
-    )
-    assert len(weights) > 100
-    page = open_page(fragment=f"#chunk={most_read}")
-    shown = "[...document.querySelectorAll('#read-by li')].map(row => Number(row.dataset.weight))"
-    assert page.evaluate(shown) == weights[:100]
-    page.locator("#more-readers").click()
-    assert page.evaluate(shown) == weights
-    assert not page.locator("#more-readers").is_visible()
 
 
 def test_words_that_are_shared_and_rare_are_underlined(page: Any, chunks: list[TracedChunk]) -> None:

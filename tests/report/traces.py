@@ -142,6 +142,25 @@ def _reads(
     return reads, helps
 
 
+def of_bytes(text: str, chunk_size: int) -> tuple[TraceHeader, list[Entry]]:
+    """A trace of ``text``, a token for each byte: a character belongs to the last of its own. Each chunk reads the first."""
+    ends = np.cumsum([len(character.encode()) for character in text])
+    before = np.searchsorted(ends, np.arange(ends[-1]), "right")  # characters that have ended at each byte
+    entries: list[Entry] = []
+    for number, first in enumerate(range(0, int(ends[-1]), chunk_size)):
+        own = before[first : first + chunk_size]
+        after = before[first + len(own)] if first + len(own) < ends[-1] else len(text)
+        read = np.arange(int(number > 1))
+        losses = np.ones(len(own), np.float32)
+        entries.append(
+            TracedChunk(
+                number, first, True, np.zeros(len(own), np.int64), text[own[0] : after], own - own[0],
+                (Read(read, np.ones(len(read), np.float32)),), losses, losses,
+            )
+        )  # fmt: skip
+    return TraceHeader({"name": "bytes"}, 1, chunk_size, 1), entries
+
+
 HOSTILE = (
     "</script><script>document.title = 'taken'</script>",
     "<!-- <script> -->",

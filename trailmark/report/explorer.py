@@ -39,6 +39,7 @@ SCRIPTS = (
     "explorer_main.js",
 )
 _NAMES = 3  # sources that a title names
+_NAME = 60  # characters of each; the page names them in full elsewhere
 _HEAVY = 100_000_000  # bytes of a page, from which on a browser needs seconds to open it
 
 
@@ -196,7 +197,8 @@ def page(about: dict[str, Any], document: Document) -> str:
         f"script-src 'sha256-{digest}'"
     )
     places, packed = pack(document.arrays)
-    told = json.dumps(about | {"arrays": places}, allow_nan=False).replace("<", "\\u003c")
+    about = about | {"arrays": places}
+    told = json.dumps(about, allow_nan=False).replace("<", "\\u003c")
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         f'<meta http-equiv="Content-Security-Policy" content="{safe(policy)}">\n'
@@ -229,6 +231,7 @@ def _about(header: TraceHeader, document: Document, title: str | None) -> dict[s
         "bearing": document.bearing,
         "loss": document.loss,
         "loss_without": document.loss_without,
+        "helped": document.helped,
         "version": __version__,
         "date": datetime.date.today().isoformat(),
     }
@@ -247,14 +250,19 @@ def _clean(value: Any) -> Any:
 
 
 def _title(header: TraceHeader, document: Document) -> str:
-    names = [own["name"] for own in document.sources]
-    model = header.model.get("name", "a model")
+    names = [_short(own["name"]) for own in document.sources]
+    model = _short(header.model.get("name", "a model"))
     if not names:
         return f"What {model} read"
     more = f" and {len(names) - _NAMES + 1} more files" if len(names) > _NAMES else ""
     shown = names[: _NAMES - 1] if more else names
     text = ", ".join(shown) + more if more or len(shown) < 2 else f"{', '.join(shown[:-1])} and {shown[-1]}"
     return f"{text}, read by {model}"
+
+
+def _short(name: str) -> str:
+    half = _NAME // 2  # both ends tell files apart
+    return name if len(name) <= _NAME else f"{name[: half - 1]}…{name[-half:]}"
 
 
 def _file(name: str) -> str:

@@ -29,10 +29,10 @@ class ChunkPanel {
   }
 
   heading(c) {
-    const { doc } = this, first = doc.tokens[c], last = doc.tokens[c + 1] - 1, file = sourceOf(first);
+    const { doc } = this, first = doc.tokens[c], last = doc.tokens[c + 1] - 1;
     byId("chunk-number").textContent = `Chunk ${count(c)}`;
     const place = `of ${count(doc.C)} \u00b7 tokens ${count(first)}\u2013${count(last)} \u00b7 ${((100 * first) / doc.T).toFixed(1)}% of the text`;
-    byId("chunk-place").replaceChildren(place, ...(file === null ? [] : [" \u00b7 ", make("bdi", { text: oneLine(file, 80) })]));
+    byId("chunk-place").replaceChildren(place, ...sourcesOf(doc, c).flatMap((file, n) => [n ? ", " : " \u00b7 ", make("bdi", { text: oneLine(file, 80), title: file })]));
     const number = (id, value, shown) => {
       byId(id).dataset.value = String(value);
       byId(id).textContent = shown;
@@ -131,6 +131,8 @@ class ChunkPanel {
       const title = make("h4", {}, make("span", { className: "swatch", style: `background:var(--series-${groupColour(g)})` }), name);
       groups.push(make("section", { className: "group" }, title,
         entries.length ? make("ol", {}, ...list) : make("p", { className: "none", text: "reads nothing" })));
+      const rest = doc.readRest?.[c * doc.G + g];
+      if (entries.length && rest > 0) groups.at(-1).append(make("p", { className: "rest fine", text: `Other chunks together: weight ${rest.toFixed(3)}.` }));
     }
     byId("reads").replaceChildren(...groups);
   }

@@ -36,7 +36,7 @@ function arraysOf(buffer) {
 // a character of UTF-16 per unit: offsets of tokens count those
 function documentOf(arrays) {
   const T = about.tokens, C = about.chunks, G = about.num_groups;
-  const { token_chars, chunk_tokens, losses, losses_without, read_starts, read_chunks, read_weights } = arrays;
+  const { token_chars, chunk_tokens, losses, losses_without, read_starts, read_chunks, read_weights, read_rest } = arrays;
   const text = new TextDecoder("utf-8", { ignoreBOM: true }).decode(arrays.text);
   const charStarts = new Uint32Array(T + 1);
   for (let t = 0; t < T; t++) charStarts[t + 1] = charStarts[t] + token_chars[t];
@@ -85,6 +85,7 @@ function documentOf(arrays) {
     helped, total, totalWithout,
     tokens: chunk_tokens, losses, lossesWithout: losses_without,
     readStarts: read_starts, readChunks: read_chunks, readWeights: read_weights,
+    readRest: read_rest ?? null, // where not all that was read is listed
   };
 }
 
@@ -136,14 +137,16 @@ function lastAtMost(sorted, value, count) {
 }
 const chunkOfCharacter = (doc, at) => lastAtMost(doc.tokens, lastAtMost(doc.charStarts, at, doc.T), doc.C);
 
-function sourceOf(token) {
-  let name = null;
-  for (const source of about.sources) if (source.first_token <= token) name = source.name;
-  return name;
+// the files of which a chunk holds tokens: more than one where a file ends within it
+function sourcesOf(doc, c) {
+  const stop = doc.tokens[c + 1], begun = about.sources.filter((source) => source.first_token < stop);
+  const ends = (n) => begun[n + 1]?.first_token ?? stop;
+  return begun.filter((source, n) => ends(n) > doc.tokens[c] && ends(n) > source.first_token).map((source) => source.name);
 }
 
-// characters that a reader cannot see, or that would disturb the text around them, as signs
-const UNSEEN = /[\u0000-\u001f\u007f-\u009f\u00ad\u061c\u200b-\u200f\u2028-\u202e\u2060-\u2069\ufeff\ufff9-\ufffb]/g;
+// characters that a reader cannot see, or that would disturb the text around them, as signs; but not what joins letters
+// and emoji, or keeps them apart (U+200C, U+200D)
+const UNSEEN = /[\u0000-\u001f\u007f-\u009f\u00ad\u061c\u200b\u200e\u200f\u2028-\u202e\u2060-\u2069\ufeff\ufff9-\ufffb]/g;
 function signOf(character) {
   const code = character.charCodeAt(0);
   if (code === 10) return "\u21b5\n";

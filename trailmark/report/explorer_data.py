@@ -38,6 +38,8 @@ class Document:
     read_starts         uint32 [C * G + 1]  what group g read in chunk c: entries read_starts[c * G + g] and on
     read_chunks         uint32              of each entry the chunk that was read
     read_weights        float32             and its weight
+    read_rest           float32 [C * G]     weight of the chunks that are not listed; NaN: all are. The array is there
+                                            only where a trace lists some chunks alone, as of Landmark Attention
     ==================  ==================  ==================================================================
     """
 
@@ -67,6 +69,11 @@ class Document:
         """The same with retrieval off."""
         return float(np.nansum(self.arrays["losses_without"], dtype=np.float64))
 
+    @property
+    def helped(self) -> int:
+        """Tokens whose loss is lower with retrieval."""
+        return int((self.arrays["losses_without"] > self.arrays["losses"]).sum())
+
 
 @dataclass
 class _Parts:
@@ -80,6 +87,7 @@ class _Parts:
     read_sizes: list[Array] = field(default_factory=list)
     read_chunks: list[Array] = field(default_factory=list)
     read_weights: list[Array] = field(default_factory=list)
+    read_rest: list[Array] = field(default_factory=list)
 
 
 def collect(
@@ -100,6 +108,11 @@ def collect(
         nonlocal tokens
         for entry in entries:
             if isinstance(entry, TraceSource):
+                if entry.first_token < max([tokens, *(own["first_token"] for own in sources[-1:])]):
+                    raise _damaged(
+                        "files one after the other, each before the chunk in which it begins",
+                        f"{entry.name!r} at token {entry.first_token} before the chunk at token {tokens}",
+                    )
                 sources.append({"name": visible(entry.name), "first_token": entry.first_token})
                 continue
             if (entry.number, entry.first_token) != (len(parts.sizes), tokens):
@@ -143,7 +156,7 @@ def _add(parts: _Parts, chunks: list[TracedChunk], num_groups: int) -> None:
     _add_text(parts, chunks)
     losses = np.concatenate([chunk.losses for chunk in chunks]).astype("<f4")
     without = np.concatenate([chunk.losses_without for chunk in chunks]).astype("<f4")
-    if (np.isfinite(losses) != np.isfinite(without)).any() or np.isinf(losses).any():
+    if (np.isfinite(losses) != np.isfinite(without)).any() or np.isinf([losses, without]).any():
         raise _damaged("a finite loss with and without retrieval, or neither", "another")
     parts.losses.append(losses)
     parts.losses_without.append(without)
@@ -160,8 +173,12 @@ def _add(parts: _Parts, chunks: list[TracedChunk], num_groups: int) -> None:
         raise _damaged("chunks that read earlier ones", "one that reads itself or a later one")
     if ((np.diff(read) <= 0) & (np.diff(same) == 0)).any():
         raise _damaged("the chunks of a reading in ascending order", "another order")
-    if len(weights) != len(read) or not np.isfinite(weights).all():
+    if [len(own.weights) for own in reads] != sizes.tolist() or not np.isfinite(weights).all():
         raise _damaged("a finite weight of each chunk that was read", "another")
+    rest = np.array([np.nan if own.rest is None else own.rest for own in reads], "<f4")
+    if np.isinf(rest).any():
+        raise _damaged("a finite weight of what is not listed, or none", "another")
+    parts.read_rest.append(rest)
     parts.read_sizes.append(sizes)
     parts.read_chunks.append(read.astype("<u4"))
     parts.read_weights.append(weights)
@@ -191,6 +208,8 @@ def _add_text(parts: _Parts, chunks: list[TracedChunk]) -> None:
 def _arrays(parts: _Parts) -> dict[str, Array]:
     token_chars = np.concatenate(parts.token_chars)
     kind = "<u2" if token_chars.max() < 1 << 16 else "<u4"
+    rest = np.concatenate(parts.read_rest)
+    listed = {} if np.isnan(rest).all() else {"read_rest": rest}
     return {
         "text": np.frombuffer(b"".join(parts.text), "u1"),
         "token_chars": token_chars.astype(kind),
@@ -200,7 +219,7 @@ def _arrays(parts: _Parts) -> dict[str, Array]:
         "read_starts": _starts(np.concatenate(parts.read_sizes)),
         "read_chunks": np.concatenate(parts.read_chunks),
         "read_weights": np.concatenate(parts.read_weights),
-    }
+    } | listed
 
 
 def _starts(sizes: Array) -> Array:

@@ -51,7 +51,12 @@ def _top(about: dict[str, Any]) -> Html:
             f"perplexity {_perplexity(without)}",
             "loss-without",
         ),
-        ("…", "of the tokens cost less with retrieval", "both losses are computed", "helped"),
+        (
+            f"{about['helped'] / bearing:.1%}",
+            "of the tokens cost less with retrieval",
+            "both losses are computed",
+            "helped",
+        ),
     )
     entries = [
         element(
@@ -84,12 +89,13 @@ def _perplexity(loss: float) -> str:
 
 
 def _model(about: dict[str, Any]) -> str:
-    groups, name = about["num_groups"], about["group_name"]
-    parts = [
-        str(about["model"].get("name", "a model")),
-        f"{groups} {name}{'s' * (groups != 1)} that read{'s' * (groups == 1)} up to "
-        f"{about['num_retrieved_chunks']} past chunks of {about['chunk_size']} tokens",
-    ]
+    groups, name, most = about["num_groups"], about["group_name"], about["num_retrieved_chunks"]
+    many = f"{groups} {name}{'s' * (groups != 1)} that read{'s' * (groups == 1)}"
+    if any(array["name"] == "read_rest" for array in about["arrays"]):
+        of = f"past chunks of {about['chunk_size']} tokens, of which the {most} with the largest weights are shown"
+    else:
+        of = f"up to {most} past chunks of {about['chunk_size']} tokens"
+    parts = [str(about["model"].get("name", "a model")), f"{many} {of}"]
     if about["window"]:
         parts.append(f"a window of {count(about['window'])} positions")
     return "; ".join(parts) + "."

@@ -75,10 +75,7 @@ function start(doc) {
   for (const end of document.querySelectorAll("[data-gain-end]")) {
     end.textContent = signed(Number(end.dataset.gainEnd) * gainScale, 2);
   }
-  const share = byId("helped");
-  const bearing = doc.bearing.reduce((a, b) => a + b, 0);
-  share.dataset.value = doc.helped / bearing;
-  share.textContent = `${((100 * doc.helped) / bearing).toFixed(1)}%`;
+  byId("helped").dataset.value = doc.helped;
   byId("loss").dataset.value = doc.total;
   byId("loss-without").dataset.value = doc.totalWithout;
 

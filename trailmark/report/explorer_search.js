@@ -1,6 +1,9 @@
 // Search, jump, and the list of the strongest retrievals.
 const ROWS = 25;
 
+// each letter at its place: one alone becomes two otherwise; and one sigma, whether it ends a word or not
+const inSmallLetters = (text) => text.replaceAll("\u0130", "i").toLowerCase().replaceAll("\u03c2", "\u03c3");
+
 class Search {
   constructor(doc, strip, choose, say) {
     Object.assign(this, { doc, strip, choose, say, at: -1, places: new Uint32Array(0), length: 0 });
@@ -19,14 +22,13 @@ class Search {
     byId("search-previous").addEventListener("click", () => this.step(-1));
   }
 
-  // the text in small letters, each at its place: one letter alone becomes two otherwise
   get lower() {
-    this.lowered ??= this.doc.text.replaceAll("\u0130", "i").toLowerCase();
+    this.lowered ??= inSmallLetters(this.doc.text);
     return this.lowered;
   }
 
   find(words) {
-    const { doc, lower } = this, wanted = words.replaceAll("\u0130", "i").toLowerCase();
+    const { doc, lower } = this, wanted = inSmallLetters(words);
     this.at = -1;
     this.length = wanted.length;
     let found = new Uint32Array(1024), many = 0;
@@ -71,7 +73,7 @@ class Search {
 }
 
 function jumpTo(doc, wanted, choose, say) {
-  const percent = /^\s*([\d.]+)\s*%\s*$/.exec(wanted), number = /^\s*#?([\d,]+)\s*$/.exec(wanted);
+  const percent = /^\s*([\d.]+)\s*%\s*$/.exec(wanted), number = /^\s*#?(\d[\d,]*)\s*$/.exec(wanted);
   if (percent && Number(percent[1]) <= 100) {
     const token = Math.min(doc.T - 1, Math.floor((Number(percent[1]) / 100) * doc.T));
     return choose(lastAtMost(doc.tokens, token, doc.C), true);

@@ -262,18 +262,21 @@ class Strip {
     }
   }
 
+  // between chunks' numbers and tokens' numbers, fractions of both
+  tokenAt(place) {
+    const { doc } = this, c = Math.min(doc.C - 1, Math.floor(place));
+    return doc.tokens[c] + (place - c) * (doc.tokens[c + 1] - doc.tokens[c]);
+  }
+
+  placeOf(token) {
+    const { doc } = this, c = lastAtMost(doc.tokens, token, doc.C);
+    return c + (token - doc.tokens[c]) / (doc.tokens[c + 1] - doc.tokens[c]);
+  }
+
   // token numbers; a chunk is as wide as any other, so they stand at the chunks that hold them
   axis(context) {
-    const { doc, width, colours } = this, y = ARCS + CELLS + BELOW;
-    const token = (chunk) => {
-      const c = Math.min(doc.C - 1, Math.floor(chunk));
-      return doc.tokens[c] + (chunk - c) * (doc.tokens[c + 1] - doc.tokens[c]);
-    };
-    const chunk = (at) => {
-      const c = lastAtMost(doc.tokens, at, doc.C);
-      return c + (at - doc.tokens[c]) / (doc.tokens[c + 1] - doc.tokens[c]);
-    };
-    const [low, high] = [token(this.start), token(this.end)];
+    const { width, colours } = this, y = ARCS + CELLS + BELOW;
+    const [low, high] = [this.tokenAt(this.start), this.tokenAt(this.end)];
     const rough = (high - low) / Math.max(2, width / 130), power = 10 ** Math.floor(Math.log10(rough));
     const step = Math.max(1, [1, 2, 5, 10].find((n) => n * power >= rough) * power);
     context.fillStyle = colours.rule;
@@ -282,7 +285,7 @@ class Strip {
     context.font = "11px system-ui, sans-serif";
     context.textBaseline = "top";
     for (let at = Math.ceil(low / step) * step, first = true; at <= high; at += step, first = false) {
-      const x = this.x(chunk(at)), says = first ? `token ${count(at)}` : count(at);
+      const x = this.x(this.placeOf(at)), says = first ? `token ${count(at)}` : count(at);
       const wide = context.measureText(says).width;
       context.fillRect(x, y, 1, 5);
       context.fillText(says, Math.max(0, Math.min(width - wide, x - wide / 2)), y + 7);
@@ -294,10 +297,10 @@ class Strip {
     context.font = "11px system-ui, sans-serif";
     context.textBaseline = "top";
     let free = -Infinity;
-    const inView = this.doc.tokens[Math.floor(this.start)];
+    const inView = this.tokenAt(this.start);
     const current = about.sources.findLast((source) => source.first_token <= inView);
     for (const source of about.sources) {
-      const begin = this.x(lastAtMost(this.doc.tokens, source.first_token, this.doc.C));
+      const begin = this.x(this.placeOf(source.first_token));
       if (begin > this.width) break;
       // of the files that began before the view the last one is named
       if (begin < -1 && source !== current) continue;
