@@ -93,7 +93,7 @@ def test_a_page_from_a_text_a_memory_and_a_trace(folder: Path, tmp_path: Path, c
         (["drt", "--memory", "none"], "none"),
         (["drt", "book.txt", "--memory", "memory"], "expected one of TEXT, --memory and --trace"),
         (["drt"], "expected one of TEXT, --memory and --trace"),
-        (["--trace", "book.txt"], "trace: cannot read"),
+        (["--trace", "book.txt"], "expected a line of a trace"),
         (["drt", "book.txt", "-o", "."], "is a folder"),
         (["drt", "book.txt", "-o", "book.txt/page.html"], "output: expected a folder to write in"),
         (["drt", "book.txt", "--keep-trace", "book.txt/x"], "keep_trace: expected a folder to write in"),

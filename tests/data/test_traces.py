@@ -23,7 +23,7 @@ from trailmark.data.traces import (
     write_lines,
 )
 
-HEADER = TraceHeader({"name": "m"}, 1, 2, 3, settings={"memory_dtype": "float32"})
+HEADER = TraceHeader({"name": "m"}, 3, 2, 3, settings={"memory_dtype": "float32"})
 
 
 def chunk(
@@ -102,6 +102,7 @@ def test_a_file_is_read_line_by_line(tmp_path: Path) -> None:
     assert len(rest) == len(chunks) == 2
     assert all(map(same, chunks, own))
     assert totals(chunks) == (2, 1.0, 1.0)
+    assert totals([]) == (0, 0.0, 0.0)
 
 
 @pytest.mark.parametrize(
@@ -117,12 +118,26 @@ def test_a_file_is_read_line_by_line(tmp_path: Path) -> None:
             [encode(HEADER), json.dumps(json.loads(encode(chunk())) | {"starts": [0]})],
             "another number of starts",
         ),
+        ([encode(HEADER), encode(chunk()).replace("[1,4]", "[1]")], "another number of weights"),
+        (
+            [encode(HEADER).replace('"num_groups":3', '"num_groups":2'), encode(chunk())],
+            "2 groups read.*line 2",
+        ),
+        (
+            [encode(HEADER), encode(chunk()), encode(chunk(1))[:40]],
+            "line 3 .* ends within this line.*once more",
+        ),
+        (["", encode(chunk())[:40]], "line 1 .* ends within this line"),
+        ([], "expected a line of a trace, got ''"),
     ],
 )
 def test_what_is_no_trace_is_refused(lines: list[str], words: str, tmp_path: Path) -> None:
     path = tmp_path / "trace"
     path.write_text("".join(lines))
     with pytest.raises(ValueError, match=words):
+        list(read_trace(path)[1])
+    path.write_bytes(encode(HEADER).encode() + b"\xff\n")
+    with pytest.raises(ValueError, match=r"^trace: expected UTF-8, .*line 2 of .*trace"):
         list(read_trace(path)[1])
     with pytest.raises(ValueError, match=r"cannot read .*none'.*Write one with: trailmark read"):
         read_trace(tmp_path / "none")

@@ -73,14 +73,25 @@ MODELS_MADE: dict[str, Callable[[], TrailmarkForCausalLM]] = {
     "landmark, cell": lambda: landmark(retrieve_per="cell", causal_retrieval=False),
     "block-recurrent": block_recurrent,
 }
+OFF: dict[str, Callable[[], TrailmarkForCausalLM]] = {
+    "drt, retrieval off": lambda: drt(2).without_retrieval(),
+    "rpt, retrieval off": lambda: rpt(retriever="encoder").without_retrieval(),
+    "landmark, retrieval off": lambda: landmark().without_retrieval(),
+}
 ONE_OF_EACH = ("window", "drt, 2 groups", "rpt, encoder", "landmark", "block-recurrent")
-EVERY_MODEL = pytest.mark.parametrize(
-    "make",
-    [
-        pytest.param(make, id=name, marks=[] if name in ONE_OF_EACH else [pytest.mark.slow])
-        for name, make in MODELS_MADE.items()
-    ],
-)
+
+
+def each(models: dict[str, Callable[[], TrailmarkForCausalLM]]) -> Any:
+    return pytest.mark.parametrize(
+        "make",
+        [
+            pytest.param(make, id=name, marks=[] if name in ONE_OF_EACH else [pytest.mark.slow])
+            for name, make in models.items()
+        ],
+    )
+
+
+EVERY_MODEL, AND_OFF = each(MODELS_MADE), each(MODELS_MADE | OFF)
 
 
 def subject_of(model: Any, name: str = "model") -> Subject:
@@ -120,7 +131,7 @@ def assert_as_predicted(text: Text) -> None:
     assert row["device_bytes"] == row["formula_device_bytes"]
 
 
-@EVERY_MODEL
+@AND_OFF
 @pytest.mark.parametrize(("prompt", "generate"), [(3, 2), (23, 6)])
 def test_the_formula_is_what_the_cache_counts(
     make: Callable[[], TrailmarkForCausalLM], prompt: int, generate: int
@@ -129,7 +140,7 @@ def test_the_formula_is_what_the_cache_counts(
 
 
 @pytest.mark.slow
-@EVERY_MODEL
+@AND_OFF
 @pytest.mark.parametrize("prompt", [2, 4, 5, 11, 12, 22, 44, 50])
 @pytest.mark.parametrize("generate", [2, 14])
 def test_the_formula_at_every_phase(
@@ -304,7 +315,7 @@ def test_chunks_of_a_prompt_and_what_follows() -> None:
 # --- generation ------------------------------------------------------------------------------------------
 
 
-@EVERY_MODEL
+@AND_OFF
 def test_it_generates_what_generate_does(make: Callable[[], TrailmarkForCausalLM]) -> None:
     model = make()
     text = Text("m", subject_of(model), "device", 23, 6)

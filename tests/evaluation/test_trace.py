@@ -366,18 +366,31 @@ def test_a_model_that_retrieves_nothing_is_refused(make: Any, files: list[Path],
             call()
 
 
-@pytest.mark.parametrize(("make", "least"), [(drt, 8), (landmark, 11), (rpt, 8)])
-def test_a_text_in_which_nothing_can_be_read_is_refused(make: Any, least: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("make", "least", "words"),
+    [
+        (drt, 8, "two chunks of 4 tokens"),
+        (
+            lambda **more: drt(exclude_visible_chunks=True, sliding_window=15, **more),
+            12,
+            "3 chunks of 4 tokens",
+        ),
+        (landmark, 11, "a cell of 11 tokens"),
+        (lambda **more: rpt(exclude_visible_chunks=False, **more), 8, "two chunks of 4 tokens"),
+        (
+            lambda **more: rpt(exclude_visible_chunks=True, sliding_window=19, **more),
+            20,
+            "5 chunks of 4 tokens",
+        ),
+    ],
+)
+def test_a_text_in_which_nothing_can_be_read_is_refused(
+    make: Any, least: int, words: str, tmp_path: Path
+) -> None:
     """Of the shortest that is not, the last token reads: a chunk of the past, before which there was none to read."""
-    subject, path = (
-        subject_of(make(vocab_size=V, **({} if make is landmark else {"exclude_visible_chunks": False}))),
-        tmp_path / "text",
-    )
+    subject, path = subject_of(make(vocab_size=V)), tmp_path / "text"
     path.write_text("a" * least)
-    words = "a cell of 11" if make is landmark else "two chunks of 4"
-    with pytest.raises(
-        ValueError, match=f"^text: expected more than {least} tokens, got {least} .*{words} tokens"
-    ):
+    with pytest.raises(ValueError, match=f"^text: expected more than {least} tokens, got {least} .*{words}"):
         trace_texts(subject, [path])
     Reader(subject, tmp_path / "memory").read(path)
     with pytest.raises(
@@ -437,6 +450,7 @@ def test_a_piece_that_is_stopped_changes_nothing(model: Any, monkeypatch: pytest
     assert list(map(encode, found)) == expected
 
 
+@pytest.mark.slow
 def test_pieces_are_those_of_a_reading(monkeypatch: pytest.MonkeyPatch, model: Any) -> None:
     """Of any text, from any place: as ``model.read`` takes it, piece for piece."""
     from trailmark.models import causal_lm

@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +70,9 @@ def outcome(folder: Path) -> tuple[bytes, bytes]:
     return (folder / "trace").read_bytes(), chunks.read_bytes()
 
 
-@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize(
+    "kind", ["drt", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("rpt", "landmark"))]
+)
 def test_the_memory_is_that_of_a_reading_without_a_trace(
     kind: str, books: list[Path], tmp_path: Path
 ) -> None:
@@ -163,7 +165,7 @@ def dies(subject: Subject, folder: Path, books: list[Path], at: int | None) -> i
     return death.count
 
 
-def goes_on(subject: Subject, folder: Path, books: list[Path], places: Iterator[int] | range) -> None:
+def goes_on(subject: Subject, folder: Path, books: list[Path], places: range) -> None:
     total = dies(subject, folder / "whole", books, None)
     expected = outcome(folder / "whole")
     assert total > max(places)
@@ -176,11 +178,6 @@ def goes_on(subject: Subject, folder: Path, books: list[Path], places: Iterator[
         assert outcome(own) == expected, at
         states = sorted(path.name.split("-")[0] for path in (own / "trace.state").glob("*-*"))
         assert states == ["state", "without"]
-
-
-def test_a_reading_killed_while_it_saves_goes_on(subject: Subject, books: list[Path], tmp_path: Path) -> None:
-    """In the second save; everywhere else: below."""
-    goes_on(subject, tmp_path, books, range(26, 27))
 
 
 @pytest.mark.slow
@@ -249,6 +246,7 @@ def refused(subject: Subject, folder: Path, books: list[Path], words: str, trace
     gc.collect()
 
 
+@pytest.mark.slow  # the command's refusal: tests/test_cli_trace.py
 def test_a_memory_that_was_read_without_is_refused(
     subject: Subject, books: list[Path], tmp_path: Path
 ) -> None:
@@ -259,6 +257,7 @@ def test_a_memory_that_was_read_without_is_refused(
     assert not (tmp_path / "trace").exists()
 
 
+@pytest.mark.slow
 def test_a_memory_that_was_read_on_without_is_refused(
     subject: Subject, books: list[Path], tmp_path: Path
 ) -> None:
@@ -270,6 +269,7 @@ def test_a_memory_that_was_read_on_without_is_refused(
     )
 
 
+@pytest.mark.slow
 def test_another_trace_than_the_memorys_is_refused(
     subject: Subject, books: list[Path], tmp_path: Path
 ) -> None:
@@ -296,6 +296,12 @@ def test_another_trace_than_the_memorys_is_refused(
         subject, tmp_path, books, r"^trace: expected .*state-1.safetensors', which a reading goes on from"
     )
     state.write_bytes(kept)
+    (without,) = (tmp_path / "trace.state").glob("without-*")
+    without.rename(tmp_path / "elsewhere")
+    refused(
+        subject, tmp_path, books, r"^trace: cannot go on .*without-1'.* Keep trace.state beside the trace"
+    )
+    (tmp_path / "elsewhere").rename(without)
     # moved together they are the same
     (tmp_path / "trace").rename(tmp_path / "moved")
     (tmp_path / "trace.state").rename(tmp_path / "moved.state")
@@ -308,12 +314,27 @@ def test_a_file_that_is_there_is_kept(subject: Subject, books: list[Path], tmp_p
     (tmp_path / "trace").write_text("mine")
     refused(subject, tmp_path, books, r"^trace: expected a file that is not there yet, .*Choose another one")
     assert (tmp_path / "trace").read_text() == "mine"
-    refused(subject, tmp_path, books, r"^trace: expected a file, .* is a folder", ".")
-    read(subject, tmp_path / "own", books[:1])
-    (tmp_path / "own" / "memory").rename(tmp_path / "gone")
-    refused(
-        subject, tmp_path / "own", books, r"^trace: expected a file that is not there yet, .* holds nothing"
-    )
+    with pytest.raises(ValueError, match=r"^trace: expected a file, '\.' is a folder"):
+        Reader(subject, tmp_path / "memory", trace=Path("."))
+
+
+@pytest.mark.slow
+def test_the_trace_of_a_memory_that_is_gone_is_kept(
+    subject: Subject, books: list[Path], tmp_path: Path
+) -> None:
+    read(subject, tmp_path, books[:1])
+    (tmp_path / "memory").rename(tmp_path / "gone")
+    refused(subject, tmp_path, books, r"^trace: expected a file that is not there yet, .* holds nothing")
+
+
+def test_two_readings_do_not_write_one_trace(subject: Subject, books: list[Path], tmp_path: Path) -> None:
+    words = r"^trace: another trailmark read is writing '.*trace'\. Wait for it"
+    reader = Reader(subject, tmp_path / "memory", trace=tmp_path / "trace")
+    refused(subject, tmp_path, books, words)
+    reader.read(books[1])
+    content = (tmp_path / "trace").read_bytes()
+    refused(subject, tmp_path, books, words)  # also of a memory that was saved
+    assert (tmp_path / "trace").read_bytes() == content
 
 
 @pytest.mark.slow

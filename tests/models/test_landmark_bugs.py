@@ -134,7 +134,10 @@ def test_b7_all_rows_of_a_cached_batch_have_the_first_rows_masks(side: str) -> N
 
 
 def test_b8_no_k_is_an_error_somewhere_inside() -> None:
-    for k, message in ((None, "expected int, got None"), (-1, r"expected 0 \(retrieval off\) or more, got -1")):
+    for k, message in (
+        (None, "expected int, got None"),
+        (-1, r"expected 0 \(retrieval off\) or more, got -1"),
+    ):
         with pytest.raises(ValueError, match="^num_retrieved_chunks: " + message):
             landmark_config(num_retrieved_chunks=k)
 

@@ -214,7 +214,7 @@ def test_no_chunk_is_encoded_searched_or_read(make: Make) -> None:
 
 
 @EACH
-@pytest.mark.parametrize("tier", ["device", "disk"])
+@pytest.mark.parametrize("tier", [pytest.param("device", marks=SLOW), "disk"])
 def test_a_saved_cache_goes_on_bit_for_bit(make: Make, tier: str, tmp_path: Path) -> None:
     model = make()
     alone, rest = model.without_retrieval(), tokens(7, seed=1)

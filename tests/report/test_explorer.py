@@ -6,7 +6,9 @@ import base64
 import dataclasses
 import hashlib
 import json
+import os
 import re
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -228,6 +230,21 @@ def test_a_trace_is_kept_even_if_the_page_cannot_be_written(
         build(header, kept, tmp_path / "page.html")
     write_lines(again, [header, *entries])
     assert trace.read_bytes() == again.read_bytes()
+
+
+def test_a_trace_into_a_pipe_does_not_replace_it(tmp_path: Path) -> None:
+    header, entries = made_up(320)
+    pipe, again = tmp_path / "pipe", tmp_path / "again.jsonl"
+    os.mkfifo(pipe)
+    came: list[str] = []
+    reader = threading.Thread(target=lambda: came.append(pipe.read_text(encoding="utf-8")), daemon=True)
+    reader.start()
+    with keeping(header, entries, pipe) as kept:
+        build(header, kept, tmp_path / "page.html")
+    reader.join(10)
+    write_lines(again, [header, *entries])
+    assert came == [again.read_text(encoding="utf-8")]
+    assert pipe.is_fifo()
 
 
 def test_a_page_of_a_kept_trace_is_the_same(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The explorer's page in headless Chromium (see browser.py): its text is only ever text; links, themes, other traces."""
+"""The page in headless Chromium (see browser.py): text is only ever text; links, themes, other traces."""
 
 from __future__ import annotations
 
@@ -173,5 +173,10 @@ def test_letters_of_several_signs_stay_whole(open_page: Open, tmp_path: Path) ->
     until(page, SHOWN, 1)
     text = page.locator("#chunk-text").text_content()
     assert text == line * 4
+    page.evaluate("location.hash = 'chunk=0'")
+    until(page, SHOWN, 0)
+    pieces = page.locator("#chunk-text .own [data-token]").all_text_contents()
+    assert pieces[:4] == ["\U0001f468\u200d\U0001f469\u200d\U0001f467", " ", "e\u0301", " "]
+    assert "".join(pieces) == line[: len("".join(pieces))]
     page.locator("#search").fill("\u0646\u0645\u06cc\u200c")
     assert page.locator("#matches").text_content().startswith("4 matches")

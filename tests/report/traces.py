@@ -143,7 +143,7 @@ def _reads(
 
 
 def of_bytes(text: str, chunk_size: int) -> tuple[TraceHeader, list[Entry]]:
-    """A trace of ``text``, a token for each byte: a character belongs to the last of its own. Each chunk reads the first."""
+    """A trace of ``text``, a token for each byte: a character belongs to its last one. Chunks read the first."""
     ends = np.cumsum([len(character.encode()) for character in text])
     before = np.searchsorted(ends, np.arange(ends[-1]), "right")  # characters that have ended at each byte
     entries: list[Entry] = []

@@ -11,7 +11,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, TextIO
 
 logger = logging.getLogger(__name__)
 
@@ -21,14 +21,25 @@ def write_text(path: Path, text: str, durable: bool = False) -> None:
 
     ``durable``: when this returns, the new content outlives a power cut too.
     """
-    if path.exists() and not path.is_file() and not path.is_dir():  # /dev/stdout: written to, never replaced
-        path.write_text(text, encoding="utf-8")
-        return
     path.parent.mkdir(parents=True, exist_ok=True)
+    with replacing(path, durable) as file:
+        file.write(text)
+
+
+@contextmanager
+def replacing(path: Path, durable: bool = False) -> Iterator[TextIO]:
+    """A file to write text in, which takes the place of ``path`` in one step at the end; after an error there is none.
+
+    ``durable``: after the end, the new content outlives a power cut too.
+    """
+    if path.exists() and not path.is_file() and not path.is_dir():  # /dev/stdout: written to, never replaced
+        with open(path, "w", encoding="utf-8") as file:
+            yield file
+        return
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
         with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
+            yield file
             if durable:
                 sync_file(file)
         mask = os.umask(0)

@@ -128,7 +128,7 @@ def _numbers(values: Floats) -> list[float | None]:
         raise ValueError(
             "trace: expected finite numbers, got an infinite one. The model's weights are damaged."
         )
-    return [None if value is None or value != value else value for value in found]
+    return [None if value != value else value for value in found]
 
 
 def decode(line: str) -> TraceHeader | Entry:
@@ -143,19 +143,19 @@ def decode(line: str) -> TraceHeader | Entry:
             return _chunk(content)
         if "source" in content:
             return TraceSource(content["source"], content["first_token"], content.get("path"))
-        if content.get("kind") == KIND:
+        if content.get("kind") == KIND and content["format"] == FORMAT:
             return _header(content)
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise ValueError(f"trace: expected a line of a trace, got {line[:80]!r} ({error}).") from error
-    raise ValueError(f"trace: expected a line of a trace, got {line[:80]!r}.")
-
-
-def _header(content: dict[str, Any]) -> TraceHeader:
-    if content["format"] != FORMAT:
+    if content.get("kind") == KIND:
         raise ValueError(
             f"trace: expected format {FORMAT}, got {content['format']!r}. Read it with the trailmark that wrote it, or "
             "write it anew."
         )
+    raise ValueError(f"trace: expected a line of a trace, got {line[:80]!r}.")
+
+
+def _header(content: dict[str, Any]) -> TraceHeader:
     return TraceHeader(
         **{name: content[name] for name in TraceHeader.__dataclass_fields__ if name in content}
     )
@@ -188,6 +188,10 @@ def _chunk(content: dict[str, Any]) -> TracedChunk:
     n = len(found.ids)
     if any(len(part) != n for part in (found.starts, found.losses, found.losses_without)):
         raise ValueError(f"chunk {found.number} has {n} ids and another number of starts or losses")
+    for read in reads:
+        parts = (read.weights,) if read.scores is None else (read.weights, read.scores)
+        if any(len(part) != len(read.chunks) for part in parts):
+            raise ValueError(f"chunk {found.number} reads chunks and has another number of weights or scores")
     return found
 
 
@@ -198,38 +202,63 @@ def read_trace(path: Path) -> tuple[TraceHeader, Iterator[Entry]]:
         ValueError: no such file, no trace, another format; while iterating: a broken line, or a chunk out of order.
     """
     try:
-        file = open(path, encoding="utf-8")  # noqa: SIM115 (closed by the generator)
-        first = decode(file.readline())
-    except (OSError, UnicodeDecodeError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else error
+        file = open(path, "rb")  # noqa: SIM115 (closed by the generator)
+    except OSError as error:
         raise ValueError(
-            f"trace: cannot read {str(path)!r}: {reason}. Write one with: trailmark read MODEL TEXT --memory FOLDER "
-            "--trace FILE"
+            f"trace: cannot read {str(path)!r}: {error.strerror}. Write one with: trailmark read MODEL TEXT --memory "
+            "FOLDER --trace FILE"
         ) from error
-    if not isinstance(first, TraceHeader):
+    try:
+        first = _entry(file.readline(), 1, path)
+        if not isinstance(first, TraceHeader):
+            raise ValueError(f"trace: expected {str(path)!r} to begin with a trace's header, it does not.")
+    except BaseException:
         file.close()
-        raise ValueError(f"trace: expected {str(path)!r} to begin with a trace's header, it does not.")
+        raise
+    groups = first.num_groups
 
     def entries() -> Iterator[Entry]:
         expected = tokens = 0
         with file:
             for number, line in enumerate(file, 2):
-                try:
-                    entry = decode(line)
-                    if isinstance(entry, TraceHeader):
-                        raise ValueError("trace: expected one header, at the beginning.")
-                    if isinstance(entry, TracedChunk):
-                        if (entry.number, entry.first_token) != (expected, tokens):
-                            raise ValueError(
-                                f"trace: expected chunk {expected} at token {tokens}, got chunk {entry.number} at "
-                                f"token {entry.first_token}."
-                            )
-                        expected, tokens = expected + 1, tokens + len(entry.ids)
-                except ValueError as error:
-                    raise ValueError(f"{error} (line {number} of {path})") from error
+                entry = _entry(line, number, path)
+                wrong = None
+                if isinstance(entry, TraceHeader):
+                    wrong = "one header, at the beginning, got another."
+                elif isinstance(entry, TracedChunk):
+                    if (entry.number, entry.first_token) != (expected, tokens):
+                        wrong = (
+                            f"chunk {expected} at token {tokens}, got chunk {entry.number} at token "
+                            f"{entry.first_token}."
+                        )
+                    elif len(entry.reads) != groups:
+                        wrong = f"what {groups} groups read, as the header says, got {len(entry.reads)}."
+                    expected, tokens = expected + 1, tokens + len(entry.ids)
+                if wrong or isinstance(entry, TraceHeader):
+                    raise ValueError(
+                        f"trace: expected {wrong} Write the trace anew. (line {number} of {path})"
+                    )
                 yield entry
 
     return first, entries()
+
+
+def _entry(line: bytes, number: int, path: Path) -> TraceHeader | Entry:
+    """A line of a file; a ValueError that says where it is broken."""
+    try:
+        try:
+            return decode(line.decode())
+        except UnicodeDecodeError as error:
+            raise ValueError(f"trace: expected UTF-8, got something else ({error}).") from error
+    except ValueError as error:
+        unfinished = not line.endswith(b"\n")
+        way_out = (
+            " The file ends within this line: its reading was stopped, or is under way. Run the same trailmark read "
+            "once more."
+            if line and unfinished
+            else ""
+        )
+        raise ValueError(f"{error} (line {number} of {path}){way_out}") from error
 
 
 def write_lines(path: Path, entries: Iterable[TraceHeader | Entry]) -> None:
@@ -240,8 +269,8 @@ def write_lines(path: Path, entries: Iterable[TraceHeader | Entry]) -> None:
 
 def totals(chunks: Sequence[TracedChunk]) -> tuple[int, float, float]:
     """Tokens that bear a loss, and the sums of their losses with and without retrieval, in nats."""
-    known = np.concatenate([chunk.losses for chunk in chunks])
-    without = np.concatenate([chunk.losses_without for chunk in chunks])
+    known = np.concatenate([np.zeros(0), *(chunk.losses for chunk in chunks)])
+    without = np.concatenate([np.zeros(0), *(chunk.losses_without for chunk in chunks)])
     bears = np.isfinite(known)
     return (
         int(bears.sum()),

@@ -193,13 +193,27 @@ def _compare(subject: Subject, source: dict[str, Any], memory: Path) -> None:
 def _needed(subject: Subject) -> int:
     """Tokens after which the first that can read of the past comes."""
     config = subject.model.config
-    cell = config.local_length if isinstance(subject.model, LandmarkForCausalLM) else 0
-    return int(max(2 * config.chunk_size, cell))
+    if isinstance(subject.model, LandmarkForCausalLM):
+        return int(max(2 * config.chunk_size, config.local_length))
+    return int(_chunks_before(config) * config.chunk_size)
+
+
+def _chunks_before(config: Any) -> int:
+    """Chunks, with the one that asks, before the first that can read (:mod:`trailmark.models.candidates`)."""
+    if config.first_visible is None:
+        return 2
+    return int(max(2, (1 - config.first_visible) // (config.chunk_size + config.has_landmarks) + 1))
 
 
 def _span(subject: Subject) -> str:
     config = subject.model.config
-    chunks = f"two chunks of {config.chunk_size} tokens"
-    if isinstance(subject.model, LandmarkForCausalLM) and config.local_length > 2 * config.chunk_size:
-        return f"a cell of {config.local_length:,} tokens"
-    return chunks
+    two = f"two chunks of {config.chunk_size} tokens"
+    if isinstance(subject.model, LandmarkForCausalLM):
+        cell = config.local_length
+        return two if cell <= 2 * config.chunk_size else f"a cell of {cell:,} tokens"
+    count = _chunks_before(config)
+    if count == 2:
+        return two
+    return (
+        f"{count:,} chunks of {config.chunk_size} tokens (exclude_visible_chunks: none that its window shows)"
+    )

@@ -9,11 +9,12 @@ from the last save with a trace that fits.
 from __future__ import annotations
 
 import hashlib
+import os
 import re
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import safetensors
@@ -28,6 +29,7 @@ from trailmark.evaluation.token_texts import TextState
 from trailmark.evaluation.trace import trace_header
 from trailmark.evaluation.tracer import Moment, Tracer, expect_retrieval
 from trailmark.memory import ChunkCache
+from trailmark.memory.files import lock
 
 _OURS = re.compile(r"state-([0-9]+)\.safetensors|without-([0-9]+)")
 _MARK = "trace.json"  # in FILE.state: which memory FILE belongs to, and whether that was ever saved
@@ -66,7 +68,8 @@ class TraceFile:
 
     Raises:
         ValueError: a model that retrieves nothing; a memory that was read, or read on, without a trace; another trace
-            than this memory's, one that is gone or was changed; a file that is there already.
+            than this memory's, one that is gone or was changed, or that another process writes; a file that is there
+            already.
     """
 
     def __init__(
@@ -78,11 +81,11 @@ class TraceFile:
         memory_dtype: torch.dtype | None = None,
     ) -> None:
         expect_retrieval(subject)
+        if path.is_dir():  # "." too, which has no name
+            raise ValueError(f"trace: expected a file, {str(path)!r} is a folder. Name a file in it.")
         self.path, self.folder = path, path.with_name(path.name + ".state")
         self._written: _Written
         self._cache, self._memory = cache, memory
-        if path.is_dir():
-            raise ValueError(f"trace: expected a file, {str(path)!r} is a folder. Name a file in it.")
         known = cache.notes.get("trace")
         if known is None:
             self.tracer = self._begin(subject, memory_dtype)
@@ -144,6 +147,17 @@ class TraceFile:
         except OSError as error:
             raise OSError(error.errno, error.strerror, str(self.path)) from error
 
+    def _opened(self, flags: int = 0) -> BinaryIO:
+        """The file, as long as the reader; nobody else writes in it until then."""
+        file = os.fdopen(os.open(self.path, os.O_RDWR | flags, 0o666), "r+b")
+        if not lock(file.fileno()):
+            file.close()
+            raise ValueError(
+                f"trace: another trailmark read is writing {str(self.path)!r}. Wait for it, or choose another --memory "
+                "and another --trace."
+            )
+        return file
+
     def _rest(self) -> bytes:
         return "".join(map(encode, self.tracer.rest())).encode()
 
@@ -177,7 +191,7 @@ class TraceFile:
             )
         expect_writable("trace", self.folder)
         self._mark(saved=False)
-        self._file = open(self.path, "w+b")  # noqa: SIM115 (as long as the reader)
+        self._file = self._opened(os.O_CREAT)
         self._written = _Written(0, hashlib.sha256())
         header = encode(trace_header(subject, memory_dtype)).encode()
         self._put(header)
@@ -192,7 +206,7 @@ class TraceFile:
             )
         digest = hashlib.sha256()
         try:
-            self._file = open(self.path, "r+b")  # noqa: SIM115 (as long as the reader)
+            self._file = self._opened()
             left = known["bytes"]
             while left and (block := self._file.read(min(left, 1 << 20))):
                 digest.update(block)
@@ -220,7 +234,13 @@ class TraceFile:
         if not whole:
             raise ValueError(f"trace: {str(state)!r} is damaged. {_ANEW}")
         off = subject.model.without_retrieval()
-        without = off.load_cache(self.folder / f"without-{known['state']}", "host")
+        try:
+            without = off.load_cache(self.folder / f"without-{known['state']}", "host")
+        except ValueError as error:
+            raise ValueError(
+                f"trace: cannot go on with the forward without retrieval: {error} Keep {self.folder.name} beside the "
+                f"trace, as it was. {_ANEW}"
+            ) from error
         tracer = Tracer(subject, self._cache, without)
         tracer.moment = _moment(tensors, subject.model.device)
         self._mend(tracer)

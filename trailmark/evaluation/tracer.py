@@ -177,11 +177,13 @@ class Tracer:
 
 def expect_retrieval(subject: Subject) -> None:
     """A ValueError where a model retrieves nothing, or is none of ours."""
-    if not subject.ours or getattr(subject.model.config, "num_retrieved_chunks", 0) < 1:
+    known = getattr(subject.model.config, "num_retrieved_chunks", None) if subject.ours else None
+    if not known:
+        why = " with num_retrieved_chunks 0" if known == 0 else ""
         raise ValueError(
             f"model: expected one that retrieves chunks (a DRT, an RPT or Landmark Attention), "
-            f"{str(subject.folder)!r} holds a {type(subject.model).__name__}, which retrieves nothing: there is "
-            "nothing to trace."
+            f"{str(subject.folder)!r} holds a {type(subject.model).__name__}{why}, which retrieves nothing: there is "
+            "nothing to trace. Choose another model."
         )
 
 

@@ -6,27 +6,22 @@ script unpacks; text never becomes markup.
 
 from __future__ import annotations
 
-import base64
 import datetime
-import hashlib
 import json
-import os
-import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
 from trailmark import __version__
-from trailmark.data.files import expect_writable, write_text
+from trailmark.data.files import expect_writable, replacing, write_text
 from trailmark.data.traces import Entry, TraceHeader, encode
 from trailmark.report.explorer_data import Document, collect, pack
 from trailmark.report.explorer_frame import frame
-from trailmark.report.markup import safe, visible
-from trailmark.report.theme import style
+from trailmark.report.html import file_text, whole_page
+from trailmark.report.markup import visible
 
 # joined in this order; all share one scope
 SCRIPTS = (
@@ -50,7 +45,8 @@ class Built:
     page: Path
     bytes: int
     about: dict[str, Any]
-    """What the page's head says: docs/explorer.md names the fields."""
+    """What the page says of itself: title, model, sizes, sources; ``bearing`` tokens that bear a loss, the sums
+    ``loss`` and ``loss_without`` over them in nats, and ``helped``, how many of them cost less with retrieval."""
     document: Document
 
 
@@ -119,24 +115,19 @@ def keeping(header: TraceHeader, entries: Iterable[Entry], path: Path | None) ->
     if path is None:
         yield entries
         return
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+
+    def written(kept: Path) -> Generator[Entry, None, None]:
+        with replacing(kept) as file:
+            file.write(encode(header))
+            for entry in entries:
+                file.write(encode(entry))
+                yield entry
+
+    taken = written(path)
     try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-
-            def written() -> Iterator[Entry]:
-                file.write(encode(header))
-                for entry in entries:
-                    file.write(encode(entry))
-                    yield entry
-                file.flush()
-                mask = os.umask(0)
-                os.umask(mask)
-                os.chmod(name, 0o666 & ~mask)  # as an ordinary file: mkstemp's are private
-                os.replace(name, path)
-
-            yield written()
+        yield taken
     finally:
-        Path(name).unlink(missing_ok=True)
+        taken.close()  # where not all were taken: the file is removed
 
 
 def build(
@@ -190,27 +181,15 @@ def build(
 
 def page(about: dict[str, Any], document: Document) -> str:
     """The whole HTML. The frame stands before the data: it is seen while the browser still reads those."""
-    script = "\n".join(['(() => {\n"use strict";', *map(_file, SCRIPTS), "})();\n"])
-    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    policy = (
-        "default-src 'none'; style-src 'unsafe-inline'; img-src data:; base-uri 'none'; form-action 'none'; "
-        f"script-src 'sha256-{digest}'"
-    )
     places, packed = pack(document.arrays)
     about = about | {"arrays": places}
     told = json.dumps(about, allow_nan=False).replace("<", "\\u003c")
-    return (
-        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        f'<meta http-equiv="Content-Security-Policy" content="{safe(policy)}">\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        '<meta name="color-scheme" content="light dark">\n'
-        f'<meta name="generator" content="trailmark {safe(__version__)}">\n'
-        f'<link rel="icon" href="data:,">\n<title>{safe(about["title"])}</title>\n'
-        f"<style>\n{style()}{_file('explorer.css')}</style>\n</head>\n<body>\n{frame(about)}\n"
-        f'<script type="application/json" id="about">{told}</script>\n'
-        f'<script type="application/octet-stream" id="data">{packed}</script>\n'
-        f"<script>{script}</script>\n</body>\n</html>\n"
+    body = (
+        f'{frame(about)}\n<script type="application/json" id="about">{told}</script>\n'
+        f'<script type="application/octet-stream" id="data">{packed}</script>'
     )
+    script = "\n".join(['(() => {\n"use strict";', *map(file_text, SCRIPTS), "})();\n"])
+    return whole_page(about["title"], file_text("explorer.css"), body, script)
 
 
 def _about(header: TraceHeader, document: Document, title: str | None) -> dict[str, Any]:
@@ -263,7 +242,3 @@ def _title(header: TraceHeader, document: Document) -> str:
 def _short(name: str) -> str:
     half = _NAME // 2  # both ends tell files apart
     return name if len(name) <= _NAME else f"{name[: half - 1]}…{name[-half:]}"
-
-
-def _file(name: str) -> str:
-    return resources.files("trailmark.report").joinpath(name).read_text(encoding="utf-8")

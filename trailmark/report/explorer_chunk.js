@@ -24,6 +24,9 @@ class ChunkPanel {
     this.extremes(c);
     this.reads(c);
     this.readers(c, READERS);
+    // when all stands there: what asks for a place has the page laid out
+    const own = this.box.querySelector(".own"), line = parseFloat(getComputedStyle(this.box).lineHeight);
+    this.box.scrollTop = own.offsetTop - 3 * line;
     this.box.dataset.chunk = c;
     markShared(this.doc, c, this.box, byId("reads"));
   }
@@ -64,7 +67,6 @@ class ChunkPanel {
     }
     parts.append(own, around(last, Math.min(doc.text.length, last + CONTEXT)));
     box.replaceChildren(parts);
-    box.scrollTop = own.offsetTop - 3 * parseFloat(getComputedStyle(box).lineHeight);
   }
 
   hover(event) {

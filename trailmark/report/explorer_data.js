@@ -92,7 +92,9 @@ function documentOf(arrays) {
 const chunkText = (doc, c) => doc.text.slice(doc.charStarts[doc.tokens[c]], doc.charStarts[doc.tokens[c + 1]]);
 const tokenText = (doc, t) => doc.text.slice(doc.charStarts[t], doc.charStarts[t + 1]);
 // a chunk's tokens as they are shown, with the places of their text and the sum of their gains: a token without a
-// character of its own (a byte of one that the next token ends) goes with the next, at a chunk's end with the last
+// character of its own (a byte of one that the next token ends) goes with the next, at a chunk's end with the last; and
+// what changes the letter before it, an accent or the rest of an emoji, with that
+const JOINS = /^[\p{M}\p{EMod}\u200d]/u;
 function piecesOf(doc, c) {
   const found = [];
   let first = doc.tokens[c], gain = NaN;
@@ -100,11 +102,12 @@ function piecesOf(doc, c) {
     const own = tokenGain(doc, t);
     if (!Number.isNaN(own)) gain = (Number.isNaN(gain) ? 0 : gain) + own;
     if (doc.charStarts[t + 1] === doc.charStarts[t] && t + 1 < doc.tokens[c + 1]) continue;
-    const last = found.at(-1);
-    if (doc.charStarts[t + 1] === doc.charStarts[first] && last) {
+    const last = found.at(-1), from = doc.charStarts[first], to = doc.charStarts[t + 1];
+    if (last && (from === to || JOINS.test(doc.text.slice(from, Math.min(to, from + 2))) || doc.text[from - 1] === "\u200d")) {
       last.end = t + 1;
+      last.to = to;
       last.gain += gain;
-    } else found.push({ first, end: t + 1, from: doc.charStarts[first], to: doc.charStarts[t + 1], gain });
+    } else found.push({ first, end: t + 1, from, to, gain });
     [first, gain] = [t + 1, NaN];
   }
   return found;

@@ -101,7 +101,8 @@ def collect(
     Raises:
         ValueError: fewer than two chunks, none that read anything, or a trace that contradicts itself.
     """
-    parts, sources = _Parts(), []
+    parts = _Parts()
+    sources: list[dict[str, Any]] = []
     tokens = 0
 
     def chunks() -> Iterator[TracedChunk]:

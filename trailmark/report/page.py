@@ -5,19 +5,17 @@ The page asks the network for nothing; its figures lie in it, and beside it as S
 
 from __future__ import annotations
 
-import base64
 import datetime
-import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from importlib import resources
 from pathlib import Path
 
 from trailmark import __version__
 from trailmark.data.files import expect_writable, write_text
 from trailmark.report import charts
 from trailmark.report.collect import Collected, NotShown, collect
-from trailmark.report.markup import Html, element, paragraph, safe
+from trailmark.report.html import file_text, whole_page
+from trailmark.report.markup import Html, element, paragraph
 from trailmark.report.notes import notes
 from trailmark.report.overview import overview
 from trailmark.report.reproduce import environments, reproduce
@@ -27,7 +25,6 @@ from trailmark.report.section_perplexity import perplexity
 from trailmark.report.section_summarization import summarization
 from trailmark.report.section_training import training
 from trailmark.report.sections import Figures, Section
-from trailmark.report.theme import style
 
 _SECTIONS = (needles, perplexity, summarization, cost, training)
 
@@ -86,13 +83,6 @@ def build(
 
 def page(found: Collected, parts: Sequence[Section], told: Sequence[str]) -> str:
     """The whole HTML."""
-    script = _file("page.js")
-    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    policy = (
-        "default-src 'none'; style-src 'unsafe-inline'; img-src data:; base-uri 'none'; form-action 'none'; "
-        f"script-src 'sha256-{digest}'"
-    )
-    title = "trailmark report"
     links = [element("li", element("a", part.short or part.title, href=f"#{part.name}")) for part in parts]
     body = [
         element("a", "Skip to the results", class_="skip", href="#main"),
@@ -114,21 +104,8 @@ def page(found: Collected, parts: Sequence[Section], told: Sequence[str]) -> str
         element("main", *map(_section, parts), id="main", tabindex="-1"),
         element("footer", _footer()),
     ]
-    return (
-        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        f'<meta http-equiv="Content-Security-Policy" content="{safe(policy)}">\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        '<meta name="color-scheme" content="light dark">\n'
-        f'<meta name="generator" content="trailmark {safe(__version__)}">\n'
-        f'<link rel="icon" href="data:,">\n<title>{title}: {safe(_headline(found))}</title>\n'
-        f"<style>\n{style()}{_file('page.css')}</style>\n</head>\n<body>\n"
-        + "\n".join(body)
-        + f"\n<script>{script}</script>\n</body>\n</html>\n"
-    )
-
-
-def _file(name: str) -> str:
-    return resources.files("trailmark.report").joinpath(name).read_text(encoding="utf-8")
+    title = f"trailmark report: {_headline(found)}"
+    return whole_page(title, file_text("page.css"), "\n".join(body), file_text("page.js"))
 
 
 def _section(part: Section) -> Html:
