@@ -350,6 +350,7 @@ def test_what_was_read_stands_beside_with_its_neighbours(page: Any, chunks: list
     read = int(first.get_attribute("data-chunk"))
     assert chunks[read].text.split("\n")[0].strip() in first.text_content()
     first.locator("summary").click()
+    until(page, "document.querySelector('#reads li details a') !== null")  # filled after it has opened
     links = first.locator("details a")
     assert [link.get_attribute("href") for link in links.all()] == [
         f"#chunk={n}" for n in (read - 1, read, read + 1) if n >= 0
