@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -25,6 +25,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.fixture(scope="module")
+def no_restart() -> Iterator[None]:
+    """The commands start their process again with these settings; here that would be pytest."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MALLOC_TRIM_THRESHOLD_", "8589934592")
+        yield
 
 
 @pytest.fixture

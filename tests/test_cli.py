@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,12 +28,7 @@ Command = Callable[..., tuple[int, str, str]]
 ROOT = Path(__file__).parents[1]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def no_restart() -> Iterator[None]:
-    """The commands start their process again with these settings; here that would be pytest."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("MALLOC_TRIM_THRESHOLD_", "8589934592")
-        yield
+pytestmark = pytest.mark.usefixtures("no_restart")
 
 
 def write_config(folder: Path, task: Any = "text", model: str = "drt", **training: Any) -> Path:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import dataclasses
+import gzip
 import hashlib
 import json
 import os
@@ -30,7 +31,7 @@ from trailmark.data.traces import (
     write_lines,
 )
 from trailmark.report.explorer import build, expect_inputs, keeping
-from trailmark.report.explorer_data import collect, pack, unpack
+from trailmark.report.explorer_data import collect, pack
 
 SIZES = ({}, {"words": True, "num_groups": 3, "chunk_size": 20}, {"num_tokens": 1001, "num_retrieved": 2})
 
@@ -64,6 +65,15 @@ def token_texts(arrays: dict[str, np.ndarray]) -> list[str]:
 def whole(text: str) -> str:
     """Halves of characters replaced."""
     return "".join("\ufffd" if 0xD800 <= ord(c) < 0xE000 else c for c in text)
+
+
+def unpack(places: list[dict[str, Any]], packed: str) -> dict[str, Any]:
+    """What ``pack`` was given, as the page's script takes it apart."""
+    content = gzip.decompress(base64.b64decode(packed))
+    return {
+        own["name"]: np.frombuffer(content, np.dtype(own["type"]), own["length"], own["offset"])
+        for own in places
+    }
 
 
 @pytest.mark.parametrize("size", SIZES, ids=str)

@@ -55,7 +55,7 @@ def made_up(
             "folder": f"runs/{name}",
             "architecture": "DRTForCausalLM",
             "parameters": 1_234_567,
-            "weights": f"{seed:064x}",
+            "weights_sha256": f"{seed:064x}",
         },
         num_groups=num_groups,
         chunk_size=chunk_size,

@@ -91,6 +91,7 @@ class TraceFile:
             self.tracer = self._begin(subject, memory_dtype)
         else:
             self.tracer = self._go_on(subject, known)
+            self._mend()
 
     # --- as the text is read ---------------------------------------------------------------------------------
 
@@ -233,22 +234,21 @@ class TraceFile:
             ) from error
         if not whole:
             raise ValueError(f"trace: {str(state)!r} is damaged. {_ANEW}")
-        off = subject.model.without_retrieval()
+        tracer = Tracer(subject, self._cache)
         try:
-            without = off.load_cache(self.folder / f"without-{known['state']}", "host")
+            tracer.cache_without = tracer.without.load_cache(
+                self.folder / f"without-{known['state']}", "host"
+            )
         except ValueError as error:
             raise ValueError(
                 f"trace: cannot go on with the forward without retrieval: {error} Keep {self.folder.name} beside the "
                 f"trace, as it was. {_ANEW}"
             ) from error
-        tracer = Tracer(subject, self._cache, without)
         tracer.moment = _moment(tensors, subject.model.device)
-        self._mend(tracer)
         return tracer
 
-    def _mend(self, tracer: Tracer) -> None:
+    def _mend(self) -> None:
         """Behind what counts may be lines of a reading that was killed: then the file is made as it was saved."""
-        self.tracer = tracer
         rest = self._rest()
         self._file.seek(self._written.size)
         if self._file.read(len(rest) + 1) != rest:

@@ -50,18 +50,17 @@ class Tracer:
 
     Args:
         subject: the model, of those that retrieve, in eval mode, and its tokenizer.
-        cache: of the model, fresh or as this tracer, or one whose moment is set here, left it.
-        cache_without: of ``model.without_retrieval()``, where that one was left.
+        cache: of the model, fresh; to go on, as the tracer left it whose ``moment`` and ``cache_without`` are then set.
 
     Raises:
         ValueError: a model that retrieves nothing.
     """
 
-    def __init__(self, subject: Subject, cache: ChunkCache, cache_without: ChunkCache | None = None) -> None:
+    def __init__(self, subject: Subject, cache: ChunkCache) -> None:
         expect_retrieval(subject)
         self.model, self.cache = subject.model, cache
         self.without = subject.model.without_retrieval()
-        self.cache_without = self.without.new_cache() if cache_without is None else cache_without
+        self.cache_without = self.without.new_cache()
         self.chunk_size = int(subject.model.config.chunk_size)
         self._texts, self._reads = texts_of(subject.tokenizer), reads_of(subject.model)
         nothing = np.zeros(0)

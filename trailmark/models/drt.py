@@ -41,7 +41,11 @@ from trailmark.models.layers import (
 )
 from trailmark.models.step import Step, place_of
 from trailmark.models.text import whole_chunks
-from trailmark.models.without_retrieval import expect_no_neighbours, expect_retrieval, nothing_selected
+from trailmark.models.without_retrieval import (
+    expect_no_neighbours,
+    expect_retrieval_in_training,
+    nothing_selected,
+)
 from trailmark.ops import ChunkSelection, grouped_cross_attention
 
 
@@ -282,7 +286,7 @@ class DRTForCausalLM(TrailmarkForCausalLM):
         if not self.training:
             return
         learned = self.config.retriever == "causal"
-        expect_retrieval(self.config, 2 if learned else 1)
+        expect_retrieval_in_training(self.config, 2 if learned else 1)
         if self.config.num_retrieved_chunks == 1 and learned:
             raise ValueError(
                 "num_retrieved_chunks: expected at least 2 in training, got 1: the weight of a single chunk is "

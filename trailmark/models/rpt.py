@@ -42,7 +42,11 @@ from trailmark.models.rpt_neighbours import (
 from trailmark.models.rpt_reading import MemoryReader, nothing_read
 from trailmark.models.step import Step, place_of
 from trailmark.models.text import whole_chunks
-from trailmark.models.without_retrieval import expect_no_neighbours, expect_retrieval, nothing_selected
+from trailmark.models.without_retrieval import (
+    expect_no_neighbours,
+    expect_retrieval_in_training,
+    nothing_selected,
+)
 from trailmark.ops import ChunkSelection, fold_seed, ranking_loss, select_chunks
 from trailmark.ops.arguments import values_are_checked
 
@@ -126,7 +130,7 @@ class RPTForCausalLM(TrailmarkForCausalLM):
         given: Given | None = None,
     ) -> Hidden:
         if self.training:
-            expect_retrieval(self.config)
+            expect_retrieval_in_training(self.config)
         x = grid.insert_landmarks(self.embed_tokens(tokens), None)
         step = None if cache is None else Step(cache, grid, self.config, x.shape[0])
         if given is not None:

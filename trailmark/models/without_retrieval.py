@@ -69,7 +69,7 @@ def nothing_selected(x: Tensor, grid: Grid) -> ChunkSelection:
     return ChunkSelection(torch.zeros(shape, dtype=torch.int64, device=x.device), weights, weights)
 
 
-def expect_retrieval(config: TrailmarkConfig, least: int = 1) -> None:
+def expect_retrieval_in_training(config: TrailmarkConfig, least: int = 1) -> None:
     """That a model in training retrieves, at least so many chunks.
 
     Raises:

@@ -20,7 +20,7 @@ from trailmark.data.files import expect_writable, replacing, write_text
 from trailmark.data.traces import Entry, TraceHeader, encode
 from trailmark.report.explorer_data import Document, collect, pack
 from trailmark.report.explorer_frame import frame
-from trailmark.report.html import file_text, whole_page
+from trailmark.report.html import whole_page
 from trailmark.report.markup import visible
 
 # joined in this order; all share one scope
@@ -188,8 +188,7 @@ def page(about: dict[str, Any], document: Document) -> str:
         f'{frame(about)}\n<script type="application/json" id="about">{told}</script>\n'
         f'<script type="application/octet-stream" id="data">{packed}</script>'
     )
-    script = "\n".join(['(() => {\n"use strict";', *map(file_text, SCRIPTS), "})();\n"])
-    return whole_page(about["title"], file_text("explorer.css"), body, script)
+    return whole_page(about["title"], "explorer.css", body, SCRIPTS)
 
 
 def _about(header: TraceHeader, document: Document, title: str | None) -> dict[str, Any]:

@@ -246,12 +246,3 @@ def pack(arrays: dict[str, Array], level: int = LEVEL) -> tuple[list[dict[str, A
         pieces += [content, b"\0" * (-len(content) % _ALIGNMENT)]
         offset += len(content) + len(pieces[-1])
     return places, base64.b64encode(gzip.compress(b"".join(pieces), level, mtime=0)).decode()
-
-
-def unpack(places: list[dict[str, Any]], packed: str) -> dict[str, Array]:
-    """What :func:`pack` was given."""
-    content = gzip.decompress(base64.b64decode(packed))
-    return {
-        own["name"]: np.frombuffer(content, np.dtype(own["type"]), own["length"], own["offset"])
-        for own in places
-    }

@@ -32,7 +32,7 @@ def frame(about: dict[str, Any]) -> Html:
     return Html(
         element("a", "Skip to the chosen chunk", class_="skip", href="#chosen")
         + _top(about)
-        + element("main", _map(), _chosen(), _retrievals(about), id="app", hidden="", aria_busy="true")
+        + element("main", _map(about), _chosen(), _retrievals(about), id="app", hidden="", aria_busy="true")
         + _help()
         + element("div", id="tip", hidden="", aria_hidden="true")
         + element("footer", paragraph(_made(about)))
@@ -102,7 +102,7 @@ def _model(about: dict[str, Any]) -> str:
 
 
 def _made(about: dict[str, Any]) -> str:
-    weights = str(about["model"].get("weights_sha256", about["model"].get("weights", "")))[:12]
+    weights = str(about["model"].get("weights_sha256", ""))[:12]
     of = f" Weights {weights}…" if weights else ""
     return f"Made by trailmark {about['version']} on {about['date']}.{of} This page asks the network for nothing."
 
@@ -116,7 +116,7 @@ def _select(name: str, label: str, options: Any) -> Html:
     return element("label", f"{label} ", element("select", *entries, id=name))
 
 
-def _map() -> Html:
+def _map(about: dict[str, Any]) -> Html:
     shades = [
         element(
             "label",
@@ -180,6 +180,7 @@ def _map() -> Html:
             role="slider",
             aria_label="The text as a strip of chunks. Arrow keys choose a chunk.",
             aria_valuemin="0",
+            aria_valuemax=about["chunks"] - 1,
             aria_valuenow="0",
         ),
         class_="strip",

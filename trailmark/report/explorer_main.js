@@ -1,4 +1,4 @@
-// What is chosen, the address, keys, theme; and the beginning.
+// What is chosen, the address, keys; and the beginning.
 const say = (text) => {
   byId("status").textContent = text;
 };
@@ -14,14 +14,12 @@ function scaleOfGains(doc) {
   return Math.max(0.01, sorted[Math.floor(0.98 * sorted.length)] ?? 0);
 }
 
-function chunkInAddress(doc) {
+function chunkInAddress() {
   const found = /^#chunk=(\d+)$/.exec(location.hash);
-  if (!found) return null;
-  const c = Number(found[1]);
-  if (c < doc.C) return c;
-  say(`There is no chunk ${count(c)}: the last one is ${count(doc.C - 1)}.`);
-  return null;
+  return found ? Number(found[1]) : null;
 }
+
+const sayMissing = (doc, c) => say(`There is no chunk ${count(c)}: the last one is ${count(doc.C - 1)}.`);
 
 function start(doc) {
   const gainScale = scaleOfGains(doc);
@@ -32,7 +30,6 @@ function start(doc) {
     if (location.hash !== address) history[remember ? "pushState" : "replaceState"](null, "", address);
     strip.setChosen(c);
     panel.show(c, mark);
-    byId("strip").setAttribute("aria-valuemax", doc.C - 1);
     byId("strip").setAttribute("aria-valuenow", c);
     const read = doc.timesRead[c] ? `read ${plural(doc.timesRead[c], "time")} later` : "never read later";
     const text = `Chunk ${count(c)} of ${count(doc.C)}: gain ${signed(doc.gain[c])} nats, ${read}.`;
@@ -45,16 +42,18 @@ function start(doc) {
     if (at.bottom < 80 || at.top > innerHeight - 80) byId("chosen").scrollIntoView();
   };
   const seeAddress = () => {
-    const c = chunkInAddress(doc);
-    if (c !== null && c !== chosen) go(c, false);
+    const c = chunkInAddress();
+    if (c === null) return;
+    if (c >= doc.C) sayMissing(doc, c);
+    else if (c !== chosen) go(c, false);
     // a link to what is chosen already leads to it as well
-    else if (c !== null) byId("chosen").scrollIntoView({ block: "nearest" });
+    else byId("chosen").scrollIntoView({ block: "nearest" });
   };
   const by = (many) => choose(Math.max(0, Math.min(doc.C - 1, (chosen ?? 0) + many)), false);
   const strip = new Strip(doc, gainScale, choose);
   const panel = new ChunkPanel(doc, gainScale);
-  const search = new Search(doc, strip, choose, say);
-  const list = new Strongest(doc);
+  const search = new Search(doc, strip, choose);
+  new Strongest(doc);
 
   const legend = () => {
     const kind = strip.kinds[strip.shading];
@@ -89,7 +88,7 @@ function start(doc) {
   byId("next").addEventListener("click", () => by(1));
   byId("jump-form").addEventListener("submit", (event) => {
     event.preventDefault();
-    jumpTo(doc, byId("jump").value, choose, say);
+    jumpTo(doc, byId("jump").value, choose);
   });
 
   const moves = {
@@ -116,38 +115,12 @@ function start(doc) {
 
   addEventListener("hashchange", seeAddress);
   themes(() => strip.recolour());
+  matchMedia("print").addEventListener("change", () => strip.recolour());
 
-  let first = chunkInAddress(doc);
-  if (first === null) {
-    // the one that retrieval helped most
-    first = doc.gain.reduce((best, gain, c) => (gain > doc.gain[best] ? c : best), 0);
-    const wrong = byId("status").textContent;
-    choose(first, false);
-    if (wrong.startsWith("There is no")) say(wrong);
-  } else choose(first, false);
-  return strip;
-}
-
-function themes(changed) {
-  const root = document.documentElement, button = byId("theme");
-  const system = matchMedia("(prefers-color-scheme: dark)"), mark = "trailmark-theme-";
-  // a tab keeps its name when the page is loaded again: nothing is stored
-  if (window.name.startsWith(mark)) root.dataset.theme = window.name.slice(mark.length);
-  const dark = () => (root.dataset.theme || (system.matches ? "dark" : "light")) === "dark";
-  const tell = () => {
-    button.textContent = dark() ? "Light" : "Dark";
-    button.setAttribute("aria-label", dark() ? "Show in light colours" : "Show in dark colours");
-    changed();
-  };
-  button.hidden = false;
-  button.addEventListener("click", () => {
-    root.dataset.theme = dark() ? "light" : "dark";
-    window.name = mark + root.dataset.theme;
-    tell();
-  });
-  system.addEventListener("change", tell);
-  matchMedia("print").addEventListener("change", changed);
-  tell();
+  const wanted = chunkInAddress(), there = wanted !== null && wanted < doc.C;
+  // without one, that which retrieval helped most
+  choose(there ? wanted : doc.gain.reduce((best, gain, c) => (gain > doc.gain[best] ? c : best), 0), false);
+  if (wanted !== null && !there) sayMissing(doc, wanted);
 }
 
 (async () => {

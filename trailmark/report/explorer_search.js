@@ -5,8 +5,8 @@ const ROWS = 25;
 const inSmallLetters = (text) => text.replaceAll("\u0130", "i").toLowerCase().replaceAll("\u03c2", "\u03c3");
 
 class Search {
-  constructor(doc, strip, choose, say) {
-    Object.assign(this, { doc, strip, choose, say, at: -1, places: new Uint32Array(0), length: 0 });
+  constructor(doc, strip, choose) {
+    Object.assign(this, { doc, strip, choose, at: -1, places: new Uint32Array(0), length: 0 });
     this.box = byId("search");
     this.box.addEventListener("input", () => this.find(this.box.value));
     this.box.addEventListener("keydown", (event) => {
@@ -72,7 +72,7 @@ class Search {
   }
 }
 
-function jumpTo(doc, wanted, choose, say) {
+function jumpTo(doc, wanted, choose) {
   const percent = /^\s*([\d.]+)\s*%\s*$/.exec(wanted), number = /^\s*#?(\d[\d,]*)\s*$/.exec(wanted);
   if (percent && Number(percent[1]) <= 100) {
     const token = Math.min(doc.T - 1, Math.floor((Number(percent[1]) / 100) * doc.T));

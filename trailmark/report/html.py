@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+from collections.abc import Sequence
 from importlib import resources
 
 from trailmark import __version__
@@ -11,14 +12,16 @@ from trailmark.report.markup import Html, safe
 from trailmark.report.theme import style
 
 
-def whole_page(title: str, css: str, body: str, script: str) -> str:
+def whole_page(title: str, css: str, body: str, scripts: Sequence[str]) -> str:
     """The HTML of a page.
 
     Args:
-        css: added to the theme's colours.
+        css: a file beside this module, added to the theme's colours.
         body: HTML of its own.
-        script: runs last; its SHA-256 is the only one that the page lets run.
+        scripts: files beside this module, in one scope; they run last, after theme.js, and nothing else may run.
     """
+    parts = map(_file_text, ("theme.js", *scripts))
+    script = "\n".join(['(() => {\n"use strict";', *parts, "})();\n"])
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     policy = (
         "default-src 'none'; style-src 'unsafe-inline'; img-src data:; base-uri 'none'; form-action 'none'; "
@@ -31,10 +34,9 @@ def whole_page(title: str, css: str, body: str, script: str) -> str:
         '<meta name="color-scheme" content="light dark">\n'
         f'<meta name="generator" content="trailmark {safe(__version__)}">\n'
         f'<link rel="icon" href="data:,">\n<title>{safe(title)}</title>\n'
-        f"<style>\n{style()}{css}</style>\n</head>\n<body>\n{body}\n<script>{script}</script>\n</body>\n</html>\n"
+        f"<style>\n{style()}{_file_text(css)}</style>\n</head>\n<body>\n{body}\n<script>{script}</script>\n</body>\n</html>\n"
     )
 
 
-def file_text(name: str) -> str:
-    """Of a style or a script that lies beside this module."""
+def _file_text(name: str) -> str:
     return resources.files("trailmark.report").joinpath(name).read_text(encoding="utf-8")

@@ -14,7 +14,7 @@ from trailmark import __version__
 from trailmark.data.files import expect_writable, write_text
 from trailmark.report import charts
 from trailmark.report.collect import Collected, NotShown, collect
-from trailmark.report.html import file_text, whole_page
+from trailmark.report.html import whole_page
 from trailmark.report.markup import Html, element, paragraph
 from trailmark.report.notes import notes
 from trailmark.report.overview import overview
@@ -105,7 +105,7 @@ def page(found: Collected, parts: Sequence[Section], told: Sequence[str]) -> str
         element("footer", _footer()),
     ]
     title = f"trailmark report: {_headline(found)}"
-    return whole_page(title, file_text("page.css"), "\n".join(body), file_text("page.js"))
+    return whole_page(title, "page.css", "\n".join(body), ["page.js"])
 
 
 def _section(part: Section) -> Html:
