@@ -1,4 +1,4 @@
-"""SIGKILL at random moments, most of them while saving: the run that goes on is the run that was never disturbed."""
+"""SIGKILL, mostly while saving: the run that goes on is the run that was never disturbed."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_a_run_that_is_killed_again_and_again_ends_as_if_it_never_was(variant: s
     print(f"{variant}: {found}")
     assert found.kills == 10
     assert not found.damaged
-    assert found.in_saving >= 2, found  # else this would prove little
+    assert found.in_saving > found.kills / 2, found  # else this would prove little
 
 
 @pytest.mark.slow
