@@ -9,11 +9,17 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import settings
 
 from tests import interpreting
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read when a kernel's module is imported
+
+
+# a busy machine is no failure, and what fails once fails again
+settings.register_profile("trailmark", deadline=None, derandomize=True)
+settings.load_profile("trailmark")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -547,10 +547,10 @@ def interrupted(arguments: list[str], ready: Callable[[], bool]) -> tuple[int, s
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT,
     )  # fmt: skip
     began = time.monotonic()
-    while not ready() and process.poll() is None and time.monotonic() - began < 60:
+    while not ready() and process.poll() is None and time.monotonic() - began < 180:
         time.sleep(0.02)
     process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=180)
     return process.returncode, out, err
 
 
@@ -578,10 +578,10 @@ def test_ctrl_c_stops_a_generation(trained: Path, tmp_path: Path) -> None:
             stdout=file, stderr=subprocess.PIPE, text=True, cwd=ROOT,
         )  # fmt: skip
         began = time.monotonic()
-        while not log.stat().st_size and process.poll() is None and time.monotonic() - began < 60:
+        while not log.stat().st_size and process.poll() is None and time.monotonic() - began < 180:
             time.sleep(0.02)
         process.send_signal(signal.SIGINT)
-        _, err = process.communicate(timeout=60)
+        _, err = process.communicate(timeout=180)
     assert process.returncode == 130
     assert "Traceback" not in err
     assert "Stopped." in err

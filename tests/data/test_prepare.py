@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import random
 import resource
+import shutil
 import signal
 import time
 from collections.abc import Callable
@@ -240,7 +241,7 @@ def _shards(output: Path) -> int:
 def test_killed_at_random_moments(tmp_path: Path, folder: Path, bpe: str, processes: int, kills: int) -> None:
     rng, output = random.Random(processes), tmp_path / "out"
     worked = 0
-    for _ in range(kills):
+    while worked < kills:
         process = _start(folder, output, bpe, processes, SHARD // 8)
         before = _shards(output)
         while process.is_alive() and _shards(output) == before and not (output / "corpus.json").exists():
@@ -251,12 +252,13 @@ def test_killed_at_random_moments(tmp_path: Path, folder: Path, bpe: str, proces
         process.join()
         _, alive = psutil.wait_procs(children, timeout=30)
         assert not alive, "tokenising processes outlive the one that was killed"
-        finished = (output / "corpus.json").exists()
-        worked += not finished
-        if finished:
-            break
-    assert worked >= 1, "no kill came in time"
-    assert not (output / "corpus.json").exists() or not _shards(output)
+        if (output / "corpus.json").exists():  # it came too late, or there is little left to do
+            assert not _shards(output)
+            if worked:
+                break
+            shutil.rmtree(output)
+        else:
+            worked += 1
     prepare(parse_source([str(folder)]), output, bpe, processes=processes, shard_tokens=SHARD // 8)
     prepare(parse_source([str(folder)]), tmp_path / "whole", bpe, processes=1, shard_tokens=SHARD // 8)
     assert contents(output) == contents(tmp_path / "whole")

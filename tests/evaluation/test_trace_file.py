@@ -6,6 +6,7 @@ import contextlib
 import gc
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -230,10 +231,12 @@ def test_a_killed_process_goes_on(subject: Subject, tmp_path: Path) -> None:
                 child.send_signal(signal.SIGKILL)
                 break
         if child.wait() == 0:
-            break
-        assert child.returncode == -signal.SIGKILL
-        kills += 1
-    assert kills
+            if kills:
+                break
+            shutil.rmtree(own)  # it was done before this process woke
+        else:
+            assert child.returncode == -signal.SIGKILL
+            kills += 1
     assert outcome(own) == outcome(tmp_path / "whole")
 
 

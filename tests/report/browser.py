@@ -66,7 +66,7 @@ def windows(browser: Any) -> Iterator[Open]:
     assert len([url for url in asked if url in opened]) >= len(opened)
 
 
-def until(page: Any, condition: str, argument: Any = None, seconds: float = 6.0) -> None:
+def until(page: Any, condition: str, argument: Any = None, seconds: float = 30.0) -> None:
     """Ask until it is so. (playwright's own waiting evaluates text in the page, which the page forbids.)"""
     for _ in range(round(seconds / 0.02)):
         if page.evaluate(condition, argument):
