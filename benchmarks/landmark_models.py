@@ -31,7 +31,7 @@ from trailmark.evaluation.needles import chunks_in_sight, evaluate_needles
 from trailmark.evaluation.record import environment
 from trailmark.evaluation.subject import load
 from trailmark.models import LandmarkForCausalLM
-from trailmark.models.causal_lm import causal_loss
+from trailmark.models.loss import causal_loss
 from trailmark.report.console import Progress, training_line
 from trailmark.training.config import load_run_config
 from trailmark.training.run import Run

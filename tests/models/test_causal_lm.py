@@ -24,7 +24,7 @@ from tests.models.tiny import (
     window_model,
 )
 from trailmark.models import DRTForCausalLM, SlidingWindowForCausalLM, TrailmarkForCausalLM, causal_lm
-from trailmark.models.causal_lm import causal_loss, shift_labels
+from trailmark.models.loss import causal_loss, shift_labels
 
 Make = Callable[..., TrailmarkForCausalLM]
 MODELS = pytest.mark.parametrize(

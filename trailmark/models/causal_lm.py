@@ -19,16 +19,19 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import GenerationMixin, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers import initialization as init
 from transformers.utils import ModelOutput
 
 from trailmark.memory import CacheState, ChunkCache, ChunkMemory
+from trailmark.models.arguments import CacheKey, check_cache, check_documents, check_tokens, check_vocabulary
 from trailmark.models.card_files import README, Saving
 from trailmark.models.configuration import TrailmarkConfig
 from trailmark.models.embedding import ChunkEmbedder, Given, expect_embedder
+from trailmark.models.generation import ChunkGenerationMixin
 from trailmark.models.grid import Grid, Integers, lay_out
 from trailmark.models.layers import LayerNorm, RMSNorm
+from trailmark.models.loss import causal_loss, mean_at
 from trailmark.models.text import Text, present_tokens
 from trailmark.models.without_retrieval import without_retrieval
 from trailmark.ops import ChunkSelection
@@ -70,7 +73,7 @@ class Hidden:
     ranking: Tensor | None = None  # [B] what a learned ranking adds to the loss of each row
 
 
-class TrailmarkForCausalLM(PreTrainedModel, GenerationMixin):
+class TrailmarkForCausalLM(PreTrainedModel, ChunkGenerationMixin):
     """Base class of the models."""
 
     config_class: type[TrailmarkConfig] = TrailmarkConfig
@@ -181,7 +184,7 @@ class TrailmarkForCausalLM(PreTrainedModel, GenerationMixin):
         return fields | {"weights": fingerprint(self)}
 
     @property
-    def _cache_key(self) -> tuple[tuple[str, object], ...]:
+    def _cache_key(self) -> CacheKey:
         """What a cache must agree in with the model: every field that changes what it computes, and its embedder."""
         if getattr(self.config, "retriever", None) != "encoder" or not self.config.retrieves:
             return self._arithmetic
@@ -189,7 +192,7 @@ class TrailmarkForCausalLM(PreTrainedModel, GenerationMixin):
         return (*self._arithmetic, ("embedder", expect_embedder(self.embedder, expected).fingerprint))
 
     @cached_property
-    def _arithmetic(self) -> tuple[tuple[str, object], ...]:
+    def _arithmetic(self) -> CacheKey:
         return (("model_type", self.config.model_type), *self.config.arithmetic_fields())
 
     # --- the interface of transformers --------------------------------------------------------------------
@@ -263,14 +266,15 @@ class TrailmarkForCausalLM(PreTrainedModel, GenerationMixin):
                 several pieces or together with a cache; neighbours that the model does not take, that are not before
                 their chunk in its document, or together with a cache; no embedder where one is needed, or another.
         """
-        self._check_tokens(input_ids)
+        check_tokens(input_ids, self.config.vocab_size)
         B, T = input_ids.shape
         cache = past_key_values
-        self._check_cache(input_ids, cache)
+        if cache is not None:
+            check_cache(cache, input_ids, self._cache_key, self.training)
         makes_cache = cache is None and bool(use_cache) and not self.training
         has_cache = makes_cache or cache is not None
         if document_ids is not None:
-            _check_documents(document_ids, input_ids, has_cache)
+            check_documents(document_ids, input_ids, has_cache)
         given = self._given(neighbours, neighbour_scores, has_cache)
         if makes_cache:
             cache = self.new_cache()
@@ -279,7 +283,7 @@ class TrailmarkForCausalLM(PreTrainedModel, GenerationMixin):
                 raise ValueError(f"labels: expected shape {(B, T)}, got {tuple(labels.shape)}.")
             if logits_to_keep:
                 raise ValueError("logits_to_keep: expected 0 together with labels.")
-            self._check_vocabulary("labels", labels.masked_fill(labels == -100, 0))
+            check_vocabulary("labels", labels.masked_fill(labels == -100, 0), self.config.vocab_size)
         present = None if attention_mask is None else present_tokens(attention_mask, T, B, cache)
         if labels is not None and present is not None:
             labels = labels.masked_fill(~F.pad(present[:, :-1], (1, 0), value=True), -100)
@@ -355,10 +359,10 @@ class TrailmarkForCausalLM(PreTrainedModel, GenerationMixin):
             labels = self.bearing_loss(labels, input_ids, document_ids)
             loss = causal_loss(logits, labels, num_items_in_batch)
             if extra is not None:
-                loss = loss + _mean_at(extra, labels, num_items_in_batch)
+                loss = loss + mean_at(extra, labels, num_items_in_batch)
             if hidden.ranking is not None:
                 each = hidden.ranking[:, None].expand(labels.shape)
-                loss = loss + _mean_at(each, labels, num_items_in_batch)
+                loss = loss + mean_at(each, labels, num_items_in_batch)
         retrieval = hidden.retrieval if output_retrieval else None
         if retrieval is not None and hidden.closed is None:
             retrieval = tuple(text.selection_in_columns(chosen) for chosen in retrieval)
@@ -432,9 +436,9 @@ class TrailmarkForCausalLM(PreTrainedModel, GenerationMixin):
         Raises:
             ValueError: as :meth:`forward`; no space left for the memory (what was read so far stays valid).
         """
-        self._check_tokens(input_ids)
+        check_tokens(input_ids, self.config.vocab_size)
         cache = self.new_cache(num_tokens=input_ids.shape[1]) if cache is None else cache
-        self._check_cache(input_ids, cache)
+        check_cache(cache, input_ids, self._cache_key, self.training)
         B, T = input_ids.shape
         present = None if attention_mask is None else present_tokens(attention_mask, T, B, cache)
         with torch.no_grad():
@@ -485,86 +489,6 @@ class TrailmarkForCausalLM(PreTrainedModel, GenerationMixin):
         S = getattr(self.config, "chunk_size", None)
         landmarks = self.config.has_landmarks
         return lay_out(text.ids.shape[1], S, phases, text.counts, text.close_chunk, text.documents, landmarks)
-
-    # --- generation -----------------------------------------------------------------------------------------
-
-    def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """transformers' ``generate``, always with a cache.
-
-        ``close_chunk=True`` (the default) ends the prompt with a landmark, so that a question retrieves for
-        its own answer. With ``past_key_values`` (a cache that has read something) the prompt is what follows;
-        several prompts or continuations (``num_beams``, ``num_return_sequences``) after one text go on in
-        branches, and the cache given stays as it is.
-        """
-        if kwargs.get("use_cache") is False:
-            raise ValueError(
-                "use_cache: expected True, got False. Generation here re-reads the open chunk only."
-            )
-        if kwargs.get("output_retrieval"):
-            raise ValueError(
-                "output_retrieval: expected False in generate, which returns tokens. "
-                "Call the model itself: model(ids, past_key_values=cache, output_retrieval=True)."
-            )
-        if kwargs.get("document_ids") is not None:
-            raise ValueError(
-                "document_ids: expected none in generate: what is generated continues one text per row. "
-                "Pass each document as a row, padded with attention_mask."
-            )
-        for name in ("neighbours", "neighbour_scores"):
-            if kwargs.get(name) is not None:
-                raise ValueError(
-                    f"{name}: expected none in generate, which goes on with a cache: there the model finds chunks by "
-                    "itself, or with its embedder (model.embedder)."
-                )
-        kwargs["use_cache"] = True
-        return super().generate(*args, **kwargs)
-
-    def _prepare_cache_for_generation(
-        self,
-        generation_config: Any,
-        model_kwargs: dict[str, Any],
-        generation_mode: Any,
-        batch_size: int,
-        max_cache_length: int,
-    ) -> None:
-        # transformers would end every piece as it ends the prompt; ours are read inside forward
-        model_kwargs["prefill_chunk_size"] = generation_config.prefill_chunk_size
-        generation_config.prefill_chunk_size = None
-        for name in ("cache_implementation", "output_attentions", "output_hidden_states"):
-            if came := getattr(generation_config, name):
-                raise ValueError(
-                    f"{name}: expected none, got {came!r}: the models here have nothing of the kind."
-                )
-        rows = batch_size * max(generation_config.num_beams, generation_config.num_return_sequences)
-        cache = model_kwargs.get("past_key_values")
-        if cache is None:
-            model_kwargs["past_key_values"] = self.new_cache()
-        elif rows > 1 and isinstance(cache, ChunkCache) and cache.batch_size == 1:
-            model_kwargs["past_key_values"] = cache.branch(rows)
-
-    def prepare_inputs_for_generation(
-        self,
-        input_ids: Tensor,
-        next_sequence_length: int | None = None,
-        past_key_values: ChunkCache | None = None,
-        attention_mask: Tensor | None = None,
-        is_first_iteration: bool | None = False,
-        close_chunk: bool = True,
-        prefill_chunk_size: int | None = None,
-        **kwargs: Any,
-    ) -> dict[str, Any]:
-        if not is_first_iteration:
-            input_ids = input_ids[:, -1:]
-            attention_mask = None if attention_mask is None else attention_mask[:, -1:]
-        return {
-            "input_ids": input_ids,
-            "attention_mask": attention_mask,
-            "past_key_values": past_key_values,
-            "use_cache": True,
-            "close_chunk": bool(close_chunk and is_first_iteration),
-            "logits_to_keep": 1,
-            "prefill_chunk_size": prefill_chunk_size,
-        }
 
     # --- saving -----------------------------------------------------------------------------------------------
 
@@ -623,51 +547,6 @@ class TrailmarkForCausalLM(PreTrainedModel, GenerationMixin):
         elif isinstance(module, RMSNorm | LayerNorm):
             init.ones_(module.weight)
 
-    def _check_tokens(self, input_ids: Tensor) -> None:
-        if input_ids.dim() != 2 or 0 in input_ids.shape:
-            raise ValueError(
-                f"input_ids: expected shape [B, T] with T >= 1, got {tuple(input_ids.shape)}. "
-                "There is nothing to predict from an empty text: pass at least one token."
-            )
-        self._check_vocabulary("input_ids", input_ids)
-
-    def _check_vocabulary(self, argument: str, ids: Tensor) -> None:
-        if ids.dtype not in (torch.int64, torch.int32):
-            raise ValueError(f"{argument}: expected int64, got {ids.dtype}. Pass {argument}.long().")
-        if torch.compiler.is_compiling():  # the embedding and the loss refuse them, if in other words
-            return
-        low, high = int(ids.min()), int(ids.max())
-        if low < 0 or high >= self.config.vocab_size:
-            raise ValueError(
-                f"{argument}: expected tokens from 0 to {self.config.vocab_size - 1} (vocab_size - 1), "
-                f"got {low if low < 0 else high}. Use the tokenizer that the model was trained with."
-            )
-
-    def _check_cache(self, input_ids: Tensor, cache: ChunkCache | None) -> None:
-        if cache is None:
-            return
-        if self.training:
-            raise ValueError(
-                "past_key_values: expected None in training: what a cache carries has no gradient. "
-                "Call eval() first, or pass the whole text at once."
-            )
-        if not isinstance(cache, ChunkCache):
-            raise ValueError(
-                f"past_key_values: expected a cache from new_cache(), got {type(cache).__name__}. "
-                "Pass past_key_values=model.new_cache(), or none."
-            )
-        if cache.model != (own := self._cache_key):
-            name, wanted = next((x for x in own if x not in cache.model), ("model", None))
-            raise ValueError(
-                f"past_key_values: expected a cache of this model ({name} {wanted}), got one of another. "
-                "Pass past_key_values=model.new_cache()."
-            )
-        if cache.batch_size not in (None, input_ids.shape[0]):
-            raise ValueError(
-                f"input_ids: expected the {cache.batch_size} rows that the cache has read, got "
-                f"{input_ids.shape[0]}. Pass all of them; after one text, cache.branch(B) goes on in B rows."
-            )
-
 
 def fingerprint(model: nn.Module) -> str:
     """SHA-256 of all weights: names, types and every byte."""
@@ -688,44 +567,6 @@ def mark_residual_projections(model: nn.Module) -> None:
     for name, module in model.named_modules():
         if name.endswith(("o_proj", "down_proj")):
             module.into_residual = True
-
-
-def causal_loss(logits: Tensor, labels: Tensor, num_items: Tensor | int | None = None) -> Tensor:
-    """Cross entropy of token t + 1 at token t in float32 or wider: mean, or sum / ``num_items``."""
-    dtype = torch.promote_types(logits.dtype, torch.float32)
-    # the labels are shifted, not the logits: a slice of those would be copied back and forth
-    flat, targets = logits.to(dtype).flatten(0, 1), shift_labels(labels).flatten().long()
-    if num_items is None:
-        count = (targets != -100).sum()
-    else:
-        count = torch.as_tensor(num_items, device=logits.device)
-    count = count.clamp(min=1)  # no token, no loss
-    return F.cross_entropy(flat, targets, ignore_index=-100, reduction="sum") / count
-
-
-def _mean_at(values: Tensor, labels: Tensor, num_items: Tensor | int | None) -> Tensor:
-    """The values [B, T] where there is a label to predict, divided as ``causal_loss`` divides."""
-    counted = shift_labels(labels) != -100
-    count = counted.sum() if num_items is None else torch.as_tensor(num_items, device=values.device)
-    return values.masked_fill(~counted, 0).sum() / count.clamp(min=1)
-
-
-def shift_labels(labels: Tensor, fill: int = -100) -> Tensor:
-    """[B, T]: at t the label of t + 1; ``fill`` at the end."""
-    return F.pad(labels[:, 1:], (0, 1), value=fill)
-
-
-def _check_documents(document_ids: Tensor, input_ids: Tensor, has_cache: bool) -> None:
-    if document_ids.shape != input_ids.shape or document_ids.dtype not in (torch.int64, torch.int32):
-        raise ValueError(
-            f"document_ids: expected int64 of shape {tuple(input_ids.shape)} as input_ids, got {document_ids.dtype} "
-            f"of {tuple(document_ids.shape)}."
-        )
-    if has_cache:
-        raise ValueError(
-            "document_ids: expected none with past_key_values or use_cache, got a tensor: a cache holds one text per "
-            "row. Pass each document as a row, padded with attention_mask, or no cache."
-        )
 
 
 @contextmanager

@@ -15,6 +15,7 @@ from transformers import initialization as init
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from trailmark.memory import ChunkCache, MemoryEntries, Retrieved, Window
+from trailmark.models.arguments import check_tokens
 from trailmark.models.candidates import no_selection
 from trailmark.models.causal_lm import Hidden, TrailmarkForCausalLM, mark_residual_projections
 from trailmark.models.configuration import DRTConfig
@@ -214,7 +215,7 @@ class DRTForCausalLM(TrailmarkForCausalLM):
         ``before`` [B, m * S] are the tokens before them; with at least the lower layers' reach of them
         (``num_lower_layers * (sliding_window - 1)`` positions) the entries are those of a full read.
         """
-        self._check_tokens(input_ids)
+        check_tokens(input_ids, self.config.vocab_size)
         ids, skip = whole_chunks(input_ids, before, self.config.chunk_size)
         grid = lay_out(ids.shape[1], self.config.chunk_size)
         x = grid.insert_landmarks(self.embed_tokens(ids), self.landmark)

@@ -16,6 +16,7 @@ from transformers import initialization as init
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from trailmark.memory import ChunkCache, MemoryEntries, Window
+from trailmark.models.arguments import check_tokens
 from trailmark.models.candidates import expect_selectable, no_selection, numbers_in_memory
 from trailmark.models.causal_lm import Hidden, TrailmarkForCausalLM, mark_residual_projections
 from trailmark.models.configuration import RPTConfig
@@ -243,7 +244,7 @@ class RPTForCausalLM(TrailmarkForCausalLM):
         ``before`` [B, m * S] are the tokens before them; with at least the lower layers' reach of them
         (``num_lower_layers * (sliding_window - 1)`` positions) the entries are those of a full read.
         """
-        self._check_tokens(input_ids)
+        check_tokens(input_ids, self.config.vocab_size)
         ids, skip = whole_chunks(input_ids, before, self.config.chunk_size)
         grid = lay_out(ids.shape[1], self.config.chunk_size, landmarks=False)
         x = self.embed_tokens(ids)

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from trailmark.models import TrailmarkForCausalLM
-from trailmark.models.causal_lm import shift_labels
+from trailmark.models.loss import shift_labels
 
 LAYOUT = ("attention_mask", "close_chunk", "document_ids")
 NEIGHBOURS = ("neighbours", "neighbour_scores")  # of a table
