@@ -6,6 +6,7 @@ prepare: a vocabulary of 4,096 tokens and shards of TRAILMARK_DATA/math. train: 
 each chapter of math/test is read from its first token, alone; what was read of it is kept as a trace. document: three
 pages of ``trailmark explore``, their pictures, and the tables of docs/case-study.md. Stopped at any time, the same
 command goes on: finished parts are not made again. Another model (larger, on CUDA): --config, --set and --folder.
+variants, asked for by name: short trainings that differ in how chunks are scored.
 """
 
 from __future__ import annotations
@@ -23,28 +24,33 @@ from typing import Any
 import case_study_cases as cases
 import case_study_document as document
 import case_study_numbers as numbers
+import torch
 from case_study_baselines import Rules
 from case_study_measure import Row, rows_of
 from case_study_references import Layout, candidates, summary
+from case_study_scores import SHORT, VARIANTS, score_parts
 from training_text import trained_tokenizer
 
 from trailmark.data.bm25 import Bm25, fit_bm25
-from trailmark.data.corpus import files_below, load_tokenizer, read_text, tokenizer_fingerprint
+from trailmark.data.corpus import files_below, load_tokenizer, read_text, tokenize, tokenizer_fingerprint
 from trailmark.data.files import read_json, sha256_of, write_json
 from trailmark.data.shards import Corpus
 from trailmark.data.traces import TracedChunk, TraceHeader, read_trace, write_lines
 from trailmark.evaluation.record import environment
 from trailmark.evaluation.subject import Subject, load
 from trailmark.evaluation.trace import trace_texts
+from trailmark.models import DRTForCausalLM
 from trailmark.report.console import Progress
 from trailmark.training.run import HISTORY_FILE
 
 ROOT = Path(__file__).resolve().parent.parent
 OUTPUT = Path(__file__).with_suffix(".json")
+Chapter = tuple[dict[str, Any], list[Row], list[TracedChunk]]
 FOLDER = Path("runs/case-study")  # as the configuration names it: below ROOT
 CONFIG = Path("configs/laptop-drt-math.yaml")
 VOCABULARY = 4096
 STEPS = ("prepare", "train", "measure", "document")
+_SCORED = 8192  # tokens of each chapter whose scores are looked into: a training text
 
 
 def math() -> Path:
@@ -60,6 +66,7 @@ class CaseStudy:
     def __init__(self, arguments: argparse.Namespace) -> None:
         self.arguments, self.folder, self.output = arguments, arguments.folder, arguments.output
         self.model: Path = arguments.model or self.folder / "model"
+        self.traces: Path = self.folder / "traces"
 
     def run(self, steps: Sequence[str]) -> None:
         for step in steps:
@@ -90,26 +97,31 @@ class CaseStudy:
         """As the configuration says; in a process of its own."""
         if self.arguments.model is not None or read_json(self.model / HISTORY_FILE) is not None:
             return
-        changes = list(self.arguments.set)
-        if self.folder != FOLDER:
-            changes += [
-                f"output={self.model}",
-                f"data.paths=[{self.folder / 'train'}]",
-                f"data.validation=[{self.folder / 'valid'}]",
-                f"data.tokenizer={self.folder / 'tokenizer'}",
-            ]
-        _trailmark("train", self.arguments.config, *changes)
+        own = [
+            f"output={self.model}",
+            f"data.paths=[{self.folder / 'train'}]",
+            f"data.validation=[{self.folder / 'valid'}]",
+            f"data.tokenizer={self.folder / 'tokenizer'}",
+        ]
+        _trailmark("train", self.arguments.config, *self.arguments.set, *own)
+
+    def variants(self) -> None:
+        """Train and measure each, and put what was found beside the numbers of the model."""
+        found = []
+        for name, changes in VARIANTS.items():
+            arguments = argparse.Namespace(**vars(self.arguments) | {"model": None})
+            arguments.set = [*self.arguments.set, *SHORT, *changes]
+            own = CaseStudy(arguments)
+            own.model, own.traces = (self.folder / "variants" / part for part in (name, f"{name}-traces"))
+            own.train()
+            found.append({"name": name, "changes": [*SHORT, *changes], **own.summary()})
+        write_json(self.output, (read_json(self.output) or {}) | {"variants": found})
+        print(f"Numbers: {self.output}")
 
     # --- what it reads -------------------------------------------------------------------------------------
 
     def measure(self) -> None:
-        subject = load(self.model)
-        statistics = self._statistics(subject)
-        files, header, chapters = files_below(math() / "test"), None, {}
-        for file in files:
-            header, chunks = self._traced(subject, file)
-            chapters[file.name] = (*self._chapter(subject, file, chunks, statistics), chunks)
-        assert header is not None
+        subject, header, chapters = self._chapters()
         told = [about for about, _, _ in chapters.values()]
         texts = [rows for _, rows, _ in chapters.values()]
         chosen = cases.choose({name: (rows, chunks) for name, (_, rows, chunks) in chapters.items()})
@@ -131,13 +143,50 @@ class CaseStudy:
             "total_gain": numbers.total_gain(told),
             "seen": numbers.seen_gains(told),
             "habits": numbers.habit(told),
+            "scores": self._scores(subject),
             "chapters": [{k: v for k, v in own.items() if k not in ("habits", "seen")} for own in told],
             "rule": cases.RULE,
             "cases": [cases.told(name, row, chapters[name][2]) for name, row in chosen],
             "environment": environment(),
         }
-        write_json(self.output, record)
+        kept = {name: part for name, part in (read_json(self.output) or {}).items() if name == "variants"}
+        write_json(self.output, record | kept)
         print(f"Numbers: {self.output}")
+
+    def summary(self) -> dict[str, Any]:
+        """The numbers that variants are compared by."""
+        subject, _, chapters = self._chapters()
+        texts = [rows for _, rows, _ in chapters.values()]
+        return {
+            "training": self._training(),
+            "label": {rule: numbers.counts(texts, "now", "label", rule, -1)[0] for rule in numbers.ALL_RULES},
+            "total_gain": numbers.total_gain([about for about, _, _ in chapters.values()]),
+            "scores": self._scores(subject),
+        }
+
+    def _chapters(self) -> tuple[Subject, TraceHeader, dict[str, Chapter]]:
+        """The model, and of each chapter what it is, its references and its trace."""
+        subject, header, chapters = load(self.model), None, {}
+        statistics = self._statistics(subject)
+        for file in files_below(math() / "test"):
+            header, chunks = self._traced(subject, file)
+            chapters[file.name] = (*self._chapter(subject, file, chunks, statistics), chunks)
+        assert header is not None
+        return subject, header, chapters
+
+    def _scores(self, subject: Subject) -> dict[str, Any] | None:
+        """Of the model, and of one of its configuration that was not trained; None: it learns no scores."""
+        if not isinstance(subject.model, DRTForCausalLM) or not subject.model.config.scores_chunks:
+            return None
+        texts = [
+            tokenize([read_text(file)], subject.tokenizer)[:_SCORED] for file in files_below(math() / "test")
+        ]
+        torch.manual_seed(0)
+        untrained = DRTForCausalLM(subject.model.config)
+        return {
+            "trained": score_parts(subject.model, texts),
+            "untrained": score_parts(untrained, texts),
+        }
 
     def _statistics(self, subject: Subject) -> Bm25:
         """BM25's, of the training text in chunks of the model's size."""
@@ -172,7 +221,7 @@ class CaseStudy:
         return (header, chunks) if "".join(chunk.text for chunk in chunks) == read_text(file) else None
 
     def _trace(self, chapter: str) -> Path:
-        return self.folder / "traces" / f"{Path(chapter).stem}.jsonl"
+        return self.traces / f"{Path(chapter).stem}.jsonl"
 
     def _chapter(
         self, subject: Subject, file: Path, chunks: list[TracedChunk], statistics: Bm25
@@ -245,7 +294,8 @@ def _trailmark(*arguments: Any) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("steps", nargs="*", metavar="|".join(STEPS), help="default: all four")
+    steps = (*STEPS, "variants")
+    parser.add_argument("steps", nargs="*", metavar="|".join(steps), help="default: the first four")
     parser.add_argument(
         "--folder", type=Path, default=FOLDER, help="of the shards, the model, traces and pages"
     )
@@ -256,8 +306,8 @@ def main() -> None:
     parser.add_argument("--model", type=Path, help="measure this one, as it is: a checkpoint, say")
     parser.add_argument("--output", type=Path, default=OUTPUT, help="the JSON file")
     arguments = parser.parse_args()
-    if unknown := set(arguments.steps) - set(STEPS):
-        parser.error(f"expected {', '.join(STEPS)}, got {', '.join(sorted(unknown))}")
+    if unknown := set(arguments.steps) - set(steps):
+        parser.error(f"expected {', '.join(steps)}, got {', '.join(sorted(unknown))}")
     os.chdir(ROOT)  # the configuration's paths stand below it
     CaseStudy(arguments).run(arguments.steps or STEPS)
 

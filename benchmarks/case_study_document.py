@@ -44,6 +44,12 @@ KINDS = {
     ("now", "name"): "a chunk with the name",
     ("now", "near"): "label or a neighbour",
 }
+VARIANTS = {
+    "as-configured": "as above",
+    "scale-1": "scale 1, not 4",
+    "scale-1-no-noise": "scale 1, no noise in training",
+    "not-normalized": "not normalised, scale 1 (the published form)",
+}
 assert set(COLUMNS) == {"model", *RULES}
 
 
@@ -224,6 +230,53 @@ def habits_text(record: Record) -> str:
     )
 
 
+def scores_text(record: Record) -> str:
+    if (scores := record["scores"]) is None:
+        return "This model learns no scores, or no chapter is long enough."
+
+    def told(own: dict[str, Any]) -> str:
+        popular, apart = ([f"{x[key]:{form}}" for x in own["groups"]] for key, form in _OF_SCORES)
+        return (
+            f"{_listed(popular)} of the variance of scores is the past chunk's own, whoever asks; scores lie "
+            f"{_listed(apart)} apart (their deviation), and the landmark vectors of two chunks have a mean cosine of "
+            f"{own['cosine']:.3f}"
+        )
+
+    groups = _listed([str(n) for n in range(record["groups"])])
+    return (
+        f"In the first 8,192 tokens of each chapter, groups {groups}: {told(scores['trained'])}. Before training: "
+        f"{told(scores['untrained'])}."
+    )
+
+
+_OF_SCORES = (("popular", ".1%"), ("deviation", ".2f"))
+
+
+def _listed(words: Sequence[str]) -> str:
+    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"
+
+
+def variants_text(record: Record) -> str:
+    if not (variants := record.get("variants")):
+        return "Not measured: `python benchmarks/case_study.py variants`."
+    rows = []
+    for own in variants:
+        scores, short = own["scores"]["trained"], own["training"]
+        rows.append(
+            [
+                VARIANTS[own["name"]],
+                f"{short['validation'][-1][1]:.3f}",
+                nats(own["total_gain"]),
+                share(own["label"]["model"]),
+                *(_listed([f"{x[key]:{form}}" for x in scores["groups"]]) for key, form in _OF_SCORES),
+                f"{scores['cosine']:.3f}",
+            ]
+        )
+    header = ["scores", "validation loss", "gain", "labels found", "popular", "deviation", "cosine"]
+    steps, tokens = short["steps"], short["tokens"]
+    return f"After {steps:,} steps of training ({tokens:,} tokens):\n\n{markdown_table(header, rows)}"
+
+
 def gains_text(record: Record) -> str:
     parts = list(dict.fromkeys(own["part"] for own in record["gains"]))
     at = {(own["part"], own["bin"]): own for own in record["gains"]}
@@ -362,6 +415,8 @@ TEXTS = {
     "sizes": sizes_text,
     "kinds": kinds_text,
     "habits": habits_text,
+    "scores": scores_text,
+    "variants": variants_text,
     "gains": gains_text,
     "seen": seen_text,
     "cases": cases_text,

@@ -14,7 +14,7 @@ import numpy as np
 from trailmark.data.traces import Read, TracedChunk
 
 BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
-NAMES = ("references", "baselines", "measure", "numbers", "cases", "document")
+NAMES = ("references", "scores", "baselines", "measure", "numbers", "cases", "document")
 WIDTH = 4  # characters of a made-up token
 SIZE = 5  # tokens of a made-up chunk
 

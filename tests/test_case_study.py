@@ -10,8 +10,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from tests.case_study_texts import BENCHMARKS, SIZE, WIDTH, chunks_of, scripts, tokens_of
+from tests.models.tiny import drt
 from tests.training.tiny import SHARED, prose
 from trailmark.data.bm25 import Bm25
 from trailmark.data.corpus import load_tokenizer
@@ -265,6 +267,48 @@ def test_the_document_has_all_markers(modules: dict[str, ModuleType]) -> None:
         assert (path.parent / f"case-study-{number}.png").stat().st_size <= 300_000
 
 
+# --- what scores say -----------------------------------------------------------------------------------------
+
+
+def test_scores_have_two_parts(modules: dict[str, ModuleType]) -> None:
+    """Of the pairs that may be read, whatever is added to all scores of a chunk that asks."""
+    torch.manual_seed(0)
+    C = 400
+    column, pair, row = torch.randn(C), torch.randn(C, C), torch.randn(C, 1)
+    later = torch.full((C, C), torch.nan).triu()  # they mean nothing
+    parts = modules["scores"].parts
+    assert parts(column + 9 * row + later)["popular"] == pytest.approx(1)
+    mixed = parts(3 * column + pair + row + later)
+    half = column[: C // 2]
+    popular = 9 * float(half.var(correction=0))
+    assert mixed["popular"] == pytest.approx(popular / (popular + 1), abs=0.01)
+    assert mixed["deviation"] == pytest.approx((popular + 1) ** 0.5, rel=0.02)
+    assert parts(pair + later)["popular"] < 0.01
+
+
+@pytest.mark.parametrize("rest", [{}, {"retrieval_normalization": True, "retrieval_scale": 4.0}])
+def test_scores_are_the_models(modules: dict[str, ModuleType], rest: dict[str, Any]) -> None:
+    """Its landmark vectors and its choices; a text that is too short says nothing."""
+    model = drt(num_retrieval_groups=2, num_hidden_layers=4, num_lower_layers=2, **rest).float()
+    S, vocabulary = model.config.chunk_size, model.config.vocab_size
+    text = np.random.default_rng(0).integers(0, vocabulary, 20 * S)
+    ids = torch.from_numpy(text)[None]
+    scores, landmarks = modules["scores"].scores_of(model, ids)
+    assert torch.equal(landmarks, model.encode(ids).landmarks[0])
+    retrieval = model(ids, output_retrieval=True).retrieval
+    K = retrieval[0].indices.shape[2]
+    for own, chosen in zip(scores, retrieval, strict=True):
+        for t in range(K, 20):
+            best = own[t, :t].topk(K).indices.sort().values
+            assert torch.equal(chosen.indices[0, t], best)
+    found = modules["scores"].score_parts(model, [text, text[: 3 * S]])
+    assert found["texts"] == 1
+    unit = torch.nn.functional.normalize(landmarks, dim=-1)
+    cosines = [float(unit[a] @ unit[b]) for a in range(20) for b in range(20) if a != b]
+    assert found["cosine"] == pytest.approx(np.mean(cosines), abs=1e-5)
+    assert modules["scores"].score_parts(model, [text[: 3 * S]]) is None
+
+
 # --- all of it ---------------------------------------------------------------------------------------------
 
 
@@ -329,7 +373,15 @@ def test_one_command_that_goes_on(
     text = "".join(entry.text for entry in entries if isinstance(entry, TracedChunk))
     assert text == (tmp_path / "data" / "math" / "test" / "a_3.tex").read_text()
     assert header.num_groups == record["groups"] == 2
+    assert [len(own["groups"]) for own in record["scores"].values()] == [2, 2]
+    monkeypatch.setattr(script, "VARIANTS", {"scale-1": ("training.steps=2", "model.retrieval_scale=1.0")})
+    script.CaseStudy(arguments).variants()
+    (variant,) = read_json(arguments.output)["variants"]
+    assert variant["training"]["steps"] == 2
+    assert variant["label"]["model"][1] == 4
+    record |= {"variants": [variant]}
     texts = {name: make(record) for name, make in modules["document"].TEXTS.items()}
+    assert len(texts["variants"].splitlines()) == 5
     assert "a_3.tex" in texts["chapters"]
     assert len(texts["found"].splitlines()) >= 4
     kept = {path: path.stat().st_mtime_ns for path in (tmp_path / "runs").rglob("*.jsonl")}

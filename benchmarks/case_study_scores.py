@@ -1,0 +1,94 @@
+"""What a DRT's scores say: how much of them belongs to a past chunk, whoever asks, and how much to the pair."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from trailmark.data.corpus import Tokens
+from trailmark.models import DRTForCausalLM
+
+# a ninth of the training, each with another way to score or to choose
+SHORT = ("training.steps=400", "training.eval_steps=200", "training.save_steps=400")
+VARIANTS = {
+    "as-configured": (),
+    "scale-1": ("model.retrieval_scale=1.0",),
+    "scale-1-no-noise": ("model.retrieval_scale=1.0", "model.retrieval_noise=false"),
+    "not-normalized": ("model.retrieval_scale=1.0", "model.retrieval_normalization=false"),
+}
+_FEWEST = 8  # chunks of a text whose scores are looked into
+
+
+@torch.no_grad()
+def scores_of(model: DRTForCausalLM, ids: Tensor) -> tuple[list[Tensor], Tensor]:
+    """Of each group the scores [C, C] of the chunks of ``ids`` [1, T] for each other; the landmark vectors [C, E].
+
+    Row t, column c: what c scores where chunk t asks, without noise; those with c >= t mean nothing.
+    """
+    config, kept = model.config, {}
+    modules = {"landmarks": model.encoder} | {str(g): part for g, part in enumerate(model.retrievers)}
+    hooks = [
+        part.register_forward_hook(lambda module, came, out, name=name: kept.__setitem__(name, out))
+        for name, part in modules.items()
+    ]
+    try:
+        asked = model.eval()(ids, output_retrieval=True).retrieval
+    finally:
+        for hook in hooks:
+            hook.remove()
+    landmarks = kept["landmarks"].landmarks[0].float()
+    scale = config.retrieval_scale * config.hidden_size**-0.5
+    found = [scale * kept[str(g)][0].float() @ landmarks.T for g in range(len(model.retrievers))]
+    for scores, own in zip(found, asked, strict=True):
+        indices, there = own.indices[0], own.indices[0] >= 0
+        ours = scores.gather(1, indices.clamp(min=0))[there]
+        torch.testing.assert_close(ours, own.scores[0].float()[there], rtol=1e-3, atol=1e-3)
+    return found, landmarks
+
+
+def parts(scores: Tensor) -> dict[str, float]:
+    """Scores [C, C] of one text: how far those of one asking chunk lie apart, and why.
+
+    The later half asks, the earlier half is scored, so that every pair is one that may be read. What all columns share
+    changes no choice and no weight, so each row's mean is taken off. Of the variance that is left, "popular" is the
+    share of the columns' means: a chunk that scores high whoever asks. "deviation": its root, in the scores' unit.
+    """
+    half = len(scores) // 2
+    block = scores[half:, :half].double().numpy()
+    block = block - block.mean(1, keepdims=True)
+    popular = block.mean(0)
+    return {
+        "deviation": float(np.sqrt((block**2).mean())),
+        "popular": float((popular**2).mean() / (block**2).mean()),
+    }
+
+
+def likeness(landmarks: Tensor) -> float:
+    """Mean cosine between the landmark vectors [C, E] of two chunks."""
+    unit = torch.nn.functional.normalize(landmarks, dim=-1)
+    C = len(unit)
+    return float(((unit @ unit.T).sum() - C) / (C * (C - 1)))
+
+
+def score_parts(model: DRTForCausalLM, texts: Iterable[Tokens]) -> dict[str, Any] | None:
+    """Means over texts of tokens [T], of each group; None: no text is long enough."""
+    of_groups: list[list[dict[str, float]]] = [[] for _ in model.retrievers]
+    alike = []
+    for text in texts:
+        found, landmarks = scores_of(model, torch.from_numpy(text.astype("int64"))[None].to(model.device))
+        if len(landmarks) < _FEWEST:
+            continue
+        alike.append(likeness(landmarks))
+        for own, scores in zip(of_groups, found, strict=True):
+            own.append(parts(scores))
+    if not alike:
+        return None
+    return {
+        "groups": [{name: float(np.mean([x[name] for x in own])) for name in own[0]} for own in of_groups],
+        "cosine": float(np.mean(alike)),
+        "texts": len(alike),
+    }
