@@ -48,6 +48,7 @@ VARIANTS = {
     "as-configured": "as above",
     "scale-1": "scale 1, not 4",
     "scale-1-no-noise": "scale 1, no noise in training",
+    "scale-1-two-chunks": "scale 1, two chunks read, not eight",
     "not-normalized": "not normalised, scale 1 (the published form)",
 }
 assert set(COLUMNS) == {"model", *RULES}
@@ -267,12 +268,22 @@ def variants_text(record: Record) -> str:
                 VARIANTS[own["name"]],
                 f"{short['validation'][-1][1]:.3f}",
                 nats(own["total_gain"]),
-                share(own["label"]["model"]),
+                *(share(own["label"][rule], rule != "random") for rule in ("model", "bm25", "random")),
                 *(_listed([f"{x[key]:{form}}" for x in scores["groups"]]) for key, form in _OF_SCORES),
                 f"{scores['cosine']:.3f}",
             ]
         )
-    header = ["scores", "validation loss", "gain", "labels found", "popular", "deviation", "cosine"]
+    header = [
+        "scores",
+        "validation loss",
+        "gain",
+        "labels found",
+        "by BM25",
+        "random",
+        "popular",
+        "deviation",
+        "cosine",
+    ]
     steps, tokens = short["steps"], short["tokens"]
     return f"After {steps:,} steps of training ({tokens:,} tokens):\n\n{markdown_table(header, rows)}"
 

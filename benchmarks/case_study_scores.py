@@ -18,6 +18,7 @@ VARIANTS = {
     "as-configured": (),
     "scale-1": ("model.retrieval_scale=1.0",),
     "scale-1-no-noise": ("model.retrieval_scale=1.0", "model.retrieval_noise=false"),
+    "scale-1-two-chunks": ("model.retrieval_scale=1.0", "model.num_retrieved_chunks=2"),
     "not-normalized": ("model.retrieval_scale=1.0", "model.retrieval_normalization=false"),
 }
 _FEWEST = 8  # chunks of a text whose scores are looked into
