@@ -1,12 +1,12 @@
 """The case study on mathematics (docs/case-study.md): does a DRT read the chunk that a reference points to?
 
-    TRAILMARK_DATA=... python benchmarks/case_study.py [prepare|train|measure|document]    all four, one after the other
+    TRAILMARK_DATA=... python benchmarks/case_study.py [prepare train measure document | variants]    default: four
 
 prepare: a vocabulary of 4,096 tokens and shards of TRAILMARK_DATA/math. train: configs/laptop-drt-math.yaml. measure:
 each chapter of math/test is read from its first token, alone; what was read of it is kept as a trace. document: three
 pages of ``trailmark explore``, their pictures, and the tables of docs/case-study.md. Stopped at any time, the same
 command goes on: finished parts are not made again. Another model (larger, on CUDA): --config, --set and --folder.
-variants, asked for by name: short trainings that differ in how chunks are scored.
+variants: short trainings that differ in how chunks are scored or chosen.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ import case_study_cases as cases
 import case_study_document as document
 import case_study_numbers as numbers
 import torch
+import yaml
 from case_study_baselines import Rules
 from case_study_measure import Row, rows_of
 from case_study_references import Layout, candidates, summary
@@ -45,12 +46,12 @@ from trailmark.training.run import HISTORY_FILE
 
 ROOT = Path(__file__).resolve().parent.parent
 OUTPUT = Path(__file__).with_suffix(".json")
-Chapter = tuple[dict[str, Any], list[Row], list[TracedChunk]]
 FOLDER = Path("runs/case-study")  # as the configuration names it: below ROOT
 CONFIG = Path("configs/laptop-drt-math.yaml")
 VOCABULARY = 4096
 STEPS = ("prepare", "train", "measure", "document")
 _SCORED = 8192  # tokens of each chapter whose scores are looked into: a training text
+Chapter = tuple[dict[str, Any], list[Row], list[TracedChunk]]  # what it is, its references, its trace
 
 
 def math() -> Path:
@@ -114,7 +115,14 @@ class CaseStudy:
             own = CaseStudy(arguments)
             own.model, own.traces = (self.folder / "variants" / part for part in (name, f"{name}-traces"))
             own.train()
-            found.append({"name": name, "changes": [*SHORT, *changes], **own.summary()})
+            found.append({"name": name, **own.summary()})
+            for wanted in changes:
+                field, value = wanted.removeprefix("model.").split("=")
+                if found[-1]["config"][field] != yaml.safe_load(value):
+                    raise SystemExit(
+                        f"variants: expected a model with {wanted}, {own.model} holds one with "
+                        f"{found[-1]['config'][field]}. Remove it."
+                    )
         write_json(self.output, (read_json(self.output) or {}) | {"variants": found})
         print(f"Numbers: {self.output}")
 
@@ -149,8 +157,10 @@ class CaseStudy:
             "cases": [cases.told(name, row, chapters[name][2]) for name, row in chosen],
             "environment": environment(),
         }
-        kept = {name: part for name, part in (read_json(self.output) or {}).items() if name == "variants"}
-        write_json(self.output, record | kept)
+        before = read_json(self.output) or {}
+        if before.get("config") == record["config"] and "variants" in before:
+            record["variants"] = before["variants"]
+        write_json(self.output, record)
         print(f"Numbers: {self.output}")
 
     def summary(self) -> dict[str, Any]:
@@ -158,6 +168,7 @@ class CaseStudy:
         subject, _, chapters = self._chapters()
         texts = [rows for _, rows, _ in chapters.values()]
         return {
+            "config": subject.model.config.to_dict(),
             "training": self._training(),
             "label": {rule: numbers.counts(texts, "now", "label", rule, -1)[0] for rule in numbers.ALL_RULES},
             "total_gain": numbers.total_gain([about for about, _, _ in chapters.values()]),
@@ -175,7 +186,10 @@ class CaseStudy:
         return subject, header, chapters
 
     def _scores(self, subject: Subject) -> dict[str, Any] | None:
-        """Of the model, and of one of its configuration that was not trained; None: it learns no scores."""
+        """What scores say (:func:`score_parts`), of the model and of one like it that was not trained.
+
+        None: it learns no scores, or no chapter is long enough.
+        """
         if not isinstance(subject.model, DRTForCausalLM) or not subject.model.config.scores_chunks:
             return None
         texts = [
@@ -183,10 +197,10 @@ class CaseStudy:
         ]
         torch.manual_seed(0)
         untrained = DRTForCausalLM(subject.model.config)
-        return {
-            "trained": score_parts(subject.model, texts),
-            "untrained": score_parts(untrained, texts),
-        }
+        untrained.embedder = subject.model.embedder
+        if (trained := score_parts(subject.model, texts)) is None:
+            return None
+        return {"tokens": _SCORED, "trained": trained, "untrained": score_parts(untrained, texts)}
 
     def _statistics(self, subject: Subject) -> Bm25:
         """BM25's, of the training text in chunks of the model's size."""

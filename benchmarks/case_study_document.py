@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from case_study_baselines import RULES
+from case_study_scores import VARIANTS
 
 from trailmark.data.proportions import wilson_interval
 from trailmark.report.console import duration
@@ -44,14 +45,15 @@ KINDS = {
     ("now", "name"): "a chunk with the name",
     ("now", "near"): "label or a neighbour",
 }
-VARIANTS = {
+VARIANT_NAMES = {
     "as-configured": "as above",
     "scale-1": "scale 1, not 4",
     "scale-1-no-noise": "scale 1, no noise in training",
     "scale-1-two-chunks": "scale 1, two chunks read, not eight",
-    "not-normalized": "not normalised, scale 1 (the published form)",
+    "not-normalized": "not normalised, scale 1 (the published scoring)",
 }
 assert set(COLUMNS) == {"model", *RULES}
+assert set(VARIANT_NAMES) == set(VARIANTS)
 
 
 def share(counted: Sequence[float], interval: bool = True) -> str:
@@ -245,8 +247,8 @@ def scores_text(record: Record) -> str:
 
     groups = _listed([str(n) for n in range(record["groups"])])
     return (
-        f"In the first 8,192 tokens of each chapter, groups {groups}: {told(scores['trained'])}. Before training: "
-        f"{told(scores['untrained'])}."
+        f"In the first {scores['tokens']:,} tokens of each of {scores['trained']['texts']} chapters, groups {groups}: "
+        f"{told(scores['trained'])}. Before training: {told(scores['untrained'])}."
     )
 
 
@@ -254,7 +256,7 @@ _OF_SCORES = (("popular", ".1%"), ("deviation", ".2f"))
 
 
 def _listed(words: Sequence[str]) -> str:
-    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"
+    return "".join(words) or "-" if len(words) < 2 else f"{', '.join(words[:-1])} and {words[-1]}"
 
 
 def variants_text(record: Record) -> str:
@@ -262,15 +264,15 @@ def variants_text(record: Record) -> str:
         return "Not measured: `python benchmarks/case_study.py variants`."
     rows = []
     for own in variants:
-        scores, short = own["scores"]["trained"], own["training"]
+        scores = own["scores"]["trained"] if own["scores"] else {"groups": [], "cosine": None}
         rows.append(
             [
-                VARIANTS[own["name"]],
-                f"{short['validation'][-1][1]:.3f}",
+                VARIANT_NAMES[own["name"]],
+                f"{own['training']['validation'][-1][1]:.3f}",
                 nats(own["total_gain"]),
                 *(share(own["label"][rule], rule != "random") for rule in ("model", "bm25", "random")),
                 *(_listed([f"{x[key]:{form}}" for x in scores["groups"]]) for key, form in _OF_SCORES),
-                f"{scores['cosine']:.3f}",
+                "-" if scores["cosine"] is None else f"{scores['cosine']:.3f}",
             ]
         )
     header = [
@@ -278,13 +280,13 @@ def variants_text(record: Record) -> str:
         "validation loss",
         "gain",
         "labels found",
-        "by BM25",
-        "random",
+        "labels by BM25",
+        "labels at random",
         "popular",
         "deviation",
         "cosine",
     ]
-    steps, tokens = short["steps"], short["tokens"]
+    steps, tokens = (variants[0]["training"][name] for name in ("steps", "tokens"))
     return f"After {steps:,} steps of training ({tokens:,} tokens):\n\n{markdown_table(header, rows)}"
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from trailmark.data.corpus import Tokens
 from trailmark.models import DRTForCausalLM
 
-# a ninth of the training, each with another way to score or to choose
+# short trainings, each with another way to score or to choose
 SHORT = ("training.steps=400", "training.eval_steps=200", "training.save_steps=400")
 VARIANTS = {
     "as-configured": (),
@@ -28,7 +28,8 @@ _FEWEST = 8  # chunks of a text whose scores are looked into
 def scores_of(model: DRTForCausalLM, ids: Tensor) -> tuple[list[Tensor], Tensor]:
     """Of each group the scores [C, C] of the chunks of ``ids`` [1, T] for each other; the landmark vectors [C, E].
 
-    Row t, column c: what c scores where chunk t asks, without noise; those with c >= t mean nothing.
+    C is the number of whole chunks; all is float32. Row t, column c: what c scores where chunk t asks, without noise;
+    those with c >= t mean nothing. The model is in eval mode then.
     """
     config, kept = model.config, {}
     modules = {"landmarks": model.encoder} | {str(g): part for g, part in enumerate(model.retrievers)}
@@ -54,35 +55,39 @@ def scores_of(model: DRTForCausalLM, ids: Tensor) -> tuple[list[Tensor], Tensor]
 def parts(scores: Tensor) -> dict[str, float]:
     """Scores [C, C] of one text: how far those of one asking chunk lie apart, and why.
 
-    The later half asks, the earlier half is scored, so that every pair is one that may be read. What all columns share
-    changes no choice and no weight, so each row's mean is taken off. Of the variance that is left, "popular" is the
-    share of the columns' means: a chunk that scores high whoever asks. "deviation": its root, in the scores' unit.
+    The later half asks, the earlier half is scored: every pair may be read, but for a few in the middle with
+    ``exclude_visible_chunks``. What a row adds to all its scores changes no choice and no weight, so its mean is taken
+    off. "deviation" is the root of the variance that is left. "popular" is the share of it that belongs to the columns,
+    to chunks that score high whoever asks. (Where nothing is popular, the means of columns of R scores still have 1/R
+    of the variance; that is taken off.) Scores that are all alike: 0 and 0.
     """
-    half = len(scores) // 2
-    block = scores[half:, :half].double().numpy()
+    half, rows = len(scores) // 2, (len(scores) + 1) // 2
+    block = scores[half:, :half].double().cpu().numpy()
     block = block - block.mean(1, keepdims=True)
-    popular = block.mean(0)
-    return {
-        "deviation": float(np.sqrt((block**2).mean())),
-        "popular": float((popular**2).mean() / (block**2).mean()),
-    }
+    variance = float((block**2).mean())
+    share = float((block.mean(0) ** 2).mean()) / variance if variance else 1 / rows
+    return {"deviation": variance**0.5, "popular": (share - 1 / rows) / (1 - 1 / rows)}
 
 
 def likeness(landmarks: Tensor) -> float:
-    """Mean cosine between the landmark vectors [C, E] of two chunks."""
+    """Mean cosine between the landmark vectors [C, E], C >= 2, of two different chunks of a text."""
     unit = torch.nn.functional.normalize(landmarks, dim=-1)
     C = len(unit)
     return float(((unit @ unit.T).sum() - C) / (C * (C - 1)))
 
 
 def score_parts(model: DRTForCausalLM, texts: Iterable[Tokens]) -> dict[str, Any] | None:
-    """Means over texts of tokens [T], of each group; None: no text is long enough."""
+    """What the scores say of texts of tokens [T].
+
+    "groups": of each group the means of :func:`parts` over texts; "cosine": the mean of :func:`likeness`; "texts": how
+    many were long enough. None: no text was.
+    """
     of_groups: list[list[dict[str, float]]] = [[] for _ in model.retrievers]
     alike = []
     for text in texts:
-        found, landmarks = scores_of(model, torch.from_numpy(text.astype("int64"))[None].to(model.device))
-        if len(landmarks) < _FEWEST:
+        if len(text) < _FEWEST * model.config.chunk_size:
             continue
+        found, landmarks = scores_of(model, torch.from_numpy(text.astype("int64"))[None].to(model.device))
         alike.append(likeness(landmarks))
         for own, scores in zip(of_groups, found, strict=True):
             own.append(parts(scores))

@@ -17,8 +17,9 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read when a kernel's module is imported
 
 
-# a busy machine is no failure, and what fails once fails again
+# a busy machine is no failure, and what fails once fails again; --hypothesis-profile=anew draws other examples
 settings.register_profile("trailmark", deadline=None, derandomize=True)
+settings.register_profile("anew", deadline=None)
 settings.load_profile("trailmark")
 
 

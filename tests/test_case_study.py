@@ -283,7 +283,10 @@ def test_scores_have_two_parts(modules: dict[str, ModuleType]) -> None:
     popular = 9 * float(half.var(correction=0))
     assert mixed["popular"] == pytest.approx(popular / (popular + 1), abs=0.01)
     assert mixed["deviation"] == pytest.approx((popular + 1) ** 0.5, rel=0.02)
-    assert parts(pair + later)["popular"] < 0.01
+    assert abs(parts(pair + later)["popular"]) < 0.001
+    few = [parts(torch.randn(8, 8))["popular"] for _ in range(2000)]
+    assert abs(np.mean(few)) < 0.01
+    assert parts(torch.ones(8, 8)) == {"deviation": 0, "popular": 0}
 
 
 @pytest.mark.parametrize("rest", [{}, {"retrieval_normalization": True, "retrieval_scale": 4.0}])
@@ -306,7 +309,7 @@ def test_scores_are_the_models(modules: dict[str, ModuleType], rest: dict[str, A
     unit = torch.nn.functional.normalize(landmarks, dim=-1)
     cosines = [float(unit[a] @ unit[b]) for a in range(20) for b in range(20) if a != b]
     assert found["cosine"] == pytest.approx(np.mean(cosines), abs=1e-5)
-    assert modules["scores"].score_parts(model, [text[: 3 * S]]) is None
+    assert modules["scores"].score_parts(model, [text[: 3 * S], text[: S - 1]]) is None
 
 
 # --- all of it ---------------------------------------------------------------------------------------------
@@ -373,12 +376,16 @@ def test_one_command_that_goes_on(
     text = "".join(entry.text for entry in entries if isinstance(entry, TracedChunk))
     assert text == (tmp_path / "data" / "math" / "test" / "a_3.tex").read_text()
     assert header.num_groups == record["groups"] == 2
-    assert [len(own["groups"]) for own in record["scores"].values()] == [2, 2]
-    monkeypatch.setattr(script, "VARIANTS", {"scale-1": ("training.steps=2", "model.retrieval_scale=1.0")})
+    assert [len(record["scores"][name]["groups"]) for name in ("trained", "untrained")] == [2, 2]
+    monkeypatch.setattr(script, "VARIANTS", {"scale-1": ("model.retrieval_scale=1.0",)})
+    monkeypatch.setattr(script, "SHORT", ("training.steps=2",))
     script.CaseStudy(arguments).variants()
     (variant,) = read_json(arguments.output)["variants"]
     assert variant["training"]["steps"] == 2
     assert variant["label"]["model"][1] == 4
+    monkeypatch.setattr(script, "VARIANTS", {"scale-1": ("model.retrieval_scale=2.0",)})
+    with pytest.raises(SystemExit, match=r"with model\.retrieval_scale=2\.0, .*scale-1 holds one with 1\.0"):
+        script.CaseStudy(arguments).variants()
     record |= {"variants": [variant]}
     texts = {name: make(record) for name, make in modules["document"].TEXTS.items()}
     assert len(texts["variants"].splitlines()) == 5

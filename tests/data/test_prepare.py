@@ -241,7 +241,7 @@ def _shards(output: Path) -> int:
 def test_killed_at_random_moments(tmp_path: Path, folder: Path, bpe: str, processes: int, kills: int) -> None:
     rng, output = random.Random(processes), tmp_path / "out"
     worked = 0
-    while worked < kills:
+    for _ in range(20 * kills):
         process = _start(folder, output, bpe, processes, SHARD // 8)
         before = _shards(output)
         while process.is_alive() and _shards(output) == before and not (output / "corpus.json").exists():
@@ -253,15 +253,19 @@ def test_killed_at_random_moments(tmp_path: Path, folder: Path, bpe: str, proces
         _, alive = psutil.wait_procs(children, timeout=30)
         assert not alive, "tokenising processes outlive the one that was killed"
         if (output / "corpus.json").exists():  # it came too late, or there is little left to do
-            assert not _shards(output)
             if worked:
                 break
             shutil.rmtree(output)
         else:
+            assert process.exitcode == -signal.SIGKILL
             worked += 1
+        if worked == kills:
+            break
+    assert worked, "no kill came in time"
     prepare(parse_source([str(folder)]), output, bpe, processes=processes, shard_tokens=SHARD // 8)
     prepare(parse_source([str(folder)]), tmp_path / "whole", bpe, processes=1, shard_tokens=SHARD // 8)
     assert contents(output) == contents(tmp_path / "whole")
+    assert not _shards(output)
     Corpus.open(output).verify()
 
 

@@ -181,6 +181,7 @@ def test_what_a_neighbour_says_changes_no_bit(way: dict[str, Any], dtype: torch.
 MODULES = [
     importlib.import_module(f"trailmark.{name}")
     for name in (
+        "models.arguments",
         "models.causal_lm",
         "models.text",
         "models.landmark",

@@ -407,11 +407,11 @@ def test_errors_come_at_once() -> None:
     tensors, rest = inputs()
     times = []
     for _ in range(30):
-        began = time.perf_counter()
+        began = time.process_time()
         with pytest.raises(ValueError, match=r"^q: "):
             op(rest, "triton")(tensors[0][..., :1, :], *tensors[1:])
-        times.append(time.perf_counter() - began)
-    assert min(times) < 1e-3  # seconds
+        times.append(time.process_time() - began)
+    assert sorted(times)[15] < 1e-3  # seconds
 
 
 @pytest.mark.gpu

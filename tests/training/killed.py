@@ -78,7 +78,7 @@ class Together:
         return log.read_text() if log.exists() else ""  # killed before it opened it
 
     def signal(self, number: int) -> None:
-        """To those that have not ended."""
+        """Send signal ``number`` to those that have not ended."""
         for process in self.processes:
             if process.exitcode is None:
                 with suppress(ProcessLookupError):
@@ -281,7 +281,7 @@ def command(arguments: list[str]) -> None:
 
 @dataclass
 class Strikes:
-    """What kills at random moments met."""
+    """What the kills met."""
 
     kills: int = 0
     in_saving: int = 0  # found a checkpoint, or the finished model, half-written
@@ -294,7 +294,7 @@ class Strikes:
 
 
 class Killer:
-    """Trains one configuration in processes that are killed: one in four at any moment, the others while saving.
+    """Trains one configuration in processes that are killed: one life of four at any moment, the others while saving.
 
     Args:
         config: of the runs; each gets a folder of its own under ``folder``.
@@ -306,6 +306,7 @@ class Killer:
         self.random = random.Random(seed)
         self.found = Strikes()
         self.output = folder / "undisturbed"
+        begin(os.getpid).results()  # now the server runs: what it takes to start is no part of a life
         began = time.monotonic()
         begin(train, self._config(), processes=processes).results(300)
         self.life = time.monotonic() - began
@@ -343,12 +344,16 @@ class Killer:
         victims = list(range(self.processes))
         if self.processes > 1 and self.random.random() < 0.5:
             victims = [self.random.choice(victims)]
-        if kill and self._wait_for_the_moment(together, before):
-            for victim in victims:
-                together.processes[victim].kill()
-            for victim in victims:
-                together.processes[victim].join()
+        struck = False
+        try:
+            if struck := kill and self._wait_for_the_moment(together, before):
+                for victim in victims:
+                    together.processes[victim].kill()
+                for victim in victims:
+                    together.processes[victim].join()
+        finally:
             together.signal(signal.SIGCONT)
+        if struck:
             self._survivors(together)
         codes = together.wait(300)
         printed = [together.printed(number) for number in range(self.processes)]
@@ -365,33 +370,33 @@ class Killer:
         return not killed or (self.output / HISTORY_FILE).exists()
 
     def _wait_for_the_moment(self, together: Together, before: set[Path]) -> bool:
-        """Whether it came before the run's end. While saving, all processes stand still when it has come."""
-        if self.found.kills % 4 == 3:
+        """Whether it came before the run's end. If it is one of saving, all processes are stopped on return."""
+        if self.found.lives % 4 == 0:
             end = time.monotonic() + self.random.uniform(0, self.life)
             while time.monotonic() < end and together.alive():
                 time.sleep(0.001)
             return together.alive()
-        skipped = self.random.choice((0, 0, 1, 2))
-        while True:
-            while not (seen := half_written(self.output) - before):
-                if not together.alive():
-                    return False
+        skipped, within = self.random.choice((0, 0, 1, 2)), self.saving
+        end = time.monotonic() + 300
+        while together.alive() and time.monotonic() < end:
+            if not (seen := being_saved(self.output) - before):
                 time.sleep(0.0003)
-            if skipped:
+            elif skipped:
                 skipped -= 1
                 began = time.monotonic()
-                while seen & half_written(self.output) and together.alive():
+                while seen & being_saved(self.output) and together.alive():
                     time.sleep(0.0003)
-                self.saving = time.monotonic() - began
-                continue
-            # a busy machine may wake this process long after the saving is over: what is stopped waits for it
-            time.sleep(self.random.uniform(0, self.saving))
-            together.signal(signal.SIGSTOP)
-            time.sleep(0.002)
-            if together.alive() and seen & half_written(self.output):
-                return True
-            together.signal(signal.SIGCONT)
-            self.saving /= 2
+                within = self.saving = time.monotonic() - began
+            else:
+                # a busy machine may wake this process long after the saving is over: what is stopped waits for it
+                time.sleep(self.random.uniform(0, within))
+                together.signal(signal.SIGSTOP)
+                time.sleep(0.002)
+                if together.alive() and seen & being_saved(self.output):
+                    return True
+                together.signal(signal.SIGCONT)
+                within /= 2
+        return False
 
     def _survivors(self, together: Together, grace: float = 30) -> None:
         """Those that were not killed must leave: they cannot train alone. A launcher would end those that wait."""
@@ -415,6 +420,11 @@ def half_written(output: Path) -> set[Path]:
     return set(output.glob(".*")) | {
         path for path in output.glob("checkpoints/*") if ".tmp-" in path.name or ".removed-" in path.name
     }
+
+
+def being_saved(output: Path) -> set[Path]:
+    """Of these, checkpoints and the finished model."""
+    return {path for path in half_written(output) if path.is_dir()}
 
 
 def newest(output: Path) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from tests.training.killed import Killer
 from tests.training.tiny import run_config
 
+SEED = int(os.environ.get("TRAILMARK_FUZZ_SEED", "0"))  # others draw other moments
 # everything that a checkpoint keeps: Muon's and AdamW's moments, levels of the curriculum, statistics of the retrieval
 VARIANTS = {
     "text": {"task": "text", "optimizer": "adamw"},
@@ -20,7 +22,7 @@ VARIANTS = {
 def test_a_run_that_is_killed_again_and_again_ends_as_if_it_never_was(variant: str, tmp_path: Path) -> None:
     config = run_config(tmp_path, **VARIANTS[variant], steps=8, save_steps=1, logging_steps=1)
     config.data.level_accuracy = -1.0  # every level is passed
-    killer = Killer(config, tmp_path, seed=0)
+    killer = Killer(config, tmp_path, seed=SEED)
     assert len(killer.expected[1]) == 8
     killer.run(10)
     found = killer.found
@@ -37,7 +39,7 @@ def test_two_processes_that_are_killed(parallel: str, tmp_path: Path) -> None:
     config = run_config(
         tmp_path, optimizer="adamw", parallel=parallel, steps=6, save_steps=1, logging_steps=1
     )
-    killer = Killer(config, tmp_path, seed=0, processes=2)
+    killer = Killer(config, tmp_path, seed=SEED, processes=2)
     killer.run(4)
     print(f"{parallel}: {killer.found}")
     assert killer.found.kills == 4

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -34,8 +36,8 @@ def check_vocabulary(argument: str, ids: Tensor, vocab_size: int) -> None:
         )
 
 
-def check_cache(cache: ChunkCache, input_ids: Tensor, key: CacheKey, training: bool) -> None:
-    """That a call on these tokens can go on with a cache; ``key``: of the caches of this model."""
+def check_cache(cache: ChunkCache, input_ids: Tensor, training: bool, key: Callable[[], CacheKey]) -> None:
+    """That a call on tokens [B, T] can go on with a cache; ``key`` gives that of the model's caches."""
     if training:
         raise ValueError(
             "past_key_values: expected None in training: what a cache carries has no gradient. "
@@ -46,8 +48,8 @@ def check_cache(cache: ChunkCache, input_ids: Tensor, key: CacheKey, training: b
             f"past_key_values: expected a cache from new_cache(), got {type(cache).__name__}. "
             "Pass past_key_values=model.new_cache(), or none."
         )
-    if cache.model != key:
-        name, wanted = next((x for x in key if x not in cache.model), ("model", None))
+    if cache.model != (own := key()):
+        name, wanted = next((x for x in own if x not in cache.model), ("model", None))
         raise ValueError(
             f"past_key_values: expected a cache of this model ({name} {wanted}), got one of another. "
             "Pass past_key_values=model.new_cache()."

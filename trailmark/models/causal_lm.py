@@ -270,7 +270,7 @@ class TrailmarkForCausalLM(PreTrainedModel, ChunkGenerationMixin):
         B, T = input_ids.shape
         cache = past_key_values
         if cache is not None:
-            check_cache(cache, input_ids, self._cache_key, self.training)
+            check_cache(cache, input_ids, self.training, lambda: self._cache_key)
         makes_cache = cache is None and bool(use_cache) and not self.training
         has_cache = makes_cache or cache is not None
         if document_ids is not None:
@@ -438,7 +438,7 @@ class TrailmarkForCausalLM(PreTrainedModel, ChunkGenerationMixin):
         """
         check_tokens(input_ids, self.config.vocab_size)
         cache = self.new_cache(num_tokens=input_ids.shape[1]) if cache is None else cache
-        check_cache(cache, input_ids, self._cache_key, self.training)
+        check_cache(cache, input_ids, self.training, lambda: self._cache_key)
         B, T = input_ids.shape
         present = None if attention_mask is None else present_tokens(attention_mask, T, B, cache)
         with torch.no_grad():
