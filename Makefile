@@ -25,6 +25,7 @@ lint: $(VENV)/lint.stamp
 	$(BIN)/python -m ruff check .
 	$(BIN)/python -m ruff format --check .
 	$(BIN)/python -m mypy
+	cd benchmarks && ../$(BIN)/python -m mypy --config-file ../pyproject.toml --cache-dir ../.mypy_cache/benchmarks *.py
 	$(BIN)/lint-imports --no-logo
 
 bench: $(VENV)/figures.stamp

@@ -31,7 +31,8 @@ def scores_of(model: DRTForCausalLM, ids: Tensor) -> tuple[list[Tensor], Tensor]
     C is the number of whole chunks; all is float32. Row t, column c: what c scores where chunk t asks, without noise;
     those with c >= t mean nothing. The model is in eval mode then.
     """
-    config, kept = model.config, {}
+    config = model.config
+    kept: dict[str, Any] = {}
     modules = {"landmarks": model.encoder} | {str(g): part for g, part in enumerate(model.retrievers)}
     hooks = [
         part.register_forward_hook(lambda module, came, out, name=name: kept.__setitem__(name, out))

@@ -97,7 +97,7 @@ def main() -> None:
     parser.add_argument("--model", type=Path, default=Path("runs/demo/drt"))
     parser.add_argument("--work", type=Path, default=Path("runs/benchmark-evaluation"))
     arguments = parser.parse_args()
-    found = {
+    found: dict[str, Any] = {
         "environment": environment(),
         "train_length": TRAIN_LENGTH,
         "grid": grid(arguments.model, arguments.work),

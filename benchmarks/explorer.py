@@ -64,10 +64,10 @@ class Clock:
     def __init__(self) -> None:
         self.seconds = self.cpu = 0.0
 
-    def run(self, work: Callable[[], Any]) -> Any:
+    def run(self, work: Callable[..., Any], *arguments: Any) -> Any:
         began, busy = time.perf_counter(), time.process_time()
         try:
-            return work()
+            return work(*arguments)
         finally:
             self.seconds += time.perf_counter() - began
             self.cpu += time.process_time() - busy
@@ -85,13 +85,23 @@ def reading(subject: Subject, tokens: Tokens, trace: Path) -> dict[str, Any]:
     tracer, entries = Tracer(subject, model.new_cache("host")), []
     last: list[torch.Tensor] = []
 
-    def forward(ids: torch.Tensor) -> None:
+    def read(pieces: list[torch.Tensor]) -> None:
+        for ids in pieces:
+            model.read(ids, read_cache)
+
+    def forward(pieces: list[torch.Tensor]) -> None:
         """As evaluation.losses reads: logits and losses of every token."""
-        logits = model(ids, past_key_values=forward_cache).logits
-        if last:
-            nats(last.pop(), ids[:, :1])
-        nats(logits[:, :-1], ids[:, 1:])
-        last.append(logits[:, -1:].clone())
+        for ids in pieces:
+            logits = model(ids, past_key_values=forward_cache).logits
+            if last:
+                nats(last.pop(), ids[:, :1])
+            nats(logits[:, :-1], ids[:, 1:])
+            last.append(logits[:, -1:].clone())
+
+    def follow(pieces: list[Tokens]) -> None:
+        for piece in pieces:
+            tracer.feed(piece)
+            entries.extend(tracer.take())
 
     turn: list[Tokens] = []
 
@@ -107,15 +117,9 @@ def reading(subject: Subject, tokens: Tokens, trace: Path) -> dict[str, Any]:
     done = 0
     for group in pieces():
         ids = [torch.from_numpy(piece.astype("int64"))[None] for piece in group]
-        clocks["read"].run(lambda ids=ids: [model.read(piece, read_cache) for piece in ids])
-        clocks["forward"].run(lambda ids=ids: [forward(piece) for piece in ids])
-
-        def trace(group: list[Tokens] = group) -> None:
-            for piece in group:
-                tracer.feed(piece)
-                entries.extend(tracer.take())
-
-        clocks["trace"].run(trace)
+        clocks["read"].run(read, ids)
+        clocks["forward"].run(forward, ids)
+        clocks["trace"].run(follow, group)
         done += sum(map(len, group))
         print(
             f"{done:,} tokens:",
@@ -124,9 +128,9 @@ def reading(subject: Subject, tokens: Tokens, trace: Path) -> dict[str, Any]:
         )
     entries.extend(tracer.rest())
     header = trace_header(subject, None)
-    built = clocks["page"].run(lambda: build(header, entries, trace.with_suffix(".html")))
+    built = clocks["page"].run(build, header, entries, trace.with_suffix(".html"))
     write_lines(trace, [header, *entries])
-    found = {name: clock.shown(len(tokens)) for name, clock in clocks.items()}
+    found: dict[str, Any] = {name: clock.shown(len(tokens)) for name, clock in clocks.items()}
     whole = Clock()
     whole.seconds = clocks["trace"].seconds + clocks["page"].seconds
     whole.cpu = clocks["trace"].cpu + clocks["page"].cpu
@@ -148,7 +152,7 @@ def compression(header: TraceHeader, entries: Iterable[Entry]) -> dict[str, Any]
     levels = {}
     for level in _LEVELS:
         clock = Clock()
-        packed = clock.run(lambda level=level: pack(arrays, level))[1]
+        packed = clock.run(pack, arrays, level)[1]
         levels[str(level)] = {"bytes": len(packed), "cpu_seconds": clock.cpu}
     sizes = {name: len(gzip.compress(values.tobytes(), 4)) for name, values in arrays.items()}
     return {"levels": levels, "compressed_bytes": sizes}
@@ -157,7 +161,7 @@ def compression(header: TraceHeader, entries: Iterable[Entry]) -> dict[str, Any]
 def page_of(header: TraceHeader, entries: list[Entry], path: Path, rounds: int) -> dict[str, Any]:
     """What a page takes to be made, to be kept and to be used."""
     clock = Clock()
-    built = clock.run(lambda: build(header, entries, path))
+    built = clock.run(build, header, entries, path)
     print(f"== {path.stem}: {built.bytes / 1e6:.1f} MB", flush=True)
     about = {"bytes": built.bytes, "seconds": clock.seconds, "cpu_seconds": clock.cpu}
     return about | {"compression": compression(header, entries)} | in_a_browser(path, rounds)
@@ -190,8 +194,8 @@ def main() -> None:
             header, lines = read_trace(trace)
             results = {"real": page_of(header, list(lines), folder / "real.html", arguments.rounds)}
             # the most text: tokens are words, and two groups read 8 chunks each
-            made = made_up(arguments.tokens, 64, 2, 8, words=True, name="made-up")
-            results["words"] = page_of(*made, folder / "words.html", arguments.rounds)
+            header, made = made_up(arguments.tokens, 64, 2, 8, words=True, name="made-up")
+            results["words"] = page_of(header, made, folder / "words.html", arguments.rounds)
             keep("page", results)
     print(f"Numbers: {OUTPUT}")
 

@@ -27,7 +27,7 @@ OUTPUT = Path(__file__).with_suffix(".json")
 TASKS = [*((length, 1) for length in demo.LENGTHS), *demo.MANY_NEEDLES]
 
 
-def levels(**changes: float) -> Callable[[Run], None]:
+def levels(**changes: Any) -> Callable[[Run], None]:
     def change(run: Run) -> None:
         run.curriculum.levels = tuple(replace(level, **changes) for level in run.curriculum.levels)
 
@@ -74,6 +74,7 @@ def measure(name: str, seed: int, folder: Path) -> dict[str, Any]:
     curriculum(run)
     model = type(run.model).from_pretrained(config.output) if run.finished else run.train()
     progress.clear()
+    assert model is not None  # nobody asked it to stop
     text = tokenize(standard_library_texts("haystack"), tokenizer)
     asked = []
     for length, needles in TASKS:

@@ -255,6 +255,7 @@ def loader_tasks(corpus: Corpus) -> dict[str, Task]:
 def needle_tasks(run: Run) -> dict[str, Task]:
     """The first and the last level of the demo's curriculum."""
     tasks: dict[str, Task] = {}
+    assert run.corpus is not None
     for level in (0, len(run.curriculum.levels) - 1):
         curriculum = copy.deepcopy(run.curriculum)
         curriculum.starts = curriculum.samples = [0] * (level + 1)
