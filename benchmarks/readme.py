@@ -310,7 +310,7 @@ def explorer_text() -> str:
     return (
         f"{markdown_table(['', *found, 'goal'], rows)}\n\n"
         f"Medians (lowest-highest) in headless Chromium, machine: {machine(page['environment'])}, "
-        "shared with other work. "
+        "which did nothing else. "
         f"Making the page of {result['tokens']:,} tokens took {duration(seconds['trace and page'])}: "
         f"{ratios['trace and page / forward']['seconds']:.2f} times a full forward with losses "
         f"({duration(seconds['forward'])}), and {ratios['trace and page / read']['seconds']:.2f} times "
