@@ -15,6 +15,7 @@ import argparse
 import csv
 import itertools
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -116,12 +117,12 @@ class CaseStudy:
             own.model, own.traces = (self.folder / "variants" / part for part in (name, f"{name}-traces"))
             own.train()
             found.append({"name": name, **own.summary()})
-            for wanted in changes:
-                field, value = wanted.removeprefix("model.").split("=")
-                if found[-1]["config"][field] != yaml.safe_load(value):
+            for wanted in (SHORT[0], *changes):
+                part, field, value = re.split("[.=]", wanted, maxsplit=2)
+                came = found[-1]["config" if part == "model" else part][field]
+                if came != yaml.safe_load(value):
                     raise SystemExit(
-                        f"variants: expected a model with {wanted}, {own.model} holds one with "
-                        f"{found[-1]['config'][field]}. Remove it."
+                        f"variants: expected a model with {wanted}, {own.model} holds one with {came}. Remove it."
                     )
         write_json(self.output, (read_json(self.output) or {}) | {"variants": found})
         print(f"Numbers: {self.output}")
@@ -158,8 +159,15 @@ class CaseStudy:
             "environment": environment(),
         }
         before = read_json(self.output) or {}
-        if before.get("config") == record["config"] and "variants" in before:
-            record["variants"] = before["variants"]
+        if "variants" in before:
+            known, own = (
+                {k: v for k, v in part["config"].items() if k != "transformers_version"}
+                for part in (before, record)
+            )
+            if known == own:
+                record["variants"] = before["variants"]
+            else:
+                print("The variants were of another configuration: run `variants` again.")
         write_json(self.output, record)
         print(f"Numbers: {self.output}")
 

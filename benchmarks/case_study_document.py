@@ -240,8 +240,8 @@ def scores_text(record: Record) -> str:
     def told(own: dict[str, Any]) -> str:
         popular, apart = ([f"{x[key]:{form}}" for x in own["groups"]] for key, form in _OF_SCORES)
         return (
-            f"{_listed(popular)} of the variance of scores is the past chunk's own, whoever asks; scores lie "
-            f"{_listed(apart)} apart (their deviation), and the landmark vectors of two chunks have a mean cosine of "
+            f"{_listed(popular)} of the variance of scores is the past chunk's own, whoever asks; their standard "
+            f"deviation is {_listed(apart)}, and the landmark vectors of two chunks have a mean cosine of "
             f"{own['cosine']:.3f}"
         )
 

@@ -59,8 +59,9 @@ def parts(scores: Tensor) -> dict[str, float]:
     The later half asks, the earlier half is scored: every pair may be read, but for a few in the middle with
     ``exclude_visible_chunks``. What a row adds to all its scores changes no choice and no weight, so its mean is taken
     off. "deviation" is the root of the variance that is left. "popular" is the share of it that belongs to the columns,
-    to chunks that score high whoever asks. (Where nothing is popular, the means of columns of R scores still have 1/R
-    of the variance; that is taken off.) Scores that are all alike: 0 and 0.
+    to chunks that score high whoever asks. (Where nothing is popular and rows are independent, the means of columns
+    of R scores still have 1/R of the variance; that is taken off. Rows that follow each other are alike, which adds to
+    the share: it is an upper bound.) Scores that are all alike: 0 and 0.
     """
     half, rows = len(scores) // 2, (len(scores) + 1) // 2
     block = scores[half:, :half].double().cpu().numpy()

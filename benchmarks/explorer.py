@@ -1,10 +1,11 @@
 """What the explorer costs: building its page, and using it in a browser.
 
-    python benchmarks/explorer.py [reading page] [--model runs/demo/drt] [--tokens 1048576]
+    python benchmarks/explorer.py [reading commands page] [--model runs/demo/drt] [--tokens 1048576]
 
-Each part writes its results into benchmarks/explorer.json; without a name, both run. "reading": seconds of reading a
+Each part writes its results into benchmarks/explorer.json; without a name, all run. "reading": seconds of reading a
 text, of a full forward over it, of its trace and of its page; the first three go over the text side by side, 32,768
-tokens each in turn, so that what else the machine does falls on all alike. "page": bytes, compression, first paint and
+tokens each in turn, so that what else the machine does falls on all alike. "commands": ``trailmark read`` and
+``trailmark explore`` from start to end, in processes of their own. "page": bytes, compression, first paint and
 interactions in headless Chromium, for a real text read by the model and for a made-up one of words (as of a BPE
 vocabulary). The text is of the Python standard library's sources, or with TRAILMARK_DATA of its books.
 """
@@ -14,11 +15,14 @@ from __future__ import annotations
 import argparse
 import gzip
 import os
+import shutil
+import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -42,20 +46,21 @@ from trailmark.report.explorer_data import collect, pack
 OUTPUT = Path(__file__).with_suffix(".json")
 _TURN = 32_768  # tokens that each way of reading takes in turn
 _LEVELS = (1, 4, 6, 9)
+_PARTS = ("reading", "commands", "page")
 
 
-def text_of(subject: Subject, count: int) -> Tokens:
-    """``count`` tokens of prose, or of Python where there is no TRAILMARK_DATA."""
+def text_of(subject: Subject, count: int) -> tuple[str, Tokens]:
+    """What it is, and ``count`` tokens of prose, or of Python where there is no TRAILMARK_DATA."""
     if data := os.environ.get("TRAILMARK_DATA"):
-        texts = read_texts([Path(data) / "books" / "test"])
+        name, texts = "books", read_texts([Path(data) / "books" / "test"])
     else:
-        texts = standard_library_texts("haystack")
+        name, texts = "Python's standard library", standard_library_texts("haystack")
     tokens = tokenize(texts, subject.tokenizer)[:count]
     if len(tokens) < count:
         raise ValueError(
             f"tokens: expected at most the {len(tokens):,} of the text, got {count:,}. Ask for fewer."
         )
-    return tokens
+    return name, tokens
 
 
 class Clock:
@@ -146,6 +151,26 @@ def reading(subject: Subject, tokens: Tokens, trace: Path) -> dict[str, Any]:
     return about | found
 
 
+def commands(model: Path, text: Path, folder: Path, rounds: int) -> dict[str, Any]:
+    """Seconds of the two commands on one file, in turn."""
+    memory, page = folder / "memory", folder / "page.html"
+    seconds: dict[str, list[float]] = {"read": [], "explore": []}
+    for _ in range(rounds):
+        shutil.rmtree(memory, ignore_errors=True)
+        for name, rest in (("read", ["--memory", memory]), ("explore", ["-o", page])):
+            began = time.perf_counter()
+            command = [sys.executable, "-m", "trailmark", name, model, text, *rest]
+            subprocess.run(list(map(str, command)), check=True, capture_output=True)
+            seconds[name].append(time.perf_counter() - began)
+        print(", ".join(f"trailmark {name} {own[-1]:.1f} s" for name, own in seconds.items()), flush=True)
+    ratios = [explore / read for read, explore in zip(*seconds.values(), strict=True)]
+    return {name: _spread(own) for name, own in (*seconds.items(), ("explore / read", ratios))}
+
+
+def _spread(values: list[float]) -> dict[str, float]:
+    return {"median": median(values), "lowest": min(values), "highest": max(values)}
+
+
 def compression(header: TraceHeader, entries: Iterable[Entry]) -> dict[str, Any]:
     """Seconds and bytes of each level, and what each array takes."""
     arrays = collect(header, entries).arrays
@@ -169,27 +194,35 @@ def page_of(header: TraceHeader, entries: list[Entry], path: Path, rounds: int) 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("parts", nargs="*", choices=[[], "reading", "page"], help="default: both")
+    parser.add_argument("parts", nargs="*", choices=[[], *_PARTS], help="default: all")
     parser.add_argument("--model", type=Path, default=Path("runs/demo/drt"), help="the demo's DRT")
     parser.add_argument("--tokens", type=int, default=1 << 20)
-    parser.add_argument("--rounds", type=int, default=5, help="of opening each page and of each interaction")
+    parser.add_argument("--rounds", type=int, default=5, help="of commands, opening and interactions")
     parser.add_argument(
         "--pages", type=Path, help="keep trace and pages in this folder, and take the trace there"
     )
     arguments = parser.parse_args()
-    parts = arguments.parts or ["reading", "page"]
+    parts = arguments.parts or _PARTS
+    busy = os.getloadavg()[0]  # what else goes on
     with tempfile.TemporaryDirectory() as temporary:
         folder = arguments.pages or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)
+        subject = load(arguments.model)
+        name, tokens = text_of(subject, arguments.tokens)
 
         def keep(part: str, results: dict[str, Any]) -> None:
+            results = {"text": name, "load_average": busy} | results
             found = {"environment": environment("cpu"), "results": results}
             write_json(OUTPUT, (read_json(OUTPUT) or {}) | {part: found})
 
         trace = folder / "real.jsonl"
-        if "reading" in parts or not trace.exists():
-            subject = load(arguments.model)
-            keep("reading", reading(subject, text_of(subject, arguments.tokens), trace))
+        if "reading" in parts or ("page" in parts and not trace.exists()):
+            keep("reading", reading(subject, tokens, trace))
+        if "commands" in parts:
+            text = Path(temporary) / "text.txt"
+            text.write_text(subject.tokenizer.decode(tokens.tolist()))
+            about = {"tokens": len(tokens), "model": subject.identity()}
+            keep("commands", about | commands(arguments.model, text, Path(temporary), arguments.rounds))
         if "page" in parts:
             header, lines = read_trace(trace)
             results = {"real": page_of(header, list(lines), folder / "real.html", arguments.rounds)}

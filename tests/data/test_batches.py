@@ -25,7 +25,7 @@ def windows(length: int, seed: int = 0, total: int = 1000) -> Windows:
     return Windows(Corpus.of_tokens(TOKENS[:total]), length, seed)
 
 
-@settings(derandomize=True, deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     first=st.integers(0, 2**62),
     counts=st.lists(st.integers(0, 5), min_size=1, max_size=4),
@@ -46,7 +46,7 @@ def test_any_split_into_batches_gives_the_same_samples(
     assert torch.equal(torch.cat(parts[::-1]), batch)
 
 
-@settings(derandomize=True, deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(
     total=st.integers(1, 200),
     length=st.integers(1, 200),
@@ -64,13 +64,13 @@ def test_each_epoch_covers_each_window_once(total: int, length: int, epoch: int,
     assert any({(s + n * length) % total for n in range(text.per_epoch)} == starts for s in starts)
 
 
-@settings(derandomize=True, deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(count=st.integers(1, 300), key=st.integers(0, 2**64 - 1))
 def test_a_permutation(count: int, key: int) -> None:
     assert sorted(permuted(n, count, key) for n in range(count)) == list(range(count))
 
 
-@settings(derandomize=True, deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(count=st.integers(2, 2**62), key=st.integers(0, 2**64 - 1), data=st.data())
 def test_a_permutation_of_very_many(count: int, key: int, data: st.DataObject) -> None:
     some = data.draw(st.lists(st.integers(0, count - 1), unique=True, max_size=20))
@@ -176,7 +176,7 @@ def test_the_loader_makes_more_than_a_million_tokens_a_second() -> None:
 # Documents
 
 
-@settings(derandomize=True, deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(data=st.data(), total=st.integers(1, 60), seed=st.integers(0, 99), first=st.integers(0, 10**6))
 def test_documents_are_counted_within_each_window(
     data: st.DataObject, total: int, seed: int, first: int
@@ -224,7 +224,7 @@ def test_hashes_of_many_numbers_at_once(keys: list[list[int]], count: int) -> No
     assert found.tolist() == [[mix(*key, n) for n in range(count)] for key in keys]
 
 
-@settings(derandomize=True, deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(data=st.data(), share=st.floats(0.05, 1), chunk_size=st.integers(2, 12), first=st.integers(0, 10**6))
 def test_early_landmarks_begin_anew_with_each_document(
     data: st.DataObject, share: float, chunk_size: int, first: int
@@ -260,7 +260,7 @@ def test_the_share_of_early_chunks_in_short_documents() -> None:
     assert_equally_likely([early.count(size) for size in range(1, 8)])
 
 
-@settings(derandomize=True, deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(
     first=st.integers(0, 10**12),
     count=st.integers(1, 6),
@@ -328,7 +328,7 @@ def test_early_landmarks_that_cannot_be(chunk_size: int, share: float, message: 
 # From the stream's first token
 
 
-@settings(derandomize=True, deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     total=st.integers(1, 200),
     length=st.integers(1, 200),

@@ -47,7 +47,7 @@ def plain_score(query: list[int], chunk: list[int], chunks: Chunks, k1: float, b
 texts = st.lists(st.lists(st.integers(0, 6), max_size=9), min_size=1, max_size=7)
 
 
-@settings(derandomize=True, deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     chunks=texts,
     queries=texts,
@@ -80,7 +80,7 @@ def test_a_score_by_hand() -> None:
     assert found[0].tolist() == pytest.approx([2 * idf * 2 / 1.75, 2 * idf * 4 / 3.25, 0.0], rel=1e-14)
 
 
-@settings(derandomize=True, deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(data=st.data(), queries=st.integers(1, 5), n=st.integers(1, 8), count=st.integers(1, 10))
 def test_the_best_and_of_equals_the_earlier(data: st.DataObject, queries: int, n: int, count: int) -> None:
     row = st.lists(st.sampled_from([-1.0, 0.0, 0.5, 2.0]), min_size=n, max_size=n)
@@ -93,7 +93,7 @@ def test_the_best_and_of_equals_the_earlier(data: st.DataObject, queries: int, n
         assert indices == best + [-1] * (count - len(best))
 
 
-@settings(derandomize=True, deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(chunks=texts, count=st.integers(1, 8))
 def test_candidates_of_a_text(chunks: Chunks, count: int) -> None:
     ids, lengths = padded(chunks)

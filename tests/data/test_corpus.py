@@ -96,7 +96,7 @@ def test_standard_library_splits() -> None:
 BYTES = load_tokenizer()
 
 
-@settings(derandomize=True, deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(st.text(max_size=30))
 def test_bytes_round_trip(text: str) -> None:
     tokens = tokenize([text], BYTES)

@@ -72,7 +72,7 @@ def all_questions(found: dict[float | None, list[Trial]]) -> Iterator[tuple[floa
                 yield depth, trial, question
 
 
-@settings(derandomize=True, deadline=None, max_examples=25)
+@settings(max_examples=25)
 @given(
     st.sampled_from(("marks", "sentences", "paper")),
     st.sampled_from(KINDS),
@@ -364,7 +364,7 @@ def test_sentences_in_other_tokens(merging: Any, kind: Any, values: str) -> None
 # --- streams --------------------------------------------------------------------------------------------------
 
 
-@settings(derandomize=True, deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(st.data())
 def test_occurring(data: st.DataObject) -> None:
     ids = np.array(data.draw(st.lists(st.integers(0, 3), min_size=1, max_size=60)), np.int32)

@@ -125,7 +125,7 @@ def test_a_tokenizer_that_takes_characters_for_each_other_is_refused() -> None:
 # Training texts
 
 
-@settings(derandomize=True, deadline=None, max_examples=120)
+@settings(max_examples=120)
 @given(
     level=st.sampled_from(LEVELS + EARLY),
     size=st.sampled_from([19, 21, S, 32]),
@@ -487,7 +487,7 @@ CHAINED = [
 ]
 
 
-@settings(derandomize=True, deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     level=st.sampled_from(CHAINED),
     size=st.sampled_from([19, S, 32]),

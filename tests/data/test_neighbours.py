@@ -66,7 +66,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 # --- which chunks may be neighbours ------------------------------------------------------------------------
 
 
-@settings(derandomize=True, deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(
     chunks=st.integers(0, 12), size=st.integers(1, 9), window=st.integers(1, 90), reader=st.integers(0, 20)
 )
@@ -86,7 +86,7 @@ def test_a_rule_position_by_position(
         assert allowed == list(range(int(found[c])))
 
 
-@settings(derandomize=True, deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(chunks=st.integers(1, 12), size=st.integers(2, 9), window=st.integers(1, 90))
 def test_the_models_rules(chunks: int, size: int, window: int) -> None:
     cpu = torch.device("cpu")

@@ -66,7 +66,7 @@ def read(text: str, value_tokens: int) -> tuple[list[tuple[int, str, str]], list
     return needles, [question[1], *path], question.start()
 
 
-@settings(derandomize=True, deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(
     how=st.sampled_from(SETTINGS),
     length=st.integers(850, 1100),
@@ -168,7 +168,7 @@ def test_a_text_says_what_its_labels_claim(
             assert len(set(chunk.tolist())) == 1, "a needle across two chunks"
 
 
-@settings(derandomize=True, deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(
     how=st.sampled_from(SETTINGS),
     first=st.integers(0, 2**40),
@@ -314,7 +314,7 @@ def test_the_cue_is_tokenized_as_it_stands_in_text() -> None:
     assert tokenizer.convert_ids_to_tokens(cue) == ["▁:"]
 
 
-@settings(derandomize=True, deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(
     st.lists(st.integers(0, 2), min_size=1, max_size=12), st.lists(st.integers(0, 2), min_size=1, max_size=4)
 )

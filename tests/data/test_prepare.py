@@ -153,7 +153,7 @@ def test_gpt2(tmp_path: Path, folder: Path) -> None:
 # Long documents, and tokenizers of all kinds
 
 
-@settings(derandomize=True, deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(text=st.text(alphabet="ab\n ", max_size=60), size=st.integers(1, 20))
 def test_pieces_are_the_text(text: str, size: int) -> None:
     parts = list(pieces(text, size))

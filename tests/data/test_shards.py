@@ -49,7 +49,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "corpus"
 
 
-@settings(derandomize=True, deadline=None, max_examples=15)
+@settings(max_examples=15)
 @given(
     shards=st.lists(
         st.lists(st.lists(st.integers(0, 65535), min_size=1, max_size=5), min_size=1, max_size=3),

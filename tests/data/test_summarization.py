@@ -57,7 +57,7 @@ def ids_of(text: str) -> list[int]:
 # Rows
 
 
-@settings(derandomize=True, deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(
     length=st.integers(60, 700),
     sample=st.integers(0, 2**40),
@@ -108,7 +108,7 @@ def test_kinds_of_what_a_batch_holds(stories: Pairs) -> None:
     }
 
 
-@settings(derandomize=True, deadline=None, max_examples=25)
+@settings(max_examples=25)
 @given(first=st.integers(0, 2**40), counts=st.lists(st.integers(1, 5), min_size=1, max_size=4))
 def test_a_text_does_not_depend_on_its_batch(stories: Pairs, first: int, counts: list[int]) -> None:
     texts = SummarizationTexts(BYTES, stories, 120, 7)
@@ -206,7 +206,7 @@ def read_all(pairs: Pairs) -> list[Pair]:
     return [pairs[n] for n in range(len(pairs))]
 
 
-@settings(derandomize=True, deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(
     pairs=st.lists(
         st.tuples(*2 * [st.text(min_size=1, max_size=20).filter(str.strip)]).map(lambda x: Pair(*x)),

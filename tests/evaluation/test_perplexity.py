@@ -402,7 +402,7 @@ def bpe(tmp_path_factory: pytest.TempPathFactory) -> Any:
 SPACED = ["one\u3000two \u00a0", "drei\u2003", "\u0085", "四\u3000\u3000", "\u00e9\u00a0x"]
 
 
-@settings(derandomize=True, deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     cuts=st.lists(st.integers(0, 300), max_size=9),
     texts=st.lists(

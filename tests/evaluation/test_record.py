@@ -108,7 +108,7 @@ def test_a_kill_between_the_files_leaves_no_line_without_its_result(tmp_path: Pa
     assert [line["text"] for line in after.generations(after.results[1])] == ["new"]
 
 
-@settings(derandomize=True, deadline=None, max_examples=25)
+@settings(max_examples=25)
 @given(st.lists(st.text(st.characters(), max_size=20), min_size=1, max_size=4))
 def test_any_text_comes_back(tmp_path_factory: pytest.TempPathFactory, texts: list[str]) -> None:
     """What Python takes for ends of lines, and halves of characters too."""

@@ -197,7 +197,7 @@ def in_parts(texts: Any, ids: list[int], lengths: list[int]) -> tuple[str, list[
     ),
     st.lists(st.integers(0, 5), max_size=8),
 )
-@settings(derandomize=True, deadline=None, max_examples=60)
+@settings(max_examples=60)
 def test_bytes_in_parts_are_the_text(data: bytes, lengths: list[int]) -> None:
     """Of any bytes, as the whole decodes; each character is that of the token that it begins in."""
     text, widths = in_parts(texts_of(BYTES), [byte + 3 for byte in data], lengths)
@@ -220,7 +220,7 @@ def test_bytes_in_parts_are_the_text(data: bytes, lengths: list[int]) -> None:
     st.lists(st.sampled_from([*TEXTS, "the river ", "<|endoftext|>", "häuser"]), max_size=6).map("".join),
     st.lists(st.integers(0, 5), max_size=8),
 )
-@settings(derandomize=True, deadline=None, max_examples=20)
+@settings(max_examples=20)
 def test_byte_level_bpe_in_parts_is_the_text(bpe: Any, text: str, lengths: list[int]) -> None:
     ids = tokenize([text], bpe).tolist()
     found, widths = in_parts(texts_of(bpe), ids, lengths)

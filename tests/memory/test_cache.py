@@ -277,7 +277,7 @@ def histories(draw: st.DrawFn) -> tuple[str, list[tuple[str, int]], int]:
     return draw(st.sampled_from(["drt", "window", "wide", "all", "blocks"])), calls, draw(st.integers(1, 8))
 
 
-@settings(derandomize=True, deadline=None, max_examples=80)
+@settings(max_examples=80)
 @given(histories())
 @example(("window", [("read", 50), ("last", 1)], 3))  # the windows begin in the middle of the text
 @example(("window", [("read", 50), ("last", 6)], 3))

@@ -76,7 +76,7 @@ def lives(draw: st.DrawFn) -> tuple[int, list[Any]]:
     return rows, steps
 
 
-@settings(derandomize=True, deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(lives(), st.sampled_from(["device", "host", "disk"]), st.sampled_from([0, 5, 300]))
 def test_what_was_written_is_found(life: tuple[int, list[Any]], tier: str, capacity: int) -> None:
     """After unfinished writes, with rows that change places, and in branches of branches."""

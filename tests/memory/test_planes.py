@@ -156,7 +156,7 @@ def lives(draw: st.DrawFn) -> tuple[int, list[Any]]:
     return rows, steps
 
 
-@settings(derandomize=True, deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(lives(), st.sampled_from(TIERS), st.sampled_from([1, 3]), st.sampled_from([None, 1, 5, 40]))
 def test_what_counts_is_found(
     life: tuple[int, list[Any]], tier: str, planes: int, max_chunks: int | None

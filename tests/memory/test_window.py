@@ -63,7 +63,7 @@ def seen_by(call: WindowCall, joined: Tensor, window: int | None) -> list[list[l
     ]
 
 
-@settings(derandomize=True, deadline=None, max_examples=120)
+@settings(max_examples=120)
 @given(lives())
 @example((3, [Step((1, 1), (0, 0)), Step((1, 0), (0, 0)), Step((1, 1), (0, 0), True), Step((1, 1), (0, 0))]))
 @example((None, [Step((64,), (0,)), Step((1,), (0,)), Step((1,), (0,)), Step((40,), (0,))]))

@@ -231,7 +231,7 @@ def test_a_persons_readme_stays(run: Path, content: bytes) -> None:
 CARD = marked(model_card({"model_type": "trailmark_drt"}, 7), card_files.Mark("a" * 64, "known", 3))
 
 
-@settings(derandomize=True, deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(st.integers(0, len(CARD) - 1), st.sampled_from(["", "x", "\n", " ", "é"]), st.integers(0, 3))
 def test_any_edit_makes_a_card_a_persons(place: int, new: str, removed: int) -> None:
     edited = CARD[:place] + new + CARD[place + removed :]
@@ -376,7 +376,7 @@ def test_hostile_text_is_text(text: str) -> None:
         assert shape(card) == shape(filled("plain"))
 
 
-@settings(derandomize=True, deadline=None, max_examples=80)
+@settings(max_examples=80)
 @given(st.text(max_size=30))
 def test_plain_shows_what_was_given(text: str) -> None:
     (inline,) = [t for t in MARKDOWN.parse(f"x {plain(text)} x") if t.type == "inline"]
@@ -408,7 +408,7 @@ JSON = st.recursive(
 OBJECT = st.dictionaries(st.sampled_from(NAMES), JSON, max_size=8)
 
 
-@settings(derandomize=True, deadline=None, max_examples=20)
+@settings(max_examples=20)
 @given(OBJECT, OBJECT, OBJECT, st.lists(OBJECT, max_size=3), st.lists(OBJECT, max_size=2))
 def test_any_json_makes_a_card(
     config: Any, run: Any, history: Any, results: list[Any], environments: list[Any]

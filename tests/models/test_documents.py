@@ -131,14 +131,14 @@ any_cut = given(
 )
 
 
-@settings(derandomize=True, deadline=None, max_examples=30)
+@settings(max_examples=30)
 @any_cut
 def test_any_cut_into_documents(name: str, rows: list[list[int]], side: str, extra: int) -> None:
     assert_each_as_alone(build(name), rows, side, extra)
 
 
 @pytest.mark.slow
-@settings(derandomize=True, deadline=None, max_examples=500)
+@settings(max_examples=500)
 @any_cut
 def test_very_many_cuts_into_documents(name: str, rows: list[list[int]], side: str, extra: int) -> None:
     assert_each_as_alone(build(name), rows, side, extra)

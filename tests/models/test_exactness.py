@@ -233,7 +233,7 @@ BEHIND = (
 )
 
 
-@settings(derandomize=True, deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(stories(DRTS, longest=45))
 @example(Story(PLAIN, (60, 31), 0.0, BEHIND))
 @example(Story(PLAIN, (60, 31), 0.3, BEHIND, read_tokens=4))
@@ -249,7 +249,7 @@ def test_any_calls_of_any_batch_are_the_texts_alone(story: Story) -> None:
     Told(story, model, exact)
 
 
-@settings(derandomize=True, deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(stories(WINDOWS, longest=45))
 @example(Story((("sliding_window", None),), (90, 80), 0.0, (Step("token by token", (85, 80)),)))
 def test_any_calls_of_the_window_model_are_the_texts_alone(story: Story) -> None:
@@ -257,7 +257,7 @@ def test_any_calls_of_the_window_model_are_the_texts_alone(story: Story) -> None
     Told(story, model, [NaiveWindow(model, text) for text in story.texts()])
 
 
-@settings(derandomize=True, deadline=None, max_examples=25)
+@settings(max_examples=25)
 @given(stories(BLOCKS, longest=25))
 @example(Story((("block_size", 4),), (45, 31), 0.3, BEHIND, read_tokens=4))
 def test_any_calls_of_the_block_recurrent_model_are_the_texts_alone(story: Story) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor
 from trailmark.models.grid import Grid, lay_out
 from trailmark.models.takes import Take
 
-PROPERTY = settings(derandomize=True, deadline=None, max_examples=150)
+PROPERTY = settings(max_examples=150)
 
 
 class Position(NamedTuple):

@@ -208,7 +208,7 @@ ALL_STORIES = stories(
 )
 
 
-@settings(derandomize=True, deadline=None, max_examples=12)
+@settings(max_examples=12)
 @given(FEW_STORIES)
 @example(Story(PLAIN, (50, 31), 0.0, BEHIND))
 @example(Story((*PLAIN, ("retrieve_per", "head"), ("max_memory_chunks", 4)), (50, 31), 0.3, BEHIND, 8))
@@ -217,7 +217,7 @@ def test_any_calls_of_any_batch_are_the_texts_alone(story: Story) -> None:
     tell_few(story)
 
 
-@settings(derandomize=True, deadline=None, max_examples=12)
+@settings(max_examples=12)
 @given(ALL_STORIES)
 @example(Story((*PLAIN, ("num_retrieved_chunks", 50)), (50, 31), 0.2, BEHIND, read_tokens=4))
 def test_with_room_for_all_chunks_reading_is_one_forward(story: Story) -> None:
@@ -225,14 +225,14 @@ def test_with_room_for_all_chunks_reading_is_one_forward(story: Story) -> None:
 
 
 @pytest.mark.slow
-@settings(derandomize=True, deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(FEW_STORIES)
 def test_many_calls_of_many_batches_are_the_texts_alone(story: Story) -> None:
     tell_few(story)
 
 
 @pytest.mark.slow
-@settings(derandomize=True, deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(ALL_STORIES)
 def test_with_room_for_all_chunks_many_readings_are_one_forward(story: Story) -> None:
     tell_all(story)

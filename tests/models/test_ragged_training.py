@@ -77,7 +77,7 @@ def trained(model: TrailmarkForCausalLM, **arguments: Any) -> tuple[Any, list[Te
     return out, [p.grad for p in model.parameters()]
 
 
-@settings(derandomize=True, deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(batches())
 @example(Batch((30, 1, 17)))
 @example(Batch((9, 7), "left", extra=3, early=0.0))
@@ -111,7 +111,7 @@ def test_a_padded_batch_trains_as_its_rows_do(batch: Batch) -> None:
         assert_same(ours, total)
 
 
-@settings(derandomize=True, deadline=None, max_examples=20)
+@settings(max_examples=20)
 @given(batches())
 @example(Batch((30, 1, 17)))
 def test_early_landmarks_are_the_equations(batch: Batch) -> None:

@@ -279,7 +279,7 @@ RPTS = st.fixed_dictionaries(
 TURNS = (Step("forward", (10, 9)), Step("forward", (2, 2)), Step("token by token", (2, 1)))
 
 
-@settings(derandomize=True, deadline=None, max_examples=25)
+@settings(max_examples=25)
 @given(stories(RPTS, longest=45))
 @example(Story((), (20, 16), 0.0, TURNS))
 @example(Story(tuple(WHOLE.items()), (20, 16), 0.0, TURNS))

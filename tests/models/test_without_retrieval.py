@@ -119,21 +119,21 @@ def test_any_calls_are_the_equations_with_nothing_to_read(
 
 
 @pytest.mark.slow
-@settings(derandomize=True, deadline=None, max_examples=25)
+@settings(max_examples=25)
 @given(stories(DRTS, longest=45))
 def test_many_calls_of_a_drt(story: Story) -> None:
     tell_drt(story)
 
 
 @pytest.mark.slow
-@settings(derandomize=True, deadline=None, max_examples=20)
+@settings(max_examples=20)
 @given(stories(RPTS, longest=25))
 def test_many_calls_of_an_rpt(story: Story) -> None:
     tell_rpt(story)
 
 
 @pytest.mark.slow
-@settings(derandomize=True, deadline=None, max_examples=20)
+@settings(max_examples=20)
 @given(stories(joined(MODELS, FEW), longest=40))
 def test_many_calls_of_a_landmark_model(story: Story) -> None:
     tell_landmark(story)

@@ -81,7 +81,7 @@ def cases(largest: int) -> st.SearchStrategy[Case]:
     )
 
 
-@settings(derandomize=True, deadline=None, max_examples=20)
+@settings(max_examples=20)
 @given(cases(2))
 @example(Case(with_lengths=True, per_head=True, off_by_one=False))
 @example(Case(M=1, S=1, R=1, K=3, with_lengths=True))
@@ -90,7 +90,7 @@ def test_gradcheck(case: Case) -> None:
     torch.autograd.gradcheck(partial(gca, **rest), [x.requires_grad_() for x in inputs])
 
 
-@settings(derandomize=True, deadline=None, max_examples=80)
+@settings(max_examples=80)
 @given(cases(5))
 @example(Case(M=0))
 @example(Case(M=0, with_lengths=True, off_by_one=False, per_head=True))

@@ -61,7 +61,7 @@ def cases(largest: int) -> st.SearchStrategy[dict[str, Any]]:
 # Equal to the oracle
 
 
-@settings(derandomize=True, deadline=None, max_examples=80)
+@settings(max_examples=80)
 @given(cases(30))
 @example({"B": 2, "T": 150, "P": 70, "S": 40, "marks_kind": "random", "g": 2, "D": 3, "seed": 1})
 @example({"B": 2, "T": 200, "S": 180, "marks_kind": "phase", "g": 2, "D": 3, "causal": False})
@@ -92,7 +92,7 @@ def test_the_last_queries_alone_are_those_of_all(P: int, documents_kind: str | N
     assert_same_in_float64(backwards.flip(1), last)
 
 
-@settings(derandomize=True, deadline=None, max_examples=5)
+@settings(max_examples=5)
 @given(cases(4))
 @example({"B": 1, "T": 8, "S": 2, "D": 1, "g": 2})
 @example({"B": 1, "T": 7, "S": 2, "D": 2, "J": 1, "documents_kind": "mixed", "causal": False})

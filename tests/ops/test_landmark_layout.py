@@ -94,7 +94,7 @@ CASES = st.fixed_dictionaries(
 )
 
 
-@settings(derandomize=True, deadline=None, max_examples=80)
+@settings(max_examples=80)
 @given(CASES)
 @example({"T": 24, "S": 3, "P": 5, "marks_kind": "phase"})
 @example({"T": 24, "S": 3, "P": 9, "marks_kind": "phase", "documents_kind": "between"})
@@ -110,7 +110,7 @@ def test_tables_say_what_the_definition_says(case: dict[str, Any]) -> None:
         assert not table[none].any(), "a chunk that does not exist"
 
 
-@settings(derandomize=True, deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(CASES)
 def test_tables_spread_over_places_give_the_same_tables(case: dict[str, Any]) -> None:
     rest, P = of_case(case)

@@ -74,7 +74,7 @@ cases = st.builds(
     ragged=st.booleans(),
     seed=st.integers(0, 999),
 )
-some_cases = settings(derandomize=True, deadline=None, max_examples=60)
+some_cases = settings(max_examples=60)
 
 
 class Definition:
@@ -239,7 +239,7 @@ def test_causal_units_select_by_the_positions_up_to_their_first(case: Case, per:
 
 
 @pytest.mark.parametrize("per", CELL_WAYS)
-@settings(derandomize=True, deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(case=cases, cuts=st.lists(st.integers(0, 8), max_size=4))
 @example(case=Case(), cuts=[1, 2, 3, 4, 5, 6])
 @example(case=Case(ragged=False), cuts=[2, 2, 4])

@@ -31,7 +31,7 @@ def floyd(K: int, first: int, end: int, asking: int, seed: int) -> list[int]:
 numbers = st.integers(0, 40)
 
 
-@settings(derandomize=True, deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(
     st.integers(1, 9),
     st.lists(

@@ -103,7 +103,7 @@ def choose(scores: Tensor, K: int, **rest: Any) -> Tensor:
     ]
 
 
-@settings(derandomize=True, deadline=None, max_examples=20)
+@settings(max_examples=20)
 @given(cases)
 @example(Case(M=0))
 @example(Case(M=1, K=3, J=0))
@@ -112,7 +112,7 @@ def test_gradcheck(case: Case) -> None:
     torch.autograd.gradcheck(partial(weights_and_scores, **rest), [x.requires_grad_() for x in inputs])
 
 
-@settings(derandomize=True, deadline=None, max_examples=80)
+@settings(max_examples=80)
 @given(cases)
 @example(Case(M=0))
 @example(Case(M=0, J=0, K=3, noisy=True))
@@ -151,7 +151,7 @@ def test_error_budget(dtype: torch.dtype) -> None:
 # The choice
 
 
-@settings(derandomize=True, deadline=None, max_examples=80)
+@settings(max_examples=80)
 @given(
     scores=st.lists(st.integers(0, 2), min_size=1, max_size=12),  # hardly any without ties
     K=st.integers(1, 14),
@@ -261,7 +261,7 @@ def test_given_indices_are_scored_and_weighed() -> None:
     assert selection.weights[0, 0, 2] == 0
 
 
-@settings(derandomize=True, deadline=None, max_examples=20)
+@settings(max_examples=20)
 @given(cases)
 def test_giving_the_found_indices_changes_nothing(case: Case) -> None:
     inputs, rest = case.make()
@@ -322,7 +322,7 @@ def test_any_block_of_landmarks(size: int, blocks: Callable[[int], None]) -> Non
         assert_bits(select_chunks(query, x, **rest), before)
 
 
-@settings(derandomize=True, deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(cases, st.lists(st.integers(0, 5), max_size=4), st.sampled_from(["torch", "reference"]))
 def test_segments_are_one_table(case: Case, at: list[int], implementation: str) -> None:
     (query, landmarks), rest = case.make()
@@ -636,7 +636,7 @@ def test_errors_name_the_argument(argument: str, wrong: Any, message: str) -> No
         select_chunks(**right | {argument: wrong})
 
 
-@settings(derandomize=True, deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(M=st.integers(2, 70), E=st.integers(1, 70), N=st.integers(1, 5), seed=st.integers(0, 2**16))
 def test_equal_chunks_tie_though_a_gemm_rounds_them_differently(M: int, E: int, N: int, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)

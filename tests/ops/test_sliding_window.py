@@ -114,7 +114,7 @@ def cases(longest: int, widest: int) -> st.SearchStrategy[Case]:
     )
 
 
-@settings(derandomize=True, deadline=None, max_examples=20)
+@settings(max_examples=20)
 @given(cases(4, 4))
 @example(Case(T=7, window=3, blocks=(2, 2), alibi=True))
 @example(Case(T=7, window=3, blocks=(2, 2), alibi=True, gemms=False))
@@ -126,7 +126,7 @@ def test_gradcheck(case: Case) -> None:
     torch.autograd.gradcheck(case.attend(), [x.requires_grad_() for x in inputs])
 
 
-@settings(derandomize=True, deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(cases(12, 14))
 @example(Case(T=0, carried=3))
 @example(Case(T=1, carried=600, window=512))
@@ -328,7 +328,7 @@ def pieces() -> st.SearchStrategy[Pieces]:
     return st.builds(Pieces, rows, st.integers(1, 40), st.integers(1, 9))
 
 
-@settings(derandomize=True, deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(pieces())
 @example(Pieces([[8, 8, 16]], 8, 4))
 @example(Pieces([[1, 1, 1], [3]], 1, 1))

@@ -136,7 +136,7 @@ def test_the_sums_are_those_of_the_trace(tmp_path: Path) -> None:
         max_size=5,
     )
 )
-@settings(derandomize=True, deadline=None, max_examples=25)
+@settings(max_examples=25)
 def test_any_text_is_kept_but_for_halves_of_characters(texts: list[list[str]]) -> None:
     header, entries = of_texts(texts)
     arrays = collect(header, entries).arrays

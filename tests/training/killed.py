@@ -322,9 +322,10 @@ class Killer:
         Raises:
             AssertionError: a life that did not go on, a checkpoint that went lost, a run that ended otherwise.
         """
-        until = self.found.kills + kills
+        until, most = self.found.kills + kills, self.found.lives + 20 * kills
         self._next_run()
         while True:
+            assert self.found.lives < most, f"kills come too late: {self.found}"
             if self._live(kill=self.found.kills < until):
                 assert outcome(self.output) == self.expected, f"{self.output}: another outcome"
                 assert not half_written(self.output), half_written(self.output)
@@ -338,7 +339,7 @@ class Killer:
 
     def _live(self, kill: bool) -> bool:
         """One start, to its end or to its death; whether the run is done."""
-        before, whole = half_written(self.output), newest(self.output)
+        before, whole = being_saved(self.output), newest(self.output)
         together = begin(train, self._config(), processes=self.processes)
         self.found.lives += 1
         victims = list(range(self.processes))
@@ -361,7 +362,7 @@ class Killer:
         killed = sum(code == -9 for code in codes)
         if killed:
             self.found.kills += 1
-            if left := half_written(self.output) - before:
+            if left := being_saved(self.output) - before:
                 self.found.in_saving += 1
                 self.found.with_manifest += any((path / "manifest.json").exists() for path in left)
         else:
@@ -370,14 +371,14 @@ class Killer:
         return not killed or (self.output / HISTORY_FILE).exists()
 
     def _wait_for_the_moment(self, together: Together, before: set[Path]) -> bool:
-        """Whether it came before the run's end. If it is one of saving, all processes are stopped on return."""
+        """Whether it came before the run's end. If so, and it is one of saving, all processes are stopped."""
         if self.found.lives % 4 == 0:
             end = time.monotonic() + self.random.uniform(0, self.life)
             while time.monotonic() < end and together.alive():
                 time.sleep(0.001)
             return together.alive()
         skipped, within = self.random.choice((0, 0, 1, 2)), self.saving
-        end = time.monotonic() + 300
+        end = time.monotonic() + 120
         while together.alive() and time.monotonic() < end:
             if not (seen := being_saved(self.output) - before):
                 time.sleep(0.0003)
@@ -423,7 +424,7 @@ def half_written(output: Path) -> set[Path]:
 
 
 def being_saved(output: Path) -> set[Path]:
-    """Of these, checkpoints and the finished model."""
+    """Of these, checkpoints (those that are being removed too) and the finished model."""
     return {path for path in half_written(output) if path.is_dir()}
 
 

@@ -261,7 +261,7 @@ def trains_saves_loads_and_generates(config: RunConfig, texts: Path) -> None:
 SLOW = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.function_scoped_fixture]
 
 
-@settings(derandomize=True, deadline=None, max_examples=6, suppress_health_check=SLOW)
+@settings(max_examples=6, suppress_health_check=SLOW)
 @given(config=configs())
 def test_a_valid_configuration_trains_saves_loads_and_generates(config: RunConfig, texts: Path) -> None:
     trains_saves_loads_and_generates(config, texts)
@@ -323,7 +323,7 @@ def any_configs(draw: st.DrawFn) -> RunConfig:
     )
 
 
-@settings(derandomize=True, deadline=None, max_examples=60, suppress_health_check=SLOW)
+@settings(max_examples=60, suppress_health_check=SLOW)
 @given(config=any_configs())
 def test_a_configuration_survives_its_file(config: RunConfig, texts: Path) -> None:
     path = texts / "config.yaml"
@@ -421,7 +421,7 @@ def test_a_wrong_value_is_refused_by_name(
         refused_at_once(lambda: load_run_config(path), section, field)
 
 
-@settings(derandomize=True, deadline=None, max_examples=30, suppress_health_check=SLOW)
+@settings(max_examples=30, suppress_health_check=SLOW)
 @given(config=configs(), choose=st.data())
 def test_a_wrong_value_is_refused_whatever_the_rest(
     config: RunConfig, choose: st.DataObject, texts: Path
@@ -436,7 +436,7 @@ def test_a_wrong_value_is_refused_whatever_the_rest(
         refused_at_once(lambda: load_run_config(path), section, field)
 
 
-@settings(derandomize=True, deadline=None, max_examples=30, suppress_health_check=SLOW)
+@settings(max_examples=30, suppress_health_check=SLOW)
 @given(config=configs(), choose=st.data())
 def test_a_misspelt_key_is_refused_with_the_right_one(
     config: RunConfig, choose: st.DataObject, texts: Path
