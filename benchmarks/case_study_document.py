@@ -12,6 +12,7 @@ from case_study_scores import VARIANTS
 
 from trailmark.data.proportions import wilson_interval
 from trailmark.report.console import duration
+from trailmark.report.markup import listed
 from trailmark.report.tables import markdown_table
 
 Record = dict[str, Any]
@@ -240,12 +241,12 @@ def scores_text(record: Record) -> str:
     def told(own: dict[str, Any]) -> str:
         popular, apart = ([f"{x[key]:{form}}" for x in own["groups"]] for key, form in _OF_SCORES)
         return (
-            f"{_listed(popular)} of the variance of scores is the past chunk's own, whoever asks; their standard "
-            f"deviation is {_listed(apart)}, and the landmark vectors of two chunks have a mean cosine of "
+            f"{listed(popular)} of the variance of scores is the past chunk's own, whoever asks; their standard "
+            f"deviation is {listed(apart)}, and the landmark vectors of two chunks have a mean cosine of "
             f"{own['cosine']:.3f}"
         )
 
-    groups = _listed([str(n) for n in range(record["groups"])])
+    groups = listed([str(n) for n in range(record["groups"])])
     return (
         f"In the first {scores['tokens']:,} tokens of each of {scores['trained']['texts']} chapters, groups {groups}: "
         f"{told(scores['trained'])}. Before training: {told(scores['untrained'])}."
@@ -253,10 +254,6 @@ def scores_text(record: Record) -> str:
 
 
 _OF_SCORES = (("popular", ".1%"), ("deviation", ".2f"))
-
-
-def _listed(words: Sequence[str]) -> str:
-    return "".join(words) or "-" if len(words) < 2 else f"{', '.join(words[:-1])} and {words[-1]}"
 
 
 def variants_text(record: Record) -> str:
@@ -271,7 +268,7 @@ def variants_text(record: Record) -> str:
                 f"{own['training']['validation'][-1][1]:.3f}",
                 nats(own["total_gain"]),
                 *(share(own["label"][rule], rule != "random") for rule in ("model", "bm25", "random")),
-                *(_listed([f"{x[key]:{form}}" for x in scores["groups"]]) for key, form in _OF_SCORES),
+                *(listed([f"{x[key]:{form}}" for x in scores["groups"]]) or "-" for key, form in _OF_SCORES),
                 "-" if scores["cosine"] is None else f"{scores['cosine']:.3f}",
             ]
         )

@@ -22,7 +22,6 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import torch
@@ -30,6 +29,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from explorer_browser import in_a_browser
+from reading import spread
 
 from tests.report.traces import made_up
 from trailmark.data.corpus import Tokens, read_texts, standard_library_texts, tokenize
@@ -108,19 +108,18 @@ def reading(subject: Subject, tokens: Tokens, trace: Path) -> dict[str, Any]:
             tracer.feed(piece)
             entries.extend(tracer.take())
 
-    turn: list[Tokens] = []
-
-    def pieces() -> Iterable[list[Tokens]]:
+    def turns() -> Iterable[list[Tokens]]:
+        turn: list[Tokens] = []
         for piece in tracer.pieces(tokens):
             turn.append(piece)
             if sum(map(len, turn)) >= _TURN:
-                yield list(turn)
-                turn.clear()
+                yield turn
+                turn = []
         if turn:
-            yield list(turn)
+            yield turn
 
     done = 0
-    for group in pieces():
+    for group in turns():
         ids = [torch.from_numpy(piece.astype("int64"))[None] for piece in group]
         clocks["read"].run(read, ids)
         clocks["forward"].run(forward, ids)
@@ -164,11 +163,7 @@ def commands(model: Path, text: Path, folder: Path, rounds: int) -> dict[str, An
             seconds[name].append(time.perf_counter() - began)
         print(", ".join(f"trailmark {name} {own[-1]:.1f} s" for name, own in seconds.items()), flush=True)
     ratios = [explore / read for read, explore in zip(*seconds.values(), strict=True)]
-    return {name: _spread(own) for name, own in (*seconds.items(), ("explore / read", ratios))}
-
-
-def _spread(values: list[float]) -> dict[str, float]:
-    return {"median": median(values), "lowest": min(values), "highest": max(values)}
+    return {name: spread(own) for name, own in (*seconds.items(), ("explore / read", ratios))}
 
 
 def compression(header: TraceHeader, entries: Iterable[Entry]) -> dict[str, Any]:

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import importlib
-import sys
 from collections.abc import Sequence
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import numpy as np
 
+from tests import benchmark_scripts
 from trailmark.data.traces import Read, TracedChunk
 
-BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
 NAMES = ("references", "scores", "baselines", "measure", "numbers", "cases", "document")
 WIDTH = 4  # characters of a made-up token
 SIZE = 5  # tokens of a made-up chunk
@@ -21,12 +18,8 @@ SIZE = 5  # tokens of a made-up chunk
 
 def scripts() -> dict[str, ModuleType]:
     """The scripts by the ends of their names, which import each other as they do when they are run."""
-    sys.path.insert(0, str(BENCHMARKS))
-    try:
-        found = {name: importlib.import_module(f"case_study_{name}") for name in NAMES}
-        return found | {"case_study": importlib.import_module("case_study")}
-    finally:
-        sys.path.remove(str(BENCHMARKS))
+    with benchmark_scripts.scripts("case_study", *(f"case_study_{name}" for name in NAMES)) as found:
+        return {name.removeprefix("case_study_"): module for name, module in found.items()}
 
 
 def chunks_of(

@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 import torch
 
-from tests.case_study_texts import BENCHMARKS, SIZE, WIDTH, chunks_of, scripts, tokens_of
+from tests.benchmark_scripts import BENCHMARKS
+from tests.case_study_texts import SIZE, WIDTH, chunks_of, scripts, tokens_of
 from tests.models.tiny import drt
 from tests.training.tiny import SHARED, prose
 from trailmark.data.bm25 import Bm25

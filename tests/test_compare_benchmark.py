@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import math
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -15,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.benchmark_scripts import scripts
 from tests.training.tiny import prose
 from trailmark.data.corpus import load_tokenizer, standard_library_texts, tokenize
 from trailmark.data.files import read_json, write_json
@@ -22,18 +21,13 @@ from trailmark.data.needles import NeedleFormat
 from trailmark.training.config import ARCHITECTURES
 from trailmark.training.run import Run
 
-BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
 NAMES = ("compare", "compare_measure", "compare_rows", "compare_tables")
 
 
 @pytest.fixture(scope="module")
 def modules() -> Iterator[dict[str, ModuleType]]:
-    """The scripts, which import each other as they do when they are run."""
-    sys.path.insert(0, str(BENCHMARKS))
-    try:
-        yield {name: importlib.import_module(name) for name in NAMES}
-    finally:
-        sys.path.remove(str(BENCHMARKS))
+    with scripts(*NAMES) as found:
+        yield found
 
 
 @pytest.fixture

@@ -2,28 +2,23 @@
 
 from __future__ import annotations
 
-import importlib
-import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 import torch
 
+from tests.benchmark_scripts import scripts
 from tests.evaluation.test_trace import V, some_bytes, subject_of
 from tests.models.tiny import drt
 from trailmark.data.traces import TracedChunk, read_trace
 
-BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
-
 
 @pytest.fixture(scope="module")
-def explorer() -> ModuleType:
-    sys.path.insert(0, str(BENCHMARKS))
-    try:
-        return importlib.import_module("explorer")
-    finally:
-        sys.path.remove(str(BENCHMARKS))
+def explorer() -> Iterator[ModuleType]:
+    with scripts("explorer") as found:
+        yield found["explorer"]
 
 
 def test_each_way_reads_the_text(

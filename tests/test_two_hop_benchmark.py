@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -13,18 +11,14 @@ from typing import Any
 import pytest
 import torch
 
+from tests.benchmark_scripts import scripts
 from trailmark.data.files import read_json, write_json
-
-BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
 
 
 @pytest.fixture(scope="module")
 def two_hop() -> Iterator[ModuleType]:
-    sys.path.insert(0, str(BENCHMARKS))
-    try:
-        yield importlib.import_module("two_hop")
-    finally:
-        sys.path.remove(str(BENCHMARKS))
+    with scripts("two_hop") as found:
+        yield found["two_hop"]
 
 
 def test_all_four_cases_are_asked_for(two_hop: ModuleType) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -13,23 +11,16 @@ import numpy as np
 import pytest
 import torch
 
+from tests.benchmark_scripts import scripts
 from tests.training.tiny import prose, run_config
 from trailmark.data.corpus import load_tokenizer, tokenize
 from trailmark.data.files import read_json, write_json
 
-BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
-
 
 @pytest.fixture(scope="module")
 def modules() -> Iterator[dict[str, ModuleType]]:
-    """The scripts, which import each other as they do when they are run."""
-    sys.path.insert(0, str(BENCHMARKS))
-    try:
-        yield {
-            name: importlib.import_module(name) for name in ("training", "training_text", "training_tables")
-        }
-    finally:
-        sys.path.remove(str(BENCHMARKS))
+    with scripts("training", "training_text", "training_tables") as found:
+        yield found
 
 
 @pytest.fixture

@@ -21,7 +21,7 @@ from trailmark.data.traces import Entry, TraceHeader, encode
 from trailmark.report.explorer_data import Document, collect, pack
 from trailmark.report.explorer_frame import frame
 from trailmark.report.html import whole_page
-from trailmark.report.markup import visible
+from trailmark.report.markup import listed, visible
 
 # joined in this order; all share one scope
 SCRIPTS = (
@@ -234,7 +234,7 @@ def _title(header: TraceHeader, document: Document) -> str:
         return f"What {model} read"
     more = f" and {len(names) - _NAMES + 1} more files" if len(names) > _NAMES else ""
     shown = names[: _NAMES - 1] if more else names
-    text = ", ".join(shown) + more if more or len(shown) < 2 else f"{', '.join(shown[:-1])} and {shown[-1]}"
+    text = ", ".join(shown) + more if more else listed(shown)
     return f"{text}, read by {model}"
 
 

@@ -137,6 +137,11 @@ def shown(value: Any, form: str = "") -> str:
     return f"{value:{form}}"
 
 
+def listed(words: Sequence[str]) -> str:
+    """``a, b and c``"""
+    return " and ".join(filter(None, (", ".join(words[:-1]), *words[-1:])))
+
+
 def count(value: Any) -> str:
     """``1,048,576``"""
     return shown(value, ",d")

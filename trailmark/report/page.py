@@ -15,7 +15,7 @@ from trailmark.data.files import expect_writable, write_text
 from trailmark.report import charts
 from trailmark.report.collect import Collected, NotShown, collect
 from trailmark.report.html import whole_page
-from trailmark.report.markup import Html, element, paragraph
+from trailmark.report.markup import Html, element, listed, paragraph
 from trailmark.report.notes import notes
 from trailmark.report.overview import overview
 from trailmark.report.reproduce import environments, reproduce
@@ -119,7 +119,7 @@ def _headline(found: Collected) -> str:
     labels = [model.label for model in found.models]
     if len(labels) > 3:
         return f"{', '.join(labels[:2])} and {len(labels) - 2} more models"
-    return " and ".join(filter(None, (", ".join(labels[:-1]), labels[-1])))
+    return listed(labels)
 
 
 def _content(found: Collected) -> str:
