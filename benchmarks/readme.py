@@ -5,9 +5,9 @@ python benchmarks/readme.py [runs/demo]    with a demo's folder, its numbers and
 
 from __future__ import annotations
 
+import argparse
 import json
 import shutil
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -355,8 +355,11 @@ def fill(path: Path, name: str, text: str) -> None:
 
 
 def main() -> None:
-    if len(sys.argv) > 1:
-        take_over(Path(sys.argv[1]))
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("demo", type=Path, nargs="?", help="take over the numbers and figures of this demo first")
+    arguments = parser.parse_args()
+    if arguments.demo is not None:
+        take_over(arguments.demo)
     fill(ROOT / "README.md", "demo", demo_text())
     fill(ROOT / "README.md", "grid", grid_text())
     fill(ROOT / "README.md", "far", far_text())
