@@ -197,7 +197,7 @@ def _parse_trailmark(words: Sequence[str], whole: bool) -> None:
     except Exception as error:
         if not type(error).__module__.startswith(("typer", "click")):
             raise
-        raise ValueError(getattr(error, "format_message", lambda: str(error))()) from error
+        raise ValueError(getattr(error, "format_message", error.__str__)()) from error
 
 
 class _Parsed(Exception):
@@ -220,7 +220,7 @@ def _parse_script(words: Sequence[str]) -> None:
         raise ValueError(f"{script}: {message}")
 
     with (
-        benchmark_scripts.scripts(),
+        mock.patch.object(sys, "path", [str(benchmark_scripts.BENCHMARKS), *sys.path]),
         mock.patch.object(argparse.ArgumentParser, "parse_args", parse_and_stop),
         mock.patch.object(argparse.ArgumentParser, "error", refuse),
         mock.patch.object(sys, "argv", [str(path), *rest]),

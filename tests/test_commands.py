@@ -8,7 +8,6 @@ import json
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -29,8 +28,8 @@ from tests.commands import (
 )
 from tests.report import runs
 from trailmark.data.corpus import load_tokenizer
-from trailmark.training.config import ARCHITECTURES, load_run_config
 from trailmark.report.page import build
+from trailmark.training.config import ARCHITECTURES, load_run_config
 from trailmark.training.run import Run
 
 SHOWN = {
