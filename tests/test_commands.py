@@ -18,6 +18,7 @@ from tests.commands import (
     ROOT,
     Command,
     all_options,
+    files_named,
     in_configuration,
     in_document,
     in_sources,
@@ -104,6 +105,11 @@ def test_every_option_that_a_document_names_exists(path: Path) -> None:
     scripts = "".join(file.read_text() for file in (ROOT / "benchmarks").rglob("*.py"))
     others = set(re.findall(r'"(--[a-z-]+)"', scripts)) | _OF_OTHER_PROGRAMS
     assert options_named(path) - all_options() - others == set()
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_every_file_that_a_document_names_exists(path: Path) -> None:
+    assert [name for name, place in files_named(path) if not place.exists()] == []
 
 
 _OF_OTHER_PROGRAMS = {"--shutdown-timeout", "--max-restarts", "--requeue", "--hypothesis-profile", "--signal"}
