@@ -162,24 +162,6 @@ def _names(content: str, begin: int, macro: str, several: bool = True) -> list[N
     return found
 
 
-def candidates(chunk: int, chunk_size: int, first_visible: int | None) -> int:
-    """How many of the first chunks a chunk may read, as its asking chunk (the one before it) selects them.
-
-    Args:
-        first_visible: ``config.first_visible`` of the model: chunks that begin from so many positions after the asking
-            chunk's landmark on are in sight; None: all chunks before the asking one may be selected.
-    """
-    asking = chunk - 1
-    if asking < 1:
-        return 0
-    if first_visible is None:
-        return asking
-    place = (
-        asking * (chunk_size + 1) + chunk_size + first_visible
-    )  # in positions: chunks have a landmark each
-    return max(0, min(asking, -(-place // (chunk_size + 1))))
-
-
 def summary(layout: Layout) -> dict[str, Any]:
     """Of a text: labels, what names them, and which macros besides are given a label's name."""
     text = without_comments(layout.text)
