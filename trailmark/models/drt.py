@@ -6,6 +6,7 @@ landmark of chunk t each group selects K chunks before t; every position of chun
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,10 +16,19 @@ from transformers import initialization as init
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from trailmark.memory import ChunkCache, MemoryEntries, Retrieved, Window
+from trailmark.models.answers import CardFacts, LayerKind
 from trailmark.models.arguments import check_tokens
 from trailmark.models.candidates import no_selection
 from trailmark.models.causal_lm import Hidden, TrailmarkForCausalLM, mark_residual_projections
 from trailmark.models.configuration import DRTConfig
+from trailmark.models.costs import (
+    CacheBytes,
+    ChunkReads,
+    NumberBytes,
+    chunk_cache_bytes,
+    chunk_multiply_adds,
+    kv_width,
+)
 from trailmark.models.drt_retrieval import (
     MemoryChunks,
     Selector,
@@ -44,7 +54,6 @@ from trailmark.models.step import Step, place_of
 from trailmark.models.text import whole_chunks
 from trailmark.models.without_retrieval import (
     expect_no_neighbours,
-    expect_retrieval_in_training,
     nothing_selected,
 )
 from trailmark.ops import ChunkSelection, grouped_cross_attention
@@ -235,7 +244,8 @@ class DRTForCausalLM(TrailmarkForCausalLM):
         noise_seed: Tensor | None = None,
         given: Given | None = None,
     ) -> Hidden:
-        self._check_retrieval()
+        if self.training:
+            self.config.expect_trainable()
         x = grid.insert_landmarks(self.embed_tokens(tokens), self.landmark)
         step = None if cache is None else Step(cache, grid, self.config, x.shape[0])
         vectors, retrieves = None, self.config.retrieves
@@ -282,17 +292,6 @@ class DRTForCausalLM(TrailmarkForCausalLM):
         if step is not None:
             step.commit()
         return Hidden(self.norm(grid.last_tokens(keep)(x)), tuple(asked), grid.closed)
-
-    def _check_retrieval(self) -> None:
-        if not self.training:
-            return
-        learned = self.config.retriever == "causal"
-        expect_retrieval_in_training(self.config, 2 if learned else 1)
-        if self.config.num_retrieved_chunks == 1 and learned:
-            raise ValueError(
-                "num_retrieved_chunks: expected at least 2 in training, got 1: the weight of a single chunk is "
-                "always 1, so its score gets no gradient and the retriever learns nothing."
-            )
 
     # --- memory --------------------------------------------------------------------------------------------
 
@@ -414,3 +413,50 @@ class DRTForCausalLM(TrailmarkForCausalLM):
         assert config.sliding_window is not None
         assert config.num_lower_layers is not None
         return -(-config.num_lower_layers * (config.sliding_window - 1) // (config.chunk_size + 1))
+
+    # --- answers -------------------------------------------------------------------------------------------
+
+    def cache_bytes(self, prompt: int, generated: int, memory_dtype: torch.dtype | None = None) -> CacheBytes:
+        config, number = self.config, NumberBytes.of(self, memory_dtype)
+        record = config.chunk_size * kv_width(config) * number.kept
+        return chunk_cache_bytes(
+            self,
+            prompt,
+            generated,
+            number,
+            record=record,
+            vectors=config.hidden_size if config.scores_chunks else 0,
+            fetched=config.num_retrieval_groups * config.num_retrieved_chunks * (record + number.wide),
+        )
+
+    def paper_bytes(self, length: int) -> int:
+        config, kv = self.config, kv_width(self.config)
+        assert config.sliding_window is not None
+        landmarks = length * config.hidden_size // config.chunk_size
+        read = config.num_upper_layers * config.num_retrieved_chunks * config.chunk_size * kv
+        window = config.num_hidden_layers * config.sliding_window * kv
+        return (landmarks + read + window) * self.dtype.itemsize
+
+    def attention_multiply_adds(self, length: int) -> dict[str, int]:
+        config, reads = self.config, ChunkReads.of(self.config, length)
+        # what was found otherwise is weighed
+        scored = reads.candidates if config.retriever == "causal" else reads.selected
+        own = config.num_retrieval_groups * int(scored.sum()) if config.scores_chunks else 0
+        return chunk_multiply_adds(self, reads, config.num_upper_layers, own)
+
+    def layer_kinds(self) -> list[LayerKind]:
+        return [*super().layer_kinds(), LayerKind([*self.retrievers], "nothing", opens_group=True)]
+
+    def retrieval_modules(self) -> list[nn.Module]:
+        upper: Any = self.upper_layers
+        reading = [part for layer in upper for part in (layer.gca_norm, layer.gca_q_proj, layer.gca_o_proj)]
+        return [self.encoder, self.retrievers, *reading]
+
+    @classmethod
+    def card_facts(cls, config: Mapping[str, Any]) -> CardFacts:
+        return CardFacts(
+            "Differentiable Retrieval Transformer",
+            "Each chunk of text looks back, inside attention, at the few past chunks that it retrieved; which those "
+            "are it learned from the language-modelling loss.",
+            (("Grouped Cross-Attention", "2410.01651"),),
+        )

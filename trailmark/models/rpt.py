@@ -7,6 +7,7 @@ c, K chunks before it are selected; its last token and all but the last of chunk
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any, cast
 
 import numpy as np
@@ -16,10 +17,19 @@ from transformers import initialization as init
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from trailmark.memory import ChunkCache, MemoryEntries, Window
+from trailmark.models.answers import CardFacts, LayerKind
 from trailmark.models.arguments import check_tokens
 from trailmark.models.candidates import expect_selectable, no_selection, numbers_in_memory
 from trailmark.models.causal_lm import Hidden, TrailmarkForCausalLM, mark_residual_projections
 from trailmark.models.configuration import RPTConfig
+from trailmark.models.costs import (
+    CacheBytes,
+    ChunkReads,
+    NumberBytes,
+    chunk_cache_bytes,
+    chunk_multiply_adds,
+    kv_width,
+)
 from trailmark.models.embedding import (
     Given,
     as_selection,
@@ -31,6 +41,7 @@ from trailmark.models.embedding import (
 )
 from trailmark.models.grid import Grid, Integers, lay_out
 from trailmark.models.layers import MLP, Place, RMSNorm, WindowAttention, WindowLayer
+from trailmark.models.reads import SelectedReads
 from trailmark.models.rpt_neighbours import (
     ChunkedCrossAttention,
     ChunkRetriever,
@@ -45,7 +56,6 @@ from trailmark.models.step import Step, place_of
 from trailmark.models.text import whole_chunks
 from trailmark.models.without_retrieval import (
     expect_no_neighbours,
-    expect_retrieval_in_training,
     nothing_selected,
 )
 from trailmark.ops import ChunkSelection, fold_seed, ranking_loss, select_chunks
@@ -131,7 +141,7 @@ class RPTForCausalLM(TrailmarkForCausalLM):
         given: Given | None = None,
     ) -> Hidden:
         if self.training:
-            expect_retrieval_in_training(self.config)
+            self.config.expect_trainable()
         x = grid.insert_landmarks(self.embed_tokens(tokens), None)
         step = None if cache is None else Step(cache, grid, self.config, x.shape[0])
         if given is not None:
@@ -432,6 +442,54 @@ class RPTForCausalLM(TrailmarkForCausalLM):
         assert config.sliding_window is not None
         assert config.num_lower_layers is not None
         return -(-config.num_lower_layers * (config.sliding_window - 1) // config.chunk_size)
+
+    # --- answers ---------------------------------------------------------------------------------------------
+
+    def follow_reads(self) -> SelectedReads:
+        return SelectedReads(1, {"continuation": self.config.continuation})
+
+    def cache_bytes(self, prompt: int, generated: int, memory_dtype: torch.dtype | None = None) -> CacheBytes:
+        config, number = self.config, NumberBytes.of(self, memory_dtype)
+        S, E = config.chunk_size, config.hidden_size
+        read = config.num_reading_layers * S * kv_width(config) * number.own + number.own
+        return chunk_cache_bytes(
+            self,
+            prompt,
+            generated,
+            number,
+            record=S * E * number.kept,  # states as two halves, projected by each layer that reads
+            vectors=2 * E if config.retriever == "learned" else 0,  # key and query
+            fetched=config.num_retrieved_chunks * (2 if config.continuation else 1) * read,
+        )
+
+    def attention_multiply_adds(self, length: int) -> dict[str, int]:
+        config, reads = self.config, ChunkReads.of(self.config, length)
+        scored = int(reads.candidates.sum()) if config.retriever == "learned" else 0
+        layers = config.num_reading_layers * (2 if config.continuation else 1)
+        return chunk_multiply_adds(self, reads, layers, scored)
+
+    def training_progress(self, share: float) -> None:
+        self.ranking_progress = share
+
+    def layer_kinds(self) -> list[LayerKind]:
+        lower, encoder, _ = super().layer_kinds()
+        upper = self._upper
+        reading = LayerKind([layer for layer in upper if layer.reads])
+        return [lower, encoder, reading, LayerKind([layer for layer in upper if not layer.reads])]
+
+    def retrieval_modules(self) -> list[nn.Module]:
+        parts = [self.encoder, self.retriever, self.augmentor, self.gate]
+        reading = [part for layer in self._upper if layer.reads for part in (layer.cca_norm, layer.cca)]
+        return [*(part for part in parts if part is not None), *reading]
+
+    @classmethod
+    def card_facts(cls, config: Mapping[str, Any]) -> CardFacts:
+        return CardFacts(
+            "Retrieval-Pretrained Transformer",
+            "At the end of each chunk past chunks are retrieved, which the upper layers read in chunked "
+            "cross-attention.",
+            (("RPT", "2306.13421"), ("RPT-Contriever in Grouped Cross-Attention", "2410.01651")),
+        )
 
 
 def _expect_targets(given: Given) -> None:

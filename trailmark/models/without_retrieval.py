@@ -69,19 +69,6 @@ def nothing_selected(x: Tensor, grid: Grid) -> ChunkSelection:
     return ChunkSelection(torch.zeros(shape, dtype=torch.int64, device=x.device), weights, weights)
 
 
-def expect_retrieval_in_training(config: TrailmarkConfig, least: int = 1) -> None:
-    """That a model in training retrieves, at least so many chunks.
-
-    Raises:
-        ValueError: its retrieval is off.
-    """
-    if not config.retrieves:
-        raise ValueError(
-            f"num_retrieved_chunks: expected at least {least} in training, got 0: what encodes, finds and reads chunks "
-            "would get no gradient. Train with chunks; with retrieval off, call eval() and read."
-        )
-
-
 def expect_no_neighbours(config: TrailmarkConfig, neighbours: Tensor | None, scores: Tensor | None) -> None:
     """That nobody names chunks for a model that reads none.
 
