@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trailmark.data.traces import Entry, TracedChunk, TraceHeader, TraceSource
-from trailmark.report.markup import visible
+from trailmark.report.values import visible
 
 Array = npt.NDArray[Any]
 _ALIGNMENT = 8  # bytes: a script may look at each array where it lies
