@@ -91,10 +91,13 @@ class Settings:
             object.__setattr__(self, field.name, value)
 
 
-@functools.cache
-def kinds_of(cls: Any) -> dict[str, Any]:
+_hints: Any = functools.cache(typing.get_type_hints)
+
+
+def kinds_of(cls: type) -> dict[str, Any]:
     """The type of each field."""
-    return typing.get_type_hints(cls)
+    found: dict[str, Any] = _hints(cls)
+    return found
 
 
 def _checked(field: dataclasses.Field[Any], value: Any, kind: Any) -> Any:
