@@ -75,7 +75,9 @@ class Chart:
     description: str
     panels: Sequence[Any]
     x_label: str = ""
-    words: Sequence[int] = field(default=(), init=False)  # columns of the table that hold words, beside the first
+    words: Sequence[int] = field(
+        default=(), init=False
+    )  # columns of the table that hold words, beside the first
 
     @property
     def wide(self) -> bool:

@@ -209,9 +209,7 @@ class _Reader:
             return
         self._seen.add(whole)
         if path.name == "run.yaml":
-            unfinished = (
-                "a training that is not finished: the trailmark train command that began it goes on"
-            )
+            unfinished = "a training that is not finished: the trailmark train command that began it goes on"
             self._skip(path, unfinished)
             return
         ours = {"demo.json", "history.json", *(f"{suite}.json" for suite in self._suites)}
@@ -289,9 +287,7 @@ class _Reader:
             return
         run: dict[str, Any] = {}
         try:
-            run = _mapping(
-                _visible(yaml.safe_load((path.parent / "run.yaml").read_text(encoding="utf-8")))
-            )
+            run = _mapping(_visible(yaml.safe_load((path.parent / "run.yaml").read_text(encoding="utf-8"))))
         except FileNotFoundError:
             pass  # the curves need no settings
         except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:

@@ -11,6 +11,8 @@ from typing import TextIO
 from trailmark.report.values import duration, size
 
 __all__ = ["Progress", "bar", "duration", "measured", "preparing_line", "size", "table_line", "training_line"]
+
+
 class Progress:
     """One status line. On a terminal it is rewritten in place; elsewhere one is printed every 15 seconds."""
 
@@ -78,3 +80,4 @@ def table_line(done: int, total: int, kept: int, chunks: int, seconds: float) ->
     if (fresh := done - kept) <= 0:
         return shown
     left = duration(seconds / fresh * (total - done))
+    return f"{shown}  {fresh * chunks / max(seconds, 1e-3):,.0f} chunks/s  {left} left"

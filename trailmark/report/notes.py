@@ -15,7 +15,9 @@ def notes(collected: Collected) -> list[str]:
     """What of these results does not go together: versions, machines, weights, cells measured twice."""
     said = []
     for name in ("trailmark", "torch", "transformers"):
-        said += _mixed(collected, f"versions of {name}", lambda here, name=name: str(here.get(name, "unknown")))
+        said += _mixed(
+            collected, f"versions of {name}", lambda here, name=name: str(here.get(name, "unknown"))
+        )
     means = " Times and tokens per second are comparable within one machine only."
     said += _mixed(collected, "machines or numbers of threads", machine, means)
     for name, same in grouped(collected.models, lambda model: model.name).items():

@@ -162,7 +162,5 @@ def environments(collected: Collected) -> Section:
     ]
     rows.append(["measured there", *map(", ".join, users)])
     columns = ["value"] if len(seen) == 1 else [f"environment {n}" for n in range(1, len(seen) + 1)]
-    table = Table(
-        "Versions, hardware and date", ["what", *columns], rows, range(1, len(seen) + 1)
-    )
+    table = Table("Versions, hardware and date", ["what", *columns], rows, range(1, len(seen) + 1))
     return Section("environment", "Environment", [Part(tables=[table])])

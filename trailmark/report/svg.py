@@ -47,4 +47,11 @@ def inline(svg: str, name: str, title: str, description: str) -> Markup:
     return Markup(
         '<svg viewBox="{box}" style="--width:{width:.0f}" role="img" aria-labelledby="{name}-title {name}-text">'
         '<title id="{name}-title">{title}</title><desc id="{name}-text">{description}</desc>{inner}</svg>'
-    ).format(box=box[1], width=float(box[1].split()[2]), name=name, title=title, description=description, inner=inner)
+    ).format(
+        box=box[1],
+        width=float(box[1].split()[2]),
+        name=name,
+        title=title,
+        description=description,
+        inner=inner,
+    )

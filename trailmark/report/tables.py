@@ -1,4 +1,4 @@
-"""Tables made from results: one list of columns of each suite, for pages and as Markdown that reads well in a terminal."""
+"""Tables made from results: the columns of each suite, for pages and as Markdown that reads well in a terminal."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from trailmark.evaluation.suite import Column, Place, Row, read, suite_named
+from trailmark.evaluation.suite import Column, Place, Row, Suite, read
 from trailmark.report.values import MISSING, grouped, interval, share, shown, size, times
 
 _MOST_OPEN = 60  # rows of a table that stands open
@@ -52,16 +52,16 @@ def cell(row: Row, column: Column) -> str:
     return times(value) if form == "times" else shown(value, form)
 
 
-def result_table(suite: str, results: Sequence[Mapping[str, Any]], train_length: int | None = None) -> str:
-    """What ``trailmark evaluate`` measured in one suite: a table for each task, and what is to be noted of it."""
-    declared = suite_named(suite)
-    rows = [row for result in results for row in declared.rows({"train_length": train_length, **result})]
+def result_table(suite: Suite, results: Sequence[Mapping[str, Any]], train_length: int | None = None) -> str:
+    """What ``trailmark evaluate`` measured: a table for each heading, and what is to be noted of the results."""
+    rows = [{"train_length": train_length, **row} for result in results for row in suite.rows(result)]
+    groups = grouped(rows, suite.heading)
     parts = []
-    for (title, _), group in grouped(rows, declared.heading).items():
-        table = table_of(title, declared.columns, group, "terminal")
-        parts += [title, markdown_table(table.header, table.rows)]
+    for (title, _), group in groups.items():
+        table = table_of(title, suite.columns, group, "terminal")
+        parts += [title] * (len(groups) > 1) + [markdown_table(table.header, table.rows)]
     parts += dict.fromkeys(str(row["note"]) for row in rows if row.get("note"))
-    return "\n\n".join(filter(None, parts))
+    return "\n\n".join(parts)
 
 
 def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

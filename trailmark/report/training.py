@@ -41,7 +41,9 @@ def training(collected: Collected, figures: Figures) -> Section | None:
     logged = {id(run): _logged(run) for run in collected.trainings}
     panels = []
     for key, (title, label, share) in _CURVES.items():
-        curves = [(run.model, points_of(logged[id(run)], "million tokens", key)) for run in collected.trainings]
+        curves = [
+            (run.model, points_of(logged[id(run)], "million tokens", key)) for run in collected.trainings
+        ]
         lines = [Line(model.label, model.look, points, False) for model, points in curves if len(points) > 1]
         if lines:
             panels.append(Panel(title, label, lines, share))
