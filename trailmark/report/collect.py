@@ -272,7 +272,7 @@ class _Reader:
             name = str(values["model"])
             model = self._at(path.parent / name, str(names.get(name, name)))
             model.parameters = model.parameters or _mapping(training.get(name)).get("parameters")
-            settings = {"kind": "single", "format": "marks", "values": "numbers"}
+            settings: dict[str, Any] = {"kind": "single", "format": "marks", "values": "numbers"}
             settings |= {"seed": _mapping(content.get("settings")).get("seed")}
             settings |= {"phases": content.get("phases"), "train_length": content["train_length"]}
             result = {"settings": settings} | values

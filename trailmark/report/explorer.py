@@ -20,10 +20,10 @@ from markupsafe import Markup
 
 from trailmark import __version__
 from trailmark.data.files import expect_writable, replacing, write_text
-from trailmark.data.traces import Entry, TraceHeader, encode
 from trailmark.report.explorer_data import Document, collect, pack
 from trailmark.report.rendering import render
 from trailmark.report.values import count, listed, visible
+from trailmark.trace.lines import Entry, TraceHeader, encode
 
 # joined in this order; all share one scope
 SCRIPTS = (
@@ -143,7 +143,7 @@ def build(
     """Write the page ``output`` about a trace; one that is there is replaced in one step.
 
     Args:
-        header, entries: of :func:`trailmark.data.traces.read_trace`, or as a model reads; taken once.
+        header, entries: of :func:`trailmark.trace.lines.read_trace`, or as a model reads; taken once.
         title: None: the names of the files that were read, and of the model.
         say: told what was written.
         progress: told often how many tokens were read and how fast.

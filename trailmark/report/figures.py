@@ -120,8 +120,8 @@ def _line_chart(chart: declared.Lines, series: Sequence[Series]) -> Iterator[Cha
     if not panels:
         return
     if chart.rule is not None:
-        rules = {number(read(row, chart.rule)) for one in series if one.label in drawn for row in one.rows}
-        rules.discard(None)
+        marks = [number(read(row, chart.rule)) for one in series if one.label in drawn for row in one.rows]
+        rules = {mark for mark in marks if mark is not None}
         if len(rules) == 1:
             panels[0] = replace(panels[0], rule=(rules.pop(), chart.rule_label))
     left = len(series) - len(drawn)
@@ -235,14 +235,14 @@ def _asked(chart: declared.ChunkMap, row: Row) -> list[Asked]:
     """The questions of a row of which it is known what the first group read for them."""
     questions = []
     for question in chart.asked(row):
-        needle = next(iter(_first_list([question.get("needle", question.get("gold_chunks"))])), None)
+        needle = number(next(iter(_first_list([question.get("needle", question.get("gold_chunks"))])), None))
         chosen = [
             int(chunk)
             for chunk in _first_list(question.get("selected"))
             if number(chunk) is not None and chunk >= 0
         ]
         weights = [min(1.0, max(0.0, number(w) or 0.0)) for w in _first_list(question.get("weights"))]
-        if number(needle) is not None and chosen:
+        if needle is not None and chosen:
             weights += [0.0] * (len(chosen) - len(weights))
             questions.append(Asked(int(needle), chosen, weights[: len(chosen)]))
     return questions

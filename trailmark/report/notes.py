@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from trailmark.report.collect import Collected, Result
@@ -15,9 +16,7 @@ def notes(collected: Collected) -> list[str]:
     """What of these results does not go together: versions, machines, weights, cells measured twice."""
     said = []
     for name in ("trailmark", "torch", "transformers"):
-        said += _mixed(
-            collected, f"versions of {name}", lambda here, name=name: str(here.get(name, "unknown"))
-        )
+        said += _mixed(collected, f"versions of {name}", partial(_version, name))
     means = " Times and tokens per second are comparable within one machine only."
     said += _mixed(collected, "machines or numbers of threads", machine, means)
     for name, same in grouped(collected.models, lambda model: model.name).items():
@@ -29,6 +28,10 @@ def notes(collected: Collected) -> list[str]:
     if without := sorted({str(result.source) for result in collected.results if result.environment is None}):
         said.append(f"Nothing says on what these were measured: {', '.join(without)}.")
     return said + _repeated(collected)
+
+
+def _version(name: str, here: Mapping[str, Any]) -> str:
+    return str(here.get(name, "unknown"))
 
 
 def machine(here: Mapping[str, Any]) -> str:

@@ -44,7 +44,8 @@ def cell(row: Row, column: Column) -> str:
     """What stands in a row's cell; "-" where nothing is known."""
     value, form = read(row, column.value), column.form
     if isinstance(value, tuple):
-        return interval(*value, form or ".3f")
+        low, high = value
+        return interval(low, high, form or ".3f")
     if form == "bytes":
         return size(value)
     if form == "share":
