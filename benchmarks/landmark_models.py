@@ -27,11 +27,11 @@ from trailmark import demo
 from trailmark.data.corpus import load_tokenizer, read_text, standard_library_texts, tokenize
 from trailmark.data.files import read_json, write_json
 from trailmark.data.needles import NeedleFormat
-from trailmark.evaluation.needles import chunks_in_sight, evaluate_needles
+from trailmark.evaluation.needles import evaluate_needles
 from trailmark.evaluation.record import environment
 from trailmark.evaluation.subject import load
 from trailmark.models import LandmarkForCausalLM
-from trailmark.models.loss import causal_loss
+from trailmark.models.loss import shift_labels, text_loss
 from trailmark.report.console import Progress
 from trailmark.training.config import load_run_config
 from trailmark.training.run import Run
@@ -147,7 +147,7 @@ class Benchmark:
             found = result.summary()
             keep = ("accuracy", "accuracy_low", "accuracy_high", "recall", "haystacks")
             found = {key: found[key] for key in (*keep, "tokens_read", "seconds_reading", "memory_bytes")}
-            sight = chunks_in_sight(model, model.config.chunk_size)
+            sight = model.chunks_in_sight(model.config.chunk_size)
             self.keep("needles", case | found | {"seed": 0, "chunks_in_sight": sight})
 
     def modes(self) -> None:
@@ -237,7 +237,7 @@ def perplexity(model: LandmarkForCausalLM, length: int, cached: bool = True) -> 
     for ids in windows.split(max(1, SPAN // length)):
         cache = model.new_cache(num_tokens=length) if cached else None
         logits = model(ids, past_key_values=cache).logits
-        total += float(causal_loss(logits, ids, num_items=1))
+        total += float(text_loss(logits, shift_labels(ids), total=1))
         count += ids[:, 1:].numel()
         if cache is not None:
             cell = cache.begun(len(ids)).cell

@@ -163,12 +163,13 @@ def commands() -> dict[str, typer.main.TyperCommand]:
 
 
 def all_options() -> set[str]:
-    """Every option of any command of trailmark, and what every command has."""
-    return {"--help"} | {name for own in commands().values() for name in options_of(own)}
+    """Every option of any command of trailmark."""
+    return {name for own in commands().values() for name in options_of(own)}
 
 
 def options_of(command: typer.main.TyperCommand) -> set[str]:
-    return {name for parameter in command.params for name in (*parameter.opts, *parameter.secondary_opts)}
+    named = {name for parameter in command.params for name in (*parameter.opts, *parameter.secondary_opts)}
+    return named | {"--help"}
 
 
 def parse(command: Command) -> None:

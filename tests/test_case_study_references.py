@@ -14,7 +14,7 @@ from tests.case_study_texts import NAMES, SIZE, WIDTH, chunks_of
 from trailmark.data.bm25 import Bm25
 from trailmark.data.bm25 import candidates as bm25_candidates
 from trailmark.data.corpus import load_tokenizer
-from trailmark.data.traces import TracedChunk
+from trailmark.trace.lines import TracedChunk
 
 modules = benchmark_scripts.modules(*NAMES)
 

@@ -17,7 +17,7 @@ from tests.training.tiny import prose
 from trailmark.data.corpus import load_tokenizer, standard_library_texts, tokenize
 from trailmark.data.files import read_json, write_json
 from trailmark.data.needles import NeedleFormat
-from trailmark.training.config import ARCHITECTURES
+from trailmark.models import architectures
 from trailmark.training.run import Run
 
 compare = modules("compare")
@@ -31,7 +31,7 @@ tables = modules("compare_tables")
 
 def parameters(config: Any, vocabulary: int) -> int:
     with torch.device("meta"):
-        model = ARCHITECTURES[config.model["architecture"]](config.model_config(vocabulary))
+        model = architectures()[config.model["architecture"]](config.model_config(vocabulary))
     return sum(p.numel() for p in model.parameters())
 
 

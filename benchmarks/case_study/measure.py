@@ -9,7 +9,7 @@ import numpy as np
 
 from case_study.baselines import Rules, best_rank, chance
 from case_study.references import Layout, Reference, references
-from trailmark.data.traces import TracedChunk
+from trailmark.trace.lines import TracedChunk
 
 Row = dict[str, Any]
 

@@ -1,6 +1,7 @@
 """What every causal language model here shares: arguments, padding, cache, loss, reading and generation.
 
-An architecture implements ``run`` (hidden states of the new tokens) and says how far its layers reach.
+An architecture implements ``run`` (hidden states of the new tokens) and ``_stages``, and answers what is otherwise with
+it than with a plain model (:mod:`trailmark.models.answers`).
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from transformers import initialization as init
 from transformers.utils import ModelOutput
 
 from trailmark.memory import CacheState, ChunkCache, ChunkMemory
+from trailmark.models.answers import ModelAnswers
 from trailmark.models.arguments import CacheKey, check_cache, check_documents, check_tokens, check_vocabulary
 from trailmark.models.card_files import README, Saving
 from trailmark.models.configuration import TrailmarkConfig
@@ -31,7 +33,7 @@ from trailmark.models.embedding import ChunkEmbedder, Given, expect_embedder
 from trailmark.models.generation import ChunkGenerationMixin
 from trailmark.models.grid import Grid, Integers, lay_out
 from trailmark.models.layers import LayerNorm, RMSNorm
-from trailmark.models.loss import causal_loss, mean_at
+from trailmark.models.loss import shift_labels, text_loss
 from trailmark.models.text import Text, present_tokens
 from trailmark.models.without_retrieval import without_retrieval
 from trailmark.ops import ChunkSelection
@@ -73,7 +75,7 @@ class Hidden:
     ranking: Tensor | None = None  # [B] what a learned ranking adds to the loss of each row
 
 
-class TrailmarkForCausalLM(PreTrainedModel, ChunkGenerationMixin):
+class TrailmarkForCausalLM(ModelAnswers, PreTrainedModel, ChunkGenerationMixin):
     """Base class of the models."""
 
     config_class: type[TrailmarkConfig] = TrailmarkConfig
@@ -113,10 +115,6 @@ class TrailmarkForCausalLM(PreTrainedModel, ChunkGenerationMixin):
         With a cache and ``keep``, only what these states and later calls depend on is computed. ``given`` comes only
         where the architecture's ``_given`` lets it.
         """
-        raise NotImplementedError
-
-    def reach(self) -> int | None:
-        """Positions before a token that can change its prediction other than through the memory; None: all."""
         raise NotImplementedError
 
     def _stages(self) -> list[int]:
@@ -356,13 +354,13 @@ class TrailmarkForCausalLM(PreTrainedModel, ChunkGenerationMixin):
             extra = self.landmark_terms(logits, states, *(text.in_columns(x) for x in hidden.own))
         loss = None
         if labels is not None:
-            labels = self.bearing_loss(labels, input_ids, document_ids)
-            loss = causal_loss(logits, labels, num_items_in_batch)
-            if extra is not None:
-                loss = loss + mean_at(extra, labels, num_items_in_batch)
-            if hidden.ranking is not None:
-                each = hidden.ranking[:, None].expand(labels.shape)
-                loss = loss + mean_at(each, labels, num_items_in_batch)
+            loss = text_loss(
+                logits,
+                shift_labels(self.bearing_loss(labels, input_ids, document_ids)),
+                total=num_items_in_batch,
+                landmark_loss=extra,
+                ranking_loss=hidden.ranking,
+            )
         retrieval = hidden.retrieval if output_retrieval else None
         if retrieval is not None and hidden.closed is None:
             retrieval = tuple(text.selection_in_columns(chosen) for chosen in retrieval)
