@@ -23,6 +23,7 @@ from trailmark.ops import grouped_cross_attention
 pytest.importorskip("triton")
 from tests.ops.gca_cases import CHEAP_COVER, COVER, DEVICE, GPU, assert_budget, inputs, op, unsplit
 from trailmark.ops import grouped_cross_attention_triton as kernels
+from trailmark.ops.calls import CrossAttentionCall
 
 # the package has the function under the same name as the module
 module = importlib.import_module("trailmark.ops.grouped_cross_attention")
@@ -185,9 +186,10 @@ def test_a_frozen_memory_costs_no_gradient(implementation: str, compiled: bool) 
     assert torch.equal(ours[1], full[3])
     only_keys = k.clone().requires_grad_()
     assert torch.equal(torch.autograd.grad(run(q, only_keys, v, w), only_keys, grad)[0], full[1])
-    arguments = (q, k, v, *(x[:, :, None].expand(1, 2, 2, 2) for x in (rest["indices"], w)), None)
-    kept = module._forward(*arguments, True, 0.25, implementation, True)[1]
-    gradients = module._backward(grad, *arguments, kept, 0.25, implementation, False)
+    chosen = (x[:, :, None].expand(1, 2, 2, 2) for x in (rest["indices"], w))
+    call = CrossAttentionCall(q, k, v, *chosen, None, True, 0.25)
+    kept = module._forward(call, implementation, True)[1]
+    gradients = module._backward(grad, call, kept, implementation, False)
     assert gradients[1].numel() == gradients[2].numel() == 0
 
 
@@ -241,9 +243,10 @@ def test_a_popular_chunk_is_added_up_from_parts(per_part: int, per_head: bool) -
     if not per_head:
         indices, weights = (x[:, :, None].expand(1, 12, J, K) for x in (indices, weights))
     grad = torch.randn(q.shape, generator=torch.Generator().manual_seed(1)).to(DEVICE)
-    _, lse = kernels.forward(q, k, v, indices, weights, None, True, 0.25, True)
-    whole = kernels.backward(grad, q, k, v, indices, weights, None, lse, 0.25)
-    parts = kernels.backward(grad, q, k, v, indices, weights, None, lse, 0.25, readers_of_a_part=per_part)
+    call = CrossAttentionCall(q, k, v, indices, weights, None, True, 0.25)
+    _, lse = kernels.forward(call, True)
+    whole = kernels.backward(grad, call, lse)
+    parts = kernels.backward(grad, call, lse, readers_of_a_part=per_part)
     leaves = [x.double().requires_grad_() for x in (q, k, v)]
     out = grouped_cross_attention(*leaves, indices, weights.double(), scale=0.25, implementation="reference")
     exact = torch.autograd.grad(out, leaves, grad.double())
@@ -300,9 +303,9 @@ def test_wide_offsets_give_the_same_bits() -> None:
     (q, k, v, w), rest = inputs(R=9, g=2, N=3, S=20, lengths=True, per_head=True)
     results = []
     for wide in (False, True):
-        common = (q, k, v, rest["indices"], w, rest["lengths"])
-        out, lse = kernels.forward(*common, True, 0.25, True, wide=wide)
-        results.append([out, lse, *kernels.backward(out, *common, lse, 0.25, wide=wide)])
+        call = CrossAttentionCall(q, k, v, rest["indices"], w, rest["lengths"], True, 0.25)
+        out, lse = kernels.forward(call, True, wide=wide)
+        results.append([out, lse, *kernels.backward(out, call, lse, wide=wide)])
     for x, y in zip(*results, strict=True):
         assert torch.equal(x.nan_to_num(7), y.nan_to_num(7))  # nothing is kept where nothing was selected
 

@@ -23,6 +23,7 @@ from gpu_checks import has_enough_numbers
 
 from tests.ops.landmark_cases import COVER, DEVICE, GPU, assert_budget, documents, inputs, marks, op
 from trailmark.ops import landmark_attention_triton as kernels
+from trailmark.ops.calls import LandmarkCall
 
 # what an interpreter can do while the other tests wait: small, no bfloat16
 CHEAP_COVER = pairwise(
@@ -266,8 +267,9 @@ def test_wide_offsets_give_the_same_bits() -> None:
     (q, k, v), rest = inputs(B=1, T=30, S=7, g=2, J=1, dtype=HALF)
     layout, results = LandmarkLayout.of(rest["is_landmark"]), []
     for wide in (False, True):
-        out, lse = kernels.forward(q, k, v, layout, 0.25, wide=wide)
-        results.append([out, lse, *kernels.backward(out, lse, q, k, v, out, lse, layout, 0.25, wide=wide)])
+        call = LandmarkCall(q, k, v, layout, 0.25)
+        out, lse = kernels.forward(call, wide=wide)
+        results.append([out, lse, *kernels.backward(out, lse, call, out, lse, wide=wide)])
     for x, y in zip(*results, strict=True):
         assert torch.equal(x, y)
 
