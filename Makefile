@@ -14,7 +14,8 @@ INSTALL := $(PIP) install --disable-pip-version-check -c constraints.txt
 
 # of torch, MKL, oneDNN, and NumPy's OpenBLAS, by which Triton's kernels are interpreted
 OLDER := MKL_ENABLE_INSTRUCTIONS=AVX2 ONEDNN_MAX_CPU_ISA=AVX2 OPENBLAS_CORETYPE=Haswell
-AS_ON := $(if $(PROCESSOR),ATEN_CPU_CAPABILITY=$(PROCESSOR) $(OLDER))
+# (what torch compiles has a cache of its own, whose code is not for another)
+AS_ON := $(if $(PROCESSOR),ATEN_CPU_CAPABILITY=$(PROCESSOR) $(OLDER) TORCHINDUCTOR_CACHE_DIR=$(CURDIR)/.pytest_cache/inductor-$(PROCESSOR))
 
 .PHONY: demo test lint bench venv constraints clean
 .NOTPARALLEL:
