@@ -380,7 +380,7 @@ class LandmarkConfig(TrailmarkConfig):
     def longest_training_text(self, early_landmarks: int = 0) -> int:
         # a landmark before its chunk is full leaves a gap of up to S positions
         left = self.max_position_embeddings - early_landmarks * self.chunk_size
-        return max(0, left - left // (self.chunk_size + 1))
+        return max(0, left - (left + 1) // (self.chunk_size + 1))
 
     def with_fewer_layers(self, count: int) -> Self:
         # the first layer makes tables that all share: it is like no other
