@@ -7,6 +7,8 @@ runs block after block: all tokens of a call read at once.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor, nn
 from transformers import initialization as init
@@ -15,7 +17,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from trailmark.memory import ChunkCache, Window
 from trailmark.models.causal_lm import mark_residual_projections
 from trailmark.models.configuration import BlockRecurrentConfig
-from trailmark.models.grid import Grid, lay_out
+from trailmark.models.grid import Grid, Layouts
 from trailmark.models.layered import LayeredForCausalLM
 from trailmark.models.layers import MLP, Place, RMSNorm, WindowAttention, WindowLayer, fused_linear
 from trailmark.models.step import Step
@@ -247,7 +249,8 @@ class BlockRecurrentForCausalLM(LayeredForCausalLM):
         assert self.config.block_size is not None
         return self.config.block_size
 
+    def _layouts(self) -> Layouts:
+        return Layouts(self.config.block_size, landmarks=False)
+
     def _lay_out(self, text: Text, cache: ChunkCache | None, noise_seed: Tensor | None = None) -> Grid:
-        phases = None if cache is None else cache.begun(len(text.ids)).phases
-        T = text.ids.shape[1]
-        return lay_out(T, self.config.block_size, phases, text.counts, False, text.documents, False)
+        return super()._lay_out(replace(text, close_chunk=False), cache)
