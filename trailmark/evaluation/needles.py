@@ -29,7 +29,7 @@ from trailmark.data.proportions import wilson_interval
 from trailmark.evaluation.marked_needles import NeedleResult, evaluate_needles
 from trailmark.evaluation.needle_cells import Suite
 from trailmark.evaluation.needle_settings import PROTOCOLS, NeedleSettings
-from trailmark.evaluation.planting import chunks_in_sight, planted
+from trailmark.evaluation.planting import planted
 from trailmark.evaluation.record import Record
 from trailmark.evaluation.subject import Subject
 
@@ -37,7 +37,6 @@ __all__ = [
     "PROTOCOLS",
     "NeedleResult",
     "NeedleSettings",
-    "chunks_in_sight",
     "evaluate_needles",
     "planted",
     "run",

@@ -7,7 +7,9 @@ runs block after block: all tokens of a call read at once.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,8 +17,10 @@ from transformers import initialization as init
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from trailmark.memory import ChunkCache, Window
+from trailmark.models.answers import CardFacts
 from trailmark.models.causal_lm import mark_residual_projections
 from trailmark.models.configuration import BlockRecurrentConfig
+from trailmark.models.costs import CacheBytes, NumberBytes, kv_width
 from trailmark.models.grid import Grid, Layouts
 from trailmark.models.layered import LayeredForCausalLM
 from trailmark.models.layers import MLP, Place, RMSNorm, WindowAttention, WindowLayer, fused_linear
@@ -254,3 +258,42 @@ class BlockRecurrentForCausalLM(LayeredForCausalLM):
 
     def _lay_out(self, text: Text, cache: ChunkCache | None, noise_seed: Tensor | None = None) -> Grid:
         return super()._lay_out(replace(text, close_chunk=False), cache)
+
+    # --- answers ----------------------------------------------------------------------------------------------
+
+    @property
+    def can_be_planted(self) -> bool:
+        """The states depend on all of the text before them."""
+        return False
+
+    def chunks_in_sight(self, chunk_size: int) -> int:
+        assert self.config.sliding_window is not None
+        # its own reach is that of the upper layers: what is below has to be read
+        return -(-self.config.num_hidden_layers * (self.config.sliding_window - 1) // chunk_size)
+
+    def cache_bytes(self, prompt: int, generated: int, memory_dtype: torch.dtype | None = None) -> CacheBytes:
+        config, number, kv = self.config, NumberBytes.of(self, memory_dtype), kv_width(self.config)
+        assert config.block_size is not None
+        assert config.num_states is not None
+        assert config.sliding_window is not None
+        return CacheBytes(
+            window=config.num_hidden_layers * config.sliding_window * kv * number.own,
+            open_chunk=config.block_size * kv * number.own,
+            states=config.num_states * (config.hidden_size * number.wide + kv * number.own),
+        )
+
+    def attention_multiply_adds(self, length: int) -> dict[str, int]:
+        assert self.config.block_size is not None
+        assert self.config.num_states is not None
+        E, M, S = self.config.hidden_size, self.config.num_states, self.config.block_size
+        blocks = (length - 1) // S  # the last writes nothing
+        states = 2 * E * (length * M + blocks * (M * M + M * S))
+        return super().attention_multiply_adds(length) | {"states": states}
+
+    @classmethod
+    def card_facts(cls, config: Mapping[str, Any]) -> CardFacts:
+        return CardFacts(
+            "Block-Recurrent Transformer",
+            "One layer reads and writes a fixed number of states, block by block.",
+            (("Block-Recurrent Transformers", "2203.07852"),),
+        )

@@ -6,6 +6,7 @@ landmark of chunk t each group selects K chunks before t; every position of chun
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -14,8 +15,17 @@ from transformers import initialization as init
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from trailmark.memory import MemoryEntries, Window
+from trailmark.models.answers import CardFacts, LayerKind
 from trailmark.models.causal_lm import mark_residual_projections
 from trailmark.models.configuration import DRTConfig
+from trailmark.models.costs import (
+    CacheBytes,
+    ChunkReads,
+    NumberBytes,
+    chunk_cache_bytes,
+    chunk_multiply_adds,
+    kv_width,
+)
 from trailmark.models.drt_chunks import MemoryChunks, TextChunks, expect_given, with_vectors
 from trailmark.models.embedding import Given, given_neighbours
 from trailmark.models.grid import Grid, Integers
@@ -32,7 +42,7 @@ from trailmark.models.layers import (
     rotary_table,
 )
 from trailmark.models.step import Step
-from trailmark.models.without_retrieval import expect_no_neighbours, expect_retrieval_in_training
+from trailmark.models.without_retrieval import expect_no_neighbours
 from trailmark.ops import grouped_cross_attention
 
 
@@ -180,15 +190,6 @@ class DRTForCausalLM(RetrievingForCausalLM):
                 if self.config.retrieval_normalization and self.config.retrieval_projections:
                     init.copy_(retriever.q_proj.weight, self.encoder.landmark_proj.weight)
 
-    def _expect_trainable(self) -> None:
-        learned = self.config.retriever == "causal"
-        expect_retrieval_in_training(self.config, 2 if learned else 1)
-        if self.config.num_retrieved_chunks == 1 and learned:
-            raise ValueError(
-                "num_retrieved_chunks: expected at least 2 in training, got 1: the weight of a single chunk is "
-                "always 1, so its score gets no gradient and the retriever learns nothing."
-            )
-
     def _given(self, neighbours: Tensor | None, scores: Tensor | None, has_cache: bool) -> Given | None:
         if self.config.retriever != "encoder":
             return super()._given(neighbours, scores, has_cache)
@@ -250,3 +251,50 @@ class DRTForCausalLM(RetrievingForCausalLM):
         per_group = config.num_upper_layers // config.num_retrieval_groups
         group = (per_group - 1) * window + max(window, config.chunk_size + 1)
         return config.num_retrieval_groups * group
+
+    # --- answers -------------------------------------------------------------------------------------------
+
+    def cache_bytes(self, prompt: int, generated: int, memory_dtype: torch.dtype | None = None) -> CacheBytes:
+        config, number = self.config, NumberBytes.of(self, memory_dtype)
+        record = config.chunk_size * kv_width(config) * number.kept
+        return chunk_cache_bytes(
+            self,
+            prompt,
+            generated,
+            number,
+            record=record,
+            vectors=config.hidden_size if config.scores_chunks else 0,
+            fetched=config.num_retrieval_groups * config.num_retrieved_chunks * (record + number.wide),
+        )
+
+    def paper_bytes(self, length: int) -> int:
+        config, kv = self.config, kv_width(self.config)
+        assert config.sliding_window is not None
+        landmarks = length * config.hidden_size // config.chunk_size
+        read = config.num_upper_layers * config.num_retrieved_chunks * config.chunk_size * kv
+        window = config.num_hidden_layers * config.sliding_window * kv
+        return (landmarks + read + window) * self.dtype.itemsize
+
+    def attention_multiply_adds(self, length: int) -> dict[str, int]:
+        config, reads = self.config, ChunkReads.of(self.config, length)
+        # what was found otherwise is weighed
+        scored = reads.candidates if config.retriever == "causal" else reads.selected
+        own = config.num_retrieval_groups * int(scored.sum()) if config.scores_chunks else 0
+        return chunk_multiply_adds(self, reads, config.num_upper_layers, own)
+
+    def layer_kinds(self) -> list[LayerKind]:
+        return [*super().layer_kinds(), LayerKind([*self.retrievers], "nothing", opens_group=True)]
+
+    def retrieval_modules(self) -> list[nn.Module]:
+        upper: Any = self.upper_layers
+        reading = [part for layer in upper for part in (layer.gca_norm, layer.gca_q_proj, layer.gca_o_proj)]
+        return [self.encoder, self.retrievers, *reading]
+
+    @classmethod
+    def card_facts(cls, config: Mapping[str, Any]) -> CardFacts:
+        return CardFacts(
+            "Differentiable Retrieval Transformer",
+            "Each chunk of text looks back, inside attention, at the few past chunks that it retrieved; which those "
+            "are it learned from the language-modelling loss.",
+            (("Grouped Cross-Attention", "2410.01651"),),
+        )

@@ -73,9 +73,6 @@ class LayeredForCausalLM(TrailmarkForCausalLM):
 
     # --- what a model may override -------------------------------------------------------------------------
 
-    def _expect_trainable(self) -> None:
-        """Raise a ValueError if parts of the model would get no gradient in training."""
-
     def _upper(self) -> nn.ModuleList:
         """The layers that may wait until a result needs them."""
         return self.upper_layers
@@ -127,7 +124,7 @@ class LayeredForCausalLM(TrailmarkForCausalLM):
         given: Given | None = None,
     ) -> Hidden:
         if self.training:
-            self._expect_trainable()
+            self.config.expect_trainable()
         x = grid.insert_landmarks(self.embed_tokens(tokens), self._landmark())
         chunks: Chunks | None = None
         if cache is None:

@@ -6,6 +6,7 @@ c, K chunks before it are selected; its last token and all but the last of chunk
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, cast
 
 import torch
@@ -14,13 +15,23 @@ from transformers import initialization as init
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from trailmark.memory import MemoryEntries, Window
+from trailmark.models.answers import CardFacts, LayerKind
 from trailmark.models.candidates import expect_selectable
 from trailmark.models.causal_lm import Hidden, mark_residual_projections
 from trailmark.models.configuration import RPTConfig
+from trailmark.models.costs import (
+    CacheBytes,
+    ChunkReads,
+    NumberBytes,
+    chunk_cache_bytes,
+    chunk_multiply_adds,
+    kv_width,
+)
 from trailmark.models.embedding import Given, Vectors, expect_earlier, expect_selected, given_neighbours
 from trailmark.models.grid import Grid, Integers
 from trailmark.models.layered import Chunks, NoChunks, RetrievingForCausalLM
 from trailmark.models.layers import MLP, Place, RMSNorm, WindowAttention, WindowLayer
+from trailmark.models.reads import SelectedReads
 from trailmark.models.rpt_chunks import MemoryChunks, Prepare, TextChunks
 from trailmark.models.rpt_neighbours import (
     ChunkedCrossAttention,
@@ -33,7 +44,7 @@ from trailmark.models.rpt_neighbours import (
 )
 from trailmark.models.rpt_ranking import Ranking, expect_targets
 from trailmark.models.step import Step
-from trailmark.models.without_retrieval import expect_no_neighbours, expect_retrieval_in_training
+from trailmark.models.without_retrieval import expect_no_neighbours
 
 
 class RPTLayer(GradientCheckpointingLayer):
@@ -102,9 +113,6 @@ class RPTForCausalLM(RetrievingForCausalLM):
     @torch.compiler.disable(reason="an RPT's chunks are laid out in numpy")
     def run(self, *arguments: Any, **named: Any) -> Hidden:
         return super().run(*arguments, **named)
-
-    def _expect_trainable(self) -> None:
-        expect_retrieval_in_training(self.config)
 
     # --- chunks ----------------------------------------------------------------------------------------------
 
@@ -231,3 +239,52 @@ class RPTForCausalLM(RetrievingForCausalLM):
         assert config.sliding_window is not None
         window = config.sliding_window - 1
         return (config.num_upper_layers - 1) * window + max(window, config.chunk_size - 1)
+
+    # --- answers ---------------------------------------------------------------------------------------------
+
+    def follow_reads(self) -> SelectedReads:
+        return SelectedReads(1, {"continuation": self.config.continuation})
+
+    def cache_bytes(self, prompt: int, generated: int, memory_dtype: torch.dtype | None = None) -> CacheBytes:
+        config, number = self.config, NumberBytes.of(self, memory_dtype)
+        S, E = config.chunk_size, config.hidden_size
+        read = config.num_reading_layers * S * kv_width(config) * number.own + number.own
+        return chunk_cache_bytes(
+            self,
+            prompt,
+            generated,
+            number,
+            record=S * E * number.kept,  # states as two halves, projected by each layer that reads
+            vectors=2 * E if config.retriever == "learned" else 0,  # key and query
+            fetched=config.num_retrieved_chunks * (2 if config.continuation else 1) * read,
+        )
+
+    def attention_multiply_adds(self, length: int) -> dict[str, int]:
+        config, reads = self.config, ChunkReads.of(self.config, length)
+        scored = int(reads.candidates.sum()) if config.retriever == "learned" else 0
+        layers = config.num_reading_layers * (2 if config.continuation else 1)
+        return chunk_multiply_adds(self, reads, layers, scored)
+
+    def training_progress(self, share: float) -> None:
+        self.ranking_progress = share
+
+    def layer_kinds(self) -> list[LayerKind]:
+        lower, encoder, _ = super().layer_kinds()
+        upper: Any = self.upper_layers
+        reading = LayerKind([layer for layer in upper if layer.reads])
+        return [lower, encoder, reading, LayerKind([layer for layer in upper if not layer.reads])]
+
+    def retrieval_modules(self) -> list[nn.Module]:
+        parts = [self.encoder, self.retriever, self.augmentor, self.gate]
+        upper: Any = self.upper_layers
+        reading = [part for layer in upper if layer.reads for part in (layer.cca_norm, layer.cca)]
+        return [*(part for part in parts if part is not None), *reading]
+
+    @classmethod
+    def card_facts(cls, config: Mapping[str, Any]) -> CardFacts:
+        return CardFacts(
+            "Retrieval-Pretrained Transformer",
+            "At the end of each chunk past chunks are retrieved, which the upper layers read in chunked "
+            "cross-attention.",
+            (("RPT", "2306.13421"), ("RPT-Contriever in Grouped Cross-Attention", "2410.01651")),
+        )

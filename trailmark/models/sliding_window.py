@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
+import torch
 from torch import Tensor, nn
 
+from trailmark.models.answers import CardFacts
 from trailmark.models.causal_lm import mark_residual_projections
 from trailmark.models.configuration import SlidingWindowConfig
+from trailmark.models.costs import CacheBytes, kv_width
 from trailmark.models.grid import Grid
 from trailmark.models.layered import LayeredForCausalLM
 from trailmark.models.layers import Place, RMSNorm, WindowLayer
@@ -34,7 +40,20 @@ class SlidingWindowForCausalLM(LayeredForCausalLM):
     def _upper(self) -> nn.ModuleList:
         return self.layers
 
-    def reach(self) -> int | None:
-        """Positions before a token that can change its prediction; None: all."""
-        window = self.config.sliding_window
-        return None if window is None else self.config.num_hidden_layers * (window - 1)
+    # --- answers -------------------------------------------------------------------------------------------
+
+    def cache_bytes(self, prompt: int, generated: int, memory_dtype: torch.dtype | None = None) -> CacheBytes:
+        return CacheBytes(window=self._window_bytes(prompt + generated))
+
+    def paper_bytes(self, length: int) -> int:
+        return self._window_bytes(length)
+
+    def _window_bytes(self, length: int) -> int:
+        seen = self.config.sliding_window or length
+        return self.config.num_hidden_layers * seen * kv_width(self.config) * self.dtype.itemsize
+
+    @classmethod
+    def card_facts(cls, config: Mapping[str, Any]) -> CardFacts:
+        if config.get("sliding_window") is None:
+            return CardFacts("Transformer with full attention", "It sees the whole text.")
+        return CardFacts("Transformer with a sliding window", "It sees its window and nothing else.")

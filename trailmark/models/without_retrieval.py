@@ -60,19 +60,6 @@ def _names(model: torch.nn.Module) -> set[str]:
     return {name for of in named for name, _ in of}
 
 
-def expect_retrieval_in_training(config: TrailmarkConfig, least: int = 1) -> None:
-    """That a model in training retrieves, at least so many chunks.
-
-    Raises:
-        ValueError: its retrieval is off.
-    """
-    if not config.retrieves:
-        raise ValueError(
-            f"num_retrieved_chunks: expected at least {least} in training, got 0: what encodes, finds and reads chunks "
-            "would get no gradient. Train with chunks; with retrieval off, call eval() and read."
-        )
-
-
 def expect_no_neighbours(config: TrailmarkConfig, neighbours: Tensor | None, scores: Tensor | None) -> None:
     """That nobody names chunks for a model that reads none.
 
