@@ -1,4 +1,4 @@
-"""A new suite is one object: commands, the record, tables, pages, cards and the command that repeats it know no other."""
+"""A new suite is one object: from it come commands, records, tables, pages, cards and the command that repeats it."""
 
 from __future__ import annotations
 
@@ -160,8 +160,8 @@ def test_a_card_shows_a_new_suite(trained: Path, command: Command, toy: Suite) -
 CELLS: dict[str, list[tuple[Mapping[str, Any], dict[str, Any]]]] = {
     "needles": [
         (
-            {"length": length, "depth": depth, "kind": "hops", "hops": 2, "needles": 3, "format": "marks", "questions": 7,
-             "values": "numbers", "distractors": 0, "landmarks": 2, "phases": "any", "protocol": None, "seed": 3,
+            {"length": length, "depth": depth, "kind": "hops", "hops": 2, "needles": 3, "format": "marks",
+             "questions": 7, "values": "numbers", "distractors": 0, "landmarks": 2, "phases": "any", "protocol": None, "seed": 3,
              "memory_tier": "host", "memory_dtype": "bfloat16", "straddle": False, "chunk_size": 32, "text": "ab"},
             {"lengths": (400, 800), "depths": (0.0, 0.5), "kind": "hops", "hops": 2, "needles": 3, "format": "marks",
              "questions": 7, "values": "numbers", "distractors": 0, "landmarks": 2, "phases": "any", "seed": 3,
@@ -171,8 +171,8 @@ CELLS: dict[str, list[tuple[Mapping[str, Any], dict[str, Any]]]] = {
     ],
     "perplexity": [
         (
-            {"length": length, "windows": "sliding", "stride": 40, "carry": False, "max_tokens": 65536, "protocol": None,
-             "by_position": True, "set": {}, "text": "ab", "seed": 0},
+            {"length": length, "windows": "sliding", "stride": 40, "carry": False, "max_tokens": 65536,
+             "protocol": None, "by_position": True, "set": {}, "text": "ab", "seed": 0},
             {"lengths": (80, 160), "windows": "sliding", "stride": 40, "max_tokens": 65536, "seed": 0},
         )
         for length in (80, 160)

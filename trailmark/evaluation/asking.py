@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import psutil
@@ -20,21 +20,14 @@ from transformers import GenerationConfig
 from trailmark.data.haystacks import Haystack, Needle
 from trailmark.data.needle_tasks import Question
 from trailmark.evaluation.losses import beginning, longest_text
-from trailmark.evaluation.planting import Rows, can_be_planted, planted
+from trailmark.evaluation.planting import Rows, planted
 from trailmark.memory import ChunkCache
-from trailmark.models import LandmarkForCausalLM, TrailmarkForCausalLM
+from trailmark.models import TrailmarkForCausalLM
+from trailmark.models.reads import Selection
 
 _READ_TOKENS, _PIECES = 4096, 16  # a haystack's, that are made at a time: so many of the model's own pieces
 _TOGETHER = 64  # questions in a batch: memory for what they read does not grow with their number
 _MORE_TOKENS = 4  # than the expected answer's that are generated: another way to write it may be longer
-
-
-class Selection(NamedTuple):
-    """What one search for a question found."""
-
-    group: int  # Landmark Attention: the layer
-    chunks: list[int]
-    weights: list[float]  # of each
 
 
 @dataclass
@@ -107,7 +100,7 @@ class Asker:
         self, rows: Rows, progress: Callable[[int], None] = lambda tokens: None
     ) -> Iterator[ChunkCache | None]:
         """A memory of the haystack to plant in; None where each trial reads it anew."""
-        if not can_be_planted(self.model):
+        if not self.model.can_be_planted:
             yield None
             return
         with own_folder(self.memory_folder) as folder:
@@ -157,17 +150,12 @@ class Asker:
         answers = []
         for i, q in enumerate(questions):
             logits = out.logits[i, keep - q.needed :]
-            found = None
-            if isinstance(self.model, LandmarkForCausalLM) and out.retrieval is not None:
-                first = width - len(given[i])
-                found = [_read_around(out.retrieval, i, first + mark) for mark in q.landmarks]
-            elif out.retrieval is not None:
-                closed = q.closings(chunk_size)
-                found = [
-                    [_selection(g, x.indices[i, n], x.weights[i, n]) for g, x in enumerate(out.retrieval)]
-                    for n in closed
-                ]
-            answers.append(Answer(logits.argmax(-1).tolist(), logits, found))
+            selected = None
+            if out.retrieval is not None:
+                columns = [width - len(given[i]) + mark for mark in q.landmarks]
+                landmarks = list(zip(q.closings(chunk_size), columns, strict=True))
+                selected = self.model.chunks_read(out.retrieval, i, landmarks)
+            answers.append(Answer(logits.argmax(-1).tolist(), logits, selected))
         return answers
 
     def generate(self, cache: ChunkCache, questions: Sequence[Question]) -> list[list[int]]:
@@ -209,21 +197,6 @@ def _batches(questions: Sequence[Question]) -> Iterator[Sequence[Question]]:
 
 def _wanted(question: Question) -> int:
     return len(question.answer) + (0 if question.fixed else _MORE_TOKENS)
-
-
-def _selection(group: int, indices: Tensor, weights: Tensor) -> Selection:
-    kept = [(m, w) for m, w in zip(indices.tolist(), weights.tolist(), strict=True) if m >= 0]
-    return Selection(group, [m for m, _ in kept], [w for _, w in kept])
-
-
-def _read_around(retrieval: Sequence[Any], row: int, landmark: int) -> list[Selection]:
-    """What each layer and head read at the token before a landmark and at the one after it."""
-    found = []
-    for number, layer in enumerate(retrieval):
-        both = (layer.indices, layer.weights)
-        indices, weights = (x[row, landmark : landmark + 2].flatten(0, 1) for x in both)
-        found += [_selection(number, *pair) for pair in zip(indices, weights, strict=True)]
-    return found
 
 
 @contextmanager

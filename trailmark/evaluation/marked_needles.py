@@ -24,14 +24,8 @@ from trailmark.data.needles import NeedleFormat
 from trailmark.data.proportions import wilson_interval
 from trailmark.data.trials import NeedleTrial, needle_trials
 from trailmark.evaluation.asking import Answer, Asker
-from trailmark.evaluation.planting import chunks_in_sight
 from trailmark.memory import ChunkCache
-from trailmark.models import (
-    DRTForCausalLM,
-    LandmarkForCausalLM,
-    RPTForCausalLM,
-    TrailmarkForCausalLM,
-)
+from trailmark.models import TrailmarkForCausalLM
 
 # Haystacks of one length together have about this many tokens, but at least one and at most ten are read.
 _TOKENS_PER_LENGTH, _MOST_HAYSTACKS = 1 << 20, 10
@@ -139,7 +133,7 @@ def evaluate_needles(
     if len(text) < S * 4:
         raise ValueError(f"text: expected at least {4 * S} tokens to hide needles in, got {len(text)}.")
     asks = 1 if phases == "end" else 2  # chunks that a question takes
-    chunks, sight = length // S - asks, chunks_in_sight(model, S)
+    chunks, sight = length // S - asks, model.chunks_in_sight(S)
     last = chunks - sight
     if last < needles:
         raise ValueError(
@@ -152,7 +146,7 @@ def evaluate_needles(
         phases,
         memory_tier,
         None if memory_dtype is None else str(memory_dtype).removeprefix("torch."),
-        retrieved=0 if isinstance(model, DRTForCausalLM | LandmarkForCausalLM | RPTForCausalLM) else None,
+        retrieved=0 if model.config.keeps_chunks else None,
     )
 
     def fresh(folder: Path | None) -> ChunkCache:
@@ -211,7 +205,7 @@ def _count(
     if answer.selected is not None:
         (selected,) = answer.selected
         groups = range(selected[-1].group + 1)
-        if isinstance(model, LandmarkForCausalLM):
+        if not model.selects_by_chunk:
             record["selected"] = [
                 sorted({m for some in selected if some.group == layer for m in some.chunks})
                 for layer in groups

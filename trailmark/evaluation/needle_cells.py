@@ -20,14 +20,12 @@ from trailmark.data.proportions import wilson_interval
 from trailmark.evaluation.asking import Answer, Asker, Reading, Selection, WholeTextAsker
 from trailmark.evaluation.losses import longest_text
 from trailmark.evaluation.marked_needles import num_haystacks
-from trailmark.evaluation.planting import can_be_planted, chunks_in_sight
 from trailmark.evaluation.reading import parse_dtype
 from trailmark.evaluation.record import Record
 from trailmark.evaluation.room import expect_room, memory_need, probe_length
 from trailmark.evaluation.subject import Subject
 from trailmark.evaluation.suite_needles import NeedleSettings
 from trailmark.memory import ChunkCache
-from trailmark.models import LandmarkForCausalLM
 
 _PROGRESS_SECONDS = 0.5
 _SHOWN = 40  # questions whose selected chunks stand with a result, for figures; all stand in the generations
@@ -103,7 +101,7 @@ class Suite:
     @property
     def shares(self) -> bool:
         """Whether one reading of a haystack serves all its trials, those of other depths too."""
-        return self.ours and can_be_planted(self.subject.model)
+        return self.ours and self.subject.model.can_be_planted
 
     @property
     def chunk_size(self) -> int:
@@ -124,7 +122,7 @@ class Suite:
         """Last chunks of a haystack that are seen other than through the memory; with full attention all are."""
         if not self.ours or self.subject.model.reach() is None:
             return 0
-        return chunks_in_sight(self.subject.model, self.chunk_size)
+        return self.subject.model.chunks_in_sight(self.chunk_size)
 
     @property
     def begins(self) -> int:
@@ -385,7 +383,7 @@ class Suite:
             "ranks": ranks,
             "reciprocal_rank": sum(0 if rank is None else 1 / rank for rank in ranks) / len(ranks),
         }
-        if isinstance(self.subject.model, LandmarkForCausalLM):  # many heads: what each layer read
+        if not self.subject.model.selects_by_chunk:  # many heads: what each layer read
             layers = range(self.subject.model.config.num_hidden_layers)
             shown["selected"] = [
                 [sorted({m for some in at if some.group == n for m in some.chunks}) for n in layers]

@@ -28,7 +28,7 @@ from trailmark.data.needle_tasks import make_task
 from trailmark.data.proportions import wilson_interval
 from trailmark.evaluation.marked_needles import NeedleResult, evaluate_needles
 from trailmark.evaluation.needle_cells import Suite
-from trailmark.evaluation.planting import chunks_in_sight, planted
+from trailmark.evaluation.planting import planted
 from trailmark.evaluation.record import Record
 from trailmark.evaluation.subject import Subject
 from trailmark.evaluation.suite_needles import PROTOCOLS, NeedleSettings
@@ -37,7 +37,6 @@ __all__ = [
     "PROTOCOLS",
     "NeedleResult",
     "NeedleSettings",
-    "chunks_in_sight",
     "evaluate_needles",
     "planted",
     "run",
