@@ -381,10 +381,13 @@ def words(cls: type, values: Mapping[str, Any]) -> list[str]:
 
     What is None, unknown, or only set by programs is left out; a flag stands where it is true.
     """
-    found = []
+    found: list[str] = []
     for field in dataclasses.fields(cls):
         about, value = declared(field), values.get(field.name)
         if value is None or not about.on_command_line:
+            continue
+        if about.argument:
+            found += map(as_text, value if isinstance(value, list | tuple) else [value])
             continue
         name = (about.option or f"--{field.name.replace('_', '-')}").split()[0]
         if isinstance(value, bool):
