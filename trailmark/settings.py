@@ -149,6 +149,23 @@ def parse_override(option: str, text: str) -> tuple[str, Any]:
         raise ValueError(f"{key}: expected a YAML value, got {value!r}.") from error
 
 
+def read_yaml(path: Path, name: str) -> dict[str, Any]:
+    """The sections and keys of a YAML file; messages begin with ``name``.
+
+    Raises:
+        ValueError: no file, no YAML, or something else than a mapping in it.
+    """
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"{name}: cannot read {str(path)!r}: {error.strerror}.") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ValueError(f"{name}: {str(path)!r} is no YAML file: {' '.join(str(error).split())}") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{name}: expected a mapping in {str(path)!r}, got {type(content).__name__}.")
+    return content
+
+
 def from_mapping(cls: type[_Declared], raw: Any, prefix: str = "") -> _Declared:
     """Make an instance of a dataclass from the sections and keys of a YAML file.
 
