@@ -29,9 +29,9 @@ class ExploreSettings(Settings):
 @takes(ExploreSettings)
 def explore(settings: ExploreSettings) -> None:
     """A page of what a model read in a text: each chunk, the past chunks that it read, and what they were worth."""
-    from trailmark.data.traces import read_trace
     from trailmark.report.console import Progress
     from trailmark.report.explorer import build, expect_inputs, expect_output, keeping
+    from trailmark.trace.lines import read_trace
 
     model, texts, output, memory = settings.model, list(settings.texts), settings.output, settings.memory
     keep = settings.keep_trace
@@ -44,7 +44,7 @@ def explore(settings: ExploreSettings) -> None:
     else:
         from trailmark.evaluation.reading import parse_dtype
         from trailmark.evaluation.subject import load
-        from trailmark.evaluation.trace import trace_memory, trace_texts
+        from trailmark.trace.texts import trace_memory, trace_texts
 
         assert model is not None
         subject = load(model)
