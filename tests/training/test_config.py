@@ -282,7 +282,7 @@ def test_needles_of_landmark_attention_lie_where_its_chunks_do(tmp_path: Path) -
         load_run_config(path, ["model.landmark_phase=random"])
     with pytest.raises(
         ValueError,
-        match=r"^model\.max_position_embeddings: expected positions for the 32 chunks of 20 tokens .* got as many as 639 tokens",
+        match=r"^model\.max_position_embeddings: expected positions for the 32 chunks of 20 tokens",
     ):
         load_run_config(path, ["model.max_position_embeddings=671"])
 
