@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 Progress = Callable[[int, int], None]
 """It is called with the bytes that are done and the bytes in all."""
 
-_PIECE_BYTES = 4 << 20
+_PIECE_BYTES = 1 << 20
 _THREADS = 8  # that hash files: more than a disk keeps busy
 _SPARE = 1 << 20  # bytes of a disk that are left alone
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)

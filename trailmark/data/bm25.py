@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trailmark.data.corpus import tokenizer_fingerprint, vocabulary_size
-from trailmark.data.files import read_json, write_text
+from trailmark.files import read_json, write_text
 from trailmark.data.shards import Corpus
 
 FORMAT = 1

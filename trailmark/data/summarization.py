@@ -24,7 +24,7 @@ from torch import Tensor
 
 from trailmark.data.batches import mix, permuted
 from trailmark.data.corpus import Tokens, tokenize, tokenizer_fingerprint
-from trailmark.data.files import sha256_of
+from trailmark.files import sha256_of
 from trailmark.data.niah import IGNORED, question_and_cue
 from trailmark.data.prepare import expect_as_prepared
 
