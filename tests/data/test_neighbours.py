@@ -26,11 +26,11 @@ from trailmark.data.bm25 import fit_bm25
 from trailmark.data.corpus import load_tokenizer, tokenize
 from trailmark.data.embedders import open_embedder
 from trailmark.data.neighbour_files import TableProgress, write_table
-from trailmark.files import locked, read_json
 from trailmark.data.neighbours import NeighbourTable, Rule, build_neighbours
 from trailmark.data.prepare import prepare
 from trailmark.data.recipes import parse_source
 from trailmark.data.shards import Corpus
+from trailmark.files import locked, read_json
 from trailmark.models import DRTConfig, DRTForCausalLM, RPTConfig, RPTForCausalLM
 from trailmark.models.grid import lay_out
 

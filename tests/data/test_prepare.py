@@ -26,11 +26,11 @@ import trailmark
 from tests.data.corpora import contents, prose, save_bpe, write_folder
 from trailmark.data.corpus import load_tokenizer, tokenizer_fingerprint
 from trailmark.data.encoders import Encoder, encode_in_order
-from trailmark.files import read_json
 from trailmark.data.prepare import Progress, pieces, prepare, prepare_pairs, verify_pairs
 from trailmark.data.recipes import parse_source
 from trailmark.data.shards import Corpus
 from trailmark.data.sources import LocalFiles
+from trailmark.files import read_json
 
 SHARD = 9000  # tokens; three or four shards of the folder below
 

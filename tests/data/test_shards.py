@@ -20,8 +20,8 @@ from hypothesis import strategies as st
 from tests.data.corpora import prose, save_bpe
 from trailmark.data.batches import Windows
 from trailmark.data.corpus import load_tokenizer, tokenizer_fingerprint
-from trailmark.files import sha256_of, write_json
 from trailmark.data.shards import Corpus, ShardWriter, make_manifest, token_dtype
+from trailmark.files import sha256_of, write_json
 
 TOKENIZER = {"name": "some", "fingerprint": "f" * 64, "vocab_size": 1000, "end_of_text": None}
 

@@ -18,8 +18,8 @@ import numpy as np
 import numpy.typing as npt
 
 from trailmark.data.corpus import tokenizer_fingerprint, vocabulary_size
-from trailmark.files import read_json, write_text
 from trailmark.data.shards import Corpus
+from trailmark.files import read_json, write_text
 
 FORMAT = 1
 K1, B = 1.2, 0.75

@@ -1,7 +1,7 @@
 """Write a neighbour table block by block, so that the same command goes on after any interruption.
 
-:mod:`.neighbours` reads it. Until the manifest is there ``neighbours.progress.json`` says what the folder is to hold and
-how many windows of it are on the disk; what a kill leaves besides is made again.
+:mod:`.neighbours` reads it. Until the manifest is there ``neighbours.progress.json`` says what the folder is to hold
+and how many windows of it are on the disk; what a kill leaves besides is made again.
 """
 
 from __future__ import annotations

@@ -9,12 +9,12 @@ from typing import Any
 from trailmark.data.bm25 import fit_bm25
 from trailmark.data.corpus import load_tokenizer
 from trailmark.data.embedders import Embedder, device_named, open_embedder
-from trailmark.files import read_json
 from trailmark.data.neighbour_files import MANIFEST as TABLE
 from trailmark.data.neighbour_files import TABLE_PROGRESS, TableProgress, expect_place_of_table
 from trailmark.data.neighbours import NeighbourTable, Rule, build_neighbours, count_chunks
 from trailmark.data.shards import MANIFEST, Corpus
 from trailmark.data.texts import open_text
+from trailmark.files import read_json
 
 BM25_FILE = "bm25.json"
 

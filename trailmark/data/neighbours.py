@@ -30,7 +30,6 @@ from trailmark.data.embedders import Embedder
 from trailmark.data.neighbour_files import (
     INDICES,
     KIND,
-    MANIFEST,
     MOST_CHUNKS,
     NONE,
     SCORE_DTYPES,

@@ -67,7 +67,7 @@ class Shard:
 
 
 def corpus_fingerprint(shards: Sequence[Shard], dtype: str, tokenizer_fingerprint: str) -> str:
-    """The SHA-256 over the shards' hashes, their type and the tokenizer's fingerprint: it names what a run trains on."""
+    """The SHA-256 of the shards' hashes, their type and the tokenizer's fingerprint names what a run trains on."""
     hashes = [part for shard in shards for part in (shard.sha256, shard.documents_sha256)]
     return hashlib.sha256("\n".join([dtype, tokenizer_fingerprint, *hashes]).encode()).hexdigest()
 

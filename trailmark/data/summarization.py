@@ -24,9 +24,9 @@ from torch import Tensor
 
 from trailmark.data.batches import mix, permuted
 from trailmark.data.corpus import Tokens, tokenize, tokenizer_fingerprint
-from trailmark.files import sha256_of
 from trailmark.data.niah import IGNORED, question_and_cue
 from trailmark.data.prepare import expect_as_prepared
+from trailmark.files import sha256_of
 
 logger = logging.getLogger(__name__)
 

@@ -20,7 +20,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from trailmark.data.corpus import tokenizer_fingerprint, vocabulary_size
-from trailmark.data.embedders import as_arrays, fingerprint_of
+from trailmark.data.token_embedders import as_arrays, fingerprint_of
 
 logger = logging.getLogger(__name__)
 
