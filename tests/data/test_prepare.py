@@ -543,12 +543,10 @@ def test_pairs_are_written_as_lines(tmp_path: Path) -> None:
     path.write_text("changed")
     with pytest.raises(ValueError, match=r"^output: .*pairs\.jsonl' was changed"):
         prepare_pairs(source, tmp_path / "out")
-    with pytest.raises(
-        ValueError, match=r"^data: expected the SHA-256 \w{64} .*pairs\.jsonl' has \w{64}: it was changed"
-    ):
+    with pytest.raises(ValueError, match=r"^data: .*pairs\.jsonl has 7 bytes, expected \d+"):
         verify_pairs(tmp_path / "out")
     path.unlink()
-    with pytest.raises(ValueError, match=r"^data: .*pairs\.jsonl' is missing"):
+    with pytest.raises(ValueError, match=r"^data: .*pairs\.jsonl is missing"):
         verify_pairs(tmp_path / "out")
     (tmp_path / "out" / "pairs.json").write_text("[")
     path.write_text("{}")

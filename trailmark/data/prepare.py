@@ -27,7 +27,8 @@ from trailmark.data.encoders import Encoder, Ids, encode_in_order
 from trailmark.data.shards import MANIFEST, Corpus, Shard, ShardWriter, make_manifest, token_dtype
 from trailmark.data.sources import LocalFiles, Source
 from trailmark.files import (
-    counting,
+    FileEntry,
+    FolderKind,
     expect_room,
     expect_same_settings,
     expect_writable,
@@ -45,6 +46,7 @@ logger = logging.getLogger(__name__)
 
 PROGRESS = "progress.json"
 PAIRS, PAIRS_MANIFEST = "pairs.jsonl", "pairs.json"
+_PAIRS_KIND = FolderKind("data", PAIRS_MANIFEST, 1, "prepared pairs", "trailmark prepare --pairs")
 SHARD_TOKENS = 1 << 26  # 134 MB as uint16: a minute or so of work is the most that a kill costs
 _PIECE = 1 << 17  # characters of a longer document that are tokenised at a time
 _JOB = 1 << 18  # characters that are sent to a process together, at least
@@ -380,21 +382,14 @@ def verify_pairs(folder: str | Path, progress: Callable[[int, int], None] = lamb
     Raises:
         ValueError: no prepared pairs there, or damaged ones.
     """
-    path, manifest = Path(folder) / PAIRS, Path(folder) / PAIRS_MANIFEST
-    if not manifest.is_file():
-        raise ValueError(
-            f"data: expected prepared pairs, {str(folder)!r} has no {PAIRS_MANIFEST}. Make them with trailmark prepare "
-            "--pairs."
-        )
+    folder = Path(folder)
+    about = _PAIRS_KIND.read(folder)
     try:
-        digest = sha256_of(path, counting(progress, path.stat().st_size))
-    except OSError as error:
-        raise ValueError(
-            f"data: {str(path)!r} is missing or unreadable ({error.strerror}). Remove {PAIRS_MANIFEST} and prepare the "
-            "pairs again."
-        ) from error
-    expect_as_prepared(path, digest)
-    return int(read_json(manifest)["pairs"])
+        pairs, entry = int(about["pairs"]), FileEntry(int(about["bytes"]), str(about["sha256"]))
+    except (KeyError, TypeError, ValueError) as error:
+        raise _PAIRS_KIND.broken(folder, error) from error
+    _PAIRS_KIND.verify(folder, {PAIRS: entry}, progress)
+    return pairs
 
 
 # --- documents to jobs -------------------------------------------------------------------------------------
