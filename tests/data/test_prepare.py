@@ -540,10 +540,12 @@ def test_pairs_are_written_as_lines(tmp_path: Path) -> None:
         ValueError, match=r"^output: .* source column 'article', this command asks for 'highlights'"
     ):
         prepare_pairs(other, tmp_path / "out")
-    path.write_text("changed")
+    path.write_bytes(b" " + path.read_bytes()[1:])
     with pytest.raises(ValueError, match=r"^output: .*pairs\.jsonl' was changed"):
         prepare_pairs(source, tmp_path / "out")
-    with pytest.raises(ValueError, match=r"^data: .*pairs\.jsonl has 7 bytes, expected \d+"):
+    with pytest.raises(
+        ValueError, match=r"^data: .* is damaged: pairs\.jsonl was changed: its SHA-256 is \w{12}"
+    ):
         verify_pairs(tmp_path / "out")
     path.unlink()
     with pytest.raises(ValueError, match=r"^data: .*pairs\.jsonl is missing"):

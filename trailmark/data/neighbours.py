@@ -156,9 +156,9 @@ def build_neighbours(
             x.view(stop - first, chunks, -1)
             for x in embedder(torch.from_numpy(ids.astype(np.int64)), lengths)
         )
-        found = [_nearest(q, k, limits, num_neighbours) for q, k in zip(queries, keys, strict=True)]
-        own = np.stack([products for _, products in found]) if scores is not None else None
-        return np.stack([indices for indices, _ in found]), own
+        nearest = [_nearest(q, k, limits, num_neighbours) for q, k in zip(queries, keys, strict=True)]
+        own = np.stack([products for _, products in nearest]) if scores is not None else None
+        return np.stack([indices for indices, _ in nearest]), own
 
     about = {
         "kind": "embedder",
@@ -211,7 +211,7 @@ def table_about(
 def _nearest(
     queries: Tensor, keys: Tensor, limits: Integers, count: int
 ) -> tuple[Integers, npt.NDArray[np.float32]]:
-    """Of one window, queries and keys [C, d]: the best chunks [C, K] and their products, -inf where there is none."""
+    """Find a window's best chunks [C, K] for queries and keys [C, d], and their products, -inf where there is none."""
     chunks, queries, keys = len(queries), queries.double(), keys.double()
     indices, products = np.empty((chunks, count), np.int64), np.empty((chunks, count), np.float32)
     step = max(1, _PRODUCTS // chunks)
@@ -222,8 +222,8 @@ def _nearest(
             raise ValueError(
                 "embedder: expected vectors with finite products, got others. Name another embedder."
             )
-        found = indices[rows] = best_chunks(scores, limits[rows], count)
-        products[rows] = np.where(found >= 0, np.take_along_axis(scores, found.clip(0), 1), -np.inf)
+        best = indices[rows] = best_chunks(scores, limits[rows], count)
+        products[rows] = np.where(best >= 0, np.take_along_axis(scores, best.clip(0), 1), -np.inf)
     return indices, products
 
 
@@ -327,18 +327,18 @@ class NeighbourTable:
         return sum(entry["bytes"] for entry in self.manifest["files"].values())
 
     def batch(self, windows: Sequence[int]) -> tuple[Tensor, Tensor | None]:
-        """Neighbours int64 [B, C, K] of windows 0 .. W - 1, -1 where there is none; their scores float32, if kept."""
+        """Read neighbours int64 [B, C, K] of windows 0 .. W - 1, -1 for none, and their scores float32, if kept."""
         if len(windows) and not 0 <= min(windows) <= max(windows) < self.windows:
             raise ValueError(
                 f"windows: expected 0 .. {self.windows - 1}, got {min(windows)} .. {max(windows)}."
             )
         numbers = np.asarray(windows, np.int64)
-        found = self._map(INDICES)[numbers].astype(np.int64)
-        found[found == NONE] = -1
+        indices = self._map(INDICES)[numbers].astype(np.int64)
+        indices[indices == NONE] = -1
         scores = None
         if SCORES in self._dtypes():
             scores = torch.from_numpy(self._map(SCORES)[numbers].astype(np.float32))
-        return torch.from_numpy(found), scores
+        return torch.from_numpy(indices), scores
 
     def verify(self, progress: Callable[[int, int], None] = lambda done, total: None) -> None:
         """Read every byte and compare its file's SHA-256 with the manifest's; ``progress(bytes done, bytes in all)``.

@@ -71,7 +71,7 @@ class Progress:
 
 @dataclass(frozen=True)
 class _Mark:
-    """What a piece of text is: (a piece of) the document of a row, or no text: the row was left out."""
+    """What a piece of text is: the document of a row or a piece of it, or nothing where the row was left out."""
 
     row: int
     last: bool
@@ -269,7 +269,7 @@ class _Run:
     # --- room on the disk, and progress ----------------------------------------------------------------------
 
     def _look_for_room(self) -> None:
-        """Before each shard, and once early on: room for the rest, as far as what was written tells its size."""
+        """Look for room for the rest before each shard, and early on, as far as what was written tells its size."""
         total, self.room_known = self.source.size(), self.written > _FIRST_LOOK
         needed = 0
         if total is not None and self.room_known:
@@ -353,7 +353,7 @@ def prepare_pairs(
 
 
 def expect_as_prepared(path: Path, sha256: str) -> None:
-    """Raises ValueError if ``pairs.json`` beside a ``pairs.jsonl`` tells another hash than its own."""
+    """Raise a ValueError if ``pairs.json`` beside a ``pairs.jsonl`` tells another hash than its own."""
     if path.name != PAIRS or not (path.parent / PAIRS_MANIFEST).exists():
         return
     about = read_json(path.parent / PAIRS_MANIFEST)
@@ -415,7 +415,7 @@ def pieces(text: str, size: int = _PIECE) -> Iterator[str]:
 
 
 def _jobs(source: Source, first: int) -> Iterator[tuple[list[_Mark], list[str]]]:
-    """Pieces of documents, enough for a process to be worth the way; cut by the text alone."""
+    """Give pieces of documents, enough for a process to be worth the way, cut by the text alone."""
     marks: list[_Mark] = []
     texts: list[str] = []
     size = 0

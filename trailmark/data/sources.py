@@ -229,7 +229,7 @@ def _read_document(file: SourceFile, columns: Sequence[str], where: Where | None
 
 
 def _read_lines(file: SourceFile, columns: Sequence[str], where: Where | None, skip: int) -> _Rows:
-    """Rows of JSON lines; blank lines are none."""
+    """Read rows of JSON lines; a blank line is no row."""
     number = 0
     try:
         with open(file.path, "rb") as raw, _unpacked(raw, file.path) as lines:
@@ -310,7 +310,7 @@ def needed_columns(columns: Sequence[str], where: Where | None) -> list[str]:
 
 
 def expect_columns(needed: Sequence[str], present: Any, place: str) -> None:
-    """Raises ValueError if a column is missing, and names those that there are."""
+    """Raise a ValueError if a column is missing, and name those that there are."""
     if missing := [name for name in needed if name not in present]:
         raise ValueError(
             f"column: expected {missing[0]!r}, {place} has {', '.join(map(repr, present)) or 'none'}. "

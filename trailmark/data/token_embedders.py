@@ -38,8 +38,8 @@ class HashEmbedder:
 
     def __call__(self, ids: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
         """Unit vectors [n, d], the same for queries and keys; zeros for a chunk without tokens."""
-        found = self._places.known(distinct_tokens(*as_arrays(ids, lengths)))
-        sums = self._places.sums(found, np.sqrt(found.counts), len(ids))
+        distinct = self._places.known(distinct_tokens(*as_arrays(ids, lengths)))
+        sums = self._places.sums(distinct, np.sqrt(distinct.counts), len(ids))
         norms = np.sqrt((sums * sums).sum(1, keepdims=True))
         vectors = torch.from_numpy((sums / np.where(norms > 0, norms, 1)).astype(np.float32))
         return vectors, vectors
@@ -68,10 +68,12 @@ class Bm25Embedder:
     def __call__(self, ids: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
         """Queries and keys [n, d], float32."""
         tokens, own = as_arrays(ids, lengths)
-        found = self._places.known(distinct_tokens(tokens, own))
-        weights = found.counts * self._bm25.idf(found.tokens)
-        parts = self._bm25.saturated(found.counts, own[found.rows])
-        queries, keys = (self._places.sums(found, x, len(ids)).astype(np.float32) for x in (weights, parts))
+        distinct = self._places.known(distinct_tokens(tokens, own))
+        weights = distinct.counts * self._bm25.idf(distinct.tokens)
+        parts = self._bm25.saturated(distinct.counts, own[distinct.rows])
+        queries, keys = (
+            self._places.sums(distinct, x, len(ids)).astype(np.float32) for x in (weights, parts)
+        )
         return torch.from_numpy(queries), torch.from_numpy(keys)
 
 
@@ -89,15 +91,15 @@ class Places:
             self._place = ((draws >> np.uint64(32)) * np.uint64(size) >> np.uint64(32)).astype(np.int64)
             self._sign = 1.0 - 2.0 * (draws & np.uint64(1)).astype(np.float64)
 
-    def known(self, found: Distinct) -> Distinct:
+    def known(self, distinct: Distinct) -> Distinct:
         """Without tokens past the vocabulary, which are no text: a model with a larger one may generate them."""
-        mine = found.tokens < self._vocab_size
-        return found if mine.all() else Distinct(*(x[mine] for x in found))
+        mine = distinct.tokens < self._vocab_size
+        return distinct if mine.all() else Distinct(*(x[mine] for x in distinct))
 
-    def sums(self, found: Distinct, weights: Any, rows: int) -> Any:
+    def sums(self, distinct: Distinct, weights: Any, rows: int) -> Any:
         """The signed weights [m] of each row's tokens, added up by place: [rows, size] float64."""
-        place = found.rows * self.size + self._place[found.tokens]
-        added = np.bincount(place, self._sign[found.tokens] * weights, rows * self.size)
+        place = distinct.rows * self.size + self._place[distinct.tokens]
+        added = np.bincount(place, self._sign[distinct.tokens] * weights, rows * self.size)
         return added.reshape(rows, self.size)
 
 

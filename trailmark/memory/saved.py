@@ -460,11 +460,11 @@ def _expect_not_overwritten(path: Path, chunks: _ChunkFile) -> None:
 
 
 def _expect_size(path: Path, size: int, exact: bool) -> None:
-    found = path.stat().st_size
-    if found < size or (exact and found > size):
+    length = path.stat().st_size
+    if length < size or (exact and length > size):
         expected = f"{'' if exact else 'at least '}{size} bytes"
-        cut_off = " It was cut off." if found < size else ""
-        raise ValueError(_damaged(path, f"{expected} as in the manifest, got {found}") + cut_off)
+        cut_off = " It was cut off." if length < size else ""
+        raise ValueError(_damaged(path, f"{expected} as in the manifest, got {length}") + cut_off)
 
 
 def _damaged(path: Path, difference: str) -> str:
