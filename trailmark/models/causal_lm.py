@@ -33,7 +33,7 @@ from trailmark.models.embedding import ChunkEmbedder, Given, expect_embedder
 from trailmark.models.generation import ChunkGenerationMixin
 from trailmark.models.grid import Grid, Integers, lay_out
 from trailmark.models.layers import LayerNorm, RMSNorm
-from trailmark.models.loss import causal_loss, mean_at
+from trailmark.models.loss import shift_labels, text_loss
 from trailmark.models.text import Text, present_tokens
 from trailmark.models.without_retrieval import without_retrieval
 from trailmark.ops import ChunkSelection
@@ -354,13 +354,13 @@ class TrailmarkForCausalLM(ModelAnswers, PreTrainedModel, ChunkGenerationMixin):
             extra = self.landmark_terms(logits, states, *(text.in_columns(x) for x in hidden.own))
         loss = None
         if labels is not None:
-            labels = self.bearing_loss(labels, input_ids, document_ids)
-            loss = causal_loss(logits, labels, num_items_in_batch)
-            if extra is not None:
-                loss = loss + mean_at(extra, labels, num_items_in_batch)
-            if hidden.ranking is not None:
-                each = hidden.ranking[:, None].expand(labels.shape)
-                loss = loss + mean_at(each, labels, num_items_in_batch)
+            loss = text_loss(
+                logits,
+                shift_labels(self.bearing_loss(labels, input_ids, document_ids)),
+                total=num_items_in_batch,
+                landmark_loss=extra,
+                ranking_loss=hidden.ranking,
+            )
         retrieval = hidden.retrieval if output_retrieval else None
         if retrieval is not None and hidden.closed is None:
             retrieval = tuple(text.selection_in_columns(chosen) for chosen in retrieval)
