@@ -365,7 +365,8 @@ def _check_lengths(config: RunConfig, model: TrailmarkConfig) -> None:
     early = {"niah": data.num_landmarks + (data.early_landmarks > 0), "summarization": 1}
     most, length = model.longest_training_text(early.get(data.task, 0)), config.training.context_length
     if most is not None and length > most:
+        positions = getattr(model, "max_position_embeddings", most)
         raise ValueError(
-            f"training.context_length: expected at most {most} tokens, which have positions together with their "
+            f"training.context_length: expected at most {most} tokens, which have {positions} positions with their "
             f"landmarks (model.max_position_embeddings), got {length}."
         )
