@@ -134,12 +134,6 @@ def test_golden_values() -> None:
     assert hashlib.sha256(close.numpy().tobytes()).hexdigest()[:16] == "bc94284f2fa0a8e5"
 
 
-def test_seeds_and_epochs_differ() -> None:
-    a, b = (windows(5, seed).batch(0, 50) for seed in (0, 1))
-    assert not torch.equal(a, b)
-    assert not torch.equal(a, windows(5).batch(200, 50))
-
-
 def test_the_whole_text_as_one_window() -> None:
     text = windows(1000)
     rows = text.batch(0, 20)
@@ -303,12 +297,6 @@ def test_no_chunk_or_every_chunk_is_closed_early() -> None:
     for row in text.close_chunk(0, 50, 8, 1.0):
         assert all(early for _, early in sizes_of(row, 8))
     assert text.close_chunk(0, 2, 2, 1.0).all()  # after each token
-
-
-def test_samples_and_seeds_have_landmarks_of_their_own() -> None:
-    a, b = (windows(100, seed).close_chunk(0, 20, 8, 0.5) for seed in (0, 1))
-    assert a.unique(dim=0).shape[0] == 20
-    assert not torch.equal(a, b)
 
 
 @pytest.mark.parametrize(
