@@ -85,7 +85,7 @@ def assert_low_precision_within_budget(
     draws another one. Where the oracle's error on these inputs does not suffice, it is therefore the largest of
     several draws: on inputs that differ from these by a sixteenth or less, so that everything is rounded anew while
     sizes and masks stay. The inputs of ``fast`` are always the given ones. An oracle that chooses something by its
-    inputs has to be given the choice.
+    inputs has to be given the choice. This widens what is allowed; test_budgets.py shows what is refused all the same.
 
     ``names``: of the outputs and the gradients, for messages.
     """

@@ -78,8 +78,8 @@ def tables(layout: LandmarkLayout) -> Tables:
     """Made once for all layers that share the layout, on the device: nothing waits for it."""
     if "triton" not in layout.memo:
         layout.memo["triton"] = _tables(layout)
-    found: Tables = layout.memo["triton"]
-    return found
+    remembered: Tables = layout.memo["triton"]
+    return remembered
 
 
 def _tables(layout: LandmarkLayout) -> Tables:

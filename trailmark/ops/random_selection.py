@@ -65,13 +65,13 @@ def random_chunks(
     drawn = fold_seed(seed[:, None, None], asks[..., None], slots)  # [B, N, K] of 32 bits
     last = count[..., None] - num_retrieved + slots  # j
     places = drawn.mul(last.clamp(min=0) + 1).bitwise_right_shift(32)
-    found: list[Tensor] = []
+    taken: list[Tensor] = []
     for k in range(num_retrieved):
         place = places[..., k]
-        for earlier in found:
+        for earlier in taken:
             place = torch.where(earlier == places[..., k], last[..., k], place)
-        found.append(place)
-    chosen = torch.stack(found, dim=-1).sort(dim=-1).values
+        taken.append(place)
+    chosen = torch.stack(taken, dim=-1).sort(dim=-1).values
     few = torch.where(slots < count[..., None], slots, -1)
     chosen = torch.where(count[..., None] >= num_retrieved, chosen, few)
     return torch.where(chosen >= 0, chosen + first[..., None], -1)

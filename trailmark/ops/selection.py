@@ -237,8 +237,8 @@ def _score_and_weigh(
     """(chosen, weights, scores) [B, N, J, K]; differentiable in query and landmarks."""
     dtype = arithmetic_dtype(query, *segments)
     missing = chosen < 0
-    if found := _in_slabs(query, segments, chosen):
-        scores = row_scores(*found).view(chosen.shape) * scale
+    if in_slabs := _in_slabs(query, segments, chosen):
+        scores = row_scores(*in_slabs).view(chosen.shape) * scale
     elif any(segment.shape[1] for segment in segments):
         picked = gather(segments, chosen.clamp(min=0), dtype)
         if query.requires_grad and torch.is_grad_enabled():

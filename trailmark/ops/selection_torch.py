@@ -85,10 +85,10 @@ def search(call: SearchCall, start: Bounds, end: Bounds) -> Tensor:
             best[i].append(_top(scores, K + 1, first))
             if len(best[i]) == _UNMERGED:
                 best[i] = [_merge(best[i], K + 1)]
-    found = []
+    of_slabs = []
     for rows, parts in zip(slabs, best, strict=True):
         if not parts:
-            found.append(torch.full((B, J, rows.stop - rows.start, K), -1, device=query.device))
+            of_slabs.append(torch.full((B, J, rows.stop - rows.start, K), -1, device=query.device))
             continue
         top = _merge(parts, K + 1)
         chosen = _ascending(top, K)
@@ -104,8 +104,8 @@ def search(call: SearchCall, start: Bounds, end: Bounds) -> Tensor:
                         _rescore_near if J == 1 and (B == 1 or all(map(is_shared, segments))) else _rescore
                     )
                     chosen[b, j, n] = rescore(asked[b, j, at], b, j, segments, *rest, lowest[b, j, n])
-        found.append(chosen)
-    return (found[0] if len(found) == 1 else torch.cat(found, dim=2)).transpose(1, 2)
+        of_slabs.append(chosen)
+    return (of_slabs[0] if len(of_slabs) == 1 else torch.cat(of_slabs, dim=2)).transpose(1, 2)
 
 
 class _Best(NamedTuple):
@@ -232,11 +232,11 @@ def _rescore_near(
     query, number, score = torch.cat(queries), torch.cat(numbers), torch.cat(sums)
     order = query.argsort(stable=True)  # by query, then by chunk
     counts = torch.bincount(query, minlength=len(asked))
-    found = []
+    of_queries = []
     for own in order.split(counts.tolist()):
         best = score[own].argsort(descending=True, stable=True)[:K]
-        found.append(_ascending(_Best(score[own][best], number[own][best]), K))
-    return torch.stack(found)
+        of_queries.append(_ascending(_Best(score[own][best], number[own][best]), K))
+    return torch.stack(of_queries)
 
 
 def _ascending(best: _Best, K: int) -> Tensor:

@@ -31,7 +31,7 @@ class DocumentBlocks:
 
     @staticmethod
     def of(documents: Tensor, window: int, least: int, most: int) -> DocumentBlocks | None:
-        """Of documents int64 [B, T] on a CPU; None if one stands in several pieces.
+        """Cut ``documents``, int64 [B, T] on a CPU, into blocks; None if a document stands in several pieces.
 
         Blocks have ``least``, twice, four times ... that many rows, at most ``most``: whatever costs least.
         """
@@ -79,7 +79,7 @@ def _cost(lengths: Tensor, old: int, size: int) -> int:
 
 @dataclass(frozen=True)
 class Moves:
-    """Rows to other places, none twice."""
+    """Moves rows to other places, none of them twice."""
 
     source: Tensor  # int64 [n] where each row comes from; any where from none
     missing: Tensor  # those rows
