@@ -280,10 +280,10 @@ def test_a_disk_that_is_full_at_the_end(tmp_path: Path, monkeypatch: pytest.Monk
     run = Run(run_config(tmp_path), text=TEXT)
     save = PreTrainedModel.save_pretrained
 
-    def full(model: Any, folder: Any, **options: Any) -> None:
+    def full(model: Any, folder: Any, *more: Any, **options: Any) -> None:
         if ".saving-" in str(folder):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        save(model, folder, **options)
+        save(model, folder, *more, **options)
 
     monkeypatch.setattr(PreTrainedModel, "save_pretrained", full)
     with pytest.raises(ValueError, match=r"^output: cannot save in .* \(.*No space left on device\)"):
