@@ -9,11 +9,11 @@ from typing import Any
 
 from case_study_baselines import RULES
 from case_study_scores import VARIANTS
-from trailmark.report.values import listed
 
 from trailmark.data.proportions import wilson_interval
 from trailmark.report.console import duration
 from trailmark.report.tables import markdown_table
+from trailmark.report.values import listed
 
 Record = dict[str, Any]
 
