@@ -39,6 +39,7 @@ class Declaration:
     default: str | None = None
     least: float | None = None
     most: float | None = None
+    below: float | None = None
     choices: Sequence[Any] | Callable[[], Iterable[Any]] = ()
     option: str | None = None
     argument: bool = False
@@ -55,7 +56,8 @@ def setting(value: Any = dataclasses.MISSING, help: str = "", **more: Any) -> An
         value: its default; without one the setting must be given.
         help: what it means, a phrase that ends with a full stop.
         default: the default in words, where ``value`` does not tell it; "" says nothing about it.
-        least, most: the bounds of a number, or of each number of a tuple.
+        least, most: the bounds of a number, or of each number of a tuple. below: instead of ``most``, where the bound
+            itself is out of it.
         choices: the values that are allowed beside None, or a function that gives them where knowing them is costly.
         option: the names of its option, as "--output -o"; None: the field's name.
         argument: whether it is given by its place on the command line and not by an option.
@@ -114,7 +116,7 @@ def _checked(field: dataclasses.Field[Any], value: Any, kind: Any) -> Any:
         if about.choices:
             _expect_choice(field.name, part, about.choices)
         if isinstance(part, int | float):
-            _expect_within(field.name, part, about.least, about.most)
+            _expect_within(field.name, part, about)
     return value
 
 
@@ -125,7 +127,14 @@ def _expect_choice(name: str, value: Any, choices: Sequence[Any] | Callable[[], 
         raise ValueError(f"{name}: expected one of {expected}, got {value!r}.{nearest(value, allowed, '')}")
 
 
-def _expect_within(name: str, value: float, least: float | None, most: float | None) -> None:
+def _expect_within(name: str, value: float, about: Declaration) -> None:
+    least, most, below = about.least, about.most, about.below
+    if below is not None:
+        if value >= below or (least is not None and value < least):
+            raise ValueError(
+                f"{name}: expected {'' if least is None else f'{least} to '}below {below}, got {value}."
+            )
+        return
     if (least is not None and value < least) or (most is not None and value > most):
         ends = {
             (True, False): f"{least} or more",
@@ -133,6 +142,21 @@ def _expect_within(name: str, value: float, least: float | None, most: float | N
             (True, True): f"{least} to {most}",
         }
         raise ValueError(f"{name}: expected {ends[least is not None, most is not None]}, got {value}.")
+
+
+def expect_bounds(settings: Any, prefix: str) -> None:
+    """Check the numbers of a dataclass whose fields may be set one by one, as those of a run are.
+
+    Args:
+        prefix: the section, which messages name.
+
+    Raises:
+        ValueError: a number out of its field's bounds.
+    """
+    for field in dataclasses.fields(settings):
+        value, about = getattr(settings, field.name), declared(field)
+        if isinstance(value, int | float):
+            _expect_within(f"{prefix}.{field.name}", value, about)
 
 
 # --- from text and from YAML -------------------------------------------------------------------------------------

@@ -149,7 +149,7 @@ def test_selection_is_over_all_blocks(tier: str) -> None:
     query = torch.randn(2, 3, E, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     limits = torch.tensor([[0, 71, 150], [69, 103, 5]])
     whole = torch.cat(child.memory.blocks(150, 2), dim=1)
-    ours = child.memory.select(query, 150, 4, limits, 0.3)
+    ours = child.memory.search.select(query, child.memory.blocks(150, 2), 4, limits, 0.3)
     for one, other in zip(ours, select_chunks(query, whole, 4, limits, scale=0.3), strict=True):
         assert torch.equal(one, other)
 

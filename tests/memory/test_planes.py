@@ -157,7 +157,7 @@ def lives(draw: st.DrawFn) -> tuple[int, list[Any]]:
 
 
 @settings(max_examples=60)
-@given(lives(), st.sampled_from(TIERS), st.sampled_from([1, 3]), st.sampled_from([None, 1, 5, 40]))
+@given(lives(), st.sampled_from(list(TIERS)), st.sampled_from([1, 3]), st.sampled_from([None, 1, 5, 40]))
 def test_what_counts_is_found(
     life: tuple[int, list[Any]], tier: str, planes: int, max_chunks: int | None
 ) -> None:

@@ -27,12 +27,13 @@ from trailmark.memory.disk import DiskStore
 from trailmark.memory.files import NoSpaceError, temporary_folder
 from trailmark.memory.recent import RecentRecords
 from trailmark.memory.records import ChunkStore
-from trailmark.memory.resident import ResidentStore
+from trailmark.memory.resident import DeviceStore, HostStore, ResidentStore
 from trailmark.memory.store import TIERS, make_store, open_store
 
 MODULES = (records_module, files, resident, disk, recent)
 
 SHAPE = (2, 2, 3, 5)  # 2, J, S, D
+KINDS: dict[str, type[ResidentStore]] = {"device": DeviceStore, "host": HostStore}
 MIB = 1 << 20
 linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 
@@ -260,7 +261,7 @@ def test_a_log_is_streamed_to_a_file_and_to_other_tiers(
 @pytest.mark.parametrize("tier", ["device", "host"])
 @pytest.mark.parametrize("capacity", [0, 1, 100])
 def test_growing_moves_nothing(tier: str, capacity: int) -> None:
-    store = ResidentStore(tier, SHAPE, torch.float32, "cpu", capacity)
+    store = KINDS[tier](SHAPE, torch.float32, "cpu", capacity)
     places: list[int] = []
     for number in range(1000):
         store.write(number, records(1, seed=number))
@@ -272,7 +273,7 @@ def test_growing_moves_nothing(tier: str, capacity: int) -> None:
 
 
 def test_segments_are_of_limited_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    store = ResidentStore("host", SHAPE, torch.float32, "cpu", capacity=1)
+    store = HostStore(SHAPE, torch.float32, "cpu", capacity=1)
     monkeypatch.setattr(resident, "_SEGMENT_BYTES", 5 * store.record_bytes + 1)
     store.write(0, records(40))
     assert [len(x) for x in store._segments.tensors] == [1, 1, 2, 4, 5, 5, 5, 5, 5, 5, 5]
@@ -283,7 +284,7 @@ def test_segments_are_of_limited_size(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @linux
 def test_room_that_is_not_used_takes_no_memory() -> None:
-    store = ResidentStore("host", SHAPE, torch.float32, "cpu", capacity=2**30 // (60 * 4))
+    store = HostStore(SHAPE, torch.float32, "cpu", capacity=2**30 // (60 * 4))
     before = anonymous_bytes()
     store.write(0, records(10))
     assert anonymous_bytes() - before < 20 * MIB
@@ -291,7 +292,7 @@ def test_room_that_is_not_used_takes_no_memory() -> None:
 
 def test_memory_that_cannot_be_had_is_named_with_the_way_out() -> None:
     for tier, way_out in (("device", "memory_tier='host' or 'disk'"), ("host", "memory_tier='disk'")):
-        store = ResidentStore(tier, SHAPE, torch.float32, "cpu", capacity=1 << 50)
+        store = KINDS[tier](SHAPE, torch.float32, "cpu", capacity=1 << 50)
         with pytest.raises(ValueError, match=f"memory_tier: .* on tier '{tier}' .*{way_out}"):
             store.write(0, records(1))
         assert len(store) == 0
@@ -300,7 +301,7 @@ def test_memory_that_cannot_be_had_is_named_with_the_way_out() -> None:
 @linux
 def test_a_store_that_cannot_grow_stays_as_it_is() -> None:
     shape = (2, 1, 1024, 512)  # 4 MiB
-    store = ResidentStore("host", shape, torch.float32, "cpu", capacity=2)
+    store = HostStore(shape, torch.float32, "cpu", capacity=2)
     store.write(0, torch.ones(2, *shape))
     limits = resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (psutil.Process().memory_info().vms + 20 * MIB, limits[1]))
@@ -581,11 +582,11 @@ def test_a_limit_of_file_size_is_no_space_either(tmp_path: Path) -> None:
 # --- recent records --------------------------------------------------------------------------------------
 
 
-class Counting(ResidentStore):
+class Counting(HostStore):
     """What it was asked for."""
 
     def __init__(self) -> None:
-        super().__init__("host", SHAPE, torch.float32, "cpu")
+        super().__init__(SHAPE, torch.float32, "cpu")
         self.write(0, records(100))
         self.asked: list[list[int]] = []
 

@@ -13,7 +13,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from trailmark.models.grid import Grid, lay_out
+from trailmark.models.grid import Grid, join, lay_out, tail
 from trailmark.models.takes import Take
 
 PROPERTY = settings(max_examples=150)
@@ -246,7 +246,7 @@ def assert_laid_out(grid: Grid, rows: list[list[Position]], S: int) -> None:
 def test_calls_are_joined(pair: tuple[Call, Call]) -> None:
     """As the upper layers see what earlier calls left to them: tokens are those of the last call."""
     grids, (earlier, later) = [call.grid() for call in pair], (call.by_hand() for call in pair)
-    take, grid = grids[1].after(grids[0])
+    take, grid = join(grids[0], grids[1])
     width = grids[0].num_positions
     both = torch.cat([numbered(2, width), numbered(2, grids[1].num_positions, first=500)], dim=1)
     rows = list(map(joined, earlier, later))
@@ -265,7 +265,7 @@ def test_calls_are_joined(pair: tuple[Call, Call]) -> None:
 def test_the_tail(call: Call, reach: int, keep: int | None) -> None:
     """``reach`` positions before the first of the tokens to keep, and all from there on."""
     whole, rows, B = call.grid(), call.by_hand(), len(call.rows)
-    take, grid, gone = whole.tail(reach, keep)
+    take, grid, gone = tail(whole, reach, keep)
     tails, numbers, chunks = [], [], []
     for row in rows:
         own = [place for place, p in enumerate(row) if p.token >= 0]
@@ -421,12 +421,12 @@ def test_chunks_without_landmarks_are_their_tokens(call: Call) -> None:
 def test_a_tail_knows_its_places_in_chunks(call: Call, reach: int, keep: int | None, landmarks: bool) -> None:
     """So do positions that follow it: ``begun`` says what of the first chunk is left out."""
     rows = spots(call, landmarks)
-    _, grid, _ = call.grid(landmarks).tail(reach, keep)
+    _, grid, _ = tail(call.grid(landmarks), reach, keep)
     assert_places(grid, rows)
     # three tokens more in each row
     phases = call.grid(landmarks).open_tokens + np.zeros(len(rows), np.int64)
     later = Call(call.S, 3, tuple((int(n), 3, ()) for n in phases))
-    _, joined = later.grid(landmarks).after(grid)
+    _, joined = join(grid, later.grid(landmarks))
     more = [
         [*row, *(p._replace(chunk=p.chunk + (row[-1].chunk + row[-1].closes if row else 0)) for p in new)]
         for row, new in zip(rows, spots(later, landmarks), strict=True)
@@ -468,8 +468,8 @@ def test_an_empty_tail_knows_how_far_its_chunk_is(landmarks: bool) -> None:
     whole = lay_out(9, 4, counts=first + second, landmarks=landmarks)
     before = lay_out(6, 4, counts=first, landmarks=landmarks)
     after = lay_out(5, 4, before.open_tokens, second, landmarks=landmarks)
-    _, none, _ = before.tail(0, 0)
-    _, joined = after.after(none)
+    _, none, _ = tail(before, 0, 0)
+    _, joined = join(none, after)
     for row in range(3):
         here = joined.counts[row]
         assert here == after.counts[row]

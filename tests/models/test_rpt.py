@@ -136,10 +136,12 @@ def test_documents_of_a_row_are_the_equations(mode: dict[str, Any]) -> None:
 def test_the_last_token_of_a_chunk_reads_with_all_but_the_last_of_the_next() -> None:
     grid = lay_out(3 * S + 2, S, landmarks=False)
     readers = Readers.of(grid)
-    assert readers.source.tolist() == [[-1, 0, 1, 2]]
+    assert readers.source.array.tolist() == [[-1, 0, 1, 2]]
     groups = [[t for t in range(3 * S + 2) if readers.grid.chunk[0, t] == g] for g in range(4)]
     assert groups == [[0, 1, 2], [3, 4, 5, 6], [7, 8, 9, 10], [11, 12, 13]]
-    assert readers.places.tolist() == [[S, S + 1, S + 2] + [S - 1, S, S + 1, S + 2] * 2 + [S - 1, S, S + 1]]
+    assert readers.places.array.tolist() == [
+        [S, S + 1, S + 2] + [S - 1, S, S + 1, S + 2] * 2 + [S - 1, S, S + 1]
+    ]
 
 
 @MODES

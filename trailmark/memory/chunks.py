@@ -13,22 +13,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from trailmark.memory.fetching import Located, fetch_each, fetch_once
 from trailmark.memory.recent import RecentRecords
 from trailmark.memory.records import ChunkStore
 from trailmark.memory.saved import next_chunk_file
 from trailmark.memory.search import ExactSearch
-from trailmark.memory.store import TIERS, make_store
-from trailmark.ops import ChunkSelection, select_chunks
+from trailmark.memory.store import make_store, tier_named
+from trailmark.memory.tables import Integers, Landmarks, Tables, as_read, as_stored
 from trailmark.ops.arguments import require
-from trailmark.ops.selection_torch import gather
-
-Integers = np.ndarray[Any, np.dtype[np.int64]]
 
 TABLE_BYTES = 24  # of a chunk besides its record and landmark: record number, first position, length
 _RECENT_CHUNKS, _RECENT_BYTES = 512, 16 << 20  # kept on the device in front of host and disk
 _LEAST_RECENT = 16  # chunks of many planes so kept: one token's of all layers, and the last one's
-# of the first segment, in chunks and in bytes a row; each further one doubles what is there
-_FIRST_LANDMARKS, _FIRST_BYTES = 1024, 16 << 20
 
 
 def recent_chunks(record_bytes: int, planes: int = 1) -> int:
@@ -52,35 +48,6 @@ class MemorySize(NamedTuple):
     chunks: Integers  # [B] of each row, those of the base included
     records: int  # written to the store
     short: bool = False  # some chunk was closed early
-
-
-class _Tables(NamedTuple):
-    """Of own chunks ``first ...``, int64 [B, m] each. Replaced as one: Ctrl-C leaves the old ones or the new."""
-
-    first: int
-    records: Integers  # number of the chunk's first record
-    starts: Integers
-    lengths: Integers
-
-    @classmethod
-    def empty(cls) -> _Tables:
-        return cls(0, *(np.zeros((0, 0), np.int64) for _ in range(3)))
-
-
-class _Landmarks(NamedTuple):
-    """Of own chunks ``first ...``, as :class:`_Tables`."""
-
-    first: int = 0
-    segments: tuple[Tensor, ...] = ()  # [B, m, ..., E]; in memory [..., B, m, E]
-
-
-class _Located(NamedTuple):
-    """Chunks that were asked for and lie in one memory."""
-
-    memory: ChunkMemory
-    places: Integers  # [m] which of those asked for
-    numbers: Integers  # [m] of records
-    lengths: Integers  # [m]
 
 
 class ChunkMemory:
@@ -122,9 +89,8 @@ class ChunkMemory:
         planes: int = 1,
         max_chunks: int | None = None,
     ) -> None:
-        require(tier in TIERS, "memory_tier", repr(tier), "one of " + ", ".join(map(repr, TIERS)))
         require(
-            folder is None or tier == "disk",
+            tier_named(tier).needs_folder or folder is None,
             "memory_folder",
             repr(str(folder)),
             f"none for memory_tier={tier!r}",
@@ -149,8 +115,8 @@ class ChunkMemory:
         self.fetched = 0
         """Records that :meth:`gather` needed: each counts once a call, however often it was asked for."""
         self._recent: RecentRecords | None = None
-        self._landmarks = _Landmarks()
-        self._tables = _Tables.empty()
+        self._landmarks = Landmarks()
+        self._tables = Tables.empty()
         self._gone = np.zeros(1, np.int64)  # [1 or B] chunks of a row that may have been written over
         # what branches go on from, if records may be written over, and the records that they need
         self._frozen: WeakSet[ChunkMemory] = WeakSet()
@@ -200,18 +166,20 @@ class ChunkMemory:
             self._use(self._make_store(records))
         # of a first call that failed, for another batch
         if len(self._tables.records) not in (0, B) or len(self._gone) not in (1, B):
-            self._landmarks, self._tables = _Landmarks(), _Tables.empty()
+            self._landmarks, self._tables = Landmarks(), Tables.empty()
             self._gone = np.zeros(1, np.int64)
         self._gone = self.first_chunk(size if whole is None else whole)
         numbers = self._take_records(size, len(row))
         self._write_records(numbers, records)
-        self._grow_tables(B, int((first + counts).max()))
-        tables = self._tables
+        end, gone = int((first + counts).max()), self._num_gone()
+        tables = self._tables = self._tables.with_room(B, end, gone, self.capacity)
         place = first[row] + chunk - tables.first
         tables.records[row, place] = numbers
         tables.starts[row, place] = np.broadcast_to(starts, (B, n))[row, chunk]
         tables.lengths[row, place] = lengths[row, chunk]
-        self._write_landmarks(entries.landmarks.detach(), first, counts)
+        landmarks = entries.landmarks.detach()
+        self._landmarks = self._landmarks.with_room(landmarks, end, gone, self.capacity, self.max_chunks)
+        self._landmarks.write(landmarks, first, counts)
         short = size.short or bool((lengths[row, chunk] < entries.k.shape[2]).any())
         end = max(size.records, int(numbers.max(initial=-1)) + self.planes)
         return MemorySize(size.chunks + counts, end, short)
@@ -227,7 +195,7 @@ class ChunkMemory:
 
     def _use(self, store: ChunkStore) -> None:
         self.store = store
-        if store.tier == "disk" or (store.tier == "host" and store.device.type != "cpu"):
+        if store.keeps_recent(store.device):
             recent = recent_chunks(store.record_bytes, self.planes)
             self._recent = RecentRecords(store, recent * self.planes)
 
@@ -257,54 +225,9 @@ class ChunkMemory:
             if len(run):
                 store.write(int(run[0]), records[done : done + len(run) * self.planes])
 
-    def _grow_tables(self, B: int, chunks: int) -> None:
-        """Make room for so many own chunks; columns that no row needs any more are left behind."""
-        first, *tables = self._tables
-        end = first + tables[0].shape[1]
-        if chunks > end:
-            kept = self._num_gone()
-            old = max(0, end - kept)
-            grown = np.zeros((3, B, max(chunks - kept, old + old // 2, self.capacity, 64)), np.int64)
-            for table, before in zip(grown, tables, strict=True):
-                table[: len(before), :old] = before[:, before.shape[1] - old :]
-            self._tables = _Tables(kept, *grown)
-
     def _num_gone(self) -> int:
         """Own chunks, from the first, that no row needs any more."""
         return max(0, int(self._gone.min()) - self._num_base)
-
-    def _write_landmarks(self, landmarks: Tensor, first: Integers, counts: Integers) -> None:
-        B, _, *shape = landmarks.shape
-        begin, segments = self._landmarks
-        gone = self._num_gone()
-        while segments and begin + segments[0].shape[1] <= gone:
-            begin, segments = begin + segments[0].shape[1], segments[1:]
-        if not segments:
-            begin = gone
-        held = sum(segment.shape[1] for segment in segments)
-        need = int((first + counts).max()) - begin
-        if need > held:
-            least = _FIRST_BYTES // (math.prod(shape) * landmarks.element_size())
-            size = max(held, self.capacity if not held else 0, min(_FIRST_LANDMARKS, max(64, least)))
-            if self.max_chunks is not None:  # let go of whole, so not much larger than what counts
-                size = min(size, max(64, self.max_chunks // 2))
-            with torch.inference_mode(False):
-                new = landmarks.new_empty(*shape[:-1], B, max(need - held, size), shape[-1])
-            segments = (*segments, _as_read(new))
-        self._landmarks = _Landmarks(begin, segments)
-        self._put_landmarks(landmarks, first, counts)
-
-    def _put_landmarks(self, landmarks: Tensor, first: Integers, counts: Integers) -> None:
-        B = len(landmarks)
-        alike = bool((first == first[0]).all() and (counts == counts[0]).all())
-        for b in [slice(None)] if alike else [slice(b, b + 1) for b in range(B)]:
-            at, end = int(first[b][0]), int((first + counts)[b][0])
-            begin = self._landmarks.first
-            for segment in self._landmarks.segments:
-                done, stop = max(at, begin), min(end, begin + segment.shape[1])
-                if done < stop:
-                    segment[b, done - begin : stop - begin] = landmarks[b, done - at : stop - at]
-                begin += segment.shape[1]
 
     # --- reading -------------------------------------------------------------------------------------------
 
@@ -318,51 +241,16 @@ class ChunkMemory:
         In memory they stand as [..., rows, m, E]: those of one plane side by side. ``first`` is at least the
         smallest :meth:`first_chunk`; for chunks that do not count in a row, its landmarks are any numbers.
         """
-        found = []
+        shared = []
         if self.base is not None and first < self.base[1]:
             below, count = self.base
-            found = [
+            shared = [
                 x.expand(rows, *x.shape[1:]) if rows > 1 else x
                 for x in below.blocks(min(count, num_chunks), 1, first)
             ]
-        begin = self._num_base + self._landmarks.first
-        assert not self._landmarks.segments or max(first, self._num_base) >= begin, "evicted in every row"
-        for segment in self._landmarks.segments:
-            low, high = max(first - begin, 0), min(num_chunks - begin, segment.shape[1])
-            if low < high:
-                found.append(segment[:, low:high])
-            begin += segment.shape[1]
-        return found
-
-    def select(
-        self,
-        query: Tensor,
-        num_chunks: int,
-        num_retrieved: int,
-        num_candidates: Tensor,
-        scale: float,
-        part: slice | None = None,
-    ) -> ChunkSelection:
-        """:func:`select_chunks` for queries [B, n, E] among the first chunks, by ``part`` of the landmark vectors."""
-        blocks = self._parts(query, num_chunks, part)
-        return self.search.select(query, blocks, num_retrieved, num_candidates, scale)
-
-    def weigh(
-        self, query: Tensor, num_chunks: int, indices: Tensor, scale: float, part: slice | None = None
-    ) -> ChunkSelection:
-        """The same of chunks [B, n, K] that are selected already."""
-        blocks = self._parts(query, num_chunks, part)
-        ends = torch.zeros(query.shape[1], dtype=torch.int64, device=query.device)  # not asked for
-        return select_chunks(query, blocks, indices.shape[-1], ends, indices=indices, scale=scale)
-
-    def _parts(self, query: Tensor, num_chunks: int, part: slice | None) -> list[Tensor]:
-        blocks = self.blocks(num_chunks, query.shape[0])
-        return [x if part is None else x[..., part] for x in blocks] or [query[:, :0]]
-
-    def landmarks_of(self, chunks: Tensor, num_chunks: int, part: slice) -> Tensor:
-        """``part`` of the landmark vectors [B, n, E] of chunks [B, n] among the first ``num_chunks``."""
-        blocks = [x[:, :, None, part] for x in self.blocks(num_chunks, len(chunks))]
-        return gather(blocks, chunks[:, :, None, None], blocks[0].dtype)[:, :, 0, 0]
+        base, landmarks = self._num_base, self._landmarks
+        assert not landmarks.segments or max(first, base) >= base + landmarks.first, "evicted in every row"
+        return shared + landmarks.between(first - base, num_chunks - base)
 
     def gather(self, chunks: Integers, planes: Integers | None = None) -> tuple[Tensor, Integers]:
         """Records [B, n, 2, J, S, D] (keys, values) and lengths [B, n] of chunks [B, n]; -1 gives any record.
@@ -382,49 +270,25 @@ class ChunkMemory:
         rows, wanted = np.repeat(np.arange(B), n), chunks.reshape(-1)
         plane = np.zeros_like(wanted) if planes is None else planes.reshape(-1)
         assert not wanted.size or 0 <= plane.min() <= plane.max() < self.planes
-        records, lengths = (self._fetch if self.planes == 1 else self._fetch_once)(rows, wanted, plane)
+        if self.planes == 1:
+            parts = list(self._located(rows, np.maximum(wanted, self._oldest()), plane))
+            records, lengths, needed = fetch_each(parts, wanted)
+        else:
+            there = np.flatnonzero(wanted >= 0)
+            parts = [
+                part._replace(places=there[part.places])
+                for part in self._located(rows[there], wanted[there], plane[there])
+            ]
+            records, lengths, needed = fetch_once(parts, wanted)
+        self.fetched += needed
+        if records is None:
+            store = self._some_store()
+            with torch.inference_mode(False):
+                none = torch.zeros(1, *store.record_shape, dtype=store.dtype, device=store.device)
+            records = none.expand(len(wanted), *store.record_shape)
         return records.view(B, n, *records.shape[1:]), lengths.reshape(B, n)
 
-    def _fetch(self, rows: Integers, chunks: Integers, plane: Integers) -> tuple[Tensor, Integers]:
-        parts = list(self._located(rows, np.maximum(chunks, self._oldest()), plane))
-        self.fetched += sum(len(np.unique(part.numbers)) for part in parts)
-        found = [part.memory._gather_own(part.numbers) for part in parts]
-        if len(parts) == 1:
-            return found[0], parts[0].lengths
-        if not parts:
-            return self._some_store().gather(torch.from_numpy(chunks)), chunks
-        lengths = np.empty(len(chunks), np.int64)
-        with torch.inference_mode(False):
-            records = found[0].new_empty(len(chunks), *found[0].shape[1:])
-            for part, some in zip(parts, found, strict=True):
-                records[torch.from_numpy(part.places)] = some
-                lengths[part.places] = part.lengths
-        return records, lengths
-
-    def _fetch_once(self, rows: Integers, chunks: Integers, plane: Integers) -> tuple[Tensor, Integers]:
-        there = np.flatnonzero(chunks >= 0)
-        lengths, source = (np.zeros(len(chunks), np.int64) for _ in range(2))
-        found: list[Tensor] = []
-        count = 0
-        for part in self._located(rows[there], chunks[there], plane[there]):
-            distinct, which = np.unique(part.numbers, return_inverse=True)
-            if len(distinct) == len(chunks):  # all in this memory, each once: in order, and not copied again
-                self.fetched += len(distinct)
-                return part.memory._gather_own(part.numbers), part.lengths
-            found.append(part.memory._gather_own(distinct))
-            source[there[part.places]] = count + which
-            lengths[there[part.places]] = part.lengths
-            count += len(distinct)
-        self.fetched += count
-        with torch.inference_mode(False):
-            if not found:
-                store = self._some_store()
-                none = torch.zeros(1, *store.record_shape, dtype=store.dtype, device=store.device)
-                return none.expand(len(chunks), *store.record_shape), lengths
-            records = found[0] if len(found) == 1 else torch.cat(found)
-            return records.index_select(0, torch.from_numpy(source).to(records.device)), lengths
-
-    def _located(self, rows: Integers, chunks: Integers, plane: Integers) -> Iterator[_Located]:
+    def _located(self, rows: Integers, chunks: Integers, plane: Integers) -> Iterator[Located]:
         """Where chunks [n] lie, in parts by memory."""
         memory, left = self, np.arange(len(chunks))
         while len(left):
@@ -436,14 +300,11 @@ class ChunkMemory:
                 at = row, chunks[here] - base - memory._tables.first
                 assert at[1].min() >= 0, "evicted in every row"
                 numbers = memory._tables.records[at] + plane[here]
-                yield _Located(memory, here, numbers, memory._tables.lengths[at])
+                source = memory._recent or memory.store
+                assert source is not None
+                yield Located(source, here, numbers, memory._tables.lengths[at])
             left = left[~own]
             memory = memory if memory.base is None else memory.base[0]
-
-    def _gather_own(self, numbers: Integers) -> Tensor:
-        assert self.store is not None
-        source = self.store if self._recent is None else self._recent
-        return source.gather(torch.from_numpy(numbers))
 
     def _oldest(self) -> int:
         """The first chunk that is known, of any row."""
@@ -470,9 +331,9 @@ class ChunkMemory:
         """How many of a row's first chunks start before ``position``; those that were evicted count."""
         count = self._num_base
         if self.base is not None:
-            found = self.base[0].starting_before(0, min(count, num_chunks), position)
-            if found < count:
-                return found
+            before = self.base[0].starting_before(0, min(count, num_chunks), position)
+            if before < count:
+                return before
         first, _, starts, _ = self._tables
         own = starts[row, : max(0, num_chunks - count - first)] if len(starts) else starts.reshape(-1)
         return count + first + int(np.searchsorted(own, position))
@@ -498,7 +359,7 @@ class ChunkMemory:
         if first.any():
             tables["first_chunks"] = torch.from_numpy(first)
         blocks = self.blocks(end, len(first), begin)
-        return tables | {"landmarks": torch.cat([_as_stored(x) for x in blocks], dim=-2)}
+        return tables | {"landmarks": torch.cat([as_stored(x) for x in blocks], dim=-2)}
 
     def fill(self, store: ChunkStore, tables: dict[str, Tensor]) -> None:
         """Begin with what a saved memory holds."""
@@ -507,9 +368,9 @@ class ChunkMemory:
         if "first_chunks" in tables:
             self._gone = tables["first_chunks"].numpy().copy()
         first = self._num_gone()
-        self._landmarks = _Landmarks(first, (_as_read(tables["landmarks"]),))
+        self._landmarks = Landmarks(first, (as_read(tables["landmarks"]),))
         numbers = (tables[name].numpy().copy() for name in ("records", "starts", "lengths"))
-        self._tables = _Tables(first, *numbers)
+        self._tables = Tables(first, *numbers)
 
     def flattened(self, size: MemorySize) -> tuple[ChunkMemory, MemorySize]:
         """The same chunks in a memory without a base, on disk."""
@@ -577,15 +438,7 @@ class ChunkMemory:
     def with_rows(self, rows: Integers) -> ChunkMemory:
         """A memory whose row b is this one's row ``rows[b]``. Keys and values stay where they are."""
         other = copy(self)
-        index = torch.from_numpy(rows)
-        with torch.inference_mode(False):  # they are written to later
-            segments = (
-                _as_read(_as_stored(x).index_select(-3, index.to(x.device))) for x in self._landmarks.segments
-            )
-            other._landmarks = _Landmarks(self._landmarks.first, tuple(segments))
-        if len(self._tables.records):
-            first, *tables = self._tables
-            other._tables = _Tables(first, *(x[rows] for x in tables))
+        other._landmarks, other._tables = self._landmarks.take_rows(rows), self._tables.take_rows(rows)
         if len(self._gone) > 1:
             other._gone = self._gone[rows]
         return other
@@ -615,7 +468,7 @@ class ChunkMemory:
                 chunk = first + i
                 if 0 <= chunk - begin < records.shape[1] and records[0, chunk - begin] == numbers[i]:
                     lengths[0, chunk - begin] = new_lengths[i]
-                    memory._put_landmarks(entries.landmarks[:, i : i + 1], np.array([chunk]), np.array([1]))
+                    memory._landmarks.write(entries.landmarks[:, i : i + 1], np.array([chunk]), np.array([1]))
         return old
 
     def num_bytes(self, size: MemorySize) -> int:
@@ -625,12 +478,3 @@ class ChunkMemory:
         own = int((size.chunks - np.maximum(self.first_chunk(size), self._num_base)).sum())
         landmark = sum(math.prod(x.shape[2:]) * x.element_size() for x in self._landmarks.segments[:1])
         return size.records * self.store.record_bytes + own * (landmark + TABLE_BYTES)
-
-
-def _as_read(landmarks: Tensor) -> Tensor:
-    """[..., B, m, E] -> [B, m, ..., E], the same memory."""
-    return landmarks.movedim((-3, -2), (0, 1))
-
-
-def _as_stored(landmarks: Tensor) -> Tensor:
-    return landmarks.movedim((0, 1), (-3, -2))

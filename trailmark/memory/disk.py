@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Iterator
 from io import FileIO
 from pathlib import Path
+from typing import Self
 
 import numpy as np
 import torch
@@ -51,6 +52,9 @@ class DiskStore(ChunkStore):
     """
 
     tier = "disk"
+    takes = "disk"
+    needs_folder = True
+    no_room = "Choose another memory_folder (or TMPDIR), memory_dtype 'bfloat16', or a shorter one."
 
     def __init__(
         self,
@@ -81,6 +85,28 @@ class DiskStore(ChunkStore):
                 "Choose another folder, or load the memory that is there."
             )
         self._count = count
+
+    @classmethod
+    def made(
+        cls,
+        record_shape: tuple[int, ...],
+        dtype: torch.dtype,
+        device: torch.device | str,
+        capacity: int = 0,
+        path: str | Path | None = None,
+    ) -> Self:
+        return cls(path, record_shape, dtype, device)
+
+    @classmethod
+    def of_file(
+        cls,
+        path: str | Path,
+        record_shape: tuple[int, ...],
+        dtype: torch.dtype,
+        device: torch.device | str,
+        count: int,
+    ) -> Self:
+        return cls(path, record_shape, dtype, device, count)
 
     def hold(self) -> None:
         """Open the file for writing and keep other writers out, until :meth:`close`. Writing does it by itself.

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import math
+import shutil
+import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from typing import Any, BinaryIO
+from pathlib import Path
+from typing import Any, BinaryIO, ClassVar, Literal, Self
 
 import numpy as np
+import psutil
 import torch
 from torch import Tensor
 
@@ -40,9 +44,57 @@ class ChunkStore(ABC):
 
     A record [2, J, S, D] holds a chunk's keys (0) and values (1), as GCA reads them: a head's stand together.
     The log of n records takes n * 2 * J * S * D * bytes of a number, nothing else.
+
+    A tier is a subclass that :func:`trailmark.memory.store.register_tier` knows. It says where records lie in
+    ``write``, ``pieces`` and ``_collect``; what others ask of a tier are the attributes and class methods here.
     """
 
-    tier: str
+    tier: ClassVar[str]
+    """The name that ``memory_tier`` gives it."""
+    takes: ClassVar[Literal["device", "host", "disk"]] = "host"
+    """Whose room its records take: the device's memory, the main memory or a disk."""
+    needs_folder: ClassVar[bool] = False
+    """Whether its records lie in files of a folder, which ``memory_folder`` may name."""
+    no_room: ClassVar[str] = "Choose memory_tier 'disk', memory_dtype 'bfloat16', or a shorter one."
+    """The way out, as a sentence, for a text whose memory does not fit."""
+
+    @classmethod
+    def made(
+        cls,
+        record_shape: tuple[int, ...],
+        dtype: torch.dtype,
+        device: torch.device | str,
+        capacity: int = 0,
+        path: str | Path | None = None,
+    ) -> Self:
+        """A new, empty store; see :func:`trailmark.memory.store.make_store`."""
+        return cls(record_shape, dtype, device)
+
+    @classmethod
+    def of_file(
+        cls,
+        path: str | Path,
+        record_shape: tuple[int, ...],
+        dtype: torch.dtype,
+        device: torch.device | str,
+        count: int,
+    ) -> Self | None:
+        """A store that begins with the first ``count`` records of a file; None: they must be written to a new one.
+
+        Raises:
+            ValueError: a file that is missing or too short, or no room.
+        """
+        return None
+
+    @classmethod
+    def keeps_recent(cls, device: torch.device | str) -> bool:
+        """Whether a memory on ``device`` keeps the records used last there, in front of this tier."""
+        return cls.takes == "disk" or (cls.takes == "host" and torch.device(device).type != "cpu")
+
+    @classmethod
+    def free_bytes(cls, device: torch.device | str, folder: str | Path | None = None) -> int | None:
+        """Bytes that are free where its records lie (below ``folder``, if in files); None: nobody knows."""
+        return free_bytes(cls.takes, device, folder)
 
     def __init__(self, record_shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str) -> None:
         require(
@@ -171,6 +223,22 @@ class ChunkStore(ABC):
         # never of inference mode: outside it, such a tensor can be neither written to nor part of a graph
         with torch.inference_mode(False):
             return torch.empty(n, *self.record_shape, dtype=self.dtype, device=device, pin_memory=pin_memory)
+
+
+def free_bytes(place: str, device: torch.device | str, folder: str | Path | None = None) -> int | None:
+    """Bytes that are free on a "device", on the "host" or on the "disk" of ``folder``; None: nobody knows.
+
+    A device that is the CPU has the host's. ``folder`` need not exist yet; None: where temporary files go.
+    """
+    device = torch.device(device)
+    if place == "disk":
+        where = Path(tempfile.gettempdir() if folder is None else folder).absolute()
+        while not where.exists():
+            where = where.parent
+        return shutil.disk_usage(where).free
+    if place == "host" or device.type == "cpu":
+        return int(psutil.virtual_memory().available)
+    return int(torch.cuda.mem_get_info(device)[0]) if device.type == "cuda" else None
 
 
 def bytes_of(records: Tensor) -> Bytes:

@@ -6,7 +6,7 @@ from bisect import bisect_right
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import numpy as np
 import torch
@@ -39,42 +39,47 @@ class ResidentStore(ChunkStore):
 
     def __init__(
         self,
-        tier: str,
         record_shape: tuple[int, ...],
         dtype: torch.dtype,
         device: torch.device | str,
         capacity: int = 0,
     ) -> None:
         super().__init__(record_shape, dtype, device)
-        require(tier in ("device", "host"), "tier", repr(tier), "'device' or 'host'")
         require(capacity >= 0, "capacity", capacity, "a number of records, 0 for no guess")
-        self.tier = tier
-        self._home = self.device if tier == "device" else torch.device("cpu")
-        self._pinned = tier == "host" and self.device.type == "cuda"
+        self._home = self.device if self.takes == "device" else torch.device("cpu")
+        self._pinned = self.takes == "host" and self.device.type == "cuda"
         self._capacity = capacity
         self._segments = _Segments()
         self._mapped: Mapped | None = None
 
     @classmethod
+    def made(
+        cls,
+        record_shape: tuple[int, ...],
+        dtype: torch.dtype,
+        device: torch.device | str,
+        capacity: int = 0,
+        path: str | Path | None = None,
+    ) -> Self:
+        return cls(record_shape, dtype, device, capacity)
+
+    @classmethod
     def of_file(
         cls,
-        tier: str,
         path: str | Path,
         record_shape: tuple[int, ...],
         dtype: torch.dtype,
         device: torch.device | str,
         count: int,
-    ) -> ResidentStore:
-        """A store in RAM that begins with the first ``count`` records of a file.
+    ) -> Self | None:
+        """In RAM: records are mapped, and read when they are first used; writing over them does not change the file.
 
-        They are mapped, and read when they are first used; writing over them does not change the file. The file
-        may be removed, but while the store lives nothing may be written to these records in it.
-
-        Raises:
-            ValueError: for a file that is missing or too short, or larger than RAM allows.
+        The file may be removed, but while the store lives nothing may be written to these records in it. None: the
+        records lie on a device other than the CPU.
         """
-        store = cls(tier, record_shape, dtype, device)
-        assert store._home.type == "cpu"
+        store = cls(record_shape, dtype, device)
+        if store._home.type != "cpu":
+            return None
         if not count:
             return store
         with open_records(Path(path), count, store.record_bytes) as file:
@@ -116,7 +121,7 @@ class ResidentStore(ChunkStore):
         self._segments = _Segments((*starts, end), (*tensors, segment), (*views, *view), end + n)
 
     def _no_room(self, n: int) -> ValueError:
-        others = "memory_tier='host' or 'disk'" if self.tier == "device" else "memory_tier='disk'"
+        others = "memory_tier='host' or 'disk'" if self.takes == "device" else "memory_tier='disk'"
         return ValueError(
             f"memory_tier: expected room for another {in_units(n * self.record_bytes)} on tier {self.tier!r} "
             f"({self._home}), got none beside the {in_units(self.num_bytes())} there. {others} holds more; "
@@ -188,3 +193,17 @@ class ResidentStore(ChunkStore):
     def close(self) -> None:
         super().close()
         self._segments, self._mapped = _Segments(), None
+
+
+class DeviceStore(ResidentStore):
+    """Tier "device": beside the model, fastest."""
+
+    tier = "device"
+    takes = "device"
+    no_room = "Choose memory_tier 'host', memory_dtype 'bfloat16', or a shorter one."
+
+
+class HostStore(ResidentStore):
+    """Tier "host": in main memory, pinned where the model is on a CUDA device."""
+
+    tier = "host"

@@ -1,17 +1,31 @@
-"""Where a memory's keys and values live: a store of chunk records on the device, on the host or on disk."""
+"""The tiers: where a memory's keys and values may live. A new one is a class in one file, registered by its name."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 
 from trailmark.memory.disk import DiskStore
 from trailmark.memory.records import ChunkStore
-from trailmark.memory.resident import ResidentStore
+from trailmark.memory.resident import DeviceStore, HostStore
 from trailmark.ops.arguments import require
 
-TIERS = ("device", "host", "disk")
+Store = TypeVar("Store", bound=type[ChunkStore])
+
+TIERS: dict[str, type[ChunkStore]] = {}
+"""Of each name that ``memory_tier`` may have, what keeps the records."""
+
+
+def register_tier(store: Store) -> Store:
+    """Make a tier known by its name ``store.tier``, in place of one that had it; also a class decorator."""
+    TIERS[store.tier] = store
+    return store
+
+
+for _store in (DeviceStore, HostStore, DiskStore):
+    register_tier(_store)
 
 
 def make_store(
@@ -25,28 +39,26 @@ def make_store(
     """A new, empty store.
 
     Args:
-        tier: "device", "host" or "disk".
+        tier: "device", "host", "disk" or another that was registered.
         record_shape: (2, J, S, D).
         dtype: what records are kept in.
         device: where :meth:`ChunkStore.gather` puts them.
         capacity: records to make room for at once on device and host; 0: no guess. On the CPU a guess costs
             no memory before it is used.
-        path: the file of tier "disk"; None: one in a temporary folder that goes with the store.
+        path: the file of a tier with files; None: one in a temporary folder that goes with the store.
 
     Raises:
         ValueError: for another tier, or a ``path`` for a tier without files.
     """
-    _expect_tier(tier)
-    if tier == "disk":
-        return DiskStore(path, record_shape, dtype, device)
+    kind = tier_named(tier)
     require(
-        path is None,
+        path is None or kind.needs_folder,
         "memory_folder",
         repr(str(path)),
         f"none for memory_tier={tier!r}",
         "Only tier 'disk' keeps its chunks in files; the others are saved when they are asked to.",
     )
-    return ResidentStore(tier, record_shape, dtype, device, capacity)
+    return kind.made(record_shape, dtype, device, capacity, path)
 
 
 def open_store(
@@ -65,12 +77,11 @@ def open_store(
     Raises:
         ValueError: for another tier, a file that is missing or too short, or no room.
     """
-    _expect_tier(tier)
-    if tier == "disk":
-        return DiskStore(path, record_shape, dtype, device, count)
-    if tier == "host" or torch.device(device).type == "cpu":
-        return ResidentStore.of_file(tier, path, record_shape, dtype, device, count)
-    store = ResidentStore(tier, record_shape, dtype, device, count)
+    kind = tier_named(tier)
+    store: ChunkStore | None = kind.of_file(path, record_shape, dtype, device, count)
+    if store is not None:
+        return store
+    store = kind.made(record_shape, dtype, device, count)
     if count:
         source = DiskStore(path, record_shape, dtype, "cpu", count)
         source.copy_to(store, count)
@@ -78,7 +89,12 @@ def open_store(
     return store
 
 
-def _expect_tier(tier: str) -> None:
+def tier_named(tier: str) -> type[ChunkStore]:
+    """The tier that ``memory_tier`` names.
+
+    Raises:
+        ValueError: there is none of that name.
+    """
     require(
         tier in TIERS,
         "memory_tier",
@@ -86,3 +102,4 @@ def _expect_tier(tier: str) -> None:
         "one of " + ", ".join(map(repr, TIERS)),
         "'device' is fastest, 'disk' holds most.",
     )
+    return TIERS[tier]

@@ -3,13 +3,41 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from trailmark.memory import ChunkCache
+from trailmark.models.embedding import Given
 
 CacheKey = tuple[tuple[str, object], ...]
+
+
+class Call(NamedTuple):
+    """One call of a model's ``forward``, after its checks; see there what the fields mean."""
+
+    input_ids: Tensor
+    present: Tensor | None  # bool [B, T] tokens that are no padding; None: all
+    cache: ChunkCache | None
+    labels: Tensor | None  # -100 where padding would be predicted, or predicts
+    close_chunk: bool | Tensor
+    noise_seed: Tensor | None
+    output_retrieval: bool
+    logits_to_keep: int
+    num_items_in_batch: Tensor | int | None
+    prefill_chunk_size: int | None
+    document_ids: Tensor | None
+    given: Given | None
+
+    def is_plain(self) -> bool:
+        """Whether the layout of its positions follows from the length alone."""
+        marked = (
+            self.present is not None
+            or self.document_ids is not None
+            or not isinstance(self.close_chunk, bool)
+        )
+        return not marked and self.cache is None and self.given is None and not self.logits_to_keep
 
 
 def check_tokens(input_ids: Tensor, vocab_size: int) -> None:

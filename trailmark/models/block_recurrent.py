@@ -8,6 +8,7 @@ runs block after block: all tokens of a call read at once.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from trailmark.models.answers import CardFacts
 from trailmark.models.causal_lm import mark_residual_projections
 from trailmark.models.configuration import BlockRecurrentConfig
 from trailmark.models.costs import CacheBytes, NumberBytes, kv_width
-from trailmark.models.grid import Grid, lay_out
+from trailmark.models.grid import Grid, Layouts
 from trailmark.models.layered import LayeredForCausalLM
 from trailmark.models.layers import MLP, Place, RMSNorm, WindowAttention, WindowLayer, fused_linear
 from trailmark.models.step import Step
@@ -252,10 +253,11 @@ class BlockRecurrentForCausalLM(LayeredForCausalLM):
         assert self.config.block_size is not None
         return self.config.block_size
 
+    def _layouts(self) -> Layouts:
+        return Layouts(self.config.block_size, landmarks=False)
+
     def _lay_out(self, text: Text, cache: ChunkCache | None, noise_seed: Tensor | None = None) -> Grid:
-        phases = None if cache is None else cache.begun(len(text.ids)).phases
-        T = text.ids.shape[1]
-        return lay_out(T, self.config.block_size, phases, text.counts, False, text.documents, False)
+        return super()._lay_out(replace(text, close_chunk=False), cache)
 
     # --- answers ----------------------------------------------------------------------------------------------
 

@@ -25,13 +25,21 @@ from transformers import initialization as init
 from transformers.utils import ModelOutput
 
 from trailmark.memory import CacheState, ChunkCache, ChunkMemory
+from trailmark.memory.store import tier_named
 from trailmark.models.answers import ModelAnswers
-from trailmark.models.arguments import CacheKey, check_cache, check_documents, check_tokens, check_vocabulary
+from trailmark.models.arguments import (
+    CacheKey,
+    Call,
+    check_cache,
+    check_documents,
+    check_tokens,
+    check_vocabulary,
+)
 from trailmark.models.card_files import UPLOAD, Saving
 from trailmark.models.configuration import TrailmarkConfig
 from trailmark.models.embedding import ChunkEmbedder, Given, expect_embedder
 from trailmark.models.generation import ChunkGenerationMixin
-from trailmark.models.grid import Grid, Integers, lay_out
+from trailmark.models.grid import Grid, Integers, Layouts, lay_out
 from trailmark.models.layers import LayerNorm, RMSNorm
 from trailmark.models.loss import shift_labels, text_loss
 from trailmark.models.text import Text, present_tokens
@@ -92,6 +100,13 @@ class TrailmarkForCausalLM(ModelAnswers, PreTrainedModel, ChunkGenerationMixin):
     embed_tokens: nn.Embedding
     lm_head: nn.Linear
     _tied_weights_keys = {"lm_head.weight": "embed_tokens.weight"}
+
+    def __init__(self, config: TrailmarkConfig) -> None:
+        super().__init__(config)
+        self.layouts = self._layouts()
+
+    def _layouts(self) -> Layouts:
+        return Layouts(getattr(self.config, "chunk_size", None), self.config.has_landmarks)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "embedder":  # even a module is no part of the model: not trained, moved or saved with it
@@ -171,7 +186,7 @@ class TrailmarkForCausalLM(ModelAnswers, PreTrainedModel, ChunkGenerationMixin):
         Raises:
             ValueError: no memory there, a damaged one, one of a newer format, or one that other weights wrote.
         """
-        path = folder if memory_tier == "disk" else None
+        path = folder if tier_named(memory_tier).needs_folder else None
         cache = self.new_cache(memory_tier, memory_folder=path, search=search)
         cache.load(folder, self.lm_head.weight.device)
         return cache
@@ -285,66 +300,44 @@ class TrailmarkForCausalLM(ModelAnswers, PreTrainedModel, ChunkGenerationMixin):
         present = None if attention_mask is None else present_tokens(attention_mask, T, B, cache)
         if labels is not None and present is not None:
             labels = labels.masked_fill(~F.pad(present[:, :-1], (1, 0), value=True), -100)
-        # asked without is_compiling(): where this function is not one graph, the functions that it calls are traced
-        plain = (
-            present is None and document_ids is None and isinstance(close_chunk, bool) and not logits_to_keep
-        )
-        plain = plain and cache is None and given is None and self.embedder is None
-        answer = self._answer if plain else self._answer_uncompiled
-        with _all_or_nothing(cache):  # to the last line
-            out = answer(
-                input_ids,
-                present,
-                cache,
-                labels,
-                close_chunk,
-                noise_seed,
-                output_retrieval,
-                logits_to_keep,
-                num_items_in_batch,
-                prefill_chunk_size,
-                document_ids,
-                given,
-            )
-            return out.to_tuple() if return_dict is False else out
-
-    def _answer(
-        self,
-        input_ids: Tensor,
-        present: Tensor | None,
-        cache: ChunkCache | None,
-        labels: Tensor | None,
-        close_chunk: bool | Tensor,
-        noise_seed: Tensor | None,
-        output_retrieval: bool,
-        logits_to_keep: int,
-        num_items_in_batch: Tensor | int | None,
-        prefill_chunk_size: int | None,
-        document_ids: Tensor | None,
-        given: Given | None,
-    ) -> CausalLMOutput:
-        """``forward`` after its checks; ``present`` bool [B, T], None: nothing is padding."""
-        B, T = input_ids.shape
-        text = Text.of(input_ids, present, close_chunk, document_ids)
-        keep = min(logits_to_keep, T) or None
-        if keep is not None and cache is not None and not output_retrieval:
-            text = self._read_pieces(text, cache, keep, prefill_chunk_size or _READ_TOKENS, None)
-        if self.training and noise_seed is None:
-            noise_seed = torch.randint(2**31, (B,), device=input_ids.device)
-        grid = self._lay_out(text, cache, noise_seed if self.training else None)
-        hidden = self.run(
-            text.ids,
-            grid,
+        call = Call(
+            input_ids,
+            present,
             cache,
-            None if output_retrieval else keep,
-            noise_seed if self.training else None,
+            labels,
+            close_chunk,
+            noise_seed,
+            output_retrieval,
+            logits_to_keep,
+            num_items_in_batch,
+            prefill_chunk_size,
+            document_ids,
             given,
         )
+        # asked without is_compiling(): where this function is not one graph, the functions that it calls are traced
+        plain = call.is_plain() and self.embedder is None
+        with _all_or_nothing(cache):  # to the last line
+            out = self._answer(call) if plain else self._answer_uncompiled(call)
+            return out.to_tuple() if return_dict is False else out
+
+    def _answer(self, call: Call) -> CausalLMOutput:
+        B, T = call.input_ids.shape
+        cache = call.cache
+        text = Text.of(call.input_ids, call.present, call.close_chunk, call.document_ids)
+        keep = min(call.logits_to_keep, T) or None
+        if keep is not None and cache is not None and not call.output_retrieval:
+            text = self._read_pieces(text, cache, keep, call.prefill_chunk_size or _READ_TOKENS, None)
+        noise_seed = call.noise_seed if self.training else None
+        if self.training and noise_seed is None:
+            noise_seed = torch.randint(2**31, (B,), device=call.input_ids.device)
+        grid = self._lay_out(text, cache, noise_seed)
+        kept = None if call.output_retrieval else keep
+        hidden = self.run(text.ids, grid, cache, kept, noise_seed, call.given)
         assert hidden.states is not None
         states = hidden.states
         if keep is None:
             states = text.in_columns(states)
-        elif output_retrieval:
+        elif call.output_retrieval:
             states = text.last(states, keep)
         if self.config.logit_scale != 1.0:
             states = states * self.config.logit_scale
@@ -353,15 +346,16 @@ class TrailmarkForCausalLM(ModelAnswers, PreTrainedModel, ChunkGenerationMixin):
         if hidden.own is not None:
             extra = self.landmark_terms(logits, states, *(text.in_columns(x) for x in hidden.own))
         loss = None
-        if labels is not None:
+        if call.labels is not None:
+            labels = self.bearing_loss(call.labels, call.input_ids, call.document_ids)
             loss = text_loss(
                 logits,
-                shift_labels(self.bearing_loss(labels, input_ids, document_ids)),
-                total=num_items_in_batch,
+                shift_labels(labels),
+                total=call.num_items_in_batch,
                 landmark_loss=extra,
                 ranking_loss=hidden.ranking,
             )
-        retrieval = hidden.retrieval if output_retrieval else None
+        retrieval = hidden.retrieval if call.output_retrieval else None
         if retrieval is not None and hidden.closed is None:
             retrieval = tuple(text.selection_in_columns(chosen) for chosen in retrieval)
         elif retrieval is not None and cache is not None:
@@ -401,8 +395,8 @@ class TrailmarkForCausalLM(ModelAnswers, PreTrainedModel, ChunkGenerationMixin):
         return None
 
     @torch.compiler.disable(reason="padding, early landmarks, documents, neighbours, an embedder or a cache")
-    def _answer_uncompiled(self, *arguments: Any) -> CausalLMOutput:
-        return self._answer(*arguments)
+    def _answer_uncompiled(self, call: Call) -> CausalLMOutput:
+        return self._answer(call)
 
     def without_retrieval(self) -> Self:
         """The same weights with retrieval off: see :func:`trailmark.models.without_retrieval.without_retrieval`."""
@@ -484,8 +478,10 @@ class TrailmarkForCausalLM(ModelAnswers, PreTrainedModel, ChunkGenerationMixin):
 
     def _lay_out(self, text: Text, cache: ChunkCache | None, noise_seed: Tensor | None = None) -> Grid:
         phases = None if cache is None else cache.begun(len(text.ids)).phases
-        S = getattr(self.config, "chunk_size", None)
-        landmarks = self.config.has_landmarks
+        S, landmarks = self.layouts.chunk_size, self.layouts.landmarks
+        close = text.close_chunk
+        if phases is None and text.counts is None and text.documents is None and isinstance(close, bool):
+            return self.layouts.of(text.ids.shape[1], close)
         return lay_out(text.ids.shape[1], S, phases, text.counts, text.close_chunk, text.documents, landmarks)
 
     # --- saving -----------------------------------------------------------------------------------------------

@@ -134,34 +134,34 @@ class TrailmarkConfig(ConfigAnswers, PreTrainedConfig):
         for name in (
             "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"
         ):  # fmt: skip
-            _expect(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
-        _expect(
+            expect(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
+        expect(
             self.hidden_size % self.num_attention_heads == 0,
             "num_attention_heads",
             self.num_attention_heads,
             f"a divisor of hidden_size = {self.hidden_size}",
         )
         heads = self.num_key_value_heads
-        _expect(
+        expect(
             heads is None or (heads >= 1 and self.num_attention_heads % heads == 0),
             "num_key_value_heads",
             heads,
             f"a divisor of num_attention_heads = {self.num_attention_heads}",
         )
-        _expect(self.rope_theta > 0, "rope_theta", self.rope_theta, "a positive number")
+        expect(self.rope_theta > 0, "rope_theta", self.rope_theta, "a positive number")
         for name in ("rms_norm_eps", "initializer_range"):
-            _expect(getattr(self, name) >= 0, name, getattr(self, name), "0 or more")
+            expect(getattr(self, name) >= 0, name, getattr(self, name), "0 or more")
         window = self.sliding_window
-        _expect(window is None or window >= 1, "sliding_window", window, "None or at least 1")
+        expect(window is None or window >= 1, "sliding_window", window, "None or at least 1")
         if self.window_position == "rope":
             self.expect_rotary_heads()
-            _expect(
+            expect(
                 self.alibi_slopes == "geometric",
                 "alibi_slopes",
                 self.alibi_slopes,
                 "'geometric' (the default) with window_position 'rope', which has none",
             )
-        _expect(
+        expect(
             self.implementation in (None, "reference", "torch"),
             "implementation",
             self.implementation,
@@ -169,7 +169,7 @@ class TrailmarkConfig(ConfigAnswers, PreTrainedConfig):
         )
 
     def expect_rotary_heads(self) -> None:
-        _expect(
+        expect(
             self.head_dim % 2 == 0,
             "num_attention_heads",
             self.num_attention_heads,
@@ -184,7 +184,7 @@ class SlidingWindowConfig(TrailmarkConfig):
     model_type = "trailmark_sliding_window"
 
     def with_fewer_layers(self, count: int) -> Self:
-        return _with(self, num_hidden_layers=min(self.num_hidden_layers, count))
+        return with_fields(self, num_hidden_layers=min(self.num_hidden_layers, count))
 
 
 @checked
@@ -271,7 +271,7 @@ class DRTConfig(TrailmarkConfig):
         groups = min(self.num_retrieval_groups, 2)
         lower = min(self.num_lower_layers, count)
         upper = groups * min(self.num_upper_layers // self.num_retrieval_groups, count)
-        return _with(
+        return with_fields(
             self,
             num_hidden_layers=lower + upper,
             num_lower_layers=lower,
@@ -286,12 +286,12 @@ class DRTConfig(TrailmarkConfig):
                 ("encoder_weights", "learned"), ("embedder", None), ("embedder_fingerprint", None)
             ):  # fmt: skip
                 came = getattr(self, name)
-                _expect(came == without, name, came, f"{without!r} with retriever {self.retriever!r}")
+                expect(came == without, name, came, f"{without!r} with retriever {self.retriever!r}")
         for name in ("chunk_size", "num_retrieval_groups", "num_encoder_layers"):
-            _expect(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
-        _expect_count(self.num_retrieved_chunks)
+            expect(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
+        expect_count(self.num_retrieved_chunks)
         lower = self.num_lower_layers
-        _expect(
+        expect(
             lower is None or 0 <= lower < self.num_hidden_layers,
             "num_lower_layers",
             lower,
@@ -299,151 +299,14 @@ class DRTConfig(TrailmarkConfig):
         )
         if lower is not None:
             upper = self.num_hidden_layers - lower
-            _expect(
+            expect(
                 upper % self.num_retrieval_groups == 0,
                 "num_retrieval_groups",
                 self.num_retrieval_groups,
                 f"a divisor of the {upper} upper layers",
             )
-        _expect(self.sliding_window is not None, "sliding_window", None, "a number of positions")
+        expect(self.sliding_window is not None, "sliding_window", None, "a number of positions")
         self.expect_rotary_heads()
-
-
-@checked
-class LandmarkConfig(TrailmarkConfig):
-    """Landmark Attention (arXiv 2305.16300). The defaults are the Llama-like 128M model of arXiv 2410.01651.
-
-    Positions count a chunk as S + 1, its landmark on the last: a chunk that is closed early leaves a gap.
-
-    Args:
-        chunk_size: S tokens before a landmark. (The first paper: 50.)
-        num_retrieved_chunks: k, of the memory, per token and head or as ``retrieve_per`` says. 0: retrieval is off;
-            with a cache a token sees its cell alone and no chunk is kept. Without a cache, as in training, a text is
-            attended to whole, whatever k is: 0 changes nothing there.
-        max_position_embeddings: positions of a training text, landmarks included. With stingy positions what is
-            read at once must fit: (k + 1) (S + 1) places for the memory and the positions of a cell.
-        local_length: tokens of a cell. A text is cut in cells from its start; chunks completed in the present
-            cell are local, earlier ones are memory. None: the most whole chunks that fit.
-        retrieve_per: what selects k chunks for itself. "token_and_head": each token in each head, "token": by
-            the maximum over heads, "head": by the maximum over a cell's tokens, "cell": by both.
-        causal_retrieval: of "head" and "cell": a token's choice depends on tokens before it only, and is the same
-            however the text is fed (:func:`trailmark.ops.select_by_landmarks`). False, the paper's way: the
-            maximum is over all of the cell that is fed so far, tokens after it included.
-        memory_position: "stingy": the k latest chunks at their distances, all others as if k + 1 chunks back
-            (Sec. 3.2.1). "true": at their distances, for models trained with ``position_jump`` (App. E).
-        max_memory_chunks: the newest so many are kept; None: all.
-        landmark_phase: of training texts: "random": a text may begin inside a chunk; "fixed": at a chunk's start.
-        position_jump: in training, after each landmark positions go on by 1 to this many; 0 and 1: always 1.
-        landmark_loss: "none": landmarks bear no loss and the token before one predicts the token after it.
-            "none_after_eos": nor does what follows an end-of-text token. "text": a landmark is a token of the text,
-            predicted like the others and predicting the next. (docs/landmark.md: who trained how.)
-        gate_probability: share of landmarks, in training, that only the retrieval gate token opens (App. D); 0:
-            no such token. gate_cutoff: in reading, what the gate would weigh less is not retrieved.
-        mlp: "swiglu" or "gelu". norm: "rms", or "layer" (no biases).
-    """
-
-    model_type = "trailmark_landmark"
-
-    sliding_window: int | None = None
-    window_position: Literal["alibi", "rope"] = "rope"
-    chunk_size: int = 63
-    num_retrieved_chunks: int = 4
-    max_position_embeddings: int = 768
-    local_length: int | None = None
-    retrieve_per: Literal["token_and_head", "token", "head", "cell"] = "token_and_head"
-    causal_retrieval: bool = True
-    memory_position: Literal["stingy", "true"] = "stingy"
-    max_memory_chunks: int | None = None
-    landmark_phase: Literal["random", "fixed"] = "random"
-    position_jump: int = 0
-    landmark_loss: Literal["none", "none_after_eos", "text"] = "none"
-    gate_probability: float | int = 0.0
-    gate_cutoff: float | int = 0.0
-    mlp: Literal["swiglu", "gelu"] = "swiglu"
-    norm: Literal["rms", "layer"] = "rms"
-
-    def __post_init__(self, **kwargs: Any) -> None:
-        if self.local_length is None and self.chunk_size >= 1:
-            left = self.max_position_embeddings - (self.num_retrieved_chunks + 1) * (self.chunk_size + 1)
-            self.local_length = max(1, left // (self.chunk_size + 1)) * self.chunk_size
-        super().__post_init__(**kwargs)
-
-    @property
-    def retrieves_in_training(self) -> bool:
-        """A training text is attended to whole: chunks are retrieved in reading alone."""
-        return False
-
-    @property
-    def begins_texts_inside_chunks(self) -> bool:
-        return self.landmark_phase != "fixed"
-
-    def longest_training_text(self, early_landmarks: int = 0) -> int:
-        # a landmark before its chunk is full leaves a gap of up to S positions
-        left = self.max_position_embeddings - early_landmarks * self.chunk_size
-        return max(0, left - left // (self.chunk_size + 1))
-
-    def with_fewer_layers(self, count: int) -> Self:
-        # the first layer makes tables that all share: it is like no other
-        return _with(self, num_hidden_layers=min(self.num_hidden_layers, count + 1))
-
-    @property
-    def selects_for_many(self) -> bool:
-        """Whether positions of a cell share what they select: they have a say in each other's."""
-        return self.retrieve_per in ("head", "cell")
-
-    def cell_positions(self) -> int:
-        """The most positions that a cell's last token sees in it: the chunk that it began in, tokens, landmarks."""
-        assert self.local_length is not None
-        S = self.chunk_size
-        tokens = self.local_length + (0 if self.local_length % S == 0 else S - 1)
-        return tokens + tokens // S
-
-    def validate_architecture(self) -> None:
-        super().validate_architecture()
-        for name in ("chunk_size", "max_position_embeddings"):
-            _expect(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
-        _expect_count(self.num_retrieved_chunks)
-        for name in ("local_length", "max_memory_chunks"):
-            number = getattr(self, name)
-            _expect(number is None or number >= 1, name, number, "None or at least 1")
-        _expect(self.position_jump >= 0, "position_jump", self.position_jump, "at least 0")
-        for name in ("gate_probability", "gate_cutoff"):
-            _expect(0 <= getattr(self, name) <= 1, name, getattr(self, name), "0 to 1")
-        _expect(
-            self.causal_retrieval or self.selects_for_many,
-            "causal_retrieval",
-            self.causal_retrieval,
-            f"True with retrieve_per {self.retrieve_per!r}, which is causal: only 'head' and 'cell' can look ahead",
-        )
-        _expect(
-            self.gate_cutoff == 0 or self.gate_probability > 0,
-            "gate_cutoff",
-            self.gate_cutoff,
-            "0 for a model without a retrieval gate (gate_probability 0)",
-        )
-        _expect(
-            self.sliding_window is None and self.window_position == "rope",
-            "sliding_window, window_position",
-            (self.sliding_window, self.window_position),
-            "None and 'rope': local_length says what is local",
-        )
-        _expect(
-            self.landmark_loss != "none_after_eos" or self.eos_token_id is not None,
-            "landmark_loss",
-            self.landmark_loss,
-            "'none' or 'text' without an eos_token_id",
-        )
-        self.expect_rotary_heads()
-        memory = (self.num_retrieved_chunks + 1) * (self.chunk_size + 1)
-        if self.local_length is not None and self.memory_position == "stingy":
-            _expect(
-                memory + self.cell_positions() <= self.max_position_embeddings,
-                "max_position_embeddings",
-                self.max_position_embeddings,
-                f"at least {memory} for {self.num_retrieved_chunks} + 1 chunks and {self.cell_positions()} for a "
-                f"cell of {self.local_length} tokens. Lower num_retrieved_chunks, chunk_size or local_length, or "
-                "train on longer texts",
-            )
 
 
 @checked
@@ -489,23 +352,23 @@ class BlockRecurrentConfig(TrailmarkConfig):
         assert self.recurrent_layer is not None
         below = min(self.recurrent_layer - 1, count)
         above = min(self.num_hidden_layers - self.recurrent_layer, count)
-        return _with(self, num_hidden_layers=below + 1 + above, recurrent_layer=below + 1)
+        return with_fields(self, num_hidden_layers=below + 1 + above, recurrent_layer=below + 1)
 
     def validate_architecture(self) -> None:
         super().validate_architecture()
-        _expect(self.sliding_window is not None, "sliding_window", None, "a number of positions")
+        expect(self.sliding_window is not None, "sliding_window", None, "a number of positions")
         for name in ("block_size", "num_states"):
             number = getattr(self, name)
-            _expect(number is None or number >= 1, name, number, "None or at least 1")
+            expect(number is None or number >= 1, name, number, "None or at least 1")
         layer = self.recurrent_layer
-        _expect(
+        expect(
             layer is None or 1 <= layer <= self.num_hidden_layers,
             "recurrent_layer",
             layer,
             f"1 to {self.num_hidden_layers} (num_hidden_layers), or None",
         )
         blocks = self.truncation_blocks
-        _expect(
+        expect(
             blocks is None or blocks >= 2,
             "truncation_blocks",
             blocks,
@@ -599,7 +462,7 @@ class RPTConfig(TrailmarkConfig):
         assert self.num_lower_layers is not None
         lower = min(self.num_lower_layers, count)
         upper = min(self.num_upper_layers, count * self.cross_attention_every)
-        return _with(
+        return with_fields(
             self,
             num_hidden_layers=lower + upper,
             num_lower_layers=lower,
@@ -609,28 +472,28 @@ class RPTConfig(TrailmarkConfig):
     def validate_architecture(self) -> None:
         super().validate_architecture()
         for name in ("chunk_size", "cross_attention_every"):
-            _expect(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
-        _expect_count(self.num_retrieved_chunks)
+            expect(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
+        expect_count(self.num_retrieved_chunks)
         for name in ("num_encoder_layers", "ranking_weight", "ranking_margin", "ranking_threshold"):
-            _expect(getattr(self, name) >= 0, name, getattr(self, name), "0 or more")
+            expect(getattr(self, name) >= 0, name, getattr(self, name), "0 or more")
         for name in ("first_gold_probability", "gold_probability"):
-            _expect(0 <= getattr(self, name) <= 1, name, getattr(self, name), "0 to 1")
+            expect(0 <= getattr(self, name) <= 1, name, getattr(self, name), "0 to 1")
         if self.retriever != "encoder":
             for name in ("embedder", "embedder_fingerprint"):
                 came = getattr(self, name)
-                _expect(came is None, name, came, f"None with retriever {self.retriever!r}")
+                expect(came is None, name, came, f"None with retriever {self.retriever!r}")
         lower = self.num_lower_layers
-        _expect(
+        expect(
             lower is None or 0 <= lower < self.num_hidden_layers,
             "num_lower_layers",
             lower,
             f"0 to {self.num_hidden_layers - 1} (num_hidden_layers - 1: one upper layer must read)",
         )
-        _expect(self.sliding_window is not None, "sliding_window", None, "a number of positions")
+        expect(self.sliding_window is not None, "sliding_window", None, "a number of positions")
         self.expect_rotary_heads()
 
 
-def _with(config: Config, **fields: Any) -> Config:
+def with_fields(config: Config, **fields: Any) -> Config:
     """The same configuration with other values of some fields."""
     kind: Any = type(config)
     given: Any = config
@@ -638,10 +501,12 @@ def _with(config: Config, **fields: Any) -> Config:
     return made
 
 
-def _expect_count(num_retrieved: int) -> None:
-    _expect(num_retrieved >= 0, "num_retrieved_chunks", num_retrieved, "0 (retrieval off) or more")
+def expect_count(num_retrieved: int) -> None:
+    """Raise a ValueError unless ``num_retrieved_chunks`` is a count."""
+    expect(num_retrieved >= 0, "num_retrieved_chunks", num_retrieved, "0 (retrieval off) or more")
 
 
-def _expect(condition: bool, argument: str, came: object, expected: str) -> None:
+def expect(condition: bool, argument: str, came: object, expected: str) -> None:
+    """Raise a ValueError that names a field, what it should be and what came, unless the condition holds."""
     if not condition:
         raise ValueError(f"{argument}: expected {expected}, got {came!r}.")

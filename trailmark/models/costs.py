@@ -16,6 +16,7 @@ import numpy.typing as npt
 import torch
 
 from trailmark.memory.chunks import TABLE_BYTES, recent_chunks
+from trailmark.memory.store import tier_named
 
 _IDS = 8  # bytes of a token's number
 
@@ -51,11 +52,12 @@ class CacheBytes:
 
     def on_device(self, tier: str, device: str = "cpu") -> int:
         """What a ``device``, "cpu" or "cuda", must hold with the memory on ``tier``, but for weights."""
+        kind = tier_named(tier)
         held = self.window_bytes + self.landmarks + self.gathered
-        if tier == "device":
+        if kind.takes == "device":
             held += self.records
         # without a GPU the host's memory is the device's, and nothing is kept twice
-        return held + (self.recent if tier == "disk" or (tier, device) == ("host", "cuda") else 0)
+        return held + (self.recent if kind.keeps_recent(device) else 0)
 
     def parts(self) -> dict[str, int]:
         """Those that are not 0, by name."""

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -22,11 +23,12 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from trailmark.memory import CacheState, ChunkCache, ChunkMemory
 from trailmark.models.answers import CardFacts
 from trailmark.models.causal_lm import Hidden, TrailmarkForCausalLM, mark_residual_projections
-from trailmark.models.configuration import LandmarkConfig
 from trailmark.models.costs import CacheBytes, NumberBytes
 from trailmark.models.embedding import Given
 from trailmark.models.grid import Grid, Integers, Take, lay_out
+from trailmark.models.grid import keep as keep_positions
 from trailmark.models.landmark_cell import CellStep
+from trailmark.models.landmark_config import LandmarkConfig
 from trailmark.models.landmark_costs import landmark_cache_bytes
 from trailmark.models.landmark_memory import LandmarkMemory, Reading
 from trailmark.models.layers import GELUMLP, MLP, LayerNorm, RMSNorm, SelfAttention, rotary_at, rotate
@@ -49,6 +51,10 @@ class Sight:
     # with a retrieval gate: own chunks and those that it does not control; those that it does
     near: LandmarkLayout | None = None
     gated: LandmarkLayout | None = None
+
+
+# of layouts that were asked for before: training asks for the same again
+_SIGHTS: WeakKeyDictionary[Grid, dict[tuple[Any, ...], Sight]] = WeakKeyDictionary()
 
 
 class LandmarkLayer(GradientCheckpointingLayer):
@@ -212,11 +218,11 @@ class LandmarkForCausalLM(TrailmarkForCausalLM):
         config, B = self.config, x.shape[0]
         jumps = noise_seed is not None and config.position_jump > 1
         gated = noise_seed is not None and self.gate is not None
-        # grids are shared by all models of the process
-        key = ("sight", B, x.device, x.dtype, config.head_dim, config.rope_theta)
-        if not (jumps or gated) and (known := grid.kept_for(key)) is not None:
-            assert isinstance(known, Sight)
-            return known
+        # layouts are shared by all models of the process
+        key = B, x.device, x.dtype, config.head_dim, config.rope_theta
+        known = _SIGHTS.setdefault(grid, {})
+        if not (jumps or gated) and key in known:
+            return known[key]
         with torch.inference_mode(False):  # a later call may train on the same layout
             chunk = torch.from_numpy(grid.chunk).to(x.device).expand(B, -1)  # [B, P]
             places = torch.from_numpy(grid.places).to(x.device)
@@ -236,7 +242,7 @@ class LandmarkForCausalLM(TrailmarkForCausalLM):
             controlled = drawn < config.gate_probability * 2**32
             return Sight(rotary, layout, layout.seeing(~controlled), layout.seeing(controlled, own=False))
         if not jumps:
-            grid.keep_for(key, sight)
+            known[key] = sight
         return sight
 
     def _jumps(self, chunk: Tensor, noise_seed: Tensor, grid: Grid) -> Tensor:
@@ -328,7 +334,7 @@ class LandmarkForCausalLM(TrailmarkForCausalLM):
             yield Take(np.arange(grid.num_positions)[None], grid.num_positions), grid
             return
         for n in range(int(number.max()) + 1):
-            yield grid.kept(number == n)
+            yield keep_positions(grid, number == n)
 
     def _read_cell(self, x: Tensor, step: CellStep, keep: int | None) -> tuple[Tensor, list[ChunkSelection]]:
         """The positions x [B, P, E] of one piece through all layers: their states.

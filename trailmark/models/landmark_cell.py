@@ -11,11 +11,12 @@ import torch
 from torch import Tensor
 
 from trailmark.memory import CacheState, Cell, ChunkCache, MemoryEntries, MemorySize, Window
-from trailmark.models.configuration import LandmarkConfig
 from trailmark.models.grid import Booleans, Grid, Integers, Take
+from trailmark.models.landmark_config import LandmarkConfig
 from trailmark.models.layers import rotary_at, rotary_table, rotate
 from trailmark.ops import LandmarkLayout, landmark_attention
-from trailmark.ops.arguments import arithmetic_dtype, without_autocast
+from trailmark.ops.arguments import without_autocast
+from trailmark.ops.landmark_memory_attention import landmark_attention_of_one
 
 
 class CellStep:
@@ -149,7 +150,7 @@ class CellStep:
     def attend(self, q: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """q [B, P, H, D], turned by ``query_rotary``, and what ``append`` gave: output and lse [B, P, H]."""
         if self._single:
-            return self._attend_one(q, keys, values)
+            return landmark_attention_of_one(q, keys, values, self._back, self.config.chunk_size)
         keys = rotate(keys, self.chunk_rotary)
         name = self.config.implementation
         out = landmark_attention(q, keys, values, self.layout, implementation=name, return_lse=True)
@@ -173,31 +174,6 @@ class CellStep:
         """[C + 1, 1, D / 2] complex: queries turn back by the beginning of each of the cell's chunks."""
         L = self.config.chunk_size + 1
         return torch.view_as_complex(self._table[: self.width : L].contiguous()).conj()[:, None]
-
-    def _attend_one(self, q: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """:func:`trailmark.ops.landmark_attention` of one query a row, which turns instead of the keys."""
-        L = self.config.chunk_size + 1
-        B, n, J, D = keys.shape
-        C = n // L  # closed chunks
-        dtype = arithmetic_dtype(q, keys, values)
-        keys, values = (x.transpose(1, 2).to(dtype) for x in (keys, values))  # [B, J, n, D]
-        pairs = torch.view_as_complex(q.to(dtype).reshape(B, J, 1, -1, D // 2, 2))
-        turned = torch.view_as_real(pairs * self._back).flatten(-2)  # [B, J, C + 1, g, D]
-        g = turned.shape[3]
-        scores = (turned.flatten(2, 3) @ keys.mT).mul_(D**-0.5).unflatten(2, (C + 1, g))
-        own = scores[:, :, C, :, C * L :]  # [B, J, g, t]
-        gates = log_sum_exp(own, -1)
-        weights = scores.new_zeros(B, J, g, n)
-        if C:
-            # each chunk's keys by the query that was turned to it
-            far = scores[..., : C * L].unflatten(-1, (C, L)).diagonal(dim1=2, dim2=4).mT  # [B, J, g, C, L]
-            gates = torch.cat([far[..., -1], gates], -1)
-        lse = log_sum_exp(gates, -1) if C else gates  # [B, J, g, 1]
-        torch.sub(own, lse, out=weights[..., C * L :]).exp_()
-        if C:
-            inside = far[..., :-1].softmax(-1).mul_((gates[..., :-1] - lse).exp_()[..., None])
-            weights[..., : C * L].unflatten(-1, (C, L))[..., :-1].copy_(inside)
-        return (weights @ values).view(B, 1, -1, D).to(q.dtype), lse.view(B, 1, -1)
 
     # --- the end -------------------------------------------------------------------------------------------
 
@@ -314,9 +290,3 @@ class CellStep:
             running=running,
         )
         return begun, tuple(rings)
-
-
-def log_sum_exp(x: Tensor, dim: int) -> Tensor:
-    """With ``dim`` kept; -inf where all are. Fewer passes than torch's, whose time is felt in decoding."""
-    top = x.amax(dim, keepdim=True).clamp_(min=torch.finfo(x.dtype).min)
-    return (x - top).exp_().sum(dim, keepdim=True).log_().add_(top)

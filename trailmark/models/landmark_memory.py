@@ -18,12 +18,13 @@ import torch
 from torch import Tensor
 
 from trailmark.memory import ExactSearch
-from trailmark.models.configuration import LandmarkConfig
 from trailmark.models.grid import Booleans, Integers
-from trailmark.models.landmark_cell import CellStep, log_sum_exp
+from trailmark.models.landmark_cell import CellStep
+from trailmark.models.landmark_config import LandmarkConfig
 from trailmark.models.layers import rotary_at, rotate
 from trailmark.ops import ChunkSelection, select_by_landmarks
 from trailmark.ops.arguments import arithmetic_dtype, without_autocast
+from trailmark.ops.landmark_memory_attention import landmark_memory_attention
 from trailmark.ops.landmark_selection import select_for_one
 
 _SLAB_SCORES = 1 << 24  # landmark scores held at once
@@ -439,25 +440,10 @@ class LandmarkMemory:
         records, lengths = self.memory.gather(numbers, where)  # [B, n Y k, 2, 1, S + 1, D]
         records = records.view(B, n, Y, k, 2, S + 1, -1)
         keys, values = records[..., 0, :, :].to(dtype), records[..., 1, :S, :].to(dtype)
-        pairs = torch.view_as_complex(queries.contiguous().unflatten(-1, (-1, 2)))
-        turn = torch.view_as_complex(turns.contiguous())
-        turned = torch.view_as_real(pairs[:, :, :, None] * turn[:, :, :, :, None]).flatten(-2)
-        scores = (turned @ keys.transpose(-1, -2)).mul_(
-            queries.shape[-1] ** -0.5
-        )  # [B, n, Y, k, rows, S + 1]
-        gates, scores = scores[..., S], scores[..., :S]
-        if self.short:
-            present = torch.from_numpy(lengths.clip(2) - 1).to(queries.device).view(B, n, Y, k, 1, 1)
-            scores = scores.masked_fill(torch.arange(S, device=queries.device) >= present, -math.inf)
-        gates = gates.masked_fill((chosen < 0)[..., None], -math.inf)  # [B, n, Y, k, rows]
-        lse = log_sum_exp(gates, 3)
-        weights = gates - lse.clamp(min=torch.finfo(dtype).min)
-        inside = scores.softmax(-1).mul_(weights.exp_()[..., None])
-        if inside.shape[4] < S // 2:  # few rows: one product a chunk, where values need no copy side by side
-            out = (inside @ values).sum(3)
-        else:
-            out = inside.transpose(3, 4).flatten(4) @ values.flatten(3, 4)
-        return out, lse[:, :, :, 0], gates.transpose(3, 4)
+        tokens = None
+        if self.short:  # the landmark's key is one of them
+            tokens = torch.from_numpy(lengths.clip(2) - 1).to(queries.device).view(B, n, Y, k)
+        return landmark_memory_attention(queries, keys, values, turns, chosen >= 0, tokens)
 
 
 @lru_cache(maxsize=64)

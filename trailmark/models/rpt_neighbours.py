@@ -5,15 +5,16 @@ Shapes: C chunks that close, of S tokens; n neighbours of L rows each, L = S, or
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from trailmark.models.configuration import RPTConfig
-from trailmark.models.grid import Grid, Integers
+from trailmark.models.grid import Grid
 from trailmark.models.layers import (
     ChunkAttention,
     ChunkEncoderLayer,
@@ -24,6 +25,7 @@ from trailmark.models.layers import (
     rotary_table,
     rotate,
 )
+from trailmark.models.takes import Table
 from trailmark.ops import block_attention, chunked_cross_attention
 
 
@@ -36,17 +38,15 @@ class Readers:
     """
 
     grid: Grid  # its chunks are the groups
-    source: Integers  # [b, G] the closed chunk whose neighbours a group reads; -1: none, or an earlier call's
-    places: Integers  # [b, P] of the query's RoPE: S - 1 for a chunk's last token, then S, S + 1, ...
-    _tensors: dict[tuple[str, torch.device], Tensor] = field(default_factory=dict, repr=False)
+    source: Table  # [b, G] the closed chunk whose neighbours a group reads; -1: none, or an earlier call's
+    places: Table  # [b, P] of the query's RoPE: S - 1 for a chunk's last token, then S, S + 1, ...
 
     @classmethod
     def of(cls, grid: Grid) -> Readers:
-        known: Readers | None = grid.kept_for("readers")
-        if known is None:
-            known = cls._made(grid)
-            grid.keep_for("readers", known)
-        return known
+        """Of the chunks of a layout; made once for each layout, as training asks for the same ones again."""
+        if grid not in _READERS:
+            _READERS[grid] = cls._made(grid)
+        return _READERS[grid]
 
     @classmethod
     def _made(cls, grid: Grid) -> Readers:
@@ -63,7 +63,8 @@ class Readers:
         source = np.full((len(group), groups.num_chunks), -1)
         row, place = np.nonzero(grid.is_landmark)
         source[row, group[row, place]] = grid.chunk[row, place]
-        return cls(groups, source, np.where(grid.is_landmark, S - 1, S + grid.chunk_slots))
+        places = np.where(grid.is_landmark, S - 1, S + grid.chunk_slots)
+        return cls(groups, Table(source), Table(places))
 
     def reading(
         self,
@@ -76,7 +77,7 @@ class Readers:
         kept_v: Tensor | None = None,
     ) -> Reading:
         """What these readers read of a table; see :class:`Reading`."""
-        turn = rotary_at(self._on("places", x.device), config.head_dim, config.rope_theta, x.dtype)
+        turn = rotary_at(self.places.on(x.device), config.head_dim, config.rope_theta, x.dtype)
         return Reading(self.grid, turn, indices, kept_k, kept_v, rows, present)
 
     def nothing(self, config: RPTConfig, x: Tensor) -> Reading:
@@ -88,15 +89,11 @@ class Readers:
         """What each closed chunk was given, [B, C, K], as its readers need it: [B, G, K]; -1 where none was."""
         B, _, K = chosen.shape
         padded = torch.cat([chosen.new_full((B, 1, K), -1), chosen], dim=1)
-        source = self._on("source", chosen.device) + 1
+        source = self.source.on(chosen.device) + 1
         return padded.gather(1, source.expand(B, -1)[..., None].expand(-1, -1, K))
 
-    def _on(self, name: str, device: torch.device) -> Tensor:
-        """``source`` or ``places``, moved once: training asks for the same layouts again and again."""
-        if (name, device) not in self._tensors:
-            with torch.inference_mode(False):  # a graph may keep it
-                self._tensors[name, device] = torch.from_numpy(getattr(self, name)).to(device)
-        return self._tensors[name, device]
+
+_READERS: WeakKeyDictionary[Grid, Readers] = WeakKeyDictionary()
 
 
 class Reading(NamedTuple):
@@ -259,7 +256,7 @@ class ChunkedCrossAttention(nn.Module):
         else:
             nothing = *q.shape[:2], 0, len(self.null_k) // self.head_dim, self.head_dim
             keys, values, mask = q.new_zeros(nothing), q.new_zeros(nothing), None
-        found = chunked_cross_attention(
+        read = chunked_cross_attention(
             q,
             keys,
             values,
@@ -268,7 +265,7 @@ class ChunkedCrossAttention(nn.Module):
             mask,
             implementation=self.config.implementation,
         )
-        return self.o_proj(groups.positions(found.flatten(1, 2).flatten(2)))
+        return self.o_proj(groups.positions(read.flatten(1, 2).flatten(2)))
 
 
 def _gathered(

@@ -13,7 +13,7 @@ from trailmark.memory.chunks import MemoryEntries, MemorySize
 from trailmark.memory.state import CacheState, Deferred, Retrieved
 from trailmark.memory.window import Span, Window, WindowCall
 from trailmark.models.configuration import TrailmarkConfig
-from trailmark.models.grid import Grid, Integers
+from trailmark.models.grid import Grid, Integers, join, tail
 from trailmark.models.layers import Place
 
 
@@ -176,11 +176,11 @@ class Step:
                 landmarks=grid.has_landmarks,
                 begun=waiting.begun,
             )
-            take, grid = grid.after(earlier)
+            take, grid = join(earlier, grid)
             x, first_chunk = take(torch.cat([waiting.states, x], dim=1)), waiting.first_chunk
         if reach is None:
             return x, grid, first_chunk
-        take, grid, gone = grid.tail(reach, keep)
+        take, grid, gone = tail(grid, reach, keep)
         return take(x), grid, first_chunk + gone
 
     def defer(self, x: Tensor, reach: int) -> None:

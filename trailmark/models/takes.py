@@ -28,6 +28,25 @@ def constant(function: Function) -> Function:
     return marked
 
 
+class Table:
+    """An array of a layout, as a tensor on each device that asks for it: moved once, and no inference tensor."""
+
+    def __init__(self, array: np.ndarray[Any, Any]) -> None:
+        self.array = array
+        self._tensors: dict[torch.device, tuple[Tensor]] = {}
+
+    def on(self, device: torch.device) -> Tensor:
+        """The array on a device."""
+        return self._on(device)[0]
+
+    @constant
+    def _on(self, device: torch.device) -> tuple[Tensor]:
+        if device not in self._tensors:
+            with torch.inference_mode(False):  # a graph may keep it
+                self._tensors[device] = (torch.from_numpy(self.array).to(device),)
+        return self._tensors[device]
+
+
 class Take:
     """y[b, i] = x[b, index[b, i]], zeros where the index is -1. No place is taken twice.
 

@@ -189,6 +189,31 @@ def landmark_attention(
     return out.to(q.dtype), lse
 
 
+def landmark_memory_attention(
+    q: Tensor,  # [B, U, Y, R, D]
+    keys: Tensor,  # [B, U, Y, k, S + 1, D]
+    values: Tensor,  # [B, U, Y, k, S, D]
+    turns: Tensor,  # [B, U, Y or 1, k, D / 2, 2]
+    present: Tensor,  # [B, U, Y, k] bool
+    lengths: Tensor | None = None,  # [B, U, Y, k]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Paper (arXiv 2305.16300) Sec. 3.2: a softmax over landmarks, times one inside each chunk; queries turn (RoPE)."""
+    S = values.shape[-2]
+    even, odd = q[..., None, :, 0::2], q[..., None, :, 1::2]  # [B, U, Y, 1, R, D / 2]
+    cos, sin = turns[..., None, :, 0], turns[..., None, :, 1]  # [B, U, Y, k, 1, D / 2]
+    turned = torch.stack([even * cos - odd * sin, even * sin + odd * cos], dim=-1).flatten(-2)
+    scores = torch.einsum("buykrd,buyksd->buykrs", turned, keys) * q.shape[-1] ** -0.5
+    gates = scores[..., S].masked_fill(~present[..., None], -torch.inf)  # [B, U, Y, k, R]
+    inside = scores[..., :S]
+    if lengths is not None:
+        row = torch.arange(S, device=q.device)
+        inside = inside.masked_fill(row >= lengths[..., None, None], -torch.inf)
+    nothing = ~present.any(-1)[..., None, None]
+    chunk = gates.masked_fill(nothing, 0).softmax(-2).masked_fill(nothing, 0)
+    out = torch.einsum("buykr,buykrs,buyksd->buyrd", chunk, inside.softmax(-1), values)
+    return out, gates.logsumexp(-2), gates.transpose(-1, -2)
+
+
 def chunked_cross_attention(
     q: Tensor,  # [B, N, R, H, D]
     k: Tensor,  # [B, N, L, J, D]
