@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,11 +24,10 @@ from trailmark.evaluation.cost import (
     run,
 )
 from trailmark.evaluation.cost_inference import Text
-from trailmark.evaluation.cost_peak import peak_kind, with_peak
 from trailmark.evaluation.cost_rounds import random_tokens, spread
 from trailmark.evaluation.cost_training import Step
 from trailmark.evaluation.record import Record
-from trailmark.evaluation.subject import Subject, names_of
+from trailmark.evaluation.subject import Subject
 from trailmark.evaluation.suite_cost import SUITE
 from trailmark.memory import ChunkMemory
 from trailmark.models import MODELS, TrailmarkForCausalLM
@@ -37,7 +35,6 @@ from trailmark.models.costs import foreign_cache_bytes, num_closed
 from trailmark.report.tables import result_table
 from trailmark.training.config import load_run_config
 
-CPU = torch.device("cpu")
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
 
 
@@ -430,18 +427,6 @@ def test_out_of_memory_on_a_device_is_a_result(monkeypatch: pytest.MonkeyPatch, 
     assert [row["time_ratio"] for row in cell["rows"]] == [1.0, None]
 
 
-def test_peak_is_what_work_takes_at_most() -> None:
-    """To a power of two: the system counts pages in lots."""
-    for power in (24, 27):
-        found, peak = with_peak(CPU, lambda n=power: float(torch.ones(1 << (n - 2)).sum()))  # type: ignore[misc]
-        assert found == 1 << (power - 2)
-        if peak_kind(CPU) is None:
-            assert peak is None
-        else:
-            assert peak is not None
-            assert round(math.log2(peak)) == power
-
-
 # --- the suite -------------------------------------------------------------------------------------------
 
 
@@ -523,10 +508,7 @@ def test_ratios_are_of_the_rounds_and_of_the_device() -> None:
     assert [r["memory_ratio"] for r in ratios(trained, "a")] == [1.0, None]
 
 
-def test_names_are_told_apart(tmp_path: Path) -> None:
-    a, b, c = map(Path, ("x/drt", "y/drt", "configs/window.yaml"))
-    assert names_of([a, c]) == ["drt", "window"]
-    assert names_of([a, b, c]) == ["x/drt", "y/drt", "window"]
+def test_each_model_is_compared_once(tmp_path: Path) -> None:
     twice = [subject_of(window_model(), "x/drt")] * 2
     for subjects, message in ((twice, "expected each once, got 'runs/x/drt'"), ([], "expected at least one")):
         with pytest.raises(ValueError, match=f"models: {message}"):
@@ -600,8 +582,7 @@ def test_settings_that_make_no_sense(settings: dict[str, Any], message: str) -> 
 def test_a_prompt_that_a_model_has_no_positions_for(
     settings: CostSettings, message: str, tmp_path: Path
 ) -> None:
-    subjects = [subject_of(foreign(), "gpt2")]
     record = Record(tmp_path, "cost", [{}])
     with pytest.raises(ValueError, match=message):
-        run(subjects, settings, record)
+        run([subject_of(foreign(), "gpt2")], settings, record)
     assert record.results == []

@@ -1,4 +1,4 @@
-"""What the doctor finds out about kernels."""
+"""What the doctor finds out, and what it says of it."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import importlib.util
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from trailmark.evaluation.doctor import _within_budget
 
+Command = Callable[..., tuple[int, str, str]]
 INPUTS = [torch.linspace(-1, 1, 12).view(3, 4), torch.linspace(1, 2, 12).view(3, 4)]
 
 
@@ -50,3 +52,26 @@ def test_kernels_are_compared_with_their_oracles_where_they_run() -> None:
         "True exactness of landmark attention's kernels",
         "True exactness of selection's kernels",
     ]
+
+
+def test_doctor(command: Command) -> None:
+    code, out, _ = command("doctor")
+    assert code == 0
+    lines = out.splitlines()
+    assert all(line.startswith("ok ") for line in lines)
+    for name in ("python", "torch", "transformers", "exactness", "reading", "disk"):
+        assert any(line.startswith(f"ok   {name}: ") for line in lines), name
+    for use in (
+        "grouped cross-attention",
+        "selection of chunks",
+        "landmark attention",
+        "window attention in training and reading",
+    ):
+        assert any(line.startswith(f"ok   {use} (cpu): torch: ") for line in lines), use
+
+
+def test_doctor_says_what_is_not_as_it_should_be(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "__version__", "2.10.1")
+    code, out, _ = command("doctor")
+    assert code == 1
+    assert "NOT  torch: 2.10.1" in out

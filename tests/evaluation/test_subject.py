@@ -14,7 +14,7 @@ from transformers import BertConfig, BertModel, LlamaConfig, LlamaForCausalLM
 from tests.models.tiny import drt
 from trailmark.data.corpus import load_tokenizer
 from trailmark.data.needles import CURRICULUM
-from trailmark.evaluation.subject import Subject, expect_model, load
+from trailmark.evaluation.subject import Subject, expect_model, load, names_of
 
 BYTES = load_tokenizer()
 SIZES = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
@@ -153,3 +153,9 @@ def test_a_model_in_memory_is_told_by_its_weights() -> None:
         one.identity()["weights_sha256"]
         != Subject(Path("x"), drt(seed=1), BYTES, {}).identity()["weights_sha256"]
     )
+
+
+def test_names_are_told_apart() -> None:
+    a, b, c = map(Path, ("x/drt", "y/drt", "configs/window.yaml"))
+    assert names_of([a, c]) == ["drt", "window"]
+    assert names_of([a, b, c]) == ["x/drt", "y/drt", "window"]

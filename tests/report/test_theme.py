@@ -6,9 +6,23 @@ from collections.abc import Mapping
 
 import pytest
 
-from trailmark.report.theme import DARK, LEVELS, LIGHT, SERIES, contrast, heat_ink, heat_level, style
+from trailmark.report.theme import DARK, LEVELS, LIGHT, SERIES, channels, heat_ink, heat_level, style
 
 THEMES = {"light": LIGHT, "dark": DARK}
+
+
+def contrast(one: str, other: str) -> float:
+    """The contrast ratio of two colours, 1 to 21 (WCAG 2.2, relative luminance)."""
+    low, high = sorted((_luminance(one), _luminance(other)))
+    return (high + 0.05) / (low + 0.05)
+
+
+def _luminance(colour: str) -> float:
+    linear = [
+        c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4
+        for c in (channel / 255 for channel in channels(colour))
+    ]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
 
 
 @pytest.fixture(params=THEMES)

@@ -6,7 +6,7 @@ arXiv 2305.16300. Summaries: ``paper-table-2``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +19,7 @@ GCA, LANDMARK = "2410.01651", "2305.16300"
 
 # --- as printed ---------------------------------------------------------------------------------------------
 
+_LANDMARK_FIELDS = ("local_length", "max_memory_chunks", "num_retrieved_chunks")
 _GCA_COLUMNS = ("pg19_valid", "pg19_test", "arxiv_math_valid", "arxiv_math_test")
 # length (0: not given); model; time of training; k; window; 128M: four perplexities; 350M: four
 _GCA_TABLE_1 = """
@@ -103,66 +104,54 @@ def _whole(cell: str) -> int | None:
     return None if cell in ("-", "0") else int(cell)
 
 
+def _row(arxiv: str, table: int, **values: Any) -> dict[str, Any]:
+    return {"arxiv": arxiv, "table": f"Table {table}"} | values
+
+
+def _named(names: Sequence[str], values: Iterable[Any]) -> dict[str, Any]:
+    return dict(zip(names, values, strict=True))
+
+
 def _gca_table_1() -> list[dict[str, Any]]:
     rows = []
     for length, model, time, k, window, *sizes in _lines(_GCA_TABLE_1):
+        setup = {
+            "num_retrieved_chunks": _whole(k),
+            "window": int(window),
+            "training_time": float(time),
+        }
         for size, cell in zip(("128M", "350M"), sizes, strict=True):
-            values = dict(zip(_GCA_COLUMNS, _numbers(cell), strict=True))
+            values = _named(_GCA_COLUMNS, _numbers(cell))
             if any(value is not None for value in values.values()):
-                row: dict[str, Any] = {
-                    "arxiv": GCA,
-                    "table": "Table 1",
-                    "length": _whole(length),
-                    "model": model,
-                    "size": size,
-                }
-                row |= {
-                    "num_retrieved_chunks": _whole(k),
-                    "window": int(window),
-                    "training_time": float(time),
-                }
-                rows.append(row | values)
+                row = _row(GCA, 1, length=_whole(length), model=model, size=size)
+                rows.append(row | setup | values)
     return rows
 
 
 def _landmark_table_1() -> list[dict[str, Any]]:
-    names = ("local_length", "max_memory_chunks", "num_retrieved_chunks", "attention_size")
     rows = []
     for length, model, *fields, values in _lines(_LANDMARK_TABLE_1):
-        row: dict[str, Any] = {"arxiv": LANDMARK, "table": "Table 1", "length": int(length), "model": model}
-        row |= dict(zip(names, map(_whole, fields), strict=True))
-        rows.append(row | dict(zip(("pg19", "arxiv_math"), _numbers(values), strict=True)))
+        row = _row(LANDMARK, 1, length=int(length), model=model)
+        row |= _named((*_LANDMARK_FIELDS, "attention_size"), map(_whole, fields))
+        rows.append(row | _named(("pg19", "arxiv_math"), _numbers(values)))
     return rows
 
 
 def _landmark_table_2() -> list[dict[str, Any]]:
-    names = ("local_length", "max_memory_chunks", "num_retrieved_chunks")
     rows = []
     for length, selects, *fields, value in _lines(_LANDMARK_TABLE_2):
-        row: dict[str, Any] = {
-            "arxiv": LANDMARK,
-            "table": "Table 2",
-            "length": int(length),
-            "model": "Landmark Attention",
-        }
-        row |= {"retrieve_per": selects} | dict(zip(names, map(_whole, fields), strict=True))
-        rows.append(row | {"pg19": float(value)})
+        row = _row(LANDMARK, 2, length=int(length), model="Landmark Attention", retrieve_per=selects)
+        rows.append(row | _named(_LANDMARK_FIELDS, map(_whole, fields)) | {"pg19": float(value)})
     return rows
 
 
 def _gca_table_2() -> list[dict[str, Any]]:
-    rows = []
-    for model, *cells in _lines(_GCA_TABLE_2):
-        for data, cell in zip(("xsum", "cnn_dailymail"), cells, strict=True):
-            row: dict[str, Any] = {
-                "arxiv": GCA,
-                "table": "Table 2",
-                "model": model,
-                "size": "128M",
-                "data": data,
-            }
-            rows.append(row | dict(zip(("rouge1", "rouge2", "rougeL"), _numbers(cell), strict=True)))
-    return rows
+    return [
+        _row(GCA, 2, model=model, size="128M", data=data)
+        | _named(("rouge1", "rouge2", "rougeL"), _numbers(cell))
+        for model, *cells in _lines(_GCA_TABLE_2)
+        for data, cell in zip(("xsum", "cnn_dailymail"), cells, strict=True)
+    ]
 
 
 PUBLISHED: dict[str, list[dict[str, Any]]] = {
@@ -252,11 +241,10 @@ def _of_landmark(name: str, extra: Callable[[Mapping[str, Any]], dict[str, Any]]
         cells = []
         for row in rows:
             if row["length"] in asked and row["num_retrieved_chunks"] is not None:
-                names = ("local_length", "max_memory_chunks", "num_retrieved_chunks")
                 others = [
                     r for r in rows if r["length"] == row["length"] and r["num_retrieved_chunks"] is None
                 ]
-                fields = {key: row[key] for key in names} | extra(row)
+                fields = {key: row[key] for key in _LANDMARK_FIELDS} | extra(row)
                 cells.append(Cell(row["length"], fields, [row, *others]))
         return cells
 

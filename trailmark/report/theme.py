@@ -94,20 +94,6 @@ def heat_ink(level: int) -> str:
     return "heat-ink-high" if level >= _LIGHT_ON_LEVEL else "heat-ink-low"
 
 
-def contrast(one: str, other: str) -> float:
-    """The contrast ratio of two colours, 1 to 21 (WCAG 2.2, relative luminance)."""
-    low, high = sorted((_luminance(one), _luminance(other)))
-    return (high + 0.05) / (low + 0.05)
-
-
-def _luminance(colour: str) -> float:
-    linear = [
-        c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4
-        for c in (channel / 255 for channel in channels(colour))
-    ]
-    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
-
-
 def style() -> str:
     """The colours as custom properties: light, dark where the system or the reader asks for it, light in print."""
 

@@ -1,0 +1,65 @@
+"""Settings that are declared once: what is checked, read from text, and written as the words of a command."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trailmark.settings import Settings, as_text, from_mapping, from_options, gathered, setting, words
+
+
+@dataclass(frozen=True)
+class Some(Settings):
+    place: Path = setting(help="A folder.", argument=True)
+    lengths: tuple[int, ...] = setting((), "Tokens.", least=2, cell="length")
+    shares: tuple[float, ...] | None = setting(None, "Shares.", least=0, most=1)
+    kind: str = setting("plain", "plain or wide.", choices=lambda: ("plain", "wide"))
+    names: tuple[str, ...] = setting((), "Names.", option="--name", repeated=True)
+    carry: bool = setting(False, "A flag.", option="--carry")
+    inner: int = setting(1, "Of programs.", on_command_line=False)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"lengths": (4, 1)}, "lengths: expected 2 or more, got 1"),
+        ({"shares": (0.5, 1.5)}, "shares: expected 0 to 1, got 1.5"),
+        ({"kind": "wid"}, "kind: expected one of 'plain', 'wide', got 'wid'. Did you mean 'wide'?"),
+        ({"inner": True}, "inner: expected a whole number, got True"),
+        ({"lengths": 3}, "lengths: expected a list, got 3"),
+    ],
+)
+def test_a_value_that_cannot_be_is_named(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message.replace("?", r"\?")):
+        Some(place=Path("a"), **values)
+
+
+def test_values_take_the_type_of_their_field() -> None:
+    made = from_mapping(Some, {"place": "a/b", "lengths": [2.0, 3], "shares": ["1e-1"]})
+    assert made == Some(Path("a/b"), (2, 3), (0.1,))
+    with pytest.raises(ValueError, match=r"run\.legnths: unknown key\. Did you mean 'lengths'\?"):
+        from_mapping(Some, {"place": "a", "legnths": []}, "run")
+
+
+def test_words_are_read_back_as_the_same_values() -> None:
+    values = {"place": Path("a b"), "lengths": (2, 3), "names": ("x", "y"), "carry": True, "inner": 5}
+    expected = ["a b", "--lengths", "2,3", "--name", "x", "--name", "y", "--carry"]
+    assert words(Some, values) == expected
+    given = {"place": Path("a b"), "lengths": "2,3", "names": ["x", "y"], "carry": True, "shares": None}
+    assert from_options(Some, given) == {name: value for name, value in values.items() if name != "inner"}
+    with pytest.raises(ValueError, match="lengths: expected numbers as 1024,16384, got '1k'"):
+        from_options(Some, {"lengths": "1k"})
+
+
+def test_results_that_differ_in_a_part_belong_to_one_command() -> None:
+    cells = [{"length": n, "kind": kind, "text": "0f"} for kind in ("plain", "wide") for n in (2, 4, 2)]
+    assert gathered(Some, cells) == [{"kind": kind, "lengths": (2, 4)} for kind in ("plain", "wide")]
+
+
+def test_text_is_what_a_command_line_takes() -> None:
+    assert [as_text(value) for value in (0.5, 1.0, (1, 2.0), True, Path("a"), None)] == [
+        *("0.5", "1", "1,2", "true", "a", "null")
+    ]
