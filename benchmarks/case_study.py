@@ -37,12 +37,12 @@ from trailmark.data.bm25 import Bm25, fit_bm25
 from trailmark.data.corpus import files_below, load_tokenizer, read_text, tokenize, tokenizer_fingerprint
 from trailmark.data.files import read_json, sha256_of, write_json
 from trailmark.data.shards import Corpus
-from trailmark.data.traces import TracedChunk, TraceHeader, read_trace, write_lines
 from trailmark.evaluation.record import environment
 from trailmark.evaluation.subject import Subject, load
-from trailmark.evaluation.trace import trace_texts
 from trailmark.models import DRTForCausalLM
 from trailmark.report.console import Progress
+from trailmark.trace.lines import TracedChunk, TraceHeader, read_trace, write_lines
+from trailmark.trace.texts import trace_texts
 from trailmark.training.run import HISTORY_FILE
 
 ROOT = Path(__file__).resolve().parent.parent

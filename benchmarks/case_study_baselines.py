@@ -17,7 +17,7 @@ import torch
 
 from trailmark.data.bm25 import Bm25
 from trailmark.data.embedders import HashEmbedder
-from trailmark.data.traces import TracedChunk
+from trailmark.trace.lines import TracedChunk
 
 Integers = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]

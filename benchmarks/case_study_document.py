@@ -9,10 +9,10 @@ from typing import Any
 
 from case_study_baselines import RULES
 from case_study_scores import VARIANTS
+from trailmark.report.markup import listed
 
 from trailmark.data.proportions import wilson_interval
 from trailmark.report.console import duration
-from trailmark.report.markup import listed
 from trailmark.report.tables import markdown_table
 
 Record = dict[str, Any]

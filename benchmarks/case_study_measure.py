@@ -10,7 +10,7 @@ from case_study_baselines import RULES, Rules, best_rank, chance
 from case_study_references import Layout, Reference, candidates, references
 
 from trailmark.data.bm25 import Bm25
-from trailmark.data.traces import TracedChunk
+from trailmark.trace.lines import TracedChunk
 
 Row = dict[str, Any]
 

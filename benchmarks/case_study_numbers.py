@@ -10,8 +10,8 @@ import numpy as np
 from case_study_baselines import RULES, Rules
 from case_study_measure import Row, hit
 
-from trailmark.data.traces import TracedChunk
 from trailmark.evaluation.intervals import bootstrap_ratio
+from trailmark.trace.lines import TracedChunk
 
 EDGES = (512, 2048, 8192, 32768)  # tokens from the label to the reference
 BINS = (

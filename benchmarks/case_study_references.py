@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from trailmark.data.traces import TracedChunk
+from trailmark.trace.lines import TracedChunk
 
 Integers = npt.NDArray[np.int64]
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from tests import benchmark_scripts
-from trailmark.data.traces import Read, TracedChunk
+from trailmark.trace.lines import Read, TracedChunk
 
 NAMES = ("references", "scores", "baselines", "measure", "numbers", "cases", "document")
 WIDTH = 4  # characters of a made-up token

@@ -14,9 +14,9 @@ from tests.case_study_texts import SIZE, WIDTH, chunks_of, scripts
 from trailmark.data.bm25 import Bm25
 from trailmark.data.bm25 import candidates as bm25_candidates
 from trailmark.data.corpus import load_tokenizer
-from trailmark.data.traces import TracedChunk
 from trailmark.models import DRTConfig
 from trailmark.models.grid import lay_out
+from trailmark.trace.lines import TracedChunk
 
 
 @pytest.fixture(scope="module")

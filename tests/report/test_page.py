@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from trailmark.report.section_needles import pooled
 
 from tests.report import runs
 from trailmark.data.proportions import wilson_interval
@@ -19,7 +20,6 @@ from trailmark.report import charts
 from trailmark.report.collect import collect
 from trailmark.report.overview import percent
 from trailmark.report.page import Built, build
-from trailmark.report.section_needles import pooled
 
 pytest.importorskip("matplotlib")
 HOSTILE = "</style></script><script>alert(1)</script><img src=x onerror=alert(2)>\"'&"

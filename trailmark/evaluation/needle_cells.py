@@ -20,11 +20,11 @@ from trailmark.data.proportions import wilson_interval
 from trailmark.evaluation.asking import Answer, Asker, Reading, Selection, WholeTextAsker
 from trailmark.evaluation.losses import longest_text
 from trailmark.evaluation.marked_needles import num_haystacks
-from trailmark.evaluation.needle_settings import NeedleSettings
 from trailmark.evaluation.reading import parse_dtype
 from trailmark.evaluation.record import Record
 from trailmark.evaluation.room import expect_room, memory_need, probe_length
 from trailmark.evaluation.subject import Subject
+from trailmark.evaluation.suite_needles import NeedleSettings
 from trailmark.memory import ChunkCache
 
 _PROGRESS_SECONDS = 0.5

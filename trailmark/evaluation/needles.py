@@ -28,10 +28,10 @@ from trailmark.data.needle_tasks import make_task
 from trailmark.data.proportions import wilson_interval
 from trailmark.evaluation.marked_needles import NeedleResult, evaluate_needles
 from trailmark.evaluation.needle_cells import Suite
-from trailmark.evaluation.needle_settings import PROTOCOLS, NeedleSettings
 from trailmark.evaluation.planting import planted
 from trailmark.evaluation.record import Record
 from trailmark.evaluation.subject import Subject
+from trailmark.evaluation.suite_needles import PROTOCOLS, NeedleSettings
 
 __all__ = [
     "PROTOCOLS",

@@ -18,7 +18,7 @@ from trailmark.data.files import read_json
 from trailmark.data.needles import CURRICULUM
 from trailmark.data.trained import trained_length
 from trailmark.data.trained_embedders import embedder_of
-from trailmark.evaluation.record import identity
+from trailmark.evaluation.record import environment, identity
 from trailmark.models import MODELS, TrailmarkForCausalLM
 from trailmark.models.fields import parse_fields
 
@@ -50,6 +50,10 @@ class Subject:
 
     def identity(self) -> dict[str, Any]:
         return identity(self.model, self.folder, self.changed)
+
+    def environment(self) -> dict[str, Any]:
+        """Versions and hardware, and the date."""
+        return environment(self.model.device.type)
 
     @property
     def chunk_size(self) -> int:
@@ -150,6 +154,13 @@ def load(folder: Path, changes: Sequence[str] = (), *, any_model: bool = False) 
 def task_of(path: Path) -> str | None:
     """As :attr:`Subject.task`, with nothing loaded."""
     return _read_run(_run_folder(path) / "run.yaml").get("data", {}).get("task")
+
+
+def names_of(paths: Sequence[Path]) -> list[str]:
+    """A name for each model: its folder's or file's; where two are called the same, with the path."""
+    last = [path.resolve().name if path.exists() else path.name for path in paths]
+    short = [name.removesuffix(".yaml").removesuffix(".yml") for name in last]
+    return [name if short.count(name) == 1 else str(path) for path, name in zip(paths, short, strict=True)]
 
 
 def is_checkpoint(folder: Path) -> bool:

@@ -16,7 +16,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Self
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -35,13 +34,14 @@ from trailmark.models.arguments import (
     check_tokens,
     check_vocabulary,
 )
+from trailmark.models.candidates import last_chunks
 from trailmark.models.card_files import README, Saving
 from trailmark.models.configuration import TrailmarkConfig
 from trailmark.models.embedding import ChunkEmbedder, Given, expect_embedder
 from trailmark.models.generation import ChunkGenerationMixin
 from trailmark.models.grid import Grid, Integers, Layouts, lay_out
 from trailmark.models.layers import LayerNorm, RMSNorm
-from trailmark.models.loss import causal_loss, mean_at
+from trailmark.models.loss import shift_labels, text_loss
 from trailmark.models.text import Text, present_tokens
 from trailmark.models.without_retrieval import without_retrieval
 from trailmark.ops import ChunkSelection
@@ -348,18 +348,19 @@ class TrailmarkForCausalLM(ModelAnswers, PreTrainedModel, ChunkGenerationMixin):
         loss = None
         if call.labels is not None:
             labels = self.bearing_loss(call.labels, call.input_ids, call.document_ids)
-            loss = causal_loss(logits, labels, call.num_items_in_batch)
-            if extra is not None:
-                loss = loss + mean_at(extra, labels, call.num_items_in_batch)
-            if hidden.ranking is not None:
-                each = hidden.ranking[:, None].expand(labels.shape)
-                loss = loss + mean_at(each, labels, call.num_items_in_batch)
+            loss = text_loss(
+                logits,
+                shift_labels(labels),
+                total=call.num_items_in_batch,
+                landmark_loss=extra,
+                ranking_loss=hidden.ranking,
+            )
         retrieval = hidden.retrieval if call.output_retrieval else None
         if retrieval is not None and hidden.closed is None:
             retrieval = tuple(text.selection_in_columns(chosen) for chosen in retrieval)
         elif retrieval is not None and cache is not None:
             assert hidden.closed is not None
-            retrieval = tuple(_last_chunks(chosen, hidden.closed, grid.closed) for chosen in retrieval)
+            retrieval = tuple(last_chunks(chosen, hidden.closed, grid.closed) for chosen in retrieval)
         return CausalLMOutput(
             loss=loss,
             logits=logits,
@@ -572,21 +573,3 @@ def _all_or_nothing(cache: ChunkCache | None) -> Iterator[None]:
         if cache is not None:
             cache.state = before
         raise
-
-
-def _last_chunks(chosen: ChunkSelection, had: Integers, own: Integers) -> ChunkSelection:
-    """Of selections [B, C', K], ``had`` [b] of each row, the last ``own`` [b] ones as [B, C, K]; the rest is -1."""
-    B = chosen.indices.shape[0]
-    place = np.arange(int(own.max(initial=0)))
-    index = np.broadcast_to((had - own)[:, None] + place, (B, len(place)))
-    gone = np.broadcast_to(place >= own[:, None], (B, len(place)))
-    if chosen.indices.shape[1] == len(place) and not gone.any():
-        return chosen
-    row = torch.arange(B)[:, None]
-    at = torch.from_numpy(np.where(gone, 0, index))
-    missing = torch.from_numpy(gone.copy())[..., None]
-    parts = zip(chosen, _NOTHING, strict=True)
-    return ChunkSelection(*(x[row, at].masked_fill(missing.to(x.device), nothing) for x, nothing in parts))
-
-
-_NOTHING = (-1, 0.0, -math.inf)  # index, weight and score where nothing was selected

@@ -2,192 +2,40 @@
 
 # No ``from __future__ import annotations`` here: ``strict`` does not check types that are written as strings.
 
-import inspect
-from functools import wraps
-from typing import Any, Literal, Self, TypeVar, get_args, get_origin
+from typing import Any, Literal, Self
 
-from huggingface_hub.dataclasses import strict
-from huggingface_hub.errors import StrictDataclassError
-from transformers import PreTrainedConfig
+from trailmark.models.base_configuration import (
+    ConfigurationError,
+    TrailmarkConfig,
+    checked,
+    expect,
+    expect_count,
+    with_fields,
+)
 
-from trailmark.models.answers import ConfigAnswers
-
-Config = TypeVar("Config")
-
-
-# fields that change nothing in what a model with given weights computes
-_NO_ARITHMETIC = {
-    "initialization", "initializer_range", "implementation", "use_cache", "retrieval_noise",
-    "embedder", "embedder_fingerprint",  # the embedder itself counts: TrailmarkForCausalLM._cache_key
-    "landmark_phase", "position_jump", "max_position_embeddings", "truncation_blocks",
-    "ranking_weight", "ranking_margin", "ranking_threshold", "first_gold_probability", "gold_probability",
-    "tie_word_embeddings", "pad_token_id", "bos_token_id", "eos_token_id",
-}  # fmt: skip
-
-
-class ConfigurationError(StrictDataclassError, ValueError):
-    """A field that does not fit; what ``strict`` raises by itself is no ValueError."""
+__all__ = [
+    "BlockRecurrentConfig",
+    "ConfigurationError",
+    "DRTConfig",
+    "LandmarkConfig",
+    "RPTConfig",
+    "SlidingWindowConfig",
+    "TrailmarkConfig",
+    "checked",
+]
 
 
-def _checked(cls: type[Config]) -> type[Config]:
-    """``strict``: every construction, load, assignment and save checks the fields, with errors of our own."""
-    checked: Any = strict(cls)
-    set_field, validate_all = checked.__setattr__, checked.validate
-
-    def set_checked(self: Any, name: str, value: Any) -> None:
-        try:
-            set_field(self, name, value)
-        except StrictDataclassError as error:
-            kind = checked.__dataclass_fields__[name].type
-            raise ConfigurationError(f"{name}: expected {_in_words(kind)}, got {value!r}.") from error
-
-    @wraps(validate_all)  # also its mark, by which ``strict`` knows a parent's
-    def validate(self: Any) -> None:
-        try:
-            validate_all(self)
-        except StrictDataclassError as error:
-            raise ConfigurationError(str(error.__cause__)) from error
-
-    checked.__setattr__, checked.validate = set_checked, validate
-    return checked
-
-
-def _in_words(kind: Any) -> str:
-    """A field's type: "int or None", "'alibi' or 'rope'"."""
-    if get_origin(kind) is Literal:
-        return " or ".join(map(repr, get_args(kind)))
-    return inspect.formatannotation(kind).replace(" | ", " or ")
-
-
-@_checked
-class TrailmarkConfig(ConfigAnswers, PreTrainedConfig):
-    """What every model shares. The defaults are the papers' 128M models.
-
-    Args:
-        vocab_size: tokens; landmarks are not in the vocabulary.
-        hidden_size: E. intermediate_size: width of the SwiGLU MLP.
-        num_hidden_layers: lower and upper layers together, without the chunk encoder.
-        num_attention_heads: H. num_key_value_heads: J, None is H; J divides H and H divides E.
-        sliding_window: W in positions, itself included; None is full attention.
-        window_position: what tells positions in the window apart: "alibi", as published, or "rope".
-        alibi_slopes: "geometric", as DRT's code has them, or "interpolated", as ALiBi's authors have them; they
-            differ where the number of heads is no power of two (:func:`trailmark.ops.alibi_slopes`).
-        rope_theta: base of the rotary positions (chunk encoder, and window if it uses them).
-        initialization: "normal": N(0, initializer_range), as published. "fan_in": embedding std 1, matrices
-            std fan_in ** -0.5, those back into the residual stream also / sqrt(2 * layers); goes with
-            ``logit_scale = hidden_size ** -0.5`` when the embedding is tied.
-        logit_scale: factor on the logits.
-        implementation: of the ops: None (the fastest), "reference" or "torch".
-    """
-
-    model_type = "trailmark"
-    keys_to_ignore_at_inference = ["past_key_values"]
-
-    vocab_size: int = 50257
-    hidden_size: int = 768
-    intermediate_size: int = 2048
-    num_hidden_layers: int = 12
-    num_attention_heads: int = 12
-    num_key_value_heads: int | None = None
-    sliding_window: int | None = 512
-    window_position: Literal["alibi", "rope"] = "alibi"
-    alibi_slopes: Literal["geometric", "interpolated"] = "geometric"
-    rope_theta: float | int = 10000.0
-    rms_norm_eps: float | int = 1e-6
-    initialization: Literal["normal", "fan_in"] = "normal"
-    initializer_range: float | int = 0.02
-    logit_scale: float | int = 1.0
-    implementation: str | None = None
-    use_cache: bool = True
-    tie_word_embeddings: bool = True
-    pad_token_id: int | None = None
-    bos_token_id: int | None = None
-    eos_token_id: int | list[int] | None = None
-
-    def __post_init__(self, **kwargs: Any) -> None:
-        if self.num_key_value_heads is None:
-            self.num_key_value_heads = self.num_attention_heads
-        super().__post_init__(**kwargs)
-
-    @property
-    def head_dim(self) -> int:
-        return self.hidden_size // self.num_attention_heads
-
-    @property
-    def has_landmarks(self) -> bool:
-        """Whether a chunk ends with a landmark, a position of its own; else with its last token."""
-        return True
-
-    def arithmetic_fields(self) -> list[tuple[str, object]]:
-        """The fields that change what a model with given weights computes, by name."""
-        ours = {
-            name
-            for base in type(self).__mro__
-            if issubclass(base, TrailmarkConfig)
-            for name in inspect.get_annotations(base)
-            if name not in ("model_type", "keys_to_ignore_at_inference")
-        }
-        return [(name, getattr(self, name)) for name in sorted(ours - _NO_ARITHMETIC)]
-
-    def validate_architecture(self) -> None:
-        """Called by ``strict`` on every construction, load and save, before what rests on it."""
-        for name in (
-            "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"
-        ):  # fmt: skip
-            _expect(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
-        _expect(
-            self.hidden_size % self.num_attention_heads == 0,
-            "num_attention_heads",
-            self.num_attention_heads,
-            f"a divisor of hidden_size = {self.hidden_size}",
-        )
-        heads = self.num_key_value_heads
-        _expect(
-            heads is None or (heads >= 1 and self.num_attention_heads % heads == 0),
-            "num_key_value_heads",
-            heads,
-            f"a divisor of num_attention_heads = {self.num_attention_heads}",
-        )
-        _expect(self.rope_theta > 0, "rope_theta", self.rope_theta, "a positive number")
-        for name in ("rms_norm_eps", "initializer_range"):
-            _expect(getattr(self, name) >= 0, name, getattr(self, name), "0 or more")
-        window = self.sliding_window
-        _expect(window is None or window >= 1, "sliding_window", window, "None or at least 1")
-        if self.window_position == "rope":
-            self.expect_rotary_heads()
-            _expect(
-                self.alibi_slopes == "geometric",
-                "alibi_slopes",
-                self.alibi_slopes,
-                "'geometric' (the default) with window_position 'rope', which has none",
-            )
-        _expect(
-            self.implementation in (None, "reference", "torch"),
-            "implementation",
-            self.implementation,
-            "None, 'reference' or 'torch'",
-        )
-
-    def expect_rotary_heads(self) -> None:
-        _expect(
-            self.head_dim % 2 == 0,
-            "num_attention_heads",
-            self.num_attention_heads,
-            "an even head size (RoPE)",
-        )
-
-
-@_checked
+@checked
 class SlidingWindowConfig(TrailmarkConfig):
     """The model with a window alone: Llama-like layers, sliding window, ALiBi."""
 
     model_type = "trailmark_sliding_window"
 
     def with_fewer_layers(self, count: int) -> Self:
-        return _with(self, num_hidden_layers=min(self.num_hidden_layers, count))
+        return with_fields(self, num_hidden_layers=min(self.num_hidden_layers, count))
 
 
-@_checked
+@checked
 class DRTConfig(TrailmarkConfig):
     """Differentiable Retrieval Transformer (arXiv 2410.01651).
 
@@ -271,7 +119,7 @@ class DRTConfig(TrailmarkConfig):
         groups = min(self.num_retrieval_groups, 2)
         lower = min(self.num_lower_layers, count)
         upper = groups * min(self.num_upper_layers // self.num_retrieval_groups, count)
-        return _with(
+        return with_fields(
             self,
             num_hidden_layers=lower + upper,
             num_lower_layers=lower,
@@ -286,12 +134,12 @@ class DRTConfig(TrailmarkConfig):
                 ("encoder_weights", "learned"), ("embedder", None), ("embedder_fingerprint", None)
             ):  # fmt: skip
                 came = getattr(self, name)
-                _expect(came == without, name, came, f"{without!r} with retriever {self.retriever!r}")
+                expect(came == without, name, came, f"{without!r} with retriever {self.retriever!r}")
         for name in ("chunk_size", "num_retrieval_groups", "num_encoder_layers"):
-            _expect(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
-        _expect_count(self.num_retrieved_chunks)
+            expect(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
+        expect_count(self.num_retrieved_chunks)
         lower = self.num_lower_layers
-        _expect(
+        expect(
             lower is None or 0 <= lower < self.num_hidden_layers,
             "num_lower_layers",
             lower,
@@ -299,17 +147,17 @@ class DRTConfig(TrailmarkConfig):
         )
         if lower is not None:
             upper = self.num_hidden_layers - lower
-            _expect(
+            expect(
                 upper % self.num_retrieval_groups == 0,
                 "num_retrieval_groups",
                 self.num_retrieval_groups,
                 f"a divisor of the {upper} upper layers",
             )
-        _expect(self.sliding_window is not None, "sliding_window", None, "a number of positions")
+        expect(self.sliding_window is not None, "sliding_window", None, "a number of positions")
         self.expect_rotary_heads()
 
 
-@_checked
+@checked
 class LandmarkConfig(TrailmarkConfig):
     """Landmark Attention (arXiv 2305.16300). The defaults are the Llama-like 128M model of arXiv 2410.01651.
 
@@ -384,7 +232,7 @@ class LandmarkConfig(TrailmarkConfig):
 
     def with_fewer_layers(self, count: int) -> Self:
         # the first layer makes tables that all share: it is like no other
-        return _with(self, num_hidden_layers=min(self.num_hidden_layers, count + 1))
+        return with_fields(self, num_hidden_layers=min(self.num_hidden_layers, count + 1))
 
     @property
     def selects_for_many(self) -> bool:
@@ -401,33 +249,33 @@ class LandmarkConfig(TrailmarkConfig):
     def validate_architecture(self) -> None:
         super().validate_architecture()
         for name in ("chunk_size", "max_position_embeddings"):
-            _expect(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
-        _expect_count(self.num_retrieved_chunks)
+            expect(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
+        expect_count(self.num_retrieved_chunks)
         for name in ("local_length", "max_memory_chunks"):
             number = getattr(self, name)
-            _expect(number is None or number >= 1, name, number, "None or at least 1")
-        _expect(self.position_jump >= 0, "position_jump", self.position_jump, "at least 0")
+            expect(number is None or number >= 1, name, number, "None or at least 1")
+        expect(self.position_jump >= 0, "position_jump", self.position_jump, "at least 0")
         for name in ("gate_probability", "gate_cutoff"):
-            _expect(0 <= getattr(self, name) <= 1, name, getattr(self, name), "0 to 1")
-        _expect(
+            expect(0 <= getattr(self, name) <= 1, name, getattr(self, name), "0 to 1")
+        expect(
             self.causal_retrieval or self.selects_for_many,
             "causal_retrieval",
             self.causal_retrieval,
             f"True with retrieve_per {self.retrieve_per!r}, which is causal: only 'head' and 'cell' can look ahead",
         )
-        _expect(
+        expect(
             self.gate_cutoff == 0 or self.gate_probability > 0,
             "gate_cutoff",
             self.gate_cutoff,
             "0 for a model without a retrieval gate (gate_probability 0)",
         )
-        _expect(
+        expect(
             self.sliding_window is None and self.window_position == "rope",
             "sliding_window, window_position",
             (self.sliding_window, self.window_position),
             "None and 'rope': local_length says what is local",
         )
-        _expect(
+        expect(
             self.landmark_loss != "none_after_eos" or self.eos_token_id is not None,
             "landmark_loss",
             self.landmark_loss,
@@ -436,7 +284,7 @@ class LandmarkConfig(TrailmarkConfig):
         self.expect_rotary_heads()
         memory = (self.num_retrieved_chunks + 1) * (self.chunk_size + 1)
         if self.local_length is not None and self.memory_position == "stingy":
-            _expect(
+            expect(
                 memory + self.cell_positions() <= self.max_position_embeddings,
                 "max_position_embeddings",
                 self.max_position_embeddings,
@@ -446,7 +294,7 @@ class LandmarkConfig(TrailmarkConfig):
             )
 
 
-@_checked
+@checked
 class BlockRecurrentConfig(TrailmarkConfig):
     """Block-Recurrent Transformer (arXiv 2203.07852), its "skip" configuration. Defaults: 128M, as arXiv 2410.01651.
 
@@ -489,23 +337,23 @@ class BlockRecurrentConfig(TrailmarkConfig):
         assert self.recurrent_layer is not None
         below = min(self.recurrent_layer - 1, count)
         above = min(self.num_hidden_layers - self.recurrent_layer, count)
-        return _with(self, num_hidden_layers=below + 1 + above, recurrent_layer=below + 1)
+        return with_fields(self, num_hidden_layers=below + 1 + above, recurrent_layer=below + 1)
 
     def validate_architecture(self) -> None:
         super().validate_architecture()
-        _expect(self.sliding_window is not None, "sliding_window", None, "a number of positions")
+        expect(self.sliding_window is not None, "sliding_window", None, "a number of positions")
         for name in ("block_size", "num_states"):
             number = getattr(self, name)
-            _expect(number is None or number >= 1, name, number, "None or at least 1")
+            expect(number is None or number >= 1, name, number, "None or at least 1")
         layer = self.recurrent_layer
-        _expect(
+        expect(
             layer is None or 1 <= layer <= self.num_hidden_layers,
             "recurrent_layer",
             layer,
             f"1 to {self.num_hidden_layers} (num_hidden_layers), or None",
         )
         blocks = self.truncation_blocks
-        _expect(
+        expect(
             blocks is None or blocks >= 2,
             "truncation_blocks",
             blocks,
@@ -513,7 +361,7 @@ class BlockRecurrentConfig(TrailmarkConfig):
         )
 
 
-@_checked
+@checked
 class RPTConfig(TrailmarkConfig):
     """Retrieval-Pretrained Transformer (Rubin and Berant, 2024), and RPT-Contriever as arXiv 2410.01651 runs it.
 
@@ -599,7 +447,7 @@ class RPTConfig(TrailmarkConfig):
         assert self.num_lower_layers is not None
         lower = min(self.num_lower_layers, count)
         upper = min(self.num_upper_layers, count * self.cross_attention_every)
-        return _with(
+        return with_fields(
             self,
             num_hidden_layers=lower + upper,
             num_lower_layers=lower,
@@ -609,39 +457,22 @@ class RPTConfig(TrailmarkConfig):
     def validate_architecture(self) -> None:
         super().validate_architecture()
         for name in ("chunk_size", "cross_attention_every"):
-            _expect(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
-        _expect_count(self.num_retrieved_chunks)
+            expect(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
+        expect_count(self.num_retrieved_chunks)
         for name in ("num_encoder_layers", "ranking_weight", "ranking_margin", "ranking_threshold"):
-            _expect(getattr(self, name) >= 0, name, getattr(self, name), "0 or more")
+            expect(getattr(self, name) >= 0, name, getattr(self, name), "0 or more")
         for name in ("first_gold_probability", "gold_probability"):
-            _expect(0 <= getattr(self, name) <= 1, name, getattr(self, name), "0 to 1")
+            expect(0 <= getattr(self, name) <= 1, name, getattr(self, name), "0 to 1")
         if self.retriever != "encoder":
             for name in ("embedder", "embedder_fingerprint"):
                 came = getattr(self, name)
-                _expect(came is None, name, came, f"None with retriever {self.retriever!r}")
+                expect(came is None, name, came, f"None with retriever {self.retriever!r}")
         lower = self.num_lower_layers
-        _expect(
+        expect(
             lower is None or 0 <= lower < self.num_hidden_layers,
             "num_lower_layers",
             lower,
             f"0 to {self.num_hidden_layers - 1} (num_hidden_layers - 1: one upper layer must read)",
         )
-        _expect(self.sliding_window is not None, "sliding_window", None, "a number of positions")
+        expect(self.sliding_window is not None, "sliding_window", None, "a number of positions")
         self.expect_rotary_heads()
-
-
-def _with(config: Config, **fields: Any) -> Config:
-    """The same configuration with other values of some fields."""
-    kind: Any = type(config)
-    given: Any = config
-    made: Config = kind.from_dict(given.to_dict() | fields)
-    return made
-
-
-def _expect_count(num_retrieved: int) -> None:
-    _expect(num_retrieved >= 0, "num_retrieved_chunks", num_retrieved, "0 (retrieval off) or more")
-
-
-def _expect(condition: bool, argument: str, came: object, expected: str) -> None:
-    if not condition:
-        raise ValueError(f"{argument}: expected {expected}, got {came!r}.")

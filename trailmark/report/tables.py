@@ -1,11 +1,68 @@
-"""Tables made from results, as Markdown that also reads well in a terminal."""
+"""Tables made from results: the columns of each suite, for pages and as Markdown that reads well in a terminal."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from trailmark.report.console import size
+from trailmark.evaluation.suite import Column, Place, Row, Suite, read
+from trailmark.report.values import MISSING, grouped, interval, share, shown, size, times
+
+_MOST_OPEN = 60  # rows of a table that stands open
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table without the columns in which nothing stands; the first column names the rows.
+
+    Args:
+        words: the columns, beside the first, that hold words and not numbers.
+    """
+
+    caption: str
+    header: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    words: Sequence[int] = ()
+
+    @property
+    def long(self) -> bool:
+        """Whether it would hide what stands below it."""
+        return len(self.rows) > _MOST_OPEN
+
+
+def table_of(caption: str, columns: Sequence[Column], rows: Sequence[Row], place: Place) -> Table:
+    """What the columns for this place say of the rows."""
+    cells = {column: [cell(row, column) for row in rows] for column in columns if place in column.on}
+    kept = [column for column in cells if any(text != MISSING for text in cells[column])]
+    words = [number for number, column in enumerate(kept) if column.text]
+    body = list(zip(*(cells[column] for column in kept), strict=True))
+    return Table(caption, [column.title for column in kept], body, words)
+
+
+def cell(row: Row, column: Column) -> str:
+    """What stands in a row's cell; "-" where nothing is known."""
+    value, form = read(row, column.value), column.form
+    if isinstance(value, tuple):
+        low, high = value
+        return interval(low, high, form or ".3f")
+    if form == "bytes":
+        return size(value)
+    if form == "share":
+        return share(value)
+    return times(value) if form == "times" else shown(value, form)
+
+
+def result_table(suite: Suite, results: Sequence[Mapping[str, Any]], train_length: int | None = None) -> str:
+    """What ``trailmark evaluate`` measured: a table for each heading, and what is to be noted of the results."""
+    rows = [{"train_length": train_length, **row} for result in results for row in suite.rows(result)]
+    groups = grouped(rows, suite.heading)
+    parts = []
+    for (title, _), group in groups.items():
+        table = table_of(title, suite.columns, group, "terminal")
+        parts += [title] * (len(groups) > 1) + [markdown_table(table.header, table.rows)]
+    parts += dict.fromkeys(str(row["note"]) for row in rows if row.get("note"))
+    return "\n\n".join(parts)
 
 
 def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -22,7 +79,7 @@ def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join([line(header), rule, *map(line, rows)])
 
 
-def needle_table(results: Sequence[dict[str, Any]], train_length: int) -> str:
+def needle_table(results: Sequence[Mapping[str, Any]], train_length: int) -> str:
     """One row per length and number of needles; ``results`` are NeedleResult summaries with a ``model``."""
     header = ["model", "tokens", "x train", "needles", "questions", "all digits right", "95% interval"]
     header += ["chunk retrieved", "tokens/s", "memory"]
@@ -35,147 +92,10 @@ def needle_table(results: Sequence[dict[str, Any]], train_length: int) -> str:
             str(r["questions"]),
             f"{r['accuracy']:.3f}",
             f"{r['accuracy_low']:.3f}-{r['accuracy_high']:.3f}",
-            "-" if r["recall"] is None else f"{r['recall']:.3f}",
+            shown(r["recall"], ".3f"),
             f"{r['tokens_per_second']:,.0f}",
             size(r["memory_bytes"]),
         ]
         for r in results
     ]
     return markdown_table(header, rows)
-
-
-def result_table(suite: str, results: Sequence[dict[str, Any]], train_length: int) -> str:
-    """What ``trailmark evaluate`` found in one suite: a row for each result, of cost for each model."""
-    match suite:
-        case "needles":
-            return _needles(results, train_length)
-        case "perplexity":
-            return perplexity_table(results)
-        case "summarization":
-            return _summaries(results)
-        case "cost":
-            parts = [("ms_per_token", _generating), ("seconds", _training)]
-            rows = [row for result in results for row in result["rows"]]
-            tables = [table([row for row in rows if key in row]) for key, table in parts]
-            notes = dict.fromkeys(result["note"] for result in results if result.get("note"))
-            return "\n\n".join([*filter(None, tables), *notes])
-    raise AssertionError(suite)
-
-
-def _needles(results: Sequence[dict[str, Any]], train_length: int) -> str:
-    # under the paper's protocol right is what one token says; the whole answer stands beside it
-    paper = any(r.get("exact_accuracy") is not None for r in results)
-    header = ["tokens", "x train", "kind", "depth", "questions", "one token right" if paper else "all right"]
-    header += ["95% interval", *(["all right"] if paper else [])]
-    header += ["chunk retrieved", "weight", "tokens/s", "memory"]
-    return markdown_table(
-        header,
-        [
-            [
-                f"{r['length']:,}",
-                f"{r['length'] / train_length:g}x",
-                f"{r['hops']} hops" if r["kind"] == "hops" else r["kind"],
-                "any" if r["depth"] is None else f"{r['depth']:g}",
-                str(r["questions"]),
-                f"{r['accuracy']:.3f}",
-                interval(r["accuracy_low"], r["accuracy_high"]),
-                *([_or_dash(r.get("exact_accuracy"), ".3f")] if paper else []),
-                _or_dash(r["recall"], ".3f"),
-                _or_dash(r["mean_weight"], ".3f"),
-                _or_dash(r["tokens_per_second"], ",.0f"),
-                size(r["memory_bytes"]) if r["memory_bytes"] else "-",
-            ]
-            for r in results
-        ],
-    )
-
-
-def perplexity_table(results: Sequence[dict[str, Any]]) -> str:
-    """A row for each length; an interval, words and bytes where they were counted."""
-    header = ["tokens", "windows", "loss", "perplexity", "95% interval", "of words", "bits/byte"]
-    return markdown_table(
-        header,
-        [
-            [
-                "whole documents" if r["length"] is None else f"{r['length']:,}",
-                f"{r['windows']:,}",
-                _or_dash(r["loss"], ".4f"),
-                _or_dash(r["perplexity"], ".3f"),
-                interval(r.get("perplexity_low"), r.get("perplexity_high")),
-                _or_dash(r.get("word_perplexity"), ",.2f"),
-                _or_dash(r.get("bits_per_byte"), ".4f"),
-            ]
-            for r in results
-        ],
-    )
-
-
-def _summaries(results: Sequence[dict[str, Any]]) -> str:
-    rouges = ("rouge1", "rouge2", "rougeL")
-    header = ["documents", *(name for rouge in rouges for name in (rouge, "95% interval"))]
-    rows = []
-    for r in results:
-        cells = [f"{r['documents']:,}"]
-        for rouge in rouges:
-            cells += [f"{r[rouge]['f']:.4f}", interval(r[rouge]["low"], r[rouge]["high"], ".4f")]
-        rows.append(cells)
-    return markdown_table(header, rows)
-
-
-def _generating(rows: Sequence[dict[str, Any]]) -> str:
-    header = [
-        "model",
-        "prompt",
-        "tier",
-        "ms/token",
-        "x",
-        "on the device",
-        "x",
-        "cache",
-        "by formula",
-        "reads, tokens/s",
-    ]
-    shown = [
-        [
-            r["model"],
-            f"{r['prompt']:,}",
-            r["tier"],
-            r["problem"] or f"{r['ms_per_token']['median']:.2f}",
-            _or_dash(r["time_ratio"], ".2f"),
-            _bytes(r["device_bytes"]),
-            _or_dash(r["memory_ratio"], ".2f"),
-            _bytes(r["cache_bytes"]),
-            _bytes(r["formula_bytes"]),
-            _or_dash(r["tokens_per_second_reading"], ",.0f"),
-        ]
-        for r in rows
-    ]
-    return markdown_table(header, shown) if shown else ""
-
-
-def _training(rows: Sequence[dict[str, Any]]) -> str:
-    header = ["model", "trained at", "tokens/s", "time, x", "memory", "x"]
-    shown = [
-        [
-            r["model"],
-            f"{r['length']:,}",
-            r["problem"] or f"{r['tokens_per_second']:,.0f}",
-            _or_dash(r["time_ratio"], ".2f"),
-            _bytes(r["peak_bytes"]),
-            _or_dash(r["memory_ratio"], ".2f"),
-        ]
-        for r in rows
-    ]
-    return markdown_table(header, shown) if shown else ""
-
-
-def interval(low: float | None, high: float | None, form: str = ".3f") -> str:
-    return "-" if low is None or high is None else f"{low:{form}}-{high:{form}}"
-
-
-def _or_dash(value: float | None, form: str) -> str:
-    return "-" if value is None else format(value, form)
-
-
-def _bytes(count: float | None) -> str:
-    return "-" if count is None else size(count)

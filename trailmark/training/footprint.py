@@ -20,6 +20,7 @@ from trailmark.models.layers import slopes_like
 from trailmark.ops import block_attention, sliding_window_attention
 from trailmark.training.ledger import Ledger, without_memory
 from trailmark.training.loss import weighted_loss
+from trailmark.training.trainer import checkpoint_activations
 
 Precision = Literal["float32", "bfloat16", "float64"]
 
@@ -152,16 +153,13 @@ def _run(config: TrailmarkConfig, settings: Settings, batch: dict[str, Tensor]) 
             parameter.grad = ledger.empty(parameter.shape, settings.dtype)
         parameter.register_post_accumulate_grad_hook(cut)
     if settings.checkpointing:
-        enable = (
-            getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
-        )
-        enable({"use_reentrant": False})
+        checkpoint_activations(model)
     before = ledger.live
     with ledger:
         called = _AsTrained(model, settings.precision)
-        loss, out, labels = weighted_loss(called, config.retrieves_in_training, batch)
+        loss, out, *_ = weighted_loss(called, batch)
         chunks = out.retrieval[0].indices.shape[1] if out.retrieval else 0
-        del out, labels
+        del out, _
         activations, forward_flops = ledger.live - before, ledger.flops
         loss.backward()
     cut(None)

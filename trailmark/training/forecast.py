@@ -11,9 +11,9 @@ import torch
 from trailmark.training.estimate import Estimate, describe, estimate, measure_flops_per_second
 from trailmark.training.loss import weighted_loss
 from trailmark.training.processes import rank, world_size
-from trailmark.training.run import Run, checkpoint_activations
+from trailmark.training.run import Run
 from trailmark.training.tasks import share_of
-from trailmark.training.trainer import make_optimizer
+from trailmark.training.trainer import checkpoint_activations, make_optimizer
 
 
 def forecast(run: Run) -> Iterator[str]:
@@ -85,7 +85,7 @@ def seconds_per_step(run: Run, steps: int = 1) -> list[float]:
             first, rows = share_of(run.task.rows(step), world_size(), rank(), run.micro, number)
             batch = {key: x.to(device) for key, x in run.task.batch(step, first, rows).items()}
             with torch.autocast(device.type, torch.bfloat16, enabled=half):
-                loss, _, _ = weighted_loss(model, model.config.retrieves_in_training, batch)
+                loss = weighted_loss(model, batch).loss
             loss.backward()
         optimizer.step()
         optimizer.zero_grad()

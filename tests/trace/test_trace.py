@@ -21,13 +21,13 @@ from tests.models.naive_landmark import NaiveReading
 from tests.models.naive_rpt import NaiveRPT
 from tests.models.tiny import EXACT, NaiveDRT, block_recurrent, drt, landmark, rpt, split, window_model
 from trailmark.data.corpus import load_tokenizer, tokenize
-from trailmark.data.traces import Entry, Read, TracedChunk, TraceHeader, TraceSource, encode, totals
-from trailmark.evaluation import tracer
 from trailmark.evaluation.reading import Reader
 from trailmark.evaluation.subject import Subject
-from trailmark.evaluation.token_texts import START, DecodedTexts, texts_of
-from trailmark.evaluation.trace import trace_memory, trace_texts
-from trailmark.evaluation.tracer import Tracer
+from trailmark.trace import tracer
+from trailmark.trace.lines import Entry, Read, TracedChunk, TraceHeader, TraceSource, encode, totals
+from trailmark.trace.texts import trace_memory, trace_texts
+from trailmark.trace.token_texts import START, DecodedTexts, texts_of
+from trailmark.trace.tracer import Tracer
 
 BYTES = load_tokenizer()
 V = 259

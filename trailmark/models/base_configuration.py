@@ -1,0 +1,196 @@
+"""What all configurations share: fields with checked types, and the errors of those that do not fit."""
+
+# No ``from __future__ import annotations`` here: ``strict`` does not check types that are written as strings.
+
+import inspect
+from functools import wraps
+from typing import Any, Literal, TypeVar, get_args, get_origin
+
+from huggingface_hub.dataclasses import strict
+from huggingface_hub.errors import StrictDataclassError
+from transformers import PreTrainedConfig
+
+from trailmark.models.answers import ConfigAnswers
+
+Config = TypeVar("Config")
+
+
+# fields that change nothing in what a model with given weights computes
+_NO_ARITHMETIC = {
+    "initialization", "initializer_range", "implementation", "use_cache", "retrieval_noise",
+    "embedder", "embedder_fingerprint",  # the embedder itself counts: TrailmarkForCausalLM._cache_key
+    "landmark_phase", "position_jump", "max_position_embeddings", "truncation_blocks",
+    "ranking_weight", "ranking_margin", "ranking_threshold", "first_gold_probability", "gold_probability",
+    "tie_word_embeddings", "pad_token_id", "bos_token_id", "eos_token_id",
+}  # fmt: skip
+
+
+class ConfigurationError(StrictDataclassError, ValueError):
+    """A field that does not fit; what ``strict`` raises by itself is no ValueError."""
+
+
+def checked(cls: type[Config]) -> type[Config]:
+    """``strict``: every construction, load, assignment and save checks the fields, with errors of our own."""
+    checked: Any = strict(cls)
+    set_field, validate_all = checked.__setattr__, checked.validate
+
+    def set_checked(self: Any, name: str, value: Any) -> None:
+        try:
+            set_field(self, name, value)
+        except StrictDataclassError as error:
+            kind = checked.__dataclass_fields__[name].type
+            raise ConfigurationError(f"{name}: expected {_in_words(kind)}, got {value!r}.") from error
+
+    @wraps(validate_all)  # also its mark, by which ``strict`` knows a parent's
+    def validate(self: Any) -> None:
+        try:
+            validate_all(self)
+        except StrictDataclassError as error:
+            raise ConfigurationError(str(error.__cause__)) from error
+
+    checked.__setattr__, checked.validate = set_checked, validate
+    return checked
+
+
+def _in_words(kind: Any) -> str:
+    """A field's type: "int or None", "'alibi' or 'rope'"."""
+    if get_origin(kind) is Literal:
+        return " or ".join(map(repr, get_args(kind)))
+    return inspect.formatannotation(kind).replace(" | ", " or ")
+
+
+@checked
+class TrailmarkConfig(ConfigAnswers, PreTrainedConfig):
+    """What every model shares. The defaults are the papers' 128M models.
+
+    Args:
+        vocab_size: tokens; landmarks are not in the vocabulary.
+        hidden_size: E. intermediate_size: width of the SwiGLU MLP.
+        num_hidden_layers: lower and upper layers together, without the chunk encoder.
+        num_attention_heads: H. num_key_value_heads: J, None is H; J divides H and H divides E.
+        sliding_window: W in positions, itself included; None is full attention.
+        window_position: what tells positions in the window apart: "alibi", as published, or "rope".
+        alibi_slopes: "geometric", as DRT's code has them, or "interpolated", as ALiBi's authors have them; they
+            differ where the number of heads is no power of two (:func:`trailmark.ops.alibi_slopes`).
+        rope_theta: base of the rotary positions (chunk encoder, and window if it uses them).
+        initialization: "normal": N(0, initializer_range), as published. "fan_in": embedding std 1, matrices
+            std fan_in ** -0.5, those back into the residual stream also / sqrt(2 * layers); goes with
+            ``logit_scale = hidden_size ** -0.5`` when the embedding is tied.
+        logit_scale: factor on the logits.
+        implementation: of the ops: None (the fastest), "reference" or "torch".
+    """
+
+    model_type = "trailmark"
+    keys_to_ignore_at_inference = ["past_key_values"]
+
+    vocab_size: int = 50257
+    hidden_size: int = 768
+    intermediate_size: int = 2048
+    num_hidden_layers: int = 12
+    num_attention_heads: int = 12
+    num_key_value_heads: int | None = None
+    sliding_window: int | None = 512
+    window_position: Literal["alibi", "rope"] = "alibi"
+    alibi_slopes: Literal["geometric", "interpolated"] = "geometric"
+    rope_theta: float | int = 10000.0
+    rms_norm_eps: float | int = 1e-6
+    initialization: Literal["normal", "fan_in"] = "normal"
+    initializer_range: float | int = 0.02
+    logit_scale: float | int = 1.0
+    implementation: str | None = None
+    use_cache: bool = True
+    tie_word_embeddings: bool = True
+    pad_token_id: int | None = None
+    bos_token_id: int | None = None
+    eos_token_id: int | list[int] | None = None
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        if self.num_key_value_heads is None:
+            self.num_key_value_heads = self.num_attention_heads
+        super().__post_init__(**kwargs)
+
+    @property
+    def head_dim(self) -> int:
+        return self.hidden_size // self.num_attention_heads
+
+    @property
+    def has_landmarks(self) -> bool:
+        """Whether a chunk ends with a landmark, a position of its own; else with its last token."""
+        return True
+
+    def arithmetic_fields(self) -> list[tuple[str, object]]:
+        """The fields that change what a model with given weights computes, by name."""
+        ours = {
+            name
+            for base in type(self).__mro__
+            if issubclass(base, TrailmarkConfig)
+            for name in inspect.get_annotations(base)
+            if name not in ("model_type", "keys_to_ignore_at_inference")
+        }
+        return [(name, getattr(self, name)) for name in sorted(ours - _NO_ARITHMETIC)]
+
+    def validate_architecture(self) -> None:
+        """Called by ``strict`` on every construction, load and save, before what rests on it."""
+        for name in (
+            "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"
+        ):  # fmt: skip
+            expect(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
+        expect(
+            self.hidden_size % self.num_attention_heads == 0,
+            "num_attention_heads",
+            self.num_attention_heads,
+            f"a divisor of hidden_size = {self.hidden_size}",
+        )
+        heads = self.num_key_value_heads
+        expect(
+            heads is None or (heads >= 1 and self.num_attention_heads % heads == 0),
+            "num_key_value_heads",
+            heads,
+            f"a divisor of num_attention_heads = {self.num_attention_heads}",
+        )
+        expect(self.rope_theta > 0, "rope_theta", self.rope_theta, "a positive number")
+        for name in ("rms_norm_eps", "initializer_range"):
+            expect(getattr(self, name) >= 0, name, getattr(self, name), "0 or more")
+        window = self.sliding_window
+        expect(window is None or window >= 1, "sliding_window", window, "None or at least 1")
+        if self.window_position == "rope":
+            self.expect_rotary_heads()
+            expect(
+                self.alibi_slopes == "geometric",
+                "alibi_slopes",
+                self.alibi_slopes,
+                "'geometric' (the default) with window_position 'rope', which has none",
+            )
+        expect(
+            self.implementation in (None, "reference", "torch"),
+            "implementation",
+            self.implementation,
+            "None, 'reference' or 'torch'",
+        )
+
+    def expect_rotary_heads(self) -> None:
+        expect(
+            self.head_dim % 2 == 0,
+            "num_attention_heads",
+            self.num_attention_heads,
+            "an even head size (RoPE)",
+        )
+
+
+def with_fields(config: Config, **fields: Any) -> Config:
+    """The same configuration with other values of some fields."""
+    kind: Any = type(config)
+    given: Any = config
+    made: Config = kind.from_dict(given.to_dict() | fields)
+    return made
+
+
+def expect_count(num_retrieved: int) -> None:
+    """Raise a ValueError for a number of retrieved chunks below 0."""
+    expect(num_retrieved >= 0, "num_retrieved_chunks", num_retrieved, "0 (retrieval off) or more")
+
+
+def expect(condition: bool, argument: str, came: object, expected: str) -> None:
+    """Raise a ValueError that names a field, what came and what was expected, unless a condition holds."""
+    if not condition:
+        raise ValueError(f"{argument}: expected {expected}, got {came!r}.")
