@@ -548,9 +548,9 @@ def fingerprint(model: nn.Module) -> str:
 
     def digest(item: tuple[str, Tensor]) -> bytes:
         name, weight = item
-        found = hashlib.sha256(f"{name} {weight.dtype} {tuple(weight.shape)}".encode())
-        found.update(weight.detach().cpu().contiguous().view(torch.uint8).numpy().data)
-        return found.digest()
+        hashed = hashlib.sha256(f"{name} {weight.dtype} {tuple(weight.shape)}".encode())
+        hashed.update(weight.detach().cpu().contiguous().view(torch.uint8).numpy().data)
+        return hashed.digest()
 
     with ThreadPoolExecutor(4) as threads:  # hashing lets go of Python's lock
         return hashlib.sha256(b"".join(threads.map(digest, named))).hexdigest()
