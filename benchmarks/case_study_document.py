@@ -9,7 +9,7 @@ from typing import Any
 
 from case_study_baselines import RULES
 from case_study_scores import VARIANTS
-from trailmark.report.markup import listed
+from trailmark.report.values import listed
 
 from trailmark.data.proportions import wilson_interval
 from trailmark.report.console import duration

@@ -39,6 +39,7 @@ class Declaration:
     default: str | None = None
     least: float | None = None
     most: float | None = None
+    below: float | None = None
     choices: Sequence[Any] | Callable[[], Iterable[Any]] = ()
     option: str | None = None
     argument: bool = False
@@ -55,7 +56,8 @@ def setting(value: Any = dataclasses.MISSING, help: str = "", **more: Any) -> An
         value: its default; without one the setting must be given.
         help: what it means, a phrase that ends with a full stop.
         default: the default in words, where ``value`` does not tell it; "" says nothing about it.
-        least, most: the bounds of a number, or of each number of a tuple.
+        least, most: the bounds of a number, or of each number of a tuple. below: instead of ``most``, where the bound
+            itself is out of it.
         choices: the values that are allowed beside None, or a function that gives them where knowing them is costly.
         option: the names of its option, as "--output -o"; None: the field's name.
         argument: whether it is given by its place on the command line and not by an option.
@@ -114,7 +116,7 @@ def _checked(field: dataclasses.Field[Any], value: Any, kind: Any) -> Any:
         if about.choices:
             _expect_choice(field.name, part, about.choices)
         if isinstance(part, int | float):
-            _expect_within(field.name, part, about.least, about.most)
+            _expect_within(field.name, part, about)
     return value
 
 
@@ -125,7 +127,14 @@ def _expect_choice(name: str, value: Any, choices: Sequence[Any] | Callable[[], 
         raise ValueError(f"{name}: expected one of {expected}, got {value!r}.{nearest(value, allowed, '')}")
 
 
-def _expect_within(name: str, value: float, least: float | None, most: float | None) -> None:
+def _expect_within(name: str, value: float, about: Declaration) -> None:
+    least, most, below = about.least, about.most, about.below
+    if below is not None:
+        if value >= below or (least is not None and value < least):
+            raise ValueError(
+                f"{name}: expected {'' if least is None else f'{least} to '}below {below}, got {value}."
+            )
+        return
     if (least is not None and value < least) or (most is not None and value > most):
         ends = {
             (True, False): f"{least} or more",
@@ -133,6 +142,21 @@ def _expect_within(name: str, value: float, least: float | None, most: float | N
             (True, True): f"{least} to {most}",
         }
         raise ValueError(f"{name}: expected {ends[least is not None, most is not None]}, got {value}.")
+
+
+def expect_bounds(settings: Any, prefix: str) -> None:
+    """Check the numbers of a dataclass whose fields may be set one by one, as those of a run are.
+
+    Args:
+        prefix: the section, which messages name.
+
+    Raises:
+        ValueError: a number out of its field's bounds.
+    """
+    for field in dataclasses.fields(settings):
+        value, about = getattr(settings, field.name), declared(field)
+        if isinstance(value, int | float):
+            _expect_within(f"{prefix}.{field.name}", value, about)
 
 
 # --- from text and from YAML -------------------------------------------------------------------------------------
@@ -147,6 +171,23 @@ def parse_override(option: str, text: str) -> tuple[str, Any]:
         return key, yaml.safe_load(value)
     except yaml.YAMLError as error:
         raise ValueError(f"{key}: expected a YAML value, got {value!r}.") from error
+
+
+def read_yaml(path: Path, name: str) -> dict[str, Any]:
+    """The sections and keys of a YAML file; messages begin with ``name``.
+
+    Raises:
+        ValueError: no file, no YAML, or something else than a mapping in it.
+    """
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"{name}: cannot read {str(path)!r}: {error.strerror}.") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ValueError(f"{name}: {str(path)!r} is no YAML file: {' '.join(str(error).split())}") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{name}: expected a mapping in {str(path)!r}, got {type(content).__name__}.")
+    return content
 
 
 def from_mapping(cls: type[_Declared], raw: Any, prefix: str = "") -> _Declared:
@@ -339,7 +380,7 @@ def from_options(cls: type, given: Mapping[str, Any]) -> dict[str, Any]:
         if value is None or value == []:
             continue
         if isinstance(value, str) and (kind := _of_tuple(kinds_of(cls)[field.name])) is not None:
-            value = value.split(",") if kind is str else parse_numbers(field.name, value, kind)
+            value = tuple(value.split(",")) if kind is str else parse_numbers(field.name, value, kind)
         values[field.name] = tuple(value) if isinstance(value, list) else value
     return values
 
@@ -381,10 +422,13 @@ def words(cls: type, values: Mapping[str, Any]) -> list[str]:
 
     What is None, unknown, or only set by programs is left out; a flag stands where it is true.
     """
-    found = []
+    found: list[str] = []
     for field in dataclasses.fields(cls):
         about, value = declared(field), values.get(field.name)
         if value is None or not about.on_command_line:
+            continue
+        if about.argument:
+            found += map(as_text, value if isinstance(value, list | tuple) else [value])
             continue
         name = (about.option or f"--{field.name.replace('_', '-')}").split()[0]
         if isinstance(value, bool):

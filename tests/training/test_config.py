@@ -219,7 +219,7 @@ MISTAKES = {
     "training.constant_fraction=7": r"^training\.constant_fraction: expected 0 to 1, got 7",
     "data.early_landmarks=1.5": r"^data\.early_landmarks: expected 0 to 1, got 1\.5",
     "data.early_landmarks=-0.1": r"^data\.early_landmarks: expected 0 to 1, got -0\.1",
-    "data.level_accuracy=1": r"^data\.level_accuracy: expected a share from 0 to below 1, got 1\.0",
+    "data.level_accuracy=1": r"^data\.level_accuracy: expected 0 to below 1, got 1\.0",
     "data.paths=[]": r"^data\.paths: expected files or folders, got an empty list",
     "data.task=needles": r"^data\.chunk_size: expected the model's chunk_size 20, got 32",
 }
@@ -281,7 +281,8 @@ def test_needles_of_landmark_attention_lie_where_its_chunks_do(tmp_path: Path) -
     with pytest.raises(ValueError, match=r"^model\.landmark_phase: expected 'fixed' .*got 'random'"):
         load_run_config(path, ["model.landmark_phase=random"])
     with pytest.raises(
-        ValueError, match=r"^model\.max_position_embeddings: expected at least the 672 positions"
+        ValueError,
+        match=r"^model\.max_position_embeddings: expected positions for the 32 chunks of 20 tokens",
     ):
         load_run_config(path, ["model.max_position_embeddings=671"])
 

@@ -5,13 +5,13 @@ from trailmark.models.causal_lm import CausalLMOutput, TrailmarkForCausalLM
 from trailmark.models.configuration import (
     BlockRecurrentConfig,
     DRTConfig,
-    LandmarkConfig,
     RPTConfig,
     SlidingWindowConfig,
     TrailmarkConfig,
 )
 from trailmark.models.drt import DRTForCausalLM
 from trailmark.models.landmark import LandmarkForCausalLM
+from trailmark.models.landmark_config import LandmarkConfig
 from trailmark.models.registry import MODELS, architectures, register, short_name
 from trailmark.models.rpt import RPTForCausalLM
 from trailmark.models.sliding_window import SlidingWindowForCausalLM

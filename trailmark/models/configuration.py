@@ -2,27 +2,179 @@
 
 # No ``from __future__ import annotations`` here: ``strict`` does not check types that are written as strings.
 
-from typing import Any, Literal, Self
+import inspect
+from functools import wraps
+from typing import Any, Literal, Self, TypeVar, get_args, get_origin
 
-from trailmark.models.base_configuration import (
-    ConfigurationError,
-    TrailmarkConfig,
-    checked,
-    expect,
-    expect_count,
-    with_fields,
-)
+from huggingface_hub.dataclasses import strict
+from huggingface_hub.errors import StrictDataclassError
+from transformers import PreTrainedConfig
 
-__all__ = [
-    "BlockRecurrentConfig",
-    "ConfigurationError",
-    "DRTConfig",
-    "LandmarkConfig",
-    "RPTConfig",
-    "SlidingWindowConfig",
-    "TrailmarkConfig",
-    "checked",
-]
+from trailmark.models.answers import ConfigAnswers
+
+Config = TypeVar("Config")
+
+
+# fields that change nothing in what a model with given weights computes
+_NO_ARITHMETIC = {
+    "initialization", "initializer_range", "implementation", "use_cache", "retrieval_noise",
+    "embedder", "embedder_fingerprint",  # the embedder itself counts: TrailmarkForCausalLM._cache_key
+    "landmark_phase", "position_jump", "max_position_embeddings", "truncation_blocks",
+    "ranking_weight", "ranking_margin", "ranking_threshold", "first_gold_probability", "gold_probability",
+    "tie_word_embeddings", "pad_token_id", "bos_token_id", "eos_token_id",
+}  # fmt: skip
+
+
+class ConfigurationError(StrictDataclassError, ValueError):
+    """A field that does not fit; what ``strict`` raises by itself is no ValueError."""
+
+
+def checked(cls: type[Config]) -> type[Config]:
+    """``strict``: every construction, load, assignment and save checks the fields, with errors of our own."""
+    checked: Any = strict(cls)
+    set_field, validate_all = checked.__setattr__, checked.validate
+
+    def set_checked(self: Any, name: str, value: Any) -> None:
+        try:
+            set_field(self, name, value)
+        except StrictDataclassError as error:
+            kind = checked.__dataclass_fields__[name].type
+            raise ConfigurationError(f"{name}: expected {_in_words(kind)}, got {value!r}.") from error
+
+    @wraps(validate_all)  # also its mark, by which ``strict`` knows a parent's
+    def validate(self: Any) -> None:
+        try:
+            validate_all(self)
+        except StrictDataclassError as error:
+            raise ConfigurationError(str(error.__cause__)) from error
+
+    checked.__setattr__, checked.validate = set_checked, validate
+    return checked
+
+
+def _in_words(kind: Any) -> str:
+    """A field's type: "int or None", "'alibi' or 'rope'"."""
+    if get_origin(kind) is Literal:
+        return " or ".join(map(repr, get_args(kind)))
+    return inspect.formatannotation(kind).replace(" | ", " or ")
+
+
+@checked
+class TrailmarkConfig(ConfigAnswers, PreTrainedConfig):
+    """What every model shares. The defaults are the papers' 128M models.
+
+    Args:
+        vocab_size: tokens; landmarks are not in the vocabulary.
+        hidden_size: E. intermediate_size: width of the SwiGLU MLP.
+        num_hidden_layers: lower and upper layers together, without the chunk encoder.
+        num_attention_heads: H. num_key_value_heads: J, None is H; J divides H and H divides E.
+        sliding_window: W in positions, itself included; None is full attention.
+        window_position: what tells positions in the window apart: "alibi", as published, or "rope".
+        alibi_slopes: "geometric", as DRT's code has them, or "interpolated", as ALiBi's authors have them; they
+            differ where the number of heads is no power of two (:func:`trailmark.ops.alibi_slopes`).
+        rope_theta: base of the rotary positions (chunk encoder, and window if it uses them).
+        initialization: "normal": N(0, initializer_range), as published. "fan_in": embedding std 1, matrices
+            std fan_in ** -0.5, those back into the residual stream also / sqrt(2 * layers); goes with
+            ``logit_scale = hidden_size ** -0.5`` when the embedding is tied.
+        logit_scale: factor on the logits.
+        implementation: of the ops: None (the fastest), "reference" or "torch".
+    """
+
+    model_type = "trailmark"
+    keys_to_ignore_at_inference = ["past_key_values"]
+
+    vocab_size: int = 50257
+    hidden_size: int = 768
+    intermediate_size: int = 2048
+    num_hidden_layers: int = 12
+    num_attention_heads: int = 12
+    num_key_value_heads: int | None = None
+    sliding_window: int | None = 512
+    window_position: Literal["alibi", "rope"] = "alibi"
+    alibi_slopes: Literal["geometric", "interpolated"] = "geometric"
+    rope_theta: float | int = 10000.0
+    rms_norm_eps: float | int = 1e-6
+    initialization: Literal["normal", "fan_in"] = "normal"
+    initializer_range: float | int = 0.02
+    logit_scale: float | int = 1.0
+    implementation: str | None = None
+    use_cache: bool = True
+    tie_word_embeddings: bool = True
+    pad_token_id: int | None = None
+    bos_token_id: int | None = None
+    eos_token_id: int | list[int] | None = None
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        if self.num_key_value_heads is None:
+            self.num_key_value_heads = self.num_attention_heads
+        super().__post_init__(**kwargs)
+
+    @property
+    def head_dim(self) -> int:
+        return self.hidden_size // self.num_attention_heads
+
+    @property
+    def has_landmarks(self) -> bool:
+        """Whether a chunk ends with a landmark, a position of its own; else with its last token."""
+        return True
+
+    def arithmetic_fields(self) -> list[tuple[str, object]]:
+        """The fields that change what a model with given weights computes, by name."""
+        ours = {
+            name
+            for base in type(self).__mro__
+            if issubclass(base, TrailmarkConfig)
+            for name in inspect.get_annotations(base)
+            if name not in ("model_type", "keys_to_ignore_at_inference")
+        }
+        return [(name, getattr(self, name)) for name in sorted(ours - _NO_ARITHMETIC)]
+
+    def validate_architecture(self) -> None:
+        """Called by ``strict`` on every construction, load and save, before what rests on it."""
+        for name in (
+            "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"
+        ):  # fmt: skip
+            expect(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
+        expect(
+            self.hidden_size % self.num_attention_heads == 0,
+            "num_attention_heads",
+            self.num_attention_heads,
+            f"a divisor of hidden_size = {self.hidden_size}",
+        )
+        heads = self.num_key_value_heads
+        expect(
+            heads is None or (heads >= 1 and self.num_attention_heads % heads == 0),
+            "num_key_value_heads",
+            heads,
+            f"a divisor of num_attention_heads = {self.num_attention_heads}",
+        )
+        expect(self.rope_theta > 0, "rope_theta", self.rope_theta, "a positive number")
+        for name in ("rms_norm_eps", "initializer_range"):
+            expect(getattr(self, name) >= 0, name, getattr(self, name), "0 or more")
+        window = self.sliding_window
+        expect(window is None or window >= 1, "sliding_window", window, "None or at least 1")
+        if self.window_position == "rope":
+            self.expect_rotary_heads()
+            expect(
+                self.alibi_slopes == "geometric",
+                "alibi_slopes",
+                self.alibi_slopes,
+                "'geometric' (the default) with window_position 'rope', which has none",
+            )
+        expect(
+            self.implementation in (None, "reference", "torch"),
+            "implementation",
+            self.implementation,
+            "None, 'reference' or 'torch'",
+        )
+
+    def expect_rotary_heads(self) -> None:
+        expect(
+            self.head_dim % 2 == 0,
+            "num_attention_heads",
+            self.num_attention_heads,
+            "an even head size (RoPE)",
+        )
 
 
 @checked
@@ -155,143 +307,6 @@ class DRTConfig(TrailmarkConfig):
             )
         expect(self.sliding_window is not None, "sliding_window", None, "a number of positions")
         self.expect_rotary_heads()
-
-
-@checked
-class LandmarkConfig(TrailmarkConfig):
-    """Landmark Attention (arXiv 2305.16300). The defaults are the Llama-like 128M model of arXiv 2410.01651.
-
-    Positions count a chunk as S + 1, its landmark on the last: a chunk that is closed early leaves a gap.
-
-    Args:
-        chunk_size: S tokens before a landmark. (The first paper: 50.)
-        num_retrieved_chunks: k, of the memory, per token and head or as ``retrieve_per`` says. 0: retrieval is off;
-            with a cache a token sees its cell alone and no chunk is kept. Without a cache, as in training, a text is
-            attended to whole, whatever k is: 0 changes nothing there.
-        max_position_embeddings: positions of a training text, landmarks included. With stingy positions what is
-            read at once must fit: (k + 1) (S + 1) places for the memory and the positions of a cell.
-        local_length: tokens of a cell. A text is cut in cells from its start; chunks completed in the present
-            cell are local, earlier ones are memory. None: the most whole chunks that fit.
-        retrieve_per: what selects k chunks for itself. "token_and_head": each token in each head, "token": by
-            the maximum over heads, "head": by the maximum over a cell's tokens, "cell": by both.
-        causal_retrieval: of "head" and "cell": a token's choice depends on tokens before it only, and is the same
-            however the text is fed (:func:`trailmark.ops.select_by_landmarks`). False, the paper's way: the
-            maximum is over all of the cell that is fed so far, tokens after it included.
-        memory_position: "stingy": the k latest chunks at their distances, all others as if k + 1 chunks back
-            (Sec. 3.2.1). "true": at their distances, for models trained with ``position_jump`` (App. E).
-        max_memory_chunks: the newest so many are kept; None: all.
-        landmark_phase: of training texts: "random": a text may begin inside a chunk; "fixed": at a chunk's start.
-        position_jump: in training, after each landmark positions go on by 1 to this many; 0 and 1: always 1.
-        landmark_loss: "none": landmarks bear no loss and the token before one predicts the token after it.
-            "none_after_eos": nor does what follows an end-of-text token. "text": a landmark is a token of the text,
-            predicted like the others and predicting the next. (docs/landmark.md: who trained how.)
-        gate_probability: share of landmarks, in training, that only the retrieval gate token opens (App. D); 0:
-            no such token. gate_cutoff: in reading, what the gate would weigh less is not retrieved.
-        mlp: "swiglu" or "gelu". norm: "rms", or "layer" (no biases).
-    """
-
-    model_type = "trailmark_landmark"
-
-    sliding_window: int | None = None
-    window_position: Literal["alibi", "rope"] = "rope"
-    chunk_size: int = 63
-    num_retrieved_chunks: int = 4
-    max_position_embeddings: int = 768
-    local_length: int | None = None
-    retrieve_per: Literal["token_and_head", "token", "head", "cell"] = "token_and_head"
-    causal_retrieval: bool = True
-    memory_position: Literal["stingy", "true"] = "stingy"
-    max_memory_chunks: int | None = None
-    landmark_phase: Literal["random", "fixed"] = "random"
-    position_jump: int = 0
-    landmark_loss: Literal["none", "none_after_eos", "text"] = "none"
-    gate_probability: float | int = 0.0
-    gate_cutoff: float | int = 0.0
-    mlp: Literal["swiglu", "gelu"] = "swiglu"
-    norm: Literal["rms", "layer"] = "rms"
-
-    def __post_init__(self, **kwargs: Any) -> None:
-        if self.local_length is None and self.chunk_size >= 1:
-            left = self.max_position_embeddings - (self.num_retrieved_chunks + 1) * (self.chunk_size + 1)
-            self.local_length = max(1, left // (self.chunk_size + 1)) * self.chunk_size
-        super().__post_init__(**kwargs)
-
-    @property
-    def retrieves_in_training(self) -> bool:
-        """A training text is attended to whole: chunks are retrieved in reading alone."""
-        return False
-
-    @property
-    def begins_texts_inside_chunks(self) -> bool:
-        return self.landmark_phase != "fixed"
-
-    def longest_training_text(self, early_landmarks: int = 0) -> int:
-        # a landmark before its chunk is full leaves a gap of up to S positions
-        left = self.max_position_embeddings - early_landmarks * self.chunk_size
-        return max(0, left - left // (self.chunk_size + 1))
-
-    def with_fewer_layers(self, count: int) -> Self:
-        # the first layer makes tables that all share: it is like no other
-        return with_fields(self, num_hidden_layers=min(self.num_hidden_layers, count + 1))
-
-    @property
-    def selects_for_many(self) -> bool:
-        """Whether positions of a cell share what they select: they have a say in each other's."""
-        return self.retrieve_per in ("head", "cell")
-
-    def cell_positions(self) -> int:
-        """The most positions that a cell's last token sees in it: the chunk that it began in, tokens, landmarks."""
-        assert self.local_length is not None
-        S = self.chunk_size
-        tokens = self.local_length + (0 if self.local_length % S == 0 else S - 1)
-        return tokens + tokens // S
-
-    def validate_architecture(self) -> None:
-        super().validate_architecture()
-        for name in ("chunk_size", "max_position_embeddings"):
-            expect(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
-        expect_count(self.num_retrieved_chunks)
-        for name in ("local_length", "max_memory_chunks"):
-            number = getattr(self, name)
-            expect(number is None or number >= 1, name, number, "None or at least 1")
-        expect(self.position_jump >= 0, "position_jump", self.position_jump, "at least 0")
-        for name in ("gate_probability", "gate_cutoff"):
-            expect(0 <= getattr(self, name) <= 1, name, getattr(self, name), "0 to 1")
-        expect(
-            self.causal_retrieval or self.selects_for_many,
-            "causal_retrieval",
-            self.causal_retrieval,
-            f"True with retrieve_per {self.retrieve_per!r}, which is causal: only 'head' and 'cell' can look ahead",
-        )
-        expect(
-            self.gate_cutoff == 0 or self.gate_probability > 0,
-            "gate_cutoff",
-            self.gate_cutoff,
-            "0 for a model without a retrieval gate (gate_probability 0)",
-        )
-        expect(
-            self.sliding_window is None and self.window_position == "rope",
-            "sliding_window, window_position",
-            (self.sliding_window, self.window_position),
-            "None and 'rope': local_length says what is local",
-        )
-        expect(
-            self.landmark_loss != "none_after_eos" or self.eos_token_id is not None,
-            "landmark_loss",
-            self.landmark_loss,
-            "'none' or 'text' without an eos_token_id",
-        )
-        self.expect_rotary_heads()
-        memory = (self.num_retrieved_chunks + 1) * (self.chunk_size + 1)
-        if self.local_length is not None and self.memory_position == "stingy":
-            expect(
-                memory + self.cell_positions() <= self.max_position_embeddings,
-                "max_position_embeddings",
-                self.max_position_embeddings,
-                f"at least {memory} for {self.num_retrieved_chunks} + 1 chunks and {self.cell_positions()} for a "
-                f"cell of {self.local_length} tokens. Lower num_retrieved_chunks, chunk_size or local_length, or "
-                "train on longer texts",
-            )
 
 
 @checked
@@ -476,3 +491,22 @@ class RPTConfig(TrailmarkConfig):
         )
         expect(self.sliding_window is not None, "sliding_window", None, "a number of positions")
         self.expect_rotary_heads()
+
+
+def with_fields(config: Config, **fields: Any) -> Config:
+    """The same configuration with other values of some fields."""
+    kind: Any = type(config)
+    given: Any = config
+    made: Config = kind.from_dict(given.to_dict() | fields)
+    return made
+
+
+def expect_count(num_retrieved: int) -> None:
+    """Raise a ValueError unless ``num_retrieved_chunks`` is a count."""
+    expect(num_retrieved >= 0, "num_retrieved_chunks", num_retrieved, "0 (retrieval off) or more")
+
+
+def expect(condition: bool, argument: str, came: object, expected: str) -> None:
+    """Raise a ValueError that names a field, what it should be and what came, unless the condition holds."""
+    if not condition:
+        raise ValueError(f"{argument}: expected {expected}, got {came!r}.")

@@ -23,12 +23,12 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from trailmark.memory import CacheState, ChunkCache, ChunkMemory
 from trailmark.models.answers import CardFacts
 from trailmark.models.causal_lm import Hidden, TrailmarkForCausalLM, mark_residual_projections
-from trailmark.models.configuration import LandmarkConfig
 from trailmark.models.costs import CacheBytes, NumberBytes
 from trailmark.models.embedding import Given
 from trailmark.models.grid import Grid, Integers, Take, lay_out
 from trailmark.models.grid import keep as keep_positions
 from trailmark.models.landmark_cell import CellStep
+from trailmark.models.landmark_config import LandmarkConfig
 from trailmark.models.landmark_costs import landmark_cache_bytes
 from trailmark.models.landmark_memory import LandmarkMemory, Reading
 from trailmark.models.layers import GELUMLP, MLP, LayerNorm, RMSNorm, SelfAttention, rotary_at, rotate

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from trailmark.memory import CacheState, Cell, ChunkCache, MemoryEntries, MemorySize, Window
-from trailmark.models.configuration import LandmarkConfig
 from trailmark.models.grid import Booleans, Grid, Integers, Take
+from trailmark.models.landmark_config import LandmarkConfig
 from trailmark.models.layers import rotary_at, rotary_table, rotate
 from trailmark.ops import LandmarkLayout, landmark_attention
 from trailmark.ops.arguments import without_autocast

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from trailmark.memory.chunks import TABLE_BYTES, recent_chunks
-from trailmark.models.configuration import LandmarkConfig
 from trailmark.models.costs import CacheBytes, NumberBytes
+from trailmark.models.landmark_config import LandmarkConfig
 
 _PLACE = 8  # bytes of a chunk's number
 

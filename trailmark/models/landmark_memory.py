@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from trailmark.memory import ExactSearch
-from trailmark.models.configuration import LandmarkConfig
 from trailmark.models.grid import Booleans, Integers
 from trailmark.models.landmark_cell import CellStep
+from trailmark.models.landmark_config import LandmarkConfig
 from trailmark.models.layers import rotary_at, rotate
 from trailmark.ops import ChunkSelection, select_by_landmarks
 from trailmark.ops.arguments import arithmetic_dtype, without_autocast

@@ -222,11 +222,12 @@ class _Reader:
             self._skip(path, f"not readable as JSON: {error}")
             return
         known = _mapping(content)
+        is_history = path.name == "history.json" or (asked and "level_starts" in known)
         if known.get("kind") == _KIND:
             self._record(path, known)
         elif "train_length" in known and isinstance(known.get("results"), list):
             self._demo(path, known)
-        elif known and (path.name == "history.json" or (asked and "level_starts" in known)):
+        elif isinstance(content, dict) and is_history:
             self._training(path, known)
         elif expected:
             self._skip(path, "holds no results that a report knows")

@@ -121,7 +121,9 @@ def _written(suite: Suite, rows: Sequence[Row]) -> list[Folded]:
         return sorted(lines, key=lambda line: line.get("correct") is not False)
 
     lines = wrong_first(
-        {**row, **line} for row in rows for line in wrong_first(row["written"])[:_MOST_WRITTEN]
+        {"model": row["model"], "length": row.get("length"), **line}
+        for row in rows
+        for line in wrong_first(row["written"])[:_MOST_WRITTEN]
     )[:_MOST_WRITTEN_IN_ALL]
     if not lines or not suite.written:
         return []

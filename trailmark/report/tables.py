@@ -43,9 +43,11 @@ def table_of(caption: str, columns: Sequence[Column], rows: Sequence[Row], place
 def cell(row: Row, column: Column) -> str:
     """What stands in a row's cell; "-" where nothing is known."""
     value, form = read(row, column.value), column.form
-    if isinstance(value, tuple):
+    if isinstance(value, tuple | list) and len(value) == 2:
         low, high = value
         return interval(low, high, form or ".3f")
+    if isinstance(value, bool):
+        return "yes" if value else "no"
     if form == "bytes":
         return size(value)
     if form == "share":

@@ -88,9 +88,9 @@ def interval(low: Any, high: Any, form: str = ".3f") -> str:
     return f"{shown(low, form)}–{shown(high, form)}"
 
 
-def times(value: Any, form: str = ".3g") -> str:
+def times(value: Any) -> str:
     """``1.5×``"""
-    return MISSING if number(value) is None else f"{value:{form}}×"
+    return MISSING if number(value) is None else f"{value:,.4g}×"
 
 
 def short_length(value: float) -> str:

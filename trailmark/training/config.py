@@ -3,149 +3,185 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 import yaml
-from huggingface_hub.errors import StrictDataclassError
 
 from trailmark.data.needles import CURRICULUM
-from trailmark.models import TrailmarkConfig, architectures
-from trailmark.models.fields import field_types
-from trailmark.settings import coerce, from_mapping, nearest, parse_override
-
-_BELOW_1 = math.nextafter(1, 0)
-# numbers that have bounds; the seed's are numpy's
-_RANGES = {
-    "training": (
-        ("steps", 1, math.inf),
-        ("tokens_per_step", 1, math.inf),
-        ("context_length", 2, math.inf),
-        ("micro_batch_size", 1, math.inf),
-        ("learning_rate", 0, math.inf),
-        ("matrix_learning_rate", 0, math.inf),
-        ("adam_beta1", 0, _BELOW_1),
-        ("adam_beta2", 0, _BELOW_1),
-        ("adam_epsilon", 0, math.inf),
-        ("weight_decay", 0, math.inf),
-        ("warmup_steps", 0, math.inf),
-        ("constant_fraction", 0, 1),
-        ("final_fraction", 0, 1),
-        ("max_grad_norm", 0, math.inf),
-        ("skip_nonfinite", 0, math.inf),
-        ("save_steps", 1, math.inf),
-        ("keep_checkpoints", 1, math.inf),
-        ("logging_steps", 1, math.inf),
-        ("eval_steps", 1, math.inf),
-        ("eval_windows", 1, math.inf),
-        ("seed", 0, 2**32 - 1),
-    ),
-    "data": (
-        ("early_landmarks", 0, 1),
-        ("filler_weight", 0, math.inf),
-        ("first_digit_weight", 0, math.inf),
-        ("chunk_size", 1, math.inf),
-        ("hops", 1, math.inf),
-        ("chains", 1, math.inf),
-        ("distractors", 0, math.inf),
-        ("num_landmarks", 1, 2),
-    ),
-}
+from trailmark.models import TrailmarkConfig
+from trailmark.models.fields import build_config
+from trailmark.settings import expect_bounds, from_mapping, parse_override, read_yaml, setting
 
 
 @dataclass
 class DataConfig:
     """What to train on."""
 
-    task: Literal["text", "needles", "niah", "summarization"] = "text"
-    """text: windows of the text, loss on every token. needles: the demo's, hidden in the text by a curriculum. niah:
-    needles of one or more hops as in arXiv 2410.01651, App. D. summarization: pairs of a document and its summary."""
-    paths: list[str] | None = None
-    """Files and folders of text, or one folder that trailmark prepare made; None: the Python standard library's
-    sources. (summarization: files of pairs.)"""
-    validation: list[str] | None = None
-    """Like ``paths``: text whose loss is measured every ``training.eval_steps``."""
-    revision: str | None = None
-    """Of prepared hub datasets: refuse another one. None: any."""
-    tokenizer: str = "bytes"
-    """"bytes", a folder, or a hub name."""
-    neighbours: str | None = None
-    """text: a folder that trailmark neighbours (for model.retriever encoder) or trailmark targets (for learned) made of
-    this very corpus. Training windows stand on its grid then, and no embedder is asked."""
-    separate_documents: bool = False
-    """text: attention and retrieval never cross from a document to the next, and chunks restart there."""
-    early_landmarks: float = 0.1
-    """text: share of chunks that are closed early, so that a prompt may end anywhere; a model without chunks has none.
-    niah: above 0, a question ends at any place of a chunk. (needles: the curriculum's levels say how many do.)"""
-    chunk_size: int = 32
-    """needles: tokens per chunk of the task; a DRT's own chunk_size must be the same. (niah: of chunkless models.)"""
-    filler_weight: float = 0.0
-    """needles: weight of the loss on all tokens that are no answer (a digit weighs 1)."""
-    first_digit_weight: float = 3.0
-    """needles: weight of each answer's first digit, the only one that trains the retriever."""
-    first_level: int = 0
-    """needles: the level of the curriculum to begin with; a model that cannot retrieve never leaves it."""
-    level_accuracy: float = 0.9
-    """needles: the next level begins when this share of first digits is right, as a moving average."""
-    hops: int = 1
-    """niah: needles from the question to the last part of its answer; 1: the passkey."""
-    chains: int | None = None
-    """niah: chains of needles in a text, one of which is asked for; None: one of a single hop, two of more."""
-    distractors: int = 0
-    """niah: needles more that belong to no chain."""
-    num_landmarks: int = 1
-    """niah: landmarks between question and answer: a group sees an earlier group's finds one landmark later."""
+    task: Literal["text", "needles", "niah", "summarization"] = setting(
+        "text",
+        "text: windows of the text, loss on every token. needles: the demo's, hidden in the "
+        "text by a curriculum. niah: needles of one or more hops as in arXiv 2410.01651, App. "
+        "D. summarization: pairs of a document and its summary.",
+    )
+    paths: list[str] | None = setting(
+        None,
+        "Files and folders of text, or one folder that trailmark prepare made; None: the Python "
+        "standard library's sources. (summarization: files of pairs.)",
+    )
+    validation: list[str] | None = setting(
+        None,
+        "Like ``paths``: text whose loss is measured every ``training.eval_steps``.",
+    )
+    revision: str | None = setting(None, "Of prepared hub datasets: refuse another one. None: any.")
+    tokenizer: str = setting("bytes", '"bytes", a folder, or a hub name.')
+    neighbours: str | None = setting(
+        None,
+        "text: a folder that trailmark neighbours (for model.retriever encoder) or trailmark "
+        "targets (for learned) made of this very corpus. Training windows stand on its grid "
+        "then, and no embedder is asked.",
+    )
+    separate_documents: bool = setting(
+        False,
+        "text: attention and retrieval never cross from a document to the next, and chunks restart there.",
+    )
+    early_landmarks: float = setting(
+        0.1,
+        "text: share of chunks that are closed early, so that a prompt may end anywhere; a "
+        "model without chunks has none. niah: above 0, a question ends at any place of a chunk. "
+        "(needles: the curriculum's levels say how many do.)",
+        least=0,
+        most=1,
+    )
+    chunk_size: int = setting(
+        32,
+        "needles: tokens per chunk of the task; a DRT's own chunk_size must be the same. (niah: "
+        "of chunkless models.)",
+        least=1,
+    )
+    filler_weight: float = setting(
+        0.0,
+        "needles: weight of the loss on all tokens that are no answer (a digit weighs 1).",
+        least=0,
+    )
+    first_digit_weight: float = setting(
+        3.0,
+        "needles: weight of each answer's first digit, the only one that trains the retriever.",
+        least=0,
+    )
+    first_level: int = setting(
+        0,
+        "needles: the level of the curriculum to begin with; a model that cannot retrieve never leaves it.",
+        least=0,
+        most=len(CURRICULUM) - 1,
+    )
+    level_accuracy: float = setting(
+        0.9,
+        "needles: the next level begins when this share of first digits is right, as a moving average.",
+        least=0,
+        below=1,
+    )
+    hops: int = setting(
+        1,
+        "niah: needles from the question to the last part of its answer; 1: the passkey.",
+        least=1,
+    )
+    chains: int | None = setting(
+        None,
+        "niah: chains of needles in a text, one of which is asked for; None: one of a single "
+        "hop, two of more.",
+        least=1,
+    )
+    distractors: int = setting(0, "niah: needles more that belong to no chain.", least=0)
+    num_landmarks: int = setting(
+        1,
+        "niah: landmarks between question and answer: a group sees an earlier group's finds one "
+        "landmark later.",
+        least=1,
+        most=2,
+    )
 
 
 @dataclass
 class TrainingConfig:
     """How to train. The batches depend on the seed and the step alone, whatever the processes and micro-batches."""
 
-    steps: int = 1000
-    tokens_per_step: int = 4096
-    """Of the global batch, over all processes and micro-batches."""
-    context_length: int = 1024
-    """Tokens of one sample. (needles: the curriculum's chunks; at most 32 of them.)"""
-    micro_batch_size: int | None = None
-    """Samples that a process takes at once; None: its whole part of the batch, without accumulation."""
-    precision: Literal["float32", "bfloat16", "float64"] = "float32"
-    """bfloat16: mixed, the weights stay float32. float64: all of it, for comparisons."""
-    optimizer: Literal["muon", "adamw"] = "muon"
-    learning_rate: float = 3e-3
-    """of AdamW."""
-    matrix_learning_rate: float = 0.0035
-    """of Muon."""
-    adam_beta1: float = 0.9
-    adam_beta2: float = 0.95
-    adam_epsilon: float = 1e-8
-    weight_decay: float = 0.0
-    decay_vectors: bool = False
-    """Whether norms and other vectors decay too, as in the published code of arXiv 2410.01651."""
-    schedule: Literal["linear", "cosine"] = "linear"
-    warmup_steps: int = 30
-    constant_fraction: float = 0.5
-    """The learning rate is constant to this part of the run, then falls to final_fraction as ``schedule`` says."""
-    final_fraction: float = 0.03
-    max_grad_norm: float = 1.0
-    """0: no clipping."""
-    gradient_checkpointing: bool = False
-    parallel: Literal["ddp", "fsdp"] = "ddp"
-    """How several processes share the work: fsdp (FSDP2) divides weights, gradients and optimizer among them."""
-    skip_nonfinite: int = 0
-    """Steps with a loss or gradient that is not finite that may be left out over the run; the next one stops it."""
-    save_steps: int = 200
-    keep_checkpoints: int = 2
-    logging_steps: int = 10
+    steps: int = setting(1000, "Of the optimizer.", least=1)
+    tokens_per_step: int = setting(
+        4096,
+        "Of the global batch, over all processes and micro-batches.",
+        least=1,
+    )
+    context_length: int = setting(
+        1024,
+        "Tokens of one sample. (needles: the curriculum's chunks; at most 32 of them.)",
+        least=2,
+    )
+    micro_batch_size: int | None = setting(
+        None,
+        "Samples that a process takes at once; None: its whole part of the batch, without accumulation.",
+        least=1,
+    )
+    precision: Literal["float32", "bfloat16", "float64"] = setting(
+        "float32",
+        "bfloat16: mixed, the weights stay float32. float64: all of it, for comparisons.",
+    )
+    optimizer: Literal["muon", "adamw"] = setting("muon", "muon (matrices; AdamW for the rest) or adamw.")
+    learning_rate: float = setting(3e-3, "Of AdamW.", least=0)
+    matrix_learning_rate: float = setting(0.0035, "Of Muon.", least=0)
+    adam_beta1: float = setting(0.9, "Of AdamW: of the mean of gradients.", least=0, below=1)
+    adam_beta2: float = setting(0.95, "Of AdamW: of the mean of their squares.", least=0, below=1)
+    adam_epsilon: float = setting(1e-8, "Of AdamW: added to the root.", least=0)
+    weight_decay: float = setting(0.0, "Decoupled, of matrices; of vectors too with decay_vectors.", least=0)
+    decay_vectors: bool = setting(
+        False,
+        "Whether norms and other vectors decay too, as in the published code of arXiv 2410.01651.",
+    )
+    schedule: Literal["linear", "cosine"] = setting(
+        "linear",
+        "How the learning rate falls after its constant part.",
+    )
+    warmup_steps: int = setting(30, "In which the learning rate rises from 0.", least=0)
+    constant_fraction: float = setting(
+        0.5,
+        "The learning rate is constant to this part of the run, then falls to final_fraction as "
+        "``schedule`` says.",
+        least=0,
+        most=1,
+    )
+    final_fraction: float = setting(
+        0.03, "The learning rate at the end, as a share of its peak.", least=0, most=1
+    )
+    max_grad_norm: float = setting(1.0, "0: no clipping.", least=0)
+    gradient_checkpointing: bool = setting(
+        False,
+        "Compute activations again in the backward instead of keeping them.",
+    )
+    parallel: Literal["ddp", "fsdp"] = setting(
+        "ddp",
+        "How several processes share the work: fsdp (FSDP2) divides weights, gradients and "
+        "optimizer among them.",
+    )
+    skip_nonfinite: int = setting(
+        0,
+        "Steps with a loss or gradient that is not finite that may be left out over the run; "
+        "the next one stops it.",
+        least=0,
+    )
+    save_steps: int = setting(200, "Between two checkpoints.", least=1)
+    keep_checkpoints: int = setting(2, "The newest so many stay.", least=1)
+    logging_steps: int = setting(10, "Between two lines of the history.", least=1)
     report_to: list[Literal["tensorboard", "trackio", "wandb"]] = field(default_factory=list)
     """By transformers' Trainer; the package has to be installed."""
-    eval_steps: int | None = None
-    """Measure on ``data.validation`` (needles: ask for some) after every so many steps; None: never."""
-    eval_windows: int = 64
-    """Windows of ``context_length`` tokens to measure on."""
-    seed: int = 0
+    eval_steps: int | None = setting(
+        None,
+        "Measure on ``data.validation`` (needles: ask for some) after every so many steps; None: never.",
+        least=1,
+    )
+    eval_windows: int = setting(64, "Windows of ``context_length`` tokens to measure on.", least=1)
+    seed: int = setting(0, "Of weights, batches and noise.", least=0, most=2**32 - 1)
 
 
 # settings of ``training`` that change no weight: a run may go on with others
@@ -177,25 +213,8 @@ class RunConfig:
 
     def model_config(self, vocab_size: int | None = None) -> TrailmarkConfig:
         """The model's configuration; a ValueError for unknown fields and sizes that do not fit."""
-        fields = dict(self.model)
-        name = fields.pop("architecture", "drt")
-        known = architectures()
-        if not isinstance(name, str) or name not in known:
-            raise ValueError(
-                f"model.architecture: expected {' or '.join(known)}, got {name!r}.{nearest(name, known)}"
-            )
-        cls = known[name].config_class
-        hints = field_types(cls)
-        for key in fields:
-            if key not in hints:
-                raise ValueError(f"model.{key}: unknown field of {name}.{nearest(key, hints)}")
-            fields[key] = coerce(f"model.{key}", fields[key], hints[key])
-        if vocab_size is not None:
-            fields.setdefault("vocab_size", vocab_size)
-        try:
-            return cls(**fields)
-        except StrictDataclassError as error:
-            raise ValueError(f"model: {_innermost(error)}") from error
+        known = {} if vocab_size is None or "vocab_size" in self.model else {"vocab_size": vocab_size}
+        return build_config(self.model, known)
 
     def to_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
@@ -210,15 +229,7 @@ def load_run_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfi
     Raises:
         ValueError: a missing file, broken YAML, an unknown key (with the nearest valid one), a wrong type.
     """
-    path = Path(path)
-    try:
-        raw = yaml.safe_load(path.read_text())
-    except OSError as error:
-        raise ValueError(f"config: cannot read {str(path)!r}: {error.strerror}.") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ValueError(f"config: {str(path)!r} is no YAML file: {' '.join(str(error).split())}") from error
-    if not isinstance(raw, dict):
-        raise ValueError(f"config: expected a mapping in {str(path)!r}, got {type(raw).__name__}.")
+    raw = read_yaml(Path(path), "config")
     for override in overrides:
         key, parsed = parse_override("override", override)
         target = raw
@@ -234,13 +245,8 @@ def load_run_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfi
 
 
 def _check(config: RunConfig) -> None:
-    for section, ranges in _RANGES.items():
-        for name, lowest, highest in ranges:
-            value = getattr(getattr(config, section), name)
-            if value is not None and not lowest <= value <= highest:
-                bound = "below 1" if highest == _BELOW_1 else highest
-                upto = " or more" if highest == math.inf else f" to {bound}"
-                raise ValueError(f"{section}.{name}: expected {lowest}{upto}, got {value}.")
+    expect_bounds(config.data, "data")
+    expect_bounds(config.training, "training")
     _check_data(config)
     if config.data.task != "needles":
         rows_per_step(config)
@@ -297,12 +303,6 @@ def _check_neighbours(config: RunConfig, model: TrailmarkConfig) -> None:
 
 def _check_data(config: RunConfig) -> None:
     data, training = config.data, config.training
-    if not 0 <= data.level_accuracy < 1:
-        raise ValueError(
-            f"data.level_accuracy: expected a share from 0 to below 1, got {data.level_accuracy}."
-        )
-    if not 0 <= data.first_level < len(CURRICULUM):
-        raise ValueError(f"data.first_level: expected 0 to {len(CURRICULUM) - 1}, got {data.first_level}.")
     for name in ("paths", "validation"):
         if getattr(data, name) == []:
             raise ValueError(
@@ -365,13 +365,8 @@ def _check_lengths(config: RunConfig, model: TrailmarkConfig) -> None:
     early = {"niah": data.num_landmarks + (data.early_landmarks > 0), "summarization": 1}
     most, length = model.longest_training_text(early.get(data.task, 0)), config.training.context_length
     if most is not None and length > most:
+        positions = getattr(model, "max_position_embeddings", most)
         raise ValueError(
-            f"training.context_length: expected at most {most} tokens, which have positions together with their "
+            f"training.context_length: expected at most {most} tokens, which have {positions} positions with their "
             f"landmarks (model.max_position_embeddings), got {length}."
         )
-
-
-def _innermost(error: BaseException) -> str:
-    while error.__cause__ is not None:
-        error = error.__cause__
-    return str(error).strip().splitlines()[-1].strip()
