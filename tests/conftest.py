@@ -40,6 +40,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """For tiny tensors: on a busy machine threads wait for each other for tenths of a second."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
 def no_restart() -> Iterator[None]:
     """The commands start their process again with these settings; here that would be pytest."""
     with pytest.MonkeyPatch.context() as patch:

@@ -19,32 +19,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tests.disks import largest_file
-from tests.memory.interrupts import interrupt, stopped_at
-from trailmark.memory import disk, files, recent, resident
+from trailmark.memory import disk, resident
 from trailmark.memory import records as records_module
 from trailmark.memory.disk import DiskStore
-from trailmark.memory.files import NoSpaceError, temporary_folder
+from trailmark.memory.files import temporary_folder
 from trailmark.memory.recent import RecentRecords
 from trailmark.memory.records import ChunkStore
 from trailmark.memory.resident import DeviceStore, HostStore, ResidentStore
 from trailmark.memory.store import TIERS, make_store, open_store
 
-MODULES = (records_module, files, resident, disk, recent)
-
 SHAPE = (2, 2, 3, 5)  # 2, J, S, D
 KINDS: dict[str, type[ResidentStore]] = {"device": DeviceStore, "host": HostStore}
 MIB = 1 << 20
 linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    """Tensors are tiny here, and on a busy machine threads wait for each other for tenths of a second."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def records(n: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -505,179 +493,6 @@ def test_a_fork_does_not_remove_its_parents_folder(tmp_path: Path) -> None:
     assert folder.exists()
     del owner
     assert not folder.exists()
-
-
-# --- full disks ------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def small_disk() -> Iterator[Path]:
-    """A disk of 4 MiB."""
-    with tempfile.TemporaryDirectory() as folder:
-        command = ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", folder]
-        try:
-            mounted = subprocess.run(command, capture_output=True, check=False).returncode == 0
-        except OSError:
-            mounted = False
-        if not mounted:
-            pytest.skip("may not mount a small disk here")
-        try:
-            yield Path(folder)
-        finally:
-            subprocess.run(["umount", "-l", folder], check=True)
-
-
-def assert_refuses_and_goes_on(store: DiskStore, message: str) -> NoSpaceError:
-    """More than fits is refused; the store is as before, and smaller writes go on."""
-    shape = store.record_shape
-    store.write(0, torch.ones(2, *shape))
-    size = store.path.stat().st_size
-    with pytest.raises(NoSpaceError, match=message) as refusal:
-        store.write(1, torch.zeros(1, *shape).expand(60, *shape))
-    assert len(store) == 2
-    assert store.path.stat().st_size == size
-    assert every(store).eq(1).all()
-    store.write(2, torch.full((1, *shape), 2.0))
-    assert every(store).amax((1, 2, 3, 4)).tolist() == [1, 1, 2]
-    return refusal.value
-
-
-@pytest.mark.parametrize("keep_free", [0, -64 * MIB])
-def test_a_full_disk_leaves_what_was_written(small_disk: Path, keep_free: int) -> None:
-    """Found by asking before, or, where others take the space meanwhile, by the system's refusal."""
-    shape = (2, 1, 256, 64)  # 128 KiB
-    store = DiskStore(small_disk / "chunks.bin", shape, torch.float32, "cpu", keep_free=keep_free)
-    error = assert_refuses_and_goes_on(
-        store, r"memory_folder: expected .* MiB free .*2 chunks written so far"
-    )
-    assert error.free < 4 * MIB
-    assert error.needed == 59 * 128 * 1024
-    (small_disk / "other").write_bytes(bytes(2 * MIB))
-    with pytest.raises(NoSpaceError):
-        store.write(3, torch.zeros(1, *shape).expand(20, *shape))
-    (small_disk / "other").unlink()
-    store.write(3, torch.zeros(1, *shape).expand(20, *shape))  # after space was made, it goes on
-    assert len(store) == 23
-    store.close()
-
-
-def test_some_space_is_left_for_the_rest_of_a_memory(tmp_path: Path) -> None:
-    free = psutil.disk_usage(str(tmp_path)).free
-    store = DiskStore(tmp_path / "chunks.bin", SHAPE, torch.float32, "cpu", keep_free=free + 100 * MIB)
-    with pytest.raises(NoSpaceError, match=r"memory_folder: expected .*GiB free"):
-        store.write(0, records(1))
-    store.keep_free = 0
-    store.write(0, records(1))
-    store.close()
-
-
-@linux
-def test_a_limit_of_file_size_is_no_space_either(tmp_path: Path) -> None:
-    store = DiskStore(tmp_path / "chunks.bin", (2, 1, 256, 64), torch.float32, "cpu", keep_free=0)
-    with largest_file(4 * MIB):
-        assert_refuses_and_goes_on(store, "a quota or limit of file size below it")
-    store.close()
-
-
-# --- recent records --------------------------------------------------------------------------------------
-
-
-class Counting(HostStore):
-    """What it was asked for."""
-
-    def __init__(self) -> None:
-        super().__init__(SHAPE, torch.float32, "cpu")
-        self.write(0, records(100))
-        self.asked: list[list[int]] = []
-
-    def gather(self, numbers: Tensor) -> Tensor:
-        self.asked.append(numbers.tolist())
-        return super().gather(numbers)
-
-
-def test_what_was_not_used_for_longest_makes_room() -> None:
-    store = Counting()
-    recent = RecentRecords(store, 3)
-    calls = [[1, 2], [3], [1], [4], [1, 3], [2], [5, 5, 1], [5, 1]]
-    for numbers in calls:
-        assert same_bits(recent.gather(torch.tensor(numbers)), records(100)[numbers])
-    assert store.asked == [[1, 2], [3], [4], [2], [5]]
-    assert (recent.hits, recent.misses) == (1 + 2 + 1 + 2, 2 + 1 + 1 + 1 + 2)
-    assert recent.num_bytes() == 3 * store.record_bytes
-
-
-def test_more_than_there_is_room_for_comes_straight_from_the_store() -> None:
-    store = Counting()
-    recent = RecentRecords(store, 3)
-    recent.gather(torch.tensor([7, 8]))
-    many = torch.tensor([1, 2, 3, 4, 4, 7])
-    assert same_bits(recent.gather(many), records(100)[many])
-    recent.gather(torch.tensor([7, 8]))  # still there
-    assert store.asked == [[7, 8], many.tolist()]
-    assert (recent.hits, recent.misses) == (1 + 2, 2 + 5)
-
-
-@pytest.mark.parametrize("again", [1, 2])
-def test_a_record_that_came_back_elsewhere_stays_when_its_first_place_is_taken(again: int) -> None:
-    recent = RecentRecords(Counting(), 3)
-    for number in (9, 1, 2):
-        recent.gather(torch.tensor([number]))
-    recent.forget(1, 2)
-    for numbers in ([again], [again, 3]):
-        assert same_bits(recent.gather(torch.tensor(numbers)), records(100)[numbers])
-
-
-@pytest.mark.parametrize(("first", "count"), [(0, 5), (2, 1), (4, 60)])
-def test_overwritten_records_are_forgotten(first: int, count: int) -> None:
-    store = Counting()
-    recent = RecentRecords(store, 10)
-    numbers = torch.arange(8)
-    recent.gather(numbers)
-    recent.write(first, records(count, seed=1))
-    assert same_bits(recent.gather(numbers), every(store)[:8])
-    assert store.asked[1] == [n for n in range(8) if first <= n < first + count]
-
-
-def test_ctrl_c_at_any_line_leaves_no_wrong_record() -> None:
-    stopped, line = True, 0
-    while stopped:
-        line += 1
-        recent = RecentRecords(Counting(), 3)
-        recent.gather(torch.tensor([1, 2, 3]))
-        with contextlib.suppress(KeyboardInterrupt), stopped_at(line, interrupt, *MODULES) as lines:
-            recent.gather(torch.tensor([3, 4, 5]))
-            recent.forget(3, 2)
-        stopped = lines.run == line
-        assert torch.is_grad_enabled()
-        for numbers in ([1, 2, 3], [4, 5, 3], [5, 6, 7], [4, 6, 7]):
-            assert same_bits(recent.gather(torch.tensor(numbers)), records(100)[numbers])
-    assert line > 20
-
-
-@pytest.mark.parametrize("tier", [*TIERS, "a file that was there"])
-@pytest.mark.parametrize("count", [0, 60])
-def test_ctrl_c_at_any_line_of_a_write_leaves_the_records_before(
-    tier: str, count: int, tmp_path: Path
-) -> None:
-    stopped, line = True, 0
-    while stopped:
-        line += 1
-        if tier in TIERS:
-            store = filled(tier, count)
-        else:
-            path = tmp_path / f"{line}.bin"
-            filled("disk", 60, path=path).close()
-            store = DiskStore(path, SHAPE, torch.float32, "cpu", count=count or 50)
-        before = len(store)
-        with contextlib.suppress(KeyboardInterrupt), stopped_at(line, interrupt, *MODULES) as lines:
-            store.write(before, records(90, seed=1))
-        stopped = lines.run == line
-        assert torch.is_grad_enabled()
-        assert len(store) == (before if stopped else before + 90)
-        store.write(before, records(200, seed=2))
-        assert same_bits(every(store), torch.cat([records(60)[:before], records(200, seed=2)]))
-        store.close()
-    assert line > 15
 
 
 # --- CUDA ------------------------------------------------------------------------------------------------

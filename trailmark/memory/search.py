@@ -137,8 +137,8 @@ class FaissSearch:
             near = near.masked_fill(near >= ends, -1)
             tail = _after(blocks, indexed)
             late = select_chunks(query, tail, K, (ends[..., 0] - indexed).clamp(min=0)).indices
-            found = torch.cat([near, late.add(indexed).masked_fill(late < 0, -1)], dim=-1)
-            chosen = _best(query, blocks, found, K)
+            near_or_late = torch.cat([near, late.add(indexed).masked_fill(late < 0, -1)], dim=-1)
+            chosen = _best(query, blocks, near_or_late, K)
             # a query with few candidates, or whose lists hold few
             short = (ends < self.min_chunks) | ((near >= 0).sum(-1, keepdim=True) < K)  # [B, n, 1]
             columns = short.flatten(2).any(-1).any(0).nonzero()[:, 0]
@@ -290,15 +290,15 @@ def _as_array(landmarks: Tensor) -> Any:
     return landmarks.to("cpu", torch.float32).contiguous().numpy()
 
 
-def _best(query: Tensor, blocks: Sequence[Tensor], found: Tensor, K: int) -> Tensor:
-    """The K best [B, n, K] of the chunks found [B, n, F] (-1: none) by exact score, ascending, -1 last."""
+def _best(query: Tensor, blocks: Sequence[Tensor], candidates: Tensor, K: int) -> Tensor:
+    """The K best [B, n, K] of the candidates [B, n, F] (-1: none) by exact score, ascending, -1 last."""
     beyond = 1 << 53
-    found = found.masked_fill(found < 0, beyond).sort(dim=-1).values
-    found = found.masked_fill(found == beyond, -1)
+    candidates = candidates.masked_fill(candidates < 0, beyond).sort(dim=-1).values
+    candidates = candidates.masked_fill(candidates == beyond, -1)
     ends = torch.zeros(query.shape[1], dtype=torch.int64, device=query.device)  # not asked for
-    scores = select_chunks(query, blocks, found.shape[-1], ends, indices=found).scores
+    scores = select_chunks(query, blocks, candidates.shape[-1], ends, indices=candidates).scores
     # stable: the earlier of equals
     order = scores.sort(dim=-1, descending=True, stable=True).indices[..., :K]
-    chosen = found.gather(-1, order)
+    chosen = candidates.gather(-1, order)
     chosen = chosen.masked_fill(chosen < 0, beyond).sort(dim=-1).values
     return chosen.masked_fill(chosen == beyond, -1)

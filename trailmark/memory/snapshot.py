@@ -52,25 +52,25 @@ def load_state(
     Raises:
         ValueError: for anything that is not a memory of this model.
     """
-    found = saved.load(folder)
+    there = saved.load(folder)
     for key, value in header.items():
-        wrote = found.header.get(key, _BEFORE.get(key))
+        wrote = there.header.get(key, _BEFORE.get(key))
         if wrote != value:
             raise ValueError(
                 f"folder: expected a memory written by this model, the one in {str(folder)!r} was written with "
                 f"another {key} ({_brief(wrote)}, not {_brief(value)}). Load it with the model that "
                 "wrote it, or read the text again."
             )
-    state, tables = _read_state(found.tensors, empty, device)
-    if found.chunk_file is not None:
-        assert found.record_shape is not None
-        assert found.dtype is not None
+    state, tables = _read_state(there.tensors, empty, device)
+    if there.chunk_file is not None:
+        assert there.record_shape is not None
+        assert there.dtype is not None
         store = open_store(
-            memory.tier, found.chunk_file, found.record_shape, found.dtype, device, found.count
+            memory.tier, there.chunk_file, there.record_shape, there.dtype, device, there.count
         )
         memory.fill(store, {name: x.to(device) if name == "landmarks" else x for name, x in tables.items()})
-    state = replace(state, memory=state.memory._replace(records=found.count))
-    return state, found.header.get("notes", {})
+    state = replace(state, memory=state.memory._replace(records=there.count))
+    return state, there.header.get("notes", {})
 
 
 def _brief(value: object) -> str:

@@ -88,8 +88,8 @@ class RecurrentStates(nn.Module):
     def forward(self, states: Tensor, normal: Tensor, kv: Tensor, block: Tensor) -> Tensor:
         """S' [B, M, E] from S and s [B, M, E], their kv [B, M, 2 * J * D] and that of a block [B, S, 2 * J * D]."""
         queries = self.q_proj(normal).chunk(2, dim=-1)
-        found = [attend(q, seen, self.head_dim) for q, seen in zip(queries, (kv, block), strict=True)]
-        h = torch.cat(found, dim=-1)
+        read = [attend(q, seen, self.head_dim) for q, seen in zip(queries, (kv, block), strict=True)]
+        h = torch.cat(read, dim=-1)
         z = self.update_proj(h).to(states.dtype)
         if not self.is_lstm:
             kept = torch.sigmoid(self.gate.to(states.dtype))
@@ -140,8 +140,8 @@ class RecurrentLayer(GradientCheckpointingLayer):
     def _read(self, q: Tensor, kv: Tensor, grid: Grid) -> Tensor:
         """What positions find in the states of their block: q [B, P, H * D], kv [B, N, M, 2 * J * D] -> as q."""
         rows = grid.rows(q)  # [B, N * R, H * D]
-        found = attend(rows.reshape(-1, grid.rows_per_chunk, rows.shape[2]), kv.flatten(0, 1), self.head_dim)
-        return grid.positions(found.view(rows.shape))
+        read = attend(rows.reshape(-1, grid.rows_per_chunk, rows.shape[2]), kv.flatten(0, 1), self.head_dim)
+        return grid.positions(read.view(rows.shape))
 
     def _of_a_text(self, kv: Tensor, grid: Grid) -> Tensor:
         """Keys and values [B, N, M, 2 * J * D] of the states that each block of a whole text reads.
@@ -154,17 +154,17 @@ class RecurrentLayer(GradientCheckpointingLayer):
         if not last and torch.is_grad_enabled():  # for its gradients: zeros, which DDP waits for
             normal = self.states.normal(states[:0], kv.dtype)
             states = states + self.states(states[:0], normal, self.states.kv_proj(normal), blocks).sum()
-        found = []
+        states_kv = []
         for n in range(last + 1):
             normal = self.states.normal(states, kv.dtype)
-            found.append(self.states.kv_proj(normal))
+            states_kv.append(self.states.kv_proj(normal))
             if n == last:
                 break
             # a row that ends before writes what none of its tokens reads
-            states = self._truncated(self.states(states, normal, found[n], blocks[:, n]), grid, n + 1)
+            states = self._truncated(self.states(states, normal, states_kv[n], blocks[:, n]), grid, n + 1)
             if begins is not None:
                 states = torch.where(begins[:, n + 1, :, None], self.states.begun(len(kv)), states)
-        return torch.stack(found, dim=1)
+        return torch.stack(states_kv, dim=1)
 
     def _truncated(self, states: Tensor, grid: Grid, block: int) -> Tensor:
         """The states [B, M, E] that a block reads, without their past where that is cut."""
@@ -185,21 +185,21 @@ class RecurrentLayer(GradientCheckpointingLayer):
         else:
             assert step.state_kv is not None
             states, of_states = step.states, step.state_kv
-        found = [of_states]
+        states_kv = [of_states]
         if C:
             blocks = grid.encoder_rows(step.with_open(kv)).unflatten(1, (-1, self.block_size))
             closes = None if (grid.closed == C).all() else grid.lengths_on(kv.device) > 0  # [b, C]
             normal = self.states.normal(states, kv.dtype)
             for n in range(C):
-                written = self.states(states, normal, found[n], blocks[:, n])
+                written = self.states(states, normal, states_kv[n], blocks[:, n])
                 states = written if closes is None else torch.where(closes[:, n, None, None], written, states)
                 normal = self.states.normal(states, kv.dtype)
-                found.append(self.states.kv_proj(normal))
+                states_kv.append(self.states.kv_proj(normal))
         if C or step.states is None:
-            step.keep_states(states, found[-1])
+            step.keep_states(states, states_kv[-1])
         step.keep_open(kv)
-        found = found[: grid.num_chunks]
-        return torch.stack(found, dim=1) if len(found) > 1 else found[0][:, None]
+        states_kv = states_kv[: grid.num_chunks]
+        return torch.stack(states_kv, dim=1) if len(states_kv) > 1 else states_kv[0][:, None]
 
 
 class BlockRecurrentForCausalLM(LayeredForCausalLM):

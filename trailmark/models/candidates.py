@@ -6,6 +6,8 @@ asking chunk's last position (its landmark, or without landmarks its last token)
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -137,8 +139,26 @@ def expect_selectable(given: Given, grid: Grid, visible: int | None) -> None:
         )
 
 
+_NOTHING = (-1, 0.0, -math.inf)  # index, weight and score where nothing was selected
+
+
 def no_selection(x: Tensor, num_closed: int, num_retrieved: int) -> ChunkSelection:
     """Nothing for each of the chunks that close, [B, C, K], where C or K is 0; x [B, ...] is any tensor of the call."""
     shape = x.shape[0], num_closed, num_retrieved
     weights = x.new_zeros(shape, dtype=torch.promote_types(x.dtype, torch.float32))
     return ChunkSelection(torch.zeros(shape, dtype=torch.int64, device=x.device), weights, weights)
+
+
+def last_chunks(chosen: ChunkSelection, had: Integers, own: Integers) -> ChunkSelection:
+    """Of selections [B, C', K], ``had`` [b] of each row, the last ``own`` [b] ones as [B, C, K]; the rest is -1."""
+    B = chosen.indices.shape[0]
+    place = np.arange(int(own.max(initial=0)))
+    index = np.broadcast_to((had - own)[:, None] + place, (B, len(place)))
+    gone = np.broadcast_to(place >= own[:, None], (B, len(place)))
+    if chosen.indices.shape[1] == len(place) and not gone.any():
+        return chosen
+    row = torch.arange(B)[:, None]
+    at = torch.from_numpy(np.where(gone, 0, index))
+    missing = torch.from_numpy(gone.copy())[..., None]
+    parts = zip(chosen, _NOTHING, strict=True)
+    return ChunkSelection(*(x[row, at].masked_fill(missing.to(x.device), nothing) for x, nothing in parts))

@@ -16,7 +16,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Self
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -35,6 +34,7 @@ from trailmark.models.arguments import (
     check_tokens,
     check_vocabulary,
 )
+from trailmark.models.candidates import last_chunks
 from trailmark.models.card_files import UPLOAD, Saving
 from trailmark.models.configuration import TrailmarkConfig
 from trailmark.models.embedding import ChunkEmbedder, Given, expect_embedder
@@ -360,7 +360,7 @@ class TrailmarkForCausalLM(ModelAnswers, PreTrainedModel, ChunkGenerationMixin):
             retrieval = tuple(text.selection_in_columns(chosen) for chosen in retrieval)
         elif retrieval is not None and cache is not None:
             assert hidden.closed is not None
-            retrieval = tuple(_last_chunks(chosen, hidden.closed, grid.closed) for chosen in retrieval)
+            retrieval = tuple(last_chunks(chosen, hidden.closed, grid.closed) for chosen in retrieval)
         return CausalLMOutput(
             loss=loss,
             logits=logits,
@@ -548,9 +548,9 @@ def fingerprint(model: nn.Module) -> str:
 
     def digest(item: tuple[str, Tensor]) -> bytes:
         name, weight = item
-        found = hashlib.sha256(f"{name} {weight.dtype} {tuple(weight.shape)}".encode())
-        found.update(weight.detach().cpu().contiguous().view(torch.uint8).numpy().data)
-        return found.digest()
+        hashed = hashlib.sha256(f"{name} {weight.dtype} {tuple(weight.shape)}".encode())
+        hashed.update(weight.detach().cpu().contiguous().view(torch.uint8).numpy().data)
+        return hashed.digest()
 
     with ThreadPoolExecutor(4) as threads:  # hashing lets go of Python's lock
         return hashlib.sha256(b"".join(threads.map(digest, named))).hexdigest()
@@ -573,21 +573,3 @@ def _all_or_nothing(cache: ChunkCache | None) -> Iterator[None]:
         if cache is not None:
             cache.state = before
         raise
-
-
-def _last_chunks(chosen: ChunkSelection, had: Integers, own: Integers) -> ChunkSelection:
-    """Of selections [B, C', K], ``had`` [b] of each row, the last ``own`` [b] ones as [B, C, K]; the rest is -1."""
-    B = chosen.indices.shape[0]
-    place = np.arange(int(own.max(initial=0)))
-    index = np.broadcast_to((had - own)[:, None] + place, (B, len(place)))
-    gone = np.broadcast_to(place >= own[:, None], (B, len(place)))
-    if chosen.indices.shape[1] == len(place) and not gone.any():
-        return chosen
-    row = torch.arange(B)[:, None]
-    at = torch.from_numpy(np.where(gone, 0, index))
-    missing = torch.from_numpy(gone.copy())[..., None]
-    parts = zip(chosen, _NOTHING, strict=True)
-    return ChunkSelection(*(x[row, at].masked_fill(missing.to(x.device), nothing) for x, nothing in parts))
-
-
-_NOTHING = (-1, 0.0, -math.inf)  # index, weight and score where nothing was selected

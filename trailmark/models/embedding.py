@@ -185,12 +185,12 @@ def embed_chunks(embedder: ChunkEmbedder, tokens: Tensor, grid: Grid, step: Step
     lengths = grid.lengths_on(chunks.device).expand(B, C).flatten()
     # not trained, and float32 whatever the model computes in: a table was made so
     with torch.no_grad(), torch.autocast("cpu", enabled=False):
-        found = embedder(chunks, lengths)
+        vectors = embedder(chunks, lengths)
     shape = B * C, embedder.size
-    if any(tuple(x.shape) != shape for x in found):
+    if any(tuple(x.shape) != shape for x in vectors):
         raise ValueError(
             f"embedder: expected queries and keys of shape [n, size] = {shape}, got "
-            f"{' and '.join(str(tuple(x.shape)) for x in found)}. Return a row for each chunk."
+            f"{' and '.join(str(tuple(x.shape)) for x in vectors)}. Return a row for each chunk."
         )
-    queries, keys = (x.to(tokens.device).view(B, C, -1) for x in found)
+    queries, keys = (x.to(tokens.device).view(B, C, -1) for x in vectors)
     return queries, keys

@@ -307,17 +307,17 @@ class LandmarkForCausalLM(TrailmarkForCausalLM):
         B = x.shape[0]
         before = cache.begun(B).memory
         out = None if keep == 0 else torch.zeros_like(x)
-        found: list[tuple[Take, list[ChunkSelection]]] = []
+        pieces: list[tuple[Take, list[ChunkSelection]]] = []
         for take, part in self._parts(grid, cache, B):
             step = CellStep(cache, part, self.config, x, before)
             states, chosen = self._read_cell(take(x), step, keep)
             step.commit()
             if out is not None:
                 _put(out, take, states)
-                found.append((take, chosen))
+                pieces.append((take, chosen))
         if out is None:
             return Hidden(None)
-        return self._hidden(out, grid, keep, self._joined(found, grid, out) if keep is None else None)
+        return self._hidden(out, grid, keep, self._joined(pieces, grid, out) if keep is None else None)
 
     def _parts(self, grid: Grid, cache: ChunkCache, B: int) -> Iterator[tuple[Take, Grid]]:
         """The positions of a call, cell by cell of each row."""
@@ -378,7 +378,7 @@ class LandmarkForCausalLM(TrailmarkForCausalLM):
         return far, share[..., None]
 
     def _joined(
-        self, found: list[tuple[Take, list[ChunkSelection]]], grid: Grid, x: Tensor
+        self, pieces: list[tuple[Take, list[ChunkSelection]]], grid: Grid, x: Tensor
     ) -> tuple[ChunkSelection, ...]:
         """What each layer read, of the tokens of the call [B, T, H, k]."""
         B, P = x.shape[:2]
@@ -390,7 +390,7 @@ class LandmarkForCausalLM(TrailmarkForCausalLM):
             indices = torch.full((B, P, H, k), -1, device=x.device)
             weights = torch.zeros(B, P, H, k, dtype=dtype, device=x.device)
             scores = torch.full_like(weights, -torch.inf)
-            for take, chosen in found:
+            for take, chosen in pieces:
                 if chosen:
                     for whole, part in zip((indices, weights, scores), chosen[number], strict=True):
                         _put(whole, take, part)

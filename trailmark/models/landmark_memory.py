@@ -119,7 +119,7 @@ class LandmarkMemory:
                 step.chosen[number] = indices[:, 0]
             return torch.where(indices >= 0, indices + self.offset, -1) if self.offset else indices
         candidates, first, present = self._tables
-        found: list[Tensor] = []
+        selected: list[Tensor] = []
         rows = max(1, _SLAB_SCORES // max(1, B * H * self.count))
         for start in range(0, P, rows):
             part = slice(start, min(P, start + rows))
@@ -152,12 +152,12 @@ class LandmarkMemory:
                 had = torch.from_numpy(step.present[:, part].any(1)).to(device)[:, None, None]
                 earlier = latest if earlier is None else torch.where(had, latest, earlier)
             elif merged:
-                found.clear()  # the maximum over all is with the last
-            found.append(indices)
+                selected.clear()  # the maximum over all is with the last
+            selected.append(indices)
         step.running[number], step.offset = running, self.offset
         if causal:
             step.chosen[number] = earlier
-        indices = torch.cat(found, dim=1) if len(found) > 1 else found[0]
+        indices = torch.cat(selected, dim=1) if len(selected) > 1 else selected[0]
         if causal and step.part.num_chunks < P:
             indices = self._of_units(indices)
         return torch.where(indices >= 0, indices + self.offset, -1) if self.offset else indices
@@ -193,8 +193,8 @@ class LandmarkMemory:
         first = np.broadcast_to(rows[:, :, 0], (len(indices), rows.shape[1]))
         at = torch.from_numpy(first.clip(0)).to(indices.device)
         gone = torch.from_numpy(first < 0).to(indices.device)[..., None, None]
-        found = indices.gather(1, at[..., None, None].expand(*at.shape, *indices.shape[2:]))
-        return found.masked_fill(gone, -1)
+        of_units = indices.gather(1, at[..., None, None].expand(*at.shape, *indices.shape[2:]))
+        return of_units.masked_fill(gone, -1)
 
     def _scores(self, number: int, q: Tensor, part: slice) -> Tensor:
         """Scores [B, P, H, M] of a layer's landmarks, each where the scoring positions have it."""
@@ -279,7 +279,7 @@ class LandmarkMemory:
         """
         B, P, H, _ = q.shape
         J = blocks[0].shape[2]
-        found = q.new_full((B, P, H, self.count), -math.inf)
+        scores = q.new_full((B, P, H, self.count), -math.inf)
         apart = 0
         if self.config.memory_position == "stingy":
             apart = np.minimum(self.kept, self.config.num_retrieved_chunks)
@@ -293,8 +293,8 @@ class LandmarkMemory:
             at = torch.where(chosen.indices < 0, self.count, chosen.indices)
             mine = q.new_full((B, P * (H // J), self.count + 1), -math.inf)
             mine.scatter_(2, at, chosen.scores.to(q.dtype))
-            found.view(B, P, J, H // J, -1)[:, :, j] = mine[..., :-1].view(B, P, H // J, -1)
-        return found
+            scores.view(B, P, J, H // J, -1)[:, :, j] = mine[..., :-1].view(B, P, H // J, -1)
+        return scores
 
     def _head_search(self, plane: int) -> Any:
         searches = self.memory.head_searches
@@ -457,17 +457,17 @@ def _chunk_turns(
 
 def _take_landmarks(blocks: list[Tensor], places: Tensor) -> Tensor:
     """Landmarks [B, r, J, D] at places [B, r] of a table in blocks [B, m, J, D]."""
-    found = None
+    taken = None
     begin = 0
     for block in blocks:
         m = block.shape[1]
         at = (places - begin).clamp(0, m - 1)
         rows = block.gather(1, at[..., None, None].expand(*at.shape, *block.shape[2:]))
         here = ((places >= begin) & (places < begin + m))[..., None, None]
-        found = rows if found is None else torch.where(here, rows, found)
+        taken = rows if taken is None else torch.where(here, rows, taken)
         begin += m
-    assert found is not None
-    return found
+    assert taken is not None
+    return taken
 
 
 def _any_landmark(blocks: list[Tensor], memory: LandmarkMemory) -> Tensor:

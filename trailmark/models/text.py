@@ -85,8 +85,8 @@ class Text:
         if self.counts is None:
             return states[:, -keep:]
         place = torch.from_numpy(self.counts[:, None] - keep + np.arange(keep)).to(states.device)
-        found = states.gather(1, place.clamp(min=0)[..., None].expand(*place.shape, states.shape[2]))
-        return found.masked_fill(place[..., None] < 0, 0)
+        last = states.gather(1, place.clamp(min=0)[..., None].expand(*place.shape, states.shape[2]))
+        return last.masked_fill(place[..., None] < 0, 0)
 
     def columns(self, first: int, last: int) -> Text:
         """A part of the text, counted so that all rows end together: a short row is all in the last parts."""
