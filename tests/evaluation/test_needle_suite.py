@@ -117,7 +117,7 @@ def asked(
         start = Draws(settings.seed, 1, number).below(len(TEXT))
         haystack = Haystack(filler, start, task.chunks(length, S), S)
         last = haystack.chunks - sight
-        (trial,) = task.trials(haystack, length, last, [depth], 1, settings.seed, 2, number)[depth]
+        (trial,) = task.lay(haystack, length, last, [depth], 1, settings.seed, 2, number)[depth]
         rows = haystack.holding(trial.needles)[0 : haystack.chunks].reshape(-1)
         found += [(torch.cat([rows, torch.from_numpy(q.prompt)]), trial, q) for q in trial.questions]
     return found

@@ -22,52 +22,15 @@ import torch
 from torch import Tensor
 
 from trailmark.data.corpus import Tokens
-
-KEY_LENGTH = 4
-VALUE_LENGTH = 5
-NEEDLE_LENGTH = 1 + KEY_LENGTH + 1 + VALUE_LENGTH + 1  # $KKKK=ddddd;
-QUESTION_LENGTH = 1 + KEY_LENGTH  # ~KKKK
-ANSWER_LENGTH = 1 + VALUE_LENGTH + 1  # =ddddd;
-IGNORED = -100
-
-
-@dataclass(frozen=True)
-class NeedleFormat:
-    """The tokens of needles, one per character."""
-
-    letters: Tokens  # [26]
-    digits: Tokens  # [10]
-    needle: int  # $
-    question: int  # ~
-    cue: int  # =
-    end: int  # ;
-    blank: int
-
-    @classmethod
-    def of(cls, tokenizer: Any) -> NeedleFormat:
-        """Raises ValueError if the tokenizer has no single token for some character."""
-
-        def token(character: str) -> int:
-            ids = tokenizer(character, add_special_tokens=False)["input_ids"]
-            if len(ids) != 1:
-                raise ValueError(
-                    f"tokenizer: expected one token for {character!r}, got {len(ids)}. Needles are made of "
-                    "single characters; use 'bytes' or a byte-level BPE tokenizer such as GPT-2's."
-                )
-            return int(ids[0])
-
-        characters = "ABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789$~=; "
-        if len({token(c) for c in characters}) < len(characters):
-            raise ValueError(
-                "tokenizer: expected different tokens for the characters of needles, got equal ones."
-            )
-        letters = np.array([token(c) for c in "ABCDEFGHIJKLMNOPQRSTUVWXYZ"], np.int32)
-        digits = np.array([token(c) for c in "0123456789"], np.int32)
-        return cls(letters, digits, token("$"), token("~"), token("="), token(";"), token(" "))
-
-    def clean(self, tokens: Tokens) -> Tokens:
-        """Filler without the marks of needles and questions."""
-        return tokens[(tokens != self.needle) & (tokens != self.question)]
+from trailmark.data.needle_formats import (
+    ANSWER_LENGTH,
+    IGNORED,
+    KEY_LENGTH,
+    NEEDLE_LENGTH,
+    QUESTION_LENGTH,
+    VALUE_LENGTH,
+    Marks,
+)
 
 
 @dataclass(frozen=True)
@@ -117,7 +80,7 @@ class NeedleTexts:
 
     def __init__(
         self,
-        format: NeedleFormat,
+        format: Marks,
         filler: Tokens,
         chunk_size: int,
         seed: int = 0,
@@ -182,7 +145,6 @@ class NeedleTexts:
     def _text(self, rng: np.random.Generator, level: Level) -> tuple[Any, ...]:
         N, S, form = level.chunks, self.chunk_size, self.format
         rows = self._filler(rng, level)
-        text = rows.reshape(-1)
         density = draw_density(rng, level)
         holds = rng.random(N) < density
         holds[0] = True
@@ -216,9 +178,12 @@ class NeedleTexts:
         lowest = np.where(answered[chunk], ANSWER_LENGTH, 0)
         highest = S - NEEDLE_LENGTH - spilled[chunk]
         offset = lowest + (place * (highest + 1 - lowest)).astype(np.int64)
-        write_needles(rows, chunk, offset, form.letters[keys], form.digits[values], form)
-        write_questions(text, asking * S + phase[asking], form.letters[keys[asked]], form)
-        write_answers(rows, asking + 1, form.digits[values[asked]], form)
+        letters, digits = form.letters[keys], form.digits[values]
+        write(rows, chunk, offset, form.needles(letters, digits))
+        ends = asking * S + phase[asking]
+        # the first tokens of an early one stand at the end of the chunk before
+        write(rows.reshape(1, -1), 0, ends - QUESTION_LENGTH, form.questions(letters[asked]))
+        write(rows, asking + 1, 0, form.answers(digits[asked]))
 
         needles = np.full(N, -1, np.int64)
         needles[asking] = chunk[asked]
@@ -255,7 +220,7 @@ class _Chains:
     """A text of chains of two needles, written from its start: what a question asks for stands before it."""
 
     def __init__(
-        self, rng: np.random.Generator, level: Level, rows: Tokens, form: NeedleFormat, landmarks: int
+        self, rng: np.random.Generator, level: Level, rows: Tokens, form: Marks, landmarks: int
     ) -> None:
         N, S = rows.shape
         self.rng, self.level, self.rows, self.form, self.landmarks = rng, level, rows, form, landmarks
@@ -309,8 +274,9 @@ class _Chains:
         else:
             return
         value = self.digits[chain] if which else self.keys[chain, 1]
-        offset = rng.integers(self.lead[n], self.rows.shape[1] - needle_length(value) + 1)
-        write_needles(self.rows, [n], [offset], self.keys[chain, which][None], value[None], self.form)
+        needle = self.form.needles(self.keys[chain, which][None], value[None])
+        offset = rng.integers(self.lead[n], self.rows.shape[1] - needle.shape[1] + 1)
+        write(self.rows, n, offset, needle)
         self.place[chain, which] = n
 
     def _ask(self, n: int) -> int:
@@ -331,7 +297,8 @@ class _Chains:
         self.asked.add((chain, first, last))
         if rng.random() < level.early:
             self.lengths[n] = rng.integers(self.lead[n] + QUESTION_LENGTH, self.rows.shape[1] + 1)
-        write_questions(self.rows[n], [self.lengths[n]], self.keys[chain, first][None], self.form)
+        question = self.form.questions(self.keys[chain, first][None])
+        write(self.rows, n, self.lengths[n] - QUESTION_LENGTH, question)
         self.needles[n] = self.place[chain, first]
         if hops == 2 and self.landmarks == 1:
             self.dropped[n + 1] = True
@@ -339,7 +306,7 @@ class _Chains:
             self.rows[n + 1, 0], self.lengths[n + 1] = self.form.cue, 1
             self.needles[n + 1] = self.place[chain, 1]
         answer = self.keys[chain, 1] if spells else self.digits[chain]
-        write_answers(self.rows, [end], answer[None], self.form)
+        write(self.rows, end, 0, self.form.answers(answer[None]))
         self.said[end, 1 : 1 + len(answer)] = True
         self.starts[end, 1] = True
         self.lead[end] = 1 + len(answer) + 1
@@ -408,38 +375,9 @@ def random_values(rng: np.random.Generator, count: int) -> np.ndarray[Any, Any]:
     return rng.random((count, 10)).argsort(axis=1)[:, :VALUE_LENGTH]
 
 
-def needle_length(value: Any) -> int:
-    """Tokens of a needle with a value of so many: $KKKK=value;"""
-    return 1 + KEY_LENGTH + 1 + len(value) + 1
-
-
-def write_needles(
-    rows: Tokens, chunk: Any, offset: Any, key: Tokens, value: Tokens, form: NeedleFormat
-) -> None:
-    """``$KKKK=value;`` into chunks ``chunk`` [n] of rows [N, S], from ``offset`` [n].
-
-    ``key`` [n, 4], ``value`` [n, v]: digits or letters.
-    """
-    n = len(chunk)
-    mark, cue, end = (np.full((n, 1), token, np.int32) for token in (form.needle, form.cue, form.end))
-    needle = np.concatenate([mark, key, cue, value, end], axis=1)
-    columns = np.asarray(offset)[:, None] + np.arange(needle.shape[1])
-    rows[np.asarray(chunk)[:, None], columns] = needle
-
-
-def write_questions(text: Tokens, ends: Any, key: Tokens, form: NeedleFormat) -> None:
-    """``~KKKK`` as the tokens of text [T] before places ``ends`` [n]."""
-    start = np.asarray(ends)[:, None] - QUESTION_LENGTH
-    text[start[:, 0]] = form.question
-    text[start + np.arange(1, QUESTION_LENGTH)] = key
-
-
-def write_answers(rows: Tokens, chunk: Any, value: Tokens, form: NeedleFormat) -> None:
-    """``=value;`` as the first tokens of chunks ``chunk`` [n] of rows [N, S], with values [n, digits or letters]."""
-    end = 1 + value.shape[1]
-    rows[chunk, 0] = form.cue
-    rows[chunk, 1:end] = value
-    rows[chunk, end] = form.end
+def write(rows: Tokens, chunk: Any, offset: Any, what: Tokens) -> None:
+    """Write ``what`` [n, L] into chunks ``chunk`` [n] of rows [N, S], from places ``offset`` [n] on; one: of all."""
+    rows[np.atleast_1d(chunk)[:, None], np.atleast_1d(offset)[:, None] + np.arange(what.shape[1])] = what
 
 
 def write_decoy(row: Tokens, key: Tokens, rng: np.random.Generator) -> None:
