@@ -18,7 +18,7 @@ from tests.training.tiny import prose
 from trailmark.data.corpus import load_tokenizer, standard_library_texts, tokenize
 from trailmark.data.files import read_json, write_json
 from trailmark.data.needles import NeedleFormat
-from trailmark.training.config import ARCHITECTURES
+from trailmark.models import architectures
 from trailmark.training.run import Run
 
 NAMES = ("compare", "compare_measure", "compare_rows", "compare_tables")
@@ -55,7 +55,7 @@ def tables(modules: dict[str, ModuleType]) -> ModuleType:
 
 def parameters(config: Any, vocabulary: int) -> int:
     with torch.device("meta"):
-        model = ARCHITECTURES[config.model["architecture"]](config.model_config(vocabulary))
+        model = architectures()[config.model["architecture"]](config.model_config(vocabulary))
     return sum(p.numel() for p in model.parameters())
 
 

@@ -29,13 +29,6 @@ from trailmark.evaluation.cost import (
     rows_of,
     run,
 )
-from trailmark.evaluation.cost_formulas import (
-    attention_multiply_adds,
-    cache_bytes,
-    foreign_cache_bytes,
-    num_closed,
-    paper_bytes,
-)
 from trailmark.evaluation.cost_inference import Text, random_tokens, spread
 from trailmark.evaluation.cost_models import model_config, read_settings
 from trailmark.evaluation.cost_peak import peak_kind, with_peak
@@ -44,6 +37,7 @@ from trailmark.evaluation.record import Record
 from trailmark.evaluation.subject import Subject
 from trailmark.memory import ChunkMemory
 from trailmark.models import MODELS, TrailmarkForCausalLM
+from trailmark.models.costs import foreign_cache_bytes, num_closed
 from trailmark.report.tables import result_table
 from trailmark.training.config import load_run_config
 
@@ -170,7 +164,7 @@ def test_what_lies_on_the_device() -> None:
     assert rows["device"]["device_bytes"] == rows["host"]["device_bytes"] + records
     recent = rows["disk"]["formula_parts"]["recent"]
     assert rows["disk"]["device_bytes"] == rows["host"]["device_bytes"] + recent
-    assert cache_bytes(model, 41, 5).on_device("host", "cuda") == rows["disk"]["device_bytes"]
+    assert model.cache_bytes(41, 5).on_device("host", "cuda") == rows["disk"]["device_bytes"]
 
 
 @pytest.mark.parametrize("name", ["drt", "landmark"])
@@ -230,13 +224,18 @@ def test_the_papers_formula() -> None:
     config: Any = model_config(settings)
     E, S, W, N, K = 768, 64, 512, 12, 8
     assert (config.hidden_size, config.chunk_size, config.sliding_window) == (E, S, W)
-    found = paper_bytes(config, 16_384, 2)
+
+    def paper_bytes(config: Any) -> int | None:
+        with torch.device("meta"):
+            return MODELS[config.model_type](config).bfloat16().paper_bytes(16_384)
+
+    found = paper_bytes(config)
     assert found == 2 * (16_384 * E // S + 6 * K * S * 2 * E + N * W * 2 * E)
-    base = paper_bytes(model_config(read_settings(CONFIGS[0].parent / "base-512-128m.yaml")), 16_384, 2)
+    base = paper_bytes(model_config(read_settings(CONFIGS[0].parent / "base-512-128m.yaml")))
     assert base == 2 * N * W * 2 * E
     full = model_config(read_settings(CONFIGS[0].parent / "full-attention-128m.yaml"))
-    assert paper_bytes(full, 16_384, 2) == 2 * N * 16_384 * 2 * E
-    assert paper_bytes(landmark().config, 100, 2) is None
+    assert paper_bytes(full) == 2 * N * 16_384 * 2 * E
+    assert landmark().paper_bytes(100) is None
 
 
 @pytest.mark.parametrize("length", [1, 4, 5, 23, 46])
@@ -251,20 +250,20 @@ def test_multiply_adds_are_counted_one_by_one(length: int) -> None:
     window = sum(min(p + 1, W) for p in range(len(positions)))
     read = sum(min(K, max(0, c - 1)) * S for c in positions)  # c - 1 has c - 1 candidates
     asked = sum(range(closed))
-    assert attention_multiply_adds(drt(2), length) == {
+    assert drt(2).attention_multiply_adds(length) == {
         "window": 2 * E * 5 * window,
         "retrieved": 2 * E * 4 * read,
         "selection": E * 2 * asked,
     }
     window = sum(min(p + 1, W) for p in range(length))
-    assert attention_multiply_adds(window_model(), length) == {"window": 2 * E * 3 * window}
+    assert window_model().attention_multiply_adds(length) == {"window": 2 * E * 3 * window}
     everything = sum(range(1, len(positions) + 1))
-    assert attention_multiply_adds(landmark(), length) == {"all": 2 * E * 3 * everything}
+    assert landmark().attention_multiply_adds(length) == {"all": 2 * E * 3 * everything}
     full = window_model(sliding_window=None)
-    assert attention_multiply_adds(full, length) == {"all": 2 * E * 3 * sum(range(1, length + 1))}
+    assert full.attention_multiply_adds(length) == {"all": 2 * E * 3 * sum(range(1, length + 1))}
     blocks, M = (length - 1) // 5, 3
     states = length * M + blocks * (M * M + M * 5)
-    assert attention_multiply_adds(block_recurrent(), length)["states"] == 2 * E * states
+    assert block_recurrent().attention_multiply_adds(length)["states"] == 2 * E * states
 
 
 RETRIEVERS: dict[str, Callable[[], TrailmarkForCausalLM]] = {
@@ -293,7 +292,7 @@ def test_multiply_adds_are_of_what_the_model_selects(
     ]
     read = sum(count * row * S for count, row in zip(selected, rows, strict=False) if row > 0)
     every, both = getattr(config, "cross_attention_every", 1), getattr(config, "continuation", False)
-    found = attention_multiply_adds(model, length)
+    found = model.attention_multiply_adds(length)
     assert found["retrieved"] == 2 * 16 * -(-config.num_upper_layers // every) * (1 + both) * read
     # those that may be selected are all that are, while there are not more than K
     size, groups = 16, getattr(config, "num_retrieval_groups", 1)

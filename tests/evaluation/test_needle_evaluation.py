@@ -26,7 +26,7 @@ from trailmark.data.needles import NeedleFormat
 from trailmark.data.proportions import wilson_interval
 from trailmark.data.trials import needle_trials
 from trailmark.evaluation.needles import evaluate_needles
-from trailmark.evaluation.planting import chunks_in_sight, planted
+from trailmark.evaluation.planting import planted
 from trailmark.memory import ChunkCache
 from trailmark.models import DRTForCausalLM, RPTForCausalLM, TrailmarkForCausalLM
 
@@ -66,7 +66,7 @@ TIERS = ("device", "host", "disk")
 @torch.no_grad()
 def test_planting_is_reading_the_changed_text(build: Any, places: list[int]) -> None:
     model = build()
-    count = N - chunks_in_sight(model, S)
+    count = N - model.chunks_in_sight(S)
     ids, chunks = tokens(N * S)[0].view(N, S), torch.tensor(places) % count
     needles, question = tokens(len(places) * S, seed=1)[0].view(-1, S), tokens(23, batch=2, seed=2)
     changed = ids.clone()

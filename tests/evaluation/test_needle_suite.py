@@ -28,7 +28,6 @@ from trailmark.evaluation import asking, needle_cells, room
 from trailmark.evaluation.asking import Asker, WholeTextAsker
 from trailmark.evaluation.needle_cells import Suite
 from trailmark.evaluation.needles import NeedleSettings, run
-from trailmark.evaluation.planting import chunks_in_sight
 from trailmark.evaluation.record import Record
 from trailmark.evaluation.subject import Subject
 from trailmark.models import DRTForCausalLM, RPTForCausalLM
@@ -175,7 +174,7 @@ def test_every_answer_is_that_of_the_whole_text(name: str, changes: dict[str, An
     result, lines = measured(tmp_path, subject, **changes)
     settings = NeedleSettings(**({"lengths": (LENGTH,), "format": "marks", "questions": 2} | changes))
     task, model = task_of(settings), subject.model
-    sight = 0 if name in ("full", "llama") else chunks_in_sight(model, S)
+    sight = 0 if name in ("full", "llama") else model.chunks_in_sight(S)
     expected = asked(subject, settings, task, sight)
     assert len(expected) == len(lines) == result["questions"] == settings.questions
     for line, (ids, trial, question) in zip(lines, expected, strict=True):
@@ -216,7 +215,7 @@ def test_what_landmark_attention_read(tmp_path: Path) -> None:
     subject = subject_of("landmark")
     result, lines = measured(tmp_path, subject, lengths=(300,), questions=1)
     settings = NeedleSettings(lengths=(300,), format="marks", questions=1)
-    ((ids, _, question),) = asked(subject, settings, task_of(settings), chunks_in_sight(subject.model, S))
+    ((ids, _, question),) = asked(subject, settings, task_of(settings), subject.model.chunks_in_sight(S))
     model, (line,) = subject.model, lines
     whole = torch.cat([ids, torch.from_numpy(question.answer[:-1])])
     close = marks_of(ids, question)
@@ -252,7 +251,7 @@ def test_needles_across_chunks_are_planted_exactly(name: str) -> None:
     """Against reading the changed text, for needles that touch 2, 3 and 1 chunks, some of them side by side."""
     model = subject_of(name).model
     haystack = Haystack(Filler(TEXT), 5, 20, S)
-    count = 20 - chunks_in_sight(model, S)
+    count = 20 - model.chunks_in_sight(S)
     rng = np.random.default_rng(0)
     places = [(S - 3, 10), (3 * S - 1, S + 2), (5 * S + 1, 8), (count * S - 9, 9)]
     hidden = [Needle(start, rng.integers(3, 259, size=n), (0, n)) for start, n in places]
@@ -395,7 +394,7 @@ def test_the_papers_protocol_looks_at_one_token(kind: str, tmp_path: Path) -> No
     )
     task = task_of(asking_for, 5)
     assert task.num_needles == (1 if kind == "single" else 4)
-    expected = asked(subject, asking_for, task, chunks_in_sight(subject.model, S))
+    expected = asked(subject, asking_for, task, subject.model.chunks_in_sight(S))
     model = subject.model
     for line, (ids, _, question) in zip(lines, expected, strict=True):
         cue = tokenize([" is"], BYTES).tolist()
@@ -606,7 +605,7 @@ def test_evaluations_that_cannot_be(name: str, changes: dict[str, Any], message:
 def test_the_shortest_text(tmp_path: Path) -> None:
     subject = subject_of("drt")
     task = task_of(NeedleSettings(format="marks"))
-    least = (task.least_chunks(S) + chunks_in_sight(subject.model, S) + 1) * S + task.sizes[1]
+    least = (task.least_chunks(S) + subject.model.chunks_in_sight(S) + 1) * S + task.sizes[1]
     _, lines = measured(tmp_path, subject, lengths=(least,))
     assert {chunk for line in lines for chunk in line["gold_chunks"][0]} == {0}
     with pytest.raises(ValueError, match=f"length: expected at least {least} tokens .*, got {least - 1}"):

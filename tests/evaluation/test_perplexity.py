@@ -369,7 +369,7 @@ def test_a_protocol_sets_fields(tmp_path: Path) -> None:
     model.config.max_memory_chunks = 10
     direct = evaluate_perplexity(model, text.read(0, text.tokens), 512, text.tokens)
     assert found["loss"] == pytest.approx(direct.loss)
-    with pytest.raises(ValueError, match="expected a LandmarkForCausalLM"):
+    with pytest.raises(ValueError, match="expected a model with these fields, such as Landmark Attention"):
         measure(tmp_path, window_model(vocab_size=259), protocol="landmark-table-1")
     short = landmark(vocab_size=259, max_position_embeddings=64)
     with pytest.raises(ValueError, match="max_position_embeddings: expected at least"):

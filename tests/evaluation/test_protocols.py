@@ -125,7 +125,9 @@ def test_what_a_protocol_does_not_leave_open_is_refused() -> None:
         cells("gca-table-1", 100, 2048, 200)
     with pytest.raises(ValueError, match="lengths: expected those of 'landmark-table-1', 512, 2048, 4096"):
         cells("landmark-table-1", 1024)
-    with pytest.raises(ValueError, match="expected a LandmarkForCausalLM, got a DRTForCausalLM"):
+    with pytest.raises(
+        ValueError, match="such as Landmark Attention, got a DRTForCausalLM, which has no causal_retrieval"
+    ):
         perplexity_protocol("landmark-table-1").expect(drt())
 
 

@@ -26,9 +26,9 @@ from tests.models.tiny import (
     tokens,
 )
 from tests.ops.test_random_selection import floyd
-from trailmark.memory import ChunkCache
+from trailmark.memory import ChunkCache, MemoryEntries
 from trailmark.models import DRTForCausalLM, causal_lm
-from trailmark.models.drt_retrieval import Selector, TextChunks
+from trailmark.models.drt_chunks import TextChunks
 from trailmark.models.grid import lay_out
 from trailmark.ops import ChunkSelection, fold_seed
 from trailmark.training.statistics import RetrievalStatistics
@@ -648,8 +648,8 @@ def test_seeds_may_lie_on_another_device_than_the_text() -> None:
     """As for Gumbel noise: the batch's numbers are made on the CPU."""
     config, grid = drt_config(retriever="random"), lay_out(40 * S, S)
     landmarks = torch.empty(2, 40, config.hidden_size, device="meta")
-    selector = Selector(config, TextChunks(config, grid, landmarks, None))
-    assert selector._draw(0, SEEDS, 2).device.type == "meta"
+    chunks = TextChunks(config, grid, MemoryEntries(landmarks, landmarks, landmarks, landmarks), None)
+    assert chunks._draw(0, SEEDS, 2).device.type == "meta"
 
 
 def test_outside_training_every_call_and_row_draws_the_same() -> None:

@@ -164,9 +164,8 @@ def test_what_selected_nothing_reads_the_null_value() -> None:
     with torch.no_grad():
         x = torch.randn(1, 2 * S, 16, dtype=torch.float64)
         readers = Readers.of(lay_out(2 * S, S, landmarks=False))
-        turn = readers.turn(4, 10000.0, x)
-        nothing = torch.full((1, 3, K), -1), None, None, torch.randn(1, 2, S, 16).double(), None
-        out = layer(x, readers.grid, turn, *nothing)
+        nothing = torch.full((1, 3, K), -1), torch.randn(1, 2, S, 16).double()
+        out = layer(x, *readers.reading(model.config, x, *nothing))
         value = layer.null_v.view(2, 4).repeat_interleave(2, 0).flatten()
         assert_same(out, layer.o_proj(value).expand(1, 2 * S, 16))
     assert logits_of(model, ids).isfinite().all()

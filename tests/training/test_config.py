@@ -14,9 +14,14 @@ import yaml
 from tests.training.tiny import CHUNK_SIZE, MODELS, prose, run_config
 from trailmark import demo
 from trailmark.data.corpus import load_tokenizer, tokenize
-from trailmark.models import DRTConfig, LandmarkConfig, LandmarkForCausalLM, SlidingWindowConfig
+from trailmark.models import (
+    DRTConfig,
+    LandmarkConfig,
+    LandmarkForCausalLM,
+    SlidingWindowConfig,
+    architectures,
+)
 from trailmark.training.config import (
-    ARCHITECTURES,
     DataConfig,
     RunConfig,
     TrainingConfig,
@@ -40,7 +45,7 @@ def written(folder: Path, content: Any) -> Path:
 def test_every_config_builds_its_model(path: Path) -> None:
     config = load_run_config(path)
     with torch.device("meta"):
-        model = ARCHITECTURES[config.model["architecture"]](config.model_config(259))
+        model = architectures()[config.model["architecture"]](config.model_config(259))
     assert sum(p.numel() for p in model.parameters()) > 100_000
     assert config.output == f"runs/{path.stem}"
     # every size that is written down is the model's
@@ -317,7 +322,7 @@ def paper(name: str) -> RunConfig:
 
 
 def parameters(config: RunConfig, **fields: Any) -> int:
-    architecture = ARCHITECTURES[config.model["architecture"]]
+    architecture = architectures()[config.model["architecture"]]
     with torch.device("meta"):
         model = architecture(replace(config, model=config.model | fields).model_config(259))
     return sum(p.numel() for p in model.parameters())

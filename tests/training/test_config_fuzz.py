@@ -23,8 +23,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
 from tests.training.tiny import MODELS, SHARED, prose, run_config
+from trailmark.models import architectures
 from trailmark.models.fields import field_types
-from trailmark.training.config import ARCHITECTURES, DataConfig, RunConfig, TrainingConfig, load_run_config
+from trailmark.training.config import DataConfig, RunConfig, TrainingConfig, load_run_config
 from trailmark.training.run import Run
 
 TASKS = ("text", "needles", "niah", "summarization")
@@ -387,7 +388,7 @@ def fields_of(config: RunConfig) -> list[tuple[str, str, Any]]:
     """(section, field, type)"""
     sections = {"data": DataConfig, "training": TrainingConfig}
     found = [(s, f, kind) for s, cls in sections.items() for f, kind in typing.get_type_hints(cls).items()]
-    model = ARCHITECTURES[config.model["architecture"]].config_class
+    model = architectures()[config.model["architecture"]].config_class
     return found + [("model", f, kind) for f, kind in field_types(model).items() if f not in TOKENS]
 
 

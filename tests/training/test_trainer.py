@@ -364,7 +364,7 @@ def test_the_loss_is_the_weighted_mean() -> None:
     inputs = run.batch(0)
     drawn = inputs["loss_weights"].unique().tolist()
     assert drawn == pytest.approx([0, 0.1, 1, 3])
-    loss, out, labels = weighted_loss(run.model, run.retrieves, inputs)
+    loss, out, labels = weighted_loss(run.model, run.model.config.retrieves_in_training, inputs)
     total = weight = 0.0
     logits = out.logits.detach().double()
     for row, ids in enumerate(inputs["input_ids"]):
@@ -390,10 +390,10 @@ def test_where_landmarks_are_text_they_weigh_as_the_tokens_before_them() -> None
     seeds = inputs["noise_seed"]
     whole = run.model(inputs["input_ids"], labels=inputs["labels"], noise_seed=seeds)
     assert whole.landmark_loss is not None
-    loss, out, _ = weighted_loss(run.model, run.retrieves, inputs)
+    loss, out, _ = weighted_loss(run.model, run.model.config.retrieves_in_training, inputs)
     torch.testing.assert_close(loss, whole.loss)
     inputs["loss_weights"] = torch.rand(inputs["labels"].shape, generator=torch.Generator().manual_seed(0))
-    loss, _, labels = weighted_loss(run.model, run.retrieves, inputs)
+    loss, _, labels = weighted_loss(run.model, run.model.config.retrieves_in_training, inputs)
     share = inputs["loss_weights"][:, 1:]
     plain = -out.logits[:, :-1].log_softmax(-1).gather(2, labels[:, :-1, None])[..., 0]
     expected = ((plain + whole.landmark_loss[:, :-1]) * share).sum() / share.sum()
@@ -406,11 +406,11 @@ def test_what_follows_an_end_of_text_bears_no_loss_where_the_model_says_so() -> 
     inputs = run.batch(0)
     assert 3 < int((inputs["input_ids"] == eos).sum()) < 60
     whole = run.model(inputs["input_ids"], labels=inputs["labels"], noise_seed=inputs["noise_seed"])
-    loss, _, labels = weighted_loss(run.model, run.retrieves, inputs)
+    loss, _, labels = weighted_loss(run.model, run.model.config.retrieves_in_training, inputs)
     torch.testing.assert_close(loss, whole.loss)
     # at t the label of t + 1, which follows the token at t
     assert torch.equal(labels[:, :-1] == -100, inputs["input_ids"][:, :-1] == eos)
-    assert not torch.equal(loss, weighted_loss(other.model, other.retrieves, inputs)[0])
+    assert not torch.equal(loss, weighted_loss(other.model, other.model.config.retrieves_in_training, inputs)[0])
 
 
 def test_accuracy_and_recall_count_first_digits_and_chunks(tmp_path: Path) -> None:

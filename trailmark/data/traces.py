@@ -13,12 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
+
+from trailmark.models.reads import Floats, Integers, Read
 
 FORMAT = 1
 KIND = "trailmark trace"
-Integers = npt.NDArray[np.int64]
-Floats = npt.NDArray[np.floating[Any]]
 
 
 @dataclass(frozen=True)
@@ -48,16 +47,6 @@ class TraceSource:
     name: str
     first_token: int
     path: str | None = None
-
-
-@dataclass(frozen=True)
-class Read:
-    """What one group read in one chunk: k chunks, ascending; none where there was nothing to read."""
-
-    chunks: Integers  # [k]
-    weights: Floats  # [k]
-    scores: Floats | None = None  # [k]; None where there is no one score, as in Landmark Attention
-    rest: float | None = None  # weight of the chunks that are not listed; None: all are
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import psutil
@@ -24,22 +24,15 @@ from transformers import GenerationConfig
 from trailmark.data.haystacks import Haystack, Needle
 from trailmark.data.needle_tasks import Question
 from trailmark.evaluation.losses import beginning, longest_text
-from trailmark.evaluation.planting import can_be_planted, planted
+from trailmark.evaluation.planting import planted
 from trailmark.memory import ChunkCache
-from trailmark.models import LandmarkForCausalLM, TrailmarkForCausalLM
+from trailmark.models import TrailmarkForCausalLM
+from trailmark.models.reads import Selection
 
 Progress = Callable[[int], None]  # is given the tokens of a haystack that are read
 _READ_TOKENS, _PIECES = 4096, 16  # a haystack's, that are made at a time: so many of the model's own pieces
 _TOGETHER = 64  # questions in a batch: memory for what they read does not grow with their number
 _MORE_TOKENS = 4  # than the expected answer's that are generated: another way to write it may be longer
-
-
-class Selection(NamedTuple):
-    """What one search for a question selected."""
-
-    group: int  # Landmark Attention: the layer
-    chunks: list[int]
-    weights: list[float]  # of each
 
 
 @dataclass
@@ -130,7 +123,7 @@ class MemoryAsker:
     ) -> None:
         self.model, self.chunk_size = model, chunk_size
         self.new_cache, self.memory_folder = new_cache, memory_folder
-        self.shares = can_be_planted(model)
+        self.shares = model.can_be_planted
 
     def reading(
         self, haystack: Haystack, cost: ReadingCost, progress: Progress
@@ -191,15 +184,10 @@ class MemoryAsker:
         for i, q in enumerate(questions):
             logits = out.logits[i, keep - q.needed :]
             selected = None
-            if isinstance(self.model, LandmarkForCausalLM) and out.retrieval is not None:
-                first = width - len(given[i])
-                selected = [_read_around(out.retrieval, i, first + mark) for mark in q.landmarks]
-            elif out.retrieval is not None:
-                closed = q.closings(self.chunk_size)
-                selected = [
-                    [_selection(g, x.indices[i, n], x.weights[i, n]) for g, x in enumerate(out.retrieval)]
-                    for n in closed
-                ]
+            if out.retrieval is not None:
+                columns = [width - len(given[i]) + mark for mark in q.landmarks]
+                landmarks = list(zip(q.closings(self.chunk_size), columns, strict=True))
+                selected = self.model.chunks_read(out.retrieval, i, landmarks)
             answers.append(Answer(logits.argmax(-1).tolist(), logits, selected))
         return answers
 
@@ -236,21 +224,6 @@ class MemoryAsker:
 
 def _batches(questions: Sequence[Question]) -> Iterator[Sequence[Question]]:
     return (questions[first : first + _TOGETHER] for first in range(0, len(questions), _TOGETHER))
-
-
-def _selection(group: int, indices: Tensor, weights: Tensor) -> Selection:
-    kept = [(m, w) for m, w in zip(indices.tolist(), weights.tolist(), strict=True) if m >= 0]
-    return Selection(group, [m for m, _ in kept], [w for _, w in kept])
-
-
-def _read_around(retrieval: Sequence[Any], row: int, landmark: int) -> list[Selection]:
-    """What each layer and head read at the token before a landmark and at the one after it."""
-    read = []
-    for number, layer in enumerate(retrieval):
-        both = (layer.indices, layer.weights)
-        indices, weights = (x[row, landmark : landmark + 2].flatten(0, 1) for x in both)
-        read += [_selection(number, *pair) for pair in zip(indices, weights, strict=True)]
-    return read
 
 
 @contextmanager

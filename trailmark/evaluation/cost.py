@@ -303,8 +303,8 @@ def _tokens(printed: str) -> int:
 
 
 def _window_only(subject: Subject) -> bool:
-    config = subject.model.config
-    return config.model_type == "trailmark_sliding_window" and config.sliding_window is not None
+    """Whether a model sees its window and nothing else: no states, no chunks, no end of a text."""
+    return bool(subject.ours and subject.model.can_be_planted and not subject.model.config.keeps_chunks)
 
 
 def _expect_positions(name: str, subject: Subject, settings: CostSettings) -> None:

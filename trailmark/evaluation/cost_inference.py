@@ -16,12 +16,11 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from trailmark.evaluation.cost_formulas import CacheBytes, cache_bytes, foreign_cache_bytes, paper_bytes
 from trailmark.evaluation.cost_peak import peak_kind, with_peak
 from trailmark.evaluation.subject import Subject
 from trailmark.memory import ChunkCache
 from trailmark.memory.chunks import TABLE_BYTES
-from trailmark.models import DRTConfig, LandmarkConfig, RPTConfig
+from trailmark.models.costs import CacheBytes, foreign_cache_bytes
 
 Progress = Callable[[str], None]
 
@@ -69,14 +68,15 @@ class Text:
     @property
     def keeps_chunks(self) -> bool:
         """Whether there is a memory whose tier makes a difference; else all that is carried lies on the device."""
-        return isinstance(self.model.config, DRTConfig | RPTConfig | LandmarkConfig)
+        return bool(self.subject.ours and self.model.config.keeps_chunks)
 
     # --- what it will take ---------------------------------------------------------------------------------
 
     def expected(self) -> CacheBytes | None:
         """By formula, after the last token; None: a model of transformers whose sizes are not known."""
         if self.subject.ours:
-            return cache_bytes(self.model, self.prompt, self.fed, self.memory_dtype)
+            expected: CacheBytes | None = self.model.cache_bytes(self.prompt, self.fed, self.memory_dtype)
+            return expected
         tokens, number = self.prompt + self.fed, self.model.dtype.itemsize
         found = foreign_cache_bytes(self.model.config, tokens, number)
         return None if found is None else CacheBytes(window=found)
@@ -192,7 +192,7 @@ class Text:
 
     def row(self) -> dict[str, Any]:
         """The result of one model, as JSON; what could not be measured is None."""
-        config, expected = self.model.config, self.expected()
+        expected = self.expected()
         row: dict[str, Any] = {
             "model": self.name,
             "architecture": type(self.model).__name__,
@@ -224,8 +224,7 @@ class Text:
             row["formula_bytes"], row["formula_parts"] = expected.total, expected.parts()
             row["formula_device_bytes"] = expected.on_device(self.tier, self.device.type)
         if self.subject.ours:
-            number = self.model.dtype.itemsize
-            row["paper_formula_bytes"] = paper_bytes(config, self.prompt + self.fed, number)
+            row["paper_formula_bytes"] = self.model.paper_bytes(self.prompt + self.fed)
         if self.problem is not None:
             return row
         seconds = self.read_seconds + self.first_seconds

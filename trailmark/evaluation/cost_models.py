@@ -13,7 +13,7 @@ from huggingface_hub.errors import StrictDataclassError
 from trailmark.data.corpus import load_tokenizer
 from trailmark.data.trained_embedders import embedder_of
 from trailmark.evaluation.subject import Subject, load
-from trailmark.models import MODELS, TrailmarkConfig
+from trailmark.models import MODELS, TrailmarkConfig, architectures, short_name
 from trailmark.models.fields import coerce, field_types, nearest, parse_fields
 
 _SUFFIXES = (".yaml", ".yml")
@@ -56,7 +56,7 @@ def random_subject(source: Path | Mapping[str, Any], changes: Sequence[str] = ()
     finally:
         torch.random.set_rng_state(state)
     model.embedder = embedder_of(config, tokenizer)
-    folder = source if isinstance(source, Path) else Path(config.model_type.removeprefix("trailmark_"))
+    folder = source if isinstance(source, Path) else Path(short_name(config.model_type))
     changed = {"weights": f"random, seed {seed}"} | parse_fields("set", changes, type(config))
     return Subject(folder, model.eval(), tokenizer, {}, changed)
 
@@ -74,7 +74,7 @@ def model_config(settings: Mapping[str, Any], changes: Sequence[str] = ()) -> Tr
             "Name a file as configs/laptop-drt-x1.yaml."
         )
     fields = dict(section)
-    known = {name.removeprefix("trailmark_"): model for name, model in MODELS.items()}
+    known = architectures()
     name = fields.pop("architecture", "drt")
     if name not in known:
         raise ValueError(

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 
-from trailmark.evaluation.cost_formulas import attention_multiply_adds
 from trailmark.evaluation.cost_inference import Progress, now, random_tokens, spread
 from trailmark.evaluation.cost_peak import peak_kind, with_peak
 from trailmark.evaluation.subject import Subject
@@ -70,7 +69,7 @@ class Step:
             "attention_multiply_adds": None,
         }
         if self.subject.ours:
-            row["attention_multiply_adds"] = attention_multiply_adds(self.model, self.length)
+            row["attention_multiply_adds"] = self.model.attention_multiply_adds(self.length)
         if self.problem is not None:
             return row
         seconds = spread(self.times)

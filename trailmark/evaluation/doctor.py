@@ -16,7 +16,7 @@ import transformers
 from torch import Tensor
 
 from trailmark import __version__
-from trailmark.models import DRTConfig, DRTForCausalLM
+from trailmark.models import architectures
 from trailmark.ops import (
     alibi_slopes,
     grouped_cross_attention,
@@ -225,7 +225,8 @@ def _exactness() -> Check:
 
 
 def _reading() -> Check:
-    config = DRTConfig(
+    drt = architectures()["drt"]
+    config = drt.config_class(
         vocab_size=384,
         hidden_size=64,
         intermediate_size=192,
@@ -235,7 +236,7 @@ def _reading() -> Check:
         sliding_window=33,
         chunk_size=32,
     )
-    model = DRTForCausalLM(config).eval()
+    model = drt(config).eval()
     ids = torch.randint(384, (1, 1 << 15))
     model.read(ids, model.new_cache())
     began = time.perf_counter()

@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 
 from trailmark.data.needle_tasks import Question, Trial
 from trailmark.data.proportions import wilson_interval
-from trailmark.evaluation.asking import Answer, ReadingCost, Selection
+from trailmark.evaluation.asking import Answer, ReadingCost
+from trailmark.models.reads import Selection
 
 _SHOWN = 40  # questions whose selected chunks stand with a result, for figures; all stand in the generations
 

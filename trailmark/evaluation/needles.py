@@ -34,7 +34,6 @@ from trailmark.data.needle_tasks import KINDS, NeedleTask, Trial, make_task
 from trailmark.evaluation.asking import Asker, MemoryAsker, ReadingCost, WholeTextAsker
 from trailmark.evaluation.judging import costs, judge, line_of, summary
 from trailmark.evaluation.losses import beginning, longest_text
-from trailmark.evaluation.planting import chunks_in_sight
 from trailmark.evaluation.reading import parse_dtype
 from trailmark.evaluation.record import Record
 from trailmark.evaluation.room import expect_room, memory_need, probe_length
@@ -261,7 +260,7 @@ class Plan:
         """Last chunks of a haystack that are seen other than through the memory; with full attention all are."""
         if not self.subject.ours or self.subject.model.reach() is None:
             return 0
-        return chunks_in_sight(self.subject.model, self.subject.chunk_size)
+        return self.subject.model.chunks_in_sight(self.subject.chunk_size)
 
     @cached_property
     def begins(self) -> int:

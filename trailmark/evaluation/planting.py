@@ -9,13 +9,7 @@ from typing import Protocol
 from torch import Tensor
 
 from trailmark.memory import ChunkCache
-from trailmark.models import (
-    BlockRecurrentForCausalLM,
-    DRTForCausalLM,
-    LandmarkForCausalLM,
-    RPTForCausalLM,
-    TrailmarkForCausalLM,
-)
+from trailmark.models import TrailmarkForCausalLM
 
 
 class Rows(Protocol):
@@ -25,37 +19,6 @@ class Rows(Protocol):
     def shape(self) -> tuple[int, ...]: ...
 
     def __getitem__(self, rows: slice) -> Tensor: ...
-
-
-def can_be_planted(model: TrailmarkForCausalLM) -> bool:
-    """Whether a chunk's memory depends on it and the few before it alone: one reading then serves many texts."""
-    return model.reach() is not None and not isinstance(
-        model, LandmarkForCausalLM | BlockRecurrentForCausalLM
-    )
-
-
-def chunks_in_sight(model: TrailmarkForCausalLM, chunk_size: int) -> int:
-    """Last chunks of a text that what follows may see other than through the memory: no needle can be planted there.
-
-    Raises:
-        ValueError: a model without a window, which sees everything.
-    """
-    reach = model.reach()
-    if reach is None:
-        raise ValueError(
-            "sliding_window: expected a number, got None: full attention sees every needle directly, and none can "
-            "be planted in what it has read."
-        )
-    if isinstance(model, LandmarkForCausalLM):
-        return -(-reach // (chunk_size + 1))  # what a cell shows
-    if isinstance(model, BlockRecurrentForCausalLM):
-        assert model.config.sliding_window is not None
-        # its own reach is that of the upper layers: what is below has to be read
-        return -(-model.config.num_hidden_layers * (model.config.sliding_window - 1) // chunk_size)
-    if not isinstance(model, DRTForCausalLM | RPTForCausalLM):
-        return -(-reach // chunk_size)
-    # the states that wait for the upper layers, and what the lower layers put into them
-    return -(-reach // (chunk_size + model.config.has_landmarks)) + model.encoding_reach()
 
 
 @contextmanager
@@ -71,19 +34,19 @@ def planted(
 
     Raises:
         ValueError: a chunk that was not read, or that the window still sees; a cache of several rows, with early
-            landmarks, or whose last positions the upper layers have seen; Landmark Attention and Block-Recurrent.
+            landmarks, or whose last positions the upper layers have seen; a model that cannot be planted in.
     """
-    if isinstance(model, LandmarkForCausalLM | BlockRecurrentForCausalLM):
+    if not model.can_be_planted:
         raise ValueError(
             "model: expected one whose memory of a chunk depends on that chunk and the few before it, got "
             f"{type(model).__name__}: all that it reads later depends on it. Read the text with the needles in it."
         )
-    if not isinstance(model, DRTForCausalLM | RPTForCausalLM) or not model.config.retrieves:
+    if not model.config.retrieves:
         yield cache
         return
     S, reach = ids.shape[1], model.encoding_reach()
     read = _chunks_read(model, cache, S)
-    count = read - chunks_in_sight(model, S)
+    count = read - model.chunks_in_sight(S)
     wrong = [place for place in chunks.tolist() if not 0 <= place < count]
     if wrong:
         raise ValueError(
@@ -106,7 +69,7 @@ def planted(
             cache.memory.replace(place, entries)
 
 
-def _chunks_read(model: DRTForCausalLM | RPTForCausalLM, cache: ChunkCache, chunk_size: int) -> int:
+def _chunks_read(model: TrailmarkForCausalLM, cache: ChunkCache, chunk_size: int) -> int:
     """Chunks of a cache in which needles can be planted."""
     state = cache.state
     if state is None or len(state.num_tokens) != 1:
@@ -120,7 +83,9 @@ def _chunks_read(model: DRTForCausalLM | RPTForCausalLM, cache: ChunkCache, chun
             "cache: expected full chunks, got early landmarks: needles are planted in whole chunks."
         )
     waiting = 0 if state.deferred is None else int((state.deferred.chunk >= 0).sum())
-    if waiting < min(model.reach(), int(state.num_positions[0])):
+    reach = model.reach()
+    assert reach is not None
+    if waiting < min(reach, int(state.num_positions[0])):
         raise ValueError(
             "cache: expected a text whose end was only read, got one whose last positions went through the upper "
             "layers, which found what was there. Use model.read(ids, cache), and ask on cache.branch()."

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from trailmark.models import LandmarkForCausalLM, TrailmarkForCausalLM
+from trailmark.models import TrailmarkForCausalLM
 from trailmark.models.fields import nearest
 
 GCA, LANDMARK = "2410.01651", "2305.16300"
@@ -195,7 +195,6 @@ class Protocol:
     name: str
     about: str
     make: Callable[[tuple[int, ...] | None], list[Cell]]
-    landmark: bool = False  # of Landmark Attention alone
 
     def cells(self, lengths: tuple[int, ...] | None = None) -> list[Cell]:
         """What to measure. ``lengths``: those that the protocol leaves open; None: its own.
@@ -207,10 +206,12 @@ class Protocol:
 
     def expect(self, model: Any) -> None:
         """Raises ValueError if the protocol asks for what the model has not."""
-        if self.landmark and not isinstance(model, LandmarkForCausalLM):
+        fields = {name for cell in self.make(None) for name in cell.set}
+        if missing := sorted(name for name in fields if not hasattr(model.config, name)):
             raise ValueError(
-                f"protocol: {self.name!r} sets the memory of Landmark Attention: expected a LandmarkForCausalLM, got a "
-                f"{type(model).__name__}. Its lengths can be asked for without a protocol."
+                f"protocol: {self.name!r} sets {', '.join(sorted(fields))}: expected a model with these fields, such "
+                f"as Landmark Attention, got a {type(model).__name__}, which has no {missing[0]}. Its lengths can be "
+                "asked for without a protocol."
             )
 
 
@@ -291,14 +292,12 @@ PERPLEXITY_PROTOCOLS = {
             "Perplexity by local length, chunks in memory and k (arXiv 2305.16300, Table 1): sequences of 512, 2,048 "
             "and 4,096 tokens, the memory emptied between them, over all tokens that are no landmarks.",
             _of_landmark("landmark-table-1", _permissive),
-            landmark=True,
         ),
         Protocol(
             "landmark-table-2",
             "Perplexity by what selects for itself (arXiv 2305.16300, Table 2), as in Table 1. Per head the maximum is "
             "over all tokens of a cell: a token's chunks depend on later tokens.",
             _of_landmark("landmark-table-2", _selection),
-            landmark=True,
         ),
     )
 }

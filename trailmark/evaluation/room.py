@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from trailmark.memory import ChunkCache
-from trailmark.models import SlidingWindowForCausalLM, TrailmarkForCausalLM
+from trailmark.models import TrailmarkForCausalLM
+from trailmark.models.costs import kv_width
 
 _CHUNKS = 4  # that are read to see what one takes
 
@@ -33,11 +34,8 @@ def memory_need(
     ``ids`` [1, n] int64: the beginning of a text, of at least :func:`probe_length` tokens.
     """
     config: Any = model.config
-    if (
-        isinstance(model, SlidingWindowForCausalLM) and config.sliding_window is None
-    ):  # every layer keeps it all
-        width = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
-        return Need(num_tokens * width * model.dtype.itemsize, 0, 0)
+    if model.reach() is None:  # every layer keeps it all
+        return Need(num_tokens * config.num_hidden_layers * kv_width(config) * model.dtype.itemsize, 0, 0)
     cache: ChunkCache = model.new_cache(memory_dtype=dtype)
     model.read(ids[:, : probe_length(model)].to(model.device), cache)
     memory = cache.memory

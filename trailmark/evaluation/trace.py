@@ -15,7 +15,6 @@ from trailmark.data.traces import Entry, TraceHeader, TraceSource
 from trailmark.evaluation.record import environment
 from trailmark.evaluation.subject import Subject
 from trailmark.evaluation.tracer import Tracer, expect_retrieval
-from trailmark.models import LandmarkForCausalLM
 
 Progress = Callable[[int], None]
 
@@ -31,25 +30,18 @@ def trace_header(subject: Subject, memory_dtype: torch.dtype | None) -> TraceHea
     """
     model = subject.model
     config = model.config
-    settings: dict[str, Any] = {
-        "memory_dtype": str(memory_dtype or model.dtype).removeprefix("torch."),
-    }
-    groups, name = getattr(config, "num_retrieval_groups", 1), "group"
-    if isinstance(model, LandmarkForCausalLM):
-        groups, name = config.num_hidden_layers, "layer"
-        settings |= {"local_length": config.local_length, "retrieve_per": config.retrieve_per}
-    elif hasattr(config, "continuation"):
-        settings["continuation"] = config.continuation
+    reads = model.follow_reads()
+    dtype = str(memory_dtype or model.dtype).removeprefix("torch.")
     here = environment(model.device.type)
     del here["date"]
     return TraceHeader(
         subject.identity(),
-        groups,
+        reads.num_groups,
         config.chunk_size,
         config.num_retrieved_chunks,
-        name,
+        reads.group_name,
         config.sliding_window,
-        settings,
+        {"memory_dtype": dtype} | reads.settings,
         here,
     )
 
@@ -78,7 +70,7 @@ def trace_texts(
         raise ValueError("files: expected at least one text file, got none.")
     parts = _file_tokens(subject, files)
     # the beginning is read ahead, so that a text that is too short is known at once
-    needed, ahead = _needed(subject), []
+    (needed, in_words), ahead = subject.model.before_reading(), []
     tokens = 0
     for part in parts:
         ahead.append(part)
@@ -88,7 +80,7 @@ def trace_texts(
     else:
         raise ValueError(
             f"text: expected more than {needed:,} tokens, got {tokens:,} in {', '.join(map(str, files))}: the model "
-            f"can read nothing of its past before it has read {_span(subject)}. Choose a longer text."
+            f"can read nothing of its past before it has read {in_words}. Choose a longer text."
         )
     every = itertools.chain(ahead, parts)
     return trace_header(subject, memory_dtype), _traced(subject, every, progress, memory_dtype)
@@ -120,10 +112,11 @@ def trace_memory(
         _compare(subject, source, memory)
     paths = [Path(source["path"]) for source in sources]
     tokens = sum(source["tokens"] for source in sources)
-    if tokens <= (needed := _needed(subject)):
+    needed, in_words = subject.model.before_reading()
+    if tokens <= needed:
         raise ValueError(
             f"memory: expected more than {needed:,} tokens, {str(memory)!r} holds {tokens:,}: the model can read "
-            f"nothing of its past before it has read {_span(subject)}. Read a longer text."
+            f"nothing of its past before it has read {in_words}. Read a longer text."
         )
     limits = [source["tokens"] for source in sources]
     parts = _file_tokens(subject, paths, limits)
@@ -188,32 +181,3 @@ def _compare(subject: Subject, source: dict[str, Any], memory: Path) -> None:
             f"memory: expected {str(path)!r} as it was when {str(memory)!r} read its first {source['tokens']:,} "
             f"tokens, it has changed since. {way_out}"
         )
-
-
-def _needed(subject: Subject) -> int:
-    """Tokens after which the first that can read of the past comes."""
-    config = subject.model.config
-    if isinstance(subject.model, LandmarkForCausalLM):
-        return int(max(2 * config.chunk_size, config.local_length))
-    return int(_chunks_before(config) * config.chunk_size)
-
-
-def _chunks_before(config: Any) -> int:
-    """Chunks, with the one that asks, before the first that can read (:mod:`trailmark.models.candidates`)."""
-    if config.first_visible is None:
-        return 2
-    return int(max(2, (1 - config.first_visible) // (config.chunk_size + config.has_landmarks) + 1))
-
-
-def _span(subject: Subject) -> str:
-    config = subject.model.config
-    two = f"two chunks of {config.chunk_size} tokens"
-    if isinstance(subject.model, LandmarkForCausalLM):
-        cell = config.local_length
-        return two if cell <= 2 * config.chunk_size else f"a cell of {cell:,} tokens"
-    count = _chunks_before(config)
-    if count == 2:
-        return two
-    return (
-        f"{count:,} chunks of {config.chunk_size} tokens (exclude_visible_chunks: none that its window shows)"
-    )

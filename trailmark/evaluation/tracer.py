@@ -18,7 +18,6 @@ from trailmark.data.traces import Entry, Floats, Integers, Read, TracedChunk, Tr
 from trailmark.evaluation.losses import nats
 from trailmark.evaluation.subject import Subject
 from trailmark.evaluation.token_texts import START, TextState, texts_of
-from trailmark.evaluation.trace_reads import reads_of
 from trailmark.memory import ChunkCache
 
 _PIECE = 4096  # tokens at once, as ``model.read`` takes them
@@ -62,7 +61,7 @@ class Tracer:
         self.without = subject.model.without_retrieval()
         self.cache_without = self.without.new_cache()
         self.chunk_size = int(subject.model.config.chunk_size)
-        self._texts, self._reads = texts_of(subject.tokenizer), reads_of(subject.model)
+        self._texts, self._reads = texts_of(subject.tokenizer), subject.model.follow_reads()
         nothing = np.zeros(0)
         self.moment = Moment(0, 0, START.ids, nothing, nothing, "", START.ids, START, self._reads.begin())
 

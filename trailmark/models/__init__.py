@@ -1,7 +1,5 @@
 """The models, registered with transformers' Auto classes."""
 
-from transformers import AutoConfig, AutoModelForCausalLM
-
 from trailmark.models.block_recurrent import BlockRecurrentForCausalLM
 from trailmark.models.causal_lm import CausalLMOutput, TrailmarkForCausalLM
 from trailmark.models.configuration import (
@@ -14,22 +12,18 @@ from trailmark.models.configuration import (
 )
 from trailmark.models.drt import DRTForCausalLM
 from trailmark.models.landmark import LandmarkForCausalLM
+from trailmark.models.registry import MODELS, architectures, register, short_name
 from trailmark.models.rpt import RPTForCausalLM
 from trailmark.models.sliding_window import SlidingWindowForCausalLM
 
-MODELS: dict[str, type[TrailmarkForCausalLM]] = {
-    model.config_class.model_type: model
-    for model in (
-        BlockRecurrentForCausalLM,
-        DRTForCausalLM,
-        LandmarkForCausalLM,
-        RPTForCausalLM,
-        SlidingWindowForCausalLM,
-    )
-}
-for _name, _model in MODELS.items():
-    AutoConfig.register(_name, _model.config_class, exist_ok=True)
-    AutoModelForCausalLM.register(_model.config_class, _model, exist_ok=True)
+for _model in (
+    BlockRecurrentForCausalLM,
+    DRTForCausalLM,
+    LandmarkForCausalLM,
+    RPTForCausalLM,
+    SlidingWindowForCausalLM,
+):
+    register(_model.config_class, _model)
 
 __all__ = [
     "MODELS",
@@ -46,4 +40,7 @@ __all__ = [
     "SlidingWindowForCausalLM",
     "TrailmarkConfig",
     "TrailmarkForCausalLM",
+    "architectures",
+    "register",
+    "short_name",
 ]

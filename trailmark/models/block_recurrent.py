@@ -7,18 +7,23 @@ runs block after block: all tokens of a call read at once.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from transformers import initialization as init
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from trailmark.memory import ChunkCache, Window
-from trailmark.models.causal_lm import Hidden, TrailmarkForCausalLM, mark_residual_projections
+from trailmark.models.answers import CardFacts
+from trailmark.models.causal_lm import mark_residual_projections
 from trailmark.models.configuration import BlockRecurrentConfig
-from trailmark.models.embedding import Given
+from trailmark.models.costs import CacheBytes, NumberBytes, kv_width
 from trailmark.models.grid import Grid, lay_out
+from trailmark.models.layered import LayeredForCausalLM
 from trailmark.models.layers import MLP, Place, RMSNorm, WindowAttention, WindowLayer, fused_linear
-from trailmark.models.step import Step, place_of
+from trailmark.models.step import Step
 from trailmark.models.text import Text
 from trailmark.ops import block_attention
 
@@ -196,7 +201,7 @@ class RecurrentLayer(GradientCheckpointingLayer):
         return torch.stack(found, dim=1) if len(found) > 1 else found[0][:, None]
 
 
-class BlockRecurrentForCausalLM(TrailmarkForCausalLM):
+class BlockRecurrentForCausalLM(LayeredForCausalLM):
     """Layers with a sliding window, one of them recurrent, with a language-modelling head.
 
     Early landmarks (``close_chunk``) mean nothing here: a block ends when it is full. A partial block writes nothing.
@@ -231,39 +236,10 @@ class BlockRecurrentForCausalLM(TrailmarkForCausalLM):
             else:
                 init.normal_(module.gate, std=0.1)
 
-    def _stages(self) -> list[int]:
-        return [0] * (len(self.lower_layers) + 1) + [1] * len(self.upper_layers)
-
-    def run(
-        self,
-        tokens: Tensor,  # [B, T]
-        grid: Grid,
-        cache: ChunkCache | None = None,
-        keep: int | None = None,
-        noise_seed: Tensor | None = None,
-        given: Given | None = None,
-    ) -> Hidden:
-        x = grid.insert_landmarks(self.embed_tokens(tokens), None)
-        step = None if cache is None else Step(cache, grid, self.config, x.shape[0])
-        place = place_of(self.config, grid, x, step)
-        for number, layer in enumerate(self.lower_layers):
-            x = layer(x, place, step and step.window(number))
-        own = len(self.lower_layers)
-        x = self.recurrent_layer(x, grid, place, step and step.window(own), step)
-        if step is not None and self.upper_layers:
-            if keep == 0:  # reading: the states depend on nothing above
-                step.defer(x, self.reach())
-                step.commit()
-                return Hidden(None)
-            x, grid, _ = step.tail(x, self.reach(), keep)
-            place = step.place(1, grid, x)
-        for number, layer in enumerate(self.upper_layers, own + 1):
-            x = layer(x, place, step and step.window(number))
-        if step is not None:
-            step.commit()
-        if keep == 0:
-            return Hidden(None)
-        return Hidden(self.norm(grid.last_tokens(keep)(x)))
+    def _run_lower(self, x: Tensor, grid: Grid, place: Place, step: Step | None) -> Tensor:
+        x = super()._run_lower(x, grid, place, step)
+        out: Tensor = self.recurrent_layer(x, grid, place, step and step.window(len(self.lower_layers)), step)
+        return out
 
     def reach(self) -> int:
         """Positions before a token that can change its prediction through the upper layers."""
@@ -280,3 +256,42 @@ class BlockRecurrentForCausalLM(TrailmarkForCausalLM):
         phases = None if cache is None else cache.begun(len(text.ids)).phases
         T = text.ids.shape[1]
         return lay_out(T, self.config.block_size, phases, text.counts, False, text.documents, False)
+
+    # --- answers ----------------------------------------------------------------------------------------------
+
+    @property
+    def can_be_planted(self) -> bool:
+        """The states depend on all of the text before them."""
+        return False
+
+    def chunks_in_sight(self, chunk_size: int) -> int:
+        assert self.config.sliding_window is not None
+        # its own reach is that of the upper layers: what is below has to be read
+        return -(-self.config.num_hidden_layers * (self.config.sliding_window - 1) // chunk_size)
+
+    def cache_bytes(self, prompt: int, generated: int, memory_dtype: torch.dtype | None = None) -> CacheBytes:
+        config, number, kv = self.config, NumberBytes.of(self, memory_dtype), kv_width(self.config)
+        assert config.block_size is not None
+        assert config.num_states is not None
+        assert config.sliding_window is not None
+        return CacheBytes(
+            window=config.num_hidden_layers * config.sliding_window * kv * number.own,
+            open_chunk=config.block_size * kv * number.own,
+            states=config.num_states * (config.hidden_size * number.wide + kv * number.own),
+        )
+
+    def attention_multiply_adds(self, length: int) -> dict[str, int]:
+        assert self.config.block_size is not None
+        assert self.config.num_states is not None
+        E, M, S = self.config.hidden_size, self.config.num_states, self.config.block_size
+        blocks = (length - 1) // S  # the last writes nothing
+        states = 2 * E * (length * M + blocks * (M * M + M * S))
+        return super().attention_multiply_adds(length) | {"states": states}
+
+    @classmethod
+    def card_facts(cls, config: Mapping[str, Any]) -> CardFacts:
+        return CardFacts(
+            "Block-Recurrent Transformer",
+            "One layer reads and writes a fixed number of states, block by block.",
+            (("Block-Recurrent Transformers", "2203.07852"),),
+        )

@@ -13,11 +13,101 @@ from torch import Tensor
 from trailmark.models.embedding import Given
 from trailmark.models.grid import Grid, Integers
 from trailmark.models.step import Step
-from trailmark.ops import ChunkSelection
+from trailmark.ops import ChunkSelection, select_chunks
 from trailmark.ops.arguments import values_are_checked
+from trailmark.ops.selection_torch import gather
 
 
-def numbers_in_memory(step: Step, grid: Grid, asking: Integers, visible: int | None) -> Integers:
+class TextCandidates:
+    """The chunks of a whole text, each a candidate for those that close after it in its document.
+
+    Args:
+        visible: see above. reference: whether the oracle selects.
+    """
+
+    def __init__(self, grid: Grid, visible: int | None, reference: bool, device: torch.device) -> None:
+        self.grid, self.device, self.reference = grid, device, reference
+        self.limits: Tensor = grid.candidates(visible, device)
+        self.first = grid.first_candidates(device)
+
+    def numbers(self, in_document: bool) -> Tensor:
+        """[C] or [B, C] of the chunks that close, counted through the row or in their documents."""
+        numbers = torch.arange(self.grid.num_closed, device=self.device)
+        return numbers - self.first if in_document else numbers
+
+    def select(
+        self,
+        query: Tensor,
+        keys: Tensor,
+        num_retrieved: int,
+        scale: float,
+        indices: Tensor | None = None,
+        noise_seed: Tensor | None = None,
+    ) -> ChunkSelection:
+        """:func:`select_chunks` for queries [B, C, d] of the chunks that close among keys [B, C, d].
+
+        ``indices`` [B, C, K]: chunks that are chosen already. Noise is drawn for pairs of chunks as the row
+        counts them.
+        """
+        return select_chunks(
+            query,
+            keys,
+            num_retrieved,
+            self.limits,
+            self.first,
+            indices,
+            noise_seed=noise_seed,
+            scale=scale,
+            implementation="reference" if self.reference else None,
+        )
+
+
+class MemoryCandidates:
+    """The chunks of a memory, for those that a call closes: chunks before each, of this call or earlier ones.
+
+    Args:
+        first_chunk: int64 [B] number of the grid's first chunk. visible: see above.
+    """
+
+    first = 0
+
+    def __init__(
+        self, grid: Grid, step: Step, first_chunk: Integers, visible: int | None, device: torch.device
+    ) -> None:
+        self.memory, self.num_chunks, self.device = step.cache.memory, int(step.size.chunks.max()), device
+        self.asking = first_chunk[:, None] + np.arange(grid.num_closed)  # as if every row closed as many
+        self.limits = torch.from_numpy(_limits_in_memory(step, grid, self.asking, visible)).to(device)
+
+    def numbers(self, in_document: bool) -> Tensor:
+        """[B, C] of the chunks that close."""
+        return torch.from_numpy(self.asking).to(self.device)
+
+    def select(
+        self,
+        query: Tensor,
+        part: slice | None,
+        num_retrieved: int,
+        scale: float,
+        indices: Tensor | None = None,
+    ) -> ChunkSelection:
+        """The same for queries [B, C, d], by ``part`` of the landmark vectors; None: all of them."""
+        blocks = self.memory.blocks(self.num_chunks, query.shape[0])
+        blocks = [x if part is None else x[..., part] for x in blocks] or [query[:, :0]]
+        if indices is None:
+            return self.memory.search.select(query, blocks, num_retrieved, self.limits, scale)
+        ends = torch.zeros(query.shape[1], dtype=torch.int64, device=query.device)  # not asked for
+        return select_chunks(query, blocks, indices.shape[-1], ends, indices=indices, scale=scale)
+
+    def select_nearest(self, begin: int, size: int, num_retrieved: int, scale: float) -> ChunkSelection:
+        """By vectors that lie in the memory: keys [d] from ``begin`` on in a landmark vector, then queries [d]."""
+        middle, end = begin + size, begin + 2 * size
+        numbers = self.numbers(False).clamp(max=self.num_chunks - 1)
+        parts = [x[:, :, None, middle:end] for x in self.memory.blocks(self.num_chunks, len(numbers))]
+        queries = gather(parts, numbers[:, :, None, None], parts[0].dtype)[:, :, 0, 0]
+        return self.select(queries, slice(begin, middle), num_retrieved, scale)
+
+
+def _limits_in_memory(step: Step, grid: Grid, asking: Integers, visible: int | None) -> Integers:
     """[B, C] how many of a row's first chunks each chunk ``asking`` [B, C] may select; 0 where a row closes fewer."""
     closed = np.zeros(len(asking), np.int64) + grid.closed
     present = np.arange(grid.num_closed) < closed[:, None]
@@ -47,8 +137,8 @@ def expect_selectable(given: Given, grid: Grid, visible: int | None) -> None:
         )
 
 
-def no_selection(num_retrieved: int, x: Tensor) -> ChunkSelection:
-    """What a call selects that closes no chunk, [B, 0, K]; x [B, ...] is any tensor of it."""
-    shape = x.shape[0], 0, num_retrieved
+def no_selection(x: Tensor, num_closed: int, num_retrieved: int) -> ChunkSelection:
+    """Nothing for each of the chunks that close, [B, C, K], where C or K is 0; x [B, ...] is any tensor of the call."""
+    shape = x.shape[0], num_closed, num_retrieved
     weights = x.new_zeros(shape, dtype=torch.promote_types(x.dtype, torch.float32))
     return ChunkSelection(torch.zeros(shape, dtype=torch.int64, device=x.device), weights, weights)

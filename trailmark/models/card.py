@@ -17,35 +17,11 @@ from typing import Any, TypeGuard
 
 from huggingface_hub import EvalResult, ModelCardData
 
+from trailmark.models.registry import MODELS
+
 Json = Mapping[str, Any]
 
 # model type: what it is, and the papers that it is from: title, arXiv id
-_ARCHITECTURES: dict[str, tuple[str, str, tuple[tuple[str, str], ...]]] = {
-    "trailmark_drt": (
-        "Differentiable Retrieval Transformer",
-        "Each chunk of text looks back, inside attention, at the few past chunks that it retrieved; which those are it "
-        "learned from the language-modelling loss.",
-        (("Grouped Cross-Attention", "2410.01651"),),
-    ),
-    "trailmark_landmark": (
-        "Landmark Attention",
-        "A landmark after each chunk stands for it in attention; far chunks are read through their landmarks.",
-        (("Landmark Attention", "2305.16300"),),
-    ),
-    "trailmark_rpt": (
-        "Retrieval-Pretrained Transformer",
-        "At the end of each chunk past chunks are retrieved, which the upper layers read in chunked cross-attention.",
-        (("RPT", "2306.13421"), ("RPT-Contriever in Grouped Cross-Attention", "2410.01651")),
-    ),
-    "trailmark_block_recurrent": (
-        "Block-Recurrent Transformer",
-        "One layer reads and writes a fixed number of states, block by block.",
-        (("Block-Recurrent Transformers", "2203.07852"),),
-    ),
-    "trailmark_sliding_window": ("Transformer with a sliding window", "It sees its window and nothing else.", ()),
-}  # fmt: skip
-_FULL_ATTENTION = ("Transformer with full attention", "It sees the whole text.")
-
 _SIZES = (
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_lower_layers", "num_encoder_layers",
     "num_attention_heads", "num_key_value_heads", "sliding_window", "window_position", "chunk_size",
@@ -169,9 +145,7 @@ def _mapping(value: object) -> Json:
 
 def _what(config: Json, parameters: int) -> str:
     kind = str(config.get("model_type"))
-    title, sentence, papers = _ARCHITECTURES.get(kind, (kind, "", ()))
-    if kind == "trailmark_sliding_window" and config.get("sliding_window") is None:
-        title, sentence = _FULL_ATTENTION
+    title, sentence, papers = MODELS[kind].card_facts(config) if kind in MODELS else (kind, "", ())
     links = " and ".join(f"[{name}, arXiv {id}](https://arxiv.org/abs/{id})" for name, id in papers)
     source = f" After {links}." if links else ""
     return f"A language model of {parameters:,} parameters, made with trailmark: a {plain(title)}. {sentence}{source}"

@@ -1,6 +1,7 @@
 """What every causal language model here shares: arguments, padding, cache, loss, reading and generation.
 
-An architecture implements ``run`` (hidden states of the new tokens) and says how far its layers reach.
+An architecture implements ``run`` (hidden states of the new tokens) and ``_stages``, and answers what is otherwise with
+it than with a plain model (:mod:`trailmark.models.answers`).
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from transformers import initialization as init
 from transformers.utils import ModelOutput
 
 from trailmark.memory import CacheState, ChunkCache, ChunkMemory
+from trailmark.models.answers import ModelAnswers
 from trailmark.models.arguments import CacheKey, check_cache, check_documents, check_tokens, check_vocabulary
 from trailmark.models.card_files import README, Saving
 from trailmark.models.configuration import TrailmarkConfig
@@ -73,7 +75,7 @@ class Hidden:
     ranking: Tensor | None = None  # [B] what a learned ranking adds to the loss of each row
 
 
-class TrailmarkForCausalLM(PreTrainedModel, ChunkGenerationMixin):
+class TrailmarkForCausalLM(ModelAnswers, PreTrainedModel, ChunkGenerationMixin):
     """Base class of the models."""
 
     config_class: type[TrailmarkConfig] = TrailmarkConfig
@@ -113,10 +115,6 @@ class TrailmarkForCausalLM(PreTrainedModel, ChunkGenerationMixin):
         With a cache and ``keep``, only what these states and later calls depend on is computed. ``given`` comes only
         where the architecture's ``_given`` lets it.
         """
-        raise NotImplementedError
-
-    def reach(self) -> int | None:
-        """Positions before a token that can change its prediction other than through the memory; None: all."""
         raise NotImplementedError
 
     def _stages(self) -> list[int]:

@@ -4,11 +4,13 @@
 
 import inspect
 from functools import wraps
-from typing import Any, Literal, TypeVar, get_args, get_origin
+from typing import Any, Literal, Self, TypeVar, get_args, get_origin
 
 from huggingface_hub.dataclasses import strict
 from huggingface_hub.errors import StrictDataclassError
 from transformers import PreTrainedConfig
+
+from trailmark.models.answers import ConfigAnswers
 
 Config = TypeVar("Config")
 
@@ -58,7 +60,7 @@ def _in_words(kind: Any) -> str:
 
 
 @_checked
-class TrailmarkConfig(PreTrainedConfig):
+class TrailmarkConfig(ConfigAnswers, PreTrainedConfig):
     """What every model shares. The defaults are the papers' 128M models.
 
     Args:
@@ -115,11 +117,6 @@ class TrailmarkConfig(PreTrainedConfig):
     def has_landmarks(self) -> bool:
         """Whether a chunk ends with a landmark, a position of its own; else with its last token."""
         return True
-
-    @property
-    def retrieves(self) -> bool:
-        """Whether past chunks are read: else nothing of them is kept, and the window (or cell) is all there is."""
-        return getattr(self, "num_retrieved_chunks", 0) > 0
 
     def arithmetic_fields(self) -> list[tuple[str, object]]:
         """The fields that change what a model with given weights computes, by name."""
@@ -185,6 +182,9 @@ class SlidingWindowConfig(TrailmarkConfig):
     """The model with a window alone: Llama-like layers, sliding window, ALiBi."""
 
     model_type = "trailmark_sliding_window"
+
+    def with_fewer_layers(self, count: int) -> Self:
+        return _with(self, num_hidden_layers=min(self.num_hidden_layers, count))
 
 
 @_checked
@@ -257,6 +257,27 @@ class DRTConfig(TrailmarkConfig):
     def scores_chunks(self) -> bool:
         """Whether the model weighs chunks by scores of its own; else it has no W_h and W_l."""
         return self.encoder_weights == "learned"
+
+    def expect_trainable(self) -> None:
+        super().expect_trainable()
+        if self.num_retrieved_chunks == 1 and self.retriever == "causal":
+            raise ValueError(
+                "num_retrieved_chunks: expected at least 2 in training, got 1: the weight of a single chunk is "
+                "always 1, so its score gets no gradient and the retriever learns nothing."
+            )
+
+    def with_fewer_layers(self, count: int) -> Self:
+        assert self.num_lower_layers is not None
+        groups = min(self.num_retrieval_groups, 2)
+        lower = min(self.num_lower_layers, count)
+        upper = groups * min(self.num_upper_layers // self.num_retrieval_groups, count)
+        return _with(
+            self,
+            num_hidden_layers=lower + upper,
+            num_lower_layers=lower,
+            num_retrieval_groups=groups,
+            num_encoder_layers=min(self.num_encoder_layers, count),
+        )
 
     def validate_architecture(self) -> None:
         super().validate_architecture()
@@ -346,6 +367,24 @@ class LandmarkConfig(TrailmarkConfig):
             left = self.max_position_embeddings - (self.num_retrieved_chunks + 1) * (self.chunk_size + 1)
             self.local_length = max(1, left // (self.chunk_size + 1)) * self.chunk_size
         super().__post_init__(**kwargs)
+
+    @property
+    def retrieves_in_training(self) -> bool:
+        """A training text is attended to whole: chunks are retrieved in reading alone."""
+        return False
+
+    @property
+    def begins_texts_inside_chunks(self) -> bool:
+        return self.landmark_phase != "fixed"
+
+    def longest_training_text(self, early_landmarks: int = 0) -> int:
+        # a landmark before its chunk is full leaves a gap of up to S positions
+        left = self.max_position_embeddings - early_landmarks * self.chunk_size
+        return max(0, left - left // (self.chunk_size + 1))
+
+    def with_fewer_layers(self, count: int) -> Self:
+        # the first layer makes tables that all share: it is like no other
+        return _with(self, num_hidden_layers=min(self.num_hidden_layers, count + 1))
 
     @property
     def selects_for_many(self) -> bool:
@@ -446,6 +485,12 @@ class BlockRecurrentConfig(TrailmarkConfig):
     def has_landmarks(self) -> bool:
         return False
 
+    def with_fewer_layers(self, count: int) -> Self:
+        assert self.recurrent_layer is not None
+        below = min(self.recurrent_layer - 1, count)
+        above = min(self.num_hidden_layers - self.recurrent_layer, count)
+        return _with(self, num_hidden_layers=below + 1 + above, recurrent_layer=below + 1)
+
     def validate_architecture(self) -> None:
         super().validate_architecture()
         _expect(self.sliding_window is not None, "sliding_window", None, "a number of positions")
@@ -545,6 +590,22 @@ class RPTConfig(TrailmarkConfig):
         """All upper layers that read share one retrieval."""
         return 1
 
+    @property
+    def num_reading_layers(self) -> int:
+        """Upper layers that read chunks."""
+        return -(-self.num_upper_layers // self.cross_attention_every)
+
+    def with_fewer_layers(self, count: int) -> Self:
+        assert self.num_lower_layers is not None
+        lower = min(self.num_lower_layers, count)
+        upper = min(self.num_upper_layers, count * self.cross_attention_every)
+        return _with(
+            self,
+            num_hidden_layers=lower + upper,
+            num_lower_layers=lower,
+            num_encoder_layers=min(self.num_encoder_layers, count),
+        )
+
     def validate_architecture(self) -> None:
         super().validate_architecture()
         for name in ("chunk_size", "cross_attention_every"):
@@ -567,6 +628,14 @@ class RPTConfig(TrailmarkConfig):
         )
         _expect(self.sliding_window is not None, "sliding_window", None, "a number of positions")
         self.expect_rotary_heads()
+
+
+def _with(config: Config, **fields: Any) -> Config:
+    """The same configuration with other values of some fields."""
+    kind: Any = type(config)
+    given: Any = config
+    made: Config = kind.from_dict(given.to_dict() | fields)
+    return made
 
 
 def _expect_count(num_retrieved: int) -> None:

@@ -29,6 +29,10 @@ class ChunkEmbedder(Protocol):
         """
 
 
+Vectors = tuple[Tensor, Tensor]
+"""An encoder's queries and keys [B, C, d] of chunks."""
+
+
 class Given(NamedTuple):
     """Chunks that a caller names for each chunk that closes, instead of a search."""
 
@@ -36,6 +40,10 @@ class Given(NamedTuple):
     """int64 [B, C, n] numbers in their row, of earlier chunks; -1: none."""
     scores: Tensor | None
     """[B, C, n] how much each helps to predict the next chunk; None: they are to be read."""
+
+    def to(self, device: torch.device) -> Given:
+        """The same on a device."""
+        return Given(self.indices.to(device), None if self.scores is None else self.scores.to(device))
 
 
 def expect_embedder(embedder: ChunkEmbedder | None, fingerprint: str | None) -> ChunkEmbedder:
@@ -157,9 +165,7 @@ def expect_earlier(given: Given, grid: Grid, rows: int) -> None:
         )
 
 
-def embed_chunks(
-    embedder: ChunkEmbedder, tokens: Tensor, grid: Grid, step: Step | None
-) -> tuple[Tensor, Tensor]:
+def embed_chunks(embedder: ChunkEmbedder, tokens: Tensor, grid: Grid, step: Step | None) -> Vectors:
     """Queries and keys [B, C, d] of the chunks that a call closes; tokens [B, T] are the call's.
 
     With a step the tokens of the chunk that stays open are kept for the next call.

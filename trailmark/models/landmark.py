@@ -7,7 +7,7 @@ memory whose landmarks score best, in every layer anew (landmark_cell.py, landma
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,13 +20,17 @@ from transformers import initialization as init
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from trailmark.memory import CacheState, ChunkCache, ChunkMemory
+from trailmark.models.answers import CardFacts
 from trailmark.models.causal_lm import Hidden, TrailmarkForCausalLM, mark_residual_projections
 from trailmark.models.configuration import LandmarkConfig
+from trailmark.models.costs import CacheBytes, NumberBytes
 from trailmark.models.embedding import Given
 from trailmark.models.grid import Grid, Integers, Take, lay_out
 from trailmark.models.landmark_cell import CellStep
+from trailmark.models.landmark_costs import landmark_cache_bytes
 from trailmark.models.landmark_memory import LandmarkMemory, Reading
 from trailmark.models.layers import GELUMLP, MLP, LayerNorm, RMSNorm, SelfAttention, rotary_at, rotate
+from trailmark.models.reads import AveragedReads, BeforeReading, Selection
 from trailmark.models.text import Text
 from trailmark.ops import ChunkSelection, LandmarkLayout, fold_seed, landmark_attention
 from trailmark.ops.arguments import arithmetic_dtype, without_autocast
@@ -49,6 +53,8 @@ class Sight:
 
 class LandmarkLayer(GradientCheckpointingLayer):
     """h = x + attention(norm(x)); y = h + MLP(norm(h))."""
+
+    attends = "nothing"  # that a kernel keeps less of than the torch path
 
     def __init__(self, config: LandmarkConfig) -> None:
         super().__init__()
@@ -391,6 +397,66 @@ class LandmarkForCausalLM(TrailmarkForCausalLM):
                 )
             )
         return tuple(layers)
+
+    # --- answers -------------------------------------------------------------------------------------------
+
+    @property
+    def can_be_planted(self) -> bool:
+        """All that a cell reads later depends on what it read before."""
+        return False
+
+    @property
+    def selects_by_chunk(self) -> bool:
+        return False
+
+    def chunks_read(
+        self, retrieval: Sequence[ChunkSelection], row: int, landmarks: Sequence[tuple[int, int]]
+    ) -> list[list[Selection]]:
+        """What each layer and head read at the token before a landmark and at the one after it."""
+        return [
+            [
+                Selection.of(number, *pair)
+                for number, layer in enumerate(retrieval)
+                for pair in zip(
+                    *(x[row, column : column + 2].flatten(0, 1) for x in (layer.indices, layer.weights)),
+                    strict=True,
+                )
+            ]
+            for _, column in landmarks
+        ]
+
+    def follow_reads(self) -> AveragedReads:
+        config = self.config
+        return AveragedReads(
+            config.num_hidden_layers,
+            config.num_attention_heads,
+            config.num_retrieved_chunks,
+            config.chunk_size,
+            {"local_length": config.local_length, "retrieve_per": config.retrieve_per},
+        )
+
+    def before_reading(self) -> BeforeReading:
+        cell = self.config.local_length
+        assert cell is not None
+        if cell <= 2 * self.config.chunk_size:
+            return super().before_reading()
+        return BeforeReading(cell, f"a cell of {cell:,} tokens")
+
+    def cache_bytes(self, prompt: int, generated: int, memory_dtype: torch.dtype | None = None) -> CacheBytes:
+        return landmark_cache_bytes(self.config, prompt, generated, NumberBytes.of(self, memory_dtype))
+
+    def attention_multiply_adds(self, length: int) -> dict[str, int]:
+        """Of a whole text, as in training: all positions before each."""
+        positions = length + length // self.config.chunk_size
+        return super().attention_multiply_adds(positions)
+
+    @classmethod
+    def card_facts(cls, config: Mapping[str, Any]) -> CardFacts:
+        return CardFacts(
+            "Landmark Attention",
+            "A landmark after each chunk stands for it in attention; far chunks are read through their landmarks.",
+            (("Landmark Attention", "2305.16300"),),
+        )
 
 
 # what is drawn in training, by the number that is folded into the seed

@@ -241,6 +241,8 @@ class WindowLayer(GradientCheckpointingLayer):
 class ChunkEncoderLayer(GradientCheckpointingLayer):
     """A bidirectional layer over the rows of one chunk."""
 
+    attends = "chunks"  # see trailmark.models.answers.LayerKind
+
     def __init__(self, config: TrailmarkConfig) -> None:
         super().__init__()
         self.attention_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)

@@ -65,9 +65,24 @@ class Readers:
         source[row, group[row, place]] = grid.chunk[row, place]
         return cls(groups, source, np.where(grid.is_landmark, S - 1, S + grid.chunk_slots))
 
-    def turn(self, head_dim: int, theta: float, x: Tensor) -> Tensor:
-        """RoPE of the queries, (cos, sin) [b, P, D / 2, 2], for positions x [B, P, E]."""
-        return rotary_at(self._on("places", x.device), head_dim, theta, x.dtype)
+    def reading(
+        self,
+        config: RPTConfig,
+        x: Tensor,  # [B, P, E] any tensor of the call
+        indices: Tensor | None,
+        rows: Tensor | None = None,
+        present: Tensor | None = None,
+        kept_k: Tensor | None = None,
+        kept_v: Tensor | None = None,
+    ) -> Reading:
+        """What these readers read of a table; see :class:`Reading`."""
+        turn = rotary_at(self._on("places", x.device), config.head_dim, config.rope_theta, x.dtype)
+        return Reading(self.grid, turn, indices, kept_k, kept_v, rows, present)
+
+    def nothing(self, config: RPTConfig, x: Tensor) -> Reading:
+        """What groups read that have the null key alone."""
+        none = torch.zeros(x.shape[0], self.grid.num_chunks, 0, dtype=torch.int64, device=x.device)
+        return self.reading(config, x, none)
 
     def take(self, chosen: Tensor) -> Tensor:
         """What each closed chunk was given, [B, C, K], as its readers need it: [B, G, K]; -1 where none was."""
@@ -87,6 +102,8 @@ class Readers:
 class Reading(NamedTuple):
     """What the groups of a call read: K neighbours each, out of a table of M."""
 
+    groups: Grid  # of positions that read together
+    turn: Tensor  # [b, P, D / 2, 2] RoPE of their queries
     indices: Tensor | None  # [B, G, K] into the table; -1: nothing. None: the one group reads the whole table
     # the table: keys and values [B, M', L, n J, D] that earlier calls left, of the n layers that read; then rows
     kept_k: Tensor | None

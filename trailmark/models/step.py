@@ -22,7 +22,7 @@ class Step:
 
     Args:
         cache: what is carried. grid: the layout of the new tokens.
-        x: [B, P, E] any tensor of the call: its rows and its device.
+        batch_size: B, the rows of the call.
     """
 
     def __init__(self, cache: ChunkCache, grid: Grid, config: TrailmarkConfig, batch_size: int) -> None:
@@ -138,10 +138,14 @@ class Step:
         if (indices < 0).all():
             self.pending[group] = None
             return
-        records, lengths = self.cache.memory.gather(indices)
-        k, v = (records[:, :, i].transpose(2, 3) for i in (0, 1))  # [B, K, S, J, D]
+        k, v, lengths = self.fetch(indices)
         short = self.has_short(lengths)
         self.pending[group] = Retrieved.of(indices, lengths, mine.detach(), k, v, short)
+
+    def fetch(self, chunks: Integers) -> tuple[Tensor, Tensor, Integers]:
+        """Keys and values [B, n, S, J, D] and lengths [B, n] of chunks [B, n] of the memory; -1 gives any."""
+        records, lengths = self.cache.memory.gather(chunks)
+        return records[:, :, 0].transpose(2, 3), records[:, :, 1].transpose(2, 3), lengths
 
     def has_short(self, lengths: Integers) -> bool:
         """Whether attention is told the lengths [B, n] of the chunks that it reads.
@@ -211,10 +215,3 @@ class Step:
             states=self.states,
             state_kv=self.state_kv,
         )
-
-
-def place_of(config: TrailmarkConfig, grid: Grid, x: Tensor, step: Step | None) -> Place:
-    """Where positions x [B, P, E] stand for the first layers: of a whole text (no step), or of a call on a cache."""
-    if step is None:
-        return Place.of(config, x, None, grid.documents_on(x.device))
-    return step.place(0, grid, x)

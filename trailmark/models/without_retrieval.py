@@ -12,8 +12,6 @@ import torch
 from torch import Tensor
 
 from trailmark.models.configuration import TrailmarkConfig
-from trailmark.models.grid import Grid
-from trailmark.ops import ChunkSelection
 
 if TYPE_CHECKING:
     from trailmark.models.causal_lm import TrailmarkForCausalLM
@@ -60,26 +58,6 @@ def without_retrieval(model: Model) -> Model:
 def _names(model: torch.nn.Module) -> set[str]:
     named = (model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False))
     return {name for of in named for name, _ in of}
-
-
-def nothing_selected(x: Tensor, grid: Grid) -> ChunkSelection:
-    """What the closed chunks of a call select, [B, C, 0]; x [B, ...] is any tensor of it."""
-    shape = x.shape[0], grid.num_closed, 0
-    weights = x.new_zeros(shape, dtype=torch.promote_types(x.dtype, torch.float32))
-    return ChunkSelection(torch.zeros(shape, dtype=torch.int64, device=x.device), weights, weights)
-
-
-def expect_retrieval_in_training(config: TrailmarkConfig, least: int = 1) -> None:
-    """That a model in training retrieves, at least so many chunks.
-
-    Raises:
-        ValueError: its retrieval is off.
-    """
-    if not config.retrieves:
-        raise ValueError(
-            f"num_retrieved_chunks: expected at least {least} in training, got 0: what encodes, finds and reads chunks "
-            "would get no gradient. Train with chunks; with retrieval off, call eval() and read."
-        )
 
 
 def expect_no_neighbours(config: TrailmarkConfig, neighbours: Tensor | None, scores: Tensor | None) -> None:

@@ -13,7 +13,7 @@ import yaml
 from huggingface_hub.errors import StrictDataclassError
 
 from trailmark.data.needles import CURRICULUM
-from trailmark.models import MODELS, DRTConfig, LandmarkConfig, TrailmarkConfig
+from trailmark.models import TrailmarkConfig, architectures
 from trailmark.models.fields import coerce, field_types, nearest, parse_override
 
 _BELOW_1 = math.nextafter(1, 0)
@@ -53,8 +53,6 @@ _RANGES = {
         ("num_landmarks", 1, 2),
     ),
 }
-
-ARCHITECTURES = {name.removeprefix("trailmark_"): model for name, model in MODELS.items()}
 
 
 @dataclass
@@ -180,12 +178,12 @@ class RunConfig:
         """The model's configuration; a ValueError for unknown fields and sizes that do not fit."""
         fields = dict(self.model)
         name = fields.pop("architecture", "drt")
-        if not isinstance(name, str) or name not in ARCHITECTURES:
+        known = architectures()
+        if not isinstance(name, str) or name not in known:
             raise ValueError(
-                f"model.architecture: expected {' or '.join(ARCHITECTURES)}, got {name!r}."
-                + nearest(name, ARCHITECTURES)
+                f"model.architecture: expected {' or '.join(known)}, got {name!r}.{nearest(name, known)}"
             )
-        cls = ARCHITECTURES[name].config_class
+        cls = known[name].config_class
         hints = field_types(cls)
         for key in fields:
             if key not in hints:
@@ -269,18 +267,11 @@ def _check(config: RunConfig) -> None:
             f"data.chunk_size: expected the model's chunk_size {chunk_size}, got {config.data.chunk_size}: "
             "a question's landmark must fall right after it."
         )
-    if getattr(model, "num_retrieved_chunks", None) == 0:
-        raise ValueError(
-            "model.num_retrieved_chunks: expected at least 1 in training, got 0: with retrieval off some weights would "
-            "get no gradient. To train a model with a window alone choose model.architecture=sliding_window."
-        )
-    if isinstance(model, DRTConfig) and model.num_retrieved_chunks == 1 and model.retriever == "causal":
-        raise ValueError(
-            "model.num_retrieved_chunks: expected at least 2 in training, got 1: the weight of a single chunk is "
-            "always 1, so its score gets no gradient."
-        )
-    if isinstance(model, LandmarkConfig):
-        _check_landmark(config, model)
+    try:
+        model.expect_trainable()
+    except ValueError as error:
+        raise ValueError(f"model.{error}") from error
+    _check_lengths(config, model)
     _check_neighbours(config, model)
 
 
@@ -371,28 +362,28 @@ def rows_per_step(config: RunConfig) -> int:
     return tokens // length
 
 
-def _check_landmark(config: RunConfig, model: LandmarkConfig) -> None:
-    """Positions of a training text, and where its chunks begin."""
-    S, most = model.chunk_size, model.max_position_embeddings
-    if config.data.task == "needles":
-        if model.landmark_phase != "fixed":
+def _check_lengths(config: RunConfig, model: TrailmarkConfig) -> None:
+    """That the model has positions for the training texts, and that chunks begin where the task needs them."""
+    data, last = config.data, CURRICULUM[-1].chunks
+    if data.task == "needles":
+        if model.begins_texts_inside_chunks:
             raise ValueError(
-                f"model.landmark_phase: expected 'fixed' with data.task needles, got {model.landmark_phase!r}: the "
-                "task says where chunks begin."
+                "model.landmark_phase: expected 'fixed' with data.task needles, got 'random': the task says where "
+                "chunks begin."
             )
-        if (longest := CURRICULUM[-1].chunks * (S + 1)) > most:
+        most = model.longest_training_text()
+        if most is not None and last * data.chunk_size > most:
             raise ValueError(
-                f"model.max_position_embeddings: expected at least the {longest} positions of "
-                f"{CURRICULUM[-1].chunks} chunks, got {most}."
+                f"model.max_position_embeddings: expected positions for the {last} chunks of {data.chunk_size} tokens "
+                f"that the last level has, got as many as {most} tokens take."
             )
         return
-    # a landmark before its chunk is full leaves a gap of up to S positions
-    early = {"niah": config.data.num_landmarks + (config.data.early_landmarks > 0), "summarization": 1}
-    left = most - early.get(config.data.task, 0) * S
-    if (length := config.training.context_length) + length // S > left:
+    early = {"niah": data.num_landmarks + (data.early_landmarks > 0), "summarization": 1}
+    most, length = model.longest_training_text(early.get(data.task, 0)), config.training.context_length
+    if most is not None and length > most:
         raise ValueError(
-            f"training.context_length: expected at most {max(0, left - left // (S + 1))} tokens, which have {most} "
-            f"positions with their landmarks (model.max_position_embeddings), got {length}."
+            f"training.context_length: expected at most {most} tokens, which have positions together with their "
+            f"landmarks (model.max_position_embeddings), got {length}."
         )
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from trailmark.models import MODELS, TrailmarkConfig
-from trailmark.training.footprint import Precision, Settings, footprint, layers_of, uniform
+from trailmark.training.footprint import Precision, Settings, footprint, uniform
 from trailmark.training.ledger import Ledger, without_memory
 from trailmark.training.optimizer import MuonAdamW
 
@@ -122,7 +122,7 @@ def estimate(
     fixed = -(-(weights + state) // share)  # at all times
     if sharded:
         fixed += -(-weights // share) if accumulates else 0
-        layers = [sum(p.numel() for p in layer.parameters()) for layer in layers_of(model)]
+        layers = [sum(p.numel() for p in layer.parameters()) for layer in model.split_layers()]
         fixed += 2 * (2 * max(layers) + count - sum(layers)) * dtype.itemsize if world_size > 1 else 0
     else:
         fixed += (weights if accumulates else 0) + (weights if world_size > 1 else 0)

@@ -7,7 +7,6 @@ real; whatever scores would choose is number 0.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -15,14 +14,8 @@ import torch
 from accelerate.utils import convert_outputs_to_fp32
 from torch import Tensor, nn
 
-from trailmark.models import (
-    MODELS,
-    BlockRecurrentConfig,
-    DRTConfig,
-    LandmarkConfig,
-    RPTConfig,
-    TrailmarkConfig,
-)
+from trailmark.models import MODELS, TrailmarkConfig
+from trailmark.models.answers import LayerKind
 from trailmark.models.layers import slopes_like
 from trailmark.ops import block_attention, sliding_window_attention
 from trailmark.training.ledger import Ledger, without_memory
@@ -50,13 +43,17 @@ class Settings:
 class _Kind:
     """Layers that are alike, of which ``more`` are not run."""
 
-    layers: list[nn.Module]
+    of: LayerKind
     more: int
-    attends: Literal["window", "chunks", "nothing"] = "window"  # what its attention is over
     kept: float = 0.0  # bytes of a layer that is not run, from its forward to its backward
     gradients: int = 0  # bytes of one
     flops: float = 0.0  # of one's forward
     spared: float = 0.0  # bytes that a layer does not keep with the kernels of CUDA
+
+    @property
+    def layers(self) -> list[nn.Module]:
+        """Those that are run."""
+        return list(self.of.layers)
 
 
 @dataclass
@@ -113,14 +110,14 @@ def _run(config: TrailmarkConfig, settings: Settings, batch: dict[str, Tensor]) 
     """One micro-batch, of a model with fewer layers, and what the others add."""
     rows = len(batch["input_ids"])
     with torch.device("meta"):
-        model: Any = MODELS[config.model_type](_fewer_layers(config)).train()
+        model: Any = MODELS[config.model_type](config.with_fewer_layers(_LAYERS)).train()
     if getattr(config, "retriever", None) == "encoder":
         model.embedder = _Embedder(getattr(config, "embedder_fingerprint", None) or "")
     ledger = Ledger()
     without_memory(model, ledger, settings.dtype)
     kinds = _kinds(model, config)
     began: dict[nn.Module, tuple[int, int]] = {}  # bytes and FLOPs before a layer
-    for layer in layers_of(model):
+    for layer in model.split_layers():
         layer.register_forward_pre_hook(
             lambda layer, _: began.setdefault(layer, (ledger.live, ledger.flops)) and None
         )
@@ -162,16 +159,14 @@ def _run(config: TrailmarkConfig, settings: Settings, batch: dict[str, Tensor]) 
     before = ledger.live
     with ledger:
         called = _AsTrained(model, settings.precision)
-        loss, out, labels = weighted_loss(called, isinstance(config, DRTConfig | RPTConfig), batch)
+        loss, out, labels = weighted_loss(called, config.retrieves_in_training, batch)
         chunks = out.retrieval[0].indices.shape[1] if out.retrieval else 0
         del out, labels
         activations, forward_flops = ledger.live - before, ledger.flops
         loss.backward()
     cut(None)
 
-    _measure_kinds(kinds, layers_of(model), began, settings.dtype)
-    if isinstance(config, DRTConfig):
-        _measure_groups(kinds, began)
+    _measure_kinds(kinds, began, settings.dtype)
     if settings.kernels:
         _measure_kernels(kinds, config, settings, rows, chunks)
     every = 0.0 if settings.checkpointing else 1.0
@@ -221,112 +216,55 @@ class _AsTrained:
         return self._call(**inputs)
 
 
-def _fewer_layers(config: TrailmarkConfig) -> TrailmarkConfig:
-    """The same model with few layers of a kind, and two groups."""
-    # one more: Landmark Attention makes tables in the first layer that all share
-    fields: dict[str, Any] = {"num_hidden_layers": min(config.num_hidden_layers, _LAYERS + 1)}
-    if isinstance(config, DRTConfig):
-        assert config.num_lower_layers is not None
-        groups = min(config.num_retrieval_groups, 2)
-        of_group = config.num_upper_layers // config.num_retrieval_groups
-        lower, upper = min(config.num_lower_layers, _LAYERS), groups * min(of_group, _LAYERS)
-        fields = {"num_hidden_layers": lower + upper, "num_lower_layers": lower}
-        fields |= {"num_retrieval_groups": groups}
-        fields |= {"num_encoder_layers": min(config.num_encoder_layers, _LAYERS)}
-    if isinstance(config, RPTConfig):
-        assert config.num_lower_layers is not None
-        lower = min(config.num_lower_layers, _LAYERS)
-        upper = min(config.num_upper_layers, _LAYERS * config.cross_attention_every)
-        fields = {"num_hidden_layers": lower + upper, "num_lower_layers": lower}
-        fields |= {"num_encoder_layers": min(config.num_encoder_layers, _LAYERS)}
-    if isinstance(config, BlockRecurrentConfig):
-        below, above = (min(count, _LAYERS) for count in _around(config))
-        fields = {"num_hidden_layers": below + 1 + above, "recurrent_layer": below + 1}
-    made: TrailmarkConfig = type(config).from_dict(config.to_dict() | fields)
-    return made
-
-
-def _around(config: BlockRecurrentConfig) -> tuple[int, int]:
-    """Layers before and after the recurrent one."""
-    assert config.recurrent_layer is not None
-    return config.recurrent_layer - 1, config.num_hidden_layers - config.recurrent_layer
-
-
-def layers_of(model: Any) -> list[nn.Module]:
-    """In the order of the forward."""
-    if isinstance(model.config, DRTConfig | RPTConfig):
-        return [*model.lower_layers, *model.encoder.layers, *model.upper_layers]
-    if isinstance(model.config, BlockRecurrentConfig):
-        return [*model.lower_layers, model.recurrent_layer, *model.upper_layers]
-    return list(model.layers)
-
-
 def _kinds(model: Any, config: TrailmarkConfig) -> list[_Kind]:
-    """In the order of the forward; of a DRT the last is that of retrievers, one for each group."""
-
-    def kind(layers: Iterable[nn.Module], count: int, attends: Any = "window") -> _Kind:
-        own = list(layers)
-        return _Kind(own, count - len(own), attends)
-
-    if isinstance(config, BlockRecurrentConfig):
-        below, above = _around(config)
-        parts = (model.lower_layers, below), ([model.recurrent_layer], 1), (model.upper_layers, above)
-        return [kind(layers, count) for layers, count in parts]
-    if not isinstance(config, DRTConfig | RPTConfig):
-        return [kind(model.layers, config.num_hidden_layers)]
-    assert config.num_lower_layers is not None
-    lower = kind(model.lower_layers, config.num_lower_layers)
-    encoder = kind(model.encoder.layers, config.num_encoder_layers, "chunks")
-    if isinstance(config, DRTConfig):
-        groups = config.num_retrieval_groups if config.scores_chunks else 0
-        upper = kind(model.upper_layers, config.num_upper_layers)
-        return [lower, encoder, upper, kind(model.retrievers, groups, "nothing")]
-    reading = -(-config.num_upper_layers // config.cross_attention_every)
-    return [
-        lower,
-        encoder,
-        kind((layer for layer in model.upper_layers if layer.reads), reading),
-        kind((layer for layer in model.upper_layers if not layer.reads), config.num_upper_layers - reading),
-    ]
+    """The kinds of layers of a model with fewer layers, in the order of the forward; ``config``: of the whole model."""
+    with torch.device("meta"):
+        whole = MODELS[config.model_type](config)
+    pairs = zip(model.layer_kinds(), whole.layer_kinds(), strict=True)
+    return [_Kind(kind, len(full.layers) - len(kind.layers)) for kind, full in pairs]
 
 
-def _measure_kinds(
-    kinds: list[_Kind], order: list[nn.Module], began: dict[nn.Module, tuple[int, int]], dtype: torch.dtype
-) -> None:
-    """What a layer that is not run would keep and compute: as the last but one that is run."""
+def _measure_kinds(kinds: list[_Kind], began: dict[nn.Module, tuple[int, int]], dtype: torch.dtype) -> None:
+    """What a layer that is not run would keep and compute: as the last but one that is run.
+
+    ``began`` has, in the order in which layers ran, the bytes and FLOPs before each.
+    """
+    order = list(began)
+
+    def between(layer: nn.Module, other: nn.Module) -> tuple[int, int]:
+        (kept, flops), (after, more_flops) = began[layer], began[other]
+        return after - kept, more_flops - flops
+
+    before: _Kind | None = None
     for kind in kinds:
         if kind.more:
             kind.gradients = sum(p.numel() for p in kind.layers[0].parameters()) * dtype.itemsize
-            if kind.layers[0] in began:
+            if kind.of.opens_group:
+                assert before is not None
+                of_group = len(before.layers) // len(kind.layers)
+                # where a group is one layer, what lies between two layers is the whole group
+                kept, flops = between(before.layers[0], before.layers[of_group])
+                kind.kept, kind.flops = kept - of_group * before.kept, flops - of_group * before.flops
+            else:
                 last = kind.layers[-2]
-                (kept, flops), (after, more_flops) = began[last], began[order[order.index(last) + 1]]
-                kind.kept, kind.flops = after - kept, more_flops - flops
-
-
-def _measure_groups(kinds: list[_Kind], began: dict[nn.Module, tuple[int, int]]) -> None:
-    """What a group of a DRT adds beside its layers."""
-    upper, groups = kinds[-2], kinds[-1]
-    if groups.more:
-        of_group = len(upper.layers) // len(groups.layers)
-        (kept, flops), (after, more_flops) = began[upper.layers[0]], began[upper.layers[of_group]]
-        # where a group is one layer, what lies between two layers is the whole group
-        groups.kept = after - kept - of_group * upper.kept
-        groups.flops = more_flops - flops - of_group * upper.flops
+                kind.kept, kind.flops = between(last, order[order.index(last) + 1])
+        before = kind
 
 
 def _measure_kernels(
     kinds: list[_Kind], config: TrailmarkConfig, settings: Settings, rows: int, chunks: int
 ) -> None:
     """What layers do not keep where kernels attend: those of CUDA keep q, k, v and a number per row and head."""
-    if isinstance(config, LandmarkConfig):
-        return  # nor do its torch paths keep more
     marks = int(config.has_landmarks)  # positions more than tokens, of a chunk
+    sizes = {
+        "window": (rows, settings.length + marks * chunks),
+        "chunks": (rows * chunks, getattr(config, "chunk_size", 0) + marks),
+    }
     spared = {"nothing": 0.0}
-    spared["window"] = _spared(config, settings, rows, settings.length + marks * chunks, False)
-    if isinstance(config, DRTConfig | RPTConfig):
-        spared["chunks"] = _spared(config, settings, rows * chunks, config.chunk_size + marks, True)
+    for attends in {kind.of.attends for kind in kinds} - spared.keys():
+        spared[attends] = _spared(config, settings, *sizes[attends], attends == "chunks")
     for kind in kinds:
-        kind.spared = spared[kind.attends]
+        kind.spared = spared[kind.of.attends]
 
 
 def _spared(

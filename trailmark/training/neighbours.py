@@ -53,7 +53,7 @@ def open_table(
             f"data.neighbours: expected a table for {rule}, as the model may read, {folder!r} is one for {table.rule}. "
             f"Make one with {commands[learned]}, or change model.sliding_window or model.exclude_visible_chunks."
         )
-    if takes_scores(model) and table.manifest["scores"] is None:
+    if model.needs_scores and table.manifest["scores"] is None:
         raise ValueError(
             f"data.neighbours: expected a table with scores for model.encoder_weights 'encoder', {folder!r} has none. "
             "Make one with trailmark neighbours --scores float32."
@@ -73,17 +73,12 @@ def _opened(folder: str, **expected: Any) -> NeighbourTable:
         raise ValueError(f"data.{error}") from error
 
 
-def takes_scores(model: TrailmarkConfig) -> bool:
-    """Whether a model is given the scores of its neighbours: to learn them, or to weigh with them."""
-    learned = getattr(model, "retriever", None) == "learned"
-    return learned or getattr(model, "encoder_weights", "learned") == "encoder"
-
-
 def rule_of(model: TrailmarkConfig) -> Rule:
     """Which chunks a model with neighbours may read."""
     own: Any = model
-    architecture = model.model_type.removeprefix("trailmark_")
-    return Rule.of(architecture, own.chunk_size, own.sliding_window if own.exclude_visible_chunks else None)
+    if own.first_visible is None:
+        return Rule()
+    return Rule(own.sliding_window, own.first_visible + own.sliding_window - 1, own.has_landmarks)
 
 
 def _take_embedder(table: NeighbourTable, model: Any, tokenizer: Any) -> None:

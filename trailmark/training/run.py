@@ -31,10 +31,10 @@ from trailmark.data.files import (
 )
 from trailmark.data.needles import CURRICULUM
 from trailmark.data.summarization import SummarizationTexts
-from trailmark.models import DRTForCausalLM, RPTForCausalLM, TrailmarkForCausalLM
+from trailmark.models import TrailmarkForCausalLM, architectures
 from trailmark.models.card_files import refresh_card
 from trailmark.training import checkpoints, states
-from trailmark.training.config import ARCHITECTURES, RunConfig
+from trailmark.training.config import RunConfig
 from trailmark.training.curriculum import SMOOTHING, Curriculum
 from trailmark.training.guards import Guard
 from trailmark.training.loss import Meter
@@ -136,10 +136,6 @@ class Run:
         set_seed(self.config.training.seed)
         return self._make_model()
 
-    @property
-    def retrieves(self) -> bool:
-        return isinstance(self.model, DRTForCausalLM | RPTForCausalLM)
-
     # --- the model -----------------------------------------------------------------------------------------
 
     def _micro_batches(self) -> int:
@@ -152,7 +148,7 @@ class Run:
 
     def _make_model(self) -> TrailmarkForCausalLM:
         config = self.config
-        cls = ARCHITECTURES[config.model.get("architecture", "drt")]
+        cls = architectures()[config.model.get("architecture", "drt")]
         if config.init_from is None:
             model = cls(self.model_config)
         else:
@@ -165,16 +161,23 @@ class Run:
     @cached_property
     def _watches_retrieval(self) -> bool:
         """By the configuration, not by what a batch holds: all processes must add up what they saw."""
-        if not self.retrieves or self.config.data.separate_documents:
+        if not self.model_config.retrieves_in_training or self.config.data.separate_documents:
             return False
         # else it cannot be told here which chunks each chose among
-        return self._num_candidates is not None or not self.model.config.exclude_visible_chunks
+        return self._num_candidates is not None or not getattr(
+            self.model_config, "exclude_visible_chunks", False
+        )
 
     @cached_property
     def _num_candidates(self) -> Tensor | None:
         """[C] how many of a text's first chunks each could select, where all are full; None: it depends."""
-        data, config = self.config.data, self.model.config
-        if not self.retrieves or data.task != "text" or data.early_landmarks or data.separate_documents:
+        data, config = self.config.data, self.model_config
+        if (
+            not config.retrieves_in_training
+            or data.task != "text"
+            or data.early_landmarks
+            or data.separate_documents
+        ):
             return None
         chunks = self.config.training.context_length // config.chunk_size
         return torch.from_numpy(rule_of(config).num_candidates(chunks, config.chunk_size))

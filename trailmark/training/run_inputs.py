@@ -17,7 +17,6 @@ from trailmark.data.trained_embedders import embedder_of
 from trailmark.models import TrailmarkConfig
 from trailmark.training.config import RunConfig
 from trailmark.training.curriculum import Curriculum
-from trailmark.training.neighbours import takes_scores
 from trailmark.training.processes import is_main
 from trailmark.training.tasks import MOST_FILLER, NeedleTask, SampleTask, Task, TextTask
 
@@ -114,4 +113,4 @@ def make_task(
         )
         return SampleTask(config, texts)
     # a chunk of one token is always full
-    return TextTask(config, corpus, chunk_size or 1, table, takes_scores(model_config))
+    return TextTask(config, corpus, chunk_size or 1, table, model_config.needs_scores)

@@ -21,7 +21,6 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils.data import DataLoader, IterableDataset
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
-from trailmark.models import RPTForCausalLM
 from trailmark.training import states
 from trailmark.training.config import TrainingConfig
 from trailmark.training.loss import Meter, total_weight, weighted_loss
@@ -160,7 +159,7 @@ class RunTrainer(Trainer):
         with self._autocast():
             rows = self._begin(self.state.global_step)
             loss, out, labels = weighted_loss(
-                model, self.run.retrieves, inputs, num_items_in_batch, rows=rows
+                model, self.run.model.config.retrieves_in_training, inputs, num_items_in_batch, rows=rows
             )
         self.meter.add(loss, out, labels, inputs, rows)
         self.run.look_at(out)
@@ -169,8 +168,7 @@ class RunTrainer(Trainer):
 
     def _begin(self, step: int) -> int:
         """Tell the model how far training is; the rows of the global batch of ``step``."""
-        if isinstance(self.run.model, RPTForCausalLM):
-            self.run.model.ranking_progress = step / self.run.config.training.steps
+        self.run.model.training_progress(step / self.run.config.training.steps)
         return self.run.task.rows(step)
 
     def _autocast(self) -> torch.autocast:
@@ -184,7 +182,9 @@ class RunTrainer(Trainer):
         for batch in self.micro_batches:
             inputs = self._prepare_inputs(batch)
             with self._autocast():
-                loss, _, _ = weighted_loss(self.model_wrapped, self.run.retrieves, inputs)
+                loss, _, _ = weighted_loss(
+                    self.model_wrapped, self.run.model.config.retrieves_in_training, inputs
+                )
             self.accelerator.backward(loss)
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:

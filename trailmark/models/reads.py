@@ -4,53 +4,100 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
+import numpy.typing as npt
+from torch import Tensor
 
-from trailmark.data.traces import Floats, Integers, Read
-from trailmark.models import LandmarkForCausalLM
 from trailmark.ops import ChunkSelection
+
+Integers = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.floating[Any]]
+
+
+class Selection(NamedTuple):
+    """What one search selected."""
+
+    group: int  # a model that selects anew in every layer: the layer
+    chunks: list[int]
+    weights: list[float]  # of each
+
+    @classmethod
+    def of(cls, group: int, indices: Tensor, weights: Tensor) -> Selection:
+        """The chunks and weights, both [K], of which those with index -1 were not selected."""
+        kept = [(m, w) for m, w in zip(indices.tolist(), weights.tolist(), strict=True) if m >= 0]
+        return cls(group, [m for m, _ in kept], [w for _, w in kept])
+
+
+class BeforeReading(NamedTuple):
+    """How much of a text a model must have read before it can read anything of its past."""
+
+    tokens: int
+    in_words: str
+
+
+@dataclass(frozen=True)
+class Read:
+    """What one group read in one chunk: k chunks, ascending; none where there was nothing to read."""
+
+    chunks: Integers  # [k]
+    weights: Floats  # [k]
+    scores: Floats | None = None  # [k]; None where there is no one score, as in Landmark Attention
+    rest: float | None = None  # weight of the chunks that are not listed; None: all are
+
 
 NOTHING = Read(np.zeros(0, np.int64), np.zeros(0), np.zeros(0))
 Chunks = tuple[tuple[Read, ...], ...]  # of each chunk, of each group
 
 
 class Reads(Protocol):
-    """Of one architecture. What is carried is of the chunks that have no line yet and of the one that opens next."""
+    """Follows what the chunks of a text read, call by call.
+
+    What is carried from call to call are the reads of the chunks that have no line yet and of the one that opens next.
+    """
+
+    group_name: str
+    """What reads: "group", or "layer"."""
+    num_groups: int
+    settings: dict[str, Any]
+    """Fields of the configuration that say what a read means."""
 
     def begin(self) -> Chunks:
-        """Before the first token."""
+        """The reads before the first token."""
 
     def add(self, reads: Chunks, retrieval: Sequence[ChunkSelection], first_token: int, count: int) -> Chunks:
-        """After a call that read so many tokens from that one on."""
+        """The reads after a call that read ``count`` tokens from ``first_token`` on."""
 
     def finish(self, reads: tuple[Read, ...], length: int) -> tuple[Read, ...]:
-        """Of a chunk of so many tokens, as its line says it."""
+        """The reads of a chunk of ``length`` tokens, as its line says them."""
 
 
 class SelectedReads:
     """A chunk reads what the end of the chunk before it selected: DRT (design, semantics 2) and RPT (RETRO's shift)."""
 
-    def __init__(self, groups: int) -> None:
-        self._groups = groups
+    group_name = "group"
+
+    def __init__(self, num_groups: int, settings: dict[str, Any] | None = None) -> None:
+        self.num_groups, self.settings = num_groups, settings or {}
 
     def begin(self) -> Chunks:
-        return ((NOTHING,) * self._groups,)
+        return ((NOTHING,) * self.num_groups,)
 
     def add(self, reads: Chunks, retrieval: Sequence[ChunkSelection], first_token: int, count: int) -> Chunks:
         parts = [
             [x[0].cpu().numpy() for x in (chosen.indices, chosen.weights, chosen.scores)]
             for chosen in retrieval
         ]  # [N, K] each
-        found = []
+        added = []
         for c in range(len(parts[0][0])):
             own = []
             for indices, weights, scores in parts:
                 k = int((indices[c] >= 0).sum())  # -1 comes last
                 own.append(Read(indices[c, :k], weights[c, :k], scores[c, :k]))
-            found.append(tuple(own))
-        return reads + tuple(found)
+            added.append(tuple(own))
+        return reads + tuple(added)
 
     def finish(self, reads: tuple[Read, ...], length: int) -> tuple[Read, ...]:
         return reads
@@ -59,14 +106,16 @@ class SelectedReads:
 class AveragedReads:
     """Landmark Attention: every token and head selects for itself, in every layer.
 
-    Carried are sums of weights over a chunk's tokens and heads; a line has of each layer the K chunks with the largest
-    means, and the mean weight of all others. Weights are of the chunks among each other: they sum to 1 where a token
-    reads of the memory at all.
+    Sums of weights over a chunk's tokens and heads are carried; a line has for each layer the K chunks with the largest
+    means, and the mean weight of all others. Weights are those of the chunks among each other: they sum to 1 where a
+    token reads of the memory at all.
     """
 
-    def __init__(self, layers: int, heads: int, num_retrieved: int, chunk_size: int) -> None:
-        self._layers, self._heads, self._kept = layers, heads, num_retrieved
-        self._chunk_size = chunk_size
+    group_name = "layer"
+
+    def __init__(self, layers: int, heads: int, num_retrieved: int, chunk_size: int, settings: Any) -> None:
+        self.num_groups, self._heads, self._kept = layers, heads, num_retrieved
+        self._chunk_size, self.settings = chunk_size, settings
 
     def begin(self) -> Chunks:
         return ()
@@ -98,7 +147,7 @@ class AveragedReads:
 
 
 def _sums(rows: Integers, chunks: Integers, weights: Floats, count: int) -> list[Read]:
-    """Of each of ``count`` rows the chunks, ascending, and the sum of their weights."""
+    """For each of ``count`` rows the chunks, ascending, and the sum of their weights."""
     width = int(chunks.max(initial=0)) + 1
     keys, place = np.unique(rows * width + chunks, return_inverse=True)
     sums: Floats = np.bincount(place, weights, len(keys)).astype(np.float64)
@@ -109,16 +158,3 @@ def _sums(rows: Integers, chunks: Integers, weights: Floats, count: int) -> list
 def _merged(one: Read, other: Read) -> Read:
     chunks = np.concatenate([one.chunks, other.chunks])
     return _sums(np.zeros_like(chunks), chunks, np.concatenate([one.weights, other.weights]), 1)[0]
-
-
-def reads_of(model: Any) -> Reads:
-    """How to follow a model that retrieves."""
-    config = model.config
-    if isinstance(model, LandmarkForCausalLM):
-        return AveragedReads(
-            config.num_hidden_layers,
-            config.num_attention_heads,
-            config.num_retrieved_chunks,
-            config.chunk_size,
-        )
-    return SelectedReads(getattr(config, "num_retrieval_groups", 1))

@@ -1,0 +1,56 @@
+"""No floor above the models asks which class a model is: models answer for themselves."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import trailmark.models
+from trailmark.models import MODELS
+
+PACKAGE = Path(trailmark.models.__file__).parents[1]
+ABOVE = [
+    path
+    for path in sorted(PACKAGE.rglob("*.py"))
+    if path.relative_to(PACKAGE).parts[0] not in ("models", "memory", "ops", "__init__.py")
+]
+CLASSES = {cls for model in MODELS.values() for cls in (model.__name__, model.config_class.__name__)}
+MODULES = {cls.__module__ for model in MODELS.values() for cls in (model, model.config_class)}
+# each of these defines a model; the one with all configurations is known by their names
+MODULES -= {"trailmark.models.configuration"}
+
+
+def architectures_named(source: str) -> Iterator[str]:
+    """The architectures that a module names: imported, as an attribute, or by the module that defines them."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.ImportFrom):
+            for alias in node.names:
+                if alias.name in CLASSES or node.module in MODULES or f"{node.module}.{alias.name}" in MODULES:
+                    yield f"from {node.module} import {alias.name}"
+        elif isinstance(node, ast.Import):
+            yield from (f"import {alias.name}" for alias in node.names if alias.name in MODULES)
+        elif isinstance(node, ast.Attribute) and node.attr in CLASSES:
+            yield f".{node.attr}"
+
+
+@pytest.mark.parametrize("path", ABOVE, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_no_floor_above_models_names_an_architecture(path: Path) -> None:
+    assert not list(architectures_named(path.read_text()))
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "from trailmark.models import DRTForCausalLM\nisinstance(model, DRTForCausalLM)",
+        "from trailmark import RPTConfig",
+        "import trailmark.models.drt",
+        "from trailmark.models import landmark",
+        "from trailmark.models.rpt import ranking_loss",
+        "import trailmark\nisinstance(model, trailmark.LandmarkForCausalLM)",
+    ],
+)
+def test_one_that_does_is_seen(source: str) -> None:
+    assert list(architectures_named(source))

@@ -1,0 +1,225 @@
+"""The loop of every model whose layers stand on each other with a window: lower layers, memory, upper layers.
+
+Lower layers run on every token that is read, and what they say of a closed chunk goes into the memory. Upper layers
+read chunks, and run only where a result needs them: on the last positions of what was read, in a later call.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any
+
+from torch import Tensor, nn
+
+from trailmark.memory import ChunkCache, MemoryEntries
+from trailmark.models.arguments import check_tokens
+from trailmark.models.candidates import no_selection
+from trailmark.models.causal_lm import Hidden, TrailmarkForCausalLM
+from trailmark.models.embedding import Given, Vectors, embed_chunks, expect_embedder
+from trailmark.models.grid import Grid, Integers, lay_out
+from trailmark.models.layers import Place
+from trailmark.models.step import Step
+from trailmark.models.text import whole_chunks
+from trailmark.ops import ChunkSelection
+
+
+class Chunks(ABC):
+    """The chunks that the landmarks of a call may select: those of a whole text, or those of a memory.
+
+    Training, prefill and decoding ask it the same two questions, once for each group of upper layers.
+    """
+
+    asks = True
+    """Whether some chunk closes, so that something is to be selected."""
+    ranking: Tensor | None = None
+    """[B] what a learned ranking of these chunks adds to the loss of each row."""
+
+    @abstractmethod
+    def select(self, group: int, query: Tensor | None) -> ChunkSelection:
+        """What each closed chunk of the call selects, [B, C, K].
+
+        Args:
+            query: [B, C, E] of the group's landmarks; None: of a model that asks with what it knows of the chunks.
+        """
+
+    @abstractmethod
+    def reading(self, group: int, selection: ChunkSelection) -> tuple[Any, ...]:
+        """What the positions of the call read: arguments of an upper layer's forward. Empty: nothing."""
+
+
+class NoChunks(Chunks):
+    """Of a model with retrieval off; x [B, ...] is any tensor of the call."""
+
+    asks = False
+
+    def __init__(self, grid: Grid, x: Tensor, reading: tuple[Any, ...] = ()) -> None:
+        self._nothing, self._reading = no_selection(x, grid.num_closed, 0), reading
+
+    def select(self, group: int, query: Tensor | None) -> ChunkSelection:
+        return self._nothing
+
+    def reading(self, group: int, selection: ChunkSelection) -> tuple[Any, ...]:
+        return self._reading
+
+
+class LayeredForCausalLM(TrailmarkForCausalLM):
+    """``lower_layers``, then ``upper_layers``; a model overrides where it differs."""
+
+    lower_layers: nn.ModuleList
+    upper_layers: nn.ModuleList
+    norm: nn.Module
+    _upper_stage = 1
+    """Of the upper layers' windows: 1, for they see other positions than the lower ones; 0 where there are no lower."""
+
+    # --- what a model may override -------------------------------------------------------------------------
+
+    def _upper(self) -> nn.ModuleList:
+        """The layers that may wait until a result needs them."""
+        return self.upper_layers
+
+    def _landmark(self) -> Tensor | None:
+        """The state [E] of a landmark below the first layer; None: there are none."""
+        return None
+
+    def _run_lower(self, x: Tensor, grid: Grid, place: Place, step: Step | None) -> Tensor:
+        """Positions x [B, P, E] through the layers that run on every token."""
+        for number, layer in enumerate(self.lower_layers):
+            x = layer(x, place, step and step.window(number))
+        return x
+
+    def _text_chunks(
+        self, x: Tensor, tokens: Tensor, grid: Grid, noise_seed: Tensor | None, given: Given | None
+    ) -> tuple[Tensor, Chunks | None]:
+        """Positions x [B, P, E] of a whole text, and its chunks for the upper layers; None: these read none."""
+        return x, None
+
+    def _remember(self, x: Tensor, tokens: Tensor, grid: Grid, step: Step) -> None:
+        """Write what positions x [B, P, E] of a call on a cache leave for later calls."""
+
+    def _memory_chunks(self, x: Tensor, grid: Grid, step: Step, first_chunk: Integers) -> Chunks | None:
+        """The memory's chunks for positions x [B, P, E], whose first chunk has the number ``first_chunk`` [B]."""
+        return None
+
+    def _query(self, group: int, x: Tensor, grid: Grid) -> Tensor | None:
+        """What the landmarks among positions x [B, P, E] ask with, [B, C, E]."""
+        return None
+
+    def _of_layer(self, reading: tuple[Any, ...], number: int) -> tuple[Any, ...]:
+        """The part of a reading that is upper layer ``number``'s."""
+        return reading
+
+    # --- the loop ------------------------------------------------------------------------------------------
+
+    def _stages(self) -> list[int]:
+        upper = len(self._upper())
+        return [0] * (self.config.num_hidden_layers - upper) + [self._upper_stage] * upper
+
+    def run(
+        self,
+        tokens: Tensor,  # [B, T]
+        grid: Grid,
+        cache: ChunkCache | None = None,
+        keep: int | None = None,
+        noise_seed: Tensor | None = None,
+        given: Given | None = None,
+    ) -> Hidden:
+        if self.training:
+            self.config.expect_trainable()
+        x = grid.insert_landmarks(self.embed_tokens(tokens), self._landmark())
+        chunks: Chunks | None = None
+        if cache is None:
+            step, place = None, Place.of(self.config, x, None, grid.documents_on(x.device))
+            x = self._run_lower(x, grid, place, None)
+            x, chunks = self._text_chunks(x, tokens, grid, noise_seed, given)
+        else:
+            step = Step(cache, grid, self.config, x.shape[0])
+            if self._upper_stage:
+                place = step.place(0, grid, x)
+                x = self._run_lower(x, grid, place, step)
+                self._remember(x, tokens, grid, step)
+            if self._upper():
+                reach = self.reach()
+                if keep == 0 and reach is not None:  # reading: what is kept depends on nothing above
+                    step.defer(x, reach)
+                    step.commit()
+                    return Hidden(None)
+                x, grid, first_chunk = step.tail(x, reach, keep)
+                place = step.place(self._upper_stage, grid, x)
+                chunks = self._memory_chunks(x, grid, step, first_chunk)
+        x, selections = self._run_upper(x, grid, place, step, chunks)
+        if step is not None:
+            step.commit()
+        if keep == 0:
+            return Hidden(None)
+        states = self.norm(grid.last_tokens(keep)(x))
+        if chunks is None:
+            return Hidden(states)
+        return Hidden(states, tuple(selections), grid.closed, ranking=chunks.ranking)
+
+    def _run_upper(
+        self, x: Tensor, grid: Grid, place: Place, step: Step | None, chunks: Chunks | None
+    ) -> tuple[Tensor, list[ChunkSelection]]:
+        """Positions x [B, P, E] through the upper layers, and what the landmarks among them selected for each group."""
+        upper = self._upper()
+        lower = self.config.num_hidden_layers - len(upper)
+        per_group = len(upper) // getattr(self.config, "num_retrieval_groups", 1)
+        selections: list[ChunkSelection] = []
+        reading: tuple[Any, ...] = ()
+        for number, layer in enumerate(upper):
+            group, position = divmod(number, per_group)
+            if chunks is not None and position == 0:
+                query = self._query(group, x, grid) if chunks.asks else None
+                selections.append(chunks.select(group, query))
+                reading = chunks.reading(group, selections[group])
+            kept = step and step.window(lower + number)
+            x = layer(x, place, kept, *self._of_layer(reading, number))
+        return x, selections
+
+
+class RetrievingForCausalLM(LayeredForCausalLM):
+    """A model whose lower layers write closed chunks into a memory, which its upper layers read."""
+
+    def _entries(self, x: Tensor, tokens: Tensor, grid: Grid, step: Step | None) -> MemoryEntries:
+        """What a memory keeps of the chunks that a call closes.
+
+        Args:
+            x: [B, P, E] above the lower layers; with a step after the open chunk's (``step.with_open``).
+            tokens: [B, T] of the call.
+        """
+        raise NotImplementedError
+
+    def _remember(self, x: Tensor, tokens: Tensor, grid: Grid, step: Step) -> None:
+        if not self.config.retrieves:
+            return
+        if grid.num_closed:
+            step.remember(self._entries(step.with_open(x), tokens, grid, step))
+        else:
+            self._embed(tokens, grid, step)  # keeps the open chunk's tokens
+        step.keep_open(x)
+
+    def _embed(self, tokens: Tensor, grid: Grid, step: Step | None) -> Vectors | None:
+        """The encoder's queries and keys [B, C, d] of the chunks that a call closes; None: there is no encoder."""
+        if getattr(self.config, "retriever", None) != "encoder":
+            return None
+        embedder = expect_embedder(self.embedder, getattr(self.config, "embedder_fingerprint", None))
+        return embed_chunks(embedder, tokens, grid, step)
+
+    def encode(self, input_ids: Tensor, before: Tensor | None = None) -> MemoryEntries:
+        """The memory entries of the whole chunks of ``input_ids`` [B, n * S], without reading them.
+
+        ``before`` [B, m * S] are the tokens before them; with at least the lower layers' reach of them
+        (``num_lower_layers * (sliding_window - 1)`` positions) the entries are those of a full read.
+        """
+        check_tokens(input_ids, self.config.vocab_size)
+        size: int = getattr(self.config, "chunk_size")  # noqa: B009 - a field of all that retrieve
+        ids, skip = whole_chunks(input_ids, before, size)
+        grid = lay_out(ids.shape[1], size, landmarks=self.config.has_landmarks)
+        x = grid.insert_landmarks(self.embed_tokens(ids), self._landmark())
+        x = self._run_lower(x, grid, Place.of(self.config, x, None), None)
+        return MemoryEntries(*(part[:, skip:] for part in self._entries(x, ids, grid, None)))
+
+    def encoding_reach(self) -> int:
+        """Chunks after a chunk whose memory entries its tokens take part in, through the lower layers."""
+        config: Any = self.config
+        positions = config.num_lower_layers * (config.sliding_window - 1)
+        return -(-positions // (config.chunk_size + config.has_landmarks))
