@@ -232,7 +232,11 @@ def main(arguments: list[str] | None = None) -> None:
     try:
         if from_shell:  # a program that calls this is not started again
             keep_freed_memory(arguments)
-        _quiet()
+        cli_evaluation.declare_options()  # of suites that a program registered since
+        if not {"--help", "-h"}.intersection(
+            arguments
+        ):  # transformers takes most of the time that help takes
+            _quiet()
         if code := app(args=arguments, obj=arguments, standalone_mode=False):  # typer turns exits into codes
             if code == 130:
                 raise KeyboardInterrupt

@@ -6,9 +6,7 @@ weights cost the same: :func:`trailmark.evaluation.cost_models.load_or_build` ta
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from statistics import median
 from typing import Any
@@ -20,8 +18,8 @@ from trailmark.evaluation.cost_models import load_or_build, random_subject
 from trailmark.evaluation.cost_training import Step, measure_training
 from trailmark.evaluation.reading import parse_dtype
 from trailmark.evaluation.record import Record, processor
-from trailmark.evaluation.subject import Subject
-from trailmark.memory.store import TIERS
+from trailmark.evaluation.subject import Subject, names_of
+from trailmark.evaluation.suite_cost import CostSettings
 
 __all__ = [
     "TABLE_3",
@@ -29,7 +27,6 @@ __all__ = [
     "CostSettings",
     "base_of",
     "load_or_build",
-    "names_of",
     "random_subject",
     "ratios",
     "rows_of",
@@ -101,62 +98,6 @@ TABLE_4: tuple[dict[str, Any], ...] = tuple(
 )
 
 
-@dataclass(frozen=True)
-class CostSettings:
-    """What is measured of each model.
-
-    Args:
-        lengths: tokens of a prompt; empty: no generation is measured. (Table 3: 16K and 48K.)
-        generate: tokens after each prompt. The first belongs to the prompt's time, so 2 at least.
-        tiers: where the memory of past chunks lies: "device", "host" (the paper's CPU offload), "disk". With "device"
-            among them, models without such a memory are measured there alone; the base always. Without a GPU "device"
-            and "host" are one memory: times differ by chance only, and bytes say what would lie on a device.
-        rounds: that count, of generating and of training, all models in turn.
-        training_lengths: context lengths at which training is measured (Figure 3a, Table 4); empty: at none.
-        training_batch_tokens: of a training step, whole texts of each length; None: one text.
-        seed: of prompts.
-        memory_dtype: of keys and values in memory: "float32", "bfloat16", "float16"; None: the model's.
-
-    Raises:
-        ValueError: nothing to measure, a number that is too small, an unknown tier or dtype, a batch of no whole texts.
-    """
-
-    lengths: tuple[int, ...] = (16_384, 49_152)
-    generate: int = 128
-    tiers: tuple[str, ...] = ("device", "host")
-    rounds: int = 7
-    training_lengths: tuple[int, ...] = ()
-    training_batch_tokens: int | None = None
-    seed: int = 0
-    memory_dtype: str | None = None
-
-    def __post_init__(self) -> None:
-        if not self.lengths and not self.training_lengths:
-            raise ValueError(
-                "lengths, training_lengths: expected some, got none of both. Name prompts as lengths=16384,49152."
-            )
-        for name, least in (("lengths", 2), ("training_lengths", 2)):
-            if wrong := [n for n in getattr(self, name) if n < least]:
-                raise ValueError(f"{name}: expected at least {least} tokens, got {wrong[0]}.")
-        for name, least in (("generate", 2), ("rounds", 1), ("seed", 0)):
-            if (came := getattr(self, name)) < least:
-                raise ValueError(f"{name}: expected at least {least}, got {came}.")
-        if wrong_tiers := [tier for tier in self.tiers if tier not in TIERS]:
-            raise ValueError(f"tiers: expected {', '.join(map(repr, TIERS))}, got {wrong_tiers[0]!r}.")
-        if self.lengths and not self.tiers:
-            raise ValueError(
-                "tiers: expected at least one, got none. 'device' is where every memory may lie."
-            )
-        parse_dtype(self.memory_dtype)
-        for length in self.training_lengths:
-            tokens = self.training_batch_tokens
-            if tokens is not None and (tokens < length or tokens % length):
-                raise ValueError(
-                    f"training_batch_tokens: expected whole texts of {length} tokens, got {tokens}. "
-                    f"{max(1, tokens // length) * length} would be {max(1, tokens // length)}."
-                )
-
-
 def run(
     subjects: Sequence[Subject],
     settings: CostSettings,
@@ -177,7 +118,11 @@ def run(
     Raises:
         ValueError: no model; a prompt that a model of transformers has no positions for.
     """
-    names, base = names_of(subjects), base_of(subjects)
+    if not subjects:
+        raise ValueError("models: expected at least one, got none.")
+    names, base = names_of([subject.folder for subject in subjects]), base_of(subjects)
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise ValueError(f"models: expected each once, got {twice[0]!r} several times.")
     for name, subject in zip(names, subjects, strict=True):
         _expect_positions(name, subject, settings)
     device: torch.device = subjects[0].model.device
@@ -236,25 +181,6 @@ def run(
         }
         found.append(record.measure(cell | shared, partial(training, length)))
     return found
-
-
-def names_of(subjects: Sequence[Subject]) -> list[str]:
-    """A name for each model: its folder's or file's; where two are called the same, with the path.
-
-    Raises:
-        ValueError: no model, or one twice.
-    """
-    if not subjects:
-        raise ValueError("models: expected at least one, got none.")
-    short = [subject.name.removesuffix(".yaml").removesuffix(".yml") for subject in subjects]
-    counts = Counter(short)
-    names = [
-        name if counts[name] == 1 else str(subject.folder)
-        for name, subject in zip(short, subjects, strict=True)
-    ]
-    if twice := [name for name, count in Counter(names).items() if count > 1]:
-        raise ValueError(f"models: expected each once, got {twice[0]!r} several times.")
-    return names
 
 
 def base_of(subjects: Sequence[Subject]) -> int:

@@ -14,7 +14,8 @@ from trailmark.data.corpus import load_tokenizer
 from trailmark.data.trained_embedders import embedder_of
 from trailmark.evaluation.subject import Subject, load
 from trailmark.models import MODELS, TrailmarkConfig, architectures, short_name
-from trailmark.models.fields import coerce, field_types, nearest, parse_fields
+from trailmark.models.fields import field_types, parse_fields
+from trailmark.settings import coerce, nearest
 
 _SUFFIXES = (".yaml", ".yml")
 

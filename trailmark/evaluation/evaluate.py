@@ -1,44 +1,38 @@
-"""The suites: which a model is asked, with what settings, and where what comes out lies."""
+"""Ask models with suites: which model is asked what, with which settings, and where what comes out lies."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from trailmark.evaluation import cost, needles, perplexity, summarization
 from trailmark.evaluation.cost_models import load_or_build
 from trailmark.evaluation.documents import Documents
 from trailmark.evaluation.reading import parse_dtype
 from trailmark.evaluation.record import Record
-from trailmark.evaluation.subject import Subject, expect_model, is_checkpoint, is_sizes, task_of
+from trailmark.evaluation.subject import Subject, expect_model, is_checkpoint, is_sizes, names_of, task_of
+from trailmark.evaluation.suite import Suite, Task, suite_named, suites
 from trailmark.models.card_files import refresh_card
-
-SUITES: dict[str, Any] = {
-    "needles": needles.NeedleSettings,
-    "perplexity": perplexity.PerplexitySettings,
-    "summarization": summarization.SummarizationSettings,
-    "cost": cost.CostSettings,
-}
-_DEFAULTS = {"needles": ("needles", "perplexity"), "niah": ("needles",), "summarization": ("perplexity",)}
+from trailmark.settings import Settings, kinds_of
 
 
 @dataclass(frozen=True)
 class Found:
     """What one suite found."""
 
-    suite: str
-    subjects: list[Subject]  # one, but for cost
+    suite: Suite
+    subjects: list[Subject]  # one, unless the suite compares models
     results: list[dict[str, Any]]
     record: Record
 
 
 def evaluate(
     models: Sequence[Path],
-    suites: Sequence[str],
+    asked: Sequence[str],
     options: Mapping[str, Any],
     text: Sequence[Path] | None = None,
     changes: Sequence[str] = (),
@@ -49,111 +43,85 @@ def evaluate(
     say: Callable[[str], None] = lambda message: None,
     progress: Callable[[str], None] = lambda message: None,
 ) -> Iterator[Found]:
-    """Every suite of every model; each is given when it is done, and kept before.
+    """Measure every suite of every model; what one suite found is given when it is done, and kept before.
 
     Args:
-        models: folders or hub names; for "cost" YAML files too.
-        suites: none: what each model was trained for.
-        options: settings by their names in the suites' settings; None: their defaults. Those that a suite has not are
-            of others.
+        models: folders or hub names; YAML files too for suites that measure random weights.
+        asked: names of suites; none: of each model those for what it was trained for.
+        options: settings by their names in the suites' settings; None: their defaults. A suite takes those that it has.
         text: files, folders or a prepared corpus; None: sources of Python's library.
         changes: fields of the models' configurations, for this evaluation.
-        output: a folder: ``output/<model>/<suite>.json``, of cost ``output/cost.json``. None: ``evaluation/`` in the
-            model's own folder.
+        output: a folder: ``output/<model>/<suite>.json``, and ``output/<suite>.json`` where models are compared. None:
+            ``evaluation/`` in the model's own folder.
         device: where models compute; None: cuda if there is one. dtype: of their weights; None: as they were saved.
 
     Raises:
         ValueError: an unknown suite; a model, settings or a text that cannot be; no place to write.
     """
-    for suite in suites:
-        if suite not in SUITES:
-            raise ValueError(f"suite: expected {', '.join(map(repr, SUITES))}, got {suite!r}.")
-    suites = list(dict.fromkeys(suites))
-    given = {name: value for name, value in options.items() if value is not None}
-    if "summarization" in suites:
-        given.setdefault("pairs", ())  # the one setting without a default: its own error says what is missing
-    plan: dict[Path, list[str]] = {}
-    for path in models:  # of several, before the first one is asked
-        expect_model(path)
-        alone = [suite for suite in suites if suite != "cost"]
-        plan[path] = alone if suites else list(_DEFAULTS.get(task_of(path) or "", ("perplexity",)))
-        if is_sizes(path) and plan[path]:
-            raise ValueError(
-                f"models: expected a trained model for {', '.join(plan[path])}, {str(path)!r} has random weights. "
-                "Train it first, or ask for --suite cost alone."
-            )
-    settings = _settings(
-        suites or list(dict.fromkeys(suite for asked in plan.values() for suite in asked)), given
-    )
-    names = _names(list(plan))
-    for path, asked in plan.items():
-        if not asked:
-            continue
-        subject = _placed(load_or_build(path, changes), device, dtype)
-        folder = _folder(subject, output, names[path])
-        documents = None
-        for suite in asked:
-            record = Record(folder, suite, subject.identity(), say, command, subject.model.device.type)
-            if suite == "summarization":
-                results = summarization.run(subject, settings[suite], record, progress)
-            else:
-                documents = documents or _open(text, subject, say)
-                if suite == "needles":
-                    _say_repeated(settings[suite].lengths or subject.default_lengths(), documents.tokens, say)
-                module = needles if suite == "needles" else perplexity
-                source = documents.corpus if suite == "needles" else documents
-                results = module.run(subject, settings[suite], source, record, progress)
-            yield Found(suite, [subject], results, record)
-        _refresh(subject, output)
-    if "cost" in suites:
-        subjects = [_placed(load_or_build(path, changes), device, dtype) for path in models]
+    groups = _groups(models, [suite_named(name) for name in dict.fromkeys(asked)])
+    settings = _settings([suite for _, chosen in groups for suite in chosen], options)
+    names = dict(zip(models, names_of(models), strict=True))
+    for paths, chosen in groups:
+        subjects = [_placed(load_or_build(path, changes), device, dtype) for path in paths]
+        alone = not chosen[0].compares
+        folder = _folder(subjects[0], output, _folder_name(names[paths[0]]) if alone else "")
         identities = [subject.identity() for subject in subjects]
-        where = subjects[0].model.device.type
-        record = Record(_folder(subjects[0], output), "cost", identities, say, command, where)
-        results = cost.run(subjects, settings["cost"], record, progress)
-        yield Found("cost", subjects, results, record)
-        _refresh(subjects[0], output)
+
+        @cache
+        def documents(subject: Subject = subjects[0]) -> Documents:
+            return _open(text, subject, say)
+
+        for suite in chosen:
+            identity = identities[0] if alone else identities
+            record = Record(folder, suite.name, identity, say, command, subjects[0].model.device.type)
+            task = Task(subjects, settings[suite.name], record, documents, say, progress)
+            yield Found(suite, subjects, suite.run(task), record)
+        if output is None and subjects[0].folder.is_dir():  # the results lie beside the model
+            refresh_card(subjects[0].folder)
 
 
-def parse_numbers(name: str, text: str | None, kind: type[int] | type[float] = int) -> tuple[Any, ...] | None:
-    """``1024,16384`` as numbers.
+def _groups(models: Sequence[Path], chosen: Sequence[Suite]) -> list[tuple[list[Path], list[Suite]]]:
+    """Models that are loaded together, and the suites that ask them: each model alone, then all that are compared.
 
     Raises:
-        ValueError: something else.
+        ValueError: a path that can be no model; a suite that needs trained weights and a model that has none.
     """
-    if text is None:
-        return None
-    try:
-        return tuple(kind(part.replace("_", "")) for part in text.split(","))
-    except ValueError as error:
-        example = "1024,16384" if kind is int else "0,0.5,1"
-        raise ValueError(f"{name}: expected numbers as {example}, got {text!r}.") from error
+    groups: list[tuple[list[Path], list[Suite]]] = []
+    for path in dict.fromkeys(models):
+        expect_model(path)
+        task = task_of(path)
+        alone = [suite for suite in chosen or suites().values() if not suite.compares]
+        if not chosen:
+            alone = [suite for suite in alone if suite.asked_of(task)]
+        if trained := [suite.name for suite in alone if is_sizes(path) and not suite.random_weights]:
+            raise ValueError(
+                f"models: expected a trained model for {', '.join(trained)}, {str(path)!r} has random weights. "
+                "Train it first, or ask for --suite cost alone."
+            )
+        if alone:
+            groups.append(([path], alone))
+    return groups + [(list(models), [suite]) for suite in chosen if suite.compares]
 
 
-def _names(models: Sequence[Path]) -> dict[Path, str]:
-    """A folder's name for each model's results: the model's, with the path where two are called the same."""
-    last = [path.resolve().name if path.exists() else path.name for path in models]
-    return {
-        path: name if last.count(name) == 1 else str(path).strip("./").replace("/", "--")
-        for path, name in zip(models, last, strict=True)
-    }
-
-
-def _settings(suites: Sequence[str], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Of each suite.
+def _settings(chosen: Sequence[Suite], options: Mapping[str, Any]) -> dict[str, Settings]:
+    """The settings of each suite.
 
     Raises:
         ValueError: an option that none of them has (what it was to change would silently stay), a value that cannot be.
     """
-    known = {suite: {field.name for field in fields(SUITES[suite])} for suite in suites}
+    given = {name: value for name, value in options.items() if value is not None}
+    known = {suite.name: kinds_of(suite.settings) for suite in chosen}
     if unused := [name for name in given if not any(name in names for names in known.values())]:
+        others = [
+            suite.name for suite in suites().values() if unused[0] in suite.settings.__dataclass_fields__
+        ]
         raise ValueError(
-            f"{unused[0]}: expected an option of {', '.join(suites)}, got one of another suite. Leave it out, or add "
-            f"--suite {next(suite for suite, kind in SUITES.items() if unused[0] in kind.__dataclass_fields__)}."
+            f"{unused[0]}: expected an option of {', '.join(known)}, got one of another suite. Leave it out, or add "
+            f"--suite {others[0]}."
         )
     return {
-        suite: SUITES[suite](**{name: value for name, value in given.items() if name in names})
-        for suite, names in known.items()
+        suite.name: suite.settings(**{name: given[name] for name in given if name in known[suite.name]})
+        for suite in chosen
     }
 
 
@@ -167,8 +135,12 @@ def _placed(subject: Subject, device: str | None, dtype: str | None) -> Subject:
     return subject
 
 
-def _folder(subject: Subject, output: Path | None, name: str = "") -> Path:
-    """Where results go: what has no folder, or a checkpoint's, has them in runs/evaluation."""
+def _folder_name(name: str) -> str:
+    return name.strip("./").replace("/", "--")
+
+
+def _folder(subject: Subject, output: Path | None, name: str) -> Path:
+    """Where results go: those of what has no folder, or of a checkpoint, go to runs/evaluation."""
     path = subject.folder
     if output is not None:
         return output / name
@@ -177,17 +149,6 @@ def _folder(subject: Subject, output: Path | None, name: str = "") -> Path:
     if is_checkpoint(path):
         return Path("runs") / "evaluation" / f"{path.resolve().parent.parent.name}-{path.resolve().name}"
     return path / "evaluation"
-
-
-def _refresh(subject: Subject, output: Path | None) -> None:
-    """The model's card, where the results lie beside the model."""
-    if output is None and subject.folder.is_dir():
-        refresh_card(subject.folder)
-
-
-def _say_repeated(lengths: Sequence[int], tokens: int, say: Callable[[str], None]) -> None:
-    if max(lengths) > tokens:
-        say(f"Mind: the text has {tokens:,} tokens; haystacks that are longer repeat it.")
 
 
 def _open(text: Sequence[Path] | None, subject: Subject, say: Callable[[str], None]) -> Documents:

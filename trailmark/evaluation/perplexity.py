@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -23,9 +23,9 @@ from trailmark.evaluation.protocols import Cell, perplexity_protocol, with_field
 from trailmark.evaluation.record import Record
 from trailmark.evaluation.room import expect_room, memory_need, probe_length
 from trailmark.evaluation.subject import Subject
+from trailmark.evaluation.suite_perplexity import TOKENS, PerplexitySettings, expect_stride
 from trailmark.models import TrailmarkForCausalLM
 
-_TOKENS = 1 << 16  # that are read of a text where nothing else is asked
 _FIRST_BIN = 64  # positions; each further bin is as long as all before it
 
 
@@ -50,7 +50,7 @@ class PerplexityResult:
 
 
 def evaluate_perplexity(
-    model: TrailmarkForCausalLM, text: Tokens, length: int, max_tokens: int = _TOKENS
+    model: TrailmarkForCausalLM, text: Tokens, length: int, max_tokens: int = TOKENS
 ) -> PerplexityResult:
     """Mean loss over disjoint windows of ``length`` tokens, as many as ``max_tokens`` hold (at least one).
 
@@ -69,87 +69,6 @@ def evaluate_perplexity(
     count = windows * (length - 1)
     asked = tuple(map(int, gate)) if is_gated(model) else (None, None)
     return PerplexityResult(length, windows, count, total / count, *asked)
-
-
-@dataclass(frozen=True)
-class PerplexitySettings:
-    """What is read, and how.
-
-    Args:
-        lengths: tokens of a window, each a cell of its own. None: 1x, 4x and 16x the training texts, as far as the
-            text goes; of "documents" and of a protocol, see there.
-        windows: "windows": disjoint, of all documents one after another; what is left at the end is not read.
-            "sliding": each moves on by ``stride`` and the last ``stride`` tokens of each are scored, so that each
-            scored token has at least ``length - stride`` before it. "documents": no window crosses a document; a
-            document's last one may be shorter. Without lengths each document is one window, whole.
-        stride: of "sliding"; None: half a window.
-        carry: one memory for the text ("windows") or for each document ("documents", without lengths): what was read
-            before a window is remembered in it. False: each window is read cold.
-        max_tokens: of the text, from its beginning: as many whole windows as it holds, at least one, or as many whole
-            documents. None: all. "auto": 65,536; under a protocol, which asks for the whole split, all.
-        by_position: tell the loss by the number of tokens before.
-        memory_tier: "device", "host" or "disk" (of temporary files), of the memory; it changes no number.
-        protocol: a paper's way of measuring (:mod:`trailmark.evaluation.protocols`), which sets all others but
-            ``max_tokens``; ``lengths`` then are those that the protocol leaves open.
-        seed: of the intervals' draws.
-
-    Raises:
-        ValueError: settings that do not go together.
-    """
-
-    lengths: tuple[int, ...] | None = None
-    windows: Literal["windows", "sliding", "documents"] = "windows"
-    stride: int | None = None
-    carry: bool = False
-    max_tokens: int | Literal["auto"] | None = "auto"
-    by_position: bool = True
-    memory_tier: str = "device"
-    protocol: str | None = None
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        if self.lengths is not None:
-            object.__setattr__(self, "lengths", tuple(self.lengths))
-            if not self.lengths:
-                raise ValueError("lengths: expected at least one, or None, got an empty list.")
-        for length in self.lengths or ():
-            if length < 2:
-                raise ValueError(f"lengths: expected at least 2 tokens, got {length}.")
-        if self.windows not in ("windows", "sliding", "documents"):
-            raise ValueError(f"windows: expected 'windows', 'sliding' or 'documents', got {self.windows!r}.")
-        if self.stride is not None and self.windows != "sliding":
-            raise ValueError(
-                f"stride: expected none with {self.windows!r}, got {self.stride}. Choose 'sliding'."
-            )
-        if self.stride is not None and not 1 <= self.stride <= (
-            shortest := min(self.lengths or (max(1, self.stride),))
-        ):
-            raise _too_long_stride(shortest, self.stride)
-        if self.carry and self.windows == "sliding":
-            raise ValueError(
-                "carry: expected False with 'sliding', got True: a carried memory has read what such windows repeat. "
-                "Choose 'windows', where each token then has all before it."
-            )
-        if self.carry and self.windows == "documents" and self.lengths is not None:
-            raise ValueError(
-                f"lengths: expected none with 'documents' and carry, got {self.lengths}: a document is then read on "
-                "from its beginning to its end."
-            )
-        if self.max_tokens != "auto" and self.max_tokens is not None and self.max_tokens < 1:
-            raise ValueError(f"max_tokens: expected at least 1, 'auto' or None, got {self.max_tokens}.")
-        if self.protocol is not None:
-            perplexity_protocol(self.protocol).cells(self.lengths)
-            if self.windows != "windows" or self.carry:
-                raise ValueError(
-                    f"protocol: {self.protocol!r} reads disjoint windows cold: expected windows='windows' and no "
-                    f"carry, got {self.windows!r} and {self.carry}. Leave them, or leave the protocol out."
-                )
-
-    @property
-    def token_limit(self) -> int | None:
-        if self.max_tokens == "auto":
-            return _TOKENS if self.protocol is None else None
-        return self.max_tokens
 
 
 def run(
@@ -293,8 +212,7 @@ class _Plan:
         whole = room == text.tokens
         if settings.windows == "sliding":
             stride = settings.stride or max(1, length // 2)
-            if stride > length:  # of lengths by default, which the settings do not know
-                raise _too_long_stride(length, stride)
+            expect_stride(length, stride)  # of lengths by default, which the settings do not know
             starts = range(0, room - length + 1, stride)
             readings = [
                 _Reading(s, s + length, max(s + 1, s + length - stride), (s // length,)) for s in starts
@@ -458,13 +376,6 @@ def _expect_length(length: int, tokens: int) -> None:
             f"length: expected at most the text's {tokens} tokens, got {length}. Choose shorter windows "
             "or a longer text."
         )
-
-
-def _too_long_stride(length: int, stride: int) -> ValueError:
-    return ValueError(
-        f"stride: expected 1 to the shortest length, {length:,}, got {stride:,}: what lies between two windows would "
-        "not be scored. Choose a shorter stride, or longer windows."
-    )
 
 
 def _bounds(sums: Any, counts: Any, seed: int) -> tuple[Any, Any]:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from trailmark.models import TrailmarkForCausalLM
-from trailmark.models.fields import nearest
+from trailmark.settings import nearest
 
 GCA, LANDMARK = "2410.01651", "2305.16300"
 

@@ -157,6 +157,13 @@ def task_of(path: Path) -> str | None:
     return _read_run(_run_folder(path) / "run.yaml").get("data", {}).get("task")
 
 
+def names_of(paths: Sequence[Path]) -> list[str]:
+    """A name for each model: its folder's or file's; where two are called the same, with the path."""
+    last = [path.resolve().name if path.exists() else path.name for path in paths]
+    short = [name.removesuffix(".yaml").removesuffix(".yml") for name in last]
+    return [name if short.count(name) == 1 else str(path) for path, name in zip(paths, short, strict=True)]
+
+
 def is_checkpoint(folder: Path) -> bool:
     return (folder / MANIFEST).is_file()
 

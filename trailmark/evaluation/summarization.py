@@ -9,9 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -27,75 +25,11 @@ from trailmark.evaluation.losses import beginning, longest_text
 from trailmark.evaluation.protocols import PUBLISHED
 from trailmark.evaluation.record import Record
 from trailmark.evaluation.subject import Subject
+from trailmark.evaluation.suite_summarization import PROTOCOL, SummarizationSettings
 
 ROUGE = ("rouge1", "rouge2", "rougeL", "rougeLsum")
-PROTOCOL = "paper-table-2"
 _PARTS, _MEASURES = ("f", "precision", "recall"), ("fmeasure", "precision", "recall")
 _BLOCK = 64  # documents that a kill can cost
-
-
-@dataclass(frozen=True)
-class SummarizationSettings:
-    """What is summarised, and how.
-
-    Args:
-        pairs: files of documents and summaries, or folders of such (:class:`trailmark.data.summarization.Pairs`).
-        document_column: None: "document" or "article". summary_column: None: "summary" or "highlights".
-        limit: documents, from the first; None: all.
-        max_new_tokens: of a summary, at most.
-        temperature: 0: the likeliest token each time. top_k: sample among so many; None: among all.
-        context_length: tokens that a document, its cue and ``max_new_tokens`` take at most: a document that is longer
-            loses its end, as in training. None: that of the model's training for summaries, the most that a model of
-            transformers takes, else documents are read whole.
-        stemmer: take words of one stem for equal (rouge-score's Porter stemmer), as results on these corpora do.
-        batch_size: documents at a time.
-        protocol: "paper-table-2" (arXiv 2410.01651, Table 2): 128 tokens sampled among the two likeliest, as its
-            published code does. What that code scores are strings of tokens; here it is text, so numbers differ.
-        seed: of sampling and of the intervals' draws.
-
-    Raises:
-        ValueError: settings out of range or that do not go together.
-    """
-
-    pairs: tuple[str, ...]
-    document_column: str | None = None
-    summary_column: str | None = None
-    limit: int | None = None
-    max_new_tokens: int = 128
-    temperature: float = 0.0
-    top_k: int | None = None
-    context_length: int | None = None
-    stemmer: bool = True
-    batch_size: int = 8
-    protocol: str | None = None
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        given = (self.pairs,) if isinstance(self.pairs, str | Path) else self.pairs
-        object.__setattr__(self, "pairs", tuple(str(path) for path in given))
-        if not self.pairs:
-            raise ValueError("pairs: expected files of documents and summaries, got none.")
-        for name in ("limit", "max_new_tokens", "top_k", "context_length", "batch_size"):
-            if (value := getattr(self, name)) is not None and value < 1:
-                raise ValueError(f"{name}: expected at least 1, got {value}.")
-        if not (math.isfinite(self.temperature) and self.temperature >= 0):
-            raise ValueError(f"temperature: expected 0 or more, got {self.temperature:g}.")
-        if self.protocol is not None:
-            if self.protocol != PROTOCOL:
-                raise ValueError(f"protocol: expected {PROTOCOL!r} or none, got {self.protocol!r}.")
-            if (self.max_new_tokens, self.temperature, self.top_k) not in ((128, 0.0, None), (128, 1.0, 2)):
-                raise ValueError(
-                    f"protocol: {PROTOCOL!r} samples 128 tokens at temperature 1 among the 2 likeliest: expected no "
-                    f"max_new_tokens, temperature or top_k beside it, got {self.max_new_tokens}, "
-                    f"{self.temperature:g} and {self.top_k}."
-                )
-            object.__setattr__(self, "temperature", 1.0)
-            object.__setattr__(self, "top_k", 2)
-        if self.top_k is not None and self.temperature == 0:
-            raise ValueError(
-                f"top_k: expected none at temperature 0, which takes the likeliest token, got {self.top_k}. Set "
-                "temperature to 1."
-            )
 
 
 def run(

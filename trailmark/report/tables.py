@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from trailmark.evaluation.suite import Column, Row, Suite, number, one_row, read, suites
 from trailmark.report.console import size
 
 
@@ -44,138 +45,46 @@ def needle_table(results: Sequence[dict[str, Any]], train_length: int) -> str:
     return markdown_table(header, rows)
 
 
-def result_table(suite: str, results: Sequence[dict[str, Any]], train_length: int) -> str:
-    """What ``trailmark evaluate`` found in one suite: a row for each result, of cost for each model."""
-    match suite:
-        case "needles":
-            return _needles(results, train_length)
-        case "perplexity":
-            return perplexity_table(results)
-        case "summarization":
-            return _summaries(results)
-        case "cost":
-            parts = [("ms_per_token", _generating), ("seconds", _training)]
-            rows = [row for result in results for row in result["rows"]]
-            tables = [table([row for row in rows if key in row]) for key, table in parts]
-            notes = dict.fromkeys(result["note"] for result in results if result.get("note"))
-            return "\n\n".join([*filter(None, tables), *notes])
-    raise AssertionError(suite)
+def result_table(suite: Suite, results: Sequence[dict[str, Any]], train_length: int) -> str:
+    """What ``trailmark evaluate`` found in one suite: a table for each heading, and what is to be minded."""
+    rows = [{"train_length": train_length, **row} for result in results for row in suite.rows(result)]
+    groups: dict[tuple[str, str], list[Any]] = {}
+    for row in rows:
+        groups.setdefault(suite.heading(row), []).append(row)
+    tables = [
+        (f"{heading}\n\n" if len(groups) > 1 else "") + column_table(suite.columns, group)
+        for (heading, _), group in groups.items()
+    ]
+    return "\n\n".join([*tables, *dict.fromkeys(row["note"] for row in rows if row.get("note"))])
 
 
-def _needles(results: Sequence[dict[str, Any]], train_length: int) -> str:
-    # under the paper's protocol right is what one token says; the whole answer stands beside it
-    paper = any(r.get("exact_accuracy") is not None for r in results)
-    header = ["tokens", "x train", "kind", "depth", "questions", "one token right" if paper else "all right"]
-    header += ["95% interval", *(["all right"] if paper else [])]
-    header += ["chunk retrieved", "weight", "tokens/s", "memory"]
-    return markdown_table(
-        header,
-        [
-            [
-                f"{r['length']:,}",
-                f"{r['length'] / train_length:g}x",
-                f"{r['hops']} hops" if r["kind"] == "hops" else r["kind"],
-                "any" if r["depth"] is None else f"{r['depth']:g}",
-                str(r["questions"]),
-                f"{r['accuracy']:.3f}",
-                interval(r["accuracy_low"], r["accuracy_high"]),
-                *([_or_dash(r.get("exact_accuracy"), ".3f")] if paper else []),
-                _or_dash(r["recall"], ".3f"),
-                _or_dash(r["mean_weight"], ".3f"),
-                _or_dash(r["tokens_per_second"], ",.0f"),
-                size(r["memory_bytes"]) if r["memory_bytes"] else "-",
-            ]
-            for r in results
-        ],
-    )
+def column_table(columns: Sequence[Column], rows: Sequence[Row]) -> str:
+    """The columns that a terminal shows, without those in which nothing stands."""
+    filled = {
+        column: [written(read(row, column.value), column.form) for row in rows]
+        for column in columns
+        if "terminal" in column.on
+    }
+    kept = {column: cells for column, cells in filled.items() if any(cell != "-" for cell in cells)}
+    return markdown_table([column.title for column in kept], list(zip(*kept.values(), strict=True)))
+
+
+def written(value: Any, form: str) -> str:
+    """A value as :class:`Column` says."""
+    if isinstance(value, list | tuple):
+        return "-".join(written(end, form) for end in value)
+    if value is None or isinstance(value, str) or number(value) is None:
+        return "-" if value is None else str(value)
+    match form:
+        case "bytes":
+            return size(value)
+        case "share":
+            return f"{value:.3f}"
+        case "times":
+            return f"{value:.2f}"
+    return f"{round(value) if form.endswith('d') else value:{form}}"
 
 
 def perplexity_table(results: Sequence[dict[str, Any]]) -> str:
     """A row for each length; an interval, words and bytes where they were counted."""
-    header = ["tokens", "windows", "loss", "perplexity", "95% interval", "of words", "bits/byte"]
-    return markdown_table(
-        header,
-        [
-            [
-                "whole documents" if r["length"] is None else f"{r['length']:,}",
-                f"{r['windows']:,}",
-                _or_dash(r["loss"], ".4f"),
-                _or_dash(r["perplexity"], ".3f"),
-                interval(r.get("perplexity_low"), r.get("perplexity_high")),
-                _or_dash(r.get("word_perplexity"), ",.2f"),
-                _or_dash(r.get("bits_per_byte"), ".4f"),
-            ]
-            for r in results
-        ],
-    )
-
-
-def _summaries(results: Sequence[dict[str, Any]]) -> str:
-    rouges = ("rouge1", "rouge2", "rougeL")
-    header = ["documents", *(name for rouge in rouges for name in (rouge, "95% interval"))]
-    rows = []
-    for r in results:
-        cells = [f"{r['documents']:,}"]
-        for rouge in rouges:
-            cells += [f"{r[rouge]['f']:.4f}", interval(r[rouge]["low"], r[rouge]["high"], ".4f")]
-        rows.append(cells)
-    return markdown_table(header, rows)
-
-
-def _generating(rows: Sequence[dict[str, Any]]) -> str:
-    header = [
-        "model",
-        "prompt",
-        "tier",
-        "ms/token",
-        "x",
-        "on the device",
-        "x",
-        "cache",
-        "by formula",
-        "reads, tokens/s",
-    ]
-    shown = [
-        [
-            r["model"],
-            f"{r['prompt']:,}",
-            r["tier"],
-            r["problem"] or f"{r['ms_per_token']['median']:.2f}",
-            _or_dash(r["time_ratio"], ".2f"),
-            _bytes(r["device_bytes"]),
-            _or_dash(r["memory_ratio"], ".2f"),
-            _bytes(r["cache_bytes"]),
-            _bytes(r["formula_bytes"]),
-            _or_dash(r["tokens_per_second_reading"], ",.0f"),
-        ]
-        for r in rows
-    ]
-    return markdown_table(header, shown) if shown else ""
-
-
-def _training(rows: Sequence[dict[str, Any]]) -> str:
-    header = ["model", "trained at", "tokens/s", "time, x", "memory", "x"]
-    shown = [
-        [
-            r["model"],
-            f"{r['length']:,}",
-            r["problem"] or f"{r['tokens_per_second']:,.0f}",
-            _or_dash(r["time_ratio"], ".2f"),
-            _bytes(r["peak_bytes"]),
-            _or_dash(r["memory_ratio"], ".2f"),
-        ]
-        for r in rows
-    ]
-    return markdown_table(header, shown) if shown else ""
-
-
-def interval(low: float | None, high: float | None, form: str = ".3f") -> str:
-    return "-" if low is None or high is None else f"{low:{form}}-{high:{form}}"
-
-
-def _or_dash(value: float | None, form: str) -> str:
-    return "-" if value is None else format(value, form)
-
-
-def _bytes(count: float | None) -> str:
-    return "-" if count is None else size(count)
+    return column_table(suites()["perplexity"].columns, [row for r in results for row in one_row(r)])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import typing
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -14,7 +14,8 @@ from huggingface_hub.errors import StrictDataclassError
 
 from trailmark.data.needles import CURRICULUM
 from trailmark.models import TrailmarkConfig, architectures
-from trailmark.models.fields import coerce, field_types, nearest, parse_override
+from trailmark.models.fields import field_types
+from trailmark.settings import coerce, from_mapping, nearest, parse_override
 
 _BELOW_1 = math.nextafter(1, 0)
 # numbers that have bounds; the seed's are numpy's
@@ -203,7 +204,7 @@ class RunConfig:
         return yaml.safe_dump(self.to_dict(), sort_keys=False)
 
 
-def load_run_config(path: str | Path, overrides: typing.Sequence[str] = ()) -> RunConfig:
+def load_run_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     """Read a YAML file and apply ``a.b=value`` overrides (values are YAML).
 
     Raises:
@@ -227,26 +228,9 @@ def load_run_config(path: str | Path, overrides: typing.Sequence[str] = ()) -> R
             if not isinstance(target, dict):
                 raise ValueError(f"{key}: {parent} is no section.")
         target[last] = parsed
-    config: RunConfig = _build(RunConfig, raw, "")
+    config = from_mapping(RunConfig, raw)
     _check(config)
     return config
-
-
-def _build(cls: Any, raw: Any, prefix: str) -> Any:
-    if not isinstance(raw, dict):
-        raise ValueError(f"{prefix or 'config'}: expected a section with keys, got {raw!r}.")
-    hints = typing.get_type_hints(cls)
-    values = {}
-    for key, value in raw.items():
-        name = f"{prefix}.{key}" if prefix else str(key)
-        if key not in hints:
-            raise ValueError(f"{name}: unknown key.{nearest(key, hints)}")
-        values[key] = (
-            _build(hints[key], value, name)
-            if dataclasses.is_dataclass(hints[key])
-            else coerce(name, value, hints[key])
-        )
-    return cls(**values)
 
 
 def _check(config: RunConfig) -> None:
