@@ -23,7 +23,7 @@ from tests.models.tiny import (
     window_model,
 )
 from trailmark.data.needles import NeedleFormat
-from trailmark.data.proportions import wilson_interval
+from trailmark.statistics import wilson_interval
 from trailmark.data.trials import needle_trials
 from trailmark.evaluation.needles import evaluate_needles
 from trailmark.evaluation.planting import planted

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from trailmark.evaluation.needle_cells import Suite
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from tests.models.tiny import assert_same, block_recurrent, draw_weights, drt, landmark, rpt, window_model
@@ -22,15 +23,14 @@ from trailmark.data.draws import Draws
 from trailmark.data.haystacks import Filler, Haystack, Needle
 from trailmark.data.needle_formats import Marks, Name, Paper, Sentences
 from trailmark.data.needle_tasks import NeedleTask, Question, Trial, make_task
-from trailmark.data.proportions import wilson_interval
 from trailmark.data.shards import Corpus
 from trailmark.evaluation import asking, needle_cells, room
 from trailmark.evaluation.asking import Asker, WholeTextAsker
-from trailmark.evaluation.needle_cells import Suite
 from trailmark.evaluation.needles import NeedleSettings, run
 from trailmark.evaluation.record import Record
 from trailmark.evaluation.subject import Subject
 from trailmark.models import DRTForCausalLM, RPTForCausalLM
+from trailmark.statistics import wilson_interval
 
 S = 14
 BYTES = load_tokenizer()

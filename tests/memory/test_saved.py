@@ -23,9 +23,10 @@ from torch import Tensor
 
 from tests.disks import largest_file
 from tests.memory.interrupts import interrupt, stopped_at
+from trailmark import files
+from trailmark.files import NoSpaceError
 from trailmark.memory import saved
 from trailmark.memory.disk import DiskStore
-from trailmark.memory.files import NoSpaceError
 from trailmark.memory.records import ChunkStore
 from trailmark.memory.saved import MANIFEST, Saved, load, next_chunk_file, save, verify
 from trailmark.memory.store import TIERS, make_store
@@ -305,23 +306,6 @@ def test_chunk_files_get_new_names_and_what_was_left_is_removed(folder: Path) ->
 # --- kills -----------------------------------------------------------------------------------------------
 
 
-def _save_over(folder: Path, tier: str) -> None:
-    """The second save, of a memory that was appended to."""
-    if tier == "in place":
-        store: ChunkStore = opened(load(folder))
-        store.write(9, records(12)[9:])
-    else:
-        store = filled(tier, records(12))
-    save(folder, state(1), {"second": True}, store, 12)
-    store.close()
-
-
-def _save_first(folder: Path, tier: str) -> None:
-    store = filled("disk", records(9), next_chunk_file(folder))
-    save(folder, state(), HEADER, store, 9)
-    store.close()
-
-
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # Ctrl-C in a destructor
 @pytest.mark.parametrize("tier", ["in place", "host"])
 @pytest.mark.parametrize(("how", "step"), [("Ctrl-C", 1), ("killed", 9)])  # lines; a kill takes a process
@@ -368,14 +352,14 @@ def _stopped(how: str, line: int, run: Callable[[], None]) -> bool:
     if how == "Ctrl-C":
         with (
             contextlib.suppress(KeyboardInterrupt),
-            stopped_at(line, interrupt, saved) as lines,
+            stopped_at(line, interrupt, saved, files) as lines,
         ):
             run()
         return lines.run == line
     child = os.fork()
     if child == 0:
         try:
-            with stopped_at(line, lambda: os._exit(9), saved):
+            with stopped_at(line, lambda: os._exit(9), saved, files):
                 run()
             os._exit(0)
         finally:
@@ -395,7 +379,7 @@ def test_a_manifest_is_replaced_in_one_step(folder: Path) -> None:
 
 
 def test_a_first_save_that_is_stopped_leaves_no_memory(folder: Path) -> None:
-    with pytest.raises(KeyboardInterrupt), stopped_at(70, interrupt, saved):
+    with pytest.raises(KeyboardInterrupt), stopped_at(70, interrupt, saved, files):
         save(folder, state(), HEADER, filled("host", records(9)), 9)
     with pytest.raises(
         ValueError, match=f"got no '{MANIFEST}': none was saved there, or the first save did not"

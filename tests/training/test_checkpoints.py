@@ -101,7 +101,7 @@ def test_what_was_written_is_whole_and_tells_about_itself(tmp_path: Path) -> Non
 
 
 def test_progress_reaches_the_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_PIECE_BYTES", 100)
+    monkeypatch.setattr("trailmark.files._PIECE_BYTES", 100)
     folder = write(tmp_path, 1)
     total = sum(len(content(name, 1)) for name in FILES)
     reports: list[tuple[int, int]] = []

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from trailmark.data.needle_tasks import Question, Trial
-from trailmark.data.proportions import wilson_interval
 from trailmark.evaluation.asking import Answer, ReadingCost
 from trailmark.models.reads import Selection
+from trailmark.statistics import wilson_interval
 
 _SHOWN = 40  # questions whose selected chunks stand with a result, for figures; all stand in the generations
 

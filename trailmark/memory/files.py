@@ -1,8 +1,7 @@
-"""Files of a memory: room on a disk, locks, maps, notes of what was overwritten, temporary folders."""
+"""Files of a memory: maps of their records, notes of what was overwritten, temporary folders."""
 
 from __future__ import annotations
 
-import errno
 import mmap
 import os
 import shutil
@@ -14,42 +13,8 @@ from pathlib import Path
 
 import numpy as np
 
+from trailmark.files import NoSpaceError, in_units, is_no_space, lock, write_at  # noqa: F401 - their old place
 from trailmark.memory.records import Bytes, Numbers
-
-try:
-    import fcntl
-except ImportError:  # not on Windows: two writers of one file are not noticed there
-    fcntl = None  # type: ignore[assignment]
-
-_NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-
-
-class NoSpaceError(ValueError):
-    """A disk is full. What was written before stays valid."""
-
-    def __init__(self, argument: str, folder: Path, needed: int, way_out: str) -> None:
-        self.needed = needed
-        """Bytes that were to be written, or kept free."""
-        self.free = shutil.disk_usage(folder).free
-        """Bytes that are free."""
-        limited = "" if self.free < needed else " and a quota or limit of file size below it"
-        super().__init__(
-            f"{argument}: expected {in_units(needed)} free on the disk of {str(folder)!r}, "
-            f"got {in_units(self.free)}{limited}. {way_out}"
-        )
-
-
-def in_units(num_bytes: int) -> str:
-    """A number of bytes for people: "2.5 MiB"."""
-    for power, unit in ((30, "GiB"), (20, "MiB"), (10, "KiB")):
-        if num_bytes >= 1 << power:
-            return f"{num_bytes / (1 << power):.1f} {unit}"
-    return f"{num_bytes} bytes"
-
-
-def is_no_space(error: OSError) -> bool:
-    """Whether the disk, a quota or a limit of file size is what stopped a write."""
-    return error.errno in _NO_SPACE
 
 
 class Mapped:
@@ -98,30 +63,10 @@ def open_records(path: Path, count: int, record_bytes: int) -> FileIO:
     return file
 
 
-def lock(descriptor: int) -> bool:
-    """Keep others from this file or folder until the descriptor is closed; False: another has it."""
-    if fcntl is None:
-        return True
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError:  # a file system without locks
-        return True
-    return True
-
-
 def stamp(file: FileIO) -> tuple[int, ...]:
     """What changes when a file is replaced or written to."""
     stat = os.fstat(file.fileno())
     return stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns
-
-
-def write_at(descriptor: int, data: memoryview, offset: int) -> None:
-    """All of ``data`` at ``offset`` of a file."""
-    while data:
-        written = os.pwrite(descriptor, data, offset)
-        data, offset = data[written:], offset + written
 
 
 def overwritten_note(path: Path) -> Path:

@@ -16,7 +16,6 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -28,15 +27,21 @@ import torch
 from torch import Tensor
 
 from trailmark import __version__
-from trailmark.memory.disk import DiskStore
-from trailmark.memory.files import (
+from trailmark.files import (
     NoSpaceError,
+    Progress,
+    counting,
+    in_threads,
     is_no_space,
     lock,
-    overwritten_from,
-    overwritten_note,
+    remove_unfinished,
+    sha256_of,
+    sync_file,
     write_at,
+    write_text,
 )
+from trailmark.memory.disk import DiskStore
+from trailmark.memory.files import overwritten_from, overwritten_note
 from trailmark.memory.records import ChunkStore
 from trailmark.ops.arguments import require
 
@@ -159,11 +164,10 @@ def _save(
             chunks = _write_chunks(folder / f"chunks-{generation}.bin", store, count)
         _write_state(state_file, tensors)
         manifest = _Manifest(
-            header, state_file.name, state_file.stat().st_size, _hash_file(state_file), chunks
+            header, state_file.name, state_file.stat().st_size, sha256_of(state_file), chunks
         )
         held.sync()  # the files' names are on the disk before a manifest names them
         _write_manifest(folder, manifest, generation)
-        held.sync()
     except OSError as error:
         if is_no_space(error):
             raise _no_space(folder, needed) from error
@@ -266,8 +270,8 @@ def _no_space(folder: Path, needed: int) -> NoSpaceError:
 def _write_chunks(path: Path, store: ChunkStore, count: int) -> _ChunkFile:
     size = count * store.record_bytes
     with open(path, "xb") as file:
-        digests = list(_digests(store.pieces, size, copy_to=file.fileno()))
-        os.fsync(file.fileno())
+        digests = _hash_blocks(store.pieces, size, 0, _BLOCK_BYTES, copy_to=file.fileno())
+        sync_file(file)
     return _chunk_file(path, store, count, digests)
 
 
@@ -277,7 +281,7 @@ def _vouch_in_place(store: DiskStore, count: int, before: _ChunkFile | None) -> 
     if before is not None and before.file == store.path.name and before.block_bytes == _BLOCK_BYTES:
         valid = min(store.vouched, before.count, count) * store.record_bytes
         known = before.sha256[: valid // _BLOCK_BYTES]
-    digests = _digests(store.pieces, count * store.record_bytes, first_block=len(known))
+    digests = _hash_blocks(store.pieces, count * store.record_bytes, len(known), _BLOCK_BYTES)
     return _chunk_file(store.path, store, count, [*known, *digests])
 
 
@@ -327,17 +331,13 @@ def _write_manifest(folder: Path, manifest: _Manifest, generation: int) -> None:
         "chunks": None if manifest.chunks is None else asdict(manifest.chunks),
     }
     text = json.dumps({**body, "sha256": _hash_body(body)}, indent=1) + "\n"
-    unfinished = folder / _UNFINISHED / MANIFEST
-    with open(unfinished, "w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(unfinished, folder / MANIFEST)
+    write_text(folder / MANIFEST, text, durable=True)
 
 
 def _remove_unused(folder: Path) -> None:
     """Remove what the manifest does not name: other generations' files, unless a store is writing them."""
     shutil.rmtree(folder / _UNFINISHED, ignore_errors=True)
+    remove_unfinished(folder, MANIFEST)
     manifest = _readable_manifest(folder)
     if manifest is None and (folder / MANIFEST).exists():
         return  # it may be mended, or another version's: what it names is not known
@@ -411,7 +411,7 @@ def _open(folder: Path, manifest: _Manifest, check: bool) -> Saved:
     )
 
 
-def verify(folder: str | Path, progress: Callable[[int, int], None] | None = None) -> None:
+def verify(folder: str | Path, progress: Progress | None = None) -> None:
     """Compare every byte of a saved memory with the SHA-256 in its manifest.
 
     Args:
@@ -423,25 +423,25 @@ def verify(folder: str | Path, progress: Callable[[int, int], None] | None = Non
     folder = Path(folder)
     manifest = _manifest(folder)
     chunks = manifest.chunks
-    total = manifest.state_bytes + (0 if chunks is None else chunks.bytes)
-    report = progress or (lambda done, total: None)
+    more = counting(progress, manifest.state_bytes + (0 if chunks is None else chunks.bytes))
     try:
         state = folder / manifest.state_file
         _expect_size(state, manifest.state_bytes, exact=True)
         if chunks is not None:
             _expect_size(folder / chunks.file, chunks.bytes, exact=False)
-        if _hash_file(state) != manifest.state_sha256:
+        if sha256_of(state) != manifest.state_sha256:
             raise ValueError(_damaged(state, "the SHA-256 in the manifest, got another"))
-        report(manifest.state_bytes, total)
+        more(manifest.state_bytes)
         if chunks is not None:
-            for done in _compare(folder / chunks.file, chunks, 0):
-                report(manifest.state_bytes + done, total)
+            _expect_blocks(folder / chunks.file, chunks, 0, more)
     except FileNotFoundError as error:
         raise ValueError(_missing(folder, error)) from error
 
 
-def _compare(path: Path, chunks: _ChunkFile, first_block: int) -> Iterator[int]:
-    """Compare blocks with the manifest; yields the bytes compared from the start of the file."""
+def _expect_blocks(
+    path: Path, chunks: _ChunkFile, first_block: int, more: Callable[[int], None] = lambda count: None
+) -> None:
+    """Compare the blocks of a chunk file from ``first_block`` on with the manifest."""
     with open(path, "rb", buffering=0) as file:
 
         def pieces(start: int, stop: int) -> Iterator[memoryview]:
@@ -452,19 +452,18 @@ def _compare(path: Path, chunks: _ChunkFile, first_block: int) -> Iterator[int]:
                 yield memoryview(read)
                 start += len(read)
 
-        digests = _digests(pieces, chunks.bytes, first_block, chunks.block_bytes)
-        for block, digest in enumerate(digests, first_block):
+        digests = _hash_blocks(pieces, chunks.bytes, first_block, chunks.block_bytes, more)
+    for block, digest in enumerate(digests, first_block):
+        if digest != chunks.sha256[block]:
             start, stop = block * chunks.block_bytes, min((block + 1) * chunks.block_bytes, chunks.bytes)
-            if digest != chunks.sha256[block]:
-                record = chunks.bytes // chunks.count
-                raise ValueError(
-                    _damaged(
-                        path,
-                        f"the SHA-256 in the manifest, got another in block {block} (bytes {start} ... {stop - 1}, "
-                        f"chunks {start // record} ... {(stop - 1) // record})",
-                    )
+            record = chunks.bytes // chunks.count
+            raise ValueError(
+                _damaged(
+                    path,
+                    f"the SHA-256 in the manifest, got another in block {block} (bytes {start} ... {stop - 1}, "
+                    f"chunks {start // record} ... {(stop - 1) // record})",
                 )
-            yield stop
+            )
 
 
 def _expect_not_overwritten(path: Path, chunks: _ChunkFile) -> None:
@@ -472,8 +471,7 @@ def _expect_not_overwritten(path: Path, chunks: _ChunkFile) -> None:
     if first >= chunks.count:
         return
     try:
-        for _ in _compare(path, chunks, first * chunks.bytes // chunks.count // chunks.block_bytes):
-            pass
+        _expect_blocks(path, chunks, first * chunks.bytes // chunks.count // chunks.block_bytes)
     except ValueError as error:
         raise ValueError(
             f"folder: expected the chunks that were saved, those of {str(path)!r} from {first} on were overwritten "
@@ -571,42 +569,34 @@ def _parse(body: dict[str, Any]) -> _Manifest:
 # --- hashes ----------------------------------------------------------------------------------------------
 
 
-def _digests(
+def _hash_blocks(
     pieces: Callable[[int, int], Iterator[memoryview]],
     size: int,
-    first_block: int = 0,
-    block_bytes: int = 0,
+    first_block: int,
+    block_bytes: int,
+    more: Callable[[int], None] = lambda count: None,
     copy_to: int | None = None,
-) -> Iterator[str]:
-    """SHA-256 of each block in order, several at once (hashing and writing let other threads run).
+) -> list[str]:
+    """The SHA-256 of each block from ``first_block`` on, several at once.
 
-    ``pieces(start, stop)`` gives the bytes of a range; ``copy_to`` is a descriptor that they are written to.
+    Args:
+        pieces: ``pieces(start, stop)`` gives the bytes of a range.
+        more: is called with the bytes of each block that is done.
+        copy_to: the descriptor of a file that the bytes are written to.
     """
-    step = block_bytes or _BLOCK_BYTES
 
-    def digest(block: int) -> str:
-        offset, result = block * step, hashlib.sha256()
-        for piece in pieces(offset, min(offset + step, size)):
+    def hash_block(block: int) -> str:
+        begin, end, result = block * block_bytes, min((block + 1) * block_bytes, size), hashlib.sha256()
+        offset = begin
+        for piece in pieces(begin, end):
             if copy_to is not None:
                 write_at(copy_to, piece, offset)
             result.update(piece)
             offset += len(piece)
+        more(end - begin)
         return result.hexdigest()
 
-    blocks = range(first_block, -(-size // step))
-    if len(blocks) <= 1:
-        yield from map(digest, blocks)
-        return
-    pool = ThreadPoolExecutor(max_workers=min(4, os.cpu_count() or 1, len(blocks)))
-    try:
-        yield from pool.map(digest, blocks)
-    finally:
-        pool.shutdown(cancel_futures=True)
-
-
-def _hash_file(path: Path) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+    return in_threads(hash_block, range(first_block, -(-size // block_bytes)))
 
 
 def _hash_body(body: dict[str, Any]) -> str:

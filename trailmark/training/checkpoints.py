@@ -8,37 +8,44 @@ step: a kill leaves what was there and a leftover that the next start removes. A
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import os
 import re
 import shutil
-import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from safetensors import SafetensorError
 
-from trailmark.data.files import sync_folder
-from trailmark.memory.files import in_units
+from trailmark.files import (
+    FileEntry,
+    Progress,
+    find_damage,
+    find_wrong_lengths,
+    in_threads,
+    in_units,
+    put_in_place,
+    remove_folder,
+    remove_leftover_folders,
+    sha256_of,
+    staging_folder,
+    sync_file,
+    sync_folder,
+)
 
 MANIFEST = "manifest.json"
 FORMAT = 1
 
 _KIND = "trailmark checkpoint"
 _STEP = re.compile(r"step-(\d{8,})")
-_LEFTOVER = re.compile(r"step-\d{8,}\.(?:tmp|removed)-\d+(?:-\d+)?")
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 # how torch, whose errors are all RuntimeErrors, says that a file could not be written
 _OF_FILES = re.compile(
     r"inline_container|PytorchStreamWriter|file write failed|iostream error|I/O error|os error \d|No space left"
 )
-_PIECE_BYTES = 4 << 20
-_THREADS = 8  # of hashing: a disk is slower than so many cores
 
 # Folders that this process wrote or verified, and what the system said of their files then: they are not hashed
 # again to know that an older checkpoint may go.
@@ -54,11 +61,10 @@ def steps(checkpoints: Path) -> list[int]:
     """The steps that have a folder, whole or not, ascending."""
     if not checkpoints.is_dir():
         return []
-    matches = [_STEP.fullmatch(path.name) for path in checkpoints.iterdir() if path.is_dir()]
-    found = sorted(int(match[1]) for match in matches if match)
-    return [
-        step for step in found if step_folder(checkpoints, step).is_dir()
-    ]  # step-000000001 is none of ours
+    matches = [_STEP.fullmatch(path.name) for path in checkpoints.iterdir()]
+    numbers = sorted({int(match[1]) for match in matches if match})
+    # another spelling of a number, such as step-000000001, is none of ours
+    return [step for step in numbers if step_folder(checkpoints, step).is_dir()]
 
 
 # --- writing ---------------------------------------------------------------------------------------------------
@@ -81,91 +87,64 @@ def writing(
             there are as they were. What else the block raises goes on as it is.
     """
     target = step_folder(checkpoints, step)
-    staging = _beside(target, "tmp")
     about = json.loads(json.dumps(about, allow_nan=False))
-    try:
+
+    def left() -> str:
+        whole = (n for n in reversed(steps(checkpoints)) if looks_whole(step_folder(checkpoints, n)))
+        last = next(whole, None)
+        return (
+            "no checkpoint was saved before" if last is None else f"the last whole checkpoint is step {last}"
+        )
+
+    with telling_of_files(checkpoints, left):
         checkpoints.mkdir(parents=True, exist_ok=True)
         if needed_bytes is not None and (free := shutil.disk_usage(checkpoints).free) < needed_bytes:
             raise OSError(f"it needs about {in_units(needed_bytes)}, {in_units(free)} are free")
-        staging.mkdir()
-        yield staging
-        _finish(staging, step, about)
-        _put_in_place(staging, target)
+        with staging_folder(target) as staging:
+            yield staging
+            _finish(staging, step, about)
+            if not is_whole(target):
+                put_in_place(staging, target)
+                _vouched[target.resolve()] = _signature(target)
+
+
+@contextmanager
+def telling_of_files(folder: Path, left: Callable[[], str]) -> Iterator[None]:
+    """Turn what a library raises where a file cannot be written into a ValueError; ``left`` says what is whole."""
+    try:
+        yield
     except (OSError, RuntimeError, SafetensorError) as error:  # a full disk is any of them
-        if not is_of_files(error):
+        if isinstance(error, RuntimeError) and not _OF_FILES.search(str(error)):
             raise
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
-        last = next(
-            (n for n in reversed(steps(checkpoints)) if looks_whole(step_folder(checkpoints, n))), None
-        )
-        left = (
-            "no checkpoint was saved before" if last is None else f"the last whole checkpoint is step {last}"
-        )
         raise ValueError(
-            f"output: cannot save in {str(checkpoints)!r} ({reason}). Free some space and start the same command "
-            f"again; {left}."
+            f"output: cannot save in {str(folder)!r} ({reason}). Free some space and start the same command again; "
+            f"{left()}."
         ) from error
-    finally:
-        shutil.rmtree(staging, ignore_errors=True)
-
-
-def is_of_files(error: Exception) -> bool:
-    """Whether it says that a file could not be written, as far as torch's and safetensors' errors tell it."""
-    if isinstance(error, RuntimeError):
-        return _OF_FILES.search(str(error)) is not None
-    return isinstance(error, OSError | SafetensorError)
-
-
-def _beside(target: Path, kind: str) -> Path:
-    """A name that is not taken, and that :func:`remove_leftovers` knows."""
-    path, number = target.with_name(f"{target.name}.{kind}-{os.getpid()}"), 0
-    while path.exists():  # of a process that had our number
-        number += 1
-        path = target.with_name(f"{target.name}.{kind}-{os.getpid()}-{number}")
-    return path
 
 
 def _finish(staging: Path, step: int, about: dict[str, Any]) -> None:
-    """Have every file on the disk, and after them the manifest."""
+    """Bring every file to the disk, and after them the manifest."""
     mode = staging.stat().st_mode & 0o666  # safetensors makes files that only their owner may read
-    for name in _names(staging):
+    names = _names(staging)
+    for name in names:
         os.chmod(staging / name, mode)
-    files = _hash_files(staging, _names(staging), sync=True)
+    digests = in_threads(lambda name: sha256_of(staging / name, sync=True), names)
     body = {"kind": _KIND, "format": FORMAT, "step": step, "about": about}
-    body["files"] = {name: {"bytes": size, "sha256": digest} for name, (size, digest) in files.items()}
+    body["files"] = {
+        name: {"bytes": (staging / name).stat().st_size, "sha256": digest}
+        for name, digest in zip(names, digests, strict=True)
+    }
     with open(staging / MANIFEST, "xb") as file:
         file.write(_canonical({**body, "sha256": _hash_body(body)}))
-        file.flush()
-        os.fsync(file.fileno())
+        sync_file(file)
     for folder, _, _ in os.walk(staging, topdown=False):
         sync_folder(Path(folder))
 
 
-def _put_in_place(staging: Path, target: Path) -> None:
-    if target.exists():
-        if is_whole(target):
-            return
-        damaged = _beside(target, "removed")
-        os.rename(target, damaged)
-        os.rename(staging, target)
-        sync_folder(target.parent)
-        shutil.rmtree(damaged, ignore_errors=True)
-    else:
-        os.rename(staging, target)
-        sync_folder(target.parent)
-    _vouched[target.resolve()] = _signature(target)
-
-
 def remove_leftovers(checkpoints: Path) -> list[str]:
     """Remove what killed processes left half-written or half-removed; their names. At a start, by one process."""
-    if not checkpoints.is_dir():
-        return []
-    names = sorted(path.name for path in checkpoints.iterdir() if _LEFTOVER.fullmatch(path.name))
-    for name in names:
-        shutil.rmtree(
-            checkpoints / name, ignore_errors=True
-        )  # it takes space, no more: the next start tries again
-    return names
+    return remove_leftover_folders(checkpoints, _STEP)
 
 
 def retain(checkpoints: Path, keep: int) -> list[int]:
@@ -181,25 +160,16 @@ def retain(checkpoints: Path, keep: int) -> list[int]:
         if kept < keep:
             kept += is_whole(folder)
         elif looks_whole(folder):
-            _remove(folder)
+            _vouched.pop(folder.resolve(), None)
+            remove_folder(folder)
             removed.append(step)
     return removed[::-1]
-
-
-def _remove(folder: Path) -> None:
-    """First its name, then its files: a kill leaves no checkpoint that lacks some."""
-    leftover = _beside(folder, "removed")
-    with contextlib.suppress(OSError):  # it takes space, no more: the next save tries again
-        os.rename(folder, leftover)
-        sync_folder(folder.parent)
-        _vouched.pop(folder.resolve(), None)
-    shutil.rmtree(leftover, ignore_errors=True)
 
 
 # --- verifying -------------------------------------------------------------------------------------------------
 
 
-def verify(folder: Path, progress: Callable[[int, int], None] | None = None) -> None:
+def verify(folder: Path, progress: Progress | None = None) -> None:
     """Compare every byte of a checkpoint with its manifest, and the manifest with itself.
 
     Args:
@@ -208,21 +178,15 @@ def verify(folder: Path, progress: Callable[[int, int], None] | None = None) -> 
     Raises:
         ValueError: what is wrong, in one line that names the file.
     """
-    manifest = _manifest(folder)
+    files = _files(_manifest(folder))
     try:
-        sizes = _expect_files(folder, manifest)
+        _expect_files(folder, files)
         before = _signature(folder)
-        found = _hash_files(folder, list(sizes), progress)
     except OSError as error:
         raise ValueError(
             f"{error.filename or folder}: cannot be read ({error.strerror or error})."
         ) from error
-    for name, (_, digest) in found.items():
-        if digest != manifest["files"][name]["sha256"]:
-            raise ValueError(
-                f"{name}: expected the SHA-256 {manifest['files'][name]['sha256'][:12]}... of the manifest, got "
-                f"{digest[:12]}...: its content was changed."
-            )
+    _expect_none(find_damage(folder, files, progress))
     _vouched[folder.resolve()] = before
 
 
@@ -239,15 +203,13 @@ def is_whole(folder: Path) -> bool:
 def looks_whole(folder: Path) -> bool:
     """Whether there is a good manifest and files of the right lengths. Enough for a message, not for loading."""
     try:
-        _expect_files(folder, _manifest(folder))
+        _expect_files(folder, _files(_manifest(folder)))
     except (OSError, ValueError):
         return False
     return True
 
 
-def find_newest_whole(
-    checkpoints: Path, progress: Callable[[int, int], None] | None = None
-) -> tuple[Path | None, list[str]]:
+def find_newest_whole(checkpoints: Path, progress: Progress | None = None) -> tuple[Path | None, list[str]]:
     """The newest checkpoint that :func:`verify` finds whole; and a line for each newer one. Nothing is changed.
 
     Returns:
@@ -283,6 +245,9 @@ def read_about(folder: Path) -> dict[str, Any]:
         ValueError: if the manifest is missing or damaged.
     """
     return _manifest(folder)["about"]
+
+
+# --- the manifest ----------------------------------------------------------------------------------------------
 
 
 def _manifest(folder: Path) -> dict[str, Any]:
@@ -351,18 +316,20 @@ def _expect_fields(body: dict[str, Any]) -> None:
         expect(is_digest, f"files: {name}: sha256", "64 hexadecimal digits", digest)
 
 
-def _expect_files(folder: Path, manifest: dict[str, Any]) -> dict[str, int]:
-    """The files and their lengths, as they should be."""
-    sizes = {name: entry["bytes"] for name, entry in manifest["files"].items()}
-    found = set(_names(folder)) - {MANIFEST}
-    for name, size in sizes.items():
-        if name not in found:
-            raise ValueError(f"{name}: is missing.")
-        if (got := (folder / name).stat().st_size) != size:
-            raise ValueError(f"{name}: expected {size} bytes, got {got}.")
-    if extra := sorted(found - set(sizes)):
+def _files(manifest: dict[str, Any]) -> dict[str, FileEntry]:
+    return {name: FileEntry(entry["bytes"], entry["sha256"]) for name, entry in manifest["files"].items()}
+
+
+def _expect_files(folder: Path, files: dict[str, FileEntry]) -> None:
+    """Expect all files of the manifest at their lengths, and no others."""
+    _expect_none(find_wrong_lengths(folder, files))
+    if extra := [name for name in _names(folder) if name != MANIFEST and name not in files]:
         raise ValueError(f"{extra[0]}: is not in the manifest: expected nothing that was not saved.")
-    return sizes
+
+
+def _expect_none(wrong: dict[str, str]) -> None:
+    for name, text in wrong.items():
+        raise ValueError(f"{name}: {text}.")
 
 
 def _names(folder: Path) -> list[str]:
@@ -380,34 +347,9 @@ def _names(folder: Path) -> list[str]:
 
 
 def _signature(folder: Path) -> tuple[Any, ...]:
+    """What changes when a file of the folder is replaced or written to."""
     stats = [(name, (folder / name).stat()) for name in _names(folder)]
     return tuple((name, s.st_size, s.st_mtime_ns, s.st_ctime_ns, s.st_ino) for name, s in stats)
-
-
-def _hash_files(
-    folder: Path, names: list[str], progress: Callable[[int, int], None] | None = None, sync: bool = False
-) -> dict[str, tuple[int, str]]:
-    """Length and SHA-256 of each file, several at a time; ``sync``: and have it on the disk."""
-    total = sum((folder / name).stat().st_size for name in names)
-    done, guard = 0, threading.Lock()
-
-    def hash_one(name: str) -> tuple[int, str]:
-        nonlocal done
-        size, digest = 0, hashlib.sha256()
-        with open(folder / name, "rb+" if sync else "rb", buffering=0) as file:
-            if sync:
-                os.fsync(file.fileno())
-            while piece := file.read(_PIECE_BYTES):
-                digest.update(piece)
-                size += len(piece)
-                if progress is not None:
-                    with guard:
-                        done += len(piece)
-                        progress(done, total)
-        return size, digest.hexdigest()
-
-    with ThreadPoolExecutor(min(_THREADS, max(1, len(names)))) as pool:
-        return dict(zip(names, pool.map(hash_one, names), strict=True))
 
 
 def _canonical(body: dict[str, Any]) -> bytes:

@@ -6,15 +6,13 @@ import hashlib
 import json
 import platform
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 import yaml
-from safetensors import SafetensorError
 
 from trailmark import __version__
 from trailmark.models.card_files import README
@@ -33,7 +31,7 @@ _LEFTOVERS = (SAVING, *(f".{name}." for name in (RUN_FILE, HISTORY_FILE, REPORT_
 
 
 def holds_run(output: Path, config: RunConfig) -> bool:
-    """Whether a folder says that it is of this very run."""
+    """Whether a folder says that it belongs to this very run."""
     try:
         other = yaml.safe_load((output / RUN_FILE).read_text())
     except (OSError, ValueError, yaml.YAMLError):
@@ -49,7 +47,7 @@ def holds_run(output: Path, config: RunConfig) -> bool:
 
 
 def remove_leftovers(output: Path) -> None:
-    """What processes that were killed left half-written beside the model."""
+    """Remove what processes that were killed left half-written beside the model."""
     for path in output.glob(".*"):
         if path.name.startswith(_LEFTOVERS):
             if path.is_dir():
@@ -58,27 +56,18 @@ def remove_leftovers(output: Path) -> None:
                 path.unlink(missing_ok=True)
 
 
-@contextmanager
-def saving(folder: Path) -> Iterator[None]:
-    """Each library has an error of its own for a full disk; some do not say what they are."""
-    try:
-        yield
-    except (OSError, RuntimeError, SafetensorError) as error:
-        if not checkpoints.is_of_files(error):
-            raise
-        raise ValueError(
-            f"output: cannot save in {str(folder)!r} ({str(error).strip().splitlines()[0]}). Free some space and start "
-            "the same command again; what was saved before is whole."
-        ) from error
+def saving(folder: Path) -> AbstractContextManager[None]:
+    """A block whose errors of files become a ValueError; each library has an error of its own for a full disk."""
+    return checkpoints.telling_of_files(folder, lambda: "what was saved before is whole")
 
 
 def config_hash(config: RunConfig) -> str:
-    """SHA-256 of what decides a run's weights."""
+    """The SHA-256 of what decides a run's weights."""
     return hashlib.sha256(json.dumps(_decisive(config.to_dict()), sort_keys=True).encode()).hexdigest()
 
 
 def _decisive(run: dict[str, Any]) -> dict[str, Any]:
-    """Of a configuration's content, what decides weights: a folder may be moved, some settings may change."""
+    """The part of a configuration that decides weights: a folder may be moved, some settings may change."""
     training = run["training"]
     if isinstance(training, dict):
         training = {key: value for key, value in training.items() if key not in FREE_TO_CHANGE}

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from trailmark.data.files import expect_writable, read_json, write_json, write_text
+from trailmark.files import expect_writable, read_json, write_json, write_text
 
 
 def test_json_round_trip_makes_folders(tmp_path: Path) -> None:

@@ -8,9 +8,8 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from trailmark.data.proportions import wilson_interval
-from trailmark.evaluation import intervals
-from trailmark.evaluation.intervals import bootstrap_mean, bootstrap_ratio, student_quantile
+from trailmark import statistics
+from trailmark.statistics import bootstrap_mean, bootstrap_ratio, student_quantile, wilson_interval
 
 SETS = 600
 Draw = Callable[[np.random.Generator, int], tuple[np.ndarray, np.ndarray]]
@@ -38,7 +37,7 @@ def test_coverage(draw: Draw, n: int) -> None:
 def test_percentiles_alone_would_be_too_narrow_at_four_texts(monkeypatch: pytest.MonkeyPatch) -> None:
     draws = even(np.random.default_rng(4), 4)
     wide = bootstrap_ratio(*draws)
-    monkeypatch.setattr(intervals, "_widening", lambda texts: 1.0)
+    monkeypatch.setattr(statistics, "_widening", lambda texts: 1.0)
     narrow = bootstrap_ratio(*draws)
     covered = [float(((low <= 3) & (high >= 3)).mean()) for low, high in (wide, narrow)]
     assert covered[1] < 0.85 < covered[0]
@@ -81,7 +80,7 @@ def test_draws_do_not_depend_on_how_many_are_held(monkeypatch: pytest.MonkeyPatc
     one = bootstrap_mean(values, seed=3)
     assert bootstrap_mean(values, seed=3) == one
     assert bootstrap_mean(values, seed=4) != one
-    monkeypatch.setattr(intervals, "_SLAB", 130)
+    monkeypatch.setattr(statistics, "_SLAB", 130)
     assert bootstrap_mean(values, seed=3) == one
 
 

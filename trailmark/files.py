@@ -1,0 +1,493 @@
+"""Files and folders that are whole or not there: how everything that trailmark saves is written, locked and verified.
+
+What is new is written under another name, brought to the disk itself (fsync) and renamed in one step. A kill, a full
+disk or Ctrl-C leaves what was there before, and at most a leftover that the next start removes. A manifest beside the
+data, written last, holds the format's version and the length and SHA-256 of every file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import json
+import logging
+import os
+import re
+import shutil
+import tempfile
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, NamedTuple, TextIO, TypeVar
+
+try:
+    import fcntl
+except ImportError:  # not on Windows: two writers of one file are not noticed there
+    fcntl = None  # type: ignore[assignment]
+
+logger = logging.getLogger(__name__)
+
+Progress = Callable[[int, int], None]
+"""It is called with the bytes that are done and the bytes in all."""
+
+_PIECE_BYTES = 4 << 20
+_THREADS = 8  # that hash files: more than a disk keeps busy
+_SPARE = 1 << 20  # bytes of a disk that are left alone
+_NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_LEFTOVER_FOLDER = re.compile(r"(.+)\.(?:tmp|removed)-\d+(?:-\d+)?")
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+
+# --- one file ----------------------------------------------------------------------------------------------
+
+
+def write_text(path: Path, text: str, durable: bool = False) -> None:
+    """Replace ``path`` in one step: the old content stays whole until the new one is on the disk.
+
+    ``durable``: when this returns, the new content outlives a power cut too.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with replacing(path, durable) as file:
+        file.write(text)
+
+
+def write_json(path: Path, content: Any, durable: bool = False) -> None:
+    """Replace ``path`` with JSON, as :func:`write_text` does."""
+    write_text(path, json.dumps(content, indent=1) + "\n", durable)
+
+
+def read_json(path: Path) -> Any:
+    """The content of a file, or None where there is no readable JSON."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+
+
+@contextmanager
+def replacing(path: Path, durable: bool = False) -> Iterator[TextIO]:
+    """A file to write text in, which takes the place of ``path`` in one step at the end; after an error there is none.
+
+    ``durable``: after the end, the new content outlives a power cut too.
+    """
+    if path.exists() and not path.is_file() and not path.is_dir():  # /dev/stdout: written to, never replaced
+        with open(path, "w", encoding="utf-8") as file:
+            yield file
+        return
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            yield file
+            if durable:
+                sync_file(file)
+        mask = os.umask(0)
+        os.umask(mask)
+        os.chmod(name, 0o666 & ~mask)  # as an ordinary file: mkstemp's are private
+        os.replace(name, path)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise
+    if durable:
+        sync_folder(path.parent)
+
+
+def remove_unfinished(folder: Path, *names: str) -> None:
+    """Remove what a kill left of files with these names that were being replaced; one process at a time may do this."""
+    for path in folder.glob(".*"):
+        if path.name.startswith(tuple(f".{name}." for name in names)):
+            path.unlink(missing_ok=True)
+
+
+def sync_file(file: IO[Any]) -> None:
+    """Bring what was written to an open file to the disk itself."""
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def sync_folder(folder: Path) -> None:
+    """Bring the names that are new or were replaced in a folder to the disk itself."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def write_at(descriptor: int, data: memoryview, offset: int) -> None:
+    """Write all of ``data`` at ``offset`` of a file."""
+    while data:
+        written = os.pwrite(descriptor, data, offset)
+        data, offset = data[written:], offset + written
+
+
+# --- a folder, in one step ---------------------------------------------------------------------------------
+
+
+@contextmanager
+def staging_folder(target: Path) -> Iterator[Path]:
+    """A new folder beside ``target`` to write into; at the end it is removed, unless it was renamed."""
+    staging = _name_beside(target, "tmp")
+    try:
+        staging.mkdir(parents=True)
+        yield staging
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+
+
+def put_in_place(staging: Path, target: Path) -> None:
+    """Give a folder its name in one step; another folder of that name makes room first, and is removed."""
+    old = _name_beside(target, "removed") if target.exists() else None
+    if old is not None:
+        os.rename(target, old)
+    os.rename(staging, target)
+    sync_folder(target.parent)
+    if old is not None:
+        shutil.rmtree(old, ignore_errors=True)
+
+
+def remove_folder(folder: Path) -> None:
+    """Take a folder's name away first, then its files: a kill leaves no folder that lacks some of them."""
+    leftover = _name_beside(folder, "removed")
+    with contextlib.suppress(OSError):  # it takes space, no more: the next call tries again
+        os.rename(folder, leftover)
+        sync_folder(folder.parent)
+    shutil.rmtree(leftover, ignore_errors=True)
+
+
+def remove_leftover_folders(parent: Path, name: re.Pattern[str]) -> list[str]:
+    """Remove what killed processes left of folders with such names, half-written or half-removed; give their names."""
+    if not parent.is_dir():
+        return []
+    names = []
+    for path in parent.iterdir():
+        if (match := _LEFTOVER_FOLDER.fullmatch(path.name)) and name.fullmatch(match[1]):
+            shutil.rmtree(path, ignore_errors=True)  # it takes space, no more: the next start tries again
+            names.append(path.name)
+    return sorted(names)
+
+
+def _name_beside(target: Path, kind: str) -> Path:
+    """A name that is not taken, and that :func:`remove_leftover_folders` knows."""
+    path, number = target.with_name(f"{target.name}.{kind}-{os.getpid()}"), 0
+    while path.exists():  # of a process that had our number
+        number += 1
+        path = target.with_name(f"{target.name}.{kind}-{os.getpid()}-{number}")
+    return path
+
+
+# --- hashes ------------------------------------------------------------------------------------------------
+
+
+class FileEntry(NamedTuple):
+    """What a manifest says of a file."""
+
+    bytes: int
+    sha256: str
+
+
+def sha256_of(path: Path, more: Callable[[int], None] = lambda count: None, sync: bool = False) -> str:
+    """The SHA-256 of a file's content, in hexadecimal.
+
+    Args:
+        more: is called with the number of bytes of each piece that was read.
+        sync: bring the file to the disk itself before.
+    """
+    hasher = hashlib.sha256()
+    with open(path, "rb+" if sync else "rb", buffering=0) as file:
+        if sync:
+            os.fsync(file.fileno())
+        while piece := file.read(_PIECE_BYTES):
+            hasher.update(piece)
+            more(len(piece))
+    return hasher.hexdigest()
+
+
+def in_threads(work: Callable[[T], R], items: Sequence[T]) -> list[R]:
+    """Do the work for each item, several at a time: reading, writing and hashing let other threads run.
+
+    After an error, the first in the items' order, or Ctrl-C no more of it is begun.
+    """
+    if len(items) <= 1:
+        return [work(item) for item in items]
+    with ThreadPoolExecutor(min(_THREADS, os.cpu_count() or 1, len(items))) as pool:
+        results = [pool.submit(work, item) for item in items]
+        try:
+            return [result.result() for result in results]
+        finally:
+            for result in results:
+                result.cancel()
+
+
+def counting(progress: Progress | None, total: int) -> Callable[[int], None]:
+    """A function that several threads tell how many bytes more are done; ``progress`` is called by one at a time."""
+    done, one_by_one = 0, threading.Lock()
+
+    def more(count: int) -> None:
+        nonlocal done
+        if progress is not None:
+            with one_by_one:
+                done += count
+                progress(done, total)
+
+    return more
+
+
+def find_wrong_lengths(folder: Path, files: Mapping[str, FileEntry]) -> dict[str, str]:
+    """What is wrong with each file that is missing or of another length than its manifest says."""
+    wrong = {}
+    for name, entry in files.items():
+        try:
+            size = (folder / name).stat().st_size
+        except OSError as error:
+            wrong[name] = f"is missing or unreadable ({error.strerror})"
+        else:
+            if size != entry.bytes:
+                wrong[name] = f"has {size} bytes, expected {entry.bytes}"
+    return wrong
+
+
+def find_damage(
+    folder: Path, files: Mapping[str, FileEntry], progress: Progress | None = None
+) -> dict[str, str]:
+    """What is wrong with each file that is not as its manifest says; every byte is read, of several files at a time."""
+    wrong = find_wrong_lengths(folder, files)
+    more = counting(progress, sum(entry.bytes for entry in files.values()))
+
+    def look_at(name: str) -> str | None:
+        try:
+            digest = sha256_of(folder / name, more)
+        except OSError as error:
+            return f"cannot be read ({error.strerror or error})"
+        if digest != (expected := files[name].sha256):
+            return f"was changed: its SHA-256 is {digest[:12]}..., the manifest says {expected[:12]}..."
+        return None
+
+    names = [name for name in files if name not in wrong]
+    looks = dict(zip(names, in_threads(look_at, names), strict=True))
+    return {name: text for name in files if (text := wrong.get(name) or looks.get(name))}
+
+
+# --- manifests ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class FolderKind:
+    """A kind of folder with a manifest: where the manifest lies, and what messages say about such a folder."""
+
+    argument: str
+    """The argument by which a user names the folder."""
+    manifest: str
+    """The manifest's file."""
+    format: int
+    """The newest version that is read."""
+    noun: str
+    """What the folder is: "a prepared corpus"."""
+    command: str
+    """What makes it: "trailmark prepare"."""
+
+    def read(self, folder: Path) -> dict[str, Any]:
+        """The manifest's content.
+
+        Raises:
+            ValueError: there is none, it is broken, or a newer trailmark wrote it.
+        """
+        path = folder / self.manifest
+        if not path.is_file():
+            raise ValueError(
+                f"{self.argument}: expected {self.noun}, {str(folder)!r} has no {self.manifest}. Make one with "
+                f"{self.command}; the same command finishes one that was interrupted."
+            )
+        content = read_json(path)
+        if not isinstance(content, dict) or not isinstance(content.get("format"), int):
+            raise self.broken(folder, f"it is no manifest of {self.noun}")
+        if content["format"] > self.format:
+            raise ValueError(
+                f"{self.argument}: expected format {self.format} or older, {str(path)!r} has format "
+                f"{content['format']}. Update trailmark, or make {self.noun} with this version in another folder."
+            )
+        return content
+
+    def broken(self, folder: Path, reason: object) -> ValueError:
+        """The error for a manifest that cannot be relied on."""
+        return ValueError(
+            f"{self.argument}: {str(folder / self.manifest)!r} is broken ({reason}). {self._way_out}"
+        )
+
+    def expect_lengths(self, folder: Path, files: Mapping[str, FileEntry]) -> None:
+        """Raise a ValueError where files are missing or of other lengths than the manifest says."""
+        self._expect_none(folder, find_wrong_lengths(folder, files))
+
+    def verify(self, folder: Path, files: Mapping[str, FileEntry], progress: Progress | None = None) -> None:
+        """Read every byte and raise a ValueError that names each file that is not as the manifest says."""
+        self._expect_none(folder, find_damage(folder, files, progress))
+
+    def _expect_none(self, folder: Path, wrong: Mapping[str, str]) -> None:
+        if wrong:
+            texts = "; ".join(f"{name} {text}" for name, text in wrong.items())
+            raise ValueError(f"{self.argument}: {str(folder)!r} is damaged: {texts}. {self._way_out}")
+
+    @property
+    def _way_out(self) -> str:
+        return f"Remove the folder and make it again with {self.command}."
+
+
+def expect_same_settings(
+    folder: Path, noun: str, old: Any, new: Mapping[str, Any], ignored: Sequence[Sequence[str]] = ()
+) -> None:
+    """Raise a ValueError if what lies in a folder was made with other settings than a command asks for.
+
+    Args:
+        noun: what lies there, for the message.
+        old: the settings in the manifest that is there, whatever it holds.
+        ignored: paths of keys that do not count.
+    """
+    for name, was, now in _differences(old, new, [list(path) for path in ignored], []):
+        raise ValueError(
+            f"output: {str(folder)!r} holds {noun} with {name} {was!r}, this command asks for {now!r}. "
+            "Choose another folder or remove this one."
+        )
+
+
+def _differences(
+    old: Any, new: Mapping[str, Any], ignored: list[list[str]], above: list[str]
+) -> Iterator[tuple[str, Any, Any]]:
+    for key, value in new.items():
+        path = [*above, key]
+        if path in ignored:
+            continue
+        was = old.get(key) if isinstance(old, Mapping) else None
+        if isinstance(value, Mapping) and isinstance(was, Mapping):
+            yield from _differences(was, value, ignored, path)
+        elif isinstance(value, list) and isinstance(was, list) and was != value:
+            pairs = (pair for pair in zip(was, value, strict=False) if pair[0] != pair[1])
+            yield " ".join(path), *next(pairs, (len(was), len(value)))
+        elif was != value:
+            yield " ".join(path), was, value
+
+
+# --- room on a disk ----------------------------------------------------------------------------------------
+
+
+class NoSpaceError(ValueError):
+    """A disk is full. What was written before stays valid."""
+
+    def __init__(self, argument: str, folder: Path, needed: int, way_out: str) -> None:
+        self.needed = needed
+        """Bytes that were to be written, or kept free."""
+        self.free = shutil.disk_usage(folder).free
+        """Bytes that are free."""
+        limited = "" if self.free < needed else " and a quota or limit of file size below it"
+        super().__init__(
+            f"{argument}: expected {in_units(needed)} free on the disk of {str(folder)!r}, "
+            f"got {in_units(self.free)}{limited}. {way_out}"
+        )
+
+
+def in_units(num_bytes: int) -> str:
+    """A number of bytes for people: "2.5 MiB"."""
+    for power, unit in ((30, "GiB"), (20, "MiB"), (10, "KiB")):
+        if num_bytes >= 1 << power:
+            return f"{num_bytes / (1 << power):.1f} {unit}"
+    return f"{num_bytes} bytes"
+
+
+def is_no_space(error: OSError) -> bool:
+    """Whether the disk, a quota or a limit of file size is what stopped a write."""
+    return error.errno in _NO_SPACE
+
+
+def expect_room(folder: Path, needed: int, kept: str) -> None:
+    """Raise a ValueError if the disk has no room for so many bytes; ``kept`` says what an earlier run left there."""
+    free = shutil.disk_usage(folder).free
+    if needed + _SPARE > free:
+        raise ValueError(
+            f"output: expected about {needed + _SPARE:,} bytes free on the disk of {str(folder)!r}, there are "
+            f"{free:,}. Free some space or choose another folder; {kept}."
+        )
+
+
+@contextmanager
+def telling_of_a_full_disk(folder: Path, kept: Callable[[], str]) -> Iterator[None]:
+    """Turn the system's error for a full disk into a ValueError; ``kept`` says what is left, and how to go on."""
+    try:
+        yield
+    except OSError as error:
+        if not is_no_space(error):
+            raise
+        raise ValueError(
+            f"output: the disk of {str(folder)!r} is full ({error.strerror}). {kept()}"
+        ) from error
+
+
+# --- places and locks --------------------------------------------------------------------------------------
+
+
+def expect_place(argument: str, folder: Path) -> None:
+    """Raise a ValueError where ``folder`` is none and cannot be made one; nothing is made."""
+    place = folder
+    while not place.exists() and place != place.parent:
+        place = place.parent
+    if not place.is_dir() or not os.access(place, os.W_OK | os.X_OK):
+        raise ValueError(
+            f"{argument}: expected a folder to write in, {str(folder)!r} is not: {str(place)!r} is no folder or not "
+            "writable. Choose another one."
+        )
+
+
+def expect_writable(argument: str, folder: Path) -> None:
+    """Make the folder and try to write in it; a ValueError says what is wrong before any work is done."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder) as file:
+            file.write(b"x")
+    except OSError as error:
+        raise ValueError(
+            f"{argument}: expected a folder to write in, {str(folder)!r} is not ({error.strerror}). "
+            "Choose another one or free some space."
+        ) from error
+
+
+def lock(descriptor: int) -> bool:
+    """Keep others from this file or folder until the descriptor is closed; False: another process has it."""
+    try:
+        _flock(descriptor)
+    except BlockingIOError:
+        return False
+    except OSError:  # a file system without locks
+        return True
+    return True
+
+
+@contextmanager
+def locked(folder: Path, command: str) -> Iterator[None]:
+    """Keep everyone else who asks from writing in the folder; a killed process' lock goes with it.
+
+    Raises:
+        ValueError: ``command`` is at work there.
+    """
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        try:
+            _flock(handle)
+        except BlockingIOError as error:
+            raise ValueError(
+                f"output: another {command} is writing in {str(folder)!r}. Wait for it or choose another folder."
+            ) from error
+        except OSError as error:  # some network file systems have no locks
+            logger.warning(
+                "%s cannot be locked (%s): start no second %s there.", folder, error.strerror, command
+            )
+        yield
+    finally:
+        os.close(handle)
+
+
+def _flock(descriptor: int) -> None:
+    if fcntl is not None:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
