@@ -25,7 +25,7 @@ lint: $(VENV)/lint.stamp
 	$(BIN)/python -m ruff check .
 	$(BIN)/python -m ruff format --check .
 	$(BIN)/python -m mypy
-	cd benchmarks && ../$(BIN)/python -m mypy --config-file ../pyproject.toml --cache-dir ../.mypy_cache/benchmarks *.py
+	cd benchmarks && ../$(BIN)/python -m mypy --config-file ../pyproject.toml --cache-dir ../.mypy_cache/benchmarks *.py case_study
 	$(BIN)/lint-imports --no-logo
 
 bench: $(VENV)/figures.stamp

@@ -25,15 +25,16 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import compare_tables
 import torch
+from common import ROOT, Timers, data_folder, expect_settings, interleaved, parameters
 from compare_measure import MEASURED_FILE, asked, row_config, text_tokenizer
 from compare_rows import NEEDLE_LENGTH, ROWS, SEEDS, SIZES, jobs, measured, times
-from training import BareLoop, Timers
-from training_text import books
+from training import BareLoop
 
 from trailmark.cli import keep_freed_memory
 from trailmark.data.corpus import files_below, load_tokenizer, tokenizer_fingerprint
@@ -45,7 +46,6 @@ from trailmark.evaluation.record import environment
 from trailmark.training.forecast import measure_speed
 from trailmark.training.run import Run
 
-ROOT = Path(__file__).resolve().parent.parent
 OUTPUT = Path(__file__).with_suffix(".json")
 FOLDER = ROOT / "runs" / "benchmark-compare"
 MEASURE = str(Path(__file__).with_name("compare_measure.py"))
@@ -74,12 +74,7 @@ class Comparison:
         kept = self.record.setdefault(
             name, {"settings": settings, "environment": environment(), "results": []}
         )
-        if kept["settings"] != settings:
-            changed = [key for key in settings if kept["settings"].get(key) != settings[key]]
-            raise SystemExit(
-                f"{name}: {self.output} holds numbers with other settings ({', '.join(changed)}). "
-                "Repeat those, choose another --output and --folder, or remove both."
-            )
+        expect_settings(name, self.output, kept["settings"], settings)
         assert isinstance(kept, dict)
         return kept
 
@@ -106,7 +101,7 @@ class Comparison:
         tokenizer = text_tokenizer(folder, self.sizes, vocabulary)
         # in this process: others would first import all that this one has
         corpus = prepare(
-            parse_source([str(books() / "train")]), folder / "train", str(tokenizer), processes=1
+            parse_source([str(data_folder("books") / "train")]), folder / "train", str(tokenizer), processes=1
         )
         return corpus, load_tokenizer(str(tokenizer))
 
@@ -121,7 +116,7 @@ class Comparison:
             "tokenizer": tokenizer_fingerprint(loaded),
             "corpus": corpus.fingerprint,
             "corpus_tokens": len(corpus),
-            "books": [file.name for file in files_below(books() / "test")],
+            "books": [file.name for file in files_below(data_folder("books") / "test")],
             "changes": self.arguments.set,
         }
         self._rows("text", settings)
@@ -189,16 +184,19 @@ class Comparison:
             run.model.to(self.device)
             loops[name] = BareLoop(run, Timers())
             del run.__dict__["model"]  # the loop has a copy of its own
-        seconds: dict[str, list[float]] = {name: [] for name in names}
-        for number in range(rounds + 1):
-            for name, loop in loops.items():
-                began = time.perf_counter()
-                tokens = loop.step(number)
-                if self.device == "cuda":
-                    torch.cuda.synchronize()
-                if number:  # the first round warms up
-                    seconds[name].append((time.perf_counter() - began) / tokens)
-        parameters = {name: sum(p.numel() for p in loop.model.parameters()) for name, loop in loops.items()}
+        numbers = dict.fromkeys(names, 0)
+
+        def step(name: str) -> float:
+            """Seconds per token of the next step."""
+            began = time.perf_counter()
+            tokens = loops[name].step(numbers[name])
+            numbers[name] += 1
+            if self.device == "cuda":
+                torch.cuda.synchronize()
+            return (time.perf_counter() - began) / tokens
+
+        seconds = interleaved({name: partial(step, name) for name in names}, rounds)
+        counts = {name: parameters(loop.model) for name, loop in loops.items()}
         loops.clear()
         gc.collect()
         for name in names:
@@ -209,7 +207,7 @@ class Comparison:
             part["results"].append(
                 {
                     "row": name,
-                    "parameters": parameters[name],
+                    "parameters": counts[name],
                     "microseconds_per_token": statistics.median(seconds[name]) * 1e6,
                     "ratio": statistics.median(ratios),
                     "ratio_lowest": min(ratios),

@@ -15,7 +15,7 @@ from typing import Any
 import compare_tables
 import numpy as np
 import torch
-import transformers
+from common import Timers, data_folder
 from compare_rows import (
     CHUNK_SIZE,
     FACTORS,
@@ -29,56 +29,26 @@ from compare_rows import (
     text_config,
 )
 from torch import Tensor
-from training import BareLoop, Timers
-from training_text import books, peak_memory, stretches, trained_tokenizer
+from training import BareLoop
+from training_text import losses, peak_memory, stretches, train, trained, trained_tokenizer
 
 from trailmark.data.corpus import Tokens, files_below, load_tokenizer, standard_library_texts, tokenize
 from trailmark.data.files import read_json, write_json
 from trailmark.data.needles import VALUE_LENGTH, NeedleFormat
 from trailmark.data.trials import needle_trials
 from trailmark.evaluation.needles import NeedleResult, evaluate_needles
-from trailmark.evaluation.perplexity import evaluate_perplexity
 from trailmark.evaluation.record import environment
 from trailmark.evaluation.subject import load
 from trailmark.models import TrailmarkForCausalLM
-from trailmark.report.console import Progress, training_line
 from trailmark.training.config import RunConfig
-from trailmark.training.run import HISTORY_FILE, Run
+from trailmark.training.run import Run
 
 MEASURED_FILE = "measured.json"  # of a row: what the benchmark keeps of it
-_PEAK_FILE = "peak.json"
 Found = dict[str, Any]
-
-
-def train(config: RunConfig, part: str) -> None:
-    """To the end, from its newest checkpoint. SystemExit 1 if it was stopped."""
-    folder, progress = Path(config.output), Progress()
-
-    def show(run: Run) -> None:
-        line = training_line(
-            run.step, config.training.steps, run.seconds, run.averages, run.tokens_per_second
-        )
-        progress.show(line)
-
-    run = Run(config, show)
-    if run.finished:
-        return
-    if part == "needles":
-        fix_levels(run)
-    try:
-        stopped = run.train() is None
-    except KeyboardInterrupt:
-        stopped = True
-    progress.clear()
-    if stopped:
-        raise SystemExit(1)
-    cuda = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else None
-    write_json(folder / _PEAK_FILE, {"peak_bytes": cuda or peak_memory()})
 
 
 def measure_row(job: Found) -> None:
     """Train and ask; ``measured.json`` in the model's folder grows by what was asked."""
-    transformers.utils.logging.disable_progress_bar()
     part, sizes = job["part"], SIZES[job["device"]]
     config = row_config(job)
     output = Path(config.output)
@@ -87,23 +57,16 @@ def measure_row(job: Found) -> None:
         raise SystemExit(
             f"{path}: measured with other settings. Remove that folder, or choose another --folder."
         )
-    train(config, part)
+    train(config, fix_levels if part == "needles" else lambda run: None)
     subject = load(output)
     model = subject.model.to(job["device"]).eval()
-    history = read_json(output / HISTORY_FILE)
     found: Found = kept or {
         "job": job,
         "row": job["row"],
         "seed": job["seed"],
-        "parameters": sum(p.numel() for p in model.parameters()),
-        "layers": model.config.num_hidden_layers,
-        "tokens": history["tokens"],
         "steps": config.training.steps,
         "context_length": config.training.context_length,
-        "seconds": history["seconds"],
-        "training_loss": history["steps"][-1]["loss"],
-        # a process killed between the two files leaves none
-        "peak_bytes": (read_json(output / _PEAK_FILE) or {"peak_bytes": None})["peak_bytes"],
+        **trained(output, model),
         "environment": environment(),
         "results": [],
     }
@@ -140,13 +103,13 @@ def row_config(job: Found) -> RunConfig:
 
 def text_tokenizer(folder: Path, sizes: Sizes, vocabulary: int | None) -> Path:
     if vocabulary is None:
-        return books().parent / "tokenizer" / "gpt2"
-    return trained_tokenizer(files_below(books() / "train"), vocabulary, folder / "tokenizer")
+        return data_folder("") / "tokenizer" / "gpt2"
+    return trained_tokenizer(files_below(data_folder("books") / "train"), vocabulary, folder / "tokenizer")
 
 
 def test_stretches(tokenizer: Any, length: int) -> list[Tokens]:
     """Of each test book the middle one of its stretches of ``length`` tokens."""
-    found = [stretches([file], tokenizer, length) for file in files_below(books() / "test")]
+    found = [stretches([file], tokenizer, length) for file in files_below(data_folder("books") / "test")]
     return [pieces[len(pieces) // 2] for pieces in found if pieces]
 
 
@@ -156,15 +119,7 @@ def measure_text(
     for factor in FACTORS:
         if any(r["factor"] == factor for r in found["results"]):
             continue
-        began = time.perf_counter()
-        results = [evaluate_perplexity(model, piece, factor * length, len(piece)) for piece in pieces]
-        result = {
-            "factor": factor,
-            "length": factor * length,
-            "losses": [r.loss for r in results],  # nats per token, of each book
-            "tokens": [r.tokens for r in results],  # that bear a loss: all but the first of a window
-            "seconds": time.perf_counter() - began,
-        }
+        result = losses(model, pieces, factor, length)
         found["results"].append(result)
         write_json(path, found)
         print(f"  {factor * length:,} tokens: {compare_tables.perplexity(result):.3f}", flush=True)

@@ -9,12 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from common import CONFIGS
 
 from trailmark.data.needles import Level
 from trailmark.training.config import RunConfig, load_run_config
 from trailmark.training.run import Run
-
-CONFIGS = Path(__file__).resolve().parent.parent / "configs"
 
 
 @dataclass(frozen=True)

@@ -6,16 +6,16 @@ import itertools
 import math
 import statistics
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
-from compare_rows import FACTORS, FULL_UP_TO, ROWS, Paper
+from compare_rows import FACTORS, FULL_UP_TO, ROWS
+from tables import Column, Columns, Row, table
 from training_text import mean_loss
 
 from trailmark.demo import CHANCE
 from trailmark.evaluation.needles import wilson_interval
-from trailmark.report.console import size
-from trailmark.report.tables import markdown_table
 
 Found = dict[str, Any]
 BASE = "Base"
@@ -103,10 +103,6 @@ def ordering(part: Found, factor: int = 1) -> dict[str, list[tuple[str, str]]]:
 # --- cells ---------------------------------------------------------------------------------------------------
 
 
-def _number(x: float | None, form: str) -> str:
-    return "-" if x is None else format(x, form)
-
-
 def _over_seeds(values: Sequence[float], form: str) -> str:
     """Mean, and from three seeds on the standard deviation."""
     if not values:
@@ -115,23 +111,47 @@ def _over_seeds(values: Sequence[float], form: str) -> str:
     return mean if len(values) < 3 else f"{mean} ± {statistics.stdev(values):{form}}"
 
 
-def _less(of: Sequence[Found], other: Sequence[Found], factor: int) -> str:
-    apart = less(of, other, factor)
-    return "-" if apart is None else "{:+.4f} ± {:.4f}".format(*apart)
+def _perplexity(factor: int, form: str) -> Column:
+    return lambda row: _over_seeds(perplexities(row["of"], factor), form)
 
 
-def _asked(of: Sequence[Found], factor: int) -> tuple[int, int]:
-    """Right answers and questions, over all seeds."""
-    results = [r for found in of if (r := at(found, factor)) is not None]
-    return sum(r["correct"] for r in results), sum(r["questions"] for r in results)
+def _less(base: Sequence[Found], factor: int) -> Column:
+    """Of a row that is not Base, what it needs more."""
+
+    def shown(row: Row) -> str:
+        if row["name"] == BASE:
+            return ""
+        apart = less(row["of"], base, factor)
+        return "-" if apart is None else "{:+.4f} ± {:.4f}".format(*apart)
+
+    return shown
 
 
-def _share(of: Sequence[Found], factor: int, interval: bool) -> str:
-    right, questions = _asked(of, factor)
-    if not questions:
-        return "-"
-    cell = f"{right / questions:.2f}"
-    return cell if not interval else "{} ({:.2f}-{:.2f})".format(cell, *wilson_interval(right, questions))
+def _share(factor: int, interval: bool) -> Column:
+    """Right answers of the questions, over all seeds."""
+
+    def shown(row: Row) -> str:
+        results = [r for found in row["needles"] if (r := at(found, factor)) is not None]
+        right, questions = (sum(r[name] for r in results) for name in ("correct", "questions"))
+        if not questions:
+            return "-"
+        cell = f"{right / questions:.2f}"
+        return cell if not interval else "{} ({:.2f}-{:.2f})".format(cell, *wilson_interval(right, questions))
+
+    return shown
+
+
+def _paper_needles(row: Row) -> str:
+    shares = (row["paper"]["needles_16k"], row["paper"]["needles_64k"])
+    return "-" if None in shares else ", ".join(f"{percent / 100:.2f}" for percent in shares)
+
+
+def _rows(part: Found | None, field: str = "of") -> list[Row]:
+    """Of each row that was measured what was found, under ``field``, and what the paper has."""
+    return [
+        {"name": name, "seeds": len(of), "paper": asdict(ROWS[name].paper), "first": of[0], field: of}
+        for name, of in by_row(part).items()
+    ]
 
 
 # --- tables --------------------------------------------------------------------------------------------------
@@ -140,63 +160,42 @@ def _share(of: Sequence[Found], factor: int, interval: bool) -> str:
 def summary(record: Found) -> str:
     """All of it in one table, the paper's numbers beside."""
     text, needles, cost = (by_row(record.get(name)) for name in ("text", "needles", "cost"))
-    lengths = [f"{factor}x" for factor in FACTORS]
     asked = sorted({r["factor"] for of in needles.values() for found in of for r in found["results"]})
     rows = []
-    for name, row in ROWS.items():
-        if not any(name in part for part in (text, needles, cost)):
-            continue
-        of, paid, paper = text.get(name, []), cost.get(name, [{}])[0], row.paper
-        count = paid.get("parameters") or (of[0]["parameters"] if of else None)
-        rows.append(
-            [
-                name,
-                _number(count, ",d"),
-                "-" if not paid else f"{paid['ratio']:.2f}x",
-                "-" if not paid else size(paid["step_bytes"]),
-                *(_over_seeds(perplexities(of, factor), ".1f") for factor in FACTORS),
-                *(_share(needles.get(name, []), factor, False) for factor in asked),
-                *_of_paper(paper),
-            ]
-        )
-    header = ["model", "parameters", "time", "memory", *(f"ppl {x}" for x in lengths)]
-    header += [f"needle {factor}x" for factor in asked]
-    return markdown_table([*header, "paper: time", "ppl at 16K", "needle at 16K, 64K"], rows)
-
-
-def _of_paper(paper: Paper) -> list[str]:
-    needles = [paper.needles_16k, paper.needles_64k]
-    return [
-        "-" if paper.time is None else f"{paper.time:g}x",
-        _number(paper.at_16k, ".2f"),
-        "-"
-        if None in needles
-        else ", ".join(f"{percent / 100:.2f}" for percent in needles if percent is not None),
-    ]
+    for name in ROWS:
+        if any(name in part for part in (text, needles, cost)):
+            of, paid = text.get(name, []), cost.get(name, [{}])[0]
+            trained = {"parameters": of[0]["parameters"]} if of else {}
+            paper = asdict(ROWS[name].paper)
+            rows.append(
+                {"name": name, "of": of, "needles": needles.get(name, []), "paper": paper, **trained, **paid}
+            )
+    columns: Columns = {
+        "model": "{name}",
+        "parameters": "{parameters:,d}",
+        "time": "{ratio:.2f}x",
+        "memory": "{step_bytes:size}",
+        **{f"ppl {factor}x": _perplexity(factor, ".1f") for factor in FACTORS},
+        **{f"needle {factor}x": _share(factor, False) for factor in asked},
+        "paper: time": "{paper[time]:g}x",
+        "ppl at 16K": "{paper[at_16k]:.2f}",
+        "needle at 16K, 64K": _paper_needles,
+    }
+    return table(columns, rows)
 
 
 def text_table(part: Found) -> str:
     settings, found = part["settings"], by_row(part)
-    lengths = [factor * settings["context_length"] for factor in FACTORS]
-    rows = []
-    for name, of in found.items():
-        apart = [_less(of, found.get(BASE, []), factor) if name != BASE else "" for factor in FACTORS]
-        cells = [_over_seeds(perplexities(of, factor), ".2f") for factor in FACTORS]
-        paper = ROWS[name].paper
-        rows.append(
-            [
-                name,
-                f"{of[0]['parameters']:,}",
-                str(len(of)),
-                *cells,
-                *apart,
-                _number(paper.at_2k, ".2f"),
-                _number(paper.at_16k, ".2f"),
-            ]
-        )
-    shown = [f"{n:,}" for n in lengths]
-    header = ["model", "parameters", "seeds", *shown, *(f"- Base, {n}" for n in shown)]
-    header += ["paper, 2K", "paper, 16K"]
+    shown = {factor: f"{factor * settings['context_length']:,}" for factor in FACTORS}
+    columns: Columns = {
+        "model": "{name}",
+        "parameters": "{first[parameters]:,}",
+        "seeds": "{seeds}",
+        **{length: _perplexity(factor, ".2f") for factor, length in shown.items()},
+        **{f"- Base, {length}": _less(found.get(BASE, []), factor) for factor, length in shown.items()},
+        "paper, 2K": "{paper[at_2k]:.2f}",
+        "paper, 16K": "{paper[at_16k]:.2f}",
+    }
     landmark = found.get("Landmark")
     own = f" (Landmark: {landmark[0]['context_length']:,})" if landmark else ""
     counted = next(r for of in found.values() for one in of for r in one["results"] if r["factor"] == 1)
@@ -204,10 +203,10 @@ def text_table(part: Found) -> str:
         f"Trained {settings['steps']:,} steps of {settings['tokens_per_step']:,} tokens, "
         f"{settings['context_length']:,} at a time{own}, of books of "
         f"{settings['corpus_tokens']:,} tokens (vocabulary {settings['vocabulary']:,}). Perplexity of "
-        f"{len(counted['losses'])} books, {lengths[-1]:,} tokens of each, by tokens read at a time: mean ± standard "
-        "deviation of seeds. *- Base*: nats per token more than Base, ± standard error over books, paired (below 0: "
-        "better). *paper*: Table 1 of arXiv 2410.01651, PG19 test, 128M, trained at 16K.\n\n"
-        + markdown_table(header, rows)
+        f"{len(counted['losses'])} books, {shown[FACTORS[-1]]} tokens of each, by tokens read at a time: mean ± "
+        "standard deviation of seeds. *- Base*: nats per token more than Base, ± standard error over books, paired "
+        "(below 0: better). *paper*: Table 1 of arXiv 2410.01651, PG19 test, 128M, trained at 16K.\n\n"
+        + table(columns, _rows(part))
     )
 
 
@@ -233,14 +232,14 @@ def ordering_text(part: Found) -> str:
 
 
 def needle_table(part: Found) -> str:
-    settings, found = part["settings"], by_row(part)
-    factors = [int(factor) for factor in settings["questions"]]
-    rows = []
-    for name, of in found.items():
-        paper = ROWS[name].paper
-        cells = [_share(of, factor, True) for factor in factors]
-        rows.append([name, f"{of[0]['parameters']:,}", str(len(of)), *cells, _of_paper(paper)[-1]])
-    header = ["model", "parameters", "seeds", *(f"{factor * settings['length']:,}" for factor in factors)]
+    settings = part["settings"]
+    columns: Columns = {
+        "model": "{name}",
+        "parameters": "{first[parameters]:,}",
+        "seeds": "{seeds}",
+        **{f"{int(n) * settings['length']:,}": _share(int(n), True) for n in settings["questions"]},
+        "paper": _paper_needles,
+    }
     texts = ", ".join(f"{level['chunks'] * 32} for {share:.0%}" for share, level in settings["levels"])
     return (
         f"Byte models, trained {settings['steps']:,} steps of {settings['tokens_per_step']:,} tokens (tokens of a "
@@ -248,31 +247,25 @@ def needle_table(part: Found) -> str:
         f"haystack, with 95% Wilson intervals; chance is {CHANCE:.5f}. Needles lie where no window reaches; "
         f"full attention was asked of ones anywhere, up to {FULL_UP_TO * settings['length']:,} tokens. Models that "
         "read a haystack anew for each question were asked fewer, and none of greater length once they had none right. "
-        "*paper*: single NIAH at 16K and 64K (Table 2; trained at 16K).\n\n"
-        + markdown_table([*header, "paper"], rows)
+        f"*paper*: single NIAH at 16K and 64K (Table 2; trained at 16K).\n\n{table(columns, _rows(part, 'needles'))}"
     )
 
 
+COST: Columns = {
+    "model": "{name}",
+    "parameters": "{first[parameters]:,}",
+    "µs per token": "{first[microseconds_per_token]:,.1f}",
+    "of Base": "{first[ratio]:.2f}x ({first[ratio_lowest]:.2f}-{first[ratio_highest]:.2f})",
+    "memory of a step": "{first[step_bytes]:size}",
+    "paper": "{paper[time]:g}x",
+}
+
+
 def cost_table(part: Found) -> str:
-    rows = []
-    for name, of in by_row(part).items():
-        r = of[0]
-        rows.append(
-            [
-                name,
-                f"{r['parameters']:,}",
-                f"{r['microseconds_per_token']:,.1f}",
-                f"{r['ratio']:.2f}x ({r['ratio_lowest']:.2f}-{r['ratio_highest']:.2f})",
-                size(r["step_bytes"]),
-                _of_paper(ROWS[name].paper)[0],
-            ]
-        )
-    header = ["model", "parameters", "µs per token", "of Base", "memory of a step", "paper"]
     return (
         f"A training step of each row in turn, medians of {part['settings']['rounds']} rounds (lowest-highest), "
-        "per token; memory: what two steps take above process and weights. Encoders are asked "
-        "anew at every step. *paper*: the Time column of Table 1, on 8 "
-        "A100.\n\n" + markdown_table(header, rows)
+        "per token; memory: what two steps take above process and weights. Encoders are asked anew at every step. "
+        f"*paper*: the Time column of Table 1, on 8 A100.\n\n{table(COST, _rows(part))}"
     )
 
 

@@ -9,13 +9,13 @@ writes benchmarks/evaluation.json and docs/needle-grid.png. A second start goes 
 from __future__ import annotations
 
 import argparse
-import json
 import shutil
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
+from trailmark.data.files import read_json, write_json
 from trailmark.evaluation.evaluate import evaluate
 from trailmark.evaluation.record import environment
 from trailmark.report.console import Progress
@@ -69,13 +69,13 @@ def asked(model: Path, output: Path, options: dict[str, Any]) -> list[dict[str, 
 def reports(work: Path, runs: int) -> dict[str, Any]:
     """The page of many runs: the grid's results under as many names."""
     (record,) = (work / "grid").rglob("needles.json")
-    content = json.loads(record.read_text())
+    content = read_json(record)
     with tempfile.TemporaryDirectory() as folder:
         for number in range(runs):
             place = Path(folder) / f"model-{number}" / "evaluation"
             place.mkdir(parents=True)
             content["model"] |= {"name": place.parent.name, "folder": str(place.parent)}
-            (place / "needles.json").write_text(json.dumps(content))
+            write_json(place / "needles.json", content)
         began = time.perf_counter()
         page = Path(folder) / "report.html"
         build([Path(folder)], page)
@@ -106,7 +106,7 @@ def main() -> None:
     }
     picture(arguments.work)
     path = HERE / "evaluation.json"
-    path.write_text(json.dumps(found, indent=1) + "\n")
+    write_json(path, found)
     took = found["million"][0]["seconds"]
     print(
         f"{MILLION:,} tokens, {ASKED} questions: {took:.0f} s; {RUNS} runs: {found['report']['seconds']:.1f} s"

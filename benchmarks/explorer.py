@@ -28,12 +28,11 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from common import keep, spread
 from explorer_browser import in_a_browser
-from reading import spread
 
 from tests.report.traces import made_up
 from trailmark.data.corpus import Tokens, read_texts, standard_library_texts, tokenize
-from trailmark.data.files import read_json, write_json
 from trailmark.data.traces import Entry, TraceHeader, read_trace, write_lines
 from trailmark.evaluation.losses import nats
 from trailmark.evaluation.record import environment
@@ -205,26 +204,24 @@ def main() -> None:
         subject = load(arguments.model)
         name, tokens = text_of(subject, arguments.tokens)
 
-        def keep(part: str, results: dict[str, Any]) -> None:
-            results = {"text": name, "load_average": busy} | results
-            found = {"environment": environment("cpu"), "results": results}
-            write_json(OUTPUT, (read_json(OUTPUT) or {}) | {part: found})
+        def found(part: str, results: dict[str, Any]) -> None:
+            keep(OUTPUT, part, {"text": name, "load_average": busy} | results, environment("cpu"))
 
         trace = folder / "real.jsonl"
         if "reading" in parts or ("page" in parts and not trace.exists()):
-            keep("reading", reading(subject, tokens, trace))
+            found("reading", reading(subject, tokens, trace))
         if "commands" in parts:
             text = Path(temporary) / "text.txt"
             text.write_text(subject.tokenizer.decode(tokens.tolist()))
             about = {"tokens": len(tokens), "model": subject.identity()}
-            keep("commands", about | commands(arguments.model, text, Path(temporary), arguments.rounds))
+            found("commands", about | commands(arguments.model, text, Path(temporary), arguments.rounds))
         if "page" in parts:
             header, lines = read_trace(trace)
             results = {"real": page_of(header, list(lines), folder / "real.html", arguments.rounds)}
             # the most text: tokens are words, and two groups read 8 chunks each
             header, made = made_up(arguments.tokens, 64, 2, 8, words=True, name="made-up")
             results["words"] = page_of(header, made, folder / "words.html", arguments.rounds)
-            keep("page", results)
+            found("page", results)
     print(f"Numbers: {OUTPUT}")
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from reading import spread
+from common import spread
 
 from tests.report.browser import chromium, until
 

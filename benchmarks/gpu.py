@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import json
 import os
 import sys
 import tempfile
@@ -39,6 +38,7 @@ from gpu_checks import CHECKS, DEVICE, DTYPE, LENGTHS, MIDDLE, REHEARSAL, TESTS,
 from ops import MAKE, Case, run_pass, sdpa_backend  # noqa: E402
 from torch import Tensor  # noqa: E402
 
+from trailmark.data.files import write_json  # noqa: E402
 from trailmark.ops import (  # noqa: E402
     LandmarkLayout,
     grouped_cross_attention,
@@ -313,9 +313,7 @@ class Record:
 
     def save(self) -> None:
         self.found["seconds"] = time.monotonic() - self.began
-        whole = self.output.with_suffix(".part")
-        whole.write_text(json.dumps(self.found, indent=1) + "\n")
-        whole.replace(self.output)
+        write_json(self.output, self.found)
 
     def check(self, name: str, part: Callable[[Rows], None]) -> None:
         rows: Rows = self.found.setdefault(name, [])

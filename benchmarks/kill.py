@@ -11,7 +11,6 @@ processes (DDP, FSDP2) one or both are killed, by chance.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import tempfile
 import time
@@ -23,6 +22,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # the tests do the killing
 
 from tests.training.killed import Killer
 from tests.training.tiny import run_config
+from trailmark.data.files import write_json
 from trailmark.evaluation.record import environment
 
 PLAN: dict[str, tuple[int, float, dict[str, Any]]] = {
@@ -66,7 +66,7 @@ def main() -> None:
     arguments = parser.parse_args()
     rows = [measure(name, arguments.kills, arguments.seed) for name in PLAN]
     record = {"environment": environment(), "kills": arguments.kills, "seed": arguments.seed, "rows": rows}
-    arguments.output.write_text(json.dumps(record, indent=1) + "\n")
+    write_json(arguments.output, record)
     print(f"Numbers: {arguments.output}")
 
 

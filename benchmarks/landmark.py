@@ -12,10 +12,7 @@ the equations as written (the oracle) too.
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -25,15 +22,16 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from common import ROOT, keep
+from tables import Columns, table
 from torch import Tensor
 
-ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # for tests: the budget and the cases have one definition
 
-from tests.ops.landmark_cases import assert_budget  # noqa: E402
-from trailmark.cli import KEEP_FREED_MEMORY  # noqa: E402
-from trailmark.ops import LandmarkLayout, landmark_attention  # noqa: E402
-from trailmark.report.tables import markdown_table  # noqa: E402
+from tests.ops.landmark_cases import assert_budget
+from trailmark.cli import keep_freed_memory
+from trailmark.evaluation.record import environment
+from trailmark.ops import LandmarkLayout, landmark_attention
 
 
 @dataclass(frozen=True)
@@ -166,29 +164,15 @@ def collect(chosen: list[Case], rounds: int) -> list[dict[str, Any]]:
     return results
 
 
-def table(results: list[dict[str, Any]]) -> str:
-    rows = [
-        [
-            r["name"],
-            r["dtype"],
-            f"{r['tokens']:,}",
-            f"{r['seconds'] * 1000:,.1f}" if "seconds" in r else "-",
-            f"{r['of_causal']:.2f}x" if "seconds" in r else "-",
-            f"{r['forward_of_causal']:.2f}x" if "seconds" in r else "-",
-            f"{r['kept_bytes'] / 2**20:,.2f} MiB",
-        ]
-        for r in results
-    ]
-    header = [
-        "attention",
-        "dtype",
-        "positions",
-        "ms, both passes",
-        "of causal",
-        "forward",
-        "kept beside the inputs",
-    ]
-    return markdown_table(header, rows)
+COLUMNS: Columns = {
+    "attention": "{name}",
+    "dtype": "{dtype}",
+    "positions": "{tokens:,}",
+    "ms, both passes": "{seconds:ms ,.1f}",
+    "of causal": "{of_causal:.2f}x",
+    "forward": "{forward_of_causal:.2f}x",
+    "kept beside the inputs": "{kept_bytes:mib ,.2f}",
+}
 
 
 def main() -> None:
@@ -197,17 +181,10 @@ def main() -> None:
     parser.add_argument("--longest", type=int, default=16384, help="leave longer cases out")
     parser.add_argument("--output", type=Path, default=Path(__file__).with_name("landmark.json"))
     arguments = parser.parse_args()
-    if any(os.environ.get(name) != value for name, value in KEEP_FREED_MEMORY.items()):
-        # glibc reads them when a process starts
-        command = [sys.executable, __file__, *sys.argv[1:]]
-        sys.exit(subprocess.run(command, env=os.environ | KEEP_FREED_MEMORY).returncode)
+    keep_freed_memory(["train"])  # as `trailmark train` does
     results = collect([case for case in cases() if case.tokens <= arguments.longest], arguments.rounds)
-    from trailmark.demo import environment  # only now: it imports transformers
-
-    before = json.loads(arguments.output.read_text()) if arguments.output.exists() else {}
-    section = {"environment": environment() | {"device": "cpu"}, "results": results}
-    arguments.output.write_text(json.dumps(before | {"op": section}, indent=1) + "\n")
-    print(table(results))
+    keep(arguments.output, "op", results, environment() | {"device": "cpu"})
+    print(table(COLUMNS, results))
     print(f"Numbers: {arguments.output}")
 
 

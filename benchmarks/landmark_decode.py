@@ -29,6 +29,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from tables import Columns, Row, table
 from torch import Tensor, nn
 
 from trailmark.cli import KEEP_FREED_MEMORY
@@ -256,7 +257,7 @@ def token(results: dict[str, Any]) -> None:
             found.append(case(way, name, tier, times[way, tier, context], least, cache, context))
         del caches, filled
     results["token"] = found
-    print(token_table(found))
+    print(table(TOKEN_TABLE, found))
 
 
 def case(
@@ -291,33 +292,17 @@ def landmark_bytes(cache: ChunkCache) -> int:
     return sum(x.numel() * x.element_size() for x in cache.memory.blocks(n, 1)) if n else 0
 
 
-def token_table(found: list[dict[str, Any]]) -> str:
-    rows = [
-        [
-            r["retrieve_per"],
-            r["dtype"],
-            r["tier"] or "-",
-            f"{r['context']:,}" if r["context"] else "any",
-            "{p50:.1f} ({p20:.1f}-{p80:.1f})".format(**r["milliseconds"]),
-            f"{r['of_window_only']:.2f}x",
-            f"{r['memory_bytes'] / 2**20:,.0f} MiB",
-            f"{r['landmark_bytes'] / 2**20:,.1f} MiB",
-            f"{r['window_bytes'] / 2**20:,.1f} MiB",
-        ]
-        for r in found
-    ]
-    header = [
-        "selects",
-        "dtype",
-        "tier",
-        "context",
-        "ms a token: p50 (p20-p80)",
-        "of window only",
-        "memory",
-        "of it landmarks, on the device",
-        "windows",
-    ]
-    return markdown_table(header, rows)
+TOKEN_TABLE: Columns = {
+    "selects": "{retrieve_per}",
+    "dtype": "{dtype}",
+    "tier": "{tier}",
+    "context": lambda r: f"{r['context']:,}" if r["context"] else "any",
+    "ms a token: p50 (p20-p80)": "{milliseconds[p50]:.1f} ({milliseconds[p20]:.1f}-{milliseconds[p80]:.1f})",
+    "of window only": "{of_window_only:.2f}x",
+    "memory": "{memory_bytes:mib ,.0f}",
+    "of it landmarks, on the device": "{landmark_bytes:mib ,.1f}",
+    "windows": "{window_bytes:mib ,.1f}",
+}
 
 
 # --- where the time goes -----------------------------------------------------------------------------------
@@ -474,17 +459,19 @@ def reading(results: dict[str, Any]) -> None:
             }
         )
     results["reading"] = found
-    print(reading_table(found))
+    print(table(READING_TABLE, found))
 
 
-def reading_table(found: list[dict[str, Any]]) -> str:
-    header = ["selects", "tokens/s: median (lowest-highest)", "gathered per token"]
-    rows = []
-    for r in found:
-        speed = r["tokens_per_second"]
-        at = f"{statistics.median(speed):,.0f} ({speed[0]:,.0f}-{speed[-1]:,.0f})"
-        rows.append([r["retrieve_per"], at, f"{r['bytes_gathered_per_token'] / 1024:,.1f} KiB"])
-    return markdown_table(header, rows)
+def _speed(result: Row) -> str:
+    speed = result["tokens_per_second"]
+    return f"{statistics.median(speed):,.0f} ({speed[0]:,.0f}-{speed[-1]:,.0f})"
+
+
+READING_TABLE: Columns = {
+    "selects": "{retrieve_per}",
+    "tokens/s: median (lowest-highest)": _speed,
+    "gathered per token": lambda r: f"{r['bytes_gathered_per_token'] / 1024:,.1f} KiB",
+}
 
 
 # --- all ---------------------------------------------------------------------------------------------------

@@ -14,13 +14,13 @@ from __future__ import annotations
 
 import argparse
 import math
-import os
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
+from common import CONFIGS, ROOT, data_folder, parameters, showing
 from torch import Tensor
 
 from trailmark import demo
@@ -32,11 +32,10 @@ from trailmark.evaluation.record import environment
 from trailmark.evaluation.subject import load
 from trailmark.models import LandmarkForCausalLM
 from trailmark.models.loss import causal_loss
-from trailmark.report.console import Progress, training_line
+from trailmark.report.console import Progress
 from trailmark.training.config import load_run_config
 from trailmark.training.run import Run
 
-ROOT = Path(__file__).parents[1]
 OUTPUT = Path(__file__).with_suffix(".json")
 # what each model is: a configuration and what is changed in it
 TEXT_STEPS = "training.steps=400"
@@ -89,10 +88,10 @@ class Benchmark:
         path, overrides = MODELS[name]
         overrides = (*overrides, f"output={self.folder / name}")
         if path == "landmark-text":
-            overrides = (*overrides, f"data.paths=[{books() / 'train'}]")
-        config = load_run_config(ROOT / "configs" / f"{path}.yaml", overrides)
+            overrides = (*overrides, f"data.paths=[{data_folder('books') / 'train'}]")
+        config = load_run_config(CONFIGS / f"{path}.yaml", overrides)
         if not (Path(config.output) / "history.json").exists():
-            Run(config, lambda run: self._show(name, run)).train()
+            Run(config, showing(self.progress, name)).train()
             self.progress.clear()
         if name not in self.record["models"]:
             history = read_json(Path(config.output) / "history.json")
@@ -102,7 +101,7 @@ class Benchmark:
                 "changes": [text for text in overrides if not text.startswith(("output", "data.paths"))],
                 "seed": config.training.seed,
                 "tokens_per_step": config.training.tokens_per_step,
-                "parameters": sum(p.numel() for p in load(Path(config.output)).model.parameters()),
+                "parameters": parameters(load(Path(config.output)).model),
                 "seconds": history["seconds"],
                 "last": last,
                 "level_starts": history["level_starts"],
@@ -111,11 +110,6 @@ class Benchmark:
         model = load(Path(config.output), [f"{key}={value}" for key, value in changes.items()]).model
         assert isinstance(model, LandmarkForCausalLM)
         return model
-
-    def _show(self, name: str, run: Run) -> None:
-        total = run.config.training.steps
-        line = training_line(run.step, total, run.seconds, run.averages, run.tokens_per_second)
-        self.progress.show(f"{name}: {line}")
 
     # --- parts ---------------------------------------------------------------------------------------------
 
@@ -221,16 +215,11 @@ _ASKED = {
 }
 
 
-def books() -> Path:
-    """TRAILMARK_DATA/books."""
-    if not (data := os.environ.get("TRAILMARK_DATA")):
-        raise SystemExit("TRAILMARK_DATA: expected the folder of the evaluation texts, got nothing. Set it.")
-    return Path(data).resolve() / "books"
-
-
 def spans() -> Tensor:
     """Held-out text [BOOKS, SPAN]: a piece of each book."""
-    files = sorted([*(books() / "valid").glob("*.txt"), *(books() / "test").glob("*.txt")])
+    files = sorted(
+        [*(data_folder("books") / "valid").glob("*.txt"), *(data_folder("books") / "test").glob("*.txt")]
+    )
     tokenizer, found = load_tokenizer("bytes"), []
     for file in files:
         tokens = tokenize([read_text(file)], tokenizer)[_SPAN_START : _SPAN_START + SPAN]

@@ -14,13 +14,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from common import showing
+
 from trailmark import demo
 from trailmark.data.corpus import load_tokenizer, standard_library_texts, tokenize
 from trailmark.data.files import read_json, write_json
 from trailmark.data.needles import NeedleFormat
 from trailmark.evaluation.needles import evaluate_needles
 from trailmark.evaluation.record import environment
-from trailmark.report.console import Progress, training_line
+from trailmark.report.console import Progress
 from trailmark.training.run import Run
 
 OUTPUT = Path(__file__).with_suffix(".json")
@@ -65,12 +67,11 @@ def measure(name: str, seed: int, folder: Path) -> dict[str, Any]:
     tokenizer = load_tokenizer(config.data.tokenizer)
     progress = Progress()
 
-    def show(run: Run) -> None:
-        total = config.training.steps
-        line = training_line(run.step, total, run.seconds, run.averages, run.tokens_per_second)
-        progress.show(f"{name}, seed {seed}: {line}")
-
-    run = Run(config, show, tokenize(standard_library_texts("train"), tokenizer))
+    run = Run(
+        config,
+        showing(progress, f"{name}, seed {seed}"),
+        tokenize(standard_library_texts("train"), tokenizer),
+    )
     curriculum(run)
     model = type(run.model).from_pretrained(config.output) if run.finished else run.train()
     progress.clear()

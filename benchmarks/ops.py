@@ -37,15 +37,19 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # for tests.budgets: the budget has one definition
 
+import tables  # noqa: E402
+from common import percentiles  # noqa: E402
+from tables import Row  # noqa: E402
+
 from tests.budgets import assert_within_budget  # noqa: E402
 from trailmark.cli import KEEP_FREED_MEMORY  # noqa: E402
+from trailmark.data.files import write_json  # noqa: E402
 from trailmark.ops import (  # noqa: E402
     alibi_slopes,
     grouped_cross_attention,
     select_chunks,
     sliding_window_attention,
 )
-from trailmark.report.tables import markdown_table  # noqa: E402
 
 SLOW = 4.0  # seconds: a pass that takes longer is timed once, in the first round
 OURS = ("torch", "triton")
@@ -283,10 +287,11 @@ def collect(device: str, rounds: int) -> list[dict[str, Any]]:
             print(f"round {number + 1} of {rounds}: {_name(case)}: {min(done['seconds']):.3f} s", flush=True)
     results = []
     for case, runs in found.items():
-        seconds = sorted(second for run in runs for second in run["seconds"])
-        at = {f"p{p}": seconds[round(p / 100 * (len(seconds) - 1))] for p in (20, 50, 80)}
+        seconds = [second for run in runs for second in run["seconds"]]
         extra = statistics.median(run["extra_bytes"] for run in runs)
-        results.append({**asdict(case), "flops": case.flops(), "seconds": at, "passes": len(seconds)})
+        results.append(
+            {**asdict(case), "flops": case.flops(), "seconds": percentiles(seconds), "passes": len(seconds)}
+        )
         results[-1] |= {"extra_bytes": extra, "sdpa_backend": sdpa_backend(case, device)}
     return results
 
@@ -307,35 +312,32 @@ def _name(case: Case) -> str:
 
 
 def table(results: list[dict[str, Any]]) -> str:
-    rows = []
-    for r in results:
+    def ours(r: Row) -> Row | None:
+        """The row of our own implementation that a row is compared with."""
         same = ("op", "tokens", "dtype", "backward", "allocator")
-        own = [x for x in results if x["implementation"] in OURS and all(x[key] == r[key] for key in same)]
-        at = {name: second * 1000 for name, second in r["seconds"].items()}
-        ratio = f"{r['seconds']['p50'] / own[0]['seconds']['p50']:.2f}x" if own else "-"
-        rows.append(
-            [
-                f"{r['op']}, {r['implementation']}" + ", glibc's defaults" * (r["allocator"] == "default"),
-                "forward + backward" if r["backward"] else "forward",
-                r["dtype"],
-                f"{r['tokens']:,}",
-                f"{at['p50']:,.1f} ({at['p20']:,.1f}-{at['p80']:,.1f})",
-                ratio,
-                f"{r['flops'] / r['seconds']['p50'] / 1e9:,.0f}" if r["flops"] else "-",
-                f"{r['extra_bytes'] / 2**20:,.0f} MiB" if r["op"] != "gemm" else "-",
-            ]
-        )
-    header = [
-        "op",
-        "passes",
-        "dtype",
-        "tokens",
-        "ms: p50 (p20-p80)",
-        "of ours",
-        "GFLOP/s",
-        "peak extra memory",
+        own = (x for x in results if x["implementation"] in OURS and all(x[key] == r[key] for key in same))
+        return next(own, None)
+
+    rows = [
+        r | {"of_ours": own and r["seconds"]["p50"] / own["seconds"]["p50"]}
+        for r in results
+        for own in [ours(r)]
     ]
-    return markdown_table(header, rows)
+    return tables.table(COLUMNS, rows)
+
+
+COLUMNS: tables.Columns = {
+    "op": lambda r: (
+        f"{r['op']}, {r['implementation']}" + ", glibc's defaults" * (r["allocator"] == "default")
+    ),
+    "passes": lambda r: "forward + backward" if r["backward"] else "forward",
+    "dtype": "{dtype}",
+    "tokens": "{tokens:,}",
+    "ms: p50 (p20-p80)": "{seconds[p50]:ms ,.1f} ({seconds[p20]:ms ,.1f}-{seconds[p80]:ms ,.1f})",
+    "of ours": "{of_ours:.2f}x",
+    "GFLOP/s": lambda r: f"{r['flops'] / r['seconds']['p50'] / 1e9:,.0f}" if r["flops"] else "-",
+    "peak extra memory": lambda r: "-" if r["op"] == "gemm" else tables.cell("{extra_bytes:mib ,.0f}", r),
+}
 
 
 def main() -> None:
@@ -358,7 +360,7 @@ def main() -> None:
     from trailmark.demo import environment  # only now: it imports transformers
 
     where = environment() | {"device": torch.cuda.get_device_name() if device == "cuda" else device}
-    output.write_text(json.dumps({"environment": where, "results": results}, indent=1) + "\n")
+    write_json(output, {"environment": where, "results": results})
     print(table(results))
     print(f"Numbers: {output}")
 

@@ -12,7 +12,6 @@ import argparse
 import ctypes
 import json
 import resource
-import statistics
 import subprocess
 import sys
 import sysconfig
@@ -25,14 +24,13 @@ from typing import Any
 
 import numpy as np
 import torch
+from common import interleaved, keep, seconds, spread
 from torch import Tensor
 
 from trailmark.data.corpus import Tokens, load_tokenizer, read_texts, tokenize
-from trailmark.data.files import read_json, write_json
 from trailmark.data.needles import NeedleFormat
 from trailmark.demo import MODELS
 from trailmark.evaluation.needles import evaluate_needles
-from trailmark.evaluation.record import environment
 from trailmark.evaluation.subject import load
 from trailmark.memory.search import ExactSearch, FaissSearch
 from trailmark.models import (
@@ -77,27 +75,9 @@ def random_text(model: TrailmarkForCausalLM, count: int, seed: int = 1) -> Tenso
     return torch.randint(3, model.config.vocab_size, (1, count), generator=generator)
 
 
-def seconds(work: Callable[[], Any]) -> float:
-    began = time.perf_counter()
-    work()
-    return time.perf_counter() - began
-
-
-def spread(values: list[float]) -> dict[str, float]:
-    return {"median": statistics.median(values), "lowest": min(values), "highest": max(values)}
-
-
-def interleaved(
-    cases: Mapping[str, Callable[[], float]], rounds: int = ROUNDS
-) -> dict[str, dict[str, float]]:
-    """Each case in turn, ``rounds`` times, after one that does not count."""
-    found: dict[str, list[float]] = {name: [] for name in cases}
-    for number in range(rounds + 1):
-        for name, case in cases.items():
-            value = case()
-            if number:
-                found[name].append(value)
-    return {name: spread(values) for name, values in found.items()}
+def spreads(cases: Mapping[str, Callable[[], float]]) -> dict[str, dict[str, float]]:
+    """Of each case, in turn."""
+    return {name: spread(values) for name, values in interleaved(cases, ROUNDS).items()}
 
 
 # --- speed -------------------------------------------------------------------------------------------------
@@ -118,7 +98,7 @@ def speed_at(length: int, block: int, both: dict[str, TrailmarkForCausalLM], cac
     drt, window = both["drt"], both["window"]
     ids, carried = random_text(drt, block), window.new_cache()
     read_up_to(drt, cache, length - block)
-    return interleaved(
+    return spreads(
         {
             "read": lambda: block / seconds(lambda: drt.read(ids, cache.branch())),
             "drt": lambda: block / seconds(lambda: full_forward(drt, cache.branch(), ids)),
@@ -218,7 +198,7 @@ def token(folder: Path | None) -> list[dict[str, Any]]:
                 read_up_to(model, cache, length)
                 cases[f"{name} {length}"] = partial(per_token, model, cache, chunk)
                 print(size, name, length, "read", flush=True)
-        measured = interleaved(cases)
+        measured = spreads(cases)
         results.append({"size": size, "milliseconds": measured})
         print(size, {k: round(v["median"], 3) for k, v in measured.items()}, flush=True)
     return results
@@ -283,7 +263,7 @@ def saving(folder: Path | None) -> list[dict[str, Any]]:
             "save, disk tier in its own folder": lambda: seconds(lambda: own.save(f"{place}/own")),
             "load": lambda: seconds(lambda: model.load_cache(f"{place}/host")),
         }
-        measured = interleaved(cases)
+        measured = spreads(cases)
         size = host.memory_bytes()
     print({k: round(v["median"], 4) for k, v in measured.items()}, flush=True)
     return [{"length": M1, "memory_bytes": size, "seconds": measured}]
@@ -326,7 +306,7 @@ def search(folder: Path | None) -> list[dict[str, Any]]:
             )
             for name, index in (("exact", exact), ("faiss", faiss))
         }
-        measured = interleaved(cases)
+        measured = spreads(cases)
         results.append(
             {"landmarks": 262_144, "E": E, "recall": recall, "build_seconds": built, "milliseconds": measured}
         )
@@ -355,8 +335,7 @@ def main() -> None:
         return
     for part in arguments.parts or PARTS:
         print(f"== {part}", flush=True)
-        found = {"environment": environment(), "results": PARTS[part](arguments.model)}
-        write_json(OUTPUT, (read_json(OUTPUT) or {}) | {part: found})
+        keep(OUTPUT, part, PARTS[part](arguments.model))
     print(f"Numbers: {OUTPUT}")
 
 

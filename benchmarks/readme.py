@@ -1,312 +1,292 @@
-"""Put measured numbers into README.md and benchmarks/README.md: nothing there is typed by hand.
+"""Put measured numbers into the documents: no number there is typed by hand.
 
-python benchmarks/readme.py [runs/demo]    with a demo's folder, its numbers and figures are taken over first
+    python benchmarks/readme.py [runs/demo]    with a demo's folder, its numbers and figures are taken over first
+
+``DOCUMENTS`` says which text stands where; each is made from the JSON files beside this script.
 """
 
 from __future__ import annotations
 
-import json
+import argparse
 import shutil
-import sys
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
 import compare_tables
-import landmark_tables
 import training_tables
+from case_study.document import texts as case_study_texts
+from landmark import COLUMNS as LANDMARK_OP
+from landmark_decode import READING_TABLE, TOKEN_TABLE, split_table
 from ops import table as ops_table
+from tables import HERE, RIGHT, ROOT, Columns, Row, cell, crossed, fill, machine, on_machine, record, table
 
+from trailmark.data.files import read_json, write_json
 from trailmark.data.proportions import wilson_interval
 from trailmark.demo import NAMES
 from trailmark.report.console import duration, size
 from trailmark.report.tables import markdown_table, needle_table
 
-ROOT = Path(__file__).resolve().parent.parent
-HERE = ROOT / "benchmarks"
-
 
 def take_over(run: Path) -> None:
     """Keep a demo's numbers and figures."""
-    record = json.loads((run / "demo.json").read_text())
-    for result in record["results"]:
+    content = read_json(run / "demo.json")
+    for result in content["results"]:
         result.pop("asked", None)  # single questions are for the figures; the counts stay
-    (HERE / "demo.json").write_text(json.dumps(record, indent=1) + "\n")
+    write_json(HERE / "demo.json", content)
     figures = {"needles-1-length.png": "accuracy.png", "chunks-1.png": "chunks-read.png"}
     for drawn, name in figures.items():
         shutil.copy(run / "report-figures" / drawn, ROOT / "docs" / name)
 
 
-def machine(where: dict[str, Any]) -> str:
-    threads = f"{where['threads']} thread{'s' * (where['threads'] > 1)}"
-    return f"{where['processor']}, {threads}, torch {where['torch']}, {where['date']}"
+# --- the demo and the suites -------------------------------------------------------------------------------
 
 
 def demo_text() -> str:
-    record = json.loads((HERE / "demo.json").read_text())
-    results = [r | {"model": NAMES[r["model"]]} for r in record["results"]]
+    found = record("demo")
+    results = [r | {"model": NAMES[r["model"]]} for r in found["results"]]
     trained = ", ".join(
         f"{NAMES[name]} {duration(t['seconds'])} at {t['tokens_per_second']:,.0f} tokens/s"
-        for name, t in record["training"].items()
+        for name, t in found["training"].items()
     )
     return (
-        f"{needle_table(results, record['train_length'])}\n\n"
-        f"Trained: {trained}. Machine: {machine(record['environment'])}, seed {record['settings']['seed']}.\n\n"
+        f"{needle_table(results, found['train_length'])}\n\n"
+        f"Trained: {trained}. Machine: {machine(found['environment'])}, seed {found['settings']['seed']}.\n\n"
         f"![Accuracy by length](docs/accuracy.png)"
     )
 
 
 def grid_text() -> str:
-    """The README's: needles by length and depth, and what the suites' time goals became."""
-    record = json.loads((HERE / "evaluation.json").read_text())
-    cells = record["grid"]
-    depths = sorted({cell["depth"] for cell in cells})
-    rows = []
-    for length in sorted({cell["length"] for cell in cells}):
-        found = {cell["depth"]: cell for cell in cells if cell["length"] == length}
-        right, questions = (sum(cell[name] for cell in found.values()) for name in ("correct", "questions"))
-        low, high = wilson_interval(right, questions)
-        shown = [f"{found[depth]['accuracy']:.3f}" for depth in depths]
-        factor = length // record["train_length"]
-        rows.append(
-            [f"{length:,}", f"{factor:,}x", *shown, f"{right} of {questions}", f"{low:.3f}-{high:.3f}"]
-        )
-    header = ["tokens", "x train", *(f"depth {depth:g}" for depth in depths), "all depths", "95% interval"]
-    (million,), report = record["million"], record["report"]
+    """Needles by length and depth, and what the suites' time goals became."""
+    found = record("evaluation")
+    (million,), report = found["million"], found["report"]
+
+    def right(cells: list[Row]) -> tuple[int, int]:
+        return sum(cell["correct"] for cell in cells), sum(cell["questions"] for cell in cells)
+
+    shown = crossed(
+        found["grid"],
+        {"tokens": "{length:,}", "x train": lambda r: f"{r['length'] // found['train_length']:,}x"},
+        "depth {depth:g}",
+        "{accuracy:.3f}",
+        {
+            "all depths": lambda cells: "{} of {}".format(*right(cells)),
+            "95% interval": lambda cells: "{:.3f}-{:.3f}".format(*wilson_interval(*right(cells))),
+        },
+    )
     return (
-        f"{markdown_table(header, rows)}\n\n"
-        f"{cells[0]['questions']} questions in each cell. {million['length']:,} tokens with "
+        f"{shown}\n\n"
+        f"{found['grid'][0]['questions']} questions in each cell. {million['length']:,} tokens with "
         f"{million['questions']} questions on branches of one reading: {million['correct']} right in "
         f"{duration(million['seconds'])} ({duration(million['seconds_reading'])} of it reading). "
-        f"A report of {report['runs']} runs: {report['seconds']:.1f} s. Machine: {machine(record['environment'])}.\n\n"
+        f"A report of {report['runs']} runs: {report['seconds']:.1f} s. Machine: {machine(found['environment'])}.\n\n"
         "![Needles found by length and depth](docs/needle-grid.png)"
     )
 
 
-def two_hop_text() -> str:
-    record = json.loads((HERE / "two_hop.json").read_text())
-    cases = sorted(record["cases"], key=lambda case: (-case["groups"], -case["landmarks"], case["seed"]))
-    rows = []
-    for case in cases:
-        cells = []
-        for r in case["results"]:
-            found = ", ".join(f"{share:.2f}" for share in r["recall_by_hop"])
-            low, high = r["accuracy_low"], r["accuracy_high"]
-            cells += [f"{r['accuracy']:.3f} ({low:.3f}-{high:.3f})", found]
-        rows.append([str(case["groups"]), str(case["landmarks"]), str(case["seed"]), *cells])
-    header = ["groups", "landmarks", "seed"]
-    for r in cases[0]["results"]:
-        header += [f"right at {r['length'] // record['train_length']}x", "hop 1, 2 found"]
-    first = cases[0]
-    return (
-        f"{markdown_table(header, rows)}\n\n"
-        f"{first['results'][0]['questions']} questions at each length ({record['train_length']:,} tokens are 1x); "
-        f"right is all five digits. The same questions and steps ({first['steps']:,}). "
-        f"Machine: {machine(first['environment'])}."
-    )
-
-
 def needles_text() -> str:
-    cases = json.loads((HERE / "needles.json").read_text())
-    demo = json.loads((HERE / "demo.json").read_text())
-    asked = [(r["length"], r["needles"]) for r in cases[0]["results"]]
+    """One change of the demo at a time; its own row first."""
+    cases, demo = read_json(HERE / "needles.json"), record("demo")
     own = {"case": "demo", "seed": demo["settings"]["seed"], "steps": demo["steps"]["drt"]}
     own["results"] = [r for r in demo["results"] if r["model"] == "drt"]
-    rows = []
-    for case in sorted([own, *cases], key=lambda c: (c["case"] != "demo", c["case"], c["seed"])):
-        found = {(r["length"], r["needles"]): f"{r['accuracy']:.3f}" for r in case["results"]}
-        cells = [found.get(task, "-") for task in asked]
-        rows.append([case["case"], str(case["seed"]), f"{case['steps']:,}", *cells])
-    header = ["case", "seed", "steps", *(f"{n} in {length:,}" for length, n in asked)]
+    ordered = sorted([own, *cases], key=lambda c: (c["case"] != "demo", c["case"], c["seed"]))
+    shown = crossed(
+        [case | result for case in ordered for result in case["results"]],
+        {"case": "{case}", "seed": "{seed}", "steps": "{steps:,}"},
+        "{needles} in {length:,}",
+        "{accuracy:.3f}",
+    )
     questions = min(r["questions"] for case in cases for r in case["results"])
     return (
-        f"{markdown_table(header, rows)}\n\nAt least {questions} questions each; columns: needles in tokens. "
+        f"{shown}\n\nAt least {questions} questions each; columns: needles in tokens. "
         f"Machine: {machine(cases[0]['environment'])}."
     )
 
 
-def ops_text() -> str:
-    record = json.loads((HERE / "ops.json").read_text())
-    return f"{ops_table(record['results'])}\n\nMachine: {machine(record['environment'])}."
-
-
-def speed_text() -> str:
-    """The README's table: GCA and a training step on a CPU, and what a GPU showed, if one did."""
-    record = json.loads((HERE / "ops.json").read_text())
-    most = max(r["tokens"] for r in record["results"] if r["op"] == "gca")
-    passes = [r for r in record["results"] if (r["op"], r["tokens"], r["backward"]) == ("gca", most, True)]
-    names = {"torch": "trailmark", "reference": "gathers and keeps all", "sdpa": "SDPA on gathered keys"}
-    allocators = {"kept": "kept", "default": "given back (glibc's default)"}
-    rows = []
-    for r in passes:
-        if r["implementation"] not in names:
-            continue
-        alike = ("implementation", "dtype", "allocator")
-        own = next(x for x in passes if [x[key] for key in alike] == ["torch", r["dtype"], r["allocator"]])
-        rows.append(
-            [
-                names[r["implementation"]],
-                r["dtype"],
-                allocators[r["allocator"]],
-                f"{r['seconds']['p50'] * 1000:,.0f} ms",
-                f"{r['seconds']['p50'] / own['seconds']['p50']:.1f}x",
-                f"{r['extra_bytes'] / 2**20:,.0f} MiB",
-            ]
-        )
-    header = [f"GCA, {most:,} tokens, d = 512", "dtype", "freed memory", "time", "of ours", "extra memory"]
-    text = markdown_table(header, rows)
-    training = json.loads((HERE / "training_step.json").read_text())
-    steps = training["results"]
-    ratios = " and ".join(f"{r['ratio']:.2f}x ({r['dtype']})" for r in steps)
-    text += (
-        f"\n\nA training step of a DRT (d = {steps[0]['sizes']['hidden_size']}, "
-        f"{steps[0]['sizes']['num_hidden_layers']} layers, {steps[0]['tokens']:,} tokens) takes {ratios} the time of "
-        f"the model with a window alone; FLOPs give {steps[0]['flops_ratio']:.2f}x. Forward and backward; machine: "
-        f"{machine(training['environment'])}."
+def two_hop_text() -> str:
+    found = record("two_hop")
+    cases = sorted(found["cases"], key=lambda case: (-case["groups"], -case["landmarks"], case["seed"]))
+    header, rows = ["groups", "landmarks", "seed"], []
+    for result in cases[0]["results"]:
+        header += [f"right at {result['length'] // found['train_length']}x", "hop 1, 2 found"]
+    for case in cases:
+        cells = [str(case[name]) for name in ("groups", "landmarks", "seed")]
+        for result in case["results"]:
+            cells += [cell(RIGHT, result), ", ".join(f"{share:.2f}" for share in result["recall_by_hop"])]
+        rows.append(cells)
+    return (
+        f"{markdown_table(header, rows)}\n\n"
+        f"{cases[0]['results'][0]['questions']} questions at each length ({found['train_length']:,} tokens are 1x); "
+        f"right is all five digits. The same questions and steps ({cases[0]['steps']:,}). "
+        f"Machine: {machine(cases[0]['environment'])}."
     )
-    if (HERE / "gpu.json").exists():
-        from gpu import goals
-
-        gpu = json.loads((HERE / "gpu.json").read_text())
-        text += f"\n\n{gpu['device']}, torch {gpu['torch']}, triton {gpu['triton']}, {gpu['date']}:\n\n"
-        return text + markdown_table(["what", "at", "found", "goal"], goals(gpu))
-    text += (
-        "\n\nThe kernels have not run on a GPU yet (checked under Triton's interpreter, compiled for sm_90): "
-    )
-    return text + "`python benchmarks/gpu.py` checks and times them."
 
 
-def spread(of: dict[str, float], form: str = ",.0f") -> str:
-    return f"{of['median']:{form}} ({of['lowest']:{form}}-{of['highest']:{form}})"
+# --- reading -----------------------------------------------------------------------------------------------
+
+FAR: Columns = {
+    "tokens": "{length:,}",
+    "x train length": lambda r: f"{r['length'] // 1024:,}",
+    "tier": "{memory_tier}, {memory_dtype}",
+    "missed": lambda r: f"{r['questions'] - r['correct']} of {r['questions']}",
+    "recall": "{recall:.3f}",
+    "tokens/s": "{tokens_per_second:,.0f}",
+    "reading": "{seconds_reading:duration}",
+    "memory": "{memory_bytes:size}",
+}
+# title, columns; a part that was not measured is left out
+READING_PARTS: dict[str, tuple[str, Columns]] = {
+    "speed": (
+        "Tokens/s: median (lowest-highest) of 7 rounds, interleaved.",
+        {
+            "size": "{size}",
+            "after tokens": "{length:,}",
+            "DRT read": "{tokens_per_second[read]:spread}",
+            "DRT full forward": "{tokens_per_second[drt]:spread}",
+            "window only, full forward": "{tokens_per_second[window]:spread}",
+            "time of read / window only": lambda r: ratio(r["tokens_per_second"], "window", "read"),
+        },
+    ),
+    "far": ("The demo's DRT, 300 questions at any place of a chunk.", FAR),
+    "token": (
+        "Milliseconds per generated token: median (lowest-highest) of 7 rounds.",
+        {
+            "size": "{size}",
+            "after tokens": "{after:,}",
+            "DRT": "{drt:spread .2f}",
+            "window only": "{window:spread .2f}",
+            "ratio": lambda r: ratio(r, "drt", "window"),
+        },
+    ),
+    "memory": (
+        "A process that reads 1,048,576 tokens, demo size; growth after the first 131,072.",
+        {
+            "tier": "{tier}",
+            "memory by the formula": "{grown[memory]:size}",
+            "growth in RAM": "{grown[VmRSS]:size}",
+            "of it anonymous": "{grown[RssAnon]:size}",
+            "growth of the window": "{grown[window]:size}",
+        },
+    ),
+    "saving": ("Seconds, a memory of 1,048,576 tokens, demo size.", {"": "{name}"}),
+    "search": (
+        "The 8 best of 262,144 landmarks, one query at a time.",
+        {
+            "E": "{E}",
+            "exact, ms": "{milliseconds[exact]:spread .2f}",
+            "faiss, ms": "{milliseconds[faiss]:spread .2f}",
+            "recall of faiss": "{recall:.3f}",
+            "index built in": "{build_seconds:.1f} s",
+        },
+    ),
+}
+
+
+def ratio(of: Row, one: str, other: str) -> str:
+    """Of two medians."""
+    return f"{of[one]['median'] / of[other]['median']:.2f}"
 
 
 def reading_text() -> str:
-    """The tables of benchmarks/reading.json, part by part; those that were not measured are left out."""
-    record = json.loads((HERE / "reading.json").read_text())
-    parts = {
-        "speed": ("Tokens/s: median (lowest-highest) of 7 rounds, interleaved.", speed_table),
-        "far": ("The demo's DRT, 300 questions at any place of a chunk.", far_table),
-        "token": ("Milliseconds per generated token: median (lowest-highest) of 7 rounds.", token_table),
-        "memory": (
-            "A process that reads 1,048,576 tokens, demo size; growth after the first 131,072.",
-            memory_table,
-        ),
-        "saving": ("Seconds, a memory of 1,048,576 tokens, demo size.", saving_table),
-        "search": ("The 8 best of 262,144 landmarks, one query at a time.", search_table),
-    }
-    texts = []
-    for name, (title, table) in parts.items():
-        if name in record:
-            part = record[name]
-            texts.append(f"{title} Machine: {machine(part['environment'])}.\n\n{table(part['results'])}")
+    found, texts = record("reading"), []
+    for name, (title, columns) in READING_PARTS.items():
+        if name not in found:
+            continue
+        part, rows = found[name], found[name]["results"]
+        if name == "token":  # a row for each length
+            rows = [
+                {"size": r["size"], "after": int(n)}
+                | {model: r["milliseconds"][f"{model} {n}"] for model in ("drt", "window")}
+                for r in rows
+                for n in ("4096", "1048576")
+            ]
+        if name == "saving":  # a row for each way, all of one memory
+            columns = columns | {f"seconds ({size(rows[0]['memory_bytes'])})": "{seconds:spread .3f}"}
+            rows = [{"name": way, "seconds": s} for r in rows for way, s in r["seconds"].items()]
+        texts.append(f"{title} Machine: {machine(part['environment'])}.\n\n{table(columns, rows)}")
     return "\n\n".join(texts)
 
 
 def far_text() -> str:
-    part = json.loads((HERE / "reading.json").read_text())["far"]
-    return f"{far_table(part['results'])}\n\n300 questions each. Machine: {machine(part['environment'])}."
+    part = record("reading")["far"]
+    return f"{table(FAR, part['results'])}\n\n300 questions each. Machine: {machine(part['environment'])}."
 
 
-def speed_table(results: list[dict[str, Any]]) -> str:
-    rows = []
-    for r in results:
-        found = r["tokens_per_second"]
-        ratio = found["window"]["median"] / found["read"]["median"]
-        cells = [spread(found[name]) for name in ("read", "drt", "window")]
-        rows.append([r["size"], f"{r['length']:,}", *cells, f"{ratio:.2f}"])
-    header = ["size", "after tokens", "DRT read", "DRT full forward", "window only, full forward"]
-    return markdown_table([*header, "time of read / window only"], rows)
+# --- ops and a training step -------------------------------------------------------------------------------
 
 
-def far_table(results: list[dict[str, Any]]) -> str:
-    header = ["tokens", "x train length", "tier", "missed", "recall", "tokens/s", "reading", "memory"]
-    rows = [
-        [
-            f"{r['length']:,}",
-            f"{r['length'] // 1024:,}",
-            f"{r['memory_tier']}, {r['memory_dtype']}",
-            f"{r['questions'] - r['correct']} of {r['questions']}",
-            f"{r['recall']:.3f}",
-            f"{r['tokens_per_second']:,.0f}",
-            duration(r["seconds_reading"]),
-            size(r["memory_bytes"]),
-        ]
-        for r in results
-    ]
-    return markdown_table(header, rows)
+def ops_text() -> str:
+    found = record("ops")
+    return on_machine(ops_table(found["results"]), found["environment"])
 
 
-def token_table(results: list[dict[str, Any]]) -> str:
-    rows = []
-    for r in results:
-        found = r["milliseconds"]
-        for length in ("4096", "1048576"):
-            drt, window = found[f"drt {length}"], found[f"window {length}"]
-            ratio = drt["median"] / window["median"]
-            rows.append(
-                [r["size"], f"{int(length):,}", spread(drt, ".2f"), spread(window, ".2f"), f"{ratio:.2f}"]
-            )
-    return markdown_table(["size", "after tokens", "DRT", "window only", "ratio"], rows)
+def speed_text() -> str:
+    """GCA and a training step on a CPU, and what a GPU showed, if one did."""
+    results = record("ops")["results"]
+    most = max(r["tokens"] for r in results if r["op"] == "gca")
+    passes = [r for r in results if (r["op"], r["tokens"], r["backward"]) == ("gca", most, True)]
+    names = {"torch": "trailmark", "reference": "gathers and keeps all", "sdpa": "SDPA on gathered keys"}
+    allocators = {"kept": "kept", "default": "given back (glibc's default)"}
+    own = {(r["dtype"], r["allocator"]): r["seconds"] for r in passes if r["implementation"] == "torch"}
+    columns: Columns = {
+        f"GCA, {most:,} tokens, d = 512": lambda r: names[r["implementation"]],
+        "dtype": "{dtype}",
+        "freed memory": lambda r: allocators[r["allocator"]],
+        "time": "{seconds[p50]:ms ,.0f} ms",
+        "of ours": lambda r: f"{r['seconds']['p50'] / own[r['dtype'], r['allocator']]['p50']:.1f}x",
+        "extra memory": "{extra_bytes:mib ,.0f}",
+    }
+    training = record("training_step")
+    steps = training["results"]
+    ratios = " and ".join(f"{r['ratio']:.2f}x ({r['dtype']})" for r in steps)
+    text = (
+        f"{table(columns, [r for r in passes if r['implementation'] in names])}\n\n"
+        f"A training step of a DRT (d = {steps[0]['sizes']['hidden_size']}, "
+        f"{steps[0]['sizes']['num_hidden_layers']} layers, {steps[0]['tokens']:,} tokens) takes {ratios} the time of "
+        f"the model with a window alone; FLOPs give {steps[0]['flops_ratio']:.2f}x. Forward and backward; machine: "
+        f"{machine(training['environment'])}."
+    )
+    if gpu := record("gpu"):
+        from gpu import goals
 
-
-def memory_table(results: list[dict[str, Any]]) -> str:
-    header = ["tier", "memory by the formula", "growth in RAM", "of it anonymous", "growth of the window"]
-    rows = [
-        [r["tier"], *(size(r["grown"][name]) for name in ("memory", "VmRSS", "RssAnon", "window"))]
-        for r in results
-    ]
-    return markdown_table(header, rows)
-
-
-def saving_table(results: list[dict[str, Any]]) -> str:
-    rows = [[name, spread(found, ".3f")] for r in results for name, found in r["seconds"].items()]
-    return markdown_table(["", f"seconds ({size(results[0]['memory_bytes'])})"], rows)
-
-
-def search_table(results: list[dict[str, Any]]) -> str:
-    rows = [
-        [
-            str(r["E"]),
-            spread(r["milliseconds"]["exact"], ".2f"),
-            spread(r["milliseconds"]["faiss"], ".2f"),
-            f"{r['recall']:.3f}",
-            f"{r['build_seconds']:.1f} s",
-        ]
-        for r in results
-    ]
-    return markdown_table(["E", "exact, ms", "faiss, ms", "recall of faiss", "index built in"], rows)
+        where = f"{gpu['device']}, torch {gpu['torch']}, triton {gpu['triton']}, {gpu['date']}"
+        return f"{text}\n\n{where}:\n\n" + markdown_table(["what", "at", "found", "goal"], goals(gpu))
+    return (
+        f"{text}\n\nThe kernels have not run on a GPU yet (checked under Triton's interpreter, compiled for sm_90): "
+        "`python benchmarks/gpu.py` checks and times them."
+    )
 
 
 def training_text() -> str:
     """The parts of benchmarks/training.json that were measured, on CUDA besides, and the table of real text."""
     texts = []
     for name in ("training", "training-cuda"):
-        found = training_tables.record(name)
-        for text, where in training_tables.part_texts(found):
-            texts.append(f"{text}\n\nMachine: {machine(where)}.")
+        found = record(name)
+        texts += [on_machine(*part) for part in training_tables.part_texts(found)]
         if name == "training" and found.get("length", {}).get("results"):
-            training_tables.length_figure(ROOT / "docs" / "training-length.png", found["length"])
             texts.append("![Time per token by context length](../docs/training-length.png)")
-    if (found := training_tables.record("training_text")).get("results"):
-        texts.append(
-            f"**Real text.** {training_tables.text_text(found)}\n\nMachine: {machine(found['environment'])}."
-        )
+    if (found := record("training_text")).get("results"):
+        texts.append(on_machine(f"**Real text.** {training_tables.text_text(found)}", found["environment"]))
     return "\n\n".join(texts)
+
+
+# --- the explorer ------------------------------------------------------------------------------------------
 
 
 def explorer_text() -> str:
     """Of the page of a million tokens: what it weighs, how long it takes to open and to answer, and to be made."""
-    record = json.loads((HERE / "explorer.json").read_text())
-    made, page = record["reading"], record["page"]
-    real = f"{page['results']['text']}, bytes"
-    found = {real: page["results"]["real"], "made-up words": page["results"]["words"]}
-    rows = [
-        ["page", *(f"{r['bytes'] / 1e6:,.1f} MB" for r in found.values()), "30 MB"],
-        ["first paint, ms", *(spread(r["open"]["first_paint"]) for r in found.values()), "2,000 ms"],
-        ["all drawn, ms", *(spread(r["open"]["ready"]) for r in found.values()), "-"],
-    ]
-    for name in found[real]["interactions"]:
-        rows.append([f"{name}, ms", *(spread(r["interactions"][name]) for r in found.values()), "100 ms"])
-    result, both = made["results"], record["commands"]["results"]
+    found = record("explorer")
+    page, commands, result = (found[name]["results"] for name in ("page", "commands", "reading"))
+    what = ["page", "first paint, ms", "all drawn, ms"]
+    what += [f"{name}, ms" for name in page["real"]["interactions"]]
+    goals = ["30 MB", "2,000 ms", "-", *["100 ms"] * len(page["real"]["interactions"])]
+
+    def numbers(of: Row) -> list[str]:
+        opened = ("{open[first_paint]:spread}", "{open[ready]:spread}")
+        inputs = [cell("{of:spread}", {"of": spread}) for spread in of["interactions"].values()]
+        return [f"{of['bytes'] / 1e6:,.1f} MB", *(cell(own, of) for own in opened), *inputs]
+
+    header = ["", f"{page['text']}, bytes", "made-up words", "goal"]
+    rows = list(zip(what, numbers(page["real"]), numbers(page["words"]), goals, strict=True))
     seconds = {name: result[name]["seconds"] for name in ("read", "forward", "trace and page")}
 
     def against(ratio: float) -> str:
@@ -314,12 +294,13 @@ def explorer_text() -> str:
 
     forward, read = (result["ratios"][f"trace and page / {name}"]["seconds"] for name in ("forward", "read"))
     return (
-        f"{markdown_table(['', *found, 'goal'], rows)}\n\n"
-        f"Medians (lowest-highest) in headless Chromium, machine: {machine(page['environment'])}; load average before: "
-        f"{page['results']['load_average']:.1f}.\n\n"
+        f"{markdown_table(header, rows)}\n\n"
+        "Medians (lowest-highest) in headless Chromium, machine: "
+        f"{machine(found['page']['environment'])}; load average before: {page['load_average']:.1f}.\n\n"
         f"Making the page of {result['tokens']:,} tokens of {result['text']} may take 3 times as long as reading "
-        f"them. As commands, from start to end: `trailmark read` {duration(both['read']['median'])}, "
-        f"`trailmark explore` {duration(both['explore']['median'])}, {against(both['explore / read']['median'])}. "
+        f"them. As commands, from start to end: `trailmark read` {duration(commands['read']['median'])}, "
+        f"`trailmark explore` {duration(commands['explore']['median'])}, "
+        f"{against(commands['explore / read']['median'])}. "
         "Without start, tokenizing and a memory on the disk: "
         f"the page {duration(seconds['trace and page'])}; a full forward with losses "
         f"{duration(seconds['forward'])}, {against(forward)}; `model.read`, the lower layers only, "
@@ -329,53 +310,164 @@ def explorer_text() -> str:
     )
 
 
-def compare_record() -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((HERE / "compare.json").read_text())
-    return found
+# --- the comparison of models ------------------------------------------------------------------------------
 
 
 def compare_text() -> str:
-    """The README's table of all rows."""
-    record = compare_record()
-    return f"{compare_tables.summary(record)}\n\n{compare_tables.summary_note(record)}"
+    found = record("compare")
+    return f"{compare_tables.summary(found)}\n\n{compare_tables.summary_note(found)}"
 
 
 def compare_parts_text() -> str:
-    """The tables of each part that was measured."""
-    texts = []
-    for title, part, text in compare_tables.parts(compare_record()):
-        texts.append(f"**{title}.** {text}\n\nMachine: {machine(part['environment'])}.")
-    return "\n\n".join(texts)
+    parts = compare_tables.parts(record("compare"))
+    return "\n\n".join(on_machine(f"**{title}.** {text}", part["environment"]) for title, part, text in parts)
 
 
-def fill(path: Path, name: str, text: str) -> None:
-    begin, end = f"<!-- {name} -->", f"<!-- /{name} -->"
-    before, rest = path.read_text().split(begin)
-    path.write_text(f"{before}{begin}\n{text}\n{end}{rest.split(end)[1]}")
+# --- Landmark Attention ------------------------------------------------------------------------------------
+
+
+def landmark_op_text() -> str:
+    found = record("landmark")["op"]
+    return on_machine(table(LANDMARK_OP, found["results"]), found["environment"])
+
+
+def landmark_decode_text() -> str:
+    """A token after a long text, its parts, and reading."""
+    found = record("landmark_decode")
+    return on_machine(
+        f"{table(TOKEN_TABLE, found['token'])}\n\nWhere a token's time goes, after "
+        f"{found['split'][-1]['context']:,} tokens, tier host (timers cost a little):\n\n"
+        f"{split_table(found['split'])}\n\n"
+        f"Reading {found['reading'][0]['tokens']:,} tokens with 4 layers of 256:\n\n"
+        f"{table(READING_TABLE, found['reading'])}",
+        found["environment"],
+    )
+
+
+def landmark_models_text() -> str:
+    """What small models found, part by part; parts that were not measured are left out."""
+    found = record("landmark_models")
+    texts = [make(found) for name, make in LANDMARK_PARTS.items() if found.get(name)]
+    trained = "; ".join(
+        f"{name} {m['last']['step']:,} steps of {m['tokens_per_step']:,} tokens in {m['seconds'] / 60:.0f} minutes"
+        for name, m in found["models"].items()
+    )
+    texts.append(f"Trained, each with one thread beside other work: {trained}.")
+    return on_machine("\n\n".join(texts), found["environment"])
+
+
+def landmark_needles(found: Row) -> str:
+    def beside(asked: Row) -> Row | None:
+        """The demo's DRT at this length, with at least as many needles."""
+        alike = [
+            r for r in found["drt"] if r["length"] == asked["length"] and r["needles"] >= asked["needles"]
+        ]
+        return min(alike, key=lambda r: r["needles"], default=None)
+
+    columns: Columns = {
+        "tokens": "{length:,}",
+        "x train": lambda r: f"{r['length'] // 1024}x",
+        "positions": "{memory_position}",
+        "hidden": "{needles}",
+        "questions": "{questions}",
+        "all digits right (95%)": RIGHT,
+        "chunk read": "{recall:.3f}",
+        "the demo DRT": "{beside[accuracy]:.3f} ({beside[needles]} hidden)",
+    }
+    return f"**Needles.**\n\n{table(columns, [r | {'beside': beside(r)} for r in found['needles']])}"
+
+
+def landmark_modes(found: Row) -> str:
+    in_memory = next(r["chunks_in_memory"] for r in found["modes"] if "chunks_in_memory" in r)
+
+    def touched(results: list[Row]) -> str:
+        return next((f"{r['unique_chunks']:.1f}" for r in results if "unique_chunks" in r), "-")
+
+    shown = crossed(
+        found["modes"],
+        {"selects": "{mode}", "k": "{num_retrieved_chunks}"},
+        "perplexity at {length:,}",
+        "{perplexity:.3f}",
+        {"chunks touched": touched},
+        order=_length,
+    )
+    return (
+        "**Ways to select** (perplexity per byte; chunks that a cell and layer touch of "
+        f"{in_memory:.0f} in memory, App. C; counting bytes alone: a loss of {found['unigram_loss']:.2f}).\n\n{shown}"
+    )
+
+
+def landmark_gate(found: Row) -> str:
+    def read_with(r: Row) -> str:
+        return r.get("mode") or ("memory" if r["model"] == "text" else f"cutoff {r['gate_cutoff']}")
+
+    columns: Columns = {
+        "model": "{model}",
+        "read with": read_with,
+        "tokens": "{length:,}",
+        "perplexity": "{perplexity:.3f}",
+        "retrievals skipped": "{skipped_share:.0%}",
+    }
+    return f"**The retrieval gate** (App. D).\n\n{table(columns, found['gate'])}"
+
+
+def landmark_jumps(found: Row) -> str:
+    down: Columns = {"model": "{model}", "read with": "{mode}"}
+    shown = crossed(found["jumps"], down, "{length:,} tokens", "{perplexity:.3f}", order=_length)
+    return f"**Position jumps** (App. E; trained on 510 positions).\n\n{shown}"
+
+
+def _length(result: Row) -> int:
+    return result["length"]
+
+
+LANDMARK_PARTS: dict[str, Callable[[Row], str]] = {
+    "needles": landmark_needles,
+    "modes": landmark_modes,
+    "gate": landmark_gate,
+    "jumps": landmark_jumps,
+}
+
+# --- which text stands where -------------------------------------------------------------------------------
+
+DOCUMENTS: dict[str, Mapping[str, Callable[[], str]]] = {
+    "README.md": {
+        "demo": demo_text,
+        "grid": grid_text,
+        "far": far_text,
+        "speed": speed_text,
+        "compare": compare_text,
+    },
+    "benchmarks/README.md": {
+        "compare": compare_parts_text,
+        "needles": needles_text,
+        "explorer": explorer_text,
+        "two hops": two_hop_text,
+        "ops": ops_text,
+        "reading": reading_text,
+        "training": training_text,
+    },
+    "docs/landmark.md": {
+        "landmark op": landmark_op_text,
+        "landmark decode": landmark_decode_text,
+        "landmark models": landmark_models_text,
+    },
+    "docs/case-study.md": case_study_texts(),
+}
 
 
 def main() -> None:
-    if len(sys.argv) > 1:
-        take_over(Path(sys.argv[1]))
-    fill(ROOT / "README.md", "demo", demo_text())
-    fill(ROOT / "README.md", "grid", grid_text())
-    fill(ROOT / "README.md", "far", far_text())
-    fill(ROOT / "README.md", "speed", speed_text())
-    fill(ROOT / "README.md", "compare", compare_text())
-    fill(HERE / "README.md", "compare", compare_parts_text())
-    fill(HERE / "README.md", "needles", needles_text())
-    fill(HERE / "README.md", "explorer", explorer_text())
-    fill(HERE / "README.md", "two hops", two_hop_text())
-    fill(HERE / "README.md", "ops", ops_text())
-    fill(HERE / "README.md", "reading", reading_text())
-    fill(HERE / "README.md", "training", training_text())
-    for name, make in (
-        ("op", landmark_tables.op_text),
-        ("decode", landmark_tables.decode_text),
-        ("models", landmark_tables.models_text),
-    ):
-        text, where = make()
-        fill(ROOT / "docs" / "landmark.md", f"landmark {name}", f"{text}\n\nMachine: {machine(where)}.")
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument(
+        "demo", type=Path, nargs="?", help="take over the numbers and figures of this demo first"
+    )
+    arguments = parser.parse_args()
+    if arguments.demo is not None:
+        take_over(arguments.demo)
+    for name, texts in DOCUMENTS.items():
+        fill(ROOT / name, texts)
+    if (length := record("training").get("length", {})).get("results"):
+        training_tables.length_figure(ROOT / "docs" / "training-length.png", length)
 
 
 if __name__ == "__main__":

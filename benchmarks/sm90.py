@@ -12,7 +12,6 @@ The 128 is what is, so that it does not grow unseen; the goal is none.
 from __future__ import annotations
 
 import argparse
-import json
 import re
 import subprocess
 import sys
@@ -27,6 +26,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from trailmark.data.files import write_json
 from trailmark.ops import grouped_cross_attention_kernels as kernels
 from trailmark.ops import grouped_cross_attention_triton as gca
 from trailmark.ops import landmark_attention_kernels as landmark_kernels
@@ -208,9 +208,7 @@ def main() -> None:
             "torch": torch.__version__,
             "date": date.today().isoformat(),
         }
-        arguments.output.write_text(
-            json.dumps({"target": "sm_90"} | versions | {"results": results}, indent=1) + "\n"
-        )
+        write_json(arguments.output, {"target": "sm_90"} | versions | {"results": results})
         print(f"Numbers: {arguments.output}")
     if wrong:
         sys.exit(f"{len(wrong)} do not fit: {wrong}")

@@ -21,8 +21,7 @@ import gc
 import statistics
 import tempfile
 import time
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +29,7 @@ import torch
 import training_text
 import transformers
 from accelerate import Accelerator
-from reading import spread
+from common import CONFIGS, ROOT, Timers, interleaved, parameters, spread
 from torch import nn
 
 from trailmark.cli import keep_freed_memory
@@ -45,8 +44,6 @@ from trailmark.training.run import Run
 from trailmark.training.tasks import NeedleTask, Task, TextTask
 from trailmark.training.trainer import make_optimizer, schedule
 
-ROOT = Path(__file__).resolve().parent.parent
-CONFIGS = ROOT / "configs"
 OUTPUT = Path(__file__).with_suffix(".json")
 FOLDER = ROOT / "runs" / "benchmark-training"
 
@@ -76,37 +73,6 @@ class Record:
 
 WARM_UP = 10  # steps before the first block
 WHO = ("trailmark", "bare")
-
-
-class Timers:
-    """Seconds by part, of the training that is at work (``who``)."""
-
-    def __init__(self) -> None:
-        self.who = "trailmark"
-        self.seconds: dict[str, dict[str, float]] = {who: defaultdict(float) for who in WHO}
-
-    def around(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(function)
-        def timed(*args: Any, **kwargs: Any) -> Any:
-            began = time.perf_counter()
-            try:
-                return function(*args, **kwargs)
-            finally:
-                self.seconds[self.who][name] += time.perf_counter() - began
-
-        return timed
-
-    @contextlib.contextmanager
-    def on(self, *places: tuple[Any, str, str]) -> Iterator[None]:
-        """Time the attributes (owner, attribute, name), none of which calls another, while this lasts."""
-        originals = [(owner, attribute, getattr(owner, attribute)) for owner, attribute, _ in places]
-        for (owner, attribute, name), (_, _, original) in zip(places, originals, strict=True):
-            setattr(owner, attribute, self.around(name, original))
-        try:
-            yield
-        finally:
-            for owner, attribute, original in originals:
-                setattr(owner, attribute, original)
 
 
 class BareLoop:
@@ -143,6 +109,10 @@ class Overhead:
 
     def __init__(self, config: RunConfig, block: int) -> None:
         self.block, self.timers = block, Timers()
+        self.parts = {
+            "trailmark": self.timers.seconds,
+            "bare": Timers().seconds,
+        }  # of the timers, for each training
         self.run = Run(config, self._after_step)
         self.bare = BareLoop(self.run, self.timers)
         self.spans: dict[str, list[float]] = {who: [] for who in WHO}  # of each step
@@ -171,11 +141,11 @@ class Overhead:
         """Called by the run: what lies between two calls is the Trainer's step, checkpoints included."""
         now = time.perf_counter()
         self.spans["trailmark"].append(now - self.resumed)
-        self.timers.who = "bare"
+        self.timers.seconds = self.parts["bare"]
         self.tokens.append(self.bare.step(run.step - 1))
-        self.timers.who = "trailmark"
+        self.timers.seconds = self.parts["trailmark"]
         if run.step == WARM_UP:
-            for parts in self.timers.seconds.values():
+            for parts in self.parts.values():
                 parts.clear()
         self.resumed = time.perf_counter()
         self.spans["bare"].append(self.resumed - now)
@@ -189,7 +159,7 @@ class Overhead:
         rates = {who: [sum(self.tokens[b]) / sum(self.spans[who][b]) for b in blocks] for who in WHO}
         parts: dict[str, dict[str, float]] = {}
         for who in WHO:  # milliseconds of a step, by part
-            taken = {name: s / (len(self.tokens) - WARM_UP) for name, s in self.timers.seconds[who].items()}
+            taken = {name: s / (len(self.tokens) - WARM_UP) for name, s in self.parts[who].items()}
             whole = statistics.fmean(self.spans[who][counted])
             parts[who] = {
                 name: s * 1000 for name, s in (taken | {"rest": whole - sum(taken.values())}).items()
@@ -281,12 +251,12 @@ def loader(arguments: argparse.Namespace, record: Record) -> None:
 
     work = {name: of_task(task) for name, task in tasks.items()} | {"the demo's model": bare.step}
     steps = dict.fromkeys(work, 0)
-    found: dict[str, list[float]] = {name: [] for name in work}
-    for number in range(arguments.rounds + 1):
-        for name in work:
-            rate, steps[name] = tokens_per_second(work[name], steps[name], arguments.seconds)
-            if number:  # the first round warms up
-                found[name].append(rate)
+
+    def rate(name: str) -> float:
+        found, steps[name] = tokens_per_second(work[name], steps[name], arguments.seconds)
+        return found
+
+    found = interleaved({name: functools.partial(rate, name) for name in work}, arguments.rounds)
     model = statistics.median(found["the demo's model"])
     part |= {"corpus": {"tokens": len(corpus), "documents": len(corpus.document_starts)}}
     part["results"] = [
@@ -320,7 +290,7 @@ class Step:
 
     @property
     def parameters(self) -> int:
-        return sum(p.numel() for p in self.model.parameters())
+        return parameters(self.model)
 
     def run(self, rows: int, length: int, micro: int = 1) -> tuple[float, float]:
         """Forward, backward of ``micro`` micro-batches and the optimizer: seconds, and seconds of processor time."""

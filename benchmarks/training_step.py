@@ -13,15 +13,16 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import statistics
 import time
 from pathlib import Path
 from typing import Any
 
+import tables
 import torch
 
 from trailmark.cli import keep_freed_memory
+from trailmark.data.files import write_json
 from trailmark.evaluation.record import environment
 from trailmark.models import (
     DRTConfig,
@@ -30,7 +31,6 @@ from trailmark.models import (
     SlidingWindowForCausalLM,
     TrailmarkForCausalLM,
 )
-from trailmark.report.tables import markdown_table
 
 PARTS = ("forward", "backward", "optimizer", "step")
 SIZES: dict[str, dict[str, int]] = {
@@ -175,22 +175,24 @@ def flops(config: Any, tokens: int) -> float:
 
 
 def table(results: list[dict[str, Any]]) -> str:
-    rows = []
-    for result in results:
-        for name, seconds in result["seconds"].items():
-            kind = name.split(",")[0]
-            rows.append(
-                [
-                    name,
-                    result["dtype"],
-                    f"{result['sizes']['hidden_size']}",
-                    f"{result['tokens']:,}",
-                    *(f"{seconds[part] * 1000:,.0f} ms" for part in PARTS),
-                    f"{seconds['step'] / result['seconds']['window']['step']:.2f}x",
-                    f"{result['flops_ratio']:.2f}x" if kind == "drt" else "1.00x",
-                ]
-            )
-    return markdown_table(["model", "dtype", "d", "tokens", *PARTS, "of window only", "FLOPs"], rows)
+    rows = [
+        result
+        | {"name": name, "own": seconds, "ratio": seconds["step"] / result["seconds"]["window"]["step"]}
+        for result in results
+        for name, seconds in result["seconds"].items()
+    ]
+    return tables.table(COLUMNS, rows)
+
+
+COLUMNS: tables.Columns = {
+    "model": "{name}",
+    "dtype": "{dtype}",
+    "d": "{sizes[hidden_size]}",
+    "tokens": "{tokens:,}",
+    **{part: f"{{own[{part}]:ms ,.0f}} ms" for part in PARTS},
+    "of window only": "{ratio:.2f}x",
+    "FLOPs": lambda row: f"{row['flops_ratio']:.2f}x" if row["name"].startswith("drt") else "1.00x",
+}
 
 
 def main() -> None:
@@ -207,9 +209,7 @@ def main() -> None:
     dtypes = (arguments.dtypes or ("bfloat16" if device == "cuda" else "float32,bfloat16")).split(",")
     changes = {name: int(number) for name, number in (item.split("=") for item in arguments.set)}
     results = [compare(device, dtype, arguments.rounds, arguments.compile, **changes) for dtype in dtypes]
-    arguments.output.write_text(
-        json.dumps({"environment": environment(), "results": results}, indent=1) + "\n"
-    )
+    write_json(arguments.output, {"environment": environment(), "results": results})
     print(table(results))
     print(f"Numbers: {arguments.output}")
 

@@ -4,26 +4,17 @@ puts them in place. A part that was not measured is left out."""
 from __future__ import annotations
 
 import statistics
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from tables import Column, Columns, Row, crossed, table
 from training import deviations, time_per_token
 from training_text import FACTORS, difference, perplexity, word_perplexity
 
-from trailmark.data.files import read_json
-from trailmark.report.console import duration, size
-from trailmark.report.tables import markdown_table
+from trailmark.report.console import size
 
-HERE = Path(__file__).resolve().parent
 COLOURS = {"window only": "#777777", "full attention": "#c2571a", "DRT x1": "#1f5fa8", "DRT x2": "#3d7f3f"}
-
-
-def record(name: str) -> dict[str, Any]:
-    return read_json(HERE / f"{name}.json") or {}
-
-
-def spread(of: dict[str, float]) -> str:
-    return f"{of['median']:,.0f} ({of['lowest']:,.0f}-{of['highest']:,.0f})"
 
 
 def part_texts(found: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
@@ -36,35 +27,29 @@ def part_texts(found: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
     ]
 
 
+def _ratios(result: Row) -> str:
+    ratios = result["ratios"]
+    return f"{statistics.median(ratios):.1%} ({min(ratios):.1%}-{max(ratios):.1%})"
+
+
+OVERHEAD: Columns = {
+    "configuration": "{config}",
+    "bare loop": "{tokens_per_second[bare]:spread}",
+    "trailmark train": "{tokens_per_second[trailmark]:spread}",
+    "of the bare loop": _ratios,
+    "a median step": "{median_step_ratio:.1%}",
+    "weights after it": lambda r: "bit-equal" if r["same_weights"] else "differ",
+}
+
+
 def overhead_text(part: dict[str, Any]) -> str:
-    rows, parts = [], []
-    for r in part["results"]:
-        rates, ratios = r["tokens_per_second"], r["ratios"]
-        rows.append(
-            [
-                r["config"],
-                spread(rates["bare"]),
-                spread(rates["trailmark"]),
-                f"{statistics.median(ratios):.1%} ({min(ratios):.1%}-{max(ratios):.1%})",
-                f"{r['median_step_ratio']:.1%}",
-                "bit-equal" if r["same_weights"] else "differ",
-            ]
-        )
-        parts.append(f"{r['config']}: {_lost(r['milliseconds_of_a_step'])}")
-    header = [
-        "configuration",
-        "bare loop",
-        "trailmark train",
-        "of the bare loop",
-        "a median step",
-        "weights after it",
-    ]
+    parts = [f"{r['config']}: {_lost(r['milliseconds_of_a_step'])}" for r in part["results"]]
     settings = part["settings"]
     return (
         "**Overhead of `trailmark train`** (tokens/s; a step of each in turn on the same batches, "
         f"{settings['blocks']} blocks of {settings['steps']} steps, each with a checkpoint: median, lowest and "
         "highest).\n\n"
-        f"{markdown_table(header, rows)}\n\n"
+        f"{table(OVERHEAD, part['results'])}\n\n"
         f"Milliseconds of a step, ours less the bare loop's: {'; '.join(parts)}."
     )
 
@@ -77,108 +62,129 @@ def _lost(parts: dict[str, dict[str, float]]) -> str:
     return ", ".join(f"{name} {ms:+.2f}" for name, ms in named if abs(ms) >= 0.01)
 
 
+LOADER: Columns = {
+    "batches of": "{what}",
+    "tokens/s": "{tokens_per_second:spread}",
+    "of the demo's model": "{times_the_model:,.0f}x",
+}
+
+
 def loader_text(part: dict[str, Any]) -> str:
-    rows = [
-        [r["what"], spread(r["tokens_per_second"]), f"{r['times_the_model']:,.0f}x"] for r in part["results"]
-    ]
     corpus = part["corpus"]
     return (
         f"**Batches alone** (tokens/s, one process; shards of {corpus['tokens']:,} tokens in {corpus['documents']:,} "
         "documents, in the page cache; the demo's model trains in a bare loop).\n\n"
-        + markdown_table(["batches of", "tokens/s", "of the demo's model"], rows)
+        + table(LOADER, part["results"])
     )
 
 
 def length_text(part: dict[str, Any]) -> str:
-    times, apart = time_per_token(part), deviations(part)
-    lengths = part["settings"]["lengths"]
+    apart, settings = deviations(part), part["settings"]
     rows = [
-        [name, *(f"{of[n] * 1e6:,.1f}" for n in lengths), f"{apart[name]:.1%}"] for name, of in times.items()
+        {"model": name, "length": length, "seconds": seconds}
+        for name, times in time_per_token(part).items()
+        for length, seconds in times.items()
+        if length in settings["lengths"]
     ]
-    header = ["model", *(f"{n:,} tokens" for n in lengths), "most from the median"]
+    shown = crossed(
+        rows,
+        {"model": "{model}"},
+        "{length:,} tokens",
+        "{seconds:us ,.1f}",
+        {"most from the median": lambda own: f"{apart[own[0]['model']]:.1%}"},
+    )
     return (
         f"**Time per token by context length** (microseconds; forward, backward and optimizer, "
-        f"{part['settings']['tokens_per_step']:,} tokens a step, medians of {part['settings']['rounds']} rounds).\n\n"
-        + markdown_table(header, rows)
+        f"{settings['tokens_per_step']:,} tokens a step, medians of {settings['rounds']} rounds).\n\n{shown}"
     )
 
 
 def table4_text(part: dict[str, Any]) -> str:
-    fits: dict[tuple[str, int], dict[str, str]] = {}
-    for r in part["results"]:
-        cell = "out of memory"
-        if not r["out_of_memory"]:
-            peak = "" if r["peak_bytes"] is None else f", {size(r['peak_bytes'])}"
-            again = ", checkpointed" if r["activation_checkpointing"] else ""
-            cell = f"{r['tokens_per_second']['median']:,.0f}{peak}{again}"
-        fits.setdefault((r["size"], r["context"]), {})[r["model"]] = cell
-    names = list(dict.fromkeys(r["model"] for r in part["results"]))
-    header = ["model", *(f"{label}, {context:,} tokens" for label, context in fits)]
-    rows = [[name, *(of.get(name, "-") for of in fits.values())] for name in names]
-    return f"**Table 4 of arXiv 2410.01651** (tokens/s, peak memory).\n\n{markdown_table(header, rows)}"
+    def fits(r: Row) -> str:
+        if r["out_of_memory"]:
+            return "out of memory"
+        peak = "" if r["peak_bytes"] is None else f", {size(r['peak_bytes'])}"
+        again = ", checkpointed" if r["activation_checkpointing"] else ""
+        return f"{r['tokens_per_second']['median']:,.0f}{peak}{again}"
+
+    shown = crossed(part["results"], {"model": "{model}"}, "{size}, {context:,} tokens", fits)
+    return f"**Table 4 of arXiv 2410.01651** (tokens/s, peak memory).\n\n{shown}"
+
+
+COSTS: Columns = {
+    "model": "{label}",
+    "layers": "{layers}",
+    "window": "{sliding_window}",
+    "parameters": "{parameters:,}",
+    "training": "{seconds:duration}",
+    "tokens/s": "{tokens_per_second:,.0f}",
+    "memory": "{peak_bytes:size}",
+    "last loss": "{training_loss:.3f}",
+}
 
 
 def text_text(found: dict[str, Any]) -> str:
     """Perplexity by length with intervals of the differences, and what each model cost."""
-    results = {(r["model"], r["seed"], r["factor"]): r for r in found["results"]}
-    models = {(m["model"], m["seed"]): m for m in found["models"]}
-    settings = found["settings"]
-    lengths = [factor * settings["context_length"] for factor in FACTORS]
-    rows, apart, costs = [], [], []
-    for (name, seed), model in models.items():
-        own = [results.get((name, seed, factor)) for factor in FACTORS]
-        label = f"{name}, seed {seed}" if len({m["seed"] for m in found["models"]}) > 1 else name
-        rows.append(
-            [
-                label,
-                *("-" if r is None else f"{perplexity(r):.3f}" for r in own),
-                *("-" if r is None else f"{word_perplexity(r):.2f}" for r in own),
-            ]
-        )
-        if name.startswith("DRT"):
-            for other in (n for n, s in models if s == seed and not n.startswith("DRT")):
-                others = [results.get((other, seed, factor)) for factor in FACTORS]
-                cells = [
-                    "-"
-                    if a is None or b is None
-                    else "{:+.4f} ({:+.4f} to {:+.4f})".format(*difference(a, b))
-                    for a, b in zip(own, others, strict=True)
-                ]
-                apart.append([f"{label} - {other}", *cells])
-        costs.append(
-            [
-                label,
-                str(model["layers"]),
-                str(model["sliding_window"]),
-                f"{model['parameters']:,}",
-                duration(model["seconds"]),
-                f"{model['tokens_per_second']:,.0f}",
-                "-" if model["peak_bytes"] is None else size(model["peak_bytes"]),
-                f"{model['training_loss']:.3f}",
-            ]
-        )
-    shown = [f"{n:,}" for n in lengths]
-    measured = next(iter(results.values()), None)
+    settings, several = found["settings"], len({m["seed"] for m in found["models"]}) > 1
+    lengths = {factor: f"{factor * settings['context_length']:,}" for factor in FACTORS}
+    models = [
+        model
+        | {"label": f"{model['model']}, seed {model['seed']}" if several else model["model"]}
+        | {"at": {r["factor"]: r for r in found["results"] if _same(r, model)}}
+        for model in found["models"]
+    ]
+    pairs = [
+        {"label": f"{one['label']} - {other['model']}", "one": one["at"], "other": other["at"]}
+        for one in models
+        for other in models
+        if one["model"].startswith("DRT")
+        and not other["model"].startswith("DRT")
+        and one["seed"] == other["seed"]
+    ]
+
+    def at(factor: int, form: str, number: Callable[[Any], float]) -> Column:
+        return lambda row: format(number(row["at"][factor]), form) if factor in row["at"] else "-"
+
+    def apart(factor: int) -> Column:
+        def shown(row: Row) -> str:
+            if factor not in row["one"] or factor not in row["other"]:
+                return "-"
+            return "{:+.4f} ({:+.4f} to {:+.4f})".format(
+                *difference(row["one"][factor], row["other"][factor])
+            )
+
+        return shown
+
+    perplexities: Columns = {
+        "model": "{label}",
+        **{shown: at(factor, ".3f", perplexity) for factor, shown in lengths.items()},
+        **{f"{shown} per word": at(factor, ".2f", word_perplexity) for factor, shown in lengths.items()},
+    }
+    differences: Columns = {
+        "models": "{label}",
+        **{shown: apart(factor) for factor, shown in lengths.items()},
+    }
     counted = ""
-    if measured is not None:
-        number, words = len(measured["losses"]), sum(measured["words"])
-        counted = f" on {number} stretches of {lengths[-1]:,} tokens ({words:,} words)"
+    if found["results"]:
+        measured = found["results"][0]
+        counted = f" on {len(measured['losses'])} stretches of {lengths[FACTORS[-1]]} tokens "
+        counted += f"({sum(measured['words']):,} words)"
     texts = [
         f"Trained {settings['steps']:,} steps of {settings['tokens_per_step']:,} tokens, "
         f"{settings['context_length']:,} at a time, of books of {settings['corpus_tokens']:,} tokens "
-        f"(vocabulary {settings['vocabulary']:,}).\n\n"
-        + markdown_table(
-            ["model", "layers", "window", "parameters", "training", "tokens/s", "memory", "last loss"], costs
-        ),
-        f"Perplexity{counted}, per token and per word, by tokens read at a time.\n\n"
-        + markdown_table(["model", *shown, *(f"{n} per word" for n in shown)], rows),
+        f"(vocabulary {settings['vocabulary']:,}).\n\n{table(COSTS, models)}",
+        f"Perplexity{counted}, per token and per word, by tokens read at a time.\n\n{table(perplexities, models)}",
     ]
-    if apart:
+    if pairs:
         texts.append(
             "Difference of the losses, nats per token (95% by drawing stretches anew; below 0 the DRT is better).\n\n"
-            + markdown_table(["models", *shown], apart)
+            + table(differences, pairs)
         )
     return "\n\n".join(texts)
+
+
+def _same(result: Row, model: Row) -> bool:
+    return (result["model"], result["seed"]) == (model["model"], model["seed"])
 
 
 def length_figure(path: Path, part: dict[str, Any]) -> None:

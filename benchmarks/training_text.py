@@ -18,12 +18,14 @@ import resource
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 import transformers
+from common import CONFIGS, ROOT, data_folder, expect_settings, parameters, showing
 
 from trailmark.data.corpus import (
     Tokens,
@@ -41,12 +43,12 @@ from trailmark.data.shards import Corpus
 from trailmark.evaluation.perplexity import evaluate_perplexity
 from trailmark.evaluation.record import environment
 from trailmark.evaluation.subject import load
-from trailmark.report.console import Progress, training_line
+from trailmark.models import TrailmarkForCausalLM
+from trailmark.report.console import Progress
 from trailmark.training.config import RunConfig, load_run_config
 from trailmark.training.forecast import measure_speed
 from trailmark.training.run import HISTORY_FILE, Run
 
-ROOT = Path(__file__).resolve().parent.parent
 OUTPUT = Path(__file__).with_suffix(".json")
 FOLDER = ROOT / "runs" / "benchmark-training"
 MODELS = {
@@ -63,21 +65,16 @@ _COST_FILE = "cost.json"
 # --- data --------------------------------------------------------------------------------------------------
 
 
-def books() -> Path:
-    """TRAILMARK_DATA/books."""
-    if not (data := os.environ.get("TRAILMARK_DATA")):
-        raise SystemExit("TRAILMARK_DATA: expected the folder of the evaluation texts, got nothing. Set it.")
-    return Path(data).resolve() / "books"
-
-
 def prepared_bytes(folder: Path) -> Corpus:
     """Shards of bytes for the loader: the books, or without TRAILMARK_DATA the standard library's sources."""
     if os.environ.get("TRAILMARK_DATA"):
-        return prepare(parse_source([str(books() / "train")]), folder / "books-bytes", processes=1)
-    texts = folder / "standard-library"
+        return prepare(
+            parse_source([str(data_folder("books") / "train")]), folder / "books-bytes", processes=1
+        )
+    sources = folder / "standard-library"
     for number, text in enumerate(standard_library_texts("train")):
-        write_text(texts / f"{number:04d}.txt", text)
-    return prepare(parse_source([str(texts)]), folder / "standard-library-bytes", processes=1)
+        write_text(sources / f"{number:04d}.txt", text)
+    return prepare(parse_source([str(sources)]), folder / "standard-library-bytes", processes=1)
 
 
 def trained_tokenizer(files: Sequence[Path], vocabulary: int, folder: Path) -> Path:
@@ -121,7 +118,7 @@ def model_folder(folder: Path, name: str, seed: int) -> Path:
 
 def run_config(name: str, seed: int, steps: int, folder: Path, changes: Sequence[str] = ()) -> RunConfig:
     return load_run_config(
-        ROOT / "configs" / f"{MODELS[name]}.yaml",
+        CONFIGS / f"{MODELS[name]}.yaml",
         [
             f"output={model_folder(folder, name, seed)}",
             f"data.paths=[{folder / 'train'}]",
@@ -135,25 +132,54 @@ def run_config(name: str, seed: int, steps: int, folder: Path, changes: Sequence
     )
 
 
-def train(config: RunConfig) -> None:
-    """One model, in a process of its own: its peak memory is then its own. SystemExit 1 if it was stopped."""
+def train(config: RunConfig, change: Callable[[Run], None] = lambda run: None) -> None:
+    """One model, in a process of its own: its peak memory is then its own. SystemExit 1 if it was stopped.
+
+    ``change`` is made to the run before its first step.
+    """
     transformers.utils.logging.disable_progress_bar()
     progress = Progress()
-
-    def show(run: Run) -> None:
-        line = training_line(
-            run.step, config.training.steps, run.seconds, run.averages, run.tokens_per_second
-        )
-        progress.show(line)
-
+    run = Run(config, showing(progress))
+    if run.finished:
+        return
+    change(run)
     try:
-        stopped = Run(config, show).train() is None
+        stopped = run.train() is None
     except KeyboardInterrupt:
         stopped = True
     progress.clear()
     if stopped:
         raise SystemExit(1)
-    write_json(Path(config.output) / _COST_FILE, {"peak_bytes": peak_memory()})
+    cuda = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else None
+    write_json(Path(config.output) / _COST_FILE, {"peak_bytes": cuda or peak_memory()})
+
+
+def trained(folder: Path, model: TrailmarkForCausalLM) -> dict[str, Any]:
+    """What a finished training tells."""
+    history = read_json(folder / HISTORY_FILE)
+    # a process killed between the two files leaves none
+    cost = read_json(folder / _COST_FILE) or {"peak_bytes": None}
+    return {
+        "parameters": parameters(model),
+        "layers": model.config.num_hidden_layers,
+        "seconds": history["seconds"],
+        "tokens": history["tokens"],
+        "training_loss": history["steps"][-1]["loss"],
+        "peak_bytes": cost["peak_bytes"],
+    }
+
+
+def losses(model: TrailmarkForCausalLM, pieces: Sequence[Tokens], factor: int, length: int) -> dict[str, Any]:
+    """Of pieces of a text, each read ``factor`` training lengths at a time."""
+    began = time.perf_counter()
+    found = [evaluate_perplexity(model, piece, factor * length, len(piece)) for piece in pieces]
+    return {
+        "factor": factor,
+        "length": factor * length,
+        "losses": [r.loss for r in found],  # nats per token, of each piece
+        "tokens": [r.tokens for r in found],  # that bear a loss: all but the first of a window
+        "seconds": time.perf_counter() - began,
+    }
 
 
 def peak_memory() -> int:
@@ -174,9 +200,9 @@ class Benchmark:
 
     def prepare(self) -> None:
         """Vocabulary, shards and the settings; a record of others is refused."""
-        files = files_below(books() / "train")
+        files = files_below(data_folder("books") / "train")
         tokenizer = trained_tokenizer(files, self.arguments.vocabulary, self.folder / "tokenizer")
-        source = parse_source([str(books() / "train")])
+        source = parse_source([str(data_folder("books") / "train")])
         # in this process: others would first import all that this one has
         corpus = prepare(source, self.folder / "train", str(tokenizer), processes=1)
         self.tokenizer = load_tokenizer(str(tokenizer))
@@ -196,12 +222,8 @@ class Benchmark:
             "stretches": self.arguments.stretches,
             "changes": self.arguments.set,
         }
-        if kept and kept != settings:
-            changed = [key for key in settings if kept.get(key) != settings[key]]
-            raise SystemExit(
-                f"text: {self.output} holds numbers with other settings ({', '.join(changed)}). "
-                "Repeat those, choose another --output and --folder, or remove both."
-            )
+        if kept:
+            expect_settings("text", self.output, kept, settings)
         self.record |= {"settings": settings}
         self.record.setdefault("environment", environment())
         self.record.setdefault("models", [])
@@ -229,25 +251,12 @@ class Benchmark:
             command = [sys.executable, __file__, str(self.folder), json.dumps(task)]
             if subprocess.run(command).returncode:
                 raise SystemExit(f"text: the training of {name} ended early. The same command goes on.")
-        folder = Path(config.output)
-        history = read_json(folder / HISTORY_FILE)
-        # a process killed between the two files leaves none
-        cost = read_json(folder / _COST_FILE) or {"peak_bytes": None}
-        model = load(folder).model
+        model = load(Path(config.output)).model
         self.record["models"].append(
-            {
-                "model": name,
-                "seed": seed,
-                "config": MODELS[name],
-                "parameters": sum(p.numel() for p in model.parameters()),
-                "layers": model.config.num_hidden_layers,
-                "sliding_window": model.config.sliding_window,
-                "seconds": history["seconds"],
-                "tokens": history["tokens"],
-                "tokens_per_second": history["tokens_per_second"],
-                "training_loss": history["steps"][-1]["loss"],
-                "peak_bytes": cost["peak_bytes"],
-            }
+            {"model": name, "seed": seed, "config": MODELS[name]}
+            | {"sliding_window": model.config.sliding_window}
+            | {"tokens_per_second": read_json(Path(config.output) / HISTORY_FILE)["tokens_per_second"]}
+            | trained(Path(config.output), model)
         )
         self.keep()
 
@@ -259,20 +268,8 @@ class Benchmark:
                 continue
             if model is None:
                 model = load(model_folder(self.folder, name, seed)).model.eval()
-            began = time.perf_counter()
-            found = [evaluate_perplexity(model, piece, factor * self.length, len(piece)) for piece in pieces]
-            self.record["results"].append(
-                {
-                    "model": name,
-                    "seed": seed,
-                    "factor": factor,
-                    "length": factor * self.length,
-                    "losses": [r.loss for r in found],  # nats per token, of each stretch
-                    "tokens": [r.tokens for r in found],  # that bear a loss: all but the first of a window
-                    "words": list(words),
-                    "seconds": time.perf_counter() - began,
-                }
-            )
+            found = losses(model, pieces, factor, self.length)
+            self.record["results"].append({"model": name, "seed": seed, "words": list(words)} | found)
             self.keep()
             print(
                 f"{name}, seed {seed}, {factor * self.length:,} tokens: {perplexity(self.record['results'][-1]):.3f}"
@@ -343,7 +340,9 @@ def run(arguments: argparse.Namespace) -> None:
             benchmark.train(name, seed)
     if arguments.train_only:
         return
-    pieces = stretches(files_below(books() / "test"), benchmark.tokenizer, FACTORS[-1] * benchmark.length)
+    pieces = stretches(
+        files_below(data_folder("books") / "test"), benchmark.tokenizer, FACTORS[-1] * benchmark.length
+    )
     pieces = pieces[: arguments.stretches]
     words = [len(benchmark.tokenizer.decode(piece).split()) for piece in pieces]
     for seed in arguments.seeds:

@@ -22,6 +22,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from common import parameters, showing
+
 from trailmark import demo
 from trailmark.data.corpus import load_tokenizer, standard_library_texts, tokenize
 from trailmark.data.files import read_json, write_json
@@ -30,7 +32,7 @@ from trailmark.evaluation import needles
 from trailmark.evaluation.needles import NeedleSettings
 from trailmark.evaluation.record import Record, environment
 from trailmark.evaluation.subject import load
-from trailmark.report.console import Progress, training_line
+from trailmark.report.console import Progress
 from trailmark.training.config import DataConfig, RunConfig, TrainingConfig
 from trailmark.training.run import HISTORY_FILE, Run
 
@@ -186,9 +188,10 @@ class Benchmark:
         config = run_config(case, stage, before, self.folder)
         tokenizer = load_tokenizer(config.data.tokenizer)
 
+        line = showing(self.progress, f"{case.name}, seed {case.seed}, {stage.name}")
+
         def show(run: Run) -> None:
-            line = training_line(run.step, stage.steps, run.seconds, run.averages, run.tokens_per_second)
-            self.progress.show(f"{case.name}, seed {case.seed}, {stage.name}: {line}")
+            line(run)
             if time.monotonic() > self.until:
                 run.stop_signal = signal.SIGTERM  # it saves and leaves
 
@@ -245,7 +248,7 @@ class Benchmark:
         histories = [read_json(self.folder / case.folder(stage) / HISTORY_FILE) for stage in self.stages]
         last = histories[-1]["steps"][-1]
         found = asdict(case) | {
-            "parameters": sum(p.numel() for p in model.parameters()),
+            "parameters": parameters(model),
             "steps": sum(stage.steps for stage in self.stages),
             "tokens": sum(history["tokens"] for history in histories),
             "seconds": sum(history["seconds"] for history in histories),

@@ -1,25 +1,20 @@
-"""The case study's scripts, and made-up texts whose tokens are pieces of equal length."""
+"""The names of the case study's scripts, and made-up texts whose tokens are pieces of equal length."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from types import ModuleType
 from typing import Any
 
 import numpy as np
 
-from tests import benchmark_scripts
 from trailmark.data.traces import Read, TracedChunk
 
-NAMES = ("references", "scores", "baselines", "measure", "numbers", "cases", "document")
+NAMES = [
+    f"case_study.{name}"
+    for name in ("study", "references", "scores", "baselines", "measure", "numbers", "cases", "document")
+]
 WIDTH = 4  # characters of a made-up token
 SIZE = 5  # tokens of a made-up chunk
-
-
-def scripts() -> dict[str, ModuleType]:
-    """The scripts by the ends of their names, which import each other as they do when they are run."""
-    with benchmark_scripts.scripts("case_study", *(f"case_study_{name}" for name in NAMES)) as found:
-        return {name.removeprefix("case_study_"): module for name, module in found.items()}
 
 
 def chunks_of(

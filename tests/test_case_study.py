@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 import torch
 
+from tests import benchmark_scripts
 from tests.benchmark_scripts import BENCHMARKS
-from tests.case_study_texts import SIZE, WIDTH, chunks_of, scripts, tokens_of
+from tests.case_study_texts import NAMES, SIZE, WIDTH, chunks_of, tokens_of
 from tests.models.tiny import drt
 from tests.training.tiny import SHARED, prose
 from trailmark.data.bm25 import Bm25
@@ -21,10 +22,7 @@ from trailmark.data.corpus import load_tokenizer
 from trailmark.data.files import read_json
 from trailmark.data.traces import TracedChunk, read_trace
 
-
-@pytest.fixture(scope="module")
-def modules() -> dict[str, ModuleType]:
-    return scripts()
+modules = benchmark_scripts.modules(*NAMES)
 
 
 # --- what was read -----------------------------------------------------------------------------------------
@@ -248,24 +246,11 @@ def test_blocks_hold_any_text(modules: dict[str, ModuleType]) -> None:
     assert document._code("``a") == "`` ``a ``"
 
 
-def test_a_document_without_its_markers_is_refused(modules: dict[str, ModuleType], tmp_path: Path) -> None:
-    path = tmp_path / "page.md"
-    path.write_text("<!-- model -->\n")
-    with pytest.raises(ValueError, match=r"<!-- model --> and <!-- /model --> once each"):
-        modules["document"].fill(path, {})
-
-
-def test_the_document_has_all_markers(modules: dict[str, ModuleType]) -> None:
-    """And what stands between them is what the JSON gives."""
-    path = BENCHMARKS.parent / "docs" / "case-study.md"
-    text = path.read_text(encoding="utf-8")
-    record = read_json(modules["case_study"].OUTPUT)
-    for name, make in modules["document"].TEXTS.items():
-        _, _, rest = text.partition(f"<!-- {name} -->\n")
-        assert rest.split(f"\n<!-- /{name} -->")[0] == make(record), name
+def test_the_document_has_its_cases(modules: dict[str, ModuleType]) -> None:
+    record = read_json(modules["study"].OUTPUT)
     assert record["rule"] == modules["cases"].RULE
     for number in range(1, len(record["cases"]) + 1):
-        assert (path.parent / f"case-study-{number}.png").stat().st_size <= 300_000
+        assert (BENCHMARKS.parent / "docs" / f"case-study-{number}.png").stat().st_size <= 300_000
 
 
 # --- what scores say -----------------------------------------------------------------------------------------
@@ -341,7 +326,7 @@ def test_one_command_that_goes_on(
     modules: dict[str, ModuleType], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """From made-up chapters to the document's tables: what is finished is not made again."""
-    script = modules["case_study"]
+    script = modules["study"]
     write_chapters(tmp_path / "data" / "math")
     monkeypatch.setenv("TRAILMARK_DATA", str(tmp_path / "data"))
     model = {name: value for name, value in SHARED.items() if name != "vocab_size"}

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from tests.case_study_texts import SIZE, WIDTH, chunks_of, scripts
+from tests import benchmark_scripts
+from tests.case_study_texts import NAMES, SIZE, WIDTH, chunks_of
 from trailmark.data.bm25 import Bm25
 from trailmark.data.bm25 import candidates as bm25_candidates
 from trailmark.data.corpus import load_tokenizer
@@ -18,10 +19,7 @@ from trailmark.data.traces import TracedChunk
 from trailmark.models import DRTConfig
 from trailmark.models.grid import lay_out
 
-
-@pytest.fixture(scope="module")
-def modules() -> dict[str, ModuleType]:
-    return scripts()
+modules = benchmark_scripts.modules(*NAMES)
 
 
 @pytest.fixture

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -13,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.benchmark_scripts import scripts
+from tests.benchmark_scripts import modules
 from tests.training.tiny import prose
 from trailmark.data.corpus import load_tokenizer, standard_library_texts, tokenize
 from trailmark.data.files import read_json, write_json
@@ -21,33 +20,10 @@ from trailmark.data.needles import NeedleFormat
 from trailmark.models import architectures
 from trailmark.training.run import Run
 
-NAMES = ("compare", "compare_measure", "compare_rows", "compare_tables")
-
-
-@pytest.fixture(scope="module")
-def modules() -> Iterator[dict[str, ModuleType]]:
-    with scripts(*NAMES) as found:
-        yield found
-
-
-@pytest.fixture
-def compare(modules: dict[str, ModuleType]) -> ModuleType:
-    return modules["compare"]
-
-
-@pytest.fixture
-def measure(modules: dict[str, ModuleType]) -> ModuleType:
-    return modules["compare_measure"]
-
-
-@pytest.fixture
-def rows(modules: dict[str, ModuleType]) -> ModuleType:
-    return modules["compare_rows"]
-
-
-@pytest.fixture
-def tables(modules: dict[str, ModuleType]) -> ModuleType:
-    return modules["compare_tables"]
+compare = modules("compare")
+measure = modules("compare_measure")
+rows = modules("compare_rows")
+tables = modules("compare_tables")
 
 
 # --- rows ----------------------------------------------------------------------------------------------------

@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 import torch
 
-from tests.benchmark_scripts import scripts
+from tests.benchmark_scripts import modules
 from tests.evaluation.test_trace import V, some_bytes, subject_of
 from tests.models.tiny import drt
 from trailmark.data.traces import TracedChunk, read_trace
 
-
-@pytest.fixture(scope="module")
-def explorer() -> Iterator[ModuleType]:
-    with scripts("explorer") as found:
-        yield found["explorer"]
+explorer = modules("explorer")
 
 
 def test_each_way_reads_the_text(

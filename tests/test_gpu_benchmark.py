@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import subprocess
@@ -15,20 +14,13 @@ from typing import Any
 import pytest
 import torch
 
+from tests.benchmark_scripts import BENCHMARKS, modules
+
 pytest.importorskip("triton")
-BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 SCRIPT = BENCHMARKS / "gpu.py"
 
 
-@pytest.fixture(scope="module")
-def gpu() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("gpu_benchmark", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
+gpu = modules("gpu")
 
 
 @pytest.fixture

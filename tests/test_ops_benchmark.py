@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import subprocess
 import sys
 from dataclasses import asdict, replace
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -15,18 +13,9 @@ import pytest
 import torch
 from torch import Tensor
 
-SCRIPT = Path(__file__).resolve().parent.parent / "benchmarks" / "ops.py"
+from tests.benchmark_scripts import modules
 
-
-@pytest.fixture(scope="module")
-def ops() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("ops_benchmark", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # where a dataclass looks up its annotations
-    spec.loader.exec_module(module)
-    return module
+ops = modules("ops")
 
 
 def small(case: Any) -> Any:
@@ -71,7 +60,7 @@ def test_a_wrong_result_is_not_timed(ops: ModuleType, op: str, monkeypatch: pyte
 def test_a_case_in_a_process_of_its_own(ops: ModuleType) -> None:
     case = json.dumps(asdict(small(ops.Case("gca", "torch", 64))))
     done = subprocess.run(
-        [sys.executable, SCRIPT, "--case", case], capture_output=True, text=True, check=True
+        [sys.executable, ops.__file__, "--case", case], capture_output=True, text=True, check=True
     )
     assert len(json.loads(done.stdout)["seconds"]) >= 3
 

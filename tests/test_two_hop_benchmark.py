@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -11,14 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from tests.benchmark_scripts import scripts
+from tests.benchmark_scripts import modules
 from trailmark.data.files import read_json, write_json
 
-
-@pytest.fixture(scope="module")
-def two_hop() -> Iterator[ModuleType]:
-    with scripts("two_hop") as found:
-        yield found["two_hop"]
+two_hop = modules("two_hop")
 
 
 def test_all_four_cases_are_asked_for(two_hop: ModuleType) -> None:

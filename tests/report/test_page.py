@@ -217,7 +217,7 @@ def test_how_to_measure_again(tmp_path: Path) -> None:
         tmp_path / "c", "cost", [runs.cost(["x", "y"], 4096)], [runs.identity(x, f"/{x}", x) for x in "xy"]
     )
     page, _ = report(tmp_path)
-    assert "trailmark evaluate /x /y --suite cost --generated 128 --lengths 4096 --tiers device" in page.text
+    assert "trailmark evaluate /x /y --suite cost --generate 128 --lengths 4096 --tiers device" in page.text
     assert "trailmark evaluate 'my model' --suite needles --lengths 1024" in page.text
     start = f"trailmark evaluate '{tmp_path}/b c' --suite needles --kind single --format marks"
     assert start in page.text

@@ -33,7 +33,7 @@ _KNOWN_OPTIONS = frozenset(
             "max-tokens",
             "limit",
         ),
-        *("max-new-tokens", "tiers", "generated", "training-lengths"),
+        *("max-new-tokens", "tiers", "generate", "training-lengths"),
     }
 )
 
@@ -97,7 +97,7 @@ def _commands(results: Sequence[Result]) -> list[str]:
         options = _LISTS[result.suite]
         words = []
         for key, value in result.settings.items():
-            option = {"generate": "generated"}.get(key, key).replace("_", "-")
+            option = key.replace("_", "-")
             if key == "carry" and value is True:
                 words.append("--carry")
             elif key not in options and option in _KNOWN_OPTIONS and isinstance(value, str | int | float):

@@ -7,9 +7,9 @@ from itertools import pairwise
 from typing import Any
 
 import numpy as np
-from case_study_baselines import RULES, Rules
-from case_study_measure import Row, hit
 
+from case_study.baselines import RULES, Rules
+from case_study.measure import Row, hit
 from trailmark.data.traces import TracedChunk
 from trailmark.evaluation.intervals import bootstrap_ratio
 
@@ -39,7 +39,7 @@ def in_bin(number: int) -> Callable[[Row], bool]:
 def found(row: Row, when: str, kind: str, rule: str, group: int) -> float | None:
     """Whether (of random: how probably) ``rule`` found what counts; None: it could not be read then.
 
-    ``when``: "now" as in :func:`case_study_measure.rows_of`, "early", or "either" of both.
+    ``when``: "now" as in :func:`case_study.measure.rows_of`, "early", or "either" of both.
     """
     asked = [row[at] for at in (("now", "early") if when == "either" else (when,)) if row[at] is not None]
     if not asked:

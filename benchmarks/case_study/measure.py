@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from case_study_baselines import RULES, Rules, best_rank, chance
-from case_study_references import Layout, Reference, candidates, references
 
+from case_study.baselines import RULES, Rules, best_rank, chance
+from case_study.references import Layout, Reference, candidates, references
 from trailmark.data.bm25 import Bm25
 from trailmark.data.traces import TracedChunk
 

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from case_study_measure import Row
 
+from case_study.measure import Row
 from trailmark.data.traces import TracedChunk
 
 FAR = 2048  # tokens from the label to the reference, at least

@@ -1,6 +1,6 @@
 """The case study on mathematics (docs/case-study.md): does a DRT read the chunk that a reference points to?
 
-    TRAILMARK_DATA=... python benchmarks/case_study.py [prepare train measure document | variants]    default: four
+    TRAILMARK_DATA=... python benchmarks/case_study [prepare train measure document | variants]    default: four
 
 prepare: a vocabulary of 4,096 tokens and shards of TRAILMARK_DATA/math. train: configs/laptop-drt-math.yaml. measure:
 each chapter of math/test is read from its first token, alone; what was read of it is kept as a trace. document: three
@@ -22,17 +22,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import case_study_cases as cases
-import case_study_document as document
-import case_study_numbers as numbers
 import torch
 import yaml
-from case_study_baselines import Rules
-from case_study_measure import Row, rows_of
-from case_study_references import Layout, candidates, summary
-from case_study_scores import SHORT, VARIANTS, score_parts
+from common import ROOT, data_folder
+from tables import fill
 from training_text import trained_tokenizer
 
+from case_study import cases, document, numbers
+from case_study.baselines import Rules
+from case_study.measure import Row, rows_of
+from case_study.references import Layout, candidates, summary
+from case_study.scores import SHORT, VARIANTS, score_parts
 from trailmark.data.bm25 import Bm25, fit_bm25
 from trailmark.data.corpus import files_below, load_tokenizer, read_text, tokenize, tokenizer_fingerprint
 from trailmark.data.files import read_json, sha256_of, write_json
@@ -45,21 +45,13 @@ from trailmark.models import DRTForCausalLM
 from trailmark.report.console import Progress
 from trailmark.training.run import HISTORY_FILE
 
-ROOT = Path(__file__).resolve().parent.parent
-OUTPUT = Path(__file__).with_suffix(".json")
+OUTPUT = ROOT / "benchmarks" / "case_study.json"
 FOLDER = Path("runs/case-study")  # as the configuration names it: below ROOT
 CONFIG = Path("configs/laptop-drt-math.yaml")
 VOCABULARY = 4096
 STEPS = ("prepare", "train", "measure", "document")
 _SCORED = 8192  # tokens of each chapter whose scores are looked into: a training text
 Chapter = tuple[dict[str, Any], list[Row], list[TracedChunk]]  # what it is, its references, its trace
-
-
-def math() -> Path:
-    """TRAILMARK_DATA/math."""
-    if not (data := os.environ.get("TRAILMARK_DATA")):
-        raise SystemExit("TRAILMARK_DATA: expected the folder of the evaluation texts, got nothing. Set it.")
-    return Path(data).resolve() / "math"
 
 
 class CaseStudy:
@@ -77,17 +69,24 @@ class CaseStudy:
     # --- the model -----------------------------------------------------------------------------------------
 
     def prepare(self) -> None:
-        files = files_below(math() / "train")
+        files = files_below(data_folder("math") / "train")
         tokenizer = trained_tokenizer(files, VOCABULARY, self.folder / "tokenizer")
         known = tokenizer_fingerprint(load_tokenizer(str(tokenizer)))
         for split in ("train", "valid"):
             made = read_json(self.folder / split / "corpus.json")
             if made is None:
                 _trailmark(
-                    *("prepare", math() / split, "--tokenizer", tokenizer, "--output", self.folder / split)
+                    *(
+                        "prepare",
+                        data_folder("math") / split,
+                        "--tokenizer",
+                        tokenizer,
+                        "--output",
+                        self.folder / split,
+                    )
                 )
                 continue
-            wanted = sorted((file.name, sha256_of(file)) for file in files_below(math() / split))
+            wanted = sorted((file.name, sha256_of(file)) for file in files_below(data_folder("math") / split))
             there = sorted((Path(file["name"]).name, file["sha256"]) for file in made["source"]["files"])
             if wanted != there or made["tokenizer"]["fingerprint"] != known:
                 raise SystemExit(
@@ -187,7 +186,7 @@ class CaseStudy:
         """The model, and of each chapter what it is, its references and its trace."""
         subject, header, chapters = load(self.model), None, {}
         statistics = self._statistics(subject)
-        for file in files_below(math() / "test"):
+        for file in files_below(data_folder("math") / "test"):
             header, chunks = self._traced(subject, file)
             chapters[file.name] = (*self._chapter(subject, file, chunks, statistics), chunks)
         assert header is not None
@@ -201,7 +200,8 @@ class CaseStudy:
         if not isinstance(subject.model, DRTForCausalLM) or not subject.model.config.scores_chunks:
             return None
         texts = [
-            tokenize([read_text(file)], subject.tokenizer)[:_SCORED] for file in files_below(math() / "test")
+            tokenize([read_text(file)], subject.tokenizer)[:_SCORED]
+            for file in files_below(data_folder("math") / "test")
         ]
         torch.manual_seed(0)
         untrained = DRTForCausalLM(subject.model.config)
@@ -297,12 +297,12 @@ class CaseStudy:
             page.parent.mkdir(exist_ok=True)
             _trailmark("explore", "--trace", self._trace(case["file"]), "-o", page)
             cases.picture(page, case["chunk"], ROOT / "docs" / f"case-study-{number}.png")
-        document.fill(ROOT / "docs" / "case-study.md", record)
+        fill(ROOT / "docs" / "case-study.md", document.texts(record))
 
 
 def _index() -> dict[str, dict[str, str]]:
     """Title, licence and source of each chapter, as the data's index has them."""
-    with open(math() / "index.csv", encoding="utf-8", newline="") as file:
+    with open(data_folder("math") / "index.csv", encoding="utf-8", newline="") as file:
         return {row["file"]: row for row in csv.DictReader(file)}
 
 

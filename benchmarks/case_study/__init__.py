@@ -1,0 +1,1 @@
+"""The case study on mathematics: ``python benchmarks/case_study``."""
