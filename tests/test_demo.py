@@ -73,7 +73,6 @@ def test_the_record_holds_every_number(finished: tuple[Path, list[str]]) -> None
     assert record["environment"]["torch"] == torch.__version__
     assert record["phases"] == "any"  # questions end anywhere in a chunk
     assert {r["phases"] for r in record["results"]} == {"any"}
-    assert len({question["phase"] for r in record["results"] for question in r["asked"]}) > 5
     asked = [(r["model"], r["length"], r["needles"], r["questions"]) for r in record["results"]]
     each = [(400, 1, 6), (800, 1, 6), (800, 3, 6)]
     assert sorted(asked) == sorted((name, *task) for name in ("drt", "window") for task in each)

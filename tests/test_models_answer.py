@@ -28,7 +28,11 @@ def architectures_named(source: str) -> Iterator[str]:
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.ImportFrom):
             for alias in node.names:
-                if alias.name in CLASSES or node.module in MODULES or f"{node.module}.{alias.name}" in MODULES:
+                if (
+                    alias.name in CLASSES
+                    or node.module in MODULES
+                    or f"{node.module}.{alias.name}" in MODULES
+                ):
                     yield f"from {node.module} import {alias.name}"
         elif isinstance(node, ast.Import):
             yield from (f"import {alias.name}" for alias in node.names if alias.name in MODULES)

@@ -61,6 +61,14 @@ MODELS: dict[str, dict[str, Any]] = {
 NAMES = {"drt": "DRT", "window": "window only"}
 
 
+def needle_settings(
+    length: int, needles: int, questions: int, seed: int, phases: str = PHASES
+) -> NeedleSettings:
+    """Ask for all of so many needles that are hidden at once in a text."""
+    kind = "single" if needles == 1 else "multi-key"
+    return NeedleSettings((length,), kind, "marks", needles, questions=questions, phases=phases, seed=seed)
+
+
 class Demo:
     """The demo in one folder; a second start goes on where the first stopped."""
 
@@ -209,19 +217,9 @@ class Demo:
                 if (r["model"], r["length"], r["needles"]) == (name, length, needles)
             ]
             if not done:
-                settings = NeedleSettings(
-                    (length,),
-                    kind="single" if needles == 1 else "multi-key",
-                    format="marks",
-                    needles=needles,
-                    questions=self.questions,
-                    phases=PHASES,
-                    seed=self.seed,
-                )
-                (found,) = measure(
-                    subject, settings, haystack, lambda message: self.progress.show(f"  {message}")
-                )
-                done = [{"model": name, "phases": PHASES} | found]
+                settings = needle_settings(length, needles, self.questions, self.seed)
+                (result,) = measure(subject, settings, haystack, self._show_asking)
+                done = [{"model": name, "phases": PHASES} | result]
                 self.record["results"] += done
                 self._save()
             self.progress.clear()
@@ -230,6 +228,9 @@ class Demo:
                 f"  {length:>9,} tokens, {needles:>2} needle{'s' if needles > 1 else ' '}: "
                 f"{shown['correct']} of {shown['questions']} right"
             )
+
+    def _show_asking(self, message: str) -> None:
+        self.progress.show(f"  {message}")
 
     # --- report --------------------------------------------------------------------------------------------
 

@@ -410,7 +410,9 @@ def test_what_follows_an_end_of_text_bears_no_loss_where_the_model_says_so() -> 
     torch.testing.assert_close(loss, whole.loss)
     # at t the label of t + 1, which follows the token at t
     assert torch.equal(labels[:, :-1] == -100, inputs["input_ids"][:, :-1] == eos)
-    assert not torch.equal(loss, weighted_loss(other.model, other.model.config.retrieves_in_training, inputs)[0])
+    assert not torch.equal(
+        loss, weighted_loss(other.model, other.model.config.retrieves_in_training, inputs)[0]
+    )
 
 
 def test_accuracy_and_recall_count_first_digits_and_chunks(tmp_path: Path) -> None:
