@@ -339,7 +339,7 @@ def from_options(cls: type, given: Mapping[str, Any]) -> dict[str, Any]:
         if value is None or value == []:
             continue
         if isinstance(value, str) and (kind := _of_tuple(kinds_of(cls)[field.name])) is not None:
-            value = value.split(",") if kind is str else parse_numbers(field.name, value, kind)
+            value = tuple(value.split(",")) if kind is str else parse_numbers(field.name, value, kind)
         values[field.name] = tuple(value) if isinstance(value, list) else value
     return values
 

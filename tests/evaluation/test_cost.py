@@ -23,7 +23,6 @@ from trailmark.evaluation.cost import (
     CostSettings,
     base_of,
     load_or_build,
-    names_of,
     random_subject,
     ratios,
     rows_of,
@@ -34,7 +33,8 @@ from trailmark.evaluation.cost_models import model_config, read_settings
 from trailmark.evaluation.cost_peak import peak_kind, with_peak
 from trailmark.evaluation.cost_training import Step
 from trailmark.evaluation.record import Record
-from trailmark.evaluation.subject import Subject
+from trailmark.evaluation.subject import Subject, names_of
+from trailmark.evaluation.suite_cost import SUITE
 from trailmark.memory import ChunkMemory
 from trailmark.models import MODELS, TrailmarkForCausalLM
 from trailmark.models.costs import foreign_cache_bytes, num_closed
@@ -465,7 +465,7 @@ def test_cells_are_kept_and_not_measured_again(tmp_path: Path, monkeypatch: pyte
     assert {cell["base"] for cell in found} == {"window"}
     notes = [cell.get("note") for cell in found]  # on a CPU device and host are one memory
     assert [bool(note) for note in notes] == [False, True, False, True, False]
-    assert result_table("cost", found, 0).count(str(notes[1])) == 1
+    assert result_table(SUITE, found, 0).count(str(notes[1])) == 1
     assert all(cell["base_is_window_only"] for cell in found)
     for cell in found:
         own = next(row for row in cell["rows"] if row["model"] == "window")
@@ -523,14 +523,14 @@ def test_ratios_are_of_the_rounds_and_of_the_device() -> None:
     assert [r["memory_ratio"] for r in ratios(trained, "a")] == [1.0, None]
 
 
-def test_names_are_told_apart() -> None:
-    a, b, c = (Subject(Path(p), None, None, {}) for p in ("x/drt", "y/drt", "configs/window.yaml"))
+def test_names_are_told_apart(tmp_path: Path) -> None:
+    a, b, c = map(Path, ("x/drt", "y/drt", "configs/window.yaml"))
     assert names_of([a, c]) == ["drt", "window"]
     assert names_of([a, b, c]) == ["x/drt", "y/drt", "window"]
-    with pytest.raises(ValueError, match="models: expected each once, got 'x/drt'"):
-        names_of([a, a])
-    with pytest.raises(ValueError, match="models: expected at least one"):
-        names_of([])
+    twice = [subject_of(window_model(), "x/drt")] * 2
+    for subjects, message in ((twice, "expected each once, got 'runs/x/drt'"), ([], "expected at least one")):
+        with pytest.raises(ValueError, match=f"models: {message}"):
+            run(subjects, CostSettings(), Record(tmp_path, "cost", []))
 
 
 def test_what_the_paper_printed() -> None:
@@ -624,12 +624,12 @@ def test_a_folder_is_loaded(tmp_path: Path) -> None:
     ("settings", "message"),
     [
         ({"lengths": ()}, "lengths, training_lengths: expected some"),
-        ({"lengths": (1,)}, "lengths: expected at least 2 tokens, got 1"),
-        ({"training_lengths": (0,)}, "training_lengths: expected at least 2 tokens, got 0"),
-        ({"generate": 1}, "generate: expected at least 2, got 1"),
-        ({"rounds": 0}, "rounds: expected at least 1, got 0"),
-        ({"seed": -1}, "seed: expected at least 0, got -1"),
-        ({"tiers": ("device", "gpu")}, "tiers: expected 'device', 'host', 'disk', got 'gpu'"),
+        ({"lengths": (1,)}, "lengths: expected 2 or more, got 1"),
+        ({"training_lengths": (0,)}, "training_lengths: expected 2 or more, got 0"),
+        ({"generate": 1}, "generate: expected 2 or more, got 1"),
+        ({"rounds": 0}, "rounds: expected 1 or more, got 0"),
+        ({"seed": -1}, "seed: expected 0 to 4294967295, got -1"),
+        ({"tiers": ("device", "gpu")}, "tiers: expected one of 'device', 'host', 'disk', got 'gpu'"),
         ({"tiers": ()}, "tiers: expected at least one"),
         ({"memory_dtype": "int8"}, "memory_dtype: expected one of"),
         (

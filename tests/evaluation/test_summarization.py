@@ -284,12 +284,12 @@ def test_one_document_has_no_interval(tmp_path: Path) -> None:
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "pairs": ({"pairs": ()}, "pairs: expected files of documents and summaries, got none"),
-    "limit": ({"limit": 0}, "limit: expected at least 1, got 0"),
-    "new tokens": ({"max_new_tokens": 0}, "max_new_tokens: expected at least 1, got 0"),
+    "limit": ({"limit": 0}, "limit: expected 1 or more, got 0"),
+    "new tokens": ({"max_new_tokens": 0}, "max_new_tokens: expected 1 or more, got 0"),
     "temperature": ({"temperature": -1.0}, "temperature: expected 0 or more, got -1"),
-    "no number": ({"temperature": math.nan}, "temperature: expected 0 or more, got nan"),
+    "no number": ({"temperature": math.nan}, "temperature: expected a number, got nan"),
     "top_k": ({"top_k": 2}, "top_k: expected none at temperature 0"),
-    "protocol": ({"protocol": "gca-table-1"}, "protocol: expected 'paper-table-2' or none"),
+    "protocol": ({"protocol": "gca-table-1"}, "protocol: expected one of 'paper-table-2'"),
     "protocol and more": (
         {"protocol": "paper-table-2", "max_new_tokens": 64},
         "protocol: 'paper-table-2' samples 128 tokens",
