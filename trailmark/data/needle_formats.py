@@ -170,7 +170,7 @@ class Marks(Format):
         return Name(self.digits[digits].astype(np.int64), "".join(map(str, digits)))
 
     def needle(self, left: Name, right: Name) -> NeedleText:
-        (tokens,) = self.needles(left.tokens[None], right.tokens[None])
+        (tokens,) = self.needles(_rows([left]), _rows([right]))
         start = 1 + len(left.tokens) + 1
         return NeedleText(tokens.astype(np.int64), (start, start + len(right.tokens)))
 
@@ -178,7 +178,7 @@ class Marks(Format):
         self, keys: Sequence[Name], values: Sequence[Name], hops: int, landmarks: int
     ) -> QuestionText:
         asked_for = values[-1:] if hops > 1 else values
-        asked = self.questions(np.stack([key.tokens for key in keys])).reshape(-1)
+        asked = self.questions(_rows(keys)).reshape(-1)
         tokens = np.append(asked, [self.cue] * landmarks).astype(np.int64)
         answer = _separated([value.tokens for value in asked_for], np.array([self.end]))
         marks = (len(asked) - 1, len(asked))[:landmarks]
@@ -325,6 +325,11 @@ def _token(character: str, tokenizer: Any) -> int:
 
 def _tokens(text: str, tokenizer: Any) -> Integers:
     return tokenize([text], tokenizer).astype(np.int64)
+
+
+def _rows(names: Sequence[Name]) -> Tokens:
+    """Stack names of one length: [n, length]."""
+    return np.stack([name.tokens for name in names]).astype(np.int32)
 
 
 def _separated(parts: Sequence[Integers], separator: Integers) -> Integers:

@@ -78,7 +78,7 @@ def run(
         for depth, result, lines in plan.measure(length, missing(length), progress):
             record.measure(plan.cell(length, depth), partial(dict, result), partial(list, lines))
     cells = (plan.cell(length, depth) for length in plan.lengths for depth in plan.depths)
-    return [result for cell in cells if (result := record.find(cell)) is not None]
+    return [kept for cell in cells if (kept := record.find(cell)) is not None]
 
 
 @torch.no_grad()
