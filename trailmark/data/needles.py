@@ -108,7 +108,7 @@ class NeedleTexts:
         self.landmarks = landmarks
 
     def batch(self, first: int, count: int, level: Level) -> NeedleBatch:
-        """Samples first .. first + count - 1."""
+        """Make samples first .. first + count - 1."""
         make = self._text if level.hops is None else self._chained_text
         rows = [make(np.random.default_rng([self.seed, n]), level) for n in range(first, first + count)]
         ids, present, close, weights, starts, needles = (np.stack(part) for part in zip(*rows, strict=True))
@@ -125,7 +125,7 @@ class NeedleTexts:
         )
 
     def _filler(self, rng: np.random.Generator, level: Level) -> Tokens:
-        """What a text is made of before anything is hidden in it: [N, S]."""
+        """Draw what a text is made of before anything is hidden in it: [N, S]."""
         N, S = level.chunks, self.chunk_size
         if len(self.filler) <= N * S:
             raise ValueError(
@@ -195,7 +195,7 @@ class NeedleTexts:
         return self._assembled(rows, lengths, said, starts, needles)
 
     def _assembled(self, rows: Tokens, lengths: Any, said: Any, starts: Any, needles: Any) -> tuple[Any, ...]:
-        """A text of the first ``lengths`` [N] tokens of rows [N, S], with what is asked of it.
+        """Join the first ``lengths`` [N] tokens of rows [N, S] to a text, with what is asked of it.
 
         Args:
             said: [N, S] bool, digits and letters of answers; starts: the first of each.
@@ -231,19 +231,14 @@ class _Chains:
         self.begun = 0  # chains
         # each thing is asked for once: an earlier answer could be copied
         self.asked: set[tuple[int, int, int]] = set()
-        self.lengths, self.lead = (
-            np.full(N, S),
-            np.zeros(N, np.int64),
-        )  # of chunks; of the answers that open them
-        self.said, self.starts, self.dropped = (
-            np.zeros((N, S), bool),
-            np.zeros((N, S), bool),
-            np.zeros(N, bool),
-        )
+        self.lengths = np.full(N, S)  # of chunks
+        self.lead = np.zeros(N, np.int64)  # tokens of the answers that open them
+        self.said, self.starts = np.zeros((N, S), bool), np.zeros((N, S), bool)
+        self.dropped = np.zeros(N, bool)
         self.needles = np.full(N, -1, np.int64)
 
     def written(self) -> tuple[Any, ...]:
-        """The arguments of :meth:`NeedleTexts._assembled`."""
+        """Write the text; return the arguments of :meth:`NeedleTexts._assembled`."""
         rng, level, N = self.rng, self.level, len(self.rows)
         for chunk in np.flatnonzero(rng.random(N) < level.decoys):
             write_decoy(self.rows[chunk], self.keys[rng.integers(N), 0], rng)
@@ -262,7 +257,7 @@ class _Chains:
         return *(part[order] for part in parts), number[self.needles[order]]
 
     def _hide(self, n: int) -> None:
-        """A needle in chunk ``n``, of a chain that was begun or of another, if there is one."""
+        """Hide a needle in chunk ``n``, of a chain that was begun or of another, if there is one."""
         rng, half = self.rng, np.flatnonzero((self.place >= 0).sum(1) == 1)
         if len(half) and (rng.random() < 0.35 or self.begun == self.most):
             chain = rng.choice(half)
@@ -280,16 +275,15 @@ class _Chains:
         self.place[chain, which] = n
 
     def _ask(self, n: int) -> int:
-        """A question in chunk ``n``, if there is something to ask; how many chunks were written."""
+        """Ask in chunk ``n``, if there is something to ask; return how many chunks were written."""
         rng, level = self.rng, self.level
         assert level.hops is not None
         hops = 2 if rng.random() < level.hops else 1
         spells = hops == 1 and rng.random() < level.spell
-        first, last = (
-            (0, 0) if spells else (2 - hops, 1)
-        )  # needles from what is asked by to what is asked for
-        found = self.place[:, first : last + 1].min(1) >= 0
-        askable = [int(c) for c in np.flatnonzero(found) if (int(c), first, last) not in self.asked]
+        # the needles from what is asked by to what is asked for
+        first, last = (0, 0) if spells else (2 - hops, 1)
+        hidden = self.place[:, first : last + 1].min(1) >= 0
+        askable = [int(c) for c in np.flatnonzero(hidden) if (int(c), first, last) not in self.asked]
         end = n + hops
         if not askable or end >= len(self.rows):
             return 1
@@ -314,13 +308,13 @@ class _Chains:
 
 
 def draw_density(rng: np.random.Generator, level: Level) -> float:
-    """The share of a text's chunks that hold needles."""
+    """Draw the share of a text's chunks that hold needles."""
     N = level.chunks
     return 0.5 if rng.random() < level.dense else rng.uniform(1, max(2, N / 8)) / N
 
 
 def leave_room(asking: Any, phase: Any) -> Any:
-    """Which questions of chunks ``asking`` [n] ascending, that end at ``phase`` [n], are asked: [n] bool.
+    """Say which questions of chunks ``asking`` [n] ascending, that end at ``phase`` [n], are asked: [n] bool.
 
     An early question may leave no room for the answer that would open its chunk. Then the chunk before asks
     nothing: if the question moved to a later phase instead, the first phases would be rare.
@@ -333,14 +327,14 @@ def leave_room(asking: Any, phase: Any) -> Any:
 
 
 def moved_up(x: Any, kept: Any, rest: Any = 0) -> Any:
-    """What is kept of x [N, S], in its order, then ``rest``: [N * S]."""
+    """Return what is kept of x [N, S], in its order, then ``rest``: [N * S]."""
     out = np.full(x.size, rest, x.dtype)
     out[: kept.sum()] = x[kept]
     return out
 
 
 def random_keys(rng: np.random.Generator, count: int, near: float) -> np.ndarray[Any, Any]:
-    """[count, 4] numbers of letters; with probability ``near`` but one letter of a key is that of an earlier one."""
+    """Draw [count, 4] numbers of letters; with probability ``near`` a key is an earlier one but for one letter."""
     keys = rng.integers(26, size=(count, KEY_LENGTH))
     for n in np.flatnonzero(rng.random(count) < near):
         if n:
@@ -350,7 +344,7 @@ def random_keys(rng: np.random.Generator, count: int, near: float) -> np.ndarray
 
 
 def distinct_keys(rng: np.random.Generator, count: int, near: float) -> np.ndarray[Any, Any]:
-    """:func:`random_keys`, no two alike."""
+    """Draw :func:`random_keys`, no two alike."""
     while True:
         keys = random_keys(rng, count, near)
         if len(np.unique(keys, axis=0)) == count:
@@ -358,7 +352,7 @@ def distinct_keys(rng: np.random.Generator, count: int, near: float) -> np.ndarr
 
 
 def chained_keys(rng: np.random.Generator, count: int, level: Level) -> tuple[np.ndarray[Any, Any], int]:
-    """First and second keys [count, 2, 4] of chains, and of how many chains all are different."""
+    """Draw first and second keys [count, 2, 4] of chains; also return of how many chains all are different."""
     while True:
         keys = distinct_keys(rng, 2 * count, level.near).reshape(count, 2, KEY_LENGTH)
         if level.letters == KEY_LENGTH:
@@ -371,7 +365,7 @@ def chained_keys(rng: np.random.Generator, count: int, level: Level) -> tuple[np
 
 
 def random_values(rng: np.random.Generator, count: int) -> np.ndarray[Any, Any]:
-    """[count, 5] distinct digits."""
+    """Draw [count, 5] distinct digits."""
     return rng.random((count, 10)).argsort(axis=1)[:, :VALUE_LENGTH]
 
 
@@ -381,7 +375,7 @@ def write(rows: Tokens, chunk: Any, offset: Any, what: Tokens) -> None:
 
 
 def write_decoy(row: Tokens, key: Tokens, rng: np.random.Generator) -> None:
-    """Some letters of a key somewhere in a chunk [S] behind an answer, side by side or scattered."""
+    """Write some letters of a key into a chunk [S], anywhere behind an answer, side by side or scattered."""
     letters = key[np.sort(rng.choice(KEY_LENGTH, rng.integers(1, KEY_LENGTH + 1), replace=False))]
     if rng.random() < 0.5:
         first = rng.integers(ANSWER_LENGTH, len(row) - len(letters) + 1)

@@ -176,12 +176,12 @@ class NiahTexts:
         return self.length - self._question_length - len(self._facts.needles) * self.needle_length
 
     def batch(self, first: int, count: int) -> dict[str, Tensor]:
-        """Samples first .. first + count - 1, whatever the batch.
+        """Make samples first .. first + count - 1, the same in any batch.
 
         Returns:
             ``input_ids`` int64 [B, T]; ``labels`` int64 [B, T], the same but for the first token, which nothing
             predicts (-100); ``loss_weights`` float32 [B, T]; ``close_chunk`` bool [B, T], a landmark follows;
-            ``answers`` bool [B, T], the tokens to be found; ``needles`` int64 [B, n], the first token of each
+            ``answers`` bool [B, T], the tokens of the answer; ``needles`` int64 [B, n], the first token of each
             needle: those of the chain that is asked for, in its order, then all others.
 
         Raises:
@@ -203,7 +203,7 @@ class NiahTexts:
         }
 
     def _text(self, number: int) -> tuple[Integers, npt.NDArray[np.bool_], Integers]:
-        """Tokens [T], where landmarks follow [T], where needles begin [n]."""
+        """Make one text: tokens [T], where landmarks follow [T], where needles begin [n]."""
         # never a generator that others draw from: a text would depend on them
         rng = np.random.default_rng([self.seed, number])
         n = len(self._facts.needles)
@@ -226,7 +226,7 @@ class NiahTexts:
         return ids, close, places
 
     def _places(self, rng: np.random.Generator, n: int, phase: int) -> Integers:
-        """Where n needles begin, ascending; the first chunk ends after ``phase`` tokens."""
+        """Draw where n needles begin, ascending; the first chunk ends after ``phase`` tokens."""
         if self.straddle:
             gaps = np.sort(rng.integers(self._stop - n * self.needle_length + 1, size=n))
             return gaps + np.arange(n) * self.needle_length
