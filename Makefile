@@ -1,14 +1,21 @@
 # make demo | test | lint | bench: each makes .venv first, at the versions in constraints.txt.
-# PYTHON=python3.12 chooses another Python; ARGS="..." goes to the command.
+# PYTHON=python3.12 chooses another Python; ARGS="..." goes to the command; PROCESSOR=avx2 or PROCESSOR=default (no
+# vector registers at all) has the tests computed as on an older one.
 
 PYTHON ?= python3
 ARGS ?=
+PROCESSOR ?=
 
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip
 TRITON := 3.9.0
 INSTALL := $(PIP) install --disable-pip-version-check -c constraints.txt
+
+# of torch, MKL, oneDNN, and NumPy's OpenBLAS, by which Triton's kernels are interpreted
+OLDER := MKL_ENABLE_INSTRUCTIONS=AVX2 ONEDNN_MAX_CPU_ISA=AVX2 OPENBLAS_CORETYPE=Haswell
+# (what torch compiles has a cache of its own, whose code is not for another)
+AS_ON := $(if $(PROCESSOR),ATEN_CPU_CAPABILITY=$(PROCESSOR) $(OLDER) TORCHINDUCTOR_CACHE_DIR=$(CURDIR)/.pytest_cache/inductor-$(PROCESSOR))
 
 .PHONY: demo test lint bench venv constraints clean
 .NOTPARALLEL:
@@ -19,7 +26,7 @@ demo: $(VENV)/figures.stamp
 
 # one process on each of two cores, a thread each: half the time of one process with two threads
 test: $(VENV)/test.stamp
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile $(ARGS)
+	$(AS_ON) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile $(ARGS)
 
 lint: $(VENV)/lint.stamp
 	$(BIN)/python -m ruff check .

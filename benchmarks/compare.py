@@ -35,12 +35,11 @@ from common import ROOT, Timers, data_folder, expect_settings, interleaved, para
 from compare_measure import MEASURED_FILE, asked, row_config, text_tokenizer
 from compare_rows import NEEDLE_LENGTH, ROWS, SEEDS, SIZES, jobs, measured, times
 from training import BareLoop
+from training_text import prepared_books, settings_of
 
 from trailmark.cli import keep_freed_memory
-from trailmark.data.corpus import files_below, load_tokenizer, tokenizer_fingerprint
+from trailmark.data.corpus import files_below, load_tokenizer
 from trailmark.data.files import read_json, write_json
-from trailmark.data.prepare import prepare
-from trailmark.data.recipes import parse_source
 from trailmark.data.shards import Corpus
 from trailmark.evaluation.record import environment
 from trailmark.training.forecast import measure_speed
@@ -99,23 +98,14 @@ class Comparison:
         folder = self.folder.resolve() / "text"
         vocabulary = self.arguments.vocabulary or self.sizes.vocabulary
         tokenizer = text_tokenizer(folder, self.sizes, vocabulary)
-        # in this process: others would first import all that this one has
-        corpus = prepare(
-            parse_source([str(data_folder("books") / "train")]), folder / "train", str(tokenizer), processes=1
-        )
-        return corpus, load_tokenizer(str(tokenizer))
+        return prepared_books(folder / "train", tokenizer), load_tokenizer(str(tokenizer))
 
     def text(self) -> None:
         corpus, loaded = self.corpus()
         base = row_config(self.job("text", "Base", 0, 1))
         settings = {
             "steps": self._steps("text", self.sizes.text_steps),
-            "tokens_per_step": base.training.tokens_per_step,
-            "context_length": base.training.context_length,
-            "vocabulary": len(loaded),
-            "tokenizer": tokenizer_fingerprint(loaded),
-            "corpus": corpus.fingerprint,
-            "corpus_tokens": len(corpus),
+            **settings_of(base, corpus, loaded),
             "books": [file.name for file in files_below(data_folder("books") / "test")],
             "changes": self.arguments.set,
         }

@@ -33,14 +33,14 @@ from explorer_browser import in_a_browser
 
 from tests.report.traces import made_up
 from trailmark.data.corpus import Tokens, read_texts, standard_library_texts, tokenize
-from trailmark.data.traces import Entry, TraceHeader, read_trace, write_lines
-from trailmark.evaluation.losses import nats
 from trailmark.evaluation.record import environment
 from trailmark.evaluation.subject import Subject, load
-from trailmark.evaluation.trace import trace_header
-from trailmark.evaluation.tracer import Tracer
 from trailmark.report.explorer import build
 from trailmark.report.explorer_data import collect, pack
+from trailmark.trace.lines import Entry, TraceHeader, read_trace, write_lines
+from trailmark.trace.losses import nats
+from trailmark.trace.texts import trace_header
+from trailmark.trace.tracer import Tracer
 
 OUTPUT = Path(__file__).with_suffix(".json")
 _TURN = 32_768  # tokens that each way of reading takes in turn

@@ -15,7 +15,6 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from functools import partial
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -103,27 +102,38 @@ def budget(job: Job) -> Rows:
     off_by_one = case.pop("off_by_one")
     tensors, rest = gca_cases.inputs(B=1, **case)
     rows: Rows = []
-    torch.use_deterministic_algorithms(True, warn_only=True)  # fills what is not written with NaN
-    try:
-        with noted(rows, f"budget {name}"), gca_cases.unsplit():
+    with noted(rows, f"budget {name}"), _filled_with_nan(), gca_cases.unsplit():
+        gca_cases.assert_budget(tensors, rest, softmax_off_by_one=off_by_one)
+    folded = case["R"] * case["g"]
+    cut = kernels.tiles(folded, case["S"], case["D"], case["dtype"], "forward")
+    if kernels._parts(case["N"] * case["J"] * -(-folded // cut.rows), case["K"]) > 1:
+        with noted(rows, f"budget {name}, in parts"), _filled_with_nan():
             gca_cases.assert_budget(tensors, rest, softmax_off_by_one=off_by_one)
-        folded = case["R"] * case["g"]
-        cut = kernels.tiles(folded, case["S"], case["D"], case["dtype"], "forward")
-        if kernels._parts(case["N"] * case["J"] * -(-folded // cut.rows), case["K"]) > 1:
-            with noted(rows, f"budget {name}, in parts"):
-                gca_cases.assert_budget(tensors, rest, softmax_off_by_one=off_by_one)
+    return rows
+
+
+@contextmanager
+def _filled_with_nan() -> Iterator[None]:
+    """Memory that a kernel does not write holds NaN."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
     finally:
         torch.use_deterministic_algorithms(False)
-    return rows
 
 
 def check_budgets(rows: Rows) -> None:
     """Of GCA; on a GPU by several processes, because most of the time goes into compiling."""
+    each_job(budget, budget_jobs(), rows, seconds=210)
+
+
+def each_job(work: Callable[[Job], Rows], jobs: list[Job], rows: Rows, seconds: float) -> None:
+    """Adds the rows of all jobs; on a GPU by several processes."""
     if not REHEARSAL:
-        in_processes(budget, budget_jobs(), rows, min(8, os.cpu_count() or 1), seconds=210)
+        in_processes(work, jobs, rows, min(8, os.cpu_count() or 1), seconds)
         return
-    for job in budget_jobs():
-        rows += budget(job)
+    for job in jobs:
+        rows += work(job)
 
 
 def in_processes(
@@ -200,10 +210,15 @@ def check_repeats(rows: Rows) -> None:
     with noted(rows, "250 repeats bit-equal"):
         tensors, rest = gca_cases.inputs(B=1, N=N, R=64, J=2, D=64, M=N, S=64, K=8, dtype=dtype)
         rest["indices"][:, :, 0] = 1
-        run = partial(values_and_gradients, gca_cases.op(rest, "triton"), *tensors)
-        before = run()
-        for _ in range(1 if REHEARSAL else 250):
-            assert all(torch.equal(x, y) for x, y in zip(before, run(), strict=True))
+        _repeated(gca_cases.op(rest, "triton"), tensors, 250)
+
+
+def _repeated(op: Callable[..., Any], tensors: list[Tensor], times: int) -> None:
+    """The same bits again and again; else an AssertionError."""
+    before = values_and_gradients(op, *tensors)
+    for _ in range(1 if REHEARSAL else times):
+        again = values_and_gradients(op, *tensors)
+        assert all(torch.equal(x, y) for x, y in zip(before, again, strict=True))
 
 
 def check_many_elements(rows: Rows) -> None:
@@ -372,29 +387,18 @@ def landmark_jobs() -> list[Job]:
 def landmark_budget(job: Job) -> Rows:
     """Output, log-sum-exp and gradients against float64."""
     rows: Rows = []
-    torch.use_deterministic_algorithms(True, warn_only=True)  # fills what is not written with NaN
-    try:
-        with noted(rows, f"landmark budget {job[0]}"):
-            landmark_cases.assert_budget(*landmark_cases.inputs(B=1, **job[1]))
-    finally:
-        torch.use_deterministic_algorithms(False)
+    with noted(rows, f"landmark budget {job[0]}"), _filled_with_nan():
+        landmark_cases.assert_budget(*landmark_cases.inputs(B=1, **job[1]))
     return rows
 
 
 def check_landmark(rows: Rows) -> None:
     """Budgets, the same bits again, places past 2^31 elements, nothing that waits for the device."""
-    if REHEARSAL:
-        for job in landmark_jobs():
-            rows += landmark_budget(job)
-    else:
-        in_processes(landmark_budget, landmark_jobs(), rows, min(8, os.cpu_count() or 1), seconds=150)
+    each_job(landmark_budget, landmark_jobs(), rows, seconds=150)
     dtype, T, size = getattr(torch, DTYPE), 130 if REHEARSAL else 4096, 16 if REHEARSAL else 64
     tensors, rest = landmark_cases.inputs(B=1, T=T, S=63, D=size, marks_kind="phase", dtype=dtype)
     with noted(rows, "landmark, 100 repeats bit-equal"):
-        run = partial(values_and_gradients, landmark_cases.op(rest, "triton"), *tensors)
-        before = run()
-        for _ in range(1 if REHEARSAL else 100):
-            assert all(torch.equal(x, y) for x, y in zip(before, run(), strict=True))
+        _repeated(landmark_cases.op(rest, "triton"), tensors, 100)
 
     layout = LandmarkLayout.of(rest["is_landmark"])
 

@@ -14,25 +14,23 @@ Cases that are compared alternate in one process. Runs itself anew with the allo
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import statistics
-import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import fields, is_dataclass, replace
-from functools import partial, wraps
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from common import Timers, interleaved, percentiles, seconds
 from tables import Columns, Row, table
 from torch import Tensor, nn
 
-from trailmark.cli import KEEP_FREED_MEMORY
+from trailmark.cli import keep_freed_memory
+from trailmark.data.files import read_json, write_json
 from trailmark.evaluation.record import environment
 from trailmark.memory import ChunkCache, ChunkMemory, MemoryEntries, MemorySize
 from trailmark.memory.window import Window
@@ -269,15 +267,13 @@ def case(
     cache: ChunkCache,
     context: int | None,
 ) -> dict[str, Any]:
-    times = sorted(times)
-    at = {f"p{p}": times[round(p / 100 * (len(times) - 1))] for p in (20, 50, 80)}
     return {
         "retrieve_per": way,
         "dtype": dtype,
         "tier": tier,
         "context": context,
         "tokens_read": int(cache.num_tokens[0]),
-        "milliseconds": at | {"mean": statistics.fmean(times)},
+        "milliseconds": percentiles(times) | {"mean": statistics.fmean(times)},
         "tokens": len(times),
         "of_window_only": statistics.median(times) / least,
         "memory_bytes": cache.memory_bytes(),
@@ -308,39 +304,6 @@ TOKEN_TABLE: Columns = {
 # --- where the time goes -----------------------------------------------------------------------------------
 
 
-class Clock:
-    """Seconds by part: what is nested counts for the inner part alone."""
-
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = defaultdict(float)
-        self._open: list[str] = []
-        self._since = 0.0
-
-    def _turn(self) -> None:
-        now = time.perf_counter()
-        if self._open:
-            self.seconds[self._open[-1]] += now - self._since
-        self._since = now
-
-    @contextmanager
-    def part(self, name: str) -> Iterator[None]:
-        self._turn()
-        self._open.append(name)
-        try:
-            yield
-        finally:
-            self._turn()
-            self._open.pop()
-
-    def around(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        @wraps(function)
-        def timed(*arguments: Any, **options: Any) -> Any:
-            with self.part(name):
-                return function(*arguments, **options)
-
-        return timed
-
-
 PARTS = (
     (nn.Linear, "forward", "projections, MLP, head"),
     (layers, "sliding_window_attention", "local attention"),
@@ -355,18 +318,6 @@ PARTS = (
 )
 
 
-@contextmanager
-def timed(clock: Clock) -> Iterator[None]:
-    before = [(owner, name, getattr(owner, name)) for owner, name, _ in PARTS]
-    try:
-        for owner, name, part in PARTS:
-            setattr(owner, name, clock.around(part, getattr(owner, name)))
-        yield
-    finally:
-        for owner, name, function in before:
-            setattr(owner, name, function)
-
-
 def split(results: dict[str, Any]) -> None:
     found = []
     for name in DTYPES:
@@ -379,10 +330,9 @@ def split(results: dict[str, Any]) -> None:
         cases += [(way, model, filled.cache(model, cells)) for way, model in models.items()]
         for way, model, cache in cases:
             milliseconds(model, cache, 2)
-            clock, fetched = Clock(), cache.memory.fetched
-            with timed(clock), clock.part("the rest"):
+            timers, fetched = Timers(), cache.memory.fetched
+            with timers.on(*PARTS), timers.part("the rest"):
                 milliseconds(model, cache, SPLIT_TOKENS)
-            seconds = dict(clock.seconds)
             records = (cache.memory.fetched - fetched) / SPLIT_TOKENS
             store = cache.memory.store
             bytes_each = 0 if store is None else store.record_bytes
@@ -392,7 +342,7 @@ def split(results: dict[str, Any]) -> None:
                     "dtype": name,
                     "context": CONTEXTS[-1],
                     "tokens": SPLIT_TOKENS,
-                    "milliseconds": {part: x / SPLIT_TOKENS * 1000 for part, x in seconds.items()},
+                    "milliseconds": {part: x / SPLIT_TOKENS * 1000 for part, x in timers.seconds.items()},
                     "records_gathered": records,
                     "bytes_gathered": records * bytes_each,
                 }
@@ -423,7 +373,6 @@ def reading(results: dict[str, Any]) -> None:
     torch.manual_seed(0)
     base = SlidingWindowForCausalLM(SlidingWindowConfig(**SMALL)).eval()
     text = ids(READ, SMALL["vocab_size"])
-    times: dict[str, list[float]] = defaultdict(list)
     fetched = {}
 
     def full(model: Any) -> None:
@@ -438,22 +387,16 @@ def reading(results: dict[str, Any]) -> None:
         fetched[way] = cache.memory.fetched, 0 if store is None else store.record_bytes
 
     cases: dict[str, Callable[[], None]] = {"window only": partial(full, base)}
-    for way, model in models.items():
-        cases[way] = partial(read, way, model)
-    for number in range(READ_ROUNDS + 1):
-        for name, run in cases.items():
-            began = time.perf_counter()
-            run()
-            if number:
-                times[name].append(time.perf_counter() - began)
+    cases |= {way: partial(read, way, model) for way, model in models.items()}
+    times = interleaved({name: partial(seconds, run) for name, run in cases.items()}, READ_ROUNDS)
     found = []
-    for name, seconds in times.items():
+    for name, measured in times.items():
         records, record_bytes = fetched.get(name, (0, 0))
         found.append(
             {
                 "retrieve_per": name,
                 "tokens": READ,
-                "tokens_per_second": [READ / x for x in sorted(seconds, reverse=True)],
+                "tokens_per_second": [READ / x for x in sorted(measured, reverse=True)],
                 "bytes_gathered_per_token": records * record_bytes / READ,
                 "record_bytes": record_bytes,
             }
@@ -484,14 +427,13 @@ def main() -> None:
     parser.add_argument("parts", nargs="*", choices=[*RUN, []], help="default: all")
     parser.add_argument("--output", type=Path, default=RESULTS)
     arguments = parser.parse_args()
-    if not KEEP_FREED_MEMORY.keys() <= os.environ.keys():  # glibc reads them when a process starts
-        os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | KEEP_FREED_MEMORY)
-    known = json.loads(arguments.output.read_text()) if arguments.output.exists() else {}
+    keep_freed_memory(["train"])  # as the commands do
+    known = read_json(arguments.output) or {}
     for name in arguments.parts or RUN:
         with torch.no_grad():
             RUN[name](known)
         known["environment"] = environment()
-        arguments.output.write_text(json.dumps(known, indent=1) + "\n")
+        write_json(arguments.output, known)
     print(f"Numbers: {arguments.output}")
 
 

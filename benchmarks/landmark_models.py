@@ -30,7 +30,7 @@ from trailmark.evaluation.needles import measure
 from trailmark.evaluation.record import environment
 from trailmark.evaluation.subject import Subject, load
 from trailmark.models import LandmarkForCausalLM
-from trailmark.models.loss import causal_loss
+from trailmark.models.loss import shift_labels, text_loss
 from trailmark.report.console import Progress
 from trailmark.training.config import load_run_config
 from trailmark.training.run import Run
@@ -228,7 +228,7 @@ def perplexity(model: LandmarkForCausalLM, length: int, cached: bool = True) -> 
     for ids in windows.split(max(1, SPAN // length)):
         cache = model.new_cache(num_tokens=length) if cached else None
         logits = model(ids, past_key_values=cache).logits
-        total += float(causal_loss(logits, ids, num_items=1))
+        total += float(text_loss(logits, shift_labels(ids), total=1))
         count += ids[:, 1:].numel()
         if cache is not None:
             cell = cache.begun(len(ids)).cell

@@ -96,7 +96,7 @@ class BareLoop:
         for group, peak in zip(self.optimizer.param_groups, self.peaks, strict=True):
             group["lr"] = peak * rate
         with torch.autocast(device.type, torch.bfloat16, enabled=self.settings.precision == "bfloat16"):
-            loss, _, _ = self.loss(self.model, False, batch)
+            loss = self.loss(self.model, batch).loss
         self.backward(loss)
         self.clip(self.model.parameters(), self.settings.max_grad_norm)
         self.optimizer.step()

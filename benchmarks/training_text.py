@@ -77,6 +77,23 @@ def prepared_bytes(folder: Path) -> Corpus:
     return prepare(parse_source([str(sources)]), folder / "standard-library-bytes", processes=1)
 
 
+def prepared_books(folder: Path, tokenizer: Path) -> Corpus:
+    """Shards of the books to train on, made in this process: others would first import all that this one has."""
+    return prepare(parse_source([str(data_folder("books") / "train")]), folder, str(tokenizer), processes=1)
+
+
+def settings_of(config: RunConfig, corpus: Corpus, tokenizer: Any) -> dict[str, Any]:
+    """What models that are compared must have alike."""
+    return {
+        "tokens_per_step": config.training.tokens_per_step,
+        "context_length": config.training.context_length,
+        "vocabulary": len(tokenizer),
+        "tokenizer": tokenizer_fingerprint(tokenizer),
+        "corpus": corpus.fingerprint,
+        "corpus_tokens": len(corpus),
+    }
+
+
 def trained_tokenizer(files: Sequence[Path], vocabulary: int, folder: Path) -> Path:
     """A byte-level BPE of ``vocabulary`` tokens, trained on the files' text; made once.
 
@@ -202,9 +219,7 @@ class Benchmark:
         """Vocabulary, shards and the settings; a record of others is refused."""
         files = files_below(data_folder("books") / "train")
         tokenizer = trained_tokenizer(files, self.arguments.vocabulary, self.folder / "tokenizer")
-        source = parse_source([str(data_folder("books") / "train")])
-        # in this process: others would first import all that this one has
-        corpus = prepare(source, self.folder / "train", str(tokenizer), processes=1)
+        corpus = prepared_books(self.folder / "train", tokenizer)
         self.tokenizer = load_tokenizer(str(tokenizer))
         kept = self.record.get("settings", {})
         if self.arguments.steps is None:
@@ -213,12 +228,7 @@ class Benchmark:
         self.length = config.training.context_length
         settings = {
             "steps": self.arguments.steps,
-            "tokens_per_step": config.training.tokens_per_step,
-            "context_length": self.length,
-            "vocabulary": len(self.tokenizer),
-            "tokenizer": tokenizer_fingerprint(self.tokenizer),
-            "corpus": corpus.fingerprint,
-            "corpus_tokens": len(corpus),
+            **settings_of(config, corpus, self.tokenizer),
             "stretches": self.arguments.stretches,
             "changes": self.arguments.set,
         }

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from trailmark.data.traces import Read, TracedChunk
+from trailmark.trace.lines import Read, TracedChunk
 
 NAMES = [
     f"case_study.{name}"

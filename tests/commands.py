@@ -118,6 +118,16 @@ def overrides_named(path: Path) -> set[str]:
     return {own for words in code for own in setting.findall(words) if "..." not in own}
 
 
+def files_named(path: Path) -> Iterator[tuple[str, Path]]:
+    """Every file or folder of the repository that a document names in code or links to: as it is written, and where."""
+    text = path.read_text()
+    for name in re.findall(r"`((?:trailmark|tests|benchmarks|configs|docs|examples)/[\w./-]*)`", text):
+        yield name, ROOT / name
+    for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)", text):
+        if "://" not in target:
+            yield target, path.parent / target
+
+
 def _is_command(line: str) -> bool:
     words = re.sub(r"^(\$ |[A-Z_]+=\S+ )+", "", line.strip()).split()
     if len(words) < 2 or words[0] not in _PROGRAMS:
@@ -153,12 +163,13 @@ def commands() -> dict[str, typer.main.TyperCommand]:
 
 
 def all_options() -> set[str]:
-    """Every option of any command of trailmark, and what every command has."""
-    return {"--help"} | {name for own in commands().values() for name in options_of(own)}
+    """Every option of any command of trailmark."""
+    return {name for own in commands().values() for name in options_of(own)}
 
 
 def options_of(command: typer.main.TyperCommand) -> set[str]:
-    return {name for parameter in command.params for name in (*parameter.opts, *parameter.secondary_opts)}
+    named = {name for parameter in command.params for name in (*parameter.opts, *parameter.secondary_opts)}
+    return named | {"--help"}
 
 
 def parse(command: Command) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -15,6 +16,10 @@ from tests import interpreting
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read when a kernel's module is imported
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # a shell starts what runs in its background so, and then no test could press Ctrl-C
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 # a busy machine is no failure, and what fails once fails again; --hypothesis-profile=anew draws other examples

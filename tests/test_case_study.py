@@ -20,7 +20,7 @@ from tests.training.tiny import SHARED, prose
 from trailmark.data.bm25 import Bm25
 from trailmark.data.corpus import load_tokenizer
 from trailmark.data.files import read_json
-from trailmark.data.traces import TracedChunk, read_trace
+from trailmark.trace.lines import TracedChunk, read_trace
 
 modules = benchmark_scripts.modules(*NAMES)
 
@@ -42,14 +42,14 @@ TEXT = "".join(
     )
 )
 READS = {3: [[0], [1]], 4: [[1, 2], [0, 2]], 5: [[0, 2], [2, 3]], 6: [[1, 4], [1, 3]], 7: [[0, 5], [3, 5]]}
+LIMITS = [max(0, n - 1) for n in range(8)]  # of all chunks before the one that asks
 
 
 @pytest.fixture
 def rows(modules: dict[str, ModuleType]) -> list[dict[str, Any]]:
     chunks = chunks_of(TEXT, READS)
-    found: list[dict[str, Any]] = modules["measure"].rows_of(
-        chunks, SIZE, None, Bm25.of(*tokens_of(chunks)), load_tokenizer()
-    )
+    rules = modules["baselines"].Rules(chunks, Bm25.of(*tokens_of(chunks)), load_tokenizer())
+    found: list[dict[str, Any]] = modules["measure"].rows_of(chunks, LIMITS, rules)
     return found
 
 
@@ -94,9 +94,9 @@ def test_rows_say_what_was_read(modules: dict[str, ModuleType], rows: list[dict[
 
 def test_a_trace_of_other_candidates_is_refused(modules: dict[str, ModuleType]) -> None:
     chunks = chunks_of(TEXT, READS | {4: [[0, 3], [1]]})
-    statistics = Bm25.of(*tokens_of(chunks))
+    rules = modules["baselines"].Rules(chunks, Bm25.of(*tokens_of(chunks)), load_tokenizer())
     with pytest.raises(AssertionError, match="chunk 4 read 3, of 3 candidates"):
-        modules["measure"].rows_of(chunks, SIZE, None, statistics, load_tokenizer())
+        modules["measure"].rows_of(chunks, LIMITS, rules)
 
 
 def test_numbers_by_distance(modules: dict[str, ModuleType], rows: list[dict[str, Any]]) -> None:
@@ -154,11 +154,11 @@ def test_numbers_by_distance(modules: dict[str, ModuleType], rows: list[dict[str
 
 
 def test_habits_compare_the_same_number_of_chunks(modules: dict[str, ModuleType]) -> None:
-    numbers, limits = modules["numbers"], [max(0, n - 1) for n in range(8)]
+    numbers = modules["numbers"]
     chunks = chunks_of(TEXT, {6: [[3], [4]], 7: [[0], [0]]})
     statistics = Bm25.of(*tokens_of(chunks))
     rules = modules["baselines"].Rules(chunks, statistics, load_tokenizer())
-    found = numbers.habits(chunks, rules, limits)
+    found = numbers.habits(chunks, rules, LIMITS)
     assert (found["reading"], found["read"], found["agree"]) == (2, 3, 1)
     assert found["distances"] == [15, 10, 35]
     assert found["shared"]["recent"] == 2  # chunks 3 and 4, of the last two before chunk 5
@@ -170,7 +170,7 @@ def test_habits_compare_the_same_number_of_chunks(modules: dict[str, ModuleType]
     assert (means["kept"], means["never_read"], means["most_read"]) == (0, 5 / 8, 1 / 3)
     again = chunks_of(TEXT, {6: [[3], [4]], 7: [[3], [3]]})
     rules = modules["baselines"].Rules(again, statistics, load_tokenizer())
-    means = numbers.habit([{"habits": numbers.habits(again, rules, limits)}])
+    means = numbers.habit([{"habits": numbers.habits(again, rules, LIMITS)}])
     assert (means["kept"], means["never_read"], means["most_read"]) == (1 / 3, 6 / 8, 2 / 3)
 
 

@@ -8,16 +8,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from tests import benchmark_scripts
 from tests.case_study_texts import NAMES, SIZE, WIDTH, chunks_of
 from trailmark.data.bm25 import Bm25
 from trailmark.data.bm25 import candidates as bm25_candidates
 from trailmark.data.corpus import load_tokenizer
-from trailmark.data.traces import TracedChunk
-from trailmark.models import DRTConfig
-from trailmark.models.grid import lay_out
+from trailmark.trace.lines import TracedChunk
 
 modules = benchmark_scripts.modules(*NAMES)
 
@@ -107,17 +104,6 @@ def test_characters_of_several_tokens(refs: ModuleType) -> None:
     assert raw[: found.label_token].decode(errors="ignore") == "é\\label{"
 
 
-@pytest.mark.parametrize(
-    ("size", "window", "exclude"), [(63, 128, True), (4, 17, True), (5, 6, True), (5, 6, False)]
-)
-def test_candidates_are_the_models(refs: ModuleType, size: int, window: int, exclude: bool) -> None:
-    config = DRTConfig(chunk_size=size, sliding_window=window, exclude_visible_chunks=exclude)
-    grid = lay_out(20 * size, size)
-    wanted = grid.candidates(config.first_visible, torch.device("cpu")).flatten().tolist()
-    assert [refs.candidates(t + 1, size, config.first_visible) for t in range(20)] == wanted
-    assert refs.candidates(0, size, config.first_visible) == 0
-
-
 # --- the other rules ---------------------------------------------------------------------------------------
 
 
@@ -154,14 +140,12 @@ def test_rules_ask_with_the_text_before_the_reading_chunk(modules: dict[str, Mod
     reading = np.arange(2, len(chunks))
 
     def chosen(rule: str, count: int = 3) -> list[list[int]]:
-        rows: dict[int, list[int]] = {}
-
-        def use(chunk: int, scores: Any) -> None:
-            best = modules["baselines"].best_rank
-            rows[chunk] = [m for m in range(chunk - 1) if best(scores, chunk - 1, [m]) < count]
-
-        rules.each(rule, reading, use)
-        return [rows[chunk] for chunk in reading]
+        best = modules["baselines"].best_rank
+        return [
+            [m for m in range(chunk - 1) if best(scores, chunk - 1, [m]) < count]
+            for own, chunk, scores in rules.each(reading)
+            if own == rule
+        ]
 
     def searched(queries: Any, query_lengths: Any) -> list[list[int]]:
         found = bm25_candidates(

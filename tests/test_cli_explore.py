@@ -19,8 +19,8 @@ from tests.report.test_explorer import of_a_page, token_texts
 from tests.training.tiny import MODELS, prose
 from trailmark import cli
 from trailmark.data.corpus import load_tokenizer
-from trailmark.data.traces import TracedChunk, read_trace, totals
 from trailmark.models import DRTConfig, DRTForCausalLM, SlidingWindowConfig, SlidingWindowForCausalLM
+from trailmark.trace.lines import TracedChunk, read_trace, totals
 
 Command = Callable[..., tuple[int, str, str]]
 TEXT = prose(300) + "naïve 𝔸 日本\n"

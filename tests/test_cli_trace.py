@@ -14,7 +14,7 @@ import torch
 
 from tests.models.tiny import drt, window_model
 from trailmark.data.corpus import load_tokenizer
-from trailmark.data.traces import TracedChunk, read_trace, totals
+from trailmark.trace.lines import TracedChunk, read_trace, totals
 
 Command = Callable[..., tuple[int, str, str]]
 TEXT = "the river 😀 runs below\r\nthe stones; the river 😀 runs.\n"

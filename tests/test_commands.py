@@ -18,6 +18,7 @@ from tests.commands import (
     ROOT,
     Command,
     all_options,
+    files_named,
     in_configuration,
     in_document,
     in_sources,
@@ -28,8 +29,9 @@ from tests.commands import (
 )
 from tests.report import runs
 from trailmark.data.corpus import load_tokenizer
+from trailmark.models import MODELS
 from trailmark.report.page import build
-from trailmark.training.config import ARCHITECTURES, load_run_config
+from trailmark.training.config import load_run_config
 from trailmark.training.run import Run
 
 SHOWN = {
@@ -104,6 +106,11 @@ def test_every_option_that_a_document_names_exists(path: Path) -> None:
     scripts = "".join(file.read_text() for file in (ROOT / "benchmarks").rglob("*.py"))
     others = set(re.findall(r'"(--[a-z-]+)"', scripts)) | _OF_OTHER_PROGRAMS
     assert options_named(path) - all_options() - others == set()
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_every_file_that_a_document_names_exists(path: Path) -> None:
+    assert [name for name, place in files_named(path) if not place.exists()] == []
 
 
 _OF_OTHER_PROGRAMS = {"--shutdown-timeout", "--max-restarts", "--requeue", "--hypothesis-profile", "--signal"}
@@ -197,7 +204,7 @@ def make_run(path: Path, overrides: list[str], texts: dict[str, list[str]], fold
         config.model["embedder"] = "hash"
     run = Run(config)
     with torch.device("meta"):
-        model = ARCHITECTURES[config.model.get("architecture", "drt")](run.model_config)
+        model = MODELS[run.model_config.model_type](run.model_config)
     assert sum(p.numel() for p in model.parameters()) > 100_000
     return run
 
@@ -250,7 +257,7 @@ def _some_configuration_takes(overrides: list[str]) -> bool:
             config = load_run_config(path, [*before, *overrides])
             fields = config.model_config(len(load_tokenizer("bytes")))
             with torch.device("meta"):
-                ARCHITECTURES[config.model.get("architecture", "drt")](fields)
+                MODELS[fields.model_type](fields)
         except ValueError:
             continue
         return True

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from tests.benchmark_scripts import modules
-from tests.evaluation.test_trace import V, some_bytes, subject_of
 from tests.models.tiny import drt
-from trailmark.data.traces import TracedChunk, read_trace
+from tests.trace.test_trace import V, some_bytes, subject_of
+from trailmark.trace.lines import TracedChunk, read_trace
 
 explorer = modules("explorer")
 
@@ -20,7 +20,7 @@ def test_each_way_reads_the_text(
     explorer: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(explorer, "_TURN", 100)
-    monkeypatch.setattr("trailmark.evaluation.tracer._PIECE", 40)
+    monkeypatch.setattr("trailmark.trace.tracer._PIECE", 40)
     subject = subject_of(drt(vocab_size=V).float())
     text = some_bytes(250).numpy()
     found = explorer.reading(subject, text, tmp_path / "text.jsonl")

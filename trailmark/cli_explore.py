@@ -32,9 +32,9 @@ def explore(
     ] = None,
 ) -> None:
     """A page of what a model read in a text: each chunk, the past chunks that it read, and what they were worth."""
-    from trailmark.data.traces import read_trace
     from trailmark.report.console import Progress
     from trailmark.report.explorer import build, expect_inputs, expect_output, keeping
+    from trailmark.trace.lines import read_trace
 
     expect_inputs(model, texts or [], memory, trace, memory_dtype, keep_trace, output)
     expect_output(output)
@@ -50,7 +50,7 @@ def explore(
     else:
         from trailmark.evaluation.reading import parse_dtype
         from trailmark.evaluation.subject import load
-        from trailmark.evaluation.trace import trace_memory, trace_texts
+        from trailmark.trace.texts import trace_memory, trace_texts
 
         assert model is not None
         subject = load(model)

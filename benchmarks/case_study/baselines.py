@@ -7,7 +7,7 @@ could know; one asks nothing and takes what the model itself read most often bef
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from math import comb
 from typing import Any
 
@@ -17,7 +17,7 @@ import torch
 
 from trailmark.data.bm25 import Bm25
 from trailmark.data.embedders import HashEmbedder
-from trailmark.data.traces import TracedChunk
+from trailmark.trace.lines import TracedChunk
 
 Integers = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
@@ -73,12 +73,15 @@ class Rules:
                 return self._read_before(reading)
         raise ValueError(f"rule: expected one with scores of {', '.join(RULES)}, got {rule!r}.")
 
-    def each(self, rule: str, reading: Integers, use: Callable[[int, Floats], None]) -> None:
-        """Call ``use`` with each chunk that reads and its scores [C]: a few hundred rows are in memory at a time."""
-        for first in range(0, len(reading), _ROWS):
-            rows = reading[first : first + _ROWS]
-            for chunk, scores in zip(rows.tolist(), self.scores(rule, rows), strict=True):
-                use(chunk, scores)
+    def each(self, reading: Integers) -> Iterator[tuple[str, int, Floats]]:
+        """Of each rule that has scores, each chunk of ``reading`` and its scores [C]: a few hundred at a time."""
+        for rule in RULES:
+            if rule == "random":
+                continue
+            for first in range(0, len(reading), _ROWS):
+                rows = reading[first : first + _ROWS]
+                for chunk, scores in zip(rows.tolist(), self.scores(rule, rows), strict=True):
+                    yield rule, chunk, scores
 
     def _bm25(self, queries: Integers, lengths: Integers) -> Floats:
         return self.statistics.scores(self.ids, self.lengths, queries, lengths)

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from case_study.measure import Row
-from trailmark.data.traces import TracedChunk
+from trailmark.trace.lines import TracedChunk
 
 FAR = 2048  # tokens from the label to the reference, at least
 CASES = 3

@@ -14,7 +14,7 @@ from case_study.baselines import RULES
 from case_study.scores import VARIANTS
 from trailmark.data.proportions import wilson_interval
 from trailmark.report.console import duration
-from trailmark.report.markup import listed
+from trailmark.report.values import listed
 
 Record = dict[str, Any]
 

@@ -7,22 +7,15 @@ from typing import Any
 
 import numpy as np
 
-from case_study.baselines import RULES, Rules, best_rank, chance
-from case_study.references import Layout, Reference, candidates, references
-from trailmark.data.bm25 import Bm25
-from trailmark.data.traces import TracedChunk
+from case_study.baselines import Rules, best_rank, chance
+from case_study.references import Layout, Reference, references
+from trailmark.trace.lines import TracedChunk
 
 Row = dict[str, Any]
 
 
-def rows_of(
-    chunks: Sequence[TracedChunk],
-    chunk_size: int,
-    first_visible: int | None,
-    statistics: Bm25,
-    tokenizer: Any,
-) -> list[Row]:
-    """Of each reference to a label in a chunk that the reading chunk may read.
+def rows_of(chunks: Sequence[TracedChunk], limits: Sequence[int], rules: Rules) -> list[Row]:
+    """Of each reference to a label in a chunk that the reading chunk may read: of ``limits`` [C], so many of the first.
 
     ``now`` tells of the chunk in which the name begins; ``early`` of the one before it, None where that may not read
     the label yet: of each of these ``candidates``, ``sizes`` of what each group read and last of all together, whether
@@ -30,16 +23,15 @@ def rows_of(
     label's chunk or a neighbour of it) is among them, ``weights`` of the label's chunk in each group, and ``ranks``
     of every other rule for ``label`` and ``name``.
     """
-    layout = Layout.of(chunks)
     found = [
-        (reference, limit)
-        for reference in references(layout)
-        if reference.label_chunk < (limit := candidates(reference.chunk, chunk_size, first_visible))
+        reference
+        for reference in references(Layout.of(chunks))
+        if reference.label_chunk < limits[reference.chunk]
     ]
     losses = np.concatenate([chunk.losses for chunk in chunks])
     without = np.concatenate([chunk.losses_without for chunk in chunks])
     rows: list[Row] = []
-    for reference, limit in found:
+    for reference in found:
         first, stop = reference.tokens
         own: Row = {
             "name": reference.name,
@@ -51,14 +43,14 @@ def rows_of(
             "distance": reference.distance,
             "loss": float(losses[first:stop].sum()),
             "loss_without": float(without[first:stop].sum()),
-            "now": _reads(chunks[reference.chunk], reference, limit),
+            "now": _reads(chunks[reference.chunk], reference, limits[reference.chunk]),
             "early": None,
         }
         before = reference.chunk - 1
-        if reference.label_chunk < (earlier := candidates(before, chunk_size, first_visible)):
-            own["early"] = _reads(chunks[before], reference, earlier)
+        if reference.label_chunk < limits[before]:
+            own["early"] = _reads(chunks[before], reference, limits[before])
         rows.append(own)
-    _rank(Rules(chunks, statistics, tokenizer), [reference for reference, _ in found], rows)
+    _rank(rules, found, rows)
     return rows
 
 
@@ -103,17 +95,10 @@ def _rank(rules: Rules, found: Sequence[Reference], rows: Sequence[Row]) -> None
         asked.setdefault(reference.chunk, []).append((reference, row["now"]))
         if row["early"] is not None:
             asked.setdefault(reference.chunk - 1, []).append((reference, row["early"]))
-    reading = np.array(sorted(asked), np.int64)
-    for rule in RULES:
-        if rule == "random":
-            continue
-
-        def use(chunk: int, scores: Any, rule: str = rule) -> None:
-            for reference, reads in asked[chunk]:
-                for kind, those in _wanted(reference, reads["candidates"]).items():
-                    reads["ranks"][kind][rule] = best_rank(scores, reads["candidates"], those)
-
-        rules.each(rule, reading, use)
+    for rule, chunk, scores in rules.each(np.array(sorted(asked), np.int64)):
+        for reference, reads in asked[chunk]:
+            for kind, those in _wanted(reference, reads["candidates"]).items():
+                reads["ranks"][kind][rule] = best_rank(scores, reads["candidates"], those)
 
 
 def hit(reads: Row, kind: str, rule: str, group: int) -> float:

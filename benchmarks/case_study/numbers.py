@@ -10,8 +10,8 @@ import numpy as np
 
 from case_study.baselines import RULES, Rules
 from case_study.measure import Row, hit
-from trailmark.data.traces import TracedChunk
 from trailmark.evaluation.intervals import bootstrap_ratio
+from trailmark.trace.lines import TracedChunk
 
 EDGES = (512, 2048, 8192, 32768)  # tokens from the label to the reference
 BINS = (
@@ -283,17 +283,10 @@ def habits(chunks: Sequence[TracedChunk], rules: Rules, limits: Sequence[int]) -
         sums["distances"] += [chunk.first_token - chunks[m].first_token for m in sorted(own)]
         sums["shared"]["random"] += len(own) ** 2 / limit
     sums["times"] = np.bincount([m for own in rules.reads for m in own], minlength=len(chunks)).tolist()
-    reading = np.array(sorted(asked), np.int64)
-    for rule in RULES:
-        if rule == "random":
-            continue
-
-        def use(number: int, scores: Any, rule: str = rule) -> None:
-            own, limit = asked[number]
-            best = np.argsort(-scores[:limit], kind="stable")[: len(own)]
-            sums["shared"][rule] += len(own.intersection(best.tolist()))
-
-        rules.each(rule, reading, use)
+    for rule, number, scores in rules.each(np.array(sorted(asked), np.int64)):
+        own, limit = asked[number]
+        best = np.argsort(-scores[:limit], kind="stable")[: len(own)]
+        sums["shared"][rule] += len(own.intersection(best.tolist()))
     return sums
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from trailmark.data.traces import TracedChunk
+from trailmark.trace.lines import TracedChunk
 
 Integers = npt.NDArray[np.int64]
 
@@ -160,24 +160,6 @@ def _names(content: str, begin: int, macro: str, several: bool = True) -> list[N
             found.append(Named(name, at, at + len(name), macro))
         begin += len(part) + 1
     return found
-
-
-def candidates(chunk: int, chunk_size: int, first_visible: int | None) -> int:
-    """How many of the first chunks a chunk may read, as its asking chunk (the one before it) selects them.
-
-    Args:
-        first_visible: ``config.first_visible`` of the model: chunks that begin from so many positions after the asking
-            chunk's landmark on are in sight; None: all chunks before the asking one may be selected.
-    """
-    asking = chunk - 1
-    if asking < 1:
-        return 0
-    if first_visible is None:
-        return asking
-    place = (
-        asking * (chunk_size + 1) + chunk_size + first_visible
-    )  # in positions: chunks have a landmark each
-    return max(0, min(asking, -(-place // (chunk_size + 1))))
 
 
 def summary(layout: Layout) -> dict[str, Any]:

@@ -31,18 +31,19 @@ from training_text import trained_tokenizer
 from case_study import cases, document, numbers
 from case_study.baselines import Rules
 from case_study.measure import Row, rows_of
-from case_study.references import Layout, candidates, summary
+from case_study.references import Layout, summary
 from case_study.scores import SHORT, VARIANTS, score_parts
 from trailmark.data.bm25 import Bm25, fit_bm25
 from trailmark.data.corpus import files_below, load_tokenizer, read_text, tokenize, tokenizer_fingerprint
 from trailmark.data.files import read_json, sha256_of, write_json
 from trailmark.data.shards import Corpus
-from trailmark.data.traces import TracedChunk, TraceHeader, read_trace, write_lines
 from trailmark.evaluation.record import environment
 from trailmark.evaluation.subject import Subject, load
-from trailmark.evaluation.trace import trace_texts
 from trailmark.models import DRTForCausalLM
 from trailmark.report.console import Progress
+from trailmark.trace.lines import TracedChunk, TraceHeader, read_trace, write_lines
+from trailmark.trace.texts import trace_texts
+from trailmark.training.neighbours import rule_of
 from trailmark.training.run import HISTORY_FILE
 
 OUTPUT = ROOT / "benchmarks" / "case_study.json"
@@ -249,9 +250,10 @@ class CaseStudy:
         self, subject: Subject, file: Path, chunks: list[TracedChunk], statistics: Bm25
     ) -> tuple[dict[str, Any], list[Row]]:
         config = subject.model.config
-        rows = rows_of(chunks, config.chunk_size, config.first_visible, statistics, subject.tokenizer)
-        limits = [candidates(chunk.number, config.chunk_size, config.first_visible) for chunk in chunks]
+        # a chunk reads what the one before it selects
+        limits = [0, *rule_of(config).num_candidates(len(chunks) - 1, config.chunk_size).tolist()]
         rules = Rules(chunks, statistics, subject.tokenizer)
+        rows = rows_of(chunks, limits, rules)
         about = _index()[file.name]
         found = {
             "file": file.name,

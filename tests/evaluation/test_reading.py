@@ -10,10 +10,10 @@ import torch
 
 from tests.training.tiny import prose, run_config
 from trailmark.data.corpus import text_pieces, tokenize
-from trailmark.evaluation import reading
 from trailmark.evaluation.reading import Reader, parse_dtype
 from trailmark.evaluation.subject import Subject, load
 from trailmark.memory import saved
+from trailmark.trace import texts
 from trailmark.training.run import Run
 
 
@@ -42,7 +42,7 @@ def short_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     def pieces(path: Path) -> Any:
         return text_pieces(path, size=700)
 
-    monkeypatch.setattr(reading, "text_pieces", pieces)
+    monkeypatch.setattr(texts, "text_pieces", pieces)
 
 
 def answer(subject: Subject, cache: Any) -> torch.Tensor:

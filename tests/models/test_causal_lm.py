@@ -24,7 +24,7 @@ from tests.models.tiny import (
     window_model,
 )
 from trailmark.models import DRTForCausalLM, SlidingWindowForCausalLM, TrailmarkForCausalLM, causal_lm
-from trailmark.models.loss import causal_loss, shift_labels
+from trailmark.models.loss import shift_labels, text_loss
 
 Make = Callable[..., TrailmarkForCausalLM]
 MODELS = pytest.mark.parametrize(
@@ -375,7 +375,7 @@ def test_the_loss_of_a_padded_batch_is_that_of_its_texts(make: Make, side: str) 
 def test_the_loss_of_bfloat16_logits_is_computed_in_float32() -> None:
     logits = torch.randn(2, 9, 50, generator=torch.Generator().manual_seed(0)).bfloat16()
     labels = tokens(9, batch=2)
-    loss = causal_loss(logits, labels)
+    loss = text_loss(logits, shift_labels(labels))
     assert loss.dtype == torch.float32
     exact = F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten())
     assert float(loss) == pytest.approx(float(exact), rel=1e-6)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.budgets import assert_within_budget, values_and_gradients
+from tests.budgets import assert_low_precision_within_budget
 from tests.pairwise import pairwise
 from trailmark.ops import grouped_cross_attention
 from trailmark.ops import grouped_cross_attention_triton as kernels
@@ -76,14 +76,9 @@ def op(rest: dict[str, Any], implementation: str, **options: Any) -> Callable[..
 
 def assert_budget(tensors: list[Tensor], rest: dict[str, Any], **options: Any) -> None:
     """The output and all four gradients."""
-    exact = values_and_gradients(op(rest, "reference", **options), *(x.double() for x in tensors))
-    same_dtype = values_and_gradients(op(rest, "reference", **options), *tensors)
-    ours = values_and_gradients(op(rest, "triton", **options), *tensors)
-    for name, x, y, z in zip(("out", "dq", "dk", "dv", "dw"), ours, same_dtype, exact, strict=True):
-        try:
-            assert_within_budget(x, y, z)
-        except AssertionError as error:
-            raise AssertionError(f"{name}: {error}") from None
+    fast, oracle = (op(rest, name, **options) for name in ("triton", "reference"))
+    names = ("out", "dq", "dk", "dv", "dw")
+    assert_low_precision_within_budget(fast, oracle, *tensors, names=names)
 
 
 COVER = pairwise(

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.budgets import assert_same_in_float64, values_and_gradients
+from tests.budgets import (
+    assert_all_same_in_float64,
+    assert_same_bits,
+    values_and_gradients,
+)
+from tests.ops.memory_use import Largest
 from tests.ops.test_grouped_cross_attention import LAYOUTS, Case, gca, head_major
 from trailmark.ops import grouped_cross_attention_torch as module
 
@@ -32,7 +34,7 @@ def test_gradients_repeat_bit_for_bit_on_two_threads(
     try:
         first = values_and_gradients(partial(gca, **rest), *inputs)
         for _ in range(5):
-            assert all(map(torch.equal, values_and_gradients(partial(gca, **rest), *inputs), first))
+            assert_same_bits(values_and_gradients(partial(gca, **rest), *inputs), first)
     finally:
         torch.set_num_threads(before)
 
@@ -48,7 +50,7 @@ def test_heads_put_together_slab_by_slab_equal_a_copy(
     q, k, v, weights = (x.to(dtype) for x in (q, k, v, weights))
     expected = values_and_gradients(partial(gca, **rest), q, head_major(k), head_major(v), weights)
     moved = [x if layout == "as it is" else LAYOUTS[layout](x) for x in (k, v)]
-    assert all(map(torch.equal, values_and_gradients(partial(gca, **rest), q, *moved, weights), expected))
+    assert_same_bits(values_and_gradients(partial(gca, **rest), q, *moved, weights), expected)
 
 
 def test_tables_are_not_copied_where_rows_can_be_read() -> None:
@@ -95,21 +97,7 @@ def test_no_fresh_memory_is_read(off_by_one: bool, monkeypatch: pytest.MonkeyPat
         poisoned = values_and_gradients(partial(gca, **rest), *inputs)
     finally:
         torch.use_deterministic_algorithms(False)
-    for ours, theirs in zip(poisoned, expected, strict=True):
-        assert_same_in_float64(ours, theirs)
-
-
-class Largest(TorchDispatchMode):
-    """The most bytes of one tensor that any operation returns."""
-
-    bytes = 0
-
-    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = op(*args, **(kwargs or {}))
-        for x in out if isinstance(out, tuple | list) else [out]:
-            if isinstance(x, Tensor):
-                self.bytes = max(self.bytes, x.untyped_storage().nbytes())
-        return out
+    assert_all_same_in_float64(poisoned, expected)
 
 
 @pytest.mark.parametrize("implementation", ["torch", "reference"])

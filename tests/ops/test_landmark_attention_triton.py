@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tests.budgets import assert_within_budget, values_and_gradients
+from tests.budgets import (
+    assert_low_precision_within_budget,
+    assert_same_bits,
+    assert_within_budget,
+    values_and_gradients,
+)
 from tests.pairwise import pairwise
 from trailmark.ops import LandmarkLayout, landmark_attention
 
@@ -23,6 +28,7 @@ from gpu_checks import has_enough_numbers
 
 from tests.ops.landmark_cases import COVER, DEVICE, GPU, assert_budget, documents, inputs, marks, op
 from trailmark.ops import landmark_attention_triton as kernels
+from trailmark.ops.calls import LandmarkCall
 
 # what an interpreter can do while the other tests wait: small, no bfloat16
 CHEAP_COVER = pairwise(
@@ -43,13 +49,7 @@ CHEAP_COVER = pairwise(
 HALF = torch.float16
 
 
-@pytest.fixture(autouse=True)
-def poisoned_memory() -> Iterator[None]:
-    """What is allocated without being written is NaN, not by chance zero."""
-    torch.use_deterministic_algorithms(True, warn_only=True)  # of cuBLAS, that the oracle uses on a GPU
-    assert torch.utils.deterministic.fill_uninitialized_memory
-    yield
-    torch.use_deterministic_algorithms(False)
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
 
 # The grid of sizes
@@ -139,10 +139,7 @@ def test_a_gradient_of_the_log_sum_exp_alone() -> None:
     def lse(name: str) -> Callable[..., Tensor]:
         return lambda q, k, v: op(rest, name)(q, k, v)[1]
 
-    exact = values_and_gradients(lse("reference"), *(x.double() for x in tensors))
-    same = values_and_gradients(lse("reference"), *tensors)
-    for ours, theirs, truth in zip(values_and_gradients(lse("triton"), *tensors), same, exact, strict=True):
-        assert_within_budget(ours, theirs, truth)
+    assert_low_precision_within_budget(lse("triton"), lse("reference"), *tensors)
 
 
 # What need not be there
@@ -161,8 +158,7 @@ def test_what_is_absent_has_no_effect_not_even_as_nan() -> None:
     second = rest["is_landmark"] & torch.nn.functional.pad(rest["is_landmark"][:, :-1], (1, 0))
     assert bool(second.any())
     k[second] = torch.nan
-    for x, y in zip(before, values_and_gradients(op(rest, "triton"), q, k, v), strict=True):
-        assert torch.equal(x, y)
+    assert_same_bits(before, values_and_gradients(op(rest, "triton"), q, k, v))
 
 
 @pytest.mark.parametrize("S", [4, 70])
@@ -230,8 +226,7 @@ def test_numbers_of_a_head_apart_from_each_other() -> None:
     apart = [x.repeat_interleave(2, dim=-1)[..., ::2] for x in tensors]
     assert apart[0].stride(-1) == 2
     out = op(rest, "triton")
-    for x, y in zip(values_and_gradients(out, *tensors), values_and_gradients(out, *apart), strict=True):
-        assert torch.equal(x, y)
+    assert_same_bits(values_and_gradients(out, *tensors), values_and_gradients(out, *apart))
 
 
 def test_heads_first_in_memory() -> None:
@@ -239,8 +234,7 @@ def test_heads_first_in_memory() -> None:
     tensors, rest = inputs(T=20, J=2, g=2)
     turned = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in tensors]
     out = op(rest, "triton")
-    for x, y in zip(values_and_gradients(out, *tensors), values_and_gradients(out, *turned), strict=True):
-        assert torch.equal(x, y)
+    assert_same_bits(values_and_gradients(out, *tensors), values_and_gradients(out, *turned))
 
 
 def test_a_gradient_of_stride_0() -> None:
@@ -249,8 +243,7 @@ def test_a_gradient_of_stride_0() -> None:
     leaves = [x.clone().requires_grad_() for x in tensors]
     out = op(rest, "triton")(*leaves)[0]
     expanded = torch.autograd.grad(out.sum(), leaves, retain_graph=True)
-    for x, y in zip(expanded, torch.autograd.grad(out, leaves, torch.ones_like(out)), strict=True):
-        assert torch.equal(x, y)
+    assert_same_bits(expanded, torch.autograd.grad(out, leaves, torch.ones_like(out)))
 
 
 def test_offsets_inside_a_tile_are_wide_where_they_must_be() -> None:
@@ -266,10 +259,10 @@ def test_wide_offsets_give_the_same_bits() -> None:
     (q, k, v), rest = inputs(B=1, T=30, S=7, g=2, J=1, dtype=HALF)
     layout, results = LandmarkLayout.of(rest["is_landmark"]), []
     for wide in (False, True):
-        out, lse = kernels.forward(q, k, v, layout, 0.25, wide=wide)
-        results.append([out, lse, *kernels.backward(out, lse, q, k, v, out, lse, layout, 0.25, wide=wide)])
-    for x, y in zip(*results, strict=True):
-        assert torch.equal(x, y)
+        call = LandmarkCall(q, k, v, layout, 0.25)
+        out, lse = kernels.forward(call, wide=wide)
+        results.append([out, lse, *kernels.backward(out, lse, call, out, lse, wide=wide)])
+    assert_same_bits(*results)
 
 
 # The tables
@@ -329,8 +322,7 @@ def test_the_same_bits_again() -> None:
     tensors, rest = inputs(B=1, T=40, S=7, g=2, J=1, marks_kind="phase")
     before = values_and_gradients(op(rest, "triton"), *tensors)
     for _ in range(250 if GPU else 1):
-        for x, y in zip(before, values_and_gradients(op(rest, "triton"), *tensors), strict=True):
-            assert torch.equal(x, y)
+        assert_same_bits(before, values_and_gradients(op(rest, "triton"), *tensors))
 
 
 def test_query_heads_in_parts_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -344,8 +336,7 @@ def test_query_heads_in_parts_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
         found.append(values_and_gradients(op(rest, "triton"), q, k, v))
     whole = found[0]
     for several in found[1:]:
-        for x, y in zip(several[:3], whole[:3], strict=True):
-            assert torch.equal(x, y)
+        assert_same_bits(several[:3], whole[:3])
         for x, y, truth in zip(several[3:], whole[3:], exact[3:], strict=True):
             assert_within_budget(x, y, truth)
 
@@ -381,20 +372,15 @@ def test_no_synchronisation_on_a_gpu() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda x: x.double(), r"implementation: .*'triton'.*float64.* Convert"),
-        (lambda x: x.repeat(1, 1, 1, 17), r"implementation: .*'triton'.*D is 272.* at most 256"),
+        (lambda q, k, v: [x.double() for x in (q, k, v)], r"float64.* Convert"),
+        (lambda q, k, v: [x.repeat(1, 1, 1, 17) for x in (q, k, v)], r"D is 272.* at most 256"),
+        (lambda q, k, v: [q, k.half(), v], r"float32, torch.float16.* Convert"),
     ],
 )
-def test_what_the_kernels_do_not_take(change: Callable[[Tensor], Tensor], message: str) -> None:
+def test_what_the_kernels_do_not_take(change: Callable[..., list[Tensor]], message: str) -> None:
     tensors, rest = inputs(B=1, T=10)
-    with pytest.raises(ValueError, match=message):
-        op(rest, "triton")(*map(change, tensors))
-
-
-def test_dtypes_that_differ_are_refused() -> None:
-    (q, k, v), rest = inputs(B=1, T=10)
-    with pytest.raises(ValueError, match=r"implementation: .*float32, torch.float16.* Convert"):
-        op(rest, "triton")(q, k.half(), v)
+    with pytest.raises(ValueError, match=f"implementation: .*'triton'.*{message}"):
+        op(rest, "triton")(*change(*tensors))
 
 
 def test_more_chunks_times_tiles_than_a_grid_has() -> None:
@@ -407,11 +393,3 @@ def test_more_chunks_times_tiles_than_a_grid_has() -> None:
         ValueError, match=r"^is_landmark: .* 150,000 chunks.*300,001 tokens.*implementation='torch'"
     ):
         landmark_attention(q, k, k, is_landmark, implementation="triton")
-
-
-@pytest.mark.skipif(GPU, reason="there is a GPU")
-def test_triton_without_a_gpu_or_an_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("TRITON_INTERPRET")
-    tensors, rest = inputs(B=1, T=10)
-    with pytest.raises(ValueError, match=r"^implementation: .*'triton'.* on cpu.*TRITON_INTERPRET=1"):
-        op(rest, "triton")(*tensors)

@@ -11,9 +11,9 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.budgets import assert_same_in_float64, assert_within_budget
+from tests.ops.memory_use import Largest
 from trailmark.ops import landmark_selection as module
 from trailmark.ops.landmark_selection import RetrievePer, Selected, select_by_landmarks, select_for_one
 
@@ -393,16 +393,6 @@ def test_no_tensor_of_the_size_of_scores_is_made(monkeypatch: pytest.MonkeyPatch
     scores, rest, _ = Case(P=64, M=100, ragged=False).make()
     slab = 4 * 2 * 2 * 128  # 4 positions
     monkeypatch.setattr(module, "_SLAB_ELEMENTS", slab)
-
-    class Largest(TorchDispatchMode):
-        elements = 0
-
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            out = func(*args, **(kwargs or {}))
-            for x in out if isinstance(out, (tuple, list)) else [out]:
-                if isinstance(x, Tensor):
-                    self.elements = max(self.elements, x.numel())
-            return out
 
     for per in WAYS:
         every = torch.arange(64).expand(2, 64)

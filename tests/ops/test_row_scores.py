@@ -6,7 +6,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.budgets import assert_low_precision_within_budget, assert_same_in_float64, values_and_gradients
+from tests.budgets import (
+    assert_all_same_in_float64,
+    assert_low_precision_within_budget,
+    assert_same_bits,
+    values_and_gradients,
+)
 from trailmark.ops import row_scores as module
 from trailmark.ops import select_chunks
 from trailmark.ops.row_scores import row_scores
@@ -34,8 +39,7 @@ def slabs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> No
 def test_equals_the_plain_products() -> None:
     query, table = inputs()
     ours = values_and_gradients(lambda q, t: row_scores(q, t, ROWS), query, table)
-    for mine, theirs in zip(ours, values_and_gradients(plain, query, table), strict=True):
-        assert_same_in_float64(mine, theirs)
+    assert_all_same_in_float64(ours, values_and_gradients(plain, query, table))
     leaves = [x.requires_grad_() for x in (query, table)]
     torch.autograd.gradcheck(lambda q, t: row_scores(q, t, ROWS), leaves)
     with torch.no_grad():
@@ -80,9 +84,8 @@ def test_selection_in_slabs_equals_the_plain_selection(
     monkeypatch.setattr(selection, "row_scores", lambda *args: called.append(1) or row_scores(*args))
     values = values_and_gradients(chosen, query, table)
     assert called
-    assert all(map(torch.equal, values[:2], expected[:2]))
-    for mine, theirs in zip(values[2:], expected[2:], strict=True):
-        assert_same_in_float64(mine, theirs)
+    assert_same_bits(values[:2], expected[:2])
+    assert_all_same_in_float64(values[2:], expected[2:])
 
 
 def test_gradients_repeat_bit_for_bit_on_two_threads(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,6 +100,6 @@ def test_gradients_repeat_bit_for_bit_on_two_threads(monkeypatch: pytest.MonkeyP
         first = values_and_gradients(lambda q, t: row_scores(q, t, rows), query, table)
         for _ in range(5):
             again = values_and_gradients(lambda q, t: row_scores(q, t, rows), query, table)
-            assert all(map(torch.equal, first, again))
+            assert_same_bits(first, again)
     finally:
         torch.set_num_threads(before)

@@ -20,6 +20,7 @@ from torch._dynamo.utils import counters
 
 from tests.budgets import (
     assert_low_precision_within_budget,
+    assert_same_bits,
     assert_same_in_float64,
     assert_within_budget,
     values_and_gradients,
@@ -264,7 +265,7 @@ class TestOnGpu:
         op = on_gpu(case, implementation)
         first = values_and_gradients(op, *inputs)
         for _ in range(5):
-            assert all(map(torch.equal, values_and_gradients(op, *inputs), first))
+            assert_same_bits(values_and_gradients(op, *inputs), first)
 
 
 @pytest.mark.parametrize("case", [GPU_CASES[0], GPU_CASES[3], Case(T=1, carried=70, D=64, positions="gaps")])

@@ -11,6 +11,7 @@ import pytest
 
 from trailmark.report import charts
 from trailmark.report.charts import (
+    Asked,
     Bar,
     BarChart,
     BarPanel,
@@ -21,6 +22,7 @@ from trailmark.report.charts import (
     Line,
     LineChart,
     Panel,
+    Point,
 )
 from trailmark.report.svg import inline
 from trailmark.report.theme import LIGHT, SERIES, heat_level
@@ -30,32 +32,39 @@ pytest.importorskip("matplotlib")
 HOSTILE = '<script>alert("$x^2$")</script>&'
 
 
-def lines(*shares: float, label: str = "DRT", look: int = 0, **more: Any) -> Line:
-    return Line(label, look, [1024 * 4**n for n in range(len(shares))], shares, **more)
+def lines(*shares: float, label: str = "DRT", look: int = 0, band: float | None = None) -> Line:
+    """At 1K, 4K, 16K ... tokens; ``band``: half the width of each interval."""
+    points = [
+        Point(
+            1024 * 4**n, share, None if band is None else share - band, None if band is None else share + band
+        )
+        for n, share in enumerate(shares)
+    ]
+    return Line(label, look, points)
+
+
+def named(name: str) -> dict[str, str]:
+    return {"name": name, "title": f"Title of {name}", "description": "What it shows."}
 
 
 def line_chart(*drawn: Line, name: str = "a", **more: Any) -> LineChart:
-    return LineChart(
-        name, "A title", "What it shows.", x_label="tokens", panels=[Panel("Right", "share", drawn, **more)]
-    )
+    return LineChart(**named(name), x_label="tokens", panels=[Panel("Right", "share", drawn, **more)])
 
 
 CHARTS: dict[str, Chart] = {
-    "lines": line_chart(lines(1, 0.9, 0.8, low=[0.9, 0.8, 0.7], high=[1, 1, 0.9]), share=True, rule=(1024, "trained")),
+    "lines": line_chart(lines(0.9, 0.8, 0.7, band=0.1), share=True, rule=(1024, "trained")),
     "heat": HeatChart(
-        "h", "Heat", "By depth.", x_label="tokens", y_label="depth",
-        maps=[HeatMap("DRT", ["1K", "4K"], ["0", "1"], [[1.0, 0.25], [0.0, None]])],
+        **named("h"), x_label="tokens", y_label="depth",
+        panels=[HeatMap("DRT", ["1K", "4K"], ["0", "1"], [[1.0, 0.25], [0.0, None]])],
     ),
     "bars": BarChart(
-        "b", "Bars", "Ratios.", x_label="ratio", unit="×", base=1.0,
+        **named("b"), x_label="ratio", unit="×", base=1.0,
         panels=[BarPanel("16K", [Bar("base", 0, 1.0), Bar("full", 1, None, says="out of memory")])],
     ),
     "dots": BarChart(
-        "d", "Dots", "F.", x_label="F", dots=True, panels=[BarPanel("ROUGE-1", [Bar("DRT", 2, 0.3, 0.29, 0.32)])]
+        **named("d"), x_label="F", dots=True, panels=[BarPanel("ROUGE-1", [Bar("DRT", 2, 0.3, 0.29, 0.32)])]
     ),
-    "chunks": ChunkChart(
-        "c", "Chunks", "Read.", asked=[{"needle": 3, "selected": [0, 3], "weights": [0.1, 0.9]}], chunks=9
-    ),
+    "chunks": ChunkChart(**named("c"), panels=[[Asked(3, [0, 3], [0.1, 0.9])]]),
 }  # fmt: skip
 
 
@@ -115,7 +124,7 @@ def test_a_line_and_its_band_are_drawn(tmp_path: Path) -> None:
     assert alone > 500
     line_chart(lines(1, 0.9, 0.8), lines(0.1, 0, 0, label="window", look=1), name="two").write(tmp_path)
     assert pixels(tmp_path / "two.png", LIGHT[SERIES[1]]) > 500
-    banded = lines(1, 0.9, 0.8, low=[0.5, 0.4, 0.3], high=[1, 1, 0.9])
+    banded = lines(1, 0.9, 0.8, band=0.1)
     text = line_chart(banded, name="band").write(tmp_path)
     assert "fill-opacity" in text
     assert "fill-opacity" not in line_chart(lines(1, 0.9), name="none").write(tmp_path)
@@ -152,8 +161,8 @@ def test_the_table_holds_the_numbers(kind: str) -> None:
 def test_the_table_of_lines() -> None:
     header, rows = CHARTS["lines"].table()
     assert header == ["series", "tokens", "value", "low", "high"]
-    assert rows[0] == ["DRT", "1,024", "1", "0.9", "1"]
-    long = LineChart("l", "t", "d", x_label="x", panels=[Panel("p", "y", [lines(*[0.5] * 10)])], every=4)
+    assert rows[0] == ["DRT", "1,024", "0.9", "0.8", "1"]
+    long = LineChart(**named("l"), x_label="x", panels=[Panel("p", "y", [lines(*[0.5] * 10)])], every=4)
     assert len(long.table()[1]) == 4  # the first, the fifth, the ninth and the last
 
 
@@ -175,7 +184,7 @@ def test_without_matplotlib_the_way_out_is_named(tmp_path: Path, monkeypatch: py
 def test_many_panels(tmp_path: Path) -> None:
     """Of many models fields are coloured alone, and the numbers stand in the table."""
     maps = [HeatMap(f"m{n}", ["1K"] * 5, ["0"] * 5, [[0.5] * 5] * 5) for n in range(17)]
-    chart = HeatChart("h", "t", "d", x_label="tokens", y_label="depth", maps=maps, what="What is shown")
+    chart = HeatChart(**named("h"), x_label="tokens", y_label="depth", panels=maps, what="What is shown")
     text = chart.write(tmp_path)
     assert ">What is shown<" in text  # the file alone says it
     assert ">0.50<" not in text

@@ -8,6 +8,7 @@ import pytest
 
 from tests.report import runs
 from trailmark.evaluation.record import FORMAT, KIND
+from trailmark.evaluation.suite import suites
 from trailmark.report import collect as collecting
 from trailmark.report.collect import Collected, collect, generations
 from trailmark.report.notes import notes
@@ -25,7 +26,7 @@ def test_it_reads_what_the_records_write() -> None:
 
 def test_everything_below_a_folder_is_found(tmp_path: Path) -> None:
     found = collect([runs.everything(tmp_path)])
-    counts = {suite: len(found.of(suite)) for suite in collecting.SUITES}
+    counts = {suite: len(found.of(suite)) for suite in suites()}
     assert counts == {"needles": 2 * 23 + 8, "perplexity": 8, "summarization": 2, "cost": 6}
     assert len(found.trainings) == 4
     assert [entry.path.name for entry in found.not_shown] == ["needles.json"]
@@ -73,8 +74,8 @@ def test_the_demo_and_its_trainings_are_of_the_same_models(tmp_path: Path) -> No
     assert labels(found) == ["drt", "window"]
     assert [model.parameters for model in found.models] == [201_664, 176_768]
     assert {run.model.label for run in found.trainings} == {"drt", "window"}
-    assert found.results[0].get("format") == "marks"
-    assert found.results[0].get("train_length") == 1024
+    assert found.results[0].settings["format"] == "marks"
+    assert found.results[0].train_length == 1024
 
 
 def test_other_weights_under_one_name_are_told_apart(tmp_path: Path) -> None:

@@ -20,7 +20,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.report.traces import hostile, made_up
-from trailmark.data.traces import (
+from trailmark.report.explorer import build, expect_inputs, keeping
+from trailmark.report.explorer_data import collect, pack
+from trailmark.trace.lines import (
     Entry,
     Read,
     TracedChunk,
@@ -30,8 +32,6 @@ from trailmark.data.traces import (
     totals,
     write_lines,
 )
-from trailmark.report.explorer import build, expect_inputs, keeping
-from trailmark.report.explorer_data import collect, pack
 
 SIZES = ({}, {"words": True, "num_groups": 3, "chunk_size": 20}, {"num_tokens": 1001, "num_retrieved": 2})
 
@@ -194,7 +194,7 @@ def test_hostile_text_is_nowhere_in_the_markup(tmp_path: Path) -> None:
     assert text == whole("".join(chunk.text for chunk in chunks_of(entries)))
     script = page[page.rindex("<script>") + len("<script>") : page.rindex("</script>")]
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    assert f"script-src &#x27;sha256-{digest}&#x27;" in page
+    assert f"script-src 'sha256-{digest}'" in page
     assert page.count("<script") == page.count("</script>") == 3
     outside = re.sub(r"<(script|style).*?</\1>", "", page, flags=re.DOTALL)
     assert "<b>" not in outside
@@ -310,7 +310,7 @@ NO_READS = read_of()
         (made_up(64)[1], "text: expected a chunk that reads a past one, none of the 2"),
         (changed(4, number=5), "expected chunk 4 at token 128, got chunk 5"),
         (changed(4, first_token=127), "expected chunk 4 at token 128, got chunk 4 at token 127"),
-        (changed(4, reads=NO_READS[:1]), "expected readings of 2 groups, got 1 in chunk 4"),
+        (changed(4, reads=NO_READS[:1]), "expected what 2 groups read, .* got 1 in chunk 4"),
         (changed(4, reads=read_of(4)), "one that reads itself or a later one"),
         (changed(4, reads=read_of(-1)), "one that reads itself or a later one"),
         (changed(4, reads=read_of(2, 1)), "ascending order"),

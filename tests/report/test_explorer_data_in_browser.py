@@ -13,9 +13,9 @@ import pytest
 from tests.report.browser import Open, until, windows
 from tests.report.test_explorer_in_browser import CHOSEN, IS_CHOSEN, PICTURE, READY, settle, status
 from tests.report.traces import HOSTILE, hostile, made_up, of_bytes
-from trailmark.data.traces import TracedChunk
 from trailmark.report.explorer import Built, build
 from trailmark.report.theme import DARK, LIGHT, channels
+from trailmark.trace.lines import TracedChunk
 
 pytestmark = pytest.mark.slow  # a window of its own for each
 SHOWN = "n => document.querySelector('#chunk-text')?.dataset.chunk === String(n)"

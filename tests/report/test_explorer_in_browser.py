@@ -12,8 +12,8 @@ import pytest
 
 from tests.report.browser import until, windows
 from tests.report.traces import made_up
-from trailmark.data.traces import TracedChunk
 from trailmark.report.explorer import build
+from trailmark.trace.lines import TracedChunk
 
 TOKENS, SIZE = 6000, 63
 READY = "performance.getEntriesByName('ready').length > 0"

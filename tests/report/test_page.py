@@ -15,11 +15,13 @@ import pytest
 
 from tests.report import runs
 from trailmark.data.proportions import wilson_interval
+from trailmark.evaluation.suite import suite_named
+from trailmark.evaluation.suite_needles import pooled
 from trailmark.report import charts
 from trailmark.report.collect import collect
-from trailmark.report.overview import percent
 from trailmark.report.page import Built, build
-from trailmark.report.section_needles import pooled
+from trailmark.report.sections import rows_of
+from trailmark.report.values import percent
 
 pytest.importorskip("matplotlib")
 HOSTILE = "</style></script><script>alert(1)</script><img src=x onerror=alert(2)>\"'&"
@@ -146,39 +148,15 @@ def test_tables_and_pictures_can_be_heard(everything: tuple[Page, Built, list[st
 def test_numbers_are_those_of_the_results(everything: tuple[Page, Built, list[str]]) -> None:
     page = everything[0]
     rows = {tuple(row) for row in page.rows}
-    row = (
-        "65,536",
-        "64×",
-        "-",
-        "1",
-        "100",
-        "95",
-        "0.950",
-        "0.900–1.000",
-        "0.950",
-        "0.750",
-        "0.800",
-        "250,000",
-        "32 MiB",
-    )
-    assert ("demo/drt", *row) in rows
+    asked = ("65,536", "64×", "anywhere", "1", "100", "95", "0.950", "0.900–1.000", "0.950", "0.750", "0.800")
+    assert ("demo/drt", *asked, "250,000", "32 MiB", "device") in rows
     assert any(row[:2] == ("base", "1,024") and "1.6000" in row and "4.804–5.102" in row for row in rows)
-    assert any(row[0] == "base" and "0.2800" in row and "0.270–0.292" in row for row in rows)
+    assert any(row[0] == "base" and "0.2800" in row and "0.2700–0.2920" in row for row in rows)
     assert any(
         row[1:7] == ("DRTForCausalLM", "16,384", "host", "3.000", "2.900–3.200", "1.5×") for row in rows
     )
-    assert (
-        "base",
-        "needles",
-        "1,024",
-        "300",
-        "1,228,800",
-        "4:47",
-        "34,600",
-        "0.1667",
-        "1.000",
-        "0.983",
-    ) in rows
+    trained = ("needles", "1,024", "300", "1,228,800", "4:47", "34,600", "0.1667", "1.000", "0.983")
+    assert ("base", *trained) in rows
     assert "95.0%" in page.words  # the overview's
     assert "demo/drt, one needle; 95% interval 0.900–1.000" in page.words
     assert "DRT, G = 1" in page.text  # as printed
@@ -217,11 +195,11 @@ def test_how_to_measure_again(tmp_path: Path) -> None:
         tmp_path / "c", "cost", [runs.cost(["x", "y"], 4096)], [runs.identity(x, f"/{x}", x) for x in "xy"]
     )
     page, _ = report(tmp_path)
-    assert "trailmark evaluate /x /y --suite cost --generate 128 --lengths 4096 --tiers device" in page.text
+    assert "trailmark evaluate /x /y --suite cost --lengths 4096 --generate 128 --tiers device" in page.text
     assert "trailmark evaluate 'my model' --suite needles --lengths 1024" in page.text
-    start = f"trailmark evaluate '{tmp_path}/b c' --suite needles --kind single --format marks"
-    assert start in page.text
-    assert "--questions 100 --seed 0 --lengths 1024,4096 --depths 0,0.5" in page.text
+    (made_of_settings,) = (line for line in page.text.splitlines() if f"evaluate '{tmp_path}/b c'" in line)
+    for option in ("--kind single", "--questions 100", "--lengths 1024,4096", "--depths 0,0.5"):
+        assert option in made_of_settings
     assert f"trailmark train {tmp_path}/run/run.yaml output=" in page.text
     assert f"trailmark demo --output {tmp_path}/demo --seed 0 --questions 100" in page.text
 
@@ -376,7 +354,7 @@ def test_depths_are_pooled_and_of_two_the_larger_or_last_counts(tmp_path: Path) 
     cells = [runs.needle(1024, 10, 0.0), runs.needle(1024, 90, 0.0), runs.needle(1024, 50, 1.0, asked=200)]
     cells.append(runs.needle(1024, 7, 1.0, asked=20))  # fewer questions
     runs.record(tmp_path, "needles", cells)
-    pool = pooled(collect([tmp_path]).results)
+    pool = pooled(rows_of(suite_named("needles"), collect([tmp_path]).results))
     assert pool["accuracy"] == pytest.approx(140 / 300)
     assert pool["recall"] == pytest.approx(140 / 300)
     assert (pool["accuracy_low"], pool["accuracy_high"]) == wilson_interval(140, 300)
@@ -384,7 +362,7 @@ def test_depths_are_pooled_and_of_two_the_larger_or_last_counts(tmp_path: Path) 
 
 def test_where_needles_lie_anywhere_depths_are_not_mixed_in(tmp_path: Path) -> None:
     runs.record(tmp_path, "needles", [runs.needle(1024, 10, 0.0), runs.needle(1024, 90)])
-    assert pooled(collect([tmp_path]).results)["accuracy"] == 0.9
+    assert pooled(rows_of(suite_named("needles"), collect([tmp_path]).results))["accuracy"] == 0.9
 
 
 @pytest.mark.usefixtures("undrawn")
@@ -395,14 +373,11 @@ def test_of_many_models_some_are_drawn_and_the_others_named(tmp_path: Path) -> N
         runs.record(tmp_path / f"m{n:02}" / "evaluation", "needles", cells)
     page, _ = report(tmp_path)
     assert (
-        "Heat maps of 6 more are not drawn; their numbers stand in the table below: m08, m09, m10, m11, m12, m13."
-        in page.words
+        "Heat maps of 6 more are not drawn; their numbers stand in the tables and records: "
+        "m08, m09, m10, m11, m12, m13." in page.words
     )
-    (chunks,) = (
-        words for words in page.words if words.startswith("The chunks read of 10 more are not drawn")
-    )
-    assert chunks.endswith("needles.generations.jsonl beside their records: " + ", ".join(
-        f"m{n:02}" for n in range(4, 14)) + ".")  # fmt: skip
+    (chunks,) = (words for words in page.words if words.startswith("chunks read of 10 more are not drawn"))
+    assert chunks.endswith(": " + ", ".join(f"m{n:02}" for n in range(4, 14)) + ".")
     assert sum("chunks read at 4,096 tokens: numbers" in words for words in page.words) == 4
     assert len([row for row in page.rows if row[0] == "m13"]) >= 4  # its cells are in the table
 
@@ -465,8 +440,11 @@ def test_a_curve_is_of_one_text(tmp_path: Path) -> None:
         cell["settings"]["text"] = "ab"[n // 2] * 64
     runs.record(tmp_path, "perplexity", cells)
     page, _ = report(tmp_path)
-    for text in ("aaaaaaaa", "bbbbbbbb"):
-        assert f"Windows of the text, text {text}: perplexity by length: numbers" in page.words
+    assert page.words.count("Windows of the text: perplexity by length: numbers") == 2
+    assert [words for words in page.words if words.startswith("Text: ")] == [
+        "Text: aaaaaaaa.",
+        "Text: bbbbbbbb.",
+    ]
 
 
 @pytest.mark.usefixtures("undrawn")
@@ -475,5 +453,5 @@ def test_summaries_that_are_not_all_written_are_said(tmp_path: Path) -> None:
     runs.record(tmp_path / "a" / "evaluation", "summarization", [dict(block)])
     runs.record(tmp_path / "b" / "evaluation", "summarization", [dict(block), runs.rouge()])
     page, _ = report(tmp_path)
-    assert "a/evaluation/summarization.json: not all documents are summarized yet" in page.text
+    assert "a/evaluation/summarization.json: not all is measured yet" in page.text
     assert "b/evaluation/summarization.json: not all" not in page.text

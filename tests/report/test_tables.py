@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from trailmark.evaluation.perplexity import PerplexityResult
-from trailmark.report.tables import markdown_table, needle_table, perplexity_table, result_table
+from trailmark.evaluation.suite import suite_named
+from trailmark.report.tables import markdown_table, needle_table, result_table
 from trailmark.statistics import wilson_interval
 
 ROUGES = ("rouge1", "rouge2", "rougeL")
@@ -68,64 +69,54 @@ def test_needles() -> None:
     assert len({len(line) for line in table.splitlines()}) == 1
 
 
+def shown(suite: str, *results: dict[str, Any]) -> list[dict[str, str]]:
+    """The rows that a terminal shows, of all tables."""
+    tables = result_table(suite_named(suite), results, 1024).split("\n\n")
+    parsed = [cells(table) for table in tables if table.startswith("|")]
+    return [dict(zip(header, row, strict=True)) for header, _, *rows in parsed for row in rows]
+
+
 def test_perplexity() -> None:
     result = PerplexityResult(length=4096, windows=16, tokens=65520, loss=1.0).summary()
     more = {"length": None, "perplexity_low": 2.5, "perplexity_high": 3.0, "word_perplexity": 55.127}
-    assert cells(perplexity_table([result, result | more | {"bits_per_byte": 1.25}])) == [
-        ["tokens", "windows", "loss", "perplexity", "95% interval", "of words", "bits/byte"],
-        [
-            "-----------------",
-            "--------:",
-            "-------:",
-            "-----------:",
-            "-------------:",
-            "---------:",
-            "----------:",
-        ],
-        ["4,096", "16", "1.0000", "2.718", "-", "-", "-"],
-        ["whole documents", "16", "1.0000", "2.718", "2.500-3.000", "55.13", "1.2500"],
-    ]
-    overflown = result | {"perplexity": None}  # as records keep what is not finite
-    assert cells(perplexity_table([overflown]))[2][2:4] == ["1.0000", "-"]
+    first, second = shown("perplexity", result, result | more | {"bits_per_byte": 1.25})
+    assert (first["tokens"], first["windows"], first["loss"]) == ("4,096", "16", "1.0000")
+    assert (first["perplexity"], first["95% interval"], first["bits per byte"]) == ("2.718", "-", "-")
+    assert (second["tokens"], second["95% interval"]) == ("whole documents", "2.500–3.000")
+    assert (second["per word"], second["bits per byte"]) == ("55.13", "1.2500")
+    (overflown,) = shown("perplexity", result | {"perplexity": None})  # as records keep what is not finite
+    assert "perplexity" not in overflown
 
 
-def test_what_an_evaluation_found() -> None:
-    """A row for each result, for each model of a comparison; what was not measured is a dash."""
+def test_what_an_evaluation_measured() -> None:
+    """A row for each result, for each model of a comparison; a column in which nothing stands is left out."""
     needle = {
         "length": 4096, "kind": "hops", "hops": 2, "depth": 0.5, "questions": 10, "accuracy": 0.5,
         "accuracy_low": 0.2, "accuracy_high": 0.8, "recall": None, "mean_weight": None, "tokens_per_second": None,
         "memory_bytes": None,
     }  # fmt: skip
-    header, _, row = cells(result_table("needles", [needle], 1024))
-    assert dict(zip(header, row, strict=True)) == {
-        "tokens": "4,096", "x train": "4x", "kind": "2 hops", "depth": "0.5", "questions": "10", "all right": "0.500",
-        "95% interval": "0.200-0.800", "chunk retrieved": "-", "weight": "-", "tokens/s": "-", "memory": "-",
+    expected = {
+        "kind": "2 hops", "tokens": "4,096", "× train": "4×", "depth": "0.5", "questions": "10", "accuracy": "0.500",
+        "95% interval": "0.200–0.800",
     }  # fmt: skip
-    header, _, row = cells(result_table("needles", [needle | {"exact_accuracy": 0.25}], 1024))
-    assert header[5:8] == ["one token right", "95% interval", "all right"]  # the paper's protocol
-    assert row[5:8] == ["0.500", "0.200-0.800", "0.250"]
+    assert shown("needles", needle) == [expected]
+    assert shown("needles", needle | {"exact_accuracy": 0.25})[0]["all tokens right"] == "0.250"
     rouge = {"f": 0.25, "low": 0.2, "high": 0.3}
-    (*_, row) = cells(result_table("summarization", [{"documents": 7} | dict.fromkeys(ROUGES, rouge)], 1))
-    assert row == ["7", *["0.2500", "0.2000-0.3000"] * 3]
+    (summaries,) = cells(
+        result_table(suite_named("summarization"), [{"documents": 7} | dict.fromkeys(ROUGES, rouge)])
+    )[2:]
+    assert summaries == ["7", *["0.2500", "0.2000–0.3000"] * 3]
+
+
+def test_a_comparison_has_a_table_for_each_thing_compared() -> None:
     generated = {
-        "model": "base",
-        "prompt": 64,
-        "tier": "host",
-        "problem": None,
-        "ms_per_token": {"median": 1.5},
-    }
-    generated |= {"time_ratio": 1.0, "memory_ratio": 1.0, "tokens_per_second_reading": 1000.0}
-    generated |= dict.fromkeys(("device_bytes", "cache_bytes", "formula_bytes"), 2048)
-    full = dict.fromkeys(generated, None) | {
-        "model": "full",
-        "prompt": 64,
-        "tier": "host",
-        "problem": "no room",
-    }
+        "model": "base", "prompt": 64, "tier": "host", "problem": None, "ms_per_token": {"median": 1.5},
+        "time_ratio": 1.0, "memory_ratio": 1.0, "tokens_per_second_reading": 1000.0,
+    } | dict.fromkeys(("device_bytes", "cache_bytes", "formula_bytes"), 2048)  # fmt: skip
+    full = dict.fromkeys(generated) | {"model": "full", "prompt": 64, "tier": "host", "problem": "no room"}
     trained = {"model": "base", "length": 32, "problem": None, "tokens_per_second": 10.0, "time_ratio": 1.0}
-    trained |= {"seconds": {}, "peak_bytes": None, "memory_ratio": None}
-    shown = result_table("cost", [{"rows": [generated, full]}, {"rows": [trained]}], 1)
-    generation, training = map(cells, shown.split("\n\n"))
-    assert generation[2][:6] == ["base", "64", "host", "1.50", "1.00", "2.0 KiB"]
-    assert generation[3] == ["full", "64", "host", "no room", *["-"] * 6]
-    assert training[2] == ["base", "32", "10", "1.00", "-", "-"]
+    first, second, training = shown("cost", {"rows": [generated, full]}, {"rows": [trained]})
+    assert (first["model"], first["tier"], first["ms per token"]) == ("base", "host", "1.500")
+    assert (first["on the device"], first["time"], first["problem"]) == ("2.0 KiB", "1×", "-")
+    assert (second["model"], second["ms per token"], second["problem"]) == ("full", "-", "no room")
+    assert (training["model"], training["context"], training["tokens/s"]) == ("base", "32", "10")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from trailmark.data.traces import Entry, Read, TracedChunk, TraceHeader, TraceSource
+from trailmark.trace.lines import Entry, Read, TracedChunk, TraceHeader, TraceSource
 
 _SYLLABLES = (
     *("ka", "lo", "mi", "ren", "sta", "vor", "thi", "na", "bel", "qui"),

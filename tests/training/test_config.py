@@ -432,18 +432,6 @@ def test_every_row_has_its_file_and_every_file_is_said_in_the_readme() -> None:
     assert said - names == set()
 
 
-COMMANDS = re.findall(
-    r"^ +trailmark train (configs/.*?\.yaml)((?: \\\n|.)*)$",
-    (CONFIGS[0].parent / "README.md").read_text(),
-    re.M,
-)
-
-
-@pytest.mark.parametrize(("path", "overrides"), COMMANDS, ids=range(len(COMMANDS)))
-def test_the_commands_of_the_readme_are_valid(path: str, overrides: str) -> None:
-    load_run_config(CONFIGS[0].parents[1] / path, overrides.replace("\\\n", " ").split())
-
-
 # --- laptop twins ------------------------------------------------------------------------------------------
 
 TWINS = [

@@ -93,7 +93,7 @@ def micro_batch(
     inputs = {"input_ids": ids, "labels": ids, "noise_seed": torch.arange(rows)}
     inputs["loss_weights"] = torch.ones(ids.shape)
     inputs = given or inputs
-    return model, lambda: weighted_loss(model, isinstance(config, DRTConfig | RPTConfig), inputs)[0]
+    return model, lambda: weighted_loss(model, inputs)[0]
 
 
 def measured_peak(

@@ -25,7 +25,7 @@ from trailmark.evaluation.subject import load
 from trailmark.evaluation.targets import make_targets
 from trailmark.models import SlidingWindowConfig, SlidingWindowForCausalLM
 from trailmark.training.config import RunConfig, load_run_config
-from trailmark.training.loss import ranking_part, weighted_loss
+from trailmark.training.loss import weighted_loss
 from trailmark.training.run import Run
 
 L, S, K = 80, 8, 2  # ten chunks a window
@@ -133,7 +133,7 @@ def test_target_scores_come_along(place: Path, tmp_path: Path) -> None:
 def test_the_ranking_is_a_part_of_the_loss(place: Path, tmp_path: Path) -> None:
     run = Run(config_of(place, tmp_path, "rpt, learned"))
     model, batch = run.model.train(), run.batch(0)
-    loss, out, _ = weighted_loss(model, True, batch)
+    loss, out, _, _ = weighted_loss(model, batch)
     assert out.ranking_loss.shape == (4,)
     assert (out.ranking_loss > 0).all()
     assert len(out.retrieval) == 1
@@ -141,12 +141,11 @@ def test_the_ranking_is_a_part_of_the_loss(place: Path, tmp_path: Path) -> None:
                   neighbours=batch["neighbours"], neighbour_scores=batch["neighbour_scores"])  # fmt: skip
     torch.testing.assert_close(loss, plain.loss, rtol=1e-6, atol=0)  # loss weights are float32
     # of a micro-batch of two, half of the mean
-    half = ranking_part(out, rows=8)
+    half = weighted_loss(model, batch, rows=8).ranking
     assert half is not None
     torch.testing.assert_close(half, out.ranking_loss.mean() / 2)
     without = {key: x for key, x in batch.items() if not key.startswith("neighbour")}
-    _, out, _ = weighted_loss(model, True, without)
-    assert ranking_part(out) is None
+    assert weighted_loss(model, without).ranking is None
 
 
 def test_the_ranking_trains_the_retriever_alone_with_the_rest(place: Path, tmp_path: Path) -> None:

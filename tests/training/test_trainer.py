@@ -23,7 +23,7 @@ from trailmark.data.shards import Corpus
 from trailmark.training import checkpoints
 from trailmark.training.curriculum import Curriculum
 from trailmark.training.forecast import measure_speed
-from trailmark.training.loss import Meter, weighted_loss
+from trailmark.training.loss import Called, Meter, weighted_loss
 from trailmark.training.run import HISTORY_FILE, Run
 
 Act = Callable[[Run], None]
@@ -364,7 +364,7 @@ def test_the_loss_is_the_weighted_mean() -> None:
     inputs = run.batch(0)
     drawn = inputs["loss_weights"].unique().tolist()
     assert drawn == pytest.approx([0, 0.1, 1, 3])
-    loss, out, labels = weighted_loss(run.model, run.model.config.retrieves_in_training, inputs)
+    loss, out, labels, _ = weighted_loss(run.model, inputs)
     total = weight = 0.0
     logits = out.logits.detach().double()
     for row, ids in enumerate(inputs["input_ids"]):
@@ -390,10 +390,10 @@ def test_where_landmarks_are_text_they_weigh_as_the_tokens_before_them() -> None
     seeds = inputs["noise_seed"]
     whole = run.model(inputs["input_ids"], labels=inputs["labels"], noise_seed=seeds)
     assert whole.landmark_loss is not None
-    loss, out, _ = weighted_loss(run.model, run.model.config.retrieves_in_training, inputs)
+    loss, out, _, _ = weighted_loss(run.model, inputs)
     torch.testing.assert_close(loss, whole.loss)
     inputs["loss_weights"] = torch.rand(inputs["labels"].shape, generator=torch.Generator().manual_seed(0))
-    loss, _, labels = weighted_loss(run.model, run.model.config.retrieves_in_training, inputs)
+    loss, _, labels, _ = weighted_loss(run.model, inputs)
     share = inputs["loss_weights"][:, 1:]
     plain = -out.logits[:, :-1].log_softmax(-1).gather(2, labels[:, :-1, None])[..., 0]
     expected = ((plain + whole.landmark_loss[:, :-1]) * share).sum() / share.sum()
@@ -406,13 +406,11 @@ def test_what_follows_an_end_of_text_bears_no_loss_where_the_model_says_so() -> 
     inputs = run.batch(0)
     assert 3 < int((inputs["input_ids"] == eos).sum()) < 60
     whole = run.model(inputs["input_ids"], labels=inputs["labels"], noise_seed=inputs["noise_seed"])
-    loss, _, labels = weighted_loss(run.model, run.model.config.retrieves_in_training, inputs)
+    loss, _, labels, _ = weighted_loss(run.model, inputs)
     torch.testing.assert_close(loss, whole.loss)
     # at t the label of t + 1, which follows the token at t
     assert torch.equal(labels[:, :-1] == -100, inputs["input_ids"][:, :-1] == eos)
-    assert not torch.equal(
-        loss, weighted_loss(other.model, other.model.config.retrieves_in_training, inputs)[0]
-    )
+    assert not torch.equal(loss, weighted_loss(other.model, inputs)[0])
 
 
 def test_accuracy_and_recall_count_first_digits_and_chunks(tmp_path: Path) -> None:
@@ -436,10 +434,9 @@ def test_accuracy_and_recall_count_first_digits_and_chunks(tmp_path: Path) -> No
             logits=torch.nn.functional.one_hot(predicted, 259).float(),
             # found by either group
             retrieval=[SimpleNamespace(indices=nothing), SimpleNamespace(indices=selected)],
-            ranking_loss=None,
         )
         meter = Meter()
-        meter.add(torch.tensor(1.5), out, labels, inputs)
+        meter.add(Called(torch.tensor(1.5), out, labels, None), inputs)  # type: ignore[arg-type]
         return meter.read(meter.vector().tolist()).averages()
 
     for right, found in ((0, 0), (1, questions), (questions, 2)):
@@ -464,7 +461,7 @@ def test_early_questions_train_as_each_text_alone(tmp_path: Path) -> None:
     counts = inputs["attention_mask"].sum(1).tolist()
     assert len(set(counts)) > 1
     assert inputs["close_chunk"].sum() > 6
-    loss, out, _ = weighted_loss(model, True, inputs)
+    loss, out, _, _ = weighted_loss(model, inputs)
     total = weight = 0.0
     for row, count in enumerate(counts):
         alone = {
@@ -472,7 +469,7 @@ def test_early_questions_train_as_each_text_alone(tmp_path: Path) -> None:
         }
         alone |= {"noise_seed": inputs["noise_seed"][row : row + 1]}
         del alone["attention_mask"]
-        mean, single, _ = weighted_loss(model, True, alone)
+        mean, single, _, _ = weighted_loss(model, alone)
         share = float(alone["loss_weights"][:, 1:].double().sum())
         total, weight = total + float(mean.detach()) * share, weight + share
         assert torch.equal(single.retrieval[0].indices[0], out.retrieval[0].indices[row])
@@ -490,9 +487,8 @@ def test_tokens_are_counted_without_padding(tmp_path: Path) -> None:
     for share in (0.0, 1.0):
         run = early_run(tmp_path, share)
         inputs = run.batch(0)
-        loss, out, labels = weighted_loss(run.model.eval(), True, inputs)
         meter = Meter()
-        meter.add(loss, out, labels, inputs)
+        meter.add(weighted_loss(run.model.eval(), inputs), inputs)
         measured = meter.read(meter.vector().tolist())
         assert measured.tokens == int(inputs.get("attention_mask", torch.ones(6, 160)).sum())
         assert (measured.tokens == 960) == (share == 0)
@@ -513,7 +509,7 @@ def test_text_with_early_landmarks(model: str, share: float, tmp_path: Path) -> 
         assert expected.any()
         assert torch.equal(inputs["close_chunk"], expected)
         ends = inputs["close_chunk"].nonzero()
-        weighted_loss(run := Run(config, text=TEXT).model.eval(), True, inputs)
+        weighted_loss(run := Run(config, text=TEXT).model.eval(), inputs)
         moved = run(inputs["input_ids"], close_chunk=inputs["close_chunk"]).logits
         plain = run(inputs["input_ids"]).logits
         row, first = ends[0].tolist()

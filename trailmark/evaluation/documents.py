@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -14,6 +13,7 @@ import numpy.typing as npt
 from trailmark.data.corpus import read_texts, standard_library_texts, tokenize
 from trailmark.data.shards import MANIFEST, Corpus
 from trailmark.data.texts import open_text
+from trailmark.trace.token_texts import token_bytes
 
 _SLAB = 1 << 16  # tokens whose text is put together at once
 _CHARACTER = 4  # bytes at most, of UTF-8
@@ -169,41 +169,3 @@ def _continued(text: bytes) -> int:
 
 def _words(text: bytes) -> int:
     return len(text.decode("utf-8", errors="replace").split())
-
-
-def token_bytes(tokenizer: Any) -> list[bytes] | None:
-    """The bytes that each token stands for, none for special ones; None where tokens stand for no bytes of their own.
-
-    They do in "bytes" (ByT5's) and in byte-level BPE, as GPT-2's and Llama 3's.
-    """
-    from transformers import ByT5Tokenizer
-
-    if isinstance(tokenizer, ByT5Tokenizer):
-        own = [bytes([value]) for value in range(256)]
-        return [b""] * tokenizer.offset + own + [b""] * (len(tokenizer) - 256 - tokenizer.offset)
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is None:
-        return None
-    decoder = json.loads(backend.to_str())["decoder"]
-    if decoder is None or decoder["type"] != "ByteLevel":
-        return None
-    values, added = _byte_of_character(), tokenizer.added_tokens_decoder
-    table: list[bytes] = []
-    for number in range(max(tokenizer.get_vocab().values()) + 1):
-        if number in added:
-            table.append(b"" if added[number].special else added[number].content.encode())
-            continue
-        text = tokenizer.convert_ids_to_tokens(number) or ""  # a number that is no token
-        if any(character not in values for character in text):
-            return None
-        table.append(bytes(values[character] for character in text))
-    return table
-
-
-def _byte_of_character() -> dict[str, int]:
-    """Byte-level BPE writes printable bytes of Latin-1 as they are, all others as characters from 256 on, in order."""
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [value for value in range(256) if value not in set(printable)]
-    return {chr(value): value for value in printable} | {
-        chr(256 + number): value for number, value in enumerate(others)
-    }

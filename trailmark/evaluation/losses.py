@@ -6,17 +6,15 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from trailmark.data.corpus import Tokens
 from trailmark.evaluation.intervals import Floats
 from trailmark.models import TrailmarkForCausalLM
+from trailmark.trace.losses import piece_losses
 
 _PIECE = 4096  # tokens that are read at once
-_LOGITS = 1 << 27  # numbers that are made wide at once: a vocabulary of 128K takes a piece in four
 
 
 class TokenLosses(NamedTuple):
@@ -58,7 +56,7 @@ def token_losses(
     if ours:
         size = model.reading_piece(size)  # whole cells, for models that look at all of one
     cache = model.new_cache(memory_tier, num_tokens=T) if ours else None
-    losses = np.empty((B, T - 1))
+    losses = np.empty((B, T))
     last: Tensor | None = None
     for first in range(0, T, size):
         piece = rows[:, first : first + size].to(model.device)
@@ -72,31 +70,12 @@ def token_losses(
                     f"lengths: expected at most {size:,} tokens for {type(model).__name__}, which keeps no cache, got "
                     f"{T:,}. Choose shorter windows."
                 )
-        if last is not None:
-            losses[:, first - 1] = nats(last, piece[:, :1])[:, 0]
-        losses[:, first : first + piece.shape[1] - 1] = nats(logits[:, :-1], piece[:, 1:])
-        last = logits[:, -1:]
+        losses[:, first : first + size], last = piece_losses(logits, last, piece)
         progress(min(T, first + size))
-    if not np.isfinite(losses).all():
-        raise ValueError(
-            f"model: expected finite losses, got {losses[~np.isfinite(losses)][0]} for "
-            f"{int((~np.isfinite(losses)).sum()):,} of {losses.size:,} tokens. Its weights are damaged, or need "
-            "a wider type."
-        )
     gate = np.zeros(2, np.int64)
     if is_gated(model) and cache is not None and (cell := cache.begun(B).cell) is not None:
         gate += cell.retrievals
-    return TokenLosses(losses[:, len(begin) :], gate)
-
-
-def nats(logits: Tensor, targets: Tensor) -> npt.NDArray[np.floating[Any]]:
-    """What targets [B, t] cost where logits [B, t, V] predict them: [B, t], in float32 or wider."""
-    rows, wanted = logits.flatten(0, 1), targets.flatten()
-    wide = torch.promote_types(logits.dtype, torch.float32)
-    size = max(1, _LOGITS // rows.shape[1])
-    parts = zip(rows.split(size), wanted.split(size), strict=True)
-    found = [F.cross_entropy(part.to(wide), own, reduction="none").cpu() for part, own in parts]
-    return torch.cat(found).view(targets.shape).numpy()
+    return TokenLosses(losses[:, len(begin) + 1 :], gate)
 
 
 def beginning(tokenizer: Any) -> list[int]:

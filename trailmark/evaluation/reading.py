@@ -11,11 +11,11 @@ from typing import Any
 import psutil
 import torch
 
-from trailmark.data.corpus import Tokens, text_pieces, tokenize
+from trailmark.data.corpus import Tokens
 from trailmark.evaluation.subject import Subject
-from trailmark.evaluation.trace import source_of
-from trailmark.evaluation.trace_file import TraceFile
 from trailmark.memory import ChunkCache
+from trailmark.trace.file import TraceFile
+from trailmark.trace.texts import source_of, tokens_after
 
 _SAVE_SECONDS = 300.0  # between savings of a long reading
 
@@ -35,7 +35,7 @@ class Reader:
             on; it takes both forwards in full, where a memory alone takes the lower layers.
 
     Raises:
-        ValueError: a memory of another model; as :class:`trailmark.evaluation.trace_file.TraceFile`.
+        ValueError: a memory of another model; as :class:`trailmark.trace.file.TraceFile`.
     """
 
     def __init__(
@@ -114,7 +114,9 @@ class Reader:
         return True
 
     def _pieces(self, path: Path, source: dict[str, Any]) -> Iterator[Tokens]:
-        for tokens in self._rest(path, source):
+        self._digest = hashlib.sha256()
+        way_out = "Read it into another --memory."
+        for tokens in tokens_after(path, self.subject.tokenizer, source, self._digest, "file", way_out):
             if self.trace is None:
                 yield tokens
             else:
@@ -135,29 +137,6 @@ class Reader:
         if self.trace is not None:
             self.trace.saved()
         self._saved_at = time.monotonic()
-
-    def _rest(self, path: Path, source: dict[str, Any]) -> Iterator[Tokens]:
-        """The tokens of a file after those that were read, if those are still its beginning."""
-        skip, self._digest = source["tokens"], hashlib.sha256()
-        for text in text_pieces(path):
-            tokens = tokenize([text], self.subject.tokenizer)
-            if skip:
-                known = tokens[:skip]
-                self._hash(known)
-                skip -= len(known)
-                if not skip and self._digest.hexdigest() != source["sha256"]:
-                    raise ValueError(
-                        f"file: expected {str(path)!r} as it was when its first {source['tokens']:,} tokens were read, "
-                        "it has changed since. Read it into another --memory."
-                    )
-                tokens = tokens[len(known) :]
-            if len(tokens):
-                yield tokens
-        if skip:
-            raise ValueError(
-                f"file: expected {str(path)!r} to hold the {source['tokens']:,} tokens that were read of it, "
-                f"it has {skip:,} fewer now. Read it into another --memory."
-            )
 
     def _hash(self, tokens: Tokens) -> None:
         self._digest.update(tokens.tobytes())

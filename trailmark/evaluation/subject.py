@@ -18,7 +18,7 @@ from trailmark.data.files import read_json
 from trailmark.data.needles import CURRICULUM
 from trailmark.data.trained import trained_length
 from trailmark.data.trained_embedders import embedder_of
-from trailmark.evaluation.record import identity
+from trailmark.evaluation.record import environment, identity
 from trailmark.models import MODELS, TrailmarkForCausalLM
 from trailmark.models.fields import parse_fields
 
@@ -55,6 +55,10 @@ class Subject:
 
     def identity(self) -> dict[str, Any]:
         return identity(self.model, self.folder, self.changed)
+
+    def environment(self) -> dict[str, Any]:
+        """Versions and hardware, and the date."""
+        return environment(self.model.device.type)
 
     @property
     def chunk_size(self) -> int:

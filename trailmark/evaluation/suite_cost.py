@@ -164,12 +164,15 @@ _BYTES = (
 
 
 def _ratios(name: str, title: str, value: str) -> Bars:
+    def of_generating(row: Row) -> Any:
+        return None if row.get("prompt") is None else row.get(value)
+
     return Bars(
         name,
         title,
         "Dotted: the model that the others are compared with.",
         x_label="ratio",
-        panels=(Panel("", "ratio", value),),
+        panels=(Panel("", "ratio", of_generating),),
         by=_case,
         form="times",
         base=1.0,

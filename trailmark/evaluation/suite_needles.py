@@ -301,7 +301,7 @@ SUITE = register(
         columns=(
             Column("model", "model", on=("page",), text=True),
             Column("tokens", "length", ",d"),
-            Column("x train", _times_trained, ",.4g"),
+            Column("× train", _times_trained, "times"),
             Column("kind", _kind, on=("terminal", "card"), text=True),
             Column("depth", _depth, "g"),
             Column("needles", "needles"),

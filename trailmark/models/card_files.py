@@ -9,13 +9,13 @@ import math
 import os
 import re
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import yaml
-from huggingface_hub import ModelCard, hf_hub_download
+from huggingface_hub import CommitOperationAdd, HfApi, ModelCard, hf_hub_download
 from huggingface_hub.errors import EntryNotFoundError
 from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, PreTrainedConfig
@@ -25,6 +25,9 @@ from trailmark.models.card import Json, model_card
 logger = logging.getLogger(__name__)
 
 README = "README.md"
+UPLOAD = (  # what ``push_to_hub`` takes
+    "repo_id", "tags", "private", "revision", "create_pr", "commit_message", "commit_description",
+)  # fmt: skip
 RECORD_KIND, RECORD_FORMAT = "trailmark evaluation", 1
 _MARK = re.compile(
     r"^<!-- Card made by trailmark from the files beside the weights\. Edited, it is yours and never replaced\. "
@@ -188,66 +191,107 @@ def _write(path: Path, content: bytes) -> None:
 
 
 class Saving:
-    """The card of one ``save_pretrained``: made before it begins, for what may be written over.
+    """The card of one ``save_pretrained`` or ``push_to_hub``: made before it begins, for what may be written over.
 
     What a person wrote into README.md stays, there and on the hub. A training and results are shown where the model
     was loaded from their folder, results only if the weights are still the same, byte for byte.
+
+    Args:
+        name_or_path: where the model was loaded from. folder: where it will be saved; None: nowhere but on the hub.
     """
 
-    def __init__(self, name_or_path: str, config: PreTrainedConfig, parameters: int, folder: Path) -> None:
+    def __init__(
+        self, name_or_path: str, config: PreTrainedConfig, parameters: int, folder: Path | None = None
+    ) -> None:
         self.config, self.parameters, self.folder = config, parameters, folder
-        origin = Path(name_or_path) if name_or_path else None
-        found = origin is not None and origin.is_dir()
-        self.known = read_known(origin) if origin is not None and found else Known()
-        self.origin_weights = weights_sha256(origin) if origin is not None and found else None
-        text = _read_text(folder / README)
-        self.theirs: bytes | None = None
-        if text is not None and read_mark(text) is None:
-            self.theirs = (folder / README).read_bytes()
+        origin = Path(name_or_path) if name_or_path and Path(name_or_path).is_dir() else None
+        self.known = Known() if origin is None else read_known(origin)
+        self.origin_weights = None if origin is None else weights_sha256(origin)
 
-    def text(self, name: str, tags: Sequence[str] = ()) -> str:
-        """The card of the weights that now lie in the folder."""
-        weights = weights_sha256(self.folder)
+    def text(self, weights: str | None, name: str, tags: Sequence[str] = ()) -> str:
+        """The card of the weights that were saved."""
         changed = weights is None or weights != self.origin_weights
         return _make(self.config.to_dict(), self.parameters, self.known, weights, changed, name, tags)
 
     def write(self) -> None:
         """README.md in the folder, unless there is one of somebody else's."""
-        if self.theirs is not None or not self.folder.is_dir():  # transformers said why
+        if self.folder is None or not self.folder.is_dir():  # transformers said why
             return
+        path = self.folder / README
         try:
-            _write(self.folder / README, self.text(_name(self.folder)).encode())
+            if _is_theirs(_read_text(path)):
+                logger.info("%s was not written by trailmark, or edited: it stays.", path)
+            else:
+                _write(path, self.text(weights_sha256(self.folder), _name(self.folder)).encode())
         except Exception as error:  # the model is saved
             _warn(self.folder, error)
 
-    def restore(self) -> None:
-        """What somebody else wrote stays: transformers writes the hub's over it."""
-        if self.theirs is None:
-            return
-        path = self.folder / README
-        if not path.is_file() or path.read_bytes() != self.theirs:
-            _write(path, self.theirs)
-        logger.info("%s was not written by trailmark, or edited: it stays.", path)
+    def upload(
+        self,
+        save: Callable[[Path], None],
+        repo_id: str,
+        *,
+        tags: Sequence[str] | None = None,
+        token: bool | str | None = None,
+        private: bool | None = None,
+        revision: str | None = None,
+        create_pr: bool = False,
+        commit_message: str | None = None,
+        commit_description: str | None = None,
+    ) -> Any:
+        """Send what ``save`` puts into a folder to the hub, with the card.
 
-    def before_upload(self, folder: Path, repo_id: str, token: str | bool | None) -> bool:
-        """Put into ``folder`` the card that goes to the hub; False: the one that is there stays."""
-        path = folder / README
-        self.folder = folder
-        # asked for, or of the hub's card: transformers has put them together
-        tags = _tags(_read_text(path))
-        own = self.theirs or self.text(repo_id, tags).encode()
-        _write(path, own)
-        try:
-            there = _read_text(Path(hf_hub_download(repo_id, README, token=token)))
-        except EntryNotFoundError:
-            return True
-        mark = read_mark(there or "")
-        if mark is None:
-            logger.warning("README.md of %s was not written by trailmark, or edited: it stays.", repo_id)
-            return False
-        mine = read_mark(own.decode(errors="replace"))
-        # loaded from the hub, where no files lie beside the weights, its card says what is known
-        return mine is None or mine.knows or not (mark.knows and mark.weights == mine.weights)
+        A card that is there stays if a person wrote or edited it, or if it knows more of the same weights.
+        """
+        api = HfApi(token=token)
+        repo_id = api.create_repo(repo_id, private=private, token=token, exist_ok=True).repo_id
+        there = _read_hub(repo_id, token)
+        with tempfile.TemporaryDirectory() as name:
+            folder = Path(name)
+            save(folder)
+            own = self._for_hub(folder, repo_id, [*(tags or ()), *_tags(there)])
+            if _is_theirs(there):
+                logger.warning("README.md of %s was not written by trailmark, or edited: it stays.", repo_id)
+            elif not _knows_more(there, own):
+                (folder / README).write_bytes(own)
+            if revision is not None and not revision.startswith("refs/pr") and not create_pr:
+                api.create_branch(repo_id, branch=revision, token=token, exist_ok=True)
+            files = sorted(path for path in folder.rglob("*") if path.is_file())
+            return api.create_commit(
+                repo_id,
+                [CommitOperationAdd(path.relative_to(folder).as_posix(), path) for path in files],
+                commit_message=commit_message or "Upload model",
+                commit_description=commit_description,
+                token=token,
+                revision=revision,
+                create_pr=create_pr,
+            )
+
+    def _for_hub(self, folder: Path, repo_id: str, tags: Sequence[str]) -> bytes:
+        """What a person wrote into the folder that is saved to, else the card of the weights in ``folder``."""
+        if self.folder is not None and _is_theirs(_read_text(self.folder / README)):
+            return (self.folder / README).read_bytes()
+        return self.text(weights_sha256(folder), repo_id, list(dict.fromkeys(tags))).encode()
+
+
+def _is_theirs(text: str | None) -> bool:
+    """Whether a person wrote or edited a card."""
+    return text is not None and read_mark(text) is None
+
+
+def _knows_more(there: str | None, own: bytes) -> bool:
+    """Whether the hub's card of the same weights says what ours cannot: no files lie beside weights from the hub."""
+    mark, mine = read_mark(there or ""), read_mark(own.decode(errors="replace"))
+    if mark is None or mine is None:
+        return False
+    return mark.knows and not mine.knows and mark.weights == mine.weights
+
+
+def _read_hub(repo_id: str, token: bool | str | None) -> str | None:
+    try:
+        return _read_text(Path(hf_hub_download(repo_id, README, token=token)))
+    except EntryNotFoundError:
+        return None
 
 
 def _make(

@@ -27,13 +27,13 @@ from transformers.utils import ModelOutput
 from trailmark.memory import CacheState, ChunkCache, ChunkMemory
 from trailmark.models.answers import ModelAnswers
 from trailmark.models.arguments import CacheKey, check_cache, check_documents, check_tokens, check_vocabulary
-from trailmark.models.card_files import README, Saving
+from trailmark.models.card_files import UPLOAD, Saving
 from trailmark.models.configuration import TrailmarkConfig
 from trailmark.models.embedding import ChunkEmbedder, Given, expect_embedder
 from trailmark.models.generation import ChunkGenerationMixin
 from trailmark.models.grid import Grid, Integers, lay_out
 from trailmark.models.layers import LayerNorm, RMSNorm
-from trailmark.models.loss import causal_loss, mean_at
+from trailmark.models.loss import shift_labels, text_loss
 from trailmark.models.text import Text, present_tokens
 from trailmark.models.without_retrieval import without_retrieval
 from trailmark.ops import ChunkSelection
@@ -354,13 +354,13 @@ class TrailmarkForCausalLM(ModelAnswers, PreTrainedModel, ChunkGenerationMixin):
             extra = self.landmark_terms(logits, states, *(text.in_columns(x) for x in hidden.own))
         loss = None
         if labels is not None:
-            labels = self.bearing_loss(labels, input_ids, document_ids)
-            loss = causal_loss(logits, labels, num_items_in_batch)
-            if extra is not None:
-                loss = loss + mean_at(extra, labels, num_items_in_batch)
-            if hidden.ranking is not None:
-                each = hidden.ranking[:, None].expand(labels.shape)
-                loss = loss + mean_at(each, labels, num_items_in_batch)
+            loss = text_loss(
+                logits,
+                shift_labels(self.bearing_loss(labels, input_ids, document_ids)),
+                total=num_items_in_batch,
+                landmark_loss=extra,
+                ranking_loss=hidden.ranking,
+            )
         retrieval = hidden.retrieval if output_retrieval else None
         if retrieval is not None and hidden.closed is None:
             retrieval = tuple(text.selection_in_columns(chosen) for chosen in retrieval)
@@ -490,46 +490,46 @@ class TrailmarkForCausalLM(ModelAnswers, PreTrainedModel, ChunkGenerationMixin):
 
     # --- saving -----------------------------------------------------------------------------------------------
 
-    _card: Saving | None = None  # of the last call of save_pretrained, for what it sends to the hub
-
     def save_pretrained(
-        self, save_directory: str | Path, *args: Any, card: bool | None = None, **kwargs: Any
+        self,
+        save_directory: str | Path,
+        is_main_process: bool = True,
+        state_dict: dict[str, Tensor] | None = None,
+        push_to_hub: bool = False,
+        *args: Any,
+        card: bool | None = None,
+        **kwargs: Any,
     ) -> None:
         """transformers' ``save_pretrained``, and a model card: README.md (docs/evaluation.md says what stands in it).
 
         Args:
+            push_to_hub: whether to push the model too: see :meth:`push_to_hub`, whose arguments may stand here.
             card: whether to write one; what a person wrote or edited is never replaced. None: unless ``state_dict`` is
                 given, as checkpoints within a training are saved.
         """
-        gathered = kwargs.get("state_dict", args[1] if len(args) > 1 else None) is not None
-        is_main = kwargs.get("is_main_process", args[0] if args else True)
-        if not is_main or not (not gathered if card is None else card):
-            self._card = None
-            super().save_pretrained(save_directory, *args, **kwargs)
-            return
-        count = sum(parameter.numel() for parameter in self.parameters())
-        saving = self._card = Saving(self.name_or_path, self.config, count, Path(save_directory))
-        try:
-            super().save_pretrained(save_directory, *args, **kwargs)
-            saving.write()
-        finally:
-            saving.restore()
+        folder = Path(save_directory)
+        own_card = Saving(self.name_or_path, self.config, self.num_parameters(), folder)
+        upload = {name: kwargs.pop(name) for name in UPLOAD if name in kwargs}
+        save = super().save_pretrained
+        save(folder, is_main_process, state_dict, False, *args, **kwargs)
+        if is_main_process and (state_dict is None if card is None else card):
+            own_card.write()
+        if is_main_process and push_to_hub:
+            upload = {"repo_id": folder.name, "tags": self.model_tags, "token": kwargs.get("token")} | upload
+            own_card.upload(lambda to: save(to, True, state_dict, False, *args, **kwargs), **upload)
 
-    def _upload_modified_files(
-        self,
-        working_dir: str | Path,
-        repo_id: str,
-        files_timestamps: dict[str, float],
-        commit_message: str | None = None,
-        token: bool | str | None = None,
-        **kwargs: Any,
-    ) -> Any:
-        # the one place between transformers' own card and the hub
-        if self._card is not None and not self._card.before_upload(Path(working_dir), repo_id, token):
-            files_timestamps = files_timestamps | {README: math.inf}  # not modified: not sent
-        return super()._upload_modified_files(
-            working_dir, repo_id, files_timestamps, commit_message, token, **kwargs
-        )
+    def push_to_hub(self, repo_id: str, *, max_shard_size: int | str = "50GB", **options: Any) -> Any:
+        """transformers' ``push_to_hub`` with our model card, which never replaces one that a person wrote or edited.
+
+        Args:
+            options: as of transformers: commit_message, commit_description, private, token, revision, create_pr, tags.
+        """
+        own_card = Saving(self.name_or_path, self.config, self.num_parameters())
+
+        def save(folder: Path) -> None:
+            self.save_pretrained(folder, max_shard_size=max_shard_size, card=False)
+
+        return own_card.upload(save, repo_id, **options)
 
     # --- inside -----------------------------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""The language-modelling loss: token t predicts token t + 1."""
+"""The language-modelling loss, one for calls with labels and for training: token t predicts token t + 1."""
 
 from __future__ import annotations
 
@@ -7,24 +7,45 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
-def causal_loss(logits: Tensor, labels: Tensor, num_items: Tensor | int | None = None) -> Tensor:
-    """Cross entropy of token t + 1 at token t in float32 or wider: mean, or sum / ``num_items``."""
+def text_loss(
+    logits: Tensor,
+    labels: Tensor,
+    *,
+    weights: Tensor | None = None,
+    total: Tensor | int | None = None,
+    landmark_loss: Tensor | None = None,
+    ranking_loss: Tensor | None = None,
+    rows: int | None = None,
+) -> Tensor:
+    """The weighted sum of the tokens' cross entropies in float32 or wider, over ``total``.
+
+    Args:
+        logits: [B, T, V] where they predict the next token.
+        labels: int64 [B, T] of :func:`shift_labels`; -100 bears no loss.
+        weights: [B, T] of the labels; None: 1 each.
+        total: what the sum is divided by; None: the sum of the weights, so that the loss is a mean.
+        landmark_loss: [B, T] what is added to each token's, weighted as it is.
+        ranking_loss: [B] what is added for each row.
+        rows: over how many rows rankings are averaged; None: a row's counts for each of its tokens, as theirs does.
+    """
     dtype = torch.promote_types(logits.dtype, torch.float32)
     # the labels are shifted, not the logits: a slice of those would be copied back and forth
-    flat, targets = logits.to(dtype).flatten(0, 1), shift_labels(labels).flatten().long()
-    if num_items is None:
-        count = (targets != -100).sum()
-    else:
-        count = torch.as_tensor(num_items, device=logits.device)
-    count = count.clamp(min=1)  # no token, no loss
-    return F.cross_entropy(flat, targets, ignore_index=-100, reduction="sum") / count
-
-
-def mean_at(values: Tensor, labels: Tensor, num_items: Tensor | int | None) -> Tensor:
-    """The values [B, T] where there is a label to predict, divided as ``causal_loss`` divides."""
-    counted = shift_labels(labels) != -100
-    count = counted.sum() if num_items is None else torch.as_tensor(num_items, device=values.device)
-    return values.masked_fill(~counted, 0).sum() / count.clamp(min=1)
+    losses = F.cross_entropy(
+        logits.to(dtype).flatten(0, 1), labels.flatten().long(), ignore_index=-100, reduction="none"
+    )
+    if landmark_loss is not None:
+        losses = losses + landmark_loss.flatten()
+    if ranking_loss is not None and rows is None:
+        losses = losses + ranking_loss[:, None].expand(labels.shape).flatten()
+    if weights is None:
+        weights = (labels != -100).to(losses.dtype)
+    if total is None:
+        total = weights.double().sum()
+    count = torch.as_tensor(total, device=losses.device).to(losses.dtype)
+    loss = (losses * weights.flatten()).sum() / count.clamp(min=1e-9)  # no token, no loss
+    if ranking_loss is not None and rows is not None:
+        loss = loss + ranking_loss.sum() / rows
+    return loss
 
 
 def shift_labels(labels: Tensor, fill: int = -100) -> Tensor:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 P = ParamSpec("P")
 R = TypeVar("R")
+KERNEL_DTYPES = torch.float32, torch.bfloat16, torch.float16
 _HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 
@@ -38,6 +39,49 @@ def require_implementation(implementation: str | None, supported: tuple[str, ...
         "None or one of " + ", ".join(map(repr, supported)),
         "None picks the fastest that supports the input.",
     )
+
+
+def require_floating(**tensors: Tensor) -> None:
+    """Refuse tensors of whole numbers, each under its argument's name."""
+    for argument, tensor in tensors.items():
+        require(tensor.is_floating_point(), argument, tensor.dtype, "a floating dtype", "Convert it.")
+
+
+def require_device(q: Tensor, **others: Tensor | None) -> None:
+    """Refuse tensors, each under its argument's name, that do not stand where ``q`` does."""
+    for argument, tensor in others.items():
+        if tensor is not None and tensor.device != q.device:
+            came, expected = f"a tensor on {tensor.device}", f"one on {q.device}, as q"
+            require(False, argument, came, expected, "Move it there.")
+
+
+def choose_implementation(
+    implementation: str | None, on_cuda: bool, kernels_refuse: Callable[[], str | None]
+) -> str:
+    """The implementation asked for; None is "triton" on CUDA where the kernels take the inputs, else "torch".
+
+    ``kernels_refuse`` says why they do not; asked for by name, they are refused with that reason.
+    """
+    if implementation is None:
+        return "triton" if on_cuda and kernels_refuse() is None else "torch"
+    if implementation == "triton":
+        problem = kernels_refuse()
+        expected = "an implementation that takes these inputs"
+        require(problem is None, "implementation", "'triton'", expected, f"{problem}.")
+    return implementation
+
+
+def attention_kernels_refuse(q: Tensor, k: Tensor, v: Tensor) -> str | None:
+    """Why the attention kernels do not take these inputs; None if they do."""
+    if problem := triton_problem(q.device):
+        return problem
+    if not q.dtype == k.dtype == v.dtype:
+        return f"q, k, v are {q.dtype}, {k.dtype}, {v.dtype}. Convert them to one dtype"
+    if q.dtype not in KERNEL_DTYPES:
+        return f"q is {q.dtype}. Convert it to float32, bfloat16 or float16"
+    if q.shape[-1] > 256:
+        return f"D is {q.shape[-1]}, and the kernels have at most 256"
+    return None
 
 
 def triton_problem(device: torch.device) -> str | None:

@@ -9,6 +9,7 @@ from torch import Tensor
 from trailmark.ops import reference
 from trailmark.ops.arguments import (
     require,
+    require_floating,
     require_grouped_heads,
     require_implementation,
     require_shape,
@@ -64,8 +65,7 @@ def chunked_cross_attention(
     require_grouped_heads(H, J)
     require_shape("null_k", null_k, (J, D), "[J, D]")
     require_shape("null_v", null_v, (J, D), "[J, D]")
-    for name, x in (("q", q), ("k", k), ("v", v), ("null_k", null_k), ("null_v", null_v)):
-        require(x.is_floating_point(), name, x.dtype, "a floating dtype", "Convert it.")
+    require_floating(q=q, k=k, v=v, null_k=null_k, null_v=null_v)
     if mask is not None:
         require_shape("mask", mask, (B, N, L), "[B, N, L]")
         require(mask.dtype == torch.bool, "mask", mask.dtype, "bool", "True is seen.")

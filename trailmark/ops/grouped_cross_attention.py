@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,15 +13,19 @@ from torch.autograd.function import once_differentiable
 from trailmark.ops import grouped_cross_attention_torch, reference
 from trailmark.ops.arguments import (
     arithmetic_dtype,
+    attention_kernels_refuse,
+    choose_implementation,
     require,
     require_chunk_numbers,
+    require_device,
+    require_floating,
     require_grouped_heads,
     require_implementation,
     require_shape,
-    triton_problem,
     whole_numbers,
     without_autocast,
 )
+from trailmark.ops.calls import CrossAttentionCall, spelled_out
 
 
 @without_autocast
@@ -87,12 +93,8 @@ def grouped_cross_attention(
     indices = whole_numbers("indices", indices)
     for name, size in (("R", q.shape[2]), ("K", K), ("S", S), ("D", D)):
         require(size >= 1, name, size, "at least 1")
-    for name, x in (("q", q), ("k", k), ("v", v), ("weights", weights)):
-        require(x.is_floating_point(), name, x.dtype, "a floating dtype", "Convert it.")
-    others = {"k": k, "v": v, "indices": indices, "weights": weights, "lengths": lengths}
-    for name, other in others.items():
-        if other is not None and other.device != q.device:
-            require(False, name, f"a tensor on {other.device}", f"one on {q.device}, as q", "Move it there.")
+    require_floating(q=q, k=k, v=v, weights=weights)
+    require_device(q, k=k, v=v, indices=indices, weights=weights, lengths=lengths)
     require_chunk_numbers("indices", indices, M)
     if lengths is not None:
         require_shape("lengths", lengths, (B, M), "[B, M]")
@@ -106,189 +108,118 @@ def grouped_cross_attention(
         return reference.grouped_cross_attention(
             q, k, v, indices, weights, present, softmax_off_by_one, scale
         )
-    chosen = _choose(implementation, q, k, v, weights)
-    if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, weights)):
-        if torch.compiler.is_compiling():
-            return _gca(q, k, v, indices, weights, lengths, softmax_off_by_one, scale, chosen, True)[0]
-        return _Eager.apply(q, k, v, indices, weights, lengths, softmax_off_by_one, scale, chosen)
+    chosen = choose_implementation(implementation, q.is_cuda, partial(triton_refuses, q, k, v, weights))
+    call = CrossAttentionCall(q, k, v, indices, weights, lengths, softmax_off_by_one, scale)
+    keep = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, weights))
     if torch.compiler.is_compiling():
-        return _gca(q, k, v, indices, weights, lengths, softmax_off_by_one, scale, chosen, False)[0]
+        return _gca(*call, chosen, keep)[0]
+    if keep:
+        return _Eager.apply(*call, chosen)
     own_table = N == 1 and M == K and q.device.type == "cpu"  # elsewhere a look would wait for the device
     if chosen == "torch" and own_table and bool((indices == torch.arange(K)).all()):
-        return grouped_cross_attention_torch.read_in_order(
-            q, k, v, weights, lengths, softmax_off_by_one, scale
-        )
-    return _forward(q, k, v, indices, weights, lengths, softmax_off_by_one, scale, chosen, False)[0]
+        return grouped_cross_attention_torch.read_in_order(call)
+    return _forward(call, chosen, False)[0]
 
 
 def triton_refuses(q: Tensor, k: Tensor, v: Tensor, weights: Tensor) -> str | None:
     """Why the kernels do not take these inputs; None if they do."""
-    if problem := triton_problem(q.device):
-        return problem
-    if not q.dtype == k.dtype == v.dtype:
-        return f"q, k, v are {q.dtype}, {k.dtype}, {v.dtype}. Convert them to one dtype"
-    if q.dtype not in (torch.float32, torch.bfloat16, torch.float16) or weights.dtype == torch.float64:
+    if weights.dtype == torch.float64:
         return f"q is {q.dtype} and weights {weights.dtype}. Convert them to float32, bfloat16 or float16"
-    if q.shape[-1] > 256:
-        return f"D is {q.shape[-1]}, and the kernels have at most 256"
-    return None
+    return attention_kernels_refuse(q, k, v)
 
 
-def _choose(implementation: str | None, q: Tensor, k: Tensor, v: Tensor, weights: Tensor) -> str:
-    if implementation is None:
-        return "triton" if q.is_cuda and triton_refuses(q, k, v, weights) is None else "torch"
-    if implementation == "triton":
-        problem = triton_refuses(q, k, v, weights)
-        require(
-            problem is None,
-            "implementation",
-            "'triton'",
-            "an implementation that takes these inputs",
-            f"{problem}.",
-        )
-    return implementation
-
-
-def _forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    indices: Tensor,
-    weights: Tensor,
-    lengths: Tensor | None,
-    off_by_one: bool,
-    scale: float,
-    implementation: str,
-    keep: bool,
-) -> tuple[Tensor, Tensor]:
+def _forward(call: CrossAttentionCall, implementation: str, keep: bool) -> tuple[Tensor, Tensor]:
     """The output, and with ``keep`` what the backward needs of each row, head and chunk (else empty)."""
     if implementation == "triton":
         from trailmark.ops import grouped_cross_attention_triton as kernels
 
-        return kernels.forward(q, k, v, indices, weights, lengths, off_by_one, scale, keep)
-    return grouped_cross_attention_torch.forward(q, k, v, indices, weights, lengths, off_by_one, scale, keep)
+        return kernels.forward(call, keep)
+    return grouped_cross_attention_torch.forward(call, keep)
 
 
 def _backward(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    indices: Tensor,
-    weights: Tensor,
-    lengths: Tensor | None,
-    lse: Tensor,
-    scale: float,
-    implementation: str,
-    of_memory: bool,
+    grad: Tensor, call: CrossAttentionCall, lse: Tensor, implementation: str, of_memory: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The gradients of q, k, v and weights; without ``of_memory`` those of k and v are empty."""
     if implementation == "triton":
         from trailmark.ops import grouped_cross_attention_triton as kernels
 
-        return kernels.backward(grad, q, k, v, indices, weights, lengths, lse, scale, of_memory)
-    return grouped_cross_attention_torch.backward(
-        grad, q, k, v, indices, weights, lengths, lse, scale, of_memory
-    )
+        return kernels.backward(grad, call, lse, of_memory)
+    return grouped_cross_attention_torch.backward(grad, call, lse, of_memory)
+
+
+def _save(ctx: Any, call: CrossAttentionCall, implementation: str, lse: Tensor) -> None:
+    """Keep the inputs and the log-sum-exps for :func:`_gradients`."""
+    *tensors, off_by_one, scale = call
+    ctx.save_for_backward(*tensors, lse)
+    ctx.options, ctx.implementation = (off_by_one, scale), implementation
+
+
+def _gradients(
+    ctx: Any, grad: Tensor, backward: Callable[..., tuple[Tensor, ...]]
+) -> tuple[Tensor | None, ...]:
+    """One for each input of a call and for whatever follows it; a frozen memory gets none."""
+    *tensors, lse = ctx.saved_tensors
+    of_memory = any(ctx.needs_input_grad[1:3])
+    call = CrossAttentionCall(*tensors, *ctx.options)
+    dq, dk, dv, dw = backward(grad, call, lse, ctx.implementation, of_memory)
+    of_k, of_v = (dk, dv) if of_memory else (None, None)
+    return dq, of_k, of_v, None, dw, *[None] * (len(ctx.needs_input_grad) - 5)
 
 
 class _Eager(torch.autograd.Function):
-    """Saves the inputs and the log-sum-exps. A third of the overhead of the ``torch.library`` ops below."""
+    """A third of the overhead of the ``torch.library`` ops below."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        indices: Tensor,
-        weights: Tensor,
-        lengths: Tensor | None,
-        off_by_one: bool,
-        scale: float,
-        implementation: str,
-    ) -> Tensor:
-        out, lse = _forward(q, k, v, indices, weights, lengths, off_by_one, scale, implementation, True)
-        ctx.save_for_backward(q, k, v, indices, weights, lengths, lse)
-        ctx.scale, ctx.implementation = scale, implementation
+    def forward(ctx: Any, *arguments: Any) -> Tensor:
+        *given, implementation = arguments
+        call = CrossAttentionCall(*given)
+        out, lse = _forward(call, implementation, True)
+        _save(ctx, call, implementation, lse)
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, indices, weights, lengths, lse = ctx.saved_tensors
-        of_memory = any(ctx.needs_input_grad[1:3])
-        dq, dk, dv, dw = _backward(
-            grad, q, k, v, indices, weights, lengths, lse, ctx.scale, ctx.implementation, of_memory
-        )
-        if not of_memory:
-            return dq, None, None, None, dw, None, None, None, None
-        return dq, dk, dv, None, dw, None, None, None, None
+        return _gradients(ctx, grad, _backward)
 
 
 # Under torch.compile the same functions are ops that it does not look into, so that its graph stays whole.
 
 
 @torch.library.custom_op("trailmark::grouped_cross_attention", mutates_args=())
-def _gca(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    indices: Tensor,
-    weights: Tensor,
-    lengths: Tensor | None,
-    off_by_one: bool,
-    scale: float,
-    implementation: str,
-    keep: bool,
-) -> tuple[Tensor, Tensor]:
-    require_chunk_numbers("indices", indices, k.shape[1])  # not seen while tracing
-    return _forward(q, k, v, indices, weights, lengths, off_by_one, scale, implementation, keep)
+@spelled_out
+def _gca(call: CrossAttentionCall, implementation: str, keep: bool) -> tuple[Tensor, Tensor]:
+    require_chunk_numbers("indices", call.indices, call.k.shape[1])  # not seen while tracing
+    return _forward(call, implementation, keep)
 
 
 @_gca.register_fake
-def _(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    indices: Tensor,
-    weights: Tensor,
-    lengths: Tensor | None,
-    off_by_one: bool,
-    scale: float,
-    implementation: str,
-    keep: bool,
-) -> tuple[Tensor, Tensor]:
+@spelled_out
+def _(call: CrossAttentionCall, implementation: str, keep: bool) -> tuple[Tensor, Tensor]:
+    q, indices = call.q, call.indices
     B, N, R, H, _ = q.shape
     J, K = indices.shape[2:]
-    out = q.new_empty(q.shape)
+    out, dtype = q.new_empty(q.shape), arithmetic_dtype(q, call.k, call.v, call.weights)
     if not keep:
-        return out, q.new_empty((0,), dtype=arithmetic_dtype(q, k, v, weights))
+        return out, q.new_empty((0,), dtype=dtype)
     if implementation == "triton":
         kept = 2 if q.dtype == torch.float32 else 1
         return out, q.new_empty((kept, B, N, J, K, H // J * R), dtype=torch.float32)
-    return out, q.new_empty((B * N, J, K, H // J * R), dtype=arithmetic_dtype(q, k, v, weights))
+    return out, q.new_empty((B * N, J, K, H // J * R), dtype=dtype)
 
 
 _gca_backward = torch.library.custom_op(
-    "trailmark::grouped_cross_attention_backward", _backward, mutates_args=()
+    "trailmark::grouped_cross_attention_backward", spelled_out(_backward), mutates_args=()
 )
 
 
 @_gca_backward.register_fake
+@spelled_out
 def _(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    indices: Tensor,
-    weights: Tensor,
-    lengths: Tensor | None,
-    lse: Tensor,
-    scale: float,
-    implementation: str,
-    of_memory: bool,
+    grad: Tensor, call: CrossAttentionCall, lse: Tensor, implementation: str, of_memory: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    q, k, v, weights = call.q, call.k, call.v, call.weights
     B, M, S, J, D = k.shape
     if not of_memory:
         return q.new_empty(q.shape), k.new_empty(0), v.new_empty(0), weights.new_empty(weights.shape)
@@ -299,16 +230,16 @@ def _(
     return q.new_empty(q.shape), dk, dv, weights.new_empty(weights.shape)
 
 
-def _keep_inputs(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    ctx.save_for_backward(*inputs[:6], output[1])
-    ctx.scale, ctx.implementation = inputs[7:9]
+def _save_compiled(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    *given, implementation, _ = inputs
+    _save(ctx, CrossAttentionCall(*given), implementation, output[1])
 
 
-def _gradients(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-    of_memory = any(ctx.needs_input_grad[1:3])
-    dq, dk, dv, dw = _gca_backward(grad, *ctx.saved_tensors, ctx.scale, ctx.implementation, of_memory)
-    of_k, of_v = (dk, dv) if of_memory else (None, None)
-    return dq, of_k, of_v, None, dw, None, None, None, None, None
+def _gradients_compiled(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(grad: Tensor, call: CrossAttentionCall, *rest: Any) -> tuple[Tensor, ...]:
+        return _gca_backward(grad, *call, *rest)
+
+    return _gradients(ctx, grad, backward)
 
 
-_gca.register_autograd(_gradients, setup_context=_keep_inputs)
+_gca.register_autograd(_gradients_compiled, setup_context=_save_compiled)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from trailmark.ops.arguments import arithmetic_dtype
+from trailmark.ops.calls import CrossAttentionCall
 
 # Reading chunks are walked in slabs whose gathered keys, values and scores have about this many elements:
 # small enough for a core's caches, large enough to keep the GEMMs busy.
@@ -22,27 +23,18 @@ _SLAB_ELEMENTS = 1 << 20
 _LOG2_E = math.log2(math.e)
 
 
-def forward(
-    q: Tensor,  # [B, N, R, H, D]
-    k: Tensor,  # [B, M, S, J, D]
-    v: Tensor,
-    indices: Tensor,  # [B, N, J, K]
-    weights: Tensor,  # [B, N, J, K]
-    lengths: Tensor | None,  # [B, M]
-    off_by_one: bool,
-    scale: float,
-    keep: bool,
-) -> tuple[Tensor, Tensor]:
+def forward(call: CrossAttentionCall, keep: bool) -> tuple[Tensor, Tensor]:
     """The output, and with ``keep`` one log-sum-exp (base 2) per row, head and chunk for the backward.
 
     They are [B * N, J, K, g R], ready to be broadcast over scores; without ``keep``, empty.
     """
-    slabs = _Slabs(q, k, v, indices, weights, lengths)
+    q, off_by_one = call.q, call.off_by_one
+    slabs = _Slabs(call)
     # ONE buffer outside the slabs for each result: its size is that of q, not K times it
     out = slabs.result(slabs.query_shape, q.dtype)  # [B N, R, J, g, D]
     lse = slabs.result(slabs.lse_shape if keep else (0,), slabs.dtype)
     for rows in slabs:
-        scores = slabs.scores(rows, slabs.keys(rows), slabs.fold(slabs.q, rows), scale)  # [c J, K, S, g R]
+        scores = slabs.scores(rows, slabs.keys(rows), slabs.fold(slabs.q, rows))  # [c J, K, S, g R]
         top = scores.amax(2, keepdim=True)
         # off by one: the running maximum starts at 0 and the running sum at 1 (Eq. 3)
         top = top.clamp_(min=0) if off_by_one else top.masked_fill_(top == -torch.inf, 0)
@@ -62,22 +54,14 @@ def forward(
 
 
 def backward(
-    grad: Tensor,  # [B, N, R, H, D]
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    indices: Tensor,
-    weights: Tensor,
-    lengths: Tensor | None,
-    lse: Tensor,
-    scale: float,
-    of_memory: bool,
+    grad: Tensor, call: CrossAttentionCall, lse: Tensor, of_memory: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The gradients of q, k, v and weights; without ``of_memory`` those of k and v are empty.
 
     The chunks are gathered again.
     """
-    slabs = _Slabs(q, k, v, indices, weights, lengths)
+    q, k, v, indices, weights, _, _, scale = call
+    slabs = _Slabs(call)
     (B, M, S, J, D), dtype = k.shape, slabs.dtype
     grad = grad.reshape(slabs.query_shape)
     dq = slabs.result(slabs.query_shape, q.dtype)
@@ -90,7 +74,7 @@ def backward(
             numbers = into[rows].reshape(-1)
             query, out_grad = slabs.fold(slabs.q, rows), slabs.fold(grad, rows)  # [c J, g R, D]
             keys = slabs.keys(rows)
-            probabilities = slabs.scores(rows, keys, query, scale)  # [c J, K, S, g R]
+            probabilities = slabs.scores(rows, keys, query)  # [c J, K, S, g R]
             probabilities.sub_(lse[rows].view(-1, slabs.K, 1, query.shape[1])).exp2_()
             values = slabs.values(rows, "values")
             # dP without the weight: dO V^T; its row sums with P give both D and the weights' gradient
@@ -117,16 +101,9 @@ def backward(
     return dq.view(q.shape), dk.to(k.dtype), dv.to(v.dtype), dw
 
 
-def read_in_order(
-    q: Tensor,  # [B, 1, R, H, D]
-    k: Tensor,  # [B, K, S, J, D]
-    v: Tensor,
-    weights: Tensor,  # [B, 1, J, K]
-    lengths: Tensor | None,  # [B, K]
-    off_by_one: bool,
-    scale: float,
-) -> Tensor:
-    """Decoding: one chunk reads a table of its own from end to end, which needs no gathering."""
+def read_in_order(call: CrossAttentionCall) -> Tensor:
+    """Decoding: one chunk reads a table of its own from end to end, which needs no gathering: N = 1, M = K."""
+    q, k, v, _, weights, lengths, off_by_one, scale = call
     (B, _, R, H, D), (K, S, J) = q.shape, k.shape[1:4]
     dtype = arithmetic_dtype(q, k, v, weights)
     # no copies, if each head's keys stand side by side
@@ -193,9 +170,8 @@ class _Slabs:
     Folded rows are [c * J, g * R, D]: the g query heads of a key/value head stand below each other.
     """
 
-    def __init__(
-        self, q: Tensor, k: Tensor, v: Tensor, indices: Tensor, weights: Tensor, lengths: Tensor | None
-    ) -> None:
+    def __init__(self, call: CrossAttentionCall) -> None:
+        q, k, v, indices, weights, lengths, _, self.scale = call
         B, N, R, H, D = q.shape
         self.M, self.S, self.J = k.shape[1:4]
         self.K, self.D = indices.shape[-1], D
@@ -290,10 +266,10 @@ class _Slabs:
     def weight(self, rows: slice) -> Tensor:
         return self.weights[rows].reshape(-1, self.K, 1, 1)
 
-    def scores(self, rows: slice, keys: Tensor, query: Tensor, scale: float) -> Tensor:
+    def scores(self, rows: slice, keys: Tensor, query: Tensor) -> Tensor:
         """[c * J, K, S, g * R] in base 2, -inf at keys that do not exist."""
         scores = self.buffer("scores", rows, query.shape[1])
-        scores.baddbmm_(keys, query.transpose(1, 2), beta=0, alpha=scale * _LOG2_E)
+        scores.baddbmm_(keys, query.transpose(1, 2), beta=0, alpha=self.scale * _LOG2_E)
         if self.absent is not None and self.absent.among(rows):
             # added, which is several times faster than masked_fill_; those keys are zeros, never NaN
             absent = self.absent.where[rows].reshape(len(scores), -1, 1)

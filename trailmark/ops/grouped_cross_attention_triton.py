@@ -9,6 +9,7 @@ import torch
 import triton
 from torch import Tensor
 
+from trailmark.ops.calls import CrossAttentionCall
 from trailmark.ops.grouped_cross_attention_kernels import (
     add_parts_kernel,
     forward_kernel,
@@ -80,24 +81,14 @@ def needs_wide_offsets(q: Tensor, k: Tensor, v: Tensor, *like_q: Tensor) -> bool
     return max(reach(x) for x in (q, k, v, *like_q)) + slack >= 2**31
 
 
-def forward(
-    q: Tensor,  # [B, N, R, H, D]
-    k: Tensor,  # [B, M, S, J, D]
-    v: Tensor,
-    indices: Tensor,  # [B, N, J, K]
-    weights: Tensor,  # [B, N, J, K]
-    lengths: Tensor | None,  # [B, M]
-    off_by_one: bool,
-    scale: float,
-    keep: bool,
-    wide: bool | None = None,
-) -> tuple[Tensor, Tensor]:
+def forward(call: CrossAttentionCall, keep: bool, wide: bool | None = None) -> tuple[Tensor, Tensor]:
     """The output, and with ``keep`` what the backward needs of each row and chunk; else an empty tensor.
 
     That is [1, B, N, J, K, R * G], the log-sum-exp (base 2); of float32 [2, ...], the largest score and the sum.
 
     ``wide``: 64 bits for the offsets inside tiles; None: where they need them.
     """
+    q, k, v, indices, weights, lengths, off_by_one, scale = call
     (B, N, R, H, D), (M, S, J), K = q.shape, k.shape[1:4], indices.shape[3]
     G = H // J
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
@@ -126,19 +117,14 @@ def forward(
 
 def backward(
     grad: Tensor,  # [B, N, R, H, D]
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    indices: Tensor,
-    weights: Tensor,
-    lengths: Tensor | None,
+    call: CrossAttentionCall,
     lse: Tensor,
-    scale: float,
     of_memory: bool = True,
     wide: bool | None = None,
     readers_of_a_part: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The gradients of q, k, v and weights; without ``of_memory`` those of k and v are empty."""
+    q, k, v, indices, weights, lengths, _, scale = call
     (B, N, R, H, D), (M, S, J), K = q.shape, k.shape[1:4], indices.shape[3]
     G = H // J
     dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,14 +12,18 @@ from torch.autograd.function import once_differentiable
 from trailmark.ops import landmark_attention_torch, reference
 from trailmark.ops.arguments import (
     arithmetic_dtype,
+    attention_kernels_refuse,
+    choose_implementation,
     require,
+    require_device,
+    require_floating,
     require_grouped_heads,
     require_implementation,
     require_shape,
-    triton_problem,
     without_autocast,
 )
-from trailmark.ops.landmark_layout import TABLES, LandmarkLayout
+from trailmark.ops.calls import LandmarkCall, spelled_out
+from trailmark.ops.landmark_layout import LandmarkLayout, LayoutParts
 
 
 @without_autocast
@@ -87,55 +92,25 @@ def landmark_attention(
     require_shape("v", v, (B, T, J, D), "[B, T, J, D]")
     require_grouped_heads(H, J)
     require(D >= 1, "D", D, "at least 1")
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        require(x.is_floating_point(), name, x.dtype, "a floating dtype", "Convert it.")
-        if x.device != q.device:
-            require(False, name, f"a tensor on {x.device}", f"one on {q.device}, as q", "Move it there.")
+    require_floating(q=q, k=k, v=v)
+    require_device(q, k=k, v=v)
     scale = D**-0.5 if scale is None else scale
     layout = _layout(q, k, is_landmark, document_ids, causal, query_places)
     if implementation == "reference":
         out, lse = _reference(q, k, v, is_landmark, document_ids, causal, scale, query_places, layout)
         return (out, lse) if return_lse else out
-    chosen = _choose(implementation, q, k, v)
+    chosen = choose_implementation(implementation, q.is_cuda, partial(attention_kernels_refuse, q, k, v))
     k, v, q = _in_order(k, layout.key_order), _in_order(v, layout.key_order), _in_order(q, layout.query_order)
     if torch.compiler.is_compiling():
-        out, lse = _op(q, k, v, *_parts(layout), scale, chosen)
+        out, lse = _op(q, k, v, *layout.parts(), scale, chosen)
     elif torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
         out, lse = _Eager.apply(q, k, v, layout, scale, chosen)
     else:
-        out, lse = _forward(q, k, v, layout, scale, chosen, False)
+        out, lse = _forward(LandmarkCall(q, k, v, layout, scale), chosen, False)
     if layout.query_order is not None:
         back = layout.query_order.argsort(1)
         out, lse = _in_order(out, back), _in_order(lse, back)
     return (out, lse) if return_lse else out
-
-
-def triton_refuses(q: Tensor, k: Tensor, v: Tensor) -> str | None:
-    """Why the kernels do not take these inputs; None if they do."""
-    if problem := triton_problem(q.device):
-        return problem
-    if not q.dtype == k.dtype == v.dtype:
-        return f"q, k, v are {q.dtype}, {k.dtype}, {v.dtype}. Convert them to one dtype"
-    if q.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-        return f"q is {q.dtype}. Convert it to float32, bfloat16 or float16"
-    if q.shape[-1] > 256:
-        return f"D is {q.shape[-1]}, and the kernels have at most 256"
-    return None
-
-
-def _choose(implementation: str | None, q: Tensor, k: Tensor, v: Tensor) -> str:
-    if implementation is None:
-        return "triton" if q.is_cuda and triton_refuses(q, k, v) is None else "torch"
-    if implementation == "triton":
-        problem = triton_refuses(q, k, v)
-        require(
-            problem is None,
-            "implementation",
-            "'triton'",
-            "an implementation that takes these inputs",
-            f"{problem}.",
-        )
-    return implementation
 
 
 def _layout(
@@ -147,9 +122,7 @@ def _layout(
     query_places: Tensor | None,
 ) -> LandmarkLayout:
     B, P, T = len(q), q.shape[1], k.shape[1]
-    device = (is_landmark if isinstance(is_landmark, Tensor) else is_landmark.starts).device
-    if device != q.device:
-        require(False, "is_landmark", f"a tensor on {device}", f"one on {q.device}, as q", "Move it there.")
+    require_device(q, is_landmark=is_landmark if isinstance(is_landmark, Tensor) else is_landmark.starts)
     if isinstance(is_landmark, Tensor):
         require_shape("is_landmark", is_landmark, (B, T), "[B, T]")
         layout = LandmarkLayout.of(is_landmark, document_ids, causal, query_places, P)
@@ -208,180 +181,134 @@ def _in_order(x: Tensor, order: Tensor | None) -> Tensor:
     return x.flatten(0, 1).index_select(0, into).view(x.shape)
 
 
-def _forward(
-    q: Tensor, k: Tensor, v: Tensor, layout: LandmarkLayout, scale: float, implementation: str, keep: bool
-) -> tuple[Tensor, Tensor]:
+def _forward(call: LandmarkCall, implementation: str, keep: bool) -> tuple[Tensor, Tensor]:
     """The output and the log-sum-exp of each row and head (base e)."""
     if implementation == "triton":
         from trailmark.ops import landmark_attention_triton as kernels
 
-        return kernels.forward(q, k, v, layout, scale, keep)
-    return landmark_attention_torch.forward(q, k, v, layout, scale, keep)
+        return kernels.forward(call, keep)
+    return landmark_attention_torch.forward(call, keep)
 
 
 def _backward(
     grad: Tensor,
     grad_lse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    call: LandmarkCall,
     out: Tensor | None,
     lse: Tensor | None,
-    layout: LandmarkLayout,
-    scale: float,
     implementation: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of q, k and v."""
-    with torch.autocast(q.device.type, enabled=False):  # the backward runs outside the op
+    with torch.autocast(grad.device.type, enabled=False):  # the backward runs outside the op
         if implementation == "triton":
             from trailmark.ops import landmark_attention_triton as kernels
 
             assert out is not None
             assert lse is not None
-            return kernels.backward(grad, grad_lse, q, k, v, out, lse, layout, scale)
-        return landmark_attention_torch.backward(grad, grad_lse, q, k, v, out, lse, layout, scale)
+            return kernels.backward(grad, grad_lse, call, out, lse)
+        return landmark_attention_torch.backward(grad, grad_lse, call)
+
+
+def _save(ctx: Any, tensors: tuple[Tensor, ...], output: tuple[Tensor, Tensor], implementation: str) -> None:
+    """Keep the inputs; for the kernels the output and the log-sum-exps too."""
+    ctx.save_for_backward(*(output if implementation == "triton" else (None, None)), *tensors)
 
 
 class _Eager(torch.autograd.Function):
-    """Saves the inputs; for the kernels the output and the log-sum-exps too."""
-
     @staticmethod
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, layout: LandmarkLayout, scale: float, implementation: str
     ) -> tuple[Tensor, Tensor]:
-        out, lse = _forward(q, k, v, layout, scale, implementation, True)
-        kept = (out, lse) if implementation == "triton" else (None, None)
-        ctx.save_for_backward(q, k, v, *kept)
-        ctx.layout, ctx.scale, ctx.implementation = layout, scale, implementation
+        output = _forward(LandmarkCall(q, k, v, layout, scale), implementation, True)
+        _save(ctx, (q, k, v), output, implementation)
+        ctx.options = layout, scale
+        ctx.implementation = implementation
         ctx.set_materialize_grads(False)
-        return out, lse
+        return output
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
-        q, k, v, out, lse = ctx.saved_tensors
-        grad = torch.zeros_like(q) if grad is None else grad
-        dq, dk, dv = _backward(grad, grad_lse, q, k, v, out, lse, ctx.layout, ctx.scale, ctx.implementation)
-        return dq, dk, dv, None, None, None
+        out, lse, *tensors = ctx.saved_tensors
+        grad = torch.zeros_like(tensors[0]) if grad is None else grad
+        call = LandmarkCall(*tensors, *ctx.options)
+        return *_backward(grad, grad_lse, call, out, lse, ctx.implementation), None, None, None
 
 
 # Under torch.compile the same functions are ops that it does not look into, so that its graph stays whole (with a
 # ready layout: reading one off is_landmark waits for its values).
 
 
-def _parts(layout: LandmarkLayout) -> tuple[Tensor, Tensor, bool, bool, int, int]:
-    """What ops may take, for :func:`_whole`: tensors and numbers, so not what the layout remembers."""
-    tables = torch.stack([getattr(layout, name) for name in TABLES])
-    return tables, layout.far, layout.own, layout.causal, layout.max_length, layout.max_queries
+class _Parts(NamedTuple):
+    """A :class:`LandmarkCall` of tensors and numbers alone."""
 
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    tables: Tensor
+    far: Tensor
+    own: bool
+    causal: bool
+    max_length: int
+    max_queries: int
+    scale: float
 
-def _whole(
-    q: Tensor, k: Tensor, tables: Tensor, far: Tensor, own: bool, causal: bool, longest: int, most: int
-) -> LandmarkLayout:
-    named: dict[str, Any] = dict(zip(TABLES, tables.unbind(), strict=True))
-    return LandmarkLayout(
-        **named,
-        far=far,
-        own=own,
-        causal=causal,
-        num_queries=q.shape[1],
-        num_keys=k.shape[1],
-        num_chunks=far.shape[1],
-        max_length=longest,
-        max_queries=most,
-    )
+    def whole(self) -> LandmarkCall:
+        layout = LandmarkLayout.of_parts(LayoutParts(*self[3:9]), self.q.shape[1], self.k.shape[1])
+        return LandmarkCall(self.q, self.k, self.v, layout, self.scale)
 
 
 @torch.library.custom_op("trailmark::landmark_attention", mutates_args=())
-def _op(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    tables: Tensor,
-    far: Tensor,
-    own: bool,
-    causal: bool,
-    longest: int,
-    most: int,
-    scale: float,
-    implementation: str,
-) -> tuple[Tensor, Tensor]:
-    layout = _whole(q, k, tables, far, own, causal, longest, most)
-    out, lse = _forward(q, k, v, layout, scale, implementation, True)
+@spelled_out
+def _op(parts: _Parts, implementation: str) -> tuple[Tensor, Tensor]:
+    out, lse = _forward(parts.whole(), implementation, True)
     return out.contiguous(), lse.contiguous()
 
 
 @_op.register_fake
-def _(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    tables: Tensor,
-    far: Tensor,
-    own: bool,
-    causal: bool,
-    longest: int,
-    most: int,
-    scale: float,
-    implementation: str,
-) -> tuple[Tensor, Tensor]:
-    return q.new_empty(q.shape), q.new_empty(q.shape[:3], dtype=arithmetic_dtype(q, k, v))
+@spelled_out
+def _(parts: _Parts, implementation: str) -> tuple[Tensor, Tensor]:
+    q = parts.q
+    return q.new_empty(q.shape), q.new_empty(q.shape[:3], dtype=arithmetic_dtype(q, parts.k, parts.v))
 
 
 @torch.library.custom_op("trailmark::landmark_attention_backward", mutates_args=())
+@spelled_out
 def _op_backward(
     grad: Tensor,
     grad_lse: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
     out: Tensor | None,
     lse: Tensor | None,
-    tables: Tensor,
-    far: Tensor,
-    own: bool,
-    causal: bool,
-    longest: int,
-    most: int,
-    scale: float,
+    parts: _Parts,
     implementation: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    layout = _whole(q, k, tables, far, own, causal, longest, most)
-    found = _backward(grad, grad_lse, q, k, v, out, lse, layout, scale, implementation)
-    dq, dk, dv = (x.contiguous() for x in found)
-    return dq, dk, dv
+    dq, dk, dv = _backward(grad, grad_lse, parts.whole(), out, lse, implementation)
+    return dq.contiguous(), dk.contiguous(), dv.contiguous()
 
 
 @_op_backward.register_fake
+@spelled_out
 def _(
     grad: Tensor,
     grad_lse: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
     out: Tensor | None,
     lse: Tensor | None,
-    tables: Tensor,
-    far: Tensor,
-    own: bool,
-    causal: bool,
-    longest: int,
-    most: int,
-    scale: float,
+    parts: _Parts,
     implementation: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+    q, k, v = (x.new_empty(x.shape) for x in parts[:3])
+    return q, k, v
 
 
-def _keep_inputs(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    kept = output if inputs[-1] == "triton" else (None, None)
-    ctx.save_for_backward(*inputs[:3], *kept, *inputs[3:5])
-    ctx.options = inputs[5:]
+def _save_compiled(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    *parts, implementation = inputs
+    _save(ctx, tuple(parts[:5]), output, implementation)
+    ctx.options = *parts[5:], implementation
 
 
-def _gradients(ctx: Any, grad: Tensor, grad_lse: Tensor) -> tuple[Tensor | None, ...]:
-    found = _op_backward(grad, grad_lse, *ctx.saved_tensors, *ctx.options)
-    return *found, *[None] * 8
+def _gradients_compiled(ctx: Any, grad: Tensor, grad_lse: Tensor) -> tuple[Tensor | None, ...]:
+    gradients = _op_backward(grad, grad_lse, *ctx.saved_tensors, *ctx.options)
+    return *gradients, *[None] * (len(ctx.needs_input_grad) - 3)
 
 
-_op.register_autograd(_gradients, setup_context=_keep_inputs)
+_op.register_autograd(_gradients_compiled, setup_context=_save_compiled)

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from trailmark.ops.arguments import arithmetic_dtype
+from trailmark.ops.calls import LandmarkCall
 from trailmark.ops.landmark_layout import TABLES, LandmarkLayout
 
 _SLAB_QUERIES = 128  # more would waste scores among a slab's own chunks, fewer would not keep the GEMMs busy
@@ -26,19 +27,13 @@ _FEW = 4  # queries: decoding
 _LOG2_E = math.log2(math.e)
 
 
-def forward(
-    q: Tensor,  # [B, P, H, D]
-    k: Tensor,  # [B, T, J, D]
-    v: Tensor,
-    layout: LandmarkLayout,
-    scale: float,
-    keep: bool,
-) -> tuple[Tensor, Tensor]:
+def forward(call: LandmarkCall, keep: bool) -> tuple[Tensor, Tensor]:
     """The output and the log-sum-exps [B, P, H]. The backward needs neither, but takes queries of any number."""
+    q, k, v, layout, _ = call
     T, padded = layout.num_keys, layout.num_chunks * layout.max_length
     if not keep and 0 < layout.num_queries <= _FEW and 0 < padded <= 2 * T:
-        return _few_queries(q, k, v, layout, scale)
-    work = _Work(q, k, v, layout, scale)
+        return _few_queries(call)
+    work = _Work(call)
     out = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
     lse = torch.full(q.shape[:3], -torch.inf, dtype=work.dtype, device=q.device)
     for row in work.rows:
@@ -56,20 +51,13 @@ def forward(
 def backward(
     grad: Tensor,  # [B, P, H, D]
     grad_lse: Tensor | None,  # [B, P, H]
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor | None,
-    lse: Tensor | None,
-    layout: LandmarkLayout,
-    scale: float,
+    call: LandmarkCall,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of q, k and v. Takes neither ``out`` nor ``lse``: a slab sees all keys of its queries."""
-    work = _Work(q, k, v, layout, scale)
-    grad, (B, T, J, D) = (
-        grad.contiguous(),
-        k.shape,
-    )  # that of a sum has stride 0, which GEMMs would copy slab by slab
+    """The gradients of q, k and v. Needs neither the output nor its lse: a slab sees all keys of its queries."""
+    q, k, v, _, scale = call
+    work = _Work(call)
+    B, T, J, D = k.shape
+    grad = grad.contiguous()  # that of a sum has stride 0, which GEMMs would copy slab by slab
     dq = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
     dk, dv = (torch.zeros((B, J, T, D), dtype=x.dtype, device=q.device) for x in (k, v))
     for row in work.rows:
@@ -98,10 +86,9 @@ def backward(
     return dq, dk.transpose(1, 2), dv.transpose(1, 2)
 
 
-def _few_queries(
-    q: Tensor, k: Tensor, v: Tensor, layout: LandmarkLayout, scale: float
-) -> tuple[Tensor, Tensor]:
+def _few_queries(call: LandmarkCall) -> tuple[Tensor, Tensor]:
     """Decoding: as few calls as can be, all rows of the batch at once."""
+    q, k, v, layout, scale = call
     (B, P, H, D), (T, J) = q.shape, k.shape[1:3]
     C, S, dtype = layout.num_chunks, layout.max_length, arithmetic_dtype(q, k, v)
     least = torch.finfo(dtype).min
@@ -176,7 +163,8 @@ class _Few:
 class _Work:
     """The passes over a slab, and the buffers that all slabs share."""
 
-    def __init__(self, q: Tensor, k: Tensor, v: Tensor, layout: LandmarkLayout, scale: float) -> None:
+    def __init__(self, call: LandmarkCall) -> None:
+        q, k, v, layout, scale = call
         self.heads, self.group = k.shape[2], q.shape[2] // k.shape[2]
         self.dtype = arithmetic_dtype(q, k, v)
         self.least = torch.finfo(self.dtype).min  # in place of -inf where it is subtracted

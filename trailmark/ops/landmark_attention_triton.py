@@ -10,6 +10,7 @@ import triton
 from torch import Tensor
 
 from trailmark.ops.arguments import require
+from trailmark.ops.calls import LandmarkCall
 from trailmark.ops.landmark_attention_kernels import forward_kernel, keys_kernel, queries_kernel
 from trailmark.ops.landmark_layout import LandmarkLayout
 
@@ -127,20 +128,13 @@ def _tables(layout: LandmarkLayout) -> Tables:
     )
 
 
-def forward(
-    q: Tensor,  # [B, P, H, D]
-    k: Tensor,  # [B, T, J, D]
-    v: Tensor,
-    layout: LandmarkLayout,
-    scale: float,
-    keep: bool = True,
-    wide: bool | None = None,
-) -> tuple[Tensor, Tensor]:
+def forward(call: LandmarkCall, keep: bool = True, wide: bool | None = None) -> tuple[Tensor, Tensor]:
     """The output and the log-sum-exp of each row and head (base e), float32 [B, P, H].
 
     ``keep``: a backward follows; what it will refuse is refused here. ``wide``: 64 bits for the offsets inside tiles;
     None: where they need them.
     """
+    q, k, v, layout, scale = call
     B, P, H, D = q.shape
     if keep:
         _programs_of_keys(k, layout, tiles(P, layout.max_length, D, q.dtype, "keys"))
@@ -165,16 +159,13 @@ def forward(
 def backward(
     grad: Tensor,  # [B, P, H, D]
     lse_grad: Tensor | None,  # [B, P, H]
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    call: LandmarkCall,
     out: Tensor,
     lse: Tensor,
-    layout: LandmarkLayout,
-    scale: float,
     wide: bool | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of q, k and v."""
+    q, k, v, layout, scale = call
     (B, P, H, D), (T, J), C = q.shape, k.shape[1:3], layout.num_chunks
     dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     if q.numel() == 0 or C == 0:

@@ -3,12 +3,24 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from trailmark.ops.arguments import require, require_shape, values_are_checked, whole_numbers
+
+
+class LayoutParts(NamedTuple):
+    """What a custom op may take of a layout: tensors and numbers, so nothing that it remembers."""
+
+    tables: Tensor  # int64 [8, B, C], in the order of TABLES
+    far: Tensor
+    own: bool
+    causal: bool
+    max_length: int
+    max_queries: int
+
 
 # the fields of a layout that are int64 [B, C]
 TABLES = ("starts", "lengths", "landmarks", "query_starts", "query_counts", "query_slots", "first", "end")
@@ -213,6 +225,21 @@ class LandmarkLayout:
         require(far.dtype == torch.bool, "far", far.dtype, "a bool tensor")
         _require_device("far", far, self.far.device)
         return replace(self, far=self.far & far, own=self.own and own, memo={})
+
+    def parts(self) -> LayoutParts:
+        """Without the orders of keys and queries: :meth:`of_parts` speaks of those that stand in order."""
+        tables = torch.stack([getattr(self, name) for name in TABLES])
+        return LayoutParts(tables, self.far, self.own, self.causal, self.max_length, self.max_queries)
+
+    @staticmethod
+    def of_parts(parts: LayoutParts, num_queries: int, num_keys: int) -> LandmarkLayout:
+        """The layout again, of ``num_queries`` queries and ``num_keys`` keys."""
+        tables, *rest = parts
+        named: dict[str, Any] = dict(zip(TABLES, tables.unbind(), strict=True))
+        named |= dict(zip(LayoutParts._fields[1:], rest, strict=True))
+        return LandmarkLayout(
+            **named, num_queries=num_queries, num_keys=num_keys, num_chunks=parts.far.shape[1]
+        )
 
     def in_places(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """For the oracle, dense: is_landmark [B, T], document_ids [B, T], query_places [B, P], seen [B, T].

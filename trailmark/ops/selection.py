@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -10,7 +11,9 @@ from torch import Tensor
 
 from trailmark.ops import reference
 from trailmark.ops.arguments import (
+    KERNEL_DTYPES,
     arithmetic_dtype,
+    choose_implementation,
     require,
     require_chunk_numbers,
     require_implementation,
@@ -20,6 +23,7 @@ from trailmark.ops.arguments import (
     whole_numbers,
     without_autocast,
 )
+from trailmark.ops.calls import SearchCall, spelled_out
 from trailmark.ops.noise import gumbel_noise
 from trailmark.ops.row_scores import SLAB_ELEMENTS, row_scores
 from trailmark.ops.selection_torch import Bounds, gather, is_shared, search, values_of
@@ -94,7 +98,8 @@ def select_chunks(
     B, N, J, E = query.shape
     M = sum(segment.shape[1] for segment in segments)
     scale = E**-0.5 if scale is None else scale
-    name = _choose(implementation, query, segments, num_retrieved)
+    refuses = partial(triton_refuses, query, segments, num_retrieved)
+    name = choose_implementation(implementation, query.is_cuda, refuses)
 
     if indices is not None:
         wanted = (B, N, J, num_retrieved) if per_head else (B, N, num_retrieved)
@@ -118,17 +123,15 @@ def select_chunks(
             table = torch.cat([query.new_empty(B, 0, J, E, dtype=dtype), *(x.to(dtype) for x in segments)], 1)
             out = reference.select_chunks(query, table, num_retrieved, end.each, start.each, noise, scale)
             return ChunkSelection(*(x if per_head else x[:, :, 0] for x in out))
-        asked, table_parts = query.detach(), [segment.detach() for segment in segments]
+        table_parts = [segment.detach() for segment in segments]
+        bounds = start.each, end.each
+        call = SearchCall(query.detach(), table_parts, num_retrieved, *bounds, noise_seed, scale)
         if torch.compiler.is_compiling():
-            chosen = _searched(
-                asked, table_parts, num_retrieved, start.each, end.each, noise_seed, scale, name == "triton"
-            )
+            chosen = _searched(*call, name == "triton")
         elif name == "triton":
-            chosen = _search_in_kernels(
-                asked, table_parts, num_retrieved, start.each, end.each, noise_seed, scale
-            )
+            chosen = _search_in_kernels(call)
         else:
-            chosen = search(asked, table_parts, num_retrieved, start, end, noise_seed, scale)
+            chosen = search(call, start, end)
 
     out = _score_and_weigh(query, segments, chosen, scale)
     return ChunkSelection(*(x if per_head else x[:, :, 0] for x in out))
@@ -139,7 +142,7 @@ def triton_refuses(query: Tensor, segments: Sequence[Tensor], num_retrieved: int
     if problem := triton_problem(query.device):
         return problem
     for name, tensor in (("query is", query), *(("landmarks are", segment) for segment in segments)):
-        if tensor.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        if tensor.dtype not in KERNEL_DTYPES:
             return f"{name} {tensor.dtype}. Convert to float32, bfloat16 or float16, or use 'torch'"
     if num_retrieved > _MOST_RETRIEVED:
         return (
@@ -149,16 +152,6 @@ def triton_refuses(query: Tensor, segments: Sequence[Tensor], num_retrieved: int
     if M >= 2**31:
         return f"there are M = {M} landmarks, and the kernels number fewer than 2^31 chunks. Use 'torch'"
     return None
-
-
-def _choose(implementation: str | None, query: Tensor, segments: list[Tensor], num_retrieved: int) -> str:
-    if implementation is None:
-        fits = query.is_cuda and triton_refuses(query, segments, num_retrieved) is None
-        return "triton" if fits else "torch"
-    if implementation == "triton":
-        problem = triton_refuses(query, segments, num_retrieved)
-        require(problem is None, "implementation", "'triton'", "what can take these inputs", f"{problem}.")
-    return implementation
 
 
 def _bounds(argument: str, bound: Tensor | int, B: int, N: int, device: torch.device, wanted: bool) -> Bounds:
@@ -195,54 +188,30 @@ def _segments(landmarks: Tensor | Sequence[Tensor], query: Tensor) -> list[Tenso
     return segments
 
 
-def _search_in_kernels(
-    query: Tensor,
-    segments: list[Tensor],
-    K: int,
-    start: Tensor,
-    end: Tensor,
-    noise_seed: Tensor | None,
-    scale: float,
-) -> Tensor:
+def _search_in_kernels(call: SearchCall) -> Tensor:
     from trailmark.ops import selection_triton as kernels
 
-    return kernels.search(query, segments, K, start, end, noise_seed, scale)
+    return kernels.search(call)
 
 
 # Under torch.compile the search is an op that it does not look into, so that its graph stays whole.
 
 
 @torch.library.custom_op("trailmark::select_chunks_search", mutates_args=())
-def _searched(
-    query: Tensor,
-    segments: Sequence[Tensor],
-    num_retrieved: int,
-    start: Tensor,
-    end: Tensor,
-    noise_seed: Tensor | None,
-    scale: float,
-    in_kernels: bool,
-) -> Tensor:
-    rest = list(segments), num_retrieved
+@spelled_out
+def _searched(call: SearchCall, in_kernels: bool) -> Tensor:
+    call = call._replace(segments=list(call.segments))
     if in_kernels:
-        return _search_in_kernels(query, *rest, start, end, noise_seed, scale)
-    B, N = start.shape
-    first, last = (Bounds(x, *values_of(x, B, N)) for x in (start, end))
-    return search(query, *rest, first, last, noise_seed, scale).contiguous()
+        return _search_in_kernels(call)
+    B, N = call.start.shape
+    start, end = (Bounds(x, *values_of(x, B, N)) for x in (call.start, call.end))
+    return search(call, start, end).contiguous()
 
 
 @_searched.register_fake
-def _(
-    query: Tensor,
-    segments: Sequence[Tensor],
-    num_retrieved: int,
-    start: Tensor,
-    end: Tensor,
-    noise_seed: Tensor | None,
-    scale: float,
-    in_kernels: bool,
-) -> Tensor:
-    return query.new_empty((*query.shape[:3], num_retrieved), dtype=torch.int64)
+@spelled_out
+def _(call: SearchCall, in_kernels: bool) -> Tensor:
+    return call.query.new_empty((*call.query.shape[:3], call.num_retrieved), dtype=torch.int64)
 
 
 def _in_slabs(query: Tensor, segments: list[Tensor], chosen: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from trailmark.ops.arguments import arithmetic_dtype
+from trailmark.ops.calls import SearchCall
 from trailmark.ops.noise import gumbel, noise_rows
 
 # Landmarks are walked in blocks, queries in slabs: N x M scores never stand in memory, and what does stays in
@@ -37,22 +38,15 @@ def values_of(bound: Tensor, B: int, N: int) -> tuple[list[int], list[int]]:
     return least, greatest
 
 
-def search(
-    query: Tensor,  # [B, N, J, E]
-    segments: list[Tensor],  # [B, m, J, E] each
-    K: int,
-    start: Bounds,
-    end: Bounds,
-    noise_seed: Tensor | None,
-    scale: float,
-) -> Tensor:
+def search(call: SearchCall, start: Bounds, end: Bounds) -> Tensor:
     """The chosen chunks [B, N, J, K], in blocks of landmarks and slabs of queries, keeping the K + 1 best."""
+    query, K, noise_seed = call.query, call.num_retrieved, call.noise_seed
     B, N, J, _ = query.shape
-    segments = [segment for segment in segments if segment.shape[1]]
+    segments = [segment for segment in call.segments if segment.shape[1]]
     if B == 0 or N == 0 or not segments:
         return torch.full((B, N, J, K), -1, dtype=torch.int64, device=query.device)
     dtype = arithmetic_dtype(query, *segments)
-    asked = query.transpose(1, 2).to(dtype) * scale  # [B, J, N, E]
+    asked = query.transpose(1, 2).to(dtype) * call.scale  # [B, J, N, E]
     seeds = None if noise_seed is None else noise_rows(noise_seed, 0, N, J).transpose(1, 2)
     size = _block_size(segments, N, dtype)
     step = max(1, _SLAB_ELEMENTS // (B * J * size))

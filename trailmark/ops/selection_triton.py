@@ -9,12 +9,12 @@ split, and a column of a tile is one sum in one order, so equal chunks have equa
 # mypy: allow-untyped-defs, allow-incomplete-defs
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from trailmark.ops.calls import SearchCall
 
 # Programs that a search is split into where it has few queries; from shapes alone (semantics 7).
 _PROGRAMS = 512
@@ -30,24 +30,13 @@ _LAST_CHUNK = tl.constexpr(0x7FFFFFFF)
 _NONE = tl.constexpr(1 << 53)  # after every chunk
 
 
-def search(
-    query: Tensor,
-    segments: Sequence[Tensor],
-    K: int,
-    start: Tensor,
-    end: Tensor,
-    noise_seed: Tensor | None,
-    scale: float,
-) -> Tensor:
+def search(call: SearchCall) -> Tensor:
     """The chosen chunks int64 [B, N, J, K], ascending with -1 last. Nothing waits for the device.
 
-    Args:
-        query: [B, N, J, E] float32, bfloat16 or float16.
-        segments: [B, m, J, E] each; any strides. The widest dtype computes.
-        K: at most 256.
-        start, end: int64 [B, N]: query n may select start <= m < end; what lies outside 0 .. M is no chunk.
-        noise_seed: int64 [B].
+    Query and segments are float32, bfloat16 or float16 with any strides, and the widest dtype computes; K is at most
+    256. What lies outside 0 .. M is no chunk.
     """
+    query, segments, K, start, end, noise_seed, scale = call
     B, N, J, E = query.shape
     chosen = torch.empty(B, N, J, K, dtype=torch.int64, device=query.device)
     if not chosen.numel():

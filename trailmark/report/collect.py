@@ -1,6 +1,6 @@
 """What a report shows: the results that lie below some folders, and why others cannot be shown.
 
-Found are the records of ``trailmark evaluate``, the histories of finished trainings and the demo's numbers. Each is
+Shown are the records of ``trailmark evaluate``, the histories of finished trainings and the demo's numbers. Each is
 read as it is: fields that an older or newer version did not write are missing, not guessed.
 """
 
@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
@@ -19,9 +18,9 @@ from typing import Any
 import yaml
 
 from trailmark.data.trained import trained_length
-from trailmark.report.markup import visible
+from trailmark.evaluation.suite import suites
+from trailmark.report.values import grouped, visible
 
-SUITES = ("needles", "perplexity", "summarization", "cost")
 _KIND = "trailmark evaluation"  # of the files that trailmark/evaluation/record.py writes
 _FORMAT = 1
 _HEAD = 4096  # bytes in which a record says that it is one
@@ -57,7 +56,7 @@ class Result:
     """One cell that a suite measured."""
 
     suite: str
-    models: Sequence[Model]  # one; for the cost suite all that are compared
+    models: Sequence[Model]  # one; for a suite that compares them, all that are compared
     values: Mapping[str, Any]
     source: Path
     environment: Mapping[str, Any] | None
@@ -68,57 +67,62 @@ class Result:
 
     @property
     def settings(self) -> Mapping[str, Any]:
-        found = self.values.get("settings")
-        return found if isinstance(found, dict) else {}
+        return _mapping(self.values.get("settings"))
 
     @property
     def train_length(self) -> Any:
-        """Tokens of the longest training text, as the result or the model's training says."""
-        return self.get("train_length", self.model.train_length)
-
-    def get(self, name: str, default: Any = None) -> Any:
-        """A field of the result, else of its settings."""
-        found = self.values.get(name)
-        return self.settings.get(name, default) if found is None else found
-
-    def plain(self, name: str) -> str | int | float | None:
-        """As :meth:`get`, of a kind that results can be grouped by."""
-        found = self.get(name)
-        return (
-            found if found is None or isinstance(found, str | int | float) else json.dumps(found, default=str)
-        )
+        """Tokens of the longest training text, as the result, its settings or the model's training says."""
+        known = self.values.get("train_length")
+        return self.settings.get("train_length", self.model.train_length) if known is None else known
 
     def named(self, name: Any) -> Model:
         """The one of several models that a row is about: by the names that the settings give them, else their own."""
         names = self.settings.get("models")
         if isinstance(names, list) and len(names) == len(self.models) and name in names:
             return self.models[names.index(name)]
-        found = next((model for model in self.models if model.name == name), None)
-        return found or Model(str(name), label=str(name), look=len(self.models))
+        named = next((model for model in self.models if model.name == name), None)
+        return named or Model(str(name), label=str(name), look=len(self.models))
 
 
 @dataclass(frozen=True)
 class Training:
+    """A finished training."""
+
     model: Model
     history: Mapping[str, Any]
     run: Mapping[str, Any]  # run.yaml
     source: Path
 
+    @property
+    def steps(self) -> list[dict[str, Any]]:
+        """What was logged of each step."""
+        return [step for step in self.history["steps"] if isinstance(step, dict)]
+
+    def part(self, name: str) -> dict[str, Any]:
+        """A part of run.yaml, as "data"; empty where it is not known."""
+        return _mapping(self.run.get(name))
+
 
 @dataclass(frozen=True)
 class Demo:
+    """The numbers of a demo."""
+
     content: Mapping[str, Any]
     source: Path
 
 
 @dataclass(frozen=True)
 class NotShown:
+    """A file that cannot be shown."""
+
     path: Path
     reason: str
 
 
 @dataclass
 class Collected:
+    """All that a report shows."""
+
     models: list[Model] = field(default_factory=list)
     results: list[Result] = field(default_factory=list)
     trainings: list[Training] = field(default_factory=list)
@@ -144,15 +148,15 @@ def collect(paths: Sequence[Path], progress: Callable[[str], None] = lambda mess
             if number % 100 == 0:
                 progress(f"looking for results in {path}")
             reader.read(file, asked=path.is_file())
-    found = reader.found
-    if not found.results and not found.trainings:
-        why = "".join(f"\n  {entry.path}: {entry.reason}" for entry in found.not_shown)
+    collected = reader.collected
+    if not collected.results and not collected.trainings:
+        why = "".join(f"\n  {entry.path}: {entry.reason}" for entry in collected.not_shown)
         raise ValueError(
             f"runs: expected results in {', '.join(map(str, paths)) or 'at least one path'}, found none that can be "
             f"shown.{why} Make some with: trailmark evaluate MODEL --suite needles"
         )
-    _name(found)
-    return found
+    _name(collected.models)
+    return collected
 
 
 def generations(results: Sequence[Result]) -> Iterator[tuple[Result, list[dict[str, Any]]]]:
@@ -161,13 +165,11 @@ def generations(results: Sequence[Result]) -> Iterator[tuple[Result, list[dict[s
     for result in results:
         path = result.source.with_name(f"{result.suite}.generations.jsonl")
         if path not in files:
-            files[path] = _lines(path)
+            files[path] = grouped(_lines(path), lambda line: str(line.get("id")))
         yield result, files[path].get(result.values.get("id"), [])
 
 
-def _lines(path: Path) -> dict[Any, list[dict[str, Any]]]:
-    """By the number of the result."""
-    found: dict[Any, list[dict[str, Any]]] = defaultdict(list)
+def _lines(path: Path) -> Iterator[dict[str, Any]]:
     try:
         with open(path, encoding="utf-8", errors="replace") as file:
             for line in islice(file, MOST_GENERATIONS):
@@ -176,10 +178,9 @@ def _lines(path: Path) -> dict[Any, list[dict[str, Any]]]:
                 except (ValueError, RecursionError):  # a line that a kill cut, or nobody's
                     continue
                 if isinstance(content, dict):
-                    found[str(content.get("id"))].append(content)
+                    yield content
     except OSError:  # no generations were kept
-        return {}
-    return found
+        return
 
 
 def _files(path: Path) -> Iterator[Path]:
@@ -196,7 +197,8 @@ def _files(path: Path) -> Iterator[Path]:
 
 class _Reader:
     def __init__(self) -> None:
-        self.found = Collected()
+        self.collected = Collected()
+        self._suites = tuple(suites())
         self._seen: set[Path] = set()
         self._models: dict[tuple[str, ...], Model] = {}
         self._by_folder: dict[Path, Model] = {}
@@ -207,11 +209,11 @@ class _Reader:
             return
         self._seen.add(whole)
         if path.name == "run.yaml":
-            self._skip(
-                path, "a training that is not finished: the trailmark train command that began it goes on"
-            )
+            unfinished = "a training that is not finished: the trailmark train command that began it goes on"
+            self._skip(path, unfinished)
             return
-        expected = asked or path.name in {"demo.json", "history.json", *(f"{suite}.json" for suite in SUITES)}
+        ours = {"demo.json", "history.json", *(f"{suite}.json" for suite in self._suites)}
+        expected = asked or path.name in ours
         try:
             if not expected and _KIND not in _head(path):
                 return  # another program's JSON
@@ -219,115 +221,94 @@ class _Reader:
         except (OSError, ValueError, RecursionError) as error:
             self._skip(path, f"not readable as JSON: {error}")
             return
-        if not isinstance(content, dict):
-            if expected:
-                self._skip(path, "holds no results that a report knows")
-        elif content.get("kind") == _KIND:
-            self._record(path, content)
-        elif "train_length" in content and isinstance(content.get("results"), list):
-            self._demo(path, content)
-        elif path.name == "history.json" or (asked and "level_starts" in content):
-            self._training(path, content)
+        known = _mapping(content)
+        is_history = path.name == "history.json" or (asked and "level_starts" in known)
+        if known.get("kind") == _KIND:
+            self._record(path, known)
+        elif "train_length" in known and isinstance(known.get("results"), list):
+            self._demo(path, known)
+        elif isinstance(content, dict) and is_history:
+            self._training(path, known)
         elif expected:
             self._skip(path, "holds no results that a report knows")
 
     def _skip(self, path: Path, reason: str) -> None:
-        self.found.not_shown.append(NotShown(path, reason))
+        self.collected.not_shown.append(NotShown(path, reason))
 
     # --- the kinds of files --------------------------------------------------------------------------------
 
     def _record(self, path: Path, content: dict[str, Any]) -> None:
-        if content.get("format") != _FORMAT:
-            self._skip(path, f"format {content.get('format')!r}, where this version reads {_FORMAT}")
-            return
         suite, results = content.get("suite"), content.get("results")
-        if suite not in SUITES:
-            self._skip(path, f"unknown suite {suite!r}, where this version shows {', '.join(SUITES)}")
-            return
-        if not isinstance(results, list):
-            self._skip(path, "a record without a list of results")
-            return
         identities = content.get("model")
         identities = identities if isinstance(identities, list) else [identities]
-        models = [self._identified(found, path) for found in identities if isinstance(found, dict)]
-        if not models:
+        identities = [identity for identity in identities if isinstance(identity, dict)]
+        if content.get("format") != _FORMAT:
+            self._skip(path, f"format {content.get('format')!r}, where this version reads {_FORMAT}")
+        elif suite not in self._suites:
+            self._skip(path, f"unknown suite {suite!r}, where this version shows {', '.join(self._suites)}")
+        elif not isinstance(results, list):
+            self._skip(path, "a record without a list of results")
+        elif not identities:
             self._skip(path, "a record that does not say of which model")
-            return
-        if not results:
+        elif not results:
             self._skip(path, "a record without results: the evaluation was stopped before its first")
-            return
-        environments = content.get("environments")
-        for number, values in enumerate(results):
-            if not isinstance(values, dict):
-                self._skip(path, f"result {number} is no JSON object")
-                continue
-            self.found.results.append(
-                Result(suite, models, values, path, _environment(environments, values.get("environment")))
-            )
-        self.found.files.append(path)
+        else:
+            models = [self._identified(identity, path) for identity in identities]
+            environments = content.get("environments")
+            for number, values in enumerate(results):
+                if isinstance(values, dict):
+                    here = _environment(environments, values.get("environment"))
+                    self.collected.results.append(Result(suite, models, values, path, here))
+                else:
+                    self._skip(path, f"result {number} is no JSON object")
+            self.collected.files.append(path)
 
     def _demo(self, path: Path, content: dict[str, Any]) -> None:
-        names = content.get("names")
-        names = names if isinstance(names, dict) else {}
-        training = content.get("training")
-        training = training if isinstance(training, dict) else {}
+        names, training = _mapping(content.get("names")), _mapping(content.get("training"))
         here = content.get("environment")
-        settings = content.get("settings")
-        asked = settings if isinstance(settings, dict) else {}
         for number, values in enumerate(content["results"]):
             if not isinstance(values, dict) or "model" not in values:
                 self._skip(path, f"result {number} does not say of which model")
                 continue
             name = str(values["model"])
-            facts = training.get(name)
             model = self._at(path.parent / name, str(names.get(name, name)))
-            model.parameters = model.parameters or (
-                facts.get("parameters") if isinstance(facts, dict) else None
-            )
-            known = {"kind": "single", "format": "marks", "values": "numbers", "seed": asked.get("seed")}
-            known |= {"phases": content.get("phases"), "train_length": content["train_length"]}
-            self.found.results.append(
-                Result(
-                    "needles",
-                    [model],
-                    {"settings": known} | values,
-                    path,
-                    here if isinstance(here, dict) else None,
-                )
-            )
-        self.found.demos.append(Demo(content, path))
-        self.found.files.append(path)
+            model.parameters = model.parameters or _mapping(training.get(name)).get("parameters")
+            settings: dict[str, Any] = {"kind": "single", "format": "marks", "values": "numbers"}
+            settings |= {"seed": _mapping(content.get("settings")).get("seed")}
+            settings |= {"phases": content.get("phases"), "train_length": content["train_length"]}
+            result = {"settings": settings} | values
+            environment = here if isinstance(here, dict) else None
+            self.collected.results.append(Result("needles", [model], result, path, environment))
+        self.collected.demos.append(Demo(content, path))
+        self.collected.files.append(path)
 
     def _training(self, path: Path, history: dict[str, Any]) -> None:
         if not isinstance(history.get("steps"), list):
             self._skip(path, "a training's history without a list of steps")
             return
-        run: Any = {}
+        run: dict[str, Any] = {}
         try:
-            run = _visible(yaml.safe_load((path.parent / "run.yaml").read_text(encoding="utf-8")))
+            run = _mapping(_visible(yaml.safe_load((path.parent / "run.yaml").read_text(encoding="utf-8"))))
         except FileNotFoundError:
             pass  # the curves need no settings
         except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
             self._skip(path.parent / "run.yaml", f"not readable as YAML: {error}")
-        run = run if isinstance(run, dict) else {}
         model = self._at(path.parent, path.parent.resolve().name)
         settings = run.get("model")
-        if isinstance(settings, dict) and model.architecture is None:
-            model.architecture = settings.get("architecture")
+        model.architecture = model.architecture or _mapping(settings).get("architecture")
         model.train_length = trained_length(settings, run, history)
-        self.found.trainings.append(Training(model, history, run, path))
-        self.found.files.append(path)
+        self.collected.trainings.append(Training(model, history, run, path))
+        self.collected.files.append(path)
 
     # --- models --------------------------------------------------------------------------------------------
 
     def _identified(self, identity: dict[str, Any], path: Path) -> Model:
-        changes = identity.get("set")
         model = Model(
             name=str(identity.get("name")),
             folder=str(identity.get("folder") or ""),
             weights=identity.get("weights_sha256"),
             config=identity.get("config_sha256"),
-            changes=changes if isinstance(changes, dict) else {},
+            changes=_mapping(identity.get("set")),
             architecture=identity.get("architecture"),
             parameters=identity.get("parameters"),
             dtype=identity.get("dtype"),
@@ -354,8 +335,12 @@ class _Reader:
         return model
 
     def _add(self, model: Model) -> None:
-        if not any(model is known for known in self.found.models):
-            self.found.models.append(model)
+        if not any(model is known for known in self.collected.models):
+            self.collected.models.append(model)
+
+
+def _mapping(value: Any) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}
 
 
 def _parsed(text: str) -> Any:
@@ -380,14 +365,8 @@ def _head(path: Path) -> str:
 
 
 def _environment(environments: Any, number: Any) -> Mapping[str, Any] | None:
-    if (
-        not isinstance(environments, list)
-        or not isinstance(number, int)
-        or not 0 <= number < len(environments)
-    ):
-        return None
-    found = environments[number]
-    return found if isinstance(found, dict) else None
+    known = isinstance(environments, list) and isinstance(number, int) and 0 <= number < len(environments)
+    return environments[number] if known and isinstance(environments[number], dict) else None
 
 
 def _folder_of(model: Model, path: Path) -> Path:
@@ -398,18 +377,15 @@ def _folder_of(model: Model, path: Path) -> Path:
     return Path(model.folder).resolve()
 
 
-def _name(found: Collected) -> None:
+def _name(models: Sequence[Model]) -> None:
     """Give each model a label of its own, and a look."""
-    by_name: dict[str, list[Model]] = defaultdict(list)
-    for model in found.models:
-        by_name[model.name].append(model)
-    for name, same in by_name.items():
+    for name, same in grouped(models, lambda model: model.name).items():
         for model in same:
             model.label = name.removesuffix(".yaml")
         if len(same) > 1:
             _tell_apart(same)
     taken: set[str] = set()
-    for look, model in enumerate(found.models):
+    for look, model in enumerate(models):
         label, number = model.label, 2
         while model.label in taken:
             model.label, number = f"{label} #{number}", number + 1

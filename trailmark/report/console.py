@@ -8,6 +8,10 @@ import time
 from collections.abc import Mapping
 from typing import TextIO
 
+from trailmark.report.values import duration, size
+
+__all__ = ["Progress", "bar", "duration", "measured", "preparing_line", "size", "table_line", "training_line"]
+
 
 class Progress:
     """One status line. On a terminal it is rewritten in place; elsewhere one is printed every 15 seconds."""
@@ -77,20 +81,3 @@ def table_line(done: int, total: int, kept: int, chunks: int, seconds: float) ->
         return shown
     left = duration(seconds / fresh * (total - done))
     return f"{shown}  {fresh * chunks / max(seconds, 1e-3):,.0f} chunks/s  {left} left"
-
-
-def duration(seconds: float) -> str:
-    """``1:05`` or ``2:01:05``."""
-    whole = round(seconds)
-    minutes, rest = divmod(whole, 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
-
-
-def size(count: float) -> str:
-    """Bytes for people: ``520 MiB``."""
-    for unit in ("B", "KiB", "MiB"):
-        if abs(count) < 1024:
-            return f"{count:.0f} {unit}" if unit == "B" or count >= 10 else f"{count:.1f} {unit}"
-        count /= 1024
-    return f"{count:.1f} GiB"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import math
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -15,13 +16,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from markupsafe import Markup
+
 from trailmark import __version__
 from trailmark.data.files import expect_writable, replacing, write_text
-from trailmark.data.traces import Entry, TraceHeader, encode
 from trailmark.report.explorer_data import Document, collect, pack
-from trailmark.report.explorer_frame import frame
-from trailmark.report.html import whole_page
-from trailmark.report.markup import listed, visible
+from trailmark.report.rendering import render
+from trailmark.report.values import count, listed, visible
+from trailmark.trace.lines import Entry, TraceHeader, encode
 
 # joined in this order; all share one scope
 SCRIPTS = (
@@ -141,7 +143,7 @@ def build(
     """Write the page ``output`` about a trace; one that is there is replaced in one step.
 
     Args:
-        header, entries: of :func:`trailmark.data.traces.read_trace`, or as a model reads; taken once.
+        header, entries: of :func:`trailmark.trace.lines.read_trace`, or as a model reads; taken once.
         title: None: the names of the files that were read, and of the model.
         say: told what was written.
         progress: told often how many tokens were read and how fast.
@@ -182,13 +184,42 @@ def build(
 def page(about: dict[str, Any], document: Document) -> str:
     """The whole HTML. The frame stands before the data: it is seen while the browser still reads those."""
     places, packed = pack(document.arrays)
-    about = about | {"arrays": places}
-    told = json.dumps(about, allow_nan=False).replace("<", "\\u003c")
-    body = (
-        f'{frame(about)}\n<script type="application/json" id="about">{told}</script>\n'
-        f'<script type="application/octet-stream" id="data">{packed}</script>'
+    told = json.dumps(about | {"arrays": places}, allow_nan=False).replace("<", "\\u003c")
+    bearing = max(1, about["bearing"])
+    return render(
+        "explorer.html",
+        "explorer.css",
+        SCRIPTS,
+        title=about["title"],
+        about=about,
+        model=_model(about, "read_rest" in document.arrays),
+        loss=about["loss"] / bearing,
+        loss_without=about["loss_without"] / bearing,
+        helped=about["helped"] / bearing,
+        perplexity=_perplexity,
+        groups=[(group, str(group)) for group in range(about["num_groups"])],
+        weights=str(about["model"].get("weights_sha256", ""))[:12],
+        told=Markup(told),
+        data=Markup(packed),
     )
-    return whole_page(about["title"], "explorer.css", body, SCRIPTS)
+
+
+def _perplexity(loss: float) -> str:
+    return f"{math.exp(loss):,.2f}" if loss < 50 else "beyond all bounds"
+
+
+def _model(about: dict[str, Any], some: bool) -> str:
+    """What the model is and how it reads; ``some``: a trace lists only the chunks that were read most."""
+    groups, name, most = about["num_groups"], about["group_name"], about["num_retrieved_chunks"]
+    many = f"{groups} {name}{'s' * (groups != 1)} that read{'s' * (groups == 1)}"
+    if some:
+        of = f"past chunks of {about['chunk_size']} tokens, of which the {most} with the largest weights are shown"
+    else:
+        of = f"up to {most} past chunks of {about['chunk_size']} tokens"
+    parts = [str(about["model"].get("name", "a model")), f"{many} {of}"]
+    if about["window"]:
+        parts.append(f"a window of {count(about['window'])} positions")
+    return "; ".join(parts) + "."
 
 
 def _about(header: TraceHeader, document: Document, title: str | None) -> dict[str, Any]:

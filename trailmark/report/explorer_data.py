@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import base64
 import gzip
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from trailmark.data.traces import Entry, TracedChunk, TraceHeader, TraceSource
-from trailmark.report.markup import visible
+from trailmark.report.values import visible
+from trailmark.trace.lines import Disorder, Entry, TracedChunk, TraceHeader, TraceSource, in_order
 
 Array = npt.NDArray[Any]
 _ALIGNMENT = 8  # bytes: a script may look at each array where it lies
@@ -105,30 +105,15 @@ def collect(
     sources: list[dict[str, Any]] = []
     tokens = 0
 
-    def chunks() -> Iterator[TracedChunk]:
-        nonlocal tokens
-        for entry in entries:
-            if isinstance(entry, TraceSource):
-                if entry.first_token < max([tokens, *(own["first_token"] for own in sources[-1:])]):
-                    raise _damaged(
-                        "files one after the other, each before the chunk in which it begins",
-                        f"{entry.name!r} at token {entry.first_token} before the chunk at token {tokens}",
-                    )
-                sources.append({"name": visible(entry.name), "first_token": entry.first_token})
-                continue
-            if (entry.number, entry.first_token) != (len(parts.sizes), tokens):
-                raise _damaged(
-                    f"chunk {len(parts.sizes)} at token {tokens}",
-                    f"chunk {entry.number} at token {entry.first_token}",
-                )
-            tokens += len(entry.ids)
-            parts.sizes.append(len(entry.ids))
-            progress(tokens)
-            yield entry
-
     batch: list[TracedChunk] = []
-    for chunk in chunks():
-        batch.append(chunk)
+    for entry in in_order(header, entries):
+        if isinstance(entry, TraceSource):
+            sources.append({"name": visible(entry.name), "first_token": entry.first_token})
+            continue
+        tokens += len(entry.ids)
+        parts.sizes.append(len(entry.ids))
+        progress(tokens)
+        batch.append(entry)
         if len(batch) == _BATCH:
             _add(parts, batch, header.num_groups)
             batch = []
@@ -146,7 +131,7 @@ def collect(
         )
     document = Document(sources, _arrays(parts))
     if not document.bearing:
-        raise _damaged("tokens that bear a loss", "none")
+        raise Disorder("tokens that bear a loss", "none")
     return document
 
 
@@ -158,12 +143,9 @@ def _add(parts: _Parts, chunks: list[TracedChunk], num_groups: int) -> None:
     losses = np.concatenate([chunk.losses for chunk in chunks]).astype("<f4")
     without = np.concatenate([chunk.losses_without for chunk in chunks]).astype("<f4")
     if (np.isfinite(losses) != np.isfinite(without)).any() or np.isinf([losses, without]).any():
-        raise _damaged("a finite loss with and without retrieval, or neither", "another")
+        raise Disorder("a finite loss with and without retrieval, or neither", "another")
     parts.losses.append(losses)
     parts.losses_without.append(without)
-    for chunk in chunks:
-        if len(chunk.reads) != num_groups:
-            raise _damaged(f"readings of {num_groups} groups", f"{len(chunk.reads)} in chunk {chunk.number}")
     reads = [read for chunk in chunks for read in chunk.reads]
     sizes = np.array([len(read.chunks) for read in reads], np.int64)
     read = np.concatenate([own.chunks for own in reads])
@@ -171,14 +153,14 @@ def _add(parts: _Parts, chunks: list[TracedChunk], num_groups: int) -> None:
     reader = np.repeat(np.repeat(numbers, num_groups), sizes)
     same = np.repeat(np.arange(len(sizes)), sizes)
     if ((read < 0) | (read >= reader)).any():
-        raise _damaged("chunks that read earlier ones", "one that reads itself or a later one")
+        raise Disorder("chunks that read earlier ones", "one that reads itself or a later one")
     if ((np.diff(read) <= 0) & (np.diff(same) == 0)).any():
-        raise _damaged("the chunks of a reading in ascending order", "another order")
+        raise Disorder("the chunks of a reading in ascending order", "another order")
     if [len(own.weights) for own in reads] != sizes.tolist() or not np.isfinite(weights).all():
-        raise _damaged("a finite weight of each chunk that was read", "another")
+        raise Disorder("a finite weight of each chunk that was read", "another")
     rest = np.array([np.nan if own.rest is None else own.rest for own in reads], "<f4")
     if np.isinf(rest).any():
-        raise _damaged("a finite weight of what is not listed, or none", "another")
+        raise Disorder("a finite weight of what is not listed, or none", "another")
     parts.read_rest.append(rest)
     parts.read_sizes.append(sizes)
     parts.read_chunks.append(read.astype("<u4"))
@@ -191,7 +173,7 @@ def _add_text(parts: _Parts, chunks: list[TracedChunk]) -> None:
     for chunk, length in zip(chunks, lengths, strict=True):
         ordered = len(chunk.starts) == len(chunk.ids) > 0 and chunk.starts[0] == 0
         if not ordered or chunk.starts[-1] > length or (np.diff(chunk.starts) < 0).any():
-            raise _damaged(
+            raise Disorder(
                 "tokens that begin one after the other in their chunk's text, the first at 0",
                 f"others in chunk {chunk.number}",
             )
@@ -230,10 +212,6 @@ def _starts(sizes: Array) -> Array:
             f"text: expected fewer than 2^32 tokens and readings, got {ends[-1]:,}. Explore a part of it."
         )
     return np.concatenate([[0], ends]).astype("<u4")
-
-
-def _damaged(expected: str, got: str) -> ValueError:
-    return ValueError(f"trace: expected {expected}, got {got}. Write the trace anew.")
 
 
 def pack(arrays: dict[str, Array], level: int = LEVEL) -> tuple[list[dict[str, Any]], str]:

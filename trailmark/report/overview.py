@@ -1,171 +1,166 @@
-"""The first section of the report: the models, and the numbers that sum them up."""
+"""The sections of the report that are of no one suite: the models, how to measure again, and on what was measured."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+import shlex
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-from trailmark.report.collect import Collected, Model, Result
-from trailmark.report.markup import MISSING, Html, count, element, interval, number, shown, table
-from trailmark.report.section_cost import rows_of
-from trailmark.report.section_needles import pooled, task_name
-from trailmark.report.sections import Section
+from trailmark.evaluation.suite import Column, Suite, Tile
+from trailmark.report.collect import Collected, Demo, Model, Result, Training
+from trailmark.report.sections import Folded, Part, Section
+from trailmark.report.tables import Table, table_of
+from trailmark.report.values import grouped, setting
+
+_MODELS = (
+    Column("model", "label"),
+    Column("architecture", "architecture", text=True),
+    Column("parameters", "parameters", ",d"),
+    Column("results", "measured", text=True),
+    Column("precision", "dtype", text=True),
+    Column("set", "set", text=True),
+    Column("weights", "weights", text=True),
+)
 
 
-def overview(found: Collected) -> Section:
-    content = [element("ul", *map(_tile, tiles), class_="tiles")] if (tiles := _tiles(found)) else []
-    return Section("overview", "Overview", [*content, _models(found)])
+def overview(collected: Collected, tiles: Sequence[Tile]) -> Section:
+    """The models, and the numbers that sum them up."""
+    counts = Counter((id(model), result.suite) for result in collected.results for model in result.models)
+    trained = {id(run.model) for run in collected.trainings}
+
+    def row(model: Model) -> dict[str, Any]:
+        measured = [f"{suite} {n}" for (own, suite), n in counts.items() if own == id(model)]
+        measured += ["training"] * (id(model) in trained)
+        return vars(model) | {
+            "measured": ", ".join(measured) or None,
+            "set": ", ".join(f"{key}={value}" for key, value in model.changes.items()) or None,
+            "weights": (model.weights or "")[:8] or None,
+        }
+
+    models = table_of("Models", _MODELS, [row(model) for model in collected.models], "page")
+    return Section("overview", "Overview", [Part(tables=[models])], tiles=tiles)
 
 
-def _tile(facts: tuple[str, str, str]) -> Html:
-    return element(
-        "li",
-        *(
-            element("span", text, class_=kind)
-            for kind, text in zip(("figure", "what", "how"), facts, strict=True)
-        ),
+# --- how to measure again --------------------------------------------------------------------------------------
+
+
+def reproduce(collected: Collected, known: Mapping[str, Suite]) -> Section:
+    """Settings and commands, for each file of results."""
+    demos = {demo.source for demo in collected.demos}
+    of_records = [result for result in collected.results if result.source not in demos]
+    parts = [
+        _record(source, known[results[0].suite], results)
+        for source, results in grouped(of_records, lambda result: result.source).items()
+    ]
+    parts += [_demo(demo) for demo in collected.demos]
+    parts += [_training(run) for run in collected.trainings]
+    return Section(
+        "reproduce",
+        "Settings, and how to measure again",
+        parts,
+        "What decides the numbers, for each file of results. A command that is run again with the same output measures "
+        "only what is missing; name another --output to measure all again.",
+        short="Settings",
+        of_files=True,
     )
 
 
-def _tiles(found: Collected) -> list[tuple[str, str, str]]:
-    """For each suite one number, with whose it is and how it was measured."""
-    tiles = []
-    if reads := _farthest(found.of("needles")):
-        result, pool = reads
-        tiles.append(
-            (
-                percent(pool["accuracy"]),
-                f"of answers right at {count(result.get('length'))} tokens",
-                f"{result.model.label}, {task_name(result).lower()}; 95% interval "
-                f"{interval(pool['accuracy_low'], pool['accuracy_high'])}",
-            )
+def _record(source: Path, suite: Suite, results: Sequence[Result]) -> Part:
+    part = Part(str(source))
+    kept = {id(result): _kept_command(result.values.get("command")) for result in results}
+    part.code += dict.fromkeys(filter(None, kept.values()))
+    if without := [result for result in results if not kept[id(result)]]:
+        models = [model.folder or model.name for model in results[0].models]
+        changes = results[0].model.changes if len(models) == 1 else {}
+        part.code += suite.commands(models, [result.settings for result in without], changes)
+        part.notes.append(
+            "Put together from the settings below; a text or pairs of your own are named there by their fingerprint "
+            "alone."
         )
-        trained, length = number(result.train_length), number(result.get("length"))
-        if trained and length and length > trained:
-            tiles.append(
-                (
-                    f"{length / trained:,.4g}×",
-                    "longer than the longest training text",
-                    f"{result.model.label}; {count(trained)} tokens while training",
-                )
-            )
-    if best := _best(found.of("perplexity"), "perplexity"):
-        tiles.append(
-            (
-                f"{number(best.get('perplexity')):,.4g}",
-                f"perplexity per token at {count(best.get('length'))} tokens",
-                f"{best.model.label}, the lowest at that length; "
-                f"95% interval {interval(best.get('perplexity_low'), best.get('perplexity_high'))}",
-            )
-        )
-    if rouge := _best_rouge(found.of("summarization")):
-        result, score = rouge
-        tiles.append(
-            (
-                f"{score['f']:.3f}",
-                f"ROUGE-L of {count(result.get('documents'))} summaries",
-                f"{result.model.label}; 95% interval {interval(score.get('low'), score.get('high'))}",
-            )
-        )
-    if cheap := _cheapest(found.of("cost")):
-        result, row = cheap
-        tiles.append(
-            (
-                f"{row['time_ratio']:.3g}×",
-                f"the time per token after {count(result.get('prompt'))} tokens",
-                f"{result.named(row.get('model')).label}, tier {shown(result.get('tier'))}; memory "
-                f"{shown(row.get('memory_ratio'), '.3g')}×, against {_base(result)}",
-            )
-        )
-    return tiles
+    cells = f"Settings of {len(results)} cell{'s' * (len(results) != 1)}"
+    part.folded.append(Folded(cells, _settings([result.settings for result in results])))
+    return part
 
 
-def percent(share: Any) -> str:
-    """``99.7%``; all and nothing only where it is."""
-    text = f"{share:.1%}"
-    return {"100.0%": "> 99.9%", "0.0%": "< 0.1%"}.get(text, text) if 0 < share < 1 else text
+def _kept_command(command: Any) -> str:
+    if isinstance(command, list):
+        return shlex.join(map(str, command))
+    return command if isinstance(command, str) else ""
 
 
-def _farthest(results: list[Result]) -> tuple[Result, dict[str, float | None]] | None:
-    """The most accurate model at the longest length at which one was asked."""
-    lengths = [length for r in results if (length := number(r.get("length")))]
-    if not lengths:
-        return None
-    best: tuple[Result, dict[str, float | None]] | None = None
-    same: dict[tuple[Any, ...], list[Result]] = {}
-    for r in results:
-        if number(r.get("length")) == max(lengths):
-            key = (
-                r.model.label,
-                *(str(r.get(n)) for n in ("needles", "kind", "protocol", "format", "landmarks")),
-            )
-            same.setdefault(key, []).append(r)
-    for group in same.values():
-        pool = pooled(group)
-        if pool["accuracy"] is not None and (best is None or pool["accuracy"] > (best[1]["accuracy"] or 0.0)):
-            best = group[0], pool
-    return best
-
-
-def _best(results: list[Result], key: str) -> Result | None:
-    known = [r for r in results if number(r.get(key)) is not None and number(r.get("length"))]
-    longest = max((r.get("length") for r in known), default=None)
-    return min((r for r in known if r.get("length") == longest), key=lambda r: r.get(key), default=None)
-
-
-def _best_rouge(results: list[Result]) -> tuple[Result, dict[str, Any]] | None:
-    known = [
-        (r, score)
-        for r in results
-        if isinstance(score := r.values.get("rougeL"), dict) and number(score.get("f")) is not None
+def _settings(cells: Sequence[Mapping[str, Any]]) -> list[Table]:
+    """What all cells share, and for each cell the rest."""
+    names = list(dict.fromkeys(name for cell in cells for name in cell))
+    common = [
+        name
+        for name in names
+        if all(name in cell for cell in cells) and all(cell[name] == cells[0][name] for cell in cells)
     ]
-    return max(known, key=lambda pair: pair[1]["f"], default=None)
+    tables = []
+    if common:
+        rows = [[name, setting(cells[0][name])] for name in common]
+        tables.append(Table("The same in all", ["setting", "value"], rows, (1,)))
+    if others := [name for name in names if name not in common]:
+        rows = [[str(n), *(setting(cell.get(name)) for name in others)] for n, cell in enumerate(cells, 1)]
+        tables.append(Table("By cell", ["cell", *others], rows, range(1, len(others) + 1)))
+    return tables
 
 
-def _cheapest(results: list[Result]) -> tuple[Result, dict[str, Any]] | None:
-    """After the longest prompt, the model nearest to the window-only one among those that look further."""
-    known = [
-        (number(r.get("prompt")) or 0.0, r, row)
-        for r in results
-        for row in rows_of(r)
-        if number(row.get("time_ratio")) is not None
-        and "SlidingWindow" not in str(row.get("architecture"))
-        and number(r.get("prompt"))
+def _demo(demo: Demo) -> Part:
+    words = ["trailmark", "demo", "--output", str(demo.source.parent)]
+    settings = demo.content.get("settings")
+    for name, value in (settings if isinstance(settings, dict) else {}).items():
+        if value is not None:
+            words += [f"--{name.replace('_', '-')}", setting(value)]
+    left_out = ("results", "environment", "training", "kind")
+    facts = {name: value for name, value in demo.content.items() if name not in left_out}
+    folded = Folded("Settings of the demo", _settings([_flat(facts)]))
+    return Part(str(demo.source), code=[shlex.join(words)], folded=[folded])
+
+
+def _training(run: Training) -> Part:
+    part = Part(str(run.source))
+    if not run.run:
+        part.notes.append("No run.yaml lies beside it: its settings are not known.")
+        return part
+    part.code.append(
+        shlex.join(["trailmark", "train", str(run.source.parent / "run.yaml"), "output=runs/again"])
+    )
+    part.folded.append(Folded("Settings of the training", _settings([_flat(run.run)])))
+    return part
+
+
+def _flat(nested: Mapping[str, Any], above: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in nested.items():
+        if isinstance(value, dict) and value:
+            flat |= _flat(value, f"{above}{key}.")
+        else:
+            flat[f"{above}{key}"] = value
+    return flat
+
+
+# --- on what it was measured -----------------------------------------------------------------------------------
+
+
+def environments(collected: Collected) -> Section:
+    """What the results were measured on: one column for each."""
+    measured = [result for result in collected.results if result.environment is not None]
+    groups = grouped(measured, lambda result: json.dumps(result.environment, sort_keys=True, default=str))
+    if not groups:
+        said = Part(notes=["Nothing says what these results were measured on."])
+        return Section("environment", "Environment", [said])
+    seen = [group[0].environment or {} for group in groups.values()]
+    names = list(dict.fromkeys(name for here in seen for name in here))
+    rows = [[name, *(setting(here.get(name)) for here in seen)] for name in names]
+    users = [
+        dict.fromkeys(f"{model.label}: {result.suite}" for result in group for model in result.models)
+        for group in groups.values()
     ]
-    longest = max((entry[0] for entry in known), default=None)
-    rows = [entry for entry in known if entry[0] == longest]
-    best = min(rows, key=lambda entry: entry[2]["time_ratio"], default=None)
-    return None if best is None else best[1:]
-
-
-def _base(result: Result) -> str:
-    base = result.get("base")
-    return str(base) if base else (result.models[0].label if result.models else "the first model")
-
-
-def _models(found: Collected) -> Html:
-    trained = {id(run.model) for run in found.trainings}
-    suites: dict[int, dict[str, int]] = {}
-    for result in found.results:
-        for model in result.models:
-            seen = suites.setdefault(id(model), {})
-            seen[result.suite] = seen.get(result.suite, 0) + 1
-
-    def measured(model: Model) -> str:
-        parts = [f"{suite} {n}" for suite, n in suites.get(id(model), {}).items()]
-        return ", ".join([*parts, *(["training"] if id(model) in trained else [])]) or MISSING
-
-    columns: list[tuple[str, Callable[[Model], str]]] = [
-        ("model", lambda m: m.label),
-        ("architecture", lambda m: shown(m.architecture)),
-        ("parameters", lambda m: count(m.parameters)),
-        ("results", measured),
-        ("precision", lambda m: shown(m.dtype)),
-        ("set", lambda m: ", ".join(f"{key}={value}" for key, value in m.changes.items()) or MISSING),
-        ("weights", lambda m: (m.weights or MISSING)[:8]),
-    ]
-    rows = [[of(model) for _, of in columns] for model in found.models]
-    kept = [n for n in range(len(columns)) if n == 0 or any(row[n] != MISSING for row in rows)]
-    names = [columns[n][0] for n in kept]
-    words = [place for place, name in enumerate(names) if name not in ("parameters",)]
-    return table("Models", names, [[row[n] for n in kept] for row in rows], words)
+    rows.append(["measured there", *map(", ".join, users)])
+    columns = ["value"] if len(seen) == 1 else [f"environment {n}" for n in range(1, len(seen) + 1)]
+    table = Table("Versions, hardware and date", ["what", *columns], rows, range(1, len(seen) + 1))
+    return Section("environment", "Environment", [Part(tables=[table])])

@@ -1,173 +1,181 @@
-"""What the sections of the report share: figures with their numbers, tables, names of series."""
+"""What a page is made of, as data that templates/report.html shows, and the section of a suite."""
 
 from __future__ import annotations
 
 import json
-from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-from trailmark.report.charts import (
-    BarChart,
-    Chart,
-)
-from trailmark.report.collect import Result
-from trailmark.report.console import size
-from trailmark.report.markup import (
-    MISSING,
-    Html,
-    details,
-    element,
-    number,
-    paragraph,
-    shown,
-    table,
-)
-from trailmark.report.svg import inline
+from trailmark.evaluation.suite import Column, Row, Suite, Tile
+from trailmark.report.collect import MOST_GENERATIONS, Collected, Result, generations
+from trailmark.report.figures import Figure, Figures, charts_of, chunk_charts
+from trailmark.report.tables import Table, table_of
+from trailmark.report.values import MISSING, grouped, shown
 
-_MOST_OPEN = 60  # rows
-_Item = TypeVar("_Item")
-_Key = TypeVar("_Key", bound=Hashable)
-
-
-@dataclass
-class Figures:
-    """Draws charts, or gives their numbers alone where nothing can draw."""
-
-    folder: Path | None  # for the files; None: no drawing
-    progress: Callable[[str], None] = lambda message: None
-    written: list[Path] = field(default_factory=list)
-
-    def show(self, chart: Chart) -> Html:
-        header, rows = chart.table()
-        words = range(len(header) - 1) if isinstance(chart, BarChart) else ()
-        numbers = table(f"Numbers: {chart.title}", header, rows, words)
-        if self.folder is None:
-            return element(
-                "section", details(f"{chart.title}: numbers", paragraph(chart.description), numbers)
-            )
-        self.progress(f"drawing {chart.title}")
-        drawing = inline(chart.write(self.folder), chart.name, chart.title, chart.description)
-        files = [self.folder / f"{chart.name}.{kind}" for kind in ("svg", "png")]
-        self.written += files
-        links = [
-            element("a", file.suffix[1:].upper(), href=f"{self.folder.name}/{file.name}") for file in files
-        ]
-        return element(
-            "figure",
-            element("div", drawing, class_="scroll", role="region", tabindex="0", aria_label=chart.title),
-            element("figcaption", element("strong", f"{chart.title}. "), chart.description),
-            element("div", details("Numbers of this figure", numbers), element("p", "Files: ", *_joined(links)),
-                    class_="under"),
-            class_="wide" if chart.wide else "plain",
-        )  # fmt: skip
+_MOST_WRITTEN = 3  # of what a model wrote, for each result
+_MOST_WRITTEN_IN_ALL = 24
+_MOST_CHARACTERS = 1200  # of each
 
 
 @dataclass(frozen=True)
+class Folded:
+    """What opens when it is asked for."""
+
+    summary: str
+    tables: Sequence[Table]
+
+
+@dataclass
+class Part:
+    """What stands under one heading, in this order."""
+
+    title: str = ""
+    fine: str = ""
+    notices: list[str] = field(default_factory=list)
+    code: list[str] = field(default_factory=list)  # commands
+    figures: list[Figure] = field(default_factory=list)
+    tables: list[Table] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    folded: list[Folded] = field(default_factory=list)
+
+    @property
+    def pair(self) -> bool:
+        """Whether the figures stand side by side."""
+        return len(self.figures) > 1 and not any(figure.chart.wide for figure in self.figures)
+
+
+@dataclass
 class Section:
-    name: str  # its address on the page
+    """A section of the page.
+
+    Args:
+        name: its address on the page.
+        short: its name where there is little room; else the title.
+        of_files: whether the parts' titles are names of files.
+    """
+
+    name: str
     title: str
-    content: Sequence[Html]
-    short: str = ""  # where there is little room; else the title
+    parts: Sequence[Part]
+    about: str = ""
+    tiles: Sequence[Tile] = ()
+    short: str = ""
+    of_files: bool = False
 
 
-def grouped(items: Iterable[_Item], key: Callable[[_Item], _Key]) -> dict[_Key, list[_Item]]:
-    groups: dict[_Key, list[_Item]] = defaultdict(list)
-    for item in items:
-        groups[key(item)].append(item)
-    return dict(groups)
+def rows_of(suite: Suite, results: Sequence[Result]) -> list[Row]:
+    """The rows of results, each with the label and the look of its model and with what the model wrote for it."""
+    rows: list[Row] = []
+    for result, lines in generations(results):
+        own = {"train_length": result.train_length, **result.values, "settings": result.settings}
+        own["asked"] = own.get("asked") or lines
+        for row in suite.rows(own):
+            model = result.named(row.get("model")) if len(result.models) > 1 else result.model
+            rows.append({**row, "model": model.label, "look": model.look, "written": lines})
+    return rows
 
 
-def by_length(results: Sequence[Result]) -> dict[float, list[Result]]:
-    """Ascending; results without a length are left to the table."""
-    groups = grouped((r for r in results if number(r.get("length"))), lambda r: float(r.get("length")))
-    return dict(sorted(groups.items()))
+def suite_section(
+    suite: Suite, results: Sequence[Result], rows: Sequence[Row], figures: Figures
+) -> Section | None:
+    """All that was measured in a suite; None where that is nothing."""
+    if not results:
+        return None
+    parts = []
+    if unfinished := _unfinished(suite, results):
+        parts.append(Part(notices=unfinished))
+    for place, ((title, fine), group) in enumerate(grouped(rows, suite.heading).items(), 1):
+        part = Part(title, fine)
+        for chart in charts_of(suite, title, place, group):
+            if isinstance(chart, str):
+                part.notes.append(chart)
+            else:
+                part.figures.append(figures.show(chart))
+        caption = f"{title or suite.title}: all cells"
+        part.tables.append(table_of(caption, suite.columns, group, "page"))
+        part.notes += dict.fromkeys(str(row["note"]) for row in group if row.get("note"))
+        part.folded = [*_published(group), *_written(suite, group)]
+        parts.append(part)
+    for chart in chunk_charts(suite, rows):
+        if isinstance(chart, str):
+            parts.append(Part(notes=[chart]))
+        else:
+            parts.append(Part(figures=[figures.show(chart)]))
+    return Section(suite.name, suite.title, parts, suite.about)
 
 
-def labels(series: dict[_Key, Any], looks: dict[_Key, int]) -> dict[_Key, tuple[str, int]]:
-    """For each series (model, more ...) a label that says as much as tells it apart, and a look of its own."""
-    keys: list[Any] = list(series)
-    width = len(keys[0]) if keys else 0
-    differing = [n for n in range(1, width) if len({key[n : n + 1] for key in keys}) > 1]
-    alone = len({looks[key] for key in keys}) == len(keys)
-    found = {}
-    for place, key in enumerate(keys):
-        more = [_differing_part(n, key[n]) for n in differing if n < len(key)]
-        more += [str(part) for part in key[len(keys[0]) :]]
-        found[key] = (", ".join([str(key[0]), *filter(None, more)]), looks[key] if alone else place)
-    return found
+def _unfinished(suite: Suite, results: Sequence[Result]) -> list[str]:
+    """Which files hold nothing of this suite that could be shown yet."""
+    return [
+        f"{source}: not all is measured yet; the same command goes on."
+        for source, group in grouped(results, lambda result: result.source).items()
+        if not rows_of(suite, group)
+    ]
 
 
-def _differing_part(position: int, value: Any) -> str:
-    if value is None or value == "":
-        return ""
-    return f"{value} needle{'s' * (value != 1)}" if isinstance(value, int) else str(value)
+def _written(suite: Suite, rows: Sequence[Row]) -> list[Folded]:
+    """Some of what the models wrote, what is wrong first."""
+
+    def wrong_first(lines: Iterable[Row]) -> list[Row]:
+        return sorted(lines, key=lambda line: line.get("correct") is not False)
+
+    lines = wrong_first(
+        {"model": row["model"], "length": row.get("length"), **line}
+        for row in rows for line in wrong_first(row["written"])[:_MOST_WRITTEN]
+    )[:_MOST_WRITTEN_IN_ALL]
+    if not lines or not suite.written:
+        return []
+    said = f"{len(lines)} examples, wrong ones first, of the first {MOST_GENERATIONS:,} in each file"
+    columns = [Column("model", "model", text=True), Column("tokens", "length", ",d"), *suite.written]
+    table = table_of(said, columns, lines, "page")
+    cut = [[_quote(text) for text in cells] for cells in table.rows]
+    return [Folded(said, [Table(said, table.header, cut, table.words)])]
 
 
-def cells(
-    caption: str,
-    columns: Sequence[tuple[str, Callable[[Any], Any]]],
-    items: Sequence[Any],
-    words: Sequence[str] = (),
-) -> Html:
-    """A table without the columns in which nothing stands; a long one opens when asked."""
-    filled = [(name, [of(item) for item in items]) for name, of in columns]
-    kept = [column for n, column in enumerate(filled) if n == 0 or any(c != MISSING for c in column[1])]
-    text = [n for n, (name, _) in enumerate(kept) if name in words]
-    rows = list(zip(*(values for _, values in kept), strict=True))
-    made = table(caption, [name for name, _ in kept], rows, text)
-    # a long one would hide what stands below it
-    return made if len(rows) <= _MOST_OPEN else details(f"{caption} ({len(rows):,})", made)
+def _quote(text: str) -> str:
+    """Text that a model wrote; what is left out is said."""
+    rest = len(text) - _MOST_CHARACTERS
+    return text if rest <= 0 else f"{text[:_MOST_CHARACTERS]} … ({rest:,} more characters)"
 
 
-def published(results: Iterable[Result]) -> list[Html]:
-    """What papers printed, as the results' protocols noted it: a table for each of their tables."""
-    tables: dict[str, dict[str, dict[str, Any]]] = defaultdict(dict)
-    for result in results:
-        given = result.values.get("published")
-        for row in [given] if isinstance(given, dict) else given if isinstance(given, list) else []:
-            if isinstance(row, dict):
-                about = [f"arXiv {row['arxiv']}"] if "arxiv" in row else []
-                about += [str(row["table"])] if "table" in row else []
-                tables[", ".join(about) or "the paper"][json.dumps(row, sort_keys=True, default=str)] = row
-    content = []
-    for source, rows in tables.items():
-        names = list(
-            dict.fromkeys(name for row in rows.values() for name in row if name not in ("arxiv", "table"))
-        )
-        names.sort(key=lambda name: name != "model")
-        values = [[value_shown(row.get(name)) for name in names] for row in rows.values()]
-        header = [name.replace("_", " ") for name in names]
-        content.append(details(f"Published: {source}", table(f"As printed in {source}", header, values)))
-    return content
+def _published(rows: Iterable[Row]) -> list[Folded]:
+    """What papers printed, as the results' protocols noted it: a table for each of theirs."""
+    tables: dict[str, dict[str, Mapping[str, Any]]] = {}
+    for row in rows:
+        given = row.get("published")
+        for printed in given if isinstance(given, list) else [given]:
+            if isinstance(printed, dict):
+                about = [f"arXiv {printed['arxiv']}"] if "arxiv" in printed else []
+                about += [str(printed["table"])] if "table" in printed else []
+                key = json.dumps(printed, sort_keys=True, default=str)
+                tables.setdefault(", ".join(about) or "the paper", {})[key] = printed
+    folded = []
+    for source, entries in tables.items():
+        names = {name: None for entry in entries.values() for name in entry if name not in ("arxiv", "table")}
+        ordered = sorted(names, key=lambda name: name != "model")
+        values = [[_value(entry.get(name)) for name in ordered] for entry in entries.values()]
+        header = [name.replace("_", " ") for name in ordered]
+        folded.append(Folded(f"Published: {source}", [Table(f"As printed in {source}", header, values)]))
+    return folded
 
 
-def noted(results: Iterable[Result]) -> list[Html]:
-    """What a protocol says of its cells."""
-    said = dict.fromkeys(str(note) for result in results if (note := result.values.get("note")))
-    return [paragraph(note, class_="fine") for note in said]
-
-
-def bytes_shown(value: Any) -> str:
-    exact = number(value)
-    return shown(value) if exact is None else size(exact)
-
-
-def value_shown(value: Any) -> str:
+def _value(value: Any) -> str:
     if isinstance(value, dict):
-        return ", ".join(f"{key} {value_shown(part)}" for key, part in value.items()) or MISSING
+        return ", ".join(f"{key} {_value(part)}" for key, part in value.items()) or MISSING
     return shown(value, ".5g") if isinstance(value, float) else shown(value)
 
 
-def quote(text: Any, most: int = 160) -> str:
-    """Text that a model wrote; what is left out is said."""
-    if text is None:
-        return MISSING
-    whole = str(text)
-    return whole if len(whole) <= most else f"{whole[:most]} … ({len(whole) - most:,} more characters)"
-
-
-def _joined(links: Sequence[Html]) -> list[Any]:
-    return [part for link in links for part in (", ", link)][1:]
+def sections_of_suites(
+    collected: Collected, known: Mapping[str, Suite], figures: Figures
+) -> tuple[list[Section], list[Tile]]:
+    """The section of each suite, and the numbers that sum them up."""
+    sections: list[Section] = []
+    tiles: list[Tile] = []
+    for suite in known.values():
+        results = collected.of(suite.name)
+        rows = rows_of(suite, results)
+        tiles += suite.tiles(rows) if rows else ()
+        if (section := suite_section(suite, results, rows, figures)) is not None:
+            sections.append(section)
+    return sections, tiles

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from xml.etree import ElementTree
 
-from trailmark.report.markup import Html, safe
+from markupsafe import Markup
+
 from trailmark.report.theme import LIGHT
 
-_SVG = "http://www.w3.org/2000/svg"
-_XLINK = "{http://www.w3.org/1999/xlink}href"
-_REFERENCE = re.compile(r"url\(#([^)]+)\)")
+_LEFT_OUT = re.compile(r"<metadata>.*?</metadata>|<style.*?</style>", re.DOTALL)
+_TAG = re.compile(r"<[^>]*>")  # matplotlib escapes these two characters wherever else they stand
+_REFERENCE = re.compile(r'(url\(#|href="#)([^)"]+)')
+_ID = re.compile(r' id="([^"]*)"')
+_FAMILY = re.compile(r"font-family:[^;\"]*;?\s*")
 _COLOUR = re.compile(r"#[0-9a-f]{6}\b")
-_FAMILY = re.compile(r"font-family:[^;]*;?\s*")
-_NAMES: Mapping[str, str] = {value: name for name, value in LIGHT.items()}
+_ROLES = {value: "none" if name == "paper" else f"var(--{name})" for name, value in LIGHT.items()}
 
 
-def inline(svg: str, name: str, title: str, description: str) -> Html:
+def inline(svg: str, name: str, title: str, description: str) -> Markup:
     """``svg``, which matplotlib wrote with the colours of :data:`~trailmark.report.theme.LIGHT`, for the page.
 
     Args:
@@ -27,52 +27,31 @@ def inline(svg: str, name: str, title: str, description: str) -> Html:
     Returns:
         An ``<svg>`` whose colours are the page's custom properties, without a background of its own.
     """
-    root = ElementTree.fromstring(svg)
-    for parent in list(root.iter()):
-        for child in list(parent):
-            if child.tag in (f"{{{_SVG}}}metadata", f"{{{_SVG}}}style"):
-                parent.remove(child)
-    used = set()
-    for node in root.iter():
-        for value in node.attrib.values():
-            used.update(_REFERENCE.findall(value))
-        if _XLINK in node.attrib:
-            used.add(node.attrib[_XLINK].removeprefix("#"))
-    for node in root.iter():
-        _rename(node, name, used)
-        if "style" in node.attrib:
-            node.set("style", _style(node.attrib["style"]))
-    box = root.attrib["viewBox"]
-    inner = "".join(_text(child) for child in root)
-    return Html(
-        f'<svg viewBox="{box}" style="--width:{float(box.split()[2]):.0f}" role="img" '
-        f'aria-labelledby="{name}-title {name}-text"><title id="{name}-title">{safe(title)}</title>'
-        f'<desc id="{name}-text">{safe(description)}</desc>{inner}</svg>'
+    drawing = _LEFT_OUT.sub("", svg)
+    used = {match[2] for tag in _TAG.findall(drawing) for match in _REFERENCE.finditer(tag)}
+
+    def own_id(match: re.Match[str]) -> str:
+        return f' id="{name}-{match[1]}"' if match[1] in used else ""
+
+    def themed(match: re.Match[str]) -> str:
+        tag = _ID.sub(own_id, match[0].replace("xlink:href", "href"))
+        tag = _REFERENCE.sub(rf"\1{name}-\2", tag)
+        return _COLOUR.sub(lambda colour: _ROLES[colour[0]], _FAMILY.sub("", tag))
+
+    start = re.search(r"<svg[^>]*>", drawing)
+    assert start is not None
+    box = re.search(r'viewBox="([^"]*)"', start[0])
+    assert box is not None
+    # as markup: matplotlib escaped the words in it
+    inner = Markup(_TAG.sub(themed, drawing[start.end() : drawing.rindex("</svg>")]))
+    return Markup(
+        '<svg viewBox="{box}" style="--width:{width:.0f}" role="img" aria-labelledby="{name}-title {name}-text">'
+        '<title id="{name}-title">{title}</title><desc id="{name}-text">{description}</desc>{inner}</svg>'
+    ).format(
+        box=box[1],
+        width=float(box[1].split()[2]),
+        name=name,
+        title=title,
+        description=description,
+        inner=inner,
     )
-
-
-def _rename(node: ElementTree.Element, name: str, used: set[str]) -> None:
-    number = node.attrib.pop("id", None)
-    if number in used:
-        node.set("id", f"{name}-{number}")
-    if _XLINK in node.attrib:
-        node.set("href", f"#{name}-{node.attrib.pop(_XLINK).removeprefix('#')}")
-    for key, value in node.attrib.items():
-        if "url(#" in value:
-            node.set(key, _REFERENCE.sub(rf"url(#{name}-\1)", value))
-
-
-def _style(style: str) -> str:
-    def named(match: re.Match[str]) -> str:
-        role = _NAMES.get(match[0])
-        assert role is not None, f"a figure has the colour {match[0]}, which is none of the theme's"
-        return "none" if role == "paper" else f"var(--{role})"
-
-    return _FAMILY.sub("", _COLOUR.sub(named, style)).strip()
-
-
-def _text(node: ElementTree.Element) -> str:
-    """As HTML reads it: without prefixes of names."""
-    ElementTree.register_namespace("", _SVG)
-    text = ElementTree.tostring(node, encoding="unicode", short_empty_elements=False)
-    return text.replace(f' xmlns="{_SVG}"', "")

@@ -1,12 +1,70 @@
-"""Tables made from results, as Markdown that also reads well in a terminal."""
+"""Tables made from results: the columns of each suite, for pages and as Markdown that reads well in a terminal."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from trailmark.evaluation.suite import Column, Row, Suite, number, one_row, read, suites
-from trailmark.report.console import size
+from trailmark.evaluation.suite import Column, Place, Row, Suite, read
+from trailmark.report.values import MISSING, grouped, interval, share, shown, size, times
+
+_MOST_OPEN = 60  # rows of a table that stands open
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table without the columns in which nothing stands; the first column names the rows.
+
+    Args:
+        words: the columns, beside the first, that hold words and not numbers.
+    """
+
+    caption: str
+    header: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    words: Sequence[int] = ()
+
+    @property
+    def long(self) -> bool:
+        """Whether it would hide what stands below it."""
+        return len(self.rows) > _MOST_OPEN
+
+
+def table_of(caption: str, columns: Sequence[Column], rows: Sequence[Row], place: Place) -> Table:
+    """What the columns for this place say of the rows."""
+    cells = {column: [cell(row, column) for row in rows] for column in columns if place in column.on}
+    kept = [column for column in cells if any(text != MISSING for text in cells[column])]
+    words = [number for number, column in enumerate(kept) if column.text]
+    body = list(zip(*(cells[column] for column in kept), strict=True))
+    return Table(caption, [column.title for column in kept], body, words)
+
+
+def cell(row: Row, column: Column) -> str:
+    """What stands in a row's cell; "-" where nothing is known."""
+    value, form = read(row, column.value), column.form
+    if isinstance(value, tuple | list) and len(value) == 2:
+        low, high = value
+        return interval(low, high, form or ".3f")
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if form == "bytes":
+        return size(value)
+    if form == "share":
+        return share(value)
+    return times(value) if form == "times" else shown(value, form)
+
+
+def result_table(suite: Suite, results: Sequence[Mapping[str, Any]], train_length: int | None = None) -> str:
+    """What ``trailmark evaluate`` measured: a table for each heading, and what is to be noted of the results."""
+    rows = [{"train_length": train_length, **row} for result in results for row in suite.rows(result)]
+    groups = grouped(rows, suite.heading)
+    parts = []
+    for (title, _), group in groups.items():
+        table = table_of(title, suite.columns, group, "terminal")
+        parts += [title] * (len(groups) > 1) + [markdown_table(table.header, table.rows)]
+    parts += dict.fromkeys(str(row["note"]) for row in rows if row.get("note"))
+    return "\n\n".join(parts)
 
 
 def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -23,7 +81,7 @@ def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join([line(header), rule, *map(line, rows)])
 
 
-def needle_table(results: Sequence[dict[str, Any]], train_length: int) -> str:
+def needle_table(results: Sequence[Mapping[str, Any]], train_length: int) -> str:
     """One row per length and number of needles; ``results`` are those of the suite with a ``model``."""
     header = ["model", "tokens", "x train", "needles", "questions", "all digits right", "95% interval"]
     header += ["chunk retrieved", "tokens/s", "memory"]
@@ -36,55 +94,10 @@ def needle_table(results: Sequence[dict[str, Any]], train_length: int) -> str:
             str(r["questions"]),
             f"{r['accuracy']:.3f}",
             f"{r['accuracy_low']:.3f}-{r['accuracy_high']:.3f}",
-            "-" if r["recall"] is None else f"{r['recall']:.3f}",
+            shown(r["recall"], ".3f"),
             f"{r['tokens_per_second']:,.0f}",
             size(r["memory_bytes"]),
         ]
         for r in results
     ]
     return markdown_table(header, rows)
-
-
-def result_table(suite: Suite, results: Sequence[dict[str, Any]], train_length: int) -> str:
-    """What ``trailmark evaluate`` found in one suite: a table for each heading, and what is to be minded."""
-    rows = [{"train_length": train_length, **row} for result in results for row in suite.rows(result)]
-    groups: dict[tuple[str, str], list[Any]] = {}
-    for row in rows:
-        groups.setdefault(suite.heading(row), []).append(row)
-    tables = [
-        (f"{heading}\n\n" if len(groups) > 1 else "") + column_table(suite.columns, group)
-        for (heading, _), group in groups.items()
-    ]
-    return "\n\n".join([*tables, *dict.fromkeys(row["note"] for row in rows if row.get("note"))])
-
-
-def column_table(columns: Sequence[Column], rows: Sequence[Row]) -> str:
-    """The columns that a terminal shows, without those in which nothing stands."""
-    filled = {
-        column: [written(read(row, column.value), column.form) for row in rows]
-        for column in columns
-        if "terminal" in column.on
-    }
-    kept = {column: cells for column, cells in filled.items() if any(cell != "-" for cell in cells)}
-    return markdown_table([column.title for column in kept], list(zip(*kept.values(), strict=True)))
-
-
-def written(value: Any, form: str) -> str:
-    """A value as :class:`Column` says."""
-    if isinstance(value, list | tuple):
-        return "-".join(written(end, form) for end in value)
-    if value is None or isinstance(value, str) or number(value) is None:
-        return "-" if value is None else str(value)
-    match form:
-        case "bytes":
-            return size(value)
-        case "share":
-            return f"{value:.3f}"
-        case "times":
-            return f"{value:.2f}"
-    return f"{round(value) if form.endswith('d') else value:{form}}"
-
-
-def perplexity_table(results: Sequence[dict[str, Any]]) -> str:
-    """A row for each length; an interval, words and bytes where they were counted."""
-    return column_table(suites()["perplexity"].columns, [row for r in results for row in one_row(r)])

@@ -159,9 +159,9 @@ def _run(config: TrailmarkConfig, settings: Settings, batch: dict[str, Tensor]) 
     before = ledger.live
     with ledger:
         called = _AsTrained(model, settings.precision)
-        loss, out, labels = weighted_loss(called, config.retrieves_in_training, batch)
+        loss, out, *_ = weighted_loss(called, batch)
         chunks = out.retrieval[0].indices.shape[1] if out.retrieval else 0
-        del out, labels
+        del out, _
         activations, forward_flops = ledger.live - before, ledger.flops
         loss.backward()
     cut(None)

@@ -85,7 +85,7 @@ def seconds_per_step(run: Run, steps: int = 1) -> list[float]:
             first, rows = share_of(run.task.rows(step), world_size(), rank(), run.micro, number)
             batch = {key: x.to(device) for key, x in run.task.batch(step, first, rows).items()}
             with torch.autocast(device.type, torch.bfloat16, enabled=half):
-                loss, _, _ = weighted_loss(model, model.config.retrieves_in_training, batch)
+                loss = weighted_loss(model, batch).loss
             loss.backward()
         optimizer.step()
         optimizer.zero_grad()

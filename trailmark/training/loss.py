@@ -3,17 +3,26 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from trailmark.models import TrailmarkForCausalLM
-from trailmark.models.loss import shift_labels
+from trailmark.models import CausalLMOutput, TrailmarkForCausalLM
+from trailmark.models.loss import shift_labels, text_loss
 
 LAYOUT = ("attention_mask", "close_chunk", "document_ids")
 NEIGHBOURS = ("neighbours", "neighbour_scores")  # of a table
+
+
+class Called(NamedTuple):
+    """What one call of a model on a micro-batch gave."""
+
+    loss: Tensor  # the micro-batch's part of what is differentiated
+    out: CausalLMOutput
+    labels: Tensor  # [B, T] shifted: at t that of token t + 1
+    ranking: Tensor | None  # the part of the loss that a learned ranking adds
 
 
 def bearing_weights(model: TrailmarkForCausalLM, inputs: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
@@ -31,53 +40,42 @@ def total_weight(model: TrailmarkForCausalLM, batches: list[dict[str, Tensor]]) 
 
 def weighted_loss(
     model: Any,
-    retrieves: bool,
     inputs: dict[str, Any],
     total: Tensor | None = None,
-    landmarks: bool = True,
     rows: int | None = None,
-) -> tuple[Tensor, Any, Tensor]:
-    """The weighted sum of the token losses over ``total`` (None: their mean), the output and the shifted labels.
+    text_alone: bool = False,
+) -> Called:
+    """Call the model on a micro-batch, for the model's own loss (:func:`trailmark.models.loss.text_loss`).
 
     Where landmarks are tokens of the text, what a token's landmark adds weighs as the token does. A ranking that is
-    learned adds its own loss (:func:`ranking_part`).
+    learned adds its own loss: each row's is a mean over its pairs, and the rows of the global batch count alike, so
+    that the parts of micro-batches and processes add up.
 
     Args:
         model: ours, or what DDP or FSDP2 made of it.
-        retrieves: ask for what was selected.
-        landmarks: whether landmarks that are tokens of the text bear loss; not in a perplexity of the text.
+        total: what the weighted sum of the tokens' losses is divided by; None: the weights' sum.
         rows: of the global batch; None: these are all.
+        text_alone: for a perplexity of the text: landmarks bear no loss, and what was selected is not returned.
     """
+    own: TrailmarkForCausalLM = getattr(model, "module", model)
     out = model(
         input_ids=inputs["input_ids"],
         noise_seed=inputs["noise_seed"],  # whatever a model draws, a run that goes on draws again
-        output_retrieval=retrieves,
+        output_retrieval=own.config.retrieves_in_training and not text_alone,
         **{key: inputs[key] for key in (*LAYOUT, *NEIGHBOURS) if key in inputs},
     )
-    labels, weights = bearing_weights(getattr(model, "module", model), inputs)
-    dtype = torch.promote_types(out.logits.dtype, torch.float32)
-    losses = F.cross_entropy(
-        out.logits.to(dtype).flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="none"
+    labels, weights = bearing_weights(own, inputs)
+    ranking, count = out.ranking_loss, rows or len(labels)
+    loss = text_loss(
+        out.logits,
+        labels,
+        weights=weights,
+        total=total,
+        landmark_loss=None if text_alone else out.landmark_loss,
+        ranking_loss=ranking,
+        rows=count,
     )
-    if landmarks and out.landmark_loss is not None:
-        losses = losses + out.landmark_loss.flatten()
-    if total is None:
-        total = weights.double().sum()
-    loss = (losses * weights.flatten()).sum() / total.to(losses.dtype).clamp(min=1e-9)
-    ranking = ranking_part(out, rows)
-    return loss if ranking is None else loss + ranking, out, labels
-
-
-def ranking_part(out: Any, rows: int | None = None) -> Tensor | None:
-    """What a micro-batch's learned ranking adds to the loss: a mean over the rows of the global batch; None: nothing.
-
-    Each row's own loss is a mean over its pairs, so that the parts of micro-batches and processes add up.
-
-    Args:
-        rows: of the global batch; None: the micro-batch is all of it.
-    """
-    found = out.ranking_loss
-    return None if found is None else found.sum() / (rows or len(found))
+    return Called(loss, out, labels, None if ranking is None else ranking.sum() / count)
 
 
 @dataclass(frozen=True)
@@ -107,19 +105,16 @@ class Meter:
         self._sums: Tensor | None = None
 
     @torch.no_grad()
-    def add(
-        self, loss: Tensor, out: Any, labels: Tensor, inputs: dict[str, Any], rows: int | None = None
-    ) -> None:
-        """Take in a micro-batch: its part of the loss, the model's output, shifted labels, what was passed.
-
-        ``rows``: of the global batch, as given to :func:`weighted_loss`.
-        """
+    def add(self, called: Called, inputs: dict[str, Any]) -> None:
+        """Take in what a call on a micro-batch gave, and what was passed to it."""
+        loss, out, labels, ranking = called
+        assert out.logits is not None
         mask = inputs.get("attention_mask")
         ids = inputs["input_ids"]
         device = loss.device
         tokens = torch.full((), ids.numel(), device=device) if mask is None else mask.sum()
         sums = [loss.detach().double(), tokens, *torch.zeros(6, device=device).unbind()]
-        if (ranking := ranking_part(out, rows)) is not None:
+        if ranking is not None:
             sums[0], sums[6], sums[7] = sums[0] - ranking.double(), ranking, sums[7] + 1
         questions = inputs.get("first_digits", inputs.get("answers"))
         if questions is not None:

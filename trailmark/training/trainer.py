@@ -157,14 +157,13 @@ class RunTrainer(Trainer):
     ) -> Any:
         assert num_items_in_batch is not None
         with self._autocast():
-            rows = self._begin(self.state.global_step)
-            loss, out, labels = weighted_loss(
-                model, self.run.model.config.retrieves_in_training, inputs, num_items_in_batch, rows=rows
-            )
-        self.meter.add(loss, out, labels, inputs, rows)
-        self.run.look_at(out)
-        loss = loss * self.args.world_size  # gradients are averaged over processes, this is a part of a sum
-        return (loss, out) if return_outputs else loss
+            called = weighted_loss(model, inputs, num_items_in_batch, self._begin(self.state.global_step))
+        self.meter.add(called, inputs)
+        self.run.look_at(called.out)
+        loss = (
+            called.loss * self.args.world_size
+        )  # gradients are averaged over processes, this is a part of a sum
+        return (loss, called.out) if return_outputs else loss
 
     def _begin(self, step: int) -> int:
         """Tell the model how far training is; the rows of the global batch of ``step``."""
@@ -182,9 +181,7 @@ class RunTrainer(Trainer):
         for batch in self.micro_batches:
             inputs = self._prepare_inputs(batch)
             with self._autocast():
-                loss, _, _ = weighted_loss(
-                    self.model_wrapped, self.run.model.config.retrieves_in_training, inputs
-                )
+                loss = weighted_loss(self.model_wrapped, inputs).loss
             self.accelerator.backward(loss)
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:

@@ -36,7 +36,7 @@ def validation_loss(
         counted = (torch.arange(start, start + rows) < windows).to(device)
         batch["loss_weights"] = batch["loss_weights"] * counted[:, None]
         one = torch.ones((), dtype=torch.float64, device=device)
-        loss, _, _ = weighted_loss(wrapped, False, batch, one, landmarks=False)
+        loss = weighted_loss(wrapped, batch, one, text_alone=True).loss
         total += torch.stack([loss.double(), total_weight(model, [batch])])
     loss_sum, weight = added_up(total)
     mean = loss_sum / max(weight, 1e-9)

@@ -19,16 +19,18 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.evaluation.test_trace import V, subject_of
 from tests.models.tiny import drt, landmark, rpt
-from trailmark.data.traces import TracedChunk, TraceSource, read_trace
-from trailmark.evaluation import reading, trace_file, tracer
+from tests.trace.test_trace import V, subject_of
+from trailmark.evaluation import reading
 from trailmark.evaluation.reading import Reader
 from trailmark.evaluation.subject import Subject
-from trailmark.evaluation.trace_file import TraceFile
-from trailmark.evaluation.tracer import Tracer
 from trailmark.memory import ChunkCache, saved
 from trailmark.models import causal_lm
+from trailmark.trace import file as trace_file
+from trailmark.trace import tracer
+from trailmark.trace.file import TraceFile
+from trailmark.trace.lines import TracedChunk, TraceSource, read_trace
+from trailmark.trace.tracer import Tracer
 
 MODELS: dict[str, Callable[..., Any]] = {
     "drt": lambda: drt(2, vocab_size=V),
@@ -204,7 +206,7 @@ def test_ctrl_c_saves_what_was_traced(subject: Subject, books: list[Path], tmp_p
 _CHILD = """
 import sys
 from pathlib import Path
-from tests.evaluation import test_trace_file as here
+from tests.trace import test_file as here
 here.tracer._PIECE = here.causal_lm._READ_TOKENS = 16
 here.reading._SAVE_SECONDS = 0.0
 folder, *books = map(Path, sys.argv[1:])

@@ -8,19 +8,43 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from trailmark.data.corpus import Tokens
-from trailmark.data.traces import Entry, Floats, Integers, Read, TracedChunk, TraceSource
-from trailmark.evaluation.losses import nats
-from trailmark.evaluation.subject import Subject
-from trailmark.evaluation.token_texts import START, TextState, texts_of
 from trailmark.memory import ChunkCache
+from trailmark.trace.lines import Entry, Floats, Integers, Read, TracedChunk, TraceSource
+from trailmark.trace.losses import piece_losses
+from trailmark.trace.token_texts import START, TextState, texts_of
 
 _PIECE = 4096  # tokens at once, as ``model.read`` takes them
+
+
+class Subject(Protocol):
+    """A model that is traced, its tokenizer, and what a trace says of it."""
+
+    @property
+    def model(self) -> Any: ...
+
+    @property
+    def tokenizer(self) -> Any: ...
+
+    @property
+    def folder(self) -> Path: ...
+
+    @property
+    def ours(self) -> bool:
+        """Whether it has trailmark's caches and retrieval."""
+
+    def identity(self) -> dict[str, Any]:
+        """Its name, folder, architecture, parameters and weights."""
+
+    def environment(self) -> dict[str, Any]:
+        """Versions and hardware, and the date."""
 
 
 @dataclass(frozen=True)
@@ -113,17 +137,17 @@ class Tracer:
         ids = torch.from_numpy(own)[None].to(self.model.device)
         out = self.model(ids, past_key_values=self.cache, output_retrieval=True)
         reads = self._reads.add(moment.reads, out.retrieval, moment.tokens, len(piece))
-        losses, last = _losses(out.logits, moment.last, ids)
+        losses, last = piece_losses(out.logits, moment.last, ids)
         del out  # logits are the most of what is held
         logits = self.without(ids, past_key_values=self.cache_without).logits
-        losses_without, last_without = _losses(logits, moment.last_without, ids)
+        losses_without, last_without = piece_losses(logits, moment.last_without, ids)
         text, widths, texts = self._texts.settle(moment.texts, own)
         grown = Moment(
             moment.tokens + len(piece),
             moment.number,
             np.concatenate([moment.ids, own]),
-            _joined(moment.losses, losses),
-            _joined(moment.losses_without, losses_without),
+            _joined(moment.losses, losses[0]),
+            _joined(moment.losses_without, losses_without[0]),
             moment.text + text,
             np.concatenate([moment.widths, widths]),
             texts,
@@ -183,21 +207,6 @@ def expect_retrieval(subject: Subject) -> None:
             f"{str(subject.folder)!r} holds a {type(subject.model).__name__}{why}, which retrieves nothing: there is "
             "nothing to trace. Choose another model."
         )
-
-
-def _losses(logits: Tensor, before: Tensor | None, ids: Tensor) -> tuple[Floats, Tensor]:
-    """What tokens [1, n] cost [n], NaN where nothing predicts, and the logits that predict the next one."""
-    own = nats(logits[:, :-1], ids[:, 1:])[0] if ids.shape[1] > 1 else np.zeros(0)
-    first = np.full(1, np.nan) if before is None else nats(before, ids[:, :1])[0]
-    wide = torch.promote_types(logits.dtype, torch.float32)
-    found: Floats = np.concatenate([first, own]).astype(np.float32 if wide == torch.float32 else np.float64)
-    wrong = ~np.isfinite(found[0 if before is not None else 1 :])
-    if wrong.any():
-        raise ValueError(
-            f"model: expected finite losses, got others for {int(wrong.sum()):,} of {len(found):,} tokens. Its weights "
-            "are damaged, or need a wider type."
-        )
-    return found, logits[:, -1:].clone()
 
 
 def _joined(before: Floats, after: Floats) -> Floats:

@@ -6,12 +6,11 @@ A character may be spread over tokens, so the last few tokens of a text that goe
 from __future__ import annotations
 
 import codecs
+import json
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-
-from trailmark.evaluation.documents import token_bytes
 
 Integers = npt.NDArray[np.int64]
 _HELD = (
@@ -133,3 +132,41 @@ def texts_of(tokenizer: Any) -> ByteTexts | DecodedTexts:
         if number < len(table) and not table[number]:
             table[number] = added.content.encode()
     return ByteTexts(table)
+
+
+def token_bytes(tokenizer: Any) -> list[bytes] | None:
+    """The bytes that each token stands for, none for special ones; None where tokens stand for no bytes of their own.
+
+    They do in "bytes" (ByT5's) and in byte-level BPE, as GPT-2's and Llama 3's.
+    """
+    from transformers import ByT5Tokenizer
+
+    if isinstance(tokenizer, ByT5Tokenizer):
+        own = [bytes([value]) for value in range(256)]
+        return [b""] * tokenizer.offset + own + [b""] * (len(tokenizer) - 256 - tokenizer.offset)
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        return None
+    decoder = json.loads(backend.to_str())["decoder"]
+    if decoder is None or decoder["type"] != "ByteLevel":
+        return None
+    values, added = _byte_of_character(), tokenizer.added_tokens_decoder
+    table: list[bytes] = []
+    for number in range(max(tokenizer.get_vocab().values()) + 1):
+        if number in added:
+            table.append(b"" if added[number].special else added[number].content.encode())
+            continue
+        text = tokenizer.convert_ids_to_tokens(number) or ""  # a number that is no token
+        if any(character not in values for character in text):
+            return None
+        table.append(bytes(values[character] for character in text))
+    return table
+
+
+def _byte_of_character() -> dict[str, int]:
+    """Byte-level BPE writes printable bytes of Latin-1 as they are, all others as characters from 256 on, in order."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [value for value in range(256) if value not in set(printable)]
+    return {chr(value): value for value in printable} | {
+        chr(256 + number): value for number, value in enumerate(others)
+    }

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trailmark.data.traces import (
+from trailmark.trace.lines import (
     Read,
     TracedChunk,
     TraceHeader,

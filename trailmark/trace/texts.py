@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from trailmark.data.corpus import Tokens, text_pieces, tokenize
-from trailmark.data.traces import Entry, TraceHeader, TraceSource
-from trailmark.evaluation.record import environment
-from trailmark.evaluation.subject import Subject
-from trailmark.evaluation.tracer import Tracer, expect_retrieval
+from trailmark.trace.lines import Entry, TraceHeader, TraceSource
+from trailmark.trace.tracer import Subject, Tracer, expect_retrieval
 
 Progress = Callable[[int], None]
 
@@ -32,7 +30,7 @@ def trace_header(subject: Subject, memory_dtype: torch.dtype | None) -> TraceHea
     config = model.config
     reads = model.follow_reads()
     dtype = str(memory_dtype or model.dtype).removeprefix("torch.")
-    here = environment(model.device.type)
+    here = subject.environment()
     del here["date"]
     return TraceHeader(
         subject.identity(),
@@ -109,7 +107,7 @@ def trace_memory(
         )
     del cache
     for source in sources:
-        _compare(subject, source, memory)
+        _expect_unchanged(subject, source, memory)
     paths = [Path(source["path"]) for source in sources]
     tokens = sum(source["tokens"] for source in sources)
     needed, in_words = subject.model.before_reading()
@@ -165,19 +163,45 @@ def _file_tokens(
                     break
 
 
-def _compare(subject: Subject, source: dict[str, Any], memory: Path) -> None:
-    """That a file begins with what a memory holds of it."""
-    path, digest, count = Path(source["path"]), hashlib.sha256(), 0
+def tokens_after(
+    path: Path, tokenizer: Any, source: Mapping[str, Any], digest: Any, argument: str, way_out: str
+) -> Iterator[Tokens]:
+    """The tokens of a file after those that were read, if those are still its beginning.
+
+    Args:
+        source: what a memory's notes say of the file: "tokens" that were read, and "sha256" of them.
+        digest: a fresh SHA-256; the tokens that were read before are added to it.
+        argument, way_out: of the error.
+
+    Raises:
+        ValueError: the file does not begin with the tokens that were read.
+    """
+    count = skip = source["tokens"]
+    changed = (
+        f"{argument}: expected {str(path)!r} as it was when its first {count:,} tokens were read, "
+        "it has changed since"
+    )
+    for text in text_pieces(path):
+        tokens = tokenize([text], tokenizer)
+        if skip:
+            known, tokens = tokens[:skip], tokens[skip:]
+            digest.update(known.tobytes())
+            skip -= len(known)
+            if not skip and digest.hexdigest() != source["sha256"]:
+                raise ValueError(f"{changed}. {way_out}")
+        if len(tokens):
+            yield tokens
+    if skip:
+        raise ValueError(f"{changed}: it has {skip:,} fewer now. {way_out}")
+
+
+def _expect_unchanged(subject: Subject, source: Mapping[str, Any], memory: Path) -> None:
+    """A ValueError where a file does not begin with what a memory holds of it."""
+    path = Path(source["path"])
     way_out = "Bring it back as it was, or read the text anew into another memory."
     if not path.is_file():
         raise ValueError(
             f"memory: expected the file {str(path)!r}, which {str(memory)!r} holds, it is gone. {way_out}"
         )
-    for _, tokens in _file_tokens(subject, [path], [source["tokens"]]):
-        digest.update(tokens.tobytes())
-        count += len(tokens)
-    if count != source["tokens"] or digest.hexdigest() != source["sha256"]:
-        raise ValueError(
-            f"memory: expected {str(path)!r} as it was when {str(memory)!r} read its first {source['tokens']:,} "
-            f"tokens, it has changed since. {way_out}"
-        )
+    for _ in tokens_after(path, subject.tokenizer, source, hashlib.sha256(), "memory", way_out):
+        break

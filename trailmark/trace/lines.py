@@ -204,32 +204,60 @@ def read_trace(path: Path) -> tuple[TraceHeader, Iterator[Entry]]:
     except BaseException:
         file.close()
         raise
-    groups = first.num_groups
 
     def entries() -> Iterator[Entry]:
-        expected = tokens = 0
-        with file:
+        number = 1
+
+        def lines() -> Iterator[TraceHeader | Entry]:
+            nonlocal number
             for number, line in enumerate(file, 2):
-                entry = _entry(line, number, path)
-                wrong = None
-                if isinstance(entry, TraceHeader):
-                    wrong = "one header, at the beginning, got another."
-                elif isinstance(entry, TracedChunk):
-                    if (entry.number, entry.first_token) != (expected, tokens):
-                        wrong = (
-                            f"chunk {expected} at token {tokens}, got chunk {entry.number} at token "
-                            f"{entry.first_token}."
-                        )
-                    elif len(entry.reads) != groups:
-                        wrong = f"what {groups} groups read, as the header says, got {len(entry.reads)}."
-                    expected, tokens = expected + 1, tokens + len(entry.ids)
-                if wrong or isinstance(entry, TraceHeader):
-                    raise ValueError(
-                        f"trace: expected {wrong} Write the trace anew. (line {number} of {path})"
-                    )
-                yield entry
+                yield _entry(line, number, path)
+
+        with file:
+            try:
+                yield from in_order(first, lines())
+            except Disorder as error:
+                raise ValueError(f"{error} (line {number} of {path})") from error
 
     return first, entries()
+
+
+class Disorder(ValueError):
+    """A trace contradicts itself."""
+
+    def __init__(self, expected: str, got: str) -> None:
+        super().__init__(f"trace: expected {expected}, got {got}. Write the trace anew.")
+
+
+def in_order(header: TraceHeader, entries: Iterable[TraceHeader | Entry]) -> Iterator[Entry]:
+    """The same entries, each of which is checked against those before it.
+
+    Raises:
+        Disorder: a second header, chunks or files out of order, or what another number of groups read.
+    """
+    count = tokens = source = 0
+    for entry in entries:
+        if isinstance(entry, TraceHeader):
+            raise Disorder("one header, at the beginning", "another")
+        if isinstance(entry, TraceSource):
+            if entry.first_token < max(tokens, source):
+                raise Disorder(
+                    "files one after the other, each before the chunk in which it begins",
+                    f"{entry.name!r} at token {entry.first_token} before the chunk at token {tokens}",
+                )
+            source = entry.first_token
+        else:
+            if (entry.number, entry.first_token) != (count, tokens):
+                raise Disorder(
+                    f"chunk {count} at token {tokens}", f"chunk {entry.number} at token {entry.first_token}"
+                )
+            if len(entry.reads) != header.num_groups:
+                raise Disorder(
+                    f"what {header.num_groups} groups read, as the header says",
+                    f"{len(entry.reads)} in chunk {entry.number}",
+                )
+            count, tokens = count + 1, tokens + len(entry.ids)
+        yield entry
 
 
 def _entry(line: bytes, number: int, path: Path) -> TraceHeader | Entry:

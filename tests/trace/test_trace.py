@@ -21,13 +21,13 @@ from tests.models.naive_landmark import NaiveReading
 from tests.models.naive_rpt import NaiveRPT
 from tests.models.tiny import EXACT, NaiveDRT, block_recurrent, drt, landmark, rpt, split, window_model
 from trailmark.data.corpus import load_tokenizer, tokenize
-from trailmark.data.traces import Entry, Read, TracedChunk, TraceHeader, TraceSource, encode, totals
-from trailmark.evaluation import tracer
 from trailmark.evaluation.reading import Reader
 from trailmark.evaluation.subject import Subject
-from trailmark.evaluation.token_texts import START, DecodedTexts, texts_of
-from trailmark.evaluation.trace import trace_memory, trace_texts
-from trailmark.evaluation.tracer import Tracer
+from trailmark.trace import tracer
+from trailmark.trace.lines import Entry, Read, TracedChunk, TraceHeader, TraceSource, encode, totals
+from trailmark.trace.texts import trace_memory, trace_texts
+from trailmark.trace.token_texts import START, DecodedTexts, texts_of
+from trailmark.trace.tracer import Tracer
 
 BYTES = load_tokenizer()
 V = 259
@@ -275,9 +275,17 @@ def short_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tracer, "_PIECE", 32)
 
 
+def assert_same_choice(ours: Read, theirs: Read) -> None:
+    """The same chunks; or others that score as high, where a text repeats itself and rounding decides."""
+    if ours.chunks.tolist() != theirs.chunks.tolist():
+        assert ours.scores is not None
+        assert theirs.scores is not None
+        np.testing.assert_allclose(np.sort(ours.scores), np.sort(theirs.scores), rtol=0, atol=EXACT)
+
+
 @pytest.mark.usefixtures("short_pieces")
 def test_files_are_one_text_and_each_is_named_before_its_first_chunk(model: Any, files: list[Path]) -> None:
-    model, seen = model.double(), list[int]()  # else rounding may decide between two chunks
+    model, seen = model.double(), list[int]()
     header, found = trace_texts(subject_of(model), files, seen.append)
     entries = list(found)
     chunks = [entry for entry in entries if isinstance(entry, TracedChunk)]
@@ -299,9 +307,9 @@ def test_files_are_one_text_and_each_is_named_before_its_first_chunk(model: Any,
     assert seen == sorted(set(seen))
     assert len(seen) > 4
     same = traced(model, torch.from_numpy(tokenize([text], BYTES)).long())
-    assert [[read.chunks.tolist() for read in c.reads] for c in chunks] == [
-        [read.chunks.tolist() for read in c.reads] for c in same
-    ]
+    for chunk, other in zip(chunks, same, strict=True):
+        for ours, theirs in zip(chunk.reads, other.reads, strict=True):
+            assert_same_choice(ours, theirs)
 
 
 def lines(found: tuple[TraceHeader, Any]) -> list[str]:

@@ -23,13 +23,12 @@ import torch
 from torch import Tensor
 
 from trailmark.data.files import expect_writable, read_json, sha256_of, sync_file, sync_folder, write_json
-from trailmark.data.traces import Entry, Read, TracedChunk, TraceSource, encode
-from trailmark.evaluation.subject import Subject
-from trailmark.evaluation.token_texts import TextState
-from trailmark.evaluation.trace import trace_header
-from trailmark.evaluation.tracer import Moment, Tracer, expect_retrieval
 from trailmark.memory import ChunkCache
 from trailmark.memory.files import lock
+from trailmark.trace.lines import Entry, Read, TracedChunk, TraceSource, encode
+from trailmark.trace.texts import trace_header
+from trailmark.trace.token_texts import TextState
+from trailmark.trace.tracer import Moment, Subject, Tracer, expect_retrieval
 
 _OURS = re.compile(r"state-([0-9]+)\.safetensors|without-([0-9]+)")
 _MARK = "trace.json"  # in FILE.state: which memory FILE belongs to, and whether that was ever saved

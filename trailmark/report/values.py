@@ -1,0 +1,138 @@
+"""Numbers and names as people read them, in pages and in a terminal."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from typing import Any, TypeVar
+
+_Item = TypeVar("_Item")
+_Key = TypeVar("_Key", bound=Hashable)
+MISSING = "-"
+# control characters, halves of characters and what is none: no HTML, SVG or UTF-8 file may hold them
+_UNSEEN = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x84\x86-\x9f\ud800-\udfff\ufffe\uffff]")
+
+
+def visible(text: str) -> str:
+    """``text`` with a replacement character for each one that a page cannot hold."""
+    return _UNSEEN.sub("\ufffd", text)
+
+
+def number(value: Any) -> float | None:
+    """``value`` if it is a finite number, else None."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    try:
+        return float(value) if math.isfinite(value) else None
+    except OverflowError:  # an integer beyond float64
+        return None
+
+
+def shown(value: Any, form: str = "") -> str:
+    """A number is written in the given format, anything else as it is, and what is not there as "-"."""
+    if value is None:
+        return MISSING
+    if number(value) is None:
+        return str(value)
+    return f"{round(value):{form}}" if form.endswith("d") else f"{value:{form}}"
+
+
+def count(value: Any) -> str:
+    """``1,048,576``"""
+    return shown(value, ",d")
+
+
+def listed(words: Sequence[str]) -> str:
+    """``a, b and c``"""
+    return " and ".join(filter(None, (", ".join(words[:-1]), *words[-1:])))
+
+
+class Share(str):
+    """A number between 0 and 1, behind which a page draws a bar."""
+
+    value: float
+
+
+def fraction(value: Any) -> str:
+    """A share has three digits; "1.000" and "0.000" stand only where it is all or nothing."""
+    exact = number(value)
+    if exact is None:
+        return shown(value)
+    text = f"{exact:.3f}"
+    if (text == "1.000" and exact < 1 - 1e-12) or (text == "0.000" and exact > 1e-12):
+        return "> 0.999" if exact > 0.5 else "< 0.001"
+    return text
+
+
+def share(value: Any) -> str:
+    """As :func:`fraction`, with a bar behind it."""
+    text, exact = Share(fraction(value)), number(value)
+    if exact is None:
+        return str(text)
+    text.value = min(1.0, max(0.0, exact))
+    return text
+
+
+def percent(value: float) -> str:
+    """``99.7%``; "100.0%" and "0.0%" stand only where it is all or nothing."""
+    text = f"{value:.1%}"
+    return {"100.0%": "> 99.9%", "0.0%": "< 0.1%"}.get(text, text) if 0 < value < 1 else text
+
+
+def interval(low: Any, high: Any, form: str = ".3f") -> str:
+    """``0.900–1.000``"""
+    if number(low) is None and number(high) is None:
+        return MISSING
+    return f"{shown(low, form)}–{shown(high, form)}"
+
+
+def times(value: Any) -> str:
+    """``1.5×``"""
+    return MISSING if number(value) is None else f"{value:,.4g}×"
+
+
+def short_length(value: float) -> str:
+    """Tokens on an axis: ``64K``, ``1M``, and ``1,000`` where it is no multiple of 1024."""
+    whole = round(value)
+    for size_of_unit, unit in ((1 << 30, "G"), (1 << 20, "M"), (1 << 10, "K")):
+        if whole and whole % size_of_unit == 0:
+            return f"{whole // size_of_unit}{unit}"
+    return f"{whole:,}"
+
+
+def size(value: Any) -> str:
+    """Bytes: ``520 MiB``."""
+    left = number(value)
+    if left is None:
+        return shown(value)
+    for unit in ("B", "KiB", "MiB"):
+        if abs(left) < 1024:
+            return f"{left:.0f} {unit}" if unit == "B" or left >= 10 else f"{left:.1f} {unit}"
+        left /= 1024
+    return f"{left:.1f} GiB"
+
+
+def duration(seconds: float) -> str:
+    """``1:05`` or ``2:01:05``."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def setting(value: Any) -> str:
+    """A setting as a command or a configuration would hold it."""
+    if value is None:
+        return MISSING
+    if isinstance(value, float) and value.is_integer() and abs(value) < 1e15:
+        return str(int(value))
+    return value if isinstance(value, str) else json.dumps(value, default=str)
+
+
+def grouped(items: Iterable[_Item], key: Callable[[_Item], _Key]) -> dict[_Key, list[_Item]]:
+    """The items that have the same key, in the order in which the keys come."""
+    groups: dict[_Key, list[_Item]] = {}
+    for item in items:
+        groups.setdefault(key(item), []).append(item)
+    return groups
