@@ -18,6 +18,7 @@ from typing import Any
 from trailmark.data.files import read_json, write_json
 from trailmark.evaluation.evaluate import evaluate
 from trailmark.evaluation.record import environment
+from trailmark.evaluation.suite import Request
 from trailmark.report.console import Progress
 from trailmark.report.page import build
 
@@ -61,7 +62,8 @@ def million(model: Path, work: Path) -> list[dict[str, Any]]:
 
 def asked(model: Path, output: Path, options: dict[str, Any]) -> list[dict[str, Any]]:
     progress = Progress()
-    (found,) = evaluate([model], ["needles"], options, output=output, say=print, progress=progress.show)
+    request = Request(models=(model,), suite=("needles",), output=output)
+    (found,) = evaluate(request, options, say=print, progress=progress.show)
     progress.clear()
     return [{name: result[name] for name in _KEPT} for result in found.results]
 

@@ -218,7 +218,7 @@ OPTIONS: dict[str, tuple[tuple[str, ...], str]] = {
     ),
     "no pairs": (("--suite", "summarization"), "pairs: expected files of documents and summaries, got none"),
     "device": (("--device", "abacus"), "device: expected one that torch has here, got 'abacus'"),
-    "dtype": (("--dtype", "int8"), "dtype: expected one of float32, bfloat16, float16, got 'int8'"),
+    "dtype": (("--dtype", "int8"), "dtype: expected one of 'float32', 'bfloat16', 'float16', got 'int8'"),
     "protocol": (("--suite", "perplexity", "--protocol", "table-9"), "protocol: expected"),
 }  # fmt: skip
 

@@ -3,11 +3,21 @@
 from __future__ import annotations
 
 import threading
+import time
 from pathlib import Path
 
 import pytest
 
-from trailmark.files import expect_writable, read_json, write_json, write_text
+from trailmark.files import (
+    FileEntry,
+    expect_writable,
+    find_damage,
+    in_threads,
+    read_json,
+    sha256_of,
+    write_json,
+    write_text,
+)
 
 
 def test_json_round_trip_makes_folders(tmp_path: Path) -> None:
@@ -79,3 +89,36 @@ def test_expect_writable(tmp_path: Path) -> None:
     for taken in (tmp_path / "file", tmp_path / "file" / "below"):
         with pytest.raises(ValueError, match=r"^output: expected a folder to write in, .*file"):
             expect_writable("output", taken)
+
+
+def test_every_damaged_file_is_told_and_every_byte_counted(tmp_path: Path) -> None:
+    contents = {name: name.encode() * 1000 for name in ("same", "flipped", "shorter", "gone")}
+    for name, content in contents.items():
+        (tmp_path / name).write_bytes(content)
+    files = {name: FileEntry(len(content), sha256_of(tmp_path / name)) for name, content in contents.items()}
+    reports: list[tuple[int, int]] = []
+    assert find_damage(tmp_path, files, lambda done, total: reports.append((done, total))) == {}
+    assert reports[-1] == (sum(map(len, contents.values())),) * 2
+    (tmp_path / "flipped").write_bytes(b"F" + contents["flipped"][1:])
+    (tmp_path / "shorter").write_bytes(contents["shorter"][1:])
+    (tmp_path / "gone").unlink()
+    wrong = find_damage(tmp_path, files)
+    assert list(wrong) == ["flipped", "shorter", "gone"]
+    assert "was changed" in wrong["flipped"]
+    assert wrong["shorter"] == "has 6999 bytes, expected 7000"
+    assert "is missing" in wrong["gone"]
+
+
+def test_work_in_threads_keeps_its_order_and_stops_at_an_error() -> None:
+    assert in_threads(lambda n: n * n, range(50)) == [n * n for n in range(50)]
+    begun = []
+
+    def fail_first(n: int) -> None:
+        begun.append(n)
+        if n == 0:
+            raise KeyError(n)
+        time.sleep(0.002)
+
+    with pytest.raises(KeyError, match="0"):
+        in_threads(fail_first, range(1000))
+    assert len(begun) < 1000

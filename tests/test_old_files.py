@@ -1,4 +1,4 @@
-"""Files that trailmark 0.1.0 wrote are read, and gone on with, as it did itself: tests/fixtures/version-0.1.0/make.py."""
+"""Files that trailmark 0.1.0 wrote are read and continued as by itself; fixtures/version-0.1.0/make.py made them."""
 
 from __future__ import annotations
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import errno
 import os
 import sys
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
 
 import typer
 
 from trailmark import cli_data, cli_evaluation, cli_explore
+from trailmark.evaluation.suite import dtype_setting
+from trailmark.settings import Settings, setting, takes
 
 app = typer.Typer(
     name="trailmark",
@@ -19,7 +21,6 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-Seed = Annotated[int, typer.Option(min=0, max=2**32 - 1)]
 # glibc's defaults give freed memory back page by page
 KEEP_FREED_MEMORY = {
     "MALLOC_MMAP_THRESHOLD_": "4294967296",
@@ -30,19 +31,23 @@ KEEP_FREED_MEMORY = {
 _RESUMING = {"demo", "prepare", "neighbours", "targets", "train", "evaluate", "read"}
 
 
+@dataclass(frozen=True)
+class DemoSettings(Settings):
+    """The options of ``trailmark demo``."""
+
+    output: Path = setting(Path("runs/demo"), "Folder for models, figures and numbers.")
+    minutes: float | None = setting(None, "Time for both trainings; fixes the steps.")
+    seed: int = setting(0, "Of weights, texts, needles and haystacks.", least=0, most=2**32 - 1)
+    questions: int = setting(300, "Asked at each length.")
+
+
 @app.command()
-def demo(
-    output: Annotated[Path, typer.Option(help="Folder for models, figures and numbers.")] = Path("runs/demo"),
-    minutes: Annotated[float | None, typer.Option(help="Time for both trainings; fixes the steps.")] = None,
-    seed: Annotated[
-        int, typer.Option(min=0, max=2**32 - 1, help="Of weights, texts, needles and haystacks.")
-    ] = 0,
-    questions: Annotated[int, typer.Option(help="Asked at each length.")] = 300,
-) -> None:
+@takes(DemoSettings)
+def demo(settings: DemoSettings) -> None:
     """Train on this machine, then read 1000x further: the main job in about ten minutes."""
     from trailmark.demo import Demo
 
-    Demo(output, seed, minutes, questions, typer.echo).run()
+    Demo(settings.output, settings.seed, settings.minutes, settings.questions, typer.echo).run()
 
 
 app.command()(cli_data.prepare)
@@ -50,14 +55,20 @@ app.command()(cli_data.neighbours)
 app.command()(cli_data.targets)
 
 
+@dataclass(frozen=True)
+class TrainSettings(Settings):
+    """The options of ``trailmark train``."""
+
+    config: Path = setting(help="A YAML file; see configs/.", argument=True)
+    overrides: tuple[str, ...] = setting((), "key=value ...", argument=True)
+    dry_run: bool = setting(
+        False, "Say what it would cost, take one step, write nothing.", option="--dry-run"
+    )
+
+
 @app.command()
-def train(
-    config: Annotated[Path, typer.Argument(help="A YAML file; see configs/.")],
-    overrides: Annotated[list[str] | None, typer.Argument(help="key=value ...")] = None,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Say what it would cost, take one step, write nothing.")
-    ] = False,
-) -> None:
+@takes(TrainSettings)
+def train(settings: TrainSettings) -> None:
     """Train a model. The same command goes on where it stopped; torchrun or accelerate launch start several."""
     from trailmark.evaluation.during_training import needle_accuracy
     from trailmark.report.console import Progress, duration, measured, training_line
@@ -66,36 +77,34 @@ def train(
     from trailmark.training.processes import is_main, leave, part
     from trailmark.training.run import Run
 
-    settings = load_run_config(config, overrides or [])
+    config = load_run_config(settings.config, settings.overrides)
     progress = Progress()
 
     def say(message: str) -> None:
         if is_main():
-            progress.clear()
-            typer.echo(message)
+            progress.say(message)
 
     def show(run: Run) -> None:
-        total = settings.training.steps
+        total = config.training.steps
         progress.show(training_line(run.step, total, run.seconds, run.averages, run.tokens_per_second))
 
-    data, asks = settings.data, None
-    if data.task == "needles" and settings.training.eval_steps is not None and not dry_run:
-        asks = needle_accuracy(data.chunk_size, data.tokenizer, seed=settings.training.seed)
-    run = Run(settings, show, evaluate=asks, say=say)
+    data, asks = config.data, None
+    if data.task == "needles" and config.training.eval_steps is not None and not settings.dry_run:
+        asks = needle_accuracy(data.chunk_size, data.tokenizer, seed=config.training.seed)
+    run = Run(config, show, evaluate=asks, say=say)
     text = ", ".join(data.paths or ["the Python standard library"])
     amount = f"{run.num_tokens:,} tokens of {text}" if run.num_tokens else text
-    steps = f"{settings.training.steps} steps of {settings.training.tokens_per_step:,} tokens"
-    if dry_run:
+    steps = f"{config.training.steps} steps of {config.training.tokens_per_step:,} tokens"
+    if settings.dry_run:
         say(f"{amount}: {steps}. Estimating, from the sizes alone ...")
         for line in forecast(run):
             say(line)
         return
     count = sum(p.numel() for p in run.model.parameters())
-    say(
-        f"Training {type(run.model).__name__} ({count:,} parameters) on {amount}: {steps}, into {settings.output}/"
-    )
+    name = type(run.model).__name__
+    say(f"Training {name} ({count:,} parameters) on {amount}: {steps}, into {config.output}/")
     if run.finished:
-        say(f"Trained already. The model lies in {settings.output}/.")
+        say(f"Trained already. The model lies in {config.output}/.")
         return
     model = run.train()
     parted = part()
@@ -104,7 +113,7 @@ def train(
     else:
         speed, averages = f"{run.tokens_per_second:,.0f} tokens/s", measured(run.averages)
         say(f"Trained in {duration(run.seconds)}, {speed}: {averages}")
-        say(f"The model lies in {settings.output}/. Next: trailmark evaluate {settings.output}")
+        say(f"The model lies in {config.output}/. Next: trailmark evaluate {config.output}")
     if parted:
         leave()
 
@@ -113,29 +122,32 @@ app.command()(cli_evaluation.evaluate)
 app.command()(cli_evaluation.report)
 
 
+@dataclass(frozen=True)
+class ReadSettings(Settings):
+    """The options of ``trailmark read``."""
+
+    model: Path = setting(help="A folder with a trailmark model.", argument=True)
+    files: tuple[Path, ...] = setting(
+        help="Text files of any length, read one after the other.", argument=True
+    )
+    memory: Path = setting(help="Folder for the memory; one that is there is read on.")
+    memory_dtype: str | None = dtype_setting()
+    trace: Path | None = setting(
+        None,
+        "A file for what each chunk read of its past and what each token cost with it and without, as JSON lines "
+        "(docs/trace.md). Slower: all layers run, and once more without retrieval.",
+    )
+
+
 @app.command()
-def read(
-    model: Annotated[Path, typer.Argument(help="A folder with a trailmark model.")],
-    files: Annotated[list[Path], typer.Argument(help="Text files of any length, read one after the other.")],
-    memory: Annotated[Path, typer.Option(help="Folder for the memory; one that is there is read on.")],
-    memory_dtype: Annotated[
-        str | None,
-        typer.Option(help="Of keys and values: float32, bfloat16 or float16; default: the model's."),
-    ] = None,
-    trace: Annotated[
-        Path | None,
-        typer.Option(
-            help="A file for what each chunk read of its past and what each token cost with it and without, as JSON "
-            "lines (docs/trace.md). Slower: all layers run, and once more without retrieval."
-        ),
-    ] = None,
-) -> None:
+@takes(ReadSettings)
+def read(settings: ReadSettings) -> None:
     """Read texts once and keep what was read. The same command goes on where it stopped."""
     from trailmark.evaluation.reading import Reader, parse_dtype, resident_bytes
     from trailmark.evaluation.subject import load
     from trailmark.report.console import Progress, duration, size
 
-    progress = Progress()
+    progress, memory, trace = Progress(), settings.memory, settings.trace
     and_traced = "" if trace is None else " and traced"
 
     def show(reader: Reader) -> None:
@@ -145,69 +157,81 @@ def read(
             f"{size(resident_bytes())} in RAM"
         )
 
-    reader = Reader(load(model), memory, parse_dtype(memory_dtype), show, trace)
-    for file in files:
+    reader = Reader(load(settings.model), memory, parse_dtype(settings.memory_dtype), show, trace)
+    for file in settings.files:
         before = reader.num_tokens
         fresh = reader.read(file)
-        progress.clear()
-        found = f"{reader.num_tokens - before:,} tokens read" if fresh else "read already"
-        typer.echo(f"{file}: {found}")
+        progress.say(f"{file}: {f'{reader.num_tokens - before:,} tokens read' if fresh else 'read already'}")
     took = f" {duration(reader.seconds)}, {reader.tokens_per_second:,.0f} tokens/s." if reader.seconds else ""
-    typer.echo(
-        f"The memory of {reader.num_tokens:,} tokens lies in {memory}/ ({size(reader.cache.memory_bytes())}).{took}"
-    )
+    held = size(reader.cache.memory_bytes())
+    progress.say(f"The memory of {reader.num_tokens:,} tokens lies in {memory}/ ({held}).{took}")
     if trace is not None:
-        typer.echo(f"Its trace lies in {trace}; what a reading that goes on needs of it, in {trace}.state/.")
-    typer.echo(f"Next: trailmark generate {model} --memory {memory} --prompt ...")
+        progress.say(
+            f"Its trace lies in {trace}; what a reading that goes on needs of it, in {trace}.state/."
+        )
+    progress.say(f"Next: trailmark generate {settings.model} --memory {memory} --prompt ...")
 
 
 app.command()(cli_explore.explore)
 
 
+@dataclass(frozen=True)
+class VerifySettings(Settings):
+    """The options of ``trailmark verify``."""
+
+    folder: Path = setting(
+        help="A memory, a corpus, a neighbour table, a checkpoint, or a run with checkpoints.", argument=True
+    )
+
+
 @app.command()
-def verify(
-    folder: Annotated[
-        Path,
-        typer.Argument(
-            help="A memory, a corpus, a neighbour table, a checkpoint, or a run with checkpoints."
-        ),
-    ],
-) -> None:
+@takes(VerifySettings)
+def verify(settings: VerifySettings) -> None:
     """Compare every byte of what was saved with what was written."""
     from trailmark.report.console import Progress, size
     from trailmark.training.verification import verify as verify_folder
 
     progress = Progress()
-    whole = verify_folder(
-        folder, lambda done, total: progress.show(f"{size(done)} of {size(total)} compared")
+
+    def show(done: int, total: int) -> None:
+        progress.show(f"{size(done)} of {size(total)} compared")
+
+    for name in verify_folder(settings.folder, show):
+        progress.say(f"{name}: whole, every byte is as it was written.")
+
+
+@dataclass(frozen=True)
+class GenerateSettings(Settings):
+    """The options of ``trailmark generate``."""
+
+    model: Path = setting(help="A folder with a trailmark model.", argument=True)
+    prompt: str | None = setting(None, "What to go on from.", default="the end of --file")
+    file: Path | None = setting(None, "A text file to read before the prompt, of any length.")
+    memory: Path | None = setting(
+        None, "A memory that trailmark read made, to go on from; it stays as it is."
     )
-    progress.clear()
-    for name in whole:
-        typer.echo(f"{name}: whole, every byte is as it was written.")
+    max_new_tokens: int = setting(64, "Generated at most.", least=1)
+    temperature: float = setting(0.0, "0: always the most likely token.")
+    seed: int = setting(0, "Of what is sampled.", least=0, most=2**32 - 1)
 
 
 @app.command()
-def generate(
-    model: Annotated[Path, typer.Argument(help="A folder with a trailmark model.")],
-    prompt: Annotated[
-        str | None, typer.Option(help="What to go on from; default: the end of --file.")
-    ] = None,
-    file: Annotated[
-        Path | None, typer.Option(help="A text file to read before the prompt, of any length.")
-    ] = None,
-    memory: Annotated[
-        Path | None, typer.Option(help="A memory that trailmark read made, to go on from; it stays as it is.")
-    ] = None,
-    max_new_tokens: Annotated[int, typer.Option(min=1)] = 64,
-    temperature: Annotated[float, typer.Option(help="0: always the most likely token.")] = 0.0,
-    seed: Seed = 0,
-) -> None:
+@takes(GenerateSettings)
+def generate(settings: GenerateSettings) -> None:
     """Continue a prompt, after a memory or a text of any length."""
     from trailmark.evaluation import generation
     from trailmark.evaluation.subject import load
 
-    subject = load(model)
-    for piece in generation.stream(subject, prompt, file, memory, max_new_tokens, temperature, seed):
+    pieces = generation.stream(
+        load(settings.model),
+        settings.prompt,
+        settings.file,
+        settings.memory,
+        settings.max_new_tokens,
+        settings.temperature,
+        settings.seed,
+    )
+    for piece in pieces:
         typer.echo(piece, nl=False)
     typer.echo()
 

@@ -2,39 +2,40 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Any
 
 import typer
 
+from trailmark.settings import Settings, setting, takes
 
-def prepare(
-    sources: Annotated[
-        list[str],
-        typer.Argument(
-            help="Files and folders (.txt, .jsonl, .parquet, ...), hub:owner/name, or pg19, arxiv-math, xsum, "
-            "cnn-dailymail."
-        ),
-    ],
-    output: Annotated[
-        Path, typer.Option(help="Folder for the shards; one that is unfinished is gone on with.")
-    ],
-    tokenizer: Annotated[str, typer.Option(help="bytes, a folder, or a hub name.")] = "bytes",
-    column: Annotated[str | None, typer.Option(help="Of JSON lines, Parquet and hub data: the text.")] = None,
-    summary_column: Annotated[str | None, typer.Option(help="With --pairs: the summaries.")] = None,
-    pairs: Annotated[
-        bool, typer.Option("--pairs", help="Write pairs of document and summary, to fine-tune on.")
-    ] = False,
-    where: Annotated[str | None, typer.Option(help="column=value: only such rows.")] = None,
-    name: Annotated[str | None, typer.Option(help="Of a hub dataset: its configuration.")] = None,
-    split: Annotated[str | None, typer.Option(help="Of a hub dataset or recipe.")] = None,
-    revision: Annotated[str | None, typer.Option(help="Of a hub dataset: commit, branch or tag.")] = None,
-    streaming: Annotated[bool, typer.Option(help="Read a hub dataset without storing it.")] = False,
-    processes: Annotated[int | None, typer.Option(min=1, help="Default: one per core.")] = None,
-    end_of_text: Annotated[
-        bool, typer.Option(help="End documents with the tokenizer's token for that.")
-    ] = True,
-) -> None:
+
+@dataclass(frozen=True)
+class PrepareSettings(Settings):
+    """The options of ``trailmark prepare``."""
+
+    sources: tuple[str, ...] = setting(
+        help="Files and folders (.txt, .jsonl, .parquet, ...), hub:owner/name, or pg19, arxiv-math, xsum, "
+        "cnn-dailymail.",
+        argument=True,
+    )
+    output: Path = setting(help="Folder for the shards; one that is unfinished is gone on with.")
+    tokenizer: str = setting("bytes", "bytes, a folder, or a hub name.")
+    column: str | None = setting(None, "Of JSON lines, Parquet and hub data: the text.")
+    summary_column: str | None = setting(None, "With --pairs: the summaries.")
+    pairs: bool = setting(False, "Write pairs of document and summary, to fine-tune on.", option="--pairs")
+    where: str | None = setting(None, "column=value: only such rows.")
+    name: str | None = setting(None, "Of a hub dataset: its configuration.")
+    split: str | None = setting(None, "Of a hub dataset or recipe.")
+    revision: str | None = setting(None, "Of a hub dataset: commit, branch or tag.")
+    streaming: bool = setting(False, "Read a hub dataset without storing it.")
+    processes: int | None = setting(None, "That work at once.", default="one per core", least=1)
+    end_of_text: bool = setting(True, "End documents with the tokenizer's token for that.")
+
+
+@takes(PrepareSettings)
+def prepare(settings: PrepareSettings) -> None:
     """Tokenise text into shards to train on. The same command goes on where it stopped."""
     from trailmark.data import prepare as preparing
     from trailmark.data.recipes import parse_source
@@ -45,23 +46,29 @@ def prepare(
     def show(state: preparing.Progress) -> None:
         progress.show(preparing_line(state.documents, state.tokens, state.done, state.total, state.seconds))
 
+    output, tokenizer = settings.output, settings.tokenizer
     source = parse_source(
-        sources,
-        column=column,
-        summary_column=summary_column,
-        config=name,
-        split=split,
-        revision=revision,
-        streaming=streaming,
-        where=where,
+        list(settings.sources),
+        column=settings.column,
+        summary_column=settings.summary_column,
+        config=settings.name,
+        split=settings.split,
+        revision=settings.revision,
+        streaming=settings.streaming,
+        where=settings.where,
     )
-    if pairs:
+    if settings.pairs:
         path = preparing.prepare_pairs(source, output, progress=show)
         progress.clear()
         typer.echo(f"The pairs lie in {path}. Next: trailmark train configs/finetune-summarization.yaml")
         return
     corpus = preparing.prepare(
-        source, output, tokenizer, processes=processes, end_of_text=end_of_text, progress=show
+        source,
+        output,
+        tokenizer,
+        processes=settings.processes,
+        end_of_text=settings.end_of_text,
+        progress=show,
     )
     progress.clear()
     typer.echo(
@@ -70,39 +77,59 @@ def prepare(
     )
 
 
-def neighbours(
-    corpus: Annotated[
-        Path, typer.Argument(help="A folder that trailmark prepare made, or text as training reads it.")
-    ],
-    output: Annotated[
-        Path, typer.Argument(help="Folder for the table; one that is unfinished is gone on with.")
-    ],
-    embedder: Annotated[
-        str,
-        typer.Option(
-            help="hash, hash:DIM, bm25 (counts the corpus first), bm25:FILE, transformers:FOLDER or "
-            "sentence-transformers:FOLDER."
-        ),
-    ],
-    context_length: Annotated[int, typer.Option(min=1, help="Tokens of a training window.")],
-    chunk_size: Annotated[int, typer.Option(min=1, help="Tokens of a chunk, as the model has them.")],
-    count: Annotated[int, typer.Option(min=1, help="Neighbours of each chunk.")] = 8,
-    architecture: Annotated[str, typer.Option(help="rpt or drt: which positions read them.")] = "rpt",
-    window: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            help="The model's sliding_window, where it excludes wholly visible chunks; default: none is excluded.",
-        ),
-    ] = None,
-    tokenizer: Annotated[
-        str | None, typer.Option(help="bytes, a folder, or a hub name; default: the corpus' own.")
-    ] = None,
-    scores: Annotated[str | None, typer.Option(help="Keep the products too: float32 or float16.")] = None,
-    device: Annotated[
-        str | None, typer.Option(help="Where an encoder computes; default: cuda if there is one.")
-    ] = None,
-) -> None:
+@dataclass(frozen=True)
+class _TableSettings(Settings):
+    """What the tables of neighbours and of target scores share."""
+
+    corpus: Path = setting(
+        help="A folder that trailmark prepare made, or text as training reads it.", argument=True
+    )
+    output: Path = setting(
+        help="Folder for the table; one that is unfinished is gone on with.", argument=True
+    )
+    context_length: int = setting(help="Tokens of a training window.", least=1)
+    chunk_size: int = setting(help="Tokens of a chunk, as the model has them.", least=1)
+    window: int | None = setting(
+        None,
+        "The model's sliding_window, where it excludes wholly visible chunks.",
+        default="none is excluded",
+        least=1,
+    )
+    tokenizer: str | None = setting(None, "bytes, a folder, or a hub name.", default="the corpus' own")
+    device: str | None = setting(
+        None, "Where an encoder or a reference computes.", default="cuda if there is one"
+    )
+
+    def shared(self) -> dict[str, Any]:
+        """The arguments of both tables."""
+        names = ("context_length", "chunk_size", "count", "tokenizer", "device")
+        return {"paths": [self.corpus], "output": self.output} | {name: getattr(self, name) for name in names}
+
+    def training(self) -> str:
+        """The settings of a training that the table decides."""
+        seen = "false" if self.window is None else f"true model.sliding_window={self.window}"
+        return (
+            f"model.chunk_size={self.chunk_size} model.exclude_visible_chunks={seen} "
+            f"training.context_length={self.context_length} data.paths={self.corpus} data.neighbours={self.output} "
+            "data.early_landmarks=0"
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class NeighbourSettings(_TableSettings):
+    """The options of ``trailmark neighbours``."""
+
+    embedder: str = setting(
+        help="hash, hash:DIM, bm25 (counts the corpus first), bm25:FILE, transformers:FOLDER or "
+        "sentence-transformers:FOLDER."
+    )
+    count: int = setting(8, "Neighbours of each chunk.", least=1)
+    architecture: str = setting("rpt", "rpt or drt: which positions read them.")
+    scores: str | None = setting(None, "Keep the products too: float32 or float16.")
+
+
+@takes(NeighbourSettings)
+def neighbours(settings: NeighbourSettings) -> None:
     """Find each chunk's neighbours once, so that training never waits for an encoder."""
     from trailmark.data.neighbour_files import TableProgress
     from trailmark.data.neighbour_run import make_table
@@ -115,56 +142,33 @@ def neighbours(
         progress.show(table_line(state.done, state.total, state.kept, state.chunks, state.seconds))
 
     table = make_table(
-        [corpus],
-        output,
-        embedder,
-        context_length=context_length,
-        chunk_size=chunk_size,
-        count=count,
-        rule=Rule.of(architecture, chunk_size, window),
-        tokenizer=tokenizer,
-        scores=scores,
-        device=device,
+        **settings.shared(),
+        embedder=settings.embedder,
+        rule=Rule.of(settings.architecture, settings.chunk_size, settings.window),
+        scores=settings.scores,
         say=typer.echo,
         progress=show,
         fitting=lambda done, total: progress.show(f"{bar(done, total)} {done:,}/{total:,} tokens"),
     )
     progress.clear()
     typer.echo(
-        f"The neighbours of {table.windows * table.chunks:,} chunks lie in {output}/ ({size(table.bytes)}).\n"
-        f"Next: trailmark train CONFIG model.architecture={architecture} model.retriever=encoder model.embedder=null "
-        f"model.num_retrieved_chunks={count} {_as_in_table(corpus, output, context_length, chunk_size, window)}"
+        f"The neighbours of {table.windows * table.chunks:,} chunks lie in {settings.output}/ ({size(table.bytes)}).\n"
+        f"Next: trailmark train CONFIG model.architecture={settings.architecture} model.retriever=encoder "
+        f"model.embedder=null model.num_retrieved_chunks={settings.count} {settings.training()}"
     )
 
 
-def targets(
-    corpus: Annotated[
-        Path, typer.Argument(help="A folder that trailmark prepare made, or text as training reads it.")
-    ],
-    output: Annotated[
-        Path, typer.Argument(help="Folder for the table; one that is unfinished is gone on with.")
-    ],
-    model: Annotated[
-        str, typer.Option(help="The reference that scores: a causal language model's folder or hub name.")
-    ],
-    context_length: Annotated[int, typer.Option(min=1, help="Tokens of a training window.")],
-    chunk_size: Annotated[int, typer.Option(min=1, help="Tokens of a chunk, as the RPT has them.")],
-    count: Annotated[int, typer.Option(min=1, help="Candidates of each chunk that BM25 finds.")] = 20,
-    window: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            help="The RPT's sliding_window, if it excludes chunks that are wholly visible; default: none is excluded.",
-        ),
-    ] = None,
-    tokenizer: Annotated[
-        str | None, typer.Option(help="bytes, a folder, or a hub name; default: the corpus' own.")
-    ] = None,
-    batch_size: Annotated[int, typer.Option(min=1, help="Texts that the reference scores at a time.")] = 16,
-    device: Annotated[
-        str | None, typer.Option(help="Where it computes; default: cuda if there is one.")
-    ] = None,
-) -> None:
+@dataclass(frozen=True, kw_only=True)
+class TargetSettings(_TableSettings):
+    """The options of ``trailmark targets``."""
+
+    model: str = setting(help="The reference that scores: a causal language model's folder or hub name.")
+    count: int = setting(20, "Candidates of each chunk that BM25 finds.", least=1)
+    batch_size: int = setting(16, "Texts that the reference scores at a time.", least=1)
+
+
+@takes(TargetSettings)
+def targets(settings: TargetSettings) -> None:
     """Say how much each chunk helps to predict the next one: what an RPT's retriever learns from."""
     from trailmark.data.neighbour_files import TableProgress
     from trailmark.data.neighbours import Rule
@@ -177,31 +181,15 @@ def targets(
         progress.show(table_line(state.done, state.total, state.kept, state.chunks, state.seconds))
 
     table = make_targets(
-        [corpus],
-        output,
-        model,
-        context_length=context_length,
-        chunk_size=chunk_size,
-        count=count,
-        rule=Rule.of("rpt", chunk_size, window),
-        tokenizer=tokenizer,
-        device=device,
-        batch_size=batch_size,
+        **settings.shared(),
+        model=settings.model,
+        rule=Rule.of("rpt", settings.chunk_size, settings.window),
+        batch_size=settings.batch_size,
         say=typer.echo,
         progress=show,
     )
     progress.clear()
     typer.echo(
-        f"The target scores of {table.windows * table.chunks:,} chunks lie in {output}/.\n"
-        f"Next: trailmark train CONFIG model.architecture=rpt model.retriever=learned "
-        f"{_as_in_table(corpus, output, context_length, chunk_size, window)}"
-    )
-
-
-def _as_in_table(corpus: Path, table: Path, context_length: int, chunk_size: int, window: int | None) -> str:
-    """The settings of a training that a neighbour table decides."""
-    seen = "false" if window is None else f"true model.sliding_window={window}"
-    return (
-        f"model.chunk_size={chunk_size} model.exclude_visible_chunks={seen} training.context_length={context_length} "
-        f"data.paths={corpus} data.neighbours={table} data.early_landmarks=0"
+        f"The target scores of {table.windows * table.chunks:,} chunks lie in {settings.output}/.\n"
+        f"Next: trailmark train CONFIG model.architecture=rpt model.retriever=learned {settings.training()}"
     )

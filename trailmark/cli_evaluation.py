@@ -6,92 +6,44 @@ import dataclasses
 import inspect
 import shlex
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 
-from trailmark.evaluation.suite import Suite, suites
-from trailmark.settings import declared, from_options, help_of, parameter, with_parameters
+from trailmark.evaluation.suite import Request, Suite, suites
+from trailmark.settings import (
+    Settings,
+    declared,
+    from_options,
+    help_of,
+    parameter,
+    parameters,
+    setting,
+    takes,
+    with_parameters,
+)
 
 
-def evaluate(
-    context: typer.Context,
-    models: Annotated[
-        list[Path],
-        typer.Argument(
-            help="Folders with models of trailmark's or any causal language model of transformers, hub names; with "
-            "--suite cost YAML files too, for random weights of those sizes."
-        ),
-    ],
-    suite: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="needles, perplexity, summarization or cost; again for more. Default: what a model was trained for."
-        ),
-    ] = None,
-    output: Annotated[
-        Path | None,
-        typer.Option(
-            "--output",
-            "-o",
-            help="Folder for the results, which are kept one by one; default: evaluation/ in a model's own folder (of "
-            "the first one for cost).",
-        ),
-    ] = None,
-    text: Annotated[
-        list[Path] | None,
-        typer.Option(
-            help="Files, folders or a prepared corpus; default: sources of Python's library that are for haystacks "
-            "alone. Needles: repeated where it is shorter than a length."
-        ),
-    ] = None,
-    changes: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--set", help="A field of the model's configuration, for this evaluation: retrieve_per=token."
-        ),
-    ] = None,
-    device: Annotated[
-        str | None, typer.Option(help="Where models compute; default: cuda if there is one.")
-    ] = None,
-    dtype: Annotated[
-        str | None, typer.Option(help="Of weights: float32, bfloat16, float16; default: as saved.")
-    ] = None,
-    **given: Any,
-) -> None:
+def evaluate(context: typer.Context, **given: Any) -> None:
     """Needles, perplexity, summaries and cost, with intervals. The same command goes on where it stopped."""
     from trailmark.evaluation.evaluate import evaluate as run
     from trailmark.report.console import Progress
     from trailmark.report.tables import result_table
 
     progress = Progress()
-
-    def say(message: str) -> None:
-        progress.clear()
-        typer.echo(message)
-
     options: dict[str, Any] = {}
-    for one in suites().values():
-        options |= from_options(one.settings, given)
+    for suite in suites().values():
+        options |= from_options(suite.settings, given)
     command = shlex.join(["trailmark", *context.obj])
     written = []
-    asked = run(
-        models, suite or (), options, text, changes or (), output, device, dtype, command, say, progress.show
-    )
-    for found in asked:
+    for found in run(Request(**from_options(Request, given)), options, command, progress.say, progress.show):
         names = ", ".join(subject.name for subject in found.subjects)
         table = result_table(found.suite, found.results, found.subjects[0].train_length)
-        say(f"\n{found.suite.name} of {names}\n\n{table}")
+        progress.say(f"\n{found.suite.name} of {names}\n\n{table}")
         written.append(found.record.path)
-    say("\nNumbers: " + ", ".join(map(str, written)))
-    say(
-        f"Next: trailmark report {shlex.join(dict.fromkeys(str(path.parent) for path in written))} -o report.html"
-    )
-
-
-_PLAIN = [
-    one for one in inspect.signature(evaluate, eval_str=True).parameters.values() if one.name != "given"
-]
+    folders = dict.fromkeys(str(path.parent) for path in written)
+    progress.say("\nNumbers: " + ", ".join(map(str, written)))
+    progress.say(f"Next: trailmark report {shlex.join(folders)} -o report.html")
 
 
 def declare_options() -> None:
@@ -114,27 +66,29 @@ def declare_options() -> None:
         help = " ".join(told) if len(told) > 1 else help_of(field, optional=True)
         panel = f"Of {suite.name}" if len(several) == 1 else "Of several suites"
         made.append(parameter(suite.settings, field, optional=True, help=help, rich_help_panel=panel))
-    with_parameters(evaluate, evaluate, [*_PLAIN, *made])
+    context = inspect.Parameter("context", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)
+    with_parameters(evaluate, evaluate, [context, *parameters(Request), *made])
 
 
 declare_options()
 
 
-def report(
-    runs: Annotated[
-        list[Path], typer.Argument(help="Folders or files with results: models, demos, evaluations.")
-    ],
-    output: Annotated[Path, typer.Option("--output", "-o", help="The page.")] = Path("report.html"),
-) -> None:
+@dataclasses.dataclass(frozen=True)
+class ReportSettings(Settings):
+    """The options of ``trailmark report``."""
+
+    runs: tuple[Path, ...] = setting(
+        help="Folders or files with results: models, demos, evaluations.", argument=True
+    )
+    output: Path = setting(Path("report.html"), "The page.", option="--output -o")
+
+
+@takes(ReportSettings)
+def report(settings: ReportSettings) -> None:
     """One page of all that was measured: tables, figures, settings, how to reproduce each."""
     from trailmark.report.console import Progress
     from trailmark.report.page import build
 
     progress = Progress()
-
-    def say(message: str) -> None:
-        progress.clear()
-        typer.echo(message)
-
-    build(runs, output, say, progress.show)
+    build(list(settings.runs), settings.output, progress.say, progress.show)
     progress.clear()

@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import IO, Any, NamedTuple, TextIO, TypeVar
 
@@ -34,7 +35,7 @@ logger = logging.getLogger(__name__)
 Progress = Callable[[int, int], None]
 """It is called with the bytes that are done and the bytes in all."""
 
-_PIECE_BYTES = 4 << 20
+_PIECE_BYTES = 1 << 20
 _THREADS = 8  # that hash files: more than a disk keeps busy
 _SPARE = 1 << 20  # bytes of a disk that are left alone
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -455,39 +456,64 @@ def expect_writable(argument: str, folder: Path) -> None:
 
 def lock(descriptor: int) -> bool:
     """Keep others from this file or folder until the descriptor is closed; False: another process has it."""
+    if fcntl is None:
+        return True
     try:
-        _flock(descriptor)
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
-    except OSError:  # a file system without locks
-        return True
+    except OSError as error:  # some network file systems have no locks
+        _warn_once(error.strerror)
     return True
 
 
-@contextmanager
-def locked(folder: Path, command: str) -> Iterator[None]:
-    """Keep everyone else who asks from writing in the folder; a killed process' lock goes with it.
+@cache
+def _warn_once(reason: str) -> None:
+    logger.warning(
+        "Files here cannot be locked (%s): start nothing else that writes in the same folder.", reason
+    )
+
+
+class BusyError(ValueError):
+    """Another process holds a folder."""
+
+
+class HeldFolder:
+    """A folder that others are kept from writing in until this is left, or collected: Ctrl-C may come at any line.
+
+    A killed process' hold goes with it.
+
+    Args:
+        busy: the message where another process holds it.
 
     Raises:
-        ValueError: ``command`` is at work there.
+        BusyError: another process holds it.
     """
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        try:
-            _flock(handle)
-        except BlockingIOError as error:
-            raise ValueError(
-                f"output: another {command} is writing in {str(folder)!r}. Wait for it or choose another folder."
-            ) from error
-        except OSError as error:  # some network file systems have no locks
-            logger.warning(
-                "%s cannot be locked (%s): start no second %s there.", folder, error.strerror, command
-            )
-        yield
-    finally:
-        os.close(handle)
+
+    _open: list[int] = []  # the folder's descriptor, taken out as it is closed
+
+    def __init__(self, folder: Path, busy: str) -> None:
+        self._open = [os.open(folder, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))]
+        if not lock(self._open[0]):
+            raise BusyError(busy)
+
+    def sync(self) -> None:
+        """Bring the names of its files to the disk itself."""
+        os.fsync(self._open[0])
+
+    def __enter__(self) -> HeldFolder:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        while self._open:
+            os.close(self._open.pop())
+
+    __del__ = __exit__
 
 
-def _flock(descriptor: int) -> None:
-    if fcntl is not None:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+def locked(folder: Path, command: str) -> HeldFolder:
+    """Keep everyone else who asks from writing in the folder; a ValueError where ``command`` is at work there."""
+    return HeldFolder(
+        folder,
+        f"output: another {command} is writing in {str(folder)!r}. Wait for it or choose another folder.",
+    )

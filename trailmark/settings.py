@@ -149,6 +149,23 @@ def parse_override(option: str, text: str) -> tuple[str, Any]:
         raise ValueError(f"{key}: expected a YAML value, got {value!r}.") from error
 
 
+def read_yaml(path: Path, name: str) -> dict[str, Any]:
+    """The sections and keys of a YAML file; messages begin with ``name``.
+
+    Raises:
+        ValueError: no file, no YAML, or something else than a mapping in it.
+    """
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"{name}: cannot read {str(path)!r}: {error.strerror}.") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ValueError(f"{name}: {str(path)!r} is no YAML file: {' '.join(str(error).split())}") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{name}: expected a mapping in {str(path)!r}, got {type(content).__name__}.")
+    return content
+
+
 def from_mapping(cls: type[_Declared], raw: Any, prefix: str = "") -> _Declared:
     """Make an instance of a dataclass from the sections and keys of a YAML file.
 
@@ -381,10 +398,13 @@ def words(cls: type, values: Mapping[str, Any]) -> list[str]:
 
     What is None, unknown, or only set by programs is left out; a flag stands where it is true.
     """
-    found = []
+    found: list[str] = []
     for field in dataclasses.fields(cls):
         about, value = declared(field), values.get(field.name)
         if value is None or not about.on_command_line:
+            continue
+        if about.argument:
+            found += map(as_text, value if isinstance(value, list | tuple) else [value])
             continue
         name = (about.option or f"--{field.name.replace('_', '-')}").split()[0]
         if isinstance(value, bool):

@@ -9,7 +9,7 @@ from typing import Any
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from trailmark.data.files import read_json
+from trailmark.files import read_json
 
 WORDS = [
     "the",

@@ -22,9 +22,10 @@ from tests.data.corpora import prose, save_bpe
 from tests.data.encoders import LONGEST, save_bert
 from trailmark.data.bm25 import Bm25, distinct_tokens, fit_bm25
 from trailmark.data.corpus import load_tokenizer, tokenize
-from trailmark.data.embedders import Places, open_embedder
+from trailmark.data.embedders import open_embedder
 from trailmark.data.shards import Corpus
 from trailmark.data.text_embedders import SentenceTransformersEmbedder, TransformersEmbedder
+from trailmark.data.token_embedders import Places
 
 S, N = 24, 21
 EPS = float(torch.finfo(torch.float32).eps)

@@ -26,11 +26,11 @@ import trailmark
 from tests.data.corpora import contents, prose, save_bpe, write_folder
 from trailmark.data.corpus import load_tokenizer, tokenizer_fingerprint
 from trailmark.data.encoders import Encoder, encode_in_order
-from trailmark.data.files import read_json
 from trailmark.data.prepare import Progress, pieces, prepare, prepare_pairs, verify_pairs
 from trailmark.data.recipes import parse_source
 from trailmark.data.shards import Corpus
 from trailmark.data.sources import LocalFiles
+from trailmark.files import read_json
 
 SHARD = 9000  # tokens; three or four shards of the folder below
 
@@ -540,15 +540,15 @@ def test_pairs_are_written_as_lines(tmp_path: Path) -> None:
         ValueError, match=r"^output: .* source column 'article', this command asks for 'highlights'"
     ):
         prepare_pairs(other, tmp_path / "out")
-    path.write_text("changed")
+    path.write_bytes(b" " + path.read_bytes()[1:])
     with pytest.raises(ValueError, match=r"^output: .*pairs\.jsonl' was changed"):
         prepare_pairs(source, tmp_path / "out")
     with pytest.raises(
-        ValueError, match=r"^data: expected the SHA-256 \w{64} .*pairs\.jsonl' has \w{64}: it was changed"
+        ValueError, match=r"^data: .* is damaged: pairs\.jsonl was changed: its SHA-256 is \w{12}"
     ):
         verify_pairs(tmp_path / "out")
     path.unlink()
-    with pytest.raises(ValueError, match=r"^data: .*pairs\.jsonl' is missing"):
+    with pytest.raises(ValueError, match=r"^data: .*pairs\.jsonl is missing"):
         verify_pairs(tmp_path / "out")
     (tmp_path / "out" / "pairs.json").write_text("[")
     path.write_text("{}")

@@ -20,8 +20,8 @@ from hypothesis import strategies as st
 from tests.data.corpora import prose, save_bpe
 from trailmark.data.batches import Windows
 from trailmark.data.corpus import load_tokenizer, tokenizer_fingerprint
-from trailmark.data.files import sha256_of, write_json
 from trailmark.data.shards import Corpus, ShardWriter, make_manifest, token_dtype
+from trailmark.files import sha256_of, write_json
 
 TOKENIZER = {"name": "some", "fingerprint": "f" * 64, "vocab_size": 1000, "end_of_text": None}
 
@@ -273,7 +273,10 @@ def test_each_corruption_is_found(folder: Path, kind: str, name: str) -> None:
     corrupt, quick = CORRUPTIONS[kind]
     corpus = Corpus.open(folder)
     corrupt(folder / name)
-    with pytest.raises(ValueError, match=rf"^data: .* is damaged: .*{name}.*Remove the folder and prepare"):
+    with pytest.raises(
+        ValueError,
+        match=rf"^data: .* is damaged: .*{name}.*Remove the folder and make it again with trailmark prepare",
+    ):
         corpus.verify()
     if quick:
         with pytest.raises(ValueError, match=rf"^data: .*{name}"):
@@ -287,7 +290,7 @@ def test_every_damaged_file_is_named(folder: Path) -> None:
     _flip(folder / "tokens-00000.bin")
     (folder / "documents-00001.bin").unlink()
     with pytest.raises(
-        ValueError, match=r"tokens-00000\.bin was changed; .*documents-00001\.bin' is missing"
+        ValueError, match=r"tokens-00000\.bin was changed: .*; documents-00001\.bin is missing"
     ):
         corpus.verify()
 
@@ -313,7 +316,7 @@ def test_a_shard_that_vanishes_later_is_named(folder: Path) -> None:
     corpus = Corpus.open(folder)
     (folder / "tokens-00001.bin").unlink()
     assert corpus.read(0, 4).tolist() == [1, 2, 3, 4]
-    with pytest.raises(ValueError, match=r"^data: .*tokens-00001.bin' is missing"):
+    with pytest.raises(ValueError, match=r"^data: .*tokens-00001.bin is missing"):
         corpus.read(3, 5)
     (folder / "documents-00000.bin").write_bytes(bytes(16))
     with pytest.raises(

@@ -11,11 +11,11 @@ import pytest
 
 from tests.data.corpora import save_bpe, write_folder
 from trailmark.data.corpus import load_tokenizer, tokenizer_fingerprint
-from trailmark.data.files import read_json, write_json
 from trailmark.data.prepare import prepare
 from trailmark.data.recipes import parse_source
 from trailmark.data.shards import Corpus, Shard, corpus_fingerprint
 from trailmark.data.texts import open_text
+from trailmark.files import read_json, write_json
 
 BYTES = load_tokenizer()
 

@@ -13,7 +13,6 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel, MistralConfig, MistralForCausalLM
 
 from tests.models.tiny import TokenCounter, block_recurrent, drt, landmark, rpt, window_model
-from trailmark.data.corpus import load_tokenizer
 from trailmark.evaluation import cost, cost_inference
 from trailmark.evaluation.cost import (
     INFERENCE,
@@ -22,15 +21,12 @@ from trailmark.evaluation.cost import (
     TRAINING,
     CostSettings,
     base_of,
-    load_or_build,
-    random_subject,
     ratios,
-    rows_of,
     run,
 )
-from trailmark.evaluation.cost_inference import Text, random_tokens, spread
-from trailmark.evaluation.cost_models import model_config, read_settings
+from trailmark.evaluation.cost_inference import Text
 from trailmark.evaluation.cost_peak import peak_kind, with_peak
+from trailmark.evaluation.cost_rounds import random_tokens, spread
 from trailmark.evaluation.cost_training import Step
 from trailmark.evaluation.record import Record
 from trailmark.evaluation.subject import Subject, names_of
@@ -43,6 +39,11 @@ from trailmark.training.config import load_run_config
 
 CPU = torch.device("cpu")
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
+
+
+def config_of(name: str) -> Any:
+    """The model's configuration of a file in configs/."""
+    return load_run_config(CONFIGS[0].parent / f"{name}.yaml").model_config(384)
 
 
 def drt_of_encoder(**changes: Any) -> TrailmarkForCausalLM:
@@ -93,7 +94,7 @@ def subject_of(model: Any, name: str = "model") -> Subject:
 
 
 def measured(text: Text) -> dict[str, Any]:
-    text.read(0)
+    text.prepare()
     text.round(1)
     text.finish()
     return text.row()
@@ -170,7 +171,7 @@ def test_what_lies_on_the_device() -> None:
 @pytest.mark.parametrize("name", ["drt", "landmark"])
 def test_records_used_last_are_counted(name: str) -> None:
     text = Text("m", subject_of(MODELS_MADE[name]()), "disk", 41, 6)
-    text.read(0)
+    text.prepare()
     expected, slab = text.expected(), text.cache.memory._recent._slab
     assert expected is not None
     assert expected.recent == slab.numel() * slab.element_size()
@@ -184,7 +185,7 @@ def test_what_a_layer_of_landmark_attention_gathers(
     per: str, prompt: int, generate: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     text = Text("m", subject_of(landmark(retrieve_per=per)), "device", prompt, generate)
-    text.read(0)
+    text.prepare()
     gather, found = ChunkMemory.gather, []
 
     def counted(*arguments: Any) -> Any:
@@ -213,15 +214,14 @@ def test_full_attention_uses_what_the_formula_says() -> None:
 
 
 def _layers(text: Text, model: TrailmarkForCausalLM) -> Any:
-    text.read(0)
+    text.prepare()
     text.finish()
     return text.cache.layers
 
 
 def test_the_papers_formula() -> None:
     """Of Table 3's sizes: L d / S + N / 2 K S d + N W d, keys and values counted apart."""
-    settings = read_settings(CONFIGS[0].parent / "drt-x1-128m.yaml")
-    config: Any = model_config(settings)
+    config: Any = config_of("drt-x1-128m")
     E, S, W, N, K = 768, 64, 512, 12, 8
     assert (config.hidden_size, config.chunk_size, config.sliding_window) == (E, S, W)
 
@@ -231,9 +231,9 @@ def test_the_papers_formula() -> None:
 
     found = paper_bytes(config)
     assert found == 2 * (16_384 * E // S + 6 * K * S * 2 * E + N * W * 2 * E)
-    base = paper_bytes(model_config(read_settings(CONFIGS[0].parent / "base-512-128m.yaml")))
+    base = paper_bytes(config_of("base-512-128m"))
     assert base == 2 * N * W * 2 * E
-    full = model_config(read_settings(CONFIGS[0].parent / "full-attention-128m.yaml"))
+    full = config_of("full-attention-128m")
     assert paper_bytes(full) == 2 * N * 16_384 * 2 * E
     assert landmark().paper_bytes(100) is None
 
@@ -317,8 +317,8 @@ def test_chunks_of_a_prompt_and_what_follows() -> None:
 @AND_OFF
 def test_it_generates_what_generate_does(make: Callable[[], TrailmarkForCausalLM]) -> None:
     model = make()
-    text = Text("m", subject_of(model), "device", 23, 6)
-    text.read(5)
+    text = Text("m", subject_of(model), "device", 23, 6, seed=5)
+    text.prepare()
     text.round(0)
     on_a_branch = text.tokens
     text.round(1)
@@ -356,7 +356,7 @@ def test_a_model_whose_sizes_are_not_known() -> None:
 def test_rounds_are_in_turn_and_the_first_does_not_count() -> None:
     messages: list[str] = []
     texts = [Text(name, subject_of(window_model(), name), "device", 9, 3) for name in ("a", "b")]
-    rows = cost_inference.measure(texts, 2, 0, messages.append)
+    rows = cost.measure(texts, 2, messages.append)
     turns = [message.split(":")[1].split()[0] for message in messages if message.startswith("round")]
     assert turns == ["a", "b"] * 3
     for row in rows:
@@ -381,7 +381,7 @@ def test_a_text_that_does_not_fit_has_a_row_that_says_so(monkeypatch: pytest.Mon
     needs = [text.expected().window_bytes for text in (small, large)]  # type: ignore[union-attr]
     free = (3 * sum(needs)) // 2  # between the two: a window is held three times at most
     monkeypatch.setattr(cost_inference.psutil, "virtual_memory", lambda: type("", (), {"available": free}))
-    rows = cost_inference.measure([small, large], 1, 0, lambda message: None)
+    rows = cost.measure([small, large], 1, lambda message: None)
     assert rows[0]["problem"] is None
     assert rows[0]["ms_per_token"]["median"] > 0
     assert rows[1]["problem"].startswith("RAM needs ")
@@ -399,7 +399,7 @@ def test_a_training_step_changes_nothing(make: Callable[[], TrailmarkForCausalLM
     before = {name: value.clone() for name, value in model.state_dict().items()}
     state = torch.random.get_rng_state()
     step = Step("m", subject_of(model), 20, 2)
-    assert step.run(0) > 0
+    assert step.run() > 0
     assert not model.training
     assert all(p.grad is None for p in model.parameters())
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
@@ -408,7 +408,7 @@ def test_a_training_step_changes_nothing(make: Callable[[], TrailmarkForCausalLM
 
 def test_training_of_a_model_of_transformers() -> None:
     step = Step("m", subject_of(foreign()), 20, 1)
-    step.times = [step.run(0) for _ in range(2)]
+    step.times = [step.run() for _ in range(2)]
     row = step.row()
     assert row["tokens_per_second"] == 20 / row["seconds"]["median"]
     assert row["attention_multiply_adds"] is None
@@ -417,10 +417,10 @@ def test_training_of_a_model_of_transformers() -> None:
 def test_out_of_memory_on_a_device_is_a_result(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     real = Step.run
 
-    def run_step(self: Step, seed: int) -> float:
+    def run_step(self: Step) -> float:
         if self.name == "drt":
             raise torch.OutOfMemoryError("CUDA out of memory")
-        return real(self, seed)
+        return real(self)
 
     monkeypatch.setattr(Step, "run", run_step)
     subjects = [subject_of(window_model(), "window"), subject_of(drt(), "drt")]
@@ -457,7 +457,7 @@ def test_cells_are_kept_and_not_measured_again(tmp_path: Path, monkeypatch: pyte
         return run(subjects, settings, record, messages.append)
 
     found = measure_all()
-    assert any("round 2 of 2: drt generates 2 tokens" in message for message in messages)
+    assert any("round 2 of 2: drt generates" in message for message in messages)
     kept = json.loads((tmp_path / "cost.json").read_text())
     assert kept["results"] == found
     places = [(cell["settings"]["prompt"], cell["settings"]["tier"]) for cell in found[:4]]
@@ -470,13 +470,13 @@ def test_cells_are_kept_and_not_measured_again(tmp_path: Path, monkeypatch: pyte
     for cell in found:
         own = next(row for row in cell["rows"] if row["model"] == "window")
         assert (own["time_ratio"], own["memory_ratio"]) == (1.0, 1.0)
-    rows = rows_of(found, INFERENCE)
-    assert [row["model"] for row in rows] == ["drt", "window"] * 4
+    rows = [row for cell in found for row in SUITE.rows(cell)]
+    assert [row["model"] for row in rows] == ["drt", "window"] * (len(rows) // 2)
     assert all(row["base"] == "window" for row in rows)
-    [_, trained] = rows_of(found, TRAINING)
+    assert [row["protocol"] for row in rows] == [INFERENCE] * 8 + [TRAINING] * 2
+    trained = rows[-1]
     assert (trained["length"], trained["texts"]) == (8, 2)
-    for name in ("measure", "measure_training"):
-        monkeypatch.setattr(cost, name, None)
+    monkeypatch.setattr(cost, "measure", None)
     assert measure_all() == found
 
 
@@ -547,8 +547,7 @@ def test_what_the_paper_printed() -> None:
 def test_what_the_paper_printed_stands_beside_its_lengths(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cost, "measure", lambda texts, *rest: [text.row() for text in texts])
-    monkeypatch.setattr(cost, "measure_training", lambda steps, *rest: [step.row() for step in steps])
+    monkeypatch.setattr(cost, "measure", lambda cases, *rest: [case.row() for case in cases])
     monkeypatch.setattr(
         Text, "row", lambda self: {"model": self.name, "ms_per_token": None, "device_bytes": None}
     )
@@ -560,61 +559,6 @@ def test_what_the_paper_printed_stands_beside_its_lengths(
     assert [len(printed) for printed in rows] == [3, 3, 0, 0, 6, 0]
     assert {row["tier"] for row in rows[1]} == {"host"}
     assert {row["parameters"] for row in rows[4]} == {"3B"}
-
-
-# --- models from YAML ------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
-def test_every_configuration_is_one_to_measure(path: Path) -> None:
-    settings = read_settings(path)
-    changes = [] if "vocab_size" in settings["model"] else ["vocab_size=384"]
-    config = model_config(settings, changes)
-    assert config.to_dict() == load_run_config(path).model_config(384).to_dict()
-    with torch.device("meta"):
-        model = MODELS[config.model_type](config)
-    assert sum(p.numel() for p in model.parameters()) > 0
-
-
-SMALL = ["hidden_size=16", "intermediate_size=24", "num_attention_heads=2"]
-
-
-def test_random_weights_from_a_file() -> None:
-    path = CONFIGS[0].parent / "laptop-drt-x1.yaml"
-    state = torch.random.get_rng_state()
-    one, two, other = (load_or_build(path, SMALL, seed) for seed in (0, 0, 1))
-    assert torch.equal(torch.random.get_rng_state(), state)
-    weights = [next(s.model.parameters()) for s in (one, two, other)]
-    assert torch.equal(weights[0], weights[1])
-    assert not torch.equal(weights[0], weights[2])
-    assert not one.model.training
-    assert (one.model.config.vocab_size, one.model.config.chunk_size) == (384, 32)
-    about = one.identity()
-    assert about["weights_sha256"] is None
-    assert about["set"] == {
-        "weights": "random, seed 0",
-        "hidden_size": 16,
-        "intermediate_size": 24,
-        "num_attention_heads": 2,
-    }
-    assert about != other.identity()
-
-
-def test_random_weights_with_an_encoder() -> None:
-    subject = load_or_build(CONFIGS[0].parent / "laptop-rpt.yaml", SMALL)
-    assert_as_predicted(Text("m", subject, "device", 70, 3))
-
-
-def test_a_folder_is_loaded(tmp_path: Path) -> None:
-    model = foreign()
-    model.save_pretrained(tmp_path / "gpt2")
-    load_tokenizer().save_pretrained(tmp_path / "gpt2")
-    found = load_or_build(tmp_path / "gpt2")
-    assert not found.ours
-    assert all(torch.equal(a, b) for a, b in zip(found.model.parameters(), model.parameters(), strict=True))
-    assert found.identity()["weights_sha256"] is not None
-    with pytest.raises(ValueError, match=r"has no config\.json"):
-        load_or_build(tmp_path)
 
 
 # --- bad input -------------------------------------------------------------------------------------------
@@ -661,29 +605,3 @@ def test_a_prompt_that_a_model_has_no_positions_for(
     with pytest.raises(ValueError, match=message):
         run(subjects, settings, record)
     assert record.results == []
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({}, "model: expected a section 'model'"),
-        ({"model": {"architecture": "dtr"}}, "model.architecture: expected .*'drt'"),
-        ({"model": {"chunk_sise": 4}}, "model.chunk_sise: unknown field of drt. Did you mean 'chunk_size'"),
-        ({"model": {"hidden_size": "wide"}}, "model.hidden_size: expected a whole number"),
-        ({"model": {"hidden_size": 100, "num_attention_heads": 3, "vocab_size": 9}}, "num_attention_heads"),
-    ],
-)
-def test_sections_that_describe_no_model(settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        random_subject(settings)
-
-
-@pytest.mark.parametrize(
-    ("text", "message"), [(None, "cannot read"), ("a: [", "is no YAML file"), ("- 1", "expected sections")]
-)
-def test_files_that_are_no_settings(text: str | None, message: str, tmp_path: Path) -> None:
-    path = tmp_path / "model.yaml"
-    if text is not None:
-        path.write_text(text)
-    with pytest.raises(ValueError, match=message):
-        load_or_build(path)

@@ -128,7 +128,7 @@ def test_a_new_suite_is_one_object(trained: Path, tmp_path: Path, command: Comma
     (again,) = toy.commands([trained / "run"], [result["settings"] for result in results], {"alibi": True})
     given = parsed(again)
     assert given["models"] == [trained / "run"]
-    assert (given["suite"], given["changes"]) == (["toy"], ["alibi=True"])
+    assert (given["suite"], given["changes"]) == (["toy"], ["alibi=true"])
     assert from_options(ToySettings, given) == {"letters": ("e", "t"), "share": True, "seed": 0}
     # its options are refused as any others are
     assert "'--most': Input should be greater than or equal to 1" in command(*ask, "--most", "0")[2]
@@ -161,8 +161,9 @@ CELLS: dict[str, list[tuple[Mapping[str, Any], dict[str, Any]]]] = {
     "needles": [
         (
             {"length": length, "depth": depth, "kind": "hops", "hops": 2, "needles": 3, "format": "marks",
-             "questions": 7, "values": "numbers", "distractors": 0, "landmarks": 2, "phases": "any", "protocol": None, "seed": 3,
-             "memory_tier": "host", "memory_dtype": "bfloat16", "straddle": False, "chunk_size": 32, "text": "ab"},
+             "questions": 7, "values": "numbers", "distractors": 0, "landmarks": 2, "phases": "any",
+             "protocol": None, "seed": 3, "memory_tier": "host", "memory_dtype": "bfloat16", "straddle": False,
+             "chunk_size": 32, "text": "ab"},
             {"lengths": (400, 800), "depths": (0.0, 0.5), "kind": "hops", "hops": 2, "needles": 3, "format": "marks",
              "questions": 7, "values": "numbers", "distractors": 0, "landmarks": 2, "phases": "any", "seed": 3,
              "memory_tier": "host", "memory_dtype": "bfloat16"},

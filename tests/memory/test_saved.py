@@ -369,15 +369,6 @@ def _stopped(how: str, line: int, run: Callable[[], None]) -> bool:
     return code == 9
 
 
-def test_a_manifest_is_replaced_in_one_step(folder: Path) -> None:
-    _save_first(folder)
-    with open(folder / MANIFEST, "rb") as old:
-        before = (folder / MANIFEST).read_bytes()
-        save(folder, state(1), {}, None, 0)
-        assert old.read() == before
-    assert (folder / MANIFEST).read_bytes() != before
-
-
 def test_a_first_save_that_is_stopped_leaves_no_memory(folder: Path) -> None:
     with pytest.raises(KeyboardInterrupt), stopped_at(70, interrupt, saved, files):
         save(folder, state(), HEADER, filled("host", records(9)), 9)
@@ -450,16 +441,6 @@ def test_what_is_no_memory_is_named(check: Any, folder: Path) -> None:
         (folder / MANIFEST).write_bytes(broken)
         with pytest.raises(ValueError, match=f"{MANIFEST}' is damaged: expected a memory's manifest"):
             check(folder)
-
-
-@pytest.mark.parametrize("check", [load, verify])
-def test_a_manifest_that_was_edited_is_refused(check: Any, folder: Path) -> None:
-    save(folder, state(), HEADER, filled("host", records(3)), 3)
-    body = json.loads((folder / MANIFEST).read_text())
-    body["header"]["tokens"] += 1
-    (folder / MANIFEST).write_text(json.dumps(body))
-    with pytest.raises(ValueError, match="is damaged"):
-        check(folder)
 
 
 @pytest.mark.parametrize("check", [load, verify])

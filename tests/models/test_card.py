@@ -297,7 +297,7 @@ def test_a_model_is_saved_whose_card_cannot_be(
     def fail(*_: Any) -> None:
         raise OSError("no space")
 
-    monkeypatch.setattr(card_files, "_write", fail)
+    monkeypatch.setattr(card_files, "write_text", fail)
     drt().save_pretrained(tmp_path)
     assert DRTForCausalLM.from_pretrained(tmp_path).config.model_type == "trailmark_drt"
     assert "cannot be written (OSError: no space)" in caplog.text

@@ -189,14 +189,14 @@ def watched(
         seen.batches.append((step, first, made))
         return made
 
-    def may_step(step: int) -> bool:
+    def may_step(step: int, *measured: Any) -> bool:
         nonlocal zero
         gradients = {unwrapped_name(name): p.grad for name, p in run.model.named_parameters()}
         seen.without_gradient += [name for name, x in gradients.items() if x is None]
         whole = {name: x.full_tensor() if isinstance(x, DTensor) else x for name, x in gradients.items()}
         zeros = {name for name, x in whole.items() if x is not None and not x.any()}
         zero = zeros if zero is None else zero & zeros
-        return may(step)
+        return may(step, *measured)
 
     def step_done(step: int) -> None:
         done(step)

@@ -54,8 +54,8 @@ class Watched:
             signal.raise_signal(signal.SIGINT)
 
     def moments(self) -> dict[str, Tensor]:
-        assert self.run._trainer is not None
-        inner = self.run._trainer.optimizer
+        assert self.run.trainer is not None
+        inner = self.run.trainer.optimizer
         found = tensors.optimizer_state(self.run.model, getattr(inner, "optimizer", inner))["state"]
         return {
             f"{name} {key}": torch.as_tensor(x).clone()

@@ -18,8 +18,8 @@ import numpy as np
 import numpy.typing as npt
 
 from trailmark.data.corpus import tokenizer_fingerprint, vocabulary_size
-from trailmark.data.files import read_json, write_text
 from trailmark.data.shards import Corpus
+from trailmark.files import read_json, write_text
 
 FORMAT = 1
 K1, B = 1.2, 0.75
@@ -33,7 +33,7 @@ Floats = npt.NDArray[np.float64]
 
 
 class Distinct(NamedTuple):
-    """The tokens of each row, each once: sorted by row, then token."""
+    """The tokens of each row, each once, sorted by row and then by token."""
 
     rows: Integers  # [m]
     tokens: Integers  # [m]
@@ -41,7 +41,7 @@ class Distinct(NamedTuple):
 
 
 def distinct_tokens(ids: Integers, lengths: Integers) -> Distinct:
-    """Of rows ids [n, S] with ``lengths`` [n] tokens each; what stands past a row's length is not looked at."""
+    """Count the tokens of rows ids [n, S] with ``lengths`` [n] tokens; what stands past a length is not looked at."""
     present = np.arange(ids.shape[1]) < lengths[:, None]
     tokens = ids[present]
     if len(tokens) and tokens.min() < 0:
@@ -60,9 +60,9 @@ def best_chunks(scores: npt.NDArray[Any], limits: Integers, count: int) -> Integ
     n = scores.shape[1]
     allowed = np.arange(n) < limits[:, None]
     order = np.argsort(np.where(allowed, -scores, np.inf), axis=1, kind="stable")[:, :count]
-    found = np.where(np.take_along_axis(allowed, order, 1), order, n)  # n: none, and last when sorted
-    found = np.pad(np.sort(found, axis=1), ((0, 0), (0, count - found.shape[1])), constant_values=n)
-    return np.where(found < n, found, -1)
+    chosen = np.where(np.take_along_axis(allowed, order, 1), order, n)  # n: none, and last when sorted
+    chosen = np.pad(np.sort(chosen, axis=1), ((0, 0), (0, count - chosen.shape[1])), constant_values=n)
+    return np.where(chosen < n, chosen, -1)
 
 
 @dataclass(frozen=True)
@@ -174,15 +174,15 @@ def candidates(
             f"{limits.max(initial=0)}."
         )
     statistics = statistics or Bm25.of(ids, lengths)
-    found, own = np.full((len(queries), count), -1), np.full((len(queries), count), -np.inf)
+    indices, own = np.full((len(queries), count), -1), np.full((len(queries), count), -np.inf)
     step = max(1, _SCORES // max(1, n))
     for first in range(0, len(queries) if n else 0, step):  # memory does not grow with the window's square
         rows = slice(first, first + step)
         scores = statistics.scores(ids, lengths, queries[rows], query_lengths[rows])
-        found[rows] = best_chunks(scores, limits[rows], count)
-        best = np.take_along_axis(scores, found[rows].clip(0), 1)
-        own[rows] = np.where(found[rows] >= 0, best, -np.inf)
-    return Candidates(found, own)
+        indices[rows] = best_chunks(scores, limits[rows], count)
+        best = np.take_along_axis(scores, indices[rows].clip(0), 1)
+        own[rows] = np.where(indices[rows] >= 0, best, -np.inf)
+    return Candidates(indices, own)
 
 
 # --- a corpus' statistics in a file ------------------------------------------------------------------------
@@ -240,13 +240,13 @@ def fit_bm25(
         ids.sort(axis=1)
         first = np.ones(ids.shape, bool)
         first[:, 1:] = ids[:, 1:] != ids[:, :-1]
-        found = np.bincount(ids[first], minlength=vocab_size)
-        if len(found) > vocab_size:
+        counts = np.bincount(ids[first], minlength=vocab_size)
+        if len(counts) > vocab_size:
             raise ValueError(
                 f"tokenizer: expected tokens below its vocabulary's size {vocab_size}, the corpus has "
-                f"{len(found) - 1}. Name the tokenizer that the corpus was made with."
+                f"{len(counts) - 1}. Name the tokenizer that the corpus was made with."
             )
-        frequencies += found
+        frequencies += counts
         progress(begin + len(tokens), len(corpus))
     count = -(-len(corpus) // chunk_size)
     bm25 = Bm25(frequencies, count, len(corpus) / count, k1, b)
@@ -311,7 +311,7 @@ def load_bm25(file: str | Path) -> Fitted:
 
 
 def expect_tokenizer(corpus: Corpus, fingerprint: str) -> None:
-    """Raises ValueError if a prepared corpus was made with another tokenizer; one in memory does not tell."""
+    """Raise a ValueError if a prepared corpus was made with another tokenizer; one in memory does not tell."""
     tokenizer = corpus.manifest.get("tokenizer") or {"fingerprint": fingerprint}
     if tokenizer["fingerprint"] != fingerprint:
         raise ValueError(

@@ -9,9 +9,9 @@ import logging
 import re
 import sysconfig
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +19,7 @@ import numpy.typing as npt
 logger = logging.getLogger(__name__)
 
 Tokens = npt.NDArray[np.int32]
+T = TypeVar("T")
 _LINE_ENDS = re.compile(r"(?<=\S)(\n)(?=\S)")
 
 
@@ -118,20 +119,10 @@ def read_texts(paths: Sequence[str | Path]) -> list[str]:
     Raises:
         ValueError: a path that does not exist, a named file that is empty or not UTF-8 text, or no text at all.
     """
-    texts: list[str] = []
     for path in map(Path, paths):
         if not path.exists():
             raise ValueError(f"data: expected a file or folder, {str(path)!r} does not exist.")
-        if not path.is_dir():
-            texts.append(read_text(path))
-            continue
-        left_out = []
-        for file in files_below(path):
-            try:
-                texts.append(read_text(file))
-            except ValueError:
-                left_out.append(file.name)
-        warn_left_out(path, left_out)
+    texts = each_text(map(Path, paths), lambda path, folder: read_text(path))
     if not texts:
         raise ValueError(
             f"data: expected at least one UTF-8 text file in {', '.join(map(str, paths)) or 'the list'}, "
@@ -140,29 +131,74 @@ def read_texts(paths: Sequence[str | Path]) -> list[str]:
     return texts
 
 
-def warn_left_out(folder: Path, names: Sequence[str]) -> None:
-    """Of files below a folder that are no text; none: no warning."""
-    if names:
-        shown = ", ".join(names[:5]) + (" ..." if len(names) > 5 else "")
-        logger.warning("Left out %d files below %s that hold no UTF-8 text: %s", len(names), folder, shown)
+def each_text(paths: Iterable[Path], look_at: Callable[[Path, Path | None], T]) -> list[T]:
+    """What ``look_at`` gives for files, and for every file below folders, in order of name.
+
+    Args:
+        look_at: is given a file, and the folder below which it was found or None. It raises a ValueError where a file
+            is no text: of a named file that goes on, files of a folder are left out and named in a warning.
+    """
+    results = []
+    for path in paths:
+        if not path.is_dir():
+            results.append(look_at(path, None))
+            continue
+        left_out = []
+        for file in files_below(path):
+            try:
+                results.append(look_at(file, path))
+            except ValueError:
+                left_out.append(file.name)
+        if left_out:
+            shown = ", ".join(left_out[:5]) + (" ..." if len(left_out) > 5 else "")
+            logger.warning(
+                "Left out %d files below %s that hold no UTF-8 text: %s", len(left_out), path, shown
+            )
+    return results
 
 
 def read_text(path: Path) -> str:
-    """One file's text; a ValueError if it is unreadable, empty, or binary."""
+    """One file's text; a ValueError if it is unreadable, empty, binary, or not UTF-8."""
+    return "".join(decoded(path))
+
+
+def decoded(
+    path: Path,
+    argument: str = "data",
+    block_bytes: int = 1 << 20,
+    look: Callable[[bytes], None] | None = None,
+) -> Iterator[str]:
+    """One file's text, block by block.
+
+    Args:
+        argument: by which a user named the file, for messages.
+        look: is given the bytes of each block.
+
+    Raises:
+        ValueError: a file that is unreadable, empty, binary, or not UTF-8; after the blocks before the mistake.
+    """
+    decoder, words, done = codecs.getincrementaldecoder("utf-8")(), False, 0
     try:
-        content = path.read_bytes()
+        with open(path, "rb") as file:
+            while block := file.read(block_bytes):
+                if look is not None:
+                    look(block)
+                if b"\0" in block:
+                    raise ValueError(f"{argument}: expected UTF-8 text, {str(path)!r} is binary.")
+                words = words or bool(block.strip())
+                text = decoder.decode(block)
+                done = file.tell() - len(decoder.getstate()[0])  # a character's beginning waits for the rest
+                yield text
+        decoder.decode(b"", final=True)
     except OSError as error:
-        raise ValueError(f"data: cannot read {str(path)!r}: {error.strerror}.") from error
-    if not content.strip():
-        raise ValueError(f"data: expected text, {str(path)!r} is empty.")
-    if b"\0" in content:
-        raise ValueError(f"data: expected UTF-8 text, {str(path)!r} is binary.")
-    try:
-        return content.decode("utf-8")
+        raise ValueError(f"{argument}: cannot read {str(path)!r}: {error.strerror}.") from error
     except UnicodeDecodeError as error:
         raise ValueError(
-            f"data: expected UTF-8 text, {str(path)!r} is not (byte {error.start}). Convert it to UTF-8 first."
+            f"{argument}: expected UTF-8 text, {str(path)!r} is not (byte {done + error.start}). Convert it to UTF-8 "
+            "first."
         ) from error
+    if not words:
+        raise ValueError(f"{argument}: expected text, {str(path)!r} is empty.")
 
 
 def standard_library_texts(split: str) -> list[str]:
@@ -209,30 +245,14 @@ def text_pieces(path: Path, size: int = 1 << 20) -> Iterator[str]:
     Raises:
         ValueError: as :func:`read_text`.
     """
-    decoder = codecs.getincrementaldecoder("utf-8")()
-    left, seen, done = "", False, 0
-    try:
-        with open(path, "rb") as file:
-            while block := file.read(size):
-                if b"\0" in block:
-                    raise ValueError(f"data: expected UTF-8 text, {str(path)!r} is binary.")
-                left += decoder.decode(block)
-                done += len(block)
-                place = max((m.end(1) for m in _LINE_ENDS.finditer(left)), default=0)
-                if not place and len(left) > 4 * size:
-                    place = len(left)
-                if place:
-                    seen = seen or bool(left[:place].strip())
-                    yield left[:place]
-                    left = left[place:]
-            left += decoder.decode(b"", final=True)
-    except OSError as error:
-        raise ValueError(f"data: cannot read {str(path)!r}: {error.strerror}.") from error
-    except UnicodeDecodeError as error:
-        raise ValueError(
-            f"data: expected UTF-8 text, {str(path)!r} is not (near byte {done}). Convert it to UTF-8 first."
-        ) from error
-    if not seen and not left.strip():
-        raise ValueError(f"data: expected text, {str(path)!r} is empty.")
+    left = ""
+    for text in decoded(path, block_bytes=size):
+        left += text
+        place = max((m.end(1) for m in _LINE_ENDS.finditer(left)), default=0)
+        if not place and len(left) > 4 * size:
+            place = len(left)
+        if place:
+            yield left[:place]
+            left = left[place:]
     if left:
         yield left

@@ -17,6 +17,7 @@ from trailmark.data.sources import (
     expect_columns,
     first_line,
     import_extra,
+    needed_columns,
     row_texts,
 )
 
@@ -84,10 +85,10 @@ class HubDataset(Source):
 
     def rows(self, columns: Sequence[str], first: int = 0) -> Iterator[Row]:
         dataset = self._dataset
-        needed = [*columns] + ([self.where[0].split(".")[0]] if self.where else [])
+        needed = needed_columns(columns, self.where)
         if (names := dataset.column_names) is not None:  # a stream may tell with its first row only
             expect_columns(needed, names, self._shown)
-            dataset = dataset.select_columns(list(dict.fromkeys(needed)))
+            dataset = dataset.select_columns(needed)
         if not self.streaming and first >= len(dataset):
             return  # skip refuses to leave nothing
         number = first

@@ -1,15 +1,13 @@
-"""Writing a neighbour table block by block, to be gone on with after any interruption; :mod:`.neighbours` reads it.
+"""Write a neighbour table block by block, so that the same command goes on after any interruption.
 
-Until the manifest is there ``neighbours.progress.json`` says what the folder is to hold and how many windows of it are
-on the disk; what a kill leaves besides is made again.
+:mod:`.neighbours` reads it. Until the manifest is there ``neighbours.progress.json`` says what the folder is to hold
+and how many windows of it are on the disk; what a kill leaves besides is made again.
 """
 
 from __future__ import annotations
 
-import errno
 import json
 import os
-import shutil
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
@@ -22,32 +20,35 @@ import numpy as np
 import numpy.typing as npt
 
 import trailmark
-from trailmark.data.files import (
+from trailmark.data.prepare import PROGRESS
+from trailmark.data.shards import MANIFEST as CORPUS_MANIFEST
+from trailmark.files import (
+    FolderKind,
+    expect_room,
+    expect_same_settings,
     expect_writable,
     locked,
     read_json,
     sha256_of,
     sync_file,
     sync_folder,
+    telling_of_a_full_disk,
     write_json,
 )
-from trailmark.data.prepare import PROGRESS
-from trailmark.data.shards import MANIFEST as CORPUS_MANIFEST
 
 FORMAT = 1
 MANIFEST, TABLE_PROGRESS = "neighbours.json", "neighbours.progress.json"
+KIND = FolderKind("neighbours", MANIFEST, FORMAT, "a neighbour table", "trailmark neighbours")
 INDICES, SCORES = "neighbours.bin", "scores.bin"
 NONE = (1 << 16) - 1
 MOST_CHUNKS = NONE  # numbers 0 .. 65534
 SCORE_DTYPES: dict[str, np.dtype[Any]] = {"float32": np.dtype("<f4"), "float16": np.dtype("<f2")}
-_SPARE = 1 << 20  # bytes of disk that are left alone
 _SECONDS = 2.0  # of work that a kill costs, besides the block in work
-_FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 @dataclass(frozen=True)
 class TableProgress:
-    """How far a table is, in windows."""
+    """How far the making of a table is, in windows."""
 
     done: int
     total: int
@@ -105,37 +106,29 @@ def write_table(
             return
         done = kept = _resume(folder, settings, row)
         write_json(folder / TABLE_PROGRESS, settings | {"done": done}, durable=True)  # whose the files are
-        _expect_room(folder, sum(row.values()) * (windows - done), done)
-        try:
-            with ExitStack() as opened:
-                files = {name: opened.enter_context(open(folder / name, "ab")) for name in row}
-                for name, file in files.items():
-                    file.truncate(done * row[name])
-                saved = time.monotonic()
-                try:
-                    while done < windows:
-                        stop = min(done + block, windows)
-                        found = make(done, stop)
-                        for name, part in zip(row, found, strict=False):
-                            assert part is not None
-                            assert part.shape == (stop - done, chunks, count)
-                            if name == INDICES:
-                                part = np.where(part < 0, NONE, part)
-                            files[name].write(part.astype(dtypes[name]).tobytes())
-                        done = stop
-                        if time.monotonic() - saved > _SECONDS:
-                            _save(folder, settings, files, done)
-                            saved = time.monotonic()
-                        show(done)
-                finally:  # Ctrl-C too: what is made is kept
-                    _save(folder, settings, files, done)
-        except OSError as error:
-            if error.errno not in _FULL_DISK:
-                raise
-            raise ValueError(
-                f"output: the disk of {str(folder)!r} is full ({error.strerror}). What was made is kept; free some "
-                "space and give the same command to go on."
-            ) from error
+        expect_room(folder, sum(row.values()) * (windows - done), f"{done} windows are kept")
+        kept_text = "What was made is kept; free some space and give the same command to go on."
+        with telling_of_a_full_disk(folder, lambda: kept_text), ExitStack() as opened:
+            files = {name: opened.enter_context(open(folder / name, "ab")) for name in row}
+            for name, file in files.items():
+                file.truncate(done * row[name])
+            saved = time.monotonic()
+            try:
+                while done < windows:
+                    stop = min(done + block, windows)
+                    for name, part in zip(row, make(done, stop), strict=False):
+                        assert part is not None
+                        assert part.shape == (stop - done, chunks, count)
+                        if name == INDICES:
+                            part = np.where(part < 0, NONE, part)
+                        files[name].write(part.astype(dtypes[name]).tobytes())
+                    done = stop
+                    if time.monotonic() - saved > _SECONDS:
+                        _save(folder, settings, files, done)
+                        saved = time.monotonic()
+                    show(done)
+            finally:  # Ctrl-C too: what is made is kept
+                _save(folder, settings, files, done)
         entries = {
             name: {"bytes": windows * size, "sha256": sha256_of(folder / name)} for name, size in row.items()
         }
@@ -154,7 +147,7 @@ def _save(folder: Path, settings: dict[str, Any], files: Mapping[str, IO[bytes]]
 
 
 def _resume(folder: Path, settings: dict[str, Any], row: Mapping[str, int]) -> int:
-    """Windows that an earlier run of the same command put on the disk."""
+    """Count the windows that an earlier run of the same command put on the disk."""
     path = folder / TABLE_PROGRESS
     if not path.exists():
         if foreign := [name for name in (INDICES, SCORES) if (folder / name).exists()]:
@@ -175,32 +168,23 @@ def _resume(folder: Path, settings: dict[str, Any], row: Mapping[str, int]) -> i
 
 
 def _expect_same(folder: Path, old: Any, new: Mapping[str, Any]) -> None:
+    """Raise a ValueError if the folder holds another table; an equal embedder may have come by another road."""
     old = old if isinstance(old, dict) else {}
-    for name, value in new.items():
-        was = old.get(name)
-        if isinstance(value, dict) and isinstance(was, dict):  # a file or folder may have moved
-            was, value = ({k: v for k, v in x.items() if k != "spec"} for x in (was, value))
-        if was != value:
-            was, value = (old.get(name), new[name])  # the names too
-            raise ValueError(
-                f"output: {str(folder)!r} holds a table with {name} {was!r}, this command asks for {value!r}. "
-                "Choose another folder or remove this one."
-            )
+    same = [
+        [name, "spec"]
+        for name, value in new.items()
+        if isinstance(value, dict)
+        and "spec" in value
+        and isinstance(was := old.get(name), dict)
+        and was.get("fingerprint") == value["fingerprint"]
+    ]
+    expect_same_settings(folder, "a table", old, new, same)
 
 
 def expect_place_of_table(folder: Path) -> None:
-    """Make the folder; raises ValueError if it cannot be written in, or is a corpus', whose own files lie there."""
+    """Make the folder; raise a ValueError if it cannot be written in, or holds a corpus' own files."""
     expect_writable("output", folder)
     if any((folder / name).exists() for name in (CORPUS_MANIFEST, PROGRESS)):
         raise ValueError(
             f"output: expected a folder for a table, {str(folder)!r} is a prepared corpus. Choose another one."
-        )
-
-
-def _expect_room(folder: Path, needed: int, done: int) -> None:
-    free = shutil.disk_usage(folder).free
-    if needed + _SPARE > free:
-        raise ValueError(
-            f"output: expected about {needed + _SPARE:,} bytes free on the disk of {str(folder)!r}, there are "
-            f"{free:,}. Free some space or choose another folder; {done} windows are kept."
         )

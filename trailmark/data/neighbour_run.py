@@ -9,12 +9,12 @@ from typing import Any
 from trailmark.data.bm25 import fit_bm25
 from trailmark.data.corpus import load_tokenizer
 from trailmark.data.embedders import Embedder, device_named, open_embedder
-from trailmark.data.files import read_json
 from trailmark.data.neighbour_files import MANIFEST as TABLE
 from trailmark.data.neighbour_files import TABLE_PROGRESS, TableProgress, expect_place_of_table
 from trailmark.data.neighbours import NeighbourTable, Rule, build_neighbours, count_chunks
 from trailmark.data.shards import MANIFEST, Corpus
 from trailmark.data.texts import open_text
+from trailmark.files import read_json
 
 BM25_FILE = "bm25.json"
 
@@ -79,12 +79,12 @@ def make_table(
 
 
 def _expect_statistics_of(corpus: Corpus, chunk_size: int, file: Path) -> None:
-    """Raises ValueError if what an earlier run counted is of something else."""
+    """Raise a ValueError if what an earlier run counted belongs to something else."""
     content = read_json(file)
-    found = (
+    counted_for = (
         [content.get(x) for x in ("corpus_fingerprint", "chunk_size")] if isinstance(content, dict) else None
     )
-    if found != [corpus.fingerprint, chunk_size]:
+    if counted_for != [corpus.fingerprint, chunk_size]:
         raise ValueError(
             f"output: expected BM25 statistics of this corpus in chunks of {chunk_size} tokens, {str(file)!r} holds "
             "others. Choose another folder, or name the statistics that are meant: --embedder bm25:FILE."
@@ -92,7 +92,7 @@ def _expect_statistics_of(corpus: Corpus, chunk_size: int, file: Path) -> None:
 
 
 def open_corpus(paths: list[Path], tokenizer: str | None) -> tuple[Corpus, Any]:
-    """The text and its tokenizer, which a prepared folder names itself."""
+    """Open the text and load its tokenizer, which a prepared folder names itself."""
     if tokenizer is None:
         manifest = read_json(paths[0] / MANIFEST) if len(paths) == 1 else None
         known = manifest.get("tokenizer") if isinstance(manifest, dict) else None

@@ -27,11 +27,9 @@ from torch import Tensor
 
 from trailmark.data.bm25 import Integers, best_chunks, expect_tokenizer
 from trailmark.data.embedders import Embedder
-from trailmark.data.files import read_json, sha256_of
 from trailmark.data.neighbour_files import (
-    FORMAT,
     INDICES,
-    MANIFEST,
+    KIND,
     MOST_CHUNKS,
     NONE,
     SCORE_DTYPES,
@@ -40,6 +38,7 @@ from trailmark.data.neighbour_files import (
     write_table,
 )
 from trailmark.data.shards import Corpus
+from trailmark.files import FileEntry
 
 _CHUNKS = 512  # that are embedded at a time, at least
 _PRODUCTS = 1 << 24  # of a temporary array
@@ -157,9 +156,9 @@ def build_neighbours(
             x.view(stop - first, chunks, -1)
             for x in embedder(torch.from_numpy(ids.astype(np.int64)), lengths)
         )
-        found = [_nearest(q, k, limits, num_neighbours) for q, k in zip(queries, keys, strict=True)]
-        own = np.stack([products for _, products in found]) if scores is not None else None
-        return np.stack([indices for indices, _ in found]), own
+        nearest = [_nearest(q, k, limits, num_neighbours) for q, k in zip(queries, keys, strict=True)]
+        own = np.stack([products for _, products in nearest]) if scores is not None else None
+        return np.stack([indices for indices, _ in nearest]), own
 
     about = {
         "kind": "embedder",
@@ -212,7 +211,7 @@ def table_about(
 def _nearest(
     queries: Tensor, keys: Tensor, limits: Integers, count: int
 ) -> tuple[Integers, npt.NDArray[np.float32]]:
-    """Of one window, queries and keys [C, d]: the best chunks [C, K] and their products, -inf where there is none."""
+    """Find a window's best chunks [C, K] for queries and keys [C, d], and their products, -inf where there is none."""
     chunks, queries, keys = len(queries), queries.double(), keys.double()
     indices, products = np.empty((chunks, count), np.int64), np.empty((chunks, count), np.float32)
     step = max(1, _PRODUCTS // chunks)
@@ -223,8 +222,8 @@ def _nearest(
             raise ValueError(
                 "embedder: expected vectors with finite products, got others. Name another embedder."
             )
-        found = indices[rows] = best_chunks(scores, limits[rows], count)
-        products[rows] = np.where(found >= 0, np.take_along_axis(scores, found.clip(0), 1), -np.inf)
+        best = indices[rows] = best_chunks(scores, limits[rows], count)
+        products[rows] = np.where(best >= 0, np.take_along_axis(scores, best.clip(0), 1), -np.inf)
     return indices, products
 
 
@@ -281,7 +280,7 @@ class NeighbourTable:
             ValueError: no table, a newer format, a broken manifest, missing or cut files, a table of something else.
         """
         folder = Path(folder)
-        manifest = _read_manifest(folder)
+        manifest = KIND.read(folder)
         try:
             table = cls(folder, manifest)
             own = {
@@ -293,18 +292,11 @@ class NeighbourTable:
                 "rule": table.rule,
                 "kind": manifest["kind"],
             }
-            sizes = {name: int(manifest["files"][name]["bytes"]) for name in table._dtypes()}
-            cells = table.windows * table.chunks * table.count
-            if any(
-                size != cells * dtype.itemsize
-                for size, dtype in zip(sizes.values(), table._dtypes().values(), strict=True)
-            ):
+            files, cells = table._files(), table.windows * table.chunks * table.count
+            if any(files[name].bytes != cells * dtype.itemsize for name, dtype in table._dtypes().items()):
                 raise ValueError("its sizes contradict each other")
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise ValueError(
-                f"neighbours: {str(folder / MANIFEST)!r} is broken ({error}). Remove the folder and make the table "
-                "again."
-            ) from error
+            raise KIND.broken(folder, error) from error
         wanted = {
             "corpus": corpus.fingerprint if corpus is not None else None,
             "tokenizer": tokenizer_fingerprint,
@@ -327,8 +319,7 @@ class NeighbourTable:
                 f"neighbours: expected a table with at least {count} neighbours for each chunk, {str(folder)!r} has "
                 f"{table.count}. Make one with --count {count}, or read fewer."
             )
-        for name, size in sizes.items():
-            _expect_size(folder / name, size)
+        KIND.expect_lengths(folder, files)
         return table
 
     @property
@@ -336,18 +327,18 @@ class NeighbourTable:
         return sum(entry["bytes"] for entry in self.manifest["files"].values())
 
     def batch(self, windows: Sequence[int]) -> tuple[Tensor, Tensor | None]:
-        """Neighbours int64 [B, C, K] of windows 0 .. W - 1, -1 where there is none; their scores float32, if kept."""
+        """Read neighbours int64 [B, C, K] of windows 0 .. W - 1, -1 for none, and their scores float32, if kept."""
         if len(windows) and not 0 <= min(windows) <= max(windows) < self.windows:
             raise ValueError(
                 f"windows: expected 0 .. {self.windows - 1}, got {min(windows)} .. {max(windows)}."
             )
         numbers = np.asarray(windows, np.int64)
-        found = self._map(INDICES)[numbers].astype(np.int64)
-        found[found == NONE] = -1
+        indices = self._map(INDICES)[numbers].astype(np.int64)
+        indices[indices == NONE] = -1
         scores = None
         if SCORES in self._dtypes():
             scores = torch.from_numpy(self._map(SCORES)[numbers].astype(np.float32))
-        return torch.from_numpy(found), scores
+        return torch.from_numpy(indices), scores
 
     def verify(self, progress: Callable[[int, int], None] = lambda done, total: None) -> None:
         """Read every byte and compare its file's SHA-256 with the manifest's; ``progress(bytes done, bytes in all)``.
@@ -355,19 +346,13 @@ class NeighbourTable:
         Raises:
             ValueError: files that are missing, truncated or changed.
         """
-        total, done = self.bytes, 0
+        KIND.verify(self.folder, self._files(), progress)
 
-        def more(count: int) -> None:
-            nonlocal done
-            done += count
-            progress(done, total)
-
-        for name in self._dtypes():
-            _expect_size(self.folder / name, self.manifest["files"][name]["bytes"])
-            if sha256_of(self.folder / name, more) != self.manifest["files"][name]["sha256"]:
-                raise ValueError(
-                    f"neighbours: {str(self.folder / name)!r} was changed. Remove the folder and make the table again."
-                )
+    def _files(self) -> dict[str, FileEntry]:
+        entries = self.manifest["files"]
+        return {
+            name: FileEntry(int(entries[name]["bytes"]), entries[name]["sha256"]) for name in self._dtypes()
+        }
 
     def _dtypes(self) -> Mapping[str, np.dtype[Any]]:
         files = {INDICES: np.dtype("<u2")}
@@ -385,33 +370,3 @@ class NeighbourTable:
     def __getstate__(self) -> dict[str, Any]:
         """Another process maps the files anew."""
         return self.__dict__ | {"_maps": {}}
-
-
-def _read_manifest(folder: Path) -> dict[str, Any]:
-    path = folder / MANIFEST
-    if not path.is_file():
-        raise ValueError(
-            f"neighbours: expected a neighbour table, {str(folder)!r} has no {MANIFEST}. Make one with trailmark "
-            "neighbours; the same command finishes one that was interrupted."
-        )
-    manifest = read_json(path)
-    if not isinstance(manifest, dict) or not isinstance(manifest.get("format"), int):
-        raise ValueError(
-            f"neighbours: {str(path)!r} is broken (no JSON of a table). Remove the folder and make the table again."
-        )
-    if manifest["format"] > FORMAT:
-        raise ValueError(
-            f"neighbours: expected format {FORMAT} or older, {str(path)!r} has format {manifest['format']}. "
-            "Update trailmark, or make the table into another folder with this version."
-        )
-    return manifest
-
-
-def _expect_size(path: Path, size: int) -> None:
-    found = path.stat().st_size if path.is_file() else None
-    if found != size:
-        what = "missing" if found is None else f"{found} bytes"
-        raise ValueError(
-            f"neighbours: expected {size} bytes in {str(path)!r}, got {what}. Remove the folder and make the table "
-            "again."
-        )

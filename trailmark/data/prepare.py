@@ -8,13 +8,11 @@ processes.
 
 from __future__ import annotations
 
-import errno
 import json
 import logging
 import os
-import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
@@ -26,28 +24,34 @@ import numpy as np
 import trailmark
 from trailmark.data.corpus import load_tokenizer, tokenizer_fingerprint, vocabulary_size
 from trailmark.data.encoders import Encoder, Ids, encode_in_order
-from trailmark.data.files import (
-    expect_writable,
-    locked,
-    read_json,
-    sha256_of,
-    sync_file,
-    sync_folder,
-    write_json,
-)
 from trailmark.data.shards import MANIFEST, Corpus, Shard, ShardWriter, make_manifest, token_dtype
 from trailmark.data.sources import LocalFiles, Source
+from trailmark.files import (
+    FileEntry,
+    FolderKind,
+    expect_room,
+    expect_same_settings,
+    expect_writable,
+    find_wrong_lengths,
+    locked,
+    read_json,
+    remove_unfinished,
+    replacing,
+    sha256_of,
+    telling_of_a_full_disk,
+    write_json,
+)
 
 logger = logging.getLogger(__name__)
 
 PROGRESS = "progress.json"
 PAIRS, PAIRS_MANIFEST = "pairs.jsonl", "pairs.json"
+_PAIRS_KIND = FolderKind("data", PAIRS_MANIFEST, 1, "prepared pairs", "trailmark prepare --pairs")
 SHARD_TOKENS = 1 << 26  # 134 MB as uint16: a minute or so of work is the most that a kill costs
 _PIECE = 1 << 17  # characters of a longer document that are tokenised at a time
 _JOB = 1 << 18  # characters that are sent to a process together, at least
-_SPARE = 1 << 20  # bytes of disk that are left alone
 _FIRST_LOOK = 1 << 20  # bytes written after which the room that the rest needs is known well enough
-_FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_ROADS = ["tokenizer", "name"], ["source", "paths"]  # by which road a thing came does not count
 
 
 @dataclass(frozen=True)
@@ -67,7 +71,7 @@ class Progress:
 
 @dataclass(frozen=True)
 class _Mark:
-    """What a piece of text is: (a piece of) the document of a row, or no text: the row was left out."""
+    """What a piece of text is: the document of a row or a piece of it, or nothing where the row was left out."""
 
     row: int
     last: bool
@@ -119,7 +123,7 @@ def prepare(
     with locked(folder, "trailmark prepare"):
         if (folder / MANIFEST).exists():
             corpus = Corpus.open(folder)
-            _expect_same(folder, corpus.manifest, settings)
+            expect_same_settings(folder, "a corpus", corpus.manifest, settings, _ROADS)
             (folder / PROGRESS).unlink(missing_ok=True)
             if progress is not None:
                 shards, size = len(corpus.manifest["shards"]), source.size()
@@ -128,15 +132,10 @@ def prepare(
                 progress(Progress(documents, len(corpus), shards, shards, done, size, source.unit, 0.0, True))
             return corpus
         run = _Run(source, folder, settings, progress)
-        try:
+        with telling_of_a_full_disk(
+            folder, lambda: f"{run.kept_text()}; free some space and give the same command to go on."
+        ):
             run.make(Encoder(loaded), processes or os.cpu_count() or 1)
-        except OSError as error:
-            if error.errno not in _FULL_DISK:
-                raise
-            raise ValueError(
-                f"output: the disk of {str(folder)!r} is full ({error.strerror}). {len(run.shards)} whole shards are "
-                "kept; free some space and give the same command to go on."
-            ) from error
         return Corpus.open(folder)
 
 
@@ -164,9 +163,9 @@ class _Run:
     def _resume(self) -> dict[str, Any]:
         """What earlier runs made of the same source with the same settings; leftovers of a kill are removed."""
         path = self.folder / PROGRESS
-        for pattern in ("*.part", f"{PROGRESS}.*", f"{MANIFEST}.*"):
-            for leftover in self.folder.glob(f".{pattern}"):
-                leftover.unlink()
+        remove_unfinished(self.folder, PROGRESS, MANIFEST)
+        for leftover in self.folder.glob(".*.part"):
+            leftover.unlink()
         if not path.exists():
             if foreign := sorted(self.folder.glob("tokens-*.bin")):
                 raise ValueError(
@@ -179,13 +178,10 @@ class _Run:
             raise ValueError(
                 f"output: {str(path)!r} is broken. Remove the folder and prepare the corpus again."
             )
-        _expect_same(self.folder, state, self.settings)
+        expect_same_settings(self.folder, "a corpus", state, self.settings, _ROADS)
         for number, entry in enumerate(state["shards"]):
             shard = Shard.of(entry["shard"])
-            sizes = {shard.file: shard.bytes, shard.documents_file: 8 * shard.documents}
-            if any(
-                not (f := self.folder / n).exists() or f.stat().st_size != size for n, size in sizes.items()
-            ):
+            if find_wrong_lengths(self.folder, shard.files()):
                 logger.warning("%s was removed or changed: it and what follows is made again.", shard.file)
                 del state["shards"][number:]
                 break
@@ -194,7 +190,7 @@ class _Run:
     def make(self, encoder: Encoder, processes: int) -> None:
         write_json(self.folder / PROGRESS, self.state, durable=True)  # before any shard: whose they are
         if encoder.offset is not None and self.dtype == "uint16" and (total := _plain_bytes(self.source)):
-            self._expect_room(2 * (total - self.done))  # two bytes for each
+            expect_room(self.folder, 2 * (total - self.done), self.kept_text())  # two bytes for each
         results = encode_in_order(_jobs(self.source, self.row), encoder, processes)
         try:
             for marks, parts in results:
@@ -273,21 +269,15 @@ class _Run:
     # --- room on the disk, and progress ----------------------------------------------------------------------
 
     def _look_for_room(self) -> None:
-        """Before each shard, and once early on: room for the rest, as far as what was written tells its size."""
+        """Look for room for the rest before each shard, and early on, as far as what was written tells its size."""
         total, self.room_known = self.source.size(), self.written > _FIRST_LOOK
+        needed = 0
         if total is not None and self.room_known:
-            share = self.written / max(1, self.done - self.before)
-            self._expect_room(int(share * (total - self.done)))
-        else:
-            self._expect_room(0)
+            needed = int(self.written / max(1, self.done - self.before) * (total - self.done))
+        expect_room(self.folder, needed, self.kept_text())
 
-    def _expect_room(self, needed: int) -> None:
-        free = shutil.disk_usage(self.folder).free
-        if needed + _SPARE > free:
-            raise ValueError(
-                f"output: expected about {needed + _SPARE:,} bytes free on the disk of {str(self.folder)!r}, there are "
-                f"{free:,}. Free some space or choose another folder; {len(self.shards)} whole shards are kept."
-            )
+    def kept_text(self) -> str:
+        return f"{len(self.shards)} whole shards are kept"
 
     def _show(self, finished: bool = False) -> None:
         now = time.monotonic()
@@ -322,55 +312,48 @@ def prepare_pairs(
     path, manifest_path = folder / PAIRS, folder / PAIRS_MANIFEST
     about = {"source": json.loads(json.dumps(source.description()))}
     about["source"]["summary_column"] = source.summary_column
+
+    def show(pairs: int, done: int, seconds: float, finished: bool = False) -> None:
+        if progress is not None:
+            progress(Progress(pairs, 0, 0, 0, done, source.size(), source.unit, seconds, finished))
+
     with locked(folder, "trailmark prepare"):
         if (old := read_json(manifest_path)) is not None:
-            _expect_same(folder, old, about)
+            expect_same_settings(folder, "pairs", old, about)
             if not path.exists() or sha256_of(path) != old.get("sha256"):
                 raise ValueError(
                     f"output: {str(path)!r} was changed or removed. Remove {manifest_path} to make it anew."
                 )
-            if progress is not None:
-                done = source.size() or 0
-                progress(Progress(old["pairs"], 0, 0, 0, done, source.size(), source.unit, 0.0, True))
+            show(old["pairs"], source.size() or 0, 0.0, True)
             return path
-        part, pairs, left_out, shown = folder / f".{PAIRS}.part", 0, 0, began
-        try:
-            with open(part, "w", encoding="utf-8", newline="\n") as file:
-                for row in rows:
-                    if row.texts is None:
-                        left_out += 1
-                        continue
-                    content = dict(zip(("document", "summary"), row.texts, strict=True))
-                    file.write(json.dumps(content, ensure_ascii=False) + "\n")
-                    pairs += 1
-                    if progress is not None and (now := time.monotonic()) - shown > 0.2:
-                        shown = now
-                        progress(Progress(pairs, 0, 0, 0, row.done, source.size(), source.unit, now - began))
-                sync_file(file)
+        remove_unfinished(folder, PAIRS, PAIRS_MANIFEST)
+        pairs, left_out, shown = 0, 0, began
+        with (
+            telling_of_a_full_disk(folder, lambda: "Free some space and start again."),
+            replacing(path, durable=True) as file,
+        ):
+            for row in rows:
+                if row.texts is None:
+                    left_out += 1
+                    continue
+                content = dict(zip(("document", "summary"), row.texts, strict=True))
+                file.write(json.dumps(content, ensure_ascii=False) + "\n")
+                pairs += 1
+                if (now := time.monotonic()) - shown > 0.2:
+                    shown = now
+                    show(pairs, row.done, now - began)
             if not pairs:
                 raise ValueError(
                     f"source: expected at least one pair, all {left_out} rows are empty or left out."
                 )
-            os.replace(part, path)
-            sync_folder(folder)
-        except OSError as error:
-            if error.errno not in _FULL_DISK:
-                raise
-            raise ValueError(
-                f"output: the disk of {str(folder)!r} is full ({error.strerror}). Free some space and start again."
-            ) from error
-        finally:
-            part.unlink(missing_ok=True)
         about |= {"format": 1, "pairs": pairs, "left_out": left_out, "bytes": path.stat().st_size}
         write_json(manifest_path, about | {"sha256": sha256_of(path)}, durable=True)
-        if progress is not None:
-            done, seconds = source.size() or 0, time.monotonic() - began
-            progress(Progress(pairs, 0, 0, 0, done, source.size(), source.unit, seconds, True))
+        show(pairs, source.size() or 0, time.monotonic() - began, True)
     return path
 
 
 def expect_as_prepared(path: Path, sha256: str) -> None:
-    """Raises ValueError if ``pairs.json`` beside a ``pairs.jsonl`` tells another hash than its own."""
+    """Raise a ValueError if ``pairs.json`` beside a ``pairs.jsonl`` tells another hash than its own."""
     if path.name != PAIRS or not (path.parent / PAIRS_MANIFEST).exists():
         return
     about = read_json(path.parent / PAIRS_MANIFEST)
@@ -399,29 +382,14 @@ def verify_pairs(folder: str | Path, progress: Callable[[int, int], None] = lamb
     Raises:
         ValueError: no prepared pairs there, or damaged ones.
     """
-    path, manifest = Path(folder) / PAIRS, Path(folder) / PAIRS_MANIFEST
-    if not manifest.is_file():
-        raise ValueError(
-            f"data: expected prepared pairs, {str(folder)!r} has no {PAIRS_MANIFEST}. Make them with trailmark prepare "
-            "--pairs."
-        )
-    done = 0
-
-    def more(count: int) -> None:
-        nonlocal done
-        done += count
-        progress(done, total)
-
+    folder = Path(folder)
+    about = _PAIRS_KIND.read(folder)
     try:
-        total = path.stat().st_size
-        found = sha256_of(path, more)
-    except OSError as error:
-        raise ValueError(
-            f"data: {str(path)!r} is missing or unreadable ({error.strerror}). Remove {PAIRS_MANIFEST} and prepare the "
-            "pairs again."
-        ) from error
-    expect_as_prepared(path, found)
-    return int(read_json(manifest)["pairs"])
+        pairs, entry = int(about["pairs"]), FileEntry(int(about["bytes"]), str(about["sha256"]))
+    except (KeyError, TypeError, ValueError) as error:
+        raise _PAIRS_KIND.broken(folder, error) from error
+    _PAIRS_KIND.verify(folder, {PAIRS: entry}, progress)
+    return pairs
 
 
 # --- documents to jobs -------------------------------------------------------------------------------------
@@ -447,7 +415,7 @@ def pieces(text: str, size: int = _PIECE) -> Iterator[str]:
 
 
 def _jobs(source: Source, first: int) -> Iterator[tuple[list[_Mark], list[str]]]:
-    """Pieces of documents, enough for a process to be worth the way; cut by the text alone."""
+    """Give pieces of documents, enough for a process to be worth the way, cut by the text alone."""
     marks: list[_Mark] = []
     texts: list[str] = []
     size = 0
@@ -483,35 +451,6 @@ def _expect_outside(source: Source, folder: Path) -> None:
                 f"output: expected a folder outside of the source, {str(folder)!r} lies in {str(path)!r}. "
                 "Choose another one."
             )
-
-
-def _expect_same(folder: Path, old: Mapping[str, Any], new: Mapping[str, Any]) -> None:
-    """Raises ValueError if what is in the folder was made from something else."""
-    ours = ["tokenizer", "name"], ["source", "paths"]  # by which road a thing came
-    for name, was, now in _differences(old, new, [list(path) for path in ours]):
-        raise ValueError(
-            f"output: {str(folder)!r} holds a corpus with {name} {was!r}, this command asks for {now!r}. "
-            "Choose another folder or remove this one."
-        )
-
-
-def _differences(
-    old: Any, new: Mapping[str, Any], ignored: list[list[str]], above: tuple[str, ...] = ()
-) -> Iterator[tuple[str, Any, Any]]:
-    for key, value in new.items():
-        path = [*above, key]
-        if path in ignored:
-            continue
-        was = old.get(key) if isinstance(old, Mapping) else None
-        if isinstance(value, Mapping):
-            yield from _differences(was, value, ignored, tuple(path))
-        elif isinstance(value, list) and isinstance(was, list) and was != value:
-            odd = next(
-                (pair for pair in zip(was, value, strict=False) if pair[0] != pair[1]), (len(was), len(value))
-            )
-            yield " ".join(path), *odd
-        elif was != value:
-            yield " ".join(path), was, value
 
 
 def _plain_bytes(source: Source) -> int | None:

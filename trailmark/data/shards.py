@@ -11,10 +11,8 @@ from __future__ import annotations
 
 import hashlib
 import os
-import threading
 from array import array
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, fields
 from functools import cached_property
 from pathlib import Path
@@ -24,11 +22,11 @@ import numpy as np
 import numpy.typing as npt
 
 from trailmark.data.corpus import Tokens
-from trailmark.data.files import read_json, sha256_of, sync_file, sync_folder
+from trailmark.files import FileEntry, FolderKind, sync_file, sync_folder
 
 FORMAT = 1
 MANIFEST = "corpus.json"
-_MOST_THREADS = 8  # that hash files: more than a disk keeps busy
+_KIND = FolderKind("data", MANIFEST, FORMAT, "a prepared corpus", "trailmark prepare")
 _END = np.dtype("<u8")
 _DTYPES: dict[str, np.dtype[Any]] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
 
@@ -60,9 +58,16 @@ class Shard:
             raise ValueError(f"expected names of files in the folder, got {entry['file']!r}")
         return cls(**entry)
 
+    def files(self) -> dict[str, FileEntry]:
+        """What the manifest says of its two files."""
+        return {
+            self.file: FileEntry(self.bytes, self.sha256),
+            self.documents_file: FileEntry(self.documents * _END.itemsize, self.documents_sha256),
+        }
+
 
 def corpus_fingerprint(shards: Sequence[Shard], dtype: str, tokenizer_fingerprint: str) -> str:
-    """SHA-256 over the shards' hashes, their type and the tokenizer's fingerprint: what a run trains on."""
+    """The SHA-256 of the shards' hashes, their type and the tokenizer's fingerprint names what a run trains on."""
     hashes = [part for shard in shards for part in (shard.sha256, shard.documents_sha256)]
     return hashlib.sha256("\n".join([dtype, tokenizer_fingerprint, *hashes]).encode()).hexdigest()
 
@@ -90,7 +95,7 @@ class ShardWriter:
         return self.tokens == (self._ends[-1] if self._ends else 0)
 
     def write(self, tokens: npt.NDArray[Any]) -> None:
-        """Tokens of the present document, [n] unsigned integers of any width that hold them."""
+        """Add tokens to the present document: [n] unsigned integers of any width that hold them."""
         content = tokens.astype(self._dtype, copy=False).tobytes()
         self._hash.update(content)
         self._file.write(content)
@@ -221,7 +226,7 @@ class Corpus:
                 tokenizer, vocabulary or revision.
         """
         folder = Path(folder)
-        manifest = _read_manifest(folder)
+        manifest = _KIND.read(folder)
         try:
             shards = [Shard.of(entry) for entry in manifest["shards"]]
             tokenizer, source = manifest["tokenizer"], manifest["source"]
@@ -229,9 +234,7 @@ class Corpus:
             own, own_size = str(tokenizer["fingerprint"]), int(tokenizer["vocab_size"])
             dtype = _DTYPES[known[0]]
         except (KeyError, TypeError, ValueError) as error:
-            raise ValueError(
-                f"data: {str(folder / MANIFEST)!r} is broken ({error}). Remove the folder and prepare the corpus again."
-            ) from error
+            raise _KIND.broken(folder, error) from error
         counted = (
             known[0],
             sum(shard.tokens for shard in shards),
@@ -239,9 +242,8 @@ class Corpus:
             corpus_fingerprint(shards, known[0], own),
         )
         if known != counted or any(shard.bytes != shard.tokens * dtype.itemsize for shard in shards):
-            raise ValueError(
-                f"data: the fields of {str(folder / MANIFEST)!r} contradict each other: it was changed after it was "
-                "written. Remove the folder and prepare the corpus again."
+            raise _KIND.broken(
+                folder, "its fields contradict each other: it was changed after it was written"
             )
         if tokenizer_fingerprint is not None and own != tokenizer_fingerprint:
             raise ValueError(
@@ -255,14 +257,13 @@ class Corpus:
                 f"(tokenizer {tokenizer.get('name')!r} with fingerprint {own}). Set vocab_size to {own_size} or more."
             )
         if revision is not None and source.get("revision") != revision:
+            prepared = source.get("revision")
             raise ValueError(
                 f"data: expected revision {revision}, {str(folder)!r} was prepared from "
-                f"{'revision ' + str(found) if (found := source.get('revision')) else 'a source without revisions'}. "
-                "Prepare that revision into another folder."
+                f"{f'revision {prepared}' if prepared else 'a source without revisions'}. Prepare that revision into "
+                "another folder."
             )
-        for shard in shards:
-            _expect_size(folder / shard.file, shard.bytes)
-            _expect_size(folder / shard.documents_file, shard.documents * _END.itemsize)
+        _KIND.expect_lengths(folder, _files_of(shards))
         return cls([s.tokens for s in shards], folder, manifest, shards, [None] * len(shards), None)
 
     def __len__(self) -> int:
@@ -322,45 +323,15 @@ class Corpus:
         Raises:
             ValueError: files that are missing, truncated, unreadable or changed, all of them named.
         """
-        if self.folder is None:
-            return
-        total = sum(shard.bytes + shard.documents * _END.itemsize for shard in self._shards)
-        files = [(s.file, s.bytes, s.sha256) for s in self._shards]
-        files += [(s.documents_file, s.documents * _END.itemsize, s.documents_sha256) for s in self._shards]
-        folder, done, one_by_one = self.folder, 0, threading.Lock()
-
-        def more(count: int) -> None:
-            nonlocal done
-            with one_by_one:
-                done += count
-                progress(done, total)
-
-        def look_at(name: str, size: int, expected: str) -> str | None:
-            try:
-                _expect_size(folder / name, size)
-                return None if sha256_of(folder / name, more) == expected else f"{name} was changed"
-            except (OSError, ValueError) as error:
-                return str(error).removeprefix("data: ").rstrip(".")
-
-        with ThreadPoolExecutor(min(_MOST_THREADS, os.cpu_count() or 1)) as pool:
-            looks = [pool.submit(look_at, *file) for file in files]
-            try:
-                wrong = [found for look in looks if (found := look.result()) is not None]
-            finally:  # Ctrl-C, or an error of progress: no file more is begun
-                for look in looks:
-                    look.cancel()
-        if wrong:
-            raise ValueError(
-                f"data: the corpus in {str(self.folder)!r} is damaged: {'; '.join(wrong)}. "
-                "Remove the folder and prepare it again."
-            )
+        if self.folder is not None:
+            _KIND.verify(self.folder, _files_of(self._shards), progress)
 
     def _map(self, shard: int) -> npt.NDArray[Any]:
         mapped = self._maps[shard]
         if mapped is None:
             assert self.folder is not None
             path = self.folder / self._shards[shard].file
-            _expect_size(path, self._shards[shard].bytes)  # it may have gone since the corpus was opened
+            _KIND.expect_lengths(self.folder, self._shards[shard].files())  # gone since the corpus was opened
             mapped = self._maps[shard] = np.memmap(path, _DTYPES[self.manifest["dtype"]], "r").view(
                 np.ndarray
             )
@@ -375,36 +346,5 @@ class Corpus:
         return state
 
 
-def _read_manifest(folder: Path) -> dict[str, Any]:
-    path = folder / MANIFEST
-    if not path.is_file():
-        raise ValueError(
-            f"data: expected a prepared corpus, {str(folder)!r} has no {MANIFEST}. Make one with trailmark prepare; "
-            "the same command finishes one that was interrupted."
-        )
-    manifest = read_json(path)
-    if not isinstance(manifest, dict) or not isinstance(manifest.get("format"), int):
-        raise ValueError(
-            f"data: {str(path)!r} is broken (no JSON of a corpus). Remove the folder and prepare the corpus again."
-        )
-    if manifest["format"] > FORMAT:
-        raise ValueError(
-            f"data: expected format {FORMAT} or older, {str(path)!r} has format {manifest['format']}. "
-            "Update trailmark, or prepare the corpus into another folder with this version."
-        )
-    return manifest
-
-
-def _expect_size(path: Path, size: int) -> None:
-    try:
-        found = path.stat().st_size
-    except OSError as error:
-        raise ValueError(
-            f"data: {str(path)!r} is missing or unreadable ({error.strerror}). "
-            "Remove the folder and prepare the corpus again."
-        ) from error
-    if found != size:
-        raise ValueError(
-            f"data: expected {size} bytes in {str(path)!r}, got {found}. It was cut or changed; "
-            "remove the folder and prepare the corpus again."
-        )
+def _files_of(shards: Sequence[Shard]) -> dict[str, FileEntry]:
+    return {name: entry for shard in shards for name, entry in shard.files().items()}

@@ -10,17 +10,16 @@ import gzip
 import hashlib
 import importlib
 import json
-import os
 import zlib
 from abc import ABC, abstractmethod
-from codecs import getincrementaldecoder
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import IO, Any
 
-from trailmark.data.corpus import files_below, read_text, warn_left_out
+from trailmark.data.corpus import decoded, each_text, read_text
+from trailmark.files import sha256_of
 
 _LINES = (".jsonl", ".ndjson")
 _PARQUET = ".parquet"
@@ -139,24 +138,19 @@ class LocalFiles(Source):
         Raises:
             ValueError: a named file that is empty or not text, or no file at all.
         """
-        found: list[SourceFile] = []
-        for path in self.paths:
-            if not path.is_dir():
-                found.append(_look_over(path, path.name, kind_of(path, named=True)))
-                continue
-            left_out = []
-            for file in files_below(path):
-                try:
-                    name = f"{path.resolve().name}/{file.relative_to(path).as_posix()}"
-                    found.append(_look_over(file, name, kind_of(file, named=False)))
-                except ValueError:
-                    left_out.append(file.name)
-            warn_left_out(path, left_out)
-        if not found:
+
+        def look_over(path: Path, folder: Path | None) -> SourceFile:
+            name = path.name
+            if folder is not None:
+                name = f"{folder.resolve().name}/{path.relative_to(folder).as_posix()}"
+            return _look_over(path, name, kind_of(path, named=folder is None))
+
+        files = each_text(self.paths, look_over)
+        if not files:
             raise ValueError(
                 f"source: expected at least one file with text in {', '.join(map(str, self.paths))}, found none."
             )
-        return found
+        return files
 
     def description(self) -> dict[str, Any]:
         files = [{"name": file.name, "bytes": file.bytes, "sha256": file.sha256} for file in self.files]
@@ -206,27 +200,20 @@ def kind_of(path: Path, named: bool) -> str:
 
 def _look_over(path: Path, name: str, kind: str) -> SourceFile:
     """Hash a file, and expect text in one of kind "text"."""
-    hasher, decoder, words = hashlib.sha256(), getincrementaldecoder("utf-8")(), False
+    hasher = hashlib.sha256()
     try:
-        with open(path, "rb") as file:
-            status = os.fstat(file.fileno())
-            while block := file.read(1 << 20):
-                hasher.update(block)
-                if kind == "text":
-                    if b"\0" in block:
-                        raise ValueError(f"source: expected UTF-8 text, {str(path)!r} is binary.")
-                    words = words or bool(block.strip())
-                    decoder.decode(block)
-            decoder.decode(b"", final=True)
+        status = path.stat()
+        if kind == "text":
+            for _ in decoded(path, "source", look=hasher.update):
+                pass
+            digest = hasher.hexdigest()
+        else:
+            digest = sha256_of(path)
     except OSError as error:
         raise ValueError(f"source: cannot read {str(path)!r}: {error.strerror}.") from error
-    except UnicodeDecodeError as error:
-        raise ValueError(
-            f"source: expected UTF-8 text, {str(path)!r} is not. Convert it to UTF-8 first."
-        ) from error
-    if not (words if kind == "text" else status.st_size):
+    if not status.st_size:
         raise ValueError(f"source: expected text, {str(path)!r} is empty.")
-    return SourceFile(path, name, kind, status.st_size, status.st_mtime_ns, hasher.hexdigest())
+    return SourceFile(path, name, kind, status.st_size, status.st_mtime_ns, digest)
 
 
 _Rows = Iterator[tuple[tuple[str, ...] | None, int]]  # texts, and bytes of the file read up to there
@@ -242,7 +229,7 @@ def _read_document(file: SourceFile, columns: Sequence[str], where: Where | None
 
 
 def _read_lines(file: SourceFile, columns: Sequence[str], where: Where | None, skip: int) -> _Rows:
-    """Rows of JSON lines; blank lines are none."""
+    """Read rows of JSON lines; a blank line is no row."""
     number = 0
     try:
         with open(file.path, "rb") as raw, _unpacked(raw, file.path) as lines:
@@ -266,8 +253,7 @@ def _read_lines(file: SourceFile, columns: Sequence[str], where: Where | None, s
                         f"source: {place}: expected an object with columns, got {type(record).__name__}. "
                         'Write one object a line, such as {"text": "..."}.'
                     )
-                needed = [*columns] + ([where[0].split(".")[0]] if where else [])
-                expect_columns(needed, record, place)
+                expect_columns(needed_columns(columns, where), record, place)
                 yield row_texts(record, columns, where, place), done
     except (OSError, EOFError, zlib.error) as error:
         raise ValueError(
@@ -280,7 +266,7 @@ def _read_parquet(file: SourceFile, columns: Sequence[str], where: Where | None,
     errors = import_extra("pyarrow").ArrowException
     try:
         with parquet.ParquetFile(file.path) as table:
-            needed = [*columns] + ([where[0].split(".")[0]] if where else [])
+            needed = needed_columns(columns, where)
             expect_columns(needed, table.schema_arrow.names, str(file.path))
             number, total = 0, table.metadata.num_rows
             for group in range(table.num_row_groups):
@@ -290,7 +276,7 @@ def _read_parquet(file: SourceFile, columns: Sequence[str], where: Where | None,
                         number += 1
                         yield None, file.bytes * number // total
                     continue
-                for batch in table.iter_batches(_ROWS_AT_ONCE, [group], list(dict.fromkeys(needed))):
+                for batch in table.iter_batches(_ROWS_AT_ONCE, [group], needed):
                     for record in batch.to_pylist():
                         number += 1
                         place = f"{file.path}, row {number - 1}"
@@ -318,8 +304,13 @@ def _unpacked(raw: IO[bytes], path: Path) -> Any:
 # --- one row -----------------------------------------------------------------------------------------------
 
 
+def needed_columns(columns: Sequence[str], where: Where | None) -> list[str]:
+    """The columns that are read, each once: those asked for, and that of a condition."""
+    return list(dict.fromkeys([*columns, *([where[0].partition(".")[0]] if where else [])]))
+
+
 def expect_columns(needed: Sequence[str], present: Any, place: str) -> None:
-    """Raises ValueError if a column is missing, and names those that there are."""
+    """Raise a ValueError if a column is missing, and name those that there are."""
     if missing := [name for name in needed if name not in present]:
         raise ValueError(
             f"column: expected {missing[0]!r}, {place} has {', '.join(map(repr, present)) or 'none'}. "

@@ -24,9 +24,9 @@ from torch import Tensor
 
 from trailmark.data.batches import mix, permuted
 from trailmark.data.corpus import Tokens, tokenize, tokenize_parts, tokenizer_fingerprint
-from trailmark.data.files import sha256_of
 from trailmark.data.needle_formats import IGNORED
 from trailmark.data.prepare import expect_as_prepared
+from trailmark.files import sha256_of
 
 logger = logging.getLogger(__name__)
 
@@ -85,7 +85,7 @@ class SummarizationTexts:
         return hashlib.sha256(both.encode()).hexdigest()
 
     def _room(self, summary: Tokens) -> int:
-        """Tokens of a document that fit beside its summary."""
+        """Count the tokens of a document that fit beside its summary."""
         return self.length - len(self._before) - len(self._after) - len(summary) - 1
 
     def _that_fit(self) -> npt.NDArray[np.int64]:
@@ -148,7 +148,7 @@ class SummarizationTexts:
         }
 
     def _text(self, sample: int) -> tuple[npt.NDArray[np.int64], int, int]:
-        """Tokens [at most T], the one before the landmark, and the summary's first."""
+        """Lay out a text: tokens [at most T], the place before the landmark, and that of the summary's first token."""
         number = self.number_of(sample)
         document, summary = (tokenize([text], self.tokenizer) for text in self.pairs[number])
         room = self._room(summary)
@@ -276,16 +276,16 @@ class _JsonLines:
 
     def _parse(self, line: bytes, where: str) -> Pair:
         try:
-            found = json.loads(line.decode("utf-8"))
+            record = json.loads(line.decode("utf-8"))
         except UnicodeDecodeError as error:
             raise ValueError(f"data: expected UTF-8 text in {where}, byte {error.start} is none.") from error
         except (ValueError, RecursionError) as error:
             raise ValueError(f"data: expected one JSON object in {where} ({error}).") from error
-        if not isinstance(found, dict):
+        if not isinstance(record, dict):
             raise ValueError(
-                f"data: expected a JSON object with a document and its summary in {where}, got {_short(found)}."
+                f"data: expected a JSON object with a document and its summary in {where}, got {_short(record)}."
             )
-        return _pair([found[_column(found, names, where)] for names in self.columns], where)
+        return _pair([record[_column(record, names, where)] for names in self.columns], where)
 
 
 class _Parquet:
@@ -359,7 +359,7 @@ def _files(paths: Sequence[str | Path]) -> list[Path]:
 
 @contextmanager
 def _reading(path: Path, errors: type[Exception] = OSError) -> Iterator[None]:
-    """What goes wrong with a file as a ValueError that names it."""
+    """Turn what goes wrong with a file into a ValueError that names it."""
     try:
         yield
     except (OSError, errors) as error:

@@ -20,7 +20,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from trailmark.data.corpus import tokenizer_fingerprint, vocabulary_size
-from trailmark.data.embedders import as_arrays, fingerprint_of
+from trailmark.data.token_embedders import as_arrays, fingerprint_of
 
 logger = logging.getLogger(__name__)
 
@@ -70,7 +70,7 @@ class TextEmbedder:
         return vectors, vectors
 
     def embed(self, texts: list[str]) -> Tensor:
-        """Unit vectors [n, d] float32 of texts; those longer than the encoder takes are cut, with one warning."""
+        """Make unit vectors [n, d] float32 of texts; what is longer than the encoder takes is cut, with one warning."""
         out = torch.zeros(len(texts), self.size)
         if not texts:
             return out
@@ -90,8 +90,8 @@ class TextEmbedder:
                 )  # the last one again: shapes are always the same
                 features = self._own.pad(batch, padding="max_length", max_length=width, return_tensors="pt")
                 with torch.inference_mode(), torch.autocast(self._device.type, enabled=False):
-                    found = self._vectors({k: v.to(self._device) for k, v in features.items()})
-                out[some] = F.normalize(found.float(), dim=-1)[: len(some)].cpu()
+                    vectors = self._vectors({k: v.to(self._device) for k, v in features.items()})
+                out[some] = F.normalize(vectors.float(), dim=-1)[: len(some)].cpu()
         if not out.isfinite().all():
             raise ValueError(
                 f"embedder: expected finite vectors, {self.spec!r} gives others. Its weights are broken."

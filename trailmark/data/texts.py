@@ -72,7 +72,7 @@ def _is_prepared(path: Path) -> bool:
 
 
 def _expect_text(paths: Sequence[str | Path]) -> None:
-    """Raises ValueError where rows would be read with the syntax around them."""
+    """Raise a ValueError where rows would be read with the syntax around them."""
     for path in map(Path, paths):
         if path.is_dir():
             files = files_below(path)

@@ -23,14 +23,14 @@ def embedder_of(config: Any, tokenizer: Any) -> Embedder | None:
     if not config.num_retrieved_chunks:
         return None
     try:
-        found = open_embedder(config.embedder, tokenizer, device=None)
+        embedder = open_embedder(config.embedder, tokenizer, device=None)
     except ValueError as error:
         raise ValueError(f"model.{error}") from error
     trained_with = config.embedder_fingerprint
-    if trained_with is not None and found.fingerprint != trained_with:
+    if trained_with is not None and embedder.fingerprint != trained_with:
         raise ValueError(
             f"model.embedder: expected the one that the model was trained with, of fingerprint {trained_with}, "
-            f"{config.embedder!r} has {found.fingerprint} and would find other chunks. Put its files back as they "
+            f"{config.embedder!r} has {embedder.fingerprint} and would find other chunks. Put its files back as they "
             "were, or set embedder to where they lie; embedder_fingerprint null takes any."
         )
-    return found
+    return embedder

@@ -13,25 +13,13 @@ from typing import Any
 
 import torch
 
-from trailmark.evaluation.cost_inference import Text, measure, spread
-from trailmark.evaluation.cost_models import load_or_build, random_subject
-from trailmark.evaluation.cost_training import Step, measure_training
+from trailmark.evaluation.cost_inference import Text
+from trailmark.evaluation.cost_rounds import Case, measure, spread
+from trailmark.evaluation.cost_training import Step
 from trailmark.evaluation.reading import parse_dtype
 from trailmark.evaluation.record import Record, processor
 from trailmark.evaluation.subject import Subject, names_of
 from trailmark.evaluation.suite_cost import CostSettings
-
-__all__ = [
-    "TABLE_3",
-    "TABLE_4",
-    "CostSettings",
-    "base_of",
-    "load_or_build",
-    "random_subject",
-    "ratios",
-    "rows_of",
-    "run",
-]
 
 NOTHING_TO_OFFLOAD = "no memory of chunks: as on tier 'device'"  # a row's ``problem``
 
@@ -139,32 +127,36 @@ def run(
     def only_memories(tier: str) -> bool:
         return tier != "device" and "device" in settings.tiers
 
+    def cell(cases: Sequence[Case], where: str, printed: list[dict[str, Any]]) -> dict[str, Any]:
+        rows = measure(cases, settings.rounds, lambda message: progress(f"{where}: {message}"))
+        return about | {"device": device.type, "rows": ratios(rows, names[base]), "published": printed}
+
     def generation(length: int, tier: str) -> dict[str, Any]:
-        where = f"{length:,} tokens, {tier}"
         dtype = parse_dtype(settings.memory_dtype)
         texts = [
-            Text(name, subject, tier, length, settings.generate, dtype)
+            Text(name, subject, tier, length, settings.generate, dtype, settings.seed)
             for name, subject in zip(names, subjects, strict=True)
         ]
         for text in texts:
             if only_memories(tier) and not text.keeps_chunks and text.name != names[base]:
                 text.problem = NOTHING_TO_OFFLOAD
-        rows = measure(texts, settings.rounds, settings.seed, lambda message: progress(f"{where}: {message}"))
         printed = [row for row in TABLE_3 if _tokens(row["prompt"]) == length and row["tier"] == tier]
-        found = about | {"device": device.type, "rows": ratios(rows, names[base]), "published": printed}
-        return found | {"note": ON_A_CPU if (tier, device.type) == ("host", "cpu") else None}
+        note = ON_A_CPU if (tier, device.type) == ("host", "cpu") else None
+        return cell(texts, f"{length:,} tokens, {tier}", printed) | {"note": note}
 
     def training(length: int) -> dict[str, Any]:
         count = (settings.training_batch_tokens or length) // length
-        steps = [Step(name, subject, length, count) for name, subject in zip(names, subjects, strict=True)]
-        rows = measure_training(steps, settings.rounds, settings.seed, progress)
+        steps = [
+            Step(name, subject, length, count, settings.seed)
+            for name, subject in zip(names, subjects, strict=True)
+        ]
         printed = [row for row in TABLE_4 if _tokens(row["context_length"]) == length]
-        return about | {"device": device.type, "rows": ratios(rows, names[base]), "published": printed}
+        return cell(steps, f"training, {length:,} tokens", printed)
 
     found = []
     for length in settings.lengths:
         for tier in settings.tiers:
-            cell = {
+            asked = {
                 "protocol": INFERENCE,
                 "prompt": length,
                 "generate": settings.generate,
@@ -172,14 +164,14 @@ def run(
                 "only_memories": only_memories(tier),
                 "memory_dtype": settings.memory_dtype,
             }
-            found.append(record.measure(cell | shared, partial(generation, length, tier)))
+            found.append(record.measure(asked | shared, partial(generation, length, tier)))
     for length in settings.training_lengths:
-        cell = {
+        asked = {
             "protocol": TRAINING,
             "length": length,
             "batch_tokens": settings.training_batch_tokens or length,
         }
-        found.append(record.measure(cell | shared, partial(training, length)))
+        found.append(record.measure(asked | shared, partial(training, length)))
     return found
 
 
@@ -211,16 +203,6 @@ def ratios(rows: Sequence[dict[str, Any]], base: str) -> list[dict[str, Any]]:
             ratio["memory_ratio"] = row[memory] / own[memory]
         found.append(row | ratio)
     return found
-
-
-def rows_of(results: Sequence[dict[str, Any]], protocol: str = INFERENCE) -> list[dict[str, Any]]:
-    """All rows of one protocol's cells, in their order, each with its cell's ``base``."""
-    return [
-        row | {"base": result["base"]}
-        for result in results
-        if result["settings"]["protocol"] == protocol
-        for row in result["rows"]
-    ]
 
 
 def _tokens(printed: str) -> int:

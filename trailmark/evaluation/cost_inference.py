@@ -6,9 +6,6 @@ import copy
 import inspect
 import shutil
 import tempfile
-import time
-from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import psutil
@@ -17,25 +14,38 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from trailmark.evaluation.cost_peak import peak_kind, with_peak
+from trailmark.evaluation.cost_rounds import Case, Progress, now, random_tokens, spread
 from trailmark.evaluation.subject import Subject
 from trailmark.memory import ChunkCache
 from trailmark.memory.chunks import TABLE_BYTES
 from trailmark.models.costs import CacheBytes, foreign_cache_bytes
 
-Progress = Callable[[str], None]
-
 _PIECE = 1 << 16  # tokens of a prompt that are on a device at once
 _FOREIGN_PIECE = 4096  # tokens of one call of a model that cannot read
+_MEASURED = (  # what a row has beside what is known of the model
+    *("ms_per_token", "tokens_per_second_reading", "read_seconds", "first_token_seconds", "cache_bytes"),
+    *(
+        "window_bytes",
+        "memory_bytes",
+        "device_bytes",
+        "formula_bytes",
+        "formula_device_bytes",
+        "formula_parts",
+    ),
+    *("paper_formula_bytes", "peak_reading_bytes", "peak_generating_bytes"),
+)
 _COPIES = 3  # of a window: the cache's, a branch's, and that of a call that makes a new one
 
 
-class Text:
+class Text(Case):
     """One model after a prompt, whose first token was generated: to go on from there again and again.
 
     Args:
-        prompt: tokens; generate: tokens after it. tier: of the memory. memory_dtype: of keys and values in it; None:
-            the model's.
+        tier: of the memory. prompt: tokens. generate: tokens after it.
+        memory_dtype: of keys and values in the memory; None: the model's.
     """
+
+    unit = "generates"
 
     def __init__(
         self,
@@ -45,14 +55,12 @@ class Text:
         prompt: int,
         generate: int,
         memory_dtype: torch.dtype | None = None,
+        seed: int = 0,
     ) -> None:
-        self.name, self.subject, self.model = name, subject, subject.model
+        super().__init__(name, subject, seed)
         self.tier, self.prompt, self.generate = tier, prompt, generate
         self.memory_dtype = memory_dtype
-        self.device: torch.device = self.model.device
-        self.problem: str | None = None  # why nothing was measured
         self.cache: Any = None
-        self.times: list[float] = []  # milliseconds a token, of each round
         self.tokens: list[int] = []  # that were generated last
         self.read_seconds, self.first_seconds = 0.0, 0.0
         self.peaks: dict[str, int | None] = {}
@@ -108,9 +116,13 @@ class Text:
     # --- work ----------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def read(self, seed: int, progress: Progress = lambda message: None) -> None:
-        """The prompt, and the first token after it."""
-        ids = random_tokens(self.subject, self.prompt, seed)
+    def prepare(self, progress: Progress = lambda message: None) -> None:
+        """Read the prompt and generate the first token after it, where the text fits."""
+        progress(f"{self.name} reads {self.prompt:,} tokens")
+        self.problem = self.does_not_fit()
+        if self.problem is not None:
+            return
+        ids = random_tokens(self.subject, self.prompt, self.seed)
         if self.device.type == "cuda":  # kernels are compiled in their first calls
             self._read(ids[:, :_PIECE], lambda message: None)
             self._first(self.cache, self._last)
@@ -191,52 +203,37 @@ class Text:
     # --- what was found ------------------------------------------------------------------------------------
 
     def row(self) -> dict[str, Any]:
-        """The result of one model, as JSON; what could not be measured is None."""
+        """What was measured of one model, with what its cache takes by formula."""
         expected = self.expected()
-        row: dict[str, Any] = {
-            "model": self.name,
-            "architecture": type(self.model).__name__,
-            "parameters": sum(p.numel() for p in self.model.parameters()),
-            "weight_bytes": sum(p.numel() * p.element_size() for p in self.model.parameters()),
-            "dtype": str(self.model.dtype).removeprefix("torch."),
+        row = super().row() | {
             "tier": self.tier,
             "keeps_chunks": self.keeps_chunks,
             "prompt": self.prompt,
             "generate": self.generate,
-            "problem": self.problem,
-            "ms_per_token": None,
-            "tokens_per_second_reading": None,
-            "read_seconds": None,
-            "first_token_seconds": None,
-            "cache_bytes": None,
-            "window_bytes": None,
-            "memory_bytes": None,
-            "device_bytes": None,
-            "formula_bytes": None,
-            "formula_device_bytes": None,
-            "formula_parts": None,
-            "paper_formula_bytes": None,
-            "peak_reading_bytes": None,
-            "peak_generating_bytes": None,
             "peak_kind": peak_kind(self.device),
         }
+        row |= dict.fromkeys(_MEASURED)
         if expected is not None:
             row["formula_bytes"], row["formula_parts"] = expected.total, expected.parts()
             row["formula_device_bytes"] = expected.on_device(self.tier, self.device.type)
         if self.subject.ours:
             row["paper_formula_bytes"] = self.model.paper_bytes(self.prompt + self.fed)
-        if self.problem is not None:
-            return row
-        seconds = self.read_seconds + self.first_seconds
-        return row | {
-            "ms_per_token": spread(self.times),
-            "tokens_per_second_reading": self.prompt / seconds,
-            "read_seconds": self.read_seconds,
-            "first_token_seconds": self.first_seconds,
-            "peak_reading_bytes": self.peaks["reading"],
-            "peak_generating_bytes": self.peaks["generating"],
-            **self._measured(expected),
-        }
+        if self.problem is None:
+            seconds = self.read_seconds + self.first_seconds
+            row |= {
+                "ms_per_token": spread(self.times),
+                "tokens_per_second_reading": self.prompt / seconds,
+                "read_seconds": self.read_seconds,
+                "first_token_seconds": self.first_seconds,
+                "peak_reading_bytes": self.peaks["reading"],
+                "peak_generating_bytes": self.peaks["generating"],
+                **self._measured(expected),
+            }
+        return row
+
+    def release(self) -> None:
+        """Let go of the cache."""
+        self.cache = None
 
     def _measured(self, expected: CacheBytes | None) -> dict[str, int]:
         """Bytes that the cache counts itself; of what no cache counts (``gathered``, ``recent``), the formula's."""
@@ -271,61 +268,8 @@ class Text:
         }
 
 
-def measure(texts: Sequence[Text], rounds: int, seed: int, progress: Progress) -> list[dict[str, Any]]:
-    """One row for each text: all read, then ``rounds`` times in turn they generate, after one time that does not count.
-
-    In turn, so that a machine that is slower for a while is so for all of them. A text that does not fit, or came with
-    a ``problem``, has a row that says so and no numbers, and the others go on.
-    """
-    for text in (text for text in texts if text.problem is None):
-        progress(f"{text.name} reads {text.prompt:,} tokens")
-        text.problem = text.does_not_fit()
-        if text.problem is None:
-            _or_no_memory(text, partial(text.read, seed, progress))
-    for number in range(rounds + 1):
-        for text in (text for text in texts if text.problem is None):
-            progress(f"round {number} of {rounds}: {text.name} generates {text.generate} tokens")
-            _or_no_memory(text, partial(text.round, number))
-    rows = []
-    for text in texts:
-        if text.problem is None:
-            _or_no_memory(text, text.finish)
-        rows.append(text.row())
-        text.cache = None
-    return rows
-
-
-def _or_no_memory(text: Text, work: Callable[[], None]) -> None:
-    try:
-        work()
-    except torch.OutOfMemoryError:  # of a GPU: a CPU without memory ends the process
-        text.problem, text.cache = "out of memory on the device", None
-        torch.cuda.empty_cache()
-
-
-def random_tokens(subject: Subject, count: int, seed: int, rows: int = 1) -> Tensor:
-    """int64 [rows, count] on the CPU: any tokens of the model's, the same for the same seed."""
-    vocabulary = int(subject.model.config.get_text_config().vocab_size)
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(vocabulary, (rows, count), generator=generator)
-
-
-def spread(values: Sequence[float]) -> dict[str, Any]:
-    """Median and quartiles of rounds, and the rounds in their order."""
-    quartiles = torch.tensor([0.25, 0.5, 0.75], dtype=torch.float64)
-    low, middle, high = torch.quantile(torch.tensor(values, dtype=torch.float64), quartiles).tolist()
-    return {"median": middle, "p25": low, "p75": high, "rounds": len(values), "values": list(values)}
-
-
 def _best(out: Any) -> Tensor:
     return out.logits[:, -1:].argmax(-1)
-
-
-def now(device: torch.device) -> float:
-    """Seconds, once the device has done what it was given."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter()
 
 
 def _size(number: float) -> str:

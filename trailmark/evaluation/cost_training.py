@@ -2,34 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from trailmark.evaluation.cost_inference import Progress, now, random_tokens, spread
 from trailmark.evaluation.cost_peak import peak_kind, with_peak
+from trailmark.evaluation.cost_rounds import Case, Progress, now, random_tokens, spread
 from trailmark.evaluation.subject import Subject
 
 
-class Step:
+class Step(Case):
     """Forward and backward of the mean loss over random tokens, in the model's own precision; no weight changes.
 
     Args:
-        length: tokens of a text; rows: texts at once.
+        length: tokens of a text. rows: texts at once.
     """
 
-    def __init__(self, name: str, subject: Subject, length: int, rows: int) -> None:
-        self.name, self.subject, self.model = name, subject, subject.model
+    unit = "takes a training step"
+
+    def __init__(self, name: str, subject: Subject, length: int, rows: int, seed: int = 0) -> None:
+        super().__init__(name, subject, seed)
         self.length, self.rows = length, rows
-        self.device: torch.device = self.model.device
-        self.problem: str | None = None
-        self.times: list[float] = []  # seconds of each round
         self.peak: int | None = None
 
-    def run(self, seed: int) -> float:
-        """Seconds of one step; the gradients are let go of."""
-        ids = random_tokens(self.subject, self.length, seed, self.rows).to(self.device)
+    def prepare(self, progress: Progress) -> None:
+        """Measure what a step takes at most beside the weights, after one in which libraries set themselves up."""
+        progress(f"memory: {self.name} {self.unit} of {self.length:,} tokens")
+        self.run()
+        _, self.peak = with_peak(self.device, self.run)
+
+    def round(self, number: int) -> None:
+        """Time one step."""
+        if number:  # steps were taken before the first round
+            self.times.append(self.run())
+
+    def run(self) -> float:
+        """Take one step, let go of its gradients, and return its seconds."""
+        ids = random_tokens(self.subject, self.length, self.seed, self.rows).to(self.device)
         more: dict[str, Any] = {}
         if self.subject.ours:
             more["noise_seed"] = torch.arange(self.rows, device=self.device)
@@ -37,7 +46,7 @@ class Step:
         try:
             self.model.train()
             with torch.random.fork_rng(devices), torch.enable_grad():
-                torch.manual_seed(seed)
+                torch.manual_seed(self.seed)
                 began = now(self.device)
                 self.model(ids, labels=ids, **more).loss.backward()
                 return now(self.device) - began
@@ -45,54 +54,16 @@ class Step:
             self.model.eval()
             self.model.zero_grad(set_to_none=True)
 
-    def measure_peak(self, seed: int) -> None:
-        """What a step takes at most beside the weights, after one in which libraries set themselves up."""
-        self.run(seed)
-        _, self.peak = with_peak(self.device, lambda: self.run(seed))
-
     def row(self) -> dict[str, Any]:
-        weights = sum(p.numel() * p.element_size() for p in self.model.parameters())
-        tokens = self.length * self.rows
-        row: dict[str, Any] = {
-            "model": self.name,
-            "architecture": type(self.model).__name__,
-            "parameters": sum(p.numel() for p in self.model.parameters()),
-            "weight_bytes": weights,
-            "dtype": str(self.model.dtype).removeprefix("torch."),
-            "length": self.length,
-            "texts": self.rows,
-            "problem": self.problem,
-            "seconds": None,
-            "tokens_per_second": None,
-            "peak_bytes": None,
-            "peak_kind": peak_kind(self.device),
-            "attention_multiply_adds": None,
-        }
+        """What was measured of one model, with the multiply-adds of its attention by formula."""
+        row = super().row() | {"length": self.length, "texts": self.rows, "peak_kind": peak_kind(self.device)}
+        row |= dict.fromkeys(("seconds", "tokens_per_second", "peak_bytes", "attention_multiply_adds"))
         if self.subject.ours:
             row["attention_multiply_adds"] = self.model.attention_multiply_adds(self.length)
         if self.problem is not None:
             return row
         seconds = spread(self.times)
-        row |= {"seconds": seconds, "tokens_per_second": tokens / seconds["median"]}
+        row |= {"seconds": seconds, "tokens_per_second": self.length * self.rows / seconds["median"]}
         if self.peak is not None:  # weights, gradients and activations; an optimizer's states come on top
-            row["peak_bytes"] = weights + self.peak
+            row["peak_bytes"] = row["weight_bytes"] + self.peak
         return row
-
-
-def measure_training(
-    steps: Sequence[Step], rounds: int, seed: int, progress: Progress
-) -> list[dict[str, Any]]:
-    """One row for each model: its peak, then ``rounds`` times in turn a step. Out of memory on a GPU is a row too."""
-    for number in range(rounds + 1):
-        for step in (step for step in steps if step.problem is None):
-            turn = "memory" if not number else f"round {number} of {rounds}"
-            progress(f"training, {step.length:,} tokens, {turn}: {step.name}")
-            try:
-                if number:
-                    step.times.append(step.run(seed))
-                else:
-                    step.measure_peak(seed)
-            except torch.OutOfMemoryError:
-                step.problem = "out of memory on the device"
-                torch.cuda.empty_cache()
-    return [step.row() for step in steps]

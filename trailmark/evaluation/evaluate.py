@@ -15,7 +15,7 @@ from trailmark.evaluation.documents import Documents
 from trailmark.evaluation.reading import parse_dtype
 from trailmark.evaluation.record import Record
 from trailmark.evaluation.subject import Subject, expect_model, is_checkpoint, is_sizes, names_of, task_of
-from trailmark.evaluation.suite import Suite, Task, suite_named, suites
+from trailmark.evaluation.suite import Request, Suite, Task, suite_named, suites
 from trailmark.models.card_files import refresh_card
 from trailmark.settings import Settings, kinds_of
 
@@ -31,52 +31,44 @@ class Found:
 
 
 def evaluate(
-    models: Sequence[Path],
-    asked: Sequence[str],
+    request: Request,
     options: Mapping[str, Any],
-    text: Sequence[Path] | None = None,
-    changes: Sequence[str] = (),
-    output: Path | None = None,
-    device: str | None = None,
-    dtype: str | None = None,
     command: str | None = None,
     say: Callable[[str], None] = lambda message: None,
     progress: Callable[[str], None] = lambda message: None,
 ) -> Iterator[Found]:
     """Measure every suite of every model; what one suite found is given when it is done, and kept before.
 
+    Results lie in ``output/<model>/<suite>.json``, of suites that compare models in ``output/<suite>.json``.
+
     Args:
-        models: folders or hub names; YAML files too for suites that measure random weights.
-        asked: names of suites; none: of each model those for what it was trained for.
         options: settings by their names in the suites' settings; None: their defaults. A suite takes those that it has.
-        text: files, folders or a prepared corpus; None: sources of Python's library.
-        changes: fields of the models' configurations, for this evaluation.
-        output: a folder: ``output/<model>/<suite>.json``, and ``output/<suite>.json`` where models are compared. None:
-            ``evaluation/`` in the model's own folder.
-        device: where models compute; None: cuda if there is one. dtype: of their weights; None: as they were saved.
+        command: what a shell is told to find the results again; it stands with each.
+        say: is told what stays on the screen. progress: is told a line about what is under way, often.
 
     Raises:
         ValueError: an unknown suite; a model, settings or a text that cannot be; no place to write.
     """
-    groups = _groups(models, [suite_named(name) for name in dict.fromkeys(asked)])
+    models = request.models
+    groups = _groups(models, [suite_named(name) for name in dict.fromkeys(request.suite)])
     settings = _settings([suite for _, chosen in groups for suite in chosen], options)
     names = dict(zip(models, names_of(models), strict=True))
     for paths, chosen in groups:
-        subjects = [_placed(load_or_build(path, changes), device, dtype) for path in paths]
+        subjects = [_placed(load_or_build(path, request.changes), request) for path in paths]
         alone = not chosen[0].compares
-        folder = _folder(subjects[0], output, _folder_name(names[paths[0]]) if alone else "")
+        folder = _folder(subjects[0], request.output, _folder_name(names[paths[0]]) if alone else "")
         identities = [subject.identity() for subject in subjects]
 
         @cache
         def documents(subject: Subject = subjects[0]) -> Documents:
-            return _open(text, subject, say)
+            return _open(request.text, subject, say)
 
         for suite in chosen:
             identity = identities[0] if alone else identities
             record = Record(folder, suite.name, identity, say, command, subjects[0].model.device.type)
             task = Task(subjects, settings[suite.name], record, documents, say, progress)
             yield Found(suite, subjects, suite.run(task), record)
-        if output is None and subjects[0].folder.is_dir():  # the results lie beside the model
+        if request.output is None and subjects[0].folder.is_dir():  # the results lie beside the model
             refresh_card(subjects[0].folder)
 
 
@@ -125,10 +117,10 @@ def _settings(chosen: Sequence[Suite], options: Mapping[str, Any]) -> dict[str, 
     }
 
 
-def _placed(subject: Subject, device: str | None, dtype: str | None) -> Subject:
-    where = device or ("cuda" if torch.cuda.is_available() else "cpu")
+def _placed(subject: Subject, request: Request) -> Subject:
+    where = request.device or ("cuda" if torch.cuda.is_available() else "cpu")
     try:
-        subject.model.to(device=torch.device(where), dtype=parse_dtype(dtype, "dtype") or subject.model.dtype)
+        subject.model.to(device=torch.device(where), dtype=parse_dtype(request.dtype) or subject.model.dtype)
     except (RuntimeError, AssertionError) as error:  # torch's own say what is wrong with a device
         reason = str(error).strip().splitlines()[0]
         raise ValueError(f"device: expected one that torch has here, got {where!r} ({reason}).") from error
@@ -151,7 +143,7 @@ def _folder(subject: Subject, output: Path | None, name: str) -> Path:
     return path / "evaluation"
 
 
-def _open(text: Sequence[Path] | None, subject: Subject, say: Callable[[str], None]) -> Documents:
+def _open(text: Sequence[Path], subject: Subject, say: Callable[[str], None]) -> Documents:
     if seen := subject.trained_on(text):
         say(f"Mind: the model was trained on {seen}; what it says of that tells little of other text.")
     return Documents.open(text, subject.tokenizer, getattr(subject.model.config, "vocab_size", None))

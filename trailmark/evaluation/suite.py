@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from trailmark.settings import Settings, gathered, nearest, setting, words
+from trailmark.settings import Settings, as_text, gathered, nearest, setting, words
 
 if TYPE_CHECKING:
     from trailmark.evaluation.documents import Documents
@@ -184,6 +184,43 @@ def one_row(result: Row) -> list[Row]:
 # --- the suite -----------------------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class Request(Settings):
+    """Which models are asked what: the options of ``trailmark evaluate`` that are no suite's own."""
+
+    models: tuple[Path, ...] = setting(
+        help="Folders with models of trailmark's or any causal language model of transformers, hub names; with --suite "
+        "cost YAML files too, for random weights of those sizes.",
+        argument=True,
+    )
+    suite: tuple[str, ...] = setting(
+        (),
+        "needles, perplexity, summarization or cost; again for more.",
+        default="what a model was trained for",
+        repeated=True,
+    )
+    output: Path | None = setting(
+        None,
+        "Folder for the results, which are kept one by one.",
+        default="evaluation/ in a model's own folder (of the first one for cost)",
+        option="--output -o",
+    )
+    text: tuple[Path, ...] = setting(
+        (),
+        "Files, folders or a prepared corpus; needles repeat it where it is shorter than a length.",
+        default="sources of Python's library that are for haystacks alone",
+        repeated=True,
+    )
+    changes: tuple[str, ...] = setting(
+        (),
+        "A field of the model's configuration, for this evaluation: retrieve_per=token.",
+        option="--set",
+        repeated=True,
+    )
+    device: str | None = setting(None, "Where models compute.", default="cuda if there is one")
+    dtype: str | None = setting(None, f"Of weights: {', '.join(DTYPES)}.", default="as saved", choices=DTYPES)
+
+
 @dataclass
 class Task:
     """What a suite is asked to measure, with all that it needs for that.
@@ -256,10 +293,10 @@ class Suite:
             cells: ``settings`` of the results.
             changes: fields of the model's configuration that were set.
         """
-        start = ["trailmark", "evaluate", *map(str, models), "--suite", self.name]
-        start += [word for name, value in (changes or {}).items() for word in ("--set", f"{name}={value}")]
+        fields = [f"{name}={as_text(value)}" for name, value in (changes or {}).items()]
+        asked = words(Request, {"models": models, "suite": (self.name,), "changes": fields})
         every = gathered(self.settings, cells)
-        return [shlex.join([*start, *words(self.settings, values)]) for values in every]
+        return [shlex.join(["trailmark", "evaluate", *asked, *words(self.settings, one)]) for one in every]
 
 
 _OWN = ("needles", "perplexity", "summarization", "cost")

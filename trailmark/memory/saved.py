@@ -28,6 +28,8 @@ from torch import Tensor
 
 from trailmark import __version__
 from trailmark.files import (
+    BusyError,
+    HeldFolder,
     NoSpaceError,
     Progress,
     counting,
@@ -124,7 +126,7 @@ def save(
     require(0 <= count <= available, "count", count, f"at most the {available} records written")
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with _Held(folder) as held:
+        with _hold(folder) as held:
             try:
                 _save(folder, held, tensors, header, store, count)
             finally:
@@ -139,7 +141,7 @@ def save(
 
 def _save(
     folder: Path,
-    held: _Held,
+    held: HeldFolder,
     tensors: dict[str, Tensor],
     header: dict[str, Any],
     store: ChunkStore | None,
@@ -193,7 +195,7 @@ def next_chunk_file(folder: str | Path) -> Path:
     folder = Path(folder)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with contextlib.suppress(_Busy), _Held(folder):  # a save removes them itself
+        with contextlib.suppress(BusyError), _hold(folder):  # a save removes them itself
             _remove_unused(folder)
         while True:
             path = folder / f"chunks-{_next_generation(folder)}.bin"
@@ -207,35 +209,12 @@ def next_chunk_file(folder: str | Path) -> Path:
         ) from error
 
 
-class _Busy(ValueError):
-    pass
-
-
-class _Held:
-    """A folder that others are kept from saving in until it is left, or collected: Ctrl-C may come at any line."""
-
-    _open: list[int] = []  # the folder's descriptor, taken out as it is closed
-
-    def __init__(self, folder: Path) -> None:
-        self._open = [os.open(folder, os.O_RDONLY | os.O_CLOEXEC)]
-        if not lock(self._open[0]):
-            raise _Busy(
-                "folder: expected a folder that nothing else saves in, another process is saving in "
-                f"{str(folder)!r}. Try again when it is done, or choose another one."
-            )
-
-    def sync(self) -> None:
-        """Have the names of its files on the disk."""
-        os.fsync(self._open[0])
-
-    def __enter__(self) -> _Held:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        while self._open:
-            os.close(self._open.pop())
-
-    __del__ = __exit__
+def _hold(folder: Path) -> HeldFolder:
+    return HeldFolder(
+        folder,
+        "folder: expected a folder that nothing else saves in, another process is saving in "
+        f"{str(folder)!r}. Try again when it is done, or choose another one.",
+    )
 
 
 def _lies_ready(store: DiskStore, folder: Path) -> bool:
@@ -481,11 +460,11 @@ def _expect_not_overwritten(path: Path, chunks: _ChunkFile) -> None:
 
 
 def _expect_size(path: Path, size: int, exact: bool) -> None:
-    found = path.stat().st_size
-    if found < size or (exact and found > size):
+    length = path.stat().st_size
+    if length < size or (exact and length > size):
         expected = f"{'' if exact else 'at least '}{size} bytes"
-        cut_off = " It was cut off." if found < size else ""
-        raise ValueError(_damaged(path, f"{expected} as in the manifest, got {found}") + cut_off)
+        cut_off = " It was cut off." if length < size else ""
+        raise ValueError(_damaged(path, f"{expected} as in the manifest, got {length}") + cut_off)
 
 
 def _damaged(path: Path, difference: str) -> str:

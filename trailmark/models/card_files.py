@@ -6,7 +6,6 @@ import hashlib
 import json
 import logging
 import math
-import os
 import re
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -20,6 +19,7 @@ from huggingface_hub.errors import EntryNotFoundError
 from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, PreTrainedConfig
 
+from trailmark.files import write_text
 from trailmark.models.card import Json, model_card
 
 logger = logging.getLogger(__name__)
@@ -172,21 +172,6 @@ def _tags(card: str | None) -> list[str]:
     return tags if isinstance(tags, list) else []
 
 
-def _write(path: Path, content: bytes) -> None:
-    """In one step: a kill leaves the card that was there."""
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(content)
-        mask = os.umask(0)
-        os.umask(mask)
-        os.chmod(name, 0o666 & ~mask)
-        os.replace(name, path)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise
-
-
 # --- a call of save_pretrained ---------------------------------------------------------------------------------
 
 
@@ -222,7 +207,7 @@ class Saving:
             if _is_theirs(_read_text(path)):
                 logger.info("%s was not written by trailmark, or edited: it stays.", path)
             else:
-                _write(path, self.text(weights_sha256(self.folder), _name(self.folder)).encode())
+                write_text(path, self.text(weights_sha256(self.folder), _name(self.folder)))
         except Exception as error:  # the model is saved
             _warn(self.folder, error)
 
@@ -387,7 +372,7 @@ def _refresh(folder: Path, history: dict[str, Any] | None) -> bool:
         known.run = known.history = known.versions = None
     changed = mark is not None and mark.trained == "changed" and mark.weights == weights
     parameters, fields = _count_parameters(folder), config.to_dict()
-    _write(path, _make(fields, parameters, known, weights, changed, _name(folder), _tags(text)).encode())
+    write_text(path, _make(fields, parameters, known, weights, changed, _name(folder), _tags(text)))
     return True
 
 

@@ -29,7 +29,7 @@ class ConfigurationError(StrictDataclassError, ValueError):
     """A field that does not fit; what ``strict`` raises by itself is no ValueError."""
 
 
-def _checked(cls: type[Config]) -> type[Config]:
+def checked(cls: type[Config]) -> type[Config]:
     """``strict``: every construction, load, assignment and save checks the fields, with errors of our own."""
     checked: Any = strict(cls)
     set_field, validate_all = checked.__setattr__, checked.validate
@@ -59,7 +59,7 @@ def _in_words(kind: Any) -> str:
     return inspect.formatannotation(kind).replace(" | ", " or ")
 
 
-@_checked
+@checked
 class TrailmarkConfig(ConfigAnswers, PreTrainedConfig):
     """What every model shares. The defaults are the papers' 128M models.
 
@@ -177,7 +177,7 @@ class TrailmarkConfig(ConfigAnswers, PreTrainedConfig):
         )
 
 
-@_checked
+@checked
 class SlidingWindowConfig(TrailmarkConfig):
     """The model with a window alone: Llama-like layers, sliding window, ALiBi."""
 
@@ -187,7 +187,7 @@ class SlidingWindowConfig(TrailmarkConfig):
         return _with(self, num_hidden_layers=min(self.num_hidden_layers, count))
 
 
-@_checked
+@checked
 class DRTConfig(TrailmarkConfig):
     """Differentiable Retrieval Transformer (arXiv 2410.01651).
 
@@ -309,7 +309,7 @@ class DRTConfig(TrailmarkConfig):
         self.expect_rotary_heads()
 
 
-@_checked
+@checked
 class LandmarkConfig(TrailmarkConfig):
     """Landmark Attention (arXiv 2305.16300). The defaults are the Llama-like 128M model of arXiv 2410.01651.
 
@@ -446,7 +446,7 @@ class LandmarkConfig(TrailmarkConfig):
             )
 
 
-@_checked
+@checked
 class BlockRecurrentConfig(TrailmarkConfig):
     """Block-Recurrent Transformer (arXiv 2203.07852), its "skip" configuration. Defaults: 128M, as arXiv 2410.01651.
 
@@ -513,7 +513,7 @@ class BlockRecurrentConfig(TrailmarkConfig):
         )
 
 
-@_checked
+@checked
 class RPTConfig(TrailmarkConfig):
     """Retrieval-Pretrained Transformer (Rubin and Berant, 2024), and RPT-Contriever as arXiv 2410.01651 runs it.
 

@@ -138,7 +138,16 @@ class DRTLayer(GradientCheckpointingLayer):
         x = x + self.attention(self.attention_norm(x), place, kept)
         if not reading:
             return x + self.mlp(self.mlp_norm(x))
-        grid, k, v, indices, weights, lengths = reading
+        read = self.read(x, *reading)
+        if self.residual_gca:
+            x = x + read
+            return x + self.mlp(self.mlp_norm(x))
+        return x + self.mlp(self.mlp_norm(x + read))
+
+    def read(
+        self, x: Tensor, grid: Grid, k: Tensor, v: Tensor, indices: Tensor, weights: Tensor, lengths: Any
+    ) -> Tensor:
+        """What positions x [B, P, E] read of the chunks of a Reading, [B, P, E]."""
         q = self.gca_q_proj(grid.rows(self.gca_norm(x)))  # [B, N * R, E]
         read = grouped_cross_attention(
             q.view(q.shape[0], grid.num_chunks, grid.rows_per_chunk, -1, self.head_dim),
@@ -150,11 +159,8 @@ class DRTLayer(GradientCheckpointingLayer):
             softmax_off_by_one=self.softmax_off_by_one,
             implementation=self.implementation,
         )
-        read = self.gca_o_proj(grid.positions(read.flatten(1, 2).flatten(2)))
-        if self.residual_gca:
-            x = x + read
-            return x + self.mlp(self.mlp_norm(x))
-        return x + self.mlp(self.mlp_norm(x + read))
+        out: Tensor = self.gca_o_proj(grid.positions(read.flatten(1, 2).flatten(2)))
+        return out
 
 
 class DRTForCausalLM(RetrievingForCausalLM):

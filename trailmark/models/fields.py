@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from huggingface_hub.errors import StrictDataclassError
+
 from trailmark.models.configuration import TrailmarkConfig
+from trailmark.models.registry import architectures, short_name
 from trailmark.settings import coerce, nearest, parse_override
 
 
@@ -21,17 +24,61 @@ def field_types(cls: type[TrailmarkConfig]) -> dict[str, Any]:
     }
 
 
+def config_class(section: Mapping[str, Any]) -> type[TrailmarkConfig]:
+    """The configuration class of the architecture that the section ``model`` of a YAML file names; by default DRT's.
+
+    Raises:
+        ValueError: there is no such architecture.
+    """
+    name, known = section.get("architecture", "drt"), architectures()
+    if not isinstance(name, str) or name not in known:
+        raise ValueError(
+            f"model.architecture: expected {' or '.join(known)}, got {name!r}.{nearest(name, known)}"
+        )
+    cls: type[TrailmarkConfig] = known[name].config_class
+    return cls
+
+
+def build_config(section: Mapping[str, Any], more: Mapping[str, Any]) -> TrailmarkConfig:
+    """The configuration that the section ``model`` of a YAML file describes.
+
+    Args:
+        more: fields that replace those of the section.
+
+    Raises:
+        ValueError: an unknown architecture or field, a value of another type, sizes that do not fit.
+    """
+    cls = config_class(section)
+    fields = {
+        name: _as_field(f"model.{name}", name, value, cls)
+        for name, value in section.items()
+        if name != "architecture"
+    }
+    try:
+        return cls(**fields | dict(more))
+    except StrictDataclassError as error:
+        raise ValueError(f"model: {_innermost(error)}") from error
+
+
 def parse_fields(option: str, texts: Sequence[str], cls: type[TrailmarkConfig]) -> dict[str, Any]:
     """``field=value`` texts of a model's configuration (values are YAML), each as its field's type.
 
     Raises:
         ValueError: no such field (with the nearest valid one), a value of another type.
     """
-    hints, fields = field_types(cls), {}
-    for text in texts:
-        key, value = parse_override(option, text)
-        if key not in hints:
-            kind = cls.model_type.removeprefix("trailmark_")
-            raise ValueError(f"{option}: {key}: unknown field of {kind}.{nearest(key, hints)}")
-        fields[key] = coerce(f"{option}: {key}", value, hints[key])
-    return fields
+    given = dict(parse_override(option, text) for text in texts)
+    return {name: _as_field(f"{option}: {name}", name, value, cls) for name, value in given.items()}
+
+
+def _as_field(place: str, name: str, value: Any, cls: type[TrailmarkConfig]) -> Any:
+    """A value as the field's type; messages name the place that it was found in."""
+    kinds = field_types(cls)
+    if name not in kinds:
+        raise ValueError(f"{place}: unknown field of {short_name(cls.model_type)}.{nearest(name, kinds)}")
+    return coerce(place, value, kinds[name])
+
+
+def _innermost(error: BaseException) -> str:
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return str(error).strip().splitlines()[-1].strip()

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from trailmark.data.files import write_text
+from trailmark.files import write_text
 from trailmark.report.theme import LIGHT, SERIES, heat_ink, heat_level
 from trailmark.report.values import MISSING, number, short_length, shown
 

@@ -44,6 +44,11 @@ class Progress:
         self._width = 0
         self._shown = 0.0
 
+    def say(self, message: str) -> None:
+        """Print a line that stays."""
+        self.clear()
+        print(message, flush=True)
+
 
 def bar(done: int, total: int, width: int = 24) -> str:
     """``[#####.....]``"""

@@ -19,7 +19,7 @@ from typing import Any
 from markupsafe import Markup
 
 from trailmark import __version__
-from trailmark.data.files import expect_writable, replacing, write_text
+from trailmark.files import expect_writable, replacing, write_text
 from trailmark.report.explorer_data import Document, collect, pack
 from trailmark.report.rendering import render
 from trailmark.report.values import count, listed, visible

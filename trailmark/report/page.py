@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from trailmark.data.files import expect_writable, write_text
 from trailmark.evaluation.suite import suites
+from trailmark.files import expect_writable, write_text
 from trailmark.report import charts
 from trailmark.report.collect import Collected, NotShown, collect
 from trailmark.report.figures import Figures

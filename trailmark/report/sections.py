@@ -122,7 +122,8 @@ def _written(suite: Suite, rows: Sequence[Row]) -> list[Folded]:
 
     lines = wrong_first(
         {"model": row["model"], "length": row.get("length"), **line}
-        for row in rows for line in wrong_first(row["written"])[:_MOST_WRITTEN]
+        for row in rows
+        for line in wrong_first(row["written"])[:_MOST_WRITTEN]
     )[:_MOST_WRITTEN_IN_ALL]
     if not lines or not suite.written:
         return []

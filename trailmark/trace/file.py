@@ -22,9 +22,8 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from trailmark.data.files import expect_writable, read_json, sha256_of, sync_file, sync_folder, write_json
+from trailmark.files import expect_writable, lock, read_json, sha256_of, sync_file, sync_folder, write_json
 from trailmark.memory import ChunkCache
-from trailmark.memory.files import lock
 from trailmark.trace.lines import Entry, Read, TracedChunk, TraceSource, encode
 from trailmark.trace.texts import trace_header
 from trailmark.trace.token_texts import TextState

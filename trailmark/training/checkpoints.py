@@ -143,12 +143,12 @@ def _finish(staging: Path, step: int, about: dict[str, Any]) -> None:
 
 
 def remove_leftovers(checkpoints: Path) -> list[str]:
-    """Remove what killed processes left half-written or half-removed; their names. At a start, by one process."""
+    """Remove what killed processes left half-written or half-removed, at a start, by one process; give their names."""
     return remove_leftover_folders(checkpoints, _STEP)
 
 
 def retain(checkpoints: Path, keep: int) -> list[int]:
-    """Remove all but the newest ``keep`` whole checkpoints; the steps removed. Call it after :func:`writing`.
+    """Remove all but the newest ``keep`` whole checkpoints, after :func:`writing`; give the steps that were removed.
 
     Only what :func:`verify` found whole (by hashing, once in a process) counts as kept, so that a newer one that is
     damaged never costs the last whole one. Older ones that are damaged stay: they may be mended.
@@ -287,7 +287,7 @@ def _manifest(folder: Path) -> dict[str, Any]:
 
 
 def _expect_fields(body: dict[str, Any]) -> None:
-    """The types that all else relies on: anyone can compute a SHA-256."""
+    """Check the types that all else relies on: anyone can compute a SHA-256."""
 
     def expect(right: bool, field: str, expected: str, got: Any) -> None:
         if not right:
@@ -333,7 +333,7 @@ def _expect_none(wrong: dict[str, str]) -> None:
 
 
 def _names(folder: Path) -> list[str]:
-    """Of all files, as POSIX paths; hidden ones, which file managers leave and nobody loads, are not ours."""
+    """Name all files, as POSIX paths; hidden ones, which file managers leave and nobody loads, are not ours."""
     names = []
     for root, folders, files in os.walk(folder):
         folders[:] = [name for name in folders if not name.startswith(".")]

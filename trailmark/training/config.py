@@ -10,12 +10,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 import yaml
-from huggingface_hub.errors import StrictDataclassError
 
 from trailmark.data.needles import CURRICULUM
-from trailmark.models import TrailmarkConfig, architectures
-from trailmark.models.fields import field_types
-from trailmark.settings import coerce, from_mapping, nearest, parse_override
+from trailmark.models import TrailmarkConfig
+from trailmark.models.fields import build_config
+from trailmark.settings import from_mapping, parse_override, read_yaml
 
 _BELOW_1 = math.nextafter(1, 0)
 # numbers that have bounds; the seed's are numpy's
@@ -177,25 +176,8 @@ class RunConfig:
 
     def model_config(self, vocab_size: int | None = None) -> TrailmarkConfig:
         """The model's configuration; a ValueError for unknown fields and sizes that do not fit."""
-        fields = dict(self.model)
-        name = fields.pop("architecture", "drt")
-        known = architectures()
-        if not isinstance(name, str) or name not in known:
-            raise ValueError(
-                f"model.architecture: expected {' or '.join(known)}, got {name!r}.{nearest(name, known)}"
-            )
-        cls = known[name].config_class
-        hints = field_types(cls)
-        for key in fields:
-            if key not in hints:
-                raise ValueError(f"model.{key}: unknown field of {name}.{nearest(key, hints)}")
-            fields[key] = coerce(f"model.{key}", fields[key], hints[key])
-        if vocab_size is not None:
-            fields.setdefault("vocab_size", vocab_size)
-        try:
-            return cls(**fields)
-        except StrictDataclassError as error:
-            raise ValueError(f"model: {_innermost(error)}") from error
+        known = {} if vocab_size is None or "vocab_size" in self.model else {"vocab_size": vocab_size}
+        return build_config(self.model, known)
 
     def to_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
@@ -210,15 +192,7 @@ def load_run_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfi
     Raises:
         ValueError: a missing file, broken YAML, an unknown key (with the nearest valid one), a wrong type.
     """
-    path = Path(path)
-    try:
-        raw = yaml.safe_load(path.read_text())
-    except OSError as error:
-        raise ValueError(f"config: cannot read {str(path)!r}: {error.strerror}.") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ValueError(f"config: {str(path)!r} is no YAML file: {' '.join(str(error).split())}") from error
-    if not isinstance(raw, dict):
-        raise ValueError(f"config: expected a mapping in {str(path)!r}, got {type(raw).__name__}.")
+    raw = read_yaml(Path(path), "config")
     for override in overrides:
         key, parsed = parse_override("override", override)
         target = raw
@@ -369,9 +343,3 @@ def _check_lengths(config: RunConfig, model: TrailmarkConfig) -> None:
             f"training.context_length: expected at most {most} tokens, which have positions together with their "
             f"landmarks (model.max_position_embeddings), got {length}."
         )
-
-
-def _innermost(error: BaseException) -> str:
-    while error.__cause__ is not None:
-        error = error.__cause__
-    return str(error).strip().splitlines()[-1].strip()

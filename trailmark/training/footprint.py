@@ -20,6 +20,7 @@ from trailmark.models.layers import slopes_like
 from trailmark.ops import block_attention, sliding_window_attention
 from trailmark.training.ledger import Ledger, without_memory
 from trailmark.training.loss import weighted_loss
+from trailmark.training.trainer import checkpoint_activations
 
 Precision = Literal["float32", "bfloat16", "float64"]
 
@@ -152,10 +153,7 @@ def _run(config: TrailmarkConfig, settings: Settings, batch: dict[str, Tensor]) 
             parameter.grad = ledger.empty(parameter.shape, settings.dtype)
         parameter.register_post_accumulate_grad_hook(cut)
     if settings.checkpointing:
-        enable = (
-            getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
-        )
-        enable({"use_reentrant": False})
+        checkpoint_activations(model)
     before = ledger.live
     with ledger:
         called = _AsTrained(model, settings.precision)

@@ -8,14 +8,12 @@ import os
 import signal
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import asdict
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
-import torch
 from torch import Tensor
 from transformers import PrinterCallback, TrainingArguments, set_seed
 
@@ -29,17 +27,13 @@ from trailmark.data.files import (
     write_json,
     write_text,
 )
-from trailmark.data.needles import CURRICULUM
 from trailmark.data.summarization import SummarizationTexts
 from trailmark.models import TrailmarkForCausalLM, architectures
 from trailmark.models.card_files import refresh_card
 from trailmark.training import checkpoints, states
 from trailmark.training.config import RunConfig
-from trailmark.training.curriculum import SMOOTHING, Curriculum
-from trailmark.training.guards import Guard
-from trailmark.training.loss import Meter
-from trailmark.training.neighbours import open_table, rule_of
-from trailmark.training.processes import added_up, all_reduced, by_main, connected, is_main, world_size
+from trailmark.training.neighbours import open_table
+from trailmark.training.processes import by_main, is_main, world_size
 from trailmark.training.run_folder import (
     CHECKPOINTS,
     HISTORY_FILE,
@@ -53,17 +47,13 @@ from trailmark.training.run_folder import (
     saving,
 )
 from trailmark.training.run_inputs import make_task, open_corpus, open_embedder, open_validation
-from trailmark.training.statistics import RetrievalStatistics
+from trailmark.training.running import RunningState
 from trailmark.training.tasks import Batch, SampleTask, micro_batches
-from trailmark.training.trainer import Batches, RunCallback, RunTrainer, training_arguments
-from trailmark.training.validation import Evaluate, measured_whole, validation_loss
-
-_SIGNALS = (signal.SIGINT, signal.SIGTERM)
-# seconds in which a second SIGTERM is the first one's echo: launcher and scheduler both send it
-_REPEATED = 10.0
+from trailmark.training.trainer import Batches, RunTrainer, checkpoint_activations, training_arguments
+from trailmark.training.validation import Evaluate
 
 
-class Run:
+class Run(RunningState):
     """One training run.
 
     Args:
@@ -86,11 +76,10 @@ class Run:
         evaluate: Evaluate | None = None,
         say: Callable[[str], None] = lambda message: None,
     ) -> None:
-        self.config, self.progress, self.say, self._evaluate = config, progress, say, evaluate
+        super().__init__(config)
+        self.progress, self.say, self._evaluate = progress, say, evaluate
         settings = config.training
-        self.output = Path(config.output)
         self.tokenizer = load_tokenizer(config.data.tokenizer)
-        self.curriculum = Curriculum(CURRICULUM[config.data.first_level :], config.data.level_accuracy)
         # what may be wrong is found before the model is made
         expect_place("output", self.output)
         if config.init_from is not None:
@@ -118,16 +107,7 @@ class Run:
         self.embedder = None
         if self.table is None or self._validation is not None:
             self.embedder = open_embedder(fields, self.tokenizer, self.table is None, self.say)
-        self.guard = Guard(settings.skip_nonfinite, self.output)
-        self.retrieval = RetrievalStatistics()
-        self.history: list[dict[str, float]] = []
-        self.averages: dict[str, float] = {}
-        self.measured: dict[str, float] = {}  # of the last step
-        self.step, self.seconds, self.tokens_trained = 0, 0.0, 0
-        self.stop_signal: int = 0  # asked to stop by it; all processes stop at the same step
-        self.stopping = False
-        self._began = time.perf_counter()
-        self._trainer: RunTrainer | None = None
+        self.trainer: RunTrainer | None = None  # once the run trains
         self._held = ExitStack()
 
     @cached_property
@@ -156,113 +136,6 @@ class Run:
         model.embedder = self.embedder
         return model.double() if config.training.precision == "float64" else model
 
-    # --- a step --------------------------------------------------------------------------------------------
-
-    @cached_property
-    def _watches_retrieval(self) -> bool:
-        """By the configuration, not by what a batch holds: all processes must add up what they saw."""
-        if not self.model_config.retrieves_in_training or self.config.data.separate_documents:
-            return False
-        # else it cannot be told here which chunks each chose among
-        return self._num_candidates is not None or not getattr(
-            self.model_config, "exclude_visible_chunks", False
-        )
-
-    @cached_property
-    def _num_candidates(self) -> Tensor | None:
-        """[C] how many of a text's first chunks each could select, where all are full; None: it depends."""
-        data, config = self.config.data, self.model_config
-        if (
-            not config.retrieves_in_training
-            or data.task != "text"
-            or data.early_landmarks
-            or data.separate_documents
-        ):
-            return None
-        chunks = self.config.training.context_length // config.chunk_size
-        return torch.from_numpy(rule_of(config).num_candidates(chunks, config.chunk_size))
-
-    def look_at(self, out: Any) -> None:
-        """Take in what a micro-batch retrieved, where it will be shown."""
-        if self._watches_retrieval and self._is_logged(self.step + 1):
-            self.retrieval.add(out.retrieval, 0, self._num_candidates)
-
-    def may_step(self, step: int) -> bool:
-        """Add up what was measured over all processes; whether ``step`` is taken. A ValueError where it must not."""
-        trainer = self._trainer
-        assert trainer is not None
-        vector = trainer.meter.vector()
-        asked = [float(self.stop_signal == number) for number in _SIGNALS]
-        sums = added_up(torch.cat([vector, torch.tensor(asked, dtype=torch.float64, device=vector.device)]))
-        stops = [number for number, count in zip(_SIGNALS, sums[-len(_SIGNALS) :], strict=True) if count]
-        if stops:
-            self.stopping, self.stop_signal = True, stops[0]
-        found, norm = Meter.read(sums[: -len(_SIGNALS)]), float(trainer.grad_norm)
-        self.tokens_trained += found.tokens
-        rows = self.task.rows(step - 1)
-        if not self.guard.passes(found.whole_loss, norm):
-            first = self.task.first_sample(step - 1)
-            samples = range(first, first + rows)
-            self.guard.refuse(step, found.whole_loss, norm, samples, trainer.model, trainer.repeat_step)
-            self.measured = {}
-            return False
-        if self.config.data.task == "needles":
-            self.curriculum.update(step - 1, found.accuracy, rows)
-        for name, value in found.averages().items():
-            old = self.averages.get(name, value)
-            self.averages[name] = SMOOTHING * old + (1 - SMOOTHING) * value
-        self.measured = {"step_loss": found.loss, "grad_norm": norm}
-        return True
-
-    def step_done(self, step: int) -> None:
-        now = time.perf_counter()
-        self.seconds, self._began, self.step = self.seconds + now - self._began, now, step
-        if self._is_logged(step):
-            if self._watches_retrieval:
-                means = self.retrieval.means(all_reduced)
-                self.measured |= {f"retrieval_{name}": value for name, value in means.items()}
-            self._note(self.shown())
-        if is_main():
-            self.progress(self)
-        if self.stop_signal and not connected():  # alone: nobody has to agree
-            self.stopping = True
-
-    def _is_logged(self, step: int) -> bool:
-        return step % self.config.training.logging_steps == 0 or step == self.config.training.steps
-
-    def _note(self, found: dict[str, float]) -> None:
-        """Put it into the history, at this step."""
-        if not self.history or self.history[-1]["step"] != self.step:
-            self.history.append({"step": self.step, "seconds": self.seconds})
-        self.history[-1] |= found
-
-    def shown(self) -> dict[str, float]:
-        """What a line of the history holds beside the step and the time: nothing that was measured before."""
-        level = (
-            {"level": float(self.curriculum.level_at(self.step))}
-            if self.config.data.task == "needles"
-            else {}
-        )
-        return level | self.averages | self.measured
-
-    @torch.no_grad()
-    def validate(self, model: Any) -> dict[str, float]:
-        """Loss and perplexity on the first windows of ``data.validation``; what the caller measures."""
-        found: dict[str, float] = {}
-        training = model.training
-        model.eval()
-        try:
-            if self._validation is not None:
-                rows = max(1, self.task.rows(0) // (world_size() * self.micro))
-                windows = self.config.training.eval_windows
-                found |= validation_loss(model, self.model, self._validation, windows, rows)
-            if self._evaluate is not None:
-                found |= measured_whole(self.model, self._evaluate)
-        finally:
-            model.train(training)
-        self._note({f"eval_{name}": value for name, value in found.items()})
-        return found
-
     # --- the run -------------------------------------------------------------------------------------------
 
     def batch(self, step: int) -> Batch:
@@ -273,10 +146,6 @@ class Run:
     def num_tokens(self) -> int:
         """Tokens of the training text; 0 where samples are read one by one."""
         return 0 if self.corpus is None else len(self.corpus)
-
-    @property
-    def tokens_per_second(self) -> float:
-        return self.tokens_trained / max(self.seconds, 1e-9)
 
     @property
     def data_fingerprint(self) -> str:
@@ -322,15 +191,15 @@ class Run:
         if settings.gradient_checkpointing:
             checkpoint_activations(self.model)
         batches = Batches(self.task, settings.steps, self.micro)
-        trainer = self._trainer = RunTrainer(
-            self, model=self.model, args=arguments, train_dataset=batches, callbacks=[RunCallback(self)]
+        trainer = self.trainer = RunTrainer(
+            self, self.save_checkpoint, model=self.model, args=arguments, train_dataset=batches
         )
         trainer.remove_callback(PrinterCallback)
         if last is not None:
             self._restore(last)
             batches.start = self.step
         self._began = time.perf_counter()
-        with self._stopping_softly():
+        with self.stopping_softly():
             trainer.train(resume_from_checkpoint=None if last is None else str(last))
         if self.stopping:
             if self.stop_signal == signal.SIGINT:
@@ -379,17 +248,7 @@ class Run:
     def save_checkpoint(self, trainer: RunTrainer) -> None:
         """Write a checkpoint of this step: in all processes, the files by the main one."""
         state = states.gather(trainer.model, trainer.optimizer, trainer.lr_scheduler)
-        own = {
-            "step": self.step,
-            "data": self.data_fingerprint,
-            "curriculum": self.curriculum.state(),
-            "history": self.history,
-            "averages": self.averages,
-            "measured": self.measured,
-            "seconds": self.seconds,
-            "tokens": self.tokens_trained,
-            "guard": self.guard.state(),
-        }
+        own = self.state() | {"data": self.data_fingerprint}
         about = environment() | {"config": config_hash(self.config), "data": self.data_fingerprint}
 
         def write() -> None:
@@ -403,11 +262,7 @@ class Run:
         by_main(write)
 
     def _restore(self, checkpoint: Path) -> None:
-        kept = read_json(checkpoint / STATE_FILE)
-        self.curriculum.restore(kept["curriculum"])
-        self.history, self.averages, self.measured = kept["history"], kept["averages"], kept["measured"]
-        self.seconds, self.tokens_trained, self.step = kept["seconds"], kept["tokens"], kept["step"]
-        self.guard.restore(kept["guard"])
+        self.restore(read_json(checkpoint / STATE_FILE))
 
     def _save(self, trainer: RunTrainer) -> None:
         weights = states.whole_weights(trainer.model)
@@ -436,44 +291,3 @@ class Run:
             }
             refresh_card(self.output, history)
             write_json(self.output / HISTORY_FILE, history, durable=True)  # last: it says that all is there
-
-    # --- signals -------------------------------------------------------------------------------------------
-
-    @contextmanager
-    def _stopping_softly(self) -> Iterator[None]:
-        """A first signal ends the step, saves and stops; a second one (SIGTERM: not its echo) stops at once."""
-        previous: dict[int, Any] = {}
-        asked_at = 0.0
-
-        def stop(number: int, frame: Any) -> None:
-            nonlocal asked_at
-            now = time.monotonic()
-            if not self.stop_signal:
-                self.stop_signal, asked_at = number, now
-            elif number == signal.SIGTERM and now - asked_at < _REPEATED:
-                return
-            else:
-                restore()
-                signal.raise_signal(number)
-
-        def restore() -> None:
-            for number, handler in previous.items():
-                signal.signal(number, handler)
-
-        try:
-            for number in _SIGNALS:
-                previous[number] = signal.signal(number, stop)
-        except ValueError:  # not in the main thread: the caller handles signals
-            yield
-            return
-        try:
-            yield
-        finally:
-            restore()
-
-
-def checkpoint_activations(model: Any) -> None:
-    """Compute each layer's activations again in the backward pass instead of keeping them."""
-    # transformers 5.20 renamed it
-    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
-    enable({"use_reentrant": False})

@@ -1,4 +1,4 @@
-"""What a checkpoint holds of a model, its optimizer and its processes: whole tensors, whoever holds parts of them."""
+"""A checkpoint holds a model, its optimizer and its processes' generators as whole tensors, whoever holds parts."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _OPTIMIZER, _RANDOM = "optimizer.safetensors", "random.safetensors"
 
 @dataclass(frozen=True)
 class TrainingState:
-    """Gathered from all processes; the main one writes it."""
+    """The state of a training: it is gathered from all processes, and the main one writes it."""
 
     weights: dict[str, Tensor]
     optimizer: dict[str, Any]
@@ -46,7 +46,7 @@ class TrainingState:
         save_tensors(folder / _RANDOM, self.random)
 
     def bytes(self) -> int:
-        """Roughly what ``write`` writes."""
+        """Estimate how many bytes ``write`` writes."""
         values = [*self.weights.values()]
         for state in self.optimizer.get("state", {}).values():
             values += [x for x in state.values() if isinstance(x, Tensor)]
@@ -54,7 +54,7 @@ class TrainingState:
 
 
 def gather(model: TrailmarkForCausalLM, optimizer: Any, scheduler: Any) -> TrainingState:
-    """In all processes: the state, whole in the main one."""
+    """Gather the state, in all processes; it is whole in the main one."""
     inner = getattr(optimizer, "optimizer", optimizer)  # accelerate wraps it
     if rank() and not is_sharded(model):  # every process has all of it: one writes
         return TrainingState({}, {}, {}, gathered(rng_state()))
@@ -63,7 +63,7 @@ def gather(model: TrailmarkForCausalLM, optimizer: Any, scheduler: Any) -> Train
 
 
 def whole_weights(model: TrailmarkForCausalLM) -> dict[str, Tensor]:
-    """In all processes: the weights by name, whole in the main one."""
+    """Gather the weights by name, in all processes; they are whole in the main one."""
     if not is_sharded(model):
         return model.state_dict()
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
@@ -72,7 +72,7 @@ def whole_weights(model: TrailmarkForCausalLM) -> dict[str, Tensor]:
 
 
 def load_weights(folder: str | Path, model: torch.nn.Module) -> None:
-    """Into a model, plain or sharded, in all processes."""
+    """Load weights into a model, plain or sharded, in all processes."""
     state: dict[str, Any] = {}
     if not is_sharded(model) or rank() == 0:
         for file in sorted(Path(folder).glob("model*.safetensors")):
@@ -100,14 +100,14 @@ def read_scheduler(folder: str | Path) -> dict[str, Any]:
 
 
 def load_random_state(folder: str | Path) -> None:
-    """This process's generators, where the checkpoint's run had a process of its number."""
+    """Set this process's generators, where the checkpoint's run had a process of its number."""
     saved = load_tensors(Path(folder) / _RANDOM)
     if rank() < len(saved):
         set_rng_state(saved[rank()])
 
 
 def expect_model(folder: str) -> None:
-    """A ValueError where ``init_from`` names no model; nothing is loaded."""
+    """Raise a ValueError where ``init_from`` names no model; nothing is loaded."""
     if not (Path(folder) / "config.json").is_file():
         raise ValueError(
             f"init_from: expected a folder with a trained model, {folder!r} has no config.json. Name the output of a "
@@ -118,14 +118,14 @@ def expect_model(folder: str) -> None:
 def initial_model(
     cls: type[TrailmarkForCausalLM], config: TrailmarkConfig, folder: str
 ) -> TrailmarkForCausalLM:
-    """A model of ``config`` with the weights of another run, and nothing else of that.
+    """Make a model of ``config`` with the weights of another run, and nothing else of that run.
 
     Raises:
         ValueError: no model there, or one whose weights do not fit.
     """
     expect_model(folder)
     try:
-        model, found = cls.from_pretrained(
+        model, loading = cls.from_pretrained(
             folder,
             config=config,
             dtype=torch.float32,
@@ -137,7 +137,7 @@ def initial_model(
         reason = str(error).strip().splitlines()[0]
         raise ValueError(f"init_from: cannot load the weights in {folder!r}: {reason}") from error
     for kind in ("missing", "unexpected", "mismatched"):  # transformers would draw these at random
-        if names := found[f"{kind}_keys"]:
+        if names := loading[f"{kind}_keys"]:
             raise ValueError(
                 f"init_from: expected the weights of the model that the configuration describes, {folder!r} has "
                 f"{len(names)} {kind} ones: {min(map(str, names))} ... Set the model's fields as they were there."

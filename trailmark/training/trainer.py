@@ -9,9 +9,9 @@ what loads it).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from accelerate import PartialState
@@ -26,10 +26,8 @@ from trailmark.training.config import TrainingConfig
 from trailmark.training.loss import Meter, total_weight, weighted_loss
 from trailmark.training.optimizer import MuonAdamW, parameter_groups
 from trailmark.training.processes import all_reduced, rank, world_size
+from trailmark.training.running import RunningState
 from trailmark.training.tasks import Batch, Task, share_of
-
-if TYPE_CHECKING:
-    from trailmark.training.run import Run
 
 
 class Batches(IterableDataset[Batch]):
@@ -100,18 +98,30 @@ def training_arguments(settings: TrainingConfig, output: Path, micro: int) -> Tr
     return arguments
 
 
+def checkpoint_activations(model: Any) -> None:
+    """Compute each layer's activations again in the backward pass instead of keeping them."""
+    # transformers 5.20 renamed it
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable({"use_reentrant": False})
+
+
 class RunTrainer(Trainer):
-    """The Trainer of one :class:`trailmark.training.run.Run`."""
+    """The Trainer of one run.
+
+    Args:
+        run: is asked before and after each step.
+        save: writes a checkpoint of the present step, in all processes.
+    """
 
     loss_is_scaled_for_ga = True
     control: Any
     optimizer: Any
     lr_scheduler: Any
 
-    def __init__(self, run: Run, **kwargs: Any) -> None:
-        self.run, self.meter, self.grad_norm = run, Meter(), 0.0
+    def __init__(self, run: RunningState, save: Callable[[RunTrainer], None], **kwargs: Any) -> None:
+        self.run, self._save_run, self.meter, self.grad_norm = run, save, Meter(), 0.0
         self.micro_batches: list[Batch] = []  # of the present step: a step that fails is looked into
-        super().__init__(**kwargs)
+        super().__init__(callbacks=[RunCallback(self)], **kwargs)
 
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()
@@ -225,7 +235,7 @@ class RunTrainer(Trainer):
     # --- checkpoints ---------------------------------------------------------------------------------------
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        self.run.save_checkpoint(self)
+        self._save_run(self)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         states.load_weights(resume_from_checkpoint, self.model if model is None else model)
@@ -246,11 +256,13 @@ class RunTrainer(Trainer):
 class RunCallback(TrainerCallback):
     """Looks at a step before it is taken; keeps the history, evaluates and stops when asked."""
 
-    def __init__(self, run: Run) -> None:
-        self.run = run
+    def __init__(self, trainer: RunTrainer) -> None:
+        self.trainer, self.run = trainer, trainer.run
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if not self.run.may_step(state.global_step + 1):
+        trainer = self.trainer
+        vector, norm = trainer.meter.vector(), float(trainer.grad_norm)
+        if not self.run.may_step(state.global_step + 1, vector, norm, trainer.model, trainer.repeat_step):
             kwargs["optimizer"].zero_grad(set_to_none=True)  # parameters without a gradient stay as they are
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from trailmark.data import neighbours, prepare, shards
+from trailmark.data import neighbour_files, neighbours, prepare, shards
 from trailmark.memory import saved
 from trailmark.training import checkpoints
 from trailmark.training.run import CHECKPOINTS
@@ -25,7 +25,7 @@ def verify(folder: Path, progress: Progress = lambda done, total: None) -> list[
     if (folder / shards.MANIFEST).exists():
         shards.Corpus.open(folder).verify(progress)
         return [str(folder)]
-    if (folder / neighbours.MANIFEST).exists():
+    if (folder / neighbour_files.MANIFEST).exists():
         neighbours.NeighbourTable.open(folder).verify(progress)
         return [str(folder)]
     if (folder / prepare.PAIRS_MANIFEST).exists():

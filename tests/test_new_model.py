@@ -1,0 +1,173 @@
+"""A new architecture goes through every command without a line of the package changed."""
+
+# No ``from __future__ import annotations`` here: configurations check types, not strings.
+
+import json
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tests.training.tiny import MODELS as TINY
+from tests.training.tiny import prose
+from trailmark.models import DRTConfig, DRTForCausalLM, register
+from trailmark.models.answers import CardFacts
+from trailmark.models.configuration import checked
+from trailmark.models.drt import DRTLayer
+from trailmark.training.checkpoints import step_folder
+
+# --- the architecture: a DRT whose upper layers read beside the MLP, through a gate ------------------------------
+
+
+@checked
+class GatedConfig(DRTConfig):
+    """``first_gate``: what each channel of the gate is at first."""
+
+    model_type = "trailmark_gated"
+
+    first_gate: float | int = 0.5
+
+
+class GatedLayer(DRTLayer):
+    """h = x + window(norm x); y = h + MLP(norm h) + gate * GCA(norm h): what is read goes beside the MLP."""
+
+    def __init__(self, config: GatedConfig) -> None:
+        super().__init__(config)
+        self.gate = nn.Parameter(torch.full((config.hidden_size,), float(config.first_gate)))
+
+    def forward(self, x: Tensor, place: Any, kept: Any = None, *reading: Any) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), place, kept)
+        beside = self.gate * self.read(x, *reading) if reading else 0
+        return x + self.mlp(self.mlp_norm(x)) + beside
+
+
+class GatedForCausalLM(DRTForCausalLM):
+    """The model; what it does not say is as with a DRT."""
+
+    config_class = GatedConfig
+    config: GatedConfig
+    _no_split_modules = ["WindowLayer", "ChunkEncoderLayer", "GatedLayer"]
+
+    def __init__(self, config: GatedConfig) -> None:
+        super().__init__(config)
+        self.upper_layers = nn.ModuleList(GatedLayer(config) for _ in range(config.num_upper_layers))
+        self.post_init()
+
+    def retrieval_modules(self) -> list[nn.Module]:
+        return [*super().retrieval_modules(), *self.upper_layers]
+
+    @classmethod
+    def card_facts(cls, config: Mapping[str, Any]) -> CardFacts:
+        return CardFacts("Gated Transformer", "It reads through a gate.")
+
+
+register(GatedConfig, GatedForCausalLM)
+
+# --- the commands ------------------------------------------------------------------------------------------------
+
+Command = Callable[..., tuple[int, str, str]]
+pytestmark = pytest.mark.usefixtures("no_restart")
+SUITES: dict[str, tuple[str, ...]] = {
+    "needles": ("--lengths", "400", "--questions", "1", "--kind", "single"),
+    "perplexity": ("--lengths", "80", "--max-tokens", "240"),
+    "summarization": (
+        "--pairs",
+        "pairs.jsonl",
+        "--limit",
+        "1",
+        "--max-new-tokens",
+        "4",
+        "--context-length",
+        "200",
+    ),
+    "cost": (
+        "--lengths",
+        "40",
+        "--tiers",
+        "device,disk",
+        "--generate",
+        "2",
+        "--rounds",
+        "1",
+        "--training-lengths",
+        "40",
+    ),
+}
+
+
+def test_it_goes_through_every_command(
+    tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("text.txt").write_text(prose(300))
+    Path("pairs.jsonl").write_text(json.dumps({"document": prose(30), "summary": "the river sings"}) + "\n")
+    model = TINY["drt"] | {"architecture": "gated", "first_gate": 0.25}
+    training = {"steps": 2, "tokens_per_step": 160, "context_length": 80, "save_steps": 1, "report_to": []}
+    data = {"paths": ["text.txt"]}
+    run = {"output": "run", "model": model, "data": data, "training": training}
+    Path("run.yaml").write_text(yaml.safe_dump(run))
+
+    def succeeds(*arguments: object) -> str:
+        code, out, err = command(*arguments)
+        assert code == 0, err or out
+        return out
+
+    assert "A step took" in succeeds("train", "run.yaml", "--dry-run", "output=dry")
+    assert "Training GatedForCausalLM" in succeeds("train", "run.yaml")
+    # stopped after its first step, it goes on and ends with the same bits
+    weights = Path("run/model.safetensors").read_bytes()
+    for name in ("run/history.json", "run/model.safetensors"):
+        Path(name).unlink()
+    shutil.rmtree(step_folder(Path("run/checkpoints"), 2))
+    assert "Going on from step 1" in succeeds("train", "run.yaml")
+    assert Path("run/model.safetensors").read_bytes() == weights
+
+    card = Path("run/README.md").read_text()
+    assert "a Gated Transformer. It reads through a gate." in card
+    for suite, options in SUITES.items():
+        succeeds("evaluate", "run", "--suite", suite, *options, "--text", "text.txt")
+    assert "Perplexity" in Path("run/README.md").read_text()
+
+    succeeds("read", "run", "text.txt", "--memory", "memory", "--trace", "trace.jsonl")
+    assert json.loads(Path("trace.jsonl").read_text().splitlines()[0])["num_groups"] == 1
+    assert succeeds("generate", "run", "--memory", "memory", "--prompt", "the", "--max-new-tokens", "3")
+    succeeds("explore", "run", "text.txt", "-o", "explore.html")
+    succeeds("report", "run", "-o", "report.html")
+    assert "gated" in Path("report.html").read_text().lower()
+    assert Path("explore.html").stat().st_size > 10_000
+
+    loaded = AutoModelForCausalLM.from_pretrained("run")
+    assert type(loaded) is GatedForCausalLM
+    assert loaded.config.first_gate == 0.25
+    loaded.save_pretrained("copy")
+    AutoTokenizer.from_pretrained("run").save_pretrained("copy")
+    assert "It reads through a gate." in Path("copy/README.md").read_text()
+
+
+def test_it_reads_otherwise_than_a_drt() -> None:
+    fields = {name: value for name, value in TINY["drt"].items() if name != "architecture"}
+    torch.manual_seed(0)
+    model = GatedForCausalLM(GatedConfig(**fields)).eval()
+    other = DRTForCausalLM(DRTConfig(**fields)).eval()
+    other.load_state_dict(model.state_dict(), strict=False)
+    ids = torch.arange(100)[None]
+    assert torch.equal(model(ids[:, :20]).logits, other(ids[:, :20]).logits)  # nothing to read yet
+    assert not torch.equal(model(ids).logits, other(ids).logits)
+
+
+def test_a_name_that_is_taken_is_refused() -> None:
+    class Other(GatedForCausalLM):
+        """Another model of the same configuration."""
+
+    with pytest.raises(
+        ValueError, match="config_class: expected a model_type that is not taken, got 'trailmark_gated'"
+    ):
+        register(GatedConfig, Other)
+    with pytest.raises(ValueError, match="model_class: expected one whose config_class is DRTConfig"):
+        register(DRTConfig, GatedForCausalLM)

@@ -1,0 +1,235 @@
+"""What a run knows between its steps: how far it is, what was measured, whether it is to stop.
+
+The Trainer asks it before and after each step (:mod:`trailmark.training.trainer`); :class:`trailmark.training.run.Run`
+adds what a run is made of and where it is kept.
+"""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trailmark.data.needles import CURRICULUM
+from trailmark.models import TrailmarkConfig, TrailmarkForCausalLM
+from trailmark.training.config import RunConfig
+from trailmark.training.curriculum import SMOOTHING, Curriculum
+from trailmark.training.guards import Guard
+from trailmark.training.loss import Meter
+from trailmark.training.neighbours import rule_of
+from trailmark.training.processes import added_up, all_reduced, connected, is_main, world_size
+from trailmark.training.statistics import RetrievalStatistics
+from trailmark.training.tasks import Task, TextTask
+from trailmark.training.validation import Evaluate, measured_whole, validation_loss
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+# seconds in which a second SIGTERM is the first one's echo: launcher and scheduler both send it
+_REPEATED = 10.0
+
+
+class RunningState:
+    """How far a run is and what was measured on the way."""
+
+    model_config: TrailmarkConfig
+    task: Task
+    micro: int
+    """Micro-batches of each process in a step."""
+    progress: Callable[[Any], None]
+    _validation: TextTask | None
+    _evaluate: Evaluate | None
+
+    def __init__(self, config: RunConfig) -> None:
+        self.config = config
+        self.output = Path(config.output)
+        self.curriculum = Curriculum(CURRICULUM[config.data.first_level :], config.data.level_accuracy)
+        self.guard = Guard(config.training.skip_nonfinite, self.output)
+        self.retrieval = RetrievalStatistics()
+        self.history: list[dict[str, float]] = []
+        self.averages: dict[str, float] = {}
+        self.measured: dict[str, float] = {}  # of the last step
+        self.step, self.seconds, self.tokens_trained = 0, 0.0, 0
+        self.stop_signal: int = 0  # asked to stop by it; all processes stop at the same step
+        self.stopping = False
+        self._began = time.perf_counter()
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.tokens_trained / max(self.seconds, 1e-9)
+
+    def state(self) -> dict[str, Any]:
+        """JSON of all this, for a checkpoint."""
+        return {
+            "step": self.step,
+            "curriculum": self.curriculum.state(),
+            "history": self.history,
+            "averages": self.averages,
+            "measured": self.measured,
+            "seconds": self.seconds,
+            "tokens": self.tokens_trained,
+            "guard": self.guard.state(),
+        }
+
+    def restore(self, kept: dict[str, Any]) -> None:
+        """Go on from what :meth:`state` gave."""
+        self.curriculum.restore(kept["curriculum"])
+        self.history, self.averages, self.measured = kept["history"], kept["averages"], kept["measured"]
+        self.seconds, self.tokens_trained, self.step = kept["seconds"], kept["tokens"], kept["step"]
+        self.guard.restore(kept["guard"])
+
+    @cached_property
+    def model(self) -> TrailmarkForCausalLM:
+        """The whole model, not what the Trainer wraps it in."""
+        raise NotImplementedError
+
+    # --- a step --------------------------------------------------------------------------------------------
+
+    @cached_property
+    def _watches_retrieval(self) -> bool:
+        """By the configuration, not by what a batch holds: all processes must add up what they saw."""
+        if not self.model_config.retrieves_in_training or self.config.data.separate_documents:
+            return False
+        # else it cannot be told here which chunks each chose among
+        return self._num_candidates is not None or not getattr(
+            self.model_config, "exclude_visible_chunks", False
+        )
+
+    @cached_property
+    def _num_candidates(self) -> Tensor | None:
+        """[C] how many of a text's first chunks each could select, where all are full; None: it depends."""
+        data, config = self.config.data, self.model_config
+        if (
+            not config.retrieves_in_training
+            or data.task != "text"
+            or data.early_landmarks
+            or data.separate_documents
+        ):
+            return None
+        chunks = self.config.training.context_length // config.chunk_size
+        return torch.from_numpy(rule_of(config).num_candidates(chunks, config.chunk_size))
+
+    def look_at(self, out: Any) -> None:
+        """Take in what a micro-batch retrieved, where it will be shown."""
+        if self._watches_retrieval and self._is_logged(self.step + 1):
+            self.retrieval.add(out.retrieval, 0, self._num_candidates)
+
+    def may_step(self, step: int, vector: Tensor, norm: float, model: Any, repeat: Callable[[], Any]) -> bool:
+        """Add up what was measured over all processes, and say whether ``step`` is taken.
+
+        Args:
+            vector: of the step's :class:`trailmark.training.loss.Meter`. norm: of its gradients.
+            model, repeat: what is looked into where it is not: see :meth:`trailmark.training.guards.Guard.refuse`.
+
+        Raises:
+            ValueError: it must not be taken, nor left out.
+        """
+        asked = [float(self.stop_signal == number) for number in _SIGNALS]
+        sums = added_up(torch.cat([vector, torch.tensor(asked, dtype=torch.float64, device=vector.device)]))
+        stops = [number for number, count in zip(_SIGNALS, sums[-len(_SIGNALS) :], strict=True) if count]
+        if stops:
+            self.stopping, self.stop_signal = True, stops[0]
+        step_measured = Meter.read(sums[: -len(_SIGNALS)])
+        self.tokens_trained += step_measured.tokens
+        rows = self.task.rows(step - 1)
+        if not self.guard.passes(step_measured.whole_loss, norm):
+            first = self.task.first_sample(step - 1)
+            samples = range(first, first + rows)
+            self.guard.refuse(step, step_measured.whole_loss, norm, samples, model, repeat)
+            self.measured = {}
+            return False
+        if self.config.data.task == "needles":
+            self.curriculum.update(step - 1, step_measured.accuracy, rows)
+        for name, value in step_measured.averages().items():
+            old = self.averages.get(name, value)
+            self.averages[name] = SMOOTHING * old + (1 - SMOOTHING) * value
+        self.measured = {"step_loss": step_measured.loss, "grad_norm": norm}
+        return True
+
+    def step_done(self, step: int) -> None:
+        now = time.perf_counter()
+        self.seconds, self._began, self.step = self.seconds + now - self._began, now, step
+        if self._is_logged(step):
+            if self._watches_retrieval:
+                means = self.retrieval.means(all_reduced)
+                self.measured |= {f"retrieval_{name}": value for name, value in means.items()}
+            self._note(self.shown())
+        if is_main():
+            self.progress(self)
+        if self.stop_signal and not connected():  # alone: nobody has to agree
+            self.stopping = True
+
+    def _is_logged(self, step: int) -> bool:
+        return step % self.config.training.logging_steps == 0 or step == self.config.training.steps
+
+    def _note(self, numbers: dict[str, float]) -> None:
+        """Put numbers into the history, at this step."""
+        if not self.history or self.history[-1]["step"] != self.step:
+            self.history.append({"step": self.step, "seconds": self.seconds})
+        self.history[-1] |= numbers
+
+    def shown(self) -> dict[str, float]:
+        """What a line of the history holds beside the step and the time: nothing that was measured before."""
+        level = (
+            {"level": float(self.curriculum.level_at(self.step))}
+            if self.config.data.task == "needles"
+            else {}
+        )
+        return level | self.averages | self.measured
+
+    @torch.no_grad()
+    def validate(self, model: Any) -> dict[str, float]:
+        """Loss and perplexity on the first windows of ``data.validation``; what the caller measures."""
+        numbers: dict[str, float] = {}
+        training = model.training
+        model.eval()
+        try:
+            if self._validation is not None:
+                rows = max(1, self.task.rows(0) // (world_size() * self.micro))
+                windows = self.config.training.eval_windows
+                numbers |= validation_loss(model, self.model, self._validation, windows, rows)
+            if self._evaluate is not None:
+                numbers |= measured_whole(self.model, self._evaluate)
+        finally:
+            model.train(training)
+        self._note({f"eval_{name}": value for name, value in numbers.items()})
+        return numbers
+
+    # --- signals -------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def stopping_softly(self) -> Iterator[None]:
+        """A first signal ends the step, saves and stops; a second one (SIGTERM: not its echo) stops at once."""
+        previous: dict[int, Any] = {}
+        asked_at = 0.0
+
+        def stop(number: int, frame: Any) -> None:
+            nonlocal asked_at
+            now = time.monotonic()
+            if not self.stop_signal:
+                self.stop_signal, asked_at = number, now
+            elif number == signal.SIGTERM and now - asked_at < _REPEATED:
+                return
+            else:
+                restore()
+                signal.raise_signal(number)
+
+        def restore() -> None:
+            for number, handler in previous.items():
+                signal.signal(number, handler)
+
+        try:
+            for number in _SIGNALS:
+                previous[number] = signal.signal(number, stop)
+        except ValueError:  # not in the main thread: the caller handles signals
+            yield
+            return
+        try:
+            yield
+        finally:
+            restore()
