@@ -50,7 +50,7 @@ def start(output: Path, at: str = "", **settings: Any) -> list[str]:
 
 def without_times(record: dict[str, Any]) -> dict[str, Any]:
     """The record but for what the clock says."""
-    clocks = ("seconds", "seconds_reading", "tokens_per_second", "resident_bytes")
+    clocks = ("seconds", "seconds_reading", "seconds_asking", "tokens_per_second", "resident_bytes")
     text = json.dumps({k: v for k, v in record.items() if k != "measured_seconds_per_step"})
     return json.loads(text, object_hook=lambda d: {k: v for k, v in d.items() if k not in clocks})
 
