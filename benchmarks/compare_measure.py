@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import compare_tables
-import numpy as np
 import torch
 from common import Timers, data_folder
 from compare_rows import (
@@ -28,17 +27,15 @@ from compare_rows import (
     needle_config,
     text_config,
 )
-from torch import Tensor
 from training import BareLoop
 from training_text import losses, peak_memory, stretches, train, trained, trained_tokenizer
 
 from trailmark.data.corpus import Tokens, files_below, load_tokenizer, standard_library_texts, tokenize
 from trailmark.data.files import read_json, write_json
-from trailmark.data.needles import VALUE_LENGTH, NeedleFormat
-from trailmark.data.trials import needle_trials
-from trailmark.evaluation.needles import NeedleResult, evaluate_needles
+from trailmark.evaluation.needles import measure
 from trailmark.evaluation.record import environment
-from trailmark.evaluation.subject import load
+from trailmark.evaluation.subject import Subject, load
+from trailmark.evaluation.suite_needles import NeedleSettings
 from trailmark.models import TrailmarkForCausalLM
 from trailmark.training.config import RunConfig
 from trailmark.training.run import Run
@@ -128,7 +125,8 @@ def measure_text(
 def ask_needles(model: TrailmarkForCausalLM, found: Found, path: Path, sizes: Sizes) -> None:
     """A single needle at a chunk's end."""
     tokenizer = load_tokenizer("bytes")
-    text, form = tokenize(standard_library_texts("haystack"), tokenizer), NeedleFormat.of(tokenizer)
+    text = tokenize(standard_library_texts("haystack"), tokenizer)
+    subject = Subject.of(model, tokenizer, CHUNK_SIZE)
     full = model.reach() is None
     # what follows the needle changes all that they carry
     anew = full or model.config.model_type in ("trailmark_landmark", "trailmark_block_recurrent")
@@ -139,50 +137,14 @@ def ask_needles(model: TrailmarkForCausalLM, found: Found, path: Path, sizes: Si
         if anew and done and done[max(done)] == 0:
             break  # none right of a shorter text: to read longer ones for each question says no more
         length, began = factor * NEEDLE_LENGTH, time.perf_counter()
-        ask = ask_full_attention if full else evaluate_needles
-        result = ask(model, form, text, length, questions[anew], 1, chunk_size=CHUNK_SIZE).summary()
+        settings = NeedleSettings((length,), format="marks", questions=questions[anew], phases="end")
+        (result,) = measure(subject, settings, text)
         keep = ("length", "questions", "correct", "accuracy", "accuracy_low", "accuracy_high", "recall")
         found["results"].append(
             {"factor": factor, **{key: result[key] for key in keep}, "seconds": time.perf_counter() - began}
         )
         write_json(path, found)
         print(f"  {length:,} tokens: {result['correct']} of {result['questions']}", flush=True)
-
-
-@torch.no_grad()
-def ask_full_attention(
-    model: TrailmarkForCausalLM,
-    form: NeedleFormat,
-    text: Tokens,
-    length: int,
-    questions: int,
-    needles: int,
-    chunk_size: int,
-) -> NeedleResult:
-    """evaluate_needles is for models that cannot see the needle: here it lies in plain sight, anywhere in the text."""
-    text, result = form.clean(text), NeedleResult(length, needles)
-    for number in range(questions):
-        ids, digits = full_prompt(form, text, length, chunk_size, number)
-        out = model(ids[None].to(model.device), logits_to_keep=VALUE_LENGTH)
-        assert out.logits is not None
-        result.questions += 1
-        result.correct += int(torch.equal(out.logits[0].argmax(-1).cpu(), digits))
-    return result
-
-
-def full_prompt(
-    form: NeedleFormat, text: Tokens, length: int, chunk_size: int, number: int
-) -> tuple[Tensor, Tensor]:
-    """Haystack, question and all of the answer but its last digit, with one needle: int64 [length + 5]; and the five
-    digits that its last five positions predict. Greedy decoding finds them exactly if each is the best after the true
-    ones before it."""
-    start = int(np.random.default_rng([0, 1, number]).integers(len(text) - length))
-    haystack = text[start : start + length - chunk_size]
-    chunks = len(haystack) // chunk_size
-    trial = next(needle_trials(form, haystack, chunk_size, chunks, 1, seed=number))
-    ids = torch.from_numpy(haystack).long().view(chunks, chunk_size).clone()
-    ids[trial.chunks] = trial.texts
-    return torch.cat([ids.view(-1), trial.questions[0], trial.answers[0, :-1]]), trial.answers[0, 1:]
 
 
 def asked(sizes: Sizes) -> Found:

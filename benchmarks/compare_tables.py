@@ -15,7 +15,7 @@ from tables import Column, Columns, Row, table
 from training_text import mean_loss
 
 from trailmark.demo import CHANCE
-from trailmark.evaluation.needles import wilson_interval
+from trailmark.statistics import wilson_interval
 
 Found = dict[str, Any]
 BASE = "Base"

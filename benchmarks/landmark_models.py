@@ -26,10 +26,9 @@ from torch import Tensor
 from trailmark import demo
 from trailmark.data.corpus import load_tokenizer, read_text, standard_library_texts, tokenize
 from trailmark.data.files import read_json, write_json
-from trailmark.data.needles import NeedleFormat
-from trailmark.evaluation.needles import evaluate_needles
+from trailmark.evaluation.needles import measure
 from trailmark.evaluation.record import environment
-from trailmark.evaluation.subject import load
+from trailmark.evaluation.subject import Subject, load
 from trailmark.models import LandmarkForCausalLM
 from trailmark.models.loss import shift_labels, text_loss
 from trailmark.report.console import Progress
@@ -134,19 +133,11 @@ class Benchmark:
         ]
         for case in self.missing("needles", cases):
             model = self.model("needles", memory_position=case["memory_position"])
-            result = evaluate_needles(
-                model,
-                NeedleFormat.of(tokenizer),
-                text,
-                case["length"],
-                case["questions"],
-                case["needles"],
-                progress=self.progress.show,
-                phases="any",
-            )
-            found = result.summary()
+            subject = Subject.of(model, tokenizer, model.config.chunk_size)
+            settings = demo.needle_settings(case["length"], case["needles"], case["questions"], seed=0)
+            (result,) = measure(subject, settings, text, self.progress.show)
             keep = ("accuracy", "accuracy_low", "accuracy_high", "recall", "haystacks")
-            found = {key: found[key] for key in (*keep, "tokens_read", "seconds_reading", "memory_bytes")}
+            found = {key: result[key] for key in (*keep, "tokens_read", "seconds_reading", "memory_bytes")}
             sight = model.chunks_in_sight(model.config.chunk_size)
             self.keep("needles", case | found | {"seed": 0, "chunks_in_sight": sight})
 

@@ -19,9 +19,9 @@ from common import showing
 from trailmark import demo
 from trailmark.data.corpus import load_tokenizer, standard_library_texts, tokenize
 from trailmark.data.files import read_json, write_json
-from trailmark.data.needles import NeedleFormat
-from trailmark.evaluation.needles import evaluate_needles
+from trailmark.evaluation.needles import measure as ask
 from trailmark.evaluation.record import environment
+from trailmark.evaluation.subject import Subject
 from trailmark.report.console import Progress
 from trailmark.training.run import Run
 
@@ -77,12 +77,11 @@ def measure(name: str, seed: int, folder: Path) -> dict[str, Any]:
     progress.clear()
     assert model is not None  # nobody asked it to stop
     text = tokenize(standard_library_texts("haystack"), tokenizer)
-    asked = []
+    asked, subject = [], Subject.of(model.eval(), tokenizer, demo.CHUNK_SIZE)
     for length, needles in TASKS:
-        found = evaluate_needles(
-            model.eval(), NeedleFormat.of(tokenizer), text, length, demo.QUESTIONS, needles, seed=seed
-        ).summary()
-        found.pop("asked")
+        settings = demo.needle_settings(length, needles, demo.QUESTIONS, seed, phases="end")
+        (found,) = ask(subject, settings, text)
+        found.pop("asked", None)
         asked.append(found)
         print(
             f"{name}, seed {seed}: {length:,} tokens, {needles} needles: {found['accuracy']:.3f}", flush=True

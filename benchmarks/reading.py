@@ -28,10 +28,10 @@ from common import interleaved, keep, seconds, spread
 from torch import Tensor
 
 from trailmark.data.corpus import Tokens, load_tokenizer, read_texts, tokenize
-from trailmark.data.needles import NeedleFormat
 from trailmark.demo import MODELS
-from trailmark.evaluation.needles import evaluate_needles
+from trailmark.evaluation.needles import measure
 from trailmark.evaluation.subject import load
+from trailmark.evaluation.suite_needles import NeedleSettings
 from trailmark.memory.search import ExactSearch, FaissSearch
 from trailmark.models import (
     DRTConfig,
@@ -151,19 +151,16 @@ def far(folder: Path | None) -> list[dict[str, Any]]:
     results = []
     for length, tier in ((M10, "host"), (M100, "disk")):
         with tempfile.TemporaryDirectory(dir=Path.cwd()) as place:
-            found = evaluate_needles(
-                subject.model,
-                NeedleFormat.of(subject.tokenizer),
-                text,
-                length,
-                300,
-                phases="any",
+            settings = NeedleSettings(
+                (length,),
+                format="marks",
+                questions=300,
                 memory_tier=tier,
                 memory_folder=Path(place) if tier == "disk" else None,
-                memory_dtype=torch.bfloat16,
-                progress=lambda message: print(message, end="\r", flush=True),
+                memory_dtype="bfloat16",
             )
-        summary = found.summary()
+            show = partial(print, end="\r", flush=True)
+            (summary,) = measure(subject, settings, text, show)
         summary.pop("asked", None)
         results.append({"tier": tier, "text_tokens": len(text)} | summary)
         shown = (summary["correct"], summary["questions"], summary["recall"], summary["tokens_per_second"])

@@ -21,10 +21,10 @@ from ops import table as ops_table
 from tables import HERE, RIGHT, ROOT, Columns, Row, cell, crossed, fill, machine, on_machine, record, table
 
 from trailmark.data.files import read_json, write_json
-from trailmark.data.proportions import wilson_interval
 from trailmark.demo import NAMES
 from trailmark.report.console import duration, size
 from trailmark.report.tables import markdown_table, needle_table
+from trailmark.statistics import wilson_interval
 
 
 def take_over(run: Path) -> None:

@@ -29,9 +29,9 @@ from trailmark.data.corpus import load_tokenizer, standard_library_texts, tokeni
 from trailmark.data.files import read_json, write_json
 from trailmark.data.needles import Level
 from trailmark.evaluation import needles
-from trailmark.evaluation.needles import NeedleSettings
 from trailmark.evaluation.record import Record, environment
 from trailmark.evaluation.subject import load
+from trailmark.evaluation.suite_needles import NeedleSettings
 from trailmark.report.console import Progress
 from trailmark.training.config import DataConfig, RunConfig, TrainingConfig
 from trailmark.training.run import HISTORY_FILE, Run

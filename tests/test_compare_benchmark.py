@@ -14,9 +14,8 @@ import torch
 
 from tests.benchmark_scripts import modules
 from tests.training.tiny import prose
-from trailmark.data.corpus import load_tokenizer, standard_library_texts, tokenize
+from trailmark.data.corpus import load_tokenizer, tokenize
 from trailmark.data.files import read_json, write_json
-from trailmark.data.needles import NeedleFormat
 from trailmark.models import architectures
 from trailmark.training.run import Run
 
@@ -102,23 +101,6 @@ def test_levels_come_by_the_step(rows: ModuleType, tmp_path: Path) -> None:
     assert [run.task.first_sample(step) for step in range(10)] == [0, *ends[:-1]]
     assert run.batch(3)["input_ids"].shape[1] == 8 * 32
     assert run.batch(4)["input_ids"].shape[1] == 32 * 32
-
-
-# --- needles of full attention -------------------------------------------------------------------------------
-
-
-def test_full_attention_is_asked_in_plain_sight(measure: ModuleType) -> None:
-    tokenizer = load_tokenizer("bytes")
-    form = NeedleFormat.of(tokenizer)
-    text = form.clean(tokenize(standard_library_texts("haystack"), tokenizer))
-    for number in range(3):
-        ids, digits = measure.full_prompt(form, text, 1024, 32, number)
-        shown, answer = tokenizer.decode(ids), tokenizer.decode(digits)
-        assert len(ids) == 1024 + 5
-        assert shown[:-10].count("$") == 1
-        key = shown.split("$")[1][:4]
-        assert f"${key}={answer};" in shown[: 1024 - 32]
-        assert shown.endswith(f"~{key}={answer[:-1]}")
 
 
 # --- numbers -------------------------------------------------------------------------------------------------

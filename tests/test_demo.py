@@ -50,7 +50,7 @@ def start(output: Path, at: str = "", **settings: Any) -> list[str]:
 
 def without_times(record: dict[str, Any]) -> dict[str, Any]:
     """The record but for what the clock says."""
-    clocks = ("seconds", "seconds_reading", "tokens_per_second", "resident_bytes")
+    clocks = ("seconds", "seconds_reading", "seconds_asking", "tokens_per_second", "resident_bytes")
     text = json.dumps({k: v for k, v in record.items() if k != "measured_seconds_per_step"})
     return json.loads(text, object_hook=lambda d: {k: v for k, v in d.items() if k not in clocks})
 
@@ -73,7 +73,6 @@ def test_the_record_holds_every_number(finished: tuple[Path, list[str]]) -> None
     assert record["environment"]["torch"] == torch.__version__
     assert record["phases"] == "any"  # questions end anywhere in a chunk
     assert {r["phases"] for r in record["results"]} == {"any"}
-    assert len({question["phase"] for r in record["results"] for question in r["asked"]}) > 5
     asked = [(r["model"], r["length"], r["needles"], r["questions"]) for r in record["results"]]
     each = [(400, 1, 6), (800, 1, 6), (800, 3, 6)]
     assert sorted(asked) == sorted((name, *task) for name in ("drt", "window") for task in each)

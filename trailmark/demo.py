@@ -5,13 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from trailmark.data.corpus import Tokens, load_tokenizer, standard_library_texts, tokenize
 from trailmark.data.files import expect_writable, read_json, write_json
-from trailmark.data.needles import CURRICULUM, NeedleFormat
-from trailmark.evaluation.needles import evaluate_needles
+from trailmark.data.needles import CURRICULUM
+from trailmark.evaluation.needles import measure
 from trailmark.evaluation.record import environment
+from trailmark.evaluation.subject import Subject
+from trailmark.evaluation.suite_needles import NeedleSettings
 from trailmark.models import TrailmarkForCausalLM
 from trailmark.report.console import Progress, duration, measured, training_line
 from trailmark.report.page import build
@@ -25,7 +27,7 @@ TRAIN_LENGTH = CURRICULUM[-1].chunks * CHUNK_SIZE  # tokens of the longest train
 LENGTHS = tuple(TRAIN_LENGTH * factor for factor in (1, 4, 16, 64, 256, 1024))
 MANY_NEEDLES = ((TRAIN_LENGTH, 8), (4 * TRAIN_LENGTH, 16), (64 * TRAIN_LENGTH, 32))
 QUESTIONS = 300
-PHASES: Literal["end", "any"] = "any"  # where a question may end in its chunk
+PHASES = "any"  # where a question may end in its chunk
 CHANCE = 1 / (10 * 9 * 8 * 7 * 6)  # five distinct digits
 
 STEPS = {"drt": 2600, "window": 400}
@@ -59,6 +61,14 @@ MODELS: dict[str, dict[str, Any]] = {
 NAMES = {"drt": "DRT", "window": "window only"}
 
 
+def needle_settings(
+    length: int, needles: int, questions: int, seed: int, phases: str = PHASES
+) -> NeedleSettings:
+    """Ask for all of so many needles that are hidden at once in a text."""
+    kind = "single" if needles == 1 else "multi-key"
+    return NeedleSettings((length,), kind, "marks", needles, questions=questions, phases=phases, seed=seed)
+
+
 class Demo:
     """The demo in one folder; a second start goes on where the first stopped."""
 
@@ -89,7 +99,7 @@ class Demo:
         self._fix_steps(train_text)
         models = {name: self._train(name, train_text) for name in ("window", "drt")}
         for name in ("drt", "window"):
-            self._evaluate(name, models[name].eval(), NeedleFormat.of(tokenizer), haystack)
+            self._evaluate(name, Subject.of(models[name].eval(), tokenizer, CHUNK_SIZE), haystack)
         self._report()
 
     # --- the record: every number, and how far the demo is -----------------------------------------------
@@ -197,9 +207,7 @@ class Demo:
 
     # --- evaluation ----------------------------------------------------------------------------------------
 
-    def _evaluate(
-        self, name: str, model: TrailmarkForCausalLM, format: NeedleFormat, haystack: Tokens
-    ) -> None:
+    def _evaluate(self, name: str, subject: Subject, haystack: Tokens) -> None:
         self.say(f"\nAsking {NAMES[name]} for needles ...")
         tasks = [(length, 1) for length in LENGTHS] + list(MANY_NEEDLES)
         for length, needles in tasks:
@@ -209,19 +217,9 @@ class Demo:
                 if (r["model"], r["length"], r["needles"]) == (name, length, needles)
             ]
             if not done:
-                found = evaluate_needles(
-                    model,
-                    format,
-                    haystack,
-                    length,
-                    self.questions,
-                    needles,
-                    chunk_size=CHUNK_SIZE,
-                    seed=self.seed,
-                    progress=lambda message: self.progress.show(f"  {message}"),
-                    phases=PHASES,
-                )
-                done = [{"model": name} | found.summary()]
+                settings = needle_settings(length, needles, self.questions, self.seed)
+                (result,) = measure(subject, settings, haystack, self._show_asking)
+                done = [{"model": name, "phases": PHASES} | result]
                 self.record["results"] += done
                 self._save()
             self.progress.clear()
@@ -230,6 +228,9 @@ class Demo:
                 f"  {length:>9,} tokens, {needles:>2} needle{'s' if needles > 1 else ' '}: "
                 f"{shown['correct']} of {shown['questions']} right"
             )
+
+    def _show_asking(self, message: str) -> None:
+        self.progress.show(f"  {message}")
 
     # --- report --------------------------------------------------------------------------------------------
 

@@ -12,9 +12,9 @@ from tables import Columns, Row, machine, record, table
 
 from case_study.baselines import RULES
 from case_study.scores import VARIANTS
-from trailmark.data.proportions import wilson_interval
 from trailmark.report.console import duration
 from trailmark.report.values import listed
+from trailmark.statistics import wilson_interval
 
 Record = dict[str, Any]
 

@@ -57,7 +57,7 @@ def trials_of(
 ) -> tuple[Haystack, dict[float | None, list[Trial]]]:
     filler = Filler(TEXT, task.format.replaced)
     haystack = Haystack(filler, 17, task.chunks(length, S), S)
-    return haystack, task.trials(haystack, length, haystack.chunks - sight, depths, count, seed, 0)
+    return haystack, task.lay(haystack, length, haystack.chunks - sight, depths, count, seed, 0)
 
 
 def whole_text(haystack: Haystack, trial: Trial, question: Question) -> np.ndarray[Any, Any]:
@@ -306,10 +306,10 @@ def test_values_that_the_text_holds_are_not_used(monkeypatch: pytest.MonkeyPatch
     with monkeypatch.context() as fewer:
         fewer.setattr(needle_tasks, "_ATTEMPTS", 5)
         with pytest.raises(ValueError, match=r"text: .* in 5 attempts"):
-            task.trials(haystack, length, 100, (None,), 1, 0)
+            task.lay(haystack, length, 100, (None,), 1, 0)
     half = Filler(tokenize([" ".join("".join(map(str, row)) for row in kept[::2].tolist())], BYTES))
     haystack = Haystack(half, 0, task.chunks(len(half), 32), 32)
-    for _, trial, question in all_questions(task.trials(haystack, len(half), 100, (None,), 8, 0)):
+    for _, trial, question in all_questions(task.lay(haystack, len(half), 100, (None,), 8, 0)):
         assert occurrences(whole_text(haystack, trial, question), question.answer) == 2
 
 
@@ -338,7 +338,7 @@ def test_sentences_in_other_tokens(merging: Any, kind: Any, values: str) -> None
     assert task.sizes[1] < 150
     filler = Filler(tokenize([PROSE], merging))
     haystack = Haystack(filler, 3, task.chunks(900, 16), 16)
-    for _, trial, question in all_questions(task.trials(haystack, 900, haystack.chunks - 2, (None,), 2, 1)):
+    for _, trial, question in all_questions(task.lay(haystack, 900, haystack.chunks - 2, (None,), 2, 1)):
         ids = whole_text(haystack, trial, question)
         assert len(ids) == 900
         text = merging.decode(ids.tolist())
@@ -478,7 +478,7 @@ def test_longer_needles_than_there_is_room_for_are_drawn_again(monkeypatch: pyte
     monkeypatch.setitem(task.__dict__, "sizes", (most := (50, 100)))
     length = (task.least_chunks(10) + 1) * 10 + most[1]
     haystack = Haystack(Filler(TEXT), 0, task.chunks(length, 10), 10)
-    found = task.trials(haystack, length, haystack.chunks, (None,), 20, 0)[None]
+    found = task.lay(haystack, length, haystack.chunks, (None,), 20, 0)[None]
     assert max(len(trial.needles[0].tokens) for trial in found) == most[0]
     assert min(trial.needles[0].start for trial in found) >= 0
 

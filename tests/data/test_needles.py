@@ -1,4 +1,4 @@
-"""Needle texts and trials, read back token by token."""
+"""Training texts of needles, read back token by token."""
 
 from __future__ import annotations
 
@@ -6,10 +6,9 @@ import re
 from collections import Counter
 from dataclasses import fields, replace
 from hashlib import sha256
-from itertools import accumulate, islice
+from itertools import accumulate
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -20,21 +19,11 @@ from transformers import PreTrainedTokenizerFast
 
 from tests.data.counts import assert_equally_likely
 from trailmark.data.corpus import load_tokenizer, tokenize
-from trailmark.data.needles import (
-    ANSWER_LENGTH,
-    CURRICULUM,
-    IGNORED,
-    NEEDLE_LENGTH,
-    QUESTION_LENGTH,
-    Level,
-    NeedleBatch,
-    NeedleFormat,
-    NeedleTexts,
-)
-from trailmark.data.trials import NeedleTrial, needle_trials
+from trailmark.data.needle_formats import ANSWER_LENGTH, IGNORED, NEEDLE_LENGTH, QUESTION_LENGTH, Marks
+from trailmark.data.needles import CURRICULUM, Level, NeedleBatch, NeedleTexts
 
 BYTES = load_tokenizer()
-FORMAT = NeedleFormat.of(BYTES)
+FORMAT = Marks(BYTES)
 S = 24
 # what could be taken for a needle, a question or an answer stands in the filler too
 FILLER = tokenize(["Prices: $12=34; ~ABCD\n=56789; lorem ipsum, $WXYZ=12345; dolor sit amet. " * 60], BYTES)
@@ -98,28 +87,28 @@ CHARACTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789$~=; "
 
 
 def test_format_of_a_tokenizer_with_every_character() -> None:
-    form = NeedleFormat.of(character_tokenizer(CHARACTERS))
+    form = Marks(character_tokenizer(CHARACTERS))
     assert form.letters.tolist() == list(range(26))
     assert form.digits.tolist() == list(range(26, 36))
-    assert (form.needle, form.question, form.cue, form.end, form.blank) == (36, 37, 38, 39, 40)
+    assert (form.needle_mark, form.question_mark, form.cue, form.end, form.blank) == (36, 37, 38, 39, 40)
 
 
 def test_a_tokenizer_that_splits_characters_is_refused() -> None:
     byte_level = Tokenizer(models.BPE({c: i for i, c in enumerate(pre_tokenizers.ByteLevel.alphabet())}, []))
     byte_level.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)  # "A" becomes " A": two tokens
     with pytest.raises(ValueError, match=r"^tokenizer: expected one token for 'A', got 2"):
-        NeedleFormat.of(PreTrainedTokenizerFast(tokenizer_object=byte_level))
+        Marks(PreTrainedTokenizerFast(tokenizer_object=byte_level))
 
 
 def test_a_tokenizer_without_some_character_is_refused() -> None:
     with pytest.raises(ValueError, match=r"^tokenizer: expected one token for 'Q', got 0"):
-        NeedleFormat.of(character_tokenizer(CHARACTERS.replace("Q", "")))
+        Marks(character_tokenizer(CHARACTERS.replace("Q", "")))
 
 
 def test_a_tokenizer_that_takes_characters_for_each_other_is_refused() -> None:
     """One token each, but the same unknown one for all letters."""
     with pytest.raises(ValueError, match=r"^tokenizer: "):
-        NeedleFormat.of(character_tokenizer("0123456789$~=; ", unknown="?"))
+        Marks(character_tokenizer("0123456789$~=; ", unknown="?"))
 
 
 # Training texts
@@ -240,7 +229,7 @@ def test_a_sample_depends_on_seed_number_and_level_alone(level: Level) -> None:
 def test_dense_levels_ask_and_sparse_levels_ask_of_far_needles() -> None:
     dense = needle_texts().batch(0, 50, Level(16, 0, 1, 0))
     sparse = needle_texts().batch(0, 50, Level(16, 0, 0, 0))
-    needles = [(batch.input_ids == FORMAT.needle).sum() / 50 for batch in (dense, sparse)]
+    needles = [(batch.input_ids == FORMAT.needle_mark).sum() / 50 for batch in (dense, sparse)]
     assert 6 < needles[0] < 11
     assert 1 <= needles[1] < 3
     assert all((batch.needle_chunks >= 0).any(1).float().mean() > 0.9 for batch in (dense, sparse))
@@ -250,7 +239,7 @@ def test_needles_lie_anywhere_in_a_chunk_but_in_its_answer() -> None:
     """At each phase in training, so that no phase is new in a haystack."""
     batch = needle_texts().batch(0, 100, replace(CURRICULUM[2], early=0.0))
     answered = (batch.first_digits.view(-1, S)).any(1)
-    at = (batch.input_ids.view(-1, S) == FORMAT.needle).nonzero()
+    at = (batch.input_ids.view(-1, S) == FORMAT.needle_mark).nonzero()
     last = S - NEEDLE_LENGTH
     assert at[answered[at[:, 0]], 1].unique().tolist() == list(range(ANSWER_LENGTH, last + 1))
     assert at[~answered[at[:, 0]], 1].unique().tolist() == list(range(last + 1))
@@ -341,7 +330,7 @@ def test_early_questions_change_nothing_else() -> None:
                 assert len(after[n + 1]) < 12
 
 
-# digests of texts and trials that were made before there were early questions
+# digests of texts that were made before there were early questions
 BEFORE = {
     Level(8, 1.0, 1.0, 0.0): "97f8a15d1745f1c7",
     Level(32, 1.0, 1.0, 0.25): "7cc1ded0730cc94d",
@@ -359,119 +348,6 @@ def test_texts_without_early_questions_are_those_of_earlier_versions(level: Leve
     assert digest([getattr(batch, f.name) for f in fields(batch) if f.name not in new]) == expected
     assert batch.attention_mask.all()
     assert not batch.close_chunk.any()
-
-
-# Trials in haystacks
-
-HAYSTACK = FORMAT.clean(FILLER)[: 40 * S + 5]
-
-
-@pytest.mark.parametrize("needles", [1, 5, 30])
-def test_trials(needles: int) -> None:
-    rows = torch.from_numpy(HAYSTACK[: 40 * S]).view(40, S)
-    for trial in islice(needle_trials(FORMAT, HAYSTACK, S, 30, needles, seed=3), 10):
-        places = trial.chunks.tolist()
-        assert places == sorted(set(places))
-        assert 0 <= places[0] <= places[-1] < 30
-        keys = set()
-        for place, text, question, answer in zip(
-            places, trial.texts, trial.questions, trial.answers, strict=True
-        ):
-            key, value = text_of(question)[-4:], text_of(answer)
-            keys.add(key)
-            assert text_of(question)[-5] == "~"
-            assert value[0] == "="
-            assert len(set(value[1:])) == 5
-            assert f"${key}{value};" in text_of(text)
-            # all else is the haystack's
-            assert (text != rows[place]).sum() <= NEEDLE_LENGTH
-            assert (question[:-5] == rows[:, :-5]).all(1).any()
-        assert len(keys) == needles
-
-
-@pytest.mark.parametrize(
-    ("needles", "expected"), [(1, "c8f806332af35083"), (5, "eeeca8f44adec011"), (30, "0fb70ea9b41eb665")]
-)
-def test_trials_at_the_end_are_those_of_earlier_versions(needles: int, expected: str) -> None:
-    trials = list(islice(needle_trials(FORMAT, HAYSTACK, S, 30, needles, seed=3), 10))
-    assert digest([x for t in trials for x in (t.chunks, t.texts, t.questions, t.answers)]) == expected
-    assert all((trial.phases == S).all() and trial.attention_mask.all() for trial in trials)
-
-
-def trials_at_any_phase(count: int, needles: int, haystack: Any = HAYSTACK) -> list[NeedleTrial]:
-    last = len(haystack) // S
-    return list(islice(needle_trials(FORMAT, haystack, S, last, needles, seed=3, phases="any"), count))
-
-
-def test_trials_at_any_phase_ask_for_the_same_needles() -> None:
-    at_the_end = islice(needle_trials(FORMAT, HAYSTACK, S, 40, 7, seed=3), 10)
-    for one, other in zip(trials_at_any_phase(10, 7), at_the_end, strict=True):
-        for name in ("chunks", "texts", "answers"):
-            assert torch.equal(getattr(one, name), getattr(other, name)), name
-        assert torch.equal(one.questions[:, -4:], other.questions[:, -4:])
-
-
-@pytest.mark.parametrize("haystack", [HAYSTACK, HAYSTACK[:S]], ids=["40 chunks", "1 chunk"])
-def test_questions_at_any_phase(haystack: Any) -> None:
-    """A full chunk of the haystack, then as many tokens as the phase says; the question ends them."""
-    rows = haystack[: len(haystack) // S * S]
-    filler = text_of(np.concatenate([rows, rows[:S]]))  # the first chunk follows the last one
-    for trial in trials_at_any_phase(10, min(7, len(rows) // S), haystack):
-        assert trial.questions.shape == trial.attention_mask.shape == (len(trial.chunks), 2 * S)
-        for question, mask, phase, text, answer in zip(
-            trial.questions, trial.attention_mask, trial.phases, trial.texts, trial.answers, strict=True
-        ):
-            assert mask.tolist() == [False] * int(S - phase) + [True] * int(S + phase)
-            asked = text_of(question[mask])
-            assert len(asked) == S + phase
-            assert asked[-5] == "~"
-            assert f"${asked[-4:]}{text_of(answer)};" in text_of(text)
-            assert asked[:-5] in filler
-
-
-def test_trials_ask_at_every_phase_equally() -> None:
-    phases = torch.cat([trial.phases for trial in trials_at_any_phase(60, 30)])
-    assert phases.min() == 1
-    assert_equally_likely(torch.bincount(phases, minlength=S + 1)[1:].tolist())
-
-
-def test_trials_are_repeatable_and_different() -> None:
-    def first(seed: int) -> list[Tensor]:
-        return [trial.texts for trial in islice(needle_trials(FORMAT, HAYSTACK, S, 30, 4, seed), 5)]
-
-    assert all(map(torch.equal, first(1), first(1)))
-    assert not any(map(torch.equal, first(1), first(2)))
-    assert not torch.equal(first(1)[0], first(1)[1])
-
-
-def test_needles_reach_both_ends_of_a_chunk() -> None:
-    trials = islice(needle_trials(FORMAT, HAYSTACK, S, 30, 30, seed=0), 10)
-    at = {int((text == FORMAT.needle).nonzero()) for trial in trials for text in trial.texts}
-    assert at == set(range(S - NEEDLE_LENGTH + 1))
-
-
-def test_the_haystack_is_left_alone() -> None:
-    before = HAYSTACK.copy()
-    next(needle_trials(FORMAT, HAYSTACK, S, 30, 9, seed=0))
-    assert np.array_equal(HAYSTACK, before)
-
-
-@pytest.mark.parametrize(
-    ("rest", "message"),
-    [
-        ({"chunk_size": S, "last_chunk": 3, "needles": 4}, "^length: expected room for 4 needles, got 3"),
-        ({"chunk_size": S, "last_chunk": 41, "needles": 1}, "^length: "),  # the haystack has 40
-        ({"chunk_size": NEEDLE_LENGTH - 1, "last_chunk": 9, "needles": 1}, "^chunk_size: "),
-        (
-            {"chunk_size": S, "last_chunk": 9, "needles": 1, "phases": "all"},
-            "^phases: expected 'end' or 'any', got 'all'",
-        ),
-    ],
-)
-def test_what_does_not_fit(rest: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        for _ in islice(needle_trials(FORMAT, HAYSTACK, **rest, seed=0), 200):
-            pass
 
 
 # Chains of two needles

@@ -18,8 +18,9 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
 from tests.data.counts import assert_equally_likely
-from trailmark.data.corpus import load_tokenizer, tokenize
-from trailmark.data.niah import NiahTexts, alphabet, occurrences, question_and_cue
+from trailmark.data.corpus import load_tokenizer, tokenize, tokenize_parts
+from trailmark.data.needle_formats import alphabet
+from trailmark.data.niah import NiahTexts, occurrences
 from trailmark.data.shards import Corpus
 from trailmark.models.grid import lay_out
 
@@ -304,12 +305,12 @@ def test_the_cue_is_tokenized_as_it_stands_in_text() -> None:
     model = Tokenizer(models.BPE(table, [("▁", "b"), ("▁", ":"), ("s", ":")]))
     model.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=model)
-    lead, cue = question_and_cue(tokenizer, "a", " b")
+    lead, cue = tokenize_parts(["a", " b"], tokenizer)
     assert tokenizer.convert_ids_to_tokens(lead) == ["▁", "a"]
     assert tokenizer.convert_ids_to_tokens(cue) == ["▁b"]  # alone it is ▁, ▁b
     assert tokenize([" b"], tokenizer).tolist() != cue.tolist()
     # where the cue's first character is part of the token before, both are tokenized alone
-    lead, cue = question_and_cue(tokenizer, "s", ":")
+    lead, cue = tokenize_parts(["s", ":"], tokenizer)
     assert tokenizer.convert_ids_to_tokens(lead) == ["▁", "s"]
     assert tokenizer.convert_ids_to_tokens(cue) == ["▁:"]
 

@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 
 from tests.report import runs
-from trailmark.data.proportions import wilson_interval
 from trailmark.evaluation.suite import suite_named
 from trailmark.evaluation.suite_needles import pooled
 from trailmark.report import charts
@@ -22,6 +21,7 @@ from trailmark.report.collect import collect
 from trailmark.report.page import Built, build
 from trailmark.report.sections import rows_of
 from trailmark.report.values import percent
+from trailmark.statistics import wilson_interval
 
 pytest.importorskip("matplotlib")
 HOSTILE = "</style></script><script>alert(1)</script><img src=x onerror=alert(2)>\"'&"

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from trailmark.evaluation.needles import NeedleResult
 from trailmark.evaluation.perplexity import PerplexityResult
 from trailmark.evaluation.suite import suite_named
 from trailmark.report.tables import markdown_table, needle_table, result_table
+from trailmark.statistics import wilson_interval
 
 ROUGES = ("rouge1", "rouge2", "rougeL")
 
@@ -37,21 +37,19 @@ def test_a_row_of_another_width_is_our_mistake() -> None:
 
 
 def found(**changes: Any) -> dict[str, Any]:
-    values: dict[str, Any] = {
-        "length": 65536,
-        "needles": 1,
+    values = {"length": 65536, "needles": 1, "correct": 270, "recall": 0.97} | changes
+    low, high = wilson_interval(values["correct"], 300)
+    asked = {
         "questions": 300,
-        "correct": 270,
-        "retrieved": 291,
-        "tokens_read": 10_000,
-        "seconds_reading": 0.5,
-        "memory_bytes": 33 << 20,
+        "accuracy": values["correct"] / 300,
+        "accuracy_low": low,
+        "accuracy_high": high,
     }
-    return {"model": "DRT"} | NeedleResult(**(values | changes)).summary()
+    return {"model": "DRT", "tokens_per_second": 20_000, "memory_bytes": 33 << 20} | asked | values
 
 
 def test_needles() -> None:
-    table = needle_table([found(), found(retrieved=None, correct=0, length=512, needles=8)], 1024)
+    table = needle_table([found(), found(recall=None, correct=0, length=512, needles=8)], 1024)
     header, _, first, second = cells(table)
     assert dict(zip(header, first, strict=True)) == {
         "model": "DRT",

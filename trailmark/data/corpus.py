@@ -96,6 +96,21 @@ def tokenize(texts: Iterable[str], tokenizer: Any) -> Tokens:
     return np.concatenate(parts) if parts else np.zeros(0, np.int32)
 
 
+def tokenize_parts(parts: Sequence[str], tokenizer: Any) -> list[npt.NDArray[np.int64]]:
+    """Return the tokens of each part, int64, as it stands in running text.
+
+    Where a token would cross the end of a part, the parts are tokenized one by one.
+    """
+    whole, pieces, done = tokenize(["".join(parts)], tokenizer).astype(np.int64), [], 0
+    for count in range(1, len(parts) + 1):
+        lead = tokenize(["".join(parts[:count])], tokenizer)
+        if not np.array_equal(whole[: len(lead)], lead):
+            return [tokenize([part], tokenizer).astype(np.int64) for part in parts]
+        pieces.append(whole[done : len(lead)])
+        done = len(lead)
+    return pieces
+
+
 def read_texts(paths: Sequence[str | Path]) -> list[str]:
     """The text of files and of every file below folders, in order of name.
 

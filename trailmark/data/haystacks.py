@@ -50,7 +50,7 @@ class Filler:
         return len(self.stream)
 
     def read(self, start: int, count: int) -> Tokens:
-        """``count`` tokens from ``start`` on, [count] int32."""
+        """Read ``count`` tokens from ``start`` on, [count] int32."""
         parts, total = [], len(self.stream)
         while count:
             start %= total
@@ -63,7 +63,7 @@ class Filler:
         return out
 
     def fingerprint(self) -> str:
-        """SHA-256 that names the stream: its own where it has one, else of its tokens."""
+        """Return the SHA-256 that names the stream: its own where it has one, else of its tokens."""
         own = getattr(self.stream, "fingerprint", None)
         if isinstance(own, str):
             return own
@@ -87,11 +87,11 @@ class Needle:
         return self.start + len(self.tokens)
 
     def chunks(self, chunk_size: int) -> list[int]:
-        """Those that it touches."""
+        """Return the chunks that it touches."""
         return list(range(self.start // chunk_size, (self.stop - 1) // chunk_size + 1))
 
     def value_chunks(self, chunk_size: int) -> list[int]:
-        """Those that hold its value."""
+        """Return the chunks that hold its value."""
         first, stop = (self.start + place for place in self.value)
         return list(range(first // chunk_size, (stop - 1) // chunk_size + 1))
 
@@ -129,19 +129,19 @@ class Haystack:
         return torch.from_numpy(ids).view(-1, S)
 
     def changed(self, needles: Sequence[Needle]) -> tuple[Tensor, Tensor]:
-        """The chunks that needles touch: numbers [n] ascending, and their tokens with the needles [n, S]."""
+        """Return the chunks that needles touch: numbers [n] ascending, and their tokens with the needles [n, S]."""
         numbers = sorted({n for needle in needles for n in needle.chunks(self.chunk_size)})
         whole = self.holding(needles)
         return torch.tensor(numbers), torch.cat([whole[n : n + 1] for n in numbers])
 
     def tail(self, count: int) -> Integers:
-        """The filler that follows, [count]."""
+        """Read the filler that follows, [count]."""
         return self.filler.read(self.start + self.chunks * self.chunk_size, count).astype(np.int64)
 
 
 def occurring(filler: Filler, start: int, count: int, sequences: Sequence[Integers]) -> set[int]:
-    """Which of ``sequences`` stand in ``count`` tokens of a filler from ``start`` on."""
-    found: set[int] = set()
+    """Return which of ``sequences`` stand in ``count`` tokens of a filler from ``start`` on."""
+    standing: set[int] = set()
     for length in {len(sequence) for sequence in sequences}:
         of_length: dict[tuple[int, ...], list[int]] = {}
         for number, sequence in enumerate(sequences):
@@ -159,5 +159,5 @@ def occurring(filler: Filler, start: int, count: int, sequences: Sequence[Intege
                 places = places[inside][allowed[place, here[inside]]]
             windows = ids[places[:, None] + np.arange(length)]
             for window in np.unique(windows, axis=0).tolist():
-                found.update(of_length.get(tuple(window), ()))
-    return found
+                standing.update(of_length.get(tuple(window), ()))
+    return standing

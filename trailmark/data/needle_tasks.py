@@ -11,7 +11,6 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
 from typing import Any, Literal
 
 import numpy as np
@@ -37,47 +36,97 @@ _SHARE = 4  # needles fill at most one token of so many, so that each finds a pl
 
 
 @dataclass(frozen=True)
+class Asked:
+    """One question, by the numbers of the names and needles in it."""
+
+    keys: list[int]
+    values: list[int]  # what the keys lead to; of a chain all names behind its key, the value last
+    needles: list[list[int]]  # those that each hop needs
+
+
+class Facts:
+    """Which name leads to which, by number: what training texts and evaluations share, whatever the names are.
+
+    Args:
+        kind, needles, hops, distractors: as of :class:`NeedleTask`.
+
+    Attributes:
+        keys: of each name, whether it is a key (or a value).
+        needles: of each needle, the names that it leads from and to.
+        questions: what may be asked.
+    """
+
+    def __init__(self, kind: Kind, needles: int, hops: int, distractors: int) -> None:
+        self.keys: list[bool] = []
+        self.needles: list[tuple[int, int]] = []
+        self.questions: list[Asked] = []
+        if kind == "hops":
+            for _ in range(needles):
+                names = self._names([True] * hops + [False])
+                first = len(self.needles)
+                self.needles += [(name, name + 1) for name in names[:-1]]
+                gold = [[first + hop] for hop in range(hops)]
+                self.questions.append(Asked(names[:1], names[1:], gold))
+        else:
+            keys = self._names([True] * (1 if kind == "multi-value" else needles))
+            values = self._names([False] * needles)
+            self.needles = list(zip(keys * needles, values, strict=False))
+            if kind in ("multi-value", "multi-query"):
+                self.questions = [Asked(keys, values, [list(range(needles))])]
+            else:
+                self.questions = [Asked([k], [v], [[n]]) for n, (k, v) in enumerate(self.needles)]
+        for number in range(distractors):
+            ends = number % hops == hops - 1
+            left, right = self._names([True, not ends])
+            self.needles.append((left, right))
+
+    def _names(self, keys: list[bool]) -> list[int]:
+        """Take names, each a key or not, and return their numbers."""
+        first = len(self.keys)
+        self.keys += keys
+        return list(range(first, len(self.keys)))
+
+
+@dataclass(frozen=True)
 class Question:
     """What is asked of a haystack."""
 
     prompt: Integers  # [p] filler that follows the haystack, and the question
     landmarks: tuple[int, ...]  # after which tokens of the prompt the question closes a chunk, ascending
-    early: (
-        int | None
-    )  # after which token of its filler a landmark brings the question to its phase; None: none
+    early: int | None  # after which token of its filler a landmark brings the question to its phase
     answer: Integers  # [a]
     parts: tuple[str, ...]  # the values that make the answer
     text: str  # the answer
     gold: tuple[tuple[int, ...], ...]  # of each hop: which needles it needs
     fixed: bool = True  # the answer is as long as that; else the model has to end it
-    any_order: bool = False
-    value_length: int = 0  # tokens of each value of a fixed answer that may come in any order
+    any_order: bool = False  # the values may come in any order
+    value_length: int = 0  # tokens of each value of a fixed answer
 
     @property
     def marks(self) -> list[int]:
-        """After which tokens of the prompt a landmark comes, ascending."""
+        """After which tokens of the prompt a landmark comes, ascending: the early one too."""
         return [*([] if self.early is None else [self.early]), *self.landmarks]
 
     def closings(self, chunk_size: int) -> list[int]:
-        """Of the chunks that close behind the haystack (whole chunks), numbered from 0: those of ``landmarks``."""
-        marks, closed, filled, found = set(self.marks), 0, 0, []
+        """Number the chunks that close behind the haystack (whole chunks) from 0; return those of ``landmarks``."""
+        marks, closed, filled, asking = set(self.marks), 0, 0, []
         for place in range(len(self.prompt)):
             filled += 1
             if filled == chunk_size or place in marks:
                 if place in self.landmarks:
-                    found.append(closed)
+                    asking.append(closed)
                 closed, filled = closed + 1, 0
-        return found
+        return asking
 
     @property
     def needed(self) -> int:
-        """Tokens that are generated: where the answer must be ended, the token after it too."""
+        """How many tokens the model has to say: where it must end the answer, the one after it too."""
         return len(self.answer) + (not self.fixed)
 
     def given(self, tokens: Sequence[int], text: str) -> bool:
-        """Whether greedy decoding writes the answer as it stands: from the best tokens after the true ones before each.
+        """Whether greedy decoding writes the answer as it stands, by the best tokens after the true ones before each.
 
-        Whatever else these say, also a right answer in another order, does not tell what would be written.
+        If these say anything else, even the right values in another order, they do not tell what would be written.
         """
         return np.array_equal(tokens[: len(self.answer)], self.answer) and self.right(tokens, text)
 
@@ -94,11 +143,11 @@ class Question:
         said = text.lstrip()
         if said.startswith(self.text):
             return not re.match(r"[\w-]|[.,]\d", said[len(self.text) :])
-        found = [part for part in re.split(r"[,;\s]+|\band\b", said) if part][: len(self.parts)]
-        if not self.any_order or len(found) < len(self.parts):
+        parts = [part for part in re.split(r"[,;\s]+|\band\b", said) if part][: len(self.parts)]
+        if not self.any_order or len(parts) < len(self.parts):
             return False
-        found[-1] = found[-1].rstrip(".")  # which ends the sentence
-        return sorted(found) == sorted(self.parts)
+        parts[-1] = parts[-1].rstrip(".")  # which ends the sentence
+        return sorted(parts) == sorted(self.parts)
 
     def _same_values(self, given: Integers) -> bool:
         """Whether the values of an answer stand in ``given``, of its length, with the separators where it has them."""
@@ -116,16 +165,6 @@ class Trial:
 
     needles: tuple[Needle, ...]
     questions: tuple[Question, ...]
-
-
-class Facts:
-    """The names of one trial: needles lead from one to another."""
-
-    def __init__(self) -> None:
-        self.needles: list[tuple[Name, Name]] = []
-        self.asked: list[
-            tuple[list[Name], list[Name], list[list[int]]]
-        ] = []  # keys, what is found, needles of hops
 
 
 @dataclass(frozen=True)
@@ -153,6 +192,10 @@ class NeedleTask:
     any_phase: bool = True
     straddle: bool = True
 
+    @cached_property
+    def facts(self) -> Facts:
+        return Facts(self.kind, self.needles, self.hops, self.distractors)
+
     # --- sizes ---------------------------------------------------------------------------------------------
 
     @property
@@ -160,8 +203,8 @@ class NeedleTask:
         return self.needles * self.hops + self.distractors
 
     def questions_of(self, depth: float | None) -> int:
-        """Of a trial. With a depth only the question whose needle lies there is asked."""
-        return self.needles if depth is None and self.kind in ("multi-key", "hops") else 1
+        """Return the questions of a trial. With a depth only the one whose needle lies there is asked."""
+        return len(self.facts.questions) if depth is None else 1
 
     @cached_property
     def sizes(self) -> tuple[int, int]:
@@ -171,10 +214,11 @@ class NeedleTask:
         """
         needle, question = 0, 0
         for number in range(max(4, 64 // self.num_needles)):
-            facts = self._facts(Draws(number))
-            needle = max(needle, *(len(self.format.needle(*names).tokens) for names in facts.needles))
-            for text in self._texts(facts):
-                question = max(question, len(text.tokens) + len(text.answer))
+            names = self._draw(Draws(number))
+            needle = max(needle, *(len(text.tokens) for text in self._needles(names)))
+            question = max(
+                question, *(_length(self._question(names, asked)) for asked in self.facts.questions)
+            )
         return needle, question
 
     def chunks(self, length: int, chunk_size: int) -> int:
@@ -193,7 +237,7 @@ class NeedleTask:
 
     # --- trials --------------------------------------------------------------------------------------------
 
-    def trials(
+    def lay(
         self,
         haystack: Haystack,
         length: int,
@@ -202,7 +246,7 @@ class NeedleTask:
         count: int,
         *numbers: int,
     ) -> dict[float | None, list[Trial]]:
-        """``count`` trials at each depth, the same whatever other depths there are.
+        """Lay out ``count`` trials at each depth, the same whatever other depths there are.
 
         Args:
             length: tokens of haystack, filler, question and answer.
@@ -214,13 +258,12 @@ class NeedleTask:
             ValueError: a haystack that holds all values that are drawn.
         """
         wanted = [(depth, n) for depth in depths for n in range(count)]
-        drawn: dict[tuple[float | None, int], Facts] = {}
+        drawn: dict[tuple[float | None, int], list[Name]] = {}
         missing = wanted
-        room = length - haystack.chunks * haystack.chunk_size - haystack.chunk_size
         for attempt in range(_ATTEMPTS):
-            for key in missing:
-                drawn[key] = self._facts(Draws(*numbers, _number(key[0]), key[1], attempt))
-            missing = self._unfit(haystack, length, room, {key: drawn[key] for key in missing})
+            for depth, n in missing:
+                drawn[depth, n] = self._draw(Draws(*numbers, _number(depth), n, attempt))
+            missing = self._unfit(haystack, length, {key: drawn[key] for key in missing})
             if not missing:
                 break
         else:
@@ -228,86 +271,74 @@ class NeedleTask:
                 f"text: expected text that does not hold the values to hide, but {length} tokens of it hold each that "
                 f"was drawn in {_ATTEMPTS} attempts. Use a shorter length, other text, or another format or values."
             )
-        found: dict[float | None, list[Trial]] = {depth: [] for depth in depths}
+        trials: dict[float | None, list[Trial]] = {depth: [] for depth in depths}
         for depth, n in wanted:
             draws = Draws(*numbers, _number(depth), n, _ATTEMPTS)
-            found[depth].append(self._trial(drawn[depth, n], haystack, length, last_chunk, depth, draws))
-        return found
+            trials[depth].append(self._trial(drawn[depth, n], haystack, length, last_chunk, depth, draws))
+        return trials
+
+    def _draw(self, draws: Draws) -> list[Name]:
+        """Draw a name for each of the facts, no two alike."""
+        names: list[Name] = []
+        used: set[bytes] = set()
+        for key in self.facts.keys:
+            name = self.format.draw(draws, key)
+            while name.tokens.tobytes() in used:
+                name = self.format.draw(draws, key)
+            used.add(name.tokens.tobytes())
+            names.append(name)
+        return names
+
+    def _needles(self, names: Sequence[Name]) -> list[NeedleText]:
+        return [self.format.needle(names[left], names[right]) for left, right in self.facts.needles]
+
+    def _question(
+        self, names: Sequence[Name], asked: Asked, values: Sequence[int] | None = None
+    ) -> QuestionText:
+        """Write a question; ``values``: its values in another order."""
+        expected = [names[value] for value in values or asked.values]
+        return self.format.question([names[key] for key in asked.keys], expected, self.hops, self.landmarks)
 
     def _unfit(
-        self, haystack: Haystack, length: int, room: int, drawn: dict[Any, Facts]
+        self, haystack: Haystack, length: int, drawn: dict[tuple[float | None, int], list[Name]]
     ) -> list[tuple[float | None, int]]:
-        """Those whose values stand in the text, or that are longer than the room that is kept for them."""
+        """Return those whose values stand in the text, or that are longer than the room that is kept for them."""
+        longest, room = self.sizes[0], length - (haystack.chunks + 1) * haystack.chunk_size
         sequences, owners = [], []
-        wrong, longest = set(), self.sizes[0]
-        for key, facts in drawn.items():
-            needles = (self.format.needle(*names) for names in facts.needles)
-            if any(len(text.tokens) + len(text.answer) > room for text in self._texts(facts)) or any(
-                len(text.tokens) > longest for text in needles
+        wrong = set()
+        for key, names in drawn.items():
+            asked = self.facts.questions
+            if any(_length(self._question(names, question)) > room for question in asked) or any(
+                len(text.tokens) > longest for text in self._needles(names)
             ):
                 wrong.add(key)
-            for _, values, _ in facts.asked:
-                for value in values:
-                    variants = self.format.variants(value)
-                    sequences += variants
-                    owners += [key] * len(variants)
+            for value in (names[value] for question in asked for value in question.values):
+                variants = self.format.variants(value)
+                sequences += variants
+                owners += [key] * len(variants)
         wrong |= {owners[n] for n in occurring(haystack.filler, haystack.start, length, sequences)}
         return [key for key in drawn if key in wrong]
 
-    def _facts(self, draws: Draws) -> Facts:
-        facts, used = Facts(), set()
-
-        def name(key: bool) -> Name:
-            while True:
-                drawn = self.format.draw(draws, key)
-                if drawn.tokens.tobytes() not in used:
-                    used.add(drawn.tokens.tobytes())
-                    return drawn
-
-        if self.kind == "hops":
-            for _ in range(self.needles):
-                chain = [name(True) for _ in range(self.hops)] + [name(False)]
-                first = len(facts.needles)
-                facts.needles += list(pairwise(chain))
-                facts.asked.append((chain[:1], chain[1:], [[first + hop] for hop in range(self.hops)]))
-        else:
-            keys = [name(True) for _ in range(1 if self.kind == "multi-value" else self.needles)]
-            values = [name(False) for _ in range(self.needles)]
-            facts.needles = list(zip(keys * self.needles, values, strict=False))
-            if self.kind in ("multi-value", "multi-query"):
-                facts.asked = [(keys, values, [list(range(self.needles))])]
-            else:
-                facts.asked = [([k], [v], [[n]]) for n, (k, v) in enumerate(facts.needles)]
-        for number in range(self.distractors):
-            ends = number % self.hops == self.hops - 1
-            facts.needles.append((name(True), name(not ends)))
-        return facts
-
-    def _texts(self, facts: Facts) -> list[QuestionText]:
-        return [
-            self.format.question(keys, found, self.hops, self.landmarks) for keys, found, _ in facts.asked
-        ]
-
     def _trial(
         self,
-        facts: Facts,
+        names: Sequence[Name],
         haystack: Haystack,
         length: int,
         last_chunk: int,
         depth: float | None,
         draws: Draws,
     ) -> Trial:
-        texts = [self.format.needle(*names) for names in facts.needles]
+        texts = self._needles(names)
         places = self._places(texts, haystack.chunk_size, last_chunk, depth, draws)
         needles = [Needle(p, text.tokens, text.value) for p, text in zip(places, texts, strict=True)]
         S, chunks = haystack.chunk_size, haystack.chunks
         questions = []
-        for (keys, found, gold), _ in zip(facts.asked, range(self.questions_of(depth)), strict=False):
+        for asked in self.facts.questions[: self.questions_of(depth)]:
+            values = asked.values
             if self.kind == "multi-value":  # named in the order of their places
-                order = sorted(gold[0], key=lambda n: needles[n].start)
-                found = [found[n] for n in order]
-            text = self.format.question(keys, found, self.hops, self.landmarks)
-            filler = length - chunks * S - len(text.tokens) - len(text.answer)
+                values = [values[n] for n in sorted(asked.needles[0], key=lambda n: needles[n].start)]
+            text = self._question(names, asked, values)
+            filler = length - chunks * S - _length(text)
             assert filler >= S
             landmarks = tuple(filler + place for place in text.landmarks)
             first = 1 + draws.below(S) if self.any_phase else (landmarks[0] % S + 1)
@@ -319,10 +350,10 @@ class NeedleTask:
                     text.answer,
                     text.parts,
                     text.text,
-                    tuple(map(tuple, gold)),
+                    tuple(map(tuple, asked.needles)),
                     self.format.fixed,
                     self.kind == "multi-value",
-                    len(found[0].tokens),
+                    len(names[values[0]].tokens),
                 )
             )
         return Trial(tuple(needles), tuple(questions))
@@ -330,7 +361,7 @@ class NeedleTask:
     def _places(
         self, texts: Sequence[NeedleText], S: int, last_chunk: int, depth: float | None, draws: Draws
     ) -> list[int]:
-        """Where needles begin; the first asked one at its depth."""
+        """Draw where needles begin; the first asked one lies at its depth."""
         lengths = [len(text.tokens) for text in texts]
         if self._whole(S, max(lengths)):
             first = None if depth is None else round(depth * (last_chunk - 1))
@@ -352,8 +383,12 @@ class NeedleTask:
 
 
 def _number(depth: float | None) -> int:
-    """A depth, for draws; None: none."""
+    """Return a depth as a whole number, for draws; None: none."""
     return -1 if depth is None else round(depth * 1e9)
+
+
+def _length(question: QuestionText) -> int:
+    return len(question.tokens) + len(question.answer)
 
 
 def make_task(
@@ -369,12 +404,11 @@ def make_task(
     straddle: bool | None,
     value_tokens: int | None = None,
 ) -> NeedleTask:
-    """A task of checked settings; ``values``, ``straddle``, ``value_tokens``: None is the format's own.
+    """Make a task of checked settings; ``values``, ``straddle``, ``value_tokens``: None is the format's own.
 
     Raises:
         ValueError: a tokenizer without what the format is made of.
     """
-    hops = hops if kind == "hops" else 1
     made: Format
     if format == "marks":
         made = Marks(tokenizer)
@@ -384,14 +418,7 @@ def make_task(
         passkey = kind == "single" and not distractors
         # tokens of the paper's published training texts
         length = (10 if passkey else 5) if value_tokens is None else value_tokens
-        made = Paper(tokenizer, values or "tokens", passkey, length)
-    return NeedleTask(
-        made,
-        kind,
-        needles,
-        hops,
-        distractors,
-        landmarks,
-        any_phase,
-        not made.whole if straddle is None else straddle,
-    )
+        made = Paper(tokenizer, "digits" if values == "numbers" else "tokens", passkey, length)
+    own = not made.whole if straddle is None else straddle
+    hops = hops if kind == "hops" else 1
+    return NeedleTask(made, kind, needles, hops, distractors, landmarks, any_phase, own)

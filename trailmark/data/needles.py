@@ -22,52 +22,15 @@ import torch
 from torch import Tensor
 
 from trailmark.data.corpus import Tokens
-
-KEY_LENGTH = 4
-VALUE_LENGTH = 5
-NEEDLE_LENGTH = 1 + KEY_LENGTH + 1 + VALUE_LENGTH + 1  # $KKKK=ddddd;
-QUESTION_LENGTH = 1 + KEY_LENGTH  # ~KKKK
-ANSWER_LENGTH = 1 + VALUE_LENGTH + 1  # =ddddd;
-IGNORED = -100
-
-
-@dataclass(frozen=True)
-class NeedleFormat:
-    """The tokens of needles, one per character."""
-
-    letters: Tokens  # [26]
-    digits: Tokens  # [10]
-    needle: int  # $
-    question: int  # ~
-    cue: int  # =
-    end: int  # ;
-    blank: int
-
-    @classmethod
-    def of(cls, tokenizer: Any) -> NeedleFormat:
-        """Raises ValueError if the tokenizer has no single token for some character."""
-
-        def token(character: str) -> int:
-            ids = tokenizer(character, add_special_tokens=False)["input_ids"]
-            if len(ids) != 1:
-                raise ValueError(
-                    f"tokenizer: expected one token for {character!r}, got {len(ids)}. Needles are made of "
-                    "single characters; use 'bytes' or a byte-level BPE tokenizer such as GPT-2's."
-                )
-            return int(ids[0])
-
-        characters = "ABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789$~=; "
-        if len({token(c) for c in characters}) < len(characters):
-            raise ValueError(
-                "tokenizer: expected different tokens for the characters of needles, got equal ones."
-            )
-        letters = np.array([token(c) for c in "ABCDEFGHIJKLMNOPQRSTUVWXYZ"], np.int32)
-        digits = np.array([token(c) for c in "0123456789"], np.int32)
-        return cls(letters, digits, token("$"), token("~"), token("="), token(";"), token(" "))
-
-    def clean(self, tokens: Tokens) -> Tokens:
-        """Filler without the marks of needles and questions."""
-        return tokens[(tokens != self.needle) & (tokens != self.question)]
+from trailmark.data.needle_formats import (
+    ANSWER_LENGTH,
+    IGNORED,
+    KEY_LENGTH,
+    NEEDLE_LENGTH,
+    QUESTION_LENGTH,
+    VALUE_LENGTH,
+    Marks,
+)
 
 
 @dataclass(frozen=True)
@@ -117,7 +80,7 @@ class NeedleTexts:
 
     def __init__(
         self,
-        format: NeedleFormat,
+        format: Marks,
         filler: Tokens,
         chunk_size: int,
         seed: int = 0,
@@ -145,7 +108,7 @@ class NeedleTexts:
         self.landmarks = landmarks
 
     def batch(self, first: int, count: int, level: Level) -> NeedleBatch:
-        """Samples first .. first + count - 1."""
+        """Make samples first .. first + count - 1."""
         make = self._text if level.hops is None else self._chained_text
         rows = [make(np.random.default_rng([self.seed, n]), level) for n in range(first, first + count)]
         ids, present, close, weights, starts, needles = (np.stack(part) for part in zip(*rows, strict=True))
@@ -162,7 +125,7 @@ class NeedleTexts:
         )
 
     def _filler(self, rng: np.random.Generator, level: Level) -> Tokens:
-        """What a text is made of before anything is hidden in it: [N, S]."""
+        """Draw what a text is made of before anything is hidden in it: [N, S]."""
         N, S = level.chunks, self.chunk_size
         if len(self.filler) <= N * S:
             raise ValueError(
@@ -182,7 +145,6 @@ class NeedleTexts:
     def _text(self, rng: np.random.Generator, level: Level) -> tuple[Any, ...]:
         N, S, form = level.chunks, self.chunk_size, self.format
         rows = self._filler(rng, level)
-        text = rows.reshape(-1)
         density = draw_density(rng, level)
         holds = rng.random(N) < density
         holds[0] = True
@@ -216,9 +178,12 @@ class NeedleTexts:
         lowest = np.where(answered[chunk], ANSWER_LENGTH, 0)
         highest = S - NEEDLE_LENGTH - spilled[chunk]
         offset = lowest + (place * (highest + 1 - lowest)).astype(np.int64)
-        write_needles(rows, chunk, offset, form.letters[keys], form.digits[values], form)
-        write_questions(text, asking * S + phase[asking], form.letters[keys[asked]], form)
-        write_answers(rows, asking + 1, form.digits[values[asked]], form)
+        letters, digits = form.letters[keys], form.digits[values]
+        write(rows, chunk, offset, form.needles(letters, digits))
+        ends = asking * S + phase[asking]
+        # the first tokens of an early one stand at the end of the chunk before
+        write(rows.reshape(1, -1), 0, ends - QUESTION_LENGTH, form.questions(letters[asked]))
+        write(rows, asking + 1, 0, form.answers(digits[asked]))
 
         needles = np.full(N, -1, np.int64)
         needles[asking] = chunk[asked]
@@ -230,7 +195,7 @@ class NeedleTexts:
         return self._assembled(rows, lengths, said, starts, needles)
 
     def _assembled(self, rows: Tokens, lengths: Any, said: Any, starts: Any, needles: Any) -> tuple[Any, ...]:
-        """A text of the first ``lengths`` [N] tokens of rows [N, S], with what is asked of it.
+        """Join the first ``lengths`` [N] tokens of rows [N, S] to a text, with what is asked of it.
 
         Args:
             said: [N, S] bool, digits and letters of answers; starts: the first of each.
@@ -255,7 +220,7 @@ class _Chains:
     """A text of chains of two needles, written from its start: what a question asks for stands before it."""
 
     def __init__(
-        self, rng: np.random.Generator, level: Level, rows: Tokens, form: NeedleFormat, landmarks: int
+        self, rng: np.random.Generator, level: Level, rows: Tokens, form: Marks, landmarks: int
     ) -> None:
         N, S = rows.shape
         self.rng, self.level, self.rows, self.form, self.landmarks = rng, level, rows, form, landmarks
@@ -266,19 +231,14 @@ class _Chains:
         self.begun = 0  # chains
         # each thing is asked for once: an earlier answer could be copied
         self.asked: set[tuple[int, int, int]] = set()
-        self.lengths, self.lead = (
-            np.full(N, S),
-            np.zeros(N, np.int64),
-        )  # of chunks; of the answers that open them
-        self.said, self.starts, self.dropped = (
-            np.zeros((N, S), bool),
-            np.zeros((N, S), bool),
-            np.zeros(N, bool),
-        )
+        self.lengths = np.full(N, S)  # of chunks
+        self.lead = np.zeros(N, np.int64)  # tokens of the answers that open them
+        self.said, self.starts = np.zeros((N, S), bool), np.zeros((N, S), bool)
+        self.dropped = np.zeros(N, bool)
         self.needles = np.full(N, -1, np.int64)
 
     def written(self) -> tuple[Any, ...]:
-        """The arguments of :meth:`NeedleTexts._assembled`."""
+        """Write the text; return the arguments of :meth:`NeedleTexts._assembled`."""
         rng, level, N = self.rng, self.level, len(self.rows)
         for chunk in np.flatnonzero(rng.random(N) < level.decoys):
             write_decoy(self.rows[chunk], self.keys[rng.integers(N), 0], rng)
@@ -297,7 +257,7 @@ class _Chains:
         return *(part[order] for part in parts), number[self.needles[order]]
 
     def _hide(self, n: int) -> None:
-        """A needle in chunk ``n``, of a chain that was begun or of another, if there is one."""
+        """Hide a needle in chunk ``n``, of a chain that was begun or of another, if there is one."""
         rng, half = self.rng, np.flatnonzero((self.place >= 0).sum(1) == 1)
         if len(half) and (rng.random() < 0.35 or self.begun == self.most):
             chain = rng.choice(half)
@@ -309,21 +269,21 @@ class _Chains:
         else:
             return
         value = self.digits[chain] if which else self.keys[chain, 1]
-        offset = rng.integers(self.lead[n], self.rows.shape[1] - needle_length(value) + 1)
-        write_needles(self.rows, [n], [offset], self.keys[chain, which][None], value[None], self.form)
+        needle = self.form.needles(self.keys[chain, which][None], value[None])
+        offset = rng.integers(self.lead[n], self.rows.shape[1] - needle.shape[1] + 1)
+        write(self.rows, n, offset, needle)
         self.place[chain, which] = n
 
     def _ask(self, n: int) -> int:
-        """A question in chunk ``n``, if there is something to ask; how many chunks were written."""
+        """Ask in chunk ``n``, if there is something to ask; return how many chunks were written."""
         rng, level = self.rng, self.level
         assert level.hops is not None
         hops = 2 if rng.random() < level.hops else 1
         spells = hops == 1 and rng.random() < level.spell
-        first, last = (
-            (0, 0) if spells else (2 - hops, 1)
-        )  # needles from what is asked by to what is asked for
-        found = self.place[:, first : last + 1].min(1) >= 0
-        askable = [int(c) for c in np.flatnonzero(found) if (int(c), first, last) not in self.asked]
+        # the needles from what is asked by to what is asked for
+        first, last = (0, 0) if spells else (2 - hops, 1)
+        hidden = self.place[:, first : last + 1].min(1) >= 0
+        askable = [int(c) for c in np.flatnonzero(hidden) if (int(c), first, last) not in self.asked]
         end = n + hops
         if not askable or end >= len(self.rows):
             return 1
@@ -331,7 +291,8 @@ class _Chains:
         self.asked.add((chain, first, last))
         if rng.random() < level.early:
             self.lengths[n] = rng.integers(self.lead[n] + QUESTION_LENGTH, self.rows.shape[1] + 1)
-        write_questions(self.rows[n], [self.lengths[n]], self.keys[chain, first][None], self.form)
+        question = self.form.questions(self.keys[chain, first][None])
+        write(self.rows, n, self.lengths[n] - QUESTION_LENGTH, question)
         self.needles[n] = self.place[chain, first]
         if hops == 2 and self.landmarks == 1:
             self.dropped[n + 1] = True
@@ -339,7 +300,7 @@ class _Chains:
             self.rows[n + 1, 0], self.lengths[n + 1] = self.form.cue, 1
             self.needles[n + 1] = self.place[chain, 1]
         answer = self.keys[chain, 1] if spells else self.digits[chain]
-        write_answers(self.rows, [end], answer[None], self.form)
+        write(self.rows, end, 0, self.form.answers(answer[None]))
         self.said[end, 1 : 1 + len(answer)] = True
         self.starts[end, 1] = True
         self.lead[end] = 1 + len(answer) + 1
@@ -347,13 +308,13 @@ class _Chains:
 
 
 def draw_density(rng: np.random.Generator, level: Level) -> float:
-    """The share of a text's chunks that hold needles."""
+    """Draw the share of a text's chunks that hold needles."""
     N = level.chunks
     return 0.5 if rng.random() < level.dense else rng.uniform(1, max(2, N / 8)) / N
 
 
 def leave_room(asking: Any, phase: Any) -> Any:
-    """Which questions of chunks ``asking`` [n] ascending, that end at ``phase`` [n], are asked: [n] bool.
+    """Say which questions of chunks ``asking`` [n] ascending, that end at ``phase`` [n], are asked: [n] bool.
 
     An early question may leave no room for the answer that would open its chunk. Then the chunk before asks
     nothing: if the question moved to a later phase instead, the first phases would be rare.
@@ -366,14 +327,14 @@ def leave_room(asking: Any, phase: Any) -> Any:
 
 
 def moved_up(x: Any, kept: Any, rest: Any = 0) -> Any:
-    """What is kept of x [N, S], in its order, then ``rest``: [N * S]."""
+    """Return what is kept of x [N, S], in its order, then ``rest``: [N * S]."""
     out = np.full(x.size, rest, x.dtype)
     out[: kept.sum()] = x[kept]
     return out
 
 
 def random_keys(rng: np.random.Generator, count: int, near: float) -> np.ndarray[Any, Any]:
-    """[count, 4] numbers of letters; with probability ``near`` but one letter of a key is that of an earlier one."""
+    """Draw [count, 4] numbers of letters; with probability ``near`` a key is an earlier one but for one letter."""
     keys = rng.integers(26, size=(count, KEY_LENGTH))
     for n in np.flatnonzero(rng.random(count) < near):
         if n:
@@ -383,7 +344,7 @@ def random_keys(rng: np.random.Generator, count: int, near: float) -> np.ndarray
 
 
 def distinct_keys(rng: np.random.Generator, count: int, near: float) -> np.ndarray[Any, Any]:
-    """:func:`random_keys`, no two alike."""
+    """Draw :func:`random_keys`, no two alike."""
     while True:
         keys = random_keys(rng, count, near)
         if len(np.unique(keys, axis=0)) == count:
@@ -391,7 +352,7 @@ def distinct_keys(rng: np.random.Generator, count: int, near: float) -> np.ndarr
 
 
 def chained_keys(rng: np.random.Generator, count: int, level: Level) -> tuple[np.ndarray[Any, Any], int]:
-    """First and second keys [count, 2, 4] of chains, and of how many chains all are different."""
+    """Draw first and second keys [count, 2, 4] of chains; also return of how many chains all are different."""
     while True:
         keys = distinct_keys(rng, 2 * count, level.near).reshape(count, 2, KEY_LENGTH)
         if level.letters == KEY_LENGTH:
@@ -404,46 +365,17 @@ def chained_keys(rng: np.random.Generator, count: int, level: Level) -> tuple[np
 
 
 def random_values(rng: np.random.Generator, count: int) -> np.ndarray[Any, Any]:
-    """[count, 5] distinct digits."""
+    """Draw [count, 5] distinct digits."""
     return rng.random((count, 10)).argsort(axis=1)[:, :VALUE_LENGTH]
 
 
-def needle_length(value: Any) -> int:
-    """Tokens of a needle with a value of so many: $KKKK=value;"""
-    return 1 + KEY_LENGTH + 1 + len(value) + 1
-
-
-def write_needles(
-    rows: Tokens, chunk: Any, offset: Any, key: Tokens, value: Tokens, form: NeedleFormat
-) -> None:
-    """``$KKKK=value;`` into chunks ``chunk`` [n] of rows [N, S], from ``offset`` [n].
-
-    ``key`` [n, 4], ``value`` [n, v]: digits or letters.
-    """
-    n = len(chunk)
-    mark, cue, end = (np.full((n, 1), token, np.int32) for token in (form.needle, form.cue, form.end))
-    needle = np.concatenate([mark, key, cue, value, end], axis=1)
-    columns = np.asarray(offset)[:, None] + np.arange(needle.shape[1])
-    rows[np.asarray(chunk)[:, None], columns] = needle
-
-
-def write_questions(text: Tokens, ends: Any, key: Tokens, form: NeedleFormat) -> None:
-    """``~KKKK`` as the tokens of text [T] before places ``ends`` [n]."""
-    start = np.asarray(ends)[:, None] - QUESTION_LENGTH
-    text[start[:, 0]] = form.question
-    text[start + np.arange(1, QUESTION_LENGTH)] = key
-
-
-def write_answers(rows: Tokens, chunk: Any, value: Tokens, form: NeedleFormat) -> None:
-    """``=value;`` as the first tokens of chunks ``chunk`` [n] of rows [N, S], with values [n, digits or letters]."""
-    end = 1 + value.shape[1]
-    rows[chunk, 0] = form.cue
-    rows[chunk, 1:end] = value
-    rows[chunk, end] = form.end
+def write(rows: Tokens, chunk: Any, offset: Any, what: Tokens) -> None:
+    """Write ``what`` [n, L] into chunks ``chunk`` [n] of rows [N, S], from places ``offset`` [n] on; one: of all."""
+    rows[np.atleast_1d(chunk)[:, None], np.atleast_1d(offset)[:, None] + np.arange(what.shape[1])] = what
 
 
 def write_decoy(row: Tokens, key: Tokens, rng: np.random.Generator) -> None:
-    """Some letters of a key somewhere in a chunk [S] behind an answer, side by side or scattered."""
+    """Write some letters of a key into a chunk [S], anywhere behind an answer, side by side or scattered."""
     letters = key[np.sort(rng.choice(KEY_LENGTH, rng.integers(1, KEY_LENGTH + 1), replace=False))]
     if rng.random() < 0.5:
         first = rng.integers(ANSWER_LENGTH, len(row) - len(letters) + 1)

@@ -10,34 +10,36 @@ More::
 
 Letters that repeat stand for random tokens, ``*`` for an early landmark: what it retrieves serves the cue `` is``
 and the answer. A text is a slice of the haystack with needles put in between and the question at its end: nothing
-of the slice is lost, whatever the chunk size, and no phase has to be padded for.
+of the slice is lost, whatever the chunk size, and no phase has to be padded for. Needles and questions are those that
+evaluations ask (:class:`.needle_formats.Paper`, :class:`.needle_tasks.Facts`).
 
 (:mod:`trailmark.data.needles` is another task: many needles and questions per text, learnt on a laptop.)
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from trailmark.data.corpus import tokenize
+from trailmark.data.haystacks import Stream
+from trailmark.data.needle_formats import IGNORED, Name, Paper
+from trailmark.data.needle_tasks import Facts
 
-IGNORED = -100
 Integers = npt.NDArray[np.int64]
+_ATTEMPTS = 100  # to draw values that the haystack does not hold
 
 
-class Haystack(Protocol):
-    """One stream of tokens, such as a corpus."""
+class _Written(NamedTuple):
+    """Needles and the question of one text, in tokens."""
 
-    def __len__(self) -> int: ...
-
-    def read(self, start: int, stop: int) -> npt.NDArray[Any]:
-        """Tokens start .. stop - 1."""
+    needles: Integers  # [n, needle_length]
+    question: Integers  # with its answer
+    answer_length: int
+    marks: Integers  # after which of the question's tokens landmarks follow
 
 
 class NiahTexts:
@@ -80,7 +82,7 @@ class NiahTexts:
     def __init__(
         self,
         tokenizer: Any,
-        haystack: Haystack,
+        haystack: Stream,
         length: int,
         chunk_size: int,
         seed: int = 0,
@@ -110,57 +112,44 @@ class NiahTexts:
         self.haystack, self.length, self.chunk_size, self.seed = haystack, length, chunk_size, int(seed)
         self.answer_weight, self.straddle, self.any_phase = answer_weight, straddle, any_phase
         self.most_landmarks = num_landmarks + any_phase
-        self._value_tokens = value_tokens
-        self._alphabet = alphabet(tokenizer, values)
-
-        def words(text: str) -> Integers:
-            return tokenize([text], tokenizer).astype(np.int64)
-
-        if passkey:
-            needle = [words("|The passkey is:"), None, words("|")]
-            lead, cue = question_and_cue(tokenizer, "|What is the passkey? The passkey", " is")
-            parts = [lead, cue, None]
-            question_parts, cue_parts = 1, 2
-            self._needle_variables = np.zeros((1, 1), np.int64)
-            self._question_variables = np.zeros(1, np.int64)
-        else:
-            needle = [words("|DEF "), None, words("->"), None, words("|")]
-            cue = question_and_cue(tokenizer, "|The path from a", " is")[1]
-            parts = [words("|The path from "), None, cue, None]
-            question_parts, cue_parts = 2, 3
-            for _ in range(hops - 1):
-                parts += [words(","), None]
-            first = np.arange(chains)[:, None] * (hops + 1) + np.arange(hops)  # [chains, hops]
-            alone = chains * (hops + 1) + 2 * np.arange(distractors)
-            first = np.concatenate([first.reshape(-1), alone])
-            self._needle_variables = np.stack([first, first + 1], 1)
-            self._question_variables = np.arange(hops + 1)
-        self._needle, self._needle_slots = frame(needle, value_tokens)
-        self._question, self._question_slots = frame(parts, value_tokens)
-        ends = np.cumsum([value_tokens if part is None else len(part) for part in parts])
-        self._marks = ends[[question_parts - 1, cue_parts - 1][:num_landmarks]] - 1
-        self.needle_length = len(self._needle)
-        self.answer_length = len(self._question) - int(ends[cue_parts - 1])
+        self._value_tokens, self._landmarks = value_tokens, num_landmarks
+        self._format = Paper(tokenizer, values, passkey, value_tokens)
+        self._facts = Facts("hops", chains, hops, distractors)
+        # a passkey has no name to ask for: its value alone is drawn
+        self._nameless = [Name(np.zeros(0, np.int64))] if passkey else []
+        num_values = len(self._facts.keys) - len(self._nameless)
+        blank = self._write(np.zeros((num_values, value_tokens), np.int64))
+        self.needle_length, self._question_length = len(blank.needles[0]), len(blank.question)
+        self.answer_length, self._marks = blank.answer_length, blank.marks
         self._check_room()
-        if self._num_variables > len(self._alphabet) ** value_tokens:
+        if num_values > len(self._format.alphabet) ** value_tokens:
             raise ValueError(
-                f"chains: expected at most {len(self._alphabet) ** value_tokens} different values in a text, of "
-                f"{value_tokens} tokens each, got {self._num_variables}. Use fewer chains, hops or distractors, or in "
+                f"chains: expected at most {len(self._format.alphabet) ** value_tokens} different values in a text, of "
+                f"{value_tokens} tokens each, got {num_values}. Use fewer chains, hops or distractors, or in "
                 "Python more value_tokens."
             )
         self._text(0)  # values that cannot be told from this haystack are an error now, not at some step
 
-    @property
-    def _num_variables(self) -> int:
-        return int(self._needle_variables.max()) + 1
+    def _write(self, values: Integers) -> _Written:
+        """Write needles and question with values [n, value_tokens]."""
+        names = [*self._nameless, *map(Name, values)]
+        asked = self._facts.questions[0]
+        keys, path = ([names[n] for n in numbers] for numbers in (asked.keys, asked.values))
+        text = self._format.question(keys, path, len(path), self._landmarks)
+        return _Written(
+            np.stack([self._format.needle(names[a], names[b]).tokens for a, b in self._facts.needles]),
+            np.concatenate([text.tokens, text.answer]),
+            len(text.answer),
+            np.array(text.landmarks),
+        )
 
     @property
     def _stop(self) -> int:
         """Where needles must have ended."""
-        return self.length - max(2 * self.chunk_size, len(self._question))
+        return self.length - max(2 * self.chunk_size, self._question_length)
 
     def _check_room(self) -> None:
-        n, S = len(self._needle_variables), self.chunk_size
+        n, S = len(self._facts.needles), self.chunk_size
         after = self.length - self._stop
         if self.straddle:
             least = n * self.needle_length + after
@@ -184,15 +173,15 @@ class NiahTexts:
 
     @property
     def _filler_length(self) -> int:
-        return self.length - len(self._question) - len(self._needle_variables) * self.needle_length
+        return self.length - self._question_length - len(self._facts.needles) * self.needle_length
 
     def batch(self, first: int, count: int) -> dict[str, Tensor]:
-        """Samples first .. first + count - 1, whatever the batch.
+        """Make samples first .. first + count - 1, the same in any batch.
 
         Returns:
             ``input_ids`` int64 [B, T]; ``labels`` int64 [B, T], the same but for the first token, which nothing
             predicts (-100); ``loss_weights`` float32 [B, T]; ``close_chunk`` bool [B, T], a landmark follows;
-            ``answers`` bool [B, T], the tokens to be found; ``needles`` int64 [B, n], the first token of each
+            ``answers`` bool [B, T], the tokens of the answer; ``needles`` int64 [B, n], the first token of each
             needle: those of the chain that is asked for, in its order, then all others.
 
         Raises:
@@ -214,10 +203,10 @@ class NiahTexts:
         }
 
     def _text(self, number: int) -> tuple[Integers, npt.NDArray[np.bool_], Integers]:
-        """Tokens [T], where landmarks follow [T], where needles begin [n]."""
+        """Make one text: tokens [T], where landmarks follow [T], where needles begin [n]."""
         # never a generator that others draw from: a text would depend on them
         rng = np.random.default_rng([self.seed, number])
-        n = len(self._needle_variables)
+        n = len(self._facts.needles)
         start = int(rng.integers(len(self.haystack) - self._filler_length + 1))
         phase = int(rng.integers(1, self.chunk_size + 1)) if self.any_phase else self.chunk_size
         places = rng.permutation(self._places(rng, n, phase))
@@ -226,12 +215,10 @@ class NiahTexts:
         columns = places[:, None] + np.arange(self.needle_length)
         filler = np.ones(self.length, bool)
         filler[columns] = False
-        question_start = self.length - len(self._question)
+        question_start = self.length - self._question_length
         filler[question_start:] = False
         ids[filler] = self.haystack.read(start, start + self._filler_length)
-        ids[columns] = self._needle
-        ids[question_start:] = self._question
-        self._write_values(ids, rng, columns, number)
+        self._hide(ids, rng, columns, number)
 
         close = np.zeros(self.length, bool)
         close[question_start + self._marks] = True
@@ -239,7 +226,7 @@ class NiahTexts:
         return ids, close, places
 
     def _places(self, rng: np.random.Generator, n: int, phase: int) -> Integers:
-        """Where n needles begin, ascending; the first chunk ends after ``phase`` tokens."""
+        """Draw where n needles begin, ascending; the first chunk ends after ``phase`` tokens."""
         if self.straddle:
             gaps = np.sort(rng.integers(self._stop - n * self.needle_length + 1, size=n))
             return gaps + np.arange(n) * self.needle_length
@@ -248,75 +235,36 @@ class NiahTexts:
         offset = rng.integers(self.chunk_size - self.needle_length + 1, size=n)
         return first + np.sort(chunks) * self.chunk_size + offset
 
-    def _write_values(self, ids: Integers, rng: np.random.Generator, columns: Integers, number: int) -> None:
-        """Values into their places in the needles and the question of ids [T], each nowhere else in it."""
-        in_needles = columns[:, self._needle_slots]  # [n, values of a needle, tokens]
-        in_question = self.length - len(self._question) + self._question_slots
-        expected = np.bincount(self._needle_variables.reshape(-1), minlength=self._num_variables)
-        expected += np.bincount(self._question_variables, minlength=self._num_variables)
-        values = np.empty((self._num_variables, self._value_tokens), np.int64)
-        wrong = np.ones(self._num_variables, bool)
-        for _ in range(100):
-            values[wrong] = self._alphabet[rng.integers(len(self._alphabet), size=values[wrong].shape)]
-            ids[in_needles] = values[self._needle_variables]
-            ids[in_question] = values[self._question_variables]
+    def _hide(self, ids: Integers, rng: np.random.Generator, columns: Integers, number: int) -> None:
+        """Write needles into ``columns`` [n, needle_length] and the question into the end of ids [T].
+
+        Each value stands in them and nowhere else.
+        """
+        facts, first = self._facts, len(self._nameless)
+        asked = facts.questions[0]
+        uses = [name for pair in facts.needles for name in pair] + asked.keys + asked.values
+        expected = np.bincount(uses, minlength=len(facts.keys))[first:]
+        values = np.empty((len(expected), self._value_tokens), np.int64)
+        wrong = np.ones(len(expected), bool)
+        for _ in range(_ATTEMPTS):
+            drawn = rng.integers(len(self._format.alphabet), size=values[wrong].shape)
+            values[wrong] = self._format.alphabet[drawn]
+            written = self._write(values)
+            ids[columns] = written.needles
+            ids[self.length - self._question_length :] = written.question
             wrong = np.array([occurrences(ids, value) for value in values]) != expected
             if not wrong.any():
                 return
         raise ValueError(
             f"data: expected text that does not hold the values to hide, but text {number} of {self.length} tokens "
-            f"holds each value of {self._value_tokens} tokens that was drawn 100 times. Use a shorter "
+            f"holds each value of {self._value_tokens} tokens that was drawn {_ATTEMPTS} times. Use a shorter "
             "context_length, other text, a tokenizer with more tokens, or in Python more value_tokens."
         )
 
 
-def alphabet(tokenizer: Any, values: str) -> Integers:
-    """The tokens that values are made of, ascending."""
-    if values == "digits":
-        pieces = [tokenize([digit], tokenizer).tolist() for digit in "0123456789"]
-        ids = {piece[0] for piece in pieces if len(piece) == 1}
-        if len(ids) < 10:
-            raise ValueError(
-                f"values: expected a tokenizer with one token for each digit, got {len(ids)} of 10. Use 'tokens'."
-            )
-        return np.array(sorted(ids))
-    if values != "tokens":
-        raise ValueError(f"values: expected 'tokens' or 'digits', got {values!r}.")
-    special = {*tokenizer.all_special_ids}
-    special |= {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
-    separators = {token for text in ("|", "->", ",") for token in tokenize([text], tokenizer).tolist()}
-    ids = {*tokenizer.get_vocab().values()} - special - separators
-    if not ids:
-        raise ValueError("tokenizer: expected tokens to make values of, got none but special ones.")
-    return np.array(sorted(ids))
-
-
-def question_and_cue(tokenizer: Any, question: str, cue: str) -> tuple[Integers, Integers]:
-    """Their tokens as they stand in running text.
-
-    Where the cue's first character belongs to the token before, the two are tokenized one by one.
-    """
-    whole, lead, tail = (
-        tokenize([text], tokenizer).astype(np.int64) for text in (question + cue, question, cue)
-    )
-    return (lead, whole[len(lead) :]) if np.array_equal(whole[: len(lead)], lead) else (lead, tail)
-
-
-def frame(parts: Sequence[Integers | None], value_tokens: int) -> tuple[Integers, Integers]:
-    """Parts one after another, None being a value: tokens [L], and where its values go [values, value_tokens]."""
-    tokens, slots, end = [], [], 0
-    for part in parts:
-        if part is None:
-            slots.append(end + np.arange(value_tokens))
-            part = np.zeros(value_tokens, np.int64)
-        tokens.append(part)
-        end += len(part)
-    return np.concatenate(tokens), np.stack(slots)
-
-
 def occurrences(ids: Integers, value: Integers) -> int:
-    """How often value [k] stands in ids [T]; overlaps count."""
-    found = np.flatnonzero(ids[: len(ids) - len(value) + 1] == value[0])
-    for place in range(1, len(value)):
-        found = found[ids[found + place] == value[place]]
-    return len(found)
+    """Count how often value [k] stands in ids [T]; overlaps count."""
+    places = np.flatnonzero(ids[: len(ids) - len(value) + 1] == value[0])
+    for offset in range(1, len(value)):
+        places = places[ids[places + offset] == value[offset]]
+    return len(places)

@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 
 from trailmark.data.batches import mix, permuted
-from trailmark.data.corpus import Tokens, tokenize, tokenizer_fingerprint
-from trailmark.data.niah import IGNORED, question_and_cue
+from trailmark.data.corpus import Tokens, tokenize, tokenize_parts, tokenizer_fingerprint
+from trailmark.data.needle_formats import IGNORED
 from trailmark.data.prepare import expect_as_prepared
 from trailmark.files import sha256_of
 
@@ -69,7 +69,7 @@ class SummarizationTexts:
         self.pairs = pairs if isinstance(pairs, Pairs) else Pairs(pairs)
         self.tokenizer, self.length, self.seed = tokenizer, length, int(seed)
         self.summary_only = summary_only
-        before, after = question_and_cue(tokenizer, "|Summary", ":")
+        before, after = tokenize_parts(["|Summary", ":"], tokenizer)
         self._before, self._after = before, after
         self._absent = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
         self._numbers = self._that_fit()

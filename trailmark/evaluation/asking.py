@@ -1,15 +1,19 @@
-"""Questions put to a model that has read a haystack: what it answers, and which chunks it selected for that."""
+"""Questions put to a model that has read a haystack: what it answers, and which chunks it selected for that.
+
+Two askers have one interface: a model with trailmark's caches reads a haystack into a memory (:class:`MemoryAsker`),
+any other causal language model reads each whole text from its beginning (:class:`WholeTextAsker`).
+"""
 
 from __future__ import annotations
 
 import inspect
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import psutil
@@ -20,11 +24,12 @@ from transformers import GenerationConfig
 from trailmark.data.haystacks import Haystack, Needle
 from trailmark.data.needle_tasks import Question
 from trailmark.evaluation.losses import beginning, longest_text
-from trailmark.evaluation.planting import Rows, planted
+from trailmark.evaluation.planting import planted
 from trailmark.memory import ChunkCache
 from trailmark.models import TrailmarkForCausalLM
 from trailmark.models.reads import Selection
 
+Progress = Callable[[int], None]  # is given the tokens of a haystack that are read
 _READ_TOKENS, _PIECES = 4096, 16  # a haystack's, that are made at a time: so many of the model's own pieces
 _TOGETHER = 64  # questions in a batch: memory for what they read does not grow with their number
 _MORE_TOKENS = 4  # than the expected answer's that are generated: another way to write it may be longer
@@ -32,109 +37,137 @@ _MORE_TOKENS = 4  # than the expected answer's that are generated: another way t
 
 @dataclass
 class Answer:
-    """What a model answers to one question."""
+    """What a model answers to one question.
 
-    tokens: list[
-        int
-    ]  # the best ones, each after the true ones before it: one more than the answer's if it must end
-    logits: Tensor  # [n, V] that they are the best of
+    Attributes:
+        tokens: the best ones, each after the true ones before it: one more than the answer's if it must end.
+        logits: [n, V], whose best tokens these are.
+        selected: at each of the question's landmarks what each group selected; of Landmark Attention what each layer
+            and head read at the token before it and at the one after it. None: the model retrieves nothing.
+    """
+
+    tokens: list[int]
+    logits: Tensor
     selected: list[list[Selection]] | None
-    """At each of the question's landmarks what each group selected; Landmark Attention: what each layer and head did at
-    the token before and the token after. None: the model retrieves nothing."""
 
 
 @dataclass
-class Reading:
-    """What reading haystacks cost."""
+class ReadingCost:
+    """What reading haystacks cost.
+
+    Attributes:
+        memory_bytes: chunk memory and window of one haystack; None: not known.
+        resident_bytes: how much the process grew while it read the first haystack; None: not known.
+    """
 
     tokens: int = 0
     seconds: float = 0.0
-    memory_bytes: int | None = 0  # chunk memory and window of one haystack; None: not known
-    resident_bytes: int | None = 0  # growth of the process while it read the first haystack
+    memory_bytes: int | None = None
+    resident_bytes: int | None = None
 
-    def read(
-        self,
-        model: TrailmarkForCausalLM,
-        rows: Rows,
-        cache: ChunkCache,
-        progress: Callable[[int], None] = lambda tokens: None,
-    ) -> None:
-        """A haystack [N, S] into an empty cache; ``progress`` is given the tokens read so far."""
-        first, (N, S) = not self.tokens, rows.shape
-        # whole pieces of the model's own: a haystack is cut as if it came in one call
-        step = _PIECES * model.reading_piece(_READ_TOKENS)
-        before, began = psutil.Process().memory_info().rss, time.perf_counter()
-        for start in range(0, N * S, step):
-            stop, row = min(start + step, N * S), start // S
-            ids = rows[row : -(-stop // S)].reshape(1, -1)[:, start - row * S : stop - row * S]
-            model.read(ids.to(model.device), cache)
-            self.tokens += ids.shape[1]
-            progress(stop)
-        self.seconds += time.perf_counter() - began
-        if first:
-            # less than before: what came earlier was given back meanwhile
-            self.resident_bytes = max(0, psutil.Process().memory_info().rss - before)
-            self.memory_bytes = cache.memory_bytes() + cache.window_bytes()
+
+class Asker(Protocol):
+    """Reads haystacks with needles in them, and asks.
+
+    Attributes:
+        shares: one reading of a haystack serves all its trials.
+    """
+
+    shares: bool
+
+    def reading(
+        self, haystack: Haystack, cost: ReadingCost, progress: Progress
+    ) -> AbstractContextManager[Any]:
+        """Read a haystack that all its trials share; where each trial has to be read anew, do nothing."""
+
+    def holding(
+        self, read: Any, haystack: Haystack, needles: Sequence[Needle], cost: ReadingCost, progress: Progress
+    ) -> AbstractContextManager[Any]:
+        """Give what questions can be put to: ``haystack``, of which :meth:`reading` gave ``read``, with needles."""
+
+    def ask(self, held: Any, questions: Sequence[Question], cost: ReadingCost) -> list[Answer]:
+        """Ask each question by itself.
+
+        Greedy decoding gives an answer exactly if every token of it is the best after the true ones before it: one
+        call decides.
+        """
+
+    def generate(self, held: Any, questions: Sequence[Question]) -> list[list[int]]:
+        """Go on from each question, with its landmarks, token after token the likeliest."""
+
+
+def wanted(question: Question) -> int:
+    """How many tokens are generated for a question."""
+    return len(question.answer) + (0 if question.fixed else _MORE_TOKENS)
 
 
 # --- models with trailmark's caches -------------------------------------------------------------------------
 
 
-@dataclass
-class Asker:
-    """Reads haystacks, hides needles in them and asks, as the model allows it.
+class MemoryAsker:
+    """Reads haystacks into a memory, and plants needles there where the model allows it.
 
     Args:
         model: in eval mode.
-        fresh: an empty cache, in a folder of its own if the memory lies in one.
+        chunk_size: of the haystacks.
+        new_cache: makes an empty cache, in a folder of its own if the memory lies in one.
         memory_folder: where such folders are made; None: none is needed.
     """
 
-    model: TrailmarkForCausalLM
-    fresh: Callable[[Path | None], ChunkCache]
-    memory_folder: str | Path | None = None
-    reading: Reading = field(default_factory=Reading)
+    def __init__(
+        self,
+        model: TrailmarkForCausalLM,
+        chunk_size: int,
+        new_cache: Callable[[Path | None], ChunkCache],
+        memory_folder: str | Path | None = None,
+    ) -> None:
+        self.model, self.chunk_size = model, chunk_size
+        self.new_cache, self.memory_folder = new_cache, memory_folder
+        self.shares = model.can_be_planted
 
-    @contextmanager
-    def haystack(
-        self, rows: Rows, progress: Callable[[int], None] = lambda tokens: None
-    ) -> Iterator[ChunkCache | None]:
-        """A memory of the haystack to plant in; None where each trial reads it anew."""
-        if not self.model.can_be_planted:
-            yield None
-            return
-        with own_folder(self.memory_folder) as folder:
-            self.reading.read(self.model, rows, cache := self.fresh(folder), progress)
-            yield cache
+    def reading(
+        self, haystack: Haystack, cost: ReadingCost, progress: Progress
+    ) -> AbstractContextManager[ChunkCache | None]:
+        return self._read(haystack, cost, progress) if self.shares else nullcontext()
 
-    @contextmanager
     def holding(
         self,
-        cache: ChunkCache | None,
-        rows: Rows,
-        chunks: Tensor,
-        texts: Tensor,
-        whole: Rows,
-        progress: Callable[[int], None] = lambda tokens: None,
-    ) -> Iterator[ChunkCache]:
-        """A memory of the haystack in which ``chunks`` [n] are ``texts`` [n, S]; ``whole`` are all rows so changed."""
-        if cache is not None:
-            with planted(self.model, cache, rows, chunks, texts):
-                yield cache
-            return
-        with own_folder(self.memory_folder) as folder:
-            self.reading.read(self.model, whole, cache := self.fresh(folder), progress)
+        read: ChunkCache | None,
+        haystack: Haystack,
+        needles: Sequence[Needle],
+        cost: ReadingCost,
+        progress: Progress,
+    ) -> AbstractContextManager[ChunkCache]:
+        if read is None:
+            return self._read(haystack.holding(needles), cost, progress)
+        return planted(self.model, read, haystack, *haystack.changed(needles))
+
+    @contextmanager
+    def _read(self, haystack: Haystack, cost: ReadingCost, progress: Progress) -> Iterator[ChunkCache]:
+        with _own_folder(self.memory_folder) as folder:
+            cache = self.new_cache(folder)
+            first, (N, S) = not cost.tokens, haystack.shape
+            # whole pieces of the model's own: a haystack is cut as if it came in one call
+            step = _PIECES * self.model.reading_piece(_READ_TOKENS)
+            before, began = psutil.Process().memory_info().rss, time.perf_counter()
+            for start in range(0, N * S, step):
+                stop, row = min(start + step, N * S), start // S
+                ids = haystack[row : -(-stop // S)].reshape(1, -1)[:, start - row * S : stop - row * S]
+                self.model.read(ids.to(self.model.device), cache)
+                cost.tokens += ids.shape[1]
+                progress(stop)
+            cost.seconds += time.perf_counter() - began
+            if first:
+                # less than before: what came earlier was given back meanwhile
+                cost.resident_bytes = max(0, psutil.Process().memory_info().rss - before)
+                cost.memory_bytes = cache.memory_bytes() + cache.window_bytes()
             yield cache
 
-    def ask(self, cache: ChunkCache, questions: Sequence[Question], chunk_size: int) -> list[Answer]:
-        """Questions in batches, each on a branch of its own behind whole chunks of ``chunk_size``.
+    def ask(self, held: ChunkCache, questions: Sequence[Question], cost: ReadingCost) -> list[Answer]:
+        """Ask in batches, each question on a branch of its own."""
+        return [answer for some in _batches(questions) for answer in self._ask(held, some)]
 
-        Greedy decoding gives an answer exactly if every token of it is the best after the true ones before it: one
-        call decides.
-        """
-        return [a for some in _batches(questions) for a in self._ask(cache, some, chunk_size)]
-
-    def _ask(self, cache: ChunkCache, questions: Sequence[Question], chunk_size: int) -> list[Answer]:
+    def _ask(self, cache: ChunkCache, questions: Sequence[Question]) -> list[Answer]:
         given = [np.concatenate([q.prompt, q.answer[: q.needed - 1]]) for q in questions]
         ids, mask, close = self._batch(given, questions)
         width, keep = ids.shape[1], max(q.needed for q in questions)
@@ -153,27 +186,25 @@ class Asker:
             selected = None
             if out.retrieval is not None:
                 columns = [width - len(given[i]) + mark for mark in q.landmarks]
-                landmarks = list(zip(q.closings(chunk_size), columns, strict=True))
+                landmarks = list(zip(q.closings(self.chunk_size), columns, strict=True))
                 selected = self.model.chunks_read(out.retrieval, i, landmarks)
             answers.append(Answer(logits.argmax(-1).tolist(), logits, selected))
         return answers
 
-    def generate(self, cache: ChunkCache, questions: Sequence[Question]) -> list[list[int]]:
-        """Greedy continuations of the questions, with the same landmarks, each on a branch of its own."""
-        return [row for some in _batches(questions) for row in self._generate(cache, some)]
+    def generate(self, held: ChunkCache, questions: Sequence[Question]) -> list[list[int]]:
+        return [row for some in _batches(questions) for row in self._generate(held, some)]
 
     def _generate(self, cache: ChunkCache, questions: Sequence[Question]) -> list[list[int]]:
         ids, mask, close = self._batch([q.prompt for q in questions], questions)
         branch = cache.branch(len(questions))
-        count = max(_wanted(q) for q in questions)
         tokens = []
         more: dict[str, Any] = {"attention_mask": mask, "close_chunk": close}
-        for _ in range(count):
+        for _ in range(max(map(wanted, questions))):
             out = self.model(ids, past_key_values=branch, logits_to_keep=1, **more)
             ids, more = out.logits[:, -1].argmax(-1, keepdim=True), {}
             tokens.append(ids)
         rows = torch.cat(tokens, dim=1).tolist()
-        return [row[: _wanted(q)] for row, q in zip(rows, questions, strict=True)]
+        return [row[: wanted(q)] for row, q in zip(rows, questions, strict=True)]
 
     def _batch(
         self, rows: Sequence[np.ndarray[Any, Any]], questions: Sequence[Question]
@@ -195,12 +226,8 @@ def _batches(questions: Sequence[Question]) -> Iterator[Sequence[Question]]:
     return (questions[first : first + _TOGETHER] for first in range(0, len(questions), _TOGETHER))
 
 
-def _wanted(question: Question) -> int:
-    return len(question.answer) + (0 if question.fixed else _MORE_TOKENS)
-
-
 @contextmanager
-def own_folder(parent: str | Path | None) -> Iterator[Path | None]:
+def _own_folder(parent: str | Path | None) -> Iterator[Path | None]:
     """An empty folder for one haystack's memory, removed at the end; None where none was named."""
     if parent is None:
         yield None
@@ -214,40 +241,58 @@ def own_folder(parent: str | Path | None) -> Iterator[Path | None]:
 
 
 class WholeTextAsker:
-    """Puts whole texts to a causal language model of transformers: it reads each from its beginning.
+    """Puts whole texts to a causal language model of transformers, which reads each from its beginning.
 
-    ``begin``: tokens that its tokenizer puts before a text; they count as tokens of it.
+    Attributes:
+        begin: tokens that its tokenizer puts before a text; they count as tokens of it.
     """
+
+    shares = False
 
     def __init__(self, model: Any, tokenizer: Any) -> None:
         self.model, self.tokenizer = model, tokenizer
         self.begin = beginning(tokenizer)
         self._keeps = "logits_to_keep" in inspect.signature(model.forward).parameters
-        self.reading = Reading(memory_bytes=None, resident_bytes=None)
 
-    def text(self, haystack: Haystack, needles: Sequence[Needle], question: Question) -> Tensor:
-        """[1, T] up to the answer."""
+    def reading(
+        self, haystack: Haystack, cost: ReadingCost, progress: Progress
+    ) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def holding(
+        self, read: None, haystack: Haystack, needles: Sequence[Needle], cost: ReadingCost, progress: Progress
+    ) -> AbstractContextManager[Tensor]:
+        """Give the text's tokens up to a question's, [t] int64."""
         rows = haystack.holding(needles)[0 : haystack.chunks].reshape(-1)
-        parts = [torch.tensor(self.begin, dtype=torch.int64), rows, torch.from_numpy(question.prompt)]
-        return torch.cat(parts)[None].to(self.model.device)
+        return nullcontext(torch.cat([torch.tensor(self.begin, dtype=torch.int64), rows]))
 
-    def ask(self, text: Tensor, question: Question) -> Answer:
-        given = torch.from_numpy(question.answer[: question.needed - 1])[None].to(text.device)
-        ids = torch.cat([text, given], dim=1)
+    def ask(self, held: Tensor, questions: Sequence[Question], cost: ReadingCost) -> list[Answer]:
+        return [self._ask(held, question, cost) for question in questions]
+
+    def _ask(self, held: Tensor, question: Question, cost: ReadingCost) -> Answer:
+        ids = self._text(held, question.prompt, question.answer[: question.needed - 1])
         keep: dict[str, Any] = {"logits_to_keep": question.needed} if self._keeps else {}
         began = time.perf_counter()
         logits = self.model(ids, use_cache=False, **keep).logits[0, -question.needed :]
-        self.reading.seconds += time.perf_counter() - began
-        self.reading.tokens += ids.shape[1]
+        cost.seconds += time.perf_counter() - began
+        cost.tokens += ids.shape[1]
         return Answer(logits.argmax(-1).tolist(), logits, None)
 
-    def generate(self, text: Tensor, question: Question) -> list[int]:
-        count, T = _wanted(question), text.shape[1]
-        if (most := longest_text(self.model)) is not None:
-            count = min(count, most - T + 1)  # the last one is read no more
-        with self._greedy():
-            out = self.model.generate(text, attention_mask=torch.ones_like(text), max_new_tokens=count)
-        return out[0, T:].tolist()
+    def generate(self, held: Tensor, questions: Sequence[Question]) -> list[list[int]]:
+        written = []
+        for question in questions:
+            text = self._text(held, question.prompt)
+            count, T = wanted(question), text.shape[1]
+            if (most := longest_text(self.model)) is not None:
+                count = min(count, most - T + 1)  # the last one is read no more
+            with self._greedy():
+                out = self.model.generate(text, attention_mask=torch.ones_like(text), max_new_tokens=count)
+            written.append(out[0, T:].tolist())
+        return written
+
+    def _text(self, held: Tensor, *more: np.ndarray[Any, Any]) -> Tensor:
+        """[1, T], where the model computes."""
+        return torch.cat([held, *map(torch.from_numpy, more)])[None].to(self.model.device)
 
     @contextmanager
     def _greedy(self) -> Iterator[None]:

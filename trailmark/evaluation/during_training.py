@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import torch
-
 from trailmark.data.corpus import load_tokenizer, standard_library_texts, tokenize
-from trailmark.data.needles import CURRICULUM, NeedleFormat
-from trailmark.evaluation.needles import evaluate_needles
+from trailmark.data.needles import CURRICULUM
+from trailmark.evaluation.needles import measure
+from trailmark.evaluation.subject import Subject
+from trailmark.evaluation.suite_needles import NeedleSettings
 from trailmark.models import TrailmarkForCausalLM
 
 _FACTORS = (1, 4)  # of the longest training text
@@ -17,30 +17,22 @@ _FACTORS = (1, 4)  # of the longest training text
 def needle_accuracy(
     chunk_size: int, tokenizer: str, questions: int = 50, seed: int = 0
 ) -> Callable[[TrailmarkForCausalLM], dict[str, float]]:
-    """Asks a model for single needles at 1x and 4x the longest training text: the share of right answers.
+    """Make a function that asks a model for single needles, and gives the shares of right answers.
 
-    The haystacks are sources of Python's library that training leaves out.
+    Texts have 1x and 4x the length of the longest training text. The haystacks are sources of Python's library that
+    training leaves out.
     """
     loaded = load_tokenizer(tokenizer)
-    form = NeedleFormat.of(loaded)
     haystack = tokenize(standard_library_texts("haystack"), loaded)
     longest = CURRICULUM[-1].chunks * chunk_size
+    lengths = tuple(factor * longest for factor in _FACTORS)
+    settings = NeedleSettings(lengths, format="marks", questions=questions, seed=seed)
 
-    @torch.no_grad()
     def ask(model: TrailmarkForCausalLM) -> dict[str, float]:
-        found = {}
-        for factor in _FACTORS:
-            result = evaluate_needles(
-                model,
-                form,
-                haystack,
-                factor * longest,
-                questions,
-                chunk_size=chunk_size,
-                seed=seed,
-                phases="any",
-            )
-            found[f"needles_{factor}x"] = result.accuracy
-        return found
+        subject = Subject.of(model, loaded, chunk_size)
+        results = measure(subject, settings, haystack)
+        return {
+            f"needles_{factor}x": result["accuracy"] for factor, result in zip(_FACTORS, results, strict=True)
+        }
 
     return ask

@@ -24,7 +24,7 @@ class Rows(Protocol):
 @contextmanager
 def planted(
     model: TrailmarkForCausalLM, cache: ChunkCache, ids: Rows, chunks: Tensor, texts: Tensor
-) -> Iterator[None]:
+) -> Iterator[ChunkCache]:
     """Inside, ``cache`` (one row that has read ``ids`` [N, S]) holds ``texts`` [n, S] at chunks ``chunks`` [n].
 
     The entries of these chunks, and of those after them that the lower layers reach, are encoded again from
@@ -42,7 +42,7 @@ def planted(
             f"{type(model).__name__}: all that it reads later depends on it. Read the text with the needles in it."
         )
     if not model.config.retrieves:
-        yield
+        yield cache
         return
     S, reach = ids.shape[1], model.encoding_reach()
     read = _chunks_read(model, cache, S)
@@ -63,7 +63,7 @@ def planted(
             before, here = changed[: place - first].view(1, -1), changed[place - first :].reshape(1, -1)
             entries = model.encode(here, before if before.shape[1] else None)
             replaced.append((place, cache.memory.replace(place, entries)))
-        yield
+        yield cache
     finally:
         for place, entries in reversed(replaced):
             cache.memory.replace(place, entries)

@@ -39,6 +39,11 @@ class Subject:
         default_factory=dict
     )  # fields of the configuration set for this evaluation
 
+    @classmethod
+    def of(cls, model: Any, tokenizer: Any, chunk_size: int) -> Subject:
+        """A model of the needle task that lies in no folder; ``chunk_size``: of the task, if the model has none."""
+        return cls(Path(), model, tokenizer, {"data": {"task": "needles", "chunk_size": chunk_size}})
+
     @property
     def ours(self) -> bool:
         """Whether it has trailmark's caches, tiers and retrieval; else it is read as transformers reads it."""

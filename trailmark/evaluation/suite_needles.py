@@ -205,7 +205,7 @@ def pooled(rows: Sequence[Row]) -> dict[str, Any]:
 
     Of a depth that was measured twice the result with the most questions counts, else the last.
     """
-    from trailmark.data.proportions import wilson_interval
+    from trailmark.statistics import wilson_interval
 
     names = ("accuracy", "accuracy_low", "accuracy_high", "recall")
     rows = [row for row in rows if row.get("depth") is None] or list(rows)

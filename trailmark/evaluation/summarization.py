@@ -18,8 +18,7 @@ from torch import Tensor
 from transformers import GenerationConfig
 
 from trailmark.data.batches import mix
-from trailmark.data.corpus import Tokens, tokenize, tokenizer_fingerprint
-from trailmark.data.niah import question_and_cue
+from trailmark.data.corpus import Tokens, tokenize, tokenize_parts, tokenizer_fingerprint
 from trailmark.data.summarization import Pairs
 from trailmark.evaluation.intervals import bootstrap_mean
 from trailmark.evaluation.losses import beginning, longest_text
@@ -182,7 +181,7 @@ class _Writer:
             raise ValueError(
                 "tokenizer: expected one with an end-of-text token, which ends a summary, got none. Set eos_token."
             )
-        self._before, self._after = question_and_cue(self.tokenizer, "|Summary", ":")
+        self._before, self._after = tokenize_parts(["|Summary", ":"], self.tokenizer)
         self.begin = [] if self.ours else beginning(self.tokenizer)
         self.context_length = settings.context_length
         longest = None if self.ours else longest_text(self.model)

@@ -82,7 +82,7 @@ def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def needle_table(results: Sequence[Mapping[str, Any]], train_length: int) -> str:
-    """One row per length and number of needles; ``results`` are NeedleResult summaries with a ``model``."""
+    """One row per length and number of needles; ``results`` are those of the suite with a ``model``."""
     header = ["model", "tokens", "x train", "needles", "questions", "all digits right", "95% interval"]
     header += ["chunk retrieved", "tokens/s", "memory"]
     rows = [

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from trailmark.data.batches import Windows
-from trailmark.data.needles import NeedleFormat, NeedleTexts
+from trailmark.data.needle_formats import Marks
+from trailmark.data.needles import NeedleTexts
 from trailmark.data.neighbours import NeighbourTable
 from trailmark.data.niah import NiahTexts
 from trailmark.data.shards import Corpus
@@ -114,7 +115,7 @@ class NeedleTask:
         self.tokens_per_step = config.training.tokens_per_step
         filler = np.asarray(corpus.read(0, min(len(corpus), MOST_FILLER)), np.int32)
         self.texts = NeedleTexts(
-            NeedleFormat.of(tokenizer),
+            Marks(tokenizer),
             filler,
             data.chunk_size,
             self.seed,
