@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trailmark.data.files import read_json, write_json
+from trailmark.files import read_json, write_json
 from trailmark.report.console import Progress, training_line
 
 if TYPE_CHECKING:

@@ -39,9 +39,9 @@ from training_text import prepared_books, settings_of
 
 from trailmark.cli import keep_freed_memory
 from trailmark.data.corpus import files_below, load_tokenizer
-from trailmark.data.files import read_json, write_json
 from trailmark.data.shards import Corpus
 from trailmark.evaluation.record import environment
+from trailmark.files import read_json, write_json
 from trailmark.training.forecast import measure_speed
 from trailmark.training.run import Run
 

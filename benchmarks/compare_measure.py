@@ -31,11 +31,11 @@ from training import BareLoop
 from training_text import losses, peak_memory, stretches, train, trained, trained_tokenizer
 
 from trailmark.data.corpus import Tokens, files_below, load_tokenizer, standard_library_texts, tokenize
-from trailmark.data.files import read_json, write_json
 from trailmark.evaluation.needles import measure
 from trailmark.evaluation.record import environment
 from trailmark.evaluation.subject import Subject, load
 from trailmark.evaluation.suite_needles import NeedleSettings
+from trailmark.files import read_json, write_json
 from trailmark.models import TrailmarkForCausalLM
 from trailmark.training.config import RunConfig
 from trailmark.training.run import Run

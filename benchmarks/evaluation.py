@@ -15,10 +15,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-from trailmark.data.files import read_json, write_json
 from trailmark.evaluation.evaluate import evaluate
 from trailmark.evaluation.record import environment
 from trailmark.evaluation.suite import Request
+from trailmark.files import read_json, write_json
 from trailmark.report.console import Progress
 from trailmark.report.page import build
 

@@ -38,7 +38,7 @@ from gpu_checks import CHECKS, DEVICE, DTYPE, LENGTHS, MIDDLE, REHEARSAL, TESTS,
 from ops import MAKE, Case, run_pass, sdpa_backend  # noqa: E402
 from torch import Tensor  # noqa: E402
 
-from trailmark.data.files import write_json  # noqa: E402
+from trailmark.files import write_json  # noqa: E402
 from trailmark.ops import (  # noqa: E402
     LandmarkLayout,
     grouped_cross_attention,

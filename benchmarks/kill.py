@@ -22,8 +22,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # the tests do the killing
 
 from tests.training.killed import Killer
 from tests.training.tiny import run_config
-from trailmark.data.files import write_json
 from trailmark.evaluation.record import environment
+from trailmark.files import write_json
 
 PLAN: dict[str, tuple[int, float, dict[str, Any]]] = {
     "one process": (1, 1.0, {"optimizer": "muon"}),

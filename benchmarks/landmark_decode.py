@@ -30,8 +30,8 @@ from tables import Columns, Row, table
 from torch import Tensor, nn
 
 from trailmark.cli import keep_freed_memory
-from trailmark.data.files import read_json, write_json
 from trailmark.evaluation.record import environment
+from trailmark.files import read_json, write_json
 from trailmark.memory import ChunkCache, ChunkMemory, MemoryEntries, MemorySize
 from trailmark.memory.window import Window
 from trailmark.models import (

@@ -25,10 +25,10 @@ from torch import Tensor
 
 from trailmark import demo
 from trailmark.data.corpus import load_tokenizer, read_text, standard_library_texts, tokenize
-from trailmark.data.files import read_json, write_json
 from trailmark.evaluation.needles import measure
 from trailmark.evaluation.record import environment
 from trailmark.evaluation.subject import Subject, load
+from trailmark.files import read_json, write_json
 from trailmark.models import LandmarkForCausalLM
 from trailmark.models.loss import shift_labels, text_loss
 from trailmark.report.console import Progress

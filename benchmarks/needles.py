@@ -18,10 +18,10 @@ from common import showing
 
 from trailmark import demo
 from trailmark.data.corpus import load_tokenizer, standard_library_texts, tokenize
-from trailmark.data.files import read_json, write_json
 from trailmark.evaluation.needles import measure as ask
 from trailmark.evaluation.record import environment
 from trailmark.evaluation.subject import Subject
+from trailmark.files import read_json, write_json
 from trailmark.report.console import Progress
 from trailmark.training.run import Run
 

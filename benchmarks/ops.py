@@ -43,7 +43,7 @@ from tables import Row  # noqa: E402
 
 from tests.budgets import assert_within_budget  # noqa: E402
 from trailmark.cli import KEEP_FREED_MEMORY  # noqa: E402
-from trailmark.data.files import write_json  # noqa: E402
+from trailmark.files import write_json  # noqa: E402
 from trailmark.ops import (  # noqa: E402
     alibi_slopes,
     grouped_cross_attention,

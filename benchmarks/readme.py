@@ -20,8 +20,8 @@ from landmark_decode import READING_TABLE, TOKEN_TABLE, split_table
 from ops import table as ops_table
 from tables import HERE, RIGHT, ROOT, Columns, Row, cell, crossed, fill, machine, on_machine, record, table
 
-from trailmark.data.files import read_json, write_json
 from trailmark.demo import NAMES
+from trailmark.files import read_json, write_json
 from trailmark.report.console import duration, size
 from trailmark.report.tables import markdown_table, needle_table
 from trailmark.statistics import wilson_interval

@@ -26,7 +26,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from trailmark.data.files import write_json
+from trailmark.files import write_json
 from trailmark.ops import grouped_cross_attention_kernels as kernels
 from trailmark.ops import grouped_cross_attention_triton as gca
 from trailmark.ops import landmark_attention_kernels as landmark_kernels

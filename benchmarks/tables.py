@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from trailmark.data.files import read_json
+from trailmark.files import read_json
 from trailmark.report.console import duration, size
 from trailmark.report.tables import markdown_table
 

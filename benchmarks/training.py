@@ -33,9 +33,9 @@ from common import CONFIGS, ROOT, Timers, interleaved, parameters, spread
 from torch import nn
 
 from trailmark.cli import keep_freed_memory
-from trailmark.data.files import read_json, write_json
 from trailmark.data.shards import Corpus
 from trailmark.evaluation.record import environment
+from trailmark.files import read_json, write_json
 from trailmark.models import MODELS, TrailmarkForCausalLM
 from trailmark.training import trainer as trainer_module
 from trailmark.training.config import RunConfig, load_run_config

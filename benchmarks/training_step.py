@@ -22,8 +22,8 @@ import tables
 import torch
 
 from trailmark.cli import keep_freed_memory
-from trailmark.data.files import write_json
 from trailmark.evaluation.record import environment
+from trailmark.files import write_json
 from trailmark.models import (
     DRTConfig,
     DRTForCausalLM,

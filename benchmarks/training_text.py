@@ -36,13 +36,13 @@ from trailmark.data.corpus import (
     tokenize,
     tokenizer_fingerprint,
 )
-from trailmark.data.files import read_json, write_json, write_text
 from trailmark.data.prepare import prepare
 from trailmark.data.recipes import parse_source
 from trailmark.data.shards import Corpus
 from trailmark.evaluation.perplexity import evaluate_perplexity
 from trailmark.evaluation.record import environment
 from trailmark.evaluation.subject import load
+from trailmark.files import read_json, write_json, write_text
 from trailmark.models import TrailmarkForCausalLM
 from trailmark.report.console import Progress
 from trailmark.training.config import RunConfig, load_run_config

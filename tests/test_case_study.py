@@ -19,7 +19,7 @@ from tests.models.tiny import drt
 from tests.training.tiny import SHARED, prose
 from trailmark.data.bm25 import Bm25
 from trailmark.data.corpus import load_tokenizer
-from trailmark.data.files import read_json
+from trailmark.files import read_json
 from trailmark.trace.lines import TracedChunk, read_trace
 
 modules = benchmark_scripts.modules(*NAMES)

@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 from tests.disks import largest_file
 from tests.training.tiny import prose, run_config
 from trailmark import cli
-from trailmark.data.files import read_json
+from trailmark.files import read_json
 
 Command = Callable[..., tuple[int, str, str]]
 ROOT = Path(__file__).parents[1]

@@ -10,7 +10,7 @@ import pytest
 
 from tests.training.tiny import MODELS, SHARED, prose, run_config
 from trailmark import cli
-from trailmark.data.files import read_json
+from trailmark.files import read_json
 from trailmark.training.config import RunConfig
 
 Command = Callable[..., tuple[int, str, str]]

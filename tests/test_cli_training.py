@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.training.tiny import prose, run_config
-from trailmark.data.files import read_json
+from trailmark.files import read_json
 
 ROOT = Path(__file__).parents[1]
 Command = Callable[..., tuple[int, str, str]]

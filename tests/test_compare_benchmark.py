@@ -15,7 +15,7 @@ import torch
 from tests.benchmark_scripts import modules
 from tests.training.tiny import prose
 from trailmark.data.corpus import load_tokenizer, tokenize
-from trailmark.data.files import read_json, write_json
+from trailmark.files import read_json, write_json
 from trailmark.models import architectures
 from trailmark.training.run import Run
 

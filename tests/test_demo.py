@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from tests.training.tiny import MODELS, prose
 from trailmark import demo
-from trailmark.data.files import read_json
+from trailmark.files import read_json
 from trailmark.training.config import TrainingConfig
 
 FIGURES = ("needles-1-length.png", "training.png", "chunks-1.png")

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.benchmark_scripts import modules
-from trailmark.data.files import read_json, write_json
+from trailmark.files import read_json, write_json
 
 two_hop = modules("two_hop")
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from case_study.baselines import RULES, Rules
 from case_study.measure import Row, hit
-from trailmark.evaluation.intervals import bootstrap_ratio
+from trailmark.statistics import bootstrap_ratio
 from trailmark.trace.lines import TracedChunk
 
 EDGES = (512, 2048, 8192, 32768)  # tokens from the label to the reference

@@ -35,10 +35,10 @@ from case_study.references import Layout, summary
 from case_study.scores import SHORT, VARIANTS, score_parts
 from trailmark.data.bm25 import Bm25, fit_bm25
 from trailmark.data.corpus import files_below, load_tokenizer, read_text, tokenize, tokenizer_fingerprint
-from trailmark.data.files import read_json, sha256_of, write_json
 from trailmark.data.shards import Corpus
 from trailmark.evaluation.record import environment
 from trailmark.evaluation.subject import Subject, load
+from trailmark.files import read_json, sha256_of, write_json
 from trailmark.models import DRTForCausalLM
 from trailmark.report.console import Progress
 from trailmark.trace.lines import TracedChunk, TraceHeader, read_trace, write_lines

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from tests.models.tiny import drt
-from trailmark.data.files import read_json, write_json
 from trailmark.evaluation import record as module
 from trailmark.evaluation.record import Record, environment, identity, read_record, settings_id
+from trailmark.files import read_json, write_json
 
 MODEL = {
     "name": "m",

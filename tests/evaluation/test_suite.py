@@ -16,9 +16,9 @@ import typer.main
 
 from tests.training.tiny import prose, run_config
 from trailmark import cli, cli_evaluation
-from trailmark.data.files import read_json
 from trailmark.evaluation import suite as module
 from trailmark.evaluation.suite import Bars, Column, Panel, Suite, Task, Tile, register, suites
+from trailmark.files import read_json
 from trailmark.report.collect import collect
 from trailmark.settings import Settings, from_options, setting
 

@@ -19,10 +19,10 @@ from tests.models.tiny import block_recurrent, drt, landmark, window_model
 from trailmark.data.corpus import load_tokenizer, tokenize
 from trailmark.data.summarization import Pairs, SummarizationTexts
 from trailmark.evaluation import summarization
-from trailmark.evaluation.intervals import bootstrap_mean
 from trailmark.evaluation.record import Record
 from trailmark.evaluation.subject import Subject
 from trailmark.evaluation.summarization import ROUGE, SummarizationSettings, rouge_scorer, run
+from trailmark.statistics import bootstrap_mean
 
 BYTES = load_tokenizer()
 WORDS = ["river", "boats", "sing", "old", "the", "stones"]

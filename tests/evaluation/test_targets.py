@@ -14,13 +14,13 @@ from tests.data.corpora import prose, save_bpe
 from tests.models.tiny import EXACT, drt
 from trailmark.data.bm25 import candidates
 from trailmark.data.corpus import load_tokenizer, tokenize
-from trailmark.data.files import read_json
 from trailmark.data.neighbour_files import TableProgress
 from trailmark.data.neighbours import NeighbourTable, Rule
 from trailmark.data.prepare import prepare
 from trailmark.data.recipes import parse_source
 from trailmark.evaluation import targets
 from trailmark.evaluation.targets import Reference, make_targets, open_reference, window_targets
+from trailmark.files import read_json
 
 S = 8
 BYTES = load_tokenizer()

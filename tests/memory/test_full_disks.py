@@ -13,8 +13,8 @@ import torch
 
 from tests.disks import largest_file
 from tests.memory.test_store import MIB, SHAPE, every, linux, records
+from trailmark.files import NoSpaceError
 from trailmark.memory.disk import DiskStore
-from trailmark.memory.files import NoSpaceError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -15,9 +15,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.disks import largest_file
 from tests.memory.interrupts import interrupt, stopped_at
 from tests.models.tiny import EXACT, assert_same, block_recurrent, drt, logits_of, pad, tokens, window_model
+from trailmark.files import NoSpaceError
 from trailmark.memory import ChunkCache
 from trailmark.memory.disk import DiskStore
-from trailmark.memory.files import NoSpaceError
 from trailmark.models import TrailmarkForCausalLM, causal_lm
 
 MODULES = [

@@ -20,8 +20,8 @@ from markdown_it import MarkdownIt
 
 from tests.models.tiny import drt, landmark, rpt
 from tests.training.tiny import TEXT, run_config
-from trailmark.data.files import read_json, write_json
 from trailmark.evaluation.record import Record, identity
+from trailmark.files import read_json, write_json
 from trailmark.models import MODELS, DRTForCausalLM, card_files
 from trailmark.models.card import model_card, one_line, plain
 from trailmark.models.card_files import (

@@ -14,7 +14,7 @@ import torch
 from tests.benchmark_scripts import scripts
 from tests.training.tiny import prose, run_config
 from trailmark.data.corpus import load_tokenizer, tokenize
-from trailmark.data.files import read_json, write_json
+from trailmark.files import read_json, write_json
 
 
 @pytest.fixture(scope="module")

@@ -16,13 +16,13 @@ from tests.training.tiny import MODELS as TINY
 from tests.training.tiny import SHARED, prose, run_config
 from trailmark.data.corpus import load_tokenizer
 from trailmark.data.embedders import open_embedder
-from trailmark.data.files import read_json
 from trailmark.data.neighbours import NeighbourTable, Rule, build_neighbours
 from trailmark.data.prepare import prepare
 from trailmark.data.recipes import parse_source
 from trailmark.data.shards import Corpus
 from trailmark.evaluation.subject import load
 from trailmark.evaluation.targets import make_targets
+from trailmark.files import read_json
 from trailmark.models import SlidingWindowConfig, SlidingWindowForCausalLM
 from trailmark.training.config import RunConfig, load_run_config
 from trailmark.training.loss import weighted_loss

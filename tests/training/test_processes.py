@@ -19,7 +19,7 @@ from torch import Tensor
 from tests.training import killed
 from tests.training.killed import Seen, begin, newest, watched
 from tests.training.tiny import TEXT, prose, run_config
-from trailmark.data.files import read_json
+from trailmark.files import read_json
 from trailmark.training.config import RunConfig
 from trailmark.training.run import HISTORY_FILE, Run
 

@@ -25,7 +25,7 @@ from tests.training import killed
 from tests.training.killed import begin, command, newest, spoil
 from tests.training.tiny import TEXT, prose, run_config
 from trailmark.cli import main
-from trailmark.data.files import read_json
+from trailmark.files import read_json
 from trailmark.training import checkpoints, states, tensors
 from trailmark.training.guards import REPORT_FILE, NonFiniteError
 from trailmark.training.run import HISTORY_FILE, Run

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from trailmark.data.corpus import Tokens
-from trailmark.evaluation.intervals import Floats
 from trailmark.models import TrailmarkForCausalLM
+from trailmark.statistics import Floats
 from trailmark.trace.losses import piece_losses
 
 _PIECE = 4096  # tokens that are read at once

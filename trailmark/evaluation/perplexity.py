@@ -17,7 +17,6 @@ import torch
 
 from trailmark.data.corpus import Tokens
 from trailmark.evaluation.documents import Documents
-from trailmark.evaluation.intervals import Floats, bootstrap_ratio
 from trailmark.evaluation.losses import beginning, is_gated, longest_text, rows_at_once, token_losses
 from trailmark.evaluation.protocols import Cell, perplexity_protocol, with_fields
 from trailmark.evaluation.record import Record
@@ -25,6 +24,7 @@ from trailmark.evaluation.room import expect_room, memory_need, probe_length
 from trailmark.evaluation.subject import Subject
 from trailmark.evaluation.suite_perplexity import TOKENS, PerplexitySettings, expect_stride
 from trailmark.models import TrailmarkForCausalLM
+from trailmark.statistics import Floats, bootstrap_ratio
 
 _FIRST_BIN = 64  # positions; each further bin is as long as all before it
 

@@ -20,12 +20,12 @@ from transformers import GenerationConfig
 from trailmark.data.batches import mix
 from trailmark.data.corpus import Tokens, tokenize, tokenize_parts, tokenizer_fingerprint
 from trailmark.data.summarization import Pairs
-from trailmark.evaluation.intervals import bootstrap_mean
 from trailmark.evaluation.losses import beginning, longest_text
 from trailmark.evaluation.protocols import PUBLISHED
 from trailmark.evaluation.record import Record
 from trailmark.evaluation.subject import Subject
 from trailmark.evaluation.suite_summarization import PROTOCOL, SummarizationSettings
+from trailmark.statistics import bootstrap_mean
 
 ROUGE = ("rouge1", "rouge2", "rougeL", "rougeLsum")
 _PARTS, _MEASURES = ("f", "precision", "recall"), ("fmeasure", "precision", "recall")

@@ -15,18 +15,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from trailmark.files import NoSpaceError, is_no_space, lock, write_at
 from trailmark.memory.files import (
     Mapped,
-    NoSpaceError,
-    is_no_space,
-    lock,
     open_records,
     overwritten_from,
     overwritten_note,
     remove_folder,
     stamp,
     temporary_folder,
-    write_at,
 )
 from trailmark.memory.records import PIECE_BYTES, Bytes, ChunkStore, Numbers, bytes_of
 from trailmark.ops.arguments import require

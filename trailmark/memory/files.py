@@ -13,7 +13,6 @@ from pathlib import Path
 
 import numpy as np
 
-from trailmark.files import NoSpaceError, in_units, is_no_space, lock, write_at  # noqa: F401 - their old place
 from trailmark.memory.records import Bytes, Numbers
 
 

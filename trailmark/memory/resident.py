@@ -12,7 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trailmark.memory.files import Mapped, in_units, open_records
+from trailmark.files import in_units
+from trailmark.memory.files import Mapped, open_records
 from trailmark.memory.records import PIECE_BYTES, Bytes, ChunkStore, Gathered, Numbers, bytes_of
 from trailmark.ops.arguments import require
 

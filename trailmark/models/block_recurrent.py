@@ -18,8 +18,8 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from trailmark.memory import ChunkCache, Window
 from trailmark.models.answers import CardFacts
+from trailmark.models.block_recurrent_config import BlockRecurrentConfig
 from trailmark.models.causal_lm import mark_residual_projections
-from trailmark.models.configuration import BlockRecurrentConfig
 from trailmark.models.costs import CacheBytes, NumberBytes, kv_width
 from trailmark.models.grid import Grid, Layouts
 from trailmark.models.layered import LayeredForCausalLM

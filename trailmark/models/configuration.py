@@ -4,7 +4,7 @@
 
 import inspect
 from functools import wraps
-from typing import Any, Literal, Self, TypeVar, get_args, get_origin
+from typing import Any, ClassVar, Literal, TypeVar, get_args, get_origin
 
 from huggingface_hub.dataclasses import strict
 from huggingface_hub.errors import StrictDataclassError
@@ -13,16 +13,6 @@ from transformers import PreTrainedConfig
 from trailmark.models.answers import ConfigAnswers
 
 Config = TypeVar("Config")
-
-
-# fields that change nothing in what a model with given weights computes
-_NO_ARITHMETIC = {
-    "initialization", "initializer_range", "implementation", "use_cache", "retrieval_noise",
-    "embedder", "embedder_fingerprint",  # the embedder itself counts: TrailmarkForCausalLM._cache_key
-    "landmark_phase", "position_jump", "max_position_embeddings", "truncation_blocks",
-    "ranking_weight", "ranking_margin", "ranking_threshold", "first_gold_probability", "gold_probability",
-    "tie_word_embeddings", "pad_token_id", "bos_token_id", "eos_token_id",
-}  # fmt: skip
 
 
 class ConfigurationError(StrictDataclassError, ValueError):
@@ -82,6 +72,11 @@ class TrailmarkConfig(ConfigAnswers, PreTrainedConfig):
 
     model_type = "trailmark"
     keys_to_ignore_at_inference = ["past_key_values"]
+    # fields that change nothing in what a model with given weights computes; an architecture names its own
+    no_arithmetic: ClassVar[frozenset[str]] = frozenset({
+        "initialization", "initializer_range", "implementation", "use_cache",
+        "tie_word_embeddings", "pad_token_id", "bos_token_id", "eos_token_id",
+    })  # fmt: skip
 
     vocab_size: int = 50257
     hidden_size: int = 768
@@ -120,14 +115,13 @@ class TrailmarkConfig(ConfigAnswers, PreTrainedConfig):
 
     def arithmetic_fields(self) -> list[tuple[str, object]]:
         """The fields that change what a model with given weights computes, by name."""
-        ours = {
-            name
-            for base in type(self).__mro__
-            if issubclass(base, TrailmarkConfig)
-            for name in inspect.get_annotations(base)
-            if name not in ("model_type", "keys_to_ignore_at_inference")
-        }
-        return [(name, getattr(self, name)) for name in sorted(ours - _NO_ARITHMETIC)]
+        ours: set[str] = set()
+        without = {"model_type", "keys_to_ignore_at_inference", "no_arithmetic"}
+        for base in type(self).__mro__:
+            if issubclass(base, TrailmarkConfig):
+                ours |= inspect.get_annotations(base).keys()
+                without |= base.no_arithmetic
+        return [(name, getattr(self, name)) for name in sorted(ours - without)]
 
     def validate_architecture(self) -> None:
         """Called by ``strict`` on every construction, load and save, before what rests on it."""
@@ -175,322 +169,6 @@ class TrailmarkConfig(ConfigAnswers, PreTrainedConfig):
             self.num_attention_heads,
             "an even head size (RoPE)",
         )
-
-
-@checked
-class SlidingWindowConfig(TrailmarkConfig):
-    """The model with a window alone: Llama-like layers, sliding window, ALiBi."""
-
-    model_type = "trailmark_sliding_window"
-
-    def with_fewer_layers(self, count: int) -> Self:
-        return with_fields(self, num_hidden_layers=min(self.num_hidden_layers, count))
-
-
-@checked
-class DRTConfig(TrailmarkConfig):
-    """Differentiable Retrieval Transformer (arXiv 2410.01651).
-
-    Args:
-        num_lower_layers: layers before the chunk encoder; None is half.
-        chunk_size: S tokens; a chunk has S + 1 rows with its landmark. (Papers' configurations: 64.)
-        num_retrieved_chunks: K. 1 trains no retriever and is refused in training, unless the retriever is not
-            learned: the chunk's weight is then 1. 0: retrieval is off. Every chunk reads what the first two read,
-            nothing; no chunk is encoded or kept, no embedder asked. Refused in training.
-        num_retrieval_groups: G; the upper layers divide by it.
-        num_encoder_layers: bidirectional layers of the chunk encoder.
-        softmax_off_by_one: a virtual key of score 0 and value 0 in every chunk (Eq. 3).
-        retrieval_projections: W_h per group and W_l (Eq. 1); False: none, as in the published code.
-        retrieval_normalization: RMS-normalise both sides of the score after the projections.
-        retrieval_scale: factor on the score, besides E ** -0.5.
-        retrieval_noise: Gumbel noise on the scores when chunks are selected in training.
-        exclude_visible_chunks: do not select chunks that the window shows whole to the last row that reads.
-        residual_gca: add what was read to the residual stream; False: it feeds the MLP only, as published.
-        retriever: what selects. "causal": the learned scores. The ablations: "random": K chunks, drawn evenly from
-            the candidates. "encoder": those that a frozen encoder finds nearest, online (the model's attribute
-            ``embedder``) or beforehand (``neighbours``, from a table), the same for every group.
-        encoder_weights: with retriever "encoder", what weighs the selected chunks. "learned": the scores of W_h and
-            W_l. "encoder": its own, times retrieval_scale; the model then has no W_h and W_l, and a table must have
-            scores (the paper's "w/ contriever" replaces the scores).
-        embedder: spec of that encoder, such as "hash" or "transformers:FOLDER", for who opens the model.
-        embedder_fingerprint: of the encoder that the model was trained with; another is refused. None: any.
-    """
-
-    model_type = "trailmark_drt"
-
-    num_lower_layers: int | None = None
-    chunk_size: int = 63
-    num_retrieved_chunks: int = 8
-    num_retrieval_groups: int = 1
-    num_encoder_layers: int = 2
-    softmax_off_by_one: bool = True
-    retrieval_projections: bool = True
-    retrieval_normalization: bool = False
-    retrieval_scale: float | int = 1.0
-    retrieval_noise: bool = True
-    exclude_visible_chunks: bool = False
-    residual_gca: bool = False
-    retriever: Literal["causal", "random", "encoder"] = "causal"
-    encoder_weights: Literal["learned", "encoder"] = "learned"
-    embedder: str | None = None
-    embedder_fingerprint: str | None = None
-
-    def __post_init__(self, **kwargs: Any) -> None:
-        if self.num_lower_layers is None:
-            self.num_lower_layers = self.num_hidden_layers // 2
-        super().__post_init__(**kwargs)
-
-    @property
-    def first_visible(self) -> int | None:
-        """``visible`` of :mod:`trailmark.models.candidates`: the last row that reads is S + 1 after it."""
-        if not self.exclude_visible_chunks:
-            return None
-        assert self.sliding_window is not None
-        return self.chunk_size + 1 - (self.sliding_window - 1)
-
-    @property
-    def num_upper_layers(self) -> int:
-        assert self.num_lower_layers is not None
-        return self.num_hidden_layers - self.num_lower_layers
-
-    @property
-    def scores_chunks(self) -> bool:
-        """Whether the model weighs chunks by scores of its own; else it has no W_h and W_l."""
-        return self.encoder_weights == "learned"
-
-    def expect_trainable(self) -> None:
-        super().expect_trainable()
-        if self.num_retrieved_chunks == 1 and self.retriever == "causal":
-            raise ValueError(
-                "num_retrieved_chunks: expected at least 2 in training, got 1: the weight of a single chunk is "
-                "always 1, so its score gets no gradient and the retriever learns nothing."
-            )
-
-    def with_fewer_layers(self, count: int) -> Self:
-        assert self.num_lower_layers is not None
-        groups = min(self.num_retrieval_groups, 2)
-        lower = min(self.num_lower_layers, count)
-        upper = groups * min(self.num_upper_layers // self.num_retrieval_groups, count)
-        return with_fields(
-            self,
-            num_hidden_layers=lower + upper,
-            num_lower_layers=lower,
-            num_retrieval_groups=groups,
-            num_encoder_layers=min(self.num_encoder_layers, count),
-        )
-
-    def validate_architecture(self) -> None:
-        super().validate_architecture()
-        if self.retriever != "encoder":
-            for name, without in (
-                ("encoder_weights", "learned"), ("embedder", None), ("embedder_fingerprint", None)
-            ):  # fmt: skip
-                came = getattr(self, name)
-                expect(came == without, name, came, f"{without!r} with retriever {self.retriever!r}")
-        for name in ("chunk_size", "num_retrieval_groups", "num_encoder_layers"):
-            expect(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
-        expect_count(self.num_retrieved_chunks)
-        lower = self.num_lower_layers
-        expect(
-            lower is None or 0 <= lower < self.num_hidden_layers,
-            "num_lower_layers",
-            lower,
-            f"0 to {self.num_hidden_layers - 1} (num_hidden_layers - 1: one upper layer must read)",
-        )
-        if lower is not None:
-            upper = self.num_hidden_layers - lower
-            expect(
-                upper % self.num_retrieval_groups == 0,
-                "num_retrieval_groups",
-                self.num_retrieval_groups,
-                f"a divisor of the {upper} upper layers",
-            )
-        expect(self.sliding_window is not None, "sliding_window", None, "a number of positions")
-        self.expect_rotary_heads()
-
-
-@checked
-class BlockRecurrentConfig(TrailmarkConfig):
-    """Block-Recurrent Transformer (arXiv 2203.07852), its "skip" configuration. Defaults: 128M, as arXiv 2410.01651.
-
-    With ``sliding_window`` W = ``block_size`` a token sees at most the block before its own and what of its own came
-    before it. (The port that arXiv 2410.01651 ran shows all of the block before: 768 positions in the mean with blocks
-    of 512. Its row is ``sliding_window=768, block_size=512, recurrent_layer=4`` here.)
-
-    Args:
-        block_size: S tokens, counted from the beginning of a document, after which the states are written. None: W.
-        num_states: M vectors of width E. None: S.
-        recurrent_layer: which layer, from 1, reads and writes the states. None is half. (The first paper: the third
-            from the end, 10 of 12.)
-        state_gate: "fixed": a learned mixture, the same for all texts. "lstm": forget and input gates.
-        truncation_blocks: in training, no gradient passes through the states from a document's block n, 2n, ... to
-            those before it. None: through all of a call.
-    """
-
-    model_type = "trailmark_block_recurrent"
-
-    block_size: int | None = None
-    num_states: int | None = None
-    recurrent_layer: int | None = None
-    state_gate: Literal["fixed", "lstm"] = "fixed"
-    truncation_blocks: int | None = None
-
-    def __post_init__(self, **kwargs: Any) -> None:
-        if self.block_size is None:
-            self.block_size = self.sliding_window
-        if self.num_states is None:
-            self.num_states = self.block_size
-        if self.recurrent_layer is None:
-            self.recurrent_layer = max(1, self.num_hidden_layers // 2)
-        super().__post_init__(**kwargs)
-
-    @property
-    def has_landmarks(self) -> bool:
-        return False
-
-    def with_fewer_layers(self, count: int) -> Self:
-        assert self.recurrent_layer is not None
-        below = min(self.recurrent_layer - 1, count)
-        above = min(self.num_hidden_layers - self.recurrent_layer, count)
-        return with_fields(self, num_hidden_layers=below + 1 + above, recurrent_layer=below + 1)
-
-    def validate_architecture(self) -> None:
-        super().validate_architecture()
-        expect(self.sliding_window is not None, "sliding_window", None, "a number of positions")
-        for name in ("block_size", "num_states"):
-            number = getattr(self, name)
-            expect(number is None or number >= 1, name, number, "None or at least 1")
-        layer = self.recurrent_layer
-        expect(
-            layer is None or 1 <= layer <= self.num_hidden_layers,
-            "recurrent_layer",
-            layer,
-            f"1 to {self.num_hidden_layers} (num_hidden_layers), or None",
-        )
-        blocks = self.truncation_blocks
-        expect(
-            blocks is None or blocks >= 2,
-            "truncation_blocks",
-            blocks,
-            "None or at least 2 (with 1 nothing that writes the states would learn)",
-        )
-
-
-@checked
-class RPTConfig(TrailmarkConfig):
-    """Retrieval-Pretrained Transformer (Rubin and Berant, 2024), and RPT-Contriever as arXiv 2410.01651 runs it.
-
-    The defaults are the second paper's sizes with the retriever of the first. RPT-Contriever is
-    ``retriever="encoder"``; the first paper's RPT has ``continuation``, ``neighbour_augmentation`` and
-    ``neighbour_gate`` and reads 2 chunks.
-
-    Args:
-        num_lower_layers: layers before the retriever; None is half.
-        chunk_size: S tokens.
-        num_retrieved_chunks: K. 0: retrieval is off. Every token reads what a text's first tokens read, the null key
-            alone; no chunk is encoded or kept, no embedder asked. Refused in training.
-        num_encoder_layers: bidirectional layers over a chunk's lower states, once per chunk.
-        cross_attention_every: of the upper layers, the first and every so manieth after it reads. 1: all.
-        continuation: read each selected chunk together with the chunk after it, 2 S tokens.
-        neighbour_augmentation: what was selected attends to itself and to the chunk that asks, before it is read.
-        neighbour_gate: scale each selected chunk by a learned number from 0.1 to 1 before it is read.
-        retriever: "learned": queries and keys of lower states, trained by the ranking loss alone, from
-            ``neighbours`` with ``neighbour_scores``. "encoder": a frozen encoder's, online (the model's attribute
-            ``embedder``) or beforehand (``neighbours``, from a table).
-        exclude_visible_chunks: do not select chunks that the window shows whole to the last token that reads.
-        embedder: spec of that encoder, such as "hash" or "transformers:FOLDER", for who opens the model.
-        embedder_fingerprint: of the encoder that the model was trained with; another is refused. None: any.
-        ranking_weight: of the ranking loss. ranking_margin: of its hinge, in scores.
-        ranking_threshold: only chunks with target scores above it are ranked above others; 0 or more.
-        gold_probability: share of training texts that read the chunks with the best target scores instead of those
-            that the retriever selects, at the end of training. first_gold_probability: at its beginning.
-    """
-
-    model_type = "trailmark_rpt"
-
-    num_lower_layers: int | None = None
-    chunk_size: int = 64
-    num_retrieved_chunks: int = 8
-    num_encoder_layers: int = 2
-    cross_attention_every: int = 1
-    continuation: bool = False
-    neighbour_augmentation: bool = False
-    neighbour_gate: bool = False
-    retriever: Literal["learned", "encoder"] = "learned"
-    exclude_visible_chunks: bool = True
-    embedder: str | None = None
-    embedder_fingerprint: str | None = None
-    ranking_weight: float | int = 1.0
-    ranking_margin: float | int = 1.0
-    ranking_threshold: float | int = 0.0
-    first_gold_probability: float | int = 1.0
-    gold_probability: float | int = 0.0
-
-    def __post_init__(self, **kwargs: Any) -> None:
-        if self.num_lower_layers is None:
-            self.num_lower_layers = self.num_hidden_layers // 2
-        super().__post_init__(**kwargs)
-
-    @property
-    def has_landmarks(self) -> bool:
-        return False
-
-    @property
-    def first_visible(self) -> int | None:
-        """``visible`` of :mod:`trailmark.models.candidates`: the last token that reads is S - 1 after it."""
-        if not self.exclude_visible_chunks:
-            return None
-        assert self.sliding_window is not None
-        return self.chunk_size - 1 - (self.sliding_window - 1)
-
-    @property
-    def num_upper_layers(self) -> int:
-        assert self.num_lower_layers is not None
-        return self.num_hidden_layers - self.num_lower_layers
-
-    @property
-    def num_retrieval_groups(self) -> int:
-        """All upper layers that read share one retrieval."""
-        return 1
-
-    @property
-    def num_reading_layers(self) -> int:
-        """Upper layers that read chunks."""
-        return -(-self.num_upper_layers // self.cross_attention_every)
-
-    def with_fewer_layers(self, count: int) -> Self:
-        assert self.num_lower_layers is not None
-        lower = min(self.num_lower_layers, count)
-        upper = min(self.num_upper_layers, count * self.cross_attention_every)
-        return with_fields(
-            self,
-            num_hidden_layers=lower + upper,
-            num_lower_layers=lower,
-            num_encoder_layers=min(self.num_encoder_layers, count),
-        )
-
-    def validate_architecture(self) -> None:
-        super().validate_architecture()
-        for name in ("chunk_size", "cross_attention_every"):
-            expect(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
-        expect_count(self.num_retrieved_chunks)
-        for name in ("num_encoder_layers", "ranking_weight", "ranking_margin", "ranking_threshold"):
-            expect(getattr(self, name) >= 0, name, getattr(self, name), "0 or more")
-        for name in ("first_gold_probability", "gold_probability"):
-            expect(0 <= getattr(self, name) <= 1, name, getattr(self, name), "0 to 1")
-        if self.retriever != "encoder":
-            for name in ("embedder", "embedder_fingerprint"):
-                came = getattr(self, name)
-                expect(came is None, name, came, f"None with retriever {self.retriever!r}")
-        lower = self.num_lower_layers
-        expect(
-            lower is None or 0 <= lower < self.num_hidden_layers,
-            "num_lower_layers",
-            lower,
-            f"0 to {self.num_hidden_layers - 1} (num_hidden_layers - 1: one upper layer must read)",
-        )
-        expect(self.sliding_window is not None, "sliding_window", None, "a number of positions")
-        self.expect_rotary_heads()
 
 
 def with_fields(config: Config, **fields: Any) -> Config:

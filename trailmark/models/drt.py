@@ -17,7 +17,6 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from trailmark.memory import MemoryEntries, Window
 from trailmark.models.answers import CardFacts, LayerKind
 from trailmark.models.causal_lm import mark_residual_projections
-from trailmark.models.configuration import DRTConfig
 from trailmark.models.costs import (
     CacheBytes,
     ChunkReads,
@@ -27,6 +26,7 @@ from trailmark.models.costs import (
     kv_width,
 )
 from trailmark.models.drt_chunks import MemoryChunks, TextChunks, expect_given, with_vectors
+from trailmark.models.drt_config import DRTConfig
 from trailmark.models.embedding import Given, given_neighbours
 from trailmark.models.grid import Grid, Integers
 from trailmark.models.layered import Chunks, NoChunks, RetrievingForCausalLM

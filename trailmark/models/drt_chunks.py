@@ -15,7 +15,7 @@ from torch import Tensor
 
 from trailmark.memory import MemoryEntries, Retrieved
 from trailmark.models.candidates import MemoryCandidates, TextCandidates, expect_selectable, no_selection
-from trailmark.models.configuration import DRTConfig
+from trailmark.models.drt_config import DRTConfig
 from trailmark.models.embedding import Given, Vectors, as_selection, expect_earlier, expect_selected
 from trailmark.models.grid import Grid, Integers
 from trailmark.models.layered import Chunks

@@ -41,6 +41,7 @@ class LandmarkConfig(TrailmarkConfig):
     """
 
     model_type = "trailmark_landmark"
+    no_arithmetic = frozenset({"landmark_phase", "position_jump", "max_position_embeddings"})
 
     sliding_window: int | None = None
     window_position: Literal["alibi", "rope"] = "rope"

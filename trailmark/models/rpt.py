@@ -18,7 +18,6 @@ from trailmark.memory import MemoryEntries, Window
 from trailmark.models.answers import CardFacts, LayerKind
 from trailmark.models.candidates import expect_selectable
 from trailmark.models.causal_lm import Hidden, mark_residual_projections
-from trailmark.models.configuration import RPTConfig
 from trailmark.models.costs import (
     CacheBytes,
     ChunkReads,
@@ -33,6 +32,7 @@ from trailmark.models.layered import Chunks, NoChunks, RetrievingForCausalLM
 from trailmark.models.layers import MLP, Place, RMSNorm, WindowAttention, WindowLayer
 from trailmark.models.reads import SelectedReads
 from trailmark.models.rpt_chunks import MemoryChunks, Prepare, TextChunks
+from trailmark.models.rpt_config import RPTConfig
 from trailmark.models.rpt_neighbours import (
     ChunkedCrossAttention,
     ChunkRetriever,

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from trailmark.memory import Retrieved
 from trailmark.models.candidates import MemoryCandidates, TextCandidates, no_selection
-from trailmark.models.configuration import RPTConfig
 from trailmark.models.embedding import Given, Vectors, as_selection
 from trailmark.models.grid import Booleans, Grid, Integers
 from trailmark.models.layered import Chunks
+from trailmark.models.rpt_config import RPTConfig
 from trailmark.models.rpt_neighbours import Readers
 from trailmark.models.rpt_ranking import Ranking, best_candidates
 from trailmark.models.step import Step

@@ -13,7 +13,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from trailmark.models.configuration import RPTConfig
 from trailmark.models.grid import Grid
 from trailmark.models.layers import (
     ChunkAttention,
@@ -25,6 +24,7 @@ from trailmark.models.layers import (
     rotary_table,
     rotate,
 )
+from trailmark.models.rpt_config import RPTConfig
 from trailmark.models.takes import Table
 from trailmark.ops import block_attention, chunked_cross_attention
 

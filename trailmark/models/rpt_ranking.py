@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from trailmark.models.configuration import RPTConfig
 from trailmark.models.embedding import Given
+from trailmark.models.rpt_config import RPTConfig
 from trailmark.ops import fold_seed, ranking_loss
 from trailmark.ops.arguments import values_are_checked
 

@@ -10,11 +10,11 @@ from torch import Tensor, nn
 
 from trailmark.models.answers import CardFacts
 from trailmark.models.causal_lm import mark_residual_projections
-from trailmark.models.configuration import SlidingWindowConfig
 from trailmark.models.costs import CacheBytes, kv_width
 from trailmark.models.grid import Grid
 from trailmark.models.layered import LayeredForCausalLM
 from trailmark.models.layers import Place, RMSNorm, WindowLayer
+from trailmark.models.sliding_window_config import SlidingWindowConfig
 from trailmark.models.step import Step
 
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from trailmark.data.files import write_json
+from trailmark.files import write_json
 from trailmark.ops import ChunkSelection
 from trailmark.training.processes import gathered, is_main
 from trailmark.training.tensors import unwrapped_name

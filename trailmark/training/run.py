@@ -18,7 +18,8 @@ from torch import Tensor
 from transformers import PrinterCallback, TrainingArguments, set_seed
 
 from trailmark.data.corpus import Tokens, load_tokenizer, vocabulary_size
-from trailmark.data.files import (
+from trailmark.data.summarization import SummarizationTexts
+from trailmark.files import (
     expect_place,
     expect_writable,
     locked,
@@ -27,7 +28,6 @@ from trailmark.data.files import (
     write_json,
     write_text,
 )
-from trailmark.data.summarization import SummarizationTexts
 from trailmark.models import TrailmarkForCausalLM, architectures
 from trailmark.models.card_files import refresh_card
 from trailmark.training import checkpoints, states

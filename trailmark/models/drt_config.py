@@ -1,0 +1,131 @@
+"""The configuration of the Differentiable Retrieval Transformer."""
+
+# No ``from __future__ import annotations`` here: ``strict`` does not check types that are written as strings.
+
+from typing import Any, Literal, Self
+
+from trailmark.models.configuration import TrailmarkConfig, checked, expect, expect_count, with_fields
+
+
+@checked
+class DRTConfig(TrailmarkConfig):
+    """Differentiable Retrieval Transformer (arXiv 2410.01651).
+
+    Args:
+        num_lower_layers: layers before the chunk encoder; None is half.
+        chunk_size: S tokens; a chunk has S + 1 rows with its landmark. (Papers' configurations: 64.)
+        num_retrieved_chunks: K. 1 trains no retriever and is refused in training, unless the retriever is not
+            learned: the chunk's weight is then 1. 0: retrieval is off. Every chunk reads what the first two read,
+            nothing; no chunk is encoded or kept, no embedder asked. Refused in training.
+        num_retrieval_groups: G; the upper layers divide by it.
+        num_encoder_layers: bidirectional layers of the chunk encoder.
+        softmax_off_by_one: a virtual key of score 0 and value 0 in every chunk (Eq. 3).
+        retrieval_projections: W_h per group and W_l (Eq. 1); False: none, as in the published code.
+        retrieval_normalization: RMS-normalise both sides of the score after the projections.
+        retrieval_scale: factor on the score, besides E ** -0.5.
+        retrieval_noise: Gumbel noise on the scores when chunks are selected in training.
+        exclude_visible_chunks: do not select chunks that the window shows whole to the last row that reads.
+        residual_gca: add what was read to the residual stream; False: it feeds the MLP only, as published.
+        retriever: what selects. "causal": the learned scores. The ablations: "random": K chunks, drawn evenly from
+            the candidates. "encoder": those that a frozen encoder finds nearest, online (the model's attribute
+            ``embedder``) or beforehand (``neighbours``, from a table), the same for every group.
+        encoder_weights: with retriever "encoder", what weighs the selected chunks. "learned": the scores of W_h and
+            W_l. "encoder": its own, times retrieval_scale; the model then has no W_h and W_l, and a table must have
+            scores (the paper's "w/ contriever" replaces the scores).
+        embedder: spec of that encoder, such as "hash" or "transformers:FOLDER", for who opens the model.
+        embedder_fingerprint: of the encoder that the model was trained with; another is refused. None: any.
+    """
+
+    model_type = "trailmark_drt"
+    # the embedder itself counts: TrailmarkForCausalLM._cache_key
+    no_arithmetic = frozenset({"retrieval_noise", "embedder", "embedder_fingerprint"})
+
+    num_lower_layers: int | None = None
+    chunk_size: int = 63
+    num_retrieved_chunks: int = 8
+    num_retrieval_groups: int = 1
+    num_encoder_layers: int = 2
+    softmax_off_by_one: bool = True
+    retrieval_projections: bool = True
+    retrieval_normalization: bool = False
+    retrieval_scale: float | int = 1.0
+    retrieval_noise: bool = True
+    exclude_visible_chunks: bool = False
+    residual_gca: bool = False
+    retriever: Literal["causal", "random", "encoder"] = "causal"
+    encoder_weights: Literal["learned", "encoder"] = "learned"
+    embedder: str | None = None
+    embedder_fingerprint: str | None = None
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        if self.num_lower_layers is None:
+            self.num_lower_layers = self.num_hidden_layers // 2
+        super().__post_init__(**kwargs)
+
+    @property
+    def first_visible(self) -> int | None:
+        """``visible`` of :mod:`trailmark.models.candidates`: the last row that reads is S + 1 after it."""
+        if not self.exclude_visible_chunks:
+            return None
+        assert self.sliding_window is not None
+        return self.chunk_size + 1 - (self.sliding_window - 1)
+
+    @property
+    def num_upper_layers(self) -> int:
+        assert self.num_lower_layers is not None
+        return self.num_hidden_layers - self.num_lower_layers
+
+    @property
+    def scores_chunks(self) -> bool:
+        """Whether the model weighs chunks by scores of its own; else it has no W_h and W_l."""
+        return self.encoder_weights == "learned"
+
+    def expect_trainable(self) -> None:
+        super().expect_trainable()
+        if self.num_retrieved_chunks == 1 and self.retriever == "causal":
+            raise ValueError(
+                "num_retrieved_chunks: expected at least 2 in training, got 1: the weight of a single chunk is "
+                "always 1, so its score gets no gradient and the retriever learns nothing."
+            )
+
+    def with_fewer_layers(self, count: int) -> Self:
+        assert self.num_lower_layers is not None
+        groups = min(self.num_retrieval_groups, 2)
+        lower = min(self.num_lower_layers, count)
+        upper = groups * min(self.num_upper_layers // self.num_retrieval_groups, count)
+        return with_fields(
+            self,
+            num_hidden_layers=lower + upper,
+            num_lower_layers=lower,
+            num_retrieval_groups=groups,
+            num_encoder_layers=min(self.num_encoder_layers, count),
+        )
+
+    def validate_architecture(self) -> None:
+        super().validate_architecture()
+        if self.retriever != "encoder":
+            for name, without in (
+                ("encoder_weights", "learned"), ("embedder", None), ("embedder_fingerprint", None)
+            ):  # fmt: skip
+                came = getattr(self, name)
+                expect(came == without, name, came, f"{without!r} with retriever {self.retriever!r}")
+        for name in ("chunk_size", "num_retrieval_groups", "num_encoder_layers"):
+            expect(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
+        expect_count(self.num_retrieved_chunks)
+        lower = self.num_lower_layers
+        expect(
+            lower is None or 0 <= lower < self.num_hidden_layers,
+            "num_lower_layers",
+            lower,
+            f"0 to {self.num_hidden_layers - 1} (num_hidden_layers - 1: one upper layer must read)",
+        )
+        if lower is not None:
+            upper = self.num_hidden_layers - lower
+            expect(
+                upper % self.num_retrieval_groups == 0,
+                "num_retrieval_groups",
+                self.num_retrieval_groups,
+                f"a divisor of the {upper} upper layers",
+            )
+        expect(self.sliding_window is not None, "sliding_window", None, "a number of positions")
+        self.expect_rotary_heads()
