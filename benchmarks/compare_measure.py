@@ -31,10 +31,10 @@ from training import BareLoop
 from training_text import losses, peak_memory, stretches, train, trained, trained_tokenizer
 
 from trailmark.data.corpus import Tokens, files_below, load_tokenizer, standard_library_texts, tokenize
-from trailmark.evaluation.needles import measure
+from trailmark.evaluation.needles.ask import measure
+from trailmark.evaluation.needles.suite import NeedleSettings
 from trailmark.evaluation.record import environment
 from trailmark.evaluation.subject import Subject, load
-from trailmark.evaluation.suite_needles import NeedleSettings
 from trailmark.files import read_json, write_json
 from trailmark.models import TrailmarkForCausalLM
 from trailmark.training.config import RunConfig

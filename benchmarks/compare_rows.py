@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 from common import CONFIGS
 
-from trailmark.data.needles import Level
+from trailmark.data.needles.curriculum_texts import Level
 from trailmark.training.config import RunConfig, load_run_config
 from trailmark.training.run import Run
 

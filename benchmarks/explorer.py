@@ -35,8 +35,8 @@ from tests.report.traces import made_up
 from trailmark.data.corpus import Tokens, read_texts, standard_library_texts, tokenize
 from trailmark.evaluation.record import environment
 from trailmark.evaluation.subject import Subject, load
-from trailmark.report.explorer import build
-from trailmark.report.explorer_data import collect, pack
+from trailmark.report.explorer.data import collect, pack
+from trailmark.report.explorer.page import build
 from trailmark.trace.lines import Entry, TraceHeader, read_trace, write_lines
 from trailmark.trace.losses import nats
 from trailmark.trace.texts import trace_header

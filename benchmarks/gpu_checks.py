@@ -24,7 +24,8 @@ from ops import Case, check
 from torch import Tensor
 
 from tests.budgets import values_and_gradients
-from tests.ops import gca_cases, landmark_cases
+from tests.ops.gca import cases as gca_cases
+from tests.ops.landmark import cases as landmark_cases
 from trailmark.ops import (
     LandmarkLayout,
     alibi_slopes,
@@ -34,7 +35,7 @@ from trailmark.ops import (
     select_chunks,
     sliding_window_attention,
 )
-from trailmark.ops import grouped_cross_attention_triton as kernels
+from trailmark.ops.gca import triton_path as kernels
 
 ROOT = Path(__file__).resolve().parent.parent
 REHEARSAL = "--rehearse" in sys.argv  # benchmarks/gpu.py --rehearse: on a CPU, interpreted, tiny

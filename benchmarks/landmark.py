@@ -28,7 +28,7 @@ from torch import Tensor
 
 sys.path.insert(0, str(ROOT))  # for tests: the budget and the cases have one definition
 
-from tests.ops.landmark_cases import assert_budget
+from tests.ops.landmark.cases import assert_budget
 from trailmark.cli import keep_freed_memory
 from trailmark.evaluation.record import environment
 from trailmark.ops import LandmarkLayout, landmark_attention

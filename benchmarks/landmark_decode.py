@@ -39,10 +39,10 @@ from trailmark.models import (
     LandmarkForCausalLM,
     SlidingWindowConfig,
     SlidingWindowForCausalLM,
-    landmark_cell,
-    landmark_memory,
     layers,
 )
+from trailmark.models.landmark import cell as landmark_cell
+from trailmark.models.landmark import memory as landmark_memory
 from trailmark.report.tables import markdown_table
 
 RESULTS = Path(__file__).with_name("landmark_decode.json")

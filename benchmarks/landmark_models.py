@@ -25,7 +25,7 @@ from torch import Tensor
 
 from trailmark import demo
 from trailmark.data.corpus import load_tokenizer, read_text, standard_library_texts, tokenize
-from trailmark.evaluation.needles import measure
+from trailmark.evaluation.needles.ask import measure
 from trailmark.evaluation.record import environment
 from trailmark.evaluation.subject import Subject, load
 from trailmark.files import read_json, write_json

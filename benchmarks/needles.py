@@ -18,7 +18,7 @@ from common import showing
 
 from trailmark import demo
 from trailmark.data.corpus import load_tokenizer, standard_library_texts, tokenize
-from trailmark.evaluation.needles import measure as ask
+from trailmark.evaluation.needles.ask import measure as ask
 from trailmark.evaluation.record import environment
 from trailmark.evaluation.subject import Subject
 from trailmark.files import read_json, write_json

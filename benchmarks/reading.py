@@ -29,9 +29,9 @@ from torch import Tensor
 
 from trailmark.data.corpus import Tokens, load_tokenizer, read_texts, tokenize
 from trailmark.demo import MODELS
-from trailmark.evaluation.needles import measure
+from trailmark.evaluation.needles.ask import measure
+from trailmark.evaluation.needles.suite import NeedleSettings
 from trailmark.evaluation.subject import load
-from trailmark.evaluation.suite_needles import NeedleSettings
 from trailmark.memory.search import ExactSearch, FaissSearch
 from trailmark.models import (
     DRTConfig,

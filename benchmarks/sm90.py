@@ -27,10 +27,10 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from trailmark.files import write_json
-from trailmark.ops import grouped_cross_attention_kernels as kernels
-from trailmark.ops import grouped_cross_attention_triton as gca
-from trailmark.ops import landmark_attention_kernels as landmark_kernels
-from trailmark.ops import landmark_attention_triton as landmark
+from trailmark.ops.gca import kernels
+from trailmark.ops.gca import triton_path as gca
+from trailmark.ops.landmark import kernels as landmark_kernels
+from trailmark.ops.landmark import triton_path as landmark
 from trailmark.report.tables import markdown_table
 
 _SHARED = 227 << 10  # bytes that one program may use on sm_90

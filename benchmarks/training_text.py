@@ -39,7 +39,7 @@ from trailmark.data.corpus import (
 from trailmark.data.prepare import prepare
 from trailmark.data.recipes import parse_source
 from trailmark.data.shards import Corpus
-from trailmark.evaluation.perplexity import evaluate_perplexity
+from trailmark.evaluation.perplexity.run import evaluate_perplexity
 from trailmark.evaluation.record import environment
 from trailmark.evaluation.subject import load
 from trailmark.files import read_json, write_json, write_text

@@ -26,11 +26,11 @@ from common import parameters, showing
 
 from trailmark import demo
 from trailmark.data.corpus import load_tokenizer, standard_library_texts, tokenize
-from trailmark.data.needles import Level
-from trailmark.evaluation import needles
+from trailmark.data.needles.curriculum_texts import Level
+from trailmark.evaluation.needles import ask as needles
+from trailmark.evaluation.needles.suite import NeedleSettings
 from trailmark.evaluation.record import Record, environment
 from trailmark.evaluation.subject import load
-from trailmark.evaluation.suite_needles import NeedleSettings
 from trailmark.files import read_json, write_json
 from trailmark.report.console import Progress
 from trailmark.training.config import DataConfig, RunConfig, TrainingConfig

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from trailmark.data.prepare import prepare
 from trailmark.data.recipes import parse_source
-from trailmark.evaluation.perplexity import evaluate_perplexity
+from trailmark.evaluation.perplexity.run import evaluate_perplexity
 from trailmark.evaluation.subject import load
 from trailmark.training.config import load_run_config
 from trailmark.training.run import Run

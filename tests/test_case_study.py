@@ -17,8 +17,8 @@ from tests.benchmark_scripts import BENCHMARKS
 from tests.case_study_texts import NAMES, SIZE, WIDTH, chunks_of, tokens_of
 from tests.models.tiny import drt
 from tests.training.tiny import SHARED, prose
-from trailmark.data.bm25 import Bm25
 from trailmark.data.corpus import load_tokenizer
+from trailmark.data.neighbours.bm25 import Bm25
 from trailmark.files import read_json
 from trailmark.trace.lines import TracedChunk, read_trace
 

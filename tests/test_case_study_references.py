@@ -11,9 +11,9 @@ import pytest
 
 from tests import benchmark_scripts
 from tests.case_study_texts import NAMES, SIZE, WIDTH, chunks_of
-from trailmark.data.bm25 import Bm25
-from trailmark.data.bm25 import candidates as bm25_candidates
 from trailmark.data.corpus import load_tokenizer
+from trailmark.data.neighbours.bm25 import Bm25
+from trailmark.data.neighbours.bm25 import candidates as bm25_candidates
 from trailmark.trace.lines import TracedChunk
 
 modules = benchmark_scripts.modules(*NAMES)

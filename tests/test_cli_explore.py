@@ -15,7 +15,7 @@ import pytest
 import torch
 from transformers import PretrainedConfig
 
-from tests.report.test_explorer import of_a_page, token_texts
+from tests.report.explorer.test_page import of_a_page, token_texts
 from tests.training.tiny import MODELS, prose
 from trailmark import cli
 from trailmark.data.corpus import load_tokenizer

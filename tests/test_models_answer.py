@@ -50,9 +50,9 @@ def test_no_floor_above_models_names_an_architecture(path: Path) -> None:
     [
         "from trailmark.models import DRTForCausalLM\nisinstance(model, DRTForCausalLM)",
         "from trailmark import RPTConfig",
-        "import trailmark.models.drt",
+        "import trailmark.models.drt.model",
         "from trailmark.models import landmark",
-        "from trailmark.models.rpt import ranking_loss",
+        "from trailmark.models.rpt.model import ranking_loss",
         "import trailmark\nisinstance(model, trailmark.LandmarkForCausalLM)",
     ],
 )

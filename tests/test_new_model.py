@@ -19,7 +19,7 @@ from tests.training.tiny import prose
 from trailmark.models import DRTConfig, DRTForCausalLM, register
 from trailmark.models.answers import CardFacts
 from trailmark.models.configuration import checked
-from trailmark.models.drt import DRTLayer
+from trailmark.models.drt.model import DRTLayer
 from trailmark.training.checkpoints import step_folder
 
 # --- the architecture: a DRT whose upper layers read beside the MLP, through a gate ------------------------------

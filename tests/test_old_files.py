@@ -14,7 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from trailmark.data.corpus import load_tokenizer
-from trailmark.data.neighbours import NeighbourTable
+from trailmark.data.neighbours.table import NeighbourTable
 from trailmark.data.shards import Corpus
 
 MADE = Path(__file__).parent / "fixtures" / "version-0.1.0"

@@ -131,9 +131,9 @@ class NeighbourSettings(_TableSettings):
 @takes(NeighbourSettings)
 def neighbours(settings: NeighbourSettings) -> None:
     """Find each chunk's neighbours once, so that training never waits for an encoder."""
-    from trailmark.data.neighbour_files import TableProgress
-    from trailmark.data.neighbour_run import make_table
-    from trailmark.data.neighbours import Rule
+    from trailmark.data.neighbours.build import make_table
+    from trailmark.data.neighbours.files import TableProgress
+    from trailmark.data.neighbours.table import Rule
     from trailmark.report.console import Progress, bar, size, table_line
 
     progress = Progress()
@@ -170,8 +170,8 @@ class TargetSettings(_TableSettings):
 @takes(TargetSettings)
 def targets(settings: TargetSettings) -> None:
     """Say how much each chunk helps to predict the next one: what an RPT's retriever learns from."""
-    from trailmark.data.neighbour_files import TableProgress
-    from trailmark.data.neighbours import Rule
+    from trailmark.data.neighbours.files import TableProgress
+    from trailmark.data.neighbours.table import Rule
     from trailmark.evaluation.targets import make_targets
     from trailmark.report.console import Progress, table_line
 

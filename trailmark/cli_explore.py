@@ -30,7 +30,7 @@ class ExploreSettings(Settings):
 def explore(settings: ExploreSettings) -> None:
     """A page of what a model read in a text: each chunk, the past chunks that it read, and what they were worth."""
     from trailmark.report.console import Progress
-    from trailmark.report.explorer import build, expect_inputs, expect_output, keeping
+    from trailmark.report.explorer.page import build, expect_inputs, expect_output, keeping
     from trailmark.trace.lines import read_trace
 
     model, texts, output, memory = settings.model, list(settings.texts), settings.output, settings.memory

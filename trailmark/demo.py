@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from trailmark.data.corpus import Tokens, load_tokenizer, standard_library_texts, tokenize
-from trailmark.data.needles import CURRICULUM
-from trailmark.evaluation.needles import measure
+from trailmark.data.needles.curriculum_texts import CURRICULUM
+from trailmark.evaluation.needles.ask import measure
+from trailmark.evaluation.needles.suite import NeedleSettings
 from trailmark.evaluation.record import environment
 from trailmark.evaluation.subject import Subject
-from trailmark.evaluation.suite_needles import NeedleSettings
 from trailmark.files import expect_writable, read_json, write_json
 from trailmark.models import TrailmarkForCausalLM
 from trailmark.report.console import Progress, duration, measured, training_line

@@ -15,8 +15,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from trailmark.data.bm25 import Bm25
-from trailmark.data.embedders import HashEmbedder
+from trailmark.data.neighbours.bm25 import Bm25
+from trailmark.data.neighbours.embedders import HashEmbedder
 from trailmark.trace.lines import TracedChunk
 
 Integers = npt.NDArray[np.int64]

@@ -33,8 +33,8 @@ from case_study.baselines import Rules
 from case_study.measure import Row, rows_of
 from case_study.references import Layout, summary
 from case_study.scores import SHORT, VARIANTS, score_parts
-from trailmark.data.bm25 import Bm25, fit_bm25
 from trailmark.data.corpus import files_below, load_tokenizer, read_text, tokenize, tokenizer_fingerprint
+from trailmark.data.neighbours.bm25 import Bm25, fit_bm25
 from trailmark.data.shards import Corpus
 from trailmark.evaluation.record import environment
 from trailmark.evaluation.subject import Subject, load

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from trailmark.data.trained import trained_length
-from trailmark.models import card
+from trailmark.models.card import text as card
 
 NEEDLES = {"data": {"task": "needles", "chunk_size": 32}, "training": {"context_length": 4096}}
 LEVELS = {"levels": [{"chunks": 16}, {"chunks": 32}, {"chunks": "many"}]}

@@ -13,7 +13,7 @@ from transformers import BertConfig, BertModel, LlamaConfig, LlamaForCausalLM
 
 from tests.models.tiny import drt
 from trailmark.data.corpus import load_tokenizer
-from trailmark.data.needles import CURRICULUM
+from trailmark.data.needles.curriculum_texts import CURRICULUM
 from trailmark.evaluation.subject import Subject, expect_model, load, names_of
 
 BYTES = load_tokenizer()

@@ -12,10 +12,10 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from tests.data.corpora import prose, save_bpe
 from tests.models.tiny import EXACT, drt
-from trailmark.data.bm25 import candidates
 from trailmark.data.corpus import load_tokenizer, tokenize
-from trailmark.data.neighbour_files import TableProgress
-from trailmark.data.neighbours import NeighbourTable, Rule
+from trailmark.data.neighbours.bm25 import candidates
+from trailmark.data.neighbours.files import TableProgress
+from trailmark.data.neighbours.table import NeighbourTable, Rule
 from trailmark.data.prepare import prepare
 from trailmark.data.recipes import parse_source
 from trailmark.evaluation import targets

@@ -17,7 +17,7 @@ from tests.memory.interrupts import interrupt, stopped_at
 from tests.models.tiny import EXACT, assert_same, block_recurrent, drt, logits_of, pad, tokens, window_model
 from trailmark.files import NoSpaceError
 from trailmark.memory import ChunkCache
-from trailmark.memory.disk import DiskStore
+from trailmark.memory.tiers.disk import DiskStore
 from trailmark.models import TrailmarkForCausalLM, causal_lm
 
 MODULES = [

@@ -17,18 +17,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.memory.interrupts import interrupt, stopped_at
-from trailmark.memory import (
-    ChunkMemory,
-    MemoryEntries,
-    MemorySize,
-    chunks,
-    disk,
-    files,
-    records,
-    resident,
-    saved,
-)
-from trailmark.memory.store import TIERS, open_store
+from trailmark.memory import ChunkMemory, MemoryEntries, MemorySize, chunks, saved
+from trailmark.memory.tiers import disk, files, records, resident
+from trailmark.memory.tiers.base import TIERS, open_store
 
 MODULES = (chunks, records, files, resident, disk)
 

@@ -26,10 +26,10 @@ from tests.memory.interrupts import interrupt, stopped_at
 from trailmark import files
 from trailmark.files import NoSpaceError
 from trailmark.memory import saved
-from trailmark.memory.disk import DiskStore
-from trailmark.memory.records import ChunkStore
 from trailmark.memory.saved import MANIFEST, Saved, load, next_chunk_file, save, verify
-from trailmark.memory.store import TIERS, make_store
+from trailmark.memory.tiers.base import TIERS, make_store
+from trailmark.memory.tiers.disk import DiskStore
+from trailmark.memory.tiers.records import ChunkStore
 
 SHAPE = (2, 2, 3, 5)  # 2, J, S, D
 RECORD = 2 * 2 * 3 * 5 * 4  # bytes

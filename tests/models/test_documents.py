@@ -26,7 +26,7 @@ from tests.models.tiny import (
 )
 from trailmark.models import TrailmarkForCausalLM
 from trailmark.models.grid import lay_out
-from trailmark.models.landmark import _JUMP
+from trailmark.models.landmark.model import _JUMP
 from trailmark.models.text import Text
 from trailmark.ops import fold_seed
 

@@ -18,7 +18,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tests.models.naive_block_recurrent import NaiveBlockRecurrent
+from tests.models.block_recurrent.naive import NaiveBlockRecurrent
 from tests.models.tiny import (
     EXACT,
     NaiveDRT,

@@ -12,11 +12,11 @@ from hypothesis import given, settings
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from tests.models.naive_landmark import NaiveReading
-from tests.models.naive_rpt import NaiveRPT
+from tests.models.landmark.naive import NaiveReading
+from tests.models.landmark.test_reading import FEW, MODELS, joined
+from tests.models.rpt.naive import NaiveRPT
+from tests.models.rpt.test_model import RPTS, WHOLE
 from tests.models.test_exactness import DRTS, Step, Story, Told, stories
-from tests.models.test_landmark_reading import FEW, MODELS, joined
-from tests.models.test_rpt import RPTS, WHOLE
 from tests.models.tiny import (
     DRT_VARIANTS,
     NaiveDRT,

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from tests.report import runs
+from trailmark.evaluation.needles.suite import pooled
 from trailmark.evaluation.suite import suite_named
-from trailmark.evaluation.suite_needles import pooled
 from trailmark.report import charts
 from trailmark.report.collect import collect
 from trailmark.report.page import Built, build

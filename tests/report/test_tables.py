@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from trailmark.evaluation.perplexity import PerplexityResult
+from trailmark.evaluation.perplexity.run import PerplexityResult
 from trailmark.evaluation.suite import suite_named
 from trailmark.report.tables import markdown_table, needle_table, result_table
 from trailmark.statistics import wilson_interval

@@ -16,9 +16,9 @@ from torch import Tensor
 from transformers import AutoTokenizer
 
 from tests.data.corpora import prose, save_bpe
-from tests.data.encoders import save_bert
-from tests.models.naive_landmark import NaiveReading
-from tests.models.naive_rpt import NaiveRPT
+from tests.data.neighbours.encoders import save_bert
+from tests.models.landmark.naive import NaiveReading
+from tests.models.rpt.naive import NaiveRPT
 from tests.models.tiny import EXACT, NaiveDRT, block_recurrent, drt, landmark, rpt, split, window_model
 from trailmark.data.corpus import load_tokenizer, tokenize
 from trailmark.evaluation.reading import Reader

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from tests.training.tiny import CHUNK_SIZE, TEXT, run_config
 from trailmark.data.corpus import load_tokenizer
-from trailmark.data.needles import Level
-from trailmark.data.niah import NiahTexts
+from trailmark.data.needles.curriculum_texts import Level
+from trailmark.data.needles.niah import NiahTexts
 from trailmark.data.shards import Corpus
 from trailmark.data.summarization import Pairs, SummarizationTexts
 from trailmark.ops import fold_seed

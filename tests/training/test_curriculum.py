@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from trailmark.data.needles import Level
+from trailmark.data.needles.curriculum_texts import Level
 from trailmark.training.curriculum import Curriculum
 
 LEVELS = (Level(8, 1.0, 1.0, 0.0), Level(16, 1.0, 1.0, 0.0), Level(4, 1.0, 1.0, 0.0))

@@ -14,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from tests.training.tiny import prose
 from trailmark.data.corpus import load_tokenizer
-from trailmark.data.embedders import open_embedder
+from trailmark.data.neighbours.embedders import open_embedder
 from trailmark.models import (
     MODELS,
     BlockRecurrentConfig,

@@ -15,8 +15,8 @@ from tests.training.killed import begin, watched
 from tests.training.tiny import MODELS as TINY
 from tests.training.tiny import SHARED, prose, run_config
 from trailmark.data.corpus import load_tokenizer
-from trailmark.data.embedders import open_embedder
-from trailmark.data.neighbours import NeighbourTable, Rule, build_neighbours
+from trailmark.data.neighbours.embedders import open_embedder
+from trailmark.data.neighbours.table import NeighbourTable, Rule, build_neighbours
 from trailmark.data.prepare import prepare
 from trailmark.data.recipes import parse_source
 from trailmark.data.shards import Corpus

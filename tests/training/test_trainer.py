@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from tests.training.tiny import CHUNK_SIZE, TEXT, run_config
 from trailmark.data.batches import Windows
 from trailmark.data.corpus import load_tokenizer, tokenize
-from trailmark.data.needles import CURRICULUM, Level
+from trailmark.data.needles.curriculum_texts import CURRICULUM, Level
 from trailmark.data.shards import Corpus
 from trailmark.files import read_json
 from trailmark.training import checkpoints

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from trailmark.data.batches import mix, permuted
 from trailmark.data.corpus import Tokens, tokenize, tokenize_parts, tokenizer_fingerprint
-from trailmark.data.needle_formats import IGNORED
+from trailmark.data.needles.formats import IGNORED
 from trailmark.data.prepare import expect_as_prepared
 from trailmark.files import sha256_of
 

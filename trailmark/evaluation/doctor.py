@@ -89,7 +89,7 @@ def _gpu() -> str:
 
 def _implementations(device: torch.device) -> Iterator[Check]:
     """What ``implementation=None`` chooses on a device for a model in bfloat16, and why."""
-    from trailmark.ops.sliding_window_flex import flex_problem  # imports torch's compiler
+    from trailmark.ops.window.flex import flex_problem  # imports torch's compiler
 
     if device.type == "cpu":
         kernels = "torch: GEMMs in slabs that stay in a core's caches; Triton's kernels need CUDA"
@@ -114,7 +114,7 @@ def _implementations(device: torch.device) -> Iterator[Check]:
 
 def _kernels(device: torch.device) -> Iterator[Check]:
     """Fused kernels against the oracles, in float32, where they run (under TRITON_INTERPRET=1 on a CPU too)."""
-    from trailmark.ops.sliding_window_flex import flex_problem
+    from trailmark.ops.window.flex import flex_problem
 
     if triton_problem(device) is not None:
         return

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from trailmark.data.corpus import load_tokenizer, standard_library_texts, tokenize
-from trailmark.data.needles import CURRICULUM
-from trailmark.evaluation.needles import measure
+from trailmark.data.needles.curriculum_texts import CURRICULUM
+from trailmark.evaluation.needles.ask import measure
+from trailmark.evaluation.needles.suite import NeedleSettings
 from trailmark.evaluation.subject import Subject
-from trailmark.evaluation.suite_needles import NeedleSettings
 from trailmark.models import TrailmarkForCausalLM
 
 _FACTORS = (1, 4)  # of the longest training text

@@ -10,13 +10,13 @@ from typing import Any
 
 import torch
 
-from trailmark.evaluation.cost_models import load_or_build
+from trailmark.evaluation.cost.models import load_or_build
 from trailmark.evaluation.documents import Documents
 from trailmark.evaluation.reading import parse_dtype
 from trailmark.evaluation.record import Record
 from trailmark.evaluation.subject import Subject, expect_model, is_checkpoint, is_sizes, names_of, task_of
 from trailmark.evaluation.suite import Request, Suite, Task, suite_named, suites
-from trailmark.models.card_files import refresh_card
+from trailmark.models.card.files import refresh_card
 from trailmark.settings import Settings, kinds_of
 
 

@@ -28,7 +28,7 @@ import transformers
 
 from trailmark import __version__
 from trailmark.files import expect_writable, write_json, write_text
-from trailmark.models.card_files import RECORD_FORMAT, RECORD_KIND, config_sha256, weights_sha256
+from trailmark.models.card.files import RECORD_FORMAT, RECORD_KIND, config_sha256, weights_sha256
 from trailmark.models.causal_lm import fingerprint
 
 KIND = RECORD_KIND

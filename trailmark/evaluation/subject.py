@@ -14,9 +14,9 @@ from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from trailmark.data.corpus import Tokens, load_tokenizer, read_texts, standard_library_texts, tokenize
-from trailmark.data.needles import CURRICULUM
+from trailmark.data.needles.curriculum_texts import CURRICULUM
+from trailmark.data.neighbours.trained_embedders import embedder_of
 from trailmark.data.trained import trained_length
-from trailmark.data.trained_embedders import embedder_of
 from trailmark.evaluation.record import environment, identity
 from trailmark.files import read_json
 from trailmark.models import MODELS, TrailmarkForCausalLM

@@ -312,7 +312,7 @@ def register(suite: Suite) -> Suite:
 def suites() -> dict[str, Suite]:
     """All suites by their names, trailmark's own first."""
     for name in _OWN:
-        importlib.import_module(f"trailmark.evaluation.suite_{name}")  # registers itself
+        importlib.import_module(f"trailmark.evaluation.{name}.suite")  # registers itself
     order = [*_OWN, *(name for name in _registered if name not in _OWN)]
     return {name: _registered[name] for name in order}
 
@@ -331,7 +331,7 @@ def suite_named(name: str) -> Suite:
 
 def tiers() -> tuple[str, ...]:
     """Where the memory of past chunks can lie."""
-    from trailmark.memory.store import TIERS
+    from trailmark.memory.tiers.base import TIERS
 
     return tuple(TIERS)
 

@@ -21,13 +21,13 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from trailmark.data.bm25 import Integers, candidates
 from trailmark.data.corpus import Tokens, tokenizer_fingerprint
-from trailmark.data.embedders import device_named
-from trailmark.data.neighbour_files import TableProgress, write_table
-from trailmark.data.neighbour_run import open_corpus
-from trailmark.data.neighbours import Found, NeighbourTable, Rule, count_chunks, table_about
-from trailmark.data.text_embedders import BROKEN, has_words
+from trailmark.data.neighbours.bm25 import Integers, candidates
+from trailmark.data.neighbours.build import open_corpus
+from trailmark.data.neighbours.embedders import device_named
+from trailmark.data.neighbours.files import TableProgress, write_table
+from trailmark.data.neighbours.table import Found, NeighbourTable, Rule, count_chunks, table_about
+from trailmark.data.neighbours.text_embedders import BROKEN, has_words
 from trailmark.evaluation.losses import beginning
 from trailmark.evaluation.subject import load
 from trailmark.models import MODELS, TrailmarkForCausalLM

@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 from trailmark.memory.fetching import Located, fetch_each, fetch_once
-from trailmark.memory.recent import RecentRecords
-from trailmark.memory.records import ChunkStore
 from trailmark.memory.saved import next_chunk_file
 from trailmark.memory.search import ExactSearch
-from trailmark.memory.store import make_store, tier_named
 from trailmark.memory.tables import Integers, Landmarks, Tables, as_read, as_stored
+from trailmark.memory.tiers.base import make_store, tier_named
+from trailmark.memory.tiers.recent import RecentRecords
+from trailmark.memory.tiers.records import ChunkStore
 from trailmark.ops.arguments import require
 
 TABLE_BYTES = 24  # of a chunk besides its record and landmark: record number, first position, length

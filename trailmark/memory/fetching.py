@@ -8,9 +8,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trailmark.memory.recent import RecentRecords
-from trailmark.memory.records import ChunkStore
 from trailmark.memory.tables import Integers
+from trailmark.memory.tiers.recent import RecentRecords
+from trailmark.memory.tiers.records import ChunkStore
 
 
 class Located(NamedTuple):

@@ -42,9 +42,9 @@ from trailmark.files import (
     write_at,
     write_text,
 )
-from trailmark.memory.disk import DiskStore
-from trailmark.memory.files import overwritten_from, overwritten_note
-from trailmark.memory.records import ChunkStore
+from trailmark.memory.tiers.disk import DiskStore
+from trailmark.memory.tiers.files import overwritten_from, overwritten_note
+from trailmark.memory.tiers.records import ChunkStore
 from trailmark.ops.arguments import require
 
 FORMAT = 1

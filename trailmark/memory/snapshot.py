@@ -15,7 +15,7 @@ from trailmark.memory import saved
 from trailmark.memory.cell import Cell
 from trailmark.memory.chunks import ChunkMemory, MemorySize
 from trailmark.memory.state import CacheState, Deferred, Retrieved
-from trailmark.memory.store import open_store
+from trailmark.memory.tiers.base import open_store
 from trailmark.memory.window import Span
 
 # fields that older memories do not name, and what they were written with

@@ -1,18 +1,18 @@
 """The models, registered with transformers' Auto classes."""
 
-from trailmark.models.block_recurrent import BlockRecurrentForCausalLM
-from trailmark.models.block_recurrent_config import BlockRecurrentConfig
+from trailmark.models.block_recurrent.config import BlockRecurrentConfig
+from trailmark.models.block_recurrent.model import BlockRecurrentForCausalLM
 from trailmark.models.causal_lm import CausalLMOutput, TrailmarkForCausalLM
 from trailmark.models.configuration import TrailmarkConfig
-from trailmark.models.drt import DRTForCausalLM
-from trailmark.models.drt_config import DRTConfig
-from trailmark.models.landmark import LandmarkForCausalLM
-from trailmark.models.landmark_config import LandmarkConfig
+from trailmark.models.drt.config import DRTConfig
+from trailmark.models.drt.model import DRTForCausalLM
+from trailmark.models.landmark.config import LandmarkConfig
+from trailmark.models.landmark.model import LandmarkForCausalLM
 from trailmark.models.registry import MODELS, architectures, register, short_name
-from trailmark.models.rpt import RPTForCausalLM
-from trailmark.models.rpt_config import RPTConfig
-from trailmark.models.sliding_window import SlidingWindowForCausalLM
-from trailmark.models.sliding_window_config import SlidingWindowConfig
+from trailmark.models.rpt.config import RPTConfig
+from trailmark.models.rpt.model import RPTForCausalLM
+from trailmark.models.window.config import SlidingWindowConfig
+from trailmark.models.window.model import SlidingWindowForCausalLM
 
 for _model in (
     BlockRecurrentForCausalLM,

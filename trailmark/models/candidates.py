@@ -17,7 +17,7 @@ from trailmark.models.grid import Grid, Integers
 from trailmark.models.step import Step
 from trailmark.ops import ChunkSelection, select_chunks
 from trailmark.ops.arguments import values_are_checked
-from trailmark.ops.selection_torch import gather
+from trailmark.ops.selection.torch_path import gather
 
 
 class TextCandidates:

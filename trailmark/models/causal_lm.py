@@ -24,7 +24,7 @@ from transformers import initialization as init
 from transformers.utils import ModelOutput
 
 from trailmark.memory import CacheState, ChunkCache, ChunkMemory
-from trailmark.memory.store import tier_named
+from trailmark.memory.tiers.base import tier_named
 from trailmark.models.answers import ModelAnswers
 from trailmark.models.arguments import (
     CacheKey,
@@ -35,7 +35,7 @@ from trailmark.models.arguments import (
     check_vocabulary,
 )
 from trailmark.models.candidates import last_chunks
-from trailmark.models.card_files import UPLOAD, Saving
+from trailmark.models.card.files import UPLOAD, Saving
 from trailmark.models.configuration import TrailmarkConfig
 from trailmark.models.embedding import ChunkEmbedder, Given, expect_embedder
 from trailmark.models.generation import ChunkGenerationMixin

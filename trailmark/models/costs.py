@@ -16,7 +16,7 @@ import numpy.typing as npt
 import torch
 
 from trailmark.memory.chunks import TABLE_BYTES, recent_chunks
-from trailmark.memory.store import tier_named
+from trailmark.memory.tiers.base import tier_named
 
 _IDS = 8  # bytes of a token's number
 

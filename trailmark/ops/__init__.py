@@ -2,15 +2,15 @@
 
 from trailmark.ops.block_attention import block_attention
 from trailmark.ops.chunked_cross_attention import chunked_cross_attention
-from trailmark.ops.grouped_cross_attention import grouped_cross_attention
-from trailmark.ops.landmark_attention import landmark_attention
-from trailmark.ops.landmark_layout import LandmarkLayout
-from trailmark.ops.landmark_selection import select_by_landmarks
-from trailmark.ops.noise import fold_seed, gumbel_noise
-from trailmark.ops.random_selection import random_chunks
+from trailmark.ops.gca.api import grouped_cross_attention
+from trailmark.ops.landmark.api import landmark_attention
+from trailmark.ops.landmark.layout import LandmarkLayout
+from trailmark.ops.landmark.selection import select_by_landmarks
 from trailmark.ops.ranking_loss import ranking_loss
-from trailmark.ops.selection import ChunkSelection, select_chunks
-from trailmark.ops.sliding_window import alibi_slopes, sliding_window_attention
+from trailmark.ops.selection.api import ChunkSelection, select_chunks
+from trailmark.ops.selection.noise import fold_seed, gumbel_noise
+from trailmark.ops.selection.random_selection import random_chunks
+from trailmark.ops.window.api import alibi_slopes, sliding_window_attention
 
 __all__ = [
     "ChunkSelection",

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, TypeVar, get_type_hints
 
 from torch import Tensor
 
-from trailmark.ops.landmark_layout import LandmarkLayout
+from trailmark.ops.landmark.layout import LandmarkLayout
 
 R = TypeVar("R")
 

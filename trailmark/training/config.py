@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import yaml
 
-from trailmark.data.needles import CURRICULUM
+from trailmark.data.needles.curriculum_texts import CURRICULUM
 from trailmark.models import TrailmarkConfig
 from trailmark.models.fields import build_config
 from trailmark.settings import expect_bounds, from_mapping, parse_override, read_yaml, setting

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
-from trailmark.data.needles import CURRICULUM, Level
+from trailmark.data.needles.curriculum_texts import CURRICULUM, Level
 
 SMOOTHING = 0.95  # of the moving averages that are shown and that advance the curriculum
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from trailmark.data.corpus import tokenizer_fingerprint
-from trailmark.data.neighbours import NeighbourTable, Rule
+from trailmark.data.neighbours.table import NeighbourTable, Rule
+from trailmark.data.neighbours.trained_embedders import embedder_of
 from trailmark.data.shards import Corpus
-from trailmark.data.trained_embedders import embedder_of
 from trailmark.models import TrailmarkConfig
 from trailmark.training.config import RunConfig
 

@@ -29,7 +29,7 @@ from trailmark.files import (
     write_text,
 )
 from trailmark.models import TrailmarkForCausalLM, architectures
-from trailmark.models.card_files import refresh_card
+from trailmark.models.card.files import refresh_card
 from trailmark.training import checkpoints, states
 from trailmark.training.config import RunConfig
 from trailmark.training.neighbours import open_table

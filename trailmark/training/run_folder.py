@@ -15,7 +15,7 @@ import transformers
 import yaml
 
 from trailmark import __version__
-from trailmark.models.card_files import README
+from trailmark.models.card.files import README
 from trailmark.training import checkpoints
 from trailmark.training.config import FREE_TO_CHANGE, RunConfig
 from trailmark.training.guards import REPORT_FILE

@@ -7,13 +7,13 @@ from dataclasses import replace
 from typing import Any
 
 from trailmark.data.corpus import Tokens
-from trailmark.data.embedders import Embedder
-from trailmark.data.neighbours import NeighbourTable
-from trailmark.data.niah import NiahTexts
+from trailmark.data.needles.niah import NiahTexts
+from trailmark.data.neighbours.embedders import Embedder
+from trailmark.data.neighbours.table import NeighbourTable
+from trailmark.data.neighbours.trained_embedders import embedder_of
 from trailmark.data.shards import Corpus
 from trailmark.data.summarization import SummarizationTexts
 from trailmark.data.texts import open_text
-from trailmark.data.trained_embedders import embedder_of
 from trailmark.models import TrailmarkConfig
 from trailmark.training.config import RunConfig
 from trailmark.training.curriculum import Curriculum

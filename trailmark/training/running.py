@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trailmark.data.needles import CURRICULUM
+from trailmark.data.needles.curriculum_texts import CURRICULUM
 from trailmark.models import TrailmarkConfig, TrailmarkForCausalLM
 from trailmark.training.config import RunConfig
 from trailmark.training.curriculum import SMOOTHING, Curriculum

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from trailmark.data.batches import Windows
-from trailmark.data.needle_formats import Marks
-from trailmark.data.needles import NeedleTexts
-from trailmark.data.neighbours import NeighbourTable
-from trailmark.data.niah import NiahTexts
+from trailmark.data.needles.curriculum_texts import NeedleTexts
+from trailmark.data.needles.formats import Marks
+from trailmark.data.needles.niah import NiahTexts
+from trailmark.data.neighbours.table import NeighbourTable
 from trailmark.data.shards import Corpus
 from trailmark.data.summarization import SummarizationTexts
 from trailmark.ops import fold_seed

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from trailmark.data import neighbour_files, neighbours, prepare, shards
+from trailmark.data import prepare, shards
+from trailmark.data.neighbours import files as neighbour_files
+from trailmark.data.neighbours import table as neighbours
 from trailmark.memory import saved
 from trailmark.training import checkpoints
 from trailmark.training.run import CHECKPOINTS

@@ -1,0 +1,170 @@
+"""Needles planted in memory answer as if the changed text had been read in full."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from tests.models.tiny import (
+    TokenCounter,
+    assert_same,
+    block_recurrent,
+    drt,
+    landmark,
+    logits_of,
+    rpt,
+    tokens,
+)
+from trailmark.evaluation.needles.planting import planted
+from trailmark.memory import ChunkCache
+from trailmark.models import DRTForCausalLM
+
+S, N = 4, 26  # chunks of the haystack
+
+
+def memory_of(cache: ChunkCache) -> list[Tensor]:
+    """Keys, values, landmarks and lengths of every chunk of the one row."""
+    count = int(cache.num_chunks[0])
+    records, lengths = cache.memory.gather(np.arange(count)[None])
+    landmarks = torch.cat(cache.memory.blocks(count, 1), dim=1)
+    return [records.clone(), landmarks.clone(), torch.from_numpy(lengths.copy())]
+
+
+def drt_of_encoder() -> DRTForCausalLM:
+    model = drt(retriever="encoder")
+    model.embedder = TokenCounter()
+    return model
+
+
+MODELS: dict[str, Any] = {
+    "1 group": drt,
+    "2 groups": lambda: drt(groups=2),
+    "3 lower layers": lambda: drt(num_hidden_layers=5, num_lower_layers=3),
+    "no lower layer": lambda: drt(groups=2, num_hidden_layers=4, num_lower_layers=0),
+    "wide window": lambda: drt(sliding_window=11, window_position="rope", exclude_visible_chunks=True),
+    "encoder": drt_of_encoder,
+    "rpt": lambda: rpt(num_hidden_layers=4, num_lower_layers=2),
+    "rpt, encoder": lambda: rpt(retriever="encoder", continuation=True, neighbour_augmentation=True),
+}
+PLACES = [[0], [5], [4, 5], [3, 5], [0, 1, 2, 7], [7, 2], [-1], [-1, -2, 0]]  # -1: the last one possible
+TIERS = ("device", "host", "disk")
+
+
+@pytest.mark.parametrize("build", MODELS.values(), ids=MODELS)
+@pytest.mark.parametrize("places", PLACES, ids=str)
+@torch.no_grad()
+def test_planting_is_reading_the_changed_text(build: Any, places: list[int]) -> None:
+    model = build()
+    count = N - model.chunks_in_sight(S)
+    ids, chunks = tokens(N * S)[0].view(N, S), torch.tensor(places) % count
+    needles, question = tokens(len(places) * S, seed=1)[0].view(-1, S), tokens(23, batch=2, seed=2)
+    changed = ids.clone()
+    changed[chunks] = needles
+    cache, exact = model.new_cache(TIERS[len(places) % 3]), model.new_cache()
+    model.read(ids.view(1, -1), cache)
+    model.read(changed.view(1, -1), exact)
+    before = memory_of(cache)
+    with planted(model, cache, ids, chunks, needles):
+        (records, landmarks, lengths), read = memory_of(cache), memory_of(exact)
+        assert_same(records, read[0])
+        assert_same(landmarks, read[1])
+        assert torch.equal(lengths, read[2])
+        answer = model(question, past_key_values=cache.branch(2), output_retrieval=True)
+    whole = model(torch.cat([changed.view(1, -1).expand(2, -1), question], dim=1), output_retrieval=True)
+    assert_same(answer.logits, whole.logits[:, N * S :])
+    for ours, full in zip(answer.retrieval, whole.retrieval, strict=True):
+        assert torch.equal(ours.indices, full.indices[:, N:])
+    assert all(torch.equal(a, b) for a, b in zip(memory_of(cache), before, strict=True))
+    unplanted = logits_of(model, question, past_key_values=cache.branch(2))
+    assert not torch.equal(unplanted, answer.logits)
+
+
+@torch.no_grad()
+def test_memory_is_restored_after_an_error() -> None:
+    model, ids = drt(), tokens(N * S)[0].view(N, S)
+    cache = model.new_cache()
+    model.read(ids.view(1, -1), cache)
+    before = memory_of(cache)
+    with pytest.raises(KeyError), planted(model, cache, ids, torch.tensor([1, 2]), ids[5:7]):
+        raise KeyError
+    assert all(torch.equal(a, b) for a, b in zip(memory_of(cache), before, strict=True))
+
+
+# 7 positions of window, 5 of a chunk: the lower layer reaches 2 chunks, the two upper ones 12 positions
+SIGHT = 2 + 3
+
+
+@pytest.mark.parametrize("place", [-1, N - SIGHT, N - 1, N])
+@torch.no_grad()
+def test_planting_where_the_window_still_looks_is_refused(place: int) -> None:
+    model, ids = drt(), tokens(N * S)[0].view(N, S)
+    cache = model.new_cache()
+    model.read(ids.view(1, -1), cache)
+    before = memory_of(cache)
+    with (
+        pytest.raises(ValueError, match=f"chunks: expected numbers from 0 to {N - SIGHT - 1}, got {place}"),
+        planted(model, cache, ids, torch.tensor([0, place]), ids[:2]),
+    ):
+        pass
+    assert all(torch.equal(a, b) for a, b in zip(memory_of(cache), before, strict=True))
+
+
+@torch.no_grad()
+def test_planting_where_it_would_not_be_exact_is_refused() -> None:
+    model, ids = drt(), tokens(N * S)[0].view(N, S)
+
+    def plant(cache: ChunkCache) -> None:
+        with planted(model, cache, ids, torch.tensor([0]), ids[1:2]):
+            pass
+
+    cache = model.new_cache()
+    with pytest.raises(ValueError, match="cache: expected one row that has read a text, got 0"):
+        plant(cache)
+    with pytest.raises(ValueError, match="cache: expected one row that has read a text, got 2"):
+        plant(model.read(ids.view(1, -1).expand(2, -1)))
+    with pytest.raises(ValueError, match="first: expected 3 chunks that this memory owns"):
+        plant(model.read(ids.view(1, -1)).branch())
+    model.read(ids.view(1, -1), cache)
+    model(ids[:1], past_key_values=cache)  # what it finds is found
+    with pytest.raises(ValueError, match="cache: expected a text whose end was only read"):
+        plant(cache)
+    model.read(ids[:2].view(1, -1), cache)  # 10 positions, of 12
+    with pytest.raises(ValueError, match="cache: expected a text whose end was only read"):
+        plant(cache)
+    early = model.new_cache()
+    model(ids[:1, :3], past_key_values=early, close_chunk=True)
+    model.read(ids.view(1, -1), early)
+    with pytest.raises(ValueError, match="cache: expected full chunks, got early landmarks"):
+        plant(early)
+
+
+@torch.no_grad()
+def test_planting_after_enough_was_read_on_is_exact() -> None:
+    model, ids = drt(), tokens(N * S)[0].view(N, S)
+    changed, question = ids.clone(), tokens(9, seed=2)
+    changed[[0, 12]] = ids[[3, 4]]
+    cache = model.new_cache()
+    model(ids[:10].view(1, -1), past_key_values=cache)
+    model.read(ids[10:].view(1, -1)[:, :-1], cache)  # and some open chunk
+    with planted(model, cache, ids, torch.tensor([0, 12]), ids[[3, 4]]):
+        answer = logits_of(model, question, past_key_values=cache.branch())
+    whole = logits_of(model, torch.cat([changed.view(1, -1)[:, :-1], question], dim=1))
+    assert_same(answer, whole[:, N * S - 1 :])
+
+
+@pytest.mark.parametrize("build", [landmark, block_recurrent])
+def test_what_depends_on_all_that_was_read_is_not_planted_in(build: Any) -> None:
+    """Every layer's memory, the states."""
+    model, ids = build(), tokens(N * S)[0].view(N, S)
+    cache = model.read(ids.view(1, -1))
+    with (
+        pytest.raises(
+            ValueError, match=r"model: expected one whose memory .* Read the text with the needles"
+        ),
+        planted(model, cache, ids, torch.tensor([0]), ids[:1]),
+    ):
+        pass

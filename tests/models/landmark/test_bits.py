@@ -1,0 +1,283 @@
+"""Landmark Attention: what must not change a bit, and what a call that is stopped leaves behind."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.memory.interrupts import interrupt, stopped_at
+from tests.models.tiny import landmark, logits_of, padded, tokens
+from trailmark.memory import ChunkCache
+from trailmark.models import LandmarkForCausalLM, causal_lm
+
+TIERS = ("device", "host", "disk")
+WAYS: list[dict[str, Any]] = [
+    {"retrieve_per": "token_and_head"},
+    {"retrieve_per": "token", "memory_position": "true"},
+    {"retrieve_per": "head", "max_memory_chunks": 5},
+    {"retrieve_per": "cell"},
+    {"retrieve_per": "head", "causal_retrieval": False},
+]
+EACH_WAY = pytest.mark.parametrize("way", WAYS, ids=lambda way: "-".join(map(str, way.values())))
+EACH_CAUSAL_WAY = pytest.mark.parametrize("way", WAYS[:4], ids=lambda way: "-".join(map(str, way.values())))
+LENGTHS = (61, 40, 3)
+
+
+def assert_bits(ours: list[Tensor], theirs: list[Tensor]) -> None:
+    for one, other in zip(ours, theirs, strict=True):
+        assert torch.equal(one, other)
+
+
+def early(seed: int = 0) -> Tensor:
+    """bool [3, 61]"""
+    return torch.rand(3, 61, generator=torch.Generator().manual_seed(seed)) < 0.15
+
+
+@torch.no_grad()
+def go_on(model: LandmarkForCausalLM, cache: ChunkCache, rows: int = 1) -> list[Tensor]:
+    """A question that ends with a landmark, its answer token by token, more reading, another question."""
+    outs = []
+
+    def ask(ids: Tensor, **arguments: Any) -> None:
+        out = model(ids, past_key_values=cache, output_retrieval=True, **arguments)
+        outs.append(out.logits)
+        outs.extend(chosen.indices for chosen in out.retrieval)
+
+    ask(tokens(6, rows, 7), close_chunk=True)
+    for token in tokens(3, rows, 8).split(1, dim=1):
+        ask(token)
+    model.read(tokens(14, rows, 9), cache)
+    ask(tokens(3, rows, 10))
+    return outs
+
+
+@torch.no_grad()
+def begin(model: LandmarkForCausalLM, cache: ChunkCache, how: str) -> None:
+    """To the middle of a cell, and of a chunk of its; "ragged": three rows that differ in that."""
+    if how == "ragged":
+        ids, mask = padded(LENGTHS)
+        model(ids, attention_mask=mask, close_chunk=early(), past_key_values=cache)
+    else:
+        model.read(tokens(58), cache)
+        model(tokens(3, seed=2), past_key_values=cache)
+
+
+# --- tiers, saving and loading ---------------------------------------------------------------------------
+
+
+@EACH_WAY
+@pytest.mark.parametrize("how", ["one text", "ragged"])
+def test_tiers_and_what_was_saved(way: dict[str, Any], how: str, tmp_path: Path) -> None:
+    """Each way's running maxima and the open unit's choice are saved too."""
+    model, rows = landmark(**way), 3 if how == "ragged" else 1
+    plain = model.new_cache()
+    begin(model, plain, how)
+    assert plain.state.cell.open_units().any()
+    merged = way["retrieve_per"] in ("head", "cell")
+    assert all((x is not None) is merged for x in plain.state.cell.running)
+    expected = None
+    for saved, loaded in zip(TIERS, ("disk", "device", "host"), strict=True):
+        cache = model.new_cache(memory_tier=saved)
+        begin(model, cache, how)
+        cache.save(tmp_path / saved)
+        if saved == "disk":  # else both would go on in one file
+            del cache
+        else:
+            expected = go_on(model, plain, rows) if expected is None else expected
+            assert_bits(go_on(model, cache, rows), expected)
+        again = model.load_cache(tmp_path / saved, memory_tier=loaded)
+        assert again.memory.store.tier == loaded
+        assert_bits(go_on(model, again, rows), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_tiers_of_lower_precisions(dtype: torch.dtype) -> None:
+    model, outs = landmark().to(dtype), []
+    for tier in TIERS:
+        cache = model.new_cache(memory_tier=tier)
+        begin(model, cache, "one text")
+        outs.append(go_on(model, cache))
+        prompt = tokens(5)
+        out = model.generate(
+            prompt,
+            attention_mask=torch.ones_like(prompt),
+            past_key_values=cache,
+            max_new_tokens=5,
+            do_sample=False,
+            pad_token_id=0,
+        )
+        outs[-1].append(out)
+    assert_bits(outs[1], outs[0])
+    assert_bits(outs[2], outs[0])
+
+
+@EACH_WAY
+def test_a_branch_goes_on_like_its_source_and_leaves_it(way: dict[str, Any], tmp_path: Path) -> None:
+    model = landmark(**way)
+    caches = [model.new_cache() for _ in range(2)]
+    for cache in caches:
+        begin(model, cache, "one text")
+    expected = go_on(model, caches[0])
+    one, branch = caches[1].branch(), caches[1].branch(2)
+    assert_bits(go_on(model, one), expected)
+    one.save(tmp_path)
+    assert_bits(
+        go_on(model, model.load_cache(tmp_path)),
+        go_on(model, one),
+    )
+    with torch.no_grad():
+        model(tokens(30, batch=2, seed=5), past_key_values=branch)
+    assert_bits(go_on(model, caches[1]), expected)
+
+
+# --- what comes later, and what neighbours say -----------------------------------------------------------
+
+
+@EACH_CAUSAL_WAY
+@pytest.mark.parametrize("at", [0, 17])
+@pytest.mark.parametrize("read", [0, 46])
+def test_no_token_changes_an_earlier_logit(way: dict[str, Any], at: int, read: int) -> None:
+    model, ids, marks = landmark(**way), tokens(30, seed=1), early()[:1, :30]
+    changed = ids.clone()
+    changed[0, at:] = (ids[0, at:] + 1) % 50
+    outs = []
+    for text in (ids, changed):
+        cache = model.read(tokens(read)) if read else model.new_cache()
+        outs.append(logits_of(model, text, past_key_values=cache, close_chunk=marks)[0])
+    assert torch.equal(outs[0][:at], outs[1][:at])
+    assert not torch.equal(outs[0][at], outs[1][at])
+
+
+@EACH_WAY
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+def test_what_a_neighbour_says_changes_no_bit(way: dict[str, Any], dtype: torch.dtype) -> None:
+    """Padded rows of the same lengths, then questions and answers: the first row is as it was."""
+    model, outs = landmark(**way).to(dtype), []
+    ids, mask = padded(LENGTHS)
+    for seed in range(2):
+        other, cache = (ids + 3 * seed) % 50, model.new_cache()
+        other[0] = ids[0]
+        marks = early()
+        marks[0] = torch.arange(61) % 4 == 3
+        with torch.no_grad():
+            out = model(other, attention_mask=mask, close_chunk=marks, past_key_values=cache)
+        mine = [out.logits[0]]
+        for n in (6, 1, 1, 9):
+            more = tokens(n, batch=3, seed=seed * 100 + n)
+            more[0] = tokens(n)[0]
+            mine.append(logits_of(model, more, past_key_values=cache)[0])
+        outs.append(mine)
+    assert_bits(outs[1], outs[0])
+
+
+# --- calls that are stopped ------------------------------------------------------------------------------
+
+MODULES = [
+    importlib.import_module(f"trailmark.{name}")
+    for name in (
+        "models.arguments",
+        "models.causal_lm",
+        "models.text",
+        "models.landmark",
+        "models.landmark.cell",
+        "models.landmark.memory",
+        "models.grid",
+        "models.takes",
+        "memory.cache",
+        "memory.cell",
+        "memory.chunks",
+        "memory.disk",
+        "memory.files",
+        "memory.recent",
+        "memory.records",
+        "memory.resident",
+    )
+]
+READ = 43
+CALLS: dict[str, Callable[[LandmarkForCausalLM, ChunkCache], Tensor]] = {
+    "cells": lambda model, cache: logits_of(
+        model, tokens(25, seed=1), past_key_values=cache, close_chunk=True
+    ),
+    "a token": lambda model, cache: logits_of(model, tokens(1, seed=1), past_key_values=cache),
+    "reading": lambda model, cache: torch.from_numpy(model.read(tokens(7, seed=1), cache).num_tokens),
+}
+
+
+def by_line(number: int, run: Callable[[], object]) -> int | None:
+    """Ctrl-C before that line; the lines that ran if there was no such line, else None."""
+    with stopped_at(number, interrupt, *MODULES) as lines:
+        try:
+            run()
+        except KeyboardInterrupt:
+            return None
+    return lines.run
+
+
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+@pytest.mark.parametrize(
+    ("way", "tier"),
+    [
+        ({"retrieve_per": "head", "max_memory_chunks": 5}, "disk"),
+        ({"retrieve_per": "token_and_head", "max_memory_chunks": 3}, "device"),
+    ],
+    ids=["head, disk", "token_and_head, device"],
+)
+@pytest.mark.parametrize("stops", [6, pytest.param(150, marks=pytest.mark.slow)])
+def test_a_call_that_is_stopped_leaves_the_cache_as_before(
+    call: Callable[[LandmarkForCausalLM, ChunkCache], Tensor],
+    way: dict[str, Any],
+    tier: str,
+    stops: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Anywhere in a call that evicts chunks: it goes on bit for bit like one that was never disturbed."""
+    monkeypatch.setattr(causal_lm, "_READ_TOKENS", 8)
+    model = landmark(**way, num_hidden_layers=2)
+
+    def begun() -> ChunkCache:
+        return model.read(tokens(READ), model.new_cache(memory_tier=tier))
+
+    cache, calm, spare = begun(), begun(), begun()
+    before = READ
+    call(model, begun())  # some lines run once only: layouts are kept
+    in_all = by_line(10**9, lambda: call(model, spare))
+    assert in_all is not None
+    next_token = logits_of(model, tokens(1, seed=4), past_key_values=calm.branch())
+    outs: list[Tensor] = []
+    stopped = 0
+    for number in range(1 + in_all // (2 * stops), in_all, max(1, in_all // stops)):
+        if by_line(number, lambda cache=cache: outs.append(call(model, cache))) is not None:
+            break  # the call had fewer lines than when they were counted
+        stopped += 1
+        if cache.get_seq_length() == before:
+            again = logits_of(model, tokens(1, seed=4), past_key_values=cache.branch())
+            assert torch.equal(again, next_token), number
+        else:
+            assert call is CALLS["reading"]  # that had come to its end
+            cache = begun()
+    assert stopped > stops // 2
+    if not outs:
+        outs.append(call(model, cache))
+    assert torch.equal(outs[0], call(model, calm))
+    for n in (5, 1, 12):
+        more = tokens(n, seed=n)
+        ours, theirs = (logits_of(model, more, past_key_values=going) for going in (cache, calm))
+        assert torch.equal(ours, theirs)
+
+
+def test_an_error_after_some_cells_takes_back_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The memory was written to, the logits found no room."""
+    model = landmark(max_memory_chunks=4)
+    caches = [model.read(tokens(READ)) for _ in range(2)]
+    with monkeypatch.context() as patch:
+        patch.setattr(model.lm_head, "forward", lambda _: (_ for _ in ()).throw(MemoryError()))
+        with pytest.raises(MemoryError):
+            model(tokens(40, seed=3), past_key_values=caches[0])
+    assert caches[0].num_tokens.tolist() == [READ]
+    assert_bits(*(go_on(model, cache) for cache in caches))

@@ -1,0 +1,408 @@
+"""GCA against its oracle: values, gradients, precision, memory layouts, bounded memory, errors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from tests.budgets import (
+    assert_all_same_in_float64,
+    assert_autocast_changes_nothing,
+    assert_equals_the_oracle,
+    assert_low_precision_within_budget,
+    assert_same_bits,
+    assert_same_in_float64,
+    assert_widest_input_sets_the_precision,
+    values_and_gradients,
+)
+from tests.ops.memory_use import bytes_saved
+from trailmark.ops import grouped_cross_attention
+from trailmark.ops.gca import torch_path
+
+
+@dataclass(frozen=True)
+class Case:
+    B: int = 2
+    N: int = 2
+    R: int = 2
+    J: int = 2
+    g: int = 2  # query heads per key/value head
+    D: int = 2
+    M: int = 3
+    S: int = 2
+    K: int = 2
+    per_head: bool = False
+    with_lengths: bool = False
+    off_by_one: bool = True
+    seed: int = 0
+
+    def make(self) -> tuple[list[Tensor], dict[str, Any]]:
+        """([q, k, v, weights], the rest); indices are drawn with -1 and with repetition, lengths with 0."""
+        random = torch.Generator().manual_seed(self.seed)
+        normal = partial(torch.randn, dtype=torch.float64, generator=random)
+        q = normal(self.B, self.N, self.R, self.J * self.g, self.D)
+        k, v = normal(2, self.B, self.M, self.S, self.J, self.D)
+        chosen = (self.B, self.N, self.J, self.K) if self.per_head else (self.B, self.N, self.K)
+        indices = torch.randint(-1, self.M, chosen, generator=random)
+        weights = torch.rand(chosen, dtype=torch.float64, generator=random)
+        lengths = torch.randint(0, self.S + 1, (self.B, self.M), generator=random)
+        rest = {
+            "indices": indices,
+            "lengths": lengths if self.with_lengths else None,
+            "softmax_off_by_one": self.off_by_one,
+        }
+        return [q, k, v, weights], rest
+
+
+def gca(q: Tensor, k: Tensor, v: Tensor, weights: Tensor, indices: Tensor, **rest: Any) -> Tensor:
+    return grouped_cross_attention(q, k, v, indices, weights, **rest)
+
+
+def cases(largest: int) -> st.SearchStrategy[Case]:
+    size = st.integers(1, largest)
+    small = st.integers(1, 2)
+    return st.builds(
+        Case,
+        B=small,
+        N=size,
+        R=size,
+        J=small,
+        g=small,
+        D=size,
+        M=st.integers(0, largest),
+        S=size,
+        K=st.integers(1, largest + 1),
+        per_head=st.booleans(),
+        with_lengths=st.booleans(),
+        off_by_one=st.booleans(),
+        seed=st.integers(0, 999),
+    )
+
+
+@settings(max_examples=20)
+@given(cases(2))
+@example(Case(with_lengths=True, per_head=True, off_by_one=False))
+@example(Case(M=1, S=1, R=1, K=3, with_lengths=True))
+def test_gradcheck(case: Case) -> None:
+    inputs, rest = case.make()
+    torch.autograd.gradcheck(partial(gca, **rest), [x.requires_grad_() for x in inputs])
+
+
+@settings(max_examples=80)
+@given(cases(5))
+@example(Case(M=0))
+@example(Case(M=0, with_lengths=True, off_by_one=False, per_head=True))
+@example(Case(M=1, K=5, S=1, R=1))
+@example(Case(N=9, R=65, S=63, K=3, M=7, D=8))
+def test_equals_the_oracle_in_float64(case: Case) -> None:
+    inputs, rest = case.make()
+    assert_equals_the_oracle(
+        *(partial(gca, implementation=name, **rest) for name in (None, "reference")), *inputs
+    )
+
+
+@pytest.mark.parametrize("off_by_one", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("K", "sharpness"), [(1, 1), (8, 1), (8, 4)])
+def test_error_budget(dtype: torch.dtype, off_by_one: bool, K: int, sharpness: int) -> None:
+    case = Case(N=6, R=9, J=2, g=2, D=16, M=10, S=17, K=K, with_lengths=True, off_by_one=off_by_one, seed=3)
+    (q, k, v, weights), rest = case.make()
+    rounded = [
+        sharpness * q.to(dtype),
+        k.to(dtype),
+        v.to(dtype),
+        weights.float(),
+    ]  # select_chunks gives float32 weights
+    fast, oracle = (partial(gca, implementation=name, **rest) for name in ("torch", "reference"))
+    assert_low_precision_within_budget(fast, oracle, *rounded)
+
+
+def by_hand(q: Tensor, k: Tensor, v: Tensor, off_by_one: bool) -> Tensor:
+    """Ordinary attention of [B, R, H, D] over the S keys of one chunk [B, S, H, D]."""
+    exponentials = (torch.einsum("brhd,bshd->bhrs", q, k) * q.shape[-1] ** -0.5).exp()
+    total = exponentials.sum(-1, keepdim=True) + (1 if off_by_one else 0)
+    return torch.einsum("bhrs,bshd->brhd", exponentials / total, v)
+
+
+@pytest.mark.parametrize("off_by_one", [True, False])
+def test_one_chunk_is_ordinary_cross_attention(off_by_one: bool) -> None:
+    (q, k, v, _), _ = Case(N=1, M=1, K=1, R=4, S=5, g=1, D=3).make()
+    indices, weights = torch.zeros(2, 1, 1, dtype=torch.int64), torch.ones(2, 1, 1, dtype=torch.float64)
+    out = grouped_cross_attention(q, k, v, indices, weights, softmax_off_by_one=off_by_one)
+    assert_same_in_float64(out[:, 0], by_hand(q[:, 0], k[:, 0], v[:, 0], off_by_one))
+
+
+def test_weights_sum_over_chunks_after_the_softmax_within_each() -> None:
+    (q, k, v, weights), rest = Case(N=1, M=3, K=2, S=4, g=1).make()
+    indices = torch.tensor([[[0, 2]], [[1, -1]]])
+    out = gca(q, k, v, weights, **rest | {"indices": indices})
+    for b, chunks in enumerate([(0, 2), (1,)]):
+        parts = [
+            weights[b, 0, j] * by_hand(q[b], k[b, m][None], v[b, m][None], True) for j, m in enumerate(chunks)
+        ]
+        assert_same_in_float64(out[b], sum(parts))
+
+
+# What the published kernels get wrong
+
+
+def test_off_by_one_is_a_key_with_score_and_value_zero() -> None:
+    inputs, rest = Case(S=3).make()
+    q, k, v, weights = inputs
+    with_zero = [torch.cat([x, torch.zeros_like(x[:, :, :1])], dim=2) for x in (k, v)]
+    off = gca(*inputs, **rest)
+    appended = gca(q, *with_zero, weights, **rest | {"softmax_off_by_one": False})
+    assert_same_in_float64(off, appended)
+    assert (off - gca(*inputs, **rest | {"softmax_off_by_one": False})).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("K", [3, 5, 6, 7])
+@pytest.mark.parametrize("R", [1, 63, 64, 65])
+def test_any_number_of_chunks_and_rows(K: int, R: int) -> None:
+    inputs, rest = Case(B=1, R=R, K=K, M=8, S=3).make()
+    rest["indices"] = torch.arange(K).expand(1, 2, K)
+    fast, oracle = (
+        values_and_gradients(partial(gca, implementation=name, **rest), *inputs)
+        for name in (None, "reference")
+    )
+    assert_all_same_in_float64(fast, oracle)
+    out, dq, *_ = fast
+    assert out.abs().amax(-1).min() > 0
+    assert dq.abs().amax(-1).min() > 0, "a row got no gradient"
+
+
+# Reading nothing, and reading only what exists
+
+
+@pytest.mark.parametrize("off_by_one", [True, False])
+@pytest.mark.parametrize("nothing", ["no chunk", "no selection", "no key"])
+def test_reading_nothing_gives_zeros_and_zero_gradients(nothing: str, off_by_one: bool) -> None:
+    inputs, rest = Case(M=0 if nothing == "no chunk" else 3, off_by_one=off_by_one).make()
+    if nothing == "no selection":
+        rest["indices"] = torch.full_like(rest["indices"], -1)
+    if nothing == "no key":
+        rest["lengths"] = torch.zeros(2, 3, dtype=torch.int64)
+    leaves = [x.requires_grad_() for x in inputs]
+    out = gca(*leaves, **rest)
+    out.sum().backward()
+    for x in (out, *(leaf.grad for leaf in leaves)):  # zeros, not None: DDP waits for every gradient
+        assert torch.equal(x, torch.zeros_like(x))
+
+
+@pytest.mark.parametrize("empty", ["B", "N"])
+def test_empty_batches(empty: str) -> None:
+    inputs, rest = Case(**{empty: 0}, with_lengths=True).make()
+    out, *gradients = values_and_gradients(partial(gca, **rest), *inputs)
+    assert out.shape == inputs[0].shape
+    assert all(not x.any() for x in gradients)
+
+
+def test_what_is_not_selected_or_not_there_has_no_effect() -> None:
+    (q, k, v, weights), rest = Case(N=2, M=4, S=4, with_lengths=True).make()
+    rest["indices"] = torch.tensor([[[0, 2], [2, -1]]]).expand(2, 2, 2)
+    rest["lengths"] = torch.tensor([[4, 4, 3, 1]]).expand(2, 4)
+    before = values_and_gradients(partial(gca, **rest), q, k, v, weights)
+    k, v, weights = k.clone(), v.clone(), weights.clone()
+    for x in (k, v):
+        x[:, [1, 3]] = 7
+        x[:, 2, 3:] = -9
+    weights[:, 1, 1] = 5
+    after = values_and_gradients(partial(gca, **rest), q, k, v, weights)
+    assert_same_bits(before, after)
+
+
+@pytest.mark.parametrize("implementation", ["torch", "reference"])
+@pytest.mark.parametrize("poison", [torch.nan, torch.inf])
+@pytest.mark.parametrize("off_by_one", [True, False])
+def test_not_even_nan_leaks_from_what_is_not_there(
+    off_by_one: bool, poison: float, implementation: str
+) -> None:
+    """Keys beyond the lengths, chunks nobody selected, and chunk 0, whose place a -1 has."""
+    (q, k, v, weights), rest = Case(N=3, M=4, S=4, off_by_one=off_by_one).make()
+    rest["indices"] = torch.tensor([[[2, 3], [3, -1], [-1, -1]]]).expand(2, 3, 2)
+    rest["implementation"] = implementation
+    for lengths in (None, torch.tensor([[4, 4, 3, 0]]).expand(2, 4)):
+        rest["lengths"] = lengths
+        before = values_and_gradients(partial(gca, **rest), q, k, v, weights)
+        poisoned = [k.clone(), v.clone()]
+        for x in poisoned:
+            x[:, :2] = poison
+            if lengths is not None:
+                x[:, 2, 3:] = x[:, 3] = poison
+        after = values_and_gradients(partial(gca, **rest), q, *poisoned, weights)
+        assert_same_bits(before, after)
+
+
+# The same numbers from any memory layout and any slab
+
+
+def in_larger_buffer(x: Tensor, dim: int, extra: int = 1) -> Tensor:
+    size = list(x.shape)
+    size[dim] += extra
+    return torch.full(size, torch.nan, dtype=x.dtype).narrow(dim, extra, x.shape[dim]).copy_(x)
+
+
+def head_major(x: Tensor, dim: int | None = None, extra: int = 1) -> Tensor:
+    x = x.transpose(2, 3).contiguous()  # [B, M, J, S, D]
+    return (x if dim is None else in_larger_buffer(x, dim, extra)).transpose(2, 3)
+
+
+LAYOUTS = {
+    "some chunks of a buffer": lambda x: in_larger_buffer(x, 1),
+    "some features": lambda x: in_larger_buffer(x, 4),
+    "features first": lambda x: x.movedim(4, 0).contiguous().movedim(0, 4),
+    "head-major": head_major,
+    "head-major, some chunks of a buffer": lambda x: head_major(x, 1),
+    "head-major, some heads": lambda x: head_major(x, 2),
+    "head-major, some keys": lambda x: head_major(x, 3),
+    "head-major, half the keys": lambda x: head_major(x, 3, x.shape[2]),
+    "head-major, some features": lambda x: head_major(x, 4),
+    "head-major, half the features": lambda x: head_major(x, 4, x.shape[4]),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("S", [1, 3])
+def test_memory_layouts(layout: str, S: int) -> None:
+    (q, k, v, weights), rest = Case(M=4, S=S, D=4, with_lengths=True).make()
+    moved = [LAYOUTS[layout](x) for x in (k, v)]
+    assert torch.equal(moved[0], k)
+    expected = values_and_gradients(partial(gca, **rest), q, k, v, weights)
+    assert_same_bits(values_and_gradients(partial(gca, **rest), q, *moved, weights), expected)
+
+
+def test_shared_memory_equals_a_copy() -> None:
+    (q, k, v, weights), rest = Case(B=3, M=4).make()
+    k, v = k[:1], v[:1]
+
+    def of_all(copy: Callable[[Tensor], Tensor]) -> list[Tensor]:
+        return values_and_gradients(lambda q, k, v, w: gca(q, copy(k), copy(v), w, **rest), q, k, v, weights)
+
+    shared = of_all(lambda x: x.expand(3, -1, -1, -1, -1))
+    copied = of_all(lambda x: x.repeat(3, 1, 1, 1, 1))
+    assert torch.equal(shared[0], copied[0])
+    assert_all_same_in_float64(shared, copied)
+
+
+def test_slab_size_does_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs, rest = Case(N=7, R=3, M=5, S=4, K=3, with_lengths=True).make()
+    whole = values_and_gradients(partial(gca, **rest), *inputs)
+    for elements in (1, 300, 1000):
+        monkeypatch.setattr(torch_path, "_SLAB_ELEMENTS", elements)
+        for ours, theirs in zip(values_and_gradients(partial(gca, **rest), *inputs), whole, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=0, atol=4e-15)
+
+
+def test_a_future_slab_or_a_neighbour_changes_no_bit() -> None:
+    (q, k, v, weights), rest = Case(N=3).make()
+    out = gca(q, k, v, weights, **rest)
+    q, k, weights = q.clone(), k.clone(), weights.clone()
+    q[:, 2], weights[:, 2] = 9, 9
+    q[1], k[1] = 9, 9
+    assert torch.equal(gca(q, k, v, weights, **rest)[0, :2], out[0, :2])
+
+
+def test_one_call_per_head_equals_the_heads_alone() -> None:
+    (q, k, v, weights), rest = Case(per_head=True, g=2, K=3).make()
+    out = gca(q, k, v, weights, **rest)
+    for j in range(2):
+        heads = slice(2 * j, 2 * j + 2)
+        indices = rest["indices"][:, :, j]
+        alone = gca(q[..., heads, :], k[..., j : j + 1, :], v[..., j : j + 1, :], weights[:, :, j], indices)
+        assert_same_in_float64(out[..., heads, :], alone)
+
+
+# Memory, precision, sizes
+
+
+def test_nothing_k_fold_is_kept_for_the_backward_pass() -> None:
+    inputs, rest = Case(B=1, N=256, R=8, J=2, g=1, D=16, M=32, S=16, K=8).make()
+    leaves = [x.float().requires_grad_() for x in inputs]
+    fast, slow = (
+        bytes_saved(partial(gca, implementation=name, **rest), leaves, rest["indices"])
+        for name in ("torch", "reference")
+    )
+    assert fast <= leaves[0].nbytes, "more than q itself"
+    assert 16 * fast < slow
+
+
+@pytest.mark.parametrize("implementation", ["torch", "reference"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_autocast_leaves_the_precision_alone(dtype: torch.dtype, implementation: str) -> None:
+    inputs, rest = Case(R=3, D=8, S=5).make()
+    inputs = [x.to(dtype) for x in inputs]
+    assert_autocast_changes_nothing(partial(gca, implementation=implementation, **rest), *inputs)
+
+
+def test_the_widest_input_sets_the_precision() -> None:
+    inputs, rest = Case(R=3, D=8, S=5, with_lengths=True).make()
+    fast, oracle = (partial(gca, implementation=name, **rest) for name in ("torch", "reference"))
+    assert_widest_input_sets_the_precision(fast, oracle, *inputs)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int16])
+def test_narrow_indices_do_not_overflow(dtype: torch.dtype) -> None:
+    """20,000 chunks of 2 heads have 40,000 rows, more than an int16 counts."""
+    (q, k, v, weights), _ = Case(B=1, N=1, M=20_000, S=1, K=1).make()
+    indices = torch.tensor([[[19_999]]])
+    expected = values_and_gradients(partial(gca, indices=indices), q, k, v, weights)
+    narrow = values_and_gradients(partial(gca, indices=indices.to(dtype)), q, k, v, weights)
+    assert_same_bits(narrow, expected)
+
+
+def test_row_numbers_pass_2_to_the_31() -> None:
+    B, M, J, S, D = 3, 2**30, 8, 2, 4
+    table = torch_path._Table(torch.empty(B, M, S, J, D, device="meta"))
+    indices = torch.tensor([M - 1, 5, -1]).expand(B, 1, J, 3)
+    expected = [[[(b * M + m) * J + j for m in (M - 1, 5, 0)] for j in range(J)] for b in range(B)]
+    assert table.numbers(indices)[:, 0].tolist() == expected
+    assert torch_path._numbers_of_contiguous(indices, M).tolist() == expected
+
+
+# Errors
+
+Q, KV = torch.zeros(2, 3, 4, 4, 8), torch.zeros(2, 5, 6, 2, 8)
+INDICES = torch.zeros(2, 3, 2, dtype=torch.int64)
+WEIGHTS = torch.zeros(2, 3, 2)
+
+
+@pytest.mark.parametrize(
+    ("argument", "wrong", "message"),
+    [
+        ("q", Q[0], r"^q: .*\[B, N, R, H, D\]"),
+        ("q", Q[..., :3, :], "^q: .*3 query heads for 2 key/value heads"),
+        ("q", Q[..., :4], "^k: "),
+        ("k", KV[0], r"^k: .*\[B, M, S, J, D\]"),
+        ("k", KV[:1], "^k: "),
+        ("k", KV[..., :4], "^k: "),
+        ("v", KV[:, :4], "^v: "),
+        ("indices", INDICES[:, :2], "^indices: "),
+        ("indices", INDICES[:, :, None], "^indices: "),
+        ("indices", INDICES[0], "^indices: "),
+        ("indices", INDICES.float(), "^indices: .*int64"),
+        ("indices", INDICES.bool(), "^indices: .*int64"),
+        ("indices", INDICES + 5, "^indices: .*below M = 5"),
+        ("indices", INDICES - 2, "^indices: .*or -1 for none, got -2"),
+        ("indices", torch.tensor(0), "^indices: "),
+        ("indices", INDICES.to("meta"), "^indices: .*on cpu, as q, got a tensor on meta. Move it there"),
+        ("weights", WEIGHTS[..., :1], "^weights: "),
+        ("weights", WEIGHTS.long(), "^weights: .*floating"),
+        ("q", Q.long(), "^q: .*floating"),
+        ("lengths", torch.ones(2, 4), "^lengths: "),
+        ("lengths", torch.ones(2, 5), "^lengths: .*int64"),
+        ("implementation", "fast", "^implementation: .*'fast'"),
+    ],
+)
+def test_errors_name_the_argument(argument: str, wrong: Any, message: str) -> None:
+    right = {"q": Q, "k": KV, "v": KV, "indices": INDICES, "weights": WEIGHTS}
+    grouped_cross_attention(**right)
+    with pytest.raises(ValueError, match=message):
+        grouped_cross_attention(**right | {argument: wrong})

@@ -1,0 +1,1 @@
+"""Needles: facts hidden in haystacks, and the questions about them."""

@@ -1,0 +1,1 @@
+"""Neighbours that are found before training: BM25, frozen encoders, tables."""

@@ -1,0 +1,1 @@
+"""The suite that measures what a text costs."""

@@ -1,0 +1,311 @@
+"""The suite "needles": facts hidden in long texts, and questions about them, by kind, length and depth.
+
+A haystack is read once. Needles are then planted in its memory (the chunks they change are encoded again, so that
+memory is exactly that of the text with the needles), and their questions are asked in a batch of branches that share
+this memory: many questions for one reading. In Landmark Attention every layer's memory depends on all that was read
+before it, and so do the states of a Block-Recurrent Transformer and full attention: there the haystack is read anew
+for each trial, with its needles in it, and so it is by models of transformers.
+
+An answer is right if what the model writes freely, token after token the likeliest, is the answer. The second
+paper's own measure (arXiv 2410.01651, Table 2 and App. D) is kept as the protocol "paper-table-2": the text in the
+paper's words with a landmark right before " is", the likeliest token at one place with everything before it given: a
+passkey's first token, or of two hops (two chains, four needles) the last token of the second value. That is easier
+three times over: one token instead of all; the first hop's value is given, so that the second can be looked up by it;
+and four needles fit at once into the 8 chunks that are retrieved, so that none has to be told from others.
+``exact_accuracy`` beside it says how often all tokens of the answer are right.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trailmark.data.corpus import Tokens
+from trailmark.data.draws import Draws
+from trailmark.data.needles.formats import VALUES
+from trailmark.data.needles.haystacks import Filler, Haystack, Stream
+from trailmark.data.needles.tasks import NeedleTask, Trial, make_task
+from trailmark.evaluation.losses import beginning, longest_text
+from trailmark.evaluation.needles.askers import Asker, MemoryAsker, ReadingCost, WholeTextAsker
+from trailmark.evaluation.needles.judging import costs, judge, line_of, summary
+from trailmark.evaluation.needles.suite import NeedleSettings
+from trailmark.evaluation.reading import parse_dtype
+from trailmark.evaluation.record import Record
+from trailmark.evaluation.room import expect_room, memory_need, probe_length
+from trailmark.evaluation.subject import Subject
+
+Say = Callable[[str], None]
+_PAPER_VALUE_TOKENS = 5  # of the protocol's passkeys and variables
+# Haystacks of one length together have about this many tokens, but at least one and at most ten are read.
+_TOKENS_PER_LENGTH, _MOST_HAYSTACKS = 1 << 20, 10
+
+
+@torch.no_grad()
+def run(
+    subject: Subject,
+    settings: NeedleSettings,
+    text: Tokens | Stream,
+    record: Record,
+    progress: Say = lambda message: None,
+) -> list[dict[str, Any]]:
+    """Measure all cells, lengths first; those that ``record`` holds are not measured again.
+
+    Args:
+        text: haystacks are cut out of it: tokens, or a stream that is longer than memory (``len``, ``read(start,
+            stop)``), such as a prepared corpus. A shorter one is repeated.
+        progress: told a line about what is under way, often.
+
+    Returns:
+        The results, as ``record`` holds them.
+
+    Raises:
+        ValueError: settings that do not fit the model, its tokenizer or each other; a length too short for the needles
+            or too long for the memory, before anything is read; a text that holds all values that are drawn.
+    """
+    plan = Plan.of(subject, settings, text)
+
+    def missing(length: int) -> list[float | None]:
+        return [depth for depth in plan.depths if record.find(plan.cell(length, depth)) is None]
+
+    plan.expect_possible([length for length in plan.lengths if missing(length)])
+    for length in plan.lengths:
+        for depth, result, lines in plan.measure(length, missing(length), progress):
+            record.measure(plan.cell(length, depth), partial(dict, result), partial(list, lines))
+    cells = (plan.cell(length, depth) for length in plan.lengths for depth in plan.depths)
+    return [kept for cell in cells if (kept := record.find(cell)) is not None]
+
+
+@torch.no_grad()
+def measure(
+    subject: Subject, settings: NeedleSettings, text: Tokens | Stream, progress: Say = lambda message: None
+) -> list[dict[str, Any]]:
+    """Measure all cells as :func:`run` does, and keep nothing: for a model that is still in training, or a script."""
+    plan = Plan.of(subject, settings, text)
+    plan.expect_possible(plan.lengths)
+    return [result for n in plan.lengths for _, result, _ in plan.measure(n, list(plan.depths), progress)]
+
+
+def num_haystacks(length: int, trials: int) -> int:
+    """How many haystacks so many trials of one length are shared out to."""
+    return max(1, min(_MOST_HAYSTACKS, trials, _TOKENS_PER_LENGTH // length))
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What one subject is asked: settings that were checked, with what they leave to the model filled in."""
+
+    subject: Subject
+    settings: NeedleSettings
+    task: NeedleTask
+    filler: Filler
+
+    @classmethod
+    def of(cls, subject: Subject, settings: NeedleSettings, text: Tokens | Stream) -> Plan:
+        """Raises ValueError for settings that do not fit the model's tokenizer or each other."""
+        format = settings.format or _format_for(subject, settings)
+        if settings.values not in (None, *VALUES[format]):
+            shown = " or ".join(map(repr, VALUES[format]))
+            raise ValueError(
+                f"values: expected {shown} in the format {format!r}, got {settings.values!r}. Choose another format."
+            )
+        assert getattr(subject.model.config, "chunk_size", None) in (None, subject.chunk_size)
+        needles, value_tokens = settings.needles, None
+        if settings.protocol is not None:
+            value_tokens = _PAPER_VALUE_TOKENS
+            needles = 2 if settings.kind == "hops" else 1  # four needles in two chains
+        task = make_task(
+            subject.tokenizer,
+            format,
+            settings.kind,
+            needles,
+            settings.hops,
+            settings.distractors,
+            settings.values,
+            settings.landmarks,
+            settings.phases == "any",
+            settings.straddle,
+            value_tokens,
+        )
+        return cls(subject, settings, task, Filler(text, task.format.replaced))
+
+    @property
+    def lengths(self) -> Sequence[int]:
+        return self.settings.lengths or tuple(self.subject.default_lengths())
+
+    @property
+    def depths(self) -> Sequence[float | None]:
+        return (None,) if self.settings.depths is None else tuple(dict.fromkeys(self.settings.depths))
+
+    @cached_property
+    def sight(self) -> int:
+        """Last chunks of a haystack that are seen other than through the memory; with full attention all are."""
+        if not self.subject.ours or self.subject.model.reach() is None:
+            return 0
+        return self.subject.model.chunks_in_sight(self.subject.chunk_size)
+
+    @cached_property
+    def begins(self) -> int:
+        """Tokens that the tokenizer of a foreign model puts before a text."""
+        return 0 if self.subject.ours else len(beginning(self.subject.tokenizer))
+
+    @cached_property
+    def _text(self) -> str:
+        return self.filler.fingerprint()
+
+    def chunks(self, length: int) -> int:
+        """Chunks of a haystack in texts of ``length`` tokens."""
+        return self.task.chunks(length - self.begins, self.subject.chunk_size)
+
+    def cell(self, length: int, depth: float | None) -> dict[str, Any]:
+        """All that decides the numbers of one cell."""
+        format, task = self.task.format.name, self.task
+        kept = asdict(self.settings)
+        for name in ("lengths", "depths", "memory_folder"):
+            del kept[name]
+        return (
+            {"suite": "needles", "length": length, "depth": depth}
+            | kept
+            | {
+                "format": format,
+                "values": self.settings.values or VALUES[format][0],
+                "needles": task.needles,
+                "hops": task.hops,
+                "straddle": task.straddle,
+                "chunk_size": self.subject.chunk_size,
+                "text": self._text,
+            }
+        )
+
+    def expect_possible(self, lengths: Sequence[int]) -> None:
+        """Raises ValueError, before anything is read, for a length that cannot be asked."""
+        if not lengths:
+            return
+        S, subject, settings = self.subject.chunk_size, self.subject, self.settings
+        for length in lengths:  # before names are drawn for all of them
+            if length < self.task.num_needles:
+                raise ValueError(
+                    f"length: expected at least a token for each of {self.task.num_needles} needles, got {length}."
+                )
+        least = self.task.least_chunks(S) + self.sight
+        for length in lengths:
+            if self.chunks(length) < least:
+                raise ValueError(
+                    f"length: expected at least {(least + 1) * S + self.task.sizes[1] + self.begins} tokens for "
+                    f"{self.task.num_needles} needles out of the window's sight and a question, got {length}."
+                )
+        longest = max(lengths)
+        if not subject.ours:
+            most = longest_text(subject.model)
+            if most is not None and longest > most:
+                raise ValueError(
+                    f"length: expected at most the {most} tokens that {subject.name!r} takes "
+                    f"(max_position_embeddings), got {longest}. Choose shorter ones."
+                )
+            return
+        ids = torch.from_numpy(self.filler.read(0, probe_length(subject.model))).long()[None]
+        dtype = parse_dtype(settings.memory_dtype)
+        need = memory_need(subject.model, ids, self.chunks(longest) * S, settings.memory_tier, dtype)
+        expect_room(subject.model, need, longest, settings.memory_folder)
+
+    # --- measuring -----------------------------------------------------------------------------------------
+
+    def measure(
+        self, length: int, depths: Sequence[float | None], progress: Say
+    ) -> Iterator[tuple[float | None, dict[str, Any], list[dict[str, Any]]]]:
+        """Ask at each depth; haystacks are shared, and read once where the model allows it.
+
+        Yields:
+            Each depth, its result and a line for each of its questions, once its last haystack was asked.
+        """
+        if not depths:
+            return
+        S, seed = self.subject.chunk_size, self.settings.seed
+        asker = self._asker(length)
+        shared = ReadingCost()
+        cost = {depth: shared if asker.shares else ReadingCost() for depth in depths}
+        lines: dict[float | None, list[dict[str, Any]]] = {depth: [] for depth in depths}
+        seconds = dict.fromkeys(depths, 0.0)
+        trials = -(-self.settings.questions // self.task.questions_of(depths[0]))
+        haystacks = num_haystacks(length, trials)
+        for number in range(haystacks):
+            start = Draws(seed, 1, number).below(len(self.filler))
+            haystack = Haystack(self.filler, start, self.chunks(length), S)
+            here = trials * (number + 1) // haystacks - trials * number // haystacks
+            name = f"{length:,} tokens: haystack {number + 1} of {haystacks}"
+            progress(name)
+            last = haystack.chunks - self.sight
+            laid = self.task.lay(haystack, length - self.begins, last, depths, here, seed, 2, number)
+
+            def told(tokens: int, name: str = name, total: int = haystack.chunks * S) -> None:
+                progress(f"{name}: {tokens / total:.0%} read")
+
+            with asker.reading(haystack, shared, told) as read:
+                for depth in depths:
+                    for n, trial in enumerate(laid[depth]):
+                        progress(f"{name}: trial {n + 1} of {here}")
+                        began, before = time.perf_counter(), cost[depth].seconds
+                        with asker.holding(read, haystack, trial.needles, cost[depth], told) as held:
+                            answered = self._ask(asker, held, trial, cost[depth])
+                        reading = cost[depth].seconds - before
+                        seconds[depth] += time.perf_counter() - began - reading
+                        places = (
+                            {"haystack": number, "trial": n, "question": i} for i in range(len(answered))
+                        )
+                        lines[depth] += [place | line for place, line in zip(places, answered, strict=True)]
+                    if number == haystacks - 1:
+                        cells = len(depths) if asker.shares else 1
+                        result = summary(lines[depth]) | costs(cost[depth], haystacks, seconds[depth], cells)
+                        yield depth, self._about(length, depth) | result, lines[depth]
+
+    def _asker(self, length: int) -> Asker:
+        model, settings = self.subject.model, self.settings
+        if not self.subject.ours:
+            return WholeTextAsker(model, self.subject.tokenizer)
+        count, dtype = self.chunks(length) * self.subject.chunk_size, parse_dtype(settings.memory_dtype)
+
+        def new_cache(folder: Path | None) -> Any:
+            return model.new_cache(settings.memory_tier, count, folder, dtype)
+
+        return MemoryAsker(model, self.subject.chunk_size, new_cache, settings.memory_folder)
+
+    def _ask(self, asker: Asker, held: Any, trial: Trial, cost: ReadingCost) -> list[dict[str, Any]]:
+        """Put a trial's questions, and judge the answers: a line for each."""
+        tokenizer, questions = self.subject.tokenizer, trial.questions
+        answers = asker.ask(held, questions, cost)
+        verdicts = [
+            judge(q, answer.tokens, tokenizer, given=True)
+            for q, answer in zip(questions, answers, strict=True)
+        ]
+        wrong = [i for i, verdict in enumerate(verdicts) if not verdict.right]
+        if wrong and self.settings.protocol is None:  # written freely, some may be right after all
+            for i, tokens in zip(wrong, asker.generate(held, [questions[i] for i in wrong]), strict=True):
+                verdicts[i] = judge(questions[i], tokens, tokenizer)
+        return [
+            line_of(trial, q, answer, verdict, self.subject.chunk_size, self._counted(len(q.answer)))
+            for q, answer, verdict in zip(questions, answers, verdicts, strict=True)
+        ]
+
+    def _counted(self, length: int) -> int | None:
+        """The token of an answer of ``length`` that a protocol counts; None: all must be right."""
+        if self.settings.protocol is None:
+            return None
+        return 0 if self.settings.kind == "single" else length - 1
+
+    def _about(self, length: int, depth: float | None) -> dict[str, Any]:
+        """What says which cell it is, beside the numbers."""
+        cell = self.cell(length, depth)
+        names = ("length", "depth", "kind", "format", "needles", "hops", "distractors", "landmarks")
+        about = {name: cell[name] for name in (*names, "protocol", "memory_tier", "memory_dtype")}
+        return about | {"train_length": self.subject.train_length if self.subject.run else None}
+
+
+def _format_for(subject: Subject, settings: NeedleSettings) -> str:
+    if settings.protocol is not None:
+        return "paper"
+    return {"needles": "marks", "niah": "paper"}.get(subject.task or "", "sentences")

@@ -1,0 +1,105 @@
+"""The tiers: where a memory's keys and values may live. A new one is a class in one file, registered by its name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+
+from trailmark.memory.tiers.disk import DiskStore
+from trailmark.memory.tiers.records import ChunkStore
+from trailmark.memory.tiers.resident import DeviceStore, HostStore
+from trailmark.ops.arguments import require
+
+Store = TypeVar("Store", bound=type[ChunkStore])
+
+TIERS: dict[str, type[ChunkStore]] = {}
+"""Of each name that ``memory_tier`` may have, what keeps the records."""
+
+
+def register_tier(store: Store) -> Store:
+    """Make a tier known by its name ``store.tier``, in place of one that had it; also a class decorator."""
+    TIERS[store.tier] = store
+    return store
+
+
+for _store in (DeviceStore, HostStore, DiskStore):
+    register_tier(_store)
+
+
+def make_store(
+    tier: str,
+    record_shape: tuple[int, ...],
+    dtype: torch.dtype,
+    device: torch.device | str,
+    capacity: int = 0,
+    path: str | Path | None = None,
+) -> ChunkStore:
+    """A new, empty store.
+
+    Args:
+        tier: "device", "host", "disk" or another that was registered.
+        record_shape: (2, J, S, D).
+        dtype: what records are kept in.
+        device: where :meth:`ChunkStore.gather` puts them.
+        capacity: records to make room for at once on device and host; 0: no guess. On the CPU a guess costs
+            no memory before it is used.
+        path: the file of a tier with files; None: one in a temporary folder that goes with the store.
+
+    Raises:
+        ValueError: for another tier, or a ``path`` for a tier without files.
+    """
+    kind = tier_named(tier)
+    require(
+        path is None or kind.needs_folder,
+        "memory_folder",
+        repr(str(path)),
+        f"none for memory_tier={tier!r}",
+        "Only tier 'disk' keeps its chunks in files; the others are saved when they are asked to.",
+    )
+    return kind.made(record_shape, dtype, device, capacity, path)
+
+
+def open_store(
+    tier: str,
+    path: str | Path,
+    record_shape: tuple[int, ...],
+    dtype: torch.dtype,
+    device: torch.device | str,
+    count: int,
+) -> ChunkStore:
+    """A store of any tier that begins with the first ``count`` records of a file.
+
+    In RAM and on disk nothing is read before it is used; a device other than the CPU is filled. Only tier "disk"
+    writes to the file.
+
+    Raises:
+        ValueError: for another tier, a file that is missing or too short, or no room.
+    """
+    kind = tier_named(tier)
+    store: ChunkStore | None = kind.of_file(path, record_shape, dtype, device, count)
+    if store is not None:
+        return store
+    store = kind.made(record_shape, dtype, device, count)
+    if count:
+        source = DiskStore(path, record_shape, dtype, "cpu", count)
+        source.copy_to(store, count)
+        source.close()
+    return store
+
+
+def tier_named(tier: str) -> type[ChunkStore]:
+    """The tier that ``memory_tier`` names.
+
+    Raises:
+        ValueError: there is none of that name.
+    """
+    require(
+        tier in TIERS,
+        "memory_tier",
+        repr(tier),
+        "one of " + ", ".join(map(repr, TIERS)),
+        "'device' is fastest, 'disk' holds most.",
+    )
+    return TIERS[tier]

@@ -1,0 +1,247 @@
+"""Chunk records: how they are written, gathered and streamed, wherever they live."""
+
+from __future__ import annotations
+
+import math
+import shutil
+import tempfile
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, BinaryIO, ClassVar, Literal, Self
+
+import numpy as np
+import psutil
+import torch
+from torch import Tensor
+
+from trailmark.ops.arguments import require
+
+PIECE_BYTES = 4 << 20  # working memory of streaming and converting
+
+Bytes = np.ndarray[Any, np.dtype[np.uint8]]
+Numbers = np.ndarray[Any, np.dtype[np.int64]]
+
+
+class Gathered:
+    """Records on their way to a device; :meth:`wait` gives them to the current stream."""
+
+    def __init__(self, records: Tensor, copied: torch.cuda.Event | None = None) -> None:
+        self._records, self._copied = records, copied
+
+    def wait(self) -> Tensor:
+        """[n, 2, J, S, D]. Work queued on the current stream from now on waits for the copy; the CPU does not."""
+        if self._copied is not None:
+            stream = torch.cuda.current_stream(self._records.device)
+            stream.wait_event(self._copied)
+            # allocated on the copying stream: not given to another copy before this stream has read it
+            self._records.record_stream(stream)
+        return self._records
+
+
+class ChunkStore(ABC):
+    """A log of chunk records, numbered in the order written.
+
+    A record [2, J, S, D] holds a chunk's keys (0) and values (1), as GCA reads them: a head's stand together.
+    The log of n records takes n * 2 * J * S * D * bytes of a number, nothing else.
+
+    A tier is a subclass that :func:`trailmark.memory.tiers.base.register_tier` knows. It says where records lie in
+    ``write``, ``pieces`` and ``_collect``; what others ask of a tier are the attributes and class methods here.
+    """
+
+    tier: ClassVar[str]
+    """The name that ``memory_tier`` gives it."""
+    takes: ClassVar[Literal["device", "host", "disk"]] = "host"
+    """Whose room its records take: the device's memory, the main memory or a disk."""
+    needs_folder: ClassVar[bool] = False
+    """Whether its records lie in files of a folder, which ``memory_folder`` may name."""
+    no_room: ClassVar[str] = "Choose memory_tier 'disk', memory_dtype 'bfloat16', or a shorter one."
+    """The way out, as a sentence, for a text whose memory does not fit."""
+
+    @classmethod
+    def made(
+        cls,
+        record_shape: tuple[int, ...],
+        dtype: torch.dtype,
+        device: torch.device | str,
+        capacity: int = 0,
+        path: str | Path | None = None,
+    ) -> Self:
+        """A new, empty store; see :func:`trailmark.memory.tiers.base.make_store`."""
+        return cls(record_shape, dtype, device)
+
+    @classmethod
+    def of_file(
+        cls,
+        path: str | Path,
+        record_shape: tuple[int, ...],
+        dtype: torch.dtype,
+        device: torch.device | str,
+        count: int,
+    ) -> Self | None:
+        """A store that begins with the first ``count`` records of a file; None: they must be written to a new one.
+
+        Raises:
+            ValueError: a file that is missing or too short, or no room.
+        """
+        return None
+
+    @classmethod
+    def keeps_recent(cls, device: torch.device | str) -> bool:
+        """Whether a memory on ``device`` keeps the records used last there, in front of this tier."""
+        return cls.takes == "disk" or (cls.takes == "host" and torch.device(device).type != "cpu")
+
+    @classmethod
+    def free_bytes(cls, device: torch.device | str, folder: str | Path | None = None) -> int | None:
+        """Bytes that are free where its records lie (below ``folder``, if in files); None: nobody knows."""
+        return free_bytes(cls.takes, device, folder)
+
+    def __init__(self, record_shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str) -> None:
+        require(
+            len(record_shape) == 4 and record_shape[0] == 2 and min(record_shape) > 0,
+            "record_shape",
+            tuple(record_shape),
+            "[2, J, S, D], none of them 0",
+        )
+        self.record_shape = tuple(record_shape)
+        """(2, J, S, D)"""
+        self.dtype = dtype
+        self.device = torch.device(device)
+        """Where :meth:`gather` puts records."""
+        self.record_bytes = math.prod(record_shape) * dtype.itemsize
+        self._count = 0
+        self._stream: torch.cuda.Stream | None = None
+
+    def __len__(self) -> int:
+        """Records written."""
+        return self._count
+
+    def num_bytes(self) -> int:
+        """Bytes of the records: ``len * 2 * J * S * D * itemsize``; spare capacity does not count."""
+        return self._count * self.record_bytes
+
+    @abstractmethod
+    def write(self, first: int, records: Tensor) -> None:
+        """Write records at the numbers ``first ...``, after the last or over what is there.
+
+        Args:
+            first: at most the number of records.
+            records: [n, 2, J, S, D] of any strides, device and dtype; the store's dtype is what is kept.
+
+        Raises:
+            ValueError: for a shape or number that does not fit, or no room; the store is then as it was.
+        """
+
+    @abstractmethod
+    def pieces(self, start: int, stop: int) -> Iterator[memoryview]:
+        """The log's bytes ``start ... stop - 1`` in order, at most 4 MiB a time; threads may do this together."""
+
+    @abstractmethod
+    def _collect(self, wanted: Numbers, out: Bytes) -> None:
+        """Copy records to ``out`` [n, record_bytes], on the CPU."""
+
+    def close(self) -> None:
+        """Let go of memory, files and locks. The store cannot be used any more."""
+        self._count = 0
+
+    def gather(self, numbers: Tensor) -> Tensor:
+        """Copies [n, 2, J, S, D] on ``device`` of the records ``numbers``.
+
+        Args:
+            numbers: int64 [n] on the CPU, in any order, also repeated.
+
+        Raises:
+            ValueError: for a number that was not written.
+        """
+        return self.gather_async(numbers).wait()
+
+    def gather_async(self, numbers: Tensor) -> Gathered:
+        """As :meth:`gather`; on a CUDA device the copy goes on while other work is queued or computed."""
+        wanted = self._expect_numbers(numbers)
+        cuda = self.device.type == "cuda"
+        records = self._empty(len(wanted), "cpu", pin_memory=cuda)
+        self._collect(wanted, bytes_of(records))
+        if self.device.type == "cpu":
+            return Gathered(records)
+        with torch.inference_mode(False):
+            if not cuda:
+                return Gathered(records.to(self.device))
+            if self._stream is None:
+                self._stream = torch.cuda.Stream(self.device)
+            with torch.cuda.stream(self._stream):
+                # Neither stream waits for the other before the copy: the pinned buffer was filled by the CPU and
+                # goes back to PyTorch's pool, which hands it out again only after this copy; what is copied to
+                # is of this stream's own pool, and goes back when all that read it are done (Gathered.wait).
+                copy = records.to(self.device, non_blocking=True)
+                return Gathered(copy, self._stream.record_event())
+
+    def write_file(self, file: BinaryIO, count: int) -> None:
+        """Stream the bytes of the first ``count`` records to a binary file; 4 MiB of working memory."""
+        self._expect_count(count)
+        for piece in self.pieces(0, count * self.record_bytes):
+            file.write(piece)
+
+    def copy_to(self, other: ChunkStore, count: int) -> None:
+        """Write the first ``count`` records to the start of ``other``, 4 MiB (or one record) a time."""
+        self._expect_count(count)
+        step = max(1, PIECE_BYTES // self.record_bytes)
+        buffer = self._empty(min(step, count), "cpu")
+        for first in range(0, count, step):
+            n = min(step, count - first)
+            self._collect(np.arange(first, first + n), bytes_of(buffer[:n]))
+            other.write(first, buffer[:n])
+
+    def _expect_records(self, first: int, records: Tensor) -> Tensor:
+        require(
+            tuple(records.shape[1:]) == self.record_shape,
+            "records",
+            tuple(records.shape),
+            f"shape [n, 2, J, S, D] = (n, {', '.join(map(str, self.record_shape))})",
+        )
+        require(
+            0 <= first <= self._count, "first", first, f"a number up to the {self._count} records written"
+        )
+        return records.detach()
+
+    def _expect_numbers(self, numbers: Tensor) -> Numbers:
+        wanted = numbers.numpy()
+        require(
+            wanted.dtype == np.int64 and wanted.ndim == 1,
+            "numbers",
+            f"{numbers.dtype} {list(numbers.shape)}",
+            "int64 [n]",
+        )
+        if (wanted.view(np.uint64) >= self._count).any():  # a negative number is large without its sign
+            came = f"{wanted.min()} ... {wanted.max()}"
+            require(False, "numbers", came, f"numbers of the {self._count} records written")
+        return wanted
+
+    def _expect_count(self, count: int) -> None:
+        require(0 <= count <= self._count, "count", count, f"at most the {self._count} records written")
+
+    def _empty(self, n: int, device: torch.device | str, pin_memory: bool = False) -> Tensor:
+        # never of inference mode: outside it, such a tensor can be neither written to nor part of a graph
+        with torch.inference_mode(False):
+            return torch.empty(n, *self.record_shape, dtype=self.dtype, device=device, pin_memory=pin_memory)
+
+
+def free_bytes(place: str, device: torch.device | str, folder: str | Path | None = None) -> int | None:
+    """Bytes that are free on a "device", on the "host" or on the "disk" of ``folder``; None: nobody knows.
+
+    A device that is the CPU has the host's. ``folder`` need not exist yet; None: where temporary files go.
+    """
+    device = torch.device(device)
+    if place == "disk":
+        where = Path(tempfile.gettempdir() if folder is None else folder).absolute()
+        while not where.exists():
+            where = where.parent
+        return shutil.disk_usage(where).free
+    if place == "host" or device.type == "cpu":
+        return int(psutil.virtual_memory().available)
+    return int(torch.cuda.mem_get_info(device)[0]) if device.type == "cuda" else None
+
+
+def bytes_of(records: Tensor) -> Bytes:
+    """The same memory as [n, bytes of a record]; contiguous, on the CPU."""
+    width = math.prod(records.shape[1:]) * records.element_size()
+    return records.view(torch.uint8).numpy().reshape(len(records), width)

@@ -1,0 +1,1 @@
+"""The Block-Recurrent Transformer."""

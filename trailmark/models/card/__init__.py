@@ -1,0 +1,1 @@
+"""Model cards: what stands in them, and when they are written."""

@@ -1,0 +1,493 @@
+"""The model card: what a model is, how it was trained and what was measured of it, as the hub's Markdown.
+
+A pure function of what the files beside the weights say (:mod:`trailmark.models.card.files` reads them): nothing
+stands in a card that is not in them, and whatever they say is shown as text, never as markup.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import shlex
+import unicodedata
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import PurePosixPath
+from typing import Any, TypeGuard
+
+from huggingface_hub import EvalResult, ModelCardData
+
+from trailmark.models.registry import MODELS
+
+Json = Mapping[str, Any]
+
+# model type: what it is, and the papers that it is from: title, arXiv id
+_SIZES = (
+    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_lower_layers", "num_encoder_layers",
+    "num_attention_heads", "num_key_value_heads", "sliding_window", "window_position", "chunk_size",
+    "num_retrieved_chunks", "num_retrieval_groups", "retriever", "embedder", "retrieve_per", "memory_position",
+    "local_length", "max_position_embeddings", "block_size", "num_states", "dtype",
+)  # fmt: skip
+_DATA = (
+    "task",
+    "paths",
+    "tokenizer",
+    "neighbours",
+    "early_landmarks",
+    "hops",
+    "distractors",
+    "num_landmarks",
+)
+_TRAINING = (
+    "tokens_per_step", "context_length", "precision", "optimizer", "learning_rate", "matrix_learning_rate", "seed"
+)  # fmt: skip
+
+
+def model_card(
+    config: Json,
+    parameters: int,
+    run: Json | None = None,
+    history: Json | None = None,
+    evaluations: Sequence[Json] = (),
+    *,
+    name: str = "model",
+    tags: Sequence[str] = (),
+    versions: Json | None = None,
+    changed_since: bool = False,
+    notes: Sequence[str] = (),
+) -> str:
+    """Markdown with the hub's YAML at its top.
+
+    Args:
+        config: as in config.json.
+        parameters: how many numbers are trained; a tied matrix counts once.
+        run: run.yaml. history: history.json. evaluations: records, each of this model's weights.
+        name: of the folder or the hub's repository, for the example.
+        tags: of the hub, besides ours.
+        versions: what the training ran with.
+        changed_since: the weights are not those that this training left; ``evaluations`` is empty then.
+        notes: sentences on what could not be shown.
+    """
+    evaluations = [record for record in evaluations if isinstance(record.get("results"), list)]
+    parts = [
+        _front_matter(name, tags, evaluations),
+        f"# {plain(name)}",
+        _what(config, parameters),
+        "## Use",
+        _example(name),
+        "## Training",
+        _training(run, history, versions, changed_since),
+        "## Results",
+        *_results(evaluations, changed_since),
+        "## Limits",
+        _limits(config, run, history, evaluations, changed_since),
+        "## Sizes",
+        _mapping_table(config, _SIZES, "field"),
+        *[plain(note) for note in notes],
+    ]
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+# --- text that is only text ------------------------------------------------------------------------------------
+
+
+def one_line(value: object) -> str:
+    """Without line ends, control and format characters (which may turn text around), or halves of characters."""
+    kept = (c if unicodedata.category(c) not in ("Cc", "Cf", "Cs", "Zl", "Zp") else " " for c in str(value))
+    return " ".join("".join(kept).split())
+
+
+def plain(value: object) -> str:
+    """Markdown that shows ``value`` as it is: nothing in it is markup, a link, HTML or a table's border."""
+    text = one_line(value).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+    text = re.sub(r"([\\`*_{}\[\]#!|~$])", r"\\\1", text)
+    text = re.sub(r"(?i)(https?|ftp)(:)//", r"\1&#58;//", text)  # which GitHub's Markdown makes a link of
+    text = re.sub(r"(?i)\bwww\.", "www&#46;", text).replace("@", "&#64;")
+    # at the beginning of a line: a list, or a heading's underline
+    return re.sub(r"^(\d*)([.)])(?=\s|$)|^()([-+=])", r"\1\3\\\2\4", text)
+
+
+def _shown(value: object, digits: str = ".3f") -> str:
+    """A table's cell."""
+    if value is None:
+        return "-"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, int):
+        return f"{value:,}"
+    if isinstance(value, float):
+        return format(value, digits)
+    if isinstance(value, list | tuple):
+        return ", ".join(_shown(part, "g") for part in value)
+    return plain(json.dumps(value, sort_keys=True) if isinstance(value, Mapping) else value)
+
+
+def _table(headers: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = ["| " + " | ".join(headers) + " |", "|" + " --- |" * len(headers)]
+    return "\n".join(lines + ["| " + " | ".join(row) + " |" for row in rows])
+
+
+def _mapping_table(fields: Json, names: Sequence[str], header: str) -> str:
+    rows = [(f"`{name}`", _shown(fields[name], "g")) for name in names if fields.get(name) is not None]
+    return _table((header, "value"), rows) if rows else ""
+
+
+def _finite(value: object) -> TypeGuard[int | float]:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _mapping(value: object) -> Json:
+    return value if isinstance(value, Mapping) else {}
+
+
+# --- what it is ------------------------------------------------------------------------------------------------
+
+
+def _what(config: Json, parameters: int) -> str:
+    kind = str(config.get("model_type"))
+    title, sentence, papers = MODELS[kind].card_facts(config) if kind in MODELS else (kind, "", ())
+    links = " and ".join(f"[{name}, arXiv {id}](https://arxiv.org/abs/{id})" for name, id in papers)
+    source = f" After {links}." if links else ""
+    return f"A language model of {parameters:,} parameters, made with trailmark: a {plain(title)}. {sentence}{source}"
+
+
+def _example(name: str) -> str:
+    # JSON's strings are Python's, without line ends
+    return f"""```python
+import trailmark.models  # registers the model with transformers
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+name = {json.dumps(one_line(name))}  # this folder, or its name on the hub
+model = AutoModelForCausalLM.from_pretrained(name)
+tokenizer = AutoTokenizer.from_pretrained(name)
+text = tokenizer("It was", return_tensors="pt")
+print(tokenizer.decode(model.generate(**text, max_new_tokens=16)[0]))
+```
+
+A text of any length is read once, a piece at a time: `cache = model.new_cache()`, `model.read(ids, cache)`; questions
+are asked on branches of it: `model.generate(**question, past_key_values=cache.branch())`."""
+
+
+# --- training --------------------------------------------------------------------------------------------------
+
+
+def _training(run: Json | None, history: Json | None, versions: Json | None, changed_since: bool) -> str:
+    if not run and not history:
+        return "Nothing beside the weights says how they were trained."
+    run, history = run or {}, history or {}
+    data, training = _mapping(run.get("data")), _mapping(run.get("training"))
+    said = []
+    if changed_since:
+        said.append(
+            "These weights are not the ones that this training left: they were changed or converted after they were "
+            "loaded."
+        )
+    if _finite(tokens := history.get("tokens")):
+        steps = _last_step(history)
+        said.append(
+            f"Trained on {_shown(tokens)} tokens"
+            + (f" in {steps:,} steps" if steps is not None else "")
+            + (f", {_duration(history['seconds'])}" if _finite(history.get("seconds")) else "")
+            + (f", {history['tokens_per_second']:,.0f} tokens/s" if _finite(history.get("tokens_per_second")) else "")
+            + "."
+        )  # fmt: skip
+    if run.get("init_from"):
+        said.append(f"It began with the weights of {plain(_last_part(run['init_from']))}.")
+    if data and data.get("paths") is None and data.get("task") != "summarization":
+        said.append("The text: sources of Python's standard library.")
+    if versions:
+        said.append("Run with " + ", ".join(f"{plain(k)} {plain(v)}" for k, v in versions.items()) + ".")
+    # a path on somebody's disk is nobody's business: its last part names the data
+    named = {key: _last_parts(value) for key, value in data.items()}
+    rows = [(f"`data.{key}`", _shown(named[key], "g")) for key in _DATA if named.get(key) is not None]
+    rows += [
+        (f"`training.{key}`", _shown(training[key], "g"))
+        for key in _TRAINING
+        if training.get(key) is not None
+    ]
+    last = _last_line(history)
+    rows += [
+        (f"last {plain(key)}", _shown(last[key], ".4g"))
+        for key in ("loss", "accuracy")
+        if _finite(last.get(key))
+    ]
+    table = _table(("setting", "value"), rows) if rows else ""
+    return "\n\n".join(part for part in (" ".join(said), table) if part)
+
+
+def _last_line(history: Json) -> Json:
+    steps = history.get("steps")
+    return _mapping(steps[-1]) if isinstance(steps, list) and steps else {}
+
+
+def _last_step(history: Json) -> int | None:
+    step = _last_line(history).get("step")
+    return step if isinstance(step, int) else None
+
+
+def _last_parts(value: object) -> object:
+    if isinstance(value, list):
+        return [_last_part(part) for part in value]
+    return _last_part(value) if isinstance(value, str) else value
+
+
+def _last_part(path: object) -> str:
+    text = str(path)
+    return (
+        (PurePosixPath(text).name or text)
+        if text.startswith(("/", ".", "~")) or text.count("/") > 1
+        else text
+    )
+
+
+def _without_folders(text: str) -> str:
+    """Of the places on a disk in it, the last parts: the others are nobody's business."""
+    return re.sub(r"(?<![\w.~-])~?/[^,\]\s]*", lambda match: _last_part(match[0]), text)
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    minutes = round(seconds / 60)
+    return f"{minutes} min" if minutes < 120 else f"{minutes // 60} h {minutes % 60:02d} min"
+
+
+# --- results ---------------------------------------------------------------------------------------------------
+
+# of each suite: its title, and its columns: header, the name in a result or its settings, how it is written
+_Column = tuple[str, str, str]
+_SUITES: dict[str, tuple[str, tuple[_Column, ...]]] = {
+    "needles": (
+        "Needles",
+        (
+            ("kind", "kind", ""), ("tokens", "length", ""), ("depth", "depth", "place"), ("needles", "needles", ""),
+            ("questions", "questions", ""), ("right", "accuracy", ".3f"), ("95% interval", "accuracy", "interval.3f"),
+            ("chunk retrieved", "recall", ".3f"),
+        ),
+    ),
+    "perplexity": (
+        "Perplexity",
+        (
+            ("read as", "windows", "setting"), ("length", "length", ""), ("tokens scored", "tokens", ""),
+            ("perplexity", "perplexity", ".4g"), ("95% interval", "perplexity", "interval.4g"),
+            ("per word", "word_perplexity", ".4g"), ("bits per byte", "bits_per_byte", ".4f"),
+        ),
+    ),
+    "summarization": (
+        "Summarization",
+        (
+            ("documents", "documents", ""),
+            ("ROUGE-1", "rouge1", "rouge"), ("95% interval", "rouge1", "rouge interval"),
+            ("ROUGE-2", "rouge2", "rouge"), ("95% interval", "rouge2", "rouge interval"),
+            ("ROUGE-L", "rougeL", "rouge"), ("95% interval", "rougeL", "rouge interval"),
+        ),
+    ),
+}  # fmt: skip
+_ENVIRONMENT = ("trailmark", "torch", "transformers", "python", "processor", "gpu", "threads", "date")
+
+
+def _results(evaluations: Sequence[Json], changed_since: bool) -> list[str]:
+    shown = [record for record in evaluations if record["results"]]
+    if not shown:
+        why = " Results of the model that they came from are not theirs." if changed_since else ""
+        return [f"Nothing was measured of these weights.{why}"]
+    parts = []
+    for record in shown:
+        suite = str(record.get("suite"))
+        results = _whole(record)
+        if suite not in _SUITES:
+            parts += [f"### {plain(suite)}", f"{len(results):,} results, which trailmark report shows."]
+            continue
+        title, columns = _SUITES[suite]
+        shown_already = {"suite", *(name for _, name, _ in columns)}
+        common, varying = _settings(results, shown_already)
+        common = {name: value for name, value in common.items() if name not in shown_already}
+        headers = [header for header, _, _ in columns] + ["also"] * bool(varying) + ["run"]
+        rows = []
+        for result in results:
+            also = ", ".join(_setting(name, _mapping(result.get("settings")).get(name)) for name in varying)
+            rows.append([_cell(result, *column[1:]) for column in columns] + [also] * bool(varying))
+            rows[-1].append(_shown(_environment_number(result)))
+        parts += [f"### {title}", _table(headers, rows), _how(suite, record, results, common)]
+    return parts
+
+
+def _whole(record: Json) -> list[Json]:
+    """The results but those of a part, which a suite keeps on its way to the whole."""
+    results = [_mapping(result) for result in record["results"]]
+    return [result for result in results if _mapping(result.get("settings")).get("block") is None]
+
+
+def _cell(result: Json, name: str, form: str) -> str:
+    settings = _mapping(result.get("settings"))
+    if form == "setting":  # a result may call something else so
+        return _shown(settings.get(name))
+    value = result[name] if name in result else settings.get(name)
+    if form == "place":
+        return "anywhere" if value is None and name in settings else _shown(value, "g")
+    if form.startswith("rouge"):
+        scores = _mapping(value)
+        return _interval(scores, "", ".4f") if form.endswith("interval") else _shown(scores.get("f"), ".4f")
+    if form.startswith("interval"):
+        return _interval(result, f"{name}_", form.removeprefix("interval"))
+    return _shown(value, form or "g")
+
+
+def _interval(fields: Json, prefix: str, digits: str) -> str:
+    low, high = fields.get(f"{prefix}low"), fields.get(f"{prefix}high")
+    return f"{low:{digits}} to {high:{digits}}" if _finite(low) and _finite(high) else "-"
+
+
+def _settings(results: Sequence[Json], columns: set[str]) -> tuple[dict[str, object], list[str]]:
+    """The settings that all results share, and the names of those that tell them apart and are no columns."""
+    if not results:
+        return {}, []
+    settings = [_mapping(result.get("settings")) for result in results]
+    names = list(dict.fromkeys(name for one in settings for name in one))
+    common = {
+        name: settings[0].get(name)
+        for name in names
+        if all(_same(one, settings[0], name) for one in settings)
+    }
+    return common, [name for name in names if name not in common and name not in columns]
+
+
+def _same(one: Json, other: Json, name: str) -> bool:
+    return name in one and name in other and bool(one[name] == other[name])
+
+
+def _setting(name: str, value: object) -> str:
+    return f"{plain(name)} {_shown(_without_folders(value) if isinstance(value, str) else value, 'g')}"
+
+
+def _environment_number(result: Json) -> int | None:
+    number = result.get("environment")
+    return number + 1 if isinstance(number, int) else None
+
+
+def _how(suite: str, record: Json, results: Sequence[Json], common: Json) -> str:
+    said = "Measured"
+    model = _mapping(record.get("model"))
+    if model.get("dtype"):
+        said += f" in {plain(model['dtype'])}"
+    if changed := _mapping(model.get("set")):
+        said += ", with " + ", ".join(_setting(name, value) for name, value in changed.items()) + " set"
+    told = [_setting(name, value) for name, value in common.items() if value not in (None, {}, [])]
+    if told:
+        said += f"; in all: {', '.join(told)}"
+    lines = [f"{said}."]
+    environments = record.get("environments")
+    for number, environment in enumerate(environments if isinstance(environments, list) else (), start=1):
+        fields = _mapping(environment)
+        named = [_setting(name, fields[name]) for name in _ENVIRONMENT if fields.get(name) is not None]
+        lines.append(f"Run {number}: {', '.join(named)}.")
+    commands = dict.fromkeys(_command(r["command"]) for r in results if isinstance(r.get("command"), str))
+    # an indented line ends where the line ends, whatever it holds
+    return "\n\n".join([*lines, "\n".join(f"    {command}" for command in commands)]).rstrip()
+
+
+def _command(line: str) -> str:
+    """As it was typed, but for where on a disk things lie."""
+    try:
+        return one_line(shlex.join(_without_folders(word) for word in shlex.split(line)))
+    except ValueError:  # no shell's
+        return one_line(line)
+
+
+# --- limits ----------------------------------------------------------------------------------------------------
+
+
+def _limits(
+    config: Json, run: Json | None, history: Json | None, evaluations: Sequence[Json], changed_since: bool
+) -> str:
+    said = []
+    trained = _trained_length(config, run or {}, history or {})
+    if trained is not None:
+        said.append(
+            f"{'Once trained' if changed_since else 'Trained'} on texts of at most {trained:,} tokens."
+        )
+    for suite, (title, columns) in _SUITES.items():
+        if not any(name == "length" for _, name, _ in columns):
+            continue
+        lengths = [
+            _mapping(result).get("length")
+            for record in evaluations
+            if record.get("suite") == suite
+            for result in record["results"]
+        ]
+        found = [length for length in lengths if _finite(length)]
+        if found:
+            said.append(f"{title}: measured from {min(found):,} to {max(found):,} tokens.")
+    said.append("What this card does not name was not measured: other texts, languages, tasks and lengths.")
+    return " ".join(said)
+
+
+def _trained_length(config: Json, run: Json, history: Json) -> int | None:
+    """Tokens of the longest training text; as trailmark/data/trained.py, which models may not import."""
+    data, training = _mapping(run.get("data")), _mapping(run.get("training"))
+    if data.get("task") != "needles":
+        length = training.get("context_length")
+        return length if isinstance(length, int) else None
+    levels = history.get("levels")  # of its curriculum, in chunks
+    chunks = [_mapping(level).get("chunks") for level in levels] if isinstance(levels, list) else []
+    counts = [count for count in chunks if isinstance(count, int)]
+    size = config.get("chunk_size") or data.get("chunk_size")
+    return max(counts) * size if counts and isinstance(size, int) else None
+
+
+# --- for the hub -----------------------------------------------------------------------------------------------
+
+
+def _front_matter(name: str, tags: Sequence[str], evaluations: Sequence[Json]) -> str:
+    found = [result for record in evaluations for result in _hub_results(record)]
+    own = ["trailmark", "long-context"]
+    kept = [tag for tag in (one_line(tag) for tag in tags) if tag and tag not in own]
+    data = ModelCardData(
+        library_name="trailmark",
+        pipeline_tag="text-generation",
+        tags=own + kept,
+        model_name=(one_line(name) or "model") if found else None,
+        eval_results=found or None,
+    )
+    return f"---\n{data.to_yaml()}\n---"
+
+
+_HUB_METRICS = {
+    "needles": (("accuracy", "accuracy", "answers right"),),
+    "perplexity": (("perplexity", "perplexity", "perplexity"),),
+    "summarization": (
+        ("rouge1", "rouge1", "ROUGE-1"), ("rouge2", "rouge2", "ROUGE-2"), ("rougeL", "rougeL", "ROUGE-L")
+    ),
+}  # fmt: skip
+
+
+def _hub_results(record: Json) -> Iterable[EvalResult]:
+    """What the hub lists beside a model: of results under the model's own configuration."""
+    suite = str(record.get("suite"))
+    if _mapping(_mapping(record.get("model")).get("set")):
+        return
+    results = [r for r in _whole(record) if not _mapping(_mapping(r.get("settings")).get("set"))]
+    _, varying = _settings(results, set())
+    always = [name for name in ("kind", "format", "windows", "protocol") if name not in varying]
+    for result in results:
+        settings = _mapping(result.get("settings"))
+        named = [(name, settings.get(name)) for name in always + varying]
+        cell = ", ".join(
+            f"{name} {value if isinstance(value, str) else json.dumps(value)}"
+            for name, value in named
+            if name in varying or value is not None
+        )
+        for field, metric, title in _HUB_METRICS.get(suite, ()):
+            value = result.get(field)
+            if isinstance(value, Mapping):
+                value = value.get("f")
+            if _finite(value):
+                yield EvalResult(
+                    task_type="text-generation",
+                    dataset_type=f"trailmark-{suite}",
+                    dataset_name=one_line(f"{suite}: {cell}" if cell else suite),
+                    dataset_config=one_line(cell) or None,  # the hub takes those of one for the same
+                    metric_type=metric,
+                    metric_name=title,
+                    metric_value=value,
+                )

@@ -1,0 +1,1 @@
+"""The Differentiable Retrieval Transformer."""

@@ -1,0 +1,215 @@
+"""What the landmarks of a DRT select, by its own scores, at random or as an encoder finds, and what is then read.
+
+The chunks lie in a whole text or in a memory: two places, behind one interface.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from trailmark.memory import MemoryEntries, Retrieved
+from trailmark.models.candidates import MemoryCandidates, TextCandidates, expect_selectable, no_selection
+from trailmark.models.drt.config import DRTConfig
+from trailmark.models.embedding import Given, Vectors, as_selection, expect_earlier, expect_selected
+from trailmark.models.grid import Grid, Integers
+from trailmark.models.layered import Chunks
+from trailmark.models.step import Step
+from trailmark.ops import ChunkSelection, fold_seed, random_chunks
+
+
+class Reading(NamedTuple):
+    """What the chunks of a call read: K chunks each, out of a table."""
+
+    grid: Grid  # of the chunks that read
+    k: Tensor  # [B, M, S, J, D]
+    v: Tensor
+    indices: Tensor  # [B, N, K] into the table
+    weights: Tensor  # [B, N, K]
+    lengths: Tensor | None  # [B, M]; None: all S
+
+
+class DRTChunks(Chunks):
+    """Selects for each group in turn; ``noise_seed`` [B]: in training."""
+
+    candidates: TextCandidates | MemoryCandidates
+
+    def __init__(self, config: DRTConfig, noise_seed: Tensor | None = None) -> None:
+        self.config, self.noise_seed = config, noise_seed
+        self.scale = config.retrieval_scale * config.hidden_size**-0.5
+
+    def select(self, group: int, query: Tensor | None) -> ChunkSelection:
+        if query is None:
+            return self._nearest
+        seed = None if self.noise_seed is None else fold_seed(self.noise_seed, group)
+        if self.config.retriever == "encoder":
+            return self._score(query, self._nearest.indices, None)
+        if self.config.retriever == "random":
+            return self._score(query, self._draw(group, seed, len(query)), None)
+        return self._score(query, None, seed if self.config.retrieval_noise else None)
+
+    @abstractmethod
+    def _score(self, query: Tensor, indices: Tensor | None, noise_seed: Tensor | None) -> ChunkSelection:
+        """What queries [B, C, E] score best, or chunks [B, C, K] weighed by their scores."""
+
+    @property
+    @abstractmethod
+    def _nearest(self) -> ChunkSelection:
+        """What the encoder finds, the same for all groups."""
+
+    def _draw(self, group: int, seed: Tensor | None, rows: int) -> Tensor:
+        """Chunks [B, C, K] at random; outside training (no seed) the same in every call, row and document."""
+        candidates = self.candidates
+        numbers, device = candidates.numbers(in_document=seed is None), candidates.limits.device
+        if seed is None:
+            seed = fold_seed(torch.zeros(rows, dtype=torch.int64, device=device), group)
+        number = self.config.num_retrieved_chunks
+        return random_chunks(number, candidates.limits, candidates.first, numbers, seed.to(device))
+
+
+class TextChunks(DRTChunks):
+    """The chunks of a whole text.
+
+    Args:
+        vectors: the encoder's, or what a caller gave in their place; None: there is no encoder.
+    """
+
+    candidates: TextCandidates
+
+    def __init__(
+        self,
+        config: DRTConfig,
+        grid: Grid,
+        entries: MemoryEntries,
+        vectors: Vectors | Given | None,
+        noise_seed: Tensor | None = None,
+    ) -> None:
+        super().__init__(config, noise_seed)
+        self.grid, self.entries, self.vectors = grid, entries, vectors
+        reference = config.implementation == "reference"
+        device = entries.landmarks.device
+        self.candidates = TextCandidates(grid, config.first_visible, reference, device)
+
+    def _score(self, query: Tensor, indices: Tensor | None, noise_seed: Tensor | None) -> ChunkSelection:
+        K, keys = self.config.num_retrieved_chunks, self.entries.landmarks
+        return self.candidates.select(query, keys, K, self.scale, indices, noise_seed)
+
+    @cached_property
+    def _nearest(self) -> ChunkSelection:
+        assert self.vectors is not None
+        config, landmarks = self.config, self.entries.landmarks
+        wide = torch.promote_types(landmarks.dtype, torch.float32)
+        if isinstance(self.vectors, Given):
+            return as_selection(self.vectors.to(landmarks.device), config.retrieval_scale, wide)
+        queries, keys = (part.to(wide) for part in self.vectors)  # as a memory holds them
+        return self.candidates.select(queries, keys, config.num_retrieved_chunks, config.retrieval_scale)
+
+    def reading(self, group: int, selection: ChunkSelection) -> tuple[Any, ...]:
+        """Each chunk reads what the landmark before it selected; the first, and the first of a document, nothing."""
+        grid, entries, (B, _, K) = self.grid, self.entries, selection.indices.shape
+        nothing = selection.indices.new_full((B, 1, K), -1), selection.weights.new_zeros(B, 1, K)
+        indices = torch.cat([nothing[0], selection.indices[:, : grid.num_chunks - 1]], dim=1)
+        weights = torch.cat([nothing[1], selection.weights[:, : grid.num_chunks - 1]], dim=1)
+        if (begins := grid.begins_document_on(indices.device)) is not None:
+            indices, weights = indices.masked_fill(begins, -1), weights.masked_fill(begins, 0)
+        lengths = entries.lengths if grid.has_short_chunks else None
+        return Reading(grid, entries.k, entries.v, indices, weights, lengths)
+
+
+class MemoryChunks(DRTChunks):
+    """The chunks of a memory, those that the call closes included.
+
+    Args:
+        x: [B, P, E] any tensor of the call. first_chunk: int64 [B] number of the grid's first chunk.
+        size: d of the encoder's vectors, which stand after the learned landmark vectors; 0: there are none.
+    """
+
+    candidates: MemoryCandidates
+
+    def __init__(
+        self, config: DRTConfig, grid: Grid, step: Step, first_chunk: Integers, x: Tensor, size: int
+    ) -> None:
+        super().__init__(config)
+        self.grid, self.step, self.size = grid, step, size
+        self.asks = grid.num_closed > 0
+        if self.asks:
+            self.candidates = MemoryCandidates(grid, step, first_chunk, config.first_visible, x.device)
+        else:  # decoding, in the middle of a chunk
+            self._nothing = no_selection(x, 0, config.num_retrieved_chunks)
+
+    def select(self, group: int, query: Tensor | None) -> ChunkSelection:
+        return super().select(group, query) if self.asks else self._nothing
+
+    def _score(self, query: Tensor, indices: Tensor | None, noise_seed: Tensor | None) -> ChunkSelection:
+        assert noise_seed is None  # in training there is no memory
+        # beside an encoder's vectors, or alone
+        own = slice(0, self.config.hidden_size) if self.size else None
+        return self.candidates.select(query, own, self.config.num_retrieved_chunks, self.scale, indices)
+
+    @cached_property
+    def _nearest(self) -> ChunkSelection:
+        config = self.config
+        begin = config.hidden_size if config.scores_chunks else 0
+        K, scale = config.num_retrieved_chunks, config.retrieval_scale
+        return self.candidates.select_nearest(begin, self.size, K, scale)
+
+    def reading(self, group: int, selection: ChunkSelection) -> tuple[Any, ...]:
+        """Fetches what the chunks of the call read, and what the open chunk will in later calls."""
+        step, grid = self.step, self.grid
+        pending = step.take_pending(group, grid)
+        if not self.asks:
+            return self._reading_pending(pending)
+        (B, _, K), N = selection.indices.shape, grid.num_chunks
+        chosen = selection.indices.cpu().numpy()
+        step.put_pending(group, grid, chosen, selection.weights, pending)
+        if N == 1:
+            return self._reading_pending(pending)
+        if pending is None:
+            first = np.full((B, 1, K), -1), selection.weights.new_zeros(B, 1, K)
+        else:
+            first = pending.indices[:, None], pending.weights[:, None]
+        wanted = np.concatenate([first[0], chosen[:, : N - 1]], axis=1)  # [B, N, K]
+        weights = torch.cat([first[1], selection.weights[:, : N - 1]], dim=1)
+        if (wanted < 0).all():
+            return ()
+        k, v, lengths = step.fetch(wanted.reshape(B, -1))
+        indices = np.where(wanted < 0, -1, np.arange(N * K).reshape(N, K))
+        short = torch.from_numpy(lengths).to(weights.device) if step.has_short(lengths) else None
+        return Reading(grid, k, v, torch.from_numpy(indices).to(weights.device), weights, short)
+
+    def _reading_pending(self, pending: Retrieved | None) -> tuple[Any, ...]:
+        """What the open chunk reads: fetched already."""
+        if pending is None:
+            return ()
+        return Reading(
+            self.grid, pending.k, pending.v, pending.slots, pending.weights[:, None], pending.short
+        )
+
+
+def with_vectors(config: DRTConfig, entries: MemoryEntries, vectors: Vectors | None) -> MemoryEntries:
+    """With the encoder's vectors, a memory's landmark vectors are [B, C, E + 2d]: learned (or none), key, query.
+
+    The query too: a later call may be the first that runs the upper layers on this chunk's landmark, and then its
+    tokens are gone.
+    """
+    if vectors is None:
+        return entries
+    queries, keys = vectors
+    own = entries.landmarks if config.scores_chunks else entries.landmarks[..., :0]
+    return entries._replace(landmarks=torch.cat([own, keys, queries], dim=-1))  # of the widest dtype
+
+
+def expect_given(config: DRTConfig, given: Given, grid: Grid, rows: int) -> None:
+    """Check that chunks given for the landmarks of a whole text are ones that these may select.
+
+    Raises:
+        ValueError: they are not, or cannot be read as they are.
+    """
+    expect_selected(given, config.num_retrieved_chunks, not config.scores_chunks)
+    expect_earlier(given, grid, rows)
+    expect_selectable(given, grid, config.first_visible)

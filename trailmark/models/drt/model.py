@@ -1,0 +1,306 @@
+"""The Differentiable Retrieval Transformer (arXiv 2410.01651): it learns which past chunks to read.
+
+Lower layers -> chunk encoder -> memory (keys, values, landmark vectors) -> groups of upper layers. At the
+landmark of chunk t each group selects K chunks before t; every position of chunk t + 1 reads them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import initialization as init
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from trailmark.memory import MemoryEntries, Window
+from trailmark.models.answers import CardFacts, LayerKind
+from trailmark.models.causal_lm import mark_residual_projections
+from trailmark.models.costs import (
+    CacheBytes,
+    ChunkReads,
+    NumberBytes,
+    chunk_cache_bytes,
+    chunk_multiply_adds,
+    kv_width,
+)
+from trailmark.models.drt.chunks import MemoryChunks, TextChunks, expect_given, with_vectors
+from trailmark.models.drt.config import DRTConfig
+from trailmark.models.embedding import Given, given_neighbours
+from trailmark.models.grid import Grid, Integers
+from trailmark.models.layered import Chunks, NoChunks, RetrievingForCausalLM
+from trailmark.models.layers import (
+    MLP,
+    ChunkEncoderLayer,
+    Place,
+    RMSNorm,
+    WindowAttention,
+    WindowLayer,
+    fused_linear,
+    rms_normalize,
+    rotary_table,
+)
+from trailmark.models.step import Step
+from trailmark.models.without_retrieval import expect_no_neighbours
+from trailmark.ops import grouped_cross_attention
+
+
+def _retrieval_projection(config: DRTConfig) -> nn.Module:
+    if not config.retrieval_projections or not config.scores_chunks:
+        return nn.Identity()
+    return nn.Linear(config.hidden_size, config.hidden_size, bias=False)
+
+
+class ChunkEncoder(nn.Module):
+    """Closed chunks to memory: bidirectional layers over S tokens and the landmark, then W_k, W_v."""
+
+    def __init__(self, config: DRTConfig) -> None:
+        super().__init__()
+        assert config.num_key_value_heads is not None
+        self.config = config
+        width = config.num_key_value_heads * config.head_dim
+        self.input_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.layers = nn.ModuleList(ChunkEncoderLayer(config) for _ in range(config.num_encoder_layers))
+        self.output_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        # one projection for all layers and groups: the memory is read by all of them
+        self.kv_proj = fused_linear(config.hidden_size, (width, width))
+        self.landmark_proj = _retrieval_projection(config)
+
+    def forward(self, positions: Tensor, grid: Grid) -> MemoryEntries:
+        """Lower hidden states, as ``grid.encoder_rows`` takes them, to the entries of the closed chunks."""
+        config, R = self.config, self.config.chunk_size + 1
+        rows = grid.encoder_rows(positions)  # [B, C * (S + 1), E]
+        rows = self.input_norm(rows).view(rows.shape[0], -1, R, rows.shape[2])
+        B, C = rows.shape[:2]
+        rotary = rotary_table(R, config.head_dim, config.rope_theta, rows)
+        lengths = grid.lengths_on(rows.device).expand(B, C)
+        mask = None
+        if grid.has_short_chunks:
+            row = torch.arange(R, device=rows.device)
+            mask = (row < lengths[..., None]) | (row == R - 1)  # [B, C, R]: keys that exist
+            mask = torch.where(mask, 0.0, -torch.inf).to(rotary).reshape(B * C, 1, 1, R)
+        for layer in self.layers:
+            rows = layer(rows, rotary, mask)
+        rows = self.output_norm(rows)
+        tokens = rows[:, :, :-1]  # the landmark is no key
+        k, v = self.kv_proj(tokens).unflatten(-1, (-1, config.head_dim)).chunk(2, dim=-2)
+        landmarks = self.landmark_proj(rows[:, :, -1])
+        if config.retrieval_normalization:
+            landmarks = rms_normalize(landmarks, config.rms_norm_eps)
+        return MemoryEntries(k, v, landmarks, lengths)
+
+
+class Retriever(nn.Module):
+    """One group's query: W_h RMSNorm_g(h) at the landmarks, scored against the landmark vectors."""
+
+    def __init__(self, config: DRTConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.q_proj = _retrieval_projection(config)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """The queries [B, C, E] of landmarks hidden [B, C, E]."""
+        query = self.q_proj(self.norm(hidden))
+        return (
+            rms_normalize(query, self.config.rms_norm_eps) if self.config.retrieval_normalization else query
+        )
+
+
+class DRTLayer(GradientCheckpointingLayer):
+    """An upper layer: h = x + window(norm x); y = h + MLP(norm(h + GCA(norm h))).
+
+    What was read feeds the MLP but bypasses the residual stream, as the published code has it;
+    ``residual_gca`` adds it to the stream instead.
+    """
+
+    def __init__(self, config: DRTConfig) -> None:
+        super().__init__()
+        self.head_dim, self.residual_gca = config.head_dim, config.residual_gca
+        self.softmax_off_by_one, self.implementation = config.softmax_off_by_one, config.implementation
+        self.attention_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.attention = WindowAttention(config)
+        self.gca_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.gca_q_proj = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
+        self.gca_o_proj = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
+        self.mlp_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mlp = MLP(config)
+
+    def forward(
+        self,
+        x: Tensor,  # [B, P, E]
+        place: Place,
+        kept: Window | None = None,
+        *reading: Any,  # the fields of a Reading; none: nothing is read
+    ) -> Tensor:
+        # arguments of their own: reentrant checkpointing passes gradients to no tensor inside a tuple
+        x = x + self.attention(self.attention_norm(x), place, kept)
+        if not reading:
+            return x + self.mlp(self.mlp_norm(x))
+        read = self.read(x, *reading)
+        if self.residual_gca:
+            x = x + read
+            return x + self.mlp(self.mlp_norm(x))
+        return x + self.mlp(self.mlp_norm(x + read))
+
+    def read(
+        self, x: Tensor, grid: Grid, k: Tensor, v: Tensor, indices: Tensor, weights: Tensor, lengths: Any
+    ) -> Tensor:
+        """What positions x [B, P, E] read of the chunks of a Reading, [B, P, E]."""
+        q = self.gca_q_proj(grid.rows(self.gca_norm(x)))  # [B, N * R, E]
+        read = grouped_cross_attention(
+            q.view(q.shape[0], grid.num_chunks, grid.rows_per_chunk, -1, self.head_dim),
+            k,
+            v,
+            indices,
+            weights,
+            lengths,
+            softmax_off_by_one=self.softmax_off_by_one,
+            implementation=self.implementation,
+        )
+        out: Tensor = self.gca_o_proj(grid.positions(read.flatten(1, 2).flatten(2)))
+        return out
+
+
+class DRTForCausalLM(RetrievingForCausalLM):
+    """DRT with a language-modelling head."""
+
+    config_class = DRTConfig
+    config: DRTConfig
+    _no_split_modules = ["WindowLayer", "ChunkEncoderLayer", "DRTLayer"]
+
+    def __init__(self, config: DRTConfig) -> None:
+        super().__init__(config)
+        assert config.num_lower_layers is not None
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.landmark = nn.Parameter(torch.zeros(config.hidden_size))
+        self.lower_layers = nn.ModuleList(WindowLayer(config) for _ in range(config.num_lower_layers))
+        self.encoder = ChunkEncoder(config)
+        learned = config.num_retrieval_groups if config.scores_chunks else 0
+        self.retrievers = nn.ModuleList(Retriever(config) for _ in range(learned))
+        self.upper_layers = nn.ModuleList(DRTLayer(config) for _ in range(config.num_upper_layers))
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        mark_residual_projections(self)
+        self.post_init()
+
+    def _init_weights(self, module: nn.Module) -> None:
+        super()._init_weights(module)
+        if module is self:  # last: its parts are initialised already
+            fan_in = self.config.initialization == "fan_in"
+            init.normal_(self.landmark, std=0.1 if fan_in else self.config.initializer_range)
+            retriever: Any
+            for retriever in self.retrievers:
+                # both sides start in one space: a chunk first finds what looks like itself
+                if self.config.retrieval_normalization and self.config.retrieval_projections:
+                    init.copy_(retriever.q_proj.weight, self.encoder.landmark_proj.weight)
+
+    def _given(self, neighbours: Tensor | None, scores: Tensor | None, has_cache: bool) -> Given | None:
+        if self.config.retriever != "encoder":
+            return super()._given(neighbours, scores, has_cache)
+        expect_no_neighbours(self.config, neighbours, scores)
+        return given_neighbours(neighbours, scores, has_cache)
+
+    # --- chunks ----------------------------------------------------------------------------------------------
+
+    def _landmark(self) -> Tensor:
+        return self.landmark
+
+    def _entries(self, x: Tensor, tokens: Tensor, grid: Grid, step: Step | None) -> MemoryEntries:
+        vectors = self._embed(tokens, grid, step)
+        return with_vectors(self.config, self.encoder(x, grid), vectors)
+
+    def _text_chunks(
+        self, x: Tensor, tokens: Tensor, grid: Grid, noise_seed: Tensor | None, given: Given | None
+    ) -> tuple[Tensor, Chunks]:
+        if given is not None:
+            expect_given(self.config, given, grid, x.shape[0])
+        if not self.config.retrieves:
+            return x, NoChunks(grid, x)
+        vectors = self._embed(tokens, grid, None) if given is None else given
+        # where nothing is closed the encoder still runs for its gradients: zeros, which DDP waits for
+        runs = grid.num_closed or torch.is_grad_enabled()
+        entries = self.encoder(x, grid) if runs else self._no_entries(x)
+        return x, TextChunks(self.config, grid, entries, vectors, noise_seed)
+
+    def _memory_chunks(self, x: Tensor, grid: Grid, step: Step, first_chunk: Integers) -> Chunks:
+        if not self.config.retrieves:
+            return NoChunks(grid, x)
+        size = 0 if self.config.retriever != "encoder" or self.embedder is None else self.embedder.size
+        return MemoryChunks(self.config, grid, step, first_chunk, x, size)
+
+    def _no_entries(self, x: Tensor) -> MemoryEntries:
+        config, B = self.config, x.shape[0]
+        assert config.num_key_value_heads is not None
+        kv = x.new_zeros(B, 0, config.chunk_size, config.num_key_value_heads, config.head_dim)
+        lengths = torch.zeros(B, 0, dtype=torch.int64, device=x.device)
+        return MemoryEntries(kv, kv, x.new_zeros(B, 0, config.hidden_size), lengths)
+
+    def _query(self, group: int, x: Tensor, grid: Grid) -> Tensor | None:
+        if not self.config.scores_chunks:
+            return None
+        query: Tensor = self.retrievers[group](grid.landmarks(x))
+        return query
+
+    # --- how far ---------------------------------------------------------------------------------------------
+
+    def reach(self) -> int:
+        """Positions before a token that can change its prediction through the upper layers.
+
+        A layer sees W - 1 positions back; a group's first layer reads what the landmark before its chunk
+        selected, at most S + 1 positions back.
+        """
+        config = self.config
+        assert config.sliding_window is not None
+        window = config.sliding_window - 1
+        per_group = config.num_upper_layers // config.num_retrieval_groups
+        group = (per_group - 1) * window + max(window, config.chunk_size + 1)
+        return config.num_retrieval_groups * group
+
+    # --- answers -------------------------------------------------------------------------------------------
+
+    def cache_bytes(self, prompt: int, generated: int, memory_dtype: torch.dtype | None = None) -> CacheBytes:
+        config, number = self.config, NumberBytes.of(self, memory_dtype)
+        record = config.chunk_size * kv_width(config) * number.kept
+        return chunk_cache_bytes(
+            self,
+            prompt,
+            generated,
+            number,
+            record=record,
+            vectors=config.hidden_size if config.scores_chunks else 0,
+            fetched=config.num_retrieval_groups * config.num_retrieved_chunks * (record + number.wide),
+        )
+
+    def paper_bytes(self, length: int) -> int:
+        config, kv = self.config, kv_width(self.config)
+        assert config.sliding_window is not None
+        landmarks = length * config.hidden_size // config.chunk_size
+        read = config.num_upper_layers * config.num_retrieved_chunks * config.chunk_size * kv
+        window = config.num_hidden_layers * config.sliding_window * kv
+        return (landmarks + read + window) * self.dtype.itemsize
+
+    def attention_multiply_adds(self, length: int) -> dict[str, int]:
+        config, reads = self.config, ChunkReads.of(self.config, length)
+        # what was found otherwise is weighed
+        scored = reads.candidates if config.retriever == "causal" else reads.selected
+        own = config.num_retrieval_groups * int(scored.sum()) if config.scores_chunks else 0
+        return chunk_multiply_adds(self, reads, config.num_upper_layers, own)
+
+    def layer_kinds(self) -> list[LayerKind]:
+        return [*super().layer_kinds(), LayerKind([*self.retrievers], "nothing", opens_group=True)]
+
+    def retrieval_modules(self) -> list[nn.Module]:
+        upper: Any = self.upper_layers
+        reading = [part for layer in upper for part in (layer.gca_norm, layer.gca_q_proj, layer.gca_o_proj)]
+        return [self.encoder, self.retrievers, *reading]
+
+    @classmethod
+    def card_facts(cls, config: Mapping[str, Any]) -> CardFacts:
+        return CardFacts(
+            "Differentiable Retrieval Transformer",
+            "Each chunk of text looks back, inside attention, at the few past chunks that it retrieved; which those "
+            "are it learned from the language-modelling loss.",
+            (("Grouped Cross-Attention", "2410.01651"),),
+        )

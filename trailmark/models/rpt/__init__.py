@@ -1,0 +1,1 @@
+"""The Retrieval-Pretrained Transformer."""

@@ -1,0 +1,1 @@
+"""The model with a sliding window alone, or with full attention."""

@@ -1,0 +1,59 @@
+"""The model with a window alone: Llama-like layers with sliding-window attention and ALiBi."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trailmark.models.answers import CardFacts
+from trailmark.models.causal_lm import mark_residual_projections
+from trailmark.models.costs import CacheBytes, kv_width
+from trailmark.models.grid import Grid
+from trailmark.models.layered import LayeredForCausalLM
+from trailmark.models.layers import Place, RMSNorm, WindowLayer
+from trailmark.models.step import Step
+from trailmark.models.window.config import SlidingWindowConfig
+
+
+class SlidingWindowForCausalLM(LayeredForCausalLM):
+    """``sliding_window`` positions seen per layer; None is full attention (and a cache that grows)."""
+
+    config_class = SlidingWindowConfig
+    config: SlidingWindowConfig
+    _upper_stage = 0  # no layer runs before a result needs it
+
+    def __init__(self, config: SlidingWindowConfig) -> None:
+        super().__init__(config)
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(WindowLayer(config) for _ in range(config.num_hidden_layers))
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        mark_residual_projections(self)
+        self.post_init()
+
+    def _run_lower(self, x: Tensor, grid: Grid, place: Place, step: Step | None) -> Tensor:
+        return x
+
+    def _upper(self) -> nn.ModuleList:
+        return self.layers
+
+    # --- answers -------------------------------------------------------------------------------------------
+
+    def cache_bytes(self, prompt: int, generated: int, memory_dtype: torch.dtype | None = None) -> CacheBytes:
+        return CacheBytes(window=self._window_bytes(prompt + generated))
+
+    def paper_bytes(self, length: int) -> int:
+        return self._window_bytes(length)
+
+    def _window_bytes(self, length: int) -> int:
+        seen = self.config.sliding_window or length
+        return self.config.num_hidden_layers * seen * kv_width(self.config) * self.dtype.itemsize
+
+    @classmethod
+    def card_facts(cls, config: Mapping[str, Any]) -> CardFacts:
+        if config.get("sliding_window") is None:
+            return CardFacts("Transformer with full attention", "It sees the whole text.")
+        return CardFacts("Transformer with a sliding window", "It sees its window and nothing else.")

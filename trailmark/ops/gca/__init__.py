@@ -1,0 +1,1 @@
+"""Grouped Cross-Attention: the op, its path in PyTorch, its kernels."""

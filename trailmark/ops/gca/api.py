@@ -1,0 +1,246 @@
+"""Grouped Cross-Attention: each chunk attends to the few chunks it retrieved (arXiv 2410.01651, Sec. 3.2)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from trailmark.ops import reference
+from trailmark.ops.arguments import (
+    arithmetic_dtype,
+    attention_kernels_refuse,
+    choose_implementation,
+    require,
+    require_chunk_numbers,
+    require_device,
+    require_floating,
+    require_grouped_heads,
+    require_implementation,
+    require_shape,
+    whole_numbers,
+    without_autocast,
+)
+from trailmark.ops.calls import CrossAttentionCall, spelled_out
+from trailmark.ops.gca import torch_path
+
+
+@without_autocast
+def grouped_cross_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    indices: Tensor,
+    weights: Tensor,
+    lengths: Tensor | None = None,
+    softmax_off_by_one: bool = True,
+    scale: float | None = None,
+    implementation: str | None = None,
+) -> Tensor:
+    r"""Attend to the retrieved chunks: softmax within each, weighted sum over them.
+
+    .. math::
+        O_n = \sum_{k=1}^{K} w_{nk}\,
+              \mathrm{softmax}_{1}\!\left(\mathrm{scale} \cdot Q_n K_{I_{nk}}^\top\right) V_{I_{nk}}
+
+    where :math:`\mathrm{softmax}_1(x)_i = e^{x_i} / (1 + \sum_j e^{x_j})` (off by one: a virtual key with
+    score 0 and value 0) or the plain softmax. Source: arXiv 2410.01651, Eq. 2 and 3.
+
+    Gradients reach q, k, v and weights; through the weights, the retriever learns. Nothing K-fold is kept
+    between forward and backward: "torch" gathers the chunks again, in slabs; "triton" never gathers them
+    (docs/kernels.md).
+
+    Args:
+        q: [B, N, R, H, D]: row n is what chunk n reads; the caller shifts (chunk t+1 reads what t selected).
+        k, v: [B, M, S, J, D]; query head h uses key/value head h // (H // J). A batch of stride 0 (``expand``)
+            is shared, not copied; [B, M, J, S, D] memory seen through ``transpose(2, 3)`` is read without a copy.
+        indices: int64 [B, N, K] or per key/value head [B, N, J, K]; -1 reads nothing (for "triton", last, it
+            costs nothing either). That they are below M is checked on a CPU; elsewhere it would wait for the
+            device, so only with the environment variable TRAILMARK_CHECK_VALUES=1, and a chunk that does not
+            exist gives undefined results, in other rows' gradients too.
+        weights: the same shape, any floating dtype; ignored (zero gradient) where the index is -1.
+        lengths: int64 [B, M]: the keys of chunk m that exist. None: all S. What lies beyond has no effect,
+            not even as NaN.
+        softmax_off_by_one: see above.
+        scale: None is D ** -0.5.
+        implementation: "reference" (gathers and keeps all), "torch" or "triton" (float32, bfloat16 or float16,
+            the same for q, k and v; D <= 256). None: "triton" on CUDA where it supports the input, else "torch".
+
+    Returns:
+        [B, N, R, H, D] in the dtype of q; zeros where nothing is read.
+
+    Raises:
+        ValueError: for shapes that do not fit together, chunks that do not exist, or an implementation that
+            cannot take the input.
+    """
+    require_implementation(implementation, ("reference", "torch", "triton"))
+    require(q.dim() == 5, "q", tuple(q.shape), "shape [B, N, R, H, D]")
+    require(k.dim() == 5, "k", tuple(k.shape), "shape [B, M, S, J, D]")
+    B, N, _, H, D = q.shape
+    M, S, J = k.shape[1:4]
+    require_shape("k", k, (B, M, S, J, D), "[B, M, S, J, D]")
+    require_shape("v", v, (B, M, S, J, D), "[B, M, S, J, D]")
+    require_grouped_heads(H, J)
+    K = indices.shape[-1] if indices.dim() else 0
+    if indices.dim() != 4:
+        require_shape("indices", indices, (B, N, K), "[B, N, K]")
+    else:
+        require_shape("indices", indices, (B, N, J, K), "[B, N, J, K]")
+    require_shape("weights", weights, tuple(indices.shape), "of indices")
+    indices = whole_numbers("indices", indices)
+    for name, size in (("R", q.shape[2]), ("K", K), ("S", S), ("D", D)):
+        require(size >= 1, name, size, "at least 1")
+    require_floating(q=q, k=k, v=v, weights=weights)
+    require_device(q, k=k, v=v, indices=indices, weights=weights, lengths=lengths)
+    require_chunk_numbers("indices", indices, M)
+    if lengths is not None:
+        require_shape("lengths", lengths, (B, M), "[B, M]")
+        lengths = whole_numbers("lengths", lengths)
+    scale = D**-0.5 if scale is None else scale
+    if indices.dim() == 3:
+        indices = indices[:, :, None].expand(B, N, J, K)
+        weights = weights[:, :, None].expand(B, N, J, K)
+    if implementation == "reference":
+        present = torch.full((B, M), S, device=q.device) if lengths is None else lengths
+        return reference.grouped_cross_attention(
+            q, k, v, indices, weights, present, softmax_off_by_one, scale
+        )
+    chosen = choose_implementation(implementation, q.is_cuda, partial(triton_refuses, q, k, v, weights))
+    call = CrossAttentionCall(q, k, v, indices, weights, lengths, softmax_off_by_one, scale)
+    keep = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, weights))
+    if torch.compiler.is_compiling():
+        return _gca(*call, chosen, keep)[0]
+    if keep:
+        return _Eager.apply(*call, chosen)
+    own_table = N == 1 and M == K and q.device.type == "cpu"  # elsewhere a look would wait for the device
+    if chosen == "torch" and own_table and bool((indices == torch.arange(K)).all()):
+        return torch_path.read_in_order(call)
+    return _forward(call, chosen, False)[0]
+
+
+def triton_refuses(q: Tensor, k: Tensor, v: Tensor, weights: Tensor) -> str | None:
+    """Why the kernels do not take these inputs; None if they do."""
+    if weights.dtype == torch.float64:
+        return f"q is {q.dtype} and weights {weights.dtype}. Convert them to float32, bfloat16 or float16"
+    return attention_kernels_refuse(q, k, v)
+
+
+def _forward(call: CrossAttentionCall, implementation: str, keep: bool) -> tuple[Tensor, Tensor]:
+    """The output, and with ``keep`` what the backward needs of each row, head and chunk (else empty)."""
+    if implementation == "triton":
+        from trailmark.ops.gca import triton_path as kernels
+
+        return kernels.forward(call, keep)
+    return torch_path.forward(call, keep)
+
+
+def _backward(
+    grad: Tensor, call: CrossAttentionCall, lse: Tensor, implementation: str, of_memory: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The gradients of q, k, v and weights; without ``of_memory`` those of k and v are empty."""
+    if implementation == "triton":
+        from trailmark.ops.gca import triton_path as kernels
+
+        return kernels.backward(grad, call, lse, of_memory)
+    return torch_path.backward(grad, call, lse, of_memory)
+
+
+def _save(ctx: Any, call: CrossAttentionCall, implementation: str, lse: Tensor) -> None:
+    """Keep the inputs and the log-sum-exps for :func:`_gradients`."""
+    *tensors, off_by_one, scale = call
+    ctx.save_for_backward(*tensors, lse)
+    ctx.options, ctx.implementation = (off_by_one, scale), implementation
+
+
+def _gradients(
+    ctx: Any, grad: Tensor, backward: Callable[..., tuple[Tensor, ...]]
+) -> tuple[Tensor | None, ...]:
+    """One for each input of a call and for whatever follows it; a frozen memory gets none."""
+    *tensors, lse = ctx.saved_tensors
+    of_memory = any(ctx.needs_input_grad[1:3])
+    call = CrossAttentionCall(*tensors, *ctx.options)
+    dq, dk, dv, dw = backward(grad, call, lse, ctx.implementation, of_memory)
+    of_k, of_v = (dk, dv) if of_memory else (None, None)
+    return dq, of_k, of_v, None, dw, *[None] * (len(ctx.needs_input_grad) - 5)
+
+
+class _Eager(torch.autograd.Function):
+    """A third of the overhead of the ``torch.library`` ops below."""
+
+    @staticmethod
+    def forward(ctx: Any, *arguments: Any) -> Tensor:
+        *given, implementation = arguments
+        call = CrossAttentionCall(*given)
+        out, lse = _forward(call, implementation, True)
+        _save(ctx, call, implementation, lse)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return _gradients(ctx, grad, _backward)
+
+
+# Under torch.compile the same functions are ops that it does not look into, so that its graph stays whole.
+
+
+@torch.library.custom_op("trailmark::grouped_cross_attention", mutates_args=())
+@spelled_out
+def _gca(call: CrossAttentionCall, implementation: str, keep: bool) -> tuple[Tensor, Tensor]:
+    require_chunk_numbers("indices", call.indices, call.k.shape[1])  # not seen while tracing
+    return _forward(call, implementation, keep)
+
+
+@_gca.register_fake
+@spelled_out
+def _(call: CrossAttentionCall, implementation: str, keep: bool) -> tuple[Tensor, Tensor]:
+    q, indices = call.q, call.indices
+    B, N, R, H, _ = q.shape
+    J, K = indices.shape[2:]
+    out, dtype = q.new_empty(q.shape), arithmetic_dtype(q, call.k, call.v, call.weights)
+    if not keep:
+        return out, q.new_empty((0,), dtype=dtype)
+    if implementation == "triton":
+        kept = 2 if q.dtype == torch.float32 else 1
+        return out, q.new_empty((kept, B, N, J, K, H // J * R), dtype=torch.float32)
+    return out, q.new_empty((B * N, J, K, H // J * R), dtype=dtype)
+
+
+_gca_backward = torch.library.custom_op(
+    "trailmark::grouped_cross_attention_backward", spelled_out(_backward), mutates_args=()
+)
+
+
+@_gca_backward.register_fake
+@spelled_out
+def _(
+    grad: Tensor, call: CrossAttentionCall, lse: Tensor, implementation: str, of_memory: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    q, k, v, weights = call.q, call.k, call.v, call.weights
+    B, M, S, J, D = k.shape
+    if not of_memory:
+        return q.new_empty(q.shape), k.new_empty(0), v.new_empty(0), weights.new_empty(weights.shape)
+    if implementation == "triton":
+        dk, dv = k.new_empty(k.shape), v.new_empty(v.shape)
+    else:  # laid out head by head
+        dk, dv = (x.new_empty((B, M, J, S, D)).transpose(2, 3) for x in (k, v))
+    return q.new_empty(q.shape), dk, dv, weights.new_empty(weights.shape)
+
+
+def _save_compiled(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    *given, implementation, _ = inputs
+    _save(ctx, CrossAttentionCall(*given), implementation, output[1])
+
+
+def _gradients_compiled(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(grad: Tensor, call: CrossAttentionCall, *rest: Any) -> tuple[Tensor, ...]:
+        return _gca_backward(grad, *call, *rest)
+
+    return _gradients(ctx, grad, backward)
+
+
+_gca.register_autograd(_gradients_compiled, setup_context=_save_compiled)

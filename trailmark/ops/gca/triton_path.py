@@ -1,0 +1,260 @@
+"""Grouped Cross-Attention by the kernels beside it: tiles, the inverted index, launches."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from trailmark.ops.calls import CrossAttentionCall
+from trailmark.ops.gca.kernels import (
+    add_parts_kernel,
+    forward_kernel,
+    keys_kernel,
+    queries_kernel,
+)
+
+# A memory chunk's readers are taken in parts of about this many rows; a part is one program. Popular chunks then
+# do not keep the rest of the device waiting, and few parts have to be added up.
+_ROWS_OF_A_PART = 4096
+_PROGRAMS = 256  # with fewer, the forward divides the retrieved chunks among more; the same on every device
+_MAX_TILE = 128  # rows or keys of a tile, at most; a chunk of more keys is walked in tiles
+
+
+class Tiles(NamedTuple):
+    """How a kernel is cut up."""
+
+    rows: int  # BLOCK_R
+    keys: int  # BLOCK_S
+    head: int  # BLOCK_D: D and what pads it
+    per_chunk: int  # TILES: of keys
+    num_warps: int
+    num_stages: int
+
+
+# (most rows, most keys, warps, stages) of a tile by the bits of the dtype and the padded head size: the largest
+# whose registers ptxas hardly spills for sm_90 (docs/kernels.md). Float32 is multiplied without tensor cores.
+_CUTS = {
+    "forward": {
+        (16, 64): (128, 128, 4, 2), (16, 128): (128, 64, 4, 2), (16, 256): (32, 64, 8, 1),
+        (32, 64): (16, 32, 4, 1), (32, 128): (16, 16, 4, 1), (32, 256): (16, 16, 8, 1),
+    },
+    "queries": {
+        (16, 64): (128, 128, 4, 2), (16, 128): (128, 64, 8, 2), (16, 256): (32, 64, 8, 1),
+        (32, 64): (32, 64, 8, 1), (32, 128): (32, 64, 8, 1), (32, 256): (16, 32, 8, 1),
+    },
+    "keys": {
+        (16, 64): (64, 64, 8, 2), (16, 128): (32, 64, 8, 2), (16, 256): (64, 32, 8, 1),
+        (32, 64): (16, 32, 4, 1), (32, 128): (16, 16, 4, 1), (32, 256): (16, 16, 8, 1),
+    },
+}  # fmt: skip
+
+
+def tiles(rows: int, S: int, D: int, dtype: torch.dtype, kernel: str) -> Tiles:
+    """For ``rows`` = R * G folded rows; ``kernel`` is "forward", "queries" or "keys".
+
+    A table, not autotuning: the same shapes take the same tiles, so the same sums, everywhere.
+    """
+    head = max(16, triton.next_power_of_2(D))
+    most_rows, most_keys, warps, stages = _CUTS[kernel][8 * dtype.itemsize, max(64, head)]
+    # the keys' kernel fills its tiles with rows of several readers
+    block = most_rows if kernel == "keys" else min(max(16, triton.next_power_of_2(rows)), most_rows)
+    keys = min(max(16, triton.next_power_of_2(S)), most_keys)
+    if keys < S:
+        keys = min(keys, 64)
+    if block * keys > 64 * 64:
+        warps = 8
+    return Tiles(block, keys, head, -(-S // keys), warps, stages)
+
+
+def needs_wide_offsets(q: Tensor, k: Tensor, v: Tensor, *like_q: Tensor) -> bool:
+    """Whether offsets inside one reading or memory chunk pass 2^31. Those of the chunks are 64 bits wide always."""
+
+    def reach(x: Tensor) -> int:  # of the last three dimensions
+        return sum((size - 1) * abs(step) for size, step in zip(x.shape[2:], x.stride()[2:], strict=True))
+
+    # tiles are read whole, masked: the offsets of what does not exist are computed too
+    slack = sum(_MAX_TILE * abs(step) for x in (q, k, v, *like_q) for step in x.stride()[2:])
+    return max(reach(x) for x in (q, k, v, *like_q)) + slack >= 2**31
+
+
+def forward(call: CrossAttentionCall, keep: bool, wide: bool | None = None) -> tuple[Tensor, Tensor]:
+    """The output, and with ``keep`` what the backward needs of each row and chunk; else an empty tensor.
+
+    That is [1, B, N, J, K, R * G], the log-sum-exp (base 2); of float32 [2, ...], the largest score and the sum.
+
+    ``wide``: 64 bits for the offsets inside tiles; None: where they need them.
+    """
+    q, k, v, indices, weights, lengths, off_by_one, scale = call
+    (B, N, R, H, D), (M, S, J), K = q.shape, k.shape[1:4], indices.shape[3]
+    G = H // J
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    kept = 2 if q.dtype == torch.float32 else 1
+    lse = q.new_empty((kept, B, N, J, K, R * G) if keep else (0,), dtype=torch.float32)
+    if out.numel() == 0:
+        return out, lse
+    if M == 0:
+        return out.zero_(), lse
+    cut = tiles(R * G, S, D, q.dtype, "forward")
+    programs = B * N * J * -(-R * G // cut.rows)
+    per_part = -(-K // _parts(programs, K))
+    parts = -(-K // per_part)
+    # the weighted sum over chunks has no running maximum: its parts are simply added
+    into = out if parts == 1 else q.new_empty((parts, *q.shape), dtype=torch.float32)
+    with torch.cuda.device_of(q):
+        forward_kernel[(programs * parts,)](
+            q, k, v, indices, weights, lengths, into, lse,
+            *q.stride(), *k.stride(), *v.stride(), *indices.stride(), *weights.stride(), *_steps(lengths),
+            out.numel(), *out.stride()[:4],
+            lse[0].numel() if keep else 0, _folded(scale, q.dtype), N, R, J, M, K, S, parts, per_part,
+            **_constants(q, k, v, K, cut, wide, out), OFF_BY_ONE=off_by_one, HAS_LENGTHS=lengths is not None, KEEP=keep,
+        )  # fmt: skip
+    return (out if parts == 1 else into.sum(0).to(q.dtype)), lse
+
+
+def backward(
+    grad: Tensor,  # [B, N, R, H, D]
+    call: CrossAttentionCall,
+    lse: Tensor,
+    of_memory: bool = True,
+    wide: bool | None = None,
+    readers_of_a_part: int | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The gradients of q, k, v and weights; without ``of_memory`` those of k and v are empty."""
+    q, k, v, indices, weights, lengths, _, scale = call
+    (B, N, R, H, D), (M, S, J), K = q.shape, k.shape[1:4], indices.shape[3]
+    G = H // J
+    dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    dk, dv = (torch.empty(x.shape if of_memory else (0,), dtype=x.dtype, device=q.device) for x in (k, v))
+    if q.numel() == 0 or M == 0:
+        return dq.zero_(), dk.zero_(), dv.zero_(), torch.zeros_like(weights)
+    cut = tiles(R * G, S, D, q.dtype, "queries")
+    blocks = -(-R * G // cut.rows)
+    dw = torch.zeros(B, N, J, K, blocks, dtype=torch.float32, device=q.device)
+    inner = torch.empty_like(lse[0])
+    flags = {"HAS_LENGTHS": lengths is not None}
+    with torch.cuda.device_of(q):
+        queries_kernel[(B * N * J * blocks,)](
+            grad, q, k, v, indices, weights, lengths, lse, dq, dw, inner,
+            *grad.stride(), *q.stride(), *k.stride(), *v.stride(), *indices.stride(), *weights.stride(),
+            *_steps(lengths), *dq.stride()[:4],
+            lse[0].numel(), _folded(scale, q.dtype), scale, N, R, J, M, K, S,
+            **_constants(q, k, v, K, cut, wide, grad, dq), **flags,
+        )  # fmt: skip
+
+    dw = dw.sum(-1).to(weights.dtype)
+    if not of_memory:
+        return dq, dk, dv, dw
+    per_head = _per_head(indices)
+    selections = B * N * K * (J if per_head else 1)
+    if readers_of_a_part is None:
+        readers_of_a_part = _readers_of_a_part(q, k, selections, per_head, _ROWS_OF_A_PART)
+    table = invert(indices, M, readers_of_a_part)
+    cut = tiles(R * G, S, D, q.dtype, "keys")
+    heads = 1 if per_head else J
+    parts = (2 * selections // table.per_part, S, heads, D)
+    dk_parts, dv_parts = (torch.empty(parts, dtype=torch.float32, device=q.device) for _ in range(2))
+    constants = _constants(q, k, v, K, cut, wide, grad)
+    del constants["K_PAD"]
+    with torch.cuda.device_of(q):
+        keys_kernel[(table.chunk_of.numel() * heads * cut.per_chunk,)](
+            grad, q, k, v, weights, lengths, lse, inner,
+            table.readers, table.starts, table.ends, table.slots_before, table.chunk_of, dk, dv, dk_parts, dv_parts,
+            *grad.stride(), *q.stride(), *k.stride(), *v.stride(), *weights.stride(), *_steps(lengths),
+            lse[0].numel(), _folded(scale, q.dtype), scale, N, R, J, M, K, S, table.ends.numel(), table.per_part,
+            **constants, **flags, PER_HEAD=per_head,
+        )  # fmt: skip
+    if dk_parts.numel():
+        width, block = math.prod(parts[1:]), 4096
+        with torch.cuda.device_of(q):
+            add_parts_kernel[(table.ends.numel() * -(-width // block),)](
+                table.ends, table.slots_before, dk, dv, dk_parts, dv_parts, J, width,
+                D=D, BLOCK=block, PER_HEAD=per_head,
+            )  # fmt: skip
+    return dq, dk, dv, dw
+
+
+class Readers(NamedTuple):
+    """The inverted index: which reading chunks (and slots) use each memory chunk, in ascending order.
+
+    Memory chunks are counted c = b * M + m, or (b * M + m) * J + j where heads select for themselves; readers
+    are numbers of elements of ``indices`` [B, N, (J,) K]. All on the device: nothing waits for it.
+    """
+
+    readers: Tensor  # [E] sorted by memory chunk; -1 selections come last and belong to none
+    starts: Tensor  # [C + 1] where each memory chunk's readers begin
+    ends: (
+        Tensor  # [C] parts of the chunks up to this one; a chunk without readers has one, which writes zeros
+    )
+    slots_before: Tensor  # [C] parts, of chunks with several, before this chunk
+    chunk_of: Tensor  # [P] the chunk of each part; C: of none
+    per_part: int  # readers of a part, at most
+
+
+def _per_head(indices: Tensor) -> bool:
+    """Whether key/value heads select for themselves; what one selection for all was expanded from has stride 0."""
+    return indices.shape[2] > 1 and indices.stride(2) != 0
+
+
+def invert(indices: Tensor, M: int, per_part: int) -> Readers:
+    """For indices [B, N, J, K]; of stride 0 over J they are those of all heads."""
+    B, _, J, _ = indices.shape
+    per_head = _per_head(indices)
+    own = indices if per_head else indices[:, :, :1]
+    chunk = torch.arange(B, device=indices.device)[:, None, None, None] * M + own
+    C = B * M
+    if per_head:
+        chunk, C = chunk * J + torch.arange(J, device=indices.device)[:, None], C * J
+    chunk = torch.where(own < 0, C, chunk).flatten()
+    chunk, readers = chunk.sort(stable=True)
+    starts = torch.searchsorted(chunk, torch.arange(C + 1, device=indices.device))
+    counts = starts.diff()
+    parts = ((counts + per_part - 1) // per_part).clamp(min=1)
+    ends = parts.cumsum(0)
+    several = torch.where(parts > 1, parts, 0)
+    most = C + readers.numel() // per_part
+    chunk_of = torch.searchsorted(ends, torch.arange(most, device=indices.device), right=True)
+    return Readers(readers, starts, ends, several.cumsum(0) - several, chunk_of, per_part)
+
+
+def _parts(programs: int, K: int) -> int:
+    """Parts that the retrieved chunks are divided into, so that few queries (decoding) fill the device too."""
+    return max(1, min(K, _PROGRAMS // programs))
+
+
+def _readers_of_a_part(q: Tensor, k: Tensor, selections: int, per_head: bool, rows: int) -> int:
+    """So many that the sums of parts, of chunks with several, take at most half of what k or q takes in bfloat16."""
+    (B, M, S, J, D), (R, H) = k.shape, q.shape[2:4]
+    heads, chunks = (1, B * M * J) if per_head else (J, B * M)
+    most = max(1, chunks // 4, q.numel() // (4 * S * heads * D))  # parts
+    return max(1, rows // (R * (H // J)), -(-2 * selections // most))
+
+
+def _folded(scale: float, dtype: torch.dtype) -> float:
+    """Scores in base 2 but for float32."""
+    return scale if dtype == torch.float32 else scale * math.log2(math.e)
+
+
+def _steps(lengths: Tensor | None) -> tuple[int, ...]:
+    return (0, 0) if lengths is None else lengths.stride()
+
+
+def _constants(
+    q: Tensor, k: Tensor, v: Tensor, K: int, cut: Tiles, wide: bool | None, *like_q: Tensor
+) -> dict[str, int | bool]:
+    return {
+        "G": q.shape[3] // k.shape[3],
+        "D": q.shape[4],
+        "K_PAD": triton.next_power_of_2(K),
+        "BLOCK_R": cut.rows,
+        "BLOCK_S": cut.keys,
+        "BLOCK_D": cut.head,
+        "TILES": cut.per_chunk,
+        "EXACT": q.dtype == torch.float32,
+        "WIDE": needs_wide_offsets(q, k, v, *like_q) if wide is None else wide,
+        "num_warps": cut.num_warps,
+        "num_stages": cut.num_stages,
+    }

@@ -1,0 +1,1 @@
+"""Landmark Attention: the op, its layout, its selection, attention over a memory, its kernels."""

@@ -1,0 +1,1 @@
+"""Selection of chunks by score, noisy or at random."""

@@ -1,0 +1,1 @@
+"""Attention inside a sliding window."""

@@ -1,0 +1,394 @@
+"""Causal self-attention over a sliding window of positions, with ALiBi: FlexAttention on CUDA, else in blocks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from trailmark.ops import reference
+from trailmark.ops.arguments import (
+    arithmetic_dtype,
+    require,
+    require_grouped_heads,
+    require_implementation,
+    require_shape,
+    whole_numbers,
+    without_autocast,
+)
+from trailmark.ops.block_attention import attention_dtype, block_attention
+from trailmark.ops.window.documents import DocumentBlocks, KeysOfBlocks
+
+# Queries of one block. Each block attends to itself and the window - 1 keys before it, so a block much
+# smaller than the window repeats keys, and a much larger one computes scores that the mask throws away.
+_MIN_BLOCK, _MAX_BLOCK = 32, 256
+SLOPE_RULES = "geometric", "interpolated"
+
+
+@without_autocast
+def sliding_window_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    window: int | None,
+    positions: tuple[Tensor, Tensor] | None = None,
+    document_ids: tuple[Tensor, Tensor] | Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    scale: float | None = None,
+    return_lse: bool = False,
+    implementation: str | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    r"""Each position attends to itself and to the ``window - 1`` positions before it.
+
+    .. math::
+        O_i = \sum_{j = \max(0, i - W + 1)}^{i}
+              \mathrm{softmax}_j\!\left(\mathrm{scale} \cdot q_i^\top k_j - a_h (i - j)\right) v_j
+
+    with ALiBi slopes :math:`a_h` (Press et al., 2022) where given. The ``"torch"`` path cuts the positions
+    into blocks over ``scaled_dot_product_attention``: time and extra memory O(T W), never O(T P). ``"flex"`` is
+    a compiled FlexAttention kernel: time O(T W), nothing kept but the output and a number per row and head.
+
+    Args:
+        q: [B, T, H, D].
+        k, v: [B, P, J, D], P >= T; query head h uses key/value head h // (H // J).
+        window: W >= 1, the position itself included. None: all positions before.
+        positions: int64 ([B, T], [B, P]), negative = absent (such a query gives zeros). None: the queries are
+            the last T of P consecutive positions. Given, keys that are consecutive but for absent ones at a
+            row's ends, with the queries the last T, cost the same; any other order and gaps are exact too,
+            with time O(T P) and memory O(P). (``"torch"`` looks at them on a CPU alone: a GPU would be waited
+            for, and ``torch.compile`` cannot. ``"flex"`` pays for the blocks that could be seen.)
+        document_ids: int64 ([B, T], [B, P]), or one [B, P] for both: no attention across documents. On a CPU, one
+            tensor for T = P consecutive positions with each document in one piece and a window costs about as much as
+            none, and less where documents are shorter than the window; otherwise "torch" masks every block anew.
+        alibi_slopes: [H]; see :func:`alibi_slopes`.
+        scale: None is D ** -0.5.
+        return_lse: also return the log-sum-exp of the scores, [B, T, H], float32 or wider, -inf where empty.
+        implementation: None, "reference", "torch" or "flex" (CUDA, D 16 ... 256, 128 in float32; on a CPU
+            without gradients, slowly). None: "flex" for T > 1 where it can be used on CUDA, else "torch".
+
+    Returns:
+        [B, T, H, D] in the dtype of q, zeros where no key is visible; with ``return_lse`` the pair.
+
+    Raises:
+        ValueError: for shapes that do not fit together; for "flex" where it cannot be used.
+    """
+    require_implementation(implementation, ("reference", "torch", "flex"))
+    require(q.dim() == 4, "q", tuple(q.shape), "shape [B, T, H, D]")
+    require(k.dim() == 4, "k", tuple(k.shape), "shape [B, P, J, D]")
+    B, T, H, D = q.shape
+    P, J = k.shape[1:3]
+    require_shape("k", k, (B, P, J, D), "[B, P, J, D]")
+    require_shape("v", v, (B, P, J, D), "[B, P, J, D]")
+    if P < T:  # a message made beforehand would bind a compiled graph to this length
+        require(False, "k", f"{P} keys", f"at least as many keys as the {T} queries")
+    require_grouped_heads(H, J)
+    require(window is None or window >= 1, "window", window, "None or at least 1 (the position itself)")
+    if positions is not None:
+        require_shape("positions[0]", positions[0], (B, T), "[B, T]")
+        require_shape("positions[1]", positions[1], (B, P), "[B, P]")
+        positions = whole_numbers("positions[0]", positions[0]), whole_numbers("positions[1]", positions[1])
+    documents = None  # of queries and keys alike
+    if isinstance(document_ids, Tensor):
+        require_shape("document_ids", document_ids, (B, P), "[B, P]")
+        documents = document_ids
+        document_ids = document_ids[:, P - T :], document_ids
+    if document_ids is not None:
+        require_shape("document_ids[0]", document_ids[0], (B, T), "[B, T]")
+        require_shape("document_ids[1]", document_ids[1], (B, P), "[B, P]")
+    if alibi_slopes is not None:
+        require_shape("alibi_slopes", alibi_slopes, (H,), "[H]")
+    scale = D**-0.5 if scale is None else scale
+
+    if implementation == "reference":
+        out, lse = reference.sliding_window_attention(
+            q, k, v, window, positions, document_ids, alibi_slopes, scale
+        )
+        return (out, lse) if return_lse else out
+    if B * T > 0 and (implementation == "flex" or (implementation is None and q.is_cuda and T > 1)):
+        from trailmark.ops.window.flex import flex_problem, sliding_window_attention_flex
+
+        problem = flex_problem(q, k, v)
+        if problem is None:
+            return sliding_window_attention_flex(
+                q, k, v, window, positions, document_ids, alibi_slopes, scale, return_lse
+            )
+        require(
+            implementation is None, "implementation", "'flex'", "one that can be used here", f"{problem}."
+        )
+    if T == 1 and document_ids is None and not return_lse:
+        return _one_query(q, k, v, window, positions, alibi_slopes, scale)
+    if window is not None and window < P and document_ids is None and not return_lse and T > 0:
+        if positions is None:
+            return _banded(q, k, v, window, alibi_slopes, scale)
+        if _values_at_hand(q) and (leading := _leading_absent(*positions)) is not None:
+            out = _banded(q, k, v, window, alibi_slopes, scale, leading)
+            return out.masked_fill((positions[0] < 0)[..., None, None], 0)
+    whole = positions is None and T == P > 0 and B > 0 and not return_lse
+    # (to see all positions before, each block would need a copy of them: memory O(T * T))
+    if documents is not None and whole and window is not None and _values_at_hand(q):
+        blocks = DocumentBlocks.of(documents, window, _MIN_BLOCK, _MAX_BLOCK)
+        if blocks is not None:
+            return _in_documents(q, k, v, blocks, window, alibi_slopes, scale)
+    return _by_query_block(q, k, v, window, positions, document_ids, alibi_slopes, scale, return_lse)
+
+
+def alibi_slopes(num_heads: int, dtype: torch.dtype = torch.float32, rule: str = "geometric") -> Tensor:
+    r"""ALiBi's slopes of the heads, shape [H].
+
+    - ``"geometric"``: :math:`2^{-8 (h + 1) / H}` for any H, as DRT's published code has them.
+    - ``"interpolated"``, the rule of ALiBi's authors (Press et al., 2022) for an H that is no power of two: the
+      geometric slopes of P heads, P the largest power of two below H, then the first, third, fifth ... of 2 P heads.
+      The same where H is a power of two.
+
+    Raises:
+        ValueError: no head, or another rule.
+    """
+    require(num_heads >= 1, "num_heads", num_heads, "at least 1")
+    require(rule in SLOPE_RULES, "rule", repr(rule), " or ".join(map(repr, SLOPE_RULES)))
+    power = 1 << (num_heads.bit_length() - 1)
+    if rule == "geometric" or power == num_heads:
+        return _geometric(num_heads).to(dtype)
+    between = _geometric(2 * power)[::2]
+    return torch.cat([_geometric(power), between])[:num_heads].to(dtype)
+
+
+def _geometric(num_heads: int) -> Tensor:
+    return torch.exp2(-8 * torch.arange(1, num_heads + 1, dtype=torch.float64) / num_heads)
+
+
+def _values_at_hand(tensor: Tensor) -> bool:
+    """Whether a choice may depend on values: on CUDA it would wait for the device, and a compiler cannot."""
+    return tensor.device.type == "cpu" and not torch.compiler.is_compiling()
+
+
+def _one_query(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    window: int | None,
+    positions: tuple[Tensor, Tensor] | None,
+    slopes: Tensor | None,
+    scale: float,
+) -> Tensor:
+    """Decoding: one position against keys in any order."""
+    H, P, dtype = q.shape[2], k.shape[1], attention_dtype(q, k, v, biased=slopes is not None)
+    mask = empty = None
+    if positions is None and window is not None and window < P:
+        k, v, P = k[:, P - window :], v[:, P - window :], window
+    if positions is not None or slopes is not None:
+        if positions is None:
+            distance = torch.arange(P - 1, -1, -1, device=q.device)[None]
+            visible = distance >= 0
+        else:
+            query, key = positions
+            distance = query - key  # [B, P]
+            visible = (key >= 0) & (distance >= 0) & (query >= 0)
+            if window is not None:
+                visible &= distance < window
+            if not _values_at_hand(visible) or not bool(visible.all()):
+                empty = ~visible.any(1)
+                visible = visible | empty[:, None]  # such a row is set to zero: no NaN either way
+        of_heads = None if slopes is None else slopes[:, None, None]
+        mask = _mask(visible[:, None, None], distance[:, None, None], of_heads, dtype)
+        mask = mask.expand(-1, H, 1, P)
+    queries, keys, values = (x.to(dtype).transpose(1, 2) for x in (q, k, v))
+    out = F.scaled_dot_product_attention(
+        queries, keys, values, mask, scale=scale, enable_gqa=k.shape[2] != H
+    ).transpose(1, 2)
+    return (out if empty is None else out.masked_fill(empty[:, None, None, None], 0)).to(q.dtype)
+
+
+def _leading_absent(query: Tensor, key: Tensor) -> Tensor | None:
+    """[B] absent keys before each row's first, if the others are consecutive and the queries are the last."""
+    T, P = query.shape[1], key.shape[1]
+    present = key >= 0
+    first = present.int().argmax(1)
+    place = torch.arange(P, device=key.device)
+    shift = key.gather(1, first[:, None]) - first[:, None]
+    end = (first + present.sum(1))[:, None]
+    inside = (place >= first[:, None]) & (place < end)
+    consecutive = torch.where(inside, key == place + shift, ~present).all()
+    return (
+        first
+        if bool(consecutive) and torch.equal(query.clamp(min=-1), key[:, P - T :].clamp(min=-1))
+        else None
+    )
+
+
+def _banded(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    window: int,
+    slopes: Tensor | None,
+    scale: float,
+    leading: Tensor | None = None,
+) -> Tensor:
+    """Consecutive positions: a block of C queries sees the C + window - 1 keys that end with its own.
+
+    ``leading`` [B]: so many of each row's keys are absent at its beginning.
+    """
+    B, T, H, D = q.shape
+    carried, old, given = k.shape[1] - T, window - 1, q.dtype
+    dtype = attention_dtype(q, k, v, biased=slopes is not None)
+    q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)  # once, not per block that a key is seen from
+    C = min(max(old, _MIN_BLOCK), _MAX_BLOCK, T)
+    whole = T // C
+    # only the blocks whose reach goes before the first key need a mask of their own
+    gone = 0 if leading is None or not B else int(leading.max())
+    early = min(-(-max(0, old - carried + gone) // C), whole)
+    # (first query, queries of a block, blocks) computed at once; a last block may be shorter
+    pieces = [(block * C, C, 1) for block in range(early)]
+    pieces += [(early * C, C, whole - early)] if early < whole else []
+    pieces += [(whole * C, T - whole * C, 1)] if T % C else []
+    # (first key, keys of a block, step, blocks)
+    spans = tuple(
+        (max(0, carried + first - old), min(old, carried + first) + c, c, n) for first, c, n in pieces
+    )
+    queries = q.split([c * n for _, c, n in pieces], dim=1)
+    keys, values = _Spans.apply(k, spans), _Spans.apply(v, spans)
+    distance = torch.arange(C, device=q.device)[:, None] + old - torch.arange(C + old, device=q.device)
+    parts = []
+    for i, ((_, c, n), (start, width, _, _)) in enumerate(zip(pieces, spans, strict=True)):
+        far = distance[:c, c + old - width : c + old]
+        visible = (far >= 0) & (far < window)
+        if leading is not None and start < gone:
+            # [B, 1, c, keys]; a query that is absent itself sees itself, so that nothing is NaN
+            key = torch.arange(start, start + width, device=q.device)
+            visible = visible & ((key >= leading[:, None])[:, None, None] | (far == 0))
+        out = block_attention(
+            queries[i].reshape(B * n, c, H, D),
+            keys[i].flatten(0, 1),
+            values[i].flatten(0, 1),
+            _mask(visible, far, slopes, dtype),
+            scale,
+        )
+        parts.append(out.view(B, n, c, H, D))
+    last = [parts.pop().flatten(1, 2)] if T % C else []
+    alike = [(torch.cat(parts, dim=1) if len(parts) > 1 else parts[0]).flatten(1, 2)] if parts else []
+    rows = alike + last
+    return (torch.cat(rows, dim=1) if len(rows) > 1 else rows[0]).to(given)
+
+
+class _Spans(torch.autograd.Function):
+    """x [B, P, J, D] -> per (start, width, step, n) its n stretches [B, n, width, J, D]: overlapping views.
+
+    What reads them copies no key; autograd's own slices would fill a zero gradient of full size for each.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, spans: tuple[tuple[int, int, int, int], ...]) -> tuple[Tensor, ...]:
+        ctx.spans, ctx.size = spans, x.shape
+        return tuple(_stretches(x, *span) for span in spans)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        total = grads[0].new_zeros(ctx.size)
+        for grad, (start, width, step, n) in zip(grads, ctx.spans, strict=True):
+            for at in range(0, width, step):  # what lies within one step overlaps nothing
+                part = min(step, width - at)
+                _stretches(total, start + at, part, step, n).add_(grad[:, :, at : at + part])
+        return total, None
+
+
+def _stretches(x: Tensor, start: int, width: int, step: int, n: int) -> Tensor:
+    """[B, P, J, D] -> [B, n, width, J, D], a view: stretch i begins at ``start + i * step``."""
+    x = x[:, start : start + (n - 1) * step + width]
+    return x.unfold(1, width, step).permute(0, 1, 4, 2, 3)
+
+
+def _in_documents(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    blocks: DocumentBlocks,
+    window: int,
+    slopes: Tensor | None,
+    scale: float,
+) -> Tensor:
+    """Consecutive positions, each document in one piece: one mask serves all blocks, and is cut for early ones."""
+    B, T, given = *q.shape[:2], q.dtype
+    dtype = attention_dtype(q, k, v, biased=slopes is not None)
+    q, k, v = (x.to(dtype).flatten(0, 1) for x in (q, k, v))  # [B * T, heads, D]
+    C, most = blocks.size, max(before for before, _, _ in blocks.kinds)
+    queries = blocks.queries.into(q).unflatten(0, (-1, C)).split([n for _, n, _ in blocks.kinds])
+    keys, values = (KeysOfBlocks.apply(blocks.keys.into(x), blocks) for x in (k, v))
+    row, key = torch.arange(C) + most * C, torch.arange((most + 1) * C)
+    distance = row[:, None] - key
+    visible = (distance >= 0) & (distance < window)
+    mask = _mask(visible, distance, slopes, dtype)  # [(H,) C, (most + 1) * C]
+    parts = []
+    for i, (before, _, _) in enumerate(blocks.kinds):
+        seen = mask[..., (most - before) * C :].contiguous()
+        parts.append(block_attention(queries[i], keys[i], values[i], seen, scale).flatten(0, 1))
+    return blocks.queries.out_of(torch.cat(parts)).unflatten(0, (B, T)).to(given)
+
+
+def _by_query_block(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    window: int | None,
+    positions: tuple[Tensor, Tensor] | None,
+    document_ids: tuple[Tensor, Tensor] | None,
+    slopes: Tensor | None,
+    scale: float,
+    return_lse: bool,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Any positions and documents: a block of queries against every key it could see."""
+    T, P, dtype = q.shape[1], k.shape[1], arithmetic_dtype(q, k, v)
+    mask_dtype = attention_dtype(q, k, v, biased=slopes is not None)
+    # consecutive positions are those of every row: one mask [1, ...] serves the batch
+    key_position = torch.arange(P, device=q.device)[None] if positions is None else positions[1]
+    query_position = key_position[:, P - T :] if positions is None else positions[0]
+    outs, lses = [], []
+    for first in range(0, T, _MAX_BLOCK):
+        rows = slice(first, min(first + _MAX_BLOCK, T))
+        start, stop = 0, P
+        if positions is None:  # consecutive: keys outside the band cannot be visible
+            start = 0 if window is None else max(0, P - T + rows.start - window + 1)
+            stop = P - T + rows.stop
+        distance = query_position[:, rows, None] - key_position[:, None, start:stop]  # [B or 1, c, p]
+        visible = (distance >= 0) & (key_position[:, None, start:stop] >= 0)
+        visible &= query_position[:, rows, None] >= 0
+        if window is not None:
+            visible &= distance < window
+        if document_ids is not None:
+            visible = visible & (document_ids[0][:, rows, None] == document_ids[1][:, None, start:stop])
+        empty = ~visible.any(-1)[:, None, :, None]  # [B or 1, 1, c, 1]
+        # a row that sees nothing is let see everything and then set to zero: no NaN either way
+        shown = visible[:, None] | empty
+        of_heads = None if slopes is None else slopes[:, None, None]
+        mask = _mask(shown, distance[:, None], of_heads, mask_dtype)
+        queries, keys = q[:, rows], k[:, start:stop]
+        out = block_attention(queries, keys, v[:, start:stop], mask, scale)
+        outs.append(out.masked_fill(empty.transpose(1, 2), 0))
+        if return_lse:
+            keys = keys.to(dtype).repeat_interleave(q.shape[2] // k.shape[2], dim=2).transpose(1, 2)
+            scores = queries.to(dtype).transpose(1, 2) @ keys.transpose(2, 3) * scale
+            scores = scores + _mask(shown, distance[:, None], of_heads, dtype)
+            lse = scores.logsumexp(-1, keepdim=True).masked_fill(empty, -torch.inf)
+            lses.append(lse[..., 0].transpose(1, 2))
+    out = torch.cat(outs, dim=1) if outs else torch.zeros_like(q)
+    if not return_lse:
+        return out
+    return out, torch.cat(lses, dim=1) if lses else q.new_zeros(q.shape[:3], dtype=dtype)
+
+
+def _mask(visible: Tensor, distance: Tensor, slopes: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """0 or the ALiBi term where visible, -inf elsewhere; [(B,) (H,) c, p] of ``dtype``.
+
+    Without a bias in low precision it stays bool.
+    """
+    if slopes is None:
+        if dtype.itemsize < 4:
+            return visible
+        bias = torch.zeros((), dtype=dtype, device=visible.device)
+    else:
+        slopes = slopes.to(device=visible.device, dtype=dtype)
+        bias = -(slopes.view(-1, 1, 1) * distance.to(dtype))
+    return torch.where(visible, bias, -torch.inf)
