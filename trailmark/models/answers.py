@@ -49,6 +49,11 @@ class ConfigAnswers:
         learned = getattr(self, "retriever", None) == "learned"
         return learned or getattr(self, "encoder_weights", "learned") == "encoder"
 
+    @property
+    def least_retrieved_in_training(self) -> int:
+        """The fewest chunks that a training may retrieve so that every weight gets a gradient."""
+        return 1
+
     def expect_trainable(self) -> None:
         """Check that a training would train every weight.
 
@@ -57,8 +62,8 @@ class ConfigAnswers:
         """
         if self.keeps_chunks and not self.retrieves:
             raise ValueError(
-                "num_retrieved_chunks: expected at least 1 in training, got 0: with retrieval off, what encodes, finds "
-                "and reads chunks would get no gradient. Train with chunks, or choose a model with a window alone; to "
+                f"num_retrieved_chunks: expected at least {self.least_retrieved_in_training} in training, got 0: with "
+                "retrieval off, what encodes, finds and reads chunks would get no gradient. Train with chunks, or choose a model with a window alone; to "
                 "read with retrieval off, call eval()."
             )
 

@@ -55,8 +55,8 @@ def expect_embedder(embedder: ChunkEmbedder | None, fingerprint: str | None) -> 
     if embedder is None:
         raise ValueError(
             "embedder: expected one for a model with retriever='encoder', got none. Set "
-            "model.embedder = trailmark.data.neighbours.embedders.open_embedder(spec, tokenizer), or pass whole texts with "
-            "neighbours from a table."
+            "model.embedder = trailmark.data.neighbours.embedders.open_embedder(spec, tokenizer), or pass "
+            "whole texts with neighbours from a table."
         )
     if fingerprint is not None and embedder.fingerprint != fingerprint:
         raise ValueError(

@@ -80,9 +80,13 @@ class DRTConfig(TrailmarkConfig):
         """Whether the model weighs chunks by scores of its own; else it has no W_h and W_l."""
         return self.encoder_weights == "learned"
 
+    @property
+    def least_retrieved_in_training(self) -> int:
+        return 2 if self.retriever == "causal" else 1
+
     def expect_trainable(self) -> None:
         super().expect_trainable()
-        if self.num_retrieved_chunks == 1 and self.retriever == "causal":
+        if self.num_retrieved_chunks < self.least_retrieved_in_training:
             raise ValueError(
                 "num_retrieved_chunks: expected at least 2 in training, got 1: the weight of a single chunk is "
                 "always 1, so its score gets no gradient and the retriever learns nothing."
