@@ -20,7 +20,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, cast
@@ -313,7 +313,7 @@ class Killer:
         self.expected = outcome(self.output)
 
     def _config(self) -> RunConfig:
-        return run_config_in(self.config, self.output)
+        return replace(self.config, output=str(self.output))
 
     def run(self, kills: int) -> None:
         """Kill until ``kills`` more, then let the last run end; every run that ends must equal the undisturbed one.
@@ -409,10 +409,6 @@ class Killer:
                 self.found.survivors_waited += 1
             else:
                 self.found.survivors_left += 1
-
-
-def run_config_in(config: RunConfig, output: Path) -> RunConfig:
-    return RunConfig(str(output), config.model, config.init_from, config.data, config.training)
 
 
 def half_written(output: Path) -> set[Path]:

@@ -297,12 +297,6 @@ def test_a_batch_that_does_not_divide_is_refused_before_a_model_is_made(
     assert not list(tmp_path.iterdir())
 
 
-def test_micro_batches_that_do_not_divide_are_refused(tmp_path: Path) -> None:
-    message = r"^training\.micro_batch_size: expected a divisor of the 4 samples of each process, got 3\.$"
-    with pytest.raises(ValueError, match=message):
-        Run(run_config(tmp_path, tokens_per_step=320, micro_batch_size=3), text=TEXT)
-
-
 # --- the commands ----------------------------------------------------------------------------------------------
 
 LAUNCHERS = {
