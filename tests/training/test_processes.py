@@ -49,7 +49,9 @@ def together(folder: Path, at: dict[int, killed.Act] | None = None, **settings: 
     return begin(watched, config_of(folder, **settings), at, processes=2).results()
 
 
-def assert_same_history(ours: Seen, other: Seen, names: Iterable[str] = ("step_loss", "grad_norm")) -> None:
+def assert_same_history(
+    ours: Seen | Run, other: Seen | Run, names: Iterable[str] = ("step_loss", "grad_norm")
+) -> None:
     assert [entry["step"] for entry in ours.history] == [entry["step"] for entry in other.history]
     for mine, theirs in zip(ours.history, other.history, strict=True):
         for name in names:
