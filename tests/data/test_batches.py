@@ -64,12 +64,6 @@ def test_each_epoch_covers_each_window_once(total: int, length: int, epoch: int,
     assert any({(s + n * length) % total for n in range(text.per_epoch)} == starts for s in starts)
 
 
-@settings(max_examples=100)
-@given(count=st.integers(1, 300), key=st.integers(0, 2**64 - 1))
-def test_a_permutation(count: int, key: int) -> None:
-    assert sorted(permuted(n, count, key) for n in range(count)) == list(range(count))
-
-
 @settings(max_examples=50)
 @given(count=st.integers(2, 2**62), key=st.integers(0, 2**64 - 1), data=st.data())
 def test_a_permutation_of_very_many(count: int, key: int, data: st.DataObject) -> None:

@@ -24,6 +24,7 @@ from dataclasses import dataclass, field, replace
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, cast
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -91,21 +92,14 @@ def begin(function: Callable[..., Any], *arguments: Any, processes: int = 1) -> 
     """Start ``function(*arguments)`` in each of so many processes that know of each other as torchrun tells it."""
     folder = Path(tempfile.mkdtemp(prefix="trailmark-processes-"))
     port = _free_port()
+    started = [
+        _server.Process(target=_enter, args=(function, arguments, number, processes, port, folder))
+        for number in range(processes)
+    ]
     # read once, when the server starts: a fork is safe only from a process without threads
-    before = os.environ.get("OMP_NUM_THREADS")
-    os.environ["OMP_NUM_THREADS"] = "1"
-    try:
-        started = [
-            _server.Process(target=_enter, args=(function, arguments, number, processes, port, folder))
-            for number in range(processes)
-        ]
+    with patch.dict(os.environ, OMP_NUM_THREADS="1"):
         for process in started:
             process.start()
-    finally:
-        if before is None:
-            del os.environ["OMP_NUM_THREADS"]
-        else:
-            os.environ["OMP_NUM_THREADS"] = before
     return Together(folder, started)
 
 
