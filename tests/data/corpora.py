@@ -58,9 +58,9 @@ def write_folder(folder: Path, files: int, words: int = 400) -> Path:
     return folder
 
 
-def contents(folder: Path) -> dict[str, Any]:
-    """Everything in a corpus' folder, but for the date in its manifest."""
+def contents(folder: Path, manifest: str = "corpus.json") -> dict[str, Any]:
+    """Everything in a folder that a command made, but for the date in its manifest."""
     found: dict[str, Any] = {path.name: path.read_bytes() for path in folder.iterdir()}
-    found["corpus.json"] = read_json(folder / "corpus.json")
-    del found["corpus.json"]["created"]
+    found[manifest] = read_json(folder / manifest)
+    del found[manifest]["created"]
     return found

@@ -64,12 +64,6 @@ def test_each_epoch_covers_each_window_once(total: int, length: int, epoch: int,
     assert any({(s + n * length) % total for n in range(text.per_epoch)} == starts for s in starts)
 
 
-@settings(max_examples=100)
-@given(count=st.integers(1, 300), key=st.integers(0, 2**64 - 1))
-def test_a_permutation(count: int, key: int) -> None:
-    assert sorted(permuted(n, count, key) for n in range(count)) == list(range(count))
-
-
 @settings(max_examples=50)
 @given(count=st.integers(2, 2**62), key=st.integers(0, 2**64 - 1), data=st.data())
 def test_a_permutation_of_very_many(count: int, key: int, data: st.DataObject) -> None:
@@ -97,34 +91,15 @@ def test_neighbours_in_the_text_do_not_come_together() -> None:
 
 def test_golden_values() -> None:
     """A change of these changes what every run in progress trains on."""
-    assert [mix(), mix(0), mix(1, 2, 3), mix(2**64 - 1, -1)] == [
-        11400714819323198485,
-        7960286522194355700,
-        15205877802699428709,
-        15914527057038129611,
-    ]
+    hashes = [mix(), mix(0), mix(1, 2, 3), mix(2**64 - 1, -1)]
+    expected = [11400714819323198485, 7960286522194355700, 15205877802699428709, 15914527057038129611]
+    assert hashes == expected
     assert [permuted(n, 10, 7) for n in range(10)] == [4, 8, 2, 6, 1, 9, 3, 5, 7, 0]
-    assert [permuted(n, 10**12 + 39, 2**63 + 5) for n in (0, 1, 10**12)] == [
-        543281868485,
-        523621258127,
-        66908577035,
-    ]
+    many = [permuted(n, 10**12 + 39, 2**63 + 5) for n in (0, 1, 10**12)]
+    assert many == [543281868485, 523621258127, 66908577035]
     text = windows(90, 2026)
-    assert [text.start(n) for n in (*range(12), 2**62)] == [
-        913,
-        463,
-        733,
-        3,
-        553,
-        273,
-        823,
-        643,
-        183,
-        373,
-        93,
-        953,
-        343,
-    ]
+    starts = [text.start(n) for n in (*range(12), 2**62)]
+    assert starts == [913, 463, 733, 3, 553, 273, 823, 643, 183, 373, 93, 953, 343]
     aligned = Windows(CORPUS, 90, 2026, aligned=True)
     assert [aligned.window(n) for n in (*range(12), 2**62)] == [6, 1, 4, 7, 2, 10, 5, 3, 9, 0, 8, 0, 6]
     close = windows(100, 5).close_chunk(0, 20, 8, 0.5)
@@ -132,13 +107,6 @@ def test_golden_values() -> None:
     ids = torch.arange(100).expand(20, 100) // 23
     close = windows(100, 5).close_chunk(0, 20, 8, 0.5, ids)
     assert hashlib.sha256(close.numpy().tobytes()).hexdigest()[:16] == "bc94284f2fa0a8e5"
-
-
-def test_the_whole_text_as_one_window() -> None:
-    text = windows(1000)
-    rows = text.batch(0, 20)
-    assert (rows.sort(1).values == torch.arange(1000)).all()
-    assert rows[:, 0].unique().numel() > 10
 
 
 @pytest.mark.parametrize(

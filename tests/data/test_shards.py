@@ -21,7 +21,7 @@ from tests.data.corpora import prose, save_bpe
 from trailmark.data.batches import Windows
 from trailmark.data.corpus import load_tokenizer, tokenizer_fingerprint
 from trailmark.data.shards import Corpus, ShardWriter, make_manifest, token_dtype
-from trailmark.files import sha256_of, write_json
+from trailmark.files import write_json
 
 TOKENIZER = {"name": "some", "fingerprint": "f" * 64, "vocab_size": 1000, "end_of_text": None}
 
@@ -362,12 +362,3 @@ def test_contents_are_on_the_disk_before_their_names(tmp_path: Path, monkeypatch
         *(f"sync {temporary}", "name progress.json", f"sync {tmp_path.name}"),
     ]
     assert temporary.startswith(".progress.json.")
-
-
-def test_the_hash_of_a_file(tmp_path: Path) -> None:
-    content = bytes(range(256)) * 10_000  # several pieces
-    (tmp_path / "a").write_bytes(content)
-    sizes: list[int] = []
-    assert sha256_of(tmp_path / "a", sizes.append) == hashlib.sha256(content).hexdigest()
-    assert sum(sizes) == len(content)
-    assert len(sizes) > 1

@@ -20,10 +20,11 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, cast
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -91,21 +92,14 @@ def begin(function: Callable[..., Any], *arguments: Any, processes: int = 1) -> 
     """Start ``function(*arguments)`` in each of so many processes that know of each other as torchrun tells it."""
     folder = Path(tempfile.mkdtemp(prefix="trailmark-processes-"))
     port = _free_port()
+    started = [
+        _server.Process(target=_enter, args=(function, arguments, number, processes, port, folder))
+        for number in range(processes)
+    ]
     # read once, when the server starts: a fork is safe only from a process without threads
-    before = os.environ.get("OMP_NUM_THREADS")
-    os.environ["OMP_NUM_THREADS"] = "1"
-    try:
-        started = [
-            _server.Process(target=_enter, args=(function, arguments, number, processes, port, folder))
-            for number in range(processes)
-        ]
+    with patch.dict(os.environ, OMP_NUM_THREADS="1"):
         for process in started:
             process.start()
-    finally:
-        if before is None:
-            del os.environ["OMP_NUM_THREADS"]
-        else:
-            os.environ["OMP_NUM_THREADS"] = before
     return Together(folder, started)
 
 
@@ -313,7 +307,7 @@ class Killer:
         self.expected = outcome(self.output)
 
     def _config(self) -> RunConfig:
-        return run_config_in(self.config, self.output)
+        return replace(self.config, output=str(self.output))
 
     def run(self, kills: int) -> None:
         """Kill until ``kills`` more, then let the last run end; every run that ends must equal the undisturbed one.
@@ -409,10 +403,6 @@ class Killer:
                 self.found.survivors_waited += 1
             else:
                 self.found.survivors_left += 1
-
-
-def run_config_in(config: RunConfig, output: Path) -> RunConfig:
-    return RunConfig(str(output), config.model, config.init_from, config.data, config.training)
 
 
 def half_written(output: Path) -> set[Path]:

@@ -99,21 +99,17 @@ class Process:
         self.micro = micro
         batches = Batches(self.task, 1000, micro)
         batches.start = start
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setenv("WORLD_SIZE", str(world))
-            patch.setenv("RANK", str(rank))
-            self.batches = iter(batches)
-            self.patch = {"WORLD_SIZE": str(world), "RANK": str(rank)}
+        self.batches, self.world, self.rank = iter(batches), world, rank
         self.ahead = self._next()
 
     def _next(self) -> Batch:
         with pytest.MonkeyPatch.context() as patch:
-            for name, value in self.patch.items():
-                patch.setenv(name, value)
+            patch.setenv("WORLD_SIZE", str(self.world))
+            patch.setenv("RANK", str(self.rank))
             return next(self.batches)
 
-    def step(self, step: int) -> list[Batch]:
-        """The micro-batches of ``step``, and the first of the next one made."""
+    def step(self) -> list[Batch]:
+        """The micro-batches of the next step; the first of the one after it is made."""
         mine = [self.ahead, *(self._next() for _ in range(self.micro - 1))]
         self.ahead = self._next()
         return mine
@@ -138,7 +134,7 @@ def test_a_run_in_parts_is_one_stream(kind: str, parts: list[tuple[int, int, int
     for world, micro, count in parts:
         group = [Process(kind, rows, world, rank, micro, step, state) for rank in range(world)]
         for _ in range(count):
-            made = [process.step(step) for process in group]
+            made = [process.step() for process in group]
             # in order: each micro-batch of all processes is a part of the step
             found = joined([made[rank][number] for number in range(micro) for rank in range(world)])
             assert len({len(part["input_ids"]) for process in made for part in process}) == 1

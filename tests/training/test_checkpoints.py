@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import shutil
 import signal
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -34,9 +32,7 @@ from trailmark.training.checkpoints import (
     writing,
 )
 from trailmark.training.run import Run
-from trailmark.training.tensors import (
-    save_tensors,
-)
+from trailmark.training.tensors import save_tensors
 
 ABOUT = {"trailmark": "1.2", "world_size": 2, "losses": [0.1, 1e-300]}
 FILES = ["config.json", "nested/notes.txt", "weights.safetensors"]
@@ -475,39 +471,6 @@ def test_a_kill_before_any_change_of_a_file_leaves_whole_checkpoints(tmp_path: P
     assert reached == {3, 4}
     assert at > 15
     assert leftovers > 10
-
-
-def save_on(checkpoints: Path, told: int) -> None:
-    """Save step after step until killed; each step is told when its checkpoint is done."""
-    step = max(steps(checkpoints), default=0)
-    while True:
-        os.write(told, f"{step}\n".encode())
-        step += 1
-        write(checkpoints, step)
-        retain(checkpoints, 2)
-
-
-def test_kills_at_random_moments_leave_whole_checkpoints(tmp_path: Path) -> None:
-    rng = random.Random(0)
-    began = time.perf_counter()
-    write(tmp_path, 1)
-    duration, last = time.perf_counter() - began, 1
-    for _ in range(10):
-        reading, telling = os.pipe()
-        child = forked(lambda: save_on(tmp_path, telling))  # noqa: B023
-        os.close(telling)
-        os.read(reading, 1)  # it begins to save
-        time.sleep(3 * duration * rng.random())
-        os.kill(child, signal.SIGKILL)
-        assert os.waitpid(child, 0)[1] == signal.SIGKILL
-        with os.fdopen(reading) as pipe:
-            told = [int(line) for line in pipe.read().split()]
-        last = assert_only_whole(tmp_path, max([last, *told]))
-        remove_leftovers(tmp_path)
-        retain(tmp_path, 2)
-        assert last in steps(tmp_path)
-        assert len(steps(tmp_path)) <= 2
-        assert names(tmp_path) == [f"step-{step:08d}" for step in steps(tmp_path)]
 
 
 # --- full disks ------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ import pytest
 import torch
 import yaml
 
-from tests.training.tiny import CHUNK_SIZE, MODELS, prose, run_config
+from tests.training.tiny import CHUNK_SIZE, MODELS, prose
 from trailmark import demo
 from trailmark.data.corpus import load_tokenizer, tokenize
 from trailmark.models import (
@@ -58,11 +58,6 @@ def test_an_empty_mapping_gives_the_defaults(tmp_path: Path) -> None:
     config = load_run_config(written(tmp_path, "{}"))
     assert config == RunConfig(data=DataConfig(), training=TrainingConfig())
     assert config.model_config(300) == DRTConfig(vocab_size=300)
-
-
-def test_yaml_round_trip(tmp_path: Path) -> None:
-    config = run_config(tmp_path, "needles", learning_rate=1e-5, gradient_checkpointing=True)
-    assert load_run_config(written(tmp_path, config.to_yaml())) == config
 
 
 def test_overrides(tmp_path: Path) -> None:
@@ -118,19 +113,12 @@ MISTAKES = {
     # misspelt
     "trainig.steps=3": r"^trainig: unknown key\. Did you mean 'training'\?",
     "training.stpes=3": r"^training\.stpes: unknown key\. Did you mean 'steps'\?",
-    "training.learningrate=3": r"^training\.learningrate: .* 'learning_rate'",
     "data.path=x": r"^data\.path: unknown key\. Did you mean 'paths'\?",
     "data.zzz=x": r"^data\.zzz: unknown key\. Valid: chains, chunk_size, .*tokenizer",
     "model.hiden_size=3": r"^model\.hiden_size: unknown field of drt\. Did you mean 'hidden_size'\?",
     "model.torchscript=true": r"^model\.torchscript: unknown field",  # transformers' field, not ours
     "model.1=2": r"^model\.1: unknown field",
     "1=2": r"^1: unknown key\. Valid: data, init_from, model, output, training",
-    "data.seperate_documents=true": r"^data\.seperate_documents: .* 'separate_documents'",
-    "data.hop=2": r"^data\.hop: .* 'hops'",
-    "training.sequence_length=64": r"^training\.sequence_length: .* 'context_length'",
-    "training.micro_batch=1": r"^training\.micro_batch: .* 'micro_batch_size'",
-    "training.warmup_step=1": r"^training\.warmup_step: .* 'warmup_steps'",
-    "training.skip_nonfinit=1": r"^training\.skip_nonfinit: .* 'skip_nonfinite'",
     "init_form=runs/x": r"^init_form: unknown key\. Did you mean 'init_from'\?",
     # a foreign value
     "data.task=summarisation": r"^data\.task: .*Did you mean 'summarization'\?",
@@ -146,22 +134,12 @@ MISTAKES = {
     # a wrong type
     "training.steps=many": r"^training\.steps: expected a whole number, got 'many'",
     "training.steps=2.5": r"^training\.steps: expected a whole number, got 2\.5",
-    "training.steps=true": r"^training\.steps: expected a whole number, got True",
     "training.steps=.inf": r"^training\.steps: expected a whole number, got inf",
-    "training.steps=.nan": r"^training\.steps: expected a whole number, got nan",
-    "training.steps=null": r"^training\.steps: expected a whole number, got None",
     "training.learning_rate=fast": r"^training\.learning_rate: expected a number, got 'fast'",
-    "training.learning_rate=.nan": r"^training\.learning_rate: expected",
     "training.gradient_checkpointing=1": r"^training\.gradient_checkpointing: expected true or false, got 1",
     "init_from=3": r"^init_from: expected text, got 3",
-    "training.micro_batch_size=2.5": r"^training\.micro_batch_size: expected a whole number, got 2\.5",
     "training.report_to=[1]": r"^training\.report_to: expected 'tensorboard' or .*got 1",
-    "data.validation={a: 1}": r"^data\.validation: expected a list",
-    "data.separate_documents=1": r"^data\.separate_documents: expected true or false, got 1",
-    "output=3": r"^output: expected text, got 3",
     "data.paths={a: 1}": r"^data\.paths: expected a list",
-    "data.paths=[1]": r"^data\.paths: expected text, got 1",
-    "model=3": r"^model: expected a section with keys, got 3",
     "training=[1]": r"^training: expected a section with keys, got \[1\]",
     "training.steps.more=3": r"^training\.steps\.more: ",
     "output.folder=3": r"^output\.folder: output is no section",
@@ -181,23 +159,16 @@ MISTAKES = {
     "training.eval_windows=0": r"^training\.eval_windows: expected 1 or more, got 0",
     "training.skip_nonfinite=-1": r"^training\.skip_nonfinite: expected 0 or more, got -1",
     "training.weight_decay=-1": r"^training\.weight_decay: expected 0 or more, got -1",
-    "training.max_grad_norm=-1": r"^training\.max_grad_norm: expected 0 or more, got -1",
-    "training.learning_rate=-1": r"^training\.learning_rate: expected 0 or more, got -1",
     "training.adam_beta1=1.5": r"^training\.adam_beta1: expected 0 to below 1, got 1\.5",
-    "training.adam_beta2=-0.5": r"^training\.adam_beta2: expected 0 to below 1, got -0\.5",
-    "training.adam_epsilon=-1": r"^training\.adam_epsilon: expected 0 or more, got -1",
     "training.final_fraction=2": r"^training\.final_fraction: expected 0 to 1, got 2",
     "training.eval_steps=10": r"^data\.validation: expected text to measure on .* training\.eval_steps, got none",
     "data.validation=[]": r"^data\.validation: expected files or folders, got an empty list\. Name some, or null",
     "data.hops=0": r"^data\.hops: expected 1 or more, got 0",
     "data.chains=0": r"^data\.chains: expected 1 or more, got 0",
-    "data.distractors=-1": r"^data\.distractors: expected 0 or more, got -1",
     "data.num_landmarks=3": r"^data\.num_landmarks: expected 1 to 2, got 3",
     "data.chunk_size=0": r"^data\.chunk_size: expected 1 or more, got 0",
     "training.adam_beta1=1": r"^training\.adam_beta1: expected 0 to below 1, got 1\.0",
     "data.first_level=99": r"^data\.first_level: expected 0 to \d+, got 99",
-    "data.filler_weight=-1": r"^data\.filler_weight: expected 0 or more, got -1",
-    "data.first_digit_weight=-1": r"^data\.first_digit_weight: expected 0 or more, got -1",
     "data.task=niah & data.separate_documents=true": r"^data\.separate_documents: expected false with data\.task niah",
     "data.task=summarization": r"^data\.paths: expected files of pairs .*, got none",
     "model.num_retrieved_chunks=1": r"^model\.num_retrieved_chunks: expected at least 2 in training, got 1",
@@ -214,11 +185,8 @@ MISTAKES = {
     "model.sliding_window=null": r"^model: sliding_window: expected a number of positions",
     "model.vocab_size=0": r"^model: vocab_size: expected at least 1, got 0",
     "training.seed=-1": r"^training\.seed: expected 0 to 4294967295, got -1",
-    "training.matrix_learning_rate=-1": r"^training\.matrix_learning_rate: expected 0 or more, got -1",
-    "training.warmup_steps=-1": r"^training\.warmup_steps: expected 0 or more, got -1",
     "training.constant_fraction=7": r"^training\.constant_fraction: expected 0 to 1, got 7",
     "data.early_landmarks=1.5": r"^data\.early_landmarks: expected 0 to 1, got 1\.5",
-    "data.early_landmarks=-0.1": r"^data\.early_landmarks: expected 0 to 1, got -0\.1",
     "data.level_accuracy=1": r"^data\.level_accuracy: expected 0 to below 1, got 1\.0",
     "data.paths=[]": r"^data\.paths: expected files or folders, got an empty list",
     "data.task=needles": r"^data\.chunk_size: expected the model's chunk_size 20, got 32",
@@ -389,18 +357,6 @@ def test_the_models_of_the_rows(name: str) -> None:
     else:
         assert model.sliding_window == int(row.rsplit("-", 1)[1])
         assert model.window_position == "alibi"
-
-
-def test_attention_fields() -> None:
-    """Sec. 4.1.2: positions that all layers of a model see together are those of a DRT, 12 x 512 + 6 x 8 x 64."""
-    field = 12 * 512 + 6 * 8 * 64
-    assert field == 12 * 768
-    assert field // 14 == 658
-    assert (24 * 512 + 12 * 8 * 64) // 26 == 708  # 704 is the multiple of 64 before it
-    laptop = 4 * 128 + 2 * 4 * 32
-    assert laptop == 4 * 192
-    assert laptop // 5 == 153
-    assert 704 // 4 == 176  # its twins' windows are a quarter
 
 
 # millions; of the DRT those of the published code, which has no W_h and W_l (ours, by Eq. 1: 0.6 M and a group's 0.6 M)

@@ -9,7 +9,8 @@ import tempfile
 import time
 import types
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -422,6 +423,13 @@ def test_a_wrong_value_is_refused_by_name(
         refused_at_once(lambda: load_run_config(path), section, field)
 
 
+@contextmanager
+def placed_as_mapping(config: RunConfig, texts: Path) -> Iterator[tuple[dict[str, Any], Path]]:
+    """What its file says, and where to write it with a mistake."""
+    with tempfile.TemporaryDirectory() as folder:
+        yield placed(config, Path(folder), texts).to_dict(), Path(folder) / "wrong.yaml"
+
+
 @settings(max_examples=30, suppress_health_check=SLOW)
 @given(config=configs(), choose=st.data())
 def test_a_wrong_value_is_refused_whatever_the_rest(
@@ -429,10 +437,8 @@ def test_a_wrong_value_is_refused_whatever_the_rest(
 ) -> None:
     section, field, kind = choose.draw(st.sampled_from(fields_of(config)))
     value = choose.draw(st.sampled_from(wrong_values(kind)))
-    with tempfile.TemporaryDirectory() as folder:
-        raw = placed(config, Path(folder), texts).to_dict()
+    with placed_as_mapping(config, texts) as (raw, path):
         raw[section][field] = value
-        path = Path(folder) / "wrong.yaml"
         path.write_text(yaml.safe_dump(raw))
         refused_at_once(lambda: load_run_config(path), section, field)
 
@@ -446,14 +452,11 @@ def test_a_misspelt_key_is_refused_with_the_right_one(
     place = choose.draw(st.integers(0, len(field) - 1))
     misspelt = field[:place] + choose.draw(st.sampled_from(["", "q", field[place] * 2])) + field[place + 1 :]
     assume(misspelt and misspelt not in {name for where, name, _ in fields_of(config) if where == section})
-    with tempfile.TemporaryDirectory() as folder:
-        raw = placed(config, Path(folder), texts).to_dict()
+    with placed_as_mapping(config, texts) as (raw, path):
         raw[section][misspelt] = raw[section].pop(field, None)
-        path = Path(folder) / "wrong.yaml"
         path.write_text(yaml.safe_dump(raw))
-        refused_at_once(
-            lambda: load_run_config(path), f"{section}.{misspelt}: unknown", f"Did you mean '{field}'?"
-        )
+        unknown, meant = f"{section}.{misspelt}: unknown", f"Did you mean '{field}'?"
+        refused_at_once(lambda: load_run_config(path), unknown, meant)
 
 
 def tiny(folder: Path, texts: Path, *overrides: str) -> RunConfig:
@@ -473,8 +476,7 @@ LATER = {
     "a vocabulary that is too small": ("model.vocab_size=200", "vocab_size"),
     "a micro-batch that does not divide": (
         "training.micro_batch_size=2",
-        "training.micro_batch_size",
-        "3 samples",
+        "training.micro_batch_size: expected a divisor of the 3 samples of each process, got 2.",
     ),
     "needles that do not fit": (
         "data.task=niah training.context_length=20 training.tokens_per_step=20",

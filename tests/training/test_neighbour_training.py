@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import signal
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ import pytest
 import torch
 
 from tests.training.killed import begin, watched
+from tests.training.test_processes import EXACT, assert_same_history
 from tests.training.tiny import MODELS as TINY
 from tests.training.tiny import SHARED, prose, run_config
 from trailmark.data.corpus import load_tokenizer
@@ -31,7 +31,6 @@ from trailmark.training.run import Run
 L, S, K = 80, 8, 2  # ten chunks a window
 W = SHARED["sliding_window"]
 BYTES = load_tokenizer()
-ROUNDING = 1e-12  # of losses in float64, where sums are taken in another order
 RPT: dict[str, Any] = SHARED | {
     "architecture": "rpt",
     "num_lower_layers": 1,
@@ -57,14 +56,6 @@ TABLES = {
     "rpt, all parts": "targets",
     "drt": "drt",
     "drt, weights": "drt, scores",
-}
-# 4 texts a step
-EXACT: dict[str, Any] = {
-    "precision": "float64",
-    "optimizer": "adamw",
-    "steps": 4,
-    "tokens_per_step": 4 * L,
-    "logging_steps": 1,
 }
 
 
@@ -95,7 +86,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def config_of(place: Path, output: Path, model: str = "rpt", **training: Any) -> RunConfig:
-    config = run_config(output, **(EXACT | training))
+    config = run_config(output, **(EXACT | {"steps": 4} | training))  # of 4 texts
     config.model = dict(MODELS[model])
     config.data.paths, config.data.early_landmarks = [str(place / "corpus")], 0.0
     if model in TABLES:
@@ -174,12 +165,8 @@ def test_one_by_one_trains_as_all_at_once(model: str, place: Path, tmp_path: Pat
         run = Run(config_of(place, tmp_path / str(micro), model, micro_batch_size=micro))
         run.train()
         runs.append(run)
-    whole, single = (run.history for run in runs)
     names = {"step_loss", "grad_norm", "loss"} | ({"ranking"} if "learned" in model else set())
-    for ours, other in zip(whole, single, strict=True):
-        assert names <= ours.keys()
-        for name in names:
-            assert ours[name] == pytest.approx(other[name], rel=ROUNDING, abs=0), name
+    assert_same_history(runs[0], runs[1], names)
 
 
 @pytest.mark.slow
@@ -190,9 +177,7 @@ def test_two_processes_train_as_one(model: str, parallel: str, place: Path, tmp_
     config = config_of(place, tmp_path / "two", model, parallel=parallel)
     for each in begin(watched, config, processes=2).results():
         assert not each.without_gradient
-        for ours, other in zip(each.history, one.history, strict=True):
-            for name in {"step_loss", "grad_norm", "ranking"} & other.keys():
-                assert ours[name] == pytest.approx(other[name], rel=ROUNDING, abs=0), name
+        assert_same_history(each, one, {"step_loss", "grad_norm", "ranking"} & one.history[0].keys())
 
 
 def test_a_stopped_run_goes_on_exactly(place: Path, tmp_path: Path) -> None:
@@ -310,111 +295,62 @@ def test_what_is_retrieved_is_told(place: Path, tmp_path: Path) -> None:
 
 # --- mistakes --------------------------------------------------------------------------------------------------
 
-Change = Callable[[RunConfig], None]
 
-
-def changed(**settings: Any) -> Change:
-    """``data__task="niah"`` sets data.task."""
-
-    def change(config: RunConfig) -> None:
-        for name, value in settings.items():
-            section, key = name.split("__")
-            if section == "model":
-                config.model[key] = value
-            else:
-                setattr(getattr(config, section), key, value)
-
-    return change
+def changed(place: Path, folder: Path, model: str, overrides: str) -> RunConfig:
+    """As a command gives it: a file, and what is said beside it."""
+    path = folder / "config.yaml"
+    path.write_text(config_of(place, folder / "run", model).to_yaml())
+    return load_run_config(path, overrides.split())
 
 
 @pytest.mark.parametrize(
-    ("model", "change", "message"),
+    ("model", "override", "message"),
     [
-        ("rpt", changed(data__task="niah"), r"data\.task: expected text with data\.neighbours, got niah"),
-        (
-            "rpt",
-            changed(data__separate_documents=True),
-            r"data\.separate_documents: expected false with data",
-        ),
-        (
-            "rpt",
-            changed(data__early_landmarks=0.1),
-            r"data\.early_landmarks: expected 0 with data\.neighbours",
-        ),
-        ("rpt", changed(data__neighbours=None), r"model\.embedder: expected an embedder .* got neither"),
-        (
-            "rpt, learned",
-            changed(data__neighbours=None),
-            r"data\.neighbours: expected a table of target scores",
-        ),
-        (
-            "drt",
-            changed(model__retriever="causal"),
-            r"data\.neighbours: expected none for drt with .*'causal'",
-        ),
-        (
-            "drt, random",
-            changed(data__neighbours="x"),
-            r"data\.neighbours: expected none for drt with .*'random'",
-        ),
-        (
-            "block_recurrent",
-            changed(data__neighbours="x"),
-            r"data\.neighbours: expected none for block_recurrent,",
-        ),
+        ("rpt", "data.task=niah", r"data\.task: expected text with data\.neighbours, got niah"),
+        ("rpt", "data.separate_documents=true", r"data\.separate_documents: expected false with data"),
+        ("rpt", "data.early_landmarks=0.1", r"data\.early_landmarks: expected 0 with data\.neighbours"),
+        ("rpt", "data.neighbours=null", r"model\.embedder: expected an embedder .* got neither"),
+        ("rpt, learned", "data.neighbours=null", r"data\.neighbours: expected a table of target scores"),
+        ("drt", "model.retriever=causal", r"data\.neighbours: expected none for drt with .*'causal'"),
+        ("drt, random", "data.neighbours=x", r"data\.neighbours: expected none for drt with .*'random'"),
+        ("block_recurrent", "data.neighbours=x", r"data\.neighbours: expected none for block_recurrent,"),
     ],
 )
 def test_a_mistake_in_the_configuration_is_named(
-    model: str, change: Change, message: str, place: Path, tmp_path: Path
+    model: str, override: str, message: str, place: Path, tmp_path: Path
 ) -> None:
-    config = config_of(place, tmp_path / "run", model)
-    change(config)
-    path = tmp_path / "config.yaml"
-    path.write_text(config.to_yaml())
     with pytest.raises(ValueError, match=f"^{message}"):
-        load_run_config(path)
+        changed(place, tmp_path, model, override)
+
+
+LONGER = "training.context_length=160 training.tokens_per_step=320"
 
 
 @pytest.mark.parametrize(
-    ("model", "change", "message"),
+    ("model", "overrides", "message"),
     [
-        ("rpt", changed(data__neighbours="nowhere"), r".*'nowhere' has no neighbours\.json"),
-        ("rpt", changed(data__paths=None), r"expected a table for corpus"),
-        ("rpt", changed(training__context_length=160), r"expected a table for context_length 160, .* for 80"),
-        ("rpt", changed(model__chunk_size=16), r"expected a table for chunk_size 16, .* for 8"),
-        (
-            "rpt",
-            changed(model__num_retrieved_chunks=3),
-            r"expected 3 neighbours .* has 2\. Make .* --count 3",
-        ),
-        ("rpt", changed(model__sliding_window=20), r"expected a table for --architecture rpt --window 20 "),
-        ("rpt", changed(model__embedder="hash:65"), r"expected a table of the model's embedder 'hash:65'"),
-        ("rpt", changed(model__embedder_fingerprint="0"), r"expected a table of the model's embedder"),
-        (
-            "rpt",
-            changed(model__retriever="learned"),
-            r"expected target scores with model\.retriever 'learned'",
-        ),
-        ("rpt, learned", changed(model__retriever="encoder"), r"expected what an embedder found with"),
-        ("drt", changed(model__encoder_weights="encoder"), r"expected a table with scores for"),
-        (
-            "drt",
-            changed(model__exclude_visible_chunks=True),
-            r"expected a table for --architecture drt --window 9 ",
-        ),
+        ("rpt", "data.neighbours=nowhere", r".*'nowhere' has no neighbours\.json"),
+        ("rpt", "data.paths=null", r"expected a table for corpus"),
+        ("rpt", LONGER, r"expected a table for context_length 160, .* for 80"),
+        ("rpt", "model.chunk_size=16", r"expected a table for chunk_size 16, .* for 8"),
+        ("rpt", "model.num_retrieved_chunks=3", r"expected 3 neighbours .* has 2\. Make .* --count 3"),
+        ("rpt", "model.sliding_window=20", r"expected a table for --architecture rpt --window 20 "),
+        ("rpt", "model.embedder=hash:65", r"expected a table of the model's embedder 'hash:65'"),
+        ("rpt", "model.embedder_fingerprint='0'", r"expected a table of the model's embedder"),
+        ("rpt", "model.retriever=learned", r"expected target scores with model\.retriever 'learned'"),
+        ("rpt, learned", "model.retriever=encoder", r"expected what an embedder found with"),
+        ("drt", "model.encoder_weights=encoder", r"expected a table with scores for"),
+        ("drt", "model.exclude_visible_chunks=true", r"expected a table for --architecture drt --window 9 "),
     ],
 )
 def test_a_table_of_something_else_is_refused(
-    model: str, change: Change, message: str, place: Path, tmp_path: Path
+    model: str, overrides: str, message: str, place: Path, tmp_path: Path
 ) -> None:
-    config = config_of(place, tmp_path, model)
-    change(config)
-    if config.training.context_length > L:
-        config.training.tokens_per_step = 320
+    config = changed(place, tmp_path, model, overrides)
     with pytest.raises(ValueError, match=r"^data\.neighbours: " + message) as caught:
         Run(config)
     assert re.search(r"\. (Make|Leave|Name)", str(caught.value))  # a way out
-    assert not (tmp_path / "config.json").exists()
+    assert not (tmp_path / "run" / "config.json").exists()
 
 
 def test_an_embedder_of_another_name_is_the_same(place: Path, tmp_path: Path) -> None:

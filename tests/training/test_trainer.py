@@ -130,21 +130,6 @@ def test_what_was_earned_towards_the_next_level_is_kept(tmp_path: Path) -> None:
     assert_same_run(resumed, whole)
 
 
-def test_half_a_checkpoint_is_not_used(uninterrupted: dict[str, Run], tmp_path: Path) -> None:
-    with pytest.raises(Killed):
-        start(tmp_path, {11: kill}).train()
-    for file in (tmp_path / "checkpoints" / "step-00000010").glob("*.safetensors"):
-        file.write_bytes(b"half")
-    told: list[str] = []
-    resumed = Run(run_config(tmp_path), text=TEXT, say=told.append)
-    resumed.curriculum.threshold = -1  # as in ``start``
-    resumed.train()
-    assert_same_run(resumed, uninterrupted["text"])
-    assert len(told) == 2
-    assert told[0].startswith("step 10 is damaged: ")
-    assert told[1].startswith("Going on from step 5: the newest whole checkpoint is ")
-
-
 def test_half_a_checkpoint_of_a_killed_run_pushes_out_no_whole_one(tmp_path: Path) -> None:
     with pytest.raises(Killed):
         start(tmp_path, {11: kill}).train()
@@ -555,23 +540,3 @@ def test_no_level_is_passed_below_the_threshold() -> None:
     for step in range(1000):
         curriculum.update(step, 0.5, rows=1)
     assert curriculum.starts == [0]
-
-
-def test_no_sample_is_drawn_twice(tmp_path: Path) -> None:
-    """Also where a level changes the size of a batch."""
-    run = start(tmp_path, task="needles", tokens_per_step=1600)
-    curriculum = run.curriculum
-    curriculum.levels = tuple(Level(n, 0.5, 1.0, 0.0) for n in (4, 8, 16))
-    rows: list[int] = []
-    texts: set[str] = set()
-    for step in range(8):
-        ids = run.batch(step)["input_ids"]
-        chunks = curriculum.levels[curriculum.level_at(step)].chunks
-        assert ids.shape == (1600 // (chunks * CHUNK_SIZE), chunks * CHUNK_SIZE)
-        rows.append(len(ids))
-        texts |= {str(row.tolist()) for row in ids}
-        if step:  # the loader is one batch ahead
-            curriculum.update(step - 1, 1.0, rows[step - 1])
-    assert rows == [20, 20, 10, 10, 5, 5, 5, 5]
-    assert len(texts) == sum(rows)
-    assert curriculum.samples == [0, 40, 60]

@@ -114,13 +114,6 @@ def test_candidates_of_a_text(chunks: Chunks, count: int) -> None:
     assert (shifted.indices == -1).all()
 
 
-def test_a_chunk_is_found_by_its_rare_words() -> None:
-    rng = np.random.default_rng(3)
-    ids = rng.integers(0, 20, (40, 32))
-    ids[7, 5:9] = ids[30, 11:15] = [500, 501, 502, 503]
-    assert 7 in candidates(ids, 1).indices[30]
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -6,7 +6,6 @@ import json
 import multiprocessing
 import os
 import pickle
-import resource
 import shutil
 import signal
 from collections.abc import Callable
@@ -19,8 +18,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.data.corpora import prose, save_bpe, write_folder
-from trailmark import cli
+from tests.data.corpora import contents, prose, save_bpe, write_folder
+from tests.disks import largest_file
 from trailmark.data.batches import Windows
 from trailmark.data.corpus import load_tokenizer, tokenize
 from trailmark.data.neighbours.bm25 import fit_bm25
@@ -48,11 +47,8 @@ def build(output: Path, corpus: Corpus = CORPUS, **changes: Any) -> NeighbourTab
     return build_neighbours(corpus, output=output, **{"embedder": HASH} | arguments | changes)
 
 
-def contents(folder: Path) -> dict[str, Any]:
-    found: dict[str, Any] = {path.name: path.read_bytes() for path in folder.iterdir()}
-    found["neighbours.json"] = read_json(folder / "neighbours.json")
-    del found["neighbours.json"]["created"]
-    return found
+def table_contents(folder: Path) -> dict[str, Any]:
+    return contents(folder, "neighbours.json")
 
 
 @pytest.fixture(scope="module")
@@ -234,10 +230,6 @@ def test_windows_of_training_stand_on_the_tables_grid(whole: Path) -> None:
 # --- interrupted, and gone on with -------------------------------------------------------------------------
 
 
-class Stop(BaseException):
-    """Comes at a chosen moment, as Ctrl-C does."""
-
-
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("trailmark.data.neighbours.table._CHUNKS", 1)  # a window at a time
 
@@ -250,9 +242,9 @@ def test_stopped_and_gone_on(
 
     def stop(state: TableProgress) -> None:
         if state.done == 5:
-            raise Stop
+            raise KeyboardInterrupt
 
-    with pytest.raises(Stop):
+    with pytest.raises(KeyboardInterrupt):
         build(tmp_path, scores="float32", progress=stop)
     with pytest.raises(ValueError, match=r"the same command finishes one that was interrupted"):
         NeighbourTable.open(tmp_path)
@@ -268,7 +260,7 @@ def test_stopped_and_gone_on(
     seen: list[TableProgress] = []
     build(tmp_path, scores="float32", progress=seen.append)
     assert (seen[0].kept, seen[0].done, seen[-1].done) == (kept, kept + 1, WINDOWS)
-    assert contents(tmp_path) == contents(whole)
+    assert table_contents(tmp_path) == table_contents(whole)
     before = {path.name: path.stat().st_mtime_ns for path in tmp_path.iterdir()}
     seen.clear()
     build(tmp_path, scores="float32", progress=seen.append)
@@ -298,36 +290,19 @@ def test_killed_and_gone_on(whole: Path, tmp_path: Path, monkeypatch: pytest.Mon
         kept.append((read_json(tmp_path / "neighbours.progress.json") or {}).get("done"))
     assert kept[:2] == [2, 7]
     build(tmp_path, scores="float32")
-    assert contents(tmp_path) == contents(whole)
-
-
-def _build_with_little_disk(output: Path, limit: int) -> None:
-    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
-    try:
-        build(output, scores="float32")
-    except ValueError as error:
-        (output / "error").write_text(str(error)[:200])
-        os._exit(3)
-    os._exit(0)
+    assert table_contents(tmp_path) == table_contents(whole)
 
 
 def test_a_full_disk(whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     small_blocks(monkeypatch)
     monkeypatch.setattr("trailmark.data.neighbours.files._SECONDS", 0.0)
     row = 4 * K * (L // S)  # bytes of a window's scores
-    process: Any = multiprocessing.get_context("fork").Process(
-        target=_build_with_little_disk, args=(tmp_path, 4 * row + 7)
-    )
-    process.start()
-    process.join(60)
-    assert process.exitcode == 3
-    assert (tmp_path / "error").read_text().startswith("output: the disk of ")
-    (tmp_path / "error").unlink()
+    with largest_file(4 * row + 7), pytest.raises(ValueError, match=r"^output: the disk of "):
+        build(tmp_path, scores="float32")
     seen: list[TableProgress] = []
     build(tmp_path, scores="float32", progress=seen.append)
     assert seen[0].kept == 4
-    assert contents(tmp_path) == contents(whole)
+    assert table_contents(tmp_path) == table_contents(whole)
 
 
 def test_no_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -355,10 +330,10 @@ def test_no_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_a_folder_of_another_table(whole: Path, changes: Any, message: str) -> None:
-    before = contents(whole)
+    before = table_contents(whole)
     with pytest.raises(ValueError, match=rf"^output: .* holds a table {message}"):
         build(whole, **{"scores": "float32"} | changes)
-    assert contents(whole) == before
+    assert table_contents(whole) == before
 
 
 def test_folders_that_are_refused(tmp_path: Path) -> None:
@@ -524,20 +499,6 @@ def test_a_table_of_scores_by_hand(tmp_path: Path) -> None:
 # --- the command -------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def command(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
-    def run(*arguments: str | Path | int) -> tuple[int, str, str]:
-        capsys.readouterr()
-        code = 0
-        try:
-            cli.main([*map(str, arguments)])
-        except SystemExit as end:
-            code = end.code if isinstance(end.code, int) else 1
-        return code, *capsys.readouterr()
-
-    return run
-
-
 def test_the_command(tmp_path: Path, command: Callable[..., tuple[int, str, str]]) -> None:
     bpe = save_bpe(tmp_path / "bpe")
     corpus = prepare(
@@ -563,16 +524,16 @@ def test_the_command(tmp_path: Path, command: Callable[..., tuple[int, str, str]
         assert table.manifest["embedder"]["spec"] == (
             f"bm25:{folder / 'bm25.json'}" if embedder == "bm25" else "hash:1024"
         )
-        before = contents(folder)
+        before = table_contents(folder)
         assert command("neighbours", tmp_path / "corpus", folder, "--embedder", embedder, *asked)[0] == 0
-        assert contents(folder) == before
+        assert table_contents(folder) == before
         code, out, _ = command("verify", folder)
         assert (code, "whole, every byte" in out) == (0, True)
     # neither a table's folder nor a corpus' is given something else
-    before = contents(folder)
+    before = table_contents(folder)
     code, _, err = command("neighbours", tmp_path / "corpus", folder, "--embedder", "bm25", *asked)
     assert (code, "expected a folder without a table" in err) == (1, True)
-    assert contents(folder) == before
+    assert table_contents(folder) == before
     there = {path.name for path in (tmp_path / "corpus").iterdir()}
     for embedder in ("bm25", "hash"):
         code, _, err = command(
