@@ -59,9 +59,6 @@ class GatedForCausalLM(DRTForCausalLM):
         self.upper_layers = nn.ModuleList(GatedLayer(config) for _ in range(config.num_upper_layers))
         self.post_init()
 
-    def retrieval_modules(self) -> list[nn.Module]:
-        return [*super().retrieval_modules(), *self.upper_layers]
-
     @classmethod
     def card_facts(cls, config: Mapping[str, Any]) -> CardFacts:
         return CardFacts("Gated Transformer", "It reads through a gate.")

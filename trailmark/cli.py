@@ -70,7 +70,7 @@ class TrainSettings(Settings):
 @takes(TrainSettings)
 def train(settings: TrainSettings) -> None:
     """Train a model. The same command goes on where it stopped; torchrun or accelerate launch start several."""
-    from trailmark.evaluation.during_training import needle_accuracy
+    from trailmark.evaluation.needles.ask import needle_accuracy
     from trailmark.report.console import Progress, duration, measured, training_line
     from trailmark.training.config import load_run_config
     from trailmark.training.forecast import forecast

@@ -113,7 +113,7 @@ def test_the_summaries_table() -> None:
 def test_all_is_json() -> None:
     assert json.loads(json.dumps(PUBLISHED)) == PUBLISHED
     for protocol in PERPLEXITY_PROTOCOLS.values():
-        for cell in protocol.cells():
+        for cell in protocol.cells(None):
             json.dumps([dict(cell.set), list(map(dict, cell.published))])
             assert all(row["arxiv"] in protocol.about for row in cell.published)
 

@@ -33,7 +33,7 @@ from tqdm import tqdm
 
 from tests.training.tiny import TEXT
 from trailmark import cli
-from trailmark.evaluation.during_training import needle_accuracy
+from trailmark.evaluation.needles.ask import needle_accuracy
 from trailmark.training import checkpoints, running
 from trailmark.training.config import RunConfig
 from trailmark.training.processes import is_main, rank

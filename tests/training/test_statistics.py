@@ -25,7 +25,7 @@ ROUNDING = (
 def naive(batches: list[Any], group: int | None) -> dict[str, float]:
     """Of one group, or of all: every asker, every chunk, one by one."""
     ages, entropies, evenness, readable, unread = [], [], [], 0, 0
-    for retrieval, first, end in batches:
+    for retrieval, end in batches:
         chosen_groups = range(len(retrieval)) if group is None else [group]
         B, N = retrieval[0].indices.shape[:2]
         for b in range(B):
@@ -36,7 +36,7 @@ def naive(batches: list[Any], group: int | None) -> dict[str, float]:
                     pairs = [(i, w) for i, w in zip(indices[n], weights[n], strict=True) if i >= 0]
                     if not pairs:
                         continue
-                    opened |= set(range(int(first[b, n]), int(end[b, n])))
+                    opened |= set(range(int(end[b, n])))
                     read |= {i for i, _ in pairs}
                     ages.append(sum((n - i) * w for i, w in pairs))
                     entropies.append(-sum(w * math.log(w) for _, w in pairs if w > 0))
@@ -70,13 +70,11 @@ def assert_close(ours: dict[str, float], exact: dict[str, float]) -> None:
 def batch(draw: st.DrawFn, groups: int, bounded: bool) -> Any:
     """Selections among the candidates of each chunk; rows may end early; weights may be 0."""
     B, N, K = draw(st.integers(1, 3)), draw(st.integers(0, 7)), draw(st.integers(1, 4))
-    first = torch.zeros(B, N, dtype=torch.int64)
     end = torch.arange(N).repeat(B, 1)
     if bounded:
         for b in range(B):
             for n in range(N):
-                first[b, n] = draw(st.integers(0, n))
-                end[b, n] = draw(st.integers(int(first[b, n]), n))
+                end[b, n] = draw(st.integers(0, n))
     closed = [draw(st.integers(0, N)) for _ in range(B)]
     retrieval = []
     for _ in range(groups):
@@ -84,7 +82,7 @@ def batch(draw: st.DrawFn, groups: int, bounded: bool) -> Any:
         weights = torch.zeros(B, N, K)
         for b in range(B):
             for n in range(closed[b]):
-                candidates = list(range(int(first[b, n]), int(end[b, n])))
+                candidates = list(range(int(end[b, n])))
                 some = draw(st.permutations(candidates))[: draw(st.integers(0, K))]
                 for k, chunk in enumerate(sorted(some)):
                     indices[b, n, k] = chunk
@@ -92,7 +90,7 @@ def batch(draw: st.DrawFn, groups: int, bounded: bool) -> Any:
                 if weights[b, n].sum():
                     weights[b, n] /= weights[b, n].sum()
         retrieval.append(ChunkSelection(indices, weights.double(), weights))
-    return retrieval, first, end
+    return retrieval, end
 
 
 @settings(max_examples=150, deadline=None)
@@ -101,13 +99,12 @@ def test_statistics_are_those_of_a_plain_loop(data: st.DataObject) -> None:
     groups, bounded = data.draw(st.integers(1, 3)), data.draw(st.booleans())
     batches = data.draw(st.lists(batch(groups, bounded), min_size=1, max_size=3))
     statistics = RetrievalStatistics()
-    for retrieval, first, end in batches:
+    for retrieval, end in batches:
         if bounded:
-            statistics.add(retrieval, first, end)
+            statistics.add(retrieval, end)
         else:
             statistics.add(retrieval)
     assert_close(statistics.means(), expected(batches, groups))
-    assert statistics.empty
     assert statistics.means() == {}
 
 
@@ -120,11 +117,11 @@ def test_statistics_of_a_model(subtests: Any) -> None:
         with subtests.test(name), torch.no_grad():
             retrieval = model(input_ids=ids, output_retrieval=True, **options).retrieval
             B, N = retrieval[0].indices.shape[:2]
-            bounds = torch.zeros(B, N, dtype=torch.int64), torch.arange(N).expand(B, N)
+            end = torch.arange(N).expand(B, N)
             statistics = RetrievalStatistics()
             statistics.add(retrieval)
             found = statistics.means()
-            assert_close(found, expected([(retrieval, *bounds)], 2))
+            assert_close(found, expected([(retrieval, end)], 2))
             assert 1 <= found["age"] < N
             assert 0 < found["evenness"] <= 1 + ROUNDING
             assert 0 <= found["never_read"] <= min(found["group_0/never_read"], found["group_1/never_read"])
@@ -162,7 +159,6 @@ def test_nothing_selected_has_no_means(shape: tuple[int, ...]) -> None:
     nothing = ChunkSelection(torch.full(shape, -1), torch.zeros(shape), torch.full(shape, -math.inf))
     statistics = RetrievalStatistics()
     statistics.add([])
-    assert statistics.empty
     statistics.add([nothing, nothing])
     assert statistics.means() == {}
 
@@ -185,6 +181,5 @@ def test_adding_does_not_wait_for_the_device() -> None:
     statistics = RetrievalStatistics()
     for _ in range(2):
         statistics.add([ChunkSelection(indices, weights, weights)] * 2)
-    assert not statistics.empty
     with pytest.raises((NotImplementedError, RuntimeError)):
         statistics.means()

@@ -183,19 +183,12 @@ class Protocol:
 
     name: str
     about: str
-    make: Callable[[tuple[int, ...] | None], list[Cell]]
-
-    def cells(self, lengths: tuple[int, ...] | None = None) -> list[Cell]:
-        """What to measure. ``lengths``: those that the protocol leaves open; None: its own.
-
-        Raises:
-            ValueError: lengths that it does not leave open.
-        """
-        return self.make(lengths)
+    cells: Callable[[tuple[int, ...] | None], list[Cell]]
+    """What to measure, of the lengths that the protocol leaves open (None: its own); a ValueError for others."""
 
     def expect(self, model: Any) -> None:
         """Raises ValueError if the protocol asks for what the model has not."""
-        fields = {name for cell in self.make(None) for name in cell.set}
+        fields = {name for cell in self.cells(None) for name in cell.set}
         if missing := sorted(name for name in fields if not hasattr(model.config, name)):
             raise ValueError(
                 f"protocol: {self.name!r} sets {', '.join(sorted(fields))}: expected a model with these fields, such "

@@ -98,7 +98,7 @@ class Reader:
                     self._take_in(tokens, path, source)
                 finally:  # also of a piece that was read in part
                     source["tokens"] = before + self.num_tokens - at
-                    self._hash(tokens[: self.num_tokens - at])
+                    self._digest.update(tokens[: self.num_tokens - at].tobytes())
                     source["sha256"] = self._digest.hexdigest()
                     if source not in self.sources and source["tokens"]:
                         self.sources.append(source)
@@ -138,16 +138,11 @@ class Reader:
             self.trace.saved()
         self._saved_at = time.monotonic()
 
-    def _hash(self, tokens: Tokens) -> None:
-        self._digest.update(tokens.tobytes())
 
-
-def parse_dtype(name: str | None, argument: str = "memory_dtype") -> torch.dtype | None:
-    """ "bfloat16" and the like; None stays None."""
-    dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-    if name is not None and name not in dtypes:
-        raise ValueError(f"{argument}: expected one of {', '.join(dtypes)}, got {name!r}.")
-    return None if name is None else dtypes[name]
+def parse_dtype(name: str | None) -> torch.dtype | None:
+    """Of settings, which have checked it: "bfloat16" and the like; None stays None."""
+    found: torch.dtype | None = None if name is None else getattr(torch, name)
+    return found
 
 
 def resident_bytes() -> int:

@@ -31,9 +31,6 @@ from trailmark.files import expect_writable, write_json, write_text
 from trailmark.models.card.files import RECORD_FORMAT, RECORD_KIND, config_sha256, weights_sha256
 from trailmark.models.causal_lm import fingerprint
 
-KIND = RECORD_KIND
-FORMAT = RECORD_FORMAT  # of the file; another one is not gone on with
-
 _OF_THE_COPY = ("name", "folder")  # what changes when a model is moved: it stays the same one
 _OWN_FIELDS = ("id", "settings", "environment", "seconds", "command")  # of a result: no suite's
 
@@ -169,9 +166,8 @@ class Record:
 
     def _read(self) -> dict[str, Any]:
         """What is known of this model. Another one's files make room."""
-        if self.path.exists() and not _same_model(
-            (kept := self._of_this_suite(self.path))["model"], self._model
-        ):
+        kept = self._of_this_suite(self.path) if self.path.exists() else None
+        if kept is not None and _told_by(kept["model"]) != _told_by(self._model):
             aside = _free(self._aside(kept["model"]))
             os.replace(self.path, aside)
             if self.generations_path.exists():
@@ -185,10 +181,10 @@ class Record:
             if _generations_of(own).exists():
                 os.replace(_generations_of(own), self.generations_path)
             os.replace(own, self.path)
-        content: dict[str, Any] = {"kind": KIND, "format": FORMAT, "suite": self.suite, "model": self._model}
         if self.path.exists():
             return self._of_this_suite(self.path) | {"model": self._model}  # wherever it lies now
-        return content | {"environments": [], "results": []}
+        about = {"kind": RECORD_KIND, "format": RECORD_FORMAT, "suite": self.suite, "model": self._model}
+        return about | {"environments": [], "results": []}
 
     def _of_this_suite(self, path: Path) -> dict[str, Any]:
         content = read_record(path)
@@ -225,14 +221,14 @@ def read_record(path: Path) -> dict[str, Any]:
         raise ValueError(
             f"{str(path)!r}: cannot be read ({error}). Choose another folder, or remove the file."
         ) from error
-    if not isinstance(content, dict) or content.get("kind") != KIND:
+    if not isinstance(content, dict) or content.get("kind") != RECORD_KIND:
         raise ValueError(
             f"{str(path)!r}: expected results that trailmark evaluate wrote, got something else. "
             "Choose another folder, or remove the file."
         )
-    if content.get("format") != FORMAT:
+    if content.get("format") != RECORD_FORMAT:
         raise ValueError(
-            f"{str(path)!r}: expected results in format {FORMAT}, got {content.get('format')!r}. "
+            f"{str(path)!r}: expected results in format {RECORD_FORMAT}, got {content.get('format')!r}. "
             "Evaluate again into another folder."
         )
     kinds: tuple[tuple[str, Any], ...] = (
@@ -300,10 +296,6 @@ def _told_by(model: Any) -> Any:
     if isinstance(model, list):
         return [_told_by(one) for one in model]
     return {name: value for name, value in model.items() if name not in _OF_THE_COPY}
-
-
-def _same_model(one: Any, other: Any) -> bool:
-    return bool(_told_by(one) == _told_by(other))
 
 
 def settings_id(settings: Mapping[str, Any]) -> str:

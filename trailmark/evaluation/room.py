@@ -2,51 +2,53 @@
 
 from __future__ import annotations
 
-import shutil
 import tempfile
+from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import psutil
 import torch
 from torch import Tensor
 
 from trailmark.memory import ChunkCache
+from trailmark.memory.tiers.base import TIERS, tier_named
+from trailmark.memory.tiers.records import free_bytes
 from trailmark.models import TrailmarkForCausalLM
 from trailmark.models.costs import kv_width
 
 _CHUNKS = 4  # that are read to see what one takes
 
 
-class Need(NamedTuple):
-    """Bytes for a text."""
+class Short(NamedTuple):
+    """A place that has not the bytes that are needed."""
 
-    device: int  # where the model lies
-    host: int
-    disk: int
+    place: str  # "device", "host" or "disk"
+    needed: int
+    free: int
 
 
 def memory_need(
     model: TrailmarkForCausalLM, ids: Tensor, num_tokens: int, tier: str, dtype: torch.dtype | None
-) -> Need:
-    """Bytes that the memory of ``num_tokens`` tokens takes, from what it takes for a few chunks, read for this.
+) -> Counter[str]:
+    """Bytes of the "device", the "host" and the "disk" that the memory of ``num_tokens`` tokens takes.
 
-    ``ids`` [1, n] int64: the beginning of a text, of at least :func:`probe_length` tokens.
+    From what it takes for a few chunks, read for this: ``ids`` [1, n] int64, the beginning of a text, of at least
+    :func:`probe_length` tokens.
     """
     config: Any = model.config
     if model.reach() is None:  # every layer keeps it all
-        return Need(num_tokens * config.num_hidden_layers * kv_width(config) * model.dtype.itemsize, 0, 0)
+        return Counter(device=num_tokens * config.num_hidden_layers * kv_width(config) * model.dtype.itemsize)
     cache: ChunkCache = model.new_cache(memory_dtype=dtype)
     model.read(ids[:, : probe_length(model)].to(model.device), cache)
     memory = cache.memory
     count = int(cache.num_chunks[0])
     if not count or memory.store is None:
-        return Need(0, 0, 0)
+        return Counter()
     chunks = -(-num_tokens // config.chunk_size)
     records = chunks * memory.store.record_bytes * memory.planes
     rest = chunks * cache.memory_bytes() // count - records  # landmarks and tables
-    places = {"device": (records + rest, 0, 0), "host": (rest, records, 0), "disk": (rest, 0, records)}
-    return Need(*places[tier])
+    return Counter(device=rest) + Counter({tier_named(tier).takes: records})
 
 
 def probe_length(model: TrailmarkForCausalLM) -> int:
@@ -56,30 +58,40 @@ def probe_length(model: TrailmarkForCausalLM) -> int:
     return (getattr(config, "local_length", None) or 0) + _CHUNKS * chunk
 
 
-def expect_room(model: TrailmarkForCausalLM, need: Need, length: int, folder: str | Path | None) -> None:
+def find_short(
+    need: Mapping[str, int], device: torch.device, folder: str | Path | None = None
+) -> Short | None:
+    """The first place with less free than ``need`` says; None: as far as is known, there is room.
+
+    A ``device`` that is the CPU has the host's memory. Files lie in ``folder``; None: where temporary files go.
+    """
+    need = Counter(need)
+    if device.type == "cpu":
+        need["host"] += need.pop("device", 0)
+    for place in ("device", "host", "disk"):
+        free = free_bytes(place, device, folder) if need[place] else None
+        if free is not None and need[place] > free:
+            return Short(place, need[place], free)
+    return None
+
+
+def expect_room(
+    model: TrailmarkForCausalLM, need: Mapping[str, int], length: int, folder: str | Path | None
+) -> None:
     """Raises ValueError if what is free now is less than a text of ``length`` tokens needs."""
-    device, host = need.device, need.host
-    if model.device.type == "cpu":
-        device, host = 0, device + host
-    free = {"host": int(psutil.virtual_memory().available)}
-    if model.device.type == "cuda":
-        free["device"] = torch.cuda.mem_get_info(model.device)[0]
-    place = Path(tempfile.gettempdir() if folder is None else folder)
-    while not place.exists():
-        place = place.parent
-    free["disk"] = shutil.disk_usage(place).free
-    ways = {
-        "device": "memory of the device. Choose memory_tier 'host', memory_dtype 'bfloat16', or a shorter one.",
-        "host": "main memory. Choose memory_tier 'disk', memory_dtype 'bfloat16', or a shorter one.",
-        "disk": f"disk space at {place}. Choose another memory_folder (or TMPDIR), memory_dtype 'bfloat16', or a "
-        "shorter one.",
+    short = find_short(need, model.device, folder)
+    if short is None:
+        return
+    where = {
+        "device": "memory of the device",
+        "host": "main memory",
+        "disk": f"disk space at {folder or tempfile.gettempdir()}",
     }
-    for name, needed in (("device", device), ("host", host), ("disk", need.disk)):
-        if needed > free.get(name, needed):
-            raise ValueError(
-                f"length: expected a text whose memory fits, got {length} tokens, which need {_size(needed)} of the "
-                f"{_size(free[name])} that are free as {ways[name]}"
-            )
+    way_out = next(kind.no_room for kind in TIERS.values() if kind.takes == short.place)
+    raise ValueError(
+        f"length: expected a text whose memory fits, got {length} tokens, which need {_size(short.needed)} of the "
+        f"{_size(short.free)} that are free as {where[short.place]}. {way_out}"
+    )
 
 
 def _size(count: int) -> str:

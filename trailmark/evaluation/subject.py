@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,12 +12,13 @@ from typing import Any
 import yaml
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from trailmark.data.corpus import Tokens, load_tokenizer, read_texts, standard_library_texts, tokenize
 from trailmark.data.needles.curriculum_texts import CURRICULUM
 from trailmark.data.neighbours.trained_embedders import embedder_of
 from trailmark.data.trained import trained_length
+from trailmark.evaluation.losses import beginning, longest_text
 from trailmark.evaluation.record import environment, identity
 from trailmark.files import read_json
 from trailmark.models import MODELS, TrailmarkForCausalLM
@@ -65,6 +67,16 @@ class Subject:
         """Of the needle task: the model's, else that of its training, else 63."""
         own = getattr(self.model.config, "chunk_size", None)
         return int(own or self.run.get("data", {}).get("chunk_size", 63))
+
+    @property
+    def beginning(self) -> list[int]:
+        """Tokens that its tokenizer puts before a text; ours learn without."""
+        return [] if self.ours else beginning(self.tokenizer)
+
+    @property
+    def longest_text(self) -> int | None:
+        """Tokens that it can tell the places of; None: nothing says so, or, of ours, there is no end."""
+        return None if self.ours else longest_text(self.model)
 
     @property
     def train_length(self) -> int:
@@ -154,6 +166,17 @@ def load(folder: Path, changes: Sequence[str] = (), *, any_model: bool = False) 
     if ours:
         model.embedder = embedder_of(config, tokenizer)
     return Subject(folder, model.eval(), tokenizer, run, changed)
+
+
+@contextmanager
+def generating_by(model: Any, config: GenerationConfig) -> Iterator[None]:
+    """Inside, ``model.generate`` goes by ``config``, whatever penalties, beams or temperature the model came with."""
+    own = model.generation_config
+    model.generation_config = config
+    try:
+        yield
+    finally:
+        model.generation_config = own
 
 
 def task_of(path: Path) -> str | None:

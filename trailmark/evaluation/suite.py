@@ -87,10 +87,6 @@ class Panel:
     share: bool = False
 
 
-def _as_they_are(rows: Sequence[Row]) -> Sequence[Row]:
-    return rows
-
-
 @dataclass(frozen=True)
 class Lines:
     """Measures by a number: a line for each series of rows, beside each other where there are several panels.
@@ -108,7 +104,7 @@ class Lines:
     x: Value
     x_label: str
     panels: tuple[Panel, ...]
-    points: Callable[[Sequence[Row]], Sequence[Row]] = _as_they_are
+    points: Callable[[Sequence[Row]], Sequence[Row]] = lambda rows: rows
     rule: Value | None = None
     rule_label: str = ""
 

@@ -257,10 +257,6 @@ class ModelAnswers:
                 lists.setdefault((name.rpartition(".")[0], type(module)), []).append(module)
         return [LayerKind(layers, getattr(kind, "attends", "window")) for (_, kind), layers in lists.items()]
 
-    def retrieval_modules(self) -> list[nn.Module]:
-        """The modules that encode, find and read chunks: what a model has more than one with a window alone."""
-        return []
-
     # --- its card -------------------------------------------------------------------------------------------------
 
     @classmethod

@@ -133,7 +133,8 @@ def decode(line: str) -> TraceHeader | Entry:
         if "source" in content:
             return TraceSource(content["source"], content["first_token"], content.get("path"))
         if content.get("kind") == KIND and content["format"] == FORMAT:
-            return _header(content)
+            known = TraceHeader.__dataclass_fields__.keys() & content.keys()
+            return TraceHeader(**{name: content[name] for name in known})
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise ValueError(f"trace: expected a line of a trace, got {line[:80]!r} ({error}).") from error
     if content.get("kind") == KIND:
@@ -142,12 +143,6 @@ def decode(line: str) -> TraceHeader | Entry:
             "write it anew."
         )
     raise ValueError(f"trace: expected a line of a trace, got {line[:80]!r}.")
-
-
-def _header(content: dict[str, Any]) -> TraceHeader:
-    return TraceHeader(
-        **{name: content[name] for name in TraceHeader.__dataclass_fields__ if name in content}
-    )
 
 
 def _chunk(content: dict[str, Any]) -> TracedChunk:

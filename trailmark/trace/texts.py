@@ -17,10 +17,6 @@ from trailmark.trace.tracer import Subject, Tracer, expect_retrieval
 Progress = Callable[[int], None]
 
 
-def _silent(tokens: int) -> None:
-    pass
-
-
 def trace_header(subject: Subject, memory_dtype: torch.dtype | None) -> TraceHeader:
     """What a trace says of the model; ``memory_dtype`` of keys and values in memory, None: the model's.
 
@@ -47,7 +43,7 @@ def trace_header(subject: Subject, memory_dtype: torch.dtype | None) -> TraceHea
 def trace_texts(
     subject: Subject,
     files: Sequence[Path],
-    progress: Progress = _silent,
+    progress: Progress = lambda tokens: None,
     memory_dtype: torch.dtype | None = None,
 ) -> tuple[TraceHeader, Iterator[Entry]]:
     """Read files one after the other, as one text, and say what each chunk read.
@@ -85,7 +81,7 @@ def trace_texts(
 
 
 def trace_memory(
-    subject: Subject, memory: Path, progress: Progress = _silent
+    subject: Subject, memory: Path, progress: Progress = lambda tokens: None
 ) -> tuple[TraceHeader, Iterator[Entry]]:
     """The trace of the texts that a memory of ``trailmark read`` holds, which are read again.
 

@@ -209,7 +209,7 @@ def looks_whole(folder: Path) -> bool:
     return True
 
 
-def find_newest_whole(checkpoints: Path, progress: Progress | None = None) -> tuple[Path | None, list[str]]:
+def find_newest_whole(checkpoints: Path) -> tuple[Path | None, list[str]]:
     """The newest checkpoint that :func:`verify` finds whole; and a line for each newer one. Nothing is changed.
 
     Returns:
@@ -219,7 +219,7 @@ def find_newest_whole(checkpoints: Path, progress: Progress | None = None) -> tu
     for step in reversed(steps(checkpoints)):
         folder = step_folder(checkpoints, step)
         try:
-            verify(folder, progress)
+            verify(folder)
         except ValueError as error:
             notes.append(f"step {step} is damaged: {error}")
         else:

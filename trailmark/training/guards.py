@@ -1,7 +1,7 @@
 """A loss or gradient that is not finite: found before the step, looked into, reported; the run stops or skips.
 
-Nothing here knows the Trainer: a caller asks :meth:`Guard.passes` before each optimizer step, and where the answer
-is no, leaves the step out and calls :meth:`Guard.refuse`.
+Nothing here knows the Trainer: a caller asks :meth:`Guard.check` before each optimizer step, and leaves out a step that
+is to be skipped.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -77,15 +77,7 @@ class Guard:
         self.skip, self.folder = skip, folder
         self.skipped: list[int] = []
 
-    def passes(self, loss: float, grad_norm: float | None) -> bool:
-        """Whether the step may be taken. Both must be those of all processes, so that all answer alike.
-
-        Args:
-            grad_norm: None where gradients are not clipped; then only the loss is looked at.
-        """
-        return math.isfinite(loss) and (grad_norm is None or math.isfinite(grad_norm))
-
-    def refuse(
+    def check(
         self,
         step: int,
         loss: float,
@@ -93,11 +85,13 @@ class Guard:
         samples: Sequence[int] = (),
         model: nn.Module | None = None,
         repeat: Callable[[], Any] | None = None,
-    ) -> None:
-        """Report a step that did not pass, in all processes; returns if it is to be skipped. Gradients are dropped.
+    ) -> Literal["go", "skip"]:
+        """Say whether a step may be taken; report one that may not, in all processes, and drop its gradients.
 
         Args:
-            step: that is not taken: the weights are those of ``step - 1``.
+            step: to be taken: the weights are those of ``step - 1``.
+            loss, grad_norm: of all processes, so that all answer alike. None where gradients are not clipped; then only
+                the loss is looked at.
             samples: their numbers in the run.
             model: looked into, while ``repeat`` runs forward and backward of the step's micro-batches again. (A norm
                 that is NaN made all gradients NaN when they were clipped; these are found anew.)
@@ -105,6 +99,8 @@ class Guard:
         Raises:
             NonFiniteError: as many steps as may be were skipped already.
         """
+        if math.isfinite(loss) and (grad_norm is None or math.isfinite(grad_norm)):
+            return "go"
         report = NonFiniteReport(step, loss, grad_norm, list(samples), skipped=list(self.skipped))
         if model is not None:
             look_into(report, model, repeat)
@@ -117,15 +113,8 @@ class Guard:
                 written = f" (it cannot be written: {error.strerror or error})"
         if len(self.skipped) < self.skip:
             self.skipped.append(step)
-            return
+            return "skip"
         raise NonFiniteError(self._message(report, f"{path}{written}"))
-
-    def check(self, step: int, loss: float, grad_norm: float | None, **about: Any) -> str:
-        """ "go" or "skip"; :meth:`passes` and :meth:`refuse` in one."""
-        if self.passes(loss, grad_norm):
-            return "go"
-        self.refuse(step, loss, grad_norm, **about)
-        return "skip"
 
     def state(self) -> dict[str, Any]:
         """JSON, for a checkpoint."""
@@ -194,7 +183,7 @@ def first_nonfinite(model: nn.Module, run_forward: Callable[[], Any]) -> str | N
 
     def looker(label: str) -> Callable[..., None]:
         def look(module: nn.Module, inputs: Any, output: Any) -> None:
-            if not found and any(not _is_finite(x) for x in _tensors(output)):
+            if not found and not all(torch.isfinite(_own_part(x)).all() for x in _tensors(output)):
                 found.append(label)
 
         return look
@@ -227,10 +216,6 @@ def _nonfinite(tensors: dict[str, Tensor]) -> list[str]:
     # all are asked before the first answer is waited for
     answers = {name: torch.isfinite(_own_part(tensor)).all() for name, tensor in tensors.items()}
     return [unwrapped_name(name) for name, finite in answers.items() if not bool(finite)]
-
-
-def _is_finite(tensor: Tensor) -> bool:
-    return bool(torch.isfinite(_own_part(tensor)).all())
 
 
 def _own_part(tensor: Tensor) -> Tensor:

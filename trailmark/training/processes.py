@@ -39,11 +39,6 @@ def all_reduced(values: Tensor) -> Tensor:
     return values
 
 
-def added_up(vector: Tensor) -> list[float]:
-    """The sum over all processes of a vector, as numbers: waits for the device."""
-    return all_reduced(vector).tolist()
-
-
 def by_main(action: Callable[[], Result]) -> Result:
     """What ``action`` returns in the main process, in all of them; its error too: nobody waits for the dead.
 

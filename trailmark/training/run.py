@@ -10,15 +10,20 @@ import tempfile
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 from transformers import PrinterCallback, TrainingArguments, set_seed
 
 from trailmark.data.corpus import Tokens, load_tokenizer, vocabulary_size
+from trailmark.data.neighbours.embedders import Embedder
+from trailmark.data.neighbours.trained_embedders import embedder_of
+from trailmark.data.shards import Corpus
 from trailmark.data.summarization import SummarizationTexts
+from trailmark.data.texts import open_text
 from trailmark.files import (
     expect_place,
     expect_writable,
@@ -46,11 +51,9 @@ from trailmark.training.run_folder import (
     remove_leftovers,
     saving,
 )
-from trailmark.training.run_inputs import make_task, open_corpus, open_embedder, open_validation
-from trailmark.training.running import RunningState
-from trailmark.training.tasks import Batch, SampleTask, micro_batches
+from trailmark.training.running import Evaluate, RunningState
+from trailmark.training.tasks import Batch, SampleTask, TextTask, make_task, micro_batches
 from trailmark.training.trainer import Batches, RunTrainer, checkpoint_activations, training_arguments
-from trailmark.training.validation import Evaluate
 
 
 class Run(RunningState):
@@ -95,7 +98,7 @@ class Run(RunningState):
                 f"model.vocab_size: expected at least the {needed} tokens of the tokenizer {config.data.tokenizer!r}, "
                 f"got {fields.vocab_size}. Leave it out, or name the tokenizer that the model is for."
             )
-        self.corpus = open_corpus(config, text, self.tokenizer, fields.vocab_size)
+        self.corpus = _open_corpus(config, text, self.tokenizer, fields.vocab_size)
         self.table = None
         if self.corpus is not None:
             self.table = open_table(config, fields, self.corpus, self.tokenizer, verify=is_main())
@@ -103,10 +106,10 @@ class Run(RunningState):
             config, fields, self.corpus, self.table, self.tokenizer, self.curriculum, self.say
         )
         self.micro = self._micro_batches()
-        self._validation = open_validation(config, self.tokenizer, fields.vocab_size)
+        self._validation = _open_validation(config, self.tokenizer, fields.vocab_size)
         self.embedder = None
         if self.table is None or self._validation is not None:
-            self.embedder = open_embedder(fields, self.tokenizer, self.table is None, self.say)
+            self.embedder = _open_embedder(fields, self.tokenizer, self.table is None, self.say)
         self.trainer: RunTrainer | None = None  # once the run trains
         self._held = ExitStack()
 
@@ -196,7 +199,7 @@ class Run(RunningState):
         )
         trainer.remove_callback(PrinterCallback)
         if last is not None:
-            self._restore(last)
+            self.restore(read_json(last / STATE_FILE))
             batches.start = self.step
         self._began = time.perf_counter()
         with self.stopping_softly():
@@ -205,7 +208,8 @@ class Run(RunningState):
             if self.stop_signal == signal.SIGINT:
                 raise KeyboardInterrupt
             return None
-        self._save(trainer)
+        weights = states.whole_weights(trainer.model)
+        by_main(lambda: self.save(weights))
         return self.model
 
     # --- the folder ----------------------------------------------------------------------------------------
@@ -261,13 +265,6 @@ class Run(RunningState):
 
         by_main(write)
 
-    def _restore(self, checkpoint: Path) -> None:
-        self.restore(read_json(checkpoint / STATE_FILE))
-
-    def _save(self, trainer: RunTrainer) -> None:
-        weights = states.whole_weights(trainer.model)
-        by_main(lambda: self.save(weights))
-
     def save(self, weights: dict[str, Tensor] | None = None) -> None:
         """The model, its tokenizer, the configuration and the history, into the output folder."""
         with saving(self.output):
@@ -291,3 +288,58 @@ class Run(RunningState):
             }
             refresh_card(self.output, history)
             write_json(self.output / HISTORY_FILE, history, durable=True)  # last: it says that all is there
+
+
+# --- what the configuration names, opened ----------------------------------------------------------------------
+
+
+def _open_corpus(config: RunConfig, text: Tokens | None, tokenizer: Any, vocab_size: int) -> Corpus | None:
+    """The text of ``data.paths``, or ``text``; None where samples are read one by one.
+
+    Raises:
+        ValueError: for paths that are missing or hold no text, or tokens outside the vocabulary.
+    """
+    data = config.data
+    if data.task == "summarization":
+        return None
+    if text is not None:
+        return Corpus.of_tokens(text)
+    # needles are hidden in pure text
+    return open_text(
+        data.paths,
+        tokenizer,
+        vocab_size,
+        end_of_text=data.task == "text",
+        revision=data.revision,
+        verify=is_main(),
+    )
+
+
+def _open_validation(config: RunConfig, tokenizer: Any, vocab_size: int) -> TextTask | None:
+    """Windows of ``data.validation``; None: nothing is measured on them. Errors as of :func:`_open_corpus`."""
+    paths = config.data.validation
+    if paths is None or config.training.eval_steps is None:
+        return None
+    corpus = open_text(paths, tokenizer, vocab_size, verify=is_main())
+    # as the text is, without early landmarks
+    data = replace(config.data, early_landmarks=0.0, neighbours=None)
+    return TextTask(replace(config, data=data), corpus, 1)
+
+
+def _open_embedder(
+    model_config: Any, tokenizer: Any, everywhere: bool, say: Callable[[str], None]
+) -> Embedder | None:
+    """What finds chunks where no table does; the model's configuration says then which it is trained with.
+
+    Args:
+        everywhere: no table holds what the chunks of the training text retrieve.
+        say: told what that costs.
+    """
+    found = embedder_of(model_config, tokenizer)
+    if found is not None and everywhere:
+        model_config.embedder_fingerprint = found.fingerprint
+        say(
+            f"{found.spec} embeds the chunks of every batch anew. For text that trailmark prepare made, trailmark "
+            "neighbours makes a table once: data.neighbours=FOLDER."
+        )
+    return found

@@ -6,6 +6,7 @@ adds what a run is made of and where it is kept.
 
 from __future__ import annotations
 
+import math
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -19,16 +20,24 @@ from torch import Tensor
 
 from trailmark.data.needles.curriculum_texts import CURRICULUM
 from trailmark.models import TrailmarkConfig, TrailmarkForCausalLM
+from trailmark.training import states, tensors
 from trailmark.training.config import RunConfig
 from trailmark.training.curriculum import SMOOTHING, Curriculum
 from trailmark.training.guards import Guard
-from trailmark.training.loss import Meter
+from trailmark.training.loss import Meter, total_weight, weighted_loss
 from trailmark.training.neighbours import rule_of
-from trailmark.training.processes import added_up, all_reduced, connected, is_main, world_size
+from trailmark.training.processes import (
+    all_reduced,
+    by_main,
+    connected,
+    is_main,
+    rank,
+    world_size,
+)
 from trailmark.training.statistics import RetrievalStatistics
 from trailmark.training.tasks import Task, TextTask
-from trailmark.training.validation import Evaluate, measured_whole, validation_loss
 
+Evaluate = Callable[[TrailmarkForCausalLM], dict[str, float]]
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 # seconds in which a second SIGTERM is the first one's echo: launcher and scheduler both send it
 _REPEATED = 10.0
@@ -117,30 +126,30 @@ class RunningState:
     def look_at(self, out: Any) -> None:
         """Take in what a micro-batch retrieved, where it will be shown."""
         if self._watches_retrieval and self._is_logged(self.step + 1):
-            self.retrieval.add(out.retrieval, 0, self._num_candidates)
+            self.retrieval.add(out.retrieval, self._num_candidates)
 
     def may_step(self, step: int, vector: Tensor, norm: float, model: Any, repeat: Callable[[], Any]) -> bool:
         """Add up what was measured over all processes, and say whether ``step`` is taken.
 
         Args:
             vector: of the step's :class:`trailmark.training.loss.Meter`. norm: of its gradients.
-            model, repeat: what is looked into where it is not: see :meth:`trailmark.training.guards.Guard.refuse`.
+            model, repeat: what is looked into where it is not: see :meth:`trailmark.training.guards.Guard.check`.
 
         Raises:
             ValueError: it must not be taken, nor left out.
         """
         asked = [float(self.stop_signal == number) for number in _SIGNALS]
-        sums = added_up(torch.cat([vector, torch.tensor(asked, dtype=torch.float64, device=vector.device)]))
+        together = torch.cat([vector, torch.tensor(asked, dtype=torch.float64, device=vector.device)])
+        sums = all_reduced(together).tolist()
         stops = [number for number, count in zip(_SIGNALS, sums[-len(_SIGNALS) :], strict=True) if count]
         if stops:
             self.stopping, self.stop_signal = True, stops[0]
         step_measured = Meter.read(sums[: -len(_SIGNALS)])
         self.tokens_trained += step_measured.tokens
         rows = self.task.rows(step - 1)
-        if not self.guard.passes(step_measured.whole_loss, norm):
-            first = self.task.first_sample(step - 1)
-            samples = range(first, first + rows)
-            self.guard.refuse(step, step_measured.whole_loss, norm, samples, model, repeat)
+        first = self.task.first_sample(step - 1)
+        samples = range(first, first + rows)
+        if self.guard.check(step, step_measured.whole_loss, norm, samples, model, repeat) == "skip":
             self.measured = {}
             return False
         if self.config.data.task == "needles":
@@ -192,9 +201,9 @@ class RunningState:
             if self._validation is not None:
                 rows = max(1, self.task.rows(0) // (world_size() * self.micro))
                 windows = self.config.training.eval_windows
-                numbers |= validation_loss(model, self.model, self._validation, windows, rows)
+                numbers |= _validation_loss(model, self.model, self._validation, windows, rows)
             if self._evaluate is not None:
-                numbers |= measured_whole(self.model, self._evaluate)
+                numbers |= _measured_whole(self.model, self._evaluate)
         finally:
             model.train(training)
         self._note({f"eval_{name}": value for name, value in numbers.items()})
@@ -233,3 +242,50 @@ class RunningState:
             yield
         finally:
             restore()
+
+
+# --- what is measured beside the training ------------------------------------------------------------------------
+
+
+def _validation_loss(
+    wrapped: Any, model: TrailmarkForCausalLM, task: Task, windows: int, rows: int
+) -> dict[str, float]:
+    """Loss in nats and perplexity on the first ``windows`` windows of ``task``.
+
+    The processes share the windows out, ``rows`` at a time; each takes as many, as FSDP2 needs.
+
+    Args:
+        wrapped: ``model``, as the Trainer has it.
+    """
+    device = next(model.parameters()).device
+    total = torch.zeros(2, dtype=torch.float64, device=device)
+    together = rows * world_size()
+    for first in range(0, windows, together):
+        start = first + rank() * rows
+        batch = {key: x.to(device) for key, x in task.batch(0, start, rows).items()}
+        counted = (torch.arange(start, start + rows) < windows).to(device)
+        batch["loss_weights"] = batch["loss_weights"] * counted[:, None]
+        one = torch.ones((), dtype=torch.float64, device=device)
+        loss = weighted_loss(wrapped, batch, one, text_alone=True).loss
+        total += torch.stack([loss.double(), total_weight(model, [batch])])
+    loss_sum, weight = all_reduced(total).tolist()
+    mean = loss_sum / max(weight, 1e-9)
+    return {"loss": mean, "perplexity": math.exp(min(mean, 700.0))}
+
+
+def _measured_whole(model: TrailmarkForCausalLM, evaluate: Evaluate) -> dict[str, float]:
+    """By the main process, of a whole model: what reads a text piece by piece knows nothing of shards."""
+    if not tensors.is_sharded(model):
+        return by_main(lambda: evaluate(model))
+    weights = states.whole_weights(model)  # in all processes, whole in the main one
+    device = next(model.parameters()).device
+
+    def measure() -> dict[str, float]:
+        with torch.random.fork_rng(devices=[]):  # a new model draws weights, which go
+            whole = type(model)(model.config)
+        whole.embedder = model.embedder
+        whole.load_state_dict(weights, strict=False, assign=True)  # tied ones are there once
+        whole.tie_weights()
+        return evaluate(whole.to(device).eval())
+
+    return by_main(measure)

@@ -36,23 +36,26 @@ class RetrievalStatistics:
     def add(
         self,
         retrieval: Sequence[ChunkSelection],
-        first_candidate: Tensor | int = 0,
         num_candidates: Tensor | None = None,
     ) -> None:
         """Take in a batch that began without a memory. Does not wait for the device.
 
         Args:
             retrieval: of each group, [B, N, K], or [B, N, J, K] where heads select for themselves (their means).
-            first_candidate, num_candidates: as in :func:`trailmark.ops.select_chunks`, [N] or [B, N], where a chunk
-                could not select all before it (documents, chunks inside the window). None: the chunks before it.
+            num_candidates: [N] or [B, N] how many of the first chunks each could select, where these are not all before
+                it (chunks inside the window). None: the chunks before it.
         """
         if not retrieval:
             return
-        first, end = _bounds(retrieval[0].indices, first_candidate, num_candidates)
+        indices = retrieval[0].indices
+        before = torch.arange(indices.shape[1], device=indices.device)
+        end = (before if num_candidates is None else num_candidates.to(indices.device)).expand(
+            indices.shape[:2]
+        )
         columns, read = [], []
-        reachable = torch.zeros_like(first, dtype=torch.bool)
+        reachable = torch.zeros_like(end, dtype=torch.bool)
         for selection in retrieval:
-            column, readable, was_read = _sums_of(selection, first, end)
+            column, readable, was_read = _sums_of(selection, end)
             columns.append(column)
             read.append(was_read)
             reachable |= readable
@@ -61,11 +64,6 @@ class RetrievalStatistics:
         overall[_UNREAD] = (reachable & ~torch.stack(read).any(0)).sum()
         sums = torch.stack([*columns, overall], dim=1)
         self._sums = sums if self._sums is None else self._sums + sums
-
-    @property
-    def empty(self) -> bool:
-        """Whether nothing was added."""
-        return self._sums is None
 
     def means(self, add_up: Callable[[Tensor], Tensor] | None = None) -> dict[str, float]:
         """The statistics so far, as numbers, and begin anew. Waits for the device.
@@ -96,21 +94,12 @@ class RetrievalStatistics:
         return found
 
 
-def _bounds(
-    indices: Tensor, first_candidate: Tensor | int, num_candidates: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """int64 [B, N] twice: chunk n could select those from the first to below the second."""
-    B, N = indices.shape[:2]
-    before = torch.arange(N, device=indices.device).expand(B, N)
-    if isinstance(first_candidate, int):
-        first = torch.full_like(before, first_candidate)
-    else:
-        first = first_candidate.to(indices.device).expand(B, N)
-    return first, before if num_candidates is None else num_candidates.to(indices.device).expand(B, N)
+def _sums_of(selection: ChunkSelection, end: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Of one group: the sums [7] float64, which chunks could have been read and which were, bool [B, N].
 
-
-def _sums_of(selection: ChunkSelection, first: Tensor, end: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Of one group: the sums [7] float64, which chunks could have been read and which were, bool [B, N]."""
+    Args:
+        end: int64 [B, N]: chunk n could select those before ``end[b, n]``.
+    """
     indices, weights = selection.indices, selection.weights.detach().double()
     B, N = indices.shape[:2]
     chosen = indices >= 0
@@ -124,12 +113,10 @@ def _sums_of(selection: ChunkSelection, first: Tensor, end: Tensor) -> tuple[Ten
     slots = torch.where(chosen, indices, N).flatten(1)  # one more slot for what is none
     was_read = torch.zeros(B, N + 1, dtype=torch.bool, device=indices.device)
     was_read.scatter_(1, slots, torch.ones_like(slots, dtype=torch.bool))
-    # an asker at n opens first ... end - 1: +1 where it begins, -1 where it ends, summed up
-    opened = chosen.flatten(2).any(-1).long()
-    edges = torch.zeros(B, N + 1, dtype=torch.int64, device=indices.device)
-    edges.scatter_add_(1, first.clamp(0, N), opened)
-    edges.scatter_add_(1, end.clamp(0, N), -opened)
-    readable = edges.cumsum(1)[:, :N] > 0
+    # an asker at n opens 0 ... end - 1: what the askers that open most open is readable
+    opened = torch.where(chosen.flatten(2).any(-1), end, 0)
+    most = opened.amax(1, keepdim=True) if N else opened
+    readable = torch.arange(N, device=indices.device) < most
     unread = readable & ~was_read[:, :N]
     sums += [readable.sum(), unread.sum()]
     return torch.stack([value.double() for value in sums]), readable, was_read[:, :N]

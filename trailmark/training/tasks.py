@@ -5,6 +5,7 @@ Any split of a step's rows among processes and micro-batches is the same batch.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import numpy as np
@@ -18,6 +19,7 @@ from trailmark.data.needles.niah import NiahTexts
 from trailmark.data.neighbours.table import NeighbourTable
 from trailmark.data.shards import Corpus
 from trailmark.data.summarization import SummarizationTexts
+from trailmark.models import TrailmarkConfig
 from trailmark.ops import fold_seed
 from trailmark.training.config import RunConfig, rows_per_step
 from trailmark.training.curriculum import Curriculum
@@ -155,6 +157,49 @@ class SampleTask(_EvenTask):
         batch = dict(self.texts.batch(start, count))
         batch["noise_seed"] = self._noise(step, start, count)
         return without_trivial_layout(batch)
+
+
+def make_task(
+    config: RunConfig,
+    model_config: TrailmarkConfig,
+    corpus: Corpus | None,
+    table: NeighbourTable | None,
+    tokenizer: Any,
+    curriculum: Curriculum,
+    say: Callable[[str], None],
+) -> Task:
+    """The batches that the configuration asks for; ``say`` is told where not all of a text is used.
+
+    Raises:
+        ValueError: for pairs that are none, or texts that do not fit a sample.
+    """
+    data, settings = config.data, config.training
+    if data.task == "summarization":
+        assert data.paths is not None
+        pairs = SummarizationTexts(tokenizer, data.paths, settings.context_length, settings.seed)
+        return SampleTask(config, pairs)
+    assert corpus is not None
+    if data.task == "needles":
+        if len(corpus) > MOST_FILLER:
+            say(f"Needles are hidden in the first {MOST_FILLER:,} of {len(corpus):,} tokens.")
+        return NeedleTask(config, corpus, tokenizer, curriculum)
+    chunk_size: int | None = getattr(model_config, "chunk_size", None)
+    if data.task == "niah":
+        texts = NiahTexts(
+            tokenizer,
+            corpus,
+            settings.context_length,
+            chunk_size or data.chunk_size,  # of a model without chunks: those of one to compare it with
+            settings.seed,
+            hops=data.hops,
+            chains=data.chains,
+            distractors=data.distractors,
+            num_landmarks=data.num_landmarks,
+            any_phase=data.early_landmarks > 0,
+        )
+        return SampleTask(config, texts)
+    # a chunk of one token is always full
+    return TextTask(config, corpus, chunk_size or 1, table, model_config.needs_scores)
 
 
 def without_trivial_layout(batch: Batch) -> Batch:

@@ -87,23 +87,18 @@ def _unpack(value: Any, tensor: Callable[[str], Tensor]) -> Any:
     return values if kind == "list" else tuple(values)
 
 
-def optimizer_state(
-    model: nn.Module, optimizer: torch.optim.Optimizer, offload: bool = False
-) -> dict[str, Any]:
+def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """The state by parameter names, ``{"state": {name: {key: value}}, "param_groups": [...]}``.
 
     Saving changes nothing: an optimizer that took no step has no state. With a sharded model (FSDP2) every rank calls
     it; rank 0 gets whole tensors on the CPU, the others an empty dictionary. Otherwise each call is its own, and gives
     the optimizer's own tensors, which its next step changes.
-
-    Args:
-        offload: copies on the CPU, of a model that is not sharded too (:func:`save_tensors` makes its own).
     """
     sharded = is_sharded(model)
     if not optimizer.state:  # torch's function would take a step with gradients of zero
         groups = [{**group, "params": _names_of(model, group["params"])} for group in optimizer.param_groups]
         return {} if sharded and torch.distributed.get_rank() else {"state": {}, "param_groups": groups}
-    options = StateDictOptions(full_state_dict=sharded, cpu_offload=sharded or offload)
+    options = StateDictOptions(full_state_dict=sharded, cpu_offload=sharded)
     return get_optimizer_state_dict(model, optimizer, options=options)
 
 

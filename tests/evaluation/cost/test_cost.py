@@ -12,7 +12,6 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel, MistralConfig, MistralForCausalLM
 
 from tests.models.tiny import TokenCounter, block_recurrent, drt, landmark, rpt, window_model
-from trailmark.evaluation.cost import inference as cost_inference
 from trailmark.evaluation.cost import run as cost
 from trailmark.evaluation.cost.inference import Text
 from trailmark.evaluation.cost.rounds import random_tokens, spread
@@ -31,6 +30,7 @@ from trailmark.evaluation.cost.training import Step
 from trailmark.evaluation.record import Record
 from trailmark.evaluation.subject import Subject
 from trailmark.memory import ChunkMemory
+from trailmark.memory.tiers import records
 from trailmark.models import MODELS, TrailmarkForCausalLM
 from trailmark.models.costs import foreign_cache_bytes, num_closed
 from trailmark.report.tables import result_table
@@ -378,7 +378,7 @@ def test_a_text_that_does_not_fit_has_a_row_that_says_so(monkeypatch: pytest.Mon
     large = Text("large", subject_of(window_model(sliding_window=None)), "device", 40, 3)
     needs = [text.expected().window_bytes for text in (small, large)]  # type: ignore[union-attr]
     free = (3 * sum(needs)) // 2  # between the two: a window is held three times at most
-    monkeypatch.setattr(cost_inference.psutil, "virtual_memory", lambda: type("", (), {"available": free}))
+    monkeypatch.setattr(records.psutil, "virtual_memory", lambda: type("", (), {"available": free}))
     rows = cost.measure([small, large], 1, lambda message: None)
     assert rows[0]["problem"] is None
     assert rows[0]["ms_per_token"]["median"] > 0

@@ -25,6 +25,7 @@ from trailmark.evaluation.needles import askers as asking
 from trailmark.evaluation.needles.ask import measure, run
 from trailmark.evaluation.needles.suite import NeedleSettings
 from trailmark.evaluation.subject import Subject
+from trailmark.memory.tiers import records
 
 # --- records, tiers, sizes -------------------------------------------------------------------------------------
 
@@ -71,7 +72,7 @@ def test_a_second_run_measures_what_is_missing(tmp_path: Path, monkeypatch: pyte
     assert read[1:] == [whole]  # after the probe: the haystack of the longer texts
     assert again.generations(results[3]) == record_of(tmp_path / "plain", subject).generations(plain[3])
     read.clear()
-    monkeypatch.setattr(room.psutil, "virtual_memory", lambda: namedtuple("memory", "available")(0))
+    monkeypatch.setattr(records.psutil, "virtual_memory", lambda: namedtuple("memory", "available")(0))
     assert run(subject, settings, TEXT, record_of(tmp_path / "stopped", subject)) == results
     assert not read  # and no room is needed for what is known
 
@@ -155,26 +156,26 @@ def test_a_length_that_the_memory_cannot_hold(
     cached = model.new_cache(num_tokens=count)
     model.read(ids, cached)
     if name == "drt":
-        assert sum(need) == cached.memory_bytes()
+        assert need.total() == cached.memory_bytes()
     else:  # Landmark Attention keeps its last cell elsewhere; full attention all in its windows
-        assert sum(need) >= cached.memory_bytes()
-        assert sum(need) > 0
-    disk, host = need.disk, need.device + need.host
+        assert need.total() >= cached.memory_bytes()
+        assert need.total() > 0
+    disk, host = need["disk"], need["device"] + need["host"]
     memory = namedtuple("memory", "available")
     usage = namedtuple("usage", "free")
     if name == "full" and tier == "disk":
         assert disk == 0
-    monkeypatch.setattr(room.shutil, "disk_usage", lambda place: usage(disk))
-    monkeypatch.setattr(room.psutil, "virtual_memory", lambda: memory(host))
+    monkeypatch.setattr(records.shutil, "disk_usage", lambda place: usage(disk))
+    monkeypatch.setattr(records.psutil, "virtual_memory", lambda: memory(host))
     room.expect_room(model, need, length, None)
-    monkeypatch.setattr(room.psutil, "virtual_memory", lambda: memory(host - 1))
+    monkeypatch.setattr(records.psutil, "virtual_memory", lambda: memory(host - 1))
     settings = NeedleSettings(lengths=(150, length), format="marks", memory_tier=tier, questions=1)
     record = record_of(tmp_path, subject)
     with pytest.raises(ValueError, match=rf"length: expected a text whose memory fits, got {length} tokens"):
         run(subject, settings, TEXT, record)
     if disk:
-        monkeypatch.setattr(room.psutil, "virtual_memory", lambda: memory(host))
-        monkeypatch.setattr(room.shutil, "disk_usage", lambda place: usage(disk - 1))
+        monkeypatch.setattr(records.psutil, "virtual_memory", lambda: memory(host))
+        monkeypatch.setattr(records.shutil, "disk_usage", lambda place: usage(disk - 1))
         with pytest.raises(ValueError, match="disk space at"):
             run(subject, settings, TEXT, record)
     assert record.results == []

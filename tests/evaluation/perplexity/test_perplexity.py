@@ -22,12 +22,13 @@ from trailmark.data.corpus import load_tokenizer, tokenize
 from trailmark.data.prepare import prepare
 from trailmark.data.recipes import parse_source
 from trailmark.data.shards import Corpus
-from trailmark.evaluation import losses, room
+from trailmark.evaluation import losses
 from trailmark.evaluation.documents import Documents, token_bytes
 from trailmark.evaluation.perplexity import run as perplexity
 from trailmark.evaluation.perplexity.run import PerplexitySettings, evaluate_perplexity, run
 from trailmark.evaluation.record import Record
 from trailmark.evaluation.subject import Subject
+from trailmark.memory.tiers import records
 from trailmark.models import TrailmarkForCausalLM
 
 TEXT = tokens(200)[0].numpy().astype(np.int32)
@@ -536,7 +537,7 @@ def test_what_does_not_fit_is_refused_before_anything_is_measured(tmp_path: Path
 def test_a_memory_that_finds_no_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = drt(2, vocab_size=259)
     known = measure(tmp_path, model, lengths=(40,))
-    monkeypatch.setattr(room.psutil, "virtual_memory", lambda: SimpleNamespace(available=1000))
+    monkeypatch.setattr(records.psutil, "virtual_memory", lambda: SimpleNamespace(available=1000))
     with pytest.raises(ValueError, match="length: expected a text whose memory fits, got 80 tokens"):
         measure(tmp_path, model, lengths=(40, 80))
     assert measure(tmp_path, model, lengths=(40,)) == known

@@ -246,7 +246,7 @@ def test_long_documents_lose_their_end(tmp_path: Path) -> None:
 
 
 def test_a_tokenizer_that_puts_a_token_before_a_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(summarization, "beginning", lambda tokenizer: [7])
+    monkeypatch.setattr("trailmark.evaluation.subject.beginning", lambda tokenizer: [7])
     model, pairs = llama(60), stories(2)
     document = pairs[0][0]
     with torch.no_grad():

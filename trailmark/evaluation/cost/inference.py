@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import copy
 import inspect
-import shutil
 import tempfile
+from collections import Counter
 from typing import Any
 
-import psutil
 import torch
 from torch import Tensor
 from transformers import DynamicCache
 
 from trailmark.evaluation.cost.peak import peak_kind, with_peak
 from trailmark.evaluation.cost.rounds import Case, Progress, now, random_tokens, spread
+from trailmark.evaluation.room import find_short
 from trailmark.evaluation.subject import Subject
 from trailmark.memory import ChunkCache
 from trailmark.memory.chunks import TABLE_BYTES
+from trailmark.memory.tiers.base import tier_named
 from trailmark.models.costs import CacheBytes, foreign_cache_bytes
 
 _PIECE = 1 << 16  # tokens of a prompt that are on a device at once
@@ -95,23 +96,13 @@ class Text(Case):
         if expected is None:
             return None
         resident = _COPIES * expected.window_bytes + expected.landmarks + expected.recent
-        host = expected.tables
-        if self.tier == "device":
-            resident += expected.records
-        elif self.tier == "host":
-            host += expected.records
-        elif (free := shutil.disk_usage(tempfile.gettempdir()).free) < expected.records:
-            return (
-                f"the disk of {tempfile.gettempdir()} needs {_size(expected.records)}, {_size(free)} are free"
-            )
-        if self.device.type == "cuda":
-            free = torch.cuda.mem_get_info(self.device)[0]
-            if free < resident:
-                return f"the device needs {_size(resident)}, {_size(free)} are free"
-        else:
-            host += resident
-        free = psutil.virtual_memory().available
-        return f"RAM needs {_size(host)}, {_size(free)} are free" if free < host else None
+        need = Counter(device=resident, host=expected.tables)
+        need[tier_named(self.tier).takes] += expected.records
+        short = find_short(need, self.device)
+        if short is None:
+            return None
+        where = {"device": "the device", "host": "RAM", "disk": f"the disk of {tempfile.gettempdir()}"}
+        return f"{where[short.place]} needs {_size(short.needed)}, {_size(short.free)} are free"
 
     # --- work ----------------------------------------------------------------------------------------------
 

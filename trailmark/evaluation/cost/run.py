@@ -217,10 +217,7 @@ def _window_only(subject: Subject) -> bool:
 
 def _expect_positions(name: str, subject: Subject, settings: CostSettings) -> None:
     """That a model of transformers has positions for what it is to read; ours have no end."""
-    most = None
-    if not subject.ours:
-        most = getattr(subject.model.config.get_text_config(), "max_position_embeddings", None)
-    if most is None:
+    if (most := subject.longest_text) is None:
         return
     for option, length, more in (
         *(("lengths", n, settings.generate - 1) for n in settings.lengths),

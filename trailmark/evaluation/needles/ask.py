@@ -26,12 +26,12 @@ from typing import Any
 
 import torch
 
-from trailmark.data.corpus import Tokens
+from trailmark.data.corpus import Tokens, load_tokenizer, standard_library_texts, tokenize
 from trailmark.data.draws import Draws
+from trailmark.data.needles.curriculum_texts import CURRICULUM
 from trailmark.data.needles.formats import VALUES
 from trailmark.data.needles.haystacks import Filler, Haystack, Stream
 from trailmark.data.needles.tasks import NeedleTask, Trial, make_task
-from trailmark.evaluation.losses import beginning, longest_text
 from trailmark.evaluation.needles.askers import Asker, MemoryAsker, ReadingCost, WholeTextAsker
 from trailmark.evaluation.needles.judging import costs, judge, line_of, summary
 from trailmark.evaluation.needles.suite import NeedleSettings
@@ -39,11 +39,13 @@ from trailmark.evaluation.reading import parse_dtype
 from trailmark.evaluation.record import Record
 from trailmark.evaluation.room import expect_room, memory_need, probe_length
 from trailmark.evaluation.subject import Subject
+from trailmark.models import TrailmarkForCausalLM
 
 Say = Callable[[str], None]
 _PAPER_VALUE_TOKENS = 5  # of the protocol's passkeys and variables
 # Haystacks of one length together have about this many tokens, but at least one and at most ten are read.
 _TOKENS_PER_LENGTH, _MOST_HAYSTACKS = 1 << 20, 10
+_FACTORS = (1, 4)  # of the longest training text: while a model trains
 
 
 @torch.no_grad()
@@ -89,6 +91,30 @@ def measure(
     plan = Plan.of(subject, settings, text)
     plan.expect_possible(plan.lengths)
     return [result for n in plan.lengths for _, result, _ in plan.measure(n, list(plan.depths), progress)]
+
+
+def needle_accuracy(
+    chunk_size: int, tokenizer: str, questions: int = 50, seed: int = 0
+) -> Callable[[TrailmarkForCausalLM], dict[str, float]]:
+    """Make a function that asks a model for single needles, and gives the shares of right answers.
+
+    Texts have 1x and 4x the length of the longest training text. The haystacks are sources of Python's library that
+    training leaves out.
+    """
+    loaded = load_tokenizer(tokenizer)
+    haystack = tokenize(standard_library_texts("haystack"), loaded)
+    longest = CURRICULUM[-1].chunks * chunk_size
+    lengths = tuple(factor * longest for factor in _FACTORS)
+    settings = NeedleSettings(lengths, format="marks", questions=questions, seed=seed)
+
+    def ask(model: TrailmarkForCausalLM) -> dict[str, float]:
+        subject = Subject.of(model, loaded, chunk_size)
+        results = measure(subject, settings, haystack)
+        return {
+            f"needles_{factor}x": result["accuracy"] for factor, result in zip(_FACTORS, results, strict=True)
+        }
+
+    return ask
 
 
 def num_haystacks(length: int, trials: int) -> int:
@@ -152,7 +178,7 @@ class Plan:
     @cached_property
     def begins(self) -> int:
         """Tokens that the tokenizer of a foreign model puts before a text."""
-        return 0 if self.subject.ours else len(beginning(self.subject.tokenizer))
+        return len(self.subject.beginning)
 
     @cached_property
     def _text(self) -> str:
@@ -200,13 +226,12 @@ class Plan:
                     f"{self.task.num_needles} needles out of the window's sight and a question, got {length}."
                 )
         longest = max(lengths)
+        if (most := subject.longest_text) is not None and longest > most:
+            raise ValueError(
+                f"length: expected at most the {most} tokens that {subject.name!r} takes "
+                f"(max_position_embeddings), got {longest}. Choose shorter ones."
+            )
         if not subject.ours:
-            most = longest_text(subject.model)
-            if most is not None and longest > most:
-                raise ValueError(
-                    f"length: expected at most the {most} tokens that {subject.name!r} takes "
-                    f"(max_position_embeddings), got {longest}. Choose shorter ones."
-                )
             return
         ids = torch.from_numpy(self.filler.read(0, probe_length(subject.model))).long()[None]
         dtype = parse_dtype(settings.memory_dtype)

@@ -16,7 +16,6 @@ from tempfile import TemporaryDirectory
 from typing import Any, Protocol
 
 import numpy as np
-import psutil
 import torch
 from torch import Tensor
 from transformers import GenerationConfig
@@ -25,6 +24,8 @@ from trailmark.data.needles.haystacks import Haystack, Needle
 from trailmark.data.needles.tasks import Question
 from trailmark.evaluation.losses import beginning, longest_text
 from trailmark.evaluation.needles.planting import planted
+from trailmark.evaluation.reading import resident_bytes
+from trailmark.evaluation.subject import generating_by
 from trailmark.memory import ChunkCache
 from trailmark.models import TrailmarkForCausalLM
 from trailmark.models.reads import Selection
@@ -149,7 +150,7 @@ class MemoryAsker:
             first, (N, S) = not cost.tokens, haystack.shape
             # whole pieces of the model's own: a haystack is cut as if it came in one call
             step = _PIECES * self.model.reading_piece(_READ_TOKENS)
-            before, began = psutil.Process().memory_info().rss, time.perf_counter()
+            before, began = resident_bytes(), time.perf_counter()
             for start in range(0, N * S, step):
                 stop, row = min(start + step, N * S), start // S
                 ids = haystack[row : -(-stop // S)].reshape(1, -1)[:, start - row * S : stop - row * S]
@@ -159,7 +160,7 @@ class MemoryAsker:
             cost.seconds += time.perf_counter() - began
             if first:
                 # less than before: what came earlier was given back meanwhile
-                cost.resident_bytes = max(0, psutil.Process().memory_info().rss - before)
+                cost.resident_bytes = max(0, resident_bytes() - before)
                 cost.memory_bytes = cache.memory_bytes() + cache.window_bytes()
             yield cache
 
@@ -285,7 +286,7 @@ class WholeTextAsker:
             count, T = wanted(question), text.shape[1]
             if (most := longest_text(self.model)) is not None:
                 count = min(count, most - T + 1)  # the last one is read no more
-            with self._greedy():
+            with generating_by(self.model, self._greedy()):
                 out = self.model.generate(text, attention_mask=torch.ones_like(text), max_new_tokens=count)
             written.append(out[0, T:].tolist())
         return written
@@ -294,17 +295,10 @@ class WholeTextAsker:
         """[1, T], where the model computes."""
         return torch.cat([held, *map(torch.from_numpy, more)])[None].to(self.model.device)
 
-    @contextmanager
-    def _greedy(self) -> Iterator[None]:
-        """Inside, ``generate`` takes the likeliest token each time, whatever penalties the model came with."""
+    def _greedy(self) -> GenerationConfig:
+        """The likeliest token each time, up to an end of the model's own."""
         own, tokenizer = self.model.generation_config, self.tokenizer
         ends = tokenizer.eos_token_id if own.eos_token_id is None else own.eos_token_id
         pads = [token for token in (own.pad_token_id, tokenizer.pad_token_id) if token is not None]
         pad = pads[0] if pads else (ends[0] if isinstance(ends, list) else ends)
-        self.model.generation_config = GenerationConfig(
-            do_sample=False, num_beams=1, eos_token_id=ends, pad_token_id=pad
-        )
-        try:
-            yield
-        finally:
-            self.model.generation_config = own
+        return GenerationConfig(do_sample=False, num_beams=1, eos_token_id=ends, pad_token_id=pad)

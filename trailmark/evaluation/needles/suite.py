@@ -45,6 +45,12 @@ def _formats() -> tuple[str, ...]:
     return FORMATS
 
 
+def _needs_folder(tier: str) -> bool:
+    from trailmark.memory.tiers.base import tier_named
+
+    return tier_named(tier).needs_folder
+
+
 @dataclass(frozen=True)
 class NeedleSettings(Settings):
     """What is asked. Each (length, depth) is a cell, with a result of its own.
@@ -129,7 +135,7 @@ class NeedleSettings(Settings):
                 f"needles: expected 1 for kind 'single', got {self.needles}. Choose kind 'multi-key', 'multi-value' or "
                 "'multi-query'."
             )
-        if self.memory_folder is not None and self.memory_tier != "disk":
+        if self.memory_folder is not None and not _needs_folder(self.memory_tier):
             raise ValueError(
                 f"memory_folder: expected none for memory_tier {self.memory_tier!r}, got "
                 f"{str(self.memory_folder)!r}. Set memory_tier to 'disk'."

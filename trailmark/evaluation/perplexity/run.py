@@ -17,7 +17,7 @@ import torch
 
 from trailmark.data.corpus import Tokens
 from trailmark.evaluation.documents import Documents
-from trailmark.evaluation.losses import beginning, is_gated, longest_text, rows_at_once, token_losses
+from trailmark.evaluation.losses import is_gated, rows_at_once, token_losses
 from trailmark.evaluation.perplexity.suite import TOKENS, PerplexitySettings, expect_stride
 from trailmark.evaluation.protocols import Cell, perplexity_protocol, with_fields
 from trailmark.evaluation.record import Record
@@ -101,7 +101,7 @@ def run(
     limit = settings.token_limit
     cells = _cells(subject, settings, text)
     plans = [_Plan.of(settings, cell.length, text, limit) for cell in cells]
-    begin = _begin(subject)
+    begin = subject.beginning
     if (longest := _longest(subject)) is not None:
         for plan in plans:
             if plan.longest > longest:
@@ -173,15 +173,10 @@ def _default_lengths(subject: Subject, tokens: int) -> list[int]:
     return [length for length in lengths if length <= longest] or [min(tokens, longest)]
 
 
-def _begin(subject: Subject) -> list[int]:
-    """Tokens before each cold reading; ours learn without."""
-    return [] if subject.ours else beginning(subject.tokenizer)
-
-
 def _longest(subject: Subject) -> int | None:
     """Tokens of a window at most; None: any."""
-    longest = None if subject.ours else longest_text(subject.model)
-    return None if longest is None else longest - len(_begin(subject))
+    longest = subject.longest_text
+    return None if longest is None else longest - len(subject.beginning)
 
 
 @dataclass(frozen=True)

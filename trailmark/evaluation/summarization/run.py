@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -20,10 +19,9 @@ from transformers import GenerationConfig
 from trailmark.data.batches import mix
 from trailmark.data.corpus import Tokens, tokenize, tokenize_parts, tokenizer_fingerprint
 from trailmark.data.summarization import Pairs
-from trailmark.evaluation.losses import beginning, longest_text
 from trailmark.evaluation.protocols import PUBLISHED
 from trailmark.evaluation.record import Record
-from trailmark.evaluation.subject import Subject
+from trailmark.evaluation.subject import Subject, generating_by
 from trailmark.evaluation.summarization.suite import PROTOCOL, SummarizationSettings
 from trailmark.statistics import bootstrap_mean
 
@@ -182,9 +180,9 @@ class _Writer:
                 "tokenizer: expected one with an end-of-text token, which ends a summary, got none. Set eos_token."
             )
         self._before, self._after = tokenize_parts(["|Summary", ":"], self.tokenizer)
-        self.begin = [] if self.ours else beginning(self.tokenizer)
+        self.begin = subject.beginning
         self.context_length = settings.context_length
-        longest = None if self.ours else longest_text(self.model)
+        longest = subject.longest_text
         if self.context_length is None:
             trained = subject.run.get("training", {}).get("context_length")
             self.context_length = trained if subject.task == "summarization" else longest
@@ -217,7 +215,7 @@ class _Writer:
         # rows of like length together: little padding
         order = np.argsort([len(document) for document in documents], kind="stable")
         found: list[dict[str, Any]] = [{}] * len(texts)
-        with torch.random.fork_rng(), _plain_generation(self.model):
+        with torch.random.fork_rng(), generating_by(self.model, GenerationConfig()):
             torch.manual_seed(mix(self.settings.seed, first) % 2**63)
             for start in range(0, len(order), self.settings.batch_size):
                 rows = order[start : start + self.settings.batch_size]
@@ -276,14 +274,3 @@ class _Writer:
         own = ids[: ids.index(end)] if ended else ids
         text = self.tokenizer.decode(own, skip_special_tokens=True, clean_up_tokenization_spaces=False)
         return {"generated": text.strip(), "tokens": len(own), "ended": ended}
-
-
-@contextmanager
-def _plain_generation(model: Any) -> Iterator[None]:
-    """Without what a model's own files would add: a repetition penalty, beams, a temperature."""
-    own = model.generation_config
-    model.generation_config = GenerationConfig()
-    try:
-        yield
-    finally:
-        model.generation_config = own

@@ -291,11 +291,6 @@ class DRTForCausalLM(RetrievingForCausalLM):
     def layer_kinds(self) -> list[LayerKind]:
         return [*super().layer_kinds(), LayerKind([*self.retrievers], "nothing", opens_group=True)]
 
-    def retrieval_modules(self) -> list[nn.Module]:
-        upper: Any = self.upper_layers
-        reading = [part for layer in upper for part in (layer.gca_norm, layer.gca_q_proj, layer.gca_o_proj)]
-        return [self.encoder, self.retrievers, *reading]
-
     @classmethod
     def card_facts(cls, config: Mapping[str, Any]) -> CardFacts:
         return CardFacts(

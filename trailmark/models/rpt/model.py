@@ -274,12 +274,6 @@ class RPTForCausalLM(RetrievingForCausalLM):
         reading = LayerKind([layer for layer in upper if layer.reads])
         return [lower, encoder, reading, LayerKind([layer for layer in upper if not layer.reads])]
 
-    def retrieval_modules(self) -> list[nn.Module]:
-        parts = [self.encoder, self.retriever, self.augmentor, self.gate]
-        upper: Any = self.upper_layers
-        reading = [part for layer in upper if layer.reads for part in (layer.cca_norm, layer.cca)]
-        return [*(part for part in parts if part is not None), *reading]
-
     @classmethod
     def card_facts(cls, config: Mapping[str, Any]) -> CardFacts:
         return CardFacts(
