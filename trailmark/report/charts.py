@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from trailmark.files import write_text
 from trailmark.report.theme import LIGHT, SERIES, heat_ink, heat_level
-from trailmark.report.values import MISSING, number, short_length, shown
+from trailmark.values import MISSING, number, short_length, shown
 
 _MARKERS = "osD^vPX*"
 _DASHES = ("-", (0, (5, 1.6)), (0, (1.2, 1.4)), (0, (5, 1.4, 1.2, 1.4)))

@@ -19,7 +19,7 @@ import yaml
 
 from trailmark.data.trained import trained_length
 from trailmark.evaluation.suite import suites
-from trailmark.report.values import grouped, visible
+from trailmark.values import grouped, visible
 
 _KIND = "trailmark evaluation"  # of the files that trailmark/evaluation/record.py writes
 _FORMAT = 1

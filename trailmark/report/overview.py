@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from trailmark.evaluation.suite import Column, Suite, Tile
+from trailmark.evaluation.tables import Table, table_of
 from trailmark.report.collect import Collected, Demo, Model, Result, Training
 from trailmark.report.sections import Folded, Part, Section
-from trailmark.report.tables import Table, table_of
-from trailmark.report.values import grouped, setting
+from trailmark.values import grouped, setting
 
 _MODELS = (
     Column("model", "label"),

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from trailmark.evaluation.suite import Column, Row, Suite, Tile
+from trailmark.evaluation.tables import Table, table_of
 from trailmark.report.collect import MOST_GENERATIONS, Collected, Result, generations
 from trailmark.report.figures import Figure, Figures, charts_of, chunk_charts
-from trailmark.report.tables import Table, table_of
-from trailmark.report.values import MISSING, grouped, shown
+from trailmark.values import MISSING, grouped, shown
 
 _MOST_WRITTEN = 3  # of what a model wrote, for each result
 _MOST_WRITTEN_IN_ALL = 24

@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from trailmark.evaluation.suite import Column, Row
+from trailmark.evaluation.tables import table_of
 from trailmark.report.charts import Line, LineChart, Panel, points_of
 from trailmark.report.collect import Collected, Training
 from trailmark.report.figures import Figures
 from trailmark.report.sections import Part, Section
-from trailmark.report.tables import table_of
-from trailmark.report.values import duration, number
+from trailmark.values import duration, number
 
 _POINTS = 40  # of a curve that stand in its table
 _CURVES = {

@@ -254,35 +254,6 @@ def _duration(seconds: float) -> str:
 
 # --- results ---------------------------------------------------------------------------------------------------
 
-# of each suite: its title, and its columns: header, the name in a result or its settings, how it is written
-_Column = tuple[str, str, str]
-_SUITES: dict[str, tuple[str, tuple[_Column, ...]]] = {
-    "needles": (
-        "Needles",
-        (
-            ("kind", "kind", ""), ("tokens", "length", ""), ("depth", "depth", "place"), ("needles", "needles", ""),
-            ("questions", "questions", ""), ("right", "accuracy", ".3f"), ("95% interval", "accuracy", "interval.3f"),
-            ("chunk retrieved", "recall", ".3f"),
-        ),
-    ),
-    "perplexity": (
-        "Perplexity",
-        (
-            ("read as", "windows", "setting"), ("length", "length", ""), ("tokens scored", "tokens", ""),
-            ("perplexity", "perplexity", ".4g"), ("95% interval", "perplexity", "interval.4g"),
-            ("per word", "word_perplexity", ".4g"), ("bits per byte", "bits_per_byte", ".4f"),
-        ),
-    ),
-    "summarization": (
-        "Summarization",
-        (
-            ("documents", "documents", ""),
-            ("ROUGE-1", "rouge1", "rouge"), ("95% interval", "rouge1", "rouge interval"),
-            ("ROUGE-2", "rouge2", "rouge"), ("95% interval", "rouge2", "rouge interval"),
-            ("ROUGE-L", "rougeL", "rouge"), ("95% interval", "rougeL", "rouge interval"),
-        ),
-    ),
-}  # fmt: skip
 _ENVIRONMENT = ("trailmark", "torch", "transformers", "python", "processor", "gpu", "threads", "date")
 
 
@@ -293,23 +264,68 @@ def _results(evaluations: Sequence[Json], changed_since: bool) -> list[str]:
         return [f"Nothing was measured of these weights.{why}"]
     parts = []
     for record in shown:
-        suite = str(record.get("suite"))
-        results = _whole(record)
-        if suite not in _SUITES:
-            parts += [f"### {plain(suite)}", f"{len(results):,} results, which trailmark report shows."]
-            continue
-        title, columns = _SUITES[suite]
-        shown_already = {"suite", *(name for _, name, _ in columns)}
-        common, varying = _settings(results, shown_already)
-        common = {name: value for name, value in common.items() if name not in shown_already}
-        headers = [header for header, _, _ in columns] + ["also"] * bool(varying) + ["run"]
-        rows = []
-        for result in results:
-            also = ", ".join(_setting(name, _mapping(result.get("settings")).get(name)) for name in varying)
-            rows.append([_cell(result, *column[1:]) for column in columns] + [also] * bool(varying))
-            rows[-1].append(_shown(_environment_number(result)))
-        parts += [f"### {title}", _table(headers, rows), _how(suite, record, results, common)]
+        header, rows = _kept_table(record) or _plain_table(record)
+        numbered = [[*cells, _shown(_environment_number(result))] for result, cells in rows]
+        table = _table([*map(plain, header), "run"], numbered)
+        parts += [f"### {plain(_title(record))}", table, _how(record)]
     return parts
+
+
+def _title(record: Json) -> object:
+    return _mapping(record.get("card")).get("title") or record.get("suite")
+
+
+_Rows = list[tuple[Json, list[str]]]  # a result, and the cells that are shown of it
+
+
+def _kept_table(record: Json) -> tuple[Sequence[object], _Rows] | None:
+    """The table that the record keeps for the card; None where an older version wrote the record."""
+    card, results = _mapping(record.get("card")), record["results"]
+    header, rows = card.get("header"), card.get("rows")
+    if not isinstance(header, list) or not isinstance(rows, list):
+        return None
+    kept: _Rows = []
+    for row in rows:
+        number, cells = _mapping(row).get("result"), _mapping(row).get("cells")
+        if not isinstance(number, int) or not 0 <= number < len(results) or not isinstance(cells, list):
+            return None
+        kept.append((_mapping(results[number]), [_shown(cell) for cell in cells]))
+    return header, kept
+
+
+def _plain_table(record: Json) -> tuple[Sequence[object], _Rows]:
+    """The settings that tell results apart, and all that was measured, under their own names."""
+    results = _whole(record)
+    _, varying = _settings(results)
+    found = dict.fromkeys(
+        name for result in results for name in result if name not in (*_OF_A_RECORD, *varying)
+    )
+
+    def measured(result: Json, name: str) -> str:
+        value = result.get(name)
+        value = value.get("f") if _scored(value) else value
+        return _shown(value, ".4g") if _finite(value) else "-"
+
+    names = [name for name in found if any(measured(result, name) != "-" for result in results)]
+    rows = []
+    for result in results:
+        told = [_shown(_mapping(result.get("settings")).get(name), "g") for name in varying]
+        rows.append((result, [*told, *(measured(result, name) for name in names)]))
+    return [*varying, *names], rows
+
+
+_OF_A_RECORD = (
+    "id",
+    "settings",
+    "environment",
+    "seconds",
+    "command",
+)  # of each result, whatever was measured
+
+
+def _scored(value: object) -> TypeGuard[Json]:
+    """Whether it is a score with its interval, as ROUGE's."""
+    return isinstance(value, Mapping) and {"f", "low", "high"} <= value.keys()
 
 
 def _whole(record: Json) -> list[Json]:
@@ -318,28 +334,8 @@ def _whole(record: Json) -> list[Json]:
     return [result for result in results if _mapping(result.get("settings")).get("block") is None]
 
 
-def _cell(result: Json, name: str, form: str) -> str:
-    settings = _mapping(result.get("settings"))
-    if form == "setting":  # a result may call something else so
-        return _shown(settings.get(name))
-    value = result[name] if name in result else settings.get(name)
-    if form == "place":
-        return "anywhere" if value is None and name in settings else _shown(value, "g")
-    if form.startswith("rouge"):
-        scores = _mapping(value)
-        return _interval(scores, "", ".4f") if form.endswith("interval") else _shown(scores.get("f"), ".4f")
-    if form.startswith("interval"):
-        return _interval(result, f"{name}_", form.removeprefix("interval"))
-    return _shown(value, form or "g")
-
-
-def _interval(fields: Json, prefix: str, digits: str) -> str:
-    low, high = fields.get(f"{prefix}low"), fields.get(f"{prefix}high")
-    return f"{low:{digits}} to {high:{digits}}" if _finite(low) and _finite(high) else "-"
-
-
-def _settings(results: Sequence[Json], columns: set[str]) -> tuple[dict[str, object], list[str]]:
-    """The settings that all results share, and the names of those that tell them apart and are no columns."""
+def _settings(results: Sequence[Json]) -> tuple[dict[str, object], list[str]]:
+    """The settings that all results share, and the names of those that tell them apart."""
     if not results:
         return {}, []
     settings = [_mapping(result.get("settings")) for result in results]
@@ -349,7 +345,7 @@ def _settings(results: Sequence[Json], columns: set[str]) -> tuple[dict[str, obj
         for name in names
         if all(_same(one, settings[0], name) for one in settings)
     }
-    return common, [name for name in names if name not in common and name not in columns]
+    return common, [name for name in names if name not in common]
 
 
 def _same(one: Json, other: Json, name: str) -> bool:
@@ -365,14 +361,20 @@ def _environment_number(result: Json) -> int | None:
     return number + 1 if isinstance(number, int) else None
 
 
-def _how(suite: str, record: Json, results: Sequence[Json], common: Json) -> str:
+def _how(record: Json) -> str:
+    results = _whole(record)
+    common, _ = _settings(results)
     said = "Measured"
     model = _mapping(record.get("model"))
     if model.get("dtype"):
         said += f" in {plain(model['dtype'])}"
     if changed := _mapping(model.get("set")):
         said += ", with " + ", ".join(_setting(name, value) for name, value in changed.items()) + " set"
-    told = [_setting(name, value) for name, value in common.items() if value not in (None, {}, [])]
+    told = [
+        _setting(name, value)
+        for name, value in common.items()
+        if name != "suite" and value not in (None, {}, [])
+    ]
     if told:
         said += f"; in all: {', '.join(told)}"
     lines = [f"{said}."]
@@ -406,18 +408,10 @@ def _limits(
         said.append(
             f"{'Once trained' if changed_since else 'Trained'} on texts of at most {trained:,} tokens."
         )
-    for suite, (title, columns) in _SUITES.items():
-        if not any(name == "length" for _, name, _ in columns):
-            continue
-        lengths = [
-            _mapping(result).get("length")
-            for record in evaluations
-            if record.get("suite") == suite
-            for result in record["results"]
-        ]
-        found = [length for length in lengths if _finite(length)]
+    for record in evaluations:
+        found = [length for result in record["results"] if _finite(length := _mapping(result).get("length"))]
         if found:
-            said.append(f"{title}: measured from {min(found):,} to {max(found):,} tokens.")
+            said.append(f"{plain(_title(record))}: measured from {min(found):,} to {max(found):,} tokens.")
     said.append("What this card does not name was not measured: other texts, languages, tasks and lengths.")
     return " ".join(said)
 
@@ -452,22 +446,13 @@ def _front_matter(name: str, tags: Sequence[str], evaluations: Sequence[Json]) -
     return f"---\n{data.to_yaml()}\n---"
 
 
-_HUB_METRICS = {
-    "needles": (("accuracy", "accuracy", "answers right"),),
-    "perplexity": (("perplexity", "perplexity", "perplexity"),),
-    "summarization": (
-        ("rouge1", "rouge1", "ROUGE-1"), ("rouge2", "rouge2", "ROUGE-2"), ("rougeL", "rougeL", "ROUGE-L")
-    ),
-}  # fmt: skip
-
-
 def _hub_results(record: Json) -> Iterable[EvalResult]:
     """What the hub lists beside a model: of results under the model's own configuration."""
     suite = str(record.get("suite"))
     if _mapping(_mapping(record.get("model")).get("set")):
         return
     results = [r for r in _whole(record) if not _mapping(_mapping(r.get("settings")).get("set"))]
-    _, varying = _settings(results, set())
+    _, varying = _settings(results)
     always = [name for name in ("kind", "format", "windows", "protocol") if name not in varying]
     for result in results:
         settings = _mapping(result.get("settings"))
@@ -477,17 +462,18 @@ def _hub_results(record: Json) -> Iterable[EvalResult]:
             for name, value in named
             if name in varying or value is not None
         )
-        for field, metric, title in _HUB_METRICS.get(suite, ()):
-            value = result.get(field)
-            if isinstance(value, Mapping):
+        for name, value in result.items():
+            if _scored(value):
                 value = value.get("f")
+            elif f"{name}_low" not in result:
+                continue  # no measure, or one of no known error
             if _finite(value):
                 yield EvalResult(
                     task_type="text-generation",
                     dataset_type=f"trailmark-{suite}",
                     dataset_name=one_line(f"{suite}: {cell}" if cell else suite),
                     dataset_config=one_line(cell) or None,  # the hub takes those of one for the same
-                    metric_type=metric,
-                    metric_name=title,
+                    metric_type=name,
+                    metric_name=name,
                     metric_value=value,
                 )

@@ -22,8 +22,8 @@ from trailmark import __version__
 from trailmark.files import expect_writable, replacing, write_text
 from trailmark.report.explorer.data import Document, collect, pack
 from trailmark.report.rendering import render
-from trailmark.report.values import count, listed, visible
 from trailmark.trace.lines import Entry, TraceHeader, encode
+from trailmark.values import count, listed, visible
 
 # joined in this order; all share one scope
 SCRIPTS = (
