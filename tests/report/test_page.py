@@ -443,11 +443,20 @@ def test_a_curve_is_of_one_text(tmp_path: Path) -> None:
         cell["settings"]["text"] = "ab"[n // 2] * 64
     runs.record(tmp_path, "perplexity", cells)
     page, _ = report(tmp_path)
-    assert page.words.count("Windows of the text: perplexity by length: numbers") == 2
-    assert [words for words in page.words if words.startswith("Text: ")] == [
-        "Text: aaaaaaaa.",
-        "Text: bbbbbbbb.",
-    ]
+    for text in ("aaaaaaaa", "bbbbbbbb"):
+        assert f"Windows of the text (Text: {text}): perplexity by length: numbers" in page.words
+        assert f"Text: {text}." in page.words
+
+
+@pytest.mark.usefixtures("undrawn")
+def test_what_models_wrote_for_version_0_1_0_is_shown(tmp_path: Path) -> None:
+    answer = {"id": "needles0", "answer": "48213", "text": "11111", "correct": False}
+    runs.record(tmp_path / "m" / "evaluation", "needles", [runs.needle(1024)], lines=[answer])
+    summary = {"id": "summarization0", "document": "All of it.", "summary": "It.", "text": "Else."}
+    runs.record(tmp_path / "m" / "evaluation", "summarization", [runs.rouge()], lines=[summary])
+    page, _ = report(tmp_path)
+    assert ["m", "1,024", "48213", "11111", "no"] in page.rows
+    assert ["m", "All of it.", "It.", "Else."] in page.rows
 
 
 @pytest.mark.usefixtures("undrawn")

@@ -168,7 +168,9 @@ def _heat_chart(chart: declared.HeatMap, series: Sequence[Series]) -> Iterator[C
             y_label=chart.y_label,
             what=chart.title,
         )
-    yield from _left_out("Heat maps", [heat.title for heat in maps[_MOST_MAPS:]], "their numbers stand in the table below")
+    yield from _left_out(
+        "Heat maps", [heat.title for heat in maps[_MOST_MAPS:]], "their numbers stand in the table below"
+    )
 
 
 def _bar_chart(chart: declared.Bars, rows: Sequence[Row]) -> Iterator[Chart]:
@@ -214,7 +216,9 @@ def chunk_charts(suite: Suite, rows: Sequence[Row]) -> Iterator[Chart | str]:
             elif farthest is not None:
                 drawn += 1
                 yield _chunk_chart(suite, chart, farthest, group)
-        where = f"what was read for each question stands in {suite.name}.generations.jsonl beside their records"
+        where = (
+            f"what was read for each question stands in {suite.name}.generations.jsonl beside their records"
+        )
         yield from _left_out(f"The {chart.title}", left_out, where)
 
 

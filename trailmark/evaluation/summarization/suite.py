@@ -156,6 +156,7 @@ SUITE = register(
         ),
         rows=_rows,
         written=(
+            Column("document", "document", text=True),
             Column("reference", "reference", text=True),
             Column("generated", "generated", text=True),
         ),
