@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 _Item = TypeVar("_Item")
@@ -136,3 +136,14 @@ def grouped(items: Iterable[_Item], key: Callable[[_Item], _Key]) -> dict[_Key, 
     for item in items:
         groups.setdefault(key(item), []).append(item)
     return groups
+
+
+def in_common(cells: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Any], list[str]]:
+    """What all cells share, and the names of what tells them apart."""
+    names = dict.fromkeys(name for cell in cells for name in cell)
+    common = {
+        name: cells[0][name]
+        for name in names
+        if all(name in cell and cell[name] == cells[0][name] for cell in cells)
+    }
+    return common, [name for name in names if name not in common]

@@ -17,8 +17,8 @@ from typing import Any
 
 import yaml
 
-from trailmark.data.trained import trained_length
 from trailmark.evaluation.suite import suites
+from trailmark.trained import trained_length
 from trailmark.values import grouped, visible
 
 _KIND = "trailmark evaluation"  # of the files that trailmark/evaluation/record.py writes

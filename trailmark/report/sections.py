@@ -126,7 +126,7 @@ def _written(suite: Suite, rows: Sequence[Row]) -> list[Folded]:
         return sorted(lines, key=lambda line: line.get("correct") is not False)
 
     def named(line: Row) -> Row:
-        return {_SAID_BEFORE[name]: text for name, text in line.items() if name in _SAID_BEFORE} | line
+        return {_SAID_BEFORE[name]: text for name, text in line.items() if name in _SAID_BEFORE} | dict(line)
 
     lines = wrong_first(
         {"model": row["model"], "length": row.get("length"), **named(line)}

@@ -18,10 +18,11 @@ from typing import Any, TypeGuard
 from huggingface_hub import EvalResult, ModelCardData
 
 from trailmark.models.registry import MODELS
+from trailmark.trained import trained_length
+from trailmark.values import in_common
 
 Json = Mapping[str, Any]
 
-# model type: what it is, and the papers that it is from: title, arXiv id
 _SIZES = (
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_lower_layers", "num_encoder_layers",
     "num_attention_heads", "num_key_value_heads", "sliding_window", "window_position", "chunk_size",
@@ -29,15 +30,8 @@ _SIZES = (
     "local_length", "max_position_embeddings", "block_size", "num_states", "dtype",
 )  # fmt: skip
 _DATA = (
-    "task",
-    "paths",
-    "tokenizer",
-    "neighbours",
-    "early_landmarks",
-    "hops",
-    "distractors",
-    "num_landmarks",
-)
+    "task", "paths", "tokenizer", "neighbours", "early_landmarks", "hops", "distractors", "num_landmarks"
+)  # fmt: skip
 _TRAINING = (
     "tokens_per_step", "context_length", "precision", "optimizer", "learning_rate", "matrix_learning_rate", "seed"
 )  # fmt: skip
@@ -336,20 +330,7 @@ def _whole(record: Json) -> list[Json]:
 
 def _settings(results: Sequence[Json]) -> tuple[dict[str, object], list[str]]:
     """The settings that all results share, and the names of those that tell them apart."""
-    if not results:
-        return {}, []
-    settings = [_mapping(result.get("settings")) for result in results]
-    names = list(dict.fromkeys(name for one in settings for name in one))
-    common = {
-        name: settings[0].get(name)
-        for name in names
-        if all(_same(one, settings[0], name) for one in settings)
-    }
-    return common, [name for name in names if name not in common]
-
-
-def _same(one: Json, other: Json, name: str) -> bool:
-    return name in one and name in other and bool(one[name] == other[name])
+    return in_common([_mapping(result.get("settings")) for result in results])
 
 
 def _setting(name: str, value: object) -> str:
@@ -403,7 +384,7 @@ def _limits(
     config: Json, run: Json | None, history: Json | None, evaluations: Sequence[Json], changed_since: bool
 ) -> str:
     said = []
-    trained = _trained_length(config, run or {}, history or {})
+    trained = trained_length(config, run, history)
     if trained is not None:
         said.append(
             f"{'Once trained' if changed_since else 'Trained'} on texts of at most {trained:,} tokens."
@@ -414,19 +395,6 @@ def _limits(
             said.append(f"{plain(_title(record))}: measured from {min(found):,} to {max(found):,} tokens.")
     said.append("What this card does not name was not measured: other texts, languages, tasks and lengths.")
     return " ".join(said)
-
-
-def _trained_length(config: Json, run: Json, history: Json) -> int | None:
-    """Tokens of the longest training text; as trailmark/data/trained.py, which models may not import."""
-    data, training = _mapping(run.get("data")), _mapping(run.get("training"))
-    if data.get("task") != "needles":
-        length = training.get("context_length")
-        return length if isinstance(length, int) else None
-    levels = history.get("levels")  # of its curriculum, in chunks
-    chunks = [_mapping(level).get("chunks") for level in levels] if isinstance(levels, list) else []
-    counts = [count for count in chunks if isinstance(count, int)]
-    size = config.get("chunk_size") or data.get("chunk_size")
-    return max(counts) * size if counts and isinstance(size, int) else None
 
 
 # --- for the hub -----------------------------------------------------------------------------------------------
