@@ -20,6 +20,17 @@ def visible(text: str) -> str:
     return _UNSEEN.sub("\ufffd", text)
 
 
+def all_visible(content: Any) -> Any:
+    """JSON with all its texts as :func:`visible` has them, keys too."""
+    if isinstance(content, str):
+        return visible(content)
+    if isinstance(content, list | tuple):
+        return [all_visible(part) for part in content]
+    if isinstance(content, dict):
+        return {all_visible(key): all_visible(part) for key, part in content.items()}
+    return content
+
+
 def number(value: Any) -> float | None:
     """``value`` if it is a finite number, else None."""
     if isinstance(value, bool) or not isinstance(value, int | float):

@@ -111,7 +111,7 @@ def _line_chart(chart: declared.Lines, series: Sequence[Series]) -> Iterator[Cha
     for panel in chart.panels:
         lines = []
         for one in series:
-            points = _points(chart.points(one.rows), chart.x, panel)
+            points = points_of(chart.points(one.rows), chart.x, panel)
             if len(points) > 1:
                 lines.append(Line(one.label, one.look, points))
                 drawn.add(one.label)
@@ -135,7 +135,7 @@ def _line_chart(chart: declared.Lines, series: Sequence[Series]) -> Iterator[Cha
     )
 
 
-def _points(rows: Iterable[Row], x: declared.Value, panel: declared.Panel) -> list[Point]:
+def points_of(rows: Iterable[Row], x: declared.Value, panel: declared.Panel) -> list[Point]:
     """In the order of x; of several rows with the same x the last one counts."""
     points = {}
     for row in rows:

@@ -234,9 +234,13 @@ def _last_part(path: object) -> str:
     )
 
 
-def _without_folders(text: str) -> str:
-    """Of the places on a disk in it, the last parts: the others are nobody's business."""
-    return re.sub(r"(?<![\w.~-])~?/[^,\]\s]*", lambda match: _last_part(match[0]), text)
+def _without_folders(value: Any) -> Any:
+    """Of the places on a disk in a text or a list of texts, the last parts: the others are nobody's business."""
+    if isinstance(value, list):
+        return [_without_folders(part) for part in value]
+    if not isinstance(value, str):
+        return value
+    return re.sub(r"(?<![\w.~-])~?/[^,\]\s]*", lambda match: _last_part(match[0]), value)
 
 
 def _duration(seconds: float) -> str:
@@ -283,7 +287,7 @@ def _kept_table(record: Json) -> tuple[Sequence[object], _Rows] | None:
         number, cells = _mapping(row).get("result"), _mapping(row).get("cells")
         if not isinstance(number, int) or not 0 <= number < len(results) or not isinstance(cells, list):
             return None
-        kept.append((_mapping(results[number]), [_shown(cell) for cell in cells]))
+        kept.append((_mapping(results[number]), [_shown(_without_folders(cell)) for cell in cells]))
     return header, kept
 
 
@@ -334,7 +338,7 @@ def _settings(results: Sequence[Json]) -> tuple[dict[str, object], list[str]]:
 
 
 def _setting(name: str, value: object) -> str:
-    return f"{plain(name)} {_shown(_without_folders(value) if isinstance(value, str) else value, 'g')}"
+    return f"{plain(name)} {_shown(_without_folders(value), 'g')}"
 
 
 def _environment_number(result: Json) -> int | None:
