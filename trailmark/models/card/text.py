@@ -7,7 +7,6 @@ stands in a card that is not in them, and whatever they say is shown as text, ne
 from __future__ import annotations
 
 import json
-import math
 import re
 import shlex
 import unicodedata
@@ -19,7 +18,7 @@ from huggingface_hub import EvalResult, ModelCardData
 
 from trailmark.models.registry import MODELS
 from trailmark.trained import trained_length
-from trailmark.values import in_common
+from trailmark.values import in_common, number
 
 Json = Mapping[str, Any]
 
@@ -127,7 +126,7 @@ def _mapping_table(fields: Json, names: Sequence[str], header: str) -> str:
 
 
 def _finite(value: object) -> TypeGuard[int | float]:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    return number(value) is not None
 
 
 def _mapping(value: object) -> Json:
@@ -364,10 +363,10 @@ def _how(record: Json) -> str:
         said += f"; in all: {', '.join(told)}"
     lines = [f"{said}."]
     environments = record.get("environments")
-    for number, environment in enumerate(environments if isinstance(environments, list) else (), start=1):
+    for place, environment in enumerate(environments if isinstance(environments, list) else (), start=1):
         fields = _mapping(environment)
         named = [_setting(name, fields[name]) for name in _ENVIRONMENT if fields.get(name) is not None]
-        lines.append(f"Run {number}: {', '.join(named)}.")
+        lines.append(f"Run {place}: {', '.join(named)}.")
     commands = dict.fromkeys(_command(r["command"]) for r in results if isinstance(r.get("command"), str))
     # an indented line ends where the line ends, whatever it holds
     return "\n\n".join([*lines, "\n".join(f"    {command}" for command in commands)]).rstrip()
