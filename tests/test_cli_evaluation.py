@@ -152,7 +152,10 @@ def test_the_card_shows_what_was_measured(trained: Path, tmp_path: Path, command
         shutil.copytree(trained / name, tmp_path / name)
     options = ("--suite", "cost", "--lengths", "40", "--tiers", "device", "--generate", "2", "--rounds", "1")
     assert command("evaluate", tmp_path / "run", tmp_path / "window", *options)[0] == 0
-    assert "### cost\n\n1 results" in (tmp_path / "run" / "README.md").read_text()
+    card = (tmp_path / "run" / "README.md").read_text()
+    assert "### Cost" in card
+    assert all(f"| {name} | 40 | device | " in card for name in ("run", "window"))
+    assert str(tmp_path) not in card
     environments = read_json(tmp_path / "run" / "evaluation" / "cost.json")["environments"]
     assert environments[0]["device"] == ("cuda" if torch.cuda.is_available() else "cpu")
 

@@ -13,8 +13,8 @@ from tables import Columns, Row, machine, record, table
 from case_study.baselines import RULES
 from case_study.scores import VARIANTS
 from trailmark.report.console import duration
-from trailmark.report.values import listed
 from trailmark.statistics import wilson_interval
+from trailmark.values import listed
 
 Record = dict[str, Any]
 

@@ -145,7 +145,6 @@ def test_a_page_shows_a_new_suite(trained: Path, tmp_path: Path, command: Comman
         assert shown in page, shown
 
 
-@pytest.mark.xfail(strict=True, reason="models/card.py has a list of suites of its own yet")
 def test_a_card_shows_a_new_suite(trained: Path, command: Command, toy: Suite) -> None:
     ask = ("evaluate", trained / "run", "--suite", "toy", "--text", trained / "text.txt")
     assert command(*ask)[0] == 0

@@ -20,8 +20,8 @@ from trailmark.report import charts
 from trailmark.report.collect import collect
 from trailmark.report.page import Built, build
 from trailmark.report.sections import rows_of
-from trailmark.report.values import percent
 from trailmark.statistics import wilson_interval
+from trailmark.values import percent
 
 pytest.importorskip("matplotlib")
 HOSTILE = "</style></script><script>alert(1)</script><img src=x onerror=alert(2)>\"'&"
@@ -373,11 +373,14 @@ def test_of_many_models_some_are_drawn_and_the_others_named(tmp_path: Path) -> N
         runs.record(tmp_path / f"m{n:02}" / "evaluation", "needles", cells)
     page, _ = report(tmp_path)
     assert (
-        "Heat maps of 6 more are not drawn; their numbers stand in the tables and records: "
-        "m08, m09, m10, m11, m12, m13." in page.words
+        "Heat maps of 6 more are not drawn; their numbers stand in the table below: m08, m09, m10, m11, m12, m13."
+        in page.words
     )
-    (chunks,) = (words for words in page.words if words.startswith("chunks read of 10 more are not drawn"))
-    assert chunks.endswith(": " + ", ".join(f"m{n:02}" for n in range(4, 14)) + ".")
+    (chunks,) = (
+        words for words in page.words if words.startswith("The chunks read of 10 more are not drawn")
+    )
+    left_out = ", ".join(f"m{n:02}" for n in range(4, 14))
+    assert chunks.endswith(f"needles.generations.jsonl beside their records: {left_out}.")
     assert sum("chunks read at 4,096 tokens: numbers" in words for words in page.words) == 4
     assert len([row for row in page.rows if row[0] == "m13"]) >= 4  # its cells are in the table
 
@@ -440,11 +443,20 @@ def test_a_curve_is_of_one_text(tmp_path: Path) -> None:
         cell["settings"]["text"] = "ab"[n // 2] * 64
     runs.record(tmp_path, "perplexity", cells)
     page, _ = report(tmp_path)
-    assert page.words.count("Windows of the text: perplexity by length: numbers") == 2
-    assert [words for words in page.words if words.startswith("Text: ")] == [
-        "Text: aaaaaaaa.",
-        "Text: bbbbbbbb.",
-    ]
+    for text in ("aaaaaaaa", "bbbbbbbb"):
+        assert f"Windows of the text (Text: {text}): perplexity by length: numbers" in page.words
+        assert f"Text: {text}." in page.words
+
+
+@pytest.mark.usefixtures("undrawn")
+def test_what_models_wrote_for_version_0_1_0_is_shown(tmp_path: Path) -> None:
+    answer = {"id": "needles0", "answer": "48213", "text": "11111", "correct": False}
+    runs.record(tmp_path / "m" / "evaluation", "needles", [runs.needle(1024)], lines=[answer])
+    summary = {"id": "summarization0", "document": "All of it.", "summary": "It.", "text": "Else."}
+    runs.record(tmp_path / "m" / "evaluation", "summarization", [runs.rouge()], lines=[summary])
+    page, _ = report(tmp_path)
+    assert ["m", "1,024", "48213", "11111", "no"] in page.rows
+    assert ["m", "All of it.", "It.", "Else."] in page.rows
 
 
 @pytest.mark.usefixtures("undrawn")

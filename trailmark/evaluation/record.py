@@ -27,6 +27,8 @@ import torch
 import transformers
 
 from trailmark import __version__
+from trailmark.evaluation.suite import suites
+from trailmark.evaluation.tables import card_table
 from trailmark.files import expect_writable, write_json, write_text
 from trailmark.models.card.files import RECORD_FORMAT, RECORD_KIND, config_sha256, weights_sha256
 from trailmark.models.causal_lm import fingerprint
@@ -139,6 +141,8 @@ class Record:
         }
         result |= {"command": self.command} | found
         content = self.content | {"environments": environments, "results": [*self.results, result]}
+        if (suite := suites().get(self.suite)) is not None:
+            content |= {"card": card_table(suite, content["results"])}
         written = self.generations_path.stat().st_size if self.generations_path.exists() else 0
         try:
             if lines:

@@ -17,12 +17,12 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Genera
 from trailmark.data.corpus import Tokens, load_tokenizer, read_texts, standard_library_texts, tokenize
 from trailmark.data.needles.curriculum_texts import CURRICULUM
 from trailmark.data.neighbours.trained_embedders import embedder_of
-from trailmark.data.trained import trained_length
 from trailmark.evaluation.losses import beginning, longest_text
 from trailmark.evaluation.record import environment, identity
 from trailmark.files import read_json
 from trailmark.models import MODELS, TrailmarkForCausalLM
 from trailmark.models.fields import parse_fields
+from trailmark.trained import trained_length
 
 MANIFEST = "manifest.json"  # of a checkpoint: it names all files there, and others would be found by verify
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")  # OWNER/NAME, or a name alone

@@ -12,7 +12,6 @@ name, "model" for the name of the model that the row is about, and "train_length
 from __future__ import annotations
 
 import importlib
-import math
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from trailmark.settings import Settings, as_text, gathered, nearest, setting, words
+from trailmark.values import number
 
 if TYPE_CHECKING:
     from trailmark.evaluation.documents import Documents
@@ -330,25 +330,6 @@ def tiers() -> tuple[str, ...]:
     from trailmark.memory.tiers.base import TIERS
 
     return tuple(TIERS)
-
-
-def quantity(value: float) -> str:
-    """Tokens as a reader takes them in: ``64K``, ``1M``, and ``1,000`` where it is no multiple of 1024."""
-    whole = round(value)
-    for size, unit in ((1 << 30, "G"), (1 << 20, "M"), (1 << 10, "K")):
-        if whole and whole % size == 0:
-            return f"{whole // size}{unit}"
-    return f"{whole:,}"
-
-
-def number(value: Any) -> float | None:
-    """``value`` if it is a finite number, else None: a record may come from another version, or be damaged."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return None
-    try:
-        return float(value) if math.isfinite(value) else None
-    except OverflowError:  # a whole number beyond what a float holds
-        return None
 
 
 def longest(rows: Sequence[Row], name: str = "length") -> list[Row]:

@@ -9,14 +9,14 @@ from __future__ import annotations
 import importlib.util
 import io
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from trailmark.files import write_text
 from trailmark.report.theme import LIGHT, SERIES, heat_ink, heat_level
-from trailmark.report.values import MISSING, number, short_length, shown
+from trailmark.values import MISSING, short_length, shown
 
 _MARKERS = "osD^vPX*"
 _DASHES = ("-", (0, (5, 1.6)), (0, (1.2, 1.4)), (0, (5, 1.4, 1.2, 1.4)))
@@ -137,16 +137,6 @@ class Line:
     look: int
     points: Sequence[Point]
     marked: bool = True
-
-
-def points_of(rows: Iterable[Mapping[str, Any]], x: str, y: str) -> list[Point]:
-    """A point for each row that holds both numbers, with the interval ``<y>_low`` to ``<y>_high`` where it is known."""
-    points = [
-        Point(at, value, number(row.get(f"{y}_low")), number(row.get(f"{y}_high")))
-        for row in rows
-        if (at := number(row.get(x))) is not None and (value := number(row.get(y))) is not None
-    ]
-    return sorted(points, key=lambda point: point.x)
 
 
 @dataclass(frozen=True)

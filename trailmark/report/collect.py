@@ -17,9 +17,9 @@ from typing import Any
 
 import yaml
 
-from trailmark.data.trained import trained_length
 from trailmark.evaluation.suite import suites
-from trailmark.report.values import grouped, visible
+from trailmark.trained import trained_length
+from trailmark.values import all_visible, grouped, visible
 
 _KIND = "trailmark evaluation"  # of the files that trailmark/evaluation/record.py writes
 _FORMAT = 1
@@ -288,7 +288,9 @@ class _Reader:
             return
         run: dict[str, Any] = {}
         try:
-            run = _mapping(_visible(yaml.safe_load((path.parent / "run.yaml").read_text(encoding="utf-8"))))
+            run = _mapping(
+                all_visible(yaml.safe_load((path.parent / "run.yaml").read_text(encoding="utf-8")))
+            )
         except FileNotFoundError:
             pass  # the curves need no settings
         except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
@@ -346,17 +348,7 @@ def _mapping(value: Any) -> dict[str, Any]:
 def _parsed(text: str) -> Any:
     """JSON whose texts can stand in a page and in a figure, keys too."""
     content = json.loads(text)
-    return _visible(content) if _PERHAPS_UNSEEN.search(text) else content
-
-
-def _visible(content: Any) -> Any:
-    if isinstance(content, str):
-        return visible(content)
-    if isinstance(content, list):
-        return [_visible(part) for part in content]
-    if isinstance(content, dict):
-        return {_visible(key): _visible(part) for key, part in content.items()}
-    return content
+    return all_visible(content) if _PERHAPS_UNSEEN.search(text) else content
 
 
 def _head(path: Path) -> str:

@@ -8,7 +8,7 @@ import time
 from collections.abc import Mapping
 from typing import TextIO
 
-from trailmark.report.values import duration, size
+from trailmark.values import duration, size
 
 __all__ = ["Progress", "bar", "duration", "measured", "preparing_line", "size", "table_line", "training_line"]
 

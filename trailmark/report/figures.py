@@ -12,6 +12,7 @@ from markupsafe import Markup
 
 from trailmark.evaluation import suite as declared
 from trailmark.evaluation.suite import Row, Suite, read
+from trailmark.evaluation.tables import Table
 from trailmark.report.charts import (
     Asked,
     Bar,
@@ -27,8 +28,7 @@ from trailmark.report.charts import (
     Point,
 )
 from trailmark.report.svg import inline
-from trailmark.report.tables import Table
-from trailmark.report.values import count, grouped, number, short_length
+from trailmark.values import count, grouped, number, short_length
 
 # of many models more of them would be neither read nor quickly drawn
 _MOST_MAPS = 8
@@ -111,7 +111,7 @@ def _line_chart(chart: declared.Lines, series: Sequence[Series]) -> Iterator[Cha
     for panel in chart.panels:
         lines = []
         for one in series:
-            points = _points(chart.points(one.rows), chart.x, panel)
+            points = points_of(chart.points(one.rows), chart.x, panel)
             if len(points) > 1:
                 lines.append(Line(one.label, one.look, points))
                 drawn.add(one.label)
@@ -135,7 +135,7 @@ def _line_chart(chart: declared.Lines, series: Sequence[Series]) -> Iterator[Cha
     )
 
 
-def _points(rows: Iterable[Row], x: declared.Value, panel: declared.Panel) -> list[Point]:
+def points_of(rows: Iterable[Row], x: declared.Value, panel: declared.Panel) -> list[Point]:
     """In the order of x; of several rows with the same x the last one counts."""
     points = {}
     for row in rows:
@@ -168,7 +168,9 @@ def _heat_chart(chart: declared.HeatMap, series: Sequence[Series]) -> Iterator[C
             y_label=chart.y_label,
             what=chart.title,
         )
-    yield from _left_out("Heat maps", [heat.title for heat in maps[_MOST_MAPS:]])
+    yield from _left_out(
+        "Heat maps", [heat.title for heat in maps[_MOST_MAPS:]], "their numbers stand in the table below"
+    )
 
 
 def _bar_chart(chart: declared.Bars, rows: Sequence[Row]) -> Iterator[Chart]:
@@ -214,7 +216,10 @@ def chunk_charts(suite: Suite, rows: Sequence[Row]) -> Iterator[Chart | str]:
             elif farthest is not None:
                 drawn += 1
                 yield _chunk_chart(suite, chart, farthest, group)
-        yield from _left_out(chart.title, left_out)
+        where = (
+            f"what was read for each question stands in {suite.name}.generations.jsonl beside their records"
+        )
+        yield from _left_out(f"The {chart.title}", left_out, where)
 
 
 def _chunk_chart(suite: Suite, chart: declared.ChunkMap, farthest: Row, rows: Sequence[Row]) -> Chart:
@@ -255,10 +260,7 @@ def _first_list(lists: Any) -> list[Any]:
     return lists if isinstance(lists, list) else []
 
 
-def _left_out(what: str, names: Sequence[str]) -> Iterator[str]:
-    """What is not drawn, so that a page of many models stays one that can be read."""
+def _left_out(what: str, names: Sequence[str], where: str) -> Iterator[str]:
+    """What is not drawn, so that a page of many models stays one that can be read, and where its numbers stand."""
     if names:
-        yield (
-            f"{what} of {len(names)} more are not drawn; their numbers stand in the tables and records: "
-            f"{', '.join(names)}."
-        )
+        yield f"{what} of {len(names)} more are not drawn; {where}: {', '.join(names)}."

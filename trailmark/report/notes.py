@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 from trailmark.report.collect import Collected, Result
-from trailmark.report.values import grouped
+from trailmark.values import grouped
 
 
 def notes(collected: Collected) -> list[str]:

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from trailmark.evaluation.suite import Column, Suite, Tile
+from trailmark.evaluation.tables import Table, table_of
 from trailmark.report.collect import Collected, Demo, Model, Result, Training
 from trailmark.report.sections import Folded, Part, Section
-from trailmark.report.tables import Table, table_of
-from trailmark.report.values import grouped, setting
+from trailmark.values import grouped, in_common, setting
 
 _MODELS = (
     Column("model", "label"),
@@ -93,17 +93,12 @@ def _kept_command(command: Any) -> str:
 
 def _settings(cells: Sequence[Mapping[str, Any]]) -> list[Table]:
     """What all cells share, and for each cell the rest."""
-    names = list(dict.fromkeys(name for cell in cells for name in cell))
-    common = [
-        name
-        for name in names
-        if all(name in cell for cell in cells) and all(cell[name] == cells[0][name] for cell in cells)
-    ]
+    common, others = in_common(cells)
     tables = []
     if common:
-        rows = [[name, setting(cells[0][name])] for name in common]
+        rows = [[name, setting(value)] for name, value in common.items()]
         tables.append(Table("The same in all", ["setting", "value"], rows, (1,)))
-    if others := [name for name in names if name not in common]:
+    if others:
         rows = [[str(n), *(setting(cell.get(name)) for name in others)] for n, cell in enumerate(cells, 1)]
         tables.append(Table("By cell", ["cell", *others], rows, range(1, len(others) + 1)))
     return tables

@@ -20,7 +20,7 @@ from trailmark.report.overview import environments, overview, reproduce
 from trailmark.report.rendering import render
 from trailmark.report.sections import sections_of_suites
 from trailmark.report.training import training
-from trailmark.report.values import listed
+from trailmark.values import listed
 
 
 @dataclass(frozen=True)

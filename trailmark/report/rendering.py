@@ -14,7 +14,7 @@ from markupsafe import Markup
 
 from trailmark import __version__
 from trailmark.report.theme import style
-from trailmark.report.values import count, visible
+from trailmark.values import count, visible
 
 
 @functools.cache

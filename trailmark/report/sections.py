@@ -8,11 +8,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from trailmark.evaluation.suite import Column, Row, Suite, Tile
+from trailmark.evaluation.tables import Table, table_of
 from trailmark.report.collect import MOST_GENERATIONS, Collected, Result, generations
 from trailmark.report.figures import Figure, Figures, charts_of, chunk_charts
-from trailmark.report.tables import Table, table_of
-from trailmark.report.values import MISSING, grouped, shown
+from trailmark.values import MISSING, grouped, shown
 
+_SAID_BEFORE = {"answer": "expected", "text": "generated", "summary": "reference"}  # in records of 0.1.0
 _MOST_WRITTEN = 3  # of what a model wrote, for each result
 _MOST_WRITTEN_IN_ALL = 24
 _MOST_CHARACTERS = 1200  # of each
@@ -85,14 +86,18 @@ def suite_section(
     parts = []
     if unfinished := _unfinished(suite, results):
         parts.append(Part(notices=unfinished))
-    for place, ((title, fine), group) in enumerate(grouped(rows, suite.heading).items(), 1):
+    groups = grouped(rows, suite.heading)
+    titles = [title for title, _ in groups]
+    for place, ((title, fine), group) in enumerate(groups.items(), 1):
         part = Part(title, fine)
-        for chart in charts_of(suite, title, place, group):
+        # what is read without the line below the heading says itself of what it is
+        whole = f"{title} ({fine.removesuffix('.')})" if fine and titles.count(title) > 1 else title
+        for chart in charts_of(suite, whole, place, group):
             if isinstance(chart, str):
                 part.notes.append(chart)
             else:
                 part.figures.append(figures.show(chart))
-        caption = f"{title or suite.title}: all cells"
+        caption = f"{whole or suite.title}: all cells"
         part.tables.append(table_of(caption, suite.columns, group, "page"))
         part.notes += dict.fromkeys(str(row["note"]) for row in group if row.get("note"))
         part.folded = [*_published(group), *_written(suite, group)]
@@ -120,8 +125,11 @@ def _written(suite: Suite, rows: Sequence[Row]) -> list[Folded]:
     def wrong_first(lines: Iterable[Row]) -> list[Row]:
         return sorted(lines, key=lambda line: line.get("correct") is not False)
 
+    def named(line: Row) -> Row:
+        return {_SAID_BEFORE[name]: text for name, text in line.items() if name in _SAID_BEFORE} | dict(line)
+
     lines = wrong_first(
-        {"model": row["model"], "length": row.get("length"), **line}
+        {"model": row["model"], "length": row.get("length"), **named(line)}
         for row in rows
         for line in wrong_first(row["written"])[:_MOST_WRITTEN]
     )[:_MOST_WRITTEN_IN_ALL]

@@ -1,58 +1,13 @@
-"""Tables made from results: the columns of each suite, for pages and as Markdown that reads well in a terminal."""
+"""Tables of results as Markdown that reads well in a terminal."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
-from trailmark.evaluation.suite import Column, Place, Row, Suite, read
-from trailmark.report.values import MISSING, grouped, interval, share, shown, size, times
-
-_MOST_OPEN = 60  # rows of a table that stands open
-
-
-@dataclass(frozen=True)
-class Table:
-    """A table without the columns in which nothing stands; the first column names the rows.
-
-    Args:
-        words: the columns, beside the first, that hold words and not numbers.
-    """
-
-    caption: str
-    header: Sequence[str]
-    rows: Sequence[Sequence[str]]
-    words: Sequence[int] = ()
-
-    @property
-    def long(self) -> bool:
-        """Whether it would hide what stands below it."""
-        return len(self.rows) > _MOST_OPEN
-
-
-def table_of(caption: str, columns: Sequence[Column], rows: Sequence[Row], place: Place) -> Table:
-    """What the columns for this place say of the rows."""
-    cells = {column: [cell(row, column) for row in rows] for column in columns if place in column.on}
-    kept = [column for column in cells if any(text != MISSING for text in cells[column])]
-    words = [number for number, column in enumerate(kept) if column.text]
-    body = list(zip(*(cells[column] for column in kept), strict=True))
-    return Table(caption, [column.title for column in kept], body, words)
-
-
-def cell(row: Row, column: Column) -> str:
-    """What stands in a row's cell; "-" where nothing is known."""
-    value, form = read(row, column.value), column.form
-    if isinstance(value, tuple | list) and len(value) == 2:
-        low, high = value
-        return interval(low, high, form or ".3f")
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    if form == "bytes":
-        return size(value)
-    if form == "share":
-        return share(value)
-    return times(value) if form == "times" else shown(value, form)
+from trailmark.evaluation.suite import Suite
+from trailmark.evaluation.tables import table_of
+from trailmark.values import grouped, shown, size
 
 
 def result_table(suite: Suite, results: Sequence[Mapping[str, Any]], train_length: int | None = None) -> str:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+from trailmark.evaluation import suite as declared
 from trailmark.evaluation.suite import Column, Row
-from trailmark.report.charts import Line, LineChart, Panel, points_of
+from trailmark.evaluation.tables import table_of
+from trailmark.report.charts import Line, LineChart, Panel
 from trailmark.report.collect import Collected, Training
-from trailmark.report.figures import Figures
+from trailmark.report.figures import Figures, points_of
 from trailmark.report.sections import Part, Section
-from trailmark.report.tables import table_of
-from trailmark.report.values import duration, number
+from trailmark.values import duration, number
 
 _POINTS = 40  # of a curve that stand in its table
 _CURVES = {
@@ -41,8 +42,9 @@ def training(collected: Collected, figures: Figures) -> Section | None:
     logged = {id(run): _logged(run) for run in collected.trainings}
     panels = []
     for key, (title, label, share) in _CURVES.items():
+        value = declared.Panel(title, label, key)
         curves = [
-            (run.model, points_of(logged[id(run)], "million tokens", key)) for run in collected.trainings
+            (run.model, points_of(logged[id(run)], "million tokens", value)) for run in collected.trainings
         ]
         lines = [Line(model.label, model.look, points, False) for model, points in curves if len(points) > 1]
         if lines:

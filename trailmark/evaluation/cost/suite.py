@@ -21,13 +21,12 @@ from trailmark.evaluation.suite import (
     Tile,
     dtype_setting,
     longest,
-    number,
-    quantity,
     register,
     seed_setting,
     tiers,
 )
 from trailmark.settings import Settings, setting
+from trailmark.values import number, short_length
 
 
 @dataclass(frozen=True)
@@ -105,7 +104,7 @@ def _case(row: Row) -> str:
     """After which prompt, and on which tier."""
     tier = f", {row['tier']}" if row.get("tier") else ""
     length = number(row.get("prompt"))
-    return "" if length is None else f"After {quantity(length)} tokens{tier}"
+    return "" if length is None else f"After {short_length(length)} tokens{tier}"
 
 
 def _context(row: Row) -> Any:

@@ -22,12 +22,12 @@ from trailmark.evaluation.suite import (
     Tile,
     dtype_setting,
     longest,
-    number,
     register,
     seed_setting,
     tier_setting,
 )
 from trailmark.settings import Settings, setting
+from trailmark.values import number, percent
 
 PROTOCOLS = ("paper-table-2",)
 _VALUES = ("numbers", "words", "tokens")
@@ -262,12 +262,6 @@ def _asked(row: Row) -> list[Row]:
     return [one for one in asked if isinstance(one, dict)] if single and isinstance(asked, list) else []
 
 
-def _percent(share: float) -> str:
-    """``99.7%``; all and nothing only where it is."""
-    text = f"{share:.1%}"
-    return {"100.0%": "> 99.9%", "0.0%": "< 0.1%"}.get(text, text) if 0 < share < 1 else text
-
-
 def _tiles(rows: Sequence[Row]) -> list[Tile]:
     """The most accurate model at the longest length at which one was asked."""
     groups: dict[tuple[Any, ...], list[Row]] = {}
@@ -280,7 +274,7 @@ def _tiles(rows: Sequence[Row]) -> list[Tile]:
     length, trained = float(best["length"]), number(best.get("train_length"))
     tiles = [
         Tile(
-            _percent(best["accuracy"]),
+            percent(best["accuracy"]),
             f"of answers right at {length:,.0f} tokens",
             f"{best.get('model')}, {heading(best)[0].lower()}; 95% interval {best['accuracy_low']:.3f}–"
             f"{best['accuracy_high']:.3f}",

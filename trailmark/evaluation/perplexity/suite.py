@@ -18,12 +18,12 @@ from trailmark.evaluation.suite import (
     Task,
     Tile,
     longest,
-    number,
     register,
     seed_setting,
     tier_setting,
 )
 from trailmark.settings import Settings, setting
+from trailmark.values import number
 
 TOKENS = 1 << 16  # that are read of a text where nothing else is asked
 

@@ -19,13 +19,13 @@ from trailmark.evaluation.suite import (
     Suite,
     Task,
     Tile,
-    number,
     one_row,
     read,
     register,
     seed_setting,
 )
 from trailmark.settings import Settings, setting
+from trailmark.values import number
 
 PROTOCOL = "paper-table-2"
 
@@ -156,6 +156,7 @@ SUITE = register(
         ),
         rows=_rows,
         written=(
+            Column("document", "document", text=True),
             Column("reference", "reference", text=True),
             Column("generated", "generated", text=True),
         ),

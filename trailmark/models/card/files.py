@@ -67,10 +67,6 @@ class Known:
     evaluations: list[dict[str, Any]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)  # on files that could not be read
 
-    @property
-    def num_results(self) -> int:
-        return sum(len(record["results"]) for record in self.evaluations)
-
 
 def read_known(folder: Path) -> Known:
     """run.yaml, history.json, the newest checkpoint's versions and evaluation/*.json; what is damaged is a note."""

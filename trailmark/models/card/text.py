@@ -7,7 +7,6 @@ stands in a card that is not in them, and whatever they say is shown as text, ne
 from __future__ import annotations
 
 import json
-import math
 import re
 import shlex
 import unicodedata
@@ -18,10 +17,11 @@ from typing import Any, TypeGuard
 from huggingface_hub import EvalResult, ModelCardData
 
 from trailmark.models.registry import MODELS
+from trailmark.trained import trained_length
+from trailmark.values import in_common, number
 
 Json = Mapping[str, Any]
 
-# model type: what it is, and the papers that it is from: title, arXiv id
 _SIZES = (
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_lower_layers", "num_encoder_layers",
     "num_attention_heads", "num_key_value_heads", "sliding_window", "window_position", "chunk_size",
@@ -29,15 +29,8 @@ _SIZES = (
     "local_length", "max_position_embeddings", "block_size", "num_states", "dtype",
 )  # fmt: skip
 _DATA = (
-    "task",
-    "paths",
-    "tokenizer",
-    "neighbours",
-    "early_landmarks",
-    "hops",
-    "distractors",
-    "num_landmarks",
-)
+    "task", "paths", "tokenizer", "neighbours", "early_landmarks", "hops", "distractors", "num_landmarks"
+)  # fmt: skip
 _TRAINING = (
     "tokens_per_step", "context_length", "precision", "optimizer", "learning_rate", "matrix_learning_rate", "seed"
 )  # fmt: skip
@@ -133,7 +126,7 @@ def _mapping_table(fields: Json, names: Sequence[str], header: str) -> str:
 
 
 def _finite(value: object) -> TypeGuard[int | float]:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    return number(value) is not None
 
 
 def _mapping(value: object) -> Json:
@@ -240,9 +233,13 @@ def _last_part(path: object) -> str:
     )
 
 
-def _without_folders(text: str) -> str:
-    """Of the places on a disk in it, the last parts: the others are nobody's business."""
-    return re.sub(r"(?<![\w.~-])~?/[^,\]\s]*", lambda match: _last_part(match[0]), text)
+def _without_folders(value: Any) -> Any:
+    """Of the places on a disk in a text or a list of texts, the last parts: the others are nobody's business."""
+    if isinstance(value, list):
+        return [_without_folders(part) for part in value]
+    if not isinstance(value, str):
+        return value
+    return re.sub(r"(?<![\w.~-])~?/[^,\]\s]*", lambda match: _last_part(match[0]), value)
 
 
 def _duration(seconds: float) -> str:
@@ -254,35 +251,6 @@ def _duration(seconds: float) -> str:
 
 # --- results ---------------------------------------------------------------------------------------------------
 
-# of each suite: its title, and its columns: header, the name in a result or its settings, how it is written
-_Column = tuple[str, str, str]
-_SUITES: dict[str, tuple[str, tuple[_Column, ...]]] = {
-    "needles": (
-        "Needles",
-        (
-            ("kind", "kind", ""), ("tokens", "length", ""), ("depth", "depth", "place"), ("needles", "needles", ""),
-            ("questions", "questions", ""), ("right", "accuracy", ".3f"), ("95% interval", "accuracy", "interval.3f"),
-            ("chunk retrieved", "recall", ".3f"),
-        ),
-    ),
-    "perplexity": (
-        "Perplexity",
-        (
-            ("read as", "windows", "setting"), ("length", "length", ""), ("tokens scored", "tokens", ""),
-            ("perplexity", "perplexity", ".4g"), ("95% interval", "perplexity", "interval.4g"),
-            ("per word", "word_perplexity", ".4g"), ("bits per byte", "bits_per_byte", ".4f"),
-        ),
-    ),
-    "summarization": (
-        "Summarization",
-        (
-            ("documents", "documents", ""),
-            ("ROUGE-1", "rouge1", "rouge"), ("95% interval", "rouge1", "rouge interval"),
-            ("ROUGE-2", "rouge2", "rouge"), ("95% interval", "rouge2", "rouge interval"),
-            ("ROUGE-L", "rougeL", "rouge"), ("95% interval", "rougeL", "rouge interval"),
-        ),
-    ),
-}  # fmt: skip
 _ENVIRONMENT = ("trailmark", "torch", "transformers", "python", "processor", "gpu", "threads", "date")
 
 
@@ -293,23 +261,68 @@ def _results(evaluations: Sequence[Json], changed_since: bool) -> list[str]:
         return [f"Nothing was measured of these weights.{why}"]
     parts = []
     for record in shown:
-        suite = str(record.get("suite"))
-        results = _whole(record)
-        if suite not in _SUITES:
-            parts += [f"### {plain(suite)}", f"{len(results):,} results, which trailmark report shows."]
-            continue
-        title, columns = _SUITES[suite]
-        shown_already = {"suite", *(name for _, name, _ in columns)}
-        common, varying = _settings(results, shown_already)
-        common = {name: value for name, value in common.items() if name not in shown_already}
-        headers = [header for header, _, _ in columns] + ["also"] * bool(varying) + ["run"]
-        rows = []
-        for result in results:
-            also = ", ".join(_setting(name, _mapping(result.get("settings")).get(name)) for name in varying)
-            rows.append([_cell(result, *column[1:]) for column in columns] + [also] * bool(varying))
-            rows[-1].append(_shown(_environment_number(result)))
-        parts += [f"### {title}", _table(headers, rows), _how(suite, record, results, common)]
+        header, rows = _kept_table(record) or _plain_table(record)
+        numbered = [[*cells, _shown(_environment_number(result))] for result, cells in rows]
+        table = _table([*map(plain, header), "run"], numbered)
+        parts += [f"### {plain(_title(record))}", table, _how(record)]
     return parts
+
+
+def _title(record: Json) -> object:
+    return _mapping(record.get("card")).get("title") or record.get("suite")
+
+
+_Rows = list[tuple[Json, list[str]]]  # a result, and the cells that are shown of it
+
+
+def _kept_table(record: Json) -> tuple[Sequence[object], _Rows] | None:
+    """The table that the record keeps for the card; None where an older version wrote the record."""
+    card, results = _mapping(record.get("card")), record["results"]
+    header, rows = card.get("header"), card.get("rows")
+    if not isinstance(header, list) or not isinstance(rows, list):
+        return None
+    kept: _Rows = []
+    for row in rows:
+        number, cells = _mapping(row).get("result"), _mapping(row).get("cells")
+        if not isinstance(number, int) or not 0 <= number < len(results) or not isinstance(cells, list):
+            return None
+        kept.append((_mapping(results[number]), [_shown(_without_folders(cell)) for cell in cells]))
+    return header, kept
+
+
+def _plain_table(record: Json) -> tuple[Sequence[object], _Rows]:
+    """The settings that tell results apart, and all that was measured, under their own names."""
+    results = _whole(record)
+    _, varying = _settings(results)
+    found = dict.fromkeys(
+        name for result in results for name in result if name not in (*_OF_A_RECORD, *varying)
+    )
+
+    def measured(result: Json, name: str) -> str:
+        value = result.get(name)
+        value = value.get("f") if _scored(value) else value
+        return _shown(value, ".4g") if _finite(value) else "-"
+
+    names = [name for name in found if any(measured(result, name) != "-" for result in results)]
+    rows = []
+    for result in results:
+        told = [_shown(_mapping(result.get("settings")).get(name), "g") for name in varying]
+        rows.append((result, [*told, *(measured(result, name) for name in names)]))
+    return [*varying, *names], rows
+
+
+_OF_A_RECORD = (
+    "id",
+    "settings",
+    "environment",
+    "seconds",
+    "command",
+)  # of each result, whatever was measured
+
+
+def _scored(value: object) -> TypeGuard[Json]:
+    """Whether it is a score with its interval, as ROUGE's."""
+    return isinstance(value, Mapping) and {"f", "low", "high"} <= value.keys()
 
 
 def _whole(record: Json) -> list[Json]:
@@ -318,46 +331,13 @@ def _whole(record: Json) -> list[Json]:
     return [result for result in results if _mapping(result.get("settings")).get("block") is None]
 
 
-def _cell(result: Json, name: str, form: str) -> str:
-    settings = _mapping(result.get("settings"))
-    if form == "setting":  # a result may call something else so
-        return _shown(settings.get(name))
-    value = result[name] if name in result else settings.get(name)
-    if form == "place":
-        return "anywhere" if value is None and name in settings else _shown(value, "g")
-    if form.startswith("rouge"):
-        scores = _mapping(value)
-        return _interval(scores, "", ".4f") if form.endswith("interval") else _shown(scores.get("f"), ".4f")
-    if form.startswith("interval"):
-        return _interval(result, f"{name}_", form.removeprefix("interval"))
-    return _shown(value, form or "g")
-
-
-def _interval(fields: Json, prefix: str, digits: str) -> str:
-    low, high = fields.get(f"{prefix}low"), fields.get(f"{prefix}high")
-    return f"{low:{digits}} to {high:{digits}}" if _finite(low) and _finite(high) else "-"
-
-
-def _settings(results: Sequence[Json], columns: set[str]) -> tuple[dict[str, object], list[str]]:
-    """The settings that all results share, and the names of those that tell them apart and are no columns."""
-    if not results:
-        return {}, []
-    settings = [_mapping(result.get("settings")) for result in results]
-    names = list(dict.fromkeys(name for one in settings for name in one))
-    common = {
-        name: settings[0].get(name)
-        for name in names
-        if all(_same(one, settings[0], name) for one in settings)
-    }
-    return common, [name for name in names if name not in common and name not in columns]
-
-
-def _same(one: Json, other: Json, name: str) -> bool:
-    return name in one and name in other and bool(one[name] == other[name])
+def _settings(results: Sequence[Json]) -> tuple[dict[str, object], list[str]]:
+    """The settings that all results share, and the names of those that tell them apart."""
+    return in_common([_mapping(result.get("settings")) for result in results])
 
 
 def _setting(name: str, value: object) -> str:
-    return f"{plain(name)} {_shown(_without_folders(value) if isinstance(value, str) else value, 'g')}"
+    return f"{plain(name)} {_shown(_without_folders(value), 'g')}"
 
 
 def _environment_number(result: Json) -> int | None:
@@ -365,22 +345,28 @@ def _environment_number(result: Json) -> int | None:
     return number + 1 if isinstance(number, int) else None
 
 
-def _how(suite: str, record: Json, results: Sequence[Json], common: Json) -> str:
+def _how(record: Json) -> str:
+    results = _whole(record)
+    common, _ = _settings(results)
     said = "Measured"
     model = _mapping(record.get("model"))
     if model.get("dtype"):
         said += f" in {plain(model['dtype'])}"
     if changed := _mapping(model.get("set")):
         said += ", with " + ", ".join(_setting(name, value) for name, value in changed.items()) + " set"
-    told = [_setting(name, value) for name, value in common.items() if value not in (None, {}, [])]
+    told = [
+        _setting(name, value)
+        for name, value in common.items()
+        if name != "suite" and value not in (None, {}, [])
+    ]
     if told:
         said += f"; in all: {', '.join(told)}"
     lines = [f"{said}."]
     environments = record.get("environments")
-    for number, environment in enumerate(environments if isinstance(environments, list) else (), start=1):
+    for place, environment in enumerate(environments if isinstance(environments, list) else (), start=1):
         fields = _mapping(environment)
         named = [_setting(name, fields[name]) for name in _ENVIRONMENT if fields.get(name) is not None]
-        lines.append(f"Run {number}: {', '.join(named)}.")
+        lines.append(f"Run {place}: {', '.join(named)}.")
     commands = dict.fromkeys(_command(r["command"]) for r in results if isinstance(r.get("command"), str))
     # an indented line ends where the line ends, whatever it holds
     return "\n\n".join([*lines, "\n".join(f"    {command}" for command in commands)]).rstrip()
@@ -401,38 +387,17 @@ def _limits(
     config: Json, run: Json | None, history: Json | None, evaluations: Sequence[Json], changed_since: bool
 ) -> str:
     said = []
-    trained = _trained_length(config, run or {}, history or {})
+    trained = trained_length(config, run, history)
     if trained is not None:
         said.append(
             f"{'Once trained' if changed_since else 'Trained'} on texts of at most {trained:,} tokens."
         )
-    for suite, (title, columns) in _SUITES.items():
-        if not any(name == "length" for _, name, _ in columns):
-            continue
-        lengths = [
-            _mapping(result).get("length")
-            for record in evaluations
-            if record.get("suite") == suite
-            for result in record["results"]
-        ]
-        found = [length for length in lengths if _finite(length)]
+    for record in evaluations:
+        found = [length for result in record["results"] if _finite(length := _mapping(result).get("length"))]
         if found:
-            said.append(f"{title}: measured from {min(found):,} to {max(found):,} tokens.")
+            said.append(f"{plain(_title(record))}: measured from {min(found):,} to {max(found):,} tokens.")
     said.append("What this card does not name was not measured: other texts, languages, tasks and lengths.")
     return " ".join(said)
-
-
-def _trained_length(config: Json, run: Json, history: Json) -> int | None:
-    """Tokens of the longest training text; as trailmark/data/trained.py, which models may not import."""
-    data, training = _mapping(run.get("data")), _mapping(run.get("training"))
-    if data.get("task") != "needles":
-        length = training.get("context_length")
-        return length if isinstance(length, int) else None
-    levels = history.get("levels")  # of its curriculum, in chunks
-    chunks = [_mapping(level).get("chunks") for level in levels] if isinstance(levels, list) else []
-    counts = [count for count in chunks if isinstance(count, int)]
-    size = config.get("chunk_size") or data.get("chunk_size")
-    return max(counts) * size if counts and isinstance(size, int) else None
 
 
 # --- for the hub -----------------------------------------------------------------------------------------------
@@ -452,22 +417,13 @@ def _front_matter(name: str, tags: Sequence[str], evaluations: Sequence[Json]) -
     return f"---\n{data.to_yaml()}\n---"
 
 
-_HUB_METRICS = {
-    "needles": (("accuracy", "accuracy", "answers right"),),
-    "perplexity": (("perplexity", "perplexity", "perplexity"),),
-    "summarization": (
-        ("rouge1", "rouge1", "ROUGE-1"), ("rouge2", "rouge2", "ROUGE-2"), ("rougeL", "rougeL", "ROUGE-L")
-    ),
-}  # fmt: skip
-
-
 def _hub_results(record: Json) -> Iterable[EvalResult]:
     """What the hub lists beside a model: of results under the model's own configuration."""
     suite = str(record.get("suite"))
     if _mapping(_mapping(record.get("model")).get("set")):
         return
     results = [r for r in _whole(record) if not _mapping(_mapping(r.get("settings")).get("set"))]
-    _, varying = _settings(results, set())
+    _, varying = _settings(results)
     always = [name for name in ("kind", "format", "windows", "protocol") if name not in varying]
     for result in results:
         settings = _mapping(result.get("settings"))
@@ -477,17 +433,18 @@ def _hub_results(record: Json) -> Iterable[EvalResult]:
             for name, value in named
             if name in varying or value is not None
         )
-        for field, metric, title in _HUB_METRICS.get(suite, ()):
-            value = result.get(field)
-            if isinstance(value, Mapping):
+        for name, value in result.items():
+            if _scored(value):
                 value = value.get("f")
+            elif f"{name}_low" not in result:
+                continue  # no measure, or one of no known error
             if _finite(value):
                 yield EvalResult(
                     task_type="text-generation",
                     dataset_type=f"trailmark-{suite}",
                     dataset_name=one_line(f"{suite}: {cell}" if cell else suite),
                     dataset_config=one_line(cell) or None,  # the hub takes those of one for the same
-                    metric_type=metric,
-                    metric_name=title,
+                    metric_type=name,
+                    metric_name=name,
                     metric_value=value,
                 )

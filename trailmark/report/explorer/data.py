@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from trailmark.report.values import visible
 from trailmark.trace.lines import Disorder, Entry, TracedChunk, TraceHeader, TraceSource, in_order
+from trailmark.values import visible
 
 Array = npt.NDArray[Any]
 _ALIGNMENT = 8  # bytes: a script may look at each array where it lies

@@ -22,8 +22,8 @@ from trailmark import __version__
 from trailmark.files import expect_writable, replacing, write_text
 from trailmark.report.explorer.data import Document, collect, pack
 from trailmark.report.rendering import render
-from trailmark.report.values import count, listed, visible
 from trailmark.trace.lines import Entry, TraceHeader, encode
+from trailmark.values import all_visible, count, listed
 
 # joined in this order; all share one scope
 SCRIPTS = (
@@ -244,18 +244,8 @@ def _about(header: TraceHeader, document: Document, title: str | None) -> dict[s
         "version": __version__,
         "date": datetime.date.today().isoformat(),
     }
-    clean: dict[str, Any] = _clean(own)
+    clean: dict[str, Any] = all_visible(own)
     return clean
-
-
-def _clean(value: Any) -> Any:
-    if isinstance(value, str):
-        return visible(value)
-    if isinstance(value, dict):
-        return {visible(str(name)): _clean(own) for name, own in value.items()}
-    if isinstance(value, list | tuple):
-        return [_clean(own) for own in value]
-    return value
 
 
 def _title(header: TraceHeader, document: Document) -> str:

@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from trailmark.data.trained import trained_length
-from trailmark.models.card import text as card
+from trailmark.trained import trained_length
 
 NEEDLES = {"data": {"task": "needles", "chunk_size": 32}, "training": {"context_length": 4096}}
 LEVELS = {"levels": [{"chunks": 16}, {"chunks": 32}, {"chunks": "many"}]}
@@ -27,5 +26,3 @@ LEVELS = {"levels": [{"chunks": 16}, {"chunks": 32}, {"chunks": "many"}]}
 )
 def test_the_longest_training_text(model: Any, run: Any, history: Any, expected: int | None) -> None:
     assert trained_length(model, run, history) == expected
-    # the model card's own
-    assert card._trained_length(model or {}, run or {}, history or {}) == expected

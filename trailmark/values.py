@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 _Item = TypeVar("_Item")
@@ -18,6 +18,17 @@ _UNSEEN = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x84\x86-\x9f\ud800-\udfff
 def visible(text: str) -> str:
     """``text`` with a replacement character for each one that a page cannot hold."""
     return _UNSEEN.sub("\ufffd", text)
+
+
+def all_visible(content: Any) -> Any:
+    """JSON with all its texts as :func:`visible` has them, keys too."""
+    if isinstance(content, str):
+        return visible(content)
+    if isinstance(content, list | tuple):
+        return [all_visible(part) for part in content]
+    if isinstance(content, dict):
+        return {all_visible(key): all_visible(part) for key, part in content.items()}
+    return content
 
 
 def number(value: Any) -> float | None:
@@ -136,3 +147,14 @@ def grouped(items: Iterable[_Item], key: Callable[[_Item], _Key]) -> dict[_Key, 
     for item in items:
         groups.setdefault(key(item), []).append(item)
     return groups
+
+
+def in_common(cells: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Any], list[str]]:
+    """What all cells share, and the names of what tells them apart."""
+    names = dict.fromkeys(name for cell in cells for name in cell)
+    common = {
+        name: cells[0][name]
+        for name in names
+        if all(name in cell and cell[name] == cells[0][name] for cell in cells)
+    }
+    return common, [name for name in names if name not in common]
