@@ -49,7 +49,7 @@ def assert_same(one: Any, other: TracedChunk) -> None:
         floats = [(name, np.asarray(x, dtype)) for name, x in items if getattr(x, "dtype", None) in FLOATS]
         return dict(items) | dict(floats)
 
-    np.testing.assert_equal(*(asdict(chunk, dict_factory=numbers) for chunk in (one, other)))
+    np.testing.assert_equal(asdict(one, dict_factory=numbers), asdict(other, dict_factory=numbers))
 
 
 @given(
