@@ -3,6 +3,7 @@
 # No ``from __future__ import annotations`` here: configurations check types, not strings.
 
 import json
+import shlex
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -14,8 +15,11 @@ import yaml
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from tests.commands import commands
 from tests.training.tiny import MODELS as TINY
 from tests.training.tiny import prose
+from trailmark.evaluation.suite import suites
+from trailmark.files import read_json
 from trailmark.models import DRTConfig, DRTForCausalLM, register
 from trailmark.models.answers import CardFacts
 from trailmark.models.configuration import checked
@@ -70,32 +74,19 @@ register(GatedConfig, GatedForCausalLM)
 
 Command = Callable[..., tuple[int, str, str]]
 pytestmark = pytest.mark.usefixtures("no_restart")
-SUITES: dict[str, tuple[str, ...]] = {
-    "needles": ("--lengths", "400", "--questions", "1", "--kind", "single"),
-    "perplexity": ("--lengths", "80", "--max-tokens", "240"),
-    "summarization": (
-        "--pairs",
-        "pairs.jsonl",
-        "--limit",
-        "1",
-        "--max-new-tokens",
-        "4",
-        "--context-length",
-        "200",
-    ),
-    "cost": (
-        "--lengths",
-        "40",
-        "--tiers",
-        "device,disk",
-        "--generate",
-        "2",
-        "--rounds",
-        "1",
-        "--training-lengths",
-        "40",
-    ),
+SUITES = {
+    "needles": "--lengths 400 --questions 1 --kind single",
+    "perplexity": "--lengths 80 --max-tokens 240",
+    "summarization": "--pairs pairs.jsonl --limit 1 --max-new-tokens 4 --context-length 200",
+    "cost": "--lengths 40 --tiers device,disk --generate 2 --rounds 1 --training-lengths 40",
 }
+TABLE = f"--context-length 80 --chunk-size 20 --count 2 --window {TINY['drt']['sliding_window']}"
+
+
+def test_an_architecture_takes_at_most_100_lines() -> None:
+    architecture = Path(__file__).read_text().split("# --- ")[1]
+    assert "register(GatedConfig, GatedForCausalLM)" in architecture
+    assert len(architecture.splitlines()) <= 100
 
 
 def test_it_goes_through_every_command(
@@ -109,35 +100,54 @@ def test_it_goes_through_every_command(
     data = {"paths": ["text.txt"]}
     run = {"output": "run", "model": model, "data": data, "training": training}
     Path("run.yaml").write_text(yaml.safe_dump(run))
+    driven = set()
 
-    def succeeds(*arguments: object) -> str:
-        code, out, err = command(*arguments)
+    def succeeds(line: str) -> str:
+        words = shlex.split(line)
+        driven.add(words[0])
+        code, out, err = command(*words)
         assert code == 0, err or out
         return out
 
-    assert "A step took" in succeeds("train", "run.yaml", "--dry-run", "output=dry")
-    assert "Training GatedForCausalLM" in succeeds("train", "run.yaml")
+    assert "A step took" in succeeds("train run.yaml --dry-run output=dry")
+    assert "Training GatedForCausalLM" in succeeds("train run.yaml")
     # stopped after its first step, it goes on and ends with the same bits
     weights = Path("run/model.safetensors").read_bytes()
     for name in ("run/history.json", "run/model.safetensors"):
         Path(name).unlink()
     shutil.rmtree(step_folder(Path("run/checkpoints"), 2))
-    assert "Going on from step 1" in succeeds("train", "run.yaml")
+    assert "Going on from step 1" in succeeds("train run.yaml")
     assert Path("run/model.safetensors").read_bytes() == weights
 
     card = Path("run/README.md").read_text()
     assert "a Gated Transformer. It reads through a gate." in card
+    assert SUITES.keys() == suites().keys()
     for suite, options in SUITES.items():
-        succeeds("evaluate", "run", "--suite", suite, *options, "--text", "text.txt")
-    assert "Perplexity" in Path("run/README.md").read_text()
+        succeeds(f"evaluate run --suite {suite} {options} --text text.txt")
+        found = read_json(Path(f"run/evaluation/{suite}.json"))
+        assert found["results"]
+        assert "Gated" in json.dumps(found)
+        assert f"### {suite}" in Path("run/README.md").read_text().lower()
 
-    succeeds("read", "run", "text.txt", "--memory", "memory", "--trace", "trace.jsonl")
+    succeeds("read run text.txt --memory memory --trace trace.jsonl")
     assert json.loads(Path("trace.jsonl").read_text().splitlines()[0])["num_groups"] == 1
-    assert succeeds("generate", "run", "--memory", "memory", "--prompt", "the", "--max-new-tokens", "3")
-    succeeds("explore", "run", "text.txt", "-o", "explore.html")
-    succeeds("report", "run", "-o", "report.html")
+    asked = "generate run --prompt the --max-new-tokens 3"
+    assert succeeds(f"{asked} --memory memory") == succeeds(f"{asked} --file text.txt")
+    for folder in ("run", "memory"):
+        succeeds(f"verify {folder}")
+    succeeds("explore run text.txt -o explore.html")
+    succeeds("report run -o report.html")
     assert "gated" in Path("report.html").read_text().lower()
     assert Path("explore.html").stat().st_size > 10_000
+
+    # it is trained with a table of neighbours, and scores the candidates of another
+    succeeds("prepare text.txt --output corpus --processes 1")
+    said = succeeds(f"neighbours corpus table --embedder hash:32 --architecture drt {TABLE} --scores float32")
+    settings = said.partition("trailmark train CONFIG")[2].replace("architecture=drt", "architecture=gated")
+    succeeds(f"train run.yaml {settings} model.encoder_weights=encoder output=of-a-table")
+    assert type(AutoModelForCausalLM.from_pretrained("of-a-table")) is GatedForCausalLM
+    assert "target scores" in succeeds(f"targets corpus targets --model run {TABLE}")
+    assert driven == commands().keys() - {"demo", "doctor"}  # which take no model
 
     loaded = AutoModelForCausalLM.from_pretrained("run")
     assert type(loaded) is GatedForCausalLM

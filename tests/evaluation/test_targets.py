@@ -11,6 +11,7 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from tests.data.corpora import prose, save_bpe
+from tests.evaluation.foreign import sharpened
 from tests.models.tiny import EXACT, drt
 from trailmark.data.corpus import load_tokenizer, tokenize
 from trailmark.data.neighbours.bm25 import candidates
@@ -32,12 +33,7 @@ COUNT = 3
 def gpt2(vocab_size: int, positions: int = 64, seed: int = 0) -> GPT2LMHeadModel:
     torch.manual_seed(seed)
     config = GPT2Config(vocab_size=vocab_size, n_embd=16, n_layer=2, n_head=2, n_positions=positions)
-    model = GPT2LMHeadModel(config).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() == 2:  # sharper than a fresh one's
-                parameter.mul_(8)
-    return model
+    return sharpened(GPT2LMHeadModel(config).eval())
 
 
 def saved(folder: Path, model: Any, tokenizer: Any) -> Path:

@@ -253,17 +253,6 @@ def refused(subject: Subject, folder: Path, books: list[Path], words: str, trace
     gc.collect()
 
 
-@pytest.mark.slow  # the command's refusal: tests/test_cli_trace.py
-def test_a_memory_that_was_read_without_is_refused(
-    subject: Subject, books: list[Path], tmp_path: Path
-) -> None:
-    read(subject, tmp_path, books[:1], trace=False)
-    refused(
-        subject, tmp_path, books, r"^trace: expected a new memory, .* was read without\. .*trailmark explore"
-    )
-    assert not (tmp_path / "trace").exists()
-
-
 @pytest.mark.slow
 def test_a_memory_that_was_read_on_without_is_refused(
     subject: Subject, books: list[Path], tmp_path: Path

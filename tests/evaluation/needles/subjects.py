@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
+from tests.evaluation.foreign import llama
 from tests.models.tiny import block_recurrent, draw_weights, drt, landmark, rpt, window_model
 from trailmark.data.corpus import load_tokenizer, tokenize
 from trailmark.data.draws import Draws
@@ -39,24 +40,14 @@ def subject_of(name: str, task: str | None = None) -> Subject:
         "full": lambda: window_model(sliding_window=None, **SIZES),
         "recurrent": lambda: block_recurrent(**SIZES),
         "landmark": lambda: landmark(chunk_size=S, local_length=3 * S, num_retrieved_chunks=2, **SIZES),
-        "llama": llama,
+        "llama": llama_of_the_hub,
     }
     data = {"chunk_size": S} | ({} if task is None else {"task": task})
     return Subject(Path(name), build[name](), BYTES, {"data": data})
 
 
-def llama() -> LlamaForCausalLM:
-    config = LlamaConfig(
-        vocab_size=259,
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        max_position_embeddings=400,
-        bos_token_id=None,
-        eos_token_id=None,
-    )
-    model = LlamaForCausalLM(config).double().eval()
+def llama_of_the_hub() -> LlamaForCausalLM:
+    model = llama(400, bos_token_id=None, eos_token_id=None)
     draw_weights(model, 0)
     model.generation_config.repetition_penalty = 9.0  # as models of the hub come with; it is not asked for
     return model

@@ -14,9 +14,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from tests.data.corpora import prose, save_bpe
+from tests.evaluation.foreign import llama
 from tests.models.tiny import EXACT, block_recurrent, drt, landmark, tokens, window_model
 from trailmark.data.corpus import load_tokenizer, tokenize
 from trailmark.data.prepare import prepare
@@ -39,27 +39,13 @@ IDS = tokenize(PROSE, BYTES)
 BORDERS = np.cumsum([0, *(len(text.encode()) for text in PROSE)])
 
 
-def llama(positions: int = 512) -> LlamaForCausalLM:
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=259, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2,
-        max_position_embeddings=positions,
-    )  # fmt: skip
-    model = LlamaForCausalLM(config).double().eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() == 2:  # sharper than a fresh one's
-                parameter.mul_(8)
-    return model
-
-
 MAKERS: dict[str, Callable[[], Any]] = {
     "drt": lambda: drt(2, vocab_size=259),
     "window": lambda: window_model(vocab_size=259),
     # as many chunks as a text has: cell by cell is the whole text at once
     "landmark": lambda: landmark(vocab_size=259, num_retrieved_chunks=40),
     "block recurrent": lambda: block_recurrent(vocab_size=259),
-    "llama": llama,
+    "llama": lambda: llama(512),
 }
 EACH = pytest.mark.parametrize("name", MAKERS)
 
@@ -352,7 +338,7 @@ def test_what_a_tokenizer_puts_before_a_text_is_read_and_not_scored(tmp_path: Pa
 
 def test_lengths_that_a_model_of_transformers_takes(tmp_path: Path) -> None:
     assert [result["length"] for result in measure(tmp_path, llama(32))] == [32]
-    assert [result["length"] for result in measure(tmp_path / "longer", llama())] == [len(IDS)]
+    assert [result["length"] for result in measure(tmp_path / "longer", llama(512))] == [len(IDS)]
 
 
 # Protocols
@@ -546,7 +532,7 @@ def test_a_memory_that_finds_no_room(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_tokens_that_the_model_does_not_know(tmp_path: Path) -> None:
     text = Documents(Corpus.of_tokens(np.full(50, 300, np.int32)), BYTES)
     with pytest.raises(ValueError, match="text: expected tokens below the model's 259, got 300"):
-        measure(tmp_path, llama(), text, lengths=(10,))
+        measure(tmp_path, llama(512), text, lengths=(10,))
     with pytest.raises(ValueError, match="input_ids: expected tokens from 0 to 258"):
         measure(tmp_path, window_model(vocab_size=259), text, lengths=(10,))
 

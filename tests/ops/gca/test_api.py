@@ -125,32 +125,6 @@ def test_error_budget(dtype: torch.dtype, off_by_one: bool, K: int, sharpness: i
     assert_low_precision_within_budget(fast, oracle, *rounded)
 
 
-def by_hand(q: Tensor, k: Tensor, v: Tensor, off_by_one: bool) -> Tensor:
-    """Ordinary attention of [B, R, H, D] over the S keys of one chunk [B, S, H, D]."""
-    exponentials = (torch.einsum("brhd,bshd->bhrs", q, k) * q.shape[-1] ** -0.5).exp()
-    total = exponentials.sum(-1, keepdim=True) + (1 if off_by_one else 0)
-    return torch.einsum("bhrs,bshd->brhd", exponentials / total, v)
-
-
-@pytest.mark.parametrize("off_by_one", [True, False])
-def test_one_chunk_is_ordinary_cross_attention(off_by_one: bool) -> None:
-    (q, k, v, _), _ = Case(N=1, M=1, K=1, R=4, S=5, g=1, D=3).make()
-    indices, weights = torch.zeros(2, 1, 1, dtype=torch.int64), torch.ones(2, 1, 1, dtype=torch.float64)
-    out = grouped_cross_attention(q, k, v, indices, weights, softmax_off_by_one=off_by_one)
-    assert_same_in_float64(out[:, 0], by_hand(q[:, 0], k[:, 0], v[:, 0], off_by_one))
-
-
-def test_weights_sum_over_chunks_after_the_softmax_within_each() -> None:
-    (q, k, v, weights), rest = Case(N=1, M=3, K=2, S=4, g=1).make()
-    indices = torch.tensor([[[0, 2]], [[1, -1]]])
-    out = gca(q, k, v, weights, **rest | {"indices": indices})
-    for b, chunks in enumerate([(0, 2), (1,)]):
-        parts = [
-            weights[b, 0, j] * by_hand(q[b], k[b, m][None], v[b, m][None], True) for j, m in enumerate(chunks)
-        ]
-        assert_same_in_float64(out[b], sum(parts))
-
-
 # What the published kernels get wrong
 
 

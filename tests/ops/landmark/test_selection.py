@@ -302,12 +302,6 @@ def test_one_position_at_a_time_is_causal() -> None:
             assert torch.equal(out.indices[:, 0], causal[:, t])
 
 
-def test_a_single_head_and_position_selects_alike_in_all_ways() -> None:
-    scores, rest, _ = Case(P=1, H=1, M=200, k=8, ragged=False).make()
-    first, *others = (select_by_landmarks(scores, **rest, per=per).indices for per in WAYS)
-    assert all(torch.equal(first, x) for x in others)
-
-
 def test_a_probability_decides_and_not_a_score() -> None:
     """Head 1 scores all chunks higher, and is certain of none."""
     scores = torch.tensor([[9.0, 0, 0, 0], [20, 20, 20, 21]])[None, None]

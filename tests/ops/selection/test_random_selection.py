@@ -87,17 +87,6 @@ def test_far_candidates_are_drawn_as_often() -> None:
     assert float(((counts - expected) ** 2 / expected).sum()) < 37.7  # 0.999 quantile, 15 degrees of freedom
 
 
-def test_a_draw_is_its_own_whatever_stands_beside_it() -> None:
-    ends, asking = torch.arange(3, 43).view(4, 10), torch.arange(40).view(4, 10) * 7
-    seeds = torch.tensor([5, 6, 7, 8])
-    together = random_chunks(3, ends, 2, asking, seeds)
-    for b in range(4):
-        for n in range(10):
-            cut = slice(b, b + 1), slice(n, n + 1)
-            alone = random_chunks(3, ends[cut], 2, asking[cut], seeds[b : b + 1])
-            assert torch.equal(alone, together[cut])
-
-
 def test_seeds_and_numbers_draw_differently() -> None:
     assert not torch.equal(draws(3, 50, 20), draws(3, 50, 20, seed=1))
     assert len(set(map(tuple, draws(3, 50, 20).tolist()))) == 20

@@ -363,14 +363,6 @@ def test_a_document_attends_as_if_alone(drawn: Pieces) -> None:
     assert_all_same_in_float64(together, whole)
 
 
-def test_a_document_in_two_pieces_is_one() -> None:
-    (q, k, v), _ = Case(T=20).make()
-    ids = torch.tensor([0] * 5 + [1] * 5 + [0] * 10).expand(2, -1)
-    out = sliding_window_attention(q, k, v, 9, document_ids=ids)
-    exact = sliding_window_attention(q, k, v, 9, document_ids=ids, implementation="reference")
-    assert_same_in_float64(out, exact)
-
-
 def test_calls_with_carried_keys_equal_one_call() -> None:
     (q, k, v), rest = Case(T=50, window=8, alibi=True).make()
     whole = sliding_window_attention(q, k, v, **rest)
