@@ -25,9 +25,8 @@ class Draws:
     def among(self, stop: int, count: int) -> list[int]:
         """``count`` different ones of 0 .. stop - 1, in any order."""
         assert count <= stop
-        moved: dict[
-            int, int
-        ] = {}  # the first steps of a Fisher-Yates shuffle; places not named hold themselves
+        # the first steps of a Fisher-Yates shuffle; places not named hold themselves
+        moved: dict[int, int] = {}
         for place in range(count):
             other = place + self.below(stop - place)
             here, there = moved.get(place, place), moved.get(other, other)

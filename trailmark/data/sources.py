@@ -30,9 +30,8 @@ Where = tuple[str, str]  # a column, or a field of one by "column.field", and th
 @dataclass(frozen=True)
 class Row:
     number: int
-    texts: (
-        tuple[str, ...] | None
-    )  # one of each column asked for; None: a condition or an empty value leaves it out
+    # one of each column asked for; None: a condition or an empty value leaves it out
+    texts: tuple[str, ...] | None
     done: int  # of the source's size: what was read up to this row's end
 
 
@@ -69,7 +68,7 @@ class Source(ABC):
         """Rows of one text each."""
         return self.rows([self.column], first)
 
-    def pairs(self, first: int = 0) -> Iterator[Row]:
+    def pairs(self) -> Iterator[Row]:
         """Rows of a document and its summary.
 
         Raises:
@@ -80,7 +79,7 @@ class Source(ABC):
                 "summary_column: expected the column that holds the summaries, got none. Name it, or use a recipe "
                 "with pairs: xsum, cnn-dailymail."
             )
-        return self.rows([self.column, self.summary_column], first)
+        return self.rows([self.column, self.summary_column])
 
 
 @dataclass(frozen=True)
@@ -121,12 +120,8 @@ class LocalFiles(Source):
     ) -> None:
         if not paths:
             raise ValueError("source: expected at least one file or folder, got none.")
-        self.paths, self.column, self.summary_column, self.where = (
-            list(map(Path, paths)),
-            column,
-            summary_column,
-            where,
-        )
+        self.paths = list(map(Path, paths))
+        self.column, self.summary_column, self.where = column, summary_column, where
         for path in self.paths:
             if not path.exists():
                 raise ValueError(f"source: expected a file or folder, {str(path)!r} does not exist.")

@@ -363,9 +363,7 @@ def _reading(path: Path, errors: type[Exception] = OSError) -> Iterator[None]:
     try:
         yield
     except (OSError, errors) as error:
-        if isinstance(error, ValueError) and str(error).startswith(
-            "data: "
-        ):  # ours; pyarrow's are ValueErrors too
+        if isinstance(error, ValueError) and str(error).startswith("data: "):  # pyarrow's are ValueErrors too
             raise
         reason = getattr(error, "strerror", None) or str(error).strip().splitlines()[0]
         raise ValueError(f"data: cannot read {str(path)!r}: {reason}.") from error
