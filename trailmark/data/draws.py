@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TypeVar
-
 from trailmark.data.batches import mix
-
-T = TypeVar("T")
 
 
 class Draws:
@@ -32,6 +27,3 @@ class Draws:
             here, there = moved.get(place, place), moved.get(other, other)
             moved[place], moved[other] = there, here
         return [moved[place] for place in range(count)]
-
-    def permuted(self, items: Sequence[T]) -> list[T]:
-        return [items[n] for n in self.among(len(items), len(items))]

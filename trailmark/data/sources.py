@@ -41,12 +41,10 @@ class Source(ABC):
     Attributes:
         column: that of the documents.
         summary_column: that of their summaries; None: there are none.
-        unit: in which the size and the progress are counted, "bytes" or "rows".
     """
 
     column: str
     summary_column: str | None = None
-    unit: str = "bytes"
 
     @abstractmethod
     def description(self) -> dict[str, Any]:
@@ -133,14 +131,7 @@ class LocalFiles(Source):
         Raises:
             ValueError: a named file that is empty or not text, or no file at all.
         """
-
-        def look_over(path: Path, folder: Path | None) -> SourceFile:
-            name = path.name
-            if folder is not None:
-                name = f"{folder.resolve().name}/{path.relative_to(folder).as_posix()}"
-            return _look_over(path, name, kind_of(path, named=folder is None))
-
-        files = each_text(self.paths, look_over)
+        files = each_text(self.paths, _look_over)
         if not files:
             raise ValueError(
                 f"source: expected at least one file with text in {', '.join(map(str, self.paths))}, found none."
@@ -193,9 +184,10 @@ def kind_of(path: Path, named: bool) -> str:
     return "text"
 
 
-def _look_over(path: Path, name: str, kind: str) -> SourceFile:
-    """Hash a file, and expect text in one of kind "text"."""
-    hasher = hashlib.sha256()
+def _look_over(path: Path, folder: Path | None) -> SourceFile:
+    """Hash a file that was named, or found below a folder; expect text in one of kind "text"."""
+    name = path.name if folder is None else f"{folder.resolve().name}/{path.relative_to(folder).as_posix()}"
+    kind, hasher = kind_of(path, named=folder is None), hashlib.sha256()
     try:
         status = path.stat()
         if kind == "text":

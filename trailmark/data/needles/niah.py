@@ -19,28 +19,19 @@ laptop.)
 
 from __future__ import annotations
 
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from trailmark.data.needles.formats import IGNORED, Name, Paper
+from trailmark.data.needles.formats import IGNORED, Name, Paper, QuestionText
 from trailmark.data.needles.haystacks import Stream
 from trailmark.data.needles.tasks import Facts
 
 Integers = npt.NDArray[np.int64]
 _ATTEMPTS = 100  # to draw values that the haystack does not hold
-
-
-class _Written(NamedTuple):
-    """Needles and the question of one text, in tokens."""
-
-    needles: Integers  # [n, needle_length]
-    question: Integers  # with its answer
-    answer_length: int
-    marks: Integers  # after which of the question's tokens landmarks follow
 
 
 class NiahTexts:
@@ -71,7 +62,6 @@ class NiahTexts:
     Attributes:
         needle_length: tokens of a needle.
         answer_length: tokens of an answer, commas included.
-        most_landmarks: early landmarks of a text, at most.
 
     Raises:
         ValueError: an option out of its range, a haystack or a text that is too short, a tokenizer without what
@@ -106,16 +96,16 @@ class NiahTexts:
             raise ValueError(f"num_landmarks: expected 1 or 2, got {num_landmarks}.")
         self.haystack, self.length, self.chunk_size, self.seed = haystack, length, chunk_size, int(seed)
         self.any_phase = any_phase
-        self.most_landmarks = num_landmarks + any_phase
         self._value_tokens, self._landmarks = value_tokens, num_landmarks
         self._format = Paper(tokenizer, values, passkey, value_tokens)
         self._facts = Facts("hops", chains, hops, distractors)
         # a passkey has no name to ask for: its value alone is drawn
         self._nameless = [Name(np.zeros(0, np.int64))] if passkey else []
         num_values = len(self._facts.keys) - len(self._nameless)
-        blank = self._write(np.zeros((num_values, value_tokens), np.int64))
-        self.needle_length, self._question_length = len(blank.needles[0]), len(blank.question)
-        self.answer_length, self._marks = blank.answer_length, blank.marks
+        needles, question = self._write(np.zeros((num_values, value_tokens), np.int64))
+        self.needle_length, self.answer_length = needles.shape[1], len(question.answer)
+        self._question_length = len(question.tokens) + self.answer_length
+        self._marks = np.array(question.landmarks)
         self._check_room()
         if num_values > len(self._format.alphabet) ** value_tokens:
             raise ValueError(
@@ -125,18 +115,14 @@ class NiahTexts:
             )
         self._text(0)  # values that cannot be told from this haystack are an error now, not at some step
 
-    def _write(self, values: Integers) -> _Written:
-        """Write needles and question with values [n, value_tokens]."""
+    def _write(self, values: Integers) -> tuple[Integers, QuestionText]:
+        """Write needles [n, needle_length] and question with values [n, value_tokens]."""
         names = [*self._nameless, *map(Name, values)]
         asked = self._facts.questions[0]
         keys, path = ([names[n] for n in numbers] for numbers in (asked.keys, asked.values))
-        text = self._format.question(keys, path, len(path), self._landmarks)
-        return _Written(
-            np.stack([self._format.needle(names[a], names[b]).tokens for a, b in self._facts.needles]),
-            np.concatenate([text.tokens, text.answer]),
-            len(text.answer),
-            np.array(text.landmarks),
-        )
+        question = self._format.question(keys, path, len(path), self._landmarks)
+        needles = [self._format.needle(names[a], names[b]).tokens for a, b in self._facts.needles]
+        return np.stack(needles), question
 
     @property
     def _stop(self) -> int:
@@ -226,9 +212,8 @@ class NiahTexts:
         for _ in range(_ATTEMPTS):
             drawn = rng.integers(len(self._format.alphabet), size=values[wrong].shape)
             values[wrong] = self._format.alphabet[drawn]
-            written = self._write(values)
-            ids[columns] = written.needles
-            ids[self.length - self._question_length :] = written.question
+            ids[columns], question = self._write(values)
+            ids[self.length - self._question_length :] = np.append(question.tokens, question.answer)
             wrong = np.array([occurrences(ids, value) for value in values]) != expected
             if not wrong.any():
                 return
