@@ -89,10 +89,9 @@ def _expanded(top: Floats, bottom: Floats, seed: int, resamples: int) -> tuple[F
     low, high = np.full((2, len(ratio)), np.nan)
     tail = 50 * (1 - LEVEL)
     for column in np.flatnonzero(known):
-        drawn_with = ratios[
-            np.isfinite(ratios[:, column]), column
-        ]  # draws with none of its texts say nothing
-        low[column], high[column] = np.percentile(drawn_with, [tail, 100 - tail])
+        own = ratios[:, column]
+        # draws with none of its texts say nothing
+        low[column], high[column] = np.percentile(own[np.isfinite(own)], [tail, 100 - tail])
     return ratio + wider * (low - ratio), ratio + wider * (high - ratio)
 
 

@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from trailmark.data.hub import HubDataset, HubFiles
-from trailmark.data.recipes import RECIPES, parse_source
+from trailmark.data.recipes import parse_source
 from trailmark.data.sources import LocalFiles, Source
 
 ROWS: list[dict[str, Any]] = [
@@ -267,9 +267,8 @@ def test_no_network(caplog: pytest.LogCaptureFixture) -> None:
 
 def test_the_papers_recipes_name_the_right_columns() -> None:
     """What the hub's pages say; loading itself is the same as of any other dataset."""
-    sources = {
-        name: RECIPES[name].make("test", "a" * 40, False) for name in ("pg19", "xsum", "cnn-dailymail")
-    }
+    names = ("pg19", "xsum", "cnn-dailymail")
+    sources = {name: parse_source([name], split="test", revision="a" * 40) for name in names}
     asked = {
         name: (s.name, s.config, s.split, s.revision, s.column, s.summary_column)
         for name, s in sources.items()

@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TypeVar
-
 from trailmark.data.batches import mix
-
-T = TypeVar("T")
 
 
 class Draws:
@@ -25,14 +20,10 @@ class Draws:
     def among(self, stop: int, count: int) -> list[int]:
         """``count`` different ones of 0 .. stop - 1, in any order."""
         assert count <= stop
-        moved: dict[
-            int, int
-        ] = {}  # the first steps of a Fisher-Yates shuffle; places not named hold themselves
+        # the first steps of a Fisher-Yates shuffle; places not named hold themselves
+        moved: dict[int, int] = {}
         for place in range(count):
             other = place + self.below(stop - place)
             here, there = moved.get(place, place), moved.get(other, other)
             moved[place], moved[other] = there, here
         return [moved[place] for place in range(count)]
-
-    def permuted(self, items: Sequence[T]) -> list[T]:
-        return [items[n] for n in self.among(len(items), len(items))]

@@ -36,8 +36,6 @@ class HubDataset(Source):
         ValueError: the package is missing, or the dataset cannot be loaded.
     """
 
-    unit = "rows"
-
     def __init__(
         self,
         name: str,

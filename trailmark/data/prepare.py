@@ -60,13 +60,9 @@ class Progress:
 
     documents: int
     tokens: int
-    shards: int  # whole ones
-    kept_shards: int  # of these, made by earlier runs
-    done: int  # of the source, in its unit
+    done: int  # of the source: bytes of files, rows of a hub dataset
     total: int | None  # None: nobody knows
-    unit: str  # "bytes" or "rows"
     seconds: float  # of this run
-    finished: bool = False  # with no seconds and all shards kept: there was nothing to do
 
 
 @dataclass(frozen=True)
@@ -126,10 +122,8 @@ def prepare(
             expect_same_settings(folder, "a corpus", corpus.manifest, settings, _ROADS)
             (folder / PROGRESS).unlink(missing_ok=True)
             if progress is not None:
-                shards, size = len(corpus.manifest["shards"]), source.size()
-                done = size or 0
-                documents = corpus.documents
-                progress(Progress(documents, len(corpus), shards, shards, done, size, source.unit, 0.0, True))
+                size = source.size()
+                progress(Progress(corpus.documents, len(corpus), size or 0, size, 0.0))
             return corpus
         run = _Run(source, folder, settings, progress)
         with telling_of_a_full_disk(
@@ -154,7 +148,6 @@ class _Run:
         self.began = self.shown = time.monotonic()
         self.state = self._resume()
         self.shards = [Shard.of(entry["shard"]) for entry in self.state["shards"]]
-        self.kept = len(self.shards)
         last = self.state["shards"][-1] if self.shards else {"next_row": 0, "left_out": 0, "done": 0}
         self.row, self.left_out, self.done = last["next_row"], last["left_out"], last["done"]
         self.before, self.written, self.room_known = self.done, 0, False
@@ -189,7 +182,7 @@ class _Run:
 
     def make(self, encoder: Encoder, processes: int) -> None:
         write_json(self.folder / PROGRESS, self.state, durable=True)  # before any shard: whose they are
-        if encoder.offset is not None and self.dtype == "uint16" and (total := _plain_bytes(self.source)):
+        if encoder.bytes_alone and self.dtype == "uint16" and (total := _plain_bytes(self.source)):
             expect_room(self.folder, 2 * (total - self.done), self.kept_text())  # two bytes for each
         results = encode_in_order(_jobs(self.source, self.row), encoder, processes)
         try:
@@ -288,8 +281,7 @@ class _Run:
         tokens = sum(shard.tokens for shard in self.shards) + (writer.tokens if writer else 0)
         total = self.source.size()
         done = total if finished and total is not None else self.done
-        made, kept, unit = len(self.shards), self.kept, self.source.unit
-        self.progress(Progress(documents, tokens, made, kept, done, total, unit, now - self.began, finished))
+        self.progress(Progress(documents, tokens, done, total, now - self.began))
 
 
 def prepare_pairs(
@@ -313,9 +305,9 @@ def prepare_pairs(
     about = {"source": json.loads(json.dumps(source.description()))}
     about["source"]["summary_column"] = source.summary_column
 
-    def show(pairs: int, done: int, seconds: float, finished: bool = False) -> None:
+    def show(pairs: int, done: int, seconds: float) -> None:
         if progress is not None:
-            progress(Progress(pairs, 0, 0, 0, done, source.size(), source.unit, seconds, finished))
+            progress(Progress(pairs, 0, done, source.size(), seconds))
 
     with locked(folder, "trailmark prepare"):
         if (old := read_json(manifest_path)) is not None:
@@ -324,7 +316,7 @@ def prepare_pairs(
                 raise ValueError(
                     f"output: {str(path)!r} was changed or removed. Remove {manifest_path} to make it anew."
                 )
-            show(old["pairs"], source.size() or 0, 0.0, True)
+            show(old["pairs"], source.size() or 0, 0.0)
             return path
         remove_unfinished(folder, PAIRS, PAIRS_MANIFEST)
         pairs, left_out, shown = 0, 0, began
@@ -348,7 +340,7 @@ def prepare_pairs(
                 )
         about |= {"format": 1, "pairs": pairs, "left_out": left_out, "bytes": path.stat().st_size}
         write_json(manifest_path, about | {"sha256": sha256_of(path)}, durable=True)
-        show(pairs, source.size() or 0, time.monotonic() - began, True)
+        show(pairs, source.size() or 0, time.monotonic() - began)
     return path
 
 

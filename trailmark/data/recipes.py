@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from trailmark.data.hub import HubDataset, HubFiles
 from trailmark.data.sources import LocalFiles, Source, Where
@@ -15,55 +15,32 @@ _PROOF_PILE = {
     "validation": "dev/proofpile_dev.jsonl.gz",
     "test": "test/proofpile_test.jsonl.gz",
 }
-
-
-@dataclass(frozen=True)
-class Recipe:
-    """A corpus of the papers: where it lies and how its rows become documents."""
-
-    about: str
-    make: Callable[[str, str | None, bool], Source]  # (split, revision, streaming)
-
-
-def _pg19(split: str, revision: str | None, streaming: bool) -> Source:
+ARXIV_MATH = "arxiv-math"  # the arXiv part of proof-pile
+# The corpora of the papers: where each lies on the hub, and how its rows become documents (and pairs)
+RECIPES: dict[str, dict[str, Any]] = {
     # a copy in Parquet: the original, deepmind/pg19, is loaded by a script of its own, which datasets no longer runs
-    return HubDataset("emozilla/pg19", "text", None, split, revision, streaming)
+    "pg19": {"name": "emozilla/pg19", "column": "text"},
+    ARXIV_MATH: {"name": "hoskinson-center/proof-pile", "column": "text", "where": ("meta.config", "arxiv")},
+    "xsum": {"name": "EdinburghNLP/xsum", "column": "document", "summary_column": "summary"},
+    "cnn-dailymail": {
+        "name": "abisee/cnn_dailymail",
+        "config": "3.0.0",
+        "column": "article",
+        "summary_column": "highlights",
+    },
+}
 
 
-def _arxiv_math(split: str, revision: str | None, streaming: bool) -> Source:
+def _of_recipe(recipe: str, split: str, revision: str | None, streaming: bool) -> Source:
+    if recipe != ARXIV_MATH:
+        return HubDataset(**RECIPES[recipe], split=split, revision=revision, streaming=streaming)
     if streaming:
         raise ValueError(
             "streaming: expected False for arxiv-math, whose files must be downloaded, got True. Leave it out."
         )
     if split not in _PROOF_PILE:
         raise ValueError(f"split: expected one of {', '.join(_PROOF_PILE)}, got {split!r}.")
-    return HubFiles(
-        "hoskinson-center/proof-pile",
-        [_PROOF_PILE[split]],
-        revision,
-        column="text",
-        where=("meta.config", "arxiv"),
-    )
-
-
-def _xsum(split: str, revision: str | None, streaming: bool) -> Source:
-    return HubDataset("EdinburghNLP/xsum", "document", None, split, revision, streaming, "summary")
-
-
-def _cnn_dailymail(split: str, revision: str | None, streaming: bool) -> Source:
-    return HubDataset("abisee/cnn_dailymail", "article", "3.0.0", split, revision, streaming, "highlights")
-
-
-RECIPES = {
-    "pg19": Recipe("books before 1919 (emozilla/pg19)", _pg19),
-    "arxiv-math": Recipe(
-        "arXiv articles of mathematics (the arxiv part of hoskinson-center/proof-pile)", _arxiv_math
-    ),
-    "xsum": Recipe("BBC articles with one-sentence summaries (EdinburghNLP/xsum); has pairs", _xsum),
-    "cnn-dailymail": Recipe(
-        "articles with highlights (abisee/cnn_dailymail 3.0.0); has pairs", _cnn_dailymail
-    ),
-}
+    return HubFiles(patterns=[_PROOF_PILE[split]], revision=revision, **RECIPES[recipe])
 
 
 def parse_source(
@@ -103,7 +80,7 @@ def parse_source(
         )
     if names and _remote(names[0]):
         _refuse(names[0], column=column, summary_column=summary_column, config=config, where=where)
-        return RECIPES[names[0]].make(split or "train", revision, streaming)
+        return _of_recipe(names[0], split or "train", revision, streaming)
     hint = f" To load a hub dataset write {_HUB}owner/name."
     _refuse(
         "files and folders", hint, config=config, split=split, revision=revision, streaming=streaming or None

@@ -30,9 +30,8 @@ Where = tuple[str, str]  # a column, or a field of one by "column.field", and th
 @dataclass(frozen=True)
 class Row:
     number: int
-    texts: (
-        tuple[str, ...] | None
-    )  # one of each column asked for; None: a condition or an empty value leaves it out
+    # one of each column asked for; None: a condition or an empty value leaves it out
+    texts: tuple[str, ...] | None
     done: int  # of the source's size: what was read up to this row's end
 
 
@@ -42,12 +41,10 @@ class Source(ABC):
     Attributes:
         column: that of the documents.
         summary_column: that of their summaries; None: there are none.
-        unit: in which the size and the progress are counted, "bytes" or "rows".
     """
 
     column: str
     summary_column: str | None = None
-    unit: str = "bytes"
 
     @abstractmethod
     def description(self) -> dict[str, Any]:
@@ -69,7 +66,7 @@ class Source(ABC):
         """Rows of one text each."""
         return self.rows([self.column], first)
 
-    def pairs(self, first: int = 0) -> Iterator[Row]:
+    def pairs(self) -> Iterator[Row]:
         """Rows of a document and its summary.
 
         Raises:
@@ -80,7 +77,7 @@ class Source(ABC):
                 "summary_column: expected the column that holds the summaries, got none. Name it, or use a recipe "
                 "with pairs: xsum, cnn-dailymail."
             )
-        return self.rows([self.column, self.summary_column], first)
+        return self.rows([self.column, self.summary_column])
 
 
 @dataclass(frozen=True)
@@ -121,12 +118,8 @@ class LocalFiles(Source):
     ) -> None:
         if not paths:
             raise ValueError("source: expected at least one file or folder, got none.")
-        self.paths, self.column, self.summary_column, self.where = (
-            list(map(Path, paths)),
-            column,
-            summary_column,
-            where,
-        )
+        self.paths = list(map(Path, paths))
+        self.column, self.summary_column, self.where = column, summary_column, where
         for path in self.paths:
             if not path.exists():
                 raise ValueError(f"source: expected a file or folder, {str(path)!r} does not exist.")
@@ -138,14 +131,7 @@ class LocalFiles(Source):
         Raises:
             ValueError: a named file that is empty or not text, or no file at all.
         """
-
-        def look_over(path: Path, folder: Path | None) -> SourceFile:
-            name = path.name
-            if folder is not None:
-                name = f"{folder.resolve().name}/{path.relative_to(folder).as_posix()}"
-            return _look_over(path, name, kind_of(path, named=folder is None))
-
-        files = each_text(self.paths, look_over)
+        files = each_text(self.paths, _look_over)
         if not files:
             raise ValueError(
                 f"source: expected at least one file with text in {', '.join(map(str, self.paths))}, found none."
@@ -198,9 +184,10 @@ def kind_of(path: Path, named: bool) -> str:
     return "text"
 
 
-def _look_over(path: Path, name: str, kind: str) -> SourceFile:
-    """Hash a file, and expect text in one of kind "text"."""
-    hasher = hashlib.sha256()
+def _look_over(path: Path, folder: Path | None) -> SourceFile:
+    """Hash a file that was named, or found below a folder; expect text in one of kind "text"."""
+    name = path.name if folder is None else f"{folder.resolve().name}/{path.relative_to(folder).as_posix()}"
+    kind, hasher = kind_of(path, named=folder is None), hashlib.sha256()
     try:
         status = path.stat()
         if kind == "text":

@@ -47,20 +47,13 @@ class SummarizationTexts:
         pairs: documents and summaries, or the files they are in.
         length: T, tokens of every row. Pairs whose summary and cue do not leave room for a token of the document
             are left out, and named in a warning.
-        summary_only: loss on the summary and its end alone. False: on every token, as the paper.
 
     Raises:
         ValueError: a tokenizer that cannot end a text; no pair that fits; files that cannot be read.
     """
 
     def __init__(
-        self,
-        tokenizer: Any,
-        pairs: Pairs | Sequence[str | Path],
-        length: int,
-        seed: int = 0,
-        *,
-        summary_only: bool = False,
+        self, tokenizer: Any, pairs: Pairs | Sequence[str | Path], length: int, seed: int = 0
     ) -> None:
         if tokenizer.eos_token_id is None:
             raise ValueError(
@@ -68,9 +61,7 @@ class SummarizationTexts:
             )
         self.pairs = pairs if isinstance(pairs, Pairs) else Pairs(pairs)
         self.tokenizer, self.length, self.seed = tokenizer, length, int(seed)
-        self.summary_only = summary_only
-        before, after = tokenize_parts(["|Summary", ":"], tokenizer)
-        self._before, self._after = before, after
+        self._before, self._after = tokenize_parts(["|Summary", ":"], tokenizer)
         self._absent = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
         self._numbers = self._that_fit()
 
@@ -136,7 +127,7 @@ class SummarizationTexts:
             present[row, : len(text)] = True
             close[row, mark] = True
             answers[row, start : len(text)] = True
-        loss = (answers if self.summary_only else present).clone()
+        loss = present.clone()  # on every token, as the paper
         loss[:, 0] = False  # nothing predicts the first token
         return {
             "input_ids": ids,
@@ -300,25 +291,22 @@ class _Parquet:
                 f"data: reading {str(path)!r} needs pyarrow. pip install 'trailmark[data]', or convert it to .jsonl."
             ) from error
         self.path, self._errors, self._open = path, pyarrow.ArrowException, parquet.ParquetFile
-        self.groups, self.rows, self.summary_bytes = array("i"), array("i"), array("i")
-        empty, row = [], 0
+        self.rows, self.summary_bytes = array("q"), array("i")
+        empty, row = [], -1
         with _reading(path, self._errors), self._open(path) as file:
             columns = file.schema_arrow.names
             self.columns = [_column(columns, names, str(path)) for names in (documents, summaries)]
-            # of the rows before each group, for errors
             sizes = [file.metadata.row_group(group).num_rows for group in range(file.num_row_groups)]
-            self.first_rows = [0, *np.cumsum(sizes).tolist()]
+            self.first_rows = np.cumsum([0, *sizes])  # of each group
             for group in range(file.num_row_groups):
-                pairs = zip(*self._columns_of(file, group), strict=True)
-                for place, values in enumerate(pairs):
-                    row = self.first_rows[group] + place
+                for values in zip(*self._columns_of(file, group), strict=True):
+                    row += 1
                     pair = _pair(values, f"{path}, row {row}")
                     if _is_empty(pair):
                         empty.append(f"{path}, row {row}")
-                        continue
-                    self.groups.append(group)
-                    self.rows.append(place)
-                    self.summary_bytes.append(len(pair.summary.encode()))
+                    else:
+                        self.rows.append(row)
+                        self.summary_bytes.append(len(pair.summary.encode()))
         _warn_of_empty(empty)
         self._kept: tuple[int, list[list[Any]]] | None = None
 
@@ -327,14 +315,16 @@ class _Parquet:
         return [table.column(name).to_pylist() for name in self.columns]
 
     def read(self, number: int) -> Pair:
-        group = self.groups[number]
+        row = self.rows[number]
+        group = int(np.searchsorted(self.first_rows, row, side="right")) - 1
         if self._kept is None or self._kept[0] != group:
             with _reading(self.path, self._errors), self._open(self.path) as file:
                 self._kept = group, self._columns_of(file, group)
-        return _pair([column[self.rows[number]] for column in self._kept[1]], self.where(number))
+        place = row - int(self.first_rows[group])
+        return _pair([column[place] for column in self._kept[1]], self.where(number))
 
     def where(self, number: int) -> str:
-        return f"{self.path}, row {self.first_rows[self.groups[number]] + self.rows[number]}"
+        return f"{self.path}, row {self.rows[number]}"
 
 
 def _files(paths: Sequence[str | Path]) -> list[Path]:
@@ -363,9 +353,7 @@ def _reading(path: Path, errors: type[Exception] = OSError) -> Iterator[None]:
     try:
         yield
     except (OSError, errors) as error:
-        if isinstance(error, ValueError) and str(error).startswith(
-            "data: "
-        ):  # ours; pyarrow's are ValueErrors too
+        if isinstance(error, ValueError) and str(error).startswith("data: "):  # pyarrow's are ValueErrors too
             raise
         reason = getattr(error, "strerror", None) or str(error).strip().splitlines()[0]
         raise ValueError(f"data: cannot read {str(path)!r}: {reason}.") from error

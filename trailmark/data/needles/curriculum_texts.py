@@ -343,23 +343,18 @@ def random_keys(rng: np.random.Generator, count: int, near: float) -> np.ndarray
     return keys
 
 
-def distinct_keys(rng: np.random.Generator, count: int, near: float) -> np.ndarray[Any, Any]:
-    """Draw :func:`random_keys`, no two alike."""
-    while True:
-        keys = random_keys(rng, count, near)
-        if len(np.unique(keys, axis=0)) == count:
-            return keys
-
-
 def chained_keys(rng: np.random.Generator, count: int, level: Level) -> tuple[np.ndarray[Any, Any], int]:
     """Draw first and second keys [count, 2, 4] of chains; also return of how many chains all are different."""
     while True:
-        keys = distinct_keys(rng, 2 * count, level.near).reshape(count, 2, KEY_LENGTH)
+        drawn = random_keys(rng, 2 * count, level.near)
+        if len(np.unique(drawn, axis=0)) < 2 * count:
+            continue
+        keys = drawn.reshape(count, 2, KEY_LENGTH)
         if level.letters == KEY_LENGTH:
             return keys, count
         most = min(count, 26)
-        drawn = rng.permutation(26)[:most], *rng.integers(26, size=(level.letters - 1, most))
-        keys[:most, 1] = np.stack(drawn, axis=1).repeat(KEY_LENGTH // level.letters, axis=1)
+        letters = rng.permutation(26)[:most], *rng.integers(26, size=(level.letters - 1, most))
+        keys[:most, 1] = np.stack(letters, axis=1).repeat(KEY_LENGTH // level.letters, axis=1)
         if len(np.unique(keys[:most].reshape(-1, KEY_LENGTH), axis=0)) == 2 * most:
             return keys, most
 

@@ -19,28 +19,19 @@ laptop.)
 
 from __future__ import annotations
 
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from trailmark.data.needles.formats import IGNORED, Name, Paper
+from trailmark.data.needles.formats import IGNORED, Name, Paper, QuestionText
 from trailmark.data.needles.haystacks import Stream
 from trailmark.data.needles.tasks import Facts
 
 Integers = npt.NDArray[np.int64]
 _ATTEMPTS = 100  # to draw values that the haystack does not hold
-
-
-class _Written(NamedTuple):
-    """Needles and the question of one text, in tokens."""
-
-    needles: Integers  # [n, needle_length]
-    question: Integers  # with its answer
-    answer_length: int
-    marks: Integers  # after which of the question's tokens landmarks follow
 
 
 class NiahTexts:
@@ -65,15 +56,12 @@ class NiahTexts:
             "digits": one token per digit.
         num_landmarks: 1: before the cue. 2: after it too, so that the second landmark sees what the first one
             found: a group sees an earlier group's finds one chunk later.
-        answer_weight: weight of the loss on an answer's tokens; all others weigh 1.
-        straddle: needles may lie across two chunks. False: each lies in a chunk of its own, whole.
         any_phase: an early landmark closes the first chunk after 1 .. S tokens, each as likely, so that the
             question's landmark falls at any phase. False: it always falls at the same one, given by the lengths.
 
     Attributes:
         needle_length: tokens of a needle.
         answer_length: tokens of an answer, commas included.
-        most_landmarks: early landmarks of a text, at most.
 
     Raises:
         ValueError: an option out of its range, a haystack or a text that is too short, a tokenizer without what
@@ -94,8 +82,6 @@ class NiahTexts:
         *,
         values: Literal["tokens", "digits"] = "tokens",
         num_landmarks: int = 1,
-        answer_weight: float = 1.0,
-        straddle: bool = True,
         any_phase: bool = False,
     ) -> None:
         chains = (1 if hops == 1 else 2) if chains is None else chains
@@ -108,20 +94,18 @@ class NiahTexts:
                 raise ValueError(f"{name}: expected {least} or more, got {number}.")
         if num_landmarks not in (1, 2):
             raise ValueError(f"num_landmarks: expected 1 or 2, got {num_landmarks}.")
-        if not 0 <= answer_weight < float("inf"):
-            raise ValueError(f"answer_weight: expected 0 or more, got {answer_weight}.")
         self.haystack, self.length, self.chunk_size, self.seed = haystack, length, chunk_size, int(seed)
-        self.answer_weight, self.straddle, self.any_phase = answer_weight, straddle, any_phase
-        self.most_landmarks = num_landmarks + any_phase
+        self.any_phase = any_phase
         self._value_tokens, self._landmarks = value_tokens, num_landmarks
         self._format = Paper(tokenizer, values, passkey, value_tokens)
         self._facts = Facts("hops", chains, hops, distractors)
         # a passkey has no name to ask for: its value alone is drawn
         self._nameless = [Name(np.zeros(0, np.int64))] if passkey else []
         num_values = len(self._facts.keys) - len(self._nameless)
-        blank = self._write(np.zeros((num_values, value_tokens), np.int64))
-        self.needle_length, self._question_length = len(blank.needles[0]), len(blank.question)
-        self.answer_length, self._marks = blank.answer_length, blank.marks
+        needles, question = self._write(np.zeros((num_values, value_tokens), np.int64))
+        self.needle_length, self.answer_length = needles.shape[1], len(question.answer)
+        self._question_length = len(question.tokens) + self.answer_length
+        self._marks = np.array(question.landmarks)
         self._check_room()
         if num_values > len(self._format.alphabet) ** value_tokens:
             raise ValueError(
@@ -131,18 +115,14 @@ class NiahTexts:
             )
         self._text(0)  # values that cannot be told from this haystack are an error now, not at some step
 
-    def _write(self, values: Integers) -> _Written:
-        """Write needles and question with values [n, value_tokens]."""
+    def _write(self, values: Integers) -> tuple[Integers, QuestionText]:
+        """Write needles [n, needle_length] and question with values [n, value_tokens]."""
         names = [*self._nameless, *map(Name, values)]
         asked = self._facts.questions[0]
         keys, path = ([names[n] for n in numbers] for numbers in (asked.keys, asked.values))
-        text = self._format.question(keys, path, len(path), self._landmarks)
-        return _Written(
-            np.stack([self._format.needle(names[a], names[b]).tokens for a, b in self._facts.needles]),
-            np.concatenate([text.tokens, text.answer]),
-            len(text.answer),
-            np.array(text.landmarks),
-        )
+        question = self._format.question(keys, path, len(path), self._landmarks)
+        needles = [self._format.needle(names[a], names[b]).tokens for a, b in self._facts.needles]
+        return np.stack(needles), question
 
     @property
     def _stop(self) -> int:
@@ -150,17 +130,8 @@ class NiahTexts:
         return self.length - max(2 * self.chunk_size, self._question_length)
 
     def _check_room(self) -> None:
-        n, S = len(self._facts.needles), self.chunk_size
-        after = self.length - self._stop
-        if self.straddle:
-            least = n * self.needle_length + after
-        else:
-            if self.needle_length > S:
-                raise ValueError(
-                    f"chunk_size: expected at least {self.needle_length}, so that a chunk holds a whole needle, got "
-                    f"{S}. Choose larger chunks, or in Python straddle=True or fewer value_tokens."
-                )
-            least = n * S + (S - 1 if self.any_phase else 0) + after
+        n, after = len(self._facts.needles), self.length - self._stop
+        least = n * self.needle_length + after
         if self.length < least:
             raise ValueError(
                 f"context_length: expected at least {least} tokens for {n} needles of {self.needle_length} tokens and "
@@ -192,7 +163,7 @@ class NiahTexts:
         ids, close, places = (torch.from_numpy(np.stack(part)) for part in zip(*rows, strict=True))
         answers = torch.zeros(ids.shape, dtype=torch.bool)
         answers[:, self.length - self.answer_length :] = True
-        weights = torch.where(answers, self.answer_weight, 1.0)
+        weights = torch.ones(ids.shape)
         weights[:, 0] = 0
         return {
             "input_ids": ids,
@@ -210,7 +181,8 @@ class NiahTexts:
         n = len(self._facts.needles)
         start = int(rng.integers(len(self.haystack) - self._filler_length + 1))
         phase = int(rng.integers(1, self.chunk_size + 1)) if self.any_phase else self.chunk_size
-        places = rng.permutation(self._places(rng, n, phase))
+        gaps = np.sort(rng.integers(self._stop - n * self.needle_length + 1, size=n))
+        places = rng.permutation(gaps + np.arange(n) * self.needle_length)
 
         ids = np.empty(self.length, np.int64)
         columns = places[:, None] + np.arange(self.needle_length)
@@ -226,16 +198,6 @@ class NiahTexts:
         close[phase - 1] |= phase < self.chunk_size
         return ids, close, places
 
-    def _places(self, rng: np.random.Generator, n: int, phase: int) -> Integers:
-        """Draw where n needles begin, ascending; the first chunk ends after ``phase`` tokens."""
-        if self.straddle:
-            gaps = np.sort(rng.integers(self._stop - n * self.needle_length + 1, size=n))
-            return gaps + np.arange(n) * self.needle_length
-        first = phase % self.chunk_size  # the first whole chunk's first token
-        chunks = rng.choice((self._stop - first) // self.chunk_size, n, replace=False)
-        offset = rng.integers(self.chunk_size - self.needle_length + 1, size=n)
-        return first + np.sort(chunks) * self.chunk_size + offset
-
     def _hide(self, ids: Integers, rng: np.random.Generator, columns: Integers, number: int) -> None:
         """Write needles into ``columns`` [n, needle_length] and the question into the end of ids [T].
 
@@ -250,9 +212,8 @@ class NiahTexts:
         for _ in range(_ATTEMPTS):
             drawn = rng.integers(len(self._format.alphabet), size=values[wrong].shape)
             values[wrong] = self._format.alphabet[drawn]
-            written = self._write(values)
-            ids[columns] = written.needles
-            ids[self.length - self._question_length :] = written.question
+            ids[columns], question = self._write(values)
+            ids[self.length - self._question_length :] = np.append(question.tokens, question.answer)
             wrong = np.array([occurrences(ids, value) for value in values]) != expected
             if not wrong.any():
                 return

@@ -17,15 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trailmark.data.draws import Draws
-from trailmark.data.needles.formats import (
-    Format,
-    Marks,
-    Name,
-    NeedleText,
-    Paper,
-    QuestionText,
-    Sentences,
-)
+from trailmark.data.needles.formats import Format, Marks, Name, NeedleText, Paper, QuestionText, Sentences
 from trailmark.data.needles.haystacks import Haystack, Needle, occurring
 
 Integers = npt.NDArray[np.int64]

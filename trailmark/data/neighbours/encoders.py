@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from trailmark.data.corpus import rust_alone
+from trailmark.data.corpus import rust_alone, tokenize
 
 Ids = npt.NDArray[np.uint32]
 T = TypeVar("T")
@@ -31,29 +31,20 @@ class Encoder:
     def __init__(self, tokenizer: Any) -> None:
         from transformers import ByT5Tokenizer
 
-        self.offset: int | None = None
+        self.bytes_alone = isinstance(tokenizer, ByT5Tokenizer)
         self._description: str | None = None
-        self._tokenizer: Any = None
-        if isinstance(tokenizer, ByT5Tokenizer):
-            self.offset = tokenizer.offset
-        elif rust_alone(tokenizer):
+        self._tokenizer: Any = tokenizer
+        if rust_alone(tokenizer):
             self._description = tokenizer.backend_tokenizer.to_str()
             self._whole_special_tokens = not tokenizer.split_special_tokens
-        else:  # written in Python, or with steps in Python of its own
-            self._tokenizer = tokenizer
+            self._tokenizer = None
 
     def __call__(self, texts: Sequence[str]) -> list[Ids]:
         """The tokens of each text, [n] uint32."""
-        if self.offset is not None:  # a byte's token is its value after the special tokens
-            return [
-                np.frombuffer(t.encode(), np.uint8).astype(np.uint32) + np.uint32(self.offset) for t in texts
-            ]
         if self._description is not None:
             backend = self._backend()
             return [np.asarray(backend.encode(t, add_special_tokens=False).ids, np.uint32) for t in texts]
-        return [
-            np.asarray(self._tokenizer(t, add_special_tokens=False)["input_ids"], np.uint32) for t in texts
-        ]
+        return [tokenize([text], self._tokenizer).astype(np.uint32) for text in texts]
 
     def _backend(self) -> Any:
         if self._tokenizer is None:
@@ -83,7 +74,7 @@ def encode_in_order(
     Raises:
         ValueError: a process was killed.
     """
-    if processes == 1 or encoder.offset is not None:
+    if processes == 1 or encoder.bytes_alone:
         for given, texts in jobs:
             yield given, encoder(texts)
         return

@@ -7,7 +7,6 @@ and how many windows of it are on the disk; what a kill leaves besides is made a
 from __future__ import annotations
 
 import json
-import os
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
@@ -83,13 +82,9 @@ def write_table(
     windows, chunks, count = shape
     folder = Path(output)
     expect_place_of_table(folder)
-    settings = json.loads(json.dumps(about)) | {
-        "windows": windows,
-        "chunks": chunks,
-        "count": count,
-        "scores": scores,
-    }
-    dtypes = {INDICES: np.dtype("<u2")} | ({SCORES: SCORE_DTYPES[scores]} if scores is not None else {})
+    sizes = {"windows": windows, "chunks": chunks, "count": count}
+    settings = json.loads(json.dumps(about)) | sizes | {"scores": scores}
+    dtypes = file_dtypes(scores)
     row = {name: chunks * count * dtype.itemsize for name, dtype in dtypes.items()}  # bytes of a window
     began = time.monotonic()
 
@@ -139,6 +134,11 @@ def write_table(
         show(windows)
 
 
+def file_dtypes(scores: str | None) -> dict[str, np.dtype[Any]]:
+    """The files of a table and what they hold, with these scores or none."""
+    return {INDICES: np.dtype("<u2")} | ({} if scores is None else {SCORES: SCORE_DTYPES[scores]})
+
+
 def _save(folder: Path, settings: dict[str, Any], files: Mapping[str, IO[bytes]], done: int) -> None:
     for file in files.values():
         sync_file(file)
@@ -160,10 +160,8 @@ def _resume(folder: Path, settings: dict[str, Any], row: Mapping[str, int]) -> i
     if not isinstance(state, dict) or not isinstance(state.get("done"), int):
         raise ValueError(f"output: {str(path)!r} is broken. Remove the folder and make the table again.")
     _expect_same(folder, state, settings)
-    there = [
-        os.path.getsize(folder / name) // size if (folder / name).exists() else 0
-        for name, size in row.items()
-    ]
+    files = [(folder / name, size) for name, size in row.items()]
+    there = [path.stat().st_size // size if path.exists() else 0 for path, size in files]
     return min(state["done"], settings["windows"], *there)  # a file that was cut since is gone on with
 
 

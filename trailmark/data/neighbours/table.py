@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -35,6 +35,7 @@ from trailmark.data.neighbours.files import (
     SCORE_DTYPES,
     SCORES,
     TableProgress,
+    file_dtypes,
     write_table,
 )
 from trailmark.data.shards import Corpus
@@ -247,9 +248,7 @@ class NeighbourTable:
         )
         self.rule = Rule(**manifest["rule"])
         hashes = {name: entry["sha256"] for name, entry in manifest["files"].items()}
-        about = {
-            name: value for name, value in manifest.items() if name not in ("files", "trailmark", "created")
-        }
+        about = {k: v for k, v in manifest.items() if k not in ("files", "trailmark", "created")}
         if isinstance(about.get("embedder"), dict):  # by which road it came is not what it is
             about["embedder"] = about["embedder"].get("fingerprint")
         self.fingerprint = hashlib.sha256(json.dumps([about, hashes], sort_keys=True).encode()).hexdigest()
@@ -283,36 +282,27 @@ class NeighbourTable:
         manifest = KIND.read(folder)
         try:
             table = cls(folder, manifest)
-            own = {
-                "corpus": manifest["corpus"]["fingerprint"],
-                "tokenizer": manifest["tokenizer_fingerprint"],
-                "context_length": manifest["context_length"],
-                "chunk_size": manifest["chunk_size"],
-                "embedder": manifest.get("embedder", {}).get("fingerprint"),
-                "rule": table.rule,
-                "kind": manifest["kind"],
+            made_for = {  # of each what the table is for, and what is asked for
+                "corpus": (manifest["corpus"]["fingerprint"], None if corpus is None else corpus.fingerprint),
+                "tokenizer": (manifest["tokenizer_fingerprint"], tokenizer_fingerprint),
+                "context_length": (manifest["context_length"], context_length),
+                "chunk_size": (manifest["chunk_size"], chunk_size),
+                "embedder": (manifest.get("embedder", {}).get("fingerprint"), embedder_fingerprint),
+                "rule": (table.rule, rule),
+                "kind": (manifest["kind"], kind),
             }
             files, cells = table._files(), table.windows * table.chunks * table.count
             if any(files[name].bytes != cells * dtype.itemsize for name, dtype in table._dtypes().items()):
                 raise ValueError("its sizes contradict each other")
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise KIND.broken(folder, error) from error
-        wanted = {
-            "corpus": corpus.fingerprint if corpus is not None else None,
-            "tokenizer": tokenizer_fingerprint,
-            "context_length": context_length,
-            "chunk_size": chunk_size,
-            "embedder": embedder_fingerprint,
-            "rule": rule,
-            "kind": kind,
-        }
-        for name, value in wanted.items():
-            if value is not None and own[name] != value:
+        for name, (own, wanted) in made_for.items():
+            if wanted is not None and own != wanted:
                 what = " with fingerprint" if name in ("corpus", "tokenizer", "embedder") else ""
+                command = "targets" if manifest["kind"] == "targets" else "neighbours"
                 raise ValueError(
-                    f"neighbours: expected a table for {name}{what} {value}, {str(folder)!r} is one for {own[name]}. "
-                    f"Make one that fits with trailmark {'targets' if own['kind'] == 'targets' else 'neighbours'}, "
-                    "into another folder."
+                    f"neighbours: expected a table for {name}{what} {wanted}, {str(folder)!r} is one for {own}. "
+                    f"Make one that fits with trailmark {command}, into another folder."
                 )
         if count is not None and table.count < count:
             raise ValueError(
@@ -354,10 +344,8 @@ class NeighbourTable:
             name: FileEntry(int(entries[name]["bytes"]), entries[name]["sha256"]) for name in self._dtypes()
         }
 
-    def _dtypes(self) -> Mapping[str, np.dtype[Any]]:
-        files = {INDICES: np.dtype("<u2")}
-        kept = self.manifest["scores"]
-        return files if kept is None else files | {SCORES: SCORE_DTYPES[kept]}
+    def _dtypes(self) -> dict[str, np.dtype[Any]]:
+        return file_dtypes(self.manifest["scores"])
 
     def _map(self, name: str) -> npt.NDArray[Any]:
         if name not in self._maps:

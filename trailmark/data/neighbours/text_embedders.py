@@ -85,9 +85,8 @@ class TextEmbedder:
             for first in range(0, len(numbers), self._rows):
                 some = numbers[first : first + self._rows]
                 batch = [rows[n] for n in some]
-                batch += [batch[-1]] * (
-                    self._rows - len(batch)
-                )  # the last one again: shapes are always the same
+                # the last one again: shapes are always the same
+                batch += [batch[-1]] * (self._rows - len(batch))
                 features = self._own.pad(batch, padding="max_length", max_length=width, return_tensors="pt")
                 with torch.inference_mode(), torch.autocast(self._device.type, enabled=False):
                     vectors = self._vectors({k: v.to(self._device) for k, v in features.items()})
@@ -125,9 +124,8 @@ class TextEmbedder:
                 "Give its tokenizer one (pad_token) and save it again."
             )
         self._own = tokenizer
-        self._own.deprecation_warnings["Asking-to-pad-a-fast-tokenizer"] = (
-            True  # advice that is not for users
-        )
+        # advice that is not for users
+        self._own.deprecation_warnings["Asking-to-pad-a-fast-tokenizer"] = True
         limits = (tokenizer.model_max_length, *longest, _LONGEST)
         self._longest = int(min(limit for limit in limits if limit))
 
@@ -135,16 +133,8 @@ class TextEmbedder:
         """The fingerprint: weights, configuration, the encoder's tokenizer and special tokens, the other tokenizer."""
         settings = {name: v for name, v in sorted(config.to_diff_dict().items()) if name not in _MEANINGLESS}
         empty = self._own("")["input_ids"]
-        own = tokenizer_fingerprint(self._own)
-        parts = (
-            weights_sha256(model),
-            settings,
-            own,
-            empty,
-            self._longest,
-            self.tokenizer_fingerprint,
-            *more,
-        )
+        tokenizers = tokenizer_fingerprint(self._own), empty, self._longest, self.tokenizer_fingerprint
+        parts = (weights_sha256(model), settings, *tokenizers, *more)
         return fingerprint_of(self.kind, 1, *(str(part) for part in parts))
 
 

@@ -199,9 +199,8 @@ class _Slabs:
                 present = lengths[row, indices.clamp(min=0)].reshape(B * N, self.J, self.K, 1)
                 self.absent = _Places(torch.arange(self.S, device=q.device) >= present)  # [B N, J, K, S]
         rows = H // self.J * R
-        elements = (
-            _SLAB_ELEMENTS if q.device.type == "cpu" else 64 * _SLAB_ELEMENTS
-        )  # a GPU wants many at once
+        # a GPU wants many at once
+        elements = _SLAB_ELEMENTS if q.device.type == "cpu" else 64 * _SLAB_ELEMENTS
         self.step = max(1, elements // max(1, self.J * self.K * self.S * (2 * D + rows)))
         self._widest = {"values": rows}  # what takes their place once they have done their part
         self._buffers: dict[tuple[str, torch.dtype], Tensor] = {}

@@ -87,7 +87,7 @@ def landmark_attention(
     require_implementation(implementation, ("reference", "torch", "triton"))
     require(q.dim() == 4, "q", tuple(q.shape), "shape [B, P, H, D]")
     require(k.dim() == 4, "k", tuple(k.shape), "shape [B, T, J, D]")
-    B, _, H, D = q.shape
+    B, P, H, D = q.shape
     T, J = k.shape[1:3]
     require_shape("k", k, (B, T, J, D), "[B, T, J, D]")
     require_shape("v", v, (B, T, J, D), "[B, T, J, D]")
@@ -97,12 +97,22 @@ def landmark_attention(
     require_device(q, k=k, v=v)
     scale = D**-0.5 if scale is None else scale
     layout = _layout(q, k, is_landmark, document_ids, causal, query_places)
-    if implementation == "reference":
-        out, lse = _reference(q, k, v, is_landmark, document_ids, causal, scale, query_places, layout)
+    if implementation == "reference" and isinstance(is_landmark, Tensor):
+        # from what the caller gave, not from our tables
+        if document_ids is None:
+            document_ids = torch.zeros_like(is_landmark, dtype=torch.int64)
+        if query_places is None:
+            query_places = torch.arange(T - P, T, device=q.device).expand(B, -1)
+        given = is_landmark, document_ids, causal, scale, query_places
+        out, lse = reference.landmark_attention(q, k, v, *given)
         return (out, lse) if return_lse else out
     chosen = choose_implementation(implementation, q.is_cuda, partial(attention_kernels_refuse, q, k, v))
     k, v, q = _in_order(k, layout.key_order), _in_order(v, layout.key_order), _in_order(q, layout.query_order)
-    if torch.compiler.is_compiling():
+    if chosen == "reference":
+        landmark, documents, places, seen = layout.in_places()
+        tables = landmark, documents, layout.causal, scale, places, seen, layout.own
+        out, lse = reference.landmark_attention(q, k, v, *tables)
+    elif torch.compiler.is_compiling():
         out, lse = _op(q, k, v, *layout.parts(), scale, chosen)
     elif torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
         out, lse = _Eager.apply(q, k, v, layout, scale, chosen)
@@ -141,36 +151,6 @@ def _layout(
             "Make one with LandmarkLayout.of.",
         )
     return layout
-
-
-def _reference(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    is_landmark: Tensor | LandmarkLayout,
-    document_ids: Tensor | None,
-    causal: bool,
-    scale: float,
-    query_places: Tensor | None,
-    layout: LandmarkLayout,
-) -> tuple[Tensor, Tensor]:
-    """From what the caller gave, not from our tables, unless tables are what was given."""
-    T = layout.num_keys
-    if isinstance(is_landmark, Tensor):
-        if document_ids is None:
-            document_ids = torch.zeros_like(is_landmark, dtype=torch.int64)
-        if query_places is None:
-            query_places = torch.arange(T - q.shape[1], T, device=q.device).expand(len(q), -1)
-        return reference.landmark_attention(q, k, v, is_landmark, document_ids, causal, scale, query_places)
-    k, v, q = _in_order(k, layout.key_order), _in_order(v, layout.key_order), _in_order(q, layout.query_order)
-    landmark, document_ids, query_places, seen = layout.in_places()
-    out, lse = reference.landmark_attention(
-        q, k, v, landmark, document_ids, layout.causal, scale, query_places, seen, layout.own
-    )
-    if layout.query_order is not None:
-        back = layout.query_order.argsort(1)
-        out, lse = _in_order(out, back), _in_order(lse, back)
-    return out, lse
 
 
 def _in_order(x: Tensor, order: Tensor | None) -> Tensor:
@@ -288,17 +268,10 @@ def _op_backward(
 
 
 @_op_backward.register_fake
-@spelled_out
 def _(
-    grad: Tensor,
-    grad_lse: Tensor,
-    out: Tensor | None,
-    lse: Tensor | None,
-    parts: _Parts,
-    implementation: str,
-) -> tuple[Tensor, Tensor, Tensor]:
-    q, k, v = (x.new_empty(x.shape) for x in parts[:3])
-    return q, k, v
+    grad: Tensor, grad_lse: Tensor, out: Tensor | None, lse: Tensor | None, *parts: Any
+) -> tuple[Tensor, ...]:
+    return tuple(x.new_empty(x.shape) for x in parts[:3])
 
 
 def _save_compiled(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:

@@ -36,9 +36,7 @@ class LandmarkLayout:
     Chunks that do not exist have length 0, no landmark, no query, and nothing to see.
     """
 
-    starts: (
-        Tensor  # place in k of the chunk's first regular token; the others and the landmark follow at once
-    )
+    starts: Tensor  # place in k of the chunk's first regular token; the others and the landmark follow
     lengths: Tensor  # its regular tokens
     landmarks: Tensor  # place in k of its landmark; -1: none
     query_starts: Tensor  # place in q of the first query that stands in this chunk; the others follow at once

@@ -145,9 +145,8 @@ class _Few:
         far = (
             (chunk >= first) & (chunk < end) & layout.far[:, None] & ~standing & standing.any(2, keepdim=True)
         )
-        places = torch.where(
-            there, layout.starts[..., None] + slot, 0
-        )  # any, with no weight, for empty slots
+        # any, with no weight, for empty slots
+        places = torch.where(there, layout.starts[..., None] + slot, 0)
         self.slots = places.view(B, 1, 1, C * S)
         self.unseen = ~seen.reshape(B, 1, -1, C * S)
         self.landmarks = layout.landmarks.clamp(min=0)[:, None, None]  # [B, 1, 1, C]

@@ -50,9 +50,8 @@ class DocumentBlocks:
         C = min(reversed(sizes), key=lambda size: _cost(lengths, old, size))
         counts = _blocks(lengths, C)
         document = torch.arange(len(lengths)).repeat_interleave(counts)
-        number = (
-            torch.arange(len(document)) - (counts.cumsum(0) - counts)[document]
-        )  # of a block in its document
+        # of a block in its document
+        number = torch.arange(len(document)) - (counts.cumsum(0) - counts)[document]
         offset = number[:, None] * C + torch.arange(C)
         source = torch.where(offset < lengths[document, None], start[document, None] + offset, -1)
         before = number.clamp(max=-(-old // C))

@@ -213,9 +213,8 @@ def _consecutive(
 ) -> tuple[_Band, tuple[Tensor, Tensor, Tensor], _Blocks]:
     """Where the last T of P consecutive positions stand, the same as a reach [1, ...], and its blocks."""
     with torch.inference_mode(False):  # they are used in training too
-        carried, reach = (
-            torch.full((), x, dtype=torch.int32, device=device) for x in (P - T, window)
-        )  # filled, not copied: the device need not be waited for
+        # filled, not copied: the device need not be waited for
+        carried, reach = (torch.full((), x, dtype=torch.int32, device=device) for x in (P - T, window))
         key = torch.arange(P, device=device)[None]
         query = key[:, P - T :]
         vectors = query - (window - 1), query, key
