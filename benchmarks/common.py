@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import os
 import statistics
+import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,6 +24,9 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).resolve().parent.parent
 CONFIGS = ROOT / "configs"
+sys.path.insert(
+    0, str(ROOT)
+)  # scripts take budgets, cases and the browser from tests: each has one definition
 
 
 def data_folder(name: str) -> Path:

@@ -16,10 +16,10 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection, wait
-from pathlib import Path
 from typing import Any
 
 import torch
+from common import ROOT
 from ops import Case, check
 from torch import Tensor
 
@@ -37,7 +37,6 @@ from trailmark.ops import (
 )
 from trailmark.ops.gca import triton_path as kernels
 
-ROOT = Path(__file__).resolve().parent.parent
 REHEARSAL = "--rehearse" in sys.argv  # benchmarks/gpu.py --rehearse: on a CPU, interpreted, tiny
 DEVICE = "cpu" if REHEARSAL else "cuda"
 DTYPE = "float16" if REHEARSAL else "bfloat16"  # the interpreter has no bfloat16
@@ -517,19 +516,18 @@ class KernelTests:
     def start(self) -> None:
         if any(importlib.util.find_spec(name) is None for name in ("pytest", "hypothesis")):
             return
-        files = (
-            "grouped_cross_attention_triton",
-            "landmark_attention_triton",
-            "selection_triton",
-            "sliding_window_flex",
-        )
+        folders = ("gca", "landmark", "selection")
+        files = [
+            *(f"tests/ops/{name}/test_triton_path.py" for name in folders),
+            "tests/ops/window/test_flex.py",
+        ]
         # the budgets are checked here over the whole cover; ahead of time is for where there is no GPU
         which = "empty_sizes or nothing_to_select or empty_batches" if REHEARSAL else _NOT_HERE
         command = [sys.executable, "-m", "pytest", "-q", "-m", "slow or not slow", "-k", which]
         self.output = tempfile.TemporaryFile("w+")  # noqa: SIM115
         self.began = time.monotonic()
         self.process = subprocess.Popen(
-            [*command, *(f"tests/ops/test_{name}.py" for name in files)],
+            [*command, *files],
             cwd=ROOT, stdout=self.output, stderr=subprocess.STDOUT, start_new_session=True, text=True,
         )  # fmt: skip
 
