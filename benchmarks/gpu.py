@@ -226,12 +226,13 @@ def landmark_against_causal() -> list[Case]:
 
 def training_steps() -> list[Timing]:
     """A DRT against the model with a window alone; time per token at 64K against 4K."""
+    lengths: tuple[int, ...] = (16384, 4096, 65536)
+    settings: dict[str, Any] = {"rounds": 3, "warm_up": 2}
     if REHEARSAL:
-        small = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "vocab_size": 64}
-        small |= {"num_hidden_layers": 2, "num_encoder_layers": 1}
-        lengths, run = (256,), partial(compare, "cpu", "float32", rounds=1, **small)
-    else:
-        lengths, run = (16384, 4096, 65536), partial(compare, "cuda", "bfloat16", rounds=3, warm_up=2)
+        lengths = (256,)
+        settings = {"rounds": 1, "hidden_size": 32, "intermediate_size": 64, "vocab_size": 64}
+        settings |= {"num_hidden_layers": 2, "num_encoder_layers": 1, "num_attention_heads": 2}
+    run = partial(compare, DEVICE, "float32" if REHEARSAL else "bfloat16", **settings)
     return [Timing({"op": "training step", "tokens": T}, partial(run, tokens=T)) for T in lengths]
 
 

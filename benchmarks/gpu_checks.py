@@ -72,7 +72,7 @@ def _row(name: str, passed: bool | None, seconds: float = 0.0, **more: Any) -> d
 
 # --- budgets ---------------------------------------------------------------------------------------------------
 
-Job = tuple[str, dict[str, Any]]  # a name, and the arguments of gca_cases.inputs with off_by_one
+Job = tuple[str, Any]  # a name, and the arguments of a case's inputs, of GCA with off_by_one
 
 
 def budget_jobs() -> list[Job]:
@@ -137,11 +137,7 @@ def each_job(work: Callable[[Job], Rows], jobs: list[Job], rows: Rows, seconds: 
 
 
 def in_processes(
-    work: Callable[[tuple[str, Any]], Rows],
-    jobs: list[tuple[str, Any]],
-    rows: Rows,
-    workers: int,
-    seconds: float,
+    work: Callable[[Job], Rows], jobs: list[Job], rows: Rows, workers: int, seconds: float
 ) -> None:
     """Adds the rows of all jobs, each of ``work(job)`` in one of ``workers`` processes.
 
@@ -149,7 +145,7 @@ def in_processes(
     """
     spawn, deadline = multiprocessing.get_context("spawn"), time.monotonic() + seconds
     waiting = jobs[::-1]
-    at_work: dict[Connection, tuple[Any, tuple[str, Any]]] = {}  # -> process, job
+    at_work: dict[Connection, tuple[Any, Job]] = {}  # -> process, job
 
     def give(connection: Connection, process: Any) -> None:
         at_work[connection] = process, waiting.pop()
@@ -191,7 +187,7 @@ def in_processes(
             process.kill()
 
 
-def _serve(work: Callable[[tuple[str, Any]], Rows], connection: Connection) -> None:
+def _serve(work: Callable[[Job], Rows], connection: Connection) -> None:
     while True:
         job = connection.recv()
         try:
@@ -536,20 +532,19 @@ class KernelTests:
         if self.process is None:
             rows.append(_row(name, None, note="not run: pytest and hypothesis are not both installed"))
             return
-        late = False
-        try:
+        with suppress(subprocess.TimeoutExpired):
             self.process.wait(max(0.0, self.began + self.seconds - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            late = True
-            self.stop()
-        code, seconds = self.process.returncode, time.monotonic() - self.began
+        late = self.process.poll() is None
+        self.stop()
+        code, more = self.process.returncode, {}
+        if late:  # which tests passed by then is in the tail, as dots
+            more = {"note": f"not done after {self.seconds:.0f} s"}
+        elif code:
+            more = {"error": f"pytest ended with {code}"}
         self.output.seek(0)
         tail = self.output.read()[-2000:]
-        if late:  # which tests passed by then is in the tail, as dots
-            rows.append(_row(name, None, seconds, note=f"not done after {self.seconds:.0f} s", tail=tail))
-        else:
-            error = {} if code == 0 else {"error": f"pytest ended with {code}"}
-            rows.append(_row(name, code == 0, seconds, tail=tail, **error))
+        passed = None if late else code == 0
+        rows.append(_row(name, passed, time.monotonic() - self.began, tail=tail, **more))
 
     def stop(self) -> None:
         """Ends what is still running, with what it started."""

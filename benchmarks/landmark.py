@@ -120,7 +120,7 @@ def collect(chosen: list[Case], rounds: int) -> list[dict[str, Any]]:
     results: list[dict[str, Any]] = []
     for (tokens, _), group in itertools.groupby(chosen, lambda case: (case.tokens, case.dtype)):
         made = {case: (case.function(), case.leaves()) for case in group}
-        passes = {}
+        passes: dict[tuple[Case, bool], Callable[[], float]] = {}
         for case, (function, leaves) in made.items():
             if case.implementation != "causal":
                 check(case)

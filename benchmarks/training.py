@@ -14,7 +14,6 @@ interleaved in one process.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import copy
 import functools
 import gc
@@ -109,10 +108,7 @@ class Overhead:
 
     def __init__(self, config: RunConfig, block: int) -> None:
         self.block, self.timers = block, Timers()
-        self.parts = {
-            "trailmark": self.timers.seconds,
-            "bare": Timers().seconds,
-        }  # of the timers, for each training
+        self.parts = {"trailmark": self.timers.seconds, "bare": Timers().seconds}
         self.run = Run(config, self._after_step)
         self.bare = BareLoop(self.run, self.timers)
         self.spans: dict[str, list[float]] = {who: [] for who in WHO}  # of each step
@@ -299,10 +295,9 @@ class Step:
         vocab_size = self.model.config.vocab_size
         ids = torch.randint(vocab_size, (micro, rows, length), generator=generator).to(self.device)
         seeds = torch.arange(rows, device=self.device) + self.count
-        low = torch.autocast("cuda", torch.bfloat16) if self.device == "cuda" else contextlib.nullcontext()
         began, processor = self._now(), time.process_time()
         for part in ids:
-            with low:
+            with torch.autocast(self.device, torch.bfloat16, enabled=self.device == "cuda"):
                 loss = self.model(part, labels=part, noise_seed=seeds).loss
             (loss / micro).backward()
         self.optimizer.step()

@@ -50,9 +50,8 @@ class Reference:
     tokens: tuple[int, int]  # of the name here that lie in this chunk: the first, and one past the last
     label_chunk: int  # in which the name begins in \label
     label_token: int
-    mentions: tuple[
-        int, ...
-    ]  # chunks up to ``chunk`` in which the name began before: the label's, references'
+    # chunks up to ``chunk`` in which the name began before: the label's, references'
+    mentions: tuple[int, ...]
 
     @property
     def distance(self) -> int:
