@@ -41,7 +41,7 @@ from trailmark.training.config import RunConfig, load_run_config
 from trailmark.training.loss import Meter, weighted_loss
 from trailmark.training.run import Run
 from trailmark.training.tasks import NeedleTask, Task, TextTask
-from trailmark.training.trainer import make_optimizer, schedule
+from trailmark.training.trainer import checkpoint_activations, make_optimizer, schedule
 
 OUTPUT = Path(__file__).with_suffix(".json")
 FOLDER = ROOT / "runs" / "benchmark-training"
@@ -452,11 +452,7 @@ def throughput(
     try:
         step = Step(table4_config(size, name, arguments.tiny), device)
         if checkpointing:
-            model: Any = step.model
-            enable = (
-                getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
-            )
-            enable({"use_reentrant": False})
+            checkpoint_activations(step.model)
         step.run(rows, context, 1)
         if device == "cuda":
             torch.cuda.reset_peak_memory_stats()
@@ -473,7 +469,7 @@ def throughput(
     except torch.OutOfMemoryError:
         return {"out_of_memory": True}
     finally:
-        step = model = None  # type: ignore[assignment]
+        step = None  # type: ignore[assignment]
         gc.collect()
         if device == "cuda":
             torch.cuda.empty_cache()
