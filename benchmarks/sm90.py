@@ -16,7 +16,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import date
 from functools import partial
 from pathlib import Path
@@ -137,7 +137,7 @@ def _resources(cubin: bytes) -> tuple[int, int]:
     return int(found[1]), int(found[2])
 
 
-Case = Callable[[], dict[str, Any]]
+Case = partial[dict[str, Any]]
 
 
 def of_gca(
@@ -190,10 +190,13 @@ def fits(found: dict[str, Any]) -> bool:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--only", choices=("gca", "landmark"), help="the kernels of one op; writes no file")
     parser.add_argument("--output", type=Path, default=Path(__file__).with_suffix(".json"))
     arguments = parser.parse_args()
     results = []
     for compiled in cases(arguments.quick):
+        if arguments.only and compiled.func.__name__ != f"{arguments.only}_kernel":
+            continue
         results.append(compiled())
         print(results[-1], flush=True)
     wrong = [found for found in results if not fits(found)]
@@ -212,7 +215,7 @@ def main() -> None:
         "multiplies",
     ]
     print(markdown_table(columns, [[str(r[c]) for c in columns] for r in results]))
-    if not arguments.quick:
+    if not (arguments.quick or arguments.only):
         about = {"target": "sm_90", "triton": triton.__version__, "torch": torch.__version__}
         about["date"] = date.today().isoformat()
         write_json(arguments.output, about | {"results": results})
