@@ -8,12 +8,13 @@ from __future__ import annotations
 import functools
 import os
 import statistics
+import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from trailmark.files import read_json, write_json
 from trailmark.report.console import Progress, training_line
@@ -21,8 +22,12 @@ from trailmark.report.console import Progress, training_line
 if TYPE_CHECKING:
     from trailmark.training.run import Run
 
+Name = TypeVar("Name")
 ROOT = Path(__file__).resolve().parent.parent
 CONFIGS = ROOT / "configs"
+sys.path.insert(
+    0, str(ROOT)
+)  # scripts take budgets, cases and the browser from tests: each has one definition
 
 
 def data_folder(name: str) -> Path:
@@ -51,9 +56,9 @@ def percentiles(values: Sequence[float]) -> dict[str, float]:
     return {f"p{p}": ordered[round(p / 100 * (len(ordered) - 1))] for p in (20, 50, 80)}
 
 
-def interleaved(cases: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
+def interleaved(cases: Mapping[Name, Callable[[], float]], rounds: int) -> dict[Name, list[float]]:
     """What each case returns, in turn, ``rounds`` times, after one that does not count."""
-    found: dict[str, list[float]] = {name: [] for name in cases}
+    found: dict[Name, list[float]] = {name: [] for name in cases}
     for number in range(rounds + 1):
         for name, case in cases.items():
             value = case()

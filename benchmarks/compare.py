@@ -35,7 +35,7 @@ from common import ROOT, Timers, data_folder, expect_settings, interleaved, para
 from compare_measure import MEASURED_FILE, asked, row_config, text_tokenizer
 from compare_rows import NEEDLE_LENGTH, ROWS, SEEDS, SIZES, jobs, measured, times
 from training import BareLoop
-from training_text import prepared_books, settings_of
+from training_text import prepared, settings_of
 
 from trailmark.cli import keep_freed_memory
 from trailmark.data.corpus import files_below, load_tokenizer
@@ -98,7 +98,8 @@ class Comparison:
         folder = self.folder.resolve() / "text"
         vocabulary = self.arguments.vocabulary or self.sizes.vocabulary
         tokenizer = text_tokenizer(folder, self.sizes, vocabulary)
-        return prepared_books(folder / "train", tokenizer), load_tokenizer(str(tokenizer))
+        corpus = prepared(data_folder("books") / "train", folder / "train", tokenizer)
+        return corpus, load_tokenizer(str(tokenizer))
 
     def text(self) -> None:
         corpus, loaded = self.corpus()

@@ -25,9 +25,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
 from common import keep, spread
 from explorer_browser import in_a_browser
 

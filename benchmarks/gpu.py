@@ -18,34 +18,35 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from datetime import date
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-ROOT = Path(__file__).resolve().parent.parent
+from common import ROOT
+
 # both are read when torch and the kernels are imported
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 if "--rehearse" in sys.argv:
     os.environ |= {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
-for folder in (ROOT, ROOT / "benchmarks"):
-    sys.path.insert(0, str(folder))
 
-import torch  # noqa: E402
-from gpu_checks import CHECKS, DEVICE, DTYPE, LENGTHS, MIDDLE, REHEARSAL, TESTS, WIDTHS, Rows  # noqa: E402
-from ops import MAKE, Case, run_pass, sdpa_backend  # noqa: E402
-from torch import Tensor  # noqa: E402
+import torch
+from gpu_checks import CHECKS, DEVICE, DTYPE, LENGTHS, MIDDLE, REHEARSAL, TESTS, WIDTHS, Rows
+from ops import MAKE as OPS
+from ops import Case, Made, run_pass, sdpa_backend
+from torch import Tensor
+from training_step import compare
 
-from trailmark.files import write_json  # noqa: E402
-from trailmark.ops import (  # noqa: E402
+from trailmark.files import write_json
+from trailmark.ops import (
     LandmarkLayout,
     grouped_cross_attention,
     landmark_attention,
     select_chunks,
 )
-from trailmark.report.tables import markdown_table  # noqa: E402
+from trailmark.report.tables import markdown_table
 
 # --- how fast? -------------------------------------------------------------------------------------------------
 
@@ -70,15 +71,15 @@ class Timing(NamedTuple):
     measure: Callable[[], dict[str, Any]]  # what is added
 
 
-def timing(case: Case, make: Callable[..., Any] | None = None, **more: Any) -> Timing:
-    what = {**asdict(case), "flops": case.flops(), "sdpa_backend": sdpa_backend(case, DEVICE), **more}
-    return Timing(what, partial(timed, case, make))
+def timing(case: Case) -> Timing:
+    what = {**asdict(case), "flops": case.flops(), "sdpa_backend": sdpa_backend(case, DEVICE)}
+    return Timing(what, partial(timed, case))
 
 
-def timed(case: Case, make: Callable[..., Any] | None = None) -> dict[str, Any]:
+def timed(case: Case) -> dict[str, Any]:
     """Seconds, and the peak of memory beyond inputs, output and all gradients, as a share of these."""
     torch.manual_seed(0)
-    function, leaves = (make or MAKE[case.op])(case, DEVICE)
+    function, leaves = (MAKE.get(case.implementation) or MAKE[case.op])(case, DEVICE)
     for leaf in leaves:
         leaf.requires_grad_(case.backward)
     found: dict[str, Any] = {"seconds": seconds_of(partial(run_pass, function, leaves, case.backward))}
@@ -97,52 +98,7 @@ def timed(case: Case, make: Callable[..., Any] | None = None) -> dict[str, Any]:
     return found
 
 
-def gca_first() -> list[Timing]:
-    """The kernel against SDPA on equal FLOPs; also with fewer key/value heads, and chunks without a landmark."""
-    shapes = [
-        Case("gca", "triton", T, DTYPE, heads=heads, key_value_heads=heads, head_size=size)
-        for T in LENGTHS for heads, size in WIDTHS
-    ]  # fmt: skip
-    for middle in [case for case in shapes if case.tokens == MIDDLE]:
-        shapes += [replace(middle, chunk=63), replace(middle, key_value_heads=max(1, middle.heads // 4))]
-    return [
-        timing(replace(shape, implementation=name, backward=backward))
-        for shape in shapes for name in ("triton", "sdpa") for backward in (False, True)
-    ]  # fmt: skip
-
-
-def gca_official(path: Path | None) -> list[Timing]:
-    """The published kernel."""
-    if path is None:
-        return []
-    return [
-        timing(_at(T, heads, size, "official", backward), partial(published_kernel, path))
-        for T in LENGTHS for heads, size in WIDTHS for backward in (False, True)
-    ]  # fmt: skip
-
-
-def gca_last() -> list[Timing]:
-    """Causal SDPA over the whole text, the torch path, the oracle; cuDNN's SDPA once."""
-    cases = [
-        _at(T, heads, size, name, backward)
-        for name in ("sdpa cudnn", "causal", "torch", "reference")
-        for T in LENGTHS for heads, size in WIDTHS for backward in (False, True)
-    ]  # fmt: skip
-    # the oracle holds K times the memory in float32, several times
-    most = {"reference": 32768}
-    return [
-        timing(case)
-        for case in cases
-        if (case.tokens == MIDDLE and not REHEARSAL)
-        or (case.implementation != "sdpa cudnn" and case.tokens <= most.get(case.implementation, case.tokens))
-    ]
-
-
-def _at(T: int, heads: int, size: int, name: str, backward: bool) -> Case:
-    return Case("gca", name, T, DTYPE, backward, heads, heads, size)
-
-
-def published_kernel(path: Path, case: Case, device: str) -> Any:
+def published_kernel(path: Path, case: Case, device: str) -> Made:
     """As its model calls it: chunks gathered by index, laid out head by head, then the kernel."""
     spec = importlib.util.spec_from_file_location("official_gca", path)
     assert spec is not None
@@ -162,135 +118,155 @@ def published_kernel(path: Path, case: Case, device: str) -> Any:
     return run, leaves
 
 
-def decoding() -> list[Timing]:
+def decode(case: Case, device: str) -> Made:
     """One position that reads 8 chunks."""
+    as_told: dict[str, Any] = {"device": device, "dtype": getattr(torch, case.dtype)}
+    q = torch.randn(1, 1, 1, case.heads, case.head_size, **as_told)
+    k, v = (torch.randn(1, 8, 64, case.heads, case.head_size, **as_told) for _ in range(2))
+    indices, weights = torch.arange(8, device=device)[None, None], torch.rand(1, 1, 8, device=device)
 
-    def make(case: Case, device: str) -> Any:
-        dtype = getattr(torch, case.dtype)
-        q = torch.randn(1, 1, 1, case.heads, case.head_size, device=device, dtype=dtype)
-        k, v = (
-            torch.randn(1, 8, 64, case.heads, case.head_size, device=device, dtype=dtype) for _ in range(2)
-        )
-        indices, weights = torch.arange(8, device=device)[None, None], torch.rand(1, 1, 8, device=device)
+    def read(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return grouped_cross_attention(q, k, v, indices, weights, implementation=case.implementation)
 
-        def read(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return grouped_cross_attention(q, k, v, indices, weights, implementation=case.implementation)
+    return read, [q, k, v]
 
-        return read, [q, k, v]
 
+def select_once(case: Case, device: str) -> Made:
+    """One query among all chunks of a text."""
+    query, landmarks = MAKE["select"](case, device)[1]
+    before = torch.tensor([landmarks.shape[1]], device=device)
+
+    def choose(query: Tensor, landmarks: Tensor) -> Tensor:
+        return select_chunks(
+            query, landmarks, case.retrieved, before, implementation=case.implementation
+        ).scores
+
+    return choose, [query[:, :1].contiguous(), landmarks]
+
+
+def landmark(case: Case, device: str) -> Made:
+    """Landmark attention over a whole text, or causal attention."""
+    if case.implementation == "causal":
+        return MAKE["gca"](replace(case, op="gca"), device)
+    T, S, dtype = case.tokens, case.chunk, getattr(torch, case.dtype)
+    leaves = [
+        torch.randn(1, T, heads, case.head_size, device=device, dtype=dtype)
+        for heads in (case.heads, case.key_value_heads, case.key_value_heads)
+    ]
+    # once for all layers of a model
+    layout = LandmarkLayout.of(torch.arange(T, device=device)[None] % (S + 1) == S)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out = landmark_attention(q, k, v, layout, implementation=case.implementation)
+        assert isinstance(out, Tensor)
+        return out
+
+    return attend, leaves
+
+
+MAKE: dict[str, Callable[[Case, str], Made]] = {  # by op; --official adds an implementation
+    **OPS,
+    "decode": decode,
+    "select for one query": select_once,
+    "landmark": landmark,
+}
+
+
+def cases(
+    op: str,
+    names: Sequence[str],
+    lengths: Sequence[int] = (MIDDLE,),
+    widths: Sequence[tuple[int, int]] = WIDTHS,
+    passes: Sequence[bool] = (False, True),
+) -> list[Case]:
+    """Of each length and width the implementations ``names``, forward, and forward and backward."""
     return [
-        timing(Case("decode", name, 1, DTYPE, False, heads, heads, size), make)
-        for heads, size in WIDTHS for name in ("triton", "torch")
+        Case(op, name, T, DTYPE, backward, heads, heads, size)
+        for T in lengths for heads, size in widths for name in names for backward in passes
     ]  # fmt: skip
 
 
-def selection() -> list[Timing]:
+def gca_against_sdpa() -> list[Case]:
+    """On equal FLOPs; also with fewer key/value heads, and chunks without a landmark."""
+    shapes = cases("gca", ("triton", "sdpa"), LENGTHS)
+    middle = [case for case in shapes if case.tokens == MIDDLE]
+    fewer = [replace(case, key_value_heads=max(1, case.heads // 4)) for case in middle]
+    return [*shapes, *(replace(case, chunk=63) for case in middle), *fewer]
+
+
+def gca_against_others() -> list[Case]:
+    """cuDNN's SDPA once, causal SDPA over the whole text, the torch path, the oracle."""
+    found = [] if REHEARSAL else cases("gca", ("sdpa cudnn",))
+    for name in ("causal", "torch"):
+        found += cases("gca", (name,), LENGTHS)
+    # it holds K times the memory in float32, several times
+    return found + cases("gca", ("reference",), [T for T in LENGTHS if T <= 32768])
+
+
+def selection() -> list[Case]:
     """All chunks of a text, and one query of 262,144."""
-    heads, size = WIDTHS[0]
-
-    def one_query(case: Case, device: str) -> Any:
-        query, landmarks = MAKE["select"](case, device)[1]
-        before = torch.tensor([landmarks.shape[1]], device=device)
-
-        def choose(query: Tensor, landmarks: Tensor) -> Tensor:
-            return select_chunks(
-                query, landmarks, case.retrieved, before, implementation=case.implementation
-            ).scores
-
-        return choose, [query[:, :1].contiguous(), landmarks]
-
-    far = 4096 if REHEARSAL else 262_144 * 64  # tokens: 16M
     names = ("triton", "torch")
+    far = 4096 if REHEARSAL else 262_144 * 64  # tokens: 16M
+    many = cases("select", names, LENGTHS[-2:], WIDTHS[:1], (False,))
     return [
-        timing(Case("select", name, T, dtype, False, heads, heads, size))
-        for T in LENGTHS[-2:] for dtype in ("float32", DTYPE) for name in names
-    ] + [
-        timing(Case("select", name, far, DTYPE, False, heads, heads, size), one_query, op="select for one query")
-        for name in names
-    ]  # fmt: skip
-
-
-def window() -> list[Timing]:
-    heads, size = WIDTHS[0]
-    names = ("torch",) if REHEARSAL else ("flex", "torch")
-    return [
-        timing(Case("window", name, MIDDLE, DTYPE, backward, heads, heads, size))
-        for name in names for backward in (False, True)
-    ]  # fmt: skip
-
-
-def landmark() -> list[Timing]:
-    """Landmark attention over a whole text against causal SDPA, chunks of 63 and of 50 tokens."""
-
-    def make(case: Case, device: str) -> Any:
-        T, S, dtype = case.tokens, case.chunk, getattr(torch, case.dtype)
-        leaves = [
-            torch.randn(1, T, heads, case.head_size, device=device, dtype=dtype)
-            for heads in (case.heads, case.key_value_heads, case.key_value_heads)
-        ]
-        # once for all layers of a model
-        layout = LandmarkLayout.of(torch.arange(T, device=device)[None] % (S + 1) == S)
-
-        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            out = landmark_attention(q, k, v, layout, implementation=case.implementation)
-            assert isinstance(out, Tensor)
-            return out
-
-        return attend, leaves
-
-    lengths = LENGTHS if REHEARSAL else (4096, 8192, 16384)
-    shapes = [
-        Case("gca", "causal", T, DTYPE, backward, heads, heads, size)
-        for T in lengths for heads, size in (WIDTHS if REHEARSAL else ((8, 128), (12, 64)))
-        for backward in (False, True)
-    ]  # fmt: skip
-    return [
-        row
-        for shape in shapes
-        for row in (
-            timing(shape, op="landmark"),
-            *(
-                timing(replace(shape, op="landmark", implementation="triton", chunk=S), make)
-                for S in (63, 50)
-            ),
-        )
+        *(replace(case, dtype=dtype) for dtype in ("float32", DTYPE) for case in many),
+        *cases("select for one query", names, (far,), WIDTHS[:1], (False,)),
     ]
 
 
-def training_step() -> list[Timing]:
+def landmark_against_causal() -> list[Case]:
+    """Chunks of 63 and of 50 tokens."""
+    lengths, widths = (LENGTHS, WIDTHS) if REHEARSAL else ((4096, 8192, 16384), ((8, 128), (12, 64)))
+    return [
+        case
+        for causal in cases("landmark", ("causal",), lengths, widths)
+        for case in (causal, *(replace(causal, implementation="triton", chunk=S) for S in (63, 50)))
+    ]
+
+
+def training_steps() -> list[Timing]:
     """A DRT against the model with a window alone; time per token at 64K against 4K."""
-    from training_step import compare
-
+    lengths: tuple[int, ...] = (16384, 4096, 65536)
+    settings: dict[str, Any] = {"rounds": 3, "warm_up": 2}
     if REHEARSAL:
-        small: dict[str, Any] = {
-            "hidden_size": 32,
-            "intermediate_size": 64,
-            "num_attention_heads": 2,
-            "vocab_size": 64,
-        }
-        small |= {"num_hidden_layers": 2, "num_encoder_layers": 1}
-        return [_step(256, partial(compare, "cpu", "float32", rounds=1, **small))]
-    return [_step(T, partial(compare, "cuda", "bfloat16", rounds=3, warm_up=2)) for T in (16384, 4096, 65536)]
-
-
-def _step(T: int, run: Callable[..., dict[str, Any]]) -> Timing:
-    return Timing({"op": "training step", "tokens": T}, partial(run, tokens=T))
+        lengths = (256,)
+        settings = {"rounds": 1, "hidden_size": 32, "intermediate_size": 64, "vocab_size": 64}
+        settings |= {"num_hidden_layers": 2, "num_encoder_layers": 1, "num_attention_heads": 2}
+    run = partial(compare, DEVICE, "float32" if REHEARSAL else "bfloat16", **settings)
+    return [Timing({"op": "training step", "tokens": T}, partial(run, tokens=T)) for T in lengths]
 
 
 # --- all of it -------------------------------------------------------------------------------------------------
 
-GCA = ("budgets", "repeats", "many elements")
-# in this order: (part, the checks that it needs, its rows)
-PARTS: list[tuple[str, tuple[str, ...], Callable[[Path | None], list[Timing]]]] = [
-    ("gca", GCA, lambda official: gca_first()),
-    ("gca", GCA, gca_official),
-    ("landmark", ("landmark kernels",), lambda official: landmark()),
-    ("decoding", ("budgets",), lambda official: decoding()),
-    ("selection", ("others",), lambda official: selection()),
-    ("window", ("others",), lambda official: window()),
-    ("training step", ("budgets", "others"), lambda official: training_step()),
-    ("gca", GCA, lambda official: gca_last()),
-]
+# the checks that each part needs
+NEEDS = {
+    "gca": ("budgets", "repeats", "many elements"),
+    "landmark": ("landmark kernels",),
+    "decoding": ("budgets",),
+    "selection": ("others",),
+    "window": ("others",),
+    "training step": ("budgets", "others"),
+}
+
+
+def timings(official: bool) -> list[tuple[str, list[Timing]]]:
+    """Part and rows, in the order in which they are measured."""
+    windows = ("torch",) if REHEARSAL else ("flex", "torch")
+    parts = [
+        ("gca", gca_against_sdpa()),
+        ("gca", cases("gca", ("official",), LENGTHS) if official else []),
+        ("landmark", landmark_against_causal()),
+        ("decoding", cases("decode", ("triton", "torch"), (1,), passes=(False,))),
+        ("selection", selection()),
+        ("window", cases("window", windows, widths=WIDTHS[:1])),
+    ]
+    return [
+        *((name, list(map(timing, own))) for name, own in parts),
+        ("training step", training_steps()),
+        ("gca", list(map(timing, gca_against_others()))),
+    ]
+
+
 # what others wrote, and may not run here
 FOREIGN = ("official", "sdpa cudnn")
 
@@ -338,12 +314,12 @@ class Record:
             if row["passed"] is False
         ]
 
-    def time(self, name: str, needs: tuple[str, ...], part: Callable[[], list[Timing]]) -> None:
+    def time(self, name: str, needs: tuple[str, ...], part: list[Timing]) -> None:
         if failed := self.failed(needs):
             self.found[f"{name}: left out"] = f"did not pass: {failed}"
             self.save()
             return
-        for what, measure in part():
+        for what, measure in part:
             row = dict(what)
             if self.late():
                 row["left_out"] = "no time"
@@ -361,7 +337,7 @@ class Record:
 
     def left_out(self) -> list[str]:
         parts = [f"{key}: {value}" for key, value in self.found.items() if key.endswith(": left out")]
-        rows = [row for name in dict.fromkeys(part[0] for part in PARTS) for row in self.found.get(name, [])]
+        rows = [row for name in NEEDS for row in self.found.get(name, [])]
         return parts + [
             " ".join(f"{key}={row[key]}" for key in (*_SHOWN, "left_out") if key in row)
             for row in rows
@@ -447,7 +423,7 @@ def main() -> None:
         sys.exit("No CUDA device here. --rehearse runs every part on a CPU, interpreted and tiny.")
     if not REHEARSAL and os.environ.get("TRITON_INTERPRET") == "1":
         sys.exit("TRITON_INTERPRET=1 is set: kernels would be interpreted. Unset it.")
-    names = {*CHECKS, *(part[0] for part in PARTS)}
+    names = {*CHECKS, *NEEDS}
     if unknown := set(arguments.only or ()) - names:
         parser.error(f"--only: expected parts out of {sorted(names)}, got {sorted(unknown)}.")
     wanted = set(arguments.only or names)
@@ -462,10 +438,12 @@ def main() -> None:
                 record.check(name, check)
     finally:
         TESTS.stop()
-    for name, needs, part in PARTS:
+    if arguments.official:
+        MAKE["official"] = partial(published_kernel, arguments.official)
+    for name, part in timings(arguments.official is not None):
         if name in wanted:
             print(f"\n== {name} ({time.monotonic() - record.began:.0f} s so far)", flush=True)
-            record.time(name, needs, partial(part, arguments.official))
+            record.time(name, NEEDS[name], part)
     print("\n" + markdown_table(["goal", "at", "found", "wanted"], goals(record.found)))
     missing, wrong = record.left_out(), record.failed(tuple(name for name in CHECKS if name in record.found))
     print("\n".join([*missing, f"Numbers: {output}"]))

@@ -16,10 +16,10 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection, wait
-from pathlib import Path
 from typing import Any
 
 import torch
+from common import ROOT
 from ops import Case, check
 from torch import Tensor
 
@@ -37,7 +37,6 @@ from trailmark.ops import (
 )
 from trailmark.ops.gca import triton_path as kernels
 
-ROOT = Path(__file__).resolve().parent.parent
 REHEARSAL = "--rehearse" in sys.argv  # benchmarks/gpu.py --rehearse: on a CPU, interpreted, tiny
 DEVICE = "cpu" if REHEARSAL else "cuda"
 DTYPE = "float16" if REHEARSAL else "bfloat16"  # the interpreter has no bfloat16
@@ -73,7 +72,7 @@ def _row(name: str, passed: bool | None, seconds: float = 0.0, **more: Any) -> d
 
 # --- budgets ---------------------------------------------------------------------------------------------------
 
-Job = tuple[str, dict[str, Any]]  # a name, and the arguments of gca_cases.inputs with off_by_one
+Job = tuple[str, Any]  # a name, and the arguments of a case's inputs, of GCA with off_by_one
 
 
 def budget_jobs() -> list[Job]:
@@ -138,11 +137,7 @@ def each_job(work: Callable[[Job], Rows], jobs: list[Job], rows: Rows, seconds: 
 
 
 def in_processes(
-    work: Callable[[tuple[str, Any]], Rows],
-    jobs: list[tuple[str, Any]],
-    rows: Rows,
-    workers: int,
-    seconds: float,
+    work: Callable[[Job], Rows], jobs: list[Job], rows: Rows, workers: int, seconds: float
 ) -> None:
     """Adds the rows of all jobs, each of ``work(job)`` in one of ``workers`` processes.
 
@@ -150,7 +145,7 @@ def in_processes(
     """
     spawn, deadline = multiprocessing.get_context("spawn"), time.monotonic() + seconds
     waiting = jobs[::-1]
-    at_work: dict[Connection, tuple[Any, tuple[str, Any]]] = {}  # -> process, job
+    at_work: dict[Connection, tuple[Any, Job]] = {}  # -> process, job
 
     def give(connection: Connection, process: Any) -> None:
         at_work[connection] = process, waiting.pop()
@@ -192,7 +187,7 @@ def in_processes(
             process.kill()
 
 
-def _serve(work: Callable[[tuple[str, Any]], Rows], connection: Connection) -> None:
+def _serve(work: Callable[[Job], Rows], connection: Connection) -> None:
     while True:
         job = connection.recv()
         try:
@@ -517,19 +512,18 @@ class KernelTests:
     def start(self) -> None:
         if any(importlib.util.find_spec(name) is None for name in ("pytest", "hypothesis")):
             return
-        files = (
-            "grouped_cross_attention_triton",
-            "landmark_attention_triton",
-            "selection_triton",
-            "sliding_window_flex",
-        )
+        folders = ("gca", "landmark", "selection")
+        files = [
+            *(f"tests/ops/{name}/test_triton_path.py" for name in folders),
+            "tests/ops/window/test_flex.py",
+        ]
         # the budgets are checked here over the whole cover; ahead of time is for where there is no GPU
         which = "empty_sizes or nothing_to_select or empty_batches" if REHEARSAL else _NOT_HERE
         command = [sys.executable, "-m", "pytest", "-q", "-m", "slow or not slow", "-k", which]
         self.output = tempfile.TemporaryFile("w+")  # noqa: SIM115
         self.began = time.monotonic()
         self.process = subprocess.Popen(
-            [*command, *(f"tests/ops/test_{name}.py" for name in files)],
+            [*command, *files],
             cwd=ROOT, stdout=self.output, stderr=subprocess.STDOUT, start_new_session=True, text=True,
         )  # fmt: skip
 
@@ -538,20 +532,19 @@ class KernelTests:
         if self.process is None:
             rows.append(_row(name, None, note="not run: pytest and hypothesis are not both installed"))
             return
-        late = False
-        try:
+        with suppress(subprocess.TimeoutExpired):
             self.process.wait(max(0.0, self.began + self.seconds - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            late = True
-            self.stop()
-        code, seconds = self.process.returncode, time.monotonic() - self.began
+        late = self.process.poll() is None
+        self.stop()
+        code, more = self.process.returncode, {}
+        if late:  # which tests passed by then is in the tail, as dots
+            more = {"note": f"not done after {self.seconds:.0f} s"}
+        elif code:
+            more = {"error": f"pytest ended with {code}"}
         self.output.seek(0)
         tail = self.output.read()[-2000:]
-        if late:  # which tests passed by then is in the tail, as dots
-            rows.append(_row(name, None, seconds, note=f"not done after {self.seconds:.0f} s", tail=tail))
-        else:
-            error = {} if code == 0 else {"error": f"pytest ended with {code}"}
-            rows.append(_row(name, code == 0, seconds, tail=tail, **error))
+        passed = None if late else code == 0
+        rows.append(_row(name, passed, time.monotonic() - self.began, tail=tail, **more))
 
     def stop(self) -> None:
         """Ends what is still running, with what it started."""

@@ -11,14 +11,13 @@ processes (DDP, FSDP2) one or both are killed, by chance.
 from __future__ import annotations
 
 import argparse
-import sys
 import tempfile
 import time
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[1]))  # the tests do the killing
+import common  # noqa: F401  # by which the tests are found: they do the killing
 
 from tests.training.killed import Killer
 from tests.training.tiny import run_config

@@ -12,21 +12,20 @@ the equations as written (the oracle) too.
 from __future__ import annotations
 
 import argparse
+import itertools
 import statistics
-import sys
-import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from common import ROOT, keep
+from common import interleaved, keep, seconds
+from ops import run_pass
 from tables import Columns, table
 from torch import Tensor
-
-sys.path.insert(0, str(ROOT))  # for tests: the budget and the cases have one definition
 
 from tests.ops.landmark.cases import assert_budget
 from trailmark.cli import keep_freed_memory
@@ -101,15 +100,6 @@ def check(case: Case) -> None:
     assert_budget(tensors, rest, case.implementation)
 
 
-def seconds(function: Callable[..., Tensor], leaves: list[Tensor], backward: bool) -> float:
-    began = time.perf_counter()
-    with torch.set_grad_enabled(backward):
-        out = function(*leaves)
-    if backward:
-        torch.autograd.grad(out, leaves, torch.ones_like(out))
-    return time.perf_counter() - began
-
-
 def kept(function: Callable[..., Tensor], leaves: list[Tensor]) -> int:
     """Bytes saved for the backward that are not the inputs' own."""
     known = {x.untyped_storage().data_ptr() for x in leaves}
@@ -128,39 +118,29 @@ def kept(function: Callable[..., Tensor], leaves: list[Tensor]) -> int:
 def collect(chosen: list[Case], rounds: int) -> list[dict[str, Any]]:
     """Medians over rounds; in each, every case of a length and dtype runs once (below 4096 positions 5 times)."""
     results: list[dict[str, Any]] = []
-    for size in dict.fromkeys((case.tokens, case.dtype) for case in chosen):
-        together = [case for case in chosen if (case.tokens, case.dtype) == size]
-        made = [(case, case.function(), case.leaves()) for case in together]
-        times: dict[tuple[Case, bool], list[float]] = {}
-        for case, function, leaves in made:
+    for (tokens, _), group in itertools.groupby(chosen, lambda case: (case.tokens, case.dtype)):
+        made = {case: (case.function(), case.leaves()) for case in group}
+        passes: dict[tuple[Case, bool], Callable[[], float]] = {}
+        for case, (function, leaves) in made.items():
             if case.implementation != "causal":
                 check(case)
-            seconds(function, leaves, True)  # warms up
-        for _ in range(rounds * (5 if size[0] < 4096 else 1)):
             for backward in (True, False):
-                for case, function, leaves in made:
-                    times.setdefault((case, backward), []).append(seconds(function, leaves, backward))
-        for case, function, leaves in made:
-            both, forward = (statistics.median(times[case, backward]) for backward in (True, False))
-            causal, causal_forward = (
-                statistics.median(times[together[0], backward]) for backward in (True, False)
-            )
-            row: dict[str, Any] = asdict(case) | {
-                "name": case.name(),
-                "seconds": both,
-                "forward_seconds": forward,
-            }
-            row |= {"of_causal": both / causal, "forward_of_causal": forward / causal_forward}
-            row |= {"passes": len(times[case, True]), "kept_bytes": kept(function, leaves)}
-            results.append(row)
+                work = partial(run_pass, function, leaves, backward)
+                passes[case, backward] = partial(seconds, work)
+        times = interleaved(passes, rounds * (5 if tokens < 4096 else 1))
+        medians = {key: statistics.median(found) for key, found in times.items()}
+        causal = next(iter(made))
+        for case in made:
+            both, forward = medians[case, True], medians[case, False]
+            row = asdict(case) | {"name": case.name(), "seconds": both, "forward_seconds": forward}
+            row |= {"of_causal": both / medians[causal, True]}
+            row |= {"forward_of_causal": forward / medians[causal, False]}
+            results.append(row | {"passes": len(times[case, True]), "kept_bytes": kept(*made[case])})
             print(f"{case.dtype}, {case.tokens}: {case.name()}: {both * 1000:.1f} ms", flush=True)
-        if size[0] <= 512:
-            oracle = replace(together[0], implementation="reference")
-            row = asdict(oracle) | {
-                "name": oracle.name(),
-                "kept_bytes": kept(oracle.function(), oracle.leaves()),
-            }
-            results.append(row)
+        if tokens <= 512:
+            oracle = replace(causal, implementation="reference")
+            counted = {"name": oracle.name(), "kept_bytes": kept(oracle.function(), oracle.leaves())}
+            results.append(asdict(oracle) | counted)
     return results
 
 

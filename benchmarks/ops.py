@@ -29,22 +29,18 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import tables
 import torch
 import torch.nn.functional as F
+from common import percentiles
+from tables import Row
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))  # for tests.budgets: the budget has one definition
-
-import tables  # noqa: E402
-from common import percentiles  # noqa: E402
-from tables import Row  # noqa: E402
-
-from tests.budgets import assert_within_budget  # noqa: E402
-from trailmark.cli import KEEP_FREED_MEMORY  # noqa: E402
-from trailmark.files import write_json  # noqa: E402
-from trailmark.ops import (  # noqa: E402
+from tests.budgets import assert_within_budget
+from trailmark.cli import KEEP_FREED_MEMORY
+from trailmark.files import write_json
+from trailmark.ops import (
     alibi_slopes,
     grouped_cross_attention,
     select_chunks,
@@ -84,7 +80,7 @@ class Case:
 def sdpa_backend(case: Case, device: str) -> str | None:
     """The kernel that SDPA is held to, so that a ratio says the same everywhere. None: PyTorch's choice, on a CPU
     and in float32, which flash attention does not take."""
-    if device != "cuda" or case.op != "gca" or case.dtype == "float32":
+    if device != "cuda" or case.op not in ("gca", "landmark") or case.dtype == "float32":
         return None
     return {
         "sdpa": "FLASH_ATTENTION",

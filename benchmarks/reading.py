@@ -63,8 +63,9 @@ def models(size: str) -> dict[str, TrailmarkForCausalLM]:
     if size == "d512":
         drt, window = DRTConfig(**_MEDIUM), SlidingWindowConfig(**_MEDIUM)
     else:
-        fields = {k: v for k, v in MODELS["drt"].items() if k != "architecture"}
-        shared = {k: v for k, v in MODELS["window"].items() if k != "architecture"}
+        fields, shared = (
+            {k: v for k, v in MODELS[name].items() if k != "architecture"} for name in ("drt", "window")
+        )
         drt = DRTConfig(**fields)
         window = SlidingWindowConfig(**(shared | {"num_hidden_layers": drt.num_hidden_layers}))
     return {"drt": DRTForCausalLM(drt).eval(), "window": SlidingWindowForCausalLM(window).eval()}
@@ -206,13 +207,9 @@ def token(folder: Path | None) -> list[dict[str, Any]]:
 
 def status() -> dict[str, int]:
     """Bytes of this process: all in RAM, and the part that is no file's."""
+    ctypes.CDLL(None).malloc_trim(0)  # what glibc keeps after it was freed would count as grown
     lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     return {name: int(lines[name].split()[0]) * 1024 for name in ("VmRSS", "RssAnon")}
-
-
-def give_back_freed() -> None:
-    """Of what glibc keeps after it was freed, more or less by chance: it would count as grown."""
-    ctypes.CDLL(None).malloc_trim(0)
 
 
 def memory_case(tier: str) -> dict[str, Any]:
@@ -224,7 +221,6 @@ def memory_case(tier: str) -> dict[str, Any]:
         marks = []
         for _ in range(M1 // K64):
             model.read(ids, cache)
-            give_back_freed()
             marks.append(status() | {"memory": cache.memory_bytes(), "window": cache.window_bytes()})
         first, last = marks[1], marks[-1]
         grown = {name: last[name] - first[name] for name in first}
@@ -297,13 +293,11 @@ def search(folder: Path | None) -> list[dict[str, Any]]:
         built = seconds(partial(ask, faiss, landmarks, queries[:, :1]))
         found = zip(ask(exact, landmarks, queries), ask(faiss, landmarks, queries), strict=True)
         recall = float(np.mean([np.isin(true, near).mean() for true, near in found]))
-        cases = {
-            name: partial(
-                lambda index, a, b: seconds(lambda: ask(index, a, b)) / 64 * 1000, index, landmarks, queries
-            )
-            for name, index in (("exact", exact), ("faiss", faiss))
-        }
-        measured = spreads(cases)
+
+        def each(index: Any, landmarks: Tensor = landmarks, queries: Tensor = queries) -> float:
+            return seconds(partial(ask, index, landmarks, queries)) / 64 * 1000
+
+        measured = spreads({"exact": partial(each, exact), "faiss": partial(each, faiss)})
         results.append(
             {"landmarks": 262_144, "E": E, "recall": recall, "build_seconds": built, "milliseconds": measured}
         )

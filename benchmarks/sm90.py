@@ -16,8 +16,9 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Sequence
 from datetime import date
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -136,32 +137,46 @@ def _resources(cubin: bytes) -> tuple[int, int]:
     return int(found[1]), int(found[2])
 
 
-Case = tuple[Callable[..., dict[str, Any]], tuple[Any, ...]]
+Case = partial[dict[str, Any]]
+
+
+def of_gca(
+    dtype: torch.dtype, sizes: Sequence[tuple[int, int]], heads: Sequence[int], **more: Any
+) -> list[Case]:
+    """All kernels at sizes (rows, S) and heads D."""
+    return [
+        partial(gca_kernel, name, dtype, rows, S, D, **more)
+        for D in heads for rows, S in sizes for name in _NAMES
+    ]  # fmt: skip
+
+
+def of_landmark(dtype: torch.dtype, sizes: Sequence[int], heads: Sequence[int], **more: Any) -> list[Case]:
+    """All kernels at sizes S and heads D."""
+    return [
+        partial(landmark_kernel, name, dtype, S, D, **more) for D in heads for S in sizes for name in _NAMES
+    ]
 
 
 def cases(quick: bool) -> list[Case]:
     half, single = torch.bfloat16, torch.float32
     if quick:
         return [
-            *((gca_kernel, (name, half, 64, 64, 64)) for name in _NAMES),
-            (gca_kernel, ("keys", single, 64, 64, 64)),
-            *((landmark_kernel, (name, half, 63, D)) for D in (64, 128) for name in _NAMES),
+            *of_gca(half, [(64, 64)], [64]),
+            partial(gca_kernel, "keys", single, 64, 64, 64),
+            *of_landmark(half, [63], [64, 128]),
         ]
-    sizes = [(64, 64), (64, 63), (256, 64), (1, 64), (64, 128), (64, 200)]  # (rows, S)
-    of_gca = [(name, half, rows, S, D) for D in (64, 128, 256) for rows, S in sizes for name in _NAMES]
-    of_gca += [(name, half, 64, 63, D, True) for D in (64, 128) for name in _NAMES]  # type: ignore[misc]
-    of_gca += [(name, torch.float16, 64, 64, D) for D in (64, 80) for name in _NAMES]
-    of_gca += [(name, single, 64, 64, D) for D in (64, 128, 256) for name in _NAMES]
-    of_landmark = [(name, half, S, D) for D in (64, 128, 256) for S in (63, 50, 15, 127) for name in _NAMES]
-    of_landmark += [(name, half, 63, D, False) for D in (64, 128) for name in _NAMES]  # type: ignore[misc]
-    of_landmark += [(name, half, 63, 64, True, 4) for name in _NAMES]  # type: ignore[misc]
-    of_landmark += [(name, half, 63, 64, True, 1, True) for name in _NAMES]  # type: ignore[misc]
-    of_landmark += [("queries", half, 63, 64, True, 1, False, True)]  # type: ignore[list-item]
-    of_landmark += [(name, torch.float16, 50, 80) for name in _NAMES]
-    of_landmark += [(name, single, 63, D) for D in (64, 128, 256) for name in _NAMES]
     return [
-        *((gca_kernel, arguments) for arguments in of_gca),
-        *((landmark_kernel, arguments) for arguments in of_landmark),
+        *of_gca(half, [(64, 64), (64, 63), (256, 64), (1, 64), (64, 128), (64, 200)], [64, 128, 256]),
+        *of_gca(half, [(64, 63)], [64, 128], lengths=True),
+        *of_gca(torch.float16, [(64, 64)], [64, 80]),
+        *of_gca(single, [(64, 64)], [64, 128, 256]),
+        *of_landmark(half, [63, 50, 15, 127], [64, 128, 256]),
+        *of_landmark(half, [63], [64, 128], causal=False),
+        *of_landmark(half, [63], [64], G=4),
+        *of_landmark(half, [63], [64], wide=True),
+        partial(landmark_kernel, "queries", half, 63, 64, lse_grad=True),
+        *of_landmark(torch.float16, [50], [80]),
+        *of_landmark(single, [63], [64, 128, 256]),
     ]
 
 
@@ -178,15 +193,13 @@ def main() -> None:
     parser.add_argument("--only", choices=("gca", "landmark"), help="the kernels of one op; writes no file")
     parser.add_argument("--output", type=Path, default=Path(__file__).with_suffix(".json"))
     arguments = parser.parse_args()
-    results, wrong = [], []
-    for compiled, case in cases(arguments.quick):
-        if arguments.only and compiled.__name__ != f"{arguments.only}_kernel":
+    results = []
+    for compiled in cases(arguments.quick):
+        if arguments.only and compiled.func.__name__ != f"{arguments.only}_kernel":
             continue
-        found = compiled(*case)
-        results.append(found)
-        if not fits(found):
-            wrong.append(found)
-        print(found, flush=True)
+        results.append(compiled())
+        print(results[-1], flush=True)
+    wrong = [found for found in results if not fits(found)]
     columns = [
         "op",
         "kernel",
@@ -203,12 +216,9 @@ def main() -> None:
     ]
     print(markdown_table(columns, [[str(r[c]) for c in columns] for r in results]))
     if not (arguments.quick or arguments.only):
-        versions = {
-            "triton": triton.__version__,
-            "torch": torch.__version__,
-            "date": date.today().isoformat(),
-        }
-        write_json(arguments.output, {"target": "sm_90"} | versions | {"results": results})
+        about = {"target": "sm_90", "triton": triton.__version__, "torch": torch.__version__}
+        about["date"] = date.today().isoformat()
+        write_json(arguments.output, about | {"results": results})
         print(f"Numbers: {arguments.output}")
     if wrong:
         sys.exit(f"{len(wrong)} do not fit: {wrong}")

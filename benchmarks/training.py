@@ -14,7 +14,6 @@ interleaved in one process.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import copy
 import functools
 import gc
@@ -42,7 +41,7 @@ from trailmark.training.config import RunConfig, load_run_config
 from trailmark.training.loss import Meter, weighted_loss
 from trailmark.training.run import Run
 from trailmark.training.tasks import NeedleTask, Task, TextTask
-from trailmark.training.trainer import make_optimizer, schedule
+from trailmark.training.trainer import checkpoint_activations, make_optimizer, schedule
 
 OUTPUT = Path(__file__).with_suffix(".json")
 FOLDER = ROOT / "runs" / "benchmark-training"
@@ -109,10 +108,7 @@ class Overhead:
 
     def __init__(self, config: RunConfig, block: int) -> None:
         self.block, self.timers = block, Timers()
-        self.parts = {
-            "trailmark": self.timers.seconds,
-            "bare": Timers().seconds,
-        }  # of the timers, for each training
+        self.parts = {"trailmark": self.timers.seconds, "bare": Timers().seconds}
         self.run = Run(config, self._after_step)
         self.bare = BareLoop(self.run, self.timers)
         self.spans: dict[str, list[float]] = {who: [] for who in WHO}  # of each step
@@ -299,10 +295,9 @@ class Step:
         vocab_size = self.model.config.vocab_size
         ids = torch.randint(vocab_size, (micro, rows, length), generator=generator).to(self.device)
         seeds = torch.arange(rows, device=self.device) + self.count
-        low = torch.autocast("cuda", torch.bfloat16) if self.device == "cuda" else contextlib.nullcontext()
         began, processor = self._now(), time.process_time()
         for part in ids:
-            with low:
+            with torch.autocast(self.device, torch.bfloat16, enabled=self.device == "cuda"):
                 loss = self.model(part, labels=part, noise_seed=seeds).loss
             (loss / micro).backward()
         self.optimizer.step()
@@ -457,11 +452,7 @@ def throughput(
     try:
         step = Step(table4_config(size, name, arguments.tiny), device)
         if checkpointing:
-            model: Any = step.model
-            enable = (
-                getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
-            )
-            enable({"use_reentrant": False})
+            checkpoint_activations(step.model)
         step.run(rows, context, 1)
         if device == "cuda":
             torch.cuda.reset_peak_memory_stats()
@@ -478,7 +469,7 @@ def throughput(
     except torch.OutOfMemoryError:
         return {"out_of_memory": True}
     finally:
-        step = model = None  # type: ignore[assignment]
+        step = None  # type: ignore[assignment]
         gc.collect()
         if device == "cuda":
             torch.cuda.empty_cache()

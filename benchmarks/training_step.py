@@ -12,7 +12,6 @@ torch.compile.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import statistics
 import time
 from pathlib import Path
@@ -67,9 +66,8 @@ class Steps:
     def run(self, keep: bool) -> None:
         """One step; ``keep`` its times."""
         seed = torch.tensor([len(self.times["step"])], device=self.device)
-        low = torch.autocast(self.device, dtype=torch.bfloat16)
         began, processor = self._now(), time.process_time()
-        with low if self.dtype == "bfloat16" else contextlib.nullcontext():
+        with torch.autocast(self.device, torch.bfloat16, enabled=self.dtype == "bfloat16"):
             loss = self.call(self.ids, labels=self.ids, noise_seed=seed).loss
         forward = self._now()
         loss.backward()

@@ -65,21 +65,19 @@ _COST_FILE = "cost.json"
 # --- data --------------------------------------------------------------------------------------------------
 
 
+def prepared(texts: Path, folder: Path, tokenizer: Path | str = "bytes") -> Corpus:
+    """Shards of a folder's texts, made in this process: others would first import all that this one has."""
+    return prepare(parse_source([str(texts)]), folder, str(tokenizer), processes=1)
+
+
 def prepared_bytes(folder: Path) -> Corpus:
     """Shards of bytes for the loader: the books, or without TRAILMARK_DATA the standard library's sources."""
     if os.environ.get("TRAILMARK_DATA"):
-        return prepare(
-            parse_source([str(data_folder("books") / "train")]), folder / "books-bytes", processes=1
-        )
+        return prepared(data_folder("books") / "train", folder / "books-bytes")
     sources = folder / "standard-library"
     for number, text in enumerate(standard_library_texts("train")):
         write_text(sources / f"{number:04d}.txt", text)
-    return prepare(parse_source([str(sources)]), folder / "standard-library-bytes", processes=1)
-
-
-def prepared_books(folder: Path, tokenizer: Path) -> Corpus:
-    """Shards of the books to train on, made in this process: others would first import all that this one has."""
-    return prepare(parse_source([str(data_folder("books") / "train")]), folder, str(tokenizer), processes=1)
+    return prepared(sources, folder / "standard-library-bytes")
 
 
 def settings_of(config: RunConfig, corpus: Corpus, tokenizer: Any) -> dict[str, Any]:
@@ -217,9 +215,11 @@ class Benchmark:
 
     def prepare(self) -> None:
         """Vocabulary, shards and the settings; a record of others is refused."""
-        files = files_below(data_folder("books") / "train")
-        tokenizer = trained_tokenizer(files, self.arguments.vocabulary, self.folder / "tokenizer")
-        corpus = prepared_books(self.folder / "train", tokenizer)
+        books = data_folder("books") / "train"
+        tokenizer = trained_tokenizer(
+            files_below(books), self.arguments.vocabulary, self.folder / "tokenizer"
+        )
+        corpus = prepared(books, self.folder / "train", tokenizer)
         self.tokenizer = load_tokenizer(str(tokenizer))
         kept = self.record.get("settings", {})
         if self.arguments.steps is None:

@@ -384,5 +384,5 @@ def test_one_command_that_goes_on(
     again = read_json(arguments.output)
     assert again == record
     (tmp_path / "data" / "math" / "train" / "c_1.tex").write_text("more")
-    with pytest.raises(SystemExit, match="holds other texts"):
+    with pytest.raises(ValueError, match="holds a corpus with source files"):
         script.CaseStudy(arguments).prepare()

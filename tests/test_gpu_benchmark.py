@@ -121,20 +121,20 @@ def test_a_row_that_fails_is_left_out_and_the_rest_is_timed(
     def rows() -> list[Any]:
         return [gpu.Timing({"op": "gca"}, run) for run in (passes, fails, passes)]
 
-    record.time("gca", (), rows)
+    record.time("gca", (), rows())
     assert [len(x) for x in seen] == [0, 2]  # written after every row
     found = json.loads(output.read_text())["gca"]
     assert [row.get("left_out") for row in found] == [None, "RuntimeError: no room", None]
     assert len(record.left_out()) == 1
 
     record.minutes = 0
-    record.time("gca", (), rows)
+    record.time("gca", (), rows())
     assert [row["left_out"] for row in record.found["gca"][3:]] == ["no time"] * 3
 
     record.check("budgets", lambda rows: rows.append({"check": "one", "passed": False}))
     assert record.found["budgets: left out"] == "no time"
     record.minutes = 10
     record.check("repeats", lambda rows: rows.append({"check": "one", "passed": False}))
-    record.time("window", ("repeats",), rows)
+    record.time("window", ("repeats",), rows())
     assert "window" not in record.found
     assert "one" in record.found["window: left out"]

@@ -22,14 +22,14 @@ from trailmark.trace.lines import TracedChunk
 Integers = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
 
-RULES = {
-    "bm25": "BM25, asked with the asking chunk",
-    "bm25_two": "BM25, asked with it and the chunk before",
-    "hash": "hashed bag of tokens",
+RULES = {  # as tables name them
+    "bm25": "BM25",  # asked with the asking chunk
+    "bm25_two": "BM25, two chunks",  # asked with it and the chunk before
+    "hash": "hashed bag",
     "recent": "most recent",
-    "random": "random (expected)",
-    "hubs": "what the model read most often before",
-    "bm25_told": "BM25, told the reading chunk",
+    "random": "random",  # what is expected
+    "hubs": "most read before",
+    "bm25_told": "BM25, told",  # asked with the reading chunk
 }
 _ROWS = 256  # queries at a time
 

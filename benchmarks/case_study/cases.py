@@ -108,36 +108,15 @@ def told(file: str, row: Row, chunks: Sequence[TracedChunk]) -> dict[str, Any]:
 
 
 def picture(page: Path, chunk: int, output: Path, most: int = 300_000) -> None:
-    """What headless Chromium shows of an explorer's page with one chunk chosen, as PNG of at most ``most`` bytes.
+    """What headless Chromium shows of an explorer's page with one chunk chosen, as PNG of at most ``most`` bytes."""
+    from PIL import Image
 
-    Raises:
-        SystemExit: no playwright or Chromium; a picture that stays larger.
-    """
-    import os
-    import shutil
+    from tests.report.browser import chromium, windows
 
-    try:
-        from PIL import Image
-        from playwright.sync_api import sync_playwright
-    except ImportError as error:
-        raise SystemExit(f"document: a picture needs {error.name}. pip install playwright pillow") from error
-    chromium = os.environ.get("TRAILMARK_CHROMIUM") or shutil.which("chromium")
-    if chromium is None:
-        raise SystemExit("document: a picture needs Chromium. Install it, or name it by TRAILMARK_CHROMIUM.")
-    complaints: list[str] = []
-    with sync_playwright() as play:
-        browser = play.chromium.launch(
-            executable_path=chromium, args=["--no-sandbox"] if os.geteuid() == 0 else []
-        )
-        window = browser.new_page(viewport={"width": 1280, "height": 1500}, reduced_motion="reduce")
-        window.on("console", lambda message: complaints.append(message.text))
-        window.on("pageerror", lambda error: complaints.append(str(error)))
-        window.goto(f"{page.resolve().as_uri()}#chunk={chunk}")
+    with chromium() as browser, windows(browser) as open_page:
+        window = open_page(page.resolve(), height=1500, fragment=f"#chunk={chunk}")
         window.wait_for_timeout(1500)
         window.screenshot(path=output)
-        browser.close()
-    if complaints:
-        raise SystemExit(f"document: the page of {page} complains: {complaints[0]}")
     if output.stat().st_size > most:  # the page has few colours
         Image.open(output).convert("RGB").quantize(256).save(output, optimize=True)
     if output.stat().st_size > most:

@@ -30,16 +30,7 @@ LICENCES = {
     "CC-BY-SA-3.0": "CC BY-SA 3.0",
     "CC-BY-SA-4.0": "CC BY-SA 4.0",
 }
-RIVALS = {  # the columns of every table of what was found
-    "model": "model",
-    "bm25": "BM25",
-    "bm25_two": "BM25, two chunks",
-    "hash": "hashed bag",
-    "recent": "most recent",
-    "random": "random",
-    "hubs": "most read before",
-    "bm25_told": "BM25, told",
-}
+RIVALS = {"model": "model", **RULES}  # the columns of every table of what was found
 KINDS = {
     ("now", "label"): "label, by the reading chunk",
     ("early", "label"): "label, one chunk early",
@@ -54,7 +45,6 @@ VARIANT_NAMES = {
     "scale-1-two-chunks": "scale 1, two chunks read, not eight",
     "not-normalized": "not normalised, scale 1 (the published scoring)",
 }
-assert set(RIVALS) == {"model", *RULES}
 assert set(VARIANT_NAMES) == set(VARIANTS)
 
 
@@ -166,7 +156,7 @@ def found_text(found: Record) -> str:
         _hits(found, "now", "label", -1, number) | {"bin": name} for number, name in enumerate(found["bins"])
     ]
     apart = found["differences"]
-    shown = ", ".join(f"{nats(apart[rule])} over {RIVALS[rule]}" for rule in RULES)
+    shown = ", ".join(f"{nats(apart[rule])} over {name}" for rule, name in RULES.items())
     return (
         f"{table({'tokens back': '{bin}', **REFERENCES, **BY_RULE}, _any(rows))}\n\n"
         f"{rows[0]['chunks']:.1f} chunks each, on average. The model's share less each rule's, with intervals over "
@@ -211,7 +201,7 @@ def kinds_text(found: Record) -> str:
 
 def habits_text(found: Record) -> str:
     own = found["habits"]
-    shared = ", ".join(f"{own['shared'][rule]:.1%} by {RIVALS[rule]}" for rule in RULES)
+    shared = ", ".join(f"{own['shared'][rule]:.1%} by {name}" for rule, name in RULES.items())
     return (
         f"In {own['reading_chunks']:,} chunks the groups read {own['chunks_read']:.1f} different chunks together; the "
         f"first and the last group share {own['agree']:.1f} of them. {own['kept']:.1%} of what a chunk reads, the "
@@ -342,7 +332,7 @@ def cases_text(found: Record) -> str:
 def _case_text(number: int, case: dict[str, Any], chapter: dict[str, Any]) -> str:
     licence = LICENCES.get(chapter["licence"], chapter["licence"])
     ranks = ", ".join(
-        f"{RIVALS[rule]} {rank + 1:,}" for rule, rank in case["ranks"].items() if rank is not None
+        f"{RULES[rule]} {rank + 1:,}" for rule, rank in case["ranks"].items() if rank is not None
     )
     lines = []
     for group, reads in enumerate(case["groups"]):

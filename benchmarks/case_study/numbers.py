@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any
@@ -78,13 +79,17 @@ def hits(texts: Texts, num_groups: int) -> list[dict[str, Any]]:
     ]
 
 
+def labels_found(texts: Texts) -> dict[str, list[float]]:
+    """Labels found by the reading chunk, all groups and distances: [found, of how many] by rule."""
+    return {rule: counts(texts, "now", "label", rule, -1)[0] for rule in ALL_RULES}
+
+
 def by_work(texts: Texts, works: Sequence[str]) -> dict[str, dict[str, list[float]]]:
-    """Labels found by the reading chunk, all groups and distances, of each work: [found, of how many] by rule."""
-    result = {}
-    for work in dict.fromkeys(works):
-        own = [rows for rows, of in zip(texts, works, strict=True) if of == work]
-        result[work] = {rule: counts(own, "now", "label", rule, -1)[0] for rule in ALL_RULES}
-    return result
+    """:func:`labels_found` of each work."""
+    return {
+        work: labels_found([rows for rows, of in zip(texts, works, strict=True) if of == work])
+        for work in dict.fromkeys(works)
+    }
 
 
 CANDIDATES = (130, 520, 2080)  # the first: about the chunks of a training text
@@ -95,16 +100,9 @@ def by_candidates(texts: Texts) -> list[dict[str, Any]]:
     result = []
     for low, high in pairwise((0, *CANDIDATES, None)):
         assert low is not None
-        own = [
-            [
-                row
-                for row in rows
-                if row["now"]["candidates"] > low and (not high or row["now"]["candidates"] <= high)
-            ]
-            for rows in texts
-        ]
-        rules = {rule: counts(own, "now", "label", rule, -1)[0] for rule in ALL_RULES}
-        result.append({"low": low + 1, "high": high, "rules": rules, "gain": _gain(own)["gain"]})
+        fits = range(low + 1, (high or sys.maxsize) + 1)
+        own = [[row for row in rows if row["now"]["candidates"] in fits] for rows in texts]
+        result.append({"low": low + 1, "high": high, "rules": labels_found(own), "gain": _gain(own)["gain"]})
     return result
 
 
@@ -129,12 +127,8 @@ def label_weights(texts: Texts, num_groups: int) -> list[dict[str, float]]:
     """Of each group: how often it read the label's chunk, and the mean weight that chunk then had."""
     result = []
     for group in range(num_groups):
-        own = [
-            row["now"]["weights"][group]
-            for rows in texts
-            for row in rows
-            if row["now"]["weights"][group] is not None
-        ]
+        weights = [row["now"]["weights"][group] for rows in texts for row in rows]
+        own = [weight for weight in weights if weight is not None]
         result.append({"read": len(own), "weight": float(np.mean(own)) if own else 0.0})
     return result
 
@@ -293,24 +287,20 @@ def habits(chunks: Sequence[TracedChunk], rules: Rules, limits: Sequence[int]) -
 def habit(chapters: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Means over all chapters' chunks."""
     parts = [chapter["habits"] for chapter in chapters]
-    read = sum(part["read"] for part in parts)
+    reading, read, agree, kept = (
+        sum(part[name] for part in parts) for name in ("reading", "read", "agree", "kept")
+    )
+    times = [sorted(part["times"]) for part in parts]
+    most = sum(sum(own[-max(1, len(own) // 10) :]) for own in times)  # a tenth of a chapter's chunks
     distances = np.concatenate([part["distances"] for part in parts]) if read else np.zeros(1)
+    q25, median, q75 = np.percentile(distances, [25, 50, 75]).tolist()
     return {
-        "reading_chunks": sum(part["reading"] for part in parts),
-        "chunks_read": read / max(1, sum(part["reading"] for part in parts)),
-        "agree": sum(part["agree"] for part in parts) / max(1, sum(part["reading"] for part in parts)),
-        "kept": sum(part["kept"] for part in parts) / max(1, read),
-        "never_read": sum(part["times"].count(0) for part in parts)
-        / sum(len(part["times"]) for part in parts),
-        "most_read": sum(sum(sorted(part["times"])[-_tenth(part) :]) for part in parts)
-        / max(1, sum(sum(part["times"]) for part in parts)),
-        "distance": dict(
-            zip(("q25", "median", "q75"), np.percentile(distances, [25, 50, 75]).tolist(), strict=True)
-        ),
+        "reading_chunks": reading,
+        "chunks_read": read / max(1, reading),
+        "agree": agree / max(1, reading),
+        "kept": kept / max(1, read),
+        "never_read": sum(own.count(0) for own in times) / sum(map(len, times)),
+        "most_read": most / max(1, sum(map(sum, times))),
+        "distance": {"q25": q25, "median": median, "q75": q75},
         "shared": {rule: sum(part["shared"][rule] for part in parts) / max(1, read) for rule in RULES},
     }
-
-
-def _tenth(part: dict[str, Any]) -> int:
-    """A tenth of a chapter's chunks, at least one."""
-    return max(1, len(part["times"]) // 10)

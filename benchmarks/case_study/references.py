@@ -9,6 +9,7 @@ are no text.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -49,9 +50,8 @@ class Reference:
     tokens: tuple[int, int]  # of the name here that lie in this chunk: the first, and one past the last
     label_chunk: int  # in which the name begins in \label
     label_token: int
-    mentions: tuple[
-        int, ...
-    ]  # chunks up to ``chunk`` in which the name began before: the label's, references'
+    # chunks up to ``chunk`` in which the name began before: the label's, references'
+    mentions: tuple[int, ...]
 
     @property
     def distance(self) -> int:
@@ -109,13 +109,14 @@ def named_again(text: str, known: dict[str, Named]) -> list[Named]:
 def other_macros(text: str, known: dict[str, Named]) -> dict[str, int]:
     """How often each macro that is no reference is given the name of a label: what this file may leave out."""
     counted = {named.begin for named in named_again(text, known)} | {own.begin for own in known.values()}
-    found: dict[str, int] = {}
-    for match in _MACRO.finditer(text):
-        for group in (2, 3):
-            for named in _names(match[group] or "", match.start(group), match[1]):
-                if named.name in known and named.begin not in counted and match[1] != "label":
-                    found[match[1]] = found.get(match[1], 0) + 1
-    return found
+    given = [
+        named
+        for match in _MACRO.finditer(text)
+        for group in (2, 3)
+        for named in _names(match[group] or "", match.start(group), match[1])
+    ]
+    others = (named for named in given if named.name in known and named.begin not in counted)
+    return dict(Counter(named.macro for named in others if named.macro != "label"))
 
 
 def references(layout: Layout) -> list[Reference]:
@@ -166,7 +167,5 @@ def summary(layout: Layout) -> dict[str, Any]:
     """Of a text: labels, what names them, and which macros besides are given a label's name."""
     text = without_comments(layout.text)
     known = labels(text)
-    macros: dict[str, int] = {}
-    for named in named_again(text, known):
-        macros[named.macro] = macros.get(named.macro, 0) + 1
+    macros = dict(Counter(named.macro for named in named_again(text, known)))
     return {"labels": len(known), "macros": macros, "other_macros": other_macros(text, known)}

@@ -26,19 +26,19 @@ import torch
 import yaml
 from common import ROOT, data_folder
 from tables import fill
-from training_text import trained_tokenizer
+from training_text import prepared, trained_tokenizer
 
 from case_study import cases, document, numbers
 from case_study.baselines import Rules
 from case_study.measure import Row, rows_of
 from case_study.references import Layout, summary
 from case_study.scores import SHORT, VARIANTS, score_parts
-from trailmark.data.corpus import files_below, load_tokenizer, read_text, tokenize, tokenizer_fingerprint
+from trailmark.data.corpus import files_below, read_text, tokenize
 from trailmark.data.neighbours.bm25 import Bm25, fit_bm25
 from trailmark.data.shards import Corpus
 from trailmark.evaluation.record import environment
 from trailmark.evaluation.subject import Subject, load
-from trailmark.files import read_json, sha256_of, write_json
+from trailmark.files import read_json, write_json
 from trailmark.models import DRTForCausalLM
 from trailmark.report.console import Progress
 from trailmark.trace.lines import TracedChunk, TraceHeader, read_trace, write_lines
@@ -70,30 +70,10 @@ class CaseStudy:
     # --- the model -----------------------------------------------------------------------------------------
 
     def prepare(self) -> None:
-        files = files_below(data_folder("math") / "train")
-        tokenizer = trained_tokenizer(files, VOCABULARY, self.folder / "tokenizer")
-        known = tokenizer_fingerprint(load_tokenizer(str(tokenizer)))
+        texts = data_folder("math")
+        tokenizer = trained_tokenizer(files_below(texts / "train"), VOCABULARY, self.folder / "tokenizer")
         for split in ("train", "valid"):
-            made = read_json(self.folder / split / "corpus.json")
-            if made is None:
-                _trailmark(
-                    *(
-                        "prepare",
-                        data_folder("math") / split,
-                        "--tokenizer",
-                        tokenizer,
-                        "--output",
-                        self.folder / split,
-                    )
-                )
-                continue
-            wanted = sorted((file.name, sha256_of(file)) for file in files_below(data_folder("math") / split))
-            there = sorted((Path(file["name"]).name, file["sha256"]) for file in made["source"]["files"])
-            if wanted != there or made["tokenizer"]["fingerprint"] != known:
-                raise SystemExit(
-                    f"prepare: {self.folder / split} holds other texts, or tokens of another vocabulary. Remove it, or "
-                    "choose another --folder."
-                )
+            prepared(texts / split, self.folder / split, tokenizer)
 
     def train(self) -> None:
         """As the configuration says; in a process of its own."""
@@ -178,7 +158,7 @@ class CaseStudy:
         return {
             "config": subject.model.config.to_dict(),
             "training": self._training(),
-            "label": {rule: numbers.counts(texts, "now", "label", rule, -1)[0] for rule in numbers.ALL_RULES},
+            "label": numbers.labels_found(texts),
             "total_gain": numbers.total_gain([about for about, _, _ in chapters.values()]),
             "scores": self._scores(subject),
         }
