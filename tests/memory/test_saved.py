@@ -6,7 +6,6 @@ import contextlib
 import json
 import math
 import os
-import subprocess
 import sys
 import tempfile
 import threading
@@ -21,7 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tests.disks import largest_file
+from tests.disks import held_by_another, largest_file, small_disk
 from tests.memory.interrupts import interrupt, stopped_at
 from trailmark import files
 from trailmark.files import NoSpaceError
@@ -34,16 +33,8 @@ from trailmark.memory.tiers.records import ChunkStore
 SHAPE = (2, 2, 3, 5)  # 2, J, S, D
 RECORD = 2 * 2 * 3 * 5 * 4  # bytes
 BLOCK = 1000  # bytes under one hash here: some records lie in two blocks
+pytestmark = pytest.mark.usefixtures("one_thread")
 HEADER = {"config": "ab12", "tokens": 4096, "größe": [1, 2.5, None]}
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    """Tensors are tiny here, and on a busy machine threads wait for each other for tenths of a second."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(autouse=True)
@@ -474,19 +465,11 @@ def test_a_manifest_names_no_other_files(name: str, folder: Path) -> None:
 
 def test_two_saves_at_once_are_refused(folder: Path) -> None:
     save(folder, state(), HEADER, None, 0)
-    lock = (
-        "import fcntl, os, sys; f = os.open(sys.argv[1], os.O_RDONLY); fcntl.flock(f, fcntl.LOCK_EX); "
-        "print('held', flush=True); sys.stdin.read()"
-    )
-    command = [sys.executable, "-c", lock, str(folder)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
-        assert other.stdout is not None
-        other.stdout.readline()
+    with held_by_another(folder):
         with pytest.raises(ValueError, match="another process is saving in"):
             save(folder, state(1), {}, None, 0)
         assert load(folder).header == HEADER
         assert next_chunk_file(folder).exists()
-        other.kill()
     save(folder, state(1), {}, None, 0)
     assert load(folder).header == {}
 
@@ -527,28 +510,17 @@ def test_a_memory_is_loaded_while_it_is_saved_again_and_again(folder: Path) -> N
 # --- full disks and size ---------------------------------------------------------------------------------
 
 
-def test_a_full_disk_leaves_the_memory_that_was_there(folder: Path) -> None:
-    with tempfile.TemporaryDirectory() as name:
-        mounted = ["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", name]
-        try:
-            if subprocess.run(mounted, capture_output=True, check=False).returncode:
-                pytest.skip("may not mount a small disk here")
-        except OSError:
-            pytest.skip("cannot mount a small disk here")
-        try:
-            disk = Path(name) / "memory"
-            save(disk, state(), HEADER, filled("host", records(9)), 9)
-            large = filled("host", records(40_000))  # 9.6 MB
-            with pytest.raises(
-                NoSpaceError, match=r"folder: expected .* MiB free .*saved there before is whole"
-            ):
-                save(disk, state(1), {}, large, 40_000)
-            with pytest.raises(NoSpaceError):
-                save(disk, {"landmarks": torch.zeros(3 << 20)}, {}, None, 0)
-            assert_holds(disk, records(9), state(), HEADER)
-            assert len(names(disk)) == 3
-        finally:
-            subprocess.run(["umount", "-l", name], check=True)
+def test_a_full_disk_leaves_the_memory_that_was_there() -> None:
+    with small_disk(8) as mounted:
+        disk = mounted / "memory"
+        save(disk, state(), HEADER, filled("host", records(9)), 9)
+        large = filled("host", records(40_000))  # 9.6 MB
+        with pytest.raises(NoSpaceError, match=r"folder: expected .* MiB free .*saved there before is whole"):
+            save(disk, state(1), {}, large, 40_000)
+        with pytest.raises(NoSpaceError):
+            save(disk, {"landmarks": torch.zeros(3 << 20)}, {}, None, 0)
+        assert_holds(disk, records(9), state(), HEADER)
+        assert len(names(disk)) == 3
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="other systems' limits")

@@ -14,9 +14,9 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
 from tests.models.tiny import (
+    EACH_MODEL,
     NaiveDRT,
     assert_same,
-    block_recurrent,
     drt,
     logits_of,
     padded,
@@ -27,23 +27,11 @@ from trailmark.models import DRTForCausalLM, SlidingWindowForCausalLM, Trailmark
 from trailmark.models.loss import shift_labels, text_loss
 
 Make = Callable[..., TrailmarkForCausalLM]
-MODELS = pytest.mark.parametrize(
-    "make",
-    [
-        pytest.param(lambda **kw: drt(2, **kw), id="drt"),
-        pytest.param(window_model, id="window"),
-        pytest.param(
-            lambda **kw: block_recurrent(**{"block_size": 4} | kw),
-            id="block-recurrent",
-            marks=pytest.mark.slow,
-        ),
-    ],
-)
 
 # --- refused input -----------------------------------------------------------------------------------------
 
 
-@MODELS
+@EACH_MODEL
 @pytest.mark.parametrize(
     ("ids", "message"),
     [
@@ -65,13 +53,13 @@ def test_input_that_is_no_text_is_refused(make: Make, ids: Tensor, message: str)
     assert cache.get_seq_length() == 0
 
 
-@MODELS
+@EACH_MODEL
 def test_labels_of_another_shape_are_refused(make: Make) -> None:
     with pytest.raises(ValueError, match=r"labels: expected shape \(1, 5\), got \(1, 4\)"):
         make()(tokens(5), labels=tokens(4))
 
 
-@MODELS
+@EACH_MODEL
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.float32, torch.bool], ids=str)
 @pytest.mark.parametrize("argument", ["input_ids", "labels"])
 def test_tokens_of_another_type_are_refused(make: Make, argument: str, dtype: torch.dtype) -> None:
@@ -81,7 +69,7 @@ def test_tokens_of_another_type_are_refused(make: Make, argument: str, dtype: to
         make()(**arguments)
 
 
-@MODELS
+@EACH_MODEL
 @pytest.mark.parametrize("label", [50, -1])
 def test_labels_outside_the_vocabulary_are_refused(make: Make, label: int) -> None:
     labels = tokens(5)
@@ -90,7 +78,7 @@ def test_labels_outside_the_vocabulary_are_refused(make: Make, label: int) -> No
         make()(tokens(5), labels=labels)
 
 
-@MODELS
+@EACH_MODEL
 def test_a_cache_of_another_model_is_refused(make: Make) -> None:
     model, ids = make(), tokens(5)
     others = [drt(1), window_model(sliding_window=8), make(hidden_size=32), make(window_position="rope")]
@@ -109,7 +97,7 @@ def test_a_cache_of_another_model_is_refused(make: Make) -> None:
                 call()
 
 
-@MODELS
+@EACH_MODEL
 @pytest.mark.parametrize(
     ("close_chunk", "came"),
     [
@@ -142,7 +130,7 @@ REFUSED: dict[str, Callable[[TrailmarkForCausalLM, Any], object]] = {
 }
 
 
-@MODELS
+@EACH_MODEL
 @pytest.mark.parametrize("call", REFUSED.values(), ids=REFUSED)
 def test_a_call_that_is_refused_leaves_the_cache(
     make: Make, call: Callable[[TrailmarkForCausalLM, Any], object]
@@ -156,7 +144,7 @@ def test_a_call_that_is_refused_leaves_the_cache(
     assert torch.equal(*(logits_of(model, tokens(6), past_key_values=cache) for cache in caches))
 
 
-@MODELS
+@EACH_MODEL
 def test_a_tuple_on_request(make: Make) -> None:
     model, ids = make(), tokens(5)
     loss, logits = model(ids, labels=ids, return_dict=False)
@@ -165,13 +153,13 @@ def test_a_tuple_on_request(make: Make) -> None:
     assert torch.equal(logits, out.logits)
 
 
-@MODELS
+@EACH_MODEL
 def test_logits_to_keep_with_labels_is_refused(make: Make) -> None:
     with pytest.raises(ValueError, match="logits_to_keep: expected 0"):
         make()(tokens(5), labels=tokens(5), logits_to_keep=1)
 
 
-@MODELS
+@EACH_MODEL
 @pytest.mark.parametrize("kept", [1, 3, 9, 20])
 @pytest.mark.parametrize("use_cache", [False, True])
 def test_logits_to_keep_are_the_last(make: Make, kept: int, use_cache: bool) -> None:
@@ -183,7 +171,7 @@ def test_logits_to_keep_are_the_last(make: Make, kept: int, use_cache: bool) -> 
     assert (out.retrieval is None) == (model.config.model_type != "trailmark_drt")
 
 
-@MODELS
+@EACH_MODEL
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("kept", [1, 3, 30])
 def test_padding_does_not_count_as_what_is_kept(make: Make, side: str, kept: int) -> None:
@@ -198,7 +186,7 @@ def test_padding_does_not_count_as_what_is_kept(make: Make, side: str, kept: int
             assert_same(logits[row, logits.shape[1] - n :], exact)
 
 
-@MODELS
+@EACH_MODEL
 def test_what_is_read_is_reported(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(causal_lm, "_READ_TOKENS", 8)
     model, told = make(), []
@@ -214,7 +202,7 @@ def test_what_is_read_is_reported(make: Make, monkeypatch: pytest.MonkeyPatch) -
 # --- padding ---------------------------------------------------------------------------------------------
 
 
-@MODELS
+@EACH_MODEL
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("use_cache", [False, True])
 @pytest.mark.parametrize("extra", [0, 3])
@@ -227,7 +215,7 @@ def test_padded_rows_are_the_texts_alone(make: Make, side: str, use_cache: bool,
         assert_same(logits[row, mask[row].bool()], logits_of(model, tokens(length, seed=row))[0])
 
 
-@MODELS
+@EACH_MODEL
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_a_padded_batch_goes_on(make: Make, side: str) -> None:
     """A ragged prompt, then a ragged piece whose mask spans both, then one token each."""
@@ -254,7 +242,7 @@ HOLES = {
 }
 
 
-@MODELS
+@EACH_MODEL
 @pytest.mark.parametrize("mask", HOLES.values(), ids=HOLES)
 @pytest.mark.parametrize("use_cache", [False, True])
 def test_padding_that_is_not_at_one_end_is_refused(
@@ -319,7 +307,7 @@ def test_the_retrieval_of_a_padded_batch_is_that_of_its_texts(side: str, use_cac
             assert (ours.scores[row, closed:] == -torch.inf).all()
 
 
-@MODELS
+@EACH_MODEL
 @pytest.mark.parametrize("read", ["padded", "equal", "a few tokens"])
 @pytest.mark.parametrize("rows", [1, 3])
 def test_other_rows_than_the_cache_has_are_refused(make: Make, read: str, rows: int) -> None:
@@ -338,7 +326,7 @@ def test_other_rows_than_the_cache_has_are_refused(make: Make, read: str, rows: 
 # --- loss ------------------------------------------------------------------------------------------------
 
 
-@MODELS
+@EACH_MODEL
 def test_the_loss_is_the_mean_cross_entropy_of_the_next_token(make: Make) -> None:
     model, ids = make(), tokens(19, batch=2)
     labels = ids.clone()
@@ -350,7 +338,7 @@ def test_the_loss_is_the_mean_cross_entropy_of_the_next_token(make: Make) -> Non
     assert_same(model(ids, labels=labels, num_items_in_batch=7).loss, torch.stack(each).sum() / 7)
 
 
-@MODELS
+@EACH_MODEL
 @pytest.mark.parametrize("labels", [torch.full((2, 9), -100), tokens(1, batch=2)], ids=["ignored", "T = 1"])
 def test_a_loss_over_no_token_is_zero(make: Make, labels: Tensor) -> None:
     model = make()
@@ -361,7 +349,7 @@ def test_a_loss_over_no_token_is_zero(make: Make, labels: Tensor) -> None:
         assert all(p.grad is None or not p.grad.abs().max() for p in model.parameters())
 
 
-@MODELS
+@EACH_MODEL
 @pytest.mark.parametrize("side", ["right", "left"])
 def test_the_loss_of_a_padded_batch_is_that_of_its_texts(make: Make, side: str) -> None:
     model, lengths = make(), [19, 7]
@@ -395,7 +383,7 @@ CONFIGURATIONS: list[dict[str, Any]] = [
 ]
 
 
-@MODELS
+@EACH_MODEL
 @pytest.mark.parametrize("changes", CONFIGURATIONS, ids=str)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 def test_saving_and_loading_changes_no_bit(

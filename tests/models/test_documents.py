@@ -307,24 +307,6 @@ def test_where_nothing_is_retrieved_gradients_are_zeros(name: str, lengths: tupl
 # --- recomputed, compiled -----------------------------------------------------------------------------------
 
 
-@pytest.mark.filterwarnings("ignore:.gradient_checkpointing_enable. is deprecated:FutureWarning")
-@pytest.mark.parametrize(
-    ("name", "use_reentrant"),
-    [*((name, False) for name in MODELS), ("drt-2-rope", True), ("landmark-gate-jump", True)],
-)
-def test_activation_checkpointing_changes_no_bit(name: str, use_reentrant: bool) -> None:
-    found = []
-    for checkpointed in (False, True):
-        model, both = build(name).train(), packed(LENGTHS)
-        if checkpointed:
-            model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
-        out = model(**both, labels=both["input_ids"], noise_seed=torch.tensor([3]))
-        out.loss.backward()
-        found.append((out.loss.detach(), [p.grad for p in model.parameters()]))
-    assert torch.equal(found[0][0], found[1][0])
-    assert all(map(torch.equal, found[0][1], found[1][1]))
-
-
 @pytest.mark.parametrize("name", ["drt", "landmark-gate-jump"])
 def test_under_torch_compile(name: str) -> None:
     """Like other ragged calls it runs uncompiled."""

@@ -17,22 +17,17 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerFast, TextIteratorStreamer, TextStreamer
 
 from tests.budgets import assert_within_budget
-from tests.models.tiny import assert_same, block_recurrent, drt, logits_of, padded, tokens, window_model
+from tests.models.tiny import (
+    EACH_MODEL,
+    assert_same,
+    drt,
+    logits_of,
+    padded,
+    tokens,
+)
 from trailmark.models import TrailmarkForCausalLM, causal_lm
 
 Make = Callable[..., TrailmarkForCausalLM]
-MODELS = pytest.mark.parametrize(
-    "make",
-    [
-        pytest.param(lambda **kw: drt(2, **kw), id="drt"),
-        pytest.param(window_model, id="window"),
-        pytest.param(
-            lambda **kw: block_recurrent(**{"block_size": 4} | kw),
-            id="block-recurrent",
-            marks=pytest.mark.slow,
-        ),
-    ],
-)
 SIDES = pytest.mark.parametrize("side", ["left", "right"])
 
 
@@ -54,7 +49,7 @@ def predicted(model: TrailmarkForCausalLM, prompt: Tensor, new: Tensor, close_ch
 # --- one prompt, and many --------------------------------------------------------------------------------
 
 
-@MODELS
+@EACH_MODEL
 @pytest.mark.parametrize("length", [1, 3, 4, 5, 18, 41])
 @pytest.mark.parametrize("close_chunk", [True, False, None])
 def test_greedy_is_what_one_forward_predicts(make: Make, length: int, close_chunk: bool | None) -> None:
@@ -92,7 +87,7 @@ def test_an_early_landmark_makes_the_answer_read_what_the_prompt_asked_for() -> 
     assert not torch.equal(generated(model, prompt, 14), generated(model, prompt, 14, close_chunk=False))
 
 
-@MODELS
+@EACH_MODEL
 @SIDES
 @pytest.mark.parametrize(
     "options",
@@ -111,7 +106,7 @@ def test_beams_of_a_padded_batch_are_those_of_its_rows(
         assert torch.equal(together[each * row : each * (row + 1)], alone)
 
 
-@MODELS
+@EACH_MODEL
 @SIDES
 def test_several_samples_of_a_padded_batch(make: Make, side: str) -> None:
     """Each continuation is one of its own prompt."""
@@ -138,7 +133,7 @@ def test_several_samples_of_a_padded_batch(make: Make, side: str) -> None:
         assert_within_budget(logits[row], exact.float(), exact)  # transformers keeps them in float32
 
 
-@MODELS
+@EACH_MODEL
 def test_beam_search_finds_the_best_of_all_continuations(make: Make) -> None:
     """With a beam for each continuation of all tokens but the last, it is exhaustive."""
     model, prompt = make(vocab_size=6), tokens(10, vocab=6)
@@ -149,7 +144,7 @@ def test_beam_search_finds_the_best_of_all_continuations(make: Make) -> None:
     assert torch.equal(found[0], every[score.argmax()])
 
 
-@MODELS
+@EACH_MODEL
 def test_beam_search_goes_over_chunk_ends(make: Make) -> None:
     model, prompts = make(), tokens(10, batch=2)
     out = model.generate(
@@ -175,7 +170,7 @@ def test_beam_search_goes_over_chunk_ends(make: Make) -> None:
 # --- long prompts ----------------------------------------------------------------------------------------
 
 
-@MODELS
+@EACH_MODEL
 @pytest.mark.parametrize("size", [1, 9, 16, 1000])
 @pytest.mark.parametrize("lengths", [[71], [71, 20, 3]], ids=str)
 def test_a_prompt_may_be_read_in_pieces(
@@ -210,7 +205,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w0", pad_token="w0")
 
 
-@MODELS
+@EACH_MODEL
 def test_text_streams(
     make: Make, tokenizer: PreTrainedTokenizerFast, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -246,7 +241,7 @@ def test_a_tokenizers_padded_batch(tokenizer: PreTrainedTokenizerFast, side: str
 # --- after reading ---------------------------------------------------------------------------------------
 
 
-@MODELS
+@EACH_MODEL
 @pytest.mark.parametrize("read", [40, 43, 103])
 @pytest.mark.parametrize("tier", ["device", "host", "disk"])
 def test_a_question_after_reading_is_answered_as_if_all_were_the_prompt(
@@ -263,7 +258,7 @@ def test_a_question_after_reading_is_answered_as_if_all_were_the_prompt(
     assert cache.num_tokens.tolist() == [read + 6 + 11]
 
 
-@MODELS
+@EACH_MODEL
 @pytest.mark.parametrize(
     "options",
     [
@@ -307,13 +302,13 @@ def test_questions_of_unequal_length_after_one_text(side: str) -> None:
 # --- options ---------------------------------------------------------------------------------------------
 
 
-@MODELS
+@EACH_MODEL
 def test_generation_without_a_cache_is_refused(make: Make) -> None:
     with pytest.raises(ValueError, match="use_cache: expected True, got False"):
         make().generate(tokens(5), use_cache=False)
 
 
-@MODELS
+@EACH_MODEL
 @pytest.mark.parametrize(
     "option",
     [
@@ -330,7 +325,7 @@ def test_what_generation_cannot_do_is_refused(make: Make, option: dict[str, Any]
         generated(make(), tokens(5), 2, return_dict_in_generate=True, **option)
 
 
-@MODELS
+@EACH_MODEL
 def test_assisted_generation_is_refused(make: Make) -> None:
     model = make()
     for option in ({"prompt_lookup_num_tokens": 3}, {"assistant_model": model}):
@@ -338,7 +333,7 @@ def test_assisted_generation_is_refused(make: Make) -> None:
             generated(model, tokens(10), 5, **option)
 
 
-@MODELS
+@EACH_MODEL
 def test_sampling_is_a_function_of_the_seed(make: Make) -> None:
     model, prompt = make(logit_scale=0.2), tokens(10)
     runs = []

@@ -21,8 +21,9 @@ PROPERTY = settings(max_examples=150)
 
 class Position(NamedTuple):
     chunk: int  # of the call
-    slot: int  # of the chunk; S: its landmark
+    slot: int  # place in its chunk; an early landmark's too
     token: int  # of the call; -1: a landmark
+    closes: bool  # its chunk
 
 
 @dataclass(frozen=True)
@@ -42,18 +43,18 @@ class Call:
         close = marks if self.close is None else self.close
         return lay_out(self.T, self.S, phases, counts, close, landmarks=landmarks)
 
-    def by_hand(self) -> list[list[Position]]:
-        return [self._row(*row) for row in self.rows]
+    def by_hand(self, landmarks: bool = True) -> list[list[Position]]:
+        return [self._row(*row, landmarks) for row in self.rows]
 
-    def _row(self, phase: int, count: int, marks: tuple[int, ...]) -> list[Position]:
+    def _row(self, phase: int, count: int, marks: tuple[int, ...], landmarks: bool) -> list[Position]:
         chunk, slot, found = 0, phase, []
         for t in range(count):
-            found.append(Position(chunk, slot, t))
-            slot += 1
             early = t in marks if self.close is None else self.close and t == count - 1
-            if slot == self.S or early:
-                found.append(Position(chunk, self.S, -1))
-                chunk, slot = chunk + 1, 0
+            full = slot == self.S - 1 or bool(early)
+            found.append(Position(chunk, slot, t, full and not landmarks))
+            if full and landmarks:
+                found.append(Position(chunk, slot + 1, -1, True))
+            chunk, slot = (chunk + 1, 0) if full else (chunk, slot + 1)
         return found
 
 
@@ -77,16 +78,17 @@ def calls(draw: st.DrawFn, S: int = 0, B: int = 0) -> Call:
 
 
 EVERY = (
-    example(Call(4, 9, ((0, 9, ()),), False)),  # of one text: rows alike
-    example(Call(4, 9, ((3, 9, ()),) * 2, True)),
-    example(Call(1, 3, ((0, 3, ()), (0, 0, ())), True)),
+    example(call=Call(4, 9, ((0, 9, ()),), False)),  # of one text: rows alike
+    example(call=Call(4, 9, ((3, 9, ()),) * 2, True)),
+    example(call=Call(1, 3, ((0, 3, ()), (0, 0, ())), True)),
 )
 
 
-def property_of_calls(test: Callable[[Call], None]) -> Any:
+def property_of_calls(test: Callable[..., None]) -> Any:
+    """With landmarks, and without them."""
     for case in EVERY:
         test = case(test)
-    return PROPERTY(given(calls())(test))
+    return pytest.mark.parametrize("landmarks", [True, False])(PROPERTY(given(call=calls())(test)))
 
 
 def numbered(B: int, n: int, first: int = 1) -> Tensor:
@@ -109,6 +111,10 @@ def of_rows(table: Any, B: int) -> list[list[int]]:
     return np.broadcast_to(table, (B, table.shape[1])).astype(int).tolist()
 
 
+def closings(row: list[Position]) -> list[int]:
+    return [place for place, position in enumerate(row) if position.closes]
+
+
 def chunks_of(row: list[Position]) -> list[list[int]]:
     """Per chunk, the places of its positions."""
     found: list[list[int]] = [[] for _ in range(row[-1].chunk + 1)] if row else []
@@ -117,50 +123,67 @@ def chunks_of(row: list[Position]) -> list[list[int]]:
     return found
 
 
+def assert_places(grid: Grid, rows: list[list[Position]], whole: bool = False) -> None:
+    """In their chunks, of each row's last positions, or of all."""
+    chunk, slots = of_rows(grid.chunk, len(rows)), of_rows(grid.chunk_slots, len(rows))
+    for b, row in enumerate(rows):
+        own = [slot for slot, number in zip(slots[b], chunk[b], strict=True) if number >= 0]
+        assert own == [p.slot for p in row[len(row) - len(own) :]]
+        assert len(own) == len(row) or not whole
+
+
 # --- one call --------------------------------------------------------------------------------------------
 
 
 @property_of_calls
-def test_the_layout(call: Call) -> None:
-    grid, rows, B = call.grid(), call.by_hand(), len(call.rows)
-    P = max(map(len, rows))
+def test_the_layout(call: Call, landmarks: bool) -> None:
+    grid, rows, B = call.grid(landmarks), call.by_hand(landmarks), len(call.rows)
+    P = max(map(len, rows)) if landmarks else call.T
     assert grid.num_positions == P
     assert of_rows(grid.chunk, B) == padded([[p.chunk for p in row] for row in rows], P, -1)
-    assert of_rows(grid.is_landmark, B) == padded([[p.slot == call.S for p in row] for row in rows], P)
+    assert of_rows(grid.is_landmark, B) == padded([[p.closes for p in row] for row in rows], P)
     assert of_rows(grid.token, B) == padded([[p.token for p in row] for row in rows], P, -1)
+    assert_places(grid, rows, whole=True)
     same = len(set(call.rows)) == 1 and call.close is not None and call.rows[0][1] == call.T
     assert len(grid.chunk) == (1 if same else B)  # rows that are alike are laid out once
 
 
 @property_of_calls
-def test_the_numbers(call: Call) -> None:
-    grid, rows, B = call.grid(), call.by_hand(), len(call.rows)
-    marks = [[place for place, p in enumerate(row) if p.slot == call.S] for row in rows]
-    lengths = [[row[place - 1].slot + 1 for place in mine] for row, mine in zip(rows, marks, strict=True)]
-    C = max(map(len, marks))
+def test_the_numbers(call: Call, landmarks: bool) -> None:
+    grid, rows, B = call.grid(landmarks), call.by_hand(landmarks), len(call.rows)
+    ends = [closings(row) for row in rows]
+    lengths = [
+        [row[place].slot + (not landmarks) for place in mine] for row, mine in zip(rows, ends, strict=True)
+    ]
+    starts = [[place - row[place].slot for place in mine] for row, mine in zip(rows, ends, strict=True)]
+    C = max(map(len, ends))
     assert (grid.counts + np.zeros(B)).tolist() == [len(row) for row in rows]
     assert grid.num_chunks == max((row[-1].chunk + 1 if row else 0) for row in rows)
     assert grid.num_closed == C
-    assert (grid.closed + np.zeros(B)).tolist() == [len(mine) for mine in marks]
-    assert of_rows(grid.landmark_places, B) == padded(marks, C, -1)
+    assert (grid.closed + np.zeros(B)).tolist() == [len(mine) for mine in ends]
+    assert of_rows(grid.landmark_places, B) == padded(ends, C, -1)
     assert of_rows(grid.lengths, B) == padded(lengths, C)
+    found = of_rows(grid.chunk_starts, B)
+    assert [row[: len(mine)] for row, mine in zip(found, starts, strict=True)] == starts
     assert grid.has_short_chunks == any(n != call.S for row in lengths for n in row)
-    for b, row in enumerate(rows):
-        open_tokens = call.rows[b][0]
-        if row:
-            open_tokens = 0 if row[-1].slot == call.S else row[-1].slot + 1
-        assert (grid.open_tokens + np.zeros(B))[b] == open_tokens
+    opened = [
+        phase if not row else 0 if row[-1].closes else row[-1].slot + 1
+        for (phase, *_), row in zip(call.rows, rows, strict=True)
+    ]
+    assert (grid.open_tokens + np.zeros(B)).tolist() == opened
 
 
 @property_of_calls
-def test_positions_hold_the_tokens_and_the_landmarks(call: Call) -> None:
-    grid, rows, B = call.grid(), call.by_hand(), len(call.rows)
+def test_positions_hold_the_tokens_and_the_landmarks(call: Call, landmarks: bool) -> None:
+    grid, rows, B = call.grid(landmarks), call.by_hand(landmarks), len(call.rows)
     tokens = numbered(B, call.T)
-    positions = grid.insert_landmarks(tokens, torch.tensor([-1.0]).double())
+    positions = grid.insert_landmarks(tokens, torch.tensor([-1.0]).double() if landmarks else None)
     for b, row in enumerate(rows):
         expected = [-1 if p.token < 0 else int(tokens[b, p.token]) for p in row]
         assert positions[b, : len(row), 0].tolist() == expected
         assert not positions[b, len(row) :].any()
+    if not landmarks:
+        return
     widest = max(count for _, count, _ in call.rows)
     for keep in (None, 1, 2, widest, widest + 2):
         found = grid.last_tokens(keep)(positions)[..., 0]
@@ -173,10 +196,10 @@ def test_positions_hold_the_tokens_and_the_landmarks(call: Call) -> None:
 
 
 @property_of_calls
-def test_landmarks_and_rows_of_chunks(call: Call) -> None:
-    grid, rows, B = call.grid(), call.by_hand(), len(call.rows)
+def test_landmarks_and_rows_of_chunks(call: Call, landmarks: bool) -> None:
+    grid, rows, B = call.grid(landmarks), call.by_hand(landmarks), len(call.rows)
     positions = numbered(B, grid.num_positions)
-    marks = [[place + 1 for place, p in enumerate(row) if p.slot == call.S] for row in rows]
+    marks = [[place + 1 for place in closings(row)] for row in rows]
     assert taken(grid.landmarks, positions) == padded(marks, grid.num_closed)
     R = max(len(chunk) for row in rows for chunk in chunks_of(row))
     assert grid.rows_per_chunk == R
@@ -188,23 +211,24 @@ def test_landmarks_and_rows_of_chunks(call: Call) -> None:
 
 
 @property_of_calls
-def test_the_encoder_and_the_open_chunk(call: Call) -> None:
+def test_the_encoder_and_the_open_chunk(call: Call, landmarks: bool) -> None:
     """Every landmark in row S; before it the chunk's tokens, also those that were read in earlier calls."""
-    grid, rows, B, S = call.grid(), call.by_hand(), len(call.rows), call.S
+    grid, rows, B, S = call.grid(landmarks), call.by_hand(landmarks), len(call.rows), call.S
+    R = S + landmarks
     positions, earlier = numbered(B, grid.num_positions), numbered(B, S, first=500)
     source = torch.cat([earlier, positions], dim=1) if grid.begins_open else positions
     assert grid.begins_open == any(phase for phase, *_ in call.rows)
     closed, opened = [], []
     for (phase, *_), row in zip(call.rows, rows, strict=True):
         whole: list[int] = []
-        chunk = [500 + slot for slot in range(phase)] + [0] * (S + 1 - phase)
+        chunk = [500 + slot for slot in range(phase)] + [0] * (R - phase)
         for place, p in enumerate(row):
-            chunk[p.slot] = place + 1
-            if p.slot == S:
-                whole, chunk = whole + chunk, [0] * (S + 1)
+            chunk[S if p.token < 0 else p.slot] = place + 1
+            if p.closes:
+                whole, chunk = whole + chunk, [0] * R
         closed.append(whole)
         opened.append(chunk[:S])
-    assert taken(grid.encoder_rows, source) == padded(closed, grid.num_closed * (S + 1))
+    assert taken(grid.encoder_rows, source) == padded(closed, grid.num_closed * R)
     assert taken(grid.open_rows, source) == opened
 
 
@@ -227,16 +251,16 @@ def test_layouts_that_are_asked_for_again_are_made_once() -> None:
 
 
 def joined(first: list[Position], second: list[Position]) -> list[Position]:
-    shift = first[-1].chunk + (first[-1].token < 0) if first else 0
+    shift = first[-1].chunk + first[-1].closes if first else 0
     return [p._replace(token=-1) for p in first] + [p._replace(chunk=p.chunk + shift) for p in second]
 
 
-def assert_laid_out(grid: Grid, rows: list[list[Position]], S: int) -> None:
+def assert_laid_out(grid: Grid, rows: list[list[Position]]) -> None:
     """The rows' first chunks count as 0."""
     B, P = len(rows), max(map(len, rows))
     rows = [[p._replace(chunk=p.chunk - row[0].chunk) for p in row] for row in rows]
     assert of_rows(grid.chunk, B) == padded([[p.chunk for p in row] for row in rows], P, -1)
-    assert of_rows(grid.is_landmark, B) == padded([[p.slot == S for p in row] for row in rows], P)
+    assert of_rows(grid.is_landmark, B) == padded([[p.closes for p in row] for row in rows], P)
     assert of_rows(grid.token, B) == padded([[p.token for p in row] for row in rows], P, -1)
 
 
@@ -250,7 +274,7 @@ def test_calls_are_joined(pair: tuple[Call, Call]) -> None:
     width = grids[0].num_positions
     both = torch.cat([numbered(2, width), numbered(2, grids[1].num_positions, first=500)], dim=1)
     rows = list(map(joined, earlier, later))
-    assert_laid_out(grid, rows, pair[0].S)
+    assert_laid_out(grid, rows)
     expected = [
         [n + 1 for n in range(len(one))] + [500 + n for n in range(len(two))]
         for one, two in zip(earlier, later, strict=True)
@@ -271,11 +295,11 @@ def test_the_tail(call: Call, reach: int, keep: int | None) -> None:
         own = [place for place, p in enumerate(row) if p.token >= 0]
         own = own if keep is None else own[max(0, len(own) - keep) :]
         start = max(0, (own[0] if own else len(row)) - reach)
-        after = row[-1].chunk + (row[-1].token < 0) if row else 0
+        after = row[-1].chunk + row[-1].closes if row else 0
         tails.append(row[start:])
         numbers.append([place + 1 for place in range(start, len(row))])
         chunks.append(row[start].chunk if start < len(row) else after)
-    assert_laid_out(grid, tails, call.S)
+    assert_laid_out(grid, tails)
     assert (gone + np.zeros(B)).tolist() == chunks
     found = taken(take, numbered(B, whole.num_positions))
     assert len(found[0]) == max(map(len, tails))
@@ -334,93 +358,12 @@ def test_gradients_reach_tokens_and_landmark() -> None:
 # --- without landmarks, and where only the end of a chunk is laid out -----------------------------------------
 
 
-class Spot(NamedTuple):
-    chunk: int  # of the call
-    slot: int  # place in its chunk; an early landmark's too
-    token: int  # of the call; -1: a landmark
-    closes: bool  # its chunk
-
-
-def spots(call: Call, landmarks: bool) -> list[list[Spot]]:
-    rows = []
-    for phase, count, marks in call.rows:
-        chunk, slot, row = 0, phase, []
-        for t in range(count):
-            early = t in marks if call.close is None else call.close and t == count - 1
-            full = slot == call.S - 1 or early
-            row.append(Spot(chunk, slot, t, full and not landmarks))
-            if full and landmarks:
-                row.append(Spot(chunk, slot + 1, -1, True))
-            chunk, slot = (chunk + 1, 0) if full else (chunk, slot + 1)
-        rows.append(row)
-    return rows
-
-
-def closings(row: list[Spot]) -> list[int]:
-    return [place for place, spot in enumerate(row) if spot.closes]
-
-
-@property_of_calls
-def test_the_layout_without_landmarks(call: Call) -> None:
-    grid, rows, B = call.grid(landmarks=False), spots(call, False), len(call.rows)
-    assert grid.num_positions == (P := call.T)
-    assert of_rows(grid.chunk, B) == padded([[p.chunk for p in row] for row in rows], P, -1)
-    assert of_rows(grid.is_landmark, B) == padded([[p.closes for p in row] for row in rows], P)
-    assert of_rows(grid.token, B) == padded([[p.token for p in row] for row in rows], P, -1)
-    chunk_slots, there = of_rows(grid.chunk_slots, B), of_rows(grid.chunk >= 0, B)
-    for b, row in enumerate(rows):
-        own = [slot for slot, here in zip(chunk_slots[b], there[b], strict=True) if here]
-        assert own == [p.slot for p in row]
-    C = max(len(closings(row)) for row in rows)
-    assert grid.num_closed == C
-    assert (grid.closed + np.zeros(B)).tolist() == [len(closings(row)) for row in rows]
-    lengths = [[row[place].slot + 1 for place in closings(row)] for row in rows]
-    assert of_rows(grid.lengths, B) == padded(lengths, C)
-    starts = [[place - row[place].slot for place in closings(row)] for row in rows]
-    assert [
-        found[: len(mine)] for found, mine in zip(of_rows(grid.chunk_starts, B), starts, strict=True)
-    ] == starts
-    opened = [
-        phase if not row else 0 if row[-1].closes else row[-1].slot + 1
-        for (phase, *_), row in zip(call.rows, rows, strict=True)
-    ]
-    assert (grid.open_tokens + np.zeros(B)).tolist() == opened
-
-
-@property_of_calls
-def test_chunks_without_landmarks_are_their_tokens(call: Call) -> None:
-    """Those of earlier calls too; the rows of the closed chunks are S each."""
-    grid, rows, B, S = call.grid(landmarks=False), spots(call, False), len(call.rows), call.S
-    tokens = numbered(B, call.T)
-    positions = grid.insert_landmarks(tokens, None)
-    for b, (_, count, _) in enumerate(call.rows):
-        assert torch.equal(positions[b, :count], tokens[b, :count])
-        assert not positions[b, count:].any()
-    assert taken(grid.landmarks, positions) == padded(
-        [[row[place].token + 1 for place in closings(row)] for row in rows], grid.num_closed
-    )
-    earlier = numbered(B, S, first=500)
-    source = torch.cat([earlier, positions], dim=1) if grid.begins_open else positions
-    closed, opened = [], []
-    for (phase, *_), row in zip(call.rows, rows, strict=True):
-        whole: list[int] = []
-        chunk = [500 + slot for slot in range(phase)] + [0] * (S - phase)
-        for p in row:
-            chunk[p.slot] = p.token + 1
-            if p.closes:
-                whole, chunk = whole + chunk, [0] * S
-        closed.append(whole)
-        opened.append(chunk)
-    assert taken(grid.encoder_rows, source) == padded(closed, grid.num_closed * S)
-    assert taken(grid.open_rows, source) == opened
-
-
 @PROPERTY
 @given(calls(), st.integers(1, 9), st.none() | st.integers(0, 9), st.booleans())
 @example(Call(4, 9, ((3, 9, ()), (0, 2, ())), False), 1, 1, False)
 def test_a_tail_knows_its_places_in_chunks(call: Call, reach: int, keep: int | None, landmarks: bool) -> None:
     """So do positions that follow it: ``begun`` says what of the first chunk is left out."""
-    rows = spots(call, landmarks)
+    rows = call.by_hand(landmarks)
     _, grid, _ = tail(call.grid(landmarks), reach, keep)
     assert_places(grid, rows)
     # three tokens more in each row
@@ -429,17 +372,9 @@ def test_a_tail_knows_its_places_in_chunks(call: Call, reach: int, keep: int | N
     _, joined = join(grid, later.grid(landmarks))
     more = [
         [*row, *(p._replace(chunk=p.chunk + (row[-1].chunk + row[-1].closes if row else 0)) for p in new)]
-        for row, new in zip(rows, spots(later, landmarks), strict=True)
+        for row, new in zip(rows, later.by_hand(landmarks), strict=True)
     ]
     assert_places(joined, more)
-
-
-def assert_places(grid: Grid, rows: list[list[Spot]]) -> None:
-    """Of each row's last positions."""
-    chunk, slots = of_rows(grid.chunk, len(rows)), of_rows(grid.chunk_slots, len(rows))
-    for b, row in enumerate(rows):
-        own = [slot for slot, number in zip(slots[b], chunk[b], strict=True) if number >= 0]
-        assert own == [p.slot for p in row[len(row) - len(own) :]]
 
 
 def test_documents_without_landmarks() -> None:

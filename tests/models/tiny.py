@@ -133,6 +133,20 @@ def block_recurrent(seed: int = 0, **changes: Any) -> BlockRecurrentForCausalLM:
     return model
 
 
+EACH_MODEL = pytest.mark.parametrize(
+    "make",
+    [
+        pytest.param(lambda **kw: drt(2, **kw), id="drt"),
+        pytest.param(window_model, id="window"),
+        pytest.param(
+            lambda **kw: block_recurrent(**{"block_size": 4} | kw),
+            id="block-recurrent",
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+
+
 class TokenCounter:
     """A chunk embedder: how often each token comes; what asks counts a token once, and some weigh more than others."""
 

@@ -19,6 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from tests.disks import LOCK, held_by_another
 from trailmark.memory.tiers import disk, resident
 from trailmark.memory.tiers import records as records_module
 from trailmark.memory.tiers.base import TIERS, make_store, open_store
@@ -417,17 +418,12 @@ def test_a_second_writer_is_refused_and_the_first_undisturbed(tmp_path: Path) ->
 def test_other_processes_are_kept_out_until_they_are_killed(tmp_path: Path) -> None:
     path = tmp_path / "chunks.bin"
     filled("disk", 3, path=path).close()
-    lock = "import fcntl, sys; f = open(sys.argv[1], 'r+b'); fcntl.flock(f, fcntl.LOCK_EX | fcntl.LOCK_NB); "
-    command = [sys.executable, "-c", lock + "print('held', flush=True); sys.stdin.read()", str(path)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
-        assert other.stdout is not None
-        other.stdout.readline()
+    with held_by_another(path):
         store = DiskStore(path, SHAPE, torch.float32, "cpu", count=3)
         with pytest.raises(ValueError, match="is being written by another process"):
             store.write(3, records(1))
-        other.kill()
     store.write(3, records(1))
-    refused = subprocess.run([sys.executable, "-c", lock, str(path)], capture_output=True, check=False)
+    refused = subprocess.run([sys.executable, "-c", LOCK, str(path)], capture_output=True, check=False)
     assert b"BlockingIOError" in refused.stderr
     store.close()
 

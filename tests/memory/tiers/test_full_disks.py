@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,7 +9,7 @@ import psutil
 import pytest
 import torch
 
-from tests.disks import largest_file
+from tests.disks import largest_file, small_disk
 from tests.memory.tiers.test_base import MIB, SHAPE, every, linux, records
 from trailmark.files import NoSpaceError
 from trailmark.memory.tiers.disk import DiskStore
@@ -20,20 +18,9 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture
-def small_disk() -> Iterator[Path]:
-    """A disk of 4 MiB."""
-    with tempfile.TemporaryDirectory() as folder:
-        command = ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", folder]
-        try:
-            mounted = subprocess.run(command, capture_output=True, check=False).returncode == 0
-        except OSError:
-            mounted = False
-        if not mounted:
-            pytest.skip("may not mount a small disk here")
-        try:
-            yield Path(folder)
-        finally:
-            subprocess.run(["umount", "-l", folder], check=True)
+def disk_of_4_mib() -> Iterator[Path]:
+    with small_disk(4) as folder:
+        yield folder
 
 
 def assert_refuses_and_goes_on(store: DiskStore, message: str) -> NoSpaceError:
@@ -52,19 +39,19 @@ def assert_refuses_and_goes_on(store: DiskStore, message: str) -> NoSpaceError:
 
 
 @pytest.mark.parametrize("keep_free", [0, -64 * MIB])
-def test_a_full_disk_leaves_what_was_written(small_disk: Path, keep_free: int) -> None:
+def test_a_full_disk_leaves_what_was_written(disk_of_4_mib: Path, keep_free: int) -> None:
     """Found by asking before, or, where others take the space meanwhile, by the system's refusal."""
     shape = (2, 1, 256, 64)  # 128 KiB
-    store = DiskStore(small_disk / "chunks.bin", shape, torch.float32, "cpu", keep_free=keep_free)
+    store = DiskStore(disk_of_4_mib / "chunks.bin", shape, torch.float32, "cpu", keep_free=keep_free)
     error = assert_refuses_and_goes_on(
         store, r"memory_folder: expected .* MiB free .*2 chunks written so far"
     )
     assert error.free < 4 * MIB
     assert error.needed == 59 * 128 * 1024
-    (small_disk / "other").write_bytes(bytes(2 * MIB))
+    (disk_of_4_mib / "other").write_bytes(bytes(2 * MIB))
     with pytest.raises(NoSpaceError):
         store.write(3, torch.zeros(1, *shape).expand(20, *shape))
-    (small_disk / "other").unlink()
+    (disk_of_4_mib / "other").unlink()
     store.write(3, torch.zeros(1, *shape).expand(20, *shape))  # after space was made, it goes on
     assert len(store) == 23
     store.close()

@@ -24,7 +24,7 @@ from tests.models.tiny import (
     window_model,
 )
 from trailmark.memory import ChunkCache
-from trailmark.models import BlockRecurrentConfig, BlockRecurrentForCausalLM, causal_lm
+from trailmark.models import BlockRecurrentConfig, BlockRecurrentForCausalLM
 from trailmark.models.grid import lay_out
 from trailmark.models.layers import Place
 from trailmark.training.optimizer import MuonAdamW
@@ -129,17 +129,6 @@ def test_without_the_states_half_it_is_window_attention(gate: str, position: str
 # --- causality, and what the states carry -------------------------------------------------------------------
 
 
-@OPTIONS
-@pytest.mark.parametrize("changed", [0, 4, 5, 17, 32])
-def test_no_token_changes_an_earlier_logit_bit_for_bit(options: dict[str, Any], changed: int) -> None:
-    model, ids = block_recurrent(**options), tokens(33)
-    other = ids.clone()
-    other[0, changed] = (ids[0, changed] + 1) % 50
-    before, after = logits_of(model, ids), logits_of(model, other)
-    assert torch.equal(before[:, :changed], after[:, :changed])
-    assert not torch.equal(before[:, changed], after[:, changed])
-
-
 @GATES
 def test_a_token_is_seen_through_the_states_alone_from_the_next_block_on(gate: str) -> None:
     """The window shows nothing but the token itself: what changes is what the states of later blocks carry."""
@@ -151,29 +140,6 @@ def test_a_token_is_seen_through_the_states_alone_from_the_next_block_on(gate: s
 
 
 # --- any split into calls ----------------------------------------------------------------------------------
-
-
-@OPTIONS
-@pytest.mark.parametrize("pieces", [[1], [3, 5, 8, 1, 26], [10, 5], [43]], ids=str)
-def test_any_split_into_calls_is_one_forward(options: dict[str, Any], pieces: list[int]) -> None:
-    model, ids = block_recurrent(**options), tokens(53, batch=2)
-    cache = model.new_cache()
-    parts = [logits_of(model, piece, past_key_values=cache) for piece in split(ids, pieces)]
-    assert_same(torch.cat(parts, dim=1), logits_of(model, ids))
-    assert cache.num_tokens.tolist() == [53, 53]
-    assert cache.num_chunks.tolist() == [0, 0]  # no memory but the states
-
-
-@OPTIONS
-def test_reading_then_forward_is_one_forward(
-    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(causal_lm, "_READ_TOKENS", 11)
-    model, ids = block_recurrent(**options), tokens(60, batch=2)
-    whole = logits_of(model, ids)
-    for read in (1, 11, 40, 47, 59):
-        cache = model.read(ids[:, :read])
-        assert_same(logits_of(model, ids[:, read:], past_key_values=cache), whole[:, read:])
 
 
 def test_reading_runs_the_upper_layers_on_what_is_needed_alone() -> None:
@@ -314,15 +280,6 @@ def test_truncation_changes_no_loss() -> None:
 
 
 @GATES
-def test_every_parameter_learns(gate: str) -> None:
-    model, ids = block_recurrent(state_gate=gate).train(), tokens(23, batch=2)
-    model(ids, labels=ids).loss.backward()
-    for name, parameter in model.named_parameters():
-        assert parameter.grad.isfinite().all(), name
-        assert parameter.grad.abs().max() > 0, name
-
-
-@GATES
 @pytest.mark.parametrize("length", [2, 5])
 @pytest.mark.parametrize("states", [3, 128])
 def test_where_no_block_is_read_gradients_are_zeros(gate: str, length: int, states: int) -> None:
@@ -336,37 +293,6 @@ def test_where_no_block_is_read_gradients_are_zeros(gate: str, length: int, stat
         writes = writes and ".mlp." not in name
         assert parameter.grad.isfinite().all(), name
         assert bool(parameter.grad.any()) != writes, name
-
-
-@GATES
-@pytest.mark.parametrize("side", ["left", "right"])
-def test_a_padded_batch_trains_as_its_rows_do(gate: str, side: str) -> None:
-    model, lengths = block_recurrent(state_gate=gate).train(), [23, 1, 10]
-    ids, mask = padded(lengths, side, extra=1)
-    labels = ids.masked_fill(mask == 0, -100)
-    model(ids, attention_mask=mask, labels=labels, num_items_in_batch=1).loss.backward()
-    together = [p.grad.clone() for p in model.parameters()]
-    model.zero_grad()
-    for b, length in enumerate(lengths):
-        text = tokens(length, seed=b)
-        model(text, labels=text, num_items_in_batch=1).loss.backward()
-    for ours, parameter in zip(together, model.parameters(), strict=True):
-        assert_same(ours, parameter.grad)
-
-
-@pytest.mark.filterwarnings("ignore:.gradient_checkpointing_enable. is deprecated:FutureWarning")
-@pytest.mark.parametrize("use_reentrant", [False, True])
-@GATES
-def test_activation_checkpointing_changes_no_bit(gate: str, use_reentrant: bool) -> None:
-    ids = tokens(33, batch=2)
-    plain, checkpointed = (block_recurrent(state_gate=gate).float().train() for _ in range(2))
-    checkpointed.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
-    losses = [model(ids, labels=ids).loss for model in (plain, checkpointed)]
-    for loss in losses:
-        loss.backward()
-    assert torch.equal(*losses)
-    for ours, theirs in zip(checkpointed.parameters(), plain.parameters(), strict=True):
-        assert torch.equal(ours.grad, theirs.grad)
 
 
 def test_tables_of_states_are_no_matrices_for_muon() -> None:

@@ -11,7 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tests.models.drt.test_model import in_calls, memory_of, selected
+from tests.models.drt.test_model import in_calls, selected
+from tests.models.test_documents import assert_each_as_alone
 from tests.models.tiny import (
     EXACT,
     NaiveDRT,
@@ -26,7 +27,7 @@ from tests.models.tiny import (
 )
 from tests.ops.selection.test_random_selection import floyd
 from trailmark.memory import ChunkCache, MemoryEntries
-from trailmark.models import DRTForCausalLM, causal_lm
+from trailmark.models import DRTForCausalLM
 from trailmark.models.drt.chunks import TextChunks
 from trailmark.models.grid import lay_out
 from trailmark.ops import fold_seed
@@ -124,6 +125,7 @@ class Naive(NaiveDRT):
 @EVERY
 def test_one_forward_is_the_equations(name: str) -> None:
     model, ids = build(name), tokens(LENGTH)
+    assert bool(model.retrievers) is not name.startswith("contriever")
     out, naive = model(ids, output_retrieval=True), Naive(model, ids[0])
     for group, chunks in enumerate(naive.retrieval):
         assert selected(out.retrieval, group) == [best for best, _ in chunks]
@@ -142,37 +144,6 @@ def test_early_landmarks_are_the_equations(name: str) -> None:
     for piece in pieces:
         lengths += [part.shape[1] for part in piece.split(S, dim=1)]
     assert_same(torch.cat(logits, 1)[0], Naive(model, ids[0], lengths, close=True).logits)
-
-
-@EVERY
-@pytest.mark.parametrize("pieces", [[1, 1, 1, 1, 1, 20], [S, 3, 5, 8, 26]], ids=str)
-def test_any_split_into_calls_is_one_forward(name: str, pieces: list[int]) -> None:
-    model, ids = build(name), tokens(LENGTH, batch=2)
-    whole = model(ids, output_retrieval=True)
-    logits, calls = in_calls(model, split(ids, pieces))
-    assert_same(logits, whole.logits)
-    for group, chosen in enumerate(whole.retrieval):
-        assert torch.equal(torch.cat([call[group].indices for call in calls], dim=1), chosen.indices)
-        assert_same(torch.cat([call[group].weights for call in calls], dim=1), chosen.weights)
-
-
-@FEW
-@pytest.mark.parametrize("read_tokens", [1, 20 * S])
-def test_reading_then_forward_is_one_forward(
-    name: str, read_tokens: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Landmarks that were only read ask later, when their tokens are gone."""
-    monkeypatch.setattr(causal_lm, "_READ_TOKENS", read_tokens)
-    model, ids = build(name), tokens(LENGTH, batch=2)
-    whole = model(ids, output_retrieval=True)
-    for reads in ([S], [90, 8], [S - 1, 87, 2]):
-        cache, first = model.new_cache(num_tokens=LENGTH), sum(reads)
-        for piece in ids[:, :first].split(reads, dim=1):
-            model.read(piece, cache)
-        rest = model(ids[:, first:], past_key_values=cache, output_retrieval=True)
-        assert_same(rest.logits, whole.logits[:, first:])
-        for ours, exact in zip(rest.retrieval, whole.retrieval, strict=True):
-            assert torch.equal(ours.indices, exact.indices[:, first // S :])
 
 
 @EVERY
@@ -195,29 +166,7 @@ def test_ragged_rows_are_as_they_are_alone(name: str, side: str) -> None:
 
 @EVERY
 def test_a_document_in_a_row_is_as_it_is_alone(name: str) -> None:
-    model, lengths = build(name), (9, 1, 4, 26, 8, 30, 2)
-    texts = [tokens(n, seed=i)[0] for i, n in enumerate(lengths)]
-    numbers = torch.cat([torch.full((n,), i) for i, n in enumerate(lengths)])
-    out = model(torch.cat(texts)[None], document_ids=numbers[None], close_chunk=True, output_retrieval=True)
-    first = chunk = 0
-    for text in texts:
-        alone, chunks = model(text[None], close_chunk=True, output_retrieval=True), -(-len(text) // S)
-        assert_same(out.logits[:, first : first + len(text)], alone.logits)
-        for ours, theirs in zip(out.retrieval, alone.retrieval, strict=True):
-            mine = ours.indices[:, chunk : chunk + chunks]
-            assert torch.equal(torch.where(mine >= 0, mine - chunk, -1), theirs.indices)
-        first, chunk = first + len(text), chunk + chunks
-
-
-@EVERY
-@pytest.mark.parametrize("spot", [S, 25])
-def test_no_token_changes_an_earlier_logit_bit_for_bit(name: str, spot: int) -> None:
-    model, ids = build(name), tokens(LENGTH)
-    changed = ids.clone()
-    changed[0, spot] = (ids[0, spot] + 1) % 50
-    before, after = logits_of(model, ids), logits_of(model, changed)
-    assert torch.equal(before[:, :spot], after[:, :spot])
-    assert (before[:, spot] != after[:, spot]).any()
+    assert_each_as_alone(build(name), [(9, 1, 4, 26, 8, 30, 2)])
 
 
 @pytest.mark.parametrize("name", ["random", "encoder", "contriever"])
@@ -259,18 +208,6 @@ def test_tiers_branches_and_saved_memories_are_bit_equal(name: str, tmp_path: Pa
     for row, source in enumerate((2, 0, 0)):
         alone = torch.cat([ids, tokens(3, batch=3)[source : source + 1], tokens(9, seed=5)], 1)
         assert_same(after[row : row + 1], logits_of(model, alone)[:, LENGTH + 3 :])
-
-
-@EVERY
-def test_encoding_chunks_alone_is_reading_them(name: str) -> None:
-    """With the encoder's vectors: what is planted in a memory is found as what was read."""
-    model, ids = build(name), tokens(12 * S)
-    cache, first = model.read(ids), 5
-    before = ids[:, (first - model.encoding_reach()) * S : first * S]
-    with torch.no_grad():
-        alone = model.encode(ids[:, first * S :], before)
-    for ours, read in zip(alone[:3], memory_of(cache), strict=True):
-        assert_same(ours, read[:, first:])
 
 
 @FEW
@@ -321,28 +258,6 @@ def test_memories_of_before_these_options_are_those_of_their_defaults(tmp_path: 
 
 def trained(model: DRTForCausalLM, ids: Tensor, seeds: Tensor | None = SEEDS) -> Any:
     return model.train()(ids, labels=ids, noise_seed=seeds, output_retrieval=True)
-
-
-@EVERY
-def test_every_parameter_learns(name: str) -> None:
-    model, ids = build(name), tokens(40 * S, batch=2)
-    assert bool(model.retrievers) is not name.startswith("contriever")
-    trained(model, ids).loss.backward()
-    for parameter_name, parameter in model.named_parameters():
-        assert parameter.grad is not None, parameter_name
-        assert parameter.grad.isfinite().all(), parameter_name
-        assert parameter.grad.abs().max() > 0, parameter_name
-
-
-@EVERY
-@pytest.mark.parametrize("length", [S - 1, S, 2 * S])
-def test_what_nothing_was_read_through_gets_zeros_as_gradient(name: str, length: int) -> None:
-    model, ids = build(name), tokens(length, batch=2)
-    trained(model, ids).loss.backward()
-    for parameter_name, parameter in model.named_parameters():
-        assert parameter.grad is not None, parameter_name
-        if parameter_name.startswith(("encoder", "retrievers")) or ".gca_" in parameter_name:
-            assert parameter.grad.abs().max() == 0, parameter_name
 
 
 def test_one_chunk_at_random_can_be_trained_with() -> None:

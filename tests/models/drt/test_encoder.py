@@ -73,78 +73,43 @@ def broken(place: tuple[int, ...], values: list[int]) -> Tensor:
 
 
 FITTING, EVEN = broken((0, 20), [2, 11, -1]), torch.zeros(1, LENGTH // S, 3)
-REFUSED: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
-    (
-        "encoder",
-        {},
-        {},
-        "embedder: expected one for a model with retriever='encoder', got none. Set model.embedder",
-    ),
-    ("random", {}, {"neighbours": FITTING}, "neighbours: expected none for DRTForCausalLM"),
-    (
-        "encoder",
-        {"retriever": "causal"},
-        {"neighbours": FITTING},
-        "neighbours: expected none for DRTForCausalLM",
-    ),
-    ("encoder", {}, {"neighbours": FITTING[:, :-1]}, r"neighbours: expected shape \[1, 25, n\]"),
-    ("encoder", {}, {"neighbours": FITTING.expand(2, -1, -1)}, r"neighbours: expected shape \[1, 25, n\]"),
-    ("encoder", {}, {"neighbours": FITTING[..., :2]}, r"neighbours: expected shape \[B, C, 3\]"),
-    ("encoder", {}, {"neighbours": FITTING.float()}, "neighbours: expected int64"),
-    (
-        "encoder",
-        {},
-        {"neighbours": broken((0, 20), [2, 20, -1])},
-        "neighbours: expected chunks before .* got 20",
-    ),
-    (
-        "encoder",
-        {},
-        {"neighbours": broken((0, 20), [2, 2, -1])},
-        r"neighbours: expected different .*\[2, 2, -1\]",
-    ),
-    (
-        "encoder",
-        {},
-        {"neighbours": broken((0, 20), [-1, 2, 3])},
-        "neighbours: expected different chunks in asc",
-    ),
+REFUSED: list[tuple[dict[str, Any], str]] = [  # by the option "encoder"
+    ({}, "embedder: expected one for a model with retriever='encoder', got none. Set model.embedder"),
+    ({"neighbours": FITTING[:, :-1]}, r"neighbours: expected shape \[1, 25, n\]"),
+    ({"neighbours": FITTING.expand(2, -1, -1)}, r"neighbours: expected shape \[1, 25, n\]"),
+    ({"neighbours": FITTING[..., :2]}, r"neighbours: expected shape \[B, C, 3\]"),
+    ({"neighbours": FITTING.float()}, "neighbours: expected int64"),
+    ({"neighbours": broken((0, 20), [2, 20, -1])}, "neighbours: expected chunks before .* got 20"),
+    ({"neighbours": broken((0, 20), [2, 2, -1])}, r"neighbours: expected different .*\[2, 2, -1\]"),
+    ({"neighbours": broken((0, 20), [-1, 2, 3])}, "neighbours: expected different chunks in asc"),
+    ({"neighbours": FITTING, "use_cache": True}, "neighbours: expected none with past_key_values"),
+    ({"neighbours": FITTING, "neighbour_scores": EVEN}, "neighbour_scores: expected none, got a t"),
+]
+REFUSED_BY: list[tuple[str, dict[str, Any], str]] = [
+    ("random", {"neighbours": FITTING}, "neighbours: expected none for DRTForCausalLM"),
+    ("causal", {"neighbours": FITTING}, "neighbours: expected none for DRTForCausalLM"),
     (
         "encoder-2",
-        {},
         {"neighbours": broken((0, 20), [2, 19, -1])},
         "neighbours: expected no chunk that the window",
     ),
-    (
-        "encoder",
-        {},
-        {"neighbours": FITTING, "use_cache": True},
-        "neighbours: expected none with past_key_values",
-    ),
-    (
-        "encoder",
-        {},
-        {"neighbours": FITTING, "neighbour_scores": EVEN},
-        "neighbour_scores: expected none, got a t",
-    ),
-    ("contriever", {}, {"neighbours": FITTING}, "neighbour_scores: expected the encoder's scores"),
+    ("contriever", {"neighbours": FITTING}, "neighbour_scores: expected the encoder's scores"),
     (
         "contriever",
-        {},
         {"neighbours": FITTING, "neighbour_scores": torch.full_like(EVEN, torch.nan)},
         "neighbour_scores: expected finite numbers",
     ),
-    ("contriever", {}, {"neighbour_scores": EVEN}, "neighbour_scores: expected them with neighbours"),
+    ("contriever", {"neighbour_scores": EVEN}, "neighbour_scores: expected them with neighbours"),
 ]
 
 
 @pytest.mark.parametrize(
-    ("name", "changes", "arguments", "message"), REFUSED, ids=[x[3][:40] for x in REFUSED]
+    ("name", "arguments", "message"),
+    [*(("encoder", *case) for case in REFUSED), *REFUSED_BY],
+    ids=lambda value: value[:40] if isinstance(value, str) else "",
 )
-def test_what_cannot_be_read_is_refused(
-    name: str, changes: dict[str, Any], arguments: dict[str, Any], message: str
-) -> None:
-    model = build(name, **changes)
+def test_what_cannot_be_read_is_refused(name: str, arguments: dict[str, Any], message: str) -> None:
+    model = build("encoder", retriever="causal") if name == "causal" else build(name)
     model.embedder = None
     with pytest.raises(ValueError, match="^" + message):
         model(tokens(LENGTH), **arguments)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.models.tiny import DRT_VARIANTS, assert_same, drt, logits_of, tokens
+from tests.models.tiny import assert_same, drt, logits_of, tokens
 from trailmark.models import DRTForCausalLM
 
 S = 4
@@ -88,50 +88,7 @@ def test_any_batch_split_draws_the_same_noise() -> None:
             assert torch.equal(ours.indices, whole.indices[rows])
 
 
-@pytest.mark.filterwarnings("ignore:.gradient_checkpointing_enable. is deprecated:FutureWarning")
-@pytest.mark.parametrize("use_reentrant", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize(
-    "options", [{"groups": 1}, {"groups": 2, "residual_gca": True, "window_position": "rope"}]
-)
-def test_activation_checkpointing_changes_no_bit(
-    options: dict[str, Any], dtype: torch.dtype, use_reentrant: bool
-) -> None:
-    ids = tokens(LENGTH, batch=2)
-    plain, checkpointed = drt(**options).to(dtype), drt(**options).to(dtype)
-    checkpointed.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
-    outs = [trained(model, ids) for model in (plain, checkpointed)]
-    for out in outs:
-        out.loss.backward()
-    assert torch.equal(outs[0].loss, outs[1].loss)
-    for (name, ours), theirs in zip(checkpointed.named_parameters(), plain.parameters(), strict=True):
-        assert torch.equal(ours.grad, theirs.grad), name
-
-
 # --- gradients -------------------------------------------------------------------------------------------
-
-
-@DRT_VARIANTS
-def test_every_parameter_learns(options: dict[str, Any]) -> None:
-    model, ids = drt(**options), tokens(40 * S, batch=2)
-    trained(model, ids).loss.backward()
-    for name, parameter in model.named_parameters():
-        assert parameter.grad is not None, name
-        assert parameter.grad.isfinite().all(), name
-        assert parameter.grad.abs().max() > 0, name
-
-
-@pytest.mark.parametrize("length", [1, S - 1, S, S + 1, 2 * S])
-def test_what_nothing_was_read_through_gets_zeros_as_gradient(length: int) -> None:
-    model, ids = drt(groups=2), tokens(length, batch=2)
-    out = trained(model, ids)
-    (out.loss if length > 1 else out.logits.square().mean()).backward()
-    for name, parameter in model.named_parameters():
-        assert parameter.grad is not None, name
-        assert parameter.grad.isfinite().all(), name
-        if name.startswith(("encoder", "retrievers")) or ".gca_" in name:
-            assert parameter.grad.abs().max() == 0, name
-    assert model.embed_tokens.weight.grad.abs().max() > 0
 
 
 def test_retrievers_learn_from_the_loss_of_later_tokens_alone() -> None:
@@ -169,12 +126,3 @@ def test_one_retrieved_chunk_is_refused_in_training_only() -> None:
     logits_of(model, ids)
     with pytest.raises(ValueError, match="num_retrieved_chunks: expected at least 2 in training, got 1"):
         trained(model, ids, None)
-
-
-@pytest.mark.parametrize(
-    "call", [lambda model, ids, cache: model(ids, past_key_values=cache), DRTForCausalLM.read]
-)
-def test_a_cache_is_refused_in_training(call: Any) -> None:
-    model = drt().train()
-    with pytest.raises(ValueError, match="past_key_values: expected None in training"):
-        call(model, tokens(30), model.new_cache())

@@ -1,9 +1,7 @@
-"""Landmark Attention: what must not change a bit, and what a call that is stopped leaves behind."""
+"""Landmark Attention: what must not change a bit, and what a call that fails leaves behind."""
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.memory.interrupts import interrupt, stopped_at
 from tests.models.tiny import landmark, logits_of, padded, tokens
 from trailmark.memory import ChunkCache
-from trailmark.models import LandmarkForCausalLM, causal_lm
+from trailmark.models import LandmarkForCausalLM
 
 TIERS = ("device", "host", "disk")
 WAYS: list[dict[str, Any]] = [
@@ -176,111 +173,16 @@ def test_what_a_neighbour_says_changes_no_bit(way: dict[str, Any], dtype: torch.
     assert_bits(outs[1], outs[0])
 
 
-# --- calls that are stopped ------------------------------------------------------------------------------
-
-MODULES = [
-    importlib.import_module(f"trailmark.{name}")
-    for name in (
-        "models.arguments",
-        "models.causal_lm",
-        "models.text",
-        "models.landmark.model",
-        "models.landmark.cell",
-        "models.landmark.memory",
-        "models.grid",
-        "models.layout",
-        "models.takes",
-        "memory.cache",
-        "memory.cell",
-        "memory.chunks",
-        "memory.fetching",
-        "memory.tables",
-        "memory.tiers.disk",
-        "memory.tiers.files",
-        "memory.tiers.recent",
-        "memory.tiers.records",
-        "memory.tiers.resident",
-    )
-]
-READ = 43
-CALLS: dict[str, Callable[[LandmarkForCausalLM, ChunkCache], Tensor]] = {
-    "cells": lambda model, cache: logits_of(
-        model, tokens(25, seed=1), past_key_values=cache, close_chunk=True
-    ),
-    "a token": lambda model, cache: logits_of(model, tokens(1, seed=1), past_key_values=cache),
-    "reading": lambda model, cache: torch.from_numpy(model.read(tokens(7, seed=1), cache).num_tokens),
-}
-
-
-def by_line(number: int, run: Callable[[], object]) -> int | None:
-    """Ctrl-C before that line; the lines that ran if there was no such line, else None."""
-    with stopped_at(number, interrupt, *MODULES) as lines:
-        try:
-            run()
-        except KeyboardInterrupt:
-            return None
-    return lines.run
-
-
-@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
-@pytest.mark.parametrize(
-    ("way", "tier"),
-    [
-        ({"retrieve_per": "head", "max_memory_chunks": 5}, "disk"),
-        ({"retrieve_per": "token_and_head", "max_memory_chunks": 3}, "device"),
-    ],
-    ids=["head, disk", "token_and_head, device"],
-)
-@pytest.mark.parametrize("stops", [6, pytest.param(150, marks=pytest.mark.slow)])
-def test_a_call_that_is_stopped_leaves_the_cache_as_before(
-    call: Callable[[LandmarkForCausalLM, ChunkCache], Tensor],
-    way: dict[str, Any],
-    tier: str,
-    stops: int,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Anywhere in a call that evicts chunks: it goes on bit for bit like one that was never disturbed."""
-    monkeypatch.setattr(causal_lm, "_READ_TOKENS", 8)
-    model = landmark(**way, num_hidden_layers=2)
-
-    def begun() -> ChunkCache:
-        return model.read(tokens(READ), model.new_cache(memory_tier=tier))
-
-    cache, calm, spare = begun(), begun(), begun()
-    before = READ
-    call(model, begun())  # some lines run once only: layouts are kept
-    in_all = by_line(10**9, lambda: call(model, spare))
-    assert in_all is not None
-    next_token = logits_of(model, tokens(1, seed=4), past_key_values=calm.branch())
-    outs: list[Tensor] = []
-    stopped = 0
-    for number in range(1 + in_all // (2 * stops), in_all, max(1, in_all // stops)):
-        if by_line(number, lambda cache=cache: outs.append(call(model, cache))) is not None:
-            break  # the call had fewer lines than when they were counted
-        stopped += 1
-        if cache.get_seq_length() == before:
-            again = logits_of(model, tokens(1, seed=4), past_key_values=cache.branch())
-            assert torch.equal(again, next_token), number
-        else:
-            assert call is CALLS["reading"]  # that had come to its end
-            cache = begun()
-    assert stopped > stops // 2
-    if not outs:
-        outs.append(call(model, cache))
-    assert torch.equal(outs[0], call(model, calm))
-    for n in (5, 1, 12):
-        more = tokens(n, seed=n)
-        ours, theirs = (logits_of(model, more, past_key_values=going) for going in (cache, calm))
-        assert torch.equal(ours, theirs)
+# --- a call that fails ------------------------------------------------------------------------------------
 
 
 def test_an_error_after_some_cells_takes_back_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
     """The memory was written to, the logits found no room."""
     model = landmark(max_memory_chunks=4)
-    caches = [model.read(tokens(READ)) for _ in range(2)]
+    caches = [model.read(tokens(43)) for _ in range(2)]
     with monkeypatch.context() as patch:
         patch.setattr(model.lm_head, "forward", lambda _: (_ for _ in ()).throw(MemoryError()))
         with pytest.raises(MemoryError):
             model(tokens(40, seed=3), past_key_values=caches[0])
-    assert caches[0].num_tokens.tolist() == [READ]
+    assert caches[0].num_tokens.tolist() == [43]
     assert_bits(*(go_on(model, cache) for cache in caches))

@@ -11,15 +11,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tests.models.landmark.naive import NaiveWhole
-from tests.models.test_golden import train
 from tests.models.tiny import (
     EXACT,
     assert_same,
     landmark,
-    landmark_config,
     logits_of,
-    pad,
-    place,
     tokens,
 )
 from trailmark.models import LandmarkForCausalLM
@@ -226,33 +222,6 @@ def test_by_default_landmarks_neither_are_predicted_nor_predict() -> None:
 # --- batches, precision, memory --------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("side", ["left", "right"])
-@pytest.mark.parametrize("options", [{}, {"landmark_loss": "text", "position_jump": 5}], ids=str)
-def test_a_padded_batch_trains_as_its_rows_do(side: str, options: dict[str, Any]) -> None:
-    model, lengths, seeds = landmark(**options), [30, 1, 17], torch.tensor([5, 6, 7])
-    texts = [tokens(n, seed=b)[0] for b, n in enumerate(lengths)]
-    present = pad([torch.ones(n, dtype=torch.bool) for n in lengths], side, extra=1)
-    ids = pad(texts, side, extra=1)
-    parameters = list(model.parameters())
-    out = model.train()(
-        ids,
-        attention_mask=present.long(),
-        labels=ids.masked_fill(~present, -100),
-        noise_seed=seeds,
-        num_items_in_batch=1,
-    )
-    gradients = torch.autograd.grad(out.loss, parameters)
-    sums = [torch.zeros_like(g) for g in gradients]
-    for b, text in enumerate(texts):
-        alone = trained(model, text[None], seeds[b : b + 1], num_items_in_batch=1)
-        assert_same(out.logits[b, place(len(text), 31, side)].detach(), alone.logits[0].detach())
-        own = torch.autograd.grad(alone.loss, parameters)
-        for total, gradient in zip(sums, own, strict=True):
-            total += gradient
-    for ours, total in zip(gradients, sums, strict=True):
-        assert_same(ours, total)
-
-
 @pytest.mark.parametrize("length", [1, S - 1, S])
 @pytest.mark.parametrize("options", [{}, {"gate_probability": 0.5, "landmark_loss": "text"}], ids=str)
 def test_what_was_not_used_gets_zeros_as_gradient(length: int, options: dict[str, Any]) -> None:
@@ -263,23 +232,6 @@ def test_what_was_not_used_gets_zeros_as_gradient(length: int, options: dict[str
     for name, parameter in model.named_parameters():
         assert parameter.grad is not None, name
         assert parameter.grad.isfinite().all(), name
-
-
-@pytest.mark.filterwarnings("ignore:.gradient_checkpointing_enable. is deprecated:FutureWarning")
-@pytest.mark.parametrize("use_reentrant", [False, True])
-@pytest.mark.parametrize(
-    "options", [{}, {"gate_probability": 0.5, "position_jump": 9, "landmark_loss": "text"}], ids=str
-)
-def test_activation_checkpointing_changes_no_bit(options: dict[str, Any], use_reentrant: bool) -> None:
-    ids = tokens(LENGTH, batch=2)
-    plain, checkpointed = landmark(**options), landmark(**options)
-    checkpointed.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
-    outs = [trained(model, ids) for model in (plain, checkpointed)]
-    for out in outs:
-        out.loss.backward()
-    assert torch.equal(outs[0].loss, outs[1].loss)
-    for (name, ours), theirs in zip(checkpointed.named_parameters(), plain.parameters(), strict=True):
-        assert torch.equal(ours.grad, theirs.grad), name
 
 
 @pytest.mark.parametrize(
@@ -306,29 +258,3 @@ def test_a_step_in_bfloat16(options: dict[str, Any], autocast: bool) -> None:
     out.loss.backward()
     assert out.loss.dtype == torch.float32
     assert all(p.grad.isfinite().all() and p.grad.abs().max() > 0 for p in model.parameters())
-
-
-# --- golden values ---------------------------------------------------------------------------------------
-
-
-def make() -> LandmarkForCausalLM:
-    options = {"gate_probability": 0.5, "position_jump": 9, "landmark_loss": "text"}
-    return LandmarkForCausalLM(landmark_config(initialization="fan_in", logit_scale=0.25, **options))
-
-
-# fmt: off
-GOLDEN = [
-    5.81241873, 5.01230277, 4.89785853, 4.42907081, 4.38854893, 4.24157739, 4.07295811, 3.89915072, 3.98411647,
-    3.71734849, 3.70439638, 3.56777952, 3.59378896, 3.77742937, 3.19002138, 3.70031377, 3.47344179, 3.09851123,
-    3.70250580, 3.41175861,
-]
-# fmt: on
-
-
-def test_training_losses() -> None:
-    """To 8 digits; after a change that is meant, PYTHONPATH=. python -m tests.models.landmark.test_training."""
-    assert train(make) == pytest.approx(GOLDEN, rel=0, abs=1e-8)
-
-
-if __name__ == "__main__":
-    print(", ".join(f"{loss:.8f}" for loss in train(make)))

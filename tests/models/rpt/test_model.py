@@ -29,7 +29,7 @@ from tests.models.tiny import (
     split,
     tokens,
 )
-from trailmark.models import RPTForCausalLM, causal_lm
+from trailmark.models import RPTForCausalLM
 from trailmark.models.grid import lay_out
 from trailmark.models.rpt.neighbours import Readers
 from trailmark.ops import ranking_loss
@@ -184,28 +184,6 @@ def test_chunks_wholly_visible_to_the_last_reader_are_excluded(mode: dict[str, A
 # --- causality, and the defects of the published code --------------------------------------------------------
 
 
-@MODES
-@pytest.mark.parametrize("place", [0, S - 1, S, 2 * S + 1, 26])
-def test_no_token_changes_an_earlier_logit_bit_for_bit(mode: dict[str, Any], place: int) -> None:
-    model, ids = rpt(**mode), tokens(50)
-    changed = ids.clone()
-    changed[0, place] = (ids[0, place] + 1) % 50
-    before, after = logits_of(model, ids), logits_of(model, changed)
-    assert torch.equal(before[:, :place], after[:, :place])
-    assert (before[:, place] != after[:, place]).any()
-
-
-@MODES
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
-def test_a_neighbours_content_changes_no_bit(mode: dict[str, Any], dtype: torch.dtype) -> None:
-    model, ids = rpt(**mode).to(dtype), tokens(50, batch=3)
-    changed = ids.clone()
-    changed[1], changed[2] = (ids[1] + 1) % 50, 7  # and equal chunks, whose scores tie
-    before, after = logits_of(model, ids), logits_of(model, changed)
-    assert torch.equal(before[0], after[0])
-    assert not torch.equal(before[1], after[1])
-
-
 @pytest.mark.parametrize("position", ["alibi", "rope"])
 def test_the_window_slides(position: str) -> None:
     """The published code cuts windows, and shows a token the far part of the window before its own, not the near."""
@@ -234,20 +212,6 @@ def test_a_far_token_changes_later_logits_through_what_is_read_alone(mode: dict[
 
 
 # --- any split into calls ------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("options", "pieces"),
-    [(options, [3, 5, 8, 1, 26]) for options in VARIANTS] + [(options, [1]) for options in VARIANTS[:4]],
-    ids=str,
-)
-def test_any_split_into_calls_is_one_forward(options: dict[str, Any], pieces: list[int]) -> None:
-    model, ids = rpt(**options), tokens(41, batch=2)
-    with torch.no_grad():
-        whole, cache = model(ids, output_retrieval=True), model.new_cache()
-        outs = [model(x, past_key_values=cache, output_retrieval=True) for x in split(ids, pieces)]
-    assert_same(torch.cat([out.logits for out in outs], 1), whole.logits)
-    assert torch.equal(torch.cat([out.retrieval[0].indices for out in outs], 1), whole.retrieval[0].indices)
 
 
 RPTS = st.fixed_dictionaries(
@@ -286,21 +250,6 @@ def test_any_calls_of_any_batch_are_one_forward_of_each_text(story: Story) -> No
         for text, marks in texts
     ]
     Told(story, model, exact)
-
-
-@MODES
-@pytest.mark.parametrize("read_tokens", [1, 4096])
-def test_reading_then_forward_is_one_forward(
-    mode: dict[str, Any], read_tokens: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(causal_lm, "_READ_TOKENS", read_tokens)
-    model, ids = rpt(**mode), tokens(70, batch=2)
-    whole = logits_of(model, ids)
-    for reads in ([1], [S], [37, 20], [S - 1, 57, 2], [69]):
-        cache = model.new_cache(num_tokens=70)
-        for piece in ids[:, : sum(reads)].split(reads, dim=1):
-            model.read(piece, cache)
-        assert_same(logits_of(model, ids[:, sum(reads) :], past_key_values=cache), whole[:, sum(reads) :])
 
 
 def test_the_upper_layers_run_on_the_last_positions_only() -> None:
@@ -477,22 +426,6 @@ def test_rows_read_the_best_by_target_score_or_what_the_retriever_finds() -> Non
     # and nothing but the retriever outside training
     out = rpt(gold_probability=1.0)(ids, output_retrieval=True, neighbours=table, neighbour_scores=scores)
     assert torch.equal(out.retrieval[0].indices[0], predicted)
-
-
-@pytest.mark.filterwarnings("ignore:.gradient_checkpointing_enable. is deprecated:FutureWarning")
-@MODES
-def test_activation_checkpointing_changes_no_bit(mode: dict[str, Any]) -> None:
-    ids, gradients = tokens(40, batch=2), []
-    for checkpoints in (False, True):
-        model = rpt(**mode).train()
-        if checkpoints:
-            model.gradient_checkpointing_enable({"use_reentrant": False})
-        given = {}
-        if model.retriever is not None:
-            given = dict(zip(("neighbours", "neighbour_scores"), candidates(ids), strict=True))
-        model(ids, labels=ids, noise_seed=torch.tensor([1, 2]), **given).loss.backward()
-        gradients.append([parameter.grad for parameter in model.parameters()])
-    assert all(map(torch.equal, *gradients))
 
 
 def test_the_retriever_learns_to_rank_relevant_chunks_first() -> None:

@@ -7,14 +7,12 @@ import math
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
-from tests.models.rpt.test_model import K, S, candidates
+from tests.models.rpt.test_model import K, candidates
 from tests.models.tiny import (
     TokenCounter,
-    assert_same,
     rpt,
     rpt_config,
     tokens,
@@ -32,24 +30,6 @@ def test_a_table_of_what_the_embedder_finds_is_the_embedder() -> None:
     given = model(ids, neighbours=table, output_retrieval=True)
     assert torch.equal(given.logits, out.logits)
     assert torch.equal(given.retrieval[0].indices, table)
-
-
-@pytest.mark.parametrize("mode", [{}, {"retriever": "encoder"}], ids=str)
-def test_encoding_chunks_alone_is_reading_them(mode: dict[str, Any]) -> None:
-    """``encode`` with as many chunks before as the lower layers reach."""
-    model, ids = rpt(**mode), tokens(9 * S)
-    cache, reach = model.read(ids), model.encoding_reach()
-    for first in (0, 1, 5):
-        before = ids[:, max(0, first - reach) * S : first * S] if first else None
-        with torch.no_grad():
-            alone = model.encode(ids[:, first * S :], before)
-        records, _ = cache.memory.gather(np.arange(first, 9)[None])
-        landmarks = torch.cat(cache.memory.blocks(9, 1, first), dim=1)
-        exact = records[:, :, 0].transpose(2, 3), records[:, :, 1].transpose(2, 3), landmarks
-        for ours, read in zip(alone[:3], exact, strict=True):
-            assert_same(ours, read)
-    with pytest.raises(ValueError, match="input_ids: expected whole chunks of 4 tokens, got 6"):
-        model.encode(ids[:, :6])
 
 
 def test_the_embedder_is_part_of_a_memory(tmp_path: Path) -> None:

@@ -8,52 +8,24 @@ import pytest
 import torch
 
 from tests.models.tiny import NaiveWindow, assert_same, logits_of, split, tokens, window_model
-from trailmark.models import causal_lm
 
-OPTIONS = pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"window_position": "rope"},
-        {"sliding_window": 1},
-        {"sliding_window": 500},
-        {"sliding_window": None},
-        {"sliding_window": None, "window_position": "rope"},
-        {"num_key_value_heads": None, "logit_scale": 0.25, "tie_word_embeddings": False},
-        {"implementation": "reference"},
-    ],
-    ids=str,
-)
+VARIANTS: list[dict[str, Any]] = [
+    {},
+    {"window_position": "rope"},
+    {"sliding_window": 1},
+    {"sliding_window": 500},
+    {"sliding_window": None},
+    {"sliding_window": None, "window_position": "rope"},
+    {"num_key_value_heads": None, "logit_scale": 0.25, "tie_word_embeddings": False},
+    {"implementation": "reference"},
+]
 
 
-@OPTIONS
+@pytest.mark.parametrize("options", VARIANTS, ids=str)
 @pytest.mark.parametrize("length", [1, 6, 7, 8, 90])
 def test_one_forward_is_the_equations(options: dict[str, Any], length: int) -> None:
     model, ids = window_model(**options), tokens(length)
     assert_same(logits_of(model, ids)[0], NaiveWindow(model, ids[0]).logits)
-
-
-@OPTIONS
-@pytest.mark.parametrize("pieces", [[1], [3, 5, 8, 1, 26], [60, 30]], ids=str)
-def test_any_split_into_calls_is_one_forward(options: dict[str, Any], pieces: list[int]) -> None:
-    model, ids = window_model(**options), tokens(90, batch=2)
-    cache = model.new_cache()
-    parts = [logits_of(model, piece, past_key_values=cache) for piece in split(ids, pieces)]
-    assert_same(torch.cat(parts, dim=1), logits_of(model, ids))
-    assert cache.num_tokens.tolist() == [90, 90]
-    assert cache.get_seq_length() == 90
-
-
-@OPTIONS
-def test_reading_then_forward_is_one_forward(
-    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(causal_lm, "_READ_TOKENS", 11)
-    model, ids = window_model(**options), tokens(90, batch=2)
-    for read in (1, 11, 47, 89):
-        cache = model.new_cache()
-        model.read(ids[:, :read], cache)
-        assert_same(logits_of(model, ids[:, read:], past_key_values=cache), logits_of(model, ids)[:, read:])
 
 
 @pytest.mark.parametrize("options", [{}, {"window_position": "rope"}, {"sliding_window": None}], ids=str)
@@ -78,36 +50,6 @@ def test_the_cache_does_not_grow() -> None:
         assert cache.layers[0].keys.shape == (1, 2, 7, 4)  # [B, J, W, D]
     assert cache.window_bytes() == 3 * 2 * 7 * 2 * 4 * 8
     assert cache.memory_bytes() == 0
-
-
-def test_every_parameter_learns() -> None:
-    model, ids = window_model().train(), tokens(90, batch=2)
-    model(ids, labels=ids).loss.backward()
-    for name, parameter in model.named_parameters():
-        assert parameter.grad.isfinite().all(), name
-        assert parameter.grad.abs().max() > 0, name
-
-
-@pytest.mark.filterwarnings("ignore:.gradient_checkpointing_enable. is deprecated:FutureWarning")
-@pytest.mark.parametrize("use_reentrant", [False, True])
-@pytest.mark.parametrize("position", ["alibi", "rope"])
-def test_activation_checkpointing_changes_no_bit(position: str, use_reentrant: bool) -> None:
-    ids = tokens(90, batch=2)
-    plain, checkpointed = (window_model(window_position=position).float().train() for _ in range(2))
-    checkpointed.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
-    losses = [model(ids, labels=ids).loss for model in (plain, checkpointed)]
-    for loss in losses:
-        loss.backward()
-    assert torch.equal(*losses)
-    for ours, theirs in zip(checkpointed.parameters(), plain.parameters(), strict=True):
-        assert torch.equal(ours.grad, theirs.grad)
-
-
-def test_a_cache_is_refused_in_training() -> None:
-    model = window_model().train()
-    for call in (model.read, lambda ids, cache: model(ids, past_key_values=cache)):
-        with pytest.raises(ValueError, match="past_key_values: expected None in training"):
-            call(tokens(30), model.new_cache())
 
 
 @pytest.mark.parametrize("tier", ["device", "host", "disk"])

@@ -1,0 +1,287 @@
+"""What holds for every architecture with each of its options: calls, causality, gradients, checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.models import test_documents as documents
+from tests.models.block_recurrent.test_model import VARIANTS as BLOCK_RECURRENT
+from tests.models.drt.test_ablations import OPTIONS as ABLATIONS
+from tests.models.drt.test_ablations import build as ablation
+from tests.models.drt.test_model import in_calls, memory_of
+from tests.models.rpt.test_model import VARIANTS as RPTS
+from tests.models.rpt.test_model import WHOLE, candidates
+from tests.models.test_ragged_training import Batch
+from tests.models.tiny import VARIANTS as DRTS
+from tests.models.tiny import (
+    assert_same,
+    block_recurrent,
+    drt,
+    landmark,
+    logits_of,
+    rpt,
+    split,
+    tokens,
+    window_model,
+)
+from tests.models.window.test_model import VARIANTS as WINDOWS
+from trailmark.models import TrailmarkForCausalLM, causal_lm
+
+S = 4
+Model = tuple[Callable[..., Any], dict[str, Any]]
+RPT_MODES: list[dict[str, Any]] = [{}, {"retriever": "encoder"}, WHOLE]
+GROUPS = [{"groups": groups} for groups in (1, 2, 3)]
+ROPE: dict[str, Any] = {"window_position": "rope"}
+GATES = [{"state_gate": gate} for gate in ("fixed", "lstm")]
+QUICK = ("random-2", "encoder", "contriever")  # ablations; the rest of what takes long: with -m slow
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def models(make: Callable[..., Any], several: Iterable[dict[str, Any]]) -> list[Model]:
+    return [(make, options) for options in several]
+
+
+def ablations(names: Iterable[str] = ABLATIONS) -> list[Model]:
+    return models(ablation, ({"name": name} for name in names))
+
+
+def name_of(value: Any) -> str | None:
+    if isinstance(value, tuple) and callable(value[0]):
+        return "-".join([value[0].__name__, *map(str, value[1].values())])
+    return value.__name__ if callable(value) else str(value)
+
+
+def build(model: Model) -> TrailmarkForCausalLM:
+    make, options = model
+    made: TrailmarkForCausalLM = make(**options)
+    return made
+
+
+# --- any split into calls ----------------------------------------------------------------------------------
+
+PIECES: list[tuple[list[Model], int, list[list[int]]]] = [
+    (models(drt, DRTS), 103, [[1], [S], [3, 5, 8, 1, 26], [S, 8 * S, S - 1], [60, 43], [103]]),
+    (ablations(), 103, [[1, 1, 1, 1, 1, 20], [S, 3, 5, 8, 26]]),
+    (models(window_model, WINDOWS), 90, [[1], [3, 5, 8, 1, 26], [60, 30]]),
+    (models(block_recurrent, BLOCK_RECURRENT), 53, [[1], [3, 5, 8, 1, 26], [10, 5], [43]]),
+    (models(rpt, RPTS), 41, [[3, 5, 8, 1, 26]]),
+    (models(rpt, RPTS[:4]), 41, [[1]]),
+]
+
+
+@pytest.mark.parametrize(
+    ("model", "length", "pieces"),
+    [(model, length, pieces) for some, length, each in PIECES for model in some for pieces in each],
+    ids=name_of,
+)
+def test_any_split_into_calls_is_one_forward(model: Model, length: int, pieces: list[int]) -> None:
+    made, ids = build(model), tokens(length, batch=2)
+    whole = made(ids, output_retrieval=True)
+    logits, calls = in_calls(made, split(ids, pieces))
+    assert_same(logits, whole.logits)
+    for group, chosen in enumerate(whole.retrieval or ()):
+        assert torch.equal(torch.cat([call[group].indices for call in calls], dim=1), chosen.indices)
+        assert_same(torch.cat([call[group].weights for call in calls], dim=1), chosen.weights)
+
+
+# models, the text's length, how much is read at a time, and what is read before the rest is passed
+READS: list[tuple[list[Model], int, list[int], list[list[int]]]] = [
+    (models(drt, DRTS), 103, [1, 20 * S, 4096], [[1], [S], [70], [90, 8], [S - 1, 87, 2], [102]]),
+    (ablations(), 103, [1, 20 * S], [[S], [90, 8], [S - 1, 87, 2]]),
+    (models(window_model, WINDOWS), 90, [11], [[1], [11], [47], [89]]),
+    (models(block_recurrent, BLOCK_RECURRENT), 60, [11], [[1], [11], [40], [47], [59]]),
+    (models(rpt, RPT_MODES), 70, [1, 4096], [[1], [S], [37, 20], [S - 1, 57, 2], [69]]),
+]
+
+
+@pytest.mark.parametrize(
+    ("model", "length", "read_tokens", "reads"),
+    [
+        pytest.param(
+            model,
+            length,
+            at_once,
+            reads,
+            marks=[pytest.mark.slow] if model[1].get("name", QUICK[0]) not in QUICK else [],
+        )
+        for some, length, each, reads in READS
+        for model in some
+        for at_once in each
+    ],
+    ids=name_of,
+)
+def test_reading_then_forward_is_one_forward(
+    model: Model, length: int, read_tokens: int, reads: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Landmarks that were only read ask later, when their tokens are gone."""
+    monkeypatch.setattr(causal_lm, "_READ_TOKENS", read_tokens)
+    made, ids = build(model), tokens(length, batch=2)
+    whole = made(ids, output_retrieval=True)
+    for pieces in reads:
+        cache, first = made.new_cache(num_tokens=length), sum(pieces)
+        for piece in ids[:, :first].split(pieces, dim=1):
+            made.read(piece, cache)
+        rest = made(ids[:, first:], past_key_values=cache, output_retrieval=True)
+        assert_same(rest.logits, whole.logits[:, first:])
+        for ours, exact in zip(rest.retrieval or (), whole.retrieval or (), strict=True):
+            assert torch.equal(ours.indices, exact.indices[:, first // S :])
+
+
+@pytest.mark.parametrize(
+    "model", [*models(drt, GROUPS[:2]), *ablations(), *models(rpt, RPT_MODES[:2])], ids=name_of
+)
+def test_encoding_chunks_alone_is_reading_them(model: Model) -> None:
+    """``encode`` with as many chunks before as the lower layers reach: what is planted is found as what was read."""
+    made, ids = build(model), tokens(12 * S)
+    cache, reach = made.read(ids), made.encoding_reach()
+    for first in (0, 1, 5):
+        before = ids[:, max(0, first - reach) * S : first * S] if first else None
+        with torch.no_grad():
+            alone = made.encode(ids[:, first * S :], before)
+        for ours, read in zip(alone[:3], memory_of(cache), strict=True):
+            assert_same(ours, read[:, first:])
+    with pytest.raises(ValueError, match="input_ids: expected whole chunks of 4 tokens, got 6"):
+        made.encode(ids[:, :6])
+
+
+# --- causality ---------------------------------------------------------------------------------------------
+
+NEIGHBOURS = [*models(drt, GROUPS), *models(rpt, RPT_MODES), *models(landmark, [{}])]
+
+
+@pytest.mark.parametrize(
+    "model", [*NEIGHBOURS, *ablations(), *models(block_recurrent, BLOCK_RECURRENT)], ids=name_of
+)
+@pytest.mark.parametrize("length", [33, 103])
+def test_no_token_changes_an_earlier_logit_bit_for_bit(model: Model, length: int) -> None:
+    made, ids = build(model), tokens(length)
+    before = logits_of(made, ids)
+    for place in (0, S - 1, S, 5, 2 * S, 4 * S - 1, 17, 25, 32):
+        changed = ids.clone()
+        changed[0, place] = (ids[0, place] + 1) % 50
+        after = logits_of(made, changed)
+        assert torch.equal(before[:, :place], after[:, :place])
+        assert (before[:, place] != after[:, place]).any()
+
+
+@pytest.mark.parametrize("model", NEIGHBOURS, ids=name_of)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+def test_a_neighbours_content_changes_no_bit(model: Model, dtype: torch.dtype) -> None:
+    made, ids = build(model).to(dtype), tokens(103, batch=3)
+    changed = ids.clone()
+    changed[1] = (ids[1] + 1) % 50
+    changed[2] = 7  # equal chunks, whose scores tie
+    before, after = logits_of(made, ids), logits_of(made, changed)
+    assert torch.equal(before[0], after[0])
+    assert not torch.equal(before[1], after[1])
+
+
+# --- training ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "model",
+    [*models(drt, DRTS), *ablations(), *models(window_model, [{}]), *models(block_recurrent, GATES)],
+    ids=name_of,
+)
+def test_every_parameter_learns(model: Model) -> None:
+    made, ids = build(model).train(), tokens(40 * S, batch=2)
+    made(ids, labels=ids, noise_seed=torch.tensor([11, 12])).loss.backward()
+    for name, parameter in made.named_parameters():
+        assert parameter.grad is not None, name
+        assert parameter.grad.isfinite().all(), name
+        assert parameter.grad.abs().max() > 0, name
+
+
+@pytest.mark.parametrize("model", [*models(drt, GROUPS[1:2]), *ablations()], ids=name_of)
+@pytest.mark.parametrize("length", [1, S - 1, S, S + 1, 2 * S])
+def test_what_nothing_was_read_through_gets_zeros_as_gradient(model: Model, length: int) -> None:
+    made, ids = build(model).train(), tokens(length, batch=2)
+    out = made(ids, labels=ids, noise_seed=torch.tensor([11, 12]))
+    (out.loss if length > 1 else out.logits.square().mean()).backward()
+    for name, parameter in made.named_parameters():
+        assert parameter.grad is not None, name
+        assert parameter.grad.isfinite().all(), name
+        if name.startswith(("encoder", "retrievers")) or ".gca_" in name:
+            assert parameter.grad.abs().max() == 0, name
+    assert made.embed_tokens.weight.grad.abs().max() > 0
+
+
+@pytest.mark.parametrize("make", [drt, window_model, landmark])
+def test_a_cache_is_refused_in_training(make: Callable[..., TrailmarkForCausalLM]) -> None:
+    model = make().train()
+    for call in (model.read, lambda ids, cache: model(ids, past_key_values=cache)):
+        with pytest.raises(ValueError, match="past_key_values: expected None in training"):
+            call(tokens(30), model.new_cache())
+
+
+def rows() -> dict[str, Tensor]:
+    ids = tokens(103, batch=2)
+    return {"input_ids": ids, "labels": ids}
+
+
+def ranked_rows() -> dict[str, Tensor]:
+    """With candidates that a retriever learns to rank."""
+    ids = tokens(40, batch=2)
+    table, scores = candidates(ids)
+    return {"input_ids": ids, "labels": ids, "neighbours": table, "neighbour_scores": scores}
+
+
+def ragged_rows() -> dict[str, Tensor]:
+    return Batch((60, 13, 41)).arguments()
+
+
+def rows_of_documents() -> dict[str, Tensor]:
+    packed = documents.packed(documents.LENGTHS)
+    return packed | {"labels": packed["input_ids"]}
+
+
+WIDE = {"groups": 2, "residual_gca": True, "window_position": "rope"}
+DRAWN = {"gate_probability": 0.5, "position_jump": 9, "landmark_loss": "text"}
+CHECKPOINTED: list[tuple[list[Model], torch.dtype, Callable[[], dict[str, Tensor]], list[bool]]] = [
+    (models(drt, [GROUPS[0], WIDE]), torch.float32, rows, [False, True]),
+    (models(drt, [GROUPS[0], WIDE]), torch.float64, rows, [False, True]),
+    (models(drt, GROUPS[1:2]), torch.float64, ragged_rows, [False, True]),
+    (models(window_model, [{}, ROPE]), torch.float32, rows, [False, True]),
+    (models(block_recurrent, GATES), torch.float32, rows, [False, True]),
+    (models(landmark, [{}, DRAWN]), torch.float64, rows, [False, True]),
+    (models(rpt, [{}, WHOLE]), torch.float64, ranked_rows, [False]),
+    (models(rpt, [{"retriever": "encoder"}]), torch.float64, rows, [False]),
+    (list(documents.MODELS.values()), torch.float64, rows_of_documents, [False]),
+    (
+        [documents.MODELS[name] for name in ("drt-2-rope", "landmark-gate-jump")],
+        torch.float64,
+        rows_of_documents,
+        [True],
+    ),
+]
+
+
+@pytest.mark.filterwarnings("ignore:.gradient_checkpointing_enable. is deprecated:FutureWarning")
+@pytest.mark.parametrize(
+    ("model", "dtype", "batch", "use_reentrant"),
+    [
+        (model, dtype, batch, reentrant)
+        for some, dtype, batch, each in CHECKPOINTED
+        for model in some
+        for reentrant in each
+    ],
+    ids=name_of,
+)
+def test_activation_checkpointing_changes_no_bit(
+    model: Model, dtype: torch.dtype, batch: Callable[[], dict[str, Tensor]], use_reentrant: bool
+) -> None:
+    found = []
+    for checkpointed in (False, True):
+        made, arguments = build(model).to(dtype).train(), batch()
+        if checkpointed:
+            made.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
+        loss = made(**arguments, noise_seed=torch.arange(len(arguments["input_ids"]))).loss
+        loss.backward()
+        found.append([loss.detach(), *(parameter.grad for parameter in made.parameters())])
+    assert all(map(torch.equal, *found))
