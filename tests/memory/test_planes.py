@@ -79,7 +79,12 @@ class Lists:
         if found.chunk_file is not None:
             assert found.record_shape is not None
             assert found.dtype is not None
-            opened = open_store(tier, found.chunk_file, found.record_shape, found.dtype, "cpu", found.count)
+            opened = open_store(
+                tier,
+                found.chunk_file,
+                records.RecordLayout(found.record_shape, found.dtype, "cpu"),
+                found.count,
+            )
             self.memory.fill(opened, found.tensors)
         self.size = size._replace(records=found.count)
 
