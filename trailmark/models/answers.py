@@ -63,8 +63,8 @@ class ConfigAnswers:
         if self.keeps_chunks and not self.retrieves:
             raise ValueError(
                 f"num_retrieved_chunks: expected at least {self.least_retrieved_in_training} in training, got 0: with "
-                "retrieval off, what encodes, finds and reads chunks would get no gradient. Train with chunks, or choose a model with a window alone; to "
-                "read with retrieval off, call eval()."
+                "retrieval off, what encodes, finds and reads chunks would get no gradient. Train with chunks, or "
+                "choose a model with a window alone; to read with retrieval off, call eval()."
             )
 
     @property
