@@ -14,6 +14,7 @@ from torch import Tensor
 
 from trailmark.memory import ChunkMemory, MemoryEntries, MemorySize, saved
 from trailmark.memory.tiers.base import TIERS, open_store
+from trailmark.memory.tiers.records import RecordLayout
 
 S, J, D, E = 3, 2, 4, 8
 EACH_TIER = pytest.mark.parametrize("tier", TIERS)
@@ -80,7 +81,8 @@ class Lists:
         if found.chunk_file is not None:
             assert found.record_shape is not None
             assert found.dtype is not None
-            opened = open_store(tier, found.chunk_file, found.record_shape, found.dtype, "cpu", found.count)
+            layout = RecordLayout(found.record_shape, found.dtype, "cpu")
+            opened = open_store(tier, found.chunk_file, layout, found.count)
             self.memory.fill(opened, found.tensors)
         self.size = size._replace(records=found.count)
 

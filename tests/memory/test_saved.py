@@ -28,7 +28,7 @@ from trailmark.memory import saved
 from trailmark.memory.saved import MANIFEST, Saved, load, next_chunk_file, save, verify
 from trailmark.memory.tiers.base import TIERS, make_store
 from trailmark.memory.tiers.disk import DiskStore
-from trailmark.memory.tiers.records import ChunkStore
+from trailmark.memory.tiers.records import ChunkStore, RecordLayout
 
 SHAPE = (2, 2, 3, 5)  # 2, J, S, D
 RECORD = 2 * 2 * 3 * 5 * 4  # bytes
@@ -60,7 +60,7 @@ def state(seed: int = 0) -> dict[str, Tensor]:
 
 
 def filled(tier: str, new: Tensor, path: Path | None = None) -> ChunkStore:
-    store = make_store(tier, SHAPE, torch.float32, "cpu", path=path)
+    store = make_store(tier, RecordLayout(SHAPE, torch.float32, "cpu"), path=path)
     store.write(0, new)
     return store
 

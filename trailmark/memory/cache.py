@@ -14,7 +14,7 @@ from transformers.cache_utils import Cache
 
 from trailmark.memory.chunks import ChunkMemory, MemorySize
 from trailmark.memory.snapshot import load_state, save_state
-from trailmark.memory.state import CacheState, take_rows
+from trailmark.memory.state import STATES, CacheState, take_rows
 from trailmark.memory.window import Integers, Span, Window
 
 
@@ -105,12 +105,8 @@ class ChunkCache(Cache):
         """Bytes of the windows, the open chunk, what it reads, recurrent states and what waits for the upper layers."""
         if self.state is None:
             return 0
-        held = [
-            self.state.open_states,
-            self.state.open_ids,
-            None if self.state.deferred is None else self.state.deferred.states,
-        ]
-        held += [self.state.states, self.state.state_kv]
+        held = [getattr(self.state, name) for name in STATES]
+        held += [] if self.state.deferred is None else [self.state.deferred.states]
         held += [x for got in self.state.pending if got is not None for x in (got.k, got.v, got.weights)]
         numbers = sum(x.numel() * x.element_size() for x in held if x is not None)
         cell = 0 if self.state.cell is None else self.state.cell.num_bytes()

@@ -19,7 +19,7 @@ from trailmark.memory.search import ExactSearch
 from trailmark.memory.tables import Integers, Landmarks, Tables, as_read, as_stored
 from trailmark.memory.tiers.base import make_store, tier_named
 from trailmark.memory.tiers.recent import RecentRecords
-from trailmark.memory.tiers.records import ChunkStore
+from trailmark.memory.tiers.records import ChunkStore, RecordLayout
 from trailmark.ops.arguments import require
 
 TABLE_BYTES = 24  # of a chunk besides its record and landmark: record number, first position, length
@@ -190,8 +190,8 @@ class ChunkMemory:
 
     def _make_store(self, records: Tensor) -> ChunkStore:
         path = None if self.folder is None else next_chunk_file(self.folder)
-        shape, capacity = tuple(records.shape[1:]), self.capacity * self.planes
-        return make_store(self.tier, shape, self.dtype or records.dtype, records.device, capacity, path)
+        layout = RecordLayout(tuple(records.shape[1:]), self.dtype or records.dtype, records.device)
+        return make_store(self.tier, layout, self.capacity * self.planes, path)
 
     def _use(self, store: ChunkStore) -> None:
         self.store = store

@@ -42,7 +42,6 @@ from trailmark.files import (
     write_at,
     write_text,
 )
-from trailmark.memory.tiers.disk import DiskStore
 from trailmark.memory.tiers.files import overwritten_from, overwritten_note
 from trailmark.memory.tiers.records import ChunkStore
 from trailmark.ops.arguments import require
@@ -107,7 +106,7 @@ def save(
 ) -> None:
     """Save a memory in ``folder``, in place of one that may be there; a kill at any time leaves that one whole.
 
-    The file of a :class:`DiskStore` that lies in ``folder`` is not copied: it is synced, and only blocks that
+    The file of a store on tier "disk" that lies in ``folder`` is not copied: it is synced, and only blocks that
     the manifest there does not vouch for are hashed. The store may be written on afterwards.
 
     Args:
@@ -149,7 +148,7 @@ def _save(
 ) -> None:
     before = _readable_manifest(folder)
     generation = _next_generation(folder)
-    in_place = isinstance(store, DiskStore) and _lies_ready(store, folder)
+    in_place = store is not None and _lies_ready(store, folder)
     state_file = folder / f"state-{generation}.safetensors"
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     needed = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values()) + (1 << 20)
@@ -160,7 +159,6 @@ def _save(
         (folder / _UNFINISHED).mkdir(exist_ok=True)
         chunks = None
         if store is not None and in_place:
-            assert isinstance(store, DiskStore)
             chunks = _vouch_in_place(store, count, None if before is None else before.chunks)
         elif store is not None:
             chunks = _write_chunks(folder / f"chunks-{generation}.bin", store, count)
@@ -179,8 +177,9 @@ def _save(
             raise _no_space(folder, needed) from error
         raise
     if in_place:
-        assert isinstance(store, DiskStore)
-        overwritten_note(folder / store.path.name).unlink(missing_ok=True)
+        assert store is not None
+        assert chunks is not None
+        overwritten_note(folder / chunks.file).unlink(missing_ok=True)
         store.vouched = count
 
 
@@ -217,9 +216,9 @@ def _hold(folder: Path) -> HeldFolder:
     )
 
 
-def _lies_ready(store: DiskStore, folder: Path) -> bool:
+def _lies_ready(store: ChunkStore, folder: Path) -> bool:
     """Whether the store's file can be the folder's chunk file as it is."""
-    if not _CHUNKS.fullmatch(store.path.name) or not store.lies_in(folder):
+    if store.path is None or not _CHUNKS.fullmatch(store.path.name) or not store.lies_in(folder):
         return False
     store.hold()  # nothing else may be writing it
     return True
@@ -254,7 +253,8 @@ def _write_chunks(path: Path, store: ChunkStore, count: int) -> _ChunkFile:
     return _chunk_file(path, store, count, digests)
 
 
-def _vouch_in_place(store: DiskStore, count: int, before: _ChunkFile | None) -> _ChunkFile:
+def _vouch_in_place(store: ChunkStore, count: int, before: _ChunkFile | None) -> _ChunkFile:
+    assert store.path is not None
     store.sync()
     known: list[str] = []
     if before is not None and before.file == store.path.name and before.block_bytes == _BLOCK_BYTES:

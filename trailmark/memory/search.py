@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,8 +19,8 @@ _TRAINING_ROUNDS = 10  # of k-means
 _GROWTH = 4  # the lists are trained again when the memory is so many times larger
 
 
-class LandmarkSearch(Protocol):
-    """Which chunks of a memory each query selects."""
+class ExactSearch:
+    """Every landmark is scored, block by block. A search of your own has the same method."""
 
     def select(
         self,
@@ -31,20 +31,6 @@ class LandmarkSearch(Protocol):
         scale: float | None = None,
     ) -> ChunkSelection:
         """As :func:`select_chunks`; ``blocks`` are one table of landmarks in that order."""
-        ...
-
-
-class ExactSearch:
-    """Every landmark is scored, block by block."""
-
-    def select(
-        self,
-        query: Tensor,  # [B, n, E]
-        blocks: Sequence[Tensor],  # [B, m, E] each
-        num_retrieved: int,
-        num_candidates: Tensor,  # [n] or [B, n]
-        scale: float | None = None,
-    ) -> ChunkSelection:
         return select_chunks(query, blocks, num_retrieved, num_candidates, scale=scale)
 
 

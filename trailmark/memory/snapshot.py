@@ -14,8 +14,9 @@ from torch import Tensor
 from trailmark.memory import saved
 from trailmark.memory.cell import Cell
 from trailmark.memory.chunks import ChunkMemory, MemorySize
-from trailmark.memory.state import CacheState, Deferred, Retrieved
+from trailmark.memory.state import STATES, CacheState, Deferred, Retrieved
 from trailmark.memory.tiers.base import open_store
+from trailmark.memory.tiers.records import RecordLayout
 from trailmark.memory.window import Span
 
 # fields that older memories do not name, and what they were written with
@@ -65,9 +66,8 @@ def load_state(
     if there.chunk_file is not None:
         assert there.record_shape is not None
         assert there.dtype is not None
-        store = open_store(
-            memory.tier, there.chunk_file, there.record_shape, there.dtype, device, there.count
-        )
+        layout = RecordLayout(there.record_shape, there.dtype, device)
+        store = open_store(memory.tier, there.chunk_file, layout, there.count)
         memory.fill(store, {name: x.to(device) if name == "landmarks" else x for name, x in tables.items()})
     state = replace(state, memory=state.memory._replace(records=there.count))
     return state, there.header.get("notes", {})
@@ -101,20 +101,12 @@ def _state_tensors(state: CacheState) -> Iterator[tuple[str, Tensor]]:
             yield f"pending.{n}.k", got.k
             yield f"pending.{n}.v", got.v
             yield f"pending.{n}.short", torch.tensor(got.short is not None)
-    if state.open_states is not None:
-        yield "open_states", state.open_states
-    if state.open_ids is not None:
-        yield "open_ids", state.open_ids
-    if state.states is not None:
-        assert state.state_kv is not None
-        yield "states", state.states
-        yield "state_kv", state.state_kv
-    if (waiting := state.deferred) is not None:
-        yield "deferred.states", waiting.states
-        yield "deferred.chunk", numbers(waiting.chunk)
-        yield "deferred.is_landmark", numbers(waiting.is_landmark)
-        yield "deferred.first_chunk", numbers(waiting.first_chunk)
-        yield "deferred.begun", numbers(waiting.begun)
+    for name in STATES:
+        if (alone := getattr(state, name)) is not None:
+            yield name, alone
+    if state.deferred is not None:
+        for name, part in state.deferred._asdict().items():
+            yield f"deferred.{name}", part if isinstance(part, Tensor) else numbers(part)
     if (cell := state.cell) is not None:
         for name in _CELL:
             yield f"cell.{name}", numbers(getattr(cell, name))
@@ -157,24 +149,21 @@ def _read_state(
             pending.append(Retrieved.of(numbers(name + "indices"), lengths, weights, k, v, short))
         deferred = None
         if "deferred.states" in left:
-            deferred = Deferred(
-                own("deferred.states"),
-                numbers("deferred.chunk"),
-                numbers("deferred.is_landmark"),
-                numbers("deferred.first_chunk"),
-                # memories of before models without landmarks, which alone look at it, have none
-                numbers("deferred.begun") if "deferred.begun" in left else np.zeros(1, np.int64),
-            )
+            # memories of before models without landmarks, which alone look at it, have none
+            left.setdefault("deferred.begun", torch.zeros(1, dtype=torch.int64))
+            tables = (numbers(f"deferred.{name}") for name in Deferred._fields[1:])
+            deferred = Deferred(own("deferred.states"), *tables)
         cell = None
         if "cell.tokens" in left:
-            tables: dict[str, Any] = {name: numbers(f"cell.{name}") for name in _CELL}
+            arrays: dict[str, Any] = {name: numbers(f"cell.{name}") for name in _CELL}
             carried: dict[str, Any] = {
                 name: tuple(
                     own(key) if (key := f"cell.{name}.{n}") in left else None for n in range(len(layers))
                 )
                 for name in ("running", "chosen")
             }
-            cell = Cell(**tables, **carried)
+            cell = Cell(**arrays, **carried)
+        alone: dict[str, Any] = {name: own(name) for name in STATES if name in left}
         state = CacheState(
             num_tokens=num_tokens,
             num_positions=numbers("num_positions"),
@@ -183,12 +172,9 @@ def _read_state(
             spans=tuple(Span(*numbers(f"spans.{n}")) for n in range(len(state.spans))),
             layers=tuple(layers),
             pending=tuple(pending),
-            open_states=own("open_states") if "open_states" in left else None,
-            open_ids=own("open_ids") if "open_ids" in left else None,
             deferred=deferred,
             cell=cell,
-            states=own("states") if "states" in left else None,
-            state_kv=own("state_kv") if "states" in tensors else None,
+            **alone,
         )
     except KeyError as error:
         raise ValueError(f"folder: expected a whole memory, {error} is missing in it.") from error

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -42,6 +42,10 @@ class Retrieved(NamedTuple):
         """Nothing for the rows [B] that are True."""
         indices = np.where(rows[:, None], -1, self.indices)
         return self.of(indices, self.lengths, self.weights, self.k, self.v, self.short is not None)
+
+
+STATES = ("open_states", "open_ids", "states", "state_kv")
+"""The tensors of a :class:`CacheState` that are one row a text and nothing more."""
 
 
 class Deferred(NamedTuple):
@@ -83,6 +87,7 @@ def take_rows(state: CacheState, rows: Integers) -> CacheState:
         with torch.inference_mode(False):  # what is taken is written to later
             return x.index_select(0, index.to(x.device))
 
+    alone: dict[str, Any] = {name: take(x) for name in STATES if (x := getattr(state, name)) is not None}
     deferred = state.deferred
     if deferred is not None:
         b = len(deferred.chunk) > 1
@@ -113,12 +118,9 @@ def take_rows(state: CacheState, rows: Integers) -> CacheState:
             )
             for x in state.pending
         ),
-        open_states=None if state.open_states is None else take(state.open_states),
-        open_ids=None if state.open_ids is None else take(state.open_ids),
         deferred=deferred,
         cell=None if state.cell is None else state.cell.take_rows(rows),
-        states=None if state.states is None else take(state.states),
-        state_kv=None if state.state_kv is None else take(state.state_kv),
+        **alone,
     )
 
 

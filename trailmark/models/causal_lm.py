@@ -529,6 +529,15 @@ class TrailmarkForCausalLM(ModelAnswers, PreTrainedModel, ChunkGenerationMixin):
 
     # --- inside -----------------------------------------------------------------------------------------------
 
+    def _finish(self, norm: nn.Module) -> None:
+        """The end of a model's ``__init__``: the last norm, the head, and the initialisation of all weights."""
+        self.norm = norm
+        self.lm_head = nn.Linear(self.config.hidden_size, self.config.vocab_size, bias=False)
+        for name, module in self.named_modules():
+            if name.endswith(("o_proj", "down_proj")):  # they write into the residual stream
+                module.into_residual = True
+        self.post_init()
+
     def _init_weights(self, module: nn.Module) -> None:
         config = self.config
         if isinstance(module, nn.Linear | nn.Embedding):
@@ -554,13 +563,6 @@ def fingerprint(model: nn.Module) -> str:
 
     with ThreadPoolExecutor(4) as threads:  # hashing lets go of Python's lock
         return hashlib.sha256(b"".join(threads.map(digest, named))).hexdigest()
-
-
-def mark_residual_projections(model: nn.Module) -> None:
-    """Name the matrices that write into the residual stream, for the fan-in initialisation."""
-    for name, module in model.named_modules():
-        if name.endswith(("o_proj", "down_proj")):
-            module.into_residual = True
 
 
 @contextmanager

@@ -4,7 +4,7 @@
 
 import inspect
 from functools import wraps
-from typing import Any, ClassVar, Literal, TypeVar, get_args, get_origin
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar, get_args, get_origin
 
 from huggingface_hub.dataclasses import strict
 from huggingface_hub.errors import StrictDataclassError
@@ -13,6 +13,12 @@ from transformers import PreTrainedConfig
 from trailmark.models.answers import ConfigAnswers
 
 Config = TypeVar("Config")
+
+# of a field whose default None is replaced when a configuration is made: whoever reads it finds a number
+if TYPE_CHECKING:
+    Filled = int
+else:
+    Filled = int | None
 
 
 class ConfigurationError(StrictDataclassError, ValueError):
@@ -83,7 +89,7 @@ class TrailmarkConfig(ConfigAnswers, PreTrainedConfig):
     intermediate_size: int = 2048
     num_hidden_layers: int = 12
     num_attention_heads: int = 12
-    num_key_value_heads: int | None = None
+    num_key_value_heads: Filled = None  # type: ignore[assignment]
     sliding_window: int | None = 512
     window_position: Literal["alibi", "rope"] = "alibi"
     alibi_slopes: Literal["geometric", "interpolated"] = "geometric"

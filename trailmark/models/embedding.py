@@ -66,12 +66,21 @@ def expect_embedder(embedder: ChunkEmbedder | None, fingerprint: str | None) -> 
     return embedder
 
 
-def given_neighbours(neighbours: Tensor | None, scores: Tensor | None, has_cache: bool) -> Given | None:
+def given_neighbours(
+    neighbours: Tensor | None, scores: Tensor | None, has_cache: bool, retrieves: bool
+) -> Given | None:
     """What a model that knows neighbours was given; see :meth:`TrailmarkForCausalLM.forward`.
 
     Raises:
-        ValueError: scores without neighbours or of another shape, or neighbours together with a cache.
+        ValueError: any with retrieval off, scores without neighbours or of another shape, or neighbours together with
+            a cache.
     """
+    for name, came in (("neighbours", neighbours), ("neighbour_scores", scores)):
+        if came is not None and not retrieves:
+            raise ValueError(
+                f"{name}: expected none with num_retrieved_chunks 0 (retrieval off), got a tensor. Leave it out, or "
+                "use a model that retrieves."
+            )
     if neighbours is None:
         if scores is not None:
             raise ValueError("neighbour_scores: expected them with neighbours, got no neighbours.")

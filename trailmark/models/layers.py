@@ -118,7 +118,6 @@ class SelfAttention(nn.Module):
 
     def __init__(self, config: TrailmarkConfig) -> None:
         super().__init__()
-        assert config.num_key_value_heads is not None
         self.head_dim = config.head_dim
         H, J = config.num_attention_heads, config.num_key_value_heads
         self.sizes = (H, J, J)

@@ -6,17 +6,12 @@ What retrieval is worth to a text is the difference between a model and :func:`w
 from __future__ import annotations
 
 import copy
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 import torch
-from torch import Tensor
+from transformers import PreTrainedModel
 
-from trailmark.models.configuration import TrailmarkConfig
-
-if TYPE_CHECKING:
-    from trailmark.models.causal_lm import TrailmarkForCausalLM
-
-Model = TypeVar("Model", bound="TrailmarkForCausalLM")
+Model = TypeVar("Model", bound=PreTrainedModel)
 
 
 def without_retrieval(model: Model) -> Model:
@@ -58,17 +53,3 @@ def without_retrieval(model: Model) -> Model:
 def _names(model: torch.nn.Module) -> set[str]:
     named = (model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False))
     return {name for of in named for name, _ in of}
-
-
-def expect_no_neighbours(config: TrailmarkConfig, neighbours: Tensor | None, scores: Tensor | None) -> None:
-    """That nobody names chunks for a model that reads none.
-
-    Raises:
-        ValueError: neighbours or scores, with retrieval off.
-    """
-    for name, came in (("neighbours", neighbours), ("neighbour_scores", scores)):
-        if came is not None and not config.retrieves:
-            raise ValueError(
-                f"{name}: expected none with num_retrieved_chunks 0 (retrieval off), got a tensor. Leave it out, or "
-                "use a model that retrieves."
-            )

@@ -26,7 +26,7 @@ from trailmark.memory.tiers.base import TIERS, make_store, open_store
 from trailmark.memory.tiers.disk import DiskStore
 from trailmark.memory.tiers.files import temporary_folder
 from trailmark.memory.tiers.recent import RecentRecords
-from trailmark.memory.tiers.records import ChunkStore
+from trailmark.memory.tiers.records import ChunkStore, RecordLayout
 from trailmark.memory.tiers.resident import DeviceStore, HostStore, ResidentStore
 
 SHAPE = (2, 2, 3, 5)  # 2, J, S, D
@@ -52,7 +52,7 @@ def every(store: ChunkStore) -> Tensor:
 
 
 def filled(tier: str, count: int, dtype: torch.dtype = torch.float32, path: Path | None = None) -> ChunkStore:
-    store = make_store(tier, SHAPE, dtype, "cpu", path=path)
+    store = make_store(tier, RecordLayout(SHAPE, dtype, "cpu"), path=path)
     store.write(0, records(count))
     return store
 
@@ -65,7 +65,7 @@ def anonymous_bytes() -> int:
 
 @pytest.fixture(params=TIERS)
 def store(request: pytest.FixtureRequest) -> Iterator[ChunkStore]:
-    made = make_store(request.param, SHAPE, torch.float32, "cpu")
+    made = make_store(request.param, RecordLayout(SHAPE, torch.float32, "cpu"))
     yield made
     made.close()
 
@@ -102,19 +102,21 @@ def test_every_tier_holds_the_bits_that_were_written(
     opened, steps = history
     plain = records(opened, dtype=dtype)
     with contextlib.ExitStack() as stack:
-        stores = [make_store(tier, SHAPE, dtype, "cpu", capacity) for tier in TIERS]
+        stores = [make_store(tier, RecordLayout(SHAPE, dtype, "cpu"), capacity) for tier in TIERS]
         if opened:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
             for tier in TIERS:
                 (folder / tier).write_bytes(bytes(memoryview(plain.view(torch.uint8).numpy())) + b"more")
-            stores = [open_store(tier, folder / tier, SHAPE, dtype, "cpu", opened) for tier in TIERS]
+            stores = [
+                open_store(tier, folder / tier, RecordLayout(SHAPE, dtype, "cpu"), opened) for tier in TIERS
+            ]
         fronts = [RecentRecords(store, recent) for store in stores]
         for what, first, n in steps:
             if what == "gather":
                 wanted = torch.randint(0, max(1, len(plain)), (n if len(plain) else 0,), generator=generator)
                 for front in fronts:
                     assert same_bits(front.gather(wanted), plain[wanted])
-                    assert same_bits(front.store.gather_async(wanted).wait(), plain[wanted])
+                    assert same_bits(front.store.gather(wanted), plain[wanted])
                 continue
             # strided, and of another dtype
             new = records(n, seed=first + n, dtype=torch.float64).transpose(3, 4).contiguous().transpose(3, 4)
@@ -171,20 +173,20 @@ def test_no_gradient_is_kept(store: ChunkStore) -> None:
 
 def test_other_tiers_are_refused() -> None:
     with pytest.raises(ValueError, match=r"memory_tier: expected one of 'device', 'host', 'disk', got 'gpu'"):
-        make_store("gpu", SHAPE, torch.float32, "cpu")
+        make_store("gpu", RecordLayout(SHAPE, torch.float32, "cpu"))
     with pytest.raises(ValueError, match="memory_tier: expected one of"):
-        open_store("gpu", "chunks.bin", SHAPE, torch.float32, "cpu", 3)
+        open_store("gpu", "chunks.bin", RecordLayout(SHAPE, torch.float32, "cpu"), 3)
 
 
 def test_a_folder_for_a_tier_without_files_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="memory_folder: expected none for memory_tier='host'"):
-        make_store("host", SHAPE, torch.float32, "cpu", path=tmp_path / "chunks.bin")
+        make_store("host", RecordLayout(SHAPE, torch.float32, "cpu"), path=tmp_path / "chunks.bin")
 
 
 @pytest.mark.parametrize("shape", [(2, 2, 3), (1, 2, 3, 5), (2, 0, 3, 5)])
 def test_records_have_keys_and_values(shape: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match="record_shape: expected"):
-        make_store("host", shape, torch.float32, "cpu")
+        make_store("host", RecordLayout(shape, torch.float32, "cpu"))
 
 
 @pytest.mark.parametrize("numbers", [[3], [-1], [0, 1, -3, 2], [1 << 40]])
@@ -228,11 +230,9 @@ def test_a_log_is_streamed_to_a_file_and_to_other_tiers(
 ) -> None:
     for module in (records_module, resident, disk):
         monkeypatch.setattr(module, "PIECE_BYTES", 1000)  # several pieces, not at the ends of records
-    store, copy = filled(tier, 200), make_store(other, SHAPE, torch.float32, "cpu")
-    with open(tmp_path / "log", "wb") as file:
-        store.write_file(file, count)
+    store, copy = filled(tier, 200), make_store(other, RecordLayout(SHAPE, torch.float32, "cpu"))
     exact = records(200)[:count]
-    assert (tmp_path / "log").read_bytes() == exact.numpy().tobytes()
+    assert b"".join(store.pieces(0, count * store.record_bytes)) == exact.numpy().tobytes()
     assert max((len(piece) for piece in store.pieces(0, store.num_bytes())), default=0) <= 1000
     start, stop = min(77, count), min(5000, count)
     assert b"".join(store.pieces(start, stop)) == exact.numpy().tobytes()[start:stop]
@@ -312,7 +312,7 @@ def test_a_file_is_opened_without_being_read(tier: str, tmp_path: Path) -> None:
     with open(path, "wb") as file:
         file.truncate(64 * MIB)
     before = anonymous_bytes()
-    store = open_store(tier, path, shape, torch.bfloat16, "cpu", count=512)
+    store = open_store(tier, path, RecordLayout(shape, torch.bfloat16, "cpu"), count=512)
     store.gather(torch.arange(0, 512, 7))
     path.unlink()  # as saving again does
     store.write(510, torch.ones(1, *shape).expand(3, *shape))
@@ -331,8 +331,8 @@ def test_a_file_that_host_memory_cannot_hold_goes_to_disk(tmp_path: Path) -> Non
         with pytest.raises(
             ValueError, match=r"memory_tier: .* on tier 'host' .*memory_tier='disk' holds more"
         ):
-            open_store("host", path, shape, torch.bfloat16, "cpu", count)
-    store = open_store("disk", path, shape, torch.bfloat16, "cpu", count)
+            open_store("host", path, RecordLayout(shape, torch.bfloat16, "cpu"), count)
+    store = open_store("disk", path, RecordLayout(shape, torch.bfloat16, "cpu"), count)
     assert not store.gather(torch.tensor([count - 1])).any()
     store.close()
 
@@ -343,7 +343,7 @@ def test_a_file_that_host_memory_cannot_hold_goes_to_disk(tmp_path: Path) -> Non
 @linux
 def test_a_disk_store_keeps_nothing_in_anonymous_memory() -> None:
     shape = (2, 4, 64, 128)  # 128 KiB in bf16
-    store = make_store("disk", shape, torch.bfloat16, "cpu")
+    store = make_store("disk", RecordLayout(shape, torch.bfloat16, "cpu"))
     block = torch.randn(64, *shape).bfloat16()
     numbers = torch.randint(0, 64, (8,), generator=torch.Generator().manual_seed(0))
     store.write(0, block)
@@ -383,11 +383,11 @@ def test_a_new_memory_overwrites_no_file(tmp_path: Path) -> None:
 def test_missing_and_short_files_are_refused(tier: str, tmp_path: Path) -> None:
     path = tmp_path / "chunks.bin"
     with pytest.raises(ValueError, match=r"path: expected a chunk file to read, .*No such file"):
-        open_store(tier, path, SHAPE, torch.float32, "cpu", 1)
+        open_store(tier, path, RecordLayout(SHAPE, torch.float32, "cpu"), 1)
     filled("disk", 3, path=path).close()
     os.truncate(path, path.stat().st_size - 1)
     with pytest.raises(ValueError, match=r"path: expected at least 720 bytes \(3 chunks\) .*got 719"):
-        open_store(tier, path, SHAPE, torch.float32, "cpu", 3)
+        open_store(tier, path, RecordLayout(SHAPE, torch.float32, "cpu"), 3)
 
 
 def test_a_folder_that_cannot_be_written_to_is_named(tmp_path: Path) -> None:
@@ -500,7 +500,7 @@ def test_a_fork_does_not_remove_its_parents_folder(tmp_path: Path) -> None:
 def test_records_reach_the_device_while_it_computes(tier: str, tmp_path: Path) -> None:
     shape = (2, 4, 64, 64)
     exact = torch.randn(500, *shape)
-    store = make_store(tier, shape, torch.float32, "cuda", capacity=40)
+    store = make_store(tier, RecordLayout(shape, torch.float32, "cuda"), capacity=40)
     for first in range(0, 500, 50):
         store.write(first, exact[first : first + 50].cuda())
     busy = torch.randn(2000, 2000, device="cuda")
@@ -509,10 +509,10 @@ def test_records_reach_the_device_while_it_computes(tier: str, tmp_path: Path) -
         wanted = torch.randint(0, 500, (20,), generator=torch.Generator().manual_seed(seed))
         for _ in range(3):
             busy = (busy @ busy).clamp(-1, 1)
-        pending.append((store.gather_async(wanted), wanted))
+        pending.append((store.gather(wanted), wanted))
         if len(pending) == 3:
             gathered, numbers = pending.pop(0)
-            found = gathered.wait() + 0
+            found = gathered + 0
             del gathered  # its memory may be given to the next copy
             assert found.device.type == "cuda"
             assert same_bits(found.cpu(), exact[numbers])
@@ -522,7 +522,7 @@ def test_records_reach_the_device_while_it_computes(tier: str, tmp_path: Path) -
     assert b"".join(store.pieces(0, store.num_bytes())) == exact.numpy().tobytes()
     store.close()
     (tmp_path / "chunks.bin").write_bytes(exact.numpy().tobytes())
-    store = open_store(tier, tmp_path / "chunks.bin", shape, torch.float32, "cuda", 500)
+    store = open_store(tier, tmp_path / "chunks.bin", RecordLayout(shape, torch.float32, "cuda"), 500)
     store.write(500, exact[:30].cuda())
     assert same_bits(every(store).cpu(), torch.cat([exact, exact[:30]]))
     store.close()

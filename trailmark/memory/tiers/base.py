@@ -5,10 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TypeVar
 
-import torch
-
 from trailmark.memory.tiers.disk import DiskStore
-from trailmark.memory.tiers.records import ChunkStore
+from trailmark.memory.tiers.records import ChunkStore, RecordLayout
 from trailmark.memory.tiers.resident import DeviceStore, HostStore
 from trailmark.ops.arguments import require
 
@@ -29,20 +27,12 @@ for _store in (DeviceStore, HostStore, DiskStore):
 
 
 def make_store(
-    tier: str,
-    record_shape: tuple[int, ...],
-    dtype: torch.dtype,
-    device: torch.device | str,
-    capacity: int = 0,
-    path: str | Path | None = None,
+    tier: str, layout: RecordLayout, capacity: int = 0, path: str | Path | None = None
 ) -> ChunkStore:
     """A new, empty store.
 
     Args:
         tier: "device", "host", "disk" or another that was registered.
-        record_shape: (2, J, S, D).
-        dtype: what records are kept in.
-        device: where :meth:`ChunkStore.gather` puts them.
         capacity: records to make room for at once on device and host; 0: no guess. On the CPU a guess costs
             no memory before it is used.
         path: the file of a tier with files; None: one in a temporary folder that goes with the store.
@@ -58,17 +48,10 @@ def make_store(
         f"none for memory_tier={tier!r}",
         "Only tier 'disk' keeps its chunks in files; the others are saved when they are asked to.",
     )
-    return kind.made(record_shape, dtype, device, capacity, path)
+    return kind.made(layout, capacity, path)
 
 
-def open_store(
-    tier: str,
-    path: str | Path,
-    record_shape: tuple[int, ...],
-    dtype: torch.dtype,
-    device: torch.device | str,
-    count: int,
-) -> ChunkStore:
+def open_store(tier: str, path: str | Path, layout: RecordLayout, count: int) -> ChunkStore:
     """A store of any tier that begins with the first ``count`` records of a file.
 
     In RAM and on disk nothing is read before it is used; a device other than the CPU is filled. Only tier "disk"
@@ -78,12 +61,12 @@ def open_store(
         ValueError: for another tier, a file that is missing or too short, or no room.
     """
     kind = tier_named(tier)
-    store: ChunkStore | None = kind.of_file(path, record_shape, dtype, device, count)
+    store: ChunkStore | None = kind.of_file(path, layout, count)
     if store is not None:
         return store
-    store = kind.made(record_shape, dtype, device, count)
+    store = kind.made(layout, count)
     if count:
-        source = DiskStore(path, record_shape, dtype, "cpu", count)
+        source = DiskStore.of_file(path, layout._replace(device="cpu"), count)
         source.copy_to(store, count)
         source.close()
     return store

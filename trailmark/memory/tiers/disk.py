@@ -25,7 +25,7 @@ from trailmark.memory.tiers.files import (
     stamp,
     temporary_folder,
 )
-from trailmark.memory.tiers.records import PIECE_BYTES, Bytes, ChunkStore, Numbers, bytes_of
+from trailmark.memory.tiers.records import PIECE_BYTES, Bytes, ChunkStore, Numbers, RecordLayout, bytes_of
 from trailmark.ops.arguments import require
 
 _KEEP_FREE = 64 << 20  # of a disk, for the rest of a memory: landmark vectors, windows
@@ -65,9 +65,8 @@ class DiskStore(ChunkStore):
         super().__init__(record_shape, dtype, device)
         require(count >= 0, "count", count, "a number of records, 0 for a new file")
         self._temporary = temporary_folder(self) if path is None else None
-        self.path = Path(path) if path is not None else Path(str(self._temporary)) / "chunks.bin"
+        self.path: Path = Path(path) if path is not None else Path(str(self._temporary)) / "chunks.bin"
         self.vouched = min(count, overwritten_from(self.path)) if count else 0
-        """Records at the start that are as the last manifest of this file says."""
         self.keep_free = keep_free
         self._files = _Files()
         weakref.finalize(self, self._files.close)
@@ -84,33 +83,15 @@ class DiskStore(ChunkStore):
         self._count = count
 
     @classmethod
-    def made(
-        cls,
-        record_shape: tuple[int, ...],
-        dtype: torch.dtype,
-        device: torch.device | str,
-        capacity: int = 0,
-        path: str | Path | None = None,
-    ) -> Self:
-        return cls(path, record_shape, dtype, device)
+    def made(cls, layout: RecordLayout, capacity: int = 0, path: str | Path | None = None) -> Self:
+        return cls(path, *layout)
 
     @classmethod
-    def of_file(
-        cls,
-        path: str | Path,
-        record_shape: tuple[int, ...],
-        dtype: torch.dtype,
-        device: torch.device | str,
-        count: int,
-    ) -> Self:
-        return cls(path, record_shape, dtype, device, count)
+    def of_file(cls, path: str | Path, layout: RecordLayout, count: int) -> Self:
+        return cls(path, *layout, count)
 
     def hold(self) -> None:
-        """Open the file for writing and keep other writers out, until :meth:`close`. Writing does it by itself.
-
-        Raises:
-            ValueError: if something else writes the file, has written to it since, or it cannot be written.
-        """
+        """As :meth:`ChunkStore.hold`: opens the file for writing. Writing does it by itself."""
         if self._files.writer is not None:
             return
         new = self._files.reader is None
@@ -214,7 +195,7 @@ class DiskStore(ChunkStore):
         return file.fileno()
 
     def lies_in(self, folder: Path) -> bool:
-        """Whether this very file is found in ``folder`` (another memory saved there may have replaced it)."""
+        """As :meth:`ChunkStore.lies_in`: another memory saved there may have replaced the file."""
         file = self._files.writer or self._files.reader
         if file is None:
             return self.path.parent.resolve() == folder.resolve()
@@ -224,7 +205,6 @@ class DiskStore(ChunkStore):
             return False
 
     def sync(self) -> None:
-        """Have everything written on the disk itself (fsync)."""
         if self._files.writer is not None:
             try:
                 os.fsync(self._files.writer.fileno())

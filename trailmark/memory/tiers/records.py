@@ -8,7 +8,7 @@ import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, BinaryIO, ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal, NamedTuple, Self
 
 import numpy as np
 import psutil
@@ -23,20 +23,12 @@ Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 Numbers = np.ndarray[Any, np.dtype[np.int64]]
 
 
-class Gathered:
-    """Records on their way to a device; :meth:`wait` gives them to the current stream."""
+class RecordLayout(NamedTuple):
+    """What the records of a store are, and where they are wanted."""
 
-    def __init__(self, records: Tensor, copied: torch.cuda.Event | None = None) -> None:
-        self._records, self._copied = records, copied
-
-    def wait(self) -> Tensor:
-        """[n, 2, J, S, D]. Work queued on the current stream from now on waits for the copy; the CPU does not."""
-        if self._copied is not None:
-            stream = torch.cuda.current_stream(self._records.device)
-            stream.wait_event(self._copied)
-            # allocated on the copying stream: not given to another copy before this stream has read it
-            self._records.record_stream(stream)
-        return self._records
+    shape: tuple[int, ...]  # (2, J, S, D)
+    dtype: torch.dtype  # what records are kept in
+    device: torch.device | str  # where ``gather`` puts them
 
 
 class ChunkStore(ABC):
@@ -57,28 +49,18 @@ class ChunkStore(ABC):
     """Whether its records lie in files of a folder, which ``memory_folder`` may name."""
     no_room: ClassVar[str] = "Choose memory_tier 'disk', memory_dtype 'bfloat16', or a shorter one."
     """The way out, as a sentence, for a text whose memory does not fit."""
+    path: Path | None = None
+    """The file of its records, one after the other, which a memory saved beside it need not copy; None: none."""
+    vouched: int = 0
+    """Records at the start of that file that are as its last manifest says."""
 
     @classmethod
-    def made(
-        cls,
-        record_shape: tuple[int, ...],
-        dtype: torch.dtype,
-        device: torch.device | str,
-        capacity: int = 0,
-        path: str | Path | None = None,
-    ) -> Self:
+    def made(cls, layout: RecordLayout, capacity: int = 0, path: str | Path | None = None) -> Self:
         """A new, empty store; see :func:`trailmark.memory.tiers.base.make_store`."""
-        return cls(record_shape, dtype, device)
+        return cls(*layout)
 
     @classmethod
-    def of_file(
-        cls,
-        path: str | Path,
-        record_shape: tuple[int, ...],
-        dtype: torch.dtype,
-        device: torch.device | str,
-        count: int,
-    ) -> Self | None:
+    def of_file(cls, path: str | Path, layout: RecordLayout, count: int) -> Self | None:
         """A store that begins with the first ``count`` records of a file; None: they must be written to a new one.
 
         Raises:
@@ -140,6 +122,22 @@ class ChunkStore(ABC):
     def _collect(self, wanted: Numbers, out: Bytes) -> None:
         """Copy records to ``out`` [n, record_bytes], on the CPU."""
 
+    def lies_in(self, folder: Path) -> bool:
+        """Whether its very file is found in ``folder``."""
+        return False
+
+    def hold(self) -> None:
+        """Keep other writers out of its file, until :meth:`close`.
+
+        Raises:
+            ValueError: if something else writes the file, has written to it since, or it cannot be written.
+        """
+        raise NotImplementedError
+
+    def sync(self) -> None:
+        """Have everything written on the disk itself (fsync)."""
+        raise NotImplementedError
+
     def close(self) -> None:
         """Let go of memory, files and locks. The store cannot be used any more."""
         self._count = 0
@@ -147,43 +145,38 @@ class ChunkStore(ABC):
     def gather(self, numbers: Tensor) -> Tensor:
         """Copies [n, 2, J, S, D] on ``device`` of the records ``numbers``.
 
+        On a CUDA device the current stream waits for the copy, which begins at once; the CPU does not.
+
         Args:
             numbers: int64 [n] on the CPU, in any order, also repeated.
 
         Raises:
             ValueError: for a number that was not written.
         """
-        return self.gather_async(numbers).wait()
-
-    def gather_async(self, numbers: Tensor) -> Gathered:
-        """As :meth:`gather`; on a CUDA device the copy goes on while other work is queued or computed."""
         wanted = self._expect_numbers(numbers)
         cuda = self.device.type == "cuda"
         records = self._empty(len(wanted), "cpu", pin_memory=cuda)
         self._collect(wanted, bytes_of(records))
         if self.device.type == "cpu":
-            return Gathered(records)
+            return records
         with torch.inference_mode(False):
             if not cuda:
-                return Gathered(records.to(self.device))
+                return records.to(self.device)
             if self._stream is None:
                 self._stream = torch.cuda.Stream(self.device)
             with torch.cuda.stream(self._stream):
                 # Neither stream waits for the other before the copy: the pinned buffer was filled by the CPU and
                 # goes back to PyTorch's pool, which hands it out again only after this copy; what is copied to
-                # is of this stream's own pool, and goes back when all that read it are done (Gathered.wait).
+                # is of this stream's own pool, and goes back when all that read it are done (record_stream).
                 copy = records.to(self.device, non_blocking=True)
-                return Gathered(copy, self._stream.record_event())
-
-    def write_file(self, file: BinaryIO, count: int) -> None:
-        """Stream the bytes of the first ``count`` records to a binary file; 4 MiB of working memory."""
-        self._expect_count(count)
-        for piece in self.pieces(0, count * self.record_bytes):
-            file.write(piece)
+            reading = torch.cuda.current_stream(self.device)
+            reading.wait_stream(self._stream)
+            copy.record_stream(reading)
+            return copy
 
     def copy_to(self, other: ChunkStore, count: int) -> None:
         """Write the first ``count`` records to the start of ``other``, 4 MiB (or one record) a time."""
-        self._expect_count(count)
+        require(0 <= count <= self._count, "count", count, f"at most the {self._count} records written")
         step = max(1, PIECE_BYTES // self.record_bytes)
         buffer = self._empty(min(step, count), "cpu")
         for first in range(0, count, step):
@@ -215,9 +208,6 @@ class ChunkStore(ABC):
             came = f"{wanted.min()} ... {wanted.max()}"
             require(False, "numbers", came, f"numbers of the {self._count} records written")
         return wanted
-
-    def _expect_count(self, count: int) -> None:
-        require(0 <= count <= self._count, "count", count, f"at most the {self._count} records written")
 
     def _empty(self, n: int, device: torch.device | str, pin_memory: bool = False) -> Tensor:
         # never of inference mode: outside it, such a tensor can be neither written to nor part of a graph

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from trailmark.files import in_units
 from trailmark.memory.tiers.files import Mapped, open_records
-from trailmark.memory.tiers.records import PIECE_BYTES, Bytes, ChunkStore, Gathered, Numbers, bytes_of
+from trailmark.memory.tiers.records import PIECE_BYTES, Bytes, ChunkStore, Numbers, RecordLayout, bytes_of
 from trailmark.ops.arguments import require
 
 _FIRST_SEGMENT = 64  # records
@@ -54,31 +54,17 @@ class ResidentStore(ChunkStore):
         self._mapped: Mapped | None = None
 
     @classmethod
-    def made(
-        cls,
-        record_shape: tuple[int, ...],
-        dtype: torch.dtype,
-        device: torch.device | str,
-        capacity: int = 0,
-        path: str | Path | None = None,
-    ) -> Self:
-        return cls(record_shape, dtype, device, capacity)
+    def made(cls, layout: RecordLayout, capacity: int = 0, path: str | Path | None = None) -> Self:
+        return cls(*layout, capacity)
 
     @classmethod
-    def of_file(
-        cls,
-        path: str | Path,
-        record_shape: tuple[int, ...],
-        dtype: torch.dtype,
-        device: torch.device | str,
-        count: int,
-    ) -> Self | None:
+    def of_file(cls, path: str | Path, layout: RecordLayout, count: int) -> Self | None:
         """In RAM: records are mapped, and read when they are first used; writing over them does not change the file.
 
         The file may be removed, but while the store lives nothing may be written to these records in it. None: the
         records lie on a device other than the CPU.
         """
-        store = cls(record_shape, dtype, device)
+        store = cls(*layout)
         if store._home.type != "cpu":
             return None
         if not count:
@@ -89,7 +75,7 @@ class ResidentStore(ChunkStore):
             except OSError as error:  # Linux lets no private map be larger than RAM and swap
                 raise store._no_room(count) from error
         with torch.inference_mode(False):
-            records = torch.from_numpy(store._mapped.bytes).view(dtype).view(count, *store.record_shape)
+            records = torch.from_numpy(store._mapped.bytes).view(store.dtype).view(count, *store.record_shape)
         store._segments = _Segments((0,), (records,), (store._mapped.bytes,), count)
         store._count = count
         return store
@@ -129,22 +115,22 @@ class ResidentStore(ChunkStore):
             "what was read so far stays valid and can be saved and loaded there."
         )
 
-    def gather_async(self, numbers: Tensor) -> Gathered:
+    def gather(self, numbers: Tensor) -> Tensor:
         if self._home.type == "cpu":
-            return super().gather_async(numbers)
+            return super().gather(numbers)
         wanted = self._expect_numbers(numbers)
         tensors = self._segments.tensors
         with torch.inference_mode(False):
             if not len(wanted):
-                return Gathered(self._empty(0, self._home))
+                return self._empty(0, self._home)
             if len(tensors) == 1:
-                return Gathered(tensors[0].index_select(0, torch.from_numpy(wanted).to(self._home)))
+                return tensors[0].index_select(0, torch.from_numpy(wanted).to(self._home))
             if (runs := self._runs(wanted)) is None:
-                return Gathered(torch.stack([tensors[place][row] for place, row in self._places(wanted)]))
+                return torch.stack([tensors[place][row] for place, row in self._places(wanted)])
             records = self._empty(len(wanted), self._home)
             for place, rows, out in runs:
                 torch.index_select(tensors[place], 0, torch.from_numpy(rows).to(self._home), out=records[out])
-            return Gathered(records)
+            return records
 
     def _collect(self, wanted: Numbers, out: Bytes) -> None:
         # numpy's copies, on this thread: torch's are no faster at this size, and wait for each other's threads

@@ -4,7 +4,7 @@
 
 from typing import Any, Literal, Self
 
-from trailmark.models.configuration import TrailmarkConfig, checked, expect, with_fields
+from trailmark.models.configuration import Filled, TrailmarkConfig, checked, expect, with_fields
 
 
 @checked
@@ -28,9 +28,9 @@ class BlockRecurrentConfig(TrailmarkConfig):
     model_type = "trailmark_block_recurrent"
     no_arithmetic = frozenset({"truncation_blocks"})
 
-    block_size: int | None = None
-    num_states: int | None = None
-    recurrent_layer: int | None = None
+    block_size: Filled = None  # type: ignore[assignment]
+    num_states: Filled = None  # type: ignore[assignment]
+    recurrent_layer: Filled = None  # type: ignore[assignment]
     state_gate: Literal["fixed", "lstm"] = "fixed"
     truncation_blocks: int | None = None
 
@@ -48,7 +48,6 @@ class BlockRecurrentConfig(TrailmarkConfig):
         return False
 
     def with_fewer_layers(self, count: int) -> Self:
-        assert self.recurrent_layer is not None
         below = min(self.recurrent_layer - 1, count)
         above = min(self.num_hidden_layers - self.recurrent_layer, count)
         return with_fields(self, num_hidden_layers=below + 1 + above, recurrent_layer=below + 1)

@@ -19,7 +19,6 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from trailmark.memory import ChunkCache, Window
 from trailmark.models.answers import CardFacts
 from trailmark.models.block_recurrent.config import BlockRecurrentConfig
-from trailmark.models.causal_lm import mark_residual_projections
 from trailmark.models.costs import CacheBytes, NumberBytes, kv_width
 from trailmark.models.grid import Grid, Layouts
 from trailmark.models.layered import LayeredForCausalLM
@@ -60,8 +59,6 @@ class RecurrentStates(nn.Module):
 
     def __init__(self, config: BlockRecurrentConfig) -> None:
         super().__init__()
-        assert config.num_key_value_heads is not None
-        assert config.num_states is not None
         E, self.head_dim = config.hidden_size, config.head_dim
         keys = config.num_key_value_heads * config.head_dim
         self.is_lstm = config.state_gate == "lstm"
@@ -109,7 +106,6 @@ class RecurrentLayer(GradientCheckpointingLayer):
 
     def __init__(self, config: BlockRecurrentConfig) -> None:
         super().__init__()
-        assert config.block_size is not None
         self.head_dim, self.block_size = config.head_dim, config.block_size
         self.truncation_blocks = config.truncation_blocks
         self.attention_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
@@ -214,7 +210,6 @@ class BlockRecurrentForCausalLM(LayeredForCausalLM):
 
     def __init__(self, config: BlockRecurrentConfig) -> None:
         super().__init__(config)
-        assert config.recurrent_layer is not None
         lower = config.recurrent_layer - 1
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.lower_layers = nn.ModuleList(WindowLayer(config) for _ in range(lower))
@@ -222,10 +217,7 @@ class BlockRecurrentForCausalLM(LayeredForCausalLM):
         self.upper_layers = nn.ModuleList(
             WindowLayer(config) for _ in range(config.num_hidden_layers - lower - 1)
         )
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-        mark_residual_projections(self)
-        self.post_init()
+        self._finish(RMSNorm(config.hidden_size, config.rms_norm_eps))
 
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)
@@ -250,7 +242,6 @@ class BlockRecurrentForCausalLM(LayeredForCausalLM):
     # --- blocks, where others have chunks ---------------------------------------------------------------------
 
     def _piece_size(self) -> int:
-        assert self.config.block_size is not None
         return self.config.block_size
 
     def _layouts(self) -> Layouts:
@@ -273,8 +264,6 @@ class BlockRecurrentForCausalLM(LayeredForCausalLM):
 
     def cache_bytes(self, prompt: int, generated: int, memory_dtype: torch.dtype | None = None) -> CacheBytes:
         config, number, kv = self.config, NumberBytes.of(self, memory_dtype), kv_width(self.config)
-        assert config.block_size is not None
-        assert config.num_states is not None
         assert config.sliding_window is not None
         return CacheBytes(
             window=config.num_hidden_layers * config.sliding_window * kv * number.own,
@@ -283,8 +272,6 @@ class BlockRecurrentForCausalLM(LayeredForCausalLM):
         )
 
     def attention_multiply_adds(self, length: int) -> dict[str, int]:
-        assert self.config.block_size is not None
-        assert self.config.num_states is not None
         E, M, S = self.config.hidden_size, self.config.num_states, self.config.block_size
         blocks = (length - 1) // S  # the last writes nothing
         states = 2 * E * (length * M + blocks * (M * M + M * S))

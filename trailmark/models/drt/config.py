@@ -4,7 +4,7 @@
 
 from typing import Any, Literal, Self
 
-from trailmark.models.configuration import TrailmarkConfig, checked, expect, expect_count, with_fields
+from trailmark.models.configuration import Filled, TrailmarkConfig, checked, expect, expect_count, with_fields
 
 
 @checked
@@ -40,7 +40,7 @@ class DRTConfig(TrailmarkConfig):
     # the embedder itself counts: TrailmarkForCausalLM._cache_key
     no_arithmetic = frozenset({"retrieval_noise", "embedder", "embedder_fingerprint"})
 
-    num_lower_layers: int | None = None
+    num_lower_layers: Filled = None  # type: ignore[assignment]
     chunk_size: int = 63
     num_retrieved_chunks: int = 8
     num_retrieval_groups: int = 1
@@ -72,7 +72,6 @@ class DRTConfig(TrailmarkConfig):
 
     @property
     def num_upper_layers(self) -> int:
-        assert self.num_lower_layers is not None
         return self.num_hidden_layers - self.num_lower_layers
 
     @property
@@ -93,7 +92,6 @@ class DRTConfig(TrailmarkConfig):
             )
 
     def with_fewer_layers(self, count: int) -> Self:
-        assert self.num_lower_layers is not None
         groups = min(self.num_retrieval_groups, 2)
         lower = min(self.num_lower_layers, count)
         upper = groups * min(self.num_upper_layers // self.num_retrieval_groups, count)

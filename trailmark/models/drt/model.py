@@ -16,7 +16,6 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from trailmark.memory import MemoryEntries, Window
 from trailmark.models.answers import CardFacts, LayerKind
-from trailmark.models.causal_lm import mark_residual_projections
 from trailmark.models.costs import (
     CacheBytes,
     ChunkReads,
@@ -42,7 +41,6 @@ from trailmark.models.layers import (
     rotary_table,
 )
 from trailmark.models.step import Step
-from trailmark.models.without_retrieval import expect_no_neighbours
 from trailmark.ops import grouped_cross_attention
 
 
@@ -57,7 +55,6 @@ class ChunkEncoder(nn.Module):
 
     def __init__(self, config: DRTConfig) -> None:
         super().__init__()
-        assert config.num_key_value_heads is not None
         self.config = config
         width = config.num_key_value_heads * config.head_dim
         self.input_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
@@ -172,7 +169,6 @@ class DRTForCausalLM(RetrievingForCausalLM):
 
     def __init__(self, config: DRTConfig) -> None:
         super().__init__(config)
-        assert config.num_lower_layers is not None
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.landmark = nn.Parameter(torch.zeros(config.hidden_size))
         self.lower_layers = nn.ModuleList(WindowLayer(config) for _ in range(config.num_lower_layers))
@@ -180,10 +176,7 @@ class DRTForCausalLM(RetrievingForCausalLM):
         learned = config.num_retrieval_groups if config.scores_chunks else 0
         self.retrievers = nn.ModuleList(Retriever(config) for _ in range(learned))
         self.upper_layers = nn.ModuleList(DRTLayer(config) for _ in range(config.num_upper_layers))
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-        mark_residual_projections(self)
-        self.post_init()
+        self._finish(RMSNorm(config.hidden_size, config.rms_norm_eps))
 
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)
@@ -199,8 +192,7 @@ class DRTForCausalLM(RetrievingForCausalLM):
     def _given(self, neighbours: Tensor | None, scores: Tensor | None, has_cache: bool) -> Given | None:
         if self.config.retriever != "encoder":
             return super()._given(neighbours, scores, has_cache)
-        expect_no_neighbours(self.config, neighbours, scores)
-        return given_neighbours(neighbours, scores, has_cache)
+        return given_neighbours(neighbours, scores, has_cache, self.config.retrieves)
 
     # --- chunks ----------------------------------------------------------------------------------------------
 
@@ -232,7 +224,6 @@ class DRTForCausalLM(RetrievingForCausalLM):
 
     def _no_entries(self, x: Tensor) -> MemoryEntries:
         config, B = self.config, x.shape[0]
-        assert config.num_key_value_heads is not None
         kv = x.new_zeros(B, 0, config.chunk_size, config.num_key_value_heads, config.head_dim)
         lengths = torch.zeros(B, 0, dtype=torch.int64, device=x.device)
         return MemoryEntries(kv, kv, x.new_zeros(B, 0, config.hidden_size), lengths)

@@ -180,7 +180,6 @@ class CellStep:
     def commit(self) -> None:
         """Keep the positions; cells that are full hand their chunks to the memory and begin anew."""
         before, config = self.before, self.config
-        assert config.local_length is not None
         tokens = self.cell.tokens + self.new_tokens
         ends = tokens == config.local_length
         assert (tokens <= config.local_length).all()

@@ -4,7 +4,7 @@
 
 from typing import Any, Literal, Self
 
-from trailmark.models.configuration import TrailmarkConfig, checked, expect, expect_count, with_fields
+from trailmark.models.configuration import Filled, TrailmarkConfig, checked, expect, expect_count, with_fields
 
 
 @checked
@@ -48,7 +48,7 @@ class LandmarkConfig(TrailmarkConfig):
     chunk_size: int = 63
     num_retrieved_chunks: int = 4
     max_position_embeddings: int = 768
-    local_length: int | None = None
+    local_length: Filled = None  # type: ignore[assignment]
     retrieve_per: Literal["token_and_head", "token", "head", "cell"] = "token_and_head"
     causal_retrieval: bool = True
     memory_position: Literal["stingy", "true"] = "stingy"
@@ -92,7 +92,6 @@ class LandmarkConfig(TrailmarkConfig):
 
     def cell_positions(self) -> int:
         """The most positions that a cell's last token sees in it: the chunk that it began in, tokens, landmarks."""
-        assert self.local_length is not None
         S = self.chunk_size
         tokens = self.local_length + (0 if self.local_length % S == 0 else S - 1)
         return tokens + tokens // S

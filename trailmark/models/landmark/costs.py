@@ -13,8 +13,6 @@ def landmark_cache_bytes(
     config: LandmarkConfig, prompt: int, generated: int, number: NumberBytes
 ) -> CacheBytes:
     """The bytes by part: see :meth:`trailmark.models.answers.ModelAnswers.cache_bytes`."""
-    assert config.local_length is not None
-    assert config.num_key_value_heads is not None
     S, k, D = config.chunk_size, config.num_retrieved_chunks, config.head_dim
     N, H, J = config.num_hidden_layers, config.num_attention_heads, config.num_key_value_heads
     chunks, slots, in_cell = _walk(config, prompt, generated)
@@ -42,7 +40,6 @@ def landmark_cache_bytes(
 
 def _walk(config: LandmarkConfig, prompt: int, generated: int) -> tuple[int, int, int]:
     """Chunks in memory, slots of a cell's buffers, tokens of the present cell."""
-    assert config.local_length is not None
     S, length = config.chunk_size, config.local_length
     begin = (prompt - 1) // length * length  # of the cell in which the prompt ends
     memory, slots = begin // S, config.cell_positions()

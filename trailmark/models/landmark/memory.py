@@ -26,6 +26,7 @@ from trailmark.ops import ChunkSelection, select_by_landmarks
 from trailmark.ops.arguments import arithmetic_dtype, without_autocast
 from trailmark.ops.landmark.memory import landmark_memory_attention
 from trailmark.ops.landmark.selection import select_for_one
+from trailmark.ops.selection.torch_path import gather
 
 _SLAB_SCORES = 1 << 24  # landmark scores held at once
 _SLAB_NUMBERS = 1 << 22  # of gathered keys and values
@@ -201,7 +202,6 @@ class LandmarkMemory:
         config = self.config
         B, P, H, D = q.shape
         J = config.num_key_value_heads
-        assert J is not None
         blocks = [x[:, :, number * J : (number + 1) * J] for x in self._blocks(B)]  # [B, m, J, D]
         dtype = arithmetic_dtype(q)
         scale = D**-0.5
@@ -210,9 +210,8 @@ class LandmarkMemory:
         if stingy and number == 0:
             # below the first layer all landmarks are one vector, so all have one score here: not even rounding
             # may tell them apart, or the same text read in other pieces would read other chunks
-            scores = torch.einsum(
-                "bpjgd,bjd->bpjg", turned.view(B, P, J, H // J, D), _any_landmark(blocks, self).to(dtype)
-            )
+            same = _any_landmark(blocks, self, dtype)
+            scores = torch.einsum("bpjgd,bjd->bpjg", turned.view(B, P, J, H // J, D), same)
             scores = scores.reshape(B, P, H, 1).mul(scale).repeat(1, 1, 1, self.count)
         elif self._exact:
             asked = turned.view(B, P, J, H // J, D).permute(0, 2, 1, 3, 4).flatten(2, 3)  # [B, J, P g, D]
@@ -242,7 +241,7 @@ class LandmarkMemory:
             config, (at, known, _) = self.config, self._latest
             r, device = at.shape[1], self.step.device
             places = torch.from_numpy(np.where(known, at - self.offset, 0)).to(device)
-            landmarks = _take_landmarks(self._blocks(len(at)), places).to(dtype)  # [B, r, layers J, D]
+            landmarks = _take_landmarks(self._blocks(len(at)), places, dtype)  # [B, r, layers J, D]
             L = config.chunk_size + 1
             table = _chunk_turns(r + 1, L, config.head_dim, config.rope_theta, dtype, device)[1:].flip(0)
             back = torch.stack([table[..., 0], -table[..., 1]], -1)  # keys go back, queries stay
@@ -332,7 +331,6 @@ class LandmarkMemory:
         config, step = self.config, self.step
         B, P, H, D = q.shape
         J = config.num_key_value_heads
-        assert J is not None
         N, Hs, k = chosen.shape[1:]
         dtype = arithmetic_dtype(q)
         queries = q.to(dtype)
@@ -394,7 +392,6 @@ class LandmarkMemory:
         """``_attend`` of one position a row, q [B, 1, H, D] and what it chose [B, 1, Hs, k], without detours."""
         B, _, H, D = q.shape
         J = self.config.num_key_value_heads
-        assert J is not None
         Hs, k = chosen.shape[2:]
         heads = np.arange(H) // (H // J) if Hs == H else np.arange(J)
         planes = (number * J + heads).reshape(Hs, -1)  # [U, Y]
@@ -455,25 +452,16 @@ def _chunk_turns(
         return rotary_at(torch.arange(count, device=device) * step, head_dim, theta, dtype)
 
 
-def _take_landmarks(blocks: list[Tensor], places: Tensor) -> Tensor:
+def _take_landmarks(blocks: list[Tensor], places: Tensor, dtype: torch.dtype) -> Tensor:
     """Landmarks [B, r, J, D] at places [B, r] of a table in blocks [B, m, J, D]."""
-    taken = None
-    begin = 0
-    for block in blocks:
-        m = block.shape[1]
-        at = (places - begin).clamp(0, m - 1)
-        rows = block.gather(1, at[..., None, None].expand(*at.shape, *block.shape[2:]))
-        here = ((places >= begin) & (places < begin + m))[..., None, None]
-        taken = rows if taken is None else torch.where(here, rows, taken)
-        begin += m
-    assert taken is not None
-    return taken
+    at = places[:, :, None, None].expand(-1, -1, blocks[0].shape[2], 1)  # [B, r, J, 1]
+    return gather(blocks, at, dtype)[:, :, :, 0]
 
 
-def _any_landmark(blocks: list[Tensor], memory: LandmarkMemory) -> Tensor:
+def _any_landmark(blocks: list[Tensor], memory: LandmarkMemory, dtype: torch.dtype) -> Tensor:
     """A landmark [B, J, D] of each row: its last, which is never let go of; any where it has none."""
     places = torch.from_numpy((memory.last - 1 - memory.offset).clip(0)[:, None]).to(blocks[0].device)
-    return _take_landmarks(blocks, places)[:, 0]
+    return _take_landmarks(blocks, places, dtype)[:, 0]
 
 
 def _compact(wanted: Tensor) -> Tensor | None:

@@ -22,7 +22,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from trailmark.memory import CacheState, ChunkCache, ChunkMemory
 from trailmark.models.answers import CardFacts
-from trailmark.models.causal_lm import Hidden, TrailmarkForCausalLM, mark_residual_projections
+from trailmark.models.causal_lm import Hidden, TrailmarkForCausalLM
 from trailmark.models.costs import CacheBytes, NumberBytes
 from trailmark.models.embedding import Given
 from trailmark.models.grid import Grid, Integers, Take, lay_out
@@ -143,10 +143,7 @@ class LandmarkForCausalLM(TrailmarkForCausalLM):
         self.landmark = nn.Parameter(torch.zeros(config.hidden_size))
         self.gate = nn.Parameter(torch.zeros(config.hidden_size)) if config.gate_probability else None
         self.layers = nn.ModuleList(LandmarkLayer(config) for _ in range(config.num_hidden_layers))
-        self.norm = _norm(config)
-        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-        mark_residual_projections(self)
-        self.post_init()
+        self._finish(_norm(config))
 
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)
@@ -166,7 +163,6 @@ class LandmarkForCausalLM(TrailmarkForCausalLM):
         return self.config.cell_positions()
 
     def _piece_size(self) -> int:
-        assert self.config.local_length is not None
         return self.config.local_length
 
     def _begun(self, state: CacheState) -> Integers:
@@ -176,7 +172,6 @@ class LandmarkForCausalLM(TrailmarkForCausalLM):
         self, tier: str, capacity: int, folder: Path | None, dtype: torch.dtype | None, search: Any
     ) -> ChunkMemory:
         config = self.config
-        assert config.num_key_value_heads is not None
         planes = config.num_hidden_layers * config.num_key_value_heads
         return ChunkMemory(
             tier, capacity, folder, dtype, search, planes=planes, max_chunks=config.max_memory_chunks
@@ -322,7 +317,6 @@ class LandmarkForCausalLM(TrailmarkForCausalLM):
     def _parts(self, grid: Grid, cache: ChunkCache, B: int) -> Iterator[tuple[Take, Grid]]:
         """The positions of a call, cell by cell of each row."""
         config = self.config
-        assert config.local_length is not None
         cell = cache.begun(B).cell
         begun = np.zeros(B, np.int64) if cell is None else cell.tokens
         if len(grid.chunk) == 1 and (begun == begun[0]).all():

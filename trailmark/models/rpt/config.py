@@ -4,7 +4,7 @@
 
 from typing import Any, Literal, Self
 
-from trailmark.models.configuration import TrailmarkConfig, checked, expect, expect_count, with_fields
+from trailmark.models.configuration import Filled, TrailmarkConfig, checked, expect, expect_count, with_fields
 
 
 @checked
@@ -51,7 +51,7 @@ class RPTConfig(TrailmarkConfig):
         }
     )
 
-    num_lower_layers: int | None = None
+    num_lower_layers: Filled = None  # type: ignore[assignment]
     chunk_size: int = 64
     num_retrieved_chunks: int = 8
     num_encoder_layers: int = 2
@@ -88,7 +88,6 @@ class RPTConfig(TrailmarkConfig):
 
     @property
     def num_upper_layers(self) -> int:
-        assert self.num_lower_layers is not None
         return self.num_hidden_layers - self.num_lower_layers
 
     @property
@@ -102,7 +101,6 @@ class RPTConfig(TrailmarkConfig):
         return -(-self.num_upper_layers // self.cross_attention_every)
 
     def with_fewer_layers(self, count: int) -> Self:
-        assert self.num_lower_layers is not None
         lower = min(self.num_lower_layers, count)
         upper = min(self.num_upper_layers, count * self.cross_attention_every)
         return with_fields(

@@ -17,7 +17,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from trailmark.memory import MemoryEntries, Window
 from trailmark.models.answers import CardFacts, LayerKind
 from trailmark.models.candidates import expect_selectable
-from trailmark.models.causal_lm import Hidden, mark_residual_projections
+from trailmark.models.causal_lm import Hidden
 from trailmark.models.costs import (
     CacheBytes,
     ChunkReads,
@@ -44,7 +44,6 @@ from trailmark.models.rpt.neighbours import (
 )
 from trailmark.models.rpt.ranking import Ranking, expect_targets
 from trailmark.models.step import Step
-from trailmark.models.without_retrieval import expect_no_neighbours
 
 
 class RPTLayer(GradientCheckpointingLayer):
@@ -86,7 +85,6 @@ class RPTForCausalLM(RetrievingForCausalLM):
 
     def __init__(self, config: RPTConfig) -> None:
         super().__init__(config)
-        assert config.num_lower_layers is not None
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.lower_layers = nn.ModuleList(WindowLayer(config) for _ in range(config.num_lower_layers))
         self.encoder = NeighbourEncoder(config)
@@ -97,10 +95,7 @@ class RPTForCausalLM(RetrievingForCausalLM):
             RPTLayer(config, reads=number % config.cross_attention_every == 0)
             for number in range(config.num_upper_layers)
         )
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-        mark_residual_projections(self)
-        self.post_init()
+        self._finish(RMSNorm(config.hidden_size, config.rms_norm_eps))
 
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)
@@ -208,15 +203,13 @@ class RPTForCausalLM(RetrievingForCausalLM):
         assert isinstance(reading, Reading)
         if reading.kept_k is None or number % self.config.cross_attention_every:
             return reading
-        assert self.config.num_key_value_heads is not None
         assert reading.kept_v is not None
         place, J = number // self.config.cross_attention_every, self.config.num_key_value_heads
         heads = slice(place * J, (place + 1) * J)
         return reading._replace(kept_k=reading.kept_k[..., heads, :], kept_v=reading.kept_v[..., heads, :])
 
     def _given(self, neighbours: Tensor | None, scores: Tensor | None, has_cache: bool) -> Given | None:
-        expect_no_neighbours(self.config, neighbours, scores)
-        given = given_neighbours(neighbours, scores, has_cache)
+        given = given_neighbours(neighbours, scores, has_cache, self.config.retrieves)
         if given is None:
             return None
         if self.config.retriever == "encoder":

@@ -166,7 +166,6 @@ class NeighbourAugmentor(nn.Module):
 
     def __init__(self, config: RPTConfig) -> None:
         super().__init__()
-        assert config.num_key_value_heads is not None
         E, width = config.hidden_size, config.num_key_value_heads * config.head_dim
         self.config = config
         self.attention_norm = RMSNorm(E, config.rms_norm_eps)
@@ -218,7 +217,6 @@ class ChunkedCrossAttention(nn.Module):
 
     def __init__(self, config: RPTConfig) -> None:
         super().__init__()
-        assert config.num_key_value_heads is not None
         E, J = config.hidden_size, config.num_key_value_heads
         self.config, self.head_dim = config, config.head_dim
         self.q_proj = nn.Linear(E, E, bias=False)

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 from trailmark.models.answers import CardFacts
-from trailmark.models.causal_lm import mark_residual_projections
 from trailmark.models.costs import CacheBytes, kv_width
 from trailmark.models.grid import Grid
 from trailmark.models.layered import LayeredForCausalLM
@@ -29,10 +28,7 @@ class SlidingWindowForCausalLM(LayeredForCausalLM):
         super().__init__(config)
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(WindowLayer(config) for _ in range(config.num_hidden_layers))
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-        mark_residual_projections(self)
-        self.post_init()
+        self._finish(RMSNorm(config.hidden_size, config.rms_norm_eps))
 
     def _run_lower(self, x: Tensor, grid: Grid, place: Place, step: Step | None) -> Tensor:
         return x
