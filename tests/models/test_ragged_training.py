@@ -149,7 +149,7 @@ def test_early_landmarks_are_the_equations(batch: Batch) -> None:
         (landmark, {}),
         (landmark, {"landmark_loss": "text", "position_jump": 5}),
     ],
-    ids=str,
+    ids=lambda part: getattr(part, "__name__", str(part)),
 )
 def test_the_other_models_too(make: Callable[..., TrailmarkForCausalLM], options: Any, side: str) -> None:
     model, batch, seeds = make(**options), Batch((30, 1, 17), side, extra=1, early=0.0), torch.arange(5, 8)

@@ -7,9 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.report import runs
-from trailmark.evaluation.record import FORMAT, KIND
 from trailmark.evaluation.suite import suites
-from trailmark.report import collect as collecting
 from trailmark.report.collect import Collected, collect, generations
 from trailmark.report.notes import notes
 
@@ -18,10 +16,6 @@ HEAD = '{"kind": "trailmark evaluation", "format": 1, "suite": '
 
 def labels(found: Collected) -> list[str]:
     return [model.label for model in found.models]
-
-
-def test_it_reads_what_the_records_write() -> None:
-    assert (collecting._KIND, collecting._FORMAT) == (KIND, FORMAT)
 
 
 def test_everything_below_a_folder_is_found(tmp_path: Path) -> None:

@@ -18,11 +18,10 @@ from typing import Any
 import yaml
 
 from trailmark.evaluation.suite import suites
+from trailmark.models.card.files import RECORD_FORMAT, RECORD_KIND
 from trailmark.trained import trained_length
 from trailmark.values import all_visible, grouped, visible
 
-_KIND = "trailmark evaluation"  # of the files that trailmark/evaluation/record.py writes
-_FORMAT = 1
 _HEAD = 4096  # bytes in which a record says that it is one
 MOST_GENERATIONS = 1000  # lines that are read of one file
 _PERHAPS_UNSEEN = re.compile(r"\\[ubf]|[\x7f-\x9f\ufffe\uffff]")  # JSON that holds none is taken as it is
@@ -215,7 +214,7 @@ class _Reader:
         ours = {"demo.json", "history.json", *(f"{suite}.json" for suite in self._suites)}
         expected = asked or path.name in ours
         try:
-            if not expected and _KIND not in _head(path):
+            if not expected and RECORD_KIND not in _head(path):
                 return  # another program's JSON
             content = _parsed(path.read_text(encoding="utf-8"))
         except (OSError, ValueError, RecursionError) as error:
@@ -223,7 +222,7 @@ class _Reader:
             return
         known = _mapping(content)
         is_history = path.name == "history.json" or (asked and "level_starts" in known)
-        if known.get("kind") == _KIND:
+        if known.get("kind") == RECORD_KIND:
             self._record(path, known)
         elif "train_length" in known and isinstance(known.get("results"), list):
             self._demo(path, known)
@@ -242,8 +241,8 @@ class _Reader:
         identities = content.get("model")
         identities = identities if isinstance(identities, list) else [identities]
         identities = [identity for identity in identities if isinstance(identity, dict)]
-        if content.get("format") != _FORMAT:
-            self._skip(path, f"format {content.get('format')!r}, where this version reads {_FORMAT}")
+        if content.get("format") != RECORD_FORMAT:
+            self._skip(path, f"format {content.get('format')!r}, where this version reads {RECORD_FORMAT}")
         elif suite not in self._suites:
             self._skip(path, f"unknown suite {suite!r}, where this version shows {', '.join(self._suites)}")
         elif not isinstance(results, list):

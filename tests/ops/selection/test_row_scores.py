@@ -12,8 +12,8 @@ from tests.budgets import (
     assert_same_bits,
     values_and_gradients,
 )
-from trailmark.ops import row_scores as module
 from trailmark.ops import select_chunks
+from trailmark.ops.selection import row_scores as module
 from trailmark.ops.selection.row_scores import row_scores
 
 ROWS = torch.randint(-1, 9, (7, 3), generator=torch.Generator().manual_seed(0))
