@@ -18,9 +18,13 @@ ABOVE = [
     if path.relative_to(PACKAGE).parts[0] not in ("models", "memory", "ops", "__init__.py")
 ]
 CLASSES = {cls for model in MODELS.values() for cls in (model.__name__, model.config_class.__name__)}
-MODULES = {cls.__module__ for model in MODELS.values() for cls in (model, model.config_class)}
-# each of these defines a model; the one with all configurations is known by their names
-MODULES -= {"trailmark.models.configuration"}
+# each architecture's folder
+FOLDERS = {model.__module__.rpartition(".")[0] for model in MODELS.values()}
+
+
+def lies_in_one(module: str) -> bool:
+    """Whether a module is an architecture's, or such a folder itself."""
+    return any(module == folder or module.startswith(f"{folder}.") for folder in FOLDERS)
 
 
 def architectures_named(source: str) -> Iterator[str]:
@@ -28,14 +32,10 @@ def architectures_named(source: str) -> Iterator[str]:
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.ImportFrom):
             for alias in node.names:
-                if (
-                    alias.name in CLASSES
-                    or node.module in MODULES
-                    or f"{node.module}.{alias.name}" in MODULES
-                ):
+                if alias.name in CLASSES or lies_in_one(f"{node.module}.{alias.name}"):
                     yield f"from {node.module} import {alias.name}"
         elif isinstance(node, ast.Import):
-            yield from (f"import {alias.name}" for alias in node.names if alias.name in MODULES)
+            yield from (f"import {alias.name}" for alias in node.names if lies_in_one(alias.name))
         elif isinstance(node, ast.Attribute) and node.attr in CLASSES:
             yield f".{node.attr}"
 
@@ -52,6 +52,7 @@ def test_no_floor_above_models_names_an_architecture(path: Path) -> None:
         "from trailmark import RPTConfig",
         "import trailmark.models.drt.model",
         "from trailmark.models import landmark",
+        "from trailmark.models.landmark import memory",
         "from trailmark.models.rpt.model import ranking_loss",
         "import trailmark\nisinstance(model, trailmark.LandmarkForCausalLM)",
     ],

@@ -78,12 +78,12 @@ def replacing(path: Path, durable: bool = False) -> Iterator[TextIO]:
     ``durable``: after the end, the new content outlives a power cut too.
     """
     if path.exists() and not path.is_file() and not path.is_dir():  # /dev/stdout: written to, never replaced
-        with open(path, "w", encoding="utf-8") as file:
+        with open(path, "w", encoding="utf-8", newline="\n") as file:
             yield file
         return
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
+        with os.fdopen(handle, "w", encoding="utf-8", newline="\n") as file:
             yield file
             if durable:
                 sync_file(file)
@@ -358,11 +358,13 @@ def expect_same_settings(
 def _differences(
     old: Any, new: Mapping[str, Any], ignored: list[list[str]], above: list[str]
 ) -> Iterator[tuple[str, Any, Any]]:
-    for key, value in new.items():
+    known = old if isinstance(old, Mapping) else {}
+    # what a newer version kept beside the settings of a manifest is not compared, what it kept inside one is
+    for key in [*new, *(known.keys() - new.keys() if above else ())]:
         path = [*above, key]
         if path in ignored:
             continue
-        was = old.get(key) if isinstance(old, Mapping) else None
+        was, value = known.get(key), new.get(key)
         if isinstance(value, Mapping) and isinstance(was, Mapping):
             yield from _differences(was, value, ignored, path)
         elif isinstance(value, list) and isinstance(was, list) and was != value:

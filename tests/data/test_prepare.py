@@ -25,7 +25,7 @@ import trailmark
 from tests.data.corpora import contents, prose, save_bpe, write_folder
 from tests.disks import largest_file
 from trailmark.data.corpus import load_tokenizer, tokenizer_fingerprint
-from trailmark.data.neighbours.encoders import Encoder, encode_in_order
+from trailmark.data.encoders import Encoder, encode_in_order
 from trailmark.data.prepare import Progress, pieces, prepare, prepare_pairs, verify_pairs
 from trailmark.data.recipes import parse_source
 from trailmark.data.shards import Corpus

@@ -33,6 +33,7 @@ from trailmark.models import TrailmarkForCausalLM, causal_lm
 MODULES = [
     importlib.import_module(f"trailmark.{name}")
     for name in (
+        "files",
         "models.arguments",
         "models.causal_lm",
         "models.text",

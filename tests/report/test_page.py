@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import time
 from collections import Counter
 from html.parser import HTMLParser
@@ -457,6 +458,15 @@ def test_what_models_wrote_for_version_0_1_0_is_shown(tmp_path: Path) -> None:
     page, _ = report(tmp_path)
     assert ["m", "1,024", "48213", "11111", "no"] in page.rows
     assert ["m", "All of it.", "It.", "Else."] in page.rows
+
+
+@pytest.mark.usefixtures("undrawn")
+def test_summaries_are_shown_with_the_whole_of_which_their_blocks_are_parts(tmp_path: Path) -> None:
+    fixture = Path(__file__).parents[1] / "fixtures" / "version-0.1.0"
+    (written,) = fixture.rglob("summarization.generations.jsonl")
+    shutil.copytree(written.parent, tmp_path / "evaluation")
+    page, _ = report(tmp_path)
+    assert [row[-2] for row in page.rows].count("a boat") == 2
 
 
 @pytest.mark.usefixtures("undrawn")

@@ -23,7 +23,7 @@ import numpy as np
 
 import trailmark
 from trailmark.data.corpus import load_tokenizer, tokenizer_fingerprint, vocabulary_size
-from trailmark.data.neighbours.encoders import Encoder, Ids, encode_in_order
+from trailmark.data.encoders import Encoder, Ids, encode_in_order
 from trailmark.data.shards import MANIFEST, Corpus, Shard, ShardWriter, make_manifest, token_dtype
 from trailmark.data.sources import LocalFiles, Source
 from trailmark.files import (

@@ -12,6 +12,7 @@ name, "model" for the name of the model that the row is about, and "train_length
 from __future__ import annotations
 
 import importlib
+import pkgutil
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -252,6 +253,8 @@ class Suite:
         columns, charts: what is shown of its rows.
         about: what a page says of the whole suite.
         rows: makes rows of one result; none for a part of what is to come.
+        parts: settings in which the results of parts differ from that of the whole, which comes after them and with
+            which a page shows what was written for them.
         heading: what rows of one table and of one chart share: a title, and what else is said below it. Each has its
             section in a page.
         series: what tells the lines of a chart apart beside the model, in words.
@@ -271,6 +274,7 @@ class Suite:
     charts: tuple[Chart, ...] = ()
     about: str = ""
     rows: Callable[[Row], list[Row]] = one_row
+    parts: tuple[str, ...] = ()
     heading: Callable[[Row], tuple[str, str]] = lambda row: ("", "")
     series: Callable[[Row], tuple[str, ...]] = lambda row: ()
     written: tuple[Column, ...] = ()
@@ -295,7 +299,7 @@ class Suite:
         return [shlex.join(["trailmark", "evaluate", *asked, *words(self.settings, one)]) for one in every]
 
 
-_OWN = ("needles", "perplexity", "summarization", "cost")
+_FIRST = ("needles", "perplexity", "summarization", "cost")  # as they are shown, before all others
 _registered: dict[str, Suite] = {}
 
 
@@ -306,10 +310,11 @@ def register(suite: Suite) -> Suite:
 
 
 def suites() -> dict[str, Suite]:
-    """All suites by their names, trailmark's own first."""
-    for name in _OWN:
-        importlib.import_module(f"trailmark.evaluation.{name}.suite")  # registers itself
-    order = [*_OWN, *(name for name in _registered if name not in _OWN)]
+    """All suites by their names: those in the folders of ``trailmark.evaluation``, and what else was registered."""
+    for folder in pkgutil.iter_modules([str(Path(__file__).parent)]):
+        if folder.ispkg:
+            importlib.import_module(f"trailmark.evaluation.{folder.name}.suite")  # registers itself
+    order = [*_FIRST, *(name for name in _registered if name not in _FIRST)]
     return {name: _registered[name] for name in order}
 
 

@@ -37,12 +37,15 @@ def text_loss(
         losses = losses + landmark_loss.flatten()
     if ranking_loss is not None and rows is None:
         losses = losses + ranking_loss[:, None].expand(labels.shape).flatten()
+    counted = labels.flatten() != -100
+    least = 1.0 if weights is None else 1e-9  # no token, no loss
     if weights is None:
-        weights = (labels != -100).to(losses.dtype)
+        weights = counted.to(losses.dtype)
     if total is None:
         total = weights.double().sum()
     count = torch.as_tensor(total, device=losses.device).to(losses.dtype)
-    loss = (losses * weights.flatten()).sum() / count.clamp(min=1e-9)  # no token, no loss
+    losses = losses.masked_fill(~counted, 0)  # what was added there may be no number
+    loss = (losses * weights.flatten()).sum() / count.clamp(min=least)
     if ranking_loss is not None and rows is not None:
         loss = loss + ranking_loss.sum() / rows
     return loss

@@ -65,7 +65,7 @@ def test_what_stands_for_nothing_has_no_effect_as_nan() -> None:
 def test_selection_in_slabs_equals_the_plain_selection(
     J: int, shared: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from trailmark.ops import selection
+    from trailmark.ops.selection import api as selection
 
     random = torch.Generator().manual_seed(2)
     query = torch.randn(2, 4, J, 6, dtype=torch.float64, generator=random)

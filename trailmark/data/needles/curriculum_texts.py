@@ -1,4 +1,4 @@
-"""Needles hidden in real text, and questions about them (arXiv 2410.01651, Sec. 4.3 and App. D).
+"""Training texts by a curriculum: needles in real text, and questions about them (arXiv 2410.01651, Sec. 4.3, App. D).
 
 A needle ``$KKKK=ddddd;`` lies inside a chunk. Its question is the last tokens of a later chunk, ``~KKKK``, so
 that the landmark falls right after the key and before the answer's cue; ``=ddddd;`` opens the next chunk. A

@@ -1,7 +1,8 @@
 """How needles and the questions about them are written, in training texts and in evaluations: three formats.
 
-"marks": one token per character, for models of the needle task (:mod:`.needles`). ``*`` is where a landmark closes
-the question's chunk, ``+`` where a second one does if it is asked for; what stands in brackets comes with it alone::
+"marks": one token per character, for models of the needle task (:mod:`.curriculum_texts`). ``*`` is where a landmark
+closes the question's chunk, ``+`` where a second one does if it is asked for; what stands in brackets comes with it
+alone::
 
     $KKKK=ddddd;   ...   ~KKKK*[=+]=ddddd           of hops: $AAAA=BBBB; $BBBB=ddddd;   ...   ~AAAA*[=+]=ddddd
 

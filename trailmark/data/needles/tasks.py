@@ -1,8 +1,8 @@
 """What needle evaluations ask: needles of several kinds, where they lie, and questions about them.
 
 A text is a haystack with needles written over it, filler that goes on from there, a question and its answer: exactly
-``length`` tokens together. All draws are hashes of what they are for (:mod:`.draws`): a trial is a function of its
-numbers, its format and its haystack alone.
+``length`` tokens together. All draws are hashes of what they are for (:mod:`trailmark.data.draws`): a trial is a
+function of its numbers, its format and its haystack alone.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Write a neighbour table block by block, so that the same command goes on after any interruption.
 
-:mod:`.neighbours` reads it. Until the manifest is there ``neighbours.progress.json`` says what the folder is to hold
+:mod:`.table` reads it. Until the manifest is there ``neighbours.progress.json`` says what the folder is to hold
 and how many windows of it are on the disk; what a kill leaves besides is made again.
 """
 
@@ -174,7 +174,7 @@ def _expect_same(folder: Path, old: Any, new: Mapping[str, Any]) -> None:
         if isinstance(value, dict)
         and "spec" in value
         and isinstance(was := old.get(name), dict)
-        and was.get("fingerprint") == value["fingerprint"]
+        and was.get("fingerprint") == value.get("fingerprint")
     ]
     expect_same_settings(folder, "a table", old, new, same)
 

@@ -58,7 +58,7 @@ class NeedleSettings(Settings):
     ``format`` None: "marks" or "paper" if the model was trained on the task "needles" or "niah", else "sentences".
     ``phases`` "any": the question's landmark falls on each place of a chunk as often. "end": its chunk is full; so that
     a text has its length exactly, the first chunk behind the haystack is as short as need be. ``landmarks`` 2: a later
-    group of layers can search with what an earlier one found. ``protocol``: see :mod:`.needles`.
+    group of layers can search with what an earlier one found. ``protocol``: see :mod:`.ask`.
 
     Raises:
         ValueError: a setting out of its range, or settings that contradict each other.

@@ -155,7 +155,9 @@ SUITE = register(
             ),
         ),
         rows=_rows,
+        parts=("block", "documents"),
         written=(
+            Column("number", "number", ",d"),
             Column("document", "document", text=True),
             Column("reference", "reference", text=True),
             Column("generated", "generated", text=True),

@@ -124,9 +124,10 @@ def grouped_cross_attention(
 
 def triton_refuses(q: Tensor, k: Tensor, v: Tensor, weights: Tensor) -> str | None:
     """Why the kernels do not take these inputs; None if they do."""
-    if weights.dtype == torch.float64:
+    reason = attention_kernels_refuse(q, k, v)
+    if reason is None and weights.dtype == torch.float64:
         return f"q is {q.dtype} and weights {weights.dtype}. Convert them to float32, bfloat16 or float16"
-    return attention_kernels_refuse(q, k, v)
+    return reason
 
 
 def _forward(call: CrossAttentionCall, implementation: str, keep: bool) -> tuple[Tensor, Tensor]:
