@@ -369,6 +369,15 @@ def test_the_loss_of_bfloat16_logits_is_computed_in_float32() -> None:
     assert float(loss) == pytest.approx(float(exact), rel=1e-6)
 
 
+def test_what_is_no_number_without_a_label_is_no_loss_and_no_token_counts_as_one() -> None:
+    logits = torch.randn(1, 4, 9, generator=torch.Generator().manual_seed(0))
+    labels = torch.tensor([[3, -100, 5, -100]])
+    added = torch.tensor([[0.0, torch.inf, 0.0, torch.nan]])
+    assert_same(text_loss(logits, labels, landmark_loss=added), text_loss(logits, labels))
+    assert_same(text_loss(logits, labels, total=0), text_loss(logits, labels, total=1))
+    assert float(text_loss(logits, torch.full((1, 4), -100))) == 0
+
+
 def test_shift_labels() -> None:
     assert shift_labels(torch.tensor([[1, 2, 3]])).tolist() == [[2, 3, -100]]
     assert shift_labels(torch.tensor([[1]]), fill=0).tolist() == [[0]]
