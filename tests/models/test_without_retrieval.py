@@ -226,6 +226,13 @@ def test_a_saved_cache_goes_on_bit_for_bit(make: Make, tier: str, tmp_path: Path
         model.load_cache(tmp_path)
 
 
+def aligned(model: Any) -> Any:
+    """The same weights where torch puts them: at other addresses, as a mapped file has, products may round otherwise."""
+    for parameter in model.parameters():
+        parameter.data = parameter.data.clone()
+    return model
+
+
 @pytest.mark.parametrize("make", [drt, pytest.param(rpt, marks=SLOW), landmark])
 def test_it_generates_what_its_logits_say(make: Make) -> None:
     alone, ids = make().without_retrieval(), tokens(14, batch=2)
@@ -274,10 +281,12 @@ def test_saved_and_loaded(make: Make, tmp_path: Path) -> None:
     model, ids = make(), tokens(30)
     alone = model.without_retrieval()
     alone.save_pretrained(tmp_path, card=False)
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    loaded = aligned(AutoModelForCausalLM.from_pretrained(tmp_path))
     assert (type(loaded), loaded.config.num_retrieved_chunks) == (type(model), 0)
     assert torch.equal(logits_of(loaded, ids, use_cache=True), logits_of(alone, ids, use_cache=True))
-    again = type(model).from_pretrained(tmp_path, num_retrieved_chunks=model.config.num_retrieved_chunks)
+    again = aligned(
+        type(model).from_pretrained(tmp_path, num_retrieved_chunks=model.config.num_retrieved_chunks)
+    )
     assert torch.equal(logits_of(again, ids, use_cache=True), logits_of(model, ids, use_cache=True))
 
 
