@@ -227,7 +227,7 @@ def test_a_saved_cache_goes_on_bit_for_bit(make: Make, tier: str, tmp_path: Path
 
 
 def aligned(model: Any) -> Any:
-    """The same weights where torch puts them: at other addresses, as a mapped file has, products may round otherwise."""
+    """The same weights where torch puts them: at other addresses, as in a mapped file, products may round otherwise."""
     for parameter in model.parameters():
         parameter.data = parameter.data.clone()
     return model

@@ -111,8 +111,11 @@ def test_more_readers_are_shown_when_asked_for(open_ready: Open, chunks: list[Tr
     assert len(weights) > 100
     page = open_ready(fragment=f"#chunk={most_read}")
     shown = "[...document.querySelectorAll('#read-by li')].map(row => Number(row.dataset.weight))"
+    rows = page.locator("#read-by li")
+    rows.nth(99).wait_for()
     assert page.evaluate(shown) == weights[:100]
     page.locator("#more-readers").click()
+    rows.nth(len(weights) - 1).wait_for()
     assert page.evaluate(shown) == weights
     assert not page.locator("#more-readers").is_visible()
 
