@@ -1,52 +1,13 @@
-"""What an op's implementations are called with, typed once: a tuple for each, and its fields for ``torch.library``."""
+"""An op's arguments are typed once, as a NamedTuple in its folder; ``torch.library`` is told of its fields."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from itertools import islice
-from typing import Any, NamedTuple, TypeVar, get_type_hints
-
-from torch import Tensor
-
-from trailmark.ops.landmark.layout import LandmarkLayout
+from typing import Any, TypeVar, get_type_hints
 
 R = TypeVar("R")
-
-
-class CrossAttentionCall(NamedTuple):
-    """A checked call of :func:`grouped_cross_attention`."""
-
-    q: Tensor  # [B, N, R, H, D]
-    k: Tensor  # [B, M, S, J, D]
-    v: Tensor  # [B, M, S, J, D]
-    indices: Tensor  # [B, N, J, K]
-    weights: Tensor  # [B, N, J, K]
-    lengths: Tensor | None  # [B, M]
-    off_by_one: bool
-    scale: float
-
-
-class LandmarkCall(NamedTuple):
-    """A checked call of :func:`landmark_attention`; keys and queries stand in the layout's order."""
-
-    q: Tensor  # [B, P, H, D]
-    k: Tensor  # [B, T, J, D]
-    v: Tensor  # [B, T, J, D]
-    layout: LandmarkLayout
-    scale: float
-
-
-class SearchCall(NamedTuple):
-    """A checked call of :func:`select_chunks` that searches."""
-
-    query: Tensor  # [B, N, J, E]
-    segments: Sequence[Tensor]  # [B, m, J, E] each
-    num_retrieved: int  # K
-    start: Tensor  # [B, N]: the first candidate of each query
-    end: Tensor  # [B, N]: and the one after its last
-    noise_seed: Tensor | None  # [B]
-    scale: float
 
 
 def spelled_out(function: Callable[..., R]) -> Callable[..., R]:

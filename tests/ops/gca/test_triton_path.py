@@ -22,8 +22,8 @@ from trailmark.ops import grouped_cross_attention
 
 pytest.importorskip("triton")
 from tests.ops.gca.cases import CHEAP_COVER, COVER, DEVICE, GPU, assert_budget, inputs, op, unsplit
-from trailmark.ops.calls import CrossAttentionCall
 from trailmark.ops.gca import triton_path as kernels
+from trailmark.ops.gca.call import CrossAttentionCall
 
 # the package has the function under the same name as the module
 module = importlib.import_module("trailmark.ops.gca.api")

@@ -27,8 +27,8 @@ sys.path.append(str(Path(__file__).parents[3] / "benchmarks"))
 from gpu_checks import has_enough_numbers
 
 from tests.ops.landmark.cases import COVER, DEVICE, GPU, assert_budget, documents, inputs, marks, op
-from trailmark.ops.calls import LandmarkCall
 from trailmark.ops.landmark import triton_path as kernels
+from trailmark.ops.landmark.call import LandmarkCall
 
 # what an interpreter can do while the other tests wait: small, no bfloat16
 CHEAP_COVER = pairwise(

@@ -25,8 +25,9 @@ from trailmark.ops.arguments import (
     whole_numbers,
     without_autocast,
 )
-from trailmark.ops.calls import CrossAttentionCall, spelled_out
+from trailmark.ops.calls import spelled_out
 from trailmark.ops.gca import torch_path
+from trailmark.ops.gca.call import CrossAttentionCall
 
 
 @without_autocast

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from trailmark.ops.arguments import arithmetic_dtype
-from trailmark.ops.calls import CrossAttentionCall
+from trailmark.ops.gca.call import CrossAttentionCall
 
 # Reading chunks are walked in slabs whose gathered keys, values and scores have about this many elements:
 # small enough for a core's caches, large enough to keep the GEMMs busy.

@@ -9,7 +9,7 @@ import torch
 import triton
 from torch import Tensor
 
-from trailmark.ops.calls import CrossAttentionCall
+from trailmark.ops.gca.call import CrossAttentionCall
 from trailmark.ops.gca.kernels import (
     add_parts_kernel,
     forward_kernel,

@@ -22,8 +22,9 @@ from trailmark.ops.arguments import (
     require_shape,
     without_autocast,
 )
-from trailmark.ops.calls import LandmarkCall, spelled_out
+from trailmark.ops.calls import spelled_out
 from trailmark.ops.landmark import torch_path
+from trailmark.ops.landmark.call import LandmarkCall
 from trailmark.ops.landmark.layout import LandmarkLayout, LayoutParts
 
 

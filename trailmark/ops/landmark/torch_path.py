@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from trailmark.ops.arguments import arithmetic_dtype
-from trailmark.ops.calls import LandmarkCall
+from trailmark.ops.landmark.call import LandmarkCall
 from trailmark.ops.landmark.layout import TABLES, LandmarkLayout
 
 _SLAB_QUERIES = 128  # more would waste scores among a slab's own chunks, fewer would not keep the GEMMs busy

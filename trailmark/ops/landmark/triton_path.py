@@ -10,7 +10,7 @@ import triton
 from torch import Tensor
 
 from trailmark.ops.arguments import require
-from trailmark.ops.calls import LandmarkCall
+from trailmark.ops.landmark.call import LandmarkCall
 from trailmark.ops.landmark.kernels import forward_kernel, keys_kernel, queries_kernel
 from trailmark.ops.landmark.layout import LandmarkLayout
 

@@ -23,7 +23,8 @@ from trailmark.ops.arguments import (
     whole_numbers,
     without_autocast,
 )
-from trailmark.ops.calls import SearchCall, spelled_out
+from trailmark.ops.calls import spelled_out
+from trailmark.ops.selection.call import SearchCall
 from trailmark.ops.selection.noise import gumbel_noise
 from trailmark.ops.selection.row_scores import SLAB_ELEMENTS, row_scores
 from trailmark.ops.selection.torch_path import Bounds, gather, is_shared, search, values_of

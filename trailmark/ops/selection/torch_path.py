@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from trailmark.ops.arguments import arithmetic_dtype
-from trailmark.ops.calls import SearchCall
+from trailmark.ops.selection.call import SearchCall
 from trailmark.ops.selection.noise import gumbel, noise_rows
 
 # Landmarks are walked in blocks, queries in slabs: N x M scores never stand in memory, and what does stays in

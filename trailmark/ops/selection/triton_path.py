@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from trailmark.ops.calls import SearchCall
+from trailmark.ops.selection.call import SearchCall
 
 # Programs that a search is split into where it has few queries; from shapes alone (semantics 7).
 _PROGRAMS = 512
