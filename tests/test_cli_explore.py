@@ -16,11 +16,12 @@ import torch
 from transformers import PretrainedConfig
 
 from tests.report.explorer.test_page import of_a_page, token_texts
+from tests.trace.whole import totals
 from tests.training.tiny import MODELS, prose
 from trailmark import cli
 from trailmark.data.corpus import load_tokenizer
 from trailmark.models import DRTConfig, DRTForCausalLM, SlidingWindowConfig, SlidingWindowForCausalLM
-from trailmark.trace.lines import TracedChunk, read_trace, totals
+from trailmark.trace.lines import TracedChunk, read_trace
 
 Command = Callable[..., tuple[int, str, str]]
 TEXT = prose(300) + "naïve 𝔸 日本\n"

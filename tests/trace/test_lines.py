@@ -12,17 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trailmark.trace.lines import (
-    Read,
-    TracedChunk,
-    TraceHeader,
-    TraceSource,
-    decode,
-    encode,
-    read_trace,
-    totals,
-    write_lines,
-)
+from tests.trace.whole import totals, write_lines
+from trailmark.trace.lines import Read, TracedChunk, TraceHeader, TraceSource, decode, encode, read_trace
 
 FLOATS = (np.float32, np.float64)
 HEADER = TraceHeader({"name": "m"}, 3, 2, 3, settings={"memory_dtype": "float32"})

@@ -20,11 +20,12 @@ from tests.data.neighbours.encoders import save_bert
 from tests.models.landmark.naive import NaiveReading
 from tests.models.rpt.naive import NaiveRPT
 from tests.models.tiny import EXACT, NaiveDRT, block_recurrent, drt, landmark, rpt, split, window_model
+from tests.trace.whole import totals
 from trailmark.data.corpus import load_tokenizer, tokenize
 from trailmark.evaluation.reading import Reader
 from trailmark.evaluation.subject import Subject
 from trailmark.trace import tracer
-from trailmark.trace.lines import Entry, Read, TracedChunk, TraceHeader, TraceSource, encode, totals
+from trailmark.trace.lines import Entry, Read, TracedChunk, TraceHeader, TraceSource, encode
 from trailmark.trace.texts import trace_memory, trace_texts
 from trailmark.trace.token_texts import START, DecodedTexts, texts_of
 from trailmark.trace.tracer import Tracer

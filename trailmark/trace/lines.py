@@ -7,7 +7,7 @@ a line; before the chunk in which a file begins, a line that names it.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -271,21 +271,3 @@ def _entry(line: bytes, number: int, path: Path) -> TraceHeader | Entry:
             else ""
         )
         raise ValueError(f"{error} (line {number} of {path}){way_out}") from error
-
-
-def write_lines(path: Path, entries: Iterable[TraceHeader | Entry]) -> None:
-    """A whole trace at once."""
-    with open(path, "w", encoding="utf-8") as file:
-        file.writelines(map(encode, entries))
-
-
-def totals(chunks: Sequence[TracedChunk]) -> tuple[int, float, float]:
-    """Tokens that bear a loss, and the sums of their losses with and without retrieval, in nats."""
-    known = np.concatenate([np.zeros(0), *(chunk.losses for chunk in chunks)])
-    without = np.concatenate([np.zeros(0), *(chunk.losses_without for chunk in chunks)])
-    bears = np.isfinite(known)
-    return (
-        int(bears.sum()),
-        float(known[bears].sum(dtype=np.float64)),
-        float(without[bears].sum(dtype=np.float64)),
-    )

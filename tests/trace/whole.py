@@ -1,0 +1,28 @@
+"""A whole trace at once: written, and summed up."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from trailmark.trace.lines import Entry, TracedChunk, TraceHeader, encode
+
+
+def write_lines(path: Path, entries: Iterable[TraceHeader | Entry]) -> None:
+    """A whole trace at once."""
+    with open(path, "w", encoding="utf-8") as file:
+        file.writelines(map(encode, entries))
+
+
+def totals(chunks: Sequence[TracedChunk]) -> tuple[int, float, float]:
+    """Tokens that bear a loss, and the sums of their losses with and without retrieval, in nats."""
+    known = np.concatenate([np.zeros(0), *(chunk.losses for chunk in chunks)])
+    without = np.concatenate([np.zeros(0), *(chunk.losses_without for chunk in chunks)])
+    bears = np.isfinite(known)
+    return (
+        int(bears.sum()),
+        float(known[bears].sum(dtype=np.float64)),
+        float(without[bears].sum(dtype=np.float64)),
+    )
