@@ -21,7 +21,7 @@ from trailmark.memory.tiers.files import (
     open_records,
     overwritten_from,
     overwritten_note,
-    remove_folder,
+    remove_if_own,
     stamp,
     temporary_folder,
 )
@@ -218,7 +218,7 @@ class DiskStore(ChunkStore):
         self._mapped = None
         self._files.close()
         if self._temporary is not None:
-            remove_folder(self._temporary, os.getpid())
+            remove_if_own(self._temporary, os.getpid())
 
 
 class _Files:

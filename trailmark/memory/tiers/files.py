@@ -89,10 +89,11 @@ def temporary_folder(owner: object, parent: str | Path | None = None) -> Path:
     Below ``parent``; None: where temporary files go (``TMPDIR``), which on some systems is RAM.
     """
     folder = Path(tempfile.mkdtemp(prefix="trailmark-", dir=parent))
-    weakref.finalize(owner, remove_folder, folder, os.getpid())
+    weakref.finalize(owner, remove_if_own, folder, os.getpid())
     return folder
 
 
-def remove_folder(folder: Path, process: int) -> None:
-    if os.getpid() == process:  # not a fork's to remove
+def remove_if_own(folder: Path, process: int) -> None:
+    """Remove a temporary folder that ``process`` made; a fork of that process leaves it."""
+    if os.getpid() == process:
         shutil.rmtree(folder, ignore_errors=True)
