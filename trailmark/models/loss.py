@@ -38,14 +38,13 @@ def text_loss(
     if ranking_loss is not None and rows is None:
         losses = losses + ranking_loss[:, None].expand(labels.shape).flatten()
     counted = labels.flatten() != -100
-    least = 1.0 if weights is None else 1e-9  # no token, no loss
-    if weights is None:
-        weights = counted.to(losses.dtype)
-    if total is None:
-        total = weights.double().sum()
-    count = torch.as_tensor(total, device=losses.device).to(losses.dtype)
     losses = losses.masked_fill(~counted, 0)  # what was added there may be no number
-    loss = (losses * weights.flatten()).sum() / count.clamp(min=least)
+    if weights is None:
+        own, least = counted.sum(), 1.0
+    else:
+        losses, own, least = losses * weights.flatten(), weights.double().sum(), 1e-9
+    count = torch.as_tensor(own if total is None else total, device=losses.device).to(losses.dtype)
+    loss = losses.sum() / count.clamp(min=least)  # no token, no loss
     if ranking_loss is not None and rows is not None:
         loss = loss + ranking_loss.sum() / rows
     return loss
