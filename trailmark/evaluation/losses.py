@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from trailmark.data.corpus import Tokens
-from trailmark.models import TrailmarkForCausalLM
+from trailmark.models import is_ours
 from trailmark.statistics import Floats
 from trailmark.trace.losses import piece_losses
 
@@ -42,7 +42,7 @@ def token_losses(
         ValueError: a token outside the vocabulary; losses that are not finite; more than a piece for a model of
             transformers without a cache.
     """
-    ours = isinstance(model, TrailmarkForCausalLM)
+    ours = is_ours(model)
     rows = torch.from_numpy(np.ascontiguousarray(ids)).long()
     if begin:
         rows = torch.cat([torch.tensor(begin).expand(len(rows), -1), rows], dim=1)

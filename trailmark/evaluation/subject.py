@@ -20,7 +20,7 @@ from trailmark.data.neighbours.trained_embedders import embedder_of
 from trailmark.evaluation.losses import beginning, longest_text
 from trailmark.evaluation.record import environment, identity
 from trailmark.files import read_json
-from trailmark.models import MODELS, TrailmarkForCausalLM
+from trailmark.models import MODELS, is_ours
 from trailmark.models.fields import parse_fields
 from trailmark.trained import trained_length
 
@@ -49,7 +49,7 @@ class Subject:
     @property
     def ours(self) -> bool:
         """Whether it has trailmark's caches, tiers and retrieval; else it is read as transformers reads it."""
-        return isinstance(self.model, TrailmarkForCausalLM)
+        return is_ours(self.model)
 
     @property
     def name(self) -> str:

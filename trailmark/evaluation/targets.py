@@ -30,7 +30,7 @@ from trailmark.data.neighbours.table import Found, NeighbourTable, Rule, count_c
 from trailmark.data.neighbours.text_embedders import BROKEN, has_words
 from trailmark.evaluation.losses import beginning
 from trailmark.evaluation.subject import load
-from trailmark.models import MODELS, TrailmarkForCausalLM
+from trailmark.models import MODELS, is_ours
 from trailmark.models.causal_lm import fingerprint
 
 Text = list[int]  # the reference's tokens
@@ -68,7 +68,7 @@ class Reference:
         self.same_tokens = tokenizer_fingerprint(tokenizer) == tokenizer_fingerprint(of)
         self._begin: Text = beginning(tokenizer)
         # Landmark's are of training texts; the rest of ours read any length
-        ours = isinstance(model, TrailmarkForCausalLM)
+        ours = is_ours(model)
         self._longest = None if ours else getattr(model.config, "max_position_embeddings", None)
         self._keeps = not ours and "logits_to_keep" in inspect.signature(model.forward).parameters
         self._vocab_size = int(model.get_input_embeddings().weight.shape[0])

@@ -2,7 +2,7 @@
 
 from trailmark.models.block_recurrent.config import BlockRecurrentConfig
 from trailmark.models.block_recurrent.model import BlockRecurrentForCausalLM
-from trailmark.models.causal_lm import CausalLMOutput, TrailmarkForCausalLM
+from trailmark.models.causal_lm import CausalLMOutput, TrailmarkForCausalLM, is_ours
 from trailmark.models.configuration import TrailmarkConfig
 from trailmark.models.drt.config import DRTConfig
 from trailmark.models.drt.model import DRTForCausalLM
@@ -39,6 +39,7 @@ __all__ = [
     "TrailmarkConfig",
     "TrailmarkForCausalLM",
     "architectures",
+    "is_ours",
     "register",
     "short_name",
 ]

@@ -551,6 +551,11 @@ class TrailmarkForCausalLM(ModelAnswers, PreTrainedModel, ChunkGenerationMixin):
             init.ones_(module.weight)
 
 
+def is_ours(model: Any) -> bool:
+    """Whether a model has trailmark's caches, tiers and answers; else it is read as transformers reads it."""
+    return isinstance(model, TrailmarkForCausalLM)
+
+
 def fingerprint(model: nn.Module) -> str:
     """SHA-256 of all weights: names, types and every byte."""
     named = sorted(model.state_dict().items())

@@ -282,7 +282,7 @@ def _check_neighbours(config: RunConfig, model: TrailmarkConfig) -> None:
                 "model.retriever to 'encoder', or init_from to a model whose retriever is trained."
             )
         return
-    if retriever not in ("encoder", "learned"):
+    if not model.needs_neighbours:
         name = config.model.get("architecture", "drt")
         own = f"{name} with model.retriever {retriever!r}" if retriever else name
         raise ValueError(
