@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import zip_longest
@@ -139,11 +140,16 @@ def points_of(rows: Iterable[Row], x: declared.Value, panel: declared.Panel) -> 
     """In the order of x; of several rows with the same x the last one counts."""
     points = {}
     for row in rows:
-        at, value = number(read(row, x)), number(read(row, panel.value))
+        at, (value, low, high) = number(read(row, x)), _measured(row, panel)
         if at is not None and value is not None:
-            low, high = (number(read(row, end)) for end in panel.interval or ("", ""))
             points[at] = Point(at, value, low, high)
     return [points[at] for at in sorted(points)]
+
+
+def _measured(row: Row, panel: declared.Panel) -> tuple[float | None, float | None, float | None]:
+    """What a panel draws of a row, and the ends of its interval."""
+    low, high = panel.interval or ("", "")
+    return number(read(row, panel.value)), number(read(row, low)), number(read(row, high))
 
 
 def _heat_chart(chart: declared.HeatMap, series: Sequence[Series]) -> Iterator[Chart | str]:
@@ -176,13 +182,12 @@ def _heat_chart(chart: declared.HeatMap, series: Sequence[Series]) -> Iterator[C
 def _bar_chart(chart: declared.Bars, rows: Sequence[Row]) -> Iterator[Chart]:
     panels = []
     for by, group in grouped(rows, chart.by).items():
-        several = {row["model"] for row in group if sum(row["model"] == own["model"] for own in group) > 1}
+        rows_of_model = Counter(row["model"] for row in group)
         for panel in chart.panels:
             bars = []
             for n, row in enumerate(group, 1):
-                label = f"{row['model']}, {n}" if row["model"] in several else row["model"]
-                value = number(read(row, panel.value))
-                low, high = (number(read(row, end)) for end in panel.interval or ("", ""))
+                label = f"{row['model']}, {n}" if rows_of_model[row["model"]] > 1 else row["model"]
+                value, low, high = _measured(row, panel)
                 says = "" if value is not None else str(read(row, chart.instead) or "not measured")
                 bars.append(Bar(label, row["look"], value, low, high, says))
             if any(bar.value is not None for bar in bars):

@@ -68,19 +68,18 @@ class Section:
 def rows_of(suite: Suite, results: Sequence[Result]) -> list[Row]:
     """The rows of results, each with the label and the look of its model and with what the model wrote for it."""
     rows: list[Row] = []
-    of_parts: dict[str, list[Row]] = {}
+    of_parts: dict[str, list[dict[str, Any]]] = {}
     for result, lines in generations(results):
         own = {"train_length": result.train_length, **result.values, "settings": result.settings}
         own["asked"] = own.get("asked") or lines
-        # what is written in parts is shown with the whole, which comes after them
-        alike = {name: value for name, value in result.settings.items() if name not in suite.parts}
-        written = of_parts.setdefault(f"{result.model.label} {json.dumps(alike, sort_keys=True)}", [])
-        if suite.parts:
-            written += lines
+        written = lines
+        if suite.parts:  # what is written for parts is shown with the whole, which comes after them
+            alike = {name: value for name, value in result.settings.items() if name not in suite.parts}
+            key = f"{result.model.label} {json.dumps(alike, sort_keys=True)}"
+            written = of_parts[key] = [*of_parts.get(key, ()), *lines]
         for row in suite.rows(own):
             model = result.named(row.get("model")) if len(result.models) > 1 else result.model
-            everything = list(written) if suite.parts else lines
-            rows.append({**row, "model": model.label, "look": model.look, "written": everything})
+            rows.append({**row, "model": model.label, "look": model.look, "written": written})
     return rows
 
 
