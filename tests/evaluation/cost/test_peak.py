@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import math
+from typing import Any
 
+import pytest
 import torch
 
 from trailmark.evaluation.cost.peak import peak_kind, with_peak
@@ -21,3 +24,18 @@ def test_peak_is_what_work_takes_at_most() -> None:
         else:
             assert peak is not None
             assert round(math.log2(peak)) == power
+
+
+@pytest.mark.skipif(peak_kind(CPU) is None, reason="the system does not say what a process held at most")
+def test_what_was_garbage_before_is_not_held_against_the_work() -> None:
+    cycle: list[Any] = [torch.ones(1 << 25)]
+    cycle.append(cycle)
+    del cycle
+
+    def work() -> float:
+        gc.collect()
+        return float(torch.ones(1 << 22).sum())
+
+    peak = with_peak(CPU, work)[1]
+    assert peak is not None
+    assert round(math.log2(peak)) == 24
