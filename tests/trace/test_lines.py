@@ -12,8 +12,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.trace.whole import totals, write_lines
-from trailmark.trace.lines import Read, TracedChunk, TraceHeader, TraceSource, decode, encode, read_trace
+from tests.trace.whole import totals
+from trailmark.trace.lines import (
+    Read,
+    TracedChunk,
+    TraceHeader,
+    TraceSource,
+    decode,
+    encode,
+    read_trace,
+    write_lines,
+)
 
 FLOATS = (np.float32, np.float64)
 HEADER = TraceHeader({"name": "m"}, 3, 2, 3, settings={"memory_dtype": "float32"})

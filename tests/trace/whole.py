@@ -1,19 +1,12 @@
-"""A whole trace at once: written, and summed up."""
+"""A whole trace summed up."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 
 import numpy as np
 
-from trailmark.trace.lines import Entry, TracedChunk, TraceHeader, encode
-
-
-def write_lines(path: Path, entries: Iterable[TraceHeader | Entry]) -> None:
-    """A whole trace at once."""
-    with open(path, "w", encoding="utf-8") as file:
-        file.writelines(map(encode, entries))
+from trailmark.trace.lines import TracedChunk
 
 
 def totals(chunks: Sequence[TracedChunk]) -> tuple[int, float, float]:

@@ -271,3 +271,9 @@ def _entry(line: bytes, number: int, path: Path) -> TraceHeader | Entry:
             else ""
         )
         raise ValueError(f"{error} (line {number} of {path}){way_out}") from error
+
+
+def write_lines(path: Path, entries: Iterable[TraceHeader | Entry]) -> None:
+    """A whole trace at once."""
+    with open(path, "w", encoding="utf-8") as file:
+        file.writelines(map(encode, entries))

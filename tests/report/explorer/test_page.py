@@ -20,10 +20,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.report.traces import hostile, made_up
-from tests.trace.whole import totals, write_lines
+from tests.trace.whole import totals
 from trailmark.report.explorer.data import collect, pack
 from trailmark.report.explorer.page import build, expect_inputs, keeping
-from trailmark.trace.lines import Entry, Read, TracedChunk, TraceHeader, TraceSource, read_trace
+from trailmark.trace.lines import Entry, Read, TracedChunk, TraceHeader, TraceSource, read_trace, write_lines
 
 SIZES = ({}, {"words": True, "num_groups": 3, "chunk_size": 20}, {"num_tokens": 1001, "num_retrieved": 2})
 
