@@ -13,8 +13,9 @@ import pytest
 import torch
 
 from tests.models.tiny import drt, window_model
+from tests.trace.whole import totals
 from trailmark.data.corpus import load_tokenizer
-from trailmark.trace.lines import TracedChunk, read_trace, totals
+from trailmark.trace.lines import TracedChunk, read_trace
 
 Command = Callable[..., tuple[int, str, str]]
 TEXT = "the river 😀 runs below\r\nthe stones; the river 😀 runs.\n"

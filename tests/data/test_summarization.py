@@ -62,10 +62,13 @@ def ids_of(text: str) -> list[int]:
     length=st.integers(60, 700),
     sample=st.integers(0, 2**40),
     seed=st.integers(0, 2**32),
+    summary_only=st.booleans(),
 )
-def test_every_token_is_where_it_belongs(stories: Pairs, length: int, sample: int, seed: int) -> None:
+def test_every_token_is_where_it_belongs(
+    stories: Pairs, length: int, sample: int, seed: int, summary_only: bool
+) -> None:
     """Nothing of cue and summary is lost at any length: only the document's end gives way."""
-    texts = SummarizationTexts(BYTES, stories, length, seed)
+    texts = SummarizationTexts(BYTES, stories, length, seed, summary_only=summary_only)
     batch = texts.batch(sample, 1)
     pair = STORIES[texts.number_of(sample)]
     document, summary = ids_of(pair.document), ids_of(pair.summary)
@@ -79,7 +82,7 @@ def test_every_token_is_where_it_belongs(stories: Pairs, length: int, sample: in
     answer = len(summary) + 1
     answers = [False] * (len(text) - answer) + [True] * answer + [False] * absent
     assert batch["answers"].tolist() == [answers]
-    bears = [False] + [True] * (len(text) - 1) + [False] * absent
+    bears = answers if summary_only else [False] + [True] * (len(text) - 1) + [False] * absent
     labels = [token if loss else -100 for token, loss in zip(text + [0] * absent, bears, strict=True)]
     assert batch["labels"].tolist() == [labels]
     assert batch["loss_weights"].tolist() == [[float(loss) for loss in bears]]

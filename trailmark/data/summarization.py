@@ -47,13 +47,20 @@ class SummarizationTexts:
         pairs: documents and summaries, or the files they are in.
         length: T, tokens of every row. Pairs whose summary and cue do not leave room for a token of the document
             are left out, and named in a warning.
+        summary_only: loss on the summary and its end alone. False: on every token, as the paper.
 
     Raises:
         ValueError: a tokenizer that cannot end a text; no pair that fits; files that cannot be read.
     """
 
     def __init__(
-        self, tokenizer: Any, pairs: Pairs | Sequence[str | Path], length: int, seed: int = 0
+        self,
+        tokenizer: Any,
+        pairs: Pairs | Sequence[str | Path],
+        length: int,
+        seed: int = 0,
+        *,
+        summary_only: bool = False,
     ) -> None:
         if tokenizer.eos_token_id is None:
             raise ValueError(
@@ -61,6 +68,7 @@ class SummarizationTexts:
             )
         self.pairs = pairs if isinstance(pairs, Pairs) else Pairs(pairs)
         self.tokenizer, self.length, self.seed = tokenizer, length, int(seed)
+        self.summary_only = summary_only
         self._before, self._after = tokenize_parts(["|Summary", ":"], tokenizer)
         self._absent = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
         self._numbers = self._that_fit()
@@ -127,7 +135,7 @@ class SummarizationTexts:
             present[row, : len(text)] = True
             close[row, mark] = True
             answers[row, start : len(text)] = True
-        loss = present.clone()  # on every token, as the paper
+        loss = (answers if self.summary_only else present).clone()
         loss[:, 0] = False  # nothing predicts the first token
         return {
             "input_ids": ids,
