@@ -17,7 +17,6 @@ import pytest
 from tests.report import runs
 from trailmark.evaluation.needles.suite import pooled
 from trailmark.evaluation.suite import suite_named
-from trailmark.report import charts
 from trailmark.report.collect import collect
 from trailmark.report.page import Built, build
 from trailmark.report.sections import rows_of
@@ -85,7 +84,7 @@ def everything(whole_report: tuple[Built, list[str]]) -> tuple[Page, Built, list
 @pytest.fixture
 def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
     """For tests of what stands in the page: drawing is tested elsewhere."""
-    monkeypatch.setattr(charts, "available", lambda: False)
+    monkeypatch.setattr("trailmark.report.page.available", lambda: False)
 
 
 SECTIONS = (

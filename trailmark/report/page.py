@@ -12,9 +12,8 @@ from pathlib import Path
 
 from trailmark.evaluation.suite import suites
 from trailmark.files import expect_writable, write_text
-from trailmark.report import charts
 from trailmark.report.collect import Collected, NotShown, collect
-from trailmark.report.figures import Figures
+from trailmark.report.figures import Figures, available
 from trailmark.report.notes import notes
 from trailmark.report.overview import environments, overview, reproduce
 from trailmark.report.rendering import render
@@ -56,13 +55,13 @@ def build(
     collected = collect(paths, progress)
     expect_writable("output", output.parent)
     folder = output.with_name(f"{output.stem}-figures")
-    figures = Figures(folder if charts.available() else None, progress)
+    figures = Figures(folder if available() else None, progress)
     told = notes(collected)
     if figures.folder is None:
         told.append("No figures: matplotlib is not installed. pip install 'trailmark[figures]'")
     known = suites()
     sections, tiles = sections_of_suites(collected, known, figures)
-    if (trainings := training(collected, figures)) is not None:
+    if (trainings := training(collected.trainings, figures)) is not None:
         sections.append(trainings)
     sections = [overview(collected, tiles), *sections, reproduce(collected, known), environments(collected)]
     progress(f"writing {output}")

@@ -9,8 +9,9 @@ from typing import Any
 
 from trailmark.evaluation.suite import Column, Row, Suite, Tile
 from trailmark.evaluation.tables import Table, table_of
+from trailmark.report.charts import charts_of, chunk_charts
 from trailmark.report.collect import MOST_GENERATIONS, Collected, Result, generations
-from trailmark.report.figures import Figure, Figures, charts_of, chunk_charts
+from trailmark.report.figures import Figure, Figures
 from trailmark.values import MISSING, grouped, shown
 
 _SAID_BEFORE = {"answer": "expected", "text": "generated", "summary": "reference"}  # in records of 0.1.0
@@ -43,7 +44,7 @@ class Part:
     @property
     def pair(self) -> bool:
         """Whether the figures stand side by side."""
-        return len(self.figures) > 1 and not any(figure.chart.wide for figure in self.figures)
+        return len(self.figures) > 1 and not any(figure.wide for figure in self.figures)
 
 
 @dataclass
