@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from tests.report import runs
+from tests.report.runs import SECTIONS
 from trailmark.evaluation.needles.suite import pooled
 from trailmark.evaluation.suite import suite_named
 from trailmark.report.collect import collect
@@ -85,12 +86,6 @@ def everything(whole_report: tuple[Built, list[str]]) -> tuple[Page, Built, list
 def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
     """For tests of what stands in the page: drawing is tested elsewhere."""
     monkeypatch.setattr("trailmark.report.page.available", lambda: False)
-
-
-SECTIONS = (
-    *("overview", "needles", "perplexity", "summarization", "cost", "training"),
-    *("reproduce", "environment", "not-shown"),
-)
 
 
 def test_all_sections_are_there_and_can_be_reached(everything: tuple[Page, Built, list[str]]) -> None:

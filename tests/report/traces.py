@@ -16,11 +16,16 @@ _COMMON = (
     *("the", "of", "and", "to", "in", "a", "is", "that", "we", "for", "it", "as"),
     *("by", "with", "this", "be", "on", "are", "let", "then", "so", "not", "from", "which"),
 )  # fmt: skip
+CHUNK_SIZE = 63  # of the trace that the tests of the page look at in a browser
 _GREEK = ("alpha", "beta", "gamma", "lambda", "mu", "pi", "sigma", "phi")
 _FORMATS = (
     "\\label{{eq:{n}}}", "\\ref{{eq:{n}}}", "$x_{{{n}}}^2$", "\\frac{{{n}}}{{2}}", "\\section{{Part {n}}}\n",
     "\\begin{{equation}}", "\\end{{equation}}", "é{n}", "𝔸_{n}", "日本{n}", "{n}",
 )  # fmt: skip
+
+
+def chunks_of(entries: list[Entry]) -> list[TracedChunk]:
+    return [entry for entry in entries if isinstance(entry, TracedChunk)]
 
 
 def made_up(
@@ -185,9 +190,8 @@ HOSTILE = (
 def hostile(long_token: int = 70_000) -> tuple[TraceHeader, list[Entry]]:
     """Text that would do harm as HTML, as a script or as CSS, and a token of ``long_token`` characters."""
     header, entries = made_up(1024, 32, num_sources=1, name="<b>bold</b></title><script>1</script>")
-    chunks = [entry for entry in entries if isinstance(entry, TracedChunk)]
     changed: list[Entry] = [TraceSource("</script><b>\ud800\x00.tex", 0)]
-    for chunk in chunks:
+    for chunk in chunks_of(entries):
         text = HOSTILE[chunk.number % len(HOSTILE)]
         starts = np.minimum(np.arange(len(chunk.ids)) * -(-len(text) // len(chunk.ids)), len(text))
         if chunk.number == 20:

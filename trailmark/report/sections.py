@@ -84,37 +84,35 @@ def rows_of(suite: Suite, results: Sequence[Result]) -> list[Row]:
     return rows
 
 
-def suite_section(
-    suite: Suite, results: Sequence[Result], rows: Sequence[Row], figures: Figures
-) -> Section | None:
-    """All that was measured in a suite; None where that is nothing."""
-    if not results:
-        return None
+def suite_section(suite: Suite, results: Sequence[Result], rows: Sequence[Row], figures: Figures) -> Section:
+    """All that was measured in a suite."""
     parts = []
     if unfinished := _unfinished(suite, results):
         parts.append(Part(notices=unfinished))
     groups = grouped(rows, suite.heading)
     titles = [title for title, _ in groups]
     for place, ((title, fine), group) in enumerate(groups.items(), 1):
-        part = Part(title, fine)
         # what is read without the line below the heading says itself of what it is
         whole = f"{title} ({fine.removesuffix('.')})" if fine and titles.count(title) > 1 else title
-        for chart in charts_of(suite, whole, place, group):
-            if isinstance(chart, str):
-                part.notes.append(chart)
-            else:
-                part.figures.append(figures.show(chart))
+        part = _drawn(charts_of(suite, whole, place, group), figures, title, fine)
         caption = f"{whole or suite.title}: all cells"
         part.tables.append(table_of(caption, suite.columns, group, "page"))
         part.notes += dict.fromkeys(str(row["note"]) for row in group if row.get("note"))
         part.folded = [*_published(group), *_written(suite, group)]
         parts.append(part)
-    for chart in chunk_charts(suite, rows):
-        if isinstance(chart, str):
-            parts.append(Part(notes=[chart]))
-        else:
-            parts.append(Part(figures=[figures.show(chart)]))
+    parts += [_drawn([chart], figures) for chart in chunk_charts(suite, rows)]
     return Section(suite.name, suite.title, parts, suite.about)
+
+
+def _drawn(charts: Iterable[Figure | str], figures: Figures, title: str = "", fine: str = "") -> Part:
+    """Figures, and notes where some could not be drawn."""
+    part = Part(title, fine)
+    for chart in charts:
+        if isinstance(chart, str):
+            part.notes.append(chart)
+        else:
+            part.figures.append(figures.show(chart))
+    return part
 
 
 def _unfinished(suite: Suite, results: Sequence[Result]) -> list[str]:
@@ -189,9 +187,8 @@ def sections_of_suites(
     sections: list[Section] = []
     tiles: list[Tile] = []
     for suite in known.values():
-        results = collected.of(suite.name)
-        rows = rows_of(suite, results)
-        tiles += suite.tiles(rows) if rows else ()
-        if (section := suite_section(suite, results, rows, figures)) is not None:
-            sections.append(section)
+        if results := collected.of(suite.name):
+            rows = rows_of(suite, results)
+            tiles += suite.tiles(rows) if rows else ()
+            sections.append(suite_section(suite, results, rows, figures))
     return sections, tiles

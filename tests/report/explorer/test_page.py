@@ -19,17 +19,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.report.traces import hostile, made_up, of_tokens
+from tests.report.traces import chunks_of, hostile, made_up, of_tokens
 from tests.trace.whole import totals
 from trailmark.report.explorer.data import collect, pack
 from trailmark.report.explorer.page import build, expect_inputs, keeping
 from trailmark.trace.lines import Entry, Read, TracedChunk, TraceSource, read_trace, write_lines
 
 SIZES = ({}, {"words": True, "num_groups": 3, "chunk_size": 20}, {"num_tokens": 1001, "num_retrieved": 2})
-
-
-def chunks_of(entries: list[Entry]) -> list[TracedChunk]:
-    return [entry for entry in entries if isinstance(entry, TracedChunk)]
 
 
 def of_a_page(page: str) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
