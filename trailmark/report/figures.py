@@ -10,7 +10,7 @@ import importlib.util
 import io
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -67,7 +67,7 @@ def available() -> bool:
     return importlib.util.find_spec("matplotlib") is not None
 
 
-@dataclass(frozen=True)
+@dataclass
 class Figure:
     """What stands on the page for a chart.
 
@@ -77,8 +77,8 @@ class Figure:
         numbers: the same numbers as a table.
         draw: makes matplotlib's figure.
         wide: whether it has panels beside each other.
-        drawing: an ``<svg>`` for the page; None: nothing can draw.
-        files: what they are, and where they lie from the page.
+        drawing: an ``<svg>`` for the page; None: it is not drawn yet, or cannot be.
+        files: where the drawing lies beside the page.
     """
 
     name: str
@@ -88,10 +88,10 @@ class Figure:
     draw: Callable[[], Any]
     wide: bool = False
     drawing: Markup | None = None
-    files: Sequence[tuple[str, str]] = ()
+    files: Sequence[Path] = ()
 
     def write(self, folder: Path) -> str:
-        """Write ``NAME.svg`` and ``NAME.png`` into ``folder``; the SVG's text is returned.
+        """Draw it, into ``NAME.svg`` and ``NAME.png`` in ``folder`` and for the page; the SVG's text is returned.
 
         Raises:
             ValueError: matplotlib is not there.
@@ -101,6 +101,7 @@ class Figure:
         import matplotlib
 
         folder.mkdir(parents=True, exist_ok=True)
+        svg, png = (folder / f"{self.name}.{kind}" for kind in ("svg", "png"))
         with matplotlib.rc_context(_STYLE):
             figure = self.draw()
             if figure.get_layout_engine() is not None:
@@ -108,28 +109,12 @@ class Figure:
                 figure.set_layout_engine(None)  # it is laid out: the files need not be again
             picture = io.StringIO()
             figure.savefig(picture, format="svg", metadata={"Date": None, "Creator": None})
-            figure.savefig(folder / f"{self.name}.png", dpi=160, metadata={"Software": None})
-        write_text(folder / f"{self.name}.svg", picture.getvalue())
-        return picture.getvalue()
-
-
-@dataclass
-class Figures:
-    """Draws figures, or leaves them with their numbers alone where nothing can draw."""
-
-    folder: Path | None  # for the files; None: no drawing
-    progress: Callable[[str], None] = lambda message: None
-    written: list[Path] = field(default_factory=list)
-
-    def show(self, figure: Figure) -> Figure:
-        if self.folder is None:
-            return figure
-        self.progress(f"drawing {figure.title}")
-        drawing = inline(figure.write(self.folder), figure.name, figure.title, figure.description)
-        files = [self.folder / f"{figure.name}.{kind}" for kind in ("svg", "png")]
-        self.written += files
-        links = [(file.suffix[1:].upper(), f"{self.folder.name}/{file.name}") for file in files]
-        return replace(figure, drawing=drawing, files=links)
+            figure.savefig(png, dpi=160, metadata={"Software": None})
+        text = picture.getvalue()
+        write_text(svg, text)
+        self.files = (svg, png)
+        self.drawing = inline(text, self.name, self.title, self.description)
+        return text
 
 
 def panels(count: int, height: float, head: float = 0.0) -> tuple[Any, list[Any]]:

@@ -11,7 +11,7 @@ from trailmark.evaluation.suite import Column, Row, Suite, Tile
 from trailmark.evaluation.tables import Table, table_of
 from trailmark.report.charts import charts_of, chunk_charts
 from trailmark.report.collect import MOST_GENERATIONS, Collected, Result, generations
-from trailmark.report.figures import Figure, Figures
+from trailmark.report.figures import Figure
 from trailmark.values import MISSING, grouped, shown
 
 _SAID_BEFORE = {"answer": "expected", "text": "generated", "summary": "reference"}  # in records of 0.1.0
@@ -84,7 +84,7 @@ def rows_of(suite: Suite, results: Sequence[Result]) -> list[Row]:
     return rows
 
 
-def suite_section(suite: Suite, results: Sequence[Result], rows: Sequence[Row], figures: Figures) -> Section:
+def suite_section(suite: Suite, results: Sequence[Result], rows: Sequence[Row]) -> Section:
     """All that was measured in a suite."""
     parts = []
     if unfinished := _unfinished(suite, results):
@@ -94,24 +94,24 @@ def suite_section(suite: Suite, results: Sequence[Result], rows: Sequence[Row], 
     for place, ((title, fine), group) in enumerate(groups.items(), 1):
         # what is read without the line below the heading says itself of what it is
         whole = f"{title} ({fine.removesuffix('.')})" if fine and titles.count(title) > 1 else title
-        part = _drawn(charts_of(suite, whole, place, group), figures, title, fine)
+        part = _charted(charts_of(suite, whole, place, group), title, fine)
         caption = f"{whole or suite.title}: all cells"
         part.tables.append(table_of(caption, suite.columns, group, "page"))
         part.notes += dict.fromkeys(str(row["note"]) for row in group if row.get("note"))
         part.folded = [*_published(group), *_written(suite, group)]
         parts.append(part)
-    parts += [_drawn([chart], figures) for chart in chunk_charts(suite, rows)]
+    parts += [_charted([chart]) for chart in chunk_charts(suite, rows)]
     return Section(suite.name, suite.title, parts, suite.about)
 
 
-def _drawn(charts: Iterable[Figure | str], figures: Figures, title: str = "", fine: str = "") -> Part:
-    """Figures, and notes where some could not be drawn."""
+def _charted(charts: Iterable[Figure | str], title: str = "", fine: str = "") -> Part:
+    """Figures, and notes of what is not drawn."""
     part = Part(title, fine)
     for chart in charts:
         if isinstance(chart, str):
             part.notes.append(chart)
         else:
-            part.figures.append(figures.show(chart))
+            part.figures.append(chart)
     return part
 
 
@@ -180,9 +180,7 @@ def _value(value: Any) -> str:
     return shown(value, ".5g") if isinstance(value, float) else shown(value)
 
 
-def sections_of_suites(
-    collected: Collected, known: Mapping[str, Suite], figures: Figures
-) -> tuple[list[Section], list[Tile]]:
+def sections_of_suites(collected: Collected, known: Mapping[str, Suite]) -> tuple[list[Section], list[Tile]]:
     """The section of each suite, and the numbers that sum them up."""
     sections: list[Section] = []
     tiles: list[Tile] = []
@@ -190,5 +188,5 @@ def sections_of_suites(
         if results := collected.of(suite.name):
             rows = rows_of(suite, results)
             tiles += suite.tiles(rows) if rows else ()
-            sections.append(suite_section(suite, results, rows, figures))
+            sections.append(suite_section(suite, results, rows))
     return sections, tiles

@@ -10,7 +10,6 @@ from trailmark.evaluation.suite import Column, Lines, Panel, Row
 from trailmark.evaluation.tables import table_of
 from trailmark.report.charts import Series, curves_of, line_figure
 from trailmark.report.collect import Training
-from trailmark.report.figures import Figures
 from trailmark.report.sections import Part, Section
 from trailmark.values import duration, number
 
@@ -43,7 +42,7 @@ _CURVES = Lines(
 )
 
 
-def training(trainings: Sequence[Training], figures: Figures) -> Section | None:
+def training(trainings: Sequence[Training]) -> Section | None:
     """The curves of all trainings, and how they ended; None where there are none."""
     if not trainings:
         return None
@@ -53,7 +52,7 @@ def training(trainings: Sequence[Training], figures: Figures) -> Section | None:
         every = max(1, max(len(line.rows) for _, lines in curves for line in lines) // _POINTS)
         told = f" The table holds each {every}th logged step and the last; history.json all." * (every > 1)
         chart = replace(_CURVES, caption=_CURVES.caption + told)
-        part.figures.append(figures.show(line_figure(chart, curves, lengths=False, every=every)))
+        part.figures.append(line_figure(chart, curves, lengths=False, every=every))
     return Section("training", "Training", [part])
 
 
