@@ -20,26 +20,23 @@ _MOST_WRITTEN_IN_ALL = 24
 _MOST_CHARACTERS = 1200  # of each
 
 
-@dataclass(frozen=True)
-class Folded:
-    """What opens when it is asked for."""
-
-    summary: str
-    tables: Sequence[Table]
-
-
 @dataclass
 class Part:
-    """What stands under one heading, in this order."""
+    """What stands under one heading, in this order.
+
+    Args:
+        code: commands.
+        folded: what opens when it is asked for: tables under a summary.
+    """
 
     title: str = ""
     fine: str = ""
     notices: list[str] = field(default_factory=list)
-    code: list[str] = field(default_factory=list)  # commands
+    code: list[str] = field(default_factory=list)
     figures: list[Figure] = field(default_factory=list)
     tables: list[Table] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
-    folded: list[Folded] = field(default_factory=list)
+    folded: dict[str, list[Table]] = field(default_factory=dict)
 
     @property
     def pair(self) -> bool:
@@ -98,7 +95,7 @@ def suite_section(suite: Suite, results: Sequence[Result], rows: Sequence[Row]) 
         caption = f"{whole or suite.title}: all cells"
         part.tables.append(table_of(caption, suite.columns, group, "page"))
         part.notes += dict.fromkeys(str(row["note"]) for row in group if row.get("note"))
-        part.folded = [*_published(group), *_written(suite, group)]
+        part.folded = _published(group) | _written(suite, group)
         parts.append(part)
     parts += [_charted([chart]) for chart in chunk_charts(suite, rows)]
     return Section(suite.name, suite.title, parts, suite.about)
@@ -124,7 +121,7 @@ def _unfinished(suite: Suite, results: Sequence[Result]) -> list[str]:
     ]
 
 
-def _written(suite: Suite, rows: Sequence[Row]) -> list[Folded]:
+def _written(suite: Suite, rows: Sequence[Row]) -> dict[str, list[Table]]:
     """Some of what the models wrote, what is wrong first."""
 
     def wrong_first(lines: Iterable[Row]) -> list[Row]:
@@ -139,12 +136,12 @@ def _written(suite: Suite, rows: Sequence[Row]) -> list[Folded]:
         for line in wrong_first(row["written"])[:_MOST_WRITTEN]
     )[:_MOST_WRITTEN_IN_ALL]
     if not lines or not suite.written:
-        return []
+        return {}
     said = f"{len(lines)} examples, wrong ones first, of the first {MOST_GENERATIONS:,} in each file"
     columns = [Column("model", "model", text=True), Column("tokens", "length", ",d"), *suite.written]
     table = table_of(said, columns, lines, "page")
     cut = [[_quote(text) for text in cells] for cells in table.rows]
-    return [Folded(said, [Table(said, table.header, cut, table.words)])]
+    return {said: [Table(said, table.header, cut, table.words)]}
 
 
 def _quote(text: str) -> str:
@@ -153,7 +150,7 @@ def _quote(text: str) -> str:
     return text if rest <= 0 else f"{text[:_MOST_CHARACTERS]} … ({rest:,} more characters)"
 
 
-def _published(rows: Iterable[Row]) -> list[Folded]:
+def _published(rows: Iterable[Row]) -> dict[str, list[Table]]:
     """What papers printed, as the results' protocols noted it: a table for each of theirs."""
     tables: dict[str, dict[str, Mapping[str, Any]]] = {}
     for row in rows:
@@ -164,13 +161,13 @@ def _published(rows: Iterable[Row]) -> list[Folded]:
                 about += [str(printed["table"])] if "table" in printed else []
                 key = json.dumps(printed, sort_keys=True, default=str)
                 tables.setdefault(", ".join(about) or "the paper", {})[key] = printed
-    folded = []
+    folded = {}
     for source, entries in tables.items():
         names = {name: None for entry in entries.values() for name in entry if name not in ("arxiv", "table")}
         ordered = sorted(names, key=lambda name: name != "model")
         values = [[_value(entry.get(name)) for name in ordered] for entry in entries.values()]
         header = [name.replace("_", " ") for name in ordered]
-        folded.append(Folded(f"Published: {source}", [Table(f"As printed in {source}", header, values)]))
+        folded[f"Published: {source}"] = [Table(f"As printed in {source}", header, values)]
     return folded
 
 
