@@ -14,6 +14,8 @@ from typing import Any
 
 import pytest
 
+from trailmark.report.theme import channels
+
 CHROMIUM = os.environ.get("TRAILMARK_CHROMIUM") or shutil.which("chromium") or "/usr/bin/chromium"
 Open = Callable[..., Any]
 
@@ -64,6 +66,11 @@ def windows(browser: Any) -> Iterator[Open]:
     assert said == []
     assert set(asked) - {"data:,"} == set(opened)
     assert len([url for url in asked if url in opened]) >= len(opened)
+
+
+def rgb(value: str) -> str:
+    """A colour of the theme as a browser names it."""
+    return "rgb({}, {}, {})".format(*channels(value))
 
 
 def until(page: Any, condition: str, argument: Any = None, seconds: float = 30.0) -> None:

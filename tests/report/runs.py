@@ -9,6 +9,11 @@ from typing import Any
 import yaml
 
 LENGTHS = (1024, 4096, 16384, 65536)
+# of the page about everything()
+SECTIONS = (
+    *("overview", "needles", "perplexity", "summarization", "cost", "training"),
+    *("reproduce", "environment", "not-shown"),
+)
 ENVIRONMENT = {
     "date": "2026-11-20",
     "trailmark": "0.1.0",

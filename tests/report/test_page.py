@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 
 from tests.report import runs
+from tests.report.runs import SECTIONS
 from trailmark.evaluation.needles.suite import pooled
 from trailmark.evaluation.suite import suite_named
-from trailmark.report import charts
 from trailmark.report.collect import collect
 from trailmark.report.page import Built, build
 from trailmark.report.sections import rows_of
@@ -85,13 +85,7 @@ def everything(whole_report: tuple[Built, list[str]]) -> tuple[Page, Built, list
 @pytest.fixture
 def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
     """For tests of what stands in the page: drawing is tested elsewhere."""
-    monkeypatch.setattr(charts, "available", lambda: False)
-
-
-SECTIONS = (
-    *("overview", "needles", "perplexity", "summarization", "cost", "training"),
-    *("reproduce", "environment", "not-shown"),
-)
+    monkeypatch.setattr("trailmark.report.page.available", lambda: False)
 
 
 def test_all_sections_are_there_and_can_be_reached(everything: tuple[Page, Built, list[str]]) -> None:

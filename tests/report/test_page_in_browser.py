@@ -9,14 +9,10 @@ from typing import Any
 
 import pytest
 
-from tests.report.browser import Open, until, windows
+from tests.report.browser import Open, rgb, until, windows
+from tests.report.runs import SECTIONS
 from trailmark.report.page import Built
-from trailmark.report.theme import DARK, LIGHT, channels
-
-SECTIONS = (
-    *("overview", "needles", "perplexity", "summarization", "cost", "training"),
-    *("reproduce", "environment", "not-shown"),
-)  # fmt: skip
+from trailmark.report.theme import DARK, LIGHT
 
 
 @pytest.fixture(scope="module")
@@ -32,10 +28,6 @@ def open_page(browser: Any, report: Path) -> Iterator[Open]:
 
 def colour(page: Any, what: str = "background-color", of: str = "body") -> str:
     return page.evaluate(f"getComputedStyle(document.querySelector('{of}')).getPropertyValue('{what}')")
-
-
-def rgb(value: str) -> str:
-    return "rgb({}, {}, {})".format(*channels(value))
 
 
 def test_all_sections_are_seen_and_the_navigation_leads_to_each(open_page: Open) -> None:
@@ -169,15 +161,9 @@ def test_the_keyboard_reaches_all_and_focus_is_seen(open_page: Open) -> None:
 def test_what_a_screen_reader_hears(open_page: Open) -> None:
     """The names that the browser gives to assistive technology."""
     page = open_page()
-    for role, least in (
-        ("img", 11),
-        ("region", 20),
-        ("main", 1),
-        ("navigation", 1),
-        ("banner", 1),
-        ("table", 5),
-    ):
-        assert page.get_by_role(role).count() >= least, role
+    least = {"img": 11, "region": 20, "main": 1, "navigation": 1, "banner": 1, "table": 5}
+    for role, number in least.items():
+        assert page.get_by_role(role).count() >= number, role
     assert page.get_by_role("main").count() == page.get_by_role("heading", level=1).count() == 1
     unnamed = page.evaluate("""[...document.querySelectorAll('svg[role=img], [role=region], nav, button, a')]
         .filter(node => {

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 from trailmark.trace.lines import Entry, Read, TracedChunk, TraceHeader, TraceSource
@@ -14,11 +16,16 @@ _COMMON = (
     *("the", "of", "and", "to", "in", "a", "is", "that", "we", "for", "it", "as"),
     *("by", "with", "this", "be", "on", "are", "let", "then", "so", "not", "from", "which"),
 )  # fmt: skip
+CHUNK_SIZE = 63  # of the trace that the tests of the page look at in a browser
 _GREEK = ("alpha", "beta", "gamma", "lambda", "mu", "pi", "sigma", "phi")
 _FORMATS = (
     "\\label{{eq:{n}}}", "\\ref{{eq:{n}}}", "$x_{{{n}}}^2$", "\\frac{{{n}}}{{2}}", "\\section{{Part {n}}}\n",
     "\\begin{{equation}}", "\\end{{equation}}", "é{n}", "𝔸_{n}", "日本{n}", "{n}",
 )  # fmt: skip
+
+
+def chunks_of(entries: list[Entry]) -> list[TracedChunk]:
+    return [entry for entry in entries if isinstance(entry, TracedChunk)]
 
 
 def made_up(
@@ -142,23 +149,26 @@ def _reads(
     return reads, helps
 
 
-def of_bytes(text: str, chunk_size: int) -> tuple[TraceHeader, list[Entry]]:
-    """A trace of ``text``, a token for each byte: a character belongs to its last one. Chunks read the first."""
-    ends = np.cumsum([len(character.encode()) for character in text])
-    before = np.searchsorted(ends, np.arange(ends[-1]), "right")  # characters that have ended at each byte
+def of_tokens(chunks: list[list[str]], chunk_size: int) -> tuple[TraceHeader, list[Entry]]:
+    """A trace of chunks of tokens with these texts. From the third on they read the first."""
     entries: list[Entry] = []
-    for number, first in enumerate(range(0, int(ends[-1]), chunk_size)):
-        own = before[first : first + chunk_size]
-        after = before[first + len(own)] if first + len(own) < ends[-1] else len(text)
-        read = np.arange(int(number > 1))
-        losses = np.ones(len(own), np.float32)
+    first = 0
+    for number, tokens in enumerate(chunks):
+        num = len(tokens)
+        starts = np.cumsum([0, *map(len, tokens[:-1])])
+        read = Read(np.arange(int(number > 1)), np.ones(int(number > 1), np.float32))
+        ids, losses = np.zeros(num, np.int64), np.ones(num, np.float32)
         entries.append(
-            TracedChunk(
-                number, first, True, np.zeros(len(own), np.int64), text[own[0] : after], own - own[0],
-                (Read(read, np.ones(len(read), np.float32)),), losses, losses,
-            )
-        )  # fmt: skip
-    return TraceHeader({"name": "bytes"}, 1, chunk_size, 1), entries
+            TracedChunk(number, first, True, ids, "".join(tokens), starts, (read,), losses, losses)
+        )
+        first += num
+    return TraceHeader({"name": "tokens"}, 1, chunk_size, 1), entries
+
+
+def of_bytes(text: str, chunk_size: int) -> tuple[TraceHeader, list[Entry]]:
+    """A trace of ``text``, a token for each byte: a character belongs to its last one."""
+    tokens = [part for letter in text for part in [""] * (len(letter.encode()) - 1) + [letter]]
+    return of_tokens([tokens[n : n + chunk_size] for n in range(0, len(tokens), chunk_size)], chunk_size)
 
 
 HOSTILE = (
@@ -180,24 +190,11 @@ HOSTILE = (
 def hostile(long_token: int = 70_000) -> tuple[TraceHeader, list[Entry]]:
     """Text that would do harm as HTML, as a script or as CSS, and a token of ``long_token`` characters."""
     header, entries = made_up(1024, 32, num_sources=1, name="<b>bold</b></title><script>1</script>")
-    chunks = [entry for entry in entries if isinstance(entry, TracedChunk)]
     changed: list[Entry] = [TraceSource("</script><b>\ud800\x00.tex", 0)]
-    for chunk in chunks:
+    for chunk in chunks_of(entries):
         text = HOSTILE[chunk.number % len(HOSTILE)]
         starts = np.minimum(np.arange(len(chunk.ids)) * -(-len(text) // len(chunk.ids)), len(text))
         if chunk.number == 20:
             text += "x" * long_token  # its last token holds all of it
-        changed.append(
-            TracedChunk(
-                chunk.number,
-                chunk.first_token,
-                chunk.closed,
-                chunk.ids,
-                text,
-                starts,
-                chunk.reads,
-                chunk.losses,
-                chunk.losses_without,
-            )
-        )
+        changed.append(replace(chunk, text=text, starts=starts))
     return header, changed

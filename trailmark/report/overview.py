@@ -12,7 +12,7 @@ from typing import Any
 from trailmark.evaluation.suite import Column, Suite, Tile
 from trailmark.evaluation.tables import Table, table_of
 from trailmark.report.collect import Collected, Demo, Model, Result, Training
-from trailmark.report.sections import Folded, Part, Section
+from trailmark.report.sections import Part, Section
 from trailmark.values import grouped, in_common, setting
 
 _MODELS = (
@@ -81,7 +81,7 @@ def _record(source: Path, suite: Suite, results: Sequence[Result]) -> Part:
             "alone."
         )
     cells = f"Settings of {len(results)} cell{'s' * (len(results) != 1)}"
-    part.folded.append(Folded(cells, _settings([result.settings for result in results])))
+    part.folded[cells] = _settings([result.settings for result in results])
     return part
 
 
@@ -112,8 +112,8 @@ def _demo(demo: Demo) -> Part:
             words += [f"--{name.replace('_', '-')}", setting(value)]
     left_out = ("results", "environment", "training", "kind")
     facts = {name: value for name, value in demo.content.items() if name not in left_out}
-    folded = Folded("Settings of the demo", _settings([_flat(facts)]))
-    return Part(str(demo.source), code=[shlex.join(words)], folded=[folded])
+    folded = {"Settings of the demo": _settings([_flat(facts)])}
+    return Part(str(demo.source), code=[shlex.join(words)], folded=folded)
 
 
 def _training(run: Training) -> Part:
@@ -124,7 +124,7 @@ def _training(run: Training) -> Part:
     part.code.append(
         shlex.join(["trailmark", "train", str(run.source.parent / "run.yaml"), "output=runs/again"])
     )
-    part.folded.append(Folded("Settings of the training", _settings([_flat(run.run)])))
+    part.folded["Settings of the training"] = _settings([_flat(run.run)])
     return part
 
 

@@ -12,9 +12,8 @@ from pathlib import Path
 
 from trailmark.evaluation.suite import suites
 from trailmark.files import expect_writable, write_text
-from trailmark.report import charts
 from trailmark.report.collect import Collected, NotShown, collect
-from trailmark.report.figures import Figures
+from trailmark.report.figures import available
 from trailmark.report.notes import notes
 from trailmark.report.overview import environments, overview, reproduce
 from trailmark.report.rendering import render
@@ -55,15 +54,19 @@ def build(
         )
     collected = collect(paths, progress)
     expect_writable("output", output.parent)
-    folder = output.with_name(f"{output.stem}-figures")
-    figures = Figures(folder if charts.available() else None, progress)
-    told = notes(collected)
-    if figures.folder is None:
-        told.append("No figures: matplotlib is not installed. pip install 'trailmark[figures]'")
     known = suites()
-    sections, tiles = sections_of_suites(collected, known, figures)
-    if (trainings := training(collected, figures)) is not None:
+    sections, tiles = sections_of_suites(collected, known)
+    if (trainings := training(collected.trainings)) is not None:
         sections.append(trainings)
+    told = notes(collected)
+    folder = output.with_name(f"{output.stem}-figures")
+    figures = [figure for section in sections for part in section.parts for figure in part.figures]
+    if not available():
+        told.append("No figures: matplotlib is not installed. pip install 'trailmark[figures]'")
+        figures = []
+    for figure in figures:
+        progress(f"drawing {figure.title}")
+        figure.write(folder)
     sections = [overview(collected, tiles), *sections, reproduce(collected, known), environments(collected)]
     progress(f"writing {output}")
     headline = _headline(collected)
@@ -85,9 +88,9 @@ def build(
         say(f"Not shown: {entry.path}: {entry.reason}")
     for note in told:
         say(f"Note: {note}")
-    drawn = f", {len(figures.written) // 2} figures in {folder}/" if figures.written else ""
+    drawn = f", {len(figures)} figures in {folder}/" if figures else ""
     say(f"Report: {output} ({_content(collected)}){drawn}")
-    return Built(output, figures.written, told, collected.not_shown)
+    return Built(output, [file for figure in figures for file in figure.files], told, collected.not_shown)
 
 
 def _headline(collected: Collected) -> str:

@@ -9,8 +9,9 @@ from typing import Any
 
 from trailmark.evaluation.suite import Column, Row, Suite, Tile
 from trailmark.evaluation.tables import Table, table_of
+from trailmark.report.charts import charts_of, chunk_charts
 from trailmark.report.collect import MOST_GENERATIONS, Collected, Result, generations
-from trailmark.report.figures import Figure, Figures, charts_of, chunk_charts
+from trailmark.report.figures import Figure
 from trailmark.values import MISSING, grouped, shown
 
 _SAID_BEFORE = {"answer": "expected", "text": "generated", "summary": "reference"}  # in records of 0.1.0
@@ -19,31 +20,28 @@ _MOST_WRITTEN_IN_ALL = 24
 _MOST_CHARACTERS = 1200  # of each
 
 
-@dataclass(frozen=True)
-class Folded:
-    """What opens when it is asked for."""
-
-    summary: str
-    tables: Sequence[Table]
-
-
 @dataclass
 class Part:
-    """What stands under one heading, in this order."""
+    """What stands under one heading, in this order.
+
+    Args:
+        code: commands.
+        folded: what opens when it is asked for: tables under a summary.
+    """
 
     title: str = ""
     fine: str = ""
     notices: list[str] = field(default_factory=list)
-    code: list[str] = field(default_factory=list)  # commands
+    code: list[str] = field(default_factory=list)
     figures: list[Figure] = field(default_factory=list)
     tables: list[Table] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
-    folded: list[Folded] = field(default_factory=list)
+    folded: dict[str, list[Table]] = field(default_factory=dict)
 
     @property
     def pair(self) -> bool:
         """Whether the figures stand side by side."""
-        return len(self.figures) > 1 and not any(figure.chart.wide for figure in self.figures)
+        return len(self.figures) > 1 and not any(figure.wide for figure in self.figures)
 
 
 @dataclass
@@ -83,37 +81,35 @@ def rows_of(suite: Suite, results: Sequence[Result]) -> list[Row]:
     return rows
 
 
-def suite_section(
-    suite: Suite, results: Sequence[Result], rows: Sequence[Row], figures: Figures
-) -> Section | None:
-    """All that was measured in a suite; None where that is nothing."""
-    if not results:
-        return None
+def suite_section(suite: Suite, results: Sequence[Result], rows: Sequence[Row]) -> Section:
+    """All that was measured in a suite."""
     parts = []
     if unfinished := _unfinished(suite, results):
         parts.append(Part(notices=unfinished))
     groups = grouped(rows, suite.heading)
     titles = [title for title, _ in groups]
     for place, ((title, fine), group) in enumerate(groups.items(), 1):
-        part = Part(title, fine)
         # what is read without the line below the heading says itself of what it is
         whole = f"{title} ({fine.removesuffix('.')})" if fine and titles.count(title) > 1 else title
-        for chart in charts_of(suite, whole, place, group):
-            if isinstance(chart, str):
-                part.notes.append(chart)
-            else:
-                part.figures.append(figures.show(chart))
+        part = _charted(charts_of(suite, whole, place, group), title, fine)
         caption = f"{whole or suite.title}: all cells"
         part.tables.append(table_of(caption, suite.columns, group, "page"))
         part.notes += dict.fromkeys(str(row["note"]) for row in group if row.get("note"))
-        part.folded = [*_published(group), *_written(suite, group)]
+        part.folded = _published(group) | _written(suite, group)
         parts.append(part)
-    for chart in chunk_charts(suite, rows):
-        if isinstance(chart, str):
-            parts.append(Part(notes=[chart]))
-        else:
-            parts.append(Part(figures=[figures.show(chart)]))
+    parts += [_charted([chart]) for chart in chunk_charts(suite, rows)]
     return Section(suite.name, suite.title, parts, suite.about)
+
+
+def _charted(charts: Iterable[Figure | str], title: str = "", fine: str = "") -> Part:
+    """Figures, and notes of what is not drawn."""
+    part = Part(title, fine)
+    for chart in charts:
+        if isinstance(chart, str):
+            part.notes.append(chart)
+        else:
+            part.figures.append(chart)
+    return part
 
 
 def _unfinished(suite: Suite, results: Sequence[Result]) -> list[str]:
@@ -125,7 +121,7 @@ def _unfinished(suite: Suite, results: Sequence[Result]) -> list[str]:
     ]
 
 
-def _written(suite: Suite, rows: Sequence[Row]) -> list[Folded]:
+def _written(suite: Suite, rows: Sequence[Row]) -> dict[str, list[Table]]:
     """Some of what the models wrote, what is wrong first."""
 
     def wrong_first(lines: Iterable[Row]) -> list[Row]:
@@ -140,12 +136,12 @@ def _written(suite: Suite, rows: Sequence[Row]) -> list[Folded]:
         for line in wrong_first(row["written"])[:_MOST_WRITTEN]
     )[:_MOST_WRITTEN_IN_ALL]
     if not lines or not suite.written:
-        return []
+        return {}
     said = f"{len(lines)} examples, wrong ones first, of the first {MOST_GENERATIONS:,} in each file"
     columns = [Column("model", "model", text=True), Column("tokens", "length", ",d"), *suite.written]
     table = table_of(said, columns, lines, "page")
     cut = [[_quote(text) for text in cells] for cells in table.rows]
-    return [Folded(said, [Table(said, table.header, cut, table.words)])]
+    return {said: [Table(said, table.header, cut, table.words)]}
 
 
 def _quote(text: str) -> str:
@@ -154,7 +150,7 @@ def _quote(text: str) -> str:
     return text if rest <= 0 else f"{text[:_MOST_CHARACTERS]} … ({rest:,} more characters)"
 
 
-def _published(rows: Iterable[Row]) -> list[Folded]:
+def _published(rows: Iterable[Row]) -> dict[str, list[Table]]:
     """What papers printed, as the results' protocols noted it: a table for each of theirs."""
     tables: dict[str, dict[str, Mapping[str, Any]]] = {}
     for row in rows:
@@ -165,13 +161,13 @@ def _published(rows: Iterable[Row]) -> list[Folded]:
                 about += [str(printed["table"])] if "table" in printed else []
                 key = json.dumps(printed, sort_keys=True, default=str)
                 tables.setdefault(", ".join(about) or "the paper", {})[key] = printed
-    folded = []
+    folded = {}
     for source, entries in tables.items():
         names = {name: None for entry in entries.values() for name in entry if name not in ("arxiv", "table")}
         ordered = sorted(names, key=lambda name: name != "model")
         values = [[_value(entry.get(name)) for name in ordered] for entry in entries.values()]
         header = [name.replace("_", " ") for name in ordered]
-        folded.append(Folded(f"Published: {source}", [Table(f"As printed in {source}", header, values)]))
+        folded[f"Published: {source}"] = [Table(f"As printed in {source}", header, values)]
     return folded
 
 
@@ -181,16 +177,13 @@ def _value(value: Any) -> str:
     return shown(value, ".5g") if isinstance(value, float) else shown(value)
 
 
-def sections_of_suites(
-    collected: Collected, known: Mapping[str, Suite], figures: Figures
-) -> tuple[list[Section], list[Tile]]:
+def sections_of_suites(collected: Collected, known: Mapping[str, Suite]) -> tuple[list[Section], list[Tile]]:
     """The section of each suite, and the numbers that sum them up."""
     sections: list[Section] = []
     tiles: list[Tile] = []
     for suite in known.values():
-        results = collected.of(suite.name)
-        rows = rows_of(suite, results)
-        tiles += suite.tiles(rows) if rows else ()
-        if (section := suite_section(suite, results, rows, figures)) is not None:
-            sections.append(section)
+        if results := collected.of(suite.name):
+            rows = rows_of(suite, results)
+            tiles += suite.tiles(rows) if rows else ()
+            sections.append(suite_section(suite, results, rows))
     return sections, tiles

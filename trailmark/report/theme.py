@@ -7,54 +7,35 @@ from collections.abc import Mapping
 LEVELS = 11  # of a heat map: 0.0, 0.1, ... 1.0
 _LIGHT_ON_LEVEL = 6  # from this level on, a heat map's numbers have the other colour
 
-# "paper" must be no other colour's value: in a figure each value stands for its name, see svg.py
-_LIGHT = {
-    "paper": "#fdfcfa",
-    "raised": "#f5f3ee",
-    "ink": "#1d2126",
-    "muted": "#565d66",
-    "rule": "#d9d5cc",
-    "grid": "#e4e1d9",
-    "link": "#175a9c",
-    "notice": "#fbf1d9",
-    "notice-rule": "#a86a00",
-    "bar": "#d6e4f3",
-    "shade": "#dfdbd2",
-    "series-1": "#1f5fa8",
-    "series-2": "#b94a0c",
-    "series-3": "#2c7a4b",
-    "series-4": "#7a4a9e",
-    "series-5": "#0b7783",
-    "series-6": "#b0356f",
-    "series-7": "#7d5b1c",
-    "series-8": "#59636f",
+# of each its value in light and in dark; "paper" must be no other colour's value: in a figure each value stands for its
+# name, see svg.py
+_COLOURS = {
+    "paper": ("#fdfcfa", "#14171b"),
+    "raised": ("#f5f3ee", "#1c2026"),
+    "ink": ("#1d2126", "#e9e7e2"),
+    "muted": ("#565d66", "#a3aab3"),
+    "rule": ("#d9d5cc", "#363c45"),
+    "grid": ("#e4e1d9", "#2b3038"),
+    "link": ("#175a9c", "#85bbf2"),
+    "notice": ("#fbf1d9", "#2f2817"),
+    "notice-rule": ("#a86a00", "#e0a63d"),
+    "bar": ("#d6e4f3", "#213c58"),
+    "shade": ("#dfdbd2", "#3a414b"),
+    "series-1": ("#1f5fa8", "#7db4f0"),
+    "series-2": ("#b94a0c", "#f29a62"),
+    "series-3": ("#2c7a4b", "#78c894"),
+    "series-4": ("#7a4a9e", "#c4a2e8"),
+    "series-5": ("#0b7783", "#5ec6d2"),
+    "series-6": ("#b0356f", "#f190bd"),
+    "series-7": ("#7d5b1c", "#d8b56e"),
+    "series-8": ("#59636f", "#aeb7c2"),
 }
-_DARK = {
-    "paper": "#14171b",
-    "raised": "#1c2026",
-    "ink": "#e9e7e2",
-    "muted": "#a3aab3",
-    "rule": "#363c45",
-    "grid": "#2b3038",
-    "link": "#85bbf2",
-    "notice": "#2f2817",
-    "notice-rule": "#e0a63d",
-    "bar": "#213c58",
-    "shade": "#3a414b",
-    "series-1": "#7db4f0",
-    "series-2": "#f29a62",
-    "series-3": "#78c894",
-    "series-4": "#c4a2e8",
-    "series-5": "#5ec6d2",
-    "series-6": "#f190bd",
-    "series-7": "#d8b56e",
-    "series-8": "#aeb7c2",
-}
-# the two ends of the heat map's lower and upper levels
-_LIGHT_HEAT = (("#f7eee3", "#8db4d8"), ("#3f78b3", "#0f3d73"))
-_DARK_HEAT = (("#2a2521", "#33587f"), ("#6fa3d6", "#cfe6ff"))
-_LIGHT_HEAT_INK = {"heat-ink-low": "#0b1016", "heat-ink-high": "#ffffff"}
-_DARK_HEAT_INK = {"heat-ink-low": "#fffffe", "heat-ink-high": "#070b10"}
+_HEAT_INKS = {"heat-ink-low": ("#0b1016", "#fffffe"), "heat-ink-high": ("#ffffff", "#070b10")}
+# the two ends of the heat map's lower and upper levels, in light and in dark
+_HEAT_ENDS = (
+    (("#f7eee3", "#8db4d8"), ("#3f78b3", "#0f3d73")),
+    (("#2a2521", "#33587f"), ("#6fa3d6", "#cfe6ff")),
+)
 
 
 def _between(low: str, high: str, count: int) -> list[str]:
@@ -66,10 +47,13 @@ def _between(low: str, high: str, count: int) -> list[str]:
     ]
 
 
-def _heat(ends: tuple[tuple[str, str], tuple[str, str]]) -> dict[str, str]:
-    low, high = ends
+def _theme(number: int) -> dict[str, str]:
+    """All colours by their names: 0 is light, 1 is dark."""
+    low, high = _HEAT_ENDS[number]
     ramp = _between(*low, _LIGHT_ON_LEVEL) + _between(*high, LEVELS - _LIGHT_ON_LEVEL)
-    return {f"heat-{level}": colour for level, colour in enumerate(ramp)}
+    heat = {f"heat-{level}": colour for level, colour in enumerate(ramp)}
+    own, inks = ({name: both[number] for name, both in part.items()} for part in (_COLOURS, _HEAT_INKS))
+    return own | heat | inks
 
 
 def channels(colour: str) -> tuple[int, int, int]:
@@ -77,8 +61,8 @@ def channels(colour: str) -> tuple[int, int, int]:
     return int(colour[1:3], 16), int(colour[3:5], 16), int(colour[5:7], 16)
 
 
-LIGHT: Mapping[str, str] = _LIGHT | _heat(_LIGHT_HEAT) | _LIGHT_HEAT_INK
-DARK: Mapping[str, str] = _DARK | _heat(_DARK_HEAT) | _DARK_HEAT_INK
+LIGHT: Mapping[str, str] = _theme(0)
+DARK: Mapping[str, str] = _theme(1)
 SERIES = tuple(name for name in LIGHT if name.startswith("series-"))
 
 

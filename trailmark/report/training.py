@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
-from trailmark.evaluation import suite as declared
-from trailmark.evaluation.suite import Column, Row
+from trailmark.evaluation.suite import Column, Lines, Panel, Row
 from trailmark.evaluation.tables import table_of
-from trailmark.report.charts import Line, LineChart, Panel
-from trailmark.report.collect import Collected, Training
-from trailmark.report.figures import Figures, points_of
+from trailmark.report.charts import Series, curves_of, line_figure
+from trailmark.report.collect import Training
 from trailmark.report.sections import Part, Section
 from trailmark.values import duration, number
 
 _POINTS = 40  # of a curve that stand in its table
-_CURVES = {
-    "loss": ("Training loss", "nats per token", False),
-    "accuracy": ("First token of an answer right, on training texts", "share", True),
-    "recall": ("Needle's chunk retrieved, on training texts", "share", True),
-    "eval_perplexity": ("Perplexity on validation text", "perplexity per token", False),
-}
 _COLUMNS = (
     Column("model", "model"),
     Column("task", "data.task", text=True),
@@ -33,37 +27,32 @@ _COLUMNS = (
     Column("chunk retrieved", "last.recall", "share"),
     Column("validation perplexity", "last.eval_perplexity", ".3f"),
 )
+_CURVES = Lines(
+    name="training",
+    title="Training curves",
+    caption="As logged while training, by the number of tokens trained on.",
+    x="million tokens",
+    x_label="million tokens",
+    panels=(
+        Panel("Training loss", "nats per token", "loss"),
+        Panel("First token of an answer right, on training texts", "share", "accuracy", share=True),
+        Panel("Needle's chunk retrieved, on training texts", "share", "recall", share=True),
+        Panel("Perplexity on validation text", "perplexity per token", "eval_perplexity"),
+    ),
+)
 
 
-def training(collected: Collected, figures: Figures) -> Section | None:
+def training(trainings: Sequence[Training]) -> Section | None:
     """The curves of all trainings, and how they ended; None where there are none."""
-    if not collected.trainings:
+    if not trainings:
         return None
-    logged = {id(run): _logged(run) for run in collected.trainings}
-    panels = []
-    for key, (title, label, share) in _CURVES.items():
-        value = declared.Panel(title, label, key)
-        curves = [
-            (run.model, points_of(logged[id(run)], "million tokens", value)) for run in collected.trainings
-        ]
-        lines = [Line(model.label, model.look, points, False) for model, points in curves if len(points) > 1]
-        if lines:
-            panels.append(Panel(title, label, lines, share))
-    part = Part(tables=[table_of("All trainings", _COLUMNS, [*map(_row, collected.trainings)], "page")])
-    if panels:
-        most = max(len(line.points) for panel in panels for line in panel.lines)
-        every = max(1, most // _POINTS)
-        told = f" The table holds each {every}th logged step and the last; history.json all."
-        chart = LineChart(
-            name="training",
-            title="Training curves",
-            description="As logged while training, by the number of tokens trained on." + told * (every > 1),
-            x_label="million tokens",
-            panels=panels,
-            lengths=False,
-            every=every,
-        )
-        part.figures.append(figures.show(chart))
+    part = Part(tables=[table_of("All trainings", _COLUMNS, [_row(run) for run in trainings], "page")])
+    curves = curves_of(_CURVES, [Series(run.model.label, run.model.look, _logged(run)) for run in trainings])
+    if curves:
+        every = max(1, max(len(line.rows) for _, lines in curves for line in lines) // _POINTS)
+        told = f" The table holds each {every}th logged step and the last; history.json all." * (every > 1)
+        chart = replace(_CURVES, caption=_CURVES.caption + told)
+        part.figures.append(line_figure(chart, curves, lengths=False, every=every))
     return Section("training", "Training", [part])
 
 

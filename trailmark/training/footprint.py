@@ -56,6 +56,11 @@ class _Kind:
         """Those that are run."""
         return list(self.of.layers)
 
+    def stand(self, arrived: set[Tensor]) -> tuple[bool, int]:
+        """Of a backward: whether some gradient of these came, and how many layers lack one."""
+        came = [[parameter in arrived for parameter in layer.parameters()] for layer in self.layers]
+        return any(any(of_layer) for of_layer in came), sum(not all(of_layer) for of_layer in came)
+
 
 @dataclass
 class Footprint:
@@ -122,31 +127,16 @@ def _run(config: TrailmarkConfig, settings: Settings, batch: dict[str, Tensor]) 
         layer.register_forward_pre_hook(
             lambda layer, _: began.setdefault(layer, (ledger.live, ledger.flops)) and None
         )
-    waiting = [{layer: len(list(layer.parameters())) for layer in kind.layers} for kind in kinds]
-    of_parameter: dict[Tensor, tuple[int, nn.Module]] = {
-        parameter: (number, layer)
-        for number, kind in enumerate(kinds)
-        for layer in kind.layers
-        for parameter in layer.parameters()
-    }
-    # (most bytes, bytes of gradients, of each kind: whether some gradient came, layers without all of theirs)
+    # (most bytes, bytes of gradients, the stand of each kind)
     cuts: list[tuple[int, int, list[tuple[bool, int]]]] = []
-    arrived = 0
+    arrived: set[Tensor] = set()  # whose gradients came
 
     def cut(parameter: Tensor | None) -> None:
-        nonlocal arrived
-        stand = [
-            (any(left < len(list(layer.parameters())) for layer, left in kind.items()),
-             sum(left > 0 for left in kind.values()))
-            for kind in waiting
-        ]  # fmt: skip
-        cuts.append((ledger.peak, arrived, stand))
+        gradients = 0 if settings.accumulates else sum(x.nbytes for x in arrived)
+        cuts.append((ledger.peak, gradients, [kind.stand(arrived) for kind in kinds]))
         ledger.peak = ledger.live
         if parameter is not None:
-            arrived += 0 if settings.accumulates else parameter.nbytes
-            if parameter in of_parameter:
-                number, layer = of_parameter[parameter]
-                waiting[number][layer] -= 1
+            arrived.add(parameter)
 
     for parameter in model.parameters():
         if settings.accumulates:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -12,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 _LARGE = 1 << 14  # elements
 
@@ -21,16 +21,8 @@ _aten = torch.ops.aten
 _OF_MASKS = (_aten.mul.Tensor, _aten.neg.default, _aten.where.self, _aten.add.Tensor)
 _NARROW = (torch.float32, torch.bfloat16)
 _RESHAPING = (
-    "resize_",
-    "set_",
-    "t_",
-    "transpose_",
-    "squeeze_",
-    "unsqueeze_",
-    "as_strided_",
-    "swapdims_",
-    "swapaxes_",
-)
+    "resize_", "set_", "t_", "transpose_", "squeeze_", "unsqueeze_", "as_strided_", "swapdims_", "swapaxes_",
+)  # fmt: skip
 
 
 class Ledger(TorchDispatchMode):
@@ -59,12 +51,11 @@ class Ledger(TorchDispatchMode):
         self.flops += _flops(func, args)
         if (changed := _changed_in_place(func, args, kwargs)) is not None:
             return changed
-        given = list(_tensors((*args, *kwargs.values())))
+        given = _tensors((args, kwargs))
         if any(isinstance(x, FakeTensor) for x in given):
             with self.fake:
                 out = func(*args, **kwargs)
-            if not isinstance(out, FakeTensor) or not _is_number(out):
-                out = _each(out, self._real_integers)
+            out = tree_map_only(Tensor, _with_real_integers, out)
         elif func in _OF_MASKS and _is_large(given):
             with self.fake:
                 out = func(*args, **kwargs)
@@ -77,13 +68,9 @@ class Ledger(TorchDispatchMode):
                 out = func(*args, **kwargs)
             if isinstance(out, Tensor) and not (_is_number(out) and out.dim()):
                 out = func(*args, **kwargs)
-        for x in _tensors((out,)):
+        for x in _tensors(out):
             self.note(x)
         return out
-
-    @staticmethod
-    def _real_integers(x: Tensor) -> Tensor:
-        return x if _is_number(x) else torch.zeros(x.shape, dtype=x.dtype)
 
     def note(self, x: Tensor) -> None:
         """Count the memory behind a tensor until it ends."""
@@ -117,18 +104,12 @@ def _is_number(x: Tensor) -> bool:
     return x.is_floating_point() or x.is_complex()
 
 
-def _tensors(values: Any) -> Iterator[Tensor]:
-    for value in values:
-        if isinstance(value, Tensor):
-            yield value
-        elif isinstance(value, list | tuple):
-            yield from _tensors(value)
+def _with_real_integers(x: Tensor) -> Tensor:
+    return x if _is_number(x) else torch.zeros(x.shape, dtype=x.dtype)
 
 
-def _each(value: Any, change: Any) -> Any:
-    if isinstance(value, Tensor):
-        return change(value)
-    return type(value)(_each(x, change) for x in value) if isinstance(value, list | tuple) else value
+def _tensors(values: Any) -> list[Tensor]:
+    return [x for x in tree_leaves(values) if isinstance(x, Tensor)]
 
 
 def _flops(func: Any, args: Any) -> int:

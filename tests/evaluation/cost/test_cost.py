@@ -206,15 +206,11 @@ def test_full_attention_uses_what_the_formula_says() -> None:
         row = measured(text)
         used = prompt + generate - 1
         assert row["formula_bytes"] == 3 * 2 * used * 2 * 4 * 8
-        slots = [layer.keys.shape[2] for layer in _layers(text, model)]
+        text.prepare()
+        text.finish()
+        slots = [layer.keys.shape[2] for layer in text.cache.layers]
         assert row["cache_bytes"] == sum(2 * n * 2 * 4 * 8 for n in slots)
         assert all(used <= n <= max(64, used * 3 // 2) for n in slots)
-
-
-def _layers(text: Text, model: TrailmarkForCausalLM) -> Any:
-    text.prepare()
-    text.finish()
-    return text.cache.layers
 
 
 def test_the_papers_formula() -> None:
@@ -264,14 +260,9 @@ def test_multiply_adds_are_counted_one_by_one(length: int) -> None:
     assert block_recurrent().attention_multiply_adds(length)["states"] == 2 * E * states
 
 
-RETRIEVERS: dict[str, Callable[[], TrailmarkForCausalLM]] = {
-    "drt": lambda: drt(2, exclude_visible_chunks=True, sliding_window=13),
-    "drt, a window of a chunk": lambda: drt(exclude_visible_chunks=True, sliding_window=3),
-    "drt, encoder": lambda: drt_of_encoder(encoder_weights="encoder"),
-    "rpt": rpt,
-    "rpt, encoder": lambda: rpt(retriever="encoder", exclude_visible_chunks=False),
-    "rpt, whole": MODELS_MADE["rpt, whole"],
-}
+RETRIEVERS = {
+    name: MODELS_MADE[name] for name in ("drt, 2 groups", "drt, encoder", "rpt", "rpt, encoder", "rpt, whole")
+} | {"drt, a window of a chunk": lambda: drt(exclude_visible_chunks=True, sliding_window=3)}
 
 
 @pytest.mark.parametrize("make", RETRIEVERS.values(), ids=RETRIEVERS.keys())

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from tests.report.browser import Open, until, windows
+from tests.report.browser import Open, rgb, until, windows
 from tests.report.explorer.test_in_browser import CHOSEN, IS_CHOSEN, PICTURE, READY, settle, status
-from tests.report.traces import HOSTILE, hostile, made_up, of_bytes
+from tests.report.traces import HOSTILE, chunks_of, hostile, made_up, of_bytes
 from trailmark.report.explorer.page import Built, build
-from trailmark.report.theme import DARK, LIGHT, channels
+from trailmark.report.theme import DARK, LIGHT
 from trailmark.trace.lines import TracedChunk
 
 pytestmark = pytest.mark.slow  # a window of its own for each
@@ -70,15 +70,8 @@ def test_a_damaged_page_says_so(open_page: Open, built: Built, tmp_path: Path) -
         assert page.locator("#status").is_visible()
 
 
-@pytest.fixture(scope="module")
-def chunks() -> list[TracedChunk]:
-    return [entry for entry in made_up(6000, 63, words=True)[1] if isinstance(entry, TracedChunk)]
-
-
 @pytest.fixture
-def open_ready(open_page: Open, tmp_path: Path) -> Open:
-    file = build(*made_up(6000, 63, words=True), tmp_path / "page.html").page
-
+def open_ready(open_page: Open, file: Path) -> Open:
     def one(*size: int, **options: Any) -> Any:
         page = open_page(file, *size, **options)
         until(page, READY)
@@ -120,10 +113,6 @@ def test_more_readers_are_shown_when_asked_for(open_ready: Open, chunks: list[Tr
     assert not page.locator("#more-readers").is_visible()
 
 
-def rgb(value: str) -> str:
-    return "rgb({}, {}, {})".format(*channels(value))
-
-
 def test_themes_and_print(open_ready: Open) -> None:
     ground = "getComputedStyle(document.body).backgroundColor"
     page = open_ready(color_scheme="dark")
@@ -149,14 +138,10 @@ def test_where_not_all_is_listed_that_is_said(open_page: Open, tmp_path: Path) -
     """As of Landmark Attention, which reads all chunks in each layer."""
     header, entries = made_up(2000)
     partly = [
-        dataclasses.replace(
-            entry, reads=tuple(dataclasses.replace(read, rest=0.25 * n) for n, read in enumerate(entry.reads))
-        )
-        if isinstance(entry, TracedChunk)
-        else entry
-        for entry in entries
+        replace(chunk, reads=tuple(replace(read, rest=0.25 * n) for n, read in enumerate(chunk.reads)))
+        for chunk in chunks_of(entries)
     ]
-    header = dataclasses.replace(header, group_name="layer")
+    header = replace(header, group_name="layer")
     page = open_page(build(header, partly, tmp_path / "page.html").page, fragment="#chunk=40")
     until(page, SHOWN, 40)
     lead = "2 layers that read past chunks of 32 tokens, of which the 8 with the largest weights are shown"

@@ -11,11 +11,9 @@ import numpy as np
 import pytest
 
 from tests.report.browser import until, windows
-from tests.report.traces import made_up
-from trailmark.report.explorer.page import build
+from tests.report.traces import CHUNK_SIZE
 from trailmark.trace.lines import TracedChunk
 
-TOKENS, SIZE = 6000, 63
 READY = "performance.getEntriesByName('ready').length > 0"
 CHOSEN = "Number(document.querySelector('#chunk-text').dataset.chunk)"
 IS_CHOSEN = f"n => {CHOSEN} === n"
@@ -35,20 +33,6 @@ ENTRIES = """id => [...document.querySelectorAll(`#${id} li[data-chunk]`)].map(
     li => [li.dataset.chunk, li.dataset.group, li.dataset.weight].map(Number))"""
 ARCS = ["strip", 20, 100]
 LATER = ["strip", 212, 260]
-
-
-@pytest.fixture(scope="module")
-def chunks() -> list[TracedChunk]:
-    return [entry for entry in _trace()[1] if isinstance(entry, TracedChunk)]
-
-
-def _trace() -> Any:
-    return made_up(TOKENS, chunk_size=SIZE, words=True)
-
-
-@pytest.fixture(scope="module")
-def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build(*_trace(), tmp_path_factory.mktemp("explorer-app") / "page.html").page
 
 
 @pytest.fixture(scope="module")
@@ -316,7 +300,7 @@ def test_the_strongest_retrievals(page: Any, chunks: list[TracedChunk]) -> None:
     assert rows() == by_weight[25:50]
     page.locator("#far").select_option("2048")
     page.locator("#which-group").select_option("1")
-    far = [e for e in by_weight if e[2] == 1 and (e[0] - e[1]) * SIZE >= 2048]
+    far = [e for e in by_weight if e[2] == 1 and (e[0] - e[1]) * CHUNK_SIZE >= 2048]
     assert rows() == far[:25]
     assert page.locator("#list-place").text_content() == f"1–25 of {len(far)}"
     page.locator("#sort").select_option("distance")

@@ -19,17 +19,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.report.traces import hostile, made_up
+from tests.report.traces import chunks_of, hostile, made_up, of_tokens
 from tests.trace.whole import totals
 from trailmark.report.explorer.data import collect, pack
 from trailmark.report.explorer.page import build, expect_inputs, keeping
-from trailmark.trace.lines import Entry, Read, TracedChunk, TraceHeader, TraceSource, read_trace, write_lines
+from trailmark.trace.lines import Entry, Read, TracedChunk, TraceSource, read_trace, write_lines
 
 SIZES = ({}, {"words": True, "num_groups": 3, "chunk_size": 20}, {"num_tokens": 1001, "num_retrieved": 2})
-
-
-def chunks_of(entries: list[Entry]) -> list[TracedChunk]:
-    return [entry for entry in entries if isinstance(entry, TracedChunk)]
 
 
 def of_a_page(page: str) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
@@ -130,39 +126,13 @@ def test_the_sums_are_those_of_the_trace(tmp_path: Path) -> None:
 )
 @settings(max_examples=25)
 def test_any_text_is_kept_but_for_halves_of_characters(texts: list[list[str]]) -> None:
-    header, entries = of_texts(texts)
-    arrays = collect(header, entries).arrays
+    arrays = collect(*of_tokens(texts, 4)).arrays
     assert token_texts(arrays) == [whole(token) for chunk in texts for token in chunk]
-
-
-def of_texts(texts: list[list[str]]) -> tuple[TraceHeader, list[Entry]]:
-    """A trace of chunks of tokens with these texts; chunk 2 reads chunk 0."""
-    entries: list[Entry] = []
-    first = 0
-    for number, tokens in enumerate(texts):
-        n = len(tokens)
-        reads = Read(np.arange(int(number == 2)), np.ones(int(number == 2)))
-        starts = np.cumsum([0, *map(len, tokens[:-1])])
-        entries.append(
-            TracedChunk(
-                number,
-                first,
-                True,
-                np.zeros(n, np.int64),
-                "".join(tokens),
-                starts,
-                (reads,),
-                np.ones(n),
-                np.ones(n),
-            )
-        )
-        first += n
-    return TraceHeader({"name": "m"}, 1, 4, 1), entries
 
 
 def test_the_longest_token_decides_how_lengths_are_kept() -> None:
     for length, kind in ((0xFFFF, "uint16"), (0x10000, "uint32")):
-        arrays = collect(*of_texts([["a"], ["b"], ["c", "x" * length, "d"]])).arrays
+        arrays = collect(*of_tokens([["a"], ["b"], ["c", "x" * length, "d"]], 4)).arrays
         assert arrays["token_chars"].tolist() == [1, 1, 1, length, 1]
         place = pack(arrays)[0][1]
         assert (place["name"], place["type"], place["length"]) == ("token_chars", kind, 5)

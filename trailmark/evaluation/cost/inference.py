@@ -24,17 +24,10 @@ from trailmark.models.costs import CacheBytes, foreign_cache_bytes
 _PIECE = 1 << 16  # tokens of a prompt that are on a device at once
 _FOREIGN_PIECE = 4096  # tokens of one call of a model that cannot read
 _MEASURED = (  # what a row has beside what is known of the model
-    *("ms_per_token", "tokens_per_second_reading", "read_seconds", "first_token_seconds", "cache_bytes"),
-    *(
-        "window_bytes",
-        "memory_bytes",
-        "device_bytes",
-        "formula_bytes",
-        "formula_device_bytes",
-        "formula_parts",
-    ),
-    *("paper_formula_bytes", "peak_reading_bytes", "peak_generating_bytes"),
-)
+    "ms_per_token", "tokens_per_second_reading", "read_seconds", "first_token_seconds", "cache_bytes",
+    "window_bytes", "memory_bytes", "device_bytes", "formula_bytes", "formula_device_bytes", "formula_parts",
+    "paper_formula_bytes", "peak_reading_bytes", "peak_generating_bytes",
+)  # fmt: skip
 _COPIES = 3  # of a window: the cache's, a branch's, and that of a call that makes a new one
 
 
@@ -244,11 +237,7 @@ class Text(Case):
             landmarks = sum(x.numel() * x.element_size() for x in blocks)
         records = memory - landmarks - chunks * TABLE_BYTES
         measured = CacheBytes(
-            window=window,
-            records=records,
-            landmarks=landmarks,
-            gathered=expected.gathered,
-            recent=expected.recent,
+            window, records=records, landmarks=landmarks, gathered=expected.gathered, recent=expected.recent
         )
         held = measured.on_device(self.tier, self.device.type)
         return {

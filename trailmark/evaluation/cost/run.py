@@ -111,8 +111,9 @@ def run(
     names, base = names_of([subject.folder for subject in subjects]), base_of(subjects)
     if twice := [name for name in names if names.count(name) > 1]:
         raise ValueError(f"models: expected each once, got {twice[0]!r} several times.")
-    for name, subject in zip(names, subjects, strict=True):
-        _expect_positions(name, subject, settings)
+    named = list(zip(names, subjects, strict=True))
+    for model in named:
+        _expect_positions(*model, settings)
     device: torch.device = subjects[0].model.device
     shared: dict[str, Any] = {
         "models": names,
@@ -133,10 +134,7 @@ def run(
 
     def generation(length: int, tier: str) -> dict[str, Any]:
         dtype = parse_dtype(settings.memory_dtype)
-        texts = [
-            Text(name, subject, tier, length, settings.generate, dtype, settings.seed)
-            for name, subject in zip(names, subjects, strict=True)
-        ]
+        texts = [Text(*model, tier, length, settings.generate, dtype, settings.seed) for model in named]
         for text in texts:
             if only_memories(tier) and not text.keeps_chunks and text.name != names[base]:
                 text.problem = NOTHING_TO_OFFLOAD
@@ -146,10 +144,7 @@ def run(
 
     def training(length: int) -> dict[str, Any]:
         count = (settings.training_batch_tokens or length) // length
-        steps = [
-            Step(name, subject, length, count, settings.seed)
-            for name, subject in zip(names, subjects, strict=True)
-        ]
+        steps = [Step(*model, length, count, settings.seed) for model in named]
         printed = [row for row in TABLE_4 if _tokens(row["context_length"]) == length]
         return cell(steps, f"training, {length:,} tokens", printed)
 

@@ -8,7 +8,8 @@ import logging
 import math
 import re
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,9 +30,11 @@ UPLOAD = (  # what ``push_to_hub`` takes
     "repo_id", "tags", "private", "revision", "create_pr", "commit_message", "commit_description",
 )  # fmt: skip
 RECORD_KIND, RECORD_FORMAT = "trailmark evaluation", 1
+_BEGIN = (
+    "<!-- Card made by trailmark from the files beside the weights. Edited, it is yours and never replaced."
+)
 _MARK = re.compile(
-    r"^<!-- Card made by trailmark from the files beside the weights\. Edited, it is yours and never replaced\. "
-    r"weights:([0-9a-f]{64}|none) trained:(known|changed|unknown) results:(\d+) sha256:([0-9a-f]{64}) -->\n",
+    rf"^{re.escape(_BEGIN)} weights:(\S+) trained:(known|changed|unknown) results:(\d+) sha256:\S+ -->\n",
     re.MULTILINE,
 )
 
@@ -104,12 +107,15 @@ def _read(path: Path, known: Known) -> dict[str, Any] | None:
     return content
 
 
-def _of_these_weights(record: Json, weights: str | None) -> bool:
-    models = record.get("model")
-    models = models if isinstance(models, list) else [models]
-    return weights is not None and any(
-        isinstance(model, dict) and model.get("weights_sha256") == weights for model in models
-    )
+def _why_not(record: Json, weights: str | None, config: Json) -> str | None:
+    """Which other model results are of; None: of this one, or of this one with the fields that the record names."""
+    model = record.get("model")
+    models = [x for x in (model if isinstance(model, list) else [model]) if isinstance(x, dict)]
+    if weights is None or all(x.get("weights_sha256") != weights for x in models):
+        return "that other weights gave"
+    if not isinstance(model, dict) or model.get("set"):
+        return None
+    return None if model.get("config_sha256") == config_sha256(config) else "of another configuration"
 
 
 # --- a card that is ours, and unchanged ------------------------------------------------------------------------
@@ -130,14 +136,10 @@ class Mark:
 
 def marked(card: str, mark: Mark) -> str:
     """The card with the comment after its YAML, by which :func:`read_mark` knows it again."""
-    end = card.index("\n---\n", 3) + len("\n---\n")
+    end = card.find("\n---\n", 3) + len("\n---\n")
     said = f"weights:{mark.weights or 'none'} trained:{mark.trained} results:{mark.results}"
-    digest = hashlib.sha256(f"{said}\n{card}".encode()).hexdigest()
-    comment = (
-        "<!-- Card made by trailmark from the files beside the weights. Edited, it is yours and never replaced. "
-        f"{said} sha256:{digest} -->\n"
-    )
-    return card[:end] + comment + card[end:]
+    digest = hashlib.sha256(f"{said}\n{card}".encode(errors="replace")).hexdigest()
+    return f"{card[:end]}{_BEGIN} {said} sha256:{digest} -->\n{card[end:]}"
 
 
 def read_mark(text: str) -> Mark | None:
@@ -145,12 +147,9 @@ def read_mark(text: str) -> Mark | None:
     found = _MARK.search(text)
     if found is None:
         return None
-    weights, trained, results, digest = found.groups()
-    said = f"weights:{weights} trained:{trained} results:{results}"
-    rest = text[: found.start()] + text[found.end() :]
-    if hashlib.sha256(f"{said}\n{rest}".encode(errors="replace")).hexdigest() != digest:
-        return None
-    return Mark(None if weights == "none" else weights, trained, int(results))
+    weights, trained, results = found.groups()
+    mark = Mark(None if weights == "none" else weights, trained, int(results))
+    return mark if marked(text[: found.start()] + text[found.end() :], mark) == text else None
 
 
 def _read_text(path: Path) -> str | None:
@@ -199,13 +198,9 @@ class Saving:
         if self.folder is None or not self.folder.is_dir():  # transformers said why
             return
         path = self.folder / README
-        try:
-            if _is_theirs(_read_text(path)):
-                logger.info("%s was not written by trailmark, or edited: it stays.", path)
-            else:
+        with _warned_of(path):
+            if not _stays(path, _read_text(path)):
                 write_text(path, self.text(weights_sha256(self.folder), _name(self.folder)))
-        except Exception as error:  # the model is saved
-            _warn(self.folder, error)
 
     def upload(
         self,
@@ -286,10 +281,8 @@ def _make(
 ) -> str:
     evaluations, notes = [], list(known.notes)
     for record in [] if changed else known.evaluations:
-        if not _of_these_weights(record, weights):
-            notes.append(f"Not shown: results of {record.get('suite')} that other weights gave.")
-        elif not _of_this_config(record, config_sha256(config)):
-            notes.append(f"Not shown: results of {record.get('suite')} of another configuration.")
+        if why := _why_not(record, weights, config):
+            notes.append(f"Not shown: results of {record.get('suite')} {why}.")
         else:
             evaluations.append(record)
     trained = "unknown" if not known.run and not known.history else "changed" if changed else "known"
@@ -308,14 +301,6 @@ def _make(
     return marked(text, Mark(weights, trained, sum(len(r["results"]) for r in evaluations)))
 
 
-def _of_this_config(record: Json, own: str) -> bool:
-    """Whether it was measured of this configuration, or says which fields were set."""
-    model = record.get("model")
-    if not isinstance(model, dict) or model.get("set"):
-        return True
-    return model.get("config_sha256") == own
-
-
 def _name(folder: Path) -> str:
     return folder.resolve().name or "model"
 
@@ -332,44 +317,41 @@ def refresh_card(folder: Path, history: dict[str, Any] | None = None) -> bool:
     Returns:
         Whether it was written.
     """
-    try:
-        return _refresh(folder, history)
-    except Exception as error:  # whatever lies there, it is not worth the work that is done
-        _warn(folder, error)
-        return False
-
-
-def _warn(folder: Path, error: Exception) -> None:
-    logger.warning(
-        "The model card %s cannot be written (%s: %s); all else is saved.",
-        folder / README,
-        type(error).__name__,
-        error,
-    )
-
-
-def _refresh(folder: Path, history: dict[str, Any] | None) -> bool:
     path = folder / README
-    text = _read_text(path)
-    if not (folder / "config.json").is_file():
-        return False
-    finished = history is not None or (folder / "history.json").is_file()
-    if text is None and not ((folder / "run.yaml").is_file() and finished):
-        return False
-    mark = None if text is None else read_mark(text)
-    if text is not None and mark is None:
+    with _warned_of(path):
+        text = _read_text(path)
+        finished = (folder / "run.yaml").is_file() and (
+            history is not None or (folder / "history.json").is_file()
+        )
+        wanted = (folder / "config.json").is_file() and (text is not None or finished)
+        if not wanted or _stays(path, text):
+            return False
+        known, mark, weights = read_known(folder), read_mark(text or ""), weights_sha256(folder)
+        known.history = known.history if history is None else history
+        if mark is not None and mark.trained == "unknown":
+            known.run = known.history = known.versions = None
+        changed = mark is not None and mark.trained == "changed" and mark.weights == weights
+        fields, parameters = AutoConfig.from_pretrained(folder).to_dict(), _count_parameters(folder)
+        write_text(path, _make(fields, parameters, known, weights, changed, _name(folder), _tags(text)))
+        return True
+    return False
+
+
+@contextmanager
+def _warned_of(path: Path) -> Iterator[None]:
+    """Where no card can be made a warning says why, whatever lies there: it is not worth the work that is done."""
+    try:
+        yield
+    except Exception as error:
+        why = f"{type(error).__name__}: {error}"
+        logger.warning("The model card %s cannot be written (%s); all else is saved.", path, why)
+
+
+def _stays(path: Path, text: str | None) -> bool:
+    """Whether a card on the disk is a person's, which is said."""
+    if _is_theirs(text):
         logger.info("%s was not written by trailmark, or edited: it stays.", path)
-        return False
-    config = AutoConfig.from_pretrained(folder)
-    weights = weights_sha256(folder)
-    known = read_known(folder)
-    known.history = known.history if history is None else history
-    if mark is not None and mark.trained == "unknown":
-        known.run = known.history = known.versions = None
-    changed = mark is not None and mark.trained == "changed" and mark.weights == weights
-    parameters, fields = _count_parameters(folder), config.to_dict()
-    write_text(path, _make(fields, parameters, known, weights, changed, _name(folder), _tags(text)))
-    return True
+    return _is_theirs(text)
 
 
 def _count_parameters(folder: Path) -> int:

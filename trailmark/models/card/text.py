@@ -62,6 +62,7 @@ def model_card(
         notes: sentences on what could not be shown.
     """
     evaluations = [record for record in evaluations if isinstance(record.get("results"), list)]
+    sizes = _rows_of("", config, _SIZES)
     parts = [
         _front_matter(name, tags, evaluations),
         f"# {plain(name)}",
@@ -75,7 +76,7 @@ def model_card(
         "## Limits",
         _limits(config, run, history, evaluations, changed_since),
         "## Sizes",
-        _mapping_table(config, _SIZES, "field"),
+        _table(("field", "value"), sizes) if sizes else "",
         *[plain(note) for note in notes],
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
@@ -115,14 +116,23 @@ def _shown(value: object, digits: str = ".3f") -> str:
     return plain(json.dumps(value, sort_keys=True) if isinstance(value, Mapping) else value)
 
 
-def _table(headers: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+def _table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Of cells that are Markdown already."""
     lines = ["| " + " | ".join(headers) + " |", "|" + " --- |" * len(headers)]
     return "\n".join(lines + ["| " + " | ".join(row) + " |" for row in rows])
 
 
-def _mapping_table(fields: Json, names: Sequence[str], header: str) -> str:
-    rows = [(f"`{name}`", _shown(fields[name], "g")) for name in names if fields.get(name) is not None]
-    return _table((header, "value"), rows) if rows else ""
+def _rows_of(section: str, fields: Json, names: Sequence[str]) -> list[tuple[str, str]]:
+    """A table's row for each of these fields that is there."""
+    return [
+        (f"`{section}{name}`", _shown(fields[name], "g")) for name in names if fields.get(name) is not None
+    ]
+
+
+def _named(fields: Json) -> str:
+    """Settings in a sentence."""
+    pairs = ((plain(name), _shown(_without_folders(value), "g")) for name, value in fields.items())
+    return ", ".join(f"{name} {value}" for name, value in pairs)
 
 
 def _finite(value: object) -> TypeGuard[int | float]:
@@ -168,7 +178,7 @@ def _training(run: Json | None, history: Json | None, versions: Json | None, cha
     if not run and not history:
         return "Nothing beside the weights says how they were trained."
     run, history = run or {}, history or {}
-    data, training = _mapping(run.get("data")), _mapping(run.get("training"))
+    data, training, last = _mapping(run.get("data")), _mapping(run.get("training")), _last_line(history)
     said = []
     if changed_since:
         said.append(
@@ -176,10 +186,10 @@ def _training(run: Json | None, history: Json | None, versions: Json | None, cha
             "loaded."
         )
     if _finite(tokens := history.get("tokens")):
-        steps = _last_step(history)
+        step = last.get("step")
         said.append(
             f"Trained on {_shown(tokens)} tokens"
-            + (f" in {steps:,} steps" if steps is not None else "")
+            + (f" in {step:,} steps" if isinstance(step, int) else "")
             + (f", {_duration(history['seconds'])}" if _finite(history.get("seconds")) else "")
             + (f", {history['tokens_per_second']:,.0f} tokens/s" if _finite(history.get("tokens_per_second")) else "")
             + "."
@@ -192,17 +202,9 @@ def _training(run: Json | None, history: Json | None, versions: Json | None, cha
         said.append("Run with " + ", ".join(f"{plain(k)} {plain(v)}" for k, v in versions.items()) + ".")
     # a path on somebody's disk is nobody's business: its last part names the data
     named = {key: _last_parts(value) for key, value in data.items()}
-    rows = [(f"`data.{key}`", _shown(named[key], "g")) for key in _DATA if named.get(key) is not None]
+    rows = _rows_of("data.", named, _DATA) + _rows_of("training.", training, _TRAINING)
     rows += [
-        (f"`training.{key}`", _shown(training[key], "g"))
-        for key in _TRAINING
-        if training.get(key) is not None
-    ]
-    last = _last_line(history)
-    rows += [
-        (f"last {plain(key)}", _shown(last[key], ".4g"))
-        for key in ("loss", "accuracy")
-        if _finite(last.get(key))
+        (f"last {key}", _shown(last[key], ".4g")) for key in ("loss", "accuracy") if _finite(last.get(key))
     ]
     table = _table(("setting", "value"), rows) if rows else ""
     return "\n\n".join(part for part in (" ".join(said), table) if part)
@@ -211,11 +213,6 @@ def _training(run: Json | None, history: Json | None, versions: Json | None, cha
 def _last_line(history: Json) -> Json:
     steps = history.get("steps")
     return _mapping(steps[-1]) if isinstance(steps, list) and steps else {}
-
-
-def _last_step(history: Json) -> int | None:
-    step = _last_line(history).get("step")
-    return step if isinstance(step, int) else None
 
 
 def _last_parts(value: object) -> object:
@@ -262,7 +259,7 @@ def _results(evaluations: Sequence[Json], changed_since: bool) -> list[str]:
     parts = []
     for record in shown:
         header, rows = _kept_table(record) or _plain_table(record)
-        numbered = [[*cells, _shown(_environment_number(result))] for result, cells in rows]
+        numbered = [[*cells, _environment_number(result)] for result, cells in rows]
         table = _table([*map(plain, header), "run"], numbered)
         parts += [f"### {plain(_title(record))}", table, _how(record)]
     return parts
@@ -311,13 +308,8 @@ def _plain_table(record: Json) -> tuple[Sequence[object], _Rows]:
     return [*varying, *names], rows
 
 
-_OF_A_RECORD = (
-    "id",
-    "settings",
-    "environment",
-    "seconds",
-    "command",
-)  # of each result, whatever was measured
+# of each result, whatever was measured
+_OF_A_RECORD = ("id", "settings", "environment", "seconds", "command")
 
 
 def _scored(value: object) -> TypeGuard[Json]:
@@ -336,37 +328,26 @@ def _settings(results: Sequence[Json]) -> tuple[dict[str, object], list[str]]:
     return in_common([_mapping(result.get("settings")) for result in results])
 
 
-def _setting(name: str, value: object) -> str:
-    return f"{plain(name)} {_shown(_without_folders(value), 'g')}"
-
-
-def _environment_number(result: Json) -> int | None:
+def _environment_number(result: Json) -> str:
     number = result.get("environment")
-    return number + 1 if isinstance(number, int) else None
+    return _shown(number + 1 if isinstance(number, int) else None)
 
 
 def _how(record: Json) -> str:
-    results = _whole(record)
+    results, model = _whole(record), _mapping(record.get("model"))
     common, _ = _settings(results)
-    said = "Measured"
-    model = _mapping(record.get("model"))
-    if model.get("dtype"):
-        said += f" in {plain(model['dtype'])}"
-    if changed := _mapping(model.get("set")):
-        said += ", with " + ", ".join(_setting(name, value) for name, value in changed.items()) + " set"
-    told = [
-        _setting(name, value)
-        for name, value in common.items()
-        if name != "suite" and value not in (None, {}, [])
+    told = {name: x for name, x in common.items() if name != "suite" and x not in (None, {}, [])}
+    changed, environments = _mapping(model.get("set")), record.get("environments")
+    lines = [
+        "Measured"
+        + (f" in {plain(model['dtype'])}" if model.get("dtype") else "")
+        + (f", with {_named(changed)} set" if changed else "")
+        + (f"; in all: {_named(told)}" if told else "")
+        + "."
     ]
-    if told:
-        said += f"; in all: {', '.join(told)}"
-    lines = [f"{said}."]
-    environments = record.get("environments")
-    for place, environment in enumerate(environments if isinstance(environments, list) else (), start=1):
-        fields = _mapping(environment)
-        named = [_setting(name, fields[name]) for name in _ENVIRONMENT if fields.get(name) is not None]
-        lines.append(f"Run {place}: {', '.join(named)}.")
+    for place, fields in enumerate(environments if isinstance(environments, list) else (), start=1):
+        known = {name: x for name in _ENVIRONMENT if (x := _mapping(fields).get(name)) is not None}
+        lines.append(f"Run {place}: {_named(known)}.")
     commands = dict.fromkeys(_command(r["command"]) for r in results if isinstance(r.get("command"), str))
     # an indented line ends where the line ends, whatever it holds
     return "\n\n".join([*lines, "\n".join(f"    {command}" for command in commands)]).rstrip()

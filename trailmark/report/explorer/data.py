@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import gzip
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -75,21 +75,6 @@ class Document:
         return int((self.arrays["losses_without"] > self.arrays["losses"]).sum())
 
 
-@dataclass
-class _Parts:
-    """Arrays in the making: pieces that are put together at the end."""
-
-    text: list[bytes] = field(default_factory=list)
-    token_chars: list[Array] = field(default_factory=list)
-    sizes: list[int] = field(default_factory=list)  # tokens of each chunk
-    losses: list[Array] = field(default_factory=list)
-    losses_without: list[Array] = field(default_factory=list)
-    read_sizes: list[Array] = field(default_factory=list)
-    read_chunks: list[Array] = field(default_factory=list)
-    read_weights: list[Array] = field(default_factory=list)
-    read_rest: list[Array] = field(default_factory=list)
-
-
 def collect(
     header: TraceHeader, entries: Iterable[Entry], progress: Callable[[int], None] = lambda tokens: None
 ) -> Document:
@@ -101,7 +86,7 @@ def collect(
     Raises:
         ValueError: fewer than two chunks, none that read anything, or a trace that contradicts itself.
     """
-    parts = _Parts()
+    parts: list[dict[str, Array]] = []
     sources: list[dict[str, Any]] = []
     tokens = 0
 
@@ -111,46 +96,42 @@ def collect(
             sources.append({"name": visible(entry.name), "first_token": entry.first_token})
             continue
         tokens += len(entry.ids)
-        parts.sizes.append(len(entry.ids))
         progress(tokens)
         batch.append(entry)
         if len(batch) == _BATCH:
-            _add(parts, batch, header.num_groups)
+            parts.append(_arrays(batch, header.num_groups))
             batch = []
     if batch:
-        _add(parts, batch, header.num_groups)
-    if len(parts.sizes) < 2:
+        parts.append(_arrays(batch, header.num_groups))
+    num_chunks = sum(len(part["chunk_tokens"]) for part in parts)
+    if num_chunks < 2:
         raise ValueError(
-            f"text: expected two chunks or more, got {len(parts.sizes)} of {tokens:,} tokens: there is no past to "
+            f"text: expected two chunks or more, got {num_chunks} of {tokens:,} tokens: there is no past to "
             f"read. Take a longer text; a chunk of this model has {header.chunk_size} tokens."
         )
-    if not any(map(len, parts.read_chunks)):
+    document = Document(sources, _joined(parts))
+    if not len(document.arrays["read_chunks"]):
         raise ValueError(
-            f"text: expected a chunk that reads a past one, none of the {len(parts.sizes)} does. Take a longer text, "
+            f"text: expected a chunk that reads a past one, none of the {num_chunks} does. Take a longer text, "
             "or a model that retrieves."
         )
-    document = Document(sources, _arrays(parts))
     if not document.bearing:
         raise Disorder("tokens that bear a loss", "none")
     return document
 
 
-def _add(parts: _Parts, chunks: list[TracedChunk], num_groups: int) -> None:
-    """Several chunks at once: numpy is slow on small arrays."""
-    first = chunks[0].number
-    numbers = np.arange(first, first + len(chunks))
-    _add_text(parts, chunks)
+def _arrays(chunks: list[TracedChunk], num_groups: int) -> dict[str, Array]:
+    """Those of some chunks, with sizes where a document has starts. At once: numpy is slow on small arrays."""
+    text = _text(chunks)
     losses = np.concatenate([chunk.losses for chunk in chunks]).astype("<f4")
     without = np.concatenate([chunk.losses_without for chunk in chunks]).astype("<f4")
     if (np.isfinite(losses) != np.isfinite(without)).any() or np.isinf([losses, without]).any():
         raise Disorder("a finite loss with and without retrieval, or neither", "another")
-    parts.losses.append(losses)
-    parts.losses_without.append(without)
     reads = [read for chunk in chunks for read in chunk.reads]
     sizes = np.array([len(read.chunks) for read in reads], np.int64)
     read = np.concatenate([own.chunks for own in reads])
     weights = np.concatenate([own.weights for own in reads]).astype("<f4")
-    reader = np.repeat(np.repeat(numbers, num_groups), sizes)
+    reader = np.repeat(np.repeat([chunk.number for chunk in chunks], num_groups), sizes)
     same = np.repeat(np.arange(len(sizes)), sizes)
     if ((read < 0) | (read >= reader)).any():
         raise Disorder("chunks that read earlier ones", "one that reads itself or a later one")
@@ -161,13 +142,18 @@ def _add(parts: _Parts, chunks: list[TracedChunk], num_groups: int) -> None:
     rest = np.array([np.nan if own.rest is None else own.rest for own in reads], "<f4")
     if np.isinf(rest).any():
         raise Disorder("a finite weight of what is not listed, or none", "another")
-    parts.read_rest.append(rest)
-    parts.read_sizes.append(sizes)
-    parts.read_chunks.append(read.astype("<u4"))
-    parts.read_weights.append(weights)
+    return text | {
+        "chunk_tokens": np.array([len(chunk.ids) for chunk in chunks]),
+        "losses": losses,
+        "losses_without": without,
+        "read_starts": sizes,
+        "read_chunks": read.astype("<u4"),
+        "read_weights": weights,
+        "read_rest": rest,
+    }
 
 
-def _add_text(parts: _Parts, chunks: list[TracedChunk]) -> None:
+def _text(chunks: list[TracedChunk]) -> dict[str, Array]:
     lengths = [len(chunk.text) for chunk in chunks]
     begins = np.concatenate([[0], np.cumsum(lengths)])
     for chunk, length in zip(chunks, lengths, strict=True):
@@ -184,25 +170,21 @@ def _add_text(parts: _Parts, chunks: list[TracedChunk]) -> None:
     points = np.where((points >= 0xD800) & (points < 0xE000), np.uint32(_REPLACEMENT), points)
     units = np.concatenate([[0], np.cumsum(1 + (points > 0xFFFF))])  # before each character
     starts = np.concatenate([c.starts + b for c, b in zip(chunks, begins[:-1], strict=True)])
-    parts.text.append(points.astype("<u4").tobytes().decode("utf-32-le").encode())
-    parts.token_chars.append(np.diff(units[np.append(starts, begins[-1])]))
+    text = points.astype("<u4").tobytes().decode("utf-32-le").encode()
+    token_chars = np.diff(units[np.append(starts, begins[-1])])
+    return {"text": np.frombuffer(text, "u1"), "token_chars": token_chars}
 
 
-def _arrays(parts: _Parts) -> dict[str, Array]:
-    token_chars = np.concatenate(parts.token_chars)
-    kind = "<u2" if token_chars.max() < 1 << 16 else "<u4"
-    rest = np.concatenate(parts.read_rest)
-    listed = {} if np.isnan(rest).all() else {"read_rest": rest}
-    return {
-        "text": np.frombuffer(b"".join(parts.text), "u1"),
-        "token_chars": token_chars.astype(kind),
-        "chunk_tokens": _starts(np.array(parts.sizes)),
-        "losses": np.concatenate(parts.losses),
-        "losses_without": np.concatenate(parts.losses_without),
-        "read_starts": _starts(np.concatenate(parts.read_sizes)),
-        "read_chunks": np.concatenate(parts.read_chunks),
-        "read_weights": np.concatenate(parts.read_weights),
-    } | listed
+def _joined(parts: list[dict[str, Array]]) -> dict[str, Array]:
+    """The arrays of a document."""
+    arrays = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+    kind = "<u2" if arrays["token_chars"].max() < 1 << 16 else "<u4"
+    arrays["token_chars"] = arrays["token_chars"].astype(kind)
+    for name in ("chunk_tokens", "read_starts"):
+        arrays[name] = _starts(arrays[name])
+    if np.isnan(arrays["read_rest"]).all():
+        del arrays["read_rest"]  # all is listed
+    return arrays
 
 
 def _starts(sizes: Array) -> Array:

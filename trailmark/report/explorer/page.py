@@ -224,16 +224,8 @@ def _model(about: dict[str, Any], some: bool) -> str:
 
 def _about(header: TraceHeader, document: Document, title: str | None) -> dict[str, Any]:
     """What the page says before its data are unpacked. No half of a character and no control character is in it."""
-    own = {
+    own = vars(header) | {
         "title": title or _title(header, document),
-        "model": header.model,
-        "num_groups": header.num_groups,
-        "group_name": header.group_name,
-        "chunk_size": header.chunk_size,
-        "window": header.window,
-        "num_retrieved_chunks": header.num_retrieved_chunks,
-        "settings": header.settings,
-        "environment": header.environment,
         "tokens": document.num_tokens,
         "chunks": document.num_chunks,
         "sources": document.sources,
