@@ -139,7 +139,7 @@ def assert_same_bits(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> None:
 
 
 def assert_autocast_changes_nothing(op: Op, *inputs: Tensor) -> None:
-    """Bit for bit: the precision is the op's own choice (design, semantics 8)."""
+    """Bit for bit: the precision is the op's own choice (guarantee 8)."""
 
     def under_autocast(*leaves: Tensor) -> Tensor | tuple[Tensor, ...]:
         with torch.autocast("cpu", dtype=torch.bfloat16):

@@ -562,6 +562,15 @@ def test_our_own_mistakes_keep_their_traceback(command: Command, monkeypatch: py
         command("doctor")
 
 
+def test_a_users_mistake_has_its_traceback_where_it_is_asked_for(
+    command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert command("verify", "nothing")[0] == 1
+    monkeypatch.setenv("TRAILMARK_TRACEBACK", "1")
+    with pytest.raises(ValueError, match="nothing"):
+        command("verify", "nothing")
+
+
 def test_the_written_configuration_trains_the_same_again(trained: Path) -> None:
     kept = yaml.safe_load((trained / "run" / "run.yaml").read_text())
     assert kept == yaml.safe_load((trained / "config.yaml").read_text())

@@ -250,7 +250,7 @@ def doctor() -> None:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Run a command; a user's mistake is one line, not a traceback."""
+    """Run a command; a user's mistake is one line, and a traceback where ``TRAILMARK_TRACEBACK`` is set."""
     from_shell = arguments is None
     arguments = sys.argv[1:] if arguments is None else arguments
     try:
@@ -270,7 +270,7 @@ def main(arguments: list[str] | None = None) -> None:
         _fail("Stopped. The same command goes on from here." if resumes else "Stopped.", 130)
     except Exception as error:
         message = _explain(error)
-        if message is None:
+        if message is None or os.environ.get("TRAILMARK_TRACEBACK"):
             raise
         if not message:  # no command: its help has been shown
             sys.exit(2)

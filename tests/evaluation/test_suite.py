@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import typer.main
 
+from tests.added_files import copy_of_the_package, run_program
 from tests.training.tiny import prose, run_config
 from trailmark import cli, cli_evaluation
 from trailmark.evaluation import suite as module
@@ -223,3 +224,17 @@ def test_suites_are_declared_without_what_measures() -> None:
     check = f"import sys, trailmark.cli; sys.exit([n for n in {names.split(', ')} if n in sys.modules] or 0)"
     done = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_suite_file_is_found(tmp_path: Path) -> None:
+    """Nobody imports it; a folder beside it that holds no suite is none."""
+    package = copy_of_the_package(tmp_path)
+    (package / "evaluation/letters").mkdir()
+    (package / "evaluation/letters/suite.py").write_text(
+        "from trailmark.evaluation.suite import Suite, register\n"
+        "from trailmark.settings import Settings\n"
+        "register(Suite(name='letters', title='Letters', settings=Settings, run=lambda task: [], columns=()))\n"
+    )
+    (package / "evaluation/helpers").mkdir()
+    printed = run_program("from trailmark.evaluation.suite import suites; print(*suites())", tmp_path)
+    assert printed.split() == ["needles", "perplexity", "summarization", "cost", "letters"]

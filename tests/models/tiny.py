@@ -25,7 +25,7 @@ from trailmark.models import (
 )
 from trailmark.models.layers import MLP, RMSNorm, SelfAttention
 
-EXACT = 1e-10  # design, semantics 7
+EXACT = 1e-10  # guarantee 7
 SIZES: dict[str, Any] = {
     "vocab_size": 50,
     "hidden_size": 16,
@@ -247,7 +247,7 @@ def split(ids: Tensor, pieces: Sequence[int]) -> tuple[Tensor, ...]:
 
 
 def assert_same(ours: Tensor, exact: Tensor) -> None:
-    """Equal by semantics 7 in float64."""
+    """Equal by guarantee 7 in float64."""
     assert ours.dtype == exact.dtype == torch.float64
     assert ours.shape == exact.shape
     assert ours.numel() == 0 or (ours - exact).abs().max() <= EXACT

@@ -12,13 +12,13 @@ name, "model" for the name of the model that the row is about, and "train_length
 from __future__ import annotations
 
 import importlib
-import pkgutil
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+import trailmark.evaluation
 from trailmark.settings import Settings, as_text, gathered, nearest, setting, words
 from trailmark.values import number
 
@@ -310,10 +310,10 @@ def register(suite: Suite) -> Suite:
 
 
 def suites() -> dict[str, Suite]:
-    """All suites by their names: those in the folders of ``trailmark.evaluation``, and what else was registered."""
-    for folder in pkgutil.iter_modules([str(Path(__file__).parent)]):
-        if folder.ispkg:
-            importlib.import_module(f"trailmark.evaluation.{folder.name}.suite")  # registers itself
+    """All suites by their names: those of ``trailmark/evaluation/*/suite.py``, and what else was registered."""
+    for place in trailmark.evaluation.__path__:
+        for file in sorted(Path(place).glob("*/suite.py")):
+            importlib.import_module(f"trailmark.evaluation.{file.parent.name}.suite")  # registers itself
     order = [*_FIRST, *(name for name in _registered if name not in _FIRST)]
     return {name: _registered[name] for name in order}
 

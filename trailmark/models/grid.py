@@ -1,4 +1,4 @@
-"""From tokens to positions and chunks, each row on its own grid (design, semantics 1 and 5).
+"""From tokens to positions and chunks, each row on its own grid (guarantees 1 and 5).
 
 The positions of a row are its tokens with a landmark after each chunk that is closed: when it is full, or
 early. Rows may begin in the middle of a chunk, hold different numbers of tokens and close chunks anywhere:

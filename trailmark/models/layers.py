@@ -1,4 +1,4 @@
-"""The blocks that models are made of. Norms, scores and softmax are never below float32 (semantics 8)."""
+"""The blocks that models are made of. Norms, scores and softmax are never below float32 (guarantee 8)."""
 
 from __future__ import annotations
 

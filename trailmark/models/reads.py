@@ -75,7 +75,7 @@ class Reads(Protocol):
 
 
 class SelectedReads:
-    """A chunk reads what the end of the chunk before it selected: DRT (design, semantics 2) and RPT (RETRO's shift)."""
+    """A chunk reads what the end of the chunk before it selected: DRT (guarantee 2) and RPT (RETRO's shift)."""
 
     group_name = "group"
 

@@ -50,7 +50,7 @@ class Table:
 class Take:
     """y[b, i] = x[b, index[b, i]], zeros where the index is -1. No place is taken twice.
 
-    Its backward takes the gradient the other way, which repeats bit for bit (design, semantics 7).
+    Its backward takes the gradient the other way, which repeats bit for bit (guarantee 7).
     """
 
     def __init__(self, index: Integers, size: int) -> None:

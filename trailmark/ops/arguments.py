@@ -1,4 +1,4 @@
-"""Checks that every op shares, and the precision rule (design, semantics 8 and 11)."""
+"""Checks that every op shares, and the precision rule (guarantees 8 and 11)."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def without_autocast(op: Callable[P, R]) -> Callable[P, R]:
 
 
 def whole_numbers(argument: str, tensor: Tensor) -> Tensor:
-    """The tensor as int64; products of narrower integers would overflow (semantics 10)."""
+    """The tensor as int64; products of narrower integers would overflow (guarantee 10)."""
     require(
         not tensor.dtype.is_floating_point and tensor.dtype != torch.bool,
         argument,

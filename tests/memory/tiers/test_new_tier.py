@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.added_files import copy_of_the_package, run_program
 from tests.models.tiny import block_recurrent, drt, landmark, rpt, tokens
 from trailmark.memory import ChunkCache
 from trailmark.memory.tiers.base import TIERS, register_tier
@@ -101,3 +102,17 @@ def test_it_says_whose_room_it_takes() -> None:
     assert {name: kind.takes for name, kind in TIERS.items()} == {
         "device": "device", "host": "host", "disk": "disk", "packed": "host",
     }  # fmt: skip
+
+
+def test_a_file_among_the_tiers_is_found(tmp_path: Path) -> None:
+    """Nobody imports it; it is one file beside those that are here."""
+    package = copy_of_the_package(tmp_path)
+    (package / "memory/tiers/squeezed.py").write_text(
+        "from trailmark.memory.tiers.base import register_tier\n"
+        "from trailmark.memory.tiers.resident import HostStore\n"
+        "@register_tier\n"
+        "class SqueezedStore(HostStore):\n"
+        "    tier = 'squeezed'\n"
+    )
+    printed = run_program("from trailmark.memory.tiers.base import TIERS; print(*TIERS)", tmp_path)
+    assert printed.split() == ["device", "host", "disk", "squeezed"]

@@ -38,7 +38,7 @@ def test_a_text_seen_in_inference_mode_can_be_trained_on() -> None:
 
 @pytest.mark.parametrize("per", WAYS)
 def test_reads_and_decodes_under_autocast(per: str) -> None:
-    """Scores are float32 or wider whatever autocast says (semantics 8), and keys keep the model's dtype."""
+    """Scores are float32 or wider whatever autocast says (guarantee 8), and keys keep the model's dtype."""
     model = landmark(retrieve_per=per, gate_probability=0.5, gate_cutoff=0.1).float()
     cache, ids = model.new_cache(), tokens(60)
     with torch.autocast("cpu", dtype=torch.bfloat16):

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
+import pkgutil
 from pathlib import Path
 from typing import TypeVar
 
+from trailmark.memory import tiers
 from trailmark.memory.tiers.disk import DiskStore
 from trailmark.memory.tiers.records import ChunkStore, RecordLayout
 from trailmark.memory.tiers.resident import DeviceStore, HostStore
@@ -24,6 +27,8 @@ def register_tier(store: Store) -> Store:
 
 for _store in (DeviceStore, HostStore, DiskStore):
     register_tier(_store)
+for _module in pkgutil.iter_modules(tiers.__path__):  # what other files here register
+    importlib.import_module(f"{tiers.__name__}.{_module.name}")
 
 
 def make_store(

@@ -134,9 +134,9 @@ def triton_refuses(q: Tensor, k: Tensor, v: Tensor, weights: Tensor) -> str | No
 def _forward(call: CrossAttentionCall, implementation: str, keep: bool) -> tuple[Tensor, Tensor]:
     """The output, and with ``keep`` what the backward needs of each row, head and chunk (else empty)."""
     if implementation == "triton":
-        from trailmark.ops.gca import triton_path as kernels
+        from trailmark.ops.gca import triton_path
 
-        return kernels.forward(call, keep)
+        return triton_path.forward(call, keep)
     return torch_path.forward(call, keep)
 
 
@@ -145,9 +145,9 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The gradients of q, k, v and weights; without ``of_memory`` those of k and v are empty."""
     if implementation == "triton":
-        from trailmark.ops.gca import triton_path as kernels
+        from trailmark.ops.gca import triton_path
 
-        return kernels.backward(grad, call, lse, of_memory)
+        return triton_path.backward(grad, call, lse, of_memory)
     return torch_path.backward(grad, call, lse, of_memory)
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-# float32 is multiplied as float32: TF32 has 10 bits (design, semantics 8)
+# float32 is multiplied as float32: TF32 has 10 bits (guarantee 8)
 PRECISION = tl.constexpr("ieee")
 # what changes with the text and its batch: the kernels are compiled once for all of it
 VARYING = [

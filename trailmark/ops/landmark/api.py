@@ -71,7 +71,7 @@ def landmark_attention(
         causal: False: queries see all of their own chunk, and the chunks after it. An incomplete tail, having no
             landmark, is still invisible to other chunks.
         scale: None is D ** -0.5.
-        implementation: "reference" (Eq. 1 to 4 literally, keeps [P, T] tables), "torch" or "triton" (float32,
+        implementation: "reference" (Eq. 1 to 4, keeps [P, T] tables), "torch" or "triton" (float32,
             bfloat16 or float16, the same for q, k and v; D <= 256). None: "triton" on CUDA where it supports the
             input, else "torch".
         query_places: int64 [B, P], the place in k of each row of q; -1: absent. None: the last P.
@@ -166,9 +166,9 @@ def _in_order(x: Tensor, order: Tensor | None) -> Tensor:
 def _forward(call: LandmarkCall, implementation: str, keep: bool) -> tuple[Tensor, Tensor]:
     """The output and the log-sum-exp of each row and head (base e)."""
     if implementation == "triton":
-        from trailmark.ops.landmark import triton_path as kernels
+        from trailmark.ops.landmark import triton_path
 
-        return kernels.forward(call, keep)
+        return triton_path.forward(call, keep)
     return torch_path.forward(call, keep)
 
 
@@ -183,11 +183,11 @@ def _backward(
     """The gradients of q, k and v."""
     with torch.autocast(grad.device.type, enabled=False):  # the backward runs outside the op
         if implementation == "triton":
-            from trailmark.ops.landmark import triton_path as kernels
+            from trailmark.ops.landmark import triton_path
 
             assert out is not None
             assert lse is not None
-            return kernels.backward(grad, grad_lse, call, out, lse)
+            return triton_path.backward(grad, grad_lse, call, out, lse)
         return torch_path.backward(grad, grad_lse, call)
 
 

@@ -24,7 +24,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-# float32 is multiplied as float32: TF32 has 10 bits (design, semantics 8)
+# float32 is multiplied as float32: TF32 has 10 bits (guarantee 8)
 PRECISION = tl.constexpr("ieee")
 # a masked score: finite, so that no difference of two is NaN
 HIDDEN = tl.constexpr(-1.0e30)

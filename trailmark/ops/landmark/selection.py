@@ -20,7 +20,7 @@ from trailmark.ops.arguments import (
 RetrievePer = Literal["token_and_head", "token", "head", "cell"]
 
 # Positions are walked in slabs of about this many scores. All arithmetic is elementwise or a fixed tree, so
-# neither slabs nor padding nor threads change a bit of it (semantics 7).
+# neither slabs nor padding nor threads change a bit of it (guarantee 7).
 _SLAB_ELEMENTS = 1 << 20
 _GROUP = 64  # scores that one tree sums; memory is padded to a multiple of it
 

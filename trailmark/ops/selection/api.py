@@ -190,9 +190,9 @@ def _segments(landmarks: Tensor | Sequence[Tensor], query: Tensor) -> list[Tenso
 
 
 def _search_in_kernels(call: SearchCall) -> Tensor:
-    from trailmark.ops.selection import triton_path as kernels
+    from trailmark.ops.selection import triton_path
 
-    return kernels.search(call)
+    return triton_path.search(call)
 
 
 # Under torch.compile the search is an op that it does not look into, so that its graph stays whole.

@@ -9,7 +9,7 @@ from trailmark.ops.arguments import whole_numbers
 
 
 def fold_seed(seed: Tensor | int, *numbers: Tensor | int) -> Tensor:
-    """Mix integers into one non-negative int64 seed by a 32-bit integer hash (design, semantics 3).
+    """Mix integers into one non-negative int64 seed by a 32-bit integer hash (guarantee 3).
 
     ``fold_seed(seed, step, sample, group)`` is the seed of one sample's noise in one group. Any argument may
     be a tensor; they broadcast. Only 32-bit multiplications, xors and shifts, so a kernel draws the same bits.

@@ -18,7 +18,7 @@ SLAB_ELEMENTS = 1 << 19
 def row_scores(query: Tensor, table: Tensor, rows: Tensor) -> Tensor:
     """Products [P, K] of queries [P, E] with rows [P, K] of a table [m, E]; 0 for row -1. All on a CPU.
 
-    Nothing gathered is kept for the backward, which gathers again and repeats bit for bit (semantics 7).
+    Nothing gathered is kept for the backward, which gathers again and repeats bit for bit (guarantee 7).
     """
     if torch.is_grad_enabled() and (query.requires_grad or table.requires_grad):
         return _RowScores.apply(query, table, rows)

@@ -13,7 +13,7 @@ from trailmark.ops.selection.call import SearchCall
 from trailmark.ops.selection.noise import gumbel, noise_rows
 
 # Landmarks are walked in blocks, queries in slabs: N x M scores never stand in memory, and what does stays in
-# a cache. Sizes come from shapes alone (design, semantics 7). The elements of landmarks that are copied (to a
+# a cache. Sizes come from shapes alone (guarantee 7). The elements of landmarks that are copied (to a
 # wider dtype, or for the GEMM), and of scores:
 _BLOCK_ELEMENTS = 1 << 20
 _SLAB_ELEMENTS = 1 << 20
@@ -176,7 +176,7 @@ def _rescore(
 ) -> Tensor:
     """The chosen chunks [P, K] by a sum per chunk.
 
-    A GEMM rounds equal columns differently; such sums do not, so equal chunks tie (semantics 9).
+    A GEMM rounds equal columns differently; such sums do not, so equal chunks tie (guarantee 9).
     """
     least, greatest = int(start.min()), int(end.max())
     best: _Best | None = None
@@ -318,7 +318,7 @@ def _take(segment: Tensor, row: Tensor, chunk: Tensor, head: Tensor) -> Tensor:
 
 
 def _rows(table: Tensor, numbers: Tensor) -> Tensor:
-    """``table[numbers]``: [..., E] of [n, E], with a backward that repeats bit for bit (semantics 7).
+    """``table[numbers]``: [..., E] of [n, E], with a backward that repeats bit for bit (guarantee 7).
 
     That of ``table[numbers]`` does not on several CPU threads, that of ``index_select`` adds by atomics on CUDA.
     """

@@ -2,7 +2,7 @@
 
 A score and its chunk are one int64 key: the score in the upper half, as an integer of the same order, and in the
 lower half a number that falls as the chunk's rises. The largest key is the best score and of equals the
-earlier chunk (design, semantics 9); no two keys are equal, so the best K do not depend on how the landmarks are
+earlier chunk (guarantee 9); no two keys are equal, so the best K do not depend on how the landmarks are
 split, and a column of a tile is one sum in one order, so equal chunks have equal scores.
 """
 
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from trailmark.ops.selection.call import SearchCall
 
-# Programs that a search is split into where it has few queries; from shapes alone (semantics 7).
+# Programs that a search is split into where it has few queries; from shapes alone (guarantee 7).
 _PROGRAMS = 512
 # Keys that the best of a program's queries may take; in registers.
 _BEST = 2048
