@@ -37,8 +37,8 @@ class DemoSettings(Settings):
 
     output: Path = setting(Path("runs/demo"), "Folder for models, figures and numbers.")
     minutes: float | None = setting(None, "Time for both trainings; fixes the steps.")
-    seed: int = setting(0, "Of weights, texts, needles and haystacks.", least=0, most=2**32 - 1)
-    questions: int = setting(300, "Asked at each length.")
+    seed: int = setting(0, "Seed of weights, texts, needles and haystacks.", least=0, most=2**32 - 1)
+    questions: int = setting(300, "Questions at each length.")
 
 
 @app.command()
@@ -210,9 +210,9 @@ class GenerateSettings(Settings):
     memory: Path | None = setting(
         None, "A memory that trailmark read made, to go on from; it stays as it is."
     )
-    max_new_tokens: int = setting(64, "Generated at most.", least=1)
+    max_new_tokens: int = setting(64, "Tokens that are generated at most.", least=1)
     temperature: float = setting(0.0, "0: always the most likely token.")
-    seed: int = setting(0, "Of what is sampled.", least=0, most=2**32 - 1)
+    seed: int = setting(0, "Seed of what is sampled.", least=0, most=2**32 - 1)
 
 
 @app.command()

@@ -80,7 +80,7 @@ class ReportSettings(Settings):
     runs: tuple[Path, ...] = setting(
         help="Folders or files with results: models, demos, evaluations.", argument=True
     )
-    output: Path = setting(Path("report.html"), "The page.", option="--output -o")
+    output: Path = setting(Path("report.html"), "File of the page.", option="--output -o")
 
 
 @takes(ReportSettings)

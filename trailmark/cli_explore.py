@@ -17,7 +17,7 @@ class ExploreSettings(Settings):
     texts: tuple[Path, ...] = setting(
         (), "Text files of any length, read one after the other.", argument=True
     )
-    output: Path = setting(Path("explore.html"), "The page.", option="--output -o")
+    output: Path = setting(Path("explore.html"), "File of the page.", option="--output -o")
     memory: Path | None = setting(
         None, "Instead of texts: a memory of trailmark read, whose texts are read again."
     )

@@ -215,7 +215,9 @@ class Request(Settings):
         repeated=True,
     )
     device: str | None = setting(None, "Where models compute.", default="cuda if there is one")
-    dtype: str | None = setting(None, f"Of weights: {', '.join(DTYPES)}.", default="as saved", choices=DTYPES)
+    dtype: str | None = setting(
+        None, f"Type of the weights: {', '.join(DTYPES)}.", default="as saved", choices=DTYPES
+    )
 
 
 @dataclass
@@ -344,7 +346,7 @@ def longest(rows: Sequence[Row], name: str = "length") -> list[Row]:
 
 
 def seed_setting() -> Any:
-    return setting(0, "Of all that is drawn at random.", least=0, most=2**32 - 1)
+    return setting(0, "Seed of all that is drawn at random.", least=0, most=2**32 - 1)
 
 
 def tier_setting() -> Any:

@@ -35,7 +35,9 @@ class DataConfig:
         None,
         "Like ``paths``: text whose loss is measured every ``training.eval_steps``.",
     )
-    revision: str | None = setting(None, "Of prepared hub datasets: refuse another one. None: any.")
+    revision: str | None = setting(
+        None, "Revision of prepared hub datasets; another one is refused. None: any."
+    )
     tokenizer: str = setting("bytes", '"bytes", a folder, or a hub name.')
     neighbours: str | None = setting(
         None,
@@ -108,10 +110,10 @@ class DataConfig:
 class TrainingConfig:
     """How to train. The batches depend on the seed and the step alone, whatever the processes and micro-batches."""
 
-    steps: int = setting(1000, "Of the optimizer.", least=1)
+    steps: int = setting(1000, "Optimizer steps.", least=1)
     tokens_per_step: int = setting(
         4096,
-        "Of the global batch, over all processes and micro-batches.",
+        "Tokens of the global batch, over all processes and micro-batches.",
         least=1,
     )
     context_length: int = setting(
@@ -128,13 +130,15 @@ class TrainingConfig:
         "float32",
         "bfloat16: mixed, the weights stay float32. float64: all of it, for comparisons.",
     )
-    optimizer: Literal["muon", "adamw"] = setting("muon", "muon (matrices; AdamW for the rest) or adamw.")
-    learning_rate: float = setting(3e-3, "Of AdamW.", least=0)
-    matrix_learning_rate: float = setting(0.0035, "Of Muon.", least=0)
-    adam_beta1: float = setting(0.9, "Of AdamW: of the mean of gradients.", least=0, below=1)
-    adam_beta2: float = setting(0.95, "Of AdamW: of the mean of their squares.", least=0, below=1)
-    adam_epsilon: float = setting(1e-8, "Of AdamW: added to the root.", least=0)
-    weight_decay: float = setting(0.0, "Decoupled, of matrices; of vectors too with decay_vectors.", least=0)
+    optimizer: Literal["muon", "adamw"] = setting("muon", "muon (for matrices; AdamW for the rest) or adamw.")
+    learning_rate: float = setting(3e-3, "Learning rate of AdamW.", least=0)
+    matrix_learning_rate: float = setting(0.0035, "Learning rate of Muon.", least=0)
+    adam_beta1: float = setting(0.9, "AdamW's decay of the mean of gradients.", least=0, below=1)
+    adam_beta2: float = setting(0.95, "AdamW's decay of the mean of squared gradients.", least=0, below=1)
+    adam_epsilon: float = setting(1e-8, "AdamW's epsilon, which is added to the root.", least=0)
+    weight_decay: float = setting(
+        0.0, "Decoupled weight decay of matrices; of vectors too with decay_vectors.", least=0
+    )
     decay_vectors: bool = setting(
         False,
         "Whether norms and other vectors decay too, as in the published code of arXiv 2410.01651.",
@@ -143,7 +147,7 @@ class TrainingConfig:
         "linear",
         "How the learning rate falls after its constant part.",
     )
-    warmup_steps: int = setting(30, "In which the learning rate rises from 0.", least=0)
+    warmup_steps: int = setting(30, "Steps in which the learning rate rises from 0.", least=0)
     constant_fraction: float = setting(
         0.5,
         "The learning rate is constant to this part of the run, then falls to final_fraction as "
@@ -154,7 +158,7 @@ class TrainingConfig:
     final_fraction: float = setting(
         0.03, "The learning rate at the end, as a share of its peak.", least=0, most=1
     )
-    max_grad_norm: float = setting(1.0, "0: no clipping.", least=0)
+    max_grad_norm: float = setting(1.0, "Norm that gradients are clipped to; 0: no clipping.", least=0)
     gradient_checkpointing: bool = setting(
         False,
         "Compute activations again in the backward instead of keeping them.",
@@ -170,9 +174,9 @@ class TrainingConfig:
         "the next one stops it.",
         least=0,
     )
-    save_steps: int = setting(200, "Between two checkpoints.", least=1)
-    keep_checkpoints: int = setting(2, "The newest so many stay.", least=1)
-    logging_steps: int = setting(10, "Between two lines of the history.", least=1)
+    save_steps: int = setting(200, "Steps between two checkpoints.", least=1)
+    keep_checkpoints: int = setting(2, "How many checkpoints stay, the newest.", least=1)
+    logging_steps: int = setting(10, "Steps between two lines of the history.", least=1)
     report_to: list[Literal["tensorboard", "trackio", "wandb"]] = field(default_factory=list)
     """By transformers' Trainer; the package has to be installed."""
     eval_steps: int | None = setting(
@@ -181,7 +185,7 @@ class TrainingConfig:
         least=1,
     )
     eval_windows: int = setting(64, "Windows of ``context_length`` tokens to measure on.", least=1)
-    seed: int = setting(0, "Of weights, batches and noise.", least=0, most=2**32 - 1)
+    seed: int = setting(0, "Seed of weights, batches and noise.", least=0, most=2**32 - 1)
 
 
 # settings of ``training`` that change no weight: a run may go on with others

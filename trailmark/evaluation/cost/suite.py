@@ -49,7 +49,7 @@ class CostSettings(Settings):
     tiers: tuple[str, ...] = setting(
         ("device", "host"), "Of memory, to compare: device, host or disk.", choices=tiers, cell="tier"
     )
-    rounds: int = setting(7, "Of all models in turn.", least=1)
+    rounds: int = setting(7, "Rounds of all models in turn.", least=1)
     training_lengths: tuple[int, ...] = setting(
         (), "Context lengths at which training is measured too.", least=2, cell="length"
     )

@@ -78,7 +78,7 @@ class NeedleSettings(Settings):
         default="as in training, else sentences",
         choices=_formats,
     )
-    needles: int = setting(1, "Asked for: keys, values or chains.", least=1)
+    needles: int = setting(1, "Needles that are asked for: keys, values or chains.", least=1)
     hops: int = setting(2, "Of a chain, for the kind hops.", least=1)
     distractors: int = setting(0, "Needles that no question needs.", least=0)
     values: str | None = setting(
@@ -87,7 +87,7 @@ class NeedleSettings(Settings):
         default="numbers",
         choices=_VALUES,
     )
-    landmarks: int = setting(1, "Between question and answer.", least=1, most=2)
+    landmarks: int = setting(1, "Landmarks between question and answer.", least=1, most=2)
     depths: tuple[float, ...] | None = setting(
         None,
         "Where the needle that is asked for lies, from 0 (the text's start) to 1 (the last place that the window does "
@@ -97,7 +97,7 @@ class NeedleSettings(Settings):
         most=1,
         cell="depth",
     )
-    questions: int = setting(100, "Asked at each length and depth, at least.", least=1)
+    questions: int = setting(100, "Questions at each length and depth, at least.", least=1)
     phases: str | None = setting(
         None,
         "end: the chunk that a question closes is full; any: it is as long as it happens.",

@@ -56,10 +56,10 @@ class SummarizationSettings(Settings):
     summary_column: str | None = setting(
         None, "Of the summaries.", default="summary or highlights", on_command_line=False
     )
-    limit: int | None = setting(None, "Documents, from the first.", default="all", least=1)
-    max_new_tokens: int = setting(128, "Of a summary, at most.", least=1)
+    limit: int | None = setting(None, "Number of documents, from the first.", default="all", least=1)
+    max_new_tokens: int = setting(128, "Tokens of a summary, at most.", least=1)
     temperature: float = setting(0.0, "0: always the likeliest token.", least=0)
-    top_k: int | None = setting(None, "Sample among so many.", default="all", least=1)
+    top_k: int | None = setting(None, "Sample among so many of the likeliest tokens.", default="all", least=1)
     context_length: int | None = setting(
         None,
         "Tokens of a document and its summary, the rest is cut.",
@@ -67,7 +67,7 @@ class SummarizationSettings(Settings):
         least=1,
     )
     stemmer: bool = setting(True, "Whether words of one stem are equal.", on_command_line=False)
-    batch_size: int = setting(8, "Documents at a time.", least=1, on_command_line=False)
+    batch_size: int = setting(8, "Documents that are worked on at a time.", least=1, on_command_line=False)
     protocol: str | None = setting(None, f"A paper's way to measure: {PROTOCOL}.", choices=(PROTOCOL,))
     seed: int = seed_setting()
 
