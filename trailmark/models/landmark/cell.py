@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trailmark.memory import CacheState, Cell, ChunkCache, MemoryEntries, MemorySize, Window
+from trailmark.memory import CacheState, Cell, ChunkCache, MemoryEntries, Window
 from trailmark.models.grid import Booleans, Grid, Integers, Take
 from trailmark.models.landmark.config import LandmarkConfig
 from trailmark.models.layers import rotary_at, rotary_table, rotate
@@ -25,15 +25,11 @@ class CellStep:
     Args:
         cache: what is carried. part: the new positions; with them no row's cell has more than ``local_length`` tokens.
         x: [B, ...] any tensor of theirs: rows, dtype and device.
-        whole: of the memory, what must stay whole until the call is done.
     """
 
-    def __init__(
-        self, cache: ChunkCache, part: Grid, config: LandmarkConfig, x: Tensor, whole: MemorySize
-    ) -> None:
+    def __init__(self, cache: ChunkCache, part: Grid, config: LandmarkConfig, x: Tensor) -> None:
         B, P = x.shape[0], part.num_positions
         self.cache, self.config, self.part, self.device = cache, config, part, x.device
-        self.whole = whole
         self._dtype = x.dtype  # under autocast keys may come narrower, in one call and not in the next
         self.before: CacheState = cache.begun(B)
         self.cell = self.before.cell or Cell.empty(B, config.num_hidden_layers)
@@ -201,7 +197,7 @@ class CellStep:
             closed = np.where(ends, (self.is_landmark & (self.chunk >= 0)).sum(1), 0)
             if config.retrieves and closed.any():
                 entries, starts = self._entries(layers, closed, end)
-                size = self.cache.memory.write(size, entries, starts, closed, self.whole)
+                size = self.cache.memory.write(size, entries, starts, closed)
             cell, layers = self._begin(cell, layers, ends)
         self.cache.state = replace(
             before,
