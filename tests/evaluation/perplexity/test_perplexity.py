@@ -484,7 +484,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         {"windows": "documents", "carry": True, "lengths": (8,)},
         "lengths: expected none with 'documents' and carry",
     ),
-    "max_tokens": ({"max_tokens": 0}, "max_tokens: expected 1 or more, got 0"),
+    "max_tokens": ({"max_tokens": 1}, "max_tokens: expected 2 or more, got 1"),
     "protocol": ({"protocol": "gca-table-9"}, "protocol: expected one of"),
     "protocol and windows": (
         {"protocol": "gca-table-1", "windows": "documents"},
