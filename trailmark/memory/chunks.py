@@ -127,9 +127,7 @@ class ChunkMemory:
 
     def first_chunk(self, size: MemorySize) -> Integers:
         """[B] the first chunk of each row that counts: 0 without ``max_chunks``."""
-        if (
-            not size.chunks.any()
-        ):  # a first call that failed, for another batch perhaps, left nothing that counts
+        if not size.chunks.any():  # whatever a first call that failed has left, of another batch perhaps
             return np.zeros_like(size.chunks)
         oldest = 0 if self.max_chunks is None else size.chunks - self.max_chunks
         return np.maximum(self._gone + np.zeros_like(size.chunks), oldest)
@@ -164,10 +162,8 @@ class ChunkMemory:
         records = records.flatten(0, 1).detach()
         if self.store is None:
             self._use(self._make_store(records))
-        # of a first call that failed, for another batch
-        if len(self._tables.records) not in (0, B) or len(self._gone) not in (1, B):
+        if not size.chunks.any():
             self._landmarks, self._tables = Landmarks(), Tables.empty()
-            self._gone = np.zeros(1, np.int64)
         self._gone = self.first_chunk(size)
         numbers = self._take_records(size, len(row))
         self._write_records(numbers, records)
@@ -214,7 +210,7 @@ class ChunkMemory:
     def _records_of(self, size: MemorySize) -> Integers:
         """First records of the own chunks that count in ``size``, of all rows."""
         first, records, *_ = self._tables
-        if not len(records) or not size.chunks.any():  # the table may be of a failed call's rows
+        if not len(records) or not size.chunks.any():
             return np.zeros(0, np.int64)
         chunk = self._num_base + first + np.arange(records.shape[1])
         counts = (chunk >= self.first_chunk(size)[:, None]) & (chunk < size.chunks[:, None])  # [B, m]

@@ -38,9 +38,8 @@ class CellStep:
         self.counts = self.cell.counts + self.new
         self.width = int(self.counts.max())
         self.continues = self.cell.open_units()  # [B]
-        self.units: Integers = np.broadcast_to(
-            part.chunk, (B, P)
-        )  # counted from the piece's first; -1: absent
+        # chunks, counted from the piece's first; -1: absent
+        self.units: Integers = np.broadcast_to(part.chunk, (B, P))
         self.present: Booleans = self.units >= 0
         self._alike = bool((self.cell.counts == self.cell.counts[0]).all() and self.present.all())
         self._place()
@@ -126,17 +125,14 @@ class CellStep:
         return tuple(x[:, :, : self.width].transpose(1, 2) for x in (held.keys, held.values))  # type: ignore[return-value]
 
     def _longer(self, held: Window, k: Tensor) -> Window:
+        """Room for a cell, or for half as much again as there was."""
         B, _, J, D = k.shape
-        longer = Window(None)
-        size = max(self.width, self.config.cell_positions())
-        old = 0 if held.keys is None else min(held.keys.shape[2], int(self.cell.counts.max()))
-        if held.keys is not None and self.width > held.keys.shape[2]:
-            size = max(self.width, held.keys.shape[2] * 3 // 2)
+        longer, old = Window(None), 0 if held.keys is None else held.keys.shape[2]
+        size = max(self.width, old * 3 // 2 or self.config.cell_positions())
         with torch.inference_mode(False):
             longer.keys, longer.values = (k.new_zeros(B, J, size, D, dtype=self._dtype) for _ in range(2))
         if held.keys is not None and held.values is not None:
-            longer.keys[:, :, :old] = held.keys[:, :, :old]
-            longer.values[:, :, :old] = held.values[:, :, :old]
+            longer.keys[:, :, :old], longer.values[:, :, :old] = held.keys, held.values
         longer.is_initialized = True
         return longer
 
@@ -248,18 +244,15 @@ class CellStep:
         """New cells for the rows that end: they hold the tokens of the chunk that stays open."""
         B, n = self.chunk.shape
         place = np.arange(n)
-        after = np.where(self.is_landmark, place + 1, 0).max(
-            1, initial=0
-        )  # [B] first place after the last landmark
-        first = np.where(ends, after, 0)
+        after_last = np.where(self.is_landmark, place + 1, 0).max(1, initial=0)  # [B] of the landmarks
+        first = np.where(ends, after_last, 0)
         counts = self.counts - first
         width = int(counts.max())
         index = first[:, None] + np.arange(width)
         index = np.where(np.arange(width) < counts[:, None], index, -1)
         row, at = np.arange(B)[:, None], index.clip(0)
         absent = index < 0
-        chunk = np.where(absent, -1, self.chunk[row, at])
-        chunk = np.where(absent, -1, np.where(ends[:, None], 0, chunk)) if width else chunk
+        chunk = np.where(ends[:, None], 0, self.chunk[row, at])
         rings = []
         take = Take(index, n)
         for layer in layers:
@@ -279,7 +272,7 @@ class CellStep:
         begun = replace(
             cell,
             counts=counts,
-            chunk=chunk,
+            chunk=np.where(absent, -1, chunk),
             slot=np.where(absent, 0, self.slot[row, at]),
             is_landmark=np.where(absent, False, self.is_landmark[row, at]),
             running=running,
