@@ -212,6 +212,7 @@ OPTIONS: dict[str, tuple[tuple[str, ...], str]] = {
     "no lengths": (("--lengths", "0"), "lengths: expected 1 or more, got 0"),
     "short": (("--lengths", "1"), "lengths: expected 2 or more, got 1"),
     "a short haystack": (("--suite", "needles", "--lengths", "40"), "length: expected at least"),
+    "tokens": (("--max-tokens", "1"), "--max-tokens': Input should be greater than or equal to 2"),
     "questions": (("--questions", "0"), "--questions': Input should be greater than or equal to 1"),
     "a word": (("--questions", "some"), "--questions': Input should be a valid integer"),
     "needles": (("--kind", "multi-key", "--needles", "99999", "--suite", "needles"), "length: expected at least"),

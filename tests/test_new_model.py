@@ -142,8 +142,10 @@ def test_it_goes_through_every_command(
 
     # it is trained with a table of neighbours, and scores the candidates of another
     succeeds("prepare text.txt --output corpus --processes 1")
-    said = succeeds(f"neighbours corpus table --embedder hash:32 --architecture drt {TABLE} --scores float32")
-    settings = said.partition("trailmark train CONFIG")[2].replace("architecture=drt", "architecture=gated")
+    said = succeeds(
+        f"neighbours corpus table --embedder hash:32 --architecture gated {TABLE} --scores float32"
+    )
+    settings = said.partition("trailmark train CONFIG")[2]
     succeeds(f"train run.yaml {settings} model.encoder_weights=encoder output=of-a-table")
     assert type(AutoModelForCausalLM.from_pretrained("of-a-table")) is GatedForCausalLM
     assert "target scores" in succeeds(f"targets corpus targets --model run {TABLE}")

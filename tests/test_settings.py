@@ -2,13 +2,27 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import re
+from collections.abc import Iterator
+from dataclasses import Field, dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
-from trailmark.settings import Settings, as_text, from_mapping, from_options, gathered, setting, words
+from trailmark import cli  # noqa: F401 - its commands' settings
+from trailmark.evaluation.suite import suites
+from trailmark.settings import (
+    Settings,
+    as_text,
+    declared,
+    from_mapping,
+    from_options,
+    gathered,
+    kinds_of,
+    setting,
+    words,
+)
 
 
 @dataclass(frozen=True)
@@ -35,6 +49,32 @@ class Some(Settings):
 def test_a_value_that_cannot_be_is_named(values: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message.replace("?", r"\?")):
         Some(place=Path("a"), **values)
+
+
+def of_trailmark(cls: type = Settings) -> Iterator[type[Settings]]:
+    """The settings of all commands and suites."""
+    for below in cls.__subclasses__():
+        if below.__module__.startswith("trailmark."):
+            yield below
+        yield from of_trailmark(below)
+
+
+def choices_of(cls: type[Settings], field: Field[Any]) -> list[str]:
+    given = declared(field).choices
+    kind = kinds_of(cls)[field.name]
+    return [str(x) for x in (given() if callable(given) else given or get_args(kind)) if isinstance(x, str)]
+
+
+def test_a_help_text_that_names_a_choice_names_them_all() -> None:
+    suites()  # registers those that are the package's own
+    told = 0
+    for cls in of_trailmark():
+        for field in fields(cls):
+            choices, said = choices_of(cls, field), re.findall(r"[\w-]+", declared(field).help)
+            if declared(field).on_command_line and set(said) & set(choices):
+                assert not set(choices) - set(said), (cls, field.name)
+                told += len(choices) > 1
+    assert told > 10
 
 
 def test_values_take_the_type_of_their_field() -> None:

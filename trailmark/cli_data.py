@@ -115,6 +115,12 @@ class _TableSettings(Settings):
         )
 
 
+def _readers() -> list[str]:
+    from trailmark.models import architectures_with
+
+    return architectures_with("encoder")
+
+
 @dataclass(frozen=True, kw_only=True)
 class NeighbourSettings(_TableSettings):
     """The options of ``trailmark neighbours``."""
@@ -124,7 +130,11 @@ class NeighbourSettings(_TableSettings):
         "sentence-transformers:FOLDER."
     )
     count: int = setting(8, "Neighbours of each chunk.", least=1)
-    architecture: str = setting("rpt", "rpt or drt: which positions read them.")
+    architecture: str = setting(
+        "rpt",
+        "Of the model to train, one that needs neighbours: which positions read them.",
+        choices=_readers,
+    )
     scores: str | None = setting(None, "Keep the products too: float32 or float16.")
 
 
@@ -133,8 +143,8 @@ def neighbours(settings: NeighbourSettings) -> None:
     """Find each chunk's neighbours once, so that training never waits for an encoder."""
     from trailmark.data.neighbours.build import make_table
     from trailmark.data.neighbours.files import TableProgress
-    from trailmark.data.neighbours.table import Rule
     from trailmark.report.console import Progress, bar, size, table_line
+    from trailmark.training.neighbours import rule_for
 
     progress = Progress()
 
@@ -144,7 +154,7 @@ def neighbours(settings: NeighbourSettings) -> None:
     table = make_table(
         **settings.shared(),
         embedder=settings.embedder,
-        rule=Rule.of(settings.architecture, settings.chunk_size, settings.window),
+        rule=rule_for(settings.architecture, settings.chunk_size, settings.window),
         scores=settings.scores,
         say=typer.echo,
         progress=show,

@@ -27,6 +27,7 @@ from tests.models.tiny import (
 )
 from trailmark.files import NoSpaceError
 from trailmark.memory import ChunkCache
+from trailmark.memory.tiers.base import TIERS
 from trailmark.memory.tiers.disk import DiskStore
 from trailmark.models import TrailmarkForCausalLM, causal_lm
 
@@ -167,7 +168,7 @@ MODELS = {
         for said, call in CALLS.items()
         for how, stop in (("Ctrl-C", by_line), ("an error", by_op))
         for name, of in MODELS.items()
-        if of not in (CELLS, CELLS_ON_DISK) or (stop is by_line and call is not last)
+        if of not in (CELLS, CELLS_ON_DISK) or stop is by_line
     ],
 )
 @pytest.mark.parametrize("stops", [10, pytest.param(200, marks=pytest.mark.slow)])
@@ -235,6 +236,47 @@ def test_after_a_first_call_that_was_stopped_another_batch_may_come() -> None:
         if cache.batch_size is None:
             out = logits_of(model, tokens(30, batch=2), past_key_values=cache)
             assert_same(out, logits_of(model, tokens(30, batch=2)))
+
+
+@pytest.mark.parametrize("tier", ["device", "disk"])
+@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize("kept", [None, 3])
+def test_after_a_first_prompt_that_failed_the_next_is_read_as_ever(
+    kept: int | None, rows: int, tier: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The pieces before its last were read, and chunks of it were evicted, when the logits found no room."""
+    monkeypatch.setattr(causal_lm, "_READ_TOKENS", 8)
+    model = landmark(max_memory_chunks=kept, num_hidden_layers=2)
+    folder = tmp_path if tier == "disk" else None
+    cache = model.new_cache(memory_tier=tier, memory_folder=folder)
+    with monkeypatch.context() as patch:
+        patch.setattr(model.lm_head, "forward", lambda _: (_ for _ in ()).throw(MemoryError()))
+        for prompt in (tokens(60, batch=3, seed=1), tokens(500, batch=rows, seed=2)):
+            with pytest.raises(MemoryError):
+                model(prompt, past_key_values=cache, logits_to_keep=1)
+            assert cache.batch_size is None
+            assert cache.memory_bytes() == 0
+    logits_of(model, tokens(50, batch=rows), past_key_values=cache, logits_to_keep=1)
+    cache.save(tmp_path / "saved")
+    for going in (cache, *(model.load_cache(tmp_path / "saved", memory_tier=of) for of in TIERS)):
+        calm = model.new_cache()
+        logits_of(model, tokens(50, batch=rows), past_key_values=calm, logits_to_keep=1)
+        assert_goes_on_like(going, calm, model)
+
+
+def test_a_long_prompt_keeps_no_more_than_before_it_and_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What counts before the call, what counts after it, and a cell: not all that it reads."""
+    monkeypatch.setattr(causal_lm, "_READ_TOKENS", 8)
+    model = landmark(max_memory_chunks=5, num_hidden_layers=2)
+    cache, first = model.read(tokens(103)), model.new_cache()
+    for going, most in ((cache, 2 * 5), (first, 5)):
+        logits_of(model, tokens(700, seed=1), past_key_values=going, logits_to_keep=1)
+        config, store = model.config, going.memory.store
+        assert config.local_length is not None
+        assert store is not None
+        of_a_cell = config.local_length // config.chunk_size + 1
+        assert len(store) <= (most + of_a_cell) * config.num_hidden_layers * config.num_key_value_heads
+        assert going.memory._tables.records.shape[1] <= 2 * 64
 
 
 def test_progress_may_end_the_reading(monkeypatch: pytest.MonkeyPatch) -> None:

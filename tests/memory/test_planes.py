@@ -107,21 +107,27 @@ def test_a_call_that_writes_many_times() -> None:
     lists.bounded = False
     for counts in ([5, 4], [3, 0], [2, 4]):
         lists.write(counts)
-    for _ in range(3):  # stopped twice
+    memory = lists.memory
+    for stopped in (True, True, False):
+        lists.memory = memory.frozen(lists.size)
         size, written = lists.size, [list(row) for row in lists.rows]
-        for _ in range(4):
+        for _ in range(40):
             seed = next(lists.numbers)
             new, starts = entries(3, 2, 2, seed), 1000 * seed + np.arange(3)[None].repeat(2, axis=0)
-            size = lists.memory.write(size, new, starts, np.array([3, 3]), lists.size)
+            size = memory.write(size, new, starts, np.array([3, 3]))
             for b, i in np.ndindex(2, 3):
                 written[b].append((*(part[b, i] for part in new), int(starts[b, i])))
             lists.check()
-    lists.size, lists.rows = size, written
+        if stopped:
+            memory.go_back(lists.memory)
+            lists.memory = memory
+            lists.check()
+    lists.memory, lists.size, lists.rows = memory, size, written
     lists.check()
     for _ in range(2):
         lists.write([1, 1])
         lists.check()
-    assert len(lists.memory.store or ()) <= 2 * 2 * (5 + 12)
+    assert len(memory.store or ()) <= 2 * 2 * (5 + 5 + 3)
 
 
 @EACH_TIER

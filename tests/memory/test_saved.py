@@ -400,6 +400,23 @@ def test_a_differing_block_is_named_with_its_chunks(folder: Path) -> None:
     load(folder)  # sizes only
 
 
+def test_the_first_block_that_differs_ends_the_comparison(folder: Path) -> None:
+    save(folder, state(), {}, filled("host", records(400)), 400)
+    with open(folder / "chunks-1.bin", "r+b") as file:
+        for place in (3500, 2500, 90_000):
+            file.seek(place)
+            file.write(b"x")
+    reports: list[int] = []
+
+    def progress(done: int, total: int) -> None:
+        reports.append(done)
+        time.sleep(0.02)  # all 96 blocks would take two seconds
+
+    with pytest.raises(ValueError, match=r"block 2 \(bytes 2000 "):
+        verify(folder, progress)
+    assert len(reports) < 48
+
+
 @pytest.mark.parametrize("check", [load, verify])
 def test_files_that_were_cut_off_or_are_missing_are_named(check: Any, folder: Path) -> None:
     save(folder, state(), {}, filled("host", records(25)), 25)

@@ -370,7 +370,8 @@ def test_a_model_that_retrieves_nothing_is_refused(make: Any, files: list[Path],
         lambda: Reader(subject, tmp_path / "memory", trace=tmp_path / "trace"),
     ):
         with pytest.raises(
-            ValueError, match=r"^model: expected one that retrieves .* which retrieves nothing"
+            ValueError,
+            match=r"^model: expected one that retrieves chunks \(drt, landmark, rpt.*\), .* which retrieves nothing",
         ):
             call()
 

@@ -26,6 +26,7 @@ from trailmark.files import read_json
 from trailmark.models import SlidingWindowConfig, SlidingWindowForCausalLM
 from trailmark.training.config import RunConfig, load_run_config
 from trailmark.training.loss import weighted_loss
+from trailmark.training.neighbours import rule_for
 from trailmark.training.run import Run
 
 L, S, K = 80, 8, 2  # ten chunks a window
@@ -293,6 +294,15 @@ def test_what_is_retrieved_is_told(place: Path, tmp_path: Path) -> None:
     assert 0 <= run.history[-1]["retrieval_never_read"] <= 1
 
 
+@pytest.mark.parametrize("architecture", ["drt", "rpt"])
+@pytest.mark.parametrize("window", [None, 1, 5, 64])
+@pytest.mark.parametrize("size", [1, 8, 63])
+def test_the_rule_of_an_architecture_is_that_of_its_models(
+    architecture: str, size: int, window: int | None
+) -> None:
+    assert rule_for(architecture, size, window) == Rule.of(architecture, size, window)
+
+
 # --- mistakes --------------------------------------------------------------------------------------------------
 
 
@@ -314,6 +324,8 @@ def changed(place: Path, folder: Path, model: str, overrides: str) -> RunConfig:
         ("drt", "model.retriever=causal", r"data\.neighbours: expected none for drt with .*'causal'"),
         ("drt, random", "data.neighbours=x", r"data\.neighbours: expected none for drt with .*'random'"),
         ("block_recurrent", "data.neighbours=x", r"data\.neighbours: expected none for block_recurrent,"),
+        # others may be registered too
+        ("drt, random", "data.neighbours=x", r".* 'encoder' \(drt or rpt.*\) or 'learned' \(rpt.*\)\.$"),
     ],
 )
 def test_a_mistake_in_the_configuration_is_named(

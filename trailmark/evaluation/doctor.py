@@ -16,7 +16,8 @@ import transformers
 from torch import Tensor
 
 from trailmark import __version__
-from trailmark.models import architectures
+from trailmark.models import MODELS
+from trailmark.models.fields import build_config
 from trailmark.ops import (
     alibi_slopes,
     grouped_cross_attention,
@@ -218,18 +219,18 @@ def _exactness() -> Check:
 
 
 def _reading() -> Check:
-    drt = architectures()["drt"]
-    config = drt.config_class(
-        vocab_size=384,
-        hidden_size=64,
-        intermediate_size=192,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_encoder_layers=1,
-        sliding_window=33,
-        chunk_size=32,
-    )
-    model = drt(config).eval()
+    sizes = {
+        "vocab_size": 384,
+        "hidden_size": 64,
+        "intermediate_size": 192,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_encoder_layers": 1,
+        "sliding_window": 33,
+        "chunk_size": 32,
+    }
+    config = build_config(sizes, {})
+    model = MODELS[config.model_type](config).eval()
     ids = torch.randint(384, (1, 1 << 15))
     model.read(ids, model.new_cache())
     began = time.perf_counter()

@@ -354,5 +354,6 @@ def tier_setting() -> Any:
 
 
 def dtype_setting() -> Any:
-    help = "Of keys and values in memory: float32, bfloat16 or float16."
-    return setting(None, help, default="the model's", choices=DTYPES)
+    return setting(
+        None, f"Of keys and values in memory: {', '.join(DTYPES)}.", default="the model's", choices=DTYPES
+    )

@@ -15,7 +15,8 @@ from transformers.cache_utils import Cache
 from trailmark.memory.chunks import ChunkMemory, MemorySize
 from trailmark.memory.snapshot import load_state, save_state
 from trailmark.memory.state import STATES, CacheState, take_rows
-from trailmark.memory.window import Integers, Span, Window
+from trailmark.memory.tables import Integers
+from trailmark.memory.window import Span, Window
 
 
 class ChunkCache(Cache):

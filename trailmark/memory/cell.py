@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trailmark.memory.window import Booleans, Integers
+from trailmark.memory.tables import Booleans, Integers
 
 
 @dataclass(frozen=True)
@@ -25,9 +25,8 @@ class Cell:
     is_landmark: Booleans  # [B, n]
     running: tuple[Tensor | None, ...] = ()  # of each layer [B, H or 1, M]: see ``select_by_landmarks``
     chosen: tuple[Tensor | None, ...] = ()  # of each layer int64 [B, H or 1, k]: what the open unit reads
-    offset: Integers = field(
-        default_factory=lambda: np.zeros(1, np.int64)
-    )  # [1] the chunk that M counts from
+    offset: Integers = field(default_factory=lambda: np.zeros(1, np.int64))
+    """[1]: the chunk that M counts from."""
     retrievals: Integers = field(default_factory=lambda: np.zeros(2, np.int64))
     """[2]: of a model with a retrieval gate, what was asked for in all layers that ran, of all rows, and how many of
     those the gate skipped. A unit that shares one selection counts once in each call."""

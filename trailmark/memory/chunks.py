@@ -118,7 +118,8 @@ class ChunkMemory:
         self._landmarks = Landmarks()
         self._tables = Tables.empty()
         self._gone = np.zeros(1, np.int64)  # [1 or B] chunks of a row that may have been written over
-        # what branches go on from, if records may be written over, and the records that they need
+        # if records may be written over: what branches go on from and an unfinished call began with, and the
+        # records that they need
         self._frozen: WeakSet[ChunkMemory] = WeakSet()
         self._needed = np.zeros(0, np.int64)
 
@@ -126,9 +127,7 @@ class ChunkMemory:
 
     def first_chunk(self, size: MemorySize) -> Integers:
         """[B] the first chunk of each row that counts: 0 without ``max_chunks``."""
-        if (
-            not size.chunks.any()
-        ):  # a first call that failed, for another batch perhaps, left nothing that counts
+        if not size.chunks.any():  # whatever a first call that failed has left, of another batch perhaps
             return np.zeros_like(size.chunks)
         oldest = 0 if self.max_chunks is None else size.chunks - self.max_chunks
         return np.maximum(self._gone + np.zeros_like(size.chunks), oldest)
@@ -139,16 +138,15 @@ class ChunkMemory:
         entries: MemoryEntries,
         starts: Integers,
         counts: Integers,
-        whole: MemorySize | None = None,
     ) -> MemorySize:
         """Write the first ``counts`` [B] of n chunks after those that count; returns the size with them.
 
         Of what counts in ``size`` nothing is changed: a call that is stopped before the new size is put in place
-        goes on from the old one. What counts only there (chunks evicted by this write) can be read until the next.
+        goes on from the old one. What counts only there (chunks evicted by this write) can be read until the next; a
+        call that writes several times, and may have to go back to where it began, holds that with :meth:`frozen`.
 
         Args:
             starts: [B, n] number of each chunk's first position in its text.
-            whole: an earlier size that must stay whole too: a call may write several times. None: ``size``.
         """
         B, n = entries.landmarks.shape[:2]
         if not n:
@@ -164,11 +162,9 @@ class ChunkMemory:
         records = records.flatten(0, 1).detach()
         if self.store is None:
             self._use(self._make_store(records))
-        # of a first call that failed, for another batch
-        if len(self._tables.records) not in (0, B) or len(self._gone) not in (1, B):
+        if not size.chunks.any():
             self._landmarks, self._tables = Landmarks(), Tables.empty()
-            self._gone = np.zeros(1, np.int64)
-        self._gone = self.first_chunk(size if whole is None else whole)
+        self._gone = self.first_chunk(size)
         numbers = self._take_records(size, len(row))
         self._write_records(numbers, records)
         end, gone = int((first + counts).max()), self._num_gone()
@@ -203,16 +199,22 @@ class ChunkMemory:
         """First record [n] of each of n new chunks: of those that nothing needs, then after the last."""
         free = np.zeros(0, np.int64)
         end = size.records // self.planes
-        if self.max_chunks is not None and len(self._tables.records):
-            tables = self._tables
-            column = self._num_base + tables.first + np.arange(tables.records.shape[1])
-            counts = (column >= self._gone[:, None]) & (column < size.chunks[:, None])  # [B, m]
+        if self.max_chunks is not None:
             needed = np.zeros(end, bool)
-            for numbers in (tables.records[counts], *(memory._needed for memory in self._frozen)):
+            for numbers in (self._records_of(size), *(memory._needed for memory in self._frozen)):
                 places = numbers // self.planes
                 needed[places[places < end]] = True
             free = np.flatnonzero(~needed)[:n]
         return np.concatenate([free, end + np.arange(n - len(free))]) * self.planes
+
+    def _records_of(self, size: MemorySize) -> Integers:
+        """First records of the own chunks that count in ``size``, of all rows."""
+        first, records, *_ = self._tables
+        if not len(records) or not size.chunks.any():
+            return np.zeros(0, np.int64)
+        chunk = self._num_base + first + np.arange(records.shape[1])
+        counts = (chunk >= self.first_chunk(size)[:, None]) & (chunk < size.chunks[:, None])  # [B, m]
+        return records[counts]
 
     def _write_records(self, numbers: Integers, records: Tensor) -> None:
         """Write ``planes`` records from each number [n], ascending, on; at most one run of numbers is appended."""
@@ -415,18 +417,25 @@ class ChunkMemory:
         other = ChunkMemory("device", 0, None, dtype, self.search, self.planes, self.max_chunks)
         other._gone = self.first_chunk(size)
         if size.chunks[0]:
-            other.base = (self if self.max_chunks is None else self._freeze(size), int(size.chunks[0]))
+            other.base = (self.frozen(size), int(size.chunks[0]))
         return other
 
-    def _freeze(self, size: MemorySize) -> ChunkMemory:
-        """This memory as it is now: while it lives, records that count in ``size`` are not written over."""
+    def frozen(self, size: MemorySize) -> ChunkMemory:
+        """This memory as it is now: while it lives, records that count in ``size`` are not written over.
+
+        Without ``max_chunks`` they never are, and it is this memory itself.
+        """
+        if self.max_chunks is None:
+            return self
         frozen = copy(self)
-        first, end = (int(x[0]) - self._num_base for x in (self.first_chunk(size), size.chunks))
-        if end > 0:
-            at = self._tables.first
-            frozen._needed = self._tables.records[0, max(first, 0) - at : end - at].copy()
+        frozen._needed = self._records_of(size)
         self._frozen.add(frozen)
         return frozen
+
+    def go_back(self, frozen: ChunkMemory) -> None:
+        """Be again what :meth:`frozen` gave, as if nothing had been written since."""
+        self._landmarks, self._tables, self._gone = frozen._landmarks, frozen._tables, frozen._gone
+        self._frozen.discard(frozen)
 
     def emptied(self) -> ChunkMemory:
         """A memory like this one, with nothing in it."""

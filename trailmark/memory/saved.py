@@ -431,9 +431,9 @@ def _expect_blocks(
                 yield memoryview(read)
                 start += len(read)
 
-        digests = _hash_blocks(pieces, chunks.bytes, first_block, chunks.block_bytes, more)
-    for block, digest in enumerate(digests, first_block):
-        if digest != chunks.sha256[block]:
+        def expect_whole(block: int, digest: str) -> None:
+            if digest == chunks.sha256[block]:
+                return
             start, stop = block * chunks.block_bytes, min((block + 1) * chunks.block_bytes, chunks.bytes)
             record = chunks.bytes // chunks.count
             raise ValueError(
@@ -443,6 +443,8 @@ def _expect_blocks(
                     f"chunks {start // record} ... {(stop - 1) // record})",
                 )
             )
+
+        _hash_blocks(pieces, chunks.bytes, first_block, chunks.block_bytes, more, expect_whole)
 
 
 def _expect_not_overwritten(path: Path, chunks: _ChunkFile) -> None:
@@ -554,6 +556,7 @@ def _hash_blocks(
     first_block: int,
     block_bytes: int,
     more: Callable[[int], None] = lambda count: None,
+    expect: Callable[[int, str], None] = lambda block, digest: None,
     copy_to: int | None = None,
 ) -> list[str]:
     """The SHA-256 of each block from ``first_block`` on, several at once.
@@ -561,6 +564,7 @@ def _hash_blocks(
     Args:
         pieces: ``pieces(start, stop)`` gives the bytes of a range.
         more: is called with the bytes of each block that is done.
+        expect: is called with each block and its SHA-256; what it raises ends the hashing.
         copy_to: the descriptor of a file that the bytes are written to.
     """
 
@@ -572,8 +576,10 @@ def _hash_blocks(
                 write_at(copy_to, piece, offset)
             result.update(piece)
             offset += len(piece)
+        digest = result.hexdigest()
+        expect(block, digest)
         more(end - begin)
-        return result.hexdigest()
+        return digest
 
     return in_threads(hash_block, range(first_block, -(-size // block_bytes)))
 

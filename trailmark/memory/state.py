@@ -11,7 +11,8 @@ from torch import Tensor
 
 from trailmark.memory.cell import Cell
 from trailmark.memory.chunks import MemorySize
-from trailmark.memory.window import Booleans, Integers, Span, Window
+from trailmark.memory.tables import Booleans, Integers
+from trailmark.memory.window import Span, Window
 
 
 class Retrieved(NamedTuple):

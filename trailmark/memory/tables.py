@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 Integers = np.ndarray[Any, np.dtype[np.int64]]
+Booleans = np.ndarray[Any, np.dtype[np.bool_]]
 
 # of the first segment, in chunks and in bytes a row; each further one doubles what is there
 _FIRST_LANDMARKS, _FIRST_BYTES = 1024, 16 << 20

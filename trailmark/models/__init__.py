@@ -8,7 +8,7 @@ from trailmark.models.drt.config import DRTConfig
 from trailmark.models.drt.model import DRTForCausalLM
 from trailmark.models.landmark.config import LandmarkConfig
 from trailmark.models.landmark.model import LandmarkForCausalLM
-from trailmark.models.registry import MODELS, architectures, register, short_name
+from trailmark.models.registry import MODELS, architectures, architectures_with, register, short_name
 from trailmark.models.rpt.config import RPTConfig
 from trailmark.models.rpt.model import RPTForCausalLM
 from trailmark.models.window.config import SlidingWindowConfig
@@ -39,6 +39,7 @@ __all__ = [
     "TrailmarkConfig",
     "TrailmarkForCausalLM",
     "architectures",
+    "architectures_with",
     "is_ours",
     "register",
     "short_name",

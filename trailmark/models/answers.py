@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, Self
+from typing import Any, Literal, NamedTuple, Self, get_args
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,8 @@ from trailmark.memory import MemoryEntries
 from trailmark.models.costs import CacheBytes, pairs_in_sight
 from trailmark.models.reads import BeforeReading, Reads, SelectedReads, Selection
 from trailmark.ops import ChunkSelection
+
+_WITH_NEIGHBOURS = ("encoder", "learned")  # values of ``retriever``
 
 
 class ConfigAnswers:
@@ -41,7 +43,14 @@ class ConfigAnswers:
     @property
     def needs_neighbours(self) -> bool:
         """Whether the chunks that are read in training come with the text: from a table, or from an embedder."""
-        return getattr(self, "retriever", None) in ("encoder", "learned")
+        return getattr(self, "retriever", None) in _WITH_NEIGHBOURS
+
+    @classmethod
+    def retrievers_with_neighbours(cls) -> tuple[str, ...]:
+        """The values of ``retriever`` with which :attr:`needs_neighbours` is so: none of most architectures."""
+        field = getattr(cls, "__dataclass_fields__", {}).get("retriever")
+        known = () if field is None else get_args(field.type)
+        return tuple(value for value in _WITH_NEIGHBOURS if value in known)
 
     @property
     def needs_scores(self) -> bool:

@@ -573,10 +573,13 @@ def fingerprint(model: nn.Module) -> str:
 @contextmanager
 def _all_or_nothing(cache: ChunkCache | None) -> Iterator[None]:
     """A call that is stopped after it changed the cache (Ctrl-C, no memory for the logits) takes that back."""
-    before = None if cache is None else cache.state
+    if cache is None:
+        yield
+        return
+    state, memory = cache.state, cache.memory.frozen(cache.begun(1).memory)
     try:
         yield
     except BaseException:
-        if cache is not None:
-            cache.state = before
+        cache.state = state
+        cache.memory.go_back(memory)
         raise

@@ -14,8 +14,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from trailmark.memory.tables import Booleans, Integers
 from trailmark.models.layout import Grid
-from trailmark.models.takes import Booleans, Integers, Take, constant
+from trailmark.models.takes import Take, constant
 
 __all__ = ["Booleans", "Grid", "Integers", "Layouts", "Take", "join", "keep", "lay_out", "tail"]
 

@@ -12,7 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trailmark.models.takes import Booleans, Integers, Table, Take, constant
+from trailmark.memory.tables import Booleans, Integers
+from trailmark.models.takes import Table, Take, constant
 
 
 class Grid:

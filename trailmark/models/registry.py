@@ -50,6 +50,15 @@ def architectures() -> dict[str, type[TrailmarkForCausalLM]]:
     return {short_name(name): model for name, model in MODELS.items()}
 
 
+def architectures_with(retriever: str) -> list[str]:
+    """The short names of those that read, with this ``retriever``, chunks that come with the text."""
+    return [
+        name
+        for name, model in architectures().items()
+        if retriever in model.config_class.retrievers_with_neighbours()
+    ]
+
+
 def short_name(model_type: str) -> str:
     """A ``model_type`` as settings and messages write it."""
     return model_type.removeprefix(_PREFIX)

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-Integers = np.ndarray[Any, np.dtype[np.int64]]
-Booleans = np.ndarray[Any, np.dtype[np.bool_]]
+from trailmark.memory.tables import Integers
+
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from trailmark.data.corpus import Tokens
 from trailmark.memory import ChunkCache
+from trailmark.models import architectures
 from trailmark.trace.lines import Entry, Floats, Integers, Read, TracedChunk, TraceSource
 from trailmark.trace.losses import piece_losses
 from trailmark.trace.token_texts import START, TextState, texts_of
@@ -202,8 +203,9 @@ def expect_retrieval(subject: Subject) -> None:
     known = getattr(subject.model.config, "num_retrieved_chunks", None) if subject.ours else None
     if not known:
         why = " with num_retrieved_chunks 0" if known == 0 else ""
+        retrieve = [name for name, model in architectures().items() if model.config_class().keeps_chunks]
         raise ValueError(
-            f"model: expected one that retrieves chunks (a DRT, an RPT or Landmark Attention), "
+            f"model: expected one that retrieves chunks ({', '.join(retrieve)}), "
             f"{str(subject.folder)!r} holds a {type(subject.model).__name__}{why}, which retrieves nothing: there is "
             "nothing to trace. Choose another model."
         )

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import yaml
 
 from trailmark.data.needles.curriculum_texts import CURRICULUM
-from trailmark.models import TrailmarkConfig
+from trailmark.models import TrailmarkConfig, architectures_with, short_name
 from trailmark.models.fields import build_config
 from trailmark.settings import expect_bounds, from_mapping, parse_override, read_yaml, setting
 
@@ -209,7 +209,7 @@ class RunConfig:
 
     output: str = "runs/model"
     model: dict[str, Any] = field(default_factory=dict)
-    """``architecture`` (drt, landmark, sliding_window, rpt, block_recurrent) and the fields of its config class."""
+    """``architecture``, the short name of one that is registered, and the fields of its config class."""
     init_from: str | None = None
     """A folder with a trained model whose weights to begin with; nothing else of it is taken."""
     data: DataConfig = field(default_factory=DataConfig)
@@ -287,11 +287,12 @@ def _check_neighbours(config: RunConfig, model: TrailmarkConfig) -> None:
             )
         return
     if not model.needs_neighbours:
-        name = config.model.get("architecture", "drt")
+        name = short_name(model.model_type)
         own = f"{name} with model.retriever {retriever!r}" if retriever else name
+        ways = (f"{kind!r} ({' or '.join(architectures_with(kind))})" for kind in ("encoder", "learned"))
         raise ValueError(
             f"data.neighbours: expected none for {own}, which finds what it reads by itself, got {data.neighbours!r}. "
-            "Leave it out, or train a drt or rpt with model.retriever 'encoder', or an rpt with 'learned'."
+            f"Leave it out, or train with model.retriever {' or '.join(ways)}."
         )
     for name, expected, why in (
         ("task", "text", "a table is one of windows of a text"),

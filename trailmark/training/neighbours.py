@@ -8,7 +8,7 @@ from trailmark.data.corpus import tokenizer_fingerprint
 from trailmark.data.neighbours.table import NeighbourTable, Rule
 from trailmark.data.neighbours.trained_embedders import embedder_of
 from trailmark.data.shards import Corpus
-from trailmark.models import TrailmarkConfig
+from trailmark.models import TrailmarkConfig, architectures
 from trailmark.training.config import RunConfig
 
 TARGETS = "targets"  # the kind of tables that trailmark targets makes
@@ -79,6 +79,14 @@ def rule_of(model: TrailmarkConfig) -> Rule:
     if own.first_visible is None:
         return Rule()
     return Rule(own.sliding_window, own.first_visible + own.sliding_window - 1, own.has_landmarks)
+
+
+def rule_for(architecture: str, chunk_size: int, sliding_window: int | None) -> Rule:
+    """That of an architecture's models; ``sliding_window`` None: they do not exclude what their window shows."""
+    if sliding_window is None:
+        return Rule()
+    fields = {"chunk_size": chunk_size, "sliding_window": sliding_window, "exclude_visible_chunks": True}
+    return rule_of(architectures()[architecture].config_class(**fields))
 
 
 def _take_embedder(table: NeighbourTable, model: Any, tokenizer: Any) -> None:

@@ -33,7 +33,7 @@ from trailmark.files import (
     write_json,
     write_text,
 )
-from trailmark.models import TrailmarkForCausalLM, architectures
+from trailmark.models import MODELS, TrailmarkForCausalLM
 from trailmark.models.card.files import refresh_card
 from trailmark.training import checkpoints, states
 from trailmark.training.config import RunConfig
@@ -131,7 +131,7 @@ class Run(RunningState):
 
     def _make_model(self) -> TrailmarkForCausalLM:
         config = self.config
-        cls = architectures()[config.model.get("architecture", "drt")]
+        cls = MODELS[self.model_config.model_type]
         if config.init_from is None:
             model = cls(self.model_config)
         else:

@@ -551,7 +551,7 @@ def test_the_command(tmp_path: Path, command: Callable[..., tuple[int, str, str]
         (["--embedder", "contriever"], "embedder: expected hash"),
         (["--embedder", "hash", "--tokenizer", "bytes"], "data: expected tokens of the tokenizer"),
         (["--embedder", "bm25", "--device", "cud"], "device: expected one to compute on"),
-        (["--embedder", "hash", "--architecture", "x"], "architecture: expected rpt or drt"),
+        (["--embedder", "hash", "--architecture", "x"], "architecture: expected one of 'drt', 'rpt'"),
         (["--embedder", "hash", "--context-length", "9"], "context_length: expected 1 to"),
     ):
         code, _, err = command("neighbours", tmp_path / "corpus", tmp_path / "no", *asked, *wrong)

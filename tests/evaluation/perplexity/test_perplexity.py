@@ -241,7 +241,7 @@ def test_windows_do_not_cross_documents(tmp_path: Path) -> None:
 
 def test_as_many_whole_documents_as_are_asked_for(tmp_path: Path) -> None:
     model = window_model(vocab_size=259)
-    for limit, documents in ((1, 1), (BORDERS[2] - 1, 1), (BORDERS[2], 2), (BORDERS[3], 3), (None, 3)):
+    for limit, documents in ((2, 1), (BORDERS[2] - 1, 1), (BORDERS[2], 2), (BORDERS[3], 3), (None, 3)):
         limit = None if limit is None else int(limit)
         found = one(tmp_path, model, windows="documents", max_tokens=limit)
         assert found["documents"] == documents
@@ -484,7 +484,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         {"windows": "documents", "carry": True, "lengths": (8,)},
         "lengths: expected none with 'documents' and carry",
     ),
-    "max_tokens": ({"max_tokens": 0}, "max_tokens: expected 1 or more, got 0"),
+    "max_tokens": ({"max_tokens": 1}, "max_tokens: expected 2 or more, got 1"),
     "protocol": ({"protocol": "gca-table-9"}, "protocol: expected one of"),
     "protocol and windows": (
         {"protocol": "gca-table-1", "windows": "documents"},

@@ -30,9 +30,8 @@ class RecentRecords:
         self._slab_bytes = bytes_of(self._slab) if self._slab.device.type == "cpu" else None
         # Ctrl-C may come between any two lines: a number's row is forgotten before another record comes there
         self._rows = np.full(0, -1, np.int32)  # of the slab, by number; -1: not here
-        self._numbers = np.full(
-            capacity, -1
-        )  # by row; -1: none yet. It may be forgotten, or in another row since
+        # by row; -1: none yet. It may be forgotten, or in another row since
+        self._numbers = np.full(capacity, -1)
         self._used = np.full(capacity, -1)  # by row: in which call; -1: never
         self._calls = 0
 

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trailmark.memory import CacheState, Cell, ChunkCache, MemoryEntries, MemorySize, Window
+from trailmark.memory import CacheState, Cell, ChunkCache, MemoryEntries, Window
 from trailmark.models.grid import Booleans, Grid, Integers, Take
 from trailmark.models.landmark.config import LandmarkConfig
 from trailmark.models.layers import rotary_at, rotary_table, rotate
@@ -25,15 +25,11 @@ class CellStep:
     Args:
         cache: what is carried. part: the new positions; with them no row's cell has more than ``local_length`` tokens.
         x: [B, ...] any tensor of theirs: rows, dtype and device.
-        whole: of the memory, what must stay whole until the call is done.
     """
 
-    def __init__(
-        self, cache: ChunkCache, part: Grid, config: LandmarkConfig, x: Tensor, whole: MemorySize
-    ) -> None:
+    def __init__(self, cache: ChunkCache, part: Grid, config: LandmarkConfig, x: Tensor) -> None:
         B, P = x.shape[0], part.num_positions
         self.cache, self.config, self.part, self.device = cache, config, part, x.device
-        self.whole = whole
         self._dtype = x.dtype  # under autocast keys may come narrower, in one call and not in the next
         self.before: CacheState = cache.begun(B)
         self.cell = self.before.cell or Cell.empty(B, config.num_hidden_layers)
@@ -42,9 +38,8 @@ class CellStep:
         self.counts = self.cell.counts + self.new
         self.width = int(self.counts.max())
         self.continues = self.cell.open_units()  # [B]
-        self.units: Integers = np.broadcast_to(
-            part.chunk, (B, P)
-        )  # counted from the piece's first; -1: absent
+        # chunks, counted from the piece's first; -1: absent
+        self.units: Integers = np.broadcast_to(part.chunk, (B, P))
         self.present: Booleans = self.units >= 0
         self._alike = bool((self.cell.counts == self.cell.counts[0]).all() and self.present.all())
         self._place()
@@ -130,17 +125,14 @@ class CellStep:
         return tuple(x[:, :, : self.width].transpose(1, 2) for x in (held.keys, held.values))  # type: ignore[return-value]
 
     def _longer(self, held: Window, k: Tensor) -> Window:
+        """Room for a cell, or for half as much again as there was."""
         B, _, J, D = k.shape
-        longer = Window(None)
-        size = max(self.width, self.config.cell_positions())
-        old = 0 if held.keys is None else min(held.keys.shape[2], int(self.cell.counts.max()))
-        if held.keys is not None and self.width > held.keys.shape[2]:
-            size = max(self.width, held.keys.shape[2] * 3 // 2)
+        longer, old = Window(None), 0 if held.keys is None else held.keys.shape[2]
+        size = max(self.width, old * 3 // 2 or self.config.cell_positions())
         with torch.inference_mode(False):
             longer.keys, longer.values = (k.new_zeros(B, J, size, D, dtype=self._dtype) for _ in range(2))
         if held.keys is not None and held.values is not None:
-            longer.keys[:, :, :old] = held.keys[:, :, :old]
-            longer.values[:, :, :old] = held.values[:, :, :old]
+            longer.keys[:, :, :old], longer.values[:, :, :old] = held.keys, held.values
         longer.is_initialized = True
         return longer
 
@@ -201,7 +193,7 @@ class CellStep:
             closed = np.where(ends, (self.is_landmark & (self.chunk >= 0)).sum(1), 0)
             if config.retrieves and closed.any():
                 entries, starts = self._entries(layers, closed, end)
-                size = self.cache.memory.write(size, entries, starts, closed, self.whole)
+                size = self.cache.memory.write(size, entries, starts, closed)
             cell, layers = self._begin(cell, layers, ends)
         self.cache.state = replace(
             before,
@@ -252,18 +244,15 @@ class CellStep:
         """New cells for the rows that end: they hold the tokens of the chunk that stays open."""
         B, n = self.chunk.shape
         place = np.arange(n)
-        after = np.where(self.is_landmark, place + 1, 0).max(
-            1, initial=0
-        )  # [B] first place after the last landmark
-        first = np.where(ends, after, 0)
+        after_last = np.where(self.is_landmark, place + 1, 0).max(1, initial=0)  # [B] of the landmarks
+        first = np.where(ends, after_last, 0)
         counts = self.counts - first
         width = int(counts.max())
         index = first[:, None] + np.arange(width)
         index = np.where(np.arange(width) < counts[:, None], index, -1)
         row, at = np.arange(B)[:, None], index.clip(0)
         absent = index < 0
-        chunk = np.where(absent, -1, self.chunk[row, at])
-        chunk = np.where(absent, -1, np.where(ends[:, None], 0, chunk)) if width else chunk
+        chunk = np.where(ends[:, None], 0, self.chunk[row, at])
         rings = []
         take = Take(index, n)
         for layer in layers:
@@ -283,7 +272,7 @@ class CellStep:
         begun = replace(
             cell,
             counts=counts,
-            chunk=chunk,
+            chunk=np.where(absent, -1, chunk),
             slot=np.where(absent, 0, self.slot[row, at]),
             is_landmark=np.where(absent, False, self.is_landmark[row, at]),
             running=running,

@@ -300,11 +300,10 @@ class LandmarkForCausalLM(TrailmarkForCausalLM):
     def _read_cells(self, tokens: Tensor, grid: Grid, cache: ChunkCache, keep: int | None) -> Hidden:
         x = grid.insert_landmarks(self.embed_tokens(tokens), self.landmark)
         B = x.shape[0]
-        before = cache.begun(B).memory
         out = None if keep == 0 else torch.zeros_like(x)
         pieces: list[tuple[Take, list[ChunkSelection]]] = []
         for take, part in self._parts(grid, cache, B):
-            step = CellStep(cache, part, self.config, x, before)
+            step = CellStep(cache, part, self.config, x)
             states, chosen = self._read_cell(take(x), step, keep)
             step.commit()
             if out is not None:
