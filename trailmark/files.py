@@ -30,6 +30,8 @@ try:
 except ImportError:  # not on Windows: two writers of one file are not noticed there
     fcntl = None  # type: ignore[assignment]
 
+from trailmark import untrusted
+
 logger = logging.getLogger(__name__)
 
 Progress = Callable[[int, int], None]
@@ -64,9 +66,9 @@ def write_json(path: Path, content: Any, durable: bool = False) -> None:
 
 
 def read_json(path: Path) -> Any:
-    """The content of a file, or None where there is no readable JSON."""
+    """The content of a file, or None where there is no readable JSON in a regular file."""
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        return untrusted.read_json(path, path.name, finite=False)
     except (OSError, ValueError):
         return None
 

@@ -22,7 +22,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
-import yaml
+from trailmark import untrusted
+from trailmark.untrusted import brief, parse_yaml
 
 _Declared = TypeVar("_Declared")
 _KEY = "trailmark"  # of a field's metadata
@@ -124,7 +125,9 @@ def _expect_choice(name: str, value: Any, choices: Sequence[Any] | Callable[[], 
     allowed = list(choices() if callable(choices) else choices)
     if value not in allowed:
         expected = ", ".join(map(repr, allowed))
-        raise ValueError(f"{name}: expected one of {expected}, got {value!r}.{nearest(value, allowed, '')}")
+        raise ValueError(
+            f"{name}: expected one of {expected}, got {brief(value)}.{nearest(value, allowed, '')}"
+        )
 
 
 def _expect_within(name: str, value: float, about: Declaration) -> None:
@@ -167,24 +170,19 @@ def parse_override(option: str, text: str) -> tuple[str, Any]:
     key, equals, value = text.partition("=")
     if not equals:
         raise ValueError(f"{option}: expected key=value, got {text!r}.")
-    try:
-        return key, yaml.safe_load(value)
-    except yaml.YAMLError as error:
-        raise ValueError(f"{key}: expected a YAML value, got {value!r}.") from error
+    return key, parse_yaml(value, f"{key}: the value {brief(value)}")
 
 
 def read_yaml(path: Path, name: str) -> dict[str, Any]:
     """The sections and keys of a YAML file; messages begin with ``name``.
 
     Raises:
-        ValueError: no file, no YAML, or something else than a mapping in it.
+        ValueError: no file, no YAML (see :func:`~trailmark.untrusted.parse_yaml`), or no mapping in it.
     """
     try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except OSError as error:
+        content = untrusted.read_yaml(path, name, links=True)
+    except FileNotFoundError as error:
         raise ValueError(f"{name}: cannot read {str(path)!r}: {error.strerror}.") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ValueError(f"{name}: {str(path)!r} is no YAML file: {' '.join(str(error).split())}") from error
     if not isinstance(content, dict):
         raise ValueError(f"{name}: expected a mapping in {str(path)!r}, got {type(content).__name__}.")
     return content
@@ -200,14 +198,18 @@ def from_mapping(cls: type[_Declared], raw: Any, prefix: str = "") -> _Declared:
         ValueError: no mapping, an unknown key (with the nearest valid one), a value of another type.
     """
     if not isinstance(raw, dict):
-        raise ValueError(f"{prefix or 'config'}: expected a section with keys, got {raw!r}.")
+        raise ValueError(f"{prefix or 'config'}: expected a section with keys, got {brief(raw)}.")
     kinds, values = kinds_of(cls), {}
     for key, value in raw.items():
         name = f"{prefix}.{key}" if prefix else str(key)
         if key not in kinds:
             raise ValueError(f"{name}: unknown key.{nearest(key, kinds)}")
-        section = dataclasses.is_dataclass(kinds[key])
-        values[key] = from_mapping(kinds[key], value, name) if section else coerce(name, value, kinds[key])
+        values[key] = coerce(name, value, kinds[key])
+    for field in dataclasses.fields(cls):  # type: ignore[arg-type]
+        if field.name not in values and field.default is field.default_factory is dataclasses.MISSING:
+            raise ValueError(
+                f"{f'{prefix}.' if prefix else ''}{field.name}: expected a value, there is none."
+            )
     return cls(**values)
 
 
@@ -239,18 +241,25 @@ def coerce(name: str, value: Any, kind: Any) -> Any:
         if value in arguments:
             return value
         expected = " or ".join(map(repr, arguments))
-        raise ValueError(f"{name}: expected {expected}, got {value!r}.{nearest(value, arguments)}")
+        raise ValueError(f"{name}: expected {expected}, got {brief(value)}.{nearest(value, arguments)}")
     if origin in (typing.Union, types.UnionType):
         return _one_of(name, value, arguments)
     if origin in (list, tuple):
         parts = [value] if isinstance(value, str | Path) else value
         if not isinstance(parts, list | tuple):
-            raise ValueError(f"{name}: expected a list, got {value!r}.")
+            raise ValueError(f"{name}: expected a list, got {brief(value)}.")
         return origin(coerce(name, part, arguments[0]) for part in parts)
     if origin is dict or kind is dict:
-        if isinstance(value, dict):
+        if not isinstance(value, dict):
+            raise ValueError(f"{name}: expected a section with keys, got {brief(value)}.")
+        if not arguments:
             return value
-        raise ValueError(f"{name}: expected a section with keys, got {value!r}.")
+        return {
+            coerce(name, key, arguments[0]): coerce(f"{name}.{brief(key)}", part, arguments[1])
+            for key, part in value.items()
+        }
+    if dataclasses.is_dataclass(kind):
+        return value if isinstance(value, kind) else from_mapping(kind, value, name)  # type: ignore[arg-type]
     return _scalar(name, value, kind)
 
 
@@ -285,7 +294,7 @@ def _scalar(name: str, value: Any, kind: Any) -> Any:
     elif kind is bool and isinstance(value, bool):
         return value
     expected = {int: "a whole number", float: "a number", bool: "true or false", str: "text", Path: "a path"}
-    raise ValueError(f"{name}: expected {expected.get(kind, kind)}, got {value!r}.")
+    raise ValueError(f"{name}: expected {expected.get(kind, kind)}, got {brief(value)}.")
 
 
 def nearest(key: object, valid: Iterable[object], otherwise: str | None = None) -> str:

@@ -1,0 +1,232 @@
+"""The one door through which files from strangers come in: regular, bounded, of a known shape, and finite.
+
+A manifest, a configuration or a record may come from anywhere. What is read here is a regular file (a FIFO would hang,
+a device never end), no larger than what it is read as, JSON or YAML that is nested no deeper and repeated no more often
+than people write it, and no number that is not finite. Every failure is a ValueError of one line that names the file.
+Nothing here runs code.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import reprlib
+import stat
+from collections.abc import Hashable
+from pathlib import Path
+from typing import Any, BinaryIO, Never
+
+import yaml
+
+MOST_BYTES = 256 << 20
+"""Of a file that is parsed as a whole: a record of many results; a manifest has a few KiB."""
+_MOST_VALUES = 1_000_000  # of a YAML file, each counted as often as aliases repeat it
+_MOST_YAML_BYTES = 256 << 10  # of which Python reads some 50 KiB per second
+_KINDS = (
+    (stat.S_ISDIR, "a folder"),
+    (stat.S_ISLNK, "a link"),
+    (stat.S_ISFIFO, "a FIFO"),
+    (stat.S_ISSOCK, "a socket"),
+)
+
+
+# --- files -----------------------------------------------------------------------------------------------------
+
+
+def open_regular(path: str | Path, argument: str, links: bool = False) -> BinaryIO:
+    """Open a regular file for reading, and nothing else.
+
+    Args:
+        argument: what messages begin with: the argument by which a user names the file or its folder.
+        links: whether ``path`` may be a symbolic link. A user's own text may be one, as may a model's file in the cache
+            of the hub; files in a folder of ours are none.
+
+    Raises:
+        FileNotFoundError: there is nothing.
+        ValueError: a folder, a FIFO, a device, a socket or a link; or it may not be read.
+    """
+    # without O_NONBLOCK the opening of a FIFO waits for a writer
+    flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0)
+    try:
+        expect_regular(path, argument, links)
+        descriptor = os.open(path, flags | (0 if links else getattr(os, "O_NOFOLLOW", 0)))
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise ValueError(f"{argument}: cannot read {str(path)!r} ({error.strerror or error}).") from error
+    file = os.fdopen(descriptor, "rb")
+    try:  # what was opened, whatever has the name by now
+        _expect_kind(os.fstat(descriptor).st_mode, path, argument)
+    except ValueError:
+        file.close()
+        raise
+    return file
+
+
+def expect_regular(path: str | Path, argument: str, links: bool = False) -> None:
+    """Raise a ValueError where something other than a regular file has this name, for those that open it themselves.
+
+    Raises:
+        FileNotFoundError: there is nothing.
+    """
+    try:
+        mode = os.stat(path, follow_symlinks=links).st_mode
+    except FileNotFoundError:
+        raise
+    except (OSError, ValueError) as error:  # a loop of links; a name with a zero byte
+        raise ValueError(f"{argument}: cannot read {str(path)!r} ({error}).") from error
+    _expect_kind(mode, path, argument)
+
+
+def _expect_kind(mode: int, path: str | Path, argument: str) -> None:
+    if not stat.S_ISREG(mode):
+        kind = next((name for test, name in _KINDS if test(mode)), "a device")
+        raise ValueError(
+            f"{argument}: expected a regular file, {str(path)!r} is {kind}. Put the file itself there."
+        )
+
+
+def read_bytes(path: str | Path, argument: str, most: int = MOST_BYTES, links: bool = False) -> bytes:
+    """The content of a regular file of at most ``most`` bytes; errors as :func:`open_regular`."""
+    with open_regular(path, argument, links) as file:
+        try:
+            content = file.read(most + 1)
+        except OSError as error:
+            raise ValueError(f"{argument}: cannot read {str(path)!r} ({error.strerror or error}).") from error
+    if len(content) > most:
+        raise ValueError(
+            f"{argument}: expected at most {most:,} bytes in {str(path)!r}, there are more. It is no such file."
+        )
+    return content
+
+
+def read_json(
+    path: str | Path, argument: str, most: int = MOST_BYTES, links: bool = False, finite: bool = True
+) -> Any:
+    """The content of a JSON file; errors as :func:`read_bytes` and :func:`parse_json`."""
+    return parse_json(read_bytes(path, argument, most, links), f"{argument}: {str(path)!r}", finite)
+
+
+def read_yaml(path: str | Path, argument: str, links: bool = False) -> Any:
+    """The content of a YAML file; errors as :func:`read_bytes` and :func:`parse_yaml`."""
+    return parse_yaml(read_bytes(path, argument, _MOST_YAML_BYTES, links), f"{argument}: {str(path)!r}")
+
+
+# --- JSON and YAML -----------------------------------------------------------------------------------------------
+
+
+def parse_json(content: bytes | str, what: str, finite: bool = True) -> Any:
+    """Parse JSON.
+
+    Args:
+        what: what messages begin with.
+        finite: whether numbers beyond float64, NaN and Infinity are refused; else they are read as Python reads them.
+
+    Raises:
+        ValueError: it is not UTF-8, no JSON, nested too deep, or holds a number that is not finite.
+    """
+
+    def refuse(text: str) -> Never:
+        raise _NotFinite(text)
+
+    def finite_number(text: str) -> float:
+        return value if math.isfinite(value := float(text)) else refuse(text)
+
+    hooks: dict[str, Any] = {"parse_constant": refuse, "parse_float": finite_number} if finite else {}
+    try:
+        text = content.decode("utf-8") if isinstance(content, bytes) else content
+        return json.loads(text, **hooks)
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"{what} is no JSON: the byte at {error.start} is none of UTF-8 ({error.reason})."
+        ) from error
+    except RecursionError:
+        raise ValueError(f"{what} is nested too deep to be read.") from None
+    except _NotFinite as error:
+        raise ValueError(f"{what} holds {brief(error.args[0])}, expected finite numbers.") from error
+    except ValueError as error:  # also of a number of too many digits
+        raise ValueError(f"{what} is no JSON: {error}.") from error
+
+
+class _NotFinite(Exception):
+    """A number in JSON that is none: not a ValueError, which json itself raises for other reasons."""
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML without surprises: a key stands once in a mapping."""
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Hashable, Any]:
+        if isinstance(node, yaml.MappingNode):
+            seen = set()
+            for key, _ in node.value:
+                if key.tag == "tag:yaml.org,2002:merge":
+                    continue
+                name = self.construct_object(key, deep=True)
+                if isinstance(name, Hashable) and name in seen:
+                    raise yaml.constructor.ConstructorError(
+                        None, None, f"the key {brief(name)} stands twice", key.start_mark
+                    )
+                if isinstance(name, Hashable):
+                    seen.add(name)
+        return super().construct_mapping(node, deep)
+
+
+def parse_yaml(content: bytes | str, what: str) -> Any:
+    """Parse YAML: plain values alone, no tags that make objects.
+
+    Raises:
+        ValueError: it is not UTF-8, no YAML, nested too deep, a key stands twice in a mapping, or aliases repeat so
+            much that it holds over a million values.
+    """
+    try:
+        text = content.decode("utf-8") if isinstance(content, bytes) else content
+        node = yaml.compose(text, Loader=_Loader)
+        if _values(node, {}) > _MOST_VALUES:  # before merge keys copy what they name
+            raise yaml.YAMLError(f"it holds over {_MOST_VALUES:,} values, most by aliases that repeat others")
+        loader = _Loader("")
+        try:
+            return None if node is None else loader.construct_document(node)
+        finally:
+            loader.dispose()
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"{what} is no YAML: the byte at {error.start} is none of UTF-8 ({error.reason})."
+        ) from error
+    except RecursionError:
+        raise ValueError(f"{what} is nested too deep to be read, or holds itself.") from None
+    except (
+        yaml.YAMLError,
+        ValueError,
+        OverflowError,
+    ) as error:  # the latter of dates and numbers that are none
+        raise ValueError(f"{what} is no YAML: {' '.join(str(error).split()).rstrip('.')}.") from error
+
+
+def _values(node: Any, known: dict[int, int]) -> int:
+    """How many values a YAML node holds; those of an alias count where it stands. RecursionError: it holds itself."""
+    if not isinstance(node, yaml.CollectionNode):
+        return 1
+    if id(node) not in known:
+        parts = (
+            node.value if isinstance(node, yaml.SequenceNode) else [x for pair in node.value for x in pair]
+        )
+        known[id(node)] = 1 + sum(_values(part, known) for part in parts)
+    return known[id(node)]
+
+
+# --- messages ----------------------------------------------------------------------------------------------------
+
+_repr = reprlib.Repr()
+_repr.maxstring = _repr.maxother = 120
+_repr.maxlong = 40
+_repr.maxlevel = 3
+
+
+def brief(value: Any) -> str:
+    """``repr(value)``, shortened where it is long, deep or holds itself: for messages that quote what came."""
+    try:
+        text = _repr.repr(value)
+        return text if len(text) <= 160 else f"{text[:157]}..."
+    except ValueError:  # an integer of more digits than Python writes
+        return f"a number of about {value.bit_length() * 3 // 10} digits"
