@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import re
 import sys
 import warnings
 from dataclasses import dataclass
@@ -29,9 +28,16 @@ KEEP_FREED_MEMORY = {
     "MALLOC_TRIM_THRESHOLD_": "8589934592",
     "MALLOC_TOP_PAD_": "67108864",
 }
-# what libraries warn of that no user can act on: the message's beginning, its category, the module that is blamed
+# what libraries warn of that no user can act on: the message, its category, the module that is blamed
 _NOT_FOR_USERS: tuple[tuple[str, type[Warning], str], ...] = (
-    ("`broadcast_buffers` is deprecated", FutureWarning, r"accelerate\.accelerator"),
+    # what is passed there is transformers' choice
+    (r"`broadcast_buffers` is deprecated", FutureWarning, r"accelerate\.accelerator"),
+    # nothing of ours writes into what a model returns
+    (
+        r"FSDP2-wrapped module \(FSDP\w+ForCausalLM\) returned a view tensor",
+        UserWarning,
+        r"torch\.distributed\.fsdp\._fully_shard\._fsdp_state",
+    ),
 )
 # the commands that go on where they stopped
 _RESUMING = {"demo", "prepare", "neighbours", "targets", "train", "evaluate", "read"}
@@ -328,7 +334,7 @@ def _quiet() -> None:
         logging.set_verbosity_error()
         logging.disable_progress_bar()
     for message, category, module in _NOT_FOR_USERS:
-        warnings.filterwarnings("ignore", re.escape(message), category, module)
+        warnings.filterwarnings("ignore", message, category, module)
 
 
 def keep_freed_memory(arguments: list[str]) -> None:
