@@ -330,7 +330,7 @@ COLUMNS: tables.Columns = {
     "dtype": "{dtype}",
     "tokens": "{tokens:,}",
     "ms: p50 (p20-p80)": "{seconds[p50]:ms ,.1f} ({seconds[p20]:ms ,.1f}-{seconds[p80]:ms ,.1f})",
-    "of ours": "{of_ours:.2f}x",
+    "time / ours": "{of_ours:.2f}x",
     "GFLOP/s": lambda r: f"{r['flops'] / r['seconds']['p50'] / 1e9:,.0f}" if r["flops"] else "-",
     "peak extra memory": lambda r: "-" if r["op"] == "gemm" else tables.cell("{extra_bytes:mib ,.0f}", r),
 }

@@ -23,7 +23,7 @@ from tables import HERE, RIGHT, ROOT, Columns, Row, cell, crossed, fill, machine
 from trailmark.demo import NAMES
 from trailmark.files import read_json, write_json
 from trailmark.report.console import duration, size
-from trailmark.report.tables import markdown_table, needle_table
+from trailmark.report.tables import NEEDLE_LEGEND, legend_text, markdown_table, needle_table
 from trailmark.statistics import wilson_interval
 
 
@@ -49,10 +49,13 @@ def demo_text() -> str:
         for name, t in found["training"].items()
     )
     return (
-        f"{needle_table(results, found['train_length'])}\n\n"
+        f"{needle_table(results, found['train_length'])}\n\n{legend_text(NEEDLE_LEGEND)}\n\n"
         f"Trained: {trained}. Machine: {machine(found['environment'])}, seed {found['settings']['seed']}.\n\n"
         f"![Accuracy by length](docs/accuracy.png)"
     )
+
+
+_X_TRAIN = legend_text({"x train": NEEDLE_LEGEND["x train"]})
 
 
 def grid_text() -> str:
@@ -74,7 +77,7 @@ def grid_text() -> str:
         },
     )
     return (
-        f"{shown}\n\n"
+        f"{shown}\n\n{_X_TRAIN}\n\n"
         f"{found['grid'][0]['questions']} questions in each cell. {million['length']:,} tokens with "
         f"{million['questions']} questions on branches of one reading: {million['correct']} right in "
         f"{duration(million['seconds'])} ({duration(million['seconds_reading'])} of it reading). "
@@ -125,7 +128,7 @@ def two_hop_text() -> str:
 
 FAR: Columns = {
     "tokens": "{length:,}",
-    "x train length": lambda r: f"{r['length'] // 1024:,}",
+    "x train": lambda r: f"{r['length'] // 1024:,}",
     "tier": "{memory_tier}, {memory_dtype}",
     "missed": lambda r: f"{r['questions'] - r['correct']} of {r['questions']}",
     "recall": "{recall:.3f}",
@@ -208,7 +211,7 @@ def reading_text() -> str:
 
 def far_text() -> str:
     part = record("reading")["far"]
-    return f"{table(FAR, part['results'])}\n\n300 questions each. Machine: {machine(part['environment'])}."
+    return f"{table(FAR, part['results'])}\n\n{_X_TRAIN} 300 questions each. Machine: {machine(part['environment'])}."
 
 
 # --- ops and a training step -------------------------------------------------------------------------------
@@ -232,7 +235,7 @@ def speed_text() -> str:
         "dtype": "{dtype}",
         "freed memory": lambda r: allocators[r["allocator"]],
         "time": "{seconds[p50]:ms ,.0f} ms",
-        "of ours": lambda r: f"{r['seconds']['p50'] / own[r['dtype'], r['allocator']]['p50']:.1f}x",
+        "time / ours": lambda r: f"{r['seconds']['p50'] / own[r['dtype'], r['allocator']]['p50']:.1f}x",
         "extra memory": "{extra_bytes:mib ,.0f}",
     }
     training = record("training_step")

@@ -42,7 +42,9 @@ def main() -> None:
 
     def show(run: Run) -> None:
         if run.step % 10 == 0:
-            print(f"step {run.step}: loss {run.averages['loss']:.3f}, {run.tokens_per_second:,.0f} tokens/s")
+            print(
+                f"step {run.step}: loss {run.averages['loss']:.3f} (average), {run.tokens_per_second:,.0f} tokens/s"
+            )
 
     run = Run(config, show, say=print)
     if not run.finished:

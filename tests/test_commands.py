@@ -116,6 +116,35 @@ def test_every_file_that_a_document_names_exists(path: Path) -> None:
 _OF_OTHER_PROGRAMS = {"--shutdown-timeout", "--max-restarts", "--requeue", "--hypothesis-profile", "--signal"}
 
 
+# --- what needs the network ---------------------------------------------------------------------------------
+
+_FROM_THE_HUB = re.compile(
+    r"(?<![/\w-])(?:gpt2|facebook/contriever|pg19|arxiv-math|xsum|cnn-dailymail|hub:\w)|:facebook/"
+)
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_a_document_says_beside_its_commands_which_need_the_network(path: Path) -> None:
+    """In the line itself, or in the paragraph before or after the commands."""
+    parts = re.split(r"\n\s*\n", path.read_text())
+    silent = [
+        line
+        for before, part, after in zip(["", *parts], parts, [*parts[1:], ""], strict=False)
+        for line in re.findall(r"^    (.*)$", part, re.M)
+        if re.match(r"(?:[A-Z_]+=\S+ )?(?:trailmark|torchrun|accelerate) ", line)
+        and _FROM_THE_HUB.search(line.split("#")[0])
+        and not re.search(r"\bnetwork\b", before + part + after)
+    ]
+    assert silent == []
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_a_configuration_says_where_it_needs_the_network(path: Path) -> None:
+    lines = [line for line in path.read_text().splitlines() if _FROM_THE_HUB.search(line)]
+    named = [line for line in lines if re.match(r"\s*(?:tokenizer|embedder|init_from):", line)]
+    assert [line for line in named if "network" not in line] == []
+
+
 # --- what is printed of results ----------------------------------------------------------------------------
 
 

@@ -5,18 +5,19 @@ from __future__ import annotations
 import errno
 import os
 import sys
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 import typer
 
-from trailmark import cli_data, cli_evaluation, cli_explore
+from trailmark import __version__, cli_data, cli_evaluation, cli_explore
 from trailmark.evaluation.suite import dtype_setting
 from trailmark.settings import Settings, setting, takes
 
 app = typer.Typer(
     name="trailmark",
-    help="Language models that read millions of tokens through a constant attention window.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -27,8 +28,37 @@ KEEP_FREED_MEMORY = {
     "MALLOC_TRIM_THRESHOLD_": "8589934592",
     "MALLOC_TOP_PAD_": "67108864",
 }
+# what libraries warn of that no user can act on: the message, its category, the module that is blamed
+_NOT_FOR_USERS: tuple[tuple[str, type[Warning], str], ...] = (
+    # what is passed there is transformers' choice
+    (r"`broadcast_buffers` is deprecated", FutureWarning, r"accelerate\.accelerator"),
+    # nothing of ours writes into what a model returns
+    (
+        r"FSDP2-wrapped module \(FSDP\w+ForCausalLM\) returned a view tensor",
+        UserWarning,
+        r"torch\.distributed\.fsdp\._fully_shard\._fsdp_state",
+    ),
+)
 # the commands that go on where they stopped
 _RESUMING = {"demo", "prepare", "neighbours", "targets", "train", "evaluate", "read"}
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"trailmark {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def trailmark(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", help="Print the version and leave.", is_eager=True, callback=_print_version
+        ),
+    ] = False,
+) -> None:
+    """Language models that read millions of tokens through a constant attention window."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +101,7 @@ class TrainSettings(Settings):
 def train(settings: TrainSettings) -> None:
     """Train a model. The same command goes on where it stopped; torchrun or accelerate launch start several."""
     from trailmark.evaluation.needles.ask import needle_accuracy
-    from trailmark.report.console import Progress, duration, measured, training_line
+    from trailmark.report.console import Progress, duration, losses, training_line
     from trailmark.training.config import load_run_config
     from trailmark.training.forecast import forecast
     from trailmark.training.processes import is_main, leave, part
@@ -86,7 +116,8 @@ def train(settings: TrainSettings) -> None:
 
     def show(run: Run) -> None:
         total = config.training.steps
-        progress.show(training_line(run.step, total, run.seconds, run.averages, run.tokens_per_second))
+        last, speed = run.measured.get("step_loss"), run.tokens_per_second
+        progress.show(training_line(run.step, total, run.seconds, last, run.averages, speed))
 
     data, asks = config.data, None
     if data.task == "needles" and config.training.eval_steps is not None and not settings.dry_run:
@@ -111,8 +142,8 @@ def train(settings: TrainSettings) -> None:
     if model is None:
         say(f"Stopped and saved at step {run.step}. The same command goes on from here.")
     else:
-        speed, averages = f"{run.tokens_per_second:,.0f} tokens/s", measured(run.averages)
-        say(f"Trained in {duration(run.seconds)}, {speed}: {averages}")
+        say(f"Trained in {duration(run.seconds)}, {run.tokens_per_second:,.0f} tokens/s. At the last step:")
+        say(f"  {losses(run.measured.get('step_loss'), run.averages)}")
         say(f"The model lies in {config.output}/. Next: trailmark evaluate {config.output}")
     if parted:
         leave()
@@ -257,10 +288,7 @@ def main(arguments: list[str] | None = None) -> None:
         if from_shell:  # a program that calls this is not started again
             keep_freed_memory(arguments)
         cli_evaluation.declare_options()  # of suites that a program registered since
-        if not {"--help", "-h"}.intersection(
-            arguments
-        ):  # transformers takes most of the time that help takes
-            _quiet()
+        _quiet()
         if code := app(args=arguments, obj=arguments, standalone_mode=False):  # typer turns exits into codes
             if code == 130:
                 raise KeyboardInterrupt
@@ -297,13 +325,16 @@ def _fail(message: str, code: int) -> None:
 
 
 def _quiet() -> None:
-    """No progress bars and advice of libraries between our own lines."""
+    """No progress bars and advice of libraries between our own lines; nothing is imported for that."""
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-    from transformers.utils import logging
+    if "transformers" in sys.modules:  # it has read these already
+        from transformers.utils import logging
 
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
+        logging.set_verbosity_error()
+        logging.disable_progress_bar()
+    for message, category, module in _NOT_FOR_USERS:
+        warnings.filterwarnings("ignore", message, category, module)
 
 
 def keep_freed_memory(arguments: list[str]) -> None:
@@ -316,9 +347,16 @@ def keep_freed_memory(arguments: list[str]) -> None:
         return
     if any(name in os.environ for name in KEEP_FREED_MEMORY) or "GLIBC_TUNABLES" in os.environ:
         return
-    os.environ.update(KEEP_FREED_MEMORY)
     # as it was started: "-m" instead of the installed script would put the user's folder on the import path
-    os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
+    program = sys.executable or ""
+    try:
+        os.execve(program, [program, *sys.orig_argv[1:]], os.environ | KEEP_FREED_MEMORY)
+    except (OSError, ValueError) as error:  # an embedded Python, no right to start it, no room for two
+        ways = " ".join(f"{name}={value}" for name, value in KEEP_FREED_MEMORY.items())
+        sys.stderr.write(
+            f"trailmark: this Python cannot be started again ({error}): glibc gives freed memory back, which makes "
+            f"training slower and changes no result. To keep it, set {ways}\n"
+        )
 
 
 if __name__ == "__main__":

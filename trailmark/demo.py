@@ -15,9 +15,9 @@ from trailmark.evaluation.record import environment
 from trailmark.evaluation.subject import Subject
 from trailmark.files import expect_writable, read_json, write_json
 from trailmark.models import TrailmarkForCausalLM
-from trailmark.report.console import Progress, duration, measured, training_line
+from trailmark.report.console import Progress, duration, losses, training_line
 from trailmark.report.page import build
-from trailmark.report.tables import needle_table
+from trailmark.report.tables import NEEDLE_LEGEND, legend_text, needle_table
 from trailmark.training.config import DataConfig, RunConfig, TrainingConfig
 from trailmark.training.forecast import measure_speed
 from trailmark.training.run import HISTORY_FILE, Run
@@ -193,7 +193,7 @@ class Demo:
         history = read_json(folder / HISTORY_FILE)
         speed, last = history["tokens_per_second"], history["steps"][-1]
         averages = {key: last[key] for key in ("loss", "accuracy", "recall") if key in last}
-        shown = measured(averages)
+        shown = losses(last.get("step_loss"), averages)
         self.say(f"  {duration(history['seconds'])}, {speed:,.0f} tokens/s; on training texts: {shown}")
         took = {"seconds": history["seconds"], "tokens_per_second": speed}
         self.record["training"][name] = {"parameters": count, "steps": steps} | took | averages
@@ -202,7 +202,8 @@ class Demo:
 
     def _show_training(self, run: Run) -> None:
         total = run.config.training.steps
-        line = training_line(run.step, total, run.seconds, run.averages, run.tokens_per_second)
+        last, speed = run.measured.get("step_loss"), run.tokens_per_second
+        line = training_line(run.step, total, run.seconds, last, run.averages, speed)
         self.progress.show(f"  {line}")
 
     # --- evaluation ----------------------------------------------------------------------------------------
@@ -237,6 +238,7 @@ class Demo:
     def _report(self) -> None:
         results = self.record["results"]
         table = needle_table([r | {"model": NAMES[r["model"]]} for r in results], TRAIN_LENGTH)
+        table += f"\n\n{legend_text(NEEDLE_LEGEND)}"
         (self.output / "table.md").write_text(table + "\n")
         out = self.output
         self.say(

@@ -1,9 +1,12 @@
-"""What the files of a training say of its texts."""
+"""What the files beside a model say: which are records of measurements, and how long its training texts were."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
+
+RECORD_KIND, RECORD_FORMAT = "trailmark evaluation", 1
+"""In the JSON of ``trailmark evaluate``, as "kind" and "format"."""
 
 
 def trained_length(model: Any, run: Any, history: Any) -> int | None:

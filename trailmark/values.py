@@ -11,6 +11,8 @@ from typing import Any, TypeVar
 _Item = TypeVar("_Item")
 _Key = TypeVar("_Key", bound=Hashable)
 MISSING = "-"
+MOST_PERPLEXITY = 10_000
+"""Beyond it the loss is told instead: nobody compares numbers of thirty digits."""
 # control characters, halves of characters and what is none: no HTML, SVG or UTF-8 file may hold them
 _UNSEEN = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x84\x86-\x9f\ud800-\udfff\ufffe\uffff]")
 
@@ -102,6 +104,14 @@ def interval(low: Any, high: Any, form: str = ".3f") -> str:
 def times(value: Any) -> str:
     """``1.5×``"""
     return MISSING if number(value) is None else f"{value:,.4g}×"
+
+
+def perplexity(value: Any) -> str:
+    """``12.345``; beyond 10,000 the loss that it is the exponential of, in nats: ``67.21 nats``."""
+    exact = number(value)
+    if exact is None or exact <= MOST_PERPLEXITY:
+        return shown(value, ",.3f")
+    return f"{math.log(exact):.2f} nats"
 
 
 def short_length(value: float) -> str:

@@ -7,7 +7,7 @@ import io
 import pytest
 
 from trailmark.report import console
-from trailmark.report.console import Progress, bar, duration, measured, size, training_line
+from trailmark.report.console import Progress, bar, duration, losses, measured, size, training_line
 
 
 class Terminal(io.StringIO):
@@ -135,6 +135,10 @@ def test_size(count: float, shown: str) -> None:
 
 
 def test_training_line() -> None:
-    line = training_line(5, 20, 10.0, {"loss": 1.25, "accuracy": 0.5}, 40_960.4)
-    assert line == "[######..................] 5/20  loss 1.250  accuracy 0.500  40,960 tokens/s  0:30 left"
+    averages = {"loss": 1.25, "accuracy": 0.5}
+    assert training_line(5, 20, 10.0, 1.5, averages, 40_960.4) == (
+        "[###.........] 5/20  0:30 left  40,960 tokens/s  "
+        "loss 1.500 nats per token; moving averages: loss 1.250, accuracy 0.500"
+    )
+    assert losses(None, averages) == "moving averages: loss 1.250, accuracy 0.500"  # a step that was left out
     assert measured({"loss": 1.25, "accuracy": 0.5}) == "loss 1.250, accuracy 0.500"

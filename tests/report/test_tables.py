@@ -80,10 +80,10 @@ def test_perplexity() -> None:
     result = PerplexityResult(length=4096, windows=16, tokens=65520, loss=1.0).summary()
     more = {"length": None, "perplexity_low": 2.5, "perplexity_high": 3.0, "word_perplexity": 55.127}
     first, second = shown("perplexity", result, result | more | {"bits_per_byte": 1.25})
-    assert (first["tokens"], first["windows"], first["loss"]) == ("4,096", "16", "1.0000")
+    assert (first["tokens"], first["windows"], first["nats per token"]) == ("4,096", "16", "1.0000")
     assert (first["perplexity"], first["95% interval"], first["bits per byte"]) == ("2.718", "-", "-")
     assert (second["tokens"], second["95% interval"]) == ("whole documents", "2.500–3.000")
-    assert (second["per word"], second["bits per byte"]) == ("55.13", "1.2500")
+    assert (second["perplexity per word"], second["bits per byte"]) == ("55.127", "1.2500")
     (overflown,) = shown("perplexity", result | {"perplexity": None})  # as records keep what is not finite
     assert "perplexity" not in overflown
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -307,6 +308,9 @@ LAUNCHERS = {
 }
 
 
+_OURS = re.compile(r"Training |\[[#.]+\] |Trained in |  loss |The model lies in |$")
+
+
 def launched(launcher: str | None, config: RunConfig, *more: str) -> subprocess.Popen[str]:
     """``trailmark train`` in a process of its own, or as a launcher starts it; its text lies beside its output."""
     output = Path(config.output)
@@ -338,6 +342,7 @@ def test_the_command_under_a_launcher(launcher: str, tmp_path: Path) -> None:
     for parallel in ("ddp", "fsdp"):
         printed, found = trained(launcher, parallel, f"training.parallel={parallel}")
         assert printed.count("Training DRTForCausalLM") == 1  # one of them speaks
+        assert [line for line in printed.splitlines() if not _OURS.match(line)] == []
         assert found == pytest.approx(expected, rel=ROUNDING, abs=0)
 
 

@@ -16,6 +16,8 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from trailmark.network import from_pretrained_options
+
 logger = logging.getLogger(__name__)
 
 Tokens = npt.NDArray[np.int32]
@@ -29,8 +31,9 @@ def load_tokenizer(name: str = "bytes") -> Any:
 
     if name == "bytes":
         return ByT5Tokenizer()
+    options = from_pretrained_options(name, "tokenizer")
     try:
-        return AutoTokenizer.from_pretrained(name)
+        return AutoTokenizer.from_pretrained(name, **options)
     except (OSError, ValueError) as error:
         raise ValueError(
             f"tokenizer: expected 'bytes', a folder with a tokenizer or a hub name, got {name!r}. "

@@ -8,6 +8,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from trailmark import network
 from trailmark.data.sources import (
     LocalFiles,
     Row,
@@ -54,6 +55,11 @@ class HubDataset(Source):
 
     @cached_property
     def _dataset(self) -> Any:
+        if not Path(self.name).is_dir() and not network.is_offline() and network.unreachable():
+            raise ValueError(
+                f"source: cannot load {self._shown}: {network.no_hub()} Prepare it where there is a network; what was "
+                "downloaded to this machine before is found when HF_HUB_OFFLINE=1 is set."
+            )
         try:
             return self._package.load_dataset(
                 self.name, self.config, split=self.split, revision=self.revision, streaming=self.streaming
@@ -118,15 +124,22 @@ class HubFiles(LocalFiles):
         from huggingface_hub import snapshot_download
         from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
+        here = not network.is_offline() and network.unreachable() is not None
         try:
             folder = Path(
                 snapshot_download(
-                    name, repo_type="dataset", revision=self.revision, allow_patterns=self.patterns
+                    name,
+                    repo_type="dataset",
+                    revision=self.revision,
+                    allow_patterns=self.patterns,
+                    local_files_only=here,
                 )
             )
         except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as error:
             raise ValueError(
-                f"source: cannot download {name} from the hub ({first_line(error)}). Check name and revision, and "
+                f"source: cannot download {name}: {network.no_hub()} Prepare it where there is a network."
+                if here
+                else f"source: cannot download {name} from the hub ({first_line(error)}). Check name and revision, and "
                 "that the hub can be reached."
             ) from error
         files = sorted(path for pattern in self.patterns for path in folder.glob(pattern))
@@ -150,6 +163,8 @@ def pinned_revision(name: str, revision: str | None) -> str | None:
     from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError, RevisionNotFoundError
 
     try:
+        if not network.is_offline() and (reason := network.unreachable()):
+            raise ConnectionError(reason)
         return HfApi().dataset_info(name, revision=revision).sha
     except (RepositoryNotFoundError, RevisionNotFoundError, HFValidationError) as error:
         asked = f"{name} at revision {revision}" if revision else name

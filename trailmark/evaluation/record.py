@@ -30,8 +30,9 @@ from trailmark import __version__
 from trailmark.evaluation.suite import suites
 from trailmark.evaluation.tables import card_table
 from trailmark.files import expect_writable, write_json, write_text
-from trailmark.models.card.files import RECORD_FORMAT, RECORD_KIND, config_sha256, weights_sha256
+from trailmark.models.card.files import config_sha256, weights_sha256
 from trailmark.models.causal_lm import fingerprint
+from trailmark.trained import RECORD_FORMAT, RECORD_KIND
 
 _OF_THE_COPY = ("name", "folder")  # what changes when a model is moved: it stays the same one
 _OWN_FIELDS = ("id", "settings", "environment", "seconds", "command")  # of a result: no suite's

@@ -22,6 +22,7 @@ from trailmark.evaluation.record import environment, identity
 from trailmark.files import read_json
 from trailmark.models import MODELS, is_ours
 from trailmark.models.fields import parse_fields
+from trailmark.network import from_pretrained_options
 from trailmark.trained import trained_length
 
 MANIFEST = "manifest.json"  # of a checkpoint: it names all files there, and others would be found by verify
@@ -128,8 +129,9 @@ def load(folder: Path, changes: Sequence[str] = (), *, any_model: bool = False) 
     if on_disk:
         _expect_folder(folder)
     where = str(folder)  # a folder, or a name on the hub
+    options = from_pretrained_options(where, "model")
     try:
-        config = AutoConfig.from_pretrained(where)
+        config = AutoConfig.from_pretrained(where, **options)
     except (ValueError, OSError, StrictDataclassError) as error:
         place = str(folder / "config.json") if on_disk else where
         missing = "" if on_disk else f" There is no folder {where!r}: give one, or a name on the hub."
@@ -148,7 +150,7 @@ def load(folder: Path, changes: Sequence[str] = (), *, any_model: bool = False) 
         config = type(config).from_dict(config.to_dict() | changed)
     try:
         # of transformers': in the precision it was saved in
-        kind: dict[str, Any] = {"config": config} if ours else {"dtype": "auto"}
+        kind: dict[str, Any] = options | ({"config": config} if ours else {"dtype": "auto"})
         model, found = AutoModelForCausalLM.from_pretrained(
             where, output_loading_info=True, ignore_mismatched_sizes=True, **kind
         )
@@ -251,8 +253,9 @@ def _tokenizer(folder: Path, run: dict[str, Any], on_disk: bool) -> Any:
             f"model: expected a tokenizer beside the weights, {str(folder)!r} has none. Save one there: "
             "tokenizer.save_pretrained(folder)."
         )
+    options = from_pretrained_options(folder, "model")
     try:
-        return AutoTokenizer.from_pretrained(str(folder))
+        return AutoTokenizer.from_pretrained(str(folder), **options)
     except (ValueError, OSError) as error:
         raise ValueError(f"model: cannot load the tokenizer of {str(folder)!r}: {_brief(error)}") from error
 

@@ -61,9 +61,10 @@ class Column:
         title: its heading.
         value: what is read from each row.
         form: how a number (or each end of an interval) is written: a format of Python's, "bytes", "share" (between 0
-            and 1; a page draws a bar), "times" (a ratio). "": as it is.
+            and 1; a page draws a bar), "times" (a ratio), "perplexity" (beyond 10,000 in nats). "": as it is.
         on: where the column is shown.
         text: whether its cells are words, which are aligned on the left.
+        about: what the heading means, where it does not say so itself; told below the table.
     """
 
     title: str
@@ -71,6 +72,7 @@ class Column:
     form: str = ""
     on: tuple[Place, ...] = PLACES
     text: bool = False
+    about: str = ""
 
 
 @dataclass(frozen=True)

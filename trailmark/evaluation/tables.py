@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from trailmark.evaluation.suite import Column, Place, Row, Suite, read
-from trailmark.values import MISSING, interval, share, shown, size, times
+from trailmark.values import MISSING, interval, number, perplexity, share, shown, size, times
 
 _MOST_OPEN = 60  # rows of a table that stands open
 
@@ -18,12 +18,14 @@ class Table:
 
     Args:
         words: the columns, beside the first, that hold words and not numbers.
+        legend: headings that do not say themselves what they mean, and what that is.
     """
 
     caption: str
     header: Sequence[str]
     rows: Sequence[Sequence[str]]
     words: Sequence[int] = ()
+    legend: Sequence[tuple[str, str]] = ()
 
     @property
     def long(self) -> bool:
@@ -37,7 +39,8 @@ def table_of(caption: str, columns: Sequence[Column], rows: Sequence[Row], place
     kept = [column for column in cells if any(text != MISSING for text in cells[column])]
     words = [number for number, column in enumerate(kept) if column.text]
     body = list(zip(*(cells[column] for column in kept), strict=True))
-    return Table(caption, [column.title for column in kept], body, words)
+    legend = [(column.title, column.about) for column in kept if column.about]
+    return Table(caption, [column.title for column in kept], body, words, legend)
 
 
 def cell(row: Row, column: Column) -> str:
@@ -45,11 +48,15 @@ def cell(row: Row, column: Column) -> str:
     value, form = read(row, column.value), column.form
     if isinstance(value, tuple | list) and len(value) == 2:
         low, high = value
+        if form == "perplexity":
+            return "–".join(map(perplexity, value)) if number(low) or number(high) else MISSING
         return interval(low, high, form or ".3f")
     if isinstance(value, bool):
         return "yes" if value else "no"
     if form == "bytes":
         return size(value)
+    if form == "perplexity":
+        return perplexity(value)
     if form == "share":
         return share(value)
     return times(value) if form == "times" else shown(value, form)

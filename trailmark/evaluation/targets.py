@@ -32,6 +32,7 @@ from trailmark.evaluation.losses import beginning
 from trailmark.evaluation.subject import load
 from trailmark.models import MODELS, is_ours
 from trailmark.models.causal_lm import fingerprint
+from trailmark.network import from_pretrained_options
 
 Text = list[int]  # the reference's tokens
 _BATCH_SIZE = 16
@@ -142,17 +143,17 @@ def open_reference(name: str, of: Any, device: str | None = None, batch_size: in
             f"model: expected a folder with a causal language model, {name!r} has no config.json. Name the folder that "
             "save_pretrained or trailmark train wrote, or a hub name."
         )
-    local = folder.is_dir()
+    local, options = folder.is_dir(), from_pretrained_options(name, "model")
     try:
-        config = AutoConfig.from_pretrained(name, local_files_only=local)
+        config = AutoConfig.from_pretrained(name, **options)
         if config.model_type in MODELS and local:  # with its embedder
             subject = load(folder)
             return Reference(subject.model.to(where), subject.tokenizer, of, name, batch_size)
         dtype: Any = torch.float32 if where.type == "cpu" else "auto"
         model, found = AutoModelForCausalLM.from_pretrained(
-            name, local_files_only=local, dtype=dtype, output_loading_info=True
+            name, dtype=dtype, output_loading_info=True, **options
         )
-        tokenizer = AutoTokenizer.from_pretrained(name, local_files_only=local)
+        tokenizer = AutoTokenizer.from_pretrained(name, **options)
         if not has_words(tokenizer):
             raise ValueError("there is no tokenizer")
     except BROKEN as error:

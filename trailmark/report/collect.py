@@ -18,8 +18,7 @@ from typing import Any
 import yaml
 
 from trailmark.evaluation.suite import suites
-from trailmark.models.card.files import RECORD_FORMAT, RECORD_KIND
-from trailmark.trained import trained_length
+from trailmark.trained import RECORD_FORMAT, RECORD_KIND, trained_length
 from trailmark.values import all_visible, grouped, visible
 
 _HEAD = 4096  # bytes in which a record says that it is one

@@ -10,7 +10,17 @@ from typing import TextIO
 
 from trailmark.values import duration, size
 
-__all__ = ["Progress", "bar", "duration", "measured", "preparing_line", "size", "table_line", "training_line"]
+__all__ = [
+    "Progress",
+    "bar",
+    "duration",
+    "losses",
+    "measured",
+    "preparing_line",
+    "size",
+    "table_line",
+    "training_line",
+]
 
 
 class Progress:
@@ -56,18 +66,38 @@ def bar(done: int, total: int, width: int = 24) -> str:
     return "[" + "#" * filled + "." * (width - filled) + "]"
 
 
-def measured(values: Mapping[str, float], separator: str = ", ") -> str:
+def measured(values: Mapping[str, float]) -> str:
     """``loss 1.228, accuracy 0.988``"""
-    return separator.join(f"{key} {value:.3f}" for key, value in values.items())
+    return ", ".join(f"{key} {value:.3f}" for key, value in values.items())
 
 
 def training_line(
-    step: int, total: int, seconds: float, averages: Mapping[str, float], tokens_per_second: float
+    step: int,
+    total: int,
+    seconds: float,
+    step_loss: float | None,
+    averages: Mapping[str, float],
+    tokens_per_second: float,
 ) -> str:
-    """How far a training is, how well it goes, how fast, and how long it still takes."""
-    left = seconds / max(1, step) * (total - step)
-    shown = measured(averages, "  ")
-    return f"{bar(step, total)} {step}/{total}  {shown}  {tokens_per_second:,.0f} tokens/s  {duration(left)} left"
+    """How far a training is, how long it still takes, how fast it is and how well it goes.
+
+    What matters most comes first: a narrow terminal shows no more.
+    """
+    left = duration(seconds / max(1, step) * (total - step))
+    speed = f"{tokens_per_second:,.0f} tokens/s"
+    return f"{bar(step, total, 12)} {step}/{total}  {left} left  {speed}  {losses(step_loss, averages)}"
+
+
+def losses(step_loss: float | None, averages: Mapping[str, float]) -> str:
+    """``loss 1.228 nats per token; moving averages: loss 1.240, accuracy 0.988``
+
+    Args:
+        step_loss: of the last step, in nats per token, as ``trailmark evaluate`` prints it of a text; None: it was left
+            out.
+        averages: over some 20 steps.
+    """
+    last = "" if step_loss is None else f"loss {step_loss:.3f} nats per token; "
+    return f"{last}moving averages: {measured(averages)}"
 
 
 def preparing_line(documents: int, tokens: int, done: int, total: int | None, seconds: float) -> str:

@@ -14,10 +14,12 @@ def result_table(suite: Suite, results: Sequence[Mapping[str, Any]], train_lengt
     """What ``trailmark evaluate`` measured: a table for each heading, and what is to be noted of the results."""
     rows = [{"train_length": train_length, **row} for result in results for row in suite.rows(result)]
     groups = grouped(rows, suite.heading)
-    parts = []
+    parts, legends = [], dict[str, str]()
     for (title, _), group in groups.items():
         table = table_of(title, suite.columns, group, "terminal")
         parts += [title] * (len(groups) > 1) + [markdown_table(table.header, table.rows)]
+        legends |= dict(table.legend)
+    parts += [legend_text(legends)] * bool(legends)
     parts += dict.fromkeys(str(row["note"]) for row in rows if row.get("note"))
     return "\n\n".join(parts)
 
@@ -34,6 +36,20 @@ def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
     rule = "|" + "|".join("-" * (w + 1) + ("-" if i == 0 else ":") for i, w in enumerate(widths)) + "|"
     return "\n".join([line(header), rule, *map(line, rows)])
+
+
+def legend_text(legend: Mapping[str, str]) -> str:
+    """What headings mean, below their table."""
+    return " ".join(f"*{title}*: {about}." for title, about in legend.items())
+
+
+NEEDLE_LEGEND = {
+    "x train": "tokens, as a multiple of the longest text trained on",
+    "needles": "hidden in the text at once",
+    "chunk retrieved": "share of questions at which the needle's chunk was read",
+    "memory": "of past chunks' keys, values and landmarks",
+}
+"""What headings of :func:`needle_table` mean."""
 
 
 def needle_table(results: Sequence[Mapping[str, Any]], train_length: int) -> str:

@@ -22,10 +22,10 @@ _COLUMNS = (
     Column("tokens", "tokens", ",d"),
     Column("time", "time"),
     Column("tokens/s", "tokens_per_second", ",d"),
-    Column("last loss", "last.loss", ".4f"),
+    Column("average loss, nats", "last.loss", ".4f"),
     Column("first token right", "last.accuracy", "share"),
     Column("chunk retrieved", "last.recall", "share"),
-    Column("validation perplexity", "last.eval_perplexity", ".3f"),
+    Column("validation perplexity", "last.eval_perplexity", "perplexity"),
 )
 _CURVES = Lines(
     name="training",

@@ -36,6 +36,8 @@ from trailmark.files import (
     sync_folder,
 )
 
+CHECKPOINTS = "checkpoints"
+"""The folder of a run in which they lie."""
 MANIFEST = "manifest.json"
 FORMAT = 1
 

@@ -36,11 +36,11 @@ from trailmark.files import (
 from trailmark.models import MODELS, TrailmarkForCausalLM
 from trailmark.models.card.files import refresh_card
 from trailmark.training import checkpoints, states
+from trailmark.training.checkpoints import CHECKPOINTS
 from trailmark.training.config import RunConfig
 from trailmark.training.neighbours import open_table
 from trailmark.training.processes import by_main, is_main, world_size
 from trailmark.training.run_folder import (
-    CHECKPOINTS,
     HISTORY_FILE,
     RUN_FILE,
     SAVING,

@@ -23,7 +23,6 @@ from trailmark.training.processes import world_size
 
 HISTORY_FILE = "history.json"  # written at the end: the run is complete
 RUN_FILE = "run.yaml"
-CHECKPOINTS = "checkpoints"
 STATE_FILE = "run.json"  # of a checkpoint
 SAVING = ".saving-"
 # beginnings of names that no file keeps

@@ -8,9 +8,8 @@ from pathlib import Path
 from trailmark.data import prepare, shards
 from trailmark.data.neighbours import files as neighbour_files
 from trailmark.data.neighbours import table as neighbours
-from trailmark.memory import saved
 from trailmark.training import checkpoints
-from trailmark.training.run import CHECKPOINTS
+from trailmark.training.checkpoints import CHECKPOINTS
 
 Progress = Callable[[int, int], None]
 
@@ -39,6 +38,8 @@ def verify(folder: Path, progress: Progress = lambda done, total: None) -> list[
     of_run = folder / CHECKPOINTS if (folder / CHECKPOINTS).is_dir() else folder
     if steps := checkpoints.steps(of_run):
         return _verify_all([checkpoints.step_folder(of_run, step) for step in steps], progress)
+    from trailmark.memory import saved  # it needs torch, all others do not
+
     if not (folder / saved.MANIFEST).exists():
         raise ValueError(
             f"folder: expected a memory, a prepared corpus, a neighbour table, a checkpoint or a run with checkpoints, "

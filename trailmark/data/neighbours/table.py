@@ -18,15 +18,12 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
-import torch
-from torch import Tensor
 
 from trailmark.data.neighbours.bm25 import Integers, best_chunks, expect_tokenizer
-from trailmark.data.neighbours.embedders import Embedder
 from trailmark.data.neighbours.files import (
     INDICES,
     KIND,
@@ -40,6 +37,11 @@ from trailmark.data.neighbours.files import (
 )
 from trailmark.data.shards import Corpus
 from trailmark.files import FileEntry
+
+if TYPE_CHECKING:  # trailmark verify needs no torch
+    from torch import Tensor
+
+    from trailmark.data.neighbours.embedders import Embedder
 
 _CHUNKS = 512  # that are embedded at a time, at least
 _PRODUCTS = 1 << 24  # of a temporary array
@@ -152,6 +154,8 @@ def build_neighbours(
     def find(first: int, stop: int) -> Found:
         tokens = corpus.read(first * context_length, stop * context_length)
         ids = tokens.reshape(stop - first, context_length)[:, : chunks * chunk_size].reshape(-1, chunk_size)
+        import torch
+
         lengths = torch.full((len(ids),), chunk_size)
         queries, keys = (
             x.view(stop - first, chunks, -1)
@@ -322,6 +326,8 @@ class NeighbourTable:
             raise ValueError(
                 f"windows: expected 0 .. {self.windows - 1}, got {min(windows)} .. {max(windows)}."
             )
+        import torch
+
         numbers = np.asarray(windows, np.int64)
         indices = self._map(INDICES)[numbers].astype(np.int64)
         indices[indices == NONE] = -1

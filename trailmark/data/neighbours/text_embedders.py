@@ -21,6 +21,7 @@ from torch import Tensor
 
 from trailmark.data.corpus import tokenizer_fingerprint, vocabulary_size
 from trailmark.data.neighbours.token_embedders import as_arrays, fingerprint_of
+from trailmark.network import from_pretrained_options
 
 logger = logging.getLogger(__name__)
 
@@ -234,16 +235,18 @@ class SentenceTransformersEmbedder(TextEmbedder):
 
 
 def expect_encoder(spec: str, name: str) -> bool:
-    """Whether ``name`` is a folder; raises ValueError if it is neither one nor a hub name."""
+    """Whether it is looked for on this machine alone: a folder, or a hub name without a network.
+
+    Raises:
+        ValueError: it is neither a folder nor a hub name, or one that cannot be reached.
+    """
     path = Path(name)
-    if path.is_dir():
-        return True
-    if path.exists() or name.startswith((".", "~", os.sep)) or name.count("/") > 1:
+    if not path.is_dir() and (path.exists() or name.startswith((".", "~", os.sep)) or name.count("/") > 1):
         raise ValueError(
             f"embedder: expected a folder with an encoder or a hub name, {name!r} of {spec!r} is "
             f"{'no folder' if path.exists() else 'not there'}. Name the folder that save_pretrained wrote."
         )
-    return False
+    return bool(from_pretrained_options(name, "embedder"))
 
 
 def no_encoder(spec: str, error: Exception) -> ValueError:

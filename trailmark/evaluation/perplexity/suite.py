@@ -23,7 +23,7 @@ from trailmark.evaluation.suite import (
     tier_setting,
 )
 from trailmark.settings import Settings, setting
-from trailmark.values import number
+from trailmark.values import MOST_PERPLEXITY, number, perplexity
 
 TOKENS = 1 << 16  # that are read of a text where nothing else is asked
 
@@ -171,9 +171,14 @@ def _tiles(rows: Sequence[Row]) -> list[Tile]:
     best = min(known, key=lambda row: float(row["perplexity"]))
     how = f"{best.get('model')}, the lowest at that length"
     if None not in (low := number(best.get("perplexity_low")), high := number(best.get("perplexity_high"))):
-        how += f"; 95% interval {low:.3f}–{high:.3f}"
+        how += f"; 95% interval {perplexity(low)}–{perplexity(high)}"
     what = f"perplexity per token at {float(best['length']):,.0f} tokens"
-    return [Tile(f"{best['perplexity']:,.4g}", what, how)]
+    figure = (
+        f"{best['perplexity']:,.4g}"
+        if best["perplexity"] <= MOST_PERPLEXITY
+        else perplexity(best["perplexity"])
+    )
+    return [Tile(figure, what, how)]
 
 
 SUITE = register(
@@ -191,10 +196,10 @@ SUITE = register(
             Column("settings", _fields, on=("page",), text=True),
             Column("windows", "windows", ",d", on=("terminal", "page")),
             Column("scored", "tokens", ",d", on=("page", "card")),
-            Column("loss", "loss", ".4f", on=("terminal", "page")),
-            Column("perplexity", "perplexity", ".3f"),
-            Column("95% interval", ("perplexity_low", "perplexity_high"), ".3f"),
-            Column("per word", "word_perplexity", ",.2f"),
+            Column("nats per token", "loss", ".4f", on=("terminal", "page")),
+            Column("perplexity", "perplexity", "perplexity"),
+            Column("95% interval", ("perplexity_low", "perplexity_high"), "perplexity"),
+            Column("perplexity per word", "word_perplexity", "perplexity"),
             Column("bits per byte", "bits_per_byte", ".4f"),
             Column("retrievals skipped", "skipped_share", ".1%", on=("terminal", "page")),
         ),

@@ -22,6 +22,7 @@ from transformers import AutoConfig, PreTrainedConfig
 
 from trailmark.files import write_text
 from trailmark.models.card.text import Json, model_card
+from trailmark.trained import RECORD_FORMAT, RECORD_KIND
 
 logger = logging.getLogger(__name__)
 
@@ -29,7 +30,6 @@ README = "README.md"
 UPLOAD = (  # what ``push_to_hub`` takes
     "repo_id", "tags", "private", "revision", "create_pr", "commit_message", "commit_description",
 )  # fmt: skip
-RECORD_KIND, RECORD_FORMAT = "trailmark evaluation", 1
 _BEGIN = (
     "<!-- Card made by trailmark from the files beside the weights. Edited, it is yours and never replaced."
 )

@@ -23,7 +23,7 @@ from trailmark.files import expect_writable, replacing, write_text
 from trailmark.report.explorer.data import Document, collect, pack
 from trailmark.report.rendering import render
 from trailmark.trace.lines import Entry, TraceHeader, encode
-from trailmark.values import all_visible, count, listed
+from trailmark.values import MOST_PERPLEXITY, all_visible, count, listed
 
 # joined in this order; all share one scope
 SCRIPTS = (
@@ -205,7 +205,7 @@ def page(about: dict[str, Any], document: Document) -> str:
 
 
 def _perplexity(loss: float) -> str:
-    return f"{math.exp(loss):,.2f}" if loss < 50 else "beyond all bounds"
+    return f"{math.exp(loss):,.2f}" if loss <= math.log(MOST_PERPLEXITY) else f"beyond {MOST_PERPLEXITY:,}"
 
 
 def _model(about: dict[str, Any], some: bool) -> str:
