@@ -189,9 +189,9 @@ def test_a_text_that_was_rewritten_is_not_read_already(
     before = books[0].read_text()
     for after in (before.replace("river", "brook", 1), before + "more\n", before[:-9]):
         books[0].write_text(after)
-        with Reader(subject, tmp_path / "memory") as reader:
-            with pytest.raises(ValueError, match=r"has changed since it was read: .*into another --memory"):
-                reader.read(books[0])
+        words = r"has changed since it was read: .*into another --memory"
+        with pytest.raises(ValueError, match=words), Reader(subject, tmp_path / "memory") as reader:
+            reader.read(books[0])
     books[0].write_text(before)
     with Reader(subject, tmp_path / "memory") as reader:
         assert reader.read(books[0]) is False
@@ -220,7 +220,7 @@ def test_a_manifest_that_is_a_folder_is_told_before_anything_is_read(
     subject: Subject, tmp_path: Path
 ) -> None:
     (tmp_path / "memory" / "memory.json").mkdir(parents=True)
-    with pytest.raises(ValueError, match="expected a regular file, .*memory.json' is a folder"):
+    with pytest.raises(ValueError, match=r"expected a regular file, .*memory\.json' is a folder"):
         Reader(subject, tmp_path / "memory")
 
 
@@ -233,7 +233,7 @@ def test_notes_that_are_none_are_told(
     cache = subject.model.read(torch.ones(1, 99, dtype=torch.int64))
     cache.notes["sources"] = sources
     cache.save(tmp_path / "memory")
-    with pytest.raises(ValueError, match="^memory: expected the notes of trailmark read"):
+    with pytest.raises(ValueError, match=r"^memory: expected the notes of trailmark read"):
         Reader(subject, tmp_path / "memory")
 
 
@@ -244,6 +244,12 @@ def test_a_byte_that_is_none_of_utf_8_is_named(subject: Subject, tmp_path: Path)
         with open(path, "r+b") as file:
             file.seek(place)
             file.write(b"\xff")
-        with Reader(subject, tmp_path / str(place)) as reader:
-            with pytest.raises(ValueError, match=rf"expected UTF-8 text, .* is not \(byte {place}\)"):
-                reader.read(path)
+        words = rf"expected UTF-8 text, .* is not \(byte {place}\)"
+        with pytest.raises(ValueError, match=words), Reader(subject, tmp_path / str(place)) as reader:
+            reader.read(path)
+
+
+def test_a_text_that_links_to_itself_is_told(subject: Subject, tmp_path: Path) -> None:
+    (tmp_path / "text").symlink_to(tmp_path / "text")
+    with pytest.raises(ValueError, match="cannot read"), Reader(subject, tmp_path / "memory") as reader:
+        reader.read(tmp_path / "text")

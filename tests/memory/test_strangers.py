@@ -1,4 +1,4 @@
-"""A memory from anywhere, or one that was damaged: it is refused in one line, and nothing is signed or written through it."""
+"""A memory from anywhere, or one that was damaged: refused in one line, and nothing is signed or written."""
 
 from __future__ import annotations
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import os
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -105,7 +106,7 @@ class Reader:
             ValueError: the file has changed since it was read; another one was not read to its end; no text.
         """
         self.path = path
-        name = str(path.resolve())
+        name = os.path.realpath(path)  # unlike resolve() it bears a link to itself
         source = next((s for s in self.sources if s["path"] == name), None)
         if source is not None and source["done"]:
             self._expect_unchanged(path, source)
@@ -155,8 +156,8 @@ class Reader:
                     same = False
             if not same:
                 raise ValueError(
-                    f"file: {str(path)!r} has changed since it was read: this memory holds what it was then. Read it anew "
-                    "into another --memory; to add it to this one as another text, give it another name."
+                    f"file: {str(path)!r} has changed since it was read: this memory holds what it was then. Read it "
+                    "anew into another --memory; to add it to this one as another text, give it another name."
                 )
 
     def _tokens(self, path: Path, source: dict[str, Any]) -> Iterator[Tokens]:

@@ -1,4 +1,4 @@
-"""The SHA-256 of a memory's records, block by block: computed while they are copied, compared before they are signed."""
+"""The SHA-256 of a memory's records, block by block: compared as they are read, before they are signed."""
 
 from __future__ import annotations
 
@@ -150,8 +150,10 @@ def pieces_of(file: int, path: Path) -> Pieces:
 
 
 def sample_of(path: Path, size: int) -> str:
-    """The SHA-256 of pieces of a chunk file's first ``size`` bytes, from the first to the last: what tells it from another
-    memory's at once. It is no proof that every byte is as it was."""
+    """The SHA-256 of pieces of a chunk file's first ``size`` bytes, from the first to the last.
+
+    It tells the file from another memory's at once, and is no proof that every byte is as it was.
+    """
     width, last = min(_SAMPLE_BYTES, size), max(0, size - _SAMPLE_BYTES)
     result = hashlib.sha256(str(size).encode())
     with untrusted.open_regular(path, "folder") as file:

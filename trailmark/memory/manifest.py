@@ -171,8 +171,8 @@ def _expect_known(folder: Path, body: Any) -> None:
     written = body.get("format")
     if isinstance(written, int) and written > FORMAT:
         raise _NewerFormat(
-            f"folder: expected a memory of format {FORMAT} in {str(folder)!r}, got {brief(written)}, written by a newer "
-            f"trailmark ({str(body.get('trailmark'))[:40]}). Update trailmark: pip install --upgrade trailmark."
+            f"folder: expected a memory of format {FORMAT} in {str(folder)!r}, got {brief(written)}, written by a "
+            f"newer trailmark ({str(body.get('trailmark'))[:40]}). Update trailmark: pip install --upgrade trailmark."
         )
 
 

@@ -68,7 +68,7 @@ def expect_tables(
     rows_of_record: int | None,
     planes: int,
 ) -> None:
-    """Raise a ValueError where tables of chunks do not fit the records, each other, or have landmarks that are not finite.
+    """Raise a ValueError where tables of chunks do not fit the records or each other, or landmarks are not finite.
 
     Args:
         tables: see :meth:`trailmark.memory.chunks.ChunkMemory.tables`; checked by :func:`expect_tensors`.

@@ -167,8 +167,8 @@ class DiskStore(ChunkStore):
             return shutil.disk_usage(self.path.parent).free
         except OSError as error:
             raise ValueError(
-                f"memory_folder: expected the folder {str(self.path.parent)!r}, which chunks are written to, it is gone "
-                f"({error.strerror}). Leave it alone while something is read into it; read the text again."
+                f"memory_folder: expected the folder {str(self.path.parent)!r}, which chunks are written to, it is "
+                f"gone ({error.strerror}). Leave it alone while something is read into it; read the text again."
             ) from error
 
     def _no_space(self, needed: int) -> NoSpaceError:

@@ -107,7 +107,9 @@ class ChunkStore(ABC):
 
     @abstractmethod
     def write(self, first: int, records: Tensor) -> None:
-        """Write records at the numbers ``first ...``, after the last or over what is there, if ``_expect_records`` lets.
+        """Write records at the numbers ``first ...``, after the last or over what is there.
+
+        It begins with ``_expect_records``, which compares what is overwritten with its manifest.
 
         Args:
             first: at most the number of records.
