@@ -8,7 +8,6 @@ from typing import Any
 
 import safetensors.torch
 import torch
-from safetensors import SafetensorError
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -16,6 +15,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
 )
 
+from trailmark import pretrained
 from trailmark.models import TrailmarkConfig, TrailmarkForCausalLM
 from trailmark.training.processes import gathered, rank
 from trailmark.training.tensors import (
@@ -77,6 +77,7 @@ def load_weights(folder: str | Path, model: torch.nn.Module) -> None:
     if not is_sharded(model) or rank() == 0:
         for file in sorted(Path(folder).glob("model*.safetensors")):
             state |= safetensors.torch.load_file(file)
+        pretrained.expect_finite(iter(state.items()), "output", folder)
     if is_sharded(model):
         options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, strict=False)
         set_model_state_dict(model, state, options=options)
@@ -124,20 +125,16 @@ def initial_model(
         ValueError: no model there, or one whose weights do not fit.
     """
     expect_model(folder)
-    try:
-        model, loading = cls.from_pretrained(
+    with pretrained.loading("init_from", f"cannot load the weights in {folder!r}"):
+        model, found = cls.from_pretrained(
             folder,
             config=config,
             dtype=torch.float32,
-            use_safetensors=True,  # a stranger's pickled weights are not even tried
             output_loading_info=True,
             ignore_mismatched_sizes=True,
         )
-    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise ValueError(f"init_from: cannot load the weights in {folder!r}: {reason}") from error
     for kind in ("missing", "unexpected", "mismatched"):  # transformers would draw these at random
-        if names := loading[f"{kind}_keys"]:
+        if names := found[f"{kind}_keys"]:
             raise ValueError(
                 f"init_from: expected the weights of the model that the configuration describes, {folder!r} has "
                 f"{len(names)} {kind} ones: {min(map(str, names))} ... Set the model's fields as they were there."
