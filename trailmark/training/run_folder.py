@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import platform
 import shutil
 from contextlib import AbstractContextManager
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +16,11 @@ import torch
 import transformers
 import yaml
 
-from trailmark import __version__
+from trailmark import __version__, untrusted
+from trailmark.files import Progress, write_text
 from trailmark.models.card.files import README
-from trailmark.training import checkpoints
+from trailmark.settings import Settings, from_mapping, setting
+from trailmark.training import checkpoints, manifests
 from trailmark.training.config import FREE_TO_CHANGE, RunConfig
 from trailmark.training.guards import REPORT_FILE
 from trailmark.training.processes import world_size
@@ -25,16 +29,21 @@ HISTORY_FILE = "history.json"  # written at the end: the run is complete
 RUN_FILE = "run.yaml"
 CHECKPOINTS = "checkpoints"
 STATE_FILE = "run.json"  # of a checkpoint
+MODEL_MANIFEST = "model.json"  # of the final model
+_KIND, _FORMAT, _NOUN = "trailmark model", 1, "a trained model"
 SAVING = ".saving-"
 # beginnings of names that no file keeps
-_LEFTOVERS = (SAVING, *(f".{name}." for name in (RUN_FILE, HISTORY_FILE, REPORT_FILE, README)))
+_LEFTOVERS = (
+    SAVING,
+    *(f".{name}." for name in (RUN_FILE, HISTORY_FILE, REPORT_FILE, README, MODEL_MANIFEST)),
+)
 
 
 def holds_run(output: Path, config: RunConfig) -> bool:
     """Whether a folder says that it belongs to this very run."""
     try:
-        other = yaml.safe_load((output / RUN_FILE).read_text())
-    except (OSError, ValueError, yaml.YAMLError):
+        other = untrusted.read_yaml(output / RUN_FILE, "output")
+    except (OSError, ValueError):
         return False
     if not isinstance(other, dict):
         return False
@@ -54,6 +63,100 @@ def remove_leftovers(output: Path) -> None:
                 shutil.rmtree(path, ignore_errors=True)
             else:
                 path.unlink(missing_ok=True)
+
+
+# --- the final model -----------------------------------------------------------------------------------------
+
+
+def sign_model(output: Path, names: list[str]) -> None:
+    """Write the manifest of the model's and the tokenizer's files that lie in a run's folder."""
+    files = manifests.entries_of(output, sorted(names))
+    content = manifests.signed({"kind": _KIND, "format": _FORMAT, "files": files})
+    write_text(output / MODEL_MANIFEST, content.decode(), durable=True)
+
+
+def has_signed_model(output: Path) -> bool:
+    """Whether a run's final model has a manifest: those of an older trailmark have none."""
+    return os.path.lexists(output / MODEL_MANIFEST)
+
+
+def verify_model(output: Path, progress: Progress | None = None) -> None:
+    """Compare every byte of a run's final model with its manifest, and the manifest with itself.
+
+    Raises:
+        ValueError: what is wrong, in one line that names the file.
+    """
+    manifest = manifests.read(output, MODEL_MANIFEST, manifests.Manifest, _KIND, _FORMAT, _NOUN)
+    manifests.expect_same(output, manifest.entries(), progress)
+    # transformers would load it instead, or with the others
+    for path in sorted(output.glob("*.safetensors")):
+        if path.name not in manifest.files:
+            raise ValueError(f"{path.name}: is not in {MODEL_MANIFEST}: expected nothing that was not saved.")
+
+
+# --- the state of a run, in a checkpoint -----------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Curriculum(Settings):
+    starts: list[int] = setting()
+    samples: list[int] = setting()
+    average: float = setting()
+
+
+@dataclass(frozen=True)
+class _Guard(Settings):
+    skipped: list[int] = setting()
+
+
+@dataclass(frozen=True)
+class _State(Settings):
+    """What :meth:`trailmark.training.running.RunningState.state` gives, and the text's fingerprint."""
+
+    step: int = setting(least=0)
+    data: str = setting()
+    curriculum: _Curriculum = setting()
+    history: list[dict[str, Any]] = setting()
+    averages: dict[str, Any] = setting()
+    measured: dict[str, Any] = setting()
+    seconds: float = setting(least=0)
+    tokens: int = setting(least=0)
+    guard: _Guard = setting()
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for numbers in (
+            *self.history,
+            self.averages,
+            self.measured,
+        ):  # of a loss that was none they may be NaN
+            for name, value in numbers.items():
+                if not isinstance(value, int | float):
+                    raise ValueError(f"{name}: expected a number, got {untrusted.brief(value)}.")
+        if any("step" not in line for line in self.history):
+            raise ValueError("history: expected a step in each line, one has none.")
+
+
+def read_state(checkpoint: Path) -> dict[str, Any]:
+    """What a run knew at a checkpoint.
+
+    Raises:
+        ValueError: another file, or of another step than the checkpoint's trainer.
+    """
+    place = f"output: {str(checkpoint / STATE_FILE)!r}"
+    try:
+        raw = untrusted.read_json(checkpoint / STATE_FILE, "output", finite=False)
+        state = from_mapping(_State, raw)
+        trainer = untrusted.read_json(checkpoint / "trainer_state.json", "output", finite=False)
+        at = trainer.get("global_step") if isinstance(trainer, dict) else None
+        if at != state.step:
+            raise ValueError(f"expected the trainer at step {state.step}, got {untrusted.brief(at)}.")
+    except (FileNotFoundError, ValueError) as error:
+        raise ValueError(
+            f"{place} is not what a training wrote ({str(error).rstrip('.')}). Remove that checkpoint to go on from "
+            "one before it."
+        ) from error
+    return asdict(state)
 
 
 def saving(folder: Path) -> AbstractContextManager[None]:

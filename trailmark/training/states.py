@@ -84,9 +84,10 @@ def load_weights(folder: str | Path, model: torch.nn.Module) -> None:
         return
     missing, unexpected = model.load_state_dict(state, strict=False)
     tied = getattr(model, "_tied_weights_keys", None) or {}
-    # the checkpoint was verified and is of this very configuration
-    assert not unexpected
-    assert set(missing) <= set(tied)
+    if wrong := [*unexpected, *(set(missing) - set(tied))]:
+        raise ValueError(
+            f"expected the weights of the run's own model, {wrong[0]} is missing or one too many"
+        )
 
 
 def load_optimizer(folder: str | Path, model: torch.nn.Module, optimizer: Any) -> None:
