@@ -1,4 +1,4 @@
-"""After ``import trailmark`` transformers' Auto classes and ``pipeline`` know the models, though nothing is imported yet.
+"""After ``import trailmark`` transformers' Auto classes and ``pipeline`` know the models, which are not imported yet.
 
 The models need torch and transformers, ``import trailmark.ops`` torch alone: what is not asked for is not imported. So
 ``AutoConfig.from_pretrained``, by which every Auto class and every pipeline begins, is wrapped, now or when
