@@ -68,6 +68,22 @@ def test_prepare_train_verify(texts: Path, tmp_path: Path, command: Command) -> 
     code, _, err = command("verify", tmp_path / "run")
     assert code == 1
     assert last_line(err).startswith("trailmark: checkpoints: damaged: step-00000004: model.safetensors: ")
+    content[-1] ^= 1
+    weights.write_bytes(content)
+    assert command("verify", tmp_path / "run")[0] == 0
+    for name in ("model.safetensors", "config.json", "tokenizer_config.json", "model.json"):
+        path = tmp_path / "run" / name
+        whole = path.read_bytes()
+        path.write_bytes(whole[:-9] + bytes([whole[-9] ^ 1]) + whole[-8:])
+        code, _, err = command("verify", tmp_path / "run")
+        assert code == 1
+        assert f"damaged: the final model: {name}: " in last_line(err)
+        path.write_bytes(whole)
+    (tmp_path / "run" / "model-00002.safetensors").write_bytes(b"")
+    assert "model-00002.safetensors: is not in model.json" in command("verify", tmp_path / "run")[2]
+    (tmp_path / "run" / "model-00002.safetensors").unlink()
+    (tmp_path / "run" / "model.json").unlink()  # as an older trailmark left it
+    assert command("verify", tmp_path / "run")[0] == 0
 
 
 def test_verify_of_a_folder_with_nothing_of_ours(texts: Path, command: Command) -> None:

@@ -18,7 +18,7 @@ from typing import Any
 from torch import Tensor
 from transformers import PrinterCallback, TrainingArguments, set_seed
 
-from trailmark.data.corpus import Tokens, load_tokenizer, vocabulary_size
+from trailmark.data.corpus import Tokens, load_tokenizer, tokenizer_fingerprint, vocabulary_size
 from trailmark.data.neighbours.embedders import Embedder
 from trailmark.data.neighbours.trained_embedders import embedder_of
 from trailmark.data.shards import Corpus
@@ -38,6 +38,7 @@ from trailmark.models.card.files import refresh_card
 from trailmark.training import checkpoints, states
 from trailmark.training.checkpoints import CHECKPOINTS
 from trailmark.training.config import RunConfig
+from trailmark.training.final_model import sign_model
 from trailmark.training.neighbours import open_table
 from trailmark.training.processes import by_main, is_main, world_size
 from trailmark.training.run_folder import (
@@ -48,6 +49,7 @@ from trailmark.training.run_folder import (
     config_hash,
     environment,
     holds_run,
+    read_state,
     remove_leftovers,
     saving,
 )
@@ -98,6 +100,7 @@ class Run(RunningState):
                 f"model.vocab_size: expected at least the {needed} tokens of the tokenizer {config.data.tokenizer!r}, "
                 f"got {fields.vocab_size}. Leave it out, or name the tokenizer that the model is for."
             )
+        fields.tokenizer_fingerprint = tokenizer_fingerprint(self.tokenizer)
         self.corpus = _open_corpus(config, text, self.tokenizer, fields.vocab_size)
         self.table = None
         if self.corpus is not None:
@@ -199,7 +202,7 @@ class Run(RunningState):
         )
         trainer.remove_callback(PrinterCallback)
         if last is not None:
-            self.restore(read_json(last / STATE_FILE))
+            self.restore(read_state(last))
             batches.start = self.step
         self._began = time.perf_counter()
         with self.stopping_softly():
@@ -230,7 +233,7 @@ class Run(RunningState):
         for line in damaged:
             self.say(line)
         if last is not None:
-            kept = read_json(last / STATE_FILE)
+            kept = read_state(last)
             unknown = not (self.output / RUN_FILE).exists()
             if unknown and checkpoints.read_about(last).get("config") != config_hash(self.config):
                 raise ValueError(
@@ -272,11 +275,14 @@ class Run(RunningState):
                 self.model.save_pretrained(folder, state_dict=weights)
                 self.tokenizer.save_pretrained(folder)
                 mode = self.output.stat().st_mode & 0o666  # safetensors' files are their owner's alone
+                names = []
                 for file in Path(folder).iterdir():
                     os.chmod(file, mode)
                     with open(file, "rb+") as whole:
                         sync_file(whole)  # after a power cut too, a history means a model
                     os.replace(file, self.output / file.name)
+                    names.append(file.name)
+            sign_model(self.output, names)
             history = {
                 "data": self.data_fingerprint,
                 "steps": self.history,
