@@ -241,7 +241,9 @@ class GenerateSettings(Settings):
     memory: Path | None = setting(
         None, "A memory that trailmark read made, to go on from; it stays as it is."
     )
-    max_new_tokens: int = setting(64, "Generated at most.", least=1)
+    max_new_tokens: int = setting(
+        64, "Tokens generated at most; of bytes, a letter takes one to four.", least=1
+    )
     temperature: float = setting(0.0, "0: always the most likely token.")
     seed: int = setting(0, "Of what is sampled.", least=0, most=2**32 - 1)
 
