@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.models.tiny import drt
-from trailmark.data.byte_tokenizer import ByteTokenizer
+from trailmark.byte_tokenizer import ByteTokenizer
 from trailmark.data.corpus import load_tokenizer, tokenizer_fingerprint
 
 
@@ -71,6 +71,13 @@ print(type({use}).__module__)
     if first == "trailmark":  # one that was wrapped twice would still do
         code = f"import importlib, trailmark\nimportlib.reload(trailmark){code}"
     assert run(code, folder).startswith("trailmark.")
+
+
+@pytest.mark.parametrize("first", ["trailmark.models", "trailmark.evaluation.subject"])
+def test_a_process_that_brought_the_models_knows_the_tokenizer_too(folder: Path, first: str) -> None:
+    opened = "AutoTokenizer.from_pretrained(sys.argv[1])('a')['input_ids']"
+    code = f"import sys, {first}; from transformers import AutoTokenizer; print({opened})"
+    assert run(code, folder) == "[100]"
 
 
 def test_other_models_are_opened_as_without_us(tmp_path: Path) -> None:

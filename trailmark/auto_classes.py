@@ -19,7 +19,7 @@ from types import ModuleType
 from typing import Any
 
 _WHERE = "transformers.models.auto.configuration_auto"
-_REGISTERING = ("trailmark.models", "trailmark.data.byte_tokenizer")
+_REGISTERING = "trailmark.models"
 
 
 def register_when_asked() -> None:
@@ -62,10 +62,9 @@ def _wrap(module: ModuleType) -> None:
         try:
             return own(cls, *args, **kwargs)
         except ValueError as error:
-            if "trailmark_" not in str(error) or all(name in sys.modules for name in _REGISTERING):
+            if "trailmark_" not in str(error) or _REGISTERING in sys.modules:
                 raise
-        for name in _REGISTERING:
-            importlib.import_module(name)
+        importlib.import_module(_REGISTERING)
         return own(cls, *args, **kwargs)
 
     from_pretrained.of_trailmark = True  # type: ignore[attr-defined]

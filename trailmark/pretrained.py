@@ -8,6 +8,7 @@ transformers makes of a stranger's file, :func:`loading` makes one line of it.
 
 from __future__ import annotations
 
+import importlib
 import math
 import os
 from collections.abc import Iterator, Mapping
@@ -245,6 +246,7 @@ def load_tokenizer(where: str | os.PathLike[str], argument: str, **options: Any)
     """
     from transformers import AutoTokenizer
 
+    importlib.import_module("trailmark.byte_tokenizer")  # it registers itself
     expect_readable(where, argument)
     options = network.from_pretrained_options(where, argument) | options
     with loading(argument, f"cannot load the tokenizer of {str(where)!r}"):

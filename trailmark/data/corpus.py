@@ -30,7 +30,7 @@ def load_tokenizer(name: str = "bytes") -> Any:
 
     Code that lies in a tokenizer's folder is never run.
     """
-    from trailmark.data.byte_tokenizer import ByteTokenizer
+    from trailmark.byte_tokenizer import ByteTokenizer
 
     if name == "bytes":
         return ByteTokenizer()

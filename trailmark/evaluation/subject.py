@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -304,6 +305,8 @@ class _RunTraining(Settings):
 
 def _read_run(path: Path) -> dict[str, Any]:
     """How the model was trained; empty if nothing says so."""
+    if not os.path.lexists(path):  # nor where a file is no folder
+        return {}
     try:
         run = untrusted.read_yaml(path, "model", links=True)
     except FileNotFoundError:
