@@ -16,6 +16,8 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from trailmark.untrusted import open_regular
+
 logger = logging.getLogger(__name__)
 
 Tokens = npt.NDArray[np.int32]
@@ -179,7 +181,7 @@ def decoded(
     """
     decoder, words, done = codecs.getincrementaldecoder("utf-8")(), False, 0
     try:
-        with open(path, "rb") as file:
+        with open_regular(path, argument, links=True) as file:
             while block := file.read(block_bytes):
                 if look is not None:
                     look(block)

@@ -7,6 +7,7 @@ import json
 import platform
 import shutil
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,12 @@ import yaml
 
 from trailmark import __version__
 from trailmark.models.card.files import README
+from trailmark.settings import Settings, from_file, setting
 from trailmark.training import checkpoints
 from trailmark.training.config import FREE_TO_CHANGE, RunConfig
 from trailmark.training.guards import REPORT_FILE
 from trailmark.training.processes import world_size
+from trailmark.untrusted import read_json, read_yaml
 
 HISTORY_FILE = "history.json"  # written at the end: the run is complete
 RUN_FILE = "run.yaml"
@@ -30,11 +33,36 @@ SAVING = ".saving-"
 _LEFTOVERS = (SAVING, *(f".{name}." for name in (RUN_FILE, HISTORY_FILE, REPORT_FILE, README)))
 
 
+@dataclass(frozen=True)
+class History(Settings):
+    """What ``history.json`` must hold to stand for a finished training."""
+
+    steps: list[dict[str, Any]]
+    seconds: float = setting(least=0)
+    tokens_per_second: float = setting(least=0)
+    data: str | None = None
+
+
+def read_history(output: Path) -> History:
+    """The history of a finished training.
+
+    Raises:
+        ValueError: there is none, or it was changed.
+    """
+    path = output / HISTORY_FILE
+    try:
+        return from_file(History, read_json(path, "output", finite=False))
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"output: {str(path)!r} is no history of a finished training ({error}) Remove the folder to train anew."
+        ) from error
+
+
 def holds_run(output: Path, config: RunConfig) -> bool:
     """Whether a folder says that it belongs to this very run."""
     try:
-        other = yaml.safe_load((output / RUN_FILE).read_text())
-    except (OSError, ValueError, yaml.YAMLError):
+        other = read_yaml(output / RUN_FILE, "output")
+    except (OSError, ValueError):
         return False
     if not isinstance(other, dict):
         return False
