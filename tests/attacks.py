@@ -241,8 +241,9 @@ def _nested(rng: random.Random, file: Path, outside: Path) -> str:
 
 
 def _whole(rng: random.Random, file: Path, outside: Path) -> str:
+    empty = "[]" if file.suffix == ".yaml" else "{}"  # settings that say nothing are those of a large model
     text = rng.choice(
-        ["null", "[]", "{}", "3", '"text"', "NaN", "[1, 2", "1" * 5000, "a: 1\na: 2", "\ufeff{}"]
+        ["null", "[]", empty, "3", '"text"', "NaN", "[1, 2", "1" * 5000, "a: 1\na: 2", f"\ufeff{empty}"]
     )
     file.write_text(text)
     return repr(text[:20])

@@ -14,6 +14,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import huggingface_hub
 import pytest
 
 from tests import attacks
@@ -214,6 +215,14 @@ def good(*words: str) -> None:
     assert found.code == 0, found.err
 
 
+@pytest.fixture(scope="module", autouse=True)
+def no_hub() -> Iterator[None]:
+    """A name that a damaged file gives is not asked for on the hub."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+        yield
+
+
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory, no_restart: None) -> Iterator[Path]:
     """A folder with one of each kind, whole."""
@@ -283,7 +292,9 @@ def result(words: tuple[str, ...], found: Answer) -> Any:
             )
             history = json.loads(Path(output, "history.json").read_text())
             return [[step["step"], step["loss"]] for step in history["steps"]]
-        case "neighbours":
+        case "neighbours" if (
+            words[2] != "table"
+        ):  # one that is finished is compared by verify, and as it is used
             return Path(words[2], "neighbours.bin").read_bytes()
         case "generate" | "verify" | "prepare":
             return found.out
@@ -344,6 +355,8 @@ def attacked(
         place = tmp_path / str(number)
         if (found := attack(name, f"{seed}-{number}", world, place, results)) is not None:
             wrong.append(found)
+            if "it took over" in found:  # what was broken off may have left anything behind
+                break
     assert not wrong, "\n" + "\n".join(wrong)
 
 

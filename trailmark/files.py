@@ -80,7 +80,10 @@ def replacing(path: Path, durable: bool = False) -> Iterator[TextIO]:
     ``durable``: after the end, the new content outlives a power cut too.
     """
     if path.exists() and not path.is_file() and not path.is_dir():  # /dev/stdout: written to, never replaced
-        with open(path, "w", encoding="utf-8", newline="\n") as file:
+        # a FIFO without a reader would be waited for; with one it is written as any file
+        descriptor = os.open(path, os.O_WRONLY | os.O_NONBLOCK)
+        os.set_blocking(descriptor, True)
+        with os.fdopen(descriptor, "w", encoding="utf-8", newline="\n") as file:
             yield file
         return
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")

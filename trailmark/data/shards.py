@@ -84,6 +84,7 @@ class CorpusManifest(Settings):
     tokenizer: TokenizerOf = setting()
     source: dict[str, Any] = setting()
     shards: tuple[Shard, ...] = setting()
+    left_out: int = setting(0, least=0)
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -19,6 +19,7 @@ from typing import Any
 
 from trailmark.evaluation.suite import suites
 from trailmark.models.card.files import RECORD_FORMAT, RECORD_KIND
+from trailmark.settings import Settings, from_file, setting
 from trailmark.trained import trained_length
 from trailmark.untrusted import MOST_BYTES, open_regular, parse_json, read_bytes, read_yaml
 from trailmark.values import all_visible, grouped, visible
@@ -242,6 +243,7 @@ class _Reader:
         identities = content.get("model")
         identities = identities if isinstance(identities, list) else [identities]
         identities = [identity for identity in identities if isinstance(identity, dict)]
+        wrong = next(filter(None, (_wrong(_Identity, identity) for identity in identities)), None)
         if content.get("format") != RECORD_FORMAT:
             self._skip(path, f"format {content.get('format')!r}, where this version reads {RECORD_FORMAT}")
         elif suite not in self._suites:
@@ -250,17 +252,21 @@ class _Reader:
             self._skip(path, "a record without a list of results")
         elif not identities:
             self._skip(path, "a record that does not say of which model")
+        elif wrong is not None:
+            self._skip(path, f"it was changed after it was written: {wrong}")
         elif not results:
             self._skip(path, "a record without results: the evaluation was stopped before its first")
         else:
             models = [self._identified(identity, path) for identity in identities]
             environments = content.get("environments")
             for number, values in enumerate(results):
-                if isinstance(values, dict):
+                if not isinstance(values, dict):
+                    self._skip(path, f"result {number} is no JSON object")
+                elif (wrong := _wrong(_Values, values)) is not None:
+                    self._skip(path, f"result {number} was changed after it was written: {wrong}")
+                else:
                     here = _environment(environments, values.get("environment"))
                     self.collected.results.append(Result(suite, models, values, path, here))
-                else:
-                    self._skip(path, f"result {number} is no JSON object")
             self.collected.files.append(path)
 
     def _demo(self, path: Path, content: dict[str, Any]) -> None:
@@ -337,6 +343,39 @@ class _Reader:
     def _add(self, model: Model) -> None:
         if not any(model is known for known in self.collected.models):
             self.collected.models.append(model)
+
+
+@dataclass(frozen=True)
+class _Identity(Settings):
+    """What a record says of a model, as far as a report looks at it."""
+
+    name: str
+    folder: str | None = None
+    architecture: str | None = None
+    parameters: int | None = setting(None, least=0)
+    dtype: str | None = None
+    set: dict[str, Any] | None = None
+    config_sha256: str | None = None
+    weights_sha256: str | None = None
+
+
+@dataclass(frozen=True)
+class _Values(Settings):
+    """What a result has, whatever its suite, as far as a report looks at it."""
+
+    id: str | None = None
+    seconds: float | None = None
+    command: str | None = None
+    settings: dict[str, Any] | None = None
+
+
+def _wrong(kind: type, values: dict[str, Any]) -> str | None:
+    """What in a part of a record trailmark did not write so; None: nothing is known to be."""
+    try:
+        from_file(kind, values)
+    except ValueError as error:
+        return str(error)
+    return None
 
 
 def _mapping(value: Any) -> dict[str, Any]:

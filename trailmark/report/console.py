@@ -70,9 +70,14 @@ def training_line(
     return f"{bar(step, total)} {step}/{total}  {shown}  {tokens_per_second:,.0f} tokens/s  {duration(left)} left"
 
 
+def counted(number: int, noun: str) -> str:
+    """``1 document``, ``2 documents``"""
+    return f"{number:,} {noun}{'s' * (number != 1)}"
+
+
 def preparing_line(documents: int, tokens: int, done: int, total: int | None, seconds: float) -> str:
     """How far a corpus is, how large, and how long it still takes."""
-    found = f"{documents:,} documents  {tokens:,} tokens"
+    found = f"{counted(documents, 'document')}  {tokens:,} tokens"
     if not total:
         return found
     left = f"  {duration(seconds / done * (total - done))} left" if done and seconds else ""
