@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import runpy
 import sys
 from collections.abc import Callable
@@ -35,6 +36,36 @@ def config_file(folder: Path, **training: Any) -> Path:
 
 def last_line(err: str) -> str:
     return err.strip().splitlines()[-1]
+
+
+def test_documents_are_counted_truly(tmp_path: Path, command: Command) -> None:
+    """Rows that are no documents are said: nothing is left out silently."""
+    (tmp_path / "one.txt").write_text("a text")
+    rows = [
+        {"text": "a", "kind": "x"},
+        {"text": " ", "kind": "x"},
+        {"text": "b", "kind": "x"},
+        {"text": "c", "kind": "y"},
+    ]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    _, out, _ = command("prepare", tmp_path / "one.txt", "--output", tmp_path / "one", "--processes", 1)
+    assert "7 tokens of 1 document lie in" in out
+    assert "left out" not in out
+    words = (
+        "prepare",
+        tmp_path / "rows.jsonl",
+        "--output",
+        tmp_path / "rows",
+        "--processes",
+        1,
+        "--where",
+        "kind=x",
+    )
+    for _ in range(2):  # anew, and found finished
+        _, out, err = command(*words)
+        assert "4 tokens of 2 documents lie in" in out
+        assert "2 rows without text, or that --where leaves out, are not in it." in out
+        assert "2 documents  4 tokens" in err
 
 
 def test_prepare_train_verify(texts: Path, tmp_path: Path, command: Command) -> None:

@@ -311,6 +311,8 @@ def _explain(error: Exception) -> str | None:
     """One line for what a user can mend; None for what is our own mistake."""
     if isinstance(error, ValueError):
         return str(error)
+    if isinstance(error, MemoryError) or "can't allocate memory" in str(error):
+        return f"memory: this machine has too little for that ({error}). Choose smaller sizes, or fewer at a time."
     if isinstance(error, OSError):
         where = f" ({error.filename})" if error.filename else ""
         full = error.errno in (errno.ENOSPC, errno.EDQUOT)

@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trailmark import pretrained
+from trailmark.untrusted import open_regular
 
 logger = logging.getLogger(__name__)
 
@@ -184,7 +185,7 @@ def decoded(
     """
     decoder, words, done = codecs.getincrementaldecoder("utf-8")(), False, 0
     try:
-        with open(path, "rb") as file:
+        with open_regular(path, argument, links=True) as file:
             while block := file.read(block_bytes):
                 if look is not None:
                     look(block)

@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from os.path import realpath
 from pathlib import Path
 from typing import Any
 
@@ -107,11 +108,12 @@ class Subject:
     def trained_on(self, paths: Sequence[Path] | None) -> str:
         """Those of ``paths`` that share files with the training text, as far as run.yaml tells."""
         trained = self.run.get("data", {}).get("paths") or []
-        known = [Path(path).resolve() for path in ([trained] if isinstance(trained, str) else trained)]
+        known = [Path(realpath(path)) for path in ([trained] if isinstance(trained, str) else trained)]
+        places = {path: Path(realpath(path)) for path in paths or []}
         return ", ".join(
             str(path)
-            for path in paths or []
-            if any(path.resolve().is_relative_to(k) or k.is_relative_to(path.resolve()) for k in known)
+            for path, place in places.items()
+            if any(place.is_relative_to(k) or k.is_relative_to(place) for k in known)
         )
 
     def tokens(self, paths: Sequence[Path] | None) -> Tokens:

@@ -15,6 +15,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers import PrinterCallback, TrainingArguments, set_seed
 
@@ -35,6 +36,7 @@ from trailmark.files import (
 )
 from trailmark.models import TrailmarkForCausalLM, architectures
 from trailmark.models.card.files import refresh_card
+from trailmark.models.size import expect_memory
 from trailmark.training import checkpoints, states
 from trailmark.training.checkpoints import CHECKPOINTS
 from trailmark.training.config import RunConfig
@@ -56,6 +58,8 @@ from trailmark.training.run_folder import (
 from trailmark.training.running import Evaluate, RunningState
 from trailmark.training.tasks import Batch, SampleTask, TextTask, make_task, micro_batches
 from trailmark.training.trainer import Batches, RunTrainer, checkpoint_activations, training_arguments
+
+_MOST_TOKENS = 1 << 24  # at once: no model's activations of more fit anywhere
 
 
 class Run(RunningState):
@@ -120,6 +124,9 @@ class Run(RunningState):
     def model(self) -> TrailmarkForCausalLM:
         """Made when it is first asked for: what a run will cost can be said before."""
         set_seed(self.config.training.seed)
+        # weights, gradients and what the optimizer keeps; with a GPU only the weights lie here
+        copies = 1 if torch.cuda.is_available() else 3
+        expect_memory(self.model_config, copies * (8 if self.config.training.precision == "float64" else 4))
         return self._make_model()
 
     # --- the model -----------------------------------------------------------------------------------------
@@ -130,6 +137,12 @@ class Run(RunningState):
         micro = micro_batches(max(counts), world_size(), size)
         for rows in counts:
             micro_batches(rows, world_size() * micro, None)
+        tokens = max(counts) // (world_size() * micro) * self.config.training.context_length
+        if tokens > _MOST_TOKENS:
+            raise ValueError(
+                f"training.micro_batch_size: expected at most {_MOST_TOKENS:,} tokens that a process takes at once, "
+                f"got {tokens:,}. Set it lower, or training.tokens_per_step."
+            )
         return micro
 
     def _make_model(self) -> TrailmarkForCausalLM:

@@ -17,12 +17,13 @@ import yaml
 
 from trailmark import __version__, untrusted
 from trailmark.models.card.files import README
-from trailmark.settings import Settings, from_mapping, setting
+from trailmark.settings import Settings, from_file, from_mapping, setting
 from trailmark.training import checkpoints
 from trailmark.training.config import FREE_TO_CHANGE, RunConfig
 from trailmark.training.final_model import MODEL_MANIFEST
 from trailmark.training.guards import REPORT_FILE
 from trailmark.training.processes import world_size
+from trailmark.untrusted import read_json, read_yaml
 
 HISTORY_FILE = "history.json"  # written at the end: the run is complete
 RUN_FILE = "run.yaml"
@@ -35,10 +36,35 @@ _LEFTOVERS = (
 )
 
 
+@dataclass(frozen=True)
+class History(Settings):
+    """What ``history.json`` must hold to stand for a finished training."""
+
+    steps: list[dict[str, Any]]
+    seconds: float = setting(least=0)
+    tokens_per_second: float = setting(least=0)
+    data: str | None = None
+
+
+def read_history(output: Path) -> History:
+    """The history of a finished training.
+
+    Raises:
+        ValueError: there is none, or it was changed.
+    """
+    path = output / HISTORY_FILE
+    try:
+        return from_file(History, read_json(path, "output", finite=False))
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"output: {str(path)!r} is no history of a finished training ({error}) Remove the folder to train anew."
+        ) from error
+
+
 def holds_run(output: Path, config: RunConfig) -> bool:
     """Whether a folder says that it belongs to this very run."""
     try:
-        other = untrusted.read_yaml(output / RUN_FILE, "output")
+        other = read_yaml(output / RUN_FILE, "output")
     except (OSError, ValueError):
         return False
     if not isinstance(other, dict):
