@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -63,3 +64,7 @@ def test_text_is_what_a_command_line_takes() -> None:
     assert [as_text(value) for value in (0.5, 1.0, (1, 2.0), True, Path("a"), None)] == [
         *("0.5", "1", "1,2", "true", "a", "null")
     ]
+
+
+def test_an_empty_path_is_no_current_folder(refused: Callable[..., str]) -> None:
+    assert "expected a path, got an empty one" in refused("read", "model", "text", "--memory", "")

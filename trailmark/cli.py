@@ -188,11 +188,12 @@ def read(settings: ReadSettings) -> None:
             f"{size(resident_bytes())} in RAM"
         )
 
-    reader = Reader(load(settings.model), memory, parse_dtype(settings.memory_dtype), show, trace)
-    for file in settings.files:
-        before = reader.num_tokens
-        fresh = reader.read(file)
-        progress.say(f"{file}: {f'{reader.num_tokens - before:,} tokens read' if fresh else 'read already'}")
+    with Reader(load(settings.model), memory, parse_dtype(settings.memory_dtype), show, trace) as reader:
+        for file in settings.files:
+            before = reader.num_tokens
+            fresh = reader.read(file)
+            read_now = f"{reader.num_tokens - before:,} tokens read" if fresh else "read already"
+            progress.say(f"{file}: {read_now}")
     took = f" {duration(reader.seconds)}, {reader.tokens_per_second:,.0f} tokens/s." if reader.seconds else ""
     held = size(reader.cache.memory_bytes())
     progress.say(f"The memory of {reader.num_tokens:,} tokens lies in {memory}/ ({held}).{took}")

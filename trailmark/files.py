@@ -524,6 +524,13 @@ class HeldFolder:
         if not lock(self._open[0]):
             raise BusyError(busy)
 
+    def is_at(self, folder: Path) -> bool:
+        """Whether ``folder`` is still the one that is held, neither removed nor replaced."""
+        try:
+            return os.path.samestat(os.fstat(self._open[0]), os.stat(folder))
+        except OSError:
+            return False
+
     def sync(self) -> None:
         """Bring the names of its files to the disk itself."""
         os.fsync(self._open[0])

@@ -345,6 +345,8 @@ def parameter(
     given = _given(kind, about)
     if given in (int, float):
         shown |= {"min": about.least, "max": about.most}
+    if given in (Path, list[Path]):
+        shown = {"parser": _path} | shown
     names = (about.option or "").split()
     if about.argument:
         annotation: Any = Annotated[_or_none(given, not needed), typer.Argument(**shown)]
@@ -359,6 +361,15 @@ def parameter(
     return inspect.Parameter(
         field.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation
     )
+
+
+def _path(text: str | Path) -> Path:
+    """A path of a command line. An empty one, of a variable that is not set, would name the current folder."""
+    import typer
+
+    if not str(text):
+        raise typer.BadParameter("expected a path, got an empty one. Name '.' for the current folder.")
+    return Path(text)
 
 
 def help_of(field: dataclasses.Field[Any], optional: bool = False) -> str:

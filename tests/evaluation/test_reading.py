@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from tests.training.tiny import prose, run_config
 from trailmark.data.corpus import text_pieces, tokenize
 from trailmark.evaluation.reading import Reader, parse_dtype
 from trailmark.evaluation.subject import Subject, load
+from trailmark.files import BusyError
 from trailmark.memory import saved
 from trailmark.trace import texts
 from trailmark.training.run import Run
@@ -39,8 +41,8 @@ def books(tmp_path: Path) -> list[Path]:
 
 @pytest.fixture(autouse=True)
 def short_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    def pieces(path: Path) -> Any:
-        return text_pieces(path, size=700)
+    def pieces(path: Path, **options: Any) -> Any:
+        return text_pieces(path, size=700, **options)
 
     monkeypatch.setattr(texts, "text_pieces", pieces)
 
@@ -142,3 +144,112 @@ def test_a_memory_in_bfloat16_takes_half_the_bytes(
         reader.read(books[0])
         sizes.append((tmp_path / str(dtype) / "chunks-1.bin").stat().st_size)
     assert sizes[0] == 2 * sizes[1]
+
+
+# --- two processes, and files that change -------------------------------------------------------------------------
+
+
+def test_one_reads_into_a_folder_and_the_other_is_refused_at_once(
+    subject: Subject, books: list[Path], tmp_path: Path
+) -> None:
+    """From the beginning to the end, also into a folder that is new."""
+    with Reader(subject, tmp_path / "memory") as first:
+        for _ in range(2):
+            with pytest.raises(BusyError, match="another process is writing in"):
+                Reader(subject, tmp_path / "memory")
+            with pytest.raises(BusyError, match="another process is writing in"):
+                subject.model.read(torch.ones(1, 9, dtype=torch.int64)).save(tmp_path / "memory")
+            first.read(books[0])
+    del first
+    with Reader(subject, tmp_path / "memory") as second:
+        assert [second.read(book) for book in books] == [False, True]
+    saved.verify(tmp_path / "memory")
+
+
+def test_a_folder_in_which_nothing_was_written_is_not_left(
+    subject: Subject, books: list[Path], tmp_path: Path
+) -> None:
+    (tmp_path / "there").mkdir()
+    for name in ("new", "there"):
+        with pytest.raises(ValueError, match="cannot read"), Reader(subject, tmp_path / name) as reader:
+            reader.read(tmp_path / "no such file")
+    assert not (tmp_path / "new").exists()
+    assert (tmp_path / "there").exists()
+
+
+@pytest.mark.parametrize("older", [False, True])
+def test_a_text_that_was_rewritten_is_not_read_already(
+    older: bool, subject: Subject, books: list[Path], tmp_path: Path
+) -> None:
+    with Reader(subject, tmp_path / "memory") as reader:
+        reader.read(books[0])
+        if older:  # a memory whose notes do not say it
+            del reader.sources[0]["file_sha256"]
+            reader.save()
+    before = books[0].read_text()
+    for after in (before.replace("river", "brook", 1), before + "more\n", before[:-9]):
+        books[0].write_text(after)
+        words = r"has changed since it was read: .*into another --memory"
+        with pytest.raises(ValueError, match=words), Reader(subject, tmp_path / "memory") as reader:
+            reader.read(books[0])
+    books[0].write_text(before)
+    with Reader(subject, tmp_path / "memory") as reader:
+        assert reader.read(books[0]) is False
+        books[0].unlink()  # what was read of it is all that there is
+        assert reader.read(books[0]) is False
+
+
+def test_a_folder_that_is_removed_as_it_is_read_into_is_told_at_once(
+    subject: Subject, books: list[Path], tmp_path: Path
+) -> None:
+    def remove(reader: Reader) -> None:
+        shutil.rmtree(tmp_path / "memory")
+
+    with (
+        pytest.raises(
+            ValueError, match=r"folder: expected the folder .* removed or replaced since"
+        ) as caught,
+        Reader(subject, tmp_path / "memory", progress=remove) as reader,
+    ):
+        reader.read(books[0])
+    assert "it is gone" in str(caught.value.__context__)
+    assert not (tmp_path / "memory").exists()
+
+
+def test_a_manifest_that_is_a_folder_is_told_before_anything_is_read(
+    subject: Subject, tmp_path: Path
+) -> None:
+    (tmp_path / "memory" / "memory.json").mkdir(parents=True)
+    with pytest.raises(ValueError, match=r"expected a regular file, .*memory\.json' is a folder"):
+        Reader(subject, tmp_path / "memory")
+
+
+@pytest.mark.parametrize(
+    "sources", ["x", [1], [{"path": "x"}], [{"path": "x", "tokens": -1, "sha256": "x", "done": True}]]
+)
+def test_notes_that_are_none_are_told(
+    sources: Any, subject: Subject, books: list[Path], tmp_path: Path
+) -> None:
+    cache = subject.model.read(torch.ones(1, 99, dtype=torch.int64))
+    cache.notes["sources"] = sources
+    cache.save(tmp_path / "memory")
+    with pytest.raises(ValueError, match=r"^memory: expected the notes of trailmark read"):
+        Reader(subject, tmp_path / "memory")
+
+
+def test_a_byte_that_is_none_of_utf_8_is_named(subject: Subject, tmp_path: Path) -> None:
+    path = tmp_path / "text"
+    for place in (0, 5, 699, 700, 2500):
+        path.write_bytes(b"a word\n" * 400)
+        with open(path, "r+b") as file:
+            file.seek(place)
+            file.write(b"\xff")
+        words = rf"expected UTF-8 text, .* is not \(byte {place}\)"
+        with pytest.raises(ValueError, match=words), Reader(subject, tmp_path / str(place)) as reader:
+            reader.read(path)
+
+
+def test_a_text_that_links_to_itself_is_told(subject: Subject, tmp_path: Path) -> None:
+    (tmp_path / "text").symlink_to(tmp_path / "text")
+    with pytest.raises(ValueError, match="cannot read"), Reader(subject, tmp_path / "memory") as reader:
+        reader.read(tmp_path / "text")

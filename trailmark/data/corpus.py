@@ -242,17 +242,22 @@ def files_below(folder: Path) -> list[Path]:
     return sorted(path for path in folder.rglob("*") if path.is_file() and not hidden(path))
 
 
-def text_pieces(path: Path, size: int = 1 << 20) -> Iterator[str]:
+def text_pieces(
+    path: Path, size: int = 1 << 20, look: Callable[[bytes], None] | None = None
+) -> Iterator[str]:
     """One file's text in pieces of about ``size`` bytes, so that it may be longer than memory.
 
     A piece ends at a line's end, before a line that begins with no space, where tokenizers part words anyway;
     a text without such places is cut between characters.
 
+    Args:
+        look: is given the file's bytes, all of them once the last piece was given.
+
     Raises:
         ValueError: as :func:`read_text`.
     """
     left = ""
-    for text in decoded(path, block_bytes=size):
+    for text in decoded(path, block_bytes=size, look=look):
         left += text
         place = max((m.end(1) for m in _LINE_ENDS.finditer(left)), default=0)
         if not place and len(left) > 4 * size:

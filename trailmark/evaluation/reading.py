@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import os
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,11 +13,13 @@ from typing import Any
 import psutil
 import torch
 
+from trailmark import untrusted
 from trailmark.data.corpus import Tokens
 from trailmark.evaluation.subject import Subject
-from trailmark.memory import ChunkCache
+from trailmark.files import sha256_of
+from trailmark.memory import ChunkCache, saved
 from trailmark.trace.file import TraceFile
-from trailmark.trace.texts import source_of, tokens_after
+from trailmark.trace.texts import source_of, sources_of, tokens_after
 
 _SAVE_SECONDS = 300.0  # between savings of a long reading
 
@@ -24,7 +28,7 @@ class Reader:
     """Reads files one after the other into the memory of one folder.
 
     The memory's notes say which files it holds and how far the last one was read, so that the same command
-    goes on, and another file is added.
+    goes on, and another file is added. Nothing else can write in the folder until :meth:`close`; it is a context too.
 
     Args:
         subject: the model and its tokenizer.
@@ -35,7 +39,8 @@ class Reader:
             on; it takes both forwards in full, where a memory alone takes the lower layers.
 
     Raises:
-        ValueError: a memory of another model; as :class:`trailmark.trace.file.TraceFile`.
+        ValueError: a memory of another model, a damaged one, or one that another process reads into; as
+            :class:`trailmark.trace.file.TraceFile`.
     """
 
     def __init__(
@@ -48,20 +53,40 @@ class Reader:
     ) -> None:
         self.subject, self.folder, self.progress = subject, folder, progress
         model = subject.model
-        if (folder / "memory.json").is_file():
-            self.cache: ChunkCache = model.load_cache(folder)
-        else:
-            self.cache = model.new_cache("disk", memory_folder=folder, memory_dtype=memory_dtype)
-        self.trace = None
-        if trace is not None:
-            self.trace = TraceFile(trace, subject, self.cache, folder, memory_dtype)
+        self._new = not folder.exists()
+        self._held = saved.hold(folder)
+        try:
+            if (folder / saved.MANIFEST).exists():
+                self.cache: ChunkCache = model.load_cache(folder)
+            else:
+                self.cache = model.new_cache("disk", memory_folder=folder, memory_dtype=memory_dtype)
+            sources_of(self.cache.notes, "memory", folder)
+            self.trace = None
+            if trace is not None:
+                self.trace = TraceFile(trace, subject, self.cache, folder, memory_dtype)
+        except BaseException:
+            self.close()
+            raise
         self.path = Path()
         self.seconds, self.tokens_read = 0.0, 0  # by this process
         self._saved_at = time.monotonic()
 
+    def close(self) -> None:
+        """Let others write in the folder; one that was made, and in which nothing was written, is removed."""
+        with contextlib.suppress(OSError):  # there is something in it
+            if self._new:
+                self.folder.rmdir()
+        self._held.__exit__()
+
+    def __enter__(self) -> Reader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
     @property
     def sources(self) -> list[dict[str, Any]]:
-        """Of each file: path, tokens read, SHA-256 of these, and whether that is all of it."""
+        """Of each file what :class:`trailmark.trace.texts.Source` says."""
         found: list[dict[str, Any]] = self.cache.notes.setdefault("sources", [])
         return found
 
@@ -75,11 +100,16 @@ class Reader:
         return self.cache.get_seq_length()
 
     def read(self, path: Path) -> bool:
-        """Read a file, or the rest of it; False: it was read before. What was read is saved whatever happens."""
+        """Read a file, or the rest of it; False: it was read before. What was read is saved whatever happens.
+
+        Raises:
+            ValueError: the file has changed since it was read; another one was not read to its end; no text.
+        """
         self.path = path
-        name = str(path.resolve())
+        name = os.path.realpath(path)  # unlike resolve() it bears a link to itself
         source = next((s for s in self.sources if s["path"] == name), None)
         if source is not None and source["done"]:
+            self._expect_unchanged(path, source)
             return False
         if source is None:
             unfinished = [s["path"] for s in self.sources if not s["done"]]
@@ -107,16 +137,37 @@ class Reader:
                 self.progress(self)
                 if time.monotonic() - self._saved_at > _SAVE_SECONDS:
                     self.save()
-            source["done"] = True
+            source |= {"done": True, "file_sha256": self._bytes_digest.hexdigest()}
         finally:
             if self.num_tokens > began or source["done"]:
                 self.save()
         return True
 
+    def _expect_unchanged(self, path: Path, source: dict[str, Any]) -> None:
+        """Compare a file with what was read of it; the memory of one that is gone is all that there is."""
+        with contextlib.suppress(FileNotFoundError):
+            untrusted.expect_regular(path, "file", links=True)
+            if (known := source.get("file_sha256")) is not None:
+                same = sha256_of(path) == known
+            else:  # an older memory's: its tokens are compared, and there are no more of them
+                try:
+                    same = not any(True for _ in self._tokens(path, source))
+                except ValueError:
+                    same = False
+            if not same:
+                raise ValueError(
+                    f"file: {str(path)!r} has changed since it was read: this memory holds what it was then. Read it "
+                    "anew into another --memory; to add it to this one as another text, give it another name."
+                )
+
+    def _tokens(self, path: Path, source: dict[str, Any]) -> Iterator[Tokens]:
+        """What was not read yet of a file."""
+        self._digest, self._bytes_digest = hashlib.sha256(), hashlib.sha256()
+        look, way_out = self._bytes_digest.update, "Read it into another --memory."
+        return tokens_after(path, self.subject.tokenizer, source, self._digest, "file", way_out, look)
+
     def _pieces(self, path: Path, source: dict[str, Any]) -> Iterator[Tokens]:
-        self._digest = hashlib.sha256()
-        way_out = "Read it into another --memory."
-        for tokens in tokens_after(path, self.subject.tokenizer, source, self._digest, "file", way_out):
+        for tokens in self._tokens(path, source):
             if self.trace is None:
                 yield tokens
             else:
@@ -133,7 +184,7 @@ class Reader:
     def save(self) -> None:
         if self.trace is not None:
             self.trace.save()
-        self.cache.save(self.folder)
+        self.cache.save(self.folder, self._held)
         if self.trace is not None:
             self.trace.saved()
         self._saved_at = time.monotonic()

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
+from trailmark.files import HeldFolder
 from trailmark.memory.chunks import ChunkMemory, MemorySize
 from trailmark.memory.snapshot import load_state, save_state
 from trailmark.memory.state import STATES, CacheState, take_rows
@@ -116,23 +117,34 @@ class ChunkCache(Cache):
         """Bytes of the chunks in memory, on whatever tier; see :meth:`ChunkMemory.num_bytes`."""
         return 0 if self.state is None else self.memory.num_bytes(self.state.memory)
 
-    def save(self, folder: str | Path) -> None:
+    def save(self, folder: str | Path, held: HeldFolder | None = None) -> None:
         """Save everything in ``folder``, for ``model.load_cache``; on tier "disk" chunks that lie there stay there.
 
         A memory that was saved there before is replaced in one step: a save that is killed leaves it whole.
 
+        Args:
+            held: see :func:`trailmark.memory.saved.save`.
+
         Raises:
-            ValueError: nothing was read, the folder cannot be written to, or the disk is full.
+            ValueError: nothing was read, the folder cannot be written to, the disk is full, or chunks that come from a
+                saved memory were damaged since.
         """
         if self.state is None:
             raise ValueError(
                 "cache: expected one that has read something, got an empty one. Read a text first."
             )
-        save_state(self.state, self.memory, folder, self.identity(), self.notes)
+        save_state(self.state, self.memory, folder, self.identity(), self.notes, held)
 
-    def load(self, folder: str | Path, device: torch.device) -> None:
-        """Go on from what was saved in ``folder``; this cache is empty. Models call it: ``model.load_cache``."""
-        self.state, self.notes = load_state(folder, self.begun, self.memory, self.identity(), device)
+    def load(
+        self, folder: str | Path, device: torch.device, record_shape: tuple[int, ...] | None = None
+    ) -> None:
+        """Go on from what was saved in ``folder``; this cache is empty. Models call it: ``model.load_cache``.
+
+        Args:
+            record_shape: (2, J, S, D) of the model's records; None: that of any.
+        """
+        identity = self.identity()
+        self.state, self.notes = load_state(folder, self.begun, self.memory, identity, device, record_shape)
 
     # --- rows ----------------------------------------------------------------------------------------------
 

@@ -4,19 +4,20 @@
 ``state-<generation>.safetensors`` what is small; ``memory.json``, the manifest, says which two files belong
 together, how long they are and their SHA-256. It is replaced last and in one step: a save that is killed
 leaves the memory that was there, and files that the next save removes.
+
+What is kept of a memory is compared with its manifest before it is signed again, and everything in the folder is a
+regular file of its own: who writes there follows no link.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
-import math
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -26,36 +27,28 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from trailmark import __version__
+from trailmark import __version__, untrusted
 from trailmark.files import (
     BusyError,
     HeldFolder,
     NoSpaceError,
     Progress,
     counting,
-    in_threads,
     is_no_space,
     lock,
     remove_unfinished,
     sha256_of,
     sync_file,
-    write_at,
-    write_text,
 )
+from trailmark.memory import hashes
+from trailmark.memory import manifest as manifests
+from trailmark.memory.hashes import Signed, damaged, pieces_of, sample_of, sign
+from trailmark.memory.manifest import CHUNKS, OURS, UNFINISHED, ChunkFile, Manifest, StateFile
 from trailmark.memory.tiers.files import overwritten_from, overwritten_note
 from trailmark.memory.tiers.records import ChunkStore
 from trailmark.ops.arguments import require
 
-FORMAT = 1
-MANIFEST = "memory.json"
-
-_KIND = "trailmark memory"
-_UNFINISHED = ".saving"  # files that are not yet whole
-_BLOCK_BYTES = 64 << 20  # of a chunk file, under one SHA-256
-_PIECE_BYTES = 4 << 20
-_CHUNKS = re.compile(r"chunks-([0-9]+)\.bin")
-_STATE = re.compile(r"state-([0-9]+)\.safetensors")
-_OURS = re.compile(rf"{_CHUNKS.pattern}(?:\.overwritten)?|{_STATE.pattern}")
+MANIFEST = manifests.NAME
 
 
 @dataclass(frozen=True)
@@ -68,30 +61,12 @@ class Saved:
     count: int
     """Records; the chunk file may hold more, which were not saved."""
     chunk_file: Path | None
-    """None, as the next two, for a memory that was saved without a store."""
+    """None, as the next three, for a memory that was saved without a store."""
     record_shape: tuple[int, ...] | None
     """(2, J, S, D)"""
     dtype: torch.dtype | None
-
-
-@dataclass(frozen=True)
-class _ChunkFile:
-    file: str
-    count: int
-    bytes: int
-    record_shape: list[int]
-    dtype: str
-    block_bytes: int
-    sha256: list[str]  # one per block; the last block may be shorter
-
-
-@dataclass(frozen=True)
-class _Manifest:
-    header: dict[str, Any]
-    state_file: str
-    state_bytes: int
-    state_sha256: str
-    chunks: _ChunkFile | None
+    signed: Signed | None
+    """What the manifest says of the records: a store that is made of them compares them before they are saved again."""
 
 
 # --- saving ----------------------------------------------------------------------------------------------
@@ -103,39 +78,76 @@ def save(
     header: dict[str, Any],
     store: ChunkStore | None,
     count: int,
+    held: HeldFolder | None = None,
 ) -> None:
     """Save a memory in ``folder``, in place of one that may be there; a kill at any time leaves that one whole.
 
     The file of a store on tier "disk" that lies in ``folder`` is not copied: it is synced, and only blocks that
-    the manifest there does not vouch for are hashed. The store may be written on afterwards.
+    its last manifest does not vouch for are hashed. What that manifest says of the others, and of records that come
+    from another memory, is compared as they are read. The store may be written on afterwards.
 
     Args:
         tensors: what belongs to the memory beside its records, by name; any shape, dtype and device.
         header: JSON, returned as it is by :func:`load`.
         store: where the records are; None: a memory without.
         count: how many of them, from the first, are saved.
+        held: the folder, of a caller that keeps others from it anyway (:func:`hold`); None: it is held for this save.
 
     Raises:
         NoSpaceError: if they do not fit on the disk.
-        ValueError: if the folder cannot be written to or something else is saving there.
+        ValueError: if the folder cannot be written to, something else writes there, what lies there is no file of its
+            own, or records that were saved before were damaged since; nothing is saved then.
     """
     folder = Path(folder)
     header = json.loads(json.dumps(header, allow_nan=False))
     available = 0 if store is None else len(store)
     require(0 <= count <= available, "count", count, f"at most the {available} records written")
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with _hold(folder) as held:
+        with contextlib.nullcontext(held) if held is not None else hold(folder) as holding:
+            if not holding.is_at(folder):
+                raise ValueError(
+                    f"folder: expected the folder {str(folder)!r} as it was opened, it was removed or replaced since. "
+                    "Leave it alone while something is read into it; read the text again."
+                )
+            manifests.expect_own_files(folder)
             try:
-                _save(folder, held, tensors, header, store, count)
+                _save(folder, holding, tensors, header, store, count)
             finally:
                 _remove_unused(folder)
     except OSError as error:
-        reason = error.strerror or str(error)
-        raise ValueError(
-            f"folder: expected a folder to save in, {str(folder)!r} is not ({reason}). Choose another one; a "
-            "memory that was saved there before is whole."
-        ) from error
+        raise _not_writable(folder, error) from error
+
+
+def hold(folder: Path) -> HeldFolder:
+    """Keep every other writer out of a memory's folder, which is made if there is none.
+
+    Raises:
+        BusyError: another process or cache writes there.
+        ValueError: the folder cannot be written to, or what lies there is no file of its own.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        held = HeldFolder(
+            folder,
+            "folder: expected a folder that nothing else writes in, another process is writing in "
+            f"{str(folder)!r}. Try again when it is done, or choose another one.",
+        )
+    except OSError as error:
+        raise _not_writable(folder, error) from error
+    try:
+        manifests.expect_own_files(folder)
+    except BaseException:  # who keeps the error keeps no folder
+        held.__exit__()
+        raise
+    return held
+
+
+def _not_writable(folder: Path, error: OSError) -> ValueError:
+    reason = error.strerror or str(error)
+    return ValueError(
+        f"folder: expected a folder to save in, {str(folder)!r} is not ({reason}). Choose another one; a "
+        "memory that was saved there before is whole."
+    )
 
 
 def _save(
@@ -146,7 +158,6 @@ def _save(
     store: ChunkStore | None,
     count: int,
 ) -> None:
-    before = _readable_manifest(folder)
     generation = _next_generation(folder)
     in_place = store is not None and _lies_ready(store, folder)
     state_file = folder / f"state-{generation}.safetensors"
@@ -156,18 +167,26 @@ def _save(
         needed += count * store.record_bytes
     _expect_space(folder, needed)
     try:
-        (folder / _UNFINISHED).mkdir(exist_ok=True)
-        chunks = None
-        if store is not None and in_place:
-            chunks = _vouch_in_place(store, count, None if before is None else before.chunks)
-        elif store is not None:
-            chunks = _write_chunks(folder / f"chunks-{generation}.bin", store, count)
+        unfinished = folder / UNFINISHED
+        shutil.rmtree(unfinished, ignore_errors=True)  # what lies in it may be links
+        unfinished.mkdir()
+        chunks = sample = None
+        if store is not None:
+            path = folder / f"chunks-{generation}.bin"
+            chunks = _sign_in_place(store, count) if in_place else _write_chunks(path, store, count)
+            sample = sample_of(folder / chunks.file, chunks.bytes)
         _write_state(state_file, tensors)
-        manifest = _Manifest(
-            header, state_file.name, state_file.stat().st_size, sha256_of(state_file), chunks
+        manifest = Manifest.of(
+            trailmark=__version__,
+            date=datetime.now(UTC).isoformat(timespec="seconds"),
+            generation=generation,
+            header=header,
+            state=StateFile(state_file.name, state_file.stat().st_size, sha256_of(state_file)),
+            chunks=chunks,
+            chunks_sample=sample,
         )
         held.sync()  # the files' names are on the disk before a manifest names them
-        _write_manifest(folder, manifest, generation)
+        manifest.write(folder)
     except OSError as error:
         if is_no_space(error):
             raise _no_space(folder, needed) from error
@@ -180,7 +199,7 @@ def _save(
         assert store is not None
         assert chunks is not None
         overwritten_note(folder / chunks.file).unlink(missing_ok=True)
-        store.vouched = count
+        store.signed, store.vouched = chunks.signed(folder), count
 
 
 def next_chunk_file(folder: str | Path) -> Path:
@@ -192,10 +211,9 @@ def next_chunk_file(folder: str | Path) -> Path:
         ValueError: if the folder cannot be written to.
     """
     folder = Path(folder)
+    with contextlib.suppress(BusyError), hold(folder):  # a save removes them itself
+        _remove_unused(folder)
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with contextlib.suppress(BusyError), _hold(folder):  # a save removes them itself
-            _remove_unused(folder)
         while True:
             path = folder / f"chunks-{_next_generation(folder)}.bin"
             with contextlib.suppress(FileExistsError):  # another process was quicker
@@ -208,24 +226,16 @@ def next_chunk_file(folder: str | Path) -> Path:
         ) from error
 
 
-def _hold(folder: Path) -> HeldFolder:
-    return HeldFolder(
-        folder,
-        "folder: expected a folder that nothing else saves in, another process is saving in "
-        f"{str(folder)!r}. Try again when it is done, or choose another one.",
-    )
-
-
 def _lies_ready(store: ChunkStore, folder: Path) -> bool:
     """Whether the store's file can be the folder's chunk file as it is."""
-    if store.path is None or not _CHUNKS.fullmatch(store.path.name) or not store.lies_in(folder):
+    if store.path is None or not CHUNKS.fullmatch(store.path.name) or not store.lies_in(folder):
         return False
     store.hold()  # nothing else may be writing it
     return True
 
 
 def _next_generation(folder: Path) -> int:
-    matches = [_OURS.fullmatch(path.name) for path in folder.iterdir()]
+    matches = [OURS.fullmatch(path.name) for path in folder.iterdir()]
     numbers = [int(match[1] or match[2] or 0) for match in matches if match]
     return max(numbers, default=0) + 1
 
@@ -245,33 +255,31 @@ def _no_space(folder: Path, needed: int) -> NoSpaceError:
     )
 
 
-def _write_chunks(path: Path, store: ChunkStore, count: int) -> _ChunkFile:
+def _write_chunks(path: Path, store: ChunkStore, count: int) -> ChunkFile:
     size = count * store.record_bytes
     with open(path, "xb") as file:
-        digests = _hash_blocks(store.pieces, size, 0, _BLOCK_BYTES, copy_to=file.fileno())
+        kept = store.vouched * store.record_bytes
+        digests = sign(store.pieces, size, store.signed, kept, in_place=False, copy_to=file.fileno())
         sync_file(file)
     return _chunk_file(path, store, count, digests)
 
 
-def _vouch_in_place(store: ChunkStore, count: int, before: _ChunkFile | None) -> _ChunkFile:
+def _sign_in_place(store: ChunkStore, count: int) -> ChunkFile:
     assert store.path is not None
     store.sync()
-    known: list[str] = []
-    if before is not None and before.file == store.path.name and before.block_bytes == _BLOCK_BYTES:
-        valid = min(store.vouched, before.count, count) * store.record_bytes
-        known = before.sha256[: valid // _BLOCK_BYTES]
-    digests = _hash_blocks(store.pieces, count * store.record_bytes, len(known), _BLOCK_BYTES)
-    return _chunk_file(store.path, store, count, [*known, *digests])
+    size, kept = (n * store.record_bytes for n in (count, store.vouched))
+    digests = sign(store.pieces, size, store.signed, kept, in_place=True)
+    return _chunk_file(store.path, store, count, digests)
 
 
-def _chunk_file(path: Path, store: ChunkStore, count: int, digests: list[str]) -> _ChunkFile:
-    return _ChunkFile(
+def _chunk_file(path: Path, store: ChunkStore, count: int, digests: tuple[str, ...]) -> ChunkFile:
+    return ChunkFile(
         path.name,
         count,
         count * store.record_bytes,
-        list(store.record_shape),
+        store.record_shape,
         str(store.dtype).removeprefix("torch."),
-        _BLOCK_BYTES,
+        hashes.BLOCK_BYTES,
         digests,
     )
 
@@ -284,7 +292,7 @@ def _write_state(path: Path, tensors: dict[str, Tensor]) -> None:
         place = tensor.untyped_storage().data_ptr()
         kept[name] = tensor.clone() if place in seen else tensor
         seen.add(place)
-    unfinished = path.parent / _UNFINISHED / path.name
+    unfinished = path.parent / UNFINISHED / path.name
     unfinished.touch()
     mode = unfinished.stat().st_mode
     safetensors.torch.save_file(kept, unfinished)  # by a temporary file beside it, private to the user
@@ -294,45 +302,26 @@ def _write_state(path: Path, tensors: dict[str, Tensor]) -> None:
     os.replace(unfinished, path)
 
 
-def _write_manifest(folder: Path, manifest: _Manifest, generation: int) -> None:
-    body = {
-        "kind": _KIND,
-        "format": FORMAT,
-        "trailmark": __version__,
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "generation": generation,
-        "header": manifest.header,
-        "state": {
-            "file": manifest.state_file,
-            "bytes": manifest.state_bytes,
-            "sha256": manifest.state_sha256,
-        },
-        "chunks": None if manifest.chunks is None else asdict(manifest.chunks),
-    }
-    text = json.dumps({**body, "sha256": _hash_body(body)}, indent=1) + "\n"
-    write_text(folder / MANIFEST, text, durable=True)
-
-
 def _remove_unused(folder: Path) -> None:
     """Remove what the manifest does not name: other generations' files, unless a store is writing them."""
-    shutil.rmtree(folder / _UNFINISHED, ignore_errors=True)
-    remove_unfinished(folder, MANIFEST)
-    manifest = _readable_manifest(folder)
-    if manifest is None and (folder / MANIFEST).exists():
-        return  # it may be mended, or another version's: what it names is not known
-    used = set() if manifest is None else {manifest.state_file}
+    shutil.rmtree(folder / UNFINISHED, ignore_errors=True)
+    manifest = manifests.find(folder)
+    used = set() if manifest is None else {manifest.state.file}
     if manifest is not None and manifest.chunks is not None:
         used |= {manifest.chunks.file, overwritten_note(folder / manifest.chunks.file).name}
     with contextlib.suppress(OSError):  # it takes space, no more; the next save tries again
+        remove_unfinished(folder, MANIFEST)
+        if manifest is None and (folder / MANIFEST).exists():
+            return  # it may be mended, or another version's: what it names is not known
         for path in list(folder.iterdir()):
-            if _OURS.fullmatch(path.name) and path.name not in used and not _is_written(path):
+            if OURS.fullmatch(path.name) and path.name not in used and not _is_written(path):
                 path.unlink(missing_ok=True)
 
 
 def _is_written(path: Path) -> bool:
-    if not _CHUNKS.fullmatch(path.name):
+    if not CHUNKS.fullmatch(path.name):
         return False
-    with open(path, "rb") as file:
+    with untrusted.open_regular(path, "folder") as file:
         return not lock(file.fileno())
 
 
@@ -340,23 +329,24 @@ def _is_written(path: Path) -> bool:
 
 
 def load(folder: str | Path, check: bool = True) -> Saved:
-    """Open a saved memory. Nothing is read that grows with it; tensors are mapped.
+    """Open a saved memory. Of what grows with it, only landmarks and tables are read; tensors are mapped.
 
     Args:
-        check: compare the files' sizes with the manifest, and the content of chunks that were overwritten after
-            the memory was saved. Every byte is compared by :func:`verify`.
+        check: compare the files' sizes and every byte of the tensors with the manifest; of the chunk file the pieces
+            that tell it from another memory's, and what was overwritten after the memory was saved. Every byte is
+            compared by :func:`verify`.
 
     Raises:
         ValueError: if there is no folder, no memory in it, a broken manifest, one of a newer format, or files
-            that are missing, cut off or changed.
+            that are missing, cut off, changed, or no regular files.
     """
     folder = Path(folder)
-    manifest = _manifest(folder)
+    manifest = manifests.read(folder)
     for _ in range(3):
         try:
             return _open(folder, manifest, check)
         except FileNotFoundError as error:
-            again = _manifest(folder)
+            again = manifests.read(folder)
             if again == manifest:
                 raise ValueError(_missing(folder, error)) from error
             manifest = again  # saved again meanwhile: its files are others
@@ -365,29 +355,40 @@ def load(folder: str | Path, check: bool = True) -> Saved:
     )
 
 
-def _open(folder: Path, manifest: _Manifest, check: bool) -> Saved:
-    state = folder / manifest.state_file
+def _open(folder: Path, manifest: Manifest, check: bool) -> Saved:
     chunks = manifest.chunks
+    untrusted.expect_regular(folder / manifest.state.file, "folder")
     if check:
-        _expect_size(state, manifest.state_bytes, exact=True)
-        if chunks is not None:
-            _expect_size(folder / chunks.file, chunks.bytes, exact=False)
-            _expect_not_overwritten(folder / chunks.file, chunks)
-    try:
-        with safetensors.safe_open(state, framework="pt") as file:
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    except safetensors.SafetensorError as error:
-        raise ValueError(_damaged(state, f"a safetensors file, got {error}")) from error
+        _expect_state(folder, manifest.state)
+    if check and chunks is not None:
+        path = folder / chunks.file
+        _expect_size(path, chunks.bytes, exact=False)
+        _expect_not_overwritten(path, chunks)
+        # manifests that older versions wrote have no sample
+        if manifest.chunks_sample not in (None, sample_of(path, chunks.bytes)):
+            raise damaged(
+                path, "the chunks of this memory, got others: those of another memory, or changed ones"
+            )
+    tensors = _tensors(folder / manifest.state.file)
     if chunks is None:
-        return Saved(tensors, manifest.header, 0, None, None, None)
+        return Saved(tensors, manifest.header, 0, None, None, None, None)
     return Saved(
         tensors,
         manifest.header,
         chunks.count,
         folder / chunks.file,
-        tuple(chunks.record_shape),
-        getattr(torch, chunks.dtype),
+        chunks.record_shape,
+        chunks.torch_dtype,
+        chunks.signed(folder),
     )
+
+
+def _tensors(path: Path) -> dict[str, Tensor]:
+    try:
+        with safetensors.safe_open(path, framework="pt") as file:
+            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except safetensors.SafetensorError as error:
+        raise damaged(path, f"a safetensors file, got {error}") from error
 
 
 def verify(folder: str | Path, progress: Progress | None = None) -> None:
@@ -400,57 +401,42 @@ def verify(folder: str | Path, progress: Progress | None = None) -> None:
         ValueError: as :func:`load`; and for the first byte that differs, naming the file and the block.
     """
     folder = Path(folder)
-    manifest = _manifest(folder)
+    manifest = manifests.read(folder)
     chunks = manifest.chunks
-    more = counting(progress, manifest.state_bytes + (0 if chunks is None else chunks.bytes))
+    more = counting(progress, manifest.state.bytes + (0 if chunks is None else chunks.bytes))
     try:
-        state = folder / manifest.state_file
-        _expect_size(state, manifest.state_bytes, exact=True)
         if chunks is not None:
             _expect_size(folder / chunks.file, chunks.bytes, exact=False)
-        if sha256_of(state) != manifest.state_sha256:
-            raise ValueError(_damaged(state, "the SHA-256 in the manifest, got another"))
-        more(manifest.state_bytes)
+        _expect_state(folder, manifest.state)
+        more(manifest.state.bytes)
         if chunks is not None:
-            _expect_blocks(folder / chunks.file, chunks, 0, more)
+            _compare(folder, chunks, 0, more)
     except FileNotFoundError as error:
         raise ValueError(_missing(folder, error)) from error
 
 
-def _expect_blocks(
-    path: Path, chunks: _ChunkFile, first_block: int, more: Callable[[int], None] = lambda count: None
+def _expect_state(folder: Path, state: StateFile) -> None:
+    path = folder / state.file
+    _expect_size(path, state.bytes, exact=True)
+    if sha256_of(path) != state.sha256:
+        raise damaged(path, "the SHA-256 in the manifest, got another")
+
+
+def _compare(
+    folder: Path, chunks: ChunkFile, start: int, more: Callable[[int], None] = lambda count: None
 ) -> None:
-    """Compare the blocks of a chunk file from ``first_block`` on with the manifest."""
-    with open(path, "rb", buffering=0) as file:
-
-        def pieces(start: int, stop: int) -> Iterator[memoryview]:
-            while start < stop:
-                read = os.pread(file.fileno(), min(_PIECE_BYTES, stop - start), start)
-                if not read:
-                    raise ValueError(_damaged(path, f"{stop} bytes, got {start}"))
-                yield memoryview(read)
-                start += len(read)
-
-        digests = _hash_blocks(pieces, chunks.bytes, first_block, chunks.block_bytes, more)
-    for block, digest in enumerate(digests, first_block):
-        if digest != chunks.sha256[block]:
-            start, stop = block * chunks.block_bytes, min((block + 1) * chunks.block_bytes, chunks.bytes)
-            record = chunks.bytes // chunks.count
-            raise ValueError(
-                _damaged(
-                    path,
-                    f"the SHA-256 in the manifest, got another in block {block} (bytes {start} ... {stop - 1}, "
-                    f"chunks {start // record} ... {(stop - 1) // record})",
-                )
-            )
+    """Compare a chunk file from byte ``start`` on with the manifest."""
+    path = folder / chunks.file
+    with untrusted.open_regular(path, "folder") as file:
+        chunks.signed(folder).compare(pieces_of(file.fileno(), path), start, chunks.bytes, more)
 
 
-def _expect_not_overwritten(path: Path, chunks: _ChunkFile) -> None:
+def _expect_not_overwritten(path: Path, chunks: ChunkFile) -> None:
     first = overwritten_from(path)
     if first >= chunks.count:
         return
     try:
-        _expect_blocks(path, chunks, first * chunks.bytes // chunks.count // chunks.block_bytes)
+        _compare(path.parent, chunks, first * chunks.record_bytes)
     except ValueError as error:
         raise ValueError(
             f"folder: expected the chunks that were saved, those of {str(path)!r} from {first} on were overwritten "
@@ -460,18 +446,12 @@ def _expect_not_overwritten(path: Path, chunks: _ChunkFile) -> None:
 
 
 def _expect_size(path: Path, size: int, exact: bool) -> None:
+    untrusted.expect_regular(path, "folder")
     length = path.stat().st_size
     if length < size or (exact and length > size):
         expected = f"{'' if exact else 'at least '}{size} bytes"
         cut_off = " It was cut off." if length < size else ""
-        raise ValueError(_damaged(path, f"{expected} as in the manifest, got {length}") + cut_off)
-
-
-def _damaged(path: Path, difference: str) -> str:
-    return (
-        f"folder: {str(path)!r} is damaged: expected {difference}. Take the memory from a copy, or read the "
-        "text again."
-    )
+        raise ValueError(f"{damaged(path, f'{expected} as in the manifest, got {length}')}{cut_off}")
 
 
 def _missing(folder: Path, error: OSError) -> str:
@@ -480,104 +460,3 @@ def _missing(folder: Path, error: OSError) -> str:
         f"folder: expected the file {name!r}, which the manifest in {str(folder)!r} names, got none. Copy all "
         "files of a memory together."
     )
-
-
-# --- the manifest ----------------------------------------------------------------------------------------
-
-
-def _manifest(folder: Path) -> _Manifest:
-    path = folder / MANIFEST
-    if not folder.is_dir():
-        raise ValueError(
-            f"folder: expected a folder with a saved memory, got {str(folder)!r}, which is no folder. "
-            "cache.save(folder) makes one."
-        )
-    try:
-        content = path.read_bytes()
-    except FileNotFoundError:
-        raise ValueError(
-            f"folder: expected a saved memory in {str(folder)!r}, got no {MANIFEST!r}: none was saved there, or "
-            "the first save did not end. cache.save(folder) makes one."
-        ) from None
-    except OSError as error:
-        raise ValueError(f"folder: expected to read {str(path)!r}, got {error.strerror}.") from error
-    try:
-        return _parse(json.loads(content))
-    except _NewerFormat as error:
-        raise ValueError(
-            f"folder: expected a memory of format {FORMAT} in {str(folder)!r}, got {error.args[0]}, written by a "
-            f"newer trailmark ({error.args[1]}). Update trailmark: pip install --upgrade trailmark."
-        ) from None
-    except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
-        raise ValueError(
-            _damaged(path, f"a memory's manifest, got one that is broken ({error!r})")
-        ) from error
-
-
-def _readable_manifest(folder: Path) -> _Manifest | None:
-    try:
-        return _manifest(folder)
-    except ValueError:
-        return None
-
-
-class _NewerFormat(Exception):
-    pass
-
-
-def _parse(body: dict[str, Any]) -> _Manifest:
-    if body["kind"] != _KIND:
-        raise ValueError(f"kind {body['kind']!r}")
-    if body["format"] > FORMAT:
-        raise _NewerFormat(body["format"], body.get("trailmark"))
-    if body["format"] != FORMAT or body.pop("sha256") != _hash_body(body):
-        raise ValueError("its SHA-256 is another")
-    state, chunks = body["state"], body["chunks"]
-    if chunks is not None:
-        chunks = _ChunkFile(**chunks)
-        record_bytes = math.prod(chunks.record_shape) * getattr(torch, chunks.dtype).itemsize
-        named = _CHUNKS.fullmatch(chunks.file)  # and nothing outside the folder
-        blocks = -(-chunks.bytes // chunks.block_bytes)
-        if not named or chunks.bytes != chunks.count * record_bytes or len(chunks.sha256) != blocks:
-            raise ValueError("its numbers contradict each other")
-    if not _STATE.fullmatch(state["file"]):
-        raise ValueError(f"state file {state['file']!r}")
-    return _Manifest(dict(body["header"]), state["file"], int(state["bytes"]), str(state["sha256"]), chunks)
-
-
-# --- hashes ----------------------------------------------------------------------------------------------
-
-
-def _hash_blocks(
-    pieces: Callable[[int, int], Iterator[memoryview]],
-    size: int,
-    first_block: int,
-    block_bytes: int,
-    more: Callable[[int], None] = lambda count: None,
-    copy_to: int | None = None,
-) -> list[str]:
-    """The SHA-256 of each block from ``first_block`` on, several at once.
-
-    Args:
-        pieces: ``pieces(start, stop)`` gives the bytes of a range.
-        more: is called with the bytes of each block that is done.
-        copy_to: the descriptor of a file that the bytes are written to.
-    """
-
-    def hash_block(block: int) -> str:
-        begin, end, result = block * block_bytes, min((block + 1) * block_bytes, size), hashlib.sha256()
-        offset = begin
-        for piece in pieces(begin, end):
-            if copy_to is not None:
-                write_at(copy_to, piece, offset)
-            result.update(piece)
-            offset += len(piece)
-        more(end - begin)
-        return result.hexdigest()
-
-    return in_threads(hash_block, range(first_block, -(-size // block_bytes)))
-
-
-def _hash_body(body: dict[str, Any]) -> str:
-    text = json.dumps(body, sort_keys=True, separators=(",", ":"))
-    return hashlib.sha256(text.encode()).hexdigest()

@@ -11,13 +11,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from trailmark.files import HeldFolder
 from trailmark.memory import saved
 from trailmark.memory.cell import Cell
 from trailmark.memory.chunks import ChunkMemory, MemorySize
+from trailmark.memory.schema import expect_tables, expect_tensors
 from trailmark.memory.state import STATES, CacheState, Deferred, Retrieved
 from trailmark.memory.tiers.base import open_store
 from trailmark.memory.tiers.records import RecordLayout
 from trailmark.memory.window import Span
+from trailmark.untrusted import brief
 
 # fields that older memories do not name, and what they were written with
 _BEFORE = {"alibi_slopes": "geometric", "retriever": "causal", "encoder_weights": "learned"}
@@ -25,14 +28,28 @@ _CELL = ("tokens", "counts", "chunk", "slot", "is_landmark", "offset", "retrieva
 
 
 def save_state(
-    state: CacheState, memory: ChunkMemory, folder: str | Path, header: dict[str, Any], notes: dict[str, Any]
+    state: CacheState,
+    memory: ChunkMemory,
+    folder: str | Path,
+    header: dict[str, Any],
+    notes: dict[str, Any],
+    held: HeldFolder | None = None,
 ) -> None:
     """Write a cache's state and memory into ``folder``; see :func:`trailmark.memory.saved.save`."""
     size = state.memory
     if memory.base is not None:  # a branch: its chunks and those that it shares become one memory
+        _expect_whole(memory)
         memory, size = memory.flattened(size)
     tensors = dict(_state_tensors(state)) | memory.tables(size)
-    saved.save(folder, tensors, header | {"notes": notes}, memory.store, size.records)
+    saved.save(folder, tensors, header | {"notes": notes}, memory.store, size.records, held)
+
+
+def _expect_whole(memory: ChunkMemory | None) -> None:
+    """What a memory shares is copied chunk by chunk: before it is signed anew, it is compared with its manifest."""
+    while memory is not None:
+        if (store := memory.store) is not None and store.signed is not None:
+            store.signed.compare(store.pieces, 0, store.vouched * store.record_bytes)
+        memory = None if memory.base is None else memory.base[0]
 
 
 def load_state(
@@ -41,6 +58,7 @@ def load_state(
     memory: ChunkMemory,
     header: dict[str, Any],
     device: torch.device,
+    record_shape: tuple[int, ...] | None = None,
 ) -> tuple[CacheState, dict[str, Any]]:
     """The state that ``folder`` holds and its notes, and its chunks in ``memory``, which is empty.
 
@@ -49,6 +67,7 @@ def load_state(
         memory: of tier "disk", chunks stay in the folder's file, mapped, and reading goes on there; else they
             are read whole.
         header: what the memory must have been written with, of the model that is to go on.
+        record_shape: of that model; None: any.
 
     Raises:
         ValueError: for anything that is not a memory of this model.
@@ -62,15 +81,31 @@ def load_state(
                 f"another {key} ({_brief(wrote)}, not {_brief(value)}). Load it with the model that "
                 "wrote it, or read the text again."
             )
-    state, tables = _read_state(there.tensors, empty, device)
-    if there.chunk_file is not None:
-        assert there.record_shape is not None
+    shape, notes = there.record_shape, there.header.get("notes", {})
+    try:
+        expect_tensors(there.tensors)
+        state, tables = _read_state(there.tensors, empty, device)
+        num_chunks = torch.from_numpy(state.memory.chunks)
+        expect_tables(tables, num_chunks, there.count, None if shape is None else shape[2], memory.planes)
+        if shape is not None and record_shape is not None and shape != record_shape:
+            raise ValueError(f"record_shape: expected {record_shape}, got {shape}")
+        if not isinstance(notes, dict):
+            raise ValueError(f"notes: expected a section with keys, got {brief(notes)}")
+    except (ValueError, RuntimeError, IndexError) as error:
+        reason = str(error).rstrip(".")
+        raise ValueError(
+            f"folder: expected a whole memory in {str(folder)!r}, its state is none ({reason}). Take the memory from a "
+            "copy, or read the text again."
+        ) from error
+    if there.chunk_file is not None and there.count:
+        assert shape is not None
         assert there.dtype is not None
-        layout = RecordLayout(there.record_shape, there.dtype, device)
+        layout = RecordLayout(shape, there.dtype, device)
         store = open_store(memory.tier, there.chunk_file, layout, there.count)
+        store.signed, store.vouched = there.signed, there.count
         memory.fill(store, {name: x.to(device) if name == "landmarks" else x for name, x in tables.items()})
     state = replace(state, memory=state.memory._replace(records=there.count))
-    return state, there.header.get("notes", {})
+    return state, notes
 
 
 def _brief(value: object) -> str:
@@ -177,5 +212,5 @@ def _read_state(
             **alone,
         )
     except KeyError as error:
-        raise ValueError(f"folder: expected a whole memory, {error} is missing in it.") from error
+        raise ValueError(f"{error} is missing in it") from error
     return state, left

@@ -190,8 +190,13 @@ class TrailmarkForCausalLM(ModelAnswers, FolderMixin, PreTrainedModel, ChunkGene
         """
         path = folder if tier_named(memory_tier).needs_folder else None
         cache = self.new_cache(memory_tier, memory_folder=path, search=search)
-        cache.load(folder, self.lm_head.weight.device)
+        cache.load(folder, self.lm_head.weight.device, self._record_shape)
         return cache
+
+    @property
+    def _record_shape(self) -> tuple[int, ...] | None:
+        """(2, J, S, D) of a record in memory, which a saved one is checked by; None: it has none, or is not checked."""
+        return None
 
     def _identity(self) -> dict[str, Any]:
         """Of the configuration and the weights, for saved memories."""

@@ -6,16 +6,51 @@ import hashlib
 import itertools
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from trailmark.data.corpus import Tokens, text_pieces, tokenize
+from trailmark.settings import Settings, coerce, setting
 from trailmark.trace.lines import Entry, TraceHeader, TraceSource
 from trailmark.trace.tracer import Subject, Tracer, expect_retrieval
 
 Progress = Callable[[int], None]
+
+
+@dataclass(frozen=True)
+class Source(Settings):
+    """What the notes of a memory say of a file that was read into it."""
+
+    path: str
+    tokens: int = setting(least=0)
+    """That were read."""
+    sha256: str = setting()
+    """Of these tokens."""
+    done: bool = setting()
+    """Whether they are all of the file."""
+    file_sha256: str | None = None
+    """Of the file's bytes, once all of it was read; older memories do not say it."""
+
+
+def sources_of(notes: dict[str, Any], argument: str, memory: Path) -> list[dict[str, Any]]:
+    """The notes of each file that a memory holds, which are added to as more are read.
+
+    Raises:
+        ValueError: they are none.
+    """
+    found = notes.setdefault("sources", [])
+    try:
+        coerce("sources", found, list[Source])
+    except ValueError as error:
+        raise ValueError(
+            f"{argument}: expected the notes of trailmark read in {str(memory)!r}, got others "
+            f"({str(error).rstrip('.')}). Read the text again, into another memory."
+        ) from error
+    assert isinstance(found, list)
+    return found
 
 
 def trace_header(subject: Subject, memory_dtype: torch.dtype | None) -> TraceHeader:
@@ -96,7 +131,7 @@ def trace_memory(
     expect_retrieval(subject)
     cache = subject.model.load_cache(memory)
     dtype = None if cache.memory.store is None else cache.memory.store.dtype
-    sources = cache.notes.get("sources", [])
+    sources = sources_of(cache.notes, "memory", memory)
     if not sources or sum(source["tokens"] for source in sources) != cache.get_seq_length():
         raise ValueError(
             f"memory: expected one that trailmark read made, which names its files, {str(memory)!r} does not: its text "
@@ -161,7 +196,13 @@ def _file_tokens(
 
 
 def tokens_after(
-    path: Path, tokenizer: Any, source: Mapping[str, Any], digest: Any, argument: str, way_out: str
+    path: Path,
+    tokenizer: Any,
+    source: Mapping[str, Any],
+    digest: Any,
+    argument: str,
+    way_out: str,
+    look: Callable[[bytes], None] | None = None,
 ) -> Iterator[Tokens]:
     """The tokens of a file after those that were read, if those are still its beginning.
 
@@ -169,6 +210,7 @@ def tokens_after(
         source: what a memory's notes say of the file: "tokens" that were read, and "sha256" of them.
         digest: a fresh SHA-256; the tokens that were read before are added to it.
         argument, way_out: of the error.
+        look: see :func:`~trailmark.data.corpus.text_pieces`.
 
     Raises:
         ValueError: the file does not begin with the tokens that were read.
@@ -178,7 +220,7 @@ def tokens_after(
         f"{argument}: expected {str(path)!r} as it was when its first {count:,} tokens were read, "
         "it has changed since"
     )
-    for text in text_pieces(path):
+    for text in text_pieces(path, look=look):
         tokens = tokenize([text], tokenizer)
         if skip:
             known, tokens = tokens[:skip], tokens[skip:]

@@ -7,9 +7,8 @@ import os
 import shutil
 import weakref
 from collections.abc import Iterator
-from io import FileIO
 from pathlib import Path
-from typing import Self
+from typing import BinaryIO, Self
 
 import numpy as np
 import torch
@@ -18,9 +17,10 @@ from torch import Tensor
 from trailmark.files import NoSpaceError, is_no_space, lock, write_at
 from trailmark.memory.tiers.files import (
     Mapped,
+    note_overwriting,
     open_records,
+    open_to_write,
     overwritten_from,
-    overwritten_note,
     remove_if_own,
     stamp,
     temporary_folder,
@@ -99,8 +99,7 @@ class DiskStore(ChunkStore):
         try:
             if new:
                 self.path.parent.mkdir(parents=True, exist_ok=True)
-                self.path.touch()
-            writer = open(self.path, "r+b", buffering=0)  # noqa: SIM115
+            writer = open_to_write(self.path, new)
         except OSError as error:
             raise ValueError(
                 f"memory_folder: expected a chunk file to write to, {path!r} is not ({error.strerror}). "
@@ -129,12 +128,10 @@ class DiskStore(ChunkStore):
         writer = self._descriptor()
         size = os.fstat(writer).st_size
         needed = (first + n) * self.record_bytes - size
-        if needed > 0 and needed + self.keep_free > shutil.disk_usage(self.path.parent).free:
+        if needed > 0 and needed + self.keep_free > self._free():
             raise self._no_space(needed + self.keep_free)
         new = min(n, max(0, self._count - first))  # row of the first record that is appended
         try:
-            if first < self.vouched:
-                self._note_overwriting(first)
             # what is appended first: only that can find the disk full, and then nothing else has changed
             self._write_rows(writer, first + new, records[new:])
             self._write_rows(writer, first, records[:new])
@@ -152,13 +149,27 @@ class DiskStore(ChunkStore):
             rows = records[start : start + step].to("cpu", self.dtype).contiguous()
             write_at(writer, bytes_of(rows).reshape(-1).data, (first + start) * self.record_bytes)
 
-    def _note_overwriting(self, first: int) -> None:
+    def _give_up(self, first: int) -> None:
         """A manifest knows other records than will stand there: whoever loads it finds out, even after a kill."""
-        with open(overwritten_note(self.path), "w", encoding="ascii") as file:
-            file.write(str(first))
-            file.flush()
-            os.fsync(file.fileno())
-        self.vouched = first
+        self.hold()
+        vouched = self.vouched
+        super()._give_up(first)
+        try:
+            note_overwriting(self.path, first)
+        except BaseException as error:
+            self.vouched = vouched
+            if isinstance(error, OSError) and is_no_space(error):
+                raise self._no_space(0) from error
+            raise
+
+    def _free(self) -> int:
+        try:
+            return shutil.disk_usage(self.path.parent).free
+        except OSError as error:
+            raise ValueError(
+                f"memory_folder: expected the folder {str(self.path.parent)!r}, which chunks are written to, it is "
+                f"gone ({error.strerror}). Leave it alone while something is read into it; read the text again."
+            ) from error
 
     def _no_space(self, needed: int) -> NoSpaceError:
         return NoSpaceError(
@@ -225,8 +236,8 @@ class _Files:
     """Files of a store, apart from it, so that they are closed when it is collected."""
 
     def __init__(self) -> None:
-        self.reader: FileIO | None = None
-        self.writer: FileIO | None = None
+        self.reader: BinaryIO | None = None
+        self.writer: BinaryIO | None = None
 
     def close(self) -> None:
         for file in (self.reader, self.writer):

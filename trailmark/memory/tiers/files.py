@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 import shutil
 import sys
 import tempfile
 import weakref
-from io import FileIO
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 
+from trailmark import untrusted
 from trailmark.memory.tiers.records import Bytes, Numbers
 
 
@@ -44,11 +46,11 @@ class Mapped:
             self._map.madvise(mmap.MADV_WILLNEED, start, (last + 1) * width - start)
 
 
-def open_records(path: Path, count: int, record_bytes: int) -> FileIO:
-    """A file that holds as many records."""
+def open_records(path: Path, count: int, record_bytes: int) -> BinaryIO:
+    """A file that holds as many records, to read: no link, FIFO or device."""
     try:
-        file = open(path, "rb", buffering=0)  # noqa: SIM115
-    except OSError as error:
+        file = untrusted.open_regular(path, "path")
+    except FileNotFoundError as error:
         raise ValueError(
             f"path: expected a chunk file to read, got {str(path)!r} ({error.strerror})."
         ) from error
@@ -62,7 +64,29 @@ def open_records(path: Path, count: int, record_bytes: int) -> FileIO:
     return file
 
 
-def stamp(file: FileIO) -> tuple[int, ...]:
+def open_to_write(path: Path, new: bool = False, clear: bool = False) -> BinaryIO:
+    """A file in a folder of ours, to read and to write: never one that has another place or name too.
+
+    Args:
+        new: it is made if there is none. clear: what it holds is forgotten.
+
+    Raises:
+        OSError: it cannot be opened.
+        ValueError: it is a link, a FIFO or a device, or has a second name: what that names would be changed.
+    """
+    flags = os.O_RDWR | (os.O_CREAT if new else 0) | (os.O_TRUNC if clear else 0)
+    with contextlib.suppress(FileNotFoundError):
+        untrusted.expect_regular(path, "folder")
+        if path.lstat().st_nlink > 1:
+            raise ValueError(
+                f"folder: expected a file with one name, {str(path)!r} has others (hard links), whose content would "
+                "change with it. Copy the folder (cp -r) and use the copy."
+            )
+    flags |= getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0)
+    return os.fdopen(os.open(path, flags, 0o666), "r+b", buffering=0)
+
+
+def stamp(file: BinaryIO) -> tuple[int, ...]:
     """What changes when a file is replaced or written to."""
     stat = os.fstat(file.fileno())
     return stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns
@@ -76,11 +100,18 @@ def overwritten_note(path: Path) -> Path:
 def overwritten_from(path: Path) -> int:
     """The first record of a chunk file that a manifest may not know; 2 ** 63 - 1 without a note."""
     try:
-        return int(overwritten_note(path).read_text(encoding="ascii"))
+        note = untrusted.read_bytes(overwritten_note(path), "folder", most=64)
     except FileNotFoundError:
         return sys.maxsize
-    except ValueError:  # cut off while it was written
-        return 0
+    # else it was cut off while it was written
+    return int(note) if note.isdigit() else 0
+
+
+def note_overwriting(path: Path, first: int) -> None:
+    """Say on the disk itself that a manifest may not know the records from ``first`` on of a chunk file."""
+    with open_to_write(overwritten_note(path), new=True, clear=True) as file:
+        file.write(str(first).encode())
+        os.fsync(file.fileno())
 
 
 def temporary_folder(owner: object, parent: str | Path | None = None) -> Path:

@@ -15,6 +15,7 @@ import psutil
 import torch
 from torch import Tensor
 
+from trailmark.memory.hashes import Signed
 from trailmark.ops.arguments import require
 
 PIECE_BYTES = 4 << 20  # working memory of streaming and converting
@@ -52,7 +53,9 @@ class ChunkStore(ABC):
     path: Path | None = None
     """The file of its records, one after the other, which a memory saved beside it need not copy; None: none."""
     vouched: int = 0
-    """Records at the start of that file that are as its last manifest says."""
+    """Records at the start that are as their last manifest says."""
+    signed: Signed | None = None
+    """What that manifest says of them; None: nothing is known, or no memory was saved yet."""
 
     @classmethod
     def made(cls, layout: RecordLayout, capacity: int = 0, path: str | Path | None = None) -> Self:
@@ -105,6 +108,8 @@ class ChunkStore(ABC):
     @abstractmethod
     def write(self, first: int, records: Tensor) -> None:
         """Write records at the numbers ``first ...``, after the last or over what is there.
+
+        It begins with ``_expect_records``, which compares what is overwritten with its manifest.
 
         Args:
             first: at most the number of records.
@@ -194,7 +199,21 @@ class ChunkStore(ABC):
         require(
             0 <= first <= self._count, "first", first, f"a number up to the {self._count} records written"
         )
+        if first < self.vouched and len(records):
+            self._give_up(first)
         return records.detach()
+
+    def _give_up(self, first: int) -> None:
+        """Records from ``first`` on are to be overwritten: they are compared with their manifest a last time.
+
+        What is kept of the same blocks could not be compared later.
+
+        Raises:
+            ValueError: they were damaged; the store is then as it was.
+        """
+        if self.signed is not None:
+            self.signed.compare(self.pieces, first * self.record_bytes, self.vouched * self.record_bytes)
+        self.vouched = first
 
     def _expect_numbers(self, numbers: Tensor) -> Numbers:
         wanted = numbers.numpy()

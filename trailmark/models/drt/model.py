@@ -196,6 +196,11 @@ class DRTForCausalLM(RetrievingForCausalLM):
 
     # --- chunks ----------------------------------------------------------------------------------------------
 
+    @property
+    def _record_shape(self) -> tuple[int, ...]:
+        config = self.config
+        return 2, config.num_key_value_heads, config.chunk_size, config.head_dim
+
     def _landmark(self) -> Tensor:
         return self.landmark
 

@@ -168,6 +168,10 @@ class LandmarkForCausalLM(TrailmarkForCausalLM):
     def _begun(self, state: CacheState) -> Integers:
         return np.zeros_like(state.phases) if state.cell is None else state.cell.tokens
 
+    @property
+    def _record_shape(self) -> tuple[int, ...]:
+        return 2, 1, self.config.chunk_size + 1, self.config.head_dim
+
     def _make_memory(
         self, tier: str, capacity: int, folder: Path | None, dtype: torch.dtype | None, search: Any
     ) -> ChunkMemory:

@@ -154,6 +154,10 @@ class RPTForCausalLM(RetrievingForCausalLM):
             self.config, grid, x, of_chunks, vectors, given, self._preparation, ranking, noise_seed
         )
 
+    @property
+    def _record_shape(self) -> tuple[int, ...]:
+        return 2, 1, self.config.chunk_size, self.config.hidden_size // 2
+
     def _entries(self, x: Tensor, tokens: Tensor, grid: Grid, step: Step | None) -> MemoryEntries:
         """States as two halves, and landmark vectors (key, query) [B, C, 2 d].
 
