@@ -5,6 +5,7 @@ Without a network a hub name is found in this machine's cache or refused at once
 
 from __future__ import annotations
 
+import os
 import threading
 from functools import cache
 from pathlib import Path
@@ -46,7 +47,7 @@ def is_offline() -> bool:
     return bool(constants.HF_HUB_OFFLINE)
 
 
-def from_pretrained_options(name: str | Path, argument: str) -> dict[str, Any]:
+def from_pretrained_options(name: str | os.PathLike[str], argument: str) -> dict[str, Any]:
     """What ``from_pretrained`` is to be told of a folder or a hub name so that it does not wait for a network in vain.
 
     Raises:
