@@ -120,7 +120,9 @@ def showing(progress: Progress, name: str = "") -> Callable[[Run], None]:
 
     def show(run: Run) -> None:
         total = run.config.training.steps
-        line = training_line(run.step, total, run.seconds, run.averages, run.tokens_per_second)
+        line = training_line(
+            run.step, total, run.seconds, run.measured.get("step_loss"), run.averages, run.tokens_per_second
+        )
         progress.show(f"{name}: {line}" if name else line)
 
     return show

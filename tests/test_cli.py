@@ -305,7 +305,22 @@ OPTIONS: dict[str, tuple[tuple[str, ...], str]] = {
         ("generate", "RUN", "--prompt", "a", "--max-new-tokens", "0"),
         "--max-new-tokens': Input should be greater than or equal to 1",
     ),
-    "cold": (("generate", "RUN", "--prompt", "a", "--temperature", "-1"), "temperature: expected 0 or more"),
+    "cold": (
+        ("generate", "RUN", "--prompt", "a", "--temperature", "-1"),
+        "temperature: expected 0.0001 to 10000, or 0",
+    ),
+    "frozen": (
+        ("generate", "RUN", "--prompt", "a", "--temperature", "1e-320"),
+        "temperature: expected 0.0001 to",
+    ),
+    "no number": (
+        ("generate", "RUN", "--prompt", "a", "--temperature", "nan"),
+        "temperature: expected a number",
+    ),
+    "infinite": (
+        ("generate", "RUN", "--prompt", "a", "--temperature", "inf"),
+        "temperature: expected a number",
+    ),
     "no command": (("evalute",), "No such command 'evalute'"),
     "no option": (("doctor", "--nope"), "No such option: --nope"),
     "not UTF-8": (("generate", "RUN", "--prompt", "\udcff"), "prompt: expected UTF-8 text, got"),
@@ -431,7 +446,7 @@ def test_a_prompt_outside_the_vocabulary(trained: Path, tmp_path: Path, refused:
     type(model)(type(model.config).from_dict(fields)).save_pretrained(tmp_path / "run")
     AutoTokenizer.from_pretrained(trained / "run").save_pretrained(tmp_path / "run")
     line = refused("generate", tmp_path / "run", "--prompt", "a")
-    assert "input_ids: expected tokens from 0 to 49 (vocab_size - 1), got 100" in line
+    assert "model: expected a tokenizer with at most the 50 tokens of the model's vocabulary" in line
 
 
 # --- nowhere to write, a full disk, Ctrl-C -----------------------------------------------------------------

@@ -221,7 +221,8 @@ OPTIONS: dict[str, tuple[tuple[str, ...], str]] = {
         "depths: expected an option of perplexity, got one of another suite. Leave it out, or add --suite needles.",
     ),
     "no pairs": (("--suite", "summarization"), "pairs: expected files of documents and summaries, got none"),
-    "device": (("--device", "abacus"), "device: expected one that torch has here, got 'abacus'"),
+    "device": (("--device", "abacus"), "device: expected one to compute on, cpu or cuda, got 'abacus'"),
+    "meta": (("--device", "meta"), "device: expected one to compute on, cpu or cuda, got 'meta'"),
     "dtype": (("--dtype", "int8"), "dtype: expected one of 'float32', 'bfloat16', 'float16', got 'int8'"),
     "protocol": (("--suite", "perplexity", "--protocol", "table-9"), "protocol: expected"),
 }  # fmt: skip

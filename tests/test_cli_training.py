@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import runpy
 import sys
 from collections.abc import Callable
@@ -37,6 +38,36 @@ def last_line(err: str) -> str:
     return err.strip().splitlines()[-1]
 
 
+def test_documents_are_counted_truly(tmp_path: Path, command: Command) -> None:
+    """Rows that are no documents are said: nothing is left out silently."""
+    (tmp_path / "one.txt").write_text("a text")
+    rows = [
+        {"text": "a", "kind": "x"},
+        {"text": " ", "kind": "x"},
+        {"text": "b", "kind": "x"},
+        {"text": "c", "kind": "y"},
+    ]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    _, out, _ = command("prepare", tmp_path / "one.txt", "--output", tmp_path / "one", "--processes", 1)
+    assert "7 tokens of 1 document lie in" in out
+    assert "left out" not in out
+    words = (
+        "prepare",
+        tmp_path / "rows.jsonl",
+        "--output",
+        tmp_path / "rows",
+        "--processes",
+        1,
+        "--where",
+        "kind=x",
+    )
+    for _ in range(2):  # anew, and found finished
+        _, out, err = command(*words)
+        assert "4 tokens of 2 documents lie in" in out
+        assert "2 rows without text, or that --where leaves out, are not in it." in out
+        assert "2 documents  4 tokens" in err
+
+
 def test_prepare_train_verify(texts: Path, tmp_path: Path, command: Command) -> None:
     shards, config = tmp_path / "shards", config_file(tmp_path, steps=4, logging_steps=1)
     code, out, _ = command("prepare", texts, "--output", shards, "--processes", "1")
@@ -68,6 +99,22 @@ def test_prepare_train_verify(texts: Path, tmp_path: Path, command: Command) -> 
     code, _, err = command("verify", tmp_path / "run")
     assert code == 1
     assert last_line(err).startswith("trailmark: checkpoints: damaged: step-00000004: model.safetensors: ")
+    content[-1] ^= 1
+    weights.write_bytes(content)
+    assert command("verify", tmp_path / "run")[0] == 0
+    for name in ("model.safetensors", "config.json", "tokenizer_config.json", "model.json"):
+        path = tmp_path / "run" / name
+        whole = path.read_bytes()
+        path.write_bytes(whole[:-9] + bytes([whole[-9] ^ 1]) + whole[-8:])
+        code, _, err = command("verify", tmp_path / "run")
+        assert code == 1
+        assert f"damaged: the final model: {name}: " in last_line(err)
+        path.write_bytes(whole)
+    (tmp_path / "run" / "model-00002.safetensors").write_bytes(b"")
+    assert "model-00002.safetensors: is not in model.json" in command("verify", tmp_path / "run")[2]
+    (tmp_path / "run" / "model-00002.safetensors").unlink()
+    (tmp_path / "run" / "model.json").unlink()  # as an older trailmark left it
+    assert command("verify", tmp_path / "run")[0] == 0
 
 
 def test_verify_of_a_folder_with_nothing_of_ours(texts: Path, command: Command) -> None:

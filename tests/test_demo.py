@@ -88,7 +88,8 @@ def test_the_record_holds_every_number(finished: tuple[Path, list[str]]) -> None
 def test_table_and_figures(finished: tuple[Path, list[str]]) -> None:
     folder, said = finished
     table = (folder / "table.md").read_text()
-    assert len(table.splitlines()) == 2 + 6
+    assert sum(line.startswith("|") for line in table.splitlines()) == 2 + 6
+    assert "*x train*: tokens, as a multiple of the longest text trained on." in table
     assert table.count("| DRT ") == table.count("| window only ") == 3
     assert any(table.strip() in message for message in said[-5:])
     assert f"Report: {folder}/report.html" in "".join(said)

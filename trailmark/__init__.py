@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
+from trailmark.auto_classes import register_when_asked
+
 __version__ = "0.1.0"
 
 # name -> module, imported on first use: ``import trailmark.ops`` needs torch alone
@@ -39,3 +41,6 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted(__all__)
+
+
+register_when_asked()

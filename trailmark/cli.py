@@ -242,7 +242,9 @@ class GenerateSettings(Settings):
     memory: Path | None = setting(
         None, "A memory that trailmark read made, to go on from; it stays as it is."
     )
-    max_new_tokens: int = setting(64, "Tokens that are generated at most.", least=1)
+    max_new_tokens: int = setting(
+        64, "Tokens that are generated at most; of bytes, a letter takes one to four.", least=1
+    )
     temperature: float = setting(0.0, "0: always the most likely token.")
     seed: int = setting(0, "Seed of what is sampled.", least=0, most=2**32 - 1)
 
@@ -310,6 +312,8 @@ def _explain(error: Exception) -> str | None:
     """One line for what a user can mend; None for what is our own mistake."""
     if isinstance(error, ValueError):
         return str(error)
+    if isinstance(error, MemoryError) or "can't allocate memory" in str(error):
+        return f"memory: this machine has too little for that ({error}). Choose smaller sizes, or fewer at a time."
     if isinstance(error, OSError):
         where = f" ({error.filename})" if error.filename else ""
         full = error.errno in (errno.ENOSPC, errno.EDQUOT)

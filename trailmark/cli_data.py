@@ -39,7 +39,7 @@ def prepare(settings: PrepareSettings) -> None:
     """Tokenise text into shards to train on. The same command goes on where it stopped."""
     from trailmark.data import prepare as preparing
     from trailmark.data.recipes import parse_source
-    from trailmark.report.console import Progress, preparing_line
+    from trailmark.report.console import Progress, counted, preparing_line
 
     progress = Progress()
 
@@ -71,8 +71,14 @@ def prepare(settings: PrepareSettings) -> None:
         progress=show,
     )
     progress.clear()
+    left_out = corpus.manifest.get("left_out", 0)
+    without = (
+        f" {counted(left_out, 'row')} without text, or that --where leaves out, are not in it."
+        if left_out
+        else ""
+    )
     typer.echo(
-        f"{len(corpus):,} tokens of {corpus.documents:,} documents lie in {output}/.\n"
+        f"{len(corpus):,} tokens of {counted(corpus.documents, 'document')} lie in {output}/.{without}\n"
         f"Next: trailmark train configs/text.yaml data.paths={output} data.tokenizer={tokenizer}"
     )
 

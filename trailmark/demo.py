@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,13 @@ from trailmark.models import TrailmarkForCausalLM
 from trailmark.report.console import Progress, duration, losses, training_line
 from trailmark.report.page import build
 from trailmark.report.tables import NEEDLE_LEGEND, legend_text, needle_table
+from trailmark.settings import Settings, from_file, setting
 from trailmark.training.config import DataConfig, RunConfig, TrainingConfig
 from trailmark.training.forecast import measure_speed
-from trailmark.training.run import HISTORY_FILE, Run
+from trailmark.training.run import Run
+from trailmark.training.run_folder import read_history
+from trailmark.untrusted import brief
+from trailmark.values import number
 
 CHUNK_SIZE = 32
 TRAIN_LENGTH = CURRICULUM[-1].chunks * CHUNK_SIZE  # tokens of the longest training text
@@ -69,6 +74,34 @@ def needle_settings(
     return NeedleSettings((length,), kind, "marks", needles, questions=questions, phases=phases, seed=seed)
 
 
+@dataclass(frozen=True)
+class _Result(Settings):
+    model: str = setting(choices=tuple(MODELS))
+    length: int = setting(least=1)
+    needles: int = setting(least=1)
+    correct: int = setting(least=0)
+    questions: int = setting(least=1)
+
+
+@dataclass(frozen=True)
+class _Kept(Settings):
+    """What ``demo.json`` must hold to be gone on with."""
+
+    settings: dict[str, Any]
+    steps: dict[str, int] | None
+    training: dict[str, dict[str, Any]]
+    results: list[dict[str, Any]]
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.steps is not None and (set(self.steps) != set(STEPS) or min(self.steps.values()) < 1):
+            raise ValueError(
+                f"steps: expected a number of each of {', '.join(STEPS)}, got {brief(self.steps)}."
+            )
+        for result in self.results:
+            from_file(_Result, result)
+
+
 class Demo:
     """The demo in one folder; a second start goes on where the first stopped."""
 
@@ -107,9 +140,16 @@ class Demo:
     def _open_record(self) -> None:
         settings = {"seed": self.seed, "minutes": self.minutes, "questions": self.questions}
         kept = read_json(self.record_path)
-        if kept is not None and kept.get("settings") != settings:
+        try:
+            known = None if kept is None else from_file(_Kept, kept)
+        except ValueError as error:
             raise ValueError(
-                f"output: {str(self.output)!r} holds a demo with other settings {kept.get('settings')}. "
+                f"output: {str(self.record_path)!r} was changed after trailmark demo wrote it ({error}) Choose another "
+                "--output, or remove the folder."
+            ) from error
+        if known is not None and known.settings != settings:
+            raise ValueError(
+                f"output: {str(self.output)!r} holds a demo with other settings {brief(known.settings)}. "
                 "Repeat those, choose another --output, or remove the folder."
             )
         self.record: dict[str, Any] = kept or {
@@ -190,12 +230,14 @@ class Demo:
             self.say(f"\nTraining {NAMES[name]} ({count:,} parameters, {steps} steps of 4,096 tokens) ...")
             model = run.train()
             self.progress.clear()
-        history = read_json(folder / HISTORY_FILE)
-        speed, last = history["tokens_per_second"], history["steps"][-1]
-        averages = {key: last[key] for key in ("loss", "accuracy", "recall") if key in last}
+        history = read_history(folder)
+        speed, last = history.tokens_per_second, history.steps[-1] if history.steps else {}
+        averages = {
+            key: last[key] for key in ("loss", "accuracy", "recall") if number(last.get(key)) is not None
+        }
         shown = losses(last.get("step_loss"), averages)
-        self.say(f"  {duration(history['seconds'])}, {speed:,.0f} tokens/s; on training texts: {shown}")
-        took = {"seconds": history["seconds"], "tokens_per_second": speed}
+        self.say(f"  {duration(history.seconds)}, {speed:,.0f} tokens/s; on training texts: {shown}")
+        took = {"seconds": history.seconds, "tokens_per_second": speed}
         self.record["training"][name] = {"parameters": count, "steps": steps} | took | averages
         self._save()
         return model

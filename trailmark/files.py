@@ -80,7 +80,10 @@ def replacing(path: Path, durable: bool = False) -> Iterator[TextIO]:
     ``durable``: after the end, the new content outlives a power cut too.
     """
     if path.exists() and not path.is_file() and not path.is_dir():  # /dev/stdout: written to, never replaced
-        with open(path, "w", encoding="utf-8", newline="\n") as file:
+        # a FIFO without a reader would be waited for; with one it is written as any file
+        descriptor = os.open(path, os.O_WRONLY | os.O_NONBLOCK)
+        os.set_blocking(descriptor, True)
+        with os.fdopen(descriptor, "w", encoding="utf-8", newline="\n") as file:
             yield file
         return
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
@@ -242,16 +245,19 @@ def counting(progress: Progress | None, total: int) -> Callable[[int], None]:
 
 
 def find_wrong_lengths(folder: Path, files: Mapping[str, FileEntry]) -> dict[str, str]:
-    """What is wrong with each file that is missing or of another length than its manifest says."""
+    """What is wrong with each file that is missing, no regular file, or of another length than its manifest says."""
     wrong = {}
     for name, entry in files.items():
         try:
+            untrusted.expect_regular(folder / name, name)
             size = (folder / name).stat().st_size
         except OSError as error:
             wrong[name] = f"is missing or unreadable ({error.strerror})"
+        except ValueError as error:  # a link leads to somebody else's file
+            wrong[name] = f"is none of ours ({str(error).rstrip('.')})"
         else:
             if size != entry.bytes:
-                wrong[name] = f"has {size} bytes, expected {entry.bytes}"
+                wrong[name] = f"has {size} bytes, expected {untrusted.brief(entry.bytes)}"
     return wrong
 
 
@@ -301,20 +307,36 @@ class FolderKind:
             ValueError: there is none, it is broken, or a newer trailmark wrote it.
         """
         path = folder / self.manifest
-        if not path.is_file():
+        try:
+            content = untrusted.read_json(path, self.argument)
+        except FileNotFoundError as error:
             raise ValueError(
                 f"{self.argument}: expected {self.noun}, {str(folder)!r} has no {self.manifest}. Make one with "
                 f"{self.command}; the same command finishes one that was interrupted."
-            )
-        content = read_json(path)
-        if not isinstance(content, dict) or not isinstance(content.get("format"), int):
+            ) from error
+        except ValueError as error:
+            raise self.broken(folder, str(error).rstrip(".")) from error
+        if not isinstance(content, dict) or type(content.get("format")) is not int:
             raise self.broken(folder, f"it is no manifest of {self.noun}")
         if content["format"] > self.format:
             raise ValueError(
                 f"{self.argument}: expected format {self.format} or older, {str(path)!r} has format "
-                f"{content['format']}. Update trailmark, or make {self.noun} with this version in another folder."
+                f"{untrusted.brief(content['format'])}. Update trailmark, or make {self.noun} with this version in "
+                "another folder."
             )
         return content
+
+    def read_as(self, folder: Path, parse: Callable[[dict[str, Any]], T]) -> tuple[dict[str, Any], T]:
+        """The manifest's content, and what ``parse`` makes of it.
+
+        Raises:
+            ValueError: as :meth:`read`; what ``parse`` refuses.
+        """
+        content = self.read(folder)
+        try:
+            return content, parse(content)
+        except ValueError as error:
+            raise self.broken(folder, error) from error
 
     def broken(self, folder: Path, reason: object) -> ValueError:
         """The error for a manifest that cannot be relied on."""
@@ -352,7 +374,8 @@ def expect_same_settings(
     """
     for name, was, now in _differences(old, new, [list(path) for path in ignored], []):
         raise ValueError(
-            f"output: {str(folder)!r} holds {noun} with {name} {was!r}, this command asks for {now!r}. "
+            f"output: {str(folder)!r} holds {noun} with {name} {untrusted.brief(was)}, this command asks for "
+            f"{untrusted.brief(now)}. "
             "Choose another folder or remove this one."
         )
 

@@ -5,6 +5,7 @@ Without a network a hub name is found in this machine's cache or refused at once
 
 from __future__ import annotations
 
+import os
 import threading
 from functools import cache
 from pathlib import Path
@@ -46,13 +47,13 @@ def is_offline() -> bool:
     return bool(constants.HF_HUB_OFFLINE)
 
 
-def from_pretrained_options(name: str | Path, argument: str) -> dict[str, Any]:
-    """What ``from_pretrained`` is to be told of a folder or a hub name so that it waits for no network in vain.
+def from_pretrained_options(name: str | os.PathLike[str], argument: str) -> dict[str, Any]:
+    """What ``from_pretrained`` is to be told of a folder or a hub name so that it does not wait for a network in vain.
 
     Raises:
         ValueError: it is no folder, the hub does not answer, and nothing of it lies in this machine's cache.
     """
-    if Path(name).exists():
+    if Path(name).exists() or not _may_be_on_the_hub(str(name)):
         return {"local_files_only": True}
     if is_offline() or unreachable() is None:
         return {}
@@ -69,6 +70,18 @@ def no_hub() -> str:
     from huggingface_hub import constants
 
     return f"the hub cannot be reached ({constants.ENDPOINT}: {unreachable()})."
+
+
+def _may_be_on_the_hub(name: str) -> bool:
+    """A path, say, is no name there: the libraries say so without asking."""
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import validate_repo_id
+
+    try:
+        validate_repo_id(name)
+    except HFValidationError:
+        return False
+    return True
 
 
 def _is_cached(name: str) -> bool:

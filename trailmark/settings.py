@@ -135,7 +135,7 @@ def _expect_within(name: str, value: float, about: Declaration) -> None:
     if below is not None:
         if value >= below or (least is not None and value < least):
             raise ValueError(
-                f"{name}: expected {'' if least is None else f'{least} to '}below {below}, got {value}."
+                f"{name}: expected {'' if least is None else f'{least} to '}below {below}, got {brief(value)}."
             )
         return
     if (least is not None and value < least) or (most is not None and value > most):
@@ -144,7 +144,7 @@ def _expect_within(name: str, value: float, about: Declaration) -> None:
             (False, True): f"{most} or less",
             (True, True): f"{least} to {most}",
         }
-        raise ValueError(f"{name}: expected {ends[least is not None, most is not None]}, got {value}.")
+        raise ValueError(f"{name}: expected {ends[least is not None, most is not None]}, got {brief(value)}.")
 
 
 def expect_bounds(settings: Any, prefix: str) -> None:
@@ -169,7 +169,7 @@ def parse_override(option: str, text: str) -> tuple[str, Any]:
     """Split ``key=value`` and read the value as YAML; ``option`` is named where there is no "="."""
     key, equals, value = text.partition("=")
     if not equals:
-        raise ValueError(f"{option}: expected key=value, got {text!r}.")
+        raise ValueError(f"{option}: expected key=value, got {brief(text)}.")
     return key, parse_yaml(value, f"{key}: the value {brief(value)}")
 
 
@@ -211,6 +211,18 @@ def from_mapping(cls: type[_Declared], raw: Any, prefix: str = "") -> _Declared:
                 f"{f'{prefix}.' if prefix else ''}{field.name}: expected a value, there is none."
             )
     return cls(**values)
+
+
+def from_file(cls: type[_Declared], raw: Any) -> _Declared:
+    """Make an instance of what a file of ours holds; what only a newer version wrote beside is left out.
+
+    Raises:
+        ValueError: as :func:`from_mapping`, and what the class itself checks.
+    """
+    known = kinds_of(cls)
+    return from_mapping(
+        cls, {key: value for key, value in raw.items() if key in known} if isinstance(raw, dict) else raw
+    )
 
 
 def parse_numbers(name: str, text: str, kind: type[int] | type[float] = int) -> tuple[Any, ...]:

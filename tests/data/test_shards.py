@@ -64,7 +64,8 @@ def test_round_trip(
 ) -> None:
     if large:
         shards[0][0][0] += 1 << 17
-    corpus = write_corpus(tmp_path_factory.mktemp("c"), shards, "uint32" if large else "uint16")
+    dtype = "uint32" if large else "uint16"
+    corpus = write_corpus(tmp_path_factory.mktemp("c"), shards, dtype, vocab_size=1 << 18)
     documents = [document for shard in shards for document in shard]
     tokens = [token for document in documents for token in document]
     start = data.draw(st.integers(0, len(tokens)))
@@ -225,9 +226,9 @@ def _edit_shard(**new: Any) -> Callable[[dict[str, Any]], None]:
         (_edit(shards=[]), r"contradict each other"),
         (_edit_shard(sha256="0" * 64), r"contradict each other"),
         (_edit_shard(bytes=7), r"contradict each other"),
-        (_edit_shard(tokens="4"), r"corpus.json' is broken \(expected a shard's fields"),
+        (_edit_shard(tokens="4"), r"corpus.json' is broken \(shards.tokens: expected a whole number"),
         (_edit_shard(extra=1), r"corpus.json' is broken"),
-        (_edit_shard(file="../tokens-00000.bin"), r"corpus.json' is broken \(expected names"),
+        (_edit_shard(file="../tokens-00000.bin"), r"corpus.json' is broken \(file: expected names"),
         (lambda manifest: manifest.pop("tokenizer"), r"corpus.json' is broken"),
         (lambda manifest: manifest.clear(), r"corpus.json' is broken"),
     ],

@@ -111,12 +111,12 @@ def test_empty_rows_are_left_out_and_counted(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b'{"text": "a"}\n{"text": ', r"^source: .*a\.jsonl, line 2: no JSON"),
+        (b'{"text": "a"}\n{"text": ', r"^source: .*a\.jsonl, line 2: it is no JSON"),
         (
             b'{"text": "a"}\n\n["text"]',
             r"^source: .*a\.jsonl, line 3: expected an object with columns, got list",
         ),
-        (b'{"text": "caf\xe9"}', r"^source: .*line 1: no JSON \('utf-8'"),
+        (b'{"text": "caf\xe9"}', r"^source: .*line 1: it is no JSON: the byte at 13"),
         (
             b'{"text": "a"}\n{"body": "b", "id": 3}',
             r"^column: expected 'text', .*line 2 has 'body', 'id'\. Name",

@@ -83,7 +83,7 @@ def test_document_ends_that_were_written_wrong_are_refused(prepared: Path) -> No
     path.write_bytes(bytes(path.stat().st_size))
     shard["documents_sha256"] = hashlib.sha256(path.read_bytes()).hexdigest()
     shards = Corpus.open(prepared)._shards
-    again = [Shard.of(shard), *shards[1:]]
+    again = [Shard(**shard), *shards[1:]]
     manifest["fingerprint"] = corpus_fingerprint(again, manifest["dtype"], tokenizer_fingerprint(BYTES))
     write_json(prepared / "corpus.json", manifest)
     Corpus.open(prepared).verify()

@@ -16,7 +16,8 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from trailmark.network import from_pretrained_options
+from trailmark import pretrained
+from trailmark.untrusted import open_regular
 
 logger = logging.getLogger(__name__)
 
@@ -26,18 +27,20 @@ _LINE_ENDS = re.compile(r"(?<=\S)(\n)(?=\S)")
 
 
 def load_tokenizer(name: str = "bytes") -> Any:
-    """A transformers tokenizer: "bytes" is ByT5's (no files needed), otherwise a folder or a hub name."""
-    from transformers import AutoTokenizer, ByT5Tokenizer
+    """A transformers tokenizer: "bytes" is ByT5's (no files needed), otherwise a folder or a hub name.
+
+    Code that lies in a tokenizer's folder is never run.
+    """
+    from trailmark.byte_tokenizer import ByteTokenizer
 
     if name == "bytes":
-        return ByT5Tokenizer()
-    options = from_pretrained_options(name, "tokenizer")
+        return ByteTokenizer()
     try:
-        return AutoTokenizer.from_pretrained(name, **options)
-    except (OSError, ValueError) as error:
+        return pretrained.load_tokenizer(name, "tokenizer")
+    except ValueError as error:
         raise ValueError(
             f"tokenizer: expected 'bytes', a folder with a tokenizer or a hub name, got {name!r}. "
-            f"({str(error).splitlines()[0]})"
+            f"({str(error).removeprefix('tokenizer: ').splitlines()[0]})"
         ) from error
 
 
@@ -182,7 +185,7 @@ def decoded(
     """
     decoder, words, done = codecs.getincrementaldecoder("utf-8")(), False, 0
     try:
-        with open(path, "rb") as file:
+        with open_regular(path, argument, links=True) as file:
             while block := file.read(block_bytes):
                 if look is not None:
                     look(block)

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,7 @@ from trailmark.files import (
     telling_of_a_full_disk,
     write_json,
 )
+from trailmark.settings import Settings, from_file, setting
 
 logger = logging.getLogger(__name__)
 
@@ -63,6 +65,33 @@ class Progress:
     done: int  # of the source: bytes of files, rows of a hub dataset
     total: int | None  # None: nobody knows
     seconds: float  # of this run
+
+
+@dataclass(frozen=True)
+class _Kept(Settings):
+    """A whole shard of ``progress.json``, and how far the source was read with it."""
+
+    shard: Shard
+    next_row: int = setting(least=1)
+    left_out: int = setting(least=0)
+    done: int = setting(least=0)
+
+
+@dataclass(frozen=True)
+class _State(Settings):
+    """What ``progress.json`` holds beside the settings, which are compared with the command's."""
+
+    shards: tuple[_Kept, ...]
+
+
+@dataclass(frozen=True)
+class _Pairs(Settings):
+    """What ``pairs.json`` must hold to be relied on."""
+
+    source: dict[str, Any]
+    pairs: int = setting(least=1)
+    bytes: int = setting(least=1)
+    sha256: str = setting()
 
 
 @dataclass(frozen=True)
@@ -147,7 +176,7 @@ class _Run:
         self.dtype = token_dtype(settings["tokenizer"]["vocab_size"])
         self.began = self.shown = time.monotonic()
         self.state = self._resume()
-        self.shards = [Shard.of(entry["shard"]) for entry in self.state["shards"]]
+        self.shards = [kept.shard for kept in from_file(_State, self.state).shards]
         last = self.state["shards"][-1] if self.shards else {"next_row": 0, "left_out": 0, "done": 0}
         self.row, self.left_out, self.done = last["next_row"], last["left_out"], last["done"]
         self.before, self.written, self.room_known = self.done, 0, False
@@ -167,13 +196,14 @@ class _Run:
                 )
             return self.settings | {"shards": []}
         state = read_json(path)
-        if not isinstance(state, dict) or "shards" not in state:
+        try:
+            known = from_file(_State, state)
+        except ValueError as error:
             raise ValueError(
-                f"output: {str(path)!r} is broken. Remove the folder and prepare the corpus again."
-            )
+                f"output: {str(path)!r} is broken ({error}). Remove the folder and prepare the corpus again."
+            ) from error
         expect_same_settings(self.folder, "a corpus", state, self.settings, _ROADS)
-        for number, entry in enumerate(state["shards"]):
-            shard = Shard.of(entry["shard"])
+        for number, shard in enumerate(kept.shard for kept in known.shards):
             if find_wrong_lengths(self.folder, shard.files()):
                 logger.warning("%s was removed or changed: it and what follows is made again.", shard.file)
                 del state["shards"][number:]
@@ -312,11 +342,14 @@ def prepare_pairs(
     with locked(folder, "trailmark prepare"):
         if (old := read_json(manifest_path)) is not None:
             expect_same_settings(folder, "pairs", old, about)
-            if not path.exists() or sha256_of(path) != old.get("sha256"):
+            try:
+                known = from_file(_Pairs, old)
+                _PAIRS_KIND.verify(folder, {PAIRS: FileEntry(known.bytes, known.sha256)})
+            except ValueError as error:
                 raise ValueError(
-                    f"output: {str(path)!r} was changed or removed. Remove {manifest_path} to make it anew."
-                )
-            show(old["pairs"], source.size() or 0, 0.0)
+                    f"output: {str(path)!r} was changed or removed ({error}). Remove {manifest_path} to make it anew."
+                ) from error
+            show(known.pairs, source.size() or 0, 0.0)
             return path
         remove_unfinished(folder, PAIRS, PAIRS_MANIFEST)
         pairs, left_out, shown = 0, 0, began
@@ -348,15 +381,10 @@ def expect_as_prepared(path: Path, sha256: str) -> None:
     """Raise a ValueError if ``pairs.json`` beside a ``pairs.jsonl`` tells another hash than its own."""
     if path.name != PAIRS or not (path.parent / PAIRS_MANIFEST).exists():
         return
-    about = read_json(path.parent / PAIRS_MANIFEST)
-    if not isinstance(about, dict) or not isinstance(about.get("sha256"), str):
+    _, about = _PAIRS_KIND.read_as(path.parent, partial(from_file, _Pairs))
+    if about.sha256 != sha256:
         raise ValueError(
-            f"data: {str(path.parent / PAIRS_MANIFEST)!r} is broken (no JSON of pairs). "
-            "Remove it and prepare the pairs again."
-        )
-    if about["sha256"] != sha256:
-        raise ValueError(
-            f"data: expected the SHA-256 {about['sha256']} that {PAIRS_MANIFEST} tells, {str(path)!r} has {sha256}: "
+            f"data: expected the SHA-256 {about.sha256[:64]} that {PAIRS_MANIFEST} tells, {str(path)!r} has {sha256}: "
             f"it was changed. Remove {PAIRS_MANIFEST} and prepare the pairs again; "
             "for pairs of your own, use another name."
         )
@@ -375,13 +403,9 @@ def verify_pairs(folder: str | Path, progress: Callable[[int, int], None] = lamb
         ValueError: no prepared pairs there, or damaged ones.
     """
     folder = Path(folder)
-    about = _PAIRS_KIND.read(folder)
-    try:
-        pairs, entry = int(about["pairs"]), FileEntry(int(about["bytes"]), str(about["sha256"]))
-    except (KeyError, TypeError, ValueError) as error:
-        raise _PAIRS_KIND.broken(folder, error) from error
-    _PAIRS_KIND.verify(folder, {PAIRS: entry}, progress)
-    return pairs
+    _, about = _PAIRS_KIND.read_as(folder, partial(from_file, _Pairs))
+    _PAIRS_KIND.verify(folder, {PAIRS: FileEntry(about.bytes, about.sha256)}, progress)
+    return about.pairs
 
 
 # --- documents to jobs -------------------------------------------------------------------------------------

@@ -13,8 +13,8 @@ import hashlib
 import os
 from array import array
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
-from functools import cached_property
+from dataclasses import asdict, dataclass
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,8 @@ import numpy.typing as npt
 
 from trailmark.data.corpus import Tokens
 from trailmark.files import FileEntry, FolderKind, sync_file, sync_folder
+from trailmark.settings import Settings, from_file, setting
+from trailmark.untrusted import brief, read_bytes
 
 FORMAT = 1
 MANIFEST = "corpus.json"
@@ -37,26 +39,21 @@ def token_dtype(vocab_size: int) -> str:
 
 
 @dataclass(frozen=True)
-class Shard:
+class Shard(Settings):
     """What the manifest says of one shard."""
 
     file: str
-    tokens: int
-    bytes: int
-    sha256: str
-    documents_file: str
-    documents: int
-    documents_sha256: str
+    tokens: int = setting(least=1)
+    bytes: int = setting(least=1)
+    sha256: str = setting()
+    documents_file: str = setting()
+    documents: int = setting(least=1)
+    documents_sha256: str = setting()
 
-    @classmethod
-    def of(cls, entry: Any) -> Shard:
-        """Raises ValueError if the manifest's entry is not one of a shard."""
-        kinds = {field.name: int if field.type == "int" else str for field in fields(cls)}
-        if not isinstance(entry, dict) or {name: type(value) for name, value in entry.items()} != kinds:
-            raise ValueError(f"expected a shard's fields {', '.join(kinds)}, got {entry!r}")
-        if "/" in entry["file"] + entry["documents_file"]:  # nothing outside of the folder
-            raise ValueError(f"expected names of files in the folder, got {entry['file']!r}")
-        return cls(**entry)
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if "/" in self.file + self.documents_file:  # nothing outside of the folder
+            raise ValueError(f"file: expected names of files in the folder, got {brief(self.file)}")
 
     def files(self) -> dict[str, FileEntry]:
         """What the manifest says of its two files."""
@@ -64,6 +61,43 @@ class Shard:
             self.file: FileEntry(self.bytes, self.sha256),
             self.documents_file: FileEntry(self.documents * _END.itemsize, self.documents_sha256),
         }
+
+
+@dataclass(frozen=True)
+class TokenizerOf(Settings):
+    """What a manifest says of the tokenizer whose tokens are kept."""
+
+    name: str
+    fingerprint: str
+    vocab_size: int = setting(least=1, most=1 << 31)
+    end_of_text: int | None = setting(None, least=0)
+
+
+@dataclass(frozen=True)
+class CorpusManifest(Settings):
+    """What ``corpus.json`` must hold to be relied on."""
+
+    dtype: str = setting(choices=tuple(_DTYPES))
+    tokens: int = setting(least=0)
+    documents: int = setting(least=0)
+    fingerprint: str = setting()
+    tokenizer: TokenizerOf = setting()
+    source: dict[str, Any] = setting()
+    shards: tuple[Shard, ...] = setting()
+    left_out: int = setting(0, least=0)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        shards, itemsize = self.shards, _DTYPES[self.dtype].itemsize
+        counted = (
+            sum(shard.tokens for shard in shards),
+            sum(shard.documents for shard in shards),
+            corpus_fingerprint(shards, self.dtype, self.tokenizer.fingerprint),
+        )
+        if (self.tokens, self.documents, self.fingerprint) != counted or any(
+            shard.bytes != shard.tokens * itemsize for shard in shards
+        ):
+            raise ValueError("its fields contradict each other: it was changed after it was written")
 
 
 def corpus_fingerprint(shards: Sequence[Shard], dtype: str, tokenizer_fingerprint: str) -> str:
@@ -226,35 +260,19 @@ class Corpus:
                 tokenizer, vocabulary or revision.
         """
         folder = Path(folder)
-        manifest = _KIND.read(folder)
-        try:
-            shards = [Shard.of(entry) for entry in manifest["shards"]]
-            tokenizer, source = manifest["tokenizer"], manifest["source"]
-            known = (manifest["dtype"], manifest["tokens"], manifest["documents"], manifest["fingerprint"])
-            own, own_size = str(tokenizer["fingerprint"]), int(tokenizer["vocab_size"])
-            dtype = _DTYPES[known[0]]
-        except (KeyError, TypeError, ValueError) as error:
-            raise _KIND.broken(folder, error) from error
-        counted = (
-            known[0],
-            sum(shard.tokens for shard in shards),
-            sum(shard.documents for shard in shards),
-            corpus_fingerprint(shards, known[0], own),
-        )
-        if known != counted or any(shard.bytes != shard.tokens * dtype.itemsize for shard in shards):
-            raise _KIND.broken(
-                folder, "its fields contradict each other: it was changed after it was written"
-            )
+        manifest, known = _KIND.read_as(folder, partial(from_file, CorpusManifest))
+        shards, tokenizer, source = known.shards, known.tokenizer, known.source
+        own, own_size = tokenizer.fingerprint, tokenizer.vocab_size
         if tokenizer_fingerprint is not None and own != tokenizer_fingerprint:
             raise ValueError(
                 f"data: expected tokens of the tokenizer with fingerprint {tokenizer_fingerprint}, {str(folder)!r} "
-                f"holds tokens of {tokenizer.get('name')!r} with fingerprint {own}. Prepare the corpus with the "
+                f"holds tokens of {tokenizer.name!r} with fingerprint {own}. Prepare the corpus with the "
                 "tokenizer of the model, or name the corpus' tokenizer."
             )
         if vocab_size is not None and own_size > vocab_size:
             raise ValueError(
                 f"data: expected a vocabulary of at most {vocab_size} tokens, {str(folder)!r} has {own_size} "
-                f"(tokenizer {tokenizer.get('name')!r} with fingerprint {own}). Set vocab_size to {own_size} or more."
+                f"(tokenizer {tokenizer.name!r} with fingerprint {own}). Set vocab_size to {own_size} or more."
             )
         if revision is not None and source.get("revision") != revision:
             prepared = source.get("revision")
@@ -278,10 +296,22 @@ class Corpus:
         while done < len(out):
             begin = start + done - int(self._borders[shard])
             part = self._map(shard)[begin : begin + len(out) - done]
+            self._expect_tokens(part)
             out[done : done + len(part)] = part
             done += len(part)
             shard += 1
         return out
+
+    def _expect_tokens(self, tokens: npt.NDArray[Any]) -> None:
+        """Raise a ValueError for tokens that the vocabulary lacks: hashes that were made of such ones are right."""
+        if self.folder is None or not len(tokens):
+            return
+        size = self.manifest["tokenizer"]["vocab_size"]
+        if (most := int(tokens.max())) >= size:
+            raise ValueError(
+                f"data: expected tokens below the vocabulary's size {size}, {str(self.folder)!r} holds {most}. "
+                "It was changed after it was written; remove the folder and prepare the corpus again."
+            )
 
     @property
     def documents(self) -> int:
@@ -304,11 +334,14 @@ class Corpus:
         parts = []
         for number, shard in enumerate(self._shards):
             assert self.folder is not None
-            ends = np.fromfile(self.folder / shard.documents_file, _END).astype(np.int64)
+            file = self.folder / shard.documents_file
+            most = shard.documents * _END.itemsize
+            content = read_bytes(file, "data", most)
+            ends = np.frombuffer(content, _END, len(content) // _END.itemsize).astype(np.int64)
             starts = np.concatenate([[0], ends[:-1]])
             if len(ends) != shard.documents or (ends <= starts).any() or ends[-1] != shard.tokens:
                 raise ValueError(
-                    f"data: {str(self.folder / shard.documents_file)!r} does not hold the ends of "
+                    f"data: {str(file)!r} does not hold the ends of "
                     f"{shard.documents} documents. It is damaged; remove the folder and prepare the corpus again."
                 )
             parts.append(starts + self._borders[number])

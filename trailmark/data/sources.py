@@ -9,7 +9,6 @@ from __future__ import annotations
 import gzip
 import hashlib
 import importlib
-import json
 import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,6 +19,7 @@ from typing import IO, Any
 
 from trailmark.data.corpus import decoded, each_text, read_text
 from trailmark.files import sha256_of
+from trailmark.untrusted import MOST_BYTES, expect_regular, open_regular, parse_json
 
 _LINES = (".jsonl", ".ndjson")
 _PARQUET = ".parquet"
@@ -195,6 +195,7 @@ def _look_over(path: Path, folder: Path | None) -> SourceFile:
                 pass
             digest = hasher.hexdigest()
         else:
+            expect_regular(path, "source", links=True)
             digest = sha256_of(path)
     except OSError as error:
         raise ValueError(f"source: cannot read {str(path)!r}: {error.strerror}.") from error
@@ -219,9 +220,13 @@ def _read_lines(file: SourceFile, columns: Sequence[str], where: Where | None, s
     """Read rows of JSON lines; a blank line is no row."""
     number = 0
     try:
-        with open(file.path, "rb") as raw, _unpacked(raw, file.path) as lines:
-            for line in lines:
+        with open_regular(file.path, "source", links=True) as raw, _unpacked(raw, file.path) as lines:
+            while line := lines.readline(MOST_BYTES + 1):
                 number += 1
+                if len(line) > MOST_BYTES:  # of a packed file that is none of text
+                    raise ValueError(
+                        f"source: {file.path}, line {number}: it is longer than {MOST_BYTES:,} bytes."
+                    )
                 content = line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line
                 if not content.strip():
                     continue
@@ -231,10 +236,7 @@ def _read_lines(file: SourceFile, columns: Sequence[str], where: Where | None, s
                     yield None, done
                     continue
                 place = f"{file.path}, line {number}"
-                try:
-                    record = json.loads(content)
-                except ValueError as error:
-                    raise ValueError(f"source: {place}: no JSON ({first_line(error)}).") from error
+                record = parse_json(content, f"source: {place}: it", finite=False)  # only its texts are taken
                 if not isinstance(record, dict):
                     raise ValueError(
                         f"source: {place}: expected an object with columns, got {type(record).__name__}. "
@@ -334,7 +336,7 @@ def _holds(record: Mapping[str, Any], where: Where) -> bool:
     if field:
         if isinstance(value, str):  # JSON in a column of text, as proof-pile's tables have it
             try:
-                value = json.loads(value)
+                value = parse_json(value, "it", finite=False)
             except ValueError:
                 return False
         value = value.get(field) if isinstance(value, Mapping) else None

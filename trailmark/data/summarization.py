@@ -27,6 +27,7 @@ from trailmark.data.corpus import Tokens, tokenize, tokenize_parts, tokenizer_fi
 from trailmark.data.needles.formats import IGNORED
 from trailmark.data.prepare import expect_as_prepared
 from trailmark.files import sha256_of
+from trailmark.untrusted import open_regular, parse_json
 
 logger = logging.getLogger(__name__)
 
@@ -243,7 +244,7 @@ class _JsonLines:
         self.path, self.columns = path, (documents, summaries)
         self.offsets, self.summary_bytes = array("q"), array("i")
         empty, offset = [], 0
-        with _reading(path), open(path, "rb") as file:
+        with _reading(path), open_regular(path, "data", links=True) as file:
             for line_number, line in enumerate(file, 1):
                 if line.strip():
                     where = f"{path}, line {line_number}"
@@ -257,7 +258,7 @@ class _JsonLines:
         _warn_of_empty(empty)
 
     def read(self, number: int) -> Pair:
-        with _reading(self.path), open(self.path, "rb") as file:
+        with _reading(self.path), open_regular(self.path, "data", links=True) as file:
             file.seek(self.offsets[number])
             line = file.readline()
         try:
@@ -268,17 +269,17 @@ class _JsonLines:
     def where(self, number: int) -> str:
         # counted when asked, for errors: nothing of it is kept
         left, lines = self.offsets[number], 1
-        with _reading(self.path), open(self.path, "rb") as file:
+        with _reading(self.path), open_regular(self.path, "data", links=True) as file:
             while left and (block := file.read(min(left, 1 << 20))):
                 lines, left = lines + block.count(b"\n"), left - len(block)
         return f"{self.path}, line {lines}"
 
     def _parse(self, line: bytes, where: str) -> Pair:
         try:
-            record = json.loads(line.decode("utf-8"))
+            record = parse_json(line.decode("utf-8"), "it", finite=False)  # only its texts are taken
         except UnicodeDecodeError as error:
             raise ValueError(f"data: expected UTF-8 text in {where}, byte {error.start} is none.") from error
-        except (ValueError, RecursionError) as error:
+        except ValueError as error:
             raise ValueError(f"data: expected one JSON object in {where} ({error}).") from error
         if not isinstance(record, dict):
             raise ValueError(

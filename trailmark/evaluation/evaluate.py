@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from trailmark.data.neighbours.embedders import device_named
 from trailmark.evaluation.cost.models import load_or_build
 from trailmark.evaluation.documents import Documents
 from trailmark.evaluation.reading import parse_dtype
@@ -53,8 +54,9 @@ def evaluate(
     groups = _groups(models, [suite_named(name) for name in dict.fromkeys(request.suite)])
     settings = _settings([suite for _, chosen in groups for suite in chosen], options)
     names = dict(zip(models, names_of(models), strict=True))
+    device = device_named(request.device)
     for paths, chosen in groups:
-        subjects = [_placed(load_or_build(path, request.changes), request) for path in paths]
+        subjects = [_placed(load_or_build(path, request.changes), device, request) for path in paths]
         alone = not chosen[0].compares
         folder = _folder(subjects[0], request.output, _folder_name(names[paths[0]]) if alone else "")
         identities = [subject.identity() for subject in subjects]
@@ -117,13 +119,8 @@ def _settings(chosen: Sequence[Suite], options: Mapping[str, Any]) -> dict[str, 
     }
 
 
-def _placed(subject: Subject, request: Request) -> Subject:
-    where = request.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        subject.model.to(device=torch.device(where), dtype=parse_dtype(request.dtype) or subject.model.dtype)
-    except (RuntimeError, AssertionError) as error:  # torch's own say what is wrong with a device
-        reason = str(error).strip().splitlines()[0]
-        raise ValueError(f"device: expected one that torch has here, got {where!r} ({reason}).") from error
+def _placed(subject: Subject, device: torch.device, request: Request) -> Subject:
+    subject.model.to(device=device, dtype=parse_dtype(request.dtype) or subject.model.dtype)
     return subject
 
 

@@ -13,6 +13,7 @@ from transformers import StoppingCriteria, StoppingCriteriaList, TextIteratorStr
 
 from trailmark.data.corpus import text_pieces, tokenize
 from trailmark.evaluation.subject import Subject
+from trailmark.models.generation import expect_temperature
 
 
 def stream(
@@ -31,8 +32,8 @@ def stream(
         file: a text of any length, read before the prompt.
         memory: a folder that ``trailmark read`` made; it stays as it is.
     """
-    if temperature < 0:
-        raise ValueError(f"temperature: expected 0 or more, got {temperature:g}.")
+    if temperature != 0:
+        expect_temperature(temperature)
     if prompt is None and file is None:
         raise ValueError("prompt: expected --prompt TEXT, --file FILE or both, got neither.")
     model, tokenizer = subject.model, subject.tokenizer

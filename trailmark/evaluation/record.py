@@ -20,6 +20,7 @@ import platform
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +33,11 @@ from trailmark.evaluation.tables import card_table
 from trailmark.files import expect_writable, write_json, write_text
 from trailmark.models.card.files import config_sha256, weights_sha256
 from trailmark.models.causal_lm import fingerprint
+from trailmark.settings import Settings, from_file, setting
 from trailmark.trained import RECORD_FORMAT, RECORD_KIND
+from trailmark.untrusted import brief, parse_json, read_bytes, read_json
 
+_MOST_GENERATIONS = 4 << 30  # bytes of what a model wrote
 _OF_THE_COPY = ("name", "folder")  # what changes when a model is moved: it stays the same one
 _OWN_FIELDS = ("id", "settings", "environment", "seconds", "command")  # of a result: no suite's
 
@@ -221,8 +225,8 @@ def read_record(path: Path) -> dict[str, Any]:
         ValueError: no file, no JSON, no record, or one of another format.
     """
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
+        content = read_json(path, "output")
+    except (OSError, ValueError) as error:
         raise ValueError(
             f"{str(path)!r}: cannot be read ({error}). Choose another folder, or remove the file."
         ) from error
@@ -233,25 +237,40 @@ def read_record(path: Path) -> dict[str, Any]:
         )
     if content.get("format") != RECORD_FORMAT:
         raise ValueError(
-            f"{str(path)!r}: expected results in format {RECORD_FORMAT}, got {content.get('format')!r}. "
+            f"{str(path)!r}: expected results in format {RECORD_FORMAT}, got {brief(content.get('format'))}. "
             "Evaluate again into another folder."
         )
-    kinds: tuple[tuple[str, Any], ...] = (
-        ("suite", str), ("model", dict | list), ("environments", list), ("results", list)
-    )  # fmt: skip
-    for name, kind in kinds:
-        if not isinstance(content.get(name), kind):
-            raise ValueError(
-                f"{str(path)!r}: {name} is not what trailmark evaluate wrote: it was changed. Choose another folder, "
-                "or remove the file."
-            )
-    if not all(
-        isinstance(result, dict) and isinstance(result.get("id"), str) for result in content["results"]
-    ):
+    try:
+        known = from_file(_Content, content)
+        for result in known.results:
+            from_file(_Result, result)
+    except ValueError as error:
         raise ValueError(
-            f"{str(path)!r}: a result has no id: it was changed. Choose another folder, or remove the file."
-        )
+            f"{str(path)!r}: it was changed after trailmark evaluate wrote it ({error}) Choose another folder, "
+            "or remove the file."
+        ) from error
     return content
+
+
+@dataclass(frozen=True)
+class _Content(Settings):
+    """What a record must hold to be added to."""
+
+    suite: str
+    model: dict[str, Any] | list[dict[str, Any]]
+    environments: list[dict[str, Any]]
+    results: list[dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class _Result(Settings):
+    """What each result of a record has, beside what its suite found."""
+
+    id: str
+    settings: dict[str, Any]
+    environment: int = setting(least=0)
+    seconds: float | None = setting(least=0)
+    command: str | None = None
 
 
 def _generations_of(path: Path) -> Path:
@@ -276,9 +295,10 @@ def _lines(path: Path) -> list[dict[str, Any]]:
     if not path.is_file():
         return []
     found = []
-    for line in path.read_bytes().split(b"\n"):  # a text may hold what Python takes for other ends of a line
+    # a text may hold what Python takes for other ends of a line
+    for line in read_bytes(path, "output", _MOST_GENERATIONS).split(b"\n"):
         with contextlib.suppress(ValueError):
-            content = json.loads(line)
+            content = parse_json(line, "a line", finite=False)
             if isinstance(content, dict):
                 found.append(content)
     return found

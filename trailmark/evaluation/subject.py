@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from os.path import realpath
 from pathlib import Path
 from typing import Any
 
-import yaml
-from huggingface_hub.errors import StrictDataclassError
-from safetensors import SafetensorError
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers import AutoModelForCausalLM, GenerationConfig
 
-from trailmark.data.corpus import Tokens, load_tokenizer, read_texts, standard_library_texts, tokenize
+from trailmark import pretrained, untrusted
+from trailmark.data.corpus import (
+    Tokens,
+    load_tokenizer,
+    read_texts,
+    standard_library_texts,
+    tokenize,
+    tokenizer_fingerprint,
+    vocabulary_size,
+)
 from trailmark.data.needles.curriculum_texts import CURRICULUM
 from trailmark.data.neighbours.trained_embedders import embedder_of
 from trailmark.evaluation.losses import beginning, longest_text
@@ -22,7 +30,7 @@ from trailmark.evaluation.record import environment, identity
 from trailmark.files import read_json
 from trailmark.models import MODELS, is_ours
 from trailmark.models.fields import parse_fields
-from trailmark.network import from_pretrained_options
+from trailmark.settings import Settings, from_mapping, setting
 from trailmark.trained import trained_length
 
 MANIFEST = "manifest.json"  # of a checkpoint: it names all files there, and others would be found by verify
@@ -100,11 +108,12 @@ class Subject:
     def trained_on(self, paths: Sequence[Path] | None) -> str:
         """Those of ``paths`` that share files with the training text, as far as run.yaml tells."""
         trained = self.run.get("data", {}).get("paths") or []
-        known = [Path(path).resolve() for path in ([trained] if isinstance(trained, str) else trained)]
+        known = [Path(realpath(path)) for path in ([trained] if isinstance(trained, str) else trained)]
+        places = {path: Path(realpath(path)) for path in paths or []}
         return ", ".join(
             str(path)
-            for path in paths or []
-            if any(path.resolve().is_relative_to(k) or k.is_relative_to(path.resolve()) for k in known)
+            for path, place in places.items()
+            if any(place.is_relative_to(k) or k.is_relative_to(place) for k in known)
         )
 
     def tokens(self, paths: Sequence[Path] | None) -> Tokens:
@@ -129,13 +138,12 @@ def load(folder: Path, changes: Sequence[str] = (), *, any_model: bool = False) 
     if on_disk:
         _expect_folder(folder)
     where = str(folder)  # a folder, or a name on the hub
-    options = from_pretrained_options(where, "model")
     try:
-        config = AutoConfig.from_pretrained(where, **options)
-    except (ValueError, OSError, StrictDataclassError) as error:
-        place = str(folder / "config.json") if on_disk else where
-        missing = "" if on_disk else f" There is no folder {where!r}: give one, or a name on the hub."
-        raise ValueError(f"model: cannot read {place!r}: {_brief(error)}{missing}") from error
+        config = pretrained.load_config(where, "model")
+    except ValueError as error:
+        if on_disk:
+            raise
+        raise ValueError(f"{error} There is no folder {where!r}: give one, or a name on the hub.") from error
     ours = config.model_type in MODELS
     if not ours and not any_model:
         raise ValueError(
@@ -148,15 +156,16 @@ def load(folder: Path, changes: Sequence[str] = (), *, any_model: bool = False) 
     changed = parse_fields("set", changes, type(config)) if ours else {}
     if changed:
         config = type(config).from_dict(config.to_dict() | changed)
-    try:
-        # of transformers': in the precision it was saved in
-        kind: dict[str, Any] = options | ({"config": config} if ours else {"dtype": "auto"})
-        model, found = AutoModelForCausalLM.from_pretrained(
-            where, output_loading_info=True, ignore_mismatched_sizes=True, **kind
-        )
-    except (ValueError, OSError, SafetensorError) as error:
-        raise ValueError(f"model: cannot load {where!r}: {_brief(error)}") from error
     run = _read_run(_run_folder(folder) / "run.yaml")
+    if ours:
+        with pretrained.loading("model", f"cannot load {where!r}"):
+            model, found = MODELS[config.model_type].from_pretrained(
+                where, config=config, output_loading_info=True, ignore_mismatched_sizes=True
+            )
+    else:  # in the precision it was saved in
+        model, found = pretrained.load_model(
+            AutoModelForCausalLM, config, where, "model", dtype="auto", ignore_mismatched_sizes=True
+        )
     tokenizer = _tokenizer(folder, run, on_disk)
     for kind_of in ("missing", "unexpected", "mismatched"):  # transformers would draw these at random
         names = found[f"{kind_of}_keys"]
@@ -165,6 +174,7 @@ def load(folder: Path, changes: Sequence[str] = (), *, any_model: bool = False) 
                 f"model: expected the weights that config.json describes, {where!r} has {len(names)} "
                 f"{kind_of} ones: {min(map(str, names))} ..."
             )
+    _expect_own_tokenizer(tokenizer, config, where, ours)
     if ours:
         model.embedder = embedder_of(config, tokenizer)
     return Subject(folder, model.eval(), tokenizer, run, changed)
@@ -253,28 +263,67 @@ def _tokenizer(folder: Path, run: dict[str, Any], on_disk: bool) -> Any:
             f"model: expected a tokenizer beside the weights, {str(folder)!r} has none. Save one there: "
             "tokenizer.save_pretrained(folder)."
         )
-    options = from_pretrained_options(folder, "model")
-    try:
-        return AutoTokenizer.from_pretrained(str(folder), **options)
-    except (ValueError, OSError) as error:
-        raise ValueError(f"model: cannot load the tokenizer of {str(folder)!r}: {_brief(error)}") from error
+    return pretrained.load_tokenizer(folder, "model")
+
+
+def _expect_own_tokenizer(tokenizer: Any, config: Any, where: str, ours: bool) -> None:
+    """Raise a ValueError where the tokenizer is not the one that the model was trained with, as far as files say so.
+
+    Models that ``save_pretrained`` alone or an older trailmark saved have no fingerprint: then its size counts.
+    Models of transformers may lack rows for tokens that were added later.
+    """
+    known = getattr(config, "vocab_size", None)
+    size = vocabulary_size(tokenizer) if ours else tokenizer.vocab_size
+    if isinstance(known, int) and size > known:
+        raise ValueError(
+            f"model: expected a tokenizer with at most the {known} tokens of the model's vocabulary, the one in "
+            f"{where!r} has {size}. Put the tokenizer there that the model was trained with."
+        )
+    expected = getattr(config, "tokenizer_fingerprint", None) if ours else None
+    if expected is not None and (came := tokenizer_fingerprint(tokenizer)) != expected:
+        raise ValueError(
+            f"model: expected the tokenizer that the model was trained with ({expected[:16]}), the one in {where!r} "
+            f"is another ({came[:16]}). Put the right one there; where this one is meant, remove tokenizer_fingerprint "
+            "from config.json."
+        )
+
+
+@dataclass(frozen=True)
+class _RunData(Settings):
+    """What is read of the section ``data`` of run.yaml."""
+
+    task: str | None = setting(None)
+    paths: list[str] | None = setting(None)
+    tokenizer: str = setting("bytes")
+    chunk_size: int = setting(63, least=1)
+
+
+@dataclass(frozen=True)
+class _RunTraining(Settings):
+    """What is read of the section ``training`` of run.yaml."""
+
+    context_length: int | None = setting(None, least=1)
 
 
 def _read_run(path: Path) -> dict[str, Any]:
     """How the model was trained; empty if nothing says so."""
-    if not path.is_file():
+    if not os.path.lexists(path):  # nor where a file is no folder
         return {}
     try:
-        run = yaml.safe_load(path.read_text())
-    except (OSError, ValueError, yaml.YAMLError) as error:
-        raise ValueError(f"model: cannot read {str(path)!r}: {_brief(error)}") from error
-    if not isinstance(run, dict) or not all(
-        isinstance(run.get(key, {}), dict) for key in ("data", "training")
-    ):
+        run = untrusted.read_yaml(path, "model", links=True)
+    except FileNotFoundError:
+        return {}
+    if not isinstance(run, dict):
         raise ValueError(f"model: expected a run's settings in {str(path)!r}. Remove it to go on without.")
+    try:
+        for name, kind in (("data", _RunData), ("training", _RunTraining)):
+            section = run.get(name, {})
+            known = section
+            if isinstance(section, dict):
+                known = {key: value for key, value in section.items() if key in kind.__dataclass_fields__}
+            from_mapping(kind, known, name)
+    except ValueError as error:
+        raise ValueError(
+            f"model: expected a run's settings in {str(path)!r}: {error} Remove it to go on without."
+        ) from error
     return run
-
-
-def _brief(error: Exception) -> str:
-    lines = str(error).strip().splitlines() or [type(error).__name__]
-    return lines[-1 if isinstance(error, StrictDataclassError) else 0].strip()

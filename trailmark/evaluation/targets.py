@@ -19,8 +19,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 import torch.nn.functional as F
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM
 
+from trailmark import pretrained
 from trailmark.data.corpus import Tokens, tokenizer_fingerprint
 from trailmark.data.neighbours.bm25 import Integers, candidates
 from trailmark.data.neighbours.build import open_corpus
@@ -32,7 +33,6 @@ from trailmark.evaluation.losses import beginning
 from trailmark.evaluation.subject import load
 from trailmark.models import MODELS, is_ours
 from trailmark.models.causal_lm import fingerprint
-from trailmark.network import from_pretrained_options
 
 Text = list[int]  # the reference's tokens
 _BATCH_SIZE = 16
@@ -143,17 +143,17 @@ def open_reference(name: str, of: Any, device: str | None = None, batch_size: in
             f"model: expected a folder with a causal language model, {name!r} has no config.json. Name the folder that "
             "save_pretrained or trailmark train wrote, or a hub name."
         )
-    local, options = folder.is_dir(), from_pretrained_options(name, "model")
+    local = folder.is_dir()
     try:
-        config = AutoConfig.from_pretrained(name, **options)
+        config = pretrained.load_config(name, "model", local_files_only=local)
         if config.model_type in MODELS and local:  # with its embedder
             subject = load(folder)
             return Reference(subject.model.to(where), subject.tokenizer, of, name, batch_size)
         dtype: Any = torch.float32 if where.type == "cpu" else "auto"
-        model, found = AutoModelForCausalLM.from_pretrained(
-            name, dtype=dtype, output_loading_info=True, **options
+        model, found = pretrained.load_model(
+            AutoModelForCausalLM, config, name, "model", local_files_only=local, dtype=dtype
         )
-        tokenizer = AutoTokenizer.from_pretrained(name, **options)
+        tokenizer = pretrained.load_tokenizer(name, "model", local_files_only=local)
         if not has_words(tokenizer):
             raise ValueError("there is no tokenizer")
     except BROKEN as error:

@@ -1,5 +1,6 @@
-"""The models, registered with transformers' Auto classes."""
+"""The models, registered with transformers' Auto classes, and with them the tokenizer that lies beside most."""
 
+import trailmark.byte_tokenizer  # noqa: F401 - it registers itself
 from trailmark.models.block_recurrent.config import BlockRecurrentConfig
 from trailmark.models.block_recurrent.model import BlockRecurrentForCausalLM
 from trailmark.models.causal_lm import CausalLMOutput, TrailmarkForCausalLM, is_ours

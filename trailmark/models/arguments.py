@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from trailmark.memory import ChunkCache
 from trailmark.models.embedding import Given
+from trailmark.untrusted import brief
 
 CacheKey = tuple[tuple[str, object], ...]
 
@@ -40,14 +41,53 @@ class Call(NamedTuple):
         return not marked and self.cache is None and self.given is None and not self.logits_to_keep
 
 
-def check_tokens(input_ids: Tensor, vocab_size: int) -> None:
+_WAYS_OUT = {
+    "inputs_embeds": "Pass input_ids: landmarks are put between tokens.",
+    "output_hidden_states": "A forward hook on the layer that is wanted sees them.",
+    "output_attentions": "output_retrieval=True returns which chunks were read.",
+    "position_ids": "Positions count landmarks too: pass attention_mask where rows are padded.",
+    "token_type_ids": "Pass return_token_type_ids=False to the tokenizer.",
+}
+
+
+def check_others(others: dict[str, Any]) -> None:
+    """That nothing was asked for by an argument that other models know."""
+    for name, came in others.items():
+        if came is not None and came is not False:
+            shown = brief(came) if isinstance(came, bool | int | str) else type(came).__name__
+            way_out = _WAYS_OUT.get(name, "Leave it out.")
+            raise ValueError(
+                f"{name}: expected none, got {shown}: the models here have nothing of the kind. {way_out}"
+            )
+
+
+def check_tensors(**arguments: Tensor | None) -> None:
+    """That what is given is tensors."""
+    for name, came in arguments.items():
+        if came is not None and not isinstance(came, Tensor):
+            raise ValueError(
+                f"{name}: expected a tensor, got {type(came).__name__}. Pass torch.tensor({name})."
+            )
+
+
+def check_tokens(input_ids: Tensor | None, vocab_size: int) -> Tensor:
     """That there are tokens, of the vocabulary."""
-    if input_ids.dim() != 2 or 0 in input_ids.shape:
+    if not isinstance(input_ids, Tensor):
+        came = "none" if input_ids is None else type(input_ids).__name__
+        raise ValueError(
+            f"input_ids: expected a tensor of token numbers, int64 [B, T], got {came}. Pass torch.tensor([ids]) for "
+            "the list of one text's tokens; a tokenizer gives tensors with return_tensors='pt'."
+        )
+    if input_ids.dim() != 2:
+        one = " Pass input_ids[None] for one text." if input_ids.dim() == 1 else ""
+        raise ValueError(f"input_ids: expected shape [B, T], got {tuple(input_ids.shape)}.{one}")
+    if 0 in input_ids.shape:
         raise ValueError(
             f"input_ids: expected shape [B, T] with T >= 1, got {tuple(input_ids.shape)}. "
             "There is nothing to predict from an empty text: pass at least one token."
         )
     check_vocabulary("input_ids", input_ids, vocab_size)
+    return input_ids
 
 
 def check_vocabulary(argument: str, ids: Tensor, vocab_size: int) -> None:

@@ -31,13 +31,15 @@ from trailmark.models.arguments import (
     Call,
     check_cache,
     check_documents,
+    check_others,
+    check_tensors,
     check_tokens,
     check_vocabulary,
 )
 from trailmark.models.candidates import last_chunks
-from trailmark.models.card.files import UPLOAD, Saving
 from trailmark.models.configuration import TrailmarkConfig
 from trailmark.models.embedding import ChunkEmbedder, Given, expect_embedder
+from trailmark.models.folders import FolderMixin
 from trailmark.models.generation import ChunkGenerationMixin
 from trailmark.models.grid import Grid, Integers, Layouts, lay_out
 from trailmark.models.layers import LayerNorm, RMSNorm
@@ -83,7 +85,7 @@ class Hidden:
     ranking: Tensor | None = None  # [B] what a learned ranking adds to the loss of each row
 
 
-class TrailmarkForCausalLM(ModelAnswers, PreTrainedModel, ChunkGenerationMixin):
+class TrailmarkForCausalLM(ModelAnswers, FolderMixin, PreTrainedModel, ChunkGenerationMixin):
     """Base class of the models."""
 
     config_class: type[TrailmarkConfig] = TrailmarkConfig
@@ -227,7 +229,7 @@ class TrailmarkForCausalLM(ModelAnswers, PreTrainedModel, ChunkGenerationMixin):
 
     def forward(
         self,
-        input_ids: Tensor,
+        input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         past_key_values: ChunkCache | None = None,
         use_cache: bool | None = None,
@@ -242,6 +244,7 @@ class TrailmarkForCausalLM(ModelAnswers, PreTrainedModel, ChunkGenerationMixin):
         document_ids: Tensor | None = None,
         neighbours: Tensor | None = None,
         neighbour_scores: Tensor | None = None,
+        **others: Any,
     ) -> CausalLMOutput | tuple[Any, ...]:
         """Logits of the tokens passed, and the loss.
 
@@ -272,6 +275,8 @@ class TrailmarkForCausalLM(ModelAnswers, PreTrainedModel, ChunkGenerationMixin):
                 where the model's ``embedder`` finds them. None: found by the model.
             neighbour_scores: [B, C, n] of the candidates: how much reading each helps to predict the next chunk. A
                 model that learns to rank them adds its ranking loss in training.
+            others: what models of transformers may take and these do not (``inputs_embeds``, ``output_hidden_states``,
+                ``position_ids``): None or False, or it is refused.
 
         ``torch.compile`` makes one graph of a call, for each T (up to ``torch._dynamo.config.recompile_limit``
         lengths, 8). It does not look at values: a token outside the vocabulary is then torch's error. A mask costs
@@ -279,12 +284,16 @@ class TrailmarkForCausalLM(ModelAnswers, PreTrainedModel, ChunkGenerationMixin):
         or ``logits_to_keep`` runs uncompiled.
 
         Raises:
-            ValueError: an empty input, a token or label outside the vocabulary, padding in the middle, a mask,
-                labels, documents or a cache of other rows, a cache of another model or in training, documents in
-                several pieces or together with a cache; neighbours that the model does not take, that are not before
-                their chunk in its document, or together with a cache; no embedder where one is needed, or another.
+            ValueError: an argument that is none here, or no tensor; an empty input, a token or label outside the
+                vocabulary, padding in the middle, a mask, labels, documents or a cache of other rows, a cache of
+                another model or in training, documents in several pieces or together with a cache; neighbours that the
+                model does not take, that are not before their chunk in its document, or together with a cache; no
+                embedder where one is needed, or another.
         """
-        check_tokens(input_ids, self.config.vocab_size)
+        check_others(others)
+        input_ids = check_tokens(input_ids, self.config.vocab_size)
+        check_tensors(attention_mask=attention_mask, labels=labels, document_ids=document_ids)
+        check_tensors(neighbours=neighbours, neighbour_scores=neighbour_scores)
         B, T = input_ids.shape
         cache = past_key_values
         if cache is not None:
@@ -433,7 +442,8 @@ class TrailmarkForCausalLM(ModelAnswers, PreTrainedModel, ChunkGenerationMixin):
         Raises:
             ValueError: as :meth:`forward`; no space left for the memory (what was read so far stays valid).
         """
-        check_tokens(input_ids, self.config.vocab_size)
+        input_ids = check_tokens(input_ids, self.config.vocab_size)
+        check_tensors(attention_mask=attention_mask)
         cache = self.new_cache(num_tokens=input_ids.shape[1]) if cache is None else cache
         check_cache(cache, input_ids, self.training, lambda: self._cache_key)
         B, T = input_ids.shape
@@ -488,49 +498,6 @@ class TrailmarkForCausalLM(ModelAnswers, PreTrainedModel, ChunkGenerationMixin):
         if phases is None and text.counts is None and text.documents is None and isinstance(close, bool):
             return self.layouts.of(text.ids.shape[1], close)
         return lay_out(text.ids.shape[1], S, phases, text.counts, text.close_chunk, text.documents, landmarks)
-
-    # --- saving -----------------------------------------------------------------------------------------------
-
-    def save_pretrained(
-        self,
-        save_directory: str | Path,
-        is_main_process: bool = True,
-        state_dict: dict[str, Tensor] | None = None,
-        push_to_hub: bool = False,
-        *args: Any,
-        card: bool | None = None,
-        **kwargs: Any,
-    ) -> None:
-        """transformers' ``save_pretrained``, and a model card: README.md (docs/evaluation.md says what stands in it).
-
-        Args:
-            push_to_hub: whether to push the model too: see :meth:`push_to_hub`, whose arguments may stand here.
-            card: whether to write one; what a person wrote or edited is never replaced. None: unless ``state_dict`` is
-                given, as checkpoints within a training are saved.
-        """
-        folder = Path(save_directory)
-        own_card = Saving(self.name_or_path, self.config, self.num_parameters(), folder)
-        upload = {name: kwargs.pop(name) for name in UPLOAD if name in kwargs}
-        save = super().save_pretrained
-        save(folder, is_main_process, state_dict, False, *args, **kwargs)
-        if is_main_process and (state_dict is None if card is None else card):
-            own_card.write()
-        if is_main_process and push_to_hub:
-            upload = {"repo_id": folder.name, "tags": self.model_tags, "token": kwargs.get("token")} | upload
-            own_card.upload(lambda to: save(to, True, state_dict, False, *args, **kwargs), **upload)
-
-    def push_to_hub(self, repo_id: str, *, max_shard_size: int | str = "50GB", **options: Any) -> Any:
-        """transformers' ``push_to_hub`` with our model card, which never replaces one that a person wrote or edited.
-
-        Args:
-            options: as of transformers: commit_message, commit_description, private, token, revision, create_pr, tags.
-        """
-        own_card = Saving(self.name_or_path, self.config, self.num_parameters())
-
-        def save(folder: Path) -> None:
-            self.save_pretrained(folder, max_shard_size=max_shard_size, card=False)
-
-        return own_card.upload(save, repo_id, **options)
 
     # --- inside -----------------------------------------------------------------------------------------------
 

@@ -3,16 +3,26 @@
 # No ``from __future__ import annotations`` here: ``strict`` does not check types that are written as strings.
 
 import inspect
+import math
 from functools import wraps
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar, get_args, get_origin
 
+import torch
 from huggingface_hub.dataclasses import strict
 from huggingface_hub.errors import StrictDataclassError
 from transformers import PreTrainedConfig
 
 from trailmark.models.answers import ConfigAnswers
+from trailmark.pretrained import MOST_LAYERS
+from trailmark.untrusted import brief
 
 Config = TypeVar("Config")
+# what a stranger's config.json may ask for before anything is allocated; other whole numbers have 32 bits
+_MOST = {"num_hidden_layers": MOST_LAYERS, "num_encoder_layers": MOST_LAYERS} | dict.fromkeys(
+    ("chunk_size", "num_retrieved_chunks", "block_size", "num_states", "num_retrieval_groups"), 1 << 16
+)
+_LARGEST, _LARGEST_FLOAT = 2**31 - 1, 1e30
+_DTYPES = ("float64", "float32", "bfloat16", "float16")
 
 # of a field whose default None is replaced when a configuration is made: whoever reads it finds a number
 if TYPE_CHECKING:
@@ -35,7 +45,7 @@ def checked(cls: type[Config]) -> type[Config]:
             set_field(self, name, value)
         except StrictDataclassError as error:
             kind = checked.__dataclass_fields__[name].type
-            raise ConfigurationError(f"{name}: expected {_in_words(kind)}, got {value!r}.") from error
+            raise ConfigurationError(f"{name}: expected {_in_words(kind)}, got {brief(value)}.") from error
 
     @wraps(validate_all)  # also its mark, by which ``strict`` knows a parent's
     def validate(self: Any) -> None:
@@ -74,6 +84,8 @@ class TrailmarkConfig(ConfigAnswers, PreTrainedConfig):
             ``logit_scale = hidden_size ** -0.5`` when the embedding is tied.
         logit_scale: factor on the logits.
         implementation: of the ops: None (the fastest), "reference" or "torch".
+        tokenizer_fingerprint: of the tokenizer that the model was trained with; another is refused where a command
+            opens the model. None: any that has no more tokens than the vocabulary.
     """
 
     model_type = "trailmark"
@@ -81,7 +93,7 @@ class TrailmarkConfig(ConfigAnswers, PreTrainedConfig):
     # fields that change nothing in what a model with given weights computes; an architecture names its own
     no_arithmetic: ClassVar[frozenset[str]] = frozenset({
         "initialization", "initializer_range", "implementation", "use_cache",
-        "tie_word_embeddings", "pad_token_id", "bos_token_id", "eos_token_id",
+        "tie_word_embeddings", "pad_token_id", "bos_token_id", "eos_token_id", "tokenizer_fingerprint",
     })  # fmt: skip
 
     vocab_size: int = 50257
@@ -104,8 +116,12 @@ class TrailmarkConfig(ConfigAnswers, PreTrainedConfig):
     pad_token_id: int | None = None
     bos_token_id: int | None = None
     eos_token_id: int | list[int] | None = None
+    tokenizer_fingerprint: str | None = None
 
     def __post_init__(self, **kwargs: Any) -> None:
+        dtype = kwargs.get("torch_dtype") if self.dtype is None else self.dtype
+        known = dtype is None or dtype in _DTYPES or dtype in [getattr(torch, name) for name in _DTYPES]
+        expect(known, "dtype", dtype, f"{', '.join(_DTYPES)} or None")
         if self.num_key_value_heads is None:
             self.num_key_value_heads = self.num_attention_heads
         super().__post_init__(**kwargs)
@@ -121,16 +137,26 @@ class TrailmarkConfig(ConfigAnswers, PreTrainedConfig):
 
     def arithmetic_fields(self) -> list[tuple[str, object]]:
         """The fields that change what a model with given weights computes, by name."""
+        without: set[str] = set()
+        for base in type(self).__mro__:
+            if issubclass(base, TrailmarkConfig):
+                without |= base.no_arithmetic
+        return [(name, getattr(self, name)) for name in sorted(self._own_fields() - without)]
+
+    def _own_fields(self) -> set[str]:
+        """The names of the fields that are not transformers'."""
         ours: set[str] = set()
-        without = {"model_type", "keys_to_ignore_at_inference", "no_arithmetic"}
         for base in type(self).__mro__:
             if issubclass(base, TrailmarkConfig):
                 ours |= inspect.get_annotations(base).keys()
-                without |= base.no_arithmetic
-        return [(name, getattr(self, name)) for name in sorted(ours - without)]
+        return ours - {"model_type", "keys_to_ignore_at_inference", "no_arithmetic"}
 
     def validate_architecture(self) -> None:
         """Called by ``strict`` on every construction, load and save, before what rests on it."""
+        for name in sorted(self._own_fields()):
+            self._expect_bounded(name)
+        for name in ("output_hidden_states", "output_attentions"):
+            expect(not getattr(self, name), name, getattr(self, name), "False: the models here return none")
         for name in (
             "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"
         ):  # fmt: skip
@@ -168,6 +194,16 @@ class TrailmarkConfig(ConfigAnswers, PreTrainedConfig):
             "None, 'reference' or 'torch'",
         )
 
+    def _expect_bounded(self, name: str) -> None:
+        """That a number is finite, and none that nothing could be made of."""
+        value = getattr(self, name)
+        if isinstance(value, float):
+            fits = math.isfinite(value) and abs(value) <= _LARGEST_FLOAT
+            expect(fits, name, value, f"a finite number, {_LARGEST_FLOAT:g} at most")
+        elif isinstance(value, int):
+            most = _MOST.get(name, _LARGEST)
+            expect(abs(value) <= most, name, value, f"at most {most}")
+
     def expect_rotary_heads(self) -> None:
         expect(
             self.head_dim % 2 == 0,
@@ -193,4 +229,4 @@ def expect_count(num_retrieved: int) -> None:
 def expect(condition: bool, argument: str, came: object, expected: str) -> None:
     """Raise a ValueError that names a field, what it should be and what came, unless the condition holds."""
     if not condition:
-        raise ValueError(f"{argument}: expected {expected}, got {came!r}.")
+        raise ValueError(f"{argument}: expected {expected}, got {brief(came)}.")

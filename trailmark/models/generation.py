@@ -4,10 +4,39 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
-from transformers import GenerationMixin
+from transformers import GenerationMixin, LogitsProcessor, LogitsProcessorList
 
 from trailmark.memory import ChunkCache
+from trailmark.models.arguments import check_tensors
+
+_COLDEST, _HOTTEST = 1e-4, 1e4
+
+
+def expect_temperature(temperature: Any) -> None:
+    """Raise a ValueError for a temperature that logits cannot be divided by: float32 ends at 1e38.
+
+    0 is none: where nothing is sampled it means the most likely token.
+    """
+    if not isinstance(temperature, int | float) or not _COLDEST <= temperature <= _HOTTEST:
+        raise ValueError(
+            f"temperature: expected {_COLDEST} to {_HOTTEST:.0f}, or 0 for always the most likely token, got "
+            f"{temperature}."
+        )
+
+
+class _Finite(LogitsProcessor):
+    """Stops a generation whose logits are no numbers: the most likely of them would be any token."""
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:  # [B], [B, V]
+        # of a masked token -Infinity; NaN and Infinity are what a maximum shows
+        if not bool(torch.isfinite(scores.max())):
+            raise ValueError(
+                "model: expected finite logits, got NaN or Infinity. Its weights or its memory are damaged: trailmark "
+                "verify finds what was changed since it was written."
+            )
+        return scores
 
 
 class ChunkGenerationMixin(GenerationMixin):  # transformers knows what can generate by the end of this name
@@ -21,6 +50,13 @@ class ChunkGenerationMixin(GenerationMixin):  # transformers knows what can gene
         several prompts or continuations (``num_beams``, ``num_return_sequences``) after one text go on in
         branches, and the cache given stays as it is.
         """
+        given = {"input_ids": args[0]} if args else {}
+        given |= {name: kwargs[name] for name in ("input_ids", "inputs", "attention_mask") if name in kwargs}
+        check_tensors(**given)
+        for name, ids in given.items():
+            if ids is not None and ids.dim() != 2:
+                one = f" Pass {name}[None] for one text." if ids.dim() == 1 else ""
+                raise ValueError(f"{name}: expected shape [B, T], got {tuple(ids.shape)}.{one}")
         if kwargs.get("use_cache") is False:
             raise ValueError(
                 "use_cache: expected True, got False. Generation here re-reads the open chunk only."
@@ -42,6 +78,7 @@ class ChunkGenerationMixin(GenerationMixin):  # transformers knows what can gene
                     "itself, or with its embedder (model.embedder)."
                 )
         kwargs["use_cache"] = True
+        kwargs["logits_processor"] = LogitsProcessorList([_Finite(), *(kwargs.get("logits_processor") or ())])
         return super().generate(*args, **kwargs)
 
     def _prepare_cache_for_generation(
@@ -60,6 +97,8 @@ class ChunkGenerationMixin(GenerationMixin):  # transformers knows what can gene
                 raise ValueError(
                     f"{name}: expected none, got {came!r}: the models here have nothing of the kind."
                 )
+        if generation_config.do_sample and generation_config.temperature is not None:
+            expect_temperature(generation_config.temperature)
         rows = batch_size * max(generation_config.num_beams, generation_config.num_return_sequences)
         cache = model_kwargs.get("past_key_values")
         if cache is None:

@@ -11,14 +11,16 @@ import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import islice
+from os.path import realpath
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from trailmark.evaluation.suite import suites
+from trailmark.settings import Settings, from_file, setting
 from trailmark.trained import RECORD_FORMAT, RECORD_KIND, trained_length
+from trailmark.untrusted import MOST_BYTES, open_regular, parse_json, read_bytes, read_yaml
 from trailmark.values import all_visible, grouped, visible
 
 _HEAD = 4096  # bytes in which a record says that it is one
@@ -169,15 +171,15 @@ def generations(results: Sequence[Result]) -> Iterator[tuple[Result, list[dict[s
 
 def _lines(path: Path) -> Iterator[dict[str, Any]]:
     try:
-        with open(path, encoding="utf-8", errors="replace") as file:
-            for line in islice(file, MOST_GENERATIONS):
+        with open_regular(path, "runs") as file:
+            for line in islice(iter(partial(file.readline, MOST_BYTES), b""), MOST_GENERATIONS):
                 try:
-                    content = _parsed(line)
-                except (ValueError, RecursionError):  # a line that a kill cut, or nobody's
+                    content = _parsed(line.decode("utf-8", "replace"))
+                except ValueError:  # a line that a kill cut, or nobody's
                     continue
                 if isinstance(content, dict):
                     yield content
-    except OSError:  # no generations were kept
+    except (OSError, ValueError):  # no generations were kept
         return
 
 
@@ -197,13 +199,13 @@ class _Reader:
     def __init__(self) -> None:
         self.collected = Collected()
         self._suites = tuple(suites())
-        self._seen: set[Path] = set()
+        self._seen: set[str] = set()
         self._models: dict[tuple[str, ...], Model] = {}
         self._by_folder: dict[Path, Model] = {}
 
     def read(self, path: Path, asked: bool) -> None:
         """One file, if it holds results; ``asked``: it was named itself, so it ought to."""
-        if (whole := path.resolve()) in self._seen:
+        if (whole := realpath(path)) in self._seen:
             return
         self._seen.add(whole)
         if path.name == "run.yaml":
@@ -215,8 +217,8 @@ class _Reader:
         try:
             if not expected and RECORD_KIND not in _head(path):
                 return  # another program's JSON
-            content = _parsed(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError, RecursionError) as error:
+            content = _parsed(_text(read_bytes(path, "runs", links=True)))
+        except (OSError, ValueError) as error:
             self._skip(path, f"not readable as JSON: {error}")
             return
         known = _mapping(content)
@@ -240,6 +242,7 @@ class _Reader:
         identities = content.get("model")
         identities = identities if isinstance(identities, list) else [identities]
         identities = [identity for identity in identities if isinstance(identity, dict)]
+        wrong = next(filter(None, (_wrong(_Identity, identity) for identity in identities)), None)
         if content.get("format") != RECORD_FORMAT:
             self._skip(path, f"format {content.get('format')!r}, where this version reads {RECORD_FORMAT}")
         elif suite not in self._suites:
@@ -248,17 +251,21 @@ class _Reader:
             self._skip(path, "a record without a list of results")
         elif not identities:
             self._skip(path, "a record that does not say of which model")
+        elif wrong is not None:
+            self._skip(path, f"it was changed after it was written: {wrong}")
         elif not results:
             self._skip(path, "a record without results: the evaluation was stopped before its first")
         else:
             models = [self._identified(identity, path) for identity in identities]
             environments = content.get("environments")
             for number, values in enumerate(results):
-                if isinstance(values, dict):
+                if not isinstance(values, dict):
+                    self._skip(path, f"result {number} is no JSON object")
+                elif (wrong := _wrong(_Values, values)) is not None:
+                    self._skip(path, f"result {number} was changed after it was written: {wrong}")
+                else:
                     here = _environment(environments, values.get("environment"))
                     self.collected.results.append(Result(suite, models, values, path, here))
-                else:
-                    self._skip(path, f"result {number} is no JSON object")
             self.collected.files.append(path)
 
     def _demo(self, path: Path, content: dict[str, Any]) -> None:
@@ -286,12 +293,10 @@ class _Reader:
             return
         run: dict[str, Any] = {}
         try:
-            run = _mapping(
-                all_visible(yaml.safe_load((path.parent / "run.yaml").read_text(encoding="utf-8")))
-            )
+            run = _mapping(all_visible(read_yaml(path.parent / "run.yaml", "runs", links=True)))
         except FileNotFoundError:
             pass  # the curves need no settings
-        except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
+        except (OSError, ValueError) as error:
             self._skip(path.parent / "run.yaml", f"not readable as YAML: {error}")
         model = self._at(path.parent, path.parent.resolve().name)
         settings = run.get("model")
@@ -339,18 +344,58 @@ class _Reader:
             self.collected.models.append(model)
 
 
+@dataclass(frozen=True)
+class _Identity(Settings):
+    """What a record says of a model, as far as a report looks at it."""
+
+    name: str
+    folder: str | None = None
+    architecture: str | None = None
+    parameters: int | None = setting(None, least=0)
+    dtype: str | None = None
+    set: dict[str, Any] | None = None
+    config_sha256: str | None = None
+    weights_sha256: str | None = None
+
+
+@dataclass(frozen=True)
+class _Values(Settings):
+    """What a result has, whatever its suite, as far as a report looks at it."""
+
+    id: str | None = None
+    seconds: float | None = None
+    command: str | None = None
+    settings: dict[str, Any] | None = None
+
+
+def _wrong(kind: type, values: dict[str, Any]) -> str | None:
+    """What in a part of a record trailmark did not write so; None: nothing is known to be."""
+    try:
+        from_file(kind, values)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
 def _mapping(value: Any) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
 def _parsed(text: str) -> Any:
     """JSON whose texts can stand in a page and in a figure, keys too."""
-    content = json.loads(text)
+    content = parse_json(text, "it", finite=False)
     return all_visible(content) if _PERHAPS_UNSEEN.search(text) else content
 
 
+def _text(content: bytes) -> str:
+    try:
+        return content.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"it is no UTF-8 (byte {error.start}).") from error
+
+
 def _head(path: Path) -> str:
-    with open(path, "rb") as file:
+    with open_regular(path, "runs", links=True) as file:
         return file.read(_HEAD).decode("utf-8", "replace")
 
 
@@ -364,7 +409,7 @@ def _folder_of(model: Model, path: Path) -> Path:
     above = path.resolve().parent
     if above.name == "evaluation" and above.parent.name == model.name:
         return above.parent
-    return Path(model.folder).resolve()
+    return Path(realpath(model.folder))
 
 
 def _name(models: Sequence[Model]) -> None:
@@ -385,7 +430,7 @@ def _name(models: Sequence[Model]) -> None:
 
 def _tell_apart(same: list[Model]) -> None:
     """By what was set for the evaluation, by their folders, else by their weights."""
-    folders = [Path(model.folder).resolve().parts for model in same]
+    folders = [Path(realpath(model.folder)).parts for model in same]
     depth = 2
     while depth < max(map(len, folders)) and len({parts[-depth:] for parts in folders}) < len(set(folders)):
         depth += 1

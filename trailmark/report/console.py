@@ -100,9 +100,14 @@ def losses(step_loss: float | None, averages: Mapping[str, float]) -> str:
     return f"{last}moving averages: {measured(averages)}"
 
 
+def counted(number: int, noun: str) -> str:
+    """``1 document``, ``2 documents``"""
+    return f"{number:,} {noun}{'s' * (number != 1)}"
+
+
 def preparing_line(documents: int, tokens: int, done: int, total: int | None, seconds: float) -> str:
     """How far a corpus is, how large, and how long it still takes."""
-    found = f"{documents:,} documents  {tokens:,} tokens"
+    found = f"{counted(documents, 'document')}  {tokens:,} tokens"
     if not total:
         return found
     left = f"  {duration(seconds / done * (total - done))} left" if done and seconds else ""

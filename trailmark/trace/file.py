@@ -24,14 +24,31 @@ from torch import Tensor
 
 from trailmark.files import expect_writable, lock, read_json, sha256_of, sync_file, sync_folder, write_json
 from trailmark.memory import ChunkCache
+from trailmark.settings import Settings, from_file, setting
 from trailmark.trace.lines import Entry, Read, TracedChunk, TraceSource, encode
 from trailmark.trace.texts import trace_header
 from trailmark.trace.token_texts import TextState
 from trailmark.trace.tracer import Moment, Subject, Tracer, expect_retrieval
+from trailmark.untrusted import brief, read_bytes
 
 _OURS = re.compile(r"state-([0-9]+)\.safetensors|without-([0-9]+)")
 _MARK = "trace.json"  # in FILE.state: which memory FILE belongs to, and whether that was ever saved
+_MOST_STATE = 4 << 30  # bytes: it holds what two chunks read, and two rows of logits
 _ANEW = "Read the text anew, with another --memory and another --trace."
+
+
+@dataclass(frozen=True)
+class _Known(Settings):
+    """What a memory's notes say of its trace."""
+
+    path: str
+    bytes: int = setting(least=0)
+    sha256: str = setting()
+    chunks: int = setting(least=0)
+    source: int = setting(least=-1)
+    tokens: int = setting(least=0)
+    state: int = setting(least=1)
+    state_sha256: str = setting()
 
 
 @dataclass(frozen=True)
@@ -179,7 +196,8 @@ class TraceFile:
                 f"{str(self._memory)!r} was read without. {_ANEW} Or look at its text, which is then read again: "
                 f"trailmark explore MODEL --memory {self._memory}"
             )
-        mark = read_json(self.folder / _MARK) or {}
+        mark = read_json(self.folder / _MARK)
+        mark = mark if isinstance(mark, dict) else {}
         killed = mark.get("memory") == str(self._memory.resolve()) and mark.get("saved") is False
         # the mark comes before the file: a reading that was killed earlier left no more than an empty folder
         fresh = not mark and not self.path.exists() and not (self.folder.exists() and self._generations())
@@ -197,52 +215,67 @@ class TraceFile:
         self._written = self._written.after([], header)
         return Tracer(subject, self._cache)
 
-    def _go_on(self, subject: Subject, known: dict[str, Any]) -> Tracer:
-        if known["tokens"] != self._cache.get_seq_length():
+    def _go_on(self, subject: Subject, notes: Any) -> Tracer:
+        try:
+            known = from_file(_Known, notes)
+        except ValueError as error:
+            raise ValueError(
+                f"trace: the memory {str(self._memory)!r} does not say what belongs to its trace ({error}). {_ANEW}"
+            ) from error
+        if known.tokens != self._cache.get_seq_length():
             raise ValueError(
                 f"trace: expected a memory that was traced to its end, {str(self._memory)!r} was read on without "
-                f"--trace after {known['tokens']:,} tokens. {_ANEW}"
+                f"--trace after {known.tokens:,} tokens. {_ANEW}"
             )
         digest = hashlib.sha256()
         try:
             self._file = self._opened()
-            left = known["bytes"]
+            left = known.bytes
             while left and (block := self._file.read(min(left, 1 << 20))):
                 digest.update(block)
                 left -= len(block)
         except OSError as error:
             raise ValueError(
                 f"trace: cannot go on with {str(self.path)!r}: {error.strerror}. The memory {str(self._memory)!r} was "
-                f"read with the trace {known['path']!r}: name it. {_ANEW}"
+                f"read with the trace {known.path!r}: name it. {_ANEW}"
             ) from error
-        if left or digest.hexdigest() != known["sha256"]:
+        if left or digest.hexdigest() != known.sha256:
             raise ValueError(
                 f"trace: expected {str(self.path)!r} as it was when the memory {str(self._memory)!r} was saved, it is "
-                f"another one or was changed (the trace was written to {known['path']!r}). {_ANEW}"
+                f"another one or was changed (the trace was written to {known.path!r}). {_ANEW}"
             )
-        self._written = _Written(known["bytes"], digest, known["chunks"], known["source"])
-        state = self.folder / f"state-{known['state']}.safetensors"
+        self._written = _Written(known.bytes, digest, known.chunks, known.source)
+        state = self.folder / f"state-{known.state}.safetensors"
         try:
-            whole = sha256_of(state) == known["state_sha256"]
-            tensors = safetensors.torch.load_file(state) if whole else {}
+            content = read_bytes(state, "trace", _MOST_STATE)
         except OSError as error:
             raise ValueError(
                 f"trace: expected {str(state)!r}, which a reading goes on from, cannot read it: {error.strerror}. "
                 f"Keep {self.folder.name} beside the trace. {_ANEW}"
             ) from error
-        if not whole:
+        if hashlib.sha256(content).hexdigest() != known.state_sha256:
             raise ValueError(f"trace: {str(state)!r} is damaged. {_ANEW}")
         tracer = Tracer(subject, self._cache)
         try:
-            tracer.cache_without = tracer.without.load_cache(
-                self.folder / f"without-{known['state']}", "host"
-            )
+            tracer.cache_without = tracer.without.load_cache(self.folder / f"without-{known.state}", "host")
         except ValueError as error:
             raise ValueError(
                 f"trace: cannot go on with the forward without retrieval: {error} Keep {self.folder.name} beside the "
                 f"trace, as it was. {_ANEW}"
             ) from error
-        tracer.moment = _moment(tensors, subject.model.device)
+        try:
+            tracer.moment = _moment(safetensors.torch.load(content), subject.model.device)
+        except (
+            KeyError,
+            TypeError,
+            ValueError,
+            IndexError,
+            OverflowError,
+            safetensors.SafetensorError,
+        ) as error:
+            raise ValueError(
+                f"trace: {str(state)!r} holds something else ({brief(error)}). {_ANEW}"
+            ) from error
         return tracer
 
     def _mend(self) -> None:

@@ -9,31 +9,36 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from trailmark.models.reads import Floats, Integers, Read
+from trailmark.settings import Settings, from_file, setting
+from trailmark.untrusted import brief, open_regular, parse_json
 
 FORMAT = 1
 KIND = "trailmark trace"
+_MOST_LINE = 256 << 20  # bytes: a chunk has some KiB
+_MOST_NUMBER = (1 << 53) - 1  # a page's script counts so far
 
 
 @dataclass(frozen=True)
-class TraceHeader:
+class TraceHeader(Settings):
     """Of the whole trace."""
 
     model: dict[str, Any]
     """name, folder, architecture, parameters, weights_sha256 and what else identifies it."""
-    num_groups: int
+    num_groups: int = setting(least=1, most=1 << 16)
     """G of a DRT or an RPT; of Landmark Attention the layers, each of which reads for itself."""
-    chunk_size: int
-    num_retrieved_chunks: int
+    chunk_size: int = setting(least=1, most=_MOST_NUMBER)
+    num_retrieved_chunks: int = setting(least=0, most=_MOST_NUMBER)
     """K of each group; of Landmark Attention per layer the chunks that are kept in the trace, the most read ones."""
-    group_name: str = "group"
+    group_name: str = setting("group", choices=("group", "layer"))
     """"group", or "layer"."""
-    window: int | None = None
+    window: int | None = setting(None, least=1, most=_MOST_NUMBER)
     """Positions that self-attention sees; None: no such number."""
     settings: dict[str, Any] = field(default_factory=dict)
     """memory_dtype, fields of the configuration that were set for the reading, and the like."""
@@ -41,11 +46,11 @@ class TraceHeader:
 
 
 @dataclass(frozen=True)
-class TraceSource:
+class TraceSource(Settings):
     """A file of the text; its tokens begin at ``first_token`` of the trace."""
 
     name: str
-    first_token: int
+    first_token: int = setting(least=0, most=_MOST_NUMBER)
     path: str | None = None
 
 
@@ -127,47 +132,76 @@ def decode(line: str) -> TraceHeader | Entry:
         ValueError: something else.
     """
     try:
-        content = json.loads(line)
+        content = parse_json(line, "it", finite=False)  # infinite numbers are refused where they are used
+        if not isinstance(content, dict):
+            raise ValueError("it is no object")
         if "chunk" in content:
             return _chunk(content)
         if "source" in content:
-            return TraceSource(content["source"], content["first_token"], content.get("path"))
-        if content.get("kind") == KIND and content["format"] == FORMAT:
-            known = TraceHeader.__dataclass_fields__.keys() & content.keys()
-            return TraceHeader(**{name: content[name] for name in known})
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise ValueError(f"trace: expected a line of a trace, got {line[:80]!r} ({error}).") from error
+            return from_file(TraceSource, content | {"name": content["source"]})
+        if content.get("kind") == KIND and content.get("format") == FORMAT:
+            return from_file(TraceHeader, content)
+    except (ValueError, TypeError, KeyError, OverflowError) as error:
+        why = f"there is no {error}" if isinstance(error, KeyError) else str(error).rstrip(".")
+        raise ValueError(f"trace: expected a line of a trace, got {line[:80]!r} ({why}).") from error
     if content.get("kind") == KIND:
         raise ValueError(
-            f"trace: expected format {FORMAT}, got {content['format']!r}. Read it with the trailmark that wrote it, or "
-            "write it anew."
+            f"trace: expected format {FORMAT}, got {brief(content.get('format'))}. Read it with the trailmark that "
+            "wrote it, or write it anew."
         )
     raise ValueError(f"trace: expected a line of a trace, got {line[:80]!r}.")
 
 
-def _chunk(content: dict[str, Any]) -> TracedChunk:
-    def floats(values: list[float | None]) -> Floats:
-        return np.array([np.nan if value is None else value for value in values], np.float64)
+_NUMBERS = {int, float, type(None)}
 
-    reads = tuple(
-        Read(
-            np.array(own["chunks"], np.int64),
-            floats(own["weights"]),
-            floats(own["scores"]) if "scores" in own else None,
-            own.get("rest"),
-        )
-        for own in content["reads"]
-    )
+
+def _integers(content: dict[str, Any], name: str) -> Integers:
+    values = content[name]
+    if type(values) is not list or not set(map(type, values)) <= {int}:
+        raise ValueError(f"{name} is no list of whole numbers")
+    try:
+        return np.array(values, np.int64)
+    except OverflowError as error:
+        raise ValueError(f"{name} holds a number of more than 64 bits") from error
+
+
+def _floats(content: dict[str, Any], name: str) -> Floats:
+    """NaN stands where null does."""
+    values = content[name]
+    if type(values) is not list or not set(map(type, values)) <= _NUMBERS:
+        raise ValueError(f"{name} is no list of numbers")
+    return np.array(values, np.float64)
+
+
+def _chunk(content: dict[str, Any]) -> TracedChunk:
+    for name, kind in (
+        ("chunk", int),
+        ("first_token", int),
+        ("closed", bool),
+        ("text", str),
+        ("reads", list),
+    ):
+        if type(content[name]) is not kind:
+            raise ValueError(f"{name} is {brief(content[name])}, no {kind.__name__}")
+    reads = []
+    for own in content["reads"]:
+        if not isinstance(own, dict):
+            raise ValueError(f"reads holds {brief(own)}, no object")
+        rest = own.get("rest")
+        if not {type(rest)} <= _NUMBERS:
+            raise ValueError(f"rest is {brief(rest)}, no number")
+        scores = _floats(own, "scores") if "scores" in own else None
+        reads.append(Read(_integers(own, "chunks"), _floats(own, "weights"), scores, rest))
     found = TracedChunk(
         content["chunk"],
         content["first_token"],
         content["closed"],
-        np.array(content["ids"], np.int64),
+        _integers(content, "ids"),
         content["text"],
-        np.array(content["starts"], np.int64),
-        reads,
-        floats(content["losses"]),
-        floats(content["losses_without"]),
+        _integers(content, "starts"),
+        tuple(reads),
+        _floats(content, "losses"),
+        _floats(content, "losses_without"),
     )
     n = len(found.ids)
     if any(len(part) != n for part in (found.starts, found.losses, found.losses_without)):
@@ -186,14 +220,14 @@ def read_trace(path: Path) -> tuple[TraceHeader, Iterator[Entry]]:
         ValueError: no such file, no trace, another format; while iterating: a broken line, or a chunk out of order.
     """
     try:
-        file = open(path, "rb")  # noqa: SIM115 (closed by the generator)
-    except OSError as error:
+        file = open_regular(path, "trace", links=True)  # closed by the generator
+    except FileNotFoundError as error:
         raise ValueError(
             f"trace: cannot read {str(path)!r}: {error.strerror}. Write one with: trailmark read MODEL TEXT --memory "
             "FOLDER --trace FILE"
         ) from error
     try:
-        first = _entry(file.readline(), 1, path)
+        first = _entry(file.readline(_MOST_LINE), 1, path)
         if not isinstance(first, TraceHeader):
             raise ValueError(f"trace: expected {str(path)!r} to begin with a trace's header, it does not.")
     except BaseException:
@@ -205,7 +239,7 @@ def read_trace(path: Path) -> tuple[TraceHeader, Iterator[Entry]]:
 
         def lines() -> Iterator[TraceHeader | Entry]:
             nonlocal number
-            for number, line in enumerate(file, 2):
+            for number, line in enumerate(iter(partial(file.readline, _MOST_LINE), b""), 2):
                 yield _entry(line, number, path)
 
         with file:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -173,7 +174,7 @@ def _traced(
 
 def source_of(path: Path, first_token: int) -> TraceSource:
     """A file whose tokens begin there."""
-    return TraceSource(path.name, first_token, str(path.resolve()))
+    return TraceSource(path.name, first_token, os.path.realpath(path))
 
 
 def _file_tokens(

@@ -8,33 +8,32 @@ step: a kill leaves what was there and a leftover that the next start removes. A
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import re
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path, PurePosixPath
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError
 
+from trailmark import untrusted
 from trailmark.files import (
     FileEntry,
     Progress,
-    find_damage,
-    find_wrong_lengths,
-    in_threads,
     in_units,
     put_in_place,
     remove_folder,
     remove_leftover_folders,
-    sha256_of,
     staging_folder,
     sync_file,
     sync_folder,
 )
+from trailmark.settings import setting
+from trailmark.training import manifests
 
 CHECKPOINTS = "checkpoints"
 """The folder of a run in which they lie."""
@@ -43,7 +42,6 @@ FORMAT = 1
 
 _KIND = "trailmark checkpoint"
 _STEP = re.compile(r"step-(\d{8,})")
-_DIGEST = re.compile(r"[0-9a-f]{64}")
 # how torch, whose errors are all RuntimeErrors, says that a file could not be written
 _OF_FILES = re.compile(
     r"inline_container|PytorchStreamWriter|file write failed|iostream error|I/O error|os error \d|No space left"
@@ -131,14 +129,10 @@ def _finish(staging: Path, step: int, about: dict[str, Any]) -> None:
     names = _names(staging)
     for name in names:
         os.chmod(staging / name, mode)
-    digests = in_threads(lambda name: sha256_of(staging / name, sync=True), names)
-    body = {"kind": _KIND, "format": FORMAT, "step": step, "about": about}
-    body["files"] = {
-        name: {"bytes": (staging / name).stat().st_size, "sha256": digest}
-        for name, digest in zip(names, digests, strict=True)
-    }
+    files = manifests.entries_of(staging, names, sync=True)
+    body = {"kind": _KIND, "format": FORMAT, "step": step, "about": about, "files": files}
     with open(staging / MANIFEST, "xb") as file:
-        file.write(_canonical({**body, "sha256": _hash_body(body)}))
+        file.write(manifests.signed(body))
         sync_file(file)
     for folder, _, _ in os.walk(staging, topdown=False):
         sync_folder(Path(folder))
@@ -180,7 +174,7 @@ def verify(folder: Path, progress: Progress | None = None) -> None:
     Raises:
         ValueError: what is wrong, in one line that names the file.
     """
-    files = _files(_manifest(folder))
+    files = _manifest(folder).entries()
     try:
         _expect_files(folder, files)
         before = _signature(folder)
@@ -188,7 +182,7 @@ def verify(folder: Path, progress: Progress | None = None) -> None:
         raise ValueError(
             f"{error.filename or folder}: cannot be read ({error.strerror or error})."
         ) from error
-    _expect_none(find_damage(folder, files, progress))
+    manifests.expect_same(folder, files, progress)
     _vouched[folder.resolve()] = before
 
 
@@ -205,7 +199,7 @@ def is_whole(folder: Path) -> bool:
 def looks_whole(folder: Path) -> bool:
     """Whether there is a good manifest and files of the right lengths. Enough for a message, not for loading."""
     try:
-        _expect_files(folder, _files(_manifest(folder)))
+        _expect_files(folder, _manifest(folder).entries())
     except (OSError, ValueError):
         return False
     return True
@@ -234,8 +228,8 @@ def is_checkpoint(folder: Path) -> bool:
     if _STEP.fullmatch(folder.resolve().name):
         return folder.is_dir()
     try:
-        body = json.loads((folder / MANIFEST).read_bytes())
-    except (OSError, ValueError, RecursionError):
+        body = untrusted.read_json(folder / MANIFEST, MANIFEST)
+    except (OSError, ValueError):
         return False
     return isinstance(body, dict) and body.get("kind") == _KIND
 
@@ -246,92 +240,44 @@ def read_about(folder: Path) -> dict[str, Any]:
     Raises:
         ValueError: if the manifest is missing or damaged.
     """
-    return _manifest(folder)["about"]
+    return _manifest(folder).about
 
 
 # --- the manifest ----------------------------------------------------------------------------------------------
 
 
-def _manifest(folder: Path) -> dict[str, Any]:
-    path = folder / MANIFEST
+@dataclass(frozen=True)
+class _Manifest(manifests.Manifest):
+    """What the manifest of a checkpoint says."""
+
+    step: int = setting(least=0)
+    about: dict[str, Any] = setting()
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if MANIFEST in self.files:
+            raise ValueError(f"files: expected all files but the manifest, got {MANIFEST!r}.")
+
+
+def _manifest(folder: Path) -> _Manifest:
     try:
-        raw = path.read_bytes()
+        manifest = manifests.read(folder, MANIFEST, _Manifest, _KIND, FORMAT, "a checkpoint")
     except FileNotFoundError as error:
         raise ValueError(f"{MANIFEST}: is missing: {str(folder)!r} is no whole checkpoint.") from error
-    except OSError as error:
-        raise ValueError(f"{MANIFEST}: cannot be read ({error.strerror}).") from error
-    try:
-        body = json.loads(raw)
-    except (ValueError, RecursionError):
-        body = None
-    if not isinstance(body, dict) or body.get("kind") != _KIND:
-        raise ValueError(
-            f"{MANIFEST}: expected the manifest of a checkpoint, got another file or a damaged one."
-        )
-    if type(body.get("format")) is int and body["format"] > FORMAT:
-        raise ValueError(
-            f"{MANIFEST}: expected format {FORMAT} or lower, got {body['format']}: written by a newer trailmark, or "
-            "damaged. Update trailmark."
-        )
-    digest = body.pop("sha256", None)
-    # byte for byte: a space that became a tab means the same, but the file is not what was written
-    if digest != _hash_body(body) or raw != _canonical({**body, "sha256": digest}):
-        raise ValueError(f"{MANIFEST}: does not fit its own SHA-256: it was changed.")
-    _expect_fields(body)
     name = folder.resolve().name
-    if (
-        _STEP.fullmatch(name) and name != step_folder(folder, body["step"]).name
-    ):  # a copy may bear any other name
+    # a copy may bear any other name
+    if _STEP.fullmatch(name) and name != step_folder(folder, manifest.step).name:
         raise ValueError(
-            f"{MANIFEST}: expected the folder step-{body['step']:08d}, which it was written for, got {name!r}."
+            f"{MANIFEST}: expected the folder step-{manifest.step:08d}, which it was written for, got {name!r}."
         )
-    return body
-
-
-def _expect_fields(body: dict[str, Any]) -> None:
-    """Check the types that all else relies on: anyone can compute a SHA-256."""
-
-    def expect(right: bool, field: str, expected: str, got: Any) -> None:
-        if not right:
-            raise ValueError(
-                f"{MANIFEST}: {field}: expected {expected}, got {str(got)[:40]!r}. Use another checkpoint."
-            )
-
-    def is_count(x: Any) -> bool:
-        return type(x) is int and x >= 0  # True is no number
-
-    format_, step, about, files = (body.get(name) for name in ("format", "step", "about", "files"))
-    expect(is_count(format_) and format_ != 0, "format", "a number from 1", format_)
-    expect(is_count(step), "step", "a number from 0", step)
-    expect(isinstance(about, dict), "about", "a mapping", about)
-    expect(isinstance(files, dict), "files", "a mapping", files)
-    assert isinstance(files, dict)
-    for name, entry in files.items():
-        inside = "\0" not in name and name != MANIFEST and PurePosixPath(name).as_posix() == name
-        parts = PurePosixPath(name).parts
-        inside &= bool(parts) and not PurePosixPath(name).is_absolute() and ".." not in parts
-        expect(inside, "files", "names of files in the folder", name)
-        expect(isinstance(entry, dict), f"files: {name}", "a mapping", entry)
-        size, digest = entry.get("bytes"), entry.get("sha256")
-        expect(is_count(size), f"files: {name}: bytes", "a number from 0", size)
-        is_digest = isinstance(digest, str) and _DIGEST.fullmatch(digest) is not None
-        expect(is_digest, f"files: {name}: sha256", "64 hexadecimal digits", digest)
-
-
-def _files(manifest: dict[str, Any]) -> dict[str, FileEntry]:
-    return {name: FileEntry(entry["bytes"], entry["sha256"]) for name, entry in manifest["files"].items()}
+    return manifest
 
 
 def _expect_files(folder: Path, files: dict[str, FileEntry]) -> None:
     """Expect all files of the manifest at their lengths, and no others."""
-    _expect_none(find_wrong_lengths(folder, files))
+    manifests.expect_whole(folder, files)
     if extra := [name for name in _names(folder) if name != MANIFEST and name not in files]:
         raise ValueError(f"{extra[0]}: is not in the manifest: expected nothing that was not saved.")
-
-
-def _expect_none(wrong: dict[str, str]) -> None:
-    for name, text in wrong.items():
-        raise ValueError(f"{name}: {text}.")
 
 
 def _names(folder: Path) -> list[str]:
@@ -352,11 +298,3 @@ def _signature(folder: Path) -> tuple[Any, ...]:
     """What changes when a file of the folder is replaced or written to."""
     stats = [(name, (folder / name).stat()) for name in _names(folder)]
     return tuple((name, s.st_size, s.st_mtime_ns, s.st_ctime_ns, s.st_ino) for name, s in stats)
-
-
-def _canonical(body: dict[str, Any]) -> bytes:
-    return (json.dumps(body, indent=1, sort_keys=True, allow_nan=False) + "\n").encode()
-
-
-def _hash_body(body: dict[str, Any]) -> str:
-    return hashlib.sha256(_canonical(body)).hexdigest()

@@ -15,6 +15,10 @@ from trailmark.models import TrailmarkConfig, architectures_with, short_name
 from trailmark.models.fields import build_config
 from trailmark.settings import expect_bounds, from_mapping, parse_override, read_yaml, setting
 
+# beyond these nothing trains, and a machine's numbers end
+MOST_RATE, MOST_WEIGHT, MOST_NORM = 1000, 1_000_000, 1_000_000_000
+MOST_STEPS, MOST_TOKENS, MOST_ROWS, MOST_CHUNK = 10**9, 1 << 34, 1 << 20, 1 << 16
+
 
 @dataclass
 class DataConfig:
@@ -62,16 +66,19 @@ class DataConfig:
         "needles: tokens per chunk of the task; a DRT's own chunk_size must be the same. (niah: "
         "of chunkless models.)",
         least=1,
+        most=MOST_CHUNK,
     )
     filler_weight: float = setting(
         0.0,
         "needles: weight of the loss on all tokens that are no answer (a digit weighs 1).",
         least=0,
+        most=MOST_WEIGHT,
     )
     first_digit_weight: float = setting(
         3.0,
         "needles: weight of each answer's first digit, the only one that trains the retriever.",
         least=0,
+        most=MOST_WEIGHT,
     )
     first_level: int = setting(
         0,
@@ -89,14 +96,16 @@ class DataConfig:
         1,
         "niah: needles from the question to the last part of its answer; 1: the passkey.",
         least=1,
+        most=1000,
     )
     chains: int | None = setting(
         None,
         "niah: chains of needles in a text, one of which is asked for; None: one of a single "
         "hop, two of more.",
         least=1,
+        most=1000,
     )
-    distractors: int = setting(0, "niah: needles more that belong to no chain.", least=0)
+    distractors: int = setting(0, "niah: needles more that belong to no chain.", least=0, most=MOST_ROWS)
     num_landmarks: int = setting(
         1,
         "niah: landmarks between question and answer: a group sees an earlier group's finds one "
@@ -110,34 +119,37 @@ class DataConfig:
 class TrainingConfig:
     """How to train. The batches depend on the seed and the step alone, whatever the processes and micro-batches."""
 
-    steps: int = setting(1000, "Optimizer steps.", least=1)
+    steps: int = setting(1000, "Optimizer steps.", least=1, most=MOST_STEPS)
     tokens_per_step: int = setting(
-        4096,
-        "Tokens of the global batch, over all processes and micro-batches.",
-        least=1,
+        4096, "Tokens of the global batch, over all processes and micro-batches.", least=1, most=MOST_TOKENS
     )
     context_length: int = setting(
         1024,
         "Tokens of one sample. (needles: the curriculum's chunks; at most 32 of them.)",
         least=2,
+        most=MOST_TOKENS,
     )
     micro_batch_size: int | None = setting(
         None,
         "Samples that a process takes at once; None: its whole part of the batch, without accumulation.",
         least=1,
+        most=MOST_ROWS,
     )
     precision: Literal["float32", "bfloat16", "float64"] = setting(
         "float32",
         "bfloat16: mixed, the weights stay float32. float64: all of it, for comparisons.",
     )
     optimizer: Literal["muon", "adamw"] = setting("muon", "muon (for matrices; AdamW for the rest) or adamw.")
-    learning_rate: float = setting(3e-3, "Learning rate of AdamW.", least=0)
-    matrix_learning_rate: float = setting(0.0035, "Learning rate of Muon.", least=0)
+    learning_rate: float = setting(3e-3, "Learning rate of AdamW.", least=0, most=MOST_RATE)
+    matrix_learning_rate: float = setting(0.0035, "Learning rate of Muon.", least=0, most=MOST_RATE)
     adam_beta1: float = setting(0.9, "AdamW's decay of the mean of gradients.", least=0, below=1)
     adam_beta2: float = setting(0.95, "AdamW's decay of the mean of squared gradients.", least=0, below=1)
-    adam_epsilon: float = setting(1e-8, "AdamW's epsilon, which is added to the root.", least=0)
+    adam_epsilon: float = setting(1e-8, "AdamW's epsilon, which is added to the root.", least=0, most=1)
     weight_decay: float = setting(
-        0.0, "Decoupled weight decay of matrices; of vectors too with decay_vectors.", least=0
+        0.0,
+        "Decoupled weight decay of matrices; of vectors too with decay_vectors.",
+        least=0,
+        most=MOST_WEIGHT,
     )
     decay_vectors: bool = setting(
         False,
@@ -147,7 +159,9 @@ class TrainingConfig:
         "linear",
         "How the learning rate falls after its constant part.",
     )
-    warmup_steps: int = setting(30, "Steps in which the learning rate rises from 0.", least=0)
+    warmup_steps: int = setting(
+        30, "Steps in which the learning rate rises from 0.", least=0, most=MOST_STEPS
+    )
     constant_fraction: float = setting(
         0.5,
         "The learning rate is constant to this part of the run, then falls to final_fraction as "
@@ -158,7 +172,9 @@ class TrainingConfig:
     final_fraction: float = setting(
         0.03, "The learning rate at the end, as a share of its peak.", least=0, most=1
     )
-    max_grad_norm: float = setting(1.0, "Norm that gradients are clipped to; 0: no clipping.", least=0)
+    max_grad_norm: float = setting(
+        1.0, "Norm that gradients are clipped to; 0: no clipping.", least=0, most=MOST_NORM
+    )
     gradient_checkpointing: bool = setting(
         False,
         "Compute activations again in the backward instead of keeping them.",
@@ -173,18 +189,22 @@ class TrainingConfig:
         "Steps with a loss or gradient that is not finite that may be left out over the run; "
         "the next one stops it.",
         least=0,
+        most=MOST_STEPS,
     )
-    save_steps: int = setting(200, "Steps between two checkpoints.", least=1)
-    keep_checkpoints: int = setting(2, "How many checkpoints stay, the newest.", least=1)
-    logging_steps: int = setting(10, "Steps between two lines of the history.", least=1)
+    save_steps: int = setting(200, "Steps between two checkpoints.", least=1, most=MOST_STEPS)
+    keep_checkpoints: int = setting(2, "How many checkpoints stay, the newest.", least=1, most=MOST_STEPS)
+    logging_steps: int = setting(10, "Steps between two lines of the history.", least=1, most=MOST_STEPS)
     report_to: list[Literal["tensorboard", "trackio", "wandb"]] = field(default_factory=list)
     """By transformers' Trainer; the package has to be installed."""
     eval_steps: int | None = setting(
         None,
         "Measure on ``data.validation`` (needles: ask for some) after every so many steps; None: never.",
         least=1,
+        most=MOST_STEPS,
     )
-    eval_windows: int = setting(64, "Windows of ``context_length`` tokens to measure on.", least=1)
+    eval_windows: int = setting(
+        64, "Windows of ``context_length`` tokens to measure on.", least=1, most=MOST_STEPS
+    )
     seed: int = setting(0, "Seed of weights, batches and noise.", least=0, most=2**32 - 1)
 
 

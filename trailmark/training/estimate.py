@@ -13,7 +13,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from trailmark.models import MODELS, TrailmarkConfig
+from trailmark.models import TrailmarkConfig
+from trailmark.models.size import without_weights
 from trailmark.training.footprint import Precision, Settings, footprint, uniform
 from trailmark.training.ledger import Ledger, without_memory
 from trailmark.training.optimizer import MuonAdamW
@@ -107,8 +108,7 @@ def estimate(
             f"{' x '.join(map(str, batch['input_ids'].shape))}. Give a micro-batch of this run."
         )
     dtype = torch.float64 if precision == "float64" else torch.float32
-    with torch.device("meta"):
-        model: Any = MODELS[model_config.model_type](model_config)
+    model = without_weights(model_config)
     count = sum(p.numel() for p in model.parameters())
     vocabulary = {id(p): p.numel() for p in (model.embed_tokens.weight, model.lm_head.weight)}
     share = world_size if sharded else 1

@@ -14,9 +14,10 @@ import torch
 from accelerate.utils import convert_outputs_to_fp32
 from torch import Tensor, nn
 
-from trailmark.models import MODELS, TrailmarkConfig
+from trailmark.models import TrailmarkConfig
 from trailmark.models.answers import LayerKind
 from trailmark.models.layers import slopes_like
+from trailmark.models.size import without_weights
 from trailmark.ops import block_attention, sliding_window_attention
 from trailmark.training.ledger import Ledger, without_memory
 from trailmark.training.loss import weighted_loss
@@ -115,8 +116,7 @@ def _marks(batch: dict[str, Tensor]) -> Tensor:
 def _run(config: TrailmarkConfig, settings: Settings, batch: dict[str, Tensor]) -> Footprint:
     """One micro-batch, of a model with fewer layers, and what the others add."""
     rows = len(batch["input_ids"])
-    with torch.device("meta"):
-        model: Any = MODELS[config.model_type](config.with_fewer_layers(_LAYERS)).train()
+    model = without_weights(config.with_fewer_layers(_LAYERS)).train()
     if getattr(config, "retriever", None) == "encoder":
         model.embedder = _Embedder(getattr(config, "embedder_fingerprint", None) or "")
     ledger = Ledger()
@@ -206,8 +206,7 @@ class _AsTrained:
 
 def _kinds(model: Any, config: TrailmarkConfig) -> list[_Kind]:
     """The kinds of layers of a model with fewer layers, in the order of the forward; ``config``: of the whole model."""
-    with torch.device("meta"):
-        whole = MODELS[config.model_type](config)
+    whole = without_weights(config)
     pairs = zip(model.layer_kinds(), whole.layer_kinds(), strict=True)
     return [_Kind(kind, len(full.layers) - len(kind.layers)) for kind, full in pairs]
 

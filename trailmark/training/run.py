@@ -15,10 +15,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers import PrinterCallback, TrainingArguments, set_seed
 
-from trailmark.data.corpus import Tokens, load_tokenizer, vocabulary_size
+from trailmark.data.corpus import Tokens, load_tokenizer, tokenizer_fingerprint, vocabulary_size
 from trailmark.data.neighbours.embedders import Embedder
 from trailmark.data.neighbours.trained_embedders import embedder_of
 from trailmark.data.shards import Corpus
@@ -35,9 +36,11 @@ from trailmark.files import (
 )
 from trailmark.models import MODELS, TrailmarkForCausalLM
 from trailmark.models.card.files import refresh_card
+from trailmark.models.size import expect_memory
 from trailmark.training import checkpoints, states
 from trailmark.training.checkpoints import CHECKPOINTS
 from trailmark.training.config import RunConfig
+from trailmark.training.final_model import sign_model
 from trailmark.training.neighbours import open_table
 from trailmark.training.processes import by_main, is_main, world_size
 from trailmark.training.run_folder import (
@@ -48,12 +51,15 @@ from trailmark.training.run_folder import (
     config_hash,
     environment,
     holds_run,
+    read_state,
     remove_leftovers,
     saving,
 )
 from trailmark.training.running import Evaluate, RunningState
 from trailmark.training.tasks import Batch, SampleTask, TextTask, make_task, micro_batches
 from trailmark.training.trainer import Batches, RunTrainer, checkpoint_activations, training_arguments
+
+_MOST_TOKENS = 1 << 24  # at once: no model's activations of more fit anywhere
 
 
 class Run(RunningState):
@@ -98,6 +104,7 @@ class Run(RunningState):
                 f"model.vocab_size: expected at least the {needed} tokens of the tokenizer {config.data.tokenizer!r}, "
                 f"got {fields.vocab_size}. Leave it out, or name the tokenizer that the model is for."
             )
+        fields.tokenizer_fingerprint = tokenizer_fingerprint(self.tokenizer)
         self.corpus = _open_corpus(config, text, self.tokenizer, fields.vocab_size)
         self.table = None
         if self.corpus is not None:
@@ -117,6 +124,9 @@ class Run(RunningState):
     def model(self) -> TrailmarkForCausalLM:
         """Made when it is first asked for: what a run will cost can be said before."""
         set_seed(self.config.training.seed)
+        # weights, gradients and what the optimizer keeps; with a GPU only the weights lie here
+        copies = 1 if torch.cuda.is_available() else 3
+        expect_memory(self.model_config, copies * (8 if self.config.training.precision == "float64" else 4))
         return self._make_model()
 
     # --- the model -----------------------------------------------------------------------------------------
@@ -127,6 +137,12 @@ class Run(RunningState):
         micro = micro_batches(max(counts), world_size(), size)
         for rows in counts:
             micro_batches(rows, world_size() * micro, None)
+        tokens = max(counts) // (world_size() * micro) * self.config.training.context_length
+        if tokens > _MOST_TOKENS:
+            raise ValueError(
+                f"training.micro_batch_size: expected at most {_MOST_TOKENS:,} tokens that a process takes at once, "
+                f"got {tokens:,}. Set it lower, or training.tokens_per_step."
+            )
         return micro
 
     def _make_model(self) -> TrailmarkForCausalLM:
@@ -199,7 +215,7 @@ class Run(RunningState):
         )
         trainer.remove_callback(PrinterCallback)
         if last is not None:
-            self.restore(read_json(last / STATE_FILE))
+            self.restore(read_state(last))
             batches.start = self.step
         self._began = time.perf_counter()
         with self.stopping_softly():
@@ -230,7 +246,7 @@ class Run(RunningState):
         for line in damaged:
             self.say(line)
         if last is not None:
-            kept = read_json(last / STATE_FILE)
+            kept = read_state(last)
             unknown = not (self.output / RUN_FILE).exists()
             if unknown and checkpoints.read_about(last).get("config") != config_hash(self.config):
                 raise ValueError(
@@ -272,11 +288,14 @@ class Run(RunningState):
                 self.model.save_pretrained(folder, state_dict=weights)
                 self.tokenizer.save_pretrained(folder)
                 mode = self.output.stat().st_mode & 0o666  # safetensors' files are their owner's alone
+                names = []
                 for file in Path(folder).iterdir():
                     os.chmod(file, mode)
                     with open(file, "rb+") as whole:
                         sync_file(whole)  # after a power cut too, a history means a model
                     os.replace(file, self.output / file.name)
+                    names.append(file.name)
+            sign_model(self.output, names)
             history = {
                 "data": self.data_fingerprint,
                 "steps": self.history,

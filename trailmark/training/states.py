@@ -8,7 +8,6 @@ from typing import Any
 
 import safetensors.torch
 import torch
-from safetensors import SafetensorError
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -16,6 +15,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
 )
 
+from trailmark import pretrained
 from trailmark.models import TrailmarkConfig, TrailmarkForCausalLM
 from trailmark.training.processes import gathered, rank
 from trailmark.training.tensors import (
@@ -77,15 +77,17 @@ def load_weights(folder: str | Path, model: torch.nn.Module) -> None:
     if not is_sharded(model) or rank() == 0:
         for file in sorted(Path(folder).glob("model*.safetensors")):
             state |= safetensors.torch.load_file(file)
+        pretrained.expect_finite(iter(state.items()), "output", folder)
     if is_sharded(model):
         options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, strict=False)
         set_model_state_dict(model, state, options=options)
         return
     missing, unexpected = model.load_state_dict(state, strict=False)
     tied = getattr(model, "_tied_weights_keys", None) or {}
-    # the checkpoint was verified and is of this very configuration
-    assert not unexpected
-    assert set(missing) <= set(tied)
+    if wrong := [*unexpected, *(set(missing) - set(tied))]:
+        raise ValueError(
+            f"expected the weights of the run's own model, {wrong[0]} is missing or one too many"
+        )
 
 
 def load_optimizer(folder: str | Path, model: torch.nn.Module, optimizer: Any) -> None:
@@ -124,20 +126,16 @@ def initial_model(
         ValueError: no model there, or one whose weights do not fit.
     """
     expect_model(folder)
-    try:
-        model, loading = cls.from_pretrained(
+    with pretrained.loading("init_from", f"cannot load the weights in {folder!r}"):
+        model, found = cls.from_pretrained(
             folder,
             config=config,
             dtype=torch.float32,
-            use_safetensors=True,  # a stranger's pickled weights are not even tried
             output_loading_info=True,
             ignore_mismatched_sizes=True,
         )
-    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise ValueError(f"init_from: cannot load the weights in {folder!r}: {reason}") from error
     for kind in ("missing", "unexpected", "mismatched"):  # transformers would draw these at random
-        if names := loading[f"{kind}_keys"]:
+        if names := found[f"{kind}_keys"]:
             raise ValueError(
                 f"init_from: expected the weights of the model that the configuration describes, {folder!r} has "
                 f"{len(names)} {kind} ones: {min(map(str, names))} ... Set the model's fields as they were there."

@@ -221,7 +221,7 @@ def micro_batches(rows: int, processes: int, micro_batch_size: int | None) -> in
             f"samples. Start {' or '.join(map(str, fit[-4:]))} processes, or change tokens_per_step."
         )
     own = rows // processes
-    if micro_batch_size is None or micro_batch_size >= own:
+    if micro_batch_size is None or own <= micro_batch_size <= rows:  # several processes have less of it each
         return 1
     if own % micro_batch_size:
         raise ValueError(

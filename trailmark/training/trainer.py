@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils.data import DataLoader, IterableDataset
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
+from trailmark import pretrained
 from trailmark.training import states
 from trailmark.training.config import TrainingConfig
 from trailmark.training.loss import Meter, total_weight, weighted_loss
@@ -238,19 +240,27 @@ class RunTrainer(Trainer):
         self._save_run(self)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        states.load_weights(resume_from_checkpoint, self.model if model is None else model)
+        with _going_on(resume_from_checkpoint):
+            states.load_weights(resume_from_checkpoint, self.model if model is None else model)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is not None:
-            states.load_optimizer(checkpoint, self.model, self.optimizer)
-            self.lr_scheduler.load_state_dict(states.read_scheduler(checkpoint))
+            with _going_on(checkpoint):
+                states.load_optimizer(checkpoint, self.model, self.optimizer)
+                self.lr_scheduler.load_state_dict(states.read_scheduler(checkpoint))
 
     def _load_scaler(self, checkpoint: str | None) -> None:
         """None is used; a pickled one in a stranger's checkpoint is not looked at."""
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         if checkpoint is not None:
-            states.load_random_state(checkpoint)
+            with _going_on(checkpoint):
+                states.load_random_state(checkpoint)
+
+
+def _going_on(checkpoint: str) -> AbstractContextManager[None]:
+    """A block that reads a checkpoint: it was verified, but whoever can sign it can write anything."""
+    return pretrained.loading("output", f"cannot go on from {checkpoint!r}")
 
 
 class RunCallback(TrainerCallback):

@@ -10,12 +10,13 @@ from trailmark.data.neighbours import files as neighbour_files
 from trailmark.data.neighbours import table as neighbours
 from trailmark.training import checkpoints
 from trailmark.training.checkpoints import CHECKPOINTS
+from trailmark.training.final_model import has_signed_model, verify_model
 
 Progress = Callable[[int, int], None]
 
 
 def verify(folder: Path, progress: Progress = lambda done, total: None) -> list[str]:
-    """Every byte of a corpus, pairs, a neighbour table, a checkpoint, all checkpoints of a run, or a memory.
+    """Every byte of a corpus, pairs, a neighbour table, a checkpoint, a run's checkpoints and final model, or a memory.
 
     Returns:
         The names of what is whole.
@@ -36,8 +37,9 @@ def verify(folder: Path, progress: Progress = lambda done, total: None) -> list[
         checkpoints.verify(folder, progress)
         return [str(folder)]
     of_run = folder / CHECKPOINTS if (folder / CHECKPOINTS).is_dir() else folder
-    if steps := checkpoints.steps(of_run):
-        return _verify_all([checkpoints.step_folder(of_run, step) for step in steps], progress)
+    steps = [checkpoints.step_folder(of_run, step) for step in checkpoints.steps(of_run)]
+    if steps or has_signed_model(folder):
+        return _verify_run(folder, steps, progress)
     from trailmark.memory import saved  # it needs torch, all others do not
 
     if not (folder / saved.MANIFEST).exists():
@@ -49,16 +51,22 @@ def verify(folder: Path, progress: Progress = lambda done, total: None) -> list[
     return [str(folder)]
 
 
-def _verify_all(folders: list[Path], progress: Progress) -> list[str]:
+def _verify_run(folder: Path, steps: list[Path], progress: Progress) -> list[str]:
+    """All checkpoints, and the final model where it has a manifest."""
+    looks: dict[Path, Callable[[Path, Progress], None]] = dict.fromkeys(steps, checkpoints.verify)
+    if has_signed_model(folder):
+        looks[folder] = verify_model
     whole, wrong = [], []
-    for folder in folders:
+    for part, look in looks.items():
+        name = "the final model" if part == folder else part.name
         try:
-            checkpoints.verify(folder, progress)
+            look(part, progress)
         except ValueError as error:
-            wrong.append(f"{folder.name}: {str(error).rstrip('.')}")
+            wrong.append(f"{name}: {str(error).rstrip('.')}")
         else:
-            whole.append(str(folder))
+            whole.append((str(part), name))
     if wrong:
-        rest = f" Whole: {', '.join(Path(name).name for name in whole)}." if whole else " None is whole."
-        raise ValueError(f"checkpoints: damaged: {'; '.join(wrong)}.{rest}")
-    return whole
+        rest = f" Whole: {', '.join(name for _, name in whole)}." if whole else " None is whole."
+        argument = "checkpoints" if steps else "model"
+        raise ValueError(f"{argument}: damaged: {'; '.join(wrong)}.{rest}")
+    return [place for place, _ in whole]

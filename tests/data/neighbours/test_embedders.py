@@ -357,6 +357,9 @@ def test_encoders_that_are_refused(bert: Path, bpe: Any, tmp_path: Path) -> None
     weights = load_file(nan / "model.safetensors")
     weights["encoder.layer.1.output.dense.weight"][0, 0] = float("nan")
     save_file(weights, nan / "model.safetensors", {"format": "pt"})
+    assert "expected finite weights, encoder.layer.1.output.dense.weight" in refused(nan)
+    weights["encoder.layer.1.output.dense.weight"][:] = 3e38
+    save_file(weights, nan / "model.safetensors", {"format": "pt"})
     with pytest.raises(ValueError, match=r"^embedder: expected finite vectors"):
         open_embedder(f"transformers:{nan}", bpe)(torch.tensor([[50, 51]]), torch.tensor([2]))
     both = tmp_path / "both"

@@ -85,7 +85,7 @@ def device_named(name: str | None) -> torch.device:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         device = torch.device(name)
-        torch.zeros(1, device=device)
+        torch.zeros(1, device=device).item()  # "meta" has shapes alone
     except (RuntimeError, AssertionError, NotImplementedError) as error:  # each kind fails in its own way
         first = next(iter(str(error).splitlines()), type(error).__name__)
         raise ValueError(

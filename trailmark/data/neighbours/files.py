@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -34,6 +34,8 @@ from trailmark.files import (
     telling_of_a_full_disk,
     write_json,
 )
+from trailmark.settings import Settings, from_file, setting
+from trailmark.untrusted import expect_regular
 
 FORMAT = 1
 MANIFEST, TABLE_PROGRESS = "neighbours.json", "neighbours.progress.json"
@@ -43,6 +45,13 @@ NONE = (1 << 16) - 1
 MOST_CHUNKS = NONE  # numbers 0 .. 65534
 SCORE_DTYPES: dict[str, np.dtype[Any]] = {"float32": np.dtype("<f4"), "float16": np.dtype("<f2")}
 _SECONDS = 2.0  # of work that a kill costs, besides the block in work
+
+
+@dataclass(frozen=True)
+class _Done(Settings):
+    """What ``neighbours.progress.json`` holds beside the settings, which are compared with the command's."""
+
+    done: int = setting(least=0)
 
 
 @dataclass(frozen=True)
@@ -157,12 +166,19 @@ def _resume(folder: Path, settings: dict[str, Any], row: Mapping[str, int]) -> i
             )
         return 0
     state = read_json(path)
-    if not isinstance(state, dict) or not isinstance(state.get("done"), int):
-        raise ValueError(f"output: {str(path)!r} is broken. Remove the folder and make the table again.")
+    try:
+        state_done = from_file(_Done, state).done
+    except ValueError as error:
+        raise ValueError(
+            f"output: {str(path)!r} is broken ({error}). Remove the folder and make the table again."
+        ) from error
     _expect_same(folder, state, settings)
     files = [(folder / name, size) for name, size in row.items()]
+    for file, _ in files:  # what is added to, and nobody else's
+        with suppress(FileNotFoundError):
+            expect_regular(file, "output")
     there = [path.stat().st_size // size if path.exists() else 0 for path, size in files]
-    return min(state["done"], settings["windows"], *there)  # a file that was cut since is gone on with
+    return min(state_done, settings["windows"], *there)  # a file that was cut since is gone on with
 
 
 def _expect_same(folder: Path, old: Any, new: Mapping[str, Any]) -> None:

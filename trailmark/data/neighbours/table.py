@@ -16,7 +16,8 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -37,6 +38,7 @@ from trailmark.data.neighbours.files import (
 )
 from trailmark.data.shards import Corpus
 from trailmark.files import FileEntry
+from trailmark.settings import Settings, from_file, setting
 
 if TYPE_CHECKING:  # trailmark verify needs no torch
     from torch import Tensor
@@ -235,6 +237,47 @@ def _nearest(
 # --- reading one -------------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class _Text(Settings):
+    """The corpus that a table is of."""
+
+    fingerprint: str
+    tokens: int = setting(least=1)
+
+
+@dataclass(frozen=True)
+class _File(Settings):
+    bytes: int = setting(least=0)
+    sha256: str = setting()
+
+
+@dataclass(frozen=True, kw_only=True)
+class TableManifest(Settings):
+    """What ``neighbours.json`` must hold to be relied on."""
+
+    kind: str = setting(choices=("embedder", "targets"))
+    embedder: dict[str, Any] = field(default_factory=dict)
+    corpus: _Text
+    tokenizer_fingerprint: str
+    context_length: int = setting(least=1)
+    chunk_size: int = setting(least=1)
+    rule: Rule
+    windows: int = setting(least=1)
+    chunks: int = setting(least=1, most=MOST_CHUNKS)
+    count: int = setting(least=1)
+    scores: str | None = setting(choices=tuple(SCORE_DTYPES))
+    files: dict[str, _File]
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        cells = self.windows * self.chunks * self.count
+        needed = {name: cells * dtype.itemsize for name, dtype in file_dtypes(self.scores).items()}
+        there = {name: entry.bytes for name, entry in self.files.items()}
+        shape = self.corpus.tokens // self.context_length, self.context_length // self.chunk_size
+        if there != needed or shape != (self.windows, self.chunks):
+            raise ValueError("its sizes contradict each other")
+
+
 class NeighbourTable:
     """A finished table, memory-mapped: only what is asked for is read.
 
@@ -244,14 +287,12 @@ class NeighbourTable:
         fingerprint: SHA-256 that names its content: equal for equal tables of one text.
     """
 
-    def __init__(self, folder: Path, manifest: dict[str, Any]) -> None:
+    def __init__(self, folder: Path, manifest: dict[str, Any], known: TableManifest) -> None:
         """For :meth:`open`."""
-        self.folder, self.manifest = folder, manifest
-        self.windows, self.chunks, self.count = (
-            int(manifest[name]) for name in ("windows", "chunks", "count")
-        )
-        self.rule = Rule(**manifest["rule"])
-        hashes = {name: entry["sha256"] for name, entry in manifest["files"].items()}
+        self.folder, self.manifest, self._known = folder, manifest, known
+        self.windows, self.chunks, self.count = known.windows, known.chunks, known.count
+        self.rule = known.rule
+        hashes = {name: entry.sha256 for name, entry in known.files.items()}
         about = {k: v for k, v in manifest.items() if k not in ("files", "trailmark", "created")}
         if isinstance(about.get("embedder"), dict):  # by which road it came is not what it is
             about["embedder"] = about["embedder"].get("fingerprint")
@@ -283,27 +324,21 @@ class NeighbourTable:
             ValueError: no table, a newer format, a broken manifest, missing or cut files, a table of something else.
         """
         folder = Path(folder)
-        manifest = KIND.read(folder)
-        try:
-            table = cls(folder, manifest)
-            made_for = {  # of each what the table is for, and what is asked for
-                "corpus": (manifest["corpus"]["fingerprint"], None if corpus is None else corpus.fingerprint),
-                "tokenizer": (manifest["tokenizer_fingerprint"], tokenizer_fingerprint),
-                "context_length": (manifest["context_length"], context_length),
-                "chunk_size": (manifest["chunk_size"], chunk_size),
-                "embedder": (manifest.get("embedder", {}).get("fingerprint"), embedder_fingerprint),
-                "rule": (table.rule, rule),
-                "kind": (manifest["kind"], kind),
-            }
-            files, cells = table._files(), table.windows * table.chunks * table.count
-            if any(files[name].bytes != cells * dtype.itemsize for name, dtype in table._dtypes().items()):
-                raise ValueError("its sizes contradict each other")
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise KIND.broken(folder, error) from error
+        manifest, known = KIND.read_as(folder, partial(from_file, TableManifest))
+        table = cls(folder, manifest, known)
+        made_for = {  # of each what the table is for, and what is asked for
+            "corpus": (known.corpus.fingerprint, None if corpus is None else corpus.fingerprint),
+            "tokenizer": (known.tokenizer_fingerprint, tokenizer_fingerprint),
+            "context_length": (known.context_length, context_length),
+            "chunk_size": (known.chunk_size, chunk_size),
+            "embedder": (known.embedder.get("fingerprint"), embedder_fingerprint),
+            "rule": (table.rule, rule),
+            "kind": (known.kind, kind),
+        }
         for name, (own, wanted) in made_for.items():
             if wanted is not None and own != wanted:
                 what = " with fingerprint" if name in ("corpus", "tokenizer", "embedder") else ""
-                command = "targets" if manifest["kind"] == "targets" else "neighbours"
+                command = "targets" if known.kind == "targets" else "neighbours"
                 raise ValueError(
                     f"neighbours: expected a table for {name}{what} {wanted}, {str(folder)!r} is one for {own}. "
                     f"Make one that fits with trailmark {command}, into another folder."
@@ -313,12 +348,12 @@ class NeighbourTable:
                 f"neighbours: expected a table with at least {count} neighbours for each chunk, {str(folder)!r} has "
                 f"{table.count}. Make one with --count {count}, or read fewer."
             )
-        KIND.expect_lengths(folder, files)
+        KIND.expect_lengths(folder, table._files())
         return table
 
     @property
     def bytes(self) -> int:
-        return sum(entry["bytes"] for entry in self.manifest["files"].values())
+        return sum(entry.bytes for entry in self._known.files.values())
 
     def batch(self, windows: Sequence[int]) -> tuple[Tensor, Tensor | None]:
         """Read neighbours int64 [B, C, K] of windows 0 .. W - 1, -1 for none, and their scores float32, if kept."""
@@ -331,9 +366,20 @@ class NeighbourTable:
         numbers = np.asarray(windows, np.int64)
         indices = self._map(INDICES)[numbers].astype(np.int64)
         indices[indices == NONE] = -1
+        # hashes that were made of such ones are right
+        if (indices >= np.arange(self.chunks)[:, None]).any():
+            raise ValueError(
+                f"neighbours: expected chunks that come earlier, {str(self.folder)!r} names others. It was changed "
+                "after it was written; remove the folder and make the table again."
+            )
         scores = None
         if SCORES in self._dtypes():
             scores = torch.from_numpy(self._map(SCORES)[numbers].astype(np.float32))
+            if (scores.isfinite().numpy() != (indices >= 0)).any():
+                raise ValueError(
+                    f"neighbours: expected a finite score of each neighbour and none else, {str(self.folder)!r} holds "
+                    "others. It was changed after it was written; remove the folder and make the table again."
+                )
         return torch.from_numpy(indices), scores
 
     def verify(self, progress: Callable[[int, int], None] = lambda done, total: None) -> None:
@@ -345,13 +391,14 @@ class NeighbourTable:
         KIND.verify(self.folder, self._files(), progress)
 
     def _files(self) -> dict[str, FileEntry]:
-        entries = self.manifest["files"]
         return {
-            name: FileEntry(int(entries[name]["bytes"]), entries[name]["sha256"]) for name in self._dtypes()
+            name: FileEntry(entry.bytes, entry.sha256)
+            for name, entry in self._known.files.items()
+            if name in self._dtypes()
         }
 
     def _dtypes(self) -> dict[str, np.dtype[Any]]:
-        return file_dtypes(self.manifest["scores"])
+        return file_dtypes(self._known.scores)
 
     def _map(self, name: str) -> npt.NDArray[Any]:
         if name not in self._maps:

@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from safetensors import SafetensorError
 from torch import Tensor
 
+from trailmark import pretrained
 from trailmark.data.corpus import tokenizer_fingerprint, vocabulary_size
 from trailmark.data.neighbours.token_embedders import as_arrays, fingerprint_of
 from trailmark.network import from_pretrained_options
@@ -150,14 +151,15 @@ class TransformersEmbedder(TextEmbedder):
         Raises:
             ValueError: no encoder there, weights that are missing, a tokenizer without padding.
         """
-        from transformers import AutoModel, AutoTokenizer
+        from transformers import AutoModel
 
         super().__init__(name, tokenizer, device)
         local = expect_encoder(self.spec, name)
         try:
-            own = AutoTokenizer.from_pretrained(name, local_files_only=local)
-            model, info = AutoModel.from_pretrained(
-                name, local_files_only=local, dtype=torch.float32, output_loading_info=True
+            own = pretrained.load_tokenizer(name, "embedder", local_files_only=local)
+            config = pretrained.load_config(name, "embedder", local_files_only=local)
+            model, info = pretrained.load_model(
+                AutoModel, config, name, "embedder", local_files_only=local, dtype=torch.float32
             )
         except BROKEN as error:
             raise no_encoder(self.spec, error) from error
@@ -204,10 +206,15 @@ class SentenceTransformersEmbedder(TextEmbedder):
         local = expect_encoder(self.spec, name)
         theirs = logging.getLogger("sentence_transformers")
         level = theirs.level
+        weights = {"dtype": torch.float32} | pretrained.WEIGHTS_ALONE
         try:
             theirs.setLevel(logging.ERROR)  # that a folder without modules.json gets a mean is no news here
             model = SentenceTransformer(
-                name, device=str(self._device), local_files_only=local, model_kwargs={"dtype": torch.float32}
+                name,
+                device=str(self._device),
+                local_files_only=local,
+                model_kwargs=weights,
+                **pretrained.NO_CODE,
             )
         except BROKEN as error:
             raise no_encoder(self.spec, error) from error

@@ -13,6 +13,7 @@ from trailmark.data.neighbours.trained_embedders import embedder_of
 from trailmark.evaluation.subject import Subject, is_sizes, load
 from trailmark.models import MODELS, short_name
 from trailmark.models.fields import build_config, config_class, parse_fields
+from trailmark.models.size import expect_memory
 from trailmark.settings import read_yaml
 
 
@@ -52,6 +53,7 @@ def random_subject(source: Path | Mapping[str, Any], changes: Sequence[str] = ()
     sizes = {} if "vocab_size" in section else {"vocab_size": len(load_tokenizer(named))}
     config = build_config(section, sizes | changed)
     tokenizer = None if getattr(config, "embedder", None) is None else load_tokenizer(named)
+    expect_memory(config, 4)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = MODELS[config.model_type](config)

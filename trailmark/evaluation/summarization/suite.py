@@ -84,6 +84,12 @@ class SummarizationSettings(Settings):
                 )
             object.__setattr__(self, "temperature", 1.0)
             object.__setattr__(self, "top_k", 2)
+        if self.temperature != 0:
+            from trailmark.models.generation import (
+                expect_temperature,  # torch, which a declaration does without
+            )
+
+            expect_temperature(self.temperature)
         if self.top_k is not None and self.temperature == 0:
             raise ValueError(
                 f"top_k: expected none at temperature 0, which takes the likeliest token, got {self.top_k}. Set "

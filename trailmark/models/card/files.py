@@ -11,15 +11,16 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import yaml
 from huggingface_hub import CommitOperationAdd, HfApi, ModelCard, hf_hub_download
 from huggingface_hub.errors import EntryNotFoundError
 from safetensors import SafetensorError, safe_open
-from transformers import AutoConfig, PreTrainedConfig
+from transformers import PreTrainedConfig
 
+from trailmark import pretrained, untrusted
 from trailmark.files import write_text
 from trailmark.models.card.text import Json, model_card
 from trailmark.trained import RECORD_FORMAT, RECORD_KIND
@@ -43,8 +44,9 @@ _MARK = re.compile(
 
 
 def config_sha256(fields: Mapping[str, Any]) -> str:
-    """Of a configuration's fields, but those that tell where a copy lies and what saved it."""
-    own = {name: x for name, x in fields.items() if name not in ("_name_or_path", "transformers_version")}
+    """Of a configuration's fields, but those that tell where a copy lies, what saved it and which tokens it was fed."""
+    without = ("_name_or_path", "transformers_version", "tokenizer_fingerprint")
+    own = {name: x for name, x in fields.items() if name not in without}
     return hashlib.sha256(json.dumps(own, sort_keys=True, default=str).encode()).hexdigest()
 
 
@@ -96,11 +98,11 @@ def _read(path: Path, known: Known) -> dict[str, Any] | None:
     if not path.is_file():
         return None
     try:
-        text = path.read_text(encoding="utf-8")
-        content = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
+        read = untrusted.read_yaml if path.suffix == ".yaml" else partial(untrusted.read_json, finite=False)
+        content = read(path, "model", links=True)
         if not isinstance(content, dict):
             raise ValueError("no mapping")
-    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
+    except (OSError, ValueError) as error:
         logger.warning("%s cannot be read (%s): the model card goes without it.", path, error)
         known.notes.append(f"Not shown: {path.name} (it cannot be read).")
         return None
@@ -331,7 +333,7 @@ def refresh_card(folder: Path, history: dict[str, Any] | None = None) -> bool:
         if mark is not None and mark.trained == "unknown":
             known.run = known.history = known.versions = None
         changed = mark is not None and mark.trained == "changed" and mark.weights == weights
-        fields, parameters = AutoConfig.from_pretrained(folder).to_dict(), _count_parameters(folder)
+        fields, parameters = pretrained.load_config(folder, "model").to_dict(), _count_parameters(folder)
         write_text(path, _make(fields, parameters, known, weights, changed, _name(folder), _tags(text)))
         return True
     return False

@@ -157,7 +157,7 @@ def _what(config: Json, parameters: int) -> str:
 def _example(name: str) -> str:
     # JSON's strings are Python's, without line ends
     return f"""```python
-import trailmark.models  # registers the model with transformers
+import trailmark  # transformers knows its models from here on
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 name = {json.dumps(one_line(name))}  # this folder, or its name on the hub

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from os.path import realpath
 from pathlib import Path
 from typing import Any
 
@@ -98,11 +99,11 @@ def expect_inputs(
     if keep_trace is not None and keep_trace.is_dir():
         raise ValueError(f"keep_trace: expected a file, {str(keep_trace)!r} is a folder.")
     written = [("output", output)] + ([("keep_trace", keep_trace)] if keep_trace else [])
-    taken = [path.resolve() for path in (*texts, *([trace] if trace else []))]
+    taken = [realpath(path) for path in (*texts, *([trace] if trace else []))]  # also of a link to itself
     for name, path in written:
-        if path.resolve() in taken:
+        if realpath(path) in taken:
             raise ValueError(f"{name}: expected another file than the one that is read, got {str(path)!r}.")
-    if keep_trace is not None and keep_trace.resolve() == output.resolve():
+    if keep_trace is not None and realpath(keep_trace) == realpath(output):
         raise ValueError(f"keep_trace: expected another file than the page, got {str(keep_trace)!r}.")
     if keep_trace is not None:
         expect_writable("keep_trace", keep_trace.parent)

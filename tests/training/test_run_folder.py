@@ -1,0 +1,150 @@
+"""A run's folder from a stranger, who can sign what he changed: what cannot be is one line, and nothing is lost."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+
+from tests.training.tiny import TEXT, run_config
+from trailmark.training import manifests
+from trailmark.training.checkpoints import MANIFEST, step_folder, verify
+from trailmark.training.final_model import MODEL_MANIFEST, has_signed_model, verify_model
+from trailmark.training.run import Run
+from trailmark.training.tensors import load_tensors, save_tensors
+
+SAVED = {"steps": 3, "save_steps": 2, "keep_checkpoints": 3}
+
+
+def die(run: Run) -> None:
+    if run.step == 3:
+        raise KeyError("killed")
+
+
+@pytest.fixture(scope="module")
+def killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    output = tmp_path_factory.mktemp("real") / "run"
+    with pytest.raises(KeyError, match="killed"):
+        Run(run_config(output, **SAVED), die, TEXT).train()
+    return output
+
+
+def sign_again(folder: Path) -> None:
+    body = json.loads((folder / MANIFEST).read_bytes())
+    del body["sha256"]
+    body["files"] = manifests.entries_of(folder, sorted(body["files"]))
+    (folder / MANIFEST).write_bytes(manifests.signed(body))
+    verify(folder)
+
+
+def change_json(path: Path, change: dict[str, Any]) -> None:
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+
+
+NESTED = "[" * 100_000
+CHANGES: dict[str, dict[str, Any]] = {
+    "run.json": {
+        "a list": [],
+        "nested": NESTED,
+        "no step": {"step": None},
+        "another step": {"step": 10**12},
+        "a text as seconds": {"seconds": "soon"},
+        "a number as data": {"data": 7},
+        "curriculum": {"curriculum": None},
+        "guard": {"guard": {"skipped": "all"}},
+        "averages": {"averages": {"loss": "x"}},
+        "history": {"history": [[1]]},
+        "history without a step": {"history": [{"loss": 1.0}]},
+    },
+    "trainer_state.json": {
+        "a list": [],
+        "nested": NESTED,
+        "another step": {"global_step": "2"},
+    },
+}
+
+
+@pytest.mark.parametrize(("name", "what"), [(name, what) for name in CHANGES for what in CHANGES[name]])
+def test_a_state_that_was_changed_and_signed_again_is_one_line(
+    killed: Path, tmp_path: Path, name: str, what: str
+) -> None:
+    output = Path(shutil.copytree(killed, tmp_path / "run"))
+    newest = step_folder(output / "checkpoints", 2)
+    change = CHANGES[name][what]
+    if isinstance(change, dict):
+        change_json(newest / name, change)
+    else:
+        (newest / name).write_text(change if isinstance(change, str) else json.dumps(change))
+    sign_again(newest)
+    with pytest.raises(ValueError, match=r"^(output|data): ") as caught:
+        Run(run_config(output, **SAVED), text=TEXT).train()
+    assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 1000
+
+
+@pytest.mark.parametrize("what", ["nan", "names", "shape", "optimizer", "optimizer's types", "random"])
+def test_tensors_that_were_changed_and_signed_again_are_one_line(
+    killed: Path, tmp_path: Path, what: str
+) -> None:
+    output = Path(shutil.copytree(killed, tmp_path / "run"))
+    newest = step_folder(output / "checkpoints", 2)
+    weights = safetensors.torch.load_file(newest / "model.safetensors")
+    first = min(weights)
+    if what == "nan":
+        weights[first].view(-1)[0] = float("nan")
+    elif what == "names":
+        weights["another"] = weights.pop(first)
+    elif what == "shape":
+        weights[first] = torch.zeros(3, 5, 7)
+    safetensors.torch.save_file(weights, newest / "model.safetensors", {"format": "pt"})
+    if what == "optimizer":
+        save_tensors(newest / "optimizer.safetensors", [1, 2])
+    elif what == "optimizer's types":
+        tree = load_tensors(newest / "optimizer.safetensors")
+        tree["optimizer"]["param_groups"] = {"lr": "fast"}
+        save_tensors(newest / "optimizer.safetensors", tree)
+    elif what == "random":
+        save_tensors(newest / "random.safetensors", [{"python": [1]}])
+    sign_again(newest)
+    with pytest.raises(ValueError, match=r"^output: ") as caught:
+        Run(run_config(output, **SAVED), text=TEXT).train()
+    assert "\n" not in str(caught.value)
+
+
+def test_the_final_model_and_its_manifest(tmp_path: Path) -> None:
+    """Every file of the model is in it; what people and later commands write beside it is not."""
+    run = Run(run_config(tmp_path / "run", **SAVED), text=TEXT)
+    run.train()
+    output = tmp_path / "run"
+    assert has_signed_model(output)
+    verify_model(output)
+    files = set(json.loads((output / MODEL_MANIFEST).read_text())["files"])
+    assert {"config.json", "model.safetensors", "tokenizer_config.json"} <= files
+    assert not files & {"README.md", "history.json", "run.yaml", MODEL_MANIFEST}
+    (output / "README.md").write_text("mine")
+    verify_model(output)
+    weights = output / "model.safetensors"
+    content = weights.read_bytes()
+    weights.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    with pytest.raises(ValueError, match=r"^model\.safetensors: was changed"):
+        verify_model(output)
+    weights.rename(tmp_path / "elsewhere")
+    weights.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(ValueError, match=r"^model\.safetensors: expected a regular file"):
+        verify_model(output)
+    weights.unlink()
+    weights.write_bytes(content)
+    for raw in (b"", b"[]", NESTED.encode(), b"{}"):
+        (output / MODEL_MANIFEST).write_bytes(raw)
+        with pytest.raises(ValueError, match=r"^model\.json: expected the manifest of a trained model"):
+            verify_model(output)
+    (output / MODEL_MANIFEST).unlink()
+    os.mkfifo(output / MODEL_MANIFEST)
+    with pytest.raises(ValueError, match=r"^model\.json: expected a regular file"):
+        verify_model(output)
