@@ -25,6 +25,7 @@ from trailmark.evaluation import reading
 from trailmark.evaluation.reading import Reader
 from trailmark.evaluation.subject import Subject
 from trailmark.memory import ChunkCache, saved
+from trailmark.memory.manifest import Manifest
 from trailmark.models import causal_lm
 from trailmark.trace import file as trace_file
 from trailmark.trace import tracer
@@ -143,7 +144,7 @@ class Death:
             (trace_file, "_tensors"),
             (ChunkCache, "save"),
             (saved, "_write_state"),
-            (saved, "_write_manifest"),
+            (Manifest, "write"),
         ):
             patch.setattr(owner, name, self.before(getattr(owner, name)))
 

@@ -31,7 +31,7 @@ OURS = re.compile(rf"{CHUNKS.pattern}(?:\.overwritten)?|{STATE.pattern}")
 _KIND = "trailmark memory"
 _DTYPES = ("float64", "float32", "bfloat16", "float16")
 _MOST = 2**62  # of a size: products of such sizes are compared, not allocated
-_MOST_BYTES = 32 << 20  # of a manifest: the names of a hundred thousand texts
+_MOST_BYTES = 128 << 20  # of a manifest: the names of some hundred thousand texts
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
