@@ -153,7 +153,7 @@ KINDS = {
     ),
 }  # fmt: skip
 # what the door is not yet before
-NOT_YET = {"memory", "model", "run", "traced"}
+NOT_YET = {"memory", "model"}
 
 
 # --- a good one of each ----------------------------------------------------------------------------------------
