@@ -26,7 +26,10 @@ pytestmark = pytest.mark.usefixtures("no_restart", "one_thread")
 
 SEEDS = (1, 2, 3)
 DRAWS, SLOW_DRAWS = 300, 3000  # of all seeds and kinds
-SECONDS = 10
+SECONDS, WAITED = (
+    10,
+    120,
+)  # of work; and of nothing at all, as before a FIFO: another's work may be in the way
 WORDS = ["the", "old", "river", "sees", "a", "small", "boat", "and", "sings"]
 CONFIG = """\
 output: run
@@ -152,8 +155,6 @@ KINDS = {
         "stopped", (("verify", "stopped"), ("train", "run.yaml", "output=stopped", "data.paths=[texts]")), told=True
     ),
 }  # fmt: skip
-# what the door is not yet before
-NOT_YET = {"memory", "model"}
 
 
 # --- a good one of each ----------------------------------------------------------------------------------------
@@ -182,8 +183,10 @@ def answer(*words: str) -> Answer:
         raise _Hang
 
     out, err, crash, code = io.StringIO(), io.StringIO(), None, 0
-    before = signal.signal(signal.SIGALRM, stop)
-    signal.setitimer(signal.ITIMER_REAL, SECONDS)
+    clocks = ((signal.SIGPROF, signal.ITIMER_PROF, SECONDS), (signal.SIGALRM, signal.ITIMER_REAL, WAITED))
+    before = [signal.signal(number, stop) for number, _, _ in clocks]
+    for _, clock, seconds in clocks:
+        signal.setitimer(clock, seconds)
     try:
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
             cli.main(list(words))
@@ -194,8 +197,9 @@ def answer(*words: str) -> Answer:
     except Exception as error:
         crash = f"{type(error).__name__}: {str(error)[:200]} at {_place(error)}"
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
+        for (number, clock, _), handler in zip(clocks, before, strict=True):
+            signal.setitimer(clock, 0)
+            signal.signal(number, handler)
     return Answer(code, out.getvalue(), err.getvalue(), crash)
 
 
@@ -360,13 +364,8 @@ def attacked(
     assert not wrong, "\n" + "\n".join(wrong)
 
 
-def _kinds() -> list[Any]:
-    waits = pytest.mark.skip(reason="another change puts the door before these")
-    return [pytest.param(name, marks=[waits] if name in NOT_YET else []) for name in KINDS]
-
-
 @pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.parametrize("name", _kinds())
+@pytest.mark.parametrize("name", KINDS)
 def test_what_is_damaged_is_said_in_a_line(
     name: str, seed: int, world: Path, tmp_path: Path, results: Callable[[str, int], Any]
 ) -> None:
@@ -375,7 +374,7 @@ def test_what_is_damaged_is_said_in_a_line(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.parametrize("name", _kinds())
+@pytest.mark.parametrize("name", KINDS)
 def test_what_is_damaged_is_said_in_a_line_of_many_more(
     name: str, seed: int, world: Path, tmp_path: Path, results: Callable[[str, int], Any]
 ) -> None:

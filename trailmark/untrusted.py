@@ -22,7 +22,8 @@ import yaml
 MOST_BYTES = 256 << 20
 """Of a file that is parsed as a whole: a record of many results; a manifest has a few KiB."""
 _MOST_VALUES = 1_000_000  # of a YAML file, each counted as often as aliases repeat it
-_MOST_YAML_BYTES = 256 << 10  # of which Python reads some 50 KiB per second
+_MOST_YAML_BYTES = 256 << 10  # without libyaml, Python reads some 50 KiB per second
+_DEEPEST_YAML = 100
 _KINDS = (
     (stat.S_ISDIR, "a folder"),
     (stat.S_ISLNK, "a link"),
@@ -153,7 +154,10 @@ class _NotFinite(Exception):
     """A number in JSON that is none: not a ValueError, which json itself raises for other reasons."""
 
 
-class _Loader(yaml.SafeLoader):
+_SafeLoader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # in C where PyYAML was built with libyaml
+
+
+class _Loader(_SafeLoader):
     """YAML without surprises: a key stands once in a mapping."""
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Hashable, Any]:
@@ -181,6 +185,7 @@ def parse_yaml(content: bytes | str, what: str) -> Any:
     """
     try:
         text = content.decode("utf-8") if isinstance(content, bytes) else content
+        _expect_shallow(text)  # what composes calls itself for each level, in C without looking at how deep
         node = yaml.compose(text, Loader=_Loader)
         if _values(node, {}) > _MOST_VALUES:  # before merge keys copy what they name
             raise yaml.YAMLError(f"it holds over {_MOST_VALUES:,} values, most by aliases that repeat others")
@@ -201,6 +206,17 @@ def parse_yaml(content: bytes | str, what: str) -> Any:
         OverflowError,
     ) as error:  # the latter of dates and numbers that are none
         raise ValueError(f"{what} is no YAML: {' '.join(str(error).split()).rstrip('.')}.") from error
+
+
+def _expect_shallow(text: str) -> None:
+    depth = 0
+    for event in yaml.parse(text, Loader=_SafeLoader):
+        if isinstance(event, yaml.CollectionStartEvent):
+            depth += 1
+        elif isinstance(event, yaml.CollectionEndEvent):
+            depth -= 1
+        if depth > _DEEPEST_YAML:
+            raise RecursionError
 
 
 def _values(node: Any, known: dict[int, int]) -> int:
