@@ -17,6 +17,7 @@ import re
 import shutil
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -38,6 +39,7 @@ Progress = Callable[[int, int], None]
 """It is called with the bytes that are done and the bytes in all."""
 
 _PIECE_BYTES = 1 << 20
+_PATIENCE = 5.0  # seconds for the reader of a FIFO
 _THREADS = 8  # that hash files: more than a disk keeps busy
 _SPARE = 1 << 20  # bytes of a disk that are left alone
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -80,10 +82,7 @@ def replacing(path: Path, durable: bool = False) -> Iterator[TextIO]:
     ``durable``: after the end, the new content outlives a power cut too.
     """
     if path.exists() and not path.is_file() and not path.is_dir():  # /dev/stdout: written to, never replaced
-        # a FIFO without a reader would be waited for; with one it is written as any file
-        descriptor = os.open(path, os.O_WRONLY | os.O_NONBLOCK)
-        os.set_blocking(descriptor, True)
-        with os.fdopen(descriptor, "w", encoding="utf-8", newline="\n") as file:
+        with os.fdopen(_open_for_writing(path), "w", encoding="utf-8", newline="\n") as file:
             yield file
         return
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
@@ -101,6 +100,26 @@ def replacing(path: Path, durable: bool = False) -> Iterator[TextIO]:
         raise
     if durable:
         sync_folder(path.parent)
+
+
+def _open_for_writing(path: Path) -> int:
+    """A FIFO, a device: one that nobody reads is waited for some seconds, not for ever."""
+    end = time.monotonic() + _PATIENCE
+    while True:
+        try:
+            descriptor = os.open(path, os.O_WRONLY | getattr(os, "O_NONBLOCK", 0))
+        except OSError as error:
+            if error.errno != errno.ENXIO:
+                raise
+            if time.monotonic() > end:
+                raise ValueError(
+                    f"output: nothing reads what is written to {str(path)!r}. Start its reader first, or name a file."
+                ) from error
+            time.sleep(0.01)
+        else:
+            if hasattr(os, "set_blocking"):  # a reader that is slow is waited for
+                os.set_blocking(descriptor, True)
+            return descriptor
 
 
 def remove_unfinished(folder: Path, *names: str) -> None:

@@ -26,7 +26,16 @@ from transformers import AutoModelForCausalLM
 from tests.training.tiny import MODELS, SHARED, prose, run_config
 from trailmark.models import architectures
 from trailmark.models.fields import field_types
-from trailmark.training.config import DataConfig, RunConfig, TrainingConfig, load_run_config
+from trailmark.training.config import (
+    MOST_RATE,
+    MOST_ROWS,
+    MOST_STEPS,
+    MOST_WEIGHT,
+    DataConfig,
+    RunConfig,
+    TrainingConfig,
+    load_run_config,
+)
 from trailmark.training.run import Run
 
 TASKS = ("text", "needles", "niah", "summarization")
@@ -287,26 +296,26 @@ def test_hundreds_of_valid_configurations_do(part: int, texts: Path) -> None:
 def any_configs(draw: st.DrawFn) -> RunConfig:
     """Valid ones with any numbers and names."""
     config = draw(configs())
-    share, positive = st.floats(0, 1), st.floats(0, 1e300)
+    share = st.floats(0, 1)
     data = some(
         draw,
         tokenizer=st.text(max_size=20),
         paths=st.lists(st.text(max_size=20), min_size=1, max_size=3),
-        filler_weight=positive,
+        filler_weight=st.floats(0, MOST_WEIGHT),
         level_accuracy=st.floats(0, 1, exclude_max=True),
-        distractors=st.integers(0, 10**9),
+        distractors=st.integers(0, MOST_ROWS),
     )
     if config.data.task == "summarization":
         data["paths"] = ["pairs.jsonl"]
     training = some(
         draw,
-        steps=st.integers(1, 10**12),
-        learning_rate=positive,
+        steps=st.integers(1, MOST_STEPS),
+        learning_rate=st.floats(0, MOST_RATE),
         adam_beta1=st.floats(0, 1, exclude_max=True),
         constant_fraction=share,
         final_fraction=share,
-        weight_decay=positive,
-        skip_nonfinite=st.integers(0, 10**9),
+        weight_decay=st.floats(0, MOST_WEIGHT),
+        skip_nonfinite=st.integers(0, MOST_STEPS),
         report_to=st.lists(st.sampled_from(["tensorboard", "trackio", "wandb"])),
         parallel=st.sampled_from(["ddp", "fsdp"]),
         seed=st.integers(0, 2**32 - 1),

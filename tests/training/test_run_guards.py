@@ -194,7 +194,7 @@ def write_config(folder: Path, **settings: Any) -> list[str]:
 
 
 def test_the_command_says_it_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = write_config(tmp_path, optimizer="adamw", learning_rate=1e30, warmup_steps=0)
+    arguments = write_config(tmp_path, optimizer="adamw", learning_rate=1000, warmup_steps=0)
     with pytest.raises(SystemExit) as caught:
         main(arguments)
     assert caught.value.code == 1
