@@ -40,7 +40,7 @@ finally:
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a prepared corpus, a neighbour table, a run with a checkpoint, and a record."""
+    """A folder with a prepared corpus, a neighbour table, a run with a checkpoint, a memory, and a record."""
     folder = tmp_path_factory.mktemp("saved")
     (folder / "text.txt").write_text(prose())
     prepare(LocalFiles([folder / "text.txt"]), folder / "corpus", processes=1)
@@ -53,6 +53,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MALLOC_TRIM_THRESHOLD_", "8589934592")  # no other process
         cli.main(["train", str(folder / "config.yaml")])
+        cli.main(["read", str(folder / "run"), str(folder / "text.txt"), "--memory", str(folder / "memory")])
     runs.record(folder / "evaluation", "perplexity", [runs.perplexity(1024)])
     return folder
 
@@ -66,6 +67,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("verify", "corpus"),
         ("verify", "table"),
         ("verify", "run"),
+        ("verify", "memory"),
         ("report", "evaluation", "run", "-o", "report.html"),
     ],
     ids=" ".join,

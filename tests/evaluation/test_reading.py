@@ -14,7 +14,7 @@ from trailmark.data.corpus import text_pieces, tokenize
 from trailmark.evaluation.reading import Reader, parse_dtype
 from trailmark.evaluation.subject import Subject, load
 from trailmark.files import BusyError
-from trailmark.memory import saved
+from trailmark.memory import verification
 from trailmark.trace import texts
 from trailmark.training.run import Run
 
@@ -67,7 +67,7 @@ def test_files_one_after_the_other_are_one_text(subject: Subject, books: list[Pa
     reader = Reader(subject, tmp_path / "memory")
     assert [reader.read(book) for book in books] == [True, True]
     torch.testing.assert_close(answer(subject, reader.cache), whole(subject, *books))
-    saved.verify(tmp_path / "memory")
+    verification.verify(tmp_path / "memory")
     lengths = [len(tokenize([book.read_text()], subject.tokenizer)) for book in books]
     assert [s["tokens"] for s in reader.sources] == lengths
     assert reader.num_tokens == reader.tokens_read == sum(lengths)
@@ -101,7 +101,7 @@ def test_an_interrupted_reading_goes_on_where_it_stopped(
     with pytest.raises(KeyboardInterrupt):
         reader.read(books[0])
     del reader
-    saved.verify(tmp_path / "memory")
+    verification.verify(tmp_path / "memory")
     reader = Reader(subject, tmp_path / "memory")
     assert reader.num_tokens == seen[-1]
     assert [reader.read(book) for book in books] == [True, True]
@@ -163,7 +163,7 @@ def test_one_reads_into_a_folder_and_the_other_is_refused_at_once(
     del first
     with Reader(subject, tmp_path / "memory") as second:
         assert [second.read(book) for book in books] == [False, True]
-    saved.verify(tmp_path / "memory")
+    verification.verify(tmp_path / "memory")
 
 
 def test_a_folder_in_which_nothing_was_written_is_not_left(

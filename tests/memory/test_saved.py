@@ -25,10 +25,11 @@ from tests.memory.interrupts import interrupt, stopped_at
 from trailmark import files
 from trailmark.files import NoSpaceError
 from trailmark.memory import hashes, manifest, saved
-from trailmark.memory.saved import MANIFEST, Saved, load, next_chunk_file, save, verify
+from trailmark.memory.saved import MANIFEST, Saved, load, next_chunk_file, save
 from trailmark.memory.tiers.base import TIERS, make_store
 from trailmark.memory.tiers.disk import DiskStore
 from trailmark.memory.tiers.records import ChunkStore, RecordLayout
+from trailmark.memory.verification import verify
 
 SHAPE = (2, 2, 3, 5)  # 2, J, S, D
 RECORD = 2 * 2 * 3 * 5 * 4  # bytes

@@ -15,7 +15,7 @@ import safetensors.torch
 import torch
 
 from tests.models.tiny import drt, tokens
-from trailmark.memory import ChunkCache, saved
+from trailmark.memory import ChunkCache, saved, verification
 from trailmark.memory.hashes import sample_of
 from trailmark.memory.manifest import hash_body
 
@@ -116,7 +116,7 @@ def test_damage_is_not_signed_again(tier: str, model: Any, memory: Path, tmp_pat
     one_line(lambda: cache.save(target), "chunks-1.bin' is damaged: .* in block 0 ")
     assert contents(target).keys() == before.keys()
     assert contents(target).get("memory.json") == before.get("memory.json")
-    one_line(lambda: saved.verify(memory), "chunks-1.bin' is damaged")
+    one_line(lambda: verification.verify(memory), "chunks-1.bin' is damaged")
 
 
 def test_damage_is_not_signed_by_a_branch(model: Any, memory: Path, tmp_path: Path) -> None:
@@ -132,7 +132,7 @@ def test_an_honest_memory_is_read_on_and_copied(model: Any, memory: Path, tmp_pa
             forget_sample(memory)
         for tier, target in (("disk", memory), ("host", tmp_path / f"copy{forgotten}")):
             read(model, model.load_cache(memory, tier)).save(target)
-            saved.verify(target)
+            verification.verify(target)
             model.load_cache(target)
         assert isinstance(body_of(memory)["chunks_sample"], str)
 
@@ -202,7 +202,7 @@ def test_what_a_manifest_says_of_chunks_is_checked(name: str, value: Any, model:
     if name == "sha256" and isinstance(value, str):
         value = [value] * 2
     sign(memory, lambda body: body["chunks"].update({name: value}))
-    for call in (model.load_cache, saved.verify, saved.load):
+    for call in (model.load_cache, verification.verify, saved.load):
         one_line(lambda call=call: call(memory), "memory.json' is damaged: expected a memory's manifest")
 
 
@@ -314,7 +314,7 @@ def test_what_is_no_file_of_its_own_is_refused(
     ):
         one_line(call, "^folder: expected a regular file")
     if name != "chunks-1.bin.overwritten":
-        one_line(lambda: saved.verify(memory), "^folder: expected a regular file")
+        one_line(lambda: verification.verify(memory), "^folder: expected a regular file")
 
 
 @pytest.mark.parametrize("kind", ["link", "FIFO"])
@@ -329,7 +329,7 @@ def test_nothing_of_ours_that_is_planted_is_followed(
     put("folder", memory / ".saving", tmp_path)
     put("link", memory / ".saving" / "state-3.safetensors", tmp_path / "outside")
     cache.save(memory)
-    saved.verify(memory)
+    verification.verify(memory)
 
 
 @pytest.mark.parametrize("kind", ["link", "FIFO", "folder", "hard link"])

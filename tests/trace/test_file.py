@@ -24,7 +24,7 @@ from tests.trace.test_trace import V, subject_of
 from trailmark.evaluation import reading
 from trailmark.evaluation.reading import Reader
 from trailmark.evaluation.subject import Subject
-from trailmark.memory import ChunkCache, saved
+from trailmark.memory import ChunkCache, saved, verification
 from trailmark.memory.manifest import Manifest
 from trailmark.models import causal_lm
 from trailmark.trace import file as trace_file
@@ -69,7 +69,7 @@ def read(subject: Subject, folder: Path, books: list[Path], trace: bool = True, 
 
 def outcome(folder: Path) -> tuple[bytes, bytes]:
     """The trace, and the memory's keys and values."""
-    saved.verify(folder / "memory")
+    verification.verify(folder / "memory")
     (chunks,) = (folder / "memory").glob("chunks-*.bin")
     return (folder / "trace").read_bytes(), chunks.read_bytes()
 

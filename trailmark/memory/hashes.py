@@ -93,7 +93,7 @@ def sign(
         known: that manifest's word; None: there is none.
         kept: bytes, from the first, that were not overwritten since.
         in_place: the records stay in the file that ``known`` is about: whole blocks that it vouches for are not read.
-            Damage in them keeps their old SHA-256, so that :func:`trailmark.memory.saved.verify` finds it.
+            Damage in them keeps their old SHA-256, so that :func:`trailmark.memory.verification.verify` finds it.
         copy_to: the descriptor of a file that the bytes are written to.
 
     Raises:

@@ -12,8 +12,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from trailmark import untrusted
 from trailmark.files import write_text
 from trailmark.memory import hashes
@@ -29,7 +27,12 @@ STATE = re.compile(r"state-([0-9]{1,18})\.safetensors")
 OURS = re.compile(rf"{CHUNKS.pattern}(?:\.overwritten)?|{STATE.pattern}")
 
 _KIND = "trailmark memory"
-_DTYPES = ("float64", "float32", "bfloat16", "float16")
+_BYTES_OF = {
+    "float64": 8,
+    "float32": 4,
+    "bfloat16": 2,
+    "float16": 2,
+}  # not asked of torch, which verify does without
 _MOST = 2**62  # of a size: products of such sizes are compared, not allocated
 _MOST_BYTES = 128 << 20  # of a manifest: the names of some hundred thousand texts
 _SHA256 = re.compile(r"[0-9a-f]{64}")
@@ -43,7 +46,7 @@ class ChunkFile(Settings):
     count: int = setting(least=0, most=_MOST)
     bytes: int = setting(least=0, most=_MOST)
     record_shape: tuple[int, ...] = setting(least=1, most=_MOST)  # (2, J, S, D)
-    dtype: str = setting(choices=_DTYPES)
+    dtype: str = setting(choices=tuple(_BYTES_OF))
     block_bytes: int = setting(choices=lambda: (hashes.BLOCK_BYTES,))
     sha256: tuple[str, ...] = setting()  # of each block; the last block may be shorter
 
@@ -65,12 +68,7 @@ class ChunkFile(Settings):
 
     @property
     def record_bytes(self) -> int:
-        return math.prod(self.record_shape) * self.torch_dtype.itemsize
-
-    @property
-    def torch_dtype(self) -> torch.dtype:
-        found: torch.dtype = getattr(torch, self.dtype)
-        return found
+        return math.prod(self.record_shape) * _BYTES_OF[self.dtype]
 
     def signed(self, folder: Path) -> Signed:
         return Signed(folder / self.file, self.count, self.record_bytes, self.sha256)

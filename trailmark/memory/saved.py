@@ -16,7 +16,6 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -32,8 +31,6 @@ from trailmark.files import (
     BusyError,
     HeldFolder,
     NoSpaceError,
-    Progress,
-    counting,
     is_no_space,
     lock,
     remove_unfinished,
@@ -42,10 +39,11 @@ from trailmark.files import (
 )
 from trailmark.memory import hashes
 from trailmark.memory import manifest as manifests
-from trailmark.memory.hashes import Signed, damaged, pieces_of, sample_of, sign
+from trailmark.memory.hashes import Signed, damaged, sample_of, sign
 from trailmark.memory.manifest import CHUNKS, OURS, UNFINISHED, ChunkFile, Manifest, StateFile
 from trailmark.memory.tiers.files import overwritten_from, overwritten_note
 from trailmark.memory.tiers.records import ChunkStore
+from trailmark.memory.verification import compare, expect_size, expect_state, missing
 from trailmark.ops.arguments import require
 
 MANIFEST = manifests.NAME
@@ -334,7 +332,7 @@ def load(folder: str | Path, check: bool = True) -> Saved:
     Args:
         check: compare the files' sizes and every byte of the tensors with the manifest; of the chunk file the pieces
             that tell it from another memory's, and what was overwritten after the memory was saved. Every byte is
-            compared by :func:`verify`.
+            compared by :func:`trailmark.memory.verification.verify`.
 
     Raises:
         ValueError: if there is no folder, no memory in it, a broken manifest, one of a newer format, or files
@@ -348,7 +346,7 @@ def load(folder: str | Path, check: bool = True) -> Saved:
         except FileNotFoundError as error:
             again = manifests.read(folder)
             if again == manifest:
-                raise ValueError(_missing(folder, error)) from error
+                raise ValueError(missing(folder, error)) from error
             manifest = again  # saved again meanwhile: its files are others
     raise ValueError(
         f"folder: expected a memory at rest, {str(folder)!r} is saved again and again. Try later."
@@ -359,10 +357,10 @@ def _open(folder: Path, manifest: Manifest, check: bool) -> Saved:
     chunks = manifest.chunks
     untrusted.expect_regular(folder / manifest.state.file, "folder")
     if check:
-        _expect_state(folder, manifest.state)
+        expect_state(folder, manifest.state)
     if check and chunks is not None:
         path = folder / chunks.file
-        _expect_size(path, chunks.bytes, exact=False)
+        expect_size(path, chunks.bytes, exact=False)
         _expect_not_overwritten(path, chunks)
         # manifests that older versions wrote have no sample
         if manifest.chunks_sample not in (None, sample_of(path, chunks.bytes)):
@@ -378,7 +376,7 @@ def _open(folder: Path, manifest: Manifest, check: bool) -> Saved:
         chunks.count,
         folder / chunks.file,
         chunks.record_shape,
-        chunks.torch_dtype,
+        getattr(torch, chunks.dtype),
         chunks.signed(folder),
     )
 
@@ -391,72 +389,15 @@ def _tensors(path: Path) -> dict[str, Tensor]:
         raise damaged(path, f"a safetensors file, got {error}") from error
 
 
-def verify(folder: str | Path, progress: Progress | None = None) -> None:
-    """Compare every byte of a saved memory with the SHA-256 in its manifest.
-
-    Args:
-        progress: called with the bytes compared and the bytes in all, at the end of each block of 64 MiB.
-
-    Raises:
-        ValueError: as :func:`load`; and for the first byte that differs, naming the file and the block.
-    """
-    folder = Path(folder)
-    manifest = manifests.read(folder)
-    chunks = manifest.chunks
-    more = counting(progress, manifest.state.bytes + (0 if chunks is None else chunks.bytes))
-    try:
-        if chunks is not None:
-            _expect_size(folder / chunks.file, chunks.bytes, exact=False)
-        _expect_state(folder, manifest.state)
-        more(manifest.state.bytes)
-        if chunks is not None:
-            _compare(folder, chunks, 0, more)
-    except FileNotFoundError as error:
-        raise ValueError(_missing(folder, error)) from error
-
-
-def _expect_state(folder: Path, state: StateFile) -> None:
-    path = folder / state.file
-    _expect_size(path, state.bytes, exact=True)
-    if sha256_of(path) != state.sha256:
-        raise damaged(path, "the SHA-256 in the manifest, got another")
-
-
-def _compare(
-    folder: Path, chunks: ChunkFile, start: int, more: Callable[[int], None] = lambda count: None
-) -> None:
-    """Compare a chunk file from byte ``start`` on with the manifest."""
-    path = folder / chunks.file
-    with untrusted.open_regular(path, "folder") as file:
-        chunks.signed(folder).compare(pieces_of(file.fileno(), path), start, chunks.bytes, more)
-
-
 def _expect_not_overwritten(path: Path, chunks: ChunkFile) -> None:
     first = overwritten_from(path)
     if first >= chunks.count:
         return
     try:
-        _compare(path.parent, chunks, first * chunks.record_bytes)
+        compare(path.parent, chunks, first * chunks.record_bytes)
     except ValueError as error:
         raise ValueError(
             f"folder: expected the chunks that were saved, those of {str(path)!r} from {first} on were overwritten "
             "since, by a cache on tier 'disk' that was not saved again. Save it, if it still lives; else read the "
             "text again."
         ) from error
-
-
-def _expect_size(path: Path, size: int, exact: bool) -> None:
-    untrusted.expect_regular(path, "folder")
-    length = path.stat().st_size
-    if length < size or (exact and length > size):
-        expected = f"{'' if exact else 'at least '}{size} bytes"
-        cut_off = " It was cut off." if length < size else ""
-        raise ValueError(f"{damaged(path, f'{expected} as in the manifest, got {length}')}{cut_off}")
-
-
-def _missing(folder: Path, error: OSError) -> str:
-    name = Path(str(error.filename)).name
-    return (
-        f"folder: expected the file {name!r}, which the manifest in {str(folder)!r} names, got none. Copy all "
-        "files of a memory together."
-    )

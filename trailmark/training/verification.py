@@ -8,6 +8,8 @@ from pathlib import Path
 from trailmark.data import prepare, shards
 from trailmark.data.neighbours import files as neighbour_files
 from trailmark.data.neighbours import table as neighbours
+from trailmark.memory import manifest as memory_manifest
+from trailmark.memory import verification as memory
 from trailmark.training import checkpoints
 from trailmark.training.checkpoints import CHECKPOINTS
 from trailmark.training.final_model import has_signed_model, verify_model
@@ -40,14 +42,12 @@ def verify(folder: Path, progress: Progress = lambda done, total: None) -> list[
     steps = [checkpoints.step_folder(of_run, step) for step in checkpoints.steps(of_run)]
     if steps or has_signed_model(folder):
         return _verify_run(folder, steps, progress)
-    from trailmark.memory import saved  # it needs torch, all others do not
-
-    if not (folder / saved.MANIFEST).exists():
+    if not (folder / memory_manifest.NAME).exists():
         raise ValueError(
             f"folder: expected a memory, a prepared corpus, a neighbour table, a checkpoint or a run with checkpoints, "
             f"{str(folder)!r} is none of these, or one that was never finished."
         )
-    saved.verify(folder, progress)
+    memory.verify(folder, progress)
     return [str(folder)]
 
 
