@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -122,3 +125,21 @@ def test_work_in_threads_keeps_its_order_and_stops_at_an_error() -> None:
     with pytest.raises(KeyError, match="0"):
         in_threads(fail_first, range(1000))
     assert len(begun) < 1000
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd/1").exists(), reason="Linux has these")
+def test_standard_output_stays_what_the_shell_opened(tmp_path: Path) -> None:
+    program = (
+        "from pathlib import Path; from trailmark.files import write_text; "
+        "write_text(Path('/proc/self/fd/1'), 'content')"  # where /dev/stdout leads
+    )
+    with open(tmp_path / "out", "wb") as out:
+        subprocess.run([sys.executable, "-c", program], stdout=out, check=True)
+    assert (tmp_path / "out").read_bytes() == b"content"
+
+
+def test_a_fifo_that_nobody_reads_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trailmark.files._PATIENCE", 0.05)
+    os.mkfifo(tmp_path / "fifo")
+    with pytest.raises(ValueError, match="output: nothing reads what is written"):
+        write_text(tmp_path / "fifo", "content")

@@ -13,6 +13,7 @@ import pytest
 from trailmark.untrusted import (
     brief,
     expect_regular,
+    files_like,
     open_regular,
     parse_json,
     parse_yaml,
@@ -93,6 +94,12 @@ def test_a_file_is_no_larger_than_what_it_is_read_as(tmp_path: Path) -> None:
     assert "at most" in one_line(lambda: read_yaml(tmp_path / "file", "config"))
 
 
+def test_hidden_files_are_none_of_a_folder(tmp_path: Path) -> None:
+    for name in ("b.json", "a.json", "._a.json", ".#a.json", "c.txt"):
+        (tmp_path / name).touch()
+    assert [path.name for path in files_like(tmp_path, "*.json", "a.*")] == ["a.json", "b.json"]
+
+
 # --- JSON ------------------------------------------------------------------------------------------------------
 
 
@@ -112,6 +119,7 @@ def test_json_is_read(tmp_path: Path) -> None:
         ('{"a": 1e999}', "finite"),
         ("1" * 5000, "no JSON"),
         (b'{"a": "\xff"}', "byte at 7"),
+        ('{"a": 1, "b": {"c": 1, "c": 2}}', "'c' twice"),
         ("{", "no JSON"),
         ("", "no JSON"),
     ],
@@ -136,6 +144,8 @@ def test_yaml_is_read(tmp_path: Path) -> None:
         "own": {"x": "3e-4", "y": [1, 2]},
     }
     assert parse_yaml("", "config") is None
+    merged = "base: &base {x: 2}\nouter:\n  a: &a {<<: *base, x: 1}\n  b: {<<: *a}\n"
+    assert parse_yaml(merged, "config")["outer"] == {"a": {"x": 1}, "b": {"x": 1}}
 
 
 @pytest.mark.parametrize(
@@ -151,6 +161,11 @@ def test_yaml_is_read(tmp_path: Path) -> None:
         ("2020-99-99", "no YAML"),
         ("? [1, 2]\n: 3", "no YAML"),
         ("a: b: c", "no YAML"),
+        ("!!bool x", "no YAML"),
+        ("a: !!int ''", "no YAML"),
+        ("!!float ''", "no YAML"),
+        ("!!timestamp foo", "no YAML"),
+        ("!!binary é", "no YAML"),
         (b"a: \xff", "byte at 3"),
     ],
 )
@@ -169,7 +184,15 @@ def test_a_message_quotes_briefly() -> None:
     shared: list[Any] = [1]
     for _ in range(60):
         shared = [shared] * 9
-    for value in ("x" * 10_000, [1] * 10_000, itself, shared, 10**6000, {n: n for n in range(999)}):
+    for value in (
+        "x" * 10_000,
+        [1] * 10_000,
+        itself,
+        shared,
+        10**6000,
+        [10**6000],
+        {n: n for n in range(999)},
+    ):
         assert len(brief(value)) <= 160
     assert brief("short") == "'short'"
     assert brief([1, "a"]) == "[1, 'a']"

@@ -81,7 +81,7 @@ def replacing(path: Path, durable: bool = False) -> Iterator[TextIO]:
 
     ``durable``: after the end, the new content outlives a power cut too.
     """
-    if path.exists() and not path.is_file() and not path.is_dir():  # /dev/stdout: written to, never replaced
+    if _is_device(path):  # written to, never replaced
         with os.fdopen(_open_for_writing(path), "w", encoding="utf-8", newline="\n") as file:
             yield file
         return
@@ -100,6 +100,13 @@ def replacing(path: Path, durable: bool = False) -> Iterator[TextIO]:
         raise
     if durable:
         sync_folder(path.parent)
+
+
+def _is_device(path: Path) -> bool:
+    """Whether it is no file of its own: a FIFO, a device, or /dev/stdout, which leads to whatever the shell opened."""
+    if path.is_dir() or not path.exists():
+        return False
+    return not path.is_file() or path.absolute().parts[1:2] in (("dev",), ("proc",))
 
 
 def _open_for_writing(path: Path) -> int:

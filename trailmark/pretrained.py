@@ -47,9 +47,8 @@ def expect_readable(where: str | os.PathLike[str], argument: str, subfolder: str
     folder = Path(where) / subfolder
     if not folder.is_dir():
         return {}
-    for pattern in _READ:
-        for path in folder.glob(pattern):
-            _expect_file(path, argument)
+    for path in untrusted.files_like(folder, *_READ):
+        _expect_file(path, argument)
     try:
         config = untrusted.read_json(
             folder / "config.json", argument, _CONFIG_BYTES, links=True, finite=False
@@ -101,10 +100,11 @@ def expect_sane(config: Mapping[str, Any], what: str) -> None:
 def expect_safetensors(where: str | os.PathLike[str], argument: str, subfolder: str = "") -> None:
     """Raise a ValueError where a folder has weights in other formats alone, and say how to go on."""
     folder = Path(where) / subfolder
-    if not folder.is_dir() or any(folder.glob("*.safetensors")):
+    if not folder.is_dir() or untrusted.files_like(folder, "*.safetensors"):
         return
-    names = sorted(path.name for pattern in _PICKLED for path in folder.glob(pattern))
-    names = [name for name in names if name != "training_args.bin"]
+    names = [
+        path.name for path in untrusted.files_like(folder, *_PICKLED) if path.name != "training_args.bin"
+    ]
     if names:
         raise ValueError(
             f"{argument}: expected weights in safetensors, {str(folder)!r} has {names[0]} alone, a format that can "
@@ -131,7 +131,7 @@ def expect_fits(
         return config.get(name) if isinstance(config, Mapping) else getattr(config, name, None)
 
     folder = Path(where) / subfolder
-    files = sorted(folder.glob("*.safetensors")) if folder.is_dir() else []
+    files = untrusted.files_like(folder, "*.safetensors")
     if not files:
         return
     tensors = 0

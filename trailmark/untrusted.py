@@ -13,7 +13,6 @@ import math
 import os
 import reprlib
 import stat
-from collections.abc import Hashable
 from pathlib import Path
 from typing import Any, BinaryIO, Never
 
@@ -22,7 +21,9 @@ import yaml
 MOST_BYTES = 256 << 20
 """Of a file that is parsed as a whole: a record of many results; a manifest has a few KiB."""
 _MOST_VALUES = 1_000_000  # of a YAML file, each counted as often as aliases repeat it
-_MOST_YAML_BYTES = 256 << 10  # without libyaml, Python reads some 50 KiB per second
+_MOST_YAML_BYTES = (
+    4 << 20 if hasattr(yaml, "CSafeLoader") else 256 << 10
+)  # Python alone reads 50 KiB per second
 _DEEPEST_YAML = 100
 _KINDS = (
     (stat.S_ISDIR, "a folder"),
@@ -80,11 +81,17 @@ def expect_regular(path: str | Path, argument: str, links: bool = False) -> None
     _expect_kind(mode, path, argument)
 
 
+def files_like(folder: Path, *patterns: str) -> list[Path]:
+    """The files of a folder with such names, in order; hidden ones are what other programs leave there."""
+    found = {path for pattern in patterns for path in folder.glob(pattern)}
+    return sorted(path for path in found if not path.name.startswith("."))
+
+
 def _expect_kind(mode: int, path: str | Path, argument: str) -> None:
     if not stat.S_ISREG(mode):
         kind = next((name for test, name in _KINDS if test(mode)), "a device")
         raise ValueError(
-            f"{argument}: expected a regular file, {str(path)!r} is {kind}. Put the file itself there."
+            f"{argument}: expected a regular file, {str(path)!r} is {kind}. Name a file, or put the file itself there."
         )
 
 
@@ -125,16 +132,25 @@ def parse_json(content: bytes | str, what: str, finite: bool = True) -> Any:
         finite: whether numbers beyond float64, NaN and Infinity are refused; else they are read as Python reads them.
 
     Raises:
-        ValueError: it is not UTF-8, no JSON, nested too deep, or holds a number that is not finite.
+        ValueError: it is not UTF-8, no JSON, nested too deep, or holds a key twice or a number that is not finite.
     """
 
     def refuse(text: str) -> Never:
-        raise _NotFinite(text)
+        raise _Refused(f"{brief(text)}, expected finite numbers")
 
     def finite_number(text: str) -> float:
         return value if math.isfinite(value := float(text)) else refuse(text)
 
-    hooks: dict[str, Any] = {"parse_constant": refuse, "parse_float": finite_number} if finite else {}
+    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        content = dict(pairs)
+        if len(content) < len(pairs):
+            names = [name for name, _ in pairs]
+            raise _Refused(f"the key {brief(next(name for name in names if names.count(name) > 1))} twice")
+        return content
+
+    hooks: dict[str, Any] = {"object_pairs_hook": once}
+    if finite:
+        hooks |= {"parse_constant": refuse, "parse_float": finite_number}
     try:
         text = content.decode("utf-8") if isinstance(content, bytes) else content
         return json.loads(text, **hooks)
@@ -144,36 +160,17 @@ def parse_json(content: bytes | str, what: str, finite: bool = True) -> Any:
         ) from error
     except RecursionError:
         raise ValueError(f"{what} is nested too deep to be read.") from None
-    except _NotFinite as error:
-        raise ValueError(f"{what} holds {brief(error.args[0])}, expected finite numbers.") from error
+    except _Refused as error:
+        raise ValueError(f"{what} holds {error}.") from error
     except ValueError as error:  # also of a number of too many digits
         raise ValueError(f"{what} is no JSON: {error}.") from error
 
 
-class _NotFinite(Exception):
-    """A number in JSON that is none: not a ValueError, which json itself raises for other reasons."""
+class _Refused(Exception):
+    """What JSON allows and we do not: no ValueError, which json itself raises for other reasons."""
 
 
 _SafeLoader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # in C where PyYAML was built with libyaml
-
-
-class _Loader(_SafeLoader):
-    """YAML without surprises: a key stands once in a mapping."""
-
-    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Hashable, Any]:
-        if isinstance(node, yaml.MappingNode):
-            seen = set()
-            for key, _ in node.value:
-                if key.tag == "tag:yaml.org,2002:merge":
-                    continue
-                name = self.construct_object(key, deep=True)
-                if isinstance(name, Hashable) and name in seen:
-                    raise yaml.constructor.ConstructorError(
-                        None, None, f"the key {brief(name)} stands twice", key.start_mark
-                    )
-                if isinstance(name, Hashable):
-                    seen.add(name)
-        return super().construct_mapping(node, deep)
 
 
 def parse_yaml(content: bytes | str, what: str) -> Any:
@@ -186,14 +183,10 @@ def parse_yaml(content: bytes | str, what: str) -> Any:
     try:
         text = content.decode("utf-8") if isinstance(content, bytes) else content
         _expect_shallow(text)  # what composes calls itself for each level, in C without looking at how deep
-        node = yaml.compose(text, Loader=_Loader)
+        node = yaml.compose(text, Loader=_SafeLoader)
         if _values(node, {}) > _MOST_VALUES:  # before merge keys copy what they name
             raise yaml.YAMLError(f"it holds over {_MOST_VALUES:,} values, most by aliases that repeat others")
-        loader = _Loader("")
-        try:
-            return None if node is None else loader.construct_document(node)
-        finally:
-            loader.dispose()
+        return None if node is None else _constructed(node)
     except UnicodeDecodeError as error:
         raise ValueError(
             f"{what} is no YAML: the byte at {error.start} is none of UTF-8 ({error.reason})."
@@ -219,11 +212,28 @@ def _expect_shallow(text: str) -> None:
             raise RecursionError
 
 
+def _constructed(node: Any) -> Any:
+    loader = _SafeLoader("")
+    try:
+        return loader.construct_document(node)
+    except (
+        ArithmeticError,
+        AttributeError,
+        LookupError,
+        TypeError,
+    ) as error:  # PyYAML's, of "!!bool x" and the like
+        raise yaml.YAMLError(f"a value is none of its tag ({error!r})") from error
+    finally:
+        loader.dispose()
+
+
 def _values(node: Any, known: dict[int, int]) -> int:
     """How many values a YAML node holds; those of an alias count where it stands. RecursionError: it holds itself."""
     if not isinstance(node, yaml.CollectionNode):
         return 1
     if id(node) not in known:
+        if isinstance(node, yaml.MappingNode):
+            _expect_keys_once(node)
         parts = (
             node.value if isinstance(node, yaml.SequenceNode) else [x for pair in node.value for x in pair]
         )
@@ -231,18 +241,34 @@ def _values(node: Any, known: dict[int, int]) -> int:
     return known[id(node)]
 
 
+def _expect_keys_once(node: Any) -> None:
+    seen = set()
+    for key, _ in node.value:
+        name = (key.tag, key.value) if isinstance(key, yaml.ScalarNode) else id(key)
+        if name in seen and key.tag != "tag:yaml.org,2002:merge":
+            raise yaml.YAMLError(f"the key {brief(key.value)} stands twice, the second time{key.start_mark}")
+        seen.add(name)
+
+
 # --- messages ----------------------------------------------------------------------------------------------------
 
-_repr = reprlib.Repr()
-_repr.maxstring = _repr.maxother = 120
-_repr.maxlong = 40
-_repr.maxlevel = 3
+
+class _Repr(reprlib.Repr):
+    maxstring = maxother = 120
+    maxlevel = 3
+
+    def repr_int(self, x: int, level: int) -> str:
+        try:
+            text = str(x)
+        except ValueError:  # of more digits than Python writes
+            return f"a number of about {x.bit_length() * 3 // 10} digits"
+        return text if len(text) <= 40 else f"{text[:18]}...{text[-18:]}"
+
+
+_repr = _Repr()
 
 
 def brief(value: Any) -> str:
     """``repr(value)``, shortened where it is long, deep or holds itself: for messages that quote what came."""
-    try:
-        text = _repr.repr(value)
-        return text if len(text) <= 160 else f"{text[:157]}..."
-    except ValueError:  # an integer of more digits than Python writes
-        return f"a number of about {value.bit_length() * 3 // 10} digits"
+    text = _repr.repr(value)
+    return text if len(text) <= 160 else f"{text[:157]}..."

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from trailmark import untrusted
 from trailmark.files import Progress, write_text
 from trailmark.training import manifests
 
@@ -33,6 +34,6 @@ def verify_model(output: Path, progress: Progress | None = None) -> None:
     manifest = manifests.read(output, MODEL_MANIFEST, manifests.Manifest, _KIND, _FORMAT, _NOUN)
     manifests.expect_same(output, manifest.entries(), progress)
     # transformers would load it instead, or with the others
-    for path in sorted(output.glob("*.safetensors")):
+    for path in untrusted.files_like(output, "*.safetensors"):
         if path.name not in manifest.files:
             raise ValueError(f"{path.name}: is not in {MODEL_MANIFEST}: expected nothing that was not saved.")
