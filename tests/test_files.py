@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -122,3 +124,21 @@ def test_work_in_threads_keeps_its_order_and_stops_at_an_error() -> None:
     with pytest.raises(KeyError, match="0"):
         in_threads(fail_first, range(1000))
     assert len(begun) < 1000
+
+
+def test_a_folder_that_is_held_as_python_ends_is_let_go_of_without_a_word(tmp_path: Path) -> None:
+    """Modules are emptied by then, and what they held goes in any order."""
+    code = """
+import sys
+from pathlib import Path
+from trailmark import files
+class Late:
+    held = files.HeldFolder(Path(sys.argv[1]), "busy")
+sys.late = Late()
+del files.os.close
+files.os = None
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, timeout=60
+    )
+    assert (done.returncode, done.stderr) == (0, "")
