@@ -15,6 +15,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from trailmark.memory.manifest import hash_body
+
 Resign = Callable[[Path], None]
 
 _DEPTHS = (3_000, 100_000, 1_000_000)
@@ -63,7 +65,7 @@ def damaged(rng: random.Random, target: Path, outside: Path, resign: Resign | No
     if file.suffix == ".yaml":
         kinds.append(_bomb)
     if file.suffix == ".safetensors":
-        kinds += [_header, _numbers]
+        kinds += [_header, _numbers, *[_tensor] * 6]
     damage = rng.choice(kinds)
     said = f"{file.relative_to(target.parent)}: {damage.__name__[1:]} {damage(rng, file, outside)}"
     if resign is not None and rng.random() < 0.3 and file.is_file() and not file.is_symlink():
@@ -283,6 +285,44 @@ def _numbers(rng: random.Random, file: Path, outside: Path) -> str:
     return f"at byte {place}"
 
 
+def _tensor(rng: random.Random, file: Path, outside: Path) -> str:
+    """Another shape of a tensor, other integers, NaN, or no such tensor, in a file that is whole."""
+    import torch
+    from safetensors import safe_open
+    from safetensors.torch import load_file, save_file
+
+    with safe_open(file, "pt") as opened:
+        notes = opened.metadata()
+    tensors = load_file(file)
+    name = rng.choice(sorted(tensors))
+    tensor, dim = tensors[name], rng.randrange(max(1, tensors[name].dim()))
+    kind = rng.choice(["dropped", "more", "none", "less", "flat", "other", "other"])
+    if kind == "dropped":
+        del tensors[name]
+    elif kind == "other":
+        if tensor.is_floating_point():
+            number: Any = rng.choice([float("nan"), float("inf"), -float("inf"), 1e30])
+        elif tensor.dtype == torch.bool:
+            number = rng.random() < 0.5
+        else:
+            number = rng.choice([-1, -2, 0, 1, 7, 2**31, 2**62, 2**63 - 1, -(2**63)])
+        kind = f"all {number}"
+        if rng.random() < 0.5 or not tensor.dim():
+            tensors[name] = torch.full_like(tensor, number)
+        elif tensor.numel():
+            tensor.view(-1)[rng.randrange(tensor.numel())] = number
+    elif tensor.dim():
+        other = {
+            "more": lambda: torch.cat([tensor, tensor], dim),
+            "none": lambda: tensor.narrow(dim, 0, 0),
+            "less": lambda: tensor.narrow(dim, 0, max(0, tensor.shape[dim] - 1)),
+            "flat": lambda: tensor.flatten(),
+        }
+        tensors[name] = other[kind]().contiguous()
+    save_file(tensors, file, notes)
+    return f"{name} {kind} (dimension {dim})"
+
+
 # --- signing again ---------------------------------------------------------------------------------------------
 
 
@@ -330,6 +370,25 @@ def resign_files(manifest: str) -> Resign:
         (folder / manifest).write_text(json.dumps(content))
 
     return resign
+
+
+def resign_memory(folder: Path) -> None:
+    if (body := _parsed(folder / "memory.json")) is None:
+        return
+    try:
+        body.pop("sha256", None)
+        for entry in filter(None, (body.get("state"), body.get("chunks"))):
+            content = (folder / entry["file"]).read_bytes()
+            if "block_bytes" in entry:
+                step = max(1 << 20, int(entry["block_bytes"]))
+                blocks = [content[at : at + step] for at in range(0, len(content), step)]
+                entry["sha256"] = [hashlib.sha256(block).hexdigest() for block in blocks]
+                body.pop("chunks_sample", None)  # as an older version wrote it
+            else:
+                entry |= {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+        (folder / "memory.json").write_text(json.dumps(body | {"sha256": hash_body(body)}))
+    except (KeyError, TypeError, OSError, ValueError, AttributeError, OverflowError):
+        return
 
 
 def contents(folder: Path, but: tuple[Path, ...]) -> dict[str, bytes]:

@@ -148,6 +148,7 @@ KINDS = {
         "memory",
         (("verify", "memory"), (*GENERATE, "--memory", "memory"), ("read", "run", "texts/b.txt", "--memory", "memory")),
         told=True,
+        resign=attacks.resign_memory,
         unhashed="chunks-",
     ),
     "model": Kind("run", (GENERATE,)),

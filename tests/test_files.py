@@ -143,3 +143,21 @@ def test_a_fifo_that_nobody_reads_is_told(tmp_path: Path, monkeypatch: pytest.Mo
     os.mkfifo(tmp_path / "fifo")
     with pytest.raises(ValueError, match="output: nothing reads what is written"):
         write_text(tmp_path / "fifo", "content")
+
+
+def test_a_folder_that_is_held_as_python_ends_is_let_go_of_without_a_word(tmp_path: Path) -> None:
+    """Modules are emptied by then, and what they held goes in any order."""
+    code = """
+import sys
+from pathlib import Path
+from trailmark import files
+class Late:
+    held = files.HeldFolder(Path(sys.argv[1]), "busy")
+sys.late = Late()
+del files.os.close
+files.os = None
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, timeout=60
+    )
+    assert (done.returncode, done.stderr) == (0, "")

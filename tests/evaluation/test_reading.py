@@ -216,6 +216,20 @@ def test_a_folder_that_is_removed_as_it_is_read_into_is_told_at_once(
     assert not (tmp_path / "memory").exists()
 
 
+def test_a_folder_that_is_removed_before_its_first_chunk_stays_removed(
+    subject: Subject, books: list[Path], tmp_path: Path
+) -> None:
+    def remove_and_read(reader: Reader) -> None:
+        with reader:
+            shutil.rmtree(tmp_path / "memory")
+            reader.read(books[0])
+
+    reader = Reader(subject, tmp_path / "memory")
+    with pytest.raises(ValueError, match=r"expected the folder .*memory'"):
+        remove_and_read(reader)
+    assert not (tmp_path / "memory").exists()
+
+
 def test_a_manifest_that_is_a_folder_is_told_before_anything_is_read(
     subject: Subject, tmp_path: Path
 ) -> None:

@@ -14,6 +14,7 @@ from transformers.cache_utils import Cache
 
 from trailmark.files import HeldFolder
 from trailmark.memory.chunks import ChunkMemory, MemorySize
+from trailmark.memory.schema import Expected
 from trailmark.memory.snapshot import load_state, save_state
 from trailmark.memory.state import STATES, CacheState, take_rows
 from trailmark.memory.tables import Integers
@@ -136,16 +137,14 @@ class ChunkCache(Cache):
             )
         save_state(self.state, self.memory, folder, self.identity(), self.notes, held)
 
-    def load(
-        self, folder: str | Path, device: torch.device, record_shape: tuple[int, ...] | None = None
-    ) -> None:
+    def load(self, folder: str | Path, device: torch.device, expected: Expected) -> None:
         """Go on from what was saved in ``folder``; this cache is empty. Models call it: ``model.load_cache``.
 
         Args:
-            record_shape: (2, J, S, D) of the model's records; None: that of any.
+            expected: what the model's state is like.
         """
         identity = self.identity()
-        self.state, self.notes = load_state(folder, self.begun, self.memory, identity, device, record_shape)
+        self.state, self.notes = load_state(folder, self.begun, self.memory, identity, device, expected)
 
     # --- rows ----------------------------------------------------------------------------------------------
 

@@ -18,6 +18,7 @@ from trailmark.memory.saved import next_chunk_file
 from trailmark.memory.search import ExactSearch
 from trailmark.memory.tables import Integers, Landmarks, Tables, as_read, as_stored
 from trailmark.memory.tiers.base import make_store, tier_named
+from trailmark.memory.tiers.disk import expect_there
 from trailmark.memory.tiers.recent import RecentRecords
 from trailmark.memory.tiers.records import ChunkStore, RecordLayout
 from trailmark.ops.arguments import require
@@ -105,6 +106,7 @@ class ChunkMemory:
             "None keeps every chunk.",
         )
         self.tier, self.folder, self.dtype = tier, folder, dtype
+        self._makes_folder = folder is not None and not folder.exists()
         self.planes, self.max_chunks = planes, max_chunks
         self.capacity = capacity if max_chunks is None else min(capacity, max_chunks)
         self.search = search or ExactSearch()
@@ -185,6 +187,8 @@ class ChunkMemory:
         return torch.stack(list(parts), dim=3)
 
     def _make_store(self, records: Tensor) -> ChunkStore:
+        if self.folder is not None and not self._makes_folder:
+            expect_there(self.folder)
         path = None if self.folder is None else next_chunk_file(self.folder)
         layout = RecordLayout(tuple(records.shape[1:]), self.dtype or records.dtype, records.device)
         return make_store(self.tier, layout, self.capacity * self.planes, path)

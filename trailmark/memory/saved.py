@@ -128,7 +128,8 @@ def hold(folder: Path) -> HeldFolder:
         held = HeldFolder(
             folder,
             "folder: expected a folder that nothing else writes in, another process is writing in "
-            f"{str(folder)!r}. Try again when it is done, or choose another one.",
+            f"{str(folder)!r}, or a Reader of this one that was not closed. Try again when it is done, or choose "
+            "another one.",
         )
     except OSError as error:
         raise _not_writable(folder, error) from error

@@ -8,14 +8,19 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from trailmark.memory.tables import as_read
+from trailmark.memory.cell import Cell
+from trailmark.memory.state import CacheState
+from trailmark.memory.tables import Booleans, Integers, as_read
 from trailmark.untrusted import brief
 
-# B rows; other letters any size
+# B rows; those of ``Expected`` are the model's, where it has them; every other letter is any size, the same in all
+# tensors of one prefix
 _SHAPES = {
     r"num_tokens|num_positions|phases|num_chunks|first_chunks": ("int64", "B"),
     r"short_chunks|pending\.\d+\.short": ("bool", ""),
@@ -23,42 +28,126 @@ _SHAPES = {
     r"layers\.\d+\.(keys|values)": ("float", "B J W D"),
     r"pending\.\d+\.(indices|lengths)": ("int64", "B K"),
     r"pending\.\d+\.weights": ("float", "B K"),
-    r"pending\.\d+\.(k|v)": ("float", "B K S J D"),
+    r"pending\.\d+\.(k|v)": ("float", "B K PS PJ PD"),
     r"open_ids": ("int64", "B S"),
-    r"(open_)?states|state_kv|deferred\.states": ("float", "B P E"),
+    r"open_states": ("float", "B S OE"),
+    r"states": ("float", "B N E"),
+    r"state_kv": ("float", "B N OE"),
+    r"deferred\.states": ("float", "B P E"),
     r"deferred\.chunk": ("int64", "b P"),
     r"deferred\.is_landmark": ("bool", "b P"),
     r"deferred\.first_chunk": ("int64", "B"),
-    r"deferred\.begun": ("int64", "b"),
+    r"deferred\.begun": ("int64", "c"),
     r"cell\.(tokens|counts)": ("int64", "B"),
     r"cell\.(chunk|slot)": ("int64", "B P"),
     r"cell\.is_landmark": ("bool", "B P"),
-    r"cell\.(offset|retrievals)": ("int64", "N"),
+    r"cell\.offset": ("int64", "1"),
+    r"cell\.retrievals": ("int64", "2"),
     r"records|starts|lengths": ("int64", "B M"),
 }
 _TABLES = ("records", "starts", "lengths", "landmarks")
+_ROWS = ("b", "c")  # of arrays that have one row where all are alike
+_MOST = 2**48  # tokens: what is added to such numbers stays one
 
 
-def expect_tensors(tensors: Mapping[str, Tensor]) -> None:
-    """Raise a ValueError where a tensor has another type or number of dimensions than its name says, or other rows."""
-    rows = tensors["num_tokens"].shape[:1] if "num_tokens" in tensors else ()
+class Expected(NamedTuple):
+    """What a model's own state is like."""
+
+    sizes: Mapping[str, int] = {}
+    """Of a layer's keys J heads of width D in W slots; states of width E; S tokens of a chunk, of width OE where the
+    open one is kept; N recurrent states; landmark vectors of width LE; CT tokens of a cell;
+    what was retrieved has PS keys a chunk of PJ heads of width PD."""
+    kept: tuple[str, ...] = ()
+    """Tensors that are there once something was read."""
+    record_shape: tuple[int, ...] | None = None
+    """(2, J, S, D) of a record in memory; None: any."""
+
+
+def expect_tensors(tensors: Mapping[str, Tensor], expected: Expected) -> None:
+    """Raise a ValueError where a tensor has another type or shape than its name says, or is not finite."""
+    rows = tensors["num_tokens"].shape[0] if "num_tokens" in tensors and tensors["num_tokens"].dim() else 1
+    known = {**expected.sizes, "B": rows, "1": 1, "2": 2}
+    bound: dict[tuple[str, str], int] = {}
     for name, tensor in tensors.items():
-        for pattern, (kind, dims) in _SHAPES.items():
-            if re.fullmatch(pattern, name):
-                letters = dims.split()
-                sizes = {"B": rows[0] if rows else None, "2": 2}
-                fits = tensor.is_floating_point() if kind == "float" else tensor.dtype == getattr(torch, kind)
-                fits = fits and tensor.dim() == len(letters)
-                fits = fits and all(
-                    sizes.get(letter, size) == size
-                    for letter, size in zip(letters, tensor.shape, strict=True)
-                )
-                _expect(
-                    fits,
-                    name,
-                    f"{kind} [{', '.join(letters)}] of {sizes['B']} rows B",
-                    f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}",
-                )
+        found = next((shape for pattern, shape in _SHAPES.items() if re.fullmatch(pattern, name)), None)
+        if found is None:
+            continue
+        kind, dims = found
+        letters, scope = dims.split(), name.rpartition(".")[0]
+        fits = tensor.is_floating_point() if kind == "float" else tensor.dtype == getattr(torch, kind)
+        fits = fits and tensor.dim() == len(letters)
+        sizes: list[int | str] = []
+        for letter, size in zip(letters, tensor.shape, strict=False):
+            fits = fits and (letter not in _ROWS or size in (1, rows))
+            of_model = known[letter] if letter in known else bound.setdefault((scope, letter), size)
+            fits = fits and of_model == size
+            sizes.append(of_model)
+        came = f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
+        _expect(fits, name, f"{kind} [{', '.join(letters)}] = {sizes}", came)
+        _expect(kind != "float" or bool(tensor.isfinite().all()), name, *_NOT_FINITE)
+    missing = [name for name in expected.kept if name not in tensors]
+    begun = "num_tokens" in tensors and bool(tensors["num_tokens"].any())
+    _expect(not (missing and begun), "tensors", f"{', '.join(expected.kept)}", f"no {', '.join(missing)}")
+
+
+_NOT_FINITE = ("finite numbers", "some that are not (NaN or infinite)")
+
+
+def expect_numbers(state: CacheState, expected: Expected) -> None:
+    """Raise a ValueError where numbers of a state do not fit each other: what has been read, chunks, positions."""
+    tokens, positions, chunks = state.num_tokens, state.num_positions, state.memory.chunks
+    _within("num_tokens", tokens, 0, _MOST)
+    _within("num_positions", positions, tokens, 2 * tokens)
+    _within("num_chunks", chunks, 0, tokens)
+    size = expected.sizes.get("S")  # None: there are no chunks
+    _within("phases", state.phases, 0, 0 if size is None else np.minimum(tokens, size - 1))
+    for n, span in enumerate(state.spans):
+        _within(f"spans.{n}", span.end, 0, positions)
+        _within(f"spans.{n}", span.start, 0, span.end)
+    for n, got in enumerate(state.pending):
+        if got is not None:
+            _within(f"pending.{n}.indices", got.indices, -1, chunks[:, None] - 1)
+            _within(f"pending.{n}.lengths", got.lengths, 0, got.k.shape[2])
+    if (cell := state.cell) is not None:
+        _expect_cell(cell, state, expected)
+    if (waiting := state.deferred) is not None:
+        there, closed = waiting.chunk >= 0, waiting.is_landmark.sum(1)
+        _expect_in_order("deferred.chunk", waiting.chunk, waiting.is_landmark, there.sum(1))
+        _within("deferred.begun", waiting.begun, 0, positions.max() if size is None else size)
+        _within("deferred.first_chunk", waiting.first_chunk, 0, positions)
+        if "LE" in expected.sizes or chunks.any():
+            _within("deferred.first_chunk", waiting.first_chunk + closed, chunks, chunks)
+
+
+def _expect_cell(cell: Cell, state: CacheState, expected: Expected) -> None:
+    counts, marks, places = cell.counts, cell.is_landmark, np.arange(cell.chunk.shape[1])
+    room = min((x.keys.shape[2] for x in state.layers if x.keys is not None), default=0)
+    _within("cell.tokens", cell.tokens, 0, expected.sizes.get("CT", 1) - 1)
+    _within("cell.counts", counts, 0, min(room, len(places)))
+    _expect_in_order("cell.chunk", cell.chunk, marks, counts)
+    begins = np.maximum.accumulate(np.where(np.roll(marks, 1, axis=1), places, 0), axis=1)
+    slot = np.where(marks, expected.sizes.get("S", 1), places - begins)
+    _expect(bool(((cell.slot == slot) | (cell.chunk < 0)).all()), "cell.slot", "places in order", "others")
+    _within("cell.slot", cell.slot, 0, expected.sizes.get("S", 1))
+    _within("cell.offset", cell.offset, 0, state.num_tokens.max())
+    _within("cell.retrievals", cell.retrievals, 0, _MOST)
+
+
+def _expect_in_order(name: str, chunk: Integers, marks: Booleans, counts: Integers) -> None:
+    """As a layout keeps them: present ones first, chunks counted from 0, a new one after each landmark."""
+    there = np.arange(chunk.shape[1]) < counts[:, None]
+    number = np.where(there, np.cumsum(marks, axis=1) - marks, -1)
+    fits = chunk.shape[0] == there.shape[0] and (chunk == number).all() and (marks <= there).all()
+    _expect(bool(fits), name, "chunks in order", "others")
+
+
+def _within(name: str, numbers: Any, least: Any, most: Any) -> None:
+    _expect(
+        bool(((numbers >= least) & (numbers <= most)).all()),
+        name,
+        "numbers that fit what was read",
+        numbers.tolist(),
+    )
 
 
 def expect_tables(
@@ -67,6 +156,7 @@ def expect_tables(
     records: int,
     rows_of_record: int | None,
     planes: int,
+    width: int | None = None,
 ) -> None:
     """Raise a ValueError where tables of chunks do not fit the records or each other, or landmarks are not finite.
 
@@ -76,7 +166,10 @@ def expect_tables(
         records: that were saved.
         rows_of_record: S, keys that a record has room for; None: there is no record.
         planes: records of a chunk.
+        width: of the landmarks; None: any.
     """
+    unknown = sorted({*tables} - {*_TABLES, "first_chunks"})
+    _expect(not unknown, "tensors", "those that a model saves", f"more: {brief(unknown)}")
     if rows_of_record is None or not records:
         _expect(not len({*_TABLES} & {*tables}), "chunks", "records for the chunks of its tables", "none")
         return
@@ -89,9 +182,13 @@ def expect_tables(
     for name in _TABLES[:3]:
         _expect(tuple(tables[name].shape) == shape, name, f"the shape {shape}", tuple(tables[name].shape))
     _expect(
-        landmarks.is_floating_point() and landmarks.dim() >= 3 and tuple(landmarks.shape[-3:-1]) == shape,
+        landmarks.is_floating_point()
+        and landmarks.dim() >= 3
+        and tuple(landmarks.shape[-3:-1]) == shape
+        and landmarks[..., 0].numel() in (shape[0] * shape[1], planes * shape[0] * shape[1])
+        and width in (None, landmarks.shape[-1]),
         "landmarks",
-        f"numbers of the shape [..., {shape[0]}, {shape[1]}, E]",
+        f"numbers of the shape [..., {shape[0]}, {shape[1]}, {width or 'E'}]",
         f"{landmarks.dtype} {list(landmarks.shape)}",
     )
     number = torch.arange(low, high)

@@ -15,7 +15,7 @@ from trailmark.files import HeldFolder
 from trailmark.memory import saved
 from trailmark.memory.cell import Cell
 from trailmark.memory.chunks import ChunkMemory, MemorySize
-from trailmark.memory.schema import expect_tables, expect_tensors
+from trailmark.memory.schema import Expected, expect_numbers, expect_tables, expect_tensors
 from trailmark.memory.state import STATES, CacheState, Deferred, Retrieved
 from trailmark.memory.tiers.base import open_store
 from trailmark.memory.tiers.records import RecordLayout
@@ -58,7 +58,7 @@ def load_state(
     memory: ChunkMemory,
     header: dict[str, Any],
     device: torch.device,
-    record_shape: tuple[int, ...] | None = None,
+    expected: Expected,
 ) -> tuple[CacheState, dict[str, Any]]:
     """The state that ``folder`` holds and its notes, and its chunks in ``memory``, which is empty.
 
@@ -67,7 +67,7 @@ def load_state(
         memory: of tier "disk", chunks stay in the folder's file, mapped, and reading goes on there; else they
             are read whole.
         header: what the memory must have been written with, of the model that is to go on.
-        record_shape: of that model; None: any.
+        expected: what that model's state is like.
 
     Raises:
         ValueError: for anything that is not a memory of this model.
@@ -83,12 +83,15 @@ def load_state(
             )
     shape, notes = there.record_shape, there.header.get("notes", {})
     try:
-        expect_tensors(there.tensors)
+        expect_tensors(there.tensors, expected)
         state, tables = _read_state(there.tensors, empty, device)
         num_chunks = torch.from_numpy(state.memory.chunks)
-        expect_tables(tables, num_chunks, there.count, None if shape is None else shape[2], memory.planes)
-        if shape is not None and record_shape is not None and shape != record_shape:
-            raise ValueError(f"record_shape: expected {record_shape}, got {shape}")
+        rows_of_record = None if shape is None else shape[2]
+        width = expected.sizes.get("LE")
+        expect_tables(tables, num_chunks, there.count, rows_of_record, memory.planes, width)
+        expect_numbers(state, expected)
+        if shape is not None and expected.record_shape not in (None, shape):
+            raise ValueError(f"record_shape: expected {expected.record_shape}, got {shape}")
         if not isinstance(notes, dict):
             raise ValueError(f"notes: expected a section with keys, got {brief(notes)}")
     except (ValueError, RuntimeError, IndexError) as error:

@@ -24,6 +24,7 @@ from transformers import initialization as init
 from transformers.utils import ModelOutput
 
 from trailmark.memory import CacheState, ChunkCache, ChunkMemory
+from trailmark.memory.schema import Expected
 from trailmark.memory.tiers.base import tier_named
 from trailmark.models.answers import ModelAnswers
 from trailmark.models.arguments import (
@@ -190,13 +191,23 @@ class TrailmarkForCausalLM(ModelAnswers, FolderMixin, PreTrainedModel, ChunkGene
         """
         path = folder if tier_named(memory_tier).needs_folder else None
         cache = self.new_cache(memory_tier, memory_folder=path, search=search)
-        cache.load(folder, self.lm_head.weight.device, self._record_shape)
+        cache.load(folder, self.lm_head.weight.device, self._expected_state())
         return cache
 
     @property
     def _record_shape(self) -> tuple[int, ...] | None:
         """(2, J, S, D) of a record in memory, which a saved one is checked by; None: it has none, or is not checked."""
         return None
+
+    def _expected_state(self) -> Expected:
+        """What a saved memory's state is checked by."""
+        config = self.config
+        sizes = {"E": config.hidden_size, "J": config.num_key_value_heads, "D": config.head_dim}
+        if self.layouts.chunk_size is not None:
+            sizes["S"] = self.layouts.chunk_size
+        if config.sliding_window is not None:
+            sizes["W"] = config.sliding_window
+        return Expected(sizes, record_shape=self._record_shape)
 
     def _identity(self) -> dict[str, Any]:
         """Of the configuration and the weights, for saved memories."""

@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from trailmark.memory import ChunkCache, MemoryEntries
+from trailmark.memory.schema import Expected
 from trailmark.models.arguments import check_tokens
 from trailmark.models.candidates import no_selection
 from trailmark.models.causal_lm import Hidden, TrailmarkForCausalLM
@@ -187,6 +188,14 @@ class RetrievingForCausalLM(LayeredForCausalLM):
             tokens: [B, T] of the call.
         """
         raise NotImplementedError
+
+    def _expected_state(self) -> Expected:
+        expected = super()._expected_state()
+        if not self.config.retrieves:
+            return expected
+        encodes = getattr(self.config, "retriever", None) == "encoder"
+        kept = ("open_states", "open_ids") if encodes else ("open_states",)
+        return expected._replace(sizes={**expected.sizes, "OE": self.config.hidden_size}, kept=kept)
 
     def _remember(self, x: Tensor, tokens: Tensor, grid: Grid, step: Step) -> None:
         if not self.config.retrieves:

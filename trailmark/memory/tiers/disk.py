@@ -31,6 +31,17 @@ from trailmark.ops.arguments import require
 _KEEP_FREE = 64 << 20  # of a disk, for the rest of a memory: landmark vectors, windows
 
 
+def expect_there(folder: Path) -> None:
+    """Raise a ValueError where a folder that chunks are written to was removed."""
+    try:
+        os.stat(folder)
+    except OSError as error:
+        raise ValueError(
+            f"memory_folder: expected the folder {str(folder)!r}, which chunks are written to, it is gone "
+            f"({error.strerror}). Leave it alone while something is read into it; read the text again."
+        ) from error
+
+
 class DiskStore(ChunkStore):
     """Records in one file: appended with ``pwrite``, read through a memory map, never read whole.
 
@@ -163,13 +174,8 @@ class DiskStore(ChunkStore):
             raise
 
     def _free(self) -> int:
-        try:
-            return shutil.disk_usage(self.path.parent).free
-        except OSError as error:
-            raise ValueError(
-                f"memory_folder: expected the folder {str(self.path.parent)!r}, which chunks are written to, it is "
-                f"gone ({error.strerror}). Leave it alone while something is read into it; read the text again."
-            ) from error
+        expect_there(self.path.parent)
+        return shutil.disk_usage(self.path.parent).free
 
     def _no_space(self, needed: int) -> NoSpaceError:
         return NoSpaceError(

@@ -17,6 +17,7 @@ from transformers import initialization as init
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from trailmark.memory import ChunkCache, Window
+from trailmark.memory.schema import Expected
 from trailmark.models.answers import CardFacts
 from trailmark.models.block_recurrent.config import BlockRecurrentConfig
 from trailmark.models.costs import CacheBytes, NumberBytes, kv_width
@@ -240,6 +241,12 @@ class BlockRecurrentForCausalLM(LayeredForCausalLM):
         return len(self.upper_layers) * (self.config.sliding_window - 1)
 
     # --- blocks, where others have chunks ---------------------------------------------------------------------
+
+    def _expected_state(self) -> Expected:
+        expected, config = super()._expected_state(), self.config
+        kv = 2 * config.num_key_value_heads * config.head_dim
+        sizes = {**expected.sizes, "N": config.num_states, "OE": kv}
+        return expected._replace(sizes=sizes, kept=("open_states", "states", "state_kv"))
 
     def _piece_size(self) -> int:
         return self.config.block_size

@@ -15,6 +15,7 @@ from transformers import initialization as init
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from trailmark.memory import MemoryEntries, Window
+from trailmark.memory.schema import Expected
 from trailmark.models.answers import CardFacts, LayerKind
 from trailmark.models.costs import (
     CacheBytes,
@@ -200,6 +201,14 @@ class DRTForCausalLM(RetrievingForCausalLM):
     def _record_shape(self) -> tuple[int, ...]:
         config = self.config
         return 2, config.num_key_value_heads, config.chunk_size, config.head_dim
+
+    def _expected_state(self) -> Expected:
+        expected, width = super()._expected_state(), self.config.hidden_size
+        if self.config.retriever == "encoder" and self.embedder is not None:
+            width = (width if self.config.scores_chunks else 0) + 2 * self.embedder.size
+        _, J, S, D = self._record_shape
+        sizes = {**expected.sizes, "LE": width, "PS": S, "PJ": J, "PD": D}
+        return expected._replace(sizes=sizes) if self.config.retrieves else expected
 
     def _landmark(self) -> Tensor:
         return self.landmark

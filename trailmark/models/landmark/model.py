@@ -21,6 +21,7 @@ from transformers import initialization as init
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from trailmark.memory import CacheState, ChunkCache, ChunkMemory
+from trailmark.memory.schema import Expected
 from trailmark.models.answers import CardFacts
 from trailmark.models.causal_lm import Hidden, TrailmarkForCausalLM
 from trailmark.models.costs import CacheBytes, NumberBytes
@@ -171,6 +172,11 @@ class LandmarkForCausalLM(TrailmarkForCausalLM):
     @property
     def _record_shape(self) -> tuple[int, ...]:
         return 2, 1, self.config.chunk_size + 1, self.config.head_dim
+
+    def _expected_state(self) -> Expected:
+        expected, config = super()._expected_state(), self.config
+        assert config.local_length is not None
+        return expected._replace(sizes={**expected.sizes, "LE": config.head_dim, "CT": config.local_length})
 
     def _make_memory(
         self, tier: str, capacity: int, folder: Path | None, dtype: torch.dtype | None, search: Any

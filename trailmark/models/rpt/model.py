@@ -15,6 +15,7 @@ from transformers import initialization as init
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from trailmark.memory import MemoryEntries, Window
+from trailmark.memory.schema import Expected
 from trailmark.models.answers import CardFacts, LayerKind
 from trailmark.models.candidates import expect_selectable
 from trailmark.models.causal_lm import Hidden
@@ -157,6 +158,16 @@ class RPTForCausalLM(RetrievingForCausalLM):
     @property
     def _record_shape(self) -> tuple[int, ...]:
         return 2, 1, self.config.chunk_size, self.config.hidden_size // 2
+
+    def _expected_state(self) -> Expected:
+        expected, width = super()._expected_state(), self.config.hidden_size
+        if self.retriever is None and self.embedder is not None:
+            width = self.embedder.size
+        return (
+            expected._replace(sizes={**expected.sizes, "LE": 2 * width})
+            if self.config.retrieves
+            else expected
+        )
 
     def _entries(self, x: Tensor, tokens: Tensor, grid: Grid, step: Step | None) -> MemoryEntries:
         """States as two halves, and landmark vectors (key, query) [B, C, 2 d].
