@@ -150,9 +150,12 @@ KINDS = {
         told=True,
         unhashed="chunks-",
     ),
-    "model": Kind("run", (GENERATE,)),
+    "model": Kind("run", (GENERATE, ("verify", "run")), resign=attacks.resign_run),
     "run": Kind(
-        "stopped", (("verify", "stopped"), ("train", "run.yaml", "output=stopped", "data.paths=[texts]")), told=True
+        "stopped",
+        (("verify", "stopped"), ("train", "run.yaml", "output=stopped", "data.paths=[texts]")),
+        told=True,
+        resign=attacks.resign_run,
     ),
 }  # fmt: skip
 
