@@ -6,6 +6,7 @@ the right result or by one line, never by a traceback, a hang, a wrong result or
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from trailmark.memory.manifest import hash_body
+from trailmark.training import manifests
 
 Resign = Callable[[Path], None]
 
@@ -389,6 +391,18 @@ def resign_memory(folder: Path) -> None:
         (folder / "memory.json").write_text(json.dumps(body | {"sha256": hash_body(body)}))
     except (KeyError, TypeError, OSError, ValueError, AttributeError, OverflowError):
         return
+
+
+def resign_run(folder: Path) -> None:
+    """The manifests of a run's checkpoints and of its final model, each with a SHA-256 of itself."""
+    for manifest in (folder / "model.json", *sorted(folder.glob("checkpoints/*/manifest.json"))):
+        if not manifest.is_file():
+            continue
+        resign_files(manifest.name)(manifest.parent)
+        if (content := _parsed(manifest)) is not None:
+            content.pop("sha256", None)
+            with contextlib.suppress(ValueError):  # a number that is none
+                manifest.write_bytes(manifests.signed(content))
 
 
 def contents(folder: Path, but: tuple[Path, ...]) -> dict[str, bytes]:

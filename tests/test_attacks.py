@@ -151,9 +151,12 @@ KINDS = {
         resign=attacks.resign_memory,
         unhashed="chunks-",
     ),
-    "model": Kind("run", (GENERATE,)),
+    "model": Kind("run", (GENERATE, ("verify", "run")), resign=attacks.resign_run),
     "run": Kind(
-        "stopped", (("verify", "stopped"), ("train", "run.yaml", "output=stopped", "data.paths=[texts]")), told=True
+        "stopped",
+        (("verify", "stopped"), ("train", "run.yaml", "output=stopped", "data.paths=[texts]")),
+        told=True,
+        resign=attacks.resign_run,
     ),
 }  # fmt: skip
 

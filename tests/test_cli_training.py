@@ -113,8 +113,14 @@ def test_prepare_train_verify(texts: Path, tmp_path: Path, command: Command) -> 
     (tmp_path / "run" / "model-00002.safetensors").write_bytes(b"")
     assert "model-00002.safetensors: is not in model.json" in command("verify", tmp_path / "run")[2]
     (tmp_path / "run" / "model-00002.safetensors").unlink()
-    (tmp_path / "run" / "model.json").unlink()  # as an older trailmark left it
-    assert command("verify", tmp_path / "run")[0] == 0
+    (tmp_path / "run" / "model.json").unlink()
+    assert "the final model: model.json: is missing" in command("verify", tmp_path / "run")[2]
+    history = json.loads((tmp_path / "run" / "history.json").read_text())
+    del history["model_manifest"]  # as an older trailmark left it
+    (tmp_path / "run" / "history.json").write_text(json.dumps(history))
+    code, out, err = command("verify", tmp_path / "run")
+    assert code == 0
+    assert "final model: not compared, there is no model.json." in out + err
 
 
 def test_verify_of_a_folder_with_nothing_of_ours(texts: Path, command: Command) -> None:

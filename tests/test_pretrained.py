@@ -27,9 +27,12 @@ from tests.models.tiny import drt
 from trailmark import pretrained
 from trailmark.data.corpus import load_tokenizer, tokenizer_fingerprint
 from trailmark.data.neighbours.embedders import open_embedder
+from trailmark.evaluation.generation import stream
 from trailmark.evaluation.subject import load
 from trailmark.evaluation.targets import open_reference
-from trailmark.models import DRTForCausalLM
+from trailmark.models import DRTConfig, DRTForCausalLM
+from trailmark.models.size import expect_memory
+from trailmark.pretrained import MOST_LAYERS
 from trailmark.training.states import initial_model
 
 BYTES = load_tokenizer()
@@ -360,3 +363,32 @@ def test_another_tokenizer_of_the_same_size_is_known_by_its_fingerprint(models: 
         refused(lambda: load(folder), "expected the tokenizer that the model was trained with")
     change(folder, tokenizer_fingerprint=None)  # as an older trailmark saved it
     assert load(folder).model
+
+
+@pytest.mark.parametrize(
+    "field",
+    [
+        {"eos_token_id": {"a": 1}}, {"eos_token_id": ["a"]}, {"eos_token_id": 10**400}, {"top_k": "x"},
+        {"num_beams": []}, {"num_beams": 3}, {"temperature": [1]}, {"max_new_tokens": "many"}, {"do_sample": "yes"},
+        {"bad_words_ids": 7},
+    ],
+)  # fmt: skip
+def test_a_generation_configuration_of_wrong_types_is_named(models: Path, field: dict[str, Any]) -> None:
+    folder, (name,) = models / "ours", field
+    (folder / "generation_config.json").write_text(json.dumps(field))
+    with pytest.raises(ValueError, match=r"^model: .*generation_config\.json") as caught:
+        list(stream(load(folder), "the", None, None, 1, 0, 0))
+    assert "\n" not in str(caught.value)
+    assert name in str(caught.value)
+
+
+def test_the_most_layers_that_are_allowed_are_built_in_seconds() -> None:
+    """Of sizes that fit into no machine: nothing is computed."""
+    sizes = {"hidden_size": 1 << 14, "intermediate_size": 1 << 16, "num_attention_heads": 16}
+    config = DRTConfig(num_hidden_layers=MOST_LAYERS, num_encoder_layers=1, num_lower_layers=2, **sizes)
+    began = time.process_time()
+    with pytest.raises(ValueError, match=r"^model: expected one that fits"):
+        expect_memory(config, 12)
+    assert time.process_time() - began < 10
+    with pytest.raises(ValueError, match="num_hidden_layers: expected at most 1000, got 1001"):
+        DRTConfig(num_hidden_layers=MOST_LAYERS + 1)

@@ -228,7 +228,7 @@ def verify(settings: VerifySettings) -> None:
     def show(done: int, total: int) -> None:
         progress.show(f"{size(done)} of {size(total)} compared")
 
-    for name in verify_folder(settings.folder, show):
+    for name in verify_folder(settings.folder, show, progress.say):
         progress.say(f"{name}: whole, every byte is as it was written.")
 
 

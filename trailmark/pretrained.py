@@ -12,11 +12,13 @@ import importlib
 import math
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from trailmark import network, untrusted
+from trailmark.settings import Settings, from_file, setting
 from trailmark.untrusted import brief
 
 NO_CODE: dict[str, Any] = {"trust_remote_code": False}
@@ -25,8 +27,8 @@ WEIGHTS_ALONE: dict[str, Any] = {"use_safetensors": True}
 """For every ``from_pretrained`` of a model: other formats can hold code."""
 
 _CONFIG_BYTES = 16 << 20
-MOST_LAYERS = 10_000
-"""Of a model: each is built before its weights are asked for."""
+MOST_LAYERS = 1_000
+"""Of a model: each is built before its weights are asked for, and takes a millisecond or more."""
 _PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 _READ = ("*.json", "*.jinja", "*.txt", "*.model", "*.safetensors")  # what transformers may open in a folder
 
@@ -61,6 +63,11 @@ def expect_readable(where: str | os.PathLike[str], argument: str, subfolder: str
             f"{brief(config)}."
         )
     expect_sane(config, f"{argument}: {str(folder / 'config.json')!r}")
+    with suppress(FileNotFoundError):
+        path = folder / "generation_config.json"
+        fields = untrusted.read_json(path, argument, _CONFIG_BYTES, links=True, finite=False)
+        if isinstance(fields, dict):
+            _generation(fields, argument, folder)
     return config
 
 
@@ -194,6 +201,94 @@ def _sum(x: Any) -> float:
     return float(x.sum(dtype=torch.float32))
 
 
+_MOST_COUNT = 2**31 - 1
+
+
+def _count(least: int = 0, most: int = _MOST_COUNT) -> Any:
+    return setting(None, least=least, most=most)
+
+
+@dataclass(frozen=True)
+class _Generation(Settings):
+    """The types of what generation_config.json may hold; transformers looks at values, and at few types."""
+
+    max_length: int | None = _count()
+    max_new_tokens: int | None = _count()
+    min_length: int | None = _count()
+    min_new_tokens: int | None = _count()
+    max_time: float | None = setting(None, least=0)
+    stop_strings: list[str] | None = None
+    do_sample: bool | None = None
+    num_beams: int | None = _count(1, 1 << 16)
+    num_beam_groups: int | None = _count(1, 1 << 16)
+    num_return_sequences: int | None = _count(1, 1 << 16)
+    use_cache: bool | None = None
+    cache_implementation: str | None = None
+    temperature: float | None = None
+    top_k: int | None = _count()
+    top_p: float | None = None
+    min_p: float | None = None
+    top_h: float | None = None
+    typical_p: float | None = None
+    epsilon_cutoff: float | None = None
+    eta_cutoff: float | None = None
+    repetition_penalty: float | None = None
+    encoder_repetition_penalty: float | None = None
+    length_penalty: float | None = None
+    diversity_penalty: float | None = None
+    penalty_alpha: float | None = None
+    guidance_scale: float | None = None
+    no_repeat_ngram_size: int | None = _count()
+    encoder_no_repeat_ngram_size: int | None = _count()
+    bad_words_ids: list[list[int]] | None = None
+    renormalize_logits: bool | None = None
+    remove_invalid_values: bool | None = None
+    forced_bos_token_id: int | None = _count()
+    forced_eos_token_id: int | list[int] | None = None
+    exponential_decay_length_penalty: list[float] | None = None
+    suppress_tokens: list[int] | None = None
+    begin_suppress_tokens: list[int] | None = None
+    token_healing: bool | None = None
+    output_attentions: bool | None = None
+    output_hidden_states: bool | None = None
+    output_scores: bool | None = None
+    output_logits: bool | None = None
+    return_dict_in_generate: bool | None = None
+    pad_token_id: int | None = _count(-1)
+    bos_token_id: int | list[int] | None = None
+    eos_token_id: int | list[int] | None = None
+    decoder_start_token_id: int | list[int] | None = None
+    prompt_lookup_num_tokens: int | None = _count()
+    prefill_chunk_size: int | None = _count(1)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("forced_eos_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_id"):
+            value = getattr(self, name)
+            for token in value if isinstance(value, list) else () if value is None else (value,):
+                if not -1 <= token <= _MOST_COUNT:
+                    raise ValueError(f"{name}: expected tokens, got {brief(token)}.")
+
+
+def expect_generation(model: Any, argument: str, where: str | os.PathLike[str]) -> None:
+    """Raise a ValueError for a field of generation_config.json that has another type than transformers takes."""
+    config = getattr(model, "generation_config", None)
+    if config is None:
+        return
+    for name, value in vars(_generation(vars(config), argument, where)).items():
+        if value is not None:
+            setattr(config, name, value)  # a number that was written as a text
+
+
+def _generation(fields: dict[str, Any], argument: str, where: str | os.PathLike[str]) -> _Generation:
+    try:
+        return from_file(_Generation, fields)
+    except ValueError as error:
+        raise ValueError(
+            f"{argument}: {str(Path(where) / 'generation_config.json')!r}: {error} Mend or remove that line."
+        ) from error
+
+
 # --- around ------------------------------------------------------------------------------------------------------
 
 
@@ -286,4 +381,5 @@ def load_model(
             str(where), output_loading_info=True, **NO_CODE, **WEIGHTS_ALONE, **options
         )
     expect_finite(model.named_parameters(), argument, where)
+    expect_generation(model, argument, where)
     return model, found

@@ -18,6 +18,7 @@ from trailmark.training.checkpoints import MANIFEST, step_folder, verify
 from trailmark.training.final_model import MODEL_MANIFEST, has_signed_model, verify_model
 from trailmark.training.run import Run
 from trailmark.training.tensors import load_tensors, save_tensors
+from trailmark.training.verification import verify as verify_folder
 
 SAVED = {"steps": 3, "save_steps": 2, "keep_checkpoints": 3}
 
@@ -66,6 +67,15 @@ CHANGES: dict[str, dict[str, Any]] = {
         "a list": [],
         "nested": NESTED,
         "another step": {"global_step": "2"},
+        "an unknown key": {"unheard of": 1},
+        "no text as a batch size": {"train_batch_size": "nan"},
+        "no batch size": {"train_batch_size": None},
+        "no text as callbacks": {"stateful_callbacks": "1e999"},
+        "nested callbacks": {"stateful_callbacks": {"TrainerControl": {"args": {"should_log": [[]]}}}},
+        "a list as a checkpoint": {"best_model_checkpoint": [[]]},
+        "a nested log": {"log_history": [{"loss": {"a": 1}}]},
+        "a number as a text": {"total_flos": "1.5"},
+        "a number of many digits": {"total_flos": 10**400},
     },
 }
 
@@ -115,6 +125,28 @@ def test_tensors_that_were_changed_and_signed_again_are_one_line(
     with pytest.raises(ValueError, match=r"^output: ") as caught:
         Run(run_config(output, **SAVED), text=TEXT).train()
     assert "\n" not in str(caught.value)
+
+
+def test_a_final_model_without_its_manifest_is_never_passed_over(tmp_path: Path) -> None:
+    output = tmp_path / "run"
+    Run(run_config(output, **SAVED), text=TEXT).train()
+    (output / MODEL_MANIFEST).unlink()
+    with pytest.raises(ValueError, match=r"^checkpoints: damaged: the final model: model\.json: is missing"):
+        verify_folder(output)
+    history = json.loads((output / "history.json").read_text())
+    assert history.pop("model_manifest") == MODEL_MANIFEST
+    (output / "history.json").write_text(json.dumps(history))  # as older versions wrote it
+    said: list[str] = []
+    places = verify_folder(output, say=said.append)
+    assert [Path(place).name for place in places] == ["step-00000002", "step-00000003"]
+    assert said == [f"{output}: final model: not compared, there is no model.json."]
+    (output / "history.json").write_text("[]")
+    assert verify_folder(output) == places
+    shutil.rmtree(output / "checkpoints")
+    with pytest.raises(
+        ValueError, match=r"^folder: .* a model without model\.json, which cannot be compared"
+    ):
+        verify_folder(output)
 
 
 def test_the_final_model_and_its_manifest(tmp_path: Path) -> None:

@@ -37,6 +37,11 @@ def stream(
     if prompt is None and file is None:
         raise ValueError("prompt: expected --prompt TEXT, --file FILE or both, got neither.")
     model, tokenizer = subject.model, subject.tokenizer
+    if (beams := model.generation_config.num_beams or 1) > 1:
+        raise ValueError(
+            f"model: {str(subject.folder / 'generation_config.json')!r}: num_beams: expected 1 for text that is shown "
+            f"as it is generated, got {beams}. Remove that line, or call the model's generate in Python."
+        )
     try:
         ids = tokenize([prompt or ""], tokenizer)
     except UnicodeEncodeError as error:

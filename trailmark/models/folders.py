@@ -49,6 +49,8 @@ class FolderMixin(PreTrainedModel):
         loaded: Any = super().from_pretrained(where, *model_args, config=config, **options)
         model = loaded[0] if isinstance(loaded, tuple) else loaded
         pretrained.expect_finite(model.named_parameters(), "model", where or "what was given")
+        if where is not None:
+            pretrained.expect_generation(model, "model", where)
         return loaded
 
     # --- saving -----------------------------------------------------------------------------------------------

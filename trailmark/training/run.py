@@ -40,7 +40,7 @@ from trailmark.models.size import expect_memory
 from trailmark.training import checkpoints, states
 from trailmark.training.checkpoints import CHECKPOINTS
 from trailmark.training.config import RunConfig
-from trailmark.training.final_model import sign_model
+from trailmark.training.final_model import MODEL_MANIFEST, sign_model
 from trailmark.training.neighbours import open_table
 from trailmark.training.processes import by_main, is_main, world_size
 from trailmark.training.run_folder import (
@@ -304,6 +304,7 @@ class Run(RunningState):
                 "tokens_per_second": self.tokens_per_second,
                 "level_starts": self.curriculum.starts,
                 "levels": [asdict(level) for level in self.curriculum.levels],
+                "model_manifest": MODEL_MANIFEST,  # without it the model is not whole
             }
             refresh_card(self.output, history)
             write_json(self.output / HISTORY_FILE, history, durable=True)  # last: it says that all is there

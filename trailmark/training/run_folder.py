@@ -7,7 +7,7 @@ import json
 import platform
 import shutil
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ from trailmark.untrusted import read_json, read_yaml
 HISTORY_FILE = "history.json"  # written at the end: the run is complete
 RUN_FILE = "run.yaml"
 STATE_FILE = "run.json"  # of a checkpoint
+_TRAINER_FILE = "trainer_state.json"  # beside it
 SAVING = ".saving-"
 # beginnings of names that no file keeps
 _LEFTOVERS = (
@@ -130,6 +131,43 @@ class _State(Settings):
             raise ValueError("history: expected a step in each line, one has none.")
 
 
+_MOST = 2**63 - 1  # "for ever", as transformers writes it
+
+
+@dataclass(frozen=True)
+class _Trainer(Settings):
+    """What the Trainer of transformers writes, and believes when it goes on: of its types, with names that it knows."""
+
+    global_step: int = setting(least=0, most=_MOST)
+    train_batch_size: int = setting(least=1, most=_MOST)
+    epoch: float | None = None
+    max_steps: int = setting(0, least=0, most=_MOST)
+    logging_steps: float = setting(0, least=0)
+    eval_steps: float = setting(0, least=0)
+    save_steps: float = setting(0, least=0)
+    num_train_epochs: int = setting(0, least=0, most=_MOST)
+    num_input_tokens_seen: int = setting(0, least=0, most=_MOST)
+    total_flos: float = 0.0
+    log_history: list[dict[str, Any]] = field(default_factory=list)
+    best_metric: float | None = None
+    best_global_step: int | None = setting(None, least=0, most=_MOST)
+    best_model_checkpoint: str | None = None
+    is_local_process_zero: bool = True
+    is_world_process_zero: bool = True
+    is_hyper_param_search: bool = False
+    trial_name: str | None = None
+    trial_params: dict[str, Any] | None = None
+    stateful_callbacks: dict[str, dict[str, dict[str, Any]]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        callbacks = [values for parts in self.stateful_callbacks.values() for values in parts.values()]
+        for values in (*self.log_history, self.trial_params or {}, *callbacks):
+            for name, value in values.items():
+                if isinstance(value, dict | list):
+                    raise ValueError(f"{name}: expected one value, got {untrusted.brief(value)}.")
+
+
 def read_state(checkpoint: Path) -> dict[str, Any]:
     """What a run knew at a checkpoint.
 
@@ -140,10 +178,16 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
     try:
         raw = untrusted.read_json(checkpoint / STATE_FILE, "output", finite=False)
         state = from_mapping(_State, raw)
-        trainer = untrusted.read_json(checkpoint / "trainer_state.json", "output", finite=False)
-        at = trainer.get("global_step") if isinstance(trainer, dict) else None
-        if at != state.step:
-            raise ValueError(f"expected the trainer at step {state.step}, got {untrusted.brief(at)}.")
+        place = f"output: {str(checkpoint / _TRAINER_FILE)!r}"
+        trainer = untrusted.read_json(checkpoint / _TRAINER_FILE, "output", finite=False)
+        known = from_mapping(_Trainer, trainer)
+        for name, value in trainer.items():
+            if isinstance(value, str) and not isinstance(
+                getattr(known, name), str
+            ):  # it is read again as it stands
+                raise ValueError(f"{name}: expected a number, got {untrusted.brief(value)}.")
+        if known.global_step != state.step:
+            raise ValueError(f"expected the trainer at step {state.step}, got {known.global_step}.")
     except (FileNotFoundError, ValueError) as error:
         raise ValueError(
             f"{place} is not what a training wrote ({str(error).rstrip('.')}). Remove that checkpoint to go on from "

@@ -12,13 +12,26 @@ from trailmark.memory import manifest as memory_manifest
 from trailmark.memory import verification as memory
 from trailmark.training import checkpoints
 from trailmark.training.checkpoints import CHECKPOINTS
-from trailmark.training.final_model import has_signed_model, verify_model
+from trailmark.training.final_model import (
+    MODEL_MANIFEST,
+    expects_manifest,
+    has_signed_model,
+    lacks_manifest,
+    verify_model,
+)
 
 Progress = Callable[[int, int], None]
 
 
-def verify(folder: Path, progress: Progress = lambda done, total: None) -> list[str]:
+def verify(
+    folder: Path,
+    progress: Progress = lambda done, total: None,
+    say: Callable[[str], None] = lambda line: None,
+) -> list[str]:
     """Every byte of a corpus, pairs, a neighbour table, a checkpoint, a run's checkpoints and final model, or a memory.
+
+    Args:
+        say: told in a sentence what lies there and has nothing to be compared with.
 
     Returns:
         The names of what is whole.
@@ -40,9 +53,18 @@ def verify(folder: Path, progress: Progress = lambda done, total: None) -> list[
         return [str(folder)]
     of_run = folder / CHECKPOINTS if (folder / CHECKPOINTS).is_dir() else folder
     steps = [checkpoints.step_folder(of_run, step) for step in checkpoints.steps(of_run)]
-    if steps or has_signed_model(folder):
-        return _verify_run(folder, steps, progress)
+    signed = has_signed_model(folder) or expects_manifest(folder)
+    if steps or signed:
+        whole = _verify_run(folder, steps, signed, progress)
+        if lacks_manifest(folder):
+            say(f"{folder}: final model: not compared, there is no {MODEL_MANIFEST}.")
+        return whole
     if not (folder / memory_manifest.NAME).exists():
+        if lacks_manifest(folder):
+            raise ValueError(
+                f"folder: expected what was saved with hashes, {str(folder)!r} holds a model without {MODEL_MANIFEST}, "
+                "which cannot be compared. trailmark train writes one with each model."
+            )
         raise ValueError(
             f"folder: expected a memory, a prepared corpus, a neighbour table, a checkpoint or a run with checkpoints, "
             f"{str(folder)!r} is none of these, or one that was never finished."
@@ -51,10 +73,10 @@ def verify(folder: Path, progress: Progress = lambda done, total: None) -> list[
     return [str(folder)]
 
 
-def _verify_run(folder: Path, steps: list[Path], progress: Progress) -> list[str]:
-    """All checkpoints, and the final model where it has a manifest."""
+def _verify_run(folder: Path, steps: list[Path], signed: bool, progress: Progress) -> list[str]:
+    """All checkpoints, and the final model where it was ``signed``."""
     looks: dict[Path, Callable[[Path, Progress], None]] = dict.fromkeys(steps, checkpoints.verify)
-    if has_signed_model(folder):
+    if signed:
         looks[folder] = verify_model
     whole, wrong = [], []
     for part, look in looks.items():
