@@ -128,10 +128,16 @@ def test_work_in_threads_keeps_its_order_and_stops_at_an_error() -> None:
 
 
 @pytest.mark.skipif(not Path("/proc/self/fd/1").exists(), reason="Linux has these")
-def test_standard_output_stays_what_the_shell_opened(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["fd/1", "a link"])
+def test_standard_output_stays_what_the_shell_opened(name: str, tmp_path: Path) -> None:
+    if name == "a link":  # as /dev/stdout is one
+        place = tmp_path / "stdout"
+        place.symlink_to("/proc/self/fd/1")
+    else:
+        place = Path("/proc/self", name)
     program = (
         "from pathlib import Path; from trailmark.files import write_text; "
-        "write_text(Path('/proc/self/fd/1'), 'content')"  # where /dev/stdout leads
+        f"write_text(Path({str(place)!r}), 'content')"
     )
     with open(tmp_path / "out", "wb") as out:
         subprocess.run([sys.executable, "-c", program], stdout=out, check=True)

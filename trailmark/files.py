@@ -106,7 +106,13 @@ def _is_device(path: Path) -> bool:
     """Whether it is no file of its own: a FIFO, a device, or /dev/stdout, which leads to whatever the shell opened."""
     if path.is_dir() or not path.exists():
         return False
-    return not path.is_file() or path.absolute().parts[1:2] in (("dev",), ("proc",))
+    if not path.is_file():
+        return True
+    while not Path(os.path.realpath(path.parent)).is_relative_to("/proc"):
+        if not path.is_symlink():
+            return False
+        path = path.parent / os.readlink(path)
+    return True
 
 
 def _open_for_writing(path: Path) -> int:
