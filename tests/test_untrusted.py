@@ -194,5 +194,6 @@ def test_a_message_quotes_briefly() -> None:
         {n: n for n in range(999)},
     ):
         assert len(brief(value)) <= 160
+    assert brief("x" * 100) == repr("x" * 100)
     assert brief("short") == "'short'"
     assert brief([1, "a"]) == "[1, 'a']"

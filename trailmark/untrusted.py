@@ -254,8 +254,10 @@ def _expect_keys_once(node: Any) -> None:
 
 
 class _Repr(reprlib.Repr):
-    maxstring = maxother = 120
-    maxlevel = 3
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxstring = self.maxother = 120
+        self.maxlevel = 3
 
     def repr_int(self, x: int, level: int) -> str:
         try:
