@@ -26,10 +26,8 @@ pytestmark = pytest.mark.usefixtures("no_restart", "one_thread")
 
 SEEDS = (1, 2, 3)
 DRAWS, SLOW_DRAWS = 300, 3000  # of all seeds and kinds
-SECONDS, WAITED = (
-    10,
-    120,
-)  # of work; and of nothing at all, as before a FIFO: another's work may be in the way
+SECONDS = 10  # of work
+WAITED = 120  # seconds of nothing at all, as before a FIFO: another's work may be in the way
 WORDS = ["the", "old", "river", "sees", "a", "small", "boat", "and", "sings"]
 CONFIG = """\
 output: run

@@ -151,19 +151,22 @@ def parse_json(content: bytes | str, what: str, finite: bool = True) -> Any:
     hooks: dict[str, Any] = {"object_pairs_hook": once}
     if finite:
         hooks |= {"parse_constant": refuse, "parse_float": finite_number}
+    text = _decoded(content, f"{what} is no JSON")
     try:
-        text = content.decode("utf-8") if isinstance(content, bytes) else content
         return json.loads(text, **hooks)
-    except UnicodeDecodeError as error:
-        raise ValueError(
-            f"{what} is no JSON: the byte at {error.start} is none of UTF-8 ({error.reason})."
-        ) from error
     except RecursionError:
         raise ValueError(f"{what} is nested too deep to be read.") from None
     except _Refused as error:
         raise ValueError(f"{what} holds {error}.") from error
     except ValueError as error:  # also of a number of too many digits
         raise ValueError(f"{what} is no JSON: {error}.") from error
+
+
+def _decoded(content: bytes | str, what: str) -> str:
+    try:
+        return content.decode("utf-8") if isinstance(content, bytes) else content
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{what}: the byte at {error.start} is none of UTF-8 ({error.reason}).") from error
 
 
 class _Refused(Exception):
@@ -180,24 +183,16 @@ def parse_yaml(content: bytes | str, what: str) -> Any:
         ValueError: it is not UTF-8, no YAML, nested too deep, a key stands twice in a mapping, or aliases repeat so
             much that it holds over a million values.
     """
+    text = _decoded(content, f"{what} is no YAML")
     try:
-        text = content.decode("utf-8") if isinstance(content, bytes) else content
         _expect_shallow(text)  # what composes calls itself for each level, in C without looking at how deep
         node = yaml.compose(text, Loader=_SafeLoader)
         if _values(node, {}) > _MOST_VALUES:  # before merge keys copy what they name
             raise yaml.YAMLError(f"it holds over {_MOST_VALUES:,} values, most by aliases that repeat others")
         return None if node is None else _constructed(node)
-    except UnicodeDecodeError as error:
-        raise ValueError(
-            f"{what} is no YAML: the byte at {error.start} is none of UTF-8 ({error.reason})."
-        ) from error
     except RecursionError:
         raise ValueError(f"{what} is nested too deep to be read, or holds itself.") from None
-    except (
-        yaml.YAMLError,
-        ValueError,
-        OverflowError,
-    ) as error:  # the latter of dates and numbers that are none
+    except (yaml.YAMLError, ValueError, OverflowError) as error:  # dates and numbers that are none, too
         raise ValueError(f"{what} is no YAML: {' '.join(str(error).split()).rstrip('.')}.") from error
 
 
