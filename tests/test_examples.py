@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import re
 import runpy
+import sys
 from pathlib import Path
 
 import pytest
 import torch
+
+from tests.data.corpora import prose
+from tests.models.conversion.bases import made, save
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
@@ -23,3 +28,37 @@ def test_ops_in_your_module(capsys: pytest.CaptureFixture[str]) -> None:
     assert torch.equal(before[:, : 3 * S], after[:, : 3 * S])  # no chunk reads what comes later
     assert torch.equal(before[:, : 2 * S], text[:, : 2 * S])  # the first two read nothing
     assert not torch.equal(before[:, 2 * S : 3 * S], text[:, 2 * S : 3 * S])
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_ask_a_book(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The model is made of a base, the book is read once, and three questions are answered from what it says."""
+    base = save(made("llama").float(), tmp_path / "base")
+    book = tmp_path / "book.txt"
+    book.write_bytes(prose(1, 120).encode("ascii", "ignore"))
+    model, fields = (
+        tmp_path / "models" / "drt",
+        ["sliding_window=24", "chunk_size=6", "num_retrieved_chunks=3"],
+    )
+    words = ["ask_a_book.py", model, book, "--base", base, "--tokens", 8, "--set", *fields]
+    monkeypatch.setattr(sys, "argv", list(map(str, words)))
+
+    def said() -> str:
+        runpy.run_path(str(EXAMPLES / "ask_a_book.py"), run_name="__main__")
+        return capsys.readouterr().out
+
+    first = said()
+    text = book.read_text()
+    tokens = len(text)
+    assert f"{tokens:,} tokens, " in first
+    found = re.findall(r"  group 1: chunk (\d+), weight (\d\.\d{3}): '(.*)'", first)
+    assert 3 <= len(found) <= 6
+    for chunk, weight, words_there in found:
+        if int(chunk) < tokens // 6:  # of the book: a token is a byte
+            assert words_there == repr(text[6 * int(chunk) :][:6])[1:-1]
+        assert 0 < float(weight) <= 1
+    again = said()  # nothing is read or converted a second time
+    assert "tokens/s" not in again
+    assert again.strip() == first[first.index("\n\n") :].strip()

@@ -12,7 +12,7 @@ from typing import Annotated
 
 import typer
 
-from trailmark import __version__, cli_data, cli_evaluation, cli_explore
+from trailmark import __version__, cli_chat, cli_convert, cli_data, cli_evaluation, cli_explore
 from trailmark.evaluation.suite import dtype_setting
 from trailmark.settings import Settings, setting, takes
 
@@ -83,6 +83,7 @@ def demo(settings: DemoSettings) -> None:
 app.command()(cli_data.prepare)
 app.command()(cli_data.neighbours)
 app.command()(cli_data.targets)
+app.command()(cli_convert.convert)
 
 
 @dataclass(frozen=True)
@@ -270,6 +271,9 @@ def generate(settings: GenerateSettings) -> None:
     typer.echo()
 
 
+app.command()(cli_chat.chat)
+
+
 @app.command()
 def doctor() -> None:
     """Check this installation: versions, what is used for what, exactness of the ops, speed, space."""
@@ -347,7 +351,7 @@ def keep_freed_memory(arguments: list[str]) -> None:
 
     glibc reads these settings once, when a process starts. Elsewhere (macOS, musl) they mean nothing.
     """
-    heavy = {"demo", "targets", "train", "evaluate", "read", "explore", "generate"}
+    heavy = {"demo", "targets", "train", "evaluate", "read", "explore", "generate", "chat"}
     if not sys.platform.startswith("linux") or not heavy.intersection(arguments[:1]):
         return
     if any(name in os.environ for name in KEEP_FREED_MEMORY) or "GLIBC_TUNABLES" in os.environ:

@@ -53,7 +53,7 @@ def from_pretrained_options(name: str | os.PathLike[str], argument: str) -> dict
     Raises:
         ValueError: it is no folder, the hub does not answer, and nothing of it lies in this machine's cache.
     """
-    if Path(name).exists() or not _may_be_on_the_hub(str(name)):
+    if Path(name).exists() or not may_be_on_the_hub(str(name)):
         return {"local_files_only": True}
     if is_offline() or unreachable() is None:
         return {}
@@ -72,7 +72,7 @@ def no_hub() -> str:
     return f"the hub cannot be reached ({constants.ENDPOINT}: {unreachable()})."
 
 
-def _may_be_on_the_hub(name: str) -> bool:
+def may_be_on_the_hub(name: str) -> bool:
     """A path, say, is no name there: the libraries say so without asking."""
     from huggingface_hub.errors import HFValidationError
     from huggingface_hub.utils import validate_repo_id

@@ -90,7 +90,8 @@ def expect_sane(config: Mapping[str, Any], what: str) -> None:
     """
     todo: list[Mapping[str, Any]] = [config]
     while todo:
-        for name, value in todo.pop().items():
+        for key, value in todo.pop().items():
+            name = str(key)  # of labels it is a number
             if isinstance(value, Mapping):
                 todo.append(value)
             elif isinstance(value, float) and not math.isfinite(value):
@@ -152,6 +153,7 @@ def expect_fits(
             ) from error
     numbers = 8 * sum(path.stat().st_size for path in files)  # a bit each, at the least
     width = of("hidden_size")
+    heads, size_of_head = of("num_attention_heads"), of("head_dim")
     for name in ("num_hidden_layers", "num_encoder_layers"):
         if _is_count(count := of(name)) and count > layers * tensors:
             raise ValueError(
@@ -165,6 +167,11 @@ def expect_fits(
                 f"{argument}: {name}: expected a size that the weights in {str(folder)!r} can have "
                 f"({numbers // 8:,} bytes), got {brief(size)}. Its config.json belongs to other weights."
             )
+    if all(map(_is_count, (width, heads, size_of_head))) and heads * size_of_head * width > numbers:
+        raise ValueError(
+            f"{argument}: head_dim: expected a size that the weights in {str(folder)!r} can have ({numbers // 8:,} "
+            f"bytes) with {brief(heads)} heads, got {brief(size_of_head)}. Its config.json belongs to other weights."
+        )
 
 
 def _is_count(value: Any) -> bool:

@@ -26,5 +26,11 @@ def trained_length(model: Any, run: Any, history: Any) -> int | None:
     return max(counts) * size if counts and isinstance(size, int) else None
 
 
+def base_length(conversion: Any) -> int | None:
+    """Tokens of the longest text that a converted model's base was trained for, of its conversion.json."""
+    length = _mapping(_mapping(conversion).get("base")).get("trained_length")
+    return length if isinstance(length, int) else None
+
+
 def _mapping(value: Any) -> Mapping[str, Any]:
     return value if isinstance(value, Mapping) else {}

@@ -6,7 +6,7 @@ import random
 from pathlib import Path
 from typing import Any
 
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
 from trailmark.files import read_json
@@ -48,6 +48,44 @@ def save_bpe(folder: Path, vocab_size: int = 300, end_of_text: bool = True) -> s
     special: dict[str, Any] = {"eos_token": "<|endoftext|>"} if end_of_text else {}
     PreTrainedTokenizerFast(tokenizer_object=bpe, **special).save_pretrained(folder)
     return str(folder)
+
+
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{% if loop.first and message['role'] != 'system' %}"
+    "<|im_start|>system\nYou help.<|im_end|>\n{% endif %}"
+    "<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def save_chat_bpe(
+    folder: Path, vocab_size: int = 500, bos: bool = False, template: str = CHAT_TEMPLATE
+) -> Any:
+    """A tokenizer as pretrained models for conversations have it: byte-level BPE, control tokens, a chat template.
+
+    Args:
+        bos: a token of its own begins each text, in the template too.
+    """
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
+    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", *(["<|begin|>"] if bos else [])]
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=special,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    bpe.train_from_iterator([prose(0, 2000), "What is the secret number of Lisbon?\nIt is 48213."], trainer)
+    names: dict[str, Any] = {"eos_token": "<|im_end|>", "pad_token": "<|im_end|>"}
+    if bos:
+        names["bos_token"] = "<|begin|>"
+        single = [("<|begin|>", bpe.token_to_id("<|begin|>"))]
+        bpe.post_processor = processors.TemplateProcessing(single="<|begin|> $A", special_tokens=single)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe, additional_special_tokens=special[:3], **names)
+    tokenizer.chat_template = ("{{ bos_token }}" if bos else "") + template
+    tokenizer.save_pretrained(folder)
+    return tokenizer
 
 
 def write_folder(folder: Path, files: int, words: int = 400) -> Path:

@@ -20,11 +20,11 @@ def sharpened(model: Model, factor: float = 8) -> Model:
     return model
 
 
-def llama(positions: int, factor: float = 8, **changes: Any) -> LlamaForCausalLM:
+def llama(positions: int, factor: float = 8, vocab_size: int = 259, **changes: Any) -> LlamaForCausalLM:
     """Of bytes, in float64."""
     sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
     torch.manual_seed(0)
     model = LlamaForCausalLM(
-        LlamaConfig(vocab_size=259, max_position_embeddings=positions, **sizes, **changes)
+        LlamaConfig(vocab_size=vocab_size, max_position_embeddings=positions, **sizes, **changes)
     )
     return sharpened(model.double().eval(), factor)

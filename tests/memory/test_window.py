@@ -25,8 +25,9 @@ class Step:
 
 
 @st.composite
-def lives(draw: st.DrawFn) -> tuple[int | None, list[Step]]:
-    window, B = draw(st.sampled_from([1, 2, 3, 5, 8, None])), draw(st.integers(1, 3))
+def lives(draw: st.DrawFn, sinks: bool = False) -> tuple[int | None, list[Step]]:
+    windows = [1, 2, 3, 5, 8] if sinks else [1, 2, 3, 5, 8, None]
+    window, B = draw(st.sampled_from(windows)), draw(st.integers(1, 3))
     steps = []
     for _ in range(draw(st.integers(1, 9))):
         n = draw(st.sampled_from([1, 1, 1, 2, 4, 11, 40]))
@@ -45,7 +46,7 @@ def numbers(first: np.ndarray, width: int) -> Tensor:
     return place[:, None, :, None].double().expand(-1, J, -1, D).contiguous()
 
 
-def seen_by(call: WindowCall, joined: Tensor, window: int | None) -> list[list[list[int]]]:
+def seen_by(call: WindowCall, joined: Tensor, window: int | None, n: int = 0) -> list[list[list[int]]]:
     """Per row and new position, what it sees in joined keys [B, J, P, D], as attention is told."""
     B, P, T = len(joined), joined.shape[2], call.width
     if call.positions is None:
@@ -55,12 +56,51 @@ def seen_by(call: WindowCall, joined: Tensor, window: int | None) -> list[list[l
         query, key = (x.expand(B, -1) for x in call.positions)
     distance = query[:, :, None] - key[:, None]
     visible = (distance >= 0) & (key >= 0)[:, None] & (query >= 0)[:, :, None]
-    if window is not None:
-        visible &= distance < window
+    if call.positions is not None:  # the sinks stand first, apart
+        assert window is not None or not n
+        visible[..., :n] &= distance[..., :n] >= (window or 0)
+        visible[..., n:] &= distance[..., n:] < (window or 2**40)
+    elif window is not None:
+        visible &= (distance < window) | (torch.arange(P) < n)
     return [
         [sorted(int(n) - 1000 * b for n in joined[b, 0, visible[b, t], 0]) for t in range(int(count))]
         for b, count in enumerate(call.counts)
     ]
+
+
+@settings(max_examples=120)
+@given(lives(sinks=True), st.integers(1, 6))
+@example((3, [Step((9, 2), (0, 0)), Step((1, 1), (0, 0)), Step((1, 1), (9, 0)), Step((1, 1), (0, 0))]), 2)
+@example((2, [Step((1, 1), (0, 0), i == 2) for i in range(9)]), 3)
+def test_each_position_sees_the_sinks_too(life: tuple[int | None, list[Step]], n: int) -> None:
+    """What is left out begins after the sinks: these are seen by every layer."""
+    window, steps = life
+    assert window is not None
+    zero = np.zeros(len(steps[0].counts), np.int64)
+    span, layer, begins = Span(zero, zero), Window(window, n), zero
+    for step in steps:
+        gaps = np.where((span.end >= n) & (not step.fails), np.array(step.gaps), 0)
+        first, counts = span.end + gaps, np.array(step.counts)
+        call = WindowCall(span, first, counts, int(counts.max()), window, torch.device("cpu"), n)
+        started = np.where(gaps > 0, first, begins)
+        keys = numbers(first, call.width)
+        joined = layer.update(keys, -keys, call)
+        assert torch.equal(joined[1], -joined[0])
+        for b, row in enumerate(seen_by(call, joined[0], window, n)):
+            for t, found in enumerate(row):
+                place = int(first[b]) + t
+                oldest = max(place - window + 1, int(started[b]))
+                seen = {*range(min(n, place - window + 1)), *range(oldest, place + 1)}
+                assert found == sorted(seen)
+        for b, ring in enumerate(joined[0]):
+            here = range(int(started[b]), int(first[b] + counts[b]))
+            seen = [p for p in here if p > int(first[b]) - window]
+            found = ring[0, call.places(np.array([seen] * len(first)))[b], 0]
+            assert found.tolist() == [p + 1000 * b for p in seen]
+        if not step.fails:
+            span, begins, layer = Span(*call.after), started, call.staged(layer)
+            assert layer.keys.shape == layer.values.shape == (len(zero), J, n + window, D)
+            assert layer.num_bytes() == 2 * len(zero) * J * (n + window) * D * 8
 
 
 @settings(max_examples=120)

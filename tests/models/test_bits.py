@@ -14,7 +14,7 @@ from torch import Tensor
 from tests.models.tiny import drt, pad, tokens, window_model
 from trailmark.memory import ChunkCache
 from trailmark.models import TrailmarkForCausalLM
-from trailmark.models.causal_lm import CausalLMOutput
+from trailmark.models.outputs import CausalLMOutput
 
 TIERS = ("device", "host", "disk")
 GROUPS = pytest.mark.parametrize("groups", [1, 2, 3])

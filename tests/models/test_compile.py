@@ -9,12 +9,15 @@ import torch
 from torch import Tensor
 
 from tests.budgets import assert_within_budget
-from tests.models.tiny import block_recurrent, drt, tokens, window_model
+from tests.models.tiny import PRETRAINED, block_recurrent, drt, tokens, window_model
 from trailmark.models import TrailmarkForCausalLM
 
 LENGTH = 46
+MIXED = ["sliding_attention", "full_attention", "sliding_attention"]
 MODELS: dict[str, tuple[Any, dict[str, Any]]] = {
     "window": (window_model, {}),
+    "window, pretrained": (window_model, PRETRAINED | {"layer_types": MIXED}),
+    "drt, pretrained": (drt, PRETRAINED | {"groups": 2}),
     "block-recurrent": (block_recurrent, {"truncation_blocks": 3}),
     "drt": (drt, {}),
     "drt, other options": (
@@ -28,6 +31,10 @@ MODELS: dict[str, tuple[Any, dict[str, Any]]] = {
             "retrieval_normalization": True,
             "softmax_off_by_one": False,
         },
+    ),
+    "drt, hidden landmarks": (
+        drt,
+        {"landmarks_as_keys": False, "num_sinks": 2, "max_sink_distance": 20, "window_position": "rope"},
     ),
 }
 
@@ -65,7 +72,10 @@ def assert_bits(ours: list[Tensor], theirs: list[Tensor]) -> None:
         pytest.param("window", False, marks=pytest.mark.slow),
         pytest.param("block-recurrent", True, marks=pytest.mark.slow),
         ("drt", False),
+        pytest.param("window, pretrained", False, marks=pytest.mark.slow),
+        pytest.param("drt, pretrained", True, marks=pytest.mark.slow),
         pytest.param("drt, other options", True, marks=pytest.mark.slow),
+        ("drt, hidden landmarks", False),
     ],
 )
 def test_a_training_step_is_one_graph_with_the_same_bits(name: str, checkpointed: bool) -> None:

@@ -34,9 +34,24 @@ MODELS: dict[str, tuple[Any, dict[str, Any]]] = {
     "drt": (drt, {}),
     "drt-2-rope": (drt, {"groups": 2, "window_position": "rope", "residual_gca": True}),
     "drt-2-exclude": (drt, {"groups": 2, "exclude_visible_chunks": True, "sliding_window": 15}),
+    "drt-hidden": (
+        drt,
+        {
+            "groups": 2,
+            "window_position": "rope",
+            "landmarks_as_keys": False,
+            "num_sinks": 2,
+            "max_sink_distance": 11,
+        },
+    ),
+    "drt-sinks": (drt, {"num_sinks": 3, "exclude_visible_chunks": True, "sliding_window": 11}),
     "drt-reference": (drt, {"implementation": "reference"}),
     "window": (window_model, {}),
     "window-rope": (window_model, {"window_position": "rope", "sliding_window": 3}),
+    "window-sinks": (
+        window_model,
+        {"window_position": "rope", "sliding_window": 3, "num_sinks": 2, "max_sink_distance": 9},
+    ),
     "full": (window_model, {"sliding_window": None}),
     "block-recurrent": (block_recurrent, {"block_size": 4, "truncation_blocks": 2}),
     "block-recurrent-lstm-rope": (block_recurrent, {"state_gate": "lstm", "window_position": "rope"}),
@@ -116,7 +131,9 @@ def test_a_document_in_a_row_is_as_it_is_alone(name: str) -> None:
     assert_each_as_alone(build(name), [LENGTHS])
 
 
-@pytest.mark.parametrize("name", ["drt-2-exclude", "window", "full-rope", "landmark-gate-jump"])
+@pytest.mark.parametrize(
+    "name", ["drt-2-exclude", "drt-hidden", "window-sinks", "window", "full-rope", "landmark-gate-jump"]
+)
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_rows_with_other_documents_and_padding(name: str, side: str) -> None:
     """One row is a single document, one is shorter than a chunk."""

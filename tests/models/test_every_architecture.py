@@ -17,8 +17,8 @@ from tests.models.drt.test_model import in_calls, memory_of
 from tests.models.rpt.test_model import VARIANTS as RPTS
 from tests.models.rpt.test_model import WHOLE, candidates
 from tests.models.test_ragged_training import Batch
-from tests.models.tiny import VARIANTS as DRTS
 from tests.models.tiny import (
+    PRETRAINED,
     assert_same,
     block_recurrent,
     drt,
@@ -29,12 +29,15 @@ from tests.models.tiny import (
     tokens,
     window_model,
 )
+from tests.models.tiny import VARIANTS as DRTS
 from tests.models.window.test_model import VARIANTS as WINDOWS
 from trailmark.models import TrailmarkForCausalLM, causal_lm
 
 S = 4
 Model = tuple[Callable[..., Any], dict[str, Any]]
 RPT_MODES: list[dict[str, Any]] = [{}, {"retriever": "encoder"}, WHOLE]
+FITTED = [PRETRAINED | {"groups": 2}]  # a DRT's
+SINKS = [{"num_sinks": 3}]
 GROUPS = [{"groups": groups} for groups in (1, 2, 3)]
 ROPE: dict[str, Any] = {"window_position": "rope"}
 GATES = [{"state_gate": gate} for gate in ("fixed", "lstm")]
@@ -66,6 +69,7 @@ def build(model: Model) -> TrailmarkForCausalLM:
 
 PIECES: list[tuple[list[Model], int, list[list[int]]]] = [
     (models(drt, DRTS), 103, [[1], [S], [3, 5, 8, 1, 26], [S, 8 * S, S - 1], [60, 43], [103]]),
+    (models(drt, FITTED), 103, [[1], [3, 5, 8, 1, 26], [60, 43]]),
     (ablations(), 103, [[1, 1, 1, 1, 1, 20], [S, 3, 5, 8, 26]]),
     (models(window_model, WINDOWS), 90, [[1], [3, 5, 8, 1, 26], [60, 30]]),
     (models(block_recurrent, BLOCK_RECURRENT), 53, [[1], [3, 5, 8, 1, 26], [10, 5], [43]]),
@@ -133,7 +137,9 @@ def test_reading_then_forward_is_one_forward(
 
 
 @pytest.mark.parametrize(
-    "model", [*models(drt, GROUPS[:2]), *ablations(), *models(rpt, RPT_MODES[:2])], ids=name_of
+    "model",
+    [*models(drt, GROUPS[:2] + FITTED + DRTS[7:10]), *ablations(), *models(rpt, RPT_MODES[:2] + SINKS)],
+    ids=name_of,
 )
 def test_encoding_chunks_alone_is_reading_them(model: Model) -> None:
     """``encode`` with as many chunks before as the lower layers reach: what is planted is found as what was read."""
@@ -142,7 +148,7 @@ def test_encoding_chunks_alone_is_reading_them(model: Model) -> None:
     for first in (0, 1, 5):
         before = ids[:, max(0, first - reach) * S : first * S] if first else None
         with torch.no_grad():
-            alone = made.encode(ids[:, first * S :], before)
+            alone = made.encode(ids[:, first * S :], before, cache, max(0, first - reach))
         for ours, read in zip(alone[:3], memory_of(cache), strict=True):
             assert_same(ours, read[:, first:])
     with pytest.raises(ValueError, match="input_ids: expected whole chunks of 4 tokens, got 6"):
@@ -151,7 +157,7 @@ def test_encoding_chunks_alone_is_reading_them(model: Model) -> None:
 
 # --- causality ---------------------------------------------------------------------------------------------
 
-NEIGHBOURS = [*models(drt, GROUPS), *models(rpt, RPT_MODES), *models(landmark, [{}])]
+NEIGHBOURS = [*models(drt, GROUPS + FITTED), *models(rpt, RPT_MODES), *models(landmark, [{}, PRETRAINED])]
 
 
 @pytest.mark.parametrize(
@@ -186,7 +192,12 @@ def test_a_neighbours_content_changes_no_bit(model: Model, dtype: torch.dtype) -
 
 @pytest.mark.parametrize(
     "model",
-    [*models(drt, DRTS), *ablations(), *models(window_model, [{}]), *models(block_recurrent, GATES)],
+    [
+        *models(drt, DRTS + FITTED),
+        *ablations(),
+        *models(window_model, [{}, PRETRAINED | {"qk_norm": "all"}]),
+        *models(block_recurrent, GATES),
+    ],
     ids=name_of,
 )
 def test_every_parameter_learns(model: Model) -> None:
@@ -249,7 +260,8 @@ CHECKPOINTED: list[tuple[list[Model], torch.dtype, Callable[[], dict[str, Tensor
     (models(drt, GROUPS[1:2]), torch.float64, ragged_rows, [False, True]),
     (models(window_model, [{}, ROPE]), torch.float32, rows, [False, True]),
     (models(block_recurrent, GATES), torch.float32, rows, [False, True]),
-    (models(landmark, [{}, DRAWN]), torch.float64, rows, [False, True]),
+    (models(landmark, [{}, DRAWN, PRETRAINED]), torch.float64, rows, [False, True]),
+    (models(drt, FITTED), torch.float32, rows, [False, True]),
     (models(rpt, [{}, WHOLE]), torch.float64, ranked_rows, [False]),
     (models(rpt, [{"retriever": "encoder"}]), torch.float64, rows, [False]),
     (list(documents.MODELS.values()), torch.float64, rows_of_documents, [False]),

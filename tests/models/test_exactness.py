@@ -21,6 +21,8 @@ from torch import Tensor
 from tests.models.block_recurrent.naive import NaiveBlockRecurrent
 from tests.models.tiny import (
     EXACT,
+    LLAMA3,
+    YARN,
     NaiveDRT,
     NaiveWindow,
     assert_same,
@@ -76,12 +78,12 @@ class RoundedDRT(NaiveDRT):
 
 @lru_cache(maxsize=32)
 def drt_of(options: tuple[tuple[str, Any], ...]) -> DRTForCausalLM:
-    return drt(**dict(options))
+    return drt(**fields_of(options))
 
 
 @lru_cache(maxsize=32)
 def window_of(options: tuple[tuple[str, Any], ...]) -> TrailmarkForCausalLM:
-    return window_model(**dict(options))
+    return window_model(**fields_of(options))
 
 
 @lru_cache(maxsize=32)
@@ -91,12 +93,26 @@ def block_recurrent_of(options: tuple[tuple[str, Any], ...]) -> TrailmarkForCaus
 
 # --- drawing ---------------------------------------------------------------------------------------------
 
+
+def fitting(options: dict[str, Any]) -> dict[str, Any]:
+    """Without what a configuration refuses."""
+    if options["sliding_window"] is None:
+        options |= {"num_sinks": 0}
+    if options["window_position"] == "alibi" or not options["num_sinks"]:
+        options |= {"max_sink_distance": None}
+    if options["sliding_window"] == 1 and "landmarks_as_keys" in options:
+        options |= {"landmarks_as_keys": True}
+    return options
+
+
+SINKS = {"num_sinks": st.sampled_from([0, 0, 1, 3]), "max_sink_distance": st.sampled_from([None, 3, 17])}
 WINDOWS = st.fixed_dictionaries(
     {
         "sliding_window": st.sampled_from([1, 2, 3, 7, 12, 70, None]),
         "window_position": st.sampled_from(["alibi", "rope"]),
+        **SINKS,
     }
-)
+).map(fitting)
 DRTS = st.fixed_dictionaries(
     {
         "groups": st.integers(1, 3),
@@ -107,8 +123,11 @@ DRTS = st.fixed_dictionaries(
         "num_retrieved_chunks": st.sampled_from([1, 2, 3, 50]),
         "residual_gca": st.booleans(),
         "softmax_off_by_one": st.booleans(),
+        "landmarks_as_keys": st.booleans(),
+        "memory_kv": st.sampled_from(["shared", "group", "layer"]),
+        **SINKS,
     }
-)
+).map(fitting)
 BLOCKS = st.fixed_dictionaries(
     {
         "sliding_window": st.sampled_from([1, 2, 3, 7, 12]),
@@ -117,8 +136,47 @@ BLOCKS = st.fixed_dictionaries(
         "num_states": st.sampled_from([1, 3]),
         "recurrent_layer": st.sampled_from([1, 2, 4]),
         "state_gate": st.sampled_from(["fixed", "lstm"]),
+        **SINKS,
+    }
+).map(fitting)
+# what pretrained weights ask for, or nothing of it
+LAYERS = st.fixed_dictionaries(
+    {
+        "head_dim": st.sampled_from([None, 2, 6]),
+        "attention_bias": st.booleans(),
+        "qk_norm": st.sampled_from([None, "head", "all"]),
     }
 )
+SCALED = st.fixed_dictionaries(
+    {"window_position": st.just("rope"), "rope_scaling": st.sampled_from(["llama3", "yarn"])}
+)
+MIXED = st.fixed_dictionaries(
+    {
+        "sliding_window": st.sampled_from([1, 2, 7, 12]),
+        "layer_types": st.permutations(["full_attention", "sliding_attention", "sliding_attention"]).map(
+            tuple
+        ),
+    }
+)
+PLAINLY = st.just({})
+
+
+def with_layers(
+    options: st.SearchStrategy[dict[str, Any]], *others: st.SearchStrategy[dict[str, Any]]
+) -> st.SearchStrategy[dict[str, Any]]:
+    """Options, and some of those that pretrained weights ask for."""
+    some = [st.one_of(PLAINLY, each) for each in (LAYERS, SCALED, *others)]
+    return st.tuples(options, *some).map(lambda found: {k: x for part in found for k, x in part.items()})
+
+
+def fields_of(options: tuple[tuple[str, Any], ...]) -> dict[str, Any]:
+    """Options can be told apart by hashes; a configuration has lists and dictionaries."""
+    fields = dict(options)
+    if "rope_scaling" in fields:
+        fields["rope_scaling"] = {"llama3": LLAMA3, "yarn": YARN}[fields["rope_scaling"]]
+    if "layer_types" in fields:
+        fields["layer_types"] = list(fields["layer_types"])
+    return fields
 
 
 @st.composite
@@ -224,6 +282,16 @@ def _closed(marks: list[bool], chunk_size: int) -> int:
 
 
 PLAIN = tuple({"groups": 2, "sliding_window": 7}.items())
+HIDDEN = tuple(
+    {
+        "groups": 2,
+        "landmarks_as_keys": False,
+        "num_sinks": 3,
+        "window_position": "rope",
+        "max_sink_distance": 17,
+        "exclude_visible_chunks": True,
+    }.items()
+)
 # one row a whole segment behind, without tokens for some calls, then decoding in another phase
 BEHIND = (
     Step("forward", (9, 2)),
@@ -234,7 +302,13 @@ BEHIND = (
 
 
 @settings(max_examples=60)
-@given(stories(DRTS, longest=45))
+@given(stories(with_layers(DRTS), longest=45))
+@example(Story(HIDDEN, (60, 31), 0.3, BEHIND))
+@example(Story(HIDDEN, (60, 31), 0.3, BEHIND, read_tokens=4))
+@example(
+    Story(HIDDEN, (45, 2, 30), 0.0, (Step("read", (30, 1, 29), extra=2), Step("token by token", (9, 1, 1))))
+)
+@example(Story(HIDDEN, (45, 20), 0.9, (Step("last", (30, 9)), Step("read", (9, 9)), Step("last", (3, 1)))))
 @example(Story(PLAIN, (60, 31), 0.0, BEHIND))
 @example(Story(PLAIN, (60, 31), 0.3, BEHIND, read_tokens=4))
 @example(Story(PLAIN, (45, 45), 0.0, (Step("read", (40, 40)), Step("token by token", (5, 5)))))
@@ -250,7 +324,7 @@ def test_any_calls_of_any_batch_are_the_texts_alone(story: Story) -> None:
 
 
 @settings(max_examples=60)
-@given(stories(WINDOWS, longest=45))
+@given(stories(with_layers(WINDOWS, MIXED), longest=45))
 @example(Story((("sliding_window", None),), (90, 80), 0.0, (Step("token by token", (85, 80)),)))
 def test_any_calls_of_the_window_model_are_the_texts_alone(story: Story) -> None:
     model = window_of(story.options)

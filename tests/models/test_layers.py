@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from tests.budgets import assert_low_precision_within_budget, values_and_gradients
 from tests.models.tiny import NaiveWindow, assert_same, logits_of, tokens, window_config, window_model
 from trailmark.memory import Span, Window, WindowCall
+from trailmark.models.grid import lay_out
 from trailmark.models.layers import (
     MLP,
     ChunkEncoderLayer,
@@ -158,13 +159,13 @@ def test_a_fused_matrix_says_where_it_parts() -> None:
 def test_a_window_continues_a_layer(position: str, cut: int) -> None:
     config = window_config(window_position=position)
     layer, x = WindowLayer(config).double(), draw(2, 20, 16)
-    whole = layer(x, Place.of(config, x, None))
+    whole = layer(x, Place.of(config, lay_out(20, None), x))
     span = Span(np.zeros(2, np.int64), np.zeros(2, np.int64))
     kept, parts = Window(7), []
     for part in x.split([cut, 20 - cut], dim=1):
         width = part.shape[1]
         call = WindowCall(span, span.end, np.full(2, width), width, 7, part.device)
-        parts.append(layer(part, Place.of(config, part, call), kept))
+        parts.append(layer(part, Place.of(config, lay_out(width, None), part, call), kept))
         kept, span = call.staged(kept), call.after
     assert_same(torch.cat(parts, dim=1), whole)
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.models.transformers64 import scaled_rope
 from trailmark.models import (
     BlockRecurrentConfig,
     BlockRecurrentForCausalLM,
@@ -33,6 +35,23 @@ SIZES: dict[str, Any] = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "sliding_window": 7,
+}
+# RoPE beyond a trained length, so short that few positions are inside
+LLAMA3: dict[str, Any] = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+YARN: dict[str, Any] = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+# what pretrained weights ask for
+PRETRAINED: dict[str, Any] = {
+    "window_position": "rope",
+    "head_dim": 6,
+    "attention_bias": True,
+    "qk_norm": "head",
+    "rope_scaling": YARN,
 }
 # S + 1 = 5 positions a chunk. The lower layers, then the upper ones of all groups:
 LAYERS = {1: (1, 2), 2: (1, 4), 3: (2, 3)}
@@ -67,7 +86,20 @@ VARIANTS = [
 
 def variant_name(options: dict[str, Any]) -> str:
     on = [name for name, value in options.items() if value is True]
+    on += ["hidden"] * (not options.get("landmarks_as_keys", True))
+    on += [f"{options.get('num_sinks')}-sinks"] * ("num_sinks" in options)
+    on += [f"kv-per-{options.get('memory_kv')}"] * ("memory_kv" in options)
     return "-".join([f"{options['groups']}", options["window_position"], *on])
+
+
+# what a pretrained base needs: windows of tokens alone, with the first of them
+VARIANTS += [
+    _variant(2, 1, 0, 1, 1, 0) | {"landmarks_as_keys": False, "num_sinks": 2, "max_sink_distance": 20},
+    _variant(1, 0, 1, 0, 1, 1) | {"landmarks_as_keys": False, "num_sinks": 3},
+    _variant(1, 1, 1, 1, 1, 0) | {"num_sinks": 6},
+    _variant(2, 1, 1, 1, 1, 0) | {"memory_kv": "group"},
+    _variant(2, 0, 0, 1, 1, 0) | {"memory_kv": "layer"},
+]
 
 
 DRT_VARIANTS = pytest.mark.parametrize("options", VARIANTS, ids=variant_name)
@@ -263,6 +295,9 @@ class _Naive:
         self.config: Any = config
 
     def norm(self, norm: RMSNorm, x: Tensor) -> Tensor:
+        return self.rms(norm, x)
+
+    def rms(self, norm: Any, x: Tensor) -> Tensor:
         return self.unit(x) * norm.weight
 
     def unit(self, x: Tensor) -> Tensor:
@@ -272,23 +307,42 @@ class _Naive:
         gate, up = mlp.gate_up_proj(x).split(self.config.intermediate_size, dim=-1)
         return mlp.down_proj(gate * torch.sigmoid(gate) * up)
 
-    def window_layer(self, layer: Any, x: Tensor) -> Tensor:
-        x = x + self.window_attention(layer.attention, self.norm(layer.attention_norm, x))
+    def window_layer(self, layer: Any, x: Tensor, number: int = 0) -> Tensor:
+        x = x + self.window_attention(layer.attention, self.norm(layer.attention_norm, x), number)
         return x + self.mlp(layer.mlp, self.norm(layer.mlp_norm, x))
 
-    def window_attention(self, attention: SelfAttention, x: Tensor) -> Tensor:
-        c, place = self.config, torch.arange(len(x))
+    def window_attention(self, attention: SelfAttention, x: Tensor, number: int = 0) -> Tensor:
+        c, place, is_key = self.config, self.numbers(len(x)), self.is_key(len(x))
         q, k, v = self.heads(attention, x)
         distance = (place[:, None] - place).to(x.dtype)
+        hidden = (
+            (distance < 0) | ~is_key | ((distance == 0) & ~is_key[:, None])
+        )  # a landmark that is no key itself
+        outside = torch.zeros_like(hidden)
+        full = c.layer_types is not None and c.layer_types[number] == "full_attention"
+        if c.sliding_window is not None and not full:
+            outside = distance >= c.sliding_window
+            hidden |= outside & (place >= c.num_sinks)
+        of_sinks = q
         if c.window_position == "rope":
+            most = c.max_sink_distance
+            of_sinks = self.rotate(q, place if most is None else place.clamp(max=most))
             q, k = self.rotate(q, place), self.rotate(k, place)
             bias = torch.zeros_like(distance)[None]
         else:
             bias = -self.slopes(c.num_attention_heads).to(x.dtype)[:, None, None] * distance
-        hidden = distance < 0
-        if c.sliding_window is not None:
-            hidden |= distance >= c.sliding_window
-        return attention.o_proj(self.attend(q, k, v, bias.masked_fill(hidden, -torch.inf)))
+        bias = bias.masked_fill(hidden, -torch.inf)
+        if not outside.any():
+            return attention.o_proj(self.attend(q, k, v, bias))
+        return attention.o_proj(self.attend(q, k, v, bias, of_sinks, outside))
+
+    def numbers(self, positions: int) -> Tensor:
+        """[P] of the positions, as windows count them."""
+        return torch.arange(positions)
+
+    def is_key(self, positions: int) -> Tensor:
+        """[P] which positions are attended to."""
+        return torch.ones(positions, dtype=torch.bool)
 
     def slopes(self, heads: int) -> Tensor:
         """[H]: 2^-8/H, its powers; or those of the next lower power of two, and between them of the next higher."""
@@ -301,19 +355,44 @@ class _Naive:
         c = self.config
         H, J, D = c.num_attention_heads, c.num_key_value_heads, c.head_dim
         parts = attention.qkv_proj(x).split([H * D, J * D, J * D], dim=-1)
-        return [part.unflatten(-1, (-1, D)) for part in parts]
+        if c.qk_norm == "all":
+            parts = [self.rms(attention.q_norm, parts[0]), self.rms(attention.k_norm, parts[1]), parts[2]]
+        q, k, v = (part.unflatten(-1, (-1, D)) for part in parts)
+        if c.qk_norm == "head":
+            q, k = self.rms(attention.q_norm, q), self.rms(attention.k_norm, k)
+        return [q, k, v]
+
+    @cached_property
+    def rope(self) -> tuple[Tensor, float]:
+        """Frequencies [D / 2], and what turned queries and keys are multiplied by."""
+        c, D = self.config, self.config.head_dim
+        if c.rope_scaling is None:
+            return c.rope_theta ** (-torch.arange(0, D, 2, dtype=torch.float64) / D), 1.0
+        return scaled_rope(D, c.rope_theta, c.rope_scaling)
 
     def rotate(self, x: Tensor, place: Tensor) -> Tensor:
-        D = x.shape[-1]
-        angle = place[:, None, None] * self.config.rope_theta ** (-torch.arange(0, D, 2, dtype=x.dtype) / D)
+        frequencies, factor = self.rope
+        angle = place[:, None, None] * frequencies
         even, odd = x[..., 0::2], x[..., 1::2]
         turned = (even * angle.cos() - odd * angle.sin(), even * angle.sin() + odd * angle.cos())
-        return torch.stack(turned, dim=-1).flatten(-2)
+        return factor * torch.stack(turned, dim=-1).flatten(-2)
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        bias: Tensor,
+        of_sinks: Tensor | None = None,  # queries of the pairs ``outside`` [T, P] the window
+        outside: Tensor | None = None,
+    ) -> Tensor:
         repeats = q.shape[1] // k.shape[1]
         k, v = (x.repeat_interleave(repeats, dim=1) for x in (k, v))
-        scores = torch.einsum("thd,phd->htp", q, k) * q.shape[-1] ** -0.5 + bias
+        scores = torch.einsum("thd,phd->htp", q, k)
+        if of_sinks is not None:
+            assert outside is not None
+            scores = torch.where(outside, torch.einsum("thd,phd->htp", of_sinks, k), scores)
+        scores = scores * q.shape[-1] ** -0.5 + bias
         return torch.einsum("htp,phd->thd", scores.softmax(-1), v).flatten(1)
 
 
@@ -324,8 +403,8 @@ class NaiveWindow(_Naive):
     def __init__(self, model: SlidingWindowForCausalLM, ids: Tensor) -> None:
         super().__init__(model.config)
         x = model.embed_tokens(ids)
-        for layer in model.layers:
-            x = self.window_layer(layer, x)
+        for number, layer in enumerate(model.layers):
+            x = self.window_layer(layer, x, number)
         self.logits = model.lm_head(self.norm(model.norm, x) * self.config.logit_scale)  # [T, V]
 
 
@@ -354,6 +433,11 @@ class NaiveDRT(_Naive):
                 rows.append(model.landmark)
         ends = [*starts[1:], len(rows)]
         x = torch.stack(rows)  # [P, E]
+        counted = torch.ones(len(rows), dtype=torch.bool)
+        if not c.landmarks_as_keys:
+            counted[landmarks] = False
+        self._counted = counted
+        numbers = self.numbers(len(rows)).tolist()
         for layer in model.lower_layers:
             x = self.window_layer(layer, x)
         memory = [
@@ -367,10 +451,12 @@ class NaiveDRT(_Naive):
             if number % per_group == 0:
                 asked, scores = [], []
                 for n, landmark in enumerate(landmarks):
-                    last_row = landmark + S + 1  # of the next chunk, were it full
+                    last_row = numbers[landmark] + S + c.landmarks_as_keys  # of the next chunk, were it full
                     visible_from = last_row - (c.sliding_window - 1)
                     candidates = [
-                        m for m in range(n) if not c.exclude_visible_chunks or starts[m] < visible_from
+                        m
+                        for m in range(n)
+                        if not c.exclude_visible_chunks or numbers[starts[m]] < visible_from
                     ]
                     score = self.score(model, number // per_group, x[landmark], memory, n, candidates)
                     best = sorted(self.choose(number // per_group, n, score)[: c.num_retrieved_chunks])
@@ -380,16 +466,23 @@ class NaiveDRT(_Naive):
                 self.retrieval.append(asked)
                 self.scores.append(scores)
             h = x + self.window_attention(layer.attention, self.norm(layer.attention_norm, x))
-            found = torch.zeros_like(h)
+            found = h.new_zeros(len(h), c.num_attention_heads * c.head_dim)
             for n in range(1, len(lengths)):
                 own = slice(starts[n], ends[n])
                 for m, weight in zip(*asked[n - 1], strict=True):
-                    found[own] += weight * self.read(layer, h[own], *memory[m][:2])
+                    k, v = (x[:, self.kv_of(number, per_group)] for x in memory[m][:2])
+                    found[own] += weight * self.read(layer, h[own], k, v)
             found = layer.gca_o_proj(found)
             x = h + found if c.residual_gca else h
             x = x + self.mlp(layer.mlp, self.norm(layer.mlp_norm, h + found))
         tokens_only = [p for p in range(len(rows)) if p not in landmarks]
         self.logits = model.lm_head(self.norm(model.norm, x[tokens_only]) * c.logit_scale)  # [T, V]
+
+    def numbers(self, positions: int) -> Tensor:
+        return self._counted.cumsum(0) - self._counted.long()
+
+    def is_key(self, positions: int) -> Tensor:
+        return self._counted
 
     def score(
         self, model: DRTForCausalLM, group: int, h: Tensor, memory: list[Any], n: int, candidates: list[int]
@@ -419,8 +512,12 @@ class NaiveDRT(_Naive):
             x = x + layer.attention.o_proj(attended)
             x = x + self.mlp(layer.mlp, self.norm(layer.mlp_norm, x))
         x = self.norm(encoder.output_norm, x)
-        k, v = encoder.kv_proj(x[:-1]).unflatten(-1, (2, c.num_key_value_heads, c.head_dim)).unbind(1)
-        return k, v, self.vector(encoder.landmark_proj(x[-1]))
+        k, v = encoder.kv_proj(x[:-1]).unflatten(-1, (2, -1, c.num_key_value_heads, c.head_dim)).unbind(1)
+        return k, v, self.vector(encoder.landmark_proj(x[-1]))  # k, v [n, sets, J, D]
+
+    def kv_of(self, number: int, per_group: int) -> int:
+        """Which of a chunk's sets of keys and values upper layer ``number`` reads."""
+        return {"shared": 0, "group": number // per_group, "layer": number}[self.config.memory_kv]
 
     def read(self, layer: Any, h: Tensor, k: Tensor, v: Tensor) -> Tensor:
         q = layer.gca_q_proj(self.norm(layer.gca_norm, h)).unflatten(-1, (-1, self.config.head_dim))

@@ -44,6 +44,9 @@ def written(folder: Path, content: Any) -> Path:
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_every_config_builds_its_model(path: Path) -> None:
     config = load_run_config(path)
+    if not config.model:  # as a folder says that is made first: tests/models/conversion/test_configs.py
+        assert config.init_from is not None
+        return
     with torch.device("meta"):
         model = architectures()[config.model["architecture"]](config.model_config(259))
     assert sum(p.numel() for p in model.parameters()) > 100_000
@@ -118,7 +121,7 @@ MISTAKES = {
     "model.hiden_size=3": r"^model\.hiden_size: unknown field of drt\. Did you mean 'hidden_size'\?",
     "model.torchscript=true": r"^model\.torchscript: unknown field",  # transformers' field, not ours
     "model.1=2": r"^model\.1: unknown field",
-    "1=2": r"^1: unknown key\. Valid: data, init_from, model, output, training",
+    "1=2": r"^1: unknown key\. Valid: data, distil, init_from, model, output, training",
     "init_form=runs/x": r"^init_form: unknown key\. Did you mean 'init_from'\?",
     # a foreign value
     "data.task=summarisation": r"^data\.task: .*Did you mean 'summarization'\?",
@@ -170,6 +173,8 @@ MISTAKES = {
     "training.adam_beta1=1": r"^training\.adam_beta1: expected 0 to below 1, got 1\.0",
     "data.first_level=99": r"^data\.first_level: expected 0 to \d+, got 99",
     "data.task=niah & data.separate_documents=true": r"^data\.separate_documents: expected false with data\.task niah",
+    "data.needle_share=2": r"^data\.needle_share: expected 0 to 1, got 2",
+    "data.needle_share=0.1 & data.task=niah": r"^data\.needle_share: expected 0 with data\.task niah, got 0\.1",
     "data.task=summarization": r"^data\.paths: expected files of pairs .*, got none",
     "model.num_retrieved_chunks=1": r"^model\.num_retrieved_chunks: expected at least 2 in training, got 1",
     "training.steps=0": r"^training\.steps: expected 1 to [0-9]+, got 0",
@@ -378,6 +383,26 @@ def test_parameters(name: str) -> None:
         assert round(parameters(config, **without) / 1e6, 1) == PUBLISHED[name]
     if name in OURS:
         assert parameters(config) == OURS[name]
+
+
+# --- from a pretrained base ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["qwen3", "smollm2"])
+def test_stages_from_a_pretrained_base(name: str) -> None:
+    """The additions alone with a teacher, then all, at the rate that the first ended with."""
+    first, second = paper(f"{name}-drt-additions"), paper(f"{name}-drt")
+    assert first.data == second.data
+    assert (first.training.train, second.training.train) == ("additions", "all")
+    assert first.distil.retrieval_weight > 0
+    assert second.distil.model is None
+    rates = [first.training.learning_rate, second.training.learning_rate]
+    assert [rates[0] * first.training.final_fraction, rates[1]] == pytest.approx([1e-4, 1e-4])
+    assert second.training.addition_learning_rate_factor == 3
+    for config in (first, second):
+        rows, micro = rows_per_step(config), config.training.micro_batch_size
+        for processes in (1, 8):
+            assert micro_batches(rows, processes, micro) >= 1
 
 
 def test_every_row_has_its_file_and_every_file_is_said_in_the_readme() -> None:

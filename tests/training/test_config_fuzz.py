@@ -32,6 +32,7 @@ from trailmark.training.config import (
     MOST_STEPS,
     MOST_WEIGHT,
     DataConfig,
+    DistilConfig,
     RunConfig,
     TrainingConfig,
     load_run_config,
@@ -396,7 +397,7 @@ TOKENS = {"pad_token_id", "bos_token_id", "eos_token_id"}
 
 def fields_of(config: RunConfig) -> list[tuple[str, str, Any]]:
     """(section, field, type)"""
-    sections = {"data": DataConfig, "training": TrainingConfig}
+    sections = {"data": DataConfig, "training": TrainingConfig, "distil": DistilConfig}
     found = [(s, f, kind) for s, cls in sections.items() for f, kind in typing.get_type_hints(cls).items()]
     model = architectures()[config.model["architecture"]].config_class
     return found + [("model", f, kind) for f, kind in field_types(model).items() if f not in TOKENS]
@@ -407,7 +408,7 @@ TINY: dict[str, dict[str, Any]] = {name: MODELS[name] for name in ("drt", "windo
     "block_recurrent": SHARED | {"architecture": "block_recurrent"},
 }
 BASES: dict[str, dict[str, Any]] = {
-    name: {"model": model, "data": {}, "training": {}} for name, model in TINY.items()
+    name: {"model": model, "data": {}, "training": {}, "distil": {}} for name, model in TINY.items()
 }
 FIELDS = [
     pytest.param(name, section, field, kind, id=f"{name}-{section}.{field}")

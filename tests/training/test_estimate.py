@@ -132,6 +132,22 @@ CASES: list[Any] = [
     (window(), 256, 2, False),
     (window(sliding_window=300, window_position="rope", num_hidden_layers=7), 512, 1, True),
     (window(sliding_window=None), 500, 2, False),
+    (
+        window(layer_types=["sliding_attention"] * 3 + ["full_attention"] * 2, num_hidden_layers=5),
+        256,
+        2,
+        False,
+    ),
+    (drt(window_position="rope", head_dim=24, qk_norm="head", attention_bias=True), 256, 2, False),
+    *(
+        (
+            drt(num_hidden_layers=12, num_lower_layers=3, num_retrieval_groups=groups, memory_kv=kv),
+            256,
+            2,
+            True,
+        )
+        for groups, kv in ((1, "layer"), (3, "group"), (3, "layer"))
+    ),
     (rpt(num_hidden_layers=10, num_lower_layers=3, cross_attention_every=2), 256, 1, False),
     (block_recurrent(num_hidden_layers=9, recurrent_layer=4, block_size=32), 256, 2, False),
     *(
@@ -210,7 +226,8 @@ def test_rows_are_extrapolated() -> None:
 
 
 @pytest.mark.parametrize("config", [
-    drt(num_hidden_layers=12, num_retrieval_groups=2), landmark(), window(), block_recurrent(num_hidden_layers=9),
+    drt(num_hidden_layers=12, num_retrieval_groups=2), drt(num_hidden_layers=12, memory_kv="layer"),
+    landmark(), window(), block_recurrent(num_hidden_layers=9),
     rpt(num_hidden_layers=12, neighbour_augmentation=True),
 ])  # fmt: skip
 def test_flops_are_those_of_the_torch_path(config: TrailmarkConfig) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.models.tiny import drt, landmark, window_model
-from trailmark.models.causal_lm import CausalLMOutput
+from trailmark.models.outputs import CausalLMOutput
 from trailmark.ops import ChunkSelection
 from trailmark.training.guards import (
     REPORT_FILE,

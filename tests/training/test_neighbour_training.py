@@ -125,7 +125,7 @@ def test_target_scores_come_along(place: Path, tmp_path: Path) -> None:
 def test_the_ranking_is_a_part_of_the_loss(place: Path, tmp_path: Path) -> None:
     run = Run(config_of(place, tmp_path, "rpt, learned"))
     model, batch = run.model.train(), run.batch(0)
-    loss, out, _, _ = weighted_loss(model, batch)
+    loss, out, _, *_ = weighted_loss(model, batch)
     assert out.ranking_loss.shape == (4,)
     assert (out.ranking_loss > 0).all()
     assert len(out.retrieval) == 1
@@ -319,6 +319,7 @@ def changed(place: Path, folder: Path, model: str, overrides: str) -> RunConfig:
         ("rpt", "data.task=niah", r"data\.task: expected text with data\.neighbours, got niah"),
         ("rpt", "data.separate_documents=true", r"data\.separate_documents: expected false with data"),
         ("rpt", "data.early_landmarks=0.1", r"data\.early_landmarks: expected 0 with data\.neighbours"),
+        ("rpt", "data.needle_share=0.1", r"data\.needle_share: expected 0 with data\.neighbours"),
         ("rpt", "data.neighbours=null", r"model\.embedder: expected an embedder .* got neither"),
         ("rpt, learned", "data.neighbours=null", r"data\.neighbours: expected a table of target scores"),
         ("drt", "model.retriever=causal", r"data\.neighbours: expected none for drt with .*'causal'"),

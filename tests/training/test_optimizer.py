@@ -125,7 +125,7 @@ def test_a_fused_projection_is_its_matrices_one_by_one() -> None:
 def test_models_name_their_fused_projections() -> None:
     model = drt(2)
     optimizer = MuonAdamW(model)
-    blocks = dict(zip(map(id, optimizer.param_groups[1]["params"]), optimizer._blocks, strict=True))
+    blocks = dict(zip(map(id, optimizer.param_groups[1]["params"]), optimizer._blocks[0], strict=True))
     seen = {name: blocks[id(p)] for name, p in model.named_parameters() if id(p) in blocks}
     fused = {name: rows for name, rows in seen.items() if len(rows) > 1}
     assert any(name.endswith("qkv_proj.weight") and rows == (16, 8, 8) for name, rows in fused.items())

@@ -349,7 +349,7 @@ def test_the_loss_is_the_weighted_mean() -> None:
     inputs = run.batch(0)
     drawn = inputs["loss_weights"].unique().tolist()
     assert drawn == pytest.approx([0, 0.1, 1, 3])
-    loss, out, labels, _ = weighted_loss(run.model, inputs)
+    loss, out, labels, *_ = weighted_loss(run.model, inputs)
     total = weight = 0.0
     logits = out.logits.detach().double()
     for row, ids in enumerate(inputs["input_ids"]):
@@ -375,10 +375,10 @@ def test_where_landmarks_are_text_they_weigh_as_the_tokens_before_them() -> None
     seeds = inputs["noise_seed"]
     whole = run.model(inputs["input_ids"], labels=inputs["labels"], noise_seed=seeds)
     assert whole.landmark_loss is not None
-    loss, out, _, _ = weighted_loss(run.model, inputs)
+    loss, out, _, *_ = weighted_loss(run.model, inputs)
     torch.testing.assert_close(loss, whole.loss)
     inputs["loss_weights"] = torch.rand(inputs["labels"].shape, generator=torch.Generator().manual_seed(0))
-    loss, _, labels, _ = weighted_loss(run.model, inputs)
+    loss, _, labels, *_ = weighted_loss(run.model, inputs)
     share = inputs["loss_weights"][:, 1:]
     plain = -out.logits[:, :-1].log_softmax(-1).gather(2, labels[:, :-1, None])[..., 0]
     expected = ((plain + whole.landmark_loss[:, :-1]) * share).sum() / share.sum()
@@ -391,7 +391,7 @@ def test_what_follows_an_end_of_text_bears_no_loss_where_the_model_says_so() -> 
     inputs = run.batch(0)
     assert 3 < int((inputs["input_ids"] == eos).sum()) < 60
     whole = run.model(inputs["input_ids"], labels=inputs["labels"], noise_seed=inputs["noise_seed"])
-    loss, _, labels, _ = weighted_loss(run.model, inputs)
+    loss, _, labels, *_ = weighted_loss(run.model, inputs)
     torch.testing.assert_close(loss, whole.loss)
     # at t the label of t + 1, which follows the token at t
     assert torch.equal(labels[:, :-1] == -100, inputs["input_ids"][:, :-1] == eos)
@@ -446,7 +446,7 @@ def test_early_questions_train_as_each_text_alone(tmp_path: Path) -> None:
     counts = inputs["attention_mask"].sum(1).tolist()
     assert len(set(counts)) > 1
     assert inputs["close_chunk"].sum() > 6
-    loss, out, _, _ = weighted_loss(model, inputs)
+    loss, out, _, *_ = weighted_loss(model, inputs)
     total = weight = 0.0
     for row, count in enumerate(counts):
         alone = {
@@ -454,7 +454,7 @@ def test_early_questions_train_as_each_text_alone(tmp_path: Path) -> None:
         }
         alone |= {"noise_seed": inputs["noise_seed"][row : row + 1]}
         del alone["attention_mask"]
-        mean, single, _, _ = weighted_loss(model, alone)
+        mean, single, *_ = weighted_loss(model, alone)
         share = float(alone["loss_weights"][:, 1:].double().sum())
         total, weight = total + float(mean.detach()) * share, weight + share
         assert torch.equal(single.retrieval[0].indices[0], out.retrieval[0].indices[row])

@@ -102,6 +102,22 @@ def tokenize(texts: Iterable[str], tokenizer: Any) -> Tokens:
     return np.concatenate(parts) if parts else np.zeros(0, np.int32)
 
 
+def text_tokens(text: str, tokenizer: Any) -> Tokens:
+    """One text as tokens, none of which is a control token, whatever the text spells."""
+    options = as_text(tokenizer)
+    if not options:
+        return tokenize([text], tokenizer)
+    return np.asarray(tokenizer(text, add_special_tokens=False, **options)["input_ids"], np.int32)
+
+
+def as_text(tokenizer: Any) -> dict[str, bool]:
+    """What a tokenizer is told so that a text spells no control token.
+
+    Only tokenizers with a chat template have such as speak to the model; others tokenize as they do.
+    """
+    return {"split_special_tokens": True} if getattr(tokenizer, "chat_template", None) else {}
+
+
 def tokenize_parts(parts: Sequence[str], tokenizer: Any) -> list[npt.NDArray[np.int64]]:
     """Return the tokens of each part, int64, as it stands in running text.
 

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from threading import Event, Thread
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import StoppingCriteria, StoppingCriteriaList, TextIteratorStreamer, set_seed
 
-from trailmark.data.corpus import text_pieces, tokenize
+from trailmark.data.corpus import tokenize
 from trailmark.evaluation.subject import Subject
+from trailmark.memory import ChunkCache
 from trailmark.models.generation import expect_temperature
+from trailmark.trace.texts import file_tokens
 
 
 def stream(
@@ -32,16 +36,11 @@ def stream(
         file: a text of any length, read before the prompt.
         memory: a folder that ``trailmark read`` made; it stays as it is.
     """
-    if temperature != 0:
-        expect_temperature(temperature)
+    sampling = Sampling(max_new_tokens, temperature, seed)
     if prompt is None and file is None:
         raise ValueError("prompt: expected --prompt TEXT, --file FILE or both, got neither.")
     model, tokenizer = subject.model, subject.tokenizer
-    if (beams := model.generation_config.num_beams or 1) > 1:
-        raise ValueError(
-            f"model: {str(subject.folder / 'generation_config.json')!r}: num_beams: expected 1 for text that is shown "
-            f"as it is generated, got {beams}. Remove that line, or call the model's generate in Python."
-        )
+    expect_one_beam(subject)
     try:
         ids = tokenize([prompt or ""], tokenizer)
     except UnicodeEncodeError as error:
@@ -52,21 +51,82 @@ def stream(
         raise ValueError("prompt: expected at least one character, got an empty prompt.")
     # a branch: what is asked leaves no trace in the memory's files
     cache = model.new_cache() if memory is None else model.load_cache(memory).branch()
+    begin = [] if cache.get_seq_length() else subject.beginning
+    if begin and file is None and ids[: len(begin)].tolist() != begin:
+        ids = np.concatenate([np.asarray(begin, ids.dtype), ids])
     last = torch.from_numpy(ids).long()[None]
     if file is not None:
-        for text in text_pieces(file):
-            piece = torch.from_numpy(tokenize([text], tokenizer)).long()[None]
+        for tokens in file_tokens(file, tokenizer, begin):
+            piece = torch.from_numpy(tokens).long()[None]
             if prompt is not None:
                 model.read(piece, cache)
                 continue
             if last.shape[1]:
                 model.read(last, cache)
             last = piece
-    set_seed(seed)
-    streamer = TextIteratorStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
-    sampling: dict[str, Any] = {"do_sample": False}
-    if temperature > 0:
-        sampling = {"do_sample": True, "temperature": temperature}
+    yield from pieces(model, tokenizer, last, cache, sampling)
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How tokens are chosen."""
+
+    max_new_tokens: int
+    temperature: float = 0.0
+    """0: always the most likely token."""
+    seed: int = 0
+    top_p: float | None = None
+    """Of the most likely tokens, as many as have this probability together; None: all."""
+
+    def __post_init__(self) -> None:
+        if self.temperature != 0:
+            expect_temperature(self.temperature)
+        elif self.top_p is not None:
+            raise ValueError(
+                f"top_p: expected none with temperature 0, where nothing is sampled, got {self.top_p}. Set a "
+                "temperature too, as --temperature 0.7, or leave it out."
+            )
+
+    def options(self) -> dict[str, Any]:
+        """Of transformers' ``generate``."""
+        options: dict[str, Any] = {"max_new_tokens": self.max_new_tokens, "do_sample": self.temperature > 0}
+        if self.temperature > 0:
+            options["temperature"] = self.temperature
+            options |= {} if self.top_p is None else {"top_p": self.top_p}
+        return options
+
+
+def expect_one_beam(subject: Subject) -> None:
+    """A ValueError for a model whose generation_config.json asks for beams: no text can be shown meanwhile."""
+    if (beams := subject.model.generation_config.num_beams or 1) > 1:
+        raise ValueError(
+            f"model: {str(subject.folder / 'generation_config.json')!r}: num_beams: expected 1 for text that is shown "
+            f"as it is generated, got {beams}. Remove that line, or call the model's generate in Python."
+        )
+
+
+def pieces(
+    model: Any,
+    tokenizer: Any,
+    ids: Tensor,
+    cache: ChunkCache,
+    sampling: Sampling,
+    written: list[int] | None = None,
+    done: Callable[[list[int]], bool] = lambda tokens: False,
+    **options: Any,
+) -> Iterator[str]:
+    """What a model writes behind ``ids`` [1, T], piece by piece as it is generated.
+
+    Who takes no more pieces stops it: the cache then holds what was read until then.
+
+    Args:
+        written: the tokens are added to it.
+        done: is asked after each token, with all that were generated, whether that is enough.
+        options: more of transformers' ``generate``.
+    """
+    set_seed(sampling.seed)
+    tokens: list[int] = [] if written is None else written
+    streamer = _Streamer(tokenizer, tokens)
     failure: list[BaseException] = []
     stopped = Event()
 
@@ -74,13 +134,12 @@ def stream(
         try:
             with torch.no_grad():
                 model.generate(
-                    last,
-                    attention_mask=torch.ones_like(last),
+                    ids,
+                    attention_mask=torch.ones_like(ids),
                     past_key_values=cache,
-                    max_new_tokens=max_new_tokens,
                     streamer=streamer,
-                    stopping_criteria=StoppingCriteriaList([_Stop(stopped)]),
-                    **sampling,
+                    stopping_criteria=StoppingCriteriaList([_Stop(lambda: stopped.is_set() or done(tokens))]),
+                    **sampling.options() | options,
                 )
         except BaseException as error:  # handed to the reading thread, which raises it
             failure.append(error)
@@ -97,11 +156,25 @@ def stream(
         raise failure[0]
 
 
-class _Stop(StoppingCriteria):
-    """Ends a generation once nobody waits for it."""
+class _Streamer(TextIteratorStreamer):
+    """Keeps the tokens too."""
 
-    def __init__(self, stopped: Event) -> None:
-        self.stopped = stopped
+    def __init__(self, tokenizer: Any, tokens: list[int]) -> None:
+        super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
+        self._tokens, self._prompt = tokens, True
+
+    def put(self, value: Tensor) -> None:
+        if not self._prompt:
+            self._tokens += value.reshape(-1).tolist()
+        self._prompt = False
+        super().put(value)
+
+
+class _Stop(StoppingCriteria):
+    """Ends a generation when it is enough, or once nobody waits for it."""
+
+    def __init__(self, enough: Callable[[], bool]) -> None:
+        self.enough = enough
 
     def __call__(self, input_ids: Tensor, scores: Tensor, **kwargs: Any) -> Any:
-        return torch.full((input_ids.shape[0],), self.stopped.is_set())
+        return torch.full((input_ids.shape[0],), self.enough())

@@ -36,7 +36,7 @@ def token_losses(
         model: one of ours, or any causal language model of transformers (whose own cache grows), in eval mode.
         ids: [B, T], T at least 2; full rows.
         progress: is told how many tokens of each row are read.
-        begin: tokens in front of each row, which are read and not scored: see :func:`beginning`.
+        begin: tokens in front of each row, which are read and not scored: see :func:`trailmark.data.chat.beginning`.
 
     Raises:
         ValueError: a token outside the vocabulary; losses that are not finite; more than a piece for a model of
@@ -76,12 +76,6 @@ def token_losses(
     if is_gated(model) and cache is not None and (cell := cache.begun(B).cell) is not None:
         gate += cell.retrievals
     return TokenLosses(losses[:, len(begin) + 1 :], gate)
-
-
-def beginning(tokenizer: Any) -> list[int]:
-    """What a tokenizer of transformers puts before a text: a model that learned with it is lost without."""
-    ids, bos = tokenizer("a")["input_ids"], tokenizer.bos_token_id
-    return [bos] if bos is not None and len(ids) > 1 and ids[0] == bos else []
 
 
 def longest_text(model: Any) -> int | None:

@@ -164,7 +164,9 @@ class Reader:
         """What was not read yet of a file."""
         self._digest, self._bytes_digest = hashlib.sha256(), hashlib.sha256()
         look, way_out = self._bytes_digest.update, "Read it into another --memory."
-        return tokens_after(path, self.subject.tokenizer, source, self._digest, "file", way_out, look)
+        first = not self.sources or source["path"] == self.sources[0]["path"]
+        begin = self.subject.beginning if first else ()  # a text's beginning: the memory's
+        return tokens_after(path, self.subject.tokenizer, source, self._digest, "file", way_out, look, begin)
 
     def _pieces(self, path: Path, source: dict[str, Any]) -> Iterator[Tokens]:
         for tokens in self._tokens(path, source):

@@ -14,6 +14,7 @@ from typing import Any
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from trailmark import pretrained, untrusted
+from trailmark.data.chat import beginning
 from trailmark.data.corpus import (
     Tokens,
     load_tokenizer,
@@ -25,7 +26,7 @@ from trailmark.data.corpus import (
 )
 from trailmark.data.needles.curriculum_texts import CURRICULUM
 from trailmark.data.neighbours.trained_embedders import embedder_of
-from trailmark.evaluation.losses import beginning, longest_text
+from trailmark.evaluation.losses import longest_text
 from trailmark.evaluation.record import environment, identity
 from trailmark.files import read_json
 from trailmark.models import MODELS, is_ours
@@ -79,8 +80,10 @@ class Subject:
 
     @property
     def beginning(self) -> list[int]:
-        """Tokens that its tokenizer puts before a text; ours learn without."""
-        return [] if self.ours else beginning(self.tokenizer)
+        """Tokens that its tokenizer puts before a text; ours learn without, unless their configuration names it."""
+        if self.ours and self.model.config.bos_token_id is None:
+            return []
+        return beginning(self.tokenizer)
 
     @property
     def longest_text(self) -> int | None:
@@ -147,7 +150,8 @@ def load(folder: Path, changes: Sequence[str] = (), *, any_model: bool = False) 
     ours = config.model_type in MODELS
     if not ours and not any_model:
         raise ValueError(
-            f"model: expected one of trailmark's ({', '.join(sorted(MODELS))}), {where!r} holds {config.model_type!r}."
+            f"model: expected one of trailmark's ({', '.join(sorted(MODELS))}), {where!r} holds {config.model_type!r}. "
+            "trailmark convert makes one of a pretrained Llama, Mistral, Qwen2 or Qwen3."
         )
     if not ours and changes:
         raise ValueError(
@@ -244,7 +248,7 @@ def _expect_folder(folder: Path) -> None:
     if within:
         way_out = f"Models lie in {', '.join(map(str, within[:4]))}{' ...' if len(within) > 4 else ''}."
     else:
-        way_out = "Train one with: trailmark train configs/text.yaml"
+        way_out = "Train one (trailmark train configs/text.yaml) or make one of a pretrained model (trailmark convert)."
     missing = "has no config.json" if folder.exists() else "does not exist"
     raise ValueError(f"model: expected a folder with a trained model, {str(folder)!r} {missing}. {way_out}")
 

@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from transformers import AutoModelForCausalLM
 
 from trailmark import pretrained
+from trailmark.data.chat import beginning
 from trailmark.data.corpus import Tokens, tokenizer_fingerprint
 from trailmark.data.neighbours.bm25 import Integers, candidates
 from trailmark.data.neighbours.build import open_corpus
@@ -29,7 +30,6 @@ from trailmark.data.neighbours.embedders import device_named
 from trailmark.data.neighbours.files import TableProgress, write_table
 from trailmark.data.neighbours.table import Found, NeighbourTable, Rule, count_chunks, table_about
 from trailmark.data.neighbours.text_embedders import BROKEN, has_words
-from trailmark.evaluation.losses import beginning
 from trailmark.evaluation.subject import load
 from trailmark.models import MODELS, is_ours
 from trailmark.models.causal_lm import fingerprint

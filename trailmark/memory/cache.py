@@ -25,7 +25,8 @@ class ChunkCache(Cache):
     """Windows, the open chunk, what it reads, and the memory of past chunks.
 
     Rows may hold texts of different lengths, at different places of a chunk. The window is constant: per layer
-    and row 2 W J D numbers. The memory grows by 2 S J D + E numbers and 24 bytes a chunk.
+    and row 2 (n + W) J D numbers. The memory grows by 2 S J D + E numbers (of a
+    model that keeps several sets of keys and values, 2 S J D for each) and 24 bytes a chunk.
 
     Args:
         model: what it was made for; a model refuses another's.
@@ -33,6 +34,7 @@ class ChunkCache(Cache):
             layers of a stage have always seen the same positions.
         num_groups: G.
         memory: where chunks go.
+        sinks: n, first positions of a text that a layer with a window keeps too.
     """
 
     is_compileable = False  # asked by transformers' generate
@@ -44,7 +46,9 @@ class ChunkCache(Cache):
         stages: Sequence[int],
         num_groups: int = 0,
         memory: ChunkMemory | None = None,
+        sinks: int = 0,
     ) -> None:
+        self.sinks = sinks
         self.model, self.windows, self.stages, self.num_groups = model, windows, stages, num_groups
         self.memory = memory or ChunkMemory()
         self.state: CacheState | None = None
@@ -58,12 +62,15 @@ class ChunkCache(Cache):
     @property
     def layers(self) -> list[Any]:
         """Of transformers' ``Cache``: one :class:`Window` per layer."""
-        return [Window(w) for w in self.windows] if self.state is None else list(self.state.layers)
+        return list(self._empty_layers() if self.state is None else self.state.layers)
 
     @layers.setter
     def layers(self, value: list[Any]) -> None:
         if value:
             raise ValueError("layers: expected none, a ChunkCache makes its own.")
+
+    def _empty_layers(self) -> tuple[Window, ...]:
+        return tuple(Window(w, 0 if w is None else self.sinks) for w in self.windows)
 
     def begun(self, batch_size: int) -> CacheState:
         """The present state; before the first call, the empty one of so many rows."""
@@ -76,7 +83,7 @@ class ChunkCache(Cache):
             phases=zero,
             memory=MemorySize(zero, 0),
             spans=(Span(zero, zero),) * (max(self.stages) + 1),
-            layers=tuple(Window(w) for w in self.windows),
+            layers=self._empty_layers(),
             pending=(None,) * self.num_groups,
         )
 
@@ -163,7 +170,7 @@ class ChunkCache(Cache):
             raise ValueError(
                 f"branch: expected a cache of one row, got a batch of {self.batch_size}. Read one text a time."
             )
-        other = ChunkCache(self.model, self.windows, self.stages, self.num_groups)
+        other = ChunkCache(self.model, self.windows, self.stages, self.num_groups, sinks=self.sinks)
         other.identity = self.identity
         if self.state is None:
             return other

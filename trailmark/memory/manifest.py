@@ -137,14 +137,14 @@ def read(folder: Path) -> Manifest:
     if not folder.is_dir():
         raise ValueError(
             f"folder: expected a folder with a saved memory, got {str(folder)!r}, which is no folder. "
-            "cache.save(folder) makes one."
+            "trailmark read makes one, and cache.save(folder)."
         )
     try:
         content = untrusted.read_bytes(path, "folder", _MOST_BYTES)
     except FileNotFoundError:
         raise ValueError(
             f"folder: expected a saved memory in {str(folder)!r}, got no {NAME!r}: none was saved there, or "
-            "the first save did not end. cache.save(folder) makes one."
+            "the first save did not end. trailmark read makes one, and cache.save(folder)."
         ) from None
     try:
         body = untrusted.parse_json(content, NAME)

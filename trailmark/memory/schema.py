@@ -54,20 +54,24 @@ class Expected(NamedTuple):
     """What a model's own state is like."""
 
     sizes: Mapping[str, int] = {}
-    """Of a layer's keys J heads of width D in W slots; states of width E; S tokens of a chunk, of width OE where the
+    """Of a layer's keys J heads of width D; states of width E; S tokens of a chunk, of width OE where the
     open one is kept; N recurrent states; landmark vectors of width LE; CT tokens of a cell;
     what was retrieved has PS keys a chunk of PJ heads of width PD."""
+    windows: tuple[int | None, ...] = ()
+    """Of each layer, the slots that its keys have; None: any number."""
     kept: tuple[str, ...] = ()
     """Tensors that are there once something was read."""
     record_shape: tuple[int, ...] | None = None
     """(2, J, S, D) of a record in memory; None: any."""
+    unnamed: Mapping[str, str] = {}
+    """What was meant by fields that a memory of before they were new does not name."""
 
 
 def expect_tensors(tensors: Mapping[str, Tensor], expected: Expected) -> None:
     """Raise a ValueError where a tensor has another type or shape than its name says, or is not finite."""
     rows = tensors["num_tokens"].shape[0] if "num_tokens" in tensors and tensors["num_tokens"].dim() else 1
     known = {**expected.sizes, "B": rows, "1": 1, "2": 2}
-    bound: dict[tuple[str, str], int] = {}
+    bound = {(f"layers.{n}", "W"): size for n, size in enumerate(expected.windows) if size is not None}
     for name, tensor in tensors.items():
         found = next((shape for pattern, shape in _SHAPES.items() if re.fullmatch(pattern, name)), None)
         if found is None:

@@ -22,8 +22,6 @@ from trailmark.memory.tiers.records import RecordLayout
 from trailmark.memory.window import Span
 from trailmark.untrusted import brief
 
-# fields that older memories do not name, and what they were written with
-_BEFORE = {"alibi_slopes": "geometric", "retriever": "causal", "encoder_weights": "learned"}
 _CELL = ("tokens", "counts", "chunk", "slot", "is_landmark", "offset", "retrievals")  # its numpy arrays
 
 
@@ -74,7 +72,7 @@ def load_state(
     """
     there = saved.load(folder)
     for key, value in header.items():
-        wrote = there.header.get(key, _BEFORE.get(key))
+        wrote = there.header.get(key, expected.unnamed.get(key))
         if wrote != value:
             raise ValueError(
                 f"folder: expected a memory written by this model, the one in {str(folder)!r} was written with "

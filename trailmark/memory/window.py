@@ -1,4 +1,4 @@
-"""Windows: per layer, the keys and values of the last W positions in a ring that never grows."""
+"""Windows: per layer, the keys and values of the last W positions in a ring that never grows, and of the sinks."""
 
 from __future__ import annotations
 
@@ -23,16 +23,19 @@ class Span(NamedTuple):
 class Window(CacheLayerMixin):
     """Keys and values of one layer: [B, J, W, D], position p in slot p % W; without a window, slot p of a
     buffer that grows.
+
+    Before them stand those of the text's first ``sinks`` positions: [B, J, sinks + W, D].
     """
 
-    def __init__(self, window: int | None) -> None:
+    def __init__(self, window: int | None, sinks: int = 0) -> None:
         super().__init__()
-        self.window = window
+        assert sinks == 0 or window is not None
+        self.window, self.sinks = window, sinks
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Make the ring for the batch, heads and type of keys [B, J, T, D]."""
         B, J, T, D = key_states.shape
-        slots = self.window or max(64, T)
+        slots = self.sinks + (self.window or max(64, T))
         with torch.inference_mode(False):  # else only ever written to inside inference mode
             self.keys = key_states.new_zeros(B, J, slots, D)
             self.values = value_states.new_zeros(B, J, slots, D)
@@ -65,7 +68,7 @@ class Window(CacheLayerMixin):
 
     def take_rows(self, rows: Tensor) -> Window:
         """A layer whose row b is a copy of this one's row ``rows[b]``."""
-        other = Window(self.window)
+        other = Window(self.window, self.sinks)
         if self.keys is not None:
             assert self.values is not None
             with torch.inference_mode(False):
@@ -88,6 +91,7 @@ class WindowCall:
             row are empty.
         counts: [B] new positions of each row; width: P, the most of any row.
         window: W; None: no limit.
+        sinks: first positions of each row that stay visible; these layers must have seen them all, or see them now.
     """
 
     def __init__(
@@ -98,10 +102,12 @@ class WindowCall:
         width: int,
         window: int | None,
         device: torch.device,
+        sinks: int = 0,
     ) -> None:
         self.start = np.where(first == span.end, span.start, first)
         self.first, self.counts, self.width = first, counts, width
-        self.window, self.device = window, device
+        self._seen = span.end
+        self.window, self.device, self.sinks = window, device, sinks
         self._staged: dict[int, Window] = {}
         self._layers: list[Window] = []
 
@@ -131,6 +137,16 @@ class WindowCall:
         return self.width == 1 and bool((self.counts == 1).all()) and fits
 
     @cached_property
+    def _from_the_start(self) -> bool:
+        """What the new positions attend to is the text from its first position on: the sinks are among it."""
+        return self._alike and bool(self.first[0] == self._carried and self.start[0] == 0)
+
+    @cached_property
+    def _begins(self) -> bool:
+        """Some row's sinks may be among the new positions."""
+        return bool((self.first < self.sinks).any())
+
+    @cached_property
     def first_positions(self) -> Tensor:
         """[1 or B] number of the first new position of each row, or of all."""
         first = self.first[:1] if (self.first == self.first[0]).all() else self.first
@@ -147,7 +163,7 @@ class WindowCall:
         For what ``join`` returned, once it did.
         """
         if self._in_ring:
-            if self._alike and self.first[0] - self.start[0] < 1:
+            if self._alone:
                 return None
             slots = self._slots
             newest = self.first[:, None]
@@ -155,7 +171,7 @@ class WindowCall:
             key = newest - (newest - np.arange(slots)) % slots
             key = np.where(key >= self.start[:, None], key, -1)
             return self._tensors(newest, key)
-        if self._alike:
+        if self._alike and (not self.sinks or self._from_the_start):
             return None
         new = np.arange(self.width)
         query = np.where(new < self.counts[:, None], self.first[:, None] + new, -1)
@@ -163,7 +179,29 @@ class WindowCall:
         key = np.concatenate([np.where(old >= self.start[:, None], old, -1), query], axis=1)
         return self._tensors(query, key)
 
+    @property
+    def _alone(self) -> bool:
+        """One new position, of each row, that sees itself alone."""
+        alone = self._alike and self.first[0] - self.start[0] < 1
+        return bool(alone and (not self.sinks or self.first[0] == 0))
+
+    def places(self, positions: Integers) -> Integers:
+        """[B, ...] where in what ``join`` returned stand positions [B, ...], beside those of the sinks; -1: nowhere."""
+        rows = (-1,) + (1,) * (positions.ndim - 1)
+        first, start, counts = (x.reshape(rows) for x in (self.first, self.start, self.counts))
+        there = (positions >= np.maximum(start, first - self._carried)) & (positions < first + counts)
+        if self._in_ring and not self._alone:
+            assert self.window is not None
+            place = self.sinks + positions % self.window
+        else:
+            place = positions - first + self._carried
+            place = place + (0 if self._alone or self._from_the_start else self.sinks)
+        return np.where(there & (positions >= 0), place, -1)
+
     def _tensors(self, query: Integers, key: Integers) -> tuple[Tensor, Tensor]:
+        if self.sinks:
+            sinks = np.broadcast_to(np.arange(self.sinks), (len(key), self.sinks))
+            key = np.concatenate([sinks, key], axis=1)
         return torch.from_numpy(query).to(self.device), torch.from_numpy(np.ascontiguousarray(key)).to(
             self.device
         )
@@ -174,28 +212,34 @@ class WindowCall:
         """What the new positions attend to, from keys and values [B, J, P, D]."""
         held = layer
         if layer.keys is None:
-            held = Window(self.window)
+            held = Window(self.window, self.sinks)
             held.lazy_initialization(k, v)
         assert held.keys is not None
         assert held.values is not None
-        self._slots = held.keys.shape[2]
+        n = self.sinks
+        self._slots = held.keys.shape[2] - n
         if self._in_ring:
             # the slot holds what no position from here on sees, so a call that fails has harmed nothing
             for ring, new in ((held.keys, k.detach()), (held.values, v.detach())):
                 if (self.first == self.first[0]).all():
-                    ring[:, :, int(self.first[0]) % self._slots] = new[:, :, 0]
+                    ring[:, :, n + int(self.first[0]) % self._slots] = new[:, :, 0]
                 else:
                     row = torch.arange(len(ring), device=ring.device)
-                    ring[row, :, self._slot_of_first] = new[:, :, 0]
+                    ring[row, :, n + self._slot_of_first] = new[:, :, 0]
+                if self._begins:
+                    ring[:, :, :n] = self._sinks_after(ring, new)
             self._stage(layer, held)
             if self.positions is None:
                 return k, v
             if k.requires_grad:  # a copy, through which the call's gradients reach the new ones
                 newest = torch.arange(self._slots, device=k.device) == self._slot_of_first[:, None]
+                if n:
+                    first = torch.from_numpy(self.first).to(k.device)[:, None]
+                    newest = torch.cat([torch.arange(n, device=k.device) == first, newest], dim=1)
                 newest = newest[:, None, :, None]
                 return torch.where(newest, k, held.keys), torch.where(newest, v, held.values)
             return held.keys, held.values
-        after = Window(self.window)
+        after = Window(self.window, n)
         joined = torch.cat([self._before(held.keys), k], 2), torch.cat([self._before(held.values), v], 2)
         after.keys, after.values = (
             self._ring(ring, part.detach())
@@ -203,7 +247,27 @@ class WindowCall:
         )
         after.is_initialized = True
         self._stage(layer, after)
-        return joined
+        if not n:
+            return joined
+        sinks = self._sinks_after(held.keys, k), self._sinks_after(held.values, v)
+        for ring, part in zip((after.keys, after.values), sinks, strict=True):
+            ring[:, :, :n] = part.detach()
+        if self._from_the_start:
+            return joined
+        return torch.cat([sinks[0], joined[0]], 2), torch.cat([sinks[1], joined[1]], 2)
+
+    def _sinks_after(self, ring: Tensor, new: Tensor) -> Tensor:
+        """The sinks [B, J, n, D], those that are new included."""
+        held = ring[:, :, : self.sinks]
+        if not self._begins:
+            return held
+        number = np.arange(self.sinks)
+        is_new = number >= np.maximum(self.first, self._seen)[:, None]
+        is_new &= number < (self.first + self.counts)[:, None]
+        place = np.where(is_new, self.sinks + number - self.first[:, None], number)
+        B, J, _, D = ring.shape
+        index = torch.from_numpy(place).to(ring.device)[:, None, :, None].expand(B, J, -1, D)
+        return torch.cat([held, new], dim=2).gather(2, index)
 
     def _stage(self, layer: Window, after: Window) -> None:
         self._staged[id(layer)] = after
@@ -225,6 +289,7 @@ class WindowCall:
         return torch.from_numpy(np.maximum(places, 0) % self._slots).to(self.device)
 
     def _before(self, ring: Tensor) -> Tensor:
+        ring = ring[:, :, self.sinks :]
         if len(self._order) == 1:
             return ring.index_select(2, self._order[0])
         B, J, _, D = ring.shape
@@ -259,14 +324,14 @@ class WindowCall:
         slot, place, slots = self._kept
         B, J, _, D = joined.shape
         with torch.inference_mode(False):
-            ring = joined.new_zeros(B, J, slots, D)
+            ring = joined.new_zeros(B, J, self.sinks + slots, D)
         if self.window is None:  # what was held before is in its place already
             ring[:, :, : old.shape[2]] = old
         if len(slot) == 1:
             used = slot[0] >= 0
-            ring[:, :, slot[0][used]] = joined.index_select(2, place[0][used])
+            ring[:, :, self.sinks + slot[0][used]] = joined.index_select(2, place[0][used])
             return ring
         for b in range(B):
             used = slot[b] >= 0
-            ring[b, :, slot[b][used]] = joined[b].index_select(1, place[b][used])
+            ring[b, :, self.sinks + slot[b][used]] = joined[b].index_select(1, place[b][used])
         return ring

@@ -3,12 +3,13 @@
 import trailmark.byte_tokenizer  # noqa: F401 - it registers itself
 from trailmark.models.block_recurrent.config import BlockRecurrentConfig
 from trailmark.models.block_recurrent.model import BlockRecurrentForCausalLM
-from trailmark.models.causal_lm import CausalLMOutput, TrailmarkForCausalLM, is_ours
+from trailmark.models.causal_lm import TrailmarkForCausalLM, is_ours
 from trailmark.models.configuration import TrailmarkConfig
 from trailmark.models.drt.config import DRTConfig
 from trailmark.models.drt.model import DRTForCausalLM
 from trailmark.models.landmark.config import LandmarkConfig
 from trailmark.models.landmark.model import LandmarkForCausalLM
+from trailmark.models.outputs import CausalLMOutput
 from trailmark.models.registry import MODELS, architectures, architectures_with, register, short_name
 from trailmark.models.rpt.config import RPTConfig
 from trailmark.models.rpt.model import RPTForCausalLM

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, Self, get_args
+from fnmatch import fnmatchcase
+from typing import Any, ClassVar, Literal, NamedTuple, Self, get_args
 
 import torch
 from torch import Tensor, nn
 
-from trailmark.memory import MemoryEntries
+from trailmark.memory import ChunkCache, MemoryEntries
 from trailmark.models.costs import CacheBytes, pairs_in_sight
 from trailmark.models.reads import BeforeReading, Reads, SelectedReads, Selection
 from trailmark.ops import ChunkSelection
@@ -39,6 +40,11 @@ class ConfigAnswers:
     def retrieves_in_training(self) -> bool:
         """Whether a call in training selects chunks and can return what it selected (``output_retrieval``)."""
         return self.retrieves
+
+    @property
+    def ranks_all_chunks(self) -> bool:
+        """Whether a call can return the scores of all chunks that landmarks may select: ``output_retrieval_scores``."""
+        return False
 
     @property
     def needs_neighbours(self) -> bool:
@@ -102,6 +108,9 @@ class CardFacts(NamedTuple):
     papers: tuple[tuple[str, str], ...] = ()  # name, arXiv number
 
 
+Part = Literal["additions", "upper", "rest"]
+
+
 @dataclass(frozen=True)
 class LayerKind:
     """Layers that are alike: each keeps and computes as much as the others."""
@@ -125,8 +134,12 @@ class ModelAnswers:
 
     def reach(self) -> int | None:
         """Positions before a token that can change its prediction other than through the memory; None: all."""
-        window = self.config.sliding_window
-        return None if window is None else self.config.num_hidden_layers * (window - 1)
+        seen = 0
+        for window in self.config.windows:
+            if window is None:
+                return None
+            seen += window - 1
+        return seen
 
     def encoding_reach(self) -> int:
         """Chunks after a chunk whose memory entries its tokens take part in."""
@@ -141,22 +154,37 @@ class ModelAnswers:
         reach = self.reach()
         if reach is None:
             raise ValueError(
-                "sliding_window: expected a number, got None: full attention sees every needle directly, and none can "
-                "be planted in what it has read."
+                "sliding_window: expected a number for every layer, got None: full attention sees every needle "
+                "directly, and none can be planted in what it has read."
             )
-        positions = chunk_size + (self.config.keeps_chunks and self.config.has_landmarks)
+        positions = chunk_size + (self.config.keeps_chunks and self.config.counts_landmarks)
         return -(-reach // positions) + self.encoding_reach()
 
     @property
     def can_be_planted(self) -> bool:
-        """Whether the memory of a chunk depends on it and the few before it alone: one reading serves many texts."""
+        """Whether one reading serves many texts with the same first tokens.
+
+        The memory of a chunk depends on it, the few before it and the text's sinks alone.
+        """
         return self.reach() is not None
 
-    def encode(self, input_ids: Tensor, before: Tensor | None = None) -> MemoryEntries:
+    def encode(
+        self,
+        input_ids: Tensor,
+        before: Tensor | None = None,
+        cache: ChunkCache | None = None,
+        first_chunk: int = 0,
+    ) -> MemoryEntries:
         """The memory entries of the whole chunks of ``input_ids`` [B, n * S], without reading them.
 
         ``before`` [B, m * S] are the tokens before them; with at least ``encoding_reach`` chunks of them the entries
-        are those of a full read.
+        are those of a full read. With sinks (``num_sinks``) entries depend on the text's beginning and on their place
+        in it too: see ``cache`` and ``first_chunk``.
+
+        Args:
+            cache: of one row that has read a text with the same sinks, and whose chunks so far are full; it stays as
+                it is. None: the text begins with these tokens.
+            first_chunk: in that text the number of the first chunk of ``before``; without it, of ``input_ids``.
         """
         raise NotImplementedError(
             f"{type(self).__name__} keeps no chunks that could be encoded by themselves."
@@ -196,7 +224,7 @@ class ModelAnswers:
         S, visible = config.chunk_size, getattr(config, "first_visible", None)
         count = 2
         if visible is not None:
-            count = max(2, (1 - visible) // (S + config.has_landmarks) + 1)
+            count = max(2, (1 - visible) // (S + config.counts_landmarks) + 1)
         words = f"two chunks of {S} tokens"
         if count > 2:
             words = f"{count:,} chunks of {S} tokens (exclude_visible_chunks: none that its window shows)"
@@ -239,11 +267,26 @@ class ModelAnswers:
         Raises:
             ValueError: a model that lacks its embedder.
         """
-        window, layers = self.config.sliding_window, self.config.num_hidden_layers
-        pairs = pairs_in_sight(length, window)
-        return {"window" if window else "all": 2 * self.config.hidden_size * layers * pairs}
+        found: dict[str, int] = {}
+        for window in self.config.windows:
+            part, sinks = ("all", 0) if window is None else ("window", self.config.num_sinks)
+            pairs = pairs_in_sight(length, window, sinks)
+            found[part] = found.get(part, 0) + 2 * self.config.attention_width * pairs
+        return found
 
     # --- training -------------------------------------------------------------------------------------------------
+
+    additions: ClassVar[tuple[str, ...]] = ()
+    """Patterns of the names of parameters that a plain language model, the base of a conversion, does not have."""
+    upper: ClassVar[tuple[str, ...]] = ()
+    """Patterns of the names of those that no memory depends on; none where layers are not divided."""
+
+    @classmethod
+    def part_of(cls, name: str) -> Part:
+        """Which part of the model a parameter is, by its name."""
+        if any(fnmatchcase(name, pattern) for pattern in cls.additions):
+            return "additions"
+        return "upper" if any(fnmatchcase(name, pattern) for pattern in cls.upper) else "rest"
 
     def training_progress(self, share: float) -> None:
         """Take in how far training is, from 0 to 1; a trainer says it before each step."""
@@ -265,6 +308,10 @@ class ModelAnswers:
             if type(module).__name__ in names:
                 lists.setdefault((name.rpartition(".")[0], type(module)), []).append(module)
         return [LayerKind(layers, getattr(kind, "attends", "window")) for (_, kind), layers in lists.items()]
+
+    def made_for_layers(self) -> tuple[nn.Module, int] | None:
+        """A projection outside the layers that makes something for some of them each, and for how many; None: none."""
+        return None
 
     # --- its card -------------------------------------------------------------------------------------------------
 

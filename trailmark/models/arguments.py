@@ -10,6 +10,7 @@ from torch import Tensor
 
 from trailmark.memory import ChunkCache
 from trailmark.models.embedding import Given
+from trailmark.ops.arguments import values_are_checked
 from trailmark.untrusted import brief
 
 CacheKey = tuple[tuple[str, object], ...]
@@ -30,6 +31,8 @@ class Call(NamedTuple):
     prefill_chunk_size: int | None
     document_ids: Tensor | None
     given: Given | None
+    logits_at: Tensor | None = None
+    output_retrieval_scores: bool = False
 
     def is_plain(self) -> bool:
         """Whether the layout of its positions follows from the length alone."""
@@ -38,7 +41,8 @@ class Call(NamedTuple):
             or self.document_ids is not None
             or not isinstance(self.close_chunk, bool)
         )
-        return not marked and self.cache is None and self.given is None and not self.logits_to_keep
+        asks = bool(self.logits_to_keep) or self.logits_at is not None or self.output_retrieval_scores
+        return not marked and self.cache is None and self.given is None and not asks
 
 
 _WAYS_OUT = {
@@ -68,6 +72,35 @@ def check_tensors(**arguments: Tensor | None) -> None:
             raise ValueError(
                 f"{name}: expected a tensor, got {type(came).__name__}. Pass torch.tensor({name})."
             )
+
+
+def check_columns(logits_at: Tensor, input_ids: Tensor, with_others: bool) -> None:
+    """That the tokens whose logits are wanted are some of the call, which wants nothing of others."""
+    B, T = input_ids.shape
+    if logits_at.dim() != 2 or len(logits_at) != B or logits_at.dtype != torch.int64:
+        raise ValueError(
+            f"logits_at: expected int64 of shape [{B}, n], got {logits_at.dtype} of {tuple(logits_at.shape)}."
+        )
+    if values_are_checked(logits_at) and bool(((logits_at < 0) | (logits_at >= T)).any()):
+        raise ValueError(f"logits_at: expected columns 0 to {T - 1} of the call's tokens, got others.")
+    if with_others:
+        raise ValueError(
+            "logits_at: expected none together with labels, logits_to_keep or a cache: compute the loss of those "
+            "logits outside."
+        )
+
+
+def check_scored(scores: bool, has_cache: bool) -> None:
+    """That a model has scores of all chunks, in a call on a whole text."""
+    if not scores:
+        raise ValueError(
+            "output_retrieval_scores: expected False for a model that does not score all chunks by itself, got True. A "
+            "DRT with retriever 'causal' and num_retrieved_chunks above 0 does."
+        )
+    if has_cache:
+        raise ValueError(
+            "output_retrieval_scores: expected False with a cache, got True: pass the whole text at once."
+        )
 
 
 def check_tokens(input_ids: Tensor | None, vocab_size: int) -> Tensor:

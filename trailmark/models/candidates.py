@@ -15,7 +15,7 @@ from torch import Tensor
 from trailmark.models.embedding import Given
 from trailmark.models.grid import Grid, Integers
 from trailmark.models.step import Step
-from trailmark.ops import ChunkSelection, select_chunks
+from trailmark.ops import ChunkSelection, score_chunks, select_chunks
 from trailmark.ops.arguments import values_are_checked
 from trailmark.ops.selection.torch_path import gather
 
@@ -62,6 +62,10 @@ class TextCandidates:
             scale=scale,
             implementation="reference" if self.reference else None,
         )
+
+    def scores(self, query: Tensor, keys: Tensor, scale: float) -> Tensor:
+        """The scores [B, C, C] of all candidates; -inf where there is none."""
+        return score_chunks(query, keys, self.limits, self.first, scale)
 
 
 class MemoryCandidates:
@@ -115,7 +119,7 @@ def _limits_in_memory(step: Step, grid: Grid, asking: Integers, visible: int | N
     present = np.arange(grid.num_closed) < closed[:, None]
     limits = np.where(present, asking, 0)
     if visible is not None:
-        places = (step.end - grid.counts)[:, None] + grid.landmark_places + visible
+        places = (step.end - grid.counted)[:, None] + grid.landmark_numbers + visible
         for b, i in zip(*np.nonzero(present), strict=True):
             limits[b, i] = step.cache.memory.starting_before(int(b), int(limits[b, i]), int(places[b, i]))
     return limits

@@ -11,17 +11,16 @@ import math
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Self
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers import initialization as init
-from transformers.utils import ModelOutput
 
 from trailmark.memory import CacheState, ChunkCache, ChunkMemory
 from trailmark.memory.schema import Expected
@@ -31,8 +30,10 @@ from trailmark.models.arguments import (
     CacheKey,
     Call,
     check_cache,
+    check_columns,
     check_documents,
     check_others,
+    check_scored,
     check_tensors,
     check_tokens,
     check_vocabulary,
@@ -45,45 +46,12 @@ from trailmark.models.generation import ChunkGenerationMixin
 from trailmark.models.grid import Grid, Integers, Layouts, lay_out
 from trailmark.models.layers import LayerNorm, RMSNorm
 from trailmark.models.loss import shift_labels, text_loss
-from trailmark.models.text import Text, present_tokens
+from trailmark.models.outputs import CausalLMOutput, Hidden
+from trailmark.models.text import RetrievalScores, Text, at_columns, present_tokens
 from trailmark.models.without_retrieval import without_retrieval
-from trailmark.ops import ChunkSelection
 
 # Tokens that ``read`` takes at a time: enough for efficient GEMMs, few enough to keep the memory constant.
 _READ_TOKENS = 4096
-
-
-@dataclass
-class CausalLMOutput(ModelOutput):
-    """``logits`` [B, T, V] of the tokens passed (or the last ``logits_to_keep``); landmarks never show."""
-
-    loss: Tensor | None = None
-    logits: Tensor | None = None
-    past_key_values: ChunkCache | None = None
-    retrieval: tuple[ChunkSelection, ...] | None = None
-    """Per group, what the landmarks closed in this call selected [B, N, K], by absolute chunk number.
-
-    A padded row may close fewer chunks than N; what follows them is -1. Landmark Attention: per layer, what each
-    token read of the memory in each head [B, T, H, K]; its weights are those among the K. None without a cache,
-    where a text is attended to whole.
-    """
-    ranking_loss: Tensor | None = None
-    """[B] what a row's ranking adds to the loss of each of its tokens (in ``loss``): see RPTForCausalLM."""
-    landmark_loss: Tensor | None = None
-    """[B, T] what each token's landmark, if it is a token of the text, adds to the token's loss (in ``loss``)."""
-
-
-@dataclass
-class Hidden:
-    """What an architecture's ``run`` returns."""
-
-    states: Tensor | None  # [B, T, E] after the last norm, or of the last tokens; None when only reading
-    retrieval: tuple[ChunkSelection, ...] | None = None  # of each group, [B, C, K]
-    closed: Integers | None = None  # [b] how many of these each row has: landmarks deferred before come first
-    # states [B, T, E] of the tokens themselves, where ``states`` has those of the landmarks that close their
-    # chunks, and bool [B, T] which these are: landmarks are tokens of the text
-    own: tuple[Tensor, Tensor] | None = None
-    ranking: Tensor | None = None  # [B] what a learned ranking adds to the loss of each row
 
 
 class TrailmarkForCausalLM(ModelAnswers, FolderMixin, PreTrainedModel, ChunkGenerationMixin):
@@ -109,7 +77,8 @@ class TrailmarkForCausalLM(ModelAnswers, FolderMixin, PreTrainedModel, ChunkGene
         self.layouts = self._layouts()
 
     def _layouts(self) -> Layouts:
-        return Layouts(getattr(self.config, "chunk_size", None), self.config.has_landmarks)
+        config = self.config
+        return Layouts(getattr(config, "chunk_size", None), config.has_landmarks, not config.hides_landmarks)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "embedder":  # even a module is no part of the model: not trained, moved or saved with it
@@ -166,8 +135,7 @@ class TrailmarkForCausalLM(ModelAnswers, FolderMixin, PreTrainedModel, ChunkGene
         folder = None if memory_folder is None else Path(memory_folder)
         memory = self._make_memory(memory_tier, capacity, folder, memory_dtype, search)
         stages, groups = self._stages(), getattr(config, "num_retrieval_groups", 0)
-        windows = [config.sliding_window] * len(stages)
-        cache = ChunkCache(self._cache_key, windows, stages, groups, memory)
+        cache = ChunkCache(self._cache_key, config.windows, stages, groups, memory, config.num_sinks)
         cache.identity = self._identity
         return cache
 
@@ -205,9 +173,9 @@ class TrailmarkForCausalLM(ModelAnswers, FolderMixin, PreTrainedModel, ChunkGene
         sizes = {"E": config.hidden_size, "J": config.num_key_value_heads, "D": config.head_dim}
         if self.layouts.chunk_size is not None:
             sizes["S"] = self.layouts.chunk_size
-        if config.sliding_window is not None:
-            sizes["W"] = config.sliding_window
-        return Expected(sizes, record_shape=self._record_shape)
+        windows = tuple(w if w is None else config.num_sinks + w for w in config.windows)
+        unnamed = {name: str(value) for name, value in config.meant_without().items()}
+        return Expected(sizes, windows=windows, record_shape=self._record_shape, unnamed=unnamed)
 
     def _identity(self) -> dict[str, Any]:
         """Of the configuration and the weights, for saved memories."""
@@ -255,6 +223,8 @@ class TrailmarkForCausalLM(ModelAnswers, FolderMixin, PreTrainedModel, ChunkGene
         document_ids: Tensor | None = None,
         neighbours: Tensor | None = None,
         neighbour_scores: Tensor | None = None,
+        logits_at: Tensor | None = None,
+        output_retrieval_scores: bool = False,
         **others: Any,
     ) -> CausalLMOutput | tuple[Any, ...]:
         """Logits of the tokens passed, and the loss.
@@ -286,6 +256,10 @@ class TrailmarkForCausalLM(ModelAnswers, FolderMixin, PreTrainedModel, ChunkGene
                 where the model's ``embedder`` finds them. None: found by the model.
             neighbour_scores: [B, C, n] of the candidates: how much reading each helps to predict the next chunk. A
                 model that learns to rank them adds its ranking loss in training.
+            logits_at: int64 [B, n]: compute the logits [B, n, V] after these tokens alone. Not with labels, a cache or
+                ``logits_to_keep``.
+            output_retrieval_scores: return the scores of all chunks that each landmark may select, noise left out, of
+                a model that scores them (``config.ranks_all_chunks``). Not with a cache.
             others: what models of transformers may take and these do not (``inputs_embeds``, ``output_hidden_states``,
                 ``position_ids``): None or False, or it is refused.
 
@@ -304,7 +278,7 @@ class TrailmarkForCausalLM(ModelAnswers, FolderMixin, PreTrainedModel, ChunkGene
         check_others(others)
         input_ids = check_tokens(input_ids, self.config.vocab_size)
         check_tensors(attention_mask=attention_mask, labels=labels, document_ids=document_ids)
-        check_tensors(neighbours=neighbours, neighbour_scores=neighbour_scores)
+        check_tensors(neighbours=neighbours, neighbour_scores=neighbour_scores, logits_at=logits_at)
         B, T = input_ids.shape
         cache = past_key_values
         if cache is not None:
@@ -313,6 +287,10 @@ class TrailmarkForCausalLM(ModelAnswers, FolderMixin, PreTrainedModel, ChunkGene
         has_cache = makes_cache or cache is not None
         if document_ids is not None:
             check_documents(document_ids, input_ids, has_cache)
+        if logits_at is not None:
+            check_columns(logits_at, input_ids, has_cache or labels is not None or bool(logits_to_keep))
+        if output_retrieval_scores:
+            check_scored(self.config.ranks_all_chunks, has_cache)
         given = self._given(neighbours, neighbour_scores, has_cache)
         if makes_cache:
             cache = self.new_cache()
@@ -338,6 +316,8 @@ class TrailmarkForCausalLM(ModelAnswers, FolderMixin, PreTrainedModel, ChunkGene
             prefill_chunk_size,
             document_ids,
             given,
+            logits_at,
+            output_retrieval_scores,
         )
         # asked without is_compiling(): where this function is not one graph, the functions that it calls are traced
         plain = call.is_plain() and self.embedder is None
@@ -366,10 +346,12 @@ class TrailmarkForCausalLM(ModelAnswers, FolderMixin, PreTrainedModel, ChunkGene
             states = text.last(states, keep)
         if self.config.logit_scale != 1.0:
             states = states * self.config.logit_scale
+        own = None if hidden.own is None else [text.in_columns(x) for x in hidden.own]
+        if call.logits_at is not None:
+            states = at_columns(states, call.logits_at)
+            own = None if own is None else [at_columns(x, call.logits_at) for x in own]
         logits = self.lm_head(states)
-        extra = None
-        if hidden.own is not None:
-            extra = self.landmark_terms(logits, states, *(text.in_columns(x) for x in hidden.own))
+        extra = None if own is None else self.landmark_terms(logits, states, *own)
         loss = None
         if call.labels is not None:
             labels = self.bearing_loss(call.labels, call.input_ids, call.document_ids)
@@ -386,6 +368,9 @@ class TrailmarkForCausalLM(ModelAnswers, FolderMixin, PreTrainedModel, ChunkGene
         elif retrieval is not None and cache is not None:
             assert hidden.closed is not None
             retrieval = tuple(last_chunks(chosen, hidden.closed, grid.closed) for chosen in retrieval)
+        scores = None
+        if call.output_retrieval_scores:
+            scores = RetrievalScores(hidden.chunks.scores(), text.chunks_in_columns(grid, logits.device))
         return CausalLMOutput(
             loss=loss,
             logits=logits,
@@ -393,6 +378,7 @@ class TrailmarkForCausalLM(ModelAnswers, FolderMixin, PreTrainedModel, ChunkGene
             retrieval=retrieval,
             ranking_loss=hidden.ranking,
             landmark_loss=extra,
+            retrieval_scores=scores,
         )
 
     def bearing_loss(self, labels: Tensor, input_ids: Tensor, document_ids: Tensor | None = None) -> Tensor:
@@ -461,7 +447,8 @@ class TrailmarkForCausalLM(ModelAnswers, FolderMixin, PreTrainedModel, ChunkGene
         present = None if attention_mask is None else present_tokens(attention_mask, T, B, cache)
         with torch.no_grad():
             rest = self._read_pieces(Text.of(input_ids, present, False), cache, 0, _READ_TOKENS, progress)
-            self.run(rest.ids, self._lay_out(rest, cache), cache, 0)
+            if rest.ids.shape[1]:
+                self.run(rest.ids, self._lay_out(rest, cache), cache, 0)
         if progress is not None:
             progress(T, T)
         return cache
@@ -477,6 +464,9 @@ class TrailmarkForCausalLM(ModelAnswers, FolderMixin, PreTrainedModel, ChunkGene
         """Read pieces of a long text into the cache; returns the last piece, of at least ``keep`` tokens."""
         piece = self.reading_piece(piece)
         width = text.ids.shape[1]
+        text = self._read_beginning(text, cache, keep)
+        done = width - text.ids.shape[1]
+        width -= done
         opened = int(self._begun(cache.begun(len(text.ids))).max())
         first = 0
         while width - first > max(piece, keep):
@@ -487,8 +477,27 @@ class TrailmarkForCausalLM(ModelAnswers, FolderMixin, PreTrainedModel, ChunkGene
                 self.run(part.ids, self._lay_out(part, cache), cache, 0)
             first, opened = last, 0
             if progress is not None:
-                progress(first, width)
+                progress(done + first, done + width)
         return text.columns(first, width)
+
+    def _read_beginning(self, text: Text, cache: ChunkCache, keep: int) -> Text:
+        """Run all layers on the sinks, which every layer must have seen; returns the rest, of at least ``keep`` tokens.
+
+        The layers that wait until a result needs them see no more than a result's reach: without this, not the first
+        positions of a text.
+        """
+        rows = len(text.ids)
+        missing = self.config.num_sinks - cache.begun(rows).spans[-1].end
+        if not (missing > 0).any():
+            return text
+        width = text.ids.shape[1]
+        counts = np.full(rows, width) if text.counts is None else text.counts
+        first = np.minimum(missing.clip(0), (counts - keep).clip(0))
+        if not first.any():
+            return text
+        beginning, rest = text.parted(first)
+        self.run(beginning.ids, self._lay_out(beginning, cache), cache)
+        return rest
 
     def reading_piece(self, num_tokens: int) -> int:
         """At most ``num_tokens``, but at least one whole chunk (or cell): read from its start on, it ends with one."""
@@ -504,11 +513,13 @@ class TrailmarkForCausalLM(ModelAnswers, FolderMixin, PreTrainedModel, ChunkGene
 
     def _lay_out(self, text: Text, cache: ChunkCache | None, noise_seed: Tensor | None = None) -> Grid:
         phases = None if cache is None else cache.begun(len(text.ids)).phases
-        S, landmarks = self.layouts.chunk_size, self.layouts.landmarks
+        S, landmarks, counts = self.layouts.chunk_size, self.layouts.landmarks, self.layouts.counts_landmarks
         close = text.close_chunk
         if phases is None and text.counts is None and text.documents is None and isinstance(close, bool):
             return self.layouts.of(text.ids.shape[1], close)
-        return lay_out(text.ids.shape[1], S, phases, text.counts, text.close_chunk, text.documents, landmarks)
+        return lay_out(
+            text.ids.shape[1], S, phases, text.counts, text.close_chunk, text.documents, landmarks, counts
+        )
 
     # --- inside -----------------------------------------------------------------------------------------------
 
@@ -530,6 +541,8 @@ class TrailmarkForCausalLM(ModelAnswers, FolderMixin, PreTrainedModel, ChunkGene
                 if getattr(module, "into_residual", False):
                     std /= math.sqrt(2 * config.num_hidden_layers)
             init.normal_(module.weight, std=std)
+            if hasattr(module, "block_rows") and module.bias is not None:
+                init.zeros_(module.bias)
         elif isinstance(module, RMSNorm | LayerNorm):
             init.ones_(module.weight)
 

@@ -88,10 +88,17 @@ def num_closed(prompt: int, generated: int, chunk_size: int) -> int:
     return -(-prompt // chunk_size) + generated // chunk_size
 
 
-def pairs_in_sight(positions: int, window: int | None) -> int:
+def window_slots(config: Any) -> int:
+    """Positions whose keys and values a layer's window keeps: n sinks and W more."""
+    slots: int = config.num_sinks + config.sliding_window
+    return slots
+
+
+def pairs_in_sight(positions: int, window: int | None, sinks: int = 0) -> int:
     """Pairs of a position and one that it sees, itself included."""
     w = positions if window is None else min(window, positions)
-    return w * (w + 1) // 2 + (positions - w) * w
+    n = min(sinks, positions - w)  # outside the window, position W sees one sink, the next two, up to all
+    return w * (w + 1) // 2 + (positions - w) * w + n * (n + 1) // 2 + (positions - w - n) * n
 
 
 def embedder_size(model: Any) -> int:
@@ -126,7 +133,7 @@ def chunk_cache_bytes(
     chunks = num_closed(prompt, generated, S) if config.retrieves else 0  # that are kept
     landmark = (vectors + 2 * size) * (number.wide if size else number.own)
     return CacheBytes(
-        window=config.num_hidden_layers * config.sliding_window * kv_width(config) * number.own,
+        window=config.num_hidden_layers * window_slots(config) * kv_width(config) * number.own,
         open_chunk=S * config.hidden_size * number.own + (S * _IDS if size else 0) if config.retrieves else 0,
         retrieved=fetched if _has_selected(config, prompt, generated) else 0,
         records=chunks * record,
@@ -143,14 +150,15 @@ def _has_selected(config: Any, prompt: int, generated: int) -> bool:
     if config.first_visible is None:
         return chunks > 1
     last = prompt + generated // S * S - 1  # its last token
-    place = last + chunks if config.has_landmarks else last  # as positions are counted
+    # as positions are counted; a landmark that takes none stands where the next token will
+    place = last + (chunks if config.counts_landmarks else int(config.has_landmarks))
     return bool(chunks > 1 and place + config.first_visible > 0)
 
 
 class ChunkReads(NamedTuple):
     """What the closed chunks of a text may select and do select, in the best case."""
 
-    positions: int  # of the text, landmarks included
+    positions: int  # of the text, as windows count them
     candidates: npt.NDArray[np.int64]  # [C] of each chunk
     selected: npt.NDArray[np.int64]  # [C]
     pairs: int  # of a row that reads and a token that is read
@@ -158,15 +166,17 @@ class ChunkReads(NamedTuple):
     @classmethod
     def of(cls, config: Any, length: int) -> ChunkReads:
         S, K = config.chunk_size, config.num_retrieved_chunks
-        chunks, positions_of_chunk = length // S, S + config.has_landmarks
-        positions = length + (chunks if config.has_landmarks else 0)
+        chunks, positions_of_chunk = length // S, S + config.counts_landmarks
+        positions = length + (chunks if config.counts_landmarks else 0)
         candidates = np.arange(chunks) * config.retrieves
         if config.first_visible is not None:
-            ends = (candidates + 1) * positions_of_chunk - 1 + config.first_visible
+            # a hidden landmark stands where the next token will
+            last = (candidates + 1) * positions_of_chunk - (not config.hides_landmarks)
+            ends = last + config.first_visible
             candidates = np.clip(-(-ends // positions_of_chunk), 0, candidates)
         selected = np.minimum(candidates, K)
         # chunk c + 1 reads what chunk c found; the last one's tokens are what is left of the text
-        rows = np.full(chunks, positions_of_chunk, np.int64)
+        rows = np.full(chunks, S + config.has_landmarks, np.int64)
         if chunks:
             rows[-1] = length - chunks * S
         return cls(positions, candidates, selected, int((selected * rows).sum()) * S)
@@ -178,13 +188,17 @@ def chunk_multiply_adds(model: Any, reads: ChunkReads, layers: int, scored: int)
     Args:
         scored: pairs of a query and a landmark vector of the model's own.
     """
-    config, E = model.config, model.config.hidden_size
-    window = pairs_in_sight(reads.positions, config.sliding_window)
+    config, width = model.config, model.config.attention_width
+    window = pairs_in_sight(reads.positions, config.sliding_window, config.num_sinks)
+    if config.hides_landmarks:  # a landmark sees what the next token does, without it
+        number = np.arange(1, len(reads.candidates) + 1) * config.chunk_size
+        near = np.minimum(number, config.sliding_window - 1)
+        window += int((near + np.clip(number - config.sliding_window + 1, 0, config.num_sinks)).sum())
     return {
-        "window": 2 * E * config.num_hidden_layers * window,
-        "retrieved": 2 * E * layers * reads.pairs,
+        "window": 2 * width * config.num_hidden_layers * window,
+        "retrieved": 2 * width * layers * reads.pairs,
         # an embedder's vectors are searched once, for all groups
-        "selection": E * scored + embedder_size(model) * int(reads.candidates.sum()),
+        "selection": config.hidden_size * scored + embedder_size(model) * int(reads.candidates.sum()),
     }
 
 

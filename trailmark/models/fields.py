@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar, get_origin
 
 from huggingface_hub.errors import StrictDataclassError
 
+from trailmark import pretrained
 from trailmark.models.configuration import TrailmarkConfig
 from trailmark.models.registry import architectures, short_name
 from trailmark.settings import coerce, nearest, parse_override
@@ -19,9 +20,7 @@ def field_types(cls: type[TrailmarkConfig]) -> dict[str, Any]:
     for base in reversed(cls.__mro__):
         if issubclass(base, TrailmarkConfig):
             hints |= inspect.get_annotations(base, eval_str=True)
-    return {
-        key: kind for key, kind in hints.items() if key not in ("model_type", "keys_to_ignore_at_inference")
-    }
+    return {key: kind for key, kind in hints.items() if get_origin(kind) is not ClassVar}
 
 
 def config_class(section: Mapping[str, Any]) -> type[TrailmarkConfig]:
@@ -58,6 +57,21 @@ def build_config(section: Mapping[str, Any], more: Mapping[str, Any]) -> Trailma
         return cls(**fields | dict(more))
     except StrictDataclassError as error:
         raise ValueError(f"model: {_innermost(error)}") from error
+
+
+def saved_fields(folder: str) -> dict[str, Any]:
+    """The section ``model`` that describes the model in a folder; empty where there is none of ours.
+
+    Raises:
+        ValueError: its config.json is none.
+    """
+    saved, known = pretrained.expect_readable(folder, "init_from"), architectures()
+    names = [name for name, cls in known.items() if cls.config_class.model_type == saved.get("model_type")]
+    if not names:
+        return {}
+    kinds = field_types(known[names[0]].config_class)
+    own = {name: value for name, value in saved.items() if name in kinds}
+    return {"architecture": names[0], **own}
 
 
 def parse_fields(option: str, texts: Sequence[str], cls: type[TrailmarkConfig]) -> dict[str, Any]:

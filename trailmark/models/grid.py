@@ -29,6 +29,7 @@ def lay_out(
     close_chunk: bool | Booleans = False,
     documents: Integers | None = None,
     landmarks: bool = True,
+    counts_landmarks: bool = True,
 ) -> Grid:
     """The grid of one call.
 
@@ -42,22 +43,31 @@ def lay_out(
         documents: [B, T] the document of each token, counted from its row's first; each ends with a landmark, but
             for the row's last where nothing closes it. Phases are those of the row's first document. None: one a row.
         landmarks: False: chunks end with a token instead of a landmark.
+        counts_landmarks: see :class:`Grid`.
     """
     if phases is None and counts is None and documents is None and isinstance(close_chunk, bool):
-        return _laid_out_alike(tokens, chunk_size, 0, close_chunk, landmarks)
+        return _laid_out_alike(tokens, chunk_size, 0, close_chunk, landmarks, counts_landmarks)
     phases = np.zeros(1, np.int64) if phases is None else phases
     counts = np.full(1, tokens) if counts is None else counts
     alike = (phases == phases[0]).all() and (counts == counts[0]).all()
     if alike and documents is None and isinstance(close_chunk, bool) and counts[0] == tokens:
-        return _laid_out_alike(tokens, chunk_size, int(phases[0]), close_chunk, landmarks)
+        return _laid_out_alike(tokens, chunk_size, int(phases[0]), close_chunk, landmarks, counts_landmarks)
     rows = max(len(phases), len(counts), 1 if isinstance(close_chunk, bool) else len(close_chunk))
     rows = max(rows, 1 if documents is None else len(documents))
     phases, counts = np.broadcast_to(phases, rows), np.broadcast_to(counts, rows)
-    return _build(tokens, chunk_size, phases, counts, close_chunk, documents, landmarks)
+    return _build(tokens, chunk_size, phases, counts, close_chunk, documents, landmarks, counts_landmarks)
 
 
-def _uniform(tokens: int, chunk_size: int | None, phase: int, close_chunk: bool, landmarks: bool) -> Grid:
-    return _build(tokens, chunk_size, np.array([phase]), np.array([tokens]), close_chunk, landmarks=landmarks)
+def _uniform(
+    tokens: int,
+    chunk_size: int | None,
+    phase: int,
+    close_chunk: bool,
+    landmarks: bool,
+    counts_landmarks: bool,
+) -> Grid:
+    phases, counts = np.array([phase]), np.array([tokens])
+    return _build(tokens, chunk_size, phases, counts, close_chunk, None, landmarks, counts_landmarks)
 
 
 # Decoding and training ask for few layouts again and again; long ones take hundreds of KiB each.
@@ -66,11 +76,16 @@ _small, _large = lru_cache(maxsize=512)(_uniform), lru_cache(maxsize=16)(_unifor
 
 
 def _laid_out_alike(
-    tokens: int, chunk_size: int | None, phase: int, close_chunk: bool, landmarks: bool
+    tokens: int,
+    chunk_size: int | None,
+    phase: int,
+    close_chunk: bool,
+    landmarks: bool,
+    counts_landmarks: bool,
 ) -> Grid:
     """The grid of a call whose rows are all laid out alike."""
     known = _small if tokens <= _SMALL else _large
-    return known(tokens, chunk_size, phase, close_chunk, landmarks)
+    return known(tokens, chunk_size, phase, close_chunk, landmarks, counts_landmarks)
 
 
 class Layouts:
@@ -79,8 +94,8 @@ class Layouts:
     A model has its own, where ``torch.compile`` finds them: they are made before its graph, and not part of it.
     """
 
-    def __init__(self, chunk_size: int | None, landmarks: bool) -> None:
-        self.chunk_size, self.landmarks = chunk_size, landmarks
+    def __init__(self, chunk_size: int | None, landmarks: bool, counts_landmarks: bool = True) -> None:
+        self.chunk_size, self.landmarks, self.counts_landmarks = chunk_size, landmarks, counts_landmarks
         self._in_graphs: dict[str, Grid] = {}
 
     def of(self, tokens: int, close_chunk: bool) -> Grid:
@@ -88,14 +103,14 @@ class Layouts:
         if torch.compiler.is_compiling():
             length = len(range(tokens))  # a constant of the graph, though another length came before
             return self._in_graphs[self._named(length, close_chunk)]
-        return _laid_out_alike(tokens, self.chunk_size, 0, close_chunk, self.landmarks)
+        return _laid_out_alike(tokens, self.chunk_size, 0, close_chunk, self.landmarks, self.counts_landmarks)
 
     @constant
     def _named(self, tokens: int, close_chunk: bool) -> str:
         # constants of a graph may be tensors and texts, not objects: so a name, and the object by it
         name = f"{tokens} {close_chunk}"
         if name not in self._in_graphs:
-            made = _uniform(tokens, self.chunk_size, 0, close_chunk, self.landmarks)
+            made = _uniform(tokens, self.chunk_size, 0, close_chunk, self.landmarks, self.counts_landmarks)
             self._in_graphs[name] = made.prepared()
         return name
 
@@ -108,6 +123,7 @@ def _build(
     close_chunk: bool | Booleans,
     documents: Integers | None = None,
     landmarks: bool = True,
+    counts_landmarks: bool = True,
 ) -> Grid:
     rows = len(phases)
     token = np.arange(tokens)
@@ -143,13 +159,13 @@ def _build(
     place = t + before[row, t] + 1
     chunk[row, place], landmark[row, place] = before[row, t], True
     if documents is None:
-        return Grid(chunk, landmark, where, S, phases)
+        return Grid(chunk, landmark, where, S, phases, counts_landmarks=counts_landmarks)
     # a landmark is of the document of the token before it
     document = np.full((rows, positions), -1)
     document[row, place] = documents[row, t]
     row, t = np.nonzero(present)
     document[row, t + before[row, t]] = documents[row, t]
-    return Grid(chunk, landmark, where, S, phases, document)
+    return Grid(chunk, landmark, where, S, phases, document, counts_landmarks=counts_landmarks)
 
 
 # --- several calls ---------------------------------------------------------------------------------------
@@ -176,6 +192,7 @@ def join(earlier: Grid, grid: Grid) -> tuple[Take, Grid]:
         phases,
         landmarks=grid.has_landmarks,
         begun=begun,
+        counts_landmarks=grid.counts_landmarks,
     )
     return keep(joined, chunk >= 0)
 
@@ -188,7 +205,8 @@ def _alike(first: Any, second: Any, rows: int = 0) -> tuple[Any, Any]:
 def tail(grid: Grid, reach: int, keep_tokens: int | None) -> tuple[Take, Grid, Integers]:
     """Of each row, what its last tokens depend on: ``reach`` positions before the first of the last ``keep_tokens``.
 
-    Also the chunks [b] that are gone. ``keep_tokens`` None: all tokens of this call.
+    They are counted as windows count them. Also the chunks [b] that are gone. ``keep_tokens`` None: all tokens of this
+    call.
     """
     key = reach, keep_tokens
     if key not in grid.tails:
@@ -203,8 +221,11 @@ def _tail(grid: Grid, reach: int, keep_tokens: int | None) -> tuple[Take, Grid, 
     remaining = np.flip(np.cumsum(np.flip(own, 1), 1), 1)  # tokens from here on
     kept = own & (remaining <= keep_tokens)
     first = np.where(kept.any(1), kept.argmax(1), grid.counts) if keep_tokens else grid.counts
-    start = np.maximum(0, first - reach)
-    row = np.arange(len(start))
+    row = np.arange(len(first))
+    # of the first that is wanted, or of what would follow all
+    numbers = np.concatenate([grid.numbers, grid.counted[:, None]], axis=1)
+    number = numbers[row, np.where(first < grid.counts, first, -1)]
+    start = ((grid.chunk >= 0) & (grid.numbers < (number - reach)[:, None])).sum(1)
     inside = start < grid.counts
     gone = np.where(inside, grid.chunk[row, np.where(inside, start, 0)], grid.next_chunk)
     if not start.any():
@@ -239,5 +260,6 @@ def keep(grid: Grid, kept: Booleans) -> tuple[Take, Grid]:
         phases,
         landmarks=grid.has_landmarks,
         begun=begun,
+        counts_landmarks=grid.counts_landmarks,
     )
     return Take(index, grid.num_positions), made

@@ -7,18 +7,21 @@ read chunks, and run only where a result needs them: on the last positions of wh
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Any
+from dataclasses import replace
+from typing import Any, ClassVar
 
+import torch
 from torch import Tensor, nn
 
 from trailmark.memory import ChunkCache, MemoryEntries
 from trailmark.memory.schema import Expected
 from trailmark.models.arguments import check_tokens
 from trailmark.models.candidates import no_selection
-from trailmark.models.causal_lm import Hidden, TrailmarkForCausalLM
+from trailmark.models.causal_lm import TrailmarkForCausalLM
 from trailmark.models.embedding import Given, Vectors, embed_chunks, expect_embedder
-from trailmark.models.grid import Grid, Integers, lay_out
+from trailmark.models.grid import Grid, Integers
 from trailmark.models.layers import Place
+from trailmark.models.outputs import Hidden
 from trailmark.models.step import Step
 from trailmark.models.text import whole_chunks
 from trailmark.ops import ChunkSelection
@@ -42,6 +45,13 @@ class Chunks(ABC):
         Args:
             query: [B, C, E] of the group's landmarks; None: of a model that asks with what it knows of the chunks.
         """
+
+    def scores(self) -> tuple[Tensor, ...]:
+        """Of each group that selected, the scores [B, C, C] of all candidates of a whole text, -inf for the others.
+
+        Of a model that ``ranks_all_chunks``.
+        """
+        raise NotImplementedError
 
     @abstractmethod
     def reading(self, group: int, selection: ChunkSelection) -> tuple[Any, ...]:
@@ -69,6 +79,7 @@ class LayeredForCausalLM(TrailmarkForCausalLM):
     lower_layers: nn.ModuleList
     upper_layers: nn.ModuleList
     norm: nn.Module
+    upper: ClassVar[tuple[str, ...]] = ("upper_layers.*", "norm.*", "lm_head.*")
     _upper_stage = 1
     """Of the upper layers' windows: 1, for they see other positions than the lower ones; 0 where there are no lower."""
 
@@ -84,9 +95,17 @@ class LayeredForCausalLM(TrailmarkForCausalLM):
 
     def _run_lower(self, x: Tensor, grid: Grid, place: Place, step: Step | None) -> Tensor:
         """Positions x [B, P, E] through the layers that run on every token."""
+        if step is None and place.asking is not None and self._has_fixed_tokens(grid):
+            place = replace(place, fixed_tokens=True)
         for number, layer in enumerate(self.lower_layers):
             x = layer(x, place, step and step.window(number))
         return x
+
+    def _has_fixed_tokens(self, grid: Grid) -> bool:
+        """Whether of what lower layers make of a text whose landmarks nobody attends to these alone have a gradient."""
+        below = (self.embed_tokens, self.lower_layers)
+        trained = any(parameter.requires_grad for part in below for parameter in part.parameters())
+        return torch.is_grad_enabled() and grid.num_closed > 0 and not trained
 
     def _text_chunks(
         self, x: Tensor, tokens: Tensor, grid: Grid, noise_seed: Tensor | None, given: Given | None
@@ -128,8 +147,11 @@ class LayeredForCausalLM(TrailmarkForCausalLM):
             self.config.expect_trainable()
         x = grid.insert_landmarks(self.embed_tokens(tokens), self._landmark())
         chunks: Chunks | None = None
+        stages = self._stages()[self.config.num_hidden_layers - len(self._upper()) :]  # of the upper layers
+        places: dict[int, Place] = {}
         if cache is None:
-            step, place = None, Place.of(self.config, x, None, grid.documents_on(x.device))
+            step, place = None, Place.of(self.config, grid, x)
+            places = dict.fromkeys(stages, place)
             x = self._run_lower(x, grid, place, None)
             x, chunks = self._text_chunks(x, tokens, grid, noise_seed, given)
         else:
@@ -145,9 +167,9 @@ class LayeredForCausalLM(TrailmarkForCausalLM):
                     step.commit()
                     return Hidden(None)
                 x, grid, first_chunk = step.tail(x, reach, keep)
-                place = step.place(self._upper_stage, grid, x)
+                places = {stage: step.place(stage, grid, x) for stage in dict.fromkeys(stages)}
                 chunks = self._memory_chunks(x, grid, step, first_chunk)
-        x, selections = self._run_upper(x, grid, place, step, chunks)
+        x, selections = self._run_upper(x, grid, [places[stage] for stage in stages], step, chunks)
         if step is not None:
             step.commit()
         if keep == 0:
@@ -155,12 +177,16 @@ class LayeredForCausalLM(TrailmarkForCausalLM):
         states = self.norm(grid.last_tokens(keep)(x))
         if chunks is None:
             return Hidden(states)
-        return Hidden(states, tuple(selections), grid.closed, ranking=chunks.ranking)
+        return Hidden(states, tuple(selections), grid.closed, ranking=chunks.ranking, chunks=chunks)
 
     def _run_upper(
-        self, x: Tensor, grid: Grid, place: Place, step: Step | None, chunks: Chunks | None
+        self, x: Tensor, grid: Grid, places: list[Place], step: Step | None, chunks: Chunks | None
     ) -> tuple[Tensor, list[ChunkSelection]]:
-        """Positions x [B, P, E] through the upper layers, and what the landmarks among them selected for each group."""
+        """Positions x [B, P, E] through the upper layers, and what the landmarks among them selected for each group.
+
+        Args:
+            places: of each of these layers.
+        """
         upper = self._upper()
         lower = self.config.num_hidden_layers - len(upper)
         per_group = len(upper) // getattr(self.config, "num_retrieval_groups", 1)
@@ -173,7 +199,7 @@ class LayeredForCausalLM(TrailmarkForCausalLM):
                 selections.append(chunks.select(group, query))
                 reading = chunks.reading(group, selections[group])
             kept = step and step.window(lower + number)
-            x = layer(x, place, kept, *self._of_layer(reading, number))
+            x = layer(x, places[number], kept, *self._of_layer(reading, number))
         return x, selections
 
 
@@ -213,22 +239,38 @@ class RetrievingForCausalLM(LayeredForCausalLM):
         embedder = expect_embedder(self.embedder, getattr(self.config, "embedder_fingerprint", None))
         return embed_chunks(embedder, tokens, grid, step)
 
-    def encode(self, input_ids: Tensor, before: Tensor | None = None) -> MemoryEntries:
-        """The memory entries of the whole chunks of ``input_ids`` [B, n * S], without reading them.
-
-        ``before`` [B, m * S] are the tokens before them; with at least the lower layers' reach of them
-        (``num_lower_layers * (sliding_window - 1)`` positions) the entries are those of a full read.
-        """
+    def encode(
+        self,
+        input_ids: Tensor,
+        before: Tensor | None = None,
+        cache: ChunkCache | None = None,
+        first_chunk: int = 0,
+    ) -> MemoryEntries:
         check_tokens(input_ids, self.config.vocab_size)
         size: int = getattr(self.config, "chunk_size")  # noqa: B009 - a field of all that retrieve
         ids, skip = whole_chunks(input_ids, before, size)
-        grid = lay_out(ids.shape[1], size, landmarks=self.config.has_landmarks)
+        grid = self.layouts.of(ids.shape[1], False)
         x = grid.insert_landmarks(self.embed_tokens(ids), self._landmark())
-        x = self._run_lower(x, grid, Place.of(self.config, x, None), None)
+        step = None
+        if cache is not None and first_chunk and self.config.num_sinks:
+            self._expect_sinks(cache)
+            first = first_chunk * (size + self.config.counts_landmarks)
+            step = Step.apart(cache, first, grid, self.config, len(ids))
+        place = Place.of(self.config, grid, x) if step is None else step.place(0, grid, x)
+        x = self._run_lower(x, grid, place, step)
         return MemoryEntries(*(part[:, skip:] for part in self._entries(x, ids, grid, None)))
+
+    def _expect_sinks(self, cache: ChunkCache) -> None:
+        read = int(cache.num_tokens.max(initial=0))
+        if cache.model != self._cache_key or cache.batch_size != 1 or read < self.config.num_sinks:
+            raise ValueError(
+                f"cache: expected one of this model, of one row that has read at least the {self.config.num_sinks} "
+                f"tokens that stay visible (num_sinks), got one of {cache.batch_size or 0} rows and {read} tokens. "
+                "Read the text first: cache = model.read(ids)."
+            )
 
     def encoding_reach(self) -> int:
         """Chunks after a chunk whose memory entries its tokens take part in, through the lower layers."""
         config: Any = self.config
         positions = config.num_lower_layers * (config.sliding_window - 1)
-        return -(-positions // (config.chunk_size + config.has_landmarks))
+        return -(-positions // (config.chunk_size + config.counts_landmarks))

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -14,6 +16,8 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from trailmark.memory.window import Window, WindowCall
 from trailmark.models.configuration import TrailmarkConfig
+from trailmark.models.layout import Grid
+from trailmark.models.rope import Rope, attention_factor, inverse_frequencies
 from trailmark.models.takes import constant
 from trailmark.ops import alibi_slopes, block_attention, sliding_window_attention
 
@@ -81,9 +85,9 @@ class LayerNorm(nn.Module):
         return F.layer_norm(x.to(dtype), weight.shape, weight, eps=self.eps).to(x.dtype)
 
 
-def fused_linear(fan_in: int, fan_outs: tuple[int, ...]) -> nn.Linear:
+def fused_linear(fan_in: int, fan_outs: tuple[int, ...], bias: bool = False) -> nn.Linear:
     """Several matrices that read the same input as one; ``block_rows`` tells the optimizer where they part."""
-    linear = nn.Linear(fan_in, sum(fan_outs), bias=False)
+    linear = nn.Linear(fan_in, sum(fan_outs), bias=bias)
     setattr(linear, "block_rows", fan_outs)  # noqa: B010 - a module's declared attributes are tensors
     return linear
 
@@ -114,53 +118,150 @@ class GELUMLP(nn.Module):
 
 
 class SelfAttention(nn.Module):
-    """Projections around attention; the subclass says which positions see which."""
+    """Projections around attention; the subclass says which positions see which.
+
+    q, k and v may have biases and, before they are turned by their positions, norms (``attention_bias``, ``qk_norm``).
+    """
 
     def __init__(self, config: TrailmarkConfig) -> None:
         super().__init__()
         self.head_dim = config.head_dim
         H, J = config.num_attention_heads, config.num_key_value_heads
         self.sizes = (H, J, J)
-        self.qkv_proj = fused_linear(config.hidden_size, tuple(n * self.head_dim for n in self.sizes))
-        self.o_proj = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
+        sizes = tuple(n * self.head_dim for n in self.sizes)
+        self.qkv_proj = fused_linear(config.hidden_size, sizes, config.attention_bias)
+        self.o_proj = nn.Linear(config.attention_width, config.hidden_size, bias=False)
+        self.q_norm, self.k_norm = (_head_norm(config, heads) for heads in (H, J))
+        # yarn's factor of the turned queries and keys, all of it on the queries: a key may be turned in several steps
+        self.query_factor = attention_factor(config.rope_scaling) ** 2
 
     def heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """x [..., T, E] -> q [..., T, H, D] and k, v [..., T, J, D]."""
         q, k, v = self.qkv_proj(x).unflatten(-1, (-1, self.head_dim)).split(self.sizes, dim=-2)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        if self.query_factor != 1:
+            q = q * self.query_factor
         return q, k, v
+
+
+class HeadNorm(RMSNorm):
+    """An RMS norm over all heads at once: x [..., heads, D] as one vector of heads * D."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.flatten(-2)).view(x.shape)
+
+
+def _head_norm(config: TrailmarkConfig, heads: int) -> RMSNorm | None:
+    """Of queries or keys [..., heads, D]; None: they have none."""
+    if config.qk_norm is None:
+        return None
+    if config.qk_norm == "head":
+        return RMSNorm(config.head_dim, config.rms_norm_eps)
+    return HeadNorm(heads * config.head_dim, config.rms_norm_eps)
+
+
+class Asking(NamedTuple):
+    """Landmarks that nobody attends to: they see the tokens before them, by queries apart from the tokens' own."""
+
+    grid: Grid
+    places: Tensor  # int64 [b, C, n + W - 1] where the sinks and the tokens before each landmark stand among the keys
+    query: Tensor  # int64 [b, C] the landmarks' numbers; -1: absent
+    key: Tensor  # int64 [b, C, n + W - 1] those of the keys
+
+    @classmethod
+    def of(cls, config: TrailmarkConfig, grid: Grid, call: WindowCall | None, device: torch.device) -> Asking:
+        window, sinks = config.sliding_window, config.num_sinks
+        assert window is not None
+        if call is None:
+            return cls(grid, *grid.asking(window, sinks, device))
+        number = np.where(grid.landmark_numbers < 0, -1, call.first[:, None] + grid.landmark_numbers)
+        before = number[..., None] - window + np.arange(1, window)
+        place = np.where(number[..., None] < 0, -1, call.places(before))
+        first = np.broadcast_to(np.arange(sinks), (*number.shape, sinks))
+        index = np.concatenate([first, place], 2)
+        key = np.concatenate([first, np.where(place < 0, -1, before)], 2)
+        return cls(grid, *(torch.from_numpy(x).to(device) for x in (index, number, key)))
 
 
 @dataclass(frozen=True)
 class Place:
     """Where the positions of a call stand in their text, for one stage of layers."""
 
-    rotary: Tensor | None  # [P, D / 2] or [B, P, D / 2]; None: ALiBi
+    rotary: Tensor | None  # [P, D / 2, 2] or [B, P, D / 2, 2]; None: ALiBi
     call: WindowCall | None = None  # what earlier calls left in the windows; None: nothing
     documents: Tensor | None = None  # int64 [B, P]: attention stays inside; None: each row is one document
+    sink_rotary: Tensor | None = None  # as ``rotary``, of the queries that ask sinks; None: no others
+    asking: Asking | None = None  # the landmarks, where windows do not show them; None: they do
+    # nothing that is trained moves the tokens' states here, only those of the landmarks
+    fixed_tokens: bool = False
 
     @classmethod
     def of(
-        cls, config: TrailmarkConfig, x: Tensor, call: WindowCall | None, documents: Tensor | None = None
+        cls,
+        config: TrailmarkConfig,
+        grid: Grid,
+        x: Tensor,
+        call: WindowCall | None = None,
+        known: Place | None = None,
     ) -> Place:
-        """Of positions x [B, P, E], of ``documents`` [b, P]. Distances alone count, so none begins at 0 anew."""
+        """Of positions x [B, P, E] of a layout; ``known``: of the same positions in another stage.
+
+        Distances alone count, so no document begins at 0 anew.
+        """
+        documents = grid.documents_on(x.device)
         assert call is None or documents is None
+        asking = None if grid.counts_landmarks else Asking.of(config, grid, call, x.device)
+        if known is not None:
+            return cls(known.rotary, call, None, known.sink_rotary, asking)
         if documents is not None:
             documents = documents.expand(x.shape[0], -1)
         if config.window_position != "rope":
-            return cls(None, call, documents)
-        if call is None:
-            table = rotary_table(x.shape[1], config.head_dim, config.rope_theta, x)
-            return cls(table, documents=documents)
-        table = rotary_table(x.shape[1], config.head_dim, config.rope_theta, x, call.first_positions)
-        return cls(table, call)
+            return cls(None, call, documents, None, asking)
+        first = None if call is None else call.first_positions
+        # of the tokens after landmarks too
+        numbers = None if grid.counts_landmarks else grid.numbers_on(x.device)
+        length = x.shape[1] if numbers is None else grid.num_counted + 1
+        table = rotary_table(length, config.head_dim, config.rope, x, first)
+        sink_rotary = None
+        if (most := config.max_sink_distance) is not None:
+            if first is None:
+                capped = grid.capped_on(most, x.device)
+                sink_rotary = None if capped is None else _rows(table, capped)
+            elif int(first.max()) + grid.num_counted > most:
+                at = first[:, None] + grid.numbers_on(x.device)
+                sink_rotary = rotary_at(at.clamp(max=most), config.head_dim, config.rope, x.dtype)
+        return cls(table if numbers is None else _rows(table, numbers), call, documents, sink_rotary, asking)
+
+    def apart(self, compute: Callable[..., Tensor], *parts: Tensor) -> Tensor:
+        """``compute`` of positions [B, P, ...], each of which it takes by itself; of fixed tokens without a graph."""
+        assert self.asking is not None
+        grid = self.asking.grid
+        with torch.no_grad():
+            tokens = compute(*map(grid.tokens, parts))
+        return grid.from_parts(torch.cat([tokens, compute(*map(grid.landmarks, parts))], dim=1))
+
+
+def _rows(table: Tensor, index: Tensor) -> Tensor:
+    """Rows ``index`` [b, P] of a table [n, D / 2, 2] or [B, n, D / 2, 2] -> [P, D / 2, 2] or [B, P, D / 2, 2]."""
+    if table.dim() == 3 or len(table) == 1:
+        table = table.view(-1, *table.shape[-2:])
+        rows = table.index_select(0, index.flatten()).view(*index.shape, *table.shape[1:])
+        return rows[0] if len(rows) == 1 else rows
+    row = torch.arange(len(table), device=table.device)[:, None]
+    return table[row, index.expand(len(table), -1)]
 
 
 class WindowAttention(SelfAttention):
     """Sliding-window self-attention with ALiBi or RoPE; keys are kept as they are rotated."""
 
-    def __init__(self, config: TrailmarkConfig) -> None:
+    watch: Callable[[Tensor, Tensor], None] | None = None
+    """Is shown the queries [B, P, H, D] and keys [B, P, J, D] of each call: see :mod:`trailmark.models.watching`."""
+
+    def __init__(self, config: TrailmarkConfig, number: int = 0) -> None:
         super().__init__(config)
-        self.window = config.sliding_window
+        self.window = config.windows[number]
+        self.sinks = 0 if self.window is None else config.num_sinks
         self.implementation = config.implementation
         self.rope, self.slopes = config.window_position == "rope", config.alibi_slopes
 
@@ -170,15 +271,35 @@ class WindowAttention(SelfAttention):
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, place: Place, kept: Window | None = None) -> Tensor:
         """Heads q [B, P, H, D] and k, v [B, P, J, D] of positions -> [B, P, H * D]."""
-        positions = None
+        sink_q = None if place.sink_rotary is None or not self.sinks else rotate(q, place.sink_rotary)
         if place.rotary is not None:
             q, k = rotate(q, place.rotary), rotate(k, place.rotary)
+        if place.asking is None:
+            return self._windows(q, k, v, sink_q, place, kept)[0].flatten(2)
+        grid = place.asking.grid
+        q_tokens, k, v = grid.tokens(q), grid.tokens(k), grid.tokens(v)
+        sink_q_tokens = None if sink_q is None else grid.tokens(sink_q)
+        if place.fixed_tokens:
+            q_tokens, k, v = (part.detach() for part in (q_tokens, k, v))
+            sink_q_tokens = None if sink_q_tokens is None else sink_q_tokens.detach()
+        out, k, v = self._windows(q_tokens, k, v, sink_q_tokens, place, kept)
+        if grid.num_closed:
+            sink_q = None if sink_q is None else grid.landmarks(sink_q)
+            out = torch.cat([out, self._ask(grid.landmarks(q), k, v, sink_q, place.asking)], dim=1)
+        return grid.from_parts(out).flatten(2)
+
+    def _windows(
+        self, q: Tensor, k: Tensor, v: Tensor, sink_q: Tensor | None, place: Place, kept: Window | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Every position sees its window and the sinks: [B, P, H, D], and the keys and values that were there."""
+        positions = None
         if place.call is not None:
             assert kept is not None
             joined = kept.update(k.transpose(1, 2), v.transpose(1, 2), place.call)
             k, v = (part.transpose(1, 2) for part in joined)
             positions = place.call.positions
-        slopes = None if self.rope else slopes_like(q, self.slopes)
+        if self.watch is not None:
+            self.watch(q, k)
         out = sliding_window_attention(
             q,
             k,
@@ -186,11 +307,38 @@ class WindowAttention(SelfAttention):
             self.window,
             positions,
             place.documents,
-            alibi_slopes=slopes,
+            alibi_slopes=None if self.rope else slopes_like(q, self.slopes),
             implementation=self.implementation,
+            num_sinks=self.sinks,
+            sink_queries=sink_q,
         )
         assert isinstance(out, Tensor)
-        return out.flatten(2)
+        return out, k, v
+
+    def _ask(self, q: Tensor, k: Tensor, v: Tensor, sink_q: Tensor | None, asking: Asking) -> Tensor:
+        """Landmarks q [B, C, H, D] see the window of the next token, but for that token -> [B, C, H, D]."""
+        (B, C, H, D), P = q.shape, k.shape[1]
+        index = asking.places.clamp(0, P - 1)
+        if len(index) == 1:
+            k, v = (x.index_select(1, index.flatten()) for x in (k, v))
+        else:
+            flat = (index + torch.arange(B, device=q.device)[:, None, None] * P).flatten()
+            k, v = (x.flatten(0, 1).index_select(0, flat) for x in (k, v))
+        k, v = (x.reshape(B * C, -1, *x.shape[-2:]) for x in (k, v))
+        query, key = (x.expand(B, *x.shape[1:]).flatten(0, 1) for x in (asking.query, asking.key))
+        out = sliding_window_attention(
+            q.reshape(B * C, 1, H, D),
+            k,
+            v,
+            self.window,
+            (query[:, None], key),
+            alibi_slopes=None if self.rope else slopes_like(q, self.slopes),
+            implementation=self.implementation,
+            num_sinks=self.sinks,
+            sink_queries=None if sink_q is None else sink_q.reshape(B * C, 1, H, D),
+        )
+        assert isinstance(out, Tensor)
+        return out.view(B, C, H, D)
 
 
 def slopes_like(q: Tensor, rule: str = "geometric") -> Tensor:
@@ -223,17 +371,27 @@ class ChunkAttention(SelfAttention):
 
 
 class WindowLayer(GradientCheckpointingLayer):
-    """h = x + attention(norm(x)); y = h + MLP(norm(h))."""
+    """h = x + attention(norm(x)); y = h + MLP(norm(h)). Its ``number`` says which window it has, where they differ."""
 
-    def __init__(self, config: TrailmarkConfig) -> None:
+    def __init__(self, config: TrailmarkConfig, number: int = 0) -> None:
         super().__init__()
         self.attention_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.attention = WindowAttention(config)
+        self.attention = WindowAttention(config, number)
         self.mlp_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = MLP(config)
 
     def forward(self, x: Tensor, place: Place, kept: Window | None = None) -> Tensor:
+        if place.fixed_tokens:
+            q, k, v = place.apart(self._heads, x).split(self.attention.sizes, dim=-2)
+            return place.apart(self._after, x, self.attention.attend(q, k, v, place))
         x = x + self.attention(self.attention_norm(x), place, kept)
+        return x + self.mlp(self.mlp_norm(x))
+
+    def _heads(self, x: Tensor) -> Tensor:
+        return torch.cat(self.attention.heads(self.attention_norm(x)), dim=-2)
+
+    def _after(self, x: Tensor, attended: Tensor) -> Tensor:
+        x = x + self.attention.o_proj(attended)
         return x + self.mlp(self.mlp_norm(x))
 
 
@@ -254,24 +412,22 @@ class ChunkEncoderLayer(GradientCheckpointingLayer):
         return x + self.mlp(self.mlp_norm(x))
 
 
-def rotary_table(
-    length: int, head_dim: int, theta: float, like: Tensor, first: Tensor | None = None
-) -> Tensor:
+def rotary_table(length: int, head_dim: int, rope: Rope, like: Tensor, first: Tensor | None = None) -> Tensor:
     """(cos, sin) of the angles p f [P, D / 2, 2] of positions p = 0 ... P - 1, float32 or wider, computed in float64.
 
     ``first`` int64 [B]: of positions p = first[b] ... first[b] + P - 1, [B, P, D / 2, 2].
     """
     wide = torch.promote_types(like.dtype, torch.float32)
     if first is None:
-        return _rotary_from_zero(length, head_dim, theta, wide, like.device)[0]
-    table, frequency = _rotary_table(_rounded(length), head_dim, theta, like.device)
+        return _rotary_from_zero(length, head_dim, rope, wide, like.device)[0]
+    table, frequency = _rotary_table(_rounded(length), head_dim, rope, like.device)
     angle = first[:, None, None] * frequency
     return torch.view_as_real(table[:length] * torch.polar(torch.ones_like(angle), angle)).to(wide)
 
 
-def rotary_at(positions: Tensor, head_dim: int, theta: float, dtype: torch.dtype) -> Tensor:
+def rotary_at(positions: Tensor, head_dim: int, rope: Rope, dtype: torch.dtype) -> Tensor:
     """(cos, sin) [..., D / 2, 2] of the angles p f of any positions [...], float32 or wider, computed in float64."""
-    frequency = _rotary_table(64, head_dim, theta, positions.device)[1]
+    frequency = _rotary_table(64, head_dim, rope, positions.device)[1]
     angle = positions[..., None].to(torch.float64) * frequency
     return torch.stack([angle.cos(), angle.sin()], -1).to(torch.promote_types(dtype, torch.float32))
 
@@ -283,18 +439,18 @@ def _rounded(length: int) -> int:
 
 @constant
 def _rotary_from_zero(
-    length: int, head_dim: int, theta: float, dtype: torch.dtype, device: torch.device
+    length: int, head_dim: int, rope: Rope, dtype: torch.dtype, device: torch.device
 ) -> tuple[Tensor]:
-    table, _ = _rotary_table(_rounded(length), head_dim, theta, device)
+    table, _ = _rotary_table(_rounded(length), head_dim, rope, device)
     with torch.inference_mode(False):
         return (torch.view_as_real(table[:length]).to(dtype),)
 
 
 @lru_cache(maxsize=32)
-def _rotary_table(length: int, head_dim: int, theta: float, device: torch.device) -> tuple[Tensor, Tensor]:
+def _rotary_table(length: int, head_dim: int, rope: Rope, device: torch.device) -> tuple[Tensor, Tensor]:
     """Of positions 0 ... length - 1, complex128 [length, D / 2], and the frequencies [D / 2]."""
     with torch.inference_mode(False):  # it is used in training too
-        frequency = theta ** (-torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
+        frequency = inverse_frequencies(head_dim, rope)
         angle = torch.arange(length, dtype=torch.float64)[:, None] * frequency
         return torch.polar(torch.ones_like(angle), angle).to(device), frequency.to(device)
 

@@ -29,6 +29,7 @@ class Grid:
         landmarks: whether chunks end with a landmark, a position of its own.
         begun: [b] positions of the first chunk that stand before what is laid out here; None: ``phases``. More where
             only the end of a call is laid out.
+        counts_landmarks: whether windows count landmarks as positions; else tokens alone.
     """
 
     def __init__(
@@ -41,8 +42,10 @@ class Grid:
         document: Integers | None = None,
         landmarks: bool = True,
         begun: Integers | None = None,
+        counts_landmarks: bool = True,
     ) -> None:
         self.has_landmarks = landmarks
+        self.counts_landmarks = counts_landmarks
         self.begun = phases if begun is None else begun
         self.chunk, self.is_landmark, self.token = chunk, is_landmark, token
         self.chunk_size, self.phases, self.document = chunk_size, phases, document
@@ -50,6 +53,8 @@ class Grid:
         self._from_tokens: dict[int, Take] = {}
         self._last_tokens: dict[int | None, Take] = {}
         self._limits: dict[int | None, Table] = {}
+        self._caps: dict[int, Table | None] = {}
+        self._asking: dict[tuple[int, int], tuple[Table, Table]] = {}
         self.tails: dict[tuple[int, int | None], tuple[Take, Grid, Integers]] = {}
         """Of :func:`trailmark.models.grid.tail`, by its arguments."""
 
@@ -64,6 +69,26 @@ class Grid:
     def num_positions(self) -> int:
         """P: the most of any row."""
         return self.chunk.shape[1]
+
+    @cached_property
+    def is_counted(self) -> Booleans:
+        """[b, P] positions that windows count and show: all, or the tokens alone."""
+        return (self.chunk >= 0) & (self.counts_landmarks | ~self.is_landmark)
+
+    @cached_property
+    def counted(self) -> Integers:
+        """[b] positions of each row that windows count."""
+        return self.is_counted.sum(1)
+
+    @cached_property
+    def num_counted(self) -> int:
+        """The most of any row."""
+        return int(self.counted.max(initial=0))
+
+    @cached_property
+    def numbers(self) -> Integers:
+        """[b, P] how many positions before each are counted: its own number, or that of the token after a landmark."""
+        return self.is_counted.cumsum(1) - self.is_counted
 
     @cached_property
     def num_chunks(self) -> int:
@@ -137,10 +162,18 @@ class Grid:
         places[row, self.chunk[row, place]] = place
         return places
 
+    @cached_property
+    def landmark_numbers(self) -> Integers:
+        """[b, C] the numbers of the landmarks (``numbers``); -1 where a row closes fewer."""
+        places = self.landmark_places
+        if not self.num_closed:
+            return places
+        return np.where(places < 0, -1, np.take_along_axis(self.numbers, places.clip(0), 1))
+
     @property
     def chunk_starts(self) -> Integers:
-        """[b, C] the first position of each closed chunk; negative: in an earlier call."""
-        return self.landmark_places + (not self.has_landmarks) - self.lengths
+        """[b, C] the number of the first position of each closed chunk; negative: in an earlier call."""
+        return self.landmark_numbers + (not self.has_landmarks) - self.lengths
 
     @cached_property
     def open_tokens(self) -> Integers:
@@ -196,8 +229,39 @@ class Grid:
         return None if self.document is None else self._begins_document.on(device)
 
     def documents_on(self, device: torch.device) -> Tensor | None:
-        """int64 [b, P]: ``document``."""
+        """int64 [b, n]: ``document`` of what is counted, side by side; None: each row is one document."""
         return None if self.document is None else self._documents.on(device)
+
+    def numbers_on(self, device: torch.device) -> Tensor:
+        """int64 [b, P]: ``numbers``."""
+        return self._numbers.on(device)
+
+    def capped_on(self, most: int, device: torch.device) -> Tensor | None:
+        """int64 [b, P]: ``numbers``, but none more than ``most`` after its document's first; None: none is more."""
+        return self._capped(most, device)[0]
+
+    @constant
+    def _capped(self, most: int, device: torch.device) -> tuple[Tensor | None]:
+        if most not in self._caps:
+            capped = np.minimum(self.numbers, self.document_starts + most)
+            beyond = (capped != self.numbers) & (self.chunk >= 0)
+            self._caps[most] = Table(capped) if beyond.any() else None
+        table = self._caps[most]
+        return (None if table is None else table.on(device),)
+
+    @constant
+    def asking(self, window: int, sinks: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+        """What the landmarks of a whole text see, where windows do not show them: see ``layers.Asking``."""
+        key = window, sinks
+        if key not in self._asking:
+            number, place = self.landmark_numbers, self.landmark_places.clip(0)
+            start = np.take_along_axis(self.document_starts, place, 1) if self.num_closed else place
+            before = number[..., None] - window + np.arange(1, window)
+            before = np.where((before >= start[..., None]) & (number[..., None] >= 0), before, -1)
+            seen = np.concatenate([start[..., None] + np.arange(sinks), before], axis=2)
+            self._asking[key] = Table(seen), Table(number)
+        seen_on, number_on = (table.on(device) for table in self._asking[key])
+        return seen_on, number_on, seen_on
 
     @cached_property
     def _lengths(self) -> Table:
@@ -218,7 +282,14 @@ class Grid:
     @cached_property
     def _documents(self) -> Table:
         assert self.document is not None
-        return Table(self.document)
+        if self.counts_landmarks:
+            return Table(self.document)
+        place = self.tokens.index
+        return Table(np.where(place < 0, -1, np.take_along_axis(self.document, place.clip(0), 1)))
+
+    @cached_property
+    def _numbers(self) -> Table:
+        return Table(self.numbers)
 
     @constant
     def _candidates(self, first_visible: int | None, device: torch.device) -> tuple[Tensor]:
@@ -256,6 +327,33 @@ class Grid:
     def landmarks(self) -> Take:
         """Positions [B, P, E] -> their landmarks (without them, the closing tokens) [B, C, E]."""
         return Take(self.landmark_places, self.num_positions)
+
+    @cached_property
+    def tokens(self) -> Take:
+        """Positions [B, P, E] -> the tokens among them."""
+        kept = (self.chunk >= 0) & ~self.is_landmark
+        index = np.full((len(kept), int(kept.sum(1).max(initial=0))), -1)
+        row, place = np.nonzero(kept)
+        index[row, (kept.cumsum(1) - 1)[row, place]] = place
+        return Take(index, self.num_positions)
+
+    @cached_property
+    def from_parts(self) -> Take:
+        """The tokens, followed by the landmarks, [B, T + C, E] -> positions [B, P, E]."""
+        index = np.full(self.chunk.shape, -1)
+        row, place = np.nonzero(self.tokens.index >= 0)
+        index[row, self.tokens.index[row, place]] = place
+        row, place = np.nonzero(self.landmark_places >= 0)
+        index[row, self.landmark_places[row, place]] = self.tokens.count + place
+        return Take(index, self.tokens.count + self.num_closed)
+
+    @cached_property
+    def document_starts(self) -> Integers:
+        """[b, P] the number of the first position of each position's document."""
+        if self.document is None:
+            return np.zeros_like(self.chunk)
+        begins = np.diff(self.document, axis=1, prepend=-1) != 0
+        return np.maximum.accumulate(np.where(begins, self.numbers, 0), axis=1)
 
     @cached_property
     def rows_per_chunk(self) -> int:
@@ -321,7 +419,7 @@ class Grid:
 
 _ASKED_FOR = (
     *("num_chunks", "num_closed", "closed", "rows_per_chunk", "landmarks", "rows", "positions"),
-    *("_landmark_mask", "_lengths"),
+    *("_landmark_mask", "_lengths", "_numbers", "num_counted", "tokens", "from_parts"),
 )
 _ASKED_FOR_WITH_CHUNKS = ("has_short_chunks", "encoder_rows")
 
@@ -345,7 +443,7 @@ def last_token_places(grid: Grid, keep: int | None) -> Integers:
 
 def candidate_limits(grid: Grid, first_visible: int | None) -> Integers:
     """See :meth:`Grid.candidates`."""
-    places = grid.landmark_places
+    places = grid.landmark_numbers
     limits = np.where(places >= 0, np.arange(grid.num_closed), 0)
     if first_visible is not None:
         starts = grid.chunk_starts

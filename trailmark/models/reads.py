@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -73,6 +74,14 @@ class Reads(Protocol):
     def finish(self, reads: tuple[Read, ...], length: int) -> tuple[Read, ...]:
         """The reads of a chunk of ``length`` tokens, as its line says them."""
 
+    def through(
+        self, now: tuple[Read, ...], retrieval: Sequence[ChunkSelection], count: int
+    ) -> tuple[tuple[Read, ...], tuple[Read, ...]]:
+        """What the first of ``count`` tokens of a call read, in a chunk that reads ``now``; and the chunk after them.
+
+        Unlike :meth:`add` it asks nothing about where chunks lie: early landmarks may close them.
+        """
+
 
 class SelectedReads:
     """A chunk reads what the end of the chunk before it selected: DRT (guarantee 2) and RPT (RETRO's shift)."""
@@ -101,6 +110,11 @@ class SelectedReads:
 
     def finish(self, reads: tuple[Read, ...], length: int) -> tuple[Read, ...]:
         return reads
+
+    def through(
+        self, now: tuple[Read, ...], retrieval: Sequence[ChunkSelection], count: int
+    ) -> tuple[tuple[Read, ...], tuple[Read, ...]]:
+        return now, self.add((now,), retrieval, 0, count)[-1]
 
 
 class AveragedReads:
@@ -138,6 +152,15 @@ class AveragedReads:
 
     def finish(self, reads: tuple[Read, ...], length: int) -> tuple[Read, ...]:
         return tuple(self._most(read, length * self._heads) for read in reads)
+
+    def through(
+        self, now: tuple[Read, ...], retrieval: Sequence[ChunkSelection], count: int
+    ) -> tuple[tuple[Read, ...], tuple[Read, ...]]:
+        by_chunk = self.add((), retrieval, 0, count)
+        own = self.finish(
+            tuple(functools.reduce(_merged, sums) for sums in zip(*by_chunk, strict=True)), count
+        )
+        return own, own
 
     def _most(self, sums: Read, count: int) -> Read:
         means = sums.weights / count

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -29,34 +30,57 @@ class Step:
         self.cache, self.grid, self.config = cache, grid, config
         self.before = cache.begun(batch_size)
         rows = np.zeros(batch_size, np.int64)
-        self.counts = rows + grid.counts
-        self.end = self.before.num_positions + self.counts  # positions of each row after the call
+        self.counts = rows + grid.counted
+        # positions of each row after the call, as windows count
+        self.end = self.before.num_positions + self.counts
         self.size: MemorySize = self.before.memory
         self.open_states = self.before.open_states
         self.open_ids: Tensor | None = self.before.open_ids
         self.states, self.state_kv = self.before.states, self.before.state_kv
         self.deferred: Deferred | None = None
         self.pending: list[Retrieved | None] = list(self.before.pending)
+        self._windows = dict(zip(cache.stages, cache.windows, strict=True))  # of each stage that has layers
         self._calls: dict[int, WindowCall] = {}
-        self._rotary: Tensor | None = None  # of the last stage: the next one mostly has the same positions
+        # the last stage: the next one mostly has the same positions
+        self._placed: tuple[Grid, Place] | None = None
+
+    @classmethod
+    def apart(
+        cls, cache: ChunkCache, first: int, grid: Grid, config: TrailmarkConfig, batch_size: int
+    ) -> Step:
+        """A call whose first position has the number ``first`` in a text that ``cache`` (of one row) has read further.
+
+        It sees the sinks that lie there, and nothing else of what was read. Never to be committed.
+        """
+        text = cache.branch(batch_size)  # its windows are copies: a call of one position writes into them
+        text.state = replace(text.begun(batch_size), num_positions=np.full(batch_size, first))
+        return cls(text, grid, config, batch_size)
 
     # --- windows -------------------------------------------------------------------------------------------
 
     def place(self, stage: int, grid: Grid, x: Tensor) -> Place:
-        """Where positions x [B, P, E], the last of the text, stand for the layers of a stage."""
-        counts = np.zeros_like(self.end) + grid.counts
+        """Where positions x [B, P, E], the last of the text, stand for the layers of a stage, all of one window."""
+        counts = np.zeros_like(self.end) + grid.counted
+        window = self._windows.get(stage, self.config.sliding_window)
         call = WindowCall(
             self.before.spans[stage],
             self.end - counts,
             counts,
-            grid.num_positions,
-            self.config.sliding_window,
+            grid.num_counted,
+            window,
             x.device,
+            0 if window is None else self.config.num_sinks,
         )
-        known = next((c for c in self._calls.values() if c.stands_as(call)), None)
         self._calls[stage] = call
-        self._rotary = Place.of(self.config, x, call).rotary if known is None else self._rotary
-        return Place(self._rotary, call)
+        known = None
+        if self._placed is not None:
+            other, place = self._placed
+            assert place.call is not None
+            same = grid is other or (grid.counts_landmarks and place.call.stands_as(call))
+            known = place if same else None
+        place = Place.of(self.config, grid, x, call, known)
+        self._placed = grid, place
+        return place
 
     def window(self, layer: int) -> Window:
         return self.before.layers[layer]
@@ -112,7 +136,7 @@ class Step:
         pending = self.before.pending[group]
         if pending is None:
             return None
-        counts = np.zeros_like(self.end) + grid.counts
+        counts = np.zeros_like(self.end) + grid.counted
         upper = self.before.spans[self.cache.stages[-1]]
         gap = self.end - counts != upper.end  # what was selected there is for chunks that were left out
         if gap.any():
@@ -122,7 +146,13 @@ class Step:
         return pending
 
     def put_pending(
-        self, group: int, grid: Grid, chosen: Integers, weights: Tensor, earlier: Retrieved | None
+        self,
+        group: int,
+        grid: Grid,
+        chosen: Integers,
+        weights: Tensor,
+        earlier: Retrieved | None,
+        heads: slice = slice(None),
     ) -> None:
         """Fetch what the last landmark of each row selected: chosen and weights [B, C, K]."""
         B = len(chosen)
@@ -138,14 +168,18 @@ class Step:
         if (indices < 0).all():
             self.pending[group] = None
             return
-        k, v, lengths = self.fetch(indices)
+        k, v, lengths = self.fetch(indices, heads)
         short = self.has_short(lengths)
         self.pending[group] = Retrieved.of(indices, lengths, mine.detach(), k, v, short)
 
-    def fetch(self, chunks: Integers) -> tuple[Tensor, Tensor, Integers]:
-        """Keys and values [B, n, S, J, D] and lengths [B, n] of chunks [B, n] of the memory; -1 gives any."""
+    def fetch(self, chunks: Integers, heads: slice = slice(None)) -> tuple[Tensor, Tensor, Integers]:
+        """Keys and values [B, n, S, J, D] and lengths [B, n] of chunks [B, n] of the memory; -1 gives any.
+
+        ``heads``: of those that the memory keeps, which are wanted.
+        """
         records, lengths = self.cache.memory.gather(chunks)
-        return records[:, :, 0].transpose(2, 3), records[:, :, 1].transpose(2, 3), lengths
+        k, v = (records[:, :, part, heads].transpose(2, 3) for part in (0, 1))
+        return k, v, lengths
 
     def has_short(self, lengths: Integers) -> bool:
         """Whether attention is told the lengths [B, n] of the chunks that it reads.
@@ -175,6 +209,7 @@ class Step:
                 phases,
                 landmarks=grid.has_landmarks,
                 begun=waiting.begun,
+                counts_landmarks=grid.counts_landmarks,
             )
             take, grid = join(earlier, grid)
             x, first_chunk = take(torch.cat([waiting.states, x], dim=1)), waiting.first_chunk

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -11,8 +12,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from trailmark.memory import ChunkCache
-from trailmark.models.grid import Booleans, Integers
+from trailmark.models.grid import Booleans, Grid, Integers
 from trailmark.ops import ChunkSelection
+
+
+class RetrievalScores(NamedTuple):
+    """How each landmark of a whole text scores all chunks that it may select, in each group."""
+
+    scores: tuple[Tensor, ...]  # [B, C, C]; -inf where chunk m is no candidate of chunk n's landmark
+    chunks: Tensor  # int64 [B, T]: the chunk of each token, counted through the row; -1 for padding
 
 
 @dataclass
@@ -70,6 +78,14 @@ class Text:
         back = self.order.argsort(dim=1)[..., None].expand_as(states)
         return states.gather(1, back)
 
+    def chunks_in_columns(self, grid: Grid, device: torch.device) -> Tensor:
+        """int64 [B, T]: the chunk of each token in its column, -1 where there is none."""
+        found = np.full((len(grid.token), self.ids.shape[1]), -1)
+        row, place = np.nonzero(grid.token >= 0)
+        found[row, grid.token[row, place]] = grid.chunk[row, place]
+        chunks = torch.from_numpy(found).to(device).expand(len(self.ids), -1)
+        return self.in_columns(chunks[..., None] + 1)[..., 0] - 1
+
     def selection_in_columns(self, chosen: ChunkSelection) -> ChunkSelection:
         """A selection [B, T', H, K] of the tokens -> [B, T, H, K] in the columns that they came from."""
         if self.order is None:
@@ -110,6 +126,23 @@ class Text:
         else:
             marks = np.take_along_axis(self.close_chunk, index, 1)
         return Text(ids, stop - start, marks)
+
+    def parted(self, first: Integers) -> tuple[Text, Text]:
+        """Each row's first so many [B] tokens, and the others; no documents."""
+        rows, width = self.ids.shape
+        counts = np.full(rows, width) if self.counts is None else self.counts
+        parts = []
+        for start, number in ((np.zeros_like(first), first), (first, counts - first)):
+            index = np.minimum(start[:, None] + np.arange(int(number.max())), width - 1)
+            marks = self.close_chunk
+            if not isinstance(marks, bool):
+                marks = np.take_along_axis(marks, index, 1)
+            elif marks:  # after a row's last token
+                marks = (index == counts[:, None] - 1) & (np.arange(index.shape[1]) < number[:, None])
+            alike = bool((number == index.shape[1]).all())
+            ids = self.ids.gather(1, torch.from_numpy(index).to(self.ids.device))
+            parts.append(Text(ids, None if alike else number, marks))
+        return parts[0], parts[1]
 
 
 def _numbered(ids: Integers | None, counts: Integers | None) -> Integers | None:
@@ -177,3 +210,10 @@ def whole_chunks(input_ids: Tensor, before: Tensor | None, chunk_size: int) -> t
             f"input_ids: expected whole chunks of {chunk_size} tokens, got {input_ids.shape[1]} after {skipped}."
         )
     return ids, skipped // chunk_size
+
+
+def at_columns(states: Tensor, columns: Tensor) -> Tensor:
+    """Of states [B, T, E] those of some columns [B, n] of each row: [B, n, E]."""
+    B, T = states.shape[:2]
+    row = torch.arange(B, device=columns.device)[:, None] * T
+    return states.flatten(0, 1).index_select(0, (row + columns).flatten()).view(*columns.shape, -1)

@@ -2,20 +2,24 @@
 
 from trailmark.ops.block_attention import block_attention
 from trailmark.ops.chunked_cross_attention import chunked_cross_attention
+from trailmark.ops.divergence import selection_divergence, token_divergence
 from trailmark.ops.gca.api import grouped_cross_attention
 from trailmark.ops.landmark.api import landmark_attention
 from trailmark.ops.landmark.layout import LandmarkLayout
 from trailmark.ops.landmark.selection import select_by_landmarks
+from trailmark.ops.mass import attention_mass
 from trailmark.ops.ranking_loss import ranking_loss
 from trailmark.ops.selection.api import ChunkSelection, select_chunks
 from trailmark.ops.selection.noise import fold_seed, gumbel_noise
 from trailmark.ops.selection.random_selection import random_chunks
+from trailmark.ops.selection.scores import score_chunks
 from trailmark.ops.window.api import alibi_slopes, sliding_window_attention
 
 __all__ = [
     "ChunkSelection",
     "LandmarkLayout",
     "alibi_slopes",
+    "attention_mass",
     "block_attention",
     "chunked_cross_attention",
     "fold_seed",
@@ -24,7 +28,10 @@ __all__ = [
     "landmark_attention",
     "random_chunks",
     "ranking_loss",
+    "score_chunks",
     "select_by_landmarks",
     "select_chunks",
+    "selection_divergence",
     "sliding_window_attention",
+    "token_divergence",
 ]

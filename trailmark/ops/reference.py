@@ -21,22 +21,37 @@ def sliding_window_attention(
     document_ids: tuple[Tensor, Tensor] | None,
     alibi_slopes: Tensor | None,
     scale: float,
+    num_sinks: int = 0,
+    sink_queries: Tensor | None = None,  # [B, T, H, D]
 ) -> tuple[Tensor, Tensor]:
-    """Causal attention over the last ``window`` positions, by a dense [T, P] mask: (output, log-sum-exp)."""
+    """Causal attention over the last ``window`` positions, by a dense [T, P] mask: (output, log-sum-exp).
+
+    Beyond them, over sinks (arXiv 2309.17453), scored by ``sink_queries``.
+    """
     dtype = arithmetic_dtype(q, k, v)
     batch, T, H, _ = q.shape
     P, J = k.shape[1:3]
     k, v = (x.repeat_interleave(H // J, dim=2) for x in (k, v))
+    sink = torch.arange(P, device=q.device).expand(batch, P) < num_sinks  # [B, P]
+    apart = sink if positions is not None else torch.zeros_like(sink)  # keys that are sinks alone
+    if positions is None and document_ids is not None:
+        same = document_ids[1][:, :, None] == document_ids[1][:, None, :]
+        sink = same.tril(-1).sum(2) < num_sinks
     if positions is None:
         last = torch.arange(P, device=q.device).expand(batch, P)
         positions = last[:, P - T :], last
     query, key = positions[0][:, :, None], positions[1][:, None, :]
     visible = (key >= 0) & (query >= 0) & (key <= query)  # [B, T, P]
+    outside = torch.zeros_like(visible)
     if window is not None:
-        visible = visible & (key > query - window)
+        outside = key <= query - window
+        visible = visible & torch.where(outside, sink[:, None], ~apart[:, None])
     if document_ids is not None:
         visible = visible & (document_ids[0][:, :, None] == document_ids[1][:, None, :])
     scores = torch.einsum("bthd,bphd->bhtp", q.to(dtype), k.to(dtype)) * scale
+    if sink_queries is not None:
+        of_sinks = torch.einsum("bthd,bphd->bhtp", sink_queries.to(dtype), k.to(dtype)) * scale
+        scores = torch.where(outside[:, None], of_sinks, scores)
     if alibi_slopes is not None:
         scores = scores - alibi_slopes.to(dtype)[:, None, None] * (query - key)[:, None].to(dtype)
     scores = scores.masked_fill(~visible[:, None], -torch.inf)

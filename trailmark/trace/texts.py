@@ -10,9 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
-from trailmark.data.corpus import Tokens, text_pieces, tokenize
+from trailmark.data.corpus import Tokens, text_pieces, text_tokens
 from trailmark.settings import Settings, coerce, setting
 from trailmark.trace.lines import Entry, TraceHeader, TraceSource
 from trailmark.trace.tracer import Subject, Tracer, expect_retrieval
@@ -138,8 +139,8 @@ def trace_memory(
             "is not known. Name the text's files instead of the memory."
         )
     del cache
-    for source in sources:
-        _expect_unchanged(subject, source, memory)
+    for number, source in enumerate(sources):
+        _expect_unchanged(subject, source, memory, () if number else subject.beginning)
     paths = [Path(source["path"]) for source in sources]
     tokens = sum(source["tokens"] for source in sources)
     needed, in_words = subject.model.before_reading()
@@ -184,8 +185,8 @@ def _file_tokens(
     for number, path in enumerate(files):
         name: Path | None = path
         left = None if limits is None else limits[number]
-        for text in text_pieces(path):
-            tokens = tokenize([text], subject.tokenizer)[:left]
+        for whole in file_tokens(path, subject.tokenizer, () if number else subject.beginning):
+            tokens = whole[:left]
             if len(tokens):
                 yield name, tokens
                 name = None
@@ -193,6 +194,21 @@ def _file_tokens(
                 left -= len(tokens)
                 if not left:
                     break
+
+
+def file_tokens(
+    path: Path, tokenizer: Any, begin: Sequence[int] = (), look: Callable[[bytes], None] | None = None
+) -> Iterator[Tokens]:
+    """The tokens of a file, piece by piece, as a memory holds them: text alone, no control token.
+
+    Args:
+        begin: tokens before it, of a memory's first file what begins a text.
+        look: see :func:`~trailmark.data.corpus.text_pieces`.
+    """
+    for text in text_pieces(path, look=look):
+        tokens = text_tokens(text, tokenizer)
+        yield np.concatenate([np.asarray(begin, np.int32), tokens]) if begin else tokens
+        begin = ()
 
 
 def tokens_after(
@@ -203,6 +219,7 @@ def tokens_after(
     argument: str,
     way_out: str,
     look: Callable[[bytes], None] | None = None,
+    begin: Sequence[int] = (),
 ) -> Iterator[Tokens]:
     """The tokens of a file after those that were read, if those are still its beginning.
 
@@ -210,7 +227,7 @@ def tokens_after(
         source: what a memory's notes say of the file: "tokens" that were read, and "sha256" of them.
         digest: a fresh SHA-256; the tokens that were read before are added to it.
         argument, way_out: of the error.
-        look: see :func:`~trailmark.data.corpus.text_pieces`.
+        look, begin: see :func:`file_tokens`.
 
     Raises:
         ValueError: the file does not begin with the tokens that were read.
@@ -220,8 +237,7 @@ def tokens_after(
         f"{argument}: expected {str(path)!r} as it was when its first {count:,} tokens were read, "
         "it has changed since"
     )
-    for text in text_pieces(path, look=look):
-        tokens = tokenize([text], tokenizer)
+    for tokens in file_tokens(path, tokenizer, begin, look):
         if skip:
             known, tokens = tokens[:skip], tokens[skip:]
             digest.update(known.tobytes())
@@ -234,7 +250,9 @@ def tokens_after(
         raise ValueError(f"{changed}: it has {skip:,} fewer now. {way_out}")
 
 
-def _expect_unchanged(subject: Subject, source: Mapping[str, Any], memory: Path) -> None:
+def _expect_unchanged(
+    subject: Subject, source: Mapping[str, Any], memory: Path, begin: Sequence[int]
+) -> None:
     """A ValueError where a file does not begin with what a memory holds of it."""
     path = Path(source["path"])
     way_out = "Bring it back as it was, or read the text anew into another memory."
@@ -242,5 +260,5 @@ def _expect_unchanged(subject: Subject, source: Mapping[str, Any], memory: Path)
         raise ValueError(
             f"memory: expected the file {str(path)!r}, which {str(memory)!r} holds, it is gone. {way_out}"
         )
-    for _ in tokens_after(path, subject.tokenizer, source, hashlib.sha256(), "memory", way_out):
+    for _ in tokens_after(path, subject.tokenizer, source, hashlib.sha256(), "memory", way_out, begin=begin):
         break

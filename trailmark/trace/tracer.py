@@ -38,6 +38,10 @@ class Subject(Protocol):
     def folder(self) -> Path: ...
 
     @property
+    def beginning(self) -> list[int]:
+        """Tokens that its texts begin with."""
+
+    @property
     def ours(self) -> bool:
         """Whether it has trailmark's caches and retrieval."""
 

@@ -11,10 +11,12 @@ from typing import Any, Literal
 import yaml
 
 from trailmark.data.needles.curriculum_texts import CURRICULUM
-from trailmark.models import TrailmarkConfig, architectures_with, short_name
-from trailmark.models.fields import build_config
+from trailmark.data.needles.mixed import most_questions
+from trailmark.models import MODELS, TrailmarkConfig, architectures_with, short_name
+from trailmark.models.fields import build_config, saved_fields
 from trailmark.settings import expect_bounds, from_mapping, parse_override, read_yaml, setting
 
+Train = Literal["additions", "additions_and_upper", "all"]
 # beyond these nothing trains, and a machine's numbers end
 MOST_RATE, MOST_WEIGHT, MOST_NORM = 1000, 1_000_000, 1_000_000_000
 MOST_STEPS, MOST_TOKENS, MOST_ROWS, MOST_CHUNK = 10**9, 1 << 34, 1 << 20, 1 << 16
@@ -58,6 +60,13 @@ class DataConfig:
         "text: share of chunks that are closed early, so that a prompt may end anywhere; a "
         "model without chunks has none. niah: above 0, a question ends at any place of a chunk. "
         "(needles: the curriculum's levels say how many do.)",
+        least=0,
+        most=1,
+    )
+    needle_share: float = setting(
+        0.0,
+        "text: share of the samples that hold facts and questions about them, in words that no evaluation has "
+        "(docs/data.md).",
         least=0,
         most=1,
     )
@@ -139,6 +148,35 @@ class TrainingConfig:
         "float32",
         "bfloat16: mixed, the weights stay float32. float64: all of it, for comparisons.",
     )
+    train: Train = setting(
+        "all",
+        "Which weights are trained; the others stay as init_from has them. additions: those that a plain language "
+        "model does not have (a DRT's landmark, encoder, retrievers and what reads the chunks). "
+        "additions_and_upper: and the layers that read, with all above them.",
+    )
+    addition_learning_rate_factor: float = setting(
+        1.0,
+        "The learning rates of the additions, as a multiple of those of the rest.",
+        least=0,
+        most=MOST_RATE,
+    )
+    lora_rank: int = setting(
+        0,
+        "Rank of the adapters (LoRA) that the matrices of layers get which are not trained themselves; 0: none. The "
+        "weights that are saved have them merged. Needs the package peft.",
+        least=0,
+        most=MOST_CHUNK,
+    )
+    lora_alpha: int = setting(
+        16, "What an adapter adds is multiplied by lora_alpha / lora_rank.", least=0, most=MOST_NORM
+    )
+    loss_positions: float = setting(
+        1.0,
+        "text: share of each sample's tokens, drawn anew in each step, after which the next one is predicted, at least "
+        "one; the loss of the others is estimated by theirs.",
+        least=0,
+        most=1,
+    )
     optimizer: Literal["muon", "adamw"] = setting("muon", "muon (for matrices; AdamW for the rest) or adamw.")
     learning_rate: float = setting(3e-3, "Learning rate of AdamW.", least=0, most=MOST_RATE)
     matrix_learning_rate: float = setting(0.0035, "Learning rate of Muon.", least=0, most=MOST_RATE)
@@ -147,13 +185,17 @@ class TrainingConfig:
     adam_epsilon: float = setting(1e-8, "AdamW's epsilon, which is added to the root.", least=0, most=1)
     weight_decay: float = setting(
         0.0,
-        "Decoupled weight decay of matrices; of vectors too with decay_vectors.",
+        "Decoupled weight decay of matrices (but see decay_embeddings); of vectors too with decay_vectors.",
         least=0,
         most=MOST_WEIGHT,
     )
     decay_vectors: bool = setting(
         False,
         "Whether norms and other vectors decay too, as in the published code of arXiv 2410.01651.",
+    )
+    decay_embeddings: bool = setting(
+        True,
+        "Whether the embedding and the output projection decay as other matrices do.",
     )
     schedule: Literal["linear", "cosine"] = setting(
         "linear",
@@ -224,21 +266,56 @@ FREE_TO_CHANGE = (
 
 
 @dataclass
+class DistilConfig:
+    """What to learn from a teacher, beside the text."""
+
+    model: str | None = setting(
+        None,
+        "A folder (or a name on the hub) with a causal language model of the same tokenizer that reads the same texts, "
+        "such as the base with full attention; None: no teacher.",
+    )
+    weight: float = setting(
+        1.0,
+        "Weight of the divergence KL(teacher, model) of the next token, beside the text's loss.",
+        least=0,
+        most=MOST_WEIGHT,
+    )
+    retrieval_weight: float = setting(
+        0.0,
+        "Weight of the divergence of the retrieval's scores from the attention that the teacher's upper layers put on "
+        "each past chunk; it falls to 0 over the run.",
+        least=0,
+        most=MOST_WEIGHT,
+    )
+    retrieval_from: Literal["reading", "asking"] = setting(
+        "reading",
+        "Whose attention that is: of the chunk that reads, or of the chunk before it, at whose end it is asked.",
+    )
+
+
+@dataclass
 class RunConfig:
     """One training run."""
 
     output: str = "runs/model"
     model: dict[str, Any] = field(default_factory=dict)
-    """``architecture``, the short name of one that is registered, and the fields of its config class."""
+    """``architecture``, the short name of one that is registered, and the fields of its config class.
+
+    Without an architecture, and with ``init_from``: the fields that differ from those of the model there.
+    """
     init_from: str | None = None
-    """A folder with a trained model whose weights to begin with; nothing else of it is taken."""
+    """A folder with a trained or converted model whose weights to begin with; nothing of its training is taken."""
     data: DataConfig = field(default_factory=DataConfig)
     training: TrainingConfig = field(default_factory=TrainingConfig)
+    distil: DistilConfig = field(default_factory=DistilConfig)
 
     def model_config(self, vocab_size: int | None = None) -> TrailmarkConfig:
         """The model's configuration; a ValueError for unknown fields and sizes that do not fit."""
-        known = {} if vocab_size is None or "vocab_size" in self.model else {"vocab_size": vocab_size}
-        return build_config(self.model, known)
+        fields = self.model
+        if self.init_from is not None and "architecture" not in fields:
+            fields = saved_fields(self.init_from) | fields
+        known = {} if vocab_size is None or "vocab_size" in fields else {"vocab_size": vocab_size}
+        return build_config(fields, known)
 
     def to_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
@@ -271,6 +348,7 @@ def load_run_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfi
 def _check(config: RunConfig) -> None:
     expect_bounds(config.data, "data")
     expect_bounds(config.training, "training")
+    expect_bounds(config.distil, "distil")
     _check_data(config)
     if config.data.task != "needles":
         rows_per_step(config)
@@ -287,6 +365,8 @@ def _check(config: RunConfig) -> None:
         raise ValueError(f"model.{error}") from error
     _check_lengths(config, model)
     _check_neighbours(config, model)
+    _check_parts(config, model)
+    _check_distil(config, model)
 
 
 def _check_neighbours(config: RunConfig, model: TrailmarkConfig) -> None:
@@ -317,6 +397,7 @@ def _check_neighbours(config: RunConfig, model: TrailmarkConfig) -> None:
     for name, expected, why in (
         ("task", "text", "a table is one of windows of a text"),
         ("separate_documents", False, "a table's windows are one text each"),
+        ("needle_share", 0, "a table knows nothing of what is written over its windows"),
         ("early_landmarks", 0, "a table's chunks are full"),
     ):
         if (came := getattr(data, name)) != expected:
@@ -324,6 +405,65 @@ def _check_neighbours(config: RunConfig, model: TrailmarkConfig) -> None:
                 f"data.{name}: expected {str(expected).lower()} with data.neighbours, got {str(came).lower()}: {why}. "
                 f"Set data.{name}={str(expected).lower()}, or leave data.neighbours out."
             )
+
+
+def _check_parts(config: RunConfig, model: TrailmarkConfig) -> None:
+    """That what is trained is there, and what is not was trained before."""
+    training, architecture = config.training, MODELS[model.model_type]
+    train, name = training.train, short_name(model.model_type)
+    if train != "all" and config.init_from is None:
+        raise ValueError(
+            f"init_from: expected a folder with weights with training.train {train}, got none: what is not trained "
+            "would stay as it is drawn. Name a converted or trained model, or set training.train=all."
+        )
+    for part, patterns in (
+        ("additions", architecture.additions),
+        ("additions_and_upper", architecture.upper),
+    ):
+        if train.startswith(part) and not patterns:
+            if train == "additions" and training.lora_rank:
+                continue  # the twin of a model with additions: adapters alone
+            lacks = "additions to a plain language model" if part == "additions" else "upper layers"
+            raise ValueError(
+                f"training.train: expected {'all' if not architecture.additions else 'additions or all'} for {name}, "
+                f"which has no {lacks}, got {train}. With additions and training.lora_rank adapters alone are trained."
+            )
+    if training.addition_learning_rate_factor != 1 and not architecture.additions:
+        raise ValueError(
+            f"training.addition_learning_rate_factor: expected 1 for {name}, which has no additions to a plain "
+            f"language model, got {training.addition_learning_rate_factor}."
+        )
+    if training.lora_rank and train == "all":
+        raise ValueError(
+            f"training.lora_rank: expected 0 with training.train all, which trains the matrices themselves, got "
+            f"{training.lora_rank}. Set training.train=additions, or leave it out."
+        )
+    if training.loss_positions < 1 and config.data.task != "text":
+        raise ValueError(
+            f"training.loss_positions: expected 1 with data.task {config.data.task}, where few tokens bear loss, got "
+            f"{training.loss_positions}."
+        )
+
+
+def _check_distil(config: RunConfig, model: TrailmarkConfig) -> None:
+    distil = config.distil
+    if distil.model is None:
+        if distil.retrieval_weight:
+            raise ValueError(
+                f"distil.model: expected a teacher with distil.retrieval_weight {distil.retrieval_weight}, got none. "
+                "Name a folder with one, or leave the weight out."
+            )
+        return
+    if not distil.weight and not distil.retrieval_weight:
+        raise ValueError(
+            "distil.weight: expected distil.weight or distil.retrieval_weight above 0 with a teacher, got 0 for both: "
+            "nothing would be learned from it. Leave distil.model out."
+        )
+    if distil.retrieval_weight and not model.ranks_all_chunks:
+        raise ValueError(
+            f"distil.retrieval_weight: expected 0 for {short_name(model.model_type)} as it is configured, which does "
+            f"not score all chunks by itself, got {distil.retrieval_weight}. A drt with retriever 'causal' does."
+        )
 
 
 def _check_data(config: RunConfig) -> None:
@@ -337,6 +477,11 @@ def _check_data(config: RunConfig) -> None:
     if data.separate_documents and data.task != "text":
         raise ValueError(
             f"data.separate_documents: expected false with data.task {data.task}, whose samples are one document each."
+        )
+    if data.needle_share > 0 and data.task != "text":
+        raise ValueError(
+            f"data.needle_share: expected 0 with data.task {data.task}, got {data.needle_share}: needles are mixed "
+            "into text. Set data.task=text, or leave it out."
         )
     if data.task == "summarization" and data.paths is None:
         raise ValueError(
@@ -387,8 +532,10 @@ def _check_lengths(config: RunConfig, model: TrailmarkConfig) -> None:
                 f"that the last level has, got as many as {most} tokens take."
             )
         return
+    length = config.training.context_length
     early = {"niah": data.num_landmarks + (data.early_landmarks > 0), "summarization": 1}
-    most, length = model.longest_training_text(early.get(data.task, 0)), config.training.context_length
+    early["text"] = most_questions(length) if data.needle_share > 0 else 0
+    most = model.longest_training_text(early.get(data.task, 0))
     if most is not None and length > most:
         positions = getattr(model, "max_position_embeddings", most)
         raise ValueError(

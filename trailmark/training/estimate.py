@@ -18,6 +18,7 @@ from trailmark.models.size import without_weights
 from trailmark.training.footprint import Precision, Settings, footprint, uniform
 from trailmark.training.ledger import Ledger, without_memory
 from trailmark.training.optimizer import MuonAdamW
+from trailmark.training.parts import WHOLE, Parts
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,8 @@ class Estimate:
     The parts do not add up to the peak: gradients come as activations go, and working memory comes on top.
     """
 
-    parameters: int  # a tied embedding is counted once
+    parameters: int  # a tied embedding is counted once; with adapters
+    trained: int  # parameters
     embedding_parameters: int  # of the vocabulary: the embedding, and the output projection if it is not tied
     forward_flops: float  # per token: two for each multiply-add of all matrix products
     executed_flops: (
@@ -42,6 +44,7 @@ class Estimate:
     peak_in: Literal["forward and backward", "optimizer step"]
     tokens_per_step: int  # of all processes
     world_size: int
+    teacher: int = 0  # bytes of its weights, whole in each process
 
     @property
     def other_parameters(self) -> int:
@@ -66,6 +69,9 @@ def estimate(
     sharded: bool = False,
     device: Literal["cpu", "cuda"] = "cpu",
     batch: dict[str, Tensor] | None = None,
+    parts: Parts = WHOLE,
+    loss_positions: float = 1.0,
+    teacher_parameters: int = 0,
 ) -> Estimate:
     """What training will cost. The model is not allocated, nor anything else that is large.
 
@@ -89,6 +95,9 @@ def estimate(
             texts of several lengths. input_ids, labels [rows, T], loss_weights, noise_seed [rows] and, where there are
             some, attention_mask, close_chunk, document_ids, neighbours, neighbour_scores; of a large one, the rows with
             the fewest and the most marks. None: uniform, without any of these.
+        parts: what is trained, and adapters. loss_positions: share of the tokens whose logits are computed.
+        teacher_parameters: of a teacher, 0: none. Its weights, its logits and two FLOPs per parameter and token are
+            counted, not what its layers and its attention take in between.
 
     Raises:
         ValueError: a size below 1, rows that do not divide, an unknown optimizer, precision or device, a batch of
@@ -109,40 +118,58 @@ def estimate(
         )
     dtype = torch.float64 if precision == "float64" else torch.float32
     model = without_weights(model_config)
+    parts.apply(model)
     count = sum(p.numel() for p in model.parameters())
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     vocabulary = {id(p): p.numel() for p in (model.embed_tokens.weight, model.lm_head.weight)}
     share = world_size if sharded else 1
-    weights = count * dtype.itemsize
+    weights, gradients_whole = count * dtype.itemsize, trained * dtype.itemsize
+    tokens = micro * context_length
+    projected = micro * max(1, round(loss_positions * context_length))
+    logits = projected * model_config.vocab_size * dtype.itemsize
+    half = precision == "bfloat16" and teacher_parameters
+    teacher = teacher_parameters * (2 if half else dtype.itemsize)
     state, update = _optimizer_memory(model, optimizer, dtype, device == "cuda", share)
 
     settings = Settings(
-        context_length, precision, dtype, gradient_checkpointing, accumulates, device == "cuda"
+        context_length,
+        precision,
+        dtype,
+        gradient_checkpointing,
+        accumulates,
+        device == "cuda",
+        parts,
+        loss_positions,
     )
     found = footprint(model_config, settings, batch or uniform(micro, context_length))
-    fixed = -(-(weights + state) // share)  # at all times
+    fixed = -(-(weights + state) // share) + teacher  # at all times
     if sharded:
-        fixed += -(-weights // share) if accumulates else 0
+        fixed += -(-gradients_whole // share) if accumulates else 0
         layers = [sum(p.numel() for p in layer.parameters()) for layer in model.split_layers()]
         fixed += 2 * (2 * max(layers) + count - sum(layers)) * dtype.itemsize if world_size > 1 else 0
     else:
-        fixed += (weights if accumulates else 0) + (weights if world_size > 1 else 0)
+        fixed += (gradients_whole if accumulates else 0) + (gradients_whole if world_size > 1 else 0)
     in_step = fixed + max(other + gradients / share for other, gradients in found.peaks)
-    in_update = -(-(2 * weights + state) // share) + update + (0 if sharded or world_size == 1 else weights)
-    tokens = micro * context_length
+    in_step += 2 * logits if teacher else 0  # the teacher's, and the gradient that it adds
+    in_update = -(-(weights + gradients_whole + state) // share) + update + teacher
+    in_update += 0 if sharded or world_size == 1 else gradients_whole
+    of_teacher = 2 * teacher_parameters
     return Estimate(
         parameters=count,
+        trained=trained,
         embedding_parameters=sum(vocabulary.values()),
         forward_flops=found.forward_flops / tokens,
-        executed_flops=found.flops / tokens,
+        executed_flops=found.flops / tokens + of_teacher,
         weights=-(-weights // share),
-        gradients=-(-weights // share),
+        gradients=-(-gradients_whole // share),
         optimizer_state=-(-state // share),
         activations=round(found.activations),
-        logits=tokens * model_config.vocab_size * dtype.itemsize,
+        logits=logits,
         peak=round(max(in_step, in_update)),
         peak_in="forward and backward" if in_step >= in_update else "optimizer step",
         tokens_per_step=rows * context_length,
         world_size=world_size,
+        teacher=teacher,
     )
 
 
@@ -184,15 +211,17 @@ def describe(
 ) -> list[str]:
     """Lines for people: parameters, FLOPs per token, memory by part and at most, time at a speed."""
     each = " of each process" if estimate.world_size > 1 else ""
+    part = "" if estimate.trained == estimate.parameters else f"; {_number(estimate.trained)} are trained"
+    teacher = f", teacher {_size(estimate.teacher)}" if estimate.teacher else ""
     lines = [
         f"parameters: {_number(estimate.parameters)} ({_number(estimate.embedding_parameters)} of the vocabulary, "
-        f"{_number(estimate.other_parameters)} other)",
+        f"{_number(estimate.other_parameters)} other){part}",
         f"FLOPs per token: {_number(estimate.training_flops)} forward and backward (three times the forward), "
         f"{_number(estimate.executed_flops)} as computed",
         f"memory{each}: {_size(estimate.peak)} of tensors at most, in the {estimate.peak_in}",
         f"  weights {_size(estimate.weights)}, gradients {_size(estimate.gradients)}, "
         f"optimizer {_size(estimate.optimizer_state)}, activations {_size(estimate.activations)} "
-        f"(logits {_size(estimate.logits)})",
+        f"(logits {_size(estimate.logits)}){teacher}",
     ]
     if flops_per_second is not None:
         each_step = seconds(estimate, flops_per_second)
@@ -247,7 +276,7 @@ def _optimizer_memory(
     if (
         name == "adamw"
     ):  # two averages and a count of steps; roots of one of them, of all parameters or one by one
-        sizes = [p.numel() * dtype.itemsize for p in model.parameters()]
+        sizes = [p.numel() * dtype.itemsize for p in model.parameters() if p.requires_grad]
         return 2 * sum(sizes) + 4 * len(sizes), -(-(sum(sizes) if foreach else 2 * max(sizes)) // share)
     ledger = Ledger()
     without_memory(model, ledger, dtype)
@@ -262,14 +291,15 @@ def _optimizer_memory(
         optimizer.step()
         return ledger.peak - ledger.live
 
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     with ledger:
-        for parameter in model.parameters():
+        for parameter in trained:
             parameter.grad = torch.empty_like(parameter)
         before = ledger.live
         optimizer.step()
         state = ledger.live - before
         if share == 1:
-            return state, most(model.parameters())
+            return state, most(trained)
         alike: dict[Any, list[nn.Parameter]] = {}  # portions, one of a kind
         matrices: set[nn.Parameter] = set()
         for portion in optimizer.portions(sharded=True):
@@ -278,5 +308,5 @@ def _optimizer_memory(
             matrices.update(parameters)
         # a gathered portion's changes are not made in place
         changes = [most(parameters) + sum(p.nbytes for p in parameters) for parameters in alike.values()]
-        rest = most(p for p in model.parameters() if p not in matrices)
-    return state, max(-(-rest // share), *changes)
+        rest = most(p for p in trained if p not in matrices)
+    return state, max([-(-rest // share), *changes])

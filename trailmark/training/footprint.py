@@ -21,6 +21,7 @@ from trailmark.models.size import without_weights
 from trailmark.ops import block_attention, sliding_window_attention
 from trailmark.training.ledger import Ledger, without_memory
 from trailmark.training.loss import weighted_loss
+from trailmark.training.parts import WHOLE, Parts
 from trailmark.training.trainer import checkpoint_activations
 
 Precision = Literal["float32", "bfloat16", "float64"]
@@ -31,7 +32,7 @@ _WHOLE_TOKENS = 4096  # of a micro-batch that is run whole; of a larger one, two
 
 @dataclass(frozen=True)
 class Settings:
-    """Of the training that a micro-batch is part of."""
+    """Of the training that a micro-batch is part of; ``positions``: the share of tokens that bear loss."""
 
     length: int
     precision: Precision
@@ -39,6 +40,8 @@ class Settings:
     checkpointing: bool
     accumulates: bool
     kernels: bool  # those of CUDA
+    parts: Parts = WHOLE
+    positions: float = 1.0
 
 
 @dataclass
@@ -59,8 +62,38 @@ class _Kind:
 
     def stand(self, arrived: set[Tensor]) -> tuple[bool, int]:
         """Of a backward: whether some gradient of these came, and how many layers lack one."""
-        came = [[parameter in arrived for parameter in layer.parameters()] for layer in self.layers]
-        return any(any(of_layer) for of_layer in came), sum(not all(of_layer) for of_layer in came)
+        came = [[parameter in arrived for parameter in _trained(layer)] for layer in self.layers]
+        # of a layer that is not trained nobody hears when its backward ends
+        return any(map(any, came)), sum(not (of_layer and all(of_layer)) for of_layer in came)
+
+
+class _Apart:
+    """What is made outside the layers (``ModelAnswers.made_for_layers``) for those that are not run."""
+
+    def __init__(self, model: Any, whole: Any, ledger: Ledger) -> None:
+        self.kept = self.flops = self.gradients = 0.0
+        self._trained: list[nn.Parameter] = []
+        made, full = model.made_for_layers(), whole.made_for_layers()
+        if made is None or full is None:
+            return
+        (projection, count), more = made, full[1] - made[1]
+        began: list[int] = []  # FLOPs before it
+
+        def end(_: nn.Module, __: Any, out: Tensor) -> None:
+            self.kept = out.nbytes * more / count
+            self.flops = (ledger.flops - began.pop()) * more / count
+
+        projection.register_forward_pre_hook(lambda *_: began.append(ledger.flops))
+        projection.register_forward_hook(end)
+        self._trained = _trained(projection)
+        self.gradients = sum(p.nbytes for p in self._trained) * more / count
+
+    def stand(self, arrived: set[Tensor]) -> tuple[float, float]:
+        """Of a backward in which these gradients came: bytes without and with those of its own gradients."""
+        if arrived.issuperset(self._trained):
+            return 0.0, self.gradients
+        # with the gradient of what was made, from the first reader on
+        return self.kept * (1 + bool(arrived)), 0.0
 
 
 @dataclass
@@ -117,28 +150,35 @@ def _run(config: TrailmarkConfig, settings: Settings, batch: dict[str, Tensor]) 
     """One micro-batch, of a model with fewer layers, and what the others add."""
     rows = len(batch["input_ids"])
     model = without_weights(config.with_fewer_layers(_LAYERS)).train()
+    settings.parts.apply(model)
     if getattr(config, "retriever", None) == "encoder":
         model.embedder = _Embedder(getattr(config, "embedder_fingerprint", None) or "")
     ledger = Ledger()
     without_memory(model, ledger, settings.dtype)
-    kinds = _kinds(model, config)
+    whole = without_weights(config)
+    settings.parts.apply(whole)
+    kinds = [
+        _Kind(kind, len(full.layers) - len(kind.layers))
+        for kind, full in zip(model.layer_kinds(), whole.layer_kinds(), strict=True)
+    ]
+    apart = _Apart(model, whole, ledger)
     began: dict[nn.Module, tuple[int, int]] = {}  # bytes and FLOPs before a layer
     for layer in model.split_layers():
         layer.register_forward_pre_hook(
             lambda layer, _: began.setdefault(layer, (ledger.live, ledger.flops)) and None
         )
-    # (most bytes, bytes of gradients, the stand of each kind)
-    cuts: list[tuple[int, int, list[tuple[bool, int]]]] = []
+    # (most bytes, bytes of gradients, the stand of each kind, and of what is made for layers)
+    cuts: list[tuple[int, int, list[tuple[bool, int]], tuple[float, float]]] = []
     arrived: set[Tensor] = set()  # whose gradients came
 
     def cut(parameter: Tensor | None) -> None:
         gradients = 0 if settings.accumulates else sum(x.nbytes for x in arrived)
-        cuts.append((ledger.peak, gradients, [kind.stand(arrived) for kind in kinds]))
+        cuts.append((ledger.peak, gradients, [kind.stand(arrived) for kind in kinds], apart.stand(arrived)))
         ledger.peak = ledger.live
         if parameter is not None:
             arrived.add(parameter)
 
-    for parameter in model.parameters():
+    for parameter in _trained(model):
         if settings.accumulates:
             parameter.grad = ledger.empty(parameter.shape, settings.dtype)
         parameter.register_post_accumulate_grad_hook(cut)
@@ -147,7 +187,7 @@ def _run(config: TrailmarkConfig, settings: Settings, batch: dict[str, Tensor]) 
     before = ledger.live
     with ledger:
         called = _AsTrained(model, settings.precision)
-        loss, out, *_ = weighted_loss(called, batch)
+        loss, out, *_ = weighted_loss(called, batch, positions=settings.positions)
         chunks = out.retrieval[0].indices.shape[1] if out.retrieval else 0
         del out, _
         activations, forward_flops = ledger.live - before, ledger.flops
@@ -159,8 +199,9 @@ def _run(config: TrailmarkConfig, settings: Settings, batch: dict[str, Tensor]) 
         _measure_kernels(kinds, config, settings, rows, chunks)
     every = 0.0 if settings.checkpointing else 1.0
     peaks = []
-    for peak, gradients, stand in cuts:
-        other, grads = float(peak - before - gradients), float(gradients)
+    for peak, gradients, stand, (made, of_making) in cuts:
+        other = peak - before - gradients + made
+        grads = gradients + (0.0 if settings.accumulates else of_making)
         for kind, (some, unfinished) in zip(kinds, stand, strict=True):
             spared = unfinished * every + (some and unfinished > 0) * (1 - every)
             other -= kind.spared * spared
@@ -172,10 +213,10 @@ def _run(config: TrailmarkConfig, settings: Settings, batch: dict[str, Tensor]) 
             else:
                 grads += kind.more * mine
         peaks.append((other, grads))
-    added = sum(kind.more * (kind.kept - kind.spared * every) for kind in kinds)
+    added = apart.kept + sum(kind.more * (kind.kept - kind.spared * every) for kind in kinds)
     less = sum(len(kind.layers) * kind.spared * every for kind in kinds)
-    whole = forward_flops + sum(kind.more * kind.flops for kind in kinds)
-    return Footprint(whole, whole * ledger.flops / forward_flops, activations + added - less, peaks)
+    flops = forward_flops + apart.flops + sum(kind.more * kind.flops for kind in kinds)
+    return Footprint(flops, flops * ledger.flops / forward_flops, activations + added - less, peaks)
 
 
 class _Embedder:
@@ -204,11 +245,8 @@ class _AsTrained:
         return self._call(**inputs)
 
 
-def _kinds(model: Any, config: TrailmarkConfig) -> list[_Kind]:
-    """The kinds of layers of a model with fewer layers, in the order of the forward; ``config``: of the whole model."""
-    whole = without_weights(config)
-    pairs = zip(model.layer_kinds(), whole.layer_kinds(), strict=True)
-    return [_Kind(kind, len(full.layers) - len(kind.layers)) for kind, full in pairs]
+def _trained(module: nn.Module) -> list[nn.Parameter]:
+    return [parameter for parameter in module.parameters() if parameter.requires_grad]
 
 
 def _measure_kinds(kinds: list[_Kind], began: dict[nn.Module, tuple[int, int]], dtype: torch.dtype) -> None:
@@ -225,7 +263,7 @@ def _measure_kinds(kinds: list[_Kind], began: dict[nn.Module, tuple[int, int]], 
     before: _Kind | None = None
     for kind in kinds:
         if kind.more:
-            kind.gradients = sum(p.numel() for p in kind.layers[0].parameters()) * dtype.itemsize
+            kind.gradients = sum(p.numel() for p in _trained(kind.layers[0])) * dtype.itemsize
             if kind.of.opens_group:
                 assert before is not None
                 of_group = len(before.layers) // len(kind.layers)

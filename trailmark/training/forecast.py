@@ -56,6 +56,9 @@ def estimate_of(run: Run) -> Estimate:
         batch=None
         if run.config.data.task == "needles"
         else run.task.batch(0, 0, rows // (processes * run.micro)),
+        parts=run.parts,
+        loss_positions=settings.loss_positions,
+        teacher_parameters=0 if run.teacher is None else run.teacher.parameters(),
     )
 
 
@@ -85,7 +88,9 @@ def seconds_per_step(run: Run, steps: int = 1) -> list[float]:
             first, rows = share_of(run.task.rows(step), world_size(), rank(), run.micro, number)
             batch = {key: x.to(device) for key, x in run.task.batch(step, first, rows).items()}
             with torch.autocast(device.type, torch.bfloat16, enabled=half):
-                loss = weighted_loss(model, batch).loss
+                loss = weighted_loss(
+                    model, batch, positions=settings.loss_positions, lesson=run.lesson(step)
+                ).loss
             loss.backward()
         optimizer.step()
         optimizer.zero_grad()

@@ -132,5 +132,7 @@ def without_memory(model: nn.Module, ledger: Ledger, dtype: torch.dtype) -> None
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
             if id(parameter) not in made:
-                made[id(parameter)] = nn.Parameter(ledger.empty(parameter.shape, dtype))
+                made[id(parameter)] = nn.Parameter(
+                    ledger.empty(parameter.shape, dtype), requires_grad=parameter.requires_grad
+                )
             setattr(module, name, made[id(parameter)])

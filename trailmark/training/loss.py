@@ -11,8 +11,11 @@ from torch import Tensor
 
 from trailmark.models import CausalLMOutput, TrailmarkForCausalLM
 from trailmark.models.loss import shift_labels, text_loss
+from trailmark.ops import fold_seed
+from trailmark.training.distil import Lesson, Told
 
 LAYOUT = ("attention_mask", "close_chunk", "document_ids")
+_POSITIONS = 0x9051710  # of the draw of the tokens that bear loss
 NEIGHBOURS = ("neighbours", "neighbour_scores")  # of a table
 
 
@@ -23,6 +26,7 @@ class Called(NamedTuple):
     out: CausalLMOutput
     labels: Tensor  # [B, T] shifted: at t that of token t + 1
     ranking: Tensor | None  # the part of the loss that a learned ranking adds
+    told: Told | None = None  # by a teacher
 
 
 def bearing_weights(model: TrailmarkForCausalLM, inputs: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
@@ -38,12 +42,26 @@ def total_weight(model: TrailmarkForCausalLM, batches: list[dict[str, Tensor]]) 
     return torch.stack([bearing_weights(model, batch)[1].double().sum() for batch in batches]).sum()
 
 
+def drawn_positions(noise_seed: Tensor, length: int, share: float) -> Tensor:
+    """int64 [B, n], ascending: tokens of each row that bear loss, each as likely as any other and none twice.
+
+    ``noise_seed`` int64 [B] is of the step and the sample, so that any split of a batch draws the same. Their number n
+    is ``share`` of the row's ``length`` tokens, at least 1.
+    """
+    count = max(1, round(share * length))
+    places = torch.arange(length, device=noise_seed.device)
+    order = fold_seed(noise_seed[:, None], _POSITIONS, places).argsort(dim=1, stable=True)
+    return order[:, :count].sort(dim=1).values
+
+
 def weighted_loss(
     model: Any,
     inputs: dict[str, Any],
     total: Tensor | None = None,
     rows: int | None = None,
     text_alone: bool = False,
+    positions: float = 1.0,
+    lesson: Lesson | None = None,
 ) -> Called:
     """Call the model on a micro-batch, for the model's own loss (:func:`trailmark.models.loss.text_loss`).
 
@@ -56,15 +74,30 @@ def weighted_loss(
         total: what the weighted sum of the tokens' losses is divided by; None: the weights' sum.
         rows: of the global batch; None: these are all.
         text_alone: for a perplexity of the text: landmarks bear no loss, and what was selected is not returned.
+        positions: the share of each row's tokens that bear loss, for all of them.
+        lesson: what a teacher adds.
     """
     own: TrailmarkForCausalLM = getattr(model, "module", model)
+    others: dict[str, Any] = {}
+    at = None
+    if positions < 1:
+        at = others["logits_at"] = drawn_positions(
+            inputs["noise_seed"], inputs["input_ids"].shape[1], positions
+        )
+    if lesson is not None and lesson.ranks_chunks:
+        others["output_retrieval_scores"] = True
     out = model(
         input_ids=inputs["input_ids"],
         noise_seed=inputs["noise_seed"],  # whatever a model draws, a run that goes on draws again
         output_retrieval=own.config.retrieves_in_training and not text_alone,
         **{key: inputs[key] for key in (*LAYOUT, *NEIGHBOURS) if key in inputs},
+        **others,
     )
     labels, weights = bearing_weights(own, inputs)
+    if total is None:
+        total = weights.double().sum()
+    if at is not None:
+        labels, weights = labels.gather(1, at), weights.gather(1, at) * (labels.shape[1] / at.shape[1])
     ranking, count = out.ranking_loss, rows or len(labels)
     loss = text_loss(
         out.logits,
@@ -75,7 +108,11 @@ def weighted_loss(
         ranking_loss=ranking,
         rows=count,
     )
-    return Called(loss, out, labels, None if ranking is None else ranking.sum() / count)
+    told = None
+    if lesson is not None:
+        told = lesson.tell(inputs, out, weights, at, total, count)
+        loss = loss + told.weighted
+    return Called(loss, out, labels, None if ranking is None else ranking.sum() / count, told)
 
 
 @dataclass(frozen=True)
@@ -87,14 +124,18 @@ class Measured:
     accuracy: float | None = None  # of the answers' tokens (the demo's needles: of first digits)
     recall: float | None = None  # share of questions whose needle was selected by some group
     ranking: float | None = None  # the ranking's loss, which comes on top of ``loss``
+    # divergences from a teacher, unweighted: of the next token, of the retrieval's scores
+    distil: float | None = None
+    distil_retrieval: float | None = None
 
     @property
     def whole_loss(self) -> float:
-        """What is differentiated."""
-        return self.loss + (self.ranking or 0.0)
+        """All that is differentiated; finite if each part is."""
+        return self.loss + (self.ranking or 0.0) + (self.distil or 0.0) + (self.distil_retrieval or 0.0)
 
     def averages(self) -> dict[str, float]:
-        found = {"loss": self.loss, "ranking": self.ranking, "accuracy": self.accuracy, "recall": self.recall}
+        names = ("loss", "ranking", "distil", "distil_retrieval", "accuracy", "recall")
+        found = {name: getattr(self, name) for name in names}
         return {name: value for name, value in found.items() if value is not None}
 
 
@@ -107,15 +148,19 @@ class Meter:
     @torch.no_grad()
     def add(self, called: Called, inputs: dict[str, Any]) -> None:
         """Take in what a call on a micro-batch gave, and what was passed to it."""
-        loss, out, labels, ranking = called
+        loss, out, labels, ranking, told = called
         assert out.logits is not None
         mask = inputs.get("attention_mask")
         ids = inputs["input_ids"]
         device = loss.device
         tokens = torch.full((), ids.numel(), device=device) if mask is None else mask.sum()
-        sums = [loss.detach().double(), tokens, *torch.zeros(6, device=device).unbind()]
+        sums = [loss.detach().double(), tokens, *torch.zeros(10, device=device).unbind()]
         if ranking is not None:
             sums[0], sums[6], sums[7] = sums[0] - ranking.double(), ranking, sums[7] + 1
+        if told is not None:
+            sums[0], sums[8], sums[9] = sums[0] - told.weighted.double(), told.tokens, sums[9] + 1
+            if told.chunks is not None:
+                sums[10], sums[11] = told.chunks, sums[11] + 1
         questions = inputs.get("first_digits", inputs.get("answers"))
         if questions is not None:
             asked = F.pad(questions[:, 1:], (0, 1))
@@ -129,18 +174,20 @@ class Meter:
         self._sums = vector if self._sums is None else self._sums + vector
 
     def vector(self) -> Tensor:
-        """[8] float64, to be added up over processes; the meter begins anew."""
+        """[12] float64, to be added up over processes; the meter begins anew."""
         assert self._sums is not None
         sums, self._sums = self._sums, None
         return sums
 
     @staticmethod
     def read(sums: list[float]) -> Measured:
-        loss, tokens, right, asked, found, needles, ranking, ranked = sums
+        loss, tokens, right, asked, found, needles, ranking, ranked, told, taught, chunks, ranks = sums
         return Measured(
             loss,
             round(tokens),
             right / asked if asked else None,
             found / needles if needles else None,
             ranking if ranked else None,
+            told if taught else None,
+            chunks if ranks else None,
         )

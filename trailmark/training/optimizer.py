@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
+
+from trailmark.training.parts import is_adapter
 
 # Newton-Schulz polynomial of Muon (Jordan et al., 2024): singular values go to about 1 in five steps.
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
@@ -16,16 +18,61 @@ _STEPS = 5
 _GATHERED = 1 << 26  # elements of sharded matrices that are whole at a time, unless one alone has more
 
 
+Rated = tuple[float, list[nn.Parameter]]
+"""Parameters whose learning rate is so many times that of the rest."""
+
+
+def by_rate(
+    named: Iterable[tuple[str, nn.Parameter]], is_addition: Callable[[str], bool], factor: float
+) -> list[Rated]:
+    """The parameters that are trained, and apart from them, with another rate, the additions of a pretrained base.
+
+    Args:
+        named: parameters by their names. is_addition: of a name.
+        factor: of the additions' rate; 1: all are together.
+    """
+    rest: list[nn.Parameter] = []
+    additions: list[nn.Parameter] = []
+    for name, parameter in named:
+        if parameter.requires_grad:
+            (additions if factor != 1 and is_addition(name) else rest).append(parameter)
+    return [rated for rated in ((1.0, rest), (factor, additions)) if rated[1]]
+
+
+def vocabulary_of(model: nn.Module) -> set[nn.Parameter]:
+    """The embedding and the output projection."""
+    return {
+        parameter
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Embedding) or name.endswith("lm_head")
+        for parameter in module.parameters()
+    }
+
+
 def parameter_groups(
-    parameters: Iterable[nn.Parameter], weight_decay: float, decay_vectors: bool
+    rated: Iterable[Rated],
+    rate: float,
+    weight_decay: float,
+    decay_vectors: bool,
+    spared: Container[nn.Parameter] = (),
 ) -> list[dict[str, Any]]:
-    """For AdamW: matrices, which decay, and vectors (norms, landmarks), which do if ``decay_vectors``."""
-    every = list(parameters)
-    if decay_vectors or not weight_decay:
-        return [{"params": every, "weight_decay": weight_decay}]
-    matrices, vectors = [p for p in every if p.dim() > 1], [p for p in every if p.dim() <= 1]
-    groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
-    return [group for group in groups if group["params"]]
+    """For AdamW: matrices, which decay, and vectors (norms, landmarks), which do if ``decay_vectors``.
+
+    Those that are ``spared`` decay never.
+    """
+    groups = []
+    for factor, every in rated:
+        decaying = [p for p in every if (p.dim() > 1 or decay_vectors) and p not in spared]
+        others = [p for p in every if not (p.dim() > 1 or decay_vectors) or p in spared]
+        if not weight_decay:
+            decaying, others = every, []
+        groups.append({"params": decaying, "weight_decay": weight_decay, "lr": factor * rate})
+        groups.append({"params": others, "weight_decay": 0.0, "lr": factor * rate})
+    return [group for group in groups if group["params"]] or groups[:1]
+
+
+Portion = list[tuple[nn.Parameter, tuple[int, ...]]]
+"""Matrices, with the rows of their blocks."""
 
 
 class MuonAdamW(torch.optim.Optimizer):
@@ -41,7 +88,8 @@ class MuonAdamW(torch.optim.Optimizer):
         matrix_learning_rate: of Muon; an update has singular values of about this times
             ``max(1, rows / columns) ** 0.5``.
         learning_rate: of AdamW.
-        decay_vectors: as in :func:`parameter_groups`.
+        addition_factor: of both, for the parameters that ``is_addition`` says are additions, by their names.
+        decay_vectors: as in :func:`parameter_groups`. decay_embeddings: whether the vocabulary's matrices decay.
     """
 
     def __init__(
@@ -54,34 +102,50 @@ class MuonAdamW(torch.optim.Optimizer):
         weight_decay: float = 0.0,
         decay_vectors: bool = False,
         eps: float = 1e-8,
+        decay_embeddings: bool = True,
+        addition_factor: float = 1.0,
+        is_addition: Callable[[str], bool] = lambda name: False,
     ) -> None:
-        vocabulary: set[int] = set()
+        vocabulary = vocabulary_of(model)
         blocks: dict[int, tuple[int, ...]] = {}
-        for name, module in model.named_modules():
-            if isinstance(module, nn.Embedding) or name.endswith("lm_head"):
-                vocabulary.update(id(p) for p in module.parameters())
+        for module in model.modules():
             if hasattr(module, "block_rows") and isinstance(module, nn.Linear):
                 blocks[id(module.weight)] = getattr(module, "block_rows")  # noqa: B009
-        matrices: list[nn.Parameter] = []
-        rest: list[nn.Parameter] = []
-        for parameter in model.parameters():
-            is_matrix = parameter.dim() == 2 and id(parameter) not in vocabulary
-            (matrices if is_matrix else rest).append(parameter)
-        self._blocks = [blocks.get(id(p), (p.shape[0],)) for p in matrices]
-        groups = parameter_groups(rest, weight_decay, decay_vectors)
+        rated: list[Rated] = []
+        muon: list[dict[str, Any]] = []
+        self._blocks: list[list[tuple[int, ...]]] = []  # of each group of Muon's
+        # an adapter's factors are no matrix that an input is multiplied by
+        apart = vocabulary | {p for name, p in model.named_parameters() if is_adapter(name)}
+        for factor, parameters in by_rate(model.named_parameters(), is_addition, addition_factor):
+            matrices: list[nn.Parameter] = []
+            rest: list[nn.Parameter] = []
+            for parameter in parameters:
+                (matrices if parameter.dim() == 2 and parameter not in apart else rest).append(parameter)
+            rated.append((factor, rest))
+            if not matrices:
+                continue
+            self._blocks.append([blocks.get(id(p), (p.shape[0],)) for p in matrices])
+            muon.append(
+                {
+                    "params": matrices,
+                    "lr": factor * matrix_learning_rate,
+                    "momentum": momentum,
+                    "weight_decay": weight_decay,
+                }
+            )
+        spared = () if decay_embeddings else vocabulary
+        groups = parameter_groups(rated, learning_rate, weight_decay, decay_vectors, spared)
         self._adamw = torch.optim.AdamW(groups, lr=learning_rate, betas=betas, eps=eps)
-        muon = {
-            "params": matrices,
-            "lr": matrix_learning_rate,
-            "momentum": momentum,
-            "weight_decay": weight_decay,
-        }
-        super().__init__([*self._adamw.param_groups, muon], {})
+        super().__init__([*self._adamw.param_groups, *muon], {})
         self._share()
+
+    @property
+    def _muon_groups(self) -> list[dict[str, Any]]:
+        return self.param_groups[len(self.param_groups) - len(self._blocks) :]
 
     def _share(self) -> None:
         # AdamW works on this optimizer's groups and state: schedulers, saving and loading see one optimizer
-        self._adamw.param_groups = self.param_groups[:-1]
+        self._adamw.param_groups = self.param_groups[: len(self.param_groups) - len(self._blocks)]
         self._adamw.state = self.state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -95,32 +159,22 @@ class MuonAdamW(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self._adamw.step()
-        for portion in self.portions(any(isinstance(p, DTensor) for p in self.param_groups[-1]["params"])):
-            self._muon(portion, self.param_groups[-1])
+        for group, blocks in zip(self._muon_groups, self._blocks, strict=True):
+            sharded = any(isinstance(p, DTensor) for p in group["params"])
+            for portion in _portions(group["params"], blocks, sharded):
+                self._muon(portion, group)
         return loss
 
-    def portions(self, sharded: bool) -> list[list[tuple[nn.Parameter, tuple[int, ...]]]]:
+    def portions(self, sharded: bool) -> list[Portion]:
         """Matrices with a gradient, with the rows of their blocks, as they are worked on together.
 
-        What a portion needs goes before the next. Whole matrices are one portion. The same in all processes.
+        What a portion needs goes before the next. Whole matrices are one portion of each group. The same in all
+        processes.
         """
-        found = [
-            (parameter, rows)
-            for parameter, rows in zip(self.param_groups[-1]["params"], self._blocks, strict=True)
-            if parameter.grad is not None
-        ]
-        if not sharded:
-            return [found]
-        alike: dict[Any, list[tuple[nn.Parameter, tuple[int, ...]]]] = defaultdict(list)
-        for parameter, rows in found:
-            alike[parameter.shape, rows].append((parameter, rows))
-        portions = []
-        for (shape, _), pairs in alike.items():
-            most = max(1, _GATHERED // shape.numel())
-            portions += [pairs[first : first + most] for first in range(0, len(pairs), most)]
-        return portions
+        pairs = zip(self._muon_groups, self._blocks, strict=True)
+        return [portion for group, blocks in pairs for portion in _portions(group["params"], blocks, sharded)]
 
-    def _muon(self, portion: list[tuple[nn.Parameter, tuple[int, ...]]], group: dict[str, Any]) -> None:
+    def _muon(self, portion: Portion, group: dict[str, Any]) -> None:
         stacks: dict[tuple[int, int], list[tuple[Tensor, Tensor]]] = defaultdict(list)
         sharded: list[tuple[DTensor, Tensor]] = []  # and what is to be added to them
         for parameter, rows in portion:
@@ -152,6 +206,24 @@ class MuonAdamW(torch.optim.Optimizer):
             everywhere = [Replicate()] * shard.device_mesh.ndim
             whole = DTensor.from_local(change, shard.device_mesh, everywhere, run_check=False)
             shard.add_(whole.redistribute(placements=shard.placements))  # this process's rows of it
+
+
+def _portions(parameters: list[nn.Parameter], blocks: list[tuple[int, ...]], sharded: bool) -> list[Portion]:
+    found = [
+        (parameter, rows)
+        for parameter, rows in zip(parameters, blocks, strict=True)
+        if parameter.grad is not None
+    ]
+    if not sharded:
+        return [found]
+    alike: dict[Any, Portion] = defaultdict(list)
+    for parameter, rows in found:
+        alike[parameter.shape, rows].append((parameter, rows))
+    portions = []
+    for (shape, _), pairs in alike.items():
+        most = max(1, _GATHERED // shape.numel())
+        portions += [pairs[first : first + most] for first in range(0, len(pairs), most)]
+    return portions
 
 
 def orthogonalize(x: Tensor) -> Tensor:

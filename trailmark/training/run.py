@@ -40,8 +40,10 @@ from trailmark.models.size import expect_memory
 from trailmark.training import checkpoints, states
 from trailmark.training.checkpoints import CHECKPOINTS
 from trailmark.training.config import RunConfig
+from trailmark.training.distil import Teacher
 from trailmark.training.final_model import MODEL_MANIFEST, sign_model
 from trailmark.training.neighbours import open_table
+from trailmark.training.parts import Parts
 from trailmark.training.processes import by_main, is_main, world_size
 from trailmark.training.run_folder import (
     HISTORY_FILE,
@@ -93,6 +95,7 @@ class Run(RunningState):
         expect_place("output", self.output)
         if config.init_from is not None:
             states.expect_model(config.init_from)
+        self.parts = Parts.of(settings)
         for package in settings.report_to:
             if importlib.util.find_spec(package) is None:
                 raise ValueError(
@@ -105,6 +108,7 @@ class Run(RunningState):
                 f"got {fields.vocab_size}. Leave it out, or name the tokenizer that the model is for."
             )
         fields.tokenizer_fingerprint = tokenizer_fingerprint(self.tokenizer)
+        self.teacher = None if config.distil.model is None else Teacher(config, fields, self.tokenizer)
         self.corpus = _open_corpus(config, text, self.tokenizer, fields.vocab_size)
         self.table = None
         if self.corpus is not None:
@@ -153,7 +157,10 @@ class Run(RunningState):
         else:
             model = states.initial_model(cls, self.model_config, config.init_from)
         model.embedder = self.embedder
-        return model.double() if config.training.precision == "float64" else model
+        if config.training.precision == "float64":
+            model = model.double()
+        self.parts.apply(model)
+        return model
 
     # --- the run -------------------------------------------------------------------------------------------
 
@@ -224,7 +231,7 @@ class Run(RunningState):
             if self.stop_signal == signal.SIGINT:
                 raise KeyboardInterrupt
             return None
-        weights = states.whole_weights(trainer.model)
+        weights = states.plain_weights(trainer.model, states.whole_weights(trainer.model))
         by_main(lambda: self.save(weights))
         return self.model
 

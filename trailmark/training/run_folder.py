@@ -72,7 +72,7 @@ def holds_run(output: Path, config: RunConfig) -> bool:
         return False
     own = yaml.safe_load(config.to_yaml())
     other = yaml.safe_load(RunConfig().to_yaml()) | other  # settings that are newer than the folder
-    for section in ("data", "training"):
+    for section in ("data", "training", "distil"):
         if isinstance(other[section], dict):
             other[section] = vars(getattr(RunConfig(), section)) | other[section]
     return _decisive(own) == _decisive(other)

@@ -23,6 +23,7 @@ from trailmark.models import TrailmarkConfig, TrailmarkForCausalLM
 from trailmark.training import states, tensors
 from trailmark.training.config import RunConfig
 from trailmark.training.curriculum import SMOOTHING, Curriculum
+from trailmark.training.distil import Lesson, Teacher
 from trailmark.training.guards import Guard
 from trailmark.training.loss import Meter, total_weight, weighted_loss
 from trailmark.training.neighbours import rule_of
@@ -51,6 +52,8 @@ class RunningState:
     micro: int
     """Micro-batches of each process in a step."""
     progress: Callable[[Any], None]
+    teacher: Teacher | None
+    """What the model learns from beside the text."""
     _validation: TextTask | None
     _evaluate: Evaluate | None
 
@@ -99,6 +102,10 @@ class RunningState:
 
     # --- a step --------------------------------------------------------------------------------------------
 
+    def lesson(self, step: int) -> Lesson | None:
+        """What the teacher adds to the loss of the step after ``step``; None: there is none."""
+        return None if self.teacher is None else self.teacher.lesson(step / self.config.training.steps)
+
     @cached_property
     def _watches_retrieval(self) -> bool:
         """By the configuration, not by what a batch holds: all processes must add up what they saw."""
@@ -117,6 +124,7 @@ class RunningState:
             not config.retrieves_in_training
             or data.task != "text"
             or data.early_landmarks
+            or data.needle_share
             or data.separate_documents
         ):
             return None
@@ -284,7 +292,8 @@ def _measured_whole(model: TrailmarkForCausalLM, evaluate: Evaluate) -> dict[str
         with torch.random.fork_rng(devices=[]):  # a new model draws weights, which go
             whole = type(model)(model.config)
         whole.embedder = model.embedder
-        whole.load_state_dict(weights, strict=False, assign=True)  # tied ones are there once
+        plain = states.plain_weights(model, weights)
+        whole.load_state_dict(plain, strict=False, assign=True)  # tied ones are there once
         whole.tie_weights()
         return evaluate(whole.to(device).eval())
 

@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.state_dict import (
 
 from trailmark import pretrained
 from trailmark.models import TrailmarkConfig, TrailmarkForCausalLM
+from trailmark.training.parts import base_name, has_adapters, merged
 from trailmark.training.processes import gathered, rank
 from trailmark.training.tensors import (
     is_sharded,
@@ -29,6 +30,7 @@ from trailmark.training.tensors import (
 )
 
 _OPTIMIZER, _RANDOM = "optimizer.safetensors", "random.safetensors"
+_ADAPTERS = "adapters.safetensors"  # and the matrices that they are merged into in the model beside it
 
 
 @dataclass(frozen=True)
@@ -41,13 +43,17 @@ class TrainingState:
     random: list[Any]  # of each process
 
     def write(self, folder: Path, model: TrailmarkForCausalLM) -> None:
-        model.save_pretrained(folder, state_dict=self.weights)
+        plain, kept = merged(model, self.weights)
+        model.save_pretrained(folder, state_dict=plain)
+        if kept:
+            save_tensors(folder / _ADAPTERS, kept)
         save_tensors(folder / _OPTIMIZER, {"optimizer": self.optimizer, "scheduler": self.scheduler})
         save_tensors(folder / _RANDOM, self.random)
 
     def bytes(self) -> int:
         """Estimate how many bytes ``write`` writes."""
         values = [*self.weights.values()]
+        values += [x for name, x in self.weights.items() if ".base_layer." in name]  # merged and as they were
         for state in self.optimizer.get("state", {}).values():
             values += [x for x in state.values() if isinstance(x, Tensor)]
         return sum(x.numel() * x.element_size() for x in values)
@@ -71,12 +77,25 @@ def whole_weights(model: TrailmarkForCausalLM) -> dict[str, Tensor]:
     return weights
 
 
+def plain_weights(model: torch.nn.Module, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Those of a model without adapters that computes the same, of the whole ``weights`` of one with some."""
+    return merged(model, weights)[0]
+
+
 def load_weights(folder: str | Path, model: torch.nn.Module) -> None:
     """Load weights into a model, plain or sharded, in all processes."""
     state: dict[str, Any] = {}
     if not is_sharded(model) or rank() == 0:
         for file in sorted(Path(folder).glob("model*.safetensors")):
             state |= safetensors.torch.load_file(file)
+        if has_adapters(model):
+            kept = load_tensors(Path(folder) / _ADAPTERS)
+            names = {name: base_name(name) for name in model.state_dict()}
+            state = {
+                own: kept[own] if own in kept else state[plain]
+                for own, plain in names.items()
+                if own in kept or plain in state
+            }
         pretrained.expect_finite(iter(state.items()), "output", folder)
     if is_sharded(model):
         options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, strict=False)

@@ -15,6 +15,7 @@ from torch import Tensor
 from trailmark.data.batches import Windows
 from trailmark.data.needles.curriculum_texts import NeedleTexts
 from trailmark.data.needles.formats import Marks
+from trailmark.data.needles.mixed import MixedNeedles
 from trailmark.data.needles.niah import NiahTexts
 from trailmark.data.neighbours.table import NeighbourTable
 from trailmark.data.shards import Corpus
@@ -78,10 +79,11 @@ class TextTask(_EvenTask):
         chunk_size: int,
         table: NeighbourTable | None = None,
         scored: bool = False,
+        needles: MixedNeedles | None = None,
     ) -> None:
-        """``scored``: the model takes the scores of the table too."""
+        """``scored``: the model takes the scores of the table too. ``needles``: of some samples, in place of text."""
         super().__init__(config)
-        self.table, self.scored = table, scored
+        self.table, self.scored, self.needles = table, scored, needles
         self.share, self.chunk_size = config.data.early_landmarks, chunk_size
         self.separate = config.data.separate_documents
         length = config.training.context_length
@@ -93,12 +95,23 @@ class TextTask(_EvenTask):
         batch = {"input_ids": ids, "labels": ids, "loss_weights": torch.ones(ids.shape)}
         batch["noise_seed"] = self._noise(step, start, count)
         documents = self.windows.document_ids(start, count) if self.separate else None
+        marks: list[tuple[int, list[int]]] = []  # tokens of a row that a question's landmark follows
+        for row in range(count) if self.needles is not None else ():
+            assert self.needles is not None
+            if self.needles.holds(start + row):
+                marks.append((row, self.needles.write(ids[row], start + row)[0]))
+                if documents is not None:
+                    documents[row] = 0  # a fact and its question are of one document
         if documents is not None:
             batch["document_ids"] = documents
         if self.share > 0 and self.chunk_size > 1:
             batch["close_chunk"] = self.windows.close_chunk(
                 start, count, self.chunk_size, self.share, documents
             )
+        if marks and self.chunk_size > 1:
+            close = batch.setdefault("close_chunk", torch.zeros(ids.shape, dtype=torch.bool))
+            for row, places in marks:
+                close[row, places] = True
         if self.table is not None:
             windows = [self.windows.window(sample) for sample in range(start, start + count)]
             batch["neighbours"], scores = self.table.batch(windows)
@@ -199,7 +212,10 @@ def make_task(
         )
         return SampleTask(config, texts)
     # a chunk of one token is always full
-    return TextTask(config, corpus, chunk_size or 1, table, model_config.needs_scores)
+    needles = None
+    if data.needle_share > 0:
+        needles = MixedNeedles(tokenizer, settings.context_length, settings.seed, data.needle_share)
+    return TextTask(config, corpus, chunk_size or 1, table, model_config.needs_scores, needles)
 
 
 def without_trivial_layout(batch: Batch) -> Batch:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +26,9 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 from trailmark import pretrained
 from trailmark.training import states
 from trailmark.training.config import TrainingConfig
-from trailmark.training.loss import Meter, total_weight, weighted_loss
-from trailmark.training.optimizer import MuonAdamW, parameter_groups
+from trailmark.training.loss import Called, Meter, total_weight, weighted_loss
+from trailmark.training.optimizer import MuonAdamW, by_rate, parameter_groups, vocabulary_of
+from trailmark.training.parts import is_addition
 from trailmark.training.processes import all_reduced, rank, world_size
 from trailmark.training.running import RunningState
 from trailmark.training.tasks import Batch, Task, share_of
@@ -56,14 +58,20 @@ def schedule(settings: TrainingConfig, step: int) -> float:
 
 
 def make_optimizer(model: Any, settings: TrainingConfig) -> torch.optim.Optimizer:
-    """What ``training.optimizer`` names."""
+    """What ``training.optimizer`` names, of what is trained."""
     betas = settings.adam_beta1, settings.adam_beta2
+    factor, of_additions = settings.addition_learning_rate_factor, partial(is_addition, model)
     if settings.optimizer == "muon":
         return MuonAdamW(
             model, settings.matrix_learning_rate, settings.learning_rate, betas,
             weight_decay=settings.weight_decay, decay_vectors=settings.decay_vectors, eps=settings.adam_epsilon,
+            decay_embeddings=settings.decay_embeddings, addition_factor=factor, is_addition=of_additions,
         )  # fmt: skip
-    groups = parameter_groups(model.parameters(), settings.weight_decay, settings.decay_vectors)
+    rated = by_rate(model.named_parameters(), of_additions, factor)
+    spared = () if settings.decay_embeddings else vocabulary_of(model)
+    groups = parameter_groups(
+        rated, settings.learning_rate, settings.weight_decay, settings.decay_vectors, spared
+    )
     return torch.optim.AdamW(groups, lr=settings.learning_rate, betas=betas, eps=settings.adam_epsilon)
 
 
@@ -169,13 +177,19 @@ class RunTrainer(Trainer):
     ) -> Any:
         assert num_items_in_batch is not None
         with self._autocast():
-            called = weighted_loss(model, inputs, num_items_in_batch, self._begin(self.state.global_step))
+            called = self._called(model, inputs, num_items_in_batch)
         self.meter.add(called, inputs)
         self.run.look_at(called.out)
         loss = (
             called.loss * self.args.world_size
         )  # gradients are averaged over processes, this is a part of a sum
         return (loss, called.out) if return_outputs else loss
+
+    def _called(self, model: Any, inputs: dict[str, Any], total: Tensor | None) -> Called:
+        """What a micro-batch of the present step gives."""
+        run, step = self.run, self.state.global_step
+        rows, positions = self._begin(step), run.config.training.loss_positions
+        return weighted_loss(model, inputs, total, rows, positions=positions, lesson=run.lesson(step))
 
     def _begin(self, step: int) -> int:
         """Tell the model how far training is; the rows of the global batch of ``step``."""
@@ -189,11 +203,10 @@ class RunTrainer(Trainer):
 
     def repeat_step(self) -> None:
         """Forward and backward of this process's part of the present step once more."""
-        self._begin(self.state.global_step)
         for batch in self.micro_batches:
             inputs = self._prepare_inputs(batch)
             with self._autocast():
-                loss = weighted_loss(self.model_wrapped, inputs).loss
+                loss = self._called(self.model_wrapped, inputs, None).loss
             self.accelerator.backward(loss)
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:

@@ -231,6 +231,32 @@ def test_depths(straddle: bool) -> None:
     assert all(len(trial.questions) == 3 for trial in anywhere[None])
 
 
+@pytest.mark.parametrize("begin", [1, 4, 19, 20, 33])
+@pytest.mark.parametrize("straddle", [False, True])
+def test_needles_lie_behind_what_a_haystack_begins_with(begin: int, straddle: bool) -> None:
+    """Whole in a chunk of their own where they do not straddle, in as few chunks as they need."""
+    task = task_of(kind="multi-key", needles=3, straddle=straddle)
+    filler = Filler(TEXT, task.format.replaced)
+    longest, least = task.sizes[0], task.least_chunks(20, begin)
+    haystack = Haystack(filler, 17, least + 3, 20, begin=tuple(filler.read(17, begin).tolist()))
+    for last in (least, least + 3):
+        found = task.lay(haystack, 2000, last, (0.0, None, 1.0), 20, 0)
+        for depth, trial, _ in all_questions(found):
+            needles = sorted(trial.needles, key=lambda needle: needle.start)
+            assert needles[0].start >= begin
+            assert needles[-1].stop <= last * 20
+            assert all(one.stop <= other.start for one, other in pairwise(needles))
+            first = trial.needles[0]
+            if not straddle:
+                assert len({*(chunk for needle in needles for chunk in needle.chunks(20))}) == 3
+            elif depth == 0.0:
+                assert first.start == begin
+            if depth == 0.0:
+                assert first.start < begin + 20 + longest
+            if depth == 1.0:
+                assert first.chunks(20)[-1] == last - 1
+
+
 def test_a_trial_does_not_depend_on_the_depths_beside_it() -> None:
     task = task_of(format="sentences", distractors=2)
     _, several = trials_of(task, 1500, 16, (0.0, None, 0.5), 3)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, MistralConfig, MistralForCausalLM
 
-from tests.models.tiny import TokenCounter, block_recurrent, drt, landmark, rpt, window_model
+from tests.models.tiny import PRETRAINED, TokenCounter, block_recurrent, drt, landmark, rpt, window_model
 from trailmark.evaluation.cost import run as cost
 from trailmark.evaluation.cost.inference import Text
 from trailmark.evaluation.cost.rounds import random_tokens, spread
@@ -52,8 +52,15 @@ def drt_of_encoder(**changes: Any) -> TrailmarkForCausalLM:
 
 MODELS_MADE: dict[str, Callable[[], TrailmarkForCausalLM]] = {
     "window": window_model,
+    "window, wide heads": lambda: window_model(head_dim=6, qk_norm="head", attention_bias=True),
+    "drt, wide heads": lambda: drt(**PRETRAINED),
+    "landmark, wide heads": lambda: landmark(**PRETRAINED),
     "drt": drt,
     "drt, 2 groups": lambda: drt(2, exclude_visible_chunks=True, sliding_window=13),
+    "drt, hidden": lambda: drt(
+        2, landmarks_as_keys=False, num_sinks=2, exclude_visible_chunks=True, sliding_window=13
+    ),
+    "window, sinks": lambda: window_model(num_sinks=3),
     "drt, encoder": lambda: drt_of_encoder(encoder_weights="encoder"),
     "rpt": rpt,
     "rpt, encoder": lambda: rpt(retriever="encoder", exclude_visible_chunks=False),
@@ -249,6 +256,13 @@ def test_multiply_adds_are_counted_one_by_one(length: int) -> None:
         "retrieved": 2 * E * 4 * read,
         "selection": E * 2 * asked,
     }
+    n = 3
+    beyond = [min(n, max(0, p - W + 1)) for p in range(length + 1)]
+    seen = [min(p + 1, W) + beyond[p] for p in range(length)]
+    asking = sum(min(p, W - 1) + beyond[p] for p in range(S, length + 1, S))
+    hidden = drt(2, landmarks_as_keys=False, num_sinks=n).attention_multiply_adds(length)
+    assert hidden["window"] == 2 * E * 5 * (sum(seen) + asking)
+    assert window_model(num_sinks=n).attention_multiply_adds(length) == {"window": 2 * E * 3 * sum(seen)}
     window = sum(min(p + 1, W) for p in range(length))
     assert window_model().attention_multiply_adds(length) == {"window": 2 * E * 3 * window}
     everything = sum(range(1, len(positions) + 1))
@@ -261,7 +275,8 @@ def test_multiply_adds_are_counted_one_by_one(length: int) -> None:
 
 
 RETRIEVERS = {
-    name: MODELS_MADE[name] for name in ("drt, 2 groups", "drt, encoder", "rpt", "rpt, encoder", "rpt, whole")
+    name: MODELS_MADE[name]
+    for name in ("drt, 2 groups", "drt, hidden", "drt, encoder", "rpt", "rpt, encoder", "rpt, whole")
 } | {"drt, a window of a chunk": lambda: drt(exclude_visible_chunks=True, sliding_window=3)}
 
 

@@ -27,6 +27,14 @@ BYTES = load_tokenizer()
 TEXT = tokenize(["the old boat sees a river and (sings) of 3 small things, of which none = it\n" * 30], BYTES)
 SIZES: dict[str, Any] = {"vocab_size": 259}
 LENGTH = 300
+# what a conversion asks for; the texts are longer than the base's were
+CONVERTED: dict[str, Any] = {
+    "sliding_window": 9,
+    "window_position": "rope",
+    "num_sinks": 4,
+    "max_sink_distance": 60,
+    "landmarks_as_keys": False,
+}
 
 
 @cache
@@ -35,6 +43,7 @@ def subject_of(name: str, task: str | None = None) -> Subject:
         "drt": lambda: drt(2, chunk_size=S, sliding_window=9, **SIZES),
         "chunks": lambda: drt(chunk_size=S, sliding_window=9, **SIZES),
         "wide": lambda: drt(chunk_size=S, sliding_window=30, window_position="rope", **SIZES),
+        "pretrained": lambda: drt(3, chunk_size=S, memory_kv="layer", **CONVERTED, **SIZES),
         "rpt": lambda: rpt(chunk_size=S, **SIZES),
         "window": lambda: window_model(**SIZES),
         "full": lambda: window_model(sliding_window=None, **SIZES),
@@ -91,7 +100,8 @@ def asked(
     trials = -(-settings.questions // task.questions_of(depth))
     for number in range(trials):  # of short texts: a haystack each
         start = Draws(settings.seed, 1, number).below(len(TEXT))
-        haystack = Haystack(filler, start, task.chunks(length, S), S)
+        begin = tuple(filler.read(start, subject.model.config.num_sinks if subject.ours else 0).tolist())
+        haystack = Haystack(filler, start, task.chunks(length, S), S, begin=begin)
         last = haystack.chunks - sight
         (trial,) = task.lay(haystack, length, last, [depth], 1, settings.seed, 2, number)[depth]
         rows = haystack.holding(trial.needles)[0 : haystack.chunks].reshape(-1)

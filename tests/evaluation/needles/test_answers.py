@@ -30,6 +30,7 @@ from trailmark.data.corpus import tokenize
 from trailmark.data.needles.formats import Marks, Name, Paper, Sentences
 from trailmark.data.needles.haystacks import Filler, Haystack, Needle
 from trailmark.data.needles.tasks import Question
+from trailmark.evaluation.needles import ask as asking
 from trailmark.evaluation.needles.ask import run
 from trailmark.evaluation.needles.askers import MemoryAsker, ReadingCost, WholeTextAsker
 from trailmark.evaluation.needles.judging import judge
@@ -45,6 +46,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("drt", {"kind": "multi-key", "needles": 2, "distractors": 1}),
     ("drt", {"kind": "hops", "distractors": 1, "landmarks": 2, "phases": "end", "questions": 1}),
     ("wide", {"format": "sentences", "lengths": (700,), "landmarks": 2, "depths": (1.0,)}),
+    ("pretrained", {"format": "sentences", "lengths": (700,), "depths": (0.0,), "questions": 1}),
     ("rpt", {"format": "sentences", "lengths": (700,), "kind": "multi-value", "needles": 2}),
     ("drt", {"format": "paper", "kind": "multi-query", "needles": 2}),
     # questions of several lengths in one batch
@@ -56,6 +58,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("full", {"lengths": (150,), "depths": (0.5,), "questions": 1}),
     ("recurrent", {"lengths": (250,)}),
     ("llama", {"format": "sentences", "landmarks": 2, "questions": 1}),
+    ("pretrained", {"sight": "window", "lengths": (90,), "questions": 6}),
 ]
 
 
@@ -77,6 +80,9 @@ def test_every_answer_is_that_of_the_whole_text(name: str, changes: dict[str, An
     settings = NeedleSettings(**({"lengths": (LENGTH,), "format": "marks", "questions": 2} | changes))
     task, model = task_of(settings), subject.model
     sight = 0 if name in ("full", "llama") else model.chunks_in_sight(S)
+    if settings.sight == "window":
+        assert sight > -(-model.config.sliding_window // S)
+        sight = -(-model.config.sliding_window // S)
     expected = asked(subject, settings, task, sight)
     assert len(expected) == len(lines) == result["questions"] == settings.questions
     for line, (ids, trial, question) in zip(lines, expected, strict=True):
@@ -107,6 +113,24 @@ def test_every_answer_is_that_of_the_whole_text(name: str, changes: dict[str, An
         for m, rank in zip(line["gold_chunks"][-1], line["ranks"], strict=True):
             ranks = [sorted(some.values(), reverse=True).index(some[m]) + 1 for some in weights if m in some]
             assert rank == min(ranks, default=None)
+
+
+@pytest.mark.parametrize("kind", [{}, {"kind": "hops", "landmarks": 2}], ids=["single", "hops"])
+def test_planted_or_read_whole_the_verdicts_are_the_same(
+    kind: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With sinks that all that follows sees, and landmarks that nobody attends to."""
+    subject = subject_of("pretrained")
+    monkeypatch.setattr(asking, "_MOST_HAYSTACKS", 2)
+    planted, lines = measured(tmp_path / "planted", subject, questions=4, **kind)
+    monkeypatch.setattr(DRTForCausalLM, "can_be_planted", False)
+    whole, others = measured(tmp_path / "whole", subject, questions=4, **kind)
+    assert len(lines) == 4
+    exact = ("generated", "expected", "correct", "needle_chunks", "selected", "retrieved", "ranks")
+    for line, other in zip(lines, others, strict=True):
+        assert [line[name] for name in exact] == [other[name] for name in exact]
+        assert line["weight"] == pytest.approx(other["weight"], abs=1e-9)
+    assert 2 * planted["tokens_read"] == whole["tokens_read"]  # two trials of each haystack
 
 
 def _selections(retrieval: Any, chunk: int) -> list[tuple[list[int], list[float]]]:
@@ -255,8 +279,11 @@ def test_what_comes_behind_the_end_of_a_text_is_not_said() -> None:
     answer, ended = (tokenize([text], BYTES).astype(np.int64) for text in (" 12, 13", " 13, 12"))
     question = Question(answer[:1], (0,), None, answer, ("12", "13"), "12, 13", ((0, 1),), False, True)
     more = tokenize(["the"], BYTES).tolist()
-    assert judge(question, [*ended, BYTES.eos_token_id, *more], BYTES) == (True, " 13, 12")
-    assert judge(question, [*ended, *more], BYTES) == (False, " 13, 12the")
+    assert judge(question, [*ended, BYTES.eos_token_id, *more], BYTES, {BYTES.eos_token_id}) == (
+        True,
+        " 13, 12",
+    )
+    assert judge(question, [*ended, *more], BYTES, {BYTES.eos_token_id}) == (False, " 13, 12the")
 
 
 @torch.no_grad()

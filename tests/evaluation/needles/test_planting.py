@@ -34,12 +34,16 @@ def memory_of(cache: ChunkCache) -> list[Tensor]:
     return [records.clone(), landmarks.clone(), torch.from_numpy(lengths.copy())]
 
 
-def drt_of_encoder() -> DRTForCausalLM:
-    model = drt(retriever="encoder")
+def drt_of_encoder(**options: Any) -> DRTForCausalLM:
+    model = drt(retriever="encoder", **options)
     model.embedder = TokenCounter()
     return model
 
 
+ROPE: dict[str, Any] = {"window_position": "rope"}
+HIDDEN: dict[str, Any] = ROPE | {"landmarks_as_keys": False}
+# of 130 positions some or all stand nearer to the sinks than this
+BEYOND, WITHIN = ({"num_sinks": 3, "max_sink_distance": most} for most in (30, 200))
 MODELS: dict[str, Any] = {
     "1 group": drt,
     "2 groups": lambda: drt(groups=2),
@@ -49,6 +53,20 @@ MODELS: dict[str, Any] = {
     "encoder": drt_of_encoder,
     "rpt": lambda: rpt(num_hidden_layers=4, num_lower_layers=2),
     "rpt, encoder": lambda: rpt(retriever="encoder", continuation=True, neighbour_augmentation=True),
+    "hidden": lambda: drt(landmarks_as_keys=False),
+    "sinks": lambda: drt(num_sinks=3),
+    "sinks, beyond": lambda: drt(groups=2, **ROPE, **BEYOND, memory_kv="group"),
+    "sinks, within": lambda: drt(groups=3, **ROPE, **WITHIN),
+    "sinks, hidden": lambda: drt(num_sinks=2, landmarks_as_keys=False),
+    "sinks, hidden, beyond": lambda: drt(groups=3, **HIDDEN, **BEYOND, memory_kv="layer"),
+    "sinks, hidden, within": lambda: drt(groups=2, **HIDDEN, **WITHIN, memory_kv="group"),
+    "sinks of two chunks": lambda: drt(groups=3, **ROPE, num_sinks=6, max_sink_distance=20),
+    "sinks of two chunks, hidden": lambda: drt(groups=3, **HIDDEN, num_sinks=6, max_sink_distance=20),
+    "sinks, encoder": lambda: drt_of_encoder(**HIDDEN, **BEYOND),
+    "sinks, no lower layer": lambda: drt(
+        groups=2, num_hidden_layers=4, num_lower_layers=0, **HIDDEN, **BEYOND
+    ),
+    "sinks, rpt": lambda: rpt(num_hidden_layers=4, num_lower_layers=2, **ROPE, **BEYOND),
 }
 PLACES = [[0], [5], [4, 5], [3, 5], [0, 1, 2, 7], [7, 2], [-1], [-1, -2, 0]]  # -1: the last one possible
 TIERS = ("device", "host", "disk")
@@ -59,11 +77,13 @@ TIERS = ("device", "host", "disk")
 @torch.no_grad()
 def test_planting_is_reading_the_changed_text(build: Any, places: list[int]) -> None:
     model = build()
-    count = N - model.chunks_in_sight(S)
-    ids, chunks = tokens(N * S)[0].view(N, S), torch.tensor(places) % count
-    needles, question = tokens(len(places) * S, seed=1)[0].view(-1, S), tokens(23, batch=2, seed=2)
-    changed = ids.clone()
-    changed[chunks] = needles
+    sinks = model.config.num_sinks
+    ids, first = tokens(N * S)[0].view(N, S), sinks // S
+    chunks = first + torch.tensor(places) % (N - model.chunks_in_sight(S) - first)
+    changed, question = ids.clone(), tokens(23, batch=2, seed=2)
+    changed[chunks] = tokens(len(places) * S, seed=1)[0].view(-1, S)
+    changed.view(-1)[:sinks] = ids.view(-1)[:sinks]
+    needles = changed[chunks]
     cache, exact = model.new_cache(TIERS[len(places) % 3]), model.new_cache()
     model.read(ids.view(1, -1), cache)
     model.read(changed.view(1, -1), exact)
@@ -140,6 +160,45 @@ def test_planting_where_it_would_not_be_exact_is_refused() -> None:
     model.read(ids.view(1, -1), early)
     with pytest.raises(ValueError, match="cache: expected full chunks, got early landmarks"):
         plant(early)
+
+
+@pytest.mark.parametrize(("sinks", "place"), [(1, 0), (S, 0), (S + 1, 0), (S + 1, 1)])
+@torch.no_grad()
+def test_planting_in_the_sinks_is_refused(sinks: int, place: int) -> None:
+    model, ids = drt(num_sinks=sinks), tokens(N * S)[0].view(N, S)
+    cache, needles = model.read(ids.view(1, -1)), ids[[place, 7]]
+    before = memory_of(cache)
+    needles[0, 0] = (needles[0, 0] + 1) % 50
+    with (
+        pytest.raises(
+            ValueError, match=f"texts: expected the text's own first {sinks} tokens.* chunk {place}:"
+        ),
+        planted(model, cache, ids, torch.tensor([place, 7]), needles),
+    ):
+        pass
+    assert all(torch.equal(a, b) for a, b in zip(memory_of(cache), before, strict=True))
+
+
+@torch.no_grad()
+def test_hidden_landmarks_do_not_wait_in_a_tokens_place() -> None:
+    """The upper layers reach 12 tokens: 10 of them, and the 2 landmarks between them, are not enough."""
+    model, ids = drt(landmarks_as_keys=False, num_sinks=2), tokens(N * S)[0].view(N, S)
+    text, question = ids.view(1, -1), tokens(9, seed=2)
+    for count in (10, 11):
+        cache = model.new_cache()
+        model(text[:, :-count], past_key_values=cache)
+        with (
+            pytest.raises(ValueError, match="cache: expected a text whose end was only read"),
+            planted(model, model.read(text[:, -count:], cache), ids, torch.tensor([3]), ids[1:2]),
+        ):
+            pass
+    cache, changed = model.new_cache(), ids.clone()
+    changed[3] = ids[1]
+    model(text[:, :-12], past_key_values=cache)
+    with planted(model, model.read(text[:, -12:], cache), ids, torch.tensor([3]), ids[1:2]):
+        answer = logits_of(model, question, past_key_values=cache.branch())
+    whole = logits_of(model, torch.cat([changed.view(1, -1), question], dim=1))
+    assert_same(answer, whole[:, N * S :])
 
 
 @torch.no_grad()

@@ -214,7 +214,10 @@ def test_the_shortest_text(tmp_path: Path) -> None:
     ("changes", "message"),
     [
         ({"kind": "many"}, "kind: expected one of 'single', .*, got 'many'"),
-        ({"format": "json"}, "format: expected one of 'marks', 'sentences', 'paper', got 'json'"),
+        (
+            {"format": "json"},
+            "format: expected one of 'marks', 'sentences', 'paraphrases', 'paper', got 'json'",
+        ),
         ({"landmarks": 3}, "landmarks: expected 1 to 2, got 3"),
         ({"phases": "some"}, "phases: expected one of 'any', 'end', got 'some'"),
         ({"protocol": "paper"}, "protocol: expected one of 'paper-table-2', got 'paper'"),

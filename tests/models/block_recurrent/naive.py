@@ -57,8 +57,13 @@ class NaiveBlockRecurrent:
         c, rows = self.config, []
         assert c.sliding_window is not None
         for t in range(len(q)):
-            seen = range(max(0, t - c.sliding_window + 1), t + 1)
-            rows.append(self.attend(q[t], k[list(seen)], v[list(seen)], t, list(seen)))
+            first = max(0, t - c.sliding_window + 1)
+            sinks = list(range(min(c.num_sinks, first)))
+            seen = [*sinks, *range(first, t + 1)]
+            # a sink is turned on by as much as the query stands beyond the furthest that it is scored from
+            beyond = 0 if c.max_sink_distance is None else max(0, t - c.max_sink_distance)
+            places = [p + beyond * (p < first) for p in seen]
+            rows.append(self.attend(q[t], k[seen], v[seen], t, places))
         return torch.stack(rows)
 
     def attend(

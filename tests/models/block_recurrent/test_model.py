@@ -36,6 +36,7 @@ VARIANTS: list[dict[str, Any]] = [
     {"block_size": 7, "recurrent_layer": 4, "state_gate": "lstm", "num_key_value_heads": None},
     {"sliding_window": 1, "block_size": 3, "logit_scale": 0.25, "tie_word_embeddings": False},
     {"sliding_window": 12, "implementation": "reference", "window_position": "rope"},
+    {"num_sinks": 3, "max_sink_distance": 12, "window_position": "rope"},
 ]
 OPTIONS = pytest.mark.parametrize("options", VARIANTS, ids=str)
 GATES = pytest.mark.parametrize("gate", ["fixed", "lstm"])
@@ -76,7 +77,7 @@ def test_documents_of_a_row_are_the_equations(gate: str) -> None:
 def layer_of(model: BlockRecurrentForCausalLM, x: Tensor) -> Tensor:
     """The recurrent layer alone, [B, P, E]."""
     grid = lay_out(x.shape[1], model.config.block_size, landmarks=False)
-    return model.recurrent_layer(x, grid, Place.of(model.config, x, None))
+    return model.recurrent_layer(x, grid, Place.of(model.config, grid, x))
 
 
 @GATES

@@ -165,6 +165,7 @@ class NaiveReading(_NaiveModel):
         super().__init__(model.config)
         c: LandmarkConfig = model.config
         assert c.local_length is not None
+        self.turns = (*self.rope[0].tolist(), self.rope[1])
         self.spots = spots_of(len(ids), c.chunk_size, c.local_length, marks)
         ends = [*sorted(calls), len(ids)]
         self.fed = [next(end for end in ends if end > s.token) for s in self.spots]  # with tokens before
@@ -197,11 +198,11 @@ class NaiveReading(_NaiveModel):
         begins = n if true else k + 1  # the slot after the prefix
         # where each position stands, in slots of L places
         at = {i: (begins + s.chunk - n) * L + s.slot for i, s in enumerate(self.spots) if s.chunk >= n}
-        local = {i: turn(self.k[i], place, c.rope_theta) for i, place in at.items() if i <= mine[-1]}
+        local = {i: turn(self.k[i], place, self.turns) for i, place in at.items() if i <= mine[-1]}
         scored = [m if true else max(0, k + 1 - (n - m)) for m in memory]
         landmarks = [self.chunk_at(m, slot)[-1] for m, slot in zip(memory, scored, strict=True)]  # [J, D]
         H, J, D = self.q.shape[1], self.k.shape[1], self.q.shape[2]
-        turned = {i: turn(self.q[i], at[i], c.rope_theta) for i in mine}
+        turned = {i: turn(self.q[i], at[i], self.turns) for i in mine}
         scores = {}
         if len(memory):
             marks = np.stack(landmarks).repeat(H // J, axis=1)  # [M, H, D]
@@ -276,7 +277,7 @@ class NaiveReading(_NaiveModel):
             return softmax([*logits, *gates]) @ np.stack([*values, *far]), bool(chosen)
         # one place before the text, or before the k + 1 chunks that are shown of it
         before = 0 if c.memory_position == "true" else max(0, k + 1 - n) * (c.chunk_size + 1)
-        key = turn(self.gate[j], before - 1, c.rope_theta)
+        key = turn(self.gate[j], before - 1, self.turns)
         share = softmax([*logits, float(key @ query) * scale])[-1]
         near = softmax(logits) @ np.stack(values)
         if share < c.gate_cutoff:
@@ -292,19 +293,19 @@ class NaiveReading(_NaiveModel):
         if (m, slot) not in self._turned:
             begin = slot * (self.config.chunk_size + 1)
             spots = [(t, begin + self.spots[t].slot) for t in self.of_chunk(m)]
-            self._turned[m, slot] = np.stack([turn(self.k[t], p, self.config.rope_theta) for t, p in spots])
+            self._turned[m, slot] = np.stack([turn(self.k[t], p, self.turns) for t, p in spots])
         return self._turned[m, slot]
 
 
 @lru_cache(maxsize=4096)
-def _turn(place: int, size: int, theta: float) -> Array:
-    angle = place * float(theta) ** (-np.arange(0, size, 2) / size)
-    return np.exp(1j * angle)
+def _turn(place: int, turns: tuple[float, ...]) -> Array:
+    *frequencies, factor = turns
+    return factor * np.exp(1j * place * np.array(frequencies))
 
 
-def turn(x: Array, place: int, theta: float) -> Array:
-    """RoPE of [..., D]."""
-    pairs = (x[..., 0::2] + 1j * x[..., 1::2]) * _turn(place, x.shape[-1], theta)
+def turn(x: Array, place: int, turns: tuple[float, ...]) -> Array:
+    """RoPE of [..., D] by frequencies [D / 2], the last of ``turns`` a factor."""
+    pairs = (x[..., 0::2] + 1j * x[..., 1::2]) * _turn(place, turns)
     return np.stack([pairs.real, pairs.imag], axis=-1).reshape(x.shape)
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from tests.budgets import assert_within_budget
 from tests.models.landmark.naive import NaiveWhole
 from tests.models.tiny import (
+    PRETRAINED,
     assert_same,
     landmark,
     landmark_config,
@@ -49,6 +50,8 @@ VARIANTS: list[dict[str, Any]] = [
     {"chunk_size": 100},
     {"logit_scale": 0.25, "tie_word_embeddings": False, "landmark_loss": "text"},
     {"gate_probability": 0.5},
+    PRETRAINED,
+    {"qk_norm": "all", "norm": "layer", "head_dim": 2},
 ]
 
 

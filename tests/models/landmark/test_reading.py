@@ -16,7 +16,7 @@ from torch import Tensor
 
 from tests.models.landmark.naive import NaiveReading, NaiveWhole
 from tests.models.test_exactness import Step, Story, Told, stories
-from tests.models.tiny import assert_same, landmark, logits_of, pad, padded, place, split, tokens
+from tests.models.tiny import PRETRAINED, assert_same, landmark, logits_of, pad, padded, place, split, tokens
 from tests.pairwise import pairwise
 from trailmark.memory import ChunkCache
 from trailmark.models import LandmarkForCausalLM, causal_lm
@@ -71,6 +71,7 @@ CASES = pairwise(
         "gate": [None, 0.0, 0.3],
         "num_key_value_heads": [1, 2, None],
         "model": ["llama", "gpt"],
+        "pretrained": [False, True],
     }
 )
 
@@ -83,6 +84,8 @@ def test_reading_is_the_equations(case: dict[str, Any]) -> None:
         options |= {"norm": "layer", "mlp": "gelu", "landmark_loss": "text"}
     if gate is not None:
         options |= {"gate_probability": 0.5, "gate_cutoff": gate}
+    if options.pop("pretrained"):
+        options |= PRETRAINED
     model = landmark(**WAYS[options.pop("way")], **options)
     ids, marks = tokens(LENGTH), early(LENGTH) if with_early else torch.zeros(1, LENGTH, dtype=torch.bool)
     exact = NaiveReading(model, ids[0], marks[0].tolist())

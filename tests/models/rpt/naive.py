@@ -170,9 +170,12 @@ class NaiveRPT:
         q, k, v = self.parts(x, name + "qkv_proj", self.heads)
         out = []
         for t in range(len(x)):
-            seen = range(max(0, t - W + 1), t + 1)
+            first = max(0, t - W + 1)
+            seen = [*range(min(c.num_sinks, first)), *range(first, t + 1)]
+            beyond = 0 if c.max_sink_distance is None else max(0, t - c.max_sink_distance)
             if c.window_position == "rope":
-                keys, query, bias = [self.turn(k[p], p) for p in seen], self.turn(q[t], t), [0.0] * len(seen)
+                keys = [self.turn(k[p], p + beyond * (p < first)) for p in seen]
+                query, bias = self.turn(q[t], t), [0.0] * len(seen)
             else:
                 keys, query, bias = [k[p] for p in seen], q[t], [float(t - p) for p in seen]
             out.append(self.attend(query, keys, [v[p] for p in seen], bias))

@@ -49,6 +49,7 @@ VARIANTS: list[dict[str, Any]] = [
         "exclude_visible_chunks": False,
         "num_retrieved_chunks": 3,
     },
+    {"num_sinks": 3, "max_sink_distance": 12, "window_position": "rope"},
     {"num_lower_layers": 0, "num_encoder_layers": 0, "sliding_window": 1, "chunk_size": 2},
     {
         "logit_scale": 0.25,

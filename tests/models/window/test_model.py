@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.models.tiny import NaiveWindow, assert_same, logits_of, split, tokens, window_model
+from tests.models.tiny import PRETRAINED, NaiveWindow, assert_same, logits_of, split, tokens, window_model
 
 VARIANTS: list[dict[str, Any]] = [
     {},
@@ -18,6 +18,13 @@ VARIANTS: list[dict[str, Any]] = [
     {"sliding_window": None, "window_position": "rope"},
     {"num_key_value_heads": None, "logit_scale": 0.25, "tie_word_embeddings": False},
     {"implementation": "reference"},
+    {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
+    PRETRAINED | {"layer_types": ["full_attention", "sliding_attention", "sliding_attention"]},
+    {"head_dim": 3, "qk_norm": "all"},
+    PRETRAINED
+    | {"layer_types": ["full_attention", "sliding_attention", "sliding_attention"], "num_sinks": 2},
+    {"num_sinks": 3},
+    {"num_sinks": 2, "max_sink_distance": 20, "window_position": "rope"},
 ]
 
 
@@ -28,7 +35,9 @@ def test_one_forward_is_the_equations(options: dict[str, Any], length: int) -> N
     assert_same(logits_of(model, ids)[0], NaiveWindow(model, ids[0]).logits)
 
 
-@pytest.mark.parametrize("options", [{}, {"window_position": "rope"}, {"sliding_window": None}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"window_position": "rope"}, {"sliding_window": None}, *VARIANTS[-2:]], ids=str
+)
 @pytest.mark.parametrize("place", [0, 6, 7, 40, 89])
 def test_no_token_changes_an_earlier_logit_bit_for_bit(options: dict[str, Any], place: int) -> None:
     model, ids = window_model(**options), tokens(90)
@@ -38,7 +47,7 @@ def test_no_token_changes_an_earlier_logit_bit_for_bit(options: dict[str, Any], 
     assert torch.equal(before[:, :place], after[:, :place])
     moved = (before != after).any(-1)[0].nonzero().flatten().tolist()
     assert moved[0] == place
-    reach = 3 * 6 if model.config.sliding_window else 90
+    reach = 3 * 6 if model.config.sliding_window and place >= model.config.num_sinks else 90
     assert moved[-1] == min(89, place + reach)  # and no further than the layers reach
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -48,6 +48,8 @@ class Case:
         "none"  # "one": one tensor for queries and keys; "pair"; "pieces": one, each in one piece
     )
     with_lse: bool = False
+    sinks: int = 0  # with positions: so many of the first keys
+    asking: bool = False  # other queries for the sinks
     blocks: tuple[int, int] = (32, 256)  # of queries: small ones put many into a small case
     gemms: bool = True  # small blocks by GEMMs; otherwise all by scaled_dot_product_attention
     seed: int = 0
@@ -67,6 +69,17 @@ class Case:
             there = draw(0, 3, (B, P)) > 0
             keys = torch.where(there, there.cumsum(1), -1)
             rest["positions"] = keys[:, self.carried :], keys
+        if (
+            self.positions == "cache"
+        ):  # sinks, absent keys, and the end of consecutive ones, as a cache has them
+            n = min(self.sinks, self.carried)
+            first = draw(0, 9, (B, 1))
+            place = torch.arange(P - n) + first - (self.carried - n)
+            place = torch.where(place >= draw(0, 3, (B, 1)), place, -1)
+            ends = torch.arange(P - n) < P - n - draw(0, T, (B, 1))
+            place = torch.where(ends, place, -1)
+            sinks = torch.arange(n).expand(B, n)
+            rest["positions"] = place[:, self.carried - n :], torch.cat([sinks, place], 1)
         if self.positions == "any":
             rest["positions"] = draw(-2, 2 * P + 1, (B, T)), draw(-2, 2 * P + 1, (B, P))
         if self.documents == "one":
@@ -75,20 +88,33 @@ class Case:
             rest["document_ids"] = (draw(0, 4, (B, P)) == 0).cumsum(1) % 1000 - 2
         if self.documents == "pair":
             rest["document_ids"] = draw(0, 3, (B, T)), draw(0, 3, (B, P))
+        n = min(self.sinks, self.carried) if self.positions == "cache" else min(self.sinks, P)
+        if n and self.window is not None:
+            rest["num_sinks"] = n
+            if self.asking:
+                return [q, k, v, normal(q.shape)], rest
         return [q, k, v], rest
 
     def attend(self, implementation: str | None = None) -> Any:
         """The op on q, k, v; of the log-sum-exp the finite part, since differences of infinities are NaN."""
         _, rest = self.make()
 
-        def op(q: Tensor, k: Tensor, v: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+        def op(
+            q: Tensor, k: Tensor, v: Tensor, asking: Tensor | None = None
+        ) -> Tensor | tuple[Tensor, Tensor]:
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(module, "_MIN_BLOCK", self.blocks[0])
                 patch.setattr(module, "_MAX_BLOCK", self.blocks[1])
                 if not self.gemms:
                     patch.setattr(blocks_module, "_SMALL_BLOCK", 0)
                 out = sliding_window_attention(
-                    q, k, v, return_lse=self.with_lse, implementation=implementation, **rest
+                    q,
+                    k,
+                    v,
+                    return_lse=self.with_lse,
+                    implementation=implementation,
+                    sink_queries=asking,
+                    **rest,
                 )
             if not self.with_lse:
                 return out
@@ -109,9 +135,11 @@ def cases(longest: int, widest: int) -> st.SearchStrategy[Case]:
         D=small,
         window=st.none() | st.integers(1, widest),
         alibi=st.booleans(),
-        positions=st.sampled_from(["none", "none", "gaps", "any"]),
+        positions=st.sampled_from(["none", "none", "gaps", "cache", "any"]),
         documents=st.sampled_from(["none", "none", "one", "pair", "pieces"]),
         with_lse=st.booleans(),
+        sinks=st.integers(0, 3),
+        asking=st.booleans(),
         blocks=st.sampled_from([(32, 256), (1, 2), (2, 3), (5, 5)]),
         gemms=st.booleans(),
         seed=st.integers(0, 999),
@@ -125,6 +153,9 @@ def cases(longest: int, widest: int) -> st.SearchStrategy[Case]:
 @example(Case(T=4, carried=1, positions="any", documents="pair", with_lse=True))
 @example(Case(T=7, window=3, blocks=(2, 2), alibi=True, documents="pieces"))
 @example(Case(T=7, window=None, blocks=(1, 2), documents="pieces", gemms=False))
+@example(Case(T=9, window=2, blocks=(2, 2), sinks=2, asking=True))
+@example(Case(T=9, window=2, blocks=(2, 2), sinks=1, documents="pieces", asking=True, seed=3))
+@example(Case(T=6, carried=5, window=3, blocks=(2, 2), sinks=2, positions="cache", asking=True))
 def test_gradcheck(case: Case) -> None:
     inputs, _ = case.make()
     torch.autograd.gradcheck(case.attend(), [x.requires_grad_() for x in inputs])
@@ -143,6 +174,13 @@ def test_gradcheck(case: Case) -> None:
 @example(Case(T=300, window=40, alibi=True, documents="pieces"))
 @example(Case(T=90, window=5, blocks=(2, 8), documents="pieces", seed=1))
 @example(Case(T=90, window=None, blocks=(2, 8), alibi=True, documents="pieces"))
+@example(Case(T=300, window=40, sinks=4))
+@example(Case(T=300, window=40, sinks=4, asking=True))
+@example(Case(T=300, window=40, sinks=4, alibi=True, carried=3))
+@example(Case(T=300, window=5, sinks=3, documents="pieces"))
+@example(Case(T=90, window=5, blocks=(4, 8), sinks=3, documents="pieces", asking=True, seed=1))
+@example(Case(T=90, window=5, carried=12, blocks=(4, 8), sinks=3, positions="cache", asking=True))
+@example(Case(T=90, window=9, carried=9, blocks=(4, 8), sinks=2, positions="cache", alibi=True, seed=2))
 def test_equals_the_oracle_in_float64(case: Case) -> None:
     inputs, _ = case.make()
     assert_equals_the_oracle(case.attend(), case.attend("reference"), *inputs)
@@ -157,13 +195,19 @@ def test_equals_the_oracle_in_float64(case: Case) -> None:
         Case(T=70, D=16, window=None),
         Case(T=50, D=16, window=20, alibi=True, positions="gaps", documents="one", with_lse=True),
         Case(T=70, D=16, window=9, blocks=(4, 8), alibi=True, documents="pieces"),
+        Case(T=70, D=16, window=9, sinks=3, asking=True),
+        Case(T=70, D=16, window=9, blocks=(4, 8), sinks=2, documents="pieces"),
+        Case(T=1, carried=30, D=16, window=9, sinks=3, positions="cache", asking=True, seed=1),
+        Case(T=50, D=16, window=9, sinks=3, documents="one", asking=True, with_lse=True),
     ],
 )
 def test_error_budget(case: Case, dtype: torch.dtype) -> None:
-    q, k, v = (x.to(dtype) for x in case.make()[0])
+    q, *others = (x.to(dtype) for x in case.make()[0])
+    out = case.attend("torch")(q, *others)
+    assert (out[0] if case.with_lse else out).dtype == dtype
     for sharpness in (1, SHARP):
         assert_low_precision_within_budget(
-            case.attend("torch"), case.attend("reference"), sharpness * q, k, v
+            case.attend("torch"), case.attend("reference"), sharpness * q, *others
         )
 
 
@@ -176,6 +220,39 @@ def test_by_hand() -> None:
     out = sliding_window_attention(q, k, v, 2, alibi_slopes=slope)
     assert_same_in_float64(out[0, 0, 0, 0], v[0, 0, 0, 0])
     assert_same_in_float64(out[0, 2, 0, 0], (near * 100 + far * 10) / (near + far))
+
+
+def test_sinks_by_hand() -> None:
+    """A window of one and two sinks: the position itself, and the first two by queries of their own."""
+    ones = torch.ones(1, 4, 1, 1, dtype=torch.float64)
+    k = torch.tensor([0.0, 1, 7, 2], dtype=torch.float64).view(1, 4, 1, 1)
+    v = torch.tensor([1.0, 10, 100, 1000], dtype=torch.float64).view(1, 4, 1, 1)
+    for asking in (1.0, 0.5):
+        out = sliding_window_attention(ones, k, v, 1, num_sinks=2, sink_queries=asking * ones)
+        weights = torch.tensor([0.0, asking, 2], dtype=torch.float64).softmax(0)
+        assert_same_in_float64(out[0, 3, 0, 0], weights @ v[0, [0, 1, 3], 0, 0])
+        assert_same_in_float64(out[0, 0, 0, 0], v[0, 0, 0, 0])
+
+
+def test_sinks_are_refused_without_a_window() -> None:
+    (q, k, v), _ = Case(T=5).make()
+    with pytest.raises(ValueError, match=r"^num_sinks: expected 0 without a window"):
+        sliding_window_attention(q, k, v, None, num_sinks=1)
+    with pytest.raises(ValueError, match=r"^num_sinks: expected at least 1 with sink_queries"):
+        sliding_window_attention(q, k, v, 2, sink_queries=q)
+
+
+@pytest.mark.parametrize("asking", [True, False])
+def test_sinks_keep_the_fast_paths(monkeypatch: pytest.MonkeyPatch, asking: bool) -> None:
+    """A band of positions, what a cache holds, and documents in one piece: none is compared with every key."""
+    monkeypatch.setattr(module, "_by_query_block", None)
+    for case in (
+        Case(T=90, window=9, sinks=3),
+        Case(T=90, window=9, carried=12, sinks=3, positions="cache"),
+        Case(T=90, window=9, sinks=3, documents="pieces"),
+    ):
+        inputs, _ = replace(case, asking=asking).make()
+        case.attend()(*inputs)
 
 
 def test_alibi_slopes_are_geometric() -> None:
@@ -271,6 +348,8 @@ def test_the_widest_input_sets_the_precision(window: int | None, gemms: bool) ->
         Case(T=80, window=7, documents="one"),
         Case(T=80, window=7, blocks=(2, 8), documents="pieces"),
         Case(T=80, window=None, blocks=(2, 2), alibi=True, documents="pieces"),
+        Case(T=80, window=7, positions="cache", carried=9, sinks=2, asking=True),
+        Case(T=80, window=7, blocks=(4, 8), documents="pieces", sinks=2),
     ],
 )
 def test_the_future_and_what_left_the_window_change_no_bit(case: Case) -> None:
@@ -403,6 +482,7 @@ def dynamo() -> Iterator[None]:
         Case(T=80, carried=8, window=9, documents="one", with_lse=True),
         Case(T=1, carried=20, window=9, positions="gaps"),
         Case(T=1, carried=20, window=9, alibi=True),
+        Case(T=80, window=9, sinks=3, asking=True),
     ],
 )
 def test_compiles_as_one_graph(case: Case) -> None:
@@ -411,7 +491,8 @@ def test_compiles_as_one_graph(case: Case) -> None:
     compiled = torch.compile(sliding_window_attention, backend="aot_eager", fullgraph=True)
 
     def attend(*leaves: Tensor) -> Tensor | tuple[Tensor, Tensor]:
-        out = compiled(*leaves, return_lse=case.with_lse, **rest)
+        asking = leaves[3] if case.asking else None
+        out = compiled(*leaves[:3], return_lse=case.with_lse, sink_queries=asking, **rest)
         return (out[0], out[1].masked_fill(out[1] == -torch.inf, 0)) if case.with_lse else out
 
     graphs = counters["stats"]["unique_graphs"]
@@ -422,7 +503,9 @@ def test_compiles_as_one_graph(case: Case) -> None:
         rest["positions"] = key[:, case.carried :], key
         expected = sliding_window_attention(*inputs, **rest)
         leaves = [x.requires_grad_() for x in inputs]
-        assert_same_in_float64(compiled(*leaves, return_lse=False, **rest).detach(), expected)
+        assert_same_in_float64(
+            compiled(*leaves, return_lse=False, sink_queries=None, **rest).detach(), expected
+        )
     assert counters["stats"]["unique_graphs"] == graphs + 1
 
 

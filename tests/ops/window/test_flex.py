@@ -43,6 +43,9 @@ CASES = [
     Case(T=150, carried=7, window=None, positions="any", alibi=True),
     Case(T=40, carried=200, window=1, positions="any", J=1, g=3),
     Case(T=1, carried=40, window=5, positions="gaps"),
+    Case(T=150, carried=7, window=5, sinks=3),
+    Case(T=300, window=20, sinks=2, documents="pieces", asking=True),
+    Case(T=150, carried=40, window=20, sinks=4, positions="cache", asking=True),
 ]
 
 

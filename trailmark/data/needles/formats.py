@@ -1,4 +1,4 @@
-"""How needles and the questions about them are written, in training texts and in evaluations: three formats.
+"""How needles and the questions about them are written, in training texts and in evaluations: four formats.
 
 "marks": one token per character, for models of the needle task (:mod:`.curriculum_texts`). ``*`` is where a landmark
 closes the question's chunk, ``+`` where a second one does if it is asked for; what stands in brackets comes with it
@@ -11,6 +11,14 @@ question is asked twice::
 
     The secret number of copper-lantern is 481735.   ...   The secret number of copper-lantern* is 481735
                  ...   The secret number of copper-lantern is?* The secret number of copper-lantern+ is 481735
+
+With a chat template the question is a user's turn, and the answer is right if it is in what the model then writes. So
+is that of "paraphrases", whose needles and questions have other words each time (:mod:`.paraphrases`); without a chat
+template a line asks and another one answers::
+
+    <|im_start|>user What is the secret number of copper-lantern?<|im_end|>*<|im_start|>assistant 481735
+    It takes 481735 to open the door of copper-lantern.
+                 ...   Question: Which number belongs to copper-lantern?*Answer: 481735
 
 "paper": as arXiv 2410.01651 hides them (Sec. 4.3 and App. D; training texts are those of :mod:`.niah`). Letters that
 repeat stand for random tokens::
@@ -32,17 +40,20 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from trailmark.data.chat import ChatTurns
 from trailmark.data.corpus import Tokens, tokenize, tokenize_parts
 from trailmark.data.draws import Draws
 from trailmark.data.needles.words import WORDS
 
 Integers = npt.NDArray[np.int64]
-FORMATS = ("marks", "sentences", "paper")
+FORMATS = ("marks", "sentences", "paraphrases", "paper")
 VALUES = {
     "marks": ("numbers",),
     "sentences": ("numbers", "words"),
+    "paraphrases": ("numbers", "words"),
     "paper": ("tokens", "numbers"),
 }  # own one first
+CHAT_FORMATS = ("sentences", "paraphrases")  # that may be asked through a chat template
 IGNORED = -100  # the label of a token that bears no loss
 
 KEY_LENGTH = 4
@@ -85,12 +96,14 @@ class Format:
         whole: needles lie whole in a chunk where they fit (the format's models are trained so).
         fixed: an answer has a known number of tokens. Else it ends where its last word does, and the model must end
             it there.
+        free: an answer is right if what the model writes holds it.
         replaced: tokens that a text must not hold, and what stands there instead.
     """
 
     name: str
     whole: bool = False
     fixed: bool = True
+    free: bool = False
     replaced: Mapping[int, int]
 
     def draw(self, draws: Draws, key: bool) -> Name:
@@ -193,12 +206,17 @@ class Sentences(Format):
     Args:
         values: "numbers" or "words".
         chained: needles lead from name to name.
+        turns: what a question is asked in; None: the answer completes a sentence.
+
+    Raises:
+        ValueError: two landmarks where nothing stands between the question and what the answer follows.
     """
 
     name, fixed = "sentences", False
 
-    def __init__(self, tokenizer: Any, values: str, chained: bool) -> None:
+    def __init__(self, tokenizer: Any, values: str, chained: bool, turns: ChatTurns | None = None) -> None:
         self.tokenizer, self.values, self.chained, self.replaced = tokenizer, values, chained, {}
+        self.turns, self.free = turns, turns is not None
 
     def draw(self, draws: Draws, key: bool) -> Name:
         if key or self.values == "words":
@@ -221,7 +239,9 @@ class Sentences(Format):
     def question(
         self, keys: Sequence[Name], values: Sequence[Name], hops: int, landmarks: int
     ) -> QuestionText:
-        named = ", ".join(key.text for key in keys)
+        if self.turns is not None:
+            return self._turn(self.turns, keys, values[-1:] if hops > 1 else values, hops, landmarks)
+        named = asked_together(keys)
         if hops > 1:
             parts, lead, cue = [values[-1].text], f" In {hops} steps {named}", " leads to"
         else:
@@ -235,6 +255,32 @@ class Sentences(Format):
         marks, end = tuple(end - 1 for end in ends[:landmarks]), ends[landmarks]
         return QuestionText(tokens[:end], marks, tokens[end:], tuple(parts), text)
 
+    def asked(self, keys: Sequence[Name], values: int, hops: int) -> str:
+        """The question for so many values, as a user puts it."""
+        named = asked_together(keys)
+        if hops > 1:
+            return f"What does {named} lead to in {hops} steps?"
+        return f"What {'is' if values == 1 else 'are'} the secret {self._noun}{'' if values == 1 else 's'} of {named}?"
+
+    def _turn(
+        self, turns: ChatTurns, keys: Sequence[Name], values: Sequence[Name], hops: int, landmarks: int
+    ) -> QuestionText:
+        """The second landmark stands between what ends the question and what the answer follows."""
+        parts = tuple(value.text for value in values)
+        text = ", ".join(parts)
+        question = f"{turns.inside(self.tokenizer)}{self.asked(keys, len(values), hops)}"
+        if landmarks == 2 and not turns.end:
+            raise ValueError(
+                "landmarks: expected 1 with a chat template that writes nothing but one thing between a question and "
+                "its answer, got 2."
+            )
+        lead = [question + turns.end] if landmarks == 1 else [question, turns.end]
+        answer = text if turns.cue[-1].isspace() else f" {text}"
+        tokens, ends = self._joined([*lead, turns.cue, answer])
+        return QuestionText(
+            tokens[: ends[-2]], tuple(end - 1 for end in ends[:-2]), tokens[ends[-2] :], parts, text
+        )
+
     def variants(self, value: Name) -> list[Integers]:
         return [value.tokens, _tokens(f" {value.text}", self.tokenizer)]
 
@@ -242,6 +288,11 @@ class Sentences(Format):
         """Return the tokens of the parts in running text, and where each part ends."""
         pieces = tokenize_parts(parts, self.tokenizer)
         return np.concatenate(pieces), np.cumsum([len(piece) for piece in pieces]).tolist()
+
+
+def asked_together(keys: Sequence[Name]) -> str:
+    """The names of keys in one question."""
+    return ", ".join(key.text for key in keys)
 
 
 class Paper(Format):

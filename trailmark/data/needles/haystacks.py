@@ -96,6 +96,8 @@ class Needle:
 class Haystack:
     """``chunks`` chunks of ``chunk_size`` tokens of a filler, from ``start`` on, with needles written over it.
 
+    ``begin``: the tokens that stand at its beginning, where no needle lies.
+
     ``haystack[first:stop]`` are its chunks [n, S] int64, made when they are asked for.
     """
 
@@ -104,6 +106,7 @@ class Haystack:
     chunks: int
     chunk_size: int
     needles: tuple[Needle, ...] = ()
+    begin: tuple[int, ...] = ()
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -118,6 +121,9 @@ class Haystack:
         S = self.chunk_size
         begin, count = first * S, max(0, stop - first) * S
         ids = self.filler.read(self.start + begin, count).astype(np.int64)
+        if begin < len(self.begin):
+            own = self.begin[begin : begin + count]
+            ids[: len(own)] = own
         for needle in self.needles:
             low, high = max(needle.start, begin), min(needle.stop, begin + count)
             if low < high:

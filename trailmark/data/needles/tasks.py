@@ -16,9 +16,11 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
+from trailmark.data.chat import ChatTurns
 from trailmark.data.draws import Draws
 from trailmark.data.needles.formats import Format, Marks, Name, NeedleText, Paper, QuestionText, Sentences
 from trailmark.data.needles.haystacks import Haystack, Needle, occurring
+from trailmark.data.needles.paraphrases import Paraphrases
 
 Integers = npt.NDArray[np.int64]
 Kind = Literal["single", "multi-key", "multi-value", "multi-query", "hops"]
@@ -93,6 +95,7 @@ class Question:
     fixed: bool = True  # the answer is as long as that; else the model has to end it
     any_order: bool = False  # the values may come in any order
     value_length: int = 0  # tokens of each value of a fixed answer
+    free: bool = False  # the answer may stand anywhere in what is said
 
     @property
     def marks(self) -> list[int]:
@@ -132,6 +135,8 @@ class Question:
             if np.array_equal(given, self.answer):
                 return True
             return self.any_order and len(given) == len(self.answer) and self._same_values(given)
+        if self.free:
+            return self._within(text)
         said = text.lstrip()
         if said.startswith(self.text):
             return not re.match(r"[\w-]|[.,]\d", said[len(self.text) :])
@@ -140,6 +145,16 @@ class Question:
             return False
         parts[-1] = parts[-1].rstrip(".")  # which ends the sentence
         return sorted(parts) == sorted(self.parts)
+
+    def _within(self, text: str) -> bool:
+        """Whether all values stand in a text, exactly: not as a part of a word or of another number."""
+        places = []
+        for part in self.parts:
+            found = re.search(rf"(?<![\w-])(?<!\d[.,]){re.escape(part)}(?![\w-]|[.,]\d)", text)
+            if found is None:
+                return False
+            places.append(found.start())
+        return self.any_order or places == sorted(places)
 
     def _same_values(self, given: Integers) -> bool:
         """Whether the values of an answer stand in ``given``, of its length, with the separators where it has them."""
@@ -217,12 +232,13 @@ class NeedleTask:
         """Of a haystack, in texts of ``length`` tokens: behind it there is room for a chunk's filler and a question."""
         return max(0, length - self.sizes[1] - chunk_size) // chunk_size
 
-    def least_chunks(self, chunk_size: int) -> int:
-        """In which the needles find places."""
+    def least_chunks(self, chunk_size: int, begin: int = 0) -> int:
+        """In which the needles find places behind the ``begin`` first tokens."""
         longest = self.sizes[0]
         if self._whole(chunk_size, longest):
-            return self.num_needles
-        return -(-self.num_needles * longest * (1 if self.num_needles == 1 else _SHARE) // chunk_size)
+            return _first_whole(chunk_size, longest, begin) + self.num_needles
+        tokens = self.num_needles * longest * (1 if self.num_needles == 1 else _SHARE)
+        return -(-(begin + tokens) // chunk_size)
 
     def _whole(self, chunk_size: int, longest: int) -> bool:
         return not self.straddle and longest <= chunk_size
@@ -321,7 +337,8 @@ class NeedleTask:
         draws: Draws,
     ) -> Trial:
         texts = self._needles(names)
-        places = self._places(texts, haystack.chunk_size, last_chunk, depth, draws)
+        begin = len(haystack.begin)
+        places = self._places(texts, haystack.chunk_size, last_chunk, depth, draws, begin)
         needles = [Needle(p, text.tokens, text.value) for p, text in zip(places, texts, strict=True)]
         S, chunks = haystack.chunk_size, haystack.chunks
         questions = []
@@ -346,32 +363,50 @@ class NeedleTask:
                     self.format.fixed,
                     self.kind == "multi-value",
                     len(names[values[0]].tokens),
+                    self.format.free,
                 )
             )
         return Trial(tuple(needles), tuple(questions))
 
     def _places(
-        self, texts: Sequence[NeedleText], S: int, last_chunk: int, depth: float | None, draws: Draws
+        self,
+        texts: Sequence[NeedleText],
+        S: int,
+        last_chunk: int,
+        depth: float | None,
+        draws: Draws,
+        begin: int,
     ) -> list[int]:
-        """Draw where needles begin; the first asked one lies at its depth."""
+        """Draw where needles begin, behind the ``begin`` first tokens; the first asked one lies at its depth."""
         lengths = [len(text.tokens) for text in texts]
         if self._whole(S, max(lengths)):
-            first = None if depth is None else round(depth * (last_chunk - 1))
-            others = draws.among(last_chunk - (first is not None), len(texts) - (first is not None))
+            least = _first_whole(S, max(lengths), begin)
+            count = last_chunk - least
+            first = None if depth is None else round(depth * (count - 1))
+            others = draws.among(count - (first is not None), len(texts) - (first is not None))
             chunks = others if first is None else [first, *(n + (n >= first) for n in others)]
-            return [n * S + draws.below(S - size + 1) for n, size in zip(chunks, lengths, strict=True)]
+            drawn = [
+                (least + n) * S + draws.below(S - size + 1) for n, size in zip(chunks, lengths, strict=True)
+            ]
+            return [max(place, begin) for place in drawn]
         places: list[int] = []
         limit = last_chunk * S
         for number, size in enumerate(lengths):
             while True:
                 if number == 0 and depth is not None:
-                    start = round(depth * (limit - size))
+                    start = begin + round(depth * (limit - begin - size))
                 else:
-                    start = draws.below(limit - size + 1)
+                    start = begin + draws.below(limit - begin - size + 1)
                 if all(start >= p + n or start + size <= p for p, n in zip(places, lengths, strict=False)):
                     break
             places.append(start)
         return places
+
+
+def _first_whole(S: int, longest: int, begin: int) -> int:
+    """Return the first chunk of S tokens in which so long a needle finds a place behind the ``begin`` first tokens."""
+    chunk, taken = divmod(begin, S)
+    return chunk + (taken + longest > S)
 
 
 def _number(depth: float | None) -> int:
@@ -395,8 +430,12 @@ def make_task(
     any_phase: bool,
     straddle: bool | None,
     value_tokens: int | None = None,
+    chat: bool = False,
 ) -> NeedleTask:
     """Make a task of checked settings; ``values``, ``straddle``, ``value_tokens``: None is the format's own.
+
+    Args:
+        chat: questions are asked through the tokenizer's chat template.
 
     Raises:
         ValueError: a tokenizer without what the format is made of.
@@ -405,7 +444,11 @@ def make_task(
     if format == "marks":
         made = Marks(tokenizer)
     elif format == "sentences":
-        made = Sentences(tokenizer, values or "numbers", kind == "hops")
+        turns = ChatTurns.of(tokenizer) if chat else None
+        made = Sentences(tokenizer, values or "numbers", kind == "hops", turns)
+    elif format == "paraphrases":
+        turns = ChatTurns.of(tokenizer) if chat else ChatTurns.plain()
+        made = Paraphrases(tokenizer, values or "numbers", kind == "hops", turns)
     else:
         passkey = kind == "single" and not distractors
         # tokens of the paper's published training texts

@@ -206,7 +206,7 @@ def _tokens(printed: str) -> int:
 
 
 def _window_only(subject: Subject) -> bool:
-    """Whether a model sees its window and nothing else: no states, no chunks, no end of a text."""
+    """Whether a model sees its window (and sinks) and nothing else: no states, no chunks, no end of a text."""
     return bool(subject.ours and subject.model.can_be_planted and not subject.model.config.keeps_chunks)
 
 

@@ -26,10 +26,11 @@ from typing import Any
 
 import torch
 
+from trailmark.data.chat import answer_ends
 from trailmark.data.corpus import Tokens, load_tokenizer, standard_library_texts, tokenize
 from trailmark.data.draws import Draws
 from trailmark.data.needles.curriculum_texts import CURRICULUM
-from trailmark.data.needles.formats import VALUES
+from trailmark.data.needles.formats import CHAT_FORMATS, VALUES
 from trailmark.data.needles.haystacks import Filler, Haystack, Stream
 from trailmark.data.needles.tasks import NeedleTask, Trial, make_task
 from trailmark.evaluation.needles.askers import Asker, MemoryAsker, ReadingCost, WholeTextAsker
@@ -135,6 +136,11 @@ class Plan:
     def of(cls, subject: Subject, settings: NeedleSettings, text: Tokens | Stream) -> Plan:
         """Raises ValueError for settings that do not fit the model's tokenizer or each other."""
         format = settings.format or _format_for(subject, settings)
+        if settings.chat and format not in CHAT_FORMATS:
+            raise ValueError(
+                f"chat: expected the format {' or '.join(map(repr, CHAT_FORMATS))} for questions through a chat "
+                f"template, got {format!r}. Choose one of these, or leave --chat out."
+            )
         if settings.values not in (None, *VALUES[format]):
             shown = " or ".join(map(repr, VALUES[format]))
             raise ValueError(
@@ -157,6 +163,7 @@ class Plan:
             settings.phases == "any",
             settings.straddle,
             value_tokens,
+            settings.chat,
         )
         return cls(subject, settings, task, Filler(text, task.format.replaced))
 
@@ -173,16 +180,41 @@ class Plan:
         """Last chunks of a haystack that are seen other than through the memory; with full attention all are."""
         if not self.subject.ours or self.subject.model.reach() is None:
             return 0
-        return self.subject.model.chunks_in_sight(self.subject.chunk_size)
+        window, S = self.subject.model.config.sliding_window, self.subject.chunk_size
+        if self.settings.sight == "window" and window is not None:
+            return -(-window // S)
+        return self.subject.model.chunks_in_sight(S)
+
+    @property
+    def _seen(self) -> str:
+        return "It sees" if self.settings.sight == "window" else "All layers together see"
+
+    @cached_property
+    def ends(self) -> set[int]:
+        """Tokens behind which nothing is said."""
+        tokenizer, model = self.subject.tokenizer, self.subject.model
+        turns = getattr(self.task.format, "turns", None)
+        return answer_ends(tokenizer, model) if turns is None else turns.ends(tokenizer, model)
 
     @cached_property
     def begins(self) -> int:
-        """Tokens that the tokenizer of a foreign model puts before a text."""
-        return len(self.subject.beginning)
+        """Tokens that the tokenizer of a foreign model puts before a text; of ours the haystack begins with them."""
+        return 0 if self.subject.ours else len(self.subject.beginning)
 
     @cached_property
     def _text(self) -> str:
         return self.filler.fingerprint()
+
+    @cached_property
+    def sinks(self) -> int:
+        """First tokens of a haystack that always stay in sight."""
+        return self.subject.model.config.num_sinks if self.subject.ours else 0
+
+    def _begin(self, start: int) -> tuple[int, ...]:
+        """What a haystack from ``start`` on begins with, where no needle lies."""
+        begin = list(self.subject.beginning) if self.subject.ours else []
+        begin += self.filler.read(start, self.sinks)[len(begin) :].tolist()
+        return tuple(begin)
 
     def chunks(self, length: int) -> int:
         """Chunks of a haystack in texts of ``length`` tokens."""
@@ -192,8 +224,9 @@ class Plan:
         """All that decides the numbers of one cell."""
         format, task = self.task.format.name, self.task
         kept = asdict(self.settings)
-        for name in ("lengths", "depths", "memory_folder"):
-            del kept[name]
+        later = [name for name, before in (("chat", False), ("sight", "layers")) if kept[name] == before]
+        for name in ("lengths", "depths", "memory_folder", *later):
+            del kept[name]  # records from before there were such settings are those without
         return (
             {"suite": "needles", "length": length, "depth": depth}
             | kept
@@ -218,12 +251,14 @@ class Plan:
                 raise ValueError(
                     f"length: expected at least a token for each of {self.task.num_needles} needles, got {length}."
                 )
-        least = self.task.least_chunks(S) + self.sight
+        least = self.task.least_chunks(S, len(self._begin(0))) + self.sight
         for length in lengths:
             if self.chunks(length) < least:
                 raise ValueError(
                     f"length: expected at least {(least + 1) * S + self.task.sizes[1] + self.begins} tokens for "
-                    f"{self.task.num_needles} needles out of the window's sight and a question, got {length}."
+                    f"{self.task.num_needles} needles out of the window's sight and a question, got {length}. "
+                    f"{self._seen} {self.sight * S} tokens back: choose longer ones, or a smaller window"
+                    f"{'' if self.settings.sight == 'window' else ', or sight window, which needles must be out of'}."
                 )
         longest = max(lengths)
         if (most := subject.longest_text) is not None and longest > most:
@@ -260,7 +295,8 @@ class Plan:
         haystacks = num_haystacks(length, trials)
         for number in range(haystacks):
             start = Draws(seed, 1, number).below(len(self.filler))
-            haystack = Haystack(self.filler, start, self.chunks(length), S)
+            begin = self._begin(start)
+            haystack = Haystack(self.filler, start, self.chunks(length), S, begin=begin)
             here = trials * (number + 1) // haystacks - trials * number // haystacks
             name = f"{length:,} tokens: haystack {number + 1} of {haystacks}"
             progress(name)
@@ -304,13 +340,13 @@ class Plan:
         tokenizer, questions = self.subject.tokenizer, trial.questions
         answers = asker.ask(held, questions, cost)
         verdicts = [
-            judge(q, answer.tokens, tokenizer, given=True)
+            judge(q, answer.tokens, tokenizer, self.ends, given=True)
             for q, answer in zip(questions, answers, strict=True)
         ]
         wrong = [i for i, verdict in enumerate(verdicts) if not verdict.right]
         if wrong and self.settings.protocol is None:  # written freely, some may be right after all
             for i, tokens in zip(wrong, asker.generate(held, [questions[i] for i in wrong]), strict=True):
-                verdicts[i] = judge(questions[i], tokens, tokenizer)
+                verdicts[i] = judge(questions[i], tokens, tokenizer, self.ends)
         return [
             line_of(trial, q, answer, verdict, self.subject.chunk_size, self._counted(len(q.answer)))
             for q, answer, verdict in zip(questions, answers, verdicts, strict=True)
@@ -325,7 +361,8 @@ class Plan:
     def _about(self, length: int, depth: float | None) -> dict[str, Any]:
         """What says which cell it is, beside the numbers."""
         cell = self.cell(length, depth)
-        names = ("length", "depth", "kind", "format", "needles", "hops", "distractors", "landmarks")
+        names = ["length", "depth", "kind", "format", "needles", "hops", "distractors", "landmarks"]
+        names += ["chat"] if self.settings.chat else []
         about = {name: cell[name] for name in (*names, "protocol", "memory_tier", "memory_dtype")}
         return about | {"train_length": self.subject.train_length if self.subject.run else None}
 
@@ -333,4 +370,6 @@ class Plan:
 def _format_for(subject: Subject, settings: NeedleSettings) -> str:
     if settings.protocol is not None:
         return "paper"
+    if settings.chat:
+        return "sentences"
     return {"needles": "marks", "niah": "paper"}.get(subject.task or "", "sentences")

@@ -20,9 +20,10 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig
 
+from trailmark.data.chat import beginning
 from trailmark.data.needles.haystacks import Haystack, Needle
 from trailmark.data.needles.tasks import Question
-from trailmark.evaluation.losses import beginning, longest_text
+from trailmark.evaluation.losses import longest_text
 from trailmark.evaluation.needles.planting import planted
 from trailmark.evaluation.reading import resident_bytes
 from trailmark.evaluation.subject import generating_by
@@ -34,6 +35,7 @@ Progress = Callable[[int], None]  # is given the tokens of a haystack that are r
 _READ_TOKENS, _PIECES = 4096, 16  # a haystack's, that are made at a time: so many of the model's own pieces
 _TOGETHER = 64  # questions in a batch: memory for what they read does not grow with their number
 _MORE_TOKENS = 4  # than the expected answer's that are generated: another way to write it may be longer
+_FREE_TOKENS = 32  # the same, where it may stand in a sentence
 
 
 @dataclass
@@ -99,7 +101,8 @@ class Asker(Protocol):
 
 def wanted(question: Question) -> int:
     """How many tokens are generated for a question."""
-    return len(question.answer) + (0 if question.fixed else _MORE_TOKENS)
+    more = _FREE_TOKENS if question.free else _MORE_TOKENS
+    return len(question.answer) + (0 if question.fixed else more)
 
 
 # --- models with trailmark's caches -------------------------------------------------------------------------
@@ -139,9 +142,12 @@ class MemoryAsker:
         cost: ReadingCost,
         progress: Progress,
     ) -> AbstractContextManager[ChunkCache]:
-        if read is None:
+        chunks, texts = haystack.changed(needles)
+        # what the layers see together of the end is no memory alone
+        free = 0 if read is None else haystack.chunks - self.model.chunks_in_sight(self.chunk_size)
+        if read is None or bool((chunks >= free).any()):
             return self._read(haystack.holding(needles), cost, progress)
-        return planted(self.model, read, haystack, *haystack.changed(needles))
+        return planted(self.model, read, haystack, chunks, texts)
 
     @contextmanager
     def _read(self, haystack: Haystack, cost: ReadingCost, progress: Progress) -> Iterator[ChunkCache]:

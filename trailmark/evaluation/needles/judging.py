@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
 from trailmark.data.needles.tasks import Question, Trial
@@ -19,10 +19,18 @@ class Verdict(NamedTuple):
     text: str  # the answer as it reads
 
 
-def judge(question: Question, tokens: list[int], tokenizer: Any, given: bool = False) -> Verdict:
-    """Say whether an answer is right, and how it reads. ``given``: each token comes after the true ones before it."""
-    if not question.fixed and tokenizer.eos_token_id in tokens:  # behind it nothing is said
-        tokens = tokens[: tokens.index(tokenizer.eos_token_id) + 1]
+def judge(
+    question: Question, tokens: list[int], tokenizer: Any, ends: Collection[int], given: bool = False
+) -> Verdict:
+    """Say whether an answer is right, and how it reads.
+
+    Args:
+        ends: tokens behind which nothing is said.
+        given: each token comes after the true ones before it.
+    """
+    last = next((n for n, token in enumerate(tokens, 1) if token in ends), None)
+    if not question.fixed and last is not None:
+        tokens = tokens[:last]
     text = tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
     return Verdict((question.given if given else question.right)(tokens, text), text)
 
@@ -51,6 +59,8 @@ def line_of(
     }
     if token is not None:
         line |= {"correct": answer.tokens[token] == int(question.answer[token]), "exact": verdict.right}
+    if question.free:
+        line["first_token"] = answer.tokens[0] == int(question.answer[0])
     if answer.selected is not None:
         line |= _retrieval(answer.selected, gold)
     return line
@@ -105,6 +115,8 @@ def summary(lines: Sequence[dict[str, Any]]) -> dict[str, Any]:
     }
     if "exact" in lines[0]:
         result["exact_accuracy"] = sum(line["exact"] for line in lines) / count
+    if "first_token" in lines[0]:
+        result["first_token_accuracy"] = sum(line["first_token"] for line in lines) / count
     result |= dict.fromkeys(("retrieved", "recall", "recall_by_hop", "mean_weight", "mean_reciprocal_rank"))
     if "retrieved" in lines[0]:
         retrieved = sum(line["retrieved"] for line in lines)

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from trailmark.memory import ChunkCache
@@ -28,13 +29,14 @@ def planted(
     """Inside, ``cache`` (one row that has read ``ids`` [N, S]) holds ``texts`` [n, S] at chunks ``chunks`` [n].
 
     The entries of these chunks, and of those after them that the lower layers reach, are encoded again from
-    the changed text. Nothing else that the cache carries depends on them: the upper layers have not run yet
-    (:meth:`read` leaves them to the first question, so ask on branches). A model without memory (retrieval off,
-    for one) carries nothing of text outside its window: nothing to do.
+    the changed text. Nothing else that the cache carries depends on them: the sinks stay as they are, and the upper
+    layers have not run yet (:meth:`read` leaves them to the first question, so ask on branches). A model without
+    memory (retrieval off, for one) carries nothing of text outside its window: nothing to do.
 
     Raises:
-        ValueError: a chunk that was not read, or that the window still sees; a cache of several rows, with early
-            landmarks, or whose last positions the upper layers have seen; a model that cannot be planted in.
+        ValueError: a chunk that was not read, or that the window still sees; texts that change the sinks; a cache of
+            several rows, with early landmarks, or whose last positions the upper layers have seen; a model that cannot
+            be planted in.
     """
     if not model.can_be_planted:
         raise ValueError(
@@ -53,6 +55,7 @@ def planted(
             f"chunks: expected numbers from 0 to {count - 1}, got {wrong[0]}: of the {read} chunks that were read, "
             f"the window still sees the last {read - count}. Read on before planting there."
         )
+    _expect_sinks_kept(model.config.num_sinks, ids, chunks, texts)
     replaced = []
     try:
         for place in chunks.tolist():
@@ -61,7 +64,7 @@ def planted(
             inside = (chunks >= first) & (chunks < stop)
             changed[chunks[inside] - first] = texts[inside].to(changed)
             before, here = changed[: place - first].view(1, -1), changed[place - first :].reshape(1, -1)
-            entries = model.encode(here, before if before.shape[1] else None)
+            entries = model.encode(here, before if before.shape[1] else None, cache, first)
             replaced.append((place, cache.memory.replace(place, entries)))
         yield cache
     finally:
@@ -82,7 +85,9 @@ def _chunks_read(model: TrailmarkForCausalLM, cache: ChunkCache, chunk_size: int
         raise ValueError(
             "cache: expected full chunks, got early landmarks: needles are planted in whole chunks."
         )
-    waiting = 0 if state.deferred is None else int((state.deferred.chunk >= 0).sum())
+    waiting = 0
+    if (deferred := state.deferred) is not None:  # counted as windows count
+        waiting = int(((deferred.chunk >= 0) & ~(model.config.hides_landmarks & deferred.is_landmark)).sum())
     reach = model.reach()
     assert reach is not None
     if waiting < min(reach, int(state.num_positions[0])):
@@ -91,3 +96,15 @@ def _chunks_read(model: TrailmarkForCausalLM, cache: ChunkCache, chunk_size: int
             "layers, which found what was there. Use model.read(ids, cache), and ask on cache.branch()."
         )
     return read
+
+
+def _expect_sinks_kept(num_sinks: int, ids: Rows, chunks: Tensor, texts: Tensor) -> None:
+    """All that is read later depends on a text's first tokens."""
+    S = ids.shape[1]
+    for place, text in zip(chunks.tolist(), texts, strict=True):
+        kept = max(0, num_sinks - place * S)
+        if not torch.equal(text[:kept].cpu(), ids[place : place + 1][0, :kept].cpu()):
+            raise ValueError(
+                f"texts: expected the text's own first {num_sinks} tokens, which stay visible (num_sinks), got others "
+                f"in chunk {place}: all that was read depends on them. Plant behind them."
+            )

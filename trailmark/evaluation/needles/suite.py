@@ -74,7 +74,7 @@ class NeedleSettings(Settings):
     kind: Any = setting("single", "single, multi-key, multi-value, multi-query or hops.", choices=_kinds)
     format: str | None = setting(
         None,
-        "How needles are written: marks, sentences or paper.",
+        "How needles are written: marks, sentences, paraphrases (other words each time) or paper.",
         default="as in training, else sentences",
         choices=_formats,
     )
@@ -83,7 +83,7 @@ class NeedleSettings(Settings):
     distractors: int = setting(0, "Needles that no question needs.", least=0)
     values: str | None = setting(
         None,
-        "numbers, words (of sentences) or tokens (of paper, where they are the default).",
+        "numbers, words (of sentences and paraphrases) or tokens (of paper, where they are the default).",
         default="numbers",
         choices=_VALUES,
     )
@@ -123,6 +123,19 @@ class NeedleSettings(Settings):
         default="as the format's models are trained: not in marks",
         on_command_line=False,
     )
+    sight: str = setting(
+        "layers",
+        "What needles lie out of: layers, all that the windows of all layers see together; window, what a single one "
+        "sees (a short text has no other place for a deep model; a twin with a window alone says what that gives "
+        "away).",
+        choices=("layers", "window"),
+    )
+    chat: bool = setting(
+        False,
+        "Ask through the tokenizer's chat template, of sentences and paraphrases: the answer is right if it is in what "
+        "the model then writes.",
+        option="--chat",
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -146,7 +159,7 @@ class NeedleSettings(Settings):
     def _check_protocol(self) -> None:
         expected: dict[str, Any] = {"format": (None, "paper"), "distractors": (0,), "landmarks": (1,)}
         expected |= {"values": (None, "tokens"), "kind": ("single", "hops")}
-        expected |= {"phases": ("end",), "straddle": (None, True)}
+        expected |= {"phases": ("end",), "straddle": (None, True), "chat": (False,)}
         if self.kind == "hops":
             expected |= {"hops": (2,), "needles": (1, 2)}  # 1, the default, becomes the protocol's 2 chains
         for name, allowed in expected.items():
@@ -188,6 +201,8 @@ def heading(row: Row) -> tuple[str, str]:
         title += f", {distractors} distractors"
     if landmarks is not None and landmarks != 1:
         title += f", {landmarks:g} landmarks before the answer"
+    if row.get("chat"):
+        title += ", asked through the chat template"
     if row.get("protocol"):
         title += f" (protocol {row['protocol']})"
     fine = [f"{name}: {row[name]}" for name in ("format", "values") if row.get(name)]
@@ -315,6 +330,12 @@ SUITE = register(
             Column("accuracy", "accuracy", "share"),
             Column("95% interval", ("accuracy_low", "accuracy_high"), ".3f"),
             Column("all tokens right", "exact_accuracy", "share"),
+            Column(
+                "first token right",
+                "first_token_accuracy",
+                "share",
+                about="share of answers that begin with the value at once; any other counts if it is in them",
+            ),
             Column(
                 "chunk retrieved",
                 "recall",

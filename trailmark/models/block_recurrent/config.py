@@ -54,6 +54,7 @@ class BlockRecurrentConfig(TrailmarkConfig):
 
     def validate_architecture(self) -> None:
         super().validate_architecture()
+        self.expect_own_attention()
         expect(self.sliding_window is not None, "sliding_window", None, "a number of positions")
         for name in ("block_size", "num_states"):
             number = getattr(self, name)

@@ -20,7 +20,7 @@ from trailmark.memory import ChunkCache, Window
 from trailmark.memory.schema import Expected
 from trailmark.models.answers import CardFacts
 from trailmark.models.block_recurrent.config import BlockRecurrentConfig
-from trailmark.models.costs import CacheBytes, NumberBytes, kv_width
+from trailmark.models.costs import CacheBytes, NumberBytes, kv_width, window_slots
 from trailmark.models.grid import Grid, Layouts
 from trailmark.models.layered import LayeredForCausalLM
 from trailmark.models.layers import MLP, Place, RMSNorm, WindowAttention, WindowLayer, fused_linear
@@ -208,6 +208,7 @@ class BlockRecurrentForCausalLM(LayeredForCausalLM):
     config_class = BlockRecurrentConfig
     config: BlockRecurrentConfig
     _no_split_modules = ["WindowLayer", "RecurrentLayer"]
+    additions = ("recurrent_layer.*",)
 
     def __init__(self, config: BlockRecurrentConfig) -> None:
         super().__init__(config)
@@ -273,7 +274,7 @@ class BlockRecurrentForCausalLM(LayeredForCausalLM):
         config, number, kv = self.config, NumberBytes.of(self, memory_dtype), kv_width(self.config)
         assert config.sliding_window is not None
         return CacheBytes(
-            window=config.num_hidden_layers * config.sliding_window * kv * number.own,
+            window=config.num_hidden_layers * window_slots(config) * kv * number.own,
             open_chunk=config.block_size * kv * number.own,
             states=config.num_states * (config.hidden_size * number.wide + kv * number.own),
         )

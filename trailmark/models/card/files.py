@@ -69,15 +69,17 @@ class Known:
     run: dict[str, Any] | None = None
     history: dict[str, Any] | None = None
     versions: dict[str, Any] | None = None
+    conversion: dict[str, Any] | None = None
     evaluations: list[dict[str, Any]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)  # on files that could not be read
 
 
 def read_known(folder: Path) -> Known:
-    """run.yaml, history.json, the newest checkpoint's versions and evaluation/*.json; what is damaged is a note."""
+    """What made the model, trained it and measured it; what is damaged is a note."""
     known = Known()
     known.run = _read(folder / "run.yaml", known)
     known.history = _read(folder / "history.json", known)
+    known.conversion = _read(folder / "conversion.json", known)
     for path in sorted(folder.glob("checkpoints/step-*/manifest.json"))[-1:]:
         about = (_read(path, known) or {}).get("about")
         if isinstance(about, dict):
@@ -299,6 +301,7 @@ def _make(
         versions=known.versions,
         changed_since=trained == "changed",
         notes=notes,
+        conversion=known.conversion,
     )
     return marked(text, Mark(weights, trained, sum(len(r["results"]) for r in evaluations)))
 

@@ -24,12 +24,14 @@ Json = Mapping[str, Any]
 
 _SIZES = (
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_lower_layers", "num_encoder_layers",
-    "num_attention_heads", "num_key_value_heads", "sliding_window", "window_position", "chunk_size",
+    "num_attention_heads", "num_key_value_heads", "head_dim", "attention_bias", "qk_norm", "sliding_window",
+    "layer_types", "window_position", "rope_scaling", "chunk_size",
     "num_retrieved_chunks", "num_retrieval_groups", "retriever", "embedder", "retrieve_per", "memory_position",
     "local_length", "max_position_embeddings", "block_size", "num_states", "dtype",
 )  # fmt: skip
 _DATA = (
-    "task", "paths", "tokenizer", "neighbours", "early_landmarks", "hops", "distractors", "num_landmarks"
+    "task", "paths", "tokenizer", "neighbours", "early_landmarks", "needle_share", "hops", "distractors",
+    "num_landmarks",
 )  # fmt: skip
 _TRAINING = (
     "tokens_per_step", "context_length", "precision", "optimizer", "learning_rate", "matrix_learning_rate", "seed"
@@ -48,6 +50,7 @@ def model_card(
     versions: Json | None = None,
     changed_since: bool = False,
     notes: Sequence[str] = (),
+    conversion: Json | None = None,
 ) -> str:
     """Markdown with the hub's YAML at its top.
 
@@ -60,6 +63,7 @@ def model_card(
         versions: what the training ran with.
         changed_since: the weights are not those that this training left; ``evaluations`` is empty then.
         notes: sentences on what could not be shown.
+        conversion: conversion.json, of a model that another one was made into.
     """
     evaluations = [record for record in evaluations if isinstance(record.get("results"), list)]
     sizes = _rows_of("", config, _SIZES)
@@ -70,7 +74,8 @@ def model_card(
         "## Use",
         _example(name),
         "## Training",
-        _training(run, history, versions, changed_since),
+        _conversion(conversion),
+        _training(run, history, versions, changed_since) if run or history or not conversion else "",
         "## Results",
         *_results(evaluations, changed_since),
         "## Limits",
@@ -171,6 +176,29 @@ A text of any length is read once, a piece at a time: `cache = model.new_cache()
 are asked on branches of it: `model.generate(**question, past_key_values=cache.branch())`."""
 
 
+# --- conversion ------------------------------------------------------------------------------------------------
+
+
+def _conversion(record: Json | None) -> str:
+    """What the model was made of, and what in it was new."""
+    record = record or {}
+    base, counts = _mapping(record.get("base")), _mapping(record.get("parameters"))
+    if not base:
+        return ""
+    of = f"{plain(base.get('family'))}, {_shown(counts.get('base'))} parameters"
+    revision = f", revision {plain(base['revision'])}" if base.get("revision") else ""
+    said = (
+        f"Converted from {plain(_last_part(base.get('name')))} ({of}{revision}): {_shown(counts.get('copied'))} "
+        f"parameters as they were, {_shown(counts.get('permuted'))} in another order, {_shown(counts.get('new'))} new."
+    )
+    parts = record.get("parts")
+    new = [row for row in map(_mapping, parts if isinstance(parts, list) else ()) if row.get("what") == "new"]
+    rows = [
+        [plain(row.get("tensors")), _shown(row.get("parameters")), plain(row.get("starts_as"))] for row in new
+    ]
+    return "\n\n".join([said, _table(("new", "parameters", "started as"), rows)] if rows else [said])
+
+
 # --- training --------------------------------------------------------------------------------------------------
 
 
@@ -196,6 +224,7 @@ def _training(run: Json | None, history: Json | None, versions: Json | None, cha
         )  # fmt: skip
     if run.get("init_from"):
         said.append(f"It began with the weights of {plain(_last_part(run['init_from']))}.")
+    said += _staged(training, _mapping(run.get("distil")))
     if data and data.get("paths") is None and data.get("task") != "summarization":
         said.append("The text: sources of Python's standard library.")
     if versions:
@@ -208,6 +237,23 @@ def _training(run: Json | None, history: Json | None, versions: Json | None, cha
     ]
     table = _table(("setting", "value"), rows) if rows else ""
     return "\n\n".join(part for part in (" ".join(said), table) if part)
+
+
+def _staged(training: Json, distil: Json) -> list[str]:
+    """What was not trained of it, and what it learned from beside the text."""
+    trained = {
+        "additions": "Of its weights only those that a plain language model lacks were trained",
+        "additions_and_upper": "Of its weights only the upper layers and those that a plain language model lacks were "
+        "trained",
+    }.get(str(training.get("train")))
+    said = []
+    if trained is not None:
+        rank = training.get("lora_rank")
+        adapters = f", and adapters of rank {rank} that are merged into the matrices of other layers"
+        said.append(trained + (adapters if isinstance(rank, int) and rank > 0 else "") + ".")
+    if distil.get("model"):
+        said.append(f"Beside the text it learned from the model {plain(_last_part(distil['model']))}.")
+    return said
 
 
 def _last_line(history: Json) -> Json:

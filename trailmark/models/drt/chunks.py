@@ -34,6 +34,12 @@ class Reading(NamedTuple):
     lengths: Tensor | None  # [B, M]; None: all S
 
 
+def of_set(reading: Reading, number: int, heads: int) -> Reading:
+    """Of keys and values of several sets of J heads, those of one."""
+    own = slice(number * heads, (number + 1) * heads)
+    return reading._replace(k=reading.k[..., own, :], v=reading.v[..., own, :])
+
+
 class DRTChunks(Chunks):
     """Selects for each group in turn; ``noise_seed`` [B]: in training."""
 
@@ -42,6 +48,13 @@ class DRTChunks(Chunks):
     def __init__(self, config: DRTConfig, noise_seed: Tensor | None = None) -> None:
         self.config, self.noise_seed = config, noise_seed
         self.scale = config.retrieval_scale * config.hidden_size**-0.5
+
+    def _heads_of(self, group: int) -> slice:
+        """The heads of a chunk's keys and values that a group reads."""
+        if self.config.memory_kv == "shared":
+            return slice(None)
+        count = self.config.kv_per_group * self.config.num_key_value_heads
+        return slice(group * count, (group + 1) * count)
 
     def select(self, group: int, query: Tensor | None) -> ChunkSelection:
         if query is None:
@@ -94,6 +107,16 @@ class TextChunks(DRTChunks):
         reference = config.implementation == "reference"
         device = entries.landmarks.device
         self.candidates = TextCandidates(grid, config.first_visible, reference, device)
+        self._queries: list[Tensor] = []
+
+    def select(self, group: int, query: Tensor | None) -> ChunkSelection:
+        if query is not None:
+            self._queries.append(query)
+        return super().select(group, query)
+
+    def scores(self) -> tuple[Tensor, ...]:
+        keys = self.entries.landmarks
+        return tuple(self.candidates.scores(query, keys, self.scale) for query in self._queries)
 
     def _score(self, query: Tensor, indices: Tensor | None, noise_seed: Tensor | None) -> ChunkSelection:
         K, keys = self.config.num_retrieved_chunks, self.entries.landmarks
@@ -118,7 +141,8 @@ class TextChunks(DRTChunks):
         if (begins := grid.begins_document_on(indices.device)) is not None:
             indices, weights = indices.masked_fill(begins, -1), weights.masked_fill(begins, 0)
         lengths = entries.lengths if grid.has_short_chunks else None
-        return Reading(grid, entries.k, entries.v, indices, weights, lengths)
+        k, v = (x[..., self._heads_of(group), :] for x in (entries.k, entries.v))
+        return Reading(grid, k, v, indices, weights, lengths)
 
 
 class MemoryChunks(DRTChunks):
@@ -166,7 +190,7 @@ class MemoryChunks(DRTChunks):
             return self._reading_pending(pending)
         (B, _, K), N = selection.indices.shape, grid.num_chunks
         chosen = selection.indices.cpu().numpy()
-        step.put_pending(group, grid, chosen, selection.weights, pending)
+        step.put_pending(group, grid, chosen, selection.weights, pending, self._heads_of(group))
         if N == 1:
             return self._reading_pending(pending)
         if pending is None:
@@ -177,7 +201,7 @@ class MemoryChunks(DRTChunks):
         weights = torch.cat([first[1], selection.weights[:, : N - 1]], dim=1)
         if (wanted < 0).all():
             return ()
-        k, v, lengths = step.fetch(wanted.reshape(B, -1))
+        k, v, lengths = step.fetch(wanted.reshape(B, -1), self._heads_of(group))
         indices = np.where(wanted < 0, -1, np.arange(N * K).reshape(N, K))
         short = torch.from_numpy(lengths).to(weights.device) if step.has_short(lengths) else None
         return Reading(grid, k, v, torch.from_numpy(indices).to(weights.device), weights, short)

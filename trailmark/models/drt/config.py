@@ -14,11 +14,17 @@ class DRTConfig(TrailmarkConfig):
     Args:
         num_lower_layers: layers before the chunk encoder; None is half.
         chunk_size: S tokens; a chunk has S + 1 rows with its landmark. (Papers' configurations: 64.)
+        landmarks_as_keys: False: no position attends to a landmark, and positions count tokens alone, so landmarks
+            change nothing in the layers' windows; a landmark still asks, from where the next token will stand. The
+            window then needs at least 2 positions.
         num_retrieved_chunks: K. 1 trains no retriever and is refused in training, unless the retriever is not
             learned: the chunk's weight is then 1. 0: retrieval is off. Every chunk reads what the first two read,
             nothing; no chunk is encoded or kept, no embedder asked. Refused in training.
         num_retrieval_groups: G; the upper layers divide by it.
         num_encoder_layers: bidirectional layers of the chunk encoder.
+        memory_kv: who reads the same keys and values of a chunk. "shared": all upper layers, as published. "group": the
+            layers of a group. "layer": each its own, so a memory is as many times larger. One depth's keys and values
+            fit no other depth of a pretrained base.
         softmax_off_by_one: a virtual key of score 0 and value 0 in every chunk (Eq. 3).
         retrieval_projections: W_h per group and W_l (Eq. 1); False: none, as in the published code.
         retrieval_normalization: RMS-normalise both sides of the score after the projections.
@@ -39,12 +45,15 @@ class DRTConfig(TrailmarkConfig):
     model_type = "trailmark_drt"
     # the embedder itself counts: TrailmarkForCausalLM._cache_key
     no_arithmetic = frozenset({"retrieval_noise", "embedder", "embedder_fingerprint"})
+    newer = TrailmarkConfig.newer | {"landmarks_as_keys", "memory_kv"}
 
     num_lower_layers: Filled = None  # type: ignore[assignment]
     chunk_size: int = 63
+    landmarks_as_keys: bool = True
     num_retrieved_chunks: int = 8
     num_retrieval_groups: int = 1
     num_encoder_layers: int = 2
+    memory_kv: Literal["shared", "group", "layer"] = "shared"
     softmax_off_by_one: bool = True
     retrieval_projections: bool = True
     retrieval_normalization: bool = False
@@ -64,20 +73,38 @@ class DRTConfig(TrailmarkConfig):
 
     @property
     def first_visible(self) -> int | None:
-        """``visible`` of :mod:`trailmark.models.candidates`: the last row that reads is S + 1 after it."""
+        """``visible`` of :mod:`trailmark.models.candidates`: the last row that reads is S + 1 after it, or S tokens."""
         if not self.exclude_visible_chunks:
             return None
         assert self.sliding_window is not None
-        return self.chunk_size + 1 - (self.sliding_window - 1)
+        return self.chunk_size + self.landmarks_as_keys - (self.sliding_window - 1)
 
     @property
     def num_upper_layers(self) -> int:
         return self.num_hidden_layers - self.num_lower_layers
 
     @property
+    def layers_per_group(self) -> int:
+        return self.num_upper_layers // self.num_retrieval_groups
+
+    @property
+    def kv_per_group(self) -> int:
+        """Sets of keys and values of a chunk that a group reads."""
+        return self.layers_per_group if self.memory_kv == "layer" else 1
+
+    @property
+    def kv_per_chunk(self) -> int:
+        """Sets of keys and values that a memory keeps of a chunk."""
+        return 1 if self.memory_kv == "shared" else self.num_retrieval_groups * self.kv_per_group
+
+    @property
     def scores_chunks(self) -> bool:
         """Whether the model weighs chunks by scores of its own; else it has no W_h and W_l."""
         return self.encoder_weights == "learned"
+
+    @property
+    def ranks_all_chunks(self) -> bool:
+        return self.retrieves and self.retriever == "causal"
 
     @property
     def least_retrieved_in_training(self) -> int:
@@ -130,4 +157,10 @@ class DRTConfig(TrailmarkConfig):
                 f"a divisor of the {upper} upper layers",
             )
         expect(self.sliding_window is not None, "sliding_window", None, "a number of positions")
+        expect(
+            self.landmarks_as_keys or self.sliding_window != 1,
+            "sliding_window",
+            self.sliding_window,
+            "at least 2 with landmarks_as_keys false: a landmark sees the tokens before it, not itself",
+        )
         self.expect_rotary_heads()

@@ -25,7 +25,7 @@ from trailmark.models.costs import (
     chunk_multiply_adds,
     kv_width,
 )
-from trailmark.models.drt.chunks import MemoryChunks, TextChunks, expect_given, with_vectors
+from trailmark.models.drt.chunks import MemoryChunks, Reading, TextChunks, expect_given, of_set, with_vectors
 from trailmark.models.drt.config import DRTConfig
 from trailmark.models.embedding import Given, given_neighbours
 from trailmark.models.grid import Grid, Integers
@@ -61,8 +61,8 @@ class ChunkEncoder(nn.Module):
         self.input_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.layers = nn.ModuleList(ChunkEncoderLayer(config) for _ in range(config.num_encoder_layers))
         self.output_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        # one projection for all layers and groups: the memory is read by all of them
-        self.kv_proj = fused_linear(config.hidden_size, (width, width))
+        # keys, then values: one set for all that read the memory, or a set for each group or layer, in their order
+        self.kv_proj = fused_linear(config.hidden_size, (width,) * (2 * config.kv_per_chunk))
         self.landmark_proj = _retrieval_projection(config)
 
     def forward(self, positions: Tensor, grid: Grid) -> MemoryEntries:
@@ -71,7 +71,7 @@ class ChunkEncoder(nn.Module):
         rows = grid.encoder_rows(positions)  # [B, C * (S + 1), E]
         rows = self.input_norm(rows).view(rows.shape[0], -1, R, rows.shape[2])
         B, C = rows.shape[:2]
-        rotary = rotary_table(R, config.head_dim, config.rope_theta, rows)
+        rotary = rotary_table(R, config.head_dim, config.rope, rows)
         lengths = grid.lengths_on(rows.device).expand(B, C)
         mask = None
         if grid.has_short_chunks:
@@ -110,7 +110,9 @@ class DRTLayer(GradientCheckpointingLayer):
     """An upper layer: h = x + window(norm x); y = h + MLP(norm(h + GCA(norm h))).
 
     What was read feeds the MLP but bypasses the residual stream, as the published code has it;
-    ``residual_gca`` adds it to the stream instead.
+    ``residual_gca`` adds it to the stream instead. Queries, keys and values of GCA have no biases and no norms, unlike
+    self-attention here and in the chunk encoder (``attention_bias``, ``qk_norm``): several layers may read the same
+    keys (``memory_kv``), and then no layer could bring its own.
     """
 
     def __init__(self, config: DRTConfig) -> None:
@@ -120,8 +122,8 @@ class DRTLayer(GradientCheckpointingLayer):
         self.attention_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.attention = WindowAttention(config)
         self.gca_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.gca_q_proj = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
-        self.gca_o_proj = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
+        self.gca_q_proj = nn.Linear(config.hidden_size, config.attention_width, bias=False)
+        self.gca_o_proj = nn.Linear(config.attention_width, config.hidden_size, bias=False)
         self.mlp_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = MLP(config)
 
@@ -167,6 +169,7 @@ class DRTForCausalLM(RetrievingForCausalLM):
     config_class = DRTConfig
     config: DRTConfig
     _no_split_modules = ["WindowLayer", "ChunkEncoderLayer", "DRTLayer"]
+    additions = ("landmark", "encoder.*", "retrievers.*", "upper_layers.*.gca_*")
 
     def __init__(self, config: DRTConfig) -> None:
         super().__init__(config)
@@ -200,14 +203,15 @@ class DRTForCausalLM(RetrievingForCausalLM):
     @property
     def _record_shape(self) -> tuple[int, ...]:
         config = self.config
-        return 2, config.num_key_value_heads, config.chunk_size, config.head_dim
+        return 2, config.kv_per_chunk * config.num_key_value_heads, config.chunk_size, config.head_dim
 
     def _expected_state(self) -> Expected:
         expected, width = super()._expected_state(), self.config.hidden_size
         if self.config.retriever == "encoder" and self.embedder is not None:
             width = (width if self.config.scores_chunks else 0) + 2 * self.embedder.size
         _, J, S, D = self._record_shape
-        sizes = {**expected.sizes, "LE": width, "PS": S, "PJ": J, "PD": D}
+        read = J * self.config.kv_per_group // self.config.kv_per_chunk
+        sizes = {**expected.sizes, "LE": width, "PS": S, "PJ": read, "PD": D}
         return expected._replace(sizes=sizes) if self.config.retrieves else expected
 
     def _landmark(self) -> Tensor:
@@ -237,16 +241,23 @@ class DRTForCausalLM(RetrievingForCausalLM):
         return MemoryChunks(self.config, grid, step, first_chunk, x, size)
 
     def _no_entries(self, x: Tensor) -> MemoryEntries:
-        config, B = self.config, x.shape[0]
-        kv = x.new_zeros(B, 0, config.chunk_size, config.num_key_value_heads, config.head_dim)
+        B, (_, J, S, D) = x.shape[0], self._record_shape
+        kv = x.new_zeros(B, 0, S, J, D)
         lengths = torch.zeros(B, 0, dtype=torch.int64, device=x.device)
-        return MemoryEntries(kv, kv, x.new_zeros(B, 0, config.hidden_size), lengths)
+        return MemoryEntries(kv, kv, x.new_zeros(B, 0, self.config.hidden_size), lengths)
 
     def _query(self, group: int, x: Tensor, grid: Grid) -> Tensor | None:
         if not self.config.scores_chunks:
             return None
         query: Tensor = self.retrievers[group](grid.landmarks(x))
         return query
+
+    def _of_layer(self, reading: tuple[Any, ...], number: int) -> tuple[Any, ...]:
+        if not reading or self.config.memory_kv != "layer":
+            return reading
+        return of_set(
+            Reading(*reading), number % self.config.layers_per_group, self.config.num_key_value_heads
+        )
 
     # --- how far ---------------------------------------------------------------------------------------------
 
@@ -259,23 +270,23 @@ class DRTForCausalLM(RetrievingForCausalLM):
         config = self.config
         assert config.sliding_window is not None
         window = config.sliding_window - 1
-        per_group = config.num_upper_layers // config.num_retrieval_groups
-        group = (per_group - 1) * window + max(window, config.chunk_size + 1)
+        group = (config.layers_per_group - 1) * window + max(window, config.chunk_size + 1)
         return config.num_retrieval_groups * group
 
     # --- answers -------------------------------------------------------------------------------------------
 
     def cache_bytes(self, prompt: int, generated: int, memory_dtype: torch.dtype | None = None) -> CacheBytes:
         config, number = self.config, NumberBytes.of(self, memory_dtype)
-        record = config.chunk_size * kv_width(config) * number.kept
+        one = config.chunk_size * kv_width(config) * number.kept
+        read = config.kv_per_group * one + number.wide
         return chunk_cache_bytes(
             self,
             prompt,
             generated,
             number,
-            record=record,
+            record=config.kv_per_chunk * one,
             vectors=config.hidden_size if config.scores_chunks else 0,
-            fetched=config.num_retrieval_groups * config.num_retrieved_chunks * (record + number.wide),
+            fetched=config.num_retrieval_groups * config.num_retrieved_chunks * read,
         )
 
     def paper_bytes(self, length: int) -> int:
@@ -295,6 +306,9 @@ class DRTForCausalLM(RetrievingForCausalLM):
 
     def layer_kinds(self) -> list[LayerKind]:
         return [*super().layer_kinds(), LayerKind([*self.retrievers], "nothing", opens_group=True)]
+
+    def made_for_layers(self) -> tuple[nn.Module, int] | None:
+        return self.encoder.kv_proj, self.config.kv_per_chunk
 
     @classmethod
     def card_facts(cls, config: Mapping[str, Any]) -> CardFacts:

@@ -55,7 +55,7 @@ class CellStep:
         L = config.chunk_size + 1
         local = chunk * L + slot  # [B, P]
         most = (int(self.chunk.max(initial=0)) + 1) * L
-        self._table = rotary_table(most, config.head_dim, config.rope_theta, x)
+        self._table = rotary_table(most, config.head_dim, config.rope, x)
         self.query_rotary = self._turns(local)  # [1 or B, P, D / 2, 2]
         self.slot_rotary = self._turns(slot)
 
@@ -220,9 +220,7 @@ class CellStep:
         landmark_table = None
         if config.memory_position == "true":  # where they stand in the text, for every later query
             number = torch.from_numpy(self.before.memory.chunks[:, None] + np.arange(C)).to(self.device)
-            landmark_table = rotary_at(
-                number * (S + 1), config.head_dim, config.rope_theta, self._table.dtype
-            )
+            landmark_table = rotary_at(number * (S + 1), config.head_dim, config.rope, self._table.dtype)
         for layer in layers:
             assert layer.keys is not None
             assert layer.values is not None

@@ -126,6 +126,12 @@ class LandmarkConfig(TrailmarkConfig):
             "None and 'rope': local_length says what is local",
         )
         expect(
+            self.num_sinks == 0,
+            "num_sinks",
+            self.num_sinks,
+            "0: local_length says what is local, and there is no window to put sinks beside",
+        )
+        expect(
             self.landmark_loss != "none_after_eos" or self.eos_token_id is not None,
             "landmark_loss",
             self.landmark_loss,

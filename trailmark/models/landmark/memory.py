@@ -22,6 +22,7 @@ from trailmark.models.grid import Booleans, Integers
 from trailmark.models.landmark.cell import CellStep
 from trailmark.models.landmark.config import LandmarkConfig
 from trailmark.models.layers import rotary_at, rotate
+from trailmark.models.rope import Rope
 from trailmark.ops import ChunkSelection, select_by_landmarks
 from trailmark.ops.arguments import arithmetic_dtype, without_autocast
 from trailmark.ops.landmark.memory import landmark_memory_attention
@@ -243,7 +244,7 @@ class LandmarkMemory:
             places = torch.from_numpy(np.where(known, at - self.offset, 0)).to(device)
             landmarks = _take_landmarks(self._blocks(len(at)), places, dtype)  # [B, r, layers J, D]
             L = config.chunk_size + 1
-            table = _chunk_turns(r + 1, L, config.head_dim, config.rope_theta, dtype, device)[1:].flip(0)
+            table = _chunk_turns(r + 1, L, config.head_dim, config.rope, dtype, device)[1:].flip(0)
             back = torch.stack([table[..., 0], -table[..., 1]], -1)  # keys go back, queries stay
             landmarks = rotate(landmarks, back).permute(0, 2, 3, 1).contiguous()
             self._latest_landmarks = landmarks.unflatten(1, (config.num_hidden_layers, -1))
@@ -317,12 +318,12 @@ class LandmarkMemory:
         """[k + 2, D / 2, 2] by 0 to k + 1 chunks."""
         config = self.config
         count, L = config.num_retrieved_chunks + 2, config.chunk_size + 1
-        return _chunk_turns(count, L, config.head_dim, config.rope_theta, dtype, self.step.device)
+        return _chunk_turns(count, L, config.head_dim, config.rope, dtype, self.step.device)
 
     def _turns(self, chunks: Tensor, dtype: torch.dtype) -> Tensor:
         """The turn [..., D / 2, 2] of a query by so many chunks."""
         config = self.config
-        return rotary_at(chunks * (config.chunk_size + 1), config.head_dim, config.rope_theta, dtype)
+        return rotary_at(chunks * (config.chunk_size + 1), config.head_dim, config.rope, dtype)
 
     # --- attending -----------------------------------------------------------------------------------------
 
@@ -445,11 +446,11 @@ class LandmarkMemory:
 
 @lru_cache(maxsize=64)
 def _chunk_turns(
-    count: int, step: int, head_dim: int, theta: float, dtype: torch.dtype, device: torch.device
+    count: int, step: int, head_dim: int, rope: Rope, dtype: torch.dtype, device: torch.device
 ) -> Tensor:
     """[count, D / 2, 2]: the turns by 0, step, 2 step ... positions."""
     with torch.inference_mode(False):
-        return rotary_at(torch.arange(count, device=device) * step, head_dim, theta, dtype)
+        return rotary_at(torch.arange(count, device=device) * step, head_dim, rope, dtype)
 
 
 def _take_landmarks(blocks: list[Tensor], places: Tensor, dtype: torch.dtype) -> Tensor:

@@ -23,7 +23,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from trailmark.memory import CacheState, ChunkCache, ChunkMemory
 from trailmark.memory.schema import Expected
 from trailmark.models.answers import CardFacts
-from trailmark.models.causal_lm import Hidden, TrailmarkForCausalLM
+from trailmark.models.causal_lm import TrailmarkForCausalLM
 from trailmark.models.costs import CacheBytes, NumberBytes
 from trailmark.models.embedding import Given
 from trailmark.models.grid import Grid, Integers, Take, lay_out
@@ -33,6 +33,7 @@ from trailmark.models.landmark.config import LandmarkConfig
 from trailmark.models.landmark.costs import landmark_cache_bytes
 from trailmark.models.landmark.memory import LandmarkMemory, Reading
 from trailmark.models.layers import GELUMLP, MLP, LayerNorm, RMSNorm, SelfAttention, rotary_at, rotate
+from trailmark.models.outputs import Hidden
 from trailmark.models.reads import AveragedReads, BeforeReading, Selection
 from trailmark.models.text import Text
 from trailmark.ops import ChunkSelection, LandmarkLayout, fold_seed, landmark_attention
@@ -112,7 +113,7 @@ class LandmarkLayer(GradientCheckpointingLayer):
         config = self.config
         _, key, _ = self.attention.heads(self.attention_norm(gate))  # [1, J, D]
         at = torch.tensor([-1], device=q.device)
-        key = rotate(key, rotary_at(at, config.head_dim, config.rope_theta, q.dtype))[0]
+        key = rotate(key, rotary_at(at, config.head_dim, config.rope, q.dtype))[0]
         groups = q.unflatten(2, (key.shape[0], -1))  # [B, P, J, g, D]
         return _products(groups, key[:, None]).flatten(2) * config.head_dim**-0.5
 
@@ -137,6 +138,7 @@ class LandmarkForCausalLM(TrailmarkForCausalLM):
     config_class = LandmarkConfig
     config: LandmarkConfig
     _no_split_modules = ["LandmarkLayer"]
+    additions = ("landmark", "gate")
 
     def __init__(self, config: LandmarkConfig) -> None:
         super().__init__(config)
@@ -224,7 +226,7 @@ class LandmarkForCausalLM(TrailmarkForCausalLM):
         jumps = noise_seed is not None and config.position_jump > 1
         gated = noise_seed is not None and self.gate is not None
         # layouts are shared by all models of the process
-        key = B, x.device, x.dtype, config.head_dim, config.rope_theta
+        key = B, x.device, x.dtype, config.head_dim, config.rope
         known = _SIGHTS.setdefault(grid, {})
         if not (jumps or gated) and key in known:
             return known[key]
@@ -234,7 +236,7 @@ class LandmarkForCausalLM(TrailmarkForCausalLM):
             if jumps:
                 assert noise_seed is not None
                 places = places + self._jumps(chunk, noise_seed, grid)
-            rotary = rotary_at(places, config.head_dim, config.rope_theta, x.dtype)
+            rotary = rotary_at(places, config.head_dim, config.rope, x.dtype)
             landmarks = torch.from_numpy(grid.is_landmark).to(x.device).expand(B, -1)
             documents = grid.documents_on(x.device)
             documents = torch.where(chunk >= 0, 0, -1) if documents is None else documents.expand(B, -1)

@@ -112,6 +112,7 @@ class RPTConfig(TrailmarkConfig):
 
     def validate_architecture(self) -> None:
         super().validate_architecture()
+        self.expect_own_attention()
         for name in ("chunk_size", "cross_attention_every"):
             expect(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
         expect_count(self.num_retrieved_chunks)

@@ -18,7 +18,6 @@ from trailmark.memory import MemoryEntries, Window
 from trailmark.memory.schema import Expected
 from trailmark.models.answers import CardFacts, LayerKind
 from trailmark.models.candidates import expect_selectable
-from trailmark.models.causal_lm import Hidden
 from trailmark.models.costs import (
     CacheBytes,
     ChunkReads,
@@ -31,6 +30,7 @@ from trailmark.models.embedding import Given, Vectors, expect_earlier, expect_se
 from trailmark.models.grid import Grid, Integers
 from trailmark.models.layered import Chunks, NoChunks, RetrievingForCausalLM
 from trailmark.models.layers import MLP, Place, RMSNorm, WindowAttention, WindowLayer
+from trailmark.models.outputs import Hidden
 from trailmark.models.reads import SelectedReads
 from trailmark.models.rpt.chunks import MemoryChunks, Prepare, TextChunks
 from trailmark.models.rpt.config import RPTConfig
@@ -81,6 +81,7 @@ class RPTForCausalLM(RetrievingForCausalLM):
     config_class = RPTConfig
     config: RPTConfig
     _no_split_modules = ["WindowLayer", "ChunkEncoderLayer", "RPTLayer"]
+    additions = ("encoder.*", "retriever.*", "augmentor.*", "gate.*", "upper_layers.*.cca*")
     ranking_progress: float = 1.0
     """How far training is, 0 to 1, for what changes with it (:class:`Ranking`); a trainer may set it."""
 

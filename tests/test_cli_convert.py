@@ -1,0 +1,64 @@
+"""``trailmark convert``: what it says, and that every command opens what it leaves."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.models.conversion.bases import made, save
+
+Command = Callable[..., tuple[int, str, str]]
+DRT = ("sliding_window=24", "chunk_size=6", "num_retrieved_chunks=3")
+pytestmark = pytest.mark.usefixtures("no_restart", "one_thread")
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save(made("llama").float(), tmp_path_factory.mktemp("base") / "little-llama")
+
+
+def test_a_converted_model_reads_and_generates(base: Path, tmp_path: Path, command: Command) -> None:
+    code, out, err = command("convert", base, "-o", tmp_path / "drt", "--to", "drt", *DRT)
+    assert (code, "Traceback" in err) == (0, False)
+    assert out.splitlines()[0].startswith("little-llama (llama, ")
+    assert "gca_o_proj.weight (2 x, 4,608), starts as 0: what is read changes nothing yet" in out
+    assert out.splitlines()[-2].startswith("What is new has learned nothing yet")
+    assert out.splitlines()[-1].endswith(f"trailmark read {tmp_path / 'drt'} TEXT --memory MEMORY")
+    (tmp_path / "text.txt").write_text("It was a dark and stormy night. " * 20)
+    code, out, _ = command("read", tmp_path / "drt", tmp_path / "text.txt", "--memory", tmp_path / "memory")
+    assert code == 0
+    assert "The memory of 640 tokens" in out
+    words = ("--prompt", "It was", "--max-new-tokens", 4)
+    code, _, _ = command("generate", tmp_path / "drt", "--memory", tmp_path / "memory", *words)
+    assert code == 0
+
+
+def test_the_folder_names_its_tokenizer(
+    base: Path, tmp_path: Path, command: Command, refused: Callable[..., str]
+) -> None:
+    command("convert", base, "-o", tmp_path / "window", "--to", "sliding_window")
+    assert json.loads((tmp_path / "window" / "config.json").read_text())["tokenizer_fingerprint"]
+    other = json.loads((tmp_path / "window" / "tokenizer.json").read_text())
+    vocabulary = other["model"]["vocab"]
+    vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
+    (tmp_path / "window" / "tokenizer.json").write_text(json.dumps(other))
+    assert "expected the tokenizer" in refused("generate", tmp_path / "window", "--prompt", "It was")
+
+
+def test_a_dry_run_prints_the_report(base: Path, tmp_path: Path, command: Command) -> None:
+    words = ("convert", base, "-o", tmp_path / "drt", "--to", "drt", *DRT)
+    _, said, _ = command(*words, "--dry-run")
+    assert not (tmp_path / "drt").exists()
+    _, done, _ = command(*words)
+    assert done.startswith(said)
+
+
+def test_a_mistake_is_one_line(base: Path, tmp_path: Path, refused: Callable[..., str]) -> None:
+    line = refused("convert", base, "-o", tmp_path / "drt", "--to", "drt", "slidng_window=24")
+    assert "Did you mean 'sliding_window'?" in line
+    for name in (tmp_path / "nothing", "nothing.gguf", "a/b/c"):  # none of these is asked for on the hub
+        line = refused("convert", name, "-o", tmp_path / "drt", "--to", "drt")
+        assert f"there is no {str(name)!r} here" in line

@@ -1,0 +1,135 @@
+"""The command ``chat``. It parses, calls and prints; what it does lies in the floors below."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
+
+from trailmark.evaluation.suite import tiers
+from trailmark.settings import Settings, setting, takes
+
+if TYPE_CHECKING:
+    from trailmark.evaluation.chat import Conversation, ReadChunk
+
+_WORDS = 70  # characters of a passage's first words
+_LISTS = 4  # of passages at most, behind an answer
+
+
+@dataclass(frozen=True)
+class ChatSettings(Settings):
+    """The options of ``trailmark chat``."""
+
+    model: Path = setting(help="A folder with a trailmark model.", argument=True)
+    memory: Path | None = setting(None, "A memory that trailmark read made, to ask about; it stays as it is.")
+    system: str | None = setting(
+        None, "What the model is told before the first question.", default="as the chat template has it"
+    )
+    plain: bool = setting(
+        False, 'Lines "Question:" and "Answer:" instead of the tokenizer\'s chat template.', option="--plain"
+    )
+    passages: int = setting(
+        3,
+        "Of each group the passages that are shown, those read with most weight; of more than four groups or layers, "
+        "those of all by their mean weight; 0: none.",
+        least=0,
+    )
+    max_new_tokens: int = setting(
+        256, "Tokens of an answer at most; of bytes, a letter takes one to four.", least=1
+    )
+    temperature: float = setting(0.0, "0: always the most likely token.")
+    top_p: float | None = setting(
+        None, "Sample from the most likely tokens that have this probability together.", least=0, most=1
+    )
+    seed: int = setting(0, "Seed of what is sampled.", least=0, most=2**32 - 1)
+    memory_tier: str = setting(
+        "disk", "Where the memory of past chunks lies: device, host or disk.", choices=tiers
+    )
+
+
+@takes(ChatSettings)
+def chat(settings: ChatSettings) -> None:
+    """Ask about a memory, and see for each answer the passages that were read for it. In a pipe, a question a line."""
+    from trailmark.evaluation.chat import Conversation
+    from trailmark.evaluation.generation import Sampling
+    from trailmark.evaluation.subject import load
+
+    sampling = Sampling(settings.max_new_tokens, settings.temperature, settings.seed, settings.top_p)
+    conversation = Conversation(
+        load(settings.model),
+        settings.memory,
+        sampling,
+        system=settings.system,
+        memory_tier=settings.memory_tier,
+        plain=settings.plain,
+    )
+    told: set[str] = set()
+    for question in _questions():
+        try:
+            for piece in conversation.ask(question):
+                typer.echo(piece, nl=False)
+            typer.echo()
+        except KeyboardInterrupt:
+            typer.echo(" (stopped)")
+        for line in _read_lines(conversation, settings.passages):
+            typer.echo(line)
+        for trouble in conversation.troubles:
+            if trouble not in told:
+                typer.echo(f"  Mind: {trouble}; its passages are told by their tokens alone.")
+                told.add(trouble)
+        typer.echo()
+
+
+def _questions() -> Iterator[str]:
+    """Lines that are not empty; from a terminal with a prompt, until Ctrl-C or Ctrl-D there."""
+    if not sys.stdin.isatty():
+        yield from (line.strip() for line in sys.stdin if line.strip())
+        return
+    while True:
+        try:
+            line = input("> ")
+        except (EOFError, KeyboardInterrupt):
+            typer.echo()
+            return
+        if line.strip():
+            yield line.strip()
+
+
+def _read_lines(conversation: Conversation, most: int) -> Iterator[str]:
+    if conversation.names is None or not most:
+        return
+    count = conversation.num_groups
+    if count > _LISTS:  # each layer of a Landmark model reads for itself
+        said = [(f", the mean of {count} {conversation.names}s", conversation.reads_of_all(most))]
+    else:
+        which = f" by {conversation.names} {{}} of {count}" if count > 1 else ""
+        said = [(which.format(number), chunks) for number, chunks in enumerate(conversation.reads(most), 1)]
+    for which, chunks in said:
+        yield f"  Read for this{which}:{'' if chunks else ' nothing'}"
+        for read in chunks:
+            yield f"    {read.weight:.3f}  {_described(read)}"
+
+
+def _described(read: ReadChunk) -> str:
+    parts = []
+    for passage in read.passages:
+        first, stop = passage.tokens
+        where = f"{passage.path.name}, tokens {first:,} to {stop - 1:,}"
+        if passage.bytes is not None:
+            where += f", bytes {passage.bytes[0]:,} to {passage.bytes[1] - 1:,}"
+        parts.append(where if passage.text is None else f"{where}: {_beginning(passage.text)}")
+    if read.said is not None:
+        parts.append(f"this conversation: {_beginning(read.said)}")
+    return "; ".join(parts) or f"chunk {read.chunk:,}"
+
+
+def _beginning(text: str) -> str:
+    """The first words, on one line, with nothing that a terminal obeys."""
+    line = " ".join("".join(c if c.isprintable() else " " for c in text).split())
+    if len(line) <= _WORDS:
+        return f'"{line}"'
+    return f'"{line[:_WORDS].rsplit(" ", 1)[0]} ..."'

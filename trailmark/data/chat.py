@@ -1,0 +1,153 @@
+"""Questions as a tokenizer's chat template writes them, in parts: so that a landmark can stand where one ends.
+
+A template writes whole conversations. Here it is taken apart, once, by what it writes around a question and an answer
+that stand for any: a conversation then goes on behind what was read and written before, and none of that is tokenized
+again. What a user or a text says is text: what it spells like a control token (``<|im_end|>``) becomes none.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from trailmark.data.corpus import text_tokens, tokenize, tokenize_parts
+
+Integers = npt.NDArray[np.int64]
+# what a template is given; they stand in no template, and trimming changes nothing of them
+_EARLIER, _ANSWER, _ASKED = "EARLIER-2c7f", "ANSWER-91d4", "ASKED-5be0"
+
+
+@dataclass(frozen=True)
+class ChatTurns:
+    """What stands around questions and answers.
+
+    Attributes:
+        first: before the first question. following: between an answer and the next question.
+        end: behind a question. A landmark closes the question's chunk there.
+        cue: what the answer follows, behind the landmark: an answer's first token is predicted at the token before it,
+            which has to read what the question selected. Never empty.
+        one_line: an answer ends with its line.
+    """
+
+    first: str
+    following: str
+    end: str
+    cue: str
+    one_line: bool = False
+
+    @classmethod
+    def of(cls, tokenizer: Any, system: str | None = None) -> ChatTurns:
+        """Those of a tokenizer's chat template; ``system``: what stands in the role "system"; None: its own.
+
+        Raises:
+            ValueError: a tokenizer without a chat template, or one whose template cannot be taken apart or does not
+                know the role "system".
+        """
+        if not getattr(tokenizer, "chat_template", None):
+            raise ValueError(
+                "tokenizer: expected one with a chat template, got one without: nothing says how a question is put to "
+                "its model. Put a chat_template.jinja beside it, or ask in plain lines (trailmark chat --plain)."
+            )
+        begin = [] if system is None else [{"role": "system", "content": system}]
+        asked = {"role": "user", "content": _ASKED}
+        earlier = [{"role": "user", "content": _EARLIER}, {"role": "assistant", "content": _ANSWER}]
+        first, end = _around(_rendered(tokenizer, [*begin, asked], False), _ASKED)
+        first_too, whole = _around(_rendered(tokenizer, [*begin, asked], True), _ASKED)
+        later, _ = _around(_rendered(tokenizer, [*begin, *earlier, asked], True), _ASKED)
+        following = _around(later, _ANSWER)[1]
+        if first != first_too or not whole.startswith(end):
+            end = ""  # a template that writes otherwise where an answer follows
+        return cls(first_too, following, *_parted(end, whole[len(end) :]))
+
+    @classmethod
+    def plain(cls, system: str | None = None) -> ChatTurns:
+        """A line for the question and one for the answer, for models without a chat template."""
+        first = "\n" if system is None else f"\n{system}\n"
+        return cls(f"{first}\nQuestion: ", "\n\nQuestion: ", "\n", "Answer:", one_line=True)
+
+    def question(self, text: str, tokenizer: Any, before: str = "") -> tuple[Integers, Integers]:
+        """The tokens of a question up to its landmark, and those of its cue.
+
+        Args:
+            before: ``first`` or ``following``.
+        """
+        if not _spells_control(text, tokenizer):  # as the template's whole text is tokenized
+            question, cue = tokenize_parts([f"{before}{text}{self.end}", self.cue], tokenizer)
+            return question, cue
+        parts = (
+            tokenize([before], tokenizer),
+            text_tokens(text, tokenizer),
+            tokenize([self.end], tokenizer),
+        )
+        return np.concatenate(parts).astype(np.int64), tokenize([self.cue], tokenizer).astype(np.int64)
+
+    def ends(self, tokenizer: Any, model: Any) -> set[int]:
+        """The tokens that end an answer: the model's own, the tokenizer's, and the control token of the template."""
+        ends = answer_ends(tokenizer, model)
+        ids = tokenize([self.following], tokenizer).tolist()
+        return ends | ({ids[0]} & control_ids(tokenizer) if ids else set())
+
+    def inside(self, tokenizer: Any) -> str:
+        """``first`` behind a text: what begins a text (BOS) stands at its beginning alone."""
+        return self.first.removeprefix(tokenizer.bos_token) if beginning(tokenizer) else self.first
+
+
+def beginning(tokenizer: Any) -> list[int]:
+    """What a tokenizer puts before a text: a model that learned with it is lost without."""
+    ids, bos = tokenizer("a")["input_ids"], tokenizer.bos_token_id
+    return [bos] if bos is not None and len(ids) > 1 and ids[0] == bos else []
+
+
+def answer_ends(tokenizer: Any, model: Any) -> set[int]:
+    """The tokens that end what a model generates: of its generation_config one, several or none; the tokenizer's."""
+    own = getattr(model.generation_config, "eos_token_id", None)
+    every = own if isinstance(own, list) else [own]
+    return {int(token) for token in (*every, tokenizer.eos_token_id) if token is not None}
+
+
+def control_ids(tokenizer: Any) -> set[int]:
+    """The control tokens of a tokenizer (its special ones)."""
+    known = getattr(tokenizer, "added_tokens_decoder", {})
+    return {number for number, token in known.items() if token.special} | {*tokenizer.all_special_ids}
+
+
+def _spells_control(text: str, tokenizer: Any) -> bool:
+    return any(token in text for token in tokenizer.convert_ids_to_tokens(sorted(control_ids(tokenizer))))
+
+
+def _rendered(tokenizer: Any, messages: list[dict[str, str]], cue: bool) -> str:
+    try:
+        text: str = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=cue)
+    except Exception as error:  # whatever a stranger's template raises
+        why = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
+        way_out = (
+            "Leave --system out." if messages[0]["role"] == "system" else "Ask in plain lines (--plain)."
+        )
+        raise ValueError(
+            f"tokenizer: expected a chat template for {' and '.join(m['role'] for m in messages)}, its own refuses "
+            f"that ({why}). {way_out}"
+        ) from error
+    return text
+
+
+def _around(text: str, mark: str) -> tuple[str, str]:
+    before, found, after = text.partition(mark)
+    if not found or mark in after:
+        raise ValueError(
+            "tokenizer: expected a chat template that writes each message once and as it is, its own does not. Ask in "
+            "plain lines (--plain)."
+        )
+    return before, after
+
+
+def _parted(end: str, cue: str) -> tuple[str, str]:
+    """With something in the cue."""
+    if cue or end:
+        return (end, cue) if cue else ("", end)
+    raise ValueError(
+        "tokenizer: expected a chat template that writes something between a question and its answer, its own does "
+        "not. Ask in plain lines (--plain)."
+    )

@@ -1,0 +1,328 @@
+"""Make a model of ours of a pretrained one: its weights, and new parts that change nothing yet."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import os
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from trailmark import __version__, pretrained
+from trailmark.files import (
+    expect_place,
+    expect_room,
+    in_threads,
+    put_in_place,
+    read_json,
+    remove_leftover_folders,
+    sha256_of,
+    staging_folder,
+    sync_folder,
+    telling_of_a_full_disk,
+    write_json,
+    write_text,
+)
+from trailmark.models.card.files import README, Saving, weights_sha256
+from trailmark.models.configuration import TrailmarkConfig
+from trailmark.models.conversion import back, report
+from trailmark.models.conversion.back import BACK
+from trailmark.models.conversion.base import ARGUMENT, Base, open_base
+from trailmark.models.conversion.parts import Parts
+from trailmark.models.conversion.targets import TARGETS
+from trailmark.models.conversion.tensors import (
+    DTYPES,
+    WEIGHTS,
+    SafetensorFiles,
+    Tensors,
+    expect_tensors,
+    num_bytes,
+    open_tensors,
+    write_tensors,
+)
+from trailmark.models.conversion.tensors import without_weights as pretrained_without_weights
+from trailmark.models.fields import field_types, parse_fields
+from trailmark.models.registry import architectures
+from trailmark.models.size import without_weights
+from trailmark.settings import nearest, parse_override
+from trailmark.trained import base_length
+from trailmark.untrusted import brief
+
+DTYPE_NAMES = tuple(str(dtype).removeprefix("torch.") for dtype in DTYPES)
+
+
+def convert(
+    model: str | os.PathLike[str],
+    output: Path,
+    to: str,
+    fields: Sequence[str] = (),
+    *,
+    dtype: str | None = None,
+    dry_run: bool = False,
+    fingerprint: Callable[[Any], str] | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> dict[str, Any]:
+    """Convert a pretrained model into a folder that ``from_pretrained`` and every command open, or back.
+
+    Args:
+        model: a folder with safetensors or one .gguf file, such a file, or a name on the hub; to go back, a folder with
+            a model of ours.
+        output: the new folder.
+        to: what it becomes, one of :func:`targets`.
+        fields: of the new model's configuration, as "sliding_window=512".
+        dtype: of the weights that are written, as "bfloat16"; None: that of the model, of a .gguf file float32.
+        dry_run: look at configuration and sizes, read no weights and write nothing.
+        fingerprint: of a tokenizer; the folder's configuration then names the tokenizer that belongs to it.
+        progress: is called with the parameters that are written and those in all.
+
+    Returns:
+        The record that also lies in the folder as conversion.json: what was copied, permuted and new.
+
+    Raises:
+        ValueError: no such model, something in it that no model here computes, a field that does not fit, a folder
+            that is there already, no room.
+    """
+    if to not in targets():
+        raise ValueError(
+            f"to: expected one of {', '.join(targets())}, got {brief(to)}.{nearest(to, targets(), '')}"
+        )
+    if dtype is not None and dtype not in DTYPE_NAMES:
+        raise ValueError(f"dtype: expected one of {', '.join(DTYPE_NAMES)} or None, got {brief(dtype)}.")
+    if not dry_run:
+        _expect_new(output)
+    asked = _Asked(str(model), to, tuple(fields), None if dtype is None else getattr(torch, dtype))
+    work = (_back if to in BACK else _forth)(asked)
+    work.config.dtype = work.dtype
+    if not dry_run:
+        _write(work, output, fingerprint, progress)
+    return work.record
+
+
+def targets() -> list[str]:
+    """What a model can become: architectures of ours, and families that a model with a window alone goes back to."""
+    return [*TARGETS, *BACK]
+
+
+class _Asked(NamedTuple):
+    """What a conversion is asked for."""
+
+    model: str
+    to: str
+    fields: tuple[str, ...]
+    dtype: torch.dtype | None
+
+
+@dataclass
+class _Work:
+    """A conversion that was looked at, of which nothing is written yet."""
+
+    name: str
+    folder: Path
+    options: dict[str, Any]
+    """For who reads configuration and tokenizer there."""
+    tensors: Tensors
+    dtype: torch.dtype
+    config: Any
+    """Of what is made."""
+    parts: Parts
+    shapes: dict[str, tuple[int, ...]]
+    """Of what is made, in the order of the parts."""
+    record: dict[str, Any]
+
+
+def _forth(asked: _Asked) -> _Work:
+    """A pretrained model as one of ours."""
+    base = open_base(asked.model)
+    config = _config(base, asked)
+    parts = TARGETS[asked.to].parts(base, config)
+    shapes = _shapes(without_weights(config), parts)
+    tensors = open_tensors(base)
+    dtype = _dtype(asked, tensors)
+    rows = report.rows(parts, shapes)
+    about = {
+        "name": base.name, "revision": base.revision, "family": base.family, "trained_length": base.trained_length,
+    }  # fmt: skip
+    record = _record(asked, about, tensors, dtype, config, rows)
+    return _Work(base.name, base.folder, base.options, tensors, dtype, config, parts, shapes, record)
+
+
+def _back(asked: _Asked) -> _Work:
+    """A model of ours as one of the families of transformers."""
+    folder = Path(asked.model)
+    if not (folder / "config.json").is_file():
+        raise ValueError(
+            f"{ARGUMENT}: expected a folder with a model of trailmark's to go back to {asked.to}, "
+            f"{str(folder)!r} has no config.json."
+        )
+    config, name = pretrained.load_config(folder, ARGUMENT), folder.resolve().name
+    pretrained.expect_safetensors(folder, ARGUMENT)
+    given = dict(parse_override("fields", text) for text in asked.fields)
+    length = base_length(read_json(folder / report.RECORD))
+    theirs = back.theirs(config, asked.to, given, length)
+    tensors = SafetensorFiles(folder, name, config.dtype)
+    pretrained.expect_fits(config, folder, ARGUMENT)
+    expect_tensors(tensors, without_weights(config), name)
+    parts = back.parts_of(config)
+    shapes = _shapes(pretrained_without_weights(theirs, name), parts)
+    dtype = _dtype(asked, tensors)
+    about = {"name": name, "revision": None, "family": config.model_type, "trained_length": length}
+    record = _record(asked, about, tensors, dtype, theirs, report.rows(parts, shapes))
+    return _Work(name, folder, {}, tensors, dtype, theirs, parts, shapes, record)
+
+
+def _dtype(asked: _Asked, tensors: Tensors) -> torch.dtype:
+    made: torch.dtype = tensors.dtype if asked.dtype is None else asked.dtype
+    return made
+
+
+def _shapes(model: Any, parts: Parts) -> dict[str, tuple[int, ...]]:
+    """Of a model on the meta device; every tensor of it has its part."""
+    state = {name: x for name, x in model.state_dict().items() if name not in model.all_tied_weights_keys}
+    assert state.keys() == parts.keys(), state.keys() ^ parts.keys()
+    return {name: tuple(state[name].shape) for name in parts}
+
+
+def _expect_new(output: Path) -> None:
+    expect_place("output", output.parent)
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise ValueError(
+            f"output: expected a new folder, {str(output)!r} is there already. Choose another one or remove it."
+        )
+
+
+# --- the configuration -------------------------------------------------------------------------------------------
+
+
+def _config(base: Base, asked: _Asked) -> TrailmarkConfig:
+    cls = architectures()[asked.to].config_class
+    given = parse_fields("fields", asked.fields, cls)
+    for name, value in base.fields.items():
+        if name in given and given[name] != value:
+            raise ValueError(
+                f"fields: {name}: expected {brief(value)}, which the weights of {base.name} have, got "
+                f"{brief(given[name])}. Leave it out."
+            )
+    fields = base.fields | TARGETS[asked.to].defaults(base, given) | given
+    if lacking := fields.keys() - field_types(cls).keys():
+        raise ValueError(
+            f"to: expected a base that {asked.to} can be made of, {base.name} needs {', '.join(sorted(lacking))}, "
+            f"which {asked.to} has not. Convert to another one."
+        )
+    made: TrailmarkConfig = cls(**fields)
+    return made
+
+
+# --- writing -----------------------------------------------------------------------------------------------------
+
+
+def _write(
+    work: _Work,
+    output: Path,
+    fingerprint: Callable[[Any], str] | None,
+    progress: Callable[[int, int], None] | None,
+) -> None:
+    config = work.config
+    output.parent.mkdir(parents=True, exist_ok=True)
+    remove_leftover_folders(output.parent, re.compile(re.escape(output.name)))
+    expect_room(output.parent, num_bytes(work.shapes, work.dtype), "nothing was written")
+    work.record["base"]["sha256"] = _sha256(work.tensors.files)
+    with (
+        telling_of_a_full_disk(output.parent, lambda: "Nothing is left of it."),
+        staging_folder(output) as folder,
+    ):
+        tokenizer = pretrained.load_tokenizer(work.folder, ARGUMENT, **work.options)
+        tokenizer.save_pretrained(folder)
+        ours = isinstance(config, TrailmarkConfig)
+        if ours and fingerprint is not None:
+            config.tokenizer_fingerprint = fingerprint(pretrained.load_tokenizer(folder, ARGUMENT))
+        config.save_pretrained(folder)
+        _generation(work).save_pretrained(folder)
+        write_tensors(folder / WEIGHTS, work.shapes, work.dtype, _made(work, progress))
+        write_json(folder / report.RECORD, work.record, durable=True)
+        if ours:
+            count = work.record["parameters"]["all"]
+            card = Saving(str(folder), config, count, folder).text(
+                weights_sha256(folder), output.resolve().name
+            )
+            write_text(folder / README, card, durable=True)
+        sync_folder(folder)
+        put_in_place(folder, output)
+
+
+def _made(work: _Work, progress: Callable[[int, int], None] | None) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of the new model, one at a time."""
+
+    def read(name: str) -> Tensor:
+        x = work.tensors.read(name)
+        pretrained.expect_finite(iter([(name, x)]), ARGUMENT, work.name)
+        return x
+
+    done, total = 0, work.record["parameters"]["all"]
+    for name, part in work.parts.items():
+        x = part.make(read).to(work.dtype)
+        if work.dtype != work.tensors.dtype:  # a number may be too large for it
+            pretrained.expect_finite(iter([(name, x)]), "dtype", work.name)
+        yield name, x
+        done += x.numel()
+        if progress is not None:
+            progress(done, total)
+
+
+def _sha256(files: list[Path]) -> str:
+    """Of all bytes of the files, in order of their names."""
+    digests = in_threads(sha256_of, sorted(files))
+    return digests[0] if len(digests) == 1 else hashlib.sha256("".join(digests).encode()).hexdigest()
+
+
+def _generation(work: _Work) -> Any:
+    """generation_config.json of the base; where there is none, what its configuration says."""
+    from transformers import GenerationConfig
+
+    if not work.options and (work.folder / "generation_config.json").is_file():
+        with pretrained.loading(ARGUMENT, f"cannot read generation_config.json of {work.name}"):
+            return GenerationConfig.from_pretrained(str(work.folder), local_files_only=True)
+    return GenerationConfig.from_model_config(work.config)
+
+
+# --- the record --------------------------------------------------------------------------------------------------
+
+
+def _record(
+    asked: _Asked,
+    about: dict[str, Any],
+    tensors: Tensors,
+    dtype: torch.dtype,
+    config: Any,
+    rows: list[dict[str, Any]],
+) -> dict[str, Any]:
+    kinds = ("copied", "permuted", "new")
+    of = {what: sum(row["parameters"] for row in rows if row["what"] == what) for what in kinds}
+    return {
+        "kind": report.KIND,
+        "format": report.FORMAT,
+        "trailmark": __version__,
+        "base": about | {"files": [file.name for file in tensors.files]},
+        "target": asked.to,
+        "dtype": str(dtype).removeprefix("torch."),
+        "fields": _set_fields(config),
+        "parameters": {
+            "base": sum(map(math.prod, tensors.shapes.values())),
+            **of,
+            "all": sum(of.values()),
+        },
+        "parts": rows,
+    }
+
+
+def _set_fields(config: Any) -> dict[str, Any]:
+    """Those that are not as they would be by themselves."""
+    if not isinstance(config, TrailmarkConfig):
+        return dict(config.to_diff_dict())
+    plain, names = type(config)(), field_types(type(config))
+    return {name: x for name in names if (x := getattr(config, name)) != getattr(plain, name)}

@@ -1,0 +1,51 @@
+"""What a conversion did, as a record and as lines."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from trailmark.models.conversion.parts import Parts
+
+RECORD = "conversion.json"
+KIND, FORMAT = "trailmark conversion", 1
+_NUMBER = re.compile(r"\.\d+(?=\.)")
+
+
+def rows(parts: Parts, shapes: Mapping[str, tuple[int, ...]]) -> list[dict[str, Any]]:
+    """One for tensors that are alike but for the number of their layer or group."""
+    found: dict[tuple[str, str, str], dict[str, Any]] = {}
+    for name, part in parts.items():
+        what = "new" if part.start is not None else "permuted" if part.permuted else "copied"
+        start = re.sub(r"\d+", "*", part.start or "")
+        row = found.setdefault(
+            (_NUMBER.sub(".*", name), what, start),
+            {"tensors": _NUMBER.sub(".*", name), "count": 0, "parameters": 0, "what": what},
+        )
+        if part.start is not None:
+            row.setdefault("starts_as", part.start)
+        row["count"] += 1
+        row["parameters"] += math.prod(shapes[name])
+    return list(found.values())
+
+
+def lines(record: Mapping[str, Any]) -> list[str]:
+    """The record of a conversion for people."""
+    base, target = record["base"], record["target"]
+    own, new = record["parameters"]["base"], record["parameters"]["new"]
+    said = [
+        f"{base['name']} ({base['family']}, {own:,} parameters) as {target}: {record['parameters']['all']:,} "
+        f"parameters in {record['dtype']}, {new:,} of them new."
+    ]
+    for what in ("copied", "permuted", "new"):
+        of = [row for row in record["parts"] if row["what"] == what]
+        if not of:
+            continue
+        said.append(f"{what}: {sum(row['parameters'] for row in of):,} parameters")
+        for row in of:
+            start = f", starts as {row['starts_as']}" if what == "new" else ""
+            said.append(f"  {row['tensors']} ({row['count']} x, {row['parameters']:,}){start}")
+    said.append(f"set: {', '.join(f'{name} {value}' for name, value in record['fields'].items())}")
+    return said

@@ -1,0 +1,199 @@
+"""What a pretrained model becomes: which fields it begins with, where its layers go, how new parts start.
+
+What is new starts so that a DRT computes, bit for bit, what its base does with the same window; Landmark Attention has
+no such start.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trailmark.models.configuration import TrailmarkConfig
+from trailmark.models.conversion import parts as p
+from trailmark.models.conversion.base import ARGUMENT, Base
+from trailmark.models.conversion.parts import Part, Parts, Read
+from trailmark.models.drt.config import DRTConfig
+
+SINKS, DRT_WINDOW, GROUP_LAYERS = 4, 512, 8
+Fields = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Target:
+    """An architecture that a pretrained model can become."""
+
+    defaults: Callable[[Base, Mapping[str, Any]], Fields]
+    """Of its fields, where a user gives none, from the base and the fields that a user gives."""
+    parts: Callable[[Base, Any], Parts]
+    """Of the base and the configuration."""
+
+
+# --- a window alone ----------------------------------------------------------------------------------------------
+
+
+def _window_fields(base: Base, given: Mapping[str, Any]) -> Fields:
+    """The base's own windows; where a user gives one, the first tokens stay visible beside it."""
+    if "sliding_window" not in given:
+        kinds = set(base.windows)
+        if len(kinds) == 1:
+            return {"sliding_window": kinds.pop()}
+        names = ["full_attention" if window is None else "sliding_attention" for window in base.windows]
+        return {"sliding_window": max(w for w in kinds if w is not None), "layer_types": names}
+    if given["sliding_window"] is None:
+        _expect_seen(base, None)
+        return {}
+    _expect_seen(base, given["sliding_window"])
+    return _sinks(base, given)
+
+
+def _sinks(base: Base, given: Mapping[str, Any]) -> Fields:
+    if given.get("num_sinks") == 0:
+        return {}
+    return {"num_sinks": SINKS, "max_sink_distance": base.trained_length - 1}
+
+
+def _expect_seen(base: Base, window: int | None) -> None:
+    """No layer was trained to see further than its own window."""
+    least = min((own for own in base.windows if own is not None), default=None)
+    if least is not None and (window is None or window > least):
+        raise ValueError(
+            f"sliding_window: expected at most the {least} positions of this {base.family}'s own window, got {window}. "
+            "Leave it out or choose a smaller one."
+        )
+
+
+def _window_parts(base: Base, config: TrailmarkConfig) -> Parts:
+    parts = p.outside_layers(base)
+    for number in range(config.num_hidden_layers):
+        parts |= p.layer(base, number, f"layers.{number}")
+    return parts
+
+
+# --- DRT ---------------------------------------------------------------------------------------------------------
+
+
+def _drt_fields(base: Base, given: Mapping[str, Any]) -> Fields:
+    layers = base.config.num_hidden_layers
+    lower = given.get("num_lower_layers") or layers // 2
+    window = given.get("sliding_window", min([DRT_WINDOW, *(w for w in base.windows if w is not None)]))
+    _expect_seen(base, window)
+    return {
+        "num_lower_layers": lower,
+        "sliding_window": window,
+        "num_retrieval_groups": _groups(layers - lower),
+        "landmarks_as_keys": False,
+        "exclude_visible_chunks": True,
+        "memory_kv": "layer",
+        "residual_gca": True,
+        "retrieval_normalization": True,
+        "retrieval_scale": 3.0,
+    } | _sinks(base, given)
+
+
+def _groups(upper: int) -> int:
+    """That give about eight layers each; the smaller of two that are as good."""
+    divisors = (count for count in range(1, max(upper, 1) + 1) if upper % count == 0)
+    return min(divisors, key=lambda count: abs(upper / count - GROUP_LAYERS))
+
+
+def _drt_parts(base: Base, config: DRTConfig) -> Parts:
+    lower, width, window = config.num_lower_layers, config.hidden_size, config.sliding_window
+    assert window is not None
+    parts = p.outside_layers(base)
+    for number in range(lower):
+        parts |= p.layer(base, number, f"lower_layers.{number}")
+    parts["landmark"] = p.mean_embedding("the mean of the embeddings; nobody attends to it")
+    for number in range(config.num_encoder_layers):
+        parts |= _encoder_layer(base, config, f"encoder.layers.{number}")
+    norm = p.own(f"model.layers.{lower}.input_layernorm.weight")  # of the first that reads
+    for name in ("input_norm", "output_norm"):
+        what = "1: what reads the states has the weights of its norm"
+        parts[f"encoder.{name}.weight"] = p.filled(1, (width,), what)
+    step = {"shared": config.num_upper_layers, "group": config.layers_per_group, "layer": 1}[config.memory_kv]
+    read = [f"model.layers.{number}" for number in range(lower, lower + config.num_upper_layers, step)]
+    parts["encoder.kv_proj.weight"] = p.begun(
+        p.after_norms(
+            (f"{of}.self_attn.{x}_proj.weight", f"{of}.input_layernorm.weight") for x in "kv" for of in read
+        ),
+        "k and v, without positions, of what attention_norm makes of states: of each layer that has its own, or of the "
+        "first that reads them",
+    )
+    alike = "a chunk first finds what looks like itself"
+    if config.retrieval_projections and config.scores_chunks:
+        parts["encoder.landmark_proj.weight"] = p.diagonal(norm, f"attention_norm of layer {lower}: {alike}")
+    for group in range(config.num_retrieval_groups if config.scores_chunks else 0):
+        if config.retrieval_projections:
+            parts[f"retrievers.{group}.norm.weight"] = p.begun(
+                norm, f"attention_norm of layer {lower}: {alike}"
+            )
+            parts[f"retrievers.{group}.q_proj.weight"] = _identity(width, f"the identity: {alike}")
+        else:
+            parts[f"retrievers.{group}.norm.weight"] = p.filled(1, (width,), f"1: {alike}")
+    for number in range(config.num_upper_layers):
+        ours, theirs = f"upper_layers.{number}", f"model.layers.{lower + number}"
+        parts |= p.layer(base, lower + number, ours)
+        parts[f"{ours}.gca_norm.weight"] = p.begun(
+            p.own(f"{theirs}.input_layernorm.weight"), "attention_norm of its layer"
+        )
+        parts[f"{ours}.gca_q_proj.weight"] = p.begun(
+            p.turned_by(f"{theirs}.self_attn.q_proj.weight", base, window),
+            f"q of its layer as it meets a key {window} positions back, wherever that stands",
+        )
+        size = (width, config.num_attention_heads * p.head_size(base))
+        parts[f"{ours}.gca_o_proj.weight"] = p.filled(0, size, "0: what is read changes nothing yet")
+    return parts
+
+
+def _encoder_layer(base: Base, config: DRTConfig, prefix: str) -> Parts:
+    """The last lower layer, whose branches add nothing yet."""
+    number = max(config.num_lower_layers - 1, 0)
+    width, inner = config.hidden_size, config.num_attention_heads * p.head_size(base)
+    copied = f"layer {number}"
+    parts = {name: p.begun(part, copied) for name, part in p.layer(base, number, prefix).items()}
+    nothing = "0: the layer adds nothing yet"
+    parts[f"{prefix}.attention.o_proj.weight"] = p.filled(0, (width, inner), nothing)
+    parts[f"{prefix}.mlp.down_proj.weight"] = p.filled(0, (width, config.intermediate_size), nothing)
+    return parts
+
+
+def _identity(width: int, start: str) -> Part:
+    def make(read: Read) -> Tensor:
+        return torch.eye(width)
+
+    return Part((), make, start=start)
+
+
+# --- Landmark Attention --------------------------------------------------------------------------------------------
+
+
+def _landmark_fields(base: Base, given: Mapping[str, Any]) -> Fields:
+    if any(window is not None for window in base.windows):
+        raise ValueError(
+            f"to: expected a base whose layers see all of a text, this {base.family} has windows in some: a landmark "
+            "stands for chunks that they never saw. Convert another base, or to drt."
+        )
+    return {"max_position_embeddings": base.trained_length}
+
+
+def _landmark_parts(base: Base, config: Any) -> Parts:
+    if config.mlp != "swiglu" or config.norm != "rms" or config.gate_probability:
+        raise ValueError(
+            f"{ARGUMENT}: expected mlp 'swiglu', norm 'rms' and gate_probability 0, as this {base.family} has them, "
+            f"got {config.mlp!r}, {config.norm!r} and {config.gate_probability}."
+        )
+    parts = _window_parts(base, config)
+    parts["landmark"] = p.mean_embedding("the mean of the embeddings")
+    return parts
+
+
+TARGETS = {
+    "drt": Target(_drt_fields, _drt_parts),
+    "landmark": Target(_landmark_fields, _landmark_parts),
+    "sliding_window": Target(_window_fields, _window_parts),
+}
+"""By the short names of architectures."""

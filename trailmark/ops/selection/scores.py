@@ -1,0 +1,43 @@
+"""All scores of a selection, for a loss over every candidate: :func:`select_chunks` returns those selected alone."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from trailmark.ops.arguments import arithmetic_dtype, require, without_autocast
+
+
+@without_autocast
+def score_chunks(
+    query: Tensor,
+    landmarks: Tensor,
+    num_candidates: Tensor,
+    first_candidate: Tensor | int = 0,
+    scale: float | None = None,
+) -> Tensor:
+    r"""The scores :math:`r_{nm}` of :func:`trailmark.ops.select_chunks`, without noise, of all candidates.
+
+    Memory is [B, N, M]: of a training text, never of a memory of millions of tokens. Differentiable in query and
+    landmarks.
+
+    Args:
+        query: [B, N, E]. landmarks: [B, M, E].
+        num_candidates, first_candidate: int64 [N] or [B, N] (or an int), as in :func:`select_chunks`.
+        scale: None is E ** -0.5.
+
+    Returns:
+        [B, N, M] in float32 or wider; -inf where chunk m is no candidate of query n.
+
+    Raises:
+        ValueError: for shapes that do not fit together.
+    """
+    require(query.dim() == 3, "query", tuple(query.shape), "shape [B, N, E]")
+    fits = landmarks.dim() == 3 and landmarks.shape[::2] == query.shape[::2]
+    require(fits, "landmarks", tuple(landmarks.shape), "shape [B, M, E], B and E as of query")
+    dtype = arithmetic_dtype(query, landmarks)
+    scores = query.to(dtype) @ landmarks.to(dtype).mT * (query.shape[-1] ** -0.5 if scale is None else scale)
+    chunk = torch.arange(landmarks.shape[1], device=query.device)
+    first = torch.as_tensor(first_candidate, device=query.device)
+    candidate = (chunk >= first[..., None]) & (chunk < num_candidates[..., None])
+    return scores.masked_fill(~candidate, -torch.inf)

@@ -1,0 +1,144 @@
+"""Where the chunks of a saved memory stand in the files that were read, and what they say there."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from trailmark.data.corpus import Tokens, as_text, text_pieces, text_tokens
+from trailmark.trace.token_texts import Integers
+from trailmark.untrusted import open_regular
+
+
+@dataclass(frozen=True)
+class Passage:
+    """A part of a file that one chunk holds."""
+
+    path: Path
+    tokens: tuple[int, int]  # of the file: the first, and the one after the last
+    # of the file; None: the file is gone or changed, or nothing says where
+    bytes: tuple[int, int] | None = None
+    text: str | None = None
+
+
+class _File:
+    """A file of a memory, and where its chunks begin.
+
+    Attributes:
+        first, count: its first token in the memory, and its tokens there.
+        trouble: why its text cannot be shown; None: it can.
+    """
+
+    def __init__(self, source: Mapping[str, Any], first: int, begin: Sequence[int]) -> None:
+        self.path, self.first, self.count = Path(source["path"]), first, int(source["tokens"])
+        self._source, self._begin = source, begin
+        self.trouble: str | None = None
+        # bytes before each chunk that begins in it, then before what follows
+        self._starts: Integers | None = None
+
+    def look(self, tokenizer: Any, chunk_size: int) -> None:
+        """Find where its chunks begin, which takes reading it once."""
+        if self._starts is not None or self.trouble is not None:
+            return
+        digest, known, size = hashlib.sha256(), 0, 0
+        starts, parts, begin = -self.first % chunk_size, [], self._begin
+        end: int | None = None
+        try:
+            for text in text_pieces(self.path):
+                tokens, places = _placed(text, tokenizer)
+                tokens = np.concatenate([np.asarray(begin, np.int32), tokens])
+                places = np.concatenate([np.zeros(len(begin), np.int64), places])
+                begin = ()
+                left = self.count - known
+                digest.update(tokens[:left].tobytes())
+                parts.append(size + places[:left][starts::chunk_size])
+                starts = (starts - len(tokens[:left])) % chunk_size
+                if len(tokens) > left:
+                    end = size + int(places[left])
+                known, size = known + len(tokens[:left]), size + len(text.encode())
+                if end is not None:
+                    break
+        except _Nowhere:
+            self.trouble = f"the tokenizer does not say where tokens stand in {str(self.path)!r}"
+        except (ValueError, OSError):
+            self.trouble = f"{str(self.path)!r} is gone or no text any more"
+        else:
+            if known != self.count or digest.hexdigest() != self._source["sha256"]:
+                self.trouble = f"{str(self.path)!r} has changed since it was read"
+        self._starts = np.append(
+            np.concatenate(parts or [np.zeros(0, np.int64)]), size if end is None else end
+        )
+
+    def passage(self, begin: int, stop: int, chunk_size: int) -> Passage:
+        """That of tokens ``begin`` to ``stop`` of the memory, of one chunk, some of which are of this file."""
+        low, high = max(begin - self.first, 0), min(stop - self.first, self.count)
+        if self.trouble is not None or self._starts is None:
+            return Passage(self.path, (low, high))
+        # chunks that begin in this file before this one
+        number = (begin - (self.first + -self.first % chunk_size)) // chunk_size
+        places = int(self._starts[number]) if begin >= self.first else 0, int(self._starts[number + 1])
+        try:
+            with open_regular(self.path, "memory", links=True) as file:
+                file.seek(places[0])
+                text = file.read(places[1] - places[0]).decode(errors="ignore")
+        except (ValueError, OSError):
+            return Passage(self.path, (low, high))
+        return Passage(self.path, (low, high), places, text)
+
+
+class Passages:
+    """The passages of a memory's chunks, all of which are full.
+
+    Args:
+        sources: its notes on the files that were read (:func:`trailmark.trace.texts.sources_of`).
+        begin: tokens that stand before its first file.
+    """
+
+    def __init__(
+        self, sources: Sequence[Mapping[str, Any]], tokenizer: Any, chunk_size: int, begin: Sequence[int] = ()
+    ) -> None:
+        self._tokenizer, self._chunk_size = tokenizer, chunk_size
+        self._files: list[_File] = []
+        first = 0
+        for source in sources:
+            self._files.append(_File(source, first, () if first else begin))
+            first += int(source["tokens"])
+
+    def of(self, chunk: int) -> list[Passage]:
+        """Those of one chunk, one for each file that it holds something of; none behind the last file."""
+        begin, stop = chunk * self._chunk_size, (chunk + 1) * self._chunk_size
+        held = [file for file in self._files if file.first < stop and begin < file.first + file.count]
+        for file in held:
+            file.look(self._tokenizer, self._chunk_size)
+        return [file.passage(begin, stop, self._chunk_size) for file in held]
+
+    @property
+    def troubles(self) -> list[str]:
+        """Why the text of some of the files that were asked for cannot be shown."""
+        return [file.trouble for file in self._files if file.trouble is not None]
+
+
+class _Nowhere(Exception):
+    """A tokenizer written in Python, which keeps no places."""
+
+
+def _placed(text: str, tokenizer: Any) -> tuple[Tokens, Integers]:
+    """The tokens of a text, and how many of its bytes stand before each."""
+    from transformers import ByT5Tokenizer
+
+    if isinstance(tokenizer, ByT5Tokenizer):
+        tokens = text_tokens(text, tokenizer)
+        return tokens, np.arange(len(tokens))
+    if not getattr(tokenizer, "is_fast", False):
+        raise _Nowhere
+    found = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, **as_text(tokenizer))
+    points = np.frombuffer(text.encode("utf-32-le"), np.uint32)
+    widths = 1 + (points >= 0x80).astype(np.int64) + (points >= 0x800) + (points >= 0x10000)
+    before = np.concatenate([[0], np.cumsum(widths)])  # bytes before each character
+    starts = np.array([first for first, _ in found["offset_mapping"]], np.int64)
+    return np.asarray(found["input_ids"], np.int32), before[starts]
