@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -37,6 +38,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """``TRAILMARK_SLOW_UNTIL``, in seconds since 1970: where a run's time is bounded, slow tests begin before that."""
+    until = float(os.environ.get("TRAILMARK_SLOW_UNTIL", "inf"))
+    if item.get_closest_marker("slow") and time.time() > until:
+        pytest.skip("TRAILMARK_SLOW_UNTIL has passed")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """A run that somebody stops shows no summary: what fails is named at once."""
+    if report.failed and "PYTEST_XDIST_WORKER" not in os.environ:
+        print(f" {report.nodeid} failed ({report.when})", file=sys.__stdout__, flush=True)
 
 
 @pytest.fixture(scope="module")

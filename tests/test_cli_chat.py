@@ -6,6 +6,7 @@ import io
 import json
 import os
 import re
+import select
 import shutil
 import signal
 import subprocess
@@ -280,7 +281,10 @@ def test_ctrl_c_stops_the_answer_and_then_ends(model: Path, tmp_path: Path) -> N
         until(b"(stopped)")
         until(b"Read for this")
         until(b"> ")
+        # Python loses a signal that comes between its prompt and its reading; a person presses the keys again
         process.send_signal(signal.SIGINT)
+        while not select.select([leader], [], [], 5)[0]:
+            process.send_signal(signal.SIGINT)
         assert process.wait() == 0
         os.close(leader)
 

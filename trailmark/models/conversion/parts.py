@@ -156,6 +156,7 @@ def mean_embedding(start: str) -> Part:
 
     def make(read: Read) -> Tensor:
         x = read(name)
-        return x.sum(0, dtype=torch.float64).div_(len(x)).to(x.dtype)
+        parts = x.split(4096)  # wider numbers of all of it would be the largest thing that a conversion holds
+        return sum(part.sum(0, dtype=torch.float64) for part in parts).div_(len(x)).to(x.dtype)
 
     return Part((name,), make, start=start)

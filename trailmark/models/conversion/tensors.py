@@ -148,7 +148,7 @@ class GGUFFile:
                 tensor_key_mapping={},
                 parsed_parameters={},
             )
-            return torch.from_numpy(np.array(made.weights, np.float32))
+            return torch.from_numpy(np.require(made.weights, np.float32, ["C", "W"]))
 
 
 def _expect_plain_positions(base: Base, names: list[str]) -> None:
