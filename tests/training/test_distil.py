@@ -84,9 +84,9 @@ def attention_of(model: Any, ids: Tensor, documents: Tensor | None) -> list[Tens
 
 @pytest.mark.parametrize("source", ["reading", "asking"])
 @pytest.mark.parametrize("apart", [False, True])
-@pytest.mark.parametrize("excluded", [False, True])
+@pytest.mark.parametrize(("excluded", "sinks"), [(False, 0), (True, 3)])
 def test_the_loss_is_its_definition(
-    source: Any, apart: bool, excluded: bool, teacher: str, tmp_path: Path
+    source: Any, apart: bool, excluded: bool, sinks: int, teacher: str, tmp_path: Path
 ) -> None:
     """By plain loops over the tokens and chunks of each text: layouts with early landmarks, and with documents."""
     (tmp_path / "texts").mkdir()
@@ -97,7 +97,7 @@ def test_the_loss_is_its_definition(
     config = taught(tmp_path / "run", teacher, tokens_per_step=480, context_length=240)
     config.data.early_landmarks, config.data.paths = 0.3, [str(tmp_path / "texts")]
     config.data.separate_documents = apart
-    config.model |= {"exclude_visible_chunks": excluded, "sliding_window": 30}
+    config.model |= {"exclude_visible_chunks": excluded, "sliding_window": 30, "num_sinks": sinks}
     config.distil.retrieval_from = source
     run = Run(config)
     run.model.eval()  # no noise, which changes what is read
@@ -126,7 +126,11 @@ def test_the_loss_is_its_definition(
         looks = sum(
             layer.sum(0) for layer in attention_of(master, ids[b], own)[1:]
         )  # upper: 1 of 2, so 1 of 3
-        of, scores = scored.chunks[b], scored.scores[0][b]
+        of, scores = scored.chunks[b].clone(), scored.scores[0][b]
+        for t in range(len(of)):  # sinks count for no chunk
+            begin = max(s for s in range(t + 1) if s == 0 or (own is not None and own[s] != own[s - 1]))
+            if t - begin < sinks:
+                of[t] = -1
         terms = []
         for n in range(scores.shape[0]):
             asking = n + 1 if source == "reading" else n

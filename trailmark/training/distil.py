@@ -23,6 +23,7 @@ from trailmark.models.conversion.report import RECORD
 from trailmark.models.text import at_columns
 from trailmark.models.watching import Seen, attention_layers, watching_attention
 from trailmark.ops import attention_mass, selection_divergence, token_divergence
+from trailmark.ops.window.sinks import rank_in_document
 from trailmark.trained import base_length, trained_length
 from trailmark.training.config import RunConfig
 from trailmark.untrusted import read_yaml
@@ -54,6 +55,7 @@ class Teacher:
         self.config = pretrained.load_config(self.folder, "distil.model")
         self.ours = self.config.model_type in MODELS
         lower = getattr(model_config, "num_lower_layers", 0)
+        self.sinks = model_config.num_sinks
         self.first_upper = lower * self.config.num_hidden_layers // model_config.num_hidden_layers
         self._expect_same_tokens(model_config, tokenizer)
         self._expect_length(config.training.context_length)
@@ -138,7 +140,8 @@ class Teacher:
             chunks: int64 [B, T] the chunk of each token; None: nobody asks where it looks.
 
         Returns:
-            [B, T or n, V], and [B, N, N]: what the tokens of a chunk put on each chunk, over layers and heads.
+            [B, T or n, V], and [B, N, N]: what the tokens of a chunk put on each chunk, over layers and heads, the
+            model's sinks apart.
         """
         model = self.model.to(inputs["input_ids"].device)
         named: dict[str, Any] = {
@@ -147,6 +150,8 @@ class Teacher:
         if at is not None and self.ours:
             named["logits_at"] = at
         mass: list[Tensor] = []
+        if chunks is not None:
+            chunks = self._sinks_first(chunks, named.get("document_ids"))
 
         def see(seen: Seen) -> None:
             if chunks is None or seen.layer < self.first_upper:
@@ -164,7 +169,16 @@ class Teacher:
                 logits = model(input_ids=inputs["input_ids"], use_cache=False, **named).logits
         if at is not None and not self.ours:
             logits = at_columns(logits, at)
-        return logits, mass[0] if mass else None
+        return logits, mass[0][:, 1:, 1:] if mass else None
+
+    def _sinks_first(self, chunks: Tensor, documents: Tensor | None) -> Tensor:
+        """Chunks counted from 1, and chunk 0: the first tokens of each document, which the model sees anyway.
+
+        There attention looks where it looks for nothing, more than at all else.
+        """
+        documents = torch.zeros_like(chunks) if documents is None else documents
+        sinks = rank_in_document(documents) < self.sinks
+        return torch.where(chunks < 0, chunks, (chunks + 1).masked_fill(sinks, 0))
 
 
 @dataclass(frozen=True)
