@@ -296,23 +296,23 @@ def controls(options: argparse.Namespace, progress: Progress) -> dict[str, Any]:
     """What of it comes from which chunks are read: random ones, and those of another text, in place of its own."""
     models, window, length = Models.of(options), options.windows[0], options.lengths[0]
     tokenizer = load_tokenizer(str(models.base))
-    losses, rows = Losses(options.folder / "losses.json", progress), []
-    for kind, texts_of in KINDS_OF_TEXT.items():
-        texts = texts_of(tokenizer, length)
-        found = {
-            "full": losses.of(_name(models.full), partial(opened, models.full), texts),
-            "window": losses.of(*_windowed(models.window, window), texts),
-        }
-        name, open_model = _windowed(models.drt, window)
-        read = {
-            "learned": losses.of(name, open_model, texts),
-            "random": losses.of(*_windowed(models.drt, window, "retriever=random"), texts),
-            "another text": losses.of(f"{name} another text", open_model, texts, another=True),
-        }
-        flags = [outside(text.ids, window) for text in texts]
-        for choice, own in read.items():
-            case = {"kind": kind, "length": length, "window": window, "chunks": choice}
-            rows.append(case | _row(found | {"drt": own}, flags, "all"))
+    losses, texts = Losses(options.folder / "losses.json", progress), latex(tokenizer, length)
+    found = {
+        "full": losses.of(_name(models.full), partial(opened, models.full), texts),
+        "window": losses.of(*_windowed(models.window, window), texts),
+    }
+    name, open_model = _windowed(models.drt, window)
+    read = {
+        "its own choice": losses.of(name, open_model, texts),
+        "random": losses.of(*_windowed(models.drt, window, "retriever=random"), texts),
+        "another text's": losses.of(f"{name} another text", open_model, texts, another=True),
+    }
+    flags = [outside(text.ids, window) for text in texts]
+    rows = [
+        {"kind": "LaTeX", "length": length, "window": window, "chunks": choice}
+        | _row(found | {"drt": own}, flags, "all")
+        for choice, own in read.items()
+    ]
     return models.training() | {"rows": rows}
 
 

@@ -91,7 +91,7 @@ def _drt_fields(base: Base, given: Mapping[str, Any]) -> Fields:
         "memory_kv": "layer",
         "residual_gca": True,
         "retrieval_normalization": True,
-        "retrieval_scale": 3.0,
+        "retrieval_scale": 1.0,
     } | _sinks(base, given)
 
 
