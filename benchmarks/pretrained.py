@@ -41,6 +41,7 @@ WINDOWS, LENGTHS, FAR = (256, 512), (4096, 8192), (16_384, 65_536, 262_144)
 READ = (100_000, 1_000_000)
 UNSEEN = 1024  # tokens at the beginning of a text that are read and not counted
 SINKS = 4
+STEP_TOKENS = 4096  # of pretrained_train.py
 Flags = npt.NDArray[np.bool_]
 
 
@@ -59,9 +60,9 @@ def latex(tokenizer: Any, length: int) -> list[Text]:
 
 
 def sources(tokenizer: Any, length: int) -> list[Text]:
-    """The beginning of each held-out module that is long enough, of the first twelve of these."""
+    """The beginning of each held-out module that is long enough, of the first six of these."""
     texts = enumerate(standard_library_texts("haystack"))
-    return _long_enough(((f"module {n}", text) for n, text in texts), tokenizer, length, most=12)
+    return _long_enough(((f"module {n}", text) for n, text in texts), tokenizer, length, most=6)
 
 
 def _long_enough(
@@ -323,10 +324,9 @@ def curve(options: argparse.Namespace, progress: Progress) -> dict[str, Any]:
     losses, rows = Losses(options.folder / "losses.json", progress), []
     texts = latex(tokenizer, length)
     flags = [outside(text.ids, window) for text in texts]
-    found = {
-        kind: {int(x.name[5:]): x for x in getattr(models, kind).glob("checkpoints/step-*")} for kind in KINDS
-    }
-    for step in sorted(set.intersection(*map(set, found.values()))):
+    found = {kind: _by_step(getattr(models, kind)) for kind in KINDS}
+    common = set.intersection(*map(set, found.values()))
+    for step in sorted(common if options.steps is None else common & {*options.steps, max(common)}):
         own = {kind: folders[step] for kind, folders in found.items()}
         of = {
             "full": losses.of(_name(own["full"]), partial(opened, own["full"]), texts),
@@ -335,7 +335,15 @@ def curve(options: argparse.Namespace, progress: Progress) -> dict[str, Any]:
         }
         for tokens in ("all", "outside"):
             rows.append({"step": step, "tokens": tokens} | _row(of, flags, tokens))
-    return models.training() | {"length": length, "window": window, "rows": rows}
+    return models.training() | {
+        "length": length, "window": window, "step_tokens": STEP_TOKENS, "rows": rows
+    }  # fmt: skip
+
+
+def _by_step(folder: Path) -> dict[int, Path]:
+    """A training's checkpoints, and at its end the model itself."""
+    found = {int(x.name.removeprefix("step-")): x for x in folder.glob("checkpoints/step-*")}
+    return found | {read_json(folder / HISTORY_FILE)["tokens"] // STEP_TOKENS: folder}
 
 
 def _of_another(model: Any, ids: Tokens, other: Tokens) -> Any:

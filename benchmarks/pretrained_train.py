@@ -13,14 +13,14 @@ import argparse
 from pathlib import Path
 
 from common import data_folder
-from pretrained import DRT_FIELDS, FOLDER, KINDS, converted, has_bfloat16, trained
+from pretrained import DRT_FIELDS, FOLDER, KINDS, STEP_TOKENS, converted, has_bfloat16, trained
 from training_text import prepared, train
 
 from trailmark.data.corpus import standard_library_texts
 from trailmark.files import write_text
 from trailmark.training.config import RunConfig, load_run_config
 
-LENGTH = 4096
+LENGTH = STEP_TOKENS  # a text a step
 
 
 def corpus(folder: Path, tokenizer: Path) -> Path:

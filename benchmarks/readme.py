@@ -467,42 +467,83 @@ def _share(name: str) -> str:
     return f"{{{name}:.2f}} ({{{name}_low:.2f}} to {{{name}_high:.2f}})"
 
 
+def _nats(model: str) -> Callable[[Row], str]:
+    return lambda row: f"{row['nats'][model]:.3f}"
+
+
+def _counted(row: Row) -> str:
+    return "all" if row["tokens"] == "all" else "stood outside"
+
+
+_LOSSES: Columns = {
+    "window, nats": _nats("window"),
+    "DRT": _nats("drt"),
+    "full attention": _nats("full"),
+    "closed": _share("closed"),
+}
+
+
 def pretrained_trained_text() -> str:
+    """What was measured of the trained models; a part that was not is left out."""
     known = record("pretrained")
-    gap, controls, found = (known[part]["results"] for part in ("gap", "controls", "references"))
-    short = known["short"]["results"]
-    tokens = gap["trained_tokens"]["drt"]
-    case: Columns = {"text": "{kind}", "tokens": "{length:,}", "window": "{window}"}
-    gaps = case | {
-        "counted": lambda row: "all" if row["tokens"] == "all" else "stood outside",
-        "texts": "{texts}",
-        "window, nats": lambda row: f"{row['nats']['window']:.3f}",
-        "DRT": lambda row: f"{row['nats']['drt']:.3f}",
-        "full attention": lambda row: f"{row['nats']['full']:.3f}",
-        "closed": _share("closed"),
+    blocks = [make(known[part]["results"]) for part, make in _TRAINED.items() if part in known]
+    return on_machine("\n\n".join(blocks), known["curve"]["environment"])
+
+
+def _curve_text(found: Row) -> str:
+    columns: Columns = {
+        "trained on": lambda row: f"{row['step'] * found['step_tokens']:,} tokens",
+        "counted": _counted,
     }
-    reads = case | {"chunks": "{chunks}", "closed": _share("closed")}
-    ranks: Columns = {
+    return (
+        "SmolLM2-135M as a DRT, with a window alone and with full attention, each trained on the same tokens of LaTeX "
+        "and Python with the same adapters (rank 8) and the same teacher; "
+        f"window {found['window']}, one seed. Losses in nats on {found['rows'][0]['texts']} held-out chapters of "
+        f'{found["length"]:,} tokens, of tokens after the first 1,024; "closed" is what the DRT gives back of what the '
+        'window loses to full attention, with a 95% interval over texts; "stood outside": tokens that the text had '
+        "before, but not in the window.\n\n"
+        f"{table(columns | _LOSSES, found['rows'])}"
+    )
+
+
+def _gap_text(found: Row) -> str:
+    columns: Columns = {"text": "{kind}", "tokens": "{length:,}", "window": "{window}", "counted": _counted,
+                        "texts": "{texts}"}  # fmt: skip
+    tokens = found["trained_tokens"]["drt"]
+    return f"At the end, after {tokens:,} tokens:\n\n{table(columns | _LOSSES, found['rows'])}"
+
+
+def _controls_text(found: Row) -> str:
+    columns: Columns = {"chunks": "{chunks}", "DRT, nats": _nats("drt"), "closed": _share("closed")}
+    return f"With other chunks in the place of those that it chooses, on LaTeX:\n\n{table(columns, found['rows'])}"
+
+
+def _references_text(found: Row) -> str:
+    columns: Columns = {
         "who ranks": lambda row: RULES[row["rule"]],
         "share": "{share:.2f} ({low:.2f} to {high:.2f})",
     }
-    worse: Columns = {"text": "{kind}", "texts": "{texts}", "base": "{base:.3f}", "DRT": "{drt:.3f}",
-                      "DRT above it": "{worse:.3f} ({worse_low:.3f} to {worse_high:.3f})"}  # fmt: skip
-    return on_machine(
-        "SmolLM2-135M as a DRT, with a window alone and with full attention, each trained on the same "
-        f"{tokens:,} tokens of LaTeX and Python with the same adapters (rank 8) and the same teacher, one seed. Losses "
-        "of tokens after the first 1,024 of held-out texts, in nats; what the window loses and DRT gives back, with "
-        f'95% intervals over texts. "stood outside": tokens that the text had before, but not in the window.\n\n'
-        f"{table(gaps, gap['rows'])}\n\n"
-        "The same with other chunks in the place of those that it chooses:\n\n"
-        f"{table(reads, controls['rows'])}\n\n"
-        f"Which chunk holds the label that a chapter is about to cite: share of {found['references']} references in "
+    return (
+        f"Who finds the label that a chapter is about to cite: the share of {found['references']} references in "
         f"{found['texts']} chapters of {found['length']:,} tokens whose label's chunk is among the first "
-        f"{found['chosen']} of those that may be selected.\n\n{table(ranks, found['rows'])}\n\n"
-        f"Texts that the window holds whole, {short['rows'][0]['length']} tokens, in nats:\n\n"
-        f"{table(worse, short['rows'])}",
-        known["gap"]["environment"],
+        f"{found['chosen']} of the chunks that may be selected.\n\n{table(columns, found['rows'])}"
     )
+
+
+def _short_text(found: Row) -> str:
+    columns: Columns = {"text": "{kind}", "texts": "{texts}", "base, nats": "{base:.3f}", "DRT": "{drt:.3f}",
+                        "DRT above it": "{worse:.3f} ({worse_low:.3f} to {worse_high:.3f})"}  # fmt: skip
+    length = found["rows"][0]["length"]
+    return f"Texts of {length} tokens, which the window holds whole:\n\n{table(columns, found['rows'])}"
+
+
+_TRAINED: dict[str, Callable[[Row], str]] = {
+    "curve": _curve_text,
+    "gap": _gap_text,
+    "controls": _controls_text,
+    "references": _references_text,
+    "short": _short_text,
+}
 
 
 # --- which text stands where -------------------------------------------------------------------------------

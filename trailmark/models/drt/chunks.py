@@ -201,8 +201,8 @@ class MemoryChunks(DRTChunks):
         weights = torch.cat([first[1], selection.weights[:, : N - 1]], dim=1)
         if (wanted < 0).all():
             return ()
-        k, v, lengths = step.fetch(wanted.reshape(B, -1), self._heads_of(group))
-        indices = np.where(wanted < 0, -1, np.arange(N * K).reshape(N, K))
+        chunks, indices = _distinct(wanted)  # what many landmarks chose is fetched once
+        k, v, lengths = step.fetch(chunks, self._heads_of(group))
         short = torch.from_numpy(lengths).to(weights.device) if step.has_short(lengths) else None
         return Reading(grid, k, v, torch.from_numpy(indices).to(weights.device), weights, short)
 
@@ -213,6 +213,17 @@ class MemoryChunks(DRTChunks):
         return Reading(
             self.grid, pending.k, pending.v, pending.slots, pending.weights[:, None], pending.short
         )
+
+
+def _distinct(wanted: Integers) -> tuple[Integers, Integers]:
+    """Of chunks [B, N, K], -1 where there is none: the different ones [B, n] of each row, and which of them each is."""
+    rows = [np.unique(row[row >= 0]) for row in wanted]
+    chunks = np.full((len(rows), max(map(len, rows))), -1)
+    indices = np.full_like(wanted, -1)
+    for row, found, own, index in zip(wanted, rows, chunks, indices, strict=True):
+        own[: len(found)] = found
+        index[row >= 0] = np.searchsorted(found, row[row >= 0])
+    return chunks, indices
 
 
 def with_vectors(config: DRTConfig, entries: MemoryEntries, vectors: Vectors | None) -> MemoryEntries:
