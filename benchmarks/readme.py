@@ -487,7 +487,20 @@ def pretrained_trained_text() -> str:
     """What was measured of the trained models; a part that was not is left out."""
     known = record("pretrained")
     blocks = [make(known[part]["results"]) for part, make in _TRAINED.items() if part in known]
-    return on_machine("\n\n".join(blocks), known["curve"]["environment"])
+    return on_machine("\n\n".join(blocks), known["gap"]["environment"])
+
+
+def _gap_text(found: Row) -> str:
+    columns: Columns = {"text": "{kind}", "tokens": "{length:,}", "window": "{window}", "counted": _counted,
+                        "texts": "{texts}"}  # fmt: skip
+    return (
+        "SmolLM2-135M as a DRT, with a window alone and with full attention, each trained on the same "
+        f"{found['trained_tokens']['drt']:,} tokens of LaTeX and Python with the same adapters (rank 8) and the same "
+        "teacher, one seed. Losses on held-out texts in nats, of tokens after the first 1,024; *closed* is what the "
+        "DRT gives back of what the window loses to full attention, with a 95% interval over texts; *stood outside*: "
+        "tokens that the text had before, but not in the window.\n\n"
+        f"{table(columns | _LOSSES, found['rows'])}"
+    )
 
 
 def _curve_text(found: Row) -> str:
@@ -495,22 +508,7 @@ def _curve_text(found: Row) -> str:
         "trained on": lambda row: f"{row['step'] * found['step_tokens']:,} tokens",
         "counted": _counted,
     }
-    return (
-        "SmolLM2-135M as a DRT, with a window alone and with full attention, each trained on the same tokens of LaTeX "
-        "and Python with the same adapters (rank 8) and the same teacher; "
-        f"window {found['window']}, one seed. Losses in nats on {found['rows'][0]['texts']} held-out chapters of "
-        f'{found["length"]:,} tokens, of tokens after the first 1,024; "closed" is what the DRT gives back of what the '
-        'window loses to full attention, with a 95% interval over texts; "stood outside": tokens that the text had '
-        "before, but not in the window.\n\n"
-        f"{table(columns | _LOSSES, found['rows'])}"
-    )
-
-
-def _gap_text(found: Row) -> str:
-    columns: Columns = {"text": "{kind}", "tokens": "{length:,}", "window": "{window}", "counted": _counted,
-                        "texts": "{texts}"}  # fmt: skip
-    tokens = found["trained_tokens"]["drt"]
-    return f"At the end, after {tokens:,} tokens:\n\n{table(columns | _LOSSES, found['rows'])}"
+    return f"On LaTeX while they were trained:\n\n{table(columns | _LOSSES, found['rows'])}"
 
 
 def _controls_text(found: Row) -> str:
@@ -538,8 +536,8 @@ def _short_text(found: Row) -> str:
 
 
 _TRAINED: dict[str, Callable[[Row], str]] = {
-    "curve": _curve_text,
     "gap": _gap_text,
+    "curve": _curve_text,
     "controls": _controls_text,
     "references": _references_text,
     "short": _short_text,
