@@ -16,7 +16,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -138,9 +138,13 @@ class Models(NamedTuple):
         begun = converted(options.folder, "drt", f"sliding_window={options.window}", *DRT_FIELDS)
         return cls(converted(options.folder, "sliding_window"), begun, *folders)
 
+    def folders(self) -> dict[str, Path]:
+        """Of KINDS."""
+        return {kind: getattr(self, kind) for kind in KINDS}
+
     def training(self) -> dict[str, Any]:
         """What stands beside every number of theirs."""
-        tokens = {kind: read_json(getattr(self, kind) / HISTORY_FILE)["tokens"] for kind in KINDS}
+        tokens = {kind: read_json(folder / HISTORY_FILE)["tokens"] for kind, folder in self.folders().items()}
         return {"trained": self.drt.name, "trained_tokens": tokens}
 
 
@@ -190,6 +194,15 @@ class Losses:
                 write_json(self.file, self.known)
             found.append(np.array(self.known[key]))
         return found
+
+
+def of_kinds(
+    losses: Losses, folders: Mapping[str, Path], window: int, texts: Sequence[Text]
+) -> dict[str, list[Any]]:
+    """The losses of KINDS: with full attention, and with a window the others."""
+    full = losses.of(_name(folders["full"]), partial(opened, folders["full"]), texts)
+    others = {kind: losses.of(*_windowed(folders[kind], window), texts) for kind in ("window", "drt")}
+    return {"full": full} | others
 
 
 # --- start -----------------------------------------------------------------------------------------------------
@@ -279,13 +292,8 @@ def gap(options: argparse.Namespace, progress: Progress) -> dict[str, Any]:
     for kind, texts_of in KINDS_OF_TEXT.items():
         for length in options.lengths:
             texts = texts_of(tokenizer, length)
-            full = losses.of(_name(models.full), partial(opened, models.full), texts)
             for window in options.windows:
-                found = {
-                    "full": full,
-                    "window": losses.of(*_windowed(models.window, window), texts),
-                    "drt": losses.of(*_windowed(models.drt, window), texts),
-                }
+                found = of_kinds(losses, models.folders(), window, texts)
                 flags = [outside(text.ids, window) for text in texts]
                 for tokens in ("all", "outside"):
                     case = {"kind": kind, "length": length, "window": window, "tokens": tokens}
@@ -298,13 +306,10 @@ def controls(options: argparse.Namespace, progress: Progress) -> dict[str, Any]:
     models, window, length = Models.of(options), options.windows[0], options.lengths[0]
     tokenizer = load_tokenizer(str(models.base))
     losses, texts = Losses(options.folder / "losses.json", progress), latex(tokenizer, length)
-    found = {
-        "full": losses.of(_name(models.full), partial(opened, models.full), texts),
-        "window": losses.of(*_windowed(models.window, window), texts),
-    }
+    found = of_kinds(losses, models.folders(), window, texts)
     name, open_model = _windowed(models.drt, window)
     read = {
-        "its own choice": losses.of(name, open_model, texts),
+        "its own choice": found["drt"],
         "random": losses.of(*_windowed(models.drt, window, "retriever=random"), texts),
         "another text's": losses.of(f"{name} another text", open_model, texts, another=True),
     }
@@ -324,15 +329,11 @@ def curve(options: argparse.Namespace, progress: Progress) -> dict[str, Any]:
     losses, rows = Losses(options.folder / "losses.json", progress), []
     texts = latex(tokenizer, length)
     flags = [outside(text.ids, window) for text in texts]
-    found = {kind: _by_step(getattr(models, kind)) for kind in KINDS}
+    found = {kind: _by_step(folder) for kind, folder in models.folders().items()}
     common = set.intersection(*map(set, found.values()))
     for step in sorted(common if options.steps is None else common & {*options.steps, max(common)}):
         own = {kind: folders[step] for kind, folders in found.items()}
-        of = {
-            "full": losses.of(_name(own["full"]), partial(opened, own["full"]), texts),
-            "window": losses.of(*_windowed(own["window"], window), texts),
-            "drt": losses.of(*_windowed(own["drt"], window), texts),
-        }
+        of = of_kinds(losses, own, window, texts)
         for tokens in ("all", "outside"):
             rows.append({"step": step, "tokens": tokens} | _row(of, flags, tokens))
     return models.training() | {
@@ -393,11 +394,10 @@ def references(options: argparse.Namespace, progress: Progress) -> dict[str, Any
         opened(models.base), drts, options.folder / "shards", tokenizer, options.folder / "bm25.json"
     )
     hits = []
-    for file in sorted((data_folder("math") / "test").glob("*.tex")):
-        text = read_text(file)
-        if len(tokenize([text[: 8 * length]], tokenizer)) > length:
-            progress.show(file.name)
-            hits.append(list(ranking.ranks(chapter(text, tokenizer, length, ranking.config.chunk_size))))
+    for text in latex(tokenizer, length):
+        progress.show(text.name)
+        whole = read_text(data_folder("math") / "test" / text.name)
+        hits.append(list(ranking.ranks(chapter(whole, tokenizer, length, ranking.config.chunk_size))))
     asked = [own for own in hits if own]
     return models.training() | {
         "length": length, "chosen": CHOSEN, "texts": len(asked), "references": sum(map(len, asked)),
