@@ -41,7 +41,7 @@ def config(kind: str, options: argparse.Namespace) -> RunConfig:
     changes = ["distil.retrieval_weight=0"]
     if kind == "drt":
         begin = converted(options.folder, "drt", window, *DRT_FIELDS, *options.model)
-        changes = ["distil.retrieval_weight=2", "training.addition_learning_rate_factor=3"]
+        changes = ["distil.retrieval_weight=10", "distil.fit_steps=8"]
     else:
         begin = teacher if kind == "full" else converted(options.folder, "sliding_window", window)
     file = options.folder / "additions.yaml"
@@ -83,7 +83,7 @@ def main() -> None:
     )
     parser.add_argument("kinds", nargs="*", choices=[*KINDS, []], help="all of them by default")
     parser.add_argument("--folder", type=Path, default=FOLDER, help="conversions, text and models")
-    parser.add_argument("--steps", type=int, default=50, help=f"of {LENGTH:,} tokens")
+    parser.add_argument("--steps", type=int, default=30, help=f"of {LENGTH:,} tokens")
     parser.add_argument("--window", type=int, default=256)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--model", nargs="*", default=[], help="fields of the converted DRT, as key=value")

@@ -157,7 +157,7 @@ def scores(implementation: str, query: Tensor, table: Tensor) -> Tensor:
 
 
 OPS: list[tuple[Callable[..., Tensor], str, tuple[tuple[int, ...], ...]]] = [
-    (gca, "gca.torch_path", ((2, 6, 9, 4, 32), (2, 8, 17, 2, 32), (2, 8, 17, 2, 32))),
+    (gca, "gca.call", ((2, 6, 9, 4, 32), (2, 8, 17, 2, 32), (2, 8, 17, 2, 32))),
     (landmarks, "landmark.torch_path", ((2, 120, 4, 32), (2, 120, 2, 32), (2, 120, 2, 32))),
     (window, "block_attention", ((2, 120, 4, 32), (2, 120, 2, 32), (2, 120, 2, 32))),
     (scores, "selection.api", ((2, 20, 32), (2, 9, 32))),

@@ -18,6 +18,7 @@ MODELS: dict[str, tuple[Any, dict[str, Any]]] = {
     "window": (window_model, {}),
     "window, pretrained": (window_model, PRETRAINED | {"layer_types": MIXED}),
     "drt, pretrained": (drt, PRETRAINED | {"groups": 2}),
+    "drt, beside its window": (drt, PRETRAINED | {"virtual_key": "window"}),
     "block-recurrent": (block_recurrent, {"truncation_blocks": 3}),
     "drt": (drt, {}),
     "drt, other options": (

@@ -98,6 +98,8 @@ def fitting(options: dict[str, Any]) -> dict[str, Any]:
     """Without what a configuration refuses."""
     if options["sliding_window"] is None:
         options |= {"num_sinks": 0}
+    if options.get("virtual_key") == "window":
+        options |= {"softmax_off_by_one": True, "window_position": "rope"}
     if options["window_position"] == "alibi" or not options["num_sinks"]:
         options |= {"max_sink_distance": None}
     if options["sliding_window"] == 1 and "landmarks_as_keys" in options:
@@ -123,6 +125,7 @@ DRTS = st.fixed_dictionaries(
         "num_retrieved_chunks": st.sampled_from([1, 2, 3, 50]),
         "residual_gca": st.booleans(),
         "softmax_off_by_one": st.booleans(),
+        "virtual_key": st.sampled_from(["zero", "window"]),
         "landmarks_as_keys": st.booleans(),
         "memory_kv": st.sampled_from(["shared", "group", "layer"]),
         **SINKS,

@@ -88,6 +88,7 @@ def variant_name(options: dict[str, Any]) -> str:
     on = [name for name, value in options.items() if value is True]
     on += ["hidden"] * (not options.get("landmarks_as_keys", True))
     on += [f"{options.get('num_sinks')}-sinks"] * ("num_sinks" in options)
+    on += ["beside-window"] * (options.get("virtual_key") == "window")
     on += [f"kv-per-{options.get('memory_kv')}"] * ("memory_kv" in options)
     return "-".join([f"{options['groups']}", options["window_position"], *on])
 
@@ -99,6 +100,8 @@ VARIANTS += [
     _variant(1, 1, 1, 1, 1, 0) | {"num_sinks": 6},
     _variant(2, 1, 1, 1, 1, 0) | {"memory_kv": "group"},
     _variant(2, 0, 0, 1, 1, 0) | {"memory_kv": "layer"},
+    _variant(2, 1, 1, 1, 1, 0) | {"virtual_key": "window", "landmarks_as_keys": False, "num_sinks": 2},
+    _variant(1, 1, 0, 1, 1, 1) | {"virtual_key": "window", "memory_kv": "layer"},
 ]
 
 
@@ -312,8 +315,14 @@ class _Naive:
         return x + self.mlp(layer.mlp, self.norm(layer.mlp_norm, x))
 
     def window_attention(self, attention: SelfAttention, x: Tensor, number: int = 0) -> Tensor:
+        _, scores, v = self.look(attention, x, number)
+        return attention.o_proj(self.weigh(scores, v))
+
+    def look(self, attention: SelfAttention, x: Tensor, number: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries [T, H, D] before they are turned, scores [H, T, P] and values [P, J, D]."""
         c, place, is_key = self.config, self.numbers(len(x)), self.is_key(len(x))
         q, k, v = self.heads(attention, x)
+        given = q
         distance = (place[:, None] - place).to(x.dtype)
         hidden = (
             (distance < 0) | ~is_key | ((distance == 0) & ~is_key[:, None])
@@ -333,8 +342,8 @@ class _Naive:
             bias = -self.slopes(c.num_attention_heads).to(x.dtype)[:, None, None] * distance
         bias = bias.masked_fill(hidden, -torch.inf)
         if not outside.any():
-            return attention.o_proj(self.attend(q, k, v, bias))
-        return attention.o_proj(self.attend(q, k, v, bias, of_sinks, outside))
+            return given, self.scores_of(q, k, bias), v
+        return given, self.scores_of(q, k, bias, of_sinks, outside), v
 
     def numbers(self, positions: int) -> Tensor:
         """[P] of the positions, as windows count them."""
@@ -377,23 +386,29 @@ class _Naive:
         turned = (even * angle.cos() - odd * angle.sin(), even * angle.sin() + odd * angle.cos())
         return factor * torch.stack(turned, dim=-1).flatten(-2)
 
-    def attend(
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
+        return self.weigh(self.scores_of(q, k, bias), v)
+
+    def weigh(self, scores: Tensor, v: Tensor) -> Tensor:
+        """[T, H * D]"""
+        v = v.repeat_interleave(len(scores) // v.shape[1], dim=1)
+        return torch.einsum("htp,phd->thd", scores.softmax(-1), v).flatten(1)
+
+    def scores_of(
         self,
         q: Tensor,
         k: Tensor,
-        v: Tensor,
         bias: Tensor,
         of_sinks: Tensor | None = None,  # queries of the pairs ``outside`` [T, P] the window
         outside: Tensor | None = None,
     ) -> Tensor:
-        repeats = q.shape[1] // k.shape[1]
-        k, v = (x.repeat_interleave(repeats, dim=1) for x in (k, v))
+        """[H, T, P]"""
+        k = k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
         scores = torch.einsum("thd,phd->htp", q, k)
         if of_sinks is not None:
             assert outside is not None
             scores = torch.where(outside, torch.einsum("thd,phd->htp", of_sinks, k), scores)
-        scores = scores * q.shape[-1] ** -0.5 + bias
-        return torch.einsum("htp,phd->thd", scores.softmax(-1), v).flatten(1)
+        return scores * q.shape[-1] ** -0.5 + bias
 
 
 class NaiveWindow(_Naive):
@@ -465,13 +480,23 @@ class NaiveDRT(_Naive):
                     scores.append(score)
                 self.retrieval.append(asked)
                 self.scores.append(scores)
-            h = x + self.window_attention(layer.attention, self.norm(layer.attention_norm, x))
+            q, scores, values = self.look(layer.attention, self.norm(layer.attention_norm, x))
+            h = x + layer.attention.o_proj(self.weigh(scores, values))
+            # as to a key at the window's end, which carries yarn's factor too
+            if c.window_position == "rope":
+                q = self.rotate(q, torch.full((len(q),), c.sliding_window)) * self.rope[1]
             found = h.new_zeros(len(h), c.num_attention_heads * c.head_dim)
             for n in range(1, len(lengths)):
                 own = slice(starts[n], ends[n])
                 for m, weight in zip(*asked[n - 1], strict=True):
                     k, v = (x[:, self.kv_of(number, per_group)] for x in memory[m][:2])
-                    found[own] += weight * self.read(layer, h[own], k, v)
+                    if c.virtual_key == "zero":
+                        found[own] += weight * self.read(layer, h[own], k, v)
+                        continue
+                    beside = scores[:, own]
+                    both = torch.cat([beside, self.scores_of(q[own], k, torch.zeros(1))], dim=-1)
+                    given = self.weigh(both, torch.cat([values, v])) - self.weigh(beside, values)
+                    found[own] += weight * given
             found = layer.gca_o_proj(found)
             x = h + found if c.residual_gca else h
             x = x + self.mlp(layer.mlp, self.norm(layer.mlp_norm, h + found))

@@ -362,7 +362,9 @@ REFUSED = {
         r"^training.loss_positions: expected 1 with data.task needles"
     ),
     ("distil.retrieval_weight=1",): r"^distil.model: expected a teacher with distil.retrieval_weight 1",
-    ("distil.model=x", "distil.weight=0"): r"^distil.weight: expected distil.weight or distil.retrieval_weight above 0",
+    ("distil.model=x", "distil.weight=0"): (
+        r"^distil.weight: expected distil.weight, distil.retrieval_weight or distil.fit_steps above 0"
+    ),
     ("distil.model=x", "distil.retrieval_weight=1", "model.architecture=landmark"): (
         r"^distil.retrieval_weight: expected 0 for landmark"
     ),

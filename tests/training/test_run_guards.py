@@ -194,9 +194,14 @@ def write_config(folder: Path, **settings: Any) -> list[str]:
 
 
 def test_the_command_says_it_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = write_config(tmp_path, optimizer="adamw", learning_rate=1000, warmup_steps=0)
+    arguments = write_config(tmp_path)
+    begun = Run(run_config(tmp_path / "begun"), text=TEXT).model
+    with torch.no_grad():
+        begun.get_parameter("norm.weight").fill_(3e38)  # finite, which its multiples are not
+    begun.save_pretrained(tmp_path / "begun")
+    capsys.readouterr()  # of saving
     with pytest.raises(SystemExit) as caught:
-        main(arguments)
+        main([*arguments, f"init_from={tmp_path / 'begun'}"])
     assert caught.value.code == 1
     *progress, line = capsys.readouterr().err.strip().splitlines()
     assert all(not other or other.startswith("[#") for other in progress)

@@ -42,6 +42,11 @@ class ConfigAnswers:
         return self.retrieves
 
     @property
+    def reads_beside_window(self) -> bool:
+        """Whether what is read stands in one softmax with a layer's own window."""
+        return False
+
+    @property
     def ranks_all_chunks(self) -> bool:
         """Whether a call can return the scores of all chunks that landmarks may select: ``output_retrieval_scores``."""
         return False
@@ -120,6 +125,15 @@ class LayerKind:
     """What its attention is over, if a kernel computes it: positions of the text, or rows of one chunk."""
     opens_group: bool = False
     """They stand between other layers: what one takes is what a group takes more than its layers of the kind before."""
+
+
+class FittedMemory(NamedTuple):
+    """The parts of a model that are set from a teacher's keys and values (:mod:`trailmark.training.fit`)."""
+
+    encoder: nn.Module  # called with positions and their grid, gives the memory's entries
+    projection: nn.Linear  # states [B, C, S, E] -> the keys of each set, then the values
+    layers: list[int]  # of each set, the layer of the teacher that has such keys and values
+    closing: list[nn.Linear]  # of what each layer reads; all 0 in a model that does not read yet
 
 
 class ModelAnswers:
@@ -312,6 +326,14 @@ class ModelAnswers:
     def made_for_layers(self) -> tuple[nn.Module, int] | None:
         """A projection outside the layers that makes something for some of them each, and for how many; None: none."""
         return None
+
+    def fitted_memory(self) -> FittedMemory | None:
+        """What of its memory can be fitted to a teacher's layers before it is trained; None: nothing."""
+        return None
+
+    def read_as_attended(self) -> None:
+        """Project what each layer reads of a fitted memory as it projects the output of its window."""
+        raise NotImplementedError
 
     # --- its card -------------------------------------------------------------------------------------------------
 

@@ -252,6 +252,10 @@ def _rows(table: Tensor, index: Tensor) -> Tensor:
     return table[row, index.expand(len(table), -1)]
 
 
+Attended = tuple[Tensor, Tensor | None]
+"""What positions attended to [B, P, H, D], and where that is wanted the log-sum-exp of their scores [B, P, H]."""
+
+
 class WindowAttention(SelfAttention):
     """Sliding-window self-attention with ALiBi or RoPE; keys are kept as they are rotated."""
 
@@ -271,27 +275,52 @@ class WindowAttention(SelfAttention):
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, place: Place, kept: Window | None = None) -> Tensor:
         """Heads q [B, P, H, D] and k, v [B, P, J, D] of positions -> [B, P, H * D]."""
+        return self._attend(q, k, v, place, kept, False)[0].flatten(2)
+
+    def attend_with_lse(
+        self, q: Tensor, k: Tensor, v: Tensor, place: Place, kept: Window | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """As ``attend``, heads apart [B, P, H, D], and the log-sum-exp of each one's scores [B, P, H]."""
+        out, lse = self._attend(q, k, v, place, kept, True)
+        assert lse is not None
+        return out, lse
+
+    def _attend(
+        self, q: Tensor, k: Tensor, v: Tensor, place: Place, kept: Window | None, with_lse: bool
+    ) -> Attended:
         sink_q = None if place.sink_rotary is None or not self.sinks else rotate(q, place.sink_rotary)
         if place.rotary is not None:
             q, k = rotate(q, place.rotary), rotate(k, place.rotary)
         if place.asking is None:
-            return self._windows(q, k, v, sink_q, place, kept)[0].flatten(2)
+            return self._windows(q, k, v, sink_q, place, kept, with_lse)[0]
         grid = place.asking.grid
         q_tokens, k, v = grid.tokens(q), grid.tokens(k), grid.tokens(v)
         sink_q_tokens = None if sink_q is None else grid.tokens(sink_q)
         if place.fixed_tokens:
             q_tokens, k, v = (part.detach() for part in (q_tokens, k, v))
             sink_q_tokens = None if sink_q_tokens is None else sink_q_tokens.detach()
-        out, k, v = self._windows(q_tokens, k, v, sink_q_tokens, place, kept)
+        (out, lse), k, v = self._windows(q_tokens, k, v, sink_q_tokens, place, kept, with_lse)
         if grid.num_closed:
             sink_q = None if sink_q is None else grid.landmarks(sink_q)
-            out = torch.cat([out, self._ask(grid.landmarks(q), k, v, sink_q, place.asking)], dim=1)
-        return grid.from_parts(out).flatten(2)
+            asked, its_lse = self._ask(grid.landmarks(q), k, v, sink_q, place.asking, with_lse)
+            out = torch.cat([out, asked], dim=1)
+            if with_lse:
+                assert lse is not None
+                assert its_lse is not None
+                lse = torch.cat([lse, its_lse], dim=1)
+        return grid.from_parts(out), None if lse is None else grid.from_parts(lse)
 
     def _windows(
-        self, q: Tensor, k: Tensor, v: Tensor, sink_q: Tensor | None, place: Place, kept: Window | None
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Every position sees its window and the sinks: [B, P, H, D], and the keys and values that were there."""
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sink_q: Tensor | None,
+        place: Place,
+        kept: Window | None,
+        with_lse: bool,
+    ) -> tuple[Attended, Tensor, Tensor]:
+        """Every position sees its window and the sinks, and the keys and values that were there."""
         positions = None
         if place.call is not None:
             assert kept is not None
@@ -308,15 +337,17 @@ class WindowAttention(SelfAttention):
             positions,
             place.documents,
             alibi_slopes=None if self.rope else slopes_like(q, self.slopes),
+            return_lse=with_lse,
             implementation=self.implementation,
             num_sinks=self.sinks,
             sink_queries=sink_q,
         )
-        assert isinstance(out, Tensor)
-        return out, k, v
+        return _attended(out), k, v
 
-    def _ask(self, q: Tensor, k: Tensor, v: Tensor, sink_q: Tensor | None, asking: Asking) -> Tensor:
-        """Landmarks q [B, C, H, D] see the window of the next token, but for that token -> [B, C, H, D]."""
+    def _ask(
+        self, q: Tensor, k: Tensor, v: Tensor, sink_q: Tensor | None, asking: Asking, with_lse: bool
+    ) -> Attended:
+        """Landmarks q [B, C, H, D] see the window of the next token, but for that token."""
         (B, C, H, D), P = q.shape, k.shape[1]
         index = asking.places.clamp(0, P - 1)
         if len(index) == 1:
@@ -326,19 +357,25 @@ class WindowAttention(SelfAttention):
             k, v = (x.flatten(0, 1).index_select(0, flat) for x in (k, v))
         k, v = (x.reshape(B * C, -1, *x.shape[-2:]) for x in (k, v))
         query, key = (x.expand(B, *x.shape[1:]).flatten(0, 1) for x in (asking.query, asking.key))
-        out = sliding_window_attention(
-            q.reshape(B * C, 1, H, D),
-            k,
-            v,
-            self.window,
-            (query[:, None], key),
-            alibi_slopes=None if self.rope else slopes_like(q, self.slopes),
-            implementation=self.implementation,
-            num_sinks=self.sinks,
-            sink_queries=None if sink_q is None else sink_q.reshape(B * C, 1, H, D),
+        out, lse = _attended(
+            sliding_window_attention(
+                q.reshape(B * C, 1, H, D),
+                k,
+                v,
+                self.window,
+                (query[:, None], key),
+                alibi_slopes=None if self.rope else slopes_like(q, self.slopes),
+                return_lse=with_lse,
+                implementation=self.implementation,
+                num_sinks=self.sinks,
+                sink_queries=None if sink_q is None else sink_q.reshape(B * C, 1, H, D),
+            )
         )
-        assert isinstance(out, Tensor)
-        return out.view(B, C, H, D)
+        return out.view(B, C, H, D), None if lse is None else lse.view(B, C, H)
+
+
+def _attended(out: Tensor | tuple[Tensor, Tensor]) -> Attended:
+    return (out, None) if isinstance(out, Tensor) else out
 
 
 def slopes_like(q: Tensor, rule: str = "geometric") -> Tensor:

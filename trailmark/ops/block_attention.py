@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from trailmark.ops.arguments import arithmetic_dtype, without_autocast
 # Up to this many scores per block and head, the CPU's SDPA spends most of its time around the arithmetic:
 # 1.5x (forward) to 2x (backward) that of GEMMs over all blocks at once (benchmarks/README.md).
 _SMALL_BLOCK = 64 * 128
+_SLAB_ELEMENTS = 1 << 20  # scores that stand in memory at a time where the log-sum-exp alone is wanted
 
 
 @without_autocast
@@ -55,6 +57,65 @@ def attention_dtype(q: Tensor, k: Tensor, v: Tensor, biased: bool) -> torch.dtyp
     if q.device.type == "cuda" and not biased and q.dtype == k.dtype == v.dtype:
         return q.dtype
     return arithmetic_dtype(q, k, v)
+
+
+def block_lse(q: Tensor, k: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+    """The log-sum-exp of the scores of :func:`block_attention`, [b, c, H], in float32 or wider: -inf for no key."""
+    if mask is not None and mask.dtype == torch.bool:
+        mask = torch.where(
+            mask, torch.zeros((), dtype=arithmetic_dtype(q, k), device=mask.device), -torch.inf
+        )
+    out: Tensor = _BlockLse.apply(q, k, mask, scale)
+    return out
+
+
+class _BlockLse(torch.autograd.Function):
+    """Scores stand in memory for a slab of blocks at a time; the backward computes them again."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+        (b, c, H, _), dtype = q.shape, arithmetic_dtype(q, k)
+        lse = q.new_empty((b, H, c), dtype=dtype)
+        for rows, scores in _scores(q, k, mask, scale):
+            torch.logsumexp(scores, -1, out=lse[rows])
+        ctx.save_for_backward(q, k, mask, lse)
+        ctx.scale = scale
+        return lse.transpose(1, 2)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, mask, lse = ctx.saved_tensors
+        (_, c, H, D), (p, J), dtype = q.shape, k.shape[1:3], lse.dtype
+        dq, dk = torch.empty_like(q, dtype=dtype), torch.empty_like(k, dtype=dtype)
+        empty = lse == -torch.inf
+        lse = lse.masked_fill(empty, 0)
+        grad = (grad.transpose(1, 2) * ctx.scale).masked_fill(empty, 0)  # [b, H, c]
+        with torch.autocast(grad.device.type, enabled=False):  # the backward runs outside the op
+            for rows, scores in _scores(q, k, mask, ctx.scale):
+                ds = scores.sub_(lse[rows][..., None]).exp_().mul_(grad[rows][..., None])
+                ds = ds.view(-1, J, H // J * c, p)
+                of_queries = (ds @ k[rows].to(dtype).transpose(1, 2)).view(-1, H, c, D)
+                dq[rows] = of_queries.transpose(1, 2)
+                queries = q[rows].to(dtype).transpose(1, 2).reshape(-1, J, H // J * c, D)
+                dk[rows] = (ds.transpose(2, 3) @ queries).transpose(1, 2)
+        return dq.to(q.dtype), dk.to(k.dtype), None, None
+
+
+def _scores(q: Tensor, k: Tensor, mask: Tensor | None, scale: float) -> Iterator[tuple[slice, Tensor]]:
+    """Slabs of blocks, and their scores [n, H, c, p]."""
+    (b, c, H, D), (p, J), dtype = q.shape, k.shape[1:3], arithmetic_dtype(q, k)
+    # a GPU wants many at once
+    elements = _SLAB_ELEMENTS if q.device.type == "cpu" else 64 * _SLAB_ELEMENTS
+    step = max(1, elements // max(1, H * c * p))
+    for first in range(0, b, step):
+        rows = slice(first, min(first + step, b))
+        n = rows.stop - first
+        queries = q[rows].to(dtype).transpose(1, 2).reshape(n, J, H // J * c, D) * scale
+        scores = (queries @ k[rows].to(dtype).permute(0, 2, 3, 1)).view(n, H, c, p)
+        if mask is not None:
+            scores.add_(mask[rows] if mask.dim() == 4 and len(mask) == b else mask)
+        yield rows, scores
 
 
 class _BatchedGemms(torch.autograd.Function):

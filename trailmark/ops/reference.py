@@ -104,13 +104,20 @@ def grouped_cross_attention(
     lengths: Tensor,  # [B, M]
     softmax_off_by_one: bool,
     scale: float,
+    beside: Tensor | None = None,  # [B, N, R, H, D]
+    beside_lse: Tensor | None = None,  # [B, N, R, H]
 ) -> Tensor:
-    """Paper (arXiv 2410.01651) Eq. 2 and 3: softmax within each retrieved chunk, weighted sum over chunks."""
-    dtype = arithmetic_dtype(q, k, v, weights)
+    """Paper (arXiv 2410.01651) Eq. 2 and 3: softmax within each retrieved chunk, weighted sum over chunks.
+
+    With ``beside``, the virtual key has its output as a value and its log-sum-exp as a score, and that output is taken
+    from what comes out.
+    """
+    given = [x for x in (q, k, v, weights, beside, beside_lse) if x is not None]
+    dtype = arithmetic_dtype(*given)
     batch, N, R, H, D = q.shape
     M, S, J = k.shape[1:4]
     if M == 0:
-        nothing = [x[..., :0].to(q.dtype).sum() for x in (q, k, v, weights)]  # a gradient of zeros, not none
+        nothing = [x[..., :0].to(q.dtype).sum() for x in given]  # a gradient of zeros, not none
         return torch.zeros_like(q) + torch.stack(nothing).sum()
     chunk = indices.clamp(min=0)
     row = torch.arange(batch, device=q.device)[:, None, None, None]
@@ -123,7 +130,11 @@ def grouped_cross_attention(
     queries = q.to(dtype).view(batch, N, R, J, H // J, D)
     scores = torch.einsum("bnrjgd,bnjksd->bnjgrks", queries, keys) * scale
     scores = scores.masked_fill(absent[:, :, :, None, None], -torch.inf)
-    if softmax_off_by_one:  # a virtual key with score 0 and value 0
+    if beside_lse is not None:
+        null = beside_lse.to(dtype).view(batch, N, R, J, H // J).permute(0, 1, 3, 4, 2)[..., None, None]
+        scores = torch.cat([scores, null.expand(*scores.shape[:-1], 1)], dim=-1)
+        probabilities = scores.softmax(-1)[..., :-1]
+    elif softmax_off_by_one:  # a virtual key with score 0 and value 0
         scores = torch.cat([scores, scores.new_zeros(*scores.shape[:-1], 1)], dim=-1)
         probabilities = scores.softmax(-1)[..., :-1]
     else:
@@ -131,6 +142,9 @@ def grouped_cross_attention(
         probabilities = scores.masked_fill(empty, 0).softmax(-1).masked_fill(empty, 0)
     used = weights.to(dtype).masked_fill(indices < 0, 0)
     out = torch.einsum("bnjk,bnjgrks,bnjksd->bnrjgd", used, probabilities, values)
+    if beside is not None:
+        share = torch.einsum("bnjk,bnjgrks->bnrjg", used, probabilities)[..., None]
+        out = out - share * beside.to(dtype).view(out.shape)
     return out.reshape(q.shape).to(q.dtype)
 
 

@@ -287,6 +287,12 @@ class DistilConfig:
         least=0,
         most=MOST_WEIGHT,
     )
+    fit_steps: int = setting(
+        0,
+        "Before the first step, fit the memory's keys and values to those of the teacher's layers by least squares, on "
+        "the texts of so many steps, and let each layer read as it attends; 0: the memory is learned alone.",
+        least=0,
+    )
     retrieval_from: Literal["reading", "asking"] = setting(
         "reading",
         "Whose attention that is: of the chunk that reads, or of the chunk before it, at whose end it is asked.",
@@ -453,11 +459,21 @@ def _check_distil(config: RunConfig, model: TrailmarkConfig) -> None:
                 f"distil.model: expected a teacher with distil.retrieval_weight {distil.retrieval_weight}, got none. "
                 "Name a folder with one, or leave the weight out."
             )
+        if distil.fit_steps:
+            raise ValueError(
+                f"distil.model: expected a teacher with distil.fit_steps {distil.fit_steps}, got none. Name a folder "
+                "with one, or leave the steps out."
+            )
         return
-    if not distil.weight and not distil.retrieval_weight:
+    if distil.fit_steps and config.data.task != "text":
         raise ValueError(
-            "distil.weight: expected distil.weight or distil.retrieval_weight above 0 with a teacher, got 0 for both: "
-            "nothing would be learned from it. Leave distil.model out."
+            f"distil.fit_steps: expected 0 with data.task {config.data.task}, which has no running text to fit a "
+            f"memory to, got {distil.fit_steps}."
+        )
+    if not distil.weight and not distil.retrieval_weight and not distil.fit_steps:
+        raise ValueError(
+            "distil.weight: expected distil.weight, distil.retrieval_weight or distil.fit_steps above 0 with a "
+            "teacher, got 0 for all: nothing would be learned from it. Leave distil.model out."
         )
     if distil.retrieval_weight and not model.ranks_all_chunks:
         raise ValueError(

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 from trailmark import pretrained
 from trailmark.data.corpus import tokenizer_fingerprint
 from trailmark.files import read_json
-from trailmark.models import MODELS, CausalLMOutput, TrailmarkConfig
+from trailmark.models import MODELS, CausalLMOutput, TrailmarkConfig, short_name
 from trailmark.models.conversion.report import RECORD
 from trailmark.models.text import at_columns
 from trailmark.models.watching import Seen, attention_layers, watching_attention
@@ -65,8 +65,10 @@ class Teacher:
                 f"documents, got true. Convert {self.folder!r} (trailmark convert --to sliding_window), or leave it "
                 "false."
             )
-        if self.settings.retrieval_weight:
+        if self.settings.retrieval_weight or self.settings.fit_steps:
             self._expect_attention()
+        if self.settings.fit_steps:
+            self._expect_like(model_config)
 
     def _expect_same_tokens(self, model_config: TrailmarkConfig, tokenizer: Any) -> None:
         own = tokenizer_fingerprint(tokenizer)
@@ -100,9 +102,27 @@ class Teacher:
     def _expect_attention(self) -> None:
         if not self.ours or self.config.keeps_chunks or self.config.sliding_window is not None:
             raise ValueError(
-                f"distil.model: expected a model of trailmark's with full attention with distil.retrieval_weight, "
-                f"{self.folder!r} is another. Convert its base with trailmark convert --to sliding_window."
+                f"distil.model: expected a model of trailmark's with full attention with distil.retrieval_weight or "
+                f"distil.fit_steps, {self.folder!r} is another. Convert its base with trailmark convert --to "
+                "sliding_window."
             )
+
+    def _expect_like(self, model_config: TrailmarkConfig) -> None:
+        """That the memory of such a model can be fitted to the teacher's layers."""
+        if not model_config.reads_beside_window:
+            raise ValueError(
+                f"distil.fit_steps: expected 0 for {short_name(model_config.model_type)} as it is configured, whose "
+                f"layers do not read as they attend, got {self.settings.fit_steps}. A drt with virtual_key 'window' "
+                "does, as trailmark convert makes it."
+            )
+        for name in ("num_hidden_layers", "num_key_value_heads", "head_dim"):
+            own, theirs = getattr(model_config, name), getattr(self.config, name)
+            if own != theirs:
+                raise ValueError(
+                    f"distil.model: expected a teacher with the model's {name} {own} with distil.fit_steps, "
+                    f"{self.folder!r} has {theirs}. Take the base that the model was converted from, or leave the "
+                    "steps out."
+                )
 
     @cached_property
     def model(self) -> Any:

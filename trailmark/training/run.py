@@ -42,9 +42,10 @@ from trailmark.training.checkpoints import CHECKPOINTS
 from trailmark.training.config import RunConfig
 from trailmark.training.distil import Teacher
 from trailmark.training.final_model import MODEL_MANIFEST, sign_model
+from trailmark.training.fit import MemoryFit
 from trailmark.training.neighbours import open_table
 from trailmark.training.parts import Parts
-from trailmark.training.processes import by_main, is_main, world_size
+from trailmark.training.processes import by_main, is_main, rank, world_size
 from trailmark.training.run_folder import (
     HISTORY_FILE,
     RUN_FILE,
@@ -226,7 +227,10 @@ class Run(RunningState):
             batches.start = self.step
         self._began = time.perf_counter()
         with self.stopping_softly():
-            trainer.train(resume_from_checkpoint=None if last is None else str(last))
+            if last is None and self.config.distil.fit_steps:
+                self._fit_memory(arguments.device)
+            if not self.stopping:
+                trainer.train(resume_from_checkpoint=None if last is None else str(last))
         if self.stopping:
             if self.stop_signal == signal.SIGINT:
                 raise KeyboardInterrupt
@@ -234,6 +238,22 @@ class Run(RunningState):
         weights = states.plain_weights(trainer.model, states.whole_weights(trainer.model))
         by_main(lambda: self.save(weights))
         return self.model
+
+    def _fit_memory(self, device: torch.device) -> None:
+        """Before the first step, on the texts of the first steps: each process reads its share of them."""
+        steps, task = self.config.distil.fit_steps, self.task
+        assert self.teacher is not None
+        self.model.to(device)
+        texts = [(step, row) for step in range(steps) for row in range(task.rows(step))]
+        self.say(f"Fitting the memory to the teacher, on {len(texts)} texts.")
+
+        fit = MemoryFit(self.model.eval(), self.teacher)
+        for step, row in texts[rank() :: world_size()]:
+            if self.stopping and world_size() == 1:  # several leave together, at the end of a step
+                return
+            fit.add(task.batch(step, row, 1))
+        found, tokens = fit.solve()
+        self.say(f"The memory finds {found:.0%} of the teacher's keys and values, on {tokens:,} tokens.")
 
     # --- the folder ----------------------------------------------------------------------------------------
 

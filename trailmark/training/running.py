@@ -104,7 +104,10 @@ class RunningState:
 
     def lesson(self, step: int) -> Lesson | None:
         """What the teacher adds to the loss of the step after ``step``; None: there is none."""
-        return None if self.teacher is None else self.teacher.lesson(step / self.config.training.steps)
+        distil = self.config.distil
+        if self.teacher is None or not (distil.weight or distil.retrieval_weight):
+            return None
+        return self.teacher.lesson(step / self.config.training.steps)
 
     @cached_property
     def _watches_retrieval(self) -> bool:

@@ -171,6 +171,7 @@ def test_what_the_encoder_makes_of_a_chunk_is_what_the_first_upper_layer_would(t
             part(layer.input_layernorm(x)).view(1, 5, 6, 2, 8)
             for part in (attention.k_proj, attention.v_proj)
         ]
+    wanted[0] = wanted[0].unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2)  # neighbours are a pair here
     first = (
         x[..., : ours.config.num_key_value_heads, :] for x in (entries.k, entries.v)
     )  # of the first upper layer
@@ -308,17 +309,23 @@ def test_ctrl_c_leaves_nothing(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["base"]
 
 
+@pytest.mark.parametrize("virtual_key", ["zero", "window"])
 @pytest.mark.parametrize("memory_kv", ["shared", "group", "layer"])
-def test_queries_of_chunks_begin_as_the_base_meets_keys_a_window_back(tmp_path: Path, memory_kv: str) -> None:
+def test_queries_of_chunks_begin_as_the_base_meets_keys_a_window_back(
+    tmp_path: Path, memory_kv: str, virtual_key: str
+) -> None:
     """q . k of Grouped Cross-Attention at step 0 is that of the base's layer for a key W positions before the query."""
     theirs = made("llama")
-    changes = (*DRT, f"memory_kv={memory_kv}", "num_retrieval_groups=2")
+    changes = (*DRT, f"memory_kv={memory_kv}", f"virtual_key={virtual_key}", "num_retrieval_groups=2")
     ours = converted(save(theirs, tmp_path / "base"), tmp_path / "ours", "drt", *changes)
     c, x = ours.config, torch.randn(2, theirs.config.hidden_size, dtype=torch.float64)
     sets = ours.encoder.kv_proj(x[1]).unflatten(0, (2, -1, c.num_key_value_heads, c.head_dim))[0]
     for number, layer in enumerate(ours.upper_layers):
         read = {"shared": 0, "group": number // c.layers_per_group, "layer": number}[memory_kv]
-        q = layer.gca_q_proj(x[0]).view(c.num_attention_heads, c.head_dim)
+        if virtual_key == "zero":
+            q = layer.gca_q_proj(x[0]).view(c.num_attention_heads, c.head_dim)
+        else:
+            q = layer._at_the_end(layer.attention.heads(x[None, :1])[0])[0, 0]
         found = q.view(c.num_key_value_heads, -1, c.head_dim) @ sets[read][..., None]
         own = ours.upper_layers[read * c.layers_per_group if memory_kv == "group" else read]
         with torch.no_grad(), in_float64():

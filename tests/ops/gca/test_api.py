@@ -42,10 +42,14 @@ class Case:
     per_head: bool = False
     with_lengths: bool = False
     off_by_one: bool = True
+    beside: bool = False
     seed: int = 0
 
     def make(self) -> tuple[list[Tensor], dict[str, Any]]:
-        """([q, k, v, weights], the rest); indices are drawn with -1 and with repetition, lengths with 0."""
+        """([q, k, v, weights, and what is beside], the rest).
+
+        Indices are drawn with -1 and with repetition, lengths with 0.
+        """
         random = torch.Generator().manual_seed(self.seed)
         normal = partial(torch.randn, dtype=torch.float64, generator=random)
         q = normal(self.B, self.N, self.R, self.J * self.g, self.D)
@@ -59,11 +63,17 @@ class Case:
             "lengths": lengths if self.with_lengths else None,
             "softmax_off_by_one": self.off_by_one,
         }
-        return [q, k, v, weights], rest
+        if not self.beside:
+            return [q, k, v, weights], rest
+        rest["softmax_off_by_one"] = True
+        return [q, k, v, weights, normal(q.shape), normal(q.shape[:4])], rest
 
 
-def gca(q: Tensor, k: Tensor, v: Tensor, weights: Tensor, indices: Tensor, **rest: Any) -> Tensor:
-    return grouped_cross_attention(q, k, v, indices, weights, **rest)
+def gca(
+    q: Tensor, k: Tensor, v: Tensor, weights: Tensor, *beside: Tensor, indices: Tensor, **rest: Any
+) -> Tensor:
+    given = (beside[0], beside[1]) if beside else None
+    return grouped_cross_attention(q, k, v, indices, weights, beside=given, **rest)
 
 
 def cases(largest: int) -> st.SearchStrategy[Case]:
@@ -83,6 +93,7 @@ def cases(largest: int) -> st.SearchStrategy[Case]:
         per_head=st.booleans(),
         with_lengths=st.booleans(),
         off_by_one=st.booleans(),
+        beside=st.booleans(),
         seed=st.integers(0, 999),
     )
 
@@ -91,6 +102,7 @@ def cases(largest: int) -> st.SearchStrategy[Case]:
 @given(cases(2))
 @example(Case(with_lengths=True, per_head=True, off_by_one=False))
 @example(Case(M=1, S=1, R=1, K=3, with_lengths=True))
+@example(Case(with_lengths=True, beside=True))
 def test_gradcheck(case: Case) -> None:
     inputs, rest = case.make()
     torch.autograd.gradcheck(partial(gca, **rest), [x.requires_grad_() for x in inputs])
@@ -102,6 +114,9 @@ def test_gradcheck(case: Case) -> None:
 @example(Case(M=0, with_lengths=True, off_by_one=False, per_head=True))
 @example(Case(M=1, K=5, S=1, R=1))
 @example(Case(N=9, R=65, S=63, K=3, M=7, D=8))
+@example(Case(N=9, R=65, S=63, K=3, M=7, D=8, beside=True))
+@example(Case(M=0, beside=True))
+@example(Case(N=1, M=2, K=2, beside=True, with_lengths=True))
 def test_equals_the_oracle_in_float64(case: Case) -> None:
     inputs, rest = case.make()
     assert_equals_the_oracle(
@@ -123,6 +138,39 @@ def test_error_budget(dtype: torch.dtype, off_by_one: bool, K: int, sharpness: i
     ]  # select_chunks gives float32 weights
     fast, oracle = (partial(gca, implementation=name, **rest) for name in ("torch", "reference"))
     assert_low_precision_within_budget(fast, oracle, *rounded)
+
+
+@pytest.mark.parametrize("far", [0, 5, 10, 20])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_error_budget_beside_a_window(dtype: torch.dtype, far: int) -> None:
+    """Also where the window leaves next to nothing for a chunk."""
+    case = Case(N=6, R=9, J=2, g=2, D=16, M=10, S=17, K=8, with_lengths=True, beside=True, seed=3)
+    (q, k, v, weights, out, lse), rest = case.make()
+    rounded = [q.to(dtype), k.to(dtype), v.to(dtype), weights.float(), out.to(dtype), lse.float() + far]
+    fast, oracle = (partial(gca, implementation=name, **rest) for name in ("torch", "reference"))
+    assert_low_precision_within_budget(fast, oracle, *rounded)
+
+
+@pytest.mark.parametrize("implementation", ["torch", "reference"])
+def test_one_chunk_beside_a_window_is_one_softmax_over_both(implementation: str) -> None:
+    (q, k, v, _), _ = Case(B=1, N=1, J=1, M=1, S=5, K=1).make()
+    keys, values = torch.randn(2, 4, 2, dtype=torch.float64)  # what the window holds, [P, D]
+    scores = q @ keys.T * 2**-0.5  # [1, 1, R, H, P]
+    out, lse = scores.softmax(-1) @ values, scores.logsumexp(-1)
+    first = torch.zeros(1, 1, 1, dtype=torch.int64)
+    read = grouped_cross_attention(
+        q, k, v, first, first + 1.0, implementation=implementation, beside=(out, lse)
+    )
+    keys, values = torch.cat([keys, k.view(5, 2)]), torch.cat([values, v.view(5, 2)])
+    assert_same_in_float64(out + read, (q @ keys.T * 2**-0.5).softmax(-1) @ values)
+
+
+@pytest.mark.parametrize("implementation", ["torch", "reference"])
+def test_beside_nothing_the_virtual_key_has_no_share(implementation: str) -> None:
+    (q, k, v, weights), rest = Case(S=3).make()
+    nothing = torch.zeros_like(q), torch.full(q.shape[:4], -torch.inf, dtype=torch.float64)
+    alone = gca(q, k, v, weights, *nothing, **rest, implementation=implementation)
+    assert_same_in_float64(alone, gca(q, k, v, weights, **rest | {"softmax_off_by_one": False}))
 
 
 # What the published kernels get wrong
@@ -290,7 +338,9 @@ def test_one_call_per_head_equals_the_heads_alone() -> None:
     for j in range(2):
         heads = slice(2 * j, 2 * j + 2)
         indices = rest["indices"][:, :, j]
-        alone = gca(q[..., heads, :], k[..., j : j + 1, :], v[..., j : j + 1, :], weights[:, :, j], indices)
+        alone = gca(
+            q[..., heads, :], k[..., j : j + 1, :], v[..., j : j + 1, :], weights[:, :, j], indices=indices
+        )
         assert_same_in_float64(out[..., heads, :], alone)
 
 
@@ -373,10 +423,19 @@ WEIGHTS = torch.zeros(2, 3, 2)
         ("lengths", torch.ones(2, 4), "^lengths: "),
         ("lengths", torch.ones(2, 5), "^lengths: .*int64"),
         ("implementation", "fast", "^implementation: .*'fast'"),
+        ("implementation", "triton", "^implementation: "),
+        ("beside", (Q[..., :4], Q[..., 0]), r"^beside\[0\]: .*of q"),
+        ("beside", Q, "^beside: .*a pair of tensors"),
+        ("beside", (Q, None), "^beside: .*a pair of tensors"),
+        ("beside", (Q, Q), r"^beside\[1\]: .*\[B, N, R, H\]"),
+        ("beside", (Q, Q[..., 0].long()), r"^beside\[1\]: .*floating"),
+        ("softmax_off_by_one", False, "^softmax_off_by_one: .*True with beside"),
     ],
 )
 def test_errors_name_the_argument(argument: str, wrong: Any, message: str) -> None:
-    right = {"q": Q, "k": KV, "v": KV, "indices": INDICES, "weights": WEIGHTS}
+    right: dict[str, Any] = {"q": Q, "k": KV, "v": KV, "indices": INDICES, "weights": WEIGHTS}
+    if argument in ("softmax_off_by_one", "implementation"):
+        right["beside"] = Q, Q[..., 0]
     grouped_cross_attention(**right)
     with pytest.raises(ValueError, match=message):
         grouped_cross_attention(**right | {argument: wrong})

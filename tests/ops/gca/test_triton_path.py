@@ -183,7 +183,7 @@ def test_a_frozen_memory_costs_no_gradient(implementation: str, compiled: bool) 
     only_keys = k.clone().requires_grad_()
     assert torch.equal(torch.autograd.grad(run(q, only_keys, v, w), only_keys, grad)[0], full[1])
     chosen = (x[:, :, None].expand(1, 2, 2, 2) for x in (rest["indices"], w))
-    call = CrossAttentionCall(q, k, v, *chosen, None, True, 0.25)
+    call = CrossAttentionCall(q, k, v, *chosen, None, None, None, True, 0.25)
     kept = module._forward(call, implementation, True)[1]
     gradients = module._backward(grad, call, kept, implementation, False)
     assert gradients[1].numel() == gradients[2].numel() == 0
@@ -239,7 +239,7 @@ def test_a_popular_chunk_is_added_up_from_parts(per_part: int, per_head: bool) -
     if not per_head:
         indices, weights = (x[:, :, None].expand(1, 6, J, K) for x in (indices, weights))
     grad = torch.randn(q.shape, generator=torch.Generator().manual_seed(1)).to(DEVICE)
-    call = CrossAttentionCall(q, k, v, indices, weights, None, True, 0.25)
+    call = CrossAttentionCall(q, k, v, indices, weights, None, None, None, True, 0.25)
     _, lse = kernels.forward(call, True)
     whole = kernels.backward(grad, call, lse)
     parts = kernels.backward(grad, call, lse, readers_of_a_part=per_part)
@@ -298,7 +298,7 @@ def test_wide_offsets_give_the_same_bits() -> None:
     (q, k, v, w), rest = inputs(R=9, g=2, N=3, S=20, lengths=True, per_head=True)
     results = []
     for wide in (False, True):
-        call = CrossAttentionCall(q, k, v, rest["indices"], w, rest["lengths"], True, 0.25)
+        call = CrossAttentionCall(q, k, v, rest["indices"], w, rest["lengths"], None, None, True, 0.25)
         out, lse = kernels.forward(call, True, wide=wide)
         results.append([out, lse, *kernels.backward(out, call, lse, wide=wide)])
     for x, y in zip(*results, strict=True):
@@ -329,11 +329,15 @@ def test_torch_compile_does_not_break_on_it(implementation: str) -> None:
         assert torch.equal(compiled(*tensors), eager[0])
 
 
-@pytest.mark.parametrize("implementation", ["torch", "triton"])
+@pytest.mark.parametrize("implementation", ["torch", "torch, beside", "torch, low", "triton"])
 @pytest.mark.parametrize("keep", [True, False])
 def test_the_registered_op_keeps_its_promises(implementation: str, keep: bool) -> None:
-    (q, k, v, w), rest = inputs(per_head=True, lengths=True)
-    arguments = (q, k, v, rest["indices"].clamp(min=0), w, rest["lengths"], True, 0.25, implementation, keep)
+    dtype = torch.bfloat16 if "low" in implementation else torch.float32
+    (q, k, v, w), rest = inputs(per_head=True, lengths=True, dtype=dtype)
+    chosen = rest["indices"].clamp(min=0), w, rest["lengths"]
+    beside = (q.clone(), q[..., 0].float()) if "beside" in implementation else (None, None)
+    name = implementation.split(",")[0]
+    arguments = (q, k, v, *chosen, *beside, True, 0.25, name, keep)
     registered = torch.ops.trailmark.grouped_cross_attention.default
     if not keep:
         torch.library.opcheck(registered, arguments, test_utils=("test_schema", "test_faketensor"))

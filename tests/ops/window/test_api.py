@@ -23,6 +23,7 @@ from tests.budgets import (
     assert_autocast_changes_nothing,
     assert_equals_the_oracle,
     assert_low_precision_within_budget,
+    assert_same_bits,
     assert_same_in_float64,
     assert_widest_input_sets_the_precision,
     values_and_gradients,
@@ -181,6 +182,7 @@ def test_gradcheck(case: Case) -> None:
 @example(Case(T=90, window=5, blocks=(4, 8), sinks=3, documents="pieces", asking=True, seed=1))
 @example(Case(T=90, window=5, carried=12, blocks=(4, 8), sinks=3, positions="cache", asking=True))
 @example(Case(T=90, window=9, carried=9, blocks=(4, 8), sinks=2, positions="cache", alibi=True, seed=2))
+@example(Case(T=11, carried=4, J=1, window=1, positions="cache", sinks=2, seed=2))
 def test_equals_the_oracle_in_float64(case: Case) -> None:
     inputs, _ = case.make()
     assert_equals_the_oracle(case.attend(), case.attend("reference"), *inputs)
@@ -297,6 +299,21 @@ def test_rows_without_a_key(implementation: str) -> None:
         assert leaf.grad.isfinite().all()
         assert not leaf.grad[1].any()
     assert not q.grad[empty].any()
+
+
+@pytest.mark.parametrize("T", [1, 40])
+@pytest.mark.parametrize("positions", ["none", "cache"])
+@pytest.mark.parametrize("documents", ["none", "pieces"])
+@pytest.mark.parametrize("sinks", [0, 3])
+def test_asking_for_the_log_sum_exp_changes_no_bit(
+    T: int, positions: str, documents: str, sinks: int
+) -> None:
+    case = Case(
+        T=T, carried=9, window=5, blocks=(4, 8), positions=positions, documents=documents, sinks=sinks
+    )
+    inputs, _ = case.make()
+    with_lse = replace(case, with_lse=True).attend()(*inputs)[0]
+    assert_same_bits(with_lse, case.attend()(*inputs))
 
 
 def test_log_sum_exp() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -122,11 +122,15 @@ def head_size(base: Base) -> int:
     return found
 
 
-def after_norms(projections: Iterable[tuple[str, str]]) -> Part:
-    """The rows of several projections [n, E], each of what a norm of its own, of weight [E], makes of states."""
-    pairs = list(projections)
-    names = tuple(name for pair in pairs for name in pair)
-    return Part(names, lambda read: torch.cat([read(rows) * read(norm) for rows, norm in pairs]))
+def after_norms(keys: Sequence[tuple[str, str]], values: Sequence[tuple[str, str]], base: Base) -> Part:
+    """The rows of k of several layers, then those of v, each of what its own norm, of weight [E], makes of states."""
+    head_dim = head_size(base)
+
+    def make(read: Read) -> Tensor:
+        rows = [to_neighbours(read(rows), head_dim) * read(norm) for rows, norm in keys]
+        return torch.cat(rows + [read(rows) * read(norm) for rows, norm in values])
+
+    return Part(tuple(name for pair in (*keys, *values) for name in pair), make, permuted=True)
 
 
 def diagonal(part: Part, start: str) -> Part:
@@ -144,10 +148,12 @@ def turned_by(name: str, base: Base, distance: int) -> Part:
         rows = read(name)
         first, second = rows.double().unflatten(0, (-1, 2, head_dim // 2)).unbind(1)  # [heads, D / 2, E]
         cos, sin = (turn[:, None] * factor for turn in (angle.cos(), angle.sin()))
-        turned = torch.stack([cos * first - sin * second, sin * first + cos * second], dim=1)
+        turned = torch.stack(
+            [cos * first - sin * second, sin * first + cos * second], dim=2
+        )  # as keys have them
         return turned.flatten(0, 2).to(rows.dtype)
 
-    return Part((name,), make)
+    return Part((name,), make, permuted=True)
 
 
 def mean_embedding(start: str) -> Part:

@@ -90,8 +90,9 @@ def _drt_fields(base: Base, given: Mapping[str, Any]) -> Fields:
         "exclude_visible_chunks": True,
         "memory_kv": "layer",
         "residual_gca": True,
+        "virtual_key": "zero" if given.get("softmax_off_by_one") is False else "window",
         "retrieval_normalization": True,
-        "retrieval_scale": 1.0,
+        "retrieval_scale": 0.3,
     } | _sinks(base, given)
 
 
@@ -114,12 +115,13 @@ def _drt_parts(base: Base, config: DRTConfig) -> Parts:
     for name in ("input_norm", "output_norm"):
         what = "1: what reads the states has the weights of its norm"
         parts[f"encoder.{name}.weight"] = p.filled(1, (width,), what)
-    step = {"shared": config.num_upper_layers, "group": config.layers_per_group, "layer": 1}[config.memory_kv]
-    read = [f"model.layers.{number}" for number in range(lower, lower + config.num_upper_layers, step)]
+
+    def projections(kind: str) -> list[tuple[str, str]]:
+        read = [f"model.layers.{number}" for number in config.first_readers]
+        return [(f"{of}.self_attn.{kind}_proj.weight", f"{of}.input_layernorm.weight") for of in read]
+
     parts["encoder.kv_proj.weight"] = p.begun(
-        p.after_norms(
-            (f"{of}.self_attn.{x}_proj.weight", f"{of}.input_layernorm.weight") for x in "kv" for of in read
-        ),
+        p.after_norms(projections("k"), projections("v"), base),
         "k and v, without positions, of what attention_norm makes of states: of each layer that has its own, or of the "
         "first that reads them",
     )
@@ -137,13 +139,14 @@ def _drt_parts(base: Base, config: DRTConfig) -> Parts:
     for number in range(config.num_upper_layers):
         ours, theirs = f"upper_layers.{number}", f"model.layers.{lower + number}"
         parts |= p.layer(base, lower + number, ours)
-        parts[f"{ours}.gca_norm.weight"] = p.begun(
-            p.own(f"{theirs}.input_layernorm.weight"), "attention_norm of its layer"
-        )
-        parts[f"{ours}.gca_q_proj.weight"] = p.begun(
-            p.turned_by(f"{theirs}.self_attn.q_proj.weight", base, window),
-            f"q of its layer as it meets a key {window} positions back, wherever that stands",
-        )
+        if config.virtual_key == "zero":
+            parts[f"{ours}.gca_norm.weight"] = p.begun(
+                p.own(f"{theirs}.input_layernorm.weight"), "attention_norm of its layer"
+            )
+            parts[f"{ours}.gca_q_proj.weight"] = p.begun(
+                p.turned_by(f"{theirs}.self_attn.q_proj.weight", base, window),
+                f"q of its layer as it meets a key {window} positions back, wherever that stands",
+            )
         size = (width, config.num_attention_heads * p.head_size(base))
         parts[f"{ours}.gca_o_proj.weight"] = p.filled(0, size, "0: what is read changes nothing yet")
     return parts

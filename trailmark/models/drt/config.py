@@ -26,6 +26,10 @@ class DRTConfig(TrailmarkConfig):
             layers of a group. "layer": each its own, so a memory is as many times larger. One depth's keys and values
             fit no other depth of a pretrained base.
         softmax_off_by_one: a virtual key of score 0 and value 0 in every chunk (Eq. 3).
+        virtual_key: what that key is. "zero": as published. "window" (with RoPE): what the layer's own window gave,
+            scored by its log-sum-exp, so that a chunk's keys stand in one softmax with the window's, asked by the same
+            queries as if they stood where the window ends. What is both in the window and in a chunk that is read
+            counts twice: see ``exclude_visible_chunks``.
         retrieval_projections: W_h per group and W_l (Eq. 1); False: none, as in the published code.
         retrieval_normalization: RMS-normalise both sides of the score after the projections.
         retrieval_scale: factor on the score, besides E ** -0.5.
@@ -45,7 +49,7 @@ class DRTConfig(TrailmarkConfig):
     model_type = "trailmark_drt"
     # the embedder itself counts: TrailmarkForCausalLM._cache_key
     no_arithmetic = frozenset({"retrieval_noise", "embedder", "embedder_fingerprint"})
-    newer = TrailmarkConfig.newer | {"landmarks_as_keys", "memory_kv"}
+    newer = TrailmarkConfig.newer | {"landmarks_as_keys", "memory_kv", "virtual_key"}
 
     num_lower_layers: Filled = None  # type: ignore[assignment]
     chunk_size: int = 63
@@ -55,6 +59,7 @@ class DRTConfig(TrailmarkConfig):
     num_encoder_layers: int = 2
     memory_kv: Literal["shared", "group", "layer"] = "shared"
     softmax_off_by_one: bool = True
+    virtual_key: Literal["zero", "window"] = "zero"
     retrieval_projections: bool = True
     retrieval_normalization: bool = False
     retrieval_scale: float | int = 1.0
@@ -96,6 +101,16 @@ class DRTConfig(TrailmarkConfig):
     def kv_per_chunk(self) -> int:
         """Sets of keys and values that a memory keeps of a chunk."""
         return 1 if self.memory_kv == "shared" else self.num_retrieval_groups * self.kv_per_group
+
+    @property
+    def first_readers(self) -> list[int]:
+        """Of each set of keys and values of a chunk, the first layer that reads it."""
+        step = {"shared": self.num_upper_layers, "group": self.layers_per_group, "layer": 1}[self.memory_kv]
+        return list(range(self.num_lower_layers, self.num_hidden_layers, step))
+
+    @property
+    def reads_beside_window(self) -> bool:
+        return self.retrieves and self.virtual_key == "window"
 
     @property
     def scores_chunks(self) -> bool:
@@ -141,6 +156,18 @@ class DRTConfig(TrailmarkConfig):
         for name in ("chunk_size", "num_retrieval_groups", "num_encoder_layers"):
             expect(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
         expect_count(self.num_retrieved_chunks)
+        expect(
+            self.softmax_off_by_one or self.virtual_key == "zero",
+            "softmax_off_by_one",
+            False,
+            "true with virtual_key 'window', or virtual_key 'zero'",
+        )
+        expect(
+            self.window_position == "rope" or self.virtual_key == "zero",
+            "window_position",
+            self.window_position,
+            "'rope' with virtual_key 'window', or virtual_key 'zero'",
+        )
         lower = self.num_lower_layers
         expect(
             lower is None or 0 <= lower < self.num_hidden_layers,

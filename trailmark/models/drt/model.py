@@ -16,7 +16,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from trailmark.memory import MemoryEntries, Window
 from trailmark.memory.schema import Expected
-from trailmark.models.answers import CardFacts, LayerKind
+from trailmark.models.answers import CardFacts, FittedMemory, LayerKind
 from trailmark.models.costs import (
     CacheBytes,
     ChunkReads,
@@ -40,6 +40,7 @@ from trailmark.models.layers import (
     fused_linear,
     rms_normalize,
     rotary_table,
+    rotate,
 )
 from trailmark.models.step import Step
 from trailmark.ops import grouped_cross_attention
@@ -110,19 +111,25 @@ class DRTLayer(GradientCheckpointingLayer):
     """An upper layer: h = x + window(norm x); y = h + MLP(norm(h + GCA(norm h))).
 
     What was read feeds the MLP but bypasses the residual stream, as the published code has it;
-    ``residual_gca`` adds it to the stream instead. Queries, keys and values of GCA have no biases and no norms, unlike
+    ``residual_gca`` adds it to the stream instead. Keys and values of GCA have no biases and no norms, unlike
     self-attention here and in the chunk encoder (``attention_bias``, ``qk_norm``): several layers may read the same
     keys (``memory_kv``), and then no layer could bring its own.
+
+    With ``virtual_key`` "window" GCA asks with the window's queries (their norms and biases too), turned as for keys
+    that stand where the window ends; else with queries of its own, which have neither.
     """
 
     def __init__(self, config: DRTConfig) -> None:
         super().__init__()
         self.head_dim, self.residual_gca = config.head_dim, config.residual_gca
         self.softmax_off_by_one, self.implementation = config.softmax_off_by_one, config.implementation
+        self.beside_window, self.window = config.virtual_key == "window", config.sliding_window
+        self.rope = config.rope
         self.attention_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.attention = WindowAttention(config)
-        self.gca_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.gca_q_proj = nn.Linear(config.hidden_size, config.attention_width, bias=False)
+        if not self.beside_window:
+            self.gca_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+            self.gca_q_proj = nn.Linear(config.hidden_size, config.attention_width, bias=False)
         self.gca_o_proj = nn.Linear(config.attention_width, config.hidden_size, bias=False)
         self.mlp_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = MLP(config)
@@ -135,22 +142,54 @@ class DRTLayer(GradientCheckpointingLayer):
         *reading: Any,  # the fields of a Reading; none: nothing is read
     ) -> Tensor:
         # arguments of their own: reentrant checkpointing passes gradients to no tensor inside a tuple
-        x = x + self.attention(self.attention_norm(x), place, kept)
         if not reading:
+            x = x + self.attention(self.attention_norm(x), place, kept)
             return x + self.mlp(self.mlp_norm(x))
-        read = self.read(x, *reading)
+        if self.beside_window:
+            q, k, v = self.attention.heads(self.attention_norm(x))
+            out, lse = self.attention.attend_with_lse(q, k, v, place, kept)
+            x = x + self.attention.o_proj(out.flatten(2))
+            rows = reading[0].rows
+            read = self._attend_to_chunks(rows(self._at_the_end(q)), (rows(out), rows(lse)), *reading)
+        else:
+            x = x + self.attention(self.attention_norm(x), place, kept)
+            read = self.read(x, *reading)
         if self.residual_gca:
             x = x + read
             return x + self.mlp(self.mlp_norm(x))
         return x + self.mlp(self.mlp_norm(x + read))
 
-    def read(
-        self, x: Tensor, grid: Grid, k: Tensor, v: Tensor, indices: Tensor, weights: Tensor, lengths: Any
+    def _at_the_end(self, q: Tensor) -> Tensor:
+        """Queries [B, P, H, D] as they meet keys that stand a window back, wherever those stand."""
+        assert self.window is not None
+        table = rotary_table(self.window + 1, self.head_dim, self.rope, q)
+        return rotate(q, table[-1:].expand(q.shape[1], -1, -1))
+
+    def read(self, x: Tensor, *reading: Any) -> Tensor:
+        """What positions x [B, P, E] read of the chunks of a Reading, by queries of their own, [B, P, E]."""
+        q = self.gca_q_proj(reading[0].rows(self.gca_norm(x)))
+        return self._attend_to_chunks(q.unflatten(-1, (-1, self.head_dim)), None, *reading)
+
+    def _attend_to_chunks(
+        self,
+        q: Tensor,
+        beside: tuple[Tensor, Tensor] | None,
+        grid: Grid,
+        k: Tensor,
+        v: Tensor,
+        indices: Tensor,
+        weights: Tensor,
+        lengths: Any,
     ) -> Tensor:
-        """What positions x [B, P, E] read of the chunks of a Reading, [B, P, E]."""
-        q = self.gca_q_proj(grid.rows(self.gca_norm(x)))  # [B, N * R, E]
+        """What positions read of the chunks of a Reading, [B, P, E].
+
+        Args:
+            q: [B, N * R, H, D] of the rows of the chunks that read. beside: [B, N * R, H, D] what they had from
+                elsewhere, and [B, N * R, H] its log-sum-exp.
+        """
+        chunks = grid.num_chunks, grid.rows_per_chunk
         read = grouped_cross_attention(
-            q.view(q.shape[0], grid.num_chunks, grid.rows_per_chunk, -1, self.head_dim),
+            q.unflatten(1, chunks),
             k,
             v,
             indices,
@@ -158,6 +197,9 @@ class DRTLayer(GradientCheckpointingLayer):
             lengths,
             softmax_off_by_one=self.softmax_off_by_one,
             implementation=self.implementation,
+            beside=None
+            if beside is None
+            else (beside[0].unflatten(1, chunks), beside[1].unflatten(1, chunks)),
         )
         out: Tensor = self.gca_o_proj(grid.positions(read.flatten(1, 2).flatten(2)))
         return out
@@ -309,6 +351,20 @@ class DRTForCausalLM(RetrievingForCausalLM):
 
     def made_for_layers(self) -> tuple[nn.Module, int] | None:
         return self.encoder.kv_proj, self.config.kv_per_chunk
+
+    def fitted_memory(self) -> FittedMemory | None:
+        if not self.config.reads_beside_window:
+            return None
+        layers: list[Any] = list(self.upper_layers)
+        closing = [layer.gca_o_proj for layer in layers]
+        return FittedMemory(self.encoder, self.encoder.kv_proj, self.config.first_readers, closing)
+
+    @torch.no_grad()
+    def read_as_attended(self) -> None:
+        layer: Any
+        # the K weights are 1 together; so each of K chunks of equal weight counts as a window's keys do
+        for layer in self.upper_layers:
+            layer.gca_o_proj.weight.copy_(self.config.num_retrieved_chunks * layer.attention.o_proj.weight)
 
     @classmethod
     def card_facts(cls, config: Mapping[str, Any]) -> CardFacts:

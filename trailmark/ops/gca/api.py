@@ -12,7 +12,6 @@ from torch.autograd.function import once_differentiable
 
 from trailmark.ops import reference
 from trailmark.ops.arguments import (
-    arithmetic_dtype,
     attention_kernels_refuse,
     choose_implementation,
     require,
@@ -41,6 +40,7 @@ def grouped_cross_attention(
     softmax_off_by_one: bool = True,
     scale: float | None = None,
     implementation: str | None = None,
+    beside: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
     r"""Attend to the retrieved chunks: softmax within each, weighted sum over them.
 
@@ -51,7 +51,18 @@ def grouped_cross_attention(
     where :math:`\mathrm{softmax}_1(x)_i = e^{x_i} / (1 + \sum_j e^{x_j})` (off by one: a virtual key with
     score 0 and value 0) or the plain softmax. Source: arXiv 2410.01651, Eq. 2 and 3.
 
-    Gradients reach q, k, v and weights; through the weights, the retriever learns. Nothing K-fold is kept
+    With ``beside``, the output :math:`A` and the log-sum-exp :math:`L` of an attention to something else, such as a
+    window, the virtual key is that: its score is :math:`L`, its value :math:`A`, and what comes out is what reading
+    changes,
+
+    .. math::
+        O_n = \sum_{k=1}^{K} w_{nk} \sum_s p_{nks}\,(V_{I_{nk} s} - A_n), \qquad
+        p_{nks} = \frac{e^{\mathrm{scale} \cdot Q_n K_{I_{nk} s}^\top}}
+                       {e^{L_n} + \sum_{s'} e^{\mathrm{scale} \cdot Q_n K_{I_{nk} s'}^\top}}
+
+    so that :math:`A + O` of one chunk of weight 1 is attention to both in one softmax.
+
+    Gradients reach q, k, v, weights and ``beside``; through the weights, the retriever learns. Nothing K-fold is kept
     between forward and backward: "torch" gathers the chunks again, in slabs; "triton" never gathers them
     (docs/kernels.md).
 
@@ -69,7 +80,10 @@ def grouped_cross_attention(
         softmax_off_by_one: see above.
         scale: None is D ** -0.5.
         implementation: "reference" (gathers and keeps all), "torch" or "triton" (float32, bfloat16 or float16,
-            the same for q, k and v; D <= 256). None: "triton" on CUDA where it supports the input, else "torch".
+            the same for q, k and v; D <= 256; not ``beside``). None: "triton" on CUDA where it supports the input,
+            else "torch".
+        beside: ([B, N, R, H, D], [B, N, R, H]), see above; its log-sum-exp -inf where it saw nothing. It takes the
+            virtual key's place, so ``softmax_off_by_one`` must be true.
 
     Returns:
         [B, N, R, H, D] in the dtype of q; zeros where nothing is read.
@@ -102,17 +116,33 @@ def grouped_cross_attention(
         require_shape("lengths", lengths, (B, M), "[B, M]")
         lengths = whole_numbers("lengths", lengths)
     scale = D**-0.5 if scale is None else scale
+    out_beside = lse_beside = None
+    if beside is not None:
+        pair = isinstance(beside, (tuple, list)) and [isinstance(x, Tensor) for x in beside] == [True, True]
+        require(pair, "beside", type(beside).__name__, "a pair of tensors: an output and its log-sum-exp")
+        out_beside, lse_beside = beside
+        require_shape("beside[0]", out_beside, tuple(q.shape), "of q")
+        require_shape("beside[1]", lse_beside, tuple(q.shape[:4]), "[B, N, R, H]")
+        require_floating(**{"beside[0]": out_beside, "beside[1]": lse_beside})
+        require_device(q, **{"beside[0]": out_beside, "beside[1]": lse_beside})
+        require(softmax_off_by_one, "softmax_off_by_one", False, "True with beside, which is the virtual key")
+        # e to this is 0, and no difference of two of them is NaN
+        lse_beside = lse_beside.clamp(min=torch.finfo(lse_beside.dtype).min / 4)
     if indices.dim() == 3:
         indices = indices[:, :, None].expand(B, N, J, K)
         weights = weights[:, :, None].expand(B, N, J, K)
     if implementation == "reference":
         present = torch.full((B, M), S, device=q.device) if lengths is None else lengths
         return reference.grouped_cross_attention(
-            q, k, v, indices, weights, present, softmax_off_by_one, scale
+            q, k, v, indices, weights, present, softmax_off_by_one, scale, out_beside, lse_beside
         )
-    chosen = choose_implementation(implementation, q.is_cuda, partial(triton_refuses, q, k, v, weights))
-    call = CrossAttentionCall(q, k, v, indices, weights, lengths, softmax_off_by_one, scale)
-    keep = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, weights))
+    refuses = partial(triton_refuses, q, k, v, weights, beside is not None)
+    chosen = choose_implementation(implementation, q.is_cuda, refuses)
+    call = CrossAttentionCall(
+        q, k, v, indices, weights, lengths, out_beside, lse_beside, softmax_off_by_one, scale
+    )
+    tensors = (q, k, v, weights, out_beside, lse_beside)
+    keep = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
     if torch.compiler.is_compiling():
         return _gca(*call, chosen, keep)[0]
     if keep:
@@ -123,8 +153,10 @@ def grouped_cross_attention(
     return _forward(call, chosen, False)[0]
 
 
-def triton_refuses(q: Tensor, k: Tensor, v: Tensor, weights: Tensor) -> str | None:
+def triton_refuses(q: Tensor, k: Tensor, v: Tensor, weights: Tensor, has_beside: bool = False) -> str | None:
     """Why the kernels do not take these inputs; None if they do."""
+    if has_beside:
+        return "beside is given, which the kernels do not know yet. Take 'torch'"
     reason = attention_kernels_refuse(q, k, v)
     if reason is None and weights.dtype == torch.float64:
         return f"q is {q.dtype} and weights {weights.dtype}. Convert them to float32, bfloat16 or float16"
@@ -140,14 +172,21 @@ def _forward(call: CrossAttentionCall, implementation: str, keep: bool) -> tuple
     return torch_path.forward(call, keep)
 
 
+Gradients = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
+
+
 def _backward(
     grad: Tensor, call: CrossAttentionCall, lse: Tensor, implementation: str, of_memory: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The gradients of q, k, v and weights; without ``of_memory`` those of k and v are empty."""
+) -> Gradients:
+    """Those of q, k, v, weights, beside and its log-sum-exp; empty where there is none.
+
+    Without ``of_memory`` those of k and v are empty.
+    """
     if implementation == "triton":
         from trailmark.ops.gca import triton_path
 
-        return triton_path.backward(grad, call, lse, of_memory)
+        nothing = grad.new_empty(0)
+        return *triton_path.backward(grad, call, lse, of_memory), nothing, nothing.clone()
     return torch_path.backward(grad, call, lse, of_memory)
 
 
@@ -165,9 +204,10 @@ def _gradients(
     *tensors, lse = ctx.saved_tensors
     of_memory = any(ctx.needs_input_grad[1:3])
     call = CrossAttentionCall(*tensors, *ctx.options)
-    dq, dk, dv, dw = backward(grad, call, lse, ctx.implementation, of_memory)
+    dq, dk, dv, dw, *of_beside = backward(grad, call, lse, ctx.implementation, of_memory)
     of_k, of_v = (dk, dv) if of_memory else (None, None)
-    return dq, of_k, of_v, None, dw, *[None] * (len(ctx.needs_input_grad) - 5)
+    given = of_beside if call.beside is not None else (None, None)
+    return dq, of_k, of_v, None, dw, None, *given, *[None] * (len(ctx.needs_input_grad) - 8)
 
 
 class _Eager(torch.autograd.Function):
@@ -203,7 +243,7 @@ def _(call: CrossAttentionCall, implementation: str, keep: bool) -> tuple[Tensor
     q, indices = call.q, call.indices
     B, N, R, H, _ = q.shape
     J, K = indices.shape[2:]
-    out, dtype = q.new_empty(q.shape), arithmetic_dtype(q, call.k, call.v, call.weights)
+    out, dtype = q.new_empty(q.shape), call.dtype
     if not keep:
         return out, q.new_empty((0,), dtype=dtype)
     if implementation == "triton":
@@ -219,18 +259,24 @@ _gca_backward = torch.library.custom_op(
 
 @_gca_backward.register_fake
 @spelled_out
-def _(
-    grad: Tensor, call: CrossAttentionCall, lse: Tensor, implementation: str, of_memory: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _(grad: Tensor, call: CrossAttentionCall, lse: Tensor, implementation: str, of_memory: bool) -> Gradients:
     q, k, v, weights = call.q, call.k, call.v, call.weights
     B, M, S, J, D = k.shape
+    out, lse = (q.new_empty(0) if x is None else x.new_empty(x.shape) for x in (call.beside, call.beside_lse))
     if not of_memory:
-        return q.new_empty(q.shape), k.new_empty(0), v.new_empty(0), weights.new_empty(weights.shape)
+        return (
+            q.new_empty(q.shape),
+            k.new_empty(0),
+            v.new_empty(0),
+            weights.new_empty(weights.shape),
+            out,
+            lse,
+        )
     if implementation == "triton":
         dk, dv = k.new_empty(k.shape), v.new_empty(v.shape)
     else:  # laid out head by head
         dk, dv = (x.new_empty((B, M, J, S, D)).transpose(2, 3) for x in (k, v))
-    return q.new_empty(q.shape), dk, dv, weights.new_empty(weights.shape)
+    return q.new_empty(q.shape), dk, dv, weights.new_empty(weights.shape), out, lse
 
 
 def _save_compiled(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:

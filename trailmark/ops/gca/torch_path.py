@@ -14,7 +14,6 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from trailmark.ops.arguments import arithmetic_dtype
 from trailmark.ops.gca.call import CrossAttentionCall
 
 # Reading chunks are walked in slabs whose gathered keys, values and scores have about this many elements:
@@ -30,18 +29,24 @@ def forward(call: CrossAttentionCall, keep: bool) -> tuple[Tensor, Tensor]:
     """
     q, off_by_one = call.q, call.off_by_one
     slabs = _Slabs(call)
+    beside = None if call.beside is None else call.beside.reshape(slabs.query_shape)
     # ONE buffer outside the slabs for each result: its size is that of q, not K times it
     out = slabs.result(slabs.query_shape, q.dtype)  # [B N, R, J, g, D]
     lse = slabs.result(slabs.lse_shape if keep else (0,), slabs.dtype)
     for rows in slabs:
         scores = slabs.scores(rows, slabs.keys(rows), slabs.fold(slabs.q, rows))  # [c J, K, S, g R]
         top = scores.amax(2, keepdim=True)
+        null = slabs.null(rows)
         # off by one: the running maximum starts at 0 and the running sum at 1 (Eq. 3)
-        top = top.clamp_(min=0) if off_by_one else top.masked_fill_(top == -torch.inf, 0)
+        if null is not None:
+            top = torch.maximum(top, null, out=top)
+        else:
+            top = top.clamp_(min=0) if off_by_one else top.masked_fill_(top == -torch.inf, 0)
         exponentials = scores.sub_(top).exp2_()
         total = exponentials.sum(2, keepdim=True)
+        found = None if null is None else total.clone()
         if off_by_one:
-            total.add_(top.neg().exp2_())
+            total.add_((top.neg() if null is None else null - top).exp2_())
         else:
             total.masked_fill_(total == 0, 1)
         if keep:
@@ -49,18 +54,23 @@ def forward(call: CrossAttentionCall, keep: bool) -> tuple[Tensor, Tensor]:
         # the weights go into the probabilities: one GEMM over all K chunks at once
         exponentials.mul_(slabs.weight(rows) / total)
         values = slabs.values(rows, "keys")  # which have done their part
-        out[rows] = slabs.unfold(torch.bmm(exponentials.flatten(1, 2).transpose(1, 2), values))
+        read = torch.bmm(exponentials.flatten(1, 2).transpose(1, 2), values)
+        if found is not None:
+            share = (slabs.weight(rows) * found / total).sum(1)  # [c J, 1, g R], of what is not beside
+            assert beside is not None
+            read.addcmul_(share.transpose(1, 2), slabs.fold(beside, rows), value=-1)
+        out[rows] = slabs.unfold(read)
     return out.view(q.shape), lse
 
 
 def backward(
     grad: Tensor, call: CrossAttentionCall, lse: Tensor, of_memory: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The gradients of q, k, v and weights; without ``of_memory`` those of k and v are empty.
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The gradients of q, k, v, weights, beside and its log-sum-exp; without ``of_memory`` those of k and v are empty.
 
     The chunks are gathered again.
     """
-    q, k, v, indices, weights, _, _, scale = call
+    q, k, v, indices, weights, _, beside, beside_lse, _, scale = call
     slabs = _Slabs(call)
     (B, M, S, J, D), dtype = k.shape, slabs.dtype
     grad = grad.reshape(slabs.query_shape)
@@ -68,6 +78,11 @@ def backward(
     tables = (B * M * J, S * D) if of_memory else (0, S * D)
     dk, dv = (torch.zeros(tables, dtype=dtype, device=q.device) for _ in range(2))
     dw = slabs.result(slabs.weights.shape, dtype)
+    d_beside, d_lse = q.new_empty(0), q.new_empty(0)
+    if beside is not None:
+        d_beside = slabs.result(slabs.query_shape, beside.dtype)
+        d_lse = slabs.result((*slabs.query_shape[:-1], 1), dtype)
+        beside = beside.reshape(slabs.query_shape)
     into = _numbers_of_contiguous(indices, M)
     with torch.autocast(q.device.type, enabled=False):  # the backward runs outside the op
         for rows in slabs:
@@ -81,10 +96,24 @@ def backward(
             dp = torch.bmm(
                 values, out_grad.transpose(1, 2), out=slabs.buffer("dp", rows, query.shape[1])
             ).view_as(probabilities)
+            if beside is not None:  # values count from it
+                own = (out_grad * slabs.fold(beside, rows)).sum(-1)  # [c J, g R]
+                dp.sub_(own[:, None, None])
             product = slabs.buffer("values", rows, query.shape[1]).view_as(dp)  # they have done their part
             torch.mul(dp, probabilities, out=product)
             inner = product.sum(2, keepdim=True)  # [c J, K, 1, g R]
             dw[rows] = inner.sum((2, 3)).view(-1, J, slabs.K)
+            if beside is not None:
+                null = slabs.null(rows)
+                assert null is not None
+                weight = slabs.weight(rows)
+                virtual = (null - lse[rows].view(inner.shape)).exp2_()  # its probability in each chunk
+                of_null = (virtual * inner * weight).sum(1).neg_()  # [c J, 1, g R]
+                share = (weight * probabilities.sum(2, keepdim=True)).sum(
+                    1
+                )  # not 1 - virtual: it may be tiny
+                d_lse[rows] = slabs.unfold(of_null.transpose(1, 2))
+                d_beside[rows] = slabs.unfold(out_grad * share.transpose(1, 2)).neg_()
             probabilities.mul_(slabs.weight(rows))
             if of_memory:
                 by_value = torch.bmm(probabilities.flatten(1, 2), out_grad, out=values)
@@ -95,17 +124,21 @@ def backward(
                 by_key = keys.baddbmm_(ds, query, beta=0, alpha=scale)
                 dk.index_add_(0, numbers, by_key.view(-1, S * D))
     dw = dw.view(indices.shape).masked_fill_(indices < 0, 0).to(weights.dtype)
+    if beside is None or beside_lse is None:
+        more = d_beside, d_lse
+    else:
+        more = d_beside.view(q.shape).to(beside.dtype), d_lse.view(q.shape[:-1]).to(beside_lse.dtype)
     if not of_memory:
-        return dq.view(q.shape), k.new_empty(0), v.new_empty(0), dw
+        return dq.view(q.shape), k.new_empty(0), v.new_empty(0), dw, *more
     dk, dv = (x.view(B, M, J, S, D).transpose(2, 3) for x in (dk, dv))
-    return dq.view(q.shape), dk.to(k.dtype), dv.to(v.dtype), dw
+    return dq.view(q.shape), dk.to(k.dtype), dv.to(v.dtype), dw, *more
 
 
 def read_in_order(call: CrossAttentionCall) -> Tensor:
     """Decoding: one chunk reads a table of its own from end to end, which needs no gathering: N = 1, M = K."""
-    q, k, v, _, weights, lengths, off_by_one, scale = call
+    q, k, v, _, weights, lengths, beside, beside_lse, off_by_one, scale = call
     (B, _, R, H, D), (K, S, J) = q.shape, k.shape[1:4]
-    dtype = arithmetic_dtype(q, k, v, weights)
+    dtype = call.dtype
     # no copies, if each head's keys stand side by side
     keys, values = (x.to(dtype).permute(0, 3, 1, 2, 4).reshape(B * J, K * S, D) for x in (k, v))
     folded = q.view(B, R, J, H // J, D).permute(0, 2, 3, 1, 4).reshape(B * J, -1, D).to(dtype)
@@ -115,7 +148,11 @@ def read_in_order(call: CrossAttentionCall) -> Tensor:
         absent = absent[:, None].expand(B, J, K, S).reshape(B * J, 1, K, S)
         scores.masked_fill_(absent, -torch.inf)
         values = values.masked_fill(absent.view(B * J, K * S, 1), 0)  # not even NaN has an effect
-    if off_by_one:  # a virtual key with score 0 and value 0 (Eq. 3)
+    if beside_lse is not None:
+        null = beside_lse.view(B, R, J, H // J).permute(0, 2, 3, 1).reshape(B * J, -1, 1, 1).to(dtype)
+        null = null.expand(-1, -1, K, 1)
+        probabilities = torch.cat([scores, null], dim=-1).softmax(-1)[..., :-1]
+    elif off_by_one:  # a virtual key with score 0 and value 0 (Eq. 3)
         probabilities = torch.nn.functional.pad(scores, (0, 1)).softmax(-1)[..., :-1]
     else:
         probabilities = scores.softmax(-1)
@@ -123,6 +160,9 @@ def read_in_order(call: CrossAttentionCall) -> Tensor:
             probabilities = probabilities.masked_fill(absent, 0)  # NaN in chunks without keys
     weighted = probabilities * weights.reshape(B * J, 1, K, 1).to(dtype)
     out = torch.bmm(weighted.flatten(2), values)
+    if beside is not None:
+        own = beside.view(B, R, J, H // J, D).permute(0, 2, 3, 1, 4).reshape(out.shape).to(dtype)
+        out.addcmul_(weighted.sum((2, 3))[..., None], own, value=-1)
     return out.view(B, J, H // J, R, D).permute(0, 3, 1, 2, 4).reshape(B, 1, R, H, D).to(q.dtype)
 
 
@@ -171,14 +211,15 @@ class _Slabs:
     """
 
     def __init__(self, call: CrossAttentionCall) -> None:
-        q, k, v, indices, weights, lengths, _, self.scale = call
+        q, k, v, indices, weights, lengths, _, lse, _, self.scale = call
+        self.dtype = call.dtype
         B, N, R, H, D = q.shape
         self.M, self.S, self.J = k.shape[1:4]
         self.K, self.D = indices.shape[-1], D
-        self.dtype = arithmetic_dtype(q, k, v, weights)
         self.query_shape = (B * N, R, self.J, H // self.J, D)
         self.lse_shape = (B * N, self.J, self.K, H // self.J * R)
         self.q = q.reshape(self.query_shape)
+        self.beside_lse = None if lse is None else lse.reshape(*self.query_shape[:-1], 1)
         nothing = indices < 0
         self.nothing = _Places(nothing.reshape(B * N, self.J, self.K))
         if self.nothing.any:
@@ -233,8 +274,8 @@ class _Slabs:
 
     def unfold(self, x: Tensor) -> Tensor:
         """[c * J, g * R, D] -> [c, R, J, g, D]."""
-        _, R, J, g, D = self.query_shape
-        return x.view(-1, J, g, R, D).permute(0, 3, 1, 2, 4)
+        _, R, J, g, _ = self.query_shape
+        return x.reshape(-1, J, g, R, x.shape[-1]).permute(0, 3, 1, 2, 4)
 
     def keys(self, rows: slice) -> Tensor:
         """[c * J, K * S, D]"""
@@ -261,6 +302,12 @@ class _Slabs:
         if self.absent is not None:
             self.absent.fill(out, rows)
         return out
+
+    def null(self, rows: slice) -> Tensor | None:
+        """[c * J, 1, 1, g * R] in base 2: the score of what is beside; None: nothing is."""
+        if self.beside_lse is None:
+            return None
+        return self.fold(self.beside_lse, rows).mul(_LOG2_E).view(-1, 1, 1, self.lse_shape[-1])
 
     def weight(self, rows: slice) -> Tensor:
         return self.weights[rows].reshape(-1, self.K, 1, 1)

@@ -88,7 +88,7 @@ def forward(call: CrossAttentionCall, keep: bool, wide: bool | None = None) -> t
 
     ``wide``: 64 bits for the offsets inside tiles; None: where they need them.
     """
-    q, k, v, indices, weights, lengths, off_by_one, scale = call
+    q, k, v, indices, weights, lengths, _, _, off_by_one, scale = call
     (B, N, R, H, D), (M, S, J), K = q.shape, k.shape[1:4], indices.shape[3]
     G = H // J
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
@@ -124,7 +124,7 @@ def backward(
     readers_of_a_part: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The gradients of q, k, v and weights; without ``of_memory`` those of k and v are empty."""
-    q, k, v, indices, weights, lengths, _, scale = call
+    q, k, v, indices, weights, lengths, _, _, _, scale = call
     (B, N, R, H, D), (M, S, J), K = q.shape, k.shape[1:4], indices.shape[3]
     G = H // J
     dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)

@@ -19,7 +19,7 @@ from trailmark.ops.arguments import (
     whole_numbers,
     without_autocast,
 )
-from trailmark.ops.block_attention import attention_dtype, block_attention
+from trailmark.ops.block_attention import attention_dtype, block_attention, block_lse
 from trailmark.ops.window.documents import DocumentBlocks, KeysOfBlocks
 from trailmark.ops.window.sinks import Sinks, apart, beside, visible_pairs
 
@@ -152,7 +152,7 @@ class _Call(NamedTuple):
     num_sinks: int = 0  # the first so many keys; positions are given then
 
 
-def _attend(call: _Call, implementation: str | None) -> Tensor | tuple[Tensor, Tensor]:
+def _attend(call: _Call, implementation: str | None) -> Attended:
     """By the fastest path for what is asked."""
     q, k, v, window, positions, document_ids, documents, slopes, scale, return_lse, num_sinks = call
     (B, T), P = q.shape[:2], k.shape[1]
@@ -162,21 +162,40 @@ def _attend(call: _Call, implementation: str | None) -> Tensor | tuple[Tensor, T
         return sliding_window_attention_flex(
             q, k, v, window, positions, document_ids, slopes, scale, return_lse, num_sinks
         )
-    if T == 1 and document_ids is None and not return_lse:
-        return _one_query(q, k, v, window, positions, slopes, scale, num_sinks)
-    if window is not None and window < P and document_ids is None and not return_lse and T > 0:
+    if T == 1 and document_ids is None:
+        return _one_query(q, k, v, window, positions, slopes, scale, num_sinks, return_lse)
+    if window is not None and window < P and document_ids is None and T > 0:
         if positions is None:
-            return _banded(q, k, v, window, slopes, scale)
+            return _banded(q, k, v, window, slopes, scale, return_lse)
         if not num_sinks and _values_at_hand(q) and (leading := _leading_absent(*positions)) is not None:
-            out = _banded(q, k, v, window, slopes, scale, leading)
-            return out.masked_fill((positions[0] < 0)[..., None, None], 0)
-    whole = positions is None and T == P > 0 and B > 0 and not return_lse
+            return _without(positions[0] < 0, _banded(q, k, v, window, slopes, scale, return_lse, leading))
+    whole = positions is None and T == P > 0 and B > 0
     # (to see all positions before, each block would need a copy of them: memory O(T * T))
     if documents is not None and whole and window is not None and _values_at_hand(q):
         blocks = DocumentBlocks.of(documents, window, _MIN_BLOCK, _MAX_BLOCK)
         if blocks is not None:
-            return _in_documents(q, k, v, blocks, window, slopes, scale)
+            return _in_documents(q, k, v, blocks, window, slopes, scale, return_lse)
     return _by_query_block(call)
+
+
+Attended = Tensor | tuple[Tensor, Tensor]
+"""What was attended [B, T, H, D]; with ``return_lse`` also the log-sum-exp of the scores [B, T, H]."""
+
+
+def _without(absent: Tensor, attended: Attended) -> Attended:
+    """Zeros, and -inf, for queries that are absent [B, T]."""
+    if isinstance(attended, Tensor):
+        return attended.masked_fill(absent[..., None, None], 0)
+    out, lse = attended
+    return out.masked_fill(absent[..., None, None], 0), lse.masked_fill(absent[..., None], -torch.inf)
+
+
+def _joined(outs: list[Tensor], lses: list[Tensor], return_lse: bool) -> Attended:
+    """Rows [B, t, ...] of several blocks, one after another."""
+    out = torch.cat(outs, dim=1) if len(outs) > 1 else outs[0]
+    if not return_lse:
+        return out
+    return out, torch.cat(lses, dim=1) if len(lses) > 1 else lses[0]
 
 
 def _on_flex(q: Tensor, k: Tensor, v: Tensor, implementation: str | None) -> bool:
@@ -218,17 +237,17 @@ def _attend_with_sinks(
     return out[0][..., :D].to(call.q.dtype), out[1]
 
 
-def _in_band_with_sinks(call: _Call, num_sinks: int, sink_queries: Tensor | None) -> Tensor | None:
+def _in_band_with_sinks(call: _Call, num_sinks: int, sink_queries: Tensor | None) -> Attended | None:
     """Consecutive positions, or documents in one piece each; None: something else."""
     q, k, v, window, positions, document_ids, documents, slopes, scale, return_lse, _ = call
     (B, T), P = q.shape[:2], k.shape[1]
     assert window is not None
-    if return_lse or B * T == 0:
+    if B * T == 0:
         return None
     if document_ids is None and positions is None:
         begins = torch.full((1,), P - T, device=q.device)
         sinks = Sinks(k[:, :num_sinks], v[:, :num_sinks], sink_queries, begins, P - T)
-        return _banded(q, k, v, window, slopes, scale, sinks=sinks)
+        return _banded(q, k, v, window, slopes, scale, return_lse, sinks=sinks)
     if not _values_at_hand(q):
         return None
     if document_ids is None and positions is not None and T > 1 and P - num_sinks >= T:
@@ -237,14 +256,19 @@ def _in_band_with_sinks(call: _Call, num_sinks: int, sink_queries: Tensor | None
         leading = _leading_absent(query, key[:, num_sinks:]) if ordered else None
         if leading is None:
             return None
-        begins = torch.where(query[:, 0] < 0, query.max(), query[:, 0])
+        # where the first query would stand: it may be absent itself
+        first = (query >= 0).int().argmax(1)
+        begins = query.gather(1, first[:, None])[:, 0] - first
+        begins = torch.where((query >= 0).any(1), begins, query.max())
         sinks = Sinks(k[:, :num_sinks], v[:, :num_sinks], sink_queries, begins, int(begins.min()))
-        out = _banded(q, k[:, num_sinks:], v[:, num_sinks:], window, slopes, scale, leading, sinks)
-        return out.masked_fill((query < 0)[..., None, None], 0)
+        keys, values = k[:, num_sinks:], v[:, num_sinks:]
+        return _without(
+            query < 0, _banded(q, keys, values, window, slopes, scale, return_lse, leading, sinks)
+        )
     if documents is not None and positions is None and T == P and slopes is None:
         blocks = DocumentBlocks.of(documents, window, _MIN_BLOCK, _MAX_BLOCK, num_sinks)
         if blocks is not None:
-            return _in_documents(q, k, v, blocks, window, slopes, scale, num_sinks, sink_queries)
+            return _in_documents(q, k, v, blocks, window, slopes, scale, return_lse, num_sinks, sink_queries)
     return None
 
 
@@ -286,7 +310,8 @@ def _one_query(
     slopes: Tensor | None,
     scale: float,
     num_sinks: int = 0,
-) -> Tensor:
+    return_lse: bool = False,
+) -> Attended:
     """Decoding: one position against keys in any order."""
     H, P, dtype = q.shape[2], k.shape[1], attention_dtype(q, k, v, biased=slopes is not None)
     mask = empty = None
@@ -310,7 +335,11 @@ def _one_query(
     out = F.scaled_dot_product_attention(
         queries, keys, values, mask, scale=scale, enable_gqa=k.shape[2] != H
     ).transpose(1, 2)
-    return (out if empty is None else out.masked_fill(empty[:, None, None, None], 0)).to(q.dtype)
+    out = (out if empty is None else out.masked_fill(empty[:, None, None, None], 0)).to(q.dtype)
+    if not return_lse:
+        return out
+    lse = block_lse(q, k, mask, scale)
+    return out, lse if empty is None else lse.masked_fill(empty[:, None, None], -torch.inf)
 
 
 def _leading_absent(query: Tensor, key: Tensor) -> Tensor | None:
@@ -337,9 +366,10 @@ def _banded(
     window: int,
     slopes: Tensor | None,
     scale: float,
+    return_lse: bool,
     leading: Tensor | None = None,
     sinks: Sinks | None = None,
-) -> Tensor:
+) -> Attended:
     """Consecutive positions: a block of C queries sees the C + window - 1 keys that end with its own, and the sinks.
 
     ``leading`` [B]: so many of each row's keys are absent at its beginning.
@@ -370,7 +400,7 @@ def _banded(
         asking = sinks.q.to(dtype).split([c * n for _, c, n in pieces], dim=1)
     keys, values = _Spans.apply(k, spans), _Spans.apply(v, spans)
     distance = torch.arange(C, device=q.device)[:, None] + old - torch.arange(C + old, device=q.device)
-    parts = []
+    parts, lses = [], []
     for i, ((_, c, n), (start, width, _, _)) in enumerate(zip(pieces, spans, strict=True)):
         far = distance[:c, c + old - width : c + old]
         visible = (far >= 0) & (far < window)
@@ -389,12 +419,12 @@ def _banded(
                 x.to(dtype)[:, None].expand(-1, n, -1, -1, -1).flatten(0, 1) for x in (sinks.k, sinks.v)
             )
             block = beside(*block, k_sinks, v_sinks, own)
-        out = block_attention(*block, _mask(visible, far, slopes, dtype), scale)[..., :D]
-        parts.append(out.reshape(B, n, c, H, D))
-    last = [parts.pop().flatten(1, 2)] if T % C else []
-    alike = [(torch.cat(parts, dim=1) if len(parts) > 1 else parts[0]).flatten(1, 2)] if parts else []
-    rows = alike + last
-    return (torch.cat(rows, dim=1) if len(rows) > 1 else rows[0]).to(given)
+        mask = _mask(visible, far, slopes, dtype)
+        out = block_attention(*block, mask, scale)[..., :D]
+        parts.append(out.reshape(B, n * c, H, D).to(given))
+        if return_lse:
+            lses.append(block_lse(block[0], block[1], mask, scale).reshape(B, n * c, H))
+    return _joined(parts, lses, return_lse)
 
 
 def _side_by_side(first: Tensor, second: Tensor) -> Tensor:
@@ -439,9 +469,10 @@ def _in_documents(
     window: int,
     slopes: Tensor | None,
     scale: float,
+    return_lse: bool,
     num_sinks: int = 0,
     sink_queries: Tensor | None = None,
-) -> Tensor:
+) -> Attended:
     """Consecutive positions, each document in one piece: one mask serves all blocks, and is cut for early ones."""
     B, T, given, D = *q.shape[:2], q.dtype, q.shape[-1]
     dtype = attention_dtype(q, k, v, biased=slopes is not None)
@@ -457,7 +488,7 @@ def _in_documents(
     distance = row[:, None] - key
     visible = (distance >= 0) & (distance < window)
     mask = _mask(visible, distance, slopes, dtype)  # [(H,) C, (most + 1) * C]
-    parts = []
+    parts, lses = [], []
     for i, kind in enumerate(blocks.kinds):
         seen = mask[..., (most - kind.before) * C :].contiguous()
         block = queries[i], keys[i], values[i]
@@ -468,10 +499,15 @@ def _in_documents(
             own, n = None if asking is None else asking[i], num_sinks
             block = beside(block[0], keys[i][:, n:], values[i][:, n:], keys[i][:, :n], values[i][:, :n], own)
         parts.append(block_attention(*block, seen, scale)[..., :D].flatten(0, 1))
-    return blocks.queries.out_of(torch.cat(parts)).unflatten(0, (B, T)).to(given)
+        if return_lse:
+            lses.append(block_lse(block[0], block[1], seen, scale).flatten(0, 1))
+    out = blocks.queries.out_of(torch.cat(parts)).unflatten(0, (B, T)).to(given)
+    if not return_lse:
+        return out
+    return out, blocks.queries.out_of(torch.cat(lses)).unflatten(0, (B, T))
 
 
-def _by_query_block(call: _Call) -> Tensor | tuple[Tensor, Tensor]:
+def _by_query_block(call: _Call) -> Attended:
     """Any positions and documents: a block of queries against every key it could see."""
     q, k, v, window, positions, document_ids, _, slopes, scale, return_lse, num_sinks = call
     T, P, dtype = q.shape[1], k.shape[1], arithmetic_dtype(q, k, v)
@@ -500,11 +536,10 @@ def _by_query_block(call: _Call) -> Tensor | tuple[Tensor, Tensor]:
         out = block_attention(queries, keys, v[:, start:stop], mask, scale)
         outs.append(out.masked_fill(empty.transpose(1, 2), 0))
         if return_lse:
-            keys = keys.to(dtype).repeat_interleave(q.shape[2] // k.shape[2], dim=2).transpose(1, 2)
-            scores = queries.to(dtype).transpose(1, 2) @ keys.transpose(2, 3) * scale
-            scores = scores + _mask(shown, distance[:, None], of_heads, dtype)
-            lse = scores.logsumexp(-1, keepdim=True).masked_fill(empty, -torch.inf)
-            lses.append(lse[..., 0].transpose(1, 2))
+            # as for sdpa, whose mask may be of low precision
+            wide = _mask(shown, distance[:, None], of_heads, dtype)
+            lse = block_lse(queries, keys, wide.expand(-1, q.shape[2], -1, -1), scale)
+            lses.append(lse.masked_fill(empty[:, 0], -torch.inf))
     out = torch.cat(outs, dim=1) if outs else torch.zeros_like(q)
     if not return_lse:
         return out

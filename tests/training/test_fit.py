@@ -1,0 +1,160 @@
+"""A memory that is fitted to a teacher's layers: the least squares, and that the model reads by it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from tests.models.tiny import EXACT
+from tests.training.killed import ask_to_stop, begin, watched
+from tests.training.tiny import TEXT
+from trailmark.data.corpus import load_tokenizer, tokenizer_fingerprint
+from trailmark.models.conversion.convert import convert
+from trailmark.ops import token_divergence
+from trailmark.training.config import RunConfig, load_run_config
+from trailmark.training.run import Run
+
+S, WINDOW = 7, 16
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Llama of four layers whose attention is sharp, and what it was converted to."""
+    folder = tmp_path_factory.mktemp("bases")
+    torch.manual_seed(5)
+    config = LlamaConfig(
+        vocab_size=259, hidden_size=24, intermediate_size=32, num_hidden_layers=4, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=96, tie_word_embeddings=True, initializer_range=0.3,
+    )  # fmt: skip
+    LlamaForCausalLM(config).save_pretrained(folder / "base")
+    load_tokenizer().save_pretrained(folder / "base")
+    drt = [f"sliding_window={WINDOW}", f"chunk_size={S}", "num_retrieved_chunks=3", "num_encoder_layers=1"]
+    for to, name, fields in (
+        ("drt", "drt", drt), ("drt", "group", [*drt, "memory_kv=group", "num_retrieval_groups=2"]),
+        ("drt", "shared", [*drt, "memory_kv=shared"]), ("sliding_window", "full", []),
+    ):  # fmt: skip
+        convert(folder / "base", folder / name, to, fields, fingerprint=tokenizer_fingerprint)
+    return folder
+
+
+def config_of(folder: Path, output: str, *overrides: str, begin_with: str = "drt") -> RunConfig:
+    path = folder / "run.yaml"
+    path.write_text("model: {}\n")
+    settings = [
+        f"init_from={folder / begin_with}", f"distil.model={folder / 'full'}", "distil.fit_steps=3",
+        "training.train=additions", "training.steps=4", "training.tokens_per_step=192",
+        "training.context_length=96", "training.precision=float64", "training.optimizer=adamw",
+        "training.save_steps=2", "data.early_landmarks=0", f"output={folder / output}",
+    ]  # fmt: skip
+    return load_run_config(path, [*settings, *overrides])
+
+
+def run_of(folder: Path, output: str, *overrides: str, begin_with: str = "drt") -> Run:
+    return Run(config_of(folder, output, *overrides, begin_with=begin_with), text=TEXT)
+
+
+def divergence(run: Run, step: int) -> float:
+    """From the teacher, on a batch, of the tokens behind the window."""
+    assert run.teacher is not None
+    ids = run.batch(step)["input_ids"]
+    with torch.no_grad():
+        theirs, own = (model.eval()(input_ids=ids).logits for model in (run.teacher.model, run.model))
+    return float(token_divergence(theirs, own)[:, WINDOW:].mean())
+
+
+@pytest.mark.parametrize("kind", ["drt", "group", "shared"])
+def test_the_memory_is_the_least_squares_solution(folder: Path, kind: str) -> None:
+    """Against the rows of all chunks and layers, put together by hand and solved by another routine."""
+    run = run_of(folder, f"solved-{kind}", begin_with=kind)
+    c: Any = run.model_config
+    assert run.teacher is not None
+    teacher, states, wanted = run.teacher.model, [], []
+
+    def keep(_: Any, arguments: tuple[Tensor, ...]) -> None:
+        states.append(arguments[0].flatten(0, 2))
+
+    seen: dict[int, Tensor] = {}
+    hooks = [run.model.encoder.kv_proj.register_forward_pre_hook(keep)]
+    for number, layer in enumerate(teacher.layers):
+        hooks.append(
+            layer.attention.register_forward_pre_hook(
+                lambda module, arguments, number=number: seen.update({number: module.heads(arguments[0])})
+            )
+        )
+    with torch.no_grad():
+        for step in range(3):
+            ids = run.batch(step)["input_ids"]
+            for row in ids:
+                run.model.eval()(input_ids=row[None])
+                teacher(input_ids=row[None])
+                last = len(row) // S * S  # the chunks that are full
+                parts = [seen[n][which][0, :last] for which in (1, 2) for n in c.first_readers]
+                wanted.append(torch.cat([part.flatten(1) for part in parts], dim=1))
+    for hook in hooks:
+        hook.remove()
+    x, y = torch.cat(states), torch.cat(wanted)
+    weight = (1e-3 * x.square().sum(0).mean()).sqrt() * torch.eye(x.shape[1], dtype=x.dtype)
+    expected = torch.linalg.lstsq(
+        torch.cat([x, weight]), torch.cat([y, y.new_zeros(len(weight), y.shape[1])])
+    )
+    run._fit_memory(torch.device("cpu"))
+    assert (run.model.encoder.kv_proj.weight.T - expected.solution).abs().max() <= EXACT
+
+
+def test_a_fitted_model_is_nearer_to_its_teacher(folder: Path) -> None:
+    run = run_of(folder, "nearer")
+    window = divergence(run, 9)  # it begins as its window
+    run._fit_memory(torch.device("cpu"))
+    assert divergence(run, 9) < window
+    # and it is what is read that brings it there
+    for layer in run.model.upper_layers:
+        layer.gca_o_proj.weight.data.zero_()
+    assert divergence(run, 9) == pytest.approx(window)
+
+
+def test_a_stopped_run_goes_on_from_its_fit(folder: Path) -> None:
+    (whole,) = begin(watched, config_of(folder, "whole")).results()
+    begin(watched, config_of(folder, "stopped"), {2: ask_to_stop}).results()
+    (rest,) = begin(watched, config_of(folder, "stopped")).results()
+
+    def numbers(seen: Any) -> list[dict[str, float]]:
+        return [{key: x for key, x in line.items() if key != "seconds"} for line in seen.history]
+
+    assert numbers(rest) == numbers(whole)
+
+
+def test_processes_fit_the_same(folder: Path) -> None:
+    (alone,) = begin(watched, config_of(folder, "alone")).results()
+    several = begin(watched, config_of(folder, "several"), processes=2).results()
+
+    def losses(seen: Any) -> list[float]:
+        return [line["loss"] for line in seen.history]
+
+    for one in several:
+        assert losses(one) == pytest.approx(losses(alone), rel=EXACT)
+
+
+def test_what_cannot_be_fitted_is_refused(folder: Path) -> None:
+    with pytest.raises(
+        ValueError, match=r"^distil.fit_steps: expected 0 for sliding_window as it is configured"
+    ):
+        run_of(folder, "refused", "training.train=all", begin_with="full")
+    run = run_of(folder, "again")
+    run._fit_memory(torch.device("cpu"))
+    with pytest.raises(
+        ValueError, match=r"^distil.fit_steps: expected 0 for a model whose layers read already"
+    ):
+        run._fit_memory(torch.device("cpu"))
+    with pytest.raises(
+        ValueError, match=r"^distil.model: expected a teacher with distil.fit_steps 3, got none"
+    ):
+        run_of(folder, "refused", "distil.model=null")
+    with pytest.raises(
+        ValueError, match=r"^distil.model: expected a model of trailmark's with full attention"
+    ):
+        run_of(folder, "refused", f"distil.model={folder / 'base'}")
