@@ -110,10 +110,9 @@ def opened(folder: Path, *changes: str) -> Any:
 
 KINDS = ("drt", "window", "full")
 # Depth 18: in its states the keys of the layers that look far (17 to 23) are found best. One encoder layer: the states
-# say more than layers that begin as nothing. Flat scores without noise: the teacher says which chunks it looks at.
+# say more than layers that begin as nothing. No noise: the teacher says which chunks it looks at.
 DRT_FIELDS = (
-    "num_lower_layers=18", "num_encoder_layers=1", "num_retrieval_groups=1",
-    "retrieval_scale=0.3", "retrieval_noise=false",
+    "num_lower_layers=18", "num_encoder_layers=1", "num_retrieval_groups=1", "retrieval_noise=false",
 )  # fmt: skip
 
 

@@ -1,6 +1,6 @@
 """Train SmolLM2-135M as a DRT, with a window alone and with full attention on the same tokens, for pretrained.py.
 
-    TRAILMARK_DATA=... python benchmarks/pretrained_train.py [drt window full] [--steps 50] [--window 256] [--seed 0]
+    TRAILMARK_DATA=... python benchmarks/pretrained_train.py [drt window full] [--steps 20] [--window 256] [--seed 0]
 
 LaTeX and source code, with the base under full attention as a teacher of all three. Each learns adapters of its layers,
 so that what the kind of text teaches is in all of them; the DRT learns its additions too, three times as fast. A recipe
@@ -41,7 +41,7 @@ def config(kind: str, options: argparse.Namespace) -> RunConfig:
     changes = ["distil.retrieval_weight=0"]
     if kind == "drt":
         begin = converted(options.folder, "drt", window, *DRT_FIELDS, *options.model)
-        changes = ["distil.retrieval_weight=10", "distil.fit_steps=8"]
+        changes = ["distil.retrieval_weight=10", "distil.fit_steps=48"]
     else:
         begin = teacher if kind == "full" else converted(options.folder, "sliding_window", window)
     file = options.folder / "additions.yaml"
@@ -83,7 +83,7 @@ def main() -> None:
     )
     parser.add_argument("kinds", nargs="*", choices=[*KINDS, []], help="all of them by default")
     parser.add_argument("--folder", type=Path, default=FOLDER, help="conversions, text and models")
-    parser.add_argument("--steps", type=int, default=30, help=f"of {LENGTH:,} tokens")
+    parser.add_argument("--steps", type=int, default=20, help=f"of {LENGTH:,} tokens")
     parser.add_argument("--window", type=int, default=256)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--model", nargs="*", default=[], help="fields of the converted DRT, as key=value")

@@ -96,6 +96,17 @@ def both(
 
 
 @pytest.mark.usefixtures("faiss")
+def test_the_newest_are_found_for_their_age() -> None:
+    """Which the index does not know: all that exact search chooses for it stands among the last chunks."""
+    landmarks, query = clustered(4096, 20)
+    ends = torch.arange(4076, 4096)
+    search = FaissSearch(min_chunks=1, batch_chunks=64)
+    found, exact = (one.select(query, [landmarks], K, ends, 0.01, 5.0) for one in (search, ExactSearch()))
+    assert (exact.indices >= ends[:, None] - 4 * K).all()
+    assert_bits(found, exact)
+
+
+@pytest.mark.usefixtures("faiss")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_recall_is_what_the_docstring_says(dtype: torch.dtype) -> None:
     landmarks, query = clustered(32_768, 128)

@@ -126,6 +126,8 @@ DRTS = st.fixed_dictionaries(
         "residual_gca": st.booleans(),
         "softmax_off_by_one": st.booleans(),
         "virtual_key": st.sampled_from(["zero", "window"]),
+        "retrieval_recency": st.sampled_from([0, 1.5]),
+        "chunk_summary": st.sampled_from(["landmark", "mean"]),
         "landmarks_as_keys": st.booleans(),
         "memory_kv": st.sampled_from(["shared", "group", "layer"]),
         **SINKS,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
@@ -89,6 +90,8 @@ def variant_name(options: dict[str, Any]) -> str:
     on += ["hidden"] * (not options.get("landmarks_as_keys", True))
     on += [f"{options.get('num_sinks')}-sinks"] * ("num_sinks" in options)
     on += ["beside-window"] * (options.get("virtual_key") == "window")
+    on += ["mean"] * (options.get("chunk_summary") == "mean")
+    on += [f"recency-{options.get('retrieval_recency')}"] * ("retrieval_recency" in options)
     on += [f"kv-per-{options.get('memory_kv')}"] * ("memory_kv" in options)
     return "-".join([f"{options['groups']}", options["window_position"], *on])
 
@@ -102,6 +105,7 @@ VARIANTS += [
     _variant(2, 0, 0, 1, 1, 0) | {"memory_kv": "layer"},
     _variant(2, 1, 1, 1, 1, 0) | {"virtual_key": "window", "landmarks_as_keys": False, "num_sinks": 2},
     _variant(1, 1, 0, 1, 1, 1) | {"virtual_key": "window", "memory_kv": "layer"},
+    _variant(2, 1, 1, 1, 0, 1) | {"retrieval_recency": 1.5, "chunk_summary": "mean"},
 ]
 
 
@@ -488,15 +492,17 @@ class NaiveDRT(_Naive):
             found = h.new_zeros(len(h), c.num_attention_heads * c.head_dim)
             for n in range(1, len(lengths)):
                 own = slice(starts[n], ends[n])
+                seen, held = [scores[:, own]], [values]
                 for m, weight in zip(*asked[n - 1], strict=True):
                     k, v = (x[:, self.kv_of(number, per_group)] for x in memory[m][:2])
                     if c.virtual_key == "zero":
                         found[own] += weight * self.read(layer, h[own], k, v)
                         continue
-                    beside = scores[:, own]
-                    both = torch.cat([beside, self.scores_of(q[own], k, torch.zeros(1))], dim=-1)
-                    given = self.weigh(both, torch.cat([values, v])) - self.weigh(beside, values)
-                    found[own] += weight * given
+                    times = math.log(len(asked[n - 1][0]) * weight)
+                    seen.append(self.scores_of(q[own], k, torch.zeros(1)) + times)
+                    held.append(v)
+                both = self.weigh(torch.cat(seen, dim=-1), torch.cat(held))
+                found[own] += both - self.weigh(seen[0], values)
             found = layer.gca_o_proj(found)
             x = h + found if c.residual_gca else h
             x = x + self.mlp(layer.mlp, self.norm(layer.mlp_norm, h + found))
@@ -516,7 +522,10 @@ class NaiveDRT(_Naive):
         c, retriever = self.config, model.retrievers[group]
         query = self.vector(retriever.q_proj(self.norm(retriever.norm, h)))
         scale = c.retrieval_scale * c.hidden_size**-0.5
-        return {m: float(query @ memory[m][2]) * scale for m in candidates}
+        return {
+            m: float(query @ memory[m][2]) * scale - c.retrieval_recency * math.log(len(candidates) - place)
+            for place, m in enumerate(candidates)
+        }
 
     def choose(self, group: int, n: int, score: dict[int, float]) -> list[int]:
         """The chunks to read, the best first."""
@@ -538,7 +547,8 @@ class NaiveDRT(_Naive):
             x = x + self.mlp(layer.mlp, self.norm(layer.mlp_norm, x))
         x = self.norm(encoder.output_norm, x)
         k, v = encoder.kv_proj(x[:-1]).unflatten(-1, (2, -1, c.num_key_value_heads, c.head_dim)).unbind(1)
-        return k, v, self.vector(encoder.landmark_proj(x[-1]))  # k, v [n, sets, J, D]
+        summary = x[-1] if c.chunk_summary == "landmark" else x[:-1].mean(0)
+        return k, v, self.vector(encoder.landmark_proj(summary))  # k, v [n, sets, J, D]
 
     def kv_of(self, number: int, per_group: int) -> int:
         """Which of a chunk's sets of keys and values upper layer ``number`` reads."""

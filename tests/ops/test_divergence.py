@@ -110,12 +110,13 @@ def test_a_row_without_targets_is_zero_with_a_gradient_of_zeros() -> None:
     assert float(scores.grad.abs().max()) == 0
 
 
-def test_all_scores_are_those_that_a_selection_gives() -> None:
+@pytest.mark.parametrize("recency", [0.0, 1.5])
+def test_all_scores_are_those_that_a_selection_gives(recency: float) -> None:
     """With a document's first chunk, and limits of each row."""
     query, landmarks = drawn(2, 6, 8), drawn(2, 6, 8, seed=1)
     ends, first = torch.arange(6).expand(2, 6), torch.tensor([[0, 0, 0, 2, 2, 2], [0] * 6])
-    found = score_chunks(query, landmarks, ends, first, scale=0.3)
-    chosen = select_chunks(query, landmarks, 6, ends, first, scale=0.3)
+    found = score_chunks(query, landmarks, ends, first, scale=0.3, recency=recency)
+    chosen = select_chunks(query, landmarks, 6, ends, first, scale=0.3, recency=recency)
     for b in range(2):
         for n in range(6):
             of = {
@@ -163,6 +164,10 @@ def test_attention_mass_is_its_definition(
     documents = torch.tensor([[0, 0, 0, 0, 0, 1, 1, 1, 1]] * 2) if apart else None
     found = attention_mass(q, k, chunks, window, documents)
     assert float((found - naive_mass(q, k, chunks, window, documents)).abs().max()) < ROUNDING
+    on_tokens = attention_mass(q, k, chunks, window, documents, on_tokens=True)
+    of_chunks = torch.nn.functional.one_hot(chunks + 1).double()[..., 1:]
+    assert float((on_tokens @ of_chunks - found).abs().max()) < ROUNDING
+    assert on_tokens[1, :, 7:].eq(0).all()  # padding
     if window is None and not apart:  # each token's attention is one whole of each head
         tokens = torch.tensor([[3, 2, 3, 1], [2, 3, 2, 0]])
         assert float((found.sum(-1) - 4 * tokens).abs().max()) < ROUNDING

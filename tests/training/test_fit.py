@@ -15,11 +15,12 @@ from tests.training.killed import ask_to_stop, begin, watched
 from tests.training.tiny import TEXT
 from trailmark.data.corpus import load_tokenizer, tokenizer_fingerprint
 from trailmark.models.conversion.convert import convert
-from trailmark.ops import token_divergence
+from trailmark.ops import selection_divergence, token_divergence
 from trailmark.training.config import RunConfig, load_run_config
+from trailmark.training.distil import chunk_targets
 from trailmark.training.run import Run
 
-S, WINDOW = 7, 16
+S, WINDOW, SINKS = 7, 16, 4
 
 
 @pytest.fixture(scope="module")
@@ -67,6 +68,27 @@ def divergence(run: Run, step: int) -> float:
     return float(token_divergence(theirs, own)[:, WINDOW:].mean())
 
 
+def looks_from_afar(teacher: Any, heads: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+    """What each token of a text gets of a layer's attention from chunks that do not see it in their windows, [T]."""
+    q, k, _ = (x[0].repeat_interleave(4 // x.shape[2], dim=1) for x in heads)  # [T, 4, D]
+    turned = [torch.stack([turn(row, place) for place, row in enumerate(x)]) for x in (q, k)]
+    scores = torch.einsum("ihd,jhd->hij", *turned) * q.shape[-1] ** -0.5
+    T = scores.shape[-1]
+    place = torch.arange(T)
+    looks = scores.masked_fill(place[:, None] < place, -torch.inf).softmax(-1).sum(0)
+    looks = looks.masked_fill((place // S * S)[:, None] - place < WINDOW, 0).sum(0)
+    looks[:SINKS] = 0
+    return looks
+
+
+def turn(x: Tensor, place: int) -> Tensor:
+    """RoPE of heads [H, D], by pairs of neighbours."""
+    half = x.shape[-1] // 2
+    angle = place * 10000.0 ** (-torch.arange(half, dtype=x.dtype) / half)
+    a, b = x.unflatten(-1, (half, 2)).unbind(-1)
+    return torch.stack([a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()], -1).flatten(-2)
+
+
 @pytest.mark.parametrize("kind", ["drt", "group", "shared"])
 def test_the_memory_is_the_least_squares_solution(folder: Path, kind: str) -> None:
     """Against the rows of all chunks and layers, put together by hand and solved by another routine."""
@@ -78,7 +100,7 @@ def test_the_memory_is_the_least_squares_solution(folder: Path, kind: str) -> No
     def keep(_: Any, arguments: tuple[Tensor, ...]) -> None:
         states.append(arguments[0].flatten(0, 2))
 
-    seen: dict[int, Tensor] = {}
+    seen: dict[int, Any] = {}
     hooks = [run.model.encoder.kv_proj.register_forward_pre_hook(keep)]
     for number, layer in enumerate(teacher.layers):
         hooks.append(
@@ -86,24 +108,30 @@ def test_the_memory_is_the_least_squares_solution(folder: Path, kind: str) -> No
                 lambda module, arguments, number=number: seen.update({number: module.heads(arguments[0])})
             )
         )
+    counts = []
     with torch.no_grad():
         for step in range(3):
-            ids = run.batch(step)["input_ids"]
-            for row in ids:
+            for row in run.batch(step)["input_ids"]:
                 run.model.eval()(input_ids=row[None])
                 teacher(input_ids=row[None])
                 last = len(row) // S * S  # the chunks that are full
-                parts = [seen[n][which][0, :last] for which in (1, 2) for n in c.first_readers]
-                wanted.append(torch.cat([part.flatten(1) for part in parts], dim=1))
+                own = [(seen[n][1], seen[n][2]) for n in c.first_readers]
+                wanted.append([torch.cat([k.flatten(2), v.flatten(2)], dim=2)[0, :last] for k, v in own])
+                looks = [looks_from_afar(teacher, seen[n]) for n in c.first_readers]
+                counts.append([(0.1 + x / x.mean())[:last] for x in looks])
     for hook in hooks:
         hook.remove()
-    x, y = torch.cat(states), torch.cat(wanted)
-    weight = (1e-3 * x.square().sum(0).mean()).sqrt() * torch.eye(x.shape[1], dtype=x.dtype)
-    expected = torch.linalg.lstsq(
-        torch.cat([x, weight]), torch.cat([y, y.new_zeros(len(weight), y.shape[1])])
-    )
+    x, keys, values = torch.cat(states), [], []
+    for own, count in zip(zip(*wanted, strict=True), zip(*counts, strict=True), strict=True):
+        y, w = torch.cat(own), torch.cat(count)[:, None].sqrt()
+        ridge = (1e-3 * (w * x).square().sum(0).mean()).sqrt() * torch.eye(x.shape[1], dtype=x.dtype)
+        both = torch.cat([w * x, ridge]), torch.cat([w * y, y.new_zeros(len(ridge), y.shape[1])])
+        k, v = torch.linalg.lstsq(*both).solution.chunk(2, dim=1)
+        keys.append(k)
+        values.append(v)
+    expected = torch.cat([*keys, *values], dim=1)
     run._fit_memory(torch.device("cpu"))
-    assert (run.model.encoder.kv_proj.weight.T - expected.solution).abs().max() <= EXACT
+    assert (run.model.encoder.kv_proj.weight.T - expected).abs().max() <= EXACT
 
 
 def test_a_fitted_model_is_nearer_to_its_teacher(folder: Path) -> None:
@@ -115,6 +143,28 @@ def test_a_fitted_model_is_nearer_to_its_teacher(folder: Path) -> None:
     for layer in run.model.upper_layers:
         layer.gca_o_proj.weight.data.zero_()
     assert divergence(run, 9) == pytest.approx(window)
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_the_retriever_looks_where_the_teacher_does(folder: Path, groups: int) -> None:
+    run = run_of(folder, f"looks-{groups}", "distil.retrieval_weight=1", begin_with=["drt", "group"][groups - 1])
+
+    def distance(step: int) -> float:
+        batch = run.batch(step)
+        with torch.no_grad():
+            out = run.model.eval()(input_ids=batch["input_ids"], output_retrieval_scores=True)
+            assert run.teacher is not None
+            found = out.retrieval_scores
+            _, mass = run.teacher.read({"input_ids": batch["input_ids"]}, None, found.chunks)
+            targets = chunk_targets(mass, found.scores[0].shape[-1], reading=True)
+        return float(torch.stack([selection_divergence(own, targets).mean() for own in found.scores[:1]]))
+
+    before = [distance(step) for step in range(4)]
+    run._fit_memory(torch.device("cpu"))
+    after = [distance(step) for step in range(4)]
+    assert all(a < b for a, b in zip(after[:3], before, strict=False))  # texts that it learned from
+    assert after[3] < before[3]  # and another
+    assert not any(parameter.grad is not None for parameter in run.model.parameters())
 
 
 def test_a_stopped_run_goes_on_from_its_fit(folder: Path) -> None:

@@ -29,9 +29,10 @@ class ExactSearch:
         num_retrieved: int,
         num_candidates: Tensor,  # [n] or [B, n]
         scale: float | None = None,
+        recency: float = 0.0,
     ) -> ChunkSelection:
         """As :func:`select_chunks`; ``blocks`` are one table of landmarks in that order."""
-        return select_chunks(query, blocks, num_retrieved, num_candidates, scale=scale)
+        return select_chunks(query, blocks, num_retrieved, num_candidates, scale=scale, recency=recency)
 
 
 class FaissSearch:
@@ -102,6 +103,7 @@ class FaissSearch:
         num_retrieved: int,
         num_candidates: Tensor,  # [n] or [B, n]
         scale: float | None = None,
+        recency: float = 0.0,
     ) -> ChunkSelection:
         """As :func:`select_chunks`, but a chunk may be missed.
 
@@ -114,7 +116,7 @@ class FaissSearch:
         known = min(most, sum(block.shape[1] for block in text))  # beyond that it may be uninitialised
         exact = (query, blocks, K, num_candidates)
         if known < self.min_chunks:
-            return select_chunks(*exact, scale=scale)
+            return select_chunks(*exact, scale=scale, recency=recency)
         # also where landmarks of a model in training come in: the choice has no gradient
         with torch.no_grad():
             indexed = self._follow([block[0].detach() for block in text], known)
@@ -122,17 +124,24 @@ class FaissSearch:
             near = self._nearest(query, K, indexed)  # [B, n, F]
             near = near.masked_fill(near >= ends, -1)
             tail = _after(blocks, indexed)
-            late = select_chunks(query, tail, K, (ends[..., 0] - indexed).clamp(min=0)).indices
-            near_or_late = torch.cat([near, late.add(indexed).masked_fill(late < 0, -1)], dim=-1)
-            chosen = _best(query, blocks, near_or_late, K)
+            newer = (ends[..., 0] - indexed).clamp(min=0)
+            late = select_chunks(query, tail, K, newer, scale=scale, recency=recency).indices
+            found = [near, late.add(indexed).masked_fill(late < 0, -1)]
+            if recency:  # the index knows no age
+                last = ends - 1 - torch.arange(self.overfetch * K, device=ends.device)
+                taken = (last[..., None] == torch.cat(found, dim=-1)[..., None, :]).any(-1)
+                found.append(last.masked_fill(taken, -1).clamp(min=-1))
+            chosen = _best(query, blocks, torch.cat(found, dim=-1), K, ends[..., 0], scale, recency)
             # a query with few candidates, or whose lists hold few
             short = (ends < self.min_chunks) | ((near >= 0).sum(-1, keepdim=True) < K)  # [B, n, 1]
             columns = short.flatten(2).any(-1).any(0).nonzero()[:, 0]
             if len(columns):
                 some = num_candidates[..., columns]
-                again = select_chunks(query[:, columns], blocks, K, some, scale=scale).indices
+                again = select_chunks(
+                    query[:, columns], blocks, K, some, scale=scale, recency=recency
+                ).indices
                 chosen[:, columns] = torch.where(short[:, columns], again, chosen[:, columns])
-        return select_chunks(*exact, indices=chosen, scale=scale)
+        return select_chunks(*exact, indices=chosen, scale=scale, recency=recency)
 
     def _nearest(self, query: Tensor, K: int, indexed: int) -> Tensor:
         """Up to ``overfetch * K`` of the first ``indexed`` chunks [B, n, F] in any order; -1 for none."""
@@ -276,13 +285,21 @@ def _as_array(landmarks: Tensor) -> Any:
     return landmarks.to("cpu", torch.float32).contiguous().numpy()
 
 
-def _best(query: Tensor, blocks: Sequence[Tensor], candidates: Tensor, K: int) -> Tensor:
+def _best(
+    query: Tensor,
+    blocks: Sequence[Tensor],
+    candidates: Tensor,
+    K: int,
+    ends: Tensor,
+    scale: float | None,
+    recency: float,
+) -> Tensor:
     """The K best [B, n, K] of the candidates [B, n, F] (-1: none) by exact score, ascending, -1 last."""
     beyond = 1 << 53
     candidates = candidates.masked_fill(candidates < 0, beyond).sort(dim=-1).values
     candidates = candidates.masked_fill(candidates == beyond, -1)
-    ends = torch.zeros(query.shape[1], dtype=torch.int64, device=query.device)  # not asked for
-    scores = select_chunks(query, blocks, candidates.shape[-1], ends, indices=candidates).scores
+    F = candidates.shape[-1]
+    scores = select_chunks(query, blocks, F, ends, indices=candidates, scale=scale, recency=recency).scores
     # stable: the earlier of equals
     order = scores.sort(dim=-1, descending=True, stable=True).indices[..., :K]
     chosen = candidates.gather(-1, order)

@@ -45,6 +45,7 @@ class TextCandidates:
         scale: float,
         indices: Tensor | None = None,
         noise_seed: Tensor | None = None,
+        recency: float = 0.0,
     ) -> ChunkSelection:
         """:func:`select_chunks` for queries [B, C, d] of the chunks that close among keys [B, C, d].
 
@@ -60,12 +61,13 @@ class TextCandidates:
             indices,
             noise_seed=noise_seed,
             scale=scale,
+            recency=recency,
             implementation="reference" if self.reference else None,
         )
 
-    def scores(self, query: Tensor, keys: Tensor, scale: float) -> Tensor:
+    def scores(self, query: Tensor, keys: Tensor, scale: float, recency: float = 0.0) -> Tensor:
         """The scores [B, C, C] of all candidates; -inf where there is none."""
-        return score_chunks(query, keys, self.limits, self.first, scale)
+        return score_chunks(query, keys, self.limits, self.first, scale, recency)
 
 
 class MemoryCandidates:
@@ -95,14 +97,17 @@ class MemoryCandidates:
         num_retrieved: int,
         scale: float,
         indices: Tensor | None = None,
+        recency: float = 0.0,
     ) -> ChunkSelection:
         """The same for queries [B, C, d], by ``part`` of the landmark vectors; None: all of them."""
         blocks = self.memory.blocks(self.num_chunks, query.shape[0])
         blocks = [x if part is None else x[..., part] for x in blocks] or [query[:, :0]]
         if indices is None:
-            return self.memory.search.select(query, blocks, num_retrieved, self.limits, scale)
-        ends = torch.zeros(query.shape[1], dtype=torch.int64, device=query.device)  # not asked for
-        return select_chunks(query, blocks, indices.shape[-1], ends, indices=indices, scale=scale)
+            # a search of somebody's own need not know the last argument
+            more = (recency,) if recency else ()
+            return self.memory.search.select(query, blocks, num_retrieved, self.limits, scale, *more)
+        K = indices.shape[-1]
+        return select_chunks(query, blocks, K, self.limits, indices=indices, scale=scale, recency=recency)
 
     def select_nearest(self, begin: int, size: int, num_retrieved: int, scale: float) -> ChunkSelection:
         """By vectors that lie in the memory: keys [d] from ``begin`` on in a landmark vector, then queries [d]."""

@@ -20,6 +20,7 @@ def attention_mass(
     window: int | None = None,
     document_ids: Tensor | None = None,
     scale: float | None = None,
+    on_tokens: bool = False,
 ) -> Tensor:
     r"""Sums of causal attention, over the heads and over the tokens of chunks.
 
@@ -35,9 +36,11 @@ def attention_mass(
         window: positions that a token sees, itself included; None: all before it.
         document_ids: int64 [B, T]: attention stays inside. None: each row is one document.
         scale: None is D ** -0.5.
+        on_tokens: do not sum over the tokens j.
 
     Returns:
-        [B, N, N] in float32 or wider, N = the largest chunk's number + 1: row n what its tokens put on chunk m.
+        [B, N, N] in float32 or wider, N = the largest chunk's number + 1: row n what its tokens put on chunk m. With
+        ``on_tokens`` [B, N, T].
 
     Raises:
         ValueError: for shapes that do not fit together.
@@ -56,7 +59,7 @@ def attention_mass(
     N = int(chunks.max()) + 1 if chunks.numel() else 0
     of_chunk = F.one_hot(chunks.clamp(min=0), max(N, 1)).to(dtype)[..., :N]  # [B, T, N]
     of_chunk = of_chunk * (chunks >= 0)[..., None]
-    mass = q.new_zeros(B, N, N, dtype=dtype)
+    mass = q.new_zeros(B, N, T if on_tokens else N, dtype=dtype)
     keys = k.to(dtype).permute(0, 2, 3, 1)  # [B, J, D, T]
     queries = q.to(dtype).unflatten(2, (J, -1)).permute(0, 2, 3, 1, 4) * scale  # [B, J, g, T, D]
     place = torch.arange(T, device=q.device)
@@ -72,6 +75,9 @@ def attention_mass(
         # padding too has something to look at: itself, which counts for no chunk
         hidden = hidden & (age != 0)
         scores.masked_fill_(hidden[:, None, None], -torch.inf)
-        looks = scores.softmax(-1).sum((1, 2))  # [B, t, s]
-        mass += of_chunk[:, first:last].mT @ (looks @ of_chunk[:, :last])
+        looks = of_chunk[:, first:last].mT @ scores.softmax(-1).sum((1, 2))  # [B, N, s]
+        if on_tokens:
+            mass[..., :last] += looks
+        else:
+            mass += looks @ of_chunk[:, :last]
     return mass

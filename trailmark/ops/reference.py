@@ -69,6 +69,7 @@ def select_chunks(
     first_candidate: Tensor,  # [B, N]
     noise: Tensor | None,  # [B, N, J, M]
     scale: float,
+    recency: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Score all chunks, sort all (the earlier of equals first), keep K: (indices, weights, scores)."""
     dtype = arithmetic_dtype(query, landmarks)
@@ -76,6 +77,8 @@ def select_chunks(
     scores = torch.einsum("bnje,bmje->bnjm", query.to(dtype), landmarks.to(dtype)) * scale
     chunk = torch.arange(M, device=query.device)
     candidate = (chunk >= first_candidate[..., None]) & (chunk < num_candidates[..., None])  # [B, N, M]
+    age = (num_candidates[..., None] - chunk).clamp(min=1).double()  # 1 for the last that may be selected
+    scores = scores - (recency * age.log()).to(dtype)[:, :, None]
     noisy = scores.detach() if noise is None else scores.detach() + noise
     noisy = noisy.masked_fill(~candidate[:, :, None], -torch.inf)
     order = noisy.sort(dim=-1, descending=True, stable=True).indices[..., :num_retrieved]
@@ -109,8 +112,8 @@ def grouped_cross_attention(
 ) -> Tensor:
     """Paper (arXiv 2410.01651) Eq. 2 and 3: softmax within each retrieved chunk, weighted sum over chunks.
 
-    With ``beside``, the virtual key has its output as a value and its log-sum-exp as a score, and that output is taken
-    from what comes out.
+    With ``beside``, one softmax over all of them and a virtual key, which has its output as a value and its log-sum-exp
+    as a score; a chunk's keys count as often as its weight says, and that output is taken from what comes out.
     """
     given = [x for x in (q, k, v, weights, beside, beside_lse) if x is not None]
     dtype = arithmetic_dtype(*given)
@@ -130,21 +133,23 @@ def grouped_cross_attention(
     queries = q.to(dtype).view(batch, N, R, J, H // J, D)
     scores = torch.einsum("bnrjgd,bnjksd->bnjgrks", queries, keys) * scale
     scores = scores.masked_fill(absent[:, :, :, None, None], -torch.inf)
-    if beside_lse is not None:
-        null = beside_lse.to(dtype).view(batch, N, R, J, H // J).permute(0, 1, 3, 4, 2)[..., None, None]
-        scores = torch.cat([scores, null.expand(*scores.shape[:-1], 1)], dim=-1)
-        probabilities = scores.softmax(-1)[..., :-1]
-    elif softmax_off_by_one:  # a virtual key with score 0 and value 0
+    used = weights.to(dtype).masked_fill(indices < 0, 0)
+    if beside is not None and beside_lse is not None:
+        weight = used[:, :, :, None, None, :, None]
+        counted = (scores + weight.masked_fill(weight == 0, 1).log()).masked_fill(weight == 0, -torch.inf)
+        null = beside_lse.to(dtype).view(batch, N, R, J, H // J).permute(0, 1, 3, 4, 2)[..., None]
+        probabilities = torch.cat([counted.flatten(-2), null], dim=-1).softmax(-1)
+        probabilities = probabilities[..., :-1].view_as(scores)
+        out = torch.einsum("bnjgrks,bnjksd->bnrjgd", probabilities, values)
+        share = probabilities.sum((-2, -1)).permute(0, 1, 4, 2, 3)[..., None]
+        return (out - share * beside.to(dtype).view(out.shape)).reshape(q.shape).to(q.dtype)
+    if softmax_off_by_one:  # a virtual key with score 0 and value 0
         scores = torch.cat([scores, scores.new_zeros(*scores.shape[:-1], 1)], dim=-1)
         probabilities = scores.softmax(-1)[..., :-1]
     else:
         empty = absent.all(-1)[:, :, :, None, None, :, None]
         probabilities = scores.masked_fill(empty, 0).softmax(-1).masked_fill(empty, 0)
-    used = weights.to(dtype).masked_fill(indices < 0, 0)
     out = torch.einsum("bnjk,bnjgrks,bnjksd->bnrjgd", used, probabilities, values)
-    if beside is not None:
-        share = torch.einsum("bnjk,bnjgrks->bnrjg", used, probabilities)[..., None]
-        out = out - share * beside.to(dtype).view(out.shape)
     return out.reshape(q.shape).to(q.dtype)
 
 

@@ -171,7 +171,7 @@ class Teacher:
             named["logits_at"] = at
         mass: list[Tensor] = []
         if chunks is not None:
-            chunks = self._sinks_first(chunks, named.get("document_ids"))
+            chunks = self.sinks_first(chunks, named.get("document_ids"))
 
         def see(seen: Seen) -> None:
             if chunks is None or seen.layer < self.first_upper:
@@ -191,7 +191,7 @@ class Teacher:
             logits = at_columns(logits, at)
         return logits, mass[0][:, 1:, 1:] if mass else None
 
-    def _sinks_first(self, chunks: Tensor, documents: Tensor | None) -> Tensor:
+    def sinks_first(self, chunks: Tensor, documents: Tensor | None) -> Tensor:
         """Chunks counted from 1, and chunk 0: the first tokens of each document, which the model sees anyway.
 
         There attention looks where it looks for nothing, more than at all else.

@@ -252,8 +252,9 @@ class Run(RunningState):
             if self.stopping and world_size() == 1:  # several leave together, at the end of a step
                 return
             fit.add(task.batch(step, row, 1))
-        found, tokens = fit.solve()
-        self.say(f"The memory finds {found:.0%} of the teacher's keys and values, on {tokens:,} tokens.")
+        found, tokens, chunks = fit.solve()
+        taught = "" if chunks is None else f" Scores are {chunks:.3f} nats from where it looks."
+        self.say(f"The memory finds {found:.0%} of the teacher's keys and values, on {tokens:,} tokens.{taught}")
 
     # --- the folder ----------------------------------------------------------------------------------------
 

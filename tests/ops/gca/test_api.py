@@ -152,25 +152,42 @@ def test_error_budget_beside_a_window(dtype: torch.dtype, far: int) -> None:
 
 
 @pytest.mark.parametrize("implementation", ["torch", "reference"])
-def test_one_chunk_beside_a_window_is_one_softmax_over_both(implementation: str) -> None:
-    (q, k, v, _), _ = Case(B=1, N=1, J=1, M=1, S=5, K=1).make()
+def test_chunks_beside_a_window_are_in_one_softmax_with_it(implementation: str) -> None:
+    """A weight of 2 reads a chunk twice, of 0 not at all."""
+    (q, k, v, _), _ = Case(B=1, N=1, J=1, M=3, S=5, K=1).make()
     keys, values = torch.randn(2, 4, 2, dtype=torch.float64)  # what the window holds, [P, D]
     scores = q @ keys.T * 2**-0.5  # [1, 1, R, H, P]
     out, lse = scores.softmax(-1) @ values, scores.logsumexp(-1)
-    first = torch.zeros(1, 1, 1, dtype=torch.int64)
-    read = grouped_cross_attention(
-        q, k, v, first, first + 1.0, implementation=implementation, beside=(out, lse)
-    )
-    keys, values = torch.cat([keys, k.view(5, 2)]), torch.cat([values, v.view(5, 2)])
+    chosen, weights = torch.tensor([[[2, 0, 1, -1]]]), torch.tensor([[[1.0, 2.0, 0.0, 1.0]]]).double()
+    read = grouped_cross_attention(q, k, v, chosen, weights, implementation=implementation, beside=(out, lse))
+    found = [x[0, m].view(5, 2) for m in (2, 0, 0) for x in (k, v)]
+    keys, values = torch.cat([keys, *found[::2]]), torch.cat([values, *found[1::2]])
     assert_same_in_float64(out + read, (q @ keys.T * 2**-0.5).softmax(-1) @ values)
 
 
 @pytest.mark.parametrize("implementation", ["torch", "reference"])
 def test_beside_nothing_the_virtual_key_has_no_share(implementation: str) -> None:
-    (q, k, v, weights), rest = Case(S=3).make()
+    (q, k, v, _), rest = Case(S=3, K=1).make()
     nothing = torch.zeros_like(q), torch.full(q.shape[:4], -torch.inf, dtype=torch.float64)
+    weights = torch.full((2, 2, 1), 3.0, dtype=torch.float64)  # of the only chunk: it makes no difference
     alone = gca(q, k, v, weights, *nothing, **rest, implementation=implementation)
-    assert_same_in_float64(alone, gca(q, k, v, weights, **rest | {"softmax_off_by_one": False}))
+    assert_same_in_float64(alone, gca(q, k, v, weights / 3, **rest | {"softmax_off_by_one": False}))
+
+
+@pytest.mark.parametrize("implementation", ["torch", "reference"])
+def test_beside_a_window_a_weight_of_zero_is_an_index_of_none(implementation: str) -> None:
+    """Its scores may be as large as they like."""
+    (q, k, v, weights, *beside), rest = Case(K=3, M=3, beside=True).make()
+    rest["indices"] = rest["indices"].clamp(min=0)
+    weights[..., 1] = 0
+    weights.requires_grad_()
+    own, none = (
+        gca(q * 1e4, k, v, weights, *beside, **rest | {"indices": chosen}, implementation=implementation)
+        for chosen in (rest["indices"], torch.where(weights == 0, -1, rest["indices"]))
+    )
+    assert torch.equal(own, none) and own.isfinite().all()
+    (grad,) = torch.autograd.grad(own.square().sum(), weights)
+    assert grad.isfinite().all() and (grad[..., 1] == 0).all()
 
 
 # What the published kernels get wrong

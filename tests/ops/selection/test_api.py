@@ -39,6 +39,7 @@ class Case:
     K: int = 2
     noisy: bool = False
     bounds_per_row: bool = True
+    recency: float = 0.0
     seed: int = 0
 
     def make(self) -> tuple[list[Tensor], dict[str, Any]]:
@@ -53,6 +54,7 @@ class Case:
             "num_candidates": torch.randint(0, self.M + 1, bounds, generator=random),
             "first_candidate": torch.randint(0, self.M // 2 + 1, bounds, generator=random),
             "noise_seed": torch.arange(self.B) + self.seed if self.noisy else None,
+            "recency": self.recency,
         }
         return [query, landmarks], rest
 
@@ -67,6 +69,7 @@ cases = st.builds(
     K=st.integers(1, 6),
     noisy=st.booleans(),
     bounds_per_row=st.booleans(),
+    recency=st.sampled_from([0.0, 0.7]),
     seed=st.integers(0, 999),
 )
 
@@ -249,6 +252,16 @@ def test_gradients_know_nothing_of_what_is_no_candidate(J: int) -> None:
     assert_same_bits(before, after)
 
 
+@pytest.mark.parametrize("implementation", ["reference", "torch"])
+def test_chunks_that_say_the_same_are_weighed_by_their_age(implementation: str) -> None:
+    """Counted from the last that may be selected, in its document."""
+    select = partial(select_chunks, recency=1.0, implementation=implementation)
+    chosen = select(torch.zeros(1, 1, 2), torch.ones(1, 7, 2), 3, torch.tensor([6]), 2)
+    assert chosen.indices.tolist() == [[[3, 4, 5]]]
+    by_age = torch.tensor([1 / 3, 1 / 2, 1])
+    assert float((chosen.weights - by_age / by_age.sum()).abs().max()) < 1e-6
+
+
 def test_a_number_as_first_candidate() -> None:
     assert choose(torch.tensor([[9.0, 8, 1, 2]]), 2, first_candidate=1).tolist() == [[1, 3]]
 
@@ -407,7 +420,7 @@ def test_compiled_for_one_shape_then_for_another() -> None:
 def test_the_op_that_compilation_sees() -> None:
     (query, landmarks), rest = Case(M=20, noisy=True).make()
     bounds = rest["first_candidate"], rest["num_candidates"]
-    inputs = query, cut(landmarks, 8), 2, *bounds, rest["noise_seed"], 0.5, False
+    inputs = query, cut(landmarks, 8), 2, *bounds, rest["noise_seed"], 0.5, 1.0, False
     torch.library.opcheck(torch.ops.trailmark.select_chunks_search, inputs)
 
 
@@ -428,6 +441,7 @@ CANDIDATES = torch.tensor([0, 1, 5])
         ("landmarks", [LANDMARKS, LANDMARKS[0]], r"^landmarks\[1\]: .*dimensions"),
         ("landmarks", [LANDMARKS[:, :2], LANDMARKS[:, 3:]], "^num_candidates: .*at most M = 4"),
         ("num_retrieved", 0, "^num_retrieved: .*at least 1, got 0"),
+        ("recency", -1.0, "^recency: .*at least 0, got -1"),
         ("num_candidates", CANDIDATES[:2], "^num_candidates: "),
         ("num_candidates", CANDIDATES.float(), "^num_candidates: .*integer"),
         ("num_candidates", CANDIDATES + 1, "^num_candidates: .*at most M = 5"),

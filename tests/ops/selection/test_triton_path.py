@@ -42,6 +42,7 @@ class Case:
     K: int = 4
     noisy: bool = False
     bounds: str = "row"  # "row" [B, N], "query" [N], "all" candidates
+    recency: float = 0.0
     tables: str = "one"  # "one", "shared" by the batch, "segments", "strided"
     dtype: torch.dtype = torch.float32
 
@@ -79,6 +80,7 @@ class Case:
             "num_candidates": ends.to(DEVICE),
             "first_candidate": starts.to(DEVICE),
             "noise_seed": torch.arange(self.B, device=DEVICE) + 2**40 if self.noisy else None,
+            "recency": self.recency,
         }
         return query, landmarks, rest
 
@@ -102,6 +104,11 @@ def assert_selected_within_budget(query: Tensor, landmarks: Any, chosen: Tensor,
     )
     scores = torch.einsum("bnje,bmje->bnjm", q.double(), table) * query.shape[-1] ** -0.5
     lower = torch.einsum("bnje,bmje->bnjm", q.float(), table.float()) * query.shape[-1] ** -0.5
+    age = rest["num_candidates"].expand(query.shape[:2])[..., None] - torch.arange(
+        scores.shape[-1], device=DEVICE
+    )
+    older = rest["recency"] * age.clamp(min=1).double().log()[:, :, None]
+    scores, lower = scores - older, lower - older.float()
     if rest["noise_seed"] is not None:
         scores, lower = (
             x + gumbel_noise(rest["noise_seed"], 0, *x.shape[1:]).to(x.dtype) for x in (scores, lower)
@@ -141,6 +148,8 @@ COVER = [
     Case(N=33, E=64, M=300, K=8, tables="shared", bounds="query"),
     Case(N=70, E=63, M=70, K=7, B=1, bounds="query"),
     Case(N=70, E=16, M=20, K=2, J=2, tables="strided", noisy=True),
+    Case(N=9, E=64, M=200, K=7, tables="segments", noisy=True, recency=1.5),
+    Case(N=17, E=16, M=130, K=8, bounds="query", recency=0.7),
 ]
 # every case in every dtype, or in turn where it takes seconds
 COVER = [

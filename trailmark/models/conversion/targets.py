@@ -93,6 +93,10 @@ def _drt_fields(base: Base, given: Mapping[str, Any]) -> Fields:
         "virtual_key": "zero" if given.get("softmax_off_by_one") is False else "window",
         "retrieval_normalization": True,
         "retrieval_scale": 0.3,
+        "retrieval_recency": 1.0,
+        "chunk_size": 31,
+        "num_retrieved_chunks": 16,
+        "chunk_summary": "mean",
     } | _sinks(base, given)
 
 

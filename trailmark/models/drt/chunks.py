@@ -48,6 +48,7 @@ class DRTChunks(Chunks):
     def __init__(self, config: DRTConfig, noise_seed: Tensor | None = None) -> None:
         self.config, self.noise_seed = config, noise_seed
         self.scale = config.retrieval_scale * config.hidden_size**-0.5
+        self.recency = config.retrieval_recency
 
     def _heads_of(self, group: int) -> slice:
         """The heads of a chunk's keys and values that a group reads."""
@@ -116,11 +117,11 @@ class TextChunks(DRTChunks):
 
     def scores(self) -> tuple[Tensor, ...]:
         keys = self.entries.landmarks
-        return tuple(self.candidates.scores(query, keys, self.scale) for query in self._queries)
+        return tuple(self.candidates.scores(query, keys, self.scale, self.recency) for query in self._queries)
 
     def _score(self, query: Tensor, indices: Tensor | None, noise_seed: Tensor | None) -> ChunkSelection:
         K, keys = self.config.num_retrieved_chunks, self.entries.landmarks
-        return self.candidates.select(query, keys, K, self.scale, indices, noise_seed)
+        return self.candidates.select(query, keys, K, self.scale, indices, noise_seed, self.recency)
 
     @cached_property
     def _nearest(self) -> ChunkSelection:
@@ -173,7 +174,8 @@ class MemoryChunks(DRTChunks):
         assert noise_seed is None  # in training there is no memory
         # beside an encoder's vectors, or alone
         own = slice(0, self.config.hidden_size) if self.size else None
-        return self.candidates.select(query, own, self.config.num_retrieved_chunks, self.scale, indices)
+        K = self.config.num_retrieved_chunks
+        return self.candidates.select(query, own, K, self.scale, indices, self.recency)
 
     @cached_property
     def _nearest(self) -> ChunkSelection:

@@ -22,6 +22,8 @@ class DRTConfig(TrailmarkConfig):
             nothing; no chunk is encoded or kept, no embedder asked. Refused in training.
         num_retrieval_groups: G; the upper layers divide by it.
         num_encoder_layers: bidirectional layers of the chunk encoder.
+        chunk_summary: what a chunk's landmark vector is made of. "landmark": the encoder's row of the landmark, as
+            published. "mean": the mean of its rows of the tokens, which says what they say before anything is trained.
         memory_kv: who reads the same keys and values of a chunk. "shared": all upper layers, as published. "group": the
             layers of a group. "layer": each its own, so a memory is as many times larger. One depth's keys and values
             fit no other depth of a pretrained base.
@@ -33,6 +35,8 @@ class DRTConfig(TrailmarkConfig):
         retrieval_projections: W_h per group and W_l (Eq. 1); False: none, as in the published code.
         retrieval_normalization: RMS-normalise both sides of the score after the projections.
         retrieval_scale: factor on the score, besides E ** -0.5.
+        retrieval_recency: at least 0; what a score loses with the logarithm of a chunk's age, 1 for the last chunk that
+            may be selected. 0: as published. 1: chunks that say the same are read in proportion to 1 / age.
         retrieval_noise: Gumbel noise on the scores when chunks are selected in training.
         exclude_visible_chunks: do not select chunks that the window shows whole to the last row that reads.
         residual_gca: add what was read to the residual stream; False: it feeds the MLP only, as published.
@@ -49,7 +53,9 @@ class DRTConfig(TrailmarkConfig):
     model_type = "trailmark_drt"
     # the embedder itself counts: TrailmarkForCausalLM._cache_key
     no_arithmetic = frozenset({"retrieval_noise", "embedder", "embedder_fingerprint"})
-    newer = TrailmarkConfig.newer | {"landmarks_as_keys", "memory_kv", "virtual_key"}
+    newer = TrailmarkConfig.newer | {
+        "chunk_summary", "landmarks_as_keys", "memory_kv", "retrieval_recency", "virtual_key",
+    }  # fmt: skip
 
     num_lower_layers: Filled = None  # type: ignore[assignment]
     chunk_size: int = 63
@@ -57,12 +63,14 @@ class DRTConfig(TrailmarkConfig):
     num_retrieved_chunks: int = 8
     num_retrieval_groups: int = 1
     num_encoder_layers: int = 2
+    chunk_summary: Literal["landmark", "mean"] = "landmark"
     memory_kv: Literal["shared", "group", "layer"] = "shared"
     softmax_off_by_one: bool = True
     virtual_key: Literal["zero", "window"] = "zero"
     retrieval_projections: bool = True
     retrieval_normalization: bool = False
     retrieval_scale: float | int = 1.0
+    retrieval_recency: float | int = 0.0
     retrieval_noise: bool = True
     exclude_visible_chunks: bool = False
     residual_gca: bool = False
@@ -156,6 +164,7 @@ class DRTConfig(TrailmarkConfig):
         for name in ("chunk_size", "num_retrieval_groups", "num_encoder_layers"):
             expect(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
         expect_count(self.num_retrieved_chunks)
+        expect(self.retrieval_recency >= 0, "retrieval_recency", self.retrieval_recency, "at least 0")
         expect(
             self.softmax_off_by_one or self.virtual_key == "zero",
             "softmax_off_by_one",

@@ -84,10 +84,18 @@ class ChunkEncoder(nn.Module):
         rows = self.output_norm(rows)
         tokens = rows[:, :, :-1]  # the landmark is no key
         k, v = self.kv_proj(tokens).unflatten(-1, (-1, config.head_dim)).chunk(2, dim=-2)
-        landmarks = self.landmark_proj(rows[:, :, -1])
-        if config.retrieval_normalization:
-            landmarks = rms_normalize(landmarks, config.rms_norm_eps)
-        return MemoryEntries(k, v, landmarks, lengths)
+        summary = rows[:, :, -1]
+        if config.chunk_summary == "mean":
+            absent = torch.arange(R - 1, device=rows.device) >= lengths[..., None]
+            summary = tokens.masked_fill(absent[..., None], 0).sum(2) / lengths[..., None].clamp(min=1)
+        return MemoryEntries(k, v, self.landmark_vectors(summary), lengths)
+
+    def landmark_vectors(self, summary: Tensor) -> Tensor:
+        """What is searched among, of what sums chunks up [B, C, E]."""
+        landmarks: Tensor = self.landmark_proj(summary)
+        if not self.config.retrieval_normalization:
+            return landmarks
+        return rms_normalize(landmarks, self.config.rms_norm_eps)
 
 
 class Retriever(nn.Module):
@@ -188,6 +196,8 @@ class DRTLayer(GradientCheckpointingLayer):
                 elsewhere, and [B, N * R, H] its log-sum-exp.
         """
         chunks = grid.num_chunks, grid.rows_per_chunk
+        if beside is not None:  # chunks of equal weight count once each, as the window's keys do
+            weights = weights * (indices >= 0).sum(-1, keepdim=True)
         read = grouped_cross_attention(
             q.unflatten(1, chunks),
             k,
@@ -356,15 +366,24 @@ class DRTForCausalLM(RetrievingForCausalLM):
         if not self.config.reads_beside_window:
             return None
         layers: list[Any] = list(self.upper_layers)
-        closing = [layer.gca_o_proj for layer in layers]
-        return FittedMemory(self.encoder, self.encoder.kv_proj, self.config.first_readers, closing)
+        closing, encoder, config = [layer.gca_o_proj for layer in layers], self.encoder, self.config
+        learned = [*self.retrievers] if config.ranks_all_chunks and config.retrieval_projections else []
+        return FittedMemory(
+            encoder,
+            encoder.kv_proj,
+            config.first_readers,
+            closing,
+            encoder.landmark_proj,
+            encoder.landmark_vectors,
+            learned,
+            config.retrieval_scale * config.hidden_size**-0.5,
+        )
 
     @torch.no_grad()
     def read_as_attended(self) -> None:
         layer: Any
-        # the K weights are 1 together; so each of K chunks of equal weight counts as a window's keys do
         for layer in self.upper_layers:
-            layer.gca_o_proj.weight.copy_(self.config.num_retrieved_chunks * layer.attention.o_proj.weight)
+            layer.gca_o_proj.weight.copy_(layer.attention.o_proj.weight)
 
     @classmethod
     def card_facts(cls, config: Mapping[str, Any]) -> CardFacts:

@@ -52,15 +52,15 @@ def grouped_cross_attention(
     score 0 and value 0) or the plain softmax. Source: arXiv 2410.01651, Eq. 2 and 3.
 
     With ``beside``, the output :math:`A` and the log-sum-exp :math:`L` of an attention to something else, such as a
-    window, the virtual key is that: its score is :math:`L`, its value :math:`A`, and what comes out is what reading
-    changes,
+    window, all that is read stands in one softmax with that: the virtual key has the score :math:`L` and the value
+    :math:`A`, the keys of a chunk count :math:`w` times, and what comes out is what reading changes,
 
     .. math::
-        O_n = \sum_{k=1}^{K} w_{nk} \sum_s p_{nks}\,(V_{I_{nk} s} - A_n), \qquad
-        p_{nks} = \frac{e^{\mathrm{scale} \cdot Q_n K_{I_{nk} s}^\top}}
-                       {e^{L_n} + \sum_{s'} e^{\mathrm{scale} \cdot Q_n K_{I_{nk} s'}^\top}}
+        O_n = \sum_{k=1}^{K} \sum_s p_{nks}\,(V_{I_{nk} s} - A_n), \qquad
+        p_{nks} = \frac{w_{nk}\, e^{\mathrm{scale} \cdot Q_n K_{I_{nk} s}^\top}}
+                       {e^{L_n} + \sum_{k', s'} w_{nk'}\, e^{\mathrm{scale} \cdot Q_n K_{I_{nk'} s'}^\top}}
 
-    so that :math:`A + O` of one chunk of weight 1 is attention to both in one softmax.
+    so that :math:`A + O` with weights of 1 is attention to both.
 
     Gradients reach q, k, v, weights and ``beside``; through the weights, the retriever learns. Nothing K-fold is kept
     between forward and backward: "torch" gathers the chunks again, in slabs; "triton" never gathers them
@@ -74,7 +74,8 @@ def grouped_cross_attention(
             costs nothing either). That they are below M is checked on a CPU; elsewhere it would wait for the
             device, so only with the environment variable TRAILMARK_CHECK_VALUES=1, and a chunk that does not
             exist gives undefined results, in other rows' gradients too.
-        weights: the same shape, any floating dtype; ignored (zero gradient) where the index is -1.
+        weights: the same shape, any floating dtype; ignored (zero gradient) where the index is -1. With ``beside`` at
+            least 0, and 0 is as an index of -1.
         lengths: int64 [B, M]: the keys of chunk m that exist. None: all S. What lies beyond has no effect,
             not even as NaN.
         softmax_off_by_one: see above.
@@ -243,13 +244,13 @@ def _(call: CrossAttentionCall, implementation: str, keep: bool) -> tuple[Tensor
     q, indices = call.q, call.indices
     B, N, R, H, _ = q.shape
     J, K = indices.shape[2:]
-    out, dtype = q.new_empty(q.shape), call.dtype
+    out, dtype = q.new_empty(q.shape), call.dtype if call.beside is None else torch.float64
     if not keep:
         return out, q.new_empty((0,), dtype=dtype)
     if implementation == "triton":
         kept = 2 if q.dtype == torch.float32 else 1
         return out, q.new_empty((kept, B, N, J, K, H // J * R), dtype=torch.float32)
-    return out, q.new_empty((B * N, J, K, H // J * R), dtype=dtype)
+    return out, q.new_empty((B * N, J, K if call.beside is None else 2, H // J * R), dtype=dtype)
 
 
 _gca_backward = torch.library.custom_op(

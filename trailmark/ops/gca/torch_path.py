@@ -23,42 +23,48 @@ _LOG2_E = math.log2(math.e)
 
 
 def forward(call: CrossAttentionCall, keep: bool) -> tuple[Tensor, Tensor]:
-    """The output, and with ``keep`` one log-sum-exp (base 2) per row, head and chunk for the backward.
+    """The output, and with ``keep`` log-sum-exps (base 2) for the backward: of each row, head and chunk.
 
-    They are [B * N, J, K, g R], ready to be broadcast over scores; without ``keep``, empty.
+    They are [B * N, J, K, g R], ready to be broadcast over scores. With something beside, [B * N, J, 2, g R] in
+    float64: the largest score, and the log-sum-exp of all. Without ``keep``, empty.
     """
     q, off_by_one = call.q, call.off_by_one
     slabs = _Slabs(call)
     beside = None if call.beside is None else call.beside.reshape(slabs.query_shape)
     # ONE buffer outside the slabs for each result: its size is that of q, not K times it
     out = slabs.result(slabs.query_shape, q.dtype)  # [B N, R, J, g, D]
-    lse = slabs.result(slabs.lse_shape if keep else (0,), slabs.dtype)
+    lse = slabs.result(slabs.lse_shape if keep else (0,), slabs.lse_dtype)
     for rows in slabs:
         scores = slabs.scores(rows, slabs.keys(rows), slabs.fold(slabs.q, rows))  # [c J, K, S, g R]
         top = scores.amax(2, keepdim=True)
-        null = slabs.null(rows)
-        # off by one: the running maximum starts at 0 and the running sum at 1 (Eq. 3)
-        if null is not None:
-            top = torch.maximum(top, null, out=top)
-        else:
+        null, weight = slabs.null(rows), slabs.weight(rows)
+        if null is None:
+            # off by one: the running maximum starts at 0 and the running sum at 1 (Eq. 3)
             top = top.clamp_(min=0) if off_by_one else top.masked_fill_(top == -torch.inf, 0)
-        exponentials = scores.sub_(top).exp2_()
-        total = exponentials.sum(2, keepdim=True)
-        found = None if null is None else total.clone()
-        if off_by_one:
-            total.add_((top.neg() if null is None else null - top).exp2_())
-        else:
-            total.masked_fill_(total == 0, 1)
-        if keep:
-            torch.add(top, total.log2(), out=lse[rows].view(top.shape))
+            exponentials = scores.sub_(top).exp2_()
+            total = exponentials.sum(2, keepdim=True)
+            if off_by_one:
+                total.add_(top.neg().exp2_())
+            else:
+                total.masked_fill_(total == 0, 1)
+            weight = weight / total
+            if keep:
+                torch.add(top, total.log2(), out=lse[rows].view(top.shape))
+        else:  # one softmax over all
+            top = top.masked_fill_(weight == 0, -torch.inf).amax(1, keepdim=True)  # [c J, 1, 1, g R]
+            exponentials = scores.sub_(_unless_unread(top, weight)).exp2_()
+            found = (exponentials.sum(2, keepdim=True) * weight).sum(1, keepdim=True)
+            total = torch.logaddexp2(top + found.double().log2(), null)
+            of_found = (top - total).exp2_().to(found.dtype)
+            share, weight = (found * of_found).view(len(found), -1, 1), weight * of_found
+            if keep:
+                torch.cat([top, total], dim=1, out=lse[rows].view(-1, 2, 1, top.shape[-1]))
         # the weights go into the probabilities: one GEMM over all K chunks at once
-        exponentials.mul_(slabs.weight(rows) / total)
+        exponentials.mul_(weight)
         values = slabs.values(rows, "keys")  # which have done their part
         read = torch.bmm(exponentials.flatten(1, 2).transpose(1, 2), values)
-        if found is not None:
-            share = (slabs.weight(rows) * found / total).sum(1)  # [c J, 1, g R], of what is not beside
-            assert beside is not None
-            read.addcmul_(share.transpose(1, 2), slabs.fold(beside, rows), value=-1)
+        if beside is not None:
+            read.addcmul_(share, slabs.fold(beside, rows), value=-1)
         out[rows] = slabs.unfold(read)
     return out.view(q.shape), lse
 
@@ -90,7 +96,14 @@ def backward(
             query, out_grad = slabs.fold(slabs.q, rows), slabs.fold(grad, rows)  # [c J, g R, D]
             keys = slabs.keys(rows)
             probabilities = slabs.scores(rows, keys, query)  # [c J, K, S, g R]
-            probabilities.sub_(lse[rows].view(-1, slabs.K, 1, query.shape[1])).exp2_()
+            null, weight = slabs.null(rows), slabs.weight(rows)
+            kept = lse[rows].view(len(keys), -1, 1, query.shape[1])
+            if null is None:
+                probabilities.sub_(kept).exp2_()
+            else:
+                top, total = kept[:, :1], kept[:, 1:]
+                probabilities.sub_(_unless_unread(top.to(dtype), weight)).exp2_()
+                probabilities.mul_(weight * (top - total).exp2_().to(dtype))
             values = slabs.values(rows, "values")
             # dP without the weight: dO V^T; its row sums with P give both D and the weights' gradient
             dp = torch.bmm(
@@ -101,24 +114,25 @@ def backward(
                 dp.sub_(own[:, None, None])
             product = slabs.buffer("values", rows, query.shape[1]).view_as(dp)  # they have done their part
             torch.mul(dp, probabilities, out=product)
-            inner = product.sum(2, keepdim=True)  # [c J, K, 1, g R]
-            dw[rows] = inner.sum((2, 3)).view(-1, J, slabs.K)
-            if beside is not None:
-                null = slabs.null(rows)
-                assert null is not None
-                weight = slabs.weight(rows)
-                virtual = (null - lse[rows].view(inner.shape)).exp2_()  # its probability in each chunk
-                of_null = (virtual * inner * weight).sum(1).neg_()  # [c J, 1, g R]
-                share = (weight * probabilities.sum(2, keepdim=True)).sum(
-                    1
-                )  # not 1 - virtual: it may be tiny
-                d_lse[rows] = slabs.unfold(of_null.transpose(1, 2))
-                d_beside[rows] = slabs.unfold(out_grad * share.transpose(1, 2)).neg_()
-            probabilities.mul_(slabs.weight(rows))
+            inner = product.sum(2 if null is None else (1, 2), keepdim=True)  # [c J, K or 1, 1, g R]
+            if null is None:
+                dw[rows] = inner.sum((2, 3)).view(-1, J, slabs.K)
+                probabilities.mul_(weight)
+            else:
+                of_null = (null - total).exp2_().to(dtype).mul_(inner).neg_()  # [c J, 1, 1, g R]
+                d_lse[rows] = slabs.unfold(of_null.view(len(keys), -1, 1))
+                share = probabilities.sum((1, 2))[
+                    ..., None
+                ]  # not 1 - that of the virtual key: it may be tiny
+                d_beside[rows] = slabs.unfold(out_grad * share).neg_()
             if of_memory:
                 by_value = torch.bmm(probabilities.flatten(1, 2), out_grad, out=values)
                 dv.index_add_(0, numbers, by_value.view(-1, S * D))
-            ds = dp.sub_(inner).mul_(probabilities).flatten(1, 2)
+            ds = dp.sub_(inner).mul_(probabilities)
+            if null is not None:
+                by_weight = ds.sum((2, 3)) / weight[..., 0, 0]
+                dw[rows] = by_weight.masked_fill_(weight[..., 0, 0] == 0, 0).view(-1, J, slabs.K)
+            ds = ds.flatten(1, 2)
             dq[rows] = slabs.unfold(torch.bmm(ds.transpose(1, 2), keys).mul_(scale))
             if of_memory:
                 by_key = keys.baddbmm_(ds, query, beta=0, alpha=scale)
@@ -148,17 +162,19 @@ def read_in_order(call: CrossAttentionCall) -> Tensor:
         absent = absent[:, None].expand(B, J, K, S).reshape(B * J, 1, K, S)
         scores.masked_fill_(absent, -torch.inf)
         values = values.masked_fill(absent.view(B * J, K * S, 1), 0)  # not even NaN has an effect
+    weight = weights.reshape(B * J, 1, K, 1).to(dtype)
     if beside_lse is not None:
-        null = beside_lse.view(B, R, J, H // J).permute(0, 2, 3, 1).reshape(B * J, -1, 1, 1).to(dtype)
-        null = null.expand(-1, -1, K, 1)
-        probabilities = torch.cat([scores, null], dim=-1).softmax(-1)[..., :-1]
+        null = beside_lse.view(B, R, J, H // J).permute(0, 2, 3, 1).reshape(B * J, -1, 1).to(dtype)
+        counted = scores.add_(weight.log()).flatten(2)
+        weighted = torch.cat([counted, null], dim=-1).softmax(-1)[..., :-1].view_as(scores)
     elif off_by_one:  # a virtual key with score 0 and value 0 (Eq. 3)
         probabilities = torch.nn.functional.pad(scores, (0, 1)).softmax(-1)[..., :-1]
     else:
         probabilities = scores.softmax(-1)
         if lengths is not None:
             probabilities = probabilities.masked_fill(absent, 0)  # NaN in chunks without keys
-    weighted = probabilities * weights.reshape(B * J, 1, K, 1).to(dtype)
+    if beside is None:
+        weighted = probabilities * weight
     out = torch.bmm(weighted.flatten(2), values)
     if beside is not None:
         own = beside.view(B, R, J, H // J, D).permute(0, 2, 3, 1, 4).reshape(out.shape).to(dtype)
@@ -217,7 +233,8 @@ class _Slabs:
         self.M, self.S, self.J = k.shape[1:4]
         self.K, self.D = indices.shape[-1], D
         self.query_shape = (B * N, R, self.J, H // self.J, D)
-        self.lse_shape = (B * N, self.J, self.K, H // self.J * R)
+        self.lse_shape = (B * N, self.J, self.K if lse is None else 2, H // self.J * R)
+        self.lse_dtype = self.dtype if lse is None else torch.float64
         self.q = q.reshape(self.query_shape)
         self.beside_lse = None if lse is None else lse.reshape(*self.query_shape[:-1], 1)
         nothing = indices < 0
@@ -304,10 +321,13 @@ class _Slabs:
         return out
 
     def null(self, rows: slice) -> Tensor | None:
-        """[c * J, 1, 1, g * R] in base 2: the score of what is beside; None: nothing is."""
+        """[c * J, 1, 1, g * R] in base 2: the score of what is beside; None: nothing is.
+
+        In float64: it may stand far above the scores, and there float32 would round what is left of them.
+        """
         if self.beside_lse is None:
             return None
-        return self.fold(self.beside_lse, rows).mul(_LOG2_E).view(-1, 1, 1, self.lse_shape[-1])
+        return (self.fold(self.beside_lse, rows).double() * _LOG2_E).view(-1, 1, 1, self.lse_shape[-1])
 
     def weight(self, rows: slice) -> Tensor:
         return self.weights[rows].reshape(-1, self.K, 1, 1)
@@ -345,6 +365,11 @@ class _Places:
             gathered.view(len(where), -1).index_fill_(0, where.nonzero()[:, 0], 0)
         else:
             gathered.view(len(where), -1).masked_fill_(where[:, None], 0)
+
+
+def _unless_unread(top: Tensor, weight: Tensor) -> Tensor:
+    """What is taken from the scores of chunks: the largest of all, or all that there is."""
+    return torch.where((weight == 0) | (top == -torch.inf), torch.inf, top)
 
 
 def _numbers_of_contiguous(indices: Tensor, M: int) -> Tensor:

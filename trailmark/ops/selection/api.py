@@ -24,7 +24,7 @@ from trailmark.ops.arguments import (
     without_autocast,
 )
 from trailmark.ops.calls import spelled_out
-from trailmark.ops.selection.call import SearchCall
+from trailmark.ops.selection.call import SearchCall, less_for_age
 from trailmark.ops.selection.noise import gumbel_noise
 from trailmark.ops.selection.row_scores import SLAB_ELEMENTS, row_scores
 from trailmark.ops.selection.torch_path import Bounds, gather, is_shared, search, values_of
@@ -53,17 +53,19 @@ def select_chunks(
     indices: Tensor | None = None,
     noise_seed: Tensor | None = None,
     scale: float | None = None,
+    recency: float = 0.0,
     implementation: str | None = None,
 ) -> ChunkSelection:
     r"""Select for each query the ``num_retrieved`` chunks whose landmarks score best.
 
     .. math::
-        r_{nm} = \mathrm{scale} \cdot q_n^\top l_m, \qquad
+        r_{nm} = \mathrm{scale} \cdot q_n^\top l_m - \mathrm{recency} \cdot \ln(c_n - m), \qquad
         I_n = \mathrm{topK}_{m}(r_{nm} + \gamma_{nm}), \qquad
         w_{nk} = \frac{\exp r_{n, I_{nk}}}{\sum_{k'} \exp r_{n, I_{nk'}}}
 
     with :math:`f_n \le m < c_n` (first and number of candidates) and Gumbel noise :math:`\gamma` that takes
-    part in the choice only. Equal scores select the earlier chunk. Source: arXiv 2410.01651, Sec. 3.1.
+    part in the choice only. Equal scores select the earlier chunk. Source: arXiv 2410.01651, Sec. 3.1, where
+    recency is 0.
 
     The search holds scores and converted landmarks of a block of chunks at a time, whatever M is; "triton" holds
     them in registers and never waits for the device.
@@ -82,6 +84,8 @@ def select_chunks(
         indices: int64 [B, N, (J,) K], ascending with -1 last: no search; these chunks are scored and weighed.
         noise_seed: int64 [B]: the noise is an integer hash of (seed, head, n, m). None: no noise.
         scale: None is E ** -0.5.
+        recency: at least 0: what a score loses with the logarithm of a chunk's age, counted among the candidates: 1 for
+            the last of them.
         implementation: "reference" (holds all scores), "torch" or "triton" (float32, bfloat16 or float16; K <= 256).
             None: "triton" on CUDA where it supports the input, else "torch".
 
@@ -93,6 +97,7 @@ def select_chunks(
     per_head = query.dim() == 4
     require(query.dim() in (3, 4), "query", tuple(query.shape), "shape [B, N, E] or [B, N, J, E]")
     require(num_retrieved >= 1, "num_retrieved", num_retrieved, "at least 1")
+    require(recency >= 0, "recency", recency, "at least 0")
     segments = _segments(landmarks, query)
     if not per_head:
         query, segments = query[:, :, None], [segment[:, :, None] for segment in segments]
@@ -122,11 +127,13 @@ def select_chunks(
             noise = None if noise_seed is None else gumbel_noise(noise_seed, 0, N, J, M)
             dtype = arithmetic_dtype(query, *segments)
             table = torch.cat([query.new_empty(B, 0, J, E, dtype=dtype), *(x.to(dtype) for x in segments)], 1)
-            out = reference.select_chunks(query, table, num_retrieved, end.each, start.each, noise, scale)
+            out = reference.select_chunks(
+                query, table, num_retrieved, end.each, start.each, noise, scale, recency
+            )
             return ChunkSelection(*(x if per_head else x[:, :, 0] for x in out))
         table_parts = [segment.detach() for segment in segments]
         bounds = start.each, end.each
-        call = SearchCall(query.detach(), table_parts, num_retrieved, *bounds, noise_seed, scale)
+        call = SearchCall(query.detach(), table_parts, num_retrieved, *bounds, noise_seed, scale, recency)
         if torch.compiler.is_compiling():
             chosen = _searched(*call, name == "triton")
         elif name == "triton":
@@ -134,7 +141,11 @@ def select_chunks(
         else:
             chosen = search(call, start, end)
 
-    out = _score_and_weigh(query, segments, chosen, scale)
+    if recency:
+        given = _bounds("num_candidates", num_candidates, B, N, query.device, False)
+        out = _score_and_weigh(query, segments, chosen, scale, recency, given.each)
+    else:
+        out = _score_and_weigh(query, segments, chosen, scale)
     return ChunkSelection(*(x if per_head else x[:, :, 0] for x in out))
 
 
@@ -233,7 +244,12 @@ def _in_slabs(query: Tensor, segments: list[Tensor], chosen: Tensor) -> tuple[Te
 
 
 def _score_and_weigh(
-    query: Tensor, segments: list[Tensor], chosen: Tensor, scale: float
+    query: Tensor,
+    segments: list[Tensor],
+    chosen: Tensor,
+    scale: float,
+    recency: float = 0,
+    end: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(chosen, weights, scores) [B, N, J, K]; differentiable in query and landmarks."""
     dtype = arithmetic_dtype(query, *segments)
@@ -252,6 +268,8 @@ def _score_and_weigh(
         for segment in segments:
             scores = scores + segment.sum().to(dtype) * 0
         scores = scores.expand(chosen.shape)
+    if end is not None:
+        scores = scores - less_for_age(recency, end[..., None, None], chosen, dtype)
     scores = scores.masked_fill(missing, -torch.inf)
     # rows that selected nothing get zeros and zero gradients
     weights = scores.masked_fill(missing.all(-1, keepdim=True), 0).softmax(-1).masked_fill(missing, 0)

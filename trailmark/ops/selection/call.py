@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 
@@ -18,3 +19,12 @@ class SearchCall(NamedTuple):
     end: Tensor  # [B, N]: and the one after its last
     noise_seed: Tensor | None  # [B]
     scale: float
+    recency: float  # 0 or more
+
+
+def less_for_age(recency: float, end: Tensor, chunk: Tensor, dtype: torch.dtype) -> Tensor:
+    """What a chunk's score loses that is the ``end - chunk``-th from the last candidate.
+
+    The logarithm is taken in float64: in float32 it may depend on where in a block a number stands (guarantee 7).
+    """
+    return ((end - chunk).clamp(min=1).double().log() * recency).to(dtype)

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from trailmark.ops.arguments import arithmetic_dtype, require, without_autocast
+from trailmark.ops.selection.call import less_for_age
 
 
 @without_autocast
@@ -15,6 +16,7 @@ def score_chunks(
     num_candidates: Tensor,
     first_candidate: Tensor | int = 0,
     scale: float | None = None,
+    recency: float = 0.0,
 ) -> Tensor:
     r"""The scores :math:`r_{nm}` of :func:`trailmark.ops.select_chunks`, without noise, of all candidates.
 
@@ -24,6 +26,7 @@ def score_chunks(
     Args:
         query: [B, N, E]. landmarks: [B, M, E].
         num_candidates, first_candidate: int64 [N] or [B, N] (or an int), as in :func:`select_chunks`.
+        recency: as there.
         scale: None is E ** -0.5.
 
     Returns:
@@ -40,4 +43,6 @@ def score_chunks(
     chunk = torch.arange(landmarks.shape[1], device=query.device)
     first = torch.as_tensor(first_candidate, device=query.device)
     candidate = (chunk >= first[..., None]) & (chunk < num_candidates[..., None])
+    if recency:
+        scores = scores - less_for_age(recency, num_candidates[..., None], chunk, dtype)
     return scores.masked_fill(~candidate, -torch.inf)

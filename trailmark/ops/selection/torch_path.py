@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from trailmark.ops.arguments import arithmetic_dtype
-from trailmark.ops.selection.call import SearchCall
+from trailmark.ops.selection.call import SearchCall, less_for_age
 from trailmark.ops.selection.noise import gumbel, noise_rows
 
 # Landmarks are walked in blocks, queries in slabs: N x M scores never stand in memory, and what does stays in
@@ -40,7 +40,7 @@ def values_of(bound: Tensor, B: int, N: int) -> tuple[list[int], list[int]]:
 
 def search(call: SearchCall, start: Bounds, end: Bounds) -> Tensor:
     """The chosen chunks [B, N, J, K], in blocks of landmarks and slabs of queries, keeping the K + 1 best."""
-    query, K, noise_seed = call.query, call.num_retrieved, call.noise_seed
+    query, K, noise_seed, recency = call.query, call.num_retrieved, call.noise_seed, call.recency
     B, N, J, _ = query.shape
     segments = [segment for segment in call.segments if segment.shape[1]]
     if B == 0 or N == 0 or not segments:
@@ -73,6 +73,9 @@ def search(call: SearchCall, start: Bounds, end: Bounds) -> Tensor:
         for i in asking:
             rows = slabs[i]
             scores = _multiply(asked[:, :, rows], table)  # [B, J, n, m]
+            if recency:
+                chunk = torch.arange(first, last, device=query.device)
+                scores -= less_for_age(recency, end.each[:, None, rows, None], chunk, dtype)
             if seeds is not None:
                 scores = scores + gumbel(seeds[:, :, rows], first, last - first)
             # filled, not added to: NaN - inf is NaN, which topk takes for the largest
@@ -93,13 +96,13 @@ def search(call: SearchCall, start: Bounds, end: Bounds) -> Tensor:
         top = _merge(parts, K + 1)
         chosen = _ascending(top, K)
         if top.values.shape[-1] > K:
-            contested, lowest = _contested(asked[:, :, rows], segments, top, K)
+            contested, lowest = _contested(asked[:, :, rows], segments, top, K, recency)
             if bool(contested.any()):
                 for places in contested.nonzero().split(max(1, _SLAB_ELEMENTS // (size * asked.shape[-1]))):
                     b, j, n = places.unbind(1)
                     at = n + rows.start
                     noise = None if seeds is None else seeds[b, j, at]
-                    rest = (size, K, start.each[b, at], end.each[b, at], noise)
+                    rest = (size, K, start.each[b, at], end.each[b, at], noise, recency)
                     rescore = (
                         _rescore_near if J == 1 and (B == 1 or all(map(is_shared, segments))) else _rescore
                     )
@@ -147,7 +150,9 @@ def _merge(parts: list[_Best], kept: int) -> _Best:
     return _Best(values, chunks.gather(-1, order))
 
 
-def _contested(asked: Tensor, segments: list[Tensor], top: _Best, K: int) -> tuple[Tensor, Tensor]:
+def _contested(
+    asked: Tensor, segments: list[Tensor], top: _Best, K: int, recency: float
+) -> tuple[Tensor, Tensor]:
     """[B, J, n] bool: where the scores of the last place and of the next lie within rounding; and the least score
     that may be equal to them.
 
@@ -158,8 +163,11 @@ def _contested(asked: Tensor, segments: list[Tensor], top: _Best, K: int) -> tup
     pair = top.chunks[..., K - 1 : K + 1].transpose(1, 2)  # [B, n, J, 2]
     longest = norm(gather(segments, pair, asked.dtype), dim=-1).amax(-1).transpose(1, 2)  # [B, J, n]
     last, next_best = top.values[..., K - 1], top.values[..., K]
-    contested = (last - next_best <= rounding * longest) & (next_best > -torch.inf)
-    return contested, next_best - rounding * longest
+    within = rounding * longest
+    if recency:  # a sum of the two is rounded once more
+        within = within + torch.finfo(asked.dtype).eps * top.values[..., K - 1 : K + 1].abs().amax(-1)
+    contested = (last - next_best <= within) & (next_best > -torch.inf)
+    return contested, next_best - within
 
 
 def _rescore(
@@ -172,6 +180,7 @@ def _rescore(
     start: Tensor,  # [P]
     end: Tensor,  # [P]
     seeds: Tensor | None,  # [P, 1]
+    recency: float,
     lowest: Tensor,  # [P]
 ) -> Tensor:
     """The chosen chunks [P, K] by a sum per chunk.
@@ -185,9 +194,11 @@ def _rescore(
         if greatest <= first or least >= last:
             continue
         exact = (asked[:, None] * block[row, :, head].to(asked.dtype)).sum(-1)  # [P, m]
+        chunk = torch.arange(first, last, device=asked.device)
+        if recency:
+            exact -= less_for_age(recency, end[:, None], chunk, exact.dtype)
         if seeds is not None:
             exact = exact + gumbel(seeds, first, last - first)
-        chunk = torch.arange(first, last, device=asked.device)
         exact = exact.masked_fill((chunk < start[:, None]) | (chunk >= end[:, None]), -torch.inf)
         chunks = chunk.expand_as(exact)
         if best is not None:
@@ -210,6 +221,7 @@ def _rescore_near(
     start: Tensor,  # [P]
     end: Tensor,  # [P]
     seeds: Tensor | None,  # [P, 1]
+    recency: float,
     lowest: Tensor,  # [P] scores below take no part
 ) -> Tensor:
     """As ``_rescore``, with sums for those chunks alone that a GEMM puts within rounding of the last place."""
@@ -218,12 +230,16 @@ def _rescore_near(
         last = first + block.shape[1]
         table = block[0, :, 0].to(asked.dtype)
         scores = asked @ table.T  # [P, m]
+        chunk = torch.arange(first, last, device=asked.device)
+        if recency:
+            scores -= less_for_age(recency, end[:, None], chunk, scores.dtype)
         if seeds is not None:
             scores = scores + gumbel(seeds, first, last - first)
-        chunk = torch.arange(first, last, device=asked.device)
         inside = (chunk >= start[:, None]) & (chunk < end[:, None])
         near, place = (inside & (scores >= lowest[:, None])).nonzero(as_tuple=True)
         exact = (asked[near] * table[place]).sum(-1)
+        if recency:
+            exact -= less_for_age(recency, end[near], place + first, exact.dtype)
         if seeds is not None:
             exact = exact + gumbel(seeds, first, last - first)[near, place]
         queries.append(near)

@@ -36,7 +36,7 @@ def search(call: SearchCall) -> Tensor:
     Query and segments are float32, bfloat16 or float16 with any strides, and the widest dtype computes; K is at most
     256. What lies outside 0 .. M is no chunk.
     """
-    query, segments, K, start, end, noise_seed, scale = call
+    query, segments, K, start, end, noise_seed, scale, recency = call
     B, N, J, E = query.shape
     chosen = torch.empty(B, N, J, K, dtype=torch.int64, device=query.device)
     if not chosen.numel():
@@ -63,9 +63,9 @@ def search(call: SearchCall) -> Tensor:
             _search_segment[(tables * J * splits * row_blocks,)](
                 query, segment, start, end, seeds, keys,
                 *query.stride(), *segment.stride(), *start.stride(), *end.stride(), seeds.stride(0),
-                N, rows, segment.shape[1], first, span, splits, row_blocks, part, parts, float(scale),
+                N, rows, segment.shape[1], first, span, splits, row_blocks, part, parts, float(scale), float(recency),
                 J=J, E=E, K=K, PADDED=padded, BQ=BQ, BM=BM, BE=BE, DTYPE=_TL[dtype],
-                NOISE=noise_seed is not None, num_warps=8 if BQ == 64 else 4, num_stages=3,
+                NOISE=noise_seed is not None, RECENCY=recency > 0, num_warps=8 if BQ == 64 else 4, num_stages=3,
             )  # fmt: skip
             first += segment.shape[1]
             part += splits
@@ -110,10 +110,10 @@ def _search_segment(
     query_b, query_n, query_j, query_e,
     landmarks_b, landmarks_m, landmarks_j, landmarks_e,
     start_b, start_n, end_b, end_n, seeds_b,
-    N, rows, chunks, first, span, splits, row_blocks, part, parts, scale,
+    N, rows, chunks, first, span, splits, row_blocks, part, parts, scale, recency,
     J: tl.constexpr, E: tl.constexpr, K: tl.constexpr, PADDED: tl.constexpr,
     BQ: tl.constexpr, BM: tl.constexpr, BE: tl.constexpr,
-    DTYPE: tl.constexpr, NOISE: tl.constexpr,
+    DTYPE: tl.constexpr, NOISE: tl.constexpr, RECENCY: tl.constexpr,
 ):  # fmt: skip
     """The K best keys of BQ queries in one split of a segment, whose first chunk is number ``first``.
 
@@ -131,6 +131,7 @@ def _search_segment(
     # candidates in this split, as places in the segment; none for rows past the last
     low = tl.load(start + b * start_b + n * start_n, mask=asks, other=0) - first
     high = tl.load(end + b * end_b + n * end_n, mask=asks, other=-1) - first
+    last = high
     low = tl.maximum(low, split * span)
     high = tl.minimum(high, tl.minimum(split * span + span, chunks))
     asks = asks & (low < high)
@@ -161,6 +162,9 @@ def _search_segment(
             )
             scores = tl.dot(q.to(DTYPE), tl.trans(l.to(DTYPE)), scores, input_precision="ieee")
         scores = scores * scale
+        if RECENCY:
+            age = tl.maximum(last[:, None] - m[None, :], 1).to(tl.float64)
+            scores -= (tl.log(age) * recency).to(tl.float32)
         if NOISE:
             scores += _gumbel(noise_row[:, None], (first + m)[None, :])
         # filled, not added to: what is no candidate may hold NaN
