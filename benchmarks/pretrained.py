@@ -33,6 +33,7 @@ from trailmark.evaluation.subject import load
 from trailmark.files import read_json, write_json
 from trailmark.report.console import Progress
 from trailmark.statistics import bootstrap_mean, bootstrap_ratio
+from trailmark.training.config import load_run_config
 from trailmark.training.run import HISTORY_FILE
 
 OUTPUT = Path(__file__).with_suffix(".json")
@@ -148,7 +149,8 @@ class Models(NamedTuple):
     def training(self) -> dict[str, Any]:
         """What stands beside every number of theirs."""
         tokens = {kind: read_json(folder / HISTORY_FILE)["tokens"] for kind, folder in self.folders().items()}
-        return {"trained": self.drt.name, "trained_tokens": tokens}
+        fitted = load_run_config(self.drt / "run.yaml").distil.fit_steps * STEP_TOKENS
+        return {"trained": self.drt.name, "trained_tokens": tokens, "fitted_tokens": fitted}
 
 
 def has_bfloat16() -> bool:
@@ -180,19 +182,20 @@ class Losses:
         self.known: dict[str, list[float]] = read_json(file) or {}
 
     def of(
-        self, name: str, open_model: Callable[[], Any], texts: Sequence[Text], another: bool = False
+        self,
+        name: str,
+        open_model: Callable[[], Any],
+        texts: Sequence[Text],
+        read: Callable[[Any, int], Any] | None = None,
     ) -> list[Any]:
-        """[T - 1] nats of each text; ``another``: with the memory of the text before it."""
+        """[T - 1] nats of each text; ``read``: how a model reads a text by its number, if not as it is."""
         model, found = None, []
         for number, text in enumerate(texts):
             key = f"{name} | {text.name} | {len(text.ids)}"
             if key not in self.known:
                 model = model or open_model()
                 self.progress.show(key)
-                if another:
-                    losses = _of_another(model, text.ids, texts[number - 1].ids)
-                else:
-                    losses = token_losses(model, text.ids[None]).losses[0]
+                losses = read(model, number) if read else token_losses(model, text.ids[None]).losses[0]
                 self.known[key] = np.round(losses, 4).tolist()
                 write_json(self.file, self.known)
             found.append(np.array(self.known[key]))
@@ -305,7 +308,7 @@ def gap(options: argparse.Namespace, progress: Progress) -> dict[str, Any]:
 
 
 def controls(options: argparse.Namespace, progress: Progress) -> dict[str, Any]:
-    """What of it comes from which chunks are read: random ones, and those of another text, in place of its own."""
+    """What of it comes from which chunks are read: others in place of its own choice, or those of another text."""
     models, window, length = Models.of(options), options.windows[0], options.lengths[0]
     tokenizer = load_tokenizer(str(models.base))
     losses, texts = Losses(options.folder / "losses.json", progress), latex(tokenizer, length)
@@ -314,8 +317,22 @@ def controls(options: argparse.Namespace, progress: Progress) -> dict[str, Any]:
     read = {
         "its own choice": found["drt"],
         "random": losses.of(*_windowed(models.drt, window, "retriever=random"), texts),
-        "another text's": losses.of(f"{name} another text", open_model, texts, another=True),
+        "another text's": losses.of(
+            f"{name} another text",
+            open_model,
+            texts,
+            lambda model, n: _of_another(model, texts[n].ids, texts[n - 1].ids),
+        ),
     }
+    ranking = _ranking(models, options, tokenizer)
+    chosen = [ranking.choices(text.ids) for text in texts]
+    told = _windowed(models.drt, window, "retriever=encoder")
+    for rule in ("recent", "BM25", "attention, asking", "attention, reading"):
+
+        def read_told(model: Any, number: int, rule: str = rule) -> Any:
+            return _told(model, texts[number].ids, chosen[number][rule])
+
+        read[rule] = losses.of(f"{told[0]} {rule}", told[1], texts, read_told)
     flags = [outside(text.ids, window) for text in texts]
     rows = [
         {"kind": "LaTeX", "length": length, "window": window, "chunks": choice}
@@ -363,6 +380,16 @@ def _of_another(model: Any, ids: Tokens, other: Tokens) -> Any:
         hook.remove()
 
 
+@torch.no_grad()
+def _told(model: Any, ids: Tokens, chosen: torch.Tensor) -> Any:
+    """The losses of a text with chunks that somebody else chose, weighed by the model's own scores."""
+    tokens = torch.from_numpy(ids.astype(np.int64))[None]
+    logits = model(tokens, neighbours=chosen[None], use_cache=False).logits[0, :-1]
+    parts = zip(logits.split(512), tokens[0, 1:].split(512), strict=True)
+    losses = [torch.nn.functional.cross_entropy(own.float(), to, reduction="none") for own, to in parts]
+    return torch.cat(losses).double().numpy()
+
+
 def _row(found: dict[str, list[Any]], flags: list[Flags], tokens: str) -> dict[str, Any]:
     sums: dict[str, list[float]] = {name: [] for name in found}
     counts = []
@@ -386,16 +413,21 @@ def _row(found: dict[str, list[Any]], flags: list[Flags], tokens: str) -> dict[s
     }  # fmt: skip
 
 
+def _ranking(models: Models, options: argparse.Namespace, tokenizer: Any) -> Any:
+    from pretrained_references import Ranking
+
+    drts = {"trained": opened(models.drt), "converted": opened(models.begun)}
+    file = options.folder / "bm25.json"
+    return Ranking(opened(models.base), drts, options.folder / "shards", tokenizer, file)
+
+
 def references(options: argparse.Namespace, progress: Progress) -> dict[str, Any]:
     """The chunk of the label that a chapter is about to cite: who ranks it among the first eight."""
-    from pretrained_references import CHOSEN, Ranking, chapter, share
+    from pretrained_references import chapter, share
 
     models, length = Models.of(options), max(options.lengths)
     tokenizer = load_tokenizer(str(models.base))
-    drts = {"trained": opened(models.drt), "converted": opened(models.begun)}
-    ranking = Ranking(
-        opened(models.base), drts, options.folder / "shards", tokenizer, options.folder / "bm25.json"
-    )
+    ranking = _ranking(models, options, tokenizer)
     hits = []
     for text in latex(tokenizer, length):
         progress.show(text.name)
@@ -403,7 +435,7 @@ def references(options: argparse.Namespace, progress: Progress) -> dict[str, Any
         hits.append(list(ranking.ranks(chapter(whole, tokenizer, length, ranking.config.chunk_size))))
     asked = [own for own in hits if own]
     return models.training() | {
-        "length": length, "chosen": CHOSEN, "texts": len(asked), "references": sum(map(len, asked)),
+        "length": length, "chosen": ranking.chosen, "texts": len(asked), "references": sum(map(len, asked)),
         "rows": share(asked),
     }  # fmt: skip
 

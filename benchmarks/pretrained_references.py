@@ -19,7 +19,6 @@ from trailmark.models.watching import Seen, watching_attention
 from trailmark.ops import attention_mass
 from trailmark.statistics import bootstrap_ratio
 
-CHOSEN = 8
 RULES = {
     "attention, reading": "the base's upper layers under full attention, from the chunk that cites",
     "attention, asking": "the same, from the chunk before it, which asks",
@@ -56,11 +55,12 @@ class Ranking:
 
     def __init__(self, base: Any, drts: Mapping[str, Any], corpus: Path, tokenizer: Any, file: Path) -> None:
         self.base, self.drts = base, drts
-        self.config = next(iter(drts.values())).config
+        self.config = drts["trained"].config
+        self.chosen = self.config.num_retrieved_chunks
         self.bm25: Bm25 = fit_bm25(Corpus.open(corpus), self.config.chunk_size, tokenizer, file).bm25
 
     def ranks(self, chapter: Chapter) -> Iterator[dict[str, float]]:
-        """Of each reference whose label's chunk may be selected: 1 if it is among the first CHOSEN, by each rule.
+        """Of each reference whose label's chunk may be selected: 1 if it is among the first ``chosen``, by each rule.
 
         Where there are no more candidates than are chosen, nothing is asked.
         """
@@ -70,17 +70,31 @@ class Ranking:
             if asking < 0:
                 continue
             candidates = int((scores["trained"][asking] > -np.inf).sum())  # they come first
-            if found.label_chunk < candidates and candidates > CHOSEN:
+            if found.label_chunk < candidates and candidates > self.chosen:
                 yield self._hits(scores, found, candidates)
 
     def _hits(self, scores: dict[str, Floats], found: Reference, candidates: int) -> dict[str, float]:
-        hits = {"random": chance(candidates, 1, CHOSEN)}
+        hits = {"random": chance(candidates, 1, self.chosen)}
         for rule, own in scores.items():
             row = found.chunk - (rule != "attention, reading")
             rank = best_rank(own[row], candidates, [found.label_chunk])
             assert rank is not None
-            hits[rule] = float(rank < CHOSEN)
+            hits[rule] = float(rank < self.chosen)
         return hits
+
+    def choices(self, ids: Tokens) -> dict[str, torch.Tensor]:
+        """By rule int64 [C, K], for a model that is told: what it ranks first for the landmark of each closed chunk."""
+        scores = self._scores(ids)
+        candidate = torch.from_numpy(scores["trained"] > -np.inf)
+        C, found = len(candidate), {}
+        for rule, own in scores.items():
+            ranks = torch.from_numpy(np.array(own, np.float64))
+            if rule == "attention, reading":
+                ranks = torch.nn.functional.pad(ranks[1:], (0, 0, 0, 1))
+            best = ranks[:C, :C].masked_fill(~candidate, -torch.inf).topk(min(self.chosen, C))
+            chosen = best.indices.masked_fill(best.values == -torch.inf, C).sort().values
+            found[rule] = chosen.masked_fill(chosen == C, -1)
+        return found
 
     @torch.no_grad()
     def _scores(self, ids: Tokens) -> dict[str, Floats]:

@@ -496,7 +496,8 @@ def _gap_text(found: Row) -> str:
     return (
         "SmolLM2-135M as a DRT, with a window alone and with full attention, each trained on the same "
         f"{found['trained_tokens']['drt']:,} tokens of LaTeX and Python with the same adapters (rank 8) and the same "
-        "teacher, one seed. Losses on held-out texts in nats, of tokens after the first 1,024; *closed* is what the "
+        f"teacher, one seed; the DRT's memory was first fitted to the teacher on {found['fitted_tokens']:,} tokens. "
+        "Losses on held-out texts in nats, of tokens after the first 1,024; *closed* is what the "
         "DRT gives back of what the window loses to full attention, with a 95% interval over texts; *stood outside*: "
         "tokens that the text had before, but not in the window.\n\n"
         f"{table(columns | _LOSSES, found['rows'])}"
@@ -511,9 +512,21 @@ def _curve_text(found: Row) -> str:
     return f"On LaTeX while they were trained:\n\n{table(columns | _LOSSES, found['rows'])}"
 
 
+CHOICES = {
+    "recent": "the most recent",
+    "BM25": "BM25 with the text of the asking chunk",
+    "attention, asking": "what the base's upper layers look at under full attention, from the asking chunk",
+    "attention, reading": "the same from the chunk that reads, which no choice can know before",
+}
+
+
 def _controls_text(found: Row) -> str:
-    columns: Columns = {"chunks": "{chunks}", "DRT, nats": _nats("drt"), "closed": _share("closed")}
-    return f"With other chunks in the place of those that it chooses, on LaTeX:\n\n{table(columns, found['rows'])}"
+    columns: Columns = {
+        "chunks": lambda row: CHOICES.get(row["chunks"], row["chunks"]),
+        "DRT, nats": _nats("drt"),
+        "closed": _share("closed"),
+    }
+    return f"With others in the place of the chunks it chooses, on LaTeX:\n\n{table(columns, found['rows'])}"
 
 
 def _references_text(found: Row) -> str:

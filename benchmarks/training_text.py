@@ -154,7 +154,7 @@ def train(config: RunConfig, change: Callable[[Run], None] = lambda run: None) -
     """
     transformers.utils.logging.disable_progress_bar()
     progress = Progress()
-    run = Run(config, showing(progress))
+    run = Run(config, showing(progress), say=progress.say)
     if run.finished:
         return
     change(run)

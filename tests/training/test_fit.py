@@ -147,7 +147,9 @@ def test_a_fitted_model_is_nearer_to_its_teacher(folder: Path) -> None:
 
 @pytest.mark.parametrize("groups", [1, 2])
 def test_the_retriever_looks_where_the_teacher_does(folder: Path, groups: int) -> None:
-    run = run_of(folder, f"looks-{groups}", "distil.retrieval_weight=1", begin_with=["drt", "group"][groups - 1])
+    run = run_of(
+        folder, f"looks-{groups}", "distil.retrieval_weight=1", begin_with=["drt", "group"][groups - 1]
+    )
 
     def distance(step: int) -> float:
         batch = run.batch(step)

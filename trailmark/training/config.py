@@ -289,8 +289,8 @@ class DistilConfig:
     )
     fit_steps: int = setting(
         0,
-        "Before the first step, fit the memory's keys and values to those of the teacher's layers by least squares, on "
-        "the texts of so many steps, and let each layer read as it attends; 0: the memory is learned alone.",
+        "Before the first step, on the texts of so many steps: fit the memory's keys and values to those of the "
+        "teacher's layers by least squares, and the retriever to where they look; 0: the memory is learned alone.",
         least=0,
     )
     retrieval_from: Literal["reading", "asking"] = setting(

@@ -37,7 +37,9 @@ class Fitted(NamedTuple):
 
     found: float  # the share of the keys' and values' squares that is found in the states, as tokens count
     tokens: int  # that it was fitted to
-    chunks: float | None  # nats per landmark between the scores and where the teacher looks; None: nothing was taught
+    chunks: (
+        float | None
+    )  # nats per landmark between the scores and where the teacher looks; None: nothing was taught
 
 
 class _Text(NamedTuple):

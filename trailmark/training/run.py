@@ -61,7 +61,9 @@ from trailmark.training.run_folder import (
 from trailmark.training.running import Evaluate, RunningState
 from trailmark.training.tasks import Batch, SampleTask, TextTask, make_task, micro_batches
 from trailmark.training.trainer import Batches, RunTrainer, checkpoint_activations, training_arguments
+from trailmark.values import duration
 
+_TELLING_SECONDS = 30  # between lines about what comes before the first step
 _MOST_TOKENS = 1 << 24  # at once: no model's activations of more fit anywhere
 
 
@@ -248,13 +250,19 @@ class Run(RunningState):
         self.say(f"Fitting the memory to the teacher, on {len(texts)} texts.")
 
         fit = MemoryFit(self.model.eval(), self.teacher)
-        for step, row in texts[rank() :: world_size()]:
+        began = told = time.perf_counter()
+        for number, (step, row) in enumerate(own := texts[rank() :: world_size()], start=1):
             if self.stopping and world_size() == 1:  # several leave together, at the end of a step
                 return
             fit.add(task.batch(step, row, 1))
+            if (now := time.perf_counter()) - told > _TELLING_SECONDS:
+                left, told = (now - began) / number * (len(own) - number), now
+                self.say(f"{number} of {len(own)} texts are read, about {duration(left)} left.")
         found, tokens, chunks = fit.solve()
         taught = "" if chunks is None else f" Scores are {chunks:.3f} nats from where it looks."
-        self.say(f"The memory finds {found:.0%} of the teacher's keys and values, on {tokens:,} tokens.{taught}")
+        self.say(
+            f"The memory finds {found:.0%} of the teacher's keys and values, on {tokens:,} tokens.{taught}"
+        )
 
     # --- the folder ----------------------------------------------------------------------------------------
 
