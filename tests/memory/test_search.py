@@ -97,13 +97,20 @@ def both(
 
 @pytest.mark.usefixtures("faiss")
 def test_the_newest_are_found_for_their_age() -> None:
-    """Which the index does not know: all that exact search chooses for it stands among the last chunks."""
-    landmarks, query = clustered(4096, 20)
-    ends = torch.arange(4076, 4096)
+    """Which the index does not know: chosen are some that are neither among the nearest nor among the last."""
+    landmarks, query = clustered(8192, 20)
+    ends = torch.cat(
+        [torch.arange(5000, 5019), torch.tensor([8192])]
+    )  # the last has the index hold nearly all
     search = FaissSearch(min_chunks=1, batch_chunks=64)
-    found, exact = (one.select(query, [landmarks], K, ends, 0.01, 5.0) for one in (search, ExactSearch()))
-    assert (exact.indices >= ends[:, None] - 4 * K).all()
+    found, exact = (
+        one.select(query, [landmarks], K, ends, 0.08, recency=1.0) for one in (search, ExactSearch())
+    )
     assert_bits(found, exact)
+    nearest = ExactSearch().select(query, [landmarks], 4 * K, ends, 0.08).indices
+    near = (exact.indices[..., None] == nearest[..., None, :]).any(-1)
+    last = exact.indices >= ends[:, None] - 4 * K
+    assert not (near | last).all()
 
 
 @pytest.mark.usefixtures("faiss")

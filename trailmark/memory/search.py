@@ -16,11 +16,15 @@ _CHECKED = 64  # of so many chunks the last is kept, to notice a memory that was
 _BATCH = 1 << 14  # landmarks converted at once; a multiple of _CHECKED
 _TRAINING_CHUNKS = 32  # per list of the index
 _TRAINING_ROUNDS = 10  # of k-means
+_NEW_CHUNKS = 4096  # of a query are searched exactly if a chunk's age counts
 _GROWTH = 4  # the lists are trained again when the memory is so many times larger
 
 
 class ExactSearch:
-    """Every landmark is scored, block by block. A search of your own has the same method."""
+    """Every landmark is scored, block by block.
+
+    A search of your own has the same method; ``recency`` is passed by its name and only if it is not 0.
+    """
 
     def select(
         self,
@@ -48,6 +52,10 @@ class FaissSearch:
     clusters | random directions; norms equal), at E = 64: 0.99 | 0.56 are found, at E = 512: 1.00 | 0.18; a
     landmark that stands out (cosine 0.9 with the query, all others random): 0.99. ``num_probes`` trades time
     for this. The index holds 2 E + 8 bytes a chunk (landmarks in bfloat16), on the CPU.
+
+    Where a chunk's age counts (``recency``, which the index does not know), the newest 4,096 candidates are searched
+    exactly too. An older one is found by its product alone, and of those that are no longer new the age decides little:
+    its logarithm differs by 4 from 4,096 chunks to 262,144. The numbers above are without it.
 
     A memory that was cut, or cut and written again from there to its end, is noticed, and what no longer
     stands in it leaves the index. After landmarks were changed in its midst call :meth:`forget`.
@@ -123,17 +131,16 @@ class FaissSearch:
             ends = num_candidates.to(query.device).expand(B, n)[..., None]
             near = self._nearest(query, K, indexed)  # [B, n, F]
             near = near.masked_fill(near >= ends, -1)
-            tail = _after(blocks, indexed)
-            newer = (ends[..., 0] - indexed).clamp(min=0)
-            late = select_chunks(query, tail, K, newer, scale=scale, recency=recency).indices
-            found = [near, late.add(indexed).masked_fill(late < 0, -1)]
-            if recency:  # the index knows no age
-                last = ends - 1 - torch.arange(self.overfetch * K, device=ends.device)
-                taken = (last[..., None] == torch.cat(found, dim=-1)[..., None, :]).any(-1)
-                found.append(last.masked_fill(taken, -1).clamp(min=-1))
-            chosen = _best(query, blocks, torch.cat(found, dim=-1), K, ends[..., 0], scale, recency)
+            enough = (near >= 0).sum(-1, keepdim=True) >= K
+            # exactly: what is not in the index, and what is new, for the index knows no age
+            first = torch.full_like(ends[..., 0], indexed)
+            if recency:
+                first = torch.minimum(first, (ends[..., 0] - _NEW_CHUNKS).clamp(min=0))
+            late = select_chunks(query, blocks, K, ends[..., 0], first, scale=scale, recency=recency).indices
+            near = near.masked_fill(near >= first[..., None], -1)
+            chosen = _best(query, blocks, torch.cat([near, late], dim=-1), K, ends[..., 0], scale, recency)
             # a query with few candidates, or whose lists hold few
-            short = (ends < self.min_chunks) | ((near >= 0).sum(-1, keepdim=True) < K)  # [B, n, 1]
+            short = (ends < self.min_chunks) | ~enough  # [B, n, 1]
             columns = short.flatten(2).any(-1).any(0).nonzero()[:, 0]
             if len(columns):
                 some = num_candidates[..., columns]
@@ -243,15 +250,6 @@ def _of_one_text(blocks: Sequence[Tensor]) -> list[Tensor]:
         "FaissSearch indexes one text: read one, then ask on branches of it, or search exactly.",
     )
     return text
-
-
-def _after(blocks: Sequence[Tensor], first: int) -> list[Tensor]:
-    """The blocks [B, m, E] without their first chunks."""
-    tail = []
-    for block in blocks:
-        tail.append(block[:, min(first, block.shape[1]) :])
-        first -= min(first, block.shape[1])
-    return tail
 
 
 def _rows(text: Sequence[Tensor], first: int, last: int) -> Tensor:

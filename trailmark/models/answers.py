@@ -140,6 +140,7 @@ class FittedMemory(NamedTuple):
     landmark_vectors: Callable[[Tensor], Tensor]  # of what sums chunks up
     retrievers: list[nn.Module]  # of each group, called with landmarks [B, C, E], gives queries
     score_scale: float
+    recency: float
 
 
 class ModelAnswers:

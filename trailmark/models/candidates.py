@@ -103,9 +103,8 @@ class MemoryCandidates:
         blocks = self.memory.blocks(self.num_chunks, query.shape[0])
         blocks = [x if part is None else x[..., part] for x in blocks] or [query[:, :0]]
         if indices is None:
-            # a search of somebody's own need not know the last argument
-            more = (recency,) if recency else ()
-            return self.memory.search.select(query, blocks, num_retrieved, self.limits, scale, *more)
+            aged = {"recency": recency} if recency else {}
+            return self.memory.search.select(query, blocks, num_retrieved, self.limits, scale, **aged)
         K = indices.shape[-1]
         return select_chunks(query, blocks, K, self.limits, indices=indices, scale=scale, recency=recency)
 

@@ -75,9 +75,9 @@ def attention_mass(
         # padding too has something to look at: itself, which counts for no chunk
         hidden = hidden & (age != 0)
         scores.masked_fill_(hidden[:, None, None], -torch.inf)
-        looks = of_chunk[:, first:last].mT @ scores.softmax(-1).sum((1, 2))  # [B, N, s]
+        looks = scores.softmax(-1).sum((1, 2))  # [B, t, s]
         if on_tokens:
-            mass[..., :last] += looks
+            mass[..., :last] += of_chunk[:, first:last].mT @ looks
         else:
-            mass += looks @ of_chunk[:, :last]
+            mass += of_chunk[:, first:last].mT @ (looks @ of_chunk[:, :last])
     return mass

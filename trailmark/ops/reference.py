@@ -126,7 +126,8 @@ def grouped_cross_attention(
     row = torch.arange(batch, device=q.device)[:, None, None, None]
     head = torch.arange(J, device=q.device)[:, None]
     absent = torch.arange(S, device=q.device) >= lengths[row, chunk][..., None]  # [B, N, J, K, S]
-    absent = absent | (indices < 0)[..., None]
+    unread = indices < 0 if beside is None else (indices < 0) | (weights == 0)
+    absent = absent | unread[..., None]
     keys, values = (
         x.to(dtype).transpose(2, 3)[row, chunk, head].masked_fill(absent[..., None], 0) for x in (k, v)
     )  # [B, N, J, K, S, D]
@@ -136,7 +137,7 @@ def grouped_cross_attention(
     used = weights.to(dtype).masked_fill(indices < 0, 0)
     if beside is not None and beside_lse is not None:
         weight = used[:, :, :, None, None, :, None]
-        counted = (scores + weight.masked_fill(weight == 0, 1).log()).masked_fill(weight == 0, -torch.inf)
+        counted = scores + weight.masked_fill(weight == 0, 1).log()  # unread, its scores are -inf
         null = beside_lse.to(dtype).view(batch, N, R, J, H // J).permute(0, 1, 3, 4, 2)[..., None]
         probabilities = torch.cat([counted.flatten(-2), null], dim=-1).softmax(-1)
         probabilities = probabilities[..., :-1].view_as(scores)

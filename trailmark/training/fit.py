@@ -18,14 +18,14 @@ import torch
 from torch import Tensor, nn
 
 from trailmark.models.watching import Seen, attention_layers, watching_attention
-from trailmark.ops import attention_mass, selection_divergence
+from trailmark.ops import attention_mass, score_chunks, selection_divergence
 from trailmark.training.distil import Teacher, chunk_targets
 from trailmark.training.loss import LAYOUT
 from trailmark.training.processes import all_reduced, rank, world_size
 
 # of the mean of the states' squares: states of few texts do not span the width
 _RIDGE = 1e-3
-# how much a token counts that nobody looks at, where the mean of those that are looked at is 1
+# how much a token counts that nobody looks at from afar, where the mean of a text's tokens is this and 1
 _LEAST = 0.1
 # of the retriever: how often it sees each text, and how fast it learns
 _EPOCHS = 10
@@ -35,19 +35,21 @@ _LEARNING_RATE = 1e-3
 class Fitted(NamedTuple):
     """What a fit came to."""
 
-    found: float  # the share of the keys' and values' squares that is found in the states, as tokens count
-    tokens: int  # that it was fitted to
-    chunks: (
-        float | None
-    )  # nats per landmark between the scores and where the teacher looks; None: nothing was taught
+    found: float
+    """The share of the keys' and values' squares that is found in the states, as tokens count."""
+    tokens: int
+    """That it was fitted to."""
+    chunks: float | None
+    """Nats per landmark between the scores and where the teacher looks; None: nothing was taught."""
 
 
 class _Text(NamedTuple):
-    """What the retriever learns from a micro-batch: its scores are the products of two parts, and a rest."""
+    """What the retriever learns from a micro-batch."""
 
     summaries: Tensor  # [B, C, E]
     landmarks: list[Tensor]  # of each group, [B, C, E]
-    rests: list[Tensor]  # [B, C, C]; -inf where a chunk is no candidate
+    first: Tensor  # int64 [B, C]: where the candidates begin
+    end: Tensor  # int64 [B, C]: and end
     targets: Tensor  # [B, C, C]
 
 
@@ -80,7 +82,7 @@ class MemoryFit:
             torch.zeros(size, dtype=torch.float64, device=model.device)
             for size in ((L, E, E), (L, E, F), (L, F), ())
         )
-        self.texts: list[_Text] = []
+        self.texts: list[_Text | None] = []  # None: one without a whole chunk
 
     @torch.no_grad()
     def add(self, batch: dict[str, Tensor]) -> None:
@@ -110,6 +112,9 @@ class MemoryFit:
             layout = {key: inputs[key] for key in LAYOUT if key in inputs}
             teaches = bool(self.memory.retrievers)
             out = self.model(input_ids=ids, output_retrieval_scores=teaches, **layout, **call)
+        if "states" not in known:  # no chunk is whole
+            self.texts.append(None)
+            return
         if teaches:
             chunks = out.retrieval_scores.chunks
         else:
@@ -132,8 +137,9 @@ class MemoryFit:
             mass = attention_mass(seen.q, seen.k, places, None, documents, on_tokens=True)  # [B, N, T]
             if seen.layer in self.memory.layers:
                 counts.append(self._counts(mass, places))
-            on_chunks = mass @ of_chunk.to(mass.dtype)
-            looks[:] = [looks[0] + on_chunks] if looks else [on_chunks]
+            if teaches:
+                on_chunks = mass @ of_chunk.to(mass.dtype)
+                looks[:] = [looks[0] + on_chunks] if looks else [on_chunks]
 
         with ExitStack() as hooks:
             for layer in self.layers:
@@ -142,7 +148,7 @@ class MemoryFit:
             self.teacher(input_ids=ids, document_ids=documents, **call)
         self._take(known["states"], wanted, counts, known["grid"], known["lengths"])
         if teaches:
-            self._keep(known, out.retrieval_scores.scores, looks[0][:, 1:, 1:])
+            self._keep(known, out.retrieval_scores.scores[0] > -torch.inf, looks[0][:, 1:, 1:])
 
     def _counts(self, mass: Tensor, chunks: Tensor) -> Tensor:
         """How much each token counts [B, T], by what chunks put on it [B, N, T] that do not see it in their windows."""
@@ -174,23 +180,15 @@ class MemoryFit:
             self.both[number] += (weighted @ y).double()
             self.squares[number] += (counted * y.square()).sum(0).double()
 
-    def _keep(self, known: dict[Any, Any], scores: tuple[Tensor, ...], mass: Tensor) -> None:
-        summaries = _wide(known["summaries"])
-        landmarks = [_wide(known[group]) for group in range(len(scores))]
-        targets = chunk_targets(mass, scores[0].shape[-1], self.settings.settings.retrieval_from == "reading")
-        rests = [
-            # what a product does not say: a chunk's age, and whether it is a candidate
-            given.to(own.dtype) - own
-            for given, own in zip(scores, self._products(summaries, landmarks), strict=True)
-        ]
-        self.texts.append(_Text(summaries, landmarks, rests, targets))
-
-    def _products(self, summaries: Tensor, landmarks: list[Tensor]) -> list[Tensor]:
-        """Of each group [B, C, C], each landmark's query times the vector of each chunk."""
-        keys = self.memory.landmark_vectors(summaries).mT * self.memory.score_scale
-        return [
-            retriever(own) @ keys for retriever, own in zip(self.memory.retrievers, landmarks, strict=True)
-        ]
+    def _keep(self, known: dict[Any, Any], candidate: Tensor, mass: Tensor) -> None:
+        """What the retriever learns from; ``candidate`` [B, C, C], the mass [B, N, N] of the text's chunks."""
+        C = candidate.shape[-1]
+        landmarks = [_wide(known[group]) for group in range(len(self.memory.retrievers))]
+        first = candidate.long().argmax(-1)  # they stand beside each other
+        targets = chunk_targets(mass, C, self.settings.settings.retrieval_from == "reading")
+        self.texts.append(
+            _Text(_wide(known["summaries"]), landmarks, first, first + candidate.sum(-1), targets)
+        )
 
     @torch.no_grad()
     def solve(self) -> Fitted:
@@ -219,7 +217,10 @@ class MemoryFit:
 
     @torch.enable_grad()
     def _teach(self) -> float:
-        """Teach the retriever a text a step, those of all processes in turn; the mean divergence of the last epoch."""
+        """Teach the retriever a text a step, those of all processes in turn; the mean divergence of the last epoch.
+
+        What groups after the first ask with was kept while nothing was read yet.
+        """
         parts = [self.memory.summaries, *self.memory.retrievers]
         parameters = [parameter for part in parts for parameter in part.parameters()]
         learns = [parameter.requires_grad for parameter in parameters]
@@ -232,8 +233,9 @@ class MemoryFit:
             for number in torch.randperm(count, generator=draw).tolist():
                 gradients = [torch.zeros_like(parameter) for parameter in parameters]
                 losses[number] = 0
-                if number % world_size() == rank():
-                    loss = self._divergence(self.texts[number // world_size()])
+                mine = number % world_size() == rank()
+                if mine and (text := self.texts[number // world_size()]):
+                    loss = self._divergence(text)
                     found = torch.autograd.grad(loss, parameters, allow_unused=True)
                     gradients = [
                         none if own is None else own for own, none in zip(found, gradients, strict=True)
@@ -248,8 +250,13 @@ class MemoryFit:
         return float(all_reduced(losses).mean())
 
     def _divergence(self, text: _Text) -> Tensor:
-        scores = [own + rest for own, rest in zip(self._products(*text[:2]), text.rests, strict=True)]
-        return torch.stack([selection_divergence(own, text.targets).mean() for own in scores]).mean()
+        memory, keys = self.memory, self.memory.landmark_vectors(text.summaries)
+        of_groups = []
+        for retriever, landmarks in zip(memory.retrievers, text.landmarks, strict=True):
+            query = retriever(landmarks)
+            scores = score_chunks(query, keys, text.end, text.first, memory.score_scale, memory.recency)
+            of_groups.append(selection_divergence(scores, text.targets).mean())
+        return torch.stack(of_groups).mean()
 
 
 def _wide(x: Tensor) -> Tensor:

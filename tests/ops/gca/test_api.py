@@ -176,13 +176,14 @@ def test_beside_nothing_the_virtual_key_has_no_share(implementation: str) -> Non
 
 @pytest.mark.parametrize("implementation", ["torch", "reference"])
 def test_beside_a_window_a_weight_of_zero_is_an_index_of_none(implementation: str) -> None:
-    """Its scores may be as large as they like."""
-    (q, k, v, weights, *beside), rest = Case(K=3, M=3, beside=True).make()
-    rest["indices"] = rest["indices"].clamp(min=0)
-    weights[..., 1] = 0
+    """What it holds may be as large as it likes, and NaN."""
+    (q, k, v, weights, *beside), rest = Case(K=3, M=4, beside=True).make()
+    rest["indices"] = rest["indices"].clamp(0, 2)
+    rest["indices"][..., 1], weights[..., 1] = 3, 0
+    k[:, 3], v[:, 3] = torch.nan, torch.nan
     weights.requires_grad_()
     own, none = (
-        gca(q * 1e4, k, v, weights, *beside, **rest | {"indices": chosen}, implementation=implementation)
+        gca(q, k, v, weights, *beside, **rest | {"indices": chosen}, implementation=implementation)
         for chosen in (rest["indices"], torch.where(weights == 0, -1, rest["indices"]))
     )
     assert torch.equal(own, none)

@@ -29,14 +29,15 @@ class DRTConfig(TrailmarkConfig):
             fit no other depth of a pretrained base.
         softmax_off_by_one: a virtual key of score 0 and value 0 in every chunk (Eq. 3).
         virtual_key: what that key is. "zero": as published. "window" (with RoPE): what the layer's own window gave,
-            scored by its log-sum-exp, so that a chunk's keys stand in one softmax with the window's, asked by the same
-            queries as if they stood where the window ends. What is both in the window and in a chunk that is read
-            counts twice: see ``exclude_visible_chunks``.
+            scored by its log-sum-exp, so that the keys of all chunks that are read stand in one softmax with the
+            window's, asked by the same queries as if they stood where the window ends. What is both in the window and
+            in a chunk that is read counts twice: see ``exclude_visible_chunks``.
         retrieval_projections: W_h per group and W_l (Eq. 1); False: none, as in the published code.
         retrieval_normalization: RMS-normalise both sides of the score after the projections.
         retrieval_scale: factor on the score, besides E ** -0.5.
         retrieval_recency: at least 0; what a score loses with the logarithm of a chunk's age, 1 for the last chunk that
-            may be selected. 0: as published. 1: chunks that say the same are read in proportion to 1 / age.
+            may be selected. 0: as published. 1: chunks that say the same are read in proportion to 1 / age. It has no
+            part in what an encoder finds.
         retrieval_noise: Gumbel noise on the scores when chunks are selected in training.
         exclude_visible_chunks: do not select chunks that the window shows whole to the last row that reads.
         residual_gca: add what was read to the residual stream; False: it feeds the MLP only, as published.
@@ -164,7 +165,14 @@ class DRTConfig(TrailmarkConfig):
         for name in ("chunk_size", "num_retrieval_groups", "num_encoder_layers"):
             expect(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
         expect_count(self.num_retrieved_chunks)
-        expect(self.retrieval_recency >= 0, "retrieval_recency", self.retrieval_recency, "at least 0")
+        recency = self.retrieval_recency
+        expect(recency >= 0, "retrieval_recency", recency, "at least 0")
+        expect(
+            self.scores_chunks or not recency,
+            "retrieval_recency",
+            recency,
+            "0 with encoder_weights 'encoder', whose scores are the encoder's",
+        )
         expect(
             self.softmax_off_by_one or self.virtual_key == "zero",
             "softmax_off_by_one",

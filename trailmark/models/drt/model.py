@@ -377,6 +377,7 @@ class DRTForCausalLM(RetrievingForCausalLM):
             encoder.landmark_vectors,
             learned,
             config.retrieval_scale * config.hidden_size**-0.5,
+            config.retrieval_recency,
         )
 
     @torch.no_grad()

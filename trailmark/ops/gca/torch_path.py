@@ -237,7 +237,7 @@ class _Slabs:
         self.lse_dtype = self.dtype if lse is None else torch.float64
         self.q = q.reshape(self.query_shape)
         self.beside_lse = None if lse is None else lse.reshape(*self.query_shape[:-1], 1)
-        nothing = indices < 0
+        nothing = indices < 0 if lse is None else (indices < 0) | (weights == 0)
         self.nothing = _Places(nothing.reshape(B * N, self.J, self.K))
         if self.nothing.any:
             weights = weights.masked_fill(nothing, 0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from functools import partial
 from typing import NamedTuple
@@ -85,7 +86,7 @@ def select_chunks(
         noise_seed: int64 [B]: the noise is an integer hash of (seed, head, n, m). None: no noise.
         scale: None is E ** -0.5.
         recency: at least 0: what a score loses with the logarithm of a chunk's age, counted among the candidates: 1 for
-            the last of them.
+            the last of them. ``num_candidates`` then has a say for given ``indices`` too.
         implementation: "reference" (holds all scores), "torch" or "triton" (float32, bfloat16 or float16; K <= 256).
             None: "triton" on CUDA where it supports the input, else "torch".
 
@@ -97,7 +98,7 @@ def select_chunks(
     per_head = query.dim() == 4
     require(query.dim() in (3, 4), "query", tuple(query.shape), "shape [B, N, E] or [B, N, J, E]")
     require(num_retrieved >= 1, "num_retrieved", num_retrieved, "at least 1")
-    require(recency >= 0, "recency", recency, "at least 0")
+    require(0 <= recency < math.inf, "recency", recency, "at least 0, and finite")
     segments = _segments(landmarks, query)
     if not per_head:
         query, segments = query[:, :, None], [segment[:, :, None] for segment in segments]

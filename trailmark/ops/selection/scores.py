@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -35,6 +37,7 @@ def score_chunks(
     Raises:
         ValueError: for shapes that do not fit together.
     """
+    require(0 <= recency < math.inf, "recency", recency, "at least 0, and finite")
     require(query.dim() == 3, "query", tuple(query.shape), "shape [B, N, E]")
     fits = landmarks.dim() == 3 and landmarks.shape[::2] == query.shape[::2]
     require(fits, "landmarks", tuple(landmarks.shape), "shape [B, M, E], B and E as of query")

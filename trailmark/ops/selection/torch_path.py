@@ -164,8 +164,8 @@ def _contested(
     longest = norm(gather(segments, pair, asked.dtype), dim=-1).amax(-1).transpose(1, 2)  # [B, J, n]
     last, next_best = top.values[..., K - 1], top.values[..., K]
     within = rounding * longest
-    if recency:  # a sum of the two is rounded once more
-        within = within + torch.finfo(asked.dtype).eps * top.values[..., K - 1 : K + 1].abs().amax(-1)
+    if recency:  # the difference is rounded once more, of two chunks by two ways
+        within = within + 2 * torch.finfo(asked.dtype).eps * top.values[..., K - 1 : K + 1].abs().amax(-1)
     contested = (last - next_best <= within) & (next_best > -torch.inf)
     return contested, next_best - within
 
