@@ -192,6 +192,22 @@ def test_processes_fit_the_same(folder: Path) -> None:
         assert losses(one) == pytest.approx(losses(alone), rel=EXACT)
 
 
+def test_texts_without_a_whole_chunk_fit_nothing(folder: Path) -> None:
+    run = run_of(folder, "short", "training.context_length=6", "training.tokens_per_step=12")
+    with pytest.raises(
+        ValueError, match=r"^distil.fit_steps: expected texts with whole chunks to fit the memory to"
+    ):
+        run._fit_memory(torch.device("cpu"))
+
+
+@pytest.mark.parametrize("override", ["data.early_landmarks=0.5", "data.separate_documents=true"])
+def test_chunks_that_end_early_are_fitted_too(folder: Path, override: str) -> None:
+    run = run_of(folder, override, "distil.retrieval_weight=1", override)
+    window = divergence(run, 9)
+    run._fit_memory(torch.device("cpu"))
+    assert divergence(run, 9) < window
+
+
 def test_what_cannot_be_fitted_is_refused(folder: Path) -> None:
     with pytest.raises(
         ValueError, match=r"^distil.fit_steps: expected 0 for sliding_window as it is configured"

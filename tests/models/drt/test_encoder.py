@@ -135,6 +135,11 @@ def test_another_embedder_than_the_models_is_refused() -> None:
             {"retriever": "random", "embedder": "hash"},
             "embedder: expected None with retriever 'random', got 'hash'",
         ),
+        (
+            {"retriever": "encoder", "encoder_weights": "encoder", "retrieval_recency": 1.0},
+            "retrieval_recency: expected 0 with encoder_weights 'encoder'",
+        ),
+        ({"retrieval_recency": -1.0}, "retrieval_recency: expected at least 0, got -1"),
         ({"embedder_fingerprint": "ab"}, "embedder_fingerprint: expected None with retriever 'causal'"),
         ({"alibi_slopes": "steep"}, "alibi_slopes: expected 'geometric' or 'interpolated', got 'steep'"),
         (
