@@ -99,9 +99,24 @@ def test_references_are_ranked_among_what_may_be_selected(
     for hits, reference in zip(found, wanted, strict=True):
         row = scores[0, reference.chunk - 1]
         candidates = int((row > -torch.inf).sum())
-        assert candidates > script.CHOSEN
-        assert hits["trained"] == float(reference.label_chunk in row.topk(script.CHOSEN).indices)
-        assert hits["recent"] == float(reference.label_chunk >= candidates - script.CHOSEN)
-        assert hits["random"] == pytest.approx(script.CHOSEN / candidates)
+        assert candidates > ranking.chosen
+        assert hits["trained"] == float(reference.label_chunk in row.topk(ranking.chosen).indices)
+        assert hits["recent"] == float(reference.label_chunk >= candidates - ranking.chosen)
+        assert hits["random"] == pytest.approx(ranking.chosen / candidates)
+    choices = ranking.choices(chapter.ids)
+    for chosen in choices.values():
+        may = scores[0].gather(1, chosen.clamp(min=0)) > -torch.inf
+        assert (may | (chosen < 0)).all()
+        candidates = (scores[0] > -torch.inf).sum(1)
+        assert ((chosen >= 0).sum(1) == candidates.clamp(max=ranking.chosen)).all()
+    for hits, reference in zip(found, wanted, strict=True):
+        for rule in ("trained", "recent", "attention, asking", "attention, reading"):
+            told = reference.label_chunk in choices[rule][reference.chunk - 1]
+            assert hits[rule] == float(told)
+    # a model that is told its own choice reads as it does
+    encoder = drt(**sizes, retriever="encoder")
+    encoder.load_state_dict(model.state_dict())
+    told = modules["pretrained"]._told(encoder, chapter.ids, choices["trained"])
+    np.testing.assert_allclose(told, token_losses(model, chapter.ids[None]).losses[0], rtol=1e-5)
     rows = {row["rule"]: row["share"] for row in script.share([found[:1], found[1:]])}
     assert rows["trained"] == pytest.approx(sum(hits["trained"] for hits in found) / 3)

@@ -231,6 +231,7 @@ class Run(RunningState):
         with self.stopping_softly():
             if last is None and self.config.distil.fit_steps:
                 self._fit_memory(arguments.device)
+                self._began = time.perf_counter()  # what is left is said by the steps
             if not self.stopping:
                 trainer.train(resume_from_checkpoint=None if last is None else str(last))
         if self.stopping:

@@ -377,7 +377,7 @@ def test_compiled_without_a_graph_break() -> None:
 def test_the_op_that_compilation_sees() -> None:
     query, landmarks, rest = Case(M=20, noisy=True).make()
     bounds = rest["first_candidate"], rest["num_candidates"]
-    inputs = query[:, :, None], [landmarks[:, :, None]], 2, *bounds, rest["noise_seed"], 0.5, True
+    inputs = query[:, :, None], [landmarks[:, :, None]], 2, *bounds, rest["noise_seed"], 0.5, 1.0, True
     torch.library.opcheck(torch.ops.trailmark.select_chunks_search, inputs)
 
 
