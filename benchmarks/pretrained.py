@@ -148,9 +148,15 @@ class Models(NamedTuple):
 
     def training(self) -> dict[str, Any]:
         """What stands beside every number of theirs."""
-        tokens = {kind: read_json(folder / HISTORY_FILE)["tokens"] for kind, folder in self.folders().items()}
+        history = {kind: read_json(folder / HISTORY_FILE) for kind, folder in self.folders().items()}
+        tokens, seconds = ({kind: x[name] for kind, x in history.items()} for name in ("tokens", "seconds"))
         fitted = load_run_config(self.drt / "run.yaml").distil.fit_steps * STEP_TOKENS
-        return {"trained": self.drt.name, "trained_tokens": tokens, "fitted_tokens": fitted}
+        return {
+            "trained": self.drt.name,
+            "trained_tokens": tokens,
+            "trained_seconds": seconds,
+            "fitted_tokens": fitted,
+        }
 
 
 def has_bfloat16() -> bool:
@@ -324,21 +330,27 @@ def controls(options: argparse.Namespace, progress: Progress) -> dict[str, Any]:
             lambda model, n: _of_another(model, texts[n].ids, texts[n - 1].ids),
         ),
     }
-    ranking = _ranking(models, options, tokenizer)
-    chosen = [ranking.choices(text.ids) for text in texts]
+    ranking = cache(lambda: _ranking(models, options, tokenizer))
+    chosen = cache(lambda number: ranking().choices(texts[number].ids))
     told = _windowed(models.drt, window, "retriever=encoder")
     for rule in ("recent", "BM25", "attention, asking", "attention, reading"):
 
         def read_told(model: Any, number: int, rule: str = rule) -> Any:
-            return _told(model, texts[number].ids, chosen[number][rule])
+            return _told(model, texts[number].ids, chosen(number)[rule])
 
         read[rule] = losses.of(f"{told[0]} {rule}", told[1], texts, read_told)
-    flags = [outside(text.ids, window) for text in texts]
-    rows = [
-        {"kind": "LaTeX", "length": length, "window": window, "chunks": choice}
-        | _row(found | {"drt": own}, flags, "all")
-        for choice, own in read.items()
-    ]
+    flags, rows = [outside(text.ids, window) for text in texts], []
+
+    def totals(of: Sequence[Any]) -> npt.NDArray[np.float64]:
+        return np.array([x[UNSEEN - 1 :].sum() for x in of])
+
+    gap_of_texts = totals(found["window"]) - totals(found["full"])
+    for choice, own in read.items():
+        lost = totals(own) - totals(found["drt"])
+        low, high = bootstrap_ratio(lost, gap_of_texts)
+        worse = {"worse": float(lost.sum() / gap_of_texts.sum()), "worse_low": low, "worse_high": high}
+        case = {"kind": "LaTeX", "length": length, "window": window, "chunks": choice}
+        rows.append(case | _row(found | {"drt": own}, flags, "all") | worse)
     return models.training() | {"rows": rows}
 
 

@@ -496,7 +496,9 @@ def _gap_text(found: Row) -> str:
     return (
         "SmolLM2-135M as a DRT, with a window alone and with full attention, each trained on the same "
         f"{found['trained_tokens']['drt']:,} tokens of LaTeX and Python with the same adapters (rank 8) and the same "
-        f"teacher, one seed; the DRT's memory was first fitted to the teacher on {found['fitted_tokens']:,} tokens. "
+        f"teacher, one seed; the DRT's memory was first fitted to the teacher on {found['fitted_tokens']:,} tokens; "
+        f"with that its training took {found['trained_seconds']['drt'] / 60:.0f} minutes of one core, the others' "
+        f"{found['trained_seconds']['window'] / 60:.0f} and {found['trained_seconds']['full'] / 60:.0f}. "
         "Losses on held-out texts in nats, of tokens after the first 1,024; *closed* is what the "
         "DRT gives back of what the window loses to full attention, with a 95% interval over texts; *stood outside*: "
         "tokens that the text had before, but not in the window.\n\n"
@@ -525,6 +527,7 @@ def _controls_text(found: Row) -> str:
         "chunks": lambda row: CHOICES.get(row["chunks"], row["chunks"]),
         "DRT, nats": _nats("drt"),
         "closed": _share("closed"),
+        "less than by its own choice": lambda row: _share("worse").format(**row) if row["worse"] else "",
     }
     return f"With others in the place of the chunks it chooses, on LaTeX:\n\n{table(columns, found['rows'])}"
 
