@@ -551,12 +551,21 @@ def _short_text(found: Row) -> str:
     return f"Texts of {length} tokens, which the window holds whole:\n\n{table(columns, found['rows'])}"
 
 
+def _beyond_text(found: Row) -> str:
+    columns: Columns = {"tokens": "{length:,}", "texts": "{texts}", "window, nats": "{window:.3f}", "DRT": "{drt:.3f}",
+                        "DRT below it": "{gain:.3f} ({gain_low:.3f} to {gain_high:.3f})"}  # fmt: skip
+    return (
+        f"Chapters one after another, beyond what the base itself reads:\n\n{table(columns, found['rows'])}"
+    )
+
+
 _TRAINED: dict[str, Callable[[Row], str]] = {
     "gap": _gap_text,
     "curve": _curve_text,
     "controls": _controls_text,
     "references": _references_text,
     "short": _short_text,
+    "far": _beyond_text,
 }
 
 
