@@ -434,7 +434,7 @@ def _ranking(models: Models, options: argparse.Namespace, tokenizer: Any) -> Any
 
 
 def references(options: argparse.Namespace, progress: Progress) -> dict[str, Any]:
-    """The chunk of the label that a chapter is about to cite: who ranks it among the first eight."""
+    """The chunk of the label that a chapter is about to cite: who ranks it among as many as are read."""
     from pretrained_references import chapter, share
 
     models, length = Models.of(options), max(options.lengths)

@@ -3,8 +3,9 @@
     TRAILMARK_DATA=... python benchmarks/pretrained_train.py [drt window full] [--steps 20] [--window 256] [--seed 0]
 
 LaTeX and source code, with the base under full attention as a teacher of all three. Each learns adapters of its layers,
-so that what the kind of text teaches is in all of them; the DRT learns its additions too, three times as fast. A recipe
-for hours of a CPU. Stopped, the same command goes on; what is trained already is left as it is.
+so that what the kind of text teaches is in all of them; the DRT learns its additions too, after its memory was
+fitted to the teacher. A recipe for an hour of a CPU. Stopped, the same command goes on; what is trained already is left
+as it is.
 """
 
 from __future__ import annotations

@@ -515,8 +515,8 @@ def _curve_text(found: Row) -> str:
 
 
 CHOICES = {
-    "recent": "the most recent",
-    "BM25": "BM25 with the text of the asking chunk",
+    "recent": RULES["recent"],
+    "BM25": RULES["BM25"],
     "attention, asking": "what the base's upper layers look at under full attention, from the asking chunk",
     "attention, reading": "the same from the chunk that reads, which no choice can know before",
 }

@@ -8,13 +8,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from tests.models.tiny import EXACT
 from tests.training.killed import ask_to_stop, begin, watched
-from tests.training.tiny import TEXT
-from trailmark.data.corpus import load_tokenizer, tokenizer_fingerprint
-from trailmark.models.conversion.convert import convert
+from tests.training.tiny import TEXT, save_converted_llama
 from trailmark.ops import selection_divergence, token_divergence
 from trailmark.training.config import RunConfig, load_run_config
 from trailmark.training.distil import chunk_targets
@@ -27,19 +24,10 @@ S, WINDOW, SINKS = 7, 16, 4
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A Llama of four layers whose attention is sharp, and what it was converted to."""
     folder = tmp_path_factory.mktemp("bases")
-    torch.manual_seed(5)
-    config = LlamaConfig(
-        vocab_size=259, hidden_size=24, intermediate_size=32, num_hidden_layers=4, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=96, tie_word_embeddings=True, initializer_range=0.3,
-    )  # fmt: skip
-    LlamaForCausalLM(config).save_pretrained(folder / "base")
-    load_tokenizer().save_pretrained(folder / "base")
     drt = [f"sliding_window={WINDOW}", f"chunk_size={S}", "num_retrieved_chunks=3", "num_encoder_layers=1"]
-    for to, name, fields in (
-        ("drt", "drt", drt), ("drt", "group", [*drt, "memory_kv=group", "num_retrieval_groups=2"]),
-        ("drt", "shared", [*drt, "memory_kv=shared"]), ("sliding_window", "full", []),
-    ):  # fmt: skip
-        convert(folder / "base", folder / name, to, fields, fingerprint=tokenizer_fingerprint)
+    groups = [*drt, "memory_kv=group", "num_retrieval_groups=2"]
+    made = {"drt": ("drt", drt), "group": ("drt", groups), "shared": ("drt", [*drt, "memory_kv=shared"])}
+    save_converted_llama(folder, made | {"full": ("sliding_window", [])}, initializer_range=0.3)
     return folder
 
 

@@ -8,11 +8,9 @@ import pytest
 import safetensors.torch
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM
 
-from tests.training.tiny import TEXT
-from trailmark.data.corpus import load_tokenizer, tokenizer_fingerprint
-from trailmark.models.conversion.convert import convert
+from tests.training.tiny import TEXT, save_converted_llama
 from trailmark.training.config import RunConfig, load_run_config
 from trailmark.training.run import Run
 
@@ -50,16 +48,8 @@ training:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A Llama of four layers for 96 tokens, and what it was converted to."""
     folder = tmp_path_factory.mktemp("bases")
-    torch.manual_seed(5)
-    config = LlamaConfig(
-        vocab_size=259, hidden_size=24, intermediate_size=32, num_hidden_layers=4, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=96, tie_word_embeddings=True,
-    )  # fmt: skip
-    LlamaForCausalLM(config).save_pretrained(folder / "base")
-    load_tokenizer().save_pretrained(folder / "base")
-    window = ["sliding_window=16", "chunk_size=7", "num_retrieved_chunks=2", "num_encoder_layers=1"]
-    for to, name, fields in (("drt", "drt", window), ("sliding_window", "full", [])):
-        convert(folder / "base", folder / name, to, fields, fingerprint=tokenizer_fingerprint)
+    drt = ["sliding_window=16", "chunk_size=7", "num_retrieved_chunks=2", "num_encoder_layers=1"]
+    save_converted_llama(folder, {"drt": ("drt", drt), "full": ("sliding_window", [])})
     return folder
 
 

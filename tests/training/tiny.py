@@ -6,8 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
-from trailmark.data.corpus import Tokens, load_tokenizer, tokenize
+from trailmark.data.corpus import Tokens, load_tokenizer, tokenize, tokenizer_fingerprint
+from trailmark.models.conversion.convert import convert
 from trailmark.training.config import DataConfig, RunConfig, TrainingConfig
 
 CHUNK_SIZE = 20
@@ -77,3 +80,16 @@ def run_config(output: Path, task: Any = "text", model: str = "drt", **training:
         data=DataConfig(task=task, chunk_size=CHUNK_SIZE, filler_weight=0.1),
         training=TrainingConfig(**(settings | training)),
     )
+
+
+def save_converted_llama(folder: Path, made: dict[str, tuple[str, list[str]]], **changes: Any) -> None:
+    """A Llama of four layers for 96 tokens as ``base``, and what it is converted to: by name the kind and fields."""
+    torch.manual_seed(5)
+    config = LlamaConfig(
+        vocab_size=259, hidden_size=24, intermediate_size=32, num_hidden_layers=4, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=96, tie_word_embeddings=True, **changes,
+    )  # fmt: skip
+    LlamaForCausalLM(config).save_pretrained(folder / "base")
+    load_tokenizer().save_pretrained(folder / "base")
+    for name, (to, fields) in made.items():
+        convert(folder / "base", folder / name, to, fields, fingerprint=tokenizer_fingerprint)

@@ -148,9 +148,8 @@ def turned_by(name: str, base: Base, distance: int) -> Part:
         rows = read(name)
         first, second = rows.double().unflatten(0, (-1, 2, head_dim // 2)).unbind(1)  # [heads, D / 2, E]
         cos, sin = (turn[:, None] * factor for turn in (angle.cos(), angle.sin()))
-        turned = torch.stack(
-            [cos * first - sin * second, sin * first + cos * second], dim=2
-        )  # as keys have them
+        # neighbours, as keys have them
+        turned = torch.stack([cos * first - sin * second, sin * first + cos * second], dim=2)
         return turned.flatten(0, 2).to(rows.dtype)
 
     return Part((name,), make, permuted=True)
