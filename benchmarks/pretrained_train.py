@@ -5,7 +5,7 @@
 LaTeX and source code, with the base under full attention as a teacher of all three. Each learns adapters of its layers,
 so that what the kind of text teaches is in all of them; the DRT learns its additions too, after its memory was
 fitted to the teacher. A recipe for an hour of a CPU. Stopped, the same command goes on; what is trained already is left
-as it is.
+as it is. ``landmark`` trains all weights of a Landmark Attention model instead, by itself.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import argparse
 from pathlib import Path
 
 from common import data_folder
-from pretrained import DRT_FIELDS, FOLDER, KINDS, STEP_TOKENS, converted, has_bfloat16, trained
+from pretrained_models import DRT_FIELDS, FOLDER, KINDS, STEP_TOKENS, converted, has_bfloat16, trained
 from training_text import prepared, train
 
 from trailmark.data.corpus import standard_library_texts
@@ -37,10 +37,18 @@ def corpus(folder: Path, tokenizer: Path) -> Path:
 
 
 def config(kind: str, options: argparse.Namespace) -> RunConfig:
-    """Of one of KINDS."""
+    """Of one of KINDS, or of "landmark"."""
     teacher, window = converted(options.folder, "sliding_window"), f"sliding_window={options.window}"
     changes = ["distil.retrieval_weight=0"]
-    if kind == "drt":
+    if kind == "landmark":  # nothing of it is added that could learn alone
+        begin = converted(options.folder, "landmark")
+        changes += [
+            "training.train=all",
+            "training.lora_rank=0",
+            "training.optimizer=adamw",
+            "training.learning_rate=0.0001",
+        ]
+    elif kind == "drt":
         begin = converted(options.folder, "drt", window, *DRT_FIELDS, *options.model)
         changes = ["distil.retrieval_weight=10", "distil.fit_steps=48"]
     else:
@@ -82,7 +90,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("kinds", nargs="*", choices=[*KINDS, []], help="all of them by default")
+    parser.add_argument(
+        "kinds", nargs="*", choices=[*KINDS, "landmark", []], help="default: all that are compared"
+    )
     parser.add_argument("--folder", type=Path, default=FOLDER, help="conversions, text and models")
     parser.add_argument("--steps", type=int, default=20, help=f"of {LENGTH:,} tokens")
     parser.add_argument("--window", type=int, default=256)

@@ -13,12 +13,12 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import compare_tables
+import pretrained_tables
 import training_tables
 from case_study.document import texts as case_study_texts
 from landmark import COLUMNS as LANDMARK_OP
 from landmark_decode import READING_TABLE, TOKEN_TABLE, split_table
 from ops import table as ops_table
-from pretrained_references import RULES
 from tables import HERE, RIGHT, ROOT, Columns, Row, cell, crossed, fill, machine, on_machine, record, table
 
 from trailmark.demo import NAMES
@@ -432,143 +432,6 @@ LANDMARK_PARTS: dict[str, Callable[[Row], str]] = {
     "jumps": landmark_jumps,
 }
 
-# --- pretrained bases --------------------------------------------------------------------------------------
-
-
-def pretrained_start_text() -> str:
-    found = record("pretrained")["start"]
-    results = found["results"]
-    made = results["conversion"]
-    apart = ", ".join(
-        f"{r['difference']:.1e} of {r['largest']:.1f} over {r['tokens']:,} tokens" for r in results["logits"]
-    )
-    conversions: Columns = {
-        "converted to": "{to}",
-        "parameters": "{parameters[all]:,}",
-        "of them new": "{parameters[new]:,}",
-        "size": "{bytes:size}",
-        "time": "{seconds:duration}",
-        "peak memory": "{peak:size}",
-    }
-    losses: Columns = {"case": "{case}", "nats per token": "{loss:.3f}"}
-    return on_machine(
-        "SmolLM2-135M-Instruct, from its GGUF file of 98 MB, written in float32. Its logits differ from those of "
-        f"transformers' own model by at most {apart}: in float32, in which transformers computes norms and angles "
-        "whatever the model's type. In float64, with these patched, models of every family are equal within 1e-10 "
-        "(`tests/models/conversion`).\n\n"
-        f"{table(conversions, [row | {'to': to} for to, row in made.items()])}\n\n"
-        f"What a window takes, and sinks give back: tokens 600 to 1,535 of {results['texts']} held-out chapters of "
-        f"mathematics, in float32.\n\n{table(losses, results['loss'])}",
-        found["environment"],
-    )
-
-
-def _share(name: str) -> str:
-    return f"{{{name}:.2f}} ({{{name}_low:.2f}} to {{{name}_high:.2f}})"
-
-
-def _nats(model: str) -> Callable[[Row], str]:
-    return lambda row: f"{row['nats'][model]:.3f}"
-
-
-def _counted(row: Row) -> str:
-    return "all" if row["tokens"] == "all" else "stood outside"
-
-
-_LOSSES: Columns = {
-    "window, nats": _nats("window"),
-    "DRT": _nats("drt"),
-    "full attention": _nats("full"),
-    "closed": _share("closed"),
-}
-
-
-def pretrained_trained_text() -> str:
-    """What was measured of the trained models; a part that was not is left out."""
-    known = record("pretrained")
-    blocks = [make(known[part]["results"]) for part, make in _TRAINED.items() if part in known]
-    return on_machine("\n\n".join(blocks), known["gap"]["environment"])
-
-
-def _gap_text(found: Row) -> str:
-    columns: Columns = {"text": "{kind}", "tokens": "{length:,}", "window": "{window}", "counted": _counted,
-                        "texts": "{texts}"}  # fmt: skip
-    return (
-        "SmolLM2-135M as a DRT, with a window alone and with full attention, each trained on the same "
-        f"{found['trained_tokens']['drt']:,} tokens of LaTeX and Python with the same adapters (rank 8) and the same "
-        f"teacher, one seed; the DRT's memory was first fitted to the teacher on {found['fitted_tokens']:,} tokens; "
-        f"with that its training took {found['trained_seconds']['drt'] / 60:.0f} minutes of one core, the others' "
-        f"{found['trained_seconds']['window'] / 60:.0f} and {found['trained_seconds']['full'] / 60:.0f}. "
-        "Losses on held-out texts in nats, of tokens after the first 1,024; *closed* is what the "
-        "DRT gives back of what the window loses to full attention, with a 95% interval over texts; *stood outside*: "
-        "tokens that the text had before, but not in the window.\n\n"
-        f"{table(columns | _LOSSES, found['rows'])}"
-    )
-
-
-def _curve_text(found: Row) -> str:
-    columns: Columns = {
-        "trained on": lambda row: f"{row['step'] * found['step_tokens']:,} tokens",
-        "counted": _counted,
-    }
-    return f"On LaTeX while they were trained:\n\n{table(columns | _LOSSES, found['rows'])}"
-
-
-CHOICES = {
-    "recent": RULES["recent"],
-    "BM25": RULES["BM25"],
-    "attention, asking": "what the base's upper layers look at under full attention, from the asking chunk",
-    "attention, reading": "the same from the chunk that reads, which no choice can know before",
-}
-
-
-def _controls_text(found: Row) -> str:
-    columns: Columns = {
-        "chunks": lambda row: CHOICES.get(row["chunks"], row["chunks"]),
-        "DRT, nats": _nats("drt"),
-        "closed": _share("closed"),
-        "less than by its own choice": lambda row: _share("worse").format(**row) if row["worse"] else "",
-    }
-    return f"With others in the place of the chunks it chooses, on LaTeX:\n\n{table(columns, found['rows'])}"
-
-
-def _references_text(found: Row) -> str:
-    columns: Columns = {
-        "who ranks": lambda row: RULES[row["rule"]],
-        "share": "{share:.2f} ({low:.2f} to {high:.2f})",
-    }
-    return (
-        f"Who finds the label that a chapter is about to cite: the share of {found['references']} references in "
-        f"{found['texts']} chapters of {found['length']:,} tokens whose label's chunk is among the first "
-        f"{found['chosen']} of the chunks that may be selected.\n\n{table(columns, found['rows'])}"
-    )
-
-
-def _short_text(found: Row) -> str:
-    columns: Columns = {"text": "{kind}", "texts": "{texts}", "base, nats": "{base:.3f}", "DRT": "{drt:.3f}",
-                        "DRT above it": "{worse:.3f} ({worse_low:.3f} to {worse_high:.3f})"}  # fmt: skip
-    length = found["rows"][0]["length"]
-    return f"Texts of {length} tokens, which the window holds whole:\n\n{table(columns, found['rows'])}"
-
-
-def _beyond_text(found: Row) -> str:
-    columns: Columns = {"tokens": "{length:,}", "texts": "{texts}", "window, nats": "{window:.3f}", "DRT": "{drt:.3f}",
-                        "DRT below it": "{gain:.3f} ({gain_low:.3f} to {gain_high:.3f})"}  # fmt: skip
-    return (
-        f"Chapters one after another, beyond what the base itself reads:\n\n{table(columns, found['rows'])}"
-    )
-
-
-_TRAINED: dict[str, Callable[[Row], str]] = {
-    "gap": _gap_text,
-    "curve": _curve_text,
-    "controls": _controls_text,
-    "references": _references_text,
-    "short": _short_text,
-    "far": _beyond_text,
-}
-
-
 # --- which text stands where -------------------------------------------------------------------------------
 
 DOCUMENTS: dict[str, Mapping[str, Callable[[], str]]] = {
@@ -594,7 +457,7 @@ DOCUMENTS: dict[str, Mapping[str, Callable[[], str]]] = {
         "landmark models": landmark_models_text,
     },
     "docs/case-study.md": case_study_texts(),
-    "docs/convert.md": {"start": pretrained_start_text, "trained": pretrained_trained_text},
+    "docs/convert.md": {"start": pretrained_tables.start_text, "trained": pretrained_tables.trained_text},
 }
 
 

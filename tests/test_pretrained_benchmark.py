@@ -114,9 +114,7 @@ def test_references_are_ranked_among_what_may_be_selected(
             told = reference.label_chunk in choices[rule][reference.chunk - 1]
             assert hits[rule] == float(told)
     # a model that is told its own choice reads as it does
-    encoder = drt(**sizes, retriever="encoder")
-    encoder.load_state_dict(model.state_dict())
-    told = modules["pretrained"]._told(encoder, chapter.ids, choices["trained"])
+    told = modules["pretrained"]._told(model, chapter.ids, choices["trained"])
     np.testing.assert_allclose(told, token_losses(model, chapter.ids[None]).losses[0], rtol=1e-5)
     rows = {row["rule"]: row["share"] for row in script.share([found[:1], found[1:]])}
     assert rows["trained"] == pytest.approx(sum(hits["trained"] for hits in found) / 3)

@@ -250,10 +250,11 @@ class TrailmarkForCausalLM(ModelAnswers, FolderMixin, PreTrainedModel, ChunkGene
                 bears no loss. Each document stands in one piece; numbers need no order, and those of padding mean
                 nothing. None, or one number in every row: each row is one text. Chunks are still counted through
                 the row, in what is returned and for noise. Not with a cache.
-            neighbours: int64 [B, C, n], for models whose chunks are found by an encoder or learned from scores: for
+            neighbours: int64 [B, C, n], for models whose chunks can be found by an encoder or learned from scores: for
                 each chunk that closes in the call, the chunks before it that are to be read (n = K, ascending, -1
                 last), or with ``neighbour_scores`` its candidates. A row that closes fewer has -1. Not with a cache,
-                where the model's ``embedder`` finds them. None: found by the model.
+                where the model's ``embedder`` finds them. None: found by the model. A DRT that chooses by its own
+                scores reads them whatever they score, weighed by these scores, and completes them to K (n <= K).
             neighbour_scores: [B, C, n] of the candidates: how much reading each helps to predict the next chunk. A
                 model that learns to rank them adds its ranking loss in training.
             logits_at: int64 [B, n]: compute the logits [B, n, V] after these tokens alone. Not with labels, a cache or
@@ -401,7 +402,7 @@ class TrailmarkForCausalLM(ModelAnswers, FolderMixin, PreTrainedModel, ChunkGene
             if came is not None:
                 raise ValueError(
                     f"{name}: expected none for {type(self).__name__}, which finds what it reads by itself. Pass them "
-                    "to a model with retriever='encoder', or to an RPT."
+                    "to a DRT with retriever='encoder' or 'causal', or to an RPT."
                 )
         return None
 

@@ -87,8 +87,8 @@ def given_neighbours(
         return None
     if has_cache:
         raise ValueError(
-            "neighbours: expected none with past_key_values or use_cache, got a tensor: with a cache the model's "
-            "embedder finds them. Set model.embedder, or pass the whole text without a cache."
+            "neighbours: expected none with past_key_values or use_cache, got a tensor: with a cache the model finds "
+            "them, by its scores or its embedder. Pass the whole text without a cache, or leave them out."
         )
     if neighbours.dim() != 3 or neighbours.dtype not in (torch.int64, torch.int32):
         raise ValueError(
@@ -101,14 +101,22 @@ def given_neighbours(
     return Given(neighbours.long(), scores)
 
 
-def expect_selected(given: Given, num_retrieved: int, scored: bool) -> None:
+def expect_selected(given: Given, num_retrieved: int, scored: bool, completed: bool = False) -> None:
     """That what was given can be read as it is: K chunks for each that closes, ascending, -1 last; scores or none.
+
+    Args:
+        completed: the model chooses what is missing of K, so fewer will do.
 
     Raises:
         ValueError: another number of chunks or another order, scores that nothing takes, or none where they weigh.
     """
     indices, scores = given
-    if indices.shape[2] != num_retrieved:
+    if completed and not 1 <= indices.shape[2] <= num_retrieved:
+        raise ValueError(
+            f"neighbours: expected shape [B, C, n] with n from 1 to {num_retrieved} (num_retrieved_chunks), got "
+            f"{tuple(indices.shape)}. Give fewer: the model chooses the others."
+        )
+    if not completed and indices.shape[2] != num_retrieved:
         raise ValueError(
             f"neighbours: expected shape [B, C, {num_retrieved}] (num_retrieved_chunks), got {tuple(indices.shape)}. "
             f"Make the table with {num_retrieved} neighbours a chunk."

@@ -66,6 +66,38 @@ def test_a_table_says_what_is_read() -> None:
     assert not torch.equal(out.logits[:, 21 * S], nothing[:, 21 * S])
 
 
+@pytest.mark.parametrize("changes", [{}, {"exclude_visible_chunks": True, "sliding_window": 15}], ids=str)
+def test_chunks_given_to_a_model_that_scores_are_read_with_the_best_of_the_others(
+    changes: dict[str, Any],
+) -> None:
+    model, ids = build("encoder", retriever="causal", **changes), tokens(LENGTH)
+    own = model(ids, output_retrieval=True, output_retrieval_scores=True)
+    table = torch.full((1, LENGTH // S, 2), -1)
+    table[0, 9, :1], table[0, 20] = 3, torch.tensor([2, 11])
+    out = model(ids, neighbours=table, output_retrieval=True, output_retrieval_scores=True)
+    assert_same(
+        out.logits[:, : 10 * S], own.logits[:, : 10 * S]
+    )  # what chunk 9 asked for is read from there on
+    assert not torch.equal(out.logits[:, 10 * S], own.logits[:, 10 * S])
+    for chosen, scores in zip(out.retrieval, out.retrieval_scores.scores, strict=True):
+        for n in range(LENGTH // S):
+            given = table[0, n][table[0, n] >= 0].tolist()
+            others = [m for m in scores[0, n].argsort(descending=True).tolist() if m not in given]
+            others = [m for m in others if scores[0, n, m] > -torch.inf]
+            wanted = sorted([*given, *others][:3])
+            found = chosen.indices[0, n]
+            assert found[found >= 0].tolist() == wanted
+            weights = scores[0, n, wanted].softmax(-1)
+            assert_same(chosen.weights[0, n, : len(wanted)], weights)
+
+
+def test_with_all_chunks_given_a_model_that_scores_is_one_with_an_encoder() -> None:
+    model, scores = build("encoder"), build("encoder", retriever="causal")
+    scores.load_state_dict(model.state_dict())
+    ids = tokens(LENGTH, batch=2)
+    assert_same(logits_of(scores, ids, **table_of(model, ids)), logits_of(model, ids))
+
+
 def broken(place: tuple[int, ...], values: list[int]) -> Tensor:
     table = torch.full((1, LENGTH // S, 3), -1)
     table[place] = torch.tensor(values)
@@ -87,7 +119,16 @@ REFUSED: list[tuple[dict[str, Any], str]] = [  # by the option "encoder"
 ]
 REFUSED_BY: list[tuple[str, dict[str, Any], str]] = [
     ("random", {"neighbours": FITTING}, "neighbours: expected none for DRTForCausalLM"),
-    ("causal", {"neighbours": FITTING}, "neighbours: expected none for DRTForCausalLM"),
+    (
+        "causal",
+        {"neighbours": FITTING.repeat(1, 1, 2)},
+        r"neighbours: expected shape \[B, C, n\] with n from 1 to 3",
+    ),
+    (
+        "causal",
+        {"neighbours": FITTING, "neighbour_scores": EVEN},
+        "neighbour_scores: expected none, got a tensor",
+    ),
     (
         "encoder-2",
         {"neighbours": broken((0, 20), [2, 19, -1])},

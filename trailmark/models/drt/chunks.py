@@ -90,7 +90,8 @@ class TextChunks(DRTChunks):
     """The chunks of a whole text.
 
     Args:
-        vectors: the encoder's, or what a caller gave in their place; None: there is no encoder.
+        vectors: the encoder's, or what a caller gave in their place; None: there is no encoder. Where scores choose,
+            what a caller gave is read whatever it scores.
     """
 
     candidates: TextCandidates
@@ -113,7 +114,11 @@ class TextChunks(DRTChunks):
     def select(self, group: int, query: Tensor | None) -> ChunkSelection:
         if query is not None:
             self._queries.append(query)
-        return super().select(group, query)
+        found = super().select(group, query)
+        if query is None or self.config.retriever != "causal" or not isinstance(self.vectors, Given):
+            return found
+        given = self.vectors.indices.to(found.indices.device)
+        return self._score(query, _with_given(found, given), None)
 
     def scores(self) -> tuple[Tensor, ...]:
         keys = self.entries.landmarks
@@ -241,12 +246,25 @@ def with_vectors(config: DRTConfig, entries: MemoryEntries, vectors: Vectors | N
     return entries._replace(landmarks=torch.cat([own, keys, queries], dim=-1))  # of the widest dtype
 
 
+def _with_given(found: ChunkSelection, given: Tensor) -> Tensor:
+    """Chunks [B, C, K]: those given [B, C, n], n <= K, then the best of those found; ascending, -1 last."""
+    again = (found.indices[..., :, None] == given[..., None, :]).any(-1)
+    rest = found.scores.masked_fill(again | (found.indices < 0), -torch.inf)
+    first = torch.where(given >= 0, torch.inf, -torch.inf).to(rest)
+    ranks, order = torch.cat([first, rest], -1).sort(dim=-1, descending=True, stable=True)
+    K, none = found.indices.shape[-1], torch.iinfo(torch.int64).max
+    chosen = torch.cat([given, found.indices], -1).gather(-1, order)[..., :K]
+    chosen = chosen.masked_fill(ranks[..., :K] == -torch.inf, none).sort(-1).values
+    return chosen.masked_fill(chosen == none, -1)
+
+
 def expect_given(config: DRTConfig, given: Given, grid: Grid, rows: int) -> None:
     """Check that chunks given for the landmarks of a whole text are ones that these may select.
 
     Raises:
         ValueError: they are not, or cannot be read as they are.
     """
-    expect_selected(given, config.num_retrieved_chunks, not config.scores_chunks)
+    completed = config.retriever == "causal"
+    expect_selected(given, config.num_retrieved_chunks, not config.scores_chunks, completed)
     expect_earlier(given, grid, rows)
     expect_selectable(given, grid, config.first_visible)

@@ -1,0 +1,207 @@
+"""What the benchmarks of a pretrained base share: held-out texts, models on disk, and losses that are read once."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cache, partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from common import ROOT, data_folder
+
+from tests.smollm2 import convert_smollm2
+from trailmark.data.corpus import Tokens, read_text, standard_library_texts, tokenize
+from trailmark.evaluation.losses import token_losses
+from trailmark.evaluation.subject import Subject, load
+from trailmark.files import read_json, write_json
+from trailmark.report.console import Progress
+from trailmark.training.config import load_run_config
+from trailmark.training.run import HISTORY_FILE
+
+FOLDER = ROOT / "runs" / "benchmark-pretrained"
+SINKS = 4
+STEP_TOKENS = 4096  # of pretrained_train.py
+Flags = npt.NDArray[np.bool_]
+
+
+class Text(NamedTuple):
+    name: str
+    ids: Tokens
+
+
+# --- texts -----------------------------------------------------------------------------------------------------
+
+
+def latex(tokenizer: Any, length: int) -> list[Text]:
+    """The beginning of each held-out chapter that is long enough."""
+    files = sorted((data_folder("math") / "test").glob("*.tex"))
+    return _long_enough(((file.name, read_text(file)) for file in files), tokenizer, length)
+
+
+def sources(tokenizer: Any, length: int) -> list[Text]:
+    """The beginning of each held-out module that is long enough, of the first six of these."""
+    texts = enumerate(standard_library_texts("haystack"))
+    return _long_enough(((f"module {n}", text) for n, text in texts), tokenizer, length, most=6)
+
+
+def _long_enough(
+    texts: Iterable[tuple[str, str]], tokenizer: Any, length: int, most: int | None = None
+) -> list[Text]:
+    found: list[Text] = []
+    for name, text in texts:
+        if len(found) != most and len(text) > 2 * length:
+            ids = tokenize([text[: 8 * length]], tokenizer)  # no tokenizer here makes less of 8 letters
+            if len(ids) >= length:
+                found.append(Text(name, ids[:length]))
+    return found
+
+
+KINDS_OF_TEXT = {"LaTeX": latex, "Python": sources}
+
+
+def outside(ids: Tokens, window: int) -> Flags:
+    """Of each token but the first: whether it stood before, but not among the ``window`` tokens before it."""
+    last: dict[int, int] = {}
+    found = np.zeros(len(ids), bool)
+    for place, token in enumerate(ids.tolist()):
+        found[place] = token in last and place - last[token] > window
+        last[token] = place
+    return found[1:]
+
+
+# --- models ----------------------------------------------------------------------------------------------------
+
+
+@cache
+def converted(folder: Path, to: str, *fields: str) -> Path:
+    """The base as a model of ours, made once."""
+    made = folder / "-".join([to, *fields])
+    if not made.exists():
+        convert_smollm2(made, to, *fields)
+    return made
+
+
+def subject(folder: Path, *changes: str) -> Subject:
+    """With its tokenizer, in bfloat16 where the processor multiplies it, else in float32."""
+    found = load(folder, changes)
+    found.model = found.model.eval().to(torch.bfloat16 if has_bfloat16() else torch.float32)
+    return found
+
+
+def opened(folder: Path, *changes: str) -> Any:
+    return subject(folder, *changes).model
+
+
+KINDS = ("drt", "window", "full")
+# Depth 18: in its states the keys of the layers that look far (17 to 23) are found best. One encoder layer: the states
+# say more than layers that begin as nothing. No noise: the teacher says which chunks it looks at.
+DRT_FIELDS = (
+    "num_lower_layers=18", "num_encoder_layers=1", "num_retrieval_groups=1", "retrieval_noise=false",
+)  # fmt: skip
+
+
+def trained(folder: Path, kind: str, window: int, seed: int) -> Path:
+    """Where ``pretrained_train.py`` leaves one of KINDS, or "landmark"."""
+    return folder / (f"{kind}-{window}-{seed}" if kind in ("drt", "window") else f"{kind}-{seed}")
+
+
+class Models(NamedTuple):
+    """Folders: the base as it was converted, and what is compared."""
+
+    base: Path
+    begun: Path
+    drt: Path
+    window: Path
+    full: Path
+
+    @classmethod
+    def of(cls, options: argparse.Namespace) -> Models:
+        folders = [trained(options.folder, kind, options.window, options.seed) for kind in KINDS]
+        if missing := [str(folder) for folder in folders if not (folder / "config.json").exists()]:
+            sys.exit(
+                f"{missing[0]} is not there. Train it: python benchmarks/pretrained_train.py "
+                f"--window {options.window} --seed {options.seed}"
+            )
+        begun = converted(options.folder, "drt", f"sliding_window={options.window}", *DRT_FIELDS)
+        return cls(converted(options.folder, "sliding_window"), begun, *folders)
+
+    def folders(self) -> dict[str, Path]:
+        """Of KINDS."""
+        return {kind: getattr(self, kind) for kind in KINDS}
+
+    def training(self) -> dict[str, Any]:
+        """What stands beside every number of theirs."""
+        history = {kind: read_json(folder / HISTORY_FILE) for kind, folder in self.folders().items()}
+        tokens, seconds = ({kind: x[name] for kind, x in history.items()} for name in ("tokens", "seconds"))
+        fitted = load_run_config(self.drt / "run.yaml").distil.fit_steps * STEP_TOKENS
+        return {
+            "trained": self.drt.name,
+            "trained_tokens": tokens,
+            "trained_seconds": seconds,
+            "fitted_tokens": fitted,
+        }
+
+
+def has_bfloat16() -> bool:
+    return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
+
+
+def window_fields(window: int) -> tuple[str, ...]:
+    return f"sliding_window={window}", f"num_sinks={SINKS}", "max_sink_distance=8191"
+
+
+def windowed(folder: Path, window: int, *changes: str) -> Any:
+    return opened(folder, *window_fields(window), *changes)
+
+
+def name_of(folder: Path) -> str:
+    """Of a trained model, or of a checkpoint on its way."""
+    return folder.name if folder.parent.name != "checkpoints" else f"{folder.parents[1].name} {folder.name}"
+
+
+def named(folder: Path, window: int, *changes: str) -> tuple[str, Callable[[], Any]]:
+    """What losses are known by, and how the model is opened."""
+    name = " ".join([name_of(folder), f"window {window}", *changes])
+    return name, partial(windowed, folder, window, *changes)
+
+
+class Losses:
+    """What each token of each text costs each model, kept in a file so that nothing is read twice."""
+
+    def __init__(self, file: Path, progress: Progress) -> None:
+        self.file, self.progress = file, progress
+        self.known: dict[str, list[float]] = read_json(file) or {}
+
+    def of(
+        self,
+        name: str,
+        open_model: Callable[[], Any],
+        texts: Sequence[Text],
+        read: Callable[[Any, int], Any] | None = None,
+    ) -> list[Any]:
+        """[T - 1] nats of each text; ``read``: how a model reads a text by its number, if not as it is."""
+        model, found = None, []
+        for number, text in enumerate(texts):
+            key = f"{name} | {text.name} | {len(text.ids)}"
+            if key not in self.known:
+                model = model or open_model()
+                self.progress.show(key)
+                losses = read(model, number) if read else token_losses(model, text.ids[None]).losses[0]
+                self.known[key] = np.round(losses, 4).tolist()
+                write_json(self.file, self.known)
+            found.append(np.array(self.known[key]))
+        return found
+
+
+def of_kinds(
+    losses: Losses, folders: Mapping[str, Path], window: int, texts: Sequence[Text]
+) -> dict[str, list[Any]]:
+    """The losses of KINDS: with full attention, and with a window the others."""
+    full = losses.of(name_of(folders["full"]), partial(opened, folders["full"]), texts)
+    others = {kind: losses.of(*named(folders[kind], window), texts) for kind in ("window", "drt")}
+    return {"full": full} | others

@@ -1,0 +1,188 @@
+"""The tables of benchmarks/pretrained.json; benchmarks/readme.py puts them in place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from pretrained_references import RULES
+from tables import RIGHT, Columns, Row, on_machine, record, table
+
+
+def start_text() -> str:
+    found = record("pretrained")["start"]
+    results = found["results"]
+    made = results["conversion"]
+    apart = ", ".join(
+        f"{r['difference']:.1e} of {r['largest']:.1f} over {r['tokens']:,} tokens" for r in results["logits"]
+    )
+    conversions: Columns = {
+        "converted to": "{to}",
+        "parameters": "{parameters[all]:,}",
+        "of them new": "{parameters[new]:,}",
+        "size": "{bytes:size}",
+        "time": "{seconds:duration}",
+        "peak memory": "{peak:size}",
+    }
+    losses: Columns = {"case": "{case}", "nats per token": "{loss:.3f}"}
+    return on_machine(
+        "SmolLM2-135M-Instruct, from its GGUF file of 98 MB, written in float32. Its logits differ from those of "
+        f"transformers' own model by at most {apart}: in float32, in which transformers computes norms and angles "
+        "whatever the model's type. In float64, with these patched, models of every family are equal within 1e-10 "
+        "(`tests/models/conversion`).\n\n"
+        f"{table(conversions, [row | {'to': to} for to, row in made.items()])}\n\n"
+        f"What a window takes, and sinks give back: tokens 600 to 1,535 of {results['texts']} held-out chapters of "
+        f"mathematics, in float32.\n\n{table(losses, results['loss'])}",
+        found["environment"],
+    )
+
+
+def _share(name: str) -> str:
+    return f"{{{name}:.2f}} ({{{name}_low:.2f}} to {{{name}_high:.2f}})"
+
+
+def _nats(model: str) -> Callable[[Row], str]:
+    return lambda row: f"{row['nats'][model]:.3f}"
+
+
+def _counted(row: Row) -> str:
+    return "all" if row["tokens"] == "all" else "stood outside"
+
+
+_LOSSES: Columns = {
+    "window, nats": _nats("window"),
+    "DRT": _nats("drt"),
+    "full attention": _nats("full"),
+    "closed": _share("closed"),
+}
+
+
+def trained_text() -> str:
+    """What was measured of the trained models; a part that was not is left out."""
+    known = record("pretrained")
+    blocks = [make(known[part]["results"]) for part, make in _TRAINED.items() if part in known]
+    return on_machine("\n\n".join(blocks), known["gap"]["environment"])
+
+
+def _gap_text(found: Row) -> str:
+    columns: Columns = {"text": "{kind}", "tokens": "{length:,}", "window": "{window}", "counted": _counted,
+                        "texts": "{texts}"}  # fmt: skip
+    return (
+        "SmolLM2-135M as a DRT, with a window alone and with full attention, each trained on the same "
+        f"{found['trained_tokens']['drt']:,} tokens of LaTeX and Python with the same adapters (rank 8) and the same "
+        f"teacher, one seed; the DRT's memory was first fitted to the teacher on {found['fitted_tokens']:,} tokens; "
+        f"with that its training took {found['trained_seconds']['drt'] / 60:.0f} minutes of one core, the others' "
+        f"{found['trained_seconds']['window'] / 60:.0f} and {found['trained_seconds']['full'] / 60:.0f}. "
+        "Losses on held-out texts in nats, of tokens after the first 1,024; *closed* is what the "
+        "DRT gives back of what the window loses to full attention, with a 95% interval over texts; *stood outside*: "
+        "tokens that the text had before, but not in the window.\n\n"
+        f"{table(columns | _LOSSES, found['rows'])}"
+    )
+
+
+def _curve_text(found: Row) -> str:
+    columns: Columns = {
+        "trained on": lambda row: f"{row['step'] * found['step_tokens']:,} tokens",
+        "counted": _counted,
+    }
+    return f"On LaTeX while they were trained:\n\n{table(columns | _LOSSES, found['rows'])}"
+
+
+def _number_text(found: Row) -> str:
+    columns: Columns = {
+        "text": "{kind}",
+        "chunks read": "{chunks}",
+        "DRT, nats": _nats("drt"),
+        "closed": _share("closed"),
+    }
+    return (
+        f"By how many chunks of {found['chunk_size']} tokens are read, of the model that was trained with "
+        f"{found['trained_with']} of them:\n\n{table(columns, found['rows'])}"
+    )
+
+
+CHOICES = {
+    "recent": RULES["recent"],
+    "BM25": RULES["BM25"],
+    "attention, asking": "what the base's upper layers look at under full attention, from the asking chunk",
+    "attention, reading": "the same from the chunk that reads, which no choice can know before",
+}
+
+
+def _controls_text(found: Row) -> str:
+    columns: Columns = {
+        "chunks": lambda row: CHOICES.get(row["chunks"], row["chunks"]),
+        "DRT, nats": _nats("drt"),
+        "closed": _share("closed"),
+        "less than by its own choice": lambda row: _share("worse").format(**row) if row["worse"] else "",
+    }
+    return f"With others in the place of the chunks it chooses, on LaTeX:\n\n{table(columns, found['rows'])}"
+
+
+def _references_text(found: Row) -> str:
+    columns: Columns = {
+        "who ranks": lambda row: RULES[row["rule"]],
+        "share": "{share:.2f} ({low:.2f} to {high:.2f})",
+    }
+    return (
+        f"Who finds the label that a chapter is about to cite: the share of {found['references']} references in "
+        f"{found['texts']} chapters of {found['length']:,} tokens whose label's chunk is among the first "
+        f"{found['chosen']} of the chunks that may be selected.\n\n{table(columns, found['rows'])}"
+    )
+
+
+def _short_text(found: Row) -> str:
+    columns: Columns = {"text": "{kind}", "texts": "{texts}", "base, nats": "{base:.3f}", "DRT": "{drt:.3f}",
+                        "DRT above it": "{worse:.3f} ({worse_low:.3f} to {worse_high:.3f})"}  # fmt: skip
+    length = found["rows"][0]["length"]
+    return f"Texts of {length} tokens, which the window holds whole:\n\n{table(columns, found['rows'])}"
+
+
+def _beyond_text(found: Row) -> str:
+    columns: Columns = {"tokens": "{length:,}", "texts": "{texts}", "window, nats": "{window:.3f}", "DRT": "{drt:.3f}",
+                        "DRT below it": "{gain:.3f} ({gain_low:.3f} to {gain_high:.3f})"}  # fmt: skip
+    return (
+        f"Chapters one after another, beyond what the base itself reads:\n\n{table(columns, found['rows'])}"
+    )
+
+
+def _needles_text(found: Row) -> str:
+    columns: Columns = {"model": "{model}", "tokens": "{length:,}", "questions": "{questions}",
+                        "right (95%)": RIGHT, "chunk read": "{recall:.2f}"}  # fmt: skip
+    return (
+        "A number in a sentence of a book, out of the window's sight, asked for through the chat template; no training "
+        f"here had such questions. *Chunk read*: the sentence's chunk was chosen.\n\n{table(columns, found['rows'])}"
+    )
+
+
+def _landmark_text(found: Row) -> str:
+    columns: Columns = {
+        "trained on": "{tokens:,} tokens",
+        "nats per token": "{loss:.3f}",
+        "above the base with a window": "{above:.3f} ({above_low:.3f} to {above_high:.3f})",
+    }
+    base = found["base"]
+    return (
+        f"A Landmark Attention model of the same base, all weights trained: {found['texts']} chapters of "
+        f"{found['length']:,} tokens, where the base has {base['full']:.3f} nats with full attention and "
+        f"{base['window']:.3f} with a window of {found['window']}.\n\n{table(columns, found['rows'])}"
+    )
+
+
+def _reading_text(found: Row) -> str:
+    columns: Columns = {"model": "{model}", "tokens": "{tokens:,}", "tokens/s": "{tokens_per_second:,.0f}",
+                        "peak memory": "{peak:size}", "of it kept of the text": "{memory:size}"}  # fmt: skip
+    return f"Reading a book, no logits, memory on the host:\n\n{table(columns, found['rows'])}"
+
+
+_TRAINED: dict[str, Callable[[Row], str]] = {
+    "gap": _gap_text,
+    "curve": _curve_text,
+    "number": _number_text,
+    "controls": _controls_text,
+    "references": _references_text,
+    "short": _short_text,
+    "far": _beyond_text,
+    "needles": _needles_text,
+    "landmark": _landmark_text,
+    "reading": _reading_text,
+}
