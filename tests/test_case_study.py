@@ -19,6 +19,7 @@ from tests.models.tiny import drt
 from tests.training.tiny import SHARED, prose
 from trailmark.data.corpus import load_tokenizer
 from trailmark.data.neighbours.bm25 import Bm25
+from trailmark.evaluation.retrieval.run import score_parts
 from trailmark.files import read_json
 from trailmark.trace.lines import TracedChunk, read_trace
 
@@ -256,42 +257,18 @@ def test_the_document_has_its_cases(modules: dict[str, ModuleType]) -> None:
 # --- what scores say -----------------------------------------------------------------------------------------
 
 
-def test_scores_have_two_parts(modules: dict[str, ModuleType]) -> None:
-    """Of the pairs that may be read, whatever is added to all scores of a chunk that asks."""
-    torch.manual_seed(0)
-    C = 400
-    column, pair, row = torch.randn(C), torch.randn(C, C), torch.randn(C, 1)
-    later = torch.full((C, C), torch.nan).triu()  # they mean nothing
-    parts = modules["scores"].parts
-    assert parts(column + 9 * row + later)["popular"] == pytest.approx(1)
-    mixed = parts(3 * column + pair + row + later)
-    half = column[: C // 2]
-    popular = 9 * float(half.var(correction=0))
-    assert mixed["popular"] == pytest.approx(popular / (popular + 1), abs=0.01)
-    assert mixed["deviation"] == pytest.approx((popular + 1) ** 0.5, rel=0.02)
-    assert abs(parts(pair + later)["popular"]) < 0.001
-    few = [parts(torch.randn(8, 8))["popular"] for _ in range(2000)]
-    assert abs(np.mean(few)) < 0.01
-    assert parts(torch.ones(8, 8)) == {"deviation": 0, "popular": 0}
-
-
 @pytest.mark.parametrize("rest", [{}, {"retrieval_normalization": True, "retrieval_scale": 4.0}])
 def test_scores_are_the_models(modules: dict[str, ModuleType], rest: dict[str, Any]) -> None:
-    """Its landmark vectors and its choices; a text that is too short says nothing."""
+    """Its landmark vectors and its scores; a text that is too short says nothing."""
     model = drt(num_retrieval_groups=2, num_hidden_layers=4, num_lower_layers=2, **rest).float()
     S, vocabulary = model.config.chunk_size, model.config.vocab_size
     text = np.random.default_rng(0).integers(0, vocabulary, 20 * S)
     ids = torch.from_numpy(text)[None]
-    scores, landmarks = modules["scores"].scores_of(model, ids)
-    assert torch.equal(landmarks, model.encode(ids).landmarks[0])
-    retrieval = model(ids, output_retrieval=True).retrieval
-    K = retrieval[0].indices.shape[2]
-    for own, chosen in zip(scores, retrieval, strict=True):
-        for t in range(K, 20):
-            best = own[t, :t].topk(K).indices.sort().values
-            assert torch.equal(chosen.indices[0, t], best)
+    landmarks = model.encode(ids).landmarks[0].detach()
     found = modules["scores"].score_parts(model, [text, text[: 3 * S]])
     assert found["texts"] == 1
+    scores = model(ids, output_retrieval_scores=True).retrieval_scores.scores
+    assert found["groups"] == [score_parts(own[0].double().detach().numpy()) for own in scores]
     unit = torch.nn.functional.normalize(landmarks, dim=-1)
     cosines = [float(unit[a] @ unit[b]) for a in range(20) for b in range(20) if a != b]
     assert found["cosine"] == pytest.approx(np.mean(cosines), abs=1e-5)

@@ -25,7 +25,7 @@ from trailmark.settings import (
 
 
 def evaluate(context: typer.Context, **given: Any) -> None:
-    """Needles, perplexity, summaries and cost, with intervals. The same command goes on where it stopped."""
+    """Needles, perplexity, retrieval, summaries and cost, with intervals. The same command goes on where it stopped."""
     from trailmark.evaluation.evaluate import evaluate as run
     from trailmark.report.console import Progress
     from trailmark.report.tables import result_table

@@ -194,7 +194,7 @@ class Request(Settings):
     )
     suite: tuple[str, ...] = setting(
         (),
-        "needles, perplexity, summarization or cost; again for more.",
+        "needles, perplexity, retrieval, summarization or cost; again for more.",
         default="what a model was trained for",
         repeated=True,
     )
@@ -303,7 +303,13 @@ class Suite:
         return [shlex.join(["trailmark", "evaluate", *asked, *words(self.settings, one)]) for one in every]
 
 
-_FIRST = ("needles", "perplexity", "summarization", "cost")  # as they are shown, before all others
+_FIRST = (
+    "needles",
+    "perplexity",
+    "retrieval",
+    "summarization",
+    "cost",
+)  # as they are shown, before all others
 _registered: dict[str, Suite] = {}
 
 

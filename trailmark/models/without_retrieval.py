@@ -1,4 +1,4 @@
-"""Retrieval off (``num_retrieved_chunks`` 0): nothing of past chunks is read or kept, the window (or cell) is all.
+"""The same weights with another number of chunks to read; with none, retrieval is off, and the window (or cell) is all.
 
 What retrieval is worth to a text is the difference between a model and :func:`without_retrieval` of it.
 """
@@ -15,15 +15,22 @@ Model = TypeVar("Model", bound=PreTrainedModel)
 
 
 def without_retrieval(model: Model) -> Model:
-    """A model of the same class over the same weights, none of them copied, with ``num_retrieved_chunks`` 0.
+    """:func:`retrieving` no chunk: nothing of past chunks is read or kept.
+
+    A Landmark model without a cache attends to a text whole, with retrieval off too: pass it a cache.
+    """
+    return retrieving(model, 0)
+
+
+def retrieving(model: Model, count: int) -> Model:
+    """A model of the same class over the same weights, none of them copied, with ``num_retrieved_chunks`` ``count``.
 
     It is in eval mode and for reading: a forward in training is refused where parts would get no gradient. Its caches
-    are its own. It has no embedder and needs none. A Landmark model without a cache attends to a text whole, with
-    retrieval off too: pass it a cache.
+    are its own. It has no embedder; without chunks it needs none.
 
     Raises:
         ValueError: a model that retrieves nothing by its architecture, or one that holds other weights than its
-            configuration describes (adapters, quantised ones).
+            configuration describes (adapters, quantised ones); a count below 0.
     """
     kind = type(model)
     if not hasattr(model.config, "num_retrieved_chunks"):
@@ -32,7 +39,8 @@ def without_retrieval(model: Model) -> Model:
             "retrieval to switch off. It predicts from its window and states alone; use it as it is."
         )
     config = copy.deepcopy(model.config)
-    config.num_retrieved_chunks = 0
+    config.num_retrieved_chunks = count
+    config.validate_architecture()
     with torch.device("meta"):
         other = kind(config)
     parts, own = dict(model.named_modules()), dict(other.named_modules())

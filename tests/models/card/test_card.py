@@ -422,7 +422,7 @@ def test_any_json_makes_a_card(
 ) -> None:
     records = [
         {"suite": suite, "model": config, "results": results, "environments": environments}
-        for suite in ("needles", "perplexity", "summarization", "cost")
+        for suite in ("needles", "perplexity", "retrieval", "summarization", "cost")
     ]
     card = model_card(config, 1, run, history, records)
     ModelCard(card)

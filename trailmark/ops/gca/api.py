@@ -128,8 +128,9 @@ def grouped_cross_attention(
         require_floating(**{"beside[0]": out_beside, "beside[1]": lse_beside})
         require_device(q, **{"beside[0]": out_beside, "beside[1]": lse_beside})
         require(softmax_off_by_one, "softmax_off_by_one", False, "True with beside, which is the virtual key")
-        if values_are_checked(weights):
-            require(not bool((weights < 0).any()), "weights", float(weights.min()), "at least 0 with beside")
+        if values_are_checked(weights) and weights.numel():
+            lowest = float(weights.detach().min())
+            require(not lowest < 0, "weights", lowest, "at least 0 with beside")
         # e to this is 0, and no difference of two of them is NaN
         lse_beside = lse_beside.clamp(min=torch.finfo(lse_beside.dtype).min / 4)
     if indices.dim() == 3:
