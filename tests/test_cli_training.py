@@ -88,6 +88,7 @@ def test_prepare_train_verify(texts: Path, tmp_path: Path, command: Command) -> 
     assert history[3]["eval_loss"] < history[1]["eval_loss"]
     assert history[0]["retrieval_age"] >= 1
     assert 0 <= history[0]["retrieval_never_read"] < 1
+    assert history[0]["retrieval_popular"] <= 1
 
     for folder in (shards, tmp_path / "run", tmp_path / "run" / "checkpoints" / "step-00000004"):
         code, out, _ = command("verify", folder)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from trailmark.data.corpus import Tokens
-from trailmark.evaluation.retrieval.run import score_parts as parts_of
+from trailmark.evaluation.retrieval.run import parts_of
 from trailmark.models import DRTForCausalLM
 
 # short trainings, each with another way to score or to choose

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.models.tiny import drt, tokens
-from trailmark.ops import ChunkSelection
+from trailmark.ops import ChunkSelection, score_parts
 from trailmark.training.statistics import RetrievalStatistics
 
 # An addition in float64 rounds by at most half an epsilon of what it gives. No sum here has more than 3 batches x 3
@@ -125,6 +125,21 @@ def test_statistics_of_a_model(subtests: Any) -> None:
             assert 1 <= found["age"] < N
             assert 0 < found["evenness"] <= 1 + ROUNDING
             assert 0 <= found["never_read"] <= min(found["group_0/never_read"], found["group_1/never_read"])
+
+
+def test_popularity_is_a_mean_over_texts_and_groups() -> None:
+    model = drt(2)
+    statistics, every = RetrievalStatistics(), []
+    for seed in (0, 1):
+        with torch.no_grad():
+            out = model(tokens(47, 2, seed=seed), output_retrieval=True, output_retrieval_scores=True)
+        statistics.add(out.retrieval, None, out.retrieval_scores.scores)
+        every.append(torch.stack([score_parts(own).popular for own in out.retrieval_scores.scores]))
+    popular = torch.cat(every, dim=1)  # [G, texts]
+    found = statistics.means()
+    assert found["popular"] == pytest.approx(float(popular.mean()))
+    for group in (0, 1):
+        assert found[f"group_{group}/popular"] == pytest.approx(float(popular[group].mean()))
 
 
 def test_what_each_number_means() -> None:

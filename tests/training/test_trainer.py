@@ -290,6 +290,15 @@ def test_a_token_outside_the_vocabulary_is_refused(tmp_path: Path) -> None:
         Run(config, text=TEXT)
 
 
+def test_popularity_that_lasts_is_said_once(tmp_path: Path) -> None:
+    told: list[str] = []
+    run = Run(run_config(tmp_path), text=TEXT, say=told.append)
+    for share in (*[0.9] * 4, 0.5, *[0.9] * 9):
+        run._warn_of_popularity(share)
+    assert [line for line in told if "whoever asks" in line] == told[-1:]
+    assert told[-1].startswith("Mind: 90% of the variance of the retrieval's scores")
+
+
 def test_one_retrieved_chunk_trains_no_retriever(tmp_path: Path) -> None:
     config = run_config(tmp_path)
     config.model["num_retrieved_chunks"] = 1

@@ -9,6 +9,7 @@ from trailmark.ops.landmark.layout import LandmarkLayout
 from trailmark.ops.landmark.selection import select_by_landmarks
 from trailmark.ops.mass import attention_mass
 from trailmark.ops.ranking_loss import ranking_loss
+from trailmark.ops.score_parts import score_parts
 from trailmark.ops.selection.api import ChunkSelection, select_chunks
 from trailmark.ops.selection.noise import fold_seed, gumbel_noise
 from trailmark.ops.selection.random_selection import random_chunks
@@ -29,6 +30,7 @@ __all__ = [
     "random_chunks",
     "ranking_loss",
     "score_chunks",
+    "score_parts",
     "select_by_landmarks",
     "select_chunks",
     "selection_divergence",

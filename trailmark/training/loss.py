@@ -62,6 +62,7 @@ def weighted_loss(
     text_alone: bool = False,
     positions: float = 1.0,
     lesson: Lesson | None = None,
+    scores: bool = False,
 ) -> Called:
     """Call the model on a micro-batch, for the model's own loss (:func:`trailmark.models.loss.text_loss`).
 
@@ -76,6 +77,7 @@ def weighted_loss(
         text_alone: for a perplexity of the text: landmarks bear no loss, and what was selected is not returned.
         positions: the share of each row's tokens that bear loss, for all of them.
         lesson: what a teacher adds.
+        scores: the model, which ranks all chunks, says how.
     """
     own: TrailmarkForCausalLM = getattr(model, "module", model)
     others: dict[str, Any] = {}
@@ -84,7 +86,7 @@ def weighted_loss(
         at = others["logits_at"] = drawn_positions(
             inputs["noise_seed"], inputs["input_ids"].shape[1], positions
         )
-    if lesson is not None and lesson.ranks_chunks:
+    if scores or (lesson is not None and lesson.ranks_chunks):
         others["output_retrieval_scores"] = True
     out = model(
         input_ids=inputs["input_ids"],

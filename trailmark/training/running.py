@@ -42,6 +42,8 @@ Evaluate = Callable[[TrailmarkForCausalLM], dict[str, float]]
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 # seconds in which a second SIGTERM is the first one's echo: launcher and scheduler both send it
 _REPEATED = 10.0
+_MOST_SCORED = 4096  # chunks of a text whose scores for each other are looked into
+_POPULAR, _LASTS = 0.8, 5  # a share of the scores' variance, and logged steps, after which the user is told
 
 
 class RunningState:
@@ -52,6 +54,7 @@ class RunningState:
     micro: int
     """Micro-batches of each process in a step."""
     progress: Callable[[Any], None]
+    say: Callable[[str], None]
     teacher: Teacher | None
     """What the model learns from beside the text."""
     _validation: TextTask | None
@@ -69,6 +72,7 @@ class RunningState:
         self.step, self.seconds, self.tokens_trained = 0, 0.0, 0
         self.stop_signal: int = 0  # asked to stop by it; all processes stop at the same step
         self.stopping = False
+        self._popular = 0  # logged steps on end at which scores were so
         self._began = time.perf_counter()
 
     @property
@@ -134,10 +138,19 @@ class RunningState:
         chunks = self.config.training.context_length // config.chunk_size
         return torch.from_numpy(rule_of(config).num_candidates(chunks, config.chunk_size))
 
+    @property
+    def asks_for_scores(self) -> bool:
+        """Whether a micro-batch of the present step says how chunks score each other."""
+        config: Any = self.model_config
+        if not (self._watches_retrieval and config.ranks_all_chunks and self._is_logged(self.step + 1)):
+            return False
+        return self.config.training.context_length // config.chunk_size <= _MOST_SCORED
+
     def look_at(self, out: Any) -> None:
         """Take in what a micro-batch retrieved, where it will be shown."""
         if self._watches_retrieval and self._is_logged(self.step + 1):
-            self.retrieval.add(out.retrieval, self._num_candidates)
+            scores = out.retrieval_scores.scores if self.asks_for_scores else ()
+            self.retrieval.add(out.retrieval, self._num_candidates, scores)
 
     def may_step(self, step: int, vector: Tensor, norm: float, model: Any, repeat: Callable[[], Any]) -> bool:
         """Add up what was measured over all processes, and say whether ``step`` is taken.
@@ -178,11 +191,22 @@ class RunningState:
             if self._watches_retrieval:
                 means = self.retrieval.means(all_reduced)
                 self.measured |= {f"retrieval_{name}": value for name, value in means.items()}
+                self._warn_of_popularity(means.get("popular", 0.0))
             self._note(self.shown())
         if is_main():
             self.progress(self)
         if self.stop_signal and not connected():  # alone: nobody has to agree
             self.stopping = True
+
+    def _warn_of_popularity(self, share: float) -> None:
+        """Say once that choices hardly depend on who asks, where that lasts."""
+        self._popular = self._popular + 1 if share > _POPULAR else 0
+        if self._popular == _LASTS and is_main():
+            self.say(
+                f"Mind: {share:.0%} of the variance of the retrieval's scores belongs to the past chunks, whoever "
+                "asks, so all read the same few. trailmark evaluate --suite retrieval says what the right chunks "
+                "would be worth."
+            )
 
     def _is_logged(self, step: int) -> bool:
         return step % self.config.training.logging_steps == 0 or step == self.config.training.steps

@@ -11,10 +11,10 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from trailmark.ops import ChunkSelection
+from trailmark.ops import ChunkSelection, score_parts
 
 # rows of the sums, each [G + 1]: groups, then all together
-_ASKERS, _AGES, _ENTROPIES, _CHOOSERS, _EVENNESS, _READABLE, _UNREAD = range(7)
+_ASKERS, _AGES, _ENTROPIES, _CHOOSERS, _EVENNESS, _READABLE, _UNREAD, _TEXTS, _POPULAR = range(9)
 
 
 class RetrievalStatistics:
@@ -27,6 +27,8 @@ class RetrievalStatistics:
       selected at least two. 1: all weigh the same.
     - ``never_read``: share of the chunks that some asker of their sample could have selected and none did. Over all
       groups: that none did in any group.
+    - ``popular``: share of the scores' variance that is a past chunk's own, whoever asks (:func:`score_parts`); mean
+      over texts, and over groups.
     """
 
     def __init__(self) -> None:
@@ -37,6 +39,7 @@ class RetrievalStatistics:
         self,
         retrieval: Sequence[ChunkSelection],
         num_candidates: Tensor | None = None,
+        scores: Sequence[Tensor] = (),
     ) -> None:
         """Take in a batch that began without a memory. Does not wait for the device.
 
@@ -44,6 +47,7 @@ class RetrievalStatistics:
             retrieval: of each group, [B, N, K], or [B, N, J, K] where heads select for themselves (their means).
             num_candidates: [N] or [B, N] how many of the first chunks each could select, where these are not all before
                 it (chunks inside the window). None: the chunks before it.
+            scores: of each group, [B, N, N]; none: not known.
         """
         if not retrieval:
             return
@@ -62,6 +66,11 @@ class RetrievalStatistics:
         overall = torch.stack(columns).sum(0)
         overall[_READABLE] = reachable.sum()
         overall[_UNREAD] = (reachable & ~torch.stack(read).any(0)).sum()
+        popular = [score_parts(own).popular for own in scores]
+        for column, own in zip(columns, popular, strict=False):
+            column[_TEXTS], column[_POPULAR] = len(own), own.sum()
+        if popular:
+            overall[_TEXTS], overall[_POPULAR] = sum(map(len, popular)), torch.stack(popular).sum()
         sums = torch.stack([*columns, overall], dim=1)
         self._sums = sums if self._sums is None else self._sums + sums
 
@@ -69,11 +78,12 @@ class RetrievalStatistics:
         """The statistics so far, as numbers, and begin anew. Waits for the device.
 
         Args:
-            add_up: float64 [7, G + 1] -> its sum over processes.
+            add_up: float64 [9, G + 1] -> its sum over processes.
 
         Returns:
-            ``age entropy evenness never_read`` over all groups, and with more than one, ``group_0/age`` ... of each.
-            What is a mean of nothing is left out: no asker, none that had a choice, no chunk to be read.
+            ``age entropy evenness never_read popular`` over all groups, and with more than one, ``group_0/age`` ... of
+            each. What is a mean of nothing is left out: no asker, none that had a choice, no chunk to be read, no
+            score.
         """
         if self._sums is None:
             return {}
@@ -88,6 +98,7 @@ class RetrievalStatistics:
                 ("entropy", _ENTROPIES, _ASKERS),
                 ("evenness", _EVENNESS, _CHOOSERS),
                 ("never_read", _UNREAD, _READABLE),
+                ("popular", _POPULAR, _TEXTS),
             ):
                 if rows[count][column]:
                     found[prefix + name] = rows[value][column] / rows[count][column]
@@ -95,7 +106,7 @@ class RetrievalStatistics:
 
 
 def _sums_of(selection: ChunkSelection, end: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Of one group: the sums [7] float64, which chunks could have been read and which were, bool [B, N].
+    """Of one group: the sums [9] float64, of scores 0, which chunks could have been read and which were, bool [B, N].
 
     Args:
         end: int64 [B, N]: chunk n could select those before ``end[b, n]``.
@@ -118,5 +129,6 @@ def _sums_of(selection: ChunkSelection, end: Tensor) -> tuple[Tensor, Tensor, Te
     most = opened.amax(1, keepdim=True) if N else opened
     readable = torch.arange(N, device=indices.device) < most
     unread = readable & ~was_read[:, :N]
-    sums += [readable.sum(), unread.sum()]
+    nothing = torch.zeros((), device=indices.device)
+    sums += [readable.sum(), unread.sum(), nothing, nothing]
     return torch.stack([value.double() for value in sums]), readable, was_read[:, :N]

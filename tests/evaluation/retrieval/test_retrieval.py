@@ -125,25 +125,13 @@ def test_what_cannot_be_asked_is_refused(
 # --- scores --------------------------------------------------------------------------------------------------------
 
 
-def test_scores_of_known_parts_are_taken_apart() -> None:
-    """Of the pairs that may be read, whatever is added to all scores of a chunk that asks."""
-    generator, C = np.random.default_rng(0), 400
+def test_the_rank_of_scores_is_that_of_their_pairs() -> None:
+    generator, C = np.random.default_rng(0), 40
+    later = np.where(np.tri(C, k=-1, dtype=bool), 0, -np.inf)  # no candidates
     column, pair, row = (generator.normal(size=shape) for shape in (C, (C, C), (C, 1)))
-    later = np.triu(np.full((C, C), -np.inf))  # no candidates
-    later[np.tril_indices(C, -1)] = 0
-    found = retrieval.score_parts(column + 9 * row + later)
-    assert found["popular"] == pytest.approx(1)
-    assert found["rank"] == pytest.approx(1)
-    popular = 9 * float(column[: C // 2].var())
-    mixed = retrieval.score_parts(3 * column + pair + row + later)
-    assert mixed["popular"] == pytest.approx(popular / (popular + 1), abs=0.01)
-    assert mixed["deviation"] == pytest.approx((popular + 1) ** 0.5, rel=0.02)
-    alone = retrieval.score_parts(pair + later)
-    assert abs(alone["popular"]) < 0.001
-    assert 100 < alone["rank"] < C // 2
-    few = [retrieval.score_parts(generator.normal(size=(8, 8)))["popular"] for _ in range(2000)]
-    assert abs(np.mean(few)) < 0.01
-    assert retrieval.score_parts(np.ones((8, 8))) == {"deviation": 0, "popular": 0, "rank": 0}
+    assert retrieval.parts_of(column + row + later)["rank"] == pytest.approx(1)
+    assert 10 < retrieval.parts_of(pair + later)["rank"] < C // 2
+    assert retrieval.parts_of(later) == {"deviation": 0, "popular": 0, "rank": 0}
 
 
 def test_rank_correlation_is_spearmans() -> None:

@@ -33,7 +33,7 @@ from trailmark.evaluation.record import Record
 from trailmark.evaluation.retrieval.suite import CASES, RetrievalSettings
 from trailmark.evaluation.subject import Subject
 from trailmark.models.without_retrieval import retrieving
-from trailmark.ops import ChunkSelection
+from trailmark.ops import ChunkSelection, score_parts
 from trailmark.statistics import Floats, bootstrap_ratio
 
 Integers = npt.NDArray[np.int64]
@@ -162,7 +162,7 @@ def _of_text(
     groups = []
     for group, own in enumerate(scores):
         groups.append(
-            score_parts(own)
+            parts_of(own)
             | _agreement(own, limits, asks, tried[asks], useful)
             | _gradient_parts(*gradients[group], int(limits.max()))
         )
@@ -279,29 +279,17 @@ def _copies(
 # --- what scores say -----------------------------------------------------------------------------------------------
 
 
-def score_parts(scores: Floats) -> dict[str, float]:
-    """Scores [C, C] of one text: how far those of one asking chunk lie apart, and why.
-
-    The later half asks, the earlier half is scored: every pair may be read, but for a few in the middle with
-    ``exclude_visible_chunks``, which count as the mean. What a row adds to all its scores changes no choice and no
-    weight, so its mean is taken off. "deviation" is the root of the variance that is left, "popular" the share of it
-    that belongs to the columns, to chunks that score high whoever asks, and "rank" the exponential of the entropy of
-    its squared singular values. (Where nothing is popular and rows are independent, the means of columns of R scores
-    still have 1/R of the variance; that is taken off. Rows that follow each other are alike, which adds to the share:
-    it is an upper bound.) Scores that are all alike: 0, 0 and 0.
-    """
-    half, rows = len(scores) // 2, (len(scores) + 1) // 2
-    block = np.where(np.isfinite(scores[half:, :half]), scores[half:, :half], np.nan)
-    block = np.nan_to_num(block - np.nanmean(block, axis=1, keepdims=True)) if half else np.zeros((1, 1))
-    variance = float((block**2).mean())
-    if not variance:
-        return {"deviation": 0.0, "popular": 0.0, "rank": 0.0}
-    share = float((block.mean(0) ** 2).mean()) / variance
-    parts = np.linalg.svd(block, compute_uv=False) ** 2
-    parts = parts[parts > 0] / parts.sum()
-    rank = float(np.exp(-(parts * np.log(parts)).sum()))
-    popular = (share - 1 / rows) / (1 - 1 / rows) if rows > 1 else share
-    return {"deviation": variance**0.5, "popular": popular, "rank": rank}
+def parts_of(scores: Floats) -> dict[str, float]:
+    """Scores [C, C] of one text: how far they lie apart, what is popular (:func:`trailmark.ops.score_parts`), and their
+    "rank", the exponential of the entropy of their squared singular values, of the same pairs."""
+    deviation, popular = score_parts(torch.from_numpy(scores))
+    half = len(scores) // 2
+    known = np.ma.masked_invalid(scores[half:, :half])
+    block = np.ma.filled(known - known.mean(1, keepdims=True), 0.0)
+    parts = np.linalg.svd(block, compute_uv=False) ** 2 if half else np.zeros(1)
+    parts = parts[parts > 0] / parts.sum() if parts.any() else parts[:0]
+    rank = float(np.exp(-(parts * np.log(parts)).sum())) if len(parts) else 0.0
+    return {"deviation": float(deviation), "popular": float(popular), "rank": rank}
 
 
 def _agreement(
