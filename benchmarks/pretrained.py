@@ -52,8 +52,10 @@ from trailmark.data.corpus import Tokens, load_tokenizer, read_text, tokenize
 from trailmark.evaluation.losses import token_losses
 from trailmark.evaluation.needles.ask import measure as ask
 from trailmark.evaluation.needles.suite import NeedleSettings
+from trailmark.evaluation.retrieval.run import losses_of
 from trailmark.evaluation.subject import load
 from trailmark.files import read_json, write_json
+from trailmark.models.drt.config import DRTConfig
 from trailmark.report.console import Progress
 from trailmark.statistics import bootstrap_mean, bootstrap_ratio
 from trailmark.training.run import HISTORY_FILE
@@ -166,7 +168,7 @@ def number(options: argparse.Namespace, progress: Progress) -> dict[str, Any]:
     models, window, length = Models.of(options), options.windows[0], options.lengths[0]
     tokenizer = load_tokenizer(str(models.base))
     losses, rows = Losses(options.folder / "losses.json", progress), []
-    own = load(models.drt).model.config
+    own = DRTConfig.from_pretrained(models.drt)
     for kind, texts_of in KINDS_OF_TEXT.items():
         texts = texts_of(tokenizer, length)
         found = of_kinds(losses, models.folders(), window, texts)
@@ -202,7 +204,8 @@ def controls(options: argparse.Namespace, progress: Progress) -> dict[str, Any]:
     for rule in ("recent", "BM25", "attention, asking", "attention, reading"):
 
         def read_told(model: Any, number: int, rule: str = rule) -> Any:
-            return _told(model, texts[number].ids, chosen(number)[rule])
+            ids = texts[number].ids.astype(np.int64)
+            return losses_of(model, ids, chosen(number)[rule].numpy())
 
         read[rule] = losses.of(f"{told[0]} {rule}", told[1], texts, read_told)
     flags, rows = [outside(text.ids, window) for text in texts], []
@@ -256,16 +259,6 @@ def _of_another(model: Any, ids: Tokens, other: Tokens) -> Any:
         return token_losses(model, np.stack([ids, other])).losses[0]
     finally:
         hook.remove()
-
-
-@torch.no_grad()
-def _told(model: Any, ids: Tokens, chosen: torch.Tensor) -> Any:
-    """The losses of a text with chunks that somebody else chose, weighed by the model's own scores."""
-    tokens = torch.from_numpy(ids.astype(np.int64))[None]
-    logits = model(tokens, neighbours=chosen[None], use_cache=False).logits[0, :-1]
-    parts = zip(logits.split(512), tokens[0, 1:].split(512), strict=True)
-    losses = [torch.nn.functional.cross_entropy(own.float(), to, reduction="none") for own, to in parts]
-    return torch.cat(losses).double().numpy()
 
 
 def _row(found: dict[str, list[Any]], flags: list[Flags], tokens: str) -> dict[str, Any]:
@@ -362,7 +355,9 @@ def needles(options: argparse.Namespace, progress: Progress) -> dict[str, Any]:
             settings = NeedleSettings(
                 (length,), format="sentences", chat=True, questions=options.questions, sight="window"
             )
-            key = f"{name_of(folder)} | {length} | {settings.questions}"
+            key = " | ".join(
+                [name_of(folder), *changes, str(length), str(settings.questions), "sentences, chat"]
+            )
             if key not in known:
                 say = partial(_say, progress, key)
                 (known[key],) = ask(subject(folder, *changes), settings, text, say)
@@ -412,6 +407,10 @@ def landmark(options: argparse.Namespace, progress: Progress) -> dict[str, Any]:
         options.lengths[0],
         options.windows[0],
     )
+    if (history := read_json(folder / HISTORY_FILE)) is None:
+        sys.exit(
+            f"{folder} is not there. Train it: python benchmarks/pretrained_train.py landmark --seed {options.seed}"
+        )
     base = converted(options.folder, "sliding_window")
     losses, rows = Losses(options.folder / "losses.json", progress), []
     texts = latex(load_tokenizer(str(base)), length)
@@ -424,7 +423,6 @@ def landmark(options: argparse.Namespace, progress: Progress) -> dict[str, Any]:
         low, high = bootstrap_mean(nats - means["window"])
         above = {"above": float((nats - means["window"]).mean()), "above_low": low, "above_high": high}
         rows.append({"tokens": step * STEP_TOKENS, "loss": float(nats.mean())} | above)
-    history = read_json(folder / HISTORY_FILE)
     return {
         "length": length, "window": window, "texts": len(texts), "seconds": history["seconds"],
         "base": {name: float(own.mean()) for name, own in means.items()}, "rows": rows,

@@ -94,8 +94,9 @@ def _number_text(found: Row) -> str:
         "DRT, nats": _nats("drt"),
         "closed": _share("closed"),
     }
+    how = f"at {found['length']:,} tokens and a window of {found['window']}"
     return (
-        f"By how many chunks of {found['chunk_size']} tokens are read, of the model that was trained with "
+        f"By how many chunks of {found['chunk_size']} tokens are read, {how}, of the model that was trained with "
         f"{found['trained_with']} of them:\n\n{table(columns, found['rows'])}"
     )
 

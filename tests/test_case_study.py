@@ -262,9 +262,9 @@ def test_scores_are_the_models(modules: dict[str, ModuleType], rest: dict[str, A
     """Its landmark vectors and its scores; a text that is too short says nothing."""
     model = drt(num_retrieval_groups=2, num_hidden_layers=4, num_lower_layers=2, **rest).float()
     S, vocabulary = model.config.chunk_size, model.config.vocab_size
-    text = np.random.default_rng(0).integers(0, vocabulary, 20 * S)
+    text = np.random.default_rng(0).integers(0, vocabulary, 20 * S + 1)
     ids = torch.from_numpy(text)[None]
-    landmarks = model.encode(ids).landmarks[0].detach()
+    landmarks = model.encode(ids[:, : 20 * S]).landmarks[0].detach()
     found = modules["scores"].score_parts(model, [text, text[: 3 * S]])
     assert found["texts"] == 1
     scores = model(ids, output_retrieval_scores=True).retrieval_scores.scores

@@ -14,6 +14,7 @@ from tests import benchmark_scripts
 from tests.data.corpora import prose, save_bpe
 from tests.models.tiny import drt, window_model
 from trailmark.evaluation.losses import token_losses
+from trailmark.evaluation.retrieval.run import losses_of
 
 modules = benchmark_scripts.modules("pretrained", "pretrained_references", "training_text")
 VOCABULARY, S = 300, 4
@@ -114,7 +115,7 @@ def test_references_are_ranked_among_what_may_be_selected(
             told = reference.label_chunk in choices[rule][reference.chunk - 1]
             assert hits[rule] == float(told)
     # a model that is told its own choice reads as it does
-    told = modules["pretrained"]._told(model, chapter.ids, choices["trained"])
+    told = losses_of(model, chapter.ids.astype(np.int64), choices["trained"].numpy())
     np.testing.assert_allclose(told, token_losses(model, chapter.ids[None]).losses[0], rtol=1e-5)
     rows = {row["rule"]: row["share"] for row in script.share([found[:1], found[1:]])}
     assert rows["trained"] == pytest.approx(sum(hits["trained"] for hits in found) / 3)

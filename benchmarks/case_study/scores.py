@@ -46,7 +46,8 @@ def score_parts(model: DRTForCausalLM, texts: Iterable[Tokens]) -> dict[str, Any
         ids = torch.from_numpy(text.astype("int64"))[None].to(model.device)
         with torch.no_grad():
             found = model.eval()(ids, output_retrieval_scores=True).retrieval_scores.scores
-            alike.append(likeness(model.encode(ids).landmarks[0].float()))
+            whole = ids[:, : len(text) // model.config.chunk_size * model.config.chunk_size]
+            alike.append(likeness(model.encode(whole).landmarks[0].float()))
         for own, scores in zip(of_groups, found, strict=True):
             own.append(parts_of(scores[0].double().cpu().numpy()))
     if not alike:

@@ -178,7 +178,7 @@ class CaseStudy:
 
         None: it learns no scores, or no chapter is long enough.
         """
-        if not isinstance(subject.model, DRTForCausalLM) or not subject.model.config.scores_chunks:
+        if not isinstance(subject.model, DRTForCausalLM) or not subject.model.config.ranks_all_chunks:
             return None
         texts = [
             tokenize([read_text(file)], subject.tokenizer)[:_SCORED]

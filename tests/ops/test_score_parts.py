@@ -25,16 +25,25 @@ def test_scores_of_known_parts_are_taken_apart() -> None:
 
 
 @pytest.mark.parametrize("C", [0, 1, 2, 3, 8])
-def test_scores_that_are_all_alike_have_no_parts(C: int) -> None:
-    for found in score_parts(torch.ones(2, C, C)):
+@pytest.mark.parametrize("value", [1.0, 0.1, -torch.inf])
+def test_scores_that_are_all_alike_have_no_parts(C: int, value: float) -> None:
+    for found in score_parts(torch.full((2, C, C), value)):
         assert found.tolist() == [0, 0]
 
 
-def test_pairs_that_may_not_be_read_count_as_the_mean() -> None:
+def test_pairs_that_may_not_be_read_are_left_out() -> None:
+    """Against a loop over those that may."""
     torch.manual_seed(0)
-    scores = torch.randn(8, 8).double()
-    hidden = scores.clone()
-    hidden[4, 3] = -torch.inf
-    scores[4, 3] = scores[4, :3].mean()
-    for own, other in zip(score_parts(hidden), score_parts(scores), strict=True):
-        assert float(own) == pytest.approx(float(other))
+    scores = torch.randn(12, 12).double()
+    scores[6, 2:] = scores[7, 4:] = scores[9, :] = -torch.inf
+    rows = {t: [m for m in range(6) if scores[t, m] > -torch.inf] for t in range(6, 12)}
+    centred = {(t, m): scores[t, m] - scores[t, own].mean() for t, own in rows.items() for m in own}
+    total = sum(x**2 for x in centred.values())
+    of_columns = 0.0
+    for m in range(6):
+        column = [x for (_, other), x in centred.items() if other == m]
+        of_columns += len(column) * (sum(column) / len(column)) ** 2
+    chance = 6 / len(centred)
+    deviation, popular = score_parts(scores)
+    assert float(deviation) == pytest.approx(float((total / len(centred)) ** 0.5))
+    assert float(popular) == pytest.approx(float((of_columns / total - chance) / (1 - chance)))

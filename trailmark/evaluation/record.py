@@ -47,7 +47,7 @@ class Record:
 
     Args:
         folder: where ``<suite>.json`` lies or will lie.
-        suite: of a suite, such as "needles".
+        suite: name of a suite, such as "needles".
         model: what :func:`identity` says of the model; a list of these where several are compared.
         say: told where results of another model lie from now on.
         command: what a shell is told to find the results again; it stands with each.

@@ -303,13 +303,8 @@ class Suite:
         return [shlex.join(["trailmark", "evaluate", *asked, *words(self.settings, one)]) for one in every]
 
 
-_FIRST = (
-    "needles",
-    "perplexity",
-    "retrieval",
-    "summarization",
-    "cost",
-)  # as they are shown, before all others
+# as they are shown, before all others
+_FIRST = ("needles", "perplexity", "retrieval", "summarization", "cost")
 _registered: dict[str, Suite] = {}
 
 

@@ -52,6 +52,11 @@ class ConfigAnswers:
         return False
 
     @property
+    def completes_neighbours(self) -> bool:
+        """Whether it reads the chunks that a call gives (``neighbours``) and chooses those that are missing itself."""
+        return False
+
+    @property
     def needs_neighbours(self) -> bool:
         """Whether the chunks that are read in training come with the text: from a table, or from an embedder."""
         return getattr(self, "retriever", None) in _WITH_NEIGHBOURS

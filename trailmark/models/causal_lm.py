@@ -48,7 +48,7 @@ from trailmark.models.layers import LayerNorm, RMSNorm
 from trailmark.models.loss import shift_labels, text_loss
 from trailmark.models.outputs import CausalLMOutput, Hidden
 from trailmark.models.text import RetrievalScores, Text, at_columns, present_tokens
-from trailmark.models.without_retrieval import without_retrieval
+from trailmark.models.with_retrieved import without_retrieval
 
 # Tokens that ``read`` takes at a time: enough for efficient GEMMs, few enough to keep the memory constant.
 _READ_TOKENS = 4096
@@ -252,9 +252,10 @@ class TrailmarkForCausalLM(ModelAnswers, FolderMixin, PreTrainedModel, ChunkGene
                 the row, in what is returned and for noise. Not with a cache.
             neighbours: int64 [B, C, n], for models whose chunks can be found by an encoder or learned from scores: for
                 each chunk that closes in the call, the chunks before it that are to be read (n = K, ascending, -1
-                last), or with ``neighbour_scores`` its candidates. A row that closes fewer has -1. Not with a cache,
-                where the model's ``embedder`` finds them. None: found by the model. A DRT that chooses by its own
-                scores reads them whatever they score, weighed by these scores, and completes them to K (n <= K).
+                last), or with ``neighbour_scores`` its candidates. A row that closes fewer has -1. A model that
+                chooses by its own scores (``config.completes_neighbours``) reads them whatever they score, weighed by
+                these scores, and completes them to K from what it found (n <= K). Not with a cache, where the model
+                finds them. None: found by the model.
             neighbour_scores: [B, C, n] of the candidates: how much reading each helps to predict the next chunk. A
                 model that learns to rank them adds its ranking loss in training.
             logits_at: int64 [B, n]: compute the logits [B, n, V] after these tokens alone. Not with labels, a cache or
@@ -411,7 +412,7 @@ class TrailmarkForCausalLM(ModelAnswers, FolderMixin, PreTrainedModel, ChunkGene
         return self._answer(call)
 
     def without_retrieval(self) -> Self:
-        """The same weights with retrieval off: see :func:`trailmark.models.without_retrieval.without_retrieval`."""
+        """The same weights with retrieval off: see :func:`trailmark.models.with_retrieved.without_retrieval`."""
         return without_retrieval(self)
 
     def read(

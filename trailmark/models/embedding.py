@@ -114,7 +114,7 @@ def expect_selected(given: Given, num_retrieved: int, scored: bool, completed: b
     if completed and not 1 <= indices.shape[2] <= num_retrieved:
         raise ValueError(
             f"neighbours: expected shape [B, C, n] with n from 1 to {num_retrieved} (num_retrieved_chunks), got "
-            f"{tuple(indices.shape)}. Give fewer: the model chooses the others."
+            f"{tuple(indices.shape)}. The model chooses what is missing; leave neighbours out if all is."
         )
     if not completed and indices.shape[2] != num_retrieved:
         raise ValueError(

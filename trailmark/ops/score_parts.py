@@ -20,30 +20,36 @@ def score_parts(scores: Tensor) -> ScoreParts:
 
     .. math::
         s_{tm} = r_{tm} - \mathrm{mean}_{m'} r_{tm'}, \qquad
-        \mathrm{popular} = \frac{\mathrm{mean}_m (\mathrm{mean}_t s_{tm})^2}{\mathrm{mean}_{tm} s_{tm}^2}
+        x = \frac{\sum_m n_m (\mathrm{mean}_t s_{tm})^2}{\sum_{tm} s_{tm}^2}, \qquad
+        \mathrm{popular} = \frac{x - x_0}{1 - x_0}
 
-    for the later half of the chunks t, which ask, and the earlier half m, which is scored: there every pair may be
-    read, but for a few in the middle that the window shows, which count as the mean. What a row adds to all its scores
-    changes no choice and no weight, so its mean is taken off. Where nothing is popular and rows are independent, the
-    means of columns of R scores still have 1 / R of the variance; that is taken off too, and what is left is a share of
-    1 - 1 / R. Rows that follow each other are alike, which adds to the share: it is an upper bound.
+    for the later half of the chunks t, which ask, and the earlier half m, which is scored: there nearly every pair may
+    be read, and those that may not are left out. n_m chunks may read m. What a row adds to all its scores changes no
+    choice and no weight, so its mean is taken off. Where nothing is popular and rows are independent, the means of
+    columns still have a share x_0 of the variance, one for each column over one for each pair; that is taken off, so
+    chance gives 0, and less than 0 as often as more. Rows that follow each other are alike, which adds to the share: it
+    is an upper bound.
 
     Args:
         scores: [..., C, C], -inf where chunk m is no candidate of chunk t.
 
     Returns:
-        Deviation and share, float64; 0 and 0 where scores are all alike, or C is below 4.
+        Deviation and share, float64; 0 and 0 where there are no scores that differ, beyond rounding.
     """
-    C = scores.shape[-1]
-    block, R = scores[..., C // 2 :, : C // 2].detach().double(), C - C // 2
-    if C < 4:
-        nothing = block.new_zeros(scores.shape[:-2])
-        return ScoreParts(nothing, nothing)
+    half = scores.shape[-1] // 2
+    block = scores[..., half:, :half].detach()
+    rounding = 8 * torch.finfo(block.dtype).eps
+    block = block.double()
     present = block.isfinite()
     block = block.masked_fill(~present, 0)
-    mean = block.sum(-1, keepdim=True) / present.sum(-1, keepdim=True).clamp(min=1)
-    block = (block - mean).masked_fill(~present, 0)
-    variance = block.square().mean((-2, -1))
-    share = block.mean(-2).square().mean(-1) / variance
-    popular = torch.where(variance > 0, (share - 1 / R) / (1 - 1 / R), 0.0)
-    return ScoreParts(variance.sqrt(), popular)
+    in_row, in_column = present.sum(-1, keepdim=True), present.sum(-2)
+    pairs, columns = in_column.sum(-1), (in_column > 0).sum(-1)
+    largest = block.abs().amax((-2, -1)) if half else block.new_zeros(block.shape[:-2])
+    block = (block - block.sum(-1, keepdim=True) / in_row.clamp(min=1)).masked_fill(~present, 0)
+    squares = block.square().sum((-2, -1))
+    deviation = (squares / pairs.clamp(min=1)).sqrt()
+    differ = deviation > rounding * largest
+    found = (block.sum(-2).square() / in_column.clamp(min=1)).sum(-1) / squares
+    chance = columns / pairs.clamp(min=1)
+    popular = torch.where(differ & (chance < 1), (found - chance) / (1 - chance), 0.0)
+    return ScoreParts(torch.where(differ, deviation, 0.0), popular)

@@ -174,6 +174,20 @@ def test_beside_nothing_the_virtual_key_has_no_share(implementation: str) -> Non
     assert_same_in_float64(alone, gca(q, k, v, weights / 3, **rest | {"softmax_off_by_one": False}))
 
 
+@pytest.mark.parametrize("sizes", [{"N": 0}, {"B": 0}], ids=str)
+def test_beside_a_window_nothing_may_be_asked(sizes: dict[str, int]) -> None:
+    (q, k, v, weights, *beside), rest = Case(M=4, beside=True, **sizes).make()
+    assert gca(q, k, v, weights, *beside, **rest).shape == q.shape
+
+
+@pytest.mark.filterwarnings("error")
+def test_weights_that_need_a_gradient_are_checked_without_a_warning() -> None:
+    (q, k, v, weights, *beside), rest = Case(M=4, beside=True).make()
+    gca(q, k, v, weights.requires_grad_(), *beside, **rest)
+    with pytest.raises(ValueError, match="^weights: .*at least 0 with beside"):
+        gca(q, k, v, (weights.detach() - 9).requires_grad_(), *beside, **rest)
+
+
 @pytest.mark.parametrize("implementation", ["torch", "reference"])
 def test_beside_a_window_a_weight_of_zero_is_an_index_of_none(implementation: str) -> None:
     """What it holds may be as large as it likes, and NaN."""

@@ -1,24 +1,27 @@
 """What chosen chunks are worth to a model, what the right ones would be worth, and what scores and their gradient say.
 
-Each text is read whole, again and again, with chunks that are told (``neighbours``) in place of those that the model
+Each text is read whole, again and again, with chunks that the model is told (``neighbours``) in place of those that it
 chooses, weighed by its own scores:
 
 - as many as it reads: none, its own, random ones, the most recent, those that BM25 finds for the chunk that asks, and
   those that BM25 finds for the chunk that reads, which nobody can know before;
-- one alone: its own, and each of a sample, so that the best of them is known. This is the ceiling of the reader;
-- where a span of the text was written a second time: the chunks that hold its first place, given. A model that does
-  not copy what lies before it has nothing to reward a choice with.
+- one alone: its own, and each of a sample. The best of a sample, for each chunk, is the ceiling of the reader;
+- where a span of the text was written a second time: the chunks that hold its first place. A model that does not copy
+  what lies before it has nothing to reward a choice with.
 
-Counted are the rows of chunks that could choose among more than they read, and of the sample. Scores stand beside what
-each chunk of the sample took off the loss. The gradient is the loss's in the scores of the chunks that are read.
+Counted are the rows of chunks that were chosen for among more candidates than are read, and at least as many as are
+tried. Scores stand beside what each chunk that was tried took off the loss; all chunks of a text are tried at once, so
+a chunk's rows also feel, through the window, what the chunk before them was given. The gradient is the loss's in the
+scores of the chunks that are read.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -32,7 +35,7 @@ from trailmark.evaluation.documents import Documents
 from trailmark.evaluation.record import Record
 from trailmark.evaluation.retrieval.suite import CASES, RetrievalSettings
 from trailmark.evaluation.subject import Subject
-from trailmark.models.without_retrieval import retrieving
+from trailmark.models.with_retrieved import with_retrieved
 from trailmark.ops import ChunkSelection, score_parts
 from trailmark.statistics import Floats, bootstrap_ratio
 
@@ -61,23 +64,31 @@ def run(
             which nothing can be chosen.
     """
     model = subject.model
-    if not (subject.ours and model.config.ranks_all_chunks):
+    if not (subject.ours and model.config.ranks_all_chunks and model.config.completes_neighbours):
         raise ValueError(
-            f"models: expected one that scores all past chunks by itself (a DRT with retriever 'causal' and chunks to "
-            f"read), {subject.name!r} does not. Ask another model, or another suite."
+            "models: expected one that scores all past chunks by itself and reads those that it is given, "
+            f"{subject.name!r} does not. Ask a DRT that retrieves, with retriever 'causal', or another suite."
         )
     results = []
     for length in settings.lengths or (subject.train_length,):
         starts = _starts(text.tokens, length, settings.texts)
         cell = {
             "suite": "retrieval", "length": length, "texts": len(starts), "sample": settings.sample,
-            "text": text.fingerprint, "seed": settings.seed,
+            "text": text.fingerprint, "seed": settings.seed, "begin": subject.beginning,
         }  # fmt: skip
         found = []
         for number, start in enumerate(starts):
             name = f"retrieval, {length:,} tokens, text {number + 1} of {len(starts)}"
             work = partial(
-                _of_text, model, text, start, length, settings, number, partial(_tell, progress, name)
+                _of_text,
+                model,
+                text,
+                start,
+                subject.beginning,
+                length,
+                settings,
+                number,
+                partial(_tell, progress, name),
             )
             found.append(record.measure(cell | {"number": number}, work))
         results.append(record.measure(cell | {"number": None}, partial(_of_all, found)))
@@ -106,54 +117,50 @@ def _of_text(
     model: Any,
     text: Documents,
     start: int,
+    begin: Sequence[int],
     length: int,
     settings: RetrievalSettings,
     number: int,
     tell: Callable[[str], None],
 ) -> dict[str, Any]:
     """Sums over the rows that count, by case, and what each group's scores say."""
-    ids = np.asarray(text.read(start, start + length), np.int64)
+    ids = np.array([*begin, *text.read(start, start + length - len(begin))], np.int64)
     S, K, M = model.config.chunk_size, model.config.num_retrieved_chunks, settings.sample
     tell("its own choice")
     with torch.no_grad():
-        out = model(_row(model, ids), output_retrieval=True, output_retrieval_scores=True)
+        out = model(_row(model, ids), output_retrieval_scores=True)
     scores = [own[0].double().cpu().numpy() for own in out.retrieval_scores.scores]  # [C, C] each
     limits = np.isfinite(scores[0]).sum(1)  # [C] candidates
-    asks = np.flatnonzero(limits >= max(K + 1, M))
+    readers = np.arange(length - 1) // S  # the chunk of the row that predicts each token but the first
+    asks = np.flatnonzero((limits >= max(K + 1, M)) & np.isin(np.arange(len(limits)) + 1, readers))
     if not len(asks):
         raise ValueError(
-            f"lengths: expected texts in which a chunk may choose among {max(K + 1, M)} or more, got {length:,} tokens "
-            f"with {limits.max(initial=0)} candidates at most. Choose longer ones."
+            f"lengths: expected texts in which a chunk is read for that may choose among {max(K + 1, M)} or more, got "
+            f"{length:,} tokens with {limits.max(initial=0)} candidates at most. Choose longer ones."
         )
-    readers = np.arange(length - 1) // S  # the chunk of the row that predicts each token but the first
     counted = np.isin(readers, asks + 1)
-
-    def told(of: Any, chosen: Integers, tokens: Integers = ids) -> Floats:
-        return losses_of(of, tokens, chosen)
-
-    none, one = retrieving(model, 0), retrieving(model, 1)
-    own = _losses(out.logits, ids)
+    none, one = with_retrieved(model, 0), with_retrieved(model, 1)
+    found = {"own": _losses(out.logits, ids), "none": losses_of(none, ids)}
     del out
-    found = {"own": own, "none": losses_of(none, ids)}
     for case, chosen in _choices(ids, S, limits, K, settings.seed, number):
         tell(CASES[case])
-        found[case] = told(model, chosen)
+        found[case] = losses_of(model, ids, chosen)
     tell(CASES["one, own"])
     found["one, own"] = losses_of(one, ids)
     tried = _sample(limits, asks, M, settings.seed, number)  # [C, M]
     single = []
     for m in range(M):
         tell(f"one chunk alone, {m + 1} of {M}")
-        single.append(told(one, tried[:, m : m + 1]))
+        single.append(losses_of(one, ids, tried[:, m : m + 1]))
+    found["one, random"] = np.mean(single, 0)
     by_chunk: Floats = np.stack(
         [np.bincount(readers, weights=own, minlength=len(limits) + 1) for own in single], 1
     )  # [C + 1, M]
-    best = by_chunk.argmin(1)[readers]
-    found["one, random"] = np.mean(single, 0)
-    found["one, best"] = np.take_along_axis(np.stack(single), best[None], 0)[0]
-    cases = {
-        case: {"tokens": int(counted.sum()), "nats": float(own[counted].sum())} for case, own in found.items()
-    }
+    tell(CASES["one, best"])
+    best = np.take_along_axis(tried, by_chunk[1:].argmin(1)[:, None], 1)
+    found["one, best"] = losses_of(one, ids, best)
+    tokens = int(counted.sum())
+    cases = {case: {"tokens": tokens, "nats": float(own[counted].sum())} for case, own in found.items()}
     tell("spans that come again")
     cases |= _copies(model, none, ids, limits, settings.seed, number)
     tell("the gradient")
@@ -185,13 +192,15 @@ def losses_of(model: Any, ids: Integers, chosen: Integers | None = None) -> Floa
 
 
 def _losses(logits: Tensor, ids: Integers) -> Floats:
+    found: Floats = _nats(logits, ids).double().cpu().numpy()
+    return found
+
+
+def _nats(logits: Tensor, ids: Integers) -> Tensor:
     to = torch.from_numpy(ids[1:]).to(logits.device)
     wide = torch.promote_types(logits.dtype, torch.float32)
     parts = zip(logits[0, :-1].split(_AT_A_TIME), to.split(_AT_A_TIME), strict=True)
-    found: Floats = (
-        torch.cat([F.cross_entropy(a.to(wide), b, reduction="none") for a, b in parts]).double().cpu().numpy()
-    )
-    return found
+    return torch.cat([F.cross_entropy(own.to(wide), those, reduction="none") for own, those in parts])
 
 
 # --- which chunks --------------------------------------------------------------------------------------------------
@@ -205,13 +214,16 @@ def _choices(
     drawn = [Draws(seed, _RANDOM, number, c).among(int(limits[c]), min(K, int(limits[c]))) for c in range(C)]
     yield "random", _padded(drawn, K)
     yield "recent", _padded([range(max(0, limit - K), limit) for limit in limits.tolist()], K)
-    chunks = ids[: C * S].reshape(C, S)
-    lengths = np.full(C, S)
-    bm25 = Bm25.of(chunks, lengths)
-    similar = bm25.scores(chunks, lengths, chunks, lengths)
-    yield "BM25", best_chunks(similar, limits, K)
-    # what chunk c chooses is read by the one after it; the last one's is not counted
-    yield "BM25, told", best_chunks(np.roll(similar, -1, axis=0), limits, K)
+    lengths = np.append(np.full(C, S), len(ids) - C * S)  # that of the chunk that stays open last
+    chunks = np.zeros((C + 1, S), np.int64)
+    chunks.reshape(-1)[: len(ids)] = ids
+    bm25 = Bm25.of(chunks[:C], lengths[:C])
+    similar = bm25.scores(chunks[:C], lengths[:C], chunks, lengths)
+    yield "BM25", best_chunks(similar[:C], limits, K)
+    yield (
+        "BM25, told",
+        best_chunks(similar[1:], limits, K),
+    )  # what a chunk chooses is read by the one after it
 
 
 def _sample(limits: Integers, asks: Integers, count: int, seed: int, number: int) -> Integers:
@@ -232,47 +244,59 @@ def _padded(rows: Sequence[Sequence[int]], width: int) -> Integers:
 # --- spans that come again -----------------------------------------------------------------------------------------
 
 
+class Copies(NamedTuple):
+    """A text with spans that come again."""
+
+    ids: Integers  # [T]
+    given: Integers  # [C, 2] the chunks that hold the first place of what the next chunk repeats; -1 of the others
+    places: list[int]  # rows that predict what is repeated
+
+
+def copies_of(ids: Integers, S: int, limits: Integers, window: int, seed: int, number: int) -> Copies:
+    """Write spans of the first half of a text a second time into its second half.
+
+    The first part of a span lies in one chunk, with the beginning of what follows; the second time it ends a chunk,
+    which so knows what to look for, and what follows fills the next one, whose rows are counted. The first place lies
+    out of sight of the window of the chunk that asks.
+    """
+    C, asked = len(limits), S - S // 2
+    changed, given, places = ids.copy(), np.full((C, 2), -1), list[int]()
+    # four chunks each: where it begins, where it ends, and two between it and the next
+    for turn in range(min(_REPEATS, (C - C // 2) // 4)):
+        asking = C - 2 - 4 * turn
+        begin = asking * S + S - asked
+        room = min(C // 2, int(limits[asking]), (begin - window) // S) - 1  # two chunks hold the first place
+        if room < 1:
+            continue
+        source = Draws(seed, _SOURCES, number, turn).below(room) * S
+        changed[begin : begin + asked + S] = ids[source : source + asked + S]
+        first, last = (source + asked) // S, (source + asked + S - 1) // S
+        given[asking] = first, last if last > first else -1
+        places += range((asking + 1) * S, (asking + 2) * S - 1)
+    return Copies(changed, given, places)
+
+
 def _copies(
     model: Any, none: Any, ids: Integers, limits: Integers, seed: int, number: int
 ) -> dict[str, dict[str, float]]:
-    """Write spans of the first half of the text a second time into its second half, and read it.
-
-    A span begins in the middle of a chunk, which so knows what it has to look for, and lasts to the end of the next
-    one, whose rows are counted.
-    """
-    S, half = model.config.chunk_size, len(limits) // 2
-    span, changed = S - S // 2 + S, ids.copy()
-    given = np.full((len(limits), 2), -1)
-    places: list[int] = []
-    wanted: list[tuple[int, list[int]]] = []
-    # four chunks each: one before it begins, where it begins, where it ends, and one after
-    for turn in range(min(_REPEATS, (len(limits) - half) // 4)):
-        asking = len(limits) - 3 - 4 * turn
-        room = min(half, int(limits[asking])) * S - span
-        if room < 0:
-            continue
-        source = Draws(seed, _SOURCES, number, turn).below(room + 1)
-        begin = asking * S + S // 2
-        changed[begin : begin + span] = ids[source : source + span]
-        read = source + S - S // 2  # where the tokens of the chunk that reads come from
-        given[asking] = (read // S, (read + S - 1) // S) if read % S else (read // S, -1)
-        wanted.append((asking, [chunk for chunk in given[asking].tolist() if chunk >= 0]))
-        places += range((asking + 1) * S, (asking + 2) * S - 1)
-    if not places or model.config.num_retrieved_chunks < 2:
+    """What is repeated costs; nothing where the text has no room for it, or a model reads less than two chunks."""
+    config = model.config
+    changed, given, places = copies_of(ids, config.chunk_size, limits, config.sliding_window, seed, number)
+    if not places or config.num_retrieved_chunks < given.shape[1]:
         return {}
     with torch.no_grad():
         out = model(_row(model, changed), output_retrieval=True)
-    chosen = [
-        set().union(*(own.indices[0, asking].tolist() for own in out.retrieval)) for asking, _ in wanted
-    ]
-    sources = [chunk in own for own, (_, those) in zip(chosen, wanted, strict=True) for chunk in those]
+    asking = np.flatnonzero(given[:, 0] >= 0)
+    chosen = np.concatenate([own.indices[0, asking].cpu().numpy() for own in out.retrieval], 1)
+    sources = given[asking]
+    read = (sources[:, :, None] == chosen[:, None]).any(-1) & (sources >= 0)
     found = {
         "copy, none": losses_of(none, changed),
         "copy, own": _losses(out.logits, changed),
         "copy, given": losses_of(model, changed, given),
     }
     cases = {case: {"tokens": len(places), "nats": float(own[places].sum())} for case, own in found.items()}
-    cases["copy, own"] |= {"sources": len(sources), "sources_read": sum(sources)}
+    cases["copy, own"] |= {"sources": int((sources >= 0).sum()), "sources_read": int(read.sum())}
     return cases
 
 
@@ -280,36 +304,58 @@ def _copies(
 
 
 def parts_of(scores: Floats) -> dict[str, float]:
-    """Scores [C, C] of one text: how far they lie apart, what is popular (:func:`trailmark.ops.score_parts`), and their
-    "rank", the exponential of the entropy of their squared singular values, of the same pairs."""
-    deviation, popular = score_parts(torch.from_numpy(scores))
-    half = len(scores) // 2
-    known = np.ma.masked_invalid(scores[half:, :half])
-    block = np.ma.filled(known - known.mean(1, keepdims=True), 0.0)
-    parts = np.linalg.svd(block, compute_uv=False) ** 2 if half else np.zeros(1)
-    parts = parts[parts > 0] / parts.sum() if parts.any() else parts[:0]
-    rank = float(np.exp(-(parts * np.log(parts)).sum())) if len(parts) else 0.0
-    return {"deviation": float(deviation), "popular": float(popular), "rank": rank}
+    """Scores [C, C] of one text: :func:`trailmark.ops.score_parts`, and of the same pairs the "rank".
+
+    It is the exponential of the entropy of their squared singular values.
+    """
+    deviation, popular = map(float, score_parts(torch.from_numpy(scores)))
+    rank = 0.0
+    if deviation:
+        half = len(scores) // 2
+        known = np.ma.masked_invalid(scores[half:, :half])
+        block = np.ma.filled(known - known.mean(1, keepdims=True), 0.0)
+        parts = np.linalg.svd(block, compute_uv=False) ** 2
+        parts = parts[parts > 0] / parts.sum()
+        rank = float(np.exp(-(parts * np.log(parts)).sum()))
+    return {"deviation": deviation, "popular": popular, "rank": rank}
 
 
 def _agreement(
     scores: Floats, limits: Integers, asks: Integers, tried: Integers, useful: Floats
 ) -> dict[str, float]:
-    """How the scores of the chunks tried [n, M] stand to what each took off the loss [n, M]: means over askers."""
+    """How the scores of the chunks tried [n, M] stand to what each took off the loss [n, M]: means over askers.
+
+    Of the pair is what a score is above the mean of its row, less what the others that may read the chunk give it above
+    theirs; a row with a chunk that nobody else may read is left out.
+    """
     may = np.arange(len(limits)) < limits[:, None]
-    askers = may.sum(0)
-    popular = np.where(may, scores, 0).sum(0) / np.maximum(askers, 1)
-    own = np.take_along_axis(scores[asks], tried, 1)
+    known = np.where(may, scores, 0)
+    above = np.where(may, known - known.sum(1, keepdims=True) / np.maximum(limits, 1)[:, None], 0)
+    others = may.sum(0) - 1
+    with np.errstate(divide="ignore", invalid="ignore"):
+        pair = above - (above.sum(0) - above) / np.where(others > 0, others, np.nan)
+    pair = np.take_along_axis(pair[asks], tried, 1)
+    whole = np.isfinite(pair).all(1)
     return {
-        "agreement": _rank_correlation(own, useful),
-        "agreement_of_pair": _rank_correlation(own - popular[tried], useful),
+        "agreement": rank_correlation(np.take_along_axis(scores[asks], tried, 1), useful),
+        "agreement_of_pair": rank_correlation(pair[whole], useful[whole]),
     }
 
 
-def _rank_correlation(a: Floats, b: Floats) -> float:
-    """Spearman's, of each row of [n, M], their mean."""
-    a, b = (own.argsort(1).argsort(1) - (own.shape[1] - 1) / 2 for own in (a, b))
-    return float(((a * b).sum(1) / (a * a).sum(1)).mean())
+def rank_correlation(a: Floats, b: Floats) -> float:
+    """Spearman's, of each row of [n, M], their mean: over the rows in which both differ, NaN if there is none."""
+    a, b = (np.array([_ranks(row) for row in own]).reshape(own.shape) for own in (a, b))
+    a, b = (own - own.mean(1, keepdims=True) for own in (a, b))
+    spread = np.sqrt((a * a).sum(1) * (b * b).sum(1))
+    differ = spread > 0
+    return float(((a * b).sum(1)[differ] / spread[differ]).mean()) if differ.any() else math.nan
+
+
+def _ranks(values: Floats) -> Floats:
+    """Ranks [M]; equal values have the mean of theirs."""
+    _, which, counts = np.unique(values, return_inverse=True, return_counts=True)
+    ranks: Floats = (np.cumsum(counts) - (counts + 1) / 2)[which]
+    return ranks
 
 
 # --- what the gradient says ----------------------------------------------------------------------------------------
@@ -319,10 +365,7 @@ def _gradients(model: Any, ids: Integers) -> list[tuple[Integers, Floats, Floats
     """Of each group the chunks read [C, K], and the gradient in their scores [C, K] of every other token's loss."""
     with _differentiable(model):
         out = model(_row(model, ids), output_retrieval=True)
-        to = torch.from_numpy(ids[1:]).to(out.logits.device)
-        logits = out.logits[0, :-1]
-        wide = torch.promote_types(logits.dtype, torch.float32)
-        each = F.cross_entropy(logits.to(wide), to, reduction="none")
+        each = _nats(out.logits, ids)
         weights = [own.weights for own in out.retrieval]
         halves = [
             torch.autograd.grad(each[part::2].sum(), weights, retain_graph=part == 0, allow_unused=True)
@@ -360,23 +403,22 @@ def _in_scores(selection: ChunkSelection, gradient: Tensor | None) -> Floats:
 
 
 def _gradient_parts(indices: Integers, even: Floats, odd: Floats, readable: int) -> dict[str, float]:
-    """How much of the gradient [C, K] is a past chunk's whoever asks, how far two halves agree, and what was read."""
+    """How much of the gradient [C, K] is a past chunk's whoever asks, how far two halves agree, and what was read.
+
+    NaN where there is no gradient.
+    """
     there = indices >= 0
-    chunks, whole = indices[there], (even + odd)[there]
-    if not len(chunks) or not whole.any():
-        return {"gradient_popular": 0.0, "gradient_halves": 0.0, "ever_read": 0.0}
-    counts = np.bincount(chunks)
-    sums = np.bincount(chunks, weights=whole)
+    chunks, whole, a, b = indices[there], (even + odd)[there], even[there], odd[there]
+    counts, sums = np.bincount(chunks), np.bincount(chunks, weights=whole)
     read = counts > 0
-    share = float((sums[read] ** 2 / counts[read]).sum() / (whole**2).sum())
-    chance = read.sum() / len(chunks)
-    a, b = even[there], odd[there]
-    halves = float((a * b).sum() / np.sqrt((a * a).sum() * (b * b).sum())) if a.any() and b.any() else 0.0
-    return {
-        "gradient_popular": (share - chance) / (1 - chance) if chance < 1 else share,
-        "gradient_halves": halves,
-        "ever_read": float(read.sum()) / readable,
-    }
+    popular = halves = math.nan
+    if whole.any():
+        share = float((sums[read] ** 2 / counts[read]).sum() / (whole**2).sum())
+        chance = read.sum() / len(chunks)
+        popular = (share - chance) / (1 - chance) if chance < 1 else math.nan
+    if a.any() and b.any():
+        halves = float((a * b).sum() / np.sqrt((a * a).sum() * (b * b).sum()))
+    return {"gradient_popular": popular, "gradient_halves": halves, "ever_read": float(read.sum()) / readable}
 
 
 # --- all texts -----------------------------------------------------------------------------------------------------
@@ -386,10 +428,16 @@ def _of_all(texts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return {
         "cases": [_case(case, texts) for case in CASES if any(case in own["cases"] for own in texts)],
         "groups": [
-            {name: float(np.mean([own[name] for own in each])) for name in each[0]}
+            {name: _mean([own[name] for own in each]) for name in each[0]}
             for each in zip(*(own["groups"] for own in texts), strict=True)
         ],
     }
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    """Of those that were defined: a record has null for the others."""
+    known = [value for value in values if value is not None]
+    return float(np.mean(known)) if known else None
 
 
 def _case(case: str, texts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from trailmark.evaluation.suite import Column, Row, Suite, Task, register, seed_setting
+from trailmark.evaluation.suite import Column, Place, Row, Suite, Task, register, seed_setting
 from trailmark.settings import Settings, setting
 from trailmark.values import number
 
@@ -59,12 +59,10 @@ def rows_of(result: Row) -> list[Row]:
     settings = result.get("settings") or {}
     if settings.get("number") is not None:
         return []
-    about = {**settings, "settings": settings}
-    cases = [
-        {**about, **case, "what": CASES.get(str(case.get("chunks")))} for case in _mappings(result, "cases")
-    ]
+    cases = [{**case, "what": CASES.get(str(case.get("chunks")))} for case in _mappings(result, "cases")]
     groups = enumerate(_mappings(result, "groups"))
-    return [*cases, *({**about, **own, "what": f"scores of group {group}"} for group, own in groups)]
+    rows = [*cases, *({**own, "what": f"scores of group {group}"} for group, own in groups)]
+    return [{**settings, **row, "settings": settings} for row in rows]
 
 
 def _mappings(result: Row, name: str) -> list[Row]:
@@ -79,6 +77,12 @@ def _heading(row: Row) -> tuple[str, str]:
     return title, f"Text: {str(row['text'])[:8]}." if row.get("text") else ""
 
 
+_GROUPS: tuple[Place, ...] = ("terminal", "page")
+_SOURCES = "of the chunks that hold the first place of what is read again, those that some group chose"
+_POPULAR = "share of the scores' variance that is a past chunk's own, whoever asks, above chance"
+_AGREEMENT = "rank correlation of scores with what each chunk that was tried took off the loss"
+_HALVES = "correlation of the gradients of every other token's loss with the others': 0 is noise"
+
 SUITE = register(
     Suite(
         name="retrieval",
@@ -89,46 +93,46 @@ SUITE = register(
         "chooses, with others in their place, with one alone, and where a span of the text comes again.",
         columns=(
             Column("model", "model", on=("page",), text=True),
-            Column("tokens", "length", ",d", on=("page", "card")),
+            Column("length", "length", ",d", on=("page", "card")),
             Column("chunks read", "what", text=True),
+            Column("tokens", "tokens", ",d", on=("page",)),
             Column("nats", "nats", ".3f", about="per token"),
             Column("less than with none", "less", ".3f", about="nats per token"),
             Column("95% interval", ("less_low", "less_high"), ".3f", about="over texts drawn again"),
+            Column("source read", "source_read", "share", about=_SOURCES),
+            Column("popular", "popular", ".2f", on=_GROUPS, about=_POPULAR),
             Column(
-                "source read", "source_read", "share", about="of the chunks that a repeated span comes from"
+                "deviation", "deviation", ".2f", on=_GROUPS, about="of the scores of one that asks, in nats"
             ),
             Column(
-                "popular",
-                "popular",
-                "share",
-                about="of the scores' variance: what a past chunk scores whoever asks, above what chance gives",
+                "rank",
+                "rank",
+                ".1f",
+                on=_GROUPS,
+                about="effective number of directions in which scores differ",
             ),
-            Column("deviation", "deviation", ".2f", about="of the scores of one that asks, in nats"),
-            Column("rank", "rank", ".1f", about="effective number of directions in which scores differ"),
+            Column("agreement", "agreement", ".3f", on=_GROUPS, about=_AGREEMENT),
             Column(
-                "agreement",
-                "agreement",
+                "of the pair",
+                "agreement_of_pair",
                 ".3f",
-                about="rank correlation of scores with what each chunk that was tried took off the loss",
+                on=_GROUPS,
+                about="the same without what is popular",
             ),
-            Column("of the pair", "agreement_of_pair", ".3f", about="the same without what is popular"),
             Column(
                 "gradient: popular",
                 "gradient_popular",
-                "share",
-                about="of the loss's gradient in the scores, as above",
+                ".2f",
+                on=_GROUPS,
+                about="of the loss's gradient in the scores",
             ),
-            Column(
-                "two halves",
-                "gradient_halves",
-                ".3f",
-                about="correlation of the gradients of every other token's loss with the others': 0 is noise",
-            ),
+            Column("two halves", "gradient_halves", ".3f", on=_GROUPS, about=_HALVES),
             Column(
                 "ever read",
                 "ever_read",
                 "share",
-                about="of the chunks that some chunk of their text may choose",
+                on=_GROUPS,
+                about="of the chunks that some chunk may choose",
             ),
         ),
         rows=rows_of,

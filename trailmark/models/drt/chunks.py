@@ -115,7 +115,7 @@ class TextChunks(DRTChunks):
         if query is not None:
             self._queries.append(query)
         found = super().select(group, query)
-        if query is None or self.config.retriever != "causal" or not isinstance(self.vectors, Given):
+        if query is None or not self.config.completes_neighbours or not isinstance(self.vectors, Given):
             return found
         given = self.vectors.indices.to(found.indices.device)
         return self._score(query, _with_given(found, given), None)
@@ -247,9 +247,12 @@ def with_vectors(config: DRTConfig, entries: MemoryEntries, vectors: Vectors | N
 
 
 def _with_given(found: ChunkSelection, given: Tensor) -> Tensor:
-    """Chunks [B, C, K]: those given [B, C, n], n <= K, then the best of those found; ascending, -1 last."""
+    """Chunks [B, C, K]: those given [B, C, n], n <= K, then the best of those found; ascending, -1 last.
+
+    The best by their scores without noise: in training, noise has a part in what was found and none in what is kept.
+    """
     again = (found.indices[..., :, None] == given[..., None, :]).any(-1)
-    rest = found.scores.masked_fill(again | (found.indices < 0), -torch.inf)
+    rest = found.scores.detach().masked_fill(again | (found.indices < 0), -torch.inf)
     first = torch.where(given >= 0, torch.inf, -torch.inf).to(rest)
     ranks, order = torch.cat([first, rest], -1).sort(dim=-1, descending=True, stable=True)
     K, none = found.indices.shape[-1], torch.iinfo(torch.int64).max
@@ -264,7 +267,7 @@ def expect_given(config: DRTConfig, given: Given, grid: Grid, rows: int) -> None
     Raises:
         ValueError: they are not, or cannot be read as they are.
     """
-    completed = config.retriever == "causal"
-    expect_selected(given, config.num_retrieved_chunks, not config.scores_chunks, completed)
+    K, completed = config.num_retrieved_chunks, config.completes_neighbours
+    expect_selected(given, K, not config.scores_chunks, completed)
     expect_earlier(given, grid, rows)
     expect_selectable(given, grid, config.first_visible)

@@ -131,6 +131,10 @@ class DRTConfig(TrailmarkConfig):
         return self.retrieves and self.retriever == "causal"
 
     @property
+    def completes_neighbours(self) -> bool:
+        return self.ranks_all_chunks
+
+    @property
     def least_retrieved_in_training(self) -> int:
         return 2 if self.retriever == "causal" else 1
 

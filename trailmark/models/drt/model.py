@@ -246,7 +246,7 @@ class DRTForCausalLM(RetrievingForCausalLM):
                     init.copy_(retriever.q_proj.weight, self.encoder.landmark_proj.weight)
 
     def _given(self, neighbours: Tensor | None, scores: Tensor | None, has_cache: bool) -> Given | None:
-        if self.config.retriever == "random":
+        if self.config.retriever == "random":  # whatever is read
             return super()._given(neighbours, scores, has_cache)
         return given_neighbours(neighbours, scores, has_cache, self.config.retrieves)
 

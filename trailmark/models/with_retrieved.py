@@ -15,14 +15,14 @@ Model = TypeVar("Model", bound=PreTrainedModel)
 
 
 def without_retrieval(model: Model) -> Model:
-    """:func:`retrieving` no chunk: nothing of past chunks is read or kept.
+    """:func:`with_retrieved` of no chunk: nothing of past chunks is read or kept.
 
     A Landmark model without a cache attends to a text whole, with retrieval off too: pass it a cache.
     """
-    return retrieving(model, 0)
+    return with_retrieved(model, 0)
 
 
-def retrieving(model: Model, count: int) -> Model:
+def with_retrieved(model: Model, count: int) -> Model:
     """A model of the same class over the same weights, none of them copied, with ``num_retrieved_chunks`` ``count``.
 
     It is in eval mode and for reading: a forward in training is refused where parts would get no gradient. Its caches
@@ -35,8 +35,8 @@ def retrieving(model: Model, count: int) -> Model:
     kind = type(model)
     if not hasattr(model.config, "num_retrieved_chunks"):
         raise ValueError(
-            f"model: expected one that retrieves (DRT, RPT, Landmark Attention), got {kind.__name__}: there is no "
-            "retrieval to switch off. It predicts from its window and states alone; use it as it is."
+            f"model: expected one that retrieves (DRT, RPT, Landmark Attention), got {kind.__name__}: there are no "
+            "chunks to read more or less of. It predicts from its window and states alone; use it as it is."
         )
     config = copy.deepcopy(model.config)
     config.num_retrieved_chunks = count

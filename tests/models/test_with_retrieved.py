@@ -1,4 +1,4 @@
-"""Retrieval off, ``num_retrieved_chunks`` 0: against naive models that find nothing, in any calls; shared weights."""
+"""Other numbers of chunks over the same weights; none, retrieval off: against naive models that find nothing."""
 
 from __future__ import annotations
 
@@ -32,6 +32,7 @@ from tests.models.tiny import (
     window_model,
 )
 from trailmark.models import RPTForCausalLM, TrailmarkForCausalLM
+from trailmark.models.with_retrieved import with_retrieved
 
 S = 4
 Make = Callable[..., Any]
@@ -305,6 +306,25 @@ def test_its_caches_are_its_own(make: Make) -> None:
     for one, other, wanted in ((model, alone, model.config.num_retrieved_chunks), (alone, model, 0)):
         with pytest.raises(ValueError, match=rf"^past_key_values: .*\(num_retrieved_chunks {wanted}\)"):
             one(ids, past_key_values=other.new_cache())
+
+
+@pytest.mark.parametrize("make", [drt, landmark])
+@pytest.mark.parametrize("count", [1, 5])
+def test_another_number_of_chunks_is_a_model_made_with_it(make: Make, count: int) -> None:
+    model, ids = make(num_retrieved_chunks=3), tokens(60)
+    other = with_retrieved(model, count)
+    assert (other.config.num_retrieved_chunks, model.config.num_retrieved_chunks) == (count, 3)
+    made = make(num_retrieved_chunks=count)
+    made.load_state_dict(model.state_dict())
+    assert torch.equal(logits_of(other, ids), logits_of(made, ids))
+    with torch.no_grad():
+        other.norm.weight.mul_(2)  # one weight, no copy
+    assert not torch.equal(logits_of(model, ids), logits_of(made, ids))
+
+
+def test_a_number_of_chunks_below_0_is_refused() -> None:
+    with pytest.raises(ValueError, match="^num_retrieved_chunks: expected 0"):
+        with_retrieved(drt(), -1)
 
 
 # --- what is refused ---------------------------------------------------------------------------------------
