@@ -323,8 +323,9 @@ def test_another_number_of_chunks_is_a_model_made_with_it(make: Make, count: int
 
 
 def test_a_number_of_chunks_below_0_is_refused() -> None:
-    with pytest.raises(ValueError, match="^num_retrieved_chunks: expected 0"):
-        with_retrieved(drt(), -1)
+    model = drt()
+    with pytest.raises(ValueError, match=r"^num_retrieved_chunks: expected 0"):
+        with_retrieved(model, -1)
 
 
 # --- what is refused ---------------------------------------------------------------------------------------

@@ -184,8 +184,9 @@ def test_beside_a_window_nothing_may_be_asked(sizes: dict[str, int]) -> None:
 def test_weights_that_need_a_gradient_are_checked_without_a_warning() -> None:
     (q, k, v, weights, *beside), rest = Case(M=4, beside=True).make()
     gca(q, k, v, weights.requires_grad_(), *beside, **rest)
-    with pytest.raises(ValueError, match="^weights: .*at least 0 with beside"):
-        gca(q, k, v, (weights.detach() - 9).requires_grad_(), *beside, **rest)
+    below = (weights.detach() - 9).requires_grad_()
+    with pytest.raises(ValueError, match=r"^weights: .*at least 0 with beside"):
+        gca(q, k, v, below, *beside, **rest)
 
 
 @pytest.mark.parametrize("implementation", ["torch", "reference"])
