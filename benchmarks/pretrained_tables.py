@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from pretrained_references import RULES
-from tables import RIGHT, Columns, Row, on_machine, record, table
+from tables import RIGHT, Columns, Row, machine, on_machine, record, table
 
 
 def start_text() -> str:
@@ -61,6 +61,25 @@ def trained_text() -> str:
     known = record("pretrained")
     blocks = [make(known[part]["results"]) for part, make in _TRAINED.items() if part in known]
     return on_machine("\n\n".join(blocks), known["gap"]["environment"])
+
+
+def summary_text() -> str:
+    """What the README says of them, in a sentence or two."""
+    known = record("pretrained")
+    found = known["gap"]["results"]
+    rows = [row for row in found["rows"] if row["tokens"] == "all"]
+    first = rows[0]
+    same = [row for row in rows if (row["length"], row["window"]) == (first["length"], first["window"])]
+    given = " and ".join(f"{_share('closed').format(**row)} on {row['kind']}" for row in same)
+    (bm25,) = (row for row in known["controls"]["results"]["rows"] if row["chunks"] == "BM25")
+    more = _share("worse").format(**bm25)
+    return (
+        f"Fitted to {found['fitted_tokens']:,} tokens and trained on {found['trained_tokens']['drt']:,}, "
+        f"{found['trained_seconds']['drt'] / 60:.0f} minutes of one core ({machine(known['gap']['environment'])}), "
+        f"SmolLM2-135M gives back {given} of what a window of {first['window']} loses to full attention at "
+        f"{first['length']:,} tokens; on {bm25['kind']} its own choice of chunks gives back {more} more of it than "
+        "BM25's would. [docs/convert.md](docs/convert.md) has all numbers, and what they do not show."
+    )
 
 
 def _gap_text(found: Row) -> str:

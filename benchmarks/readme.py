@@ -441,6 +441,7 @@ DOCUMENTS: dict[str, Mapping[str, Callable[[], str]]] = {
         "far": far_text,
         "speed": speed_text,
         "compare": compare_text,
+        "pretrained": pretrained_tables.summary_text,
     },
     "benchmarks/README.md": {
         "compare": compare_parts_text,
