@@ -158,6 +158,30 @@ def test_the_retriever_looks_where_the_teacher_does(folder: Path, groups: int) -
     assert not any(parameter.grad is not None for parameter in run.model.parameters())
 
 
+def test_a_retriever_that_is_not_taught_stays_and_learns_from_the_loss(folder: Path) -> None:
+    """In a memory that is fitted as ever; nothing else is trained, and the teacher is no part of the loss."""
+    alone = ["training.train=retriever", "distil.fit_retriever=false", "distil.weight=0", "training.steps=1"]
+    run, taught = run_of(folder, "untaught", *alone), run_of(folder, "taught")
+    before = {name: x.clone() for name, x in run.model.state_dict().items()}
+    for one in (run, taught):
+        one._fit_memory(torch.device("cpu"))
+    fitted = {name: x.clone() for name, x in run.model.state_dict().items()}
+    changed = {name for name, x in fitted.items() if not torch.equal(x, before[name])}
+    assert changed == {name for name in fitted if name.endswith("gca_o_proj.weight")} | {
+        "encoder.kv_proj.weight"
+    }
+    other = taught.model.state_dict()
+    for name in changed:
+        torch.testing.assert_close(fitted[name], other[name], rtol=EXACT, atol=EXACT)
+    assert not torch.equal(other["encoder.landmark_proj.weight"], fitted["encoder.landmark_proj.weight"])
+    whole = run_of(folder, "untaught", *alone)
+    trained = whole.train()
+    assert trained is not None
+    learned = {name for name, x in trained.state_dict().items() if not torch.equal(x, fitted[name])}
+    assert learned == {name for name in fitted if trained.part_of(name) == "retriever"}
+    assert "distil" not in whole.history[-1]
+
+
 def test_a_stopped_run_goes_on_from_its_fit(folder: Path) -> None:
     (whole,) = begin(watched, config_of(folder, "whole")).results()
     begin(watched, config_of(folder, "stopped"), {2: ask_to_stop}).results()

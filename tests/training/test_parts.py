@@ -24,6 +24,7 @@ from trailmark.training.trainer import make_optimizer
 from trailmark.training.verification import verify
 
 ADDITIONS = r"landmark|encoder\..*|retrievers\..*|upper_layers\.\d+\.gca_.*"
+RETRIEVER = r"encoder\.landmark_proj\..*|retrievers\..*"
 UPPER = rf"{ADDITIONS}|upper_layers\..*|norm\..*"
 
 
@@ -57,7 +58,7 @@ def test_each_architecture_says_which_of_its_weights_a_plain_model_lacks() -> No
         assert {"additions", "rest"} <= set(parts.values()), type(model)
         for name, part in parts.items():
             inner = re.sub(r"^(lower_|upper_)?layers\.\d+\.", "", name)
-            assert (inner in plain) == (part != "additions"), name
+            assert (inner in plain) == (part not in ("additions", "retriever")), name
     assert {window_model().part_of(name) for name, _ in window_model().named_parameters()} == {"rest"}
 
 
@@ -88,7 +89,7 @@ def test_fixed_tokens_cost_no_graph_and_change_no_gradient(batch: str, checkpoin
         loss = model(ids, labels=ids, noise_seed=torch.arange(2), **given).loss
         with FlopCounterMode(display=False) as counted:
             loss.backward()
-        named = {name: p.grad for name, p in model.named_parameters() if model.part_of(name) == "additions"}
+        named = {name: p.grad for name, p in model.named_parameters() if re.fullmatch(ADDITIONS, name)}
         return loss.item(), named, counted.get_total_flops()
 
     loss, fixed, flops = gradients()
@@ -103,7 +104,9 @@ def test_fixed_tokens_cost_no_graph_and_change_no_gradient(batch: str, checkpoin
 
 
 @pytest.mark.parametrize("optimizer", ["muon", "adamw"])
-@pytest.mark.parametrize(("train", "trained"), [("additions", ADDITIONS), ("additions_and_upper", UPPER)])
+@pytest.mark.parametrize(
+    ("train", "trained"), [("retriever", RETRIEVER), ("additions", ADDITIONS), ("additions_and_upper", UPPER)]
+)
 def test_what_is_not_trained_stays_bit_for_bit(
     train: str, trained: str, optimizer: str, base: str, tmp_path: Path
 ) -> None:
@@ -255,10 +258,8 @@ def test_matrices_of_layers_that_are_frozen_get_adapters(train: str, pattern: st
     }
     assert with_adapters == {name for name in names if re.fullmatch(pattern, name)}
     for name, parameter in model.named_parameters():
-        assert parameter.requires_grad == (
-            is_adapter(name)
-            or model.part_of(base_name(name)) in ("additions", "upper")[: 1 + (train != "additions")]
-        )
+        trained = ("retriever", "additions", "upper")[: 2 + (train != "additions")]
+        assert parameter.requires_grad == (is_adapter(name) or model.part_of(base_name(name)) in trained)
 
 
 @pytest.mark.parametrize("optimizer", ["muon", "adamw"])
@@ -358,6 +359,10 @@ REFUSED = {
     ("training.train=additions_and_upper", "init_from=x", "model.architecture=landmark"): (
         r"^training.train: expected additions or all for landmark, which has no upper layers"
     ),
+    ("training.train=retriever", "init_from=x", "model.architecture=landmark"): (
+        r"^training.train: expected additions or all for landmark, which has no retriever that is learned"
+    ),
+    ("distil.model=x", "distil.fit_retriever=false"): r"^distil.fit_retriever: expected true without distil.fit_steps",
     ("training.loss_positions=0.5", "data.task=needles", "model.chunk_size=32"): (
         r"^training.loss_positions: expected 1 with data.task needles"
     ),
@@ -372,6 +377,14 @@ REFUSED = {
         r"^distil.retrieval_weight: expected 0 for drt as it is configured"
     ),
 }  # fmt: skip
+
+
+def test_a_part_without_weights_is_refused() -> None:
+    model = drt(retriever="encoder", encoder_weights="encoder")
+    with pytest.raises(
+        ValueError, match=r"^training.train: expected a part .* got retriever, of which it has none"
+    ):
+        Parts("retriever").apply(model)
 
 
 @pytest.mark.parametrize("overrides", REFUSED, ids=" ".join)

@@ -118,7 +118,7 @@ class CardFacts(NamedTuple):
     papers: tuple[tuple[str, str], ...] = ()  # name, arXiv number
 
 
-Part = Literal["additions", "upper", "rest"]
+Part = Literal["retriever", "additions", "upper", "rest"]
 
 
 @dataclass(frozen=True)
@@ -302,15 +302,20 @@ class ModelAnswers:
 
     additions: ClassVar[tuple[str, ...]] = ()
     """Patterns of the names of parameters that a plain language model, the base of a conversion, does not have."""
+    scoring: ClassVar[tuple[str, ...]] = ()
+    """Patterns of the names of those additions that score past chunks."""
     upper: ClassVar[tuple[str, ...]] = ()
     """Patterns of the names of those that no memory depends on; none where layers are not divided."""
 
     @classmethod
     def part_of(cls, name: str) -> Part:
-        """Which part of the model a parameter is, by its name."""
-        if any(fnmatchcase(name, pattern) for pattern in cls.additions):
-            return "additions"
-        return "upper" if any(fnmatchcase(name, pattern) for pattern in cls.upper) else "rest"
+        """Which part of the model a parameter is, by its name: the first that names it."""
+        parts: dict[Part, tuple[str, ...]] = {
+            "retriever": cls.scoring, "additions": cls.additions, "upper": cls.upper,
+        }  # fmt: skip
+        return next(
+            (part for part, those in parts.items() if any(fnmatchcase(name, p) for p in those)), "rest"
+        )
 
     def training_progress(self, share: float) -> None:
         """Take in how far training is, from 0 to 1; a trainer says it before each step."""

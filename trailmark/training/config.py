@@ -16,7 +16,7 @@ from trailmark.models import MODELS, TrailmarkConfig, architectures_with, short_
 from trailmark.models.fields import build_config, saved_fields
 from trailmark.settings import expect_bounds, from_mapping, parse_override, read_yaml, setting
 
-Train = Literal["additions", "additions_and_upper", "all"]
+Train = Literal["retriever", "additions", "additions_and_upper", "all"]
 # beyond these nothing trains, and a machine's numbers end
 MOST_RATE, MOST_WEIGHT, MOST_NORM = 1000, 1_000_000, 1_000_000_000
 MOST_STEPS, MOST_TOKENS, MOST_ROWS, MOST_CHUNK = 10**9, 1 << 34, 1 << 20, 1 << 16
@@ -150,7 +150,8 @@ class TrainingConfig:
     )
     train: Train = setting(
         "all",
-        "Which weights are trained; the others stay as init_from has them. additions: those that a plain language "
+        "Which weights are trained; the others stay as init_from has them. retriever: those that score chunks, for "
+        "layers that read already (distil.fit_steps). additions: those that a plain language "
         "model does not have (a DRT's landmark, encoder, retrievers and what reads the chunks). "
         "additions_and_upper: and the layers that read, with all above them.",
     )
@@ -293,6 +294,10 @@ class DistilConfig:
         "teacher's layers by least squares, and the retriever to where they look; 0: the memory is learned alone.",
         least=0,
     )
+    fit_retriever: bool = setting(
+        True,
+        "Whether fit_steps teach the retriever too. false: it learns from the text's loss alone, in layers that read.",
+    )
     retrieval_from: Literal["reading", "asking"] = setting(
         "reading",
         "Whose attention that is: of the chunk that reads, or of the chunk before it, at whose end it is asked.",
@@ -422,14 +427,14 @@ def _check_parts(config: RunConfig, model: TrailmarkConfig) -> None:
             f"init_from: expected a folder with weights with training.train {train}, got none: what is not trained "
             "would stay as it is drawn. Name a converted or trained model, or set training.train=all."
         )
-    for part, patterns in (
-        ("additions", architecture.additions),
-        ("additions_and_upper", architecture.upper),
+    for part, patterns, lacks in (
+        ("additions", architecture.additions, "additions to a plain language model"),
+        ("additions_and_upper", architecture.upper, "upper layers"),
+        ("retriever", architecture.scoring, "retriever that is learned"),
     ):
         if train.startswith(part) and not patterns:
             if train == "additions" and training.lora_rank:
                 continue  # the twin of a model with additions: adapters alone
-            lacks = "additions to a plain language model" if part == "additions" else "upper layers"
             raise ValueError(
                 f"training.train: expected {'all' if not architecture.additions else 'additions or all'} for {name}, "
                 f"which has no {lacks}, got {train}. With additions and training.lora_rank adapters alone are trained."
@@ -453,6 +458,11 @@ def _check_parts(config: RunConfig, model: TrailmarkConfig) -> None:
 
 def _check_distil(config: RunConfig, model: TrailmarkConfig) -> None:
     distil = config.distil
+    if not distil.fit_retriever and not distil.fit_steps:
+        raise ValueError(
+            "distil.fit_retriever: expected true without distil.fit_steps, got false: nothing is fitted. Leave it out, "
+            "or set distil.fit_steps."
+        )
     if distil.model is None:
         if distil.retrieval_weight:
             raise ValueError(

@@ -58,14 +58,17 @@ class MemoryFit:
 
     Args:
         model: answers ``fitted_memory``, in evaluation. teacher: ours, with full attention and the same heads.
+        retriever: whether the model's is taught too.
 
     Raises:
         ValueError: the model reads already.
     """
 
-    def __init__(self, model: Any, teacher: Teacher) -> None:
+    def __init__(self, model: Any, teacher: Teacher, retriever: bool = True) -> None:
         self.model, self.settings, self.teacher = model, teacher, teacher.model.to(model.device)
         self.memory = model.fitted_memory()
+        if not retriever:
+            self.memory = self.memory._replace(retrievers=[])
         if any(bool(layer.weight.any()) for layer in self.memory.closing):
             raise ValueError(
                 "distil.fit_steps: expected 0 for a model whose layers read already, which a fit would set anew, got "

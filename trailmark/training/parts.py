@@ -14,10 +14,12 @@ from trailmark.training.config import Train, TrainingConfig
 from trailmark.training.tensors import unwrapped_name
 
 _ADAPTER = "lora"  # peft's name of ours
+_ADDITIONS = ("retriever", "additions")
 _TRAINED = {
-    "additions": ("additions",),
-    "additions_and_upper": ("additions", "upper"),
-    "all": ("additions", "upper", "rest"),
+    "retriever": ("retriever",),
+    "additions": _ADDITIONS,
+    "additions_and_upper": (*_ADDITIONS, "upper"),
+    "all": (*_ADDITIONS, "upper", "rest"),
 }
 
 
@@ -44,7 +46,11 @@ class Parts:
         return cls(settings.train, settings.lora_rank, settings.lora_alpha)
 
     def apply(self, model: TrailmarkForCausalLM) -> None:
-        """Let a model's other weights be as they are, and give the matrices among them in layers adapters."""
+        """Let a model's other weights be as they are, and give the matrices among them in layers adapters.
+
+        Raises:
+            ValueError: the model has no weights to train.
+        """
         if self.train == "all":
             return
         trained = _TRAINED[self.train]
@@ -53,6 +59,11 @@ class Parts:
             _inject(model, frozen, self.lora_rank, self.lora_alpha)
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(is_adapter(name) or model.part_of(base_name(name)) in trained)
+        if not any(parameter.requires_grad for parameter in model.parameters()):
+            raise ValueError(
+                f"training.train: expected a part that the model has weights of, got {self.train}, of which it has "
+                "none as it is configured. Train additions or all."
+            )
 
 
 WHOLE = Parts()
@@ -73,7 +84,7 @@ def is_addition(model: Any, name: str) -> bool:
     """Whether the model, which may be wrapped, says that its parameter is one that a plain language model lacks."""
     own = getattr(model, "module", model)
     part_of = getattr(own, "part_of", None)
-    return part_of is not None and part_of(base_name(name)) == "additions"
+    return part_of is not None and part_of(base_name(name)) in _ADDITIONS
 
 
 def _inject(model: TrailmarkForCausalLM, frozen: list[str], rank: int, alpha: int) -> None:

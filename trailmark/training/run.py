@@ -250,7 +250,7 @@ class Run(RunningState):
         texts = [(step, row) for step in range(steps) for row in range(task.rows(step))]
         self.say(f"Fitting the memory to the teacher, on {len(texts)} texts.")
 
-        fit = MemoryFit(self.model.eval(), self.teacher)
+        fit = MemoryFit(self.model.eval(), self.teacher, self.config.distil.fit_retriever)
         began = told = time.perf_counter()
         for number, (step, row) in enumerate(own := texts[rank() :: world_size()], start=1):
             if self.stopping and world_size() == 1:  # several leave together, at the end of a step

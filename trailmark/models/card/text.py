@@ -242,6 +242,7 @@ def _training(run: Json | None, history: Json | None, versions: Json | None, cha
 def _staged(training: Json, distil: Json) -> list[str]:
     """What was not trained of it, and what it learned from beside the text."""
     trained = {
+        "retriever": "Of its weights only those that score past chunks were trained",
         "additions": "Of its weights only those that a plain language model lacks were trained",
         "additions_and_upper": "Of its weights only the upper layers and those that a plain language model lacks were "
         "trained",

@@ -222,6 +222,7 @@ class DRTForCausalLM(RetrievingForCausalLM):
     config: DRTConfig
     _no_split_modules = ["WindowLayer", "ChunkEncoderLayer", "DRTLayer"]
     additions = ("landmark", "encoder.*", "retrievers.*", "upper_layers.*.gca_*")
+    scoring = ("encoder.landmark_proj.*", "retrievers.*")
 
     def __init__(self, config: DRTConfig) -> None:
         super().__init__(config)

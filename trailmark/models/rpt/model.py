@@ -82,6 +82,7 @@ class RPTForCausalLM(RetrievingForCausalLM):
     config: RPTConfig
     _no_split_modules = ["WindowLayer", "ChunkEncoderLayer", "RPTLayer"]
     additions = ("encoder.*", "retriever.*", "augmentor.*", "gate.*", "upper_layers.*.cca*")
+    scoring = ("retriever.*",)
     ranking_progress: float = 1.0
     """How far training is, 0 to 1, for what changes with it (:class:`Ranking`); a trainer may set it."""
 
