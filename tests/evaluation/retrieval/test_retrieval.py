@@ -107,7 +107,7 @@ def test_every_case_is_a_forward_with_these_chunks(
         wanted["none"] += nats_of(none, ids)[rows].sum()
         wanted["own"] += nats_of(model, ids)[rows].sum()
         wanted["one, own"] += nats_of(one, ids)[rows].sum()
-        for case, table in retrieval._choices(ids, S, limits, K, 0, number):
+        for case, table in retrieval.choices_of(ids, S, limits, K, 0, number):
             wanted[case] += nats_of(model, ids, table)[rows].sum()
         tried = retrieval._sample(limits, np.array(asks), M, 0, number)
         alone = np.stack([nats_of(one, ids, tried[:, m : m + 1]) for m in range(M)])
@@ -130,7 +130,7 @@ def test_every_case_is_a_forward_with_these_chunks(
 
 def test_chunks_are_chosen_by_rules_that_know_nothing_of_the_model() -> None:
     ids, limits = stretch(0), np.maximum(np.arange(25) - 2, 0)
-    tables = dict(retrieval._choices(ids, S, limits, K, 0, 0))
+    tables = dict(retrieval.choices_of(ids, S, limits, K, 0, 0))
     chunks = [ids[c * S : (c + 1) * S] for c in range(26)]  # the last one has 3 tokens
     bm25 = Bm25.of(np.stack(chunks[:25]), np.full(25, S))
 

@@ -142,7 +142,7 @@ def _of_text(
     none, one = with_retrieved(model, 0), with_retrieved(model, 1)
     found = {"own": _losses(out.logits, ids), "none": losses_of(none, ids)}
     del out
-    for case, chosen in _choices(ids, S, limits, K, settings.seed, number):
+    for case, chosen in choices_of(ids, S, limits, K, settings.seed, number):
         tell(CASES[case])
         found[case] = losses_of(model, ids, chosen)
     tell(CASES["one, own"])
@@ -206,7 +206,7 @@ def _nats(logits: Tensor, ids: Integers) -> Tensor:
 # --- which chunks --------------------------------------------------------------------------------------------------
 
 
-def _choices(
+def choices_of(
     ids: Integers, S: int, limits: Integers, K: int, seed: int, number: int
 ) -> Iterator[tuple[str, Integers]]:
     """Chunks [C, K] by rules that know nothing of the model."""

@@ -1,0 +1,193 @@
+"""Does a retriever learn from real text, from the language-modelling loss alone, among layers that can read?
+
+    TRAILMARK_DATA=... python benchmarks/learning.py [train measure] [--seeds 0 1 2] [--steps 60]
+
+Writes benchmarks/learning.json. SmolLM2-135M is converted to a DRT, and its memory is fitted to the base's own layers:
+so it reads, and its retriever is as conversion left it. Then the retriever alone is trained, by the loss of the next
+token and nothing else: all other weights stay. Measured on the held-out texts of pretrained.py, before and after, with
+the chunks that it chooses and with others in their place; the base with a window alone and with full attention are the
+marks. Stopped, the same command goes on.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from common import keep
+from pretrained_models import (
+    DRT_FIELDS,
+    FOLDER,
+    KINDS_OF_TEXT,
+    STEP_TOKENS,
+    Losses,
+    Text,
+    converted,
+    has_bfloat16,
+    name_of,
+    named,
+    opened,
+)  # fmt: skip
+from pretrained_train import corpus
+from training_text import train as train_run
+
+from trailmark.data.corpus import load_tokenizer
+from trailmark.evaluation.retrieval.run import choices_of, losses_of, parts_of
+from trailmark.files import write_text
+from trailmark.report.console import Progress
+from trailmark.statistics import bootstrap_ratio
+from trailmark.training.config import load_run_config
+
+OUTPUT = Path(__file__).with_suffix(".json")
+WINDOW, LENGTH, FIT_STEPS = 256, 4096, 48
+UNSEEN = 1024  # tokens at the beginning of a text that are read and not counted
+# with noise: a chunk that scores a little lower is read too, so that the loss says something of it
+FIELDS = (f"sliding_window={WINDOW}", *(own for own in DRT_FIELDS if own != "retrieval_noise=false"))
+RULES = ("random", "recent", "BM25")
+Totals = npt.NDArray[np.float64]
+
+
+def trained(seed: int) -> Path:
+    return FOLDER / f"learning-{seed}"
+
+
+def train(options: argparse.Namespace) -> None:
+    """Each seed's run: the fit, then the retriever alone."""
+    file = FOLDER / "learning.yaml"
+    write_text(file, "model: {}\n")
+    teacher = converted(FOLDER, "sliding_window")
+    begin, shards = converted(FOLDER, "drt", *FIELDS), corpus(FOLDER, teacher)
+    for seed in options.seeds:
+        settings = [
+            f"output={trained(seed)}", f"init_from={begin}", f"data.paths=[{shards}]", f"data.tokenizer={teacher}",
+            "training.train=retriever", f"training.steps={options.steps}", f"training.seed={seed}",
+            f"training.tokens_per_step={STEP_TOKENS}", f"training.context_length={LENGTH}",
+            "training.micro_batch_size=1", f"training.precision={'bfloat16' if has_bfloat16() else 'float32'}",
+            "training.optimizer=adamw", "training.learning_rate=0.001", "training.weight_decay=0",
+            "training.warmup_steps=8", "training.save_steps=15", "training.keep_checkpoints=100",
+            "training.logging_steps=1", f"distil.model={teacher}", "distil.weight=0", f"distil.fit_steps={FIT_STEPS}",
+            "distil.fit_retriever=false",
+        ]  # fmt: skip
+        train_run(load_run_config(file, [*settings, *options.set]))
+
+
+# --- what was learned ----------------------------------------------------------------------------------------------
+
+
+def measure(options: argparse.Namespace) -> None:
+    progress = Progress()
+    losses, rows = Losses(FOLDER / "losses.json", progress), []
+    base = converted(FOLDER, "sliding_window")
+    tokenizer = load_tokenizer(str(base))
+    for kind, texts_of in KINDS_OF_TEXT.items():
+        texts = texts_of(tokenizer, LENGTH)
+        full = _totals(losses.of("base", partial(opened, base), texts))
+        window = _totals(losses.of(*named(base, WINDOW), texts))
+        for seed in options.seeds:
+            found, popular = _of_seed(seed, texts, losses)
+            rows += _rows(kind, seed, found, window, full, popular)
+    counted = LENGTH - UNSEEN
+    keep(options.output, "learning", {
+        "window": WINDOW, "length": LENGTH, "counted": counted, "steps": options.steps, "step_tokens": STEP_TOKENS,
+        "fit_steps": FIT_STEPS, "rows": rows,
+    })  # fmt: skip
+    progress.say(f"Measured, in {options.output}")
+
+
+def _of_seed(seed: int, texts: Sequence[Text], losses: Losses) -> tuple[dict[str, Totals], dict[str, float]]:
+    """Nats of each text by who chooses, and how much of the scores is popular."""
+    folder = trained(seed)
+    model = partial(opened, folder)
+    found: dict[str, Totals] = {}
+    for step in sorted(folder.glob("checkpoints/step-*")):
+        number = int(step.name.removeprefix("step-"))
+        found[f"learned, step {number}"] = _totals(losses.of(name_of(step), partial(opened, step), texts))
+    found["learned"] = _totals(losses.of(name_of(folder), model, texts))
+    found["before"] = _totals(losses.of(f"{name_of(folder)} before", partial(_before, folder), texts))
+    for rule in RULES:
+        read = partial(_told, texts, rule)
+        found[rule] = _totals(losses.of(f"{name_of(folder)} {rule}", model, texts, read))
+    popular = {
+        name: _popular(make(), texts)
+        for name, make in (("before", partial(_before, folder)), ("learned", model))
+    }
+    return found, popular
+
+
+def _before(folder: Path) -> Any:
+    """The trained model with the scores of before: nothing else of it was trained."""
+    model, begun = opened(folder), dict(opened(converted(FOLDER, "drt", *FIELDS)).named_parameters())
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if model.part_of(name) == "retriever":
+                parameter.copy_(begun[name])
+    return model
+
+
+def _told(texts: Sequence[Text], rule: str, model: Any, number: int) -> Any:
+    ids = texts[number].ids.astype(np.int64)
+    with torch.no_grad():
+        scores = model(torch.from_numpy(ids)[None], output_retrieval_scores=True).retrieval_scores.scores[0][
+            0
+        ]
+    limits = (scores > -torch.inf).sum(1).numpy()
+    config = model.config
+    chosen = dict(choices_of(ids, config.chunk_size, limits, config.num_retrieved_chunks, 0, number))
+    return losses_of(model, ids, chosen[rule])
+
+
+@torch.no_grad()
+def _popular(model: Any, texts: Sequence[Text]) -> float:
+    rows = (torch.from_numpy(text.ids.astype(np.int64))[None] for text in texts)
+    scores = (model(row, output_retrieval_scores=True).retrieval_scores.scores[0][0] for row in rows)
+    return float(np.mean([parts_of(own.double().numpy())["popular"] for own in scores]))
+
+
+def _totals(losses: Sequence[Any]) -> Totals:
+    return np.array([own[UNSEEN - 1 :].sum() for own in losses])
+
+
+def _rows(
+    kind: str, seed: int, found: dict[str, Totals], window: Totals, full: Totals, popular: dict[str, float]
+) -> list[dict[str, Any]]:
+    """Of each choice the share of the gap closed, and how much more the learned one closes."""
+    gap, rows = window - full, []
+    for chunks, own in found.items():
+        closed, more = window - own, own - found["learned"]
+        low, high = bootstrap_ratio(closed, gap)
+        more_low, more_high = bootstrap_ratio(more, gap)
+        rows.append({
+            "kind": kind, "seed": seed, "chunks": chunks, "texts": len(own), "closed": float(closed.sum() / gap.sum()),
+            "closed_low": low, "closed_high": high, "more": float(more.sum() / gap.sum()), "more_low": more_low,
+            "more_high": more_high, "nats": float(own.sum() / len(own) / (LENGTH - UNSEEN)),
+            "popular": popular.get(chunks),
+        })  # fmt: skip
+    return rows
+
+
+PARTS = {"train": train, "measure": measure}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("parts", nargs="*", choices=[*PARTS, []], help="both by default")
+    parser.add_argument("--seeds", type=int, nargs="+", default=(0, 1, 2))
+    parser.add_argument("--steps", type=int, default=60, help=f"of {STEP_TOKENS:,} tokens")
+    parser.add_argument("--set", nargs="*", default=[], help="keys of the runs, as key=value")
+    parser.add_argument("--output", type=Path, default=OUTPUT)
+    options = parser.parse_args()
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    for name in options.parts or PARTS:
+        PARTS[name](options)
+
+
+if __name__ == "__main__":
+    main()
