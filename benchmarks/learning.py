@@ -5,8 +5,8 @@
 Writes benchmarks/learning.json. SmolLM2-135M is converted to a DRT, and its memory is fitted to the base's own layers:
 so it reads, and its retriever is as conversion left it. Then the retriever alone is trained, by the loss of the next
 token and nothing else: all other weights stay. Measured on the held-out texts of pretrained.py, before and after, with
-the chunks that it chooses and with others in their place; the base with a window alone and with full attention are the
-marks. Stopped, the same command goes on.
+the chunks that it chooses and with others in their place, an interval over texts for each seed; the base with a window
+alone and with full attention are the marks. Stopped, the same command goes on.
 """
 
 from __future__ import annotations
@@ -30,7 +30,6 @@ from pretrained_models import (
     Text,
     converted,
     has_bfloat16,
-    name_of,
     named,
     opened,
 )  # fmt: skip
@@ -38,11 +37,13 @@ from pretrained_train import corpus
 from training_text import train as train_run
 
 from trailmark.data.corpus import load_tokenizer
-from trailmark.evaluation.retrieval.run import choices_of, losses_of, parts_of
-from trailmark.files import write_text
+from trailmark.evaluation.retrieval.run import choices_of, losses_of
+from trailmark.files import read_json, write_text
 from trailmark.report.console import Progress
 from trailmark.statistics import bootstrap_ratio
 from trailmark.training.config import load_run_config
+from trailmark.training.run import HISTORY_FILE
+from trailmark.training.run_folder import config_hash
 
 OUTPUT = Path(__file__).with_suffix(".json")
 WINDOW, LENGTH, FIT_STEPS = 256, 4096, 48
@@ -82,7 +83,7 @@ def train(options: argparse.Namespace) -> None:
 
 def measure(options: argparse.Namespace) -> None:
     progress = Progress()
-    losses, rows = Losses(FOLDER / "losses.json", progress), []
+    losses, rows = Losses(FOLDER / "learning-losses.json", progress), []
     base = converted(FOLDER, "sliding_window")
     tokenizer = load_tokenizer(str(base))
     for kind, texts_of in KINDS_OF_TEXT.items():
@@ -90,34 +91,34 @@ def measure(options: argparse.Namespace) -> None:
         full = _totals(losses.of("base", partial(opened, base), texts))
         window = _totals(losses.of(*named(base, WINDOW), texts))
         for seed in options.seeds:
-            found, popular = _of_seed(seed, texts, losses)
-            rows += _rows(kind, seed, found, window, full, popular)
-    counted = LENGTH - UNSEEN
+            rows += _rows(kind, seed, _of_seed(seed, texts, losses), window, full)
+    runs = {seed: load_run_config(trained(seed) / "run.yaml") for seed in options.seeds}
     keep(options.output, "learning", {
-        "window": WINDOW, "length": LENGTH, "counted": counted, "steps": options.steps, "step_tokens": STEP_TOKENS,
-        "fit_steps": FIT_STEPS, "rows": rows,
+        "window": WINDOW, "length": LENGTH, "counted": LENGTH - UNSEEN, "step_tokens": STEP_TOKENS,
+        "steps": {seed: run.training.steps for seed, run in runs.items()},
+        "fit_steps": {seed: run.distil.fit_steps for seed, run in runs.items()},
+        "runs": {seed: config_hash(run) for seed, run in runs.items()}, "rows": rows,
     })  # fmt: skip
     progress.say(f"Measured, in {options.output}")
 
 
-def _of_seed(seed: int, texts: Sequence[Text], losses: Losses) -> tuple[dict[str, Totals], dict[str, float]]:
-    """Nats of each text by who chooses, and how much of the scores is popular."""
+def _of_seed(seed: int, texts: Sequence[Text], losses: Losses) -> dict[str, Totals]:
+    """Nats of each text by who chooses; all are read whole, in one way."""
     folder = trained(seed)
-    model = partial(opened, folder)
-    found: dict[str, Totals] = {}
+    name = f"{folder.name} {config_hash(load_run_config(folder / 'run.yaml'))[:8]}"
+    last = read_json(folder / HISTORY_FILE)["tokens"] // STEP_TOKENS
+    models = {"learned": partial(opened, folder), "before": partial(_before, folder)}
     for step in sorted(folder.glob("checkpoints/step-*")):
-        number = int(step.name.removeprefix("step-"))
-        found[f"learned, step {number}"] = _totals(losses.of(name_of(step), partial(opened, step), texts))
-    found["learned"] = _totals(losses.of(name_of(folder), model, texts))
-    found["before"] = _totals(losses.of(f"{name_of(folder)} before", partial(_before, folder), texts))
-    for rule in RULES:
-        read = partial(_told, texts, rule)
-        found[rule] = _totals(losses.of(f"{name_of(folder)} {rule}", model, texts, read))
-    popular = {
-        name: _popular(make(), texts)
-        for name, make in (("before", partial(_before, folder)), ("learned", model))
+        if (number := int(step.name.removeprefix("step-"))) < last:
+            models[f"learned, step {number}"] = partial(opened, step)
+    found = {
+        chunks: _totals(losses.of(f"{name} {chunks}", make, texts, partial(_told, texts, None)))
+        for chunks, make in models.items()
     }
-    return found, popular
+    for rule in RULES:
+        told = losses.of(f"{name} {rule}", models["learned"], texts, partial(_told, texts, rule))
+        found[rule] = _totals(told)
+    return found
 
 
 def _before(folder: Path) -> Any:
@@ -130,23 +131,15 @@ def _before(folder: Path) -> Any:
     return model
 
 
-def _told(texts: Sequence[Text], rule: str, model: Any, number: int) -> Any:
-    ids = texts[number].ids.astype(np.int64)
-    with torch.no_grad():
-        scores = model(torch.from_numpy(ids)[None], output_retrieval_scores=True).retrieval_scores.scores[0][
-            0
-        ]
-    limits = (scores > -torch.inf).sum(1).numpy()
-    config = model.config
-    chosen = dict(choices_of(ids, config.chunk_size, limits, config.num_retrieved_chunks, 0, number))
-    return losses_of(model, ids, chosen[rule])
-
-
-@torch.no_grad()
-def _popular(model: Any, texts: Sequence[Text]) -> float:
-    rows = (torch.from_numpy(text.ids.astype(np.int64))[None] for text in texts)
-    scores = (model(row, output_retrieval_scores=True).retrieval_scores.scores[0][0] for row in rows)
-    return float(np.mean([parts_of(own.double().numpy())["popular"] for own in scores]))
+def _told(texts: Sequence[Text], rule: str | None, model: Any, number: int) -> Any:
+    """The losses of a text with the chunks that a rule chooses; None: the model."""
+    ids, config = texts[number].ids.astype(np.int64), model.config
+    if rule is None:
+        return losses_of(model, ids)
+    grid = model.layouts.of(len(ids), False)
+    limits = grid.candidates(config.first_visible, torch.device("cpu")).flatten().numpy()
+    choices = choices_of(ids, config.chunk_size, limits, config.num_retrieved_chunks, 0, number)
+    return losses_of(model, ids, dict(choices)[rule])
 
 
 def _totals(losses: Sequence[Any]) -> Totals:
@@ -154,7 +147,7 @@ def _totals(losses: Sequence[Any]) -> Totals:
 
 
 def _rows(
-    kind: str, seed: int, found: dict[str, Totals], window: Totals, full: Totals, popular: dict[str, float]
+    kind: str, seed: int, found: dict[str, Totals], window: Totals, full: Totals
 ) -> list[dict[str, Any]]:
     """Of each choice the share of the gap closed, and how much more the learned one closes."""
     gap, rows = window - full, []
@@ -166,7 +159,6 @@ def _rows(
             "kind": kind, "seed": seed, "chunks": chunks, "texts": len(own), "closed": float(closed.sum() / gap.sum()),
             "closed_low": low, "closed_high": high, "more": float(more.sum() / gap.sum()), "more_low": more_low,
             "more_high": more_high, "nats": float(own.sum() / len(own) / (LENGTH - UNSEEN)),
-            "popular": popular.get(chunks),
         })  # fmt: skip
     return rows
 

@@ -74,8 +74,8 @@ def summary_text() -> str:
     (bm25,) = (row for row in known["controls"]["results"]["rows"] if row["chunks"] == "BM25")
     more = _share("worse").format(**bm25)
     return (
-        f"Fitted to {found['fitted_tokens']:,} tokens and trained on {found['trained_tokens']['drt']:,}, "
-        f"{found['trained_seconds']['drt'] / 60:.0f} minutes of one core ({machine(known['gap']['environment'])}), "
+        f"Fitted to {found['fitted_tokens']:,} tokens and trained on {found['trained_tokens']['drt']:,}, which took "
+        f"{found['trained_seconds']['drt'] / 60:.0f} minutes beside the fit ({machine(known['gap']['environment'])}), "
         f"SmolLM2-135M gives back {given} of what a window of {first['window']} loses to full attention at "
         f"{first['length']:,} tokens; on {bm25['kind']} its own choice of chunks gives back {more} more of it than "
         "BM25's would. [docs/convert.md](docs/convert.md) has all numbers, and what they do not show."
@@ -88,8 +88,8 @@ def _gap_text(found: Row) -> str:
     return (
         "SmolLM2-135M as a DRT, with a window alone and with full attention, each trained on the same "
         f"{found['trained_tokens']['drt']:,} tokens of LaTeX and Python with the same adapters (rank 8) and the same "
-        f"teacher, one seed; the DRT's memory was first fitted to the teacher on {found['fitted_tokens']:,} tokens; "
-        f"with that its training took {found['trained_seconds']['drt'] / 60:.0f} minutes of one core, the others' "
+        f"teacher, one seed; the DRT's memory was first fitted to the teacher on {found['fitted_tokens']:,} tokens. "
+        f"Its training took {found['trained_seconds']['drt'] / 60:.0f} minutes of one core beside the fit, the others' "
         f"{found['trained_seconds']['window'] / 60:.0f} and {found['trained_seconds']['full'] / 60:.0f}. "
         "Losses on held-out texts in nats, of tokens after the first 1,024; *closed* is what the "
         "DRT gives back of what the window loses to full attention, with a 95% interval over texts; *stood outside*: "

@@ -268,7 +268,7 @@ def test_scores_are_the_models(modules: dict[str, ModuleType], rest: dict[str, A
     found = modules["scores"].score_parts(model, [text, text[: 3 * S]])
     assert found["texts"] == 1
     scores = model(ids, output_retrieval_scores=True).retrieval_scores.scores
-    assert found["groups"] == [parts_of(own[0].double().detach().numpy()) for own in scores]
+    assert found["groups"] == [parts_of(own[0].detach(), model.config) for own in scores]
     unit = torch.nn.functional.normalize(landmarks, dim=-1)
     cosines = [float(unit[a] @ unit[b]) for a in range(20) for b in range(20) if a != b]
     assert found["cosine"] == pytest.approx(np.mean(cosines), abs=1e-5)

@@ -49,7 +49,7 @@ def score_parts(model: DRTForCausalLM, texts: Iterable[Tokens]) -> dict[str, Any
             whole = ids[:, : len(text) // model.config.chunk_size * model.config.chunk_size]
             alike.append(likeness(model.encode(whole).landmarks[0].float()))
         for own, scores in zip(of_groups, found, strict=True):
-            own.append(parts_of(scores[0].double().cpu().numpy()))
+            own.append(parts_of(scores[0].cpu(), model.config))
     if not alike:
         return None
     return {

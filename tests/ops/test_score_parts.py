@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from trailmark.ops import score_parts
+from trailmark.ops import score_chunks, score_parts
 
 
 def test_scores_of_known_parts_are_taken_apart() -> None:
@@ -47,3 +47,27 @@ def test_pairs_that_may_not_be_read_are_left_out() -> None:
     deviation, popular = score_parts(scores)
     assert float(deviation) == pytest.approx(float((total / len(centred)) ** 0.5))
     assert float(popular) == pytest.approx(float((of_columns / total - chance) / (1 - chance)))
+
+
+@pytest.mark.parametrize("hidden", [0, 9])
+def test_what_chunks_lose_with_their_age_is_no_popularity(hidden: int) -> None:
+    """As select_chunks takes it off: the last candidate has age 1."""
+    torch.manual_seed(0)
+    C = 60
+    ends = (torch.arange(C) - hidden).clamp(min=0)
+    pair = torch.randn(C, C)
+    for own in (torch.zeros(C, C), pair):
+        query, keys = torch.eye(C)[None].double(), own.T[None].double()
+        aged = score_chunks(query, keys, ends, recency=1.5)
+        plain = score_chunks(query, keys, ends)
+        assert score_parts(aged).popular > 0.1
+        for found, wanted in zip(score_parts(aged, 1.5), score_parts(plain), strict=True):
+            assert float(found) == pytest.approx(float(wanted), abs=1e-12)
+
+
+def test_differences_within_rounding_are_none() -> None:
+    torch.manual_seed(0)
+    scores = 7 + 4e-7 * torch.randn(20, 20)
+    assert scores.unique().numel() > 1
+    assert [x.item() for x in score_parts(scores)] == [0, 0]
+    assert score_parts(scores.double()).deviation > 0

@@ -158,10 +158,18 @@ def test_the_retriever_looks_where_the_teacher_does(folder: Path, groups: int) -
     assert not any(parameter.grad is not None for parameter in run.model.parameters())
 
 
-def test_a_retriever_that_is_not_taught_stays_and_learns_from_the_loss(folder: Path) -> None:
+@pytest.mark.parametrize("early", [0, 0.3])
+def test_a_retriever_that_is_not_taught_stays_and_learns_from_the_loss(folder: Path, early: float) -> None:
     """In a memory that is fitted as ever; nothing else is trained, and the teacher is no part of the loss."""
-    alone = ["training.train=retriever", "distil.fit_retriever=false", "distil.weight=0", "training.steps=1"]
-    run, taught = run_of(folder, "untaught", *alone), run_of(folder, "taught")
+    marks = f"data.early_landmarks={early}"
+    alone = [
+        "training.train=retriever",
+        "distil.fit_retriever=false",
+        "distil.weight=0",
+        "training.steps=1",
+        marks,
+    ]
+    run, taught = run_of(folder, f"untaught-{early}", *alone), run_of(folder, "taught", marks)
     before = {name: x.clone() for name, x in run.model.state_dict().items()}
     for one in (run, taught):
         one._fit_memory(torch.device("cpu"))
@@ -174,12 +182,20 @@ def test_a_retriever_that_is_not_taught_stays_and_learns_from_the_loss(folder: P
     for name in changed:
         torch.testing.assert_close(fitted[name], other[name], rtol=EXACT, atol=EXACT)
     assert not torch.equal(other["encoder.landmark_proj.weight"], fitted["encoder.landmark_proj.weight"])
-    whole = run_of(folder, "untaught", *alone)
+    whole = run_of(folder, f"untaught-{early}", *alone)
     trained = whole.train()
     assert trained is not None
     learned = {name for name, x in trained.state_dict().items() if not torch.equal(x, fitted[name])}
     assert learned == {name for name in fitted if trained.part_of(name) == "retriever"}
     assert "distil" not in whole.history[-1]
+
+
+def test_a_retriever_of_a_model_that_reads_nothing_is_refused(folder: Path) -> None:
+    run = run_of(folder, "deaf", "training.train=retriever", "distil.fit_steps=0")
+    with pytest.raises(
+        ValueError, match=r"^training.train: expected additions or all for a model whose layers read no"
+    ):
+        run.train()
 
 
 def test_a_stopped_run_goes_on_from_its_fit(folder: Path) -> None:

@@ -133,10 +133,13 @@ def test_popularity_is_a_mean_over_texts_and_groups() -> None:
     for seed in (0, 1):
         with torch.no_grad():
             out = model(tokens(47, 2, seed=seed), output_retrieval=True, output_retrieval_scores=True)
-        statistics.add(out.retrieval, None, out.retrieval_scores.scores)
-        every.append(torch.stack([score_parts(own).popular for own in out.retrieval_scores.scores]))
+        statistics.add(out.retrieval)
+        statistics.add_scores(out.retrieval_scores.scores, 0.5)
+        every.append(torch.stack([score_parts(own, 0.5).popular for own in out.retrieval_scores.scores]))
+    statistics.add_scores([torch.full((3, 9, 9), -torch.inf)] * 2, 0.5)  # texts that say nothing
     popular = torch.cat(every, dim=1)  # [G, texts]
     found = statistics.means()
+    assert {"age", "group_1/never_read"} <= found.keys()
     assert found["popular"] == pytest.approx(float(popular.mean()))
     for group in (0, 1):
         assert found[f"group_{group}/popular"] == pytest.approx(float(popular[group].mean()))

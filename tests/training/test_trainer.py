@@ -293,10 +293,25 @@ def test_a_token_outside_the_vocabulary_is_refused(tmp_path: Path) -> None:
 def test_popularity_that_lasts_is_said_once(tmp_path: Path) -> None:
     told: list[str] = []
     run = Run(run_config(tmp_path), text=TEXT, say=told.append)
-    for share in (*[0.9] * 4, 0.5, *[0.9] * 9):
-        run._warn_of_popularity(share)
-    assert [line for line in told if "whoever asks" in line] == told[-1:]
+    for number, share in enumerate((*[0.9] * 4, 0.5, *[0.9] * 7, 0.5, *[0.9] * 9)):
+        run.history.append({"step": number, "retrieval_popular": share})
+        run.history.append({"step": number})  # an entry without
+        run._warn_of_popularity()
+        assert [line for line in told if "whoever asks" in line] == (told[-1:] if number >= 9 else [])
     assert told[-1].startswith("Mind: 90% of the variance of the retrieval's scores")
+
+
+@pytest.mark.parametrize("early_landmarks", [0.0, 0.2])
+def test_popularity_is_logged_where_the_window_hides_chunks(tmp_path: Path, early_landmarks: float) -> None:
+    """What was selected is then known in full texts alone; scores say which chunks could have been."""
+    config = run_config(tmp_path, steps=2, logging_steps=1)
+    config.model |= {"exclude_visible_chunks": True, "sliding_window": 9}
+    config.data.early_landmarks = early_landmarks
+    run = Run(config, text=TEXT)
+    run.train()
+    for entry in run.history:
+        assert -1 < entry["retrieval_popular"] <= 1
+        assert ("retrieval_age" in entry) == (early_landmarks == 0)
 
 
 def test_one_retrieved_chunk_trains_no_retriever(tmp_path: Path) -> None:

@@ -7,6 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from trailmark.ops.selection.call import less_for_age
+
 
 class ScoreParts(NamedTuple):
     """Of the scores of one text."""
@@ -15,7 +17,7 @@ class ScoreParts(NamedTuple):
     popular: Tensor  # [...] the share of their variance that is the past chunk's own
 
 
-def score_parts(scores: Tensor) -> ScoreParts:
+def score_parts(scores: Tensor, recency: float = 0.0) -> ScoreParts:
     r"""Take the scores of a text's chunks for each other apart.
 
     .. math::
@@ -31,15 +33,16 @@ def score_parts(scores: Tensor) -> ScoreParts:
     is an upper bound.
 
     Args:
-        scores: [..., C, C], -inf where chunk m is no candidate of chunk t.
+        scores: [..., C, C], -inf where chunk m is no candidate of chunk t; the last one that is has age 1.
+        recency: what the scores lost with the logarithm of a chunk's age (:func:`select_chunks`), which is given back:
+            it is nearly the same for all that ask, and no popularity.
 
     Returns:
         Deviation and share, float64; 0 and 0 where there are no scores that differ, beyond rounding.
     """
     half = scores.shape[-1] // 2
-    block = scores[..., half:, :half].detach()
-    rounding = 8 * torch.finfo(block.dtype).eps
-    block = block.double()
+    block = without_recency(scores.detach(), recency)[..., half:, :half]
+    rounding = 8 * torch.finfo(scores.dtype).eps
     present = block.isfinite()
     block = block.masked_fill(~present, 0)
     in_row, in_column = present.sum(-1, keepdim=True), present.sum(-2)
@@ -53,3 +56,12 @@ def score_parts(scores: Tensor) -> ScoreParts:
     chance = columns / pairs.clamp(min=1)
     popular = torch.where(differ & (chance < 1), (found - chance) / (1 - chance), 0.0)
     return ScoreParts(torch.where(differ, deviation, 0.0), popular)
+
+
+def without_recency(scores: Tensor, recency: float) -> Tensor:
+    """Scores [..., C, C] of :func:`score_parts` before they lost something with age, float64."""
+    chunk, known = torch.arange(scores.shape[-1], device=scores.device), scores.isfinite()
+    end = torch.where(known, chunk + 1, 0).amax(-1, keepdim=True) if len(chunk) else scores.new_zeros(())
+    return torch.where(
+        known, scores.double() + less_for_age(recency, end, chunk, torch.float64), scores.double()
+    )

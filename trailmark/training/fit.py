@@ -113,12 +113,13 @@ class MemoryFit:
                 hooks.enter_context(retriever.register_forward_pre_hook(keep(group)))
             hooks.enter_context(self.memory.encoder.register_forward_hook(see_chunks))
             layout = {key: inputs[key] for key in LAYOUT if key in inputs}
-            teaches = bool(self.memory.retrievers)
-            out = self.model(input_ids=ids, output_retrieval_scores=teaches, **layout, **call)
+            scored = self.model.config.ranks_all_chunks
+            out = self.model(input_ids=ids, output_retrieval_scores=scored, **layout, **call)
         if "states" not in known:  # no chunk is whole
             self.texts.append(None)
             return
-        if teaches:
+        teaches = bool(self.memory.retrievers)
+        if scored:
             chunks = out.retrieval_scores.chunks
         else:
             chunks = (torch.arange(T, device=ids.device) // self.model.config.chunk_size).expand(B, T)

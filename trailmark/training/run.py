@@ -232,6 +232,8 @@ class Run(RunningState):
             if last is None and self.config.distil.fit_steps:
                 self._fit_memory(arguments.device)
                 self._began = time.perf_counter()  # what is left is said by the steps
+            elif last is None and settings.train == "retriever":
+                self._expect_reading()
             if not self.stopping:
                 trainer.train(resume_from_checkpoint=None if last is None else str(last))
         if self.stopping:
@@ -241,6 +243,15 @@ class Run(RunningState):
         weights = states.plain_weights(trainer.model, states.whole_weights(trainer.model))
         by_main(lambda: self.save(weights))
         return self.model
+
+    def _expect_reading(self) -> None:
+        """Raise a ValueError where the layers read nothing, so that the text's loss says nothing of what is chosen."""
+        memory = self.model.fitted_memory()
+        if memory is not None and not any(bool(layer.weight.any()) for layer in memory.closing):
+            raise ValueError(
+                "training.train: expected additions or all for a model whose layers read nothing yet, got retriever: "
+                "no choice of chunks would change its loss. Set distil.fit_steps, or train the additions first."
+            )
 
     def _fit_memory(self, device: torch.device) -> None:
         """Before the first step, on the texts of the first steps: each process reads its share of them."""

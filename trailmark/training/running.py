@@ -42,8 +42,11 @@ Evaluate = Callable[[TrailmarkForCausalLM], dict[str, float]]
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 # seconds in which a second SIGTERM is the first one's echo: launcher and scheduler both send it
 _REPEATED = 10.0
-_MOST_SCORED = 4096  # chunks of a text whose scores for each other are looked into
-_POPULAR, _LASTS = 0.8, 5  # a share of the scores' variance, and logged steps, after which the user is told
+_MOST_SCORES = 1 << 24  # of a micro-batch, that are looked into at a logged step
+_POPULAR, _LASTS = (
+    0.8,
+    5,
+)  # a share of the scores' variance, and entries of the history, after which it is said
 
 
 class RunningState:
@@ -72,7 +75,6 @@ class RunningState:
         self.step, self.seconds, self.tokens_trained = 0, 0.0, 0
         self.stop_signal: int = 0  # asked to stop by it; all processes stop at the same step
         self.stopping = False
-        self._popular = 0  # logged steps on end at which scores were so
         self._began = time.perf_counter()
 
     @property
@@ -141,16 +143,28 @@ class RunningState:
     @property
     def asks_for_scores(self) -> bool:
         """Whether a micro-batch of the present step says how chunks score each other."""
+        return self._scores_are_few and self._is_logged(self.step + 1)
+
+    @cached_property
+    def _scores_are_few(self) -> bool:
+        """By the configuration: all processes must add up what they saw. Of packed documents there is no half."""
         config: Any = self.model_config
-        if not (self._watches_retrieval and config.ranks_all_chunks and self._is_logged(self.step + 1)):
+        if (
+            not (config.retrieves_in_training and config.ranks_all_chunks)
+            or self.config.data.separate_documents
+        ):
             return False
-        return self.config.training.context_length // config.chunk_size <= _MOST_SCORED
+        chunks = self.config.training.context_length // config.chunk_size
+        rows = max(1, max(self.task.row_counts()) // (world_size() * self.micro))
+        return rows * config.num_retrieval_groups * chunks**2 <= _MOST_SCORES
 
     def look_at(self, out: Any) -> None:
         """Take in what a micro-batch retrieved, where it will be shown."""
         if self._watches_retrieval and self._is_logged(self.step + 1):
-            scores = out.retrieval_scores.scores if self.asks_for_scores else ()
-            self.retrieval.add(out.retrieval, self._num_candidates, scores)
+            self.retrieval.add(out.retrieval, self._num_candidates)
+        if self.asks_for_scores:
+            recency = getattr(self.model_config, "retrieval_recency", 0.0)
+            self.retrieval.add_scores(out.retrieval_scores.scores, recency)
 
     def may_step(self, step: int, vector: Tensor, norm: float, model: Any, repeat: Callable[[], Any]) -> bool:
         """Add up what was measured over all processes, and say whether ``step`` is taken.
@@ -188,24 +202,26 @@ class RunningState:
         now = time.perf_counter()
         self.seconds, self._began, self.step = self.seconds + now - self._began, now, step
         if self._is_logged(step):
-            if self._watches_retrieval:
+            if self._watches_retrieval or self._scores_are_few:
                 means = self.retrieval.means(all_reduced)
                 self.measured |= {f"retrieval_{name}": value for name, value in means.items()}
-                self._warn_of_popularity(means.get("popular", 0.0))
             self._note(self.shown())
+            self._warn_of_popularity()
         if is_main():
             self.progress(self)
         if self.stop_signal and not connected():  # alone: nobody has to agree
             self.stopping = True
 
-    def _warn_of_popularity(self, share: float) -> None:
-        """Say once that choices hardly depend on who asks, where that lasts."""
-        self._popular = self._popular + 1 if share > _POPULAR else 0
-        if self._popular == _LASTS and is_main():
+    def _warn_of_popularity(self) -> None:
+        """Say once, by the history, that scores hardly depend on who asks, where that lasts."""
+        shares = [own["retrieval_popular"] for own in self.history if "retrieval_popular" in own]
+        lasts = [
+            all(x > _POPULAR for x in shares[end - _LASTS : end]) for end in range(_LASTS, len(shares) + 1)
+        ]
+        if is_main() and lasts and lasts[-1] and lasts.count(True) == 1:
             self.say(
-                f"Mind: {share:.0%} of the variance of the retrieval's scores belongs to the past chunks, whoever "
-                "asks, so all read the same few. trailmark evaluate --suite retrieval says what the right chunks "
-                "would be worth."
+                f"Mind: {shares[-1]:.0%} of the variance of the retrieval's scores belongs to the past chunks, whoever "
+                "asks. trailmark evaluate --suite retrieval says what the right chunks would be worth."
             )
 
     def _is_logged(self, step: int) -> bool:

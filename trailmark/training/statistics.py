@@ -28,7 +28,7 @@ class RetrievalStatistics:
     - ``never_read``: share of the chunks that some asker of their sample could have selected and none did. Over all
       groups: that none did in any group.
     - ``popular``: share of the scores' variance that is a past chunk's own, whoever asks (:func:`score_parts`); mean
-      over texts, and over groups.
+      over the texts that have scores which differ, and over groups.
     """
 
     def __init__(self) -> None:
@@ -39,7 +39,6 @@ class RetrievalStatistics:
         self,
         retrieval: Sequence[ChunkSelection],
         num_candidates: Tensor | None = None,
-        scores: Sequence[Tensor] = (),
     ) -> None:
         """Take in a batch that began without a memory. Does not wait for the device.
 
@@ -47,7 +46,6 @@ class RetrievalStatistics:
             retrieval: of each group, [B, N, K], or [B, N, J, K] where heads select for themselves (their means).
             num_candidates: [N] or [B, N] how many of the first chunks each could select, where these are not all before
                 it (chunks inside the window). None: the chunks before it.
-            scores: of each group, [B, N, N]; none: not known.
         """
         if not retrieval:
             return
@@ -66,12 +64,19 @@ class RetrievalStatistics:
         overall = torch.stack(columns).sum(0)
         overall[_READABLE] = reachable.sum()
         overall[_UNREAD] = (reachable & ~torch.stack(read).any(0)).sum()
-        popular = [score_parts(own).popular for own in scores]
-        for column, own in zip(columns, popular, strict=False):
-            column[_TEXTS], column[_POPULAR] = len(own), own.sum()
-        if popular:
-            overall[_TEXTS], overall[_POPULAR] = sum(map(len, popular)), torch.stack(popular).sum()
-        sums = torch.stack([*columns, overall], dim=1)
+        self._add_up(torch.stack([*columns, overall], dim=1))
+
+    @torch.no_grad()
+    def add_scores(self, scores: Sequence[Tensor], recency: float = 0.0) -> None:
+        """Take in how the chunks of a batch score each other: of each group [B, N, N], see :func:`score_parts`."""
+        rows = []
+        for own in scores:
+            deviation, popular = score_parts(own, recency)
+            rows.append(torch.stack([(deviation > 0).sum(), popular.sum()]))
+        sums = torch.stack([*rows, torch.stack(rows).sum(0)], dim=1)  # [2, G + 1]
+        self._add_up(torch.cat([sums.new_zeros(_TEXTS, sums.shape[1]), sums]))
+
+    def _add_up(self, sums: Tensor) -> None:
         self._sums = sums if self._sums is None else self._sums + sums
 
     def means(self, add_up: Callable[[Tensor], Tensor] | None = None) -> dict[str, float]:

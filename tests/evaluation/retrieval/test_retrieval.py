@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.data.corpora import prose
-from tests.models.tiny import drt, window_model
+from tests.models.tiny import drt, drt_config, window_model
 from trailmark.data.corpus import load_tokenizer
 from trailmark.data.neighbours.bm25 import Bm25
 from trailmark.evaluation.documents import Documents
@@ -101,7 +101,7 @@ def test_every_case_is_a_forward_with_these_chunks(
     for number, start in enumerate((0, TEXT.tokens // 2)):
         ids = stretch(start, length)
         limits, readers = limits_of(model, ids), np.arange(length - 1) // S
-        asks = [c for c in range(len(limits)) if limits[c] >= M and c + 1 in readers]
+        asks = [c for c in range(len(limits)) if limits[c] > K and limits[c] >= M and c + 1 in readers]
         rows = np.isin(readers, np.array(asks) + 1)
         counted += int(rows.sum())
         wanted["none"] += nats_of(none, ids)[rows].sum()
@@ -241,12 +241,15 @@ def test_what_cannot_be_asked_is_refused(
 
 
 def test_the_rank_of_scores_is_that_of_their_pairs() -> None:
-    generator, C = np.random.default_rng(0), 40
-    later = np.where(np.tri(C, k=-1, dtype=bool), 0, -np.inf)  # no candidates
-    column, pair, row = (generator.normal(size=shape) for shape in (C, (C, C), (C, 1)))
-    assert retrieval.parts_of(column + row + later)["rank"] == pytest.approx(1)
-    assert 10 < retrieval.parts_of(pair + later)["rank"] < C // 2
-    assert retrieval.parts_of(later) == {"deviation": 0, "popular": 0, "rank": 0}
+    generator, C, config = torch.Generator().manual_seed(0), 40, drt_config()
+    later = torch.full((C, C), -torch.inf).triu()  # no candidates
+    column, pair, row = (torch.randn(shape, generator=generator).double() for shape in ((C,), (C, C), (C, 1)))
+    assert retrieval.parts_of(column + row + later, config)["rank"] == pytest.approx(1)
+    assert 10 < retrieval.parts_of(pair + later, config)["rank"] < C // 2
+    assert retrieval.parts_of(later, config) == {"deviation": 0, "popular": 0, "rank": 0}
+    age = (torch.arange(C)[:, None] - torch.arange(C)).clamp(min=1).log()
+    aged = retrieval.parts_of(pair - 2 * age + later, drt_config(retrieval_recency=2.0))
+    assert aged == pytest.approx(retrieval.parts_of(pair + later, config))
 
 
 def test_rank_correlation_is_spearmans() -> None:

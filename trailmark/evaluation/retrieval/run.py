@@ -37,6 +37,7 @@ from trailmark.evaluation.retrieval.suite import CASES, RetrievalSettings
 from trailmark.evaluation.subject import Subject
 from trailmark.models.with_retrieved import with_retrieved
 from trailmark.ops import ChunkSelection, score_parts
+from trailmark.ops.score_parts import without_recency
 from trailmark.statistics import Floats, bootstrap_ratio
 
 Integers = npt.NDArray[np.int64]
@@ -129,8 +130,8 @@ def _of_text(
     tell("its own choice")
     with torch.no_grad():
         out = model(_row(model, ids), output_retrieval_scores=True)
-    scores = [own[0].double().cpu().numpy() for own in out.retrieval_scores.scores]  # [C, C] each
-    limits = np.isfinite(scores[0]).sum(1)  # [C] candidates
+    scores = [own[0].cpu() for own in out.retrieval_scores.scores]  # [C, C] each
+    limits = scores[0].isfinite().sum(1).numpy()  # [C] candidates
     readers = np.arange(length - 1) // S  # the chunk of the row that predicts each token but the first
     asks = np.flatnonzero((limits >= max(K + 1, M)) & np.isin(np.arange(len(limits)) + 1, readers))
     if not len(asks):
@@ -169,8 +170,8 @@ def _of_text(
     groups = []
     for group, own in enumerate(scores):
         groups.append(
-            parts_of(own)
-            | _agreement(own, limits, asks, tried[asks], useful)
+            parts_of(own, model.config)
+            | _agreement(own.double().numpy(), limits, asks, tried[asks], useful)
             | _gradient_parts(*gradients[group], int(limits.max()))
         )
     return {"cases": cases, "groups": groups}
@@ -303,16 +304,18 @@ def _copies(
 # --- what scores say -----------------------------------------------------------------------------------------------
 
 
-def parts_of(scores: Floats) -> dict[str, float]:
+def parts_of(scores: Tensor, config: Any) -> dict[str, float]:
     """Scores [C, C] of one text: :func:`trailmark.ops.score_parts`, and of the same pairs the "rank".
 
-    It is the exponential of the entropy of their squared singular values.
+    It is the exponential of the entropy of their squared singular values. What the model takes off for a chunk's age is
+    given back first.
     """
-    deviation, popular = map(float, score_parts(torch.from_numpy(scores)))
+    recency = getattr(config, "retrieval_recency", 0.0)
+    deviation, popular = map(float, score_parts(scores, recency))
     rank = 0.0
     if deviation:
         half = len(scores) // 2
-        known = np.ma.masked_invalid(scores[half:, :half])
+        known = np.ma.masked_invalid(without_recency(scores, recency)[half:, :half].numpy())
         block = np.ma.filled(known - known.mean(1, keepdims=True), 0.0)
         parts = np.linalg.svd(block, compute_uv=False) ** 2
         parts = parts[parts > 0] / parts.sum()
@@ -380,16 +383,16 @@ def _gradients(model: Any, ids: Integers) -> list[tuple[Integers, Floats, Floats
 
 @contextmanager
 def _differentiable(model: Any) -> Iterator[None]:
-    """With a gradient in the scores even where the model's parameters are frozen."""
-    frozen = [p for p in model.parameters() if not p.requires_grad]
+    """With a gradient in the scores, and no graph of what lies below them."""
+    named = [(model.part_of(name) == "retriever", p, p.requires_grad) for name, p in model.named_parameters()]
     try:
-        for p in frozen:
-            p.requires_grad_(True)
+        for scores, p, _ in named:
+            p.requires_grad_(scores)
         with torch.enable_grad():
             yield
     finally:
-        for p in frozen:
-            p.requires_grad_(False)
+        for _, p, before in named:
+            p.requires_grad_(before)
 
 
 def _in_scores(selection: ChunkSelection, gradient: Tensor | None) -> Floats:
