@@ -205,7 +205,7 @@ def test_asking_about_the_training_text_is_said(
 # --- mistakes ----------------------------------------------------------------------------------------------
 
 OPTIONS: dict[str, tuple[tuple[str, ...], str]] = {
-    "suite": (("--suite", "neddles"), "suite: expected 'needles', 'perplexity', 'summarization', 'cost', got"),
+    "suite": (("--suite", "neddles"), "suite: expected 'needles', 'perplexity', 'retrieval', 'summarization', 'cost'"),
     "lengths": (("--lengths", "1k"), "lengths: expected numbers as 1024,16384, got '1k'"),
     "depths": (("--depths", "half"), "depths: expected numbers as 0,0.5,1, got 'half'"),
     "a depth": (("--suite", "needles", "--depths", "1.5"), "depths: expected 0 to 1, got 1.5"),

@@ -230,7 +230,7 @@ class Lesson:
             total: what weighted sums are divided by. rows: of the global batch.
         """
         assert out.logits is not None
-        own = out.retrieval_scores
+        own = out.retrieval_scores if self.ranks_chunks else None  # a log may have asked for them
         logits, mass = self.teacher.read(inputs, at, None if own is None else own.chunks)
         losses = token_divergence(logits, out.logits)
         tokens = (losses * weights).masked_fill(weights == 0, 0).sum() / total.to(losses.dtype).clamp(
