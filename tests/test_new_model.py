@@ -79,6 +79,7 @@ pytestmark = pytest.mark.usefixtures("no_restart")
 SUITES = {
     "needles": "--lengths 400 --questions 1 --kind single",
     "perplexity": "--lengths 80 --max-tokens 240",
+    "retrieval": "--lengths 400 --texts 2 --sample 3",
     "summarization": "--pairs pairs.jsonl --limit 1 --max-new-tokens 4 --context-length 200",
     "cost": "--lengths 40 --tiers device,disk --generate 2 --rounds 1 --training-lengths 40",
 }

@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tests.models.tiny import drt, landmark, window_model
 from trailmark.models.outputs import CausalLMOutput
+from trailmark.models.text import RetrievalScores
 from trailmark.ops import ChunkSelection
 from trailmark.training.guards import (
     REPORT_FILE,
@@ -133,6 +134,7 @@ def selection(weight: float, score: float) -> ChunkSelection:
         lambda x: x.bfloat16(),
         lambda x: selection(float(x.sum()), 1.0),
         lambda x: selection(1.0, float(x.sum())),
+        lambda x: RetrievalScores((torch.tensor([[[-math.inf, float(x.sum())]]]),), torch.zeros(1, 2)),
     ],
 )
 def test_outputs_of_every_form_are_looked_into(wrap: Callable[[Tensor], Any]) -> None:

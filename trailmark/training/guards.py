@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from trailmark.files import write_json
+from trailmark.models.text import RetrievalScores
 from trailmark.ops import ChunkSelection
 from trailmark.training.processes import gathered, is_main
 from trailmark.training.tensors import unwrapped_name
@@ -166,8 +167,9 @@ def _put_together(report: NonFiniteReport) -> None:
 def first_nonfinite(model: nn.Module, run_forward: Callable[[], Any]) -> str | None:
     """The first module, in order of execution, whose output holds NaN or infinity while ``run_forward`` runs.
 
-    Leaves come before the modules that contain them. The -inf of a :class:`ChunkSelection` where nothing was selected
-    is none. In a sharded model this process's part of the outputs is looked at. Nothing is left on the model.
+    Leaves come before the modules that contain them. The -inf of a :class:`ChunkSelection` where nothing was selected,
+    and of :class:`RetrievalScores` where there is no candidate, is none. In a sharded model this process's part of the
+    outputs is looked at. Nothing is left on the model.
 
     Args:
         run_forward: the forward pass (backward, too, if gradients are wanted) of what is to be looked into.
@@ -233,6 +235,9 @@ def _tensors(value: Any) -> Iterator[Tensor]:
     elif isinstance(value, ChunkSelection):
         yield value.weights
         yield value.scores.masked_fill(value.indices < 0, 0)
+    elif isinstance(value, RetrievalScores):
+        for own in value.scores:
+            yield own.masked_fill(own == -torch.inf, 0)
     elif isinstance(value, dict):  # ModelOutput too
         for part in value.values():
             yield from _tensors(part)
