@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from common import keep
 from pretrained_models import (
@@ -26,12 +25,15 @@ from pretrained_models import (
     FOLDER,
     KINDS_OF_TEXT,
     STEP_TOKENS,
+    UNSEEN,
     Losses,
     Text,
+    Totals,
     converted,
     has_bfloat16,
     named,
     opened,
+    totals,
 )  # fmt: skip
 from pretrained_train import corpus
 from training_text import train as train_run
@@ -47,11 +49,9 @@ from trailmark.training.run_folder import config_hash
 
 OUTPUT = Path(__file__).with_suffix(".json")
 WINDOW, LENGTH, FIT_STEPS = 256, 4096, 48
-UNSEEN = 1024  # tokens at the beginning of a text that are read and not counted
 # with noise: a chunk that scores a little lower is read too, so that the loss says something of it
 FIELDS = (f"sliding_window={WINDOW}", *(own for own in DRT_FIELDS if own != "retrieval_noise=false"))
 RULES = ("random", "recent", "BM25")
-Totals = npt.NDArray[np.float64]
 
 
 def trained(seed: int) -> Path:
@@ -88,8 +88,8 @@ def measure(options: argparse.Namespace) -> None:
     tokenizer = load_tokenizer(str(base))
     for kind, texts_of in KINDS_OF_TEXT.items():
         texts = texts_of(tokenizer, LENGTH)
-        full = _totals(losses.of("base", partial(opened, base), texts))
-        window = _totals(losses.of(*named(base, WINDOW), texts))
+        full = totals(losses.of("base", partial(opened, base), texts))
+        window = totals(losses.of(*named(base, WINDOW), texts))
         for seed in options.seeds:
             rows += _rows(kind, seed, _of_seed(seed, texts, losses), window, full)
     runs = {seed: load_run_config(trained(seed) / "run.yaml") for seed in options.seeds}
@@ -112,12 +112,12 @@ def _of_seed(seed: int, texts: Sequence[Text], losses: Losses) -> dict[str, Tota
         if (number := int(step.name.removeprefix("step-"))) < last:
             models[f"learned, step {number}"] = partial(opened, step)
     found = {
-        chunks: _totals(losses.of(f"{name} {chunks}", make, texts, partial(_told, texts, None)))
+        chunks: totals(losses.of(f"{name} {chunks}", make, texts, partial(_told, texts, None)))
         for chunks, make in models.items()
     }
     for rule in RULES:
         told = losses.of(f"{name} {rule}", models["learned"], texts, partial(_told, texts, rule))
-        found[rule] = _totals(told)
+        found[rule] = totals(told)
     return found
 
 
@@ -140,10 +140,6 @@ def _told(texts: Sequence[Text], rule: str | None, model: Any, number: int) -> A
     limits = grid.candidates(config.first_visible, torch.device("cpu")).flatten().numpy()
     choices = choices_of(ids, config.chunk_size, limits, config.num_retrieved_chunks, 0, number)
     return losses_of(model, ids, dict(choices)[rule])
-
-
-def _totals(losses: Sequence[Any]) -> Totals:
-    return np.array([own[UNSEEN - 1 :].sum() for own in losses])
 
 
 def _rows(

@@ -17,19 +17,18 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from common import data_folder, keep
 from pretrained_models import (
     FOLDER,
     KINDS_OF_TEXT,
     STEP_TOKENS,
+    UNSEEN,
     Flags,
     Losses,
     Models,
@@ -42,6 +41,7 @@ from pretrained_models import (
     opened,
     outside,
     subject,
+    totals,
     trained,
     window_fields,
     windowed,
@@ -64,7 +64,6 @@ OUTPUT = Path(__file__).with_suffix(".json")
 WINDOWS, LENGTHS, FAR = (256, 512), (4096, 8192), (16_384, 65_536, 262_144)
 CHUNKS, NEEDLES = (4, 8, 16, 32, 64), (4096, 65_536)
 READ = (100_000, 1_000_000)
-UNSEEN = 1024  # tokens at the beginning of a text that are read and not counted
 
 
 # --- start -----------------------------------------------------------------------------------------------------
@@ -209,10 +208,6 @@ def controls(options: argparse.Namespace, progress: Progress) -> dict[str, Any]:
 
         read[rule] = losses.of(f"{told[0]} {rule}", told[1], texts, read_told)
     flags, rows = [outside(text.ids, window) for text in texts], []
-
-    def totals(of: Sequence[Any]) -> npt.NDArray[np.float64]:
-        return np.array([x[UNSEEN - 1 :].sum() for x in of])
-
     gap_of_texts = totals(found["window"]) - totals(found["full"])
     for choice, own in read.items():
         lost = totals(own) - totals(found["drt"])

@@ -25,8 +25,10 @@ from trailmark.training.run import HISTORY_FILE
 
 FOLDER = ROOT / "runs" / "benchmark-pretrained"
 SINKS = 4
+UNSEEN = 1024  # tokens at the beginning of a text that are read and not counted
 STEP_TOKENS = 4096  # of pretrained_train.py
 Flags = npt.NDArray[np.bool_]
+Totals = npt.NDArray[np.float64]
 
 
 class Text(NamedTuple):
@@ -205,3 +207,8 @@ def of_kinds(
     full = losses.of(name_of(folders["full"]), partial(opened, folders["full"]), texts)
     others = {kind: losses.of(*named(folders[kind], window), texts) for kind in ("window", "drt")}
     return {"full": full} | others
+
+
+def totals(losses: Sequence[Any]) -> Totals:
+    """Nats of each text, of the tokens that count."""
+    return np.array([own[UNSEEN - 1 :].sum() for own in losses])

@@ -145,6 +145,11 @@ class FittedMemory(NamedTuple):
     score_scale: float
     recency: float
 
+    @property
+    def reads(self) -> bool:
+        """Whether some layer takes in what it reads."""
+        return any(bool(layer.weight.any()) for layer in self.closing)
+
 
 class ModelAnswers:
     """Questions that a model answers; :class:`trailmark.models.TrailmarkForCausalLM` inherits them."""

@@ -69,7 +69,7 @@ class MemoryFit:
         self.memory = model.fitted_memory()
         if not retriever:
             self.memory = self.memory._replace(retrievers=[])
-        if any(bool(layer.weight.any()) for layer in self.memory.closing):
+        if self.memory.reads:
             raise ValueError(
                 "distil.fit_steps: expected 0 for a model whose layers read already, which a fit would set anew, got "
                 "more. Leave it out, or begin with what trailmark convert made."

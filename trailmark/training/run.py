@@ -247,7 +247,7 @@ class Run(RunningState):
     def _expect_reading(self) -> None:
         """Raise a ValueError where the layers read nothing, so that the text's loss says nothing of what is chosen."""
         memory = self.model.fitted_memory()
-        if memory is not None and not any(bool(layer.weight.any()) for layer in memory.closing):
+        if memory is not None and not memory.reads:
             raise ValueError(
                 "training.train: expected additions or all for a model whose layers read nothing yet, got retriever: "
                 "no choice of chunks would change its loss. Set distil.fit_steps, or train the additions first."

@@ -43,10 +43,8 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 # seconds in which a second SIGTERM is the first one's echo: launcher and scheduler both send it
 _REPEATED = 10.0
 _MOST_SCORES = 1 << 24  # of a micro-batch, that are looked into at a logged step
-_POPULAR, _LASTS = (
-    0.8,
-    5,
-)  # a share of the scores' variance, and entries of the history, after which it is said
+# a share of the scores' variance, and entries of the history, after which it is said
+_POPULAR, _LASTS = 0.8, 5
 
 
 class RunningState:

@@ -221,10 +221,8 @@ def choices_of(
     bm25 = Bm25.of(chunks[:C], lengths[:C])
     similar = bm25.scores(chunks[:C], lengths[:C], chunks, lengths)
     yield "BM25", best_chunks(similar[:C], limits, K)
-    yield (
-        "BM25, told",
-        best_chunks(similar[1:], limits, K),
-    )  # what a chunk chooses is read by the one after it
+    # what a chunk chooses is read by the one after it
+    yield "BM25, told", best_chunks(similar[1:], limits, K)
 
 
 def _sample(limits: Integers, asks: Integers, count: int, seed: int, number: int) -> Integers:
