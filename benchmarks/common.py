@@ -1,12 +1,13 @@
 """What the benchmarks share: where text lies, what is timed and how, lines of progress, and the JSON files.
 
-Importing it imports neither transformers nor torch: a process that measures peak memory starts with that of its parent.
+Importing it imports neither transformers nor torch: so commands that need neither begin at once.
 """
 
 from __future__ import annotations
 
 import functools
 import os
+import resource
 import statistics
 import sys
 import time
@@ -35,6 +36,15 @@ def data_folder(name: str) -> Path:
     if not (data := os.environ.get("TRAILMARK_DATA")):
         raise SystemExit("TRAILMARK_DATA: expected the folder of the evaluation texts, got nothing. Set it.")
     return Path(data).resolve() / name
+
+
+def peak_memory() -> int:
+    """Bytes that this process has had in RAM at most, Python and libraries included."""
+    try:  # getrusage would count what the process that started this one had
+        status = Path("/proc/self/status").read_text()
+        return int(status.split("VmHWM:")[1].split()[0]) * 1024
+    except OSError:
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 # --- times -------------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from typing import Any
 
 import compare_tables
 import torch
-from common import Timers, data_folder
+from common import Timers, data_folder, peak_memory
 from compare_rows import (
     CHUNK_SIZE,
     FACTORS,
@@ -28,7 +28,7 @@ from compare_rows import (
     text_config,
 )
 from training import BareLoop
-from training_text import losses, peak_memory, stretches, train, trained, trained_tokenizer
+from training_text import losses, stretches, train, trained, trained_tokenizer
 
 from trailmark.data.corpus import Tokens, files_below, load_tokenizer, standard_library_texts, tokenize
 from trailmark.evaluation.needles.ask import measure

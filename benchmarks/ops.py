@@ -18,7 +18,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import resource
 import statistics
 import subprocess
 import sys
@@ -32,7 +31,7 @@ from typing import Any
 import tables
 import torch
 import torch.nn.functional as F
-from common import percentiles
+from common import peak_memory, percentiles
 from tables import Row
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -244,7 +243,7 @@ def measure(case: Case, device: str, enough: float = 1.0) -> dict[str, Any]:
 def _peak(cuda: bool) -> int:
     if cuda:
         return torch.cuda.max_memory_allocated()
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    return peak_memory()
 
 
 def cases(device: str) -> list[Case]:

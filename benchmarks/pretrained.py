@@ -12,7 +12,6 @@ library that no training here sees. Stopped, the same command goes on.
 from __future__ import annotations
 
 import argparse
-import resource
 import shutil
 import subprocess
 import sys
@@ -23,7 +22,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from common import data_folder, keep
+from common import data_folder, keep, peak_memory
 from pretrained_models import (
     FOLDER,
     KINDS_OF_TEXT,
@@ -112,7 +111,7 @@ def _conversion(folder: Path, to: str) -> dict[str, Any]:
     took = time.perf_counter() - began
     made = {
         "seconds": took,
-        "peak": used.ru_maxrss * 1024,
+        "peak": used.peak,
         "bytes": (folder / to / "model.safetensors").stat().st_size,
         "parameters": read_json(folder / to / "conversion.json")["parameters"],
     }
@@ -456,7 +455,7 @@ def read_one(name: str, folder: Path, length: int, window: int) -> None:
     began = time.perf_counter()
     model.read(tokens, kept)
     took = time.perf_counter() - began
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    peak = peak_memory()
     print(took, peak, kept.memory_bytes() + kept.window_bytes())
 
 

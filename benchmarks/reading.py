@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import ctypes
 import json
-import resource
 import subprocess
 import sys
 import sysconfig
@@ -24,7 +23,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from common import interleaved, keep, seconds, spread
+from common import interleaved, keep, peak_memory, seconds, spread
 from torch import Tensor
 
 from trailmark.data.corpus import Tokens, load_tokenizer, read_texts, tokenize
@@ -224,7 +223,7 @@ def memory_case(tier: str) -> dict[str, Any]:
             marks.append(status() | {"memory": cache.memory_bytes(), "window": cache.window_bytes()})
         first, last = marks[1], marks[-1]
         grown = {name: last[name] - first[name] for name in first}
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        peak = peak_memory()
     return {"tier": tier, "grown": grown, "last": last, "peak": peak}
 
 

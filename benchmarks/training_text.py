@@ -14,7 +14,6 @@ import argparse
 import json
 import math
 import os
-import resource
 import subprocess
 import sys
 import time
@@ -25,7 +24,7 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
-from common import CONFIGS, ROOT, data_folder, expect_settings, parameters, showing
+from common import CONFIGS, ROOT, data_folder, expect_settings, parameters, peak_memory, showing
 
 from trailmark.data.corpus import (
     Tokens,
@@ -195,15 +194,6 @@ def losses(model: TrailmarkForCausalLM, pieces: Sequence[Tokens], factor: int, l
         "tokens": [r.tokens for r in found],  # that bear a loss: all but the first of a window
         "seconds": time.perf_counter() - began,
     }
-
-
-def peak_memory() -> int:
-    """Bytes that this process has had in RAM at most, Python and libraries included."""
-    try:  # getrusage would count what the process that started this one had
-        status = Path("/proc/self/status").read_text()
-        return int(status.split("VmHWM:")[1].split()[0]) * 1024
-    except OSError:
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 class Benchmark:

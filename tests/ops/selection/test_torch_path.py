@@ -153,10 +153,10 @@ def test_shared_landmarks_equal_a_copy(J: int) -> None:
 
 
 EXTRA_MEMORY = """
-import resource
 import sys
 
 import torch
+from trailmark.evaluation.cost.peak import with_peak
 from trailmark.ops import select_chunks
 
 dtype = getattr(torch, sys.argv[1])
@@ -164,9 +164,8 @@ landmarks = torch.empty(1, 300_000, 64, dtype=dtype).normal_()
 segments = [landmarks[:, :200_000], landmarks[:, 200_000:]]
 query = torch.randn(1, 1, 64).to(dtype)
 select_chunks(query, landmarks[:, :9], 8, torch.tensor([9]))  # what the first call loads
-before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-select_chunks(query, segments, 8, torch.tensor([300_000]))
-print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+cpu = torch.device("cpu")
+print(with_peak(cpu, lambda: select_chunks(query, segments, 8, torch.tensor([300_000])))[1] or 0)
 """
 
 
@@ -174,6 +173,5 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 def test_the_search_holds_a_block_whatever_the_memory(dtype: str) -> None:
     command = [sys.executable, "-c", textwrap.dedent(EXTRA_MEMORY), dtype]
     extra = int(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
-    extra *= 1 if sys.platform == "darwin" else 1024
     # a block in float32, and as much again for scores and what torch allocates once; the table takes 77 MB
     assert extra < 2 * 4 * module._BLOCK_ELEMENTS
