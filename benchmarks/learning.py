@@ -1,12 +1,12 @@
 """Does a retriever learn from real text, from the language-modelling loss alone, among layers that can read?
 
-    TRAILMARK_DATA=... python benchmarks/learning.py [train measure] [--seeds 0 1 2] [--steps 60]
+    TRAILMARK_DATA=... python benchmarks/learning.py [train measure scores] [--seeds 0 1 2] [--steps 60]
 
 Writes benchmarks/learning.json. SmolLM2-135M is converted to a DRT, and its memory is fitted to the base's own layers:
 so it reads, and its retriever is as conversion left it. Then the retriever alone is trained, by the loss of the next
 token and nothing else: all other weights stay. Measured on the held-out texts of pretrained.py, before and after, with
-the chunks that it chooses and with others in their place, an interval over texts for each seed; the base with a window
-alone and with full attention are the marks. Stopped, the same command goes on.
+the chunks that it chooses and with others in their place, an interval over texts for each seed and for their mean; the
+base with a window alone and with full attention are the marks. Stopped, the same command goes on.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from common import keep
+from common import data_folder, keep
 from pretrained_models import (
     DRT_FIELDS,
     FOLDER,
@@ -31,15 +31,17 @@ from pretrained_models import (
     Totals,
     converted,
     has_bfloat16,
+    latex,
     named,
     opened,
     totals,
 )  # fmt: skip
+from pretrained_references import Ranking, chapter, share
 from pretrained_train import corpus
 from training_text import train as train_run
 
-from trailmark.data.corpus import load_tokenizer
-from trailmark.evaluation.retrieval.run import choices_of, losses_of
+from trailmark.data.corpus import load_tokenizer, read_text
+from trailmark.evaluation.retrieval.run import choices_of, losses_of, parts_of
 from trailmark.files import read_json, write_text
 from trailmark.report.console import Progress
 from trailmark.statistics import bootstrap_ratio
@@ -83,15 +85,25 @@ def train(options: argparse.Namespace) -> None:
 
 def measure(options: argparse.Namespace) -> None:
     progress = Progress()
-    losses, rows = Losses(FOLDER / "learning-losses.json", progress), []
     base = converted(FOLDER, "sliding_window")
     tokenizer = load_tokenizer(str(base))
-    for kind, texts_of in KINDS_OF_TEXT.items():
-        texts = texts_of(tokenizer, LENGTH)
-        full = totals(losses.of("base", partial(opened, base), texts))
-        window = totals(losses.of(*named(base, WINDOW), texts))
+    texts = {kind: texts_of(tokenizer, LENGTH) for kind, texts_of in KINDS_OF_TEXT.items()}
+    # of a seed first, in a file of its own: so one process may measure one seed, and another another
+    own = {
+        seed: {kind: _of_seed(seed, of_kind, progress) for kind, of_kind in texts.items()}
+        for seed in options.seeds
+    }
+    losses, rows = Losses(FOLDER / "learning-losses.json", progress), []
+    for kind, of_kind in texts.items():
+        full = totals(losses.of("base", partial(opened, base), of_kind))
+        window = totals(losses.of(*named(base, WINDOW), of_kind))
         for seed in options.seeds:
-            rows += _rows(kind, seed, _of_seed(seed, texts, losses), window, full)
+            rows += _rows(kind, seed, own[seed][kind], window, full)
+        together = {
+            chunks: np.stack([own[seed][kind][chunks] for seed in options.seeds]).mean(0)
+            for chunks in own[options.seeds[0]][kind]
+        }
+        rows += _rows(kind, None, together, window, full)
     runs = {seed: load_run_config(trained(seed) / "run.yaml") for seed in options.seeds}
     keep(options.output, "learning", {
         "window": WINDOW, "length": LENGTH, "counted": LENGTH - UNSEEN, "step_tokens": STEP_TOKENS,
@@ -102,15 +114,15 @@ def measure(options: argparse.Namespace) -> None:
     progress.say(f"Measured, in {options.output}")
 
 
-def _of_seed(seed: int, texts: Sequence[Text], losses: Losses) -> dict[str, Totals]:
+def _of_seed(seed: int, texts: Sequence[Text], progress: Progress) -> dict[str, Totals]:
     """Nats of each text by who chooses; all are read whole, in one way."""
-    folder = trained(seed)
+    folder, losses = trained(seed), Losses(FOLDER / f"learning-losses-{seed}.json", progress)
     name = f"{folder.name} {config_hash(load_run_config(folder / 'run.yaml'))[:8]}"
     last = read_json(folder / HISTORY_FILE)["tokens"] // STEP_TOKENS
     models = {"learned": partial(opened, folder), "before": partial(_before, folder)}
     for step in sorted(folder.glob("checkpoints/step-*")):
-        if (number := int(step.name.removeprefix("step-"))) < last:
-            models[f"learned, step {number}"] = partial(opened, step)
+        if int(step.name.removeprefix("step-")) == last // 2:
+            models["half of the steps"] = partial(opened, step)
     found = {
         chunks: totals(losses.of(f"{name} {chunks}", make, texts, partial(_told, texts, None)))
         for chunks, make in models.items()
@@ -143,9 +155,9 @@ def _told(texts: Sequence[Text], rule: str | None, model: Any, number: int) -> A
 
 
 def _rows(
-    kind: str, seed: int, found: dict[str, Totals], window: Totals, full: Totals
+    kind: str, seed: int | None, found: dict[str, Totals], window: Totals, full: Totals
 ) -> list[dict[str, Any]]:
-    """Of each choice the share of the gap closed, and how much more the learned one closes."""
+    """Of each choice the share of the gap closed, and how much more the learned one closes; seed None: of all seeds."""
     gap, rows = window - full, []
     for chunks, own in found.items():
         closed, more = window - own, own - found["learned"]
@@ -159,14 +171,53 @@ def _rows(
     return rows
 
 
-PARTS = {"train": train, "measure": measure}
+# --- what scores say -----------------------------------------------------------------------------------------------
+
+
+def scores(options: argparse.Namespace) -> None:
+    """Before and after: how popular chunks are, and whose choice holds the label that is about to be cited.
+
+    Nothing but scores is computed: so texts are twice as long, and chunks have more candidates.
+    """
+    progress, length = Progress(), 2 * LENGTH
+    base = converted(FOLDER, "sliding_window")
+    tokenizer = load_tokenizer(str(base))
+    drts = {"before": _before(trained(options.seeds[0]))}  # the fit changes what is read, no score
+    drts |= {f"learned, seed {seed}": opened(trained(seed)) for seed in options.seeds}
+    ranking = Ranking(opened(base), drts, FOLDER / "shards", tokenizer, FOLDER / "bm25.json")
+    hits, parts, texts = [], [], latex(tokenizer, length)
+    for text in texts:
+        progress.show(text.name)
+        whole = read_text(data_folder("math") / "test" / text.name)
+        begun = chapter(whole, tokenizer, length, ranking.config.chunk_size)
+        found = ranking.scores(begun.ids)
+        hits.append(list(ranking.ranks(begun, found)))
+        parts.append({name: parts_of(torch.from_numpy(found[name]), ranking.config) for name in drts})
+    asked = [own for own in hits if own]
+    for own in asked:
+        for one in own:
+            one["learned"] = float(np.mean([one[f"learned, seed {seed}"] for seed in options.seeds]))
+            one["learned above BM25"] = one["learned"] - one["BM25"]
+    rules = [rule for rule in asked[0][0] if rule != "attention, reading"]
+    keep(options.output, "scores", {
+        "length": length, "chosen": ranking.chosen, "texts": len(asked), "references": sum(map(len, asked)),
+        "label": share(asked, rules),
+        "parts": [
+            {"scores": name} | {part: float(np.mean([own[name][part] for own in parts])) for part in parts[0][name]}
+            for name in drts
+        ],
+    })  # fmt: skip
+    progress.say(f"Measured, in {options.output}")
+
+
+PARTS = {"train": train, "measure": measure, "scores": scores}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("parts", nargs="*", choices=[*PARTS, []], help="both by default")
+    parser.add_argument("parts", nargs="*", choices=[*PARTS, []], help="all by default")
     parser.add_argument("--seeds", type=int, nargs="+", default=(0, 1, 2))
     parser.add_argument("--steps", type=int, default=60, help=f"of {STEP_TOKENS:,} tokens")
     parser.add_argument("--set", nargs="*", default=[], help="keys of the runs, as key=value")

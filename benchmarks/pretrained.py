@@ -297,7 +297,8 @@ def references(options: argparse.Namespace, progress: Progress) -> dict[str, Any
     for text in latex(tokenizer, length):
         progress.show(text.name)
         whole = read_text(data_folder("math") / "test" / text.name)
-        hits.append(list(ranking.ranks(chapter(whole, tokenizer, length, ranking.config.chunk_size))))
+        begun = chapter(whole, tokenizer, length, ranking.config.chunk_size)
+        hits.append(list(ranking.ranks(begun, ranking.scores(begun.ids))))
     asked = [own for own in hits if own]
     return models.training() | {
         "length": length, "chosen": ranking.chosen, "texts": len(asked), "references": sum(map(len, asked)),

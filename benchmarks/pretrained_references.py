@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -49,31 +49,38 @@ class Ranking:
     """What each rule says of the candidates of each reference.
 
     Args:
-        base: with full attention. drts: by rules' names, converted from it. corpus: that they were trained on.
-        file: where BM25's counts lie.
+        base: with full attention. drts: by rules' names, converted from it in one way. corpus: that they were trained
+            on. file: where BM25's counts lie.
     """
 
     def __init__(self, base: Any, drts: Mapping[str, Any], corpus: Path, tokenizer: Any, file: Path) -> None:
         self.base, self.drts = base, drts
-        self.config = drts["trained"].config
+        self.config = next(iter(drts.values())).config
         self.chosen = self.config.num_retrieved_chunks
         self.bm25: Bm25 = fit_bm25(Corpus.open(corpus), self.config.chunk_size, tokenizer, file).bm25
 
-    def ranks(self, chapter: Chapter) -> Iterator[dict[str, float]]:
+    def ranks(self, chapter: Chapter, scores: Mapping[str, Floats]) -> Iterator[dict[str, float]]:
         """Of each reference whose label's chunk may be selected: 1 if it is among the first ``chosen``, by each rule.
 
         Where there are no more candidates than are chosen, nothing is asked.
+
+        Args:
+            scores: what :meth:`scores` says of the chapter's tokens.
         """
-        scores = self._scores(chapter.ids)
         for found in references(chapter.layout):
             asking = found.chunk - 1
             if asking < 0:
                 continue
-            candidates = int((scores["trained"][asking] > -np.inf).sum())  # they come first
+            candidates = int(self._may(scores)[asking].sum())
             if found.label_chunk < candidates and candidates > self.chosen:
                 yield self._hits(scores, found, candidates)
 
-    def _hits(self, scores: dict[str, Floats], found: Reference, candidates: int) -> dict[str, float]:
+    def _may(self, scores: Mapping[str, Floats]) -> npt.NDArray[np.bool_]:
+        """[asking chunk, past chunk] candidates, which come first; of all drts the same."""
+        found: npt.NDArray[np.bool_] = scores[next(iter(self.drts))] > -np.inf
+        return found
+
+    def _hits(self, scores: Mapping[str, Floats], found: Reference, candidates: int) -> dict[str, float]:
         hits = {"random": chance(candidates, 1, self.chosen)}
         for rule, own in scores.items():
             row = found.chunk - (rule != "attention, reading")
@@ -84,8 +91,8 @@ class Ranking:
 
     def choices(self, ids: Tokens) -> dict[str, torch.Tensor]:
         """By rule int64 [C, K], for a model that is told: what it ranks first for the landmark of each closed chunk."""
-        scores = self._scores(ids)
-        candidate = torch.from_numpy(scores["trained"] > -np.inf)
+        scores = self.scores(ids)
+        candidate = torch.from_numpy(self._may(scores))
         C, found = len(candidate), {}
         for rule, own in scores.items():
             ranks = torch.from_numpy(np.array(own, np.float64))
@@ -97,7 +104,7 @@ class Ranking:
         return found
 
     @torch.no_grad()
-    def _scores(self, ids: Tokens) -> dict[str, Floats]:
+    def scores(self, ids: Tokens) -> dict[str, Floats]:
         """[asking chunk, past chunk] by rule; of "attention, reading" the first is the chunk that reads."""
         tokens = torch.from_numpy(ids.astype(np.int64))[None]
         mass = self._mass(tokens)
@@ -132,11 +139,13 @@ class Ranking:
         return np.asarray(torch.stack(found).sum(0)[0, 1:, 1:].double().numpy())
 
 
-def share(hits: list[list[dict[str, float]]]) -> list[dict[str, Any]]:
+def share(
+    hits: Sequence[Sequence[Mapping[str, float]]], rules: Iterable[str] = RULES
+) -> list[dict[str, Any]]:
     """Of each rule its share of all references, with an interval over texts."""
     counts = np.array([len(own) for own in hits], float)
     rows = []
-    for rule in RULES:
+    for rule in rules:
         found = np.array([sum(one[rule] for one in own) for own in hits])
         low, high = bootstrap_ratio(found, counts)
         rows.append({"rule": rule, "share": float(found.sum() / counts.sum()), "low": low, "high": high})
