@@ -1,18 +1,20 @@
 """Does a retriever learn from real text, from the language-modelling loss alone, among layers that can read?
 
-    TRAILMARK_DATA=... python benchmarks/learning.py [train measure scores] [--seeds 0 1 2] [--steps 60]
+    TRAILMARK_DATA=... python benchmarks/learning.py [train measure scores diagnose] [--begin nothing] [--seeds 0 1 2]
 
 Writes benchmarks/learning.json. SmolLM2-135M is converted to a DRT, and its memory is fitted to the base's own layers:
-so it reads, and its retriever is as conversion left it. Then the retriever alone is trained, by the loss of the next
-token and nothing else: all other weights stay. Measured on the held-out texts of pretrained.py, before and after, with
-the chunks that it chooses and with others in their place, an interval over texts for each seed and for their mean; the
-base with a window alone and with full attention are the marks. Stopped, the same command goes on.
+so it reads. Its retriever is as conversion left it (nothing), or set from the same texts alone (text). Then the
+retriever alone is trained, by the loss of the next token and nothing else: all other weights stay. Measured on the
+held-out texts of pretrained.py, before and after, with the chunks that it chooses and with others in their place, an
+interval over texts for each seed and for their mean; the base with a window alone and with full attention are the
+marks. Stopped, the same command goes on.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,53 +33,73 @@ from pretrained_models import (
     Totals,
     converted,
     has_bfloat16,
-    latex,
     named,
     opened,
+    subject,
     totals,
 )  # fmt: skip
-from pretrained_references import Ranking, chapter, share
+from pretrained_references import bm25_scores, chapter, hits, share
 from pretrained_train import corpus
+from torch import Tensor
 from training_text import train as train_run
 
-from trailmark.data.corpus import load_tokenizer, read_text
-from trailmark.evaluation.retrieval.run import choices_of, losses_of, parts_of
-from trailmark.files import read_json, write_text
+from trailmark.data.corpus import Tokens, load_tokenizer, read_text
+from trailmark.data.neighbours.bm25 import fit_bm25
+from trailmark.data.shards import Corpus
+from trailmark.evaluation.documents import Documents
+from trailmark.evaluation.record import Record
+from trailmark.evaluation.retrieval.run import choices_of, losses_of, parts_of, run
+from trailmark.evaluation.retrieval.suite import RetrievalSettings
+from trailmark.files import write_text
+from trailmark.models.candidates import TextCandidates
+from trailmark.ops.score_parts import without_recency
 from trailmark.report.console import Progress
 from trailmark.statistics import bootstrap_ratio
 from trailmark.training.config import load_run_config
-from trailmark.training.run import HISTORY_FILE
 from trailmark.training.run_folder import config_hash
 
 OUTPUT = Path(__file__).with_suffix(".json")
 WINDOW, LENGTH, FIT_STEPS = 256, 4096, 48
+SCORED = 32768  # tokens of a chapter at most, where nothing but scores is computed
+CANDIDATES = ((0, SCORED), (0, 130), (131, 520), (521, SCORED))  # as in docs/case-study.md
 # with noise: a chunk that scores a little lower is read too, so that the loss says something of it
 FIELDS = (f"sliding_window={WINDOW}", *(own for own in DRT_FIELDS if own != "retrieval_noise=false"))
-RULES = ("random", "recent", "BM25")
+RULES = ("random", "BM25", "popular")
 
 
-def trained(seed: int) -> Path:
-    return FOLDER / f"learning-{seed}"
+def fitted(begin: str, seed: int) -> Path:
+    return FOLDER / f"fitted-{begin}-{seed}"
+
+
+def trained(begin: str, seed: int) -> Path:
+    return FOLDER / f"learning-{begin}-{seed}"
 
 
 def train(options: argparse.Namespace) -> None:
-    """Each seed's run: the fit, then the retriever alone."""
+    """Each seed's runs: the fit, then the retriever alone."""
     file = FOLDER / "learning.yaml"
     write_text(file, "model: {}\n")
     teacher = converted(FOLDER, "sliding_window")
-    begin, shards = converted(FOLDER, "drt", *FIELDS), corpus(FOLDER, teacher)
+    shards = corpus(FOLDER, teacher)
     for seed in options.seeds:
         settings = [
-            f"output={trained(seed)}", f"init_from={begin}", f"data.paths=[{shards}]", f"data.tokenizer={teacher}",
-            "training.train=retriever", f"training.steps={options.steps}", f"training.seed={seed}",
+            f"data.paths=[{shards}]", f"data.tokenizer={teacher}", "training.train=retriever", f"training.seed={seed}",
             f"training.tokens_per_step={STEP_TOKENS}", f"training.context_length={LENGTH}",
             "training.micro_batch_size=1", f"training.precision={'bfloat16' if has_bfloat16() else 'float32'}",
-            "training.optimizer=adamw", "training.learning_rate=0.001", "training.weight_decay=0",
-            "training.warmup_steps=8", "training.save_steps=15", "training.keep_checkpoints=100",
-            "training.logging_steps=1", f"distil.model={teacher}", "distil.weight=0", f"distil.fit_steps={FIT_STEPS}",
-            "distil.fit_retriever=false",
+            "training.optimizer=adamw", "training.weight_decay=0", "training.logging_steps=1",
         ]  # fmt: skip
-        train_run(load_run_config(file, [*settings, *options.set]))
+        fit = [
+            f"output={fitted(options.begin, seed)}", f"init_from={converted(FOLDER, 'drt', *FIELDS)}",
+            f"distil.model={teacher}", "distil.weight=0", f"distil.fit_steps={FIT_STEPS}",
+            f"distil.fit_retriever={options.begin}", "training.steps=1", "training.learning_rate=0",
+        ]  # fmt: skip
+        learn = [
+            f"output={trained(options.begin, seed)}", f"init_from={fitted(options.begin, seed)}",
+            f"training.steps={options.steps}", "training.learning_rate=0.001", "training.warmup_steps=8",
+            "training.save_steps=15",
+        ]  # fmt: skip
+        for run_of in (fit, [*learn, *options.set]):
+            train_run(load_run_config(file, [*settings, *run_of]))
 
 
 # --- what was learned ----------------------------------------------------------------------------------------------
@@ -90,7 +112,7 @@ def measure(options: argparse.Namespace) -> None:
     texts = {kind: texts_of(tokenizer, LENGTH) for kind, texts_of in KINDS_OF_TEXT.items()}
     # of a seed first, in a file of its own: so one process may measure one seed, and another another
     own = {
-        seed: {kind: _of_seed(seed, of_kind, progress) for kind, of_kind in texts.items()}
+        seed: {kind: _of_seed(options.begin, seed, of_kind, progress) for kind, of_kind in texts.items()}
         for seed in options.seeds
     }
     losses, rows = Losses(FOLDER / "learning-losses.json", progress), []
@@ -104,25 +126,25 @@ def measure(options: argparse.Namespace) -> None:
             for chunks in own[options.seeds[0]][kind]
         }
         rows += _rows(kind, None, together, window, full)
-    runs = {seed: load_run_config(trained(seed) / "run.yaml") for seed in options.seeds}
-    keep(options.output, "learning", {
+    fits, runs = (
+        {seed: load_run_config(of(options.begin, seed) / "run.yaml") for seed in options.seeds}
+        for of in (fitted, trained)
+    )
+    keep(options.output, f"losses, {options.begin}", {
         "window": WINDOW, "length": LENGTH, "counted": LENGTH - UNSEEN, "step_tokens": STEP_TOKENS,
         "steps": {seed: run.training.steps for seed, run in runs.items()},
-        "fit_steps": {seed: run.distil.fit_steps for seed, run in runs.items()},
+        "fit_steps": {seed: run.distil.fit_steps for seed, run in fits.items()},
         "runs": {seed: config_hash(run) for seed, run in runs.items()}, "rows": rows,
     })  # fmt: skip
     progress.say(f"Measured, in {options.output}")
 
 
-def _of_seed(seed: int, texts: Sequence[Text], progress: Progress) -> dict[str, Totals]:
+def _of_seed(begin: str, seed: int, texts: Sequence[Text], progress: Progress) -> dict[str, Totals]:
     """Nats of each text by who chooses; all are read whole, in one way."""
-    folder, losses = trained(seed), Losses(FOLDER / f"learning-losses-{seed}.json", progress)
+    folder = trained(begin, seed)
+    losses = Losses(FOLDER / f"learning-losses-{begin}-{seed}.json", progress)
     name = f"{folder.name} {config_hash(load_run_config(folder / 'run.yaml'))[:8]}"
-    last = read_json(folder / HISTORY_FILE)["tokens"] // STEP_TOKENS
-    models = {"learned": partial(opened, folder), "before": partial(_before, folder)}
-    for step in sorted(folder.glob("checkpoints/step-*")):
-        if int(step.name.removeprefix("step-")) == last // 2:
-            models["half of the steps"] = partial(opened, step)
+    models = {"learned": partial(opened, folder), "before": partial(opened, fitted(begin, seed))}
     found = {
         chunks: totals(losses.of(f"{name} {chunks}", make, texts, partial(_told, texts, None)))
         for chunks, make in models.items()
@@ -133,25 +155,40 @@ def _of_seed(seed: int, texts: Sequence[Text], progress: Progress) -> dict[str, 
     return found
 
 
-def _before(folder: Path) -> Any:
-    """The trained model with the scores of before: nothing else of it was trained."""
-    model, begun = opened(folder), dict(opened(converted(FOLDER, "drt", *FIELDS)).named_parameters())
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if model.part_of(name) == "retriever":
-                parameter.copy_(begun[name])
-    return model
-
-
+@torch.no_grad()
 def _told(texts: Sequence[Text], rule: str | None, model: Any, number: int) -> Any:
     """The losses of a text with the chunks that a rule chooses; None: the model."""
     ids, config = texts[number].ids.astype(np.int64), model.config
     if rule is None:
         return losses_of(model, ids)
+    if rule == "popular":
+        seen = model(torch.from_numpy(ids)[None], output_retrieval_scores=True, logits_to_keep=1)
+        return losses_of(model, ids, _best(_popular(seen.retrieval_scores.scores[0][0], config), config))
     grid = model.layouts.of(len(ids), False)
     limits = grid.candidates(config.first_visible, torch.device("cpu")).flatten().numpy()
     choices = choices_of(ids, config.chunk_size, limits, config.num_retrieved_chunks, 0, number)
     return losses_of(model, ids, dict(choices)[rule])
+
+
+def _popular(scores: Tensor, config: Any) -> Tensor:
+    """Scores [C, C] if a past chunk had the same for all that ask, but for its age: the mean of what these give it.
+
+    A mark, and no choice that could be made: chunks that ask later have a say too.
+    """
+    known, plain = scores.isfinite(), without_recency(scores, config.retrieval_recency)
+    in_row, in_column = known.sum(-1, keepdim=True), known.sum(-2)
+    plain = plain.masked_fill(~known, 0)
+    above = (plain - plain.sum(-1, keepdim=True) / in_row.clamp(min=1)).masked_fill(~known, 0)
+    popular = above.sum(-2) / in_column.clamp(min=1)
+    return torch.where(known, popular + scores.double() - plain, -torch.inf)
+
+
+def _best(scores: Tensor, config: Any) -> Any:
+    """Chunks [C, K] that score best, ascending, -1 last."""
+    C = len(scores)
+    best = scores.topk(min(config.num_retrieved_chunks, C))
+    chosen = best.indices.masked_fill(best.values == -torch.inf, C).sort().values
+    return chosen.masked_fill(chosen == C, -1).numpy()
 
 
 def _rows(
@@ -177,40 +214,128 @@ def _rows(
 def scores(options: argparse.Namespace) -> None:
     """Before and after: how popular chunks are, and whose choice holds the label that is about to be cited.
 
-    Nothing but scores is computed: so texts are twice as long, and chunks have more candidates.
+    Nothing above the retriever runs, so texts are longer, and chunks have more candidates.
     """
-    progress, length = Progress(), 2 * LENGTH
-    base = converted(FOLDER, "sliding_window")
-    tokenizer = load_tokenizer(str(base))
-    drts = {"before": _before(trained(options.seeds[0]))}  # the fit changes what is read, no score
-    drts |= {f"learned, seed {seed}": opened(trained(seed)) for seed in options.seeds}
-    ranking = Ranking(opened(base), drts, FOLDER / "shards", tokenizer, FOLDER / "bm25.json")
-    hits, parts, texts = [], [], latex(tokenizer, length)
-    for text in texts:
-        progress.show(text.name)
-        whole = read_text(data_folder("math") / "test" / text.name)
-        begun = chapter(whole, tokenizer, length, ranking.config.chunk_size)
-        found = ranking.scores(begun.ids)
-        hits.append(list(ranking.ranks(begun, found)))
-        parts.append({name: parts_of(torch.from_numpy(found[name]), ranking.config) for name in drts})
-    asked = [own for own in hits if own]
-    for own in asked:
-        for one in own:
-            one["learned"] = float(np.mean([one[f"learned, seed {seed}"] for seed in options.seeds]))
-            one["learned above BM25"] = one["learned"] - one["BM25"]
-    rules = [rule for rule in asked[0][0] if rule != "attention, reading"]
-    keep(options.output, "scores", {
-        "length": length, "chosen": ranking.chosen, "texts": len(asked), "references": sum(map(len, asked)),
-        "label": share(asked, rules),
+    progress, hits_of, parts = Progress(), [], []
+    tokenizer = load_tokenizer(str(converted(FOLDER, "sliding_window")))
+    models = {f"before, seed {seed}": opened(fitted(options.begin, seed)) for seed in options.seeds}
+    models |= {f"learned, seed {seed}": opened(trained(options.begin, seed)) for seed in options.seeds}
+    config = next(iter(models.values())).config
+    corpus_of = Corpus.open(FOLDER / "shards")
+    bm25 = fit_bm25(corpus_of, config.chunk_size, tokenizer, FOLDER / "bm25.json").bm25
+    for file in sorted((data_folder("math") / "test").glob("*.tex")):
+        progress.show(file.name)
+        begun = chapter(read_text(file), tokenizer, SCORED, config.chunk_size)
+        found = _scores(models, begun.ids)
+        parts.append({name: parts_of(torch.from_numpy(own), config) for name, own in found.items()})
+        for seed in options.seeds:
+            popular = _popular(torch.from_numpy(found[f"learned, seed {seed}"]), config)
+            found[f"popular, seed {seed}"] = popular.numpy()
+        candidates = (found[f"before, seed {options.seeds[0]}"] > -np.inf).sum(1)
+        chunks = np.arange(len(candidates), dtype=np.float64)
+        found["BM25"] = bm25_scores(bm25, begun.ids, config.chunk_size)
+        found["recent"] = np.broadcast_to(chunks, (len(chunks), len(chunks)))
+        hits_of.append(
+            [
+                (known, own | _seeds(own))
+                for known, own in hits(begun, found, candidates, config.num_retrieved_chunks)
+            ]
+        )
+    rules = next(own for text in hits_of for _, own in text)
+    rows = []
+    for least, most in CANDIDATES:
+        those = [[own for known, own in text if least <= known <= most] for text in hits_of]
+        asked = [own for own in those if own]
+        counted = {"least": least, "most": most if most < SCORED else None, "texts": len(asked)}
+        rows += [counted | {"references": sum(map(len, asked))} | row for row in share(asked, rules)]
+    keep(options.output, f"scores, {options.begin}", {
+        "length": SCORED, "chosen": config.num_retrieved_chunks, "label": rows,
         "parts": [
             {"scores": name} | {part: float(np.mean([own[name][part] for own in parts])) for part in parts[0][name]}
-            for name in drts
+            for name in models
         ],
     })  # fmt: skip
     progress.say(f"Measured, in {options.output}")
 
 
-PARTS = {"train": train, "measure": measure, "scores": scores}
+class _EnoughError(Exception):
+    """What a retriever is asked with has been seen."""
+
+
+@torch.no_grad()
+def _scores(models: Mapping[str, Any], ids: Tokens) -> dict[str, Any]:
+    """[C, C] of each; below the retriever, where all are one, the first of them runs for all."""
+    first, seen = next(iter(models.values())), {}
+
+    def summary(module: Any, inputs: tuple[torch.Tensor]) -> None:
+        seen["summary"] = inputs[0]
+
+    def hidden(module: Any, inputs: tuple[torch.Tensor]) -> None:
+        seen["hidden"] = inputs[0]
+        raise _EnoughError
+
+    hooks = [
+        first.encoder.landmark_proj.register_forward_pre_hook(summary),
+        first.retrievers[0].register_forward_pre_hook(hidden),
+    ]
+    with suppress(_EnoughError):
+        first(torch.from_numpy(ids.astype(np.int64))[None], logits_to_keep=1, use_cache=False)
+    for hook in hooks:
+        hook.remove()
+    config = first.config
+    among = TextCandidates(
+        first.layouts.of(len(ids), False), config.first_visible, False, torch.device("cpu")
+    )
+    scale = config.retrieval_scale * config.hidden_size**-0.5
+    return {
+        name: among.scores(
+            model.retrievers[0](seen["hidden"]),
+            model.encoder.landmark_vectors(seen["summary"]),
+            scale,
+            config.retrieval_recency,
+        )[0]
+        .double()
+        .numpy()
+        for name, model in models.items()
+    }
+
+
+def _seeds(own: Mapping[str, float]) -> dict[str, float]:
+    """The means of the seeds, and how far what was learned lies above the others."""
+    means = {
+        name: float(np.mean([hit for rule, hit in own.items() if rule.startswith(f"{name}, seed")]))
+        for name in ("before", "learned", "popular")
+    }
+    others = means | {rule: own[rule] for rule in ("BM25", "recent", "random")}
+    above = {
+        f"learned above {rule}": means["learned"] - hit for rule, hit in others.items() if rule != "learned"
+    }
+    return means | above
+
+
+# --- what the right chunks would be worth --------------------------------------------------------------------------
+
+
+def diagnose(options: argparse.Namespace) -> None:
+    """``trailmark evaluate --suite retrieval`` of the first seed's model on held-out chapters, before and after."""
+    progress, (seed, *_), found = Progress(), options.seeds, {}
+    tokenizer = load_tokenizer(str(converted(FOLDER, "sliding_window")))
+    files = sorted((data_folder("math") / "test").glob("*.tex"))
+    text = Documents.of([read_text(file) for file in files], tokenizer)
+    for name, folder in (("before", fitted(options.begin, seed)), ("learned", trained(options.begin, seed))):
+        asked = subject(folder)
+        record = Record(FOLDER / f"{folder.name}-diagnosis", "retrieval", asked.identity())
+        settings = RetrievalSettings(lengths=(LENGTH,), texts=options.texts)
+        (found[name],) = run(asked, settings, text, record, progress.show)
+    keep(
+        options.output,
+        f"diagnosis, {options.begin}",
+        {"seed": seed, "length": LENGTH, "texts": options.texts} | found,
+    )
+    progress.say(f"Measured, in {options.output}")
+
+
+PARTS = {"train": train, "measure": measure, "scores": scores, "diagnose": diagnose}
 
 
 def main() -> None:
@@ -220,6 +345,10 @@ def main() -> None:
     parser.add_argument("parts", nargs="*", choices=[*PARTS, []], help="all by default")
     parser.add_argument("--seeds", type=int, nargs="+", default=(0, 1, 2))
     parser.add_argument("--steps", type=int, default=60, help=f"of {STEP_TOKENS:,} tokens")
+    parser.add_argument(
+        "--begin", choices=("nothing", "text"), default="text", help="what the retriever is set to first"
+    )
+    parser.add_argument("--texts", type=int, default=4, help="that are diagnosed")
     parser.add_argument("--set", nargs="*", default=[], help="keys of the runs, as key=value")
     parser.add_argument("--output", type=Path, default=OUTPUT)
     options = parser.parse_args()

@@ -298,7 +298,7 @@ def references(options: argparse.Namespace, progress: Progress) -> dict[str, Any
         progress.show(text.name)
         whole = read_text(data_folder("math") / "test" / text.name)
         begun = chapter(whole, tokenizer, length, ranking.config.chunk_size)
-        hits.append(list(ranking.ranks(begun, ranking.scores(begun.ids))))
+        hits.append(ranking.hits(begun))
     asked = [own for own in hits if own]
     return models.training() | {
         "length": length, "chosen": ranking.chosen, "texts": len(asked), "references": sum(map(len, asked)),

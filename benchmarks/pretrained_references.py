@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from case_study.baselines import best_rank, chance
-from case_study.references import Layout, Reference, references
+from case_study.references import Layout, references
 
 from trailmark.data.corpus import Tokens
 from trailmark.data.neighbours.bm25 import Bm25, fit_bm25
@@ -29,6 +29,7 @@ RULES = {
     "random": "random chunks, expected",
 }
 Floats = npt.NDArray[np.float64]
+Integers = npt.NDArray[np.int64]
 
 
 class Chapter(NamedTuple):
@@ -45,6 +46,40 @@ def chapter(text: str, tokenizer: Any, length: int, chunk_size: int) -> Chapter:
     return Chapter(Layout(text[: int(starts[length])], starts[:length], chunks), ids)
 
 
+def hits(
+    chapter: Chapter, scores: Mapping[str, Floats], candidates: Integers, chosen: int
+) -> Iterator[tuple[int, dict[str, float]]]:
+    """Of each reference whose label's chunk may be selected: 1 if it is among the first ``chosen``, by each rule.
+
+    Before it the number of candidates. Where there are no more of them than are chosen, nothing is asked.
+
+    Args:
+        scores: [asking chunk, past chunk] by rule; of "attention, reading" the first is the chunk that reads.
+        candidates: [C] of each asking chunk; they come first.
+    """
+    for found in references(chapter.layout):
+        if not found.chunk or not max(chosen, found.label_chunk) < (
+            known := int(candidates[found.chunk - 1])
+        ):
+            continue
+        own = {"random": chance(known, 1, chosen)}
+        for rule, of_rule in scores.items():
+            rank = best_rank(
+                of_rule[found.chunk - (rule != "attention, reading")], known, [found.label_chunk]
+            )
+            assert rank is not None
+            own[rule] = float(rank < chosen)
+        yield known, own
+
+
+def bm25_scores(bm25: Bm25, ids: Tokens, S: int) -> Floats:
+    """[asking chunk, past chunk], the last chunk as long as it is."""
+    lengths = np.full(-(-len(ids) // S), S)
+    lengths[-1] = len(ids) - S * (len(lengths) - 1)
+    chunks = np.pad(ids, (0, -len(ids) % S)).reshape(-1, S).astype(np.int64)
+    return bm25.scores(chunks, lengths, chunks, lengths)
+
+
 class Ranking:
     """What each rule says of the candidates of each reference.
 
@@ -59,40 +94,16 @@ class Ranking:
         self.chosen = self.config.num_retrieved_chunks
         self.bm25: Bm25 = fit_bm25(Corpus.open(corpus), self.config.chunk_size, tokenizer, file).bm25
 
-    def ranks(self, chapter: Chapter, scores: Mapping[str, Floats]) -> Iterator[dict[str, float]]:
-        """Of each reference whose label's chunk may be selected: 1 if it is among the first ``chosen``, by each rule.
-
-        Where there are no more candidates than are chosen, nothing is asked.
-
-        Args:
-            scores: what :meth:`scores` says of the chapter's tokens.
-        """
-        for found in references(chapter.layout):
-            asking = found.chunk - 1
-            if asking < 0:
-                continue
-            candidates = int(self._may(scores)[asking].sum())
-            if found.label_chunk < candidates and candidates > self.chosen:
-                yield self._hits(scores, found, candidates)
-
-    def _may(self, scores: Mapping[str, Floats]) -> npt.NDArray[np.bool_]:
-        """[asking chunk, past chunk] candidates, which come first; of all drts the same."""
-        found: npt.NDArray[np.bool_] = scores[next(iter(self.drts))] > -np.inf
-        return found
-
-    def _hits(self, scores: Mapping[str, Floats], found: Reference, candidates: int) -> dict[str, float]:
-        hits = {"random": chance(candidates, 1, self.chosen)}
-        for rule, own in scores.items():
-            row = found.chunk - (rule != "attention, reading")
-            rank = best_rank(own[row], candidates, [found.label_chunk])
-            assert rank is not None
-            hits[rule] = float(rank < self.chosen)
-        return hits
+    def hits(self, chapter: Chapter) -> list[dict[str, float]]:
+        """:func:`hits` of the rules."""
+        scores = self.scores(chapter.ids)
+        candidates = (scores[next(iter(self.drts))] > -np.inf).sum(1)
+        return [own for _, own in hits(chapter, scores, candidates, self.chosen)]
 
     def choices(self, ids: Tokens) -> dict[str, torch.Tensor]:
         """By rule int64 [C, K], for a model that is told: what it ranks first for the landmark of each closed chunk."""
         scores = self.scores(ids)
-        candidate = torch.from_numpy(self._may(scores))
+        candidate = torch.from_numpy(scores[next(iter(self.drts))] > -np.inf)
         C, found = len(candidate), {}
         for rule, own in scores.items():
             ranks = torch.from_numpy(np.array(own, np.float64))
@@ -112,16 +123,13 @@ class Ranking:
             name: drt(tokens, output_retrieval_scores=True, logits_to_keep=1).retrieval_scores.scores[0][0]
             for name, drt in self.drts.items()
         }
-        S, T = self.config.chunk_size, len(ids)
-        lengths = np.full(-(-T // S), S)
-        lengths[-1] = T - S * (len(lengths) - 1)
-        chunks = np.pad(ids, (0, -T % S)).reshape(-1, S).astype(np.int64)
+        chunks = -(-len(ids) // self.config.chunk_size)
         return {
             "attention, reading": mass,
             "attention, asking": mass,
             **{name: scores.double().numpy() for name, scores in own.items()},
-            "BM25": self.bm25.scores(chunks, lengths, chunks, lengths),
-            "recent": np.broadcast_to(np.arange(len(lengths), dtype=np.float64), (len(lengths),) * 2),
+            "BM25": bm25_scores(self.bm25, ids, self.config.chunk_size),
+            "recent": np.broadcast_to(np.arange(chunks, dtype=np.float64), (chunks, chunks)),
         }
 
     def _mass(self, tokens: torch.Tensor) -> Floats:

@@ -164,7 +164,7 @@ def test_a_retriever_that_is_not_taught_stays_and_learns_from_the_loss(folder: P
     marks = f"data.early_landmarks={early}"
     alone = [
         "training.train=retriever",
-        "distil.fit_retriever=false",
+        "distil.fit_retriever=nothing",
         "distil.weight=0",
         "training.steps=1",
         marks,
@@ -190,6 +190,31 @@ def test_a_retriever_that_is_not_taught_stays_and_learns_from_the_loss(folder: P
     assert "distil" not in whole.history[-1]
 
 
+@pytest.mark.parametrize("kind", ["drt", "group"])
+def test_a_retriever_that_is_set_from_texts(folder: Path, kind: str) -> None:
+    """The same whatever the teacher: it asks for vectors like the next chunk's more than it did."""
+    run = run_of(folder, f"text-{kind}", "distil.fit_retriever=text", begin_with=kind)
+    model: Any = run.model.eval()
+
+    def asks() -> Tensor:
+        """How far above the other chunks' vectors the next one's is scored, by chunks, in texts of the fit."""
+        known: dict[str, Tensor] = {}
+        model.encoder.landmark_proj.register_forward_pre_hook(lambda _, x: known.update(summary=x[0]))
+        model.retrievers[0].register_forward_pre_hook(lambda _, x: known.update(landmark=x[0]))
+        found = []
+        for step in range(run.config.distil.fit_steps):
+            with torch.no_grad():
+                model(input_ids=run.batch(step)["input_ids"])
+                keys = model.encoder.landmark_vectors(known["summary"])
+                scores = model.retrievers[0](known["landmark"]) @ keys.mT
+            found.append((scores.diagonal(1, 1, 2) - scores[:, :-1].mean(-1)).flatten())
+        return torch.cat(found)
+
+    before = asks()
+    run._fit_memory(torch.device("cpu"))
+    assert asks().mean() > before.mean()
+
+
 def test_a_retriever_of_a_model_that_reads_nothing_is_refused(folder: Path) -> None:
     run = run_of(folder, "deaf", "training.train=retriever", "distil.fit_steps=0")
     with pytest.raises(
@@ -209,9 +234,11 @@ def test_a_stopped_run_goes_on_from_its_fit(folder: Path) -> None:
     assert numbers(rest) == numbers(whole)
 
 
-def test_processes_fit_the_same(folder: Path) -> None:
-    (alone,) = begin(watched, config_of(folder, "alone")).results()
-    several = begin(watched, config_of(folder, "several"), processes=2).results()
+@pytest.mark.parametrize("retriever", ["teacher", "text"])
+def test_processes_fit_the_same(folder: Path, retriever: str) -> None:
+    how = f"distil.fit_retriever={retriever}"
+    (alone,) = begin(watched, config_of(folder, f"alone-{retriever}", how)).results()
+    several = begin(watched, config_of(folder, f"several-{retriever}", how), processes=2).results()
 
     def losses(seen: Any) -> list[float]:
         return [line["loss"] for line in seen.history]

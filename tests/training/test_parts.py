@@ -362,7 +362,9 @@ REFUSED = {
     ("training.train=retriever", "init_from=x", "model.architecture=landmark"): (
         r"^training.train: expected additions or all for landmark, which has no retriever that is learned"
     ),
-    ("distil.model=x", "distil.fit_retriever=false"): r"^distil.fit_retriever: expected true without distil.fit_steps",
+    ("distil.model=x", "distil.fit_retriever=text"): (
+        r"^distil.fit_retriever: expected teacher without distil.fit_steps, got text"
+    ),
     ("training.loss_positions=0.5", "data.task=needles", "model.chunk_size=32"): (
         r"^training.loss_positions: expected 1 with data.task needles"
     ),

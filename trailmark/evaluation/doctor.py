@@ -146,15 +146,25 @@ def _kernels(device: torch.device) -> Iterator[Check]:
 
     query, landmarks = draw(1, 40, 16).to(device), draw(1, 40, 16).to(device)
     seed = torch.zeros(1, dtype=torch.int64, device=device)
-    found, expected = (
-        select_chunks(query, landmarks, 3, torch.arange(40), noise_seed=seed, implementation=name).indices
-        for name in ("triton", "reference")
-    )
-    same = int((found == expected).all(-1).sum())
+    same = 0
+    for recency in (0.0, 1.0):
+        found, expected = (
+            select_chunks(
+                query,
+                landmarks,
+                3,
+                torch.arange(40),
+                noise_seed=seed,
+                recency=recency,
+                implementation=name,
+            ).indices
+            for name in ("triton", "reference")
+        )
+        same += int((found == expected).all(-1).sum())
     yield Check(
         f"exactness of selection's kernels ({device.type})",
-        same == 40,
-        f"{same} of 40 selections as the oracle's",
+        same == 80,
+        f"{same} of 80 selections as the oracle's",
     )
 
     if (
@@ -208,10 +218,15 @@ def _exactness() -> Check:
         grouped_cross_attention(q, k, v, indices, weights, implementation=name)
         for name in ("torch", "reference")
     ]
+    window_read = draw(*q.shape), draw(*q.shape[:-1])
+    shared = [  # one softmax with what a window read
+        grouped_cross_attention(q, k, v, indices, weights, beside=window_read, implementation=name)
+        for name in ("torch", "reference")
+    ]
     q, k, v = draw(1, 60, 4, 16), draw(1, 60, 2, 16), draw(1, 60, 2, 16)
     marks = torch.arange(60)[None] % 8 == 5
     far = [landmark_attention(q, k, v, marks, implementation=name) for name in ("torch", "reference")]
-    for fast, oracle in (window, read, far):
+    for fast, oracle in (window, read, shared, far):
         assert isinstance(fast, torch.Tensor)
         assert isinstance(oracle, torch.Tensor)
         worst = max(worst, float((fast - oracle).abs().max()))

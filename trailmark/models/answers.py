@@ -139,9 +139,9 @@ class FittedMemory(NamedTuple):
     projection: nn.Linear  # states [B, C, S, E] -> the keys of each set, then the values
     layers: list[int]  # of each set, the layer of the teacher that has such keys and values
     closing: list[nn.Linear]  # of what each layer reads; all 0 in a model that does not read yet
-    summaries: nn.Module  # first called in landmark_vectors, with what sums chunks up [B, C, E]
+    summaries: Any  # a projection, first called in landmark_vectors, with what sums chunks up [B, C, E]
     landmark_vectors: Callable[[Tensor], Tensor]  # of what sums chunks up
-    retrievers: list[nn.Module]  # of each group, called with landmarks [B, C, E], gives queries
+    retrievers: list[Any]  # of each group, called with landmarks [B, C, E], gives queries: last by its q_proj
     score_scale: float
     recency: float
 

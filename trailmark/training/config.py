@@ -294,9 +294,11 @@ class DistilConfig:
         "teacher's layers by least squares, and the retriever to where they look; 0: the memory is learned alone.",
         least=0,
     )
-    fit_retriever: bool = setting(
-        True,
-        "Whether fit_steps teach the retriever too. false: it learns from the text's loss alone, in layers that read.",
+    fit_retriever: Literal["teacher", "text", "nothing"] = setting(
+        "teacher",
+        "What fit_steps set the retriever to: teacher: what the teacher's layers look at; text: chunks that are like "
+        "the one that comes next, in which no teacher has a part; nothing: it stays as it is. After the latter two it "
+        "learns from the text's loss alone, in layers that read.",
     )
     retrieval_from: Literal["reading", "asking"] = setting(
         "reading",
@@ -458,10 +460,10 @@ def _check_parts(config: RunConfig, model: TrailmarkConfig) -> None:
 
 def _check_distil(config: RunConfig, model: TrailmarkConfig) -> None:
     distil = config.distil
-    if not distil.fit_retriever and not distil.fit_steps:
+    if distil.fit_retriever != "teacher" and not distil.fit_steps:
         raise ValueError(
-            "distil.fit_retriever: expected true without distil.fit_steps, got false: nothing is fitted. Leave it out, "
-            "or set distil.fit_steps."
+            f"distil.fit_retriever: expected teacher without distil.fit_steps, got {distil.fit_retriever}: nothing is "
+            "fitted. Leave it out, or set distil.fit_steps."
         )
     if distil.model is None:
         if distil.retrieval_weight:

@@ -6,7 +6,8 @@ steps of a gradient would need a great many. A token counts by how much the teac
 the window does not reach: most are never looked at again.
 
 Which chunks the teacher's tokens look at is known from the same reading. The retriever's projections learn it in many
-cheap steps, from what they multiply alone: no layer runs for them.
+cheap steps, from what they multiply alone: no layer runs for them. Or they are set from the texts alone
+(:mod:`trailmark.training.next_chunk`).
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from trailmark.models.watching import Seen, attention_layers, watching_attention
 from trailmark.ops import attention_mass, score_chunks, selection_divergence
 from trailmark.training.distil import Teacher, chunk_targets
 from trailmark.training.loss import LAYOUT
+from trailmark.training.next_chunk import NextChunk
 from trailmark.training.processes import all_reduced, rank, world_size
 
 # of the mean of the states' squares: states of few texts do not span the width
@@ -58,17 +60,20 @@ class MemoryFit:
 
     Args:
         model: answers ``fitted_memory``, in evaluation. teacher: ours, with full attention and the same heads.
-        retriever: whether the model's is taught too.
+        retriever: what the model's is set to; see ``distil.fit_retriever``.
 
     Raises:
         ValueError: the model reads already.
     """
 
-    def __init__(self, model: Any, teacher: Teacher, retriever: bool = True) -> None:
+    def __init__(self, model: Any, teacher: Teacher, retriever: str = "teacher") -> None:
         self.model, self.settings, self.teacher = model, teacher, teacher.model.to(model.device)
         self.memory = model.fitted_memory()
-        if not retriever:
-            self.memory = self.memory._replace(retrievers=[])
+        self.retrievers = [] if retriever == "nothing" else self.memory.retrievers
+        self.teaches = retriever == "teacher" and bool(self.retrievers)
+        self.next_chunk = None
+        if retriever == "text" and self.retrievers:
+            self.next_chunk = NextChunk(self.memory.summaries, [own.q_proj for own in self.retrievers])
         if self.memory.reads:
             raise ValueError(
                 "distil.fit_steps: expected 0 for a model whose layers read already, which a fit would set anew, got "
@@ -109,8 +114,9 @@ class MemoryFit:
         with ExitStack() as hooks, self.autocast:
             hooks.enter_context(self.memory.projection.register_forward_pre_hook(keep("states")))
             hooks.enter_context(self.memory.summaries.register_forward_pre_hook(keep("summaries")))
-            for group, retriever in enumerate(self.memory.retrievers):
-                hooks.enter_context(retriever.register_forward_pre_hook(keep(group)))
+            for group, retriever in enumerate(self.retrievers):
+                asked = retriever if self.teaches else retriever.q_proj
+                hooks.enter_context(asked.register_forward_pre_hook(keep(group)))
             hooks.enter_context(self.memory.encoder.register_forward_hook(see_chunks))
             layout = {key: inputs[key] for key in LAYOUT if key in inputs}
             scored = self.model.config.ranks_all_chunks
@@ -118,7 +124,6 @@ class MemoryFit:
         if "states" not in known:  # no chunk is whole
             self.texts.append(None)
             return
-        teaches = bool(self.memory.retrievers)
         if scored:
             chunks = out.retrieval_scores.chunks
         else:
@@ -141,7 +146,7 @@ class MemoryFit:
             mass = attention_mass(seen.q, seen.k, places, None, documents, on_tokens=True)  # [B, N, T]
             if seen.layer in self.memory.layers:
                 counts.append(self._counts(mass, places))
-            if teaches:
+            if self.teaches:
                 on_chunks = mass @ of_chunk.to(mass.dtype)
                 looks[:] = [looks[0] + on_chunks] if looks else [on_chunks]
 
@@ -151,7 +156,15 @@ class MemoryFit:
             hooks.enter_context(watching_attention(self.teacher, see_looks))
             self.teacher(input_ids=ids, document_ids=documents, **call)
         self._take(known["states"], wanted, counts, known["grid"], known["lengths"])
-        if teaches:
+        if self.next_chunk is not None:
+            begins = known["grid"].begins_document_on(ids.device)
+            shape = known["lengths"].shape
+            follows = known["lengths"].new_ones(shape, dtype=torch.bool)
+            if begins is not None:
+                follows = ~begins[:, : shape[1], 0].expand(shape)
+            asking = [known[group] for group in range(len(self.retrievers))]
+            self.next_chunk.add(known["summaries"], asking, known["lengths"] > 0, follows)
+        if self.teaches:
             self._keep(known, out.retrieval_scores.scores[0] > -torch.inf, looks[0][:, 1:, 1:])
 
     def _counts(self, mass: Tensor, chunks: Tensor) -> Tensor:
@@ -187,7 +200,7 @@ class MemoryFit:
     def _keep(self, known: dict[Any, Any], candidate: Tensor, mass: Tensor) -> None:
         """What the retriever learns from; ``candidate`` [B, C, C], the mass [B, N, N] of the text's chunks."""
         C = candidate.shape[-1]
-        landmarks = [_wide(known[group]) for group in range(len(self.memory.retrievers))]
+        landmarks = [_wide(known[group]) for group in range(len(self.retrievers))]
         first = candidate.long().argmax(-1)  # they stand beside each other
         targets = chunk_targets(mass, C, self.settings.settings.retrieval_from == "reading")
         self.texts.append(
@@ -196,7 +209,7 @@ class MemoryFit:
 
     @torch.no_grad()
     def solve(self) -> Fitted:
-        """Set the projection, teach the retriever, and let each layer read.
+        """Set the projection, set or teach the retriever, and let each layer read.
 
         Raises:
             ValueError: the texts have no whole chunk.
@@ -214,7 +227,9 @@ class MemoryFit:
         # in the projection the keys of all layers come first
         rows = found.unflatten(2, (2, -1)).permute(2, 0, 3, 1).flatten(0, 2)
         self.memory.projection.weight.copy_(rows)
-        chunks = self._teach() if self.memory.retrievers else None
+        if self.next_chunk is not None:
+            self.next_chunk.solve()
+        chunks = self._teach() if self.teaches else None
         self.model.read_as_attended()
         left = self.squares - 2 * (found * self.both).sum(1) + (found * (self.states @ found)).sum(1)
         return Fitted(float(1 - left.sum() / self.squares.sum()), int(self.rows), chunks)
@@ -225,7 +240,7 @@ class MemoryFit:
 
         What groups after the first ask with was kept while nothing was read yet.
         """
-        parts = [self.memory.summaries, *self.memory.retrievers]
+        parts = [self.memory.summaries, *self.retrievers]
         parameters = [parameter for part in parts for parameter in part.parameters()]
         learns = [parameter.requires_grad for parameter in parameters]
         for parameter in parameters:
@@ -256,7 +271,7 @@ class MemoryFit:
     def _divergence(self, text: _Text) -> Tensor:
         memory, keys = self.memory, self.memory.landmark_vectors(text.summaries)
         of_groups = []
-        for retriever, landmarks in zip(memory.retrievers, text.landmarks, strict=True):
+        for retriever, landmarks in zip(self.retrievers, text.landmarks, strict=True):
             query = retriever(landmarks)
             scores = score_chunks(query, keys, text.end, text.first, memory.score_scale, memory.recency)
             of_groups.append(selection_divergence(scores, text.targets).mean())
