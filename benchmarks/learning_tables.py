@@ -1,49 +1,61 @@
-"""The tables of benchmarks/learning.json; benchmarks/readme.py puts them in place."""
+"""The tables of benchmarks/learning.json; benchmarks/readme.py puts in place what was measured."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
 
 from pretrained_references import RULES
 from tables import Columns, Row, machine, on_machine, record, table
 
 from trailmark.evaluation.retrieval.suite import CASES
 
+_BEGINS = {"nothing": "as converted", "text": "set from texts"}
 _CHOICES = {
     "before": "its own, before the training",
-    "half of the steps": "its own, after half of it",
     "learned": "its own, after it",
-    "random": RULES["random"].split(",")[0],
-    "recent": RULES["recent"],
-    "BM25": RULES["BM25"],
     "popular": "what all that ask score highest on average, after it",
+    "random": RULES["random"].split(",")[0],
+    "BM25": RULES["BM25"],
 }
+
+
+def _known(part: str) -> Iterator[tuple[str, Row]]:
+    """How a retriever began, and what was measured of it."""
+    known = record("learning")
+    for begin in _BEGINS:
+        if f"{part}, {begin}" in known:
+            yield begin, known[f"{part}, {begin}"]
 
 
 def losses_text() -> str:
     """What reading is worth by who chooses."""
-    known = record("learning")["learning"]
-    found = known["results"]
-    (steps,), (fit_steps,) = set(found["steps"].values()), set(found["fit_steps"].values())
-    columns: Columns = {
-        "text": "{kind}",
-        "texts": "{texts}",
-        "choice": lambda row: _CHOICES[row["chunks"]],
-        "nats": "{nats:.3f}",
-        "closed": "{closed:.3f} ({closed_low:.3f} to {closed_high:.3f})",
-        "less than by what was learned": lambda row: "" if row["chunks"] == "learned" else _more(row),
-        "by seed": lambda row: _by_seed(found["rows"], row),
-    }
-    together = sorted(
-        (row for row in found["rows"] if row["seed"] is None),
-        key=lambda row: (row["kind"], list(_CHOICES).index(row["chunks"])),
-    )
-    step = found["step_tokens"]
-    return on_machine(
-        f"{len(found['runs'])} seeds, each fitted on {fit_steps * step:,} tokens, its retriever then trained on "
-        f"{steps * step:,}. Texts of {found['length']:,} tokens, of which the last {found['counted']:,} are counted, "
-        f"and a window of {found['window']}; nats, shares and 95% intervals over texts are of the seeds' mean.\n\n"
-        f"{table(columns, together)}",
-        known["environment"],
-    )
+    blocks = []
+    for begin, known in _known("losses"):
+        found = known["results"]
+        (steps,), (fit_steps,) = set(found["steps"].values()), set(found["fit_steps"].values())
+        columns: Columns = {
+            "text": "{kind}",
+            "texts": "{texts}",
+            "choice": lambda row: _CHOICES[row["chunks"]],
+            "nats": "{nats:.3f}",
+            "closed": "{closed:.3f} ({closed_low:.3f} to {closed_high:.3f})",
+            "less than by what was learned": lambda row: "" if row["chunks"] == "learned" else _more(row),
+            "closed, by seed": "{by_seed}",
+        }
+        together = sorted(
+            (row | {"by_seed": _by_seed(found["rows"], row)} for row in found["rows"] if row["seed"] is None),
+            key=lambda row: (row["kind"], list(_CHOICES).index(row["chunks"])),
+        )
+        step = found["step_tokens"]
+        text = (
+            f"The retriever begins {_BEGINS[begin]}. {len(found['runs'])} seeds, each fitted on {fit_steps * step:,} "
+            f"tokens, its retriever then trained on {steps * step:,}. Texts of {found['length']:,} tokens, of which "
+            f"the last {found['counted']:,} are counted, and a window of {found['window']}; nats, shares and 95% "
+            f"intervals over texts are of the seeds' mean.\n\n{table(columns, together)}"
+        )
+        blocks.append(on_machine(text, known["environment"]))
+    return "\n\n".join(blocks)
 
 
 def _more(row: Row) -> str:
@@ -57,30 +69,38 @@ def _by_seed(rows: list[Row], row: Row) -> str:
 
 def labels_text() -> str:
     """Who has the chunk of the label that is about to be cited."""
-    found = record("learning")["scores"]["results"]
     shown = ["learned", "popular", "before", "BM25", "recent", "random"]
-    rows = []
-    for row in found["label"]:
-        if row["rule"] == "learned":
-            same = [
-                one for one in found["label"] if (one["least"], one["most"]) == (row["least"], row["most"])
-            ]
-            rows.append(row | {"by": {one["rule"]: one for one in same}})
+    rows: list[Any] = []
+    found: Row = {}
+    for begin, known in _known("scores"):
+        found = known["results"]
+        for row in found["label"]:
+            if row["rule"] == "learned":
+                same = [
+                    one
+                    for one in found["label"]
+                    if (one["least"], one["most"]) == (row["least"], row["most"])
+                ]
+                rows.append(row | {"begin": _BEGINS[begin], "by": {one["rule"]: one for one in same}})
+
     columns: Columns = {
+        "begins": "{begin}",
         "candidates": _candidates,
         "references": "{references}",
         "chapters": "{texts}",
         **{rule: f"{{by[{rule}][share]:.3f}}" for rule in shown},
-        "learned above BM25": "{by[learned above BM25][share]:+.3f} ({by[learned above BM25][low]:+.3f} to "
-        "{by[learned above BM25][high]:+.3f})",
-        "above before": "{by[learned above before][share]:+.3f} ({by[learned above before][low]:+.3f} to "
-        "{by[learned above before][high]:+.3f})",
+        "learned above BM25": lambda row: _above(row, "BM25"),
+        "above before": lambda row: _above(row, "before"),
     }
     return (
         f"The share of references whose label's chunk is among the {found['chosen']} that are read, in the first "
-        f"{found['length']:,} tokens at most of each held-out chapter; *learned* is the mean of the seeds, "
-        f"the intervals are over chapters.\n\n{table(columns, rows)}"
+        f"{found['length']:,} tokens at most of each held-out chapter; *learned*, *before* and *popular* are means of "
+        f"the seeds, the intervals are over chapters.\n\n{table(columns, rows)}"
     )
+
+
+def _above(row: Row, rule: str) -> str:
+    return "{share:+.3f} ({low:+.3f} to {high:+.3f})".format(**row["by"][f"learned above {rule}"])
 
 
 def _candidates(row: Row) -> str:
@@ -91,64 +111,74 @@ def _candidates(row: Row) -> str:
 
 def scores_text() -> str:
     """What scores are made of."""
-    found = record("learning")["scores"]["results"]
     columns: Columns = {
+        "begins": "{begin}",
         "scores": "{scores}",
         "popular": "{popular:.2f}",
         "effective rank": "{rank:.1f}",
         "deviation": "{deviation:.2f}",
     }
-    return table(columns, found["parts"])
+    rows = [
+        row | {"begin": _BEGINS[begin]}
+        for begin, known in _known("scores")
+        for row in known["results"]["parts"]
+    ]
+    return table(columns, rows)
 
 
 def diagnosis_text() -> str:
     """What the reader makes of which chunks, and what the gradient says."""
-    found = record("learning")["diagnosis"]["results"]
-    before, after = ({one["chunks"]: one for one in found[name]["cases"]} for name in ("before", "learned"))
-    rows = [{"what": CASES[case], "before": own, "learned": after[case]} for case, own in before.items()]
-    less = "{{{0}[less]:.3f} ({{{0}[less_low]:.3f} to {{{0}[less_high]:.3f})"
-    columns: Columns = {
-        "chunks": "{what}",
-        "before, nats": "{before[nats]:.3f}",
-        "less than with none": less.format("before"),
-        "learned, nats": "{learned[nats]:.3f}",
-        "less with them than with none": less.format("learned"),
-    }
-    groups = [{"scores": name} | found[name]["groups"][0] for name in ("before", "learned")]
-    of_scores: Columns = {
-        "scores": "{scores}",
-        "agreement with use": "{agreement:.2f}",
-        "of the pair": "{agreement_of_pair:.2f}",
-        "gradient popular": "{gradient_popular:.2f}",
-        "halves agree": "{gradient_halves:.2f}",
-        "ever read": "{ever_read:.2f}",
-    }
-    return (
-        f"{found['texts']} stretches of {found['length']:,} tokens of the held-out chapters, seed {found['seed']}.\n\n"
-        f"{table(columns, rows)}\n\n{table(of_scores, groups)}"
-    )
+    blocks = []
+    for begin, known in _known("diagnosis"):
+        found = known["results"]
+        before, after = (
+            {one["chunks"]: one for one in found[name]["cases"]} for name in ("before", "learned")
+        )
+        rows = [{"what": CASES[case], "before": own, "learned": after[case]} for case, own in before.items()]
+        columns: Columns = {
+            "chunks": "{what}",
+            "before, nats": "{before[nats]:.3f}",
+            "less than with none": lambda row: _less(row["before"]),
+            "learned, nats": "{learned[nats]:.3f}",
+            "less with them than with none": lambda row: _less(row["learned"]),
+        }
+        groups = [{"scores": name} | found[name]["groups"][0] for name in ("before", "learned")]
+        of_scores: Columns = {
+            "scores": "{scores}",
+            "agreement with use": "{agreement:.2f}",
+            "of the pair": "{agreement_of_pair:.2f}",
+            "gradient popular": "{gradient_popular:.2f}",
+            "halves agree": "{gradient_halves:.2f}",
+            "ever read": "{ever_read:.2f}",
+        }
+        blocks.append(
+            f"{found['texts']} stretches of {found['length']:,} tokens of the held-out chapters, seed {found['seed']}; "
+            f"the retriever begins {_BEGINS[begin]}.\n\n{table(columns, rows)}\n\n{table(of_scores, groups)}"
+        )
+    return "\n\n".join(blocks)
+
+
+def _less(case: Row) -> str:
+    return "{less:.3f} ({less_low:.3f} to {less_high:.3f})".format(**case) if "less" in case else ""
 
 
 def summary_text() -> str:
-    """What the README says of it."""
-    known = record("learning")
-    found, labels = known["learning"]["results"], known["scores"]["results"]
-    (own,) = (
-        row for row in found["rows"] if (row["kind"], row["seed"], row["chunks"]) == ("LaTeX", None, "before")
-    )
-    (rule,) = (
-        row for row in found["rows"] if (row["kind"], row["seed"], row["chunks"]) == ("LaTeX", None, "BM25")
-    )
+    """What the README says of it: of the beginning that was measured last in the list."""
+    (*_, (begin, known)), (*_, (_, scored)) = _known("losses"), _known("scores")
+    found, labels = known["results"], scored["results"]
+    of_latex = {row["chunks"]: row for row in found["rows"] if (row["kind"], row["seed"]) == ("LaTeX", None)}
     label = {row["rule"]: row for row in labels["label"] if not row["least"] and row["most"] is None}
     (steps,) = set(found["steps"].values())
+    popular = [row["popular"] for row in labels["parts"] if row["scores"].startswith("learned")]
     return (
-        "With its reader fitted and everything else frozen, the retriever of SmolLM2-135M learned from the "
-        f"language-modelling loss alone, on {steps * found['step_tokens']:,} tokens: {len(found['runs'])} seeds, "
-        f"{label['learned']['references']} references of held-out LaTeX; the chunk of the label that is about to be "
-        f"cited is read in {label['learned']['share']:.2f} of them, BM25 has it in {label['BM25']['share']:.2f}, "
-        f"random chunks in {label['random']['share']:.2f}, the retriever before its training in "
-        f"{label['before']['share']:.2f}. Of what a window loses to full attention what it chooses gives back "
-        f"{_more(own)} more than what it chose before, and {_more(rule)} more than what BM25 would "
-        f"({machine(known['learning']['environment'])}). "
+        f"In SmolLM2-135M, its memory fitted and all else frozen, a retriever that began {_BEGINS[begin]} learned from "
+        f"the language-modelling loss alone, on {steps * found['step_tokens']:,} tokens ({len(found['runs'])} seeds, "
+        f"held-out LaTeX): the chunk of the label that is about to be cited is read in {label['learned']['share']:.2f} "
+        f"of {label['learned']['references']} references, where BM25 has it in {label['BM25']['share']:.2f}, random "
+        f"chunks in {label['random']['share']:.2f}, the retriever before its training in "
+        f"{label['before']['share']:.2f}; and what it chooses gives back {_more(of_latex['before'])} more of what the "
+        f"window loses to full attention than what it chose before, {_more(of_latex['random'])} more than random "
+        f"chunks, {_more(of_latex['BM25'])} more than BM25's. Of its scores' variance {min(popular):.0%} to "
+        f"{max(popular):.0%} say which chunks are worth reading whoever asks ({machine(known['environment'])}). "
         "[docs/learning-to-retrieve.md](docs/learning-to-retrieve.md) has all numbers, and what they do not show."
     )

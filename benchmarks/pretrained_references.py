@@ -38,8 +38,9 @@ class Chapter(NamedTuple):
 
 
 def chapter(text: str, tokenizer: Any, length: int, chunk_size: int) -> Chapter:
-    """The first tokens of a text, and where they stand in it."""
+    """The first tokens of a text, as many as it has, and where they stand in it."""
     found = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+    length = min(length, len(found["input_ids"]))
     starts = np.array([*(first for first, _ in found["offset_mapping"]), len(text)][: length + 1], np.int64)
     ids = np.array(found["input_ids"][:length], np.int32)
     chunks = np.array([*range(0, length, chunk_size), length], np.int64)

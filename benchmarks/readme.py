@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import compare_tables
+import learning_tables
 import pretrained_tables
 import training_tables
 from case_study.document import texts as case_study_texts
@@ -442,6 +443,7 @@ DOCUMENTS: dict[str, Mapping[str, Callable[[], str]]] = {
         "speed": speed_text,
         "compare": compare_text,
         "pretrained": pretrained_tables.summary_text,
+        "learning": learning_tables.summary_text,
     },
     "benchmarks/README.md": {
         "compare": compare_parts_text,
@@ -458,6 +460,12 @@ DOCUMENTS: dict[str, Mapping[str, Callable[[], str]]] = {
         "landmark models": landmark_models_text,
     },
     "docs/case-study.md": case_study_texts(),
+    "docs/learning-to-retrieve.md": {
+        "losses": learning_tables.losses_text,
+        "labels": learning_tables.labels_text,
+        "scores": learning_tables.scores_text,
+        "diagnosis": learning_tables.diagnosis_text,
+    },
     "docs/convert.md": {"start": pretrained_tables.start_text, "trained": pretrained_tables.trained_text},
 }
 

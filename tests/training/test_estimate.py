@@ -139,6 +139,19 @@ CASES: list[Any] = [
         False,
     ),
     (drt(window_position="rope", head_dim=24, qk_norm="head", attention_bias=True), 256, 2, False),
+    (  # as trailmark convert makes them
+        drt(
+            window_position="rope",
+            virtual_key="window",
+            memory_kv="layer",
+            landmarks_as_keys=False,
+            chunk_summary="mean",
+            retrieval_recency=1.0,
+        ),
+        256,
+        2,
+        False,
+    ),
     *(
         (
             drt(num_hidden_layers=12, num_lower_layers=3, num_retrieval_groups=groups, memory_kv=kv),

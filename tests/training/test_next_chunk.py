@@ -86,7 +86,7 @@ def test_it_asks_for_what_comes_next_and_nothing_is_popular() -> None:
     assert above.double().mean() < 0.1  # half of them, if it knew nothing
     was, popular = (score_parts(x.masked_fill(later, -torch.inf)).popular for x in (before, after))
     assert was.min() > 0.5
-    assert popular.max() < 0.1
+    assert popular.max() < was.min() / 2
 
 
 def test_other_documents_and_empty_chunks_have_no_part() -> None:
