@@ -50,17 +50,17 @@ from trailmark.evaluation.documents import Documents
 from trailmark.evaluation.record import Record
 from trailmark.evaluation.retrieval.run import choices_of, losses_of, parts_of, run
 from trailmark.evaluation.retrieval.suite import RetrievalSettings
-from trailmark.files import write_text
+from trailmark.files import sha256_of, write_text
 from trailmark.models.candidates import TextCandidates
 from trailmark.ops.score_parts import without_recency
 from trailmark.report.console import Progress
 from trailmark.statistics import bootstrap_ratio
 from trailmark.training.config import load_run_config
-from trailmark.training.run_folder import config_hash
 
 OUTPUT = Path(__file__).with_suffix(".json")
 WINDOW, LENGTH, FIT_STEPS = 256, 4096, 48
 SCORED = 32768  # tokens of a chapter at most, where nothing but scores is computed
+SWEEPS = 200
 CANDIDATES = ((0, SCORED), (0, 130), (131, 520), (521, SCORED))  # as in docs/case-study.md
 # with noise: a chunk that scores a little lower is read too, so that the loss says something of it
 FIELDS = (f"sliding_window={WINDOW}", *(own for own in DRT_FIELDS if own != "retrieval_noise=false"))
@@ -134,7 +134,7 @@ def measure(options: argparse.Namespace) -> None:
         "window": WINDOW, "length": LENGTH, "counted": LENGTH - UNSEEN, "step_tokens": STEP_TOKENS,
         "steps": {seed: run.training.steps for seed, run in runs.items()},
         "fit_steps": {seed: run.distil.fit_steps for seed, run in fits.items()},
-        "runs": {seed: config_hash(run) for seed, run in runs.items()}, "rows": rows,
+        "weights": {seed: _weights(trained(options.begin, seed)) for seed in runs}, "rows": rows,
     })  # fmt: skip
     progress.say(f"Measured, in {options.output}")
 
@@ -143,16 +143,17 @@ def _of_seed(begin: str, seed: int, texts: Sequence[Text], progress: Progress) -
     """Nats of each text by who chooses; all are read whole, in one way."""
     folder = trained(begin, seed)
     losses = Losses(FOLDER / f"learning-losses-{begin}-{seed}.json", progress)
-    name = f"{folder.name} {config_hash(load_run_config(folder / 'run.yaml'))[:8]}"
-    models = {"learned": partial(opened, folder), "before": partial(opened, fitted(begin, seed))}
-    found = {
-        chunks: totals(losses.of(f"{name} {chunks}", make, texts, partial(_told, texts, None)))
-        for chunks, make in models.items()
-    }
-    for rule in RULES:
-        told = losses.of(f"{name} {rule}", models["learned"], texts, partial(_told, texts, rule))
-        found[rule] = totals(told)
-    return found
+
+    def of(chunks: str, model: Path, rule: str | None = None) -> Totals:
+        name = f"{chunks}, weights {_weights(model)[:12]}"  # kept for these and no others
+        return totals(losses.of(name, partial(opened, model), texts, partial(_told, texts, rule)))
+
+    found = {"learned": of("learned", folder), "before": of("before", fitted(begin, seed))}
+    return found | {rule: of(rule, folder, rule) for rule in RULES}
+
+
+def _weights(folder: Path) -> str:
+    return sha256_of(folder / "model.safetensors")
 
 
 @torch.no_grad()
@@ -171,15 +172,18 @@ def _told(texts: Sequence[Text], rule: str | None, model: Any, number: int) -> A
 
 
 def _popular(scores: Tensor, config: Any) -> Tensor:
-    """Scores [C, C] if a past chunk had the same for all that ask, but for its age: the mean of what these give it.
+    """Scores [C, C] if a past chunk had the same for all that ask, but for its age.
 
-    A mark, and no choice that could be made: chunks that ask later have a say too.
+    What rows and columns explain by least squares (sweeps over both come to it): scores that are such sums stay as they
+    are. A mark, and no choice that could be made: chunks that ask later have a say too.
     """
     known, plain = scores.isfinite(), without_recency(scores, config.retrieval_recency)
-    in_row, in_column = known.sum(-1, keepdim=True), known.sum(-2)
-    plain = plain.masked_fill(~known, 0)
-    above = (plain - plain.sum(-1, keepdim=True) / in_row.clamp(min=1)).masked_fill(~known, 0)
-    popular = above.sum(-2) / in_column.clamp(min=1)
+    rest, popular = plain.masked_fill(~known, 0), plain.new_zeros(plain.shape[-1])
+    in_row, in_column = known.sum(-1, keepdim=True).clamp(min=1), known.sum(-2).clamp(min=1)
+    for _ in range(SWEEPS):
+        rest = (rest - rest.sum(-1, keepdim=True) / in_row).masked_fill(~known, 0)
+        step = rest.sum(-2) / in_column
+        rest, popular = (rest - step).masked_fill(~known, 0), popular + step
     return torch.where(known, popular + scores.double() - plain, -torch.inf)
 
 
@@ -346,7 +350,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=(0, 1, 2))
     parser.add_argument("--steps", type=int, default=60, help=f"of {STEP_TOKENS:,} tokens")
     parser.add_argument(
-        "--begin", choices=("nothing", "text"), default="text", help="what the retriever is set to first"
+        "--begin", choices=("nothing", "text"), default="nothing", help="what the retriever is set to first"
     )
     parser.add_argument("--texts", type=int, default=4, help="that are diagnosed")
     parser.add_argument("--set", nargs="*", default=[], help="keys of the runs, as key=value")

@@ -49,8 +49,8 @@ def losses_text() -> str:
         )
         step = found["step_tokens"]
         text = (
-            f"The retriever begins {_BEGINS[begin]}. {len(found['runs'])} seeds, each fitted on {fit_steps * step:,} "
-            f"tokens, its retriever then trained on {steps * step:,}. Texts of {found['length']:,} tokens, of which "
+            f"The retriever begins {_BEGINS[begin]}. {len(found['weights'])} seeds, each fitted on "
+            f"{fit_steps * step:,} tokens, its retriever then trained on {steps * step:,}. Texts of {found['length']:,} tokens, of which "
             f"the last {found['counted']:,} are counted, and a window of {found['window']}; nats, shares and 95% "
             f"intervals over texts are of the seeds' mean.\n\n{table(columns, together)}"
         )
@@ -91,7 +91,10 @@ def labels_text() -> str:
         **{rule: f"{{by[{rule}][share]:.3f}}" for rule in shown},
         "learned above BM25": lambda row: _above(row, "BM25"),
         "above before": lambda row: _above(row, "before"),
+        "above popular": lambda row: _above(row, "popular"),
     }
+    if not rows:
+        return ""
     return (
         f"The share of references whose label's chunk is among the {found['chosen']} that are read, in the first "
         f"{found['length']:,} tokens at most of each held-out chapter; *learned*, *before* and *popular* are means of "
@@ -163,22 +166,28 @@ def _less(case: Row) -> str:
 
 
 def summary_text() -> str:
-    """What the README says of it: of the beginning that was measured last in the list."""
-    (*_, (begin, known)), (*_, (_, scored)) = _known("losses"), _known("scores")
+    """What the README says of it: of the first beginning of which all was measured."""
+    scores = dict(_known("scores"))
+    begin, known = next((begin, known) for begin, known in _known("losses") if begin in scores)
+    scored = scores[begin]
     found, labels = known["results"], scored["results"]
-    of_latex = {row["chunks"]: row for row in found["rows"] if (row["kind"], row["seed"]) == ("LaTeX", None)}
+    of = {(row["kind"], row["chunks"]): row for row in found["rows"] if row["seed"] is None}
     label = {row["rule"]: row for row in labels["label"] if not row["least"] and row["most"] is None}
     (steps,) = set(found["steps"].values())
     popular = [row["popular"] for row in labels["parts"] if row["scores"].startswith("learned")]
+    gained = "; ".join(
+        f"on {kind} {_more(of[kind, 'random'])} above random chunks, {_more(of[kind, 'BM25'])} above BM25's and "
+        f"{_more(of[kind, 'before'])} above what it chose before"
+        for kind in dict.fromkeys(row["kind"] for row in found["rows"])
+    )
     return (
-        f"In SmolLM2-135M, its memory fitted and all else frozen, a retriever that began {_BEGINS[begin]} learned from "
-        f"the language-modelling loss alone, on {steps * found['step_tokens']:,} tokens ({len(found['runs'])} seeds, "
-        f"held-out LaTeX): the chunk of the label that is about to be cited is read in {label['learned']['share']:.2f} "
-        f"of {label['learned']['references']} references, where BM25 has it in {label['BM25']['share']:.2f}, random "
-        f"chunks in {label['random']['share']:.2f}, the retriever before its training in "
-        f"{label['before']['share']:.2f}; and what it chooses gives back {_more(of_latex['before'])} more of what the "
-        f"window loses to full attention than what it chose before, {_more(of_latex['random'])} more than random "
-        f"chunks, {_more(of_latex['BM25'])} more than BM25's. Of its scores' variance {min(popular):.0%} to "
-        f"{max(popular):.0%} say which chunks are worth reading whoever asks ({machine(known['environment'])}). "
+        f"In SmolLM2-135M, its memory fitted and all else frozen, a retriever that began {_BEGINS[begin]} was trained "
+        f"by the language-modelling loss alone, on {steps * found['step_tokens']:,} tokens "
+        f"({len(found['weights'])} seeds, held-out texts). Of what a window loses to full attention its choice gives back, as a share and with 95% "
+        f"intervals over texts: {gained}. The chunk of the label that a chapter of LaTeX is about to cite is read in "
+        f"{label['learned']['share']:.2f} of {label['learned']['references']} references, where BM25 has it in "
+        f"{label['BM25']['share']:.2f}, random chunks in {label['random']['share']:.2f}, the retriever before its "
+        f"training in {label['before']['share']:.2f}. Of its scores' variance {min(popular):.0%} to {max(popular):.0%} "
+        f"say which chunks are worth reading whoever asks ({machine(known['environment'])}). "
         "[docs/learning-to-retrieve.md](docs/learning-to-retrieve.md) has all numbers, and what they do not show."
     )

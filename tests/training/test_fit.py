@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from tests.training.tiny import TEXT, save_converted_llama
 from trailmark.ops import selection_divergence, token_divergence
 from trailmark.training.config import RunConfig, load_run_config
 from trailmark.training.distil import chunk_targets
+from trailmark.training.next_chunk import NextChunk
 from trailmark.training.run import Run
 
 S, WINDOW, SINKS = 7, 16, 4
@@ -192,27 +194,41 @@ def test_a_retriever_that_is_not_taught_stays_and_learns_from_the_loss(folder: P
 
 @pytest.mark.parametrize("kind", ["drt", "group"])
 def test_a_retriever_that_is_set_from_texts(folder: Path, kind: str) -> None:
-    """The same whatever the teacher: it asks for vectors like the next chunk's more than it did."""
+    """Each group by what its own landmarks ask with, on the texts of the fit; the memory is fitted as ever."""
     run = run_of(folder, f"text-{kind}", "distil.fit_retriever=text", begin_with=kind)
+    taught = run_of(folder, f"looks-{kind}", begin_with=kind)
     model: Any = run.model.eval()
+    parts = [model.encoder.landmark_proj, *(own.q_proj for own in model.retrievers)]
+    landmark, *queries = copy.deepcopy(parts)
+    by_hand, known = NextChunk(landmark, queries), dict[int, Tensor]()
+    hooks = [
+        part.register_forward_pre_hook(lambda _, x, number=number: known.update({number: x[0]}))
+        for number, part in enumerate(parts)
+    ]
+    for step in range(run.config.distil.fit_steps):
+        with torch.no_grad():
+            model(input_ids=run.batch(step)["input_ids"])
+        there = torch.ones(known[0].shape[:2], dtype=torch.bool)
+        by_hand.add(known[0], [known[n] for n in range(1, len(parts))], there, there)
+    for hook in hooks:
+        hook.remove()
+    by_hand.solve()
+    for one in (run, taught):
+        one._fit_memory(torch.device("cpu"))
+    for part, expected in zip(parts, (landmark, *queries), strict=True):
+        torch.testing.assert_close(part.weight, expected.weight, rtol=EXACT, atol=EXACT)
+    other: Any = taught.model
+    torch.testing.assert_close(
+        model.encoder.kv_proj.weight, other.encoder.kv_proj.weight, rtol=EXACT, atol=EXACT
+    )
 
-    def asks() -> Tensor:
-        """How far above the other chunks' vectors the next one's is scored, by chunks, in texts of the fit."""
-        known: dict[str, Tensor] = {}
-        model.encoder.landmark_proj.register_forward_pre_hook(lambda _, x: known.update(summary=x[0]))
-        model.retrievers[0].register_forward_pre_hook(lambda _, x: known.update(landmark=x[0]))
-        found = []
-        for step in range(run.config.distil.fit_steps):
-            with torch.no_grad():
-                model(input_ids=run.batch(step)["input_ids"])
-                keys = model.encoder.landmark_vectors(known["summary"])
-                scores = model.retrievers[0](known["landmark"]) @ keys.mT
-            found.append((scores.diagonal(1, 1, 2) - scores[:, :-1].mean(-1)).flatten())
-        return torch.cat(found)
 
-    before = asks()
-    run._fit_memory(torch.device("cpu"))
-    assert asks().mean() > before.mean()
+def test_texts_set_no_retriever_that_is_not_learned(folder: Path) -> None:
+    run = run_of(folder, "random", "distil.fit_retriever=text", "model.retriever=random")
+    with pytest.raises(
+        ValueError, match=r"^distil.fit_retriever: expected teacher or nothing for a model whose"
+    ):
+        run._fit_memory(torch.device("cpu"))
 
 
 def test_a_retriever_of_a_model_that_reads_nothing_is_refused(folder: Path) -> None:

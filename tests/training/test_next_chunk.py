@@ -71,7 +71,7 @@ def test_it_is_the_whitened_least_squares_solution(groups: int) -> None:
     torch.testing.assert_close(landmark.weight.norm(), before[0].weight.norm())
 
 
-def test_it_asks_for_what_comes_next_and_nothing_is_popular() -> None:
+def test_it_asks_for_what_comes_next_and_chunks_are_less_popular() -> None:
     summaries, asking = drawn(1)
     there = torch.ones(B, C, dtype=torch.bool)
     later = torch.arange(C) >= torch.arange(C)[:, None]
@@ -101,10 +101,8 @@ def test_other_documents_and_empty_chunks_have_no_part() -> None:
         torch.testing.assert_close(a.weight, b.weight)
 
 
-def test_texts_of_one_chunk_change_nothing() -> None:
+def test_texts_of_one_chunk_are_refused() -> None:
     summaries, asking = drawn(1)
     there = torch.ones(B, 1, dtype=torch.bool)
-    found, (query,) = solved(summaries[:, :1], [asking[0][:, :1]], there, there)
-    before, (asked,) = projections(1)
-    assert torch.equal(found.weight, before.weight)
-    assert torch.equal(query.weight, asked.weight)
+    with pytest.raises(ValueError, match=r"^distil.fit_retriever: expected texts with two chunks in a row"):
+        solved(summaries[:, :1], [asking[0][:, :1]], there, there)

@@ -291,7 +291,7 @@ class DistilConfig:
     fit_steps: int = setting(
         0,
         "Before the first step, on the texts of so many steps: fit the memory's keys and values to those of the "
-        "teacher's layers by least squares, and the retriever to where they look; 0: the memory is learned alone.",
+        "teacher's layers by least squares, and the retriever as fit_retriever says; 0: the memory is learned alone.",
         least=0,
     )
     fit_retriever: Literal["teacher", "text", "nothing"] = setting(

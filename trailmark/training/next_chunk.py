@@ -1,10 +1,9 @@
 """A retriever that is set from texts alone: each chunk asks for chunks that are like what comes next.
 
-Most of a state is what all states have in common (of SmolLM2-135M's at depth 18, 83 to 89% of the squares is that of
-their mean), and a projection that is drawn at random or learned from there says mostly that: whatever it scores, it
-scores for all that ask. So the mean's direction is taken out, what is left of landmark vectors is whitened, and a query
-is the linear prediction of the next chunk's vector, by least squares. No teacher has a part in it. What is learned from
-there is free to bring any of it back.
+Most of a pretrained model's state is what all its states have in common, and a projection that is drawn at random or
+learned from there says mostly that: whatever it scores, it scores for all that ask. So the mean's direction is taken
+out, what is left of landmark vectors is whitened, and a query is the linear prediction of the next chunk's vector, by
+least squares. No teacher has a part in it. What is learned from there is free to bring any of it back.
 """
 
 from __future__ import annotations
@@ -56,14 +55,21 @@ class NextChunk:
 
     @torch.no_grad()
     def solve(self) -> None:
-        """Set the projections, each as large as it was; texts without two chunks in a row leave them as they are."""
+        """Set the projections, each as large as it was.
+
+        Raises:
+            ValueError: the texts have no two chunks in a row.
+        """
         for sums in (
             self.summaries, self.summary_products, self.asking, self.asking_products, self.both, self.counts,
         ):  # fmt: skip
             all_reduced(sums)
         chunks, pairs = self.counts.tolist()
         if not pairs:
-            return
+            raise ValueError(
+                "distil.fit_retriever: expected texts with two chunks in a row to set the retriever from, got none. "
+                "Set training.context_length higher."
+            )
         without_mean = _without(self.summaries)
         values, vectors = torch.linalg.eigh(without_mean @ (self.summary_products / chunks) @ without_mean)
         values = values.clamp(min=0)

@@ -272,6 +272,8 @@ class Run(RunningState):
                 self.say(f"{number} of {len(own)} texts are read, about {duration(left)} left.")
         found, tokens, chunks = fit.solve()
         taught = "" if chunks is None else f" Scores are {chunks:.3f} nats from where it looks."
+        if self.config.distil.fit_retriever == "text":
+            taught = " Chunks ask for what is like the chunk that comes next."
         self.say(
             f"The memory finds {found:.0%} of the teacher's keys and values, on {tokens:,} tokens.{taught}"
         )

@@ -165,13 +165,16 @@ segments = [landmarks[:, :200_000], landmarks[:, 200_000:]]
 query = torch.randn(1, 1, 64).to(dtype)
 select_chunks(query, landmarks[:, :9], 8, torch.tensor([9]))  # what the first call loads
 cpu = torch.device("cpu")
-print(with_peak(cpu, lambda: select_chunks(query, segments, 8, torch.tensor([300_000])))[1] or 0)
+print(with_peak(cpu, lambda: select_chunks(query, segments, 8, torch.tensor([300_000])))[1])
 """
 
 
 @pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
 def test_the_search_holds_a_block_whatever_the_memory(dtype: str) -> None:
     command = [sys.executable, "-c", textwrap.dedent(EXTRA_MEMORY), dtype]
-    extra = int(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    if said == "None\n":
+        pytest.skip("this system does not say what a process holds at most")
+    extra = int(said)
     # a block in float32, and as much again for scores and what torch allocates once; the table takes 77 MB
     assert extra < 2 * 4 * module._BLOCK_ELEMENTS
