@@ -50,8 +50,9 @@ def losses_text() -> str:
         step = found["step_tokens"]
         text = (
             f"The retriever begins {_BEGINS[begin]}. {len(found['weights'])} seeds, each fitted on "
-            f"{fit_steps * step:,} tokens, its retriever then trained on {steps * step:,}. Texts of {found['length']:,} tokens, of which "
-            f"the last {found['counted']:,} are counted, and a window of {found['window']}; nats, shares and 95% "
+            f"{fit_steps * step:,} tokens, its retriever then trained on {steps * step:,}. Texts of "
+            f"{found['length']:,} tokens, of which the last {found['counted']:,} are counted, and a window of "
+            f"{found['window']}; nats, shares and 95% "
             f"intervals over texts are of the seeds' mean.\n\n{table(columns, together)}"
         )
         blocks.append(on_machine(text, known["environment"]))
@@ -183,7 +184,8 @@ def summary_text() -> str:
     return (
         f"In SmolLM2-135M, its memory fitted and all else frozen, a retriever that began {_BEGINS[begin]} was trained "
         f"by the language-modelling loss alone, on {steps * found['step_tokens']:,} tokens "
-        f"({len(found['weights'])} seeds, held-out texts). Of what a window loses to full attention its choice gives back, as a share and with 95% "
+        f"({len(found['weights'])} seeds, held-out texts). "
+        "Of what a window loses to full attention its choice gives back, as a share and with 95% "
         f"intervals over texts: {gained}. The chunk of the label that a chapter of LaTeX is about to cite is read in "
         f"{label['learned']['share']:.2f} of {label['learned']['references']} references, where BM25 has it in "
         f"{label['BM25']['share']:.2f}, random chunks in {label['random']['share']:.2f}, the retriever before its "
