@@ -14,7 +14,7 @@ _BEGINS = {"nothing": "as converted", "text": "set from texts"}
 _CHOICES = {
     "before": "its own, before the training",
     "learned": "its own, after it",
-    "popular": "what all that ask score highest on average, after it",
+    "popular": "what its scores say to all that ask alike, after it",
     "random": RULES["random"].split(",")[0],
     "BM25": RULES["BM25"],
 }

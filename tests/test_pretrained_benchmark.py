@@ -80,6 +80,8 @@ def test_references_are_ranked_among_what_may_be_selected(
     chapter = script.chapter(text, tokenizer, length, S)
     assert text.startswith(chapter.layout.text)
     assert tokenizer.decode(chapter.ids) == chapter.layout.text
+    whole = script.chapter(text, tokenizer, 10 * length, S)  # as much as there is
+    assert (len(whole.ids), whole.layout.text) == (length + 2, text)
     sizes = {"vocab_size": VOCABULARY, "exclude_visible_chunks": True, "sliding_window": 12, "num_sinks": 2}
     model, base = drt(**sizes), window_model(vocab_size=VOCABULARY, sliding_window=None)
     ranking = script.Ranking(
@@ -89,7 +91,7 @@ def test_references_are_ranked_among_what_may_be_selected(
         tokenizer,
         tmp_path / "bm25.json",
     )
-    found = list(ranking.ranks(chapter))
+    found = ranking.hits(chapter)
     named = script.references(chapter.layout)
     assert [x.name for x in named] == ["river", "stone", "river"]
     tokens = torch.from_numpy(chapter.ids.astype(np.int64))[None]
