@@ -15,7 +15,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +44,7 @@ from torch import Tensor
 from training_text import train as train_run
 
 from trailmark.data.corpus import Tokens, load_tokenizer, read_text
-from trailmark.data.neighbours.bm25 import fit_bm25
+from trailmark.data.neighbours.bm25 import best_chunks, fit_bm25
 from trailmark.data.shards import Corpus
 from trailmark.evaluation.documents import Documents
 from trailmark.evaluation.record import Record
@@ -152,6 +152,7 @@ def _of_seed(begin: str, seed: int, texts: Sequence[Text], progress: Progress) -
     return found | {rule: of(rule, folder, rule) for rule in RULES}
 
 
+@cache
 def _weights(folder: Path) -> str:
     return sha256_of(folder / "model.safetensors")
 
@@ -164,7 +165,9 @@ def _told(texts: Sequence[Text], rule: str | None, model: Any, number: int) -> A
         return losses_of(model, ids)
     if rule == "popular":
         seen = model(torch.from_numpy(ids)[None], output_retrieval_scores=True, logits_to_keep=1)
-        return losses_of(model, ids, _best(_popular(seen.retrieval_scores.scores[0][0], config), config))
+        scores = _popular(seen.retrieval_scores.scores[0][0], config).numpy()
+        limits = np.isfinite(scores).sum(1)  # candidates come first
+        return losses_of(model, ids, best_chunks(scores, limits, config.num_retrieved_chunks))
     grid = model.layouts.of(len(ids), False)
     limits = grid.candidates(config.first_visible, torch.device("cpu")).flatten().numpy()
     choices = choices_of(ids, config.chunk_size, limits, config.num_retrieved_chunks, 0, number)
@@ -185,14 +188,6 @@ def _popular(scores: Tensor, config: Any) -> Tensor:
         step = rest.sum(-2) / in_column
         rest, popular = (rest - step).masked_fill(~known, 0), popular + step
     return torch.where(known, popular + scores.double() - plain, -torch.inf)
-
-
-def _best(scores: Tensor, config: Any) -> Any:
-    """Chunks [C, K] that score best, ascending, -1 last."""
-    C = len(scores)
-    best = scores.topk(min(config.num_retrieved_chunks, C))
-    chosen = best.indices.masked_fill(best.values == -torch.inf, C).sort().values
-    return chosen.masked_fill(chosen == C, -1).numpy()
 
 
 def _rows(

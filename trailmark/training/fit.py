@@ -72,12 +72,12 @@ class MemoryFit:
         self.retrievers = [] if retriever == "nothing" else self.memory.retrievers
         self.teaches = retriever == "teacher" and bool(self.retrievers)
         self.next_chunk = None
-        if retriever == "text" and not self.retrievers:
-            raise ValueError(
-                "distil.fit_retriever: expected teacher or nothing for a model whose scores are not learned, got text. "
-                "Take a DRT with retriever causal and retrieval_projections."
-            )
         if retriever == "text":
+            if not self.retrievers:
+                raise ValueError(
+                    "distil.fit_retriever: expected teacher or nothing for a model whose scores are not learned, got "
+                    "text. Take a DRT with retriever causal and retrieval_projections."
+                )
             self.next_chunk = NextChunk(self.memory.summaries, [own.q_proj for own in self.retrievers])
         if self.memory.reads:
             raise ValueError(
