@@ -43,6 +43,7 @@ from pretrained_train import corpus
 from torch import Tensor
 from training_text import train as train_run
 
+from trailmark.cli import keep_freed_memory
 from trailmark.data.corpus import Tokens, load_tokenizer, read_text
 from trailmark.data.neighbours.bm25 import best_chunks, fit_bm25
 from trailmark.data.shards import Corpus
@@ -338,6 +339,7 @@ PARTS = {"train": train, "measure": measure, "scores": scores, "diagnose": diagn
 
 
 def main() -> None:
+    keep_freed_memory(["train"])  # as `trailmark train` does
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

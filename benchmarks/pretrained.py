@@ -12,11 +12,14 @@ library that no training here sees. Stopped, the same command goes on.
 from __future__ import annotations
 
 import argparse
+import json
+import os
 import shutil
 import subprocess
 import sys
 import time
 from functools import cache, partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +50,7 @@ from pretrained_models import (
 )  # fmt: skip
 
 from tests.smollm2 import convert_smollm2, smollm2
+from trailmark.cli import KEEP_FREED_MEMORY
 from trailmark.data.corpus import Tokens, load_tokenizer, read_text, tokenize
 from trailmark.evaluation.losses import token_losses
 from trailmark.evaluation.needles.ask import measure as ask
@@ -62,7 +66,8 @@ from trailmark.training.run import HISTORY_FILE
 OUTPUT = Path(__file__).with_suffix(".json")
 WINDOWS, LENGTHS, FAR = (256, 512), (4096, 8192), (16_384, 65_536, 262_144)
 CHUNKS, NEEDLES = (4, 8, 16, 32, 64), (4096, 65_536)
-READ = (100_000, 1_000_000)
+_FAR_TOKENS = 1 << 17  # at each length beyond the base's
+READ, FULL = (100_000, 1_000_000), (8_192, 16_384)
 
 
 # --- start -----------------------------------------------------------------------------------------------------
@@ -317,7 +322,7 @@ def far(options: argparse.Namespace, progress: Progress) -> dict[str, Any]:
     whole = tokenize([read_text(file) for file in files], tokenizer)
     losses, rows = Losses(options.folder / "losses.json", progress), []
     for length in options.far:
-        count = min(4, len(whole) // length)
+        count = min(4, max(1, _FAR_TOKENS // length), len(whole) // length)
         texts = [
             Text(f"chapters from {n * length}", whole[n * length : (n + 1) * length]) for n in range(count)
         ]
@@ -335,30 +340,42 @@ def far(options: argparse.Namespace, progress: Progress) -> dict[str, Any]:
 
 
 def needles(options: argparse.Namespace, progress: Progress) -> dict[str, Any]:
-    """A sentence far behind the window, asked for through the chat template; full attention to 8,192 tokens."""
-    models, window = Models.of(options), options.windows[0]
+    """A sentence far behind the window: it is to be completed, or is asked for through the chat template."""
+    models, window = Models.of(options), options.window
     file, rows = options.folder / "needles.json", []
     known: dict[str, Any] = read_json(file) or {}
     files = sorted((data_folder("books") / "test").glob("*.txt"))
     text = tokenize([read_text(file) for file in files], load_tokenizer(str(models.base)))
-    cases = {"DRT": models.drt, "window": models.window, "full attention": models.full, "base": models.base}
-    for name, folder in cases.items():
-        changes = window_fields(window) if name in ("DRT", "window") else ()
-        for length in options.needles:
-            if not changes and length > 8192:
+    taught = trained(options.folder, "needles", options.window, options.seed)
+    config = DRTConfig.from_pretrained(models.drt)
+    kinds = ["sliding_attention"] * config.num_lower_layers + ["full_attention"] * config.num_upper_layers
+    # what layers that read could find at best, of what lower ones with a window leave them
+    looking = f"base, window below layer {config.num_lower_layers}"
+    cases = {
+        "DRT": (models.drt, window_fields(window)),
+        "DRT, taught": (taught, window_fields(window)),
+        "window": (models.window, window_fields(window)),
+        looking: (models.base, (*window_fields(window), f"layer_types={json.dumps(kinds)}")),
+        "base": (models.base, ()),
+    }
+    for name, (folder, changes) in cases.items():
+        for length, chat in product(options.needles, (False, True)):
+            if not (folder / "config.json").exists() or (folder == models.base and length > 8192):
                 continue
             settings = NeedleSettings(
-                (length,), format="sentences", chat=True, questions=options.questions, sight="window"
+                (length,), format="sentences", chat=chat, questions=options.questions, sight="window"
             )
-            key = " | ".join(
-                [name_of(folder), *changes, str(length), str(settings.questions), "sentences, chat"]
-            )
+            how = "sentences, chat" if chat else "sentences"
+            key = " | ".join([name_of(folder), *changes, str(length), str(settings.questions), how])
             if key not in known:
                 say = partial(_say, progress, key)
                 (known[key],) = ask(subject(folder, *changes), settings, text, say)
                 write_json(file, known)
-            rows.append({"model": name} | known[key])
-    return models.training() | {"window": window, "rows": rows}
+            rows.append({"model": name, "chat": chat} | known[key])
+    found = {"rows": rows}
+    if (history := read_json(taught / HISTORY_FILE)) is not None:
+        found |= {"taught_tokens": history["tokens"], "taught_seconds": history["seconds"]}
+    return models.training() | found
 
 
 def _say(progress: Progress, name: str, message: str) -> None:
@@ -433,11 +450,12 @@ def reading(options: argparse.Namespace, progress: Progress) -> dict[str, Any]:
     rows = []
     cases = [("DRT", drt, n) for n in options.read]
     cases += [("window", base, n) for n in options.read]
-    cases += [("full attention", base, n) for n in (8_192, 16_384, 32_768)]
+    cases += [("full attention", base, n) for n in options.full]
     for name, model, length in cases:
         progress.show(f"{name}, {length:,} tokens")
         script = [sys.executable, __file__, "one", name, str(model), str(length), str(options.windows[-1])]
-        done = subprocess.run(script, check=True, capture_output=True, text=True)
+        environment = os.environ | KEEP_FREED_MEMORY  # as `trailmark read` has it
+        done = subprocess.run(script, check=True, capture_output=True, text=True, env=environment)
         seconds, peak, kept = map(float, done.stdout.split()[-3:])
         rows.append({"model": name, "tokens": length, "seconds": seconds, "tokens_per_second": length / seconds,
                      "peak": peak, "memory": kept})  # fmt: skip
@@ -506,11 +524,15 @@ def main() -> None:
     )
     parser.add_argument("--questions", type=int, default=100, help="about needles, at each length")
     parser.add_argument("--read", type=int, nargs="+", default=READ, help="lengths that are read for time")
+    parser.add_argument("--full", type=int, nargs="+", default=FULL, help="the same with full attention")
     options = parser.parse_args()
     options.folder.mkdir(parents=True, exist_ok=True)
     progress = Progress()
-    for name in options.parts or PARTS:
-        results = PARTS[name](options, progress)
+    for part in options.parts or PARTS:
+        results = PARTS[part](options, progress)
+        # of other trainings than the first beside what is known of that
+        others = "trained" in results and (options.window, options.seed) != (WINDOWS[0], 0)
+        name = f"{part}, window {options.window}, seed {options.seed}" if others else part
         keep(options.output, name, results)
         progress.say(f"{name}: measured, in {options.output}")
 

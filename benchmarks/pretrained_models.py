@@ -19,6 +19,7 @@ from trailmark.data.corpus import Tokens, read_text, standard_library_texts, tok
 from trailmark.evaluation.losses import token_losses
 from trailmark.evaluation.subject import Subject, load
 from trailmark.files import read_json, write_json
+from trailmark.models.drt.config import DRTConfig
 from trailmark.report.console import Progress
 from trailmark.training.config import load_run_config
 from trailmark.training.run import HISTORY_FILE
@@ -108,8 +109,8 @@ DRT_FIELDS = (
 
 
 def trained(folder: Path, kind: str, window: int, seed: int) -> Path:
-    """Where ``pretrained_train.py`` leaves one of KINDS, or "landmark"."""
-    return folder / (f"{kind}-{window}-{seed}" if kind in ("drt", "window") else f"{kind}-{seed}")
+    """Where ``pretrained_train.py`` leaves one of KINDS, "needles" or "landmark"."""
+    return folder / (f"{kind}-{window}-{seed}" if kind in ("drt", "needles", "window") else f"{kind}-{seed}")
 
 
 class Models(NamedTuple):
@@ -141,8 +142,11 @@ class Models(NamedTuple):
         history = {kind: read_json(folder / HISTORY_FILE) for kind, folder in self.folders().items()}
         tokens, seconds = ({kind: x[name] for kind, x in history.items()} for name in ("tokens", "seconds"))
         fitted = load_run_config(self.drt / "run.yaml").distil.fit_steps * STEP_TOKENS
+        config = DRTConfig.from_pretrained(self.drt)
         return {
             "trained": self.drt.name,
+            "trained_window": config.sliding_window,
+            "trained_chunks": config.num_retrieved_chunks,
             "trained_tokens": tokens,
             "trained_seconds": seconds,
             "fitted_tokens": fitted,

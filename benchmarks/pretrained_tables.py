@@ -59,7 +59,12 @@ _LOSSES: Columns = {
 def trained_text() -> str:
     """What was measured of the trained models; a part that was not is left out."""
     known = record("pretrained")
-    blocks = [make(known[part]["results"]) for part, make in _TRAINED.items() if part in known]
+    blocks = [
+        make(found["results"])
+        for part, make in _TRAINED.items()
+        for name, found in known.items()
+        if name.partition(",")[0] == part
+    ]
     return on_machine("\n\n".join(blocks), known["gap"]["environment"])
 
 
@@ -85,6 +90,13 @@ def summary_text() -> str:
 def _gap_text(found: Row) -> str:
     columns: Columns = {"text": "{kind}", "tokens": "{length:,}", "window": "{window}", "counted": _counted,
                         "texts": "{texts}"}  # fmt: skip
+    if "trained_chunks" in found:  # of another training than the first
+        minutes = {kind: f"{seconds / 60:.0f}" for kind, seconds in found["trained_seconds"].items()}
+        return (
+            f"The same trained with a window of {found['trained_window']} and with {found['trained_chunks']} chunks "
+            f"({minutes['drt']} minutes with the fit; the others {minutes['window']} and {minutes['full']}):\n\n"
+            f"{table(columns | _LOSSES, found['rows'])}"
+        )
     return (
         "SmolLM2-135M as a DRT, with a window alone and with full attention, each trained on the same "
         f"{found['trained_tokens']['drt']:,} tokens of LaTeX and Python with the same adapters (rank 8) and the same "
@@ -166,11 +178,25 @@ def _beyond_text(found: Row) -> str:
 
 
 def _needles_text(found: Row) -> str:
-    columns: Columns = {"model": "{model}", "tokens": "{length:,}", "questions": "{questions}",
-                        "right (95%)": RIGHT, "chunk read": "{recall:.2f}"}  # fmt: skip
+    columns: Columns = {
+        "model": "{model}",
+        "tokens": "{length:,}",
+        "asked": lambda row: "by the chat template" if row["chat"] else "to complete it",
+        "questions": "{questions}",
+        "right (95%)": RIGHT,
+        "chunk read": lambda row: "" if row["recall"] is None else f"{row['recall']:.2f}",
+    }
+    taught = ""
+    if "taught_tokens" in found:
+        taught = (
+            f" *Taught*: the DRT after {found['taught_tokens']:,} tokens more of texts that hold facts and questions "
+            "about them, in other words and with other names (`data.needle_share: 1`)."
+        )
     return (
-        "A number in a sentence of a book, out of the window's sight, asked for through the chat template; no training "
-        f"here had such questions. *Chunk read*: the sentence's chunk was chosen.\n\n{table(columns, found['rows'])}"
+        "A number in a sentence of a book (*The secret number of copper-lantern is 481735.*), out of the window's "
+        "sight: the sentence begins again and is to be completed, or a user asks through the chat template. *Chunk "
+        f"read*: the sentence's chunk was chosen, of a window of {found['trained_window']} and "
+        f"{found['trained_chunks']} chunks that are read.{taught}\n\n{table(columns, found['rows'])}"
     )
 
 

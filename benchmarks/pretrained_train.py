@@ -5,7 +5,8 @@
 LaTeX and source code, with the base under full attention as a teacher of all three. Each learns adapters of its layers,
 so that what the kind of text teaches is in all of them; the DRT learns its additions too, after its memory was
 fitted to the teacher. A recipe for an hour of a CPU. Stopped, the same command goes on; what is trained already is left
-as it is. ``landmark`` trains all weights of a Landmark Attention model instead, by itself.
+as it is. ``needles`` goes on with the DRT, on texts that hold facts and questions about them; ``landmark`` trains all
+weights of a Landmark Attention model instead, by itself.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from common import data_folder
 from pretrained_models import DRT_FIELDS, FOLDER, KINDS, STEP_TOKENS, converted, has_bfloat16, trained
 from training_text import prepared, train
 
+from trailmark.cli import keep_freed_memory
 from trailmark.data.corpus import standard_library_texts
 from trailmark.files import write_text
 from trailmark.training.config import RunConfig, load_run_config
@@ -37,7 +39,7 @@ def corpus(folder: Path, tokenizer: Path) -> Path:
 
 
 def config(kind: str, options: argparse.Namespace) -> RunConfig:
-    """Of one of KINDS, or of "landmark"."""
+    """Of one of KINDS, of "needles" or of "landmark"."""
     teacher, window = converted(options.folder, "sliding_window"), f"sliding_window={options.window}"
     changes = ["distil.retrieval_weight=0"]
     if kind == "landmark":  # nothing of it is added that could learn alone
@@ -47,6 +49,14 @@ def config(kind: str, options: argparse.Namespace) -> RunConfig:
             "training.lora_rank=0",
             "training.optimizer=adamw",
             "training.learning_rate=0.0001",
+        ]
+    elif kind == "needles":  # on from the DRT: nothing but texts with facts and questions about them
+        begin = trained(options.folder, "drt", options.window, options.seed)
+        changes = [
+            "distil.retrieval_weight=10",
+            "data.needle_share=1",
+            "training.context_length=1024",
+            "training.loss_positions=1",
         ]
     elif kind == "drt":
         begin = converted(options.folder, "drt", window, *DRT_FIELDS, *options.model)
@@ -87,11 +97,12 @@ def config(kind: str, options: argparse.Namespace) -> RunConfig:
 
 
 def main() -> None:
+    keep_freed_memory(["train"])  # as `trailmark train` does
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "kinds", nargs="*", choices=[*KINDS, "landmark", []], help="default: all that are compared"
+        "kinds", nargs="*", choices=[*KINDS, "needles", "landmark", []], help="default: all that are compared"
     )
     parser.add_argument("--folder", type=Path, default=FOLDER, help="conversions, text and models")
     parser.add_argument("--steps", type=int, default=20, help=f"of {LENGTH:,} tokens")
