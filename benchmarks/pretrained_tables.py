@@ -100,7 +100,8 @@ def _gap_text(found: Row) -> str:
     return (
         "SmolLM2-135M as a DRT, with a window alone and with full attention, each trained on the same "
         f"{found['trained_tokens']['drt']:,} tokens of LaTeX and Python with the same adapters (rank 8) and the same "
-        f"teacher, one seed; the DRT's memory was first fitted to the teacher on {found['fitted_tokens']:,} tokens. "
+        "teacher, one seed, with a window of 256 and 16 chunks; the DRT's memory was first fitted to the teacher on "
+        f"{found['fitted_tokens']:,} tokens. "
         f"Its training took {found['trained_seconds']['drt'] / 60:.0f} minutes of one core beside the fit, the others' "
         f"{found['trained_seconds']['window'] / 60:.0f} and {found['trained_seconds']['full'] / 60:.0f}. "
         "Losses on held-out texts in nats, of tokens after the first 1,024; *closed* is what the "

@@ -94,7 +94,7 @@ def _drt_fields(base: Base, given: Mapping[str, Any]) -> Fields:
         "retrieval_normalization": True,
         "retrieval_recency": 0.0 if given.get("encoder_weights") == "encoder" else 1.0,
         "chunk_size": 31,
-        "num_retrieved_chunks": 16,
+        "num_retrieved_chunks": 32,
         "chunk_summary": "mean",
     } | _sinks(base, given)
 
