@@ -64,10 +64,11 @@ SCORED = 32768  # tokens of a chapter at most, where nothing but scores is compu
 SWEEPS = 200
 CANDIDATES = ((0, SCORED), (0, 130), (131, 520), (521, SCORED))  # as in docs/case-study.md
 # with noise: a chunk that scores a little lower is read too, so that the loss says something of it
+_OTHERWISE = ("retrieval_noise=false", "num_retrieved_chunks=32")
 FIELDS = (
     f"sliding_window={WINDOW}",
+    *(own for own in DRT_FIELDS if own not in _OTHERWISE),
     "num_retrieved_chunks=16",
-    *(own for own in DRT_FIELDS if own != "retrieval_noise=false"),
 )
 RULES = ("random", "BM25", "popular")
 

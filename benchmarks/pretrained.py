@@ -36,6 +36,7 @@ from pretrained_models import (
     Models,
     Text,
     converted,
+    has_bfloat16,
     latex,
     name_of,
     named,
@@ -168,7 +169,7 @@ def gap(options: argparse.Namespace, progress: Progress) -> dict[str, Any]:
 
 def number(options: argparse.Namespace, progress: Progress) -> dict[str, Any]:
     """The same by how many chunks are read, of a model that was trained with one number of them."""
-    models, window, length = Models.of(options), options.windows[0], options.lengths[0]
+    models, window, length = Models.of(options), options.window, options.lengths[0]
     tokenizer = load_tokenizer(str(models.base))
     losses, rows = Losses(options.folder / "losses.json", progress), []
     own = DRTConfig.from_pretrained(models.drt)
@@ -186,7 +187,7 @@ def number(options: argparse.Namespace, progress: Progress) -> dict[str, Any]:
 
 def controls(options: argparse.Namespace, progress: Progress) -> dict[str, Any]:
     """What of it comes from which chunks are read: others in place of its own choice, or those of another text."""
-    models, window, length = Models.of(options), options.windows[0], options.lengths[0]
+    models, window, length = Models.of(options), options.window, options.lengths[0]
     tokenizer = load_tokenizer(str(models.base))
     losses, texts = Losses(options.folder / "losses.json", progress), latex(tokenizer, length)
     found = of_kinds(losses, models.folders(), window, texts)
@@ -224,7 +225,7 @@ def controls(options: argparse.Namespace, progress: Progress) -> dict[str, Any]:
 
 def curve(options: argparse.Namespace, progress: Progress) -> dict[str, Any]:
     """The share on LaTeX, at the checkpoints that all three trainings left and at their end."""
-    models, window, length = Models.of(options), options.windows[0], options.lengths[0]
+    models, window, length = Models.of(options), options.window, options.lengths[0]
     tokenizer = load_tokenizer(str(models.base))
     losses, rows = Losses(options.folder / "losses.json", progress), []
     texts = latex(tokenizer, length)
@@ -316,7 +317,7 @@ def references(options: argparse.Namespace, progress: Progress) -> dict[str, Any
 
 def far(options: argparse.Namespace, progress: Progress) -> dict[str, Any]:
     """The DRT and its window twin on texts that the base cannot read: chapters one after another."""
-    models, window = Models.of(options), options.windows[0]
+    models, window = Models.of(options), options.window
     tokenizer = load_tokenizer(str(models.base))
     files = sorted((data_folder("math") / "test").glob("*.tex"))
     whole = tokenize([read_text(file) for file in files], tokenizer)
@@ -340,7 +341,7 @@ def far(options: argparse.Namespace, progress: Progress) -> dict[str, Any]:
 
 
 def needles(options: argparse.Namespace, progress: Progress) -> dict[str, Any]:
-    """A sentence far behind the window: it is to be completed, or is asked for through the chat template."""
+    """A sentence far behind the window: it is to be completed, and with ``--chat`` asked for through the template."""
     models, window = Models.of(options), options.window
     file, rows = options.folder / "needles.json", []
     known: dict[str, Any] = read_json(file) or {}
@@ -358,8 +359,8 @@ def needles(options: argparse.Namespace, progress: Progress) -> dict[str, Any]:
         looking: (models.base, (*window_fields(window), f"layer_types={json.dumps(kinds)}")),
         "base": (models.base, ()),
     }
-    for name, (folder, changes) in cases.items():
-        for length, chat in product(options.needles, (False, True)):
+    for model, (folder, changes) in cases.items():
+        for length, chat in product(options.needles, (False, True) if options.chat else (False,)):
             if not (folder / "config.json").exists() or (folder == models.base and length > 8192):
                 continue
             settings = NeedleSettings(
@@ -371,7 +372,8 @@ def needles(options: argparse.Namespace, progress: Progress) -> dict[str, Any]:
                 say = partial(_say, progress, key)
                 (known[key],) = ask(subject(folder, *changes), settings, text, say)
                 write_json(file, known)
-            rows.append({"model": name, "chat": chat} | known[key])
+            kept = {name: x for name, x in known[key].items() if name != "asked"}  # question by question
+            rows.append({"model": model, "chat": chat} | kept)
     found = {"rows": rows}
     if (history := read_json(taught / HISTORY_FILE)) is not None:
         found |= {"taught_tokens": history["tokens"], "taught_seconds": history["seconds"]}
@@ -417,7 +419,7 @@ def landmark(options: argparse.Namespace, progress: Progress) -> dict[str, Any]:
     folder, length, window = (
         trained(options.folder, "landmark", 0, options.seed),
         options.lengths[0],
-        options.windows[0],
+        options.window,
     )
     if (history := read_json(folder / HISTORY_FILE)) is None:
         sys.exit(
@@ -459,7 +461,9 @@ def reading(options: argparse.Namespace, progress: Progress) -> dict[str, Any]:
         seconds, peak, kept = map(float, done.stdout.split()[-3:])
         rows.append({"model": name, "tokens": length, "seconds": seconds, "tokens_per_second": length / seconds,
                      "peak": peak, "memory": kept})  # fmt: skip
-    return {"rows": rows}
+    config = DRTConfig.from_pretrained(drt)
+    about = {"window": options.windows[-1], "num_lower_layers": config.num_lower_layers}
+    return about | {"dtype": "bfloat16" if has_bfloat16() else "float32", "rows": rows}
 
 
 def read_one(name: str, folder: Path, length: int, window: int) -> None:
@@ -522,6 +526,7 @@ def main() -> None:
     parser.add_argument(
         "--needles", type=int, nargs="+", default=NEEDLES, help="lengths of texts that hide them"
     )
+    parser.add_argument("--chat", action="store_true", help="ask for them through the chat template too")
     parser.add_argument("--questions", type=int, default=100, help="about needles, at each length")
     parser.add_argument("--read", type=int, nargs="+", default=READ, help="lengths that are read for time")
     parser.add_argument("--full", type=int, nargs="+", default=FULL, help="the same with full attention")
@@ -531,7 +536,7 @@ def main() -> None:
     for part in options.parts or PARTS:
         results = PARTS[part](options, progress)
         # of other trainings than the first beside what is known of that
-        others = "trained" in results and (options.window, options.seed) != (WINDOWS[0], 0)
+        others = part not in ("start", "reading") and (options.window, options.seed) != (WINDOWS[0], 0)
         name = f"{part}, window {options.window}, seed {options.seed}" if others else part
         keep(options.output, name, results)
         progress.say(f"{name}: measured, in {options.output}")

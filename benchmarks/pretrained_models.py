@@ -105,6 +105,7 @@ KINDS = ("drt", "window", "full")
 # say more than layers that begin as nothing. No noise: the teacher says which chunks it looks at.
 DRT_FIELDS = (
     "num_lower_layers=18", "num_encoder_layers=1", "num_retrieval_groups=1", "retrieval_noise=false",
+    "num_retrieved_chunks=32",
 )  # fmt: skip
 
 

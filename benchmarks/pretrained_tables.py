@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import groupby
 
 from pretrained_references import RULES
 from tables import RIGHT, Columns, Row, machine, on_machine, record, table
@@ -58,14 +59,17 @@ _LOSSES: Columns = {
 
 def trained_text() -> str:
     """What was measured of the trained models; a part that was not is left out."""
-    known = record("pretrained")
-    blocks = [
-        make(found["results"])
-        for part, make in _TRAINED.items()
-        for name, found in known.items()
-        if name.partition(",")[0] == part
-    ]
-    return on_machine("\n\n".join(blocks), known["gap"]["environment"])
+    blocks: list[tuple[str, str]] = []  # the machine, and what was measured there
+    for part, make in _TRAINED.items():
+        for name, found in record("pretrained").items():
+            of, _, others = name.partition(",")
+            text = _OTHERS.get(part) if others else make
+            if of == part and text is not None:
+                blocks.append((machine(found["environment"]), text(found["results"])))
+    return "\n\n".join(
+        "\n\n".join([*(text for _, text in same), f"Machine: {where}."])
+        for where, same in groupby(blocks, key=lambda block: block[0])
+    )
 
 
 def summary_text() -> str:
@@ -81,33 +85,47 @@ def summary_text() -> str:
     return (
         f"Fitted to {found['fitted_tokens']:,} tokens and trained on {found['trained_tokens']['drt']:,}, which took "
         f"{found['trained_seconds']['drt'] / 60:.0f} minutes beside the fit ({machine(known['gap']['environment'])}), "
-        f"SmolLM2-135M gives back {given} of what a window of {first['window']} loses to full attention at "
+        f"SmolLM2-135M with {_how(found)} gives back {given} of what that window loses to full attention at "
         f"{first['length']:,} tokens; on {bm25['kind']} its own choice of chunks gives back {more} more of it than "
         "BM25's would. [docs/convert.md](docs/convert.md) has all numbers, and what they do not show."
     )
 
 
+_GAP: Columns = {
+    "text": "{kind}",
+    "tokens": "{length:,}",
+    "window": "{window}",
+    "counted": _counted,
+    "texts": "{texts}",
+    **_LOSSES,
+}
+
+
+def _how(found: Row) -> str:
+    """What the models were trained with; the first were measured before it was kept."""
+    return f"a window of {found.get('trained_window', 256)} and {found.get('trained_chunks', 16)} chunks"
+
+
+def _other_gap_text(found: Row) -> str:
+    minutes = {kind: f"{seconds / 60:.0f}" for kind, seconds in found["trained_seconds"].items()}
+    return (
+        f"The same trained with {_how(found)} (`{found['trained']}`; {minutes['drt']} minutes of one core beside the "
+        f"fit, the others {minutes['window']} and {minutes['full']}):\n\n{table(_GAP, found['rows'])}"
+    )
+
+
 def _gap_text(found: Row) -> str:
-    columns: Columns = {"text": "{kind}", "tokens": "{length:,}", "window": "{window}", "counted": _counted,
-                        "texts": "{texts}"}  # fmt: skip
-    if "trained_chunks" in found:  # of another training than the first
-        minutes = {kind: f"{seconds / 60:.0f}" for kind, seconds in found["trained_seconds"].items()}
-        return (
-            f"The same trained with a window of {found['trained_window']} and with {found['trained_chunks']} chunks "
-            f"({minutes['drt']} minutes with the fit; the others {minutes['window']} and {minutes['full']}):\n\n"
-            f"{table(columns | _LOSSES, found['rows'])}"
-        )
     return (
         "SmolLM2-135M as a DRT, with a window alone and with full attention, each trained on the same "
         f"{found['trained_tokens']['drt']:,} tokens of LaTeX and Python with the same adapters (rank 8) and the same "
-        "teacher, one seed, with a window of 256 and 16 chunks; the DRT's memory was first fitted to the teacher on "
+        f"teacher, one seed, with {_how(found)}; the DRT's memory was first fitted to the teacher on "
         f"{found['fitted_tokens']:,} tokens. "
         f"Its training took {found['trained_seconds']['drt'] / 60:.0f} minutes of one core beside the fit, the others' "
         f"{found['trained_seconds']['window'] / 60:.0f} and {found['trained_seconds']['full'] / 60:.0f}. "
         "Losses on held-out texts in nats, of tokens after the first 1,024; *closed* is what the "
         "DRT gives back of what the window loses to full attention, with a 95% interval over texts; *stood outside*: "
         "tokens that the text had before, but not in the window.\n\n"
-        f"{table(columns | _LOSSES, found['rows'])}"
+        f"{table(_GAP, found['rows'])}"
     )
 
 
@@ -116,7 +134,7 @@ def _curve_text(found: Row) -> str:
         "trained on": lambda row: f"{row['step'] * found['step_tokens']:,} tokens",
         "counted": _counted,
     }
-    return f"On LaTeX while they were trained:\n\n{table(columns | _LOSSES, found['rows'])}"
+    return f"On LaTeX while they were trained (`{found['trained']}`):\n\n{table(columns | _LOSSES, found['rows'])}"
 
 
 def _number_text(found: Row) -> str:
@@ -179,10 +197,11 @@ def _beyond_text(found: Row) -> str:
 
 
 def _needles_text(found: Row) -> str:
-    columns: Columns = {
-        "model": "{model}",
-        "tokens": "{length:,}",
-        "asked": lambda row: "by the chat template" if row["chat"] else "to complete it",
+    columns: Columns = {"model": "{model}", "tokens": "{length:,}"}
+    chat = any(row["chat"] for row in found["rows"])
+    if chat:
+        columns["asked"] = lambda row: "by the chat template" if row["chat"] else "to complete it"
+    columns |= {
         "questions": "{questions}",
         "right (95%)": RIGHT,
         "chunk read": lambda row: "" if row["recall"] is None else f"{row['recall']:.2f}",
@@ -190,14 +209,16 @@ def _needles_text(found: Row) -> str:
     taught = ""
     if "taught_tokens" in found:
         taught = (
-            f" *Taught*: the DRT after {found['taught_tokens']:,} tokens more of texts that hold facts and questions "
-            "about them, in other words and with other names (`data.needle_share: 1`)."
+            f" *Taught*: the DRT after {found['taught_tokens']:,} tokens more, of texts of 1,024 tokens that hold "
+            "facts and questions about them in other words and with other names (`data.needle_share: 1`); these are "
+            "so short that every chunk is read that may be."
         )
     return (
-        "A number in a sentence of a book (*The secret number of copper-lantern is 481735.*), out of the window's "
-        "sight: the sentence begins again and is to be completed, or a user asks through the chat template. *Chunk "
-        f"read*: the sentence's chunk was chosen, of a window of {found['trained_window']} and "
-        f"{found['trained_chunks']} chunks that are read.{taught}\n\n{table(columns, found['rows'])}"
+        "A number in a sentence of a book (*The secret number of copper-lantern is 481735.*), behind the window: the "
+        f"sentence begins again, and is to be completed{', or a user asks through the chat template' * chat}. *Chunk "
+        f"read*: the sentence's chunk was among those chosen. All but the base have {_how(found)}; for the base, which "
+        "sees all, needles lie anywhere. Each model's texts are laid out by its own chunks, so questions are not the "
+        f"same.{taught}\n\n{table(columns, found['rows'])}"
     )
 
 
@@ -218,7 +239,12 @@ def _landmark_text(found: Row) -> str:
 def _reading_text(found: Row) -> str:
     columns: Columns = {"model": "{model}", "tokens": "{tokens:,}", "tokens/s": "{tokens_per_second:,.0f}",
                         "peak memory": "{peak:size}", "of it kept of the text": "{memory:size}"}  # fmt: skip
-    return f"Reading a book, no logits, memory on the host:\n\n{table(columns, found['rows'])}"
+    return (
+        "Reading books, no logits, memory on the host. The DRT (as converted, with a window of "
+        f"{found['window']}) runs its {found['num_lower_layers']} lower layers, which write the memory, in "
+        f"{found['dtype']}; the window model runs nothing until it is asked, and then over the last positions that all "
+        f"its layers' windows reach together.\n\n{table(columns, found['rows'])}"
+    )
 
 
 _TRAINED: dict[str, Callable[[Row], str]] = {
@@ -232,4 +258,10 @@ _TRAINED: dict[str, Callable[[Row], str]] = {
     "needles": _needles_text,
     "landmark": _landmark_text,
     "reading": _reading_text,
+}
+# of other trainings than the first: what says of which it is
+_OTHERS: dict[str, Callable[[Row], str]] = {
+    "gap": _other_gap_text,
+    "curve": _curve_text,
+    "needles": _needles_text,
 }

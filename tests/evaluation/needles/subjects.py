@@ -47,6 +47,9 @@ def subject_of(name: str, task: str | None = None) -> Subject:
         "rpt": lambda: rpt(chunk_size=S, **SIZES),
         "window": lambda: window_model(**SIZES),
         "full": lambda: window_model(sliding_window=None, **SIZES),
+        "mixed": lambda: window_model(
+            layer_types=["sliding_attention", "full_attention", "full_attention"], sliding_window=30, **SIZES
+        ),
         "recurrent": lambda: block_recurrent(**SIZES),
         "landmark": lambda: landmark(chunk_size=S, local_length=3 * S, num_retrieved_chunks=2, **SIZES),
         "llama": llama_of_the_hub,

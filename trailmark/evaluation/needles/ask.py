@@ -178,12 +178,12 @@ class Plan:
     @cached_property
     def sight(self) -> int:
         """Last chunks of a haystack that are seen other than through the memory; with full attention all are."""
-        if not self.subject.ours or self.subject.model.reach() is None:
+        if not self.subject.ours:
             return 0
         window, S = self.subject.model.config.sliding_window, self.subject.chunk_size
-        if self.settings.sight == "window" and window is not None:
+        if self.settings.sight == "window" and window is not None:  # of some layers others may have none
             return -(-window // S)
-        return self.subject.model.chunks_in_sight(S)
+        return 0 if self.subject.model.reach() is None else self.subject.model.chunks_in_sight(S)
 
     @property
     def _seen(self) -> str:
