@@ -344,7 +344,6 @@ PARTS = {"train": train, "measure": measure, "scores": scores, "diagnose": diagn
 
 
 def main() -> None:
-    keep_freed_memory(["train"])  # as `trailmark train` does
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -358,6 +357,7 @@ def main() -> None:
     parser.add_argument("--set", nargs="*", default=[], help="keys of the runs, as key=value")
     parser.add_argument("--output", type=Path, default=OUTPUT)
     options = parser.parse_args()
+    keep_freed_memory(["train"])  # as `trailmark train` does
     FOLDER.mkdir(parents=True, exist_ok=True)
     for name in options.parts or PARTS:
         PARTS[name](options)

@@ -97,7 +97,6 @@ def config(kind: str, options: argparse.Namespace) -> RunConfig:
 
 
 def main() -> None:
-    keep_freed_memory(["train"])  # as `trailmark train` does
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -111,6 +110,7 @@ def main() -> None:
     parser.add_argument("--model", nargs="*", default=[], help="fields of the converted DRT, as key=value")
     parser.add_argument("--set", nargs="*", default=[], help="keys of the runs, as key=value")
     options = parser.parse_args()
+    keep_freed_memory(["train"])  # as `trailmark train` does
     for kind in options.kinds or KINDS:
         train(config(kind, options))
 
