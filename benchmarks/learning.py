@@ -23,18 +23,18 @@ import numpy as np
 import torch
 from common import data_folder, keep
 from pretrained_models import (
-    DRT_FIELDS,
     FOLDER,
     KINDS_OF_TEXT,
+    LAYERS,
     STEP_TOKENS,
     UNSEEN,
     Losses,
     Text,
     Totals,
     converted,
-    has_bfloat16,
     named,
     opened,
+    precision,
     subject,
     totals,
 )  # fmt: skip
@@ -64,12 +64,7 @@ SCORED = 32768  # tokens of a chapter at most, where nothing but scores is compu
 SWEEPS = 200
 CANDIDATES = ((0, SCORED), (0, 130), (131, 520), (521, SCORED))  # as in docs/case-study.md
 # with noise: a chunk that scores a little lower is read too, so that the loss says something of it
-_OTHERWISE = ("retrieval_noise=false", "num_retrieved_chunks=32")
-FIELDS = (
-    f"sliding_window={WINDOW}",
-    *(own for own in DRT_FIELDS if own not in _OTHERWISE),
-    "num_retrieved_chunks=16",
-)
+FIELDS = (f"sliding_window={WINDOW}", *LAYERS, "num_retrieved_chunks=16")
 RULES = ("random", "BM25", "popular")
 
 
@@ -91,7 +86,7 @@ def train(options: argparse.Namespace) -> None:
         settings = [
             f"data.paths=[{shards}]", f"data.tokenizer={teacher}", "training.train=retriever", f"training.seed={seed}",
             f"training.tokens_per_step={STEP_TOKENS}", f"training.context_length={LENGTH}",
-            "training.micro_batch_size=1", f"training.precision={'bfloat16' if has_bfloat16() else 'float32'}",
+            "training.micro_batch_size=1", f"training.precision={precision()}",
             "training.optimizer=adamw", "training.weight_decay=0", "training.logging_steps=1",
         ]  # fmt: skip
         fit = [

@@ -36,13 +36,13 @@ from pretrained_models import (
     Models,
     Text,
     converted,
-    has_bfloat16,
     latex,
     name_of,
     named,
     of_kinds,
     opened,
     outside,
+    precision,
     subject,
     totals,
     trained,
@@ -463,7 +463,7 @@ def reading(options: argparse.Namespace, progress: Progress) -> dict[str, Any]:
                      "peak": peak, "memory": kept})  # fmt: skip
     config = DRTConfig.from_pretrained(drt)
     about = {"window": options.windows[-1], "num_lower_layers": config.num_lower_layers}
-    return about | {"dtype": "bfloat16" if has_bfloat16() else "float32", "rows": rows}
+    return about | {"dtype": precision(), "rows": rows}
 
 
 def read_one(name: str, folder: Path, length: int, window: int) -> None:

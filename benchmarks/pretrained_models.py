@@ -92,7 +92,7 @@ def converted(folder: Path, to: str, *fields: str) -> Path:
 def subject(folder: Path, *changes: str) -> Subject:
     """With its tokenizer, in bfloat16 where the processor multiplies it, else in float32."""
     found = load(folder, changes)
-    found.model = found.model.eval().to(torch.bfloat16 if has_bfloat16() else torch.float32)
+    found.model = found.model.eval().to(getattr(torch, precision()))
     return found
 
 
@@ -102,11 +102,10 @@ def opened(folder: Path, *changes: str) -> Any:
 
 KINDS = ("drt", "window", "full")
 # Depth 18: in its states the keys of the layers that look far (17 to 23) are found best. One encoder layer: the states
-# say more than layers that begin as nothing. No noise: the teacher says which chunks it looks at.
-DRT_FIELDS = (
-    "num_lower_layers=18", "num_encoder_layers=1", "num_retrieval_groups=1", "retrieval_noise=false",
-    "num_retrieved_chunks=32",
-)  # fmt: skip
+# say more than layers that begin as nothing.
+LAYERS = ("num_lower_layers=18", "num_encoder_layers=1", "num_retrieval_groups=1")
+# no noise: the teacher says which chunks it looks at
+DRT_FIELDS = (*LAYERS, "retrieval_noise=false", "num_retrieved_chunks=32")
 
 
 def trained(folder: Path, kind: str, window: int, seed: int) -> Path:
@@ -154,8 +153,10 @@ class Models(NamedTuple):
         }
 
 
-def has_bfloat16() -> bool:
-    return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
+def precision() -> str:
+    """What models compute in: "bfloat16" where the processor multiplies it."""
+    fast = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    return "bfloat16" if fast else "float32"
 
 
 def window_fields(window: int) -> tuple[str, ...]:

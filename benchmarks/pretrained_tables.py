@@ -59,17 +59,15 @@ _LOSSES: Columns = {
 
 def trained_text() -> str:
     """What was measured of the trained models; a part that was not is left out."""
-    blocks: list[tuple[str, str]] = []  # the machine, and what was measured there
+    blocks: list[tuple[Row, str]] = []  # where, and what was measured there
     for part, make in _TRAINED.items():
         for name, found in record("pretrained").items():
             of, _, others = name.partition(",")
             text = _OTHERS.get(part) if others else make
             if of == part and text is not None:
-                blocks.append((machine(found["environment"]), text(found["results"])))
-    return "\n\n".join(
-        "\n\n".join([*(text for _, text in same), f"Machine: {where}."])
-        for where, same in groupby(blocks, key=lambda block: block[0])
-    )
+                blocks.append((found["environment"], text(found["results"])))
+    there = [[*same] for _, same in groupby(blocks, key=lambda block: machine(block[0]))]
+    return "\n\n".join(on_machine("\n\n".join(text for _, text in same), same[0][0]) for same in there)
 
 
 def summary_text() -> str:
@@ -216,9 +214,9 @@ def _needles_text(found: Row) -> str:
     return (
         "A number in a sentence of a book (*The secret number of copper-lantern is 481735.*), behind the window: the "
         f"sentence begins again, and is to be completed{', or a user asks through the chat template' * chat}. *Chunk "
-        f"read*: the sentence's chunk was among those chosen. All but the base have {_how(found)}; for the base, which "
-        "sees all, needles lie anywhere. Each model's texts are laid out by its own chunks, so questions are not the "
-        f"same.{taught}\n\n{table(columns, found['rows'])}"
+        f"read*: the sentence's chunk was among the {found['trained_chunks']} that a DRT reads. The window is "
+        f"{found['trained_window']}; for the base, which sees all, needles lie anywhere. Each model's texts are laid "
+        f"out by its own chunks, so questions are not the same.{taught}\n\n{table(columns, found['rows'])}"
     )
 
 

@@ -15,7 +15,7 @@ import argparse
 from pathlib import Path
 
 from common import data_folder
-from pretrained_models import DRT_FIELDS, FOLDER, KINDS, STEP_TOKENS, converted, has_bfloat16, trained
+from pretrained_models import DRT_FIELDS, FOLDER, KINDS, STEP_TOKENS, converted, precision, trained
 from training_text import prepared, train
 
 from trailmark.cli import keep_freed_memory
@@ -79,7 +79,7 @@ def config(kind: str, options: argparse.Namespace) -> RunConfig:
             f"training.tokens_per_step={LENGTH}",
             f"training.context_length={LENGTH}",
             "training.micro_batch_size=1",
-            f"training.precision={'bfloat16' if has_bfloat16() else 'float32'}",
+            f"training.precision={precision()}",
             "training.matrix_learning_rate=0.01",
             "training.learning_rate=0.001",
             "training.weight_decay=0",
