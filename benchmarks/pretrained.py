@@ -12,20 +12,15 @@ library that no training here sees. Stopped, the same command goes on.
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import shutil
-import subprocess
-import sys
 import time
 from functools import cache, partial
-from itertools import product
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from common import data_folder, keep, peak_memory
+from common import data_folder, keep
 from pretrained_models import (
     FOLDER,
     KINDS_OF_TEXT,
@@ -35,34 +30,27 @@ from pretrained_models import (
     Losses,
     Models,
     Text,
+    by_step,
     converted,
     latex,
-    name_of,
     named,
     of_kinds,
     opened,
     outside,
-    precision,
-    subject,
     totals,
-    trained,
-    window_fields,
-    windowed,
 )  # fmt: skip
+from pretrained_needles import FACTORS, landmark, needles
+from pretrained_reading import reading
 
 from tests.smollm2 import convert_smollm2, smollm2
-from trailmark.cli import KEEP_FREED_MEMORY
 from trailmark.data.corpus import Tokens, load_tokenizer, read_text, tokenize
 from trailmark.evaluation.losses import token_losses
-from trailmark.evaluation.needles.ask import measure as ask
-from trailmark.evaluation.needles.suite import NeedleSettings
 from trailmark.evaluation.retrieval.run import losses_of
 from trailmark.evaluation.subject import load
-from trailmark.files import read_json, write_json
+from trailmark.files import read_json
 from trailmark.models.drt.config import DRTConfig
 from trailmark.report.console import Progress
 from trailmark.statistics import bootstrap_mean, bootstrap_ratio
-from trailmark.training.run import HISTORY_FILE
 
 OUTPUT = Path(__file__).with_suffix(".json")
 WINDOWS, LENGTHS, FAR = (256, 512), (4096, 8192), (16_384, 65_536, 262_144)
@@ -230,7 +218,7 @@ def curve(options: argparse.Namespace, progress: Progress) -> dict[str, Any]:
     losses, rows = Losses(options.folder / "losses.json", progress), []
     texts = latex(tokenizer, length)
     flags = [outside(text.ids, window) for text in texts]
-    found = {kind: _by_step(folder) for kind, folder in models.folders().items()}
+    found = {kind: by_step(folder) for kind, folder in models.folders().items()}
     common = set.intersection(*map(set, found.values()))
     for step in sorted(common if options.steps is None else common & {*options.steps, max(common)}):
         own = {kind: folders[step] for kind, folders in found.items()}
@@ -240,12 +228,6 @@ def curve(options: argparse.Namespace, progress: Progress) -> dict[str, Any]:
     return models.training() | {
         "length": length, "window": window, "step_tokens": STEP_TOKENS, "rows": rows
     }  # fmt: skip
-
-
-def _by_step(folder: Path) -> dict[int, Path]:
-    """A training's checkpoints, and at its end the model itself."""
-    found = {int(x.name.removeprefix("step-")): x for x in folder.glob("checkpoints/step-*")}
-    return found | {read_json(folder / HISTORY_FILE)["tokens"] // STEP_TOKENS: folder}
 
 
 def _of_another(model: Any, ids: Tokens, other: Tokens) -> Any:
@@ -337,53 +319,6 @@ def far(options: argparse.Namespace, progress: Progress) -> dict[str, Any]:
     return models.training() | {"window": window, "rows": rows}
 
 
-# --- needles -----------------------------------------------------------------------------------------------------
-
-
-def needles(options: argparse.Namespace, progress: Progress) -> dict[str, Any]:
-    """A sentence far behind the window: it is to be completed, and with ``--chat`` asked for through the template."""
-    models, window = Models.of(options), options.window
-    file, rows = options.folder / "needles.json", []
-    known: dict[str, Any] = read_json(file) or {}
-    files = sorted((data_folder("books") / "test").glob("*.txt"))
-    text = tokenize([read_text(file) for file in files], load_tokenizer(str(models.base)))
-    taught = trained(options.folder, "needles", options.window, options.seed)
-    config = DRTConfig.from_pretrained(models.drt)
-    kinds = ["sliding_attention"] * config.num_lower_layers + ["full_attention"] * config.num_upper_layers
-    # what layers that read could find at best, of what lower ones with a window leave them
-    looking = f"base, window below layer {config.num_lower_layers}"
-    cases = {
-        "DRT": (models.drt, window_fields(window)),
-        "DRT, taught": (taught, window_fields(window)),
-        "window": (models.window, window_fields(window)),
-        looking: (models.base, (*window_fields(window), f"layer_types={json.dumps(kinds)}")),
-        "base": (models.base, ()),
-    }
-    for model, (folder, changes) in cases.items():
-        for length, chat in product(options.needles, (False, True) if options.chat else (False,)):
-            if not (folder / "config.json").exists() or (folder == models.base and length > 8192):
-                continue
-            settings = NeedleSettings(
-                (length,), format="sentences", chat=chat, questions=options.questions, sight="window"
-            )
-            how = "sentences, chat" if chat else "sentences"
-            key = " | ".join([name_of(folder), *changes, str(length), str(settings.questions), how])
-            if key not in known:
-                say = partial(_say, progress, key)
-                (known[key],) = ask(subject(folder, *changes), settings, text, say)
-                write_json(file, known)
-            kept = {name: x for name, x in known[key].items() if name != "asked"}  # question by question
-            rows.append({"model": model, "chat": chat} | kept)
-    found = {"rows": rows}
-    if (history := read_json(taught / HISTORY_FILE)) is not None:
-        found |= {"taught_tokens": history["tokens"], "taught_seconds": history["seconds"]}
-    return models.training() | found
-
-
-def _say(progress: Progress, name: str, message: str) -> None:
-    progress.show(f"{name}: {message}")
-
-
 # --- short texts -------------------------------------------------------------------------------------------------
 
 
@@ -411,77 +346,6 @@ def short(options: argparse.Namespace, progress: Progress) -> dict[str, Any]:
     return models.training() | {"rows": rows}
 
 
-# --- Landmark Attention ------------------------------------------------------------------------------------------
-
-
-def landmark(options: argparse.Namespace, progress: Progress) -> dict[str, Any]:
-    """The way of a converted Landmark Attention model back to what the base loses to a window, on LaTeX."""
-    folder, length, window = (
-        trained(options.folder, "landmark", 0, options.seed),
-        options.lengths[0],
-        options.window,
-    )
-    if (history := read_json(folder / HISTORY_FILE)) is None:
-        sys.exit(
-            f"{folder} is not there. Train it: python benchmarks/pretrained_train.py landmark --seed {options.seed}"
-        )
-    base = converted(options.folder, "sliding_window")
-    losses, rows = Losses(options.folder / "losses.json", progress), []
-    texts = latex(load_tokenizer(str(base)), length)
-    marks = {"full": losses.of("base", partial(opened, base), texts),
-             "window": losses.of(*named(base, window), texts)}  # fmt: skip
-    means = {name: np.array([x[UNSEEN - 1 :].mean() for x in own]) for name, own in marks.items()}
-    for step, own in sorted(({0: converted(options.folder, "landmark")} | _by_step(folder)).items()):
-        found = losses.of(name_of(own), partial(opened, own), texts)
-        nats = np.array([x[UNSEEN - 1 :].mean() for x in found])
-        low, high = bootstrap_mean(nats - means["window"])
-        above = {"above": float((nats - means["window"]).mean()), "above_low": low, "above_high": high}
-        rows.append({"tokens": step * STEP_TOKENS, "loss": float(nats.mean())} | above)
-    return {
-        "length": length, "window": window, "texts": len(texts), "seconds": history["seconds"],
-        "base": {name: float(own.mean()) for name, own in means.items()}, "rows": rows,
-    }  # fmt: skip
-
-
-# --- reading -----------------------------------------------------------------------------------------------------
-
-
-def reading(options: argparse.Namespace, progress: Progress) -> dict[str, Any]:
-    """Tokens/s and peak memory, each model and length in a process of its own."""
-    base, drt = (converted(options.folder, to) for to in ("sliding_window", "drt"))
-    rows = []
-    cases = [("DRT", drt, n) for n in options.read]
-    cases += [("window", base, n) for n in options.read]
-    cases += [("full attention", base, n) for n in options.full]
-    for name, model, length in cases:
-        progress.show(f"{name}, {length:,} tokens")
-        script = [sys.executable, __file__, "one", name, str(model), str(length), str(options.windows[-1])]
-        environment = os.environ | KEEP_FREED_MEMORY  # as `trailmark read` has it
-        done = subprocess.run(script, check=True, capture_output=True, text=True, env=environment)
-        seconds, peak, kept = map(float, done.stdout.split()[-3:])
-        rows.append({"model": name, "tokens": length, "seconds": seconds, "tokens_per_second": length / seconds,
-                     "peak": peak, "memory": kept})  # fmt: skip
-    config = DRTConfig.from_pretrained(drt)
-    about = {"window": options.windows[-1], "num_lower_layers": config.num_lower_layers}
-    return about | {"dtype": precision(), "rows": rows}
-
-
-def read_one(name: str, folder: Path, length: int, window: int) -> None:
-    model = opened(folder) if name == "full attention" else windowed(folder, window)
-    tokenizer = load_tokenizer(str(folder))
-    files = sorted((data_folder("books") / "train").glob("*.txt"))
-    ids: list[int] = []
-    for file in files:
-        if len(ids) < length:
-            ids += tokenize([read_text(file)], tokenizer).tolist()
-    tokens, kept = torch.tensor(ids[:length])[None], model.new_cache("host")
-    began = time.perf_counter()
-    model.read(tokens, kept)
-    took = time.perf_counter() - began
-    peak = peak_memory()
-    print(took, peak, kept.memory_bytes() + kept.window_bytes())
-
-
 PARTS = {
     "start": start,
     "gap": gap,
@@ -498,10 +362,6 @@ PARTS = {
 
 
 def main() -> None:
-    if sys.argv[1:2] == ["one"]:
-        name, folder, length, window = sys.argv[2:]
-        read_one(name, Path(folder), int(length), int(window))
-        return
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -528,6 +388,9 @@ def main() -> None:
     )
     parser.add_argument("--chat", action="store_true", help="ask for them through the chat template too")
     parser.add_argument("--questions", type=int, default=100, help="about needles, at each length")
+    parser.add_argument(
+        "--factors", type=int, nargs="+", default=FACTORS, help="of Landmark's training length, for needles"
+    )
     parser.add_argument("--read", type=int, nargs="+", default=READ, help="lengths that are read for time")
     parser.add_argument("--full", type=int, nargs="+", default=FULL, help="the same with full attention")
     options = parser.parse_args()
@@ -535,9 +398,9 @@ def main() -> None:
     progress = Progress()
     for part in options.parts or PARTS:
         results = PARTS[part](options, progress)
-        # of other trainings than the first beside what is known of that
-        others = part not in ("start", "reading") and (options.window, options.seed) != (WINDOWS[0], 0)
-        name = f"{part}, window {options.window}, seed {options.seed}" if others else part
+        alone = part in ("start", "landmark", "reading")  # the others know of which training they are
+        first = alone or (options.window, options.seed) == (WINDOWS[0], 0)
+        name = part if first else f"{part}, window {options.window}, seed {options.seed}"
         keep(options.output, name, results)
         progress.say(f"{name}: measured, in {options.output}")
 

@@ -178,6 +178,12 @@ def named(folder: Path, window: int, *changes: str) -> tuple[str, Callable[[], A
     return name, partial(windowed, folder, window, *changes)
 
 
+def by_step(folder: Path) -> dict[int, Path]:
+    """A training's checkpoints, and at its end the model itself."""
+    found = {int(x.name.removeprefix("step-")): x for x in folder.glob("checkpoints/step-*")}
+    return found | {read_json(folder / HISTORY_FILE)["tokens"] // STEP_TOKENS: folder}
+
+
 class Losses:
     """What each token of each text costs each model, kept in a file so that nothing is read twice."""
 

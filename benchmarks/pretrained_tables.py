@@ -226,11 +226,20 @@ def _landmark_text(found: Row) -> str:
         "nats per token": "{loss:.3f}",
         "above the base with a window": "{above:.3f} ({above_low:.3f} to {above_high:.3f})",
     }
+    asked: Columns = {
+        "model": "{model}",
+        "tokens": "{length:,}",
+        "questions": "{questions}",
+        "right (95%)": RIGHT,
+    }
     base = found["base"]
     return (
-        f"A Landmark Attention model of the same base, all weights trained: {found['texts']} chapters of "
-        f"{found['length']:,} tokens, where the base has {base['full']:.3f} nats with full attention and "
-        f"{base['window']:.3f} with a window of {found['window']}.\n\n{table(columns, found['rows'])}"
+        f"A Landmark Attention model of the same base, all weights trained on texts of {found['length']:,} tokens in "
+        f"{found['seconds'] / 60:.0f} minutes of one core. Losses on {found['texts']} chapters of as many, where the "
+        f"base has {base['full']:.3f} nats with full attention and {base['window']:.3f} with a window of "
+        f"{found['window']}:\n\n{table(columns, found['rows'])}\n\nNumbers in sentences of books, as above, at its "
+        f"training length and beyond; a token sees its cell of at most {found['cell']} tokens and what it retrieves, "
+        f"{found['chunks']} chunks of {found['chunk_size']} tokens in each head:\n\n{table(asked, found['needles'])}"
     )
 
 

@@ -48,7 +48,8 @@ def config(kind: str, options: argparse.Namespace) -> RunConfig:
             "training.train=all",
             "training.lora_rank=0",
             "training.optimizer=adamw",
-            "training.learning_rate=0.0001",
+            "training.learning_rate=0.0003",
+            "training.context_length=2048",  # so that its own length can be passed 32 times in minutes
         ]
     elif kind == "needles":  # on from the DRT: nothing but texts with facts and questions about them
         begin = trained(options.folder, "drt", options.window, options.seed)
