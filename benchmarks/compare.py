@@ -37,11 +37,11 @@ from compare_rows import NEEDLE_LENGTH, ROWS, SEEDS, SIZES, jobs, measured, time
 from training import BareLoop
 from training_text import prepared, settings_of
 
-from trailmark.cli import keep_freed_memory
 from trailmark.data.corpus import files_below, load_tokenizer
 from trailmark.data.shards import Corpus
 from trailmark.evaluation.record import environment
 from trailmark.files import read_json, write_json
+from trailmark.machine import start_again_set_up
 from trailmark.training.forecast import measure_speed
 from trailmark.training.run import Run
 
@@ -234,7 +234,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 def main() -> None:
     arguments = parse()
-    keep_freed_memory(["train"])  # as trailmark train does; processes that are started inherit it
+    start_again_set_up()  # as trailmark train does; processes that are started inherit it
     try:
         compare(arguments)
     except KeyboardInterrupt:

@@ -88,6 +88,8 @@ def row_config(job: Found) -> RunConfig:
         "training.eval_steps=null",
         "data.validation=null",
     ]
+    if job["device"] == "cpu":
+        changes.append("training.precision=float32")  # rows of several machines stand beside each other
     sizes = SIZES[job["device"]]
     if job["part"] == "needles":
         return needle_config(job["row"], job["seed"], sizes, changes)

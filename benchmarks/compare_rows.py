@@ -106,8 +106,8 @@ _ABLATIONS: dict[str, tuple[tuple[str, ...], Paper]] = {
 }
 for _name, (_changes, _paper) in _ABLATIONS.items():
     ROWS[f"DRT x1, {_name}"] = Row((*_LAPTOP_DRT, *_changes), (*_DRT, *_changes), paper=_paper)
-ROWS["DRT x1, implementation reference"] = Row(
-    (*_LAPTOP_DRT, "model.implementation=reference"),
+ROWS["DRT x1, naive GCA"] = Row(
+    (*_LAPTOP_DRT, "model.gca_implementation=reference"),
     None,
     paper=Paper(1.45),
     cost_only=True,

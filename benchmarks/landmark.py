@@ -28,8 +28,8 @@ from tables import Columns, table
 from torch import Tensor
 
 from tests.ops.landmark.cases import assert_budget
-from trailmark.cli import keep_freed_memory
 from trailmark.evaluation.record import environment
+from trailmark.machine import start_again_set_up
 from trailmark.ops import LandmarkLayout, landmark_attention
 
 
@@ -161,7 +161,7 @@ def main() -> None:
     parser.add_argument("--longest", type=int, default=16384, help="leave longer cases out")
     parser.add_argument("--output", type=Path, default=Path(__file__).with_name("landmark.json"))
     arguments = parser.parse_args()
-    keep_freed_memory(["train"])  # as `trailmark train` does
+    start_again_set_up()  # as `trailmark train` does
     results = collect([case for case in cases() if case.tokens <= arguments.longest], arguments.rounds)
     keep(arguments.output, "op", results, environment() | {"device": "cpu"})
     print(table(COLUMNS, results))

@@ -29,9 +29,9 @@ from common import Timers, interleaved, percentiles, seconds
 from tables import Columns, Row, table
 from torch import Tensor, nn
 
-from trailmark.cli import keep_freed_memory
 from trailmark.evaluation.record import environment
 from trailmark.files import read_json, write_json
+from trailmark.machine import start_again_set_up
 from trailmark.memory import ChunkCache, ChunkMemory, MemoryEntries, MemorySize
 from trailmark.memory.window import Window
 from trailmark.models import (
@@ -427,7 +427,7 @@ def main() -> None:
     parser.add_argument("parts", nargs="*", choices=[*RUN, []], help="default: all")
     parser.add_argument("--output", type=Path, default=RESULTS)
     arguments = parser.parse_args()
-    keep_freed_memory(["train"])  # as the commands do
+    start_again_set_up()  # as the commands do
     known = read_json(arguments.output) or {}
     for name in arguments.parts or RUN:
         with torch.no_grad():

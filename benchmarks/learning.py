@@ -43,7 +43,6 @@ from pretrained_train import corpus
 from torch import Tensor
 from training_text import train as train_run
 
-from trailmark.cli import keep_freed_memory
 from trailmark.data.corpus import Tokens, load_tokenizer, read_text
 from trailmark.data.neighbours.bm25 import best_chunks, fit_bm25
 from trailmark.data.shards import Corpus
@@ -52,6 +51,7 @@ from trailmark.evaluation.record import Record
 from trailmark.evaluation.retrieval.run import choices_of, losses_of, parts_of, run
 from trailmark.evaluation.retrieval.suite import RetrievalSettings
 from trailmark.files import sha256_of, write_text
+from trailmark.machine import start_again_set_up
 from trailmark.models.candidates import TextCandidates
 from trailmark.ops.score_parts import without_recency
 from trailmark.report.console import Progress
@@ -352,7 +352,7 @@ def main() -> None:
     parser.add_argument("--set", nargs="*", default=[], help="keys of the runs, as key=value")
     parser.add_argument("--output", type=Path, default=OUTPUT)
     options = parser.parse_args()
-    keep_freed_memory(["train"])  # as `trailmark train` does
+    start_again_set_up()  # as `trailmark train` does
     FOLDER.mkdir(parents=True, exist_ok=True)
     for name in options.parts or PARTS:
         PARTS[name](options)

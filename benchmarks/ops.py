@@ -37,8 +37,8 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tests.budgets import assert_within_budget
-from trailmark.cli import KEEP_FREED_MEMORY
 from trailmark.files import write_json
+from trailmark.machine import KEEP_FREED_MEMORY
 from trailmark.ops import (
     alibi_slopes,
     grouped_cross_attention,

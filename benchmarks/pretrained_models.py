@@ -22,6 +22,7 @@ from trailmark.files import read_json, write_json
 from trailmark.models.drt.config import DRTConfig
 from trailmark.report.console import Progress
 from trailmark.training.config import load_run_config
+from trailmark.training.precision import fast_precision
 from trailmark.training.run import HISTORY_FILE
 
 FOLDER = ROOT / "runs" / "benchmark-pretrained"
@@ -155,8 +156,7 @@ class Models(NamedTuple):
 
 def precision() -> str:
     """What models compute in: "bfloat16" where the processor multiplies it."""
-    fast = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
-    return "bfloat16" if fast else "float32"
+    return fast_precision("cpu")[0]
 
 
 def window_fields(window: int) -> tuple[str, ...]:

@@ -14,8 +14,8 @@ import torch
 from common import data_folder, peak_memory
 from pretrained_models import converted, opened, precision, windowed
 
-from trailmark.cli import KEEP_FREED_MEMORY
 from trailmark.data.corpus import load_tokenizer, read_text, tokenize
+from trailmark.machine import KEEP_FREED_MEMORY
 from trailmark.models.drt.config import DRTConfig
 from trailmark.report.console import Progress
 

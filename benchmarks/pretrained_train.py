@@ -15,12 +15,12 @@ import argparse
 from pathlib import Path
 
 from common import data_folder
-from pretrained_models import DRT_FIELDS, FOLDER, KINDS, STEP_TOKENS, converted, precision, trained
+from pretrained_models import DRT_FIELDS, FOLDER, KINDS, STEP_TOKENS, converted, trained
 from training_text import prepared, train
 
-from trailmark.cli import keep_freed_memory
 from trailmark.data.corpus import standard_library_texts
 from trailmark.files import write_text
+from trailmark.machine import start_again_set_up
 from trailmark.training.config import RunConfig, load_run_config
 
 LENGTH = STEP_TOKENS  # a text a step
@@ -80,7 +80,7 @@ def config(kind: str, options: argparse.Namespace) -> RunConfig:
             f"training.tokens_per_step={LENGTH}",
             f"training.context_length={LENGTH}",
             "training.micro_batch_size=1",
-            f"training.precision={precision()}",
+            "training.precision=auto",
             "training.matrix_learning_rate=0.01",
             "training.learning_rate=0.001",
             "training.weight_decay=0",
@@ -111,7 +111,7 @@ def main() -> None:
     parser.add_argument("--model", nargs="*", default=[], help="fields of the converted DRT, as key=value")
     parser.add_argument("--set", nargs="*", default=[], help="keys of the runs, as key=value")
     options = parser.parse_args()
-    keep_freed_memory(["train"])  # as `trailmark train` does
+    start_again_set_up()  # as `trailmark train` does
     for kind in options.kinds or KINDS:
         train(config(kind, options))
 

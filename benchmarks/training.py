@@ -31,10 +31,10 @@ from accelerate import Accelerator
 from common import CONFIGS, ROOT, Timers, interleaved, parameters, spread
 from torch import nn
 
-from trailmark.cli import keep_freed_memory
 from trailmark.data.shards import Corpus
 from trailmark.evaluation.record import environment
 from trailmark.files import read_json, write_json
+from trailmark.machine import start_again_set_up
 from trailmark.models import MODELS, TrailmarkForCausalLM
 from trailmark.training import trainer as trainer_module
 from trailmark.training.config import RunConfig, load_run_config
@@ -94,7 +94,7 @@ class BareLoop:
         rate = schedule(self.settings, number)
         for group, peak in zip(self.optimizer.param_groups, self.peaks, strict=True):
             group["lr"] = peak * rate
-        with torch.autocast(device.type, torch.bfloat16, enabled=self.settings.precision == "bfloat16"):
+        with torch.autocast(device.type, torch.bfloat16, enabled=self.settings.computes_in == "bfloat16"):
             loss = self.loss(self.model, batch).loss
         self.backward(loss)
         self.clip(self.model.parameters(), self.settings.max_grad_norm)
@@ -518,7 +518,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 def main() -> None:
     arguments = parse()
-    keep_freed_memory(["train"])  # as trailmark train does
+    start_again_set_up()  # as trailmark train does
     transformers.utils.logging.disable_progress_bar()
     try:
         measure(arguments)

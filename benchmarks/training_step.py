@@ -20,9 +20,9 @@ from typing import Any
 import tables
 import torch
 
-from trailmark.cli import keep_freed_memory
 from trailmark.evaluation.record import environment
 from trailmark.files import write_json
+from trailmark.machine import start_again_set_up
 from trailmark.models import (
     DRTConfig,
     DRTForCausalLM,
@@ -202,7 +202,7 @@ def main() -> None:
     parser.add_argument("--set", nargs="*", default=[], metavar="FIELD=NUMBER", help="as tokens=1024")
     parser.add_argument("--output", type=Path, default=Path(__file__).with_suffix(".json"))
     arguments = parser.parse_args()
-    keep_freed_memory(["train"])  # as `trailmark train` does
+    start_again_set_up()  # as `trailmark train` does
     device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
     dtypes = (arguments.dtypes or ("bfloat16" if device == "cuda" else "float32,bfloat16")).split(",")
     changes = {name: int(number) for name, number in (item.split("=") for item in arguments.set)}

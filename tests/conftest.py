@@ -68,6 +68,7 @@ def no_restart() -> Iterator[None]:
     """The commands start their process again with these settings; here that would be pytest."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MALLOC_TRIM_THRESHOLD_", "8589934592")
+        patch.setenv("OMP_WAIT_POLICY", "PASSIVE")
         yield
 
 

@@ -158,28 +158,40 @@ def test_other_settings_in_the_same_folder_are_refused(
     assert snapshot(folder) == before
 
 
-def test_given_minutes_are_filled(tmp_path: Path) -> None:
-    with pytest.raises(KeyboardInterrupt):
-        start(tmp_path, at="Training window", minutes=0.5)
-    record = read_json(tmp_path / "demo.json")
-    seconds = record["measured_seconds_per_step"]
-    assert record["steps"]["drt"] / record["steps"]["window"] == pytest.approx(24 / 20, rel=0.05)
-    assert sum(record["steps"][name] * seconds[name] for name in seconds) == pytest.approx(30, rel=0.1)
-
-
-def test_a_slow_machine_trains_less_and_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(demo, "STEPS", {"drt": 10**9, "window": 10**9})
+def fixed_steps(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, recipe: int, minutes: float | None
+) -> tuple[dict[str, int], list[str]]:
+    """How many steps of so many a demo decides on, and what it says until then."""
+    monkeypatch.setattr(demo, "STEPS", {"drt": recipe, "window": recipe})
     said: list[str] = []
 
     def say(message: str) -> None:
         said.append(message)
-        if "This machine is slow" in message:
+        if message.startswith("\nTraining"):
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        demo.Demo(tmp_path, say=say).run()
-    assert "--minutes" in said[-1]
-    assert max(read_json(tmp_path / "demo.json")["steps"].values()) < 10**9
+        demo.Demo(folder, minutes=minutes, say=say).run()
+    return read_json(folder / "demo.json")["steps"], said
+
+
+def test_a_slow_machine_takes_longer_and_says_how_long(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps, said = fixed_steps(tmp_path, monkeypatch, 10**9, None)
+    assert set(steps.values()) == {10**9}
+    assert any("The recipe's steps take about" in line for line in said)
+    assert not any("--minutes" in line for line in said)
+
+
+def test_given_minutes_cap_the_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    steps, said = fixed_steps(tmp_path / "few", monkeypatch, 10**9, 0.5)
+    seconds = read_json(tmp_path / "few" / "demo.json")["measured_seconds_per_step"]
+    assert sum(steps[name] * seconds[name] for name in seconds) == pytest.approx(30, rel=0.1)
+    assert any("--minutes" in line for line in said)
+    steps, said = fixed_steps(tmp_path / "all", monkeypatch, 21, 10**6)
+    assert set(steps.values()) == {21}
+    assert not any("--minutes" in line for line in said)
 
 
 def test_an_unwritable_folder_is_named_first(tmp_path: Path) -> None:

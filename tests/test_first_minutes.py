@@ -94,7 +94,8 @@ def test_a_command_goes_on_where_it_cannot_be_started_again(executable: str, tmp
     """An embedded Python, a sandbox that starts no second process."""
     code = (
         f"import os, sys\nsys.executable = {executable}\nsys.argv[1:] = ['evaluate', '--suite']\n"
-        "for name in [*os.environ]:\n    if name.startswith(('MALLOC_', 'GLIBC_')): del os.environ[name]\n"
+        "for name in [*os.environ]:\n"
+        "    if name.startswith(('MALLOC_', 'GLIBC_', 'GOMP_', 'OMP_')): del os.environ[name]\n"
         "from trailmark.cli import main\nmain()"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)

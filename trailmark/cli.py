@@ -14,6 +14,7 @@ import typer
 
 from trailmark import __version__, cli_chat, cli_convert, cli_data, cli_evaluation, cli_explore
 from trailmark.evaluation.suite import dtype_setting
+from trailmark.machine import start_again_set_up
 from trailmark.settings import Settings, setting, takes
 
 app = typer.Typer(
@@ -22,12 +23,6 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-# glibc's defaults give freed memory back page by page
-KEEP_FREED_MEMORY = {
-    "MALLOC_MMAP_THRESHOLD_": "4294967296",
-    "MALLOC_TRIM_THRESHOLD_": "8589934592",
-    "MALLOC_TOP_PAD_": "67108864",
-}
 # what libraries warn of that no user can act on: the message, its category, the module that is blamed
 _NOT_FOR_USERS: tuple[tuple[str, type[Warning], str], ...] = (
     # what is passed there is transformers' choice
@@ -39,6 +34,8 @@ _NOT_FOR_USERS: tuple[tuple[str, type[Warning], str], ...] = (
         r"torch\.distributed\.fsdp\._fully_shard\._fsdp_state",
     ),
 )
+# the commands that compute for long
+_HEAVY = {"demo", "targets", "train", "evaluate", "read", "explore", "generate", "chat"}
 # the commands that go on where they stopped
 _RESUMING = {"demo", "prepare", "neighbours", "targets", "train", "evaluate", "read"}
 
@@ -292,8 +289,9 @@ def main(arguments: list[str] | None = None) -> None:
     from_shell = arguments is None
     arguments = sys.argv[1:] if arguments is None else arguments
     try:
-        if from_shell:  # a program that calls this is not started again
-            keep_freed_memory(arguments)
+        # a program that calls this is not started again
+        if from_shell and _HEAVY.intersection(arguments[:1]):
+            start_again_set_up()
         cli_evaluation.declare_options()  # of suites that a program registered since
         _quiet()
         if code := app(args=arguments, obj=arguments, standalone_mode=False):  # typer turns exits into codes
@@ -344,28 +342,6 @@ def _quiet() -> None:
         logging.disable_progress_bar()
     for message, category, module in _NOT_FOR_USERS:
         warnings.filterwarnings("ignore", message, category, module)
-
-
-def keep_freed_memory(arguments: list[str]) -> None:
-    """Start again with glibc told to keep freed memory: training in eager mode is 1.3 to 4 times faster.
-
-    glibc reads these settings once, when a process starts. Elsewhere (macOS, musl) they mean nothing.
-    """
-    heavy = {"demo", "targets", "train", "evaluate", "read", "explore", "generate", "chat"}
-    if not sys.platform.startswith("linux") or not heavy.intersection(arguments[:1]):
-        return
-    if any(name in os.environ for name in KEEP_FREED_MEMORY) or "GLIBC_TUNABLES" in os.environ:
-        return
-    # as it was started: "-m" instead of the installed script would put the user's folder on the import path
-    program = sys.executable or ""
-    try:
-        os.execve(program, [program, *sys.orig_argv[1:]], os.environ | KEEP_FREED_MEMORY)
-    except (OSError, ValueError) as error:  # an embedded Python, no right to start it, no room for two
-        ways = " ".join(f"{name}={value}" for name, value in KEEP_FREED_MEMORY.items())
-        sys.stderr.write(
-            f"trailmark: this Python cannot be started again ({error}): glibc gives freed memory back, which makes "
-            f"training slower and changes no result. To keep it, set {ways}\n"
-        )
 
 
 if __name__ == "__main__":

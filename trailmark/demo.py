@@ -36,7 +36,6 @@ PHASES = "any"  # where a question may end in its chunk
 CHANCE = 1 / (10 * 9 * 8 * 7 * 6)  # five distinct digits
 
 STEPS = {"drt": 2600, "window": 400}
-MINUTES = 7.0  # for both trainings, if the machine is slow
 
 _SHARED_MODEL: dict[str, Any] = {
     "vocab_size": 259,  # bytes and three special tokens
@@ -169,12 +168,12 @@ class Demo:
         write_json(self.record_path, self.record)
 
     def _announce(self) -> None:
-        minutes = MINUTES if self.minutes is None else self.minutes
+        minutes = "its time is said below" if self.minutes is None else f"at most {self.minutes:g} minutes"
         self.say(
             f"trailmark demo: a Transformer of 200,000 parameters learns to look things up in its own past.\n"
             f"  1. Train it from scratch on texts of at most {TRAIN_LENGTH:,} tokens (bytes of Python's own\n"
             f"     source files, with needles $KEYS=12345; hidden in them), and a model with a window alone:\n"
-            f"     at most {minutes:g} minutes.\n"
+            f"     {minutes}.\n"
             f"  2. Read texts of up to {LENGTHS[-1]:,} tokens, 1024 times longer, and ask both for what was\n"
             f"     hidden there, in questions that end anywhere in a chunk of {CHUNK_SIZE} tokens: about 2 minutes.\n"
             f"  Everything goes to {self.output}/. Ctrl-C stops; the same command goes on."
@@ -198,22 +197,21 @@ class Demo:
         )
 
     def _fix_steps(self, text: Tokens) -> None:
-        """The recipe's steps if they fit into the time; a given ``minutes`` is filled. Then recorded."""
+        """The recipe's steps, whatever they take; with ``minutes`` as many as fit into these. Then recorded."""
         if self.record["steps"] is not None:
             return
         self.say("\nMeasuring the speed of this machine ...")
         seconds = {name: measure_speed(Run(self._config(name, 1), text=text)) for name in STEPS}
         needed = sum(STEPS[name] * seconds[name] for name in STEPS)
-        share = (self.minutes or MINUTES) * 60 / needed
-        if self.minutes is None:
-            share = min(1.0, share)
+        share = 1.0 if self.minutes is None else min(1.0, self.minutes * 60 / needed)
         steps = {name: max(20, int(STEPS[name] * share)) for name in STEPS}
         self.record |= {"steps": steps, "measured_seconds_per_step": seconds}
         self._save()
+        self.say(f"  The recipe's steps take about {duration(needed)} here.")
         if share < 1.0:
             self.say(
-                f"  This machine is slow: {share:.0%} of the recipe's steps fit into {self.minutes or MINUTES:g} "
-                "minutes, and the results may be worse than the README's. Give more --minutes for those."
+                f"  {share:.0%} of them fit into {self.minutes:g} minutes: the results may be worse than the README's. "
+                "Leave --minutes out for those."
             )
 
     def _train(self, name: str, text: Tokens) -> TrailmarkForCausalLM:

@@ -208,7 +208,7 @@ def configs(draw: st.DrawFn) -> RunConfig:
         "context_length": context,
         "tokens_per_step": rows * context,
         "micro_batch_size": micro if task != "needles" else None,  # their rows are the curriculum's
-        "precision": draw(st.sampled_from(["float32", "bfloat16", "float64"])),
+        "precision": draw(st.sampled_from(["auto", "float32", "bfloat16", "float64"])),
         "optimizer": draw(st.sampled_from(["muon", "adamw"])),
         "schedule": draw(st.sampled_from(["linear", "cosine"])),
         "warmup_steps": draw(st.integers(0, 3)),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 import platform
 import shutil
 import sys
@@ -16,6 +15,7 @@ import transformers
 from torch import Tensor
 
 from trailmark import __version__
+from trailmark.machine import allocator, processor
 from trailmark.models import MODELS
 from trailmark.models.fields import build_config
 from trailmark.ops import (
@@ -41,12 +41,9 @@ def examine() -> Iterator[Check]:
     yield Check("python", sys.version_info >= (3, 11), platform.python_version())
     yield Check("torch", _at_least(torch.__version__, (2, 11)), torch.__version__)
     yield Check("transformers", _at_least(transformers.__version__, (5, 16)), transformers.__version__)
-    threads = torch.get_num_threads()
-    yield Check(
-        "processor", True, f"{platform.machine()}, {os.cpu_count()} cores, {threads} threads for torch"
-    )
+    yield Check("processor", True, processor())
     yield Check("gpu", True, _gpu())
-    yield Check("allocator", True, _allocator())
+    yield Check("allocator", True, allocator())
     free = shutil.disk_usage(".").free / 2**30
     yield Check("disk", free > 1, f"{free:.1f} GiB free here")
     found = importlib.util.find_spec("matplotlib") is not None
@@ -66,17 +63,6 @@ def examine() -> Iterator[Check]:
 def _at_least(version: str, lowest: tuple[int, int]) -> bool:
     major, minor = version.split(".")[:2]
     return (int(major), int(minor)) >= lowest
-
-
-def _allocator() -> str:
-    if not sys.platform.startswith("linux"):
-        return "the system's"
-    kept = "MALLOC_TRIM_THRESHOLD_" in os.environ or "GLIBC_TUNABLES" in os.environ
-    return (
-        "keeps freed memory"
-        if kept
-        else "glibc's defaults; the other commands set better ones for themselves"
-    )
 
 
 def _gpu() -> str:

@@ -16,6 +16,7 @@ from trailmark.models import MODELS, TrailmarkConfig, architectures_with, short_
 from trailmark.models.fields import build_config, saved_fields
 from trailmark.settings import expect_bounds, from_mapping, parse_override, read_yaml, setting
 
+Precision = Literal["float32", "bfloat16", "float64"]
 Train = Literal["retriever", "additions", "additions_and_upper", "all"]
 # beyond these nothing trains, and a machine's numbers end
 MOST_RATE, MOST_WEIGHT, MOST_NORM = 1000, 1_000_000, 1_000_000_000
@@ -144,9 +145,10 @@ class TrainingConfig:
         least=1,
         most=MOST_ROWS,
     )
-    precision: Literal["float32", "bfloat16", "float64"] = setting(
+    precision: Literal["auto", "float32", "bfloat16", "float64"] = setting(
         "float32",
-        "bfloat16: mixed, the weights stay float32. float64: all of it, for comparisons.",
+        "bfloat16: mixed, the weights stay float32. auto: bfloat16 where the GPU, or else the processor, multiplies it "
+        "in hardware, float32 elsewhere; a run goes on in what it began with. float64: all of it, for comparisons.",
     )
     train: Train = setting(
         "all",
@@ -249,6 +251,12 @@ class TrainingConfig:
         64, "Windows of ``context_length`` tokens to measure on.", least=1, most=MOST_STEPS
     )
     seed: int = setting(0, "Seed of weights, batches and noise.", least=0, most=2**32 - 1)
+
+    @property
+    def computes_in(self) -> Precision:
+        """The precision; of a run, which has settled what ``auto`` is (:mod:`trailmark.training.precision`)."""
+        assert self.precision != "auto"
+        return self.precision
 
 
 # settings of ``training`` that change no weight: a run may go on with others

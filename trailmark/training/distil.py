@@ -51,7 +51,7 @@ class Teacher:
     def __init__(self, config: RunConfig, model_config: TrailmarkConfig, tokenizer: Any) -> None:
         assert config.distil.model is not None
         self.settings, self.folder = config.distil, config.distil.model
-        self.dtype: torch.dtype = getattr(torch, config.training.precision)
+        self.dtype: torch.dtype = getattr(torch, config.training.computes_in)
         self.config = pretrained.load_config(self.folder, "distil.model")
         self.ours = self.config.model_type in MODELS
         lower = getattr(model_config, "num_lower_layers", 0)

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from trailmark.models import TrailmarkConfig
 from trailmark.models.size import without_weights
-from trailmark.training.footprint import Precision, Settings, footprint, uniform
+from trailmark.training.config import Precision
+from trailmark.training.footprint import Settings, footprint, uniform
 from trailmark.training.ledger import Ledger, without_memory
 from trailmark.training.optimizer import MuonAdamW
 from trailmark.training.parts import WHOLE, Parts

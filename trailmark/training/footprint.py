@@ -8,7 +8,7 @@ real; whatever scores would choose is number 0.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from accelerate.utils import convert_outputs_to_fp32
@@ -19,12 +19,11 @@ from trailmark.models.answers import LayerKind
 from trailmark.models.layers import slopes_like
 from trailmark.models.size import without_weights
 from trailmark.ops import block_attention, sliding_window_attention
+from trailmark.training.config import Precision
 from trailmark.training.ledger import Ledger, without_memory
 from trailmark.training.loss import weighted_loss
 from trailmark.training.parts import WHOLE, Parts
 from trailmark.training.trainer import checkpoint_activations
-
-Precision = Literal["float32", "bfloat16", "float64"]
 
 _LAYERS = 2  # of a kind (and of a group) that are run at most: what the one before the last keeps, each further keeps
 _WHOLE_TOKENS = 4096  # of a micro-batch that is run whole; of a larger one, two rows and three

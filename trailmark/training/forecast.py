@@ -21,7 +21,7 @@ def forecast(run: Run) -> Iterator[str]:
     settings, cuda = run.config.training, torch.cuda.is_available()
     found, device = estimate_of(run), "cuda" if cuda else "cpu"
     yield from describe(
-        found, measure_flops_per_second(device, getattr(torch, settings.precision)), settings.steps
+        found, measure_flops_per_second(device, getattr(torch, settings.computes_in)), settings.steps
     )
     if world_size() > 1:
         yield "No step is taken with several processes: one process would not do what they do together."
@@ -48,7 +48,7 @@ def estimate_of(run: Run) -> Estimate:
         micro_rows=rows // (processes * run.micro),
         world_size=processes,
         optimizer=settings.optimizer,
-        precision=settings.precision,
+        precision=settings.computes_in,
         gradient_checkpointing=settings.gradient_checkpointing,
         sharded=processes > 1 and settings.parallel == "fsdp",
         device="cuda" if torch.cuda.is_available() else "cpu",
@@ -80,7 +80,7 @@ def seconds_per_step(run: Run, steps: int = 1) -> list[float]:
     if settings.gradient_checkpointing:
         checkpoint_activations(model)
     optimizer = make_optimizer(model, settings)
-    half = settings.precision == "bfloat16"
+    half = settings.computes_in == "bfloat16"
     seconds = []
     for step in range(steps):
         began = time.perf_counter()

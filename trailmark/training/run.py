@@ -45,6 +45,7 @@ from trailmark.training.final_model import MODEL_MANIFEST, sign_model
 from trailmark.training.fit import MemoryFit
 from trailmark.training.neighbours import open_table
 from trailmark.training.parts import Parts
+from trailmark.training.precision import settled
 from trailmark.training.processes import by_main, is_main, rank, world_size
 from trailmark.training.run_folder import (
     HISTORY_FILE,
@@ -90,8 +91,11 @@ class Run(RunningState):
         evaluate: Evaluate | None = None,
         say: Callable[[str], None] = lambda message: None,
     ) -> None:
+        config, told = settled(config)
         super().__init__(config)
         self.progress, self.say, self._evaluate = progress, say, evaluate
+        if told:
+            say(told)
         settings = config.training
         self.tokenizer = load_tokenizer(config.data.tokenizer)
         # what may be wrong is found before the model is made
@@ -133,7 +137,7 @@ class Run(RunningState):
         set_seed(self.config.training.seed)
         # weights, gradients and what the optimizer keeps; with a GPU only the weights lie here
         copies = 1 if torch.cuda.is_available() else 3
-        expect_memory(self.model_config, copies * (8 if self.config.training.precision == "float64" else 4))
+        expect_memory(self.model_config, copies * (8 if self.config.training.computes_in == "float64" else 4))
         return self._make_model()
 
     # --- the model -----------------------------------------------------------------------------------------
@@ -160,7 +164,7 @@ class Run(RunningState):
         else:
             model = states.initial_model(cls, self.model_config, config.init_from)
         model.embedder = self.embedder
-        if config.training.precision == "float64":
+        if config.training.computes_in == "float64":
             model = model.double()
         self.parts.apply(model)
         return model

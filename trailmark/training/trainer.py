@@ -84,7 +84,7 @@ def training_arguments(settings: TrainingConfig, output: Path, micro: int) -> Tr
         per_device_train_batch_size=1,
         gradient_accumulation_steps=micro,
         max_grad_norm=settings.max_grad_norm,
-        bf16=settings.precision == "bfloat16",
+        bf16=settings.computes_in == "bfloat16",
         save_strategy="steps",
         save_steps=settings.save_steps,
         logging_strategy="steps" if settings.report_to else "no",
@@ -199,7 +199,7 @@ class RunTrainer(Trainer):
 
     def _autocast(self) -> torch.autocast:
         """Also where accelerate leaves it to FSDP2, whose own mixed precision would round weights and gradients."""
-        half = self.run.config.training.precision == "bfloat16"
+        half = self.run.config.training.computes_in == "bfloat16"
         return torch.autocast(self.args.device.type, torch.bfloat16, enabled=half)
 
     def repeat_step(self) -> None:

@@ -40,6 +40,8 @@ class DRTConfig(TrailmarkConfig):
             part in what an encoder finds.
         retrieval_noise: Gumbel noise on the scores when chunks are selected in training.
         exclude_visible_chunks: do not select chunks that the window shows whole to the last row that reads.
+        gca_implementation: of grouped cross-attention alone: "reference" (the paper's "w/o Triton") or "torch"; None:
+            as ``implementation`` says for all ops.
         residual_gca: add what was read to the residual stream; False: it feeds the MLP only, as published.
         retriever: what selects. "causal": the learned scores. The ablations: "random": K chunks, drawn evenly from
             the candidates. "encoder": those that a frozen encoder finds nearest, online (the model's attribute
@@ -53,9 +55,9 @@ class DRTConfig(TrailmarkConfig):
 
     model_type = "trailmark_drt"
     # the embedder itself counts: TrailmarkForCausalLM._cache_key
-    no_arithmetic = frozenset({"retrieval_noise", "embedder", "embedder_fingerprint"})
+    no_arithmetic = frozenset({"gca_implementation", "retrieval_noise", "embedder", "embedder_fingerprint"})
     newer = TrailmarkConfig.newer | {
-        "chunk_summary", "landmarks_as_keys", "memory_kv", "retrieval_recency", "virtual_key",
+        "chunk_summary", "gca_implementation", "landmarks_as_keys", "memory_kv", "retrieval_recency", "virtual_key",
     }  # fmt: skip
 
     num_lower_layers: Filled = None  # type: ignore[assignment]
@@ -74,6 +76,7 @@ class DRTConfig(TrailmarkConfig):
     retrieval_recency: float | int = 0.0
     retrieval_noise: bool = True
     exclude_visible_chunks: bool = False
+    gca_implementation: Literal["reference", "torch"] | None = None
     residual_gca: bool = False
     retriever: Literal["causal", "random", "encoder"] = "causal"
     encoder_weights: Literal["learned", "encoder"] = "learned"

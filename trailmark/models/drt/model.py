@@ -130,7 +130,8 @@ class DRTLayer(GradientCheckpointingLayer):
     def __init__(self, config: DRTConfig) -> None:
         super().__init__()
         self.head_dim, self.residual_gca = config.head_dim, config.residual_gca
-        self.softmax_off_by_one, self.implementation = config.softmax_off_by_one, config.implementation
+        self.softmax_off_by_one = config.softmax_off_by_one
+        self.implementation = config.gca_implementation or config.implementation
         self.beside_window, self.window = config.virtual_key == "window", config.sliding_window
         self.rope = config.rope
         self.attention_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
