@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import statistics
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
@@ -19,6 +20,7 @@ from trailmark.statistics import wilson_interval
 
 Found = dict[str, Any]
 BASE = "Base"
+_ENOUGH = 100  # questions, for a share that stands without their number
 
 
 # --- numbers -------------------------------------------------------------------------------------------------
@@ -128,7 +130,7 @@ def _less(base: Sequence[Found], factor: int) -> Column:
 
 
 def _share(factor: int, interval: bool) -> Column:
-    """Right answers of the questions, over all seeds."""
+    """Right answers of the questions, over all seeds; without an interval beside their number where they are few."""
 
     def shown(row: Row) -> str:
         results = [r for found in row["needles"] if (r := at(found, factor)) is not None]
@@ -136,7 +138,9 @@ def _share(factor: int, interval: bool) -> Column:
         if not questions:
             return "-"
         cell = f"{right / questions:.2f}"
-        return cell if not interval else "{} ({:.2f}-{:.2f})".format(cell, *wilson_interval(right, questions))
+        if interval:
+            return "{} ({:.2f}-{:.2f})".format(cell, *wilson_interval(right, questions))
+        return cell if questions >= _ENOUGH else f"{cell} of {questions}"
 
     return shown
 
@@ -269,19 +273,27 @@ def cost_table(part: Found) -> str:
     )
 
 
+def _seeds(part: Found) -> str:
+    """How many seeds rows have, and what is shown of several."""
+    counts = Counter(found["row"] for found in part["results"])
+    if max(counts.values()) < 3:
+        return "one seed" if max(counts.values()) == 1 else "one or two seeds"
+    return "mean ± standard deviation where there are three seeds"
+
+
 def summary_note(record: Found) -> str:
     """What the columns of the summary are."""
     notes = []
     if text := record.get("text", {}).get("settings"):
         notes.append(
             f"*ppl*: of books never trained on, {text['context_length']:,} tokens (1x), 4 and 16 times as many read "
-            f"at a time, after {text['steps']:,} steps of {text['tokens_per_step']:,} tokens (mean ± standard "
-            "deviation where there are three seeds)."
+            f"at a time, after {text['steps']:,} steps of {text['tokens_per_step']:,} tokens ({_seeds(record['text'])})."
         )
     if needles := record.get("needles", {}).get("settings"):
         notes.append(
             f"*needle*: share of single needles found in {needles['length']:,} tokens (1x) and more, by byte models "
-            f"after {needles['steps']:,} steps."
+            f"after {needles['steps']:,} steps, which are smaller than *parameters*, those of the text's models, says "
+            f"({_seeds(record['needles'])}); where fewer than {_ENOUGH} questions were asked, of how many."
         )
     if record.get("cost"):
         notes.append("*time*, *memory*: of a training step.")

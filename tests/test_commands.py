@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 
 from tests.commands import (
     CONFIGS,
@@ -227,7 +228,8 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
 
 def make_run(path: Path, overrides: list[str], texts: dict[str, list[str]], folder: Path) -> Run:
     """The run of a configuration, with texts and an encoder that are here; and its model on no device."""
-    config = load_run_config(path, [*overrides, *_HERE, f"output={folder / 'run'}"])
+    begun = _fields_of_init_from(path, overrides)
+    config = load_run_config(path, [*begun, *overrides, *_HERE, f"output={folder / 'run'}"])
     config.data.paths = texts[config.data.task]
     config.data.validation = None if config.data.validation is None else texts["text"]
     if config.model.get("embedder"):
@@ -237,6 +239,17 @@ def make_run(path: Path, overrides: list[str], texts: dict[str, list[str]], fold
         model = MODELS[run.model_config.model_type](run.model_config)
     assert sum(p.numel() for p in model.parameters()) > 100_000
     return run
+
+
+def _fields_of_init_from(path: Path, overrides: list[str]) -> list[str]:
+    """Of the model that a run begins with, where a configuration here trains it: no folder is there yet."""
+    raw = yaml.safe_load(path.read_text())
+    begins = dict(own.split("=", 1) for own in overrides).get("init_from", raw.get("init_from"))
+    file = path.with_name(f"{Path(begins or '').name}.yaml")
+    if raw.get("model") or not file.exists():
+        return []
+    fields = yaml.safe_load(file.read_text())["model"]
+    return [f"model.{name}={json.dumps(value)}" for name, value in fields.items()]
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,13 +12,16 @@ import pytest
 import torch
 import yaml
 
+from tests.models import tiny
 from tests.training.tiny import CHUNK_SIZE, MODELS, prose
 from trailmark import demo
 from trailmark.data.corpus import load_tokenizer, tokenize
 from trailmark.models import (
+    BlockRecurrentConfig,
     DRTConfig,
     LandmarkConfig,
     LandmarkForCausalLM,
+    RPTConfig,
     SlidingWindowConfig,
     architectures,
 )
@@ -275,10 +279,13 @@ def test_the_paper_model_has_the_papers_size() -> None:
 
 # --- the papers' rows --------------------------------------------------------------------------------------
 
-# arXiv 2410.01651, Table 1; the sizes of Table 4 besides, where only base-512 and drt-x1 have files
+# arXiv 2410.01651, Table 1; the sizes of Table 4 besides
 ROWS = ["base-512", "base-768", "base-plus2-658", "base-plus2-704", "drt-x1", "drt-x2", "landmark"]
 TABLE_1 = [f"{row}-{size}" for size in ("128m", "350m") for row in ROWS]
 TABLE_4 = [f"{row}-{size}" for size in ("760m", "1.5b", "3b") for row in ("base-512", "drt-x1")]
+BASELINES = [
+    f"{row}-{size}" for size in ("128m", "350m", "760m", "1.5b", "3b") for row in ("rpt", "block-recurrent")
+]
 WIDTHS = {
     "128m": (768, 2048),
     "350m": (1024, 2816),
@@ -306,7 +313,7 @@ def training_but(config: RunConfig, names: set[str]) -> dict[str, Any]:
     return {name: value for name, value in vars(config.training).items() if name not in names}
 
 
-@pytest.mark.parametrize("name", [*TABLE_1, *TABLE_4, "full-attention-128m"])
+@pytest.mark.parametrize("name", [*TABLE_1, *TABLE_4, *BASELINES, "full-attention-128m"])
 def test_all_rows_are_trained_as_the_paper_says(name: str) -> None:
     """arXiv 2410.01651, App. A; epsilon and what decays are the published code's."""
     config = paper(name)
@@ -315,13 +322,14 @@ def test_all_rows_are_trained_as_the_paper_says(name: str) -> None:
     assert (training.weight_decay, training.decay_vectors, training.adam_epsilon) == (0.001, True, 1e-6)
     assert (training.steps, training.precision, training.max_grad_norm) == (60_000, "bfloat16", 1.0)
     assert config.data.tokenizer == "gpt2"
-    assert config.data.early_landmarks == 0 or config.model["architecture"] == "sliding_window"
+    without_chunks = config.model["architecture"] in ("sliding_window", "block_recurrent")
+    assert config.data.early_landmarks == 0 or without_chunks
     # 2 % warmup to the peak, a cosine to 4e-4
     rates = [peak * schedule(training, step) for step in (0, 1200 - 1, 1200, (1200 + 60_000) // 2, 60_000)]
     assert rates == pytest.approx([2e-3 / 1200, 2e-3, 2e-3, 1.2e-3, 4e-4])
     # all else is as in the first of them
-    left = training_but(config, OF_THE_MACHINE | OF_THE_TEXTS)
-    assert left == training_but(paper("base-512-128m"), OF_THE_MACHINE | OF_THE_TEXTS)
+    differs = OF_THE_MACHINE | OF_THE_TEXTS | ({"eval_steps"} if config.data.neighbours else set())
+    assert training_but(config, differs) == training_but(paper("base-512-128m"), differs)
     # 8 processes share a step, in whole micro-batches of at most 2^15 tokens
     rows, micro = rows_per_step(config), training.micro_batch_size
     assert micro is not None
@@ -329,7 +337,7 @@ def test_all_rows_are_trained_as_the_paper_says(name: str) -> None:
     assert micro * training.context_length <= 2**15
 
 
-@pytest.mark.parametrize("name", [*TABLE_1, *TABLE_4])
+@pytest.mark.parametrize("name", [*TABLE_1, *TABLE_4, *BASELINES])
 def test_contexts_and_token_budgets(name: str) -> None:
     config = paper(name)
     size = name.rsplit("-", 1)[1]
@@ -337,11 +345,12 @@ def test_contexts_and_token_budgets(name: str) -> None:
         assert config.training.context_length * 64 / 63 == config.model["max_position_embeddings"] == 768
         assert rows_per_step(config) == 8 * round(2**19 / 756 / 8)
     else:
-        assert config.training.context_length == {"1.5b": 8192, "3b": 4096}.get(size, 16_384)
+        of_size = {"1.5b": 8192, "3b": 4096}.get(size, 16_384)
+        assert config.training.context_length == (4096 if name == "block-recurrent-128m" else of_size)
         assert config.training.tokens_per_step == 2**19
 
 
-@pytest.mark.parametrize("name", [*TABLE_1, *TABLE_4])
+@pytest.mark.parametrize("name", [*TABLE_1, *TABLE_4, *BASELINES])
 def test_the_models_of_the_rows(name: str) -> None:
     """Sec. 4.1.2: what tells the rows apart."""
     row, size = name.rsplit("-", 1)
@@ -359,6 +368,17 @@ def test_the_models_of_the_rows(name: str) -> None:
         assert not model.residual_gca
     elif isinstance(model, LandmarkConfig):
         assert (model.chunk_size, model.num_retrieved_chunks) == (63, 4)
+    elif isinstance(model, RPTConfig):
+        assert (model.sliding_window, model.chunk_size, model.num_retrieved_chunks) == (512, 64, 8)
+        assert (model.num_lower_layers, model.num_encoder_layers) == (layers // 2, 2)
+        # what a DRT with the same encoder may read, and its table
+        drt = paper("drt-x1-128m").model_config()
+        assert model.retriever == "encoder"
+        assert model.exclude_visible_chunks == drt.exclude_visible_chunks
+    elif isinstance(model, BlockRecurrentConfig):
+        assert (model.sliding_window, model.block_size, model.num_states) == (768, 512, 512)
+        assert model.recurrent_layer == layers // 3
+        assert model.truncation_blocks * model.block_size == 1024
     else:
         assert model.sliding_window == int(row.rsplit("-", 1)[1])
         assert model.window_position == "alibi"
@@ -370,6 +390,9 @@ OURS = {
     "drt-x1-128m": 147_154_944, "drt-x2-128m": 147_745_536, "landmark-128m": 123_552_000,
     "base-512-350m": 359_794_688, "base-plus2-658-350m": 385_488_896, "drt-x1-350m": 414_865_408,
     "drt-x2-350m": 415_915_008, "base-512-760m": 756_747_264, "drt-x1-760m": 879_461_376,
+    "rpt-128m": 151_881_216, "rpt-350m": 435_859_456, "rpt-760m": 926_681_088, "rpt-1.5b": 1_619_877_888,
+    "rpt-3b": 3_244_544_000, "block-recurrent-128m": 129_057_792, "block-recurrent-350m": 369_233_920,
+    "block-recurrent-760m": 777_197_568, "block-recurrent-1.5b": 1_352_933_376, "block-recurrent-3b": 2_721_433_600,
     "base-512-1.5b": 1_317_277_696, "drt-x1-1.5b": 1_535_946_752, "base-512-3b": 2_666_378_240,
     "drt-x1-3b": 3_060_966_400,
 }  # fmt: skip
@@ -407,7 +430,7 @@ def test_stages_from_a_pretrained_base(name: str) -> None:
 
 def test_every_row_has_its_file_and_every_file_is_said_in_the_readme() -> None:
     names = {path.stem for path in CONFIGS}
-    assert {*TABLE_1, *TABLE_4, "full-attention-128m", "landmark-paper"} <= names
+    assert {*TABLE_1, *TABLE_4, *BASELINES, "full-attention-128m", "landmark-paper"} <= names
     readme = (CONFIGS[0].parent / "README.md").read_text()
     assert [name for name in sorted(names) if f"{name}.yaml" not in readme] == []
     said = set(re.findall(r"([\w.-]+)\.yaml", readme))
@@ -455,7 +478,7 @@ def test_fine_tuning_takes_a_tenth_of_the_steps_and_all_else_as_it_was(
     """App. D."""
     config, before = paper(prefix + name), paper(of)
     assert config.init_from == before.output
-    assert config.model == before.model
+    assert config.model == {}  # of init_from
     assert config.data.tokenizer == before.data.tokenizer
     assert config.training.steps * 10 == before.training.steps
     assert config.training.warmup_steps * 10 == before.training.warmup_steps
@@ -468,11 +491,48 @@ def test_fine_tuning_takes_a_tenth_of_the_steps_and_all_else_as_it_was(
 @pytest.mark.parametrize("hops", [1, 2])
 def test_the_needles_of_fine_tuning_can_be_made(hops: int) -> None:
     """The laptop's; those of the papers need a tokenizer that is downloaded."""
-    config = replace(paper(f"laptop-finetune-niah-{hops}hop"), init_from=None)
+    config = replace(
+        paper(f"laptop-finetune-niah-{hops}hop"), init_from=None, model=paper("laptop-drt-x2").model
+    )
     batch = Run(config, text=tokenize([prose(3000)], load_tokenizer())).batch(0)
     assert batch["input_ids"].shape == (rows_per_step(config), config.training.context_length)
     assert batch["needles"].shape[1] == (1 if hops == 1 else 4)
     assert batch["answers"].any(1).all()
+
+
+ROWS_OF_TABLE_2: dict[str, Callable[..., Any]] = {
+    "drt": tiny.drt, "window": tiny.window_model, "landmark": tiny.landmark, "rpt": tiny.rpt,
+    "block_recurrent": tiny.block_recurrent,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("hops", [1, 2])
+@pytest.mark.parametrize("row", ROWS_OF_TABLE_2)
+def test_every_row_of_table_2_is_fine_tuned_by_one_file(row: str, hops: int, tmp_path: Path) -> None:
+    """Its folder alone tells them apart; all have questions that end anywhere in a chunk."""
+    changes: dict[str, Any] = {"vocab_size": 259}
+    if row == "landmark":
+        changes |= {"max_position_embeddings": 4096, "local_length": 40}
+    if row == "rpt":
+        changes |= {"retriever": "encoder", "embedder": "hash"}
+    model = ROWS_OF_TABLE_2[row](**changes).float()
+    model.save_pretrained(tmp_path / "before")
+    config = load_run_config(
+        CONFIGS[0].with_name(f"laptop-finetune-niah-{hops}hop.yaml"),
+        [
+            f"init_from={tmp_path / 'before'}", f"output={tmp_path / 'after'}", "data.chunk_size=5",
+            "training.context_length=400", "training.tokens_per_step=1600", "training.steps=1",
+        ],
+    )  # fmt: skip
+    assert config.model_config(259).model_type == model.config.model_type
+    run = Run(config, text=tokenize([prose(3000)], load_tokenizer()))
+    batch = run.batch(0)
+    ends = {int(row.nonzero()[-1]) for row in batch["close_chunk"]}
+    phases = {int(row.nonzero()[0]) for row in batch["close_chunk"]} - ends
+    assert len(phases) > 1
+    assert batch["answers"].any(1).all()
+    run.train()
+    assert run.step == 1
 
 
 FILES = {
