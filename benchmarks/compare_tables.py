@@ -287,7 +287,8 @@ def summary_note(record: Found) -> str:
     if text := record.get("text", {}).get("settings"):
         notes.append(
             f"*ppl*: of books never trained on, {text['context_length']:,} tokens (1x), 4 and 16 times as many read "
-            f"at a time, after {text['steps']:,} steps of {text['tokens_per_step']:,} tokens ({_seeds(record['text'])})."
+            f"at a time, after {text['steps']:,} steps of {text['tokens_per_step']:,} tokens "
+            f"({_seeds(record['text'])})."
         )
     if needles := record.get("needles", {}).get("settings"):
         notes.append(

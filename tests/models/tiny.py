@@ -26,7 +26,7 @@ from trailmark.models import (
     TrailmarkConfig,
     TrailmarkForCausalLM,
 )
-from trailmark.models.layers import MLP, RMSNorm, SelfAttention
+from trailmark.models.layers import SelfAttention
 
 EXACT = 1e-10  # guarantee 7
 SIZES: dict[str, Any] = {
@@ -301,7 +301,9 @@ class _Naive:
     def __init__(self, config: TrailmarkConfig) -> None:
         self.config: Any = config
 
-    def norm(self, norm: RMSNorm, x: Tensor) -> Tensor:
+    def norm(self, norm: Any, x: Tensor) -> Tensor:
+        if getattr(self.config, "norm", "rms") == "layer":
+            x = x - x.mean(-1, keepdim=True)
         return self.rms(norm, x)
 
     def rms(self, norm: Any, x: Tensor) -> Tensor:
@@ -310,7 +312,10 @@ class _Naive:
     def unit(self, x: Tensor) -> Tensor:
         return x * (x.square().mean(-1, keepdim=True) + self.config.rms_norm_eps) ** -0.5
 
-    def mlp(self, mlp: MLP, x: Tensor) -> Tensor:
+    def mlp(self, mlp: Any, x: Tensor) -> Tensor:
+        if getattr(self.config, "mlp", "swiglu") == "gelu":
+            up = mlp.up_proj(x)
+            return mlp.down_proj(up * 0.5 * (1 + torch.erf(up * 0.5**0.5)))
         gate, up = mlp.gate_up_proj(x).split(self.config.intermediate_size, dim=-1)
         return mlp.down_proj(gate * torch.sigmoid(gate) * up)
 

@@ -176,6 +176,7 @@ def models(draw: st.DrawFn, task: str, context: int) -> dict[str, Any]:
     else:
         fields["sliding_window"] = draw(st.sampled_from([None, 1, 2, 9, 33, 500]))
         fields["window_position"] = draw(st.sampled_from(["alibi", "rope"]))
+        fields |= some(draw, mlp=st.sampled_from(["swiglu", "gelu"]), norm=st.sampled_from(["rms", "layer"]))
     return fields
 
 

@@ -61,6 +61,20 @@ def test_a_run_goes_on_in_what_it_began_with(tmp_path: Path, monkeypatch: pytest
     assert again.finished
 
 
+def test_what_this_machine_does_not_multiply(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A processor computes it all the same; a GPU without it does not."""
+    of_processor(monkeypatch)
+    config = run_config(tmp_path / "run", "text", precision="bfloat16", steps=1)
+    said: list[str] = []
+    assert Run(config, text=TEXT, say=said.append).config.training.precision == "bfloat16"
+    assert "slowly" in said[0]
+    assert "training.precision=auto" in said[0]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: False)
+    with pytest.raises(ValueError, match=r"^training\.precision: expected float32, .* on this GPU"):
+        precision.settled(config)
+
+
 def test_one_that_was_chosen_is_not_spoken_of(tmp_path: Path) -> None:
     config = run_config(tmp_path / "run", "text", precision="float64", steps=1)
     assert precision.settled(config) == (config, "")

@@ -26,14 +26,27 @@ def fast_precision(device: str) -> tuple[Precision, str]:
 
 
 def settled(config: RunConfig) -> tuple[RunConfig, str]:
-    """A configuration whose precision is one, and a sentence if it was ``auto``.
+    """A configuration whose precision is one, and a sentence if it was ``auto`` or will be slow; else "".
 
     A folder that was begun goes on in the precision that it began with, wherever that was.
+
+    Raises:
+        ValueError: bfloat16 on a GPU that has none.
     """
-    if config.training.precision != "auto":
-        return config, ""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     precision, why = fast_precision(device)
+    chosen = config.training.precision
+    if chosen == "bfloat16" != precision:
+        if device == "cuda":
+            raise ValueError(
+                "training.precision: expected float32, float64 or auto on this GPU, which has no bfloat16, got bfloat16."
+            )
+        return (
+            config,
+            "It computes in bfloat16, slowly: " + why + ". training.precision=auto takes float32 here.",
+        )
+    if chosen != "auto":
+        return config, ""
     begun = _begun_in(Path(config.output))
     if begun in ("float32", "bfloat16"):
         precision, why = begun, "the run was begun with it"

@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from tests.models import tiny
 from tests.models.conversion.bases import LINEAR, converted, made, save
 from trailmark.models.conversion.convert import convert
 
@@ -122,6 +123,8 @@ def test_an_index_that_leads_out_of_the_folder(base: Path) -> None:
         ("drt", "num_retrieval_groups=3", "num_retrieval_groups: expected a divisor of the 2 upper layers"),
         ("drt", "num_lower_layers=4", "num_lower_layers: expected 0 to 3"),
         ("landmark", "mlp=gelu", "expected mlp 'swiglu'"),
+        ("landmark", "gate_probability=0.5", "expected gate_probability 0"),
+        ("sliding_window", "norm=layer", "expected mlp 'swiglu' and norm 'rms'"),
         ("rpt", "chunk_size=8", "to: expected one of drt, landmark, sliding_window, llama"),
     ],
 )
@@ -168,6 +171,8 @@ def test_what_has_no_way_back(tmp_path: Path) -> None:
     converted(base, tmp_path / "sinks", "sliding_window", "sliding_window=24")
     converted(base, tmp_path / "window", "sliding_window", "sliding_window=24", "num_sinks=0")
     converted(base, tmp_path / "whole", "sliding_window")
+    for name, value in (("mlp", "gelu"), ("norm", "layer")):
+        tiny.window_model(window_position="rope", **{name: value}).save_pretrained(tmp_path / name)
     for name, to, message in (
         ("drt", "llama", "a llama has nothing that reads chunks"),
         (
@@ -177,6 +182,8 @@ def test_what_has_no_way_back(tmp_path: Path) -> None:
         ),
         ("window", "llama", r"with sliding_window = 24\. Go back to mistral\."),
         ("whole", "qwen2", "with attention_bias = False"),
+        ("mlp", "llama", "with mlp = 'gelu'"),
+        ("norm", "mistral", "with norm = 'layer'"),
         ("whole", "qwen3", "with qk_norm = None"),
         ("base", "llama", "expected a model with a window alone"),
     ):

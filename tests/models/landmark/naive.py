@@ -49,17 +49,6 @@ def spots_of(
 class _NaiveModel(_Naive):
     spots: list[Spot]
 
-    def norm(self, norm: Any, x: Tensor) -> Tensor:
-        if self.config.norm == "layer":
-            x = x - x.mean(-1, keepdim=True)
-        return super().norm(norm, x)
-
-    def mlp(self, mlp: Any, x: Tensor) -> Tensor:
-        if self.config.mlp == "swiglu":
-            return super().mlp(mlp, x)
-        up = mlp.up_proj(x)
-        return mlp.down_proj(up * 0.5 * (1 + torch.erf(up * 0.5**0.5)))
-
     def run(self, model: Any, ids: Tensor) -> Tensor:
         """Logits [T, V]."""
         c = self.config

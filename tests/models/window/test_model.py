@@ -18,6 +18,8 @@ VARIANTS: list[dict[str, Any]] = [
     {"sliding_window": None, "window_position": "rope"},
     {"num_key_value_heads": None, "logit_scale": 0.25, "tie_word_embeddings": False},
     {"implementation": "reference"},
+    {"norm": "layer", "mlp": "gelu"},
+    {"norm": "layer"},
     {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
     PRETRAINED | {"layer_types": ["full_attention", "sliding_attention", "sliding_attention"]},
     {"head_dim": 3, "qk_norm": "all"},

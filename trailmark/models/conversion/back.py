@@ -85,6 +85,8 @@ def _lacking(config: Any, to: str) -> dict[str, object]:
         "num_sinks": config.num_sinks > 0,
         "window_position": config.window_position != "rope",
         "logit_scale": config.logit_scale != 1,
+        "mlp": config.mlp != "swiglu",
+        "norm": config.norm != "rms",
         "attention_bias": config.attention_bias != family.attention_bias,
         "qk_norm": config.qk_norm != family.qk_norm,
         "sliding_window": to == "llama" and windows != {None},

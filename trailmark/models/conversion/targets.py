@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trailmark.models.configuration import TrailmarkConfig
 from trailmark.models.conversion import parts as p
 from trailmark.models.conversion.base import ARGUMENT, Base
 from trailmark.models.conversion.parts import Part, Parts, Read
@@ -67,7 +66,12 @@ def _expect_seen(base: Base, window: int | None) -> None:
         )
 
 
-def _window_parts(base: Base, config: TrailmarkConfig) -> Parts:
+def _window_parts(base: Base, config: Any) -> Parts:
+    if config.mlp != "swiglu" or config.norm != "rms":
+        raise ValueError(
+            f"{ARGUMENT}: expected mlp 'swiglu' and norm 'rms', as this {base.family} has them, got {config.mlp!r} and "
+            f"{config.norm!r}. Leave them out."
+        )
     parts = p.outside_layers(base)
     for number in range(config.num_hidden_layers):
         parts |= p.layer(base, number, f"layers.{number}")
@@ -187,10 +191,10 @@ def _landmark_fields(base: Base, given: Mapping[str, Any]) -> Fields:
 
 
 def _landmark_parts(base: Base, config: Any) -> Parts:
-    if config.mlp != "swiglu" or config.norm != "rms" or config.gate_probability:
+    if config.gate_probability:
         raise ValueError(
-            f"{ARGUMENT}: expected mlp 'swiglu', norm 'rms' and gate_probability 0, as this {base.family} has them, "
-            f"got {config.mlp!r}, {config.norm!r} and {config.gate_probability}."
+            f"{ARGUMENT}: expected gate_probability 0, for this {base.family} has no gate, got "
+            f"{config.gate_probability}. Leave it out."
         )
     parts = _window_parts(base, config)
     parts["landmark"] = p.mean_embedding("the mean of the embeddings")

@@ -32,16 +32,12 @@ from trailmark.models.landmark.cell import CellStep
 from trailmark.models.landmark.config import LandmarkConfig
 from trailmark.models.landmark.costs import landmark_cache_bytes
 from trailmark.models.landmark.memory import LandmarkMemory, Reading
-from trailmark.models.layers import GELUMLP, MLP, LayerNorm, RMSNorm, SelfAttention, rotary_at, rotate
+from trailmark.models.layers import SelfAttention, feed_forward, rotary_at, rotate, stream_norm
 from trailmark.models.outputs import Hidden
 from trailmark.models.reads import AveragedReads, BeforeReading, Selection
 from trailmark.models.text import Text
 from trailmark.ops import ChunkSelection, LandmarkLayout, fold_seed, landmark_attention
 from trailmark.ops.arguments import arithmetic_dtype, without_autocast
-
-
-def _norm(config: LandmarkConfig) -> nn.Module:
-    return (RMSNorm if config.norm == "rms" else LayerNorm)(config.hidden_size, config.rms_norm_eps)
 
 
 @dataclass(frozen=True)
@@ -67,10 +63,10 @@ class LandmarkLayer(GradientCheckpointingLayer):
     def __init__(self, config: LandmarkConfig) -> None:
         super().__init__()
         self.config = config
-        self.attention_norm = _norm(config)
+        self.attention_norm = stream_norm(config)
         self.attention = SelfAttention(config)
-        self.mlp_norm = _norm(config)
-        self.mlp: nn.Module = (MLP if config.mlp == "swiglu" else GELUMLP)(config)
+        self.mlp_norm = stream_norm(config)
+        self.mlp = feed_forward(config)
 
     def forward(self, x: Tensor, gate: Tensor | None, sight: Sight) -> tuple[Tensor, Tensor | None]:
         """x [B, P, E] and the retrieval gate token's state [1, E] below this layer -> both above it.
@@ -146,7 +142,7 @@ class LandmarkForCausalLM(TrailmarkForCausalLM):
         self.landmark = nn.Parameter(torch.zeros(config.hidden_size))
         self.gate = nn.Parameter(torch.zeros(config.hidden_size)) if config.gate_probability else None
         self.layers = nn.ModuleList(LandmarkLayer(config) for _ in range(config.num_hidden_layers))
-        self._finish(_norm(config))
+        self._finish(stream_norm(config))
 
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)

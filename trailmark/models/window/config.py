@@ -2,7 +2,7 @@
 
 # No ``from __future__ import annotations`` here: ``strict`` does not check types that are written as strings.
 
-from typing import Self
+from typing import Literal, Self
 
 from trailmark.models.configuration import TrailmarkConfig, checked, with_fields
 
@@ -12,9 +12,17 @@ class SlidingWindowConfig(TrailmarkConfig):
     """The model with a window alone: Llama-like layers, sliding window, ALiBi.
 
     With ``layer_types`` some layers have the window and others see everything, as in Gemma or Qwen2.
+
+    Args:
+        mlp: "swiglu" or "gelu". norm: "rms", or "layer" (no biases). The others are Landmark Attention's plain baseline
+            (arXiv 2305.16300, Sec. 4.1) with the fields that its :class:`LandmarkConfig` has.
     """
 
     model_type = "trailmark_sliding_window"
+    newer = TrailmarkConfig.newer | {"mlp", "norm"}
+
+    mlp: Literal["swiglu", "gelu"] = "swiglu"
+    norm: Literal["rms", "layer"] = "rms"
 
     @property
     def mixes_windows(self) -> bool:
