@@ -39,7 +39,8 @@ def settled(config: RunConfig) -> tuple[RunConfig, str]:
     if chosen == "bfloat16" != precision:
         if device == "cuda":
             raise ValueError(
-                "training.precision: expected float32, float64 or auto on this GPU, which has no bfloat16, got bfloat16."
+                "training.precision: expected float32, float64 or auto on this GPU, which has no bfloat16, got "
+                "bfloat16."
             )
         return (
             config,
