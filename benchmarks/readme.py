@@ -14,6 +14,7 @@ from pathlib import Path
 
 import compare_tables
 import learning_tables
+import papers
 import pretrained_tables
 import training_tables
 from case_study.document import texts as case_study_texts
@@ -446,6 +447,7 @@ DOCUMENTS: dict[str, Mapping[str, Callable[[], str]]] = {
         "learning": learning_tables.summary_text,
     },
     "benchmarks/README.md": {
+        "papers": papers.text,
         "compare": compare_parts_text,
         "needles": needles_text,
         "explorer": explorer_text,
