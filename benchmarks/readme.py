@@ -51,9 +51,11 @@ def demo_text() -> str:
         f"{NAMES[name]} {duration(t['seconds'])} at {t['tokens_per_second']:,.0f} tokens/s"
         for name, t in found["training"].items()
     )
+    took = sum(part["seconds"] for part in (*found["training"].values(), *found["results"]))
     return (
         f"{needle_table(results, found['train_length'])}\n\n{legend_text(NEEDLE_LEGEND)}\n\n"
-        f"Trained: {trained}. Machine: {machine(found['environment'])}, seed {found['settings']['seed']}.\n\n"
+        f"Trained: {trained}; with the questions {duration(took)} in all. Machine: {machine(found['environment'])}, "
+        f"seed {found['settings']['seed']}.\n\n"
         f"![Accuracy by length](docs/accuracy.png)"
     )
 
@@ -434,6 +436,49 @@ LANDMARK_PARTS: dict[str, Callable[[Row], str]] = {
     "jumps": landmark_jumps,
 }
 
+
+def waiting_text() -> str:
+    """What it costs how threads wait, as ratios to OpenMP's default."""
+    part = record("waiting")["waiting"]
+    found = part["results"]
+    defaults = {
+        (r["busy"], r["work"]): r["seconds"]["median"] for r in found["rows"] if r["way"] == "default"
+    }
+    shown = crossed(
+        [
+            row | {"default": defaults[row["busy"], row["work"]]}
+            for row in found["rows"]
+            if row["way"] != "default"
+        ],
+        {
+            "work": "{work}",
+            "beside": lambda row: "a busy process" if row["busy"] else "nothing",
+            "OpenMP's default, s": "{default:.2f}",
+        },
+        "{way}",
+        "{ratio[median]:.2f} ({ratio[lowest]:.2f}-{ratio[highest]:.2f})",
+    )
+    return (
+        f"A training step of the demo's model, {found['read']:,} tokens read, {found['generated']} tokens generated; "
+        f"times as a multiple of the default's in the same situation, medians of {found['rounds']} rounds (lowest-highest). The "
+        f"commands take *{found['commands']}*.\n\n{shown}\n\nMachine: {machine(part['environment'])}."
+    )
+
+
+def case_study_summary() -> str:
+    """How often the chunk of the label that is about to be cited is read, over all works."""
+    works = record("case_study")["works"].values()
+
+    def share(rule: str) -> float:
+        return sum(work[rule][0] for work in works) / sum(work[rule][1] for work in works)
+
+    references = sum(work["model"][1] for work in works)
+    return (
+        f"Of {references:,} references it reads the label's chunk in {share('model'):.1%}; BM25 finds it in "
+        f"{share('bm25'):.1%}, random chunks hold it in {share('random'):.1%}."
+    )
+
+
 # --- which text stands where -------------------------------------------------------------------------------
 
 DOCUMENTS: dict[str, Mapping[str, Callable[[], str]]] = {
@@ -443,6 +488,7 @@ DOCUMENTS: dict[str, Mapping[str, Callable[[], str]]] = {
         "far": far_text,
         "speed": speed_text,
         "compare": compare_text,
+        "case study": case_study_summary,
         "pretrained": pretrained_tables.summary_text,
         "learning": learning_tables.summary_text,
     },
@@ -455,6 +501,7 @@ DOCUMENTS: dict[str, Mapping[str, Callable[[], str]]] = {
         "ops": ops_text,
         "reading": reading_text,
         "training": training_text,
+        "waiting": waiting_text,
     },
     "docs/landmark.md": {
         "landmark op": landmark_op_text,
