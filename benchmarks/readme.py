@@ -460,8 +460,9 @@ def waiting_text() -> str:
     )
     return (
         f"A training step of the demo's model, {found['read']:,} tokens read, {found['generated']} tokens generated; "
-        f"times as a multiple of the default's in the same situation, medians of {found['rounds']} rounds (lowest-highest). The "
-        f"commands take *{found['commands']}*.\n\n{shown}\n\nMachine: {machine(part['environment'])}."
+        f"times as a multiple of the default's in the same situation, medians of {found['rounds']} rounds "
+        f"(lowest-highest). The commands take *{found['commands']}*.\n\n{shown}\n\n"
+        f"Machine: {machine(part['environment'])}."
     )
 
 
