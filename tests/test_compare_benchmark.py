@@ -175,6 +175,7 @@ def sample(tables: ModuleType) -> dict[str, Any]:
 
 def test_tables(tables: ModuleType) -> None:
     record = sample(tables)
+    (asked,) = record["needles"]["results"][0]["results"]
     shown = tables.text(record)
     assert f"{np.exp(3.5):.2f}" in shown  # Base
     seeds = [np.exp(np.mean(losses)) for losses in ([2.5, 3.6], [2.4, 3.6], [2.4, 3.6])]
@@ -188,7 +189,12 @@ def test_tables(tables: ModuleType) -> None:
         line.split("|")[1].strip(): [c.strip() for c in line.split("|")[2:-1]] for line in whole.splitlines()
     }
     assert cells["DRT x1"][1:3] == ["1.50x", "1.0 MiB"]
-    assert cells["DRT x1"][-4:] == ["0.90", "1.22x", "13.21", "0.99, 1.00"]
+    assert cells["DRT x1"][-4:] == ["0.90 of 10", "1.22x", "13.21", "0.99, 1.00"]  # few questions say so
+    note = tables.summary_note(record)
+    assert "standard deviation where there are three seeds" in note
+    assert "(one seed)" in note  # of the needles
+    record["needles"]["results"][0]["results"] = [asked | {"correct": 90, "questions": 100}]
+    assert " 0.90 |" in tables.summary(record)
     assert cells["Base"][1:3] == ["-", "-"]
     assert tables.text({}) == ""
 
