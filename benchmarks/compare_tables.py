@@ -276,8 +276,9 @@ def cost_table(part: Found) -> str:
 def _seeds(part: Found) -> str:
     """How many seeds rows have, and what is shown of several."""
     counts = Counter(found["row"] for found in part["results"])
-    if max(counts.values()) < 3:
-        return "one seed" if max(counts.values()) == 1 else "one or two seeds"
+    most = max(counts.values(), default=0)
+    if most < 3:
+        return "one seed" if most < 2 else "one or two seeds"
     return "mean ± standard deviation where there are three seeds"
 
 

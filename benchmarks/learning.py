@@ -34,7 +34,6 @@ from pretrained_models import (
     converted,
     named,
     opened,
-    precision,
     subject,
     totals,
 )  # fmt: skip
@@ -86,7 +85,7 @@ def train(options: argparse.Namespace) -> None:
         settings = [
             f"data.paths=[{shards}]", f"data.tokenizer={teacher}", "training.train=retriever", f"training.seed={seed}",
             f"training.tokens_per_step={STEP_TOKENS}", f"training.context_length={LENGTH}",
-            "training.micro_batch_size=1", f"training.precision={precision()}",
+            "training.micro_batch_size=1", "training.precision=auto",
             "training.optimizer=adamw", "training.weight_decay=0", "training.logging_steps=1",
         ]  # fmt: skip
         fit = [

@@ -15,13 +15,16 @@ from itertools import groupby
 
 from tables import record
 
-_GPU = "GPUs, {}"
 SIZES = ("128m", "350m")
 
 
 @dataclass(frozen=True)
 class Row:
-    """One row, or one cell of Table 4. ``twin``: what makes the laptop's; ``part``: where in which JSON it would be."""
+    """One row, or one cell of Table 4.
+
+    ``twin``: the command of the laptop's. ``part``: where a JSON would have what came out: the file, its part and, of
+    compare.json, the row; none has it without.
+    """
 
     table: str
     name: str
@@ -31,7 +34,6 @@ class Row:
     part: tuple[str, ...] = ()
 
     def recorded(self) -> bool:
-        """Whether the JSON has it: of compare.json the part and the row, of the others the part."""
         if not self.part:
             return False
         found = record(self.part[0]).get(self.part[1])
@@ -41,8 +43,8 @@ class Row:
 
     def status(self) -> str:
         if self.recorded():
-            return f"recorded in {self.part[0]}.json: {self.twin}"
-        return f"not recorded yet: {self.twin}" if self.twin else "not recorded"
+            return f"{self.part[0]}.json has a twin at laptop size ({self.twin})"
+        return f"No JSON here has it{f' (laptop: {self.twin})' if self.twin else ''}"
 
 
 def train(name: str, *changes: str) -> str:
@@ -59,39 +61,47 @@ def rows() -> Iterator[Row]:
 
 
 def _table_1() -> Iterator[Row]:
-    compare, needs = "python benchmarks/compare.py text", _GPU.format("PG19 or arXiv-math")
-    models = {
-        "Base LM, window 512": ("base-512", "Base"),
-        "Base LM, window 768": ("base-768", "Base, wider window"),
-        "+2 layers, window 658": ("base-plus2-658", "Base, more layers"),
-        "+2 layers, window 704": ("base-plus2-704", ""),
-        "RPT-Contriever": ("rpt", "RPT, hash encoder"),
-        "Landmark Attention": ("landmark", "Landmark"),
-        "Block-Recurrent": ("block-recurrent", "Block-Recurrent"),
-        "DRT x1": ("drt-x1", "DRT x1"),
-        "DRT x2": ("drt-x2", "DRT x2"),
+    compare, needs = "python benchmarks/compare.py text", "GPUs, PG19 or arXiv-math"
+    models = {  # its configurations, their sizes, and the row of compare.json
+        "Base LM, window 512": ("base-512", SIZES, "Base"),
+        "Base LM, window 768": ("base-768", SIZES, "Base, wider window"),
+        "+2 layers, window 658": ("base-plus2-658", SIZES, "Base, more layers"),
+        "+2 layers, window 704": ("base-plus2-704", SIZES, ""),
+        "RPT-Contriever": ("rpt", SIZES[:1], "RPT, hash encoder"),
+        "Landmark Attention": ("landmark", SIZES, "Landmark"),
+        "Block-Recurrent": ("block-recurrent", SIZES[:1], "Block-Recurrent"),
+        "DRT x1": ("drt-x1", SIZES, "DRT x1"),
+        "DRT x2": ("drt-x2", SIZES, "DRT x2"),
     }
-    for name, (file, own) in models.items():
-        for size in SIZES:
+    for name, (file, sizes, own) in models.items():
+        table_needs = f"{needs}, {_TABLE}" if file == "rpt" else needs
+        for size in sizes:
             twin = compare if own and size == SIZES[0] else ""
             part = ("compare", "text", own) if twin else ()
-            yield Row("Table 1", f"{name}, {size.upper()}", train(f"{file}-{size}"), needs, twin, part)
+            yield Row("Table 1", f"{name}, {size.upper()}", train(f"{file}-{size}"), table_needs, twin, part)
     encoder = (
         "model.retriever=encoder", "model.embedder=transformers:facebook/contriever",
         "data.neighbours=runs/data/pg19/neighbours", "data.validation=null", "training.eval_steps=null",
     )  # fmt: skip
-    ablations: dict[str, tuple[tuple[str, ...], str, str]] = {
-        "w/o Triton": (("model.gca_implementation=reference",), "cost", "DRT x1, naive GCA"),
-        "w/o gumbel top-k": (("model.retrieval_noise=false",), "text", "DRT x1, without noise"),
-        "w/ contriever": (encoder, "text", "DRT x1, hash encoder"),
-        "w/ random retriever": (("model.retriever=random",), "text", "DRT x1, random retriever"),
+    ablations: dict[str, tuple[tuple[str, ...], str, str, str]] = {
+        "w/o Triton": (("model.gca_implementation=reference",), "naive-gca", "cost", "DRT x1, naive GCA"),
+        "w/o gumbel top-k": (("model.retrieval_noise=false",), "no-noise", "text", "DRT x1, without noise"),
+        "w/ contriever": (encoder, "contriever", "text", "DRT x1, MiniLM"),
+        "w/ random retriever": (("model.retriever=random",), "random", "text", "DRT x1, random retriever"),
     }
-    for name, (changes, kind, own) in ablations.items():
-        output = f"output=runs/{name.split()[-1].lower().replace('top-k', 'no-noise')}"
+    for name, (changes, folder, kind, own) in ablations.items():
+        command = train("drt-x1-128m", *changes, f"output=runs/drt-x1-128m-{folder}")
+        also = f"{needs}, {_TABLE}" if changes is encoder else needs
         twin = f"python benchmarks/compare.py {kind}"
-        also = ", the network for Contriever" if changes is encoder else ""
-        command = train("drt-x1-128m", *changes, output)
-        yield Row("Table 1", name, command, needs + also, twin, ("compare", kind, own))
+        yield Row("Table 1", name, command, also, twin, ("compare", kind, own))
+
+
+_TABLE = "a table of neighbours (configs/README.md), the network for Contriever"
+# for texts of 16,384 and of 2,048 tokens
+_LANDMARK_POSITIONS = {
+    "": "model.max_position_embeddings=16832",
+    "laptop-": "model.max_position_embeddings=2240",
+}
 
 
 def _table_2() -> Iterator[Row]:
@@ -105,21 +115,26 @@ def _table_2() -> Iterator[Row]:
         "DRT x2": ("drt-x2-128m", "drt-x2"),
     }
     tasks = {
-        "single NIAH": ("finetune-niah-1hop", "PG19"),
-        "2-hop NIAH": ("finetune-niah-2hop", "PG19"),
-        "XSum": ("finetune-summarization", "XSum"),
-        "CNN/DailyMail": ("finetune-summarization", "CNN/DailyMail"),
+        "single NIAH": ("finetune-niah-1hop", "niah-1hop", "PG19"),
+        "2-hop NIAH": ("finetune-niah-2hop", "niah-2hop", "PG19"),
+        "XSum": ("finetune-summarization", "xsum", "XSum"),
+        "CNN/DailyMail": ("finetune-summarization", "cnn-dailymail", "CNN/DailyMail"),
     }
-    for task, (file, data) in tasks.items():
+    for task, (file, short, data) in tasks.items():
+        pairs = [f"data.paths=runs/data/{short}/train/pairs.jsonl"] if "summarization" in file else []
+
+        def tuned(
+            size: str, folder: str, file: str = file, short: str = short, pairs: list[str] = pairs
+        ) -> str:
+            changes = [f"init_from=runs/{folder}", f"output=runs/{folder}-{short}", *pairs]
+            if "landmark" in folder:
+                changes.append(_LANDMARK_POSITIONS[size])
+            return train(f"{size}{file}", *changes)
+
         for name, (folder, small) in models.items():
-            output = f"runs/{folder}-{task.lower().replace('/', '-').replace(' ', '-')}"
-            changes = [f"init_from=runs/{folder}", f"output={output}"]
-            if folder == "landmark-128m":
-                changes.append("model.max_position_embeddings=16832")
-            if task == "CNN/DailyMail":
-                changes.append("data.paths=runs/data/cnn-dailymail/train/pairs.jsonl")
-            twin = train(f"laptop-{file}", f"init_from=runs/laptop-{small}")
-            yield Row("Table 2", f"{task}: {name}", train(file, *changes), _GPU.format(data), twin)
+            needs = f"GPUs, {data}" + (", the network for Contriever" if folder.startswith("rpt") else "")
+            twin = tuned("laptop-", f"laptop-{small}")
+            yield Row("Table 2", f"{task}: {name}", tuned("", folder), needs, twin)
 
 
 def _table_3() -> Iterator[Row]:
@@ -131,9 +146,9 @@ def _table_3() -> Iterator[Row]:
     for name, file in models.items():
         command = (
             f"trailmark evaluate configs/base-512-128m.yaml configs/{file}.yaml --suite cost --lengths 16384,49152 "
-            "--tiers device,host --output runs/cost"
+            f"--tiers device,host --output runs/cost-{file}"
         )
-        yield Row("Table 3", f"{name} / Base LM", command, "a GPU for the paper's times", "the same command")
+        yield Row("Table 3", f"{name} / Base LM", command, "a GPU for times as the paper's")
 
 
 def _table_4() -> Iterator[Row]:
@@ -150,32 +165,34 @@ def _table_4() -> Iterator[Row]:
             longer = ["training.context_length=32768"] if size == "350m" else []
             if longer and file == "rpt":
                 longer.append("data.neighbours=runs/data/pg19/neighbours-32768")
-            command = train(f"{file}-{size}", *changes, *longer, "output=runs/throughput")
-            yield Row("Table 4", f"{size.upper()}: {name}", command, _GPU.format("PG19"))
+            short = name.lower().replace(" ", "-")
+            # so many steps are timed, not trained on
+            command = train(
+                f"{file}-{size}", *changes, *longer, "training.steps=100", "training.warmup_steps=2",
+                f"output=runs/throughput-{size}-{short}",
+            )  # fmt: skip
+            needs = f"GPUs, PG19, {_TABLE}" if file == "rpt" else "GPUs, PG19"
+            yield Row("Table 4", f"{size.upper()}: {name}", command, needs)
 
 
 def _figure_3() -> Iterator[Row]:
     length = "python benchmarks/training.py length"
-    yield Row("Figure 3", "a: training time by length", length, "a GPU for the paper's times", "the same command",
-              ("training", "length"))  # fmt: skip
-    for name in ("base-512-128m", "landmark-128m", "drt-x1-128m"):
+    twin = "the same command"
+    needs = "a GPU for times as the paper's"
+    yield Row("Figure 3", "a: training time by length", length, needs, twin, ("training", "length"))
+    for name, own in (("base-512-128m", "Base"), ("landmark-128m", "Landmark"), ("drt-x1-128m", "DRT x1")):
         of = "--suite perplexity --protocol gca-figure-3b --text runs/data/pg19/test"
         command = f"trailmark evaluate runs/{name} {of}"
-        yield Row("Figure 3", f"b: extrapolation, {name}", command, "its model, PG19",
-                  "python benchmarks/compare.py text")  # fmt: skip
+        twin = "to 16 times the training length: python benchmarks/compare.py text"
+        yield Row("Figure 3", f"b: {own}", command, "its model, PG19", twin, ("compare", "text", own))
 
 
 def _first_paper() -> Iterator[Row]:
-    needs = _GPU.format("PG19")
-    yield Row("arXiv 2305.16300", "Landmark Attention, PG19", train("landmark-paper"), needs,
-              "python benchmarks/landmark_models.py", ("landmark_models", "models"))  # fmt: skip
-    plain = (
-        "output=runs/plain-paper", "model.vocab_size=50304", "model.hidden_size=1024", "model.intermediate_size=4096",
-        "model.num_attention_heads=8", "model.mlp=gelu", "model.norm=layer", "model.window_position=rope",
-        "training.steps=240000", "training.warmup_steps=4800", "training.max_grad_norm=0",
-        "training.tokens_per_step=65536", "training.context_length=512", "training.micro_batch_size=16",
-    )  # fmt: skip
-    yield Row("arXiv 2305.16300", "plain Transformer, PG19", train("full-attention-128m", *plain), needs)
+    title, needs, twin = "arXiv 2305.16300", "GPUs, PG19", "python benchmarks/landmark_models.py"
+    yield Row(
+        title, "Landmark Attention", train("landmark-paper"), needs, twin, ("landmark_models", "models")
+    )
+    yield Row(title, "plain Transformer", train("plain-paper"), needs)
 
 
 def text() -> str:
@@ -183,10 +200,14 @@ def text() -> str:
     for name, of in groupby(rows(), key=lambda row: row.table):
         own = list(of)
         count = sum(row.recorded() for row in own)
-        lines = (f"    {row.command}  # {row.name}; needs {row.needs}; {row.status()}" for row in own)
-        shown = "\n".join(lines)
+        lines = [line for row in own for line in _lines(row)]
+        shown = "\n".join(f"    {line}" for line in lines)
         blocks.append(f"**{name}**: {len(own)} rows, {count} of them recorded at laptop size.\n\n{shown}")
     return "\n\n".join(blocks)
+
+
+def _lines(row: Row) -> list[str]:
+    return [f"# {row.name}. Needs {row.needs}. {row.status()}.", row.command]
 
 
 if __name__ == "__main__":

@@ -361,6 +361,16 @@ PARTS = {
 }
 
 
+def _training(part: str, options: argparse.Namespace) -> str:
+    """Which training a part is of, after its name: nothing for the first, or where none has a part."""
+    if part in ("start", "reading"):
+        return ""
+    if part == "landmark":  # its training knows no window
+        return f", seed {options.seed}" if options.seed else ""
+    first = (options.window, options.seed) == (WINDOWS[0], 0)
+    return "" if first else f", window {options.window}, seed {options.seed}"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -398,9 +408,7 @@ def main() -> None:
     progress = Progress()
     for part in options.parts or PARTS:
         results = PARTS[part](options, progress)
-        alone = part in ("start", "landmark", "reading")  # the others know of which training they are
-        first = alone or (options.window, options.seed) == (WINDOWS[0], 0)
-        name = part if first else f"{part}, window {options.window}, seed {options.seed}"
+        name = part + _training(part, options)
         keep(options.output, name, results)
         progress.say(f"{name}: measured, in {options.output}")
 

@@ -15,7 +15,7 @@ from common import data_folder, peak_memory
 from pretrained_models import converted, opened, precision, windowed
 
 from trailmark.data.corpus import load_tokenizer, read_text, tokenize
-from trailmark.machine import KEEP_FREED_MEMORY
+from trailmark.machine import SET_UP
 from trailmark.models.drt.config import DRTConfig
 from trailmark.report.console import Progress
 
@@ -30,7 +30,7 @@ def reading(options: argparse.Namespace, progress: Progress) -> dict[str, Any]:
     for name, model, length in cases:
         progress.show(f"{name}, {length:,} tokens")
         script = [sys.executable, __file__, name, str(model), str(length), str(options.windows[-1])]
-        environment = os.environ | KEEP_FREED_MEMORY  # as `trailmark read` has it
+        environment = os.environ | SET_UP  # as `trailmark read` has it
         done = subprocess.run(script, check=True, capture_output=True, text=True, env=environment)
         seconds, peak, kept = map(float, done.stdout.split()[-3:])
         rows.append({"model": name, "tokens": length, "seconds": seconds, "tokens_per_second": length / seconds,

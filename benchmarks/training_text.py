@@ -141,6 +141,7 @@ def run_config(name: str, seed: int, steps: int, folder: Path, changes: Sequence
             f"data.tokenizer={folder / 'tokenizer'}",
             f"training.seed={seed}",
             f"training.steps={steps}",
+            "training.precision=float32",  # models of several machines stand beside each other
             *changes,
         ],
     )

@@ -1,6 +1,6 @@
 """How a thread of OpenMP waits for the others: what it costs alone, and what beside a process that keeps a core busy.
 
-    python benchmarks/waiting.py [--rounds 5]
+    python benchmarks/waiting.py [--rounds 3]
 
 Reading, generating and training with a model of the demo's size, each way in a process of its own, in turn. Writes
 benchmarks/waiting.json: seconds as a ratio to those of OpenMP's default, in the same situation. Run it alone on a
@@ -64,7 +64,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--output", type=Path, default=OUTPUT)
     parser.add_argument("--one", action="store_true", help="measure in this process, as it was started")
     options = parser.parse_args()
@@ -72,6 +72,7 @@ def main() -> None:
         print(json.dumps(measured()))
         return
     progress = Progress()
+    (commands,) = (name for name, variables in WAYS.items() if variables == WAITING)
     clean = {name: x for name, x in os.environ.items() if name not in SPINS}
     found: dict[tuple[bool, str, str], list[float]] = defaultdict(list)
     for number in range(options.rounds):
@@ -89,14 +90,17 @@ def main() -> None:
                         loop.wait()
                 for work, took in json.loads(done.stdout.splitlines()[-1]).items():
                     found[busy, way, work].append(took)
+        keep(options.output, "waiting", _results(found, commands, number + 1))
+    progress.say(f"Measured, in {options.output}")
+
+
+def _results(found: dict[tuple[bool, str, str], list[float]], commands: str, rounds: int) -> dict[str, Any]:
     rows: list[dict[str, Any]] = []
-    (commands,) = (name for name, variables in WAYS.items() if variables == WAITING)
     for (busy, way, work), took in found.items():
         ratio = [a / b for a, b in zip(took, found[busy, "default", work], strict=True)]
         rows.append({"busy": busy, "way": way, "work": work, "seconds": spread(took), "ratio": spread(ratio)})
-    keep(options.output, "waiting", {"rounds": options.rounds, "commands": commands, "threads": torch.get_num_threads(),
-                                     "read": READ, "generated": GENERATED, "rows": rows})  # fmt: skip
-    progress.say(f"Measured, in {options.output}")
+    about = {"rounds": rounds, "commands": commands, "threads": torch.get_num_threads()}
+    return about | {"read": READ, "generated": GENERATED, "rows": rows}
 
 
 if __name__ == "__main__":

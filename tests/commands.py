@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import json
 import os
 import re
 import runpy
@@ -17,6 +18,7 @@ from pathlib import Path
 from unittest import mock
 
 import typer.main
+import yaml
 
 from tests import benchmark_scripts
 from trailmark import cli
@@ -276,3 +278,14 @@ def _parse_launcher(program: str, words: Sequence[str], whole: bool) -> None:
     if not asked.module or asked.training_script != "trailmark":
         raise ValueError(f"expected -m trailmark, got {asked.training_script}")
     _parse_trailmark(asked.training_script_args, whole)
+
+
+def fields_of_init_from(path: Path, overrides: list[str]) -> list[str]:
+    """Of the model that a run begins with, where a configuration here trains it: no folder is there yet."""
+    raw = yaml.safe_load(path.read_text())
+    begins = dict(own.split("=", 1) for own in overrides).get("init_from", raw.get("init_from"))
+    file = path.with_name(f"{Path(begins or '').name}.yaml")
+    if raw.get("model") or not file.exists():
+        return []
+    fields = yaml.safe_load(file.read_text())["model"]
+    return [f"model.{name}={json.dumps(value)}" for name, value in fields.items()]

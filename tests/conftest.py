@@ -67,8 +67,10 @@ def one_thread() -> Iterator[None]:
 def no_restart() -> Iterator[None]:
     """The commands start their process again with these settings; here that would be pytest."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("MALLOC_TRIM_THRESHOLD_", "8589934592")
-        patch.setenv("OMP_WAIT_POLICY", "PASSIVE")
+        from trailmark.machine import SET_UP
+
+        for name, value in SET_UP.items():
+            patch.setenv(name, value)
         yield
 
 

@@ -193,7 +193,7 @@ def test_help_names_every_command(arguments: tuple[str, ...], command: Command) 
 
 
 def test_as_a_process_of_its_own(trained: Path, tmp_path: Path) -> None:
-    """From the shell, with the restart that sets the allocator, in a folder that holds a Python file."""
+    """From the shell, with the restart that sets memory and threads up, in a folder that holds a Python file."""
     (tmp_path / "random.py").write_text("raise SystemExit('not the library')")
     environment = {k: v for k, v in os.environ.items() if not k.startswith(("MALLOC_", "GOMP_", "OMP_"))}
     generate = ["generate", str(trained / "run"), "--prompt", "the small boat", "--max-new-tokens", "4"]

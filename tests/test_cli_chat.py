@@ -26,6 +26,7 @@ from trailmark.evaluation.chat import Conversation
 from trailmark.evaluation.generation import Sampling
 from trailmark.evaluation.subject import load
 from trailmark.files import read_json
+from trailmark.machine import SET_UP
 
 Command = Callable[..., tuple[int, str, str]]
 pytestmark = pytest.mark.usefixtures("no_restart", "one_thread")
@@ -259,7 +260,7 @@ def test_ctrl_c_stops_the_answer_and_then_ends(model: Path, tmp_path: Path) -> N
         "--passages",
         "1",
     ]
-    environment = os.environ | {"MALLOC_TRIM_THRESHOLD_": "8589934592"}
+    environment = os.environ | SET_UP
     with subprocess.Popen(
         command, stdin=follower, stdout=follower, stderr=follower, env=environment, start_new_session=True
     ) as process:

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import yaml
 
 from tests.commands import (
     CONFIGS,
@@ -19,6 +18,7 @@ from tests.commands import (
     ROOT,
     Command,
     all_options,
+    fields_of_init_from,
     files_named,
     in_configuration,
     in_document,
@@ -228,7 +228,7 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
 
 def make_run(path: Path, overrides: list[str], texts: dict[str, list[str]], folder: Path) -> Run:
     """The run of a configuration, with texts and an encoder that are here; and its model on no device."""
-    begun = _fields_of_init_from(path, overrides)
+    begun = fields_of_init_from(path, overrides)
     config = load_run_config(path, [*begun, *overrides, *_HERE, f"output={folder / 'run'}"])
     config.data.paths = texts[config.data.task]
     config.data.validation = None if config.data.validation is None else texts["text"]
@@ -239,17 +239,6 @@ def make_run(path: Path, overrides: list[str], texts: dict[str, list[str]], fold
         model = MODELS[run.model_config.model_type](run.model_config)
     assert sum(p.numel() for p in model.parameters()) > 100_000
     return run
-
-
-def _fields_of_init_from(path: Path, overrides: list[str]) -> list[str]:
-    """Of the model that a run begins with, where a configuration here trains it: no folder is there yet."""
-    raw = yaml.safe_load(path.read_text())
-    begins = dict(own.split("=", 1) for own in overrides).get("init_from", raw.get("init_from"))
-    file = path.with_name(f"{Path(begins or '').name}.yaml")
-    if raw.get("model") or not file.exists():
-        return []
-    fields = yaml.safe_load(file.read_text())["model"]
-    return [f"model.{name}={json.dumps(value)}" for name, value in fields.items()]
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)

@@ -21,6 +21,7 @@ from trailmark.data.sources import LocalFiles
 from trailmark.evaluation.suite import suite_named
 from trailmark.evaluation.tables import table_of
 from trailmark.files import read_json
+from trailmark.machine import SET_UP
 from trailmark.report.tables import result_table
 
 Command = Callable[..., tuple[int, str, str]]
@@ -51,7 +52,8 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     config.data.paths = [str(folder / "text.txt")]
     (folder / "config.yaml").write_text(config.to_yaml())
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("MALLOC_TRIM_THRESHOLD_", "8589934592")  # no other process
+        for name, value in SET_UP.items():  # no other process
+            patch.setenv(name, value)
         cli.main(["train", str(folder / "config.yaml")])
         cli.main(["read", str(folder / "run"), str(folder / "text.txt"), "--memory", str(folder / "memory")])
     runs.record(folder / "evaluation", "perplexity", [runs.perplexity(1024)])

@@ -63,7 +63,9 @@ class DemoSettings(Settings):
     """The options of ``trailmark demo``."""
 
     output: Path = setting(Path("runs/demo"), "Folder for models, figures and numbers.")
-    minutes: float | None = setting(None, "Time for both trainings; fixes the steps.")
+    minutes: float | None = setting(
+        None, "About so long for both trainings, at most.", default="the whole recipe, whatever it takes"
+    )
     seed: int = setting(0, "Seed of weights, texts, needles and haystacks.", least=0, most=2**32 - 1)
     questions: int = setting(300, "Questions at each length.")
 

@@ -168,12 +168,14 @@ class Demo:
         write_json(self.record_path, self.record)
 
     def _announce(self) -> None:
-        minutes = "its time is said below" if self.minutes is None else f"at most {self.minutes:g} minutes"
+        told = (
+            "how long that takes is said below" if self.minutes is None else f"about {self.minutes:g} minutes"
+        )
         self.say(
             f"trailmark demo: a Transformer of 200,000 parameters learns to look things up in its own past.\n"
             f"  1. Train it from scratch on texts of at most {TRAIN_LENGTH:,} tokens (bytes of Python's own\n"
             f"     source files, with needles $KEYS=12345; hidden in them), and a model with a window alone:\n"
-            f"     {minutes}.\n"
+            f"     {told}.\n"
             f"  2. Read texts of up to {LENGTHS[-1]:,} tokens, 1024 times longer, and ask both for what was\n"
             f"     hidden there, in questions that end anywhere in a chunk of {CHUNK_SIZE} tokens: about 2 minutes.\n"
             f"  Everything goes to {self.output}/. Ctrl-C stops; the same command goes on."
@@ -199,6 +201,9 @@ class Demo:
     def _fix_steps(self, text: Tokens) -> None:
         """The recipe's steps, whatever they take; with ``minutes`` as many as fit into these. Then recorded."""
         if self.record["steps"] is not None:
+            seconds, steps = self.record["measured_seconds_per_step"], self.record["steps"]
+            needed = sum(steps[name] * seconds[name] for name in STEPS)
+            self.say(f"\nIt goes on: its {sum(steps.values()):,} steps take about {duration(needed)} in all.")
             return
         self.say("\nMeasuring the speed of this machine ...")
         seconds = {name: measure_speed(Run(self._config(name, 1), text=text)) for name in STEPS}

@@ -15,7 +15,7 @@ import transformers
 from torch import Tensor
 
 from trailmark import __version__
-from trailmark.machine import allocator, processor
+from trailmark.machine import allocator, processor, threads
 from trailmark.models import MODELS
 from trailmark.models.fields import build_config
 from trailmark.ops import (
@@ -44,6 +44,7 @@ def examine() -> Iterator[Check]:
     yield Check("processor", True, processor())
     yield Check("gpu", True, _gpu())
     yield Check("allocator", True, allocator())
+    yield Check("waiting threads", True, threads())
     free = shutil.disk_usage(".").free / 2**30
     yield Check("disk", free > 1, f"{free:.1f} GiB free here")
     found = importlib.util.find_spec("matplotlib") is not None

@@ -117,13 +117,13 @@ class GELUMLP(nn.Module):
         return self.down_proj(F.gelu(self.up_proj(x)))
 
 
-def stream_norm(config: TrailmarkConfig) -> nn.Module:
+def make_norm(config: TrailmarkConfig) -> nn.Module:
     """The norm of what a branch reads, as ``norm`` says where an architecture has that field."""
     layer = getattr(config, "norm", "rms") == "layer"
     return (LayerNorm if layer else RMSNorm)(config.hidden_size, config.rms_norm_eps)
 
 
-def feed_forward(config: TrailmarkConfig) -> nn.Module:
+def make_mlp(config: TrailmarkConfig) -> nn.Module:
     """The MLP, as ``mlp`` says where an architecture has that field."""
     return (GELUMLP if getattr(config, "mlp", "swiglu") == "gelu" else MLP)(config)
 
@@ -423,10 +423,10 @@ class WindowLayer(GradientCheckpointingLayer):
 
     def __init__(self, config: TrailmarkConfig, number: int = 0) -> None:
         super().__init__()
-        self.attention_norm = stream_norm(config)
+        self.attention_norm = make_norm(config)
         self.attention = WindowAttention(config, number)
-        self.mlp_norm = stream_norm(config)
-        self.mlp = feed_forward(config)
+        self.mlp_norm = make_norm(config)
+        self.mlp = make_mlp(config)
 
     def forward(self, x: Tensor, place: Place, kept: Window | None = None) -> Tensor:
         if place.fixed_tokens:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import get_args
 
 import torch
 
 from trailmark.machine import bfloat16_instructions
 from trailmark.training.config import Precision, RunConfig
-from trailmark.training.run_folder import RUN_FILE
-from trailmark.untrusted import read_yaml
+from trailmark.training.processes import gathered
+from trailmark.training.run_folder import holds_run
 
 
 def fast_precision(device: str) -> tuple[Precision, str]:
@@ -19,49 +19,48 @@ def fast_precision(device: str) -> tuple[Precision, str]:
     if device == "cuda":
         if torch.cuda.is_bf16_supported(including_emulation=False):
             return "bfloat16", "the GPU multiplies it"
-        return "float32", "the GPU does not multiply bfloat16"
+        return "float32", "the GPU has no bfloat16 of its own"
     if found := bfloat16_instructions():
         return "bfloat16", f"the processor multiplies it ({', '.join(found)})"
-    return "float32", "the processor does not multiply bfloat16"
+    return "float32", "the processor has neither AMX nor AVX-512 instructions for bfloat16"
 
 
-def settled(config: RunConfig) -> tuple[RunConfig, str]:
+def with_precision(config: RunConfig) -> tuple[RunConfig, str]:
     """A configuration whose precision is one, and a sentence if it was ``auto`` or will be slow; else "".
 
-    A folder that was begun goes on in the precision that it began with, wherever that was.
-
-    Raises:
-        ValueError: bfloat16 on a GPU that has none.
+    A folder that this very run began goes on in the precision that it began with, wherever that was.
     """
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    precision, why = fast_precision(device)
-    chosen = config.training.precision
-    if chosen == "bfloat16" != precision:
-        if device == "cuda":
-            raise ValueError(
-                "training.precision: expected float32, float64 or auto on this GPU, which has no bfloat16, got "
-                "bfloat16."
-            )
-        return (
-            config,
-            "It computes in bfloat16, slowly: " + why + ". training.precision=auto takes float32 here.",
+    fast, why = fast_precision("cuda" if torch.cuda.is_available() else "cpu")
+    chosen, begun = config.training.precision, None
+    if chosen == "auto":
+        begun = _begun_in(config)
+        chosen = begun or fast
+    if chosen == "bfloat16" != fast:
+        told = f"It computes in bfloat16, slowly: {why}."
+    elif config.training.precision == "auto":
+        told = f"It computes in {chosen}: {'the run was begun with it' if begun else why}."
+    else:
+        told = ""
+    return _in(config, chosen), told
+
+
+def expect_one_precision(config: RunConfig) -> None:
+    """Raise a ValueError where processes would compute in different ones."""
+    found = gathered(config.training.precision)
+    if len(set(found)) > 1:
+        shown = ", ".join(f"{precision} in process {rank}" for rank, precision in enumerate(found))
+        raise ValueError(
+            f"training.precision: expected one for all processes, got {shown}, as their machines differ. Set it to one "
+            "of these instead of auto."
         )
-    if chosen != "auto":
-        return config, ""
-    begun = _begun_in(Path(config.output))
-    if begun in ("float32", "bfloat16"):
-        precision, why = begun, "the run was begun with it"
-    training = replace(config.training, precision=precision)
-    return replace(config, training=training), f"It computes in {precision}: {why}."
 
 
-def _begun_in(output: Path) -> Any:
-    try:
-        return read_yaml(output / RUN_FILE, "output")["training"]["precision"]
-    except (
-        OSError,
-        ValueError,
-        KeyError,
-        TypeError,
-    ):  # nothing is there, or something else, which others report
-        return None
+def _begun_in(config: RunConfig) -> Precision | None:
+    for precision in get_args(Precision):
+        if holds_run(Path(config.output), _in(config, precision)):
+            return precision
+    return None
+
+
+def _in(config: RunConfig, precision: Precision) -> RunConfig:
+    return replace(config, training=replace(config.training, precision=precision))

@@ -45,7 +45,7 @@ from trailmark.training.final_model import MODEL_MANIFEST, sign_model
 from trailmark.training.fit import MemoryFit
 from trailmark.training.neighbours import open_table
 from trailmark.training.parts import Parts
-from trailmark.training.precision import settled
+from trailmark.training.precision import expect_one_precision, with_precision
 from trailmark.training.processes import by_main, is_main, rank, world_size
 from trailmark.training.run_folder import (
     HISTORY_FILE,
@@ -91,7 +91,7 @@ class Run(RunningState):
         evaluate: Evaluate | None = None,
         say: Callable[[str], None] = lambda message: None,
     ) -> None:
-        config, told = settled(config)
+        config, told = with_precision(config)
         super().__init__(config)
         self.progress, self.say, self._evaluate = progress, say, evaluate
         if told:
@@ -215,6 +215,7 @@ class Run(RunningState):
         """
         # processes get to know each other here
         arguments = training_arguments(self.config.training, self.output / CHECKPOINTS, self.micro)
+        expect_one_precision(self.config)
         with self._held:  # by the main process: the folder
             return self._train(arguments)
 

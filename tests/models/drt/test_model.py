@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -23,7 +23,8 @@ from tests.models.tiny import (
     tokens,
 )
 from trailmark.memory import ChunkCache
-from trailmark.models import TrailmarkForCausalLM, causal_lm
+from trailmark.models import TrailmarkForCausalLM, causal_lm, layers
+from trailmark.models.drt import model as drt_model
 from trailmark.ops import ChunkSelection
 
 S = 4
@@ -111,6 +112,30 @@ def test_the_reference_implementation_agrees(options: dict[str, Any]) -> None:
     ids = tokens(46, batch=2)
     fast, oracle = drt(**options), drt(**options, implementation="reference")
     assert_same(logits_of(fast, ids), logits_of(oracle, ids))
+
+
+@pytest.mark.parametrize("name", ["reference", "torch"])
+def test_one_implementation_of_gca_alone(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The paper's "w/o Triton": the window's stays as it was."""
+    asked: dict[str, set[str | None]] = {"gca": set(), "window": set()}
+
+    def watched(of: str, op: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            asked[of].add(kwargs["implementation"])
+            return op(*args, **kwargs)
+
+        return call
+
+    monkeypatch.setattr(
+        drt_model, "grouped_cross_attention", watched("gca", drt_model.grouped_cross_attention)
+    )
+    monkeypatch.setattr(
+        layers, "sliding_window_attention", watched("window", layers.sliding_window_attention)
+    )
+    ids = tokens(46, batch=2)
+    found = logits_of(drt(gca_implementation=name), ids)
+    assert asked == {"gca": {name}, "window": {None}}
+    assert_same(found, logits_of(drt(), ids))
 
 
 # --- reading in pieces -----------------------------------------------------------------------------------

@@ -32,7 +32,7 @@ from trailmark.models.landmark.cell import CellStep
 from trailmark.models.landmark.config import LandmarkConfig
 from trailmark.models.landmark.costs import landmark_cache_bytes
 from trailmark.models.landmark.memory import LandmarkMemory, Reading
-from trailmark.models.layers import SelfAttention, feed_forward, rotary_at, rotate, stream_norm
+from trailmark.models.layers import SelfAttention, make_mlp, make_norm, rotary_at, rotate
 from trailmark.models.outputs import Hidden
 from trailmark.models.reads import AveragedReads, BeforeReading, Selection
 from trailmark.models.text import Text
@@ -63,10 +63,10 @@ class LandmarkLayer(GradientCheckpointingLayer):
     def __init__(self, config: LandmarkConfig) -> None:
         super().__init__()
         self.config = config
-        self.attention_norm = stream_norm(config)
+        self.attention_norm = make_norm(config)
         self.attention = SelfAttention(config)
-        self.mlp_norm = stream_norm(config)
-        self.mlp = feed_forward(config)
+        self.mlp_norm = make_norm(config)
+        self.mlp = make_mlp(config)
 
     def forward(self, x: Tensor, gate: Tensor | None, sight: Sight) -> tuple[Tensor, Tensor | None]:
         """x [B, P, E] and the retrieval gate token's state [1, E] below this layer -> both above it.
@@ -142,7 +142,7 @@ class LandmarkForCausalLM(TrailmarkForCausalLM):
         self.landmark = nn.Parameter(torch.zeros(config.hidden_size))
         self.gate = nn.Parameter(torch.zeros(config.hidden_size)) if config.gate_probability else None
         self.layers = nn.ModuleList(LandmarkLayer(config) for _ in range(config.num_hidden_layers))
-        self._finish(stream_norm(config))
+        self._finish(make_norm(config))
 
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)

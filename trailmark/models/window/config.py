@@ -14,8 +14,8 @@ class SlidingWindowConfig(TrailmarkConfig):
     With ``layer_types`` some layers have the window and others see everything, as in Gemma or Qwen2.
 
     Args:
-        mlp: "swiglu" or "gelu". norm: "rms", or "layer" (no biases). The others are Landmark Attention's plain baseline
-            (arXiv 2305.16300, Sec. 4.1) with the fields that its :class:`LandmarkConfig` has.
+        mlp: "swiglu" or "gelu". norm: "rms", or "layer" (no biases). "gelu" and "layer" make the plain baseline of
+            Landmark Attention (arXiv 2305.16300, Sec. 4.1).
     """
 
     model_type = "trailmark_sliding_window"

@@ -12,7 +12,7 @@ from trailmark.models.answers import CardFacts
 from trailmark.models.costs import CacheBytes, kv_width
 from trailmark.models.grid import Grid
 from trailmark.models.layered import LayeredForCausalLM
-from trailmark.models.layers import Place, WindowLayer, stream_norm
+from trailmark.models.layers import Place, WindowLayer, make_norm
 from trailmark.models.step import Step
 from trailmark.models.window.config import SlidingWindowConfig
 
@@ -32,7 +32,7 @@ class SlidingWindowForCausalLM(LayeredForCausalLM):
         super().__init__(config)
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(WindowLayer(config, n) for n in range(config.num_hidden_layers))
-        self._finish(stream_norm(config))
+        self._finish(make_norm(config))
 
     def _run_lower(self, x: Tensor, grid: Grid, place: Place, step: Step | None) -> Tensor:
         return x
