@@ -235,7 +235,7 @@ def _landmark_text(found: Row) -> str:
     base = found["base"]
     return (
         f"A Landmark Attention model of the same base, all weights trained on texts of {found['length']:,} tokens in "
-        f"{found['seconds'] / 60:.0f} minutes. Losses on {found['texts']} chapters of as many, where the "
+        f"{found['seconds'] / 60:.0f} minutes beside other work. Losses on {found['texts']} chapters of as many, where the "
         f"base has {base['full']:.3f} nats with full attention and {base['window']:.3f} with a window of "
         f"{found['window']}:\n\n{table(columns, found['rows'])}\n\nNumbers in sentences of books, as above, at its "
         f"training length and beyond; a token sees its cell of at most {found['cell']} tokens and what it retrieves, "
