@@ -190,7 +190,8 @@ def _beyond_text(found: Row) -> str:
     columns: Columns = {"tokens": "{length:,}", "texts": "{texts}", "window, nats": "{window:.3f}", "DRT": "{drt:.3f}",
                         "DRT below it": "{gain:.3f} ({gain_low:.3f} to {gain_high:.3f})"}  # fmt: skip
     return (
-        f"Chapters one after another, beyond what the base itself reads:\n\n{table(columns, found['rows'])}"
+        f"Chapters one after another, beyond what the base itself reads (`{found.get('trained', 'drt-256-0')}`):\n\n"
+        f"{table(columns, found['rows'])}"
     )
 
 
@@ -235,7 +236,8 @@ def _landmark_text(found: Row) -> str:
     base = found["base"]
     return (
         f"A Landmark Attention model of the same base, all weights trained on texts of {found['length']:,} tokens in "
-        f"{found['seconds'] / 60:.0f} minutes beside other work. Losses on {found['texts']} chapters of as many, where the "
+        f"{found['seconds'] / 60:.0f} minutes beside other work. Losses on {found['texts']} chapters of as many, where "
+        "the "
         f"base has {base['full']:.3f} nats with full attention and {base['window']:.3f} with a window of "
         f"{found['window']}:\n\n{table(columns, found['rows'])}\n\nNumbers in sentences of books, as above, at its "
         f"training length and beyond; a token sees its cell of at most {found['cell']} tokens and what it retrieves, "
@@ -271,4 +273,5 @@ _OTHERS: dict[str, Callable[[Row], str]] = {
     "gap": _other_gap_text,
     "curve": _curve_text,
     "needles": _needles_text,
+    "far": _beyond_text,
 }
