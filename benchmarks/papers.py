@@ -16,6 +16,12 @@ from itertools import groupby
 from tables import record
 
 SIZES = ("128m", "350m")
+_TABLE = "a table of neighbours (configs/README.md), the network for Contriever"
+# for texts of 16,384 and of 2,048 tokens
+_LANDMARK_POSITIONS = {
+    "": "model.max_position_embeddings=16832",
+    "laptop-": "model.max_position_embeddings=2240",
+}
 
 
 @dataclass(frozen=True)
@@ -94,14 +100,6 @@ def _table_1() -> Iterator[Row]:
         also = f"{needs}, {_TABLE}" if changes is encoder else needs
         twin = f"python benchmarks/compare.py {kind}"
         yield Row("Table 1", name, command, also, twin, ("compare", kind, own))
-
-
-_TABLE = "a table of neighbours (configs/README.md), the network for Contriever"
-# for texts of 16,384 and of 2,048 tokens
-_LANDMARK_POSITIONS = {
-    "": "model.max_position_embeddings=16832",
-    "laptop-": "model.max_position_embeddings=2240",
-}
 
 
 def _table_2() -> Iterator[Row]:

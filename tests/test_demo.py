@@ -159,10 +159,10 @@ def test_other_settings_in_the_same_folder_are_refused(
 
 
 def fixed_steps(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, recipe: int, minutes: float | None
+    folder: Path, monkeypatch: pytest.MonkeyPatch, recipe: dict[str, int], minutes: float | None
 ) -> tuple[dict[str, int], list[str]]:
     """How many steps of so many a demo decides on, and what it says until then."""
-    monkeypatch.setattr(demo, "STEPS", {"drt": recipe, "window": recipe})
+    monkeypatch.setattr(demo, "STEPS", recipe)
     said: list[str] = []
 
     def say(message: str) -> None:
@@ -178,19 +178,22 @@ def fixed_steps(
 def test_a_slow_machine_takes_longer_and_says_how_long(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    steps, said = fixed_steps(tmp_path, monkeypatch, 10**9, None)
-    assert set(steps.values()) == {10**9}
+    recipe = {"drt": 10**9, "window": 10**9}
+    steps, said = fixed_steps(tmp_path, monkeypatch, recipe, None)
+    assert steps == recipe
     assert any("The recipe's steps take about" in line for line in said)
     assert not any("--minutes" in line for line in said)
 
 
 def test_given_minutes_cap_the_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    steps, said = fixed_steps(tmp_path / "few", monkeypatch, 10**9, 0.5)
+    steps, said = fixed_steps(tmp_path / "few", monkeypatch, {"drt": 24 * 10**6, "window": 20 * 10**6}, 0.5)
     seconds = read_json(tmp_path / "few" / "demo.json")["measured_seconds_per_step"]
+    assert steps["drt"] / steps["window"] == pytest.approx(24 / 20, rel=0.05)
     assert sum(steps[name] * seconds[name] for name in seconds) == pytest.approx(30, rel=0.1)
     assert any("--minutes" in line for line in said)
-    steps, said = fixed_steps(tmp_path / "all", monkeypatch, 21, 10**6)
-    assert set(steps.values()) == {21}
+    recipe = {"drt": 24, "window": 20}
+    steps, said = fixed_steps(tmp_path / "all", monkeypatch, recipe, 10**6)
+    assert steps == recipe
     assert not any("--minutes" in line for line in said)
 
 

@@ -21,7 +21,6 @@ from trailmark.data.sources import LocalFiles
 from trailmark.evaluation.suite import suite_named
 from trailmark.evaluation.tables import table_of
 from trailmark.files import read_json
-from trailmark.machine import SET_UP
 from trailmark.report.tables import result_table
 
 Command = Callable[..., tuple[int, str, str]]
@@ -40,7 +39,7 @@ finally:
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def saved(tmp_path_factory: pytest.TempPathFactory, no_restart: None) -> Path:
     """A folder with a prepared corpus, a neighbour table, a run with a checkpoint, a memory, and a record."""
     folder = tmp_path_factory.mktemp("saved")
     (folder / "text.txt").write_text(prose())
@@ -51,11 +50,8 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     config = run_config(folder / "run", "text", "window", steps=1)
     config.data.paths = [str(folder / "text.txt")]
     (folder / "config.yaml").write_text(config.to_yaml())
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in SET_UP.items():  # no other process
-            patch.setenv(name, value)
-        cli.main(["train", str(folder / "config.yaml")])
-        cli.main(["read", str(folder / "run"), str(folder / "text.txt"), "--memory", str(folder / "memory")])
+    cli.main(["train", str(folder / "config.yaml")])
+    cli.main(["read", str(folder / "run"), str(folder / "text.txt"), "--memory", str(folder / "memory")])
     runs.record(folder / "evaluation", "perplexity", [runs.perplexity(1024)])
     return folder
 

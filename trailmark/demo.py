@@ -200,14 +200,17 @@ class Demo:
 
     def _fix_steps(self, text: Tokens) -> None:
         """The recipe's steps, whatever they take; with ``minutes`` as many as fit into these. Then recorded."""
-        if self.record["steps"] is not None:
-            seconds, steps = self.record["measured_seconds_per_step"], self.record["steps"]
-            needed = sum(steps[name] * seconds[name] for name in STEPS)
+
+        def time_of(steps: dict[str, int], seconds: dict[str, float]) -> float:
+            return sum(steps[name] * seconds[name] for name in STEPS)
+
+        if (steps := self.record["steps"]) is not None:
+            needed = time_of(steps, self.record["measured_seconds_per_step"])
             self.say(f"\nIt goes on: its {sum(steps.values()):,} steps take about {duration(needed)} in all.")
             return
         self.say("\nMeasuring the speed of this machine ...")
         seconds = {name: measure_speed(Run(self._config(name, 1), text=text)) for name in STEPS}
-        needed = sum(STEPS[name] * seconds[name] for name in STEPS)
+        needed = time_of(STEPS, seconds)
         share = 1.0 if self.minutes is None else min(1.0, self.minutes * 60 / needed)
         steps = {name: max(20, int(STEPS[name] * share)) for name in STEPS}
         self.record |= {"steps": steps, "measured_seconds_per_step": seconds}

@@ -129,7 +129,8 @@ MISTAKES = {
     "init_form=runs/x": r"^init_form: unknown key\. Did you mean 'init_from'\?",
     # a foreign value
     "data.task=summarisation": r"^data\.task: .*Did you mean 'summarization'\?",
-    "training.precision=bf16": r"^training\.precision: expected 'auto' or 'float32' or .*, got 'bf16'",
+    "training.precision=bf16": r"^training\.precision: expected 'auto' or 'float32' or 'bfloat16' or 'float64', "
+    "got 'bf16'",
     "training.schedule=cos": r"^training\.schedule: .*Did you mean 'cosine'\?",
     "training.parallel=fsdp2": r"^training\.parallel: .*Did you mean 'fsdp'\?",
     "data.task=need": r"^data\.task: expected 'text' or 'needles' or .*, got 'need'\. Did you mean 'needles'\?",
