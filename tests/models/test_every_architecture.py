@@ -22,6 +22,7 @@ from tests.models.tiny import (
     assert_same,
     block_recurrent,
     drt,
+    hils,
     landmark,
     logits_of,
     rpt,
@@ -41,6 +42,12 @@ SINKS = [{"num_sinks": 3}]
 GROUPS = [{"groups": groups} for groups in (1, 2, 3)]
 ROPE: dict[str, Any] = {"window_position": "rope"}
 GATES = [{"state_gate": gate} for gate in ("fixed", "lstm")]
+HILS: list[dict[str, Any]] = [
+    {},
+    {"summary_query": "tokens", "far_position": "window", "num_sinks": 2, "max_sink_distance": 20},
+    {"chunk_score": "mean"},
+    PRETRAINED,
+]
 QUICK = ("random-2", "encoder", "contriever")  # ablations; the rest of what takes long: with -m slow
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -100,6 +107,7 @@ READS: list[tuple[list[Model], int, list[int], list[list[int]]]] = [
     (models(window_model, WINDOWS), 90, [11], [[1], [11], [47], [89]]),
     (models(block_recurrent, BLOCK_RECURRENT), 60, [11], [[1], [11], [40], [47], [59]]),
     (models(rpt, RPT_MODES), 70, [1, 4096], [[1], [S], [37, 20], [S - 1, 57, 2], [69]]),
+    (models(hils, HILS), 70, [1, 20 * S], [[1], [S], [37, 20], [69]]),
 ]
 
 
@@ -132,8 +140,9 @@ def test_reading_then_forward_is_one_forward(
             made.read(piece, cache)
         rest = made(ids[:, first:], past_key_values=cache, output_retrieval=True)
         assert_same(rest.logits, whole.logits[:, first:])
+        read = first // S if made.selects_by_chunk else first
         for ours, exact in zip(rest.retrieval or (), whole.retrieval or (), strict=True):
-            assert torch.equal(ours.indices, exact.indices[:, first // S :])
+            assert torch.equal(ours.indices, exact.indices[:, read:])
 
 
 @pytest.mark.parametrize(
@@ -157,7 +166,7 @@ def test_encoding_chunks_alone_is_reading_them(model: Model) -> None:
 
 # --- causality ---------------------------------------------------------------------------------------------
 
-NEIGHBOURS = [*models(drt, GROUPS + FITTED), *models(rpt, RPT_MODES), *models(landmark, [{}, PRETRAINED])]
+NEIGHBOURS = [*models(drt, GROUPS + FITTED), *models(rpt, RPT_MODES), *models(landmark, [{}, PRETRAINED]), *models(hils, HILS)]
 
 
 @pytest.mark.parametrize(
@@ -262,6 +271,7 @@ CHECKPOINTED: list[tuple[list[Model], torch.dtype, Callable[[], dict[str, Tensor
     (models(block_recurrent, GATES), torch.float32, rows, [False, True]),
     (models(landmark, [{}, DRAWN, PRETRAINED]), torch.float64, rows, [False, True]),
     (models(drt, FITTED), torch.float32, rows, [False, True]),
+    (models(hils, HILS[:2]), torch.float64, rows, [False, True]),
     (models(rpt, [{}, WHOLE]), torch.float64, ranked_rows, [False]),
     (models(rpt, [{"retriever": "encoder"}]), torch.float64, rows, [False]),
     (list(documents.MODELS.values()), torch.float64, rows_of_documents, [False]),

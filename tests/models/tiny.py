@@ -17,6 +17,8 @@ from trailmark.models import (
     BlockRecurrentForCausalLM,
     DRTConfig,
     DRTForCausalLM,
+    HiLSConfig,
+    HiLSForCausalLM,
     LandmarkConfig,
     LandmarkForCausalLM,
     RPTConfig,
@@ -142,6 +144,12 @@ def landmark_config(**changes: Any) -> LandmarkConfig:
     return LandmarkConfig(**(sizes | changes))
 
 
+def hils_config(**changes: Any) -> HiLSConfig:
+    """Chunks of 4, 3 of them read beside a window that ends inside one."""
+    sizes = SIZES | {"num_hidden_layers": 3, "chunk_size": 4, "num_retrieved_chunks": 3}
+    return HiLSConfig(**(sizes | changes))
+
+
 def block_recurrent_config(**changes: Any) -> BlockRecurrentConfig:
     """Blocks of 5, 3 states in the second of 4 layers: a window shows more than a block, and ends inside one."""
     sizes = SIZES | {"num_hidden_layers": 4, "recurrent_layer": 2, "block_size": 5, "num_states": 3}
@@ -166,6 +174,12 @@ def landmark(seed: int = 0, **changes: Any) -> LandmarkForCausalLM:
     return model
 
 
+def hils(seed: int = 0, **changes: Any) -> HiLSForCausalLM:
+    model = HiLSForCausalLM(hils_config(**changes)).double().eval()
+    draw_weights(model, seed)
+    return model
+
+
 def block_recurrent(seed: int = 0, **changes: Any) -> BlockRecurrentForCausalLM:
     model = BlockRecurrentForCausalLM(block_recurrent_config(**changes)).double().eval()
     draw_weights(model, seed)
@@ -177,6 +191,7 @@ EACH_MODEL = pytest.mark.parametrize(
     [
         pytest.param(lambda **kw: drt(2, **kw), id="drt"),
         pytest.param(window_model, id="window"),
+        pytest.param(lambda **kw: hils(**{"num_sinks": 2, "far_position": "window"} | kw), id="hils"),
         pytest.param(
             lambda **kw: block_recurrent(**{"block_size": 4} | kw),
             id="block-recurrent",

@@ -344,6 +344,28 @@ class ChunkMemory:
         own = starts[row, : max(0, num_chunks - count - first)] if len(starts) else starts.reshape(-1)
         return count + first + int(np.searchsorted(own, position))
 
+    def last_starts(self, size: MemorySize, count: int) -> tuple[Integers, Integers]:
+        """Where each row's last ``count`` chunks start [B, n], -1 before the first of fewer; how many are before them [B].
+
+        Of a memory that keeps all chunks.
+        """
+        assert self.max_chunks is None
+        n = min(count, int(size.chunks.max(initial=0)))
+        last = size.chunks[:, None] - n + np.arange(n)  # [B, n] their numbers
+        starts, base = np.full(last.shape, -1), self._num_base
+        own = last >= base
+        if own.any():
+            row, at = np.nonzero(own)
+            starts[row, at] = self._tables.starts[row, last[row, at] - base - self._tables.first]
+        if self.base is not None:
+            below = MemorySize(np.array([base]), 0)
+            first = int(last[last >= 0].min(initial=base))
+            if first < base:
+                known = self.base[0].last_starts(below, base - first)[0][0]
+                row, at = np.nonzero((last >= 0) & ~own)
+                starts[row, at] = known[last[row, at] - first]
+        return starts, np.maximum(size.chunks - n, 0)
+
     # --- saving --------------------------------------------------------------------------------------------
 
     def tables(self, size: MemorySize) -> dict[str, Tensor]:

@@ -55,7 +55,7 @@ class Expected(NamedTuple):
 
     sizes: Mapping[str, int] = {}
     """Of a layer's keys J heads of width D; states of width E; S tokens of a chunk, of width OE where the
-    open one is kept; N recurrent states; landmark vectors of width LE; CT tokens of a cell;
+    open one is kept; N recurrent states; landmark vectors of width LE, LP of them a chunk; CT tokens of a cell;
     what was retrieved has PS keys a chunk of PJ heads of width PD."""
     windows: tuple[int | None, ...] = ()
     """Of each layer, the slots that its keys have; None: any number."""
@@ -159,6 +159,7 @@ def expect_tables(
     num_chunks: Tensor,
     records: int,
     rows_of_record: int | None,
+    vectors: int,
     planes: int,
     width: int | None = None,
 ) -> None:
@@ -169,7 +170,7 @@ def expect_tables(
         num_chunks: [B] that count.
         records: that were saved.
         rows_of_record: S, keys that a record has room for; None: there is no record.
-        planes: records of a chunk.
+        vectors: landmark vectors of a chunk; a chunk may have one for all its records too. planes: its records.
         width: of the landmarks; None: any.
     """
     unknown = sorted({*tables} - {*_TABLES, "first_chunks"})
@@ -189,7 +190,7 @@ def expect_tables(
         landmarks.is_floating_point()
         and landmarks.dim() >= 3
         and tuple(landmarks.shape[-3:-1]) == shape
-        and landmarks[..., 0].numel() in (shape[0] * shape[1], planes * shape[0] * shape[1])
+        and landmarks[..., 0].numel() in (shape[0] * shape[1], vectors * shape[0] * shape[1])
         and width in (None, landmarks.shape[-1]),
         "landmarks",
         f"numbers of the shape [..., {shape[0]}, {shape[1]}, {width or 'E'}]",

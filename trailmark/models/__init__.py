@@ -7,6 +7,8 @@ from trailmark.models.causal_lm import TrailmarkForCausalLM, is_ours
 from trailmark.models.configuration import TrailmarkConfig
 from trailmark.models.drt.config import DRTConfig
 from trailmark.models.drt.model import DRTForCausalLM
+from trailmark.models.hils.config import HiLSConfig
+from trailmark.models.hils.model import HiLSForCausalLM
 from trailmark.models.landmark.config import LandmarkConfig
 from trailmark.models.landmark.model import LandmarkForCausalLM
 from trailmark.models.outputs import CausalLMOutput
@@ -19,6 +21,7 @@ from trailmark.models.window.model import SlidingWindowForCausalLM
 for _model in (
     BlockRecurrentForCausalLM,
     DRTForCausalLM,
+    HiLSForCausalLM,
     LandmarkForCausalLM,
     RPTForCausalLM,
     SlidingWindowForCausalLM,
@@ -32,6 +35,8 @@ __all__ = [
     "CausalLMOutput",
     "DRTConfig",
     "DRTForCausalLM",
+    "HiLSConfig",
+    "HiLSForCausalLM",
     "LandmarkConfig",
     "LandmarkForCausalLM",
     "RPTConfig",

@@ -234,10 +234,24 @@ class ModelAnswers:
     ) -> list[list[Selection]]:
         """What was selected at landmarks of one row of a call that returned ``retrieval``.
 
+        Of a model whose tokens select: what each layer and head read at the token before a landmark and at the next.
+
         Args:
             landmarks: for each, which of the chunks that the row closed it closes, and the column of the token before
                 it.
         """
+        if not self.selects_by_chunk:
+            return [
+                [
+                    Selection.of(number, *pair)
+                    for number, layer in enumerate(retrieval)
+                    for pair in zip(
+                        *(x[row, column : column + 2].flatten(0, 1) for x in (layer.indices, layer.weights)),
+                        strict=True,
+                    )
+                ]
+                for _, column in landmarks
+            ]
         return [
             [Selection.of(g, x.indices[row, n], x.weights[row, n]) for g, x in enumerate(retrieval)]
             for n, _ in landmarks

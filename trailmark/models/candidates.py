@@ -170,3 +170,14 @@ def last_chunks(chosen: ChunkSelection, had: Integers, own: Integers) -> ChunkSe
     missing = torch.from_numpy(gone.copy())[..., None]
     parts = zip(chosen, _NOTHING, strict=True)
     return ChunkSelection(*(x[row, at].masked_fill(missing.to(x.device), nothing) for x, nothing in parts))
+
+
+def distinct_chunks(wanted: Integers) -> tuple[Integers, Integers]:
+    """Of chunks [B, ..., K], -1 where there is none: the different ones [B, n] of each row, and which of them each is."""
+    rows = [np.unique(row[row >= 0]) for row in wanted]
+    chunks = np.full((len(rows), max(map(len, rows))), -1)
+    indices = np.full_like(wanted, -1)
+    for row, found, own, index in zip(wanted, rows, chunks, indices, strict=True):
+        own[: len(found)] = found
+        index[row >= 0] = np.searchsorted(found, row[row >= 0])
+    return chunks, indices

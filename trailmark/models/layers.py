@@ -16,6 +16,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from trailmark.memory.window import Window, WindowCall
 from trailmark.models.configuration import TrailmarkConfig
+from trailmark.memory.tables import Integers
 from trailmark.models.layout import Grid
 from trailmark.models.rope import Rope, attention_factor, inverse_frequencies
 from trailmark.models.takes import constant
@@ -179,20 +180,31 @@ class Asking(NamedTuple):
     places: Tensor  # int64 [b, C, n + W - 1] where the sinks and the tokens before each landmark stand among the keys
     query: Tensor  # int64 [b, C] the landmarks' numbers; -1: absent
     key: Tensor  # int64 [b, C, n + W - 1] those of the keys
+    windows: Tensor | None = None  # int64 [b, C] of each landmark its own; None: W
 
     @classmethod
-    def of(cls, config: TrailmarkConfig, grid: Grid, call: WindowCall | None, device: torch.device) -> Asking:
-        window, sinks = config.sliding_window, config.num_sinks
-        assert window is not None
+    def of(
+        cls,
+        config: TrailmarkConfig,
+        grid: Grid,
+        call: WindowCall | None,
+        device: torch.device,
+        window: int,
+        windows: Integers | None = None,
+    ) -> Asking:
+        sinks, own = config.num_sinks, None
+        if windows is not None:
+            at = np.broadcast_to(grid.landmark_places, (len(windows), grid.num_closed))
+            own = torch.from_numpy(np.take_along_axis(windows, at.clip(0), 1)).to(device)
         if call is None:
-            return cls(grid, *grid.asking(window, sinks, device))
+            return cls(grid, *grid.asking(window, sinks, device), own)
         number = np.where(grid.landmark_numbers < 0, -1, call.first[:, None] + grid.landmark_numbers)
         before = number[..., None] - window + np.arange(1, window)
         place = np.where(number[..., None] < 0, -1, call.places(before))
         first = np.broadcast_to(np.arange(sinks), (*number.shape, sinks))
         index = np.concatenate([first, place], 2)
         key = np.concatenate([first, np.where(place < 0, -1, before)], 2)
-        return cls(grid, *(torch.from_numpy(x).to(device) for x in (index, number, key)))
+        return cls(grid, *(torch.from_numpy(x).to(device) for x in (index, number, key)), own)
 
 
 @dataclass(frozen=True)
@@ -206,6 +218,7 @@ class Place:
     asking: Asking | None = None  # the landmarks, where windows do not show them; None: they do
     # nothing that is trained moves the tokens' states here, only those of the landmarks
     fixed_tokens: bool = False
+    windows: Tensor | None = None  # int64 [b, n] of what windows count, each one's own; None: all have the layer's
 
     @classmethod
     def of(
@@ -215,20 +228,36 @@ class Place:
         x: Tensor,
         call: WindowCall | None = None,
         known: Place | None = None,
+        window: int | None = None,
+        windows: Integers | None = None,
     ) -> Place:
         """Of positions x [B, P, E] of a layout; ``known``: of the same positions in another stage.
 
         Distances alone count, so no document begins at 0 anew.
+
+        Args:
+            window: that of the layers; None: ``sliding_window``.
+            windows: [b, P] of each position its own, at most that. None: all see as far.
         """
+        window = config.sliding_window if window is None else window
         documents = grid.documents_on(x.device)
         assert call is None or documents is None
-        asking = None if grid.counts_landmarks else Asking.of(config, grid, call, x.device)
+        asking = None
+        if not grid.counts_landmarks:
+            assert window is not None
+            asking = Asking.of(config, grid, call, x.device, window, windows)
+        own = None
+        if windows is not None:
+            counted = np.where(grid.tokens.index < 0, -1, grid.tokens.index)
+            at = np.broadcast_to(counted, (len(windows), counted.shape[1]))
+            seen = np.where(at < 0, 1, np.take_along_axis(windows, at.clip(0), 1))
+            own = torch.from_numpy(seen).to(x.device)
         if known is not None:
-            return cls(known.rotary, call, None, known.sink_rotary, asking)
+            return cls(known.rotary, call, None, known.sink_rotary, asking, windows=own)
         if documents is not None:
             documents = documents.expand(x.shape[0], -1)
         if config.window_position != "rope":
-            return cls(None, call, documents, None, asking)
+            return cls(None, call, documents, None, asking, windows=own)
         first = None if call is None else call.first_positions
         # of the tokens after landmarks too
         numbers = None if grid.counts_landmarks else grid.numbers_on(x.device)
@@ -242,7 +271,8 @@ class Place:
             elif int(first.max()) + grid.num_counted > most:
                 at = first[:, None] + grid.numbers_on(x.device)
                 sink_rotary = rotary_at(at.clamp(max=most), config.head_dim, config.rope, x.dtype)
-        return cls(table if numbers is None else _rows(table, numbers), call, documents, sink_rotary, asking)
+        rotary = table if numbers is None else _rows(table, numbers)
+        return cls(rotary, call, documents, sink_rotary, asking, windows=own)
 
     def apart(self, compute: Callable[..., Tensor], *parts: Tensor) -> Tensor:
         """``compute`` of positions [B, P, ...], each of which it takes by itself; of fixed tokens without a graph."""
@@ -352,6 +382,7 @@ class WindowAttention(SelfAttention):
             implementation=self.implementation,
             num_sinks=self.sinks,
             sink_queries=sink_q,
+            windows=place.windows,
         )
         return _attended(out), k, v
 
@@ -368,6 +399,7 @@ class WindowAttention(SelfAttention):
             k, v = (x.flatten(0, 1).index_select(0, flat) for x in (k, v))
         k, v = (x.reshape(B * C, -1, *x.shape[-2:]) for x in (k, v))
         query, key = (x.expand(B, *x.shape[1:]).flatten(0, 1) for x in (asking.query, asking.key))
+        windows = None if asking.windows is None else asking.windows.expand(B, C).reshape(B * C, 1)
         out, lse = _attended(
             sliding_window_attention(
                 q.reshape(B * C, 1, H, D),
@@ -380,6 +412,7 @@ class WindowAttention(SelfAttention):
                 implementation=self.implementation,
                 num_sinks=self.sinks,
                 sink_queries=None if sink_q is None else sink_q.reshape(B * C, 1, H, D),
+                windows=windows,
             )
         )
         return out.view(B, C, H, D), None if lse is None else lse.view(B, C, H)

@@ -58,8 +58,11 @@ class Step:
 
     # --- windows -------------------------------------------------------------------------------------------
 
-    def place(self, stage: int, grid: Grid, x: Tensor) -> Place:
-        """Where positions x [B, P, E], the last of the text, stand for the layers of a stage, all of one window."""
+    def place(self, stage: int, grid: Grid, x: Tensor, windows: Integers | None = None) -> Place:
+        """Where positions x [B, P, E], the last of the text, stand for the layers of a stage, all of one window.
+
+        ``windows`` [b, P]: of each position its own, at most that.
+        """
         counts = np.zeros_like(self.end) + grid.counted
         window = self._windows.get(stage, self.config.sliding_window)
         call = WindowCall(
@@ -78,7 +81,7 @@ class Step:
             assert place.call is not None
             same = grid is other or (grid.counts_landmarks and place.call.stands_as(call))
             known = place if same else None
-        place = Place.of(self.config, grid, x, call, known)
+        place = Place.of(self.config, grid, x, call, known, window, windows)
         self._placed = grid, place
         return place
 

@@ -1,6 +1,7 @@
 """Pure functions of tensors: the attention of long-context models. Needs torch alone."""
 
 from trailmark.ops.block_attention import block_attention
+from trailmark.ops.chunk_scores import chunk_log_mass, select_for_tokens, summarize_chunks
 from trailmark.ops.chunked_cross_attention import chunked_cross_attention
 from trailmark.ops.divergence import selection_divergence, token_divergence
 from trailmark.ops.gca.api import grouped_cross_attention
@@ -22,6 +23,7 @@ __all__ = [
     "alibi_slopes",
     "attention_mass",
     "block_attention",
+    "chunk_log_mass",
     "chunked_cross_attention",
     "fold_seed",
     "grouped_cross_attention",
@@ -33,7 +35,9 @@ __all__ = [
     "score_parts",
     "select_by_landmarks",
     "select_chunks",
+    "select_for_tokens",
     "selection_divergence",
     "sliding_window_attention",
+    "summarize_chunks",
     "token_divergence",
 ]

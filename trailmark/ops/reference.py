@@ -23,6 +23,7 @@ def sliding_window_attention(
     scale: float,
     num_sinks: int = 0,
     sink_queries: Tensor | None = None,  # [B, T, H, D]
+    windows: Tensor | None = None,  # [B or 1, T]
 ) -> tuple[Tensor, Tensor]:
     """Causal attention over the last ``window`` positions, by a dense [T, P] mask: (output, log-sum-exp).
 
@@ -44,7 +45,7 @@ def sliding_window_attention(
     visible = (key >= 0) & (query >= 0) & (key <= query)  # [B, T, P]
     outside = torch.zeros_like(visible)
     if window is not None:
-        outside = key <= query - window
+        outside = key <= query - (window if windows is None else windows[:, :, None])
         visible = visible & torch.where(outside, sink[:, None], ~apart[:, None])
     if document_ids is not None:
         visible = visible & (document_ids[0][:, :, None] == document_ids[1][:, None, :])
@@ -103,7 +104,7 @@ def grouped_cross_attention(
     k: Tensor,  # [B, M, S, J, D]
     v: Tensor,  # [B, M, S, J, D]
     indices: Tensor,  # [B, N, J, K]
-    weights: Tensor,  # [B, N, J, K]
+    weights: Tensor,  # [B, N, J or H, K]
     lengths: Tensor,  # [B, M]
     softmax_off_by_one: bool,
     scale: float,
@@ -126,7 +127,9 @@ def grouped_cross_attention(
     row = torch.arange(batch, device=q.device)[:, None, None, None]
     head = torch.arange(J, device=q.device)[:, None]
     absent = torch.arange(S, device=q.device) >= lengths[row, chunk][..., None]  # [B, N, J, K, S]
-    unread = indices < 0 if beside is None else (indices < 0) | (weights == 0)
+    used = weights.to(dtype).view(batch, N, J, weights.shape[2] // J, weights.shape[3])  # [B, N, J, g or 1, K]
+    used = used.masked_fill(indices[:, :, :, None] < 0, 0).expand(-1, -1, -1, H // J, -1)
+    unread = indices < 0 if beside is None else (indices < 0) | (used == 0).all(3)
     absent = absent | unread[..., None]
     keys, values = (
         x.to(dtype).transpose(2, 3)[row, chunk, head].masked_fill(absent[..., None], 0) for x in (k, v)
@@ -134,10 +137,10 @@ def grouped_cross_attention(
     queries = q.to(dtype).view(batch, N, R, J, H // J, D)
     scores = torch.einsum("bnrjgd,bnjksd->bnjgrks", queries, keys) * scale
     scores = scores.masked_fill(absent[:, :, :, None, None], -torch.inf)
-    used = weights.to(dtype).masked_fill(indices < 0, 0)
     if beside is not None and beside_lse is not None:
-        weight = used[:, :, :, None, None, :, None]
-        counted = scores + weight.masked_fill(weight == 0, 1).log()  # unread, its scores are -inf
+        weight = used[:, :, :, :, None, :, None]
+        counted = scores + weight.masked_fill(weight == 0, 1).log()
+        counted = counted.masked_fill(weight == 0, -torch.inf)
         null = beside_lse.to(dtype).view(batch, N, R, J, H // J).permute(0, 1, 3, 4, 2)[..., None]
         probabilities = torch.cat([counted.flatten(-2), null], dim=-1).softmax(-1)
         probabilities = probabilities[..., :-1].view_as(scores)
@@ -150,7 +153,7 @@ def grouped_cross_attention(
     else:
         empty = absent.all(-1)[:, :, :, None, None, :, None]
         probabilities = scores.masked_fill(empty, 0).softmax(-1).masked_fill(empty, 0)
-    out = torch.einsum("bnjk,bnjgrks,bnjksd->bnrjgd", used, probabilities, values)
+    out = torch.einsum("bnjgk,bnjgrks,bnjksd->bnrjgd", used, probabilities, values)
     return out.reshape(q.shape).to(q.dtype)
 
 

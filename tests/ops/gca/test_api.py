@@ -40,6 +40,7 @@ class Case:
     S: int = 2
     K: int = 2
     per_head: bool = False
+    per_query_head: bool = False  # weights, where indices are per head
     with_lengths: bool = False
     off_by_one: bool = True
     beside: bool = False
@@ -56,7 +57,8 @@ class Case:
         k, v = normal(2, self.B, self.M, self.S, self.J, self.D)
         chosen = (self.B, self.N, self.J, self.K) if self.per_head else (self.B, self.N, self.K)
         indices = torch.randint(-1, self.M, chosen, generator=random)
-        weights = torch.rand(chosen, dtype=torch.float64, generator=random)
+        weighed = (self.B, self.N, self.J * self.g, self.K) if self.per_head and self.per_query_head else chosen
+        weights = torch.rand(weighed, dtype=torch.float64, generator=random)
         lengths = torch.randint(0, self.S + 1, (self.B, self.M), generator=random)
         rest = {
             "indices": indices,
@@ -91,6 +93,7 @@ def cases(largest: int) -> st.SearchStrategy[Case]:
         S=size,
         K=st.integers(1, largest + 1),
         per_head=st.booleans(),
+        per_query_head=st.booleans(),
         with_lengths=st.booleans(),
         off_by_one=st.booleans(),
         beside=st.booleans(),
@@ -103,6 +106,8 @@ def cases(largest: int) -> st.SearchStrategy[Case]:
 @example(Case(with_lengths=True, per_head=True, off_by_one=False))
 @example(Case(M=1, S=1, R=1, K=3, with_lengths=True))
 @example(Case(with_lengths=True, beside=True))
+@example(Case(with_lengths=True, per_head=True, per_query_head=True, off_by_one=False))
+@example(Case(with_lengths=True, per_head=True, per_query_head=True, beside=True))
 def test_gradcheck(case: Case) -> None:
     inputs, rest = case.make()
     torch.autograd.gradcheck(partial(gca, **rest), [x.requires_grad_() for x in inputs])
@@ -116,6 +121,8 @@ def test_gradcheck(case: Case) -> None:
 @example(Case(N=9, R=65, S=63, K=3, M=7, D=8))
 @example(Case(N=9, R=65, S=63, K=3, M=7, D=8, beside=True))
 @example(Case(M=0, beside=True))
+@example(Case(N=9, R=5, S=7, K=3, M=7, D=8, per_head=True, per_query_head=True, off_by_one=False))
+@example(Case(N=1, M=2, K=2, R=3, per_head=True, per_query_head=True, beside=True, with_lengths=True))
 @example(Case(N=1, M=2, K=2, beside=True, with_lengths=True))
 def test_equals_the_oracle_in_float64(case: Case) -> None:
     inputs, rest = case.make()

@@ -51,6 +51,7 @@ class Case:
     with_lse: bool = False
     sinks: int = 0  # with positions: so many of the first keys
     asking: bool = False  # other queries for the sinks
+    each: str = "all"  # "row", "batch": windows of each query, the same in all rows or not
     blocks: tuple[int, int] = (32, 256)  # of queries: small ones put many into a small case
     gemms: bool = True  # small blocks by GEMMs; otherwise all by scaled_dot_product_attention
     seed: int = 0
@@ -89,6 +90,8 @@ class Case:
             rest["document_ids"] = (draw(0, 4, (B, P)) == 0).cumsum(1) % 1000 - 2
         if self.documents == "pair":
             rest["document_ids"] = draw(0, 3, (B, T)), draw(0, 3, (B, P))
+        if self.each != "all" and self.window is not None:
+            rest["windows"] = draw(1, self.window + 1, (B if self.each == "batch" else 1, T))
         n = min(self.sinks, self.carried) if self.positions == "cache" else min(self.sinks, P)
         if n and self.window is not None:
             rest["num_sinks"] = n
@@ -141,6 +144,7 @@ def cases(longest: int, widest: int) -> st.SearchStrategy[Case]:
         with_lse=st.booleans(),
         sinks=st.integers(0, 3),
         asking=st.booleans(),
+        each=st.sampled_from(["all", "all", "row", "batch"]),
         blocks=st.sampled_from([(32, 256), (1, 2), (2, 3), (5, 5)]),
         gemms=st.booleans(),
         seed=st.integers(0, 999),
@@ -157,6 +161,7 @@ def cases(longest: int, widest: int) -> st.SearchStrategy[Case]:
 @example(Case(T=9, window=2, blocks=(2, 2), sinks=2, asking=True))
 @example(Case(T=9, window=2, blocks=(2, 2), sinks=1, documents="pieces", asking=True, seed=3))
 @example(Case(T=6, carried=5, window=3, blocks=(2, 2), sinks=2, positions="cache", asking=True))
+@example(Case(T=9, window=4, blocks=(2, 2), sinks=2, asking=True, each="batch"))
 def test_gradcheck(case: Case) -> None:
     inputs, _ = case.make()
     torch.autograd.gradcheck(case.attend(), [x.requires_grad_() for x in inputs])
@@ -183,6 +188,12 @@ def test_gradcheck(case: Case) -> None:
 @example(Case(T=90, window=5, carried=12, blocks=(4, 8), sinks=3, positions="cache", asking=True))
 @example(Case(T=90, window=9, carried=9, blocks=(4, 8), sinks=2, positions="cache", alibi=True, seed=2))
 @example(Case(T=11, carried=4, J=1, window=1, positions="cache", sinks=2, seed=2))
+@example(Case(T=300, carried=9, window=40, sinks=4, asking=True, each="batch", with_lse=True))
+@example(Case(T=300, window=40, each="row", alibi=True))
+@example(Case(B=1, T=300, window=600, each="batch", sinks=2))
+@example(Case(T=90, window=9, carried=9, blocks=(4, 8), sinks=2, positions="cache", each="batch", seed=2))
+@example(Case(T=90, window=9, documents="pieces", sinks=2, each="batch", blocks=(4, 8)))
+@example(Case(T=1, carried=30, window=9, each="batch", with_lse=True))
 def test_equals_the_oracle_in_float64(case: Case) -> None:
     inputs, _ = case.make()
     assert_equals_the_oracle(case.attend(), case.attend("reference"), *inputs)
@@ -201,6 +212,7 @@ def test_equals_the_oracle_in_float64(case: Case) -> None:
         Case(T=70, D=16, window=9, blocks=(4, 8), sinks=2, documents="pieces"),
         Case(T=1, carried=30, D=16, window=9, sinks=3, positions="cache", asking=True, seed=1),
         Case(T=50, D=16, window=9, sinks=3, documents="one", asking=True, with_lse=True),
+        Case(T=70, D=16, window=20, sinks=3, asking=True, with_lse=True, each="batch"),
     ],
 )
 def test_error_budget(case: Case, dtype: torch.dtype) -> None:

@@ -201,8 +201,38 @@ def _landmark_parts(base: Base, config: Any) -> Parts:
     return parts
 
 
+# --- HiLS ----------------------------------------------------------------------------------------------------------
+
+
+def _hils_fields(base: Base, given: Mapping[str, Any]) -> Fields:
+    """Layers with a window of their own keep it; the others choose chunks, as far back as a window of theirs."""
+    own = {window for window in base.windows if window is not None}
+    window = given.get("sliding_window", min([DRT_WINDOW, *own]))
+    _expect_seen(base, window)
+    fields: Fields = {
+        "sliding_window": window,
+        "chunk_size": 31,
+        "num_retrieved_chunks": 16,
+        "summary_query": "tokens",
+        "far_position": "window",
+    }
+    if own:
+        kinds = ["full_attention" if w is None else "sliding_attention" for w in base.windows]
+        fields["layer_types"] = kinds
+    return fields | _sinks(base, given)
+
+
+def _hils_parts(base: Base, config: Any) -> Parts:
+    parts = p.outside_layers(base)
+    for number in range(config.num_hidden_layers):
+        parts |= p.layer(base, number, f"layers.{number}")
+    parts["landmark"] = p.mean_embedding("the mean of the embeddings; nobody attends to it")
+    return parts
+
+
 TARGETS = {
     "drt": Target(_drt_fields, _drt_parts),
+    "hils": Target(_hils_fields, _hils_parts),
     "landmark": Target(_landmark_fields, _landmark_parts),
     "sliding_window": Target(_window_fields, _window_parts),
 }

@@ -14,7 +14,13 @@ import torch
 from torch import Tensor
 
 from trailmark.memory import MemoryEntries, Retrieved
-from trailmark.models.candidates import MemoryCandidates, TextCandidates, expect_selectable, no_selection
+from trailmark.models.candidates import (
+    MemoryCandidates,
+    TextCandidates,
+    distinct_chunks,
+    expect_selectable,
+    no_selection,
+)
 from trailmark.models.drt.config import DRTConfig
 from trailmark.models.embedding import Given, Vectors, as_selection, expect_earlier, expect_selected
 from trailmark.models.grid import Grid, Integers
@@ -208,7 +214,7 @@ class MemoryChunks(DRTChunks):
         weights = torch.cat([first[1], selection.weights[:, : N - 1]], dim=1)
         if (wanted < 0).all():
             return ()
-        chunks, indices = _distinct(wanted)  # what many landmarks chose is fetched once
+        chunks, indices = distinct_chunks(wanted)  # what many landmarks chose is fetched once
         k, v, lengths = step.fetch(chunks, self._heads_of(group))
         short = torch.from_numpy(lengths).to(weights.device) if step.has_short(lengths) else None
         return Reading(grid, k, v, torch.from_numpy(indices).to(weights.device), weights, short)
@@ -220,17 +226,6 @@ class MemoryChunks(DRTChunks):
         return Reading(
             self.grid, pending.k, pending.v, pending.slots, pending.weights[:, None], pending.short
         )
-
-
-def _distinct(wanted: Integers) -> tuple[Integers, Integers]:
-    """Of chunks [B, N, K], -1 where there is none: the different ones [B, n] of each row, and which of them each is."""
-    rows = [np.unique(row[row >= 0]) for row in wanted]
-    chunks = np.full((len(rows), max(map(len, rows))), -1)
-    indices = np.full_like(wanted, -1)
-    for row, found, own, index in zip(wanted, rows, chunks, indices, strict=True):
-        own[: len(found)] = found
-        index[row >= 0] = np.searchsorted(found, row[row >= 0])
-    return chunks, indices
 
 
 def with_vectors(config: DRTConfig, entries: MemoryEntries, vectors: Vectors | None) -> MemoryEntries:

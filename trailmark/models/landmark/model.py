@@ -7,7 +7,7 @@ memory whose landmarks score best, in every layer anew (cell.py, memory.py).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -34,7 +34,7 @@ from trailmark.models.landmark.costs import landmark_cache_bytes
 from trailmark.models.landmark.memory import LandmarkMemory, Reading
 from trailmark.models.layers import SelfAttention, make_mlp, make_norm, rotary_at, rotate
 from trailmark.models.outputs import Hidden
-from trailmark.models.reads import AveragedReads, BeforeReading, Selection
+from trailmark.models.reads import AveragedReads, BeforeReading
 from trailmark.models.text import Text
 from trailmark.ops import ChunkSelection, LandmarkLayout, fold_seed, landmark_attention
 from trailmark.ops.arguments import arithmetic_dtype, without_autocast
@@ -415,22 +415,6 @@ class LandmarkForCausalLM(TrailmarkForCausalLM):
     @property
     def selects_by_chunk(self) -> bool:
         return False
-
-    def chunks_read(
-        self, retrieval: Sequence[ChunkSelection], row: int, landmarks: Sequence[tuple[int, int]]
-    ) -> list[list[Selection]]:
-        """What each layer and head read at the token before a landmark and at the one after it."""
-        return [
-            [
-                Selection.of(number, *pair)
-                for number, layer in enumerate(retrieval)
-                for pair in zip(
-                    *(x[row, column : column + 2].flatten(0, 1) for x in (layer.indices, layer.weights)),
-                    strict=True,
-                )
-            ]
-            for _, column in landmarks
-        ]
 
     def follow_reads(self) -> AveragedReads:
         config = self.config

@@ -75,8 +75,9 @@ def grouped_cross_attention(
             costs nothing either). That they are below M is checked on a CPU; elsewhere it would wait for the
             device, so only with the environment variable TRAILMARK_CHECK_VALUES=1, and a chunk that does not
             exist gives undefined results, in other rows' gradients too.
-        weights: the same shape, any floating dtype; ignored (zero gradient) where the index is -1. With ``beside`` at
-            least 0, and 0 is as an index of -1.
+        weights: the same shape, any floating dtype; ignored (zero gradient) where the index is -1. With indices per
+            key/value head, also per query head [B, N, H, K] (not for "triton"). With ``beside`` at least 0, and 0 is
+            as an index of -1.
         lengths: int64 [B, M]: the keys of chunk m that exist. None: all S. What lies beyond has no effect,
             not even as NaN.
         softmax_off_by_one: see above.
@@ -107,7 +108,9 @@ def grouped_cross_attention(
         require_shape("indices", indices, (B, N, K), "[B, N, K]")
     else:
         require_shape("indices", indices, (B, N, J, K), "[B, N, J, K]")
-    require_shape("weights", weights, tuple(indices.shape), "of indices")
+    per_query_head = indices.dim() == 4 and weights.shape == (B, N, H, K)
+    if not per_query_head:
+        require_shape("weights", weights, tuple(indices.shape), "of indices")
     indices = whole_numbers("indices", indices)
     for name, size in (("R", q.shape[2]), ("K", K), ("S", S), ("D", D)):
         require(size >= 1, name, size, "at least 1")
@@ -160,6 +163,8 @@ def grouped_cross_attention(
 
 def triton_refuses(q: Tensor, k: Tensor, v: Tensor, weights: Tensor, has_beside: bool = False) -> str | None:
     """Why the kernels do not take these inputs; None if they do."""
+    if weights.dim() == 4 and weights.shape[2] != k.shape[3]:
+        return "weights are per query head, which the kernels do not know yet. Take 'torch'"
     if has_beside:
         return "beside is given, which the kernels do not know yet. Take 'torch'"
     reason = attention_kernels_refuse(q, k, v)

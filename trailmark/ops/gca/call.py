@@ -17,7 +17,7 @@ class CrossAttentionCall(NamedTuple):
     k: Tensor  # [B, M, S, J, D]
     v: Tensor  # [B, M, S, J, D]
     indices: Tensor  # [B, N, J, K]
-    weights: Tensor  # [B, N, J, K]
+    weights: Tensor  # [B, N, J or H, K]
     lengths: Tensor | None  # [B, M]
     beside: Tensor | None  # [B, N, R, H, D]
     beside_lse: Tensor | None  # [B, N, R, H]; finite

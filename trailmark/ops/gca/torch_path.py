@@ -116,7 +116,7 @@ def backward(
             torch.mul(dp, probabilities, out=product)
             inner = product.sum(2 if null is None else (1, 2), keepdim=True)  # [c J, K or 1, 1, g R]
             if null is None:
-                dw[rows] = inner.sum((2, 3)).view(-1, J, slabs.K)
+                dw[rows] = slabs.of_weights(inner)
                 probabilities.mul_(weight)
             else:
                 of_null = (null - total).exp2_().to(dtype).mul_(inner).neg_()  # [c J, 1, 1, g R]
@@ -130,14 +130,17 @@ def backward(
                 dv.index_add_(0, numbers, by_value.view(-1, S * D))
             ds = dp.sub_(inner).mul_(probabilities)
             if null is not None:
-                by_weight = ds.sum((2, 3)) / weight[..., 0, 0]
-                dw[rows] = by_weight.masked_fill_(weight[..., 0, 0] == 0, 0).view(-1, J, slabs.K)
+                own_weight = slabs.weights[rows]
+                by_weight = slabs.of_weights(ds.sum(2, keepdim=True)) / own_weight
+                dw[rows] = by_weight.masked_fill_(own_weight == 0, 0)
             ds = ds.flatten(1, 2)
             dq[rows] = slabs.unfold(torch.bmm(ds.transpose(1, 2), keys).mul_(scale))
             if of_memory:
                 by_key = keys.baddbmm_(ds, query, beta=0, alpha=scale)
                 dk.index_add_(0, numbers, by_key.view(-1, S * D))
-    dw = dw.view(indices.shape).masked_fill_(indices < 0, 0).to(weights.dtype)
+    dw = dw.permute(0, 1, 3, 2).reshape(weights.shape)
+    unread = (indices < 0).repeat_interleave(weights.shape[2] // J, dim=2)
+    dw = dw.masked_fill_(unread, 0).to(weights.dtype)
     if beside is None or beside_lse is None:
         more = d_beside, d_lse
     else:
@@ -162,7 +165,9 @@ def read_in_order(call: CrossAttentionCall) -> Tensor:
         absent = absent[:, None].expand(B, J, K, S).reshape(B * J, 1, K, S)
         scores.masked_fill_(absent, -torch.inf)
         values = values.masked_fill(absent.view(B * J, K * S, 1), 0)  # not even NaN has an effect
-    weight = weights.reshape(B * J, 1, K, 1).to(dtype)
+    weight = weights.reshape(B * J, weights.shape[2] // J, K, 1).to(dtype)
+    if weight.shape[1] > 1:  # of each query head
+        weight = weight.repeat_interleave(R, dim=1)
     if beside_lse is not None:
         null = beside_lse.view(B, R, J, H // J).permute(0, 2, 3, 1).reshape(B * J, -1, 1).to(dtype)
         counted = scores.add_(weight.log()).flatten(2)
@@ -237,11 +242,14 @@ class _Slabs:
         self.lse_dtype = self.dtype if lse is None else torch.float64
         self.q = q.reshape(self.query_shape)
         self.beside_lse = None if lse is None else lse.reshape(*self.query_shape[:-1], 1)
-        nothing = indices < 0 if lse is None else (indices < 0) | (weights == 0)
-        self.nothing = _Places(nothing.reshape(B * N, self.J, self.K))
-        if self.nothing.any:
-            weights = weights.masked_fill(nothing, 0)
-        self.weights = weights.reshape(B * N, self.J, self.K).to(self.dtype)
+        # [B N, J, K, g], or 1 for all query heads of a key/value head
+        per = weights.shape[2] // self.J
+        weights = weights.reshape(B * N, self.J, per, self.K).transpose(2, 3).to(self.dtype)
+        nothing = indices.reshape(B * N, self.J, self.K) < 0
+        if lse is not None:
+            nothing = nothing | (weights == 0).all(-1)
+        self.nothing = _Places(nothing)
+        self.weights = weights.masked_fill(nothing[..., None], 0) if self.nothing.any else weights
         self.absent: _Places | None = None
         if self.M:
             shared = indices.stride(2) == 0  # all heads read the same chunks
@@ -330,7 +338,17 @@ class _Slabs:
         return (self.fold(self.beside_lse, rows).double() * _LOG2_E).view(-1, 1, 1, self.lse_shape[-1])
 
     def weight(self, rows: slice) -> Tensor:
-        return self.weights[rows].reshape(-1, self.K, 1, 1)
+        """[c * J, K, 1, g * R], or 1 for all rows."""
+        own = self.weights[rows]
+        if own.shape[-1] > 1:
+            own = own.repeat_interleave(self.query_shape[1], dim=-1)
+        return own.reshape(len(own) * self.J, self.K, 1, own.shape[-1])
+
+    def of_weights(self, x: Tensor) -> Tensor:
+        """Sums of x [c * J, K, 1, g * R] over the rows that have a weight in common: [c, J, K, g or 1]."""
+        per = self.weights.shape[-1]
+        rows = x.shape[-1] // per
+        return x.reshape(len(x), self.K, per, rows).sum(-1).view(len(x) // self.J, self.J, self.K, per)
 
     def scores(self, rows: slice, keys: Tensor, query: Tensor) -> Tensor:
         """[c * J, K, S, g * R] in base 2, -inf at keys that do not exist."""

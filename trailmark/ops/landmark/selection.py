@@ -154,7 +154,7 @@ def select_by_landmarks(
         chosen = scores.new_empty(B, P, heads, num_retrieved, dtype=torch.int64)
         for slab, kept in _slabs(scores, candidates, present):
             seen = kept if heads == H else _log_probabilities(kept).amax(2, keepdim=True)
-            chosen[:, slab] = _best(seen, num_retrieved)
+            chosen[:, slab] = best_chunks(seen, num_retrieved)
         return Selected(chosen, None)
 
     heads = H if per == "head" else 1
@@ -170,7 +170,7 @@ def select_by_landmarks(
         for _, kept in _slabs(scores, candidates, present):
             p = _log_probabilities(kept)
             torch.maximum(most, p.amax(1) if heads == H else p.amax((1, 2))[:, None], out=most)
-        return Selected(_best(most, num_retrieved)[:, None], most[..., :M].contiguous())
+        return Selected(best_chunks(most, num_retrieved)[:, None], most[..., :M].contiguous())
 
     units, present = _units(units, present, scores)
     continued = None
@@ -191,7 +191,7 @@ def select_for_one(
     unit that all rows continue, None: none does. A unit has one index: indices [B, 1, H or 1, k].
     """
     if per == "token_and_head":
-        return Selected(_best(scores, num_retrieved), None)
+        return Selected(best_chunks(scores, num_retrieved), None)
     B, _, H, M = scores.shape
     padded = scores.new_full((B, 1, H, max(1, -(-M // _GROUP)) * _GROUP), -torch.inf)
     padded[..., :M] = scores
@@ -199,11 +199,11 @@ def select_for_one(
     if per != "head":
         most = most.amax(2, keepdim=True)
     if per == "token":
-        return Selected(_best(most, num_retrieved), None)
+        return Selected(best_chunks(most, num_retrieved), None)
     seen = most[:, 0, :, :M]
     if running is not None:
         torch.maximum(seen, running, out=seen)
-    chosen = _best(most, num_retrieved) if earlier is None else earlier[:, None]
+    chosen = best_chunks(most, num_retrieved) if earlier is None else earlier[:, None]
     return Selected(chosen, seen.contiguous())
 
 
@@ -241,7 +241,7 @@ def _by_units(
         if so_far:
             inside = (place >= slab.start) & (place < slab.stop)
             b, t = row[inside], place[inside]
-            chosen[b, units[b, t]] = _best(torch.cat(so_far), k)
+            chosen[b, units[b, t]] = best_chunks(torch.cat(so_far), k)
     return chosen
 
 
@@ -346,7 +346,7 @@ def _log_probabilities(kept: Tensor) -> Tensor:
     return kept.sub_(total.clamp(min=1).log())  # the largest adds 1; without any, log 1
 
 
-def _best(scores: Tensor, k: int) -> Tensor:
+def best_chunks(scores: Tensor, k: int) -> Tensor:
     """The k best [..., k] of [..., M'] that are not -inf, the earlier of equals: ascending, -1 last."""
     M = scores.shape[-1]
     values, places = scores.topk(min(k + 1, M), dim=-1)  # which of equals is left open

@@ -16,6 +16,7 @@ from trailmark.ops.arguments import (
     require_grouped_heads,
     require_implementation,
     require_shape,
+    values_are_checked,
     whole_numbers,
     without_autocast,
 )
@@ -43,6 +44,7 @@ def sliding_window_attention(
     implementation: str | None = None,
     num_sinks: int = 0,
     sink_queries: Tensor | None = None,
+    windows: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     r"""Each position attends to itself, to the ``window - 1`` positions before it, and to the first ``num_sinks``.
 
@@ -53,7 +55,8 @@ def sliding_window_attention(
 
     with ALiBi slopes :math:`a_h` (Press et al., 2022) where given, and n sinks (Xiao et al., 2023, arXiv 2309.17453);
     a sink inside the window is seen once. ``sink_queries`` :math:`q'_i` stand for :math:`q_i` in the scores of the
-    sinks outside the window, :math:`j \le i - W`. The ``"torch"`` path cuts the positions
+    sinks outside the window, :math:`j \le i - W`. With ``windows`` each position has a :math:`W_i \le W` of its own. The
+    ``"torch"`` path cuts the positions
     into blocks over ``scaled_dot_product_attention``: time and extra memory O(T W), never O(T P). ``"flex"`` is
     a compiled FlexAttention kernel: time O(T W), nothing kept but the output and a number per row and head.
 
@@ -78,6 +81,7 @@ def sliding_window_attention(
             ``positions`` the first n keys of ``k`` are the sinks, seen from where the window ends (those inside it
             stand among the other keys too); sinks 0 ... n - 1 before keys as above cost the same.
         sink_queries: [B, T, H, D], see above; None: q. Heads are then D + n wide inside (on CUDA 2 D).
+        windows: int64 [B or 1, T] of 1 to W, the window of each query, itself included. None: all W.
 
     Returns:
         [B, T, H, D] in the dtype of q, zeros where no key is visible; with ``return_lse`` the pair.
@@ -118,6 +122,14 @@ def sliding_window_attention(
     if sink_queries is not None:
         require_shape("sink_queries", sink_queries, (B, T, H, D), "[B, T, H, D]")
         require(num_sinks > 0, "num_sinks", num_sinks, "at least 1 with sink_queries")
+    if windows is not None:
+        require(window is not None, "window", None, "the most of windows")
+        require_shape("windows", windows, (1 if windows.shape[:1] == (1,) else B, T), "[B or 1, T]")
+        windows = whole_numbers("windows", windows)
+        if values_are_checked(windows) and windows.numel():
+            least, most = torch.stack(windows.aminmax()).tolist()
+            assert window is not None
+            require(1 <= least <= most <= window, "windows", f"{least} to {most}", f"1 to window = {window}")
     if positions is not None:
         require(num_sinks <= P, "num_sinks", num_sinks, f"at most the {P} keys")
     else:
@@ -125,12 +137,14 @@ def sliding_window_attention(
 
     if implementation == "reference":
         out, lse = reference.sliding_window_attention(
-            q, k, v, window, positions, document_ids, alibi_slopes, scale, num_sinks, sink_queries
+            q, k, v, window, positions, document_ids, alibi_slopes, scale, num_sinks, sink_queries, windows
         )
         return (out, lse) if return_lse else out
-    if positions is None and window is not None and window >= P:
+    if positions is None and windows is None and window is not None and window >= P:
         num_sinks = 0  # the window shows them
-    call = _Call(q, k, v, window, positions, document_ids, documents, alibi_slopes, scale, return_lse)
+    call = _Call(
+        q, k, v, window, positions, document_ids, documents, alibi_slopes, scale, return_lse, windows=windows
+    )
     if num_sinks:
         return _attend_with_sinks(call, num_sinks, sink_queries, implementation)
     return _attend(call, implementation)
@@ -150,28 +164,30 @@ class _Call(NamedTuple):
     scale: float
     return_lse: bool
     num_sinks: int = 0  # the first so many keys; positions are given then
+    windows: Tensor | None = None
 
 
 def _attend(call: _Call, implementation: str | None) -> Attended:
     """By the fastest path for what is asked."""
-    q, k, v, window, positions, document_ids, documents, slopes, scale, return_lse, num_sinks = call
+    q, k, v, window, positions, document_ids, documents, slopes, scale, return_lse, num_sinks, windows = call
     (B, T), P = q.shape[:2], k.shape[1]
     if _on_flex(q, k, v, implementation):
         from trailmark.ops.window.flex import sliding_window_attention_flex
 
         return sliding_window_attention_flex(
-            q, k, v, window, positions, document_ids, slopes, scale, return_lse, num_sinks
+            q, k, v, window, positions, document_ids, slopes, scale, return_lse, num_sinks, windows
         )
     if T == 1 and document_ids is None:
-        return _one_query(q, k, v, window, positions, slopes, scale, num_sinks, return_lse)
-    if window is not None and window < P and document_ids is None and T > 0:
+        return _one_query(q, k, v, window, positions, slopes, scale, num_sinks, return_lse, windows)
+    if window is not None and (window < P or windows is not None) and document_ids is None and T > 0:
         if positions is None:
-            return _banded(q, k, v, window, slopes, scale, return_lse)
+            return _banded(q, k, v, window, slopes, scale, return_lse, windows=windows)
         if not num_sinks and _values_at_hand(q) and (leading := _leading_absent(*positions)) is not None:
-            return _without(positions[0] < 0, _banded(q, k, v, window, slopes, scale, return_lse, leading))
+            out = _banded(q, k, v, window, slopes, scale, return_lse, leading, windows=windows)
+            return _without(positions[0] < 0, out)
     whole = positions is None and T == P > 0 and B > 0
     # (to see all positions before, each block would need a copy of them: memory O(T * T))
-    if documents is not None and whole and window is not None and _values_at_hand(q):
+    if documents is not None and whole and window is not None and windows is None and _values_at_hand(q):
         blocks = DocumentBlocks.of(documents, window, _MIN_BLOCK, _MAX_BLOCK)
         if blocks is not None:
             return _in_documents(q, k, v, blocks, window, slopes, scale, return_lse)
@@ -239,7 +255,7 @@ def _attend_with_sinks(
 
 def _in_band_with_sinks(call: _Call, num_sinks: int, sink_queries: Tensor | None) -> Attended | None:
     """Consecutive positions, or documents in one piece each; None: something else."""
-    q, k, v, window, positions, document_ids, documents, slopes, scale, return_lse, _ = call
+    q, k, v, window, positions, document_ids, documents, slopes, scale, return_lse, _, windows = call
     (B, T), P = q.shape[:2], k.shape[1]
     assert window is not None
     if B * T == 0:
@@ -247,7 +263,7 @@ def _in_band_with_sinks(call: _Call, num_sinks: int, sink_queries: Tensor | None
     if document_ids is None and positions is None:
         begins = torch.full((1,), P - T, device=q.device)
         sinks = Sinks(k[:, :num_sinks], v[:, :num_sinks], sink_queries, begins, P - T)
-        return _banded(q, k, v, window, slopes, scale, return_lse, sinks=sinks)
+        return _banded(q, k, v, window, slopes, scale, return_lse, sinks=sinks, windows=windows)
     if not _values_at_hand(q):
         return None
     if document_ids is None and positions is not None and T > 1 and P - num_sinks >= T:
@@ -262,10 +278,9 @@ def _in_band_with_sinks(call: _Call, num_sinks: int, sink_queries: Tensor | None
         begins = torch.where((query >= 0).any(1), begins, query.max())
         sinks = Sinks(k[:, :num_sinks], v[:, :num_sinks], sink_queries, begins, int(begins.min()))
         keys, values = k[:, num_sinks:], v[:, num_sinks:]
-        return _without(
-            query < 0, _banded(q, keys, values, window, slopes, scale, return_lse, leading, sinks)
-        )
-    if documents is not None and positions is None and T == P and slopes is None:
+        out = _banded(q, keys, values, window, slopes, scale, return_lse, leading, sinks, windows)
+        return _without(query < 0, out)
+    if documents is not None and positions is None and T == P and slopes is None and windows is None:
         blocks = DocumentBlocks.of(documents, window, _MIN_BLOCK, _MAX_BLOCK, num_sinks)
         if blocks is not None:
             return _in_documents(q, k, v, blocks, window, slopes, scale, return_lse, num_sinks, sink_queries)
@@ -311,20 +326,22 @@ def _one_query(
     scale: float,
     num_sinks: int = 0,
     return_lse: bool = False,
+    windows: Tensor | None = None,
 ) -> Attended:
     """Decoding: one position against keys in any order."""
     H, P, dtype = q.shape[2], k.shape[1], attention_dtype(q, k, v, biased=slopes is not None)
     mask = empty = None
     if positions is None and window is not None and window < P:
         k, v, P = k[:, P - window :], v[:, P - window :], window
-    if positions is not None or slopes is not None:
+    if positions is not None or slopes is not None or windows is not None:
         if positions is None:
             distance = torch.arange(P - 1, -1, -1, device=q.device)[None]
-            visible = distance >= 0
+            visible = distance >= 0 if windows is None else distance < windows
         else:
             query, key = positions
             distance = query - key  # [B, P]
-            visible = visible_pairs(distance, key, window, num_sinks) & (query >= 0)
+            visible = visible_pairs(distance, key, window if windows is None else windows, num_sinks)
+            visible = visible & (query >= 0)
             if not _values_at_hand(visible) or not bool(visible.all()):
                 empty = ~visible.any(1)
                 visible = visible | empty[:, None]  # such a row is set to zero: no NaN either way
@@ -369,6 +386,7 @@ def _banded(
     return_lse: bool,
     leading: Tensor | None = None,
     sinks: Sinks | None = None,
+    windows: Tensor | None = None,
 ) -> Attended:
     """Consecutive positions: a block of C queries sees the C + window - 1 keys that end with its own, and the sinks.
 
@@ -396,6 +414,7 @@ def _banded(
     )
     queries = q.split([c * n for _, c, n in pieces], dim=1)
     asking = None
+    own_windows = None if windows is None else windows.split([c * n for _, c, n in pieces], dim=1)
     if sinks is not None and sinks.q is not None:
         asking = sinks.q.to(dtype).split([c * n for _, c, n in pieces], dim=1)
     keys, values = _Spans.apply(k, spans), _Spans.apply(v, spans)
@@ -403,7 +422,11 @@ def _banded(
     parts, lses = [], []
     for i, ((_, c, n), (start, width, _, _)) in enumerate(zip(pieces, spans, strict=True)):
         far = distance[:c, c + old - width : c + old]
-        visible = (far >= 0) & (far < window)
+        reach: Any = window
+        if own_windows is not None:  # [b, c, 1], or [b n, 1, c, 1] where blocks or rows differ
+            reach = own_windows[i].unflatten(1, (n, c))[..., None]
+            reach = reach.expand(B, -1, -1, -1).flatten(0, 1)[:, None] if B * n > 1 else reach[0]
+        visible = (far >= 0) & (far < reach)
         if leading is not None and start < gone:
             # [B, 1, c, keys]; a query that is absent itself sees itself, so that nothing is NaN
             key = torch.arange(start, start + width, device=q.device)
@@ -413,7 +436,7 @@ def _banded(
             beyond = sinks.distance(pieces[i][0], c)
             if n > 1:  # all of them are seen from all blocks
                 beyond = torch.full_like(beyond.view(-1, *beyond.shape[-2:])[0], window)
-            visible, far = _side_by_side(beyond >= window, visible), _side_by_side(beyond, far)
+            visible, far = _side_by_side(beyond >= reach, visible), _side_by_side(beyond, far)
             own = None if asking is None else asking[i].reshape(B * n, c, H, D)
             k_sinks, v_sinks = (
                 x.to(dtype)[:, None].expand(-1, n, -1, -1, -1).flatten(0, 1) for x in (sinks.k, sinks.v)
@@ -509,7 +532,7 @@ def _in_documents(
 
 def _by_query_block(call: _Call) -> Attended:
     """Any positions and documents: a block of queries against every key it could see."""
-    q, k, v, window, positions, document_ids, _, slopes, scale, return_lse, num_sinks = call
+    q, k, v, window, positions, document_ids, _, slopes, scale, return_lse, num_sinks, windows = call
     T, P, dtype = q.shape[1], k.shape[1], arithmetic_dtype(q, k, v)
     mask_dtype = attention_dtype(q, k, v, biased=slopes is not None)
     # consecutive positions are those of every row: one mask [1, ...] serves the batch
@@ -523,7 +546,8 @@ def _by_query_block(call: _Call) -> Attended:
             start = 0 if window is None else max(0, P - T + rows.start - window + 1)
             stop = P - T + rows.stop
         distance = query_position[:, rows, None] - key_position[:, None, start:stop]  # [B or 1, c, p]
-        visible = visible_pairs(distance, key_position[:, None, start:stop], window, num_sinks)
+        reach = window if windows is None else windows[:, rows, None]
+        visible = visible_pairs(distance, key_position[:, None, start:stop], reach, num_sinks)
         visible &= query_position[:, rows, None] >= 0
         if document_ids is not None:
             visible = visible & (document_ids[0][:, rows, None] == document_ids[1][:, None, start:stop])

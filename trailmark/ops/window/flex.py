@@ -90,6 +90,7 @@ def sliding_window_attention_flex(
     scale: float,
     return_lse: bool,
     num_sinks: int = 0,
+    windows: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """As :func:`sliding_window_attention`, which checks the arguments; T >= 1, B >= 1.
 
@@ -98,7 +99,14 @@ def sliding_window_attention_flex(
     beside the (T / 128) (P / 128) entries. On a CPU torch's dense form runs, in float32 or wider: for tests.
     """
     on_cpu, compiling = q.device.type == "cpu", torch.compiler.is_compiling()
-    place, blocks = _plan(q.shape[1], k.shape[1], window, positions, document_ids, q.device, num_sinks)
+    if windows is not None:
+        windows = windows.expand(q.shape[:2])
+        if positions is None:  # a band has one width
+            place = torch.arange(k.shape[1], device=q.device).expand(k.shape[:2])
+            positions = place[:, k.shape[1] - q.shape[1] :], place
+    place, blocks = _plan(
+        q.shape[1], k.shape[1], window, positions, document_ids, q.device, num_sinks, windows
+    )
     dtype = arithmetic_dtype(q, k, v) if on_cpu else _kernel_dtype(q, k, v)
     if on_cpu:  # leaves that require gradients are refused there even without a graph
         q, k, v = q.detach(), k.detach(), v.detach()
@@ -202,6 +210,7 @@ def _plan(
     documents: tuple[Tensor, Tensor] | None,
     device: torch.device,
     num_sinks: int = 0,
+    windows: Tensor | None = None,
 ) -> tuple[_Band | _Reach, _Blocks]:
     """Who sees whom, and in which blocks; sinks only with positions."""
     if positions is None:
@@ -209,7 +218,8 @@ def _plan(
         band, vectors, blocks = consecutive(T, P, P if window is None else min(window, P), device)
         return band, blocks if documents is None else _blocks_seen(*vectors, documents)
     query, key = positions
-    lower = torch.zeros_like(query) if window is None else query - (window - 1)
+    reach = window if windows is None else windows
+    lower = torch.zeros_like(query) if reach is None else query - (reach - 1)
     sinks = torch.full((), num_sinks, dtype=torch.int32, device=device) if num_sinks else None
     vectors = lower.masked_fill(query < 0, _ABSENT), query.clamp(min=-1), key.masked_fill(key < 0, _ABSENT)
     return _Reach(*vectors, sinks), _blocks_seen(*vectors, documents, num_sinks)

@@ -87,8 +87,11 @@ def rank_in_document(documents: Tensor) -> Tensor:
     return torch.zeros_like(documents).scatter(1, order, place - first)
 
 
-def visible_pairs(distance: Tensor, key: Tensor, window: int | None, num_sinks: int) -> Tensor:
-    """Which keys a query sees by their ``distance`` [..., p] and positions ``key`` [..., p]: the sinks stand first."""
+def visible_pairs(distance: Tensor, key: Tensor, window: int | Tensor | None, num_sinks: int) -> Tensor:
+    """Which keys a query sees by their ``distance`` [..., p] and positions ``key`` [..., p]: the sinks stand first.
+
+    ``window``: of all queries, or of each [..., 1].
+    """
     visible = (distance >= 0) & (key >= 0)
     if window is None:
         return visible

@@ -1,0 +1,136 @@
+"""HiLS, MoBA and exact block-sparse attention: against the model written naively, and against full attention."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.models.hils.naive import NaiveHiLS, read_in
+from tests.models.tiny import PRETRAINED, assert_same, hils, logits_of, split, tokens, window_model
+from tests.pairwise import pairwise
+
+LENGTH = 61
+ALTERNATING = ["sliding_attention", "full_attention", "full_attention"]
+
+
+def early(length: int, seed: int = 0, share: float = 0.2) -> Tensor:
+    """bool [1, T]"""
+    return torch.rand(1, length, generator=torch.Generator().manual_seed(seed)) < share
+
+
+def name_of(case: dict[str, Any]) -> str:
+    return "-".join(str(value) for value in case.values())
+
+
+# Every pair of values of two options occurs in some case.
+CASES = pairwise(
+    {
+        "chunk_score": ["expansion", "mean", "mass"],
+        "summary_query": ["landmark", "tokens"],
+        "far_position": ["true", "window"],
+        "num_sinks": [0, 3, 6],
+        "max_sink_distance": [None, 20],
+        "num_retrieved_chunks": [0, 1, 3],
+        "early": [False, True],
+        "alternating": [False, True],
+        "pretrained": [False, True],
+        "sizes": [(4, 7), (4, 8), (1, 5), (5, 2)],  # S, W
+    }
+)
+
+
+def options_of(case: dict[str, Any]) -> tuple[dict[str, Any], Tensor]:
+    """Fields of the configuration, and where early landmarks stand [1, T]."""
+    options = dict(case)
+    options["chunk_size"], options["sliding_window"] = options.pop("sizes")
+    marks = early(LENGTH) if options.pop("early") else torch.zeros(1, LENGTH, dtype=torch.bool)
+    options["layer_types"] = ALTERNATING if options.pop("alternating") else None
+    if options.pop("pretrained"):
+        options |= PRETRAINED
+    if not options["num_sinks"]:
+        options["max_sink_distance"] = None
+    return options, marks
+
+
+@pytest.mark.parametrize("case", CASES, ids=name_of)
+def test_it_is_the_equations(case: dict[str, Any]) -> None:
+    options, marks = options_of(case)
+    model, ids = hils(**options), tokens(LENGTH)
+    exact = NaiveHiLS(model, ids[0], marks[0].tolist())
+    whole = model(ids, close_chunk=marks, output_retrieval=True)
+    assert_same(whole.logits[0], exact.logits)
+    assert read_in(whole.retrieval, 0) == exact.retrieval
+
+
+@pytest.mark.parametrize("case", CASES, ids=name_of)
+@pytest.mark.parametrize("pieces", [[1], [3, 5, 8, 1, 26], [60, 1]], ids=str)
+def test_any_split_is_one_forward(case: dict[str, Any], pieces: list[int]) -> None:
+    options, marks = options_of(case)
+    model, ids = hils(**options), tokens(LENGTH, batch=2)
+    marks = torch.cat([marks, early(LENGTH, 1) & bool(marks.any())])
+    whole = model(ids, close_chunk=marks, output_retrieval=True)
+    cache, outs = model.new_cache(), []
+    for part, closes in zip(split(ids, pieces), split(marks, pieces), strict=True):
+        outs.append(model(part, past_key_values=cache, close_chunk=closes, output_retrieval=True))
+    assert_same(torch.cat([out.logits for out in outs], 1), whole.logits)
+    for number, layer in enumerate(whole.retrieval):
+        parts = [out.retrieval[number] for out in outs]
+        assert torch.equal(torch.cat([part.indices for part in parts], 1), layer.indices)
+        assert_same(torch.cat([part.weights for part in parts], 1), layer.weights)
+
+
+@pytest.mark.parametrize("chunk_score", ["expansion", "mean", "mass"])
+@pytest.mark.parametrize("num_sinks", [0, 3, 6])
+def test_where_every_chunk_is_chosen_it_is_full_attention(chunk_score: str, num_sinks: int) -> None:
+    """Forward and gradients; the window and the chunks beyond it are the past, each token once."""
+    full = window_model(sliding_window=None, window_position="rope")
+    model = hils(num_retrieved_chunks=99, chunk_score=chunk_score, num_sinks=num_sinks)
+    model.load_state_dict(full.state_dict(), strict=False)
+    ids, marks = tokens(LENGTH, batch=2), early(LENGTH).expand(2, -1)
+    for closes in (False, marks):
+        assert_same(logits_of(model, ids, close_chunk=closes), logits_of(full, ids))
+    gradients = []
+    for made in (full, model):
+        made.train()(ids, labels=ids).loss.backward()
+        gradients.append({name: p.grad for name, p in made.named_parameters() if name != "landmark"})
+    for name, gradient in gradients[0].items():
+        assert_same(gradients[1][name], gradient)
+
+
+def test_with_no_chunk_it_is_the_window() -> None:
+    window, model = window_model(window_position="rope", num_sinks=2), hils(num_retrieved_chunks=0, num_sinks=2)
+    model.load_state_dict(window.state_dict(), strict=False)
+    assert_same(logits_of(model, tokens(LENGTH)), logits_of(window, tokens(LENGTH)))
+
+
+def test_what_a_chunk_says_reaches_a_token_far_beyond_the_windows() -> None:
+    """One layer of one window reads nothing else of the past than the chunk that it chooses."""
+    model, ids = hils(num_hidden_layers=1, num_retrieved_chunks=1), tokens(LENGTH)
+    chosen = model(ids, output_retrieval=True).retrieval[0].indices[0, -1].unique().tolist()
+    before = logits_of(model, ids)[0, -1]
+    for chunk in range(10):
+        changed = ids.clone()
+        changed[0, 4 * chunk : 4 * chunk + 4] = (ids[0, 4 * chunk : 4 * chunk + 4] + 1) % 50
+        after = model(changed, output_retrieval=True)
+        same = after.retrieval[0].indices[0, -1].unique().tolist() == chosen and chunk not in chosen
+        assert same == torch.equal(after.logits[0, -1], before), chunk
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"sliding_window": None}, "sliding_window: expected at least 2"),
+        ({"sliding_window": 1}, "sliding_window: expected at least 2"),
+        ({"window_position": "alibi"}, "window_position: expected 'rope'"),
+        ({"chunk_size": 0}, "chunk_size: expected at least 1"),
+        ({"num_retrieved_chunks": -1}, "num_retrieved_chunks: expected 0"),
+        ({"layer_types": ["sliding_attention"] * 3}, "layer_types: expected 'full_attention' for some layer"),
+        ({"chunk_score": "sum"}, "chunk_score"),
+    ],
+)
+def test_fields_that_do_not_fit_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        hils(**options)

@@ -1,0 +1,99 @@
+"""The configuration of HiLS, and of MoBA and exact block-sparse attention, which are choices of it."""
+
+# No ``from __future__ import annotations`` here: ``strict`` does not check types that are written as strings.
+
+from typing import Literal
+
+from trailmark.models.configuration import TrailmarkConfig, checked, expect, expect_count
+
+
+@checked
+class HiLSConfig(TrailmarkConfig):
+    """Hierarchical landmark sparse attention (HiLS, arXiv 2607.02980), and its relatives.
+
+    Every token sees a window, and in every layer and key/value head the K chunks beyond it that would get the
+    largest share of its attention; all stands in one softmax. Nobody attends to a landmark, and positions count
+    tokens alone.
+
+    Args:
+        sliding_window: W. The window goes on to the beginning of the chunk in which its last position lies, so that it
+            and the chunks beyond it are the whole past, and nothing is seen twice.
+        layer_types: of each layer "full_attention", which sees the past through the chunks that it chooses, or
+            "sliding_attention", with the window alone. None: all see the past.
+        chunk_size: S tokens.
+        num_retrieved_chunks: K, for each token, layer and key/value head. 0: the window is all there is.
+        chunk_score: what tells how much attention a chunk would get. "expansion": HiLS' bound of the log mass, exact at
+            the query that sums the chunk up (``summary_query``). "mean": MoBA's, by the mean key. "mass": the
+            log mass itself, over all keys, as exact block-sparse attention has it: to compare with.
+        summary_query: whose query the expansion is made at: of the chunk's "landmark", as published, or the mean of
+            those of its "tokens", which needs no training.
+        far_position: where the keys of chunks stand. "true": where they are. "window": all as far back as W, whatever
+            the length of the text, so that no distance is one that a base never saw.
+    """
+
+    model_type = "trailmark_hils"
+
+    window_position: Literal["alibi", "rope"] = "rope"
+    chunk_size: int = 63
+    num_retrieved_chunks: int = 32
+    chunk_score: Literal["expansion", "mean", "mass"] = "expansion"
+    summary_query: Literal["landmark", "tokens"] = "landmark"
+    far_position: Literal["true", "window"] = "true"
+
+    @property
+    def hides_landmarks(self) -> bool:
+        return True
+
+    @property
+    def mixes_windows(self) -> bool:
+        return True
+
+    @property
+    def retrieving_layers(self) -> list[int]:
+        """The layers that choose chunks."""
+        kinds = self.layer_types or ["full_attention"] * self.num_hidden_layers
+        return [number for number, kind in enumerate(kinds) if kind == "full_attention"]
+
+    @property
+    def windows(self) -> list[int | None]:
+        """The most that each layer sees in its window: where chunks are chosen it goes on to a chunk's beginning."""
+        assert self.sliding_window is not None
+        chooses = set(self.retrieving_layers) if self.retrieves else ()
+        return [self.longest_window if n in chooses else self.sliding_window for n in range(self.num_hidden_layers)]
+
+    @property
+    def longest_window(self) -> int:
+        """What a layer that chooses chunks sees in its window at most."""
+        assert self.sliding_window is not None
+        return self.sliding_window + self.chunk_size - 1
+
+    @property
+    def reads_beside_window(self) -> bool:
+        return self.retrieves
+
+    @property
+    def summary_width(self) -> tuple[int, int]:
+        """Landmark vectors of a chunk in one layer, and the numbers of each."""
+        heads = self.num_attention_heads if self.chunk_score == "expansion" else self.num_key_value_heads
+        return heads, self.head_dim + 1
+
+    def validate_architecture(self) -> None:
+        super().validate_architecture()
+        expect(self.chunk_size >= 1, "chunk_size", self.chunk_size, "at least 1")
+        expect_count(self.num_retrieved_chunks)
+        expect(
+            self.sliding_window is not None and self.sliding_window >= 2,
+            "sliding_window",
+            self.sliding_window,
+            "at least 2: a landmark sees the tokens before it, not itself",
+        )
+        expect(
+            self.window_position == "rope", "window_position", self.window_position, "'rope' with a HiLS"
+        )
+        expect(
+            self.layer_types is None or "full_attention" in self.layer_types,
+            "layer_types",
+            self.layer_types,
+            "'full_attention' for some layer, which chooses chunks",
+        )
+        self.expect_rotary_heads()

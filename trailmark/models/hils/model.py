@@ -1,0 +1,237 @@
+"""HiLS (arXiv 2607.02980): every token attends to a window, and in every layer to the chunks beyond it that it chooses."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers import initialization as init
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from trailmark.memory import ChunkCache, ChunkMemory, Window
+from trailmark.memory.schema import Expected
+from trailmark.models.answers import CardFacts
+from trailmark.models.causal_lm import TrailmarkForCausalLM
+from trailmark.models.embedding import Given
+from trailmark.models.grid import Grid, Take, lay_out
+from trailmark.models.hils.config import HiLSConfig
+from trailmark.models.hils.past import MemoryPast, Past, TextPast
+from trailmark.models.hils.sight import Sight
+from trailmark.models.layers import MLP, Place, RMSNorm, WindowAttention
+from trailmark.models.outputs import Hidden
+from trailmark.models.reads import AveragedReads, BeforeReading
+from trailmark.models.step import Step
+from trailmark.ops import ChunkSelection
+
+
+class HiLSLayer(GradientCheckpointingLayer):
+    """h = x + attention(norm(x)); y = h + MLP(norm(h)), with attention to the window and, where it is given, the past."""
+
+    def __init__(self, config: HiLSConfig, number: int) -> None:
+        super().__init__()
+        self.attention_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.attention = WindowAttention(config, number)
+        self.mlp_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mlp = MLP(config)
+
+    def forward(self, x: Tensor, place: Place, kept: Window | None = None, past: Past | None = None) -> Tensor:
+        """x [B, P, E]."""
+        q, k, v = self.attention.heads(self.attention_norm(x))
+        if past is None:
+            attended = self.attention.attend(q, k, v, place, kept)
+        else:
+            window = self.attention.attend_with_lse(q, k, v, place, kept)
+            attended = past.read(q, k, v, place, window).flatten(2)
+        x = x + self.attention.o_proj(attended)
+        return x + self.mlp(self.mlp_norm(x))
+
+
+class HiLSForCausalLM(TrailmarkForCausalLM):
+    """HiLS with a language-modelling head; MoBA and exact block-sparse attention by ``chunk_score``.
+
+    A call on a cache runs in pieces shorter than the window, so that no chunk is chosen before it is in memory.
+    """
+
+    config_class = HiLSConfig
+    config: HiLSConfig
+    _no_split_modules = ["HiLSLayer"]
+    additions = ("landmark",)
+
+    def __init__(self, config: HiLSConfig) -> None:
+        super().__init__(config)
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.landmark = nn.Parameter(torch.zeros(config.hidden_size))
+        self.layers = nn.ModuleList(HiLSLayer(config, n) for n in range(config.num_hidden_layers))
+        self._finish(RMSNorm(config.hidden_size, config.rms_norm_eps))
+
+    def _init_weights(self, module: nn.Module) -> None:
+        super()._init_weights(module)
+        if module is self:
+            fan_in = self.config.initialization == "fan_in"
+            init.normal_(self.landmark, std=1.0 if fan_in else self.config.initializer_range)
+
+    # --- what the base asks ----------------------------------------------------------------------------------
+
+    def _stages(self) -> list[int]:
+        kinds = list(dict.fromkeys(self.config.windows))
+        return [kinds.index(window) for window in self.config.windows]
+
+    def _make_memory(
+        self, tier: str, capacity: int, folder: Path | None, dtype: torch.dtype | None, search: Any
+    ) -> ChunkMemory:
+        planes = len(self.config.retrieving_layers)
+        return ChunkMemory(tier, capacity, folder, dtype, search, planes=planes)
+
+    @property
+    def _record_shape(self) -> tuple[int, ...]:
+        config = self.config
+        return 2, config.num_key_value_heads, config.chunk_size, config.head_dim
+
+    def _expected_state(self) -> Expected:
+        expected, config = super()._expected_state(), self.config
+        if not config.retrieves:
+            return expected
+        heads, width = config.summary_width
+        layers = len(config.retrieving_layers)
+        states = 2 * config.num_key_value_heads
+        states += config.num_attention_heads if config.chunk_score == "expansion" else 0
+        sizes = {"LE": width, "LP": layers * heads, "OE": layers * states * config.head_dim}
+        return expected._replace(sizes={**expected.sizes, **sizes}, kept=("open_states",))
+
+    def run(
+        self,
+        tokens: Tensor,  # [B, T]
+        grid: Grid,
+        cache: ChunkCache | None = None,
+        keep: int | None = None,
+        noise_seed: Tensor | None = None,
+        given: Given | None = None,
+    ) -> Hidden:
+        if self.training:
+            self.config.expect_trainable()
+        if cache is None:
+            x, selected = self._through(tokens, grid, None)
+            return Hidden(self.norm(grid.last_tokens(keep)(x)), selected)
+        parts, chosen = list[Tensor](), list[tuple[ChunkSelection, ...]]()
+        for columns, part in self._pieces(grid, cache, tokens.shape):
+            step = Step(cache, part, self.config, len(tokens))
+            x, selected = self._through(tokens[:, columns], part, step)
+            step.commit()
+            if keep != 0:
+                parts.append(part.last_tokens(None)(x))
+                chosen.append(selected)
+        if keep == 0:
+            return Hidden(None)
+        x = torch.cat(parts, 1) if len(parts) > 1 else parts[0]
+        if keep is not None:
+            counts = (grid.token >= 0).sum(1)
+            place = counts[:, None] - keep + np.arange(keep)
+            return Hidden(self.norm(Take(np.where(place < 0, -1, place), x.shape[1])(x)))
+        layers = zip(*chosen, strict=True)
+        return Hidden(
+            self.norm(x), tuple(ChunkSelection(*(torch.cat(x, 1) for x in zip(*layer, strict=True))) for layer in layers)
+        )
+
+    def _pieces(self, grid: Grid, cache: ChunkCache, shape: torch.Size) -> Iterator[tuple[slice, Grid]]:
+        """The tokens of a call, column by column, and their layout as they follow what was read."""
+        B, T = shape
+        W, S = self.config.sliding_window, self.config.chunk_size
+        assert W is not None
+        most = max(W - 1, (W - 1) // S * S)
+        if T <= most:
+            yield slice(0, T), grid
+            return
+        counts = (grid.token >= 0).sum(1)
+        closes: Any = False
+        if grid.has_short_chunks:
+            row, place = np.nonzero(grid.is_landmark)
+            closes = np.zeros((len(counts), T), bool)
+            closes[row, grid.token[row, place - 1]] = True
+        size = most // S * S or most
+        first = 0
+        while first < T:
+            phases = cache.begun(B).phases
+            last = min(first + size - (int(phases.max()) if size > S else 0), T)
+            mine = np.clip(counts - first, 0, last - first)
+            early = closes if isinstance(closes, bool) else closes[:, first:last]
+            yield slice(first, last), lay_out(last - first, S, phases, mine, early, counts_landmarks=False)
+            first = last
+
+    def _through(
+        self, tokens: Tensor, grid: Grid, step: Step | None
+    ) -> tuple[Tensor, tuple[ChunkSelection, ...]]:
+        """Tokens [B, T] through all layers: positions [B, P, E] and what the tokens chose in each layer."""
+        config = self.config
+        x = grid.insert_landmarks(self.embed_tokens(tokens), self.landmark)
+        past, places = self._places(x, grid, step)
+        choosing = set(config.retrieving_layers)
+        layer: Any
+        for number, layer in enumerate(self.layers):
+            kept = step and step.window(number)
+            x = layer(x, places[config.windows[number]], kept, past if number in choosing else None)
+        if isinstance(past, MemoryPast):
+            past.remember()
+        take = grid.last_tokens(None)
+        chosen = () if past is None else past.selected
+        return x, tuple(ChunkSelection(*map(take, layer)) for layer in chosen)
+
+    @torch.compiler.disable(reason="what a layout says depends on its numbers")
+    def _places(
+        self, x: Tensor, grid: Grid, step: Step | None
+    ) -> tuple[Past | None, dict[int | None, Place]]:
+        """What positions x [B, P, E] see: of the past, and in windows of each size."""
+        config = self.config
+        assert config.sliding_window is not None
+        sight = Sight.of(grid, config.sliding_window, step) if config.retrieves else None
+        kinds = dict(zip(config.windows, self._stages(), strict=True))
+        places: dict[int | None, Place] = {}
+        for window, stage in kinds.items():
+            assert window is not None
+            windows = sight.windows if sight is not None and window == config.longest_window else None
+            if step is None:
+                places[window] = Place.of(config, grid, x, window=window, windows=windows)
+            else:
+                places[window] = step.place(stage, grid, x, windows)
+        if sight is None:
+            return None, places
+        if step is None:
+            return TextPast(config, grid, sight, x), places
+        return MemoryPast(config, grid, sight, x, step), places
+
+    # --- answers ---------------------------------------------------------------------------------------------
+
+    @property
+    def can_be_planted(self) -> bool:
+        """What is kept of a chunk depends, in every layer, on what its tokens read before."""
+        return False
+
+    @property
+    def selects_by_chunk(self) -> bool:
+        return False
+
+    def follow_reads(self) -> AveragedReads:
+        config = self.config
+        layers, heads = len(config.retrieving_layers), config.num_key_value_heads
+        settings = {"sliding_window": config.sliding_window, "chunk_score": config.chunk_score}
+        return AveragedReads(layers, heads, config.num_retrieved_chunks, config.chunk_size, settings)
+
+    def before_reading(self) -> BeforeReading:
+        config = self.config
+        assert config.sliding_window is not None
+        tokens = config.sliding_window + config.chunk_size
+        return BeforeReading(tokens, f"a window of {config.sliding_window:,} tokens and a chunk before it")
+
+    @classmethod
+    def card_facts(cls, config: Mapping[str, Any]) -> CardFacts:
+        names = {"mean": ("MoBA", "2502.13189"), "expansion": ("HiLS", "2607.02980")}
+        name = names.get(str(config.get("chunk_score", "expansion")))
+        return CardFacts(
+            "Hierarchical landmark sparse attention" if name is None else name[0],
+            "Every token attends to a window and, in every layer, to the few chunks beyond it that would get the "
+            "largest share of its attention.",
+            () if name is None else (name,),
+        )

@@ -1,0 +1,202 @@
+"""What the positions of a call choose and read of the chunks beyond their windows, layer by layer.
+
+The chunks lie in a whole text or in a memory: two places, behind one interface.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from trailmark.memory import MemoryEntries
+from trailmark.models.candidates import distinct_chunks
+from trailmark.models.grid import Grid, Integers, Take
+from trailmark.models.hils.config import HiLSConfig
+from trailmark.models.hils.sight import Sight
+from trailmark.models.layers import Place, rotary_table, rotate
+from trailmark.models.step import Step
+from trailmark.ops import ChunkSelection, grouped_cross_attention, select_for_tokens, summarize_chunks
+
+
+class Past(ABC):
+    """The past of the positions of a call.
+
+    Args:
+        x: [B, P, E] any tensor of the call. step: the call on a cache; None: a whole text.
+    """
+
+    def __init__(
+        self, config: HiLSConfig, grid: Grid, sight: Sight, x: Tensor, step: Step | None = None
+    ) -> None:
+        assert config.sliding_window is not None
+        self.config, self.grid = config, grid
+        self.candidates, self.first = (
+            torch.from_numpy(np.ascontiguousarray(part)).to(x.device) for part in (sight.candidates, sight.first)
+        )
+        self.rows = ChunkRows.of(config, grid, step)
+        self.selected: list[ChunkSelection] = []
+        """What each layer chose, once it has."""
+        self._edge = rotary_table(config.sliding_window + 1, config.head_dim, config.rope, x)[-1:]
+
+    def read(
+        self, q: Tensor, k: Tensor, v: Tensor, place: Place, window: tuple[Tensor, Tensor]
+    ) -> Tensor:
+        """The output of one layer's attention to all that its positions see, [B, P, H, D].
+
+        Args:
+            q: [B, P, H, D], k and v [B, P, J, D], as they are before they are turned by their positions.
+            window: what the window gave [B, P, H, D], and its log-sum-exp [B, P, H].
+        """
+        if self.config.far_position == "window":
+            q = rotate(q, self._edge.expand(q.shape[1], -1, -1))
+        else:
+            assert place.rotary is not None
+            q, k = rotate(q, place.rotary), rotate(k, place.rotary)
+        asking = [q] if self.config.chunk_score == "expansion" else []
+        states = torch.cat([x.flatten(2) for x in (k, v, *asking)], -1)
+        return self._read(q, states, window)
+
+    @abstractmethod
+    def _read(self, q: Tensor, states: Tensor, window: tuple[Tensor, Tensor]) -> Tensor:
+        """``read`` for turned q; states [B, P, X] as :meth:`ChunkRows.entries` takes them."""
+
+    def _attend(
+        self, q: Tensor, chosen: ChunkSelection, indices: Tensor, chunks: MemoryEntries, window: tuple[Tensor, Tensor]
+    ) -> Tensor:
+        """Attention to the window and to chunks ``indices`` [B, P, J, K] of a table."""
+        self.selected.append(chosen)
+        out, lse = (x[:, :, None] for x in window)
+        read = grouped_cross_attention(
+            q[:, :, None],
+            chunks.k,
+            chunks.v,
+            indices,
+            torch.ones_like(chosen.weights),
+            chunks.lengths,
+            implementation=self.config.implementation,
+            beside=(out, lse),
+        )
+        return window[0] + read[:, :, 0]
+
+    def _select(self, q: Tensor, lse: Tensor, landmarks: list[Tensor], keys: MemoryEntries | None) -> ChunkSelection:
+        config = self.config
+        return select_for_tokens(
+            q,
+            lse,
+            config.num_retrieved_chunks,
+            self.candidates,
+            config.num_key_value_heads,
+            landmarks if keys is None else None,
+            None if keys is None else (keys.k, keys.lengths),
+            self.first,
+        )
+
+
+class TextPast(Past):
+    """The chunks of a whole text."""
+
+    def _read(self, q: Tensor, states: Tensor, window: tuple[Tensor, Tensor]) -> Tensor:
+        chunks = self.rows.entries(states)
+        exact = chunks if self.config.chunk_score == "mass" else None
+        chosen = self._select(q, window[1], [chunks.landmarks], exact)
+        return self._attend(q, chosen, chosen.indices, chunks, window)
+
+
+class MemoryPast(Past):
+    """The chunks of a memory, in which no chunk that the call closes is wanted before the call is over."""
+
+    def __init__(self, config: HiLSConfig, grid: Grid, sight: Sight, x: Tensor, step: Step) -> None:
+        super().__init__(config, grid, sight, x, step)
+        self.step, self._states = step, list[Tensor]()
+        self._num_chunks = int(self.candidates.max()) if self.candidates.numel() else 0
+
+    def _read(self, q: Tensor, states: Tensor, window: tuple[Tensor, Tensor]) -> Tensor:
+        config, layer = self.config, len(self._states)
+        self._states.append(states)
+        B, P, J, K = *q.shape[:2], config.num_key_value_heads, config.num_retrieved_chunks
+        if not self._num_chunks:
+            none = torch.full((B, P, J, K), -1, device=q.device)
+            lowest = window[1].new_full(none.shape, -torch.inf)
+            self.selected.append(ChunkSelection(none, torch.zeros_like(lowest), lowest))
+            return window[0]
+        memory, (count, _) = self.step.cache.memory, config.summary_width
+        landmarks = [x[:, :, layer * count : (layer + 1) * count] for x in memory.blocks(self._num_chunks, B)]
+        every = None
+        if config.chunk_score == "mass":
+            every = self._fetched(np.broadcast_to(np.arange(self._num_chunks), (B, self._num_chunks)), layer)
+        chosen = self._select(q, window[1], landmarks, every)
+        if every is not None:
+            return self._attend(q, chosen, chosen.indices, every, window)
+        chunks, places = distinct_chunks(chosen.indices.cpu().numpy())  # what many chose is fetched once
+        if not chunks.size:
+            self.selected.append(chosen)
+            return window[0]
+        indices = torch.from_numpy(places).to(q.device)
+        return self._attend(q, chosen, indices, self._fetched(chunks, layer), window)
+
+    def _fetched(self, chunks: Integers, layer: int) -> MemoryEntries:
+        """Of one layer, keys and values of chunks [B, n]; -1 gives any."""
+        records, lengths = self.step.cache.memory.gather(chunks, np.full_like(chunks, layer))
+        k, v = (records[:, :, part].transpose(2, 3) for part in (0, 1))
+        return MemoryEntries(k, v, k, torch.from_numpy(lengths).to(k.device))
+
+    def remember(self) -> None:
+        """Write the chunks that the call closes into the memory, once all layers have run."""
+        step, grid = self.step, self.grid
+        states = torch.cat(self._states, -1)
+        if grid.num_closed:
+            layers = len(self._states)
+            every = step.with_open(states).unflatten(-1, (layers, -1)).unbind(2)
+            parts = [self.rows.entries(x) for x in every]
+            k, v, landmarks = (torch.cat([part[i] for part in parts], dim) for i, dim in ((0, 3), (1, 3), (2, 2)))
+            step.remember(MemoryEntries(k, v, landmarks, parts[0].lengths))
+        step.keep_open(states)
+
+
+class ChunkRows(NamedTuple):
+    """Where the keys of the chunks that close stand. Sinks, which every window shows, are none of them."""
+
+    config: HiLSConfig
+    take: Take  # positions (after the open chunk's) -> [B, C * (S + 1), X]: the keys, and in row S the landmark
+    lengths: Integers  # [b, C] keys of each chunk
+
+    @classmethod
+    def of(cls, config: HiLSConfig, grid: Grid, step: Step | None) -> ChunkRows:
+        """Of the chunks of a layout; ``step``: of a call on a cache."""
+        C, n = grid.num_closed, config.num_sinks
+        if not n or not C:
+            return cls(config, grid.encoder_rows, grid.lengths)
+        begin = np.zeros(1, np.int64) if step is None else step.end - step.counts
+        places = np.broadcast_to(grid.landmark_places.clip(0), (len(grid.chunk), C))
+        starts = grid.chunk_starts - np.take_along_axis(grid.document_starts, places, 1) + begin[:, None]
+        sinks = np.clip(n - starts, 0, grid.lengths)  # [B, C] of each chunk
+        if not sinks.any():
+            return cls(config, grid.encoder_rows, grid.lengths)
+        index, S = grid.encoder_rows.index.reshape(len(grid.chunk), C, -1), config.chunk_size
+        index = np.broadcast_to(index, (len(sinks), *index.shape[1:])).copy()
+        row = np.arange(S) + sinks[..., None]
+        after = np.take_along_axis(index[:, :, :S], row.clip(max=S - 1), 2)
+        index[:, :, :S] = np.where(row < S, after, -1)
+        lengths = np.where(grid.lengths > 0, grid.lengths - sinks, 0)
+        return cls(config, Take(index.reshape(len(index), -1), grid.encoder_rows.size), lengths)
+
+    def entries(self, states: Tensor) -> MemoryEntries:
+        """One layer's entries, of states [B, P, X]: keys, values and, for the expansion, queries, heads side by side."""
+        config, B, C = self.config, len(states), self.lengths.shape[1]
+        J, D, S = config.num_key_value_heads, config.head_dim, config.chunk_size
+        rows = self.take(states).view(B, C, S + 1, states.shape[2] // D, D)
+        lengths = torch.from_numpy(self.lengths).to(states.device).expand(B, C)
+        tokens = rows[:, :, :S]
+        k, v = tokens[:, :, :, :J], tokens[:, :, :, J : 2 * J]
+        asking = None
+        if config.chunk_score == "expansion":
+            asking = rows[:, :, S, 2 * J :]
+            if config.summary_query == "tokens":  # what is absent is 0
+                asking = tokens[:, :, :, 2 * J :].sum(2) / lengths.clamp(min=1)[..., None, None]
+        with torch.no_grad():  # what is chosen has no gradient
+            landmarks = summarize_chunks(k, asking, lengths)
+        return MemoryEntries(k, v, landmarks, lengths)

@@ -1,0 +1,197 @@
+"""What tokens score past chunks by, and which they select: the retrieval of HiLS (arXiv 2607.02980) and MoBA (2502.13189)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from trailmark.ops.arguments import (
+    arithmetic_dtype,
+    require,
+    require_grouped_heads,
+    require_shape,
+    without_autocast,
+)
+from trailmark.ops.landmark.selection import best_chunks
+from trailmark.ops.selection.api import ChunkSelection
+
+_SLAB_SCORES = 1 << 22  # scores that stand in memory at a time
+EMPTY = -1e30
+"""The score that the summary of a chunk without keys gives: finite, for it is saved, and far below any other."""
+
+
+@without_autocast
+def summarize_chunks(
+    k: Tensor, query: Tensor | None = None, lengths: Tensor | None = None, scale: float | None = None
+) -> Tensor:
+    r"""Landmark vectors that say how much attention a chunk would get: HiLS' expansion, or the mean of the keys.
+
+    With a query :math:`\mu_c` for each chunk (arXiv 2607.02980),
+
+    .. math::
+        p_{cj} = \mathrm{softmax}_j(\mathrm{scale} \cdot \mu_c^\top k_{cj}), \qquad
+        k'_c = \sum_j p_{cj} k_{cj}, \qquad b_c = -\sum_j p_{cj} \ln p_{cj}
+
+    so that :math:`\mathrm{scale} \cdot q^\top k'_c + b_c` is the first-order expansion, at :math:`q = \mu_c`, of the
+    log mass :math:`\ln \sum_j e^{\mathrm{scale} \cdot q^\top k_{cj}}`. This is convex in q: the expansion is never
+    above it, and meets it at :math:`\mu_c`. Without queries, :math:`k'_c` is the mean and :math:`b_c` the logarithm
+    of the number of keys: the expansion at 0, MoBA's score (arXiv 2502.13189).
+
+    Args:
+        k: [B, M, S, J, D]; query head h has key head h // (H // J).
+        query: [B, M, H, D]; None: see above.
+        lengths: int64 [B, M]: keys of each chunk that exist; None: S.
+        scale: None is D ** -0.5.
+
+    Returns:
+        [B, M, H, D + 1] (without queries [B, M, J, D + 1]), float32 or wider: :math:`k'_c`, then :math:`b_c`. A chunk
+        without keys has 0, and -1e30.
+
+    Raises:
+        ValueError: for shapes that do not fit together.
+    """
+    require(k.dim() == 5, "k", tuple(k.shape), "shape [B, M, S, J, D]")
+    B, M, S, J, D = k.shape
+    scale = D**-0.5 if scale is None else scale
+    dtype = arithmetic_dtype(k) if query is None else arithmetic_dtype(k, query)
+    keys = k.to(dtype).permute(0, 1, 3, 2, 4)  # [B, M, J, S, D]
+    there = None
+    if lengths is not None:
+        require_shape("lengths", lengths, (B, M), "[B, M]")
+        there = (torch.arange(S, device=k.device) < lengths[..., None])[:, :, None]  # [B, M, 1, S]
+        keys = keys.masked_fill(~there[..., None], 0)
+    if query is None:
+        count = keys.new_full((B, M), S) if lengths is None else lengths.to(dtype)
+        mean = keys.sum(3) / count.clamp(min=1)[..., None, None]
+        bias = count.log().clamp(min=EMPTY)[..., None, None].expand(B, M, J, 1)
+        return torch.cat([mean, bias], -1)
+    H = query.shape[2] if query.dim() == 4 else 0
+    require_shape("query", query, (B, M, H, D), "[B, M, H, D]")
+    require_grouped_heads(H, J)
+    asked = query.to(dtype).view(B, M, J, H // J, D)
+    scores = (asked @ keys.transpose(-1, -2)).mul(scale)  # [B, M, J, g, S]
+    if there is not None:
+        scores = scores.masked_fill(~there[..., None, :], -torch.inf)
+        empty = (lengths == 0)[..., None, None]  # type: ignore[operator]
+        scores = scores.masked_fill(empty[..., None], 0)
+    log_p = scores.log_softmax(-1)
+    p = log_p.exp()
+    # a key that is absent has the probability 0, whose logarithm is -inf: their product is 0
+    bias = -(p * log_p.masked_fill(p == 0, 0)).sum(-1)
+    if there is not None:
+        bias = bias.masked_fill(empty, EMPTY)
+    return torch.cat([p @ keys, bias[..., None]], -1).view(B, M, H, D + 1)
+
+
+@without_autocast
+def chunk_log_mass(q: Tensor, k: Tensor, lengths: Tensor | None = None, scale: float | None = None) -> Tensor:
+    r"""The logarithm of what tokens would put on each chunk, :math:`\ln \sum_j e^{\mathrm{scale} \cdot q_i^\top k_{cj}}`.
+
+    Args:
+        q: [B, T, H, D]. k: [B, M, S, J, D]. lengths: int64 [B, M]: keys of each chunk that exist; None: S.
+        scale: None is D ** -0.5.
+
+    Returns:
+        [B, T, H, M], float32 or wider; -inf for a chunk without keys.
+    """
+    (B, T, H, D), (M, S, J) = q.shape, k.shape[1:4]
+    require_shape("k", k, (B, M, S, J, D), "[B, M, S, J, D]")
+    require_grouped_heads(H, J)
+    dtype = arithmetic_dtype(q, k)
+    keys = k.to(dtype).permute(0, 3, 4, 1, 2).reshape(B, J, D, M * S)
+    asked = q.to(dtype).view(B, T, J, H // J, D).permute(0, 2, 1, 3, 4)  # [B, J, T, g, D]
+    scale = D**-0.5 if scale is None else scale
+    scores = (asked.flatten(2, 3) @ keys).mul(scale).view(B, J, T, H // J, M, S)
+    if lengths is not None:
+        absent = torch.arange(S, device=k.device) >= lengths[..., None]  # [B, M, S]
+        scores = scores.masked_fill(absent[:, None, None, None], -torch.inf)
+    return scores.logsumexp(-1).permute(0, 2, 1, 3, 4).reshape(B, T, H, M)
+
+
+@torch.no_grad()
+@without_autocast
+def select_for_tokens(
+    query: Tensor,
+    beside: Tensor,
+    num_retrieved: int,
+    num_candidates: Tensor,
+    num_key_value_heads: int,
+    landmarks: Sequence[Tensor] | None = None,
+    keys: tuple[Tensor, Tensor | None] | None = None,
+    first_candidate: Tensor | int = 0,
+    scale: float | None = None,
+) -> ChunkSelection:
+    r"""Select for each token and key/value head the chunks that get the largest share of its attention.
+
+    With a chunk's score :math:`g_{ihc}` in place of its log mass, and the log-sum-exp :math:`\lambda_{ih}` of the
+    window, a share and the choice of key/value head j are
+
+    .. math::
+        \rho_{ihc} = g_{ihc} - \ln\!\left(e^{\lambda_{ih}} + \sum_{c'} e^{g_{ihc'}}\right), \qquad
+        I_{ij} = \mathrm{topK}_c \max_{h \in j} \rho_{ihc}
+
+    over the candidates :math:`f_i \le c < n_i` that have keys. Of equal shares the earlier chunk is taken. Scores stand in memory for
+    a slab of tokens at a time. No gradient. Source: arXiv 2607.02980.
+
+    Args:
+        query: [B, T, H, D]. beside: :math:`\lambda`, [B, T, H].
+        num_retrieved: K >= 1.
+        num_candidates: int64 [B or 1, T]. first_candidate: int64 of the same shape, or an int.
+        num_key_value_heads: J.
+        landmarks: what :func:`summarize_chunks` made, [B, M, H or J, D + 1], in parts as a memory keeps them.
+        keys: or the keys themselves [B, M, S, J, D] and their lengths [B, M] (None: S), for exact log masses.
+        scale: None is D ** -0.5.
+
+    Returns:
+        indices [B, T, J, K], scores the largest log share of the heads, weights those shares among the K.
+
+    Raises:
+        ValueError: for shapes that do not fit together.
+    """
+    B, T, H, D = query.shape
+    J = num_key_value_heads
+    require_grouped_heads(H, J)
+    require_shape("beside", beside, (B, T, H), "[B, T, H]")
+    require(num_retrieved >= 1, "num_retrieved", num_retrieved, "at least 1")
+    require((landmarks is None) != (keys is None), "landmarks, keys", "both or none", "one of them")
+    dtype = arithmetic_dtype(query)
+    parts = [] if landmarks is None else [x.to(dtype) for x in landmarks if x.shape[1]]
+    M = keys[0].shape[1] if keys is not None else sum(x.shape[1] for x in parts)
+    scale = D**-0.5 if scale is None else scale
+    indices = torch.full((B, T, J, num_retrieved), -1, device=query.device)
+    scores = query.new_full((B, T, J, num_retrieved), -math.inf, dtype=dtype)
+    number = torch.arange(M, device=query.device)
+    slab = max(1, _SLAB_SCORES // max(1, B * H * M * (1 if keys is None else keys[0].shape[2])))
+    for start in range(0, T if M else 0, slab):
+        rows = slice(start, min(T, start + slab))
+        asked = query[:, rows].to(dtype)
+        if keys is not None:
+            found = chunk_log_mass(asked, keys[0], keys[1], scale)
+        else:
+            found = torch.cat([_expansion(asked, x, scale) for x in parts], -1)
+        first = first_candidate if isinstance(first_candidate, int) else first_candidate[:, rows, None]
+        there = (number < num_candidates[:, rows, None]) & (number >= first)  # [B or 1, t, M]
+        found = found.masked_fill(~there[:, :, None] | (found <= EMPTY / 2), -math.inf)
+        seen = torch.logaddexp(found.logsumexp(-1), beside[:, rows].to(dtype))
+        found -= seen.masked_fill(seen == -math.inf, 0)[..., None]
+        most = found.view(B, -1, J, H // J, M).amax(3)
+        chosen = best_chunks(most, num_retrieved)
+        indices[:, rows] = chosen
+        mine = most.gather(-1, chosen.clamp(min=0)).masked_fill(chosen < 0, -math.inf)
+        scores[:, rows] = mine
+    weights = scores.masked_fill(indices < 0, -math.inf).softmax(-1).masked_fill(indices < 0, 0)
+    return ChunkSelection(indices, weights, scores)
+
+
+def _expansion(query: Tensor, landmarks: Tensor, scale: float) -> Tensor:
+    """Scores [B, t, H, m] of queries [B, t, H, D] by landmark vectors [B, m, H or J, D + 1]."""
+    (B, t, H, D), n = query.shape, landmarks.shape[2]
+    asked = query.view(B, t, n, H // n, D).permute(0, 2, 1, 3, 4).flatten(2, 3)  # [B, n, t g, D]
+    table = landmarks.permute(0, 2, 3, 1)  # [B, n, D + 1, m]
+    found = torch.baddbmm(
+        table[:, :, D:].flatten(0, 1), asked.flatten(0, 1), table[:, :, :D].flatten(0, 1), alpha=scale
+    )
+    return found.view(B, n, t, H // n, -1).permute(0, 2, 1, 3, 4).reshape(B, t, H, -1)
