@@ -63,7 +63,7 @@ MODELS: dict[str, tuple[Any, dict[str, Any]]] = {
         hils,
         {"num_sinks": 3, "max_sink_distance": 9, "summary_query": "tokens", "far_position": "window"},
     ),
-    "moba": (hils, {"chunk_score": "mean"}),
+    "moba": (hils, {"chunk_score": "mean", "chunk_weights": "keys"}),
     "landmark-gate-jump": (landmark, {"gate_probability": 0.5, "position_jump": 9}),
     "landmark-text": (landmark, {"landmark_loss": "text", "gate_probability": 0.5}),
     "landmark-eos": (landmark, {"landmark_loss": "none_after_eos", "eos_token_id": 7}),

@@ -45,7 +45,7 @@ GATES = [{"state_gate": gate} for gate in ("fixed", "lstm")]
 HILS: list[dict[str, Any]] = [
     {},
     {"summary_query": "tokens", "far_position": "window", "num_sinks": 2, "max_sink_distance": 20},
-    {"chunk_score": "mean"},
+    {"chunk_score": "mean", "chunk_weights": "keys"},
     PRETRAINED,
 ]
 QUICK = ("random-2", "encoder", "contriever")  # ablations; the rest of what takes long: with -m slow
@@ -166,7 +166,12 @@ def test_encoding_chunks_alone_is_reading_them(model: Model) -> None:
 
 # --- causality ---------------------------------------------------------------------------------------------
 
-NEIGHBOURS = [*models(drt, GROUPS + FITTED), *models(rpt, RPT_MODES), *models(landmark, [{}, PRETRAINED]), *models(hils, HILS)]
+NEIGHBOURS = [
+    *models(drt, GROUPS + FITTED),
+    *models(rpt, RPT_MODES),
+    *models(landmark, [{}, PRETRAINED]),
+    *models(hils, HILS),
+]
 
 
 @pytest.mark.parametrize(
@@ -205,6 +210,7 @@ def test_a_neighbours_content_changes_no_bit(model: Model, dtype: torch.dtype) -
         *models(drt, DRTS + FITTED),
         *ablations(),
         *models(window_model, [{}, PRETRAINED | {"qk_norm": "all"}]),
+        *models(hils, [{}, PRETRAINED]),
         *models(block_recurrent, GATES),
     ],
     ids=name_of,

@@ -345,7 +345,7 @@ class ChunkMemory:
         return count + first + int(np.searchsorted(own, position))
 
     def last_starts(self, size: MemorySize, count: int) -> tuple[Integers, Integers]:
-        """Where each row's last ``count`` chunks start [B, n], -1 before the first of fewer; how many are before them [B].
+        """Where each row's last ``count`` chunks start [B, n], -1 before its first; how many are before them [B].
 
         Of a memory that keeps all chunks.
         """

@@ -173,7 +173,7 @@ def last_chunks(chosen: ChunkSelection, had: Integers, own: Integers) -> ChunkSe
 
 
 def distinct_chunks(wanted: Integers) -> tuple[Integers, Integers]:
-    """Of chunks [B, ..., K], -1 where there is none: the different ones [B, n] of each row, and which of them each is."""
+    """Of chunks [B, ..., K], -1 for none: the different ones [B, n] of each row, and which of them each is."""
     rows = [np.unique(row[row >= 0]) for row in wanted]
     chunks = np.full((len(rows), max(map(len, rows))), -1)
     indices = np.full_like(wanted, -1)

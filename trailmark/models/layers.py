@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from trailmark.memory.tables import Integers
 from trailmark.memory.window import Window, WindowCall
 from trailmark.models.configuration import TrailmarkConfig
-from trailmark.memory.tables import Integers
 from trailmark.models.layout import Grid
 from trailmark.models.rope import Rope, attention_factor, inverse_frequencies
 from trailmark.models.takes import constant
@@ -218,7 +218,9 @@ class Place:
     asking: Asking | None = None  # the landmarks, where windows do not show them; None: they do
     # nothing that is trained moves the tokens' states here, only those of the landmarks
     fixed_tokens: bool = False
-    windows: Tensor | None = None  # int64 [b, n] of what windows count, each one's own; None: all have the layer's
+    windows: Tensor | None = (
+        None  # int64 [b, n] of what windows count, each one's own; None: all have the layer's
+    )
 
     @classmethod
     def of(

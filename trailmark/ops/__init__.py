@@ -1,7 +1,7 @@
 """Pure functions of tensors: the attention of long-context models. Needs torch alone."""
 
 from trailmark.ops.block_attention import block_attention
-from trailmark.ops.chunk_scores import chunk_log_mass, select_for_tokens, summarize_chunks
+from trailmark.ops.chunk_scores import chunk_log_mass, score_for_tokens, select_for_tokens, summarize_chunks
 from trailmark.ops.chunked_cross_attention import chunked_cross_attention
 from trailmark.ops.divergence import selection_divergence, token_divergence
 from trailmark.ops.gca.api import grouped_cross_attention
@@ -32,6 +32,7 @@ __all__ = [
     "random_chunks",
     "ranking_loss",
     "score_chunks",
+    "score_for_tokens",
     "score_parts",
     "select_by_landmarks",
     "select_chunks",

@@ -1,4 +1,4 @@
-"""What tokens score past chunks by, and which they select: the retrieval of HiLS (arXiv 2607.02980) and MoBA (2502.13189)."""
+"""What tokens score past chunks by, and which they select: HiLS (arXiv 2607.02980) and MoBA (arXiv 2502.13189)."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def summarize_chunks(
 
 @without_autocast
 def chunk_log_mass(q: Tensor, k: Tensor, lengths: Tensor | None = None, scale: float | None = None) -> Tensor:
-    r"""The logarithm of what tokens would put on each chunk, :math:`\ln \sum_j e^{\mathrm{scale} \cdot q_i^\top k_{cj}}`.
+    r"""The log mass of each chunk for each token, :math:`\ln \sum_j e^{\mathrm{scale} \cdot q_i^\top k_{cj}}`.
 
     Args:
         q: [B, T, H, D]. k: [B, M, S, J, D]. lengths: int64 [B, M]: keys of each chunk that exist; None: S.
@@ -123,7 +123,7 @@ def select_for_tokens(
     keys: tuple[Tensor, Tensor | None] | None = None,
     first_candidate: Tensor | int = 0,
     scale: float | None = None,
-) -> ChunkSelection:
+) -> tuple[ChunkSelection, Tensor]:
     r"""Select for each token and key/value head the chunks that get the largest share of its attention.
 
     With a chunk's score :math:`g_{ihc}` in place of its log mass, and the log-sum-exp :math:`\lambda_{ih}` of the
@@ -133,20 +133,23 @@ def select_for_tokens(
         \rho_{ihc} = g_{ihc} - \ln\!\left(e^{\lambda_{ih}} + \sum_{c'} e^{g_{ihc'}}\right), \qquad
         I_{ij} = \mathrm{topK}_c \max_{h \in j} \rho_{ihc}
 
-    over the candidates :math:`f_i \le c < n_i` that have keys. Of equal shares the earlier chunk is taken. Scores stand in memory for
-    a slab of tokens at a time. No gradient. Source: arXiv 2607.02980.
+    over the candidates :math:`f_i \le c < n_i` that have keys. A chunk with several summaries scores the logarithm of
+    what theirs add up to as masses. Of equal shares the earlier chunk is taken. Scores stand in memory for a slab of
+    tokens at a time. No gradient. Source: arXiv 2607.02980.
 
     Args:
         query: [B, T, H, D]. beside: :math:`\lambda`, [B, T, H].
         num_retrieved: K >= 1.
         num_candidates: int64 [B or 1, T]. first_candidate: int64 of the same shape, or an int.
         num_key_value_heads: J.
-        landmarks: what :func:`summarize_chunks` made, [B, M, H or J, D + 1], in parts as a memory keeps them.
+        landmarks: [B, M, n, H or J, D + 1], n summaries a chunk as :func:`summarize_chunks` makes them, in parts as a
+            memory keeps them.
         keys: or the keys themselves [B, M, S, J, D] and their lengths [B, M] (None: S), for exact log masses.
         scale: None is D ** -0.5.
 
     Returns:
-        indices [B, T, J, K], scores the largest log share of the heads, weights those shares among the K.
+        indices [B, T, J, K], scores the largest log share of the heads, weights those shares among the K; and what each
+        head scores the selected with, :math:`g` [B, T, H, K], -inf where there is none.
 
     Raises:
         ValueError: for shapes that do not fit together.
@@ -163,8 +166,10 @@ def select_for_tokens(
     scale = D**-0.5 if scale is None else scale
     indices = torch.full((B, T, J, num_retrieved), -1, device=query.device)
     scores = query.new_full((B, T, J, num_retrieved), -math.inf, dtype=dtype)
+    of_heads = query.new_full((B, T, H, num_retrieved), -math.inf, dtype=dtype)
     number = torch.arange(M, device=query.device)
-    slab = max(1, _SLAB_SCORES // max(1, B * H * M * (1 if keys is None else keys[0].shape[2])))
+    each = keys[0].shape[2] if keys is not None else parts[0].shape[2] if parts else 1
+    slab = max(1, _SLAB_SCORES // max(1, B * H * M * each))
     for start in range(0, T if M else 0, slab):
         rows = slice(start, min(T, start + slab))
         asked = query[:, rows].to(dtype)
@@ -176,22 +181,52 @@ def select_for_tokens(
         there = (number < num_candidates[:, rows, None]) & (number >= first)  # [B or 1, t, M]
         found = found.masked_fill(~there[:, :, None] | (found <= EMPTY / 2), -math.inf)
         seen = torch.logaddexp(found.logsumexp(-1), beside[:, rows].to(dtype))
-        found -= seen.masked_fill(seen == -math.inf, 0)[..., None]
-        most = found.view(B, -1, J, H // J, M).amax(3)
+        shares = found - seen.masked_fill(seen == -math.inf, 0)[..., None]
+        most = shares.view(B, -1, J, H // J, M).amax(3)
         chosen = best_chunks(most, num_retrieved)
         indices[:, rows] = chosen
-        mine = most.gather(-1, chosen.clamp(min=0)).masked_fill(chosen < 0, -math.inf)
-        scores[:, rows] = mine
+        scores[:, rows] = most.gather(-1, chosen.clamp(min=0)).masked_fill(chosen < 0, -math.inf)
+        each = chosen.repeat_interleave(H // J, 2)  # [B, t, H, K]
+        of_heads[:, rows] = found.gather(-1, each.clamp(min=0)).masked_fill(each < 0, -math.inf)
     weights = scores.masked_fill(indices < 0, -math.inf).softmax(-1).masked_fill(indices < 0, 0)
-    return ChunkSelection(indices, weights, scores)
+    return ChunkSelection(indices, weights, scores), of_heads
+
+
+@without_autocast
+def score_for_tokens(query: Tensor, landmarks: Tensor, indices: Tensor, scale: float | None = None) -> Tensor:
+    r"""The scores :math:`g` of :func:`select_for_tokens` for chunks that are selected, with gradients.
+
+    Args:
+        query: [B, T, H, D]. landmarks: [B, M, n, H or J, D + 1]. indices: int64 [B, T, J, K]; -1 gives -inf.
+        scale: None is D ** -0.5.
+
+    Returns:
+        [B, T, H, K], float32 or wider.
+    """
+    (B, T, H, D), (M, n, heads), (J, K) = query.shape, landmarks.shape[1:4], indices.shape[2:]
+    dtype, none = arithmetic_dtype(query, landmarks), indices < 0
+    if not M:
+        return query.new_full((B, T, H, K), -math.inf, dtype=dtype)
+    scale = D**-0.5 if scale is None else scale
+    row = torch.arange(B, device=query.device)[:, None, None, None] * (M * J)
+    at = row + indices.clamp(min=0) * J + torch.arange(J, device=query.device)[:, None]
+    # the vectors of a key/value head side by side
+    table = landmarks.to(dtype).unflatten(3, (J, heads // J)).transpose(2, 3).reshape(B * M * J, -1)
+    taken = table.index_select(0, at.flatten()).view(B, T, J, K, n, heads // J, D + 1)
+    asked = query.to(dtype).view(B, T, J, 1, 1, H // J, D)
+    found = (taken[..., :D] * asked).sum(-1).mul(scale) + taken[..., D]  # [B, T, J, K, n, g]
+    found = found[:, :, :, :, 0] if n == 1 else found.logsumexp(4)
+    return found.masked_fill(none[..., None], -math.inf).transpose(3, 4).reshape(B, T, H, K)
 
 
 def _expansion(query: Tensor, landmarks: Tensor, scale: float) -> Tensor:
-    """Scores [B, t, H, m] of queries [B, t, H, D] by landmark vectors [B, m, H or J, D + 1]."""
-    (B, t, H, D), n = query.shape, landmarks.shape[2]
-    asked = query.view(B, t, n, H // n, D).permute(0, 2, 1, 3, 4).flatten(2, 3)  # [B, n, t g, D]
-    table = landmarks.permute(0, 2, 3, 1)  # [B, n, D + 1, m]
+    """Scores [B, t, H, m] of queries [B, t, H, D] by landmark vectors [B, m, n, H or J, D + 1]."""
+    (B, t, H, D), (m, n, heads) = query.shape, landmarks.shape[1:4]
+    asked = query.view(B, t, heads, H // heads, D).permute(0, 2, 1, 3, 4).flatten(2, 3)  # [B, heads, t g, D]
+    table = landmarks.permute(0, 3, 4, 1, 2).flatten(3)  # [B, heads, D + 1, m n]
     found = torch.baddbmm(
         table[:, :, D:].flatten(0, 1), asked.flatten(0, 1), table[:, :, :D].flatten(0, 1), alpha=scale
     )
-    return found.view(B, n, t, H // n, -1).permute(0, 2, 1, 3, 4).reshape(B, t, H, -1)
+    if n > 1:
+        found = found.unflatten(-1, (m, n)).logsumexp(-1)
+    return found.view(B, heads, t, H // heads, m).permute(0, 2, 1, 3, 4).reshape(B, t, H, m)

@@ -127,7 +127,9 @@ def grouped_cross_attention(
     row = torch.arange(batch, device=q.device)[:, None, None, None]
     head = torch.arange(J, device=q.device)[:, None]
     absent = torch.arange(S, device=q.device) >= lengths[row, chunk][..., None]  # [B, N, J, K, S]
-    used = weights.to(dtype).view(batch, N, J, weights.shape[2] // J, weights.shape[3])  # [B, N, J, g or 1, K]
+    used = weights.to(dtype).view(
+        batch, N, J, weights.shape[2] // J, weights.shape[3]
+    )  # [B, N, J, g or 1, K]
     used = used.masked_fill(indices[:, :, :, None] < 0, 0).expand(-1, -1, -1, H // J, -1)
     unread = indices < 0 if beside is None else (indices < 0) | (used == 0).all(3)
     absent = absent | unread[..., None]

@@ -11,7 +11,16 @@ import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, MistralConfig, MistralForCausalLM
 
-from tests.models.tiny import PRETRAINED, TokenCounter, block_recurrent, drt, landmark, rpt, window_model
+from tests.models.tiny import (
+    PRETRAINED,
+    TokenCounter,
+    block_recurrent,
+    drt,
+    hils,
+    landmark,
+    rpt,
+    window_model,
+)
 from trailmark.evaluation.cost import run as cost
 from trailmark.evaluation.cost.inference import Text
 from trailmark.evaluation.cost.rounds import random_tokens, spread
@@ -72,13 +81,18 @@ MODELS_MADE: dict[str, Callable[[], TrailmarkForCausalLM]] = {
     "landmark, head": lambda: landmark(retrieve_per="head"),
     "landmark, cell": lambda: landmark(retrieve_per="cell", causal_retrieval=False),
     "block-recurrent": block_recurrent,
+    "hils": lambda: hils(num_sinks=2),
+    "hils, mean": lambda: hils(
+        chunk_score="mean", layer_types=["sliding_attention", "full_attention", "full_attention"]
+    ),
 }
 OFF: dict[str, Callable[[], TrailmarkForCausalLM]] = {
     "drt, retrieval off": lambda: drt(2).without_retrieval(),
     "rpt, retrieval off": lambda: rpt(retriever="encoder").without_retrieval(),
+    "hils, retrieval off": lambda: hils().without_retrieval(),
     "landmark, retrieval off": lambda: landmark().without_retrieval(),
 }
-ONE_OF_EACH = ("window", "drt, 2 groups", "rpt, encoder", "landmark", "block-recurrent")
+ONE_OF_EACH = ("window", "drt, 2 groups", "rpt, encoder", "landmark", "block-recurrent", "hils")
 
 
 def each(models: dict[str, Callable[[], TrailmarkForCausalLM]]) -> Any:

@@ -43,7 +43,9 @@ class NaiveHiLS(_Naive):
         for number, layer in enumerate(model.layers):
             chooses = c.layer_types is None or c.layer_types[number] == "full_attention"
             q, k, v = self.heads(layer.attention, self.norm(layer.attention_norm, x))
-            out = self.attend_to_all(q, k[self.row_of], v[self.row_of], chooses and c.num_retrieved_chunks > 0)
+            out = self.attend_to_all(
+                q, k[self.row_of], v[self.row_of], chooses and c.num_retrieved_chunks > 0
+            )
             x = x + layer.attention.o_proj(out.flatten(1))
             x = x + self.mlp(layer.mlp, self.norm(layer.mlp_norm, x))
         self.logits = model.lm_head(self.norm(model.norm, x[self.row_of]) * c.logit_scale)
@@ -75,12 +77,16 @@ class NaiveHiLS(_Naive):
                 [[float(by[i, h] @ near_k[t, h * J // H]) * D**-0.5 for t, by in seen] for h in range(H)],
                 dtype=q.dtype,
             )  # [H, n]
-            keys = {m: [t for t in self.chunks[m] if t >= c.num_sinks] for m in range(local if chooses else 0)}
+            keys = {
+                m: [t for t in self.chunks[m] if t >= c.num_sinks] for m in range(local if chooses else 0)
+            }
             candidates = [m for m in keys if keys[m]]
             shares: list[dict[int, float]] = []
             for h in range(H):
                 score = {m: self.score(m, keys[m], far_q, i, h, far_k[:, h * J // H]) for m in candidates}
-                seen_by = torch.cat([window[h], torch.tensor(list(score.values()), dtype=q.dtype)]).logsumexp(0)
+                seen_by = torch.cat([window[h], torch.tensor(list(score.values()), dtype=q.dtype)]).logsumexp(
+                    0
+                )
                 shares.append({m: float(s - seen_by) for m, s in score.items()})
             chosen_by[i] = []
             for j in range(J):
@@ -89,9 +95,12 @@ class NaiveHiLS(_Naive):
                 chosen_by[i].append(sorted(best))
             for h in range(H):
                 j = h * J // H
-                far = [t for m in chosen_by[i][j] for t in keys[m]]
-                scores = torch.cat([window[h], far_k[far, j] @ far_q[i, h] * D**-0.5])
-                values = torch.cat([v[[t for t, _ in seen], j], v[far, j]])
+                far = [far_k[keys[m], j] @ far_q[i, h] * D**-0.5 for m in chosen_by[i][j]]
+                if c.chunk_weights == "score":  # in place of what the keys of a chunk add up to
+                    score_of = [self.score(m, keys[m], far_q, i, h, far_k[:, j]) for m in chosen_by[i][j]]
+                    far = [x - x.logsumexp(0) + s for x, s in zip(far, score_of, strict=True)]
+                scores = torch.cat([window[h], *far])
+                values = v[[t for t, _ in seen] + [t for m in chosen_by[i][j] for t in keys[m]], j]
                 out[i, h] = scores.softmax(0) @ values if len(scores) else 0
         if chooses:
             self.retrieval.append([chosen_by[row] for row in self.row_of])
@@ -100,16 +109,23 @@ class NaiveHiLS(_Naive):
     def score(self, m: int, keys: list[int], far_q: Tensor, i: int, h: int, far_k: Tensor) -> float:
         """What head h of row i scores chunk m with."""
         c, scale = self.config, far_q.shape[-1] ** -0.5
-        own = far_k[keys]
         if c.chunk_score == "mass":
-            return float((own @ far_q[i, h] * scale).logsumexp(0))
-        if c.chunk_score == "mean":
-            return float(own.mean(0) @ far_q[i, h] * scale) + math.log(len(keys))
-        rows = [self.row_of[t] for t in keys] if c.summary_query == "tokens" else [self.mark_of[m]]
-        p = (own @ far_q[rows, h].mean(0) * scale).softmax(0)
-        return float((p @ own) @ far_q[i, h] * scale - (p * p.log()).sum())
+            return float((far_k[keys] @ far_q[i, h] * scale).logsumexp(0))
+        size, masses = c.summary_tokens or c.chunk_size, []
+        for first in range(0, len(keys), size):
+            part = keys[first : first + size]
+            own = far_k[part]
+            if c.chunk_score == "mean":
+                masses.append(float(own.mean(0) @ far_q[i, h] * scale) + math.log(len(part)))
+                continue
+            rows = [self.row_of[t] for t in part] if c.summary_query == "tokens" else [self.mark_of[m]]
+            p = (own @ far_q[rows, h].mean(0) * scale).softmax(0)
+            masses.append(float((p @ own) @ far_q[i, h] * scale - (p * p.log()).sum()))
+        return float(torch.tensor(masses, dtype=far_q.dtype).logsumexp(0))
 
 
 def read_in(found: Any, row: int) -> list[list[list[list[int]]]]:
     """What each layer's [B, T, J, K] lists for a row."""
-    return [[[[m for m in head if m >= 0] for head in t] for t in layer.indices[row].tolist()] for layer in found]
+    return [
+        [[[m for m in head if m >= 0] for head in t] for t in layer.indices[row].tolist()] for layer in found
+    ]

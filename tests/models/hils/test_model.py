@@ -29,7 +29,9 @@ def name_of(case: dict[str, Any]) -> str:
 CASES = pairwise(
     {
         "chunk_score": ["expansion", "mean", "mass"],
+        "chunk_weights": ["score", "keys"],
         "summary_query": ["landmark", "tokens"],
+        "summary_tokens": [None, 1, 2],
         "far_position": ["true", "window"],
         "num_sinks": [0, 3, 6],
         "max_sink_distance": [None, 20],
@@ -50,6 +52,10 @@ def options_of(case: dict[str, Any]) -> tuple[dict[str, Any], Tensor]:
     options["layer_types"] = ALTERNATING if options.pop("alternating") else None
     if options.pop("pretrained"):
         options |= PRETRAINED
+    if options["chunk_size"] == 1:
+        options["summary_tokens"] = None
+    if options["chunk_score"] == "mass":
+        options["chunk_weights"] = "keys"
     if not options["num_sinks"]:
         options["max_sink_distance"] = None
     return options, marks
@@ -62,7 +68,8 @@ def test_it_is_the_equations(case: dict[str, Any]) -> None:
     exact = NaiveHiLS(model, ids[0], marks[0].tolist())
     whole = model(ids, close_chunk=marks, output_retrieval=True)
     assert_same(whole.logits[0], exact.logits)
-    assert read_in(whole.retrieval, 0) == exact.retrieval
+    if options["chunk_size"] > 1:  # chunks of the same token are equals, between which rounding decides
+        assert read_in(whole.retrieval, 0) == exact.retrieval
 
 
 @pytest.mark.parametrize("case", CASES, ids=name_of)
@@ -78,7 +85,9 @@ def test_any_split_is_one_forward(case: dict[str, Any], pieces: list[int]) -> No
     assert_same(torch.cat([out.logits for out in outs], 1), whole.logits)
     for number, layer in enumerate(whole.retrieval):
         parts = [out.retrieval[number] for out in outs]
-        assert torch.equal(torch.cat([part.indices for part in parts], 1), layer.indices)
+        if options["chunk_size"] > 1:  # chunks of the same token are equals, between which rounding decides
+            assert torch.equal(torch.cat([part.indices for part in parts], 1), layer.indices)
+        assert_same(torch.cat([part.scores for part in parts], 1).exp(), layer.scores.exp())
         assert_same(torch.cat([part.weights for part in parts], 1), layer.weights)
 
 
@@ -87,7 +96,7 @@ def test_any_split_is_one_forward(case: dict[str, Any], pieces: list[int]) -> No
 def test_where_every_chunk_is_chosen_it_is_full_attention(chunk_score: str, num_sinks: int) -> None:
     """Forward and gradients; the window and the chunks beyond it are the past, each token once."""
     full = window_model(sliding_window=None, window_position="rope")
-    model = hils(num_retrieved_chunks=99, chunk_score=chunk_score, num_sinks=num_sinks)
+    model = hils(num_retrieved_chunks=99, chunk_score=chunk_score, chunk_weights="keys", num_sinks=num_sinks)
     model.load_state_dict(full.state_dict(), strict=False)
     ids, marks = tokens(LENGTH, batch=2), early(LENGTH).expand(2, -1)
     for closes in (False, marks):
@@ -101,11 +110,15 @@ def test_where_every_chunk_is_chosen_it_is_full_attention(chunk_score: str, num_
 
 
 def test_with_no_chunk_it_is_the_window() -> None:
-    window, model = window_model(window_position="rope", num_sinks=2), hils(num_retrieved_chunks=0, num_sinks=2)
+    window, model = (
+        window_model(window_position="rope", num_sinks=2),
+        hils(num_retrieved_chunks=0, num_sinks=2),
+    )
     model.load_state_dict(window.state_dict(), strict=False)
     assert_same(logits_of(model, tokens(LENGTH)), logits_of(window, tokens(LENGTH)))
 
 
+@torch.no_grad()
 def test_what_a_chunk_says_reaches_a_token_far_beyond_the_windows() -> None:
     """One layer of one window reads nothing else of the past than the chunk that it chooses."""
     model, ids = hils(num_hidden_layers=1, num_retrieved_chunks=1), tokens(LENGTH)
@@ -119,6 +132,22 @@ def test_what_a_chunk_says_reaches_a_token_far_beyond_the_windows() -> None:
         assert same == torch.equal(after.logits[0, -1], before), chunk
 
 
+@pytest.mark.parametrize("sinks", [0, 3])
+@pytest.mark.parametrize("length", [1, 9, 41])
+def test_multiply_adds_are_counted(length: int, sinks: int) -> None:
+    W, S, K, width, layers = 7, 4, 3, 16, 3
+    window = retrieved = selection = 0
+    landmarks = range(S, length + 1, S)
+    for number, own in [*((t, 1) for t in range(length)), *((t, 0) for t in landmarks)]:
+        start = max(0, number - W + 1) // S * S
+        window += number + own - start + min(sinks, start)
+        retrieved += S * min(K, start // S)
+        selection += start // S
+    expected = {"window": 2 * window, "retrieved": 2 * retrieved, "selection": selection}
+    found = hils(num_sinks=sinks).attention_multiply_adds(length)
+    assert found == {part: width * layers * number for part, number in expected.items()}
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -129,6 +158,8 @@ def test_what_a_chunk_says_reaches_a_token_far_beyond_the_windows() -> None:
         ({"num_retrieved_chunks": -1}, "num_retrieved_chunks: expected 0"),
         ({"layer_types": ["sliding_attention"] * 3}, "layer_types: expected 'full_attention' for some layer"),
         ({"chunk_score": "sum"}, "chunk_score"),
+        ({"summary_tokens": 5}, "summary_tokens: expected None or 1 to chunk_size"),
+        ({"chunk_score": "mass"}, "chunk_weights: expected 'keys' with chunk_score 'mass'"),
     ],
 )
 def test_fields_that_do_not_fit_are_refused(options: dict[str, Any], message: str) -> None:

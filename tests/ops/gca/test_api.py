@@ -57,7 +57,9 @@ class Case:
         k, v = normal(2, self.B, self.M, self.S, self.J, self.D)
         chosen = (self.B, self.N, self.J, self.K) if self.per_head else (self.B, self.N, self.K)
         indices = torch.randint(-1, self.M, chosen, generator=random)
-        weighed = (self.B, self.N, self.J * self.g, self.K) if self.per_head and self.per_query_head else chosen
+        weighed = (
+            (self.B, self.N, self.J * self.g, self.K) if self.per_head and self.per_query_head else chosen
+        )
         weights = torch.rand(weighed, dtype=torch.float64, generator=random)
         lengths = torch.randint(0, self.S + 1, (self.B, self.M), generator=random)
         rest = {

@@ -211,9 +211,11 @@ def _hils_fields(base: Base, given: Mapping[str, Any]) -> Fields:
     _expect_seen(base, window)
     fields: Fields = {
         "sliding_window": window,
-        "chunk_size": 31,
+        "chunk_size": 32,
         "num_retrieved_chunks": 16,
-        "summary_query": "tokens",
+        "chunk_score": "mean",
+        "summary_tokens": 8,
+        "chunk_weights": "keys",
         "far_position": "window",
     }
     if own:

@@ -25,6 +25,11 @@ class HiLSConfig(TrailmarkConfig):
         chunk_score: what tells how much attention a chunk would get. "expansion": HiLS' bound of the log mass, exact at
             the query that sums the chunk up (``summary_query``). "mean": MoBA's, by the mean key. "mass": the
             log mass itself, over all keys, as exact block-sparse attention has it: to compare with.
+        chunk_weights: what weighs a chunk against the others and the window. "score": its score stands for its log
+            mass, as published, so that what chooses is learned. "keys": the keys themselves, in one softmax with the
+            window's, as MoBA has it; what chooses then has no gradient.
+        summary_tokens: tokens that one summary stands for: a chunk of more has several, whose scores are added up as
+            masses. None: one a chunk, as published.
         summary_query: whose query the expansion is made at: of the chunk's "landmark", as published, or the mean of
             those of its "tokens", which needs no training.
         far_position: where the keys of chunks stand. "true": where they are. "window": all as far back as W, whatever
@@ -37,7 +42,9 @@ class HiLSConfig(TrailmarkConfig):
     chunk_size: int = 63
     num_retrieved_chunks: int = 32
     chunk_score: Literal["expansion", "mean", "mass"] = "expansion"
+    chunk_weights: Literal["score", "keys"] = "score"
     summary_query: Literal["landmark", "tokens"] = "landmark"
+    summary_tokens: int | None = None
     far_position: Literal["true", "window"] = "true"
 
     @property
@@ -59,7 +66,10 @@ class HiLSConfig(TrailmarkConfig):
         """The most that each layer sees in its window: where chunks are chosen it goes on to a chunk's beginning."""
         assert self.sliding_window is not None
         chooses = set(self.retrieving_layers) if self.retrieves else ()
-        return [self.longest_window if n in chooses else self.sliding_window for n in range(self.num_hidden_layers)]
+        return [
+            self.longest_window if n in chooses else self.sliding_window
+            for n in range(self.num_hidden_layers)
+        ]
 
     @property
     def longest_window(self) -> int:
@@ -72,28 +82,43 @@ class HiLSConfig(TrailmarkConfig):
         return self.retrieves
 
     @property
-    def summary_width(self) -> tuple[int, int]:
-        """Landmark vectors of a chunk in one layer, and the numbers of each."""
+    def state_width(self) -> int:
+        """Numbers of a token of the open chunk, of all layers that choose: keys, values and what sums a chunk up."""
+        heads = 2 * self.num_key_value_heads
+        heads += self.num_attention_heads if self.chunk_score == "expansion" else 0
+        return len(self.retrieving_layers) * heads * self.head_dim
+
+    @property
+    def summary_shape(self) -> tuple[int, int, int]:
+        """Of a chunk's landmark vectors in one layer: summaries, heads that have one each, and numbers."""
         heads = self.num_attention_heads if self.chunk_score == "expansion" else self.num_key_value_heads
-        return heads, self.head_dim + 1
+        return -(-self.chunk_size // (self.summary_tokens or self.chunk_size)), heads, self.head_dim + 1
 
     def validate_architecture(self) -> None:
         super().validate_architecture()
         expect(self.chunk_size >= 1, "chunk_size", self.chunk_size, "at least 1")
         expect_count(self.num_retrieved_chunks)
+        part = self.summary_tokens
+        expect(
+            part is None or 1 <= part <= self.chunk_size, "summary_tokens", part, "None or 1 to chunk_size"
+        )
         expect(
             self.sliding_window is not None and self.sliding_window >= 2,
             "sliding_window",
             self.sliding_window,
             "at least 2: a landmark sees the tokens before it, not itself",
         )
-        expect(
-            self.window_position == "rope", "window_position", self.window_position, "'rope' with a HiLS"
-        )
+        expect(self.window_position == "rope", "window_position", self.window_position, "'rope' with a HiLS")
         expect(
             self.layer_types is None or "full_attention" in self.layer_types,
             "layer_types",
             self.layer_types,
             "'full_attention' for some layer, which chooses chunks",
+        )
+        expect(
+            self.chunk_score != "mass" or self.chunk_weights == "keys",
+            "chunk_weights",
+            self.chunk_weights,
+            "'keys' with chunk_score 'mass', which weighs by the keys anyway",
         )
         self.expect_rotary_heads()

@@ -1,7 +1,8 @@
-"""HiLS (arXiv 2607.02980): every token attends to a window, and in every layer to the chunks beyond it that it chooses."""
+"""HiLS (arXiv 2607.02980): every token attends to a window and, layer by layer, to chunks beyond it that it chooses."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -13,11 +14,13 @@ from transformers import initialization as init
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from trailmark.memory import ChunkCache, ChunkMemory, Window
+from trailmark.memory.chunks import TABLE_BYTES, recent_chunks
 from trailmark.memory.schema import Expected
 from trailmark.models.answers import CardFacts
 from trailmark.models.causal_lm import TrailmarkForCausalLM
+from trailmark.models.costs import CacheBytes, NumberBytes, kv_width, num_closed
 from trailmark.models.embedding import Given
-from trailmark.models.grid import Grid, Take, lay_out
+from trailmark.models.grid import Grid, Integers, Take, lay_out
 from trailmark.models.hils.config import HiLSConfig
 from trailmark.models.hils.past import MemoryPast, Past, TextPast
 from trailmark.models.hils.sight import Sight
@@ -29,7 +32,7 @@ from trailmark.ops import ChunkSelection
 
 
 class HiLSLayer(GradientCheckpointingLayer):
-    """h = x + attention(norm(x)); y = h + MLP(norm(h)), with attention to the window and, where it is given, the past."""
+    """h = x + attention(norm(x)); y = h + MLP(norm(h)); attention is to the window and, where it is given, the past."""
 
     def __init__(self, config: HiLSConfig, number: int) -> None:
         super().__init__()
@@ -38,7 +41,9 @@ class HiLSLayer(GradientCheckpointingLayer):
         self.mlp_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = MLP(config)
 
-    def forward(self, x: Tensor, place: Place, kept: Window | None = None, past: Past | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, place: Place, kept: Window | None = None, past: Past | None = None
+    ) -> Tensor:
         """x [B, P, E]."""
         q, k, v = self.attention.heads(self.attention_norm(x))
         if past is None:
@@ -95,11 +100,12 @@ class HiLSForCausalLM(TrailmarkForCausalLM):
         expected, config = super()._expected_state(), self.config
         if not config.retrieves:
             return expected
-        heads, width = config.summary_width
-        layers = len(config.retrieving_layers)
-        states = 2 * config.num_key_value_heads
-        states += config.num_attention_heads if config.chunk_score == "expansion" else 0
-        sizes = {"LE": width, "LP": layers * heads, "OE": layers * states * config.head_dim}
+        summaries, heads, width = config.summary_shape
+        sizes = {
+            "LE": width,
+            "LP": len(config.retrieving_layers) * summaries * heads,
+            "OE": config.state_width,
+        }
         return expected._replace(sizes={**expected.sizes, **sizes}, kept=("open_states",))
 
     def run(
@@ -133,7 +139,8 @@ class HiLSForCausalLM(TrailmarkForCausalLM):
             return Hidden(self.norm(Take(np.where(place < 0, -1, place), x.shape[1])(x)))
         layers = zip(*chosen, strict=True)
         return Hidden(
-            self.norm(x), tuple(ChunkSelection(*(torch.cat(x, 1) for x in zip(*layer, strict=True))) for layer in layers)
+            self.norm(x),
+            tuple(ChunkSelection(*(torch.cat(x, 1) for x in zip(*layer, strict=True))) for layer in layers),
         )
 
     def _pieces(self, grid: Grid, cache: ChunkCache, shape: torch.Size) -> Iterator[tuple[slice, Grid]]:
@@ -142,7 +149,7 @@ class HiLSForCausalLM(TrailmarkForCausalLM):
         W, S = self.config.sliding_window, self.config.chunk_size
         assert W is not None
         most = max(W - 1, (W - 1) // S * S)
-        if T <= most:
+        if most >= T:
             yield slice(0, T), grid
             return
         counts = (grid.token >= 0).sum(1)
@@ -224,6 +231,49 @@ class HiLSForCausalLM(TrailmarkForCausalLM):
         assert config.sliding_window is not None
         tokens = config.sliding_window + config.chunk_size
         return BeforeReading(tokens, f"a window of {config.sliding_window:,} tokens and a chunk before it")
+
+    def cache_bytes(self, prompt: int, generated: int, memory_dtype: torch.dtype | None = None) -> CacheBytes:
+        config, number = self.config, NumberBytes.of(self, memory_dtype)
+        S, layers, wide = config.chunk_size, len(config.retrieving_layers), kv_width(config)
+        slots = sum(config.num_sinks + (window or 0) for window in config.windows)
+        window = slots * wide * number.own
+        if not config.retrieves:
+            return CacheBytes(window=window)
+        chunks, summary = num_closed(prompt, generated, S), math.prod(config.summary_shape)
+        record = S * wide * number.kept
+        return CacheBytes(
+            window=window,
+            open_chunk=S * config.state_width * number.own,
+            records=chunks * layers * record,
+            landmarks=chunks * layers * summary * number.wide,
+            tables=chunks * TABLE_BYTES,
+            gathered=config.num_key_value_heads * config.num_retrieved_chunks * record,
+            recent=recent_chunks(record, layers) * layers * record,
+        )
+
+    def attention_multiply_adds(self, length: int) -> dict[str, int]:
+        config, width = self.config, self.config.attention_width
+        S, W, layers = config.chunk_size, config.sliding_window, len(config.retrieving_layers)
+        assert W is not None
+        # tokens, and after each whole chunk a landmark, which is no key of its own
+        number = np.concatenate([np.arange(length), S * np.arange(1, length // S + 1)])
+        is_key = np.arange(len(number)) < length
+        edge = np.maximum(number - W + 1, 0)
+
+        def seen(start: Integers) -> int:
+            return int((number - start + is_key + np.minimum(config.num_sinks, start)).sum())
+
+        if not config.retrieves:
+            return {"window": 2 * width * config.num_hidden_layers * seen(edge)}
+        beyond = edge // S  # chunks before a window, which goes on to the beginning of one
+        windows = layers * seen(beyond * S) + (config.num_hidden_layers - layers) * seen(edge)
+        chosen = int(np.minimum(beyond, config.num_retrieved_chunks).sum())
+        scored = int(beyond.sum()) * (S if config.chunk_score == "mass" else config.summary_shape[0])
+        return {
+            "window": 2 * width * windows,
+            "retrieved": 2 * width * layers * chosen * S,
+            "selection": width * layers * scored,
+        }
 
     @classmethod
     def card_facts(cls, config: Mapping[str, Any]) -> CardFacts:

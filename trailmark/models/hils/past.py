@@ -19,7 +19,13 @@ from trailmark.models.hils.config import HiLSConfig
 from trailmark.models.hils.sight import Sight
 from trailmark.models.layers import Place, rotary_table, rotate
 from trailmark.models.step import Step
-from trailmark.ops import ChunkSelection, grouped_cross_attention, select_for_tokens, summarize_chunks
+from trailmark.ops import (
+    ChunkSelection,
+    grouped_cross_attention,
+    score_for_tokens,
+    select_for_tokens,
+    summarize_chunks,
+)
 
 
 class Past(ABC):
@@ -35,16 +41,15 @@ class Past(ABC):
         assert config.sliding_window is not None
         self.config, self.grid = config, grid
         self.candidates, self.first = (
-            torch.from_numpy(np.ascontiguousarray(part)).to(x.device) for part in (sight.candidates, sight.first)
+            torch.from_numpy(np.ascontiguousarray(part)).to(x.device)
+            for part in (sight.candidates, sight.first)
         )
         self.rows = ChunkRows.of(config, grid, step)
         self.selected: list[ChunkSelection] = []
         """What each layer chose, once it has."""
         self._edge = rotary_table(config.sliding_window + 1, config.head_dim, config.rope, x)[-1:]
 
-    def read(
-        self, q: Tensor, k: Tensor, v: Tensor, place: Place, window: tuple[Tensor, Tensor]
-    ) -> Tensor:
+    def read(self, q: Tensor, k: Tensor, v: Tensor, place: Place, window: tuple[Tensor, Tensor]) -> Tensor:
         """The output of one layer's attention to all that its positions see, [B, P, H, D].
 
         Args:
@@ -65,26 +70,35 @@ class Past(ABC):
         """``read`` for turned q; states [B, P, X] as :meth:`ChunkRows.entries` takes them."""
 
     def _attend(
-        self, q: Tensor, chosen: ChunkSelection, indices: Tensor, chunks: MemoryEntries, window: tuple[Tensor, Tensor]
+        self, q: Tensor, scores: Tensor, indices: Tensor, chunks: MemoryEntries, window: tuple[Tensor, Tensor]
     ) -> Tensor:
-        """Attention to the window and to chunks ``indices`` [B, P, J, K] of a table."""
-        self.selected.append(chosen)
+        """Attention to the window and to chunks ``indices`` [B, P, J, K] of a table, scored [B, P, H, K]."""
         out, lse = (x[:, :, None] for x in window)
+        by_keys = self.config.chunk_weights == "keys"
+        if by_keys:
+            weights = torch.ones_like(scores[:, :, : indices.shape[2]])
+        else:
+            shares = torch.cat([scores, lse.transpose(2, 3)], -1).softmax(-1)
+            weights = shares[..., :-1]
         read = grouped_cross_attention(
             q[:, :, None],
             chunks.k,
             chunks.v,
             indices,
-            torch.ones_like(chosen.weights),
+            weights,
             chunks.lengths,
+            softmax_off_by_one=by_keys,
             implementation=self.config.implementation,
-            beside=(out, lse),
-        )
-        return window[0] + read[:, :, 0]
+            beside=(out, lse) if by_keys else None,
+        )[:, :, 0]
+        return window[0] + read if by_keys else (window[0] * shares[..., -1:]).to(read.dtype) + read
 
-    def _select(self, q: Tensor, lse: Tensor, landmarks: list[Tensor], keys: MemoryEntries | None) -> ChunkSelection:
+    def _select(
+        self, q: Tensor, lse: Tensor, landmarks: list[Tensor], keys: MemoryEntries | None
+    ) -> tuple[ChunkSelection, Tensor]:
+        """What tokens choose, and what each head scores it with."""
         config = self.config
-        return select_for_tokens(
+        chosen, scores = select_for_tokens(
             q,
             lse,
             config.num_retrieved_chunks,
@@ -94,6 +108,8 @@ class Past(ABC):
             None if keys is None else (keys.k, keys.lengths),
             self.first,
         )
+        self.selected.append(chosen)
+        return chosen, scores
 
 
 class TextPast(Past):
@@ -102,8 +118,10 @@ class TextPast(Past):
     def _read(self, q: Tensor, states: Tensor, window: tuple[Tensor, Tensor]) -> Tensor:
         chunks = self.rows.entries(states)
         exact = chunks if self.config.chunk_score == "mass" else None
-        chosen = self._select(q, window[1], [chunks.landmarks], exact)
-        return self._attend(q, chosen, chosen.indices, chunks, window)
+        chosen, scores = self._select(q, window[1], [chunks.landmarks], exact)
+        if self.config.chunk_weights == "score":  # checkpointing repeats a forward with and without gradients
+            scores = score_for_tokens(q, chunks.landmarks, chosen.indices)
+        return self._attend(q, scores, chosen.indices, chunks, window)
 
 
 class MemoryPast(Past):
@@ -123,20 +141,22 @@ class MemoryPast(Past):
             lowest = window[1].new_full(none.shape, -torch.inf)
             self.selected.append(ChunkSelection(none, torch.zeros_like(lowest), lowest))
             return window[0]
-        memory, (count, _) = self.step.cache.memory, config.summary_width
-        landmarks = [x[:, :, layer * count : (layer + 1) * count] for x in memory.blocks(self._num_chunks, B)]
+        memory, (n, heads, width) = self.step.cache.memory, config.summary_shape
+        own = slice(layer * n * heads, (layer + 1) * n * heads)
+        landmarks = [
+            x[:, :, own].view(*x.shape[:2], n, heads, width) for x in memory.blocks(self._num_chunks, B)
+        ]
         every = None
         if config.chunk_score == "mass":
             every = self._fetched(np.broadcast_to(np.arange(self._num_chunks), (B, self._num_chunks)), layer)
-        chosen = self._select(q, window[1], landmarks, every)
+        chosen, scores = self._select(q, window[1], landmarks, every)
         if every is not None:
-            return self._attend(q, chosen, chosen.indices, every, window)
+            return self._attend(q, scores, chosen.indices, every, window)
         chunks, places = distinct_chunks(chosen.indices.cpu().numpy())  # what many chose is fetched once
         if not chunks.size:
-            self.selected.append(chosen)
             return window[0]
         indices = torch.from_numpy(places).to(q.device)
-        return self._attend(q, chosen, indices, self._fetched(chunks, layer), window)
+        return self._attend(q, scores, indices, self._fetched(chunks, layer), window)
 
     def _fetched(self, chunks: Integers, layer: int) -> MemoryEntries:
         """Of one layer, keys and values of chunks [B, n]; -1 gives any."""
@@ -152,7 +172,8 @@ class MemoryPast(Past):
             layers = len(self._states)
             every = step.with_open(states).unflatten(-1, (layers, -1)).unbind(2)
             parts = [self.rows.entries(x) for x in every]
-            k, v, landmarks = (torch.cat([part[i] for part in parts], dim) for i, dim in ((0, 3), (1, 3), (2, 2)))
+            k, v = (torch.cat([part[i] for part in parts], 3) for i in (0, 1))
+            landmarks = torch.cat([part.landmarks.flatten(2, 3) for part in parts], 2)
             step.remember(MemoryEntries(k, v, landmarks, parts[0].lengths))
         step.keep_open(states)
 
@@ -161,7 +182,9 @@ class ChunkRows(NamedTuple):
     """Where the keys of the chunks that close stand. Sinks, which every window shows, are none of them."""
 
     config: HiLSConfig
-    take: Take  # positions (after the open chunk's) -> [B, C * (S + 1), X]: the keys, and in row S the landmark
+    take: (
+        Take  # positions (after the open chunk's) -> [B, C * (S + 1), X]: the keys, and in row S the landmark
+    )
     lengths: Integers  # [b, C] keys of each chunk
 
     @classmethod
@@ -185,18 +208,33 @@ class ChunkRows(NamedTuple):
         return cls(config, Take(index.reshape(len(index), -1), grid.encoder_rows.size), lengths)
 
     def entries(self, states: Tensor) -> MemoryEntries:
-        """One layer's entries, of states [B, P, X]: keys, values and, for the expansion, queries, heads side by side."""
+        """One layer's entries, of states [B, P, X]: keys, values and, for the expansion, queries."""
         config, B, C = self.config, len(states), self.lengths.shape[1]
         J, D, S = config.num_key_value_heads, config.head_dim, config.chunk_size
         rows = self.take(states).view(B, C, S + 1, states.shape[2] // D, D)
         lengths = torch.from_numpy(self.lengths).to(states.device).expand(B, C)
         tokens = rows[:, :, :S]
         k, v = tokens[:, :, :, :J], tokens[:, :, :, J : 2 * J]
-        asking = None
-        if config.chunk_score == "expansion":
-            asking = rows[:, :, S, 2 * J :]
-            if config.summary_query == "tokens":  # what is absent is 0
-                asking = tokens[:, :, :, 2 * J :].sum(2) / lengths.clamp(min=1)[..., None, None]
-        with torch.no_grad():  # what is chosen has no gradient
-            landmarks = summarize_chunks(k, asking, lengths)
+        asking = None if config.chunk_score != "expansion" else rows[:, :, :, 2 * J :]
+        with torch.set_grad_enabled(torch.is_grad_enabled() and config.chunk_weights == "score"):
+            landmarks = self._summaries(k, asking, lengths)
         return MemoryEntries(k, v, landmarks, lengths)
+
+    def _summaries(self, k: Tensor, asking: Tensor | None, lengths: Tensor) -> Tensor:
+        """Landmark vectors [B, C, n, heads, D + 1] of keys [B, C, S, J, D] and queries [B, C, S + 1, H, D]."""
+        config, (B, C, S) = self.config, k.shape[:3]
+        n, heads, width = config.summary_shape
+        size = config.summary_tokens or S
+        first = torch.arange(n, device=k.device) * size
+        of_parts = (lengths[..., None] - first).clamp(0, size).flatten(1)  # [B, C n]
+
+        def parts(x: Tensor) -> Tensor:
+            padded = torch.nn.functional.pad(x, (0, 0, 0, 0, 0, n * size - S))
+            return padded.unflatten(2, (n, size)).flatten(1, 2)  # [B, C n, size, ..., D]
+
+        query = None
+        if asking is not None and config.summary_query == "landmark":
+            query = asking[:, :, S:].expand(-1, -1, n, -1, -1).flatten(1, 2)
+        elif asking is not None:  # what is absent is 0
+            query = parts(asking[:, :, :S]).sum(2) / of_parts.clamp(min=1)[..., None, None]
+        return summarize_chunks(parts(k), query, of_parts).view(B, C, n, heads, width)

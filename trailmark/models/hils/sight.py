@@ -45,7 +45,9 @@ class Sight(NamedTuple):
         there = np.broadcast_to(present, number.shape)
         first = np.zeros_like(number)
         if grid.document is not None:
-            first = np.take_along_axis(np.broadcast_to(grid.first_chunks, (B, grid.num_chunks)), chunk.clip(0), 1)
+            first = np.take_along_axis(
+                np.broadcast_to(grid.first_chunks, (B, grid.num_chunks)), chunk.clip(0), 1
+            )
         return cls(np.where(there, windows, 1), np.where(there, candidates, 0), np.where(there, first, 0))
 
 
