@@ -197,14 +197,16 @@ class Asking(NamedTuple):
             at = np.broadcast_to(grid.landmark_places, (len(windows), grid.num_closed))
             own = torch.from_numpy(np.take_along_axis(windows, at.clip(0), 1)).to(device)
         if call is None:
-            return cls(grid, *grid.asking(window, sinks, device), own)
+            places, query, keys = grid.asking(window, sinks, device)
+            return cls(grid, places, query, keys, own)
         number = np.where(grid.landmark_numbers < 0, -1, call.first[:, None] + grid.landmark_numbers)
         before = number[..., None] - window + np.arange(1, window)
         place = np.where(number[..., None] < 0, -1, call.places(before))
         first = np.broadcast_to(np.arange(sinks), (*number.shape, sinks))
         index = np.concatenate([first, place], 2)
         key = np.concatenate([first, np.where(place < 0, -1, before)], 2)
-        return cls(grid, *(torch.from_numpy(x).to(device) for x in (index, number, key)), own)
+        places, query, keys = (torch.from_numpy(x).to(device) for x in (index, number, key))
+        return cls(grid, places, query, keys, own)
 
 
 @dataclass(frozen=True)
@@ -250,9 +252,9 @@ class Place:
             asking = Asking.of(config, grid, call, x.device, window, windows)
         own = None
         if windows is not None:
-            counted = np.where(grid.tokens.index < 0, -1, grid.tokens.index)
-            at = np.broadcast_to(counted, (len(windows), counted.shape[1]))
-            seen = np.where(at < 0, 1, np.take_along_axis(windows, at.clip(0), 1))
+            counted = grid.tokens.index
+            index = np.broadcast_to(counted, (len(windows), counted.shape[1]))
+            seen = np.where(index < 0, 1, np.take_along_axis(windows, index.clip(0), 1))
             own = torch.from_numpy(seen).to(x.device)
         if known is not None:
             return cls(known.rotary, call, None, known.sink_rotary, asking, windows=own)

@@ -58,9 +58,10 @@ def summarize_chunks(
     scale = D**-0.5 if scale is None else scale
     dtype = arithmetic_dtype(k) if query is None else arithmetic_dtype(k, query)
     keys = k.to(dtype).permute(0, 1, 3, 2, 4)  # [B, M, J, S, D]
-    there = None
+    there = empty = None
     if lengths is not None:
         require_shape("lengths", lengths, (B, M), "[B, M]")
+        empty = (lengths == 0)[..., None, None]  # [B, M, 1, 1]
         there = (torch.arange(S, device=k.device) < lengths[..., None])[:, :, None]  # [B, M, 1, S]
         keys = keys.masked_fill(~there[..., None], 0)
     if query is None:
@@ -73,15 +74,13 @@ def summarize_chunks(
     require_grouped_heads(H, J)
     asked = query.to(dtype).view(B, M, J, H // J, D)
     scores = (asked @ keys.transpose(-1, -2)).mul(scale)  # [B, M, J, g, S]
-    if there is not None:
-        scores = scores.masked_fill(~there[..., None, :], -torch.inf)
-        empty = (lengths == 0)[..., None, None]  # type: ignore[operator]
-        scores = scores.masked_fill(empty[..., None], 0)
+    if there is not None and empty is not None:
+        scores = scores.masked_fill(~there[..., None, :], -torch.inf).masked_fill(empty[..., None], 0)
     log_p = scores.log_softmax(-1)
     p = log_p.exp()
     # a key that is absent has the probability 0, whose logarithm is -inf: their product is 0
     bias = -(p * log_p.masked_fill(p == 0, 0)).sum(-1)
-    if there is not None:
+    if empty is not None:
         bias = bias.masked_fill(empty, EMPTY)
     return torch.cat([p @ keys, bias[..., None]], -1).view(B, M, H, D + 1)
 
@@ -186,8 +185,8 @@ def select_for_tokens(
         chosen = best_chunks(most, num_retrieved)
         indices[:, rows] = chosen
         scores[:, rows] = most.gather(-1, chosen.clamp(min=0)).masked_fill(chosen < 0, -math.inf)
-        each = chosen.repeat_interleave(H // J, 2)  # [B, t, H, K]
-        of_heads[:, rows] = found.gather(-1, each.clamp(min=0)).masked_fill(each < 0, -math.inf)
+        of_head = chosen.repeat_interleave(H // J, 2)  # [B, t, H, K]
+        of_heads[:, rows] = found.gather(-1, of_head.clamp(min=0)).masked_fill(of_head < 0, -math.inf)
     weights = scores.masked_fill(indices < 0, -math.inf).softmax(-1).masked_fill(indices < 0, 0)
     return ChunkSelection(indices, weights, scores), of_heads
 

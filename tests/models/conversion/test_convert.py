@@ -207,6 +207,35 @@ def test_landmark_attention_equals_its_base_within_a_chunk(tmp_path: Path) -> No
     assert (ours.landmark - mean).abs().max() < 1e-12
 
 
+@pytest.mark.parametrize("score", ["mean", "expansion", "mass"])
+@EACH_BASE
+def test_where_every_chunk_is_chosen_a_hils_equals_its_base(name: str, score: str, tmp_path: Path) -> None:
+    theirs, tokens = made(name), ids(90, 2)
+    fields = ("sliding_window=13", "chunk_size=8", "num_retrieved_chunks=90", f"chunk_score={score}")
+    base = save(theirs, tmp_path / "base")
+    ours = converted(base, tmp_path / "ours", "hils", *fields, "far_position=true")
+    assert ours.config.chunk_weights == "keys"
+    assert_same(logits_of(ours, tokens), expected_logits(theirs, tokens))
+    cache = ours.new_cache()
+    pieces = [logits_of(ours, piece, past_key_values=cache) for piece in split(tokens, [31, 5, 1])]
+    assert_same(torch.cat(pieces, 1), expected_logits(theirs, tokens))
+
+
+@pytest.mark.parametrize("name", WINDOWS)
+def test_layers_with_a_window_keep_it_and_the_others_choose_chunks(name: str, tmp_path: Path) -> None:
+    theirs, tokens = made(name), ids(90)
+    base = save(theirs, tmp_path / "base")
+    windows = converted(base, tmp_path / "windows", "sliding_window").config.windows
+    if None not in windows:
+        with pytest.raises(ValueError, match="to: expected a base with layers that see all of a text"):
+            convert(model=str(base), output=tmp_path / "ours", to="hils")
+        return
+    fields = ("chunk_size=4", "num_retrieved_chunks=90", "far_position=true", "num_sinks=0")
+    ours = converted(base, tmp_path / "ours", "hils", *fields)
+    assert ours.config.retrieving_layers == [n for n, window in enumerate(windows) if window is None]
+    assert_same(logits_of(ours, tokens), expected_logits(theirs, tokens))
+
+
 # --- where the weights come from -----------------------------------------------------------------------------------
 
 

@@ -207,6 +207,11 @@ def _landmark_parts(base: Base, config: Any) -> Parts:
 def _hils_fields(base: Base, given: Mapping[str, Any]) -> Fields:
     """Layers with a window of their own keep it; the others choose chunks, as far back as a window of theirs."""
     own = {window for window in base.windows if window is not None}
+    if None not in base.windows:
+        raise ValueError(
+            f"to: expected a base with layers that see all of a text, this {base.family} has a window of {min(own)} in "
+            "each: none of them knows how to look back further. Convert another base, or to drt."
+        )
     window = given.get("sliding_window", min([DRT_WINDOW, *own]))
     _expect_seen(base, window)
     fields: Fields = {
@@ -214,7 +219,8 @@ def _hils_fields(base: Base, given: Mapping[str, Any]) -> Fields:
         "chunk_size": 32,
         "num_retrieved_chunks": 16,
         "chunk_score": "mean",
-        "summary_tokens": 8,
+        "summary_tokens": min(8, given.get("chunk_size", 8)),
+        "summary_query": "tokens",
         "chunk_weights": "keys",
         "far_position": "window",
     }

@@ -56,8 +56,9 @@ def sliding_window_attention(
     with ALiBi slopes :math:`a_h` (Press et al., 2022) where given, and n sinks (Xiao et al., 2023, arXiv 2309.17453);
     a sink inside the window is seen once. ``sink_queries`` :math:`q'_i` stand for :math:`q_i` in the scores of the
     sinks outside the window, :math:`j \le i - W`. With ``windows`` each position has a :math:`W_i \le W` of its own.
-    The ``"torch"`` path cuts the positions into blocks over ``scaled_dot_product_attention``: time and extra memory O(T W), never O(T P). ``"flex"`` is
-    a compiled FlexAttention kernel: time O(T W), nothing kept but the output and a number per row and head.
+    The ``"torch"`` path cuts the positions into blocks over ``scaled_dot_product_attention``: time and extra memory
+    O(T W), never O(T P). ``"flex"`` is a compiled FlexAttention kernel: time O(T W), nothing kept but the output and a
+    number per row and head.
 
     Args:
         q: [B, T, H, D].

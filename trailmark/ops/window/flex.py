@@ -102,8 +102,8 @@ def sliding_window_attention_flex(
     if windows is not None:
         windows = windows.expand(q.shape[:2])
         if positions is None:  # a band has one width
-            place = torch.arange(k.shape[1], device=q.device).expand(k.shape[:2])
-            positions = place[:, k.shape[1] - q.shape[1] :], place
+            key = torch.arange(k.shape[1], device=q.device).expand(k.shape[:2])
+            positions = key[:, k.shape[1] - q.shape[1] :], key
     place, blocks = _plan(
         q.shape[1], k.shape[1], window, positions, document_ids, q.device, num_sinks, windows
     )
