@@ -399,8 +399,12 @@ class _Naive:
     def rope(self) -> tuple[Tensor, float]:
         """Frequencies [D / 2], and what turned queries and keys are multiplied by."""
         c, D = self.config, self.config.head_dim
+        plain = c.rope_theta ** (-torch.arange(0, D, 2, dtype=torch.float64) / D)
         if c.rope_scaling is None:
-            return c.rope_theta ** (-torch.arange(0, D, 2, dtype=torch.float64) / D), 1.0
+            return plain, 1.0
+        if c.rope_scaling["rope_type"] == "in_range":
+            turns = plain * c.rope_scaling["original_max_position_embeddings"] / (2 * math.pi)
+            return torch.where(turns >= c.rope_scaling["turns"], plain, 0.0), 1.0
         return scaled_rope(D, c.rope_theta, c.rope_scaling)
 
     def rotate(self, x: Tensor, place: Tensor) -> Tensor:

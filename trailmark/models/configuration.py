@@ -96,7 +96,8 @@ class TrailmarkConfig(ConfigAnswers, PreTrainedConfig):
             differ where the number of heads is no power of two (:func:`trailmark.ops.alibi_slopes`).
         rope_theta: base of the rotary positions (chunk encoder, and window if it uses them).
         rope_scaling: how these positions go beyond the length that weights were trained at, with the keys of
-            transformers: rope_type "linear", "llama3" or "yarn", and what belongs to it (:mod:`trailmark.models.rope`).
+            transformers: rope_type "linear", "llama3" or "yarn", and what belongs to it, or HiLS' "in_range"
+            (:mod:`trailmark.models.rope`).
             The chunk encoder's are scaled too, so that a layer there computes what the same layer computes in a window.
         initialization: "normal": N(0, initializer_range), as published. "fan_in": embedding std 1, matrices
             std fan_in ** -0.5, those back into the residual stream also / sqrt(2 * layers); goes with

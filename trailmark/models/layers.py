@@ -143,13 +143,21 @@ class SelfAttention(nn.Module):
         sizes = tuple(n * self.head_dim for n in self.sizes)
         self.qkv_proj = fused_linear(config.hidden_size, sizes, config.attention_bias)
         self.o_proj = nn.Linear(config.attention_width, config.hidden_size, bias=False)
-        self.q_norm, self.k_norm = (_head_norm(config, heads) for heads in (H, J))
+        self.q_norm, self.k_norm = (head_norm(config, heads) for heads in (H, J))
         # yarn's factor of the turned queries and keys, all of it on the queries: a key may be turned in several steps
         self.query_factor = attention_factor(config.rope_scaling) ** 2
 
     def heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """x [..., T, E] -> q [..., T, H, D] and k, v [..., T, J, D]."""
+        return self.normal(*self.projected(x))
+
+    def projected(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """``heads`` before their norms."""
         q, k, v = self.qkv_proj(x).unflatten(-1, (-1, self.head_dim)).split(self.sizes, dim=-2)
+        return q, k, v
+
+    def normal(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """``heads`` of what was projected."""
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         if self.query_factor != 1:
@@ -164,7 +172,7 @@ class HeadNorm(RMSNorm):
         return super().forward(x.flatten(-2)).view(x.shape)
 
 
-def _head_norm(config: TrailmarkConfig, heads: int) -> RMSNorm | None:
+def head_norm(config: TrailmarkConfig, heads: int) -> RMSNorm | None:
     """Of queries or keys [..., heads, D]; None: they have none."""
     if config.qk_norm is None:
         return None

@@ -29,7 +29,8 @@ _KEYS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 
 
 ROPE_TYPES = tuple(_KEYS)
-"""That ``rope_scaling`` may name."""
+"""Of transformers, that ``rope_scaling`` may name."""
+_KEYS["in_range"] = (("turns", "original_max_position_embeddings"), ())
 Rope = float | tuple[float, tuple[tuple[str, Any], ...]]
 """``rope_theta``; with a ``rope_scaling``, both. Hashable, as tables are kept by it, and plain, for torch.compile."""
 
@@ -44,11 +45,16 @@ def inverse_frequencies(head_dim: int, rope: Rope) -> Tensor:
 
     "linear" divides all by ``factor``. "llama3" leaves the short waves, divides the long ones and goes from one to the
     other between. "yarn" (arXiv 2309.00071, Sec. 3.2) does so by the turns that a wave makes in the trained length.
+    "in_range" (HiLS, arXiv 2607.02980) leaves the waves that make so many ``turns`` in the trained length, and lets
+    positions turn no other pair.
     """
     if not isinstance(rope, tuple):
         return rope ** (-torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
     theta, scaling = rope[0], dict(rope[1])
     plain = inverse_frequencies(head_dim, theta)
+    if scaling["rope_type"] == "in_range":
+        least = 2 * math.pi * scaling["turns"] / scaling["original_max_position_embeddings"]
+        return plain.masked_fill(plain < least, 0)
     divided = plain / scaling["factor"]
     if scaling["rope_type"] == "linear":
         return divided

@@ -74,3 +74,14 @@ def test_their_commands_make_what_they_train(base: str, tmp_path: Path) -> None:
     assert full["parameters"]["all"] == full["parameters"]["base"]
     counts = [f"{drt['parameters'][part] / 1e6:.1f}" for part in ("base", "new")]
     assert f"| {name} | {' | '.join(counts)} |" in (CONFIGS / "README.md").read_text(), counts
+
+
+def test_the_command_of_the_hils_makes_what_it_trains(tmp_path: Path) -> None:
+    path = CONFIGS / "smollm2-hils.yaml"
+    (command,) = re.findall(r"^# trailmark convert (.*)$", path.read_text(), re.M)
+    _, _, to, _, output, *fields = shlex.split(command)
+    made = convert(hollow(BASES["smollm2"][1], tmp_path / to), tmp_path / "new", to, fields, dry_run=True)
+    run = load_run_config(path)
+    assert run.init_from == run.data.tokenizer == output
+    assert made["parameters"]["new"] == 576  # a landmark, which nobody attends to
+    assert run.training.context_length == made["base"]["trained_length"]

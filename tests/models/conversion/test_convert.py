@@ -221,6 +221,16 @@ def test_where_every_chunk_is_chosen_a_hils_equals_its_base(name: str, score: st
     assert_same(torch.cat(pieces, 1), expected_logits(theirs, tokens))
 
 
+@pytest.mark.parametrize("name", ["llama", "qwen3"])
+def test_calibrated_queries_begin_as_the_queries(name: str, tmp_path: Path) -> None:
+    base, tokens = save(made(name), tmp_path / "base"), ids(90)
+    fields = ("sliding_window=13", "chunk_size=8", "num_retrieved_chunks=2", "chunk_weights=score")
+    plain, calibrated = (
+        converted(base, tmp_path / f"{rank}", "hils", *fields, f"calibration_rank={rank}") for rank in (0, 3)
+    )
+    assert_same(logits_of(calibrated, tokens), logits_of(plain, tokens))
+
+
 @pytest.mark.parametrize("name", WINDOWS)
 def test_layers_with_a_window_keep_it_and_the_others_choose_chunks(name: str, tmp_path: Path) -> None:
     theirs, tokens = made(name), ids(90)

@@ -42,26 +42,48 @@ class NaiveHiLS(_Naive):
         self.retrieval: list[list[list[list[int]]]] = []  # layer, token, key/value head: chunks
         for number, layer in enumerate(model.layers):
             chooses = c.layer_types is None or c.layer_types[number] == "full_attention"
-            q, k, v = self.heads(layer.attention, self.norm(layer.attention_norm, x))
+            normal = self.norm(layer.attention_norm, x)
+            q, k, v = self.heads(layer.attention, normal)
+            asking = q
+            if chooses and c.calibration_rank:
+                asking = self.calibrated(layer, normal)
             out = self.attend_to_all(
-                q, k[self.row_of], v[self.row_of], chooses and c.num_retrieved_chunks > 0
+                q, asking, k[self.row_of], v[self.row_of], chooses and c.num_retrieved_chunks > 0
             )
             x = x + layer.attention.o_proj(out.flatten(1))
             x = x + self.mlp(layer.mlp, self.norm(layer.mlp_norm, x))
         self.logits = model.lm_head(self.norm(model.norm, x[self.row_of]) * c.logit_scale)
 
-    def attend_to_all(self, q: Tensor, k: Tensor, v: Tensor, chooses: bool) -> Tensor:
+    def calibrated(self, layer: Any, normal: Tensor) -> Tensor:
+        """[P, H, D]: (W_q + B A) x, and its norm."""
+        c, extra = self.config, layer.calibration
+        low = extra.up_proj.weight @ extra.down_proj.weight  # [H D, E]
+        width = c.num_attention_heads * c.head_dim
+        asking = normal @ (layer.attention.qkv_proj.weight[:width] + low).T
+        if layer.attention.qkv_proj.bias is not None:
+            asking = asking + layer.attention.qkv_proj.bias[:width]
+        if c.qk_norm == "all":
+            asking = self.rms(extra.norm, asking)
+        asking = asking.unflatten(-1, (-1, c.head_dim))
+        return self.rms(extra.norm, asking) if c.qk_norm == "head" else asking
+
+    def attend_to_all(self, q: Tensor, asking: Tensor, k: Tensor, v: Tensor, chooses: bool) -> Tensor:
         """q [P, H, D] of all rows, k and v [T, J, D] of tokens -> [P, H, D]."""
         c = self.config
         (P, H, D), J = q.shape, k.shape[1]
         place = torch.tensor(self.number)
         near_k = far_k = self.rotate(k, torch.arange(len(k)))
         near_q = far_q = self.rotate(q, place)
+        asking_q = self.rotate(asking, place)
         sink_q = near_q
         if c.max_sink_distance is not None:
             sink_q = self.rotate(q, place.clamp(max=c.max_sink_distance))
         if c.far_position == "window":
-            far_k, far_q = k, self.rotate(q, torch.full((P,), c.sliding_window)) * self.rope[1]
+            edge_of_window = torch.full((P,), c.sliding_window)
+            far_k, far_q, asking_q = (
+                k,
+                *(self.rotate(x, edge_of_window) * self.rope[1] for x in (q, asking)),
+            )
         starts = [chunk[0] for chunk in self.chunks]
         out = torch.zeros_like(q)
         chosen_by: dict[int, list[list[int]]] = {}
@@ -83,7 +105,7 @@ class NaiveHiLS(_Naive):
             candidates = [m for m in keys if keys[m]]
             shares: list[dict[int, float]] = []
             for h in range(H):
-                score = {m: self.score(m, keys[m], far_q, i, h, far_k[:, h * J // H]) for m in candidates}
+                score = {m: self.score(m, keys[m], asking_q, i, h, far_k[:, h * J // H]) for m in candidates}
                 seen_by = torch.cat([window[h], torch.tensor(list(score.values()), dtype=q.dtype)]).logsumexp(
                     0
                 )
@@ -97,7 +119,7 @@ class NaiveHiLS(_Naive):
                 j = h * J // H
                 far = [far_k[keys[m], j] @ far_q[i, h] * D**-0.5 for m in chosen_by[i][j]]
                 if c.chunk_weights == "score":  # in place of what the keys of a chunk add up to
-                    score_of = [self.score(m, keys[m], far_q, i, h, far_k[:, j]) for m in chosen_by[i][j]]
+                    score_of = [self.score(m, keys[m], asking_q, i, h, far_k[:, j]) for m in chosen_by[i][j]]
                     far = [x - x.logsumexp(0) + s for x, s in zip(far, score_of, strict=True)]
                 scores = torch.cat([window[h], *far])
                 values = v[[t for t, _ in seen] + [t for m in chosen_by[i][j] for t in keys[m]], j]

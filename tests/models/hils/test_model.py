@@ -16,6 +16,17 @@ LENGTH = 61
 ALTERNATING = ["sliding_attention", "full_attention", "full_attention"]
 
 
+MODELS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "pretrained": PRETRAINED,
+    "in range": {
+        "qk_norm": "all",
+        "rope_theta": 40.0,  # the faster of two pairs turns twice in 20 positions, the other does not
+        "rope_scaling": {"rope_type": "in_range", "turns": 2, "original_max_position_embeddings": 20},
+    },
+}
+
+
 def early(length: int, seed: int = 0, share: float = 0.2) -> Tensor:
     """bool [1, T]"""
     return torch.rand(1, length, generator=torch.Generator().manual_seed(seed)) < share
@@ -38,7 +49,8 @@ CASES = pairwise(
         "num_retrieved_chunks": [0, 1, 3],
         "early": [False, True],
         "alternating": [False, True],
-        "pretrained": [False, True],
+        "model": ["plain", "pretrained", "in range"],
+        "calibration_rank": [0, 2],
         "sizes": [(4, 7), (4, 8), (1, 5), (5, 2)],  # S, W
     }
 )
@@ -50,12 +62,13 @@ def options_of(case: dict[str, Any]) -> tuple[dict[str, Any], Tensor]:
     options["chunk_size"], options["sliding_window"] = options.pop("sizes")
     marks = early(LENGTH) if options.pop("early") else torch.zeros(1, LENGTH, dtype=torch.bool)
     options["layer_types"] = ALTERNATING if options.pop("alternating") else None
-    if options.pop("pretrained"):
-        options |= PRETRAINED
-    if options["chunk_size"] == 1:
-        options["summary_tokens"] = None
     if options["chunk_score"] == "mass":
         options["chunk_weights"] = "keys"
+    options |= MODELS[options.pop("model")]
+    if options["chunk_weights"] == "keys":
+        options["calibration_rank"] = 0
+    if options["chunk_size"] == 1:
+        options["summary_tokens"] = None
     if not options["num_sinks"]:
         options["max_sink_distance"] = None
     return options, marks
@@ -159,6 +172,10 @@ def test_multiply_adds_are_counted(length: int, sinks: int) -> None:
         ({"layer_types": ["sliding_attention"] * 3}, "layer_types: expected 'full_attention' for some layer"),
         ({"chunk_score": "sum"}, "chunk_score"),
         ({"summary_tokens": 5}, "summary_tokens: expected None or 1 to chunk_size"),
+        (
+            {"calibration_rank": 2, "chunk_weights": "keys"},
+            "calibration_rank: expected 0 with chunk_weights 'keys'",
+        ),
         ({"chunk_score": "mass"}, "chunk_weights: expected 'keys' with chunk_score 'mass'"),
     ],
 )

@@ -10,6 +10,7 @@ import torch
 from trailmark.models.conversion import parts as p
 from trailmark.models.conversion.base import ARGUMENT, FAMILIES, SAME
 from trailmark.models.conversion.parts import Part, Parts, Read
+from trailmark.models.rope import ROPE_TYPES
 from trailmark.models.window.config import SlidingWindowConfig
 from trailmark.settings import coerce, nearest
 from trailmark.untrusted import brief
@@ -92,6 +93,7 @@ def _lacking(config: Any, to: str) -> dict[str, object]:
         "sliding_window": to == "llama" and windows != {None},
         "layer_types": to == "mistral" and len(windows) > 1,
         "head_dim": to == "qwen2" and own_size,
+        "rope_scaling": (config.rope_scaling or {}).get("rope_type", "linear") not in ROPE_TYPES,
     }
     return {name: getattr(config, name) for name, is_refused in refused.items() if is_refused}
 

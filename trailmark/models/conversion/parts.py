@@ -62,6 +62,16 @@ def filled(value: float, size: tuple[int, ...], start: str) -> Part:
     return Part((), lambda read: torch.full(size, value), start=start)
 
 
+def drawn(size: tuple[int, int], seed: int, start: str) -> Part:
+    """New, a matrix that keeps what it multiplies about as large."""
+
+    def make(read: Read) -> Tensor:
+        generator = torch.Generator().manual_seed(seed)
+        return torch.randn(size, generator=generator) * size[1] ** -0.5
+
+    return Part((), make, start=start)
+
+
 def begun(part: Part, start: str) -> Part:
     """New, with values of the base."""
     return Part(part.sources, part.make, part.permuted, start)

@@ -235,6 +235,14 @@ def _hils_parts(base: Base, config: Any) -> Parts:
     for number in range(config.num_hidden_layers):
         parts |= p.layer(base, number, f"layers.{number}")
     parts["landmark"] = p.mean_embedding("the mean of the embeddings; nobody attends to it")
+    rank, width = config.calibration_rank, config.attention_width
+    for number in config.retrieving_layers if rank else ():
+        prefix = f"layers.{number}.calibration"
+        parts[f"{prefix}.down_proj.weight"] = p.drawn((rank, config.hidden_size), number, "drawn")
+        parts[f"{prefix}.up_proj.weight"] = p.filled(0, (width, rank), "0: chunks are scored by the queries")
+        if config.qk_norm is not None:
+            norm = parts[f"layers.{number}.attention.q_norm.weight"]
+            parts[f"{prefix}.norm.weight"] = p.begun(norm, "that of the queries")
     return parts
 
 

@@ -2,9 +2,9 @@
 
 # No ``from __future__ import annotations`` here: ``strict`` does not check types that are written as strings.
 
-from typing import Literal
+from typing import Literal, Self
 
-from trailmark.models.configuration import TrailmarkConfig, checked, expect, expect_count
+from trailmark.models.configuration import TrailmarkConfig, checked, expect, expect_count, with_fields
 
 
 @checked
@@ -32,6 +32,7 @@ class HiLSConfig(TrailmarkConfig):
             masses. None: one a chunk, as published.
         summary_query: whose query the expansion is made at: of the chunk's "landmark", as published, or the mean of
             those of its "tokens", which needs no training.
+        calibration_rank: r, a query of its own scores chunks, (W_q + B A) x with A of r rows; 0: the query itself does.
         far_position: where the keys of chunks stand. "true": where they are. "window": all as far back as W, whatever
             the length of the text, so that no distance is one that a base never saw.
     """
@@ -45,6 +46,7 @@ class HiLSConfig(TrailmarkConfig):
     chunk_weights: Literal["score", "keys"] = "score"
     summary_query: Literal["landmark", "tokens"] = "landmark"
     summary_tokens: int | None = None
+    calibration_rank: int = 0
     far_position: Literal["true", "window"] = "true"
 
     @property
@@ -94,10 +96,22 @@ class HiLSConfig(TrailmarkConfig):
         heads = self.num_attention_heads if self.chunk_score == "expansion" else self.num_key_value_heads
         return -(-self.chunk_size // (self.summary_tokens or self.chunk_size)), heads, self.head_dim + 1
 
+    def with_fewer_layers(self, count: int) -> Self:
+        if self.layer_types is not None:
+            return self  # layers of both kinds stand between each other
+        return with_fields(self, num_hidden_layers=min(self.num_hidden_layers, count))
+
     def validate_architecture(self) -> None:
         super().validate_architecture()
         expect(self.chunk_size >= 1, "chunk_size", self.chunk_size, "at least 1")
         expect_count(self.num_retrieved_chunks)
+        expect(self.calibration_rank >= 0, "calibration_rank", self.calibration_rank, "0 or more")
+        expect(
+            self.calibration_rank == 0 or self.chunk_weights == "score",
+            "calibration_rank",
+            self.calibration_rank,
+            "0 with chunk_weights 'keys', through which it would get no gradient",
+        )
         part = self.summary_tokens
         expect(
             part is None or 1 <= part <= self.chunk_size, "summary_tokens", part, "None or 1 to chunk_size"

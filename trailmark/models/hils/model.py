@@ -24,11 +24,26 @@ from trailmark.models.grid import Grid, Integers, Take, lay_out
 from trailmark.models.hils.config import HiLSConfig
 from trailmark.models.hils.past import MemoryPast, Past, TextPast
 from trailmark.models.hils.sight import Sight
-from trailmark.models.layers import MLP, Place, RMSNorm, WindowAttention
+from trailmark.models.layers import MLP, Place, RMSNorm, WindowAttention, head_norm
 from trailmark.models.outputs import Hidden
 from trailmark.models.reads import AveragedReads, BeforeReading
 from trailmark.models.step import Step
 from trailmark.ops import ChunkSelection
+
+
+class Calibration(nn.Module):
+    """Queries that score chunks: norm((W_q + B A) x), with a norm of their own where queries have one."""
+
+    def __init__(self, config: HiLSConfig) -> None:
+        super().__init__()
+        self.down_proj = nn.Linear(config.hidden_size, config.calibration_rank, bias=False)
+        self.up_proj = nn.Linear(config.calibration_rank, config.attention_width, bias=False)
+        self.norm = head_norm(config, config.num_attention_heads)
+
+    def forward(self, x: Tensor, q: Tensor) -> Tensor:
+        """Of positions x [B, P, E] and their projected queries q [B, P, H, D], [B, P, H, D]."""
+        asking = q + self.up_proj(self.down_proj(x)).view(q.shape)
+        return asking if self.norm is None else self.norm(asking)
 
 
 class HiLSLayer(GradientCheckpointingLayer):
@@ -40,17 +55,25 @@ class HiLSLayer(GradientCheckpointingLayer):
         self.attention = WindowAttention(config, number)
         self.mlp_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = MLP(config)
+        self.calibration = None
+        if config.calibration_rank and number in config.retrieving_layers:
+            self.calibration = Calibration(config)
 
     def forward(
         self, x: Tensor, place: Place, kept: Window | None = None, past: Past | None = None
     ) -> Tensor:
         """x [B, P, E]."""
-        q, k, v = self.attention.heads(self.attention_norm(x))
+        normal = self.attention_norm(x)
+        projected = self.attention.projected(normal)
+        q, k, v = self.attention.normal(*projected)
         if past is None:
             attended = self.attention.attend(q, k, v, place, kept)
         else:
+            asking = None
+            if self.calibration is not None:
+                asking = self.calibration(normal, projected[0]) * self.attention.query_factor
             window = self.attention.attend_with_lse(q, k, v, place, kept)
-            attended = past.read(q, k, v, place, window).flatten(2)
+            attended = past.read(q, asking, k, v, place, window).flatten(2)
         x = x + self.attention.o_proj(attended)
         return x + self.mlp(self.mlp_norm(x))
 
@@ -64,7 +87,8 @@ class HiLSForCausalLM(TrailmarkForCausalLM):
     config_class = HiLSConfig
     config: HiLSConfig
     _no_split_modules = ["HiLSLayer"]
-    additions = ("landmark",)
+    additions = ("landmark", "layers.*.calibration.*")
+    scoring = ("layers.*.calibration.*",)
 
     def __init__(self, config: HiLSConfig) -> None:
         super().__init__(config)

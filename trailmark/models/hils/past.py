@@ -49,25 +49,36 @@ class Past(ABC):
         """What each layer chose, once it has."""
         self._edge = rotary_table(config.sliding_window + 1, config.head_dim, config.rope, x)[-1:]
 
-    def read(self, q: Tensor, k: Tensor, v: Tensor, place: Place, window: tuple[Tensor, Tensor]) -> Tensor:
+    def read(
+        self,
+        q: Tensor,
+        asking: Tensor | None,
+        k: Tensor,
+        v: Tensor,
+        place: Place,
+        window: tuple[Tensor, Tensor],
+    ) -> Tensor:
         """The output of one layer's attention to all that its positions see, [B, P, H, D].
 
         Args:
             q: [B, P, H, D], k and v [B, P, J, D], as they are before they are turned by their positions.
+            asking: [B, P, H, D] the queries that score chunks; None: q.
             window: what the window gave [B, P, H, D], and its log-sum-exp [B, P, H].
         """
         if self.config.far_position == "window":
-            q = rotate(q, self._edge.expand(q.shape[1], -1, -1))
+            turn = self._edge.expand(q.shape[1], -1, -1)
         else:
             assert place.rotary is not None
-            q, k = rotate(q, place.rotary), rotate(k, place.rotary)
-        asking = [q] if self.config.chunk_score == "expansion" else []
-        states = torch.cat([x.flatten(2) for x in (k, v, *asking)], -1)
-        return self._read(q, states, window)
+            turn, k = place.rotary, rotate(k, place.rotary)
+        q = rotate(q, turn)
+        asking = q if asking is None else rotate(asking, turn)
+        summing_up = [asking] if self.config.chunk_score == "expansion" else []
+        states = torch.cat([x.flatten(2) for x in (k, v, *summing_up)], -1)
+        return self._read(q, asking, states, window)
 
     @abstractmethod
-    def _read(self, q: Tensor, states: Tensor, window: tuple[Tensor, Tensor]) -> Tensor:
-        """``read`` for turned q; states [B, P, X] as :meth:`ChunkRows.entries` takes them."""
+    def _read(self, q: Tensor, asking: Tensor, states: Tensor, window: tuple[Tensor, Tensor]) -> Tensor:
+        """``read`` for turned queries; states [B, P, X] as :meth:`ChunkRows.entries` takes them."""
 
     def _attend(
         self, q: Tensor, scores: Tensor, indices: Tensor, chunks: MemoryEntries, window: tuple[Tensor, Tensor]
@@ -115,12 +126,12 @@ class Past(ABC):
 class TextPast(Past):
     """The chunks of a whole text."""
 
-    def _read(self, q: Tensor, states: Tensor, window: tuple[Tensor, Tensor]) -> Tensor:
+    def _read(self, q: Tensor, asking: Tensor, states: Tensor, window: tuple[Tensor, Tensor]) -> Tensor:
         chunks = self.rows.entries(states)
         exact = chunks if self.config.chunk_score == "mass" else None
-        chosen, scores = self._select(q, window[1], [chunks.landmarks], exact)
+        chosen, scores = self._select(asking, window[1], [chunks.landmarks], exact)
         if self.config.chunk_weights == "score":  # checkpointing repeats a forward with and without gradients
-            scores = score_for_tokens(q, chunks.landmarks, chosen.indices)
+            scores = score_for_tokens(asking, chunks.landmarks, chosen.indices)
         return self._attend(q, scores, chosen.indices, chunks, window)
 
 
@@ -132,7 +143,7 @@ class MemoryPast(Past):
         self.step, self._states = step, list[Tensor]()
         self._num_chunks = int(self.candidates.max()) if self.candidates.numel() else 0
 
-    def _read(self, q: Tensor, states: Tensor, window: tuple[Tensor, Tensor]) -> Tensor:
+    def _read(self, q: Tensor, asking: Tensor, states: Tensor, window: tuple[Tensor, Tensor]) -> Tensor:
         config, layer = self.config, len(self._states)
         self._states.append(states)
         B, P, J, K = *q.shape[:2], config.num_key_value_heads, config.num_retrieved_chunks
@@ -149,7 +160,7 @@ class MemoryPast(Past):
         every = None
         if config.chunk_score == "mass":
             every = self._fetched(np.broadcast_to(np.arange(self._num_chunks), (B, self._num_chunks)), layer)
-        chosen, scores = self._select(q, window[1], landmarks, every)
+        chosen, scores = self._select(asking, window[1], landmarks, every)
         if every is not None:
             return self._attend(q, scores, chosen.indices, every, window)
         chunks, places = distinct_chunks(chosen.indices.cpu().numpy())  # what many chose is fetched once

@@ -1,0 +1,187 @@
+"""SmolLM2-135M that chooses chunks in every layer (``convert --to hils``): what it loses to full attention, untrained.
+
+    TRAILMARK_DATA=... python benchmarks/pretrained_hils.py [losses forms far needles]
+
+Writes benchmarks/pretrained_hils.json. Held-out text is that of pretrained.py; the base with full attention and with a
+window alone stand beside it. Nothing is trained but the model of ``--trained`` (pretrained_train.py hils). Stopped, the same
+command goes on.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from common import data_folder, keep
+from pretrained_models import (
+    FOLDER,
+    KINDS_OF_TEXT,
+    UNSEEN,
+    Losses,
+    Text,
+    converted,
+    latex,
+    named,
+    opened,
+    totals,
+)  # fmt: skip
+from pretrained_needles import Needles
+
+from trailmark.data.corpus import load_tokenizer, read_text, tokenize
+from trailmark.files import read_json
+from trailmark.models.hils.config import HiLSConfig
+from trailmark.report.console import Progress
+from trailmark.statistics import bootstrap_mean, bootstrap_ratio
+from trailmark.training.run import HISTORY_FILE
+
+OUTPUT = Path(__file__).with_suffix(".json")
+WINDOW = 512
+# what tells a token how much a chunk would get of its attention; each reads as many chunks
+FORMS: dict[str, tuple[str, ...]] = {
+    "means of 8 keys": (),
+    "means of 4 keys": ("summary_tokens=4",),
+    "mean of the chunk's keys (MoBA)": ("summary_tokens=32",),
+    "expansion at the chunk's mean query (HiLS)": ("chunk_score=expansion", "summary_tokens=32"),
+    "all keys": ("chunk_score=mass",),
+}
+
+
+def losses(options: argparse.Namespace, progress: Progress) -> dict[str, Any]:
+    """By kind of text, its length and how many chunks each token reads."""
+    rows = []
+    for length in options.lengths:
+        for kind, texts_of in KINDS_OF_TEXT.items():
+            if length > options.lengths[0] and kind != "LaTeX":
+                continue
+            texts = texts_of(_tokenizer(options), length)
+            for chunks in options.chunks:
+                changes = [f"num_retrieved_chunks={chunks}"]
+                row = {"kind": kind, "length": length, "chunks": chunks}
+                rows.append(row | _row(options, progress, texts, changes))
+    return _about(options) | {"rows": rows}
+
+
+def forms(options: argparse.Namespace, progress: Progress) -> dict[str, Any]:
+    """By what scores a chunk, on LaTeX, and with no chunk at all."""
+    texts, rows = latex(_tokenizer(options), options.lengths[0])[: options.texts], []
+    for form, changes in FORMS.items():
+        rows.append({"form": form} | _row(options, progress, texts, changes))
+    chunks = HiLSConfig.from_pretrained(_hils(options)).num_retrieved_chunks
+    return _about(options) | {"length": options.lengths[0], "chunks": chunks, "rows": rows}
+
+
+def far(options: argparse.Namespace, progress: Progress) -> dict[str, Any]:
+    """Beyond the base's own length: chapters one after another, beside the window alone."""
+    files = sorted((data_folder("math") / "test").glob("*.tex"))
+    whole = tokenize([read_text(file) for file in files], _tokenizer(options))
+    known, rows = Losses(options.folder / "losses.json", progress), []
+    for length in options.far:
+        count = min(4, max(1, (1 << 17) // length), len(whole) // length)
+        texts = [
+            Text(f"chapters from {n * length}", whole[n * length : (n + 1) * length]) for n in range(count)
+        ]
+        window, hils = (
+            np.array([x[UNSEEN - 1 :].mean() for x in known.of(*of, texts)])
+            for of in (named(_base(options), WINDOW), _named(options))
+        )
+        low, high = bootstrap_mean(window - hils)
+        found = {"window": float(window.mean()), "hils": float(hils.mean())}
+        gained = {"gain": float((window - hils).mean()), "gain_low": low, "gain_high": high}
+        rows.append({"length": length, "texts": count} | found | gained)
+    return _about(options) | {"rows": rows}
+
+
+def needles(options: argparse.Namespace, progress: Progress) -> dict[str, Any]:
+    """A sentence in a book that is to be completed: the base, this model, and the one that was trained."""
+    asked, rows = Needles(options, progress), []
+    models = [("base", _base(options)), ("as converted", _hils(options)), ("trained", options.trained)]
+    for model, folder in models:
+        for length in options.needles:
+            if folder.exists() and (model == "trained" or length <= 4096):
+                rows.append({"model": model} | asked.ask(folder, (), length))
+    found = {"rows": rows}
+    if (history := read_json(options.trained / HISTORY_FILE)) is not None:
+        found |= {"trained_tokens": history["tokens"], "trained_seconds": history["seconds"]}
+    return _about(options) | found
+
+
+def _row(
+    options: argparse.Namespace, progress: Progress, texts: Sequence[Text], changes: Sequence[str]
+) -> dict[str, Any]:
+    known, base = Losses(options.folder / "losses.json", progress), _base(options)
+    full = totals(known.of("base", partial(opened, base), texts))
+    window, hils = (totals(known.of(*of, texts)) for of in (named(base, WINDOW), _named(options, *changes)))
+    counted = sum(len(text.ids) - UNSEEN for text in texts)
+    each = counted / len(texts)
+    low, high = bootstrap_ratio(window - hils, window - full)
+    above_low, above_high = bootstrap_mean((hils - full) / each)
+    sums = {"full": full, "window": window, "hils": hils}
+    return {
+        "texts": len(texts), "nats": {name: float(x.sum() / counted) for name, x in sums.items()},
+        "closed": float((window - hils).sum() / (window - full).sum()), "closed_low": low, "closed_high": high,
+        "above": float((hils - full).sum() / counted), "above_low": above_low, "above_high": above_high,
+    }  # fmt: skip
+
+
+def _about(options: argparse.Namespace) -> dict[str, Any]:
+    config = HiLSConfig.from_pretrained(_hils(options))
+    return {"window": WINDOW, "chunk_size": config.chunk_size, "summary_tokens": config.summary_tokens}
+
+
+def _base(options: argparse.Namespace) -> Path:
+    return converted(options.folder, "sliding_window")
+
+
+def _hils(options: argparse.Namespace) -> Path:
+    return converted(options.folder, "hils")
+
+
+def _named(options: argparse.Namespace, *changes: str) -> tuple[str, Any]:
+    """What losses are known by, and how the model is opened."""
+    folder = _hils(options)
+    return " ".join([folder.name, *changes]), partial(opened, folder, *changes)
+
+
+def _tokenizer(options: argparse.Namespace) -> Any:
+    return load_tokenizer(str(_base(options)))
+
+
+PARTS = {"losses": losses, "forms": forms, "far": far, "needles": needles}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("parts", nargs="*", choices=[*PARTS, []], help="all of them by default")
+    parser.add_argument(
+        "--folder", type=Path, default=FOLDER, help="models that are made, and losses that are known"
+    )
+    parser.add_argument("--output", type=Path, default=OUTPUT)
+    parser.add_argument(
+        "--lengths", type=int, nargs="+", default=(4096, 8192), help="the longer on LaTeX alone"
+    )
+    parser.add_argument(
+        "--chunks", type=int, nargs="+", default=(16, 64), help="that a token reads in a layer"
+    )
+    parser.add_argument("--texts", type=int, default=9, help="that forms are compared on, at most")
+    parser.add_argument(
+        "--far", type=int, nargs="+", default=(16_384, 65_536), help="lengths beyond the base's"
+    )
+    parser.add_argument("--needles", type=int, nargs="+", default=(4096, 65_536), help="lengths of texts")
+    parser.add_argument("--questions", type=int, default=100, help="about needles, at each length")
+    parser.add_argument("--trained", type=Path, default=FOLDER / "hils-0", help="by pretrained_train.py hils")
+    options = parser.parse_args()
+    options.folder.mkdir(parents=True, exist_ok=True)
+    progress = Progress()
+    for part in options.parts or PARTS:
+        keep(options.output, part, PARTS[part](options, progress))
+        progress.say(f"{part}: measured, in {options.output}")
+
+
+if __name__ == "__main__":
+    main()
