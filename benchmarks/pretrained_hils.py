@@ -3,8 +3,8 @@
     TRAILMARK_DATA=... python benchmarks/pretrained_hils.py [losses forms far needles]
 
 Writes benchmarks/pretrained_hils.json. Held-out text is that of pretrained.py; the base with full attention and with a
-window alone stand beside it. Nothing is trained but the model of ``--trained`` (pretrained_train.py hils). Stopped, the same
-command goes on.
+window alone stand beside it. Nothing is trained but the model of ``--trained`` (pretrained_train.py hils). Stopped, the
+same command goes on.
 """
 
 from __future__ import annotations

@@ -275,3 +275,89 @@ _OTHERS: dict[str, Callable[[Row], str]] = {
     "needles": _needles_text,
     "far": _beyond_text,
 }
+
+
+# --- HiLS --------------------------------------------------------------------------------------------------------
+
+
+def hils_text() -> str:
+    """What pretrained_hils.json holds; a part that was not measured is left out."""
+    known = record("pretrained_hils")
+    blocks = [
+        on_machine(make(known[part]["results"]), known[part]["environment"])
+        for part, make in _HILS.items()
+        if part in known
+    ]
+    return "\n\n".join(blocks)
+
+
+_OF_HILS: Columns = {
+    "texts": "{texts}",
+    "window, nats": _nats("window"),
+    "HiLS": _nats("hils"),
+    "full attention": _nats("full"),
+    "above full": lambda row: f"{row['above']:.3f} ({row['above_low']:.3f} to {row['above_high']:.3f})",
+    "closed": _share("closed"),
+}
+
+
+def _hils_losses_text(found: Row) -> str:
+    columns: Columns = {"text": "{kind}", "tokens": "{length:,}", "chunks read": "{chunks}"}
+    return (
+        f"SmolLM2-135M with a window of {found['window']} and chunks of {found['chunk_size']} tokens, each scored by "
+        f"the means of every {found['summary_tokens']} of its keys, **without any training**: losses on held-out texts "
+        "in nats, of tokens after the first 1,024, beside the base with that window alone and with full attention; "
+        "*closed* is what reading chunks gives back of what the window loses, with 95% intervals over texts.\n\n"
+        f"{table(columns | _OF_HILS, found['rows'])}"
+    )
+
+
+def _hils_forms_text(found: Row) -> str:
+    columns: Columns = {"a chunk is scored by": "{form}"}
+    return (
+        f"By what scores a chunk, {found['chunks']} of which are read, on LaTeX at {found['length']:,} tokens; all else "
+        f"is the same:\n\n{table(columns | _OF_HILS, found['rows'])}"
+    )
+
+
+def _hils_far_text(found: Row) -> str:
+    columns: Columns = {
+        "tokens": "{length:,}",
+        "texts": "{texts}",
+        "window, nats": "{window:.3f}",
+        "HiLS": "{hils:.3f}",
+        "below the window": lambda row: (
+            f"{row['gain']:.3f} ({row['gain_low']:.3f} to {row['gain_high']:.3f})"
+        ),
+    }
+    return (
+        "Beyond the 8,192 tokens of the base's training, on chapters one after another, untrained:\n\n"
+        f"{table(columns, found['rows'])}"
+    )
+
+
+def _hils_needles_text(found: Row) -> str:
+    columns: Columns = {
+        "model": "{model}",
+        "tokens": "{length:,}",
+        "questions": "{questions}",
+        "right": RIGHT,
+    }
+    how = ""
+    if "trained_tokens" in found:
+        how = (
+            f" *Trained*: adapters (rank 8) on {found['trained_tokens']:,} tokens in texts of 2,048, all of which hold "
+            f"facts and questions in other words than these, in {found['trained_seconds'] / 60:.0f} minutes of a core."
+        )
+    return (
+        "A sentence in a book that is to be completed (`--format sentences`), beyond the window."
+        f"{how}\n\n{table(columns, found['rows'])}"
+    )
+
+
+_HILS: dict[str, Callable[[Row], str]] = {
+    "losses": _hils_losses_text,
+    "forms": _hils_forms_text,
+    "far": _hils_far_text,
+    "needles": _hils_needles_text,
+}

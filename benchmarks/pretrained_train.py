@@ -6,7 +6,7 @@ LaTeX and source code, with the base under full attention as a teacher of all th
 so that what the kind of text teaches is in all of them; the DRT learns its additions too, after its memory was
 fitted to the teacher. A recipe for an hour of a CPU. Stopped, the same command goes on; what is trained already is left
 as it is. ``needles`` goes on with the DRT, on texts that hold facts and questions about them; ``landmark`` trains all
-weights of a Landmark Attention model instead, by itself.
+weights of a Landmark Attention model instead, by itself; ``hils`` adapters of a HiLS on texts that all hold facts.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def corpus(folder: Path, tokenizer: Path) -> Path:
 
 
 def config(kind: str, options: argparse.Namespace) -> RunConfig:
-    """Of one of KINDS, of "needles" or of "landmark"."""
+    """Of one of KINDS, of "needles", "landmark" or "hils"."""
     teacher, window = converted(options.folder, "sliding_window"), f"sliding_window={options.window}"
     changes = ["distil.retrieval_weight=0"]
     if kind == "landmark":  # nothing of it is added that could learn alone
@@ -50,6 +50,16 @@ def config(kind: str, options: argparse.Namespace) -> RunConfig:
             "training.optimizer=adamw",
             "training.learning_rate=0.0003",
             "training.context_length=2048",  # so that its own length can be passed 32 times in minutes
+        ]
+    elif (
+        kind == "hils"
+    ):  # it reads as its base does, and needs no teacher: what it learns is to complete facts
+        begin = converted(options.folder, "hils")
+        changes = [
+            "distil.model=null",
+            "data.needle_share=1",
+            "training.context_length=2048",
+            "training.loss_positions=1",
         ]
     elif kind == "needles":  # on from the DRT: nothing but texts with facts and questions about them
         begin = trained(options.folder, "drt", options.window, options.seed)
@@ -102,7 +112,10 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "kinds", nargs="*", choices=[*KINDS, "needles", "landmark", []], help="default: all that are compared"
+        "kinds",
+        nargs="*",
+        choices=[*KINDS, "needles", "landmark", "hils", []],
+        help="default: all that are compared",
     )
     parser.add_argument("--folder", type=Path, default=FOLDER, help="conversions, text and models")
     parser.add_argument("--steps", type=int, default=20, help=f"of {LENGTH:,} tokens")

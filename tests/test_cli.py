@@ -69,7 +69,7 @@ def test_a_training_says_what_it_does(tmp_path: Path, command: Command) -> None:
     assert (code, "Trained already" in out) == (0, True)
 
 
-@pytest.mark.parametrize("model", ["drt", "window", "landmark"])
+@pytest.mark.parametrize("model", ["drt", "window", "landmark", "hils"])
 def test_a_text_model_of_any_kind(model: str, tmp_path: Path, command: Command) -> None:
     assert command("train", write_config(tmp_path, "text", model))[0] == 0
     code, out, _ = command(
@@ -125,6 +125,21 @@ def test_landmark_attention_through_every_command(
     generate = ("generate", model, "--prompt", "~ABCD", "--max-new-tokens", "8")
     assert command(*generate, "--memory", memory) == command(*generate, "--file", notes)
     assert command("verify", memory)[0] == 0
+
+
+def test_a_model_whose_tokens_choose_chunks_through_every_command(tmp_path: Path, command: Command) -> None:
+    config, memory = write_config(tmp_path, "text", "hils"), tmp_path / "memory"
+    model, notes = tmp_path / "run", tmp_path / "text.txt"
+    assert command("train", config, "--dry-run")[0] == 0
+    assert command("train", config)[0] == 0
+    assert command("read", model, notes, "--memory", memory)[0] == 0
+    assert "read already" in command("read", model, notes, "--memory", memory)[1]
+    generate = ("generate", model, "--prompt", "the old river", "--max-new-tokens", "8")
+    assert command(*generate, "--memory", memory) == command(*generate, "--file", notes)
+    assert command("verify", memory)[0] == 0
+    page = tmp_path / "page.html"
+    assert command("explore", model, notes, "--output", page)[0] == 0
+    assert page.stat().st_size > 0
 
 
 def test_generation_is_that_of_the_library(trained: Path, command: Command) -> None:

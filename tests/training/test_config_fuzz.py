@@ -67,7 +67,7 @@ def some(draw: st.DrawFn, **choices: st.SearchStrategy[Any]) -> dict[str, Any]:
 @st.composite
 def models(draw: st.DrawFn, task: str, context: int) -> dict[str, Any]:
     heads, layers = draw(st.sampled_from([1, 2, 4])), draw(st.integers(1, 3))
-    architecture = draw(st.sampled_from(["drt", "landmark", "sliding_window", "rpt", "block_recurrent"]))
+    architecture = draw(st.sampled_from(["drt", "hils", "landmark", "sliding_window", "rpt", "block_recurrent"]))
     fields: dict[str, Any] = {
         "architecture": architecture,
         "hidden_size": heads * draw(st.sampled_from([2, 4, 6])),
@@ -173,6 +173,26 @@ def models(draw: st.DrawFn, task: str, context: int) -> dict[str, Any]:
         )
         if "gate_probability" in fields:
             fields["gate_cutoff"] = draw(st.sampled_from([0.0, 0.3, 1.0]))
+    elif architecture == "hils":
+        score = draw(st.sampled_from(["expansion", "mean", "mass"]))
+        weights = "keys" if score == "mass" else draw(st.sampled_from(["score", "keys"]))
+        fields |= {
+            "sliding_window": draw(st.sampled_from([2, 9, 33, 500])),
+            "chunk_size": chunk_size,
+            "num_retrieved_chunks": draw(st.integers(1, 4)),
+            "chunk_score": score,
+            "chunk_weights": weights,
+        }
+        fields |= some(
+            draw,
+            summary_query=st.sampled_from(["landmark", "tokens"]),
+            summary_tokens=st.integers(1, chunk_size),
+            far_position=st.sampled_from(["true", "window"]),
+            num_sinks=st.integers(1, 5),
+            layer_types=st.just(["sliding_attention"] * (layers - 1) + ["full_attention"]),
+        )
+        if weights == "score":
+            fields |= some(draw, calibration_rank=st.integers(1, 3))
     else:
         fields["sliding_window"] = draw(st.sampled_from([None, 1, 2, 9, 33, 500]))
         fields["window_position"] = draw(st.sampled_from(["alibi", "rope"]))
@@ -404,7 +424,7 @@ def fields_of(config: RunConfig) -> list[tuple[str, str, Any]]:
     return found + [("model", f, kind) for f, kind in field_types(model).items() if f not in TOKENS]
 
 
-TINY: dict[str, dict[str, Any]] = {name: MODELS[name] for name in ("drt", "window", "landmark")} | {
+TINY: dict[str, dict[str, Any]] = {name: MODELS[name] for name in ("drt", "window", "landmark", "hils")} | {
     "rpt": SHARED | {"architecture": "rpt", "retriever": "encoder", "embedder": "hash"},
     "block_recurrent": SHARED | {"architecture": "block_recurrent"},
 }

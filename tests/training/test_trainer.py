@@ -80,6 +80,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "needles, window": {"task": "needles", "model": "window", "weight_decay": 0.1},
     "text, landmark": {"task": "text", "model": "landmark, drawing"},
     "needles, landmark": {"task": "needles", "model": "landmark"},
+    "text, hils": {"task": "text", "model": "hils"},
 }
 
 
@@ -336,6 +337,7 @@ def test_too_little_text_is_refused(tmp_path: Path) -> None:
     [
         ("muon", "drt"),
         ("muon", "landmark"),
+        ("muon", "hils"),
         ("adamw", "drt"),
         ("adamw", "window"),
         pytest.param("muon", "window", marks=pytest.mark.slow),

@@ -44,6 +44,15 @@ MODELS: dict[str, dict[str, Any]] = {
         "local_length": 2 * CHUNK_SIZE,
         "landmark_phase": "fixed",
     },
+    "hils": SHARED
+    | {
+        "architecture": "hils",
+        "sliding_window": 42,  # a text is read in pieces shorter than it
+        "chunk_size": CHUNK_SIZE,
+        "num_retrieved_chunks": 2,
+        "summary_tokens": 8,
+        "calibration_rank": 2,
+    },
 }
 
 

@@ -38,7 +38,7 @@ class ConfigAnswers:
 
     @property
     def retrieves_in_training(self) -> bool:
-        """Whether a call in training selects chunks and can return what it selected (``output_retrieval``)."""
+        """Whether landmarks select chunks in training, of which a training shows what it does (``output_retrieval``)."""
         return self.retrieves
 
     @property

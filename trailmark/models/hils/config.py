@@ -80,6 +80,11 @@ class HiLSConfig(TrailmarkConfig):
         return self.sliding_window + self.chunk_size - 1
 
     @property
+    def retrieves_in_training(self) -> bool:
+        """Tokens select, not landmarks."""
+        return False
+
+    @property
     def reads_beside_window(self) -> bool:
         return self.retrieves
 
