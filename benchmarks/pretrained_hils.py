@@ -45,8 +45,12 @@ FORMS: dict[str, tuple[str, ...]] = {
     "means of 8 keys": (),
     "means of 4 keys": ("summary_tokens=4",),
     "mean of the chunk's keys (MoBA)": ("summary_tokens=32",),
-    "expansion at the chunk's mean query (HiLS)": ("chunk_score=expansion", "summary_tokens=32"),
-    "all keys": ("chunk_score=mass",),
+    "expansion at the chunk's mean query (HiLS)": (
+        "chunk_score=expansion",
+        "summary_query=tokens",
+        "summary_tokens=32",
+    ),
+    "all keys": ("chunk_score=mass", "summary_tokens=null"),
 }
 
 
@@ -84,10 +88,9 @@ def far(options: argparse.Namespace, progress: Progress) -> dict[str, Any]:
         texts = [
             Text(f"chapters from {n * length}", whole[n * length : (n + 1) * length]) for n in range(count)
         ]
-        window, hils = (
-            np.array([x[UNSEEN - 1 :].mean() for x in known.of(*of, texts)])
-            for of in (named(_base(options), WINDOW), _named(options))
-        )
+        pair = named(_base(options), WINDOW), _named(options)
+        found_losses = [known.of(name, open_model, texts) for name, open_model in pair]
+        window, hils = (np.array([x[UNSEEN - 1 :].mean() for x in own]) for own in found_losses)
         low, high = bootstrap_mean(window - hils)
         found = {"window": float(window.mean()), "hils": float(hils.mean())}
         gained = {"gain": float((window - hils).mean()), "gain_low": low, "gain_high": high}
@@ -114,7 +117,8 @@ def _row(
 ) -> dict[str, Any]:
     known, base = Losses(options.folder / "losses.json", progress), _base(options)
     full = totals(known.of("base", partial(opened, base), texts))
-    window, hils = (totals(known.of(*of, texts)) for of in (named(base, WINDOW), _named(options, *changes)))
+    pair = named(base, WINDOW), _named(options, *changes)
+    window, hils = (totals(known.of(name, open_model, texts)) for name, open_model in pair)
     counted = sum(len(text.ids) - UNSEEN for text in texts)
     each = counted / len(texts)
     low, high = bootstrap_ratio(window - hils, window - full)

@@ -291,6 +291,22 @@ def hils_text() -> str:
     return "\n\n".join(blocks)
 
 
+def hils_summary() -> str:
+    """What the README says of it, in a sentence."""
+    found = record("pretrained_hils")["losses"]
+    rows = found["results"]["rows"]
+    (row,) = (x for x in rows if (x["kind"], x["length"], x["chunks"]) == ("LaTeX", 4096, rows[0]["chunks"]))
+    given = _share("closed").format(**row)
+    nats, about = row["nats"], found["results"]
+    return (
+        f"So converted, SmolLM2-135M with a window of {about['window']} that reads {row['chunks']} chunks of "
+        f"{about['chunk_size']} tokens gives back {given} of what that window loses to full attention on LaTeX at "
+        f"{row['length']:,} tokens: {nats['hils']:.3f} nats where full attention has {nats['full']:.3f} and the window "
+        f"{nats['window']:.3f} ({row['texts']} held-out texts; {machine(found['environment'])}). "
+        "[docs/convert.md](docs/convert.md) has all numbers."
+    )
+
+
 _OF_HILS: Columns = {
     "texts": "{texts}",
     "window, nats": _nats("window"),
@@ -315,8 +331,8 @@ def _hils_losses_text(found: Row) -> str:
 def _hils_forms_text(found: Row) -> str:
     columns: Columns = {"a chunk is scored by": "{form}"}
     return (
-        f"By what scores a chunk, {found['chunks']} of which are read, on LaTeX at {found['length']:,} tokens; all else "
-        f"is the same:\n\n{table(columns | _OF_HILS, found['rows'])}"
+        f"By what scores a chunk, {found['chunks']} of which are read, on LaTeX at {found['length']:,} tokens; all "
+        f"else is the same:\n\n{table(columns | _OF_HILS, found['rows'])}"
     )
 
 

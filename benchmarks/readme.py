@@ -490,6 +490,7 @@ DOCUMENTS: dict[str, Mapping[str, Callable[[], str]]] = {
         "speed": speed_text,
         "compare": compare_text,
         "case study": case_study_summary,
+        "hils": pretrained_tables.hils_summary,
         "pretrained": pretrained_tables.summary_text,
         "learning": learning_tables.summary_text,
     },

@@ -578,10 +578,10 @@ def test_a_memory_of_a_million_tokens_loads_at_once(tmp_path: Path, monkeypatch:
     save(tmp_path, {"landmarks": torch.ones(count, 256, dtype=torch.bfloat16)}, {}, store, count)
     store.close()
     times, reports = [], []
-    for _ in range(10):
-        start = time.process_time()
+    for _ in range(10):  # others may be working here too
+        start = time.perf_counter()
         memory = load(tmp_path)
-        times.append(time.process_time() - start)
+        times.append(time.perf_counter() - start)
     assert min(times) < 0.1
     assert memory.tensors["landmarks"].eq(1).all()
     verify(tmp_path, progress=lambda done, total: reports.append((done, total)))

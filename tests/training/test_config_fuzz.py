@@ -67,7 +67,9 @@ def some(draw: st.DrawFn, **choices: st.SearchStrategy[Any]) -> dict[str, Any]:
 @st.composite
 def models(draw: st.DrawFn, task: str, context: int) -> dict[str, Any]:
     heads, layers = draw(st.sampled_from([1, 2, 4])), draw(st.integers(1, 3))
-    architecture = draw(st.sampled_from(["drt", "hils", "landmark", "sliding_window", "rpt", "block_recurrent"]))
+    architecture = draw(
+        st.sampled_from(["drt", "hils", "landmark", "sliding_window", "rpt", "block_recurrent"])
+    )
     fields: dict[str, Any] = {
         "architecture": architecture,
         "hidden_size": heads * draw(st.sampled_from([2, 4, 6])),
@@ -177,7 +179,7 @@ def models(draw: st.DrawFn, task: str, context: int) -> dict[str, Any]:
         score = draw(st.sampled_from(["expansion", "mean", "mass"]))
         weights = "keys" if score == "mass" else draw(st.sampled_from(["score", "keys"]))
         fields |= {
-            "sliding_window": draw(st.sampled_from([2, 9, 33, 500])),
+            "sliding_window": draw(st.sampled_from([3, 9, 33, 500])),
             "chunk_size": chunk_size,
             "num_retrieved_chunks": draw(st.integers(1, 4)),
             "chunk_score": score,
@@ -185,12 +187,14 @@ def models(draw: st.DrawFn, task: str, context: int) -> dict[str, Any]:
         }
         fields |= some(
             draw,
-            summary_query=st.sampled_from(["landmark", "tokens"]),
-            summary_tokens=st.integers(1, chunk_size),
             far_position=st.sampled_from(["true", "window"]),
             num_sinks=st.integers(1, 5),
             layer_types=st.just(["sliding_attention"] * (layers - 1) + ["full_attention"]),
         )
+        if score == "expansion":
+            fields |= some(draw, summary_query=st.sampled_from(["landmark", "tokens"]))
+        if score != "mass":
+            fields |= some(draw, summary_tokens=st.integers(1, chunk_size))
         if weights == "score":
             fields |= some(draw, calibration_rank=st.integers(1, 3))
     else:

@@ -211,7 +211,7 @@ class ChunkCache(Cache):
             self.reset()
             return
         possible = bool((state.num_tokens >= n).all()) and state.deferred is None
-        chunked = bool(self.num_groups) or state.states is not None or state.open_states is not None
+        chunked = bool(self.num_groups) or state.states is not None or bool(state.phases.any())
         if chunked:
             possible = possible and bool((state.phases >= n).all())
         possible = possible and state.cell is None

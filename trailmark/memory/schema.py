@@ -159,7 +159,7 @@ def expect_tables(
     num_chunks: Tensor,
     records: int,
     rows_of_record: int | None,
-    vectors: int,
+    vectors: int | None,
     planes: int,
     width: int | None = None,
 ) -> None:
@@ -170,7 +170,8 @@ def expect_tables(
         num_chunks: [B] that count.
         records: that were saved.
         rows_of_record: S, keys that a record has room for; None: there is no record.
-        vectors: landmark vectors of a chunk; a chunk may have one for all its records too. planes: its records.
+        vectors: landmark vectors of a chunk; None: one, or one for each of its records.
+        planes: records of a chunk.
         width: of the landmarks; None: any.
     """
     unknown = sorted({*tables} - {*_TABLES, "first_chunks"})
@@ -190,7 +191,11 @@ def expect_tables(
         landmarks.is_floating_point()
         and landmarks.dim() >= 3
         and tuple(landmarks.shape[-3:-1]) == shape
-        and landmarks[..., 0].numel() in (shape[0] * shape[1], vectors * shape[0] * shape[1])
+        and (
+            tuple(landmarks.shape[:-3]) == (vectors,)
+            if vectors is not None
+            else landmarks[..., 0].numel() in (shape[0] * shape[1], planes * shape[0] * shape[1])
+        )
         and width in (None, landmarks.shape[-1]),
         "landmarks",
         f"numbers of the shape [..., {shape[0]}, {shape[1]}, {width or 'E'}]",

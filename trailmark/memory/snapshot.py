@@ -86,9 +86,8 @@ def load_state(
         num_chunks = torch.from_numpy(state.memory.chunks)
         rows_of_record = None if shape is None else shape[2]
         width = expected.sizes.get("LE")
-        planes = memory.planes
-        vectors = expected.sizes.get("LP", planes)
-        expect_tables(tables, num_chunks, there.count, rows_of_record, vectors, planes, width)
+        vectors = expected.sizes.get("LP")
+        expect_tables(tables, num_chunks, there.count, rows_of_record, vectors, memory.planes, width)
         expect_numbers(state, expected)
         if shape is not None and expected.record_shape not in (None, shape):
             raise ValueError(f"record_shape: expected {expected.record_shape}, got {shape}")

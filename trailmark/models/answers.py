@@ -38,7 +38,7 @@ class ConfigAnswers:
 
     @property
     def retrieves_in_training(self) -> bool:
-        """Whether landmarks select chunks in training, of which a training shows what it does (``output_retrieval``)."""
+        """Whether landmarks select chunks in training, and a call can return what (``output_retrieval``)."""
         return self.retrieves
 
     @property

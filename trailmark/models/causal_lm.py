@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import numpy as np
 import torch
@@ -65,6 +65,8 @@ class TrailmarkForCausalLM(ModelAnswers, FolderMixin, PreTrainedModel, ChunkGene
     _supports_sdpa = True
     _no_split_modules: list[str] | None = ["WindowLayer", "ChunkEncoderLayer"]
     config: TrailmarkConfig
+    compiles: ClassVar[bool] = True
+    """Whether ``torch.compile`` makes a graph of a plain call; else it runs uncompiled."""
     embedder: ChunkEmbedder | None = None
     """What finds chunks for a model with ``retriever="encoder"``; set by who has the text's tokenizer."""
 
@@ -267,8 +269,8 @@ class TrailmarkForCausalLM(ModelAnswers, FolderMixin, PreTrainedModel, ChunkGene
 
         ``torch.compile`` makes one graph of a call, for each T (up to ``torch._dynamo.config.recompile_limit``
         lengths, 8). It does not look at values: a token outside the vocabulary is then torch's error. A mask costs
-        one break; a call with padding, early landmarks marked by a tensor, documents, neighbours, an embedder, a cache
-        or ``logits_to_keep`` runs uncompiled.
+        one break; a HiLS, and a call with padding, early landmarks marked by a tensor, documents, neighbours, an
+        embedder, a cache or ``logits_to_keep``, run uncompiled.
 
         Raises:
             ValueError: an argument that is none here, or no tensor; an empty input, a token or label outside the
@@ -322,7 +324,7 @@ class TrailmarkForCausalLM(ModelAnswers, FolderMixin, PreTrainedModel, ChunkGene
             output_retrieval_scores,
         )
         # asked without is_compiling(): where this function is not one graph, the functions that it calls are traced
-        plain = call.is_plain() and self.embedder is None
+        plain = self.compiles and call.is_plain() and self.embedder is None
         with _all_or_nothing(cache):  # to the last line
             out = self._answer(call) if plain else self._answer_uncompiled(call)
             return out.to_tuple() if return_dict is False else out

@@ -87,7 +87,7 @@ class TrailmarkConfig(ConfigAnswers, PreTrainedConfig):
             OLMo 2 has it. What reads chunks (Grouped Cross-Attention) has neither these norms nor a bias.
         sliding_window: W in positions, itself included; None is full attention.
         layer_types: of each layer "sliding_attention", with the window, or "full_attention", without one; None: all are
-            as ``sliding_window`` says. Only the model with a window alone may mix them.
+            as ``sliding_window`` says. Only the model with a window alone and HiLS may mix them.
         num_sinks: n, so many first positions of a text (of each document) stay visible beside the window; 0: none.
         max_sink_distance: m, a sink outside the window is scored as if the query stood at position m of the text, where
             it stands later (RoPE: distances that a base never saw in training). None: at its own position.

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from trailmark.ops.arguments import (
     arithmetic_dtype,
     require,
+    require_chunk_numbers,
     require_grouped_heads,
     require_shape,
     without_autocast,
@@ -95,10 +98,17 @@ def chunk_log_mass(q: Tensor, k: Tensor, lengths: Tensor | None = None, scale: f
 
     Returns:
         [B, T, H, M], float32 or wider; -inf for a chunk without keys.
+
+    Raises:
+        ValueError: for shapes that do not fit together.
     """
+    require(q.dim() == 4, "q", tuple(q.shape), "shape [B, T, H, D]")
+    require(k.dim() == 5, "k", tuple(k.shape), "shape [B, M, S, J, D]")
     (B, T, H, D), (M, S, J) = q.shape, k.shape[1:4]
     require_shape("k", k, (B, M, S, J, D), "[B, M, S, J, D]")
     require_grouped_heads(H, J)
+    if lengths is not None:
+        require_shape("lengths", lengths, (B, M), "[B, M]")
     dtype = arithmetic_dtype(q, k)
     keys = k.to(dtype).permute(0, 3, 4, 1, 2).reshape(B, J, D, M * S)
     asked = q.to(dtype).view(B, T, J, H // J, D).permute(0, 2, 1, 3, 4)  # [B, J, T, g, D]
@@ -153,12 +163,17 @@ def select_for_tokens(
     Raises:
         ValueError: for shapes that do not fit together.
     """
+    require(query.dim() == 4, "query", tuple(query.shape), "shape [B, T, H, D]")
     B, T, H, D = query.shape
     J = num_key_value_heads
     require_grouped_heads(H, J)
     require_shape("beside", beside, (B, T, H), "[B, T, H]")
     require(num_retrieved >= 1, "num_retrieved", num_retrieved, "at least 1")
     require((landmarks is None) != (keys is None), "landmarks, keys", "both or none", "one of them")
+    of_rows = 1 if num_candidates.shape[:1] == (1,) else B
+    require_shape("num_candidates", num_candidates, (of_rows, T), "[B or 1, T]")
+    for part in landmarks or ():
+        _require_landmarks(part, B, J, H, D)
     dtype = arithmetic_dtype(query)
     parts = [] if landmarks is None else [x.to(dtype) for x in landmarks if x.shape[1]]
     M = keys[0].shape[1] if keys is not None else sum(x.shape[1] for x in parts)
@@ -201,12 +216,39 @@ def score_for_tokens(query: Tensor, landmarks: Tensor, indices: Tensor, scale: f
 
     Returns:
         [B, T, H, K], float32 or wider.
+
+    Raises:
+        ValueError: for shapes that do not fit together, or chunks that do not exist.
     """
+    require(query.dim() == 4, "query", tuple(query.shape), "shape [B, T, H, D]")
+    B, T, H, D = query.shape
+    require(indices.dim() == 4, "indices", tuple(indices.shape), "shape [B, T, J, K]")
+    J, K = indices.shape[2:]
+    require_shape("indices", indices, (B, T, J, K), "[B, T, J, K]")
+    _require_landmarks(landmarks, B, J, H, D)
+    M, n = landmarks.shape[1:3]
+    require_chunk_numbers("indices", indices, M)
+    scale = D**-0.5 if scale is None else scale
+    if not M:
+        return query.new_full((B, T, H, K), -math.inf, dtype=arithmetic_dtype(query, landmarks))
+    if not (torch.is_grad_enabled() and (query.requires_grad or landmarks.requires_grad)):
+        return _scores_of(query, landmarks, indices, scale)
+    # the vectors of what is selected, K times a table's, are gathered again in the backward
+    size = max(1, _SLAB_SCORES // max(1, B * J * K * n * (H // J) * D))
+    slabs = zip(query.split(size, 1), indices.split(size, 1), strict=True)
+    again = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
+    return torch.cat([again(_scores_of, q, landmarks, own, scale) for q, own in slabs], 1)
+
+
+def _require_landmarks(landmarks: Tensor, B: int, J: int, H: int, D: int) -> None:
+    shape = tuple(landmarks.shape)
+    fits = len(shape) == 5 and (shape[0], shape[4]) == (B, D + 1) and shape[3] in (H, J)
+    require(fits, "landmarks", shape, f"shape [B, M, n, H or J, D + 1] = [{B}, M, n, {H} or {J}, {D + 1}]")
+
+
+def _scores_of(query: Tensor, landmarks: Tensor, indices: Tensor, scale: float) -> Tensor:
     (B, T, H, D), (M, n, heads), (J, K) = query.shape, landmarks.shape[1:4], indices.shape[2:]
     dtype, none = arithmetic_dtype(query, landmarks), indices < 0
-    if not M:
-        return query.new_full((B, T, H, K), -math.inf, dtype=dtype)
-    scale = D**-0.5 if scale is None else scale
     row = torch.arange(B, device=query.device)[:, None, None, None] * (M * J)
     at = row + indices.clamp(min=0) * J + torch.arange(J, device=query.device)[:, None]
     # the vectors of a key/value head side by side

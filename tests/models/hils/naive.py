@@ -30,7 +30,7 @@ class NaiveHiLS(_Naive):
             open_chunk.append(t)
             if len(open_chunk) == c.chunk_size or (marks and marks[t]):
                 self.mark_of[len(self.chunks)] = len(rows)
-                rows.append(model.landmark)
+                rows.append(torch.zeros_like(rows[-1]) if model.landmark is None else model.landmark)
                 self.chunks.append(open_chunk)
                 open_chunk = []
         if open_chunk:

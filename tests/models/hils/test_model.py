@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -51,7 +52,7 @@ CASES = pairwise(
         "alternating": [False, True],
         "model": ["plain", "pretrained", "in range"],
         "calibration_rank": [0, 2],
-        "sizes": [(4, 7), (4, 8), (1, 5), (5, 2)],  # S, W
+        "sizes": [(4, 7), (4, 8), (1, 5), (5, 3)],  # S, W
     }
 )
 
@@ -62,8 +63,10 @@ def options_of(case: dict[str, Any]) -> tuple[dict[str, Any], Tensor]:
     options["chunk_size"], options["sliding_window"] = options.pop("sizes")
     marks = early(LENGTH) if options.pop("early") else torch.zeros(1, LENGTH, dtype=torch.bool)
     options["layer_types"] = ALTERNATING if options.pop("alternating") else None
+    if options["chunk_score"] != "expansion":
+        options["summary_query"] = "landmark"
     if options["chunk_score"] == "mass":
-        options["chunk_weights"] = "keys"
+        options |= {"chunk_weights": "keys", "summary_tokens": None}
     options |= MODELS[options.pop("model")]
     if options["chunk_weights"] == "keys":
         options["calibration_rank"] = 0
@@ -122,6 +125,46 @@ def test_where_every_chunk_is_chosen_it_is_full_attention(chunk_score: str, num_
         assert_same(gradients[1][name], gradient)
 
 
+def test_a_graph_is_refused_and_other_lengths_are_right_all_the_same() -> None:
+    torch._dynamo.reset()
+    model = hils().float()
+    compiled = torch.compile(model, backend="eager")
+    for length in (90, 50, 51, 90, 30):
+        assert torch.equal(compiled(tokens(length)).logits, model(tokens(length)).logits)
+
+
+@torch.no_grad()
+def test_a_neighbours_content_changes_no_bit_of_decoding() -> None:
+    for options in ({}, {"chunk_score": "mean", "chunk_weights": "keys"}):
+        model, ids = hils(**options).float(), tokens(LENGTH, batch=2)
+        other = ids.clone()
+        other[1] = 7  # equal chunks: few are different
+        rows = []
+        for batch in (ids, other):
+            cache = model.new_cache()
+            rows.append(torch.cat([model(x, past_key_values=cache).logits[:1] for x in batch.split(1, 1)], 1))
+        assert torch.equal(*rows)
+
+
+def test_a_call_on_a_cache_has_gradients_of_what_it_scores_with() -> None:
+    model, ids = hils(calibration_rank=2, num_hidden_layers=1), tokens(LENGTH)
+    cache = model.read(ids[:, :-4])
+    model(ids[:, -4:], past_key_values=cache).logits.square().sum().backward()
+    gradient = model.layers[0].calibration.up_proj.weight.grad
+    assert gradient is not None
+    assert gradient.abs().max() > 0
+
+
+def test_taking_back_tokens_with_retrieval_off_leaves_a_memory_that_loads(tmp_path: Path) -> None:
+    model, ids = hils(num_retrieved_chunks=0), tokens(9)
+    cache = model.new_cache()
+    model(ids[:, :3], past_key_values=cache)
+    cache.crop(2)
+    cache.save(tmp_path / "memory")
+    loaded = model.load_cache(tmp_path / "memory")
+    assert_same(logits_of(model, ids[:, 1:5], past_key_values=loaded), logits_of(model, ids[:, :5])[:, 1:])
+
+
 def test_with_no_chunk_it_is_the_window() -> None:
     window, model = (
         window_model(window_position="rope", num_sinks=2),
@@ -145,6 +188,50 @@ def test_what_a_chunk_says_reaches_a_token_far_beyond_the_windows() -> None:
         assert same == torch.equal(after.logits[0, -1], before), chunk
 
 
+# --- defects of the public code (arXiv 2607.02980) that must not come back -------------------------------------------
+
+
+def test_a_token_with_few_candidates_leaves_the_first_chunk_its_gradient() -> None:
+    """There padding is written over the gradient of chunk 0."""
+    model, ids = hils(num_hidden_layers=1, num_retrieved_chunks=9).train(), tokens(20)
+    states = model.embed_tokens(ids).detach().requires_grad_()
+    model.embed_tokens.register_forward_hook(lambda *_: states)
+    model(ids).logits[0, 14].square().sum().backward()  # the first token that has a candidate: chunk 0 alone
+    assert states.grad is not None
+    assert (states.grad[0, :4].abs().sum(-1) > 0).all()
+
+
+def test_scores_and_the_windows_mass_are_not_rounded() -> None:
+    """There they are bfloat16 before their softmax."""
+    model = hils().bfloat16()
+    chosen = model(tokens(LENGTH), output_retrieval=True).retrieval[0]
+    assert chosen.scores.dtype == chosen.weights.dtype == torch.float32
+    assert not torch.equal(chosen.scores, chosen.scores.bfloat16().float())
+
+
+def test_two_requests_at_once_keep_apart() -> None:
+    """There what generation has read is kept on the model."""
+    model, texts = hils(num_sinks=2), tokens(LENGTH, batch=2)
+    caches, outs = [model.new_cache(), model.new_cache()], [[], []]
+    for piece in split(texts, [9, 5, 1]):
+        for row in (0, 1):
+            outs[row].append(logits_of(model, piece[row : row + 1], past_key_values=caches[row]))
+    for row in (0, 1):
+        assert_same(torch.cat(outs[row], 1), logits_of(model, texts[row : row + 1]))
+
+
+def test_windows_let_go_of_old_keys() -> None:
+    """There the layers with a window alone grow with the text."""
+    model, sizes = hils(layer_types=ALTERNATING), []
+    for length in (40, 400):
+        cache = model.read(tokens(length))
+        sizes.append([layer.keys.shape[2] for layer in cache.layers])
+    assert sizes[0] == sizes[1] == [7, 10, 10]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+
+
 @pytest.mark.parametrize("sinks", [0, 3])
 @pytest.mark.parametrize("length", [1, 9, 41])
 def test_multiply_adds_are_counted(length: int, sinks: int) -> None:
@@ -164,8 +251,13 @@ def test_multiply_adds_are_counted(length: int, sinks: int) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"sliding_window": None}, "sliding_window: expected at least 2"),
-        ({"sliding_window": 1}, "sliding_window: expected at least 2"),
+        ({"sliding_window": None}, "sliding_window: expected at least 3"),
+        ({"sliding_window": 2}, "sliding_window: expected at least 3"),
+        ({"summary_query": "tokens", "chunk_score": "mean"}, "summary_query: expected 'landmark'"),
+        (
+            {"summary_tokens": 2, "chunk_score": "mass", "chunk_weights": "keys"},
+            "summary_tokens: expected None with chunk_score 'mass'",
+        ),
         ({"window_position": "alibi"}, "window_position: expected 'rope'"),
         ({"chunk_size": 0}, "chunk_size: expected at least 1"),
         ({"num_retrieved_chunks": -1}, "num_retrieved_chunks: expected 0"),

@@ -212,18 +212,20 @@ def _hils_fields(base: Base, given: Mapping[str, Any]) -> Fields:
             f"to: expected a base with layers that see all of a text, this {base.family} has a window of {min(own)} in "
             "each: none of them knows how to look back further. Convert another base, or to drt."
         )
-    window = given.get("sliding_window", min([DRT_WINDOW, *own]))
+    window = given.get("sliding_window", min(own, default=DRT_WINDOW))
     _expect_seen(base, window)
     fields: Fields = {
         "sliding_window": window,
         "chunk_size": 32,
         "num_retrieved_chunks": 16,
         "chunk_score": "mean",
-        "summary_tokens": min(8, given.get("chunk_size", 8)),
-        "summary_query": "tokens",
         "chunk_weights": "keys",
         "far_position": "window",
     }
+    if given.get("chunk_score") == "expansion":
+        fields["summary_query"] = "tokens"  # which have queries that were trained
+    if given.get("chunk_score") != "mass":
+        fields["summary_tokens"] = min(8, given.get("chunk_size", 8))
     if own:
         kinds = ["full_attention" if w is None else "sliding_attention" for w in base.windows]
         fields["layer_types"] = kinds
@@ -234,7 +236,8 @@ def _hils_parts(base: Base, config: Any) -> Parts:
     parts = p.outside_layers(base)
     for number in range(config.num_hidden_layers):
         parts |= p.layer(base, number, f"layers.{number}")
-    parts["landmark"] = p.mean_embedding("the mean of the embeddings; nobody attends to it")
+    if config.asks_landmarks:
+        parts["landmark"] = p.mean_embedding("the mean of the embeddings; nobody attends to it")
     rank, width = config.calibration_rank, config.attention_width
     for number in config.retrieving_layers if rank else ():
         prefix = f"layers.{number}.calibration"

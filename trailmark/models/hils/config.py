@@ -80,13 +80,14 @@ class HiLSConfig(TrailmarkConfig):
         return self.sliding_window + self.chunk_size - 1
 
     @property
+    def asks_landmarks(self) -> bool:
+        """Whether a landmark's query sums its chunk up."""
+        return self.chunk_score == "expansion" and self.summary_query == "landmark"
+
+    @property
     def retrieves_in_training(self) -> bool:
         """Tokens select, not landmarks."""
         return False
-
-    @property
-    def reads_beside_window(self) -> bool:
-        return self.retrieves
 
     @property
     def state_width(self) -> int:
@@ -122,10 +123,22 @@ class HiLSConfig(TrailmarkConfig):
             part is None or 1 <= part <= self.chunk_size, "summary_tokens", part, "None or 1 to chunk_size"
         )
         expect(
-            self.sliding_window is not None and self.sliding_window >= 2,
+            part is None or self.chunk_score != "mass",
+            "summary_tokens",
+            part,
+            "None with chunk_score 'mass', which sums nothing up",
+        )
+        expect(
+            self.summary_query == "landmark" or self.chunk_score == "expansion",
+            "summary_query",
+            self.summary_query,
+            f"'landmark' (the default) with chunk_score {self.chunk_score!r}, which has no such query",
+        )
+        expect(
+            self.sliding_window is not None and self.sliding_window >= 3,
             "sliding_window",
             self.sliding_window,
-            "at least 2: a landmark sees the tokens before it, not itself",
+            "at least 3: a text is read in pieces shorter than it, of more than a token",
         )
         expect(self.window_position == "rope", "window_position", self.window_position, "'rope' with a HiLS")
         expect(
@@ -140,4 +153,3 @@ class HiLSConfig(TrailmarkConfig):
             self.chunk_weights,
             "'keys' with chunk_score 'mass', which weighs by the keys anyway",
         )
-        self.expect_rotary_heads()

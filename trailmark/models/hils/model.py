@@ -42,8 +42,8 @@ class Calibration(nn.Module):
 
     def forward(self, x: Tensor, q: Tensor) -> Tensor:
         """Of positions x [B, P, E] and their projected queries q [B, P, H, D], [B, P, H, D]."""
-        asking = q + self.up_proj(self.down_proj(x)).view(q.shape)
-        return asking if self.norm is None else self.norm(asking)
+        scoring = q + self.up_proj(self.down_proj(x)).view(q.shape)
+        return scoring if self.norm is None else self.norm(scoring)
 
 
 class HiLSLayer(GradientCheckpointingLayer):
@@ -69,11 +69,11 @@ class HiLSLayer(GradientCheckpointingLayer):
         if past is None:
             attended = self.attention.attend(q, k, v, place, kept)
         else:
-            asking = None
+            scoring = None
             if self.calibration is not None:
-                asking = self.calibration(normal, projected[0]) * self.attention.query_factor
+                scoring = self.calibration(normal, projected[0]) * self.attention.query_factor
             window = self.attention.attend_with_lse(q, k, v, place, kept)
-            attended = past.read(q, asking, k, v, place, window).flatten(2)
+            attended = past.read(q, scoring, k, v, place, window).flatten(2)
         x = x + self.attention.o_proj(attended)
         return x + self.mlp(self.mlp_norm(x))
 
@@ -81,25 +81,28 @@ class HiLSLayer(GradientCheckpointingLayer):
 class HiLSForCausalLM(TrailmarkForCausalLM):
     """HiLS with a language-modelling head; MoBA and exact block-sparse attention by ``chunk_score``.
 
-    A call on a cache runs in pieces shorter than the window, so that no chunk is chosen before it is in memory.
+    A call on a cache runs in pieces shorter than the window, so that no chunk is chosen before it is in memory; no
+    gradient passes from piece to piece.
     """
 
     config_class = HiLSConfig
     config: HiLSConfig
     _no_split_modules = ["HiLSLayer"]
+    compiles = False  # layouts depend on what was read
     additions = ("landmark", "layers.*.calibration.*")
     scoring = ("layers.*.calibration.*",)
 
     def __init__(self, config: HiLSConfig) -> None:
         super().__init__(config)
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.landmark = nn.Parameter(torch.zeros(config.hidden_size))
+        # where nothing of it is used there is none, and a landmark only closes its chunk
+        self.landmark = nn.Parameter(torch.zeros(config.hidden_size)) if config.asks_landmarks else None
         self.layers = nn.ModuleList(HiLSLayer(config, n) for n in range(config.num_hidden_layers))
         self._finish(RMSNorm(config.hidden_size, config.rms_norm_eps))
 
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)
-        if module is self:
+        if module is self and self.landmark is not None:
             fan_in = self.config.initialization == "fan_in"
             init.normal_(self.landmark, std=1.0 if fan_in else self.config.initializer_range)
 
@@ -172,7 +175,7 @@ class HiLSForCausalLM(TrailmarkForCausalLM):
         B, T = shape
         W, S = self.config.sliding_window, self.config.chunk_size
         assert W is not None
-        most = max(W - 1, (W - 1) // S * S)
+        most = W - 1
         if most >= T:
             yield slice(0, T), grid
             return
@@ -210,7 +213,6 @@ class HiLSForCausalLM(TrailmarkForCausalLM):
         chosen = () if past is None else past.selected
         return x, tuple(ChunkSelection(*map(take, layer)) for layer in chosen)
 
-    @torch.compiler.disable(reason="what a layout says depends on its numbers")
     def _places(
         self, x: Tensor, grid: Grid, step: Step | None
     ) -> tuple[Past | None, dict[int | None, Place]]:
@@ -253,8 +255,10 @@ class HiLSForCausalLM(TrailmarkForCausalLM):
     def before_reading(self) -> BeforeReading:
         config = self.config
         assert config.sliding_window is not None
-        tokens = config.sliding_window + config.chunk_size
-        return BeforeReading(tokens, f"a window of {config.sliding_window:,} tokens and a chunk before it")
+        tokens = config.longest_window
+        return BeforeReading(
+            tokens, f"a window of {config.sliding_window:,} tokens, on to a chunk's beginning"
+        )
 
     def cache_bytes(self, prompt: int, generated: int, memory_dtype: torch.dtype | None = None) -> CacheBytes:
         config, number = self.config, NumberBytes.of(self, memory_dtype)
@@ -265,13 +269,14 @@ class HiLSForCausalLM(TrailmarkForCausalLM):
             return CacheBytes(window=window)
         chunks, summary = num_closed(prompt, generated, S), math.prod(config.summary_shape)
         record = S * wide * number.kept
+        fetched = config.num_key_value_heads * config.num_retrieved_chunks  # of each head its own, at most
         return CacheBytes(
             window=window,
             open_chunk=S * config.state_width * number.own,
             records=chunks * layers * record,
             landmarks=chunks * layers * summary * number.wide,
             tables=chunks * TABLE_BYTES,
-            gathered=config.num_key_value_heads * config.num_retrieved_chunks * record,
+            gathered=record * (chunks if config.chunk_score == "mass" else fetched),
             recent=recent_chunks(record, layers) * layers * record,
         )
 
@@ -279,7 +284,7 @@ class HiLSForCausalLM(TrailmarkForCausalLM):
         config, width = self.config, self.config.attention_width
         S, W, layers = config.chunk_size, config.sliding_window, len(config.retrieving_layers)
         assert W is not None
-        # tokens, and after each whole chunk a landmark, which is no key of its own
+        # tokens, and after each whole chunk a landmark, which is no key of its own; sinks count as keys of a chunk too
         number = np.concatenate([np.arange(length), S * np.arange(1, length // S + 1)])
         is_key = np.arange(len(number)) < length
         edge = np.maximum(number - W + 1, 0)
@@ -301,11 +306,20 @@ class HiLSForCausalLM(TrailmarkForCausalLM):
 
     @classmethod
     def card_facts(cls, config: Mapping[str, Any]) -> CardFacts:
-        names = {"mean": ("MoBA", "2502.13189"), "expansion": ("HiLS", "2607.02980")}
-        name = names.get(str(config.get("chunk_score", "expansion")))
+        score, weights = config.get("chunk_score", "expansion"), config.get("chunk_weights", "score")
+        title, papers = "Attention to chunks that each token chooses", _PAPERS.get(score, ())
+        if score == "mass":
+            title = "Block-sparse attention"
+        elif (score, weights, config.get("summary_tokens")) == ("mean", "keys", None):
+            title = "MoBA"
+        elif (score, weights) == ("expansion", "score"):
+            title = "HiLS"
         return CardFacts(
-            "Hierarchical landmark sparse attention" if name is None else name[0],
+            title,
             "Every token attends to a window and, in every layer, to the few chunks beyond it that would get the "
             "largest share of its attention.",
-            () if name is None else (name,),
+            papers,
         )
+
+
+_PAPERS = {"mean": (("MoBA", "2502.13189"),), "expansion": (("HiLS", "2607.02980"),)}

@@ -52,7 +52,7 @@ class Past(ABC):
     def read(
         self,
         q: Tensor,
-        asking: Tensor | None,
+        scoring: Tensor | None,
         k: Tensor,
         v: Tensor,
         place: Place,
@@ -62,7 +62,7 @@ class Past(ABC):
 
         Args:
             q: [B, P, H, D], k and v [B, P, J, D], as they are before they are turned by their positions.
-            asking: [B, P, H, D] the queries that score chunks; None: q.
+            scoring: [B, P, H, D] the queries that score chunks; None: q.
             window: what the window gave [B, P, H, D], and its log-sum-exp [B, P, H].
         """
         if self.config.far_position == "window":
@@ -71,13 +71,13 @@ class Past(ABC):
             assert place.rotary is not None
             turn, k = place.rotary, rotate(k, place.rotary)
         q = rotate(q, turn)
-        asking = q if asking is None else rotate(asking, turn)
-        summing_up = [asking] if self.config.chunk_score == "expansion" else []
+        scoring = q if scoring is None else rotate(scoring, turn)
+        summing_up = [scoring] if self.config.chunk_score == "expansion" else []
         states = torch.cat([x.flatten(2) for x in (k, v, *summing_up)], -1)
-        return self._read(q, asking, states, window)
+        return self._read(q, scoring, states, window)
 
     @abstractmethod
-    def _read(self, q: Tensor, asking: Tensor, states: Tensor, window: tuple[Tensor, Tensor]) -> Tensor:
+    def _read(self, q: Tensor, scoring: Tensor, states: Tensor, window: tuple[Tensor, Tensor]) -> Tensor:
         """``read`` for turned queries; states [B, P, X] as :meth:`ChunkRows.entries` takes them."""
 
     def _attend(
@@ -126,12 +126,12 @@ class Past(ABC):
 class TextPast(Past):
     """The chunks of a whole text."""
 
-    def _read(self, q: Tensor, asking: Tensor, states: Tensor, window: tuple[Tensor, Tensor]) -> Tensor:
+    def _read(self, q: Tensor, scoring: Tensor, states: Tensor, window: tuple[Tensor, Tensor]) -> Tensor:
         chunks = self.rows.entries(states)
         exact = chunks if self.config.chunk_score == "mass" else None
-        chosen, scores = self._select(asking, window[1], [chunks.landmarks], exact)
+        chosen, scores = self._select(scoring, window[1], [chunks.landmarks], exact)
         if self.config.chunk_weights == "score":  # checkpointing repeats a forward with and without gradients
-            scores = score_for_tokens(asking, chunks.landmarks, chosen.indices)
+            scores = score_for_tokens(scoring, chunks.landmarks, chosen.indices)
         return self._attend(q, scores, chosen.indices, chunks, window)
 
 
@@ -141,9 +141,9 @@ class MemoryPast(Past):
     def __init__(self, config: HiLSConfig, grid: Grid, sight: Sight, x: Tensor, step: Step) -> None:
         super().__init__(config, grid, sight, x, step)
         self.step, self._states = step, list[Tensor]()
-        self._num_chunks = int(self.candidates.max()) if self.candidates.numel() else 0
+        self._num_chunks = int(sight.candidates.max(initial=0))
 
-    def _read(self, q: Tensor, asking: Tensor, states: Tensor, window: tuple[Tensor, Tensor]) -> Tensor:
+    def _read(self, q: Tensor, scoring: Tensor, states: Tensor, window: tuple[Tensor, Tensor]) -> Tensor:
         config, layer = self.config, len(self._states)
         self._states.append(states)
         B, P, J, K = *q.shape[:2], config.num_key_value_heads, config.num_retrieved_chunks
@@ -160,10 +160,14 @@ class MemoryPast(Past):
         every = None
         if config.chunk_score == "mass":
             every = self._fetched(np.broadcast_to(np.arange(self._num_chunks), (B, self._num_chunks)), layer)
-        chosen, scores = self._select(asking, window[1], landmarks, every)
+        chosen, scores = self._select(scoring, window[1], landmarks, every)
         if every is not None:
             return self._attend(q, scores, chosen.indices, every, window)
+        if self.config.chunk_weights == "score" and torch.is_grad_enabled() and scoring.requires_grad:
+            scores = score_for_tokens(scoring, torch.cat(landmarks, 1), chosen.indices)
         chunks, places = distinct_chunks(chosen.indices.cpu().numpy())  # what many chose is fetched once
+        if P == 1 and chunks.size:  # how many those are must decide no shape: a neighbour chose some of them
+            chunks = np.pad(chunks, ((0, 0), (0, J * K + 1 - chunks.shape[1])), constant_values=-1)
         if not chunks.size:
             return window[0]
         indices = torch.from_numpy(places).to(q.device)
@@ -247,5 +251,6 @@ class ChunkRows(NamedTuple):
         if asking is not None and config.summary_query == "landmark":
             query = asking[:, :, S:].expand(-1, -1, n, -1, -1).flatten(1, 2)
         elif asking is not None:  # what is absent is 0
-            query = parts(asking[:, :, :S]).sum(2) / of_parts.clamp(min=1)[..., None, None]
+            wide = asking[:, :, :S].to(torch.promote_types(asking.dtype, torch.float32))
+            query = parts(wide).sum(2) / of_parts.clamp(min=1)[..., None, None]
         return summarize_chunks(parts(k), query, of_parts).view(B, C, n, heads, width)

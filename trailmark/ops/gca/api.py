@@ -110,7 +110,8 @@ def grouped_cross_attention(
         require_shape("indices", indices, (B, N, J, K), "[B, N, J, K]")
     per_query_head = indices.dim() == 4 and weights.shape == (B, N, H, K)
     if not per_query_head:
-        require_shape("weights", weights, tuple(indices.shape), "of indices")
+        other = f", or [B, N, H, K] = {[B, N, H, K]}" if indices.dim() == 4 else ""
+        require_shape("weights", weights, tuple(indices.shape), f"of indices{other}")
     indices = whole_numbers("indices", indices)
     for name, size in (("R", q.shape[2]), ("K", K), ("S", S), ("D", D)):
         require(size >= 1, name, size, "at least 1")

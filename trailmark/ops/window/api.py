@@ -123,7 +123,9 @@ def sliding_window_attention(
         require_shape("sink_queries", sink_queries, (B, T, H, D), "[B, T, H, D]")
         require(num_sinks > 0, "num_sinks", num_sinks, "at least 1 with sink_queries")
     if windows is not None:
-        require(window is not None, "window", None, "the most of windows")
+        require(
+            window is not None, "window", None, "at least the largest of windows", "Give it, or no windows."
+        )
         require_shape("windows", windows, (1 if windows.shape[:1] == (1,) else B, T), "[B or 1, T]")
         windows = whole_numbers("windows", windows)
         if values_are_checked(windows) and windows.numel():
