@@ -19,6 +19,7 @@ from tests.models.tiny import (
     assert_same,
     block_recurrent,
     drt,
+    hils,
     landmark,
     logits_of,
     pad,
@@ -152,6 +153,7 @@ CELLS_ON_DISK = (
     "disk",
     False,
 )
+TOKENS = (lambda: hils(num_hidden_layers=1, num_sinks=2, sliding_window=9), "device", False)
 MODELS = {
     "drt": DRT,
     "drt on disk, asked": ON_DISK,
@@ -159,6 +161,7 @@ MODELS = {
     "block-recurrent": BLOCKS,
     "landmark": CELLS,
     "landmark on disk": CELLS_ON_DISK,
+    "hils": TOKENS,
 }
 
 
@@ -171,7 +174,7 @@ MODELS = {
         for said, call in CALLS.items()
         for how, stop in (("Ctrl-C", by_line), ("an error", by_op))
         for name, of in MODELS.items()
-        if of not in (CELLS, CELLS_ON_DISK) or stop is by_line
+        if of not in (CELLS, CELLS_ON_DISK, TOKENS) or stop is by_line
     ],
 )
 @pytest.mark.parametrize("stops", [10, pytest.param(200, marks=pytest.mark.slow)])

@@ -195,6 +195,8 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     (YARN | {"truncate": 1}, "true or false for truncate, got 1"),
     (YARN | {"attention_factor": True}, "a positive number for attention_factor, got True"),
     (YARN | {"mscale": -1.0}, "0 or more for mscale, got -1.0"),
+    ({"rope_type": "in_range", "turns": 2}, "original_max_position_embeddings with rope_type 'in_range', got none"),
+    ({"rope_type": "in_range", "turns": 0, "original_max_position_embeddings": 64}, "a positive number for turns"),
 ]  # fmt: skip
 
 

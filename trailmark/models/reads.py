@@ -118,7 +118,7 @@ class SelectedReads:
 
 
 class AveragedReads:
-    """Landmark Attention: every token and head selects for itself, in every layer.
+    """Landmark Attention and HiLS: every token and head selects for itself, in every layer.
 
     Sums of weights over a chunk's tokens and heads are carried; a line has for each layer the K chunks with the largest
     means, and the mean weight of all others. Weights are those of the chunks among each other: they sum to 1 where a

@@ -32,10 +32,10 @@ class TraceHeader(Settings):
     model: dict[str, Any]
     """name, folder, architecture, parameters, weights_sha256 and what else identifies it."""
     num_groups: int = setting(least=1, most=1 << 16)
-    """G of a DRT or an RPT; of Landmark Attention the layers, each of which reads for itself."""
+    """G of a DRT or an RPT; of Landmark Attention and HiLS the layers that read, each for itself."""
     chunk_size: int = setting(least=1, most=_MOST_NUMBER)
     num_retrieved_chunks: int = setting(least=0, most=_MOST_NUMBER)
-    """K of each group; of Landmark Attention per layer the chunks that are kept in the trace, the most read ones."""
+    """K of each group; of Landmark Attention and HiLS per layer the chunks that a trace keeps, the most read ones."""
     group_name: str = setting("group", choices=("group", "layer"))
     """"group", or "layer"."""
     window: int | None = setting(None, least=1, most=_MOST_NUMBER)

@@ -33,6 +33,14 @@ def test_there_and_back_is_the_base(name: str, tmp_path: Path) -> None:
     assert AutoTokenizer.from_pretrained(tmp_path / "back").chat_template == TEMPLATE
 
 
+def test_positions_that_transformers_has_not_are_refused(tmp_path: Path) -> None:
+    scaling = {"rope_type": "in_range", "turns": 2, "original_max_position_embeddings": 64}
+    ours = window_model(sliding_window=None, window_position="rope", rope_scaling=scaling, vocab_size=300)
+    save(ours, tmp_path / "ours")
+    with pytest.raises(ValueError, match="rope_scaling"):
+        convert(str(tmp_path / "ours"), tmp_path / "back", "llama", ("max_position_embeddings=64",))
+
+
 def test_a_model_of_ours_needs_the_length_of_its_training(tmp_path: Path) -> None:
     """One that never came from another family."""
     ours = window_model(sliding_window=None, window_position="rope", vocab_size=300)

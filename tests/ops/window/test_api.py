@@ -591,6 +591,9 @@ AT_Q, AT_K = torch.zeros(2, 3, dtype=torch.int64), torch.zeros(2, 5, dtype=torch
         ("document_ids", (AT_Q, AT_Q), r"^document_ids\[1\]: "),
         ("alibi_slopes", torch.ones(2), r"^alibi_slopes: .*\[H\]"),
         ("implementation", "flash", "^implementation: .*'flash'"),
+        ("windows", torch.full((2, 3), 3), "^windows: expected 1 to window = 2, got 3 to 3"),
+        ("windows", torch.zeros(1, 3, dtype=torch.int64), "^windows: expected 1 to window = 2, got 0 to 0"),
+        ("windows", AT_K, r"^windows: .*\[B or 1, T\]"),
     ],
 )
 def test_errors_name_the_argument(argument: str, wrong: Any, message: str) -> None:
@@ -598,6 +601,11 @@ def test_errors_name_the_argument(argument: str, wrong: Any, message: str) -> No
     sliding_window_attention(**right)
     with pytest.raises(ValueError, match=message):
         sliding_window_attention(**right | {argument: wrong})
+
+
+def test_windows_need_the_largest_of_them() -> None:
+    with pytest.raises(ValueError, match=r"^window: expected at least the largest of windows, got None"):
+        sliding_window_attention(Q, KV, KV, None, windows=torch.ones(1, 3, dtype=torch.int64))
 
 
 def test_slopes_of_no_head() -> None:

@@ -45,8 +45,8 @@ class Answer:
     Attributes:
         tokens: the best ones, each after the true ones before it: one more than the answer's if it must end.
         logits: [n, V], whose best tokens these are.
-        selected: at each of the question's landmarks what each group selected; of Landmark Attention what each layer
-            and head read at the token before it and at the one after it. None: the model retrieves nothing.
+        selected: at each of the question's landmarks what each group selected; of Landmark Attention and HiLS what
+            each layer and head read at the token before it and at the one after it. None: the model retrieves nothing.
     """
 
     tokens: list[int]

@@ -42,6 +42,8 @@ class Sight(NamedTuple):
             holds = np.searchsorted(known, edge[b], side="right") - 1
             windows[b] = number[b] - known[holds.clip(0)] + 1
             candidates[b] = gone[b] + holds.clip(0)
+        # a saved memory may have been signed by a stranger, with other places of its chunks
+        windows = windows.clip(1, window + (grid.chunk_size or 1) - 1)
         there = np.broadcast_to(present, number.shape)
         first = np.zeros_like(number)
         if grid.document is not None:
