@@ -210,7 +210,13 @@ def test_what_commands_print_next_and_what_cards_show_can_be_run(
 
 # what the configurations of the papers' rows need from the hub, by what is here
 _HERE = ["data.tokenizer=bytes", "init_from=null", "data.neighbours=null", "training.report_to=[]"]
-_HERE += ["training.train=all", "distil.model=null", "distil.retrieval_weight=0", "distil.fit_steps=0"]
+_HERE += [
+    "training.train=all",
+    "distil.model=null",
+    "distil.retrieval_weight=0",
+    "distil.fit_steps=0",
+    "training.lora_rank=0",
+]
 
 
 @pytest.fixture(scope="module")

@@ -296,7 +296,7 @@ def test_a_store_that_cannot_grow_stays_as_it_is() -> None:
     resource.setrlimit(resource.RLIMIT_AS, (psutil.Process().memory_info().vms + 20 * MIB, limits[1]))
     try:
         with pytest.raises(ValueError, match=r"memory_tier: expected room for another .* on tier 'host'"):
-            store.write(2, torch.zeros(1, *shape).expand(40, *shape))
+            store.write(2, torch.zeros(1, *shape).expand(1000, *shape))
     finally:
         resource.setrlimit(resource.RLIMIT_AS, limits)
     assert len(store) == 2
