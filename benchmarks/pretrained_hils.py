@@ -1,6 +1,6 @@
 """SmolLM2-135M that chooses chunks in every layer (``convert --to hils``): what it loses to full attention, untrained.
 
-    TRAILMARK_DATA=... python benchmarks/pretrained_hils.py [losses forms far needles]
+    TRAILMARK_DATA=... python benchmarks/pretrained_hils.py [losses forms far needles beyond]
 
 Writes benchmarks/pretrained_hils.json. Held-out text is that of pretrained.py; the base with full attention and with a
 window alone stand beside it. Nothing is trained but the model of ``--trained`` (pretrained_train.py hils). Stopped, the
@@ -112,6 +112,13 @@ def needles(options: argparse.Namespace, progress: Progress) -> dict[str, Any]:
     return _about(options) | found
 
 
+def beyond(options: argparse.Namespace, progress: Progress) -> dict[str, Any]:
+    """The same beyond the base's own length, as converted."""
+    asked = Needles(options, progress)
+    rows = [{"model": "as converted"} | asked.ask(_hils(options), (), length) for length in options.far]
+    return _about(options) | {"rows": rows}
+
+
 def _row(
     options: argparse.Namespace, progress: Progress, texts: Sequence[Text], changes: Sequence[str]
 ) -> dict[str, Any]:
@@ -154,7 +161,7 @@ def _tokenizer(options: argparse.Namespace) -> Any:
     return load_tokenizer(str(_base(options)))
 
 
-PARTS = {"losses": losses, "forms": forms, "far": far, "needles": needles}
+PARTS = {"losses": losses, "forms": forms, "far": far, "needles": needles, "beyond": beyond}
 
 
 def main() -> None:

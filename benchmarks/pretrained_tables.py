@@ -353,12 +353,6 @@ def _hils_far_text(found: Row) -> str:
 
 
 def _hils_needles_text(found: Row) -> str:
-    columns: Columns = {
-        "model": "{model}",
-        "tokens": "{length:,}",
-        "questions": "{questions}",
-        "right": RIGHT,
-    }
     how = ""
     if "trained_tokens" in found:
         how = (
@@ -367,13 +361,29 @@ def _hils_needles_text(found: Row) -> str:
         )
     return (
         "A sentence in a book that is to be completed (`--format sentences`), beyond the window."
-        f"{how}\n\n{table(columns, found['rows'])}"
+        f"{how}\n\n{table(_NEEDLES_OF_HILS, found['rows'])}"
     )
 
 
+def _hils_beyond_text(found: Row) -> str:
+    return (
+        "The same in texts longer than the base was trained on, which it cannot read itself:\n\n"
+        f"{table(_NEEDLES_OF_HILS, found['rows'])}"
+    )
+
+
+_NEEDLES_OF_HILS: Columns = {
+    "model": "{model}",
+    "tokens": "{length:,}",
+    "questions": "{questions}",
+    "right": RIGHT,
+    "chunk read": "{recall:.2f}",
+    "tokens/s": "{tokens_per_second:,.0f}",
+}
 _HILS: dict[str, Callable[[Row], str]] = {
     "losses": _hils_losses_text,
     "forms": _hils_forms_text,
     "far": _hils_far_text,
     "needles": _hils_needles_text,
+    "beyond": _hils_beyond_text,
 }
