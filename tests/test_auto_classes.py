@@ -10,9 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 
+import trailmark
 from tests.models.tiny import drt
 from trailmark.byte_tokenizer import ByteTokenizer
 from trailmark.data.corpus import load_tokenizer, tokenizer_fingerprint
+from trailmark.models import MODELS
 
 
 @pytest.fixture(scope="module")
@@ -130,3 +132,10 @@ def test_the_byte_tokenizer_adds_nothing_and_stays_itself_in_a_folder(tmp_path: 
         assert one(["ab", "c"], padding=True)["input_ids"] == [[100, 101], [102, 0]]
         assert one.decode(one("über")["input_ids"]) == "über"
         assert one.create_token_type_ids_from_sequences([5], [6]) == [0, 0]
+
+
+def test_every_model_and_its_configuration_are_public() -> None:
+    for model in MODELS.values():
+        for kind in (model, model.config_class):
+            if kind.__module__.startswith("trailmark."):
+                assert getattr(trailmark, kind.__name__) is kind

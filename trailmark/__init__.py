@@ -15,6 +15,8 @@ _PUBLIC = {
     "BlockRecurrentForCausalLM": "trailmark.models",
     "DRTConfig": "trailmark.models",
     "DRTForCausalLM": "trailmark.models",
+    "HiLSConfig": "trailmark.models",
+    "HiLSForCausalLM": "trailmark.models",
     "LandmarkConfig": "trailmark.models",
     "LandmarkForCausalLM": "trailmark.models",
     "RPTConfig": "trailmark.models",
