@@ -193,9 +193,10 @@ class ModelAnswers:
     def can_be_planted(self) -> bool:
         """Whether one reading serves many texts with the same first tokens.
 
-        The memory of a chunk depends on it, the few before it and the text's sinks alone.
+        The memory of a chunk depends on it, the few before it and the text's sinks alone; where tokens select for
+        themselves, on all that was read before it.
         """
-        return self.reach() is not None
+        return self.selects_by_chunk and self.reach() is not None
 
     def encode(
         self,

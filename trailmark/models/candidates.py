@@ -172,6 +172,14 @@ def last_chunks(chosen: ChunkSelection, had: Integers, own: Integers) -> ChunkSe
     return ChunkSelection(*(x[row, at].masked_fill(missing.to(x.device), nothing) for x, nothing in parts))
 
 
+def selection_of_tokens(chosen: ChunkSelection, grid: Grid) -> ChunkSelection:
+    """What positions select [B, P, H, K] -> what the call's tokens do, [B, T, H, K]; absent ones nothing."""
+    take = grid.last_tokens(None)
+    absent = torch.from_numpy(take.index < 0).to(chosen.indices.device)[..., None, None]
+    parts = zip(chosen, _NOTHING, strict=True)
+    return ChunkSelection(*(take(x).masked_fill(absent, nothing) for x, nothing in parts))
+
+
 def distinct_chunks(wanted: Integers) -> tuple[Integers, Integers]:
     """Of chunks [B, ..., K], -1 for none: the different ones [B, n] of each row, and which of them each is."""
     rows = [np.unique(row[row >= 0]) for row in wanted]

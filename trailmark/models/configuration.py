@@ -181,6 +181,12 @@ class TrailmarkConfig(ConfigAnswers, PreTrainedConfig):
         return [self.sliding_window if kind == "sliding_attention" else None for kind in self.layer_types]
 
     @property
+    def window_stages(self) -> list[int]:
+        """Of each layer the number of its window among the different ones: layers of one see the same positions."""
+        kinds = list(dict.fromkeys(self.windows))
+        return [kinds.index(window) for window in self.windows]
+
+    @property
     def mixes_windows(self) -> bool:
         """Whether the architecture may have layers with a window beside layers without one."""
         return False

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tests.models.hils.naive import NaiveHiLS, read_in
-from tests.models.tiny import PRETRAINED, assert_same, hils, logits_of, split, tokens, window_model
+from tests.models.tiny import PRETRAINED, assert_same, hils, logits_of, padded, split, tokens, window_model
 from tests.pairwise import pairwise
 
 LENGTH = 61
@@ -163,6 +163,16 @@ def test_taking_back_tokens_with_retrieval_off_leaves_a_memory_that_loads(tmp_pa
     cache.save(tmp_path / "memory")
     loaded = model.load_cache(tmp_path / "memory")
     assert_same(logits_of(model, ids[:, 1:5], past_key_values=loaded), logits_of(model, ids[:, :5])[:, 1:])
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padding_selects_nothing(side: str) -> None:
+    ids, mask = padded([60, 9, 41], side)
+    for chosen in hils()(ids, attention_mask=mask, output_retrieval=True).retrieval:
+        absent = mask == 0
+        assert (chosen.indices[absent] == -1).all()
+        assert (chosen.weights[absent] == 0).all()
+        assert (chosen.scores[absent] == -torch.inf).all()
 
 
 def test_with_no_chunk_it_is_the_window() -> None:

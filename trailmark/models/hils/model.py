@@ -17,6 +17,7 @@ from trailmark.memory import ChunkCache, ChunkMemory, Window
 from trailmark.memory.chunks import TABLE_BYTES, recent_chunks
 from trailmark.memory.schema import Expected
 from trailmark.models.answers import CardFacts
+from trailmark.models.candidates import selection_of_tokens
 from trailmark.models.causal_lm import TrailmarkForCausalLM
 from trailmark.models.costs import CacheBytes, NumberBytes, kv_width, num_closed
 from trailmark.models.embedding import Given
@@ -109,8 +110,7 @@ class HiLSForCausalLM(TrailmarkForCausalLM):
     # --- what the base asks ----------------------------------------------------------------------------------
 
     def _stages(self) -> list[int]:
-        kinds = list(dict.fromkeys(self.config.windows))
-        return [kinds.index(window) for window in self.config.windows]
+        return self.config.window_stages
 
     def _make_memory(
         self, tier: str, capacity: int, folder: Path | None, dtype: torch.dtype | None, search: Any
@@ -209,9 +209,8 @@ class HiLSForCausalLM(TrailmarkForCausalLM):
             x = layer(x, places[config.windows[number]], kept, past if number in choosing else None)
         if isinstance(past, MemoryPast):
             past.remember()
-        take = grid.last_tokens(None)
         chosen = () if past is None else past.selected
-        return x, tuple(ChunkSelection(*map(take, layer)) for layer in chosen)
+        return x, tuple(selection_of_tokens(layer, grid) for layer in chosen)
 
     def _places(
         self, x: Tensor, grid: Grid, step: Step | None
@@ -236,11 +235,6 @@ class HiLSForCausalLM(TrailmarkForCausalLM):
         return MemoryPast(config, grid, sight, x, step), places
 
     # --- answers ---------------------------------------------------------------------------------------------
-
-    @property
-    def can_be_planted(self) -> bool:
-        """What is kept of a chunk depends, in every layer, on what its tokens read before."""
-        return False
 
     @property
     def selects_by_chunk(self) -> bool:

@@ -23,6 +23,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from trailmark.memory import CacheState, ChunkCache, ChunkMemory
 from trailmark.memory.schema import Expected
 from trailmark.models.answers import CardFacts
+from trailmark.models.candidates import selection_of_tokens
 from trailmark.models.causal_lm import TrailmarkForCausalLM
 from trailmark.models.costs import CacheBytes, NumberBytes
 from trailmark.models.embedding import Given
@@ -385,7 +386,6 @@ class LandmarkForCausalLM(TrailmarkForCausalLM):
         B, P = x.shape[:2]
         H, k = self.config.num_attention_heads, self.config.num_retrieved_chunks
         dtype = torch.promote_types(x.dtype, torch.float32)
-        tokens = grid.last_tokens(None)
         layers = []
         for number in range(len(self.layers)):
             indices = torch.full((B, P, H, k), -1, device=x.device)
@@ -395,22 +395,10 @@ class LandmarkForCausalLM(TrailmarkForCausalLM):
                 if chosen:
                     for whole, part in zip((indices, weights, scores), chosen[number], strict=True):
                         _put(whole, take, part)
-            absent = torch.from_numpy(tokens.index < 0).to(x.device).expand(B, -1)[..., None, None]
-            layers.append(
-                ChunkSelection(
-                    tokens(indices).masked_fill(absent, -1),
-                    tokens(weights),
-                    tokens(scores).masked_fill(absent, -torch.inf),
-                )
-            )
+            layers.append(selection_of_tokens(ChunkSelection(indices, weights, scores), grid))
         return tuple(layers)
 
     # --- answers -------------------------------------------------------------------------------------------
-
-    @property
-    def can_be_planted(self) -> bool:
-        """All that a cell reads later depends on what it read before."""
-        return False
 
     @property
     def selects_by_chunk(self) -> bool:

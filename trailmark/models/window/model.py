@@ -41,8 +41,7 @@ class SlidingWindowForCausalLM(LayeredForCausalLM):
         return self.layers
 
     def _stages(self) -> list[int]:
-        kinds = list(dict.fromkeys(self.config.windows))
-        return [kinds.index(window) for window in self.config.windows]
+        return self.config.window_stages
 
     # --- answers -------------------------------------------------------------------------------------------
 
