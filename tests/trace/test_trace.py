@@ -371,7 +371,7 @@ def test_a_model_that_retrieves_nothing_is_refused(make: Any, files: list[Path],
     ):
         with pytest.raises(
             ValueError,
-            match=r"^model: expected one that retrieves chunks \(drt, hils, landmark, rpt.*\), .* retrieves nothing",
+            match=r"^model: expected one that retrieves chunks \(drt, hils, hsa, landmark, rpt.*\), .* retrieves nothing",
         ):
             call()
 

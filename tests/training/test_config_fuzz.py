@@ -68,7 +68,7 @@ def some(draw: st.DrawFn, **choices: st.SearchStrategy[Any]) -> dict[str, Any]:
 def models(draw: st.DrawFn, task: str, context: int) -> dict[str, Any]:
     heads, layers = draw(st.sampled_from([1, 2, 4])), draw(st.integers(1, 3))
     architecture = draw(
-        st.sampled_from(["drt", "hils", "landmark", "sliding_window", "rpt", "block_recurrent"])
+        st.sampled_from(["drt", "hils", "hsa", "landmark", "sliding_window", "rpt", "block_recurrent"])
     )
     fields: dict[str, Any] = {
         "architecture": architecture,
@@ -428,7 +428,7 @@ def fields_of(config: RunConfig) -> list[tuple[str, str, Any]]:
     return found + [("model", f, kind) for f, kind in field_types(model).items() if f not in TOKENS]
 
 
-TINY: dict[str, dict[str, Any]] = {name: MODELS[name] for name in ("drt", "window", "landmark", "hils")} | {
+TINY: dict[str, dict[str, Any]] = {name: MODELS[name] for name in ("drt", "window", "landmark", "hils", "hsa")} | {
     "rpt": SHARED | {"architecture": "rpt", "retriever": "encoder", "embedder": "hash"},
     "block_recurrent": SHARED | {"architecture": "block_recurrent"},
 }
