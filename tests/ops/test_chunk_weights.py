@@ -35,7 +35,7 @@ def of(op: Any, kind: str) -> Callable[..., Tensor]:
 
 
 def inputs(kind: str, scores: Tensor) -> list[Tensor]:
-    return [scores, torch.tensor(-0.3, dtype=scores.dtype)] if kind == "decay" else [scores]
+    return [scores, torch.tensor([-0.3], dtype=scores.dtype)] if kind == "decay" else [scores]
 
 
 SIZES = st.tuples(st.integers(0, 5), st.integers(1, 9), st.integers(0, 2**20))
@@ -113,8 +113,8 @@ def test_scores_far_from_zero_break_no_stick_to_nan() -> None:
     ("arguments", "message"),
     [
         ({"kind": "sum"}, "kind: expected 'softmax' or 'stick_breaking', got sum"),
-        ({"kind": "stick_breaking", "decay": torch.tensor(0.1)}, "decay: expected None with stick-breaking"),
-        ({"decay": torch.zeros(2)}, r"decay: expected shape \[\]"),
+        ({"kind": "stick_breaking", "decay": torch.zeros(1)}, "decay: expected None with stick-breaking"),
+        ({"decay": torch.zeros(2)}, r"decay: expected shape \[1\]"),
     ],
 )
 def test_what_does_not_fit_is_refused(arguments: dict[str, Any], message: str) -> None:

@@ -28,7 +28,7 @@ def weigh_chunks(scores: Tensor, kind: str = "softmax", decay: Tensor | None = N
         scores: [..., K] as :class:`trailmark.ops.ChunkSelection` has them: in the order of the chunks, -inf last where
             nothing was selected.
         kind: "softmax" or "stick_breaking".
-        decay: :math:`\beta`, one number, for the softmax; None: 0.
+        decay: :math:`\beta`, [1], for the softmax; None: 0.
 
     Returns:
         [..., K], float32 or wider; 0, with a gradient of 0, where nothing was selected.
@@ -45,7 +45,7 @@ def weigh_chunks(scores: Tensor, kind: str = "softmax", decay: Tensor | None = N
         after = left.flip(-1).cumsum(-1).flip(-1) - left  # of all more recent ones
         return (F.logsigmoid(r) + after).exp().masked_fill(missing, 0)
     if decay is not None:
-        require_shape("decay", decay, (), "[]")
+        require_shape("decay", decay, (1,), "[1]")
         count = (~missing).sum(-1, keepdim=True)
         age = count - 1 - torch.arange(scores.shape[-1], device=scores.device)
         r = r + decay.to(r.dtype) * age

@@ -88,7 +88,7 @@ class Retriever(nn.Module):
         self.config = config
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.q_proj = nn.Linear(config.hidden_size, config.retrieval_size, bias=False)
-        self.decay = nn.Parameter(torch.zeros(())) if config.recency_decay else None
+        self.decay = nn.Parameter(torch.zeros(1)) if config.recency_decay else None
 
     def forward(self, hidden: Tensor) -> Tensor:
         """The queries [B, P, d] of positions hidden [B, P, E]."""
