@@ -110,12 +110,15 @@ def chunk_log_mass(q: Tensor, k: Tensor, lengths: Tensor | None = None, scale: f
     if lengths is not None:
         require_shape("lengths", lengths, (B, M), "[B, M]")
     dtype = arithmetic_dtype(q, k)
-    keys = k.to(dtype).permute(0, 3, 4, 1, 2).reshape(B, J, D, M * S)
+    keys, absent = k.to(dtype), None
+    if lengths is not None:
+        absent = torch.arange(S, device=k.device) >= lengths[..., None]  # [B, M, S]
+        keys = keys.masked_fill(absent[..., None, None], 0)  # what is absent may be NaN
+    keys = keys.permute(0, 3, 4, 1, 2).reshape(B, J, D, M * S)
     asked = q.to(dtype).view(B, T, J, H // J, D).permute(0, 2, 1, 3, 4)  # [B, J, T, g, D]
     scale = D**-0.5 if scale is None else scale
     scores = (asked.flatten(2, 3) @ keys).mul(scale).view(B, J, T, H // J, M, S)
-    if lengths is not None:
-        absent = torch.arange(S, device=k.device) >= lengths[..., None]  # [B, M, S]
+    if absent is not None:
         scores = scores.masked_fill(absent[:, None, None, None], -torch.inf)
     return scores.logsumexp(-1).permute(0, 2, 1, 3, 4).reshape(B, T, H, M)
 
@@ -174,7 +177,7 @@ def select_for_tokens(
     require_shape("num_candidates", num_candidates, (of_rows, T), "[B or 1, T]")
     for part in landmarks or ():
         _require_landmarks(part, B, J, H, D)
-    dtype = arithmetic_dtype(query)
+    dtype = arithmetic_dtype(query, beside, *(landmarks or ()), *(keys or ())[:1])
     parts = [] if landmarks is None else [x.to(dtype) for x in landmarks if x.shape[1]]
     M = keys[0].shape[1] if keys is not None else sum(x.shape[1] for x in parts)
     scale = D**-0.5 if scale is None else scale
