@@ -119,6 +119,31 @@ def _nearby(x: Tensor, seed: int) -> Tensor:
     return (x.double() * factor.to(x.device)).to(x.dtype)
 
 
+def assert_chooses_the_best(chosen: Tensor, exact: Tensor, same_dtype: Tensor, may: Tensor) -> None:
+    """Chosen [..., K] are K of the best by the oracle's scores [..., M] in float64; rounding may decide between equals.
+
+    Where others are better, the swapped scores lie within the budget of an error, twice: two scores are compared.
+
+    Args:
+        same_dtype: the oracle's scores in the dtype that was computed in. may: bool [..., M] what may be chosen.
+    """
+    assert chosen.dtype == torch.int64
+    M, K = exact.shape[-1], chosen.shape[-1]
+    there = torch.arange(K, device=chosen.device) < may.sum(-1, keepdim=True)
+    assert torch.equal(chosen >= 0, there)  # as many, -1 last
+    assert ((chosen[..., 1:] > chosen[..., :-1]) | ~there[..., 1:]).all()  # ascending
+    place = chosen.masked_fill(~there, M)
+    one_more = torch.nn.functional.pad(may, (0, 1), value=True)
+    assert one_more.gather(-1, place).all()
+    scores = torch.nn.functional.pad(exact.masked_fill(~may, -torch.inf), (0, 1))
+    worst = scores.gather(-1, place).masked_fill(~there, torch.inf).amin(-1)
+    best_left = scores.scatter(-1, place, -torch.inf)[..., :M]
+    known = exact.isfinite()
+    exact, same_dtype = exact[known], same_dtype[known]
+    budget = 2 * (2 * _largest_error(same_dtype, exact) + _unit(same_dtype, exact))
+    assert (best_left - worst[..., None] <= budget).all()
+
+
 def assert_equals_the_oracle(fast: Op, oracle: Op, *inputs: Tensor) -> None:
     """Outputs and gradients are the same in float64, but for the order of sums."""
     ours, theirs = (values_and_gradients(op, *inputs) for op in (fast, oracle))

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from tests.budgets import (
     SHARP,
+    assert_chooses_the_best,
     assert_low_precision_within_budget,
     assert_within_budget,
     values_and_gradients,
@@ -186,3 +187,21 @@ def test_an_op_that_forgets_to_promote_breaks_the_budget(
 
     with pytest.raises(AssertionError, match="oracle's"):
         assert_low_precision_within_budget(unpromoted, oracle, *inputs)
+
+
+def test_only_equals_may_be_swapped_in_a_choice() -> None:
+    exact = torch.tensor([[1.0, 2.0, 2.0 - 1e-8, 3.0, 9.0]], dtype=torch.float64)
+    may = torch.tensor([[True, True, True, True, False]])
+
+    def accepts(*chosen: int) -> bool:
+        try:
+            assert_chooses_the_best(torch.tensor([chosen]), exact, exact.float(), may)
+        except AssertionError:
+            return False
+        return True
+
+    assert accepts(1, 3)
+    assert accepts(2, 3)  # rounding decides
+    assert accepts(0, 1, 2, 3, -1)
+    for wrong in ((0, 3), (3, 1), (3, -1), (1, 4), (3, 3), (0, 1, 2, 3, 4), (1, 2)):
+        assert not accepts(*wrong), wrong

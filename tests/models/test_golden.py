@@ -12,9 +12,11 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from tests.models.tiny import drt_config, landmark_config, window_config
+from tests.models.tiny import drt_config, hils_config, hsa_config, landmark_config, window_config
 from trailmark.models import (
     DRTForCausalLM,
+    HiLSForCausalLM,
+    HSAForCausalLM,
     LandmarkForCausalLM,
     SlidingWindowForCausalLM,
     TrailmarkForCausalLM,
@@ -55,6 +57,12 @@ MODELS: dict[str, Callable[[], TrailmarkForCausalLM]] = {
     "landmark": lambda: LandmarkForCausalLM(
         landmark_config(**FAN_IN, gate_probability=0.5, position_jump=9, landmark_loss="text")
     ),
+    "hils": lambda: HiLSForCausalLM(hils_config(**FAN_IN, calibration_rank=2, num_sinks=2)),
+    "moba": lambda: HiLSForCausalLM(hils_config(**FAN_IN, chunk_score="mean", chunk_weights="keys")),
+    "hsa": lambda: HSAForCausalLM(hsa_config(**FAN_IN, num_sinks=2)),
+    "hsa, stick-breaking": lambda: HSAForCausalLM(
+        hsa_config(**FAN_IN, chunk_weights="stick_breaking", recency_decay=False)
+    ),
 }
 
 # fmt: off
@@ -82,6 +90,30 @@ GOLDEN: dict[str, list[float]] = {
         4.24157739, 4.07295811, 3.89915072, 3.98411647, 3.71734849,
         3.70439638, 3.56777952, 3.59378896, 3.77742937, 3.19002138,
         3.70031377, 3.47344179, 3.09851123, 3.70250580, 3.41175861,
+    ],
+    "hils": [
+        4.81793570, 3.97682183, 3.43126315, 3.05790470, 2.77482384,
+        2.54471760, 2.35618891, 2.18990114, 2.04283107, 1.90722080,
+        1.78212290, 1.65694495, 1.54430357, 1.45445625, 1.34910814,
+        1.25683207, 1.16112102, 1.07325837, 0.98883089, 0.91242995,
+    ],
+    "moba": [
+        4.78113632, 4.05899221, 3.55974681, 3.20671558, 2.91344675,
+        2.67464273, 2.48776069, 2.30081094, 2.15112318, 2.01748611,
+        1.87001112, 1.75838259, 1.64199315, 1.53882994, 1.44408892,
+        1.34243861, 1.24343857, 1.15271854, 1.06293619, 0.98026612,
+    ],
+    "hsa": [
+        4.92932011, 3.78434992, 3.16114625, 2.75897498, 2.44905760,
+        2.21458490, 2.04153632, 1.84678099, 1.68756364, 1.54554642,
+        1.46012218, 1.33807418, 1.23781749, 1.13341924, 1.03910704,
+        0.94793892, 0.87046860, 0.81342318, 0.74691944, 0.68336148,
+    ],
+    "hsa, stick-breaking": [
+        4.88923230, 3.75688054, 3.13080361, 2.74627839, 2.43680417,
+        2.20233599, 2.00344338, 1.84033524, 1.66275627, 1.51931162,
+        1.37855946, 1.27611690, 1.15935611, 1.07699930, 0.97510291,
+        0.89828232, 0.82727864, 0.75928628, 0.69795957, 0.64315071,
     ],
 }
 # fmt: on

@@ -1,167 +1,341 @@
-"""What tokens score chunks by, and which they select: against loops, and the bound that the expansion is."""
+"""What tokens score chunks by, and which they select: against the oracles, and the bound that the expansion is."""
 
 from __future__ import annotations
 
-import math
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from trailmark.ops import chunk_log_mass, chunk_scores, score_for_tokens, select_for_tokens, summarize_chunks
+from tests.budgets import (
+    SHARP,
+    Op,
+    assert_autocast_changes_nothing,
+    assert_chooses_the_best,
+    assert_equals_the_oracle,
+    assert_low_precision_within_budget,
+    assert_same_bits,
+    assert_same_in_float64,
+    assert_widest_input_sets_the_precision,
+    values_and_gradients,
+)
+from trailmark.ops import (
+    chunk_log_mass,
+    chunk_scores,
+    reference,
+    score_for_tokens,
+    select_for_tokens,
+    summarize_chunks,
+)
 
-B, T, M, S, J, G, D = 2, 5, 4, 3, 2, 2, 4
-normal = partial(torch.randn, dtype=torch.float64)
-EXACT = 1e-12
+LOW = [torch.float32, torch.bfloat16, torch.float16]
 
 
-def drawn(seed: int = 0, lengths: bool = True) -> dict[str, Any]:
-    generator = torch.Generator().manual_seed(seed)
-    make = partial(normal, generator=generator)
-    given_lengths = torch.randint(0, S + 1, (B, M), generator=generator)
+@dataclass(frozen=True)
+class Case:
+    B: int = 2
+    T: int = 5
+    M: int = 4
+    S: int = 3
+    J: int = 2
+    g: int = 2
+    D: int = 4
+    K: int = 2
+    n: int = 1  # summaries of a chunk
+    per_query_head: bool = True  # or a summary for each key/value head
+    ragged: bool = True  # lengths, and candidates that differ between rows
+    seed: int = 0
+
+    def make(self) -> dict[str, Tensor]:
+        """Some chunks have no key; some tokens no candidate, some fewer than K; lists of selected end in -1."""
+        random = torch.Generator().manual_seed(self.seed)
+        normal = partial(torch.randn, dtype=torch.float64, generator=random)
+        integers = partial(torch.randint, generator=random)
+        (B, T, M, S, J, D), H = (self.B, self.T, self.M, self.S, self.J, self.D), self.J * self.g
+        chosen = torch.rand(B, T, J, M + self.K, generator=random).argsort(-1)[..., : self.K].sort(-1).values
+        per_row = B if self.ragged else 1
+        return {
+            "q": 2 * normal(B, T, H, D),
+            "k": 2 * normal(B, M, S, J, D),
+            "mu": 2 * normal(B, M, H, D),
+            "landmarks": normal(B, M, self.n, H if self.per_query_head else J, D + 1),
+            "beside": normal(B, T, H),
+            "lengths": integers(0, S + 1, (B, M)) if self.ragged else torch.full((B, M), S),
+            "indices": chosen.masked_fill(chosen >= M, -1),
+            "ends": integers(0, M + 1, (per_row, T)),
+            "first": integers(0, M // 2 + 1, (per_row, T)),
+        }
+
+
+cases = st.builds(
+    Case,
+    B=st.integers(1, 2),
+    T=st.integers(0, 4),
+    M=st.integers(0, 5),
+    S=st.integers(1, 4),
+    J=st.integers(1, 2),
+    g=st.integers(1, 3),
+    D=st.integers(1, 4),
+    K=st.integers(1, 6),
+    n=st.integers(1, 3),
+    per_query_head=st.booleans(),
+    ragged=st.booleans(),
+    seed=st.integers(0, 999),
+)
+
+
+def ops_of(case: Case, made: dict[str, Tensor]) -> dict[str, tuple[Op, Op, list[Tensor]]]:
+    """Each op with gradients, its oracle, and what they are functions of; outputs are 0 where there is nothing."""
+    D, lengths, indices = case.D, made["lengths"], made["indices"]
+    given, empty = lengths if case.ragged else None, (lengths == 0)[..., None]
+    scale = D**-0.5
+
+    def parts(table: Tensor) -> tuple[Tensor, Tensor]:
+        assert (table[..., D].masked_select(empty) == chunk_scores.EMPTY).all()
+        return table[..., :D], table[..., D].masked_fill(empty, 0)
+
+    def finite(scores: Tensor) -> Tensor:
+        return scores.masked_fill(scores == -torch.inf, 0)
+
     return {
-        "q": 2 * make(B, T, J * G, D),
-        "k": 2 * make(B, M, S, J, D),
-        "mu": 2 * make(B, M, J * G, D),
-        "lengths": given_lengths if lengths else None,
-        "beside": make(B, T, J * G),
+        "a query's summary": (
+            lambda k, mu: parts(summarize_chunks(k, mu, given)),
+            lambda k, mu: parts(reference.summarize_chunks(k, mu, lengths, scale)),
+            [made["k"], made["mu"]],
+        ),
+        "mean": (
+            lambda k: parts(summarize_chunks(k, None, given)),
+            lambda k: parts(reference.summarize_chunks(k, None, lengths, scale)),
+            [made["k"]],
+        ),
+        "mass": (
+            lambda q, k: finite(chunk_log_mass(q, k, given)),
+            lambda q, k: finite(reference.chunk_log_mass(q, k, lengths, scale)),
+            [made["q"], made["k"]],
+        ),
+        "scores": (
+            lambda q, table: finite(score_for_tokens(q, table, indices)),
+            lambda q, table: finite(reference.score_for_tokens(q, table, indices, scale)),
+            [made["q"], made["landmarks"]],
+        ),
     }
 
 
-def keys_of(case: dict[str, Any], b: int, m: int, h: int) -> Tensor:
-    """[n, D] those that exist."""
-    n = S if case["lengths"] is None else int(case["lengths"][b, m])
-    return case["k"][b, m, :n, h // G]
+OPS = pytest.mark.parametrize("name", ops_of(Case(), Case().make()))
 
 
-def score_by_hand(case: dict[str, Any], kind: str, b: int, t: int, h: int, m: int) -> float:
-    keys, q, scale = keys_of(case, b, m, h), case["q"][b, t, h], D**-0.5
-    if not len(keys):
-        return -math.inf
-    if kind == "mass":
-        return float((keys @ q * scale).logsumexp(0))
-    if kind == "mean":
-        return float(keys.mean(0) @ q * scale) + math.log(len(keys))
-    p = (keys @ case["mu"][b, m, h] * scale).softmax(0)
-    return float((p @ keys) @ q * scale - (p * p.log()).sum())
+@OPS
+@settings(max_examples=60)
+@given(cases)
+@example(Case(M=0))
+@example(Case(T=70, M=30, K=8, n=2))
+def test_equals_the_oracle_in_float64(name: str, case: Case) -> None:
+    fast, oracle, inputs = ops_of(case, case.make())[name]
+    assert_equals_the_oracle(fast, oracle, *inputs)
 
 
-def summaries(case: dict[str, Any], kind: str) -> Tensor:
-    """[B, M, 1, H or J, D + 1]"""
-    return summarize_chunks(case["k"], None if kind == "mean" else case["mu"], case["lengths"])[:, :, None]
+@OPS
+@settings(max_examples=10)
+@given(cases.filter(lambda case: case.T > 0 and case.M > 0))
+def test_gradcheck(name: str, case: Case) -> None:
+    fast, _, inputs = ops_of(case, case.make())[name]
+    torch.autograd.gradcheck(fast, [x.requires_grad_() for x in inputs])
 
 
-def select(case: dict[str, Any], kind: str, K: int, ends: Tensor, first: Any = 0) -> Any:
-    found = {"keys": (case["k"], case["lengths"])} if kind == "mass" else {}
+@OPS
+@pytest.mark.parametrize("dtype", LOW)
+@pytest.mark.parametrize("sharpness", [1, SHARP])
+def test_error_budget(name: str, dtype: torch.dtype, sharpness: int) -> None:
+    case = Case(T=9, M=12, S=16, D=64, K=5, n=2)
+    made = case.make()
+    made |= {part: made[part] * (sharpness / 2) for part in ("q", "mu")}
+    fast, oracle, inputs = ops_of(case, made)[name]
+    rounded = [x.to(dtype) for x in inputs]
+    assert_low_precision_within_budget(fast, oracle, *rounded)
+    assert_autocast_changes_nothing(fast, *rounded)
+
+
+@OPS
+def test_the_widest_input_sets_the_precision(name: str) -> None:
+    fast, oracle, inputs = ops_of(Case(), Case().make())[name]
+    assert_widest_input_sets_the_precision(fast, oracle, *inputs)
+
+
+@OPS
+def test_keys_that_do_not_exist_have_no_effect(name: str) -> None:
+    case = Case()
+    made = case.make()
+    absent = torch.arange(case.S) >= made["lengths"][..., None]
+    outs = []
+    for value in (0.0, torch.nan):
+        given = made | {"k": made["k"].masked_fill(absent[..., None, None], value)}
+        fast, _, inputs = ops_of(case, given)[name]
+        outs.append(values_and_gradients(fast, *inputs))
+    assert_same_bits(*outs)
+
+
+# --- what is selected ------------------------------------------------------------------------------------------------
+
+
+def selected(case: Case, made: dict[str, Tensor], kind: str) -> tuple[Any, Tensor]:
+    """By summaries, as a memory that grew keeps them, or by the keys themselves."""
+    lengths = made["lengths"] if case.ragged else None
+    by: dict[str, Any] = {"keys": (made["k"], lengths)}
     if kind != "mass":
-        table = summaries(case, kind)
-        found = {"landmarks": [table[:, :1], table[:, 1:]]}  # as a memory that grew
-    return select_for_tokens(case["q"], case["beside"], K, ends, J, first_candidate=first, **found)
+        table = made["landmarks"]
+        by = {"landmarks": [table[:, :1], table[:, 1:]]}
+    return select_for_tokens(
+        made["q"], made["beside"], case.K, made["ends"], case.J, first_candidate=made["first"], **by
+    )
 
 
-@pytest.mark.parametrize("kind", ["expansion", "mean", "mass"])
-@settings(max_examples=15)
-@given(st.integers(0, 999), st.integers(1, 5), st.booleans())
-def test_selection_is_the_equations(kind: str, seed: int, K: int, lengths: bool) -> None:
-    case = drawn(seed, lengths)
-    draw = torch.Generator().manual_seed(seed + 1)
-    ends = torch.randint(0, M + 1, (B, T), generator=draw)
-    first = torch.randint(0, 2, (B, T), generator=draw)
-    chosen, scores = select(case, kind, K, ends, first)
-    for b in range(B):
-        for t in range(T):
-            candidates = range(int(first[b, t]), int(ends[b, t]))
-            each = {h: {m: score_by_hand(case, kind, b, t, h, m) for m in candidates} for h in range(J * G)}
-            for j in range(J):
-                heads = [h for h in each if h // G == j]
-                seen = {
-                    h: math.log(
-                        math.exp(float(case["beside"][b, t, h])) + sum(map(math.exp, each[h].values()))
-                    )
-                    for h in heads
-                }
-                share = {m: max(each[h][m] - seen[h] for h in heads) for m in candidates}
-                ranked = sorted((m for m in share if share[m] > -math.inf), key=lambda m: (-share[m], m))
-                best = sorted(ranked[:K])
-                assert [m for m in chosen.indices[b, t, j].tolist() if m >= 0] == best
-                wanted = torch.tensor([share[m] for m in best], dtype=torch.float64)
-                torch.testing.assert_close(
-                    chosen.scores[b, t, j, : len(best)], wanted, atol=EXACT, rtol=EXACT
-                )
-                torch.testing.assert_close(
-                    chosen.weights[b, t, j, : len(best)], wanted.softmax(0), atol=EXACT, rtol=EXACT
-                )
-                for h in heads:
-                    own = torch.tensor([each[h][m] for m in best], dtype=torch.float64)
-                    torch.testing.assert_close(scores[b, t, h, : len(best)], own, atol=EXACT, rtol=EXACT)
-                assert (scores[b, t, heads][:, len(best) :] == -math.inf).all()
+def oracle_scores(case: Case, made: dict[str, Tensor], kind: str) -> Tensor:
+    """Of all chunks [B, T, H, M]."""
+    scale = case.D**-0.5
+    if kind == "mass":
+        return reference.chunk_log_mass(made["q"], made["k"], made["lengths"], scale)
+    every = torch.arange(case.M).expand(case.B, case.T, case.J, case.M)
+    found = reference.score_for_tokens(made["q"], made["landmarks"], every, scale)
+    return found.masked_fill(found <= chunk_scores.EMPTY / 2, -torch.inf)
+
+
+def with_an_empty_chunk(made: dict[str, Tensor]) -> dict[str, Tensor]:
+    """What a chunk without keys is summed up as is selected by nobody."""
+    table = made["landmarks"].clone()
+    table[:, 1:2] = 0
+    table[:, 1:2, ..., -1] = chunk_scores.EMPTY
+    return made | {"landmarks": table}
+
+
+@pytest.mark.parametrize("kind", ["summaries", "mass"])
+@settings(max_examples=60)
+@given(cases)
+@example(Case(M=0))
+@example(Case(T=9, M=70, K=30, J=1))
+def test_the_chunks_that_the_equations_select(kind: str, case: Case) -> None:
+    made = with_an_empty_chunk(case.make())
+    chosen, of_heads = selected(case, made, kind)
+    each = oracle_scores(case, made, kind)
+    indices, shares = reference.select_for_tokens(
+        each, made["beside"], case.K, made["ends"], made["first"], case.J
+    )
+    assert_chooses_the_best(chosen.indices, shares, shares, shares > -torch.inf)
+    missing = chosen.indices < 0
+
+    def of(scores: Tensor, which: Tensor) -> Tensor:
+        """0 where nothing is selected, where ours have to be -inf."""
+        padded = torch.nn.functional.pad(scores, (0, 1))
+        return padded.gather(-1, which.masked_fill(which < 0, case.M))
+
+    assert (chosen.scores[missing] == -torch.inf).all()
+    found = chosen.scores.masked_fill(missing, 0)
+    assert_same_in_float64(found, of(shares, chosen.indices))
+    # whichever of equals it was
+    assert_same_in_float64(found.sort(-1).values, of(shares, indices).sort(-1).values)
+    weights = chosen.scores.masked_fill(missing.all(-1, keepdim=True), 0).softmax(-1).masked_fill(missing, 0)
+    assert_same_in_float64(chosen.weights, weights)
+    per_head = chosen.indices.repeat_interleave(case.g, 2)
+    assert (of_heads[per_head < 0] == -torch.inf).all()
+    assert_same_in_float64(of_heads.masked_fill(per_head < 0, 0), of(each, per_head))
+
+
+@pytest.mark.parametrize("kind", ["summaries", "mass"])
+@pytest.mark.parametrize("dtype", LOW)
+@pytest.mark.parametrize("sharpness", [1, SHARP])
+def test_chunks_selected_in_low_precision(kind: str, dtype: torch.dtype, sharpness: int) -> None:
+    case = Case(T=20, M=60, S=16, D=64, K=8)
+    made = {name: x.to(dtype) if x.is_floating_point() else x for name, x in case.make().items()}
+    made["q"] = made["q"] * (sharpness / 2)
+    chosen, _ = selected(case, made, kind)
+    assert chosen.scores.dtype == torch.float32
+    shares = []
+    for wide in (torch.float64, torch.float32):
+        given = {name: x.to(wide) if x.is_floating_point() else x for name, x in made.items()}
+        each = oracle_scores(case, given, kind)
+        rest = given["beside"], case.K, given["ends"], given["first"], case.J
+        shares.append(reference.select_for_tokens(each, *rest)[1])
+    assert_chooses_the_best(chosen.indices, *shares, shares[0] > -torch.inf)
 
 
 @settings(max_examples=30)
 @given(st.integers(0, 999))
 def test_the_expansion_is_below_the_mass_and_meets_it_at_its_query(seed: int) -> None:
-    case = drawn(seed)
-    case["lengths"] = case["lengths"].clamp(min=1)
-    mass = chunk_log_mass(case["q"], case["k"], case["lengths"])
-    every = torch.arange(M).expand(B, T, J, M)
-    for kind in ("expansion", "mean"):
-        assert (score_for_tokens(case["q"], summaries(case, kind), every) <= mass + EXACT).all()
-    at_its_own = chunk_log_mass(case["mu"], case["k"], case["lengths"]).diagonal(dim1=1, dim2=3)  # [B, H, M]
-    own = score_for_tokens(case["mu"], summaries(case, "expansion"), torch.arange(M).expand(B, M, J, M))
-    torch.testing.assert_close(own.diagonal(dim1=1, dim2=3), at_its_own, atol=EXACT, rtol=EXACT)
+    case = Case(seed=seed)
+    made = case.make()
+    q, k, mu, lengths = (made[name] for name in ("q", "k", "mu", "lengths"))
+    lengths = lengths.clamp(min=1)
+    mass = chunk_log_mass(q, k, lengths)
+    every = torch.arange(case.M).expand(case.B, 1, case.J, -1)
+    for query in (mu, None):
+        scores = score_for_tokens(
+            q, summarize_chunks(k, query, lengths)[:, :, None], every.expand(-1, case.T, -1, -1)
+        )
+        assert_same_in_float64(torch.maximum(scores, mass), mass)
+    own = score_for_tokens(mu, summarize_chunks(k, mu, lengths)[:, :, None], every.expand(-1, case.M, -1, -1))
+    at_its_own = chunk_log_mass(mu, k, lengths)
+    assert_same_in_float64(own.diagonal(dim1=1, dim2=3), at_its_own.diagonal(dim1=1, dim2=3))
 
 
-def test_several_summaries_add_up_as_masses_and_one_a_key_is_the_mass() -> None:
-    case = drawn(lengths=False)
-    parts = case["k"].view(B, M * S, 1, J, D)
-    table = summarize_chunks(parts).view(B, M, S, J, D + 1)
-    found = score_for_tokens(case["q"], table, torch.arange(M).expand(B, T, J, M))
-    torch.testing.assert_close(found, chunk_log_mass(case["q"], case["k"]), atol=EXACT, rtol=EXACT)
-    ends = torch.full((1, T), M)
-    chosen, scores = select_for_tokens(case["q"], case["beside"], 2, ends, J, landmarks=[table])
-    exact, masses = select(case, "mass", 2, ends)
-    assert torch.equal(chosen.indices, exact.indices)
-    torch.testing.assert_close(scores, masses, atol=EXACT, rtol=EXACT)
-
-
-@pytest.mark.parametrize("kind", ["expansion", "mean"])
-def test_gradcheck(kind: str) -> None:
-    case = drawn(3)
-    indices = select(case, kind, 2, torch.full((1, T), M))[0].indices
-
-    def scores(q: Tensor, k: Tensor, mu: Tensor) -> Tensor:
-        found = score_for_tokens(q, summaries(case | {"q": q, "k": k, "mu": mu}, kind), indices)
-        return found.masked_fill(found == -math.inf, 0)
-
-    torch.autograd.gradcheck(scores, [case[name].requires_grad_() for name in ("q", "k", "mu")])
+def test_one_summary_for_each_key_adds_up_to_the_mass() -> None:
+    case = Case(ragged=False)
+    made = case.make()
+    keys = made["k"].view(case.B, case.M * case.S, 1, case.J, case.D)
+    table = summarize_chunks(keys).view(case.B, case.M, case.S, case.J, case.D + 1)
+    by_keys, masses = selected(case, made, "mass")
+    by_summaries, scores = selected(case, made | {"landmarks": table}, "summaries")
+    assert torch.equal(by_keys.indices, by_summaries.indices)
+    missing = masses == -torch.inf
+    assert_same_in_float64(scores.masked_fill(missing, 0), masses.masked_fill(missing, 0))
 
 
 def test_slabs_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    case, ends = drawn(), torch.full((B, T), M)
-    whole = select(case, "expansion", 2, ends)
+    case = Case()
+    made = case.make()
+    (whole, of_heads), op = selected(case, made, "summaries"), ops_of(case, made)["scores"]
     monkeypatch.setattr(chunk_scores, "_SLAB_SCORES", 1)
-    again = select(case, "expansion", 2, ends)
-    assert torch.equal(whole[0].indices, again[0].indices)
-    torch.testing.assert_close(whole[1], again[1], atol=EXACT, rtol=EXACT)
+    again, of_heads_again = selected(case, made, "summaries")
+    assert torch.equal(whole.indices, again.indices)
+    for x, y in ((whole.scores, again.scores), (of_heads, of_heads_again)):
+        assert torch.equal(x == -torch.inf, y == -torch.inf)
+        assert_same_in_float64(x.nan_to_num(neginf=0), y.nan_to_num(neginf=0))
+    assert_equals_the_oracle(*op[:2], *op[2])
+
+
+@pytest.mark.parametrize("block", [1, 1 << 18])
+@pytest.mark.parametrize("per_query_head", [True, False])
+@pytest.mark.parametrize("cuts", [[], [1, 20], [8, 9, 10, 64]], ids=str)
+def test_the_parts_of_a_memory_change_no_bit(
+    block: int, per_query_head: bool, cuts: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As it grew, as it was loaded, as branches share it; in blocks of 16 chunks, or all at once."""
+    monkeypatch.setattr(chunk_scores, "_BLOCK_ELEMENTS", block)
+    case = Case(M=70, D=64, K=8, n=2, per_query_head=per_query_head)
+    made = {name: x.float() if x.is_floating_point() else x for name, x in case.make().items()}
+    table, rest = made["landmarks"], (made["q"], made["beside"], case.K, made["ends"], case.J)
+    exact, of_heads = select_for_tokens(*rest, [table])
+    parts = list(table.tensor_split(cuts, 1))
+    parts[-1] = (
+        parts[-1].movedim((0, 1), (-3, -2)).contiguous().movedim((-3, -2), (0, 1))
+    )  # a memory's strides
+    found, found_of_heads = select_for_tokens(*rest, parts)
+    assert_same_bits([*found, found_of_heads], [*exact, of_heads])
 
 
 def test_equal_chunks_select_the_earlier_one() -> None:
-    case = drawn(lengths=False)
-    case["k"] = case["k"][:, :1].expand(B, M, S, J, D)
-    for kind in ("mean", "mass"):
-        chosen, _ = select(case, kind, 2, torch.full((1, T), M))
-        assert (chosen.indices == torch.tensor([0, 1])).all()
+    case = Case(ragged=False)
+    made = case.make()
+    made |= {name: made[name][:, :1].expand_as(made[name]) for name in ("k", "landmarks")}
+    made |= {"ends": torch.full((1, case.T), case.M), "first": torch.ones(1, case.T, dtype=torch.int64)}
+    for kind in ("summaries", "mass"):
+        assert (selected(case, made, kind)[0].indices == torch.tensor([1, 2])).all()
 
 
-def test_where_nothing_may_be_selected() -> None:
-    chosen, scores = select(drawn(), "mean", 2, torch.zeros(1, T, dtype=torch.int64))
-    assert (chosen.indices == -1).all()
-    assert (chosen.weights == 0).all()
-    assert (scores == -math.inf).all()
+B, T, M, J = Case.B, Case.T, Case.M, Case.J
 
 
 @pytest.mark.parametrize(
@@ -174,14 +348,14 @@ def test_where_nothing_may_be_selected() -> None:
     ],
 )
 def test_errors_name_the_argument(changes: dict[str, Any], message: str) -> None:
-    case = drawn()
+    made = Case().make()
     right = {
-        "query": case["q"],
-        "beside": case["beside"],
+        "query": made["q"],
+        "beside": made["beside"],
         "num_retrieved": 2,
         "num_candidates": torch.full((1, T), M),
         "num_key_value_heads": J,
-        "landmarks": [summaries(case, "mean")],
+        "landmarks": [made["landmarks"]],
     }
     select_for_tokens(**right)
     with pytest.raises(ValueError, match=message):

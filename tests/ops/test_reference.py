@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tests.budgets import assert_same_in_float64
-from trailmark.ops import grouped_cross_attention, select_chunks, sliding_window_attention
+from trailmark.ops import grouped_cross_attention, reference, select_chunks, sliding_window_attention
 
 normal = partial(torch.randn, dtype=torch.float64)
 
@@ -90,3 +90,39 @@ def test_select_chunks_is_topk() -> None:
     assert torch.equal(ours.indices, indices)
     assert_same_in_float64(ours.scores, scores.gather(-1, indices))
     assert_same_in_float64(ours.weights, scores.gather(-1, indices).softmax(-1))
+
+
+@pytest.mark.parametrize("at", ["its query", "0"])
+def test_a_chunks_summary_is_the_tangent_of_its_log_mass(at: str) -> None:
+    k, lengths = normal(2, 4, 3, 2, 5), torch.tensor([[3, 1, 2, 3], [2, 3, 3, 1]])
+    mu = normal(2, 4, 4, 5) if at == "its query" else torch.zeros(2, 4, 2, 5, dtype=torch.float64)
+    table = reference.summarize_chunks(k, mu if at == "its query" else None, lengths, 0.3)
+    for b in range(2):
+        for m in range(4):
+            for h in range(mu.shape[2]):
+                own = k[b, m, : lengths[b, m], h // (mu.shape[2] // 2)]
+                point = mu[b, m, h].clone().requires_grad_()
+                mass = (own @ point * 0.3).logsumexp(0)
+                (slope,) = torch.autograd.grad(mass, point)  # 0.3 k'
+                assert_same_in_float64(0.3 * table[b, m, h, :5], slope)
+                assert_same_in_float64(table[b, m, h, 5], (mass - slope @ point).detach())
+
+
+@pytest.mark.parametrize("scored", ["by keys", "by a summary for each key"])
+def test_shares_are_those_of_one_softmax_over_all_keys_and_the_window(scored: str) -> None:
+    q, k, near = normal(1, 6, 4, 3), normal(1, 5, 2, 2, 3), normal(1, 3, 2, 3)
+    ends, every = torch.tensor([[0, 1, 2, 3, 4, 5]]), torch.arange(5).expand(1, 6, 2, 5)
+    beside = torch.einsum("bthd,bshd->bths", q, near.repeat_interleave(2, 2)).logsumexp(-1)
+    scores = reference.chunk_log_mass(q, k, torch.full((1, 5), 2), 1.0)
+    if scored != "by keys":
+        landmarks = F.pad(k, (0, 1))
+        scores = reference.score_for_tokens(q, landmarks, every, 1.0)
+    chosen, shares = reference.select_for_tokens(scores, beside, 2, ends, ends.new_zeros(1, 6), 2)
+    for t in range(6):
+        keys = torch.cat([near[0], k[0, :t].flatten(0, 1)])  # [3 + 2 t, J, D]
+        weights = torch.stack([(keys[:, h // 2] @ q[0, t, h]).softmax(0)[3:] for h in range(4)])
+        of_chunks = weights.unflatten(1, (t, 2)).sum(2).unflatten(0, (2, 2)).amax(1)  # [J, t]
+        assert_same_in_float64(shares[0, t, :, :t].exp(), of_chunks)
+        best = of_chunks.topk(min(2, t)).indices.sort().values
+        assert torch.equal(chosen[0, t, :, : min(2, t)], best)
+        assert (chosen[0, t, :, min(2, t) :] == -1).all()

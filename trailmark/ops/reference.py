@@ -277,6 +277,83 @@ def landmark_memory_attention(
     return out, gates.logsumexp(-2), gates.transpose(-1, -2)
 
 
+def summarize_chunks(
+    k: Tensor,  # [B, M, S, J, D]
+    query: Tensor | None,  # [B, M, H, D]
+    lengths: Tensor,  # [B, M]
+    scale: float,
+) -> Tensor:
+    """Paper (arXiv 2607.02980): k' and b of a chunk, the expansion of its log mass at its query; None: at 0."""
+    dtype = arithmetic_dtype(k) if query is None else arithmetic_dtype(k, query)
+    B, M, S, J, D = k.shape
+    mu = k.new_zeros(B, M, J, D, dtype=dtype) if query is None else query.to(dtype)
+    absent = (torch.arange(S, device=k.device) >= lengths[..., None])[:, :, None]  # [B, M, 1, S]
+    keys = k.to(dtype).transpose(2, 3).repeat_interleave(mu.shape[2] // J, dim=2)  # [B, M, H, S, D]
+    keys = keys.masked_fill(absent[..., None], 0)
+    scores = torch.einsum("bmhd,bmhsd->bmhs", mu, keys) * scale
+    empty = (lengths == 0)[..., None, None]
+    scores = scores.masked_fill(absent, -torch.inf).masked_fill(empty, 0)
+    p, log_p = scores.softmax(-1), scores.log_softmax(-1).masked_fill(absent, 0)
+    b = -(p * log_p).sum(-1, keepdim=True)
+    return torch.cat([torch.einsum("bmhs,bmhsd->bmhd", p, keys), b.masked_fill(empty, -1e30)], -1)
+
+
+def chunk_log_mass(
+    q: Tensor,  # [B, T, H, D]
+    k: Tensor,  # [B, M, S, J, D]
+    lengths: Tensor,  # [B, M]
+    scale: float,
+) -> Tensor:
+    """Paper (arXiv 2607.02980): ln Z_c(q_i), what the keys of a chunk add up to in a softmax, [B, T, H, M]."""
+    dtype, (S, J) = arithmetic_dtype(q, k), k.shape[2:4]
+    absent = torch.arange(S, device=k.device) >= lengths[..., None]  # [B, M, S]
+    keys = k.to(dtype).masked_fill(absent[..., None, None], 0).repeat_interleave(q.shape[2] // J, dim=3)
+    scores = torch.einsum("bthd,bmshd->bthms", q.to(dtype), keys) * scale
+    return scores.masked_fill(absent[:, None, None], -torch.inf).logsumexp(-1)
+
+
+def score_for_tokens(
+    query: Tensor,  # [B, T, H, D]
+    landmarks: Tensor,  # [B, M, n, H or J, D + 1]
+    indices: Tensor,  # [B, T, J, K]
+    scale: float,
+) -> Tensor:
+    """Paper (arXiv 2607.02980): g = q . k' + b of selected chunks, [B, T, H, K]; several of a chunk add up."""
+    dtype = arithmetic_dtype(query, landmarks)
+    H, M = query.shape[2], landmarks.shape[1]
+    table = landmarks.to(dtype).repeat_interleave(H // landmarks.shape[3], dim=3)  # [B, M, n, H, D + 1]
+    scores = torch.einsum("bthd,bmnhd->bthmn", query.to(dtype), table[..., :-1]) * scale
+    scores = (scores + table[..., -1].permute(0, 3, 1, 2)[:, None]).logsumexp(-1)
+    of_head = indices.repeat_interleave(H // indices.shape[2], dim=2)  # [B, T, H, K]
+    scores = torch.nn.functional.pad(scores, (0, 1), value=-torch.inf)
+    return scores.gather(-1, of_head.masked_fill(of_head < 0, M))
+
+
+def select_for_tokens(
+    scores: Tensor,  # [B, T, H, M]
+    beside: Tensor,  # [B, T, H]
+    num_retrieved: int,
+    num_candidates: Tensor,  # [B, T]
+    first_candidate: Tensor,  # [B, T]
+    num_key_value_heads: int,
+) -> tuple[Tensor, Tensor]:
+    """Paper (arXiv 2607.02980): the K largest rho of each key/value head, and rho itself, [B, T, J, M]; -inf if none.
+
+    ``scores``: g of all chunks, -inf for one without keys.
+    """
+    M = scores.shape[-1]
+    chunk = torch.arange(M, device=scores.device)
+    candidate = (chunk >= first_candidate[..., None]) & (chunk < num_candidates[..., None])  # [B, T, M]
+    scores = scores.masked_fill(~candidate[:, :, None], -torch.inf)
+    seen = torch.cat([scores, beside[..., None].to(scores.dtype)], -1).logsumexp(-1, keepdim=True)
+    shares = (scores - seen).masked_fill(scores == -torch.inf, -torch.inf)
+    shares = shares.unflatten(2, (num_key_value_heads, -1)).amax(3)
+    order = shares.sort(dim=-1, descending=True, stable=True).indices[..., :num_retrieved]
+    order = order.masked_fill(shares.gather(-1, order) == -torch.inf, M).sort(dim=-1).values
+    missing = (0, num_retrieved - order.shape[-1])
+    return torch.nn.functional.pad(order.masked_fill(order == M, -1), missing, value=-1), shares
+
+
 def chunked_cross_attention(
     q: Tensor,  # [B, N, R, H, D]
     k: Tensor,  # [B, N, L, J, D]

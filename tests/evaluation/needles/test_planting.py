@@ -14,6 +14,8 @@ from tests.models.tiny import (
     assert_same,
     block_recurrent,
     drt,
+    hils,
+    hsa,
     landmark,
     logits_of,
     rpt,
@@ -51,6 +53,8 @@ MODELS: dict[str, Any] = {
     "no lower layer": lambda: drt(groups=2, num_hidden_layers=4, num_lower_layers=0),
     "wide window": lambda: drt(sliding_window=11, window_position="rope", exclude_visible_chunks=True),
     "encoder": drt_of_encoder,
+    "hsa": hsa,
+    "hsa, sinks": lambda: hsa(num_sinks=6, max_sink_distance=20),
     "rpt": lambda: rpt(num_hidden_layers=4, num_lower_layers=2),
     "rpt, encoder": lambda: rpt(retriever="encoder", continuation=True, neighbour_augmentation=True),
     "hidden": lambda: drt(landmarks_as_keys=False),
@@ -215,9 +219,9 @@ def test_planting_after_enough_was_read_on_is_exact() -> None:
     assert_same(answer, whole[:, N * S - 1 :])
 
 
-@pytest.mark.parametrize("build", [landmark, block_recurrent])
+@pytest.mark.parametrize("build", [landmark, block_recurrent, hils])
 def test_what_depends_on_all_that_was_read_is_not_planted_in(build: Any) -> None:
-    """Every layer's memory, the states."""
+    """Every layer's memory, the states, what tokens chose."""
     model, ids = build(), tokens(N * S)[0].view(N, S)
     cache = model.read(ids.view(1, -1))
     with (

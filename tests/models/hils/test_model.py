@@ -198,50 +198,6 @@ def test_what_a_chunk_says_reaches_a_token_far_beyond_the_windows() -> None:
         assert same == torch.equal(after.logits[0, -1], before), chunk
 
 
-# --- defects of the public code (arXiv 2607.02980) that must not come back -------------------------------------------
-
-
-def test_a_token_with_few_candidates_leaves_the_first_chunk_its_gradient() -> None:
-    """There padding is written over the gradient of chunk 0."""
-    model, ids = hils(num_hidden_layers=1, num_retrieved_chunks=9).train(), tokens(20)
-    states = model.embed_tokens(ids).detach().requires_grad_()
-    model.embed_tokens.register_forward_hook(lambda *_: states)
-    model(ids).logits[0, 14].square().sum().backward()  # the first token that has a candidate: chunk 0 alone
-    assert states.grad is not None
-    assert (states.grad[0, :4].abs().sum(-1) > 0).all()
-
-
-def test_scores_and_the_windows_mass_are_not_rounded() -> None:
-    """There they are bfloat16 before their softmax."""
-    model = hils().bfloat16()
-    chosen = model(tokens(LENGTH), output_retrieval=True).retrieval[0]
-    assert chosen.scores.dtype == chosen.weights.dtype == torch.float32
-    assert not torch.equal(chosen.scores, chosen.scores.bfloat16().float())
-
-
-def test_two_requests_at_once_keep_apart() -> None:
-    """There what generation has read is kept on the model."""
-    model, texts = hils(num_sinks=2), tokens(LENGTH, batch=2)
-    caches, outs = [model.new_cache(), model.new_cache()], [[], []]
-    for piece in split(texts, [9, 5, 1]):
-        for row in (0, 1):
-            outs[row].append(logits_of(model, piece[row : row + 1], past_key_values=caches[row]))
-    for row in (0, 1):
-        assert_same(torch.cat(outs[row], 1), logits_of(model, texts[row : row + 1]))
-
-
-def test_windows_let_go_of_old_keys() -> None:
-    """There the layers with a window alone grow with the text."""
-    model, sizes = hils(layer_types=ALTERNATING), []
-    for length in (40, 400):
-        cache = model.read(tokens(length))
-        sizes.append([layer.keys.shape[2] for layer in cache.layers])
-    assert sizes[0] == sizes[1] == [7, 10, 10]
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("sinks", [0, 3])
 @pytest.mark.parametrize("length", [1, 9, 41])
 def test_multiply_adds_are_counted(length: int, sinks: int) -> None:
