@@ -78,6 +78,12 @@ def test_tokens_that_retrieve_equal_the_oracle(
         assert_budget(tensors, rest, softmax_off_by_one=off_by_one)
 
 
+def test_weights_of_query_heads_are_read_by_the_kernels_where_nothing_is_beside() -> None:
+    (q, k, v, w), _ = inputs(R=1, g=4, per_query_head=True)
+    assert module.triton_refuses(q, k, v, w) is None
+    assert "beside" in str(module.triton_refuses(q, k, v, w, has_beside=True))
+
+
 @pytest.mark.parametrize("R", [1, 3])
 def test_a_query_head_with_weights_of_its_own_is_as_alone(R: int) -> None:
     """Bit for bit what all heads give where all weigh as it does; gradients of its own query and weights too."""
