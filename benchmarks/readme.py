@@ -243,6 +243,11 @@ def ops_text() -> str:
     return on_machine(ops_table(found["results"]), found["environment"])
 
 
+def token_ops_text() -> str:
+    found = record("ops")["tokens"]
+    return on_machine(ops_table(found["results"], "tokens"), found["environment"])
+
+
 def speed_text() -> str:
     """GCA and a training step on a CPU, and what a GPU showed, if one did."""
     results = record("ops")["results"]
@@ -517,6 +522,7 @@ DOCUMENTS: dict[str, Mapping[str, Callable[[], str]]] = {
         "explorer": explorer_text,
         "two hops": two_hop_text,
         "ops": ops_text,
+        "ops of tokens": token_ops_text,
         "reading": reading_text,
         "training": training_text,
         "waiting": waiting_text,
