@@ -268,20 +268,22 @@ def _scores_of(query: Tensor, landmarks: Tensor, indices: Tensor, scale: float) 
 def _tables(landmarks: Sequence[Tensor], size: int, dtype: torch.dtype) -> Iterator[Tensor]:
     """Blocks of ``size`` chunks, [B, heads, n, m, D + 1], of landmark vectors in any parts [B, M, n, heads, D + 1].
 
-    They are copied, so that neither parts nor strides decide a bit of a product; a block stays in a cache.
+    They are copied to one place, which stays in a cache, so that neither parts nor strides decide a bit of a product.
     """
-    taken, count = list[Tensor](), 0
-    for part in landmarks:
-        stored, first = part.permute(0, 3, 2, 1, 4), 0
-        while first < part.shape[1]:
-            last = min(part.shape[1], first + size - count)
-            taken.append(stored[:, :, :, first:last].to(dtype))
-            count, first = count + last - first, last
-            if count == size:
-                yield torch.cat(taken, 3)
-                taken, count = [], 0
-    if taken:
-        yield torch.cat(taken, 3)
+    B, _, n, heads, width = landmarks[0].shape
+    M = sum(part.shape[1] for part in landmarks)
+    place = torch.empty(B * heads * n * min(size, M) * width, dtype=dtype, device=landmarks[0].device)
+    for first in range(0, M, size):
+        m = min(size, M - first)
+        table = place[: B * heads * n * m * width].view(B, heads, n, m, width)
+        begin = -first  # of each part, in the block
+        for part in landmarks:
+            end = begin + part.shape[1]
+            if end > 0 and begin < m:
+                low, high = max(begin, 0), min(end, m)
+                table[:, :, :, low:high] = part[:, low - begin : high - begin].permute(0, 3, 2, 1, 4)
+            begin = end
+        yield table
 
 
 def _expansion(query: Tensor, table: Tensor, scale: float) -> Tensor:
