@@ -23,7 +23,7 @@ from landmark_decode import READING_TABLE, TOKEN_TABLE, split_table
 from ops import table as ops_table
 from tables import HERE, RIGHT, ROOT, Columns, Row, cell, crossed, fill, machine, on_machine, record, table
 
-from trailmark.demo import NAMES
+from trailmark.demo import CHANCE, NAMES, TRAIN_LENGTH
 from trailmark.files import read_json, write_json
 from trailmark.report.console import duration, size
 from trailmark.report.tables import NEEDLE_LEGEND, legend_text, markdown_table, needle_table
@@ -107,6 +107,29 @@ def needles_text() -> str:
     return (
         f"{shown}\n\nAt least {questions} questions each; columns: needles in tokens. "
         f"Machine: {machine(cases[0]['environment'])}."
+    )
+
+
+def hils_needles_text() -> str:
+    """What a HiLS of the demo's task finds."""
+    cases = [case for case in record("needles") if case["case"] == "HiLS"]
+    columns: Columns = {
+        "seed": "{seed}",
+        "needles": "{needles}",
+        "tokens": "{length:,}",
+        "x train": lambda r: f"{r['length'] // TRAIN_LENGTH:,}",
+        "right": "{correct} of {questions}",
+        "share (95% interval)": RIGHT,
+        "needle's chunk read": "{recall:.3f}",
+        "tokens/s": "{tokens_per_second:,.0f}",
+    }
+    rows = [case | result for case in cases for result in case["results"]]
+    steps = ", ".join(sorted({f"{case['steps']:,}" for case in cases}))
+    return on_machine(
+        f"`trailmark train configs/needle-hils.yaml`, {steps} steps. Right is all five digits; chance is "
+        f"{CHANCE:.5f}. Questions end with their chunk; *needle's chunk read*: by some head, at the question's last "
+        f"token or the next.\n\n{table(columns, rows)}",
+        cases[0]["environment"],
     )
 
 
@@ -527,6 +550,7 @@ DOCUMENTS: dict[str, Mapping[str, Callable[[], str]]] = {
         "training": training_text,
         "waiting": waiting_text,
     },
+    "docs/models.md": {"hils needles": hils_needles_text},
     "docs/landmark.md": {
         "landmark op": landmark_op_text,
         "landmark decode": landmark_decode_text,
