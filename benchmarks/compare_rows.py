@@ -105,6 +105,10 @@ ROWS = {
     ),
     "HiLS": Row(_LAPTOP_HILS, _HILS),
     "HiLS, twice the steps": Row(None, _HILS, needle_steps=2),
+    "HSA": Row(
+        ("laptop-hsa",),
+        ("needle-hsa", "model.num_hidden_layers=3", "model.num_lower_layers=1", "model.num_retrieved_chunks=4"),
+    ),
     "MoBA": Row(
         (*_LAPTOP_HILS, *_MOBA, "model.calibration_rank=0"),
         (*_HILS, *_MOBA, "model.summary_query=landmark", "model.summary_tokens=null"),

@@ -3,8 +3,8 @@
     python benchmarks/needles.py                       every case that benchmarks/needles.json lacks
     python benchmarks/needles.py "recipe's form" -s 1  one case
 
-A case trains the demo's model (about five minutes on two cores) and asks it what the demo asks; "HiLS" trains that of
-configs/needle-hils.yaml instead.
+A case trains the demo's model (about five minutes on two cores) and asks it what the demo asks; "HiLS" and "HSA" train
+those of configs/needle-hils.yaml and needle-hsa.yaml instead.
 """
 
 from __future__ import annotations
@@ -52,8 +52,9 @@ CASES: dict[str, tuple[dict[str, dict[str, Any]], Callable[[Run], None]]] = {
     "no decoys": ({}, levels(decoys=0.0)),
     "Muon at 0.02": ({"training": {"matrix_learning_rate": 0.02}}, lambda run: None),
     "HiLS": ({}, lambda run: None),
+    "HSA": ({}, lambda run: None),
 }
-OTHER_MODELS = {"HiLS": "needle-hils"}  # case: the file of its whole configuration
+OTHER_MODELS = {"HiLS": "needle-hils", "HSA": "needle-hsa"}  # case: the file of its whole configuration
 SEEDS = {"demo": (1, 2)}  # seed 0 is benchmarks/demo.json
 
 
