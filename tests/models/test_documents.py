@@ -144,7 +144,8 @@ def test_a_document_in_a_row_is_as_it_is_alone(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["drt-2-exclude", "drt-hidden", "hsa", "window-sinks", "window", "full-rope", "landmark-gate-jump"]
+    "name",
+    ["drt-2-exclude", "drt-hidden", "hsa", "window-sinks", "window", "full-rope", "landmark-gate-jump"],
 )
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_rows_with_other_documents_and_padding(name: str, side: str) -> None:

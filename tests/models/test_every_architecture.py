@@ -155,7 +155,12 @@ def test_reading_then_forward_is_one_forward(
 
 @pytest.mark.parametrize(
     "model",
-    [*models(drt, GROUPS[:2] + FITTED + DRTS[7:10]), *ablations(), *models(rpt, RPT_MODES[:2] + SINKS), *models(hsa, HSAS[:3])],
+    [
+        *models(drt, GROUPS[:2] + FITTED + DRTS[7:10]),
+        *ablations(),
+        *models(rpt, RPT_MODES[:2] + SINKS),
+        *models(hsa, HSAS[:3]),
+    ],
     ids=name_of,
 )
 def test_encoding_chunks_alone_is_reading_them(model: Model) -> None:
@@ -234,7 +239,9 @@ def test_every_parameter_learns(model: Model) -> None:
         assert parameter.grad.abs().max() > 0, name
 
 
-@pytest.mark.parametrize("model", [*models(drt, GROUPS[1:2]), *ablations(), *models(hsa, HSAS[:3])], ids=name_of)
+@pytest.mark.parametrize(
+    "model", [*models(drt, GROUPS[1:2]), *ablations(), *models(hsa, HSAS[:3])], ids=name_of
+)
 @pytest.mark.parametrize("length", [1, S - 1, S, S + 1, 2 * S])
 def test_what_nothing_was_read_through_gets_zeros_as_gradient(model: Model, length: int) -> None:
     made, ids = build(model).train(), tokens(length, batch=2)

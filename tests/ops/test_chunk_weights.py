@@ -59,11 +59,15 @@ def test_low_precision_keeps_the_budget(kind: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_gradcheck(kind: str) -> None:
-    scores = drawn(6, 4, 1).masked_fill_(torch.arange(4) >= torch.tensor([0, 1, 2, 3, 4, 4])[:, None], -torch.inf)
+    scores = drawn(6, 4, 1).masked_fill_(
+        torch.arange(4) >= torch.tensor([0, 1, 2, 3, 4, 4])[:, None], -torch.inf
+    )
     there = scores > -torch.inf
 
     def weigh(present: Tensor, *decay: Tensor) -> Tensor:
-        return of(weigh_chunks, kind)(torch.full_like(scores, -torch.inf).masked_scatter(there, present), *decay)
+        return of(weigh_chunks, kind)(
+            torch.full_like(scores, -torch.inf).masked_scatter(there, present), *decay
+        )
 
     given = inputs(kind, scores[there])
     assert torch.autograd.gradcheck(weigh, [x.requires_grad_() for x in given])
@@ -84,7 +88,10 @@ def test_a_stick_is_broken_by_the_closed_form(sizes: tuple[int, int, int]) -> No
 
 def test_a_stick_has_the_gradient_of_the_closed_form() -> None:
     """dr_k = w_k dw_k - sigma(r_k) sum of w dw of it and all older ones."""
-    scores, grad = drawn(5, 6, 3).nan_to_num(neginf=-2.0).requires_grad_(), torch.randn(5, 6, dtype=torch.float64)
+    scores, grad = (
+        drawn(5, 6, 3).nan_to_num(neginf=-2.0).requires_grad_(),
+        torch.randn(5, 6, dtype=torch.float64),
+    )
     weights = weigh_chunks(scores, "stick_breaking")
     (found,) = torch.autograd.grad(weights, scores, grad)
     share = (weights * grad).detach()

@@ -76,7 +76,8 @@ def outcome(folder: Path) -> tuple[bytes, bytes]:
 
 
 @pytest.mark.parametrize(
-    "kind", ["drt", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("rpt", "landmark", "hils", "hsa"))]
+    "kind",
+    ["drt", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("rpt", "landmark", "hils", "hsa"))],
 )
 def test_the_memory_is_that_of_a_reading_without_a_trace(
     kind: str, books: list[Path], tmp_path: Path

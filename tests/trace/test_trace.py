@@ -21,7 +21,18 @@ from tests.models.hils.naive import NaiveHiLS
 from tests.models.hsa.naive import NaiveHSA
 from tests.models.landmark.naive import NaiveReading
 from tests.models.rpt.naive import NaiveRPT
-from tests.models.tiny import EXACT, NaiveDRT, block_recurrent, drt, hils, hsa, landmark, rpt, split, window_model
+from tests.models.tiny import (
+    EXACT,
+    NaiveDRT,
+    block_recurrent,
+    drt,
+    hils,
+    hsa,
+    landmark,
+    rpt,
+    split,
+    window_model,
+)
 from tests.trace.whole import totals
 from trailmark.data.corpus import load_tokenizer, tokenize
 from trailmark.evaluation.reading import Reader
@@ -419,7 +430,7 @@ def test_a_model_that_retrieves_nothing_is_refused(make: Any, files: list[Path],
     ):
         with pytest.raises(
             ValueError,
-            match=r"^model: expected one that retrieves chunks \(drt, hils, hsa, landmark, rpt.*\), .* retrieves nothing",
+            match=r"^model: expected one that retrieves chunks \(drt, hils, hsa, landmark, rpt.*\), .* nothing",
         ):
             call()
 

@@ -458,7 +458,9 @@ def fields_of(config: RunConfig) -> list[tuple[str, str, Any]]:
     return found + [("model", f, kind) for f, kind in field_types(model).items() if f not in TOKENS]
 
 
-TINY: dict[str, dict[str, Any]] = {name: MODELS[name] for name in ("drt", "window", "landmark", "hils", "hsa")} | {
+TINY: dict[str, dict[str, Any]] = {
+    name: MODELS[name] for name in ("drt", "window", "landmark", "hils", "hsa")
+} | {
     "rpt": SHARED | {"architecture": "rpt", "retriever": "encoder", "embedder": "hash"},
     "block_recurrent": SHARED | {"architecture": "block_recurrent"},
 }

@@ -43,7 +43,8 @@ class Chunks(ABC):
         """What each closed chunk of the call selects, [B, C, K]; where tokens select, each position, [B, P, J, K].
 
         Args:
-            query: [B, C, E] of the group's landmarks, or [B, P, d] of positions; None: of a model that asks with what it knows of the chunks.
+            query: [B, C, E] of the group's landmarks, or [B, P, d] of positions; None: of a model that asks with what
+                it knows of the chunks.
         """
 
     def scores(self) -> tuple[Tensor, ...]:

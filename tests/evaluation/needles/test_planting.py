@@ -15,10 +15,7 @@ from tests.models.tiny import (
     block_recurrent,
     drt,
     hils,
-<<<<<<< HEAD
     hsa,
-=======
->>>>>>> w-recipe
     landmark,
     logits_of,
     rpt,
@@ -111,11 +108,7 @@ def test_planting_is_reading_the_changed_text(build: Any, places: list[int]) -> 
     whole = model(torch.cat([changed.view(1, -1).expand(2, -1), question], dim=1), output_retrieval=True)
     assert_same(answer.logits, whole.logits[:, N * S :])
     for ours, full in zip(answer.retrieval, whole.retrieval, strict=True):
-<<<<<<< HEAD
-        assert torch.equal(ours.indices, full.indices[:, N if model.selects_by_chunk else N * S :])
-=======
         assert torch.equal(ours.indices, full.indices[:, -ours.indices.shape[1] :])
->>>>>>> w-recipe
     assert all(torch.equal(a, b) for a, b in zip(memory_of(cache), before, strict=True))
     unplanted = logits_of(model, question, past_key_values=cache.branch(2))
     assert not torch.equal(unplanted, answer.logits)
@@ -233,11 +226,6 @@ def test_planting_after_enough_was_read_on_is_exact() -> None:
     assert_same(answer, whole[:, N * S - 1 :])
 
 
-<<<<<<< HEAD
-@pytest.mark.parametrize("build", [landmark, block_recurrent, hils])
-def test_what_depends_on_all_that_was_read_is_not_planted_in(build: Any) -> None:
-    """Every layer's memory, the states, what tokens chose."""
-=======
 @pytest.mark.parametrize(
     "build",
     [
@@ -251,7 +239,6 @@ def test_what_depends_on_all_that_was_read_is_not_planted_in(build: Any) -> None
 )
 def test_what_depends_on_all_that_was_read_is_not_planted_in(build: Any) -> None:
     """Every layer's memory, the states; a HiLS' where other layers choose too, or keys say where they stand."""
->>>>>>> w-recipe
     model, ids = build(), tokens(N * S)[0].view(N, S)
     cache = model.read(ids.view(1, -1))
     with (

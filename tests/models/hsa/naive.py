@@ -62,7 +62,9 @@ class NaiveHSA(_Naive):
         """Queries or keys [n, heads, D] through their norm."""
         if norm is None:
             return x
-        return self.rms(norm, x) if self.config.qk_norm == "head" else self.rms(norm, x.flatten(1)).view(x.shape)
+        return (
+            self.rms(norm, x) if self.config.qk_norm == "head" else self.rms(norm, x.flatten(1)).view(x.shape)
+        )
 
     def choose(self, retriever: Any, x: Tensor, memory: list[Any]) -> None:
         c = self.config

@@ -143,7 +143,9 @@ def test_an_index_finds_what_a_search_of_all_finds() -> None:
 
 def test_an_index_is_refused_where_heads_choose_by_themselves() -> None:
     pytest.importorskip("faiss")
-    with pytest.raises(ValueError, match="search: expected None with num_retrieval_heads 2, got a FaissSearch"):
+    with pytest.raises(
+        ValueError, match="search: expected None with num_retrieval_heads 2, got a FaissSearch"
+    ):
         hsa(num_memory_heads=2, num_retrieval_heads=2).new_cache(search=FaissSearch())
 
 
@@ -197,7 +199,9 @@ def test_a_window_shows_as_many_positions_as_it_says() -> None:
     """There it shows one more."""
     model, ids = hsa(1, num_retrieved_chunks=0, num_hidden_layers=2, num_lower_layers=1), tokens(LENGTH)
     other = ids.clone()
-    other[0, -2 * 7 + 1] = (ids[0, -2 * 7 + 1] + 1) % 50  # two layers see 2 (7 - 1) positions back: to the 13th last
+    other[0, -2 * 7 + 1] = (
+        ids[0, -2 * 7 + 1] + 1
+    ) % 50  # two layers see 2 (7 - 1) positions back: to the 13th last
     further = ids.clone()
     further[0, -2 * 7] = (ids[0, -2 * 7] + 1) % 50
     last, changed, same = (logits_of(model, x)[0, -1] for x in (ids, other, further))

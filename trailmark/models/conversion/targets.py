@@ -276,8 +276,8 @@ def _hsa_parts(base: Base, config: HSAConfig) -> Parts:
     heads, own = config.num_memory_heads, config.num_key_value_heads
     if heads != own:
         raise ValueError(
-            f"num_memory_heads: expected {own}, as many as this {base.family} has key/value heads, got {heads}. Leave it "
-            "out."
+            f"num_memory_heads: expected {own}, as many as this {base.family} has key/value heads, got {heads}. Leave "
+            "it out."
         )
     parts = p.outside_layers(base)
     for number in range(lower):
@@ -324,7 +324,8 @@ def _hsa_parts(base: Base, config: HSAConfig) -> Parts:
             copied[".mlp.gate_up_proj.weight"], f"that of layer {number}"
         )
         parts[f"{ours}.q_proj.weight"] = p.begun(
-            p.turned_by(f"{theirs}.self_attn.q_proj.weight", base, 0), f"q of layer {number}, without positions"
+            p.turned_by(f"{theirs}.self_attn.q_proj.weight", base, 0),
+            f"q of layer {number}, without positions",
         )
         if config.qk_norm is not None:
             norm_of_q = parts[f"upper_layers.{number - lower}.attention.q_norm.weight"]

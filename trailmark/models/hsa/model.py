@@ -182,9 +182,13 @@ class HSAForCausalLM(RetrievingForCausalLM):
             init.normal_(module.landmark, std=0.1 if fan_in else self.config.initializer_range)
         elif isinstance(module, Retriever) and module.decay is not None:
             init.zeros_(module.decay)
-        elif module is self and self.config.retrieval_normalization:  # last: its parts are initialised already
+        elif (
+            module is self and self.config.retrieval_normalization
+        ):  # last: its parts are initialised already
             retriever: Any
-            for retriever in self.retrievers:  # both sides start in one space: a chunk first finds what looks like it
+            for (
+                retriever
+            ) in self.retrievers:  # both sides start in one space: a chunk first finds what looks like it
                 init.copy_(retriever.q_proj.weight, self.encoder.landmark_proj.weight)
 
     # --- chunks ----------------------------------------------------------------------------------------------
@@ -230,8 +234,8 @@ class HSAForCausalLM(RetrievingForCausalLM):
 
     @property
     def _decays(self) -> list[Tensor | None]:
-        retriever: Any
-        return [retriever.decay for retriever in self.retrievers]
+        retrievers: Any = self.retrievers
+        return [retriever.decay for retriever in retrievers]
 
     def _query(self, group: int, x: Tensor, grid: Grid) -> Tensor:
         query: Tensor = self.retrievers[group](x)
