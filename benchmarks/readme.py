@@ -11,6 +11,7 @@ import argparse
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import compare_tables
 import learning_tables
@@ -110,10 +111,12 @@ def needles_text() -> str:
     )
 
 
-def hils_needles_text() -> str:
-    """What a HiLS of the demo's task finds."""
-    cases = [case for case in record("needles") if case["case"] == "HiLS"]
+def choosing_needles_text() -> str:
+    """What models whose tokens choose find of the demo's task."""
+    known: Any = read_json(HERE / "needles.json")
+    cases = [case for case in known if case["case"] in ("HiLS", "HSA")]
     columns: Columns = {
+        "model": "{case}",
         "seed": "{seed}",
         "needles": "{needles}",
         "tokens": "{length:,}",
@@ -124,9 +127,11 @@ def hils_needles_text() -> str:
         "tokens/s": "{tokens_per_second:,.0f}",
     }
     rows = [case | result for case in cases for result in case["results"]]
-    steps = ", ".join(sorted({f"{case['steps']:,}" for case in cases}))
+    trained = " and ".join(
+        sorted({f"`configs/needle-{c['case'].lower()}.yaml` ({c['steps']:,} steps)" for c in cases})
+    )
     return on_machine(
-        f"`trailmark train configs/needle-hils.yaml`, {steps} steps. Right is all five digits; chance is "
+        f"Trained by `trailmark train` with {trained}. Right is all five digits; chance is "
         f"{CHANCE:.5f}. Questions end with their chunk; *needle's chunk read*: by some head, at the question's last "
         f"token or the next.\n\n{table(columns, rows)}",
         cases[0]["environment"],
@@ -189,8 +194,8 @@ READING_PARTS: dict[str, tuple[str, Columns]] = {
         },
     ),
     "family": (
-        "Models of one size (width 512, 12 layers, 8 heads with 2 of keys and values, windows of 512 positions), random "
-        "weights, that read 8 chunks of 64 positions (of 63 tokens and a landmark, or of 64 tokens); float32, after so "
+        "Models of one size (width 512, 12 layers, 8 heads with 2 of keys and values, windows of 512 positions), "
+        "random weights, that read 8 chunks of 64 positions (of 63 tokens and a landmark, or of 64 tokens); float32, after so "
         "many tokens. Tokens/s and milliseconds a token: median (lowest-highest) of 3 rounds, interleaved. Bytes are "
         "those of the formula: what a token adds to the memory, and of that what is searched and lies on the device.",
         {
@@ -550,7 +555,7 @@ DOCUMENTS: dict[str, Mapping[str, Callable[[], str]]] = {
         "training": training_text,
         "waiting": waiting_text,
     },
-    "docs/models.md": {"hils needles": hils_needles_text},
+    "docs/models.md": {"choosing needles": choosing_needles_text},
     "docs/landmark.md": {
         "landmark op": landmark_op_text,
         "landmark decode": landmark_decode_text,
