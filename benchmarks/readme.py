@@ -133,7 +133,8 @@ def choosing_needles_text() -> str:
     return on_machine(
         f"Trained by `trailmark train` with {trained}. Right is all five digits; chance is "
         f"{CHANCE:.5f}. Questions end with their chunk; *needle's chunk read*: by some head, at the question's last "
-        f"token or the next.\n\n{table(columns, rows)}",
+        "token or the next, where the chunk behind it may be read instead, to which windows carry what it says."
+        f"\n\n{table(columns, rows)}",
         cases[0]["environment"],
     )
 
