@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +11,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.models.tiny import drt, pad, tokens, window_model
+from tests.models.tiny import drt, hils, pad, tokens, window_model
 from trailmark.memory import ChunkCache
 from trailmark.models import TrailmarkForCausalLM
 from trailmark.models.outputs import CausalLMOutput
 
+Make = Callable[[], TrailmarkForCausalLM]
 TIERS = ("device", "host", "disk")
 GROUPS = pytest.mark.parametrize("groups", [1, 2, 3])
+RETRIEVERS: dict[str, Make] = {
+    "drt": lambda: drt(2),
+    "hils": lambda: hils(num_hidden_layers=2, sliding_window=22, num_sinks=2, calibration_rank=2),
+}
+EACH = pytest.mark.parametrize("make", RETRIEVERS.values(), ids=RETRIEVERS)
 LENGTHS = (103, 58, 3)  # of a ragged batch
 PRECISIONS = [torch.float64, torch.float32, torch.bfloat16]
 DTYPES = pytest.mark.parametrize("dtype", PRECISIONS, ids=str)
@@ -57,10 +63,10 @@ def go_on(model: TrailmarkForCausalLM, cache: ChunkCache, seed: int = 7, rows: i
 # --- tiers, saving and loading ---------------------------------------------------------------------------
 
 
-@GROUPS
+@pytest.mark.parametrize("make", [lambda: drt(1), lambda: drt(3), *RETRIEVERS.values()])
 @DTYPES
-def test_tiers(groups: int, dtype: torch.dtype) -> None:
-    model, ids = drt(groups).to(dtype), tokens(103)
+def test_tiers(make: Make, dtype: torch.dtype) -> None:
+    model, ids = make().to(dtype), tokens(103)
     outs = []
     for tier in TIERS:
         cache = model.new_cache(memory_tier=tier)
@@ -70,9 +76,10 @@ def test_tiers(groups: int, dtype: torch.dtype) -> None:
     assert_bits(outs[2], outs[0])
 
 
+@EACH
 @pytest.mark.parametrize("side", ["left", "right"])
-def test_tiers_of_a_ragged_batch_with_early_landmarks(side: str) -> None:
-    model, (ids, mask, early) = drt(2), ragged(side)
+def test_tiers_of_a_ragged_batch_with_early_landmarks(make: Make, side: str) -> None:
+    model, (ids, mask, early) = make(), ragged(side)
     outs = []
     for tier in TIERS:
         cache = model.new_cache(memory_tier=tier)
@@ -103,9 +110,10 @@ SAVINGS = [  # the fast ones have each pair of values of two parameters
 ]
 
 
+@EACH
 @pytest.mark.parametrize(("how", "saved", "loaded"), SAVINGS)
-def test_saving_and_loading(how: str, saved: str, loaded: str, tmp_path: Path) -> None:
-    model, rows = drt(2), 3 if how == "ragged" else 1
+def test_saving_and_loading(make: Make, how: str, saved: str, loaded: str, tmp_path: Path) -> None:
+    model, rows = make(), 3 if how == "ragged" else 1
     plain, cache = model.new_cache(), model.new_cache(memory_tier=saved)
     begin(model, plain, how)
     begin(model, cache, how)
@@ -119,9 +127,10 @@ def test_saving_and_loading(how: str, saved: str, loaded: str, tmp_path: Path) -
         assert_bits(go_on(model, cache, rows=rows), expected)
 
 
+@EACH
 @pytest.mark.parametrize("tier", TIERS)
-def test_reading_on_after_loading_and_saving_again(tier: str, tmp_path: Path) -> None:
-    model, ids = drt(2), tokens(200)
+def test_reading_on_after_loading_and_saving_again(make: Make, tier: str, tmp_path: Path) -> None:
+    model, ids = make(), tokens(200)
     plain, cache = model.new_cache(), model.new_cache(memory_tier=tier)
     for number, piece in enumerate(ids.split([46, 1, 73, 80], dim=1)):
         model.read(piece, plain)
@@ -133,8 +142,9 @@ def test_reading_on_after_loading_and_saving_again(tier: str, tmp_path: Path) ->
     assert_bits(go_on(model, cache), go_on(model, plain))
 
 
-def test_a_disk_memory_that_is_saved_in_its_own_folder(tmp_path: Path) -> None:
-    model, ids = drt(2), tokens(200)
+@EACH
+def test_a_disk_memory_that_is_saved_in_its_own_folder(make: Make, tmp_path: Path) -> None:
+    model, ids = make(), tokens(200)
     plain, cache = model.new_cache(), model.new_cache(memory_tier="disk", memory_folder=tmp_path)
     for piece in ids.split([46, 74, 80], dim=1):
         model.read(piece, plain)
@@ -148,8 +158,9 @@ def test_a_disk_memory_that_is_saved_in_its_own_folder(tmp_path: Path) -> None:
     assert_bits(go_on(model, model.load_cache(tmp_path)), go_on(model, plain))
 
 
-def test_a_saved_branch_is_a_memory_of_its_own(tmp_path: Path) -> None:
-    model, text, more = drt(2), tokens(90), tokens(21, batch=2, seed=5)
+@EACH
+def test_a_saved_branch_is_a_memory_of_its_own(make: Make, tmp_path: Path) -> None:
+    model, text, more = make(), tokens(90), tokens(21, batch=2, seed=5)
     cache = model.new_cache()
     model.read(text, cache)
     branch = cache.branch(2)

@@ -12,9 +12,10 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from tests.models.tiny import drt_config, landmark_config, window_config
+from tests.models.tiny import drt_config, hils_config, landmark_config, window_config
 from trailmark.models import (
     DRTForCausalLM,
+    HiLSForCausalLM,
     LandmarkForCausalLM,
     SlidingWindowForCausalLM,
     TrailmarkForCausalLM,
@@ -55,6 +56,8 @@ MODELS: dict[str, Callable[[], TrailmarkForCausalLM]] = {
     "landmark": lambda: LandmarkForCausalLM(
         landmark_config(**FAN_IN, gate_probability=0.5, position_jump=9, landmark_loss="text")
     ),
+    "hils": lambda: HiLSForCausalLM(hils_config(**FAN_IN, calibration_rank=2, num_sinks=2)),
+    "moba": lambda: HiLSForCausalLM(hils_config(**FAN_IN, chunk_score="mean", chunk_weights="keys")),
 }
 
 # fmt: off
@@ -82,6 +85,18 @@ GOLDEN: dict[str, list[float]] = {
         4.24157739, 4.07295811, 3.89915072, 3.98411647, 3.71734849,
         3.70439638, 3.56777952, 3.59378896, 3.77742937, 3.19002138,
         3.70031377, 3.47344179, 3.09851123, 3.70250580, 3.41175861,
+    ],
+    "hils": [
+        4.81793570, 3.97682183, 3.43126315, 3.05790470, 2.77482384,
+        2.54471760, 2.35618891, 2.18990114, 2.04283107, 1.90722080,
+        1.78212290, 1.65694495, 1.54430357, 1.45445625, 1.34910814,
+        1.25683207, 1.16112102, 1.07325837, 0.98883089, 0.91242995,
+    ],
+    "moba": [
+        4.78113632, 4.05899221, 3.55974681, 3.20671558, 2.91344675,
+        2.67464273, 2.48776069, 2.30081094, 2.15112318, 2.01748611,
+        1.87001112, 1.75838259, 1.64199315, 1.53882994, 1.44408892,
+        1.34243861, 1.24343857, 1.15271854, 1.06293619, 0.98026612,
     ],
 }
 # fmt: on

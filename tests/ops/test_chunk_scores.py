@@ -306,6 +306,26 @@ def test_slabs_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     assert_equals_the_oracle(*op[:2], *op[2])
 
 
+@pytest.mark.parametrize("block", [1, 1 << 18])
+@pytest.mark.parametrize("per_query_head", [True, False])
+@pytest.mark.parametrize("cuts", [[], [1, 20], [8, 9, 10, 64]], ids=str)
+def test_the_parts_of_a_memory_change_no_bit(
+    block: int, per_query_head: bool, cuts: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As it grew, as it was loaded, as branches share it; in blocks of 16 chunks, or all at once."""
+    monkeypatch.setattr(chunk_scores, "_BLOCK_ELEMENTS", block)
+    case = Case(M=70, D=64, K=8, n=2, per_query_head=per_query_head)
+    made = {name: x.float() if x.is_floating_point() else x for name, x in case.make().items()}
+    table, rest = made["landmarks"], (made["q"], made["beside"], case.K, made["ends"], case.J)
+    exact, of_heads = select_for_tokens(*rest, [table])
+    parts = list(table.tensor_split(cuts, 1))
+    parts[-1] = (
+        parts[-1].movedim((0, 1), (-3, -2)).contiguous().movedim((-3, -2), (0, 1))
+    )  # a memory's strides
+    found, found_of_heads = select_for_tokens(*rest, parts)
+    assert_same_bits([*found, found_of_heads], [*exact, of_heads])
+
+
 def test_equal_chunks_select_the_earlier_one() -> None:
     case = Case(ragged=False)
     made = case.make()

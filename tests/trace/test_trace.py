@@ -17,9 +17,10 @@ from transformers import AutoTokenizer
 
 from tests.data.corpora import prose, save_bpe
 from tests.data.neighbours.encoders import save_bert
+from tests.models.hils.naive import NaiveHiLS
 from tests.models.landmark.naive import NaiveReading
 from tests.models.rpt.naive import NaiveRPT
-from tests.models.tiny import EXACT, NaiveDRT, block_recurrent, drt, landmark, rpt, split, window_model
+from tests.models.tiny import EXACT, NaiveDRT, block_recurrent, drt, hils, landmark, rpt, split, window_model
 from tests.trace.whole import totals
 from trailmark.data.corpus import load_tokenizer, tokenize
 from trailmark.evaluation.reading import Reader
@@ -170,6 +171,31 @@ def test_landmark_attention_is_traced_as_the_equations_say() -> None:
     with torch.no_grad():
         without = off(ids[None], past_key_values=off.new_cache()).logits[0]
     assert_losses(chunks, ids, naive.logits, without)
+
+
+@pytest.mark.parametrize("chunk_score", ["expansion", "mean"])
+def test_a_hils_is_traced_as_the_equations_say(chunk_score: str) -> None:
+    """Means over tokens and key/value heads, of which a line has the K largest."""
+    model = hils(vocab_size=V, chunk_score=chunk_score, num_sinks=2)
+    ids, J, K = some_bytes(37), 2, 3
+    naive, chunks = NaiveHiLS(model, ids), traced(model, ids, (7, 1, 16))
+    laid_out(chunks, ids)
+    longer = 0
+    for chunk in chunks:
+        assert len(chunk.reads) == model.config.num_hidden_layers
+        for layer, read in enumerate(chunk.reads):
+            means: dict[int, float] = {}
+            for t in range(chunk.first_token, chunk.first_token + len(chunk.ids)):
+                for among in naive.weights[layer][t]:
+                    for m, weight in among.items():
+                        means[m] = means.get(m, 0) + weight / (J * len(chunk.ids))
+            kept = sorted(sorted(means, key=lambda m: (-means[m], m))[:K])
+            assert_reads(read, kept, [means[m] for m in kept])
+            assert read.scores is None
+            assert read.rest == pytest.approx(sum(means.values()) - sum(means[m] for m in kept), abs=EXACT)
+            longer += len(means) > K
+    assert longer
+    assert_losses(chunks, ids, naive.logits, whole(model.without_retrieval(), ids))
 
 
 # --- the text ------------------------------------------------------------------------------------------------
@@ -386,6 +412,7 @@ def test_a_model_that_retrieves_nothing_is_refused(make: Any, files: list[Path],
             "3 chunks of 4 tokens",
         ),
         (landmark, 11, "a cell of 11 tokens"),
+        (hils, 10, "a window of 7 tokens, on to a chunk's beginning"),
         (lambda **more: rpt(exclude_visible_chunks=False, **more), 8, "two chunks of 4 tokens"),
         (
             lambda **more: rpt(exclude_visible_chunks=True, sliding_window=19, **more),

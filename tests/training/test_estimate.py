@@ -19,6 +19,7 @@ from trailmark.models import (
     MODELS,
     BlockRecurrentConfig,
     DRTConfig,
+    HiLSConfig,
     LandmarkConfig,
     RPTConfig,
     SlidingWindowConfig,
@@ -57,6 +58,11 @@ def window(**fields: Any) -> SlidingWindowConfig:
 def rpt(**fields: Any) -> RPTConfig:
     own = {"sliding_window": 40, "chunk_size": 16, "num_retrieved_chunks": 3, "num_encoder_layers": 1}
     return RPTConfig(**(SIZES | own | {"retriever": "encoder"} | fields))
+
+
+def hils(**fields: Any) -> HiLSConfig:
+    own = {"sliding_window": 40, "chunk_size": 16, "num_retrieved_chunks": 3}
+    return HiLSConfig(**(SIZES | own | fields))
 
 
 def block_recurrent(**fields: Any) -> BlockRecurrentConfig:
@@ -163,6 +169,16 @@ CASES: list[Any] = [
     ),
     (rpt(num_hidden_layers=10, num_lower_layers=3, cross_attention_every=2), 256, 1, False),
     (block_recurrent(num_hidden_layers=9, recurrent_layer=4, block_size=32), 256, 2, False),
+    (hils(calibration_rank=8), 256, 2, False),
+    (hils(calibration_rank=8, num_hidden_layers=7), 256, 2, True),
+    (
+        hils(
+            layer_types=["sliding_attention", "full_attention"] * 2, chunk_score="mean", chunk_weights="keys"
+        ),
+        256,
+        2,
+        False,
+    ),
     *(
         pytest.param(config, 256, 2, checkpointing, marks=pytest.mark.slow)
         for config, checkpointing in (
@@ -241,7 +257,7 @@ def test_rows_are_extrapolated() -> None:
 @pytest.mark.parametrize("config", [
     drt(num_hidden_layers=12, num_retrieval_groups=2), drt(num_hidden_layers=12, memory_kv="layer"),
     landmark(), window(), block_recurrent(num_hidden_layers=9),
-    rpt(num_hidden_layers=12, neighbour_augmentation=True),
+    rpt(num_hidden_layers=12, neighbour_augmentation=True), hils(num_hidden_layers=7, calibration_rank=8),
 ])  # fmt: skip
 def test_flops_are_those_of_the_torch_path(config: TrailmarkConfig) -> None:
     def sdpa(q: Any, k: Any, v: Any, *_: Any, **__: Any) -> int:

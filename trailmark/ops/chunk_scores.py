@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 
 import torch
@@ -22,6 +22,7 @@ from trailmark.ops.landmark.selection import best_chunks
 from trailmark.ops.selection.api import ChunkSelection
 
 _SLAB_SCORES = 1 << 22  # scores that stand in memory at a time
+_BLOCK_ELEMENTS = 1 << 18  # of landmark vectors that are copied at a time
 EMPTY = -1e30
 """The score that the summary of a chunk without keys gives: finite, for it is saved, and far below any other."""
 
@@ -178,7 +179,7 @@ def select_for_tokens(
     for part in landmarks or ():
         _require_landmarks(part, B, J, H, D)
     dtype = arithmetic_dtype(query, beside, *(landmarks or ()), *(keys or ())[:1])
-    parts = [] if landmarks is None else [x.to(dtype) for x in landmarks if x.shape[1]]
+    parts = [x for x in landmarks or () if x.shape[1]]
     M = keys[0].shape[1] if keys is not None else sum(x.shape[1] for x in parts)
     scale = D**-0.5 if scale is None else scale
     indices = torch.full((B, T, J, num_retrieved), -1, device=query.device)
@@ -186,6 +187,7 @@ def select_for_tokens(
     of_heads = query.new_full((B, T, H, num_retrieved), -math.inf, dtype=dtype)
     number = torch.arange(M, device=query.device)
     each = keys[0].shape[2] if keys is not None else parts[0].shape[2] if parts else 1
+    block = max(16, _BLOCK_ELEMENTS // max(1, B * sum(math.prod(x.shape[2:]) for x in parts[:1])))
     slab = max(1, _SLAB_SCORES // max(1, B * H * M * each))
     for start in range(0, T if M else 0, slab):
         rows = slice(start, min(T, start + slab))
@@ -193,7 +195,7 @@ def select_for_tokens(
         if keys is not None:
             found = chunk_log_mass(asked, keys[0], keys[1], scale)
         else:
-            found = torch.cat([_expansion(asked, x, scale) for x in parts], -1)
+            found = torch.cat([_expansion(asked, x, scale) for x in _tables(parts, block, dtype)], -1)
         first = first_candidate if isinstance(first_candidate, int) else first_candidate[:, rows, None]
         there = (number < num_candidates[:, rows, None]) & (number >= first)  # [B or 1, t, M]
         found = found.masked_fill(~there[:, :, None] | (found <= EMPTY / 2), -math.inf)
@@ -263,14 +265,33 @@ def _scores_of(query: Tensor, landmarks: Tensor, indices: Tensor, scale: float) 
     return found.masked_fill(none[..., None], -math.inf).transpose(3, 4).reshape(B, T, H, K)
 
 
-def _expansion(query: Tensor, landmarks: Tensor, scale: float) -> Tensor:
-    """Scores [B, t, H, m] of queries [B, t, H, D] by landmark vectors [B, m, n, H or J, D + 1]."""
-    (B, t, H, D), (m, n, heads) = query.shape, landmarks.shape[1:4]
+def _tables(landmarks: Sequence[Tensor], size: int, dtype: torch.dtype) -> Iterator[Tensor]:
+    """Blocks of ``size`` chunks, [B, heads, n, m, D + 1], of landmark vectors in any parts [B, M, n, heads, D + 1].
+
+    They are copied to one place, which stays in a cache, so that neither parts nor strides decide a bit of a product.
+    """
+    B, _, n, heads, width = landmarks[0].shape
+    M = sum(part.shape[1] for part in landmarks)
+    place = torch.empty(B * heads * n * min(size, M) * width, dtype=dtype, device=landmarks[0].device)
+    for first in range(0, M, size):
+        m = min(size, M - first)
+        table = place[: B * heads * n * m * width].view(B, heads, n, m, width)
+        begin = -first  # of each part, in the block
+        for part in landmarks:
+            end = begin + part.shape[1]
+            if end > 0 and begin < m:
+                low, high = max(begin, 0), min(end, m)
+                table[:, :, :, low:high] = part[:, low - begin : high - begin].permute(0, 3, 2, 1, 4)
+            begin = end
+        yield table
+
+
+def _expansion(query: Tensor, table: Tensor, scale: float) -> Tensor:
+    """Scores [B, t, H, m] of queries [B, t, H, D] by landmark vectors [B, heads, n, m, D + 1]."""
+    (B, t, H, D), (heads, n, m) = query.shape, table.shape[1:4]
     asked = query.view(B, t, heads, H // heads, D).permute(0, 2, 1, 3, 4).flatten(2, 3)  # [B, heads, t g, D]
-    table = landmarks.permute(0, 3, 4, 1, 2).flatten(3)  # [B, heads, D + 1, m n]
-    found = torch.baddbmm(
-        table[:, :, D:].flatten(0, 1), asked.flatten(0, 1), table[:, :, :D].flatten(0, 1), alpha=scale
-    )
+    flat = table.view(B * heads, n * m, D + 1).transpose(1, 2)
+    found = torch.baddbmm(flat[:, D:], asked.flatten(0, 1), flat[:, :D], alpha=scale)
     if n > 1:
-        found = found.unflatten(-1, (m, n)).logsumexp(-1)
+        found = found.unflatten(-1, (n, m)).logsumexp(-2)
     return found.view(B, heads, t, H // heads, m).permute(0, 2, 1, 3, 4).reshape(B, t, H, m)

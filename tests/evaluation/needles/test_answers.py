@@ -57,6 +57,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("window", {"straddle": True, "questions": 1}),
     ("full", {"lengths": (150,), "depths": (0.5,), "questions": 1}),
     ("recurrent", {"lengths": (250,)}),
+    ("hils", {"questions": 1}),
     ("llama", {"format": "sentences", "landmarks": 2, "questions": 1}),
     ("pretrained", {"sight": "window", "lengths": (90,), "questions": 6}),
     ("mixed", {"sight": "window", "lengths": (150,), "questions": 6}),
@@ -97,7 +98,7 @@ def test_every_answer_is_that_of_the_whole_text(name: str, changes: dict[str, An
         chunks = [n.chunks(S) for n in trial.needles]
         assert line["needle_chunks"] == chunks
         if not isinstance(model, DRTForCausalLM | RPTForCausalLM):
-            assert "selected" not in line
+            assert ("selected" in line) == (name == "hils")  # what tokens selected has a test below
             continue
         out = model(ids[None], close_chunk=marks_of(ids, question), output_retrieval=True)
         before = (len(ids) - len(question.prompt)) // S
@@ -139,10 +140,11 @@ def _selections(retrieval: Any, chunk: int) -> list[tuple[list[int], list[float]
 
 
 @pytest.mark.parametrize("phases", ["any", pytest.param("end", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["landmark", "hils"])
 @torch.no_grad()
-def test_what_landmark_attention_read(phases: str, tmp_path: Path) -> None:
+def test_what_tokens_selected(name: str, phases: str, tmp_path: Path) -> None:
     """In every layer, of the question's last token and the cue, as if each were asked behind its own text."""
-    subject = subject_of("landmark")
+    subject = subject_of(name)
     several = {"kind": "multi-key", "needles": 3, "questions": 3, "phases": phases}
     result, lines = measured(tmp_path, subject, **several)
     settings = NeedleSettings(lengths=(LENGTH,), format="marks", **several)

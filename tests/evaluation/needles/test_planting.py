@@ -14,6 +14,7 @@ from tests.models.tiny import (
     assert_same,
     block_recurrent,
     drt,
+    hils,
     landmark,
     logits_of,
     rpt,
@@ -215,9 +216,9 @@ def test_planting_after_enough_was_read_on_is_exact() -> None:
     assert_same(answer, whole[:, N * S - 1 :])
 
 
-@pytest.mark.parametrize("build", [landmark, block_recurrent])
+@pytest.mark.parametrize("build", [landmark, block_recurrent, hils])
 def test_what_depends_on_all_that_was_read_is_not_planted_in(build: Any) -> None:
-    """Every layer's memory, the states."""
+    """Every layer's memory, the states, what tokens chose."""
     model, ids = build(), tokens(N * S)[0].view(N, S)
     cache = model.read(ids.view(1, -1))
     with (

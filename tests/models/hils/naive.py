@@ -40,6 +40,7 @@ class NaiveHiLS(_Naive):
         for row in range(1, len(rows)):
             self.number[row] = self.number[row - 1] + (row - 1 not in self.mark_of.values())
         self.retrieval: list[list[list[list[int]]]] = []  # layer, token, key/value head: chunks
+        self.weights: list[list[list[dict[int, float]]]] = []  # of each among them
         for number, layer in enumerate(model.layers):
             chooses = c.layer_types is None or c.layer_types[number] == "full_attention"
             normal = self.norm(layer.attention_norm, x)
@@ -87,6 +88,7 @@ class NaiveHiLS(_Naive):
         starts = [chunk[0] for chunk in self.chunks]
         out = torch.zeros_like(q)
         chosen_by: dict[int, list[list[int]]] = {}
+        weights_by: dict[int, list[dict[int, float]]] = {}
         for i in range(P):
             is_mark = i in self.mark_of.values()
             edge = max(0, self.number[i] - c.sliding_window + 1)
@@ -110,11 +112,13 @@ class NaiveHiLS(_Naive):
                     0
                 )
                 shares.append({m: float(s - seen_by) for m, s in score.items()})
-            chosen_by[i] = []
+            chosen_by[i], weights_by[i] = [], []
             for j in range(J):
                 most = {m: max(shares[h][m] for h in range(H) if h * J // H == j) for m in candidates}
                 best = sorted(candidates, key=lambda m: (-most[m], m))[: c.num_retrieved_chunks]
                 chosen_by[i].append(sorted(best))
+                among = torch.tensor([most[m] for m in sorted(best)], dtype=q.dtype).softmax(0).tolist()
+                weights_by[i].append(dict(zip(sorted(best), among, strict=True)))
             for h in range(H):
                 j = h * J // H
                 far = [far_k[keys[m], j] @ far_q[i, h] * D**-0.5 for m in chosen_by[i][j]]
@@ -126,6 +130,7 @@ class NaiveHiLS(_Naive):
                 out[i, h] = scores.softmax(0) @ values if len(scores) else 0
         if chooses:
             self.retrieval.append([chosen_by[row] for row in self.row_of])
+            self.weights.append([weights_by[row] for row in self.row_of])
         return out
 
     def score(self, m: int, keys: list[int], far_q: Tensor, i: int, h: int, far_k: Tensor) -> float:
