@@ -395,7 +395,7 @@ OURS = {
     "rpt-3b": 3_244_544_000, "block-recurrent-128m": 129_057_792, "block-recurrent-350m": 369_233_920,
     "block-recurrent-760m": 777_197_568, "block-recurrent-1.5b": 1_352_933_376, "block-recurrent-3b": 2_721_433_600,
     "base-512-1.5b": 1_317_277_696, "drt-x1-1.5b": 1_535_946_752, "base-512-3b": 2_666_378_240,
-    "drt-x1-3b": 3_060_966_400,
+    "drt-x1-3b": 3_060_966_400, "hils-345m": 292_673_536, "hils-7b": 7_314_825_216,
 }  # fmt: skip
 
 
@@ -427,6 +427,23 @@ def test_stages_from_a_pretrained_base(name: str) -> None:
         rows, micro = rows_per_step(config), config.training.micro_batch_size
         for processes in (1, 8):
             assert micro_batches(rows, processes, micro) >= 1
+
+
+@pytest.mark.parametrize(("name", "layers", "rank"), [("hils-345m", 16, 64), ("hils-7b", 32, 256)])
+def test_hils_as_its_paper_has_it(name: str, layers: int, rank: int) -> None:
+    """arXiv 2607.02980: in every layer, or in every fourth one of the 7B, which has as many key heads as OLMo-3."""
+    config = paper(name)
+    model = config.model_config()
+    every = 1 if name == "hils-345m" else 4
+    assert model.retrieving_layers == list(range(every - 1, layers, every))
+    assert (model.num_hidden_layers, model.calibration_rank) == (layers, rank)
+    assert (model.sliding_window, model.chunk_size, model.num_retrieved_chunks) == (512, 63, 32)
+    heads = (16, 2, 64) if every == 1 else (32, 32, 128)
+    assert (model.num_attention_heads, model.num_key_value_heads, model.head_dim) == heads
+    assert model.rope_scaling["original_max_position_embeddings"] == config.training.context_length == 8192
+    rows, micro = rows_per_step(config), config.training.micro_batch_size
+    assert micro is not None
+    assert micro_batches(rows, 8, micro) * micro * 8 == rows
 
 
 def test_every_row_has_its_file_and_every_file_is_said_in_the_readme() -> None:
