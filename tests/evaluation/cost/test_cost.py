@@ -85,6 +85,7 @@ MODELS_MADE: dict[str, Callable[[], TrailmarkForCausalLM]] = {
     "hils, mean": lambda: hils(
         chunk_score="mean", layer_types=["sliding_attention", "full_attention", "full_attention"]
     ),
+    "hils, mass": lambda: hils(chunk_score="mass", chunk_weights="keys"),
 }
 OFF: dict[str, Callable[[], TrailmarkForCausalLM]] = {
     "drt, retrieval off": lambda: drt(2).without_retrieval(),

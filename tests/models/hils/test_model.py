@@ -165,6 +165,13 @@ def test_taking_back_tokens_with_retrieval_off_leaves_a_memory_that_loads(tmp_pa
     assert_same(logits_of(model, ids[:, 1:5], past_key_values=loaded), logits_of(model, ids[:, :5])[:, 1:])
 
 
+def test_exact_masses_need_no_landmark_vectors_in_memory() -> None:
+    model = hils(chunk_score="mass", chunk_weights="keys")
+    cache = model.read(tokens(LENGTH))
+    assert sum(x.numel() for x in cache.memory.blocks(LENGTH // 4, 1)) == 0
+    assert model.cache_bytes(LENGTH, 0).landmarks == 0
+
+
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_padding_selects_nothing(side: str) -> None:
     ids, mask = padded([60, 9, 41], side)

@@ -100,10 +100,19 @@ def test_rows_of_unequal_lengths_corrupt_each_other(side: str) -> None:
         assert_same(own, logits_of(model, text)[0])
 
 
-@pytest.mark.parametrize("options", [{}, {"summary_query": "tokens"}, {"chunk_score": "mean"}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"calibration_rank": 2},
+        {"summary_query": "tokens"},
+        {"chunk_score": "mean"},
+        {"chunk_score": "mass", "chunk_weights": "keys"},
+    ],
+    ids=str,
+)
 def test_a_continued_cache_forgets_what_sums_its_chunks_up(options: dict[str, Any], tmp_path: Path) -> None:
     """Read, saved in the middle of a chunk, loaded and read on: as if it had been one text."""
-    model, ids = hils(calibration_rank=2, **options), tokens(LENGTH)
+    model, ids = hils(**options), tokens(LENGTH)
     cache = model.read(ids[:, :30])
     outs = []
     for piece in ids[:, 30:].split([12, 1, 18], 1):

@@ -100,6 +100,8 @@ class HiLSConfig(TrailmarkConfig):
     def summary_shape(self) -> tuple[int, int, int]:
         """Of a chunk's landmark vectors in one layer: summaries, heads that have one each, and numbers."""
         heads = self.num_attention_heads if self.chunk_score == "expansion" else self.num_key_value_heads
+        if self.chunk_score == "mass":  # nobody asks for one
+            return 0, heads, self.head_dim + 1
         return -(-self.chunk_size // (self.summary_tokens or self.chunk_size)), heads, self.head_dim + 1
 
     def with_fewer_layers(self, count: int) -> Self:

@@ -239,6 +239,8 @@ class ChunkRows(NamedTuple):
         """Landmark vectors [B, C, n, heads, D + 1] of keys [B, C, S, J, D] and queries [B, C, S + 1, H, D]."""
         config, (B, C, S) = self.config, k.shape[:3]
         n, heads, width = config.summary_shape
+        if not n:
+            return k.new_zeros(B, C, n, heads, width)
         size = config.summary_tokens or S
         first = torch.arange(n, device=k.device) * size
         of_parts = (lengths[..., None] - first).clamp(0, size).flatten(1)  # [B, C n]
