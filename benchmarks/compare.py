@@ -32,7 +32,7 @@ from typing import Any
 import compare_tables
 import torch
 from common import ROOT, Timers, data_folder, expect_settings, interleaved, parameters
-from compare_measure import MEASURED_FILE, asked, row_config, text_tokenizer
+from compare_measure import MEASURED_FILE, asked, recorded_levels, row_config, text_tokenizer
 from compare_rows import NEEDLE_LENGTH, ROWS, SEEDS, SIZES, jobs, measured, times
 from training import BareLoop
 from training_text import prepared, settings_of
@@ -73,6 +73,8 @@ class Comparison:
         kept = self.record.setdefault(
             name, {"settings": settings, "environment": environment(), "results": []}
         )
+        if "levels" in kept["settings"]:  # fields that came later were at their defaults
+            kept["settings"]["levels"] = recorded_levels(kept["settings"]["levels"])
         expect_settings(name, self.output, kept["settings"], settings)
         assert isinstance(kept, dict)
         return kept

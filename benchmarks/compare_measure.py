@@ -31,6 +31,7 @@ from training import BareLoop
 from training_text import losses, stretches, train, trained, trained_tokenizer
 
 from trailmark.data.corpus import Tokens, files_below, load_tokenizer, standard_library_texts, tokenize
+from trailmark.data.needles.curriculum_texts import Level
 from trailmark.evaluation.needles.ask import measure
 from trailmark.evaluation.needles.suite import NeedleSettings
 from trailmark.evaluation.record import environment
@@ -130,8 +131,7 @@ def ask_needles(model: TrailmarkForCausalLM, found: Found, path: Path, sizes: Si
     text = tokenize(standard_library_texts("haystack"), tokenizer)
     subject = Subject.of(model, tokenizer, CHUNK_SIZE)
     full = model.reach() is None
-    # what follows the needle changes all that they carry
-    anew = full or model.config.model_type in ("trailmark_landmark", "trailmark_block_recurrent")
+    anew = not model.can_be_planted  # what follows the needle changes all that they carry
     for factor, questions in sizes.questions.items():
         done = {r["factor"]: r["correct"] for r in found["results"]}
         if factor in done or (full and factor > FULL_UP_TO):
@@ -155,6 +155,11 @@ def asked(sizes: Sizes) -> Found:
         "levels": [[share, vars(level)] for share, level in LEVELS],
         "questions": {str(factor): list(counts) for factor, counts in sizes.questions.items()},
     }
+
+
+def recorded_levels(levels: Sequence[tuple[float, Found]]) -> list[list[Any]]:
+    """Levels of a record with the fields that came later: their defaults make the texts that there were before."""
+    return [[share, vars(Level(**level))] for share, level in levels]
 
 
 def measure_memory(job: Found) -> None:

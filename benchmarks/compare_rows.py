@@ -46,6 +46,11 @@ class Row:
 _WINDOW = ("needle-window", "data.first_level=0")
 _DRT = ("needle-drt", "model.num_hidden_layers=3", "model.num_lower_layers=1", "model.num_retrieved_chunks=4")
 _LAPTOP_DRT = ("laptop-drt-x1",)
+_LAPTOP_HILS = ("laptop-hils", "model.rope_scaling.original_max_position_embeddings=1024")  # trained so far
+_HILS = ("needle-hils",)
+# nothing that chooses is learned
+_MOBA = ("model.chunk_score=mean", "model.chunk_weights=keys")
+_SPARSE = ("model.chunk_score=mass", "model.chunk_weights=keys")
 _HASH = "model.embedder=hash"
 _MINILM = "model.embedder=MINILM"  # the folder is filled in, so that no path stands in a record
 
@@ -97,6 +102,20 @@ ROWS = {
         ("laptop-drt-x2",),
         (*_DRT, "model.num_retrieval_groups=2"),
         paper=Paper(1.24, 13.69, 13.18, 99.65, 100.0),
+    ),
+    "HiLS": Row(_LAPTOP_HILS, _HILS),
+    "HiLS, twice the steps": Row(None, _HILS, needle_steps=2),
+    "HSA": Row(
+        ("laptop-hsa",),
+        ("needle-hsa", "model.num_hidden_layers=3", "model.num_lower_layers=1", "model.num_retrieved_chunks=4"),
+    ),
+    "MoBA": Row(
+        (*_LAPTOP_HILS, *_MOBA, "model.calibration_rank=0"),
+        (*_HILS, *_MOBA, "model.summary_query=landmark", "model.summary_tokens=null"),
+    ),
+    "Block-sparse": Row(
+        (*_LAPTOP_HILS, *_SPARSE, "model.calibration_rank=0"),
+        (*_HILS, *_SPARSE, "model.summary_query=landmark", "model.summary_tokens=null"),
     ),
 }  # fmt: skip
 _ABLATIONS: dict[str, tuple[tuple[str, ...], Paper]] = {

@@ -203,6 +203,18 @@ def gca_against_others() -> list[Case]:
     return found + cases("gca", ("reference",), [T for T in LENGTHS if T <= 32768])
 
 
+def tokens_that_retrieve() -> list[Case]:
+    """HiLS of 345M and of 1.4B. SDPA is given gathered chunks, a megabyte a token and more: for the shortest text."""
+    if REHEARSAL:
+        small = Case("tokens", "", LENGTHS[0], DTYPE, True, 4, 2, 16, retrieved=4, reading=16)
+        return [replace(small, implementation=name) for name in ("triton", "torch", "sdpa")]
+    return [
+        Case("tokens", name, T, DTYPE, backward, heads, heads // 8, 64, retrieved=32)
+        for T, names in ((4096, ("triton", "torch", "sdpa")), (16384, ("triton", "torch")))
+        for heads in (16, 32) for name in names for backward in (False, True)
+    ]  # fmt: skip
+
+
 def selection() -> list[Case]:
     """All chunks of a text, and one query of 262,144."""
     names = ("triton", "torch")
@@ -241,6 +253,7 @@ def training_steps() -> list[Timing]:
 # the checks that each part needs
 NEEDS = {
     "gca": ("budgets", "repeats", "many elements"),
+    "tokens": ("budgets", "repeats", "many elements"),
     "landmark": ("landmark kernels",),
     "decoding": ("budgets",),
     "selection": ("others",),
@@ -255,6 +268,7 @@ def timings(official: bool) -> list[tuple[str, list[Timing]]]:
     parts = [
         ("gca", gca_against_sdpa()),
         ("gca", cases("gca", ("official",), LENGTHS) if official else []),
+        ("tokens", tokens_that_retrieve()),
         ("landmark", landmark_against_causal()),
         ("decoding", cases("decode", ("triton", "torch"), (1,), passes=(False,))),
         ("selection", selection()),
@@ -381,6 +395,7 @@ def goals(found: dict[str, Any]) -> list[list[str]]:
         if ours and "extra_of_own" in ours:
             peak = 1 + ours["extra_of_own"]
             rows.append(["peak memory / inputs, output, gradients", at, f"{peak:.2f}x", "<= 1.2x"])
+    rows += token_goals(found)
     rows += landmark_goals(found)
     steps = {r["tokens"]: r for r in found.get("training step", []) if "ratio" in r}
     for T in (256, 16384):
@@ -391,6 +406,23 @@ def goals(found: dict[str, Any]) -> list[list[str]]:
         few, many = (steps[T]["seconds"]["drt"]["step"] / T for T in (4096, 65536))
         rows.append(["time per token, 64K / 4K", "DRT step", f"{many / few:.2f}x", "<= 1.05x"])
     return rows
+
+
+def token_goals(found: dict[str, Any]) -> list[list[str]]:
+    timed = {
+        (r["heads"], r["tokens"], r["backward"], r["implementation"]): r["seconds"]["p50"]
+        for r in found.get("tokens", []) if "seconds" in r
+    }  # fmt: skip
+    return [
+        [
+            f"tokens that retrieve, {'forward + backward' if backward else 'forward'} / {name}",
+            f"H={heads}, T={T:,}",
+            f"{timed[heads, T, backward, 'triton'] / seconds:.2f}x",
+            "-",
+        ]
+        for (heads, T, backward, name), seconds in timed.items()
+        if name != "triton" and (heads, T, backward, "triton") in timed
+    ]
 
 
 def landmark_goals(found: dict[str, Any]) -> list[list[str]]:

@@ -83,7 +83,7 @@ def budget_jobs() -> list[Job]:
         cases = sorted((c for c in cases if c["K"] < 8), key=lambda c: c["J"] * c["R"] * c["S"] * c["D"])[:2]
     for case in cases:
         case |= {"N": max(8, 24 // case["K"]), "M": 5}
-    hot = [
+    hot: list[dict[str, Any]] = [
         {"D": D, "g": g, "S": 64, "K": 8, "R": 64, "J": 2, "N": 320, "M": 320, "dtype": dtype,
          "lengths": g > 1, "off_by_one": D == 64}
         for D in (64, 128) for g in (1, 4) for dtype in (torch.bfloat16, torch.float16)
@@ -92,8 +92,18 @@ def budget_jobs() -> list[Job]:
     N = 8 if REHEARSAL else 70_000
     many = {"N": N, "R": 1, "J": 2, "M": 5, "S": 16, "K": 2, "D": 16, "g": 1, "off_by_one": True}
     many["dtype"] = getattr(torch, DTYPE)
+    # tokens that retrieve, as in HiLS: sets of key/value heads, weights of query heads
+    token = {"R": 1, "J": 2, "per_query_head": True, "lengths": True, "off_by_one": False}
+    if REHEARSAL:
+        hot = [token | {"D": 16, "g": 2, "S": 16, "K": 4, "N": 8, "M": 5, "dtype": torch.float16}]
+    else:
+        sizes = ((64, 8, torch.bfloat16), (64, 4, torch.float16), (128, 1, torch.bfloat16))
+        hot += [
+            token | {"D": D, "g": g, "S": 64, "K": 32, "N": 320, "M": 64, "dtype": dtype}
+            for D, g, dtype in sizes
+        ]
     named = [("-".join(str(x).split(".")[-1] for x in case.values()), case) for case in [*hot, *cases]]
-    return [("many programs", many), *(named[8:] if REHEARSAL else named)]
+    return [("many programs", many), *named]
 
 
 def budget(job: Job) -> Rows:
@@ -207,6 +217,11 @@ def check_repeats(rows: Rows) -> None:
         tensors, rest = gca_cases.inputs(B=1, N=N, R=64, J=2, D=64, M=N, S=64, K=8, dtype=dtype)
         rest["indices"][:, :, 0] = 1
         _repeated(gca_cases.op(rest, "triton"), tensors, 250)
+    with noted(rows, "250 repeats bit-equal, tokens"):
+        sizes: dict[str, Any] = {"R": 1, "J": 2, "g": 8, "D": 64, "S": 64, "K": 8, "per_query_head": True}
+        tensors, rest = gca_cases.inputs(B=1, N=4 * N, M=N, dtype=dtype, **sizes)
+        rest["indices"][..., 0] = 1
+        _repeated(gca_cases.op(rest, "triton"), tensors, 250)
 
 
 def _repeated(op: Callable[..., Any], tensors: list[Tensor], times: int) -> None:
@@ -287,6 +302,7 @@ def check_no_synchronisation(rows: Rows) -> None:
     for name, changes in (
         ("lengths", {"R": size, "lengths": True}),
         ("selection per head", {"R": size, "per_head": True}),
+        ("tokens", {"R": 1, "g": 2, "per_query_head": True, "lengths": True}),
         ("decoding", {"R": 1, "N": 1}),
     ):
         tensors, rest = gca_cases.inputs(**shape | changes)

@@ -3,7 +3,8 @@
     python benchmarks/needles.py                       every case that benchmarks/needles.json lacks
     python benchmarks/needles.py "recipe's form" -s 1  one case
 
-A case trains the demo's model (about five minutes on two cores) and asks it what the demo asks.
+A case trains the demo's model (about five minutes on two cores) and asks it what the demo asks; "HiLS" and "HSA" train
+those of configs/needle-hils.yaml and needle-hsa.yaml instead.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from common import showing
+from common import CONFIGS, showing
 
 from trailmark import demo
 from trailmark.data.corpus import load_tokenizer, standard_library_texts, tokenize
@@ -23,6 +24,7 @@ from trailmark.evaluation.record import environment
 from trailmark.evaluation.subject import Subject
 from trailmark.files import read_json, write_json
 from trailmark.report.console import Progress
+from trailmark.training.config import RunConfig, load_run_config
 from trailmark.training.run import Run
 
 OUTPUT = Path(__file__).with_suffix(".json")
@@ -49,15 +51,25 @@ CASES: dict[str, tuple[dict[str, dict[str, Any]], Callable[[Run], None]]] = {
     "every chunk asks": ({}, levels(quiet=0.0)),
     "no decoys": ({}, levels(decoys=0.0)),
     "Muon at 0.02": ({"training": {"matrix_learning_rate": 0.02}}, lambda run: None),
+    "HiLS": ({}, lambda run: None),
+    "HSA": ({}, lambda run: None),
 }
+OTHER_MODELS = {"HiLS": "needle-hils", "HSA": "needle-hsa"}  # case: the file of its whole configuration
 SEEDS = {"demo": (1, 2)}  # seed 0 is benchmarks/demo.json
+
+
+def configuration(name: str, seed: int, folder: Path) -> RunConfig:
+    """What a case changes: the demo's, or that of another model."""
+    if name not in OTHER_MODELS:
+        return demo.Demo(folder, seed)._config("drt", demo.STEPS["drt"])
+    path = CONFIGS / f"{OTHER_MODELS[name]}.yaml"
+    return load_run_config(path, [f"output={folder / 'model'}", f"training.seed={seed}"])
 
 
 def measure(name: str, seed: int, folder: Path) -> dict[str, Any]:
     """Train, then ask; a second start goes on."""
     changes, curriculum = CASES[name]
-    story = demo.Demo(folder, seed)
-    config = story._config("drt", demo.STEPS["drt"])
+    config = configuration(name, seed, folder)
     config = replace(
         config,
         model=config.model | changes.get("model", {}),
@@ -67,11 +79,9 @@ def measure(name: str, seed: int, folder: Path) -> dict[str, Any]:
     tokenizer = load_tokenizer(config.data.tokenizer)
     progress = Progress()
 
-    run = Run(
-        config,
-        showing(progress, f"{name}, seed {seed}"),
-        tokenize(standard_library_texts("train"), tokenizer),
-    )
+    own = name in OTHER_MODELS  # trained as ``trailmark train`` does, which opens the same text itself
+    train_text = None if own else tokenize(standard_library_texts("train"), tokenizer)
+    run = Run(config, showing(progress, f"{name}, seed {seed}"), train_text)
     curriculum(run)
     model = type(run.model).from_pretrained(config.output) if run.finished else run.train()
     progress.clear()

@@ -1,6 +1,7 @@
 """What the ops cost: time and peak extra memory, against what one would write otherwise. CPU or CUDA.
 
     python benchmarks/ops.py                    the fastest device here; writes ops.json or ops-cuda.json
+    python benchmarks/ops.py --only tokens      one part; what the file has of the others stays
 
 Grouped cross-attention (8 chunks of 64 tokens for each chunk, 8 heads of 64): our op, the oracle that gathers
 and keeps everything ("reference"), `scaled_dot_product_attention` with as many keys per query, gathered
@@ -8,6 +9,11 @@ beforehand ("sdpa": equal FLOPs, no weights), and causal attention over the whol
 by flash attention, but for float32. Selection
 against the oracle that holds all scores; window attention (W = 512) against a dense mask; and the rate of
 GEMMs of the same inner sizes, many at once ("bmm") and one large ("mm").
+
+The part "tokens" has tokens that retrieve, as in HiLS: each reads 32 chunks of 64 tokens for each of 2 key/value heads,
+its 16 query heads of 64 weigh them for themselves. The chunks are drawn from the whole text, the worst case for caches.
+The oracle keeps megabytes for each token and SDPA is given them: so the last 128 tokens of a text read.
+Selection by every token is set against one whose queries are the text's chunks ("per chunk").
 
 What is ours is timed only after its results have kept the error budget of the design against float64. Cases are
 interleaved in rounds; on a CPU each runs in a process of its own, so that its peak memory is its own.
@@ -22,7 +28,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -31,18 +37,19 @@ from typing import Any
 import tables
 import torch
 import torch.nn.functional as F
-from common import peak_memory, percentiles
+from common import keep, peak_memory, percentiles
 from tables import Row
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tests.budgets import assert_within_budget
-from trailmark.files import write_json
+from trailmark.files import read_json, write_json
 from trailmark.machine import KEEP_FREED_MEMORY
 from trailmark.ops import (
     alibi_slopes,
     grouped_cross_attention,
     select_chunks,
+    select_for_tokens,
     sliding_window_attention,
 )
 
@@ -55,7 +62,7 @@ Made = tuple[Callable[..., Any], list[Tensor]]  # a function, and the tensors it
 class Case:
     """One row of the table. ``implementation`` is ours ("torch", "triton") or what we compare with."""
 
-    op: str  # "gca", "select", "window" or "gemm"
+    op: str  # of MAKE
     implementation: str
     tokens: int
     dtype: str = "float32"
@@ -66,20 +73,21 @@ class Case:
     chunk: int = 64
     retrieved: int = 8
     window: int = 512
+    reading: int | None = None  # tokens that read, the last of the text; None: all
     allocator: str = "kept"  # on a CPU: freed memory is kept, as the commands have it, or glibc's "default"
 
     def flops(self) -> int | None:
         """Of the GEMMs: two forward, five more backward (the scores once again)."""
-        if self.op not in ("gca", "gemm") or self.implementation == "causal":
+        if self.op not in ("gca", "gemm", "tokens") or self.implementation == "causal":
             return None
-        one = 2 * self.tokens * self.retrieved * self.chunk * self.heads * self.head_size
+        one = 2 * (self.reading or self.tokens) * self.retrieved * self.chunk * self.heads * self.head_size
         return one * (7 if self.backward else 2)
 
 
 def sdpa_backend(case: Case, device: str) -> str | None:
     """The kernel that SDPA is held to, so that a ratio says the same everywhere. None: PyTorch's choice, on a CPU
     and in float32, which flash attention does not take."""
-    if device != "cuda" or case.op not in ("gca", "landmark") or case.dtype == "float32":
+    if device != "cuda" or case.op not in ("gca", "landmark", "tokens") or case.dtype == "float32":
         return None
     return {
         "sdpa": "FLASH_ATTENTION",
@@ -123,6 +131,57 @@ def gca(case: Case, device: str) -> Made:
         return grouped_cross_attention(q, k, v, indices, weights, implementation=case.implementation)
 
     return read, [q, k, v, weights]
+
+
+def tokens(case: Case, device: str) -> Made:
+    """Tokens of a text read K chunks each for each key/value head; query heads weigh them for themselves."""
+    N, M, S, K = case.reading or case.tokens, case.tokens // case.chunk, case.chunk, case.retrieved
+    H, J, D = case.heads, case.key_value_heads, case.head_size
+    as_told: dict[str, Any] = {"dtype": getattr(torch, case.dtype), "device": device}
+    q = torch.randn(1, N, 1, H, D, **as_told)
+    k, v = (torch.randn(1, M, S, J, D, **as_told) for _ in range(2))
+    chosen = torch.rand(1, N, J, M).topk(min(K, M)).indices.sort(-1).values
+    indices = F.pad(chosen, (0, K - chosen.shape[-1]), value=-1).to(device)
+    weights = torch.rand(1, N, H, K).softmax(-1).to(device)
+    if case.implementation == "sdpa":  # [N, J, g, D] x [N, J, K * S, D]
+        head = torch.arange(J, device=device)[:, None]
+        keys, values = (x[0].transpose(1, 2)[indices[0], head].flatten(2, 3) for x in (k, v))
+        return sdpa(case, device), [q.view(N, J, H // J, D), keys, values]
+
+    def read(q: Tensor, k: Tensor, v: Tensor, weights: Tensor) -> Tensor:
+        return grouped_cross_attention(
+            q, k, v, indices, weights, softmax_off_by_one=False, implementation=case.implementation
+        )
+
+    return read, [q, k, v, weights]
+
+
+def select_tokens(case: Case, device: str) -> Made:
+    """All tokens of a text select K of the chunks before them for each key/value head; or its chunks do, once each."""
+    if case.implementation == "per chunk":
+        return select(replace(case, implementation="torch"), device)
+    T, M, H, J, D = case.tokens, case.tokens // case.chunk, case.heads, case.key_value_heads, case.head_size
+    as_told: dict[str, Any] = {"dtype": getattr(torch, case.dtype), "device": device}
+    query, beside = torch.randn(1, T, H, D, **as_told), torch.randn(1, T, H, **as_told)
+    landmarks = torch.randn(1, M, 1, H, D + 1, **as_told)
+    before = torch.arange(T, device=device)[None] // case.chunk
+
+    def choose(query: Tensor, beside: Tensor, landmarks: Tensor) -> Tensor:
+        found = select_for_tokens(query, beside, case.retrieved, before, J, [landmarks])[0].scores
+        return found.masked_fill(found == -torch.inf, 0).sort(-1, descending=True).values
+
+    def dense(query: Tensor, beside: Tensor, landmarks: Tensor) -> Tensor:
+        table = landmarks[:, :, 0]  # [1, M, H, D + 1]
+        scores = torch.einsum("bthd,bmhd->bthm", query, table[..., :D]) * D**-0.5
+        scores = scores + table[..., D].transpose(1, 2)[:, None]
+        there = (torch.arange(M, device=device) < before[..., None])[:, :, None]  # [1, T, 1, M]
+        scores = scores.masked_fill(~there, -torch.inf)
+        shares = scores - torch.logaddexp(scores.logsumexp(-1), beside)[..., None]
+        best = shares.unflatten(2, (J, H // J)).amax(3).topk(min(case.retrieved, M)).values
+        best = F.pad(best, (0, case.retrieved - best.shape[-1]), value=-torch.inf)
+        return best.masked_fill(best == -torch.inf, 0).sort(-1, descending=True).values
+
+    return dense if case.implementation == "reference" else choose, [query, beside, landmarks]
 
 
 def select(case: Case, device: str) -> Made:
@@ -182,7 +241,9 @@ def gemm(case: Case, device: str) -> Made:
     return run, []
 
 
-MAKE = {"gca": gca, "select": select, "window": window, "gemm": gemm}
+MAKE = {
+    "gca": gca, "select": select, "window": window, "gemm": gemm, "tokens": tokens, "select for tokens": select_tokens,
+}  # fmt: skip
 
 
 def run_pass(function: Callable[..., Any], leaves: list[Tensor], backward: bool) -> list[Tensor]:
@@ -198,6 +259,8 @@ def run_pass(function: Callable[..., Any], leaves: list[Tensor], backward: bool)
 def check(case: Case, device: str) -> None:
     """Output and gradients keep the budget against float64 on a shorter text; else an AssertionError."""
     short = replace(case, tokens=min(case.tokens, 16 * case.chunk))
+    if case.op == "tokens":
+        short = replace(short, reading=64)
     results = []
     for name, dtype in ((case.implementation, None), ("reference", None), ("reference", torch.float64)):
         torch.manual_seed(0)
@@ -209,20 +272,26 @@ def check(case: Case, device: str) -> None:
 
 
 def measure(case: Case, device: str, enough: float = 1.0) -> dict[str, Any]:
-    """Seconds of each pass after one, at least three and ``enough`` seconds of them; extra peak memory."""
+    """Seconds of each pass after one, at least three and ``enough`` seconds of them; extra peak memory.
+
+    Those of the processor say more than the clock's where other work runs beside.
+    """
     torch.manual_seed(0)
     function, leaves = MAKE[case.op](case, device)
     for leaf in leaves:
         leaf.requires_grad_(case.backward)
     cuda = device == "cuda"
 
+    busy: list[float] = []  # seconds of the processor
+
     def timed() -> float:
         if cuda:
             torch.cuda.synchronize()
-        began = time.perf_counter()
+        began, began_busy = time.perf_counter(), time.process_time()
         run_pass(function, leaves, case.backward)
         if cuda:
             torch.cuda.synchronize()
+        busy.append(time.process_time() - began_busy)
         return time.perf_counter() - began
 
     if cuda:
@@ -237,7 +306,7 @@ def measure(case: Case, device: str, enough: float = 1.0) -> dict[str, Any]:
         first <= SLOW and (len(seconds) < 3 or (sum(seconds) < enough and len(seconds) < 50))
     ):
         seconds.append(timed())
-    return {"seconds": seconds, "extra_bytes": extra}
+    return {"seconds": seconds, "processor_seconds": busy[-len(seconds) :], "extra_bytes": extra}
 
 
 def _peak(cuda: bool) -> int:
@@ -267,11 +336,28 @@ def cases(device: str) -> list[Case]:
     return [*found, Case("window", "torch", tokens[-1])]
 
 
-def collect(device: str, rounds: int) -> list[dict[str, Any]]:
-    """All cases in turn, ``rounds`` times; percentiles over all passes."""
+def token_cases(device: str) -> list[Case]:
+    """In the sizes of HiLS' 345M model."""
+    sizes: dict[str, Any] = {"heads": 16, "key_value_heads": 2, "retrieved": 32}
+    names = ("torch",) if device == "cpu" else ("triton", "torch")
+    found = []
+    for T in (4096, 16384):
+        some = Case("tokens", "", T, reading=128, **sizes)
+        found += [replace(some, implementation=name) for name in (*names, "reference", "sdpa")]
+        found += [replace(some, implementation=name, reading=None) for name in names]
+        every = Case("select for tokens", "", T, backward=False, **sizes)
+        found += [replace(every, implementation=name) for name in ("torch", "reference", "per chunk")]
+    return found
+
+
+PARTS = {"chunks": cases, "tokens": token_cases}
+
+
+def collect(device: str, rounds: int, part: str = "chunks") -> list[dict[str, Any]]:
+    """All cases of a part in turn, ``rounds`` times; percentiles over all passes."""
     found: dict[Case, list[dict[str, Any]]] = {}
     for number in range(rounds):
-        for case in cases(device):
+        for case in PARTS[part](device):
             before = found.get(case)
             if before is not None and (not before or before[0]["seconds"][0] > SLOW):
                 continue
@@ -287,7 +373,12 @@ def collect(device: str, rounds: int) -> list[dict[str, Any]]:
         results.append(
             {**asdict(case), "flops": case.flops(), "seconds": percentiles(seconds), "passes": len(seconds)}
         )
-        results[-1] |= {"extra_bytes": extra, "sdpa_backend": sdpa_backend(case, device)}
+        busy = percentiles([second for run in runs for second in run["processor_seconds"]])
+        results[-1] |= {
+            "processor_seconds": busy,
+            "extra_bytes": extra,
+            "sdpa_backend": sdpa_backend(case, device),
+        }
     return results
 
 
@@ -303,22 +394,28 @@ def _apart(what: str, case: Case) -> str:
 def _name(case: Case) -> str:
     passes = " forward + backward" if case.backward else " forward"
     allocator = ", glibc's default allocator" if case.allocator == "default" else ""
-    return f"{case.op}{passes}, {case.implementation}, {case.dtype}, {case.tokens} tokens{allocator}"
+    which = f"{case.tokens} tokens" if case.reading is None else f"{case.reading} of {case.tokens} tokens"
+    return f"{case.op}{passes}, {case.implementation}, {case.dtype}, {which}{allocator}"
 
 
-def table(results: list[dict[str, Any]]) -> str:
-    def ours(r: Row) -> Row | None:
-        """The row of our own implementation that a row is compared with."""
-        same = ("op", "tokens", "dtype", "backward", "allocator")
-        own = (x for x in results if x["implementation"] in OURS and all(x[key] == r[key] for key in same))
-        return next(own, None)
+def table(results: list[dict[str, Any]], part: str = "chunks") -> str:
+    def like(r: Row, names: Sequence[str]) -> Row | None:
+        """The row of one of these implementations that a row is compared with."""
+        same = ("op", "tokens", "dtype", "backward", "allocator", "reading")
+        found = (
+            x for x in results if x["implementation"] in names and all(x.get(y) == r.get(y) for y in same)
+        )
+        return next(found, None)
 
-    rows = [
-        r | {"of_ours": own and r["seconds"]["p50"] / own["seconds"]["p50"]}
-        for r in results
-        for own in [ours(r)]
-    ]
-    return tables.table(COLUMNS, rows)
+    rows = []
+    for r in results:
+        own, oracle = like(r, OURS), like(r, ("reference",))
+        rows.append(r | {"of_ours": own and r["seconds"]["p50"] / own["seconds"]["p50"]})
+        if own and "processor_seconds" in r:
+            rows[-1]["busy_of_ours"] = r["processor_seconds"]["p50"] / own["processor_seconds"]["p50"]
+        if oracle and r["extra_bytes"] and r["implementation"] in OURS:
+            rows[-1]["of_oracle"] = r["extra_bytes"] / oracle["extra_bytes"]
+    return tables.table(COLUMNS if part == "chunks" else TOKEN_COLUMNS, rows)
 
 
 COLUMNS: tables.Columns = {
@@ -333,6 +430,15 @@ COLUMNS: tables.Columns = {
     "GFLOP/s": lambda r: f"{r['flops'] / r['seconds']['p50'] / 1e9:,.0f}" if r["flops"] else "-",
     "peak extra memory": lambda r: "-" if r["op"] == "gemm" else tables.cell("{extra_bytes:mib ,.0f}", r),
 }
+TOKEN_COLUMNS: tables.Columns = {
+    **{title: COLUMNS[title] for title in ("op", "passes", "tokens")},
+    "that read": lambda r: f"{r['reading'] or r['tokens']:,}",
+    **{title: COLUMNS[title] for title in ("ms: p50 (p20-p80)", "time / ours")},
+    "processor's ms": "{processor_seconds[p50]:ms ,.1f}",
+    "processor's / ours": "{busy_of_ours:.2f}x",
+    "peak extra memory": COLUMNS["peak extra memory"],
+    "of reference's": "{of_oracle:.3f}",
+}
 
 
 def main() -> None:
@@ -340,6 +446,7 @@ def main() -> None:
     parser.add_argument("--case", help=argparse.SUPPRESS)
     parser.add_argument("--check", help=argparse.SUPPRESS)
     parser.add_argument("--device", choices=("cpu", "cuda"))
+    parser.add_argument("--only", choices=tuple(PARTS), help="a part; the file keeps the others")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
@@ -351,12 +458,16 @@ def main() -> None:
         return
     device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
     output = arguments.output or Path(__file__).with_name("ops.json" if device == "cpu" else "ops-cuda.json")
-    results = collect(device, arguments.rounds)
-    from trailmark.demo import environment  # only now: it imports transformers
+    from trailmark.demo import environment  # here: measuring does not import transformers
 
-    where = environment() | {"device": torch.cuda.get_device_name() if device == "cuda" else device}
-    write_json(output, {"environment": where, "results": results})
-    print(table(results))
+    for part in [arguments.only] if arguments.only else PARTS:
+        results = collect(device, arguments.rounds, part)
+        where = environment() | {"device": torch.cuda.get_device_name() if device == "cuda" else device}
+        if part == "chunks":
+            write_json(output, (read_json(output) or {}) | {"environment": where, "results": results})
+        else:
+            keep(output, part, results, where)
+        print(table(results, part))
     print(f"Numbers: {output}")
 
 

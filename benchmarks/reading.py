@@ -1,9 +1,9 @@
 """What reading costs, how far it reaches, and what a token costs after it.
 
-    python benchmarks/reading.py [speed far token memory saving search] [--model runs/demo/drt]
+    python benchmarks/reading.py [speed far token family memory saving search] [--model runs/demo/drt]
 
 Each part writes its results into benchmarks/reading.json; without a name, all run. Cases that are compared are
-interleaved in one process; medians of 7 rounds are reported, with the lowest and the highest.
+interleaved in one process; medians of 7 rounds (of 3 for "family") are reported, with the lowest and the highest.
 """
 
 from __future__ import annotations
@@ -35,6 +35,12 @@ from trailmark.memory.search import ExactSearch, FaissSearch
 from trailmark.models import (
     DRTConfig,
     DRTForCausalLM,
+    HiLSConfig,
+    HiLSForCausalLM,
+    HSAConfig,
+    HSAForCausalLM,
+    LandmarkConfig,
+    LandmarkForCausalLM,
     SlidingWindowConfig,
     SlidingWindowForCausalLM,
     TrailmarkForCausalLM,
@@ -201,6 +207,78 @@ def token(folder: Path | None) -> list[dict[str, Any]]:
     return results
 
 
+# --- the family --------------------------------------------------------------------------------------------
+
+# of each model, 8 chunks of 64 positions are read: of tokens, or of 63 and a landmark
+_FAMILY: dict[str, Any] = _MEDIUM | {"num_key_value_heads": 2, "window_position": "rope"}
+_FAMILY_LENGTHS, _FAMILY_BLOCK, _FAMILY_ROUNDS = (4096, 16384), 1024, 3
+
+
+def family_models() -> dict[str, TrailmarkForCausalLM]:
+    """Models of one size that read as many positions beside a window of 512, random weights."""
+    torch.manual_seed(0)
+    hils = _FAMILY | {"num_retrieved_chunks": 8}
+    landmark = {k: v for k, v in _FAMILY.items() if k != "window_position"}
+    made: dict[str, TrailmarkForCausalLM] = {
+        "window": SlidingWindowForCausalLM(SlidingWindowConfig(**_FAMILY)),
+        "DRT x1": DRTForCausalLM(DRTConfig(**_FAMILY, num_retrieval_groups=1)),
+        "DRT x2": DRTForCausalLM(DRTConfig(**_FAMILY, num_retrieval_groups=2)),
+        "HSA": HSAForCausalLM(HSAConfig(**_FAMILY, num_memory_heads=1, num_retrieved_chunks=8)),
+        "HiLS": HiLSForCausalLM(HiLSConfig(**hils)),
+        "MoBA": HiLSForCausalLM(HiLSConfig(**hils, chunk_score="mean", chunk_weights="keys")),
+        "Landmark": LandmarkForCausalLM(
+            LandmarkConfig(
+                **landmark,
+                sliding_window=None,
+                num_retrieved_chunks=8,
+                local_length=512,
+                max_position_embeddings=2048,
+            )
+        ),
+    }
+    return {name: model.eval() for name, model in made.items()}
+
+
+@torch.no_grad()
+def family(folder: Path | None) -> list[dict[str, Any]]:
+    """Of each model: tokens/s of reading and milliseconds a token after a text, and bytes that it keeps of a token."""
+    results = []
+    made = family_models()
+    caches = {name: model.new_cache() for name, model in made.items()}
+    for length in _FAMILY_LENGTHS:
+        read: dict[str, Callable[[], float]] = {}
+        each: dict[str, Callable[[], float]] = {}
+        for name, model in made.items():
+            read_up_to(model, caches[name], length)
+            print(name, length, "read", flush=True)
+            ids = random_text(model, _FAMILY_BLOCK)
+
+            def reading(model: Any = model, cache: Any = caches[name], ids: Tensor = ids) -> float:
+                branch = cache.branch()
+                return _FAMILY_BLOCK / seconds(lambda: model.read(ids, branch))
+
+            read[name], each[name] = reading, partial(per_token, model, caches[name], 8)
+        tokens_per_second = interleaved(read, _FAMILY_ROUNDS)
+        milliseconds = interleaved(each, _FAMILY_ROUNDS)
+        for name, model in made.items():
+            kept = model.cache_bytes(length, 0)
+            assert kept is not None
+            results.append(
+                {
+                    "model": name,
+                    "parameters": model.num_parameters(),
+                    "length": length,
+                    "tokens_per_second": spread(tokens_per_second[name]),
+                    "milliseconds": spread(milliseconds[name]),
+                    "window_bytes": kept.window_bytes,
+                    "bytes_per_token": kept.memory_bytes / length,
+                    "device_bytes_per_token": kept.landmarks / length,
+                }
+            )
+            print(results[-1], flush=True)
+    return results
+
+
 # --- memory ------------------------------------------------------------------------------------------------
 
 
@@ -308,6 +386,7 @@ PARTS: dict[str, Callable[[Path | None], list[dict[str, Any]]]] = {
     "speed": speed,
     "far": far,
     "token": token,
+    "family": family,
     "memory": memory,
     "saving": saving,
     "search": search,

@@ -11,6 +11,7 @@ import argparse
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import compare_tables
 import learning_tables
@@ -23,7 +24,7 @@ from landmark_decode import READING_TABLE, TOKEN_TABLE, split_table
 from ops import table as ops_table
 from tables import HERE, RIGHT, ROOT, Columns, Row, cell, crossed, fill, machine, on_machine, record, table
 
-from trailmark.demo import NAMES
+from trailmark.demo import CHANCE, NAMES, TRAIN_LENGTH
 from trailmark.files import read_json, write_json
 from trailmark.report.console import duration, size
 from trailmark.report.tables import NEEDLE_LEGEND, legend_text, markdown_table, needle_table
@@ -110,6 +111,34 @@ def needles_text() -> str:
     )
 
 
+def choosing_needles_text() -> str:
+    """What models whose tokens choose find of the demo's task."""
+    known: Any = read_json(HERE / "needles.json")
+    cases = [case for case in known if case["case"] in ("HiLS", "HSA")]
+    columns: Columns = {
+        "model": "{case}",
+        "seed": "{seed}",
+        "needles": "{needles}",
+        "tokens": "{length:,}",
+        "x train": lambda r: f"{r['length'] // TRAIN_LENGTH:,}",
+        "right": "{correct} of {questions}",
+        "share (95% interval)": RIGHT,
+        "needle's chunk read": "{recall:.3f}",
+        "tokens/s": "{tokens_per_second:,.0f}",
+    }
+    rows = [case | result for case in cases for result in case["results"]]
+    trained = " and ".join(
+        sorted({f"`configs/needle-{c['case'].lower()}.yaml` ({c['steps']:,} steps)" for c in cases})
+    )
+    return on_machine(
+        f"Trained by `trailmark train` with {trained}. Right is all five digits; chance is "
+        f"{CHANCE:.5f}. Questions end with their chunk; *needle's chunk read*: by some head, at the question's last "
+        "token or the next, where the chunk behind it may be read instead, to which windows carry what it says."
+        f"\n\n{table(columns, rows)}",
+        cases[0]["environment"],
+    )
+
+
 def two_hop_text() -> str:
     found = record("two_hop")
     cases = sorted(found["cases"], key=lambda case: (-case["groups"], -case["landmarks"], case["seed"]))
@@ -163,6 +192,22 @@ READING_PARTS: dict[str, tuple[str, Columns]] = {
             "DRT": "{drt:spread .2f}",
             "window only": "{window:spread .2f}",
             "ratio": lambda r: ratio(r, "drt", "window"),
+        },
+    ),
+    "family": (
+        "Models of one size (width 512, 12 layers, 8 heads with 2 of keys and values, windows of 512 positions), "
+        "random weights, that read 8 chunks of 64 positions (of 63 tokens and a landmark, or of 64 tokens); float32, after so "
+        "many tokens. Tokens/s and milliseconds a token: median (lowest-highest) of 3 rounds, interleaved. Bytes are "
+        "those of the formula: what a token adds to the memory, and of that what is searched and lies on the device.",
+        {
+            "model": "{model}",
+            "parameters": "{parameters:,}",
+            "after tokens": "{length:,}",
+            "read, tokens/s": "{tokens_per_second:spread}",
+            "a token, ms": "{milliseconds:spread .1f}",
+            "window": "{window_bytes:size}",
+            "memory a token": "{bytes_per_token:,.0f} bytes",
+            "of it searched": "{device_bytes_per_token:,.0f} bytes",
         },
     ),
     "memory": (
@@ -225,6 +270,11 @@ def far_text() -> str:
 def ops_text() -> str:
     found = record("ops")
     return on_machine(ops_table(found["results"]), found["environment"])
+
+
+def token_ops_text() -> str:
+    found = record("ops")["tokens"]
+    return on_machine(ops_table(found["results"], "tokens"), found["environment"])
 
 
 def speed_text() -> str:
@@ -501,10 +551,12 @@ DOCUMENTS: dict[str, Mapping[str, Callable[[], str]]] = {
         "explorer": explorer_text,
         "two hops": two_hop_text,
         "ops": ops_text,
+        "ops of tokens": token_ops_text,
         "reading": reading_text,
         "training": training_text,
         "waiting": waiting_text,
     },
+    "docs/models.md": {"choosing needles": choosing_needles_text},
     "docs/landmark.md": {
         "landmark op": landmark_op_text,
         "landmark decode": landmark_decode_text,

@@ -47,16 +47,20 @@ _SPILLED = 128  # bytes that landmark attention's spill today at most (float16, 
 
 
 def gca_kernel(
-    name: str, dtype: torch.dtype, rows: int, S: int, D: int, lengths: bool = False
+    name: str, dtype: torch.dtype, rows: int, S: int, D: int, lengths: bool = False, tokens: bool = False
 ) -> dict[str, Any]:
-    """One kernel of GCA with K = 8 for ``rows`` folded rows."""
+    """One kernel of GCA with K = 8 for ``rows`` folded rows.
+
+    ``tokens``: as HiLS' tokens read 32 chunks: the rows are query heads, each with weights of its own.
+    """
     kernel, cut = getattr(kernels, f"{name}_kernel"), gca.tiles(rows, S, D, dtype, name)
     constants: dict[str, Any] = {
-        "G": 1, "D": D, "K_PAD": 8, "BLOCK_R": cut.rows, "BLOCK_S": cut.keys, "BLOCK_D": cut.head,
-        "TILES": cut.per_chunk, "WIDE": False, "EXACT": dtype == torch.float32, "OFF_BY_ONE": True,
-        "HAS_LENGTHS": lengths, "KEEP": True, "PER_HEAD": False,
+        "G": rows if tokens else 1, "D": D, "K_PAD": 32 if tokens else 8,
+        "BLOCK_R": cut.rows, "BLOCK_S": cut.keys, "BLOCK_D": cut.head,
+        "TILES": cut.per_chunk, "WIDE": False, "EXACT": dtype == torch.float32, "OFF_BY_ONE": not tokens,
+        "HAS_LENGTHS": lengths, "KEEP": True, "PER_HEAD": tokens, "PER_QUERY_HEAD": tokens,
     }  # fmt: skip
-    what = {"op": "gca", "lengths": lengths, "kernel": name, "rows": rows, "S": S, "D": D}
+    what = {"op": "gca", "lengths": lengths, "tokens": tokens, "kernel": name, "rows": rows, "S": S, "D": D}
     return what | compile_kernel(kernel, dtype, cut.rows, cut, constants, _GCA_TABLES)
 
 
@@ -162,12 +166,14 @@ def cases(quick: bool) -> list[Case]:
     if quick:
         return [
             *of_gca(half, [(64, 64)], [64]),
+            *of_gca(half, [(8, 64)], [64], lengths=True, tokens=True),
             partial(gca_kernel, "keys", single, 64, 64, 64),
             *of_landmark(half, [63], [64, 128]),
         ]
     return [
         *of_gca(half, [(64, 64), (64, 63), (256, 64), (1, 64), (64, 128), (64, 200)], [64, 128, 256]),
         *of_gca(half, [(64, 63)], [64, 128], lengths=True),
+        *of_gca(half, [(8, 64), (1, 63)], [64, 128], lengths=True, tokens=True),
         *of_gca(torch.float16, [(64, 64)], [64, 80]),
         *of_gca(single, [(64, 64)], [64, 128, 256]),
         *of_landmark(half, [63, 50, 15, 127], [64, 128, 256]),

@@ -69,7 +69,7 @@ def test_a_training_says_what_it_does(tmp_path: Path, command: Command) -> None:
     assert (code, "Trained already" in out) == (0, True)
 
 
-@pytest.mark.parametrize("model", ["drt", "window", "landmark", "hils"])
+@pytest.mark.parametrize("model", ["drt", "window", "landmark", "hils", "hsa"])
 def test_a_text_model_of_any_kind(model: str, tmp_path: Path, command: Command) -> None:
     assert command("train", write_config(tmp_path, "text", model))[0] == 0
     code, out, _ = command(

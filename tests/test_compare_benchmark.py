@@ -103,6 +103,17 @@ def test_levels_come_by_the_step(rows: ModuleType, tmp_path: Path) -> None:
     assert run.batch(4)["input_ids"].shape[1] == 32 * 32
 
 
+def test_a_level_recorded_before_it_had_all_fields_is_the_same_level(
+    measure: ModuleType, rows: ModuleType
+) -> None:
+    now = measure.asked(rows.SIZES["cpu"])["levels"]
+    first = ("chunks", "blank", "dense", "near", "quiet", "mixed", "decoys", "early")
+    before = [[share, {name: level[name] for name in first}] for share, level in now]
+    assert measure.recorded_levels(before) == now
+    before[0][1]["chunks"] += 1
+    assert measure.recorded_levels(before) != now
+
+
 # --- numbers -------------------------------------------------------------------------------------------------
 
 

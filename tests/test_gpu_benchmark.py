@@ -43,11 +43,16 @@ def test_a_rehearsal_leaves_nothing_out(tmp_path: Path) -> None:
         assert all(row["passed"] for row in found[part])
     assert any("in parts" in row["check"] for row in found["budgets"])
     assert [row["passed"] for row in found["tests"]] in ([True], [None])  # None: the machine was too slow
-    for part in ("gca", "landmark", "decoding", "selection", "window", "training step"):
+    for part in ("gca", "tokens", "landmark", "decoding", "selection", "window", "training step"):
         assert found[part]
         assert not any("left_out" in row for row in found[part])
     assert not any(key.endswith(": left out") for key in found)
-    for at in ("J=2, S=63", "J=1, S=64", "D=16, S=50"):  # goals
+    for at in (
+        "J=2, S=63",
+        "J=1, S=64",
+        "D=16, S=50",
+        "tokens that retrieve, forward + backward / sdpa",
+    ):  # goals
         assert at in done.stdout
 
 

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from dataclasses import asdict, replace
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -19,26 +20,47 @@ ops = modules("ops")
 
 
 def small(case: Any) -> Any:
-    return replace(case, tokens=64, heads=2, key_value_heads=2, head_size=8, chunk=8, retrieved=2, window=16)
+    sizes = {"heads": 2 if case.heads == case.key_value_heads else 4, "key_value_heads": 2, "head_size": 8}
+    reading = case.reading and 16
+    return replace(case, tokens=64, chunk=8, retrieved=2, window=16, reading=reading, **sizes)
 
 
-def test_every_case_runs_and_ours_is_within_budget(ops: ModuleType) -> None:
+@pytest.mark.parametrize("part", ["chunks", "tokens"])
+def test_every_case_runs_and_ours_is_within_budget(ops: ModuleType, part: str) -> None:
     results = []
-    for case in {small(case) for case in ops.cases("cpu")}:
+    for case in {small(case) for case in ops.PARTS[part]("cpu")}:
         if case.implementation in ops.OURS:
             ops.check(case, "cpu")
         run = ops.measure(case, "cpu", enough=0)
-        assert len(run["seconds"]) == 3
+        assert len(run["seconds"]) == len(run["processor_seconds"]) == 3
         seconds = dict.fromkeys(("p20", "p50", "p80"), min(run["seconds"]))
         results.append({**asdict(case), "flops": case.flops(), "seconds": seconds, "extra_bytes": 0})
-    assert len(ops.table(results).splitlines()) == len(results) + 2
-    assert {r["implementation"] for r in results} >= {"torch", "reference", "sdpa", "causal", "bmm", "mm"}
+        results[-1]["processor_seconds"] = seconds
+    assert len(ops.table(results, part).splitlines()) == len(results) + 2
+    compared = {"causal", "bmm", "mm"} if part == "chunks" else {"per chunk"}
+    assert {r["implementation"] for r in results} >= compared | {"torch", "reference", "sdpa"}
 
 
-@pytest.mark.parametrize("op", ["gca", "select", "window"])
+def test_one_part_leaves_the_others_in_the_file(
+    ops: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    output = tmp_path / "ops.json"
+    before = {"environment": {"processor": "another"}, "results": [{"op": "gca"}]}
+    output.write_text(json.dumps(before))
+    cases = [small(case) for case in ops.token_cases("cpu") if case.op == "tokens"]
+    monkeypatch.setitem(ops.PARTS, "tokens", lambda device: cases[:1])
+    monkeypatch.setattr(sys, "argv", ["ops.py", "--only", "tokens", "--rounds", "1", "--output", str(output)])
+    ops.main()
+    found = json.loads(output.read_text())
+    assert {name: found[name] for name in before} == before
+    assert [row["op"] for row in found["tokens"]["results"]] == ["tokens"]
+
+
+@pytest.mark.parametrize("op", ["gca", "select", "window", "tokens", "select for tokens"])
 def test_a_wrong_result_is_not_timed(ops: ModuleType, op: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """One number of ours is off by a thousandth of the largest."""
-    case = next(small(c) for c in ops.cases("cpu") if (c.op, c.implementation) == (op, "torch"))
+    every = [case for part in ops.PARTS.values() for case in part("cpu")]
+    case = next(small(c) for c in every if (c.op, c.implementation) == (op, "torch"))
     make = ops.MAKE[op]
 
     def wrong(case: Any, device: str) -> Any:

@@ -15,6 +15,8 @@ _PUBLIC = {
     "BlockRecurrentForCausalLM": "trailmark.models",
     "DRTConfig": "trailmark.models",
     "DRTForCausalLM": "trailmark.models",
+    "HSAConfig": "trailmark.models",
+    "HSAForCausalLM": "trailmark.models",
     "HiLSConfig": "trailmark.models",
     "HiLSForCausalLM": "trailmark.models",
     "LandmarkConfig": "trailmark.models",

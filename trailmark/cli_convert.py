@@ -33,8 +33,8 @@ class ConvertSettings(Settings):
     fields: tuple[str, ...] = setting((), "Fields of the new model, as key=value ...", argument=True)
     output: Path = setting(help="Folder for the new model, which must not be there.", option="--output -o")
     to: str = setting(
-        help="What it becomes: drt, hils, landmark or sliding_window; a model with a window alone also llama, mistral, "
-        "qwen2 or qwen3 again.",
+        help="What it becomes: drt, hils, hsa, landmark or sliding_window; a model with a window alone also llama, "
+        "mistral, qwen2 or qwen3 again.",
         choices=_targets,
     )
     dtype: str | None = setting(

@@ -20,6 +20,7 @@ from tests.models.tiny import (
     block_recurrent,
     drt,
     hils,
+    hsa,
     landmark,
     logits_of,
     pad,
@@ -46,6 +47,8 @@ MODULES = [
         "models.hils.model",
         "models.hils.past",
         "models.hils.sight",
+        "models.hsa.model",
+        "models.hsa.chunks",
         "models.landmark.model",
         "models.landmark.cell",
         "models.landmark.memory",
@@ -154,6 +157,7 @@ CELLS_ON_DISK = (
     False,
 )
 TOKENS = (lambda: hils(num_hidden_layers=1, num_sinks=2, sliding_window=9), "device", False)
+CHOSEN = (lambda: hsa(1, num_hidden_layers=2, num_lower_layers=1, num_sinks=2), "device", False)
 MODELS = {
     "drt": DRT,
     "drt on disk, asked": ON_DISK,
@@ -162,6 +166,7 @@ MODELS = {
     "landmark": CELLS,
     "landmark on disk": CELLS_ON_DISK,
     "hils": TOKENS,
+    "hsa": CHOSEN,
 }
 
 
@@ -174,7 +179,7 @@ MODELS = {
         for said, call in CALLS.items()
         for how, stop in (("Ctrl-C", by_line), ("an error", by_op))
         for name, of in MODELS.items()
-        if of not in (CELLS, CELLS_ON_DISK, TOKENS) or stop is by_line
+        if of not in (CELLS, CELLS_ON_DISK, TOKENS, CHOSEN) or stop is by_line
     ],
 )
 @pytest.mark.parametrize("stops", [10, pytest.param(200, marks=pytest.mark.slow)])

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from tests.memory.test_strangers import sign_state
-from tests.models.tiny import block_recurrent, drt, hils, landmark, rpt, tokens, window_model
+from tests.models.tiny import block_recurrent, drt, hils, hsa, landmark, rpt, tokens, window_model
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -26,6 +26,7 @@ MODELS: dict[str, Callable[[], Any]] = {
     "block recurrent": block_recurrent,
     "landmark": landmark,
     "hils": lambda: hils(num_sinks=2),
+    "hsa": hsa,
 }
 _INTEGERS = (-1, -2, 1, 7, 2**31, 2**62, 2**63 - 1, -(2**63))
 

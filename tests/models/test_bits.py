@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.models.tiny import drt, hils, pad, tokens, window_model
+from tests.models.tiny import drt, hils, hsa, pad, tokens, window_model
 from trailmark.memory import ChunkCache
 from trailmark.models import TrailmarkForCausalLM
 from trailmark.models.outputs import CausalLMOutput
@@ -22,6 +22,7 @@ GROUPS = pytest.mark.parametrize("groups", [1, 2, 3])
 RETRIEVERS: dict[str, Make] = {
     "drt": lambda: drt(2),
     "hils": lambda: hils(num_hidden_layers=2, sliding_window=22, num_sinks=2, calibration_rank=2),
+    "hsa": lambda: hsa(num_memory_heads=2, num_retrieval_heads=2, num_sinks=2),
 }
 EACH = pytest.mark.parametrize("make", RETRIEVERS.values(), ids=RETRIEVERS)
 LENGTHS = (103, 58, 3)  # of a ragged batch

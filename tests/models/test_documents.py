@@ -18,6 +18,7 @@ from tests.models.tiny import (
     block_recurrent,
     drt,
     hils,
+    hsa,
     landmark,
     logits_of,
     pad,
@@ -63,6 +64,8 @@ MODELS: dict[str, tuple[Any, dict[str, Any]]] = {
         hils,
         {"num_sinks": 3, "max_sink_distance": 9, "summary_query": "tokens", "far_position": "window"},
     ),
+    "hsa": (hsa, {}),
+    "hsa-sinks-heads": (hsa, {"num_sinks": 3, "num_memory_heads": 2, "num_retrieval_heads": 2}),
     "moba": (hils, {"chunk_score": "mean", "chunk_weights": "keys"}),
     "landmark-gate-jump": (landmark, {"gate_probability": 0.5, "position_jump": 9}),
     "landmark-text": (landmark, {"landmark_loss": "text", "gate_probability": 0.5}),
@@ -116,20 +119,22 @@ def assert_each_as_alone(
     whole = pad([torch.cat(row) for row in texts], side, extra)
     present = pad([torch.ones(sum(lengths), dtype=torch.bool) for lengths in rows], side, extra)
     ids = pad([ids_of(lengths) for lengths in rows], side, extra)
-    retrieves = hasattr(model, "retrievers")
-    out = model(whole, present.long(), document_ids=ids, close_chunk=True, output_retrieval=retrieves)
+    out = model(whole, present.long(), document_ids=ids, close_chunk=True, output_retrieval=True)
     for b, lengths in enumerate(rows):
         columns, first_chunk = place(sum(lengths), whole.shape[1], side), 0
         logits = out.logits[b, columns]
         for text, span in zip(texts[b], spans(lengths), strict=True):
-            alone = model(text[None], close_chunk=True, output_retrieval=retrieves)
+            alone = model(text[None], close_chunk=True, output_retrieval=True)
             assert_same(logits[span], alone.logits[0])
             chunks = chunks_of(len(text))
             for ours, theirs in zip(out.retrieval or (), alone.retrieval or (), strict=True):
-                mine = ours.indices[b, first_chunk : first_chunk + chunks]
+                own = slice(first_chunk, first_chunk + chunks)
+                if not model.selects_by_chunk:
+                    own = slice(columns.start + span.start, columns.start + span.stop)
+                mine = ours.indices[b, own]
                 shifted = torch.where(mine >= 0, mine - first_chunk, -1)
                 assert torch.equal(shifted, theirs.indices[0])
-                assert_same(ours.weights[b, first_chunk : first_chunk + chunks], theirs.weights[0])
+                assert_same(ours.weights[b, own], theirs.weights[0])
             first_chunk += chunks
 
 
@@ -139,7 +144,8 @@ def test_a_document_in_a_row_is_as_it_is_alone(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["drt-2-exclude", "drt-hidden", "window-sinks", "window", "full-rope", "landmark-gate-jump"]
+    "name",
+    ["drt-2-exclude", "drt-hidden", "hsa", "window-sinks", "window", "full-rope", "landmark-gate-jump"],
 )
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_rows_with_other_documents_and_padding(name: str, side: str) -> None:

@@ -12,10 +12,11 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from tests.models.tiny import drt_config, hils_config, landmark_config, window_config
+from tests.models.tiny import drt_config, hils_config, hsa_config, landmark_config, window_config
 from trailmark.models import (
     DRTForCausalLM,
     HiLSForCausalLM,
+    HSAForCausalLM,
     LandmarkForCausalLM,
     SlidingWindowForCausalLM,
     TrailmarkForCausalLM,
@@ -58,6 +59,10 @@ MODELS: dict[str, Callable[[], TrailmarkForCausalLM]] = {
     ),
     "hils": lambda: HiLSForCausalLM(hils_config(**FAN_IN, calibration_rank=2, num_sinks=2)),
     "moba": lambda: HiLSForCausalLM(hils_config(**FAN_IN, chunk_score="mean", chunk_weights="keys")),
+    "hsa": lambda: HSAForCausalLM(hsa_config(**FAN_IN, num_sinks=2)),
+    "hsa, stick-breaking": lambda: HSAForCausalLM(
+        hsa_config(**FAN_IN, chunk_weights="stick_breaking", recency_decay=False)
+    ),
 }
 
 # fmt: off
@@ -97,6 +102,18 @@ GOLDEN: dict[str, list[float]] = {
         2.67464273, 2.48776069, 2.30081094, 2.15112318, 2.01748611,
         1.87001112, 1.75838259, 1.64199315, 1.53882994, 1.44408892,
         1.34243861, 1.24343857, 1.15271854, 1.06293619, 0.98026612,
+    ],
+    "hsa": [
+        4.92932011, 3.78434992, 3.16114625, 2.75897498, 2.44905760,
+        2.21458490, 2.04153632, 1.84678099, 1.68756364, 1.54554642,
+        1.46012218, 1.33807418, 1.23781749, 1.13341924, 1.03910704,
+        0.94793892, 0.87046860, 0.81342318, 0.74691944, 0.68336148,
+    ],
+    "hsa, stick-breaking": [
+        4.88923230, 3.75688054, 3.13080361, 2.74627839, 2.43680417,
+        2.20233599, 2.00344338, 1.84033524, 1.66275627, 1.51931162,
+        1.37855946, 1.27611690, 1.15935611, 1.07699930, 0.97510291,
+        0.89828232, 0.82727864, 0.75928628, 0.69795957, 0.64315071,
     ],
 }
 # fmt: on

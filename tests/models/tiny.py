@@ -19,6 +19,8 @@ from trailmark.models import (
     DRTForCausalLM,
     HiLSConfig,
     HiLSForCausalLM,
+    HSAConfig,
+    HSAForCausalLM,
     LandmarkConfig,
     LandmarkForCausalLM,
     RPTConfig,
@@ -150,6 +152,21 @@ def hils_config(**changes: Any) -> HiLSConfig:
     return HiLSConfig(**(sizes | changes))
 
 
+def hsa_config(groups: int = 2, **changes: Any) -> HSAConfig:
+    """Chunks of 4, 3 of them read by each token; one key/value head of what is read, two of windows."""
+    lower, upper = LAYERS[groups]
+    sizes = SIZES | {
+        "num_hidden_layers": lower + upper,
+        "num_lower_layers": lower,
+        "num_retrieval_groups": groups,
+        "num_retrieved_chunks": 3,
+        "num_memory_heads": 1,
+        "retrieval_size": 12,
+        "chunk_size": 4,
+    }
+    return HSAConfig(**(sizes | changes))
+
+
 def block_recurrent_config(**changes: Any) -> BlockRecurrentConfig:
     """Blocks of 5, 3 states in the second of 4 layers: a window shows more than a block, and ends inside one."""
     sizes = SIZES | {"num_hidden_layers": 4, "recurrent_layer": 2, "block_size": 5, "num_states": 3}
@@ -180,6 +197,12 @@ def hils(seed: int = 0, **changes: Any) -> HiLSForCausalLM:
     return model
 
 
+def hsa(groups: int = 2, seed: int = 0, **changes: Any) -> HSAForCausalLM:
+    model = HSAForCausalLM(hsa_config(groups, **changes)).double().eval()
+    draw_weights(model, seed)
+    return model
+
+
 def block_recurrent(seed: int = 0, **changes: Any) -> BlockRecurrentForCausalLM:
     model = BlockRecurrentForCausalLM(block_recurrent_config(**changes)).double().eval()
     draw_weights(model, seed)
@@ -192,6 +215,7 @@ EACH_MODEL = pytest.mark.parametrize(
         pytest.param(lambda **kw: drt(2, **kw), id="drt"),
         pytest.param(window_model, id="window"),
         pytest.param(lambda **kw: hils(**{"num_sinks": 2, "far_position": "window"} | kw), id="hils"),
+        pytest.param(lambda **kw: hsa(**{"num_sinks": 2} | kw), id="hsa"),
         pytest.param(
             lambda **kw: block_recurrent(**{"block_size": 4} | kw),
             id="block-recurrent",

@@ -19,7 +19,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.models.tiny import drt, hils, landmark, rpt
+from tests.models.tiny import drt, hils, hsa, landmark, rpt
 from tests.trace.test_trace import V, subject_of
 from trailmark.evaluation import reading
 from trailmark.evaluation.reading import Reader
@@ -38,6 +38,7 @@ MODELS: dict[str, Callable[..., Any]] = {
     "rpt": lambda: rpt(vocab_size=V),
 }
 MODELS |= {"landmark": lambda: landmark(vocab_size=V), "hils": lambda: hils(vocab_size=V)}
+MODELS["hsa"] = lambda: hsa(vocab_size=V)
 TEXTS = ("the river 😀\r\né xy", "a boat😀 on")
 
 
@@ -75,7 +76,8 @@ def outcome(folder: Path) -> tuple[bytes, bytes]:
 
 
 @pytest.mark.parametrize(
-    "kind", ["drt", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("rpt", "landmark", "hils"))]
+    "kind",
+    ["drt", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("rpt", "landmark", "hils", "hsa"))],
 )
 def test_the_memory_is_that_of_a_reading_without_a_trace(
     kind: str, books: list[Path], tmp_path: Path

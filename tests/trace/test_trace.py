@@ -18,9 +18,21 @@ from transformers import AutoTokenizer
 from tests.data.corpora import prose, save_bpe
 from tests.data.neighbours.encoders import save_bert
 from tests.models.hils.naive import NaiveHiLS
+from tests.models.hsa.naive import NaiveHSA
 from tests.models.landmark.naive import NaiveReading
 from tests.models.rpt.naive import NaiveRPT
-from tests.models.tiny import EXACT, NaiveDRT, block_recurrent, drt, hils, landmark, rpt, split, window_model
+from tests.models.tiny import (
+    EXACT,
+    NaiveDRT,
+    block_recurrent,
+    drt,
+    hils,
+    hsa,
+    landmark,
+    rpt,
+    split,
+    window_model,
+)
 from tests.trace.whole import totals
 from trailmark.data.corpus import load_tokenizer, tokenize
 from trailmark.evaluation.reading import Reader
@@ -180,13 +192,35 @@ def test_a_hils_is_traced_as_the_equations_say(chunk_score: str) -> None:
     ids, J, K = some_bytes(37), 2, 3
     naive, chunks = NaiveHiLS(model, ids), traced(model, ids, (7, 1, 16))
     laid_out(chunks, ids)
+    assert_means(chunks, naive.weights, J, K)
+    assert_losses(chunks, ids, naive.logits, whole(model.without_retrieval(), ids))
+
+
+def test_an_hsa_is_traced_as_the_equations_say() -> None:
+    model = hsa(vocab_size=V, num_memory_heads=2, num_retrieval_heads=2)
+    ids, J, K = some_bytes(37), 2, 3
+    naive, chunks = NaiveHSA(model, ids), traced(model, ids, (7, 1, 16))
+    laid_out(chunks, ids)
+    weights = [
+        [
+            [dict(zip(*pair, strict=True)) for pair in zip(chosen, weighed, strict=True)]
+            for chosen, weighed in zip(*of, strict=True)
+        ]
+        for of in zip(naive.retrieval, naive.weights, strict=True)
+    ]
+    assert_means(chunks, weights, J, K)
+    assert_losses(chunks, ids, naive.logits, whole(model.without_retrieval(), ids))
+
+
+def assert_means(chunks: Any, weights: list[Any], J: int, K: int) -> None:
+    """Each chunk's reads are means over its tokens and J heads of weights (group, token, head: by chunk)."""
     longer = 0
     for chunk in chunks:
-        assert len(chunk.reads) == model.config.num_hidden_layers
-        for layer, read in enumerate(chunk.reads):
+        assert len(chunk.reads) == len(weights)
+        for group, read in enumerate(chunk.reads):
             means: dict[int, float] = {}
             for t in range(chunk.first_token, chunk.first_token + len(chunk.ids)):
-                for among in naive.weights[layer][t]:
+                for among in weights[group][t]:
                     for m, weight in among.items():
                         means[m] = means.get(m, 0) + weight / (J * len(chunk.ids))
             kept = sorted(sorted(means, key=lambda m: (-means[m], m))[:K])
@@ -195,7 +229,6 @@ def test_a_hils_is_traced_as_the_equations_say(chunk_score: str) -> None:
             assert read.rest == pytest.approx(sum(means.values()) - sum(means[m] for m in kept), abs=EXACT)
             longer += len(means) > K
     assert longer
-    assert_losses(chunks, ids, naive.logits, whole(model.without_retrieval(), ids))
 
 
 # --- the text ------------------------------------------------------------------------------------------------
@@ -397,7 +430,7 @@ def test_a_model_that_retrieves_nothing_is_refused(make: Any, files: list[Path],
     ):
         with pytest.raises(
             ValueError,
-            match=r"^model: expected one that retrieves chunks \(drt, hils, landmark, rpt.*\), .* retrieves nothing",
+            match=r"^model: expected one that retrieves chunks \(drt, hils, hsa, landmark, rpt.*\), .* nothing",
         ):
             call()
 
@@ -413,6 +446,7 @@ def test_a_model_that_retrieves_nothing_is_refused(make: Any, files: list[Path],
         ),
         (landmark, 11, "a cell of 11 tokens"),
         (hils, 10, "a window of 7 tokens, on to a chunk's beginning"),
+        (hsa, 4, "a chunk of 4 tokens"),
         (lambda **more: rpt(exclude_visible_chunks=False, **more), 8, "two chunks of 4 tokens"),
         (
             lambda **more: rpt(exclude_visible_chunks=True, sliding_window=19, **more),

@@ -68,7 +68,7 @@ def some(draw: st.DrawFn, **choices: st.SearchStrategy[Any]) -> dict[str, Any]:
 def models(draw: st.DrawFn, task: str, context: int) -> dict[str, Any]:
     heads, layers = draw(st.sampled_from([1, 2, 4])), draw(st.integers(1, 3))
     architecture = draw(
-        st.sampled_from(["drt", "hils", "landmark", "sliding_window", "rpt", "block_recurrent"])
+        st.sampled_from(["drt", "hils", "hsa", "landmark", "sliding_window", "rpt", "block_recurrent"])
     )
     fields: dict[str, Any] = {
         "architecture": architecture,
@@ -197,6 +197,36 @@ def models(draw: st.DrawFn, task: str, context: int) -> dict[str, Any]:
             fields |= some(draw, summary_tokens=st.integers(1, chunk_size))
         if weights == "score":
             fields |= some(draw, calibration_rank=st.integers(1, 3))
+    elif architecture == "hsa":
+        lower, memory = draw(st.integers(0, layers - 1)), draw(st.sampled_from([1, heads]))
+        choosing = draw(st.sampled_from([1, memory]))
+        weights = draw(st.sampled_from(["softmax", "stick_breaking"]))
+        fields |= {
+            "sliding_window": draw(st.sampled_from([1, 2, 9, 33, 500])),
+            "window_position": draw(st.sampled_from(["alibi", "rope"])),
+            "num_lower_layers": lower,
+            "chunk_size": chunk_size,
+            "num_retrieved_chunks": draw(st.integers(2, 5)),
+            "num_retrieval_groups": draw(
+                st.sampled_from([n for n in (1, 2, 3) if (layers - lower) % n == 0])
+            ),
+            "num_memory_heads": memory,
+            "num_retrieval_heads": choosing,
+            "chunk_weights": weights,
+            "recency_decay": weights == "softmax" and draw(st.booleans()),
+        }
+        fields |= some(
+            draw,
+            num_encoder_layers=st.integers(1, 2),
+            chunk_summary=st.sampled_from(["landmark", "mean"]),
+            retrieval_size=st.sampled_from([choosing, 3 * choosing]),
+            softmax_off_by_one=st.booleans(),
+            retrieval_normalization=st.booleans(),
+            retrieval_scale=st.sampled_from([0.5, 4.0]),
+            retrieval_noise=st.booleans(),
+            residual_gca=st.booleans(),
+            num_sinks=st.integers(1, 5),
+        )
     else:
         fields["sliding_window"] = draw(st.sampled_from([None, 1, 2, 9, 33, 500]))
         fields["window_position"] = draw(st.sampled_from(["alibi", "rope"]))
@@ -428,7 +458,9 @@ def fields_of(config: RunConfig) -> list[tuple[str, str, Any]]:
     return found + [("model", f, kind) for f, kind in field_types(model).items() if f not in TOKENS]
 
 
-TINY: dict[str, dict[str, Any]] = {name: MODELS[name] for name in ("drt", "window", "landmark", "hils")} | {
+TINY: dict[str, dict[str, Any]] = {
+    name: MODELS[name] for name in ("drt", "window", "landmark", "hils", "hsa")
+} | {
     "rpt": SHARED | {"architecture": "rpt", "retriever": "encoder", "embedder": "hash"},
     "block_recurrent": SHARED | {"architecture": "block_recurrent"},
 }

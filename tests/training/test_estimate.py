@@ -21,6 +21,7 @@ from trailmark.models import (
     BlockRecurrentConfig,
     DRTConfig,
     HiLSConfig,
+    HSAConfig,
     LandmarkConfig,
     RPTConfig,
     SlidingWindowConfig,
@@ -66,6 +67,11 @@ def rpt(**fields: Any) -> RPTConfig:
 def hils(**fields: Any) -> HiLSConfig:
     own = {"sliding_window": 40, "chunk_size": 16, "num_retrieved_chunks": 3}
     return HiLSConfig(**(SIZES | own | fields))
+
+
+def hsa(**fields: Any) -> HSAConfig:
+    own = {"sliding_window": 40, "chunk_size": 16, "num_retrieved_chunks": 3, "num_retrieval_groups": 1}
+    return HSAConfig(**(SIZES | own | fields))
 
 
 def block_recurrent(**fields: Any) -> BlockRecurrentConfig:
@@ -172,6 +178,9 @@ CASES: list[Any] = [
     ),
     (rpt(num_hidden_layers=10, num_lower_layers=3, cross_attention_every=2), 256, 1, False),
     (block_recurrent(num_hidden_layers=9, recurrent_layer=4, block_size=32), 256, 2, False),
+    (hsa(), 256, 2, False),
+    (hsa(num_hidden_layers=12, num_retrieval_groups=3, num_memory_heads=1), 256, 2, False),
+    (hsa(num_hidden_layers=12, num_encoder_layers=5, num_retrieval_groups=2), 256, 2, True),
     (hils(calibration_rank=8), 256, 2, False),
     (hils(calibration_rank=8, num_hidden_layers=7), 256, 2, True),
     (
@@ -261,6 +270,7 @@ def test_rows_are_extrapolated() -> None:
     drt(num_hidden_layers=12, num_retrieval_groups=2), drt(num_hidden_layers=12, memory_kv="layer"),
     landmark(), window(), block_recurrent(num_hidden_layers=9),
     rpt(num_hidden_layers=12, neighbour_augmentation=True), hils(num_hidden_layers=7, calibration_rank=8),
+    hsa(num_hidden_layers=12, num_retrieval_groups=3),
 ])  # fmt: skip
 def test_flops_are_those_of_the_torch_path(config: TrailmarkConfig) -> None:
     def sdpa(q: Any, k: Any, v: Any, *_: Any, **__: Any) -> int:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from tests.models.tiny import EXACT, block_recurrent, drt, hils, landmark, rpt, window_model
+from tests.models.tiny import EXACT, block_recurrent, drt, hils, hsa, landmark, rpt, window_model
 from tests.training import killed
 from tests.training.killed import begin, watched
 from tests.training.tiny import TEXT, run_config
@@ -53,7 +53,7 @@ def weights_of(folder: str | Path) -> dict[str, Tensor]:
 
 def test_each_architecture_says_which_of_its_weights_a_plain_model_lacks() -> None:
     plain = {re.sub(r"^layers\.\d+\.", "", name) for name, _ in window_model().named_parameters()}
-    for model in (drt(), landmark(), rpt(), block_recurrent(), hils(calibration_rank=2)):
+    for model in (drt(), landmark(), rpt(), block_recurrent(), hils(calibration_rank=2), hsa()):
         parts = {name: model.part_of(name) for name, _ in model.named_parameters()}
         assert {"additions", "rest"} <= set(parts.values()), type(model)
         for name, part in parts.items():

@@ -81,6 +81,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "text, landmark": {"task": "text", "model": "landmark, drawing"},
     "needles, landmark": {"task": "needles", "model": "landmark"},
     "text, hils": {"task": "text", "model": "hils"},
+    "needles, hsa": {"task": "needles", "model": "hsa"},
 }
 
 
@@ -338,6 +339,7 @@ def test_too_little_text_is_refused(tmp_path: Path) -> None:
         ("muon", "drt"),
         ("muon", "landmark"),
         ("muon", "hils"),
+        ("muon", "hsa"),
         ("adamw", "drt"),
         ("adamw", "window"),
         pytest.param("muon", "window", marks=pytest.mark.slow),

@@ -53,6 +53,15 @@ MODELS: dict[str, dict[str, Any]] = {
         "summary_tokens": 8,
         "calibration_rank": 2,
     },
+    "hsa": SHARED
+    | {
+        "architecture": "hsa",
+        "num_lower_layers": 1,
+        "num_retrieval_groups": 1,
+        "chunk_size": CHUNK_SIZE,
+        "num_retrieved_chunks": 2,
+        "retrieval_noise": True,
+    },
 }
 
 

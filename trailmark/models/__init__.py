@@ -9,6 +9,8 @@ from trailmark.models.drt.config import DRTConfig
 from trailmark.models.drt.model import DRTForCausalLM
 from trailmark.models.hils.config import HiLSConfig
 from trailmark.models.hils.model import HiLSForCausalLM
+from trailmark.models.hsa.config import HSAConfig
+from trailmark.models.hsa.model import HSAForCausalLM
 from trailmark.models.landmark.config import LandmarkConfig
 from trailmark.models.landmark.model import LandmarkForCausalLM
 from trailmark.models.outputs import CausalLMOutput
@@ -22,6 +24,7 @@ for _model in (
     BlockRecurrentForCausalLM,
     DRTForCausalLM,
     HiLSForCausalLM,
+    HSAForCausalLM,
     LandmarkForCausalLM,
     RPTForCausalLM,
     SlidingWindowForCausalLM,
@@ -35,6 +38,8 @@ __all__ = [
     "CausalLMOutput",
     "DRTConfig",
     "DRTForCausalLM",
+    "HSAConfig",
+    "HSAForCausalLM",
     "HiLSConfig",
     "HiLSForCausalLM",
     "LandmarkConfig",

@@ -198,6 +198,11 @@ class ModelAnswers:
         """
         return self.selects_by_chunk and self.reach() is not None
 
+    @property
+    def waits(self) -> bool:
+        """Whether layers that read the memory wait until logits are wanted, and keep what they found."""
+        return True
+
     def encode(
         self,
         input_ids: Tensor,

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from trailmark.memory import ChunkCache, MemoryEntries
 from trailmark.memory.schema import Expected
 from trailmark.models.arguments import check_tokens
-from trailmark.models.candidates import no_selection
+from trailmark.models.candidates import no_selection, selection_of_tokens
 from trailmark.models.causal_lm import TrailmarkForCausalLM
 from trailmark.models.embedding import Given, Vectors, embed_chunks, expect_embedder
 from trailmark.models.grid import Grid, Integers
@@ -28,7 +28,7 @@ from trailmark.ops import ChunkSelection
 
 
 class Chunks(ABC):
-    """The chunks that the landmarks of a call may select: those of a whole text, or those of a memory.
+    """The chunks that the landmarks (or tokens) of a call may select: those of a whole text, or those of a memory.
 
     Training, prefill and decoding ask it the same two questions, once for each group of upper layers.
     """
@@ -40,10 +40,11 @@ class Chunks(ABC):
 
     @abstractmethod
     def select(self, group: int, query: Tensor | None) -> ChunkSelection:
-        """What each closed chunk of the call selects, [B, C, K].
+        """What each closed chunk of the call selects, [B, C, K]; where tokens select, each position, [B, P, J, K].
 
         Args:
-            query: [B, C, E] of the group's landmarks; None: of a model that asks with what it knows of the chunks.
+            query: [B, C, E] of the group's landmarks, or [B, P, d] of positions; None: of a model that asks with what
+                it knows of the chunks.
         """
 
     def scores(self) -> tuple[Tensor, ...]:
@@ -121,8 +122,12 @@ class LayeredForCausalLM(TrailmarkForCausalLM):
         return None
 
     def _query(self, group: int, x: Tensor, grid: Grid) -> Tensor | None:
-        """What the landmarks among positions x [B, P, E] ask with, [B, C, E]."""
+        """What the landmarks among positions x [B, P, E] ask with, [B, C, E]; where tokens select, all of them."""
         return None
+
+    def _begin_group(self, group: int, x: Tensor, reading: tuple[Any, ...]) -> Tensor:
+        """Positions x [B, P, E] through what stands before the layers of a group."""
+        return x
 
     def _of_layer(self, reading: tuple[Any, ...], number: int) -> tuple[Any, ...]:
         """The part of a reading that is upper layer ``number``'s."""
@@ -177,6 +182,8 @@ class LayeredForCausalLM(TrailmarkForCausalLM):
         states = self.norm(grid.last_tokens(keep)(x))
         if chunks is None:
             return Hidden(states)
+        if not self.selects_by_chunk:
+            return Hidden(states, tuple(selection_of_tokens(chosen, grid) for chosen in selections))
         return Hidden(states, tuple(selections), grid.closed, ranking=chunks.ranking, chunks=chunks)
 
     def _run_upper(
@@ -194,10 +201,12 @@ class LayeredForCausalLM(TrailmarkForCausalLM):
         reading: tuple[Any, ...] = ()
         for number, layer in enumerate(upper):
             group, position = divmod(number, per_group)
-            if chunks is not None and position == 0:
-                query = self._query(group, x, grid) if chunks.asks else None
-                selections.append(chunks.select(group, query))
-                reading = chunks.reading(group, selections[group])
+            if position == 0:
+                if chunks is not None:
+                    query = self._query(group, x, grid) if chunks.asks else None
+                    selections.append(chunks.select(group, query))
+                    reading = chunks.reading(group, selections[group])
+                x = self._begin_group(group, x, reading)
             kept = step and step.window(lower + number)
             x = layer(x, places[number], kept, *self._of_layer(reading, number))
         return x, selections

@@ -338,6 +338,15 @@ class WindowAttention(SelfAttention):
         assert lse is not None
         return out, lse
 
+    def keep(self, k: Tensor, v: Tensor, place: Place, kept: Window) -> None:
+        """What ``attend`` leaves of k and v [B, P, J, D] in this layer's window, where nobody asks what it gives."""
+        assert place.call is not None
+        if place.rotary is not None:
+            k = rotate(k, place.rotary)
+        if place.asking is not None:
+            k, v = place.asking.grid.tokens(k), place.asking.grid.tokens(v)
+        kept.update(k.transpose(1, 2), v.transpose(1, 2), place.call)
+
     def _attend(
         self, q: Tensor, k: Tensor, v: Tensor, place: Place, kept: Window | None, with_lse: bool
     ) -> Attended:

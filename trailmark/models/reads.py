@@ -118,18 +118,24 @@ class SelectedReads:
 
 
 class AveragedReads:
-    """Landmark Attention and HiLS: every token and head selects for itself, in every layer.
+    """Landmark Attention, HiLS and HSA: every token and head selects for itself, in every layer or group.
 
     Sums of weights over a chunk's tokens and heads are carried; a line has for each layer the K chunks with the largest
     means, and the mean weight of all others. Weights are those of the chunks among each other: they sum to 1 where a
     token reads of the memory at all.
     """
 
-    group_name = "layer"
-
-    def __init__(self, layers: int, heads: int, num_retrieved: int, chunk_size: int, settings: Any) -> None:
-        self.num_groups, self._heads, self._kept = layers, heads, num_retrieved
-        self._chunk_size, self.settings = chunk_size, settings
+    def __init__(
+        self,
+        groups: int,
+        heads: int,
+        num_retrieved: int,
+        chunk_size: int,
+        settings: Any,
+        group_name: str = "layer",
+    ) -> None:
+        self.num_groups, self._heads, self._kept = groups, heads, num_retrieved
+        self._chunk_size, self.settings, self.group_name = chunk_size, settings, group_name
 
     def begin(self) -> Chunks:
         return ()

@@ -2,6 +2,7 @@
 
 from trailmark.ops.block_attention import block_attention
 from trailmark.ops.chunk_scores import chunk_log_mass, score_for_tokens, select_for_tokens, summarize_chunks
+from trailmark.ops.chunk_weights import weigh_chunks
 from trailmark.ops.chunked_cross_attention import chunked_cross_attention
 from trailmark.ops.divergence import selection_divergence, token_divergence
 from trailmark.ops.gca.api import grouped_cross_attention
@@ -41,4 +42,5 @@ __all__ = [
     "sliding_window_attention",
     "summarize_chunks",
     "token_divergence",
+    "weigh_chunks",
 ]

@@ -99,6 +99,29 @@ def select_chunks(
     )
 
 
+def weigh_chunks(scores: Tensor, kind: str, decay: Tensor | None = None) -> Tensor:
+    """See :func:`trailmark.ops.weigh_chunks`; scores [..., K]."""
+    scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
+    count = (scores > -torch.inf).sum(-1)
+    weights = [torch.zeros_like(scores[..., 0]) for _ in range(scores.shape[-1])]
+    left = torch.ones_like(scores[..., 0])  # of the stick
+    for k in reversed(range(scores.shape[-1])):  # the most recent first
+        there = k < count
+        score = torch.where(there, scores[..., k], 0)
+        if kind == "stick_breaking":
+            share = torch.where(there, score.sigmoid(), 0)
+            weights[k], left = left * share, left * (1 - share)
+            continue
+        age = count - 1 - k
+        grown = (score if decay is None else score + decay * age).exp()
+        weights[k] = torch.where(there, grown, 0)
+    stacked = torch.stack(weights, -1)
+    if kind == "stick_breaking":
+        return stacked
+    total = stacked.sum(-1, keepdim=True)
+    return stacked / torch.where(total == 0, 1, total)
+
+
 def grouped_cross_attention(
     q: Tensor,  # [B, N, R, H, D]
     k: Tensor,  # [B, M, S, J, D]

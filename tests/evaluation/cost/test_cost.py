@@ -17,6 +17,7 @@ from tests.models.tiny import (
     block_recurrent,
     drt,
     hils,
+    hsa,
     landmark,
     rpt,
     window_model,
@@ -82,6 +83,8 @@ MODELS_MADE: dict[str, Callable[[], TrailmarkForCausalLM]] = {
     "landmark, cell": lambda: landmark(retrieve_per="cell", causal_retrieval=False),
     "block-recurrent": block_recurrent,
     "hils": lambda: hils(num_sinks=2),
+    "hsa": hsa,
+    "hsa, heads": lambda: hsa(num_memory_heads=2, num_retrieval_heads=2, num_sinks=2),
     "hils, mean": lambda: hils(
         chunk_score="mean", layer_types=["sliding_attention", "full_attention", "full_attention"]
     ),
@@ -90,10 +93,11 @@ MODELS_MADE: dict[str, Callable[[], TrailmarkForCausalLM]] = {
 OFF: dict[str, Callable[[], TrailmarkForCausalLM]] = {
     "drt, retrieval off": lambda: drt(2).without_retrieval(),
     "rpt, retrieval off": lambda: rpt(retriever="encoder").without_retrieval(),
+    "hsa, retrieval off": lambda: hsa().without_retrieval(),
     "hils, retrieval off": lambda: hils().without_retrieval(),
     "landmark, retrieval off": lambda: landmark().without_retrieval(),
 }
-ONE_OF_EACH = ("window", "drt, 2 groups", "rpt, encoder", "landmark", "block-recurrent", "hils")
+ONE_OF_EACH = ("window", "drt, 2 groups", "rpt, encoder", "landmark", "block-recurrent", "hils", "hsa")
 
 
 def each(models: dict[str, Callable[[], TrailmarkForCausalLM]]) -> Any:

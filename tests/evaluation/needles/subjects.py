@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import LlamaForCausalLM
 
 from tests.evaluation.foreign import llama
-from tests.models.tiny import block_recurrent, draw_weights, drt, hils, landmark, rpt, window_model
+from tests.models.tiny import block_recurrent, draw_weights, drt, hils, hsa, landmark, rpt, window_model
 from trailmark.data.corpus import load_tokenizer, tokenize
 from trailmark.data.draws import Draws
 from trailmark.data.needles.haystacks import Filler, Haystack
@@ -53,6 +53,7 @@ def subject_of(name: str, task: str | None = None) -> Subject:
         "recurrent": lambda: block_recurrent(**SIZES),
         "landmark": lambda: landmark(chunk_size=S, local_length=3 * S, num_retrieved_chunks=2, **SIZES),
         "hils": lambda: hils(chunk_size=S, sliding_window=30, num_retrieved_chunks=2, **SIZES),
+        "hsa": lambda: hsa(1, chunk_size=S, num_retrieved_chunks=2, **SIZES),
         "llama": llama_of_the_hub,
     }
     data = {"chunk_size": S} | ({} if task is None else {"task": task})

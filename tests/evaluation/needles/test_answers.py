@@ -58,6 +58,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("full", {"lengths": (150,), "depths": (0.5,), "questions": 1}),
     ("recurrent", {"lengths": (250,)}),
     ("hils", {"questions": 1}),
+    ("hsa", {"lengths": (250,)}),
     ("llama", {"format": "sentences", "landmarks": 2, "questions": 1}),
     ("pretrained", {"sight": "window", "lengths": (90,), "questions": 6}),
     ("mixed", {"sight": "window", "lengths": (150,), "questions": 6}),
@@ -98,7 +99,7 @@ def test_every_answer_is_that_of_the_whole_text(name: str, changes: dict[str, An
         chunks = [n.chunks(S) for n in trial.needles]
         assert line["needle_chunks"] == chunks
         if not isinstance(model, DRTForCausalLM | RPTForCausalLM):
-            assert ("selected" in line) == (name == "hils")  # what tokens selected has a test below
+            assert ("selected" in line) == (name in ("hils", "hsa"))  # what tokens selected has a test below
             continue
         out = model(ids[None], close_chunk=marks_of(ids, question), output_retrieval=True)
         before = (len(ids) - len(question.prompt)) // S
@@ -140,7 +141,7 @@ def _selections(retrieval: Any, chunk: int) -> list[tuple[list[int], list[float]
 
 
 @pytest.mark.parametrize("phases", ["any", pytest.param("end", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", ["landmark", "hils"])
+@pytest.mark.parametrize("name", ["landmark", "hils", "hsa"])
 @torch.no_grad()
 def test_what_tokens_selected(name: str, phases: str, tmp_path: Path) -> None:
     """In every layer, of the question's last token and the cue, as if each were asked behind its own text."""

@@ -15,6 +15,7 @@ from tests.models.tiny import (
     block_recurrent,
     drt,
     hils,
+    hsa,
     landmark,
     logits_of,
     rpt,
@@ -52,6 +53,8 @@ MODELS: dict[str, Any] = {
     "no lower layer": lambda: drt(groups=2, num_hidden_layers=4, num_lower_layers=0),
     "wide window": lambda: drt(sliding_window=11, window_position="rope", exclude_visible_chunks=True),
     "encoder": drt_of_encoder,
+    "hsa": hsa,
+    "hsa, sinks": lambda: hsa(num_sinks=6, max_sink_distance=20),
     "rpt": lambda: rpt(num_hidden_layers=4, num_lower_layers=2),
     "rpt, encoder": lambda: rpt(retriever="encoder", continuation=True, neighbour_augmentation=True),
     "hidden": lambda: drt(landmarks_as_keys=False),
@@ -68,6 +71,13 @@ MODELS: dict[str, Any] = {
         groups=2, num_hidden_layers=4, num_lower_layers=0, **HIDDEN, **BEYOND
     ),
     "sinks, rpt": lambda: rpt(num_hidden_layers=4, num_lower_layers=2, **ROPE, **BEYOND),
+}
+LAST = {"layer_types": ["sliding_attention", "sliding_attention", "full_attention"]}
+MODELS |= {
+    "hils": lambda: hils(**LAST, far_position="window", calibration_rank=2, summary_tokens=2),
+    "hils, one layer": lambda: hils(num_hidden_layers=1, far_position="window", qk_norm="head"),
+    "moba": lambda: hils(**LAST, far_position="window", chunk_score="mean", chunk_weights="keys"),
+    "block-sparse": lambda: hils(**LAST, far_position="window", chunk_score="mass", chunk_weights="keys"),
 }
 PLACES = [[0], [5], [4, 5], [3, 5], [0, 1, 2, 7], [7, 2], [-1], [-1, -2, 0]]  # -1: the last one possible
 TIERS = ("device", "host", "disk")
@@ -98,7 +108,7 @@ def test_planting_is_reading_the_changed_text(build: Any, places: list[int]) -> 
     whole = model(torch.cat([changed.view(1, -1).expand(2, -1), question], dim=1), output_retrieval=True)
     assert_same(answer.logits, whole.logits[:, N * S :])
     for ours, full in zip(answer.retrieval, whole.retrieval, strict=True):
-        assert torch.equal(ours.indices, full.indices[:, N:])
+        assert torch.equal(ours.indices, full.indices[:, -ours.indices.shape[1] :])
     assert all(torch.equal(a, b) for a, b in zip(memory_of(cache), before, strict=True))
     unplanted = logits_of(model, question, past_key_values=cache.branch(2))
     assert not torch.equal(unplanted, answer.logits)
@@ -216,9 +226,19 @@ def test_planting_after_enough_was_read_on_is_exact() -> None:
     assert_same(answer, whole[:, N * S - 1 :])
 
 
-@pytest.mark.parametrize("build", [landmark, block_recurrent, hils])
+@pytest.mark.parametrize(
+    "build",
+    [
+        landmark,
+        block_recurrent,
+        hils,
+        lambda: hils(**LAST),
+        lambda: hils(**LAST, far_position="window", num_sinks=2),
+    ],
+    ids=["landmark", "block-recurrent", "hils", "hils, true positions", "hils, sinks"],
+)
 def test_what_depends_on_all_that_was_read_is_not_planted_in(build: Any) -> None:
-    """Every layer's memory, the states, what tokens chose."""
+    """Every layer's memory, the states; a HiLS' where other layers choose too, or keys say where they stand."""
     model, ids = build(), tokens(N * S)[0].view(N, S)
     cache = model.read(ids.view(1, -1))
     with (

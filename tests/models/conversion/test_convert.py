@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -68,19 +69,21 @@ def test_with_window_and_sinks_it_equals_transformers_with_such_a_mask(name: str
 
 
 @EACH_BASE
-def test_a_drt_at_step_0_equals_its_base_with_that_window(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("to", ["drt", "hsa"])
+def test_at_step_0_it_equals_its_base_with_that_window(to: str, name: str, tmp_path: Path) -> None:
     theirs, tokens = made(name), ids(90, 2)
-    ours = converted(save(theirs, tmp_path / "base"), tmp_path / "ours", "drt", *DRT)
+    ours = converted(save(theirs, tmp_path / "base"), tmp_path / "ours", to, *DRT)
     assert_same(logits_of(ours, tokens), expected_logits(theirs, tokens, seen(90, 24, 4)))
 
 
 @pytest.mark.parametrize("residual", ["false", "true"])
 @pytest.mark.parametrize("name", ["llama", "qwen3"])
-def test_a_drt_at_step_0_equals_itself_without_retrieval_bit_for_bit(
-    name: str, residual: str, tmp_path: Path
+@pytest.mark.parametrize("to", ["drt", "hsa"])
+def test_at_step_0_it_equals_itself_without_retrieval_bit_for_bit(
+    to: str, name: str, residual: str, tmp_path: Path
 ) -> None:
     base = save(made(name), tmp_path / "base")
-    ours, tokens = converted(base, tmp_path / "ours", "drt", *DRT, f"residual_gca={residual}"), ids(100, 2)
+    ours, tokens = converted(base, tmp_path / "ours", to, *DRT, f"residual_gca={residual}"), ids(100, 2)
     for tier in ("device", "host", "disk"):
         for pieces in ([100], [7, 24, 1]):
             # the same calls: a GEMM of another shape may round otherwise
@@ -102,18 +105,21 @@ def _read(model: Any, tokens: Tensor, pieces: list[int], tier: str, folder: Path
     return torch.cat(parts, 1)
 
 
-def test_of_a_drt_at_step_0_only_what_closes_the_reading_has_a_gradient(tmp_path: Path) -> None:
+CLOSING = {
+    "drt": ("upper_layers.*.gca_o_proj.weight",),
+    "hsa": ("readers.*.o_proj.weight", "readers.*.mlp.down_proj.weight"),
+}
+
+
+@pytest.mark.parametrize("to", ["drt", "hsa"])
+def test_at_step_0_only_what_closes_the_reading_has_a_gradient(to: str, tmp_path: Path) -> None:
     """After a step all other new parts have one but the inside of the encoder's layers, which wakes a step later."""
-    ours = converted(save(made("llama"), tmp_path / "base"), tmp_path / "ours", "drt", *DRT)
+    summary = ("chunk_summary=landmark",) if to == "hsa" else ()  # what is not summed up learns nothing
+    ours = converted(save(made("llama"), tmp_path / "base"), tmp_path / "ours", to, *DRT, *summary)
     ours.config.retrieval_noise = False
     ours.train()
-    new = [
-        name
-        for row in _record(tmp_path / "ours")["parts"]
-        for name in [row["tensors"]]
-        if row["what"] == "new"
-    ]
-    assert "upper_layers.*.gca_o_proj.weight" in new
+    new = {row["tensors"] for row in _record(tmp_path / "ours")["parts"] if row["what"] == "new"}
+    assert new.issuperset(CLOSING[to])
 
     def awake() -> set[str]:
         ours.zero_grad()
@@ -130,14 +136,15 @@ def test_of_a_drt_at_step_0_only_what_closes_the_reading_has_a_gradient(tmp_path
             for x in ours.parameters():
                 x -= 0.1 * (0 if x.grad is None else x.grad)
 
-    first = awake()
-    assert first == {f"upper_layers.{n}.gca_o_proj.weight" for n in range(2)}
+    def named(patterns: Iterable[str]) -> set[str]:
+        return {name for of in patterns for name, _ in ours.named_parameters() if _like(name, of)}
+
+    assert awake() == named(CLOSING[to])
     step()
-    second = awake()
-    every = {name for pattern in new for name, _ in ours.named_parameters() if _like(name, pattern)}
+    second, every = awake(), named(new)
     assert every - second == {
         f"encoder.layers.{n}.{part}"
-        for n in range(2)
+        for n in range(ours.config.num_encoder_layers)
         for part in (
             "attention_norm.weight",
             "attention.qkv_proj.weight",

@@ -125,7 +125,7 @@ def test_an_index_that_leads_out_of_the_folder(base: Path) -> None:
         ("landmark", "mlp=gelu", "expected mlp 'swiglu'"),
         ("landmark", "gate_probability=0.5", "expected gate_probability 0"),
         ("sliding_window", "norm=layer", "expected mlp 'swiglu' and norm 'rms'"),
-        ("rpt", "chunk_size=8", "to: expected one of drt, hils, landmark, sliding_window, llama"),
+        ("rpt", "chunk_size=8", "to: expected one of drt, hils, hsa, landmark, sliding_window, llama"),
     ],
 )
 def test_fields_that_do_not_fit(to: str, field: str, message: str, base: Path) -> None:

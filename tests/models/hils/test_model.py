@@ -107,6 +107,21 @@ def test_any_split_is_one_forward(case: dict[str, Any], pieces: list[int]) -> No
         assert_same(torch.cat([part.weights for part in parts], 1), layer.weights)
 
 
+@pytest.mark.parametrize("case", CASES, ids=name_of)
+@pytest.mark.parametrize("pieces", [[23], [2, 9, 1, 28]], ids=str)
+def test_what_was_read_alone_is_what_a_forward_keeps(case: dict[str, Any], pieces: list[int]) -> None:
+    """Where the last layer alone chooses, reading leaves out what it gives."""
+    options, _ = options_of(case | {"early": False, "alternating": False})
+    kinds = ["sliding_attention", "sliding_attention", "full_attention"]
+    model, ids = hils(**options | {"layer_types": kinds}), tokens(LENGTH, batch=2)
+    whole, cache = model(ids), model.new_cache()
+    for part in split(ids[:, : sum(pieces)], pieces):
+        model.read(part, cache)
+    assert_same(
+        logits_of(model, ids[:, sum(pieces) :], past_key_values=cache), whole.logits[:, sum(pieces) :]
+    )
+
+
 @pytest.mark.parametrize("chunk_score", ["expansion", "mean", "mass"])
 @pytest.mark.parametrize("num_sinks", [0, 3, 6])
 def test_where_every_chunk_is_chosen_it_is_full_attention(chunk_score: str, num_sinks: int) -> None:

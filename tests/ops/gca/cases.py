@@ -30,11 +30,14 @@ def inputs(
     K: int = 2,
     dtype: torch.dtype = torch.float32,
     per_head: bool = False,
+    per_query_head: bool = False,
     lengths: bool = False,
     fused: bool = False,
     seed: int = 0,
 ) -> tuple[list[Tensor], dict[str, Any]]:
     """([q, k, v, weights], indices and lengths), rounded to ``dtype``; -1 anywhere, chunks chosen twice, empty ones.
+
+    ``per_query_head``: key/value heads select for themselves, and each query head weighs that for itself.
 
     ``fused``: q, k and v are views of wider tensors, as a fused projection makes them.
     """
@@ -47,9 +50,10 @@ def inputs(
         return torch.randn(*shape, generator=random).to(DEVICE, dtype)
 
     q, k, v = normal(B, N, R, J * g, D), normal(B, M, S, J, D), normal(B, M, S, J, D)
-    chosen = (B, N, J, K) if per_head else (B, N, K)
+    chosen = (B, N, J, K) if per_head or per_query_head else (B, N, K)
     indices = torch.randint(-1, M, chosen, generator=random).to(DEVICE)
-    weights = torch.rand(chosen, generator=random).to(DEVICE, dtype)
+    weighed = (B, N, J * g, K) if per_query_head else chosen
+    weights = torch.rand(weighed, generator=random).to(DEVICE, dtype)
     present = torch.randint(0, S + 1, (B, M), generator=random).to(DEVICE) if lengths else None
     return [q, k, v, weights], {"indices": indices, "lengths": present}
 
@@ -91,6 +95,7 @@ COVER = pairwise(
         "J": (1, 2, 3),
         "dtype": (torch.float32, torch.bfloat16, torch.float16),
         "per_head": (False, True),
+        "per_query_head": (False, True),
         "lengths": (False, True),
         "off_by_one": (True, False),
         "fused": (False, True),
@@ -107,6 +112,7 @@ CHEAP_COVER = pairwise(
         "J": (1, 2),
         "dtype": (torch.float32, torch.float16),
         "per_head": (False, True),
+        "per_query_head": (False, True),
         "lengths": (False, True),
         "off_by_one": (True, False),
         "fused": (False, True),

@@ -485,9 +485,7 @@ def test_errors_name_the_argument(argument: str, wrong: Any, message: str) -> No
         grouped_cross_attention(**right | {argument: wrong})
 
 
-def test_weights_of_query_heads_are_refused_by_the_kernels_and_need_sets_of_heads() -> None:
+def test_weights_of_query_heads_need_sets_of_heads() -> None:
     (q, k, v, weights), rest = Case(per_head=True, per_query_head=True).make()
-    with pytest.raises(ValueError, match="weights are per query head, which the kernels do not know yet"):
-        gca(q.float(), k.float(), v.float(), weights.float(), implementation="triton", **rest)
     with pytest.raises(ValueError, match=r"^weights: .*\[B, N, H, K\]"):
         gca(q, k, v, weights[:, :, :3], **rest)

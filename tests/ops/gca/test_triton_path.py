@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -56,6 +56,46 @@ def test_error_budget(case: dict[str, Any]) -> None:
 
 def test_a_single_key() -> None:
     assert_budget(*inputs(B=1, S=1, N=24, R=16))
+
+
+# Tokens that retrieve: one row, sets of key/value heads, weights of query heads
+
+
+@given(
+    st.integers(1, 2), st.integers(1, 3), st.integers(1, 8), st.sampled_from((1, 7, 16)), st.integers(1, 5),
+    st.sampled_from((1, 5, 16, 65)), st.booleans(), st.booleans(), st.integers(0, 99),
+)  # fmt: skip
+@settings(max_examples=6, deadline=None)
+@example(B=1, J=2, g=8, D=16, K=4, S=16, lengths=True, off_by_one=False, seed=0)  # HiLS, in small
+def test_tokens_that_retrieve_equal_the_oracle(
+    B: int, J: int, g: int, D: int, K: int, S: int, lengths: bool, off_by_one: bool, seed: int
+) -> None:
+    dtype = torch.float16 if S == 1 else torch.float32  # as in the cover
+    tensors, rest = inputs(
+        B=B, N=12, R=1, J=J, g=g, D=D, M=5, S=S, K=K, per_query_head=True, lengths=lengths, dtype=dtype, seed=seed
+    )  # fmt: skip
+    with unsplit():
+        assert_budget(tensors, rest, softmax_off_by_one=off_by_one)
+
+
+def test_weights_of_query_heads_are_read_by_the_kernels_where_nothing_is_beside() -> None:
+    (q, k, v, w), _ = inputs(R=1, g=4, per_query_head=True)
+    assert module.triton_refuses(q, k, v, w) is None
+    assert "beside" in str(module.triton_refuses(q, k, v, w, has_beside=True))
+
+
+@pytest.mark.parametrize("R", [1, 3])
+def test_a_query_head_with_weights_of_its_own_is_as_alone(R: int) -> None:
+    """Bit for bit what all heads give where all weigh as it does; gradients of its own query and weights too."""
+    (q, k, v, w), rest = inputs(B=1, N=3, R=R, g=3, K=3, S=20, per_query_head=True, lengths=True)
+    own, of_own, *_, weights = values_and_gradients(op(rest, "triton"), q, k, v, w)
+    for h in range(6):
+        same = w.unflatten(2, (2, 3))[:, :, :, h % 3]  # of the key/value head: [B, N, J, K]
+        out, dq, *_, dw = values_and_gradients(op(rest, "triton"), q, k, v, same)
+        assert torch.equal(own[..., h, :], out[..., h, :])
+        assert torch.equal(of_own[..., h, :], dq[..., h, :])
+        every = weights[:, :, h // 3 * 3 : h // 3 * 3 + 3].sum(2)
+        torch.testing.assert_close(every, dw[:, :, h // 3])  # the heads that share a weight are summed
 
 
 # Bugs of the official kernel (reference/gca.md 2.4)
@@ -109,8 +149,9 @@ def test_more_programs_than_65_535() -> None:
 # What need not be there
 
 
-def test_nothing_selected_gives_zeros() -> None:
-    tensors, rest = inputs(lengths=True)
+@pytest.mark.parametrize("per_query_head", [False, True])
+def test_nothing_selected_gives_zeros(per_query_head: bool) -> None:
+    tensors, rest = inputs(lengths=True, g=2, per_query_head=per_query_head)
     rest["indices"][0] = -1
     out, dq, *others = values_and_gradients(op(rest, "triton"), *tensors)
     for x in (out[0], dq[0], *(x[0] for x in others)):
@@ -118,15 +159,16 @@ def test_nothing_selected_gives_zeros() -> None:
     assert_budget(tensors, rest)
 
 
-def test_what_does_not_exist_has_no_effect_not_even_as_nan() -> None:
-    tensors, rest = inputs(N=4, M=4, S=20, lengths=True, K=3)
+@pytest.mark.parametrize("per_query_head", [False, True])
+def test_what_does_not_exist_has_no_effect_not_even_as_nan(per_query_head: bool) -> None:
+    tensors, rest = inputs(N=4, M=4, S=20, lengths=True, K=3, g=2, per_query_head=per_query_head)
     rest["indices"][rest["indices"] == 2] = 1  # chunk 2 is read by nobody
     before = values_and_gradients(op(rest, "triton"), *tensors)
     q, k, v, w = (x.clone() for x in tensors)
     absent = torch.arange(20, device=DEVICE) >= rest["lengths"][..., None]
     k[absent], v[absent] = torch.nan, torch.nan
     k[:, 2], v[:, 2] = torch.nan, torch.inf
-    w[rest["indices"] < 0] = torch.nan
+    w[(rest["indices"] < 0).repeat_interleave(2 if per_query_head else 1, dim=2)] = torch.nan
     assert_same_bits(before, values_and_gradients(op(rest, "triton"), q, k, v, w))
 
 
@@ -254,16 +296,18 @@ def test_a_popular_chunk_is_added_up_from_parts(per_part: int, per_head: bool) -
 # Repeatability
 
 
-def test_the_same_bits_again() -> None:
-    tensors, rest = inputs(B=1, R=20, N=4, S=20, lengths=True)
+@pytest.mark.parametrize("per_query_head", [False, True])
+def test_the_same_bits_again(per_query_head: bool) -> None:
+    tensors, rest = inputs(B=1, R=20, N=4, S=20, lengths=True, per_query_head=per_query_head)
     before = values_and_gradients(op(rest, "triton"), *tensors)
     for _ in range(250 if GPU else 1):
         assert_same_bits(before, values_and_gradients(op(rest, "triton"), *tensors))
 
 
-def test_neighbours_have_no_effect() -> None:
-    """Neither another row of the batch nor another chunk that reads."""
-    tensors, rest = inputs(B=3, N=7)
+@pytest.mark.parametrize("sizes", [{}, {"R": 1, "g": 3, "per_query_head": True}], ids=["chunks", "tokens"])
+def test_neighbours_have_no_effect(sizes: dict[str, Any]) -> None:
+    """Neither another row of the batch nor another chunk, or token, that reads."""
+    tensors, rest = inputs(B=3, N=7, **sizes)
     out = op(rest, "triton")(*tensors)
     q, k, v, w = (x.clone() for x in tensors)
     for x in (q, k, v):
@@ -295,7 +339,7 @@ def test_offsets_inside_a_tile_are_wide_where_they_must_be() -> None:
 
 
 def test_wide_offsets_give_the_same_bits() -> None:
-    (q, k, v, w), rest = inputs(R=9, g=2, N=3, S=20, lengths=True, per_head=True)
+    (q, k, v, w), rest = inputs(R=9, g=2, N=3, S=20, lengths=True, per_query_head=True)
     results = []
     for wide in (False, True):
         call = CrossAttentionCall(q, k, v, rest["indices"], w, rest["lengths"], None, None, True, 0.25)
@@ -319,9 +363,10 @@ def test_few_queries_split_over_the_chunks(K: int, R: int) -> None:
 # The op
 
 
+@pytest.mark.parametrize("per_query_head", [False, True])
 @pytest.mark.parametrize("implementation", ["torch", "triton"])
-def test_torch_compile_does_not_break_on_it(implementation: str) -> None:
-    tensors, rest = inputs(B=1, N=2)
+def test_torch_compile_does_not_break_on_it(implementation: str, per_query_head: bool) -> None:
+    tensors, rest = inputs(B=1, N=2, g=2, per_query_head=per_query_head)
     eager = values_and_gradients(op(rest, implementation), *tensors)
     compiled = torch.compile(op(rest, implementation), fullgraph=True, backend="aot_eager")
     assert_same_bits(eager, values_and_gradients(compiled, *tensors))
@@ -333,7 +378,7 @@ def test_torch_compile_does_not_break_on_it(implementation: str) -> None:
 @pytest.mark.parametrize("keep", [True, False])
 def test_the_registered_op_keeps_its_promises(implementation: str, keep: bool) -> None:
     dtype = torch.bfloat16 if "low" in implementation else torch.float32
-    (q, k, v, w), rest = inputs(per_head=True, lengths=True, dtype=dtype)
+    (q, k, v, w), rest = inputs(g=2, per_query_head=True, lengths=True, dtype=dtype)
     chosen = rest["indices"].clamp(min=0), w, rest["lengths"]
     beside = (q.clone(), q[..., 0].float()) if "beside" in implementation else (None, None)
     name = implementation.split(",")[0]

@@ -2,9 +2,10 @@
 
 A haystack is read once. Needles are then planted in its memory (the chunks they change are encoded again, so that
 memory is exactly that of the text with the needles), and their questions are asked in a batch of branches that share
-this memory: many questions for one reading. In Landmark Attention and HiLS every layer's memory depends on all that was
-read before it, and so do the states of a Block-Recurrent Transformer and full attention: there the haystack is read
-anew for each trial, with its needles in it, and so it is by models of transformers.
+this memory: many questions for one reading. In Landmark Attention, and in a HiLS of which more than the last layer
+chooses, every layer's memory depends on all that was read before it, and so do the states of a Block-Recurrent
+Transformer and full attention: there the haystack is read anew for each trial, with its needles in it, and so it is by
+models of transformers.
 
 An answer is right if what the model writes freely, token after token the likeliest, is the answer. The second
 paper's own measure (arXiv 2410.01651, Table 2 and App. D) is kept as the protocol "paper-table-2": the text in the

@@ -90,7 +90,7 @@ def _chunks_read(model: TrailmarkForCausalLM, cache: ChunkCache, chunk_size: int
         waiting = int(((deferred.chunk >= 0) & ~(model.config.hides_landmarks & deferred.is_landmark)).sum())
     reach = model.reach()
     assert reach is not None
-    if waiting < min(reach, int(state.num_positions[0])):
+    if model.waits and waiting < min(reach, int(state.num_positions[0])):
         raise ValueError(
             "cache: expected a text whose end was only read, got one whose last positions went through the upper "
             "layers, which found what was there. Use model.read(ids, cache), and ask on cache.branch()."

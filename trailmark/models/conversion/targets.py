@@ -17,6 +17,7 @@ from trailmark.models.conversion import parts as p
 from trailmark.models.conversion.base import ARGUMENT, Base
 from trailmark.models.conversion.parts import Part, Parts, Read
 from trailmark.models.drt.config import DRTConfig
+from trailmark.models.hsa.config import HSAConfig
 
 SINKS, DRT_WINDOW, GROUP_LAYERS = 4, 512, 8
 Fields = dict[str, Any]
@@ -159,7 +160,7 @@ def _drt_parts(base: Base, config: DRTConfig) -> Parts:
     return parts
 
 
-def _encoder_layer(base: Base, config: DRTConfig, prefix: str) -> Parts:
+def _encoder_layer(base: Base, config: DRTConfig | HSAConfig, prefix: str) -> Parts:
     """The last lower layer, whose branches add nothing yet."""
     number = max(config.num_lower_layers - 1, 0)
     width, inner = config.hidden_size, config.num_attention_heads * p.head_size(base)
@@ -249,9 +250,96 @@ def _hils_parts(base: Base, config: Any) -> Parts:
     return parts
 
 
+# --- HSA -----------------------------------------------------------------------------------------------------------
+
+
+def _hsa_fields(base: Base, given: Mapping[str, Any]) -> Fields:
+    layers = base.config.num_hidden_layers
+    lower = given.get("num_lower_layers") or layers // 2
+    window = given.get("sliding_window", min([DRT_WINDOW, *(w for w in base.windows if w is not None)]))
+    _expect_seen(base, window)
+    return {
+        "num_lower_layers": lower,
+        "sliding_window": window,
+        "num_retrieval_groups": _groups(layers - lower),
+        "chunk_size": 32,
+        "num_retrieved_chunks": 16,
+        "residual_gca": True,
+        "retrieval_normalization": True,
+        "chunk_summary": "mean",
+        "recency_decay": given.get("chunk_weights") != "stick_breaking",
+    } | _sinks(base, given)
+
+
+def _hsa_parts(base: Base, config: HSAConfig) -> Parts:
+    lower, width = config.num_lower_layers, config.hidden_size
+    heads, own = config.num_memory_heads, config.num_key_value_heads
+    if heads != own:
+        raise ValueError(
+            f"num_memory_heads: expected {own}, as many as this {base.family} has key/value heads, got {heads}. Leave "
+            "it out."
+        )
+    parts = p.outside_layers(base)
+    for number in range(lower):
+        parts |= p.layer(base, number, f"lower_layers.{number}")
+    for number in range(config.num_upper_layers):
+        parts |= p.layer(base, lower + number, f"upper_layers.{number}")
+    first = f"model.layers.{lower}"
+    norm = p.own(f"{first}.input_layernorm.weight")
+    parts["encoder.landmark"] = p.mean_embedding("the mean of the embeddings")
+    for number in range(config.num_encoder_layers):
+        parts |= _encoder_layer(base, config, f"encoder.layers.{number}")
+    parts["encoder.output_norm.weight"] = p.filled(
+        1, (width,), "1: what reads the states has the weights of its norm"
+    )
+    layer = f"{first}.input_layernorm.weight"
+    parts["encoder.kv_proj.weight"] = p.begun(
+        p.after_norms(
+            [(f"{first}.self_attn.k_proj.weight", layer)], [(f"{first}.self_attn.v_proj.weight", layer)], base
+        ),
+        f"k and v, without positions, of what attention_norm of layer {lower} makes of states",
+    )
+    if config.qk_norm is not None:
+        norm_of_k = parts["upper_layers.0.attention.k_norm.weight"]
+        parts["encoder.k_norm.weight"] = p.begun(norm_of_k, f"that of the keys of layer {lower}")
+    alike = "a chunk first finds what looks like itself"
+    square = config.retrieval_size == width
+    size = (config.retrieval_size, width)
+    parts["encoder.landmark_proj.weight"] = (
+        p.diagonal(norm, f"attention_norm of layer {lower}: {alike}") if square else p.drawn(size, 0, "drawn")
+    )
+    for group in range(config.num_retrieval_groups):
+        number = lower + group * config.layers_per_group
+        theirs, ours = f"model.layers.{number}", f"readers.{group}"
+        parts[f"retrievers.{group}.norm.weight"] = p.begun(norm, f"attention_norm of layer {lower}: {alike}")
+        parts[f"retrievers.{group}.q_proj.weight"] = (
+            _identity(width, f"the identity: {alike}") if square else p.drawn(size, 1 + group, "drawn")
+        )
+        if config.recency_decay:
+            parts[f"retrievers.{group}.decay"] = p.filled(0, (1,), "0: no chunk is preferred for its age")
+        copied = p.layer(base, number, "")
+        for name in ("attention_norm", "mlp_norm"):
+            parts[f"{ours}.{name}.weight"] = p.begun(copied[f".{name}.weight"], f"that of layer {number}")
+        parts[f"{ours}.mlp.gate_up_proj.weight"] = p.begun(
+            copied[".mlp.gate_up_proj.weight"], f"that of layer {number}"
+        )
+        parts[f"{ours}.q_proj.weight"] = p.begun(
+            p.turned_by(f"{theirs}.self_attn.q_proj.weight", base, 0),
+            f"q of layer {number}, without positions",
+        )
+        if config.qk_norm is not None:
+            norm_of_q = parts[f"upper_layers.{number - lower}.attention.q_norm.weight"]
+            parts[f"{ours}.q_norm.weight"] = p.begun(norm_of_q, f"that of the queries of layer {number}")
+        inner, nothing = config.attention_width, "0: what reads changes nothing yet"
+        parts[f"{ours}.o_proj.weight"] = p.filled(0, (width, inner), nothing)
+        parts[f"{ours}.mlp.down_proj.weight"] = p.filled(0, (width, config.intermediate_size), nothing)
+    return parts
+
+
 TARGETS = {
     "drt": Target(_drt_fields, _drt_parts),
     "hils": Target(_hils_fields, _hils_parts),
+    "hsa": Target(_hsa_fields, _hsa_parts),
     "landmark": Target(_landmark_fields, _landmark_parts),
     "sliding_window": Target(_window_fields, _window_parts),
 }

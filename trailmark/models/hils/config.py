@@ -64,6 +64,11 @@ class HiLSConfig(TrailmarkConfig):
         return [number for number, kind in enumerate(kinds) if kind == "full_attention"]
 
     @property
+    def remembers_windows(self) -> bool:
+        """Whether the last layer alone chooses: what is kept of a text then depends on the windows below it."""
+        return self.retrieving_layers == [self.num_hidden_layers - 1]
+
+    @property
     def windows(self) -> list[int | None]:
         """The most that each layer sees in its window: where chunks are chosen it goes on to a chunk's beginning."""
         assert self.sliding_window is not None

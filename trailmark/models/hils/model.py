@@ -13,10 +13,11 @@ from torch import Tensor, nn
 from transformers import initialization as init
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from trailmark.memory import ChunkCache, ChunkMemory, Window
+from trailmark.memory import ChunkCache, ChunkMemory, MemoryEntries, Window
 from trailmark.memory.chunks import TABLE_BYTES, recent_chunks
 from trailmark.memory.schema import Expected
 from trailmark.models.answers import CardFacts
+from trailmark.models.arguments import check_tokens
 from trailmark.models.candidates import selection_of_tokens
 from trailmark.models.causal_lm import TrailmarkForCausalLM
 from trailmark.models.costs import CacheBytes, NumberBytes, kv_width, num_closed
@@ -29,6 +30,7 @@ from trailmark.models.layers import MLP, Place, RMSNorm, WindowAttention, head_n
 from trailmark.models.outputs import Hidden
 from trailmark.models.reads import AveragedReads, BeforeReading
 from trailmark.models.step import Step
+from trailmark.models.text import whole_chunks
 from trailmark.ops import ChunkSelection
 
 
@@ -64,26 +66,31 @@ class HiLSLayer(GradientCheckpointingLayer):
         self, x: Tensor, place: Place, kept: Window | None = None, past: Past | None = None
     ) -> Tensor:
         """x [B, P, E]."""
-        normal = self.attention_norm(x)
-        projected = self.attention.projected(normal)
-        q, k, v = self.attention.normal(*projected)
+        q, scoring, k, v = self.heads(x)
         if past is None:
             attended = self.attention.attend(q, k, v, place, kept)
         else:
-            scoring = None
-            if self.calibration is not None:
-                scoring = self.calibration(normal, projected[0]) * self.attention.query_factor
             window = self.attention.attend_with_lse(q, k, v, place, kept)
             attended = past.read(q, scoring, k, v, place, window).flatten(2)
         x = x + self.attention.o_proj(attended)
         return x + self.mlp(self.mlp_norm(x))
+
+    def heads(self, x: Tensor) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
+        """Queries, those that score chunks (None: the same), keys and values of positions x [B, P, E]."""
+        normal = self.attention_norm(x)
+        projected = self.attention.projected(normal)
+        q, k, v = self.attention.normal(*projected)
+        if self.calibration is None:
+            return q, None, k, v
+        return q, self.calibration(normal, projected[0]) * self.attention.query_factor, k, v
 
 
 class HiLSForCausalLM(TrailmarkForCausalLM):
     """HiLS with a language-modelling head; MoBA and exact block-sparse attention by ``chunk_score``.
 
     A call on a cache runs in pieces shorter than the window, so that no chunk is chosen before it is in memory; no
-    gradient passes from piece to piece.
+    gradient passes from piece to piece. Where the last layer alone chooses, reading without logits needs none of its
+    output: it runs in large pieces, and searches nothing.
     """
 
     config_class = HiLSConfig
@@ -149,6 +156,9 @@ class HiLSForCausalLM(TrailmarkForCausalLM):
         if cache is None:
             x, selected = self._through(tokens, grid, None)
             return Hidden(self.norm(grid.last_tokens(keep)(x)), selected)
+        if keep == 0 and self.config.remembers_windows:
+            self._remember(tokens, grid, Step(cache, grid, self.config, len(tokens)))
+            return Hidden(None)
         parts, chosen = list[Tensor](), list[tuple[ChunkSelection, ...]]()
         for columns, part in self._pieces(grid, cache, tokens.shape):
             step = Step(cache, part, self.config, len(tokens))
@@ -212,6 +222,30 @@ class HiLSForCausalLM(TrailmarkForCausalLM):
         chosen = () if past is None else past.selected
         return x, tuple(selection_of_tokens(layer, grid) for layer in chosen)
 
+    def _remember(self, tokens: Tensor, grid: Grid, step: Step) -> None:
+        """Read without the last layer's output: what it keeps depends on the windows below it alone."""
+        x, past, places = self._below(tokens, grid, step)
+        layer: Any = self.layers[-1]
+        q, scoring, k, v = layer.heads(x)
+        place = places[self.config.windows[-1]]
+        layer.attention.keep(k, v, place, step.window(len(self.layers) - 1))
+        if past is not None:
+            assert isinstance(past, MemoryPast)
+            past.note(q, scoring, k, v, place)
+            past.remember()
+        step.commit()
+
+    def _below(
+        self, tokens: Tensor, grid: Grid, step: Step | None
+    ) -> tuple[Tensor, Past | None, dict[int | None, Place]]:
+        """Tokens [B, T] through all layers but the last, none of which chooses: [B, P, E]; and what positions see."""
+        x = grid.insert_landmarks(self.embed_tokens(tokens), self.landmark)
+        past, places = self._places(x, grid, step)
+        layer: Any
+        for number, layer in enumerate(self.layers[:-1]):
+            x = layer(x, places[self.config.windows[number]], step and step.window(number))
+        return x, past, places
+
     def _places(
         self, x: Tensor, grid: Grid, step: Step | None
     ) -> tuple[Past | None, dict[int | None, Place]]:
@@ -233,6 +267,45 @@ class HiLSForCausalLM(TrailmarkForCausalLM):
         if step is None:
             return TextPast(config, grid, sight, x), places
         return MemoryPast(config, grid, sight, x, step), places
+
+    # --- a memory that depends on windows alone --------------------------------------------------------------
+
+    @property
+    def can_be_planted(self) -> bool:
+        """Where the last layer alone chooses, by keys that do not say where they stand."""
+        config = self.config
+        return config.remembers_windows and config.far_position == "window" and not config.num_sinks
+
+    @property
+    def waits(self) -> bool:
+        return False
+
+    def encoding_reach(self) -> int:
+        if not self.can_be_planted:
+            return 0
+        return -(-sum(window - 1 for window in self.config.windows[:-1] if window) // self.config.chunk_size)
+
+    def encode(
+        self,
+        input_ids: Tensor,
+        before: Tensor | None = None,
+        cache: ChunkCache | None = None,
+        first_chunk: int = 0,
+    ) -> MemoryEntries:
+        if not self.can_be_planted:
+            return super().encode(input_ids, before, cache, first_chunk)
+        check_tokens(input_ids, self.config.vocab_size)
+        ids, skip = whole_chunks(input_ids, before, self.config.chunk_size)
+        grid = self.layouts.of(ids.shape[1], False)
+        x, past, places = self._below(ids, grid, None)
+        assert past is not None
+        layer: Any = self.layers[-1]
+        q, scoring, k, v = layer.heads(x)
+        entries = past.entries(q, scoring, k, v, places[self.config.windows[-1]])
+        landmarks = entries.landmarks.flatten(
+            2, 3
+        )  # [B, C, n * heads, D + 1], as a memory keeps those of all layers
+        return MemoryEntries(*(part[:, skip:] for part in entries._replace(landmarks=landmarks)))
 
     # --- answers ---------------------------------------------------------------------------------------------
 

@@ -63,6 +63,17 @@ class Past(ABC):
             scoring: [B, P, H, D] the queries that score chunks; None: q.
             window: what the window gave [B, P, H, D], and its log-sum-exp [B, P, H].
         """
+        q, scoring, states = self._turned(q, scoring, k, v, place)
+        return self._read(q, scoring, states, window)
+
+    def entries(self, q: Tensor, scoring: Tensor | None, k: Tensor, v: Tensor, place: Place) -> MemoryEntries:
+        """What one layer's memory holds of the chunks that close, of heads as :meth:`read` takes them."""
+        return self.rows.entries(self._turned(q, scoring, k, v, place)[2])
+
+    def _turned(
+        self, q: Tensor, scoring: Tensor | None, k: Tensor, v: Tensor, place: Place
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries and scoring queries [B, P, H, D], turned; states [B, P, X] for :meth:`ChunkRows.entries`."""
         if self.config.far_position == "window":
             assert self.config.sliding_window is not None
             turn = rotary_where_a_window_ends(q, self.config.sliding_window, self.config.rope)
@@ -72,8 +83,7 @@ class Past(ABC):
         q = rotate(q, turn)
         scoring = q if scoring is None else rotate(scoring, turn)
         summing_up = [scoring] if self.config.chunk_score == "expansion" else []
-        states = torch.cat([x.flatten(2) for x in (k, v, *summing_up)], -1)
-        return self._read(q, scoring, states, window)
+        return q, scoring, torch.cat([x.flatten(2) for x in (k, v, *summing_up)], -1)
 
     @abstractmethod
     def _read(self, q: Tensor, scoring: Tensor, states: Tensor, window: tuple[Tensor, Tensor]) -> Tensor:
@@ -141,6 +151,10 @@ class MemoryPast(Past):
         super().__init__(config, grid, sight, x, step)
         self.step, self._states = step, list[Tensor]()
         self._num_chunks = int(sight.candidates.max(initial=0))
+
+    def note(self, q: Tensor, scoring: Tensor | None, k: Tensor, v: Tensor, place: Place) -> None:
+        """Keep what :meth:`read` would, where nobody asks what it gives."""
+        self._states.append(self._turned(q, scoring, k, v, place)[2])
 
     def _read(self, q: Tensor, scoring: Tensor, states: Tensor, window: tuple[Tensor, Tensor]) -> Tensor:
         config, layer = self.config, len(self._states)

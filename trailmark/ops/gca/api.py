@@ -76,7 +76,7 @@ def grouped_cross_attention(
             device, so only with the environment variable TRAILMARK_CHECK_VALUES=1, and a chunk that does not
             exist gives undefined results, in other rows' gradients too.
         weights: the same shape, any floating dtype; ignored (zero gradient) where the index is -1. With indices per
-            key/value head, also per query head [B, N, H, K] (not for "triton"). With ``beside`` at least 0, and 0 is
+            key/value head, also per query head [B, N, H, K]. With ``beside`` at least 0, and 0 is
             as an index of -1.
         lengths: int64 [B, M]: the keys of chunk m that exist. None: all S. What lies beyond has no effect,
             not even as NaN.
@@ -164,8 +164,6 @@ def grouped_cross_attention(
 
 def triton_refuses(q: Tensor, k: Tensor, v: Tensor, weights: Tensor, has_beside: bool = False) -> str | None:
     """Why the kernels do not take these inputs; None if they do."""
-    if weights.dim() == 4 and weights.shape[2] != k.shape[3]:
-        return "weights are per query head, which the kernels do not know yet. Take 'torch'"
     if has_beside:
         return "beside is given, which the kernels do not know yet. Take 'torch'"
     reason = attention_kernels_refuse(q, k, v)

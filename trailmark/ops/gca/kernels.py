@@ -47,6 +47,16 @@ def _keys_in(lengths, b, m, S, s_lb, s_lm, HAS_LENGTHS: tl.constexpr):
 
 
 @triton.jit
+def _weight(at, head, s_wj, chosen, in_block, PER_QUERY_HEAD: tl.constexpr):
+    """What a slot weighs, float32: one number, or one for each row where query heads have their own."""
+    if PER_QUERY_HEAD:
+        weight = tl.load(at + head.to(tl.int64) * s_wj, mask=in_block, other=0.0)
+    else:
+        weight = tl.load(at)
+    return tl.where(chosen, weight.to(tl.float32), 0.0)
+
+
+@triton.jit
 def _exp(scores, EXACT: tl.constexpr):
     """e^scores, or 2^scores where the scale holds log2(e) already.
 
@@ -83,8 +93,8 @@ def forward_kernel(
     s_total, scale, N, R, J, M, K, S, parts, per_part,
     G: tl.constexpr, D: tl.constexpr, K_PAD: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr, TILES: tl.constexpr,
-    OFF_BY_ONE: tl.constexpr, HAS_LENGTHS: tl.constexpr, KEEP: tl.constexpr, WIDE: tl.constexpr,
-    EXACT: tl.constexpr,
+    OFF_BY_ONE: tl.constexpr, HAS_LENGTHS: tl.constexpr, PER_QUERY_HEAD: tl.constexpr, KEEP: tl.constexpr,
+    WIDE: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     """One block of rows of one reading chunk, over ``per_part`` of its retrieved chunks."""
     block, rest = _rows_of(tl.program_id(0).to(tl.int64), R * G, BLOCK_R)
@@ -105,7 +115,7 @@ def forward_kernel(
     )
 
     chosen = indices + b * s_ib + n * s_in + j * s_ij
-    weight_at = weights + b * s_wb + n * s_wn + j * s_wj
+    weight_at = weights + b * s_wb + n * s_wn + j * (G if PER_QUERY_HEAD else 1) * s_wj
     count = _slots_to_walk(chosen, s_ik, K, K_PAD)
     first = (part * per_part).to(tl.int32)
     last = tl.minimum(count, first + per_part)
@@ -116,7 +126,7 @@ def forward_kernel(
         m = tl.load(chosen + at_slot * s_ik).to(tl.int64)
         exists = m >= 0  # else it has no keys and no weight
         m = tl.maximum(m, 0)
-        weight = tl.where(exists, tl.load(weight_at + at_slot * s_wk).to(tl.float32), 0.0)
+        weight = _weight(weight_at + at_slot * s_wk, head, s_wj, exists, i < R * G, PER_QUERY_HEAD)
         present = tl.where(exists, _keys_in(lengths, b, m, S, s_lb, s_lm, HAS_LENGTHS), 0)
         keys_at = k + b * s_kb + m * s_km + j * s_kj
         values_at = v + b * s_vb + m * s_vm + j * s_vj
@@ -203,9 +213,12 @@ def queries_kernel(
     s_total, scale, scale_e, N, R, J, M, K, S,
     G: tl.constexpr, D: tl.constexpr, K_PAD: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr, TILES: tl.constexpr,
-    HAS_LENGTHS: tl.constexpr, WIDE: tl.constexpr, EXACT: tl.constexpr,
+    HAS_LENGTHS: tl.constexpr, PER_QUERY_HEAD: tl.constexpr, WIDE: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
-    """dQ and dw of one block of rows of one reading chunk; also D = rowsum(P * dP) for the keys' kernel."""
+    """dQ and dw of one block of rows of one reading chunk; also D = rowsum(P * dP) for the keys' kernel.
+
+    Of which the weights' gradients are sums; where query heads have weights of their own, who launches this makes them.
+    """
     block, rest = _rows_of(tl.program_id(0).to(tl.int64), R * G, BLOCK_R)
     j, rest = rest % J, rest // J
     n, b = rest % N, rest // N
@@ -228,7 +241,7 @@ def queries_kernel(
     )
 
     chosen = indices + b * s_ib + n * s_in + j * s_ij
-    weight_at = weights + b * s_wb + n * s_wn + j * s_wj
+    weight_at = weights + b * s_wb + n * s_wn + j * (G if PER_QUERY_HEAD else 1) * s_wj
     count = _slots_to_walk(chosen, s_ik, K, K_PAD)
     blocks = tl.cdiv(R * G, BLOCK_R)
 
@@ -238,7 +251,7 @@ def queries_kernel(
         m = tl.load(chosen + at_slot * s_ik).to(tl.int64)
         exists = m >= 0  # else it has no keys and no weight
         m = tl.maximum(m, 0)
-        weight = tl.where(exists, tl.load(weight_at + at_slot * s_wk).to(tl.float32), 0.0)
+        weight = _weight(weight_at + at_slot * s_wk, head, s_wj, exists, i < R * G, PER_QUERY_HEAD)
         present = tl.where(exists, _keys_in(lengths, b, m, S, s_lb, s_lm, HAS_LENGTHS), 0)
         keys_at = k + b * s_kb + m * s_km + j * s_kj
         values_at = v + b * s_vb + m * s_vm + j * s_vj
@@ -269,10 +282,11 @@ def queries_kernel(
             dp = tl.dot(out_grad, tl.trans(values), input_precision=PRECISION)
             if TILES == 1:
                 rowsum = tl.sum(probabilities * dp, 1)
-            ds = probabilities * (dp - rowsum[:, None]) * weight
+            ds = probabilities * (dp - rowsum[:, None]) * (weight[:, None] if PER_QUERY_HEAD else weight)
             query_grad = tl.dot(ds.to(keys.dtype), keys, query_grad, input_precision=PRECISION)
         tl.store(inner + place * (R * G) + i, rowsum, mask=exists_row)
-        tl.store(dw + place * blocks + block, tl.where(exists, tl.sum(rowsum, 0), 0.0))
+        if not PER_QUERY_HEAD:
+            tl.store(dw + place * blocks + block, tl.where(exists, tl.sum(rowsum, 0), 0.0))
 
     dq_at = dq + b * s_ob + n * s_on + j * G * s_oh
     tl.store(
@@ -305,7 +319,8 @@ def keys_kernel(
     s_total, scale, scale_e, N, R, J, M, K, S, chunks, per_part,
     G: tl.constexpr, D: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr, TILES: tl.constexpr,
-    PER_HEAD: tl.constexpr, HAS_LENGTHS: tl.constexpr, WIDE: tl.constexpr, EXACT: tl.constexpr,
+    PER_HEAD: tl.constexpr, HAS_LENGTHS: tl.constexpr, PER_QUERY_HEAD: tl.constexpr, WIDE: tl.constexpr,
+    EXACT: tl.constexpr,
 ):  # fmt: skip
     """dK and dV of one tile of one memory chunk, over one part of the rows that read it."""
     pid = tl.program_id(0).to(tl.int64)
@@ -373,7 +388,8 @@ def keys_kernel(
         )  # fmt: skip
         place = (((b * N + n) * J + j) * K + slot) * (R * G) + within
         rowsum = tl.load(inner + place, mask=exists, other=0.0)
-        weight = tl.load(weights + b * s_wb + n * s_wn + j * s_wj + slot * s_wk, mask=exists, other=0.0)
+        weighs = j * G + head if PER_QUERY_HEAD else j
+        weight = tl.load(weights + b * s_wb + n * s_wn + weighs * s_wj + slot * s_wk, mask=exists, other=0.0)
         scores = _keys_by_rows(keys, query, EXACT) * scale  # [S, R]
         probabilities = _probabilities(scores, lse + place, s_total, exists, 0, EXACT)
         probabilities = tl.where((s < present)[:, None], probabilities, 0.0)

@@ -20,6 +20,9 @@ from trailmark.ops.slabs import in_slabs
 # Reading chunks are walked in slabs whose gathered keys, values and scores have about this many elements:
 # small enough for a core's caches, large enough to keep the GEMMs busy.
 _SLAB_ELEMENTS = 1 << 20
+# Up to these rows, as tokens that retrieve have, cache lines are too short for sums along them: scores lie row by row.
+# Slabs are twice as large, or one token fills them, and calls take as long as what they do.
+_FEW_ROWS = 16
 _LOG2_E = math.log2(math.e)
 
 
@@ -108,12 +111,13 @@ def backward(
             values = slabs.values(rows, "values")
             # dP without the weight: dO V^T; its row sums with P give both D and the weights' gradient
             dp = torch.bmm(
-                values, out_grad.transpose(1, 2), out=slabs.buffer("dp", rows, query.shape[1])
-            ).view_as(probabilities)
+                values, out_grad.transpose(1, 2), out=slabs.of_keys("dp", rows, query.shape[1])
+            ).unflatten(1, probabilities.shape[1:3])
             if beside is not None:  # values count from it
                 own = (out_grad * slabs.fold(beside, rows)).sum(-1)  # [c J, g R]
                 dp.sub_(own[:, None, None])
-            product = slabs.buffer("values", rows, query.shape[1]).view_as(dp)  # they have done their part
+            # the values have done their part
+            product = slabs.of_keys("values", rows, query.shape[1]).unflatten(1, dp.shape[1:3])
             torch.mul(dp, probabilities, out=product)
             inner = product.sum(2 if null is None else (1, 2), keepdim=True)  # [c J, K or 1, 1, g R]
             if null is None:
@@ -268,6 +272,8 @@ class _Slabs:
         rows = H // self.J * R
         # a GPU wants many at once
         elements = _SLAB_ELEMENTS if q.device.type == "cpu" else 64 * _SLAB_ELEMENTS
+        if rows <= _FEW_ROWS:
+            elements *= 2
         self.step = max(1, elements // max(1, self.J * self.K * self.S * (2 * D + rows)))
         self._widest = {"values": rows}  # what takes their place once they have done their part
         self._buffers: dict[tuple[str, torch.dtype], Tensor] = {}
@@ -288,6 +294,13 @@ class _Slabs:
             self._buffers[name, dtype] = torch.empty(size, dtype=dtype, device=self.q.device)
         part = self._buffers[name, dtype][: count * self.K * self.S * width]
         return part.view(count, self.K * self.S, width)
+
+    def of_keys(self, name: str, rows: slice, width: int) -> Tensor:
+        """[c * J, K * S, width], scores or what is like them; a view of [c * J, width, K * S] where rows are few."""
+        buffer = self.buffer(name, rows, width)
+        if width > _FEW_ROWS:
+            return buffer
+        return buffer.view(len(buffer), width, self.K * self.S).transpose(1, 2)
 
     def fold(self, x: Tensor, rows: slice) -> Tensor:
         """[B N, R, J, g, D] -> [c * J, g * R, D] of these rows."""
@@ -350,13 +363,13 @@ class _Slabs:
 
     def scores(self, rows: slice, keys: Tensor, query: Tensor) -> Tensor:
         """[c * J, K, S, g * R] in base 2, -inf at keys that do not exist."""
-        scores = self.buffer("scores", rows, query.shape[1])
+        scores = self.of_keys("scores", rows, query.shape[1])
         scores.baddbmm_(keys, query.transpose(1, 2), beta=0, alpha=self.scale * _LOG2_E)
         if self.absent is not None and self.absent.among(rows):
             # added, which is several times faster than masked_fill_; those keys are zeros, never NaN
             absent = self.absent.where[rows].reshape(len(scores), -1, 1)
             scores.add_(torch.zeros_like(absent, dtype=self.dtype).masked_fill_(absent, -torch.inf))
-        return scores.view(len(scores), self.K, self.S, -1)
+        return scores.unflatten(1, (self.K, self.S))
 
 
 class _Places:

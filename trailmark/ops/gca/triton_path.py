@@ -110,7 +110,7 @@ def forward(call: CrossAttentionCall, keep: bool, wide: bool | None = None) -> t
             *q.stride(), *k.stride(), *v.stride(), *indices.stride(), *weights.stride(), *_steps(lengths),
             out.numel(), *out.stride()[:4],
             lse[0].numel() if keep else 0, _folded(scale, q.dtype), N, R, J, M, K, S, parts, per_part,
-            **_constants(q, k, v, K, cut, wide, out), OFF_BY_ONE=off_by_one, HAS_LENGTHS=lengths is not None, KEEP=keep,
+            **_constants(q, k, v, K, cut, wide, out), **_flags(call), OFF_BY_ONE=off_by_one, KEEP=keep,
         )  # fmt: skip
     return (out if parts == 1 else into.sum(0).to(q.dtype)), lse
 
@@ -133,9 +133,10 @@ def backward(
         return dq.zero_(), dk.zero_(), dv.zero_(), torch.zeros_like(weights)
     cut = tiles(R * G, S, D, q.dtype, "queries")
     blocks = -(-R * G // cut.rows)
-    dw = torch.zeros(B, N, J, K, blocks, dtype=torch.float32, device=q.device)
+    flags = _flags(call)
+    own_weights = flags["PER_QUERY_HEAD"]
+    dw = q.new_zeros((0,) if own_weights else (B, N, J, K, blocks), dtype=torch.float32)
     inner = torch.empty_like(lse[0])
-    flags = {"HAS_LENGTHS": lengths is not None}
     with torch.cuda.device_of(q):
         queries_kernel[(B * N * J * blocks,)](
             grad, q, k, v, indices, weights, lengths, lse, dq, dw, inner,
@@ -145,7 +146,12 @@ def backward(
             **_constants(q, k, v, K, cut, wide, grad, dq), **flags,
         )  # fmt: skip
 
-    dw = dw.sum(-1).to(weights.dtype)
+    if own_weights:  # nothing was written where nothing is selected
+        of_heads = inner.view(B, N, J, K, R, G).sum(4).transpose(3, 4)  # [B, N, J, G, K]
+        dw = of_heads.masked_fill((indices < 0)[:, :, :, None], 0).flatten(2, 3)
+    else:
+        dw = dw.sum(-1)
+    dw = dw.to(weights.dtype)
     if not of_memory:
         return dq, dk, dv, dw
     per_head = _per_head(indices)
@@ -240,6 +246,14 @@ def _folded(scale: float, dtype: torch.dtype) -> float:
 
 def _steps(lengths: Tensor | None) -> tuple[int, ...]:
     return (0, 0) if lengths is None else lengths.stride()
+
+
+def _flags(call: CrossAttentionCall) -> dict[str, bool]:
+    """What is there: lengths, weights of query heads."""
+    return {
+        "HAS_LENGTHS": call.lengths is not None,
+        "PER_QUERY_HEAD": call.weights.shape[2] != call.k.shape[3],
+    }
 
 
 def _constants(
