@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,8 @@ from trailmark.models import (
     SlidingWindowConfig,
     TrailmarkConfig,
 )
+from trailmark.ops.gca import torch_path
+from trailmark.training import ledger
 from trailmark.training.config import load_run_config
 from trailmark.training.estimate import Estimate, describe, estimate, measure_flops_per_second, seconds
 from trailmark.training.loss import weighted_loss
@@ -287,6 +290,23 @@ def test_flops_are_those_of_the_torch_path(config: TrailmarkConfig) -> None:
     found = estimate(config, context_length=200, rows=2)
     assert found.forward_flops * 400 == pytest.approx(counter.get_total_flops(), rel=0.02)
     assert found.training_flops == 3 * found.forward_flops
+
+
+@pytest.mark.parametrize("make", [drt, hils])
+def test_slabs_that_are_alike_are_counted_as_if_each_were_run(
+    make: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A HiLS of the paper's size has one for each token."""
+    monkeypatch.setattr(torch_path, "_SLAB_ELEMENTS", 3 << 13)  # of 3 tokens, and a rest of 2
+    config: TrailmarkConfig = make()
+
+    def found() -> Estimate:
+        return estimate(config, context_length=75, rows=2)
+
+    found()  # what caches keep is made
+    counted = found()
+    monkeypatch.setattr(ledger, "counting_slabs", lambda _: nullcontext())
+    assert counted == found()
 
 
 def test_checkpointing_computes_again() -> None:

@@ -527,6 +527,11 @@ def rotary_table(length: int, head_dim: int, rope: Rope, like: Tensor, first: Te
     return torch.view_as_real(table[:length] * torch.polar(torch.ones_like(angle), angle)).to(wide)
 
 
+def rotary_where_a_window_ends(q: Tensor, window: int, rope: Rope) -> Tensor:
+    """(cos, sin) [P, D / 2, 2] for queries q [B, P, H, D] that meet keys a window back, wherever those stand."""
+    return rotary_table(window + 1, q.shape[-1], rope, q)[-1:].expand(q.shape[1], -1, -1)
+
+
 def rotary_at(positions: Tensor, head_dim: int, rope: Rope, dtype: torch.dtype) -> Tensor:
     """(cos, sin) [..., D / 2, 2] of the angles p f of any positions [...], float32 or wider, computed in float64."""
     frequency = _rotary_table(64, head_dim, rope, positions.device)[1]

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import math
 import weakref
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
+
+from trailmark.ops.slabs import counting_slabs
 
 _LARGE = 1 << 14  # elements
 
@@ -37,6 +41,22 @@ class Ledger(TorchDispatchMode):
         self.fake = FakeTensorMode(allow_non_fake_inputs=True)
         self.live = self.peak = self.flops = 0
         self._known: dict[int, weakref.ref[Any]] = {}
+        self._within = ExitStack()
+
+    def __enter__(self) -> Self:
+        self._within.enter_context(counting_slabs(self._times))
+        return super().__enter__()
+
+    def __exit__(self, *about: Any) -> None:
+        super().__exit__(*about)
+        self._within.close()
+
+    @contextmanager
+    def _times(self, count: int) -> Iterator[None]:
+        """What runs once here is counted ``count`` times."""
+        before = self.flops
+        yield
+        self.flops += (count - 1) * (self.flops - before)
 
     def empty(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
         with self.fake:

@@ -18,7 +18,7 @@ from tests.models.conversion.bases import BASES, TEMPLATE, WINDOWS, converted, i
 from tests.models.tiny import assert_same, logits_of, split
 from tests.models.transformers64 import in_float64
 from trailmark.models.conversion.convert import convert
-from trailmark.models.layers import rotary_table, rotate
+from trailmark.models.layers import rotary_table, rotary_where_a_window_ends, rotate
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 EACH_BASE = pytest.mark.parametrize("name", BASES)
@@ -371,7 +371,8 @@ def test_queries_of_chunks_begin_as_the_base_meets_keys_a_window_back(
         if virtual_key == "zero":
             q = layer.gca_q_proj(x[0]).view(c.num_attention_heads, c.head_dim)
         else:
-            q = layer._at_the_end(layer.attention.heads(x[None, :1])[0])[0, 0]
+            q = layer.attention.heads(x[None, :1])[0]
+            q = rotate(q, rotary_where_a_window_ends(q, layer.window, layer.rope))[0, 0]
         found = q.view(c.num_key_value_heads, -1, c.head_dim) @ sets[read][..., None]
         own = ours.upper_layers[read * c.layers_per_group if memory_kv == "group" else read]
         with torch.no_grad(), in_float64():

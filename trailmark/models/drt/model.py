@@ -40,6 +40,7 @@ from trailmark.models.layers import (
     fused_linear,
     rms_normalize,
     rotary_table,
+    rotary_where_a_window_ends,
     rotate,
 )
 from trailmark.models.step import Step
@@ -159,7 +160,9 @@ class DRTLayer(GradientCheckpointingLayer):
             out, lse = self.attention.attend_with_lse(q, k, v, place, kept)
             x = x + self.attention.o_proj(out.flatten(2))
             rows = reading[0].rows
-            read = self._attend_to_chunks(rows(self._at_the_end(q)), (rows(out), rows(lse)), *reading)
+            assert self.window is not None
+            q = rotate(q, rotary_where_a_window_ends(q, self.window, self.rope))
+            read = self._attend_to_chunks(rows(q), (rows(out), rows(lse)), *reading)
         else:
             x = x + self.attention(self.attention_norm(x), place, kept)
             read = self.read(x, *reading)
@@ -167,12 +170,6 @@ class DRTLayer(GradientCheckpointingLayer):
             x = x + read
             return x + self.mlp(self.mlp_norm(x))
         return x + self.mlp(self.mlp_norm(x + read))
-
-    def _at_the_end(self, q: Tensor) -> Tensor:
-        """Queries [B, P, H, D] as they meet keys that stand a window back, wherever those stand."""
-        assert self.window is not None
-        table = rotary_table(self.window + 1, self.head_dim, self.rope, q)
-        return rotate(q, table[-1:].expand(q.shape[1], -1, -1))
 
     def read(self, x: Tensor, *reading: Any) -> Tensor:
         """What positions x [B, P, E] read of the chunks of a Reading, by queries of their own, [B, P, E]."""

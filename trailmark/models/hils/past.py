@@ -17,7 +17,7 @@ from trailmark.models.candidates import distinct_chunks
 from trailmark.models.grid import Grid, Integers, Take
 from trailmark.models.hils.config import HiLSConfig
 from trailmark.models.hils.sight import Sight
-from trailmark.models.layers import Place, rotary_table, rotate
+from trailmark.models.layers import Place, rotary_where_a_window_ends, rotate
 from trailmark.models.step import Step
 from trailmark.ops import (
     ChunkSelection,
@@ -38,7 +38,6 @@ class Past(ABC):
     def __init__(
         self, config: HiLSConfig, grid: Grid, sight: Sight, x: Tensor, step: Step | None = None
     ) -> None:
-        assert config.sliding_window is not None
         self.config, self.grid = config, grid
         self.candidates, self.first = (
             torch.from_numpy(np.ascontiguousarray(part)).to(x.device)
@@ -47,7 +46,6 @@ class Past(ABC):
         self.rows = ChunkRows.of(config, grid, step)
         self.selected: list[ChunkSelection] = []
         """What each layer chose, once it has."""
-        self._edge = rotary_table(config.sliding_window + 1, config.head_dim, config.rope, x)[-1:]
 
     def read(
         self,
@@ -77,7 +75,8 @@ class Past(ABC):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Queries and scoring queries [B, P, H, D], turned; states [B, P, X] for :meth:`ChunkRows.entries`."""
         if self.config.far_position == "window":
-            turn = self._edge.expand(q.shape[1], -1, -1)
+            assert self.config.sliding_window is not None
+            turn = rotary_where_a_window_ends(q, self.config.sliding_window, self.config.rope)
         else:
             assert place.rotary is not None
             turn, k = place.rotary, rotate(k, place.rotary)

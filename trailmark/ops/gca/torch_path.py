@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from trailmark.ops.gca.call import CrossAttentionCall
+from trailmark.ops.slabs import in_slabs
 
 # Reading chunks are walked in slabs whose gathered keys, values and scores have about this many elements:
 # small enough for a core's caches, large enough to keep the GEMMs busy.
@@ -278,10 +279,7 @@ class _Slabs:
         self._buffers: dict[tuple[str, torch.dtype], Tensor] = {}
 
     def __iter__(self) -> Iterator[slice]:
-        if self.M:
-            count = self.query_shape[0]
-            for first in range(0, count, self.step):
-                yield slice(first, min(first + self.step, count))
+        return in_slabs(self.query_shape[0] if self.M else 0, self.step, self.q)
 
     def result(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """What the slabs fill; zeros if there is nothing to read."""
