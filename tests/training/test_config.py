@@ -452,6 +452,8 @@ def test_every_row_has_its_file_and_every_file_is_said_in_the_readme() -> None:
     assert {*TABLE_1, *TABLE_4, *BASELINES, "full-attention-128m", "landmark-paper"} <= names
     readme = (CONFIGS[0].parent / "README.md").read_text()
     assert [name for name in sorted(names) if f"{name}.yaml" not in readme] == []
+    for name in ("hils-345m", "hils-7b", "hsa-345m"):
+        assert f"{OURS[name] / 1e6:,.1f} million" in readme, name
     said = set(re.findall(r"([\w.-]+)\.yaml", readme))
     assert said - names == set()
 

@@ -69,9 +69,8 @@ class Landmarks(NamedTuple):
         held = sum(segment.shape[1] for segment in segments)
         need = chunks - begin
         if need > held:
-            least = _FIRST_BYTES // max(
-                1, math.prod(shape) * new.element_size()
-            )  # models of none keep no vector
+            # models that search all keys keep vectors of no number
+            least = _FIRST_BYTES // max(1, math.prod(shape) * new.element_size())
             size = max(held, 0 if held else capacity, min(_FIRST_LANDMARKS, max(64, least)))
             if most is not None:
                 size = min(size, max(64, most // 2))

@@ -180,10 +180,10 @@ class LayeredForCausalLM(TrailmarkForCausalLM):
         if keep == 0:
             return Hidden(None)
         states = self.norm(grid.last_tokens(keep)(x))
-        if chunks is None:
-            return Hidden(states)
         if not self.selects_by_chunk:
             return Hidden(states, tuple(selection_of_tokens(chosen, grid) for chosen in selections))
+        if chunks is None:
+            return Hidden(states)
         return Hidden(states, tuple(selections), grid.closed, ranking=chunks.ranking, chunks=chunks)
 
     def _run_upper(

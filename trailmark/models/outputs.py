@@ -27,7 +27,8 @@ class CausalLMOutput(ModelOutput):
     A padded row may close fewer chunks than N; what follows them is -1. Landmark Attention: per layer, what each
     token read of the memory in each head [B, T, H, K]; its weights are those among the K. None without a cache,
     where a text is attended to whole. HiLS: per layer that chooses, what each token reads in each key/value head
-    [B, T, J, K]; its weights are their shares among the K.
+    [B, T, J, K]; its weights are their shares among the K. HSA: per group, what each token reads in each head that
+    chooses [B, T, J, K], with the weights that it reads with.
     """
     ranking_loss: Tensor | None = None
     """[B] what a row's ranking adds to the loss of each of its tokens (in ``loss``): see RPTForCausalLM."""

@@ -122,7 +122,7 @@ class AveragedReads:
 
     Sums of weights over a chunk's tokens and heads are carried; a line has for each layer the K chunks with the largest
     means, and the mean weight of all others. Weights are those of the chunks among each other: they sum to 1 where a
-    token reads of the memory at all.
+    token reads of the memory at all, of an HSA with stick-breaking to at most 1.
     """
 
     def __init__(

@@ -42,11 +42,14 @@ def weigh_chunks(scores: Tensor, kind: str = "softmax", decay: Tensor | None = N
     r = scores.to(torch.promote_types(scores.dtype, torch.float32)).masked_fill(missing, 0)
     if kind == "stick_breaking":
         left = F.logsigmoid(-r).masked_fill(missing, 0)  # what each leaves of the stick, as a logarithm
-        after = left.flip(-1).cumsum(-1).flip(-1) - left  # of all more recent ones
+        # of all more recent ones, summed without its own: a difference of sums would cancel
+        after = F.pad(left[..., 1:], (0, 1)).flip(-1).cumsum(-1).flip(-1)
         return (F.logsigmoid(r) + after).exp().masked_fill(missing, 0)
     if decay is not None:
         require_shape("decay", decay, (1,), "[1]")
         count = (~missing).sum(-1, keepdim=True)
+        # what is added to large scores would be rounded as they are
+        r = r - r.masked_fill(missing & (count > 0), -torch.inf).detach().amax(-1, keepdim=True)
         age = count - 1 - torch.arange(scores.shape[-1], device=scores.device)
         r = r + decay.to(r.dtype) * age
     nothing = missing.all(-1, keepdim=True)

@@ -103,6 +103,8 @@ def weigh_chunks(scores: Tensor, kind: str, decay: Tensor | None = None) -> Tens
     """See :func:`trailmark.ops.weigh_chunks`; scores [..., K]."""
     scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
     count = (scores > -torch.inf).sum(-1)
+    if kind == "softmax":  # the same of all
+        scores = scores - torch.where(count > 0, scores.amax(-1), 0)[..., None]
     weights = [torch.zeros_like(scores[..., 0]) for _ in range(scores.shape[-1])]
     left = torch.ones_like(scores[..., 0])  # of the stick
     for k in reversed(range(scores.shape[-1])):  # the most recent first

@@ -12,6 +12,7 @@ from torch import Tensor
 from tests.models.hils.naive import NaiveHiLS, read_in
 from tests.models.tiny import PRETRAINED, assert_same, hils, logits_of, padded, split, tokens, window_model
 from tests.pairwise import pairwise
+from trailmark.memory import ExactSearch
 
 LENGTH = 61
 ALTERNATING = ["sliding_attention", "full_attention", "full_attention"]
@@ -195,6 +196,20 @@ def test_padding_selects_nothing(side: str) -> None:
         assert (chosen.indices[absent] == -1).all()
         assert (chosen.weights[absent] == 0).all()
         assert (chosen.scores[absent] == -torch.inf).all()
+
+
+def test_a_search_that_would_not_be_asked_is_refused() -> None:
+    with pytest.raises(
+        ValueError, match="search: expected None with a HiLSForCausalLM, .* got a ExactSearch"
+    ):
+        hils().new_cache(search=ExactSearch())
+
+
+def test_chunks_cannot_be_encoded_with_retrieval_off() -> None:
+    model = hils(layer_types=["sliding_attention"] * 2 + ["full_attention"], far_position="window")
+    assert model.encode(tokens(8)).k.shape[1] == 2
+    with pytest.raises(NotImplementedError, match="keeps no chunks"):
+        model.without_retrieval().encode(tokens(8))
 
 
 def test_with_no_chunk_it_is_the_window() -> None:

@@ -13,6 +13,8 @@ from torch import Tensor
 from tests.models.hils.naive import read_in
 from tests.models.hsa.naive import NaiveHSA
 from tests.models.tiny import (
+    EXACT,
+    LAYERS,
     PRETRAINED,
     assert_same,
     hsa,
@@ -23,6 +25,7 @@ from tests.models.tiny import (
 )
 from tests.pairwise import pairwise
 from trailmark.memory import FaissSearch, MemoryEntries
+from trailmark.models import HSAForCausalLM
 
 LENGTH = 61
 
@@ -80,8 +83,8 @@ def test_it_is_the_equations(case: dict[str, Any]) -> None:
     exact = NaiveHSA(model, ids[0], marks[0].tolist())
     whole = model(ids, close_chunk=marks, output_retrieval=True)
     assert_same(whole.logits[0], exact.logits)
-    assert read_in(whole.retrieval or (), 0) == exact.retrieval
-    for found, weights in zip(whole.retrieval or (), exact.weights, strict=True):
+    assert read_in(whole.retrieval, 0) == exact.retrieval
+    for found, weights in zip(whole.retrieval, exact.weights, strict=True):
         for t, of_heads in enumerate(weights):
             for head, own in enumerate(of_heads):
                 assert_same(found.weights[0, t, head, : len(own)], torch.tensor(own, dtype=torch.float64))
@@ -98,11 +101,27 @@ def test_any_split_is_one_forward(case: dict[str, Any], pieces: list[int]) -> No
     for part, closes in zip(split(ids, pieces), split(marks, pieces), strict=True):
         outs.append(model(part, past_key_values=cache, close_chunk=closes, output_retrieval=True))
     assert_same(torch.cat([out.logits for out in outs], 1), whole.logits)
-    for number, group in enumerate(whole.retrieval or ()):
+    for number, group in enumerate(whole.retrieval):
         parts = [out.retrieval[number] for out in outs]
         assert torch.equal(torch.cat([part.indices for part in parts], 1), group.indices)
         assert_same(torch.cat([part.scores for part in parts], 1).exp(), group.scores.exp())
         assert_same(torch.cat([part.weights for part in parts], 1), group.weights)
+
+
+@pytest.mark.parametrize("groups", [1, 2, 3])
+@torch.no_grad()
+def test_upper_layers_need_no_more_than_their_reach(groups: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With one position less a logit after reading differs, so what is said is the least."""
+    model, ids = hsa(groups), tokens(120)
+    whole = logits_of(model, ids)[:, -1:]
+    reach = model.reach()
+    assert reach == LAYERS[groups][1] * 6
+    assert_same(
+        logits_of(model, ids[:, -1:], past_key_values=model.read(ids[:, :-1]), logits_to_keep=1), whole
+    )
+    monkeypatch.setattr(HSAForCausalLM, "reach", lambda self: reach - 1)
+    short = logits_of(model, ids[:, -1:], past_key_values=model.read(ids[:, :-1]), logits_to_keep=1)
+    assert (short - whole).abs().max() > 100 * EXACT
 
 
 @torch.no_grad()
@@ -273,7 +292,7 @@ def test_multiply_adds_are_counted(length: int, sinks: int) -> None:
             {"num_memory_heads": 2, "num_retrieval_heads": 2, "retrieval_size": 7},
             "retrieval_size: expected a multiple of num_retrieval_heads = 2",
         ),
-        ({"chunk_weights": "stick_breaking"}, "recency_decay: expected false"),
+        ({"chunk_weights": "stick_breaking", "recency_decay": True}, "recency_decay: expected false or None"),
         ({"chunk_weights": "sum"}, "chunk_weights"),
         ({"num_lower_layers": 5}, "num_lower_layers: expected 0 to 4"),
         ({"num_retrieval_groups": 3}, "num_retrieval_groups: expected a divisor of the 4 upper layers"),

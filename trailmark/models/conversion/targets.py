@@ -84,7 +84,7 @@ def _window_parts(base: Base, config: Any) -> Parts:
 
 def _drt_fields(base: Base, given: Mapping[str, Any]) -> Fields:
     layers = base.config.num_hidden_layers
-    lower = given.get("num_lower_layers") or layers // 2
+    lower = _lower(layers, given)
     window = given.get("sliding_window", min([DRT_WINDOW, *(w for w in base.windows if w is not None)]))
     _expect_seen(base, window)
     return {
@@ -102,6 +102,11 @@ def _drt_fields(base: Base, given: Mapping[str, Any]) -> Fields:
         "num_retrieved_chunks": 32,
         "chunk_summary": "mean",
     } | _sinks(base, given)
+
+
+def _lower(layers: int, given: Mapping[str, Any]) -> int:
+    lower: int | None = given.get("num_lower_layers")
+    return layers // 2 if lower is None else lower
 
 
 def _groups(upper: int) -> int:
@@ -255,7 +260,7 @@ def _hils_parts(base: Base, config: Any) -> Parts:
 
 def _hsa_fields(base: Base, given: Mapping[str, Any]) -> Fields:
     layers = base.config.num_hidden_layers
-    lower = given.get("num_lower_layers") or layers // 2
+    lower = _lower(layers, given)
     window = given.get("sliding_window", min([DRT_WINDOW, *(w for w in base.windows if w is not None)]))
     _expect_seen(base, window)
     return {
@@ -267,7 +272,6 @@ def _hsa_fields(base: Base, given: Mapping[str, Any]) -> Fields:
         "residual_gca": True,
         "retrieval_normalization": True,
         "chunk_summary": "mean",
-        "recency_decay": given.get("chunk_weights") != "stick_breaking",
     } | _sinks(base, given)
 
 
@@ -278,6 +282,11 @@ def _hsa_parts(base: Base, config: HSAConfig) -> Parts:
         raise ValueError(
             f"num_memory_heads: expected {own}, as many as this {base.family} has key/value heads, got {heads}. Leave "
             "it out."
+        )
+    if config.chunk_summary != "mean":
+        raise ValueError(
+            f"chunk_summary: expected 'mean', got {config.chunk_summary!r}: the encoder's layers add nothing yet, so what "
+            "stands for a chunk would be the same for all. Leave it out."
         )
     parts = p.outside_layers(base)
     for number in range(lower):

@@ -122,6 +122,11 @@ class HiLSForCausalLM(TrailmarkForCausalLM):
     def _make_memory(
         self, tier: str, capacity: int, folder: Path | None, dtype: torch.dtype | None, search: Any
     ) -> ChunkMemory:
+        if search is not None:
+            raise ValueError(
+                f"search: expected None with a {type(self).__name__}, whose tokens search by shares of their attention, "
+                f"got a {type(search).__name__}. Leave it out."
+            )
         planes = len(self.config.retrieving_layers)
         return ChunkMemory(tier, capacity, folder, dtype, search, planes=planes)
 
@@ -292,7 +297,7 @@ class HiLSForCausalLM(TrailmarkForCausalLM):
         cache: ChunkCache | None = None,
         first_chunk: int = 0,
     ) -> MemoryEntries:
-        if not self.can_be_planted:
+        if not (self.can_be_planted and self.config.retrieves):
             return super().encode(input_ids, before, cache, first_chunk)
         check_tokens(input_ids, self.config.vocab_size)
         ids, skip = whole_chunks(input_ids, before, self.config.chunk_size)

@@ -33,7 +33,7 @@ class HSAChunks(Chunks):
     """Every position asks; its candidates are the chunks that closed before its own.
 
     Args:
-        decays: of each group, what a score loses for each chunk that is more recent; None: nothing.
+        decays: of each group, what is added to a score for each chunk chosen that is more recent; None: nothing.
         limits: int64 [P] or [B, P] how many of a row's first chunks each position may select; 0 where it is absent.
     """
 

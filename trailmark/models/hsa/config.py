@@ -31,8 +31,8 @@ class HSAConfig(TrailmarkConfig):
         retrieval_size: numbers of a landmark vector, of all heads that choose; None: hidden_size.
         chunk_weights: "softmax" over the chunks chosen, or "stick_breaking", by which the most recent take their part
             first and a token may read little of anything.
-        recency_decay: a learned number a group, added to a score for each chunk chosen that is more recent; with
-            "softmax". It begins at 0.
+        recency_decay: a learned number a group, added to a score for each chunk chosen that is more recent, so that a
+            negative one prefers recent chunks; it begins at 0. None: with "softmax" weights, which alone can have it.
         softmax_off_by_one: a virtual key of score 0 and value 0 in every chunk.
         retrieval_normalization: RMS-normalise both sides of the score after the projections.
         retrieval_scale: factor on the score, besides (retrieval_size / num_retrieval_heads) ** -0.5.
@@ -54,7 +54,7 @@ class HSAConfig(TrailmarkConfig):
     num_retrieval_heads: int = 1
     retrieval_size: Filled = None  # type: ignore[assignment]
     chunk_weights: Literal["softmax", "stick_breaking"] = "softmax"
-    recency_decay: bool = True
+    recency_decay: bool | None = None
     softmax_off_by_one: bool = False
     retrieval_normalization: bool = False
     retrieval_scale: float | int = 1.0
@@ -68,6 +68,8 @@ class HSAConfig(TrailmarkConfig):
             self.num_memory_heads = self.num_key_value_heads or self.num_attention_heads
         if self.retrieval_size is None:
             self.retrieval_size = self.hidden_size
+        if self.recency_decay is None:
+            self.recency_decay = self.chunk_weights == "softmax"
         super().__post_init__(**kwargs)
 
     @property
@@ -144,7 +146,7 @@ class HSAConfig(TrailmarkConfig):
             self.chunk_weights == "softmax" or not self.recency_decay,
             "recency_decay",
             self.recency_decay,
-            "false with chunk_weights 'stick_breaking', which prefers recent chunks by itself",
+            "false or None with chunk_weights 'stick_breaking', which prefers recent chunks by itself",
         )
         lower = self.num_lower_layers
         expect(

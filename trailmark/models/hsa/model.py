@@ -81,7 +81,7 @@ class ChunkEncoder(nn.Module):
 
 
 class Retriever(nn.Module):
-    """One group's queries, W_q RMSNorm(h), and what its chunks lose with their age."""
+    """One group's queries, W_q RMSNorm(h), and what is added to a score for each more recent chunk."""
 
     def __init__(self, config: HSAConfig) -> None:
         super().__init__()
@@ -249,6 +249,12 @@ class HSAForCausalLM(RetrievingForCausalLM):
         return ()  # the group's first layer read it
 
     # --- answers ---------------------------------------------------------------------------------------------
+
+    def reach(self) -> int:
+        """A token asks by itself, so the upper layers look back through their windows alone."""
+        config = self.config
+        assert config.sliding_window is not None
+        return config.num_upper_layers * (config.sliding_window - 1)
 
     @property
     def selects_by_chunk(self) -> bool:
