@@ -269,8 +269,8 @@ class TrailmarkForCausalLM(ModelAnswers, FolderMixin, PreTrainedModel, ChunkGene
 
         ``torch.compile`` makes one graph of a call, for each T (up to ``torch._dynamo.config.recompile_limit``
         lengths, 8). It does not look at values: a token outside the vocabulary is then torch's error. A mask costs
-        one break; a HiLS, an HSA, and a call with padding, early landmarks marked by a tensor, documents, neighbours, an
-        embedder, a cache or ``logits_to_keep``, run uncompiled.
+        one break; a HiLS, an HSA, and a call with padding, early landmarks marked by a tensor, documents, neighbours,
+        an embedder, a cache or ``logits_to_keep``, run uncompiled.
 
         Raises:
             ValueError: an argument that is none here, or no tensor; an empty input, a token or label outside the

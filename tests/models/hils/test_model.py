@@ -200,7 +200,7 @@ def test_padding_selects_nothing(side: str) -> None:
 
 def test_a_search_that_would_not_be_asked_is_refused() -> None:
     with pytest.raises(
-        ValueError, match="search: expected None with a HiLSForCausalLM, .* got a ExactSearch"
+        ValueError, match=r"search: expected None with a HiLSForCausalLM, .* got a ExactSearch"
     ):
         hils().new_cache(search=ExactSearch())
 

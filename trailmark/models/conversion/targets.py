@@ -285,8 +285,8 @@ def _hsa_parts(base: Base, config: HSAConfig) -> Parts:
         )
     if config.chunk_summary != "mean":
         raise ValueError(
-            f"chunk_summary: expected 'mean', got {config.chunk_summary!r}: the encoder's layers add nothing yet, so what "
-            "stands for a chunk would be the same for all. Leave it out."
+            f"chunk_summary: expected 'mean', got {config.chunk_summary!r}: the encoder's layers add nothing yet, so "
+            "what stands for a chunk would be the same for all. Leave it out."
         )
     parts = p.outside_layers(base)
     for number in range(lower):

@@ -124,8 +124,8 @@ class HiLSForCausalLM(TrailmarkForCausalLM):
     ) -> ChunkMemory:
         if search is not None:
             raise ValueError(
-                f"search: expected None with a {type(self).__name__}, whose tokens search by shares of their attention, "
-                f"got a {type(search).__name__}. Leave it out."
+                f"search: expected None with a {type(self).__name__}, whose tokens search by shares of their "
+                f"attention, got a {type(search).__name__}. Leave it out."
             )
         planes = len(self.config.retrieving_layers)
         return ChunkMemory(tier, capacity, folder, dtype, search, planes=planes)
