@@ -381,6 +381,37 @@ def with_fields(config: Config, **fields: Any) -> Config:
     return made
 
 
+def with_fewer_in_groups(config: Config, count: int) -> Config:
+    """``with_fewer_layers`` of lower layers, an encoder and groups of upper layers, of which two stay."""
+    given: Any = config
+    groups, lower = min(given.num_retrieval_groups, 2), min(given.num_lower_layers, count)
+    return with_fields(
+        config,
+        num_hidden_layers=lower + groups * min(given.layers_per_group, count),
+        num_lower_layers=lower,
+        num_retrieval_groups=groups,
+        num_encoder_layers=min(given.num_encoder_layers, count),
+    )
+
+
+def expect_groups(config: Any, why: str) -> None:
+    """Raise a ValueError unless some layers are upper ones, which divide by their groups; ``why`` some must be."""
+    lower, layers = config.num_lower_layers, config.num_hidden_layers
+    expect(
+        lower is None or 0 <= lower < layers,
+        "num_lower_layers",
+        lower,
+        f"0 to {layers - 1} (num_hidden_layers - 1: {why})",
+    )
+    if lower is not None:
+        expect(
+            (layers - lower) % config.num_retrieval_groups == 0,
+            "num_retrieval_groups",
+            config.num_retrieval_groups,
+            f"a divisor of the {layers - lower} upper layers",
+        )
+
+
 def expect_count(num_retrieved: int) -> None:
     """Raise a ValueError unless ``num_retrieved_chunks`` is a count."""
     expect(num_retrieved >= 0, "num_retrieved_chunks", num_retrieved, "0 (retrieval off) or more")

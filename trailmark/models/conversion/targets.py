@@ -83,30 +83,32 @@ def _window_parts(base: Base, config: Any) -> Parts:
 
 
 def _drt_fields(base: Base, given: Mapping[str, Any]) -> Fields:
-    layers = base.config.num_hidden_layers
-    lower = _lower(layers, given)
+    return (
+        _grouped_fields(base, given)
+        | {
+            "landmarks_as_keys": False,
+            "exclude_visible_chunks": True,
+            "memory_kv": "layer",
+            "residual_gca": True,
+            "virtual_key": "zero" if given.get("softmax_off_by_one") is False else "window",
+            "retrieval_normalization": True,
+            "retrieval_recency": 0.0 if given.get("encoder_weights") == "encoder" else 1.0,
+            "chunk_size": 31,
+            "num_retrieved_chunks": 32,
+            "chunk_summary": "mean",
+        }
+        | _sinks(base, given)
+    )
+
+
+def _grouped_fields(base: Base, given: Mapping[str, Any]) -> Fields:
+    """Of a window below, and groups of upper layers that read."""
+    layers, lower = base.config.num_hidden_layers, given.get("num_lower_layers")
+    lower = layers // 2 if lower is None else lower
     window = given.get("sliding_window", min([DRT_WINDOW, *(w for w in base.windows if w is not None)]))
     _expect_seen(base, window)
-    return {
-        "num_lower_layers": lower,
-        "sliding_window": window,
-        "num_retrieval_groups": _groups(layers - lower),
-        "landmarks_as_keys": False,
-        "exclude_visible_chunks": True,
-        "memory_kv": "layer",
-        "residual_gca": True,
-        "virtual_key": "zero" if given.get("softmax_off_by_one") is False else "window",
-        "retrieval_normalization": True,
-        "retrieval_recency": 0.0 if given.get("encoder_weights") == "encoder" else 1.0,
-        "chunk_size": 31,
-        "num_retrieved_chunks": 32,
-        "chunk_summary": "mean",
-    } | _sinks(base, given)
-
-
-def _lower(layers: int, given: Mapping[str, Any]) -> int:
-    lower: int | None = given.get("num_lower_layers")
-    return layers // 2 if lower is None else lower
+    groups = _groups(layers - lower)
+    return {"num_lower_layers": lower, "sliding_window": window, "num_retrieval_groups": groups}
 
 
 def _groups(upper: int) -> int:
@@ -259,20 +261,17 @@ def _hils_parts(base: Base, config: Any) -> Parts:
 
 
 def _hsa_fields(base: Base, given: Mapping[str, Any]) -> Fields:
-    layers = base.config.num_hidden_layers
-    lower = _lower(layers, given)
-    window = given.get("sliding_window", min([DRT_WINDOW, *(w for w in base.windows if w is not None)]))
-    _expect_seen(base, window)
-    return {
-        "num_lower_layers": lower,
-        "sliding_window": window,
-        "num_retrieval_groups": _groups(layers - lower),
-        "chunk_size": 32,
-        "num_retrieved_chunks": 16,
-        "residual_gca": True,
-        "retrieval_normalization": True,
-        "chunk_summary": "mean",
-    } | _sinks(base, given)
+    return (
+        _grouped_fields(base, given)
+        | {
+            "chunk_size": 32,
+            "num_retrieved_chunks": 16,
+            "residual_gca": True,
+            "retrieval_normalization": True,
+            "chunk_summary": "mean",
+        }
+        | _sinks(base, given)
+    )
 
 
 def _hsa_parts(base: Base, config: HSAConfig) -> Parts:

@@ -4,7 +4,15 @@
 
 from typing import Any, Literal, Self
 
-from trailmark.models.configuration import Filled, TrailmarkConfig, checked, expect, expect_count, with_fields
+from trailmark.models.configuration import (
+    Filled,
+    TrailmarkConfig,
+    checked,
+    expect,
+    expect_count,
+    expect_groups,
+    with_fewer_in_groups,
+)
 
 
 @checked
@@ -150,16 +158,7 @@ class DRTConfig(TrailmarkConfig):
             )
 
     def with_fewer_layers(self, count: int) -> Self:
-        groups = min(self.num_retrieval_groups, 2)
-        lower = min(self.num_lower_layers, count)
-        upper = groups * min(self.num_upper_layers // self.num_retrieval_groups, count)
-        return with_fields(
-            self,
-            num_hidden_layers=lower + upper,
-            num_lower_layers=lower,
-            num_retrieval_groups=groups,
-            num_encoder_layers=min(self.num_encoder_layers, count),
-        )
+        return with_fewer_in_groups(self, count)
 
     def validate_architecture(self) -> None:
         super().validate_architecture()
@@ -192,21 +191,7 @@ class DRTConfig(TrailmarkConfig):
             self.window_position,
             "'rope' with virtual_key 'window', or virtual_key 'zero'",
         )
-        lower = self.num_lower_layers
-        expect(
-            lower is None or 0 <= lower < self.num_hidden_layers,
-            "num_lower_layers",
-            lower,
-            f"0 to {self.num_hidden_layers - 1} (num_hidden_layers - 1: one upper layer must read)",
-        )
-        if lower is not None:
-            upper = self.num_hidden_layers - lower
-            expect(
-                upper % self.num_retrieval_groups == 0,
-                "num_retrieval_groups",
-                self.num_retrieval_groups,
-                f"a divisor of the {upper} upper layers",
-            )
+        expect_groups(self, "one upper layer must read")
         expect(self.sliding_window is not None, "sliding_window", None, "a number of positions")
         expect(
             self.landmarks_as_keys or self.sliding_window != 1,

@@ -307,9 +307,8 @@ class HiLSForCausalLM(TrailmarkForCausalLM):
         layer: Any = self.layers[-1]
         q, scoring, k, v = layer.heads(x)
         entries = past.entries(q, scoring, k, v, places[self.config.windows[-1]])
-        landmarks = entries.landmarks.flatten(
-            2, 3
-        )  # [B, C, n * heads, D + 1], as a memory keeps those of all layers
+        # [B, C, n * heads, D + 1], as a memory keeps those of all layers
+        landmarks = entries.landmarks.flatten(2, 3)
         return MemoryEntries(*(part[:, skip:] for part in entries._replace(landmarks=landmarks)))
 
     # --- answers ---------------------------------------------------------------------------------------------

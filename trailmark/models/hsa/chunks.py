@@ -138,9 +138,8 @@ class MemoryChunks(HSAChunks):
         chosen = selection.indices.cpu().numpy()
         if (chosen < 0).all():
             return ()
-        if (
-            chosen.shape[1] == 1
-        ):  # a table of what each head chose, however many did: shapes depend on nothing else
+        if chosen.shape[1] == 1:
+            # a table of what each head chose, however many did: shapes depend on nothing else
             chunks = chosen.reshape(len(chosen), -1)
             place = np.arange(chunks.shape[1]).reshape(1, 1, *chosen.shape[2:])
             places = np.where(chosen < 0, -1, place)

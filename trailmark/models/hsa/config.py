@@ -4,7 +4,15 @@
 
 from typing import Any, Literal, Self
 
-from trailmark.models.configuration import Filled, TrailmarkConfig, checked, expect, expect_count, with_fields
+from trailmark.models.configuration import (
+    Filled,
+    TrailmarkConfig,
+    checked,
+    expect,
+    expect_count,
+    expect_groups,
+    with_fewer_in_groups,
+)
 
 
 @checked
@@ -107,16 +115,7 @@ class HSAConfig(TrailmarkConfig):
             )
 
     def with_fewer_layers(self, count: int) -> Self:
-        groups = min(self.num_retrieval_groups, 2)
-        lower = min(self.num_lower_layers, count)
-        upper = groups * min(self.layers_per_group, count)
-        return with_fields(
-            self,
-            num_hidden_layers=lower + upper,
-            num_lower_layers=lower,
-            num_retrieval_groups=groups,
-            num_encoder_layers=min(self.num_encoder_layers, count),
-        )
+        return with_fewer_in_groups(self, count)
 
     def validate_architecture(self) -> None:
         super().validate_architecture()
@@ -148,20 +147,6 @@ class HSAConfig(TrailmarkConfig):
             self.recency_decay,
             "false or None with chunk_weights 'stick_breaking', which prefers recent chunks by itself",
         )
-        lower = self.num_lower_layers
-        expect(
-            lower is None or 0 <= lower < self.num_hidden_layers,
-            "num_lower_layers",
-            lower,
-            f"0 to {self.num_hidden_layers - 1} (num_hidden_layers - 1: one upper layer must follow what reads)",
-        )
-        if lower is not None:
-            upper = self.num_hidden_layers - lower
-            expect(
-                upper % self.num_retrieval_groups == 0,
-                "num_retrieval_groups",
-                self.num_retrieval_groups,
-                f"a divisor of the {upper} upper layers",
-            )
+        expect_groups(self, "one upper layer must follow what reads")
         expect(self.sliding_window is not None, "sliding_window", None, "a number of positions")
         self.expect_rotary_heads()
