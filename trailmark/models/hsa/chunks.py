@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,9 +18,13 @@ from trailmark.models.layered import Chunks
 from trailmark.models.step import Step
 from trailmark.ops import ChunkSelection, fold_seed, select_chunks, weigh_chunks
 
+# Of a memory, positions read in slabs whose chunks have about this many numbers: a long call on a long memory would
+# else fetch nearly all of it at once.
+_FETCHED = 1 << 25
+
 
 class Reading(NamedTuple):
-    """What the positions of a call read: K chunks each, out of a table."""
+    """What the positions of a slab read: K chunks each, out of a table."""
 
     k: Tensor  # [B, M, S, J, D]
     v: Tensor
@@ -54,9 +58,17 @@ class HSAChunks(Chunks):
         weights = weigh_chunks(found.scores, self.config.chunk_weights, self.decays[group])
         return found._replace(weights=weights)
 
+    def reading(self, group: int, selection: ChunkSelection) -> tuple[Any, ...]:
+        """One iterator, over slabs of positions and what they read; see :meth:`_slabs`."""
+        return (self._slabs(selection),)
+
     @abstractmethod
     def _find(self, group: int, query: Tensor) -> ChunkSelection:
         """``select`` with other weights."""
+
+    @abstractmethod
+    def _slabs(self, selection: ChunkSelection) -> Iterator[tuple[slice, tuple[Any, ...]]]:
+        """Positions of a call, and the Reading of these; empty: they read nothing."""
 
 
 class TextChunks(HSAChunks):
@@ -93,10 +105,10 @@ class TextChunks(HSAChunks):
             implementation="reference" if config.implementation == "reference" else None,
         )
 
-    def reading(self, group: int, selection: ChunkSelection) -> tuple[Any, ...]:
+    def _slabs(self, selection: ChunkSelection) -> Iterator[tuple[slice, tuple[Any, ...]]]:
         entries = self.entries
         lengths = entries.lengths if self.grid.has_short_chunks else None
-        return Reading(entries.k, entries.v, selection.indices, selection.weights, lengths)
+        yield slice(None), Reading(entries.k, entries.v, selection.indices, selection.weights, lengths)
 
 
 class MemoryChunks(HSAChunks):
@@ -134,8 +146,17 @@ class MemoryChunks(HSAChunks):
             config.score_scale,
         )
 
-    def reading(self, group: int, selection: ChunkSelection) -> tuple[Any, ...]:
-        chosen = selection.indices.cpu().numpy()
+    def _slabs(self, selection: ChunkSelection) -> Iterator[tuple[slice, tuple[Any, ...]]]:
+        config, (B, P, J, K) = self.config, selection.indices.shape
+        record = 2 * config.num_memory_heads * config.chunk_size * config.head_dim
+        size = max(1, _FETCHED // max(1, B * J * K * record))
+        for first in range(0, max(P, 1), size):
+            columns = slice(first, min(first + size, P))
+            yield columns, self._fetched(selection.indices[:, columns], selection.weights[:, columns])
+
+    def _fetched(self, indices: Tensor, weights: Tensor) -> tuple[Any, ...]:
+        """A table of the chunks [B, p, J, K] that some positions chose."""
+        chosen = indices.cpu().numpy()
         if (chosen < 0).all():
             return ()
         if chosen.shape[1] == 1:
@@ -146,6 +167,5 @@ class MemoryChunks(HSAChunks):
         else:
             chunks, places = distinct_chunks(chosen)  # what many chose is fetched once
         k, v, lengths = self.step.fetch(chunks)
-        device = selection.weights.device
-        short = torch.from_numpy(lengths).to(device) if self.step.has_short(lengths) else None
-        return Reading(k, v, torch.from_numpy(places).to(device), selection.weights, short)
+        short = torch.from_numpy(lengths).to(weights.device) if self.step.has_short(lengths) else None
+        return Reading(k, v, torch.from_numpy(places).to(weights.device), weights, short)
