@@ -1,6 +1,6 @@
 """SmolLM2-135M that chooses chunks in every layer (``convert --to hils``): what it loses to full attention, untrained.
 
-    TRAILMARK_DATA=... python benchmarks/pretrained_hils.py [losses forms far needles beyond]
+    TRAILMARK_DATA=... python benchmarks/pretrained_hils.py [losses forms whole far needles beyond]
 
 Writes benchmarks/pretrained_hils.json. Held-out text is that of pretrained.py; the base with full attention and with a
 window alone stand beside it. Nothing is trained but the model of ``--trained`` (pretrained_train.py hils). Stopped, the
@@ -40,17 +40,18 @@ from trailmark.training.run import HISTORY_FILE
 
 OUTPUT = Path(__file__).with_suffix(".json")
 WINDOW = 512
+HILS, EXACT = "expansion at the chunk's mean query (HiLS)", "all keys"
 # what tells a token how much a chunk would get of its attention; each reads as many chunks
 FORMS: dict[str, tuple[str, ...]] = {
     "means of 8 keys": (),
     "means of 4 keys": ("summary_tokens=4",),
     "mean of the chunk's keys (MoBA)": ("summary_tokens=32",),
-    "expansion at the chunk's mean query (HiLS)": (
+    HILS: (
         "chunk_score=expansion",
         "summary_query=tokens",
         "summary_tokens=32",
     ),
-    "all keys": ("chunk_score=mass", "summary_tokens=null"),
+    EXACT: ("chunk_score=mass", "summary_tokens=null"),
 }
 
 
@@ -76,6 +77,17 @@ def forms(options: argparse.Namespace, progress: Progress) -> dict[str, Any]:
         rows.append({"form": form} | _row(options, progress, texts, changes))
     chunks = HiLSConfig.from_pretrained(_hils(options)).num_retrieved_chunks
     return _about(options) | {"length": options.lengths[0], "chunks": chunks, "rows": rows}
+
+
+def whole(options: argparse.Namespace, progress: Progress) -> dict[str, Any]:
+    """HiLS' own score and the exact one on LaTeX at the longest of the lengths, by how many chunks each token reads."""
+    length, rows = options.lengths[-1], []
+    texts = latex(_tokenizer(options), length)[: options.texts]
+    for chunks in options.chunks:
+        for form in (HILS, EXACT):
+            changes = [*FORMS[form], f"num_retrieved_chunks={chunks}"]
+            rows.append({"form": form, "chunks": chunks} | _row(options, progress, texts, changes))
+    return _about(options) | {"length": length, "rows": rows}
 
 
 def far(options: argparse.Namespace, progress: Progress) -> dict[str, Any]:
@@ -161,7 +173,7 @@ def _tokenizer(options: argparse.Namespace) -> Any:
     return load_tokenizer(str(_base(options)))
 
 
-PARTS = {"losses": losses, "forms": forms, "far": far, "needles": needles, "beyond": beyond}
+PARTS = {"losses": losses, "forms": forms, "whole": whole, "far": far, "needles": needles, "beyond": beyond}
 
 
 def main() -> None:

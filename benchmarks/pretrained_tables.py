@@ -70,25 +70,6 @@ def trained_text() -> str:
     return "\n\n".join(on_machine("\n\n".join(text for _, text in same), same[0][0]) for same in there)
 
 
-def summary_text() -> str:
-    """What the README says of them, in a sentence or two."""
-    known = record("pretrained")
-    found = known["gap"]["results"]
-    rows = [row for row in found["rows"] if row["tokens"] == "all"]
-    first = rows[0]
-    same = [row for row in rows if (row["length"], row["window"]) == (first["length"], first["window"])]
-    given = " and ".join(f"{_share('closed').format(**row)} on {row['kind']}" for row in same)
-    (bm25,) = (row for row in known["controls"]["results"]["rows"] if row["chunks"] == "BM25")
-    more = _share("worse").format(**bm25)
-    return (
-        f"Fitted to {found['fitted_tokens']:,} tokens and trained on {found['trained_tokens']['drt']:,}, which took "
-        f"{found['trained_seconds']['drt'] / 60:.0f} minutes beside the fit ({machine(known['gap']['environment'])}), "
-        f"SmolLM2-135M with {_how(found)} gives back {given} of what that window loses to full attention at "
-        f"{first['length']:,} tokens; on {bm25['kind']} its own choice of chunks gives back {more} more of it than "
-        "BM25's would. [docs/convert.md](docs/convert.md) has all numbers, and what they do not show."
-    )
-
-
 _GAP: Columns = {
     "text": "{kind}",
     "tokens": "{length:,}",
@@ -299,11 +280,10 @@ def hils_summary() -> str:
     given = _share("closed").format(**row)
     nats, about = row["nats"], found["results"]
     return (
-        f"So converted, SmolLM2-135M with a window of {about['window']} that reads {row['chunks']} chunks of "
+        f"Without any training SmolLM2-135M with a window of {about['window']} that reads {row['chunks']} chunks of "
         f"{about['chunk_size']} tokens gives back {given} of what that window loses to full attention on LaTeX at "
         f"{row['length']:,} tokens: {nats['hils']:.3f} nats where full attention has {nats['full']:.3f} and the window "
-        f"{nats['window']:.3f} ({row['texts']} held-out texts; {machine(found['environment'])}). "
-        "[docs/convert.md](docs/convert.md) has all numbers."
+        f"{nats['window']:.3f} ({row['texts']} held-out texts; [docs/convert.md](docs/convert.md))."
     )
 
 
@@ -333,6 +313,14 @@ def _hils_forms_text(found: Row) -> str:
     return (
         f"By what scores a chunk, {found['chunks']} of which are read, on LaTeX at {found['length']:,} tokens; all "
         f"else is the same:\n\n{table(columns | _OF_HILS, found['rows'])}"
+    )
+
+
+def _hils_whole_text(found: Row) -> str:
+    columns: Columns = {"a chunk is scored by": "{form}", "chunks read": "{chunks}"}
+    return (
+        f"By HiLS' own score and by the exact one at {found['length']:,} tokens of LaTeX, the length that the base was "
+        f"trained for:\n\n{table(columns | _OF_HILS, found['rows'])}"
     )
 
 
@@ -383,6 +371,7 @@ _NEEDLES_OF_HILS: Columns = {
 _HILS: dict[str, Callable[[Row], str]] = {
     "losses": _hils_losses_text,
     "forms": _hils_forms_text,
+    "whole": _hils_whole_text,
     "far": _hils_far_text,
     "needles": _hils_needles_text,
     "beyond": _hils_beyond_text,

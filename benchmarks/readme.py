@@ -45,6 +45,36 @@ def take_over(run: Path) -> None:
 # --- the demo and the suites -------------------------------------------------------------------------------
 
 
+def demo_summary() -> str:
+    """What the README shows of it: the figure, and three rows."""
+    found = record("demo")
+    farthest = max(r["length"] for r in found["results"])
+    shown = [("drt", found["train_length"]), ("drt", farthest), ("window", found["train_length"])]
+    rows = [
+        r | {"model": NAMES[r["model"]]}
+        for model, length in shown
+        for r in found["results"]
+        if (r["model"], r["length"], r["needles"]) == (model, length, 1)
+    ]
+    columns: Columns = {
+        "model": "{model}",
+        "tokens read": "{length:,}",
+        "questions": "{questions}",
+        "all digits right": RIGHT,
+        "tokens/s": "{tokens_per_second:,.0f}",
+        "memory": "{memory_bytes:size}",
+    }
+    took = sum(part["seconds"] for part in (*found["training"].values(), *found["results"]))
+    size_of = found["training"]["drt"]["parameters"]
+    return (
+        f"A DRT of {size_of:,} parameters, trained from scratch on texts of at most {found['train_length']:,} tokens, "
+        "asked for digits like those of `$QJXV=48213;` hidden in real text, beside the model with its window alone. "
+        f"`make demo` makes this in {duration(took)} ({machine(found['environment'])}, seed "
+        f"{found['settings']['seed']}); [all rows](benchmarks/README.md#the-laptop-demo).\n\n"
+        f"{table(columns, rows)}\n\n![Accuracy by length](docs/accuracy.png)"
+    )
+
+
 def demo_text() -> str:
     found = record("demo")
     results = [r | {"model": NAMES[r["model"]]} for r in found["results"]]
@@ -56,8 +86,7 @@ def demo_text() -> str:
     return (
         f"{needle_table(results, found['train_length'])}\n\n{legend_text(NEEDLE_LEGEND)}\n\n"
         f"Trained: {trained}; with the questions {duration(took)} in all. Machine: {machine(found['environment'])}, "
-        f"seed {found['settings']['seed']}.\n\n"
-        f"![Accuracy by length](docs/accuracy.png)"
+        f"seed {found['settings']['seed']}."
     )
 
 
@@ -88,7 +117,7 @@ def grid_text() -> str:
         f"{million['questions']} questions on branches of one reading: {million['correct']} right in "
         f"{duration(million['seconds'])} ({duration(million['seconds_reading'])} of it reading). "
         f"A report of {report['runs']} runs: {report['seconds']:.1f} s. Machine: {machine(found['environment'])}.\n\n"
-        "![Needles found by length and depth](docs/needle-grid.png)"
+        "![Needles found by length and depth](../docs/needle-grid.png)"
     )
 
 
@@ -259,11 +288,6 @@ def reading_text() -> str:
             rows = [{"name": way, "seconds": s} for r in rows for way, s in r["seconds"].items()]
         texts.append(f"{title} Machine: {machine(part['environment'])}.\n\n{table(columns, rows)}")
     return "\n\n".join(texts)
-
-
-def far_text() -> str:
-    part = record("reading")["far"]
-    return f"{table(FAR, part['results'])}\n\n{_X_TRAIN} 300 questions each. Machine: {machine(part['environment'])}."
 
 
 # --- ops and a training step -------------------------------------------------------------------------------
@@ -518,36 +542,20 @@ def waiting_text() -> str:
     )
 
 
-def case_study_summary() -> str:
-    """How often the chunk of the label that is about to be cited is read, over all works."""
-    works = record("case_study")["works"].values()
-
-    def share(rule: str) -> float:
-        return sum(work[rule][0] for work in works) / sum(work[rule][1] for work in works)
-
-    references = sum(work["model"][1] for work in works)
-    return (
-        f"Of {references:,} references it reads the label's chunk in {share('model'):.1%}; BM25 finds it in "
-        f"{share('bm25'):.1%}, random chunks hold it in {share('random'):.1%}."
-    )
-
-
 # --- which text stands where -------------------------------------------------------------------------------
 
 DOCUMENTS: dict[str, Mapping[str, Callable[[], str]]] = {
     "README.md": {
-        "demo": demo_text,
-        "grid": grid_text,
-        "far": far_text,
-        "speed": speed_text,
-        "compare": compare_text,
-        "case study": case_study_summary,
-        "hils": pretrained_tables.hils_summary,
-        "pretrained": pretrained_tables.summary_text,
+        "demo": demo_summary,
         "learning": learning_tables.summary_text,
+        "hils": pretrained_tables.hils_summary,
     },
     "benchmarks/README.md": {
+        "demo": demo_text,
+        "grid": grid_text,
+        "speed": speed_text,
         "papers": papers.text,
+        "compared": compare_text,
         "compare": compare_parts_text,
         "needles": needles_text,
         "explorer": explorer_text,

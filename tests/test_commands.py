@@ -61,7 +61,7 @@ def refused(shown: list[Command]) -> list[str]:
 def test_commands_are_found_where_they_are_shown() -> None:
     """A pattern that finds nothing would prove nothing."""
     counts = {place: len(shown) for place, shown in SHOWN.items()}
-    assert counts["README.md"] >= 30
+    assert counts["README.md"] >= 10
     assert counts["docs/evaluation.md"] >= 15
     assert counts["benchmarks/README.md"] >= 15
     assert counts["configs/README.md"] >= 10
