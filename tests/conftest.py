@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -29,7 +30,15 @@ settings.register_profile("anew", deadline=None, derandomize=False)
 settings.load_profile("trailmark")
 
 
+@pytest.hookimpl(tryfirst=True)  # before -m chooses
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    numbers = Counter[str]()
+    for item in items:
+        if (sampled := item.get_closest_marker("sampled")) is not None:
+            (every,), name = sampled.args, item.nodeid.split("[")[0]
+            if numbers[name] % every:
+                item.add_marker(pytest.mark.slow)
+            numbers[name] += 1
     interpreter = sys.modules.get("triton.runtime.interpreter")  # by now the test files imported the kernels
     if interpreter is not None:
         interpreting.hasten(interpreter)

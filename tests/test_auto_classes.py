@@ -60,6 +60,7 @@ QUICK = [(MODULES[0], "config"), (MODULES[2], "config")]
         for name, use in USES.items()
     ],
 )
+@pytest.mark.sampled(2)
 def test_the_auto_classes_know_our_models(folder: Path, first: str, use: str) -> None:
     name = use.partition("(")[0].partition(".")[0]
     code = f"""
@@ -76,12 +77,14 @@ print(type({use}).__module__)
 
 
 @pytest.mark.parametrize("first", ["trailmark.models", "trailmark.evaluation.subject"])
+@pytest.mark.sampled(2)
 def test_a_process_that_brought_the_models_knows_the_tokenizer_too(folder: Path, first: str) -> None:
     opened = "AutoTokenizer.from_pretrained(sys.argv[1])('a')['input_ids']"
     code = f"import sys, {first}; from transformers import AutoTokenizer; print({opened})"
     assert run(code, folder) == "[100]"
 
 
+@pytest.mark.slow
 def test_other_models_are_opened_as_without_us(tmp_path: Path) -> None:
     """Nothing of ours is imported for them, and what is unknown is said in transformers' own words."""
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
@@ -98,6 +101,7 @@ except ValueError as error:
     assert run(code, tmp_path) == "LlamaConfig False\nTrue False"
 
 
+@pytest.mark.slow
 def test_a_pipeline_continues_a_prompt_as_the_model_does(folder: Path) -> None:
     """Without an end of text between the prompt and its continuation."""
     code = """

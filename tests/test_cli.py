@@ -70,6 +70,7 @@ def test_a_training_says_what_it_does(tmp_path: Path, command: Command) -> None:
 
 
 @pytest.mark.parametrize("model", ["drt", "window", "landmark", "hils", "hsa"])
+@pytest.mark.sampled(5)
 def test_a_text_model_of_any_kind(model: str, tmp_path: Path, command: Command) -> None:
     assert command("train", write_config(tmp_path, "text", model))[0] == 0
     code, out, _ = command(
@@ -97,6 +98,7 @@ def trained_landmark(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_landmark_attention_through_every_command(
     trained_landmark: Path, tmp_path: Path, command: Command
 ) -> None:
@@ -127,6 +129,7 @@ def test_landmark_attention_through_every_command(
     assert command("verify", memory)[0] == 0
 
 
+@pytest.mark.slow
 def test_a_model_whose_tokens_choose_chunks_through_every_command(tmp_path: Path, command: Command) -> None:
     config, memory = write_config(tmp_path, "text", "hils"), tmp_path / "memory"
     model, notes = tmp_path / "run", tmp_path / "text.txt"
@@ -491,6 +494,7 @@ def test_a_folder_that_belongs_to_others(trained: Path, tmp_path: Path, refused:
 
 
 @pytest.mark.parametrize("size", [2_000, 60_000], ids=["weights", "optimizer"])
+@pytest.mark.sampled(2)
 def test_a_full_disk_keeps_the_last_checkpoint(size: int, tmp_path: Path, command: Command) -> None:
     """The same command goes on once there is space, and nothing is lost."""
     config = write_config(tmp_path, steps=15)
@@ -544,6 +548,7 @@ def interrupted(arguments: list[str], ready: Callable[[], bool], log: Path) -> t
     return process.returncode, err
 
 
+@pytest.mark.slow
 def test_ctrl_c_stops_a_training_that_goes_on_exactly(tmp_path: Path, command: Command) -> None:
     config = write_config(tmp_path, "needles", steps=60, save_steps=4)
     checkpoints = tmp_path / "run" / "checkpoints"
@@ -559,6 +564,7 @@ def test_ctrl_c_stops_a_training_that_goes_on_exactly(tmp_path: Path, command: C
     assert_same_weights(tmp_path / "run", tmp_path / "whole")
 
 
+@pytest.mark.slow
 def test_ctrl_c_stops_a_generation(trained: Path, tmp_path: Path) -> None:
     log = tmp_path / "log"
     arguments = ["generate", str(trained / "run"), "--prompt", "a", "--max-new-tokens", "1000000"]

@@ -67,6 +67,7 @@ TABLES: dict[str, tuple[dict[str, Any], list[str]]] = {
 
 
 @pytest.mark.parametrize("name", TABLES)
+@pytest.mark.sampled(2)
 def test_a_table_trains_a_model_that_then_finds_by_itself(
     name: str, corpus: Path, tmp_path: Path, command: Command
 ) -> None:
@@ -107,6 +108,7 @@ def test_a_dry_run_with_a_table(name: str, corpus: Path, tmp_path: Path, command
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_target_scores_train_a_retriever(corpus: Path, tmp_path: Path, command: Command) -> None:
     """Scored by a model that was trained just before."""
     (tmp_path / "scorer").mkdir()
@@ -155,6 +157,7 @@ NEEDLES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", ["block_recurrent", pytest.param("rpt", marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_needles(name: str, tmp_path: Path, command: Command) -> None:
     """The demo's task: questions that close their chunks early, evaluated on the way and afterwards."""
     config: RunConfig = run_config(tmp_path / "run", "needles", steps=2, tokens_per_step=1280)

@@ -157,6 +157,7 @@ def test_shards_of_another_tokenizer(texts: Path, tmp_path: Path, command: Comma
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_beginning_with_the_weights_of_another_run(texts: Path, tmp_path: Path, command: Command) -> None:
     config = config_file(tmp_path, steps=3)
     assert command("train", config, f"data.paths={texts}")[0] == 0

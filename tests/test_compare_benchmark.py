@@ -35,6 +35,7 @@ def parameters(config: Any, vocabulary: int) -> int:
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.sampled(2)
 def test_all_rows_train_on_as_many_tokens(rows: ModuleType, device: str) -> None:
     sizes = rows.SIZES[device]
     for name in rows.ROWS:

@@ -125,6 +125,7 @@ def test_a_second_start_trains_and_asks_nothing_again(finished: tuple[Path, list
 STOPS = ("Training window", "Training DRT", "Asking DRT", "800 tokens,  1 needle", "Asking window")
 
 
+@pytest.mark.slow
 def test_a_stopped_demo_goes_on(finished: tuple[Path, list[str]], tmp_path: Path) -> None:
     for stop in STOPS:
         with pytest.raises(KeyboardInterrupt):
@@ -139,6 +140,7 @@ def test_a_stopped_demo_goes_on(finished: tuple[Path, list[str]], tmp_path: Path
         assert all(torch.equal(weights[key], expected[key]) for key in expected)
 
 
+@pytest.mark.slow
 def test_a_stop_right_after_a_training_loses_nothing(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         start(tmp_path, at="on training texts")

@@ -63,6 +63,7 @@ def silent_hub() -> Iterator[tuple[str, list[bytes]]]:
             connection.close()
 
 
+@pytest.mark.slow
 def test_a_hub_that_does_not_answer_is_asked_once(
     silent_hub: tuple[str, list[bytes]], tmp_path: Path
 ) -> None:

@@ -41,6 +41,7 @@ def test_every_case_runs_and_ours_is_within_budget(ops: ModuleType, part: str) -
     assert {r["implementation"] for r in results} >= compared | {"torch", "reference", "sdpa"}
 
 
+@pytest.mark.slow
 def test_one_part_leaves_the_others_in_the_file(
     ops: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -79,6 +80,7 @@ def test_a_wrong_result_is_not_timed(ops: ModuleType, op: str, monkeypatch: pyte
         ops.check(case, "cpu")
 
 
+@pytest.mark.slow
 def test_a_case_in_a_process_of_its_own(ops: ModuleType) -> None:
     case = json.dumps(asdict(small(ops.Case("gca", "torch", 64))))
     done = subprocess.run(

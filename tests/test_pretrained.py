@@ -124,6 +124,7 @@ def test_code_in_a_folder_is_never_run_whoever_says_yes(
     assert not (tmp_path / "mark").exists()
 
 
+@pytest.mark.slow
 def test_the_command_runs_no_code_and_asks_nobody(models: Path, tmp_path: Path) -> None:
     folder = with_code(models / "llama", tmp_path / "mark")
     done = subprocess.run(

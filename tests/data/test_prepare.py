@@ -226,6 +226,7 @@ def _shards(output: Path) -> int:
 
 
 @pytest.mark.parametrize(("processes", "kills"), [(1, 8), (2, 2)])
+@pytest.mark.slow
 def test_killed_at_random_moments(tmp_path: Path, folder: Path, bpe: str, processes: int, kills: int) -> None:
     rng, output = random.Random(processes), tmp_path / "out"
     worked = 0

@@ -33,6 +33,7 @@ def test_a_kernel_that_is_wrong_is_found_out(wrong: str) -> None:
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+@pytest.mark.slow
 def test_kernels_are_compared_with_their_oracles_where_they_run() -> None:
     script = (
         "import torch; from trailmark.evaluation.doctor import _kernels\n"

@@ -121,6 +121,7 @@ def test_layers_are_its_own_matter() -> None:
 @EVERY_TIER
 @pytest.mark.parametrize("how", ["read", "forward"])
 @pytest.mark.parametrize("rows", [[2, 0, 1], [0, 0, 2, 2, 1], [1]], ids=str)
+@pytest.mark.sampled(4)
 def test_rows_change_places(make: Any, tier: str, how: str, rows: list[int]) -> None:
     model = make()
     cache = ragged_cache(model, how, memory_tier=tier)
@@ -200,6 +201,7 @@ def test_a_calls_gradients_are_those_of_its_own_states(make: Any, read: int) -> 
 @pytest.mark.parametrize("groups", [1, 2])
 @pytest.mark.parametrize("read", [1, 4, 46])
 @pytest.mark.parametrize("asked", [False, True])
+@pytest.mark.sampled(4)
 def test_branches_go_on_without_their_parent(groups: int, read: int, tier: str, asked: bool) -> None:
     model, text, tails = drt(groups), tokens(read), tokens(29, batch=3, seed=1)
     cache = model.new_cache(memory_tier=tier)
@@ -363,6 +365,7 @@ def test_a_row_that_had_no_tokens_since_it_was_read_keeps_them() -> None:
 @EVERY_TIER
 @pytest.mark.parametrize("memory_dtype", [None, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.sampled(4)
 def test_memory_grows_by_the_formula_and_the_window_stays(
     tier: str, dtype: torch.dtype, memory_dtype: torch.dtype | None
 ) -> None:

@@ -183,6 +183,7 @@ MODELS = {
     ],
 )
 @pytest.mark.parametrize("stops", [10, pytest.param(200, marks=pytest.mark.slow)])
+@pytest.mark.sampled(4)
 def test_a_call_that_is_stopped_leaves_the_cache_as_before(
     call: Call,
     stop: Callable[[int, Callable[[], object]], int | None],
@@ -252,6 +253,7 @@ def test_after_a_first_call_that_was_stopped_another_batch_may_come() -> None:
 @pytest.mark.parametrize("tier", ["device", "disk"])
 @pytest.mark.parametrize("rows", [1, 2])
 @pytest.mark.parametrize("kept", [None, 3])
+@pytest.mark.sampled(4)
 def test_after_a_first_prompt_that_failed_the_next_is_read_as_ever(
     kept: int | None, rows: int, tier: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

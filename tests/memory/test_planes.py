@@ -131,6 +131,7 @@ def test_a_call_that_writes_many_times() -> None:
 
 
 @EACH_TIER
+@pytest.mark.sampled(3)
 def test_branches_keep_what_they_need(tier: str, tmp_path: Path) -> None:
     """Their source goes on and evicts it; once they are gone, it is written over."""
     parent = Lists(ChunkMemory(tier, planes=2, max_chunks=6))

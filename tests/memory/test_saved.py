@@ -311,6 +311,7 @@ def test_chunk_files_get_new_names_and_what_was_left_is_removed(folder: Path) ->
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # Ctrl-C in a destructor
 @pytest.mark.parametrize("tier", ["in place", "host"])
 @pytest.mark.parametrize(("how", "step"), [("Ctrl-C", 1), ("killed", 9)])  # lines; a kill takes a process
+@pytest.mark.sampled(4)
 def test_a_save_that_is_stopped_leaves_the_old_memory_or_the_new(
     tier: str, how: str, step: int, folder: Path
 ) -> None:

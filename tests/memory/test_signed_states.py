@@ -68,6 +68,7 @@ def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 
 @torch.no_grad()
+@pytest.mark.sampled(4)
 def test_every_tensor_is_checked(made: tuple[Any, Path], tmp_path: Path) -> None:
     model, source = made
     (path,) = source.glob("state-*")

@@ -66,6 +66,7 @@ def go_on(model: TrailmarkForCausalLM, cache: ChunkCache, seed: int = 7, rows: i
 
 @pytest.mark.parametrize("make", [lambda: drt(1), lambda: drt(3), *RETRIEVERS.values()])
 @DTYPES
+@pytest.mark.sampled(3)
 def test_tiers(make: Make, dtype: torch.dtype) -> None:
     model, ids = make().to(dtype), tokens(103)
     outs = []
@@ -113,6 +114,7 @@ SAVINGS = [  # the fast ones have each pair of values of two parameters
 
 @EACH
 @pytest.mark.parametrize(("how", "saved", "loaded"), SAVINGS)
+@pytest.mark.sampled(4)
 def test_saving_and_loading(make: Make, how: str, saved: str, loaded: str, tmp_path: Path) -> None:
     model, rows = make(), 3 if how == "ragged" else 1
     plain, cache = model.new_cache(), model.new_cache(memory_tier=saved)
@@ -130,6 +132,7 @@ def test_saving_and_loading(make: Make, how: str, saved: str, loaded: str, tmp_p
 
 @EACH
 @pytest.mark.parametrize("tier", TIERS)
+@pytest.mark.sampled(3)
 def test_reading_on_after_loading_and_saving_again(make: Make, tier: str, tmp_path: Path) -> None:
     model, ids = make(), tokens(200)
     plain, cache = model.new_cache(), model.new_cache(memory_tier=tier)
@@ -235,6 +238,7 @@ def test_no_token_of_a_padded_row_changes_an_earlier_logit(side: str, use_cache:
         for i, dtype in enumerate(PRECISIONS)
     ],
 )
+@pytest.mark.sampled(3)
 def test_what_a_neighbour_says_changes_no_bit(groups: int, dtype: torch.dtype, early_landmarks: bool) -> None:
     """Padded rows of the same lengths, then questions and answers: the first row is as it was.
 

@@ -79,6 +79,7 @@ def assert_bits(ours: list[Tensor], theirs: list[Tensor]) -> None:
         ("drt, hidden landmarks", False),
     ],
 )
+@pytest.mark.slow
 def test_a_training_step_is_one_graph_with_the_same_bits(name: str, checkpointed: bool) -> None:
     plain, compiled = make(name), make(name)
     if checkpointed:

@@ -236,6 +236,7 @@ def test_places_begin_anew_with_each_document() -> None:
 
 @EVERY_MODEL
 @pytest.mark.parametrize("train", [False, True])
+@pytest.mark.sampled(4)
 def test_another_document_changes_no_bit(name: str, train: bool) -> None:
     """Not even in training, where noise, jumps and gates are drawn by chunk."""
     model, both = build(name).train(train), packed(LENGTHS)
@@ -256,6 +257,7 @@ def test_another_document_changes_no_bit(name: str, train: bool) -> None:
 
 
 @EVERY_MODEL
+@pytest.mark.sampled(4)
 def test_no_gradient_crosses_a_document(name: str) -> None:
     model, both = build(name).train(), packed(LENGTHS)
     ids, states = both["input_ids"], []
@@ -279,6 +281,7 @@ def test_no_gradient_crosses_a_document(name: str) -> None:
 
 
 @EVERY_MODEL
+@pytest.mark.sampled(4)
 def test_the_loss_is_that_of_the_documents(name: str) -> None:
     """Without the predictions of first tokens, and so are the gradients."""
     model, both = build(name), packed(LENGTHS)

@@ -97,6 +97,7 @@ PIECES: list[tuple[list[Model], int, list[list[int]]]] = [
     [(model, length, pieces) for some, length, each in PIECES for model in some for pieces in each],
     ids=name_of,
 )
+@pytest.mark.sampled(5)
 def test_any_split_into_calls_is_one_forward(model: Model, length: int, pieces: list[int]) -> None:
     made, ids = build(model), tokens(length, batch=2)
     whole = made(ids, output_retrieval=True)
@@ -135,6 +136,7 @@ READS: list[tuple[list[Model], int, list[int], list[list[int]]]] = [
     ],
     ids=name_of,
 )
+@pytest.mark.sampled(4)
 def test_reading_then_forward_is_one_forward(
     model: Model, length: int, read_tokens: int, reads: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -192,6 +194,7 @@ NEIGHBOURS = [
     "model", [*NEIGHBOURS, *ablations(), *models(block_recurrent, BLOCK_RECURRENT)], ids=name_of
 )
 @pytest.mark.parametrize("length", [33, 103])
+@pytest.mark.sampled(4)
 def test_no_token_changes_an_earlier_logit_bit_for_bit(model: Model, length: int) -> None:
     made, ids = build(model), tokens(length)
     before = logits_of(made, ids)
@@ -320,6 +323,7 @@ CHECKPOINTED: list[tuple[list[Model], torch.dtype, Callable[[], dict[str, Tensor
     ],
     ids=name_of,
 )
+@pytest.mark.sampled(4)
 def test_activation_checkpointing_changes_no_bit(
     model: Model, dtype: torch.dtype, batch: Callable[[], dict[str, Tensor]], use_reentrant: bool
 ) -> None:

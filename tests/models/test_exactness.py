@@ -320,6 +320,7 @@ BEHIND = (
 @example(Story(PLAIN, (45, 13, 30), 0.0, (Step("read", (30, 12, 29), extra=2),)))
 @example(Story(PLAIN, (45,), 0.0, (Step("read", (40,)), Step("last", (1,)), Step("last", (3,), keep=3))))
 @example(Story(PLAIN, (45, 20), 0.2, (Step("last", (30, 9)),), memory_dtype=torch.bfloat16))
+@pytest.mark.slow
 def test_any_calls_of_any_batch_are_the_texts_alone(story: Story) -> None:
     model = drt_of(story.options)
     naive = NaiveDRT if story.memory_dtype is None else RoundedDRT
@@ -339,6 +340,7 @@ def test_any_calls_of_the_window_model_are_the_texts_alone(story: Story) -> None
 @settings(max_examples=25)
 @given(stories(BLOCKS, longest=25))
 @example(Story((("block_size", 4),), (45, 31), 0.3, BEHIND, read_tokens=4))
+@pytest.mark.slow
 def test_any_calls_of_the_block_recurrent_model_are_the_texts_alone(story: Story) -> None:
     """Early landmarks end none of its blocks."""
     model = block_recurrent_of(story.options)

@@ -52,6 +52,7 @@ def predicted(model: TrailmarkForCausalLM, prompt: Tensor, new: Tensor, close_ch
 @EACH_MODEL
 @pytest.mark.parametrize("length", [1, 3, 4, 5, 18, 41])
 @pytest.mark.parametrize("close_chunk", [True, False, None])
+@pytest.mark.sampled(4)
 def test_greedy_is_what_one_forward_predicts(make: Make, length: int, close_chunk: bool | None) -> None:
     model, prompt = make(), tokens(length, batch=2)
     options = {} if close_chunk is None else {"close_chunk": close_chunk}
@@ -94,6 +95,7 @@ def test_an_early_landmark_makes_the_answer_read_what_the_prompt_asked_for() -> 
     [{"num_beams": 3, "num_return_sequences": 2}, {"num_beams": 2, "close_chunk": False}],
     ids=str,
 )
+@pytest.mark.sampled(4)
 def test_beams_of_a_padded_batch_are_those_of_its_rows(
     make: Make, side: str, options: dict[str, Any]
 ) -> None:
@@ -173,6 +175,7 @@ def test_beam_search_goes_over_chunk_ends(make: Make) -> None:
 @EACH_MODEL
 @pytest.mark.parametrize("size", [1, 9, 16, 1000])
 @pytest.mark.parametrize("lengths", [[71], [71, 20, 3]], ids=str)
+@pytest.mark.sampled(4)
 def test_a_prompt_may_be_read_in_pieces(
     make: Make, size: int, lengths: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -244,6 +247,7 @@ def test_a_tokenizers_padded_batch(tokenizer: PreTrainedTokenizerFast, side: str
 @EACH_MODEL
 @pytest.mark.parametrize("read", [40, 43, 103])
 @pytest.mark.parametrize("tier", ["device", "host", "disk"])
+@pytest.mark.sampled(4)
 def test_a_question_after_reading_is_answered_as_if_all_were_the_prompt(
     make: Make, read: int, tier: str
 ) -> None:
@@ -269,6 +273,7 @@ def test_a_question_after_reading_is_answered_as_if_all_were_the_prompt(
     ids=str,
 )
 @pytest.mark.parametrize("questions", [1, 2])
+@pytest.mark.sampled(4)
 def test_several_continuations_after_reading_are_those_of_the_whole_prompt(
     make: Make, options: dict[str, Any], questions: int
 ) -> None:

@@ -120,6 +120,7 @@ GOLDEN: dict[str, list[float]] = {
 
 
 @pytest.mark.parametrize("name", MODELS)
+@pytest.mark.sampled(4)
 def test_training_losses(name: str) -> None:
     assert train(MODELS[name]) == pytest.approx(GOLDEN[name], rel=0, abs=1e-8)
 

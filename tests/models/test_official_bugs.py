@@ -50,6 +50,7 @@ def test_the_last_rows_query_gradient_is_uninitialised_memory(chunk_size: int) -
 
 
 @pytest.mark.parametrize("retrieved", range(2, 10))
+@pytest.mark.sampled(4)
 def test_a_number_of_chunks_that_is_no_power_of_two_crashes(retrieved: int) -> None:
     """K of 2 to 9 for texts of 1 to 7 chunks: fewer than K too."""
     model = drt(num_retrieved_chunks=retrieved)

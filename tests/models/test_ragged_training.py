@@ -96,6 +96,7 @@ def trained(model: TrailmarkForCausalLM, **arguments: Any) -> tuple[Any, list[Te
 @example(Batch((30, 1, 17)))
 @example(Batch((9, 7), "left", extra=3, early=0.0))
 @example(Batch((12, 12, 12), early=0.0))
+@pytest.mark.slow
 def test_a_padded_batch_trains_as_its_rows_do(batch: Batch) -> None:
     """Logits, selections under noise, and parameter gradients."""
     model, arguments = batch.model(), batch.arguments()
@@ -128,6 +129,7 @@ def test_a_padded_batch_trains_as_its_rows_do(batch: Batch) -> None:
 @settings(max_examples=20)
 @given(batches())
 @example(Batch((30, 1, 17)))
+@pytest.mark.slow
 def test_early_landmarks_are_the_equations(batch: Batch) -> None:
     model, arguments = batch.model(), batch.arguments()
     del arguments["labels"]
@@ -156,6 +158,7 @@ def test_early_landmarks_are_the_equations(batch: Batch) -> None:
     ],
     ids=lambda part: getattr(part, "__name__", str(part)),
 )
+@pytest.mark.sampled(4)
 def test_the_other_models_too(make: Callable[..., TrailmarkForCausalLM], options: Any, side: str) -> None:
     model, batch, seeds = make(**options), Batch((30, 1, 17), side, extra=1, early=0.0), torch.arange(5, 8)
     together, gradients = trained(model, **batch.arguments(), noise_seed=seeds)

@@ -152,6 +152,7 @@ def test_the_first_tokens_are_seen_by_all_that_follow() -> None:
 @OPTIONS
 @pytest.mark.parametrize("tier", ["device", "host", "disk"])
 @torch.no_grad()
+@pytest.mark.sampled(3)
 def test_tiers_branches_and_saved_memories_go_on_bit_for_bit(
     options: dict[str, Any], tier: str, tmp_path: Path
 ) -> None:

@@ -236,6 +236,7 @@ def test_text_of_others_stays_text(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("odd", ["\x00", "\x0b", "\x1b", "\ud800", "\uffff", "\x9f"])
+@pytest.mark.sampled(3)
 def test_characters_that_no_page_can_hold_are_replaced(odd: str, tmp_path: Path) -> None:
     """In names, settings and what a model wrote: a small model writes any byte."""
     name = f"a{odd}b"
@@ -262,6 +263,7 @@ ODD = [None, "text", float("nan"), float("inf"), [], {}, [[]], -1, True, 10**400
 
 @pytest.mark.usefixtures("undrawn")
 @pytest.mark.parametrize("value", ODD, ids=[str(value)[:5] for value in ODD])
+@pytest.mark.sampled(5)
 def test_fields_that_are_missing_or_odd_do_no_harm(value: Any, tmp_path: Path) -> None:
     """What an older or newer version wrote, or a hand: a page all the same, with "-" where nothing is known."""
     for place, change in enumerate(FIELDS):

@@ -125,6 +125,7 @@ PARTS = st.tuples(st.integers(1, 4), st.integers(1, 2), st.integers(1, 4))
 @pytest.mark.parametrize("kind", TASKS)
 @settings(max_examples=12, deadline=None)
 @given(parts=st.lists(PARTS, min_size=1, max_size=3))
+@pytest.mark.sampled(5)
 def test_a_run_in_parts_is_one_stream(kind: str, parts: list[tuple[int, int, int]]) -> None:
     """Each part begins with fresh processes, of another number, from what a checkpoint keeps."""
     rows = 24  # for 1 .. 4 processes of 1 or 2 micro-batches
@@ -235,6 +236,7 @@ def test_needles_draw_no_sample_twice_to_resume(monkeypatch: pytest.MonkeyPatch)
     assert drawn == [12, 4]  # rows at the first level and at the last
 
 
+@pytest.mark.slow
 def test_a_run_that_goes_on_makes_the_batches_that_are_left(tmp_path: Path) -> None:
     """Through the Trainer and its loader, which would skip batches by making them."""
     made: list[int] = []

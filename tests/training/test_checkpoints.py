@@ -261,6 +261,7 @@ def test_every_damage_to_every_file_of_a_real_run_is_found(killed: Path, tmp_pat
         ("manifest.json", "half"),
     ],
 )
+@pytest.mark.sampled(4)
 def test_a_run_goes_on_from_the_older_checkpoint_to_the_same_weights(
     killed: Path, uninterrupted: dict[str, torch.Tensor], tmp_path: Path, name: str, damage: str
 ) -> None:
@@ -445,6 +446,7 @@ def assert_only_whole(checkpoints: Path, at_least: int) -> int:
 
 
 @pytest.mark.parametrize("replaces", [False, True])
+@pytest.mark.sampled(2)
 def test_a_kill_before_any_change_of_a_file_leaves_whole_checkpoints(tmp_path: Path, replaces: bool) -> None:
     """A child saves once more and kills itself at its n-th change of the disk, for all n.
 

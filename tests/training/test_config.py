@@ -529,6 +529,7 @@ ROWS_OF_TABLE_2: dict[str, Callable[..., Any]] = {
 
 @pytest.mark.parametrize("hops", [1, 2])
 @pytest.mark.parametrize("row", ROWS_OF_TABLE_2)
+@pytest.mark.sampled(5)
 def test_every_row_of_table_2_is_fine_tuned_by_one_file(row: str, hops: int, tmp_path: Path) -> None:
     """Its folder alone tells them apart; all have questions that end anywhere in a chunk."""
     changes: dict[str, Any] = {"vocab_size": 259}

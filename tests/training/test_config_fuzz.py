@@ -476,6 +476,7 @@ FIELDS = [
 
 
 @pytest.mark.parametrize(("name", "section", "field", "kind"), FIELDS)
+@pytest.mark.sampled(4)
 def test_a_wrong_value_is_refused_by_name(
     name: str, section: str, field: str, kind: Any, tmp_path: Path
 ) -> None:

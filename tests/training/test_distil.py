@@ -85,6 +85,7 @@ def attention_of(model: Any, ids: Tensor, documents: Tensor | None) -> list[Tens
 @pytest.mark.parametrize("source", ["reading", "asking"])
 @pytest.mark.parametrize("apart", [False, True])
 @pytest.mark.parametrize(("excluded", "sinks"), [(False, 0), (True, 3)])
+@pytest.mark.sampled(4)
 def test_the_loss_is_its_definition(
     source: Any, apart: bool, excluded: bool, sinks: int, teacher: str, tmp_path: Path
 ) -> None:
@@ -189,6 +190,7 @@ def test_chunks_that_nothing_follows_are_not_taught_by_a_reading() -> None:
 # --- a run -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_scores_come_to_where_the_teacher_looks(teacher: str, tmp_path: Path) -> None:
     config = taught(tmp_path, teacher, steps=30, precision="float32", optimizer="muon", warmup_steps=1)
     config.distil.retrieval_weight, config.distil.weight = 20.0, 0.1
@@ -200,6 +202,7 @@ def test_the_scores_come_to_where_the_teacher_looks(teacher: str, tmp_path: Path
     assert all(line["distil"] > 0 for line in run.history)
 
 
+@pytest.mark.slow
 def test_processes_and_micro_batches_learn_the_same(teacher: str, tmp_path: Path) -> None:
     def of(name: str, **settings: Any) -> RunConfig:
         return taught(tmp_path / name, teacher, tokens_per_step=320, loss_positions=0.5, **settings)
@@ -219,6 +222,7 @@ def test_processes_and_micro_batches_learn_the_same(teacher: str, tmp_path: Path
                     assert mine[number] == pytest.approx(theirs[number], rel=1e-11, abs=0), (name, number)
 
 
+@pytest.mark.slow
 def test_a_stopped_run_goes_on_with_its_teacher(teacher: str, tmp_path: Path) -> None:
     (whole,) = begin(watched, taught(tmp_path / "whole", teacher)).results()
     begin(watched, taught(tmp_path / "run", teacher), {2: killed.ask_to_stop}).results()
@@ -298,6 +302,7 @@ def test_no_text_is_longer_than_the_teacher_was_trained_for(left: str, tmp_path:
         Run(taught(tmp_path / "run", folder, context_length=160), text=TEXT)
 
 
+@pytest.mark.slow
 def test_what_a_teacher_costs_is_counted(teacher: str, tmp_path: Path) -> None:
     run, alone = Run(taught(tmp_path, teacher), text=TEXT), Run(taught(tmp_path, None), text=TEXT)
     with_one, without = estimate_of(run), estimate_of(alone)
@@ -350,6 +355,7 @@ def test_a_loss_on_a_sample_is_that_of_its_positions(model: str, tmp_path: Path)
     assert float(called.loss) == pytest.approx(expected, rel=EXACT)
 
 
+@pytest.mark.slow
 def test_the_sampled_loss_is_unbiased(tmp_path: Path) -> None:
     """Its mean over many draws is the whole loss, within what means of so many draws vary."""
     run = Run(run_config(tmp_path, model="window", precision="float64", tokens_per_step=80), text=TEXT)
@@ -370,6 +376,7 @@ def test_the_sampled_loss_is_unbiased(tmp_path: Path) -> None:
     assert abs(float(drawn.mean()) - whole) < 4 * float(drawn.std()) / math.sqrt(len(losses))
 
 
+@pytest.mark.slow
 def test_fewer_logits_take_less_memory(tmp_path: Path) -> None:
     whole, part = (
         estimate_of(Run(run_config(tmp_path, loss_positions=share), text=TEXT)) for share in (1.0, 0.25)

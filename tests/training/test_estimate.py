@@ -208,6 +208,7 @@ CASES: list[Any] = [
 
 
 @pytest.mark.parametrize(("config", "length", "rows", "checkpointing"), CASES)
+@pytest.mark.sampled(5)
 def test_predicted_memory_is_within_15_percent_of_what_is_allocated(
     config: TrailmarkConfig, length: int, rows: int, checkpointing: bool
 ) -> None:
@@ -224,6 +225,7 @@ def test_predicted_memory_is_within_15_percent_of_what_is_allocated(
         pytest.param(600, 8, {"separate_documents": True}, marks=pytest.mark.slow),  # of three rows
     ],
 )
+@pytest.mark.sampled(2)
 def test_real_batches_make_more_chunks(tmp_path: Path, length: int, rows: int, data: dict[str, Any]) -> None:
     """Of configs/text.yaml's data, on text of many documents: within 15 % of what is allocated."""
     (tmp_path / "texts").mkdir()
@@ -272,6 +274,7 @@ def test_rows_are_extrapolated() -> None:
     rpt(num_hidden_layers=12, neighbour_augmentation=True), hils(num_hidden_layers=7, calibration_rank=8),
     hsa(num_hidden_layers=12, num_retrieval_groups=3),
 ])  # fmt: skip
+@pytest.mark.sampled(4)
 def test_flops_are_those_of_the_torch_path(config: TrailmarkConfig) -> None:
     def sdpa(q: Any, k: Any, v: Any, *_: Any, **__: Any) -> int:
         return 4 * q[0] * q[1] * q[2] * k[2] * q[3]
@@ -293,6 +296,7 @@ def test_flops_are_those_of_the_torch_path(config: TrailmarkConfig) -> None:
 
 
 @pytest.mark.parametrize("make", [drt, hils])
+@pytest.mark.slow
 def test_slabs_that_are_alike_are_counted_as_if_each_were_run(
     make: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -317,6 +321,7 @@ def test_checkpointing_computes_again() -> None:
 
 
 @pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.sampled(2)
 def test_parameters_and_states(tied: bool) -> None:
     config = drt(tie_word_embeddings=tied)
     model = MODELS[config.model_type](config)
@@ -344,6 +349,7 @@ def test_accumulation_keeps_gradients_through_the_step() -> None:
     assert whole.peak < turns.peak <= whole.peak + whole.gradients
 
 
+@pytest.mark.slow
 def test_gathered_matrices_of_muon_are_whole_in_each_process() -> None:
     """Where weights outweigh activations; one shape at a time, whose changes come on top."""
     config = window(hidden_size=256, intermediate_size=512, num_hidden_layers=4)
@@ -368,6 +374,7 @@ def test_shards_divide_and_buckets_add() -> None:
     assert shards.peak < copies.peak
 
 
+@pytest.mark.slow
 def test_nothing_without_memory_outlives_an_estimate() -> None:
     for config in (drt(window_position="rope"), landmark()):
         estimate(config, context_length=180, rows=2)
@@ -379,6 +386,7 @@ def test_nothing_without_memory_outlives_an_estimate() -> None:
 
 
 @pytest.mark.skipif(peak_kind(CPU) is None, reason="the system does not say what a process held at most")
+@pytest.mark.slow
 def test_a_model_of_3_billion_is_not_allocated() -> None:
     small = window(hidden_size=8, num_hidden_layers=1, vocab_size=9)
     estimate(small, context_length=8, rows=1, gradient_checkpointing=True)  # imports
@@ -428,6 +436,7 @@ def test_refused(wrong: dict[str, Any], message: str) -> None:
         estimate(window(), **({"context_length": 8, "rows": 2} | wrong))
 
 
+@pytest.mark.slow
 def test_cuda_kernels_keep_less_than_scores() -> None:
     for config in (window(sliding_window=None), window(sliding_window=128)):
         found = {

@@ -239,6 +239,7 @@ def test_a_retriever_of_a_model_that_reads_nothing_is_refused(folder: Path) -> N
         run.train()
 
 
+@pytest.mark.slow
 def test_a_stopped_run_goes_on_from_its_fit(folder: Path) -> None:
     (whole,) = begin(watched, config_of(folder, "whole")).results()
     begin(watched, config_of(folder, "stopped"), {2: ask_to_stop}).results()
@@ -251,6 +252,7 @@ def test_a_stopped_run_goes_on_from_its_fit(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("retriever", ["teacher", "text"])
+@pytest.mark.slow
 def test_processes_fit_the_same(folder: Path, retriever: str) -> None:
     how = f"distil.fit_retriever={retriever}"
     (alone,) = begin(watched, config_of(folder, f"alone-{retriever}", how)).results()

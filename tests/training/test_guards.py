@@ -66,6 +66,7 @@ def test_nothing_is_named_where_all_is_finite(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "value"), [("drt", NAN), ("landmark", math.inf), ("window", -math.inf), ("window", NAN)]
 )
+@pytest.mark.sampled(4)
 def test_the_first_of_all_leaves_that_break_is_named(name: str, value: float) -> None:
     """Each leaf in turn gives a value that is not finite; modules that contain it do too, but later."""
     leaves = [n for n, module in MODELS[name]().named_modules() if n and not list(module.children())]

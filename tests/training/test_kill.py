@@ -19,6 +19,7 @@ VARIANTS = {
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.slow
 def test_a_run_that_is_killed_again_and_again_ends_as_if_it_never_was(variant: str, tmp_path: Path) -> None:
     config = run_config(tmp_path, **VARIANTS[variant], steps=8, save_steps=1, logging_steps=1)
     config.data.level_accuracy = -1.0  # every level is passed

@@ -67,6 +67,7 @@ def test_each_architecture_says_which_of_its_weights_a_plain_model_lacks() -> No
 
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("batch", ["plain", "ragged", "documents"])
+@pytest.mark.sampled(3)
 def test_fixed_tokens_cost_no_graph_and_change_no_gradient(batch: str, checkpointing: bool) -> None:
     """Below, landmarks alone have a gradient where nobody attends to them and the layers are not trained."""
     model = drt(
@@ -107,6 +108,7 @@ def test_fixed_tokens_cost_no_graph_and_change_no_gradient(batch: str, checkpoin
 @pytest.mark.parametrize(
     ("train", "trained"), [("retriever", RETRIEVER), ("additions", ADDITIONS), ("additions_and_upper", UPPER)]
 )
+@pytest.mark.sampled(3)
 def test_what_is_not_trained_stays_bit_for_bit(
     train: str, trained: str, optimizer: str, base: str, tmp_path: Path
 ) -> None:
@@ -129,6 +131,7 @@ def test_what_is_not_trained_stays_bit_for_bit(
 
 
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+@pytest.mark.slow
 def test_two_processes_train_a_part_as_one_does(parallel: str, base: str, tmp_path: Path) -> None:
     settings: dict[str, Any] = {
         "train": "additions",
@@ -148,6 +151,7 @@ def test_two_processes_train_a_part_as_one_does(parallel: str, base: str, tmp_pa
 
 
 @pytest.mark.parametrize("lora_rank", [0, 3])
+@pytest.mark.sampled(2)
 def test_a_run_that_was_stopped_goes_on_as_if_it_had_not_been(
     lora_rank: int, base: str, tmp_path: Path
 ) -> None:
@@ -295,6 +299,7 @@ def test_a_twin_without_additions_trains_its_adapters_alone(tmp_path: Path) -> N
     assert "embed_tokens.weight" not in changed
 
 
+@pytest.mark.slow
 def test_adapters_in_two_processes(base: str, tmp_path: Path) -> None:
     settings: dict[str, Any] = {
         "train": "additions", "lora_rank": 2, "optimizer": "adamw", "precision": "float64", "tokens_per_step": 320
@@ -326,6 +331,7 @@ def test_shards_with_adapters_go_on(base: str, tmp_path: Path) -> None:
 # --- what it costs -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_estimate_knows_what_is_trained(base: str, tmp_path: Path) -> None:
     def of(**training: Any) -> Any:
         return estimate_of(Run(staged(tmp_path / "none", base, optimizer="adamw", **training), text=TEXT))

@@ -55,6 +55,7 @@ def test_by_what_the_gpu_multiplies(
 
 
 @pytest.mark.parametrize(("before", "expected"), [((), "float32"), (("amx_bf16",), "bfloat16")])
+@pytest.mark.sampled(2)
 def test_a_run_goes_on_in_what_it_began_with(
     before: tuple[str, ...], expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -92,6 +92,7 @@ def one(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Seen]:
 
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
 @pytest.mark.parametrize("model", ["drt", "landmark, drawing", "window"])
+@pytest.mark.sampled(6)
 def test_two_processes_train_as_one(model: str, parallel: str, one: dict[str, Seen], tmp_path: Path) -> None:
     micro = 1 if model == "drt" else None  # twice two rows, or two at once
     seen = together(tmp_path, model=model, parallel=parallel, micro_batch_size=micro)
@@ -103,6 +104,7 @@ def test_two_processes_train_as_one(model: str, parallel: str, one: dict[str, Se
 
 
 @pytest.mark.parametrize("model", ["drt", "landmark, drawing"])
+@pytest.mark.slow
 def test_documents_that_stay_apart(model: str, tmp_path: Path) -> None:
     """Some micro-batches lie in one document, some in several: all processes add up the same numbers all the same."""
     for number in range(6):
@@ -120,6 +122,7 @@ def test_documents_that_stay_apart(model: str, tmp_path: Path) -> None:
         assert_same_history(each, single)
 
 
+@pytest.mark.slow
 def test_muon_puts_shared_matrices_together(tmp_path: Path) -> None:
     single = alone(tmp_path / "one", optimizer="muon")
     for each in together(tmp_path / "two", parallel="fsdp", optimizer="muon"):
@@ -129,6 +132,7 @@ def test_muon_puts_shared_matrices_together(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "model", ["drt", "landmark, drawing", pytest.param("window", marks=pytest.mark.slow)]
 )
+@pytest.mark.slow
 def test_one_by_one_trains_as_all_at_once(model: str, one: dict[str, Seen], tmp_path: Path) -> None:
     seen = alone(tmp_path, model=model, micro_batch_size=1)
     assert len(seen.batches) == 20
@@ -136,6 +140,7 @@ def test_one_by_one_trains_as_all_at_once(model: str, one: dict[str, Seen], tmp_
     assert_same_batches([seen], one[model])
 
 
+@pytest.mark.slow
 def test_needles_and_their_levels(tmp_path: Path) -> None:
     settings = config_of(tmp_path / "one", task="needles", steps=7, tokens_per_step=1280)
     names = ("step_loss", "grad_norm", "level", "accuracy", "recall")
@@ -149,6 +154,7 @@ def test_needles_and_their_levels(tmp_path: Path) -> None:
     assert_same_batches(seen, single)
 
 
+@pytest.mark.slow
 def test_measuring_beside_the_training(tmp_path: Path) -> None:
     """Two processes share three windows of validation text out."""
     (tmp_path / "held-out.txt").write_text(prose(100)[50:])
@@ -161,6 +167,7 @@ def test_measuring_beside_the_training(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+@pytest.mark.slow
 def test_needles_asked_during_training(parallel: str, tmp_path: Path) -> None:
     """Texts are read piece by piece, which a model in shards cannot."""
     settings = config_of(tmp_path / "one", task="needles", steps=2, eval_steps=2, tokens_per_step=1280)
@@ -176,6 +183,7 @@ def test_needles_asked_during_training(parallel: str, tmp_path: Path) -> None:
         }
 
 
+@pytest.mark.slow
 def test_a_run_moves_between_machines(tmp_path: Path) -> None:
     """FSDP2 on two processes, DDP on two, one alone, two again: each goes on from the last one's checkpoint."""
     whole = alone(tmp_path / "whole", steps=8)
@@ -198,6 +206,7 @@ def test_a_run_moves_between_machines(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+@pytest.mark.slow
 def test_activation_checkpointing_changes_nothing(parallel: str, tmp_path: Path) -> None:
     settings: dict[str, Any] = {"parallel": parallel, "steps": 3, "precision": "float32"}
     plain = together(tmp_path / "plain", **settings)
@@ -209,6 +218,7 @@ def test_activation_checkpointing_changes_nothing(parallel: str, tmp_path: Path)
 
 
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+@pytest.mark.slow
 def test_a_batch_that_retrieves_nothing(parallel: str, tmp_path: Path) -> None:
     """Texts shorter than a chunk: the retriever gets gradients of zeros in both processes, and no one waits."""
     config = config_of(tmp_path, parallel=parallel, steps=2, context_length=16, tokens_per_step=32)
@@ -235,6 +245,7 @@ def test_a_batch_that_retrieves_nothing(parallel: str, tmp_path: Path) -> None:
         pytest.param(killed.fail_as_second, "fsdp", marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.sampled(3)
 def test_nobody_waits_for_the_dead(act: killed.Act, parallel: str, tmp_path: Path) -> None:
     started = begin(watched, config_of(tmp_path, parallel=parallel, save_steps=1), {2: act}, processes=2)
     codes = started.wait()
@@ -269,6 +280,7 @@ def test_sigterm_to_all_saves(tmp_path: Path) -> None:
     assert seen[0].step == seen[1].step == newest(tmp_path)
 
 
+@pytest.mark.slow
 def test_what_one_process_finds_not_finite_all_leave_out(tmp_path: Path) -> None:
     act = {2: killed.spoil_as_second}
     seen = together(tmp_path / "skips", act, skip_nonfinite=1)

@@ -99,6 +99,7 @@ def test_a_state_that_was_changed_and_signed_again_is_one_line(
 
 
 @pytest.mark.parametrize("what", ["nan", "names", "shape", "optimizer", "optimizer's types", "random"])
+@pytest.mark.sampled(3)
 def test_tensors_that_were_changed_and_signed_again_are_one_line(
     killed: Path, tmp_path: Path, what: str
 ) -> None:

@@ -84,6 +84,7 @@ def spoil_gradient(run: Run, steps: set[int], name: str = "lower_layers.0.mlp.do
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 @pytest.mark.parametrize("optimizer", ["muon", "adamw"])
+@pytest.mark.sampled(4)
 def test_a_loss_that_is_not_finite_stops_before_the_step(
     optimizer: str, value: float, tmp_path: Path
 ) -> None:
@@ -140,6 +141,7 @@ def test_a_weight_that_is_not_finite_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("optimizer", ["muon", "adamw"])
+@pytest.mark.sampled(2)
 def test_steps_that_may_be_left_out_change_nothing(optimizer: str, tmp_path: Path) -> None:
     """Neither weights, though they would decay, nor moments; the third one stops the run."""
     moments: dict[int, State] = {}
@@ -163,6 +165,7 @@ def test_steps_that_may_be_left_out_change_nothing(optimizer: str, tmp_path: Pat
     assert all(math.isfinite(entry["loss"]) for entry in watched.run.history)
 
 
+@pytest.mark.slow
 def test_a_run_that_skipped_goes_on_as_if_it_was_not_stopped(tmp_path: Path) -> None:
     def prepare(run: Run) -> None:
         spoil(run, {3})
@@ -264,6 +267,7 @@ def test_a_full_disk_leaves_the_last_checkpoint(tmp_path: Path) -> None:
     assert killed.outcome(tmp_path / "run") == killed.outcome(tmp_path / "whole")
 
 
+@pytest.mark.slow
 def test_a_disk_that_is_full_at_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The last checkpoint is there, the model is not yet: the same command writes it."""
     run = Run(run_config(tmp_path), text=TEXT)
@@ -356,6 +360,7 @@ def test_nothing_beside_a_checkpoint_is_unpickled(tmp_path: Path) -> None:
     assert not song.exists()
 
 
+@pytest.mark.slow
 def test_a_file_that_was_not_saved_makes_a_checkpoint_damaged(tmp_path: Path) -> None:
     run = Watched(tmp_path / "run", lambda run: None, stop_at=3).run
     with pytest.raises(KeyboardInterrupt):
@@ -368,6 +373,7 @@ def test_a_file_that_was_not_saved_makes_a_checkpoint_damaged(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("weights", ["safetensors", "none"])
+@pytest.mark.sampled(2)
 def test_init_from_unpickles_nothing(weights: str, tmp_path: Path) -> None:
     """With a model in safetensors the pickles are not looked at; without, the folder is refused."""
     run = Run(run_config(tmp_path / "run", steps=1), text=TEXT)

@@ -63,6 +63,7 @@ def weights_of(folder: Path) -> dict[str, Tensor]:
     return safetensors.torch.load_file(folder / "model.safetensors")
 
 
+@pytest.mark.slow
 def test_a_base_becomes_a_model_in_two_stages(folder: Path) -> None:
     first = run_of(FIRST, folder, "first")
     assert first.model_config.model_type == "trailmark_drt"

@@ -235,6 +235,7 @@ def save_and_resume(
 @pytest.mark.parametrize(
     ("make", "without"), [(adamw, ""), (adamw, "2.bias"), (muon, ""), (muon, "2.weight")]
 )
+@pytest.mark.sampled(4)
 def test_two_processes_with_shards_save_and_go_on_bit_equal(
     tmp_path: Path, make: Callable[[nn.Module], torch.optim.Optimizer], without: str
 ) -> None:

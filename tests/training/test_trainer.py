@@ -91,6 +91,7 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.sampled(4)
 def test_a_stopped_run_goes_on_exactly(variant: str, uninterrupted: dict[str, Run], tmp_path: Path) -> None:
     for stop in (3, 10):  # between the saved steps 5 and 10, and at one
         run = start(tmp_path, {stop: press_ctrl_c}, **VARIANTS[variant])
@@ -104,6 +105,7 @@ def test_a_stopped_run_goes_on_exactly(variant: str, uninterrupted: dict[str, Ru
 
 
 @pytest.mark.parametrize("variant", ["text", "needles"])
+@pytest.mark.sampled(2)
 def test_a_killed_run_goes_on_from_its_last_checkpoint(
     variant: str, uninterrupted: dict[str, Run], tmp_path: Path
 ) -> None:
@@ -346,6 +348,7 @@ def test_too_little_text_is_refused(tmp_path: Path) -> None:
         pytest.param("adamw", "landmark", marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.sampled(3)
 def test_the_loss_falls(model: str, optimizer: str, tmp_path: Path) -> None:
     text = tokenize(["abcdefgh" * 100], load_tokenizer())
     config = run_config(

@@ -286,6 +286,7 @@ def phases_of(level: Level, count: int, chunk_size: int = S) -> list[tuple[int, 
 
 @pytest.mark.parametrize("chunk_size", [19, 21, 23, S, 32])
 @pytest.mark.parametrize("level", [replace(level, early=1.0) for level in EARLY[:3]])
+@pytest.mark.sampled(5)
 def test_early_questions_end_at_every_phase_equally(level: Level, chunk_size: int) -> None:
     """But where a chunk is too small for an answer, a needle and the first letters of a question."""
     counts = Counter(phase for phase, _, _ in phases_of(level, 150, chunk_size))

@@ -152,6 +152,7 @@ def assert_as_predicted(text: Text) -> None:
 
 @AND_OFF
 @pytest.mark.parametrize(("prompt", "generate"), [(3, 2), (23, 6)])
+@pytest.mark.sampled(4)
 def test_the_formula_is_what_the_cache_counts(
     make: Callable[[], TrailmarkForCausalLM], prompt: int, generate: int
 ) -> None:
@@ -172,12 +173,14 @@ def test_the_formula_at_every_phase(
     ("name", "tier", "memory_dtype"),
     [("drt", "host", torch.bfloat16), ("rpt, encoder", "disk", torch.bfloat16), ("landmark", "disk", None)],
 )
+@pytest.mark.sampled(3)
 def test_tiers_and_types(tier: str, name: str, memory_dtype: torch.dtype | None) -> None:
     model = MODELS_MADE[name]().float()
     text = Text("model", subject_of(model), tier, 41, 6, memory_dtype)
     assert_as_predicted(text)
 
 
+@pytest.mark.slow
 def test_what_lies_on_the_device() -> None:
     """Of a DRT: the tier says where 2 S J D numbers a chunk lie; landmarks stay, tables are the host's."""
     model = drt()
@@ -205,6 +208,7 @@ def test_records_used_last_are_counted(name: str) -> None:
     ("per", "prompt", "generate"),  # 2 chunks of 3; more; a chunk closes
     [("token_and_head", 41, 6), ("token", 12, 3), ("head", 41, 3), ("cell", 41, 6)],
 )
+@pytest.mark.sampled(4)
 def test_what_a_layer_of_landmark_attention_gathers(
     per: str, prompt: int, generate: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -224,6 +228,7 @@ def test_what_a_layer_of_landmark_attention_gathers(
     assert max(found) == expected.gathered
 
 
+@pytest.mark.slow
 def test_full_attention_uses_what_the_formula_says() -> None:
     """Its buffers have spare places; those in use are all positions of all layers."""
     model = window_model(sliding_window=None)
@@ -338,6 +343,7 @@ def test_chunks_of_a_prompt_and_what_follows() -> None:
 
 
 @AND_OFF
+@pytest.mark.sampled(4)
 def test_it_generates_what_generate_does(make: Callable[[], TrailmarkForCausalLM]) -> None:
     model = make()
     text = Text("m", subject_of(model), "device", 23, 6, seed=5)
@@ -456,6 +462,7 @@ def test_out_of_memory_on_a_device_is_a_result(monkeypatch: pytest.MonkeyPatch, 
 # --- the suite -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_cells_are_kept_and_not_measured_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     subjects = [subject_of(drt(), "drt"), subject_of(window_model(), "window")]
     settings = CostSettings(
@@ -499,6 +506,7 @@ def test_without_a_window_alone_the_first_is_the_base(tmp_path: Path) -> None:
     assert (cell["base"], cell["base_is_window_only"]) == ("drt", False)
 
 
+@pytest.mark.slow
 def test_what_has_nothing_to_offload_is_measured_once(tmp_path: Path) -> None:
     made = {"window": window_model, "drt": drt, "full": lambda: window_model(sliding_window=None)}
     subjects = [subject_of(make(), name) for name, make in made.items()]

@@ -76,6 +76,7 @@ SLOW = ("wide-single", "rpt-multi-value", "drt-multi-query", "chunks-multi-key",
         for name in (f"{case[0]}-{case[1].get('kind', 'single')}",)
     ],
 )
+@pytest.mark.sampled(5)
 def test_every_answer_is_that_of_the_whole_text(name: str, changes: dict[str, Any], tmp_path: Path) -> None:
     """Generated tokens, landmarks and what they selected: one reading, branches and planting change nothing."""
     subject = subject_of(name)
@@ -119,6 +120,7 @@ def test_every_answer_is_that_of_the_whole_text(name: str, changes: dict[str, An
 
 
 @pytest.mark.parametrize("kind", [{}, {"kind": "hops", "landmarks": 2}], ids=["single", "hops"])
+@pytest.mark.sampled(2)
 def test_planted_or_read_whole_the_verdicts_are_the_same(
     kind: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -143,6 +145,7 @@ def _selections(retrieval: Any, chunk: int) -> list[tuple[list[int], list[float]
 @pytest.mark.parametrize("phases", ["any", pytest.param("end", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", ["landmark", "hils", "hsa"])
 @torch.no_grad()
+@pytest.mark.sampled(3)
 def test_what_tokens_selected(name: str, phases: str, tmp_path: Path) -> None:
     """In every layer, of the question's last token and the cue, as if each were asked behind its own text."""
     subject = subject_of(name)

@@ -48,6 +48,7 @@ def subject(name: str, tokenizer: Any) -> Subject:
     ("format", "chat"), [("sentences", True), ("paraphrases", True), ("paraphrases", False)]
 )
 @torch.no_grad()
+@pytest.mark.sampled(3)
 def test_an_answer_is_what_the_model_writes_behind_the_turn(
     name: str, format: str, chat: bool, tokenizer: Any, tmp_path: Path
 ) -> None:

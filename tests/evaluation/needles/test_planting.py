@@ -86,6 +86,7 @@ TIERS = ("device", "host", "disk")
 @pytest.mark.parametrize("build", MODELS.values(), ids=MODELS)
 @pytest.mark.parametrize("places", PLACES, ids=str)
 @torch.no_grad()
+@pytest.mark.sampled(5)
 def test_planting_is_reading_the_changed_text(build: Any, places: list[int]) -> None:
     model = build()
     sinks = model.config.num_sinks

@@ -99,6 +99,7 @@ def greedily(model: Any, document: str) -> list[int]:
 
 
 @pytest.mark.parametrize("name", MAKERS)
+@pytest.mark.sampled(5)
 def test_what_is_written_is_what_each_text_alone_gives(name: str, tmp_path: Path) -> None:
     model, pairs = MAKERS[name](), stories(5)
     alone = [greedily(model, document) for document, _ in pairs]

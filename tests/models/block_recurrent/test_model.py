@@ -47,6 +47,7 @@ GATES = pytest.mark.parametrize("gate", ["fixed", "lstm"])
 
 @OPTIONS
 @pytest.mark.parametrize("length", [1, 4, 5, 6, 28])
+@pytest.mark.sampled(4)
 def test_one_forward_is_the_equations(options: dict[str, Any], length: int) -> None:
     model, ids = block_recurrent(**options), tokens(length)
     assert_same(logits_of(model, ids)[0], NaiveBlockRecurrent(model, ids[0]).logits)
@@ -54,6 +55,7 @@ def test_one_forward_is_the_equations(options: dict[str, Any], length: int) -> N
 
 @OPTIONS
 @pytest.mark.parametrize(("side", "use_cache"), [("left", False), ("right", True)])
+@pytest.mark.sampled(3)
 def test_ragged_rows_are_the_equations(options: dict[str, Any], side: str, use_cache: bool) -> None:
     model, lengths = block_recurrent(**options), [16, 1, 10, 4]
     ids, mask = padded(lengths, side, extra=2)

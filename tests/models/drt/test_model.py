@@ -63,6 +63,7 @@ def test_one_forward_is_the_equations(options: dict[str, Any]) -> None:
 
 
 @DRT_VARIANTS
+@pytest.mark.sampled(3)
 def test_early_landmarks_are_the_equations(options: dict[str, Any]) -> None:
     model, ids = drt(**options), tokens(46)
     pieces, lengths = split(ids, [6, 3, 1, 9, 4, 2, 15]), []
@@ -244,6 +245,7 @@ def test_retrieval_reports_chunks_before_the_asking_one(options: dict[str, Any])
 
 @pytest.mark.parametrize("window", [2, 7, 14, 15, 19, 20, 35])
 @pytest.mark.parametrize("exclude", [False, True])
+@pytest.mark.sampled(3)
 def test_chunks_wholly_visible_to_the_last_reading_row_can_be_excluded(window: int, exclude: bool) -> None:
     """With room for all, just the allowed chunks are selected. Positions: chunk m has 5m ... 5m + 4."""
     R, N = S + 1, 12

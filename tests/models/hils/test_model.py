@@ -79,6 +79,7 @@ def options_of(case: dict[str, Any]) -> tuple[dict[str, Any], Tensor]:
 
 
 @pytest.mark.parametrize("case", CASES, ids=name_of)
+@pytest.mark.sampled(3)
 def test_it_is_the_equations(case: dict[str, Any]) -> None:
     options, marks = options_of(case)
     model, ids = hils(**options), tokens(LENGTH)
@@ -91,6 +92,7 @@ def test_it_is_the_equations(case: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("case", CASES, ids=name_of)
 @pytest.mark.parametrize("pieces", [[1], [3, 5, 8, 1, 26], [60, 1]], ids=str)
+@pytest.mark.sampled(4)
 def test_any_split_is_one_forward(case: dict[str, Any], pieces: list[int]) -> None:
     options, marks = options_of(case)
     model, ids = hils(**options), tokens(LENGTH, batch=2)
@@ -110,6 +112,7 @@ def test_any_split_is_one_forward(case: dict[str, Any], pieces: list[int]) -> No
 
 @pytest.mark.parametrize("case", CASES, ids=name_of)
 @pytest.mark.parametrize("pieces", [[23], [2, 9, 1, 28]], ids=str)
+@pytest.mark.sampled(4)
 def test_what_was_read_alone_is_what_a_forward_keeps(case: dict[str, Any], pieces: list[int]) -> None:
     """Where the last layer alone chooses, reading leaves out what it gives."""
     options, _ = options_of(case | {"early": False, "alternating": False})

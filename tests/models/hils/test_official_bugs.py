@@ -61,6 +61,7 @@ def test_layers_with_a_window_alone_never_drop_old_keys() -> None:
 
 @pytest.mark.parametrize("tier", ["device", "host", "disk"])
 @torch.no_grad()
+@pytest.mark.sampled(3)
 def test_each_call_copies_the_whole_memory_to_the_device(tier: str) -> None:
     """What is fetched is what was chosen, each chunk of a layer once, however long the text."""
     model = hils(chunk_size=8, num_sinks=2)

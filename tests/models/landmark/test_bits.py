@@ -70,6 +70,7 @@ def begin(model: LandmarkForCausalLM, cache: ChunkCache, how: str) -> None:
 
 @EACH_WAY
 @pytest.mark.parametrize("how", ["one text", "ragged"])
+@pytest.mark.sampled(5)
 def test_tiers_and_what_was_saved(way: dict[str, Any], how: str, tmp_path: Path) -> None:
     """Each way's running maxima and the open unit's choice are saved too."""
     model, rows = landmark(**way), 3 if how == "ragged" else 1
@@ -115,6 +116,7 @@ def test_tiers_of_lower_precisions(dtype: torch.dtype) -> None:
 
 
 @EACH_WAY
+@pytest.mark.sampled(5)
 def test_a_branch_goes_on_like_its_source_and_leaves_it(way: dict[str, Any], tmp_path: Path) -> None:
     model = landmark(**way)
     caches = [model.new_cache() for _ in range(2)]
@@ -139,6 +141,7 @@ def test_a_branch_goes_on_like_its_source_and_leaves_it(way: dict[str, Any], tmp
 @EACH_CAUSAL_WAY
 @pytest.mark.parametrize("at", [0, 17])
 @pytest.mark.parametrize("read", [0, 46])
+@pytest.mark.sampled(4)
 def test_no_token_changes_an_earlier_logit(way: dict[str, Any], at: int, read: int) -> None:
     model, ids, marks = landmark(**way), tokens(30, seed=1), early()[:1, :30]
     changed = ids.clone()
@@ -153,6 +156,7 @@ def test_no_token_changes_an_earlier_logit(way: dict[str, Any], at: int, read: i
 
 @EACH_WAY
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.sampled(5)
 def test_what_a_neighbour_says_changes_no_bit(way: dict[str, Any], dtype: torch.dtype) -> None:
     """Padded rows of the same lengths, then questions and answers: the first row is as it was."""
     model, outs = landmark(**way).to(dtype), []

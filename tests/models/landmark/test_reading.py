@@ -77,6 +77,7 @@ CASES = pairwise(
 
 
 @pytest.mark.parametrize("case", CASES, ids=name_of)
+@pytest.mark.sampled(2)
 def test_reading_is_the_equations(case: dict[str, Any]) -> None:
     options = dict(case)
     gate, with_early = options.pop("gate"), options.pop("early")
@@ -114,6 +115,7 @@ def test_reading_is_the_equations(case: dict[str, Any]) -> None:
     ],
     ids=str,
 )
+@pytest.mark.sampled(3)
 def test_any_sizes(sizes: dict[str, Any]) -> None:
     model, ids = landmark(**sizes), tokens(LENGTH)
     exact = NaiveReading(model, ids[0])
@@ -125,6 +127,7 @@ def test_any_sizes(sizes: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("per", ["head", "cell"])
 @pytest.mark.parametrize("pieces", [[1], [5, 3], [LOCAL], [14, 2]], ids=str)
+@pytest.mark.sampled(4)
 def test_what_is_by_the_whole_cell_is_by_what_was_fed_of_it(per: str, pieces: list[int]) -> None:
     model, ids = landmark(retrieve_per=per, causal_retrieval=False), tokens(LENGTH)
     parts = split(ids, pieces)
@@ -216,6 +219,7 @@ ALL_STORIES = stories(
 @example(Story(PLAIN, (50, 31), 0.0, BEHIND))
 @example(Story((*PLAIN, ("retrieve_per", "head"), ("max_memory_chunks", 4)), (50, 31), 0.3, BEHIND, 8))
 @example(Story((*PLAIN, ("retrieve_per", "cell")), (40, 13, 30), 0.0, (Step("read", (30, 12, 29), extra=2),)))
+@pytest.mark.slow
 def test_any_calls_of_any_batch_are_the_texts_alone(story: Story) -> None:
     tell_few(story)
 
@@ -243,6 +247,7 @@ def test_with_room_for_all_chunks_many_readings_are_one_forward(story: Story) ->
 
 @EACH_WAY
 @POSITIONS
+@pytest.mark.sampled(4)
 def test_with_room_for_all_chunks_every_way_is_one_forward(way: dict[str, Any], memory_position: str) -> None:
     model = landmark(**way, memory_position=memory_position, num_retrieved_chunks=LENGTH)
     ids, marks = tokens(LENGTH, batch=2), early(LENGTH).expand(2, -1)
@@ -255,6 +260,7 @@ def test_with_room_for_all_chunks_every_way_is_one_forward(way: dict[str, Any], 
 
 @EACH_CAUSAL_WAY
 @pytest.mark.parametrize("pieces", [[1], [3, 5, 8, 1, 26]], ids=str)
+@pytest.mark.sampled(4)
 def test_any_split_retrieves_the_same(way: dict[str, Any], pieces: list[int]) -> None:
     model, ids = landmark(**way), tokens(LENGTH, batch=2)
     whole, found, _ = in_calls(model, [ids])
@@ -275,6 +281,7 @@ def test_calls_that_end_with_cells_are_one_call(way: dict[str, Any]) -> None:
 
 @EACH_CAUSAL_WAY
 @pytest.mark.parametrize("read_tokens", [7, 4096])
+@pytest.mark.sampled(4)
 def test_reading_then_forward_is_one_call(
     way: dict[str, Any], read_tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -299,6 +306,7 @@ def test_reading_runs_no_more_than_the_keys_of_the_last_layer() -> None:
 
 @pytest.mark.parametrize("side", ["left", "right"])
 @EACH_WAY
+@pytest.mark.sampled(3)
 def test_a_padded_batch_is_its_rows(way: dict[str, Any], side: str) -> None:
     model, lengths = landmark(**way), [LENGTH, 3, 29]
     ids, mask = padded(lengths, side, extra=1)

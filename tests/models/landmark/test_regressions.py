@@ -60,6 +60,7 @@ def test_gates_are_not_rounded_by_autocast() -> None:
 
 @pytest.mark.parametrize("position", ["stingy", "true"])
 @pytest.mark.parametrize("per", WAYS)
+@pytest.mark.sampled(4)
 def test_a_search_is_exact_in_a_small_memory(per: str, position: str) -> None:
     pytest.importorskip("faiss")
     model, ids = landmark(retrieve_per=per, memory_position=position), tokens(90)
@@ -114,6 +115,7 @@ def test_a_gate_always_counts_what_is_asked_for(cutoff: float) -> None:
     assert (skipped > 0) == (cutoff > 0)
 
 
+@pytest.mark.slow
 def test_compiled_it_computes_the_same() -> None:
     model, ids = landmark(landmark_phase="fixed"), tokens(23)
     compiled: Any = torch.compile(model, backend="eager")

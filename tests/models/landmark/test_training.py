@@ -59,6 +59,7 @@ VARIANTS: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("options", VARIANTS, ids=str)
 @pytest.mark.parametrize("early", [False, True])
+@pytest.mark.sampled(3)
 def test_a_step_is_the_equations(options: dict[str, Any], early: bool) -> None:
     """Logits, loss, and the gradient of every parameter."""
     model, ids = landmark(**options), tokens(LENGTH, batch=2)

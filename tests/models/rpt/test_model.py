@@ -80,6 +80,7 @@ def found(indices: Tensor) -> list[list[int]]:
 
 
 @OPTIONS
+@pytest.mark.sampled(3)
 def test_one_forward_is_the_equations(options: dict[str, Any]) -> None:
     model, ids = rpt(**options), tokens(30)
     out, exact = model(ids, output_retrieval=True), naive(model, ids[0])

@@ -391,6 +391,7 @@ def test_narrow_indices_do_not_overflow(dtype: torch.dtype, shared: bool) -> Non
 
 
 @pytest.mark.parametrize(("kind", "J"), [("one", 2), ("shared", 0), ("segments", 0)])
+@pytest.mark.sampled(3)
 def test_compiled_without_a_graph_break(kind: str, J: int) -> None:
     (query, landmarks), rest = Case(J=J, M=20, noisy=True).make()
     num_candidates = rest.pop("num_candidates")

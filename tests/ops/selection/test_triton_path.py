@@ -148,6 +148,7 @@ COVER = [
 
 
 @pytest.mark.parametrize("case", COVER, ids=str)
+@pytest.mark.sampled(3)
 def test_the_best_within_the_score_budget(case: Case) -> None:
     query, landmarks, rest = case.make()
     selection = in_kernels(query, landmarks, **rest)
@@ -481,6 +482,7 @@ def compile_ahead(folder: os.PathLike[str], *words: str) -> None:
     assert max(shared) <= 227 * 1024  # what a block may have on sm_90
 
 
+@pytest.mark.slow
 def test_compiles_for_hopper(tmp_path: os.PathLike[str]) -> None:
     compile_ahead(tmp_path, "bf16,16,8,768,quiet", "fp32,4,8,768,quiet")
 

@@ -514,6 +514,7 @@ def dynamo() -> Iterator[None]:
         Case(T=80, window=9, sinks=3, asking=True),
     ],
 )
+@pytest.mark.sampled(4)
 def test_compiles_as_one_graph(case: Case) -> None:
     """Forward and backward; values never choose the way, so what is compiled serves all positions."""
     inputs, rest = case.make()
@@ -557,6 +558,7 @@ def test_compiled_code_keeps_the_error_budget() -> None:
 
 
 @pytest.mark.usefixtures("dynamo")
+@pytest.mark.slow
 def test_compiled_graphs_serve_many_lengths() -> None:
     counter = CompileCounter()
     compiled = torch.compile(sliding_window_attention, backend=counter, fullgraph=True)
