@@ -214,14 +214,8 @@ class HiLSForCausalLM(TrailmarkForCausalLM):
         self, tokens: Tensor, grid: Grid, step: Step | None
     ) -> tuple[Tensor, tuple[ChunkSelection, ...]]:
         """Tokens [B, T] through all layers: positions [B, P, E] and what the tokens chose in each layer."""
-        config = self.config
-        x = grid.insert_landmarks(self.embed_tokens(tokens), self.landmark)
-        past, places = self._places(x, grid, step)
-        choosing = set(config.retrieving_layers)
-        layer: Any
-        for number, layer in enumerate(self.layers):
-            kept = step and step.window(number)
-            x = layer(x, places[config.windows[number]], kept, past if number in choosing else None)
+        x, past, places = self._enter(tokens, grid, step)
+        x = self._run_layers(len(self.layers), x, past, places, step)
         if isinstance(past, MemoryPast):
             past.remember()
         chosen = () if past is None else past.selected
@@ -244,12 +238,25 @@ class HiLSForCausalLM(TrailmarkForCausalLM):
         self, tokens: Tensor, grid: Grid, step: Step | None
     ) -> tuple[Tensor, Past | None, dict[int | None, Place]]:
         """Tokens [B, T] through all layers but the last, none of which chooses: [B, P, E]; and what positions see."""
+        x, past, places = self._enter(tokens, grid, step)
+        return self._run_layers(len(self.layers) - 1, x, past, places, step), past, places
+
+    def _enter(
+        self, tokens: Tensor, grid: Grid, step: Step | None
+    ) -> tuple[Tensor, Past | None, dict[int | None, Place]]:
+        """Positions [B, P, E] below the first layer, and what they see."""
         x = grid.insert_landmarks(self.embed_tokens(tokens), self.landmark)
-        past, places = self._places(x, grid, step)
-        layer: Any
-        for number, layer in enumerate(self.layers[:-1]):
-            x = layer(x, places[self.config.windows[number]], step and step.window(number))
-        return x, past, places
+        return x, *self._places(x, grid, step)
+
+    def _run_layers(
+        self, count: int, x: Tensor, past: Past | None, places: dict[int | None, Place], step: Step | None
+    ) -> Tensor:
+        """Positions x [B, P, E] through the first ``count`` layers."""
+        windows, choosing = self.config.windows, set(self.config.retrieving_layers)
+        for number, layer in enumerate(self.layers[:count]):
+            kept = step and step.window(number)
+            x = layer(x, places[windows[number]], kept, past if number in choosing else None)
+        return x
 
     def _places(
         self, x: Tensor, grid: Grid, step: Step | None
