@@ -114,7 +114,14 @@ def test_every_file_that_a_document_names_exists(path: Path) -> None:
     assert [name for name, place in files_named(path) if not place.exists()] == []
 
 
-_OF_OTHER_PROGRAMS = {"--shutdown-timeout", "--max-restarts", "--requeue", "--hypothesis-profile", "--signal"}
+_OF_OTHER_PROGRAMS = {
+    "--durations",
+    "--shutdown-timeout",
+    "--max-restarts",
+    "--requeue",
+    "--hypothesis-profile",
+    "--signal",
+}
 
 
 # --- what needs the network ---------------------------------------------------------------------------------

@@ -237,4 +237,5 @@ def test_a_suite_file_is_found(tmp_path: Path) -> None:
     )
     (package / "evaluation/helpers").mkdir()
     printed = run_program("from trailmark.evaluation.suite import suites; print(*suites())", tmp_path)
-    assert printed.split() == ["needles", "perplexity", "retrieval", "summarization", "cost", "letters"]
+    ours = ["needles", "perplexity", "retrieval", "summarization", "cost", "lm-eval"]
+    assert printed.split() == [*ours, "letters"]

@@ -1,0 +1,1 @@
+"""The suite that asks the tasks of lm-eval."""
