@@ -194,7 +194,7 @@ class Request(Settings):
     )
     suite: tuple[str, ...] = setting(
         (),
-        "needles, perplexity, retrieval, summarization, cost or lm-eval; again for more.",
+        "needles, perplexity, retrieval, summarization, cost, lm-eval or yardstick; again for more.",
         default="what a model was trained for",
         repeated=True,
     )

@@ -1,0 +1,138 @@
+"""Published benchmarks of long texts: their files, their rules, one reading for all questions about a text."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.models.tiny import drt, hsa
+from tests.training.tiny import prose
+from trailmark.byte_tokenizer import ByteTokenizer
+from trailmark.evaluation.subject import Subject
+from trailmark.evaluation.yardsticks.formats import FORMATS, questions_of
+from trailmark.evaluation.yardsticks.run import run
+from trailmark.evaluation.yardsticks.suite import BENCHMARKS, YardstickSettings
+
+pytestmark = pytest.mark.usefixtures("one_thread", "no_restart")
+BYTES = ByteTokenizer()
+
+
+def longbench(folder: Path) -> None:
+    rows = []
+    for number in range(4):
+        rows.append(
+            {"_id": str(number), "domain": "Single-Document QA", "sub_domain": "Literary", "difficulty": "hard",
+             "length": "short" if number < 3 else "long", "question": f"What is {number}?",
+             **{f"choice_{letter}": f"it is {letter}" for letter in "ABCD"}, "answer": "ABCD"[number],
+             "context": prose(2 if number < 2 else 3)}
+        )  # fmt: skip
+    (folder / "data.json").write_text(json.dumps(rows))
+
+
+def babilong(folder: Path) -> None:
+    for task, length in (("qa1", "1k"), ("qa1", "0k"), ("qa10", "0k"), ("qa2", "0k")):
+        place = folder / "data" / task / f"{length}.json"
+        place.parent.mkdir(parents=True, exist_ok=True)
+        row = {"input": "Mary went to the kitchen.", "question": "Where is Mary?", "target": "kitchen"}
+        place.write_text(json.dumps([row, row | {"question": "Where is she?"}]))
+
+
+def mrcr(folder: Path) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    turns = [{"role": "user", "content": "Write a poem"}, {"role": "assistant", "content": "Roses"},
+             {"role": "user", "content": "Prepend aXb to the first poem"}]  # fmt: skip
+    row = {"prompt": json.dumps(turns), "answer": "aXbRoses", "random_string_to_prepend": "aXb", "n_needles": 2,
+           "desired_msg_index": 1, "total_messages": 3, "n_chars": 40}  # fmt: skip
+    (folder / "2needle").mkdir()
+    parquet.write_table(pyarrow.Table.from_pylist([row]), folder / "2needle" / "2needle_0.parquet")
+
+
+FILES: dict[str, Callable[[Path], None]] = {"longbench-v2": longbench, "babilong": babilong, "mrcr": mrcr}
+
+
+class Kept:
+    """A record in memory."""
+
+    def __init__(self) -> None:
+        self.lines: list[Mapping[str, Any]] = []
+
+    def measure(self, asked: Mapping[str, Any], work: Any, lines: Any) -> dict[str, Any]:
+        found = {**work(), "settings": dict(asked)}
+        self.lines += lines()
+        return found
+
+
+def test_every_benchmark_has_a_format() -> None:
+    assert set(FORMATS) == set(FILES) == set(BENCHMARKS)
+
+
+@pytest.mark.parametrize(
+    ("name", "parts"),
+    [
+        ("longbench-v2", {"short, hard": 3, "long, hard": 1}),
+        ("babilong", {"qa1, 0k": 2, "qa1, 1k": 2, "qa2, 0k": 2, "qa10, 0k": 2}),
+        ("mrcr", {"2 needles": 1}),
+    ],
+)
+def test_files_are_read_as_published(name: str, parts: dict[str, int], tmp_path: Path) -> None:
+    FILES[name](tmp_path)
+    found = questions_of(name, tmp_path, None)
+    assert {part: len(questions) for part, questions in found.items()} == parts
+    assert list(found) == list(parts)
+    assert all(len(questions) == 1 for questions in questions_of(name, tmp_path, 1).values())
+
+
+@pytest.mark.parametrize(
+    ("name", "wanted", "generated", "score"),
+    [
+        ("longbench-v2", "B", "B) it is", 1),
+        ("longbench-v2", "B", "A or B", 0),
+        ("longbench-v2", "B", "none", 0),
+        ("babilong", "kitchen", " The Kitchen.\nbedroom", 1),
+        ("babilong", "kitchen", " bedroom\nkitchen", 0),
+        ("babilong", "apple,milk", "milk and an apple", 1),
+        ("mrcr", '["aXb", "aXbRoses"]', "aXbRoses", 1),
+        ("mrcr", '["aXb", "aXbRoses"]', "Roses", 0),
+        ("mrcr", '["aXb", "aXbRoses"]', "aXbRose", 2 * 4 / 9),
+    ],
+)
+def test_what_is_right(name: str, wanted: str, generated: str, score: float) -> None:
+    assert FORMATS[name].score(wanted, generated) == pytest.approx(score)
+
+
+@pytest.mark.parametrize("make", [drt, hsa])
+def test_a_text_is_read_once_and_answers_are_those_of_the_whole_prompt(make: Any, tmp_path: Path) -> None:
+    longbench(tmp_path)
+    own, kept = Subject.of(make(vocab_size=len(BYTES)), BYTES, 4), Kept()
+    settings = YardstickSettings(benchmark="longbench-v2", data=tmp_path, max_new_tokens=3)
+    short, long = run(own, settings, kept)  # type: ignore[arg-type]
+    assert (short["questions"], short["readings"], long["questions"], long["readings"]) == (3, 2, 1, 1)
+    questions = [q for part in questions_of("longbench-v2", tmp_path, None).values() for q in part]
+    for question, line in zip(questions, kept.lines, strict=True):
+        ids = torch.tensor([BYTES(question.text + question.asked).input_ids])
+        out = own.model.generate(
+            ids, max_new_tokens=3, do_sample=False, eos_token_id=BYTES.eos_token_id, pad_token_id=0
+        )
+        assert line["generated"] == BYTES.decode(out[0, ids.shape[1] :], skip_special_tokens=True)
+
+
+def test_what_is_wrong_is_said(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"^benchmark: expected one of longbench-v2"):
+        YardstickSettings(data=tmp_path)
+    with pytest.raises(ValueError, match=r"^data: expected the folder"):
+        YardstickSettings(benchmark="mrcr")
+    with pytest.raises(ValueError, match=r"^data: expected data/qa1/4k.json .* got no such file"):
+        questions_of("babilong", tmp_path, None)
+    with pytest.raises(ValueError, match=r"^data: cannot read .*data\.json"):
+        questions_of("longbench-v2", tmp_path, None)
+    (tmp_path / "data.json").write_text('[{"length": "short"}]')
+    with pytest.raises(
+        ValueError, match=r"^data: expected the fields of longbench-v2 .*rows without 'choice_A'"
+    ):
+        questions_of("longbench-v2", tmp_path, None)

@@ -1,0 +1,1 @@
+"""The suite that asks published benchmarks of long texts, from their own files."""
