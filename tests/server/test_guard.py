@@ -61,13 +61,13 @@ def test_keys_and_hosts_are_checked_before_anything_is_served(tmp_path: Path) ->
         file.write_text(text)
         with pytest.raises(ValueError, match=r"^api_key_file: .* Make one"):
             read_keys(file)
-    with pytest.raises(ValueError, match="^api_key_file"):
+    with pytest.raises(ValueError, match=r"^api_key_file"):
         read_keys(tmp_path / "none")
     for host in ("127.0.0.1", "127.8.8.8", "::1", "localhost"):
         expect_safe(host, [])
     for host in ("0.0.0.0", "::", "192.168.0.1", "example.org", ""):
         expect_safe(host, [KEY])
-        with pytest.raises(ValueError, match="^host: .* Add --api-key-file"):
+        with pytest.raises(ValueError, match=r"^host: .* Add --api-key-file"):
             expect_safe(host, [])
 
 
