@@ -73,7 +73,9 @@ def test_tokens_that_retrieve_equal_the_oracle(
     B: int, J: int, g: int, D: int, K: int, S: int, lengths: bool, softmax: str, seed: int
 ) -> None:
     if softmax == "plain":
-        S = max(S, 2)  # of a single key the oracle's gradients are 0 without any rounding: no measure for a product
+        S = max(
+            S, 2
+        )  # of a single key the oracle's gradients are 0 without any rounding: no measure for a product
     dtype = torch.float16 if S == 1 else torch.float32  # as in the cover
     tensors, rest = inputs(
         B=B, N=12, R=1, J=J, g=g, D=D, M=5, S=S, K=K, per_query_head=True, lengths=lengths, dtype=dtype, seed=seed,
