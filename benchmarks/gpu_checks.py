@@ -96,12 +96,15 @@ def budget_jobs() -> list[Job]:
     token = {"R": 1, "J": 2, "per_query_head": True, "lengths": True, "off_by_one": False}
     if REHEARSAL:
         hot = [token | {"D": 16, "g": 2, "S": 16, "K": 4, "N": 8, "M": 5, "dtype": torch.float16}]
+        hot.append(hot[0] | {"beside": True, "off_by_one": True})
     else:
         sizes = ((64, 8, torch.bfloat16), (64, 4, torch.float16), (128, 1, torch.bfloat16))
         hot += [
             token | {"D": D, "g": g, "S": 64, "K": 32, "N": 320, "M": 64, "dtype": dtype}
             for D, g, dtype in sizes
         ]
+        # in one softmax with a window, tokens and chunks
+        hot += [case | {"beside": True, "off_by_one": True} for case in (hot[0], hot[-3], hot[-1])]
     named = [("-".join(str(x).split(".")[-1] for x in case.values()), case) for case in [*hot, *cases]]
     return [("many programs", many), *named]
 
@@ -303,6 +306,7 @@ def check_no_synchronisation(rows: Rows) -> None:
         ("lengths", {"R": size, "lengths": True}),
         ("selection per head", {"R": size, "per_head": True}),
         ("tokens", {"R": 1, "g": 2, "per_query_head": True, "lengths": True}),
+        ("beside a window", {"R": 1, "g": 2, "per_query_head": True, "lengths": True, "beside": True}),
         ("decoding", {"R": 1, "N": 1}),
     ):
         tensors, rest = gca_cases.inputs(**shape | changes)

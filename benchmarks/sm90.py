@@ -38,7 +38,7 @@ _SHARED = 227 << 10  # bytes that one program may use on sm_90
 _TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 _NAMES = ("forward", "queries", "keys")
 _INPUTS = ("q", "k", "v", "grad", "out", "dq", "dk", "dv")
-_FLOAT32 = ("weights", "lse", "lse_grad", "dw", "inner", "dk_parts", "dv_parts", "stats")
+_FLOAT32 = ("weights", "lse", "delta", "lse_grad", "dw", "inner", "dk_parts", "dv_parts", "stats")
 _GCA_TABLES = dict.fromkeys(
     ("indices", "lengths", "readers", "starts", "ends", "slots_before", "chunk_of"), "*i64"
 )
@@ -47,20 +47,30 @@ _SPILLED = 128  # bytes that landmark attention's spill today at most (float16, 
 
 
 def gca_kernel(
-    name: str, dtype: torch.dtype, rows: int, S: int, D: int, lengths: bool = False, tokens: bool = False
+    name: str,
+    dtype: torch.dtype,
+    rows: int,
+    S: int,
+    D: int,
+    lengths: bool = False,
+    tokens: bool = False,
+    beside: bool = False,
 ) -> dict[str, Any]:
     """One kernel of GCA with K = 8 for ``rows`` folded rows.
 
-    ``tokens``: as HiLS' tokens read 32 chunks: the rows are query heads, each with weights of its own.
+    ``tokens``: as HiLS' tokens read 32 chunks: the rows are query heads, each with weights of its own. ``beside``: one
+    softmax over all that is read, which a window shares.
     """
     kernel, cut = getattr(kernels, f"{name}_kernel"), gca.tiles(rows, S, D, dtype, name)
     constants: dict[str, Any] = {
         "G": rows if tokens else 1, "D": D, "K_PAD": 32 if tokens else 8,
         "BLOCK_R": cut.rows, "BLOCK_S": cut.keys, "BLOCK_D": cut.head,
-        "TILES": cut.per_chunk, "WIDE": False, "EXACT": dtype == torch.float32, "OFF_BY_ONE": not tokens,
-        "HAS_LENGTHS": lengths, "KEEP": True, "PER_HEAD": tokens, "PER_QUERY_HEAD": tokens,
+        "TILES": cut.per_chunk, "WIDE": False, "EXACT": dtype == torch.float32, "OFF_BY_ONE": not (tokens or beside),
+        "HAS_LENGTHS": lengths, "KEEP": not beside, "PER_HEAD": tokens, "PER_QUERY_HEAD": tokens,
+        "JOINT": beside,
     }  # fmt: skip
-    what = {"op": "gca", "lengths": lengths, "tokens": tokens, "kernel": name, "rows": rows, "S": S, "D": D}
+    what = {"op": "gca", "lengths": lengths, "tokens": tokens, "beside": beside}
+    what |= {"kernel": name, "rows": rows, "S": S, "D": D}
     return what | compile_kernel(kernel, dtype, cut.rows, cut, constants, _GCA_TABLES)
 
 
@@ -166,7 +176,7 @@ def cases(quick: bool) -> list[Case]:
     if quick:
         return [
             *of_gca(half, [(64, 64)], [64]),
-            *of_gca(half, [(8, 64)], [64], lengths=True, tokens=True),
+            *of_gca(half, [(8, 64)], [64], lengths=True, tokens=True, beside=True),
             partial(gca_kernel, "keys", single, 64, 64, 64),
             *of_landmark(half, [63], [64, 128]),
         ]
@@ -174,6 +184,8 @@ def cases(quick: bool) -> list[Case]:
         *of_gca(half, [(64, 64), (64, 63), (256, 64), (1, 64), (64, 128), (64, 200)], [64, 128, 256]),
         *of_gca(half, [(64, 63)], [64, 128], lengths=True),
         *of_gca(half, [(8, 64), (1, 63)], [64, 128], lengths=True, tokens=True),
+        *of_gca(half, [(8, 64)], [64, 128], lengths=True, tokens=True, beside=True),
+        *of_gca(half, [(64, 64), (64, 128)], [64], lengths=True, beside=True),
         *of_gca(torch.float16, [(64, 64)], [64, 80]),
         *of_gca(single, [(64, 64)], [64, 128, 256]),
         *of_landmark(half, [63, 50, 15, 127], [64, 128, 256]),

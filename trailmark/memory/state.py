@@ -103,7 +103,7 @@ def take_rows(state: CacheState, rows: Integers) -> CacheState:
         num_tokens=state.num_tokens[rows],
         num_positions=state.num_positions[rows],
         phases=state.phases[rows],
-        memory=state.memory._replace(chunks=state.memory.chunks[rows]),
+        memory=state.memory.take_rows(rows),
         spans=tuple(Span(x.start[rows], x.end[rows]) for x in state.spans),
         layers=tuple(x.take_rows(index) for x in state.layers),
         pending=tuple(

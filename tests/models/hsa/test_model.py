@@ -26,6 +26,9 @@ from tests.models.tiny import (
 from tests.pairwise import pairwise
 from trailmark.memory import FaissSearch, MemoryEntries
 from trailmark.models import HSAForCausalLM
+from trailmark.models.grid import Integers
+from trailmark.models.hsa import chunks
+from trailmark.models.step import Step
 
 LENGTH = 61
 
@@ -195,6 +198,28 @@ def test_decoding_takes_no_more_of_the_memory_than_it_chose() -> None:
         logits_of(model, tokens(1), past_key_values=cache)
         fetched.append(cache.memory.fetched - before)
     assert fetched[0] == fetched[1] <= 2 * 3  # two groups, three chunks each
+
+
+@pytest.mark.parametrize("heads", [1, 2])
+def test_a_long_call_on_a_memory_fetches_no_more_than_a_slab_reads(
+    heads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not all of the memory at once, as soon as a call's tokens chose all of it."""
+    model = hsa(num_memory_heads=2, num_retrieval_heads=heads)
+    ids = tokens(LENGTH, batch=2)
+    whole = logits_of(model, ids[:, 40:], past_key_values=model.read(ids[:, :40]))
+    fetched, fetch = list[int](), Step.fetch
+
+    def counted(step: Step, wanted: Integers, *rest: Any) -> Any:
+        fetched.append(wanted.shape[1])
+        return fetch(step, wanted, *rest)
+
+    monkeypatch.setattr(Step, "fetch", counted)
+    record = 2 * 2 * model.config.chunk_size * model.config.head_dim
+    monkeypatch.setattr(chunks, "_FETCHED", 2 * 2 * heads * 3 * record)  # two tokens of each row
+    assert_same(logits_of(model, ids[:, 40:], past_key_values=model.read(ids[:, :40])), whole)
+    assert len(fetched) >= 2 * -(-(LENGTH - 40) // 2)  # of each group, and positions that had waited
+    assert max(fetched) <= 2 * heads * 3
 
 
 def test_slots_without_a_candidate_hold_nothing() -> None:

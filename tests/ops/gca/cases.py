@@ -33,13 +33,15 @@ def inputs(
     per_query_head: bool = False,
     lengths: bool = False,
     fused: bool = False,
+    beside: bool = False,
     seed: int = 0,
 ) -> tuple[list[Tensor], dict[str, Any]]:
-    """([q, k, v, weights], indices and lengths), rounded to ``dtype``; -1 anywhere, chunks chosen twice, empty ones.
+    """([q, k, v, weights, and what is beside], indices and lengths), rounded to ``dtype``; -1 anywhere, chunks chosen
+    twice, empty ones.
 
     ``per_query_head``: key/value heads select for themselves, and each query head weighs that for itself.
 
-    ``fused``: q, k and v are views of wider tensors, as a fused projection makes them.
+    ``fused``: q, k and v are views of wider tensors, as a fused projection makes them. ``beside``: as of a window.
     """
     random = torch.Generator().manual_seed(seed)
 
@@ -55,7 +57,8 @@ def inputs(
     weighed = (B, N, J * g, K) if per_query_head else chosen
     weights = torch.rand(weighed, generator=random).to(DEVICE, dtype)
     present = torch.randint(0, S + 1, (B, M), generator=random).to(DEVICE) if lengths else None
-    return [q, k, v, weights], {"indices": indices, "lengths": present}
+    more = [normal(B, N, R, J * g, D), normal(B, N, R, J * g)] if beside else []
+    return [q, k, v, weights, *more], {"indices": indices, "lengths": present}
 
 
 @contextmanager
@@ -70,19 +73,28 @@ def unsplit() -> Iterator[None]:
 
 
 def op(rest: dict[str, Any], implementation: str, **options: Any) -> Callable[..., Tensor]:
-    def run(q: Tensor, k: Tensor, v: Tensor, weights: Tensor) -> Tensor:
+    def run(q: Tensor, k: Tensor, v: Tensor, weights: Tensor, *beside: Tensor) -> Tensor:
+        given = (beside[0], beside[1]) if beside else None
         return grouped_cross_attention(
-            q, k, v, rest["indices"], weights, rest["lengths"], implementation=implementation, **options
+            q,
+            k,
+            v,
+            rest["indices"],
+            weights,
+            rest["lengths"],
+            implementation=implementation,
+            beside=given,
+            **options,
         )
 
     return run
 
 
 def assert_budget(tensors: list[Tensor], rest: dict[str, Any], **options: Any) -> None:
-    """The output and all four gradients."""
+    """The output and all gradients."""
     fast, oracle = (op(rest, name, **options) for name in ("triton", "reference"))
-    names = ("out", "dq", "dk", "dv", "dw")
-    assert_low_precision_within_budget(fast, oracle, *tensors, names=names)
+    names = ("out", "dq", "dk", "dv", "dw", "d beside", "d its lse")
+    assert_low_precision_within_budget(fast, oracle, *tensors, names=names[: 1 + len(tensors)])
 
 
 COVER = pairwise(
@@ -118,7 +130,9 @@ CHEAP_COVER = pairwise(
         "fused": (False, True),
     }
 )
-for _case in (*COVER, *CHEAP_COVER):
+for _number, _case in enumerate((*COVER, *CHEAP_COVER)):
+    _case["beside"] = _number % 3 == 0
+    _case["off_by_one"] |= _case["beside"]  # which is the virtual key
     # the oracle sums a product with a single key in several lanes, more exactly than any matrix product: in
     # float32 that is no measure for one (test_a_single_key has it at a size where it is)
     if _case["S"] == 1 and _case["dtype"] == torch.float32:

@@ -467,7 +467,6 @@ WEIGHTS = torch.zeros(2, 3, 2)
         ("lengths", torch.ones(2, 4), "^lengths: "),
         ("lengths", torch.ones(2, 5), "^lengths: .*int64"),
         ("implementation", "fast", "^implementation: .*'fast'"),
-        ("implementation", "triton", "^implementation: "),
         ("beside", (Q[..., :4], Q[..., 0]), r"^beside\[0\]: .*of q"),
         ("beside", Q, "^beside: .*a pair of tensors"),
         ("beside", (Q, None), "^beside: .*a pair of tensors"),
@@ -478,7 +477,7 @@ WEIGHTS = torch.zeros(2, 3, 2)
 )
 def test_errors_name_the_argument(argument: str, wrong: Any, message: str) -> None:
     right: dict[str, Any] = {"q": Q, "k": KV, "v": KV, "indices": INDICES, "weights": WEIGHTS}
-    if argument in ("softmax_off_by_one", "implementation"):
+    if argument == "softmax_off_by_one":
         right["beside"] = Q, Q[..., 0]
     grouped_cross_attention(**right)
     with pytest.raises(ValueError, match=message):

@@ -3,24 +3,28 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from trailmark.memory import MemoryEntries
-from trailmark.models.candidates import distinct_chunks
+from trailmark.memory import ChunkMemory, MemoryEntries
+from trailmark.models.candidates import distinct_chunks, select_in_each
 from trailmark.models.grid import Grid, Integers
 from trailmark.models.hsa.config import HSAConfig
 from trailmark.models.layered import Chunks
 from trailmark.models.step import Step
 from trailmark.ops import ChunkSelection, fold_seed, select_chunks, weigh_chunks
 
+# Of a memory, positions read in slabs whose chunks have about this many numbers: a long call on a long memory would
+# else fetch nearly all of it at once.
+_FETCHED = 1 << 25
+
 
 class Reading(NamedTuple):
-    """What the positions of a call read: K chunks each, out of a table."""
+    """What the positions of a slab read: K chunks each, out of a table."""
 
     k: Tensor  # [B, M, S, J, D]
     v: Tensor
@@ -54,9 +58,17 @@ class HSAChunks(Chunks):
         weights = weigh_chunks(found.scores, self.config.chunk_weights, self.decays[group])
         return found._replace(weights=weights)
 
+    def reading(self, group: int, selection: ChunkSelection) -> tuple[Any, ...]:
+        """One iterator, over slabs of positions and what they read; see :meth:`_slabs`."""
+        return (self._slabs(selection),)
+
     @abstractmethod
     def _find(self, group: int, query: Tensor) -> ChunkSelection:
         """``select`` with other weights."""
+
+    @abstractmethod
+    def _slabs(self, selection: ChunkSelection) -> Iterator[tuple[slice, tuple[Any, ...]]]:
+        """Positions of a call, and the Reading of these; empty: they read nothing."""
 
 
 class TextChunks(HSAChunks):
@@ -93,10 +105,10 @@ class TextChunks(HSAChunks):
             implementation="reference" if config.implementation == "reference" else None,
         )
 
-    def reading(self, group: int, selection: ChunkSelection) -> tuple[Any, ...]:
+    def _slabs(self, selection: ChunkSelection) -> Iterator[tuple[slice, tuple[Any, ...]]]:
         entries = self.entries
         lengths = entries.lengths if self.grid.has_short_chunks else None
-        return Reading(entries.k, entries.v, selection.indices, selection.weights, lengths)
+        yield slice(None), Reading(entries.k, entries.v, selection.indices, selection.weights, lengths)
 
 
 class MemoryChunks(HSAChunks):
@@ -120,22 +132,33 @@ class MemoryChunks(HSAChunks):
         self.step = step
 
     def _find(self, group: int, query: Tensor) -> ChunkSelection:
-        config, memory = self.config, self.step.cache.memory
-        blocks = memory.blocks(int(self.step.size.chunks.max()), len(query)) or [query[:, :0]]
-        if config.num_retrieval_heads == 1:  # as indexes know them
-            K, scale = config.num_retrieved_chunks, config.score_scale
-            found = memory.search.select(query, blocks, K, self.limits, scale)
-            return ChunkSelection(*(x[:, :, None] for x in found))
-        return memory.search.select(
-            self.of_heads(query),
-            [self.of_heads(x) for x in blocks],
-            config.num_retrieved_chunks,
-            self.limits,
-            config.score_scale,
-        )
+        config, K = self.config, self.config.num_retrieved_chunks
+        scale = config.score_scale
 
-    def reading(self, group: int, selection: ChunkSelection) -> tuple[Any, ...]:
-        chosen = selection.indices.cpu().numpy()
+        def search(rows: slice, memory: ChunkMemory, blocks: list[Tensor]) -> ChunkSelection:
+            asked, limits = query[rows], self.limits[rows]
+            blocks = blocks or [asked[:, :0]]
+            if config.num_retrieval_heads == 1:  # as indexes know them
+                found = memory.search.select(asked, blocks, K, limits, scale)
+                return ChunkSelection(*(x[:, :, None] for x in found))
+            return memory.search.select(
+                self.of_heads(asked), [self.of_heads(x) for x in blocks], K, limits, scale
+            )
+
+        memory, shape = self.step.cache.memory, (query.shape[1], config.num_retrieval_heads, K)
+        return select_in_each(memory, self.step.size, self.limits, shape, query, search)
+
+    def _slabs(self, selection: ChunkSelection) -> Iterator[tuple[slice, tuple[Any, ...]]]:
+        config, (B, P, J, K) = self.config, selection.indices.shape
+        record = 2 * config.num_memory_heads * config.chunk_size * config.head_dim
+        size = max(1, _FETCHED // max(1, B * J * K * record))
+        for first in range(0, max(P, 1), size):
+            columns = slice(first, min(first + size, P))
+            yield columns, self._fetched(selection.indices[:, columns], selection.weights[:, columns])
+
+    def _fetched(self, indices: Tensor, weights: Tensor) -> tuple[Any, ...]:
+        """A table of the chunks [B, p, J, K] that some positions chose."""
+        chosen = indices.cpu().numpy()
         if (chosen < 0).all():
             return ()
         if chosen.shape[1] == 1:
@@ -146,6 +169,5 @@ class MemoryChunks(HSAChunks):
         else:
             chunks, places = distinct_chunks(chosen)  # what many chose is fetched once
         k, v, lengths = self.step.fetch(chunks)
-        device = selection.weights.device
-        short = torch.from_numpy(lengths).to(device) if self.step.has_short(lengths) else None
-        return Reading(k, v, torch.from_numpy(places).to(device), selection.weights, short)
+        short = torch.from_numpy(lengths).to(weights.device) if self.step.has_short(lengths) else None
+        return Reading(k, v, torch.from_numpy(places).to(weights.device), weights, short)

@@ -242,8 +242,12 @@ class HSAForCausalLM(RetrievingForCausalLM):
         return query
 
     def _begin_group(self, group: int, x: Tensor, reading: tuple[Any, ...]) -> Tensor:
-        out: Tensor = self.readers[group](x, *reading)
-        return out
+        if not reading:
+            nothing: Tensor = self.readers[group](x)
+            return nothing
+        (slabs,) = reading
+        parts = [self.readers[group](x[:, columns], *part) for columns, part in slabs]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
 
     def _of_layer(self, reading: tuple[Any, ...], number: int) -> tuple[Any, ...]:
         return ()  # the group's first layer read it

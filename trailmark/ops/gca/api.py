@@ -83,8 +83,7 @@ def grouped_cross_attention(
         softmax_off_by_one: see above.
         scale: None is D ** -0.5.
         implementation: "reference" (gathers and keeps all), "torch" or "triton" (float32, bfloat16 or float16,
-            the same for q, k and v; D <= 256; not ``beside``). None: "triton" on CUDA where it supports the input,
-            else "torch".
+            the same for q, k and v; D <= 256). None: "triton" on CUDA where it supports the input, else "torch".
         beside: ([B, N, R, H, D], [B, N, R, H]), see above; its log-sum-exp -inf where it saw nothing. It takes the
             virtual key's place, so ``softmax_off_by_one`` must be true.
 
@@ -145,7 +144,7 @@ def grouped_cross_attention(
         return reference.grouped_cross_attention(
             q, k, v, indices, weights, present, softmax_off_by_one, scale, out_beside, lse_beside
         )
-    refuses = partial(triton_refuses, q, k, v, weights, beside is not None)
+    refuses = partial(triton_refuses, q, k, v, weights, out_beside, lse_beside)
     chosen = choose_implementation(implementation, q.is_cuda, refuses)
     call = CrossAttentionCall(
         q, k, v, indices, weights, lengths, out_beside, lse_beside, softmax_off_by_one, scale
@@ -153,27 +152,34 @@ def grouped_cross_attention(
     tensors = (q, k, v, weights, out_beside, lse_beside)
     keep = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
     if torch.compiler.is_compiling():
-        return _gca(*call, chosen, keep)[0]
+        return _gca(*call, chosen, keep)[0].to(q.dtype)
     if keep:
-        return _Eager.apply(*call, chosen)
+        return _Eager.apply(*call, chosen).to(q.dtype)
     own_table = N == 1 and M == K and q.device.type == "cpu"  # elsewhere a look would wait for the device
     if chosen == "torch" and own_table and bool((indices == torch.arange(K)).all()):
         return torch_path.read_in_order(call)
-    return _forward(call, chosen, False)[0]
+    return _forward(call, chosen, False)[0].to(q.dtype)
 
 
-def triton_refuses(q: Tensor, k: Tensor, v: Tensor, weights: Tensor, has_beside: bool = False) -> str | None:
+def triton_refuses(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    weights: Tensor,
+    beside: Tensor | None = None,
+    beside_lse: Tensor | None = None,
+) -> str | None:
     """Why the kernels do not take these inputs; None if they do."""
-    if has_beside:
-        return "beside is given, which the kernels do not know yet. Take 'torch'"
     reason = attention_kernels_refuse(q, k, v)
-    if reason is None and weights.dtype == torch.float64:
-        return f"q is {q.dtype} and weights {weights.dtype}. Convert them to float32, bfloat16 or float16"
+    others = {"weights": weights, "beside[0]": beside, "beside[1]": beside_lse}
+    for name, x in others.items():
+        if reason is None and x is not None and x.dtype == torch.float64:
+            reason = f"q is {q.dtype} and {name} {x.dtype}. Convert them to float32, bfloat16 or float16"
     return reason
 
 
 def _forward(call: CrossAttentionCall, implementation: str, keep: bool) -> tuple[Tensor, Tensor]:
-    """The output, and with ``keep`` what the backward needs of each row, head and chunk (else empty)."""
+    """The output, rounded or not, and with ``keep`` what the backward needs of each row and chunk (else empty)."""
     if implementation == "triton":
         from trailmark.ops.gca import triton_path
 
@@ -185,24 +191,29 @@ Gradients = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
 def _backward(
-    grad: Tensor, call: CrossAttentionCall, lse: Tensor, implementation: str, of_memory: bool
+    grad: Tensor,
+    call: CrossAttentionCall,
+    lse: Tensor,
+    out: Tensor | None,
+    implementation: str,
+    of_memory: bool,
 ) -> Gradients:
     """Those of q, k, v, weights, beside and its log-sum-exp; empty where there is none.
 
-    Without ``of_memory`` those of k and v are empty.
+    Without ``of_memory`` those of k and v are empty. ``out``: of the forward, where :func:`_save` kept it.
     """
     if implementation == "triton":
         from trailmark.ops.gca import triton_path
 
-        nothing = grad.new_empty(0)
-        return *triton_path.backward(grad, call, lse, of_memory), nothing, nothing.clone()
+        return triton_path.backward(grad, call, lse, out, of_memory)
     return torch_path.backward(grad, call, lse, of_memory)
 
 
-def _save(ctx: Any, call: CrossAttentionCall, implementation: str, lse: Tensor) -> None:
-    """Keep the inputs and the log-sum-exps for :func:`_gradients`."""
+def _save(ctx: Any, call: CrossAttentionCall, implementation: str, lse: Tensor, out: Tensor) -> None:
+    """Keep the inputs and the log-sum-exps for :func:`_gradients`; the output where the kernels need it."""
     *tensors, off_by_one, scale = call
-    ctx.save_for_backward(*tensors, lse)
+    keeps_out = implementation == "triton" and call.beside is not None
+    ctx.save_for_backward(*tensors, lse, out if keeps_out else None)
     ctx.options, ctx.implementation = (off_by_one, scale), implementation
 
 
@@ -210,10 +221,10 @@ def _gradients(
     ctx: Any, grad: Tensor, backward: Callable[..., tuple[Tensor, ...]]
 ) -> tuple[Tensor | None, ...]:
     """One for each input of a call and for whatever follows it; a frozen memory gets none."""
-    *tensors, lse = ctx.saved_tensors
+    *tensors, lse, out = ctx.saved_tensors
     of_memory = any(ctx.needs_input_grad[1:3])
     call = CrossAttentionCall(*tensors, *ctx.options)
-    dq, dk, dv, dw, *of_beside = backward(grad, call, lse, ctx.implementation, of_memory)
+    dq, dk, dv, dw, *of_beside = backward(grad, call, lse, out, ctx.implementation, of_memory)
     of_k, of_v = (dk, dv) if of_memory else (None, None)
     given = of_beside if call.beside is not None else (None, None)
     return dq, of_k, of_v, None, dw, None, *given, *[None] * (len(ctx.needs_input_grad) - 8)
@@ -227,7 +238,7 @@ class _Eager(torch.autograd.Function):
         *given, implementation = arguments
         call = CrossAttentionCall(*given)
         out, lse = _forward(call, implementation, True)
-        _save(ctx, call, implementation, lse)
+        _save(ctx, call, implementation, lse, out)
         return out
 
     @staticmethod
@@ -252,13 +263,14 @@ def _(call: CrossAttentionCall, implementation: str, keep: bool) -> tuple[Tensor
     q, indices = call.q, call.indices
     B, N, R, H, _ = q.shape
     J, K = indices.shape[2:]
-    out, dtype = q.new_empty(q.shape), call.dtype if call.beside is None else torch.float64
-    if not keep:
-        return out, q.new_empty((0,), dtype=dtype)
     if implementation == "triton":
-        kept = 2 if q.dtype == torch.float32 else 1
-        return out, q.new_empty((kept, B, N, J, K, H // J * R), dtype=torch.float32)
-    return out, q.new_empty((B * N, J, K if call.beside is None else 2, H // J * R), dtype=dtype)
+        from trailmark.ops.gca import triton_path
+
+        out = q.new_empty(q.shape, dtype=triton_path.out_dtype(call))
+        return out, q.new_empty(triton_path.kept_shape(call) if keep else (0,), dtype=torch.float32)
+    alone = call.beside is None
+    kept = (B * N, J, K if alone else 2, H // J * R) if keep else (0,)
+    return q.new_empty(q.shape), q.new_empty(kept, dtype=call.dtype if alone else torch.float64)
 
 
 _gca_backward = torch.library.custom_op(
@@ -268,29 +280,39 @@ _gca_backward = torch.library.custom_op(
 
 @_gca_backward.register_fake
 @spelled_out
-def _(grad: Tensor, call: CrossAttentionCall, lse: Tensor, implementation: str, of_memory: bool) -> Gradients:
+def _(
+    grad: Tensor,
+    call: CrossAttentionCall,
+    lse: Tensor,
+    out: Tensor | None,
+    implementation: str,
+    of_memory: bool,
+) -> Gradients:
     q, k, v, weights = call.q, call.k, call.v, call.weights
     B, M, S, J, D = k.shape
-    out, lse = (q.new_empty(0) if x is None else x.new_empty(x.shape) for x in (call.beside, call.beside_lse))
+    of_beside, of_lse = (
+        q.new_empty(0) if x is None else x.new_empty(x.shape) for x in (call.beside, call.beside_lse)
+    )
     if not of_memory:
         return (
             q.new_empty(q.shape),
             k.new_empty(0),
             v.new_empty(0),
             weights.new_empty(weights.shape),
-            out,
-            lse,
+            of_beside,
+            of_lse,
         )
     if implementation == "triton":
         dk, dv = k.new_empty(k.shape), v.new_empty(v.shape)
     else:  # laid out head by head
         dk, dv = (x.new_empty((B, M, J, S, D)).transpose(2, 3) for x in (k, v))
-    return q.new_empty(q.shape), dk, dv, weights.new_empty(weights.shape), out, lse
+    return q.new_empty(q.shape), dk, dv, weights.new_empty(weights.shape), of_beside, of_lse
 
 
 def _save_compiled(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     *given, implementation, _ = inputs
-    _save(ctx, CrossAttentionCall(*given), implementation, output[1])
+    out, lse = output
+    _save(ctx, CrossAttentionCall(*given), implementation, lse, out)
 
 
 def _gradients_compiled(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:

@@ -5,6 +5,7 @@ and values, chunk by chunk that is read, through an inverted index. No atomics: 
 
 Rows: the R positions of a reading chunk and the G = H / J query heads of a key/value head are folded into
 R * G rows, row i being position i // G, head i % G. Scores are in base 2 inside, but in float32 (EXACT).
+JOINT: all that a row reads stands in one softmax, which something beside shares; else each chunk has its own.
 ``s_qb`` is the step from one b of q to the next, and so on.
 """
 
@@ -57,6 +58,18 @@ def _weight(at, head, s_wj, chosen, in_block, PER_QUERY_HEAD: tl.constexpr):
 
 
 @triton.jit
+def _largest(weight, PER_QUERY_HEAD: tl.constexpr):
+    return tl.max(weight, 0) if PER_QUERY_HEAD else weight
+
+
+@triton.jit
+def _of_read_chunks(scores, weight, PER_QUERY_HEAD: tl.constexpr):
+    """Scores [R, S], -inf where the chunk weighs nothing: in a softmax of all chunks it is as if not selected."""
+    read = weight[:, None] > 0 if PER_QUERY_HEAD else weight > 0
+    return tl.where(read, scores, -float("inf"))
+
+
+@triton.jit
 def _exp(scores, EXACT: tl.constexpr):
     """e^scores, or 2^scores where the scale holds log2(e) already.
 
@@ -93,10 +106,13 @@ def forward_kernel(
     s_total, scale, N, R, J, M, K, S, parts, per_part,
     G: tl.constexpr, D: tl.constexpr, K_PAD: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr, TILES: tl.constexpr,
-    OFF_BY_ONE: tl.constexpr, HAS_LENGTHS: tl.constexpr, PER_QUERY_HEAD: tl.constexpr, KEEP: tl.constexpr,
-    WIDE: tl.constexpr, EXACT: tl.constexpr,
+    OFF_BY_ONE: tl.constexpr, HAS_LENGTHS: tl.constexpr, PER_QUERY_HEAD: tl.constexpr, JOINT: tl.constexpr,
+    KEEP: tl.constexpr, WIDE: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
-    """One block of rows of one reading chunk, over ``per_part`` of its retrieved chunks."""
+    """One block of rows of one reading chunk, over ``per_part`` of its retrieved chunks.
+
+    JOINT: a softmax of this part alone, with its largest scores and sums: who launches this joins the parts.
+    """
     block, rest = _rows_of(tl.program_id(0).to(tl.int64), R * G, BLOCK_R)
     part = rest % parts
     j, rest = (rest // parts) % J, rest // parts // J
@@ -121,6 +137,9 @@ def forward_kernel(
     last = tl.minimum(count, first + per_part)
 
     total_out = tl.zeros([BLOCK_R, BLOCK_D], tl.float32)
+    if JOINT:
+        top = tl.zeros([BLOCK_R], tl.float32) - float("inf")
+        total = tl.zeros([BLOCK_R], tl.float32)
     for slot in range(first, last):
         at_slot = slot + 0 * b  # 64 bits
         m = tl.load(chosen + at_slot * s_ik).to(tl.int64)
@@ -128,9 +147,11 @@ def forward_kernel(
         m = tl.maximum(m, 0)
         weight = _weight(weight_at + at_slot * s_wk, head, s_wj, exists, i < R * G, PER_QUERY_HEAD)
         present = tl.where(exists, _keys_in(lengths, b, m, S, s_lb, s_lm, HAS_LENGTHS), 0)
+        if JOINT:  # what weighs nothing is not read, not even NaN
+            present = tl.where(_largest(weight, PER_QUERY_HEAD) > 0, present, 0)
         keys_at = k + b * s_kb + m * s_km + j * s_kj
         values_at = v + b * s_vb + m * s_vm + j * s_vj
-        if TILES == 1:
+        if TILES == 1 and not JOINT:
             keys = tl.load(
                 keys_at + (s * s_ks)[None, :] + (d * s_kd)[:, None],
                 mask=(s < present)[None, :] & (d < D)[:, None], other=0.0,
@@ -152,13 +173,16 @@ def forward_kernel(
             )  # fmt: skip
             total_out = tl.dot(probabilities.to(values.dtype), values, total_out, input_precision=PRECISION)
         else:
-            top = tl.zeros([BLOCK_R], tl.float32)
-            total = tl.zeros([BLOCK_R], tl.float32)
-            if OFF_BY_ONE:
-                total += 1.0
+            if JOINT:
+                found = total_out
             else:
-                top -= float("inf")
-            found = tl.zeros([BLOCK_R, BLOCK_D], tl.float32)
+                top = tl.zeros([BLOCK_R], tl.float32)
+                total = tl.zeros([BLOCK_R], tl.float32)
+                if OFF_BY_ONE:
+                    total += 1.0
+                else:
+                    top -= float("inf")
+                found = tl.zeros([BLOCK_R, BLOCK_D], tl.float32)
             for tile in range(TILES):
                 at = tile * BLOCK_S + s
                 keys = tl.load(
@@ -167,10 +191,14 @@ def forward_kernel(
                 )  # fmt: skip
                 scores = tl.dot(query, keys, input_precision=PRECISION) * scale
                 scores = tl.where((at < present)[None, :], scores, -float("inf"))
+                if JOINT:
+                    scores = _of_read_chunks(scores, weight, PER_QUERY_HEAD)
                 higher = tl.maximum(top, tl.max(scores, 1))
                 finite = tl.where(higher == -float("inf"), 0.0, higher)
                 shrink = _exp(top - finite, EXACT)
                 exponentials = _exp(scores - finite[:, None], EXACT)
+                if JOINT:
+                    exponentials *= weight[:, None] if PER_QUERY_HEAD else weight
                 total = total * shrink + tl.sum(exponentials, 1)
                 values = tl.load(
                     values_at + (at * s_vs)[:, None] + (d * s_vd)[None, :],
@@ -180,9 +208,12 @@ def forward_kernel(
                     exponentials.to(values.dtype), values, found * shrink[:, None], input_precision=PRECISION
                 )
                 top = higher
-            top = tl.where(top == -float("inf"), 0.0, top)
-            total = tl.where(total == 0, 1.0, total)
-            total_out += found * (weight / total)[:, None]
+            if JOINT:
+                total_out = found
+            else:
+                top = tl.where(top == -float("inf"), 0.0, top)
+                total = tl.where(total == 0, 1.0, total)
+                total_out += found * (weight / total)[:, None]
         if KEEP:
             place = (((b * N + n) * J + j) * K + slot) * (R * G) + i
             if EXACT:
@@ -190,6 +221,11 @@ def forward_kernel(
                 tl.store(lse + s_total + place, total, mask=i < R * G)
             else:
                 tl.store(lse + place, top + tl.log2(total), mask=i < R * G)
+    if JOINT:
+        place = 2 * (part * s_total + ((b * N + n) * J + j) * (R * G)) + i
+        tl.store(lse + place, top, mask=i < R * G)
+        tl.store(lse + place + R * G, total, mask=i < R * G)
+        total_out /= tl.where(total == 0, 1.0, total)[:, None]
 
     out_at = out + part * s_op + b * s_ob + n * s_on + j * G * s_oh
     tl.store(
@@ -201,7 +237,7 @@ def forward_kernel(
 
 @triton.jit(do_not_specialize=VARYING)
 def queries_kernel(
-    grad, q, k, v, indices, weights, lengths, lse, dq, dw, inner,
+    grad, q, k, v, indices, weights, lengths, lse, delta, dq, dw, inner,
     s_gb, s_gn, s_gr, s_gh, s_gd,
     s_qb, s_qn, s_qr, s_qh, s_qd,
     s_kb, s_km, s_ks, s_kj, s_kd,
@@ -213,11 +249,13 @@ def queries_kernel(
     s_total, scale, scale_e, N, R, J, M, K, S,
     G: tl.constexpr, D: tl.constexpr, K_PAD: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr, TILES: tl.constexpr,
-    HAS_LENGTHS: tl.constexpr, PER_QUERY_HEAD: tl.constexpr, WIDE: tl.constexpr, EXACT: tl.constexpr,
+    HAS_LENGTHS: tl.constexpr, PER_QUERY_HEAD: tl.constexpr, JOINT: tl.constexpr, WIDE: tl.constexpr,
+    EXACT: tl.constexpr,
 ):  # fmt: skip
     """dQ and dw of one block of rows of one reading chunk; also D = rowsum(P * dP) for the keys' kernel.
 
     Of which the weights' gradients are sums; where query heads have weights of their own, who launches this makes them.
+    JOINT: D is known before, ``delta``, and ``inner`` is what the weights' gradients are sums of.
     """
     block, rest = _rows_of(tl.program_id(0).to(tl.int64), R * G, BLOCK_R)
     j, rest = rest % J, rest // J
@@ -246,6 +284,9 @@ def queries_kernel(
     blocks = tl.cdiv(R * G, BLOCK_R)
 
     query_grad = tl.zeros([BLOCK_R, BLOCK_D], tl.float32)
+    if JOINT:
+        of_row = ((b * N + n) * J + j) * (R * G) + i
+        rowsum = tl.load(delta + of_row, mask=exists_row, other=0.0)
     for slot in range(count):
         at_slot = slot + 0 * b  # 64 bits
         m = tl.load(chosen + at_slot * s_ik).to(tl.int64)
@@ -253,12 +294,18 @@ def queries_kernel(
         m = tl.maximum(m, 0)
         weight = _weight(weight_at + at_slot * s_wk, head, s_wj, exists, i < R * G, PER_QUERY_HEAD)
         present = tl.where(exists, _keys_in(lengths, b, m, S, s_lb, s_lm, HAS_LENGTHS), 0)
+        if JOINT:  # what weighs nothing is not read, not even NaN
+            present = tl.where(_largest(weight, PER_QUERY_HEAD) > 0, present, 0)
         keys_at = k + b * s_kb + m * s_km + j * s_kj
         values_at = v + b * s_vb + m * s_vm + j * s_vj
         place = ((b * N + n) * J + j) * K + slot
-        kept = lse + place * (R * G) + i
-        rowsum = tl.zeros([BLOCK_R], tl.float32)
-        if TILES > 1:  # D needs all tiles of the chunk before the first dS
+        if JOINT:
+            kept = lse + of_row
+            of_weight = tl.zeros([BLOCK_R], tl.float32)
+        else:
+            kept = lse + place * (R * G) + i
+            rowsum = tl.zeros([BLOCK_R], tl.float32)
+        if TILES > 1 and not JOINT:  # D needs all tiles of the chunk before the first dS
             for tile in range(TILES):
                 at = tile * BLOCK_S + s
                 of_chunk = (at < present)[:, None] & (d < D)[None, :]
@@ -278,15 +325,22 @@ def queries_kernel(
             values = tl.load(values_at + (at * s_vs)[:, None] + (d * s_vd)[None, :], mask=of_chunk, other=0.0)
             scores = tl.dot(query, tl.trans(keys), input_precision=PRECISION) * scale
             scores = tl.where((at < present)[None, :], scores, -float("inf"))
+            if JOINT:
+                scores = _of_read_chunks(scores, weight, PER_QUERY_HEAD)
             probabilities = _probabilities(scores, kept, s_total, exists_row, 1, EXACT)
             dp = tl.dot(out_grad, tl.trans(values), input_precision=PRECISION)
-            if TILES == 1:
+            if JOINT:
+                of_weight += tl.sum(probabilities * (dp - rowsum[:, None]), 1)
+            elif TILES == 1:
                 rowsum = tl.sum(probabilities * dp, 1)
             ds = probabilities * (dp - rowsum[:, None]) * (weight[:, None] if PER_QUERY_HEAD else weight)
             query_grad = tl.dot(ds.to(keys.dtype), keys, query_grad, input_precision=PRECISION)
-        tl.store(inner + place * (R * G) + i, rowsum, mask=exists_row)
+        if not JOINT:
+            of_weight = rowsum
+        if PER_QUERY_HEAD or not JOINT:
+            tl.store(inner + place * (R * G) + i, of_weight, mask=exists_row)
         if not PER_QUERY_HEAD:
-            tl.store(dw + place * blocks + block, tl.where(exists, tl.sum(rowsum, 0), 0.0))
+            tl.store(dw + place * blocks + block, tl.where(exists, tl.sum(of_weight, 0), 0.0))
 
     dq_at = dq + b * s_ob + n * s_on + j * G * s_oh
     tl.store(
@@ -319,8 +373,8 @@ def keys_kernel(
     s_total, scale, scale_e, N, R, J, M, K, S, chunks, per_part,
     G: tl.constexpr, D: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr, TILES: tl.constexpr,
-    PER_HEAD: tl.constexpr, HAS_LENGTHS: tl.constexpr, PER_QUERY_HEAD: tl.constexpr, WIDE: tl.constexpr,
-    EXACT: tl.constexpr,
+    PER_HEAD: tl.constexpr, HAS_LENGTHS: tl.constexpr, PER_QUERY_HEAD: tl.constexpr, JOINT: tl.constexpr,
+    WIDE: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     """dK and dV of one tile of one memory chunk, over one part of the rows that read it."""
     pid = tl.program_id(0).to(tl.int64)
@@ -386,16 +440,23 @@ def keys_kernel(
             grad + b * s_gb + j * G * s_gh + (n * s_gn + row * s_gr + head * s_gh)[:, None] + (d * s_gd)[None, :],
             mask=in_rows, other=0.0,
         )  # fmt: skip
-        place = (((b * N + n) * J + j) * K + slot) * (R * G) + within
+        place = (b * N + n) * J + j
+        if not JOINT:
+            place = place * K + slot
+        place = place * (R * G) + within
         rowsum = tl.load(inner + place, mask=exists, other=0.0)
         weighs = j * G + head if PER_QUERY_HEAD else j
         weight = tl.load(weights + b * s_wb + n * s_wn + weighs * s_wj + slot * s_wk, mask=exists, other=0.0)
         scores = _keys_by_rows(keys, query, EXACT) * scale  # [S, R]
+        if JOINT:
+            scores = tl.where((weight > 0)[None, :], scores, -float("inf"))
         probabilities = _probabilities(scores, lse + place, s_total, exists, 0, EXACT)
         probabilities = tl.where((s < present)[:, None], probabilities, 0.0)
         weighted = probabilities * weight.to(tl.float32)[None, :]
         value_grad = tl.dot(weighted.to(out_grad.dtype), out_grad, value_grad, input_precision=PRECISION)
         dp = _keys_by_rows(values, out_grad, EXACT)
+        if JOINT:
+            dp = tl.where((weight > 0)[None, :], dp, 0.0)
         ds = weighted * (dp - rowsum[None, :])
         key_grad = tl.dot(ds.to(query.dtype), query, key_grad, input_precision=PRECISION)
     key_grad *= scale_e

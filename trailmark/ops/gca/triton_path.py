@@ -84,16 +84,17 @@ def needs_wide_offsets(q: Tensor, k: Tensor, v: Tensor, *like_q: Tensor) -> bool
 def forward(call: CrossAttentionCall, keep: bool, wide: bool | None = None) -> tuple[Tensor, Tensor]:
     """The output, and with ``keep`` what the backward needs of each row and chunk; else an empty tensor.
 
-    That is [1, B, N, J, K, R * G], the log-sum-exp (base 2); of float32 [2, ...], the largest score and the sum.
+    That is [1, B, N, J, K, R * G], the log-sum-exp (base 2); of float32 [2, ...], the largest score and the sum. With
+    something beside K is 1, for all that is read, the shares of what is read and of what is beside follow, and the
+    output is float32: the backward needs it unrounded.
 
     ``wide``: 64 bits for the offsets inside tiles; None: where they need them.
     """
-    q, k, v, indices, weights, lengths, _, _, off_by_one, scale = call
+    q, k, v, indices, weights, lengths, beside, _, off_by_one, scale = call
     (B, N, R, H, D), (M, S, J), K = q.shape, k.shape[1:4], indices.shape[3]
-    G = H // J
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    kept = 2 if q.dtype == torch.float32 else 1
-    lse = q.new_empty((kept, B, N, J, K, R * G) if keep else (0,), dtype=torch.float32)
+    G, joint = H // J, beside is not None
+    out = torch.empty(q.shape, dtype=out_dtype(call), device=q.device)
+    lse = q.new_empty(kept_shape(call) if keep else (0,), dtype=torch.float32)
     if out.numel() == 0:
         return out, lse
     if M == 0:
@@ -102,44 +103,123 @@ def forward(call: CrossAttentionCall, keep: bool, wide: bool | None = None) -> t
     programs = B * N * J * -(-R * G // cut.rows)
     per_part = -(-K // _parts(programs, K))
     parts = -(-K // per_part)
-    # the weighted sum over chunks has no running maximum: its parts are simply added
-    into = out if parts == 1 else q.new_empty((parts, *q.shape), dtype=torch.float32)
+    # weighted sums over chunks are simply added; each softmax over some of them is joined with the others
+    into = out if parts == 1 and not joint else q.new_empty((parts, *q.shape), dtype=torch.float32)
+    of_parts = q.new_empty((parts, B, N, J, 2, R * G), dtype=torch.float32) if joint else lse
     with torch.cuda.device_of(q):
         forward_kernel[(programs * parts,)](
-            q, k, v, indices, weights, lengths, into, lse,
+            q, k, v, indices, weights, lengths, into, of_parts,
             *q.stride(), *k.stride(), *v.stride(), *indices.stride(), *weights.stride(), *_steps(lengths),
             out.numel(), *out.stride()[:4],
-            lse[0].numel() if keep else 0, _folded(scale, q.dtype), N, R, J, M, K, S, parts, per_part,
-            **_constants(q, k, v, K, cut, wide, out), **_flags(call), OFF_BY_ONE=off_by_one, KEEP=keep,
+            B * N * J * R * G if joint else lse[0].numel() if keep else 0, _folded(scale, q.dtype),
+            N, R, J, M, K, S, parts, per_part,
+            **_constants(q, k, v, K, cut, wide, out), **_flags(call), OFF_BY_ONE=off_by_one and not joint,
+            KEEP=keep and not joint,
         )  # fmt: skip
+    if joint:
+        return _joined(call, into, of_parts, lse)
     return (out if parts == 1 else into.sum(0).to(q.dtype)), lse
+
+
+def out_dtype(call: CrossAttentionCall) -> torch.dtype:
+    """Of what the forward returns."""
+    return call.q.dtype if call.beside is None else torch.float32
+
+
+def kept_shape(call: CrossAttentionCall) -> tuple[int, ...]:
+    """Of what the backward needs, in float32; see :func:`forward`."""
+    (B, N, R, H, _), (_, _, J, K) = call.q.shape, call.indices.shape
+    numbers = 2 if call.q.dtype == torch.float32 else 1
+    if call.beside is not None:
+        numbers, K = numbers + 2, 1
+    return numbers, B, N, J, K, H // J * R
+
+
+def _joined(call: CrossAttentionCall, outs: Tensor, of_parts: Tensor, kept: Tensor) -> tuple[Tensor, Tensor]:
+    """One softmax of what each part read and of what is beside; ``kept`` is filled, if it is not empty.
+
+    In float64: what is beside may stand far above the scores, and there float32 would round what is left of them.
+
+    Args:
+        outs: [P, B, N, R, H, D]. of_parts: [P, B, N, J, 2, R * G], the largest score and the sum of exponentials.
+    """
+    q, beside, beside_lse = call.q, call.beside, call.beside_lse
+    assert beside is not None
+    assert beside_lse is not None
+    exact = q.dtype == torch.float32
+    top, total = of_parts.double().unbind(-2)
+    base = 1.0 if exact else math.log2(math.e)
+    read = top * (1 / base) + total.log()  # natural: -inf where nothing was read
+    null = _fold_rows(beside_lse.double(), top.shape[3])
+    everything = torch.logaddexp(read.logsumexp(0), null)
+    shares = (read - everything).exp().float()  # [P, B, N, J, R * G]
+    share = shares.sum(0)
+    of_rows = _unfold_rows(shares, q)[..., None]
+    out = (outs * of_rows).sum(0).addcmul_(_unfold_rows(share, q)[..., None], beside.float(), value=-1)
+    if kept.numel():
+        largest = top.amax(0)
+        # where nothing was read no score counts
+        numbers = [everything * base]
+        if exact:
+            unread = largest == -torch.inf
+            numbers = [
+                largest.masked_fill(unread, torch.inf),
+                (everything - largest).exp().masked_fill(unread, 1),
+            ]
+        torch.stack([x.float() for x in (*numbers, share, (null - everything).exp())], out=kept[..., 0, :])
+    return out, kept
+
+
+def _fold_rows(x: Tensor, J: int) -> Tensor:
+    """[B, N, R, H] -> [B, N, J, R * G]."""
+    return x.unflatten(-1, (J, -1)).transpose(2, 3).flatten(3)
+
+
+def _unfold_rows(x: Tensor, q: Tensor) -> Tensor:
+    """[.., J, R * G] -> [.., R, H]."""
+    return x.unflatten(-1, (q.shape[2], -1)).transpose(-3, -2).flatten(-2)
 
 
 def backward(
     grad: Tensor,  # [B, N, R, H, D]
     call: CrossAttentionCall,
     lse: Tensor,
+    out: Tensor | None = None,
     of_memory: bool = True,
     wide: bool | None = None,
     readers_of_a_part: int | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The gradients of q, k, v and weights; without ``of_memory`` those of k and v are empty."""
-    q, k, v, indices, weights, lengths, _, _, _, scale = call
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The gradients of q, k, v, weights, beside and its log-sum-exp; without ``of_memory`` those of k and v are empty.
+
+    ``out``: what the forward returned, needed with something beside.
+    """
+    q, k, v, indices, weights, lengths, beside, beside_lse, _, scale = call
     (B, N, R, H, D), (M, S, J), K = q.shape, k.shape[1:4], indices.shape[3]
-    G = H // J
+    G, joint = H // J, beside is not None
     dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     dk, dv = (torch.empty(x.shape if of_memory else (0,), dtype=x.dtype, device=q.device) for x in (k, v))
+    of_beside, of_lse = (q.new_zeros(0) if x is None else torch.zeros_like(x) for x in (beside, beside_lse))
     if q.numel() == 0 or M == 0:
-        return dq.zero_(), dk.zero_(), dv.zero_(), torch.zeros_like(weights)
+        return dq.zero_(), dk.zero_(), dv.zero_(), torch.zeros_like(weights), of_beside, of_lse
+    delta = lse  # unused
+    if beside is not None and beside_lse is not None:
+        assert out is not None
+        gained = (grad * out).sum(-1)  # [B, N, R, H]
+        delta = _fold_rows(gained + (grad * beside).sum(-1), J).contiguous()
+        share, own = (_unfold_rows(x, q) for x in lse[-2:, ..., 0, :])
+        of_beside = (grad * share[..., None]).neg_().to(beside.dtype)
+        grad = grad.to(q.dtype)
+        of_lse = (own * gained).neg_().to(beside_lse.dtype)
     cut = tiles(R * G, S, D, q.dtype, "queries")
     blocks = -(-R * G // cut.rows)
     flags = _flags(call)
     own_weights = flags["PER_QUERY_HEAD"]
     dw = q.new_zeros((0,) if own_weights else (B, N, J, K, blocks), dtype=torch.float32)
-    inner = torch.empty_like(lse[0])
+    kept_inner = own_weights or not joint
+    inner = q.new_empty((B, N, J, K, R * G) if kept_inner else (0,), dtype=torch.float32)
     with torch.cuda.device_of(q):
         queries_kernel[(B * N * J * blocks,)](
-            grad, q, k, v, indices, weights, lengths, lse, dq, dw, inner,
+            grad, q, k, v, indices, weights, lengths, lse, delta, dq, dw, inner,
             *grad.stride(), *q.stride(), *k.stride(), *v.stride(), *indices.stride(), *weights.stride(),
             *_steps(lengths), *dq.stride()[:4],
             lse[0].numel(), _folded(scale, q.dtype), scale, N, R, J, M, K, S,
@@ -153,7 +233,7 @@ def backward(
         dw = dw.sum(-1)
     dw = dw.to(weights.dtype)
     if not of_memory:
-        return dq, dk, dv, dw
+        return dq, dk, dv, dw, of_beside, of_lse
     per_head = _per_head(indices)
     selections = B * N * K * (J if per_head else 1)
     if readers_of_a_part is None:
@@ -167,7 +247,7 @@ def backward(
     del constants["K_PAD"]
     with torch.cuda.device_of(q):
         keys_kernel[(table.chunk_of.numel() * heads * cut.per_chunk,)](
-            grad, q, k, v, weights, lengths, lse, inner,
+            grad, q, k, v, weights, lengths, lse, delta if joint else inner,
             table.readers, table.starts, table.ends, table.slots_before, table.chunk_of, dk, dv, dk_parts, dv_parts,
             *grad.stride(), *q.stride(), *k.stride(), *v.stride(), *weights.stride(), *_steps(lengths),
             lse[0].numel(), _folded(scale, q.dtype), scale, N, R, J, M, K, S, table.ends.numel(), table.per_part,
@@ -180,7 +260,7 @@ def backward(
                 table.ends, table.slots_before, dk, dv, dk_parts, dv_parts, J, width,
                 D=D, BLOCK=block, PER_HEAD=per_head,
             )  # fmt: skip
-    return dq, dk, dv, dw
+    return dq, dk, dv, dw, of_beside, of_lse
 
 
 class Readers(NamedTuple):
@@ -249,10 +329,11 @@ def _steps(lengths: Tensor | None) -> tuple[int, ...]:
 
 
 def _flags(call: CrossAttentionCall) -> dict[str, bool]:
-    """What is there: lengths, weights of query heads."""
+    """What is there: lengths, weights of query heads, something beside."""
     return {
         "HAS_LENGTHS": call.lengths is not None,
         "PER_QUERY_HEAD": call.weights.shape[2] != call.k.shape[3],
+        "JOINT": call.beside is not None,
     }
 
 
