@@ -25,14 +25,14 @@ S = 8
 
 @pytest.fixture(scope="session")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Folders of "bytes", in float64, and of "chat"."""
+    """Folders of "bytes", in float64, and of "chat", in whose chunks a cue has room."""
     root = tmp_path_factory.mktemp("models")
     tokenizer: Any = ByteTokenizer(extra_ids=0)
     tokenizer.save_pretrained(root / "bytes")
     drt(1, vocab_size=len(tokenizer), chunk_size=S).save_pretrained(root / "bytes")
     tokenizer = save_chat_bpe(root / "chat")
     sizes: dict[str, Any] = {"vocab_size": len(tokenizer), "eos_token_id": tokenizer.eos_token_id}
-    drt(2, chunk_size=S, **sizes).float().save_pretrained(root / "chat")
+    drt(2, chunk_size=4 * S, **sizes).float().save_pretrained(root / "chat")
     return {"bytes": root / "bytes", "chat": root / "chat"}
 
 

@@ -36,7 +36,6 @@ class Follower:
         layouts = model.layouts
         self._counts_landmarks = layouts.landmarks and layouts.counts_landmarks
         self._now: tuple[Read, ...] = (NOTHING,) * (0 if self._reads is None else self._reads.num_groups)
-        self._shown: tuple[Retrieved, ...] = ()
         self._next: tuple[Retrieved, ...] = ()
 
     def branch(self) -> Follower:
@@ -53,7 +52,7 @@ class Follower:
     def after(
         self, retrieval: Sequence[ChunkSelection] | None, row: int, closed: int, count: int, cache: ChunkCache
     ) -> tuple[Retrieved, ...]:
-        """What the first of ``count`` tokens of a call read.
+        """What the last of ``count`` tokens of a call read; where tokens select for themselves, what they read together.
 
         Args:
             retrieval: what the call selected, row by row. row: which of them is meant.
@@ -62,17 +61,26 @@ class Follower:
         """
         if self._reads is None or retrieval is None:
             return ()
-        self._shown = self._next
-        if self._by_chunk and not closed:
-            return self._shown
-        width = closed if self._by_chunk else count
-        own = [ChunkSelection(*(x[row : row + 1, :width] for x in chosen)) for chosen in retrieval]
-        heard, self._now = self._reads.through(self._now, own, count)
         if not self._by_chunk:
-            self._shown = self._next = self._placed(heard, cache, row)
-        else:
-            self._next = self._placed(self._now, cache, row)
-        return self._shown
+            own = [ChunkSelection(*(x[row : row + 1, :count] for x in chosen)) for chosen in retrieval]
+            heard, self._now = self._reads.through(self._now, own, count)
+            self._next = self._placed(heard, cache, row)
+            return self._next
+        state = cache.state
+        assert state is not None
+        # a chunk that the last token closes selects for the tokens after it
+        before = closed - (1 if closed and not state.phases[row] else 0)
+        shown = self._next
+        for first, last in ((0, before), (before, closed)):
+            if first < last:
+                own = [
+                    ChunkSelection(*(x[row : row + 1, first:last] for x in chosen)) for chosen in retrieval
+                ]
+                _, self._now = self._reads.through(self._now, own, count)
+                self._next = self._placed(self._now, cache, row)
+            if last == before:
+                shown = self._next
+        return shown
 
     def _placed(self, reads: tuple[Read, ...], cache: ChunkCache, row: int) -> tuple[Retrieved, ...]:
         state = cache.state
