@@ -90,7 +90,7 @@ def served(plan: Plan, *options: str) -> Iterator[tuple[Process, list[tuple[str,
     try:
         yield server, needles
     finally:
-        server.kill()
+        server.stop()
 
 
 def question(key: str, **more: Any) -> dict[str, Any]:
@@ -302,7 +302,7 @@ def hostile(plan: Plan) -> dict[str, Any]:
             leaks += any(word in answer.text for word in ("heliotrope", str(plan.folder), "Traceback", ".py"))
         alive = server.http.get("/health").status_code == 200
     finally:
-        server.kill()
+        server.stop()
     failed = sum(count for status, count in statuses.items() if status >= "500")
     return {"requests": plan.hostile, "statuses": statuses, "failed": failed, "leaks": leaks, "alive": alive}
 

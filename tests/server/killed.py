@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import random
 import signal
 import subprocess
@@ -36,18 +37,12 @@ class Found:
     tokens: list[int] = field(default_factory=list)  # after each kill
 
 
-class Process:
-    """A server in a process of its own."""
+class Served:
+    """A server in a process of its own, at an address."""
 
-    def __init__(self, model: Path, memories: Path, *options: str) -> None:
-        words = ["serve", str(model), "--memories", str(memories), "--port", "0", *options]
-        command = [sys.executable, "-m", "trailmark", *words]
-        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
-        assert self.process.stdout is not None
-        line = self.process.stdout.readline()  # it says where once it has loaded its models
-        assert line.startswith("Serving at "), line
-        self.url = line.split()[-1].removesuffix("/v1")
-        self.http = httpx.Client(base_url=self.url, timeout=_SECONDS)
+    def __init__(self, url: str) -> None:
+        self.url = url
+        self.http = httpx.Client(base_url=url, timeout=_SECONDS)
         end = time.monotonic() + _SECONDS
         while True:
             try:
@@ -58,13 +53,52 @@ class Process:
             else:
                 break
 
-    def kill(self, how: signal.Signals = signal.SIGKILL) -> int:
+
+class Process(Served):
+    """One that the command starts."""
+
+    def __init__(self, model: Path, memories: Path, *options: str) -> None:
+        words = ["serve", str(model), "--memories", str(memories), "--port", "0", *options]
+        command = [sys.executable, "-m", "trailmark", *words]
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()  # it says where once it has loaded its models
+        assert line.startswith("Serving at "), line
+        super().__init__(line.split()[-1].removesuffix("/v1"))
+
+    def stop(self, how: signal.Signals = signal.SIGTERM) -> int:
         self.process.send_signal(how)
         code = self.process.wait(_SECONDS)
         self.http.close()
         assert self.process.stdout is not None
         self.process.stdout.close()
         return code
+
+
+class Forked(Served):
+    """One of many that are started again and again: forked from a process that has imported everything once."""
+
+    def __init__(self, model: Path, memories: Path) -> None:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["tests.server.killed", "trailmark.server.running"])
+        here, there = context.Pipe()
+        self.process = context.Process(target=_serve, args=(model, memories, there), daemon=True)
+        self.process.start()
+        there.close()
+        super().__init__(here.recv().split()[-1].removesuffix("/v1"))
+        here.close()
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.join()
+        self.http.close()
+
+
+def _serve(model: Path, memories: Path, told: Any) -> None:
+    from trailmark.server.running import build, run
+
+    torch.set_num_threads(1)
+    run(build({"tiny": load(model)}, memories), "127.0.0.1", 0, told.send)
 
 
 class Killer:
@@ -79,19 +113,19 @@ class Killer:
 
     def run(self, kills: int) -> None:
         for _ in range(kills):
-            server = Process(self._model, self._memories)
+            server = Forked(self._model, self._memories)
             server.http.post("/v1/memories", json={"name": NAME})
-            stop = threading.Timer(self._random.uniform(0, 3 * self._seconds), server.process.kill)
+            stop = threading.Timer(self._random.uniform(0, 5 * self._seconds), server.process.kill)
             flying = self._append_until_killed(server, stop)
             server.kill()
             self.found.kills += 1
             self.found.acknowledged = len(self._texts)
             self._compare(flying)
 
-    def _append_until_killed(self, server: Process, stop: threading.Timer) -> str | None:
+    def _append_until_killed(self, server: Forked, stop: threading.Timer) -> str | None:
         """The text that was on its way then."""
         stop.start()
-        while server.process.poll() is None:
+        while server.process.is_alive():
             number = len(self._texts)
             text = f"{number} {prose(number, 150)}\n"
             began = time.monotonic()

@@ -52,7 +52,7 @@ class Follower:
     def after(
         self, retrieval: Sequence[ChunkSelection] | None, row: int, closed: int, count: int, cache: ChunkCache
     ) -> tuple[Retrieved, ...]:
-        """What the last of ``count`` tokens of a call read; where tokens select for themselves, what they read together.
+        """What the last of ``count`` tokens of a call read; where tokens select for themselves, what all of them read.
 
         Args:
             retrieval: what the call selected, row by row. row: which of them is meant.
