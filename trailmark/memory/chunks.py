@@ -16,13 +16,15 @@ from torch import Tensor
 from trailmark.memory.fetching import Located, fetch_each, fetch_once
 from trailmark.memory.saved import next_chunk_file
 from trailmark.memory.search import ExactSearch
-from trailmark.memory.tables import Integers, Landmarks, Tables, as_read, as_stored
+from trailmark.memory.tables import Booleans, Integers, Landmarks, Tables, as_read, as_stored
 from trailmark.memory.tiers.base import make_store, tier_named
 from trailmark.memory.tiers.disk import expect_there
 from trailmark.memory.tiers.recent import RecentRecords
 from trailmark.memory.tiers.records import ChunkStore, RecordLayout
 from trailmark.ops.arguments import require
 
+Rows = slice | list[int]
+"""Some rows of a batch."""
 TABLE_BYTES = 24  # of a chunk besides its record and landmark: record number, first position, length
 _RECENT_CHUNKS, _RECENT_BYTES = 512, 16 << 20  # kept on the device in front of host and disk
 _LEAST_RECENT = 16  # chunks of many planes so kept: one token's of all layers, and the last one's
@@ -256,9 +258,13 @@ class ChunkMemory:
     def _num_base(self) -> int:
         return 0 if self.base is None else self.base[1]
 
-    def parts(self, rows: int) -> list[tuple[slice, ChunkMemory]]:
-        """Which of a call's rows lie in which memory: all in this one, or where texts were joined, each in its own."""
-        return [(slice(0, rows), self)]
+    def parts(self, asking: Booleans) -> list[tuple[Rows, ChunkMemory]]:
+        """Which rows look among the same landmarks: all, or of joined texts some of those that are ``asking``.
+
+        Args:
+            asking: [B].
+        """
+        return [(slice(0, len(asking)), self)]
 
     def blocks(self, num_chunks: int, rows: int, first: int = 0) -> list[Tensor]:
         """Landmarks of chunks ``first ... num_chunks - 1`` in parts [rows, m, ..., E]; a base's are shared (stride 0).

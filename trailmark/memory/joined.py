@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from trailmark.memory.cell import Cell
-from trailmark.memory.chunks import ChunkMemory, MemoryEntries, MemorySize
+from trailmark.memory.chunks import ChunkMemory, MemoryEntries, MemorySize, Rows
 from trailmark.memory.state import STATES, CacheState, Deferred, Retrieved
-from trailmark.memory.tables import Integers
+from trailmark.memory.tables import Booleans, Integers, as_read
 from trailmark.memory.window import Span, Window
 
 
@@ -50,9 +50,16 @@ class JoinedMemory(ChunkMemory):
             sizes[b] = self.memories[b].write(sizes[b], own, starts[row], counts[row])
         return MemorySize.joined(sizes)
 
-    def parts(self, rows: int) -> list[tuple[slice, ChunkMemory]]:
-        assert rows == len(self.memories)
-        return [(slice(b, b + 1), memory) for b, memory in enumerate(self.memories)]
+    def parts(self, asking: Booleans) -> list[tuple[Rows, ChunkMemory]]:
+        found: dict[tuple[int, int], list[int]] = {}
+        for b in np.flatnonzero(asking).tolist():
+            base = self.memories[b].base
+            alone = base is None or self.max_chunks is not None
+            found.setdefault((-1, b) if alone or base is None else (id(base[0]), base[1]), []).append(b)
+        return [
+            (rows, self.memories[rows[0]] if len(rows) == 1 else _Branches([self.memories[b] for b in rows]))
+            for rows in found.values()
+        ]
 
     def blocks(self, num_chunks: int, rows: int, first: int = 0) -> list[Tensor]:
         raise AssertionError("rows have landmarks of their own: see parts")
@@ -113,6 +120,30 @@ class JoinedMemory(ChunkMemory):
 
     def num_bytes(self, size: MemorySize) -> int:
         return sum(m.num_bytes(own) for m, own in zip(self.memories, size.rows, strict=True))
+
+
+class _Branches(JoinedMemory):
+    """Rows that go on from the same chunks of one memory, so that one product scores these for all."""
+
+    def blocks(self, num_chunks: int, rows: int, first: int = 0) -> list[Tensor]:
+        base = self.memories[0].base
+        assert base is not None
+        below, count = base
+        shared = [x.expand(rows, *x.shape[1:]) for x in below.blocks(min(count, num_chunks), 1, first)]
+        begin = max(first - count, 0)
+        own = [memory._landmarks.between(begin, num_chunks - count) for memory in self.memories]
+        most = max(sum(x.shape[1] for x in parts) for parts in own)
+        if not most:
+            return shared
+        like = next(x for parts in own for x in parts)
+        with torch.inference_mode(False):
+            mine = as_read(like.new_zeros(*like.shape[2:-1], rows, most, like.shape[-1]))
+        for row, parts in zip(mine, own, strict=True):
+            at = 0
+            for x in parts:
+                row[at : at + x.shape[1]] = x[0]
+                at += x.shape[1]
+        return [*shared, mine]
 
 
 def of_each_row(memory: ChunkMemory, size: MemorySize) -> list[tuple[ChunkMemory, MemorySize]]:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from trailmark.memory import ChunkMemory, MemorySize
+from trailmark.memory.chunks import Rows
 from trailmark.models.embedding import Given
 from trailmark.models.grid import Grid, Integers
 from trailmark.models.step import Step
@@ -105,7 +106,7 @@ class MemoryCandidates:
         K = num_retrieved if indices is None else indices.shape[-1]
         shape = (*query.shape[1:2], K)
 
-        def search(rows: slice, memory: ChunkMemory, blocks: list[Tensor]) -> ChunkSelection:
+        def search(rows: Rows, memory: ChunkMemory, blocks: list[Tensor]) -> ChunkSelection:
             asked, limits = query[rows], self.limits[rows]
             blocks = [x if part is None else x[..., part] for x in blocks] or [asked[:, :0]]
             if indices is None:
@@ -120,20 +121,23 @@ class MemoryCandidates:
     def select_nearest(self, begin: int, size: int, num_retrieved: int, scale: float) -> ChunkSelection:
         """By vectors that lie in the memory: keys [d] from ``begin`` on in a landmark vector, then queries [d]."""
         middle, end = begin + size, begin + 2 * size
-        queries = []
-        for rows, memory in self.memory.parts(len(self.asking)):
+        asked: Tensor | None = None
+        for rows, memory in self.memory.parts(self.size.chunks > 0):
             count = int(self.size.chunks[rows].max())
-            numbers = torch.from_numpy(self.asking[rows].clip(max=max(0, count - 1))).to(self.device)
+            numbers = torch.from_numpy(self.asking[rows].clip(max=count - 1)).to(self.device)
             parts = [x[:, :, None, middle:end] for x in memory.blocks(count, len(numbers))]
-            if parts:
-                queries.append(gather(parts, numbers[:, :, None, None], parts[0].dtype)[:, :, 0, 0])
-            else:  # a row that has closed none asks for nothing
-                queries.append(torch.zeros(*numbers.shape, size, device=self.device))
-        asked = queries[0] if len(queries) == 1 else torch.cat(queries)
+            found = gather(parts, numbers[:, :, None, None], parts[0].dtype)[:, :, 0, 0]
+            if isinstance(rows, slice):
+                asked = found
+                break
+            if asked is None:
+                asked = found.new_zeros(len(self.asking), *found.shape[1:])
+            asked[rows] = found
+        assert asked is not None, "a chunk that closes is in memory"
         return self.select(asked, slice(begin, middle), num_retrieved, scale)
 
 
-Search = Callable[[slice, ChunkMemory, list[Tensor]], ChunkSelection]
+Search = Callable[[Rows, ChunkMemory, list[Tensor]], ChunkSelection]
 
 
 def select_in_each(
@@ -144,23 +148,25 @@ def select_in_each(
     Args:
         size: of the memory. limits: int64 [B, n] of each query. x: [B, ...] any tensor of the call.
         shape: (n, ..., K) of what a row selects.
-        search: of some rows, the memory of these and its blocks of landmarks, gives what they select, [b, n, ..., K].
+        search: of some rows, a memory of these and its blocks of landmarks, gives what they select, [b, n, ..., K].
     """
-    parts = memory.parts(len(x))
-    if len(parts) == 1:
-        ((rows, one),) = parts
-        return search(rows, one, one.blocks(int(size.chunks.max()), len(x)))
-    dtype = torch.promote_types(x.dtype, torch.float32)
-    none = torch.full((1, *shape), -1, device=x.device)
-    nothing = ChunkSelection(
-        none, x.new_zeros(none.shape, dtype=dtype), x.new_full(none.shape, -math.inf, dtype=dtype)
-    )
-    asks = (limits > 0).flatten(1).any(1).tolist()
-    found = [
-        search(rows, own, own.blocks(int(size.chunks[rows].max()), 1)) if asking else nothing
-        for (rows, own), asking in zip(parts, asks, strict=True)
-    ]
-    return ChunkSelection(*(torch.cat(rows) for rows in zip(*found, strict=True)))
+    asking = (limits > 0).flatten(1).any(1).cpu().numpy()
+    chosen: ChunkSelection | None = None
+    for rows, own in memory.parts(asking):
+        found = search(rows, own, own.blocks(int(size.chunks[rows].max()), len(size.chunks[rows])))
+        if isinstance(rows, slice):
+            return found
+        if chosen is None:
+            pairs = zip(found, _NOTHING, strict=True)
+            every = (part.new_full((len(x), *part.shape[1:]), nothing) for part, nothing in pairs)
+            chosen = ChunkSelection(*every)
+        for part, of_rows in zip(chosen, found, strict=True):
+            part[rows] = of_rows
+    if chosen is not None:
+        return chosen
+    none = torch.full((len(x), *shape), -1, device=x.device)
+    weights = x.new_zeros(none.shape, dtype=torch.promote_types(x.dtype, torch.float32))
+    return ChunkSelection(none, weights, torch.full_like(weights, -math.inf))
 
 
 def _limits_in_memory(step: Step, grid: Grid, asking: Integers, visible: int | None) -> Integers:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopPLogitsWarper
+from transformers import TopPLogitsWarper
 
 from trailmark.models.generation import expect_temperature
 from trailmark.ops.arguments import require
@@ -45,11 +45,6 @@ class Draw:
 
     def __init__(self, sampling: Sampling, answer: int) -> None:
         self.sampling = sampling
-        self._warpers = LogitsProcessorList()
-        if sampling.temperature not in (0, 1):
-            self._warpers.append(TemperatureLogitsWarper(float(sampling.temperature)))
-        if sampling.top_p < 1:
-            self._warpers.append(TopPLogitsWarper(sampling.top_p))
         # on the CPU wherever the model is: a seed then means the same everywhere
         self._generator = torch.Generator()
         if sampling.seed is None:
@@ -57,10 +52,9 @@ class Draw:
         else:
             self._generator.manual_seed((sampling.seed + answer) % 2**64)
 
-    def next(self, logits: Tensor) -> int:
-        """A token, by logits [V] on the CPU."""
-        probabilities = self._warpers(None, logits[None]).softmax(-1)
-        return int(torch.multinomial(probabilities, 1, generator=self._generator))
+    def fill(self, row: Tensor) -> None:
+        """Exponentially distributed numbers [V], the next of the sequence."""
+        row.exponential_(generator=self._generator)
 
 
 class Drawn(NamedTuple):
@@ -74,12 +68,8 @@ class Drawn(NamedTuple):
 def draw(logits: Tensor, draws: list[Draw]) -> list[Drawn]:
     """The next token of each row, by logits [B, V]."""
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32)).cpu()
-    most, likeliest = logits.max(-1)
-    finite = torch.isfinite(most).tolist()
-    tokens = [
-        -1 if not fine else token if own.sampling.temperature == 0 else own.next(row)
-        for own, row, token, fine in zip(draws, logits, likeliest.tolist(), finite, strict=True)
-    ]
+    finite = torch.isfinite(logits.amax(-1)).tolist()
+    tokens = [token if fine else -1 for token, fine in zip(_tokens(logits, draws), finite, strict=True)]
     logs = logits.log_softmax(-1)
     chosen = logs.gather(1, torch.tensor(tokens).clamp(min=0)[:, None])[:, 0].tolist()
     count = min(max(own.sampling.top_logprobs for own in draws), logs.shape[1])
@@ -89,4 +79,24 @@ def draw(logits: Tensor, draws: list[Draw]) -> list[Drawn]:
     return [
         Drawn(token, log, tuple(zip(place, value, strict=True))[: own.sampling.top_logprobs])
         for own, token, log, place, value in zip(draws, tokens, chosen, places, values, strict=True)
+    ]
+
+
+def _tokens(logits: Tensor, draws: list[Draw]) -> list[int]:
+    temperatures = [own.sampling.temperature for own in draws]
+    if not any(temperatures):
+        return logits.argmax(-1).tolist()
+    scores = logits / torch.tensor([t or 1.0 for t in temperatures], dtype=logits.dtype)[:, None]
+    for share in {own.sampling.top_p for own in draws if own.sampling.temperature} - {1.0}:
+        rows = [b for b, own in enumerate(draws) if own.sampling.top_p == share]
+        scores[rows] = TopPLogitsWarper(share)(None, scores[rows])
+    # of numbers so distributed, each divided by its token's probability, the least is that token's so often as it says
+    waits = torch.ones_like(scores)
+    for own, row in zip(draws, waits, strict=True):
+        if own.sampling.temperature:
+            own.fill(row)
+    drawn = (scores.softmax(-1) / waits).argmax(-1).tolist()
+    return [
+        token if t else best
+        for t, token, best in zip(temperatures, drawn, logits.argmax(-1).tolist(), strict=True)
     ]

@@ -12,7 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trailmark.memory import ChunkMemory, MemoryEntries
+from trailmark.memory import MemoryEntries
+from trailmark.memory.chunks import Rows
 from trailmark.models.candidates import distinct_chunks
 from trailmark.models.grid import Grid, Integers, Take
 from trailmark.models.hils.config import HiLSConfig
@@ -119,7 +120,7 @@ class Past(ABC):
         lse: Tensor,
         landmarks: list[Tensor],
         keys: MemoryEntries | None,
-        rows: slice = slice(None),
+        rows: Rows = slice(None),
     ) -> tuple[ChunkSelection, Tensor]:
         """What the tokens of some rows choose, and what each head scores it with."""
         config = self.config
@@ -176,22 +177,7 @@ class MemoryPast(Past):
             chosen, scores = self._select(scoring, window[1], [], every)
             self.selected.append(chosen)
             return self._attend(q, scores, chosen.indices, every, window)
-        found, memory = [], self.step.cache.memory
-        for rows, one in memory.parts(B):
-            landmarks = self._landmarks(one, rows, layer)
-            chosen, scores = self._select(scoring[rows], window[1][rows], landmarks, None, rows)
-            if (
-                landmarks
-                and config.chunk_weights == "score"
-                and scoring.requires_grad
-                and torch.is_grad_enabled()
-            ):
-                scores = score_for_tokens(scoring[rows], torch.cat(landmarks, 1), chosen.indices)
-            found.append((chosen, scores))
-        chosen, scores = found[0]
-        if len(found) > 1:
-            chosen = ChunkSelection(*map(torch.cat, zip(*(x for x, _ in found), strict=True)))
-            scores = torch.cat([x for _, x in found])
+        chosen, scores = self._chosen(scoring, window[1], layer)
         self.selected.append(chosen)
         chunks, places = distinct_chunks(chosen.indices.cpu().numpy())  # what many chose is fetched once
         if P == 1 and chunks.size:  # how many those are must decide no shape: a neighbour chose some of them
@@ -201,12 +187,29 @@ class MemoryPast(Past):
         indices = torch.from_numpy(places).to(q.device)
         return self._attend(q, scores, indices, self._fetched(chunks, layer), window)
 
-    def _landmarks(self, memory: ChunkMemory, rows: slice, layer: int) -> list[Tensor]:
-        """Of one layer, what the chunks before some rows' windows are scored by, in blocks [b, m, n, heads, D + 1]."""
-        n, heads, width = self.config.summary_shape
-        own = slice(layer * n * heads, (layer + 1) * n * heads)
-        blocks = memory.blocks(int(self.candidates[rows].max()), rows.stop - rows.start)
-        return [x[:, :, own].view(*x.shape[:2], n, heads, width) for x in blocks]
+    def _chosen(self, scoring: Tensor, lse: Tensor, layer: int) -> tuple[ChunkSelection, Tensor]:
+        """What tokens choose in one layer, each row in its memory; and what each head scores it with."""
+        config, B = self.config, len(lse)
+        n, heads, width = config.summary_shape
+        own, parts = slice(layer * n * heads, (layer + 1) * n * heads), []
+        asking = (self.candidates > 0).any(1).cpu().numpy()
+        for rows, memory in self.step.cache.memory.parts(asking):
+            blocks = memory.blocks(int(self.candidates[rows].max()), len(scoring[rows]))
+            landmarks = [x[:, :, own].view(*x.shape[:2], n, heads, width) for x in blocks]
+            chosen, scores = self._select(scoring[rows], lse[rows], landmarks, None, rows)
+            if config.chunk_weights == "score" and torch.is_grad_enabled() and scoring.requires_grad:
+                scores = score_for_tokens(scoring[rows], torch.cat(landmarks, 1), chosen.indices)
+            if isinstance(rows, slice):
+                return chosen, scores
+            parts.append((rows, (*chosen, scores)))
+        every = [
+            x.new_full((B, *x.shape[1:]), nothing)
+            for x, nothing in zip(parts[0][1], (-1, 0, -torch.inf, -torch.inf), strict=True)
+        ]
+        for rows, found in parts:
+            for x, mine in zip(every, found, strict=True):
+                x[rows] = mine
+        return ChunkSelection(*every[:3]), every[3]
 
     def _fetched(self, chunks: Integers, layer: int) -> MemoryEntries:
         """Of one layer, keys and values of chunks [B, n]; -1 gives any."""

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from trailmark.memory import ChunkMemory, MemoryEntries
+from trailmark.memory.chunks import Rows
 from trailmark.models.candidates import distinct_chunks, select_in_each
 from trailmark.models.grid import Grid, Integers
 from trailmark.models.hsa.config import HSAConfig
@@ -135,7 +136,7 @@ class MemoryChunks(HSAChunks):
         config, K = self.config, self.config.num_retrieved_chunks
         scale = config.score_scale
 
-        def search(rows: slice, memory: ChunkMemory, blocks: list[Tensor]) -> ChunkSelection:
+        def search(rows: Rows, memory: ChunkMemory, blocks: list[Tensor]) -> ChunkSelection:
             asked, limits = query[rows], self.limits[rows]
             blocks = blocks or [asked[:, :0]]
             if config.num_retrieval_heads == 1:  # as indexes know them

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from trailmark.memory import ChunkMemory, ExactSearch
+from trailmark.memory.chunks import Rows
 from trailmark.models.grid import Booleans, Integers
 from trailmark.models.landmark.cell import CellStep
 from trailmark.models.landmark.config import LandmarkConfig
@@ -207,7 +208,7 @@ class LandmarkMemory:
         stingy = config.memory_position == "stingy"
         turned = rotate(q.to(dtype), self._away(dtype))
         parts = self._parts
-        if parts[0].rows == slice(0, B):
+        if isinstance(parts[0].rows, slice):
             scores = self._scores_in(parts[0], number, turned, scale)
         else:
             scores = turned.new_full((B, P, H, self.count), -math.inf)
@@ -241,11 +242,10 @@ class LandmarkMemory:
     def _parts(self) -> list[_Part]:
         """The landmarks looked at, by the memories that hold some."""
         found = []
-        for rows, memory in self.memory.parts(len(self.last)):
+        for rows, memory in self.memory.parts(self.kept > 0):
             offset, end = int(self.first[rows].min()), int(self.last[rows].max())
-            if end > offset:
-                blocks = memory.blocks(end, rows.stop - rows.start, offset)
-                found.append(_Part(rows, memory, offset, end - offset, blocks))
+            blocks = memory.blocks(end, len(self.last[rows]), offset)
+            found.append(_Part(rows, memory, offset, end - offset, blocks))
         return found
 
     @cached_property
@@ -477,7 +477,7 @@ def _take_landmarks(blocks: list[Tensor], places: Tensor, dtype: torch.dtype) ->
 class _Part:
     """The landmarks that some rows look at, all of one memory."""
 
-    rows: slice
+    rows: Rows
     memory: ChunkMemory
     offset: int  # the first chunk
     count: int
