@@ -56,14 +56,17 @@ def make_app(state: State, keys: Sequence[str] = ()) -> ASGIApp:
 async def completions(
     request: Request, state: Server, body: Annotated[CompletionRequest, Depends(body_of(CompletionRequest))]
 ) -> Response:
-    return await Completion(state, body, *await _named(state, body)).respond(request)
+    named = await _named(state, body)
+    # a long prompt takes long to tokenize: others go on meanwhile
+    return await (await asyncio.to_thread(Completion, state, body, *named)).respond(request)
 
 
 @router.post("/v1/chat/completions")
 async def chat(
     request: Request, state: Server, body: Annotated[ChatRequest, Depends(body_of(ChatRequest))]
 ) -> Response:
-    return await Chat(state, body, *await _named(state, body)).respond(request)
+    named = await _named(state, body)
+    return await (await asyncio.to_thread(Chat, state, body, *named)).respond(request)
 
 
 async def _named(state: State, body: CompletionRequest | ChatRequest) -> tuple[Served, str | None, Any]:
@@ -84,7 +87,7 @@ async def models(state: Server) -> dict[str, Any]:
     return {"object": "list", "data": [_model(state, name) for name in names]}
 
 
-@router.get("/v1/models/{name}")
+@router.get("/v1/models/{name:path}")
 async def model(state: Server, name: str) -> dict[str, Any]:
     _, memory = state.named(name, None)
     if memory is not None:

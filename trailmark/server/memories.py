@@ -7,6 +7,7 @@ go on from what was last saved, mapped; who appends has a cache of its own, so t
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import os
 import re
@@ -14,6 +15,7 @@ import secrets
 import threading
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
@@ -48,6 +50,7 @@ _NAME = re.compile(MEMORY_NAME)
 _TEXTS, _PART = "texts", ".part-"
 _PIECE = 16_384  # tokens between two moments at which a reading may be stopped
 _MOST_WAITING = 16  # texts that wait for their turn at one memory
+_READERS = 4  # memories that are written at once
 
 Progress = Callable[[str, int], None]
 """It is called with a document and the tokens in memory."""
@@ -101,6 +104,8 @@ class Memories:
         self._writing: dict[str, dict[str, Any]] = {}
         self._parts: set[Path] = set()
         self._tasks: set[asyncio.Task[Any]] = set()
+        # of their own: requests wait for no thread that reads a long text
+        self._readers = ThreadPoolExecutor(_READERS, "trailmark-reader")
         self._stopping = False
 
     # --- what there is -----------------------------------------------------------------------------------------
@@ -280,6 +285,8 @@ class Memories:
         self._parts.add(part)
         try:
             folder.mkdir(exist_ok=True)
+            if folder.is_symlink():  # nothing is written through one
+                raise OSError(errno.ELOOP, "a link", str(folder))
             with open(part, "xb") as file:
                 async for piece in content:
                     file.write(piece)
@@ -319,7 +326,7 @@ class Memories:
         try:
             async with lock:
                 self._writing[name] = {"document": document, "tokens": None}
-                await asyncio.to_thread(work)
+                await loop.run_in_executor(self._readers, work)
         except (ValueError, OSError) as error:
             raise _told(error) from error
         finally:
@@ -373,6 +380,7 @@ class Memories:
         """Stop what is being read, which is saved, and wait for it."""
         self._stopping = True
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._readers.shutdown()
         self._open.clear()
 
 
