@@ -189,7 +189,7 @@ class ChunkCache(Cache):
         """A cache whose rows are those of several caches of one model, in their order.
 
         Texts may be of any lengths and memories on any tiers: of these nothing is copied, and each row goes on in its
-        own. The caches given are empty afterwards; rows leave again with :meth:`leave`.
+        own. The caches given are empty afterwards; rows leave again with :meth:`leave` or :meth:`split`.
 
         Raises:
             ValueError: no caches, the same one twice, one that has read nothing, or one of another model.
@@ -240,6 +240,18 @@ class ChunkCache(Cache):
             state = replace(take_rows(self.state, np.array(some)), memory=size)
             cache.state, cache.memory = state, JoinedMemory.of([alone[row][0] for row in some])
         return left
+
+    def split(self) -> list[ChunkCache]:
+        """A cache for each row, in their order; this one is empty afterwards."""
+        if self.state is None:
+            return []
+        caches = []
+        for b, (memory, size) in enumerate(of_each_row(self.memory, self.state.memory)):
+            cache = self._alike()
+            cache.memory, cache.state = memory, replace(take_rows(self.state, np.array([b])), memory=size)
+            caches.append(cache)
+        self.reset()
+        return caches
 
     def _alike(self) -> ChunkCache:
         """An empty cache of the same model."""

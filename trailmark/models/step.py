@@ -119,7 +119,7 @@ class Step:
             if len(grid.counts) == 1:
                 held[:, int(grid.phases[0])] = x[:, 0].detach()
             else:
-                row, slot = torch.arange(len(held)), torch.from_numpy(grid.phases)
+                row, slot = torch.arange(len(held)), torch.from_numpy(grid.phases.copy())
                 held[row.to(x.device), slot.to(x.device)] = x[:, 0].detach()
             return held
         with torch.inference_mode(False):

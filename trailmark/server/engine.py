@@ -473,10 +473,9 @@ class Engine:
         except Exception:
             if len(items) == 1:
                 raise
-            for item in items:  # each by itself, so that the others begin
-                item.cache = cache if cache.batch_size == 1 else cache.leave([0])
-            for item in items:
-                try:
+            for item, own_cache in zip(items, cache.split(), strict=True):
+                item.cache = own_cache
+                try:  # each by itself, so that the others begin
                     self._begin([item])
                 except Exception as error:
                     self._fail(item.answer, error)
@@ -520,9 +519,8 @@ class Engine:
         ended = [b for b, goes_on in enumerate(going) if not goes_on]
         if not ended:
             return rows
-        left = cache.leave(ended)
-        for b in ended:
-            self._end_row(rows[b], left if left.batch_size == 1 else left.leave([0]))
+        for b, left in zip(ended, cache.leave(ended).split(), strict=True):
+            self._end_row(rows[b], left)
         return [row for row, goes_on in zip(rows, going, strict=True) if goes_on]
 
     def _step_apart(self, error: BaseException) -> None:
@@ -533,9 +531,8 @@ class Engine:
         if len(rows) == 1:
             self._fail(rows[0].answer, error)
             return
-        caches = [cache if b == len(rows) - 1 else cache.leave([0]) for b in range(len(rows))]
         staying = []
-        for row, own in zip(rows, caches, strict=True):
+        for row, own in zip(rows, cache.split(), strict=True):
             try:
                 going = self._decode(own, [row])
             except _Undone as undone:
