@@ -227,7 +227,7 @@ def many(plan: Plan) -> dict[str, Any]:
         "clients": plan.clients,
         "needles_found_alone": right,
         "needles": len(needles),
-        "ram": {"begun": begun, "end": end, "grown": grown},
+        "ram": {"begun": begun, "end": end, "grown": grown, "anonymous": [own["RssAnon"] for own in ram]},
         "left_in_engine": sum(float(line.split()[-1]) for line in left),
     }
 

@@ -188,7 +188,9 @@ def test_what_was_read_is_told_with_its_place(
         logits_to_keep=1,
         output_retrieval=True,
     )
-    assert answer[0].retrieved == ()  # predicted before the landmark that asks
+    # the prompt's first tokens fill the chunk that the memory left open; its last one reads what that selected
+    first = [(read.group, read.chunk) for read in answer[0].retrieved]
+    assert first == [(g, m) for g, chosen in enumerate(out.retrieval) for m in chosen.indices[0, 0].tolist()]
     told = answer[1].retrieved
     for group, chosen in enumerate(out.retrieval):
         mine = [read for read in told if read.group == group]

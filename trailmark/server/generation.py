@@ -134,8 +134,10 @@ class Generation(Generic[Body]):
             TextEnd(self.served, self.body.stops) for _ in range(self.body.answers if self.body.stops else 0)
         ]
 
+        last = self.ends  # not self: a circle would keep caches until it is looked for
+
         def ends(number: int, token: int) -> bool:
-            if token in self.ends:
+            if token in last:
                 return True
             if not stops:
                 return False
