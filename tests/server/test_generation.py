@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import socket
 import time
 from collections.abc import Callable
@@ -15,6 +16,7 @@ import torch
 from tests.server.conftest import Server, serving
 from trailmark.data.corpus import tokenize
 from trailmark.evaluation.subject import load
+from trailmark.memory import ChunkCache
 
 ASKED = [{"role": "user", "content": "Where is the river?"}]
 
@@ -172,3 +174,26 @@ def test_a_full_queue_and_a_deadline_are_told(models: dict[str, Path]) -> None:
         assert time.monotonic() - began < 60
         streams = []
         del streams
+
+
+def test_nothing_of_an_answer_waits_for_the_collector(live: Server, book: str) -> None:
+    """Caches are large, and Python's collector counts objects: a circle of references would let RAM grow."""
+    live.append("flat", "book.txt", book)
+    ask: dict[str, Any] = {"model": "bytes+flat", "prompt": "x", "max_tokens": 2, "stop": "never"}
+    live.openai.completions.create(**ask)
+    gc.collect()
+    gc.disable()
+    try:
+        before = _caches()
+        for number in range(6):
+            if number % 2:
+                list(live.openai.completions.create(**ask, stream=True))
+            else:
+                live.openai.completions.create(**ask)
+        eventually(lambda: _caches() <= before)
+    finally:
+        gc.enable()
+
+
+def _caches() -> int:
+    return sum(isinstance(own, ChunkCache) for own in gc.get_objects())

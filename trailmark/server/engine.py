@@ -8,7 +8,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
-from concurrent.futures import CancelledError, Future
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -181,6 +181,7 @@ class _Reading:
         self.cache, self.tokens, self.progress = cache, tokens, progress
         self.done, self.stopped = 0, False
         self.future: Future[None] = Future()
+        self.future.set_running_or_notify_cancel()  # who waits for it no more may not end it
 
 
 @dataclass
@@ -278,7 +279,7 @@ class Engine:
 
         Raises:
             ValueError: as the model's ``read``; what was read so far stays.
-            RuntimeError: the engine was closed.
+            RuntimeError: the engine was closed, before or meanwhile.
         """
         self._expect_tokens("tokens", tokens)
         reading = _Reading(cache, tokens, progress)
@@ -333,7 +334,12 @@ class Engine:
                 self._read_piece()
                 self._wakes.send()
                 if self._rows:
-                    self._step()
+                    try:
+                        self._step()
+                    except Exception as error:  # no one row's work: none can go on
+                        rows, self._rows, self._cache = self._rows, [], None
+                        for row in rows:
+                            self._fail(row.answer, error)
                     self._wakes.send()
         self._end_all()
 
@@ -378,14 +384,16 @@ class Engine:
         return True
 
     def _fail(self, answer: Answer, error: BaseException) -> None:
-        self._counts["failed"] += 1
-        answer._end(self._wakes, error)
+        answer.cancelled = True  # what else is decoded for it ends too
+        if not answer._over:
+            self._counts["failed"] += 1
+            answer._end(self._wakes, error)
 
     def _end_all(self) -> None:
         ended = [row.answer for row in self._rows]
         for item in (*self._pending, *self._readings):
             if isinstance(item, _Reading):
-                item.future.set_exception(CancelledError())
+                item.future.set_exception(RuntimeError("engine: it was closed before all was read."))
             else:
                 ended.append(item.answer)
         for answer in (*ended, *self._waiting):
@@ -410,7 +418,7 @@ class Engine:
             elif again := item.done < (first := item.last_piece(self._piece)):
                 item.done += self._take(item.cache, item.answer.job.prompt, item.done, first)
             else:
-                self._begin([item, *self._beside(item)])
+                self._begin_all(self._with_others(item))
         except Exception as error:
             again = False
             if isinstance(item, _Reading):
@@ -437,29 +445,43 @@ class Engine:
         self._counts["tokens_read"] += count
         return count
 
-    def _beside(self, item: _Prompt) -> list[_Prompt]:
-        """Other prompts that wait for their last piece, as many as are no more than a piece together."""
-        found, left = list[_Prompt](), self._piece - item.positions()
-        if not item.can_join():
-            return found
-        for other in list(self._pending):
-            if not isinstance(other, _Prompt) or not other.can_join():
-                continue
+    def _with_others(self, item: _Prompt) -> list[_Prompt]:
+        """A prompt and others that wait for their last piece, as many as are no more than a piece together."""
+        found, left = [item], self._piece - item.positions()
+        for other in list(self._pending) if item.can_join() else ():
             if (
-                other.done < other.last_piece(self._piece)
-                or other.positions() > left
-                or self._is_over(other.answer)
+                isinstance(other, _Prompt)
+                and other.can_join()
+                and other.cache.model == item.cache.model  # a wrong one is told to who brought it
+                and all(other.cache is not own.cache for own in found)
+                and not other.answer.cancelled
+                and other.done >= other.last_piece(self._piece)
+                and other.positions() <= left
             ):
-                continue
-            found.append(other)
-            left -= other.positions()
-            self._pending.remove(other)
+                found.append(other)
+                left -= other.positions()
+                self._pending.remove(other)
         return found
 
-    def _begin(self, items: list[_Prompt]) -> None:
+    def _begin_all(self, items: list[_Prompt]) -> None:
+        """Read the last pieces of prompts; where one's keeps all from beginning, each by itself."""
+        try:
+            cache = items[0].cache if len(items) == 1 else ChunkCache.join([item.cache for item in items])
+            self._begin(items, cache)
+        except _Undone as undone:
+            if len(items) == 1:
+                self._fail(items[0].answer, undone.error)
+                return
+            for item, own in zip(items, cache.split(), strict=True):
+                item.cache = own
+                self._begin_all([item])
+        except Exception as error:
+            for item in items:
+                self._fail(item.answer, error)
+
+    def _begin(self, items: list[_Prompt], cache: ChunkCache) -> None:
         """Read the last pieces of prompts, and draw their answers' first tokens."""
         pieces = [self._tensor(item.answer.job.prompt[item.done :]) for item in items]
-        cache = items[0].cache if len(items) == 1 else ChunkCache.join([item.cache for item in items])
         counts = [len(piece) for piece in pieces]
         tokens = torch.nn.utils.rnn.pad_sequence(pieces, batch_first=True)
         place = torch.arange(tokens.shape[1], device=tokens.device)
@@ -468,18 +490,7 @@ class Engine:
         close = bool((marks == ends).all()) or place == marks - 1
         present = None if len(set(counts)) == 1 else place < ends
         follower = Follower(self._model)
-        try:
-            out, closed = self._call(cache, tokens, follower.follows, close, present)
-        except Exception:
-            if len(items) == 1:
-                raise
-            for item, own_cache in zip(items, cache.split(), strict=True):
-                item.cache = own_cache
-                try:  # each by itself, so that the others begin
-                    self._begin([item])
-                except Exception as error:
-                    self._fail(item.answer, error)
-            return
+        out, closed = self._call(cache, tokens, follower.follows, close, present)
         rows = []
         for b, item in enumerate(items):
             item.done += counts[b]
@@ -546,10 +557,7 @@ class Engine:
 
     def _decode(self, cache: ChunkCache, rows: list[_Row]) -> list[bool]:
         tokens = self._tensor([row.token for row in rows])[:, None]
-        try:
-            out, closed = self._call(cache, tokens, rows[0].follower.follows)
-        except Exception as error:  # the cache is as it was
-            raise _Undone(error) from error
+        out, closed = self._call(cache, tokens, rows[0].follower.follows)
         for b, row in enumerate(rows):
             row.retrieved = row.follower.after(out.retrieval, b, int(closed[b]), 1, cache)
         return self._deliver(rows, out.logits[:, -1])
@@ -557,16 +565,23 @@ class Engine:
     def _call(
         self, cache: ChunkCache, tokens: Any, follows: bool, close_chunk: Any = False, present: Any = None
     ) -> tuple[Any, Any]:
-        """The model's output for tokens [B, T], logits of the last alone; how many chunks [B] each row closed."""
+        """The model's output for tokens [B, T], logits of the last alone; how many chunks [B] each row closed.
+
+        Raises:
+            _Undone: it failed; the cache is as it was.
+        """
         before = cache.begun(len(tokens)).memory.chunks
-        out = self._model(
-            tokens,
-            attention_mask=present,
-            past_key_values=cache,
-            close_chunk=close_chunk,
-            logits_to_keep=1,
-            output_retrieval=follows,
-        )
+        try:
+            out = self._model(
+                tokens,
+                attention_mask=present,
+                past_key_values=cache,
+                close_chunk=close_chunk,
+                logits_to_keep=1,
+                output_retrieval=follows,
+            )
+        except Exception as error:
+            raise _Undone(error) from error
         return out, cache.num_chunks - before
 
     def _deliver(self, rows: list[_Row], logits: torch.Tensor) -> list[bool]:
@@ -578,7 +593,6 @@ class Engine:
             try:
                 finish = self._finish(row, found, now)
             except Exception as error:
-                row.answer.cancelled = True  # its other answers
                 self._fail(row.answer, error)
                 going.append(False)
                 continue
