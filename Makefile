@@ -61,7 +61,7 @@ $(VENV)/figures.stamp: pyproject.toml constraints.txt $(VENV)/torch.stamp
 $(VENV)/test.stamp: pyproject.toml constraints.txt $(VENV)/torch.stamp
 	@if $(BIN)/python -c 'import platform, sys; from importlib.util import find_spec; sys.exit(sys.platform != "linux" or platform.machine() not in ("x86_64", "aarch64") or find_spec("triton") is not None)'; \
 	  then $(INSTALL) triton==$(TRITON); fi
-	$(INSTALL) -e '.[test,convert,figures,faiss,data,lm-eval,rouge]'
+	$(INSTALL) -e '.[test,convert,figures,faiss,data,lm-eval,rouge,serve]'
 	@touch $@
 
 $(VENV)/lint.stamp: pyproject.toml constraints.txt $(VENV)/torch.stamp

@@ -12,7 +12,7 @@ from typing import Annotated
 
 import typer
 
-from trailmark import __version__, cli_chat, cli_convert, cli_data, cli_evaluation, cli_explore
+from trailmark import __version__, cli_chat, cli_convert, cli_data, cli_evaluation, cli_explore, cli_serve
 from trailmark.evaluation.suite import dtype_setting
 from trailmark.machine import start_again_set_up
 from trailmark.settings import Settings, setting, takes
@@ -35,7 +35,7 @@ _NOT_FOR_USERS: tuple[tuple[str, type[Warning], str], ...] = (
     ),
 )
 # the commands that compute for long
-_HEAVY = {"demo", "targets", "train", "evaluate", "read", "explore", "generate", "chat"}
+_HEAVY = {"demo", "targets", "train", "evaluate", "read", "explore", "generate", "chat", "serve"}
 # the commands that go on where they stopped
 _RESUMING = {"demo", "prepare", "neighbours", "targets", "train", "evaluate", "read"}
 
@@ -271,6 +271,7 @@ def generate(settings: GenerateSettings) -> None:
 
 
 app.command()(cli_chat.chat)
+app.command()(cli_serve.serve)
 
 
 @app.command()

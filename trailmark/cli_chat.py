@@ -15,6 +15,8 @@ from trailmark.settings import Settings, setting, takes
 
 if TYPE_CHECKING:
     from trailmark.evaluation.chat import Conversation, ReadChunk
+    from trailmark.evaluation.generation import Sampling
+    from trailmark.server.client import RemoteConversation
 
 _WORDS = 70  # characters of a passage's first words
 _LISTS = 4  # of passages at most, behind an answer
@@ -24,8 +26,14 @@ _LISTS = 4  # of passages at most, behind an answer
 class ChatSettings(Settings):
     """The options of ``trailmark chat``."""
 
-    model: Path = setting(help="A folder with a trailmark model.", argument=True)
-    memory: Path | None = setting(None, "A memory that trailmark read made, to ask about; it stays as it is.")
+    model: Path = setting(help="A folder with a trailmark model; with --url its name there.", argument=True)
+    memory: Path | None = setting(
+        None, "A memory that trailmark read made, to ask about; it stays as it is. With --url its name there."
+    )
+    url: str | None = setting(
+        None, "Of a server (trailmark serve), as http://127.0.0.1:8000, that answers instead of this machine."
+    )
+    api_key_file: Path | None = setting(None, "With --url, a file whose first line is the key for it.")
     system: str | None = setting(
         None, "What the model is told before the first question.", default="as the chat template has it"
     )
@@ -54,19 +62,7 @@ class ChatSettings(Settings):
 @takes(ChatSettings)
 def chat(settings: ChatSettings) -> None:
     """Ask about a memory, and see for each answer the passages that were read for it. In a pipe, a question a line."""
-    from trailmark.evaluation.chat import Conversation
-    from trailmark.evaluation.generation import Sampling
-    from trailmark.evaluation.subject import load
-
-    sampling = Sampling(settings.max_new_tokens, settings.temperature, settings.seed, settings.top_p)
-    conversation = Conversation(
-        load(settings.model),
-        settings.memory,
-        sampling,
-        system=settings.system,
-        memory_tier=settings.memory_tier,
-        plain=settings.plain,
-    )
+    conversation = _there(settings) if settings.url is not None else _here(settings)
     told: set[str] = set()
     for question in _questions():
         try:
@@ -84,6 +80,48 @@ def chat(settings: ChatSettings) -> None:
         typer.echo()
 
 
+def _here(settings: ChatSettings) -> Conversation:
+    from trailmark.evaluation.chat import Conversation
+    from trailmark.evaluation.subject import load
+
+    if settings.api_key_file is not None:
+        raise ValueError("api_key_file: expected none without --url: no server is asked.")
+    return Conversation(
+        load(settings.model),
+        settings.memory,
+        _sampling(settings),
+        system=settings.system,
+        memory_tier=settings.memory_tier,
+        plain=settings.plain,
+    )
+
+
+def _there(settings: ChatSettings) -> RemoteConversation:
+    from trailmark.server.client import RemoteConversation
+    from trailmark.server.keys import read_keys
+
+    for name in ("plain", "memory_tier"):
+        if getattr(settings, name) != ChatSettings.__dataclass_fields__[name].default:
+            raise ValueError(f"{name}: expected none with --url: the server decides. Leave it out.")
+    assert settings.url is not None
+    key = None if settings.api_key_file is None else read_keys(settings.api_key_file)[0]
+    return RemoteConversation(
+        settings.url,
+        str(settings.model),
+        None if settings.memory is None else str(settings.memory),
+        _sampling(settings),
+        system=settings.system,
+        passages=settings.passages,
+        key=key,
+    )
+
+
+def _sampling(settings: ChatSettings) -> Sampling:
+    from trailmark.evaluation.generation import Sampling
+
+    return Sampling(settings.max_new_tokens, settings.temperature, settings.seed, settings.top_p)
+
+
 def _questions() -> Iterator[str]:
     """Lines that are not empty; from a terminal with a prompt, until Ctrl-C or Ctrl-D there."""
     if not sys.stdin.isatty():
@@ -99,7 +137,7 @@ def _questions() -> Iterator[str]:
             yield line.strip()
 
 
-def _read_lines(conversation: Conversation, most: int) -> Iterator[str]:
+def _read_lines(conversation: Conversation | RemoteConversation, most: int) -> Iterator[str]:
     if conversation.names is None or not most:
         return
     count = conversation.num_groups

@@ -7,6 +7,8 @@ again. What a user or a text says is text: what it spells like a control token (
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -95,6 +97,49 @@ class ChatTurns:
         return self.first.removeprefix(tokenizer.bos_token) if beginning(tokenizer) else self.first
 
 
+def conversation(
+    messages: Sequence[Mapping[str, str]], tokenizer: Any, inside: bool = False
+) -> tuple[Integers, Integers]:
+    """The tokens of a whole conversation up to the landmark of its last turn, and those of the cue of its answer.
+
+    Args:
+        messages: "role" and "content" of each, as chat templates take them.
+        inside: it stands behind a text: what begins a text (BOS) is left out.
+
+    Raises:
+        ValueError: a template that refuses the conversation, or does not write each message once and as it is.
+    """
+    contents = [message["content"].strip() for message in messages]
+    marked = [dict(message) | {"content": f"TURN-{n}-7c19"} for n, message in enumerate(messages)]
+    parts, order = _taken_apart(_rendered(tokenizer, marked, True), len(messages))
+    end, cue = _taken_apart(_rendered(tokenizer, marked, False), len(messages))[0][-1], parts[-1]
+    if not cue.startswith(end):
+        end = ""
+    parts[-1], cue = _parted(end, cue[len(end) :])
+    if inside and beginning(tokenizer):
+        parts[0] = parts[0].removeprefix(tokenizer.bos_token)
+    contents = [contents[n] for n in order]
+    if not any(_spells_control(content, tokenizer) for content in contents):
+        body = "".join(text for pair in zip(parts, [*contents, ""], strict=True) for text in pair)
+        asked, after = tokenize_parts([body, cue], tokenizer)
+        return asked, after
+    pieces = []
+    for part, content in zip(parts, [*contents, ""], strict=True):
+        pieces += [tokenize([part], tokenizer), text_tokens(content, tokenizer)]
+    return np.concatenate(pieces).astype(np.int64), tokenize([cue], tokenizer).astype(np.int64)
+
+
+def _taken_apart(text: str, count: int) -> tuple[list[str], list[int]]:
+    """What a template wrote around the marks of ``count`` messages, and the order in which they stand."""
+    found = re.split(r"TURN-(\d+)-7c19", text)
+    order = [int(number) for number in found[1::2]]
+    if sorted(order) != list(range(count)):
+        raise ValueError(
+            "tokenizer: expected a chat template that writes each message once and as it is, its own does not."
+        )
+    return found[::2], order
+
+
 def beginning(tokenizer: Any) -> list[int]:
     """What a tokenizer puts before a text: a model that learned with it is lost without."""
     ids, bos = tokenizer("a")["input_ids"], tokenizer.bos_token_id
@@ -118,7 +163,7 @@ def _spells_control(text: str, tokenizer: Any) -> bool:
     return any(token in text for token in tokenizer.convert_ids_to_tokens(sorted(control_ids(tokenizer))))
 
 
-def _rendered(tokenizer: Any, messages: list[dict[str, str]], cue: bool) -> str:
+def _rendered(tokenizer: Any, messages: Sequence[Mapping[str, str]], cue: bool) -> str:
     try:
         text: str = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=cue)
     except Exception as error:  # whatever a stranger's template raises

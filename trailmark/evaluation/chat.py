@@ -83,7 +83,7 @@ class Conversation:
         self._before = self._turns.inside(self._tokenizer) if read or begin else self._turns.first
         self._waiting = np.array(begin, np.int64)  # tokens that the model has not read yet
         size = getattr(self._model.config, "chunk_size", None)
-        self._chunks = _Chunks(read, size)
+        self._chunks = SaidChunks(read, size)
         full = sum(source["tokens"] for source in sources) == read
         self._passages = Passages(sources if full else [], self._tokenizer, size or 1, subject.beginning)
         follow = self._model.follow_reads() if self._model.config.retrieves else None
@@ -207,7 +207,7 @@ class Conversation:
                 hook.remove()
 
 
-class _Chunks:
+class SaidChunks:
     """The tokens of a conversation by the number of their chunk, behind a text of full chunks."""
 
     def __init__(self, num_tokens: int, chunk_size: int | None) -> None:

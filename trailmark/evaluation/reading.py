@@ -35,6 +35,7 @@ class Reader:
         folder: of the memory; one that is there is read on.
         memory_dtype: of keys and values of a new memory; None: the model's.
         progress: called now and then with the reader.
+        take: reads tokens [1, T] into the memory; None: the model does. A server's takes turns with its answers.
         trace: a file for what each chunk read and what each token cost (docs/trace.md), from the memory's first token
             on; it takes both forwards in full, where a memory alone takes the lower layers.
 
@@ -50,9 +51,11 @@ class Reader:
         memory_dtype: torch.dtype | None = None,
         progress: Callable[[Reader], None] = lambda reader: None,
         trace: Path | None = None,
+        take: Callable[[torch.Tensor, ChunkCache], object] | None = None,
     ) -> None:
         self.subject, self.folder, self.progress = subject, folder, progress
         model = subject.model
+        self._take = take or model.read
         self._new = not folder.exists()
         self._held = saved.hold(folder)
         try:
@@ -177,7 +180,7 @@ class Reader:
 
     def _take_in(self, tokens: Tokens, path: Path, source: dict[str, Any]) -> None:
         if self.trace is None:
-            self.subject.model.read(torch.from_numpy(tokens).long()[None], self.cache)
+            self._take(torch.from_numpy(tokens).long()[None], self.cache)
             return
         begins = None if source["tokens"] else source_of(path, self.num_tokens)
         self.trace.tracer.feed(tokens, begins)

@@ -14,6 +14,7 @@ from transformers.cache_utils import Cache
 
 from trailmark.files import HeldFolder
 from trailmark.memory.chunks import ChunkMemory, MemorySize
+from trailmark.memory.joined import JoinedMemory, join_states, of_each_row
 from trailmark.memory.schema import Expected
 from trailmark.memory.snapshot import load_state, save_state
 from trailmark.memory.state import STATES, CacheState, take_rows
@@ -142,6 +143,11 @@ class ChunkCache(Cache):
             raise ValueError(
                 "cache: expected one that has read something, got an empty one. Read a text first."
             )
+        if isinstance(self.memory, JoinedMemory):
+            raise ValueError(
+                f"cache: expected one memory to save, got {self.batch_size} that were joined. Take a row out with "
+                "cache.leave([row]), and save that."
+            )
         save_state(self.state, self.memory, folder, self.identity(), self.notes, held)
 
     def load(self, folder: str | Path, device: torch.device, expected: Expected) -> None:
@@ -170,13 +176,87 @@ class ChunkCache(Cache):
             raise ValueError(
                 f"branch: expected a cache of one row, got a batch of {self.batch_size}. Read one text a time."
             )
-        other = ChunkCache(self.model, self.windows, self.stages, self.num_groups, sinks=self.sinks)
-        other.identity = self.identity
+        other = self._alike()
         if self.state is None:
             return other
         other.memory = self.memory.branch(self.state.memory)
         other.state = take_rows(self.state, np.zeros(batch_size, np.int64))
         other.state = replace(other.state, memory=other.state.memory._replace(records=0))
+        return other
+
+    @classmethod
+    def join(cls, caches: Sequence[ChunkCache]) -> ChunkCache:
+        """A cache whose rows are those of several caches of one model, in their order.
+
+        Texts may be of any lengths and memories on any tiers: of these nothing is copied, and each row goes on in its
+        own. The caches given are empty afterwards; rows leave again with :meth:`leave` or :meth:`split`.
+
+        Raises:
+            ValueError: no caches, the same one twice, one that has read nothing, or one of another model.
+        """
+        if not caches or len({id(cache) for cache in caches}) < len(caches):
+            raise ValueError(f"caches: expected different caches, at least one, got {len(caches)}.")
+        first = caches[0]
+        for number, cache in enumerate(caches):
+            if cache.state is None or cache.model != first.model:
+                came = "an empty one" if cache.state is None else "one of another model"
+                raise ValueError(
+                    f"caches: expected caches of one model that have read something, got {came} as number {number}. "
+                    "Read a text first."
+                )
+        states = [cache.begun(1) for cache in caches]
+        rows = [
+            row
+            for cache, state in zip(caches, states, strict=True)
+            for row in of_each_row(cache.memory, state.memory)
+        ]
+        joined = first._alike()
+        joined.state = join_states(states, MemorySize.joined([size for _, size in rows]))
+        joined.memory = JoinedMemory.of([memory for memory, _ in rows])
+        for cache in caches:
+            cache.reset()
+        return joined
+
+    def leave(self, rows: Sequence[int]) -> ChunkCache:
+        """Take rows out: a cache of these, in this order; this one keeps the others in theirs.
+
+        Raises:
+            ValueError: rows that it does not have, the same one twice, or none.
+        """
+        B = self.batch_size or 0
+        if not rows or len(set(rows)) < len(rows) or not all(0 <= row < B for row in rows):
+            raise ValueError(
+                f"rows: expected different numbers of its {B} rows, at least one, got {list(rows)}."
+            )
+        assert self.state is not None
+        alone = of_each_row(self.memory, self.state.memory)
+        others = [row for row in range(B) if row not in set(rows)]
+        left = self._alike()
+        for cache, some in ((left, list(rows)), (self, others)):
+            if not some:
+                cache.reset()
+                continue
+            size = MemorySize.joined([alone[row][1] for row in some])
+            state = replace(take_rows(self.state, np.array(some)), memory=size)
+            cache.state, cache.memory = state, JoinedMemory.of([alone[row][0] for row in some])
+        return left
+
+    def split(self) -> list[ChunkCache]:
+        """A cache for each row, in their order; this one is empty afterwards."""
+        if self.state is None:
+            return []
+        caches = []
+        for b, (memory, size) in enumerate(of_each_row(self.memory, self.state.memory)):
+            cache = self._alike()
+            cache.memory, cache.state = memory, replace(take_rows(self.state, np.array([b])), memory=size)
+            caches.append(cache)
+        self.reset()
+        return caches
+
+    def _alike(self) -> ChunkCache:
+        """An empty cache of the same model."""
+        other = ChunkCache(self.model, self.windows, self.stages, self.num_groups, sinks=self.sinks)
+        other.identity = self.identity
         return other
 
     def reorder_cache(self, beam_idx: Tensor) -> None:

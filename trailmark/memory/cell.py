@@ -57,7 +57,8 @@ class Cell:
 
     def take_rows(self, rows: Integers) -> Cell:
         """Row b is a copy of row ``rows[b]``."""
-        index = torch.from_numpy(rows)
+        index, counts = torch.from_numpy(rows), self.counts[rows]
+        width = int(counts.max(initial=0))
 
         def take(x: Tensor | None) -> Tensor | None:
             with torch.inference_mode(False):
@@ -66,10 +67,10 @@ class Cell:
         return replace(
             self,
             tokens=self.tokens[rows],
-            counts=self.counts[rows],
-            chunk=self.chunk[rows],
-            slot=self.slot[rows],
-            is_landmark=self.is_landmark[rows],
+            counts=counts,
+            chunk=self.chunk[rows, :width],
+            slot=self.slot[rows, :width],
+            is_landmark=self.is_landmark[rows, :width],
             running=tuple(map(take, self.running)),
             chosen=tuple(map(take, self.chosen)),
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from copy import copy
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,13 +16,15 @@ from torch import Tensor
 from trailmark.memory.fetching import Located, fetch_each, fetch_once
 from trailmark.memory.saved import next_chunk_file
 from trailmark.memory.search import ExactSearch
-from trailmark.memory.tables import Integers, Landmarks, Tables, as_read, as_stored
+from trailmark.memory.tables import Booleans, Integers, Landmarks, Tables, as_read, as_stored
 from trailmark.memory.tiers.base import make_store, tier_named
 from trailmark.memory.tiers.disk import expect_there
 from trailmark.memory.tiers.recent import RecentRecords
 from trailmark.memory.tiers.records import ChunkStore, RecordLayout
 from trailmark.ops.arguments import require
 
+Rows = slice | list[int]
+"""Some rows of a batch."""
 TABLE_BYTES = 24  # of a chunk besides its record and landmark: record number, first position, length
 _RECENT_CHUNKS, _RECENT_BYTES = 512, 16 << 20  # kept on the device in front of host and disk
 _LEAST_RECENT = 16  # chunks of many planes so kept: one token's of all layers, and the last one's
@@ -49,6 +51,21 @@ class MemorySize(NamedTuple):
     chunks: Integers  # [B] of each row, those of the base included
     records: int  # written to the store
     short: bool = False  # some chunk was closed early
+    rows: tuple[MemorySize, ...] = ()  # of memories that were joined, each one's; of one memory, none
+
+    @classmethod
+    def joined(cls, rows: Sequence[MemorySize]) -> MemorySize:
+        """Of several memories of one row, as one of a batch; of one, its own."""
+        if len(rows) == 1:
+            return rows[0]
+        chunks = np.concatenate([size.chunks for size in rows])
+        return cls(chunks, sum(size.records for size in rows), any(size.short for size in rows), tuple(rows))
+
+    def take_rows(self, rows: Integers) -> MemorySize:
+        """Row b is a copy of row ``rows[b]``."""
+        if self.rows:
+            return self.joined([self.rows[b] for b in rows])
+        return self._replace(chunks=self.chunks[rows])
 
 
 class ChunkMemory:
@@ -241,6 +258,14 @@ class ChunkMemory:
     def _num_base(self) -> int:
         return 0 if self.base is None else self.base[1]
 
+    def parts(self, asking: Booleans) -> list[tuple[Rows, ChunkMemory]]:
+        """Which rows look among the same landmarks: all, or of joined texts some of those that are ``asking``.
+
+        Args:
+            asking: [B].
+        """
+        return [(slice(0, len(asking)), self)]
+
     def blocks(self, num_chunks: int, rows: int, first: int = 0) -> list[Tensor]:
         """Landmarks of chunks ``first ... num_chunks - 1`` in parts [rows, m, ..., E]; a base's are shared (stride 0).
 
@@ -343,6 +368,16 @@ class ChunkMemory:
         first, _, starts, _ = self._tables
         own = starts[row, : max(0, num_chunks - count - first)] if len(starts) else starts.reshape(-1)
         return count + first + int(np.searchsorted(own, position))
+
+    def starts(self, row: int, chunks: Integers) -> Integers:
+        """[n] the number of the first position of chunks [n] of a row, which count."""
+        base, found = self._num_base, np.zeros_like(chunks)
+        own = chunks >= base
+        if own.any():
+            found[own] = self._tables.starts[row, chunks[own] - base - self._tables.first]
+        if self.base is not None and not own.all():
+            found[~own] = self.base[0].starts(0, chunks[~own])
+        return found
 
     def last_starts(self, size: MemorySize, count: int) -> tuple[Integers, Integers]:
         """Where each row's last ``count`` chunks start [B, n], -1 before its first; how many are before them [B].

@@ -39,6 +39,22 @@ class Retrieved(NamedTuple):
                 weights = weights.clone()
             return cls(indices, lengths, weights, _head_major(k), _head_major(v), slots, given)
 
+    def replaced(self, rows: Booleans, new: Retrieved) -> Retrieved:
+        """With what is new for the rows [B] that are True."""
+        place = torch.from_numpy(np.flatnonzero(rows)).to(self.k.device)
+
+        def joined(old: Tensor, fresh: Tensor) -> Tensor:
+            dtype = torch.promote_types(old.dtype, fresh.dtype)  # memories may be kept in several
+            with torch.inference_mode(False):
+                return old.to(dtype, copy=True).index_copy_(0, place, fresh.index_select(0, place).to(dtype))
+
+        indices, lengths = (
+            np.where(rows[:, None], fresh, old)
+            for fresh, old in ((new.indices, self.indices), (new.lengths, self.lengths))
+        )
+        weights, k, v = (joined(getattr(self, name), getattr(new, name)) for name in ("weights", "k", "v"))
+        return self.of(indices, lengths, weights, k, v, self.short is not None or new.short is not None)
+
     def without(self, rows: Booleans) -> Retrieved:
         """Nothing for the rows [B] that are True."""
         indices = np.where(rows[:, None], -1, self.indices)
@@ -103,7 +119,7 @@ def take_rows(state: CacheState, rows: Integers) -> CacheState:
         num_tokens=state.num_tokens[rows],
         num_positions=state.num_positions[rows],
         phases=state.phases[rows],
-        memory=state.memory._replace(chunks=state.memory.chunks[rows]),
+        memory=state.memory.take_rows(rows),
         spans=tuple(Span(x.start[rows], x.end[rows]) for x in state.spans),
         layers=tuple(x.take_rows(index) for x in state.layers),
         pending=tuple(

@@ -110,6 +110,7 @@ class WindowCall:
         self.window, self.device, self.sinks = window, device, sinks
         self._staged: dict[int, Window] = {}
         self._layers: list[Window] = []
+        self._sources: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}  # of ``_ring_rows``
 
     @property
     def after(self) -> Span:
@@ -331,7 +332,22 @@ class WindowCall:
             used = slot[0] >= 0
             ring[:, :, self.sinks + slot[0][used]] = joined.index_select(2, place[0][used])
             return ring
-        for b in range(B):
-            used = slot[b] >= 0
-            ring[b, :, self.sinks + slot[b][used]] = joined[b].index_select(1, place[b][used])
+        source, missing = self._ring_rows(J, joined.shape[2])
+        with torch.inference_mode(False):
+            taken = joined.reshape(B * J * joined.shape[2], D).index_select(0, source).view(B, J, slots, D)
+        own = ring[:, :, self.sinks :]
+        own.copy_(torch.where(missing, own, taken))
         return ring
+
+    def _ring_rows(self, J: int, P: int) -> tuple[Tensor, Tensor]:
+        """Where in keys [B, J, P, D] stands what slots get, [B * J * slots]; which get nothing, [B, 1, slots, 1]."""
+        if (J, P) not in self._sources:
+            slot, place, slots = self._kept
+            B = len(slot)
+            inverse = torch.full((B, slots + 1), -1, device=slot.device)
+            inverse.scatter_(1, torch.where(slot < 0, slots, slot), place)  # the last is no one's
+            inverse = inverse[:, None, :slots]
+            row = torch.arange(B * J, device=slot.device).view(B, J, 1) * P
+            source = (row + inverse.clamp(min=0)).view(-1)
+            self._sources[J, P] = source, (inverse < 0)[..., None]
+        return self._sources[J, P]

@@ -7,11 +7,14 @@ asking chunk's last position (its landmark, or without landmarks its last token)
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from trailmark.memory import ChunkMemory, MemorySize
+from trailmark.memory.chunks import Rows
 from trailmark.models.embedding import Given
 from trailmark.models.grid import Grid, Integers
 from trailmark.models.step import Step
@@ -82,7 +85,7 @@ class MemoryCandidates:
     def __init__(
         self, grid: Grid, step: Step, first_chunk: Integers, visible: int | None, device: torch.device
     ) -> None:
-        self.memory, self.num_chunks, self.device = step.cache.memory, int(step.size.chunks.max()), device
+        self.memory, self.size, self.device = step.cache.memory, step.size, device
         self.asking = first_chunk[:, None] + np.arange(grid.num_closed)  # as if every row closed as many
         self.limits = torch.from_numpy(_limits_in_memory(step, grid, self.asking, visible)).to(device)
 
@@ -100,21 +103,70 @@ class MemoryCandidates:
         recency: float = 0.0,
     ) -> ChunkSelection:
         """The same for queries [B, C, d], by ``part`` of the landmark vectors; None: all of them."""
-        blocks = self.memory.blocks(self.num_chunks, query.shape[0])
-        blocks = [x if part is None else x[..., part] for x in blocks] or [query[:, :0]]
-        if indices is None:
-            aged = {"recency": recency} if recency else {}
-            return self.memory.search.select(query, blocks, num_retrieved, self.limits, scale, **aged)
-        K = indices.shape[-1]
-        return select_chunks(query, blocks, K, self.limits, indices=indices, scale=scale, recency=recency)
+        K = num_retrieved if indices is None else indices.shape[-1]
+        shape = (*query.shape[1:2], K)
+
+        def search(rows: Rows, memory: ChunkMemory, blocks: list[Tensor]) -> ChunkSelection:
+            asked, limits = query[rows], self.limits[rows]
+            blocks = [x if part is None else x[..., part] for x in blocks] or [asked[:, :0]]
+            if indices is None:
+                aged = {"recency": recency} if recency else {}
+                return memory.search.select(asked, blocks, K, limits, scale, **aged)
+            return select_chunks(
+                asked, blocks, K, limits, indices=indices[rows], scale=scale, recency=recency
+            )
+
+        return select_in_each(self.memory, self.size, self.limits, shape, query, search)
 
     def select_nearest(self, begin: int, size: int, num_retrieved: int, scale: float) -> ChunkSelection:
         """By vectors that lie in the memory: keys [d] from ``begin`` on in a landmark vector, then queries [d]."""
         middle, end = begin + size, begin + 2 * size
-        numbers = self.numbers(False).clamp(max=self.num_chunks - 1)
-        parts = [x[:, :, None, middle:end] for x in self.memory.blocks(self.num_chunks, len(numbers))]
-        queries = gather(parts, numbers[:, :, None, None], parts[0].dtype)[:, :, 0, 0]
-        return self.select(queries, slice(begin, middle), num_retrieved, scale)
+        asked: Tensor | None = None
+        for rows, memory in self.memory.parts(self.size.chunks > 0):
+            count = int(self.size.chunks[rows].max())
+            numbers = torch.from_numpy(self.asking[rows].clip(max=count - 1)).to(self.device)
+            parts = [x[:, :, None, middle:end] for x in memory.blocks(count, len(numbers))]
+            found = gather(parts, numbers[:, :, None, None], parts[0].dtype)[:, :, 0, 0]
+            if isinstance(rows, slice):
+                asked = found
+                break
+            if asked is None:
+                asked = found.new_zeros(len(self.asking), *found.shape[1:])
+            asked[rows] = found
+        assert asked is not None, "a chunk that closes is in memory"
+        return self.select(asked, slice(begin, middle), num_retrieved, scale)
+
+
+Search = Callable[[Rows, ChunkMemory, list[Tensor]], ChunkSelection]
+
+
+def select_in_each(
+    memory: ChunkMemory, size: MemorySize, limits: Tensor, shape: tuple[int, ...], x: Tensor, search: Search
+) -> ChunkSelection:
+    """What the rows of a call select, each among the landmarks of the memory that it lies in.
+
+    Args:
+        size: of the memory. limits: int64 [B, n] of each query. x: [B, ...] any tensor of the call.
+        shape: (n, ..., K) of what a row selects.
+        search: of some rows, a memory of these and its blocks of landmarks, gives what they select, [b, n, ..., K].
+    """
+    asking = (limits > 0).flatten(1).any(1).cpu().numpy()
+    chosen: ChunkSelection | None = None
+    for rows, own in memory.parts(asking):
+        found = search(rows, own, own.blocks(int(size.chunks[rows].max()), len(size.chunks[rows])))
+        if isinstance(rows, slice):
+            return found
+        if chosen is None:
+            pairs = zip(found, _NOTHING, strict=True)
+            every = (part.new_full((len(x), *part.shape[1:]), nothing) for part, nothing in pairs)
+            chosen = ChunkSelection(*every)
+        for part, of_rows in zip(chosen, found, strict=True):
+            part[rows] = of_rows
+    if chosen is not None:
+        return chosen
+    none = torch.full((len(x), *shape), -1, device=x.device)
+    weights = x.new_zeros(none.shape, dtype=torch.promote_types(x.dtype, torch.float32))
+    return ChunkSelection(none, weights, torch.full_like(weights, -math.inf))
 
 
 def _limits_in_memory(step: Step, grid: Grid, asking: Integers, visible: int | None) -> Integers:

@@ -235,7 +235,13 @@ class RetrievingForCausalLM(LayeredForCausalLM):
     def _remember(self, x: Tensor, tokens: Tensor, grid: Grid, step: Step) -> None:
         if not self.config.retrieves:
             return
-        if grid.num_closed:
+        closing = grid.closing_rows() if getattr(self.config, "retriever", None) != "encoder" else None
+        if closing is not None:
+            # which rows close a chunk is told by how many tokens they have: what the others are changes nothing
+            some, few = torch.from_numpy(closing).to(x.device), grid.of_rows(closing)
+            positions = step.with_open(x) if few.begins_open else x
+            step.remember(self._entries(positions.index_select(0, some), tokens, few, step), closing)
+        elif grid.num_closed:
             step.remember(self._entries(step.with_open(x), tokens, grid, step))
         else:
             self._embed(tokens, grid, step)  # keeps the open chunk's tokens

@@ -105,6 +105,25 @@ class Grid:
         """C: the most of any row."""
         return int(self.closed.max(initial=0))
 
+    def closing_rows(self) -> Integers | None:
+        """The rows that close a chunk, where they are fewer than all, and at least one."""
+        closing = np.flatnonzero(self.closed)
+        return closing if 0 < len(closing) < len(self.closed) else None
+
+    def of_rows(self, rows: Integers) -> Grid:
+        """The layout of some of several rows."""
+        document = None if self.document is None else self.document[rows]
+        some = self.chunk[rows], self.is_landmark[rows], self.token[rows]
+        return Grid(
+            *some,
+            self.chunk_size,
+            self.phases[rows],
+            document,
+            self.has_landmarks,
+            self.begun[rows],
+            self.counts_landmarks,
+        )
+
     @cached_property
     def slots(self) -> Integers:
         """[b, P] places since the first of the chunk that stands in this call."""

@@ -114,9 +114,13 @@ class Step:
 
     def _kept_open(self, held: Tensor | None, x: Tensor, with_open: Callable[[Tensor], Tensor]) -> Tensor:
         grid = self.grid
-        if grid.num_positions == 1 and len(grid.counts) == 1 and not grid.num_closed and held is not None:
+        if grid.num_positions == 1 and not grid.num_closed and held is not None and grid.counts.all():
             # its slot is not read before the call is done, so a call that fails has harmed nothing
-            held[:, int(grid.phases[0])] = x[:, 0].detach()
+            if len(grid.counts) == 1:
+                held[:, int(grid.phases[0])] = x[:, 0].detach()
+            else:
+                row, slot = torch.arange(len(held)), torch.from_numpy(grid.phases.copy())
+                held[row.to(x.device), slot.to(x.device)] = x[:, 0].detach()
             return held
         with torch.inference_mode(False):
             fresh = x.new_empty(x.shape[0], grid.open_rows.index.shape[1], *x.shape[2:])
@@ -128,8 +132,10 @@ class Step:
         with torch.inference_mode(False):  # copies: views would keep more, and no graph could hold them
             self.states, self.state_kv = states.detach().clone(), kv.detach().clone()
 
-    def remember(self, entries: MemoryEntries) -> None:
-        """Write the closed chunks into the memory."""
+    def remember(self, entries: MemoryEntries, rows: Integers | None = None) -> None:
+        """Write the closed chunks into the memory: entries of all rows, or of ``rows`` [b], which alone close some."""
+        if rows is not None:
+            entries = _in_rows(entries, rows, len(self.end))
         starts = (self.end - self.counts)[:, None] + self.grid.chunk_starts
         counts = np.zeros_like(self.end) + self.grid.closed
         self.size = self.cache.memory.write(self.before.memory, entries, starts, counts)
@@ -164,16 +170,14 @@ class Step:
         indices = np.where(closes[:, None], chosen[row, last.clip(0)], -1)
         place = torch.from_numpy(last.clip(0)).to(weights.device)
         mine = weights[torch.arange(B, device=weights.device), place]  # [B, K]
-        if not closes.all() and earlier is not None:
-            indices = np.where(closes[:, None], indices, earlier.indices)
-            stays = torch.from_numpy(~closes).to(weights.device)[:, None]
-            mine = torch.where(stays, earlier.weights, mine)
-        if (indices < 0).all():
+        goes_on = None if earlier is None or closes.all() else earlier.indices[~closes]
+        if (indices < 0).all() and (goes_on is None or (goes_on < 0).all()):
             self.pending[group] = None
             return
         k, v, lengths = self.fetch(indices, heads)
         short = self.has_short(lengths)
-        self.pending[group] = Retrieved.of(indices, lengths, mine.detach(), k, v, short)
+        fresh = Retrieved.of(indices, lengths, mine.detach(), k, v, short)
+        self.pending[group] = fresh if earlier is None or goes_on is None else earlier.replaced(closes, fresh)
 
     def fetch(self, chunks: Integers, heads: slice = slice(None)) -> tuple[Tensor, Tensor, Integers]:
         """Keys and values [B, n, S, J, D] and lengths [B, n] of chunks [B, n] of the memory; -1 gives any.
@@ -253,3 +257,14 @@ class Step:
             states=self.states,
             state_kv=self.state_kv,
         )
+
+
+def _in_rows(entries: MemoryEntries, rows: Integers, batch_size: int) -> MemoryEntries:
+    """Entries of some rows [b, n, ...] among those of all [B, n, ...]; the others have none."""
+    place = torch.from_numpy(rows)
+
+    def among(x: Tensor) -> Tensor:
+        x = x.expand(len(rows), *x.shape[1:]).detach()
+        return x.new_zeros(batch_size, *x.shape[1:]).index_copy_(0, place.to(x.device), x)
+
+    return MemoryEntries(*map(among, entries))

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from trailmark.memory import MemoryEntries
+from trailmark.memory.chunks import Rows
 from trailmark.models.candidates import distinct_chunks
 from trailmark.models.grid import Grid, Integers, Take
 from trailmark.models.hils.config import HiLSConfig
@@ -114,22 +115,25 @@ class Past(ABC):
         return window[0] + read if by_keys else (window[0] * shares[..., -1:]).to(read.dtype) + read
 
     def _select(
-        self, q: Tensor, lse: Tensor, landmarks: list[Tensor], keys: MemoryEntries | None
+        self,
+        q: Tensor,
+        lse: Tensor,
+        landmarks: list[Tensor],
+        keys: MemoryEntries | None,
+        rows: Rows = slice(None),
     ) -> tuple[ChunkSelection, Tensor]:
-        """What tokens choose, and what each head scores it with."""
+        """What the tokens of some rows choose, and what each head scores it with."""
         config = self.config
-        chosen, scores = select_for_tokens(
+        return select_for_tokens(
             q,
             lse,
             config.num_retrieved_chunks,
-            self.candidates,
+            self.candidates[rows],
             config.num_key_value_heads,
             landmarks if keys is None else None,
             None if keys is None else (keys.k, keys.lengths),
-            self.first,
+            self.first[rows],
         )
-        self.selected.append(chosen)
-        return chosen, scores
 
 
 class TextPast(Past):
@@ -139,6 +143,7 @@ class TextPast(Past):
         chunks = self.rows.entries(states)
         exact = chunks if self.config.chunk_score == "mass" else None
         chosen, scores = self._select(scoring, window[1], [chunks.landmarks], exact)
+        self.selected.append(chosen)
         if self.config.chunk_weights == "score":  # checkpointing repeats a forward with and without gradients
             scores = score_for_tokens(scoring, chunks.landmarks, chosen.indices)
         return self._attend(q, scores, chosen.indices, chunks, window)
@@ -165,19 +170,15 @@ class MemoryPast(Past):
             lowest = window[1].new_full(none.shape, -torch.inf)
             self.selected.append(ChunkSelection(none, torch.zeros_like(lowest), lowest))
             return window[0]
-        memory, (n, heads, width) = self.step.cache.memory, config.summary_shape
-        own = slice(layer * n * heads, (layer + 1) * n * heads)
-        landmarks = [
-            x[:, :, own].view(*x.shape[:2], n, heads, width) for x in memory.blocks(self._num_chunks, B)
-        ]
-        every = None
         if config.chunk_score == "mass":
-            every = self._fetched(np.broadcast_to(np.arange(self._num_chunks), (B, self._num_chunks)), layer)
-        chosen, scores = self._select(scoring, window[1], landmarks, every)
-        if every is not None:
+            number = np.arange(self._num_chunks)
+            there = number < self.step.before.memory.chunks[:, None]
+            every = self._fetched(np.where(there, number, -1), layer)
+            chosen, scores = self._select(scoring, window[1], [], every)
+            self.selected.append(chosen)
             return self._attend(q, scores, chosen.indices, every, window)
-        if self.config.chunk_weights == "score" and torch.is_grad_enabled() and scoring.requires_grad:
-            scores = score_for_tokens(scoring, torch.cat(landmarks, 1), chosen.indices)
+        chosen, scores = self._chosen(scoring, window[1], layer)
+        self.selected.append(chosen)
         chunks, places = distinct_chunks(chosen.indices.cpu().numpy())  # what many chose is fetched once
         if P == 1 and chunks.size:  # how many those are must decide no shape: a neighbour chose some of them
             chunks = np.pad(chunks, ((0, 0), (0, J * K + 1 - chunks.shape[1])), constant_values=-1)
@@ -185,6 +186,30 @@ class MemoryPast(Past):
             return window[0]
         indices = torch.from_numpy(places).to(q.device)
         return self._attend(q, scores, indices, self._fetched(chunks, layer), window)
+
+    def _chosen(self, scoring: Tensor, lse: Tensor, layer: int) -> tuple[ChunkSelection, Tensor]:
+        """What tokens choose in one layer, each row in its memory; and what each head scores it with."""
+        config, B = self.config, len(lse)
+        n, heads, width = config.summary_shape
+        own, parts = slice(layer * n * heads, (layer + 1) * n * heads), []
+        asking = (self.candidates > 0).any(1).cpu().numpy()
+        for rows, memory in self.step.cache.memory.parts(asking):
+            blocks = memory.blocks(int(self.candidates[rows].max()), len(scoring[rows]))
+            landmarks = [x[:, :, own].view(*x.shape[:2], n, heads, width) for x in blocks]
+            chosen, scores = self._select(scoring[rows], lse[rows], landmarks, None, rows)
+            if config.chunk_weights == "score" and torch.is_grad_enabled() and scoring.requires_grad:
+                scores = score_for_tokens(scoring[rows], torch.cat(landmarks, 1), chosen.indices)
+            if isinstance(rows, slice):
+                return chosen, scores
+            parts.append((rows, (*chosen, scores)))
+        every = [
+            x.new_full((B, *x.shape[1:]), nothing)
+            for x, nothing in zip(parts[0][1], (-1, 0, -torch.inf, -torch.inf), strict=True)
+        ]
+        for rows, found in parts:
+            for x, mine in zip(every, found, strict=True):
+                x[rows] = mine
+        return ChunkSelection(*every[:3]), every[3]
 
     def _fetched(self, chunks: Integers, layer: int) -> MemoryEntries:
         """Of one layer, keys and values of chunks [B, n]; -1 gives any."""

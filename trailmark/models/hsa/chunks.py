@@ -10,8 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trailmark.memory import MemoryEntries
-from trailmark.models.candidates import distinct_chunks
+from trailmark.memory import ChunkMemory, MemoryEntries
+from trailmark.memory.chunks import Rows
+from trailmark.models.candidates import distinct_chunks, select_in_each
 from trailmark.models.grid import Grid, Integers
 from trailmark.models.hsa.config import HSAConfig
 from trailmark.models.layered import Chunks
@@ -132,19 +133,21 @@ class MemoryChunks(HSAChunks):
         self.step = step
 
     def _find(self, group: int, query: Tensor) -> ChunkSelection:
-        config, memory = self.config, self.step.cache.memory
-        blocks = memory.blocks(int(self.step.size.chunks.max()), len(query)) or [query[:, :0]]
-        if config.num_retrieval_heads == 1:  # as indexes know them
-            K, scale = config.num_retrieved_chunks, config.score_scale
-            found = memory.search.select(query, blocks, K, self.limits, scale)
-            return ChunkSelection(*(x[:, :, None] for x in found))
-        return memory.search.select(
-            self.of_heads(query),
-            [self.of_heads(x) for x in blocks],
-            config.num_retrieved_chunks,
-            self.limits,
-            config.score_scale,
-        )
+        config, K = self.config, self.config.num_retrieved_chunks
+        scale = config.score_scale
+
+        def search(rows: Rows, memory: ChunkMemory, blocks: list[Tensor]) -> ChunkSelection:
+            asked, limits = query[rows], self.limits[rows]
+            blocks = blocks or [asked[:, :0]]
+            if config.num_retrieval_heads == 1:  # as indexes know them
+                found = memory.search.select(asked, blocks, K, limits, scale)
+                return ChunkSelection(*(x[:, :, None] for x in found))
+            return memory.search.select(
+                self.of_heads(asked), [self.of_heads(x) for x in blocks], K, limits, scale
+            )
+
+        memory, shape = self.step.cache.memory, (query.shape[1], config.num_retrieval_heads, K)
+        return select_in_each(memory, self.step.size, self.limits, shape, query, search)
 
     def _slabs(self, selection: ChunkSelection) -> Iterator[tuple[slice, tuple[Any, ...]]]:
         config, (B, P, J, K) = self.config, selection.indices.shape

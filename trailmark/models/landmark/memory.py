@@ -17,7 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trailmark.memory import ExactSearch
+from trailmark.memory import ChunkMemory, ExactSearch
+from trailmark.memory.chunks import Rows
 from trailmark.models.grid import Booleans, Integers
 from trailmark.models.landmark.cell import CellStep
 from trailmark.models.landmark.config import LandmarkConfig
@@ -202,31 +203,50 @@ class LandmarkMemory:
         """Scores [B, P, H, M] of a layer's landmarks, each where the scoring positions have it."""
         config = self.config
         B, P, H, D = q.shape
-        J = config.num_key_value_heads
-        blocks = [x[:, :, number * J : (number + 1) * J] for x in self._blocks(B)]  # [B, m, J, D]
         dtype = arithmetic_dtype(q)
         scale = D**-0.5
         stingy = config.memory_position == "stingy"
         turned = rotate(q.to(dtype), self._away(dtype))
-        if stingy and number == 0:
-            # below the first layer all landmarks are one vector, so all have one score here: not even rounding
-            # may tell them apart, or the same text read in other pieces would read other chunks
-            same = _any_landmark(blocks, self, dtype)
-            scores = torch.einsum("bpjgd,bjd->bpjg", turned.view(B, P, J, H // J, D), same)
-            scores = scores.reshape(B, P, H, 1).mul(scale).repeat(1, 1, 1, self.count)
-        elif self._exact:
-            asked = turned.view(B, P, J, H // J, D).permute(0, 2, 1, 3, 4).flatten(2, 3)  # [B, J, P g, D]
-            parts = [asked @ block.to(dtype).permute(0, 2, 3, 1) for block in blocks]
-            scores = torch.cat(parts, -1) if len(parts) > 1 else parts[0]  # [B, J, P g, M]
-            scores = scores.mul_(scale).view(B, J, P, H // J, -1).permute(0, 2, 1, 3, 4).reshape(B, P, H, -1)
+        parts = self._parts
+        if isinstance(parts[0].rows, slice):
+            scores = self._scores_in(parts[0], number, turned, scale)
         else:
-            scores = self._found_scores(number, turned, blocks, scale)
+            scores = turned.new_full((B, P, H, self.count), -math.inf)
+            for own in parts:
+                place = slice(own.offset - self.offset, own.offset - self.offset + own.count)
+                scores[own.rows, :, :, place] = self._scores_in(own, number, turned[own.rows], scale)
         if stingy:
             self._score_latest(number, q.to(dtype), scores, scale)
         return scores
 
-    def _blocks(self, B: int) -> list[Tensor]:
-        return self.memory.blocks(self.offset + self.count, B, self.offset)
+    def _scores_in(self, own: _Part, number: int, turned: Tensor, scale: float) -> Tensor:
+        """Of queries [b, P, H, D], turned for scoring, of the rows of one memory: [b, P, H, m]."""
+        B, P, H, D = turned.shape
+        J, dtype = self.config.num_key_value_heads, turned.dtype
+        blocks = [x[:, :, number * J : (number + 1) * J] for x in own.blocks]  # [b, m, J, D]
+        if self.config.memory_position == "stingy" and number == 0:
+            # below the first layer all landmarks are one vector, so all have one score here: not even rounding
+            # may tell them apart, or the same text read in other pieces would read other chunks
+            last = (self.last[own.rows] - 1 - own.offset).clip(0)[:, None]  # it is never let go of
+            same = _take_landmarks(blocks, torch.from_numpy(last).to(turned.device), dtype)[:, 0]
+            scores = torch.einsum("bpjgd,bjd->bpjg", turned.view(B, P, J, H // J, D), same)
+            return scores.reshape(B, P, H, 1).mul(scale).repeat(1, 1, 1, own.count)
+        if not own.exact:
+            return self._found_scores(own, number, turned, blocks, scale)
+        asked = turned.view(B, P, J, H // J, D).permute(0, 2, 1, 3, 4).flatten(2, 3)  # [b, J, P g, D]
+        parts = [asked @ block.to(dtype).permute(0, 2, 3, 1) for block in blocks]
+        scores = torch.cat(parts, -1) if len(parts) > 1 else parts[0]  # [b, J, P g, m]
+        return scores.mul_(scale).view(B, J, P, H // J, -1).permute(0, 2, 1, 3, 4).reshape(B, P, H, -1)
+
+    @cached_property
+    def _parts(self) -> list[_Part]:
+        """The landmarks looked at, by the memories that hold some."""
+        found = []
+        for rows, memory in self.memory.parts(self.kept > 0):
+            offset, end = int(self.first[rows].min()), int(self.last[rows].max())
+            blocks = memory.blocks(end, len(self.last[rows]), offset)
+            found.append(_Part(rows, memory, offset, end - offset, blocks))
+        return found
 
     @cached_property
     def _latest(self) -> tuple[Integers, Booleans, bool]:
@@ -241,8 +261,12 @@ class LandmarkMemory:
         if self._latest_landmarks is None:
             config, (at, known, _) = self.config, self._latest
             r, device = at.shape[1], self.step.device
-            places = torch.from_numpy(np.where(known, at - self.offset, 0)).to(device)
-            landmarks = _take_landmarks(self._blocks(len(at)), places, dtype)  # [B, r, layers J, D]
+            width = config.num_hidden_layers * config.num_key_value_heads
+            landmarks = torch.zeros(len(at), r, width, config.head_dim, dtype=dtype, device=device)
+            for own in self._parts:
+                places = np.where(known[own.rows], at[own.rows] - own.offset, 0)
+                taken = _take_landmarks(own.blocks, torch.from_numpy(places).to(device), dtype)
+                landmarks[own.rows] = taken  # [b, r, layers J, D]
             L = config.chunk_size + 1
             table = _chunk_turns(r + 1, L, config.head_dim, config.rope, dtype, device)[1:].flip(0)
             back = torch.stack([table[..., 0], -table[..., 1]], -1)  # keys go back, queries stay
@@ -265,13 +289,7 @@ class LandmarkMemory:
             for r in np.flatnonzero(known[b]):
                 scores[b, :, :, int(at[b, r]) - self.offset] = fresh[b, :, :, r]
 
-    @cached_property
-    def _exact(self) -> bool:
-        """All landmarks are scored: no search was asked for, or the memory is too small for it."""
-        search = self.memory.search
-        return isinstance(search, ExactSearch) or self.count < getattr(search, "min_chunks", 0)
-
-    def _found_scores(self, number: int, q: Tensor, blocks: list[Tensor], scale: float) -> Tensor:
+    def _found_scores(self, own: _Part, number: int, q: Tensor, blocks: list[Tensor], scale: float) -> Tensor:
         """Exact scores of what an approximate search finds, -inf elsewhere; each head of a layer has its own index.
 
         Softmax and maxima over heads or positions are then over what was found. With stingy positions the latest
@@ -279,30 +297,26 @@ class LandmarkMemory:
         """
         B, P, H, _ = q.shape
         J = blocks[0].shape[2]
-        scores = q.new_full((B, P, H, self.count), -math.inf)
+        scores = q.new_full((B, P, H, own.count), -math.inf)
         apart = 0
         if self.config.memory_position == "stingy":
-            apart = np.minimum(self.kept, self.config.num_retrieved_chunks)
-        ends = torch.from_numpy(self.last - self.offset - apart).to(q.device)[:, None].expand(B, P * (H // J))
+            apart = np.minimum(self.kept[own.rows], self.config.num_retrieved_chunks)
+        ends = (
+            torch.from_numpy(self.last[own.rows] - own.offset - apart)
+            .to(q.device)[:, None]
+            .expand(B, P * (H // J))
+        )
         for j in range(J):
-            search = self._head_search(number * J + j)
+            search = _head_search(own.memory, number * J + j)
             asked = q.view(B, P, J, H // J, -1)[:, :, j].flatten(1, 2)  # [B, P g, D]
             chosen = search.select(
                 asked, [x[:, :, j] for x in blocks], self.config.num_retrieved_chunks, ends, scale
             )
-            at = torch.where(chosen.indices < 0, self.count, chosen.indices)
-            mine = q.new_full((B, P * (H // J), self.count + 1), -math.inf)
+            at = torch.where(chosen.indices < 0, own.count, chosen.indices)
+            mine = q.new_full((B, P * (H // J), own.count + 1), -math.inf)
             mine.scatter_(2, at, chosen.scores.to(q.dtype))
             scores.view(B, P, J, H // J, -1)[:, :, j] = mine[..., :-1].view(B, P, H // J, -1)
         return scores
-
-    def _head_search(self, plane: int) -> Any:
-        searches = self.memory.head_searches
-        if plane not in searches:
-            searches[plane] = copy.copy(self.memory.search)
-            if hasattr(searches[plane], "forget"):
-                searches[plane].forget()
-        return searches[plane]
 
     def _away(self, dtype: torch.dtype) -> Tensor:
         """The turn of queries [B, P, H, D] for scoring: k + 1 chunks, or the distance to the text's first."""
@@ -459,10 +473,30 @@ def _take_landmarks(blocks: list[Tensor], places: Tensor, dtype: torch.dtype) ->
     return gather(blocks, at, dtype)[:, :, :, 0]
 
 
-def _any_landmark(blocks: list[Tensor], memory: LandmarkMemory, dtype: torch.dtype) -> Tensor:
-    """A landmark [B, J, D] of each row: its last, which is never let go of; any where it has none."""
-    places = torch.from_numpy((memory.last - 1 - memory.offset).clip(0)[:, None]).to(blocks[0].device)
-    return _take_landmarks(blocks, places, dtype)[:, 0]
+@dataclass(frozen=True)
+class _Part:
+    """The landmarks that some rows look at, all of one memory."""
+
+    rows: Rows
+    memory: ChunkMemory
+    offset: int  # the first chunk
+    count: int
+    blocks: list[Tensor]  # [b, m, layers J, D]
+
+    @property
+    def exact(self) -> bool:
+        """All landmarks are scored: no search was asked for, or the memory is too small for it."""
+        search = self.memory.search
+        return isinstance(search, ExactSearch) or self.count < getattr(search, "min_chunks", 0)
+
+
+def _head_search(memory: ChunkMemory, plane: int) -> Any:
+    searches = memory.head_searches
+    if plane not in searches:
+        searches[plane] = copy.copy(memory.search)
+        if hasattr(searches[plane], "forget"):
+            searches[plane].forget()
+    return searches[plane]
 
 
 def _compact(wanted: Tensor) -> Tensor | None:

@@ -211,8 +211,8 @@ class MemoryChunks(Chunks):
         present = self._present(lengths)
         present = None if present is None else present.flatten(3)
         if self.prepare is not None:
-            written = int(self.step.size.chunks.max())  # a row that closes fewer has none to ask
-            own, own_lengths = self._states(asking.clip(max=written - 1))
+            written = self.step.size.chunks[:, None]  # a row that closes fewer has none to ask
+            own, own_lengths = self._states(np.minimum(asking, written - 1))
             rows = self.prepare(rows, present, own, self._present(own_lengths))
         return rows, present, lengths
 
