@@ -196,4 +196,4 @@ def test_nothing_of_an_answer_waits_for_the_collector(live: Server, book: str) -
 
 
 def _caches() -> int:
-    return sum(isinstance(own, ChunkCache) for own in gc.get_objects())
+    return sum(type(own) is ChunkCache for own in gc.get_objects())
