@@ -542,6 +542,33 @@ def waiting_text() -> str:
     )
 
 
+# --- the server ------------------------------------------------------------------------------------------------
+
+
+def serving_text() -> str:
+    found = record("serving")
+    first, together, many, kills, hostile = (
+        found[name]["results"] for name in ("first", "together", "many", "kills", "hostile")
+    )
+    speeds, at = together["tokens_per_second"], first["milliseconds"]
+    wrong = many["wrong"] + many["other"]
+    after = "lived on" if hostile["alive"] else "did not live on"
+    return (
+        "On loopback, the demo's model over a memory of 1M tokens, beside other work "
+        f"({machine(found['first']['environment'])}): the first token of a short question came after "
+        f"{at['p50']:.0f} ms in the median of {first['questions']} and {at['p95']:.0f} ms in the 95th percentile; "
+        f"{together['clients']} clients together got {speeds['together']:,.0f} tokens/s, "
+        f"{together['ratio']:.1f} times as many as one after the other. Of {many['asked'] + many['left']:,} requests by "
+        f"{many['clients']} clients {many['left']} left after their first token; of the other {many['asked']:,} answers "
+        f"{wrong} differed from what the question gets alone, where {many['needles_found_alone']} of {many['needles']} "
+        f"needles are found, and RAM grew by {many['ram']['grown']['VmRSS']:.1%}. After {kills['kills']} SIGKILLs while "
+        f"texts were appended every memory was whole and held all {kills['acknowledged']} texts that were "
+        f"acknowledged. Of {hostile['requests']} drawn requests that mean harm {hostile['failed']} got a 5xx, "
+        f"{hostile['leaks']} were told of a path or of another client's text, and the server {after}. "
+        "`python benchmarks/serving.py` measures it again."
+    )
+
+
 # --- which text stands where -------------------------------------------------------------------------------
 
 DOCUMENTS: dict[str, Mapping[str, Callable[[], str]]] = {
@@ -573,6 +600,7 @@ DOCUMENTS: dict[str, Mapping[str, Callable[[], str]]] = {
         "landmark models": landmark_models_text,
     },
     "docs/case-study.md": case_study_texts(),
+    "docs/serving.md": {"serving": serving_text},
     "docs/learning-to-retrieve.md": {
         "losses": learning_tables.losses_text,
         "labels": learning_tables.labels_text,
