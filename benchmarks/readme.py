@@ -556,8 +556,8 @@ def serving_text() -> str:
     return (
         "On loopback, the demo's model over a memory of 1M tokens, beside other work "
         f"({machine(found['first']['environment'])}): the first token of a short question came after "
-        f"{at['p50']:.0f} ms in the median of {first['questions']} and {at['p95']:.0f} ms in the 95th percentile; "
-        f"{together['clients']} clients together got {speeds['together']:,.0f} tokens/s, "
+        f"{at['p50']:.0f} ms in the median of {first['questions']} and {at['p95']:.0f} ms in the 95th "
+        f"percentile; {together['clients']} clients together got {speeds['together']:,.0f} tokens/s, "
         f"{together['ratio']:.1f} times as many as one after the other. Of {many['asked'] + many['left']:,} requests by "
         f"{many['clients']} clients {many['left']} left after their first token; of the other {many['asked']:,} answers "
         f"{wrong} differed from what the question gets alone, where {many['needles_found_alone']} of {many['needles']} "
