@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.budgets import assert_within_budget
 from tests.models.drt.test_model import memory_of
 from tests.models.landmark.test_reading import CAUSAL
 from tests.models.test_every_architecture import (
@@ -179,6 +180,27 @@ def test_rows_that_join_and_leave_are_the_texts_alone(model: Model, seed: int, t
         else:
             batch.ask()
     batch.end(tmp_path)
+
+
+@pytest.mark.parametrize("make", [drt, window_model, hsa], ids=["drt", "window", "hsa"])
+def test_in_float32_rows_are_within_the_budget(make: Any) -> None:
+    """Of all logits of three rows, against each alone; of a model that chooses so few chunks that all are chosen."""
+    lengths, more = (9, 3, 12), tokens(14, batch=3, seed=9)
+    found = []
+    for dtype, together in ((torch.float32, True), (torch.float32, False), (torch.float64, False)):
+        model = make(num_retrieved_chunks=8) if make is not window_model else make()
+        model = model.float().to(dtype)
+        caches = [read(model, n, b, "host") for b, n in enumerate(lengths)]
+        if together:
+            caches = [ChunkCache.join(caches)]
+        rows = [more] if together else more.split(1)
+        with torch.no_grad():
+            outs = [
+                torch.cat([model(x, past_key_values=cache).logits for x in own.split(1, dim=1)], 1)
+                for own, cache in zip(rows, caches, strict=True)
+            ]
+        found.append(torch.cat(outs))
+    assert_within_budget(*found)
 
 
 def joined(model: TrailmarkForCausalLM, *lengths: int, seed: int = 0) -> ChunkCache:

@@ -7,10 +7,10 @@ import contextlib
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
@@ -18,133 +18,9 @@ from trailmark.memory import ChunkCache
 from trailmark.ops.arguments import require
 from trailmark.server.drawing import Draw, Drawn, Sampling, draw
 from trailmark.server.following import Follower, Retrieved
+from trailmark.server.jobs import Answer, Busy, Finish, Job, Token, Wakes
 
 __all__ = ["Answer", "Busy", "Engine", "Job", "Retrieved", "Sampling", "Token"]
-
-Finish = Literal["stop", "length", "cancelled", "deadline"]
-
-
-class Busy(Exception):
-    """As many jobs wait as may: try again later."""
-
-
-@dataclass(frozen=True)
-class Job:
-    """A prompt to be answered."""
-
-    prompt: tuple[int, ...]
-    """Token numbers, at least one."""
-    cache: ChunkCache | None
-    """Of one row, a branch of its own, which the engine goes on from; None: nothing was read before."""
-    sampling: Sampling
-    n: int = 1
-    """Answers to the prompt, which is read once."""
-    deadline: float | None = None
-    """``time.monotonic()`` after which it ends; None: none."""
-    ends: Callable[[int, int], bool] = lambda answer, token: False
-    """Asked in the engine's thread with the number of an answer and its newest token: whether that is the last."""
-    landmark: int | None = None
-    """How many of the prompt's tokens stand before the early landmark; None: all. 0: there is none."""
-
-
-@dataclass(frozen=True)
-class Token:
-    """A token of an answer."""
-
-    answer: int
-    token: int
-    logprob: float
-    """Natural logarithm, of what the model predicts: without temperature and ``top_p``."""
-    top: tuple[tuple[int, float], ...]
-    """The most likely tokens, with theirs."""
-    finish: Finish | None
-    """Why it is the answer's last; None: it is not."""
-    retrieved: tuple[Retrieved, ...]
-    """What was read while it was predicted."""
-
-
-class Answer:
-    """What a job gives: its tokens as they come, those of all its answers in turn.
-
-    Iterating raises what went wrong with this job: TimeoutError where its deadline passed before the first token. A job
-    that is cancelled before its first token gives none.
-
-    Attributes:
-        caches: of each answer, once it has ended, all that was read for it: every token of it but the last.
-    """
-
-    def __init__(self, job: Job) -> None:
-        self.job = job
-        self.caches: list[ChunkCache] = []
-        self.cancelled = False
-        self._lock = threading.Lock()
-        self._tokens: deque[Token] = deque()
-        self._waiter: tuple[asyncio.AbstractEventLoop, asyncio.Future[None]] | None = None
-        self._over = False
-        self._error: BaseException | None = None
-        self._caches: dict[int, ChunkCache] = {}  # of the answers that have ended
-
-    def cancel(self) -> None:
-        """End it with the next token; what waits is not begun. May be called from any thread."""
-        self.cancelled = True
-
-    def __aiter__(self) -> AsyncIterator[Token]:
-        return self
-
-    async def __anext__(self) -> Token:
-        while True:
-            with self._lock:
-                if self._tokens:
-                    return self._tokens.popleft()
-                if self._over:
-                    if self._error is not None:
-                        raise self._error
-                    raise StopAsyncIteration
-                loop = asyncio.get_running_loop()
-                self._waiter = loop, loop.create_future()
-                future = self._waiter[1]
-            await future
-
-    # --- of the engine's thread ----------------------------------------------------------------------------
-
-    def _put(self, token: Token, wakes: _Wakes) -> None:
-        with self._lock:
-            if not self._over:
-                self._tokens.append(token)
-            wakes.add(self._taken_waiter())
-
-    def _end(self, wakes: _Wakes, error: BaseException | None = None) -> None:
-        with self._lock:
-            if not self._over:
-                self._over, self._error = True, error
-            wakes.add(self._taken_waiter())
-
-    def _taken_waiter(self) -> tuple[asyncio.AbstractEventLoop, asyncio.Future[None]] | None:
-        waiter, self._waiter = self._waiter, None
-        return waiter
-
-
-class _Wakes:
-    """Who waits for what a step gave: each event loop is called once."""
-
-    def __init__(self) -> None:
-        self._futures: dict[asyncio.AbstractEventLoop, list[asyncio.Future[None]]] = {}
-
-    def add(self, waiter: tuple[asyncio.AbstractEventLoop, asyncio.Future[None]] | None) -> None:
-        if waiter is not None:
-            self._futures.setdefault(waiter[0], []).append(waiter[1])
-
-    def send(self) -> None:
-        for loop, futures in self._futures.items():
-            with contextlib.suppress(RuntimeError):  # a loop that was closed
-                loop.call_soon_threadsafe(_wake, futures)
-        self._futures = {}
-
-
-def _wake(futures: list[asyncio.Future[None]]) -> None:
-    for future in futures:
-        if not future.done():
-            future.set_result(None)
 
 
 class _Prompt:
@@ -231,7 +107,7 @@ class Engine:
         self._pending: deque[_Prompt | _Reading] = deque()
         self._rows: list[_Row] = []
         self._cache: ChunkCache | None = None  # of these rows, in their order
-        self._wakes = _Wakes()
+        self._wakes = Wakes()
         self._counts = dict.fromkeys(
             ("steps", "tokens_read", "tokens_made", "answers", "cancelled", "failed"), 0
         )
@@ -375,19 +251,19 @@ class Engine:
         """Whether a job that has no token yet is not wanted any more; it is ended then."""
         if answer.cancelled:
             self._counts["cancelled"] += 1
-            answer._end(self._wakes)
+            answer.end(self._wakes)
         elif (end := answer.job.deadline) is not None and time.monotonic() > end:
             self._counts["failed"] += 1
-            answer._end(self._wakes, TimeoutError("deadline: it passed before the first token."))
+            answer.end(self._wakes, TimeoutError("deadline: it passed before the first token."))
         else:
             return False
         return True
 
     def _fail(self, answer: Answer, error: BaseException) -> None:
         answer.cancelled = True  # what else is decoded for it ends too
-        if not answer._over:
+        if not answer.over:
             self._counts["failed"] += 1
-            answer._end(self._wakes, error)
+            answer.end(self._wakes, error)
 
     def _end_all(self) -> None:
         ended = [row.answer for row in self._rows]
@@ -397,7 +273,7 @@ class Engine:
             else:
                 ended.append(item.answer)
         for answer in (*ended, *self._waiting):
-            answer._end(self._wakes)
+            answer.end(self._wakes)
         self._rows, self._cache = [], None
         self._pending.clear()
         self._waiting.clear()
@@ -597,7 +473,7 @@ class Engine:
                 going.append(False)
                 continue
             self._counts["tokens_made"] += 1
-            row.answer._put(
+            row.answer.put(
                 Token(row.number, found.token, found.logprob, found.top, finish, row.retrieved), self._wakes
             )
             going.append(finish is None)
@@ -621,11 +497,11 @@ class Engine:
     def _end_row(self, row: _Row, cache: ChunkCache) -> None:
         """Its tokens are handed over already."""
         answer = row.answer
-        answer._caches[row.number] = cache
-        if len(answer._caches) == answer.job.n and not answer._over:  # over: it failed
-            answer.caches = [answer._caches[number] for number in range(answer.job.n)]
+        answer.ended[row.number] = cache
+        if len(answer.ended) == answer.job.n and not answer.over:  # over: it failed
+            answer.caches = [answer.ended[number] for number in range(answer.job.n)]
             self._counts["cancelled" if answer.cancelled else "answers"] += 1
-            answer._end(self._wakes)
+            answer.end(self._wakes)
 
     def _tensor(self, tokens: Sequence[int]) -> torch.Tensor:
         return torch.tensor(tokens).to(self._model.device)
