@@ -34,21 +34,25 @@ def is_made(task: str) -> bool:
 
 def folder() -> str:
     """Where lm-eval describes these tasks; to look through all of its folders takes half a minute."""
-    return str(Path(importlib.import_module("lm_eval.tasks.ruler.common_utils").__file__ or "").parent)
+    return str(Path(_imported("prepare_niah").__file__).parent)  # which they all import
 
 
 def _module(task: str) -> Any:
     name = next((module for start, module in _MODULES.items() if task.startswith(start)), None)
     if name is None:
         return None
+    module = _imported(name)
+    # lm-eval loads what a task names from its file again, unless it finds there when that was changed
+    module.__mtime__ = Path(module.__file__).stat().st_mtime_ns
+    return module
+
+
+def _imported(name: str) -> Any:
     import nltk
 
     # what divides essays into sentences would be downloaded by mere import, for tasks that have no essays too
     with patch.object(nltk, "download", lambda *_, **__: False), redirect_stdout(io.StringIO()):
-        module: Any = importlib.import_module(f"lm_eval.tasks.ruler.{name}")
-    # lm-eval loads what a task names from its file again, unless it finds there when that was changed
-    module.__mtime__ = Path(module.__file__).stat().st_mtime_ns
-    return module
+        return importlib.import_module(f"lm_eval.tasks.ruler.{name}")
 
 
 @contextmanager
