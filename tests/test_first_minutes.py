@@ -38,6 +38,14 @@ finally:
 """
 
 
+def test_without_a_word_it_says_what_one_does_first(command: Command) -> None:
+    code, out, _ = command()
+    assert code == 0
+    lines = [line.strip() for line in out.splitlines() if line.startswith("    trailmark ")]
+    assert [line.split()[1] for line in lines] == ["demo", "convert", "read", "chat", "train"]
+    assert "trailmark --help" in out
+
+
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory, no_restart: None) -> Path:
     """A folder with a prepared corpus, a neighbour table, a run with a checkpoint, a memory, and a record."""

@@ -19,7 +19,7 @@ from trailmark.settings import Settings, setting, takes
 
 app = typer.Typer(
     name="trailmark",
-    no_args_is_help=True,
+    invoke_without_command=True,
     add_completion=False,
     pretty_exceptions_enable=False,
 )
@@ -46,8 +46,29 @@ def _print_version(asked: bool) -> None:
         raise typer.Exit
 
 
+_FIRST = """\
+Language models that read millions of tokens through a constant attention window.
+
+See it work: two models are trained and asked, in about ten minutes.
+
+    trailmark demo
+
+Ask a pretrained model about a long text; its weights come from the hub, which needs the network once.
+
+    trailmark convert HuggingFaceTB/SmolLM2-135M-Instruct --to hils -o models/hils
+    trailmark read models/hils book.txt --memory memories/book
+    trailmark chat models/hils --memory memories/book
+
+Train on your own files.
+
+    trailmark train configs/text.yaml data.paths=my-folder output=runs/mine
+
+All commands: trailmark --help"""
+
+
 @app.callback()
 def trailmark(
+    context: typer.Context,
     version: Annotated[
         bool,
         typer.Option(
@@ -56,6 +77,8 @@ def trailmark(
     ] = False,
 ) -> None:
     """Language models that read millions of tokens through a constant attention window."""
+    if context.invoked_subcommand is None:
+        typer.echo(_FIRST)
 
 
 @dataclass(frozen=True)

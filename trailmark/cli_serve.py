@@ -34,7 +34,7 @@ class ServeSettings(Settings):
     )
     max_rows: int = setting(32, "Answers that are written together, at most.", least=1)
     max_waiting: int = setting(
-        64, "Requests that wait for their turn, at most; more get status 429.", least=0
+        64, "Requests that wait for their turn, at most; more get status 429.", least=1
     )
     max_new_tokens: int = setting(4096, "Tokens of an answer at most.", least=1)
     max_text_mib: int = setting(1024, "MiB of a text that is sent to be read, at most.", least=1)
