@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from safetensors.torch import load_file
 
 from tests.training.tiny import MODELS, prose
 from trailmark import demo
-from trailmark.files import read_json
+from trailmark.files import read_json, sha256_of
 from trailmark.training.config import TrainingConfig
 
 FIGURES = ("needles-1-length.png", "training.png", "chunks-1.png")
@@ -203,3 +204,29 @@ def test_an_unwritable_folder_is_named_first(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(ValueError, match=r"^output: expected a folder to write in"):
         start(tmp_path / "file")
+
+
+# What it trained comes with the package
+
+
+@pytest.mark.usefixtures("no_restart")
+def test_the_shipped_model_finds_a_fact(tmp_path: Path, command: Callable[..., tuple[int, str, str]]) -> None:
+    """As the README has it, and far behind it."""
+    for filler in (1, 1000):
+        text = tmp_path / "notes.txt"
+        text.write_text(
+            "some notes ... $ABCD=48213; ... " + "more notes, of the kind that one writes\n" * filler
+        )
+        code, out, _ = command(
+            "generate", "demo", "--file", text, "--prompt", "~ABCD", "--max-new-tokens", "7"
+        )
+        assert code == 0
+        assert "=48213;" in out
+
+
+def test_the_shipped_model_is_small_and_as_it_was_trained() -> None:
+    folder = Path(demo.__file__).parent / "demo_model"
+    assert sum(path.stat().st_size for path in folder.iterdir()) < 1e6
+    for name, known in read_json(folder / "model.json")["files"].items():
+        assert sha256_of(folder / name) == known["sha256"]
+    assert (folder / "README.md").is_file()

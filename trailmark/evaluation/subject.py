@@ -36,6 +36,8 @@ from trailmark.trained import trained_length
 
 MANIFEST = "manifest.json"  # of a checkpoint: it names all files there, and others would be found by verify
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")  # OWNER/NAME, or a name alone
+_DEMO = Path(__file__).parents[1] / "demo_model"  # what trailmark demo trained, shipped with the package
+_DEMO_NAME = "demo"
 _TOKENIZERS = ("tokenizer_config.json", "tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 
 
@@ -128,6 +130,8 @@ class Subject:
 def load(folder: Path, changes: Sequence[str] = (), *, any_model: bool = False) -> Subject:
     """A model folder made by ``save_pretrained`` or a training run, or a checkpoint of a run.
 
+    "demo", where there is no such folder, is the DRT that ``trailmark demo`` trains, which comes with the package.
+
     Args:
         changes: fields of its configuration to set, as "retrieve_per=token"; its files stay as they are.
         any_model: take a causal language model of transformers too, and a name on the hub where there is no such
@@ -137,6 +141,8 @@ def load(folder: Path, changes: Sequence[str] = (), *, any_model: bool = False) 
         ValueError: none of ours, damaged, no weights for all of it, a change that its weights or the other fields do
             not allow, or an embedder that is not there or not the one that the model was trained with.
     """
+    if str(folder) == _DEMO_NAME and not folder.exists():
+        folder = _DEMO
     on_disk = folder.exists() or not any_model
     if on_disk:
         _expect_folder(folder)
