@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from lm_eval.models.huggingface import HFLM
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from tests.evaluation.in_memory import InMemory
 from tests.models.tiny import drt, hsa, landmark, tokens, window_model
 from tests.training.tiny import prose, run_config
 from trailmark.byte_tokenizer import ByteTokenizer
@@ -48,18 +49,6 @@ def words() -> PreTrainedTokenizerFast:
 
 def subject(make: Callable[..., Any] = drt, tokenizer: Any = BYTES, **changes: Any) -> Subject:
     return Subject.of(make(vocab_size=len(tokenizer), **changes), tokenizer, 4)
-
-
-class Kept:
-    """A record in memory."""
-
-    def __init__(self) -> None:
-        self.written: list[Mapping[str, Any]] = []
-
-    def measure(self, asked: Mapping[str, Any], work: Any, lines: Any) -> dict[str, Any]:
-        found = {**work(), "settings": dict(asked)}
-        self.written = lines()
-        return found
 
 
 def asked(kind: str, *arguments: Any) -> list[Instance]:
@@ -158,7 +147,7 @@ def test_a_long_prompt_is_read_and_not_cut() -> None:
     [pytest.param(task, marks=[] if task == "ruler_fwe" else pytest.mark.slow) for task in ruler.MADE],
 )
 def test_a_task_that_makes_its_texts_makes_as_many_as_are_asked(task: str) -> None:
-    own, kept, said = subject(tokenizer=words()), Kept(), list[str]()
+    own, kept, said = subject(tokenizer=words()), InMemory(), list[str]()
     length = 2000 if task == "ruler_cwe" else 1200
     settings = HarnessSettings(tasks=(task,), lengths=(length,), limit=2)
     (found,) = run(own, settings, kept, said.append)  # type: ignore[arg-type]
@@ -169,7 +158,7 @@ def test_a_task_that_makes_its_texts_makes_as_many_as_are_asked(task: str) -> No
 
 def test_what_is_answered_counts() -> None:
     """A model that is told the answers has all points: scores are of texts as they were asked."""
-    own, kept = subject(tokenizer=words()), Kept()
+    own, kept = subject(tokenizer=words()), InMemory()
     settings = HarnessSettings(tasks=("ruler_fwe",), lengths=(300,), limit=3)
     wanted: list[str] = []
 
@@ -198,7 +187,7 @@ def test_lengths_at_which_lm_eval_would_never_end_are_refused(
     task: str, length: int, tokenizer: Any, message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
-        run(subject(tokenizer=tokenizer), HarnessSettings(tasks=(task,), lengths=(length,)), Kept())  # type: ignore[arg-type]
+        run(subject(tokenizer=tokenizer), HarnessSettings(tasks=(task,), lengths=(length,)), InMemory())  # type: ignore[arg-type]
 
 
 def test_a_tokenizer_is_saved_without_code(tmp_path: Path) -> None:
@@ -232,7 +221,7 @@ def test_the_command_measures_once_and_shows_it(tmp_path: Path, command: Command
 @pytest.mark.slow
 def test_a_name_that_is_not_known_is_told_the_nearest() -> None:
     with pytest.raises(ValueError, match=r"^tasks: .*'niah_singel_1'.*niah_single_1"):
-        run(subject(), HarnessSettings(tasks=("niah_singel_1",)), Kept())  # type: ignore[arg-type]
+        run(subject(), HarnessSettings(tasks=("niah_singel_1",)), InMemory())  # type: ignore[arg-type]
 
 
 def test_what_is_wrong_is_said_beforehand(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -240,4 +229,4 @@ def test_what_is_wrong_is_said_beforehand(monkeypatch: pytest.MonkeyPatch) -> No
         HarnessSettings()
     monkeypatch.setitem(__import__("sys").modules, "lm_eval", None)
     with pytest.raises(ValueError, match=r"lm-eval is not installed. pip install 'trailmark\[lm-eval\]'"):
-        run(subject(), HarnessSettings(tasks=("niah_single_1",)), Kept())  # type: ignore[arg-type]
+        run(subject(), HarnessSettings(tasks=("niah_single_1",)), InMemory())  # type: ignore[arg-type]

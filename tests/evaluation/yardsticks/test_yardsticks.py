@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from tests.evaluation.in_memory import InMemory
 from tests.models.tiny import drt, hsa
 from tests.training.tiny import prose
 from trailmark.byte_tokenizer import ByteTokenizer
@@ -56,18 +57,6 @@ def mrcr(folder: Path) -> None:
 FILES: dict[str, Callable[[Path], None]] = {"longbench-v2": longbench, "babilong": babilong, "mrcr": mrcr}
 
 
-class Kept:
-    """A record in memory."""
-
-    def __init__(self) -> None:
-        self.lines: list[Mapping[str, Any]] = []
-
-    def measure(self, asked: Mapping[str, Any], work: Any, lines: Any) -> dict[str, Any]:
-        found = {**work(), "settings": dict(asked)}
-        self.lines += lines()
-        return found
-
-
 def test_every_benchmark_has_a_format() -> None:
     assert set(FORMATS) == set(FILES) == set(BENCHMARKS)
 
@@ -109,12 +98,12 @@ def test_what_is_right(name: str, wanted: str, generated: str, score: float) -> 
 @pytest.mark.parametrize("make", [drt, hsa])
 def test_a_text_is_read_once_and_answers_are_those_of_the_whole_prompt(make: Any, tmp_path: Path) -> None:
     longbench(tmp_path)
-    own, kept = Subject.of(make(vocab_size=len(BYTES)), BYTES, 4), Kept()
+    own, kept = Subject.of(make(vocab_size=len(BYTES)), BYTES, 4), InMemory()
     settings = YardstickSettings(benchmark="longbench-v2", data=tmp_path, max_new_tokens=3)
     short, long = run(own, settings, kept)  # type: ignore[arg-type]
     assert (short["questions"], short["readings"], long["questions"], long["readings"]) == (3, 2, 1, 1)
     questions = [q for part in questions_of("longbench-v2", tmp_path, None).values() for q in part]
-    for question, line in zip(questions, kept.lines, strict=True):
+    for question, line in zip(questions, kept.written, strict=True):
         ids = torch.tensor([BYTES(question.text + question.asked).input_ids])
         out = own.model.generate(
             ids, max_new_tokens=3, do_sample=False, eos_token_id=BYTES.eos_token_id, pad_token_id=0
