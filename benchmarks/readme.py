@@ -542,6 +542,23 @@ def waiting_text() -> str:
     )
 
 
+# --- RULER ---------------------------------------------------------------------------------------------------------
+
+
+def ruler_text() -> str:
+    rows: Any = read_json(HERE / "ruler.json")
+    columns: Columns = {
+        "model": "{model}",
+        "task": "{task}",
+        "tokens": "{length:,}",
+        "texts": "{texts}",
+        "score": "{score:.2f}",
+        "95% interval": lambda r: f"{r['low']:.2f}-{r['high']:.2f}",
+        "seconds": "{seconds:,.0f}",
+    }
+    return on_machine(table(columns, rows), rows[-1]["environment"])
+
+
 # --- the server ------------------------------------------------------------------------------------------------
 
 
@@ -602,6 +619,7 @@ DOCUMENTS: dict[str, Mapping[str, Callable[[], str]]] = {
     },
     "docs/case-study.md": case_study_texts(),
     "docs/serving.md": {"serving": serving_text},
+    "docs/evaluation.md": {"ruler": ruler_text},
     "docs/learning-to-retrieve.md": {
         "losses": learning_tables.losses_text,
         "labels": learning_tables.labels_text,

@@ -10,7 +10,13 @@ import numpy as np
 import pytest
 
 from trailmark import statistics
-from trailmark.statistics import bootstrap_mean, bootstrap_ratio, student_quantile, wilson_interval
+from trailmark.statistics import (
+    bootstrap_mean,
+    bootstrap_ratio,
+    score_interval,
+    student_quantile,
+    wilson_interval,
+)
 
 SETS = 600
 Draw = Callable[[np.random.Generator, int], tuple[np.ndarray, np.ndarray]]
@@ -128,3 +134,13 @@ def test_wilson_covers() -> None:
         ]
         assert min(covered) > 0.8
         assert 0.95 <= np.mean(covered) < 0.96
+
+
+def test_scores_that_are_all_alike_have_an_interval() -> None:
+    assert score_interval([0.0] * 10) == wilson_interval(0, 10)
+    assert score_interval([1.0, 0.0, 1.0]) == wilson_interval(2, 3)
+    assert score_interval([0.5]) == (None, None)
+    low, high = score_interval([0.9, 1.0, 0.7, 0.95])
+    assert low is not None
+    assert high is not None
+    assert 0 < low < 0.8875 < high <= 1

@@ -181,7 +181,6 @@ def test_what_is_answered_counts() -> None:
         ("ruler_cwe", 400, words(), "^lengths: expected at least .* for ruler_cwe"),
         ("ruler_fwe", 60, words(), "^lengths: expected at least .* for ruler_fwe"),
     ],
-    ids=str,
 )
 def test_lengths_at_which_lm_eval_would_never_end_are_refused(
     task: str, length: int, tokenizer: Any, message: str

@@ -12,14 +12,12 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-import numpy as np
-
 from trailmark.data.corpus import tokenizer_fingerprint
 from trailmark.evaluation.harness.suite import HarnessSettings
 from trailmark.evaluation.record import Record
 from trailmark.evaluation.subject import Subject
 from trailmark.settings import nearest
-from trailmark.statistics import bootstrap_mean
+from trailmark.statistics import bootstrap_mean, score_interval
 
 
 def run(
@@ -89,6 +87,14 @@ def _harness() -> Any:
     return lm_eval
 
 
+def _interval(numbers: Sequence[float], seed: int) -> tuple[float | None, float | None]:
+    """Of a mean over texts; scores of other sizes than 0 to 1 are drawn again."""
+    if all(0 <= x <= 1 for x in numbers):
+        return score_interval(numbers, seed)
+    low, high = bootstrap_mean(numbers, seed)
+    return None if math.isnan(low) else float(low), None if math.isnan(high) else float(high)
+
+
 class _Cell:
     """One task at one length."""
 
@@ -155,10 +161,9 @@ class _Cell:
             each = [sample.get(metric) for sample in self._samples if sample.get("filter", kind) == kind]
             low = high = None
             if each and all(isinstance(x, (bool, int, float)) for x in each):
-                numbers = np.array(each, np.float64)
-                if math.isclose(numbers.mean(), value):
-                    ends = bootstrap_mean(numbers, self.settings.seed)
-                    low, high = (None if math.isnan(end) else float(end) for end in ends)
+                numbers = [float(x) for x in each if x is not None]
+                if math.isclose(sum(numbers) / len(numbers), value):
+                    low, high = _interval(numbers, self.settings.seed)
             title = "score" if self.length is not None else metric if kind == "none" else f"{metric}, {kind}"
             yield title, {"score": float(value), "low": low, "high": high}
 

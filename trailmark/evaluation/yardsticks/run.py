@@ -16,7 +16,7 @@ from trailmark.evaluation.record import Record
 from trailmark.evaluation.subject import Subject, generating_by
 from trailmark.evaluation.yardsticks.formats import FORMATS, Question, questions_of
 from trailmark.evaluation.yardsticks.suite import YardstickSettings
-from trailmark.statistics import bootstrap_mean
+from trailmark.statistics import score_interval
 
 
 def run(
@@ -101,12 +101,12 @@ class _Part:
                         "score": scores[-1],
                     }
                 )
-        low, high = bootstrap_mean(np.array(scores), self.asked["seed"])
+        low, high = score_interval(scores, self.asked["seed"])
         return {
             "questions": len(scores),
             "score": float(np.mean(scores)),
-            "low": float(low),
-            "high": float(high),
+            "low": low,
+            "high": high,
             "tokens": float(np.mean(lengths)),
             "readings": len(lengths),
         }
