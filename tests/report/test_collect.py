@@ -20,8 +20,8 @@ def labels(found: Collected) -> list[str]:
 
 def test_everything_below_a_folder_is_found(tmp_path: Path) -> None:
     found = collect([runs.everything(tmp_path)])
-    counts = {suite: len(found.of(suite)) for suite in suites()}
-    assert counts == {"needles": 2 * 23 + 8, "perplexity": 8, "retrieval": 0, "summarization": 2, "cost": 6}
+    counts = {suite: len(found.of(suite)) for suite in suites() if found.of(suite)}
+    assert counts == {"needles": 2 * 23 + 8, "perplexity": 8, "summarization": 2, "cost": 6}
     assert len(found.trainings) == 4
     assert [entry.path.name for entry in found.not_shown] == ["needles.json"]
     assert len(found.files) == 1 + 4 + 6 + 1
