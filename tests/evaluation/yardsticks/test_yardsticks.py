@@ -15,7 +15,7 @@ from tests.models.tiny import drt, hsa
 from tests.training.tiny import prose
 from trailmark.byte_tokenizer import ByteTokenizer
 from trailmark.evaluation.subject import Subject
-from trailmark.evaluation.yardsticks.formats import FORMATS, questions_of
+from trailmark.evaluation.yardsticks.formats import FORMATS, Extent, Question, questions_of
 from trailmark.evaluation.yardsticks.run import run
 from trailmark.evaluation.yardsticks.suite import BENCHMARKS, YardstickSettings
 
@@ -54,7 +54,34 @@ def mrcr(folder: Path) -> None:
     parquet.write_table(pyarrow.Table.from_pylist([row]), folder / "2needle" / "2needle_0.parquet")
 
 
-FILES: dict[str, Callable[[Path], None]] = {"longbench-v2": longbench, "babilong": babilong, "mrcr": mrcr}
+def nolima(folder: Path) -> None:
+    needles = [
+        {"id": "0401", "reasoning_type": "world_knowledge", "system_prompt": "",
+         "needle": "Actually, {CHAR} lives next to {1}.", "character_set": ["Yuki", "Megan"],
+         "questions": {"onehop": "Who has been to {2}?", "twohop": "Who has been to {3}?"},
+         "tests": {"T1": {"input_args": ["the Kiasma museum", "Helsinki", "Uusimaa"]},
+                   "T2": {"input_args": ["the Louvre", "Paris", "France"]}}},
+        {"id": "0402", "reasoning_type": "commonsense", "system_prompt": "", "needle": "{CHAR} cannot eat {1}.",
+         "character_set": ["Gary"], "questions": {"onehop": "Would {CHAR} have {2}?"},
+         "task_template": "A book:\n{haystack}\nAsked: {question}",
+         "tests": {"T1": {"input_args": ["fish", "sushi"], "gold_answers": ["no", "never"]}}},
+    ]  # fmt: skip
+    (folder / "needlesets").mkdir()
+    (folder / "needlesets" / "needle_set.json").write_text(json.dumps(needles))
+    books = folder / "haystack" / "rand_shuffle"
+    books.mkdir(parents=True)
+    for number in range(2):
+        lines = "".join(f"Line {n} of book {number} says little.\n" for n in range(40))
+        (books / f"rand_book_{number}.txt").write_text(lines)
+
+
+FILES: dict[str, Callable[[Path], None]] = {
+    "longbench-v2": longbench,
+    "babilong": babilong,
+    "mrcr": mrcr,
+    "nolima": nolima,
+}
+ALL = Extent(BYTES, (200,))
 
 
 def test_every_benchmark_has_a_format() -> None:
@@ -67,14 +94,17 @@ def test_every_benchmark_has_a_format() -> None:
         ("longbench-v2", {"short, hard": 3, "long, hard": 1}),
         ("babilong", {"qa1, 0k": 2, "qa1, 1k": 2, "qa2, 0k": 2, "qa10, 0k": 2}),
         ("mrcr", {"2 needles": 1}),
+        ("nolima", {"200 tokens, onehop": 3 * 2 * 26, "200 tokens, twohop": 2 * 2 * 26}),
     ],
 )
 def test_files_are_read_as_published(name: str, parts: dict[str, int], tmp_path: Path) -> None:
     FILES[name](tmp_path)
-    found = questions_of(name, tmp_path, None)
+    found = questions_of(name, tmp_path, ALL)
     assert {part: len(questions) for part, questions in found.items()} == parts
     assert list(found) == list(parts)
-    assert all(len(questions) == 1 for questions in questions_of(name, tmp_path, 1).values())
+    assert all(
+        len(questions) == 1 for questions in questions_of(name, tmp_path, ALL._replace(limit=1)).values()
+    )
 
 
 @pytest.mark.parametrize(
@@ -86,6 +116,8 @@ def test_files_are_read_as_published(name: str, parts: dict[str, int], tmp_path:
         ("babilong", "kitchen", " The Kitchen.\nbedroom", 1),
         ("babilong", "kitchen", " bedroom\nkitchen", 0),
         ("babilong", "apple,milk", "milk and an apple", 1),
+        ("nolima", '["Yuki", "Megan"]', " It is Megan.", 1),
+        ("nolima", '["Yuki"]', "yuki", 0),
         ("mrcr", '["aXb", "aXbRoses"]', "aXbRoses", 1),
         ("mrcr", '["aXb", "aXbRoses"]', "Roses", 0),
         ("mrcr", '["aXb", "aXbRoses"]', "aXbRose", 2 * 4 / 9),
@@ -95,6 +127,43 @@ def test_what_is_right(name: str, wanted: str, generated: str, score: float) -> 
     assert FORMATS[name].score(wanted, generated) == pytest.approx(score)
 
 
+def test_nolimas_sentence_stands_between_lines_at_every_depth(tmp_path: Path) -> None:
+    nolima(tmp_path)
+    found = questions_of("nolima", tmp_path, ALL)
+    depths, persons = set(), set()
+    for question in found["200 tokens, twohop"]:
+        (name,) = json.loads(question.wanted)
+        persons.add(name)
+        place = "the Kiasma museum" if "Uusimaa" in question.asked else "the Louvre"
+        head, needle, tail = question.text.partition(f" Actually, {name} lives next to {place}.\n")
+        assert needle
+        # the tokens around it are the book's, of which the end of the line before it has become a space
+        assert head == "" or len(head) + 1 + len(tail) == 200
+        assert f"{head}\n{tail}".lstrip("\n") in whole(tmp_path, question)
+        depths.add(round(25 * len(head) / 200))
+    assert (depths, persons) == (set(range(26)), {"Yuki", "Megan"})
+    (told,) = {question.asked for question in found["200 tokens, onehop"] if "Gary" in question.text}
+    assert told == "\nAsked: Would Gary have sushi?"
+    # as many as asked, of all needles and books, the same each time
+    few = questions_of("nolima", tmp_path, ALL._replace(limit=12))
+    assert (
+        few
+        == questions_of("nolima", tmp_path, ALL._replace(limit=12))
+        != questions_of("nolima", tmp_path, ALL._replace(limit=12, seed=1))
+    )
+    assert {whole(tmp_path, q) for q in few["200 tokens, onehop"]} == {
+        whole(tmp_path, q) for q in found["200 tokens, onehop"]
+    }
+    with pytest.raises(ValueError, match=r"^data: expected a book of at least 9,000 tokens .*--lengths"):
+        questions_of("nolima", tmp_path, ALL._replace(lengths=(9000,)))
+
+
+def whole(folder: Path, question: Question) -> str:
+    """The book that a question's text is of."""
+    number = question.text.partition("of book ")[2][0]
+    return (folder / "haystack" / "rand_shuffle" / f"rand_book_{number}.txt").read_text()
+
+
 @pytest.mark.parametrize("make", [drt, hsa])
 def test_a_text_is_read_once_and_answers_are_those_of_the_whole_prompt(make: Any, tmp_path: Path) -> None:
     longbench(tmp_path)
@@ -102,7 +171,7 @@ def test_a_text_is_read_once_and_answers_are_those_of_the_whole_prompt(make: Any
     settings = YardstickSettings(benchmark="longbench-v2", data=tmp_path, max_new_tokens=3)
     short, long = run(own, settings, kept)  # type: ignore[arg-type]
     assert (short["questions"], short["readings"], long["questions"], long["readings"]) == (3, 2, 1, 1)
-    questions = [q for part in questions_of("longbench-v2", tmp_path, None).values() for q in part]
+    questions = [q for part in questions_of("longbench-v2", tmp_path, ALL).values() for q in part]
     for question, line in zip(questions, kept.written, strict=True):
         ids = torch.tensor([BYTES(question.text + question.asked).input_ids])
         out = own.model.generate(
@@ -114,14 +183,16 @@ def test_a_text_is_read_once_and_answers_are_those_of_the_whole_prompt(make: Any
 def test_what_is_wrong_is_said(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"^benchmark: expected one of longbench-v2"):
         YardstickSettings(data=tmp_path)
+    with pytest.raises(ValueError, match=r"^lengths: expected none for mrcr"):
+        YardstickSettings(benchmark="mrcr", data=tmp_path, lengths=(100,))
     with pytest.raises(ValueError, match=r"^data: expected the folder"):
         YardstickSettings(benchmark="mrcr")
     with pytest.raises(ValueError, match=r"^data: expected data/qa1/4k.json .* got no such file"):
-        questions_of("babilong", tmp_path, None)
+        questions_of("babilong", tmp_path, ALL)
     with pytest.raises(ValueError, match=r"^data: cannot read .*data\.json"):
-        questions_of("longbench-v2", tmp_path, None)
+        questions_of("longbench-v2", tmp_path, ALL)
     (tmp_path / "data.json").write_text('[{"length": "short"}]')
     with pytest.raises(
         ValueError, match=r"^data: expected the fields of longbench-v2 .*rows without 'choice_A'"
     ):
-        questions_of("longbench-v2", tmp_path, None)
+        questions_of("longbench-v2", tmp_path, ALL)

@@ -14,8 +14,8 @@ from transformers import GenerationConfig
 from trailmark.data.corpus import padding_id, tokenize, tokenizer_fingerprint
 from trailmark.evaluation.record import Record
 from trailmark.evaluation.subject import Subject, generating_by
-from trailmark.evaluation.yardsticks.formats import FORMATS, Question, questions_of
-from trailmark.evaluation.yardsticks.suite import YardstickSettings
+from trailmark.evaluation.yardsticks.formats import FORMATS, Extent, Question, questions_of
+from trailmark.evaluation.yardsticks.suite import LENGTHS, YardstickSettings
 from trailmark.statistics import score_interval
 
 
@@ -40,7 +40,8 @@ def run(
             f"model: expected one of trailmark's, which read a text of any length once, got {subject.name!r}. "
             "trailmark convert makes one of a pretrained Llama, Mistral, Qwen2 or Qwen3."
         )
-    parts = questions_of(settings.benchmark, settings.data, settings.limit)
+    extent = Extent(subject.tokenizer, settings.lengths or LENGTHS, settings.limit, settings.seed)
+    parts = questions_of(settings.benchmark, settings.data, extent)
     results = []
     for part, questions in parts.items():
         asked: dict[str, Any] = {

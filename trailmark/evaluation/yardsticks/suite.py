@@ -13,7 +13,8 @@ from typing import Any
 from trailmark.evaluation.suite import Column, Suite, Task, register, seed_setting
 from trailmark.settings import Settings, setting
 
-BENCHMARKS = ("longbench-v2", "babilong", "mrcr")
+BENCHMARKS = ("longbench-v2", "babilong", "mrcr", "nolima")
+LENGTHS = (1000, 4000, 16_000, 32_000)
 
 
 @dataclass(frozen=True)
@@ -26,7 +27,15 @@ class YardstickSettings(Settings):
 
     benchmark: str | None = setting(None, "Which one.", choices=BENCHMARKS)
     data: Path | None = setting(None, "The folder with its files, as published.", recorded=False)
-    limit: int | None = setting(None, "Questions of each part, from the first.", default="all", least=1)
+    limit: int | None = setting(
+        None, "Questions of each part, from the first; of nolima drawn at random.", default="all", least=1
+    )
+    lengths: tuple[int, ...] | None = setting(
+        None,
+        "Tokens of the texts that nolima makes.",
+        default=", ".join(map(str, LENGTHS)),
+        least=64,
+    )
     max_new_tokens: int | None = setting(None, "Of an answer, at most.", default="the benchmark's", least=1)
     seed: int = seed_setting()
 
@@ -36,6 +45,10 @@ class YardstickSettings(Settings):
             raise ValueError(f"benchmark: expected one of {', '.join(BENCHMARKS)}, got none.")
         if self.data is None:
             raise ValueError("data: expected the folder with the benchmark's files, got none.")
+        if self.lengths is not None and self.benchmark != "nolima":
+            raise ValueError(
+                f"lengths: expected none for {self.benchmark}, whose texts are as long as they are."
+            )
 
 
 def _run(task: Task) -> list[dict[str, Any]]:
