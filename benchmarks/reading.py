@@ -211,7 +211,7 @@ def token(folder: Path | None) -> list[dict[str, Any]]:
 
 # of each model, 8 chunks of 64 positions are read: of tokens, or of 63 and a landmark
 _FAMILY: dict[str, Any] = _MEDIUM | {"num_key_value_heads": 2, "window_position": "rope"}
-_FAMILY_LENGTHS, _FAMILY_BLOCK, _FAMILY_ROUNDS = (4096,), 512, 3
+_FAMILY_LENGTHS, _FAMILY_BLOCK, _FAMILY_ROUNDS = (4096, 16_384), 512, 3
 
 
 def family_models() -> dict[str, TrailmarkForCausalLM]:

@@ -43,8 +43,8 @@ _PARTS: dict[str, tuple[str, Columns]] = {
     "family": (
         "Models of one size (width 512, 12 layers, 8 heads with 2 of keys and values, windows of 512 positions), "
         "random weights, that read 8 chunks of 64 positions (of 63 tokens and a landmark, or of 64 tokens); float32, "
-        "after so many tokens. Tokens/s and milliseconds a token: median (lowest-highest) of 3 rounds, interleaved, "
-        "beside other work. Layers that wait until logits are wanted are not in what reading takes: all of a window's. "
+        "after so many tokens. Tokens/s and milliseconds a token: median (lowest-highest) of 3 rounds, interleaved. "
+        "Layers that wait until logits are wanted are not in what reading takes: all of a window's. "
         "Bytes are those of the formula: what a token adds to the memory, and of that what is searched and lies on "
         "the device.",
         {

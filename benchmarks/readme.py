@@ -365,7 +365,7 @@ def serving_text() -> str:
     wrong = many["wrong"] + many["other"]
     after = "lived on" if hostile["alive"] else "did not live on"
     return (
-        "On loopback, the demo's model over a memory of 1M tokens, beside other work "
+        "On loopback, the demo's model over a memory of 1M tokens "
         f"({machine(found['first']['environment'])}): the first token of a short question came after "
         f"{at['p50']:.0f} ms in the median of {first['questions']} and {at['p95']:.0f} ms in the 95th "
         f"percentile; {together['clients']} clients together got {speeds['together']:,.0f} tokens/s, "
