@@ -64,8 +64,9 @@ $(VENV)/test.stamp: pyproject.toml constraints.txt $(VENV)/torch.stamp
 	$(INSTALL) -e '.[test,convert,figures,faiss,data,lm-eval,rouge,serve]'
 	@touch $@
 
+# (mypy reads the types of what the server is made of)
 $(VENV)/lint.stamp: pyproject.toml constraints.txt $(VENV)/torch.stamp
-	$(INSTALL) -e '.[lint]'
+	$(INSTALL) -e '.[lint,serve]'
 	@touch $@
 
 # The pins of this environment. "+cpu" and the packages of one platform's torch are left out: torch names

@@ -14,19 +14,19 @@ from pathlib import Path
 from typing import Any
 
 import compare_tables
+import landmark_tables
 import learning_tables
 import papers
 import pretrained_tables
+import reading_tables
 import training_tables
 from case_study.document import texts as case_study_texts
-from landmark import COLUMNS as LANDMARK_OP
-from landmark_decode import READING_TABLE, TOKEN_TABLE, split_table
 from ops import table as ops_table
 from tables import HERE, RIGHT, ROOT, Columns, Row, cell, crossed, fill, machine, on_machine, record, table
 
 from trailmark.demo import CHANCE, NAMES, TRAIN_LENGTH
 from trailmark.files import read_json, write_json
-from trailmark.report.console import duration, size
+from trailmark.report.console import duration
 from trailmark.report.tables import NEEDLE_LEGEND, legend_text, markdown_table, needle_table
 from trailmark.statistics import wilson_interval
 
@@ -187,109 +187,6 @@ def two_hop_text() -> str:
     )
 
 
-# --- reading -----------------------------------------------------------------------------------------------
-
-FAR: Columns = {
-    "tokens": "{length:,}",
-    "x train": lambda r: f"{r['length'] // 1024:,}",
-    "tier": "{memory_tier}, {memory_dtype}",
-    "missed": lambda r: f"{r['questions'] - r['correct']} of {r['questions']}",
-    "recall": "{recall:.3f}",
-    "tokens/s": "{tokens_per_second:,.0f}",
-    "reading": "{seconds_reading:duration}",
-    "memory": "{memory_bytes:size}",
-}
-# title, columns; a part that was not measured is left out
-READING_PARTS: dict[str, tuple[str, Columns]] = {
-    "speed": (
-        "Tokens/s: median (lowest-highest) of 7 rounds, interleaved.",
-        {
-            "size": "{size}",
-            "after tokens": "{length:,}",
-            "DRT read": "{tokens_per_second[read]:spread}",
-            "DRT full forward": "{tokens_per_second[drt]:spread}",
-            "window only, full forward": "{tokens_per_second[window]:spread}",
-            "time of read / window only": lambda r: ratio(r["tokens_per_second"], "window", "read"),
-        },
-    ),
-    "far": ("The demo's DRT, 300 questions at any place of a chunk.", FAR),
-    "token": (
-        "Milliseconds per generated token: median (lowest-highest) of 7 rounds.",
-        {
-            "size": "{size}",
-            "after tokens": "{after:,}",
-            "DRT": "{drt:spread .2f}",
-            "window only": "{window:spread .2f}",
-            "ratio": lambda r: ratio(r, "drt", "window"),
-        },
-    ),
-    "family": (
-        "Models of one size (width 512, 12 layers, 8 heads with 2 of keys and values, windows of 512 positions), "
-        "random weights, that read 8 chunks of 64 positions (of 63 tokens and a landmark, or of 64 tokens); float32, "
-        "after so many tokens. Tokens/s and milliseconds a token: median (lowest-highest) of 3 rounds, interleaved, "
-        "beside other work. Layers that wait until logits are wanted are not in what reading takes: all of a window's. "
-        "Bytes are those of the formula: what a token adds to the memory, and of that what is searched and lies on "
-        "the device.",
-        {
-            "model": "{model}",
-            "parameters": "{parameters:,}",
-            "after tokens": "{length:,}",
-            "read, tokens/s": "{tokens_per_second:spread}",
-            "a token, ms": "{milliseconds:spread .1f}",
-            "window": "{window_bytes:size}",
-            "memory a token": "{bytes_per_token:,.0f} bytes",
-            "of it searched": "{device_bytes_per_token:,.0f} bytes",
-        },
-    ),
-    "memory": (
-        "A process that reads 1,048,576 tokens, demo size; growth after the first 131,072.",
-        {
-            "tier": "{tier}",
-            "memory by the formula": "{grown[memory]:size}",
-            "growth in RAM": "{grown[VmRSS]:size}",
-            "of it anonymous": "{grown[RssAnon]:size}",
-            "growth of the window": "{grown[window]:size}",
-        },
-    ),
-    "saving": ("Seconds, a memory of 1,048,576 tokens, demo size.", {"": "{name}"}),
-    "search": (
-        "The 8 best of 262,144 landmarks, one query at a time.",
-        {
-            "E": "{E}",
-            "exact, ms": "{milliseconds[exact]:spread .2f}",
-            "faiss, ms": "{milliseconds[faiss]:spread .2f}",
-            "recall of faiss": "{recall:.3f}",
-            "index built in": "{build_seconds:.1f} s",
-        },
-    ),
-}
-
-
-def ratio(of: Row, one: str, other: str) -> str:
-    """Of two medians."""
-    return f"{of[one]['median'] / of[other]['median']:.2f}"
-
-
-def reading_text() -> str:
-    found, texts = record("reading"), []
-    for name, (title, columns) in READING_PARTS.items():
-        if name not in found:
-            continue
-        part, rows = found[name], found[name]["results"]
-        if name == "token":  # a row for each length
-            rows = [
-                {"size": r["size"], "after": int(n)}
-                | {model: r["milliseconds"][f"{model} {n}"] for model in ("drt", "window")}
-                for r in rows
-                for n in ("4096", "1048576")
-            ]
-        if name == "saving":  # a row for each way, all of one memory
-            columns = columns | {f"seconds ({size(rows[0]['memory_bytes'])})": "{seconds:spread .3f}"}
-            rows = [{"name": way, "seconds": s} for r in rows for way, s in r["seconds"].items()]
-        texts.append(f"{title} Machine: {machine(part['environment'])}.\n\n{table(columns, rows)}")
-    return "\n\n".join(texts)
-
-
 # --- ops and a training step -------------------------------------------------------------------------------
 
 
@@ -407,110 +304,7 @@ def compare_parts_text() -> str:
     return "\n\n".join(on_machine(f"**{title}.** {text}", part["environment"]) for title, part, text in parts)
 
 
-# --- Landmark Attention ------------------------------------------------------------------------------------
-
-
-def landmark_op_text() -> str:
-    found = record("landmark")["op"]
-    return on_machine(table(LANDMARK_OP, found["results"]), found["environment"])
-
-
-def landmark_decode_text() -> str:
-    """A token after a long text, its parts, and reading."""
-    found = record("landmark_decode")
-    return on_machine(
-        f"{table(TOKEN_TABLE, found['token'])}\n\nWhere a token's time goes, after "
-        f"{found['split'][-1]['context']:,} tokens, tier host (timers cost a little):\n\n"
-        f"{split_table(found['split'])}\n\n"
-        f"Reading {found['reading'][0]['tokens']:,} tokens with 4 layers of 256:\n\n"
-        f"{table(READING_TABLE, found['reading'])}",
-        found["environment"],
-    )
-
-
-def landmark_models_text() -> str:
-    """What small models found, part by part; parts that were not measured are left out."""
-    found = record("landmark_models")
-    texts = [make(found) for name, make in LANDMARK_PARTS.items() if found.get(name)]
-    trained = "; ".join(
-        f"{name} {m['last']['step']:,} steps of {m['tokens_per_step']:,} tokens in {m['seconds'] / 60:.0f} minutes"
-        for name, m in found["models"].items()
-    )
-    texts.append(f"Trained, each with one thread beside other work: {trained}.")
-    return on_machine("\n\n".join(texts), found["environment"])
-
-
-def landmark_needles(found: Row) -> str:
-    def beside(asked: Row) -> Row | None:
-        """The demo's DRT at this length, with at least as many needles."""
-        alike = [
-            r for r in found["drt"] if r["length"] == asked["length"] and r["needles"] >= asked["needles"]
-        ]
-        return min(alike, key=lambda r: r["needles"], default=None)
-
-    columns: Columns = {
-        "tokens": "{length:,}",
-        "x train": lambda r: f"{r['length'] // 1024}x",
-        "positions": "{memory_position}",
-        "hidden": "{needles}",
-        "questions": "{questions}",
-        "all digits right (95%)": RIGHT,
-        "chunk read": "{recall:.3f}",
-        "the demo DRT": "{beside[accuracy]:.3f} ({beside[needles]} hidden)",
-    }
-    return f"**Needles.**\n\n{table(columns, [r | {'beside': beside(r)} for r in found['needles']])}"
-
-
-def landmark_modes(found: Row) -> str:
-    in_memory = next(r["chunks_in_memory"] for r in found["modes"] if "chunks_in_memory" in r)
-
-    def touched(results: list[Row]) -> str:
-        return next((f"{r['unique_chunks']:.1f}" for r in results if "unique_chunks" in r), "-")
-
-    shown = crossed(
-        found["modes"],
-        {"selects": "{mode}", "k": "{num_retrieved_chunks}"},
-        "perplexity at {length:,}",
-        "{perplexity:.3f}",
-        {"chunks touched": touched},
-        order=_length,
-    )
-    return (
-        "**Ways to select** (perplexity per byte; chunks that a cell and layer touch of "
-        f"{in_memory:.0f} in memory, App. C; counting bytes alone: a loss of {found['unigram_loss']:.2f}).\n\n{shown}"
-    )
-
-
-def landmark_gate(found: Row) -> str:
-    def read_with(r: Row) -> str:
-        return r.get("mode") or ("memory" if r["model"] == "text" else f"cutoff {r['gate_cutoff']}")
-
-    columns: Columns = {
-        "model": "{model}",
-        "read with": read_with,
-        "tokens": "{length:,}",
-        "perplexity": "{perplexity:.3f}",
-        "retrievals skipped": "{skipped_share:.0%}",
-    }
-    return f"**The retrieval gate** (App. D).\n\n{table(columns, found['gate'])}"
-
-
-def landmark_jumps(found: Row) -> str:
-    down: Columns = {"model": "{model}", "read with": "{mode}"}
-    shown = crossed(found["jumps"], down, "{length:,} tokens", "{perplexity:.3f}", order=_length)
-    return f"**Position jumps** (App. E; trained on 510 positions).\n\n{shown}"
-
-
-def _length(result: Row) -> int:
-    return result["length"]
-
-
-LANDMARK_PARTS: dict[str, Callable[[Row], str]] = {
-    "needles": landmark_needles,
-    "modes": landmark_modes,
-    "gate": landmark_gate,
-    "jumps": landmark_jumps,
-}
+# --- beside other work ------------------------------------------------------------------------------------------
 
 
 def waiting_text() -> str:
@@ -607,15 +401,15 @@ DOCUMENTS: dict[str, Mapping[str, Callable[[], str]]] = {
         "two hops": two_hop_text,
         "ops": ops_text,
         "ops of tokens": token_ops_text,
-        "reading": reading_text,
+        "reading": reading_tables.text,
         "training": training_text,
         "waiting": waiting_text,
     },
     "docs/models.md": {"choosing needles": choosing_needles_text},
     "docs/landmark.md": {
-        "landmark op": landmark_op_text,
-        "landmark decode": landmark_decode_text,
-        "landmark models": landmark_models_text,
+        "landmark op": landmark_tables.op_text,
+        "landmark decode": landmark_tables.decode_text,
+        "landmark models": landmark_tables.models_text,
     },
     "docs/case-study.md": case_study_texts(),
     "docs/serving.md": {"serving": serving_text},

@@ -75,17 +75,19 @@ def bootstrap_mean(values: npt.ArrayLike, seed: int = 0, resamples: int = RESAMP
 
 
 def score_interval(scores: Sequence[float], seed: int = 0) -> tuple[float | None, float | None]:
-    """The 95% interval of the mean of scores between 0 and 1, one for each question.
+    """The 95% interval of the mean of scores, one for each question.
 
     Where all are 0 or 1 it is that of a proportion: drawing again ten answers that are all wrong would say that none is
-    ever right. Of others it is :func:`bootstrap_mean`'s, within 0 and 1; None of a single one.
+    ever right. Of others it is :func:`bootstrap_mean`'s, within 0 and 1 where they are; None of a single one.
     """
     if set(scores) <= {0.0, 1.0}:
         return wilson_interval(sum(scores), len(scores))
-    low, high = bootstrap_mean(scores, seed)
+    low, high = map(float, bootstrap_mean(scores, seed))
     if math.isnan(low):
         return None, None
-    return max(0.0, float(low)), min(1.0, float(high))
+    if 0 <= min(scores) <= max(scores) <= 1:
+        return max(0.0, low), min(1.0, high)
+    return low, high
 
 
 def _expanded(top: Floats, bottom: Floats, seed: int, resamples: int) -> tuple[Floats, Floats]:

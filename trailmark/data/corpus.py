@@ -51,6 +51,11 @@ def vocabulary_size(tokenizer: Any) -> int:
     return 256 + tokenizer.offset if isinstance(tokenizer, ByT5Tokenizer) else len(tokenizer)
 
 
+def padding_id(tokenizer: Any) -> Any:
+    """The token that stands where a row of a batch has none: the one that ends a text, where there is no other."""
+    return tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+
+
 def tokenizer_fingerprint(tokenizer: Any) -> str:
     """SHA-256 of what decides a tokenizer's tokens: equal fingerprints give equal tokens for equal text.
 

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from trailmark.data.batches import mix, permuted
-from trailmark.data.corpus import Tokens, tokenize, tokenize_parts, tokenizer_fingerprint
+from trailmark.data.corpus import Tokens, padding_id, tokenize, tokenize_parts, tokenizer_fingerprint
 from trailmark.data.needles.formats import IGNORED
 from trailmark.data.prepare import expect_as_prepared
 from trailmark.files import sha256_of
@@ -71,7 +71,7 @@ class SummarizationTexts:
         self.tokenizer, self.length, self.seed = tokenizer, length, int(seed)
         self.summary_only = summary_only
         self._before, self._after = tokenize_parts(["|Summary", ":"], tokenizer)
-        self._absent = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+        self._absent = padding_id(tokenizer)
         self._numbers = self._that_fit()
 
     def __len__(self) -> int:

@@ -7,7 +7,7 @@ asking chunk's last position (its landmark, or without landmarks its last token)
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 import torch
@@ -121,20 +121,42 @@ class MemoryCandidates:
     def select_nearest(self, begin: int, size: int, num_retrieved: int, scale: float) -> ChunkSelection:
         """By vectors that lie in the memory: keys [d] from ``begin`` on in a landmark vector, then queries [d]."""
         middle, end = begin + size, begin + 2 * size
-        asked: Tensor | None = None
-        for rows, memory in self.memory.parts(self.size.chunks > 0):
+
+        def vectors(rows: Rows, memory: ChunkMemory) -> tuple[Tensor]:
             count = int(self.size.chunks[rows].max())
             numbers = torch.from_numpy(self.asking[rows].clip(max=count - 1)).to(self.device)
             parts = [x[:, :, None, middle:end] for x in memory.blocks(count, len(numbers))]
-            found = gather(parts, numbers[:, :, None, None], parts[0].dtype)[:, :, 0, 0]
-            if isinstance(rows, slice):
-                asked = found
-                break
-            if asked is None:
-                asked = found.new_zeros(len(self.asking), *found.shape[1:])
-            asked[rows] = found
-        assert asked is not None, "a chunk that closes is in memory"
-        return self.select(asked, slice(begin, middle), num_retrieved, scale)
+            return (gather(parts, numbers[:, :, None, None], parts[0].dtype)[:, :, 0, 0],)
+
+        found = in_all_rows(self.memory.parts(self.size.chunks > 0), vectors, len(self.asking), (0,))
+        assert found is not None, "a chunk that closes is in memory"
+        return self.select(found[0], slice(begin, middle), num_retrieved, scale)
+
+
+def in_all_rows(
+    parts: Iterable[tuple[Rows, ChunkMemory]],
+    find: Callable[[Rows, ChunkMemory], Sequence[Tensor]],
+    B: int,
+    nothing: Sequence[float],
+) -> tuple[Tensor, ...] | None:
+    """What ``find`` gives for some rows and their memory [b, ...], put together as tensors [B, ...] of all rows.
+
+    Args:
+        parts: of ``memory.parts``. nothing: of each tensor, what rows hold that are in none of them.
+
+    Returns:
+        None: there is no part.
+    """
+    every: tuple[Tensor, ...] | None = None
+    for rows, memory in parts:
+        found = find(rows, memory)
+        if isinstance(rows, slice):  # all rows
+            return tuple(found)
+        if every is None:
+            every = tuple(x.new_full((B, *x.shape[1:]), no) for x, no in zip(found, nothing, strict=True))
+        for x, of_rows in zip(every, found, strict=True):
+            x[rows] = of_rows
+    return every
 
 
 Search = Callable[[Rows, ChunkMemory, list[Tensor]], ChunkSelection]
@@ -151,19 +173,12 @@ def select_in_each(
         search: of some rows, a memory of these and its blocks of landmarks, gives what they select, [b, n, ..., K].
     """
     asking = (limits > 0).flatten(1).any(1).cpu().numpy()
-    chosen: ChunkSelection | None = None
-    for rows, own in memory.parts(asking):
-        found = search(rows, own, own.blocks(int(size.chunks[rows].max()), len(size.chunks[rows])))
-        if isinstance(rows, slice):
-            return found
-        if chosen is None:
-            pairs = zip(found, _NOTHING, strict=True)
-            every = (part.new_full((len(x), *part.shape[1:]), nothing) for part, nothing in pairs)
-            chosen = ChunkSelection(*every)
-        for part, of_rows in zip(chosen, found, strict=True):
-            part[rows] = of_rows
-    if chosen is not None:
-        return chosen
+
+    def found(rows: Rows, own: ChunkMemory) -> ChunkSelection:
+        return search(rows, own, own.blocks(int(size.chunks[rows].max()), len(size.chunks[rows])))
+
+    if (chosen := in_all_rows(memory.parts(asking), found, len(x), NOTHING)) is not None:
+        return ChunkSelection(*chosen)
     none = torch.full((len(x), *shape), -1, device=x.device)
     weights = x.new_zeros(none.shape, dtype=torch.promote_types(x.dtype, torch.float32))
     return ChunkSelection(none, weights, torch.full_like(weights, -math.inf))
@@ -199,7 +214,7 @@ def expect_selectable(given: Given, grid: Grid, visible: int | None) -> None:
         )
 
 
-_NOTHING = (-1, 0.0, -math.inf)  # index, weight and score where nothing was selected
+NOTHING = (-1, 0.0, -math.inf)  # index, weight and score where nothing was selected
 
 
 def no_selection(x: Tensor, num_closed: int, num_retrieved: int) -> ChunkSelection:
@@ -220,7 +235,7 @@ def last_chunks(chosen: ChunkSelection, had: Integers, own: Integers) -> ChunkSe
     row = torch.arange(B)[:, None]
     at = torch.from_numpy(np.where(gone, 0, index))
     missing = torch.from_numpy(gone.copy())[..., None]
-    parts = zip(chosen, _NOTHING, strict=True)
+    parts = zip(chosen, NOTHING, strict=True)
     return ChunkSelection(*(x[row, at].masked_fill(missing.to(x.device), nothing) for x, nothing in parts))
 
 
@@ -228,7 +243,7 @@ def selection_of_tokens(chosen: ChunkSelection, grid: Grid) -> ChunkSelection:
     """What positions select [B, P, H, K] -> what the call's tokens do, [B, T, H, K]; absent ones nothing."""
     take = grid.last_tokens(None)
     absent = torch.from_numpy(take.index < 0).to(chosen.indices.device)[..., None, None]
-    parts = zip(chosen, _NOTHING, strict=True)
+    parts = zip(chosen, NOTHING, strict=True)
     return ChunkSelection(*(take(x).masked_fill(absent, nothing) for x, nothing in parts))
 
 

@@ -26,20 +26,15 @@ class Reads(HFLM):
     """
 
     def __init__(self, subject: Subject, batch_size: int = 1) -> None:
-        ours = subject.ours
+        self._ours = subject.ours
         super().__init__(
             pretrained=subject.model,
             tokenizer=subject.tokenizer,
             backend="causal",
-            max_length=ENDLESS if ours else subject.longest_text,
+            max_length=ENDLESS if subject.ours else subject.longest_text,
             batch_size=batch_size,
             add_bos_token=bool(subject.beginning),
         )
-        self._ours = ours
-
-    @property
-    def max_length(self) -> int:
-        return ENDLESS if self._ours else int(super().max_length)
 
     # --- log-likelihoods ---------------------------------------------------------------------------------------
 
@@ -53,15 +48,13 @@ class Reads(HFLM):
             )
             return found
         results: list[tuple[float, bool]] = []
-        for context, alike in groupby(
-            requests, key=lambda request: request[1]
-        ):  # answers to one question follow
+        # answers to one question follow each other
+        for context, alike in groupby(requests, key=lambda request: request[1]):
             whole = torch.tensor([context], device=self.device)  # [1, T]
             cache = self.model.read(whole[:, :-1]) if len(context) > 1 else self.model.new_cache()
             # the last token's logits say what comes next
-            first = self.model(whole[:, -1:], past_key_values=cache, close_chunk=len(context) > 1).logits[
-                :, -1:
-            ]
+            out = self.model(whole[:, -1:], past_key_values=cache, close_chunk=len(context) > 1)
+            first = out.logits[:, -1:]
             for texts, _, wanted in alike:
                 results.append(self._score(first, wanted, cache.branch()))
                 if texts is not None:

@@ -17,7 +17,7 @@ from trailmark.evaluation.harness.suite import HarnessSettings
 from trailmark.evaluation.record import Record
 from trailmark.evaluation.subject import Subject
 from trailmark.settings import nearest
-from trailmark.statistics import bootstrap_mean, score_interval
+from trailmark.statistics import score_interval
 
 
 def run(
@@ -85,14 +85,6 @@ def _harness() -> Any:
     except ImportError as error:
         raise ValueError("suite: lm-eval is not installed. pip install 'trailmark[lm-eval]'") from error
     return lm_eval
-
-
-def _interval(numbers: Sequence[float], seed: int) -> tuple[float | None, float | None]:
-    """Of a mean over texts; scores of other sizes than 0 to 1 are drawn again."""
-    if all(0 <= x <= 1 for x in numbers):
-        return score_interval(numbers, seed)
-    low, high = bootstrap_mean(numbers, seed)
-    return None if math.isnan(low) else float(low), None if math.isnan(high) else float(high)
 
 
 class _Cell:
@@ -163,7 +155,7 @@ class _Cell:
             if each and all(isinstance(x, (bool, int, float)) for x in each):
                 numbers = [float(x) for x in each if x is not None]
                 if math.isclose(sum(numbers) / len(numbers), value):
-                    low, high = _interval(numbers, self.settings.seed)
+                    low, high = score_interval(numbers, self.settings.seed)
             title = "score" if self.length is not None else metric if kind == "none" else f"{metric}, {kind}"
             yield title, {"score": float(value), "low": low, "high": high}
 

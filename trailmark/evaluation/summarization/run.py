@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import GenerationConfig
 
 from trailmark.data.batches import mix
-from trailmark.data.corpus import Tokens, tokenize, tokenize_parts, tokenizer_fingerprint
+from trailmark.data.corpus import Tokens, padding_id, tokenize, tokenize_parts, tokenizer_fingerprint
 from trailmark.data.summarization import Pairs
 from trailmark.evaluation.protocols import PUBLISHED
 from trailmark.evaluation.record import Record
@@ -231,7 +231,7 @@ class _Writer:
     @torch.no_grad()
     def _write_batch(self, documents: Sequence[Tokens]) -> list[list[int]]:
         settings, tokenizer = self.settings, self.tokenizer
-        absent = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+        absent = padding_id(tokenizer)
         options: dict[str, Any] = {
             "max_new_tokens": settings.max_new_tokens,
             "eos_token_id": tokenizer.eos_token_id,

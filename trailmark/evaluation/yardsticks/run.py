@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from transformers import GenerationConfig
 
-from trailmark.data.corpus import tokenize, tokenizer_fingerprint
+from trailmark.data.corpus import padding_id, tokenize, tokenizer_fingerprint
 from trailmark.evaluation.record import Record
 from trailmark.evaluation.subject import Subject, generating_by
 from trailmark.evaluation.yardsticks.formats import FORMATS, Question, questions_of
@@ -118,7 +118,7 @@ class _Part:
     def _answer(self, asked: str, cache: Any) -> str:
         model, tokenizer = self.subject.model, self.subject.tokenizer
         ids = torch.from_numpy(tokenize([asked], tokenizer)).long()[None].to(model.device)
-        absent = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+        absent = padding_id(tokenizer)
         with generating_by(model, GenerationConfig()):
             out = model.generate(
                 ids,

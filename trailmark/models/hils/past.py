@@ -12,9 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trailmark.memory import MemoryEntries
+from trailmark.memory import ChunkMemory, MemoryEntries
 from trailmark.memory.chunks import Rows
-from trailmark.models.candidates import distinct_chunks
+from trailmark.models.candidates import NOTHING, distinct_chunks, in_all_rows
 from trailmark.models.grid import Grid, Integers, Take
 from trailmark.models.hils.config import HiLSConfig
 from trailmark.models.hils.sight import Sight
@@ -191,24 +191,19 @@ class MemoryPast(Past):
         """What tokens choose in one layer, each row in its memory; and what each head scores it with."""
         config, B = self.config, len(lse)
         n, heads, width = config.summary_shape
-        own, parts = slice(layer * n * heads, (layer + 1) * n * heads), []
-        asking = (self.candidates > 0).any(1).cpu().numpy()
-        for rows, memory in self.step.cache.memory.parts(asking):
+        own = slice(layer * n * heads, (layer + 1) * n * heads)
+
+        def found(rows: Rows, memory: ChunkMemory) -> tuple[Tensor, ...]:
             blocks = memory.blocks(int(self.candidates[rows].max()), len(scoring[rows]))
             landmarks = [x[:, :, own].view(*x.shape[:2], n, heads, width) for x in blocks]
             chosen, scores = self._select(scoring[rows], lse[rows], landmarks, None, rows)
             if config.chunk_weights == "score" and torch.is_grad_enabled() and scoring.requires_grad:
                 scores = score_for_tokens(scoring[rows], torch.cat(landmarks, 1), chosen.indices)
-            if isinstance(rows, slice):
-                return chosen, scores
-            parts.append((rows, (*chosen, scores)))
-        every = [
-            x.new_full((B, *x.shape[1:]), nothing)
-            for x, nothing in zip(parts[0][1], (-1, 0, -torch.inf, -torch.inf), strict=True)
-        ]
-        for rows, found in parts:
-            for x, mine in zip(every, found, strict=True):
-                x[rows] = mine
+            return *chosen, scores
+
+        asking = (self.candidates > 0).any(1).cpu().numpy()
+        every = in_all_rows(self.step.cache.memory.parts(asking), found, B, (*NOTHING, -torch.inf))
+        assert every is not None, "some row has candidates"
         return ChunkSelection(*every[:3]), every[3]
 
     def _fetched(self, chunks: Integers, layer: int) -> MemoryEntries:

@@ -1,0 +1,107 @@
+"""What the documents say of reading, of reading.json."""
+
+from __future__ import annotations
+
+from tables import Columns, Row, machine, record, table
+
+from trailmark.report.console import size
+
+_FAR: Columns = {
+    "tokens": "{length:,}",
+    "x train": lambda r: f"{r['length'] // 1024:,}",
+    "tier": "{memory_tier}, {memory_dtype}",
+    "missed": lambda r: f"{r['questions'] - r['correct']} of {r['questions']}",
+    "recall": "{recall:.3f}",
+    "tokens/s": "{tokens_per_second:,.0f}",
+    "reading": "{seconds_reading:duration}",
+    "memory": "{memory_bytes:size}",
+}
+# title, columns; a part that was not measured is left out
+_PARTS: dict[str, tuple[str, Columns]] = {
+    "speed": (
+        "Tokens/s: median (lowest-highest) of 7 rounds, interleaved.",
+        {
+            "size": "{size}",
+            "after tokens": "{length:,}",
+            "DRT read": "{tokens_per_second[read]:spread}",
+            "DRT full forward": "{tokens_per_second[drt]:spread}",
+            "window only, full forward": "{tokens_per_second[window]:spread}",
+            "time of read / window only": lambda r: _ratio(r["tokens_per_second"], "window", "read"),
+        },
+    ),
+    "far": ("The demo's DRT, 300 questions at any place of a chunk.", _FAR),
+    "token": (
+        "Milliseconds per generated token: median (lowest-highest) of 7 rounds.",
+        {
+            "size": "{size}",
+            "after tokens": "{after:,}",
+            "DRT": "{drt:spread .2f}",
+            "window only": "{window:spread .2f}",
+            "ratio": lambda r: _ratio(r, "drt", "window"),
+        },
+    ),
+    "family": (
+        "Models of one size (width 512, 12 layers, 8 heads with 2 of keys and values, windows of 512 positions), "
+        "random weights, that read 8 chunks of 64 positions (of 63 tokens and a landmark, or of 64 tokens); float32, "
+        "after so many tokens. Tokens/s and milliseconds a token: median (lowest-highest) of 3 rounds, interleaved, "
+        "beside other work. Layers that wait until logits are wanted are not in what reading takes: all of a window's. "
+        "Bytes are those of the formula: what a token adds to the memory, and of that what is searched and lies on "
+        "the device.",
+        {
+            "model": "{model}",
+            "parameters": "{parameters:,}",
+            "after tokens": "{length:,}",
+            "read, tokens/s": "{tokens_per_second:spread}",
+            "a token, ms": "{milliseconds:spread .1f}",
+            "window": "{window_bytes:size}",
+            "memory a token": "{bytes_per_token:,.0f} bytes",
+            "of it searched": "{device_bytes_per_token:,.0f} bytes",
+        },
+    ),
+    "memory": (
+        "A process that reads 1,048,576 tokens, demo size; growth after the first 131,072.",
+        {
+            "tier": "{tier}",
+            "memory by the formula": "{grown[memory]:size}",
+            "growth in RAM": "{grown[VmRSS]:size}",
+            "of it anonymous": "{grown[RssAnon]:size}",
+            "growth of the window": "{grown[window]:size}",
+        },
+    ),
+    "saving": ("Seconds, a memory of 1,048,576 tokens, demo size.", {"": "{name}"}),
+    "search": (
+        "The 8 best of 262,144 landmarks, one query at a time.",
+        {
+            "E": "{E}",
+            "exact, ms": "{milliseconds[exact]:spread .2f}",
+            "faiss, ms": "{milliseconds[faiss]:spread .2f}",
+            "recall of faiss": "{recall:.3f}",
+            "index built in": "{build_seconds:.1f} s",
+        },
+    ),
+}
+
+
+def _ratio(of: Row, one: str, other: str) -> str:
+    """Of two medians."""
+    return f"{of[one]['median'] / of[other]['median']:.2f}"
+
+
+def text() -> str:
+    found, texts = record("reading"), []
+    for name, (title, columns) in _PARTS.items():
+        if name not in found:
+            continue
+        part, rows = found[name], found[name]["results"]
+        if name == "token":  # a row for each length
+            rows = [
+                {"size": r["size"], "after": int(n)}
+                | {model: r["milliseconds"][f"{model} {n}"] for model in ("drt", "window")}
+                for r in rows
+                for n in ("4096", "1048576")
+            ]
+        if name == "saving":  # a row for each way, all of one memory
+            columns = columns | {f"seconds ({size(rows[0]['memory_bytes'])})": "{seconds:spread .3f}"}
+            rows = [{"name": way, "seconds": s} for r in rows for way, s in r["seconds"].items()]
+        texts.append(f"{title} Machine: {machine(part['environment'])}.\n\n{table(columns, rows)}")
+    return "\n\n".join(texts)
