@@ -13,7 +13,7 @@ from typing import Annotated
 import typer
 
 from trailmark import __version__, cli_chat, cli_convert, cli_data, cli_evaluation, cli_explore, cli_serve
-from trailmark.evaluation.suite import dtype_setting
+from trailmark.evaluation.suite import dtype_setting, tier_setting, tiers_in_folders
 from trailmark.machine import start_again_set_up
 from trailmark.settings import Settings, setting, takes
 
@@ -185,6 +185,7 @@ class ReadSettings(Settings):
         help="Text files of any length, read one after the other.", argument=True
     )
     memory: Path = setting(help="Folder for the memory; one that is there is read on.")
+    memory_tier: str = tier_setting("disk", tiers_in_folders)
     memory_dtype: str | None = dtype_setting()
     trace: Path | None = setting(
         None,
@@ -211,7 +212,8 @@ def read(settings: ReadSettings) -> None:
             f"{size(resident_bytes())} in RAM"
         )
 
-    with Reader(load(settings.model), memory, parse_dtype(settings.memory_dtype), show, trace) as reader:
+    dtype, tier = parse_dtype(settings.memory_dtype), settings.memory_tier
+    with Reader(load(settings.model), memory, dtype, show, trace, memory_tier=tier) as reader:
         for file in settings.files:
             before = reader.num_tokens
             fresh = reader.read(file)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from trailmark.evaluation.suite import tiers
+from trailmark.evaluation.suite import tier_setting
 from trailmark.settings import Settings, setting, takes
 
 if TYPE_CHECKING:
@@ -54,9 +54,7 @@ class ChatSettings(Settings):
         None, "Sample from the most likely tokens that have this probability together.", least=0, most=1
     )
     seed: int = setting(0, "Seed of what is sampled.", least=0, most=2**32 - 1)
-    memory_tier: str = setting(
-        "disk", "Where the memory of past chunks lies: device, host or disk.", choices=tiers
-    )
+    memory_tier: str = tier_setting("disk")
 
 
 @takes(ChatSettings)

@@ -86,6 +86,17 @@ def test_a_second_run_reads_nothing_again_and_adds_what_is_new(
     torch.testing.assert_close(answer(subject, loaded), whole(subject, *books))
 
 
+def test_a_memory_of_tokens_is_gone_on_with_as_one(
+    subject: Subject, books: list[Path], tmp_path: Path
+) -> None:
+    for book, tier in zip(books, ("tokens", "disk"), strict=True):
+        with Reader(subject, tmp_path / "memory", memory_tier=tier) as reader:
+            reader.read(book)
+            assert reader.cache.memory.tier == "tokens"
+    torch.testing.assert_close(answer(subject, reader.cache), whole(subject, *books))
+    verification.verify(tmp_path / "memory")
+
+
 @pytest.mark.parametrize("pieces", [1, 3])
 def test_an_interrupted_reading_goes_on_where_it_stopped(
     subject: Subject, books: list[Path], tmp_path: Path, pieces: int

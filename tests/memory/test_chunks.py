@@ -142,7 +142,9 @@ def test_only_the_one_row_of_a_memory_is_replaced() -> None:
 
 
 def test_a_tier_that_does_not_exist_is_refused() -> None:
-    with pytest.raises(ValueError, match="memory_tier: expected one of 'device', 'host', 'disk', got 'tape'"):
+    with pytest.raises(
+        ValueError, match="memory_tier: expected one of 'device', 'host', 'disk', 'tokens', got 'tape'"
+    ):
         ChunkMemory("tape")
 
 

@@ -271,7 +271,10 @@ def test_after_a_first_prompt_that_failed_the_next_is_read_as_ever(
             assert cache.memory_bytes() == 0
     logits_of(model, tokens(50, batch=rows), past_key_values=cache, logits_to_keep=1)
     cache.save(tmp_path / "saved")
-    for going in (cache, *(model.load_cache(tmp_path / "saved", memory_tier=of) for of in TIERS)):
+    for going in (
+        cache,
+        *(model.load_cache(tmp_path / "saved", memory_tier=of) for of in TIERS if of != "tokens"),
+    ):
         calm = model.new_cache()
         logits_of(model, tokens(50, batch=rows), past_key_values=calm, logits_to_keep=1)
         assert_goes_on_like(going, calm, model)

@@ -27,6 +27,8 @@ MODELS: dict[str, Callable[[], Any]] = {
     "landmark": landmark,
     "hils": lambda: hils(num_sinks=2),
     "hsa": hsa,
+    "hsa, tokens": hsa,
+    "drt, tokens": lambda: drt(2, num_sinks=2),
 }
 _INTEGERS = (-1, -2, 1, 7, 2**31, 2**62, 2**63 - 1, -(2**63))
 
@@ -57,20 +59,21 @@ def put(state: dict[str, Tensor], name: str, other: Tensor | None) -> None:
 
 
 @pytest.fixture(scope="module", params=MODELS)
-def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
+def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path, str]:
     model = MODELS[request.param]()
     folder = tmp_path_factory.mktemp("made") / "memory"
-    cache = model.new_cache("disk", memory_folder=folder)
+    tier = "tokens" if request.param.endswith("tokens") else "disk"
+    cache = model.new_cache(tier, memory_folder=folder)
     with torch.no_grad():
         model.read(tokens(61, seed=1), cache)
     cache.save(folder)
-    return model, folder
+    return model, folder, "disk" if tier == "tokens" else "host"
 
 
 @torch.no_grad()
 @pytest.mark.sampled(4)
-def test_every_tensor_is_checked(made: tuple[Any, Path], tmp_path: Path) -> None:
-    model, source = made
+def test_every_tensor_is_checked(made: tuple[Any, Path, str], tmp_path: Path) -> None:
+    model, source, tier = made
     (path,) = source.glob("state-*")
     wrong, refused = [], 0
     for name, tensor in safetensors.torch.load_file(path).items():
@@ -80,7 +83,7 @@ def test_every_tensor_is_checked(made: tuple[Any, Path], tmp_path: Path) -> None
             shutil.copytree(source, folder)
             sign_state(folder, partial(put, name=name, other=other))
             try:
-                cache = model.load_cache(folder, "host")
+                cache = model.load_cache(folder, tier)
             except ValueError as error:
                 refused += 1
                 if "\n" in str(error) or len(str(error)) > 900:

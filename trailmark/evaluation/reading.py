@@ -33,11 +33,13 @@ class Reader:
     Args:
         subject: the model and its tokenizer.
         folder: of the memory; one that is there is read on.
-        memory_dtype: of keys and values of a new memory; None: the model's.
+        memory_dtype: of keys and values of a new memory, or of landmark vectors where it keeps tokens; None: the
+            model's.
         progress: called now and then with the reader.
         take: reads tokens [1, T] into the memory; None: the model does. A server's takes turns with its answers.
         trace: a file for what each chunk read and what each token cost (docs/trace.md), from the memory's first token
             on; it takes both forwards in full, where a memory alone takes the lower layers.
+        memory_tier: of a new memory: "disk" (keys and values), or "tokens".
 
     Raises:
         ValueError: a memory of another model, a damaged one, or one that another process reads into; as
@@ -52,6 +54,7 @@ class Reader:
         progress: Callable[[Reader], None] = lambda reader: None,
         trace: Path | None = None,
         take: Callable[[torch.Tensor, ChunkCache], object] | None = None,
+        memory_tier: str = "disk",
     ) -> None:
         self.subject, self.folder, self.progress = subject, folder, progress
         model = subject.model
@@ -60,9 +63,9 @@ class Reader:
         self._held = saved.hold(folder)
         try:
             if (folder / saved.MANIFEST).exists():
-                self.cache: ChunkCache = model.load_cache(folder)
+                self.cache: ChunkCache = model.load_cache(folder, memory_tier)
             else:
-                self.cache = model.new_cache("disk", memory_folder=folder, memory_dtype=memory_dtype)
+                self.cache = model.new_cache(memory_tier, memory_folder=folder, memory_dtype=memory_dtype)
             sources_of(self.cache.notes, "memory", folder)
             self.trace = None
             if trace is not None:

@@ -39,7 +39,8 @@ def memory_need(
     config: Any = model.config
     if model.reach() is None:  # every layer keeps it all
         return Counter(device=num_tokens * config.num_hidden_layers * kv_width(config) * model.dtype.itemsize)
-    cache: ChunkCache = model.new_cache(memory_dtype=dtype)
+    keeps_tokens = tier_named(tier).keeps_tokens
+    cache: ChunkCache = model.new_cache(tier if keeps_tokens else "device", memory_dtype=dtype)
     model.read(ids[:, : probe_length(model)].to(model.device), cache)
     memory = cache.memory
     count = int(cache.num_chunks[0])

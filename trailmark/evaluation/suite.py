@@ -352,11 +352,22 @@ def seed_setting() -> Any:
     return setting(0, "Seed of all that is drawn at random.", least=0, most=2**32 - 1)
 
 
-def tier_setting() -> Any:
-    return setting("device", "Where the memory of past chunks lies: device, host or disk.", choices=tiers)
+def tier_setting(default: str = "device", among: Callable[[], tuple[str, ...]] = tiers) -> Any:
+    about = "Where keys and values of past chunks lie; with tokens nowhere: tokens are kept, and those chunks that are "
+    return setting(default, f"{about}selected are encoded again.", choices=among)
+
+
+def tiers_in_folders() -> tuple[str, ...]:
+    """Where a memory that is kept can lie."""
+    from trailmark.memory.tiers.base import TIERS
+
+    return tuple(name for name, kind in TIERS.items() if kind.needs_folder)
 
 
 def dtype_setting() -> Any:
     return setting(
-        None, f"Of keys and values in memory: {', '.join(DTYPES)}.", default="the model's", choices=DTYPES
+        None,
+        f"Of keys and values in memory, or with the tier tokens of landmark vectors: {', '.join(DTYPES)}.",
+        default="the model's",
+        choices=DTYPES,
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from copy import copy
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -11,8 +11,9 @@ from weakref import WeakSet
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from trailmark.memory.encoding import EncodedRecords, EncodedStore, Encoder
 from trailmark.memory.fetching import Located, fetch_each, fetch_once
 from trailmark.memory.saved import next_chunk_file
 from trailmark.memory.search import ExactSearch
@@ -43,6 +44,11 @@ class MemoryEntries(NamedTuple):
     v: Tensor  # [B, n, S, planes * J, D]
     landmarks: Tensor  # [B, n, E], or of any trailing shape [B, n, ..., E]
     lengths: Tensor  # [B, n] int64: keys that exist
+    tokens: Tensor | None = None  # [B, n, S] int64, for a memory that keeps these; what is absent is any
+
+    def each(self, change: Callable[[Tensor], Tensor]) -> MemoryEntries:
+        """With every tensor that there is changed."""
+        return MemoryEntries(*(None if x is None else change(x) for x in self))  # type: ignore[arg-type]
 
 
 class MemorySize(NamedTuple):
@@ -85,10 +91,13 @@ class ChunkMemory:
     is evicted in every row. On tier "disk" a memory that was saved, and read on with, is then no longer what
     the folder's manifest says: loading it is refused until it is saved again.
 
+    On a tier that keeps tokens the store holds these instead, and ``encoder`` makes keys and values of them again
+    when they are read (:mod:`trailmark.memory.encoding`); a branch keeps tokens too.
+
     Args:
         capacity: chunks of all rows to make room for at once.
         folder: of tier "disk"; None: a temporary one.
-        dtype: of keys and values; None: as they come.
+        dtype: of keys and values, or of a memory of tokens of landmark vectors; None: as they come.
         search: over landmarks; None: exact.
         planes: records of a chunk.
         max_chunks: chunks of a row that count; None: all.
@@ -131,6 +140,8 @@ class ChunkMemory:
         """Of each plane, its own copy of ``search``, for models whose heads search by themselves."""
         self.store: ChunkStore | None = None
         self.base: tuple[ChunkMemory, int] | None = None  # of one row; so many of its chunks
+        self.encoder: Encoder | None = None
+        """Of a memory that keeps tokens, what makes keys and values of them; who makes the memory sets it."""
         self.fetched = 0
         """Records that :meth:`gather` needed: each counts once a call, however often it was asked for."""
         self._recent: RecentRecords | None = None
@@ -193,13 +204,29 @@ class ChunkMemory:
         tables.starts[row, place] = np.broadcast_to(starts, (B, n))[row, chunk]
         tables.lengths[row, place] = lengths[row, chunk]
         landmarks = entries.landmarks.detach()
+        if self.keeps_tokens and self.dtype is not None:
+            landmarks = landmarks.to(self.dtype)
         self._landmarks = self._landmarks.with_room(landmarks, end, gone, self.capacity, self.max_chunks)
         self._landmarks.write(landmarks, first, counts)
-        short = size.short or bool((lengths[row, chunk] < entries.k.shape[2]).any())
+        short = size.short or bool((lengths[row, chunk] < self._keys_of(records)).any())
         end = max(size.records, int(numbers.max(initial=-1)) + self.planes)
         return MemorySize(size.chunks + counts, end, short)
 
-    def _as_records(self, entries: MemoryEntries) -> Tensor:  # [B, n, planes, 2, J, S, D]
+    @property
+    def keeps_tokens(self) -> bool:
+        """Whether its records are tokens."""
+        return tier_named(self.tier).keeps_tokens
+
+    def _keys_of(self, records: Tensor) -> int:
+        """S, of records [n, 2, J, S, D] or of tokens [n, S]."""
+        return records.shape[-1 if self.keeps_tokens else -2]
+
+    def _as_records(
+        self, entries: MemoryEntries
+    ) -> Tensor:  # [B, n, planes, 2, J, S, D], or [B, n, 1, S] of tokens
+        if self.keeps_tokens:
+            assert entries.tokens is not None, "a step that was not told its tokens"
+            return entries.tokens[:, :, None]
         parts = (x.transpose(2, 3).unflatten(2, (self.planes, -1)) for x in (entries.k, entries.v))
         return torch.stack(list(parts), dim=3)
 
@@ -208,11 +235,16 @@ class ChunkMemory:
             expect_there(self.folder)
         path = None if self.folder is None else next_chunk_file(self.folder)
         layout = RecordLayout(tuple(records.shape[1:]), self.dtype or records.dtype, records.device)
+        if self.encoder is not None:
+            layout = RecordLayout(layout.shape, self.encoder.token_dtype, "cpu")
         return make_store(self.tier, layout, self.capacity * self.planes, path)
 
     def _use(self, store: ChunkStore) -> None:
         self.store = store
-        if store.keeps_recent(store.device):
+        if self.encoder is not None:
+            encoded = EncodedStore(store, self.encoder.layout)
+            self._recent = RecentRecords(encoded, recent_chunks(encoded.record_bytes))
+        elif store.keeps_recent(store.device):
             recent = recent_chunks(store.record_bytes, self.planes)
             self._recent = RecentRecords(store, recent * self.planes)
 
@@ -321,29 +353,57 @@ class ChunkMemory:
 
     def _located(self, rows: Integers, chunks: Integers, plane: Integers) -> Iterator[Located]:
         """Where chunks [n] lie, in parts by memory."""
+        for memory, here, at in self._homes(rows, chunks):
+            numbers = memory._tables.records[at] + plane[here]
+            source: Any = memory._recent or memory.store
+            if memory.encoder is not None:
+                source = EncodedRecords(memory, memory.encoder, source, at[0], chunks[here], numbers)
+            yield Located(source, here, numbers, memory._tables.lengths[at])
+
+    def _homes(
+        self, rows: Integers, chunks: Integers
+    ) -> Iterator[tuple[ChunkMemory, Integers, tuple[Integers, Integers]]]:
+        """Memories in which chunks [n] lie: which of them do, and their rows and columns of its tables."""
         memory, left = self, np.arange(len(chunks))
         while len(left):
             base = memory._num_base
             own = chunks[left] >= base
             here = left[own]
             if len(here):
-                row = rows[here] if memory is self else 0  # a base has one
+                row = rows[here] if memory is self else np.zeros_like(here)  # a base has one
                 at = row, chunks[here] - base - memory._tables.first
                 assert at[1].min() >= 0, "evicted in every row"
-                numbers = memory._tables.records[at] + plane[here]
-                source = memory._recent or memory.store
-                assert source is not None
-                yield Located(source, here, numbers, memory._tables.lengths[at])
+                yield memory, here, at
             left = left[~own]
             memory = memory if memory.base is None else memory.base[0]
+
+    def tokens(self, row: int, first: int, stop: int) -> tuple[Tensor, Integers, Integers]:
+        """Of chunks ``first ... stop - 1`` of a row of a memory that keeps tokens: these, lengths and starts.
+
+        Returns:
+            int64 [stop - first, S] on the CPU, [stop - first], and [stop - first] the number of the first position.
+        """
+        chunks = np.arange(first, stop)
+        lengths, starts = np.zeros_like(chunks), np.zeros_like(chunks)
+        together: Tensor | None = None
+        for memory, here, at in self._homes(np.full_like(chunks, row), chunks):
+            assert memory.store is not None
+            tokens = memory.store.gather(torch.from_numpy(memory._tables.records[at])).long()
+            if together is None:
+                together = tokens.new_zeros(len(chunks), tokens.shape[1])
+            together[torch.from_numpy(here)] = tokens
+            lengths[here], starts[here] = memory._tables.lengths[at], memory._tables.starts[at]
+        assert together is not None
+        return together, lengths, starts
 
     def _oldest(self) -> int:
         """The first chunk that is known, of any row."""
         return self._tables.first if self.base is None else self.base[0]._oldest()
 
     def _some_store(self) -> ChunkStore:
+        """One whose records are what :meth:`gather` gives."""
         if self.store is not None:
-            return self.store
+            return self.store if self._recent is None else self._recent.store
         assert self.base is not None, "nothing written yet"
         return self.base[0]._some_store()
 
@@ -357,6 +417,20 @@ class ChunkMemory:
         records = records.unflatten(1, (chunks.shape[1], P)).transpose(2, 3)  # [B, n, 2, planes, J, S, D]
         k, v = (records[:, :, i].flatten(2, 3).transpose(2, 3) for i in (0, 1))
         return k, v, torch.from_numpy(lengths[:, ::P].copy())
+
+    def _entries(self, chunks: Integers, landmarks: Tensor) -> MemoryEntries:
+        """Entries of chunks [B, n] with landmarks [B, n, ..., E]; of a memory of tokens without keys and values."""
+        if not self.keeps_tokens:
+            k, v, lengths = self._whole(chunks)
+            return MemoryEntries(k, v, landmarks, lengths)
+        rows = []
+        for row, of_row in enumerate(chunks):
+            there = of_row[of_row >= 0]
+            rows.append(self.tokens(row, int(there.min()), int(there.max()) + 1)[:2])
+        n = chunks.shape[1]
+        tokens = torch.stack([nn.functional.pad(x, (0, 0, 0, n - len(x))) for x, _ in rows])
+        lengths = torch.from_numpy(np.stack([np.pad(x, (0, n - len(x))) for _, x in rows]))
+        return MemoryEntries(tokens[..., :0], tokens[..., :0], landmarks, lengths, tokens)
 
     def starting_before(self, row: int, num_chunks: int, position: int) -> int:
         """How many of a row's first chunks start before ``position``; those that were evicted count."""
@@ -427,7 +501,7 @@ class ChunkMemory:
     def fill(self, store: ChunkStore, tables: dict[str, Tensor]) -> None:
         """Begin with what a saved memory holds."""
         self._use(store)
-        self.dtype = store.dtype
+        self.dtype = tables["landmarks"].dtype if self.keeps_tokens else store.dtype
         if "first_chunks" in tables:
             self._gone = tables["first_chunks"].numpy().copy()
         first = self._num_gone()
@@ -436,8 +510,10 @@ class ChunkMemory:
         self._tables = Tables(first, *numbers)
 
     def flattened(self, size: MemorySize) -> tuple[ChunkMemory, MemorySize]:
-        """The same chunks in a memory without a base, on disk."""
-        other = ChunkMemory("disk", dtype=self.dtype, planes=self.planes, max_chunks=self.max_chunks)
+        """The same chunks in a memory without a base, on disk; one of tokens holds these in RAM."""
+        tier = self.tier if self.keeps_tokens else "disk"
+        other = ChunkMemory(tier, dtype=self.dtype, planes=self.planes, max_chunks=self.max_chunks)
+        other.encoder = self.encoder
         other._gone = first = self.first_chunk(size)  # [B]
         empty, B = MemorySize(first, 0), len(first)
         starts = self._all_starts(size)
@@ -453,9 +529,8 @@ class ChunkMemory:
                 if skipped.any():
                     part = part[torch.arange(B)[:, None], torch.from_numpy(columns)]
                 there = np.where(np.arange(n) < counts[:, None], here[columns], -1)
-                k, v, lengths = self._whole(there)
                 begins = np.take_along_axis(starts[:, here], columns, axis=1)
-                empty = other.write(empty, MemoryEntries(k, v, part, lengths), begins, counts)
+                empty = other.write(empty, self._entries(there, part), begins, counts)
             begin += block.shape[1]
         return other, empty
 
@@ -474,8 +549,13 @@ class ChunkMemory:
 
     def branch(self, size: MemorySize) -> ChunkMemory:
         """A memory that goes on after these chunks of the one row."""
-        dtype = self.dtype if self.store is None else self.store.dtype
-        other = ChunkMemory("device", 0, None, dtype, self.search, self.planes, self.max_chunks)
+        tier, dtype = "device", self.dtype
+        if self.keeps_tokens:
+            tier = self.tier
+        elif self.store is not None:
+            dtype = self.store.dtype
+        other = ChunkMemory(tier, 0, None, dtype, self.search, self.planes, self.max_chunks)
+        other.encoder = self.encoder
         other._gone = self.first_chunk(size)
         if size.chunks[0]:
             other.base = (self.frozen(size), int(size.chunks[0]))
@@ -502,8 +582,10 @@ class ChunkMemory:
         """A memory like this one, with nothing in it."""
         tier, capacity, folder = self.tier, self.capacity, self.folder
         if self.base is not None:
-            tier, capacity, folder = "device", 0, None
-        return ChunkMemory(tier, capacity, folder, self.dtype, self.search, self.planes, self.max_chunks)
+            tier, capacity, folder = self.tier if self.keeps_tokens else "device", 0, None
+        other = ChunkMemory(tier, capacity, folder, self.dtype, self.search, self.planes, self.max_chunks)
+        other.encoder = self.encoder
+        return other
 
     def with_rows(self, rows: Integers) -> ChunkMemory:
         """A memory whose row b is this one's row ``rows[b]``. Keys and values stay where they are."""
@@ -525,9 +607,8 @@ class ChunkMemory:
         if first < self._gone[0] or at < 0 or len(there) < n or not there.all():
             raise ValueError(f"first: expected {n} chunks that this memory owns, got {first}.")
         assert store is not None
-        k, v, old_lengths = self._whole(np.arange(first, first + n)[None])
         landmarks = torch.cat(self.blocks(first + n, 1, first), dim=1)
-        old = MemoryEntries(k.clone(), v.clone(), landmarks.clone(), old_lengths)
+        old = self._entries(np.arange(first, first + n)[None], landmarks).each(Tensor.clone)
         numbers = records[0, at : at + n].copy()
         for number, record in zip(numbers, self._as_records(entries)[0], strict=True):
             store.write(int(number), record)

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from trailmark.memory.tables import Integers
-from trailmark.memory.tiers.recent import RecentRecords
-from trailmark.memory.tiers.records import ChunkStore
+
+
+class Source(Protocol):
+    """What gives records by number."""
+
+    def gather(self, numbers: Tensor) -> Tensor: ...
 
 
 class Located(NamedTuple):
     """Chunks that were asked for and lie in one memory."""
 
-    source: ChunkStore | RecentRecords
+    source: Source
     places: Integers  # [m] which of those asked for
     numbers: Integers  # [m] of records
     lengths: Integers  # [m]

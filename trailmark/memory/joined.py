@@ -35,6 +35,10 @@ class JoinedMemory(ChunkMemory):
         """The memories as one; of one, itself."""
         return memories[0] if len(memories) == 1 else cls(memories)
 
+    @property
+    def keeps_tokens(self) -> bool:
+        return any(memory.keeps_tokens for memory in self.memories)
+
     def first_chunk(self, size: MemorySize) -> Integers:
         return np.concatenate([m.first_chunk(own) for m, own in zip(self.memories, size.rows, strict=True)])
 
@@ -46,7 +50,7 @@ class JoinedMemory(ChunkMemory):
         sizes = list(size.rows)
         for b in np.flatnonzero(counts):
             row = slice(b, b + 1)
-            own = MemoryEntries(entries.k[row], entries.v[row], entries.landmarks[row], lengths[row])
+            own = entries._replace(lengths=lengths).each(lambda x, row=row: x[row])  # type: ignore[misc]
             sizes[b] = self.memories[b].write(sizes[b], own, starts[row], counts[row])
         return MemorySize.joined(sizes)
 

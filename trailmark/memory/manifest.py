@@ -19,7 +19,8 @@ from trailmark.memory.hashes import Signed, damaged
 from trailmark.settings import Settings, from_mapping, setting
 from trailmark.untrusted import brief
 
-FORMAT = 1
+FORMAT = 2
+KEEPS_TOKENS = 2  # the format of a memory of tokens; others are of the first, which older versions read
 NAME = "memory.json"
 UNFINISHED = ".saving"  # a folder of files that are not yet whole
 CHUNKS = re.compile(r"chunks-([0-9]{1,18})\.bin")
@@ -32,6 +33,9 @@ _BYTES_OF = {
     "float32": 4,
     "bfloat16": 2,
     "float16": 2,
+    "uint8": 1,
+    "uint16": 2,
+    "int32": 4,
 }  # not asked of torch, which verify does without
 _MOST = 2**62  # of a size: products of such sizes are compared, not allocated
 _MOST_BYTES = 128 << 20  # of a manifest: the names of some hundred thousand texts
@@ -45,7 +49,7 @@ class ChunkFile(Settings):
     file: str = setting()
     count: int = setting(least=0, most=_MOST)
     bytes: int = setting(least=0, most=_MOST)
-    record_shape: tuple[int, ...] = setting(least=1, most=_MOST)  # (2, J, S, D)
+    record_shape: tuple[int, ...] = setting(least=1, most=_MOST)  # (2, J, S, D), or of tokens (S,)
     dtype: str = setting(choices=tuple(_BYTES_OF))
     block_bytes: int = setting(choices=lambda: (hashes.BLOCK_BYTES,))
     sha256: tuple[str, ...] = setting()  # of each block; the last block may be shorter
@@ -54,8 +58,10 @@ class ChunkFile(Settings):
         super().__post_init__()
         _expect_name("chunks.file", self.file, CHUNKS)
         _expect_digests("chunks.sha256", *self.sha256)
-        if len(self.record_shape) != 4 or self.record_shape[0] != 2:
-            raise ValueError(f"chunks.record_shape: expected (2, J, S, D), got {brief(self.record_shape)}")
+        fits = len(self.record_shape) == 4 and self.record_shape[0] == 2
+        if not (len(self.record_shape) == 1 if self.keeps_tokens else fits):
+            expected = "(S,) of tokens" if self.keeps_tokens else "(2, J, S, D)"
+            raise ValueError(f"chunks.record_shape: expected {expected}, got {brief(self.record_shape)}")
         if self.bytes != self.count * self.record_bytes:
             raise ValueError(
                 f"chunks.bytes: expected {brief(self.count * self.record_bytes)} for {self.count} records of "
@@ -65,6 +71,11 @@ class ChunkFile(Settings):
             raise ValueError(
                 f"chunks.sha256: expected one for each {self.block_bytes} of {self.bytes} bytes, got {len(self.sha256)}"
             )
+
+    @property
+    def keeps_tokens(self) -> bool:
+        """Whether the records are tokens; else keys and values."""
+        return not self.dtype.startswith(("float", "bfloat"))
 
     @property
     def record_bytes(self) -> int:
@@ -107,7 +118,9 @@ class Manifest(Settings):
     @classmethod
     def of(cls, **values: Any) -> Manifest:
         """A new one."""
-        return cls(kind=_KIND, format=FORMAT, **values)
+        chunks: ChunkFile | None = values["chunks"]
+        made_of_tokens = chunks is not None and chunks.keeps_tokens
+        return cls(kind=_KIND, format=KEEPS_TOKENS if made_of_tokens else 1, **values)
 
     def write(self, folder: Path) -> None:
         """Put it in the place of the one in the folder, on the disk itself."""

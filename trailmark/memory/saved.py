@@ -1,4 +1,4 @@
-"""Saved memories: a folder with chunk records, tensors and a manifest, format version 1.
+"""Saved memories: a folder with chunk records, tensors and a manifest, format version 1, or 2 of tokens.
 
 ``chunks-<generation>.bin`` holds the records as they are in memory, one after the other;
 ``state-<generation>.safetensors`` what is small; ``memory.json``, the manifest, says which two files belong
@@ -41,6 +41,7 @@ from trailmark.memory import hashes
 from trailmark.memory import manifest as manifests
 from trailmark.memory.hashes import Signed, damaged, sample_of, sign
 from trailmark.memory.manifest import CHUNKS, OURS, UNFINISHED, ChunkFile, Manifest, StateFile
+from trailmark.memory.tiers.base import tier_named
 from trailmark.memory.tiers.files import overwritten_from, overwritten_note
 from trailmark.memory.tiers.records import ChunkStore
 from trailmark.memory.verification import compare, expect_size, expect_state, missing
@@ -61,7 +62,7 @@ class Saved:
     chunk_file: Path | None
     """None, as the next three, for a memory that was saved without a store."""
     record_shape: tuple[int, ...] | None
-    """(2, J, S, D)"""
+    """(2, J, S, D), or of tokens (S,)"""
     dtype: torch.dtype | None
     signed: Signed | None
     """What the manifest says of the records: a store that is made of them compares them before they are saved again."""
@@ -325,6 +326,25 @@ def _is_written(path: Path) -> bool:
 
 
 # --- loading ---------------------------------------------------------------------------------------------
+
+
+def tier_to_load(folder: str | Path, memory_tier: str) -> str:
+    """The tier of a cache that opens the memory in ``folder`` where ``memory_tier`` is asked for: "tokens", of tokens.
+
+    Raises:
+        ValueError: no memory there; keys and values where tokens are asked for.
+    """
+    chunks = manifests.read(Path(folder)).chunks
+    if chunks is None or chunks.keeps_tokens == tier_named(memory_tier).keeps_tokens:
+        return memory_tier
+    require(
+        chunks.keeps_tokens,
+        "memory_tier",
+        repr(memory_tier),
+        f"'disk', 'host' or 'device' for the memory in {str(folder)!r}, which keeps keys and values",
+        "To keep tokens alone, read the text again: trailmark read --memory-tier tokens.",
+    )
+    return "tokens"
 
 
 def load(folder: str | Path, check: bool = True) -> Saved:

@@ -46,6 +46,7 @@ _SHAPES = {
     r"records|starts|lengths": ("int64", "B M"),
 }
 _TABLES = ("records", "starts", "lengths", "landmarks")
+_AT_ONCE = 1 << 16  # chunks
 _ROWS = ("b", "c")  # of arrays that have one row where all are alike
 _MOST = 2**48  # tokens: what is added to such numbers stays one
 
@@ -56,7 +57,9 @@ class Expected(NamedTuple):
     sizes: Mapping[str, int] = {}
     """Of a layer's keys J heads of width D; states of width E; S tokens of a chunk, of width OE where the
     open one is kept; N recurrent states; landmark vectors of width LE, LP of them a chunk; CT tokens of a cell;
-    what was retrieved has PS keys a chunk of PJ heads of width PD."""
+    what was retrieved has PS keys a chunk of PJ heads of width PD; V tokens of the vocabulary."""
+    landmarks: int = 1
+    """Positions that a chunk takes besides its tokens."""
     windows: tuple[int | None, ...] = ()
     """Of each layer, the slots that its keys have; None: any number."""
     kept: tuple[str, ...] = ()
@@ -207,10 +210,34 @@ def expect_tables(
         held = tables[name][counts]
         fits = held.numel() == 0 or (int(held.min()) >= 0 and (most is None or int(held.max()) <= most))
         _expect(fits, name, "numbers from 0" + ("" if most is None else f" to {most}"), "others")
-    finite = as_read(landmarks).isfinite().flatten(2).all(2)
-    _expect(
-        bool((finite | ~counts).all()), "landmarks", "finite numbers", "some that are not (NaN or infinite)"
-    )
+    vectors_of = as_read(landmarks)
+    for at in range(0, counts.shape[1], _AT_ONCE):  # of a mapped file: what is looked at is not held
+        some = slice(at, at + _AT_ONCE)
+        finite = vectors_of[:, some].isfinite().flatten(2).all(2)
+        _expect(bool((finite | ~counts[:, some]).all()), "landmarks", *_NOT_FINITE)
+
+
+def expect_tokens(state: CacheState, tables: Mapping[str, Tensor], expected: Expected) -> None:
+    """Raise a ValueError where a memory of tokens lacks those of the open chunk, or its chunks leave gaps.
+
+    What is encoded again is found by how long the chunks before it are.
+    """
+    ids, read, most = state.open_ids, state.num_tokens, expected.sizes.get("V", _MOST)
+    _expect(ids is not None or not read.any(), "tensors", "open_ids", "none")
+    if ids is not None:
+        known = ids.cpu().numpy()[np.arange(ids.shape[1]) < state.phases[:, None]]
+        fits = bool(((known >= 0) & (known < most)).all())
+        _expect(fits, "open_ids", f"tokens of the vocabulary, 0 to {most - 1}", "others")
+    if "lengths" not in tables:
+        return
+    _expect("first_chunks" not in tables, "first_chunks", "none: all chunks are kept", "some")
+    lengths, starts = tables["lengths"].numpy(), tables["starts"].numpy()
+    there = np.arange(lengths.shape[1]) < state.memory.chunks[:, None]
+    _expect(bool((lengths >= 1)[there].all()), "lengths", "at least 1 token of each chunk", "none")
+    taken = np.where(there, lengths, 0)
+    _expect(bool((taken.sum(1) + state.phases == read).all()), "lengths", f"{read} tokens in all", "others")
+    before = np.cumsum(taken + expected.landmarks, axis=1) - taken - expected.landmarks
+    _expect(bool((starts == before)[there].all()), "starts", "places that follow each other", "others")
 
 
 def _expect(fits: bool, name: str, expected: str, came: object) -> None:

@@ -15,7 +15,7 @@ from trailmark.files import HeldFolder
 from trailmark.memory import saved
 from trailmark.memory.cell import Cell
 from trailmark.memory.chunks import ChunkMemory, MemorySize
-from trailmark.memory.schema import Expected, expect_numbers, expect_tables, expect_tensors
+from trailmark.memory.schema import Expected, expect_numbers, expect_tables, expect_tensors, expect_tokens
 from trailmark.memory.state import STATES, CacheState, Deferred, Retrieved
 from trailmark.memory.tiers.base import open_store
 from trailmark.memory.tiers.records import RecordLayout
@@ -84,13 +84,17 @@ def load_state(
         expect_tensors(there.tensors, expected)
         state, tables = _read_state(there.tensors, empty, device)
         num_chunks = torch.from_numpy(state.memory.chunks)
-        rows_of_record = None if shape is None else shape[2]
+        rows_of_record = None if shape is None else shape[-1] if memory.keeps_tokens else shape[2]
         width = expected.sizes.get("LE")
         vectors = expected.sizes.get("LP")
         expect_tables(tables, num_chunks, there.count, rows_of_record, vectors, memory.planes, width)
         expect_numbers(state, expected)
-        if shape is not None and expected.record_shape not in (None, shape):
-            raise ValueError(f"record_shape: expected {expected.record_shape}, got {shape}")
+        wanted = expected.record_shape
+        if memory.keeps_tokens:
+            expect_tokens(state, tables, expected)
+            wanted = None if wanted is None else (wanted[2],)
+        if shape is not None and wanted not in (None, shape):
+            raise ValueError(f"record_shape: expected {wanted}, got {shape}")
         if not isinstance(notes, dict):
             raise ValueError(f"notes: expected a section with keys, got {brief(notes)}")
     except (ValueError, RuntimeError, IndexError) as error:
@@ -102,8 +106,11 @@ def load_state(
     if there.chunk_file is not None and there.count:
         assert shape is not None
         assert there.dtype is not None
-        layout = RecordLayout(shape, there.dtype, device)
-        store = open_store(memory.tier, there.chunk_file, layout, there.count)
+        layout = RecordLayout(shape, there.dtype, "cpu" if memory.keeps_tokens else device)
+        tier = memory.tier
+        if memory.keeps_tokens:  # without a folder of its own it writes nothing there
+            tier = "disk" if memory.folder is not None else "host"
+        store = open_store(tier, there.chunk_file, layout, there.count)
         store.signed, store.vouched = there.signed, there.count
         memory.fill(store, {name: x.to(device) if name == "landmarks" else x for name, x in tables.items()})
     state = replace(state, memory=state.memory._replace(records=there.count))

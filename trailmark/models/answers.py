@@ -15,7 +15,6 @@ from typing import Any, ClassVar, Literal, NamedTuple, Self, get_args
 import torch
 from torch import Tensor, nn
 
-from trailmark.memory import ChunkCache, MemoryEntries
 from trailmark.models.costs import CacheBytes, pairs_in_sight
 from trailmark.models.reads import BeforeReading, Reads, SelectedReads, Selection
 from trailmark.ops import ChunkSelection
@@ -202,28 +201,6 @@ class ModelAnswers:
     def waits(self) -> bool:
         """Whether layers that read the memory wait until logits are wanted, and keep what they found."""
         return True
-
-    def encode(
-        self,
-        input_ids: Tensor,
-        before: Tensor | None = None,
-        cache: ChunkCache | None = None,
-        first_chunk: int = 0,
-    ) -> MemoryEntries:
-        """The memory entries of the whole chunks of ``input_ids`` [B, n * S], without reading them.
-
-        ``before`` [B, m * S] are the tokens before them; with at least ``encoding_reach`` chunks of them the entries
-        are those of a full read. With sinks (``num_sinks``) entries depend on the text's beginning and on their place
-        in it too: see ``cache`` and ``first_chunk``.
-
-        Args:
-            cache: of one row that has read a text with the same sinks, and whose chunks so far are full; it stays as
-                it is. None: the text begins with these tokens.
-            first_chunk: in that text the number of the first chunk of ``before``; without it, of ``input_ids``.
-        """
-        raise NotImplementedError(
-            f"{type(self).__name__} keeps no chunks that could be encoded by themselves."
-        )
 
     # --- what was read of the memory ------------------------------------------------------------------------------
 

@@ -22,9 +22,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers import initialization as init
 
-from trailmark.memory import CacheState, ChunkCache, ChunkMemory
+from trailmark.memory import CacheState, ChunkCache, ChunkMemory, saved
 from trailmark.memory.schema import Expected
 from trailmark.memory.tiers.base import tier_named
+from trailmark.memory.tiers.records import RecordLayout
 from trailmark.models.answers import ModelAnswers
 from trailmark.models.arguments import (
     CacheKey,
@@ -41,6 +42,7 @@ from trailmark.models.arguments import (
 from trailmark.models.candidates import last_chunks
 from trailmark.models.configuration import TrailmarkConfig
 from trailmark.models.embedding import ChunkEmbedder, Given, expect_embedder
+from trailmark.models.encoding import EncodingMixin, TokenEncoder
 from trailmark.models.folders import FolderMixin
 from trailmark.models.generation import ChunkGenerationMixin
 from trailmark.models.grid import Grid, Integers, Layouts, lay_out
@@ -54,7 +56,7 @@ from trailmark.models.with_retrieved import without_retrieval
 _READ_TOKENS = 4096
 
 
-class TrailmarkForCausalLM(ModelAnswers, FolderMixin, PreTrainedModel, ChunkGenerationMixin):
+class TrailmarkForCausalLM(ModelAnswers, EncodingMixin, FolderMixin, PreTrainedModel, ChunkGenerationMixin):
     """Base class of the models."""
 
     config_class: type[TrailmarkConfig] = TrailmarkConfig
@@ -121,21 +123,32 @@ class TrailmarkForCausalLM(ModelAnswers, FolderMixin, PreTrainedModel, ChunkGene
         """An empty cache, for one text or a batch of texts.
 
         Args:
-            memory_tier: where keys and values of past chunks live: "device" (the model's), "host" or "disk".
+            memory_tier: where keys and values of past chunks live: "device" (the model's), "host" or "disk"; with
+                "tokens" nowhere: tokens are kept, and the chunks that are selected are encoded again.
             num_tokens: the length to come, if known: the first allocation is made for it.
-            memory_folder: of "disk"; None: a temporary one, removed with the cache. A memory that was saved there
-                stays until this cache is saved there.
+            memory_folder: of "disk"; None: a temporary one, removed with the cache. Of "tokens"; None: they are kept
+                in RAM. A memory that was saved there stays until this cache is saved there.
             memory_dtype: of keys and values in memory; None: the model's. Landmark vectors keep the model's, but with
-                an embedder float32 or wider.
+                an embedder float32 or wider; with "tokens", which keeps no keys and values, it is their dtype.
             search: over landmarks; None: exact (:class:`trailmark.memory.ExactSearch`).
 
         Raises:
-            ValueError: an unknown tier, a folder without "disk".
+            ValueError: an unknown tier, a folder for a tier without files, "tokens" for a model whose chunks cannot be
+                encoded by themselves.
         """
+        keeps_tokens = tier_named(memory_tier).keeps_tokens and self.config.retrieves
+        if keeps_tokens and not self.can_be_planted:
+            raise ValueError(
+                f"memory_tier: expected 'device', 'host' or 'disk' for {type(self).__name__}, got 'tokens': what it "
+                "keeps of a chunk depends on all that was read before: a few tokens are not enough to encode it again. "
+                "Tier 'disk' holds most."
+            )
         config = self.config
         capacity = -(-num_tokens // getattr(config, "chunk_size", 1)) if num_tokens else 0
         folder = None if memory_folder is None else Path(memory_folder)
         memory = self._make_memory(memory_tier, capacity, folder, memory_dtype, search)
+        if keeps_tokens:
+            memory.encoder = TokenEncoder(self)
         stages, groups = self._stages(), getattr(config, "num_retrieval_groups", 0)
         cache = ChunkCache(self._cache_key, config.windows, stages, groups, memory, config.num_sinks)
         cache.identity = self._identity
@@ -146,6 +159,13 @@ class TrailmarkForCausalLM(ModelAnswers, FolderMixin, PreTrainedModel, ChunkGene
     ) -> ChunkMemory:
         return ChunkMemory(tier, capacity, folder, dtype, search)
 
+    @property
+    def record_layout(self) -> RecordLayout:
+        """What a chunk's keys and values are in memory, where they are encoded: (2, J, S, D), type and device."""
+        assert self._record_shape is not None
+        weight = self.lm_head.weight
+        return RecordLayout(self._record_shape, weight.dtype, weight.device)
+
     def load_cache(self, folder: str | Path, memory_tier: str = "disk", search: Any = None) -> ChunkCache:
         """The cache that ``cache.save(folder)`` left there, to ask or to read on with.
 
@@ -153,14 +173,17 @@ class TrailmarkForCausalLM(ModelAnswers, FolderMixin, PreTrainedModel, ChunkGene
             memory_tier: "disk": keys and values stay in the folder, mapped; what is read on is added to its file,
                 and the saved memory stays as it was until it is saved again (with ``max_memory_chunks``, what is
                 read on takes the place of the oldest chunks there: killed before it is saved, that memory is
-                lost). "host", "device": they are read.
+                lost). "host", "device": they are read, and the folder stays as it is. Of a memory of tokens these
+                are what lies there; "tokens" is "disk", of such a memory alone.
             search: as in :meth:`new_cache`.
 
         Raises:
-            ValueError: no memory there, a damaged one, one of a newer format, or one that other weights wrote.
+            ValueError: no memory there, a damaged one, one of a newer format, or one that other weights wrote; tier
+                "tokens" for a memory of keys and values.
         """
         path = folder if tier_named(memory_tier).needs_folder else None
-        cache = self.new_cache(memory_tier, memory_folder=path, search=search)
+        tier = saved.tier_to_load(folder, memory_tier)
+        cache = self.new_cache(tier, memory_folder=path, search=search)
         cache.load(folder, self.lm_head.weight.device, self._expected_state())
         return cache
 
@@ -177,7 +200,9 @@ class TrailmarkForCausalLM(ModelAnswers, FolderMixin, PreTrainedModel, ChunkGene
             sizes["S"] = self.layouts.chunk_size
         windows = tuple(w if w is None else config.num_sinks + w for w in config.windows)
         unnamed = {name: str(value) for name, value in config.meant_without().items()}
-        return Expected(sizes, windows=windows, record_shape=self._record_shape, unnamed=unnamed)
+        sizes["V"] = config.vocab_size
+        landmarks = int(config.counts_landmarks)
+        return Expected(sizes, landmarks, windows, record_shape=self._record_shape, unnamed=unnamed)
 
     def _identity(self) -> dict[str, Any]:
         """Of the configuration and the weights, for saved memories."""

@@ -8,7 +8,7 @@ docs/reading.md says what is where. Letters: docs/math.md. A model's own formula
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,6 +16,7 @@ import numpy.typing as npt
 import torch
 
 from trailmark.memory.chunks import TABLE_BYTES, recent_chunks
+from trailmark.memory.encoding import smallest_dtype
 from trailmark.memory.tiers.base import tier_named
 
 _IDS = 8  # bytes of a token's number
@@ -58,6 +59,25 @@ class CacheBytes:
             held += self.records
         # without a GPU the host's memory is the device's, and nothing is kept twice
         return held + (self.recent if kind.keeps_recent(device) else 0)
+
+    def as_tokens(self, model: Any, memory_dtype: torch.dtype | None) -> CacheBytes:
+        """The same on a tier that keeps tokens, from what is kept in the model's own type.
+
+        Args:
+            memory_dtype: of landmark vectors; None: as they come.
+        """
+        config, chunks = model.config, self.tables // TABLE_BYTES
+        if not chunks:
+            return self
+        size = 0 if model.embedder is None else embedder_size(model)
+        number = torch.promote_types(model.dtype, torch.float32) if size else model.dtype
+        kept = number if memory_dtype is None else memory_dtype
+        return replace(
+            self,
+            open_chunk=self.open_chunk + (0 if size else config.chunk_size * _IDS),
+            records=chunks * config.chunk_size * smallest_dtype(config.vocab_size).itemsize,
+            landmarks=self.landmarks // number.itemsize * kept.itemsize,
+        )
 
     def parts(self) -> dict[str, int]:
         """Those that are not 0, by name."""

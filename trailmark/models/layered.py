@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from trailmark.memory import ChunkCache, MemoryEntries
 from trailmark.memory.schema import Expected
-from trailmark.models.arguments import check_tokens
 from trailmark.models.candidates import no_selection, selection_of_tokens
 from trailmark.models.causal_lm import TrailmarkForCausalLM
 from trailmark.models.embedding import Given, Vectors, embed_chunks, expect_embedder
@@ -23,7 +22,6 @@ from trailmark.models.grid import Grid, Integers
 from trailmark.models.layers import Place
 from trailmark.models.outputs import Hidden
 from trailmark.models.step import Step
-from trailmark.models.text import whole_chunks
 from trailmark.ops import ChunkSelection
 
 
@@ -160,7 +158,7 @@ class LayeredForCausalLM(TrailmarkForCausalLM):
             x = self._run_lower(x, grid, place, None)
             x, chunks = self._text_chunks(x, tokens, grid, noise_seed, given)
         else:
-            step = Step(cache, grid, self.config, x.shape[0])
+            step = Step(cache, grid, self.config, x.shape[0], tokens)
             if self._upper_stage:
                 place = step.place(0, grid, x)
                 x = self._run_lower(x, grid, place, step)
@@ -254,26 +252,19 @@ class RetrievingForCausalLM(LayeredForCausalLM):
         embedder = expect_embedder(self.embedder, getattr(self.config, "embedder_fingerprint", None))
         return embed_chunks(embedder, tokens, grid, step)
 
-    def encode(
-        self,
-        input_ids: Tensor,
-        before: Tensor | None = None,
-        cache: ChunkCache | None = None,
-        first_chunk: int = 0,
+    def encode_chunks(
+        self, ids: Tensor, grid: Grid, cache: ChunkCache | None = None, start: int = 0
     ) -> MemoryEntries:
-        check_tokens(input_ids, self.config.vocab_size)
-        size: int = getattr(self.config, "chunk_size")  # noqa: B009 - a field of all that retrieve
-        ids, skip = whole_chunks(input_ids, before, size)
-        grid = self.layouts.of(ids.shape[1], False)
+        if not self.config.retrieves:
+            return super().encode_chunks(ids, grid, cache, start)
         x = grid.insert_landmarks(self.embed_tokens(ids), self._landmark())
         step = None
-        if cache is not None and first_chunk and self.config.num_sinks:
+        if cache is not None and start and self.config.num_sinks:
             self._expect_sinks(cache)
-            first = first_chunk * (size + self.config.counts_landmarks)
-            step = Step.apart(cache, first, grid, self.config, len(ids))
+            step = Step.apart(cache, start, grid, self.config, len(ids))
         place = Place.of(self.config, grid, x) if step is None else step.place(0, grid, x)
         x = self._run_lower(x, grid, place, step)
-        return MemoryEntries(*(part[:, skip:] for part in self._entries(x, ids, grid, None)))
+        return self._entries(x, ids, grid, None)
 
     def _expect_sinks(self, cache: ChunkCache) -> None:
         read = int(cache.num_tokens.max(initial=0))

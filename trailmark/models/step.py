@@ -24,9 +24,17 @@ class Step:
     Args:
         cache: what is carried. grid: the layout of the new tokens.
         batch_size: B, the rows of the call.
+        tokens: int64 [B, T] of the call, for a memory that keeps them.
     """
 
-    def __init__(self, cache: ChunkCache, grid: Grid, config: TrailmarkConfig, batch_size: int) -> None:
+    def __init__(
+        self,
+        cache: ChunkCache,
+        grid: Grid,
+        config: TrailmarkConfig,
+        batch_size: int,
+        tokens: Tensor | None = None,
+    ) -> None:
         self.cache, self.grid, self.config = cache, grid, config
         self.before = cache.begun(batch_size)
         rows = np.zeros(batch_size, np.int64)
@@ -43,6 +51,10 @@ class Step:
         self._calls: dict[int, WindowCall] = {}
         # the last stage: the next one mostly has the same positions
         self._placed: tuple[Grid, Place] | None = None
+        self._ids: Tensor | None = None  # [B, P] of the call, where the memory keeps tokens
+        if tokens is not None and config.retrieves and cache.memory.keeps_tokens:
+            self._ids = grid.insert_landmarks(tokens.long(), None)
+            self.keep_open_ids(self._ids)
 
     @classmethod
     def apart(
@@ -136,9 +148,17 @@ class Step:
         """Write the closed chunks into the memory: entries of all rows, or of ``rows`` [b], which alone close some."""
         if rows is not None:
             entries = _in_rows(entries, rows, len(self.end))
+        if self._ids is not None:
+            entries = entries._replace(tokens=self._closed_ids())
         starts = (self.end - self.counts)[:, None] + self.grid.chunk_starts
         counts = np.zeros_like(self.end) + self.grid.closed
         self.size = self.cache.memory.write(self.before.memory, entries, starts, counts)
+
+    def _closed_ids(self) -> Tensor:
+        """Tokens [B, C, S] of the chunks that close; what a chunk has not is any."""
+        assert self._ids is not None
+        rows = self.grid.encoder_rows(self.with_open_ids(self._ids))
+        return rows.unflatten(1, (self.grid.num_closed, -1))[:, :, : self.grid.chunk_size]
 
     def take_pending(self, group: int, grid: Grid) -> Retrieved | None:
         """What the first chunk of positions laid out as ``grid`` reads; None: nothing."""
@@ -267,4 +287,4 @@ def _in_rows(entries: MemoryEntries, rows: Integers, batch_size: int) -> MemoryE
         x = x.expand(len(rows), *x.shape[1:]).detach()
         return x.new_zeros(batch_size, *x.shape[1:]).index_copy_(0, place.to(x.device), x)
 
-    return MemoryEntries(*map(among, entries))
+    return entries.each(among)

@@ -180,12 +180,28 @@ def test_tiers_and_types(tier: str, name: str, memory_dtype: torch.dtype | None)
     assert_as_predicted(text)
 
 
+@pytest.mark.parametrize("name", ["drt", "hsa", "rpt, encoder", "window"])
+@pytest.mark.parametrize("memory_dtype", [None, torch.bfloat16])
+def test_a_memory_of_tokens(name: str, memory_dtype: torch.dtype | None) -> None:
+    text = Text("model", subject_of(MODELS_MADE[name]().float()), "tokens", 41, 6, memory_dtype)
+    assert_as_predicted(text)
+
+
+def test_what_cannot_be_encoded_again_is_a_rows_problem() -> None:
+    text = Text("model", subject_of(landmark()), "tokens", 41, 6)
+    text.prepare()
+    assert text.problem == "its chunks cannot be encoded again from their tokens"
+
+
 @pytest.mark.slow
 def test_what_lies_on_the_device() -> None:
     """Of a DRT: the tier says where 2 S J D numbers a chunk lie; landmarks stay, tables are the host's."""
     model = drt()
     S, J, D, E, chunks = 4, 2, 4, 16, 11 + 1  # 41 tokens make 11, the last closed early; 5 more close one
-    rows = {tier: measured(Text("m", subject_of(model), tier, 41, 6)) for tier in ("device", "host", "disk")}
+    rows = {
+        tier: measured(Text("m", subject_of(model), tier, 41, 6))
+        for tier in ("device", "host", "disk", "tokens")
+    }
     records = chunks * 2 * S * J * D * 8
     assert rows["device"]["memory_bytes"] == records + chunks * (E * 8 + 24)
     assert rows["host"]["device_bytes"] == rows["host"]["window_bytes"] + chunks * E * 8
@@ -589,7 +605,10 @@ def test_what_the_paper_printed_stands_beside_its_lengths(
         ({"generate": 1}, "generate: expected 2 or more, got 1"),
         ({"rounds": 0}, "rounds: expected 1 or more, got 0"),
         ({"seed": -1}, "seed: expected 0 to 4294967295, got -1"),
-        ({"tiers": ("device", "gpu")}, "tiers: expected one of 'device', 'host', 'disk', got 'gpu'"),
+        (
+            {"tiers": ("device", "gpu")},
+            "tiers: expected one of 'device', 'host', 'disk', 'tokens', got 'gpu'",
+        ),
         ({"tiers": ()}, "tiers: expected at least one"),
         ({"memory_dtype": "int8"}, "memory_dtype: expected one of"),
         (

@@ -80,7 +80,7 @@ MODELS |= {
     "block-sparse": lambda: hils(**LAST, far_position="window", chunk_score="mass", chunk_weights="keys"),
 }
 PLACES = [[0], [5], [4, 5], [3, 5], [0, 1, 2, 7], [7, 2], [-1], [-1, -2, 0]]  # -1: the last one possible
-TIERS = ("device", "host", "disk")
+TIERS = ("device", "tokens", "disk")  # in RAM "host" is "device"
 
 
 @pytest.mark.parametrize("build", MODELS.values(), ids=MODELS)

@@ -172,7 +172,9 @@ def test_no_gradient_is_kept(store: ChunkStore) -> None:
 
 
 def test_other_tiers_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"memory_tier: expected one of 'device', 'host', 'disk', got 'gpu'"):
+    with pytest.raises(
+        ValueError, match=r"memory_tier: expected one of 'device', 'host', 'disk', 'tokens', got 'gpu'"
+    ):
         make_store("gpu", RecordLayout(SHAPE, torch.float32, "cpu"))
     with pytest.raises(ValueError, match="memory_tier: expected one of"):
         open_store("gpu", "chunks.bin", RecordLayout(SHAPE, torch.float32, "cpu"), 3)

@@ -100,7 +100,7 @@ def test_it_says_whose_room_it_takes() -> None:
     assert free is not None
     assert free > 0
     assert {name: kind.takes for name, kind in TIERS.items()} == {
-        "device": "device", "host": "host", "disk": "disk", "packed": "host",
+        "device": "device", "host": "host", "disk": "disk", "tokens": "host", "packed": "host",
     }  # fmt: skip
 
 
@@ -115,4 +115,4 @@ def test_a_file_among_the_tiers_is_found(tmp_path: Path) -> None:
         "    tier = 'squeezed'\n"
     )
     printed = run_program("from trailmark.memory.tiers.base import TIERS; print(*TIERS)", tmp_path)
-    assert printed.split() == ["device", "host", "disk", "squeezed"]
+    assert printed.split() == ["device", "host", "disk", "squeezed", "tokens"]

@@ -304,7 +304,9 @@ def test_lower_precisions_keep_the_error_budget(groups: int, dtype: torch.dtype)
 
 
 def test_a_memory_tier_that_does_not_exist_is_refused() -> None:
-    with pytest.raises(ValueError, match="memory_tier: expected one of 'device', 'host', 'disk', got 'tape'"):
+    with pytest.raises(
+        ValueError, match="memory_tier: expected one of 'device', 'host', 'disk', 'tokens', got 'tape'"
+    ):
         drt().new_cache(memory_tier="tape")
     with pytest.raises(ValueError, match="memory_folder: expected none for memory_tier='host'"):
         drt().new_cache(memory_tier="host", memory_folder="somewhere")

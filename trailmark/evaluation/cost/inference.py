@@ -77,6 +77,9 @@ class Text(Case):
     def expected(self) -> CacheBytes | None:
         """By formula, after the last token; None: a model of transformers whose sizes are not known."""
         if self.subject.ours:
+            if tier_named(self.tier).keeps_tokens:
+                kept: CacheBytes = self.model.cache_bytes(self.prompt, self.fed)
+                return kept.as_tokens(self.model, self.memory_dtype)
             expected: CacheBytes | None = self.model.cache_bytes(self.prompt, self.fed, self.memory_dtype)
             return expected
         tokens, number = self.prompt + self.fed, self.model.dtype.itemsize
@@ -85,6 +88,8 @@ class Text(Case):
 
     def does_not_fit(self) -> str | None:
         """In words, if what is free now cannot hold the text; None: as far as the formula tells, it does."""
+        if self.keeps_chunks and tier_named(self.tier).keeps_tokens and not self.model.can_be_planted:
+            return "its chunks cannot be encoded again from their tokens"
         expected = self.expected()
         if expected is None:
             return None

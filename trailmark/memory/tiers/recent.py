@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -35,11 +37,15 @@ class RecentRecords:
         self._used = np.full(capacity, -1)  # by row: in which call; -1: never
         self._calls = 0
 
-    def gather(self, numbers: Tensor) -> Tensor:
+    def gather(self, numbers: Tensor, fetch: Callable[[Tensor], Tensor] | None = None) -> Tensor:
         """As :meth:`ChunkStore.gather`, bit for bit; the store is asked at most once, for what is not here.
 
         More different records than ``capacity`` come straight from the store.
+
+        Args:
+            fetch: what is asked in place of the store's own ``gather``.
         """
+        fetch = fetch or self.store.gather
         wanted = self.store._expect_numbers(numbers)
         if len(self._rows) < len(self.store):
             grown = np.full(len(self.store) * 3 // 2, -1, np.int32)
@@ -55,14 +61,13 @@ class RecentRecords:
             return self._take(rows)
         missing = np.unique(wanted[~held])
         if len(missing) + len(np.unique(rows[held])) > self.capacity:
-            return self.store.gather(numbers)
+            return fetch(numbers)
         self._used[rows[held]] = self._calls
-        self._fetch(missing)
+        self._put(missing, fetch(torch.from_numpy(missing)))
         return self._take(self._rows[wanted].astype(np.int64))
 
-    def _fetch(self, missing: Numbers) -> None:
-        """Put records in place of those that were not used for longest."""
-        records = self.store.gather(torch.from_numpy(missing))
+    def _put(self, missing: Numbers, records: Tensor) -> None:
+        """Keep records in place of those that were not used for longest."""
         rows = np.argpartition(self._used, len(missing) - 1)[: len(missing)]
         old = self._numbers[rows]
         self._rows[old[(old >= 0) & (self._rows[old] == rows)]] = -1

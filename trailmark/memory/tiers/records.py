@@ -8,7 +8,7 @@ import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, ClassVar, Literal, NamedTuple, Self
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
 import psutil
@@ -27,7 +27,7 @@ Numbers = np.ndarray[Any, np.dtype[np.int64]]
 class RecordLayout(NamedTuple):
     """What the records of a store are, and where they are wanted."""
 
-    shape: tuple[int, ...]  # (2, J, S, D)
+    shape: tuple[int, ...]  # (2, J, S, D), or of tokens (S,)
     dtype: torch.dtype  # what records are kept in
     device: torch.device | str  # where ``gather`` puts them
 
@@ -36,7 +36,8 @@ class ChunkStore(ABC):
     """A log of chunk records, numbered in the order written.
 
     A record [2, J, S, D] holds a chunk's keys (0) and values (1), as GCA reads them: a head's stand together.
-    The log of n records takes n * 2 * J * S * D * bytes of a number, nothing else.
+    The log of n records takes n * 2 * J * S * D * bytes of a number, nothing else. On a tier that ``keeps_tokens`` a
+    record [S] holds a chunk's tokens.
 
     A tier is a subclass that :func:`trailmark.memory.tiers.base.register_tier` knows. It says where records lie in
     ``write``, ``pieces`` and ``_collect``; what others ask of a tier are the attributes and class methods here.
@@ -48,6 +49,8 @@ class ChunkStore(ABC):
     """Whose room its records take: the device's memory, the main memory or a disk."""
     needs_folder: ClassVar[bool] = False
     """Whether its records lie in files of a folder, which ``memory_folder`` may name."""
+    keeps_tokens: ClassVar[bool] = False
+    """Whether its records are tokens, of which keys and values are encoded again."""
     no_room: ClassVar[str] = "Choose memory_tier 'disk', memory_dtype 'bfloat16', or a shorter one."
     """The way out, as a sentence, for a text whose memory does not fit."""
     path: Path | None = None
@@ -58,12 +61,12 @@ class ChunkStore(ABC):
     """What that manifest says of them; None: nothing is known, or no memory was saved yet."""
 
     @classmethod
-    def made(cls, layout: RecordLayout, capacity: int = 0, path: str | Path | None = None) -> Self:
+    def made(cls, layout: RecordLayout, capacity: int = 0, path: str | Path | None = None) -> ChunkStore:
         """A new, empty store; see :func:`trailmark.memory.tiers.base.make_store`."""
         return cls(*layout)
 
     @classmethod
-    def of_file(cls, path: str | Path, layout: RecordLayout, count: int) -> Self | None:
+    def of_file(cls, path: str | Path, layout: RecordLayout, count: int) -> ChunkStore | None:
         """A store that begins with the first ``count`` records of a file; None: they must be written to a new one.
 
         Raises:
@@ -83,13 +86,13 @@ class ChunkStore(ABC):
 
     def __init__(self, record_shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str) -> None:
         require(
-            len(record_shape) == 4 and record_shape[0] == 2 and min(record_shape) > 0,
+            record_shape_fits(record_shape, dtype.is_floating_point) and min(record_shape) > 0,
             "record_shape",
             tuple(record_shape),
-            "[2, J, S, D], none of them 0",
+            "[2, J, S, D] of numbers or [S] of tokens, none of them 0",
         )
         self.record_shape = tuple(record_shape)
-        """(2, J, S, D)"""
+        """(2, J, S, D), or of tokens (S,)"""
         self.dtype = dtype
         self.device = torch.device(device)
         """Where :meth:`gather` puts records."""
@@ -248,6 +251,11 @@ def free_bytes(place: str, device: torch.device | str, folder: str | Path | None
     if place == "host" or device.type == "cpu":
         return int(psutil.virtual_memory().available)
     return int(torch.cuda.mem_get_info(device)[0]) if device.type == "cuda" else None
+
+
+def record_shape_fits(shape: tuple[int, ...], is_floating: bool) -> bool:
+    """Whether a record may have this shape: keys and values (2, J, S, D), or tokens (S,), which are whole numbers."""
+    return (len(shape) == 4 and shape[0] == 2) if is_floating else len(shape) == 1
 
 
 def bytes_of(records: Tensor) -> Bytes:

@@ -17,7 +17,6 @@ from trailmark.memory import ChunkCache, ChunkMemory, MemoryEntries, Window
 from trailmark.memory.chunks import TABLE_BYTES, recent_chunks
 from trailmark.memory.schema import Expected
 from trailmark.models.answers import CardFacts
-from trailmark.models.arguments import check_tokens
 from trailmark.models.candidates import selection_of_tokens
 from trailmark.models.causal_lm import TrailmarkForCausalLM
 from trailmark.models.costs import CacheBytes, NumberBytes, kv_width, num_closed
@@ -30,7 +29,6 @@ from trailmark.models.layers import MLP, Place, RMSNorm, WindowAttention, head_n
 from trailmark.models.outputs import Hidden
 from trailmark.models.reads import AveragedReads, BeforeReading
 from trailmark.models.step import Step
-from trailmark.models.text import whole_chunks
 from trailmark.ops import ChunkSelection
 
 
@@ -162,12 +160,13 @@ class HiLSForCausalLM(TrailmarkForCausalLM):
             x, selected = self._through(tokens, grid, None)
             return Hidden(self.norm(grid.last_tokens(keep)(x)), selected)
         if keep == 0 and self.config.remembers_windows:
-            self._remember(tokens, grid, Step(cache, grid, self.config, len(tokens)))
+            self._remember(tokens, grid, Step(cache, grid, self.config, len(tokens), tokens))
             return Hidden(None)
         parts, chosen = list[Tensor](), list[tuple[ChunkSelection, ...]]()
         for columns, part in self._pieces(grid, cache, tokens.shape):
-            step = Step(cache, part, self.config, len(tokens))
-            x, selected = self._through(tokens[:, columns], part, step)
+            of_part = tokens[:, columns]
+            step = Step(cache, part, self.config, len(tokens), of_part)
+            x, selected = self._through(of_part, part, step)
             step.commit()
             if keep != 0:
                 parts.append(part.last_tokens(None)(x))
@@ -297,18 +296,11 @@ class HiLSForCausalLM(TrailmarkForCausalLM):
             return 0
         return -(-sum(window - 1 for window in self.config.windows[:-1] if window) // self.config.chunk_size)
 
-    def encode(
-        self,
-        input_ids: Tensor,
-        before: Tensor | None = None,
-        cache: ChunkCache | None = None,
-        first_chunk: int = 0,
+    def encode_chunks(
+        self, ids: Tensor, grid: Grid, cache: ChunkCache | None = None, start: int = 0
     ) -> MemoryEntries:
         if not (self.can_be_planted and self.config.retrieves):
-            return super().encode(input_ids, before, cache, first_chunk)
-        check_tokens(input_ids, self.config.vocab_size)
-        ids, skip = whole_chunks(input_ids, before, self.config.chunk_size)
-        grid = self.layouts.of(ids.shape[1], False)
+            return super().encode_chunks(ids, grid, cache, start)
         x, past, places = self._below(ids, grid, None)
         assert past is not None
         layer: Any = self.layers[-1]
@@ -316,7 +308,7 @@ class HiLSForCausalLM(TrailmarkForCausalLM):
         entries = past.entries(q, scoring, k, v, places[self.config.windows[-1]])
         # [B, C, n * heads, D + 1], as a memory keeps those of all layers
         landmarks = entries.landmarks.flatten(2, 3)
-        return MemoryEntries(*(part[:, skip:] for part in entries._replace(landmarks=landmarks)))
+        return entries._replace(landmarks=landmarks)
 
     # --- answers ---------------------------------------------------------------------------------------------
 

@@ -220,7 +220,7 @@ class MemoryPast(Past):
             layers = len(self._states)
             every = step.with_open(states).unflatten(-1, (layers, -1)).unbind(2)
             parts = [self.rows.entries(x) for x in every]
-            k, v = (torch.cat([part[i] for part in parts], 3) for i in (0, 1))
+            k, v = torch.cat([part.k for part in parts], 3), torch.cat([part.v for part in parts], 3)
             landmarks = torch.cat([part.landmarks.flatten(2, 3) for part in parts], 2)
             step.remember(MemoryEntries(k, v, landmarks, parts[0].lengths))
         step.keep_open(states)
