@@ -104,7 +104,6 @@ ROWS = {
         paper=Paper(1.24, 13.69, 13.18, 99.65, 100.0),
     ),
     "HiLS": Row(_LAPTOP_HILS, _HILS),
-    "HiLS, twice the steps": Row(None, _HILS, needle_steps=2),
     "HSA": Row(
         ("laptop-hsa",),
         ("needle-hsa", "model.num_hidden_layers=3", "model.num_lower_layers=1", "model.num_retrieved_chunks=4"),

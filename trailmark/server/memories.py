@@ -13,13 +13,14 @@ import os
 import re
 import secrets
 import threading
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import AsyncIterator, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 
@@ -99,8 +100,8 @@ class Memories:
         remove_leftover_folders(folder, _NAME)
         self._open: OrderedDict[tuple[str, str], Opened] = OrderedDict()
         self._opening = asyncio.Lock()
-        self._locks: dict[str, asyncio.Lock] = {}
-        self._waiting: dict[str, int] = {}
+        self._locks = WeakValueDictionary[str, asyncio.Lock]()  # while somebody writes or deletes
+        self._waiting = Counter[str]()
         self._writing: dict[str, dict[str, Any]] = {}
         self._parts: set[Path] = set()
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -259,13 +260,13 @@ class Memories:
                 this name with another text, or another process that writes; 429, too many that wait; 507, no space.
         """
         self._expect_writer(self.expect(name), served)
-        if self._waiting.get(name, 0) >= _MOST_WAITING:
+        if self._waiting[name] >= _MOST_WAITING:
             raise RequestError(429, "memory: too many texts wait for it. Send this one later.", "memory")
-        self._waiting[name] = self._waiting.get(name, 0) + 1
+        self._waiting[name] += 1
         try:
             part = await self._received(name, content)
         except BaseException:
-            self._waiting[name] -= 1
+            self._waits_no_more(name)
             raise
         task = asyncio.create_task(self._append(name, document, part, served, progress))
         self._tasks.add(task)
@@ -273,10 +274,14 @@ class Memories:
         return task
 
     def _done(self, name: str, task: asyncio.Task[None]) -> None:
-        self._waiting[name] -= 1
+        self._waits_no_more(name)
         self._tasks.discard(task)
         if not task.cancelled():
             task.exception()  # looked at, where the client that asked for it has left
+
+    def _waits_no_more(self, name: str) -> None:
+        self._waiting[name] -= 1
+        self._waiting += Counter()  # without names of which none waits
 
     async def _received(self, name: str, content: AsyncIterator[bytes]) -> Path:
         """The text in a file of its own, checked and on the disk itself."""
@@ -365,7 +370,7 @@ class Memories:
         """
         folder = self.expect(name)
         lock = self._locks.setdefault(name, asyncio.Lock())
-        if lock.locked() or self._waiting.get(name):
+        if lock.locked() or self._waiting[name]:
             raise RequestError(409, "memory: a text is being read into it. Try again later.", "memory")
         async with lock:
             try:
