@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import sys
+import time
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
@@ -124,10 +125,10 @@ class TrainSettings(Settings):
 def train(settings: TrainSettings) -> None:
     """Train a model. The same command goes on where it stopped; torchrun or accelerate launch start several."""
     from trailmark.evaluation.needles.ask import needle_accuracy
+    from trailmark.processes import is_main, leave, part
     from trailmark.report.console import Progress, duration, losses, training_line
     from trailmark.training.config import load_run_config
     from trailmark.training.forecast import forecast
-    from trailmark.training.processes import is_main, leave, part
     from trailmark.training.run import Run
 
     config = load_run_config(settings.config, settings.overrides)
@@ -197,11 +198,15 @@ class ReadSettings(Settings):
 @app.command()
 @takes(ReadSettings)
 def read(settings: ReadSettings) -> None:
-    """Read texts once and keep what was read. The same command goes on where it stopped."""
+    """Read texts once and keep what was read. The same command goes on where it stopped; torchrun starts several."""
     from trailmark.evaluation.reading import Reader, parse_dtype, resident_bytes
     from trailmark.evaluation.subject import load
+    from trailmark.processes import world_size
     from trailmark.report.console import Progress, duration, size
 
+    if world_size() > 1:
+        _read_with_all(settings)
+        return
     progress, memory, trace = Progress(), settings.memory, settings.trace
     and_traced = "" if trace is None else " and traced"
 
@@ -227,6 +232,47 @@ def read(settings: ReadSettings) -> None:
             f"Its trace lies in {trace}; what a reading that goes on needs of it, in {trace}.state/."
         )
     progress.say(f"Next: trailmark generate {settings.model} --memory {memory} --prompt ...")
+
+
+def _read_with_all(settings: ReadSettings) -> None:
+    """The same in one of several processes."""
+    from trailmark.evaluation.parted_reading import PartedReader, read_with_all
+    from trailmark.evaluation.reading import parse_dtype
+    from trailmark.evaluation.subject import load
+    from trailmark.processes import is_main, leave, part, rank, world_size
+    from trailmark.report.console import Progress, duration, size
+
+    if settings.trace is not None:
+        raise ValueError(
+            "trace: expected none with several processes, each of which reads parts of the text. Trace with one."
+        )
+    progress, began, world = Progress(), time.monotonic(), world_size()
+
+    def show(tokens: int) -> None:
+        if is_main():
+            speed = tokens / max(time.monotonic() - began, 1e-9)
+            progress.show(f"{tokens:,} tokens passed by {world} processes, {speed:,.0f} tokens/s together")
+
+    reader = PartedReader(
+        load(settings.model),
+        settings.files,
+        settings.memory,
+        rank(),
+        world,
+        memory_tier=settings.memory_tier,
+        memory_dtype=parse_dtype(settings.memory_dtype),
+        progress=show,
+    )
+    cache = read_with_all(reader)
+    if cache is not None:
+        seconds, tokens = time.monotonic() - began, cache.get_seq_length()
+        progress.say(
+            f"The memory of {tokens:,} tokens lies in {settings.memory}/ ({size(cache.memory_bytes())}). "
+            f"{duration(seconds)}, {tokens / seconds:,.0f} tokens/s by {world} processes."
+        )
+        progress.say(f"Next: trailmark generate {settings.model} --memory {settings.memory} --prompt ...")
+    if part():
+        leave()
 
 
 app.command()(cli_explore.explore)

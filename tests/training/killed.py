@@ -36,9 +36,9 @@ from tqdm import tqdm
 from tests.training.tiny import TEXT
 from trailmark import cli
 from trailmark.evaluation.needles.ask import needle_accuracy
+from trailmark.processes import is_main, rank
 from trailmark.training import checkpoints, running
 from trailmark.training.config import RunConfig
-from trailmark.training.processes import is_main, rank
 from trailmark.training.run import CHECKPOINTS, HISTORY_FILE, Run
 from trailmark.training.tensors import unwrapped_name
 

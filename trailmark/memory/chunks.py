@@ -208,7 +208,7 @@ class ChunkMemory:
             landmarks = landmarks.to(self.dtype)
         self._landmarks = self._landmarks.with_room(landmarks, end, gone, self.capacity, self.max_chunks)
         self._landmarks.write(landmarks, first, counts)
-        short = size.short or bool((lengths[row, chunk] < self._keys_of(records)).any())
+        short = size.short or bool((lengths[row, chunk] < self.keys_of_shape(records.shape)).any())
         end = max(size.records, int(numbers.max(initial=-1)) + self.planes)
         return MemorySize(size.chunks + counts, end, short)
 
@@ -217,9 +217,16 @@ class ChunkMemory:
         """Whether its records are tokens."""
         return tier_named(self.tier).keeps_tokens
 
-    def _keys_of(self, records: Tensor) -> int:
-        """S, of records [n, 2, J, S, D] or of tokens [n, S]."""
-        return records.shape[-1 if self.keeps_tokens else -2]
+    def keys_of_shape(self, record: Sequence[int]) -> int:
+        """S, of a record [2, J, S, D] or of tokens [S]."""
+        return record[-1 if self.keeps_tokens else -2]
+
+    def expect_whole(self) -> None:
+        """Compare every record that lies in a saved memory with its manifest: what is copied is signed anew."""
+        if self.store is not None and self.store.signed is not None:
+            self.store.signed.compare(self.store.pieces, 0, self.store.vouched * self.store.record_bytes)
+        if self.base is not None:
+            self.base[0].expect_whole()
 
     def _as_records(
         self, entries: MemoryEntries
@@ -418,7 +425,7 @@ class ChunkMemory:
         k, v = (records[:, :, i].flatten(2, 3).transpose(2, 3) for i in (0, 1))
         return k, v, torch.from_numpy(lengths[:, ::P].copy())
 
-    def _entries(self, chunks: Integers, landmarks: Tensor) -> MemoryEntries:
+    def entries(self, chunks: Integers, landmarks: Tensor) -> MemoryEntries:
         """Entries of chunks [B, n] with landmarks [B, n, ..., E]; of a memory of tokens without keys and values."""
         if not self.keeps_tokens:
             k, v, lengths = self._whole(chunks)
@@ -516,7 +523,7 @@ class ChunkMemory:
         other.encoder = self.encoder
         other._gone = first = self.first_chunk(size)  # [B]
         empty, B = MemorySize(first, 0), len(first)
-        starts = self._all_starts(size)
+        starts = self.all_starts(size)
         begin, step = int(first.min()), max(1, 256 // self.planes)
         for block in self.blocks(int(size.chunks.max()), B, begin):
             for at in range(0, block.shape[1], step):
@@ -530,16 +537,17 @@ class ChunkMemory:
                     part = part[torch.arange(B)[:, None], torch.from_numpy(columns)]
                 there = np.where(np.arange(n) < counts[:, None], here[columns], -1)
                 begins = np.take_along_axis(starts[:, here], columns, axis=1)
-                empty = other.write(empty, self._entries(there, part), begins, counts)
+                empty = other.write(empty, self.entries(there, part), begins, counts)
             begin += block.shape[1]
         return other, empty
 
-    def _all_starts(self, size: MemorySize) -> Integers:
+    def all_starts(self, size: MemorySize) -> Integers:
+        """[B, M] the number of each chunk's first position, as windows count them."""
         B, total = len(size.chunks), int(size.chunks.max())
         starts = np.zeros((B, total), np.int64)
         own = self._num_base
         if self.base is not None:
-            starts[:, :own] = self.base[0]._all_starts(MemorySize(np.array([own]), 0))
+            starts[:, :own] = self.base[0].all_starts(MemorySize(np.array([own]), 0))
         first = own + self._tables.first
         if total > first:
             starts[:, first:] = self._tables.starts[:, : total - first]
@@ -608,7 +616,7 @@ class ChunkMemory:
             raise ValueError(f"first: expected {n} chunks that this memory owns, got {first}.")
         assert store is not None
         landmarks = torch.cat(self.blocks(first + n, 1, first), dim=1)
-        old = self._entries(np.arange(first, first + n)[None], landmarks).each(Tensor.clone)
+        old = self.entries(np.arange(first, first + n)[None], landmarks).each(Tensor.clone)
         numbers = records[0, at : at + n].copy()
         for number, record in zip(numbers, self._as_records(entries)[0], strict=True):
             store.write(int(number), record)

@@ -36,18 +36,10 @@ def save_state(
     """Write a cache's state and memory into ``folder``; see :func:`trailmark.memory.saved.save`."""
     size = state.memory
     if memory.base is not None:  # a branch: its chunks and those that it shares become one memory
-        _expect_whole(memory)
+        memory.expect_whole()
         memory, size = memory.flattened(size)
     tensors = dict(_state_tensors(state)) | memory.tables(size)
     saved.save(folder, tensors, header | {"notes": notes}, memory.store, size.records, held)
-
-
-def _expect_whole(memory: ChunkMemory | None) -> None:
-    """What a memory shares is copied chunk by chunk: before it is signed anew, it is compared with its manifest."""
-    while memory is not None:
-        if (store := memory.store) is not None and store.signed is not None:
-            store.signed.compare(store.pieces, 0, store.vouched * store.record_bytes)
-        memory = None if memory.base is None else memory.base[0]
 
 
 def load_state(
@@ -84,7 +76,7 @@ def load_state(
         expect_tensors(there.tensors, expected)
         state, tables = _read_state(there.tensors, empty, device)
         num_chunks = torch.from_numpy(state.memory.chunks)
-        rows_of_record = None if shape is None else shape[-1] if memory.keeps_tokens else shape[2]
+        rows_of_record = None if shape is None else memory.keys_of_shape(shape)
         width = expected.sizes.get("LE")
         vectors = expected.sizes.get("LP")
         expect_tables(tables, num_chunks, there.count, rows_of_record, vectors, memory.planes, width)
@@ -103,18 +95,24 @@ def load_state(
             f"folder: expected a whole memory in {str(folder)!r}, its state is none ({reason}). Take the memory from a "
             "copy, or read the text again."
         ) from error
-    if there.chunk_file is not None and there.count:
-        assert shape is not None
-        assert there.dtype is not None
-        layout = RecordLayout(shape, there.dtype, "cpu" if memory.keeps_tokens else device)
-        tier = memory.tier
-        if memory.keeps_tokens:  # without a folder of its own it writes nothing there
-            tier = "disk" if memory.folder is not None else "host"
-        store = open_store(tier, there.chunk_file, layout, there.count)
-        store.signed, store.vouched = there.signed, there.count
-        memory.fill(store, {name: x.to(device) if name == "landmarks" else x for name, x in tables.items()})
+    fill(memory, there, tables, device)
     state = replace(state, memory=state.memory._replace(records=there.count))
     return state, notes
+
+
+def fill(memory: ChunkMemory, there: saved.Saved, tables: dict[str, Tensor], device: torch.device) -> None:
+    """Put the chunks that a folder holds into a memory, which is empty; ``tables`` were checked."""
+    if there.chunk_file is None or not there.count:
+        return
+    assert there.record_shape is not None
+    assert there.dtype is not None
+    layout = RecordLayout(there.record_shape, there.dtype, "cpu" if memory.keeps_tokens else device)
+    tier = memory.tier
+    if memory.keeps_tokens:  # without a folder of its own it writes nothing there
+        tier = "disk" if memory.folder is not None else "host"
+    store = open_store(tier, there.chunk_file, layout, there.count)
+    store.signed, store.vouched = there.signed, there.count
+    memory.fill(store, {name: x.to(device) if name == "landmarks" else x for name, x in tables.items()})
 
 
 def _brief(value: object) -> str:

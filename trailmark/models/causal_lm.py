@@ -528,9 +528,12 @@ class TrailmarkForCausalLM(ModelAnswers, EncodingMixin, FolderMixin, PreTrainedM
         self.run(beginning.ids, self._lay_out(beginning, cache), cache)
         return rest
 
-    def reading_piece(self, num_tokens: int) -> int:
-        """At most ``num_tokens``, but at least one whole chunk (or cell): read from its start on, it ends with one."""
-        size = self._piece_size()
+    def reading_piece(self, num_tokens: int | None = None) -> int:
+        """At most ``num_tokens``, but at least one whole chunk (or cell): read from its start on, it ends with one.
+
+        None: as many as :meth:`read` takes at a time.
+        """
+        size, num_tokens = self._piece_size(), num_tokens or _READ_TOKENS
         return max(1, num_tokens // size) * size
 
     def _piece_size(self) -> int:

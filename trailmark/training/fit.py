@@ -20,10 +20,10 @@ from torch import Tensor, nn
 
 from trailmark.models.watching import Seen, attention_layers, watching_attention
 from trailmark.ops import attention_mass, score_chunks, selection_divergence
+from trailmark.processes import all_reduced, rank, world_size
 from trailmark.training.distil import Teacher, chunk_targets
 from trailmark.training.loss import LAYOUT
 from trailmark.training.next_chunk import NextChunk
-from trailmark.training.processes import all_reduced, rank, world_size
 
 # of the mean of the states' squares: states of few texts do not span the width
 _RIDGE = 1e-3

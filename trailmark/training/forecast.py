@@ -8,9 +8,9 @@ from collections.abc import Iterator
 import psutil
 import torch
 
+from trailmark.processes import rank, world_size
 from trailmark.training.estimate import Estimate, describe, estimate, measure_flops_per_second
 from trailmark.training.loss import weighted_loss
-from trailmark.training.processes import rank, world_size
 from trailmark.training.run import Run
 from trailmark.training.tasks import share_of
 from trailmark.training.trainer import checkpoint_activations, make_optimizer

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from trailmark.files import write_json
 from trailmark.models.text import RetrievalScores
 from trailmark.ops import ChunkSelection
-from trailmark.training.processes import gathered, is_main
+from trailmark.processes import gathered, is_main
 from trailmark.training.tensors import unwrapped_name
 
 REPORT_FILE = "nan-report.json"

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from trailmark.training.processes import all_reduced
+from trailmark.processes import all_reduced
 
 # of the mean square of all directions: one that holds much less stays small
 _SHRINKING = 1.0

@@ -9,8 +9,8 @@ from typing import get_args
 import torch
 
 from trailmark.machine import bfloat16_instructions
+from trailmark.processes import gathered
 from trailmark.training.config import Precision, RunConfig
-from trailmark.training.processes import gathered
 from trailmark.training.run_folder import holds_run
 
 

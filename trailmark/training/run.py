@@ -37,6 +37,7 @@ from trailmark.files import (
 from trailmark.models import MODELS, TrailmarkForCausalLM
 from trailmark.models.card.files import refresh_card
 from trailmark.models.size import expect_memory
+from trailmark.processes import by_main, is_main, rank, world_size
 from trailmark.training import checkpoints, states
 from trailmark.training.checkpoints import CHECKPOINTS
 from trailmark.training.config import RunConfig
@@ -46,7 +47,6 @@ from trailmark.training.fit import MemoryFit
 from trailmark.training.neighbours import open_table
 from trailmark.training.parts import Parts
 from trailmark.training.precision import expect_one_precision, with_precision
-from trailmark.training.processes import by_main, is_main, rank, world_size
 from trailmark.training.run_folder import (
     HISTORY_FILE,
     RUN_FILE,

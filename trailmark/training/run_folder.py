@@ -17,12 +17,12 @@ import yaml
 
 from trailmark import __version__, untrusted
 from trailmark.models.card.files import README
+from trailmark.processes import world_size
 from trailmark.settings import Settings, from_file, from_mapping, setting
 from trailmark.training import checkpoints
 from trailmark.training.config import FREE_TO_CHANGE, RunConfig
 from trailmark.training.final_model import MODEL_MANIFEST
 from trailmark.training.guards import REPORT_FILE
-from trailmark.training.processes import world_size
 from trailmark.untrusted import read_json, read_yaml
 
 HISTORY_FILE = "history.json"  # written at the end: the run is complete

@@ -20,14 +20,7 @@ from torch import Tensor
 
 from trailmark.data.needles.curriculum_texts import CURRICULUM
 from trailmark.models import TrailmarkConfig, TrailmarkForCausalLM
-from trailmark.training import states, tensors
-from trailmark.training.config import RunConfig
-from trailmark.training.curriculum import SMOOTHING, Curriculum
-from trailmark.training.distil import Lesson, Teacher
-from trailmark.training.guards import Guard
-from trailmark.training.loss import Meter, total_weight, weighted_loss
-from trailmark.training.neighbours import rule_of
-from trailmark.training.processes import (
+from trailmark.processes import (
     all_reduced,
     by_main,
     connected,
@@ -35,6 +28,13 @@ from trailmark.training.processes import (
     rank,
     world_size,
 )
+from trailmark.training import states, tensors
+from trailmark.training.config import RunConfig
+from trailmark.training.curriculum import SMOOTHING, Curriculum
+from trailmark.training.distil import Lesson, Teacher
+from trailmark.training.guards import Guard
+from trailmark.training.loss import Meter, total_weight, weighted_loss
+from trailmark.training.neighbours import rule_of
 from trailmark.training.statistics import RetrievalStatistics
 from trailmark.training.tasks import Task, TextTask
 

@@ -17,8 +17,8 @@ from torch.distributed.checkpoint.state_dict import (
 
 from trailmark import pretrained
 from trailmark.models import TrailmarkConfig, TrailmarkForCausalLM
+from trailmark.processes import gathered, rank
 from trailmark.training.parts import base_name, has_adapters, merged
-from trailmark.training.processes import gathered, rank
 from trailmark.training.tensors import (
     is_sharded,
     load_tensors,

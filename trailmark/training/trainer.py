@@ -24,12 +24,12 @@ from torch.utils.data import DataLoader, IterableDataset
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from trailmark import pretrained
+from trailmark.processes import all_reduced, rank, world_size
 from trailmark.training import states
 from trailmark.training.config import TrainingConfig
 from trailmark.training.loss import Called, Meter, total_weight, weighted_loss
 from trailmark.training.optimizer import MuonAdamW, by_rate, parameter_groups, vocabulary_of
 from trailmark.training.parts import is_addition
-from trailmark.training.processes import all_reduced, rank, world_size
 from trailmark.training.running import RunningState
 from trailmark.training.tasks import Batch, Task, share_of
 

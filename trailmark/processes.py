@@ -1,10 +1,11 @@
-"""Several processes that train together: who is who, and what they must agree on."""
+"""Several processes of one command: who is who, and what they must agree on."""
 
 from __future__ import annotations
 
 import os
 import sys
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any, NoReturn, TypeVar
 
 import torch
@@ -30,6 +31,12 @@ def is_main() -> bool:
 
 def connected() -> bool:
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+
+def connect() -> None:
+    """Let the processes that torchrun started know each other, for messages alone; they may wait for days."""
+    if world_size() > 1 and not dist.is_initialized():
+        dist.init_process_group("gloo", timeout=timedelta(days=30))
 
 
 def all_reduced(values: Tensor) -> Tensor:

@@ -1,0 +1,244 @@
+"""Several processes read a text: the memory is that of one, byte for byte."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+
+from tests.memory.tiers.test_tokens import MODELS
+from tests.models.tiny import block_recurrent, drt, hils, landmark, window_model
+from tests.training.tiny import prose
+from trailmark.byte_tokenizer import ByteTokenizer
+from trailmark.evaluation import parted_reading
+from trailmark.evaluation.parted_reading import PartedReader, read_with_all
+from trailmark.evaluation.reading import Reader
+from trailmark.evaluation.subject import Subject, load
+from trailmark.memory import ChunkCache, manifest, saved
+from trailmark.memory.verification import verify
+from trailmark.models import causal_lm
+from trailmark.models.stretches import begin_at
+
+pytestmark = pytest.mark.usefixtures("one_thread", "no_restart")
+BYTES = ByteTokenizer(extra_ids=0)
+
+
+@pytest.fixture(autouse=True)
+def _small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(causal_lm, "_READ_TOKENS", 16)
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> list[Path]:
+    """Texts whose tokens are no whole chunks."""
+    names = [tmp_path / f"{name}.txt" for name in "abc"]
+    for name, text in zip(names, (prose(80), "Few.\n", prose(40)[:-3]), strict=True):
+        name.write_text(text)
+    return names
+
+
+def subject_of(name: str) -> Subject:
+    torch.manual_seed(0)
+    model = MODELS[name]()
+    if model.config.vocab_size < len(BYTES):
+        model = type(model)(type(model.config)(**model.config.to_diff_dict() | {"vocab_size": len(BYTES)}))
+        model = model.double().eval()
+    return Subject.of(model, BYTES, model.config.chunk_size)
+
+
+def readers(
+    subject: Subject, files: list[Path], folder: Path, world: int, **options: Any
+) -> list[PartedReader]:
+    options = {"stretch": 64} | options
+    return [PartedReader(subject, files, folder, rank, world, **options) for rank in range(world)]
+
+
+def read_with(
+    subject: Subject, files: list[Path], folder: Path, world: int, **options: Any
+) -> list[PartedReader]:
+    made = readers(subject, files, folder, world, **options)
+    for reader in reversed(made):
+        reader.read()
+    with saved.hold(folder) as held:
+        made[0].join(held)
+    assert not made[0].parts.exists()
+    return made
+
+
+def read_alone(subject: Subject, files: list[Path], folder: Path, **options: Any) -> None:
+    with Reader(subject, folder, **options) as reader:
+        for file in files:
+            reader.read(file)
+
+
+def assert_same_memory(one: Path, other: Path) -> None:
+    known, found = manifest.read(one), manifest.read(other)
+    assert known.header == found.header
+    assert known.chunks is not None
+    assert found.chunks is not None
+    assert (one / known.chunks.file).read_bytes() == (other / found.chunks.file).read_bytes()
+    tensors, others = (
+        safetensors.torch.load_file(x / y.state.file) for x, y in ((one, known), (other, found))
+    )
+    assert tensors.keys() == others.keys()
+    different = [name for name, tensor in tensors.items() if not torch.equal(tensor, others[name])]
+    assert not different
+
+
+@pytest.mark.parametrize(("name", "world"), [("drt", 1), *((name, 3) for name in MODELS)])
+def test_the_memory_is_that_of_one_process_byte_for_byte(
+    name: str, world: int, files: list[Path], tmp_path: Path
+) -> None:
+    subject = subject_of(name)
+    read_alone(subject, files, tmp_path / "alone")
+    made = read_with(subject, files, tmp_path / "together", world)
+    assert len(made[0].stretches) > 6
+    assert sum(reader.read_tokens for reader in made) == sum(source["tokens"] for source in made[0].sources)
+    assert_same_memory(tmp_path / "alone", tmp_path / "together")
+    verify(tmp_path / "together")
+    # and it is read on
+    more = tmp_path / "more.txt"
+    more.write_text(prose(5)[:300])
+    for folder in ("alone", "together"):
+        read_alone(subject, [*files, more], tmp_path / folder)
+    assert_same_memory(tmp_path / "alone", tmp_path / "together")
+
+
+def test_without_what_stands_before_a_stretch_it_would_be_another(
+    files: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    subject = subject_of("drt")
+    read_alone(subject, files, tmp_path / "alone")
+
+    def cold(own: PartedReader, end: int, tokens: int) -> ChunkCache:
+        cache: ChunkCache = subject.model.new_cache()
+        begin_at(cache, end // 4 * 4, subject.model.config, None)
+        return cache
+
+    with monkeypatch.context() as patch:
+        patch.setattr(PartedReader, "_begun_before", cold)
+        read_with(subject, files, tmp_path / "late", 2)
+    with pytest.raises(AssertionError):
+        assert_same_memory(tmp_path / "alone", tmp_path / "late")
+
+
+@pytest.mark.parametrize(
+    "options", [{"memory_tier": "tokens"}, {"memory_dtype": torch.bfloat16}], ids=["tokens", "bfloat16"]
+)
+def test_other_tiers_and_types_too(options: Any, files: list[Path], tmp_path: Path) -> None:
+    subject = subject_of("sinks")
+    read_alone(subject, files, tmp_path / "alone", **options)
+    read_with(subject, files, tmp_path / "together", 2, **options)
+    assert_same_memory(tmp_path / "alone", tmp_path / "together")
+
+
+def test_the_same_command_goes_on(files: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    subject, folder = subject_of("drt"), tmp_path / "together"
+    first, second = readers(subject, files, folder, 2)
+    first.read()
+
+    def stop(tokens: int) -> None:
+        if tokens > 300:
+            raise KeyboardInterrupt
+
+    second._progress = stop
+    with pytest.raises(KeyboardInterrupt):
+        second.read()
+    again = read_with(subject, files, folder, 2)
+    assert again[0].read_tokens == 0
+    assert 0 < again[1].read_tokens < sum(x.end - x.first for x in again[1].stretches if x.number % 2)
+    read_alone(subject, files, tmp_path / "alone")
+    assert_same_memory(tmp_path / "alone", folder)
+
+
+def test_what_does_not_fit_is_found_before_anything_is_joined(files: list[Path], tmp_path: Path) -> None:
+    subject, folder = subject_of("drt"), tmp_path / "together"
+    made = readers(subject, files, folder, 2)
+    for reader in made:
+        reader.read()
+    part = made[0].parts / "part-000003"
+    part.rename(tmp_path / "elsewhere")
+    with saved.hold(folder) as held:
+        with pytest.raises(
+            ValueError, match=r"^parts: expected .*part-000003', which process 1 read, it is not there"
+        ):
+            made[0].join(held)
+        (tmp_path / "elsewhere").rename(part)
+        (chunks,) = part.glob("chunks-*")
+        content = bytearray(chunks.read_bytes())
+        content[-1] ^= 1
+        chunks.write_bytes(content)
+        with pytest.raises(ValueError, match="part-000003"):
+            made[0].join(held)
+    assert not (folder / manifest.NAME).exists()
+    shutil.rmtree(part)
+    read_with(subject, files, folder, 2)
+    verify(folder)
+    with pytest.raises(ValueError, match=r"^memory: expected a new one for several processes"):
+        readers(subject, files, folder, 2)
+
+
+def test_parts_of_another_text_or_model_are_refused(files: list[Path], tmp_path: Path) -> None:
+    subject, folder = subject_of("drt"), tmp_path / "together"
+    (other,) = readers(subject, files[1:], folder, 1)
+    other.read()
+    with pytest.raises(
+        ValueError, match=r"^parts: expected (sha256|end) .* which process 0 read, got .* Remove '.*parts'"
+    ):
+        read_with(subject, files, folder, 1)
+    with pytest.raises(ValueError, match=r"^parts: expected model "):
+        read_with(subject_of("hsa"), files[1:], folder, 1)
+
+
+@pytest.mark.parametrize(
+    ("build", "said"),
+    [
+        (landmark, "depends on all that it read"),
+        (lambda: hils(num_sinks=2), "depends on all that it read"),
+        (window_model, "without"),
+        (block_recurrent, "without"),
+        (lambda: drt().without_retrieval(), "without"),
+    ],
+    ids=["landmark", "hils", "window", "block_recurrent", "off"],
+)
+def test_models_whose_memory_cannot_be_read_so_are_told(build: Any, said: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=f"^model: expected one .*{said}"):
+        readers(Subject.of(build(), BYTES, 4), [], tmp_path / "none", 2)
+
+
+def test_processes_that_differ_are_named(
+    files: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (reader,) = readers(subject_of("drt"), files, tmp_path / "together", 1)
+    for change, said in (({"stretch": 3}, "stretch of process 0 in all, process 1"), ({}, "does not see")):
+        answers = iter([[reader.agreed, reader.agreed | change], [True, False]])
+        monkeypatch.setattr(parted_reading, "gathered", lambda value, answers=answers: next(answers))
+        with pytest.raises(ValueError, match=said):
+            read_with_all(reader)
+
+
+@pytest.mark.slow
+def test_torchrun_starts_several(files: list[Path], tmp_path: Path) -> None:
+    subject = subject_of("drt")
+    subject.model.save_pretrained(tmp_path / "model")
+    BYTES.save_pretrained(tmp_path / "model")
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "-m", "trailmark", "read"]
+    run = subprocess.run(
+        [*command, str(tmp_path / "model"), *map(str, files), "--memory", str(tmp_path / "together")],
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert run.returncode == 0, run.stderr
+    assert "by 2 processes" in run.stdout + run.stderr
+    again = load(tmp_path / "model")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(causal_lm, "_READ_TOKENS", 4096)
+        read_alone(again, files, tmp_path / "alone")
+    assert_same_memory(tmp_path / "alone", tmp_path / "together")

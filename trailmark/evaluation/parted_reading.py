@@ -1,0 +1,345 @@
+"""Reading texts with several processes: ``torchrun -m trailmark read``. The memory is that of one process, bit for bit.
+
+The texts are one sequence of pieces, cut where one process would cut them, and stretches of it are dealt out. Each
+process tokenizes all of it and reads its own stretches, each a few pieces early (:mod:`trailmark.models.stretches`).
+What it keeps of one lies in a folder beside the memory, whole or not at all, so that the same command goes on; the
+first process then puts the memory together.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import secrets
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from trailmark import __version__
+from trailmark.data.corpus import Tokens, tokenizer_fingerprint
+from trailmark.evaluation.subject import Subject
+from trailmark.files import HeldFolder, remove_folder
+from trailmark.memory import ChunkCache, manifest, saved
+from trailmark.memory.parts import append, load_part, save_part
+from trailmark.memory.tiers.base import tier_named
+from trailmark.models.stretches import (
+    begin_at,
+    carry_on,
+    expect_partable,
+    keep_from_here,
+    tokens_before_chunks,
+    tokens_before_end,
+    tokens_of_windows,
+)
+from trailmark.processes import by_main, connect, gathered, is_main
+from trailmark.trace.texts import file_tokens
+from trailmark.untrusted import brief
+
+_STRETCH = (
+    1 << 17
+)  # tokens: a kill loses at most so many of each process; those read before them are few beside them
+
+
+class Piece(NamedTuple):
+    """Tokens that are read at a time."""
+
+    first: int  # its place in the text
+    tokens: Tokens
+
+    @property
+    def end(self) -> int:
+        return self.first + len(self.tokens)
+
+
+@dataclass
+class Stretch:
+    """Pieces that one process reads."""
+
+    number: int
+    first: int
+    end: int = 0
+    digest: Any = field(default_factory=hashlib.sha256)
+
+
+class PartedReader:
+    """The part of one process in reading files into a new memory.
+
+    Args:
+        files: read one after the other, as one text.
+        folder: of the memory, and beside it that of the parts; on a file system that all processes share.
+        rank, world: which of how many processes this is.
+        memory_tier, memory_dtype: as for :class:`trailmark.evaluation.reading.Reader`.
+        progress: called now and then with the tokens of the text that were passed, by whomever.
+        stretch: tokens of a stretch, at least.
+
+    Raises:
+        ValueError: a model whose memory depends on more than windows, or a memory that is there already.
+    """
+
+    def __init__(
+        self,
+        subject: Subject,
+        files: Sequence[Path],
+        folder: Path,
+        rank: int,
+        world: int,
+        *,
+        memory_tier: str = "disk",
+        memory_dtype: torch.dtype | None = None,
+        progress: Callable[[int], None] = lambda tokens: None,
+        stretch: int = _STRETCH,
+    ) -> None:
+        expect_partable(subject.model)
+        if os.path.lexists(folder / manifest.NAME):
+            raise ValueError(
+                f"memory: expected a new one for several processes, there is one in {str(folder)!r}. Read on with one "
+                "process, or choose another --memory."
+            )
+        self.subject, self.folder, self.rank, self.world = subject, folder, rank, world
+        self.files = list(dict.fromkeys(os.path.realpath(path) for path in files))
+        self.parts = folder.with_name(folder.name + ".parts")
+        self._tier, self._dtype, self._progress, self._stretch = memory_tier, memory_dtype, progress, stretch
+        self.sources: list[dict[str, Any]] = []
+        self.stretches: list[Stretch] = []
+        """All of the text, once it was passed."""
+        self.read_tokens, self.seconds = 0, 0.0  # by this process
+        model = subject.model
+        self._early, self._late = tokens_before_chunks(model), tokens_before_end(model)
+        self._filling = tokens_of_windows(model)
+        self._recent: deque[Piece] = deque()  # the pieces that a reading may begin with
+        self._beginning: ChunkCache | None = None
+
+    @cached_property
+    def agreed(self) -> dict[str, Any]:
+        """What all processes must have in common, and parts that are put together."""
+        return {
+            "trailmark": __version__,
+            "model": self._empty(None).identity(),
+            "tokenizer": tokenizer_fingerprint(self.subject.tokenizer),
+            "memory_tier": self._tier,
+            "memory_dtype": str(self._dtype),
+            "stretch": self._stretch,
+        }
+
+    # --- each process ------------------------------------------------------------------------------------------
+
+    def read(self) -> None:
+        """Read the stretches of this process, but those that it read before.
+
+        Raises:
+            ValueError: no text; a part that another run left, or that was damaged; no space.
+        """
+        cache: ChunkCache | None = None
+        stretch: Stretch | None = None
+        for piece in self._pieces():
+            begins = piece.first % self._chunk_size == 0
+            if stretch is None or (begins and piece.first - stretch.first >= self._stretch):
+                if stretch is not None:
+                    self._end(stretch, cache)
+                stretch = Stretch(len(self.stretches), piece.first)
+                self.stretches.append(stretch)
+                cache = self._begin(stretch)
+            stretch.end = piece.end
+            stretch.digest.update(piece.tokens.tobytes())
+            if cache is not None:
+                self._take(piece, cache)
+            self._see_sinks(piece)
+            self._recent.append(piece)
+            self._forget()
+            self._progress(piece.end)
+        assert stretch is not None
+        self._end(stretch, cache)
+
+    @property
+    def _chunk_size(self) -> int:
+        size: int = self.subject.model.config.chunk_size
+        return size
+
+    def _pieces(self) -> Iterator[Piece]:
+        """The text, in the pieces in which one process reads it."""
+        model, S, first = self.subject.model, self._chunk_size, 0
+        for number, name in enumerate(self.files):
+            digest, of_bytes, count = hashlib.sha256(), hashlib.sha256(), 0
+            begin = () if number else self.subject.beginning
+            for tokens in file_tokens(Path(name), self.subject.tokenizer, begin, of_bytes.update):
+                digest.update(tokens.tobytes())
+                count += len(tokens)
+                while len(tokens):
+                    begun = max(first, model.config.num_sinks)  # sinks are read by themselves
+                    size = begun - first + model.reading_piece() - begun % S
+                    yield Piece(first, tokens[:size])
+                    first, tokens = first + len(tokens[:size]), tokens[size:]
+            told = {"sha256": digest.hexdigest(), "file_sha256": of_bytes.hexdigest()}
+            self.sources.append({"path": name, "tokens": count, "done": True} | told)
+
+    def _see_sinks(self, piece: Piece) -> None:
+        model = self.subject.model
+        if piece.first < model.config.num_sinks:
+            self._beginning = model.read(_as_ids(piece.tokens), self._beginning)
+
+    def _forget(self) -> None:
+        """Let go of pieces with which no reading begins any more."""
+        for _ in range(self._place_to_begin(self._recent[-1].end, self._late)):
+            self._recent.popleft()
+
+    def _place_to_begin(self, end: int, tokens: int) -> int:
+        """With which of the recent pieces a reading begins that has full windows ``tokens`` before ``end``.
+
+        It is a piece that begins with a chunk, away from the sinks; where none does, the first.
+        """
+        sinks, full, places = self.subject.model.config.num_sinks, False, list(self._recent)
+        latest = end - tokens  # where some piece must begin with full windows
+        for n in range(len(places) - 1, -1, -1):
+            first = places[n].first
+            if (
+                full
+                and first <= latest - self._filling
+                and first % self._chunk_size == 0
+                and first >= 2 * sinks
+            ):
+                return n
+            if not full and first <= latest:
+                full, latest = True, first
+        return 0
+
+    def _begun_before(self, end: int, tokens: int) -> ChunkCache:
+        """A cache that has read the text up to ``end``, as if it had read all of it from ``tokens`` before on."""
+        pieces = list(self._recent)[self._place_to_begin(end, tokens) :]
+        model = self.subject.model
+        # what it reads of chunks is not kept
+        cache: ChunkCache = model.new_cache(self._tier if tier_named(self._tier).keeps_tokens else "device")
+        begin_at(cache, pieces[0].first if pieces else 0, model.config, self._beginning)
+        for piece in pieces:
+            model.read(_as_ids(piece.tokens), cache)
+        return cache
+
+    def _part(self, stretch: Stretch) -> Path:
+        return self.parts / f"part-{stretch.number:06}"
+
+    def _begin(self, stretch: Stretch) -> ChunkCache | None:
+        """A cache for a stretch that is to be read by this process."""
+        if stretch.number % self.world != self.rank:
+            return None
+        folder = self._part(stretch)
+        if os.path.lexists(folder / manifest.NAME):
+            return None
+        cache = self._begun_before(stretch.first, self._early)
+        keep_from_here(cache, self._empty(folder))
+        return cache
+
+    def _empty(self, folder: Path | None) -> ChunkCache:
+        cache: ChunkCache = self.subject.model.new_cache(
+            self._tier, memory_folder=folder, memory_dtype=self._dtype
+        )
+        return cache
+
+    def _take(self, piece: Piece, cache: ChunkCache) -> None:
+        began = time.perf_counter()
+        self.subject.model.read(_as_ids(piece.tokens), cache)
+        self.read_tokens += len(piece.tokens)
+        self.seconds += time.perf_counter() - began
+
+    def _end(self, stretch: Stretch, cache: ChunkCache | None) -> None:
+        """Keep what was read of a stretch; or see that what was kept before is of this text."""
+        folder = self._part(stretch)
+        if cache is not None:
+            save_part(cache.memory, cache.begun(1).memory, folder, self._header(stretch))
+        elif stretch.number % self.world == self.rank:
+            self._expect_of_this_text(stretch)
+
+    def _header(self, stretch: Stretch) -> dict[str, Any]:
+        return self.agreed | {
+            "first": stretch.first,
+            "end": stretch.end,
+            "sha256": stretch.digest.hexdigest(),
+        }
+
+    def _expect_of_this_text(self, stretch: Stretch) -> None:
+        folder, expected = self._part(stretch), self._header(stretch)
+        found = manifest.read(folder).header
+        wrong = [name for name in expected if found.get(name) != expected[name]]
+        if wrong:
+            raise ValueError(
+                f"parts: expected {wrong[0]} {brief(expected[wrong[0]])} in {str(folder)!r}, which process "
+                f"{stretch.number % self.world} read, got {brief(found.get(wrong[0]))}: another text or model, or "
+                f"other options. Remove {str(self.parts)!r} and read again, or choose another --memory."
+            )
+
+    # --- the first process, once all have read -------------------------------------------------------------------
+
+    def join(self, held: HeldFolder) -> ChunkCache:
+        """Put the memory together, save it in its folder, which is ``held``, and remove the parts.
+
+        Raises:
+            ValueError: a part that is missing, damaged or of another text, named by the process whose it is; no space.
+        """
+        for stretch in self.stretches:
+            if not os.path.lexists(self._part(stretch) / manifest.NAME):
+                raise ValueError(
+                    f"parts: expected {str(self._part(stretch))!r}, which process {stretch.number % self.world} "
+                    "read, it is not there. Do all processes write to one file system? The same command goes on."
+                )
+            self._expect_of_this_text(stretch)
+        model, S = self.subject.model, self._chunk_size
+        cache, expected = self._empty(self.folder), model._expected_state()
+        size = cache.begun(1).memory
+        for stretch in self.stretches:
+            chunks = stretch.end // S - stretch.first // S
+            if chunks:
+                part = self._empty(None).memory
+                its = load_part(self._part(stretch), part, chunks, model.device, expected)
+                size = append(cache.memory, size, part, its)
+        end = self._recent[-1].end
+        carry_on(cache, self._begun_before(end, self._late), size)
+        cache.notes["sources"] = self.sources
+        cache.save(self.folder, held)
+        remove_folder(self.parts)
+        return cache
+
+
+def read_with_all(reader: PartedReader) -> ChunkCache | None:
+    """Read the texts with all processes; the memory in the first of them, None in the others.
+
+    Raises:
+        ValueError: as :class:`PartedReader`; processes of other weights, versions or options, or that do not share the
+            folder.
+    """
+    connect()
+    for number, theirs in enumerate(told := gathered(reader.agreed)):
+        wrong = next((name for name, value in theirs.items() if value != told[0][name]), None)
+        if wrong is not None:
+            raise ValueError(
+                f"processes: expected the {wrong} of process 0 in all, process {number} has another one. Give all of "
+                "them the same command, model and version."
+            )
+    with contextlib.ExitStack() as stack:
+        mark = reader.parts / f".shared-{by_main(lambda: secrets.token_hex(8))}"
+        by_main(lambda: _touch(mark))
+        held = stack.enter_context(saved.hold(reader.folder)) if is_main() else None
+        lacking = [number for number, there in enumerate(gathered(mark.exists())) if not there]
+        if lacking:
+            raise ValueError(
+                f"memory: expected a folder that all processes share, process {lacking[0]} does not see "
+                f"{str(reader.parts)!r} of process 0. Choose --memory on a file system that they share."
+            )
+        reader.read()
+        gathered(None)  # all have read
+        cache = None if held is None else reader.join(held)
+        gathered(None)  # the others end when it is done
+    return cache
+
+
+def _touch(path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.touch()
+
+
+def _as_ids(tokens: Tokens) -> torch.Tensor:
+    return torch.from_numpy(tokens).long()[None]
