@@ -27,8 +27,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from common import ROOT, peak_memory, spread
-from tables import RIGHT, fill, table
+from common import peak_memory, spread
+from tables import RIGHT, Columns, on_machine, record, table
 
 from trailmark.data.corpus import standard_library_texts, tokenize
 from trailmark.data.needles.haystacks import Haystack
@@ -193,38 +193,34 @@ def measure_cost(subject: Subject, length: int, arguments: argparse.Namespace) -
     return found | {"resident_bytes": resident_bytes() - before}
 
 
-def show_costs() -> str:
+def costs_text() -> str:
     """The table of costs in docs/scale.md."""
-    return table(
-        {
-            "tokens": "{length:,}",
-            "memory": "{memory_bytes:size}",
-            "s a question, exact": "{exact[seconds_a_question]:spread .3f}",
-            "s a question, faiss": "{faiss[seconds_a_question]:spread .3f}",
-        },
-        read_json(OUTPUT)["costs"],
-    )
+    rows = record("billion")["costs"]
+    columns: Columns = {
+        "tokens": "{length:,}",
+        "memory": "{memory_bytes:size}",
+        "s a question, exact": "{exact[seconds_a_question]:spread .3f}",
+        "s a question, faiss": "{faiss[seconds_a_question]:spread .3f}",
+    }
+    return on_machine(table(columns, rows), rows[-1]["environment"])
 
 
-def show_answers() -> str:
+def answers_text() -> str:
     """The table of answers in docs/scale.md."""
-    return table(
-        {
-            "tokens": "{length:,}",
-            "bytes": "{memory_bytes:size}",
-            "read, tokens/s": lambda row: (
-                f"{row['reading']['tokens'] / row['reading']['seconds_reading']:,.0f}"
-            ),
-            "right, exact search": lambda row: RIGHT.format(**row["exact"]),
-            "right, faiss": lambda row: RIGHT.format(**row["faiss"]),
-            "recall, exact": "{exact[recall]:.3f}",
-            "recall, faiss": "{faiss[recall]:.3f}",
-            "s a question, exact": "{exact[seconds_a_question]:spread .3f}",
-            "s a question, faiss": "{faiss[seconds_a_question]:spread .3f}",
-            "s a question of a batch, exact": "{exact[seconds_a_question_in_batches]:.3f}",
-        },
-        read_json(OUTPUT)["results"],
-    )
+    rows = record("billion")["results"]
+    columns: Columns = {
+        "tokens": "{length:,}",
+        "bytes": "{memory_bytes:size}",
+        "read, tokens/s": lambda row: f"{row['reading']['tokens'] / row['reading']['seconds_reading']:,.0f}",
+        "right, exact search": lambda row: RIGHT.format(**row["exact"]),
+        "right, faiss": lambda row: RIGHT.format(**row["faiss"]),
+        "recall, exact": "{exact[recall]:.3f}",
+        "recall, faiss": "{faiss[recall]:.3f}",
+        "s a question, exact": "{exact[seconds_a_question]:spread .3f}",
+        "s a question, faiss": "{faiss[seconds_a_question]:spread .3f}",
+        "s a question of a batch, exact": "{exact[seconds_a_question_in_batches]:.3f}",
+    }
+    return on_machine(table(columns, rows), rows[-1]["environment"])
 
 
 @torch.no_grad()
@@ -261,8 +257,6 @@ def main(words: Sequence[str] | None = None) -> None:
         result = measure(subject, length, arguments, text, progress)
         kept["results"] += [result | {"environment": environment()}]
         write_json(arguments.output, kept)
-    if arguments.output == OUTPUT:
-        fill(ROOT / "docs/scale.md", {"billion costs": show_costs, "billion answers": show_answers})
     print(f"Numbers: {arguments.output}")
 
 

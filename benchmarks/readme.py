@@ -13,10 +13,12 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import billion
 import compare_tables
 import landmark_tables
 import learning_tables
 import papers
+import parted_reading
 import pretrained_tables
 import reading_tables
 import training_tables
@@ -413,6 +415,12 @@ DOCUMENTS: dict[str, Mapping[str, Callable[[], str]]] = {
     },
     "docs/case-study.md": case_study_texts(),
     "docs/serving.md": {"serving": serving_text},
+    "docs/scale.md": {
+        "billion answers": billion.answers_text,
+        "billion costs": billion.costs_text,
+        "processes": parted_reading.commands_text,
+        "many processes": parted_reading.reckoned_text,
+    },
     "docs/evaluation.md": {"ruler": ruler_text},
     "docs/learning-to-retrieve.md": {
         "losses": learning_tables.losses_text,

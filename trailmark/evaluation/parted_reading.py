@@ -42,7 +42,7 @@ from trailmark.processes import by_main, connect, gathered, is_main
 from trailmark.trace.texts import file_tokens
 from trailmark.untrusted import brief
 
-_STRETCH = (
+STRETCH = (
     1 << 17
 )  # tokens: a kill loses at most so many of each process; those read before them are few beside them
 
@@ -94,7 +94,7 @@ class PartedReader:
         memory_tier: str = "disk",
         memory_dtype: torch.dtype | None = None,
         progress: Callable[[int], None] = lambda tokens: None,
-        stretch: int = _STRETCH,
+        stretch: int = STRETCH,
     ) -> None:
         expect_partable(subject.model)
         if os.path.lexists(folder / manifest.NAME):
