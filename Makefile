@@ -1,4 +1,4 @@
-# make demo | test | lint | bench: each makes .venv first, at the versions in constraints.txt.
+# make demo | test | lint | docs | bench: each makes .venv first, at the versions in constraints.txt.
 # PYTHON=python3.12 chooses another Python; ARGS="..." goes to the command; PROCESSOR=avx2 or PROCESSOR=default (no
 # vector registers at all) has the tests computed as on an older one.
 
@@ -17,7 +17,7 @@ OLDER := MKL_ENABLE_INSTRUCTIONS=AVX2 ONEDNN_MAX_CPU_ISA=AVX2 OPENBLAS_CORETYPE=
 # (what torch compiles has a cache of its own, whose code is not for another)
 AS_ON := $(if $(PROCESSOR),ATEN_CPU_CAPABILITY=$(PROCESSOR) $(OLDER) TORCHINDUCTOR_CACHE_DIR=$(CURDIR)/.pytest_cache/inductor-$(PROCESSOR))
 
-.PHONY: demo test lint bench venv constraints clean
+.PHONY: demo test lint docs bench venv constraints clean
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
 
@@ -35,11 +35,15 @@ lint: $(VENV)/lint.stamp
 	cd benchmarks && ../$(BIN)/python -m mypy --config-file ../pyproject.toml --cache-dir ../.mypy_cache/benchmarks *.py case_study
 	$(BIN)/lint-imports --no-logo
 
+# the site, in build/site; a warning is an error
+docs: $(VENV)/docs.stamp
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build $(ARGS)
+
 bench: $(VENV)/figures.stamp
 	$(BIN)/python benchmarks/ops.py $(ARGS)
 
 # everything a developer needs
-venv: $(VENV)/test.stamp $(VENV)/lint.stamp
+venv: $(VENV)/test.stamp $(VENV)/lint.stamp $(VENV)/docs.stamp
 
 # Python is checked before the environment is made, and an environment that was here already too
 $(BIN)/python:
@@ -67,6 +71,10 @@ $(VENV)/test.stamp: pyproject.toml constraints.txt $(VENV)/torch.stamp
 # (mypy reads the types of what the server is made of)
 $(VENV)/lint.stamp: pyproject.toml constraints.txt $(VENV)/torch.stamp
 	$(INSTALL) -e '.[lint,serve]'
+	@touch $@
+
+$(VENV)/docs.stamp: pyproject.toml constraints.txt $(VENV)/torch.stamp
+	$(INSTALL) -e '.[docs]'
 	@touch $@
 
 # The pins of this environment. "+cpu" and the packages of one platform's torch are left out: torch names

@@ -13,6 +13,8 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+import trailmark
+
 ROOT = Path(__file__).parents[1]
 
 OPS_ALONE = """
@@ -41,7 +43,7 @@ assert out.shape == (1, 6, 4, 8)
 
 
 def run(*command: str | Path) -> str:
-    result = subprocess.run([*map(str, command)], capture_output=True, text=True)
+    result = subprocess.run([*map(str, command)], capture_output=True, text=True, cwd=ROOT)
     assert result.returncode == 0, f"{command}\n{result.stdout}\n{result.stderr}"
     return result.stdout
 
@@ -97,6 +99,28 @@ def test_the_wheel_holds_the_library_and_nothing_else(wheel: Path) -> None:
     assert "trailmark = trailmark.cli:main" in scripts
     assert "License-Expression: Apache-2.0" in meta
     assert "Requires-Python: >=3.11" in meta
+
+
+def test_a_release_is_built_again_byte_for_byte(tmp_path: Path) -> None:
+    for number in range(2):
+        run(
+            sys.executable,
+            "-m",
+            "hatchling",
+            "build",
+            "-t",
+            "sdist",
+            "-t",
+            "wheel",
+            "-d",
+            tmp_path / str(number),
+        )
+    first, again = ({file.name: file.read_bytes() for file in (tmp_path / n).iterdir()} for n in "01")
+    assert sorted(name.partition("-")[2] for name in first) == [
+        f"{trailmark.__version__}-py3-none-any.whl",
+        f"{trailmark.__version__}.tar.gz",
+    ]
+    assert first == again
 
 
 def test_ops_need_torch_alone(wheel: Path, tmp_path: Path) -> None:
