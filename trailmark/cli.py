@@ -239,13 +239,14 @@ def _read_with_all(settings: ReadSettings) -> None:
     from trailmark.evaluation.parted_reading import PartedReader, read_with_all
     from trailmark.evaluation.reading import parse_dtype
     from trailmark.evaluation.subject import load
-    from trailmark.processes import is_main, leave, part, rank, world_size
+    from trailmark.processes import connect, is_main, leave, part, rank, world_size
     from trailmark.report.console import Progress, duration, size
 
     if settings.trace is not None:
         raise ValueError(
             "trace: expected none with several processes, each of which reads parts of the text. Trace with one."
         )
+    connect()
     progress, began, world = Progress(), time.monotonic(), world_size()
 
     def show(tokens: int) -> None:

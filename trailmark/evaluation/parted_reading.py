@@ -38,7 +38,7 @@ from trailmark.models.stretches import (
     tokens_before_end,
     tokens_of_windows,
 )
-from trailmark.processes import by_main, connect, gathered, is_main
+from trailmark.processes import by_main, gathered, is_main
 from trailmark.trace.texts import file_tokens
 from trailmark.untrusted import brief
 
@@ -305,13 +305,12 @@ class PartedReader:
 
 
 def read_with_all(reader: PartedReader) -> ChunkCache | None:
-    """Read the texts with all processes; the memory in the first of them, None in the others.
+    """Read the texts with all processes, which know each other; the memory in the first of them, None in the others.
 
     Raises:
         ValueError: as :class:`PartedReader`; processes of other weights, versions or options, or that do not share the
             folder.
     """
-    connect()
     for number, theirs in enumerate(told := gathered(reader.agreed)):
         wrong = next((name for name, value in theirs.items() if value != told[0][name]), None)
         if wrong is not None:
