@@ -1,4 +1,4 @@
-"""Read a book in pieces, keep the memory, and ask about it: run after ``make demo``.
+"""Find a needle in a million tokens: read a book in pieces, keep the memory, and ask about it.
 
 python examples/read_a_book.py [MODEL] [BOOK.txt]
 """
@@ -12,11 +12,12 @@ from pathlib import Path
 import torch
 from transformers import AutoTokenizer
 
-import trailmark.models  # noqa: F401 - registers the models with the Auto classes
+import trailmark
 from trailmark import DRTForCausalLM
 from trailmark.data.corpus import standard_library_texts, text_pieces, tokenize
 
-folder = sys.argv[1] if len(sys.argv) > 1 else "runs/demo/drt"
+# The demo's model, which comes with the package: it knows needles of the form $NAME=12345; and asks for them by ~NAME.
+folder = sys.argv[1] if len(sys.argv) > 1 else Path(trailmark.__file__).parent / "demo_model"
 model = DRTForCausalLM.from_pretrained(folder).eval()
 tokenizer = AutoTokenizer.from_pretrained(folder)
 

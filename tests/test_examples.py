@@ -1,4 +1,4 @@
-"""The examples do what they say. (``read_a_book.py`` needs the demo's model.)"""
+"""The examples do what they say."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
+import trailmark
 from tests.data.corpora import prose
 from tests.models.conversion.bases import made, save
+from trailmark.data.corpus import standard_library_texts
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
@@ -62,3 +64,27 @@ def test_ask_a_book(
     again = said()  # nothing is read or converted a second time
     assert "tokens/s" not in again
     assert again.strip() == first[first.index("\n\n") :].strip()
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_read_a_book(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    book = tmp_path / "book.txt"
+    book.write_text("\n".join(standard_library_texts("haystack"))[:50_000])
+    model = str(Path(trailmark.__file__).parent / "demo_model")
+    monkeypatch.setattr(sys, "argv", ["read_a_book.py", model, str(book)])
+    runpy.run_path(str(EXAMPLES / "read_a_book.py"))
+    said = capsys.readouterr().out
+    assert "answer: =48213;" in said
+    assert re.search(r"chunk      [01]  weight (1|0\.[5-9])", said)
+
+
+def test_your_own_model(capsys: pytest.CaptureFixture[str]) -> None:
+    runpy.run_path(str(EXAMPLES / "your_own_model.py"), run_name="__main__")
+    said = capsys.readouterr().out
+    (gradient,) = re.findall(r"gradient of the gate (.*)", said)
+    assert float(gradient) > 0
+    (chunks, difference), *_ = re.findall(r"(\d+) chunks in memory, largest difference (.*)", said)
+    assert int(chunks) == 400 // 8
+    assert float(difference) < 1e-5
