@@ -201,12 +201,16 @@ def read(settings: ReadSettings) -> None:
     """Read texts once and keep what was read. The same command goes on where it stopped; torchrun starts several."""
     from trailmark.evaluation.reading import Reader, parse_dtype, resident_bytes
     from trailmark.evaluation.subject import load
-    from trailmark.processes import world_size
+    from trailmark.memory.saved import MANIFEST
+    from trailmark.processes import is_main, world_size
     from trailmark.report.console import Progress, duration, size
 
     if world_size() > 1:
-        _read_with_all(settings)
-        return
+        if not os.path.lexists(settings.memory / MANIFEST):
+            _read_with_all(settings)
+            return
+        if not is_main():  # what is there already is read on by one
+            return
     progress, memory, trace = Progress(), settings.memory, settings.trace
     and_traced = "" if trace is None else " and traced"
 

@@ -27,7 +27,7 @@ from trailmark.data.corpus import Tokens, tokenizer_fingerprint
 from trailmark.evaluation.subject import Subject
 from trailmark.files import HeldFolder, remove_folder
 from trailmark.memory import ChunkCache, manifest, saved
-from trailmark.memory.parts import append, load_part, save_part
+from trailmark.memory.parts import load_part, save_part
 from trailmark.memory.tiers.base import tier_named
 from trailmark.models.stretches import (
     begin_at,
@@ -102,7 +102,8 @@ class PartedReader:
                 f"memory: expected a new one for several processes, there is one in {str(folder)!r}. Read on with one "
                 "process, or choose another --memory."
             )
-        self.subject, self.folder, self.rank, self.world = subject, folder, rank, world
+        self.subject, self.rank, self.world = subject, rank, world
+        self.folder = folder = Path(os.path.abspath(folder))
         self.files = list(dict.fromkeys(os.path.realpath(path) for path in files))
         self.parts = folder.with_name(folder.name + ".parts")
         self._tier, self._dtype, self._progress, self._stretch = memory_tier, memory_dtype, progress, stretch
@@ -295,7 +296,7 @@ class PartedReader:
             if chunks:
                 part = self._empty(None).memory
                 its = load_part(self._part(stretch), part, chunks, model.device, expected)
-                size = append(cache.memory, size, part, its)
+                size = cache.memory.append(size, part, its)
         end = self._recent[-1].end
         carry_on(cache, self._begun_before(end, self._late), size)
         cache.notes["sources"] = self.sources

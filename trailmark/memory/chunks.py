@@ -28,6 +28,7 @@ Rows = slice | list[int]
 """Some rows of a batch."""
 TABLE_BYTES = 24  # of a chunk besides its record and landmark: record number, first position, length
 _RECENT_CHUNKS, _RECENT_BYTES = 512, 16 << 20  # kept on the device in front of host and disk
+_COPIED_BYTES = 64 << 20  # of records at a time, from memory to memory
 _LEAST_RECENT = 16  # chunks of many planes so kept: one token's of all layers, and the last one's
 
 
@@ -211,6 +212,27 @@ class ChunkMemory:
         short = size.short or bool((lengths[row, chunk] < self.keys_of_shape(records.shape)).any())
         end = max(size.records, int(numbers.max(initial=-1)) + self.planes)
         return MemorySize(size.chunks + counts, end, short)
+
+    def append(self, size: MemorySize, other: ChunkMemory, its: MemorySize) -> MemorySize:
+        """Write the chunks of another memory of one row after these; its records are copied as they lie."""
+        source, n, first = other.store, int(its.chunks[0]), int(size.chunks[0])
+        assert source is not None
+        assert other.base is self.base is None
+        assert other.planes == self.planes
+        for start in range(0, its.records, step := max(1, _COPIED_BYTES // source.record_bytes)):
+            records = source.gather(torch.arange(start, min(start + step, its.records)))
+            if self.store is None:
+                self._use(self._make_store(records))
+            assert self.store is not None
+            self.store.write(size.records + start, records)
+        tables = self._tables = self._tables.with_room(1, first + n, 0, self.capacity)
+        for own, more in zip(tables[1:], other._tables[1:], strict=True):
+            own[:, first : first + n] = more[:, :n]
+        tables.records[:, first : first + n] += size.records
+        landmarks = torch.cat(other.blocks(n, 1), dim=1)
+        self._landmarks = self._landmarks.with_room(landmarks, first + n, 0, self.capacity, None)
+        self._landmarks.write(landmarks, np.array([first]), np.array([n]))
+        return MemorySize(size.chunks + n, size.records + its.records, size.short or its.short)
 
     @property
     def keeps_tokens(self) -> bool:
@@ -425,7 +447,7 @@ class ChunkMemory:
         k, v = (records[:, :, i].flatten(2, 3).transpose(2, 3) for i in (0, 1))
         return k, v, torch.from_numpy(lengths[:, ::P].copy())
 
-    def entries(self, chunks: Integers, landmarks: Tensor) -> MemoryEntries:
+    def _entries(self, chunks: Integers, landmarks: Tensor) -> MemoryEntries:
         """Entries of chunks [B, n] with landmarks [B, n, ..., E]; of a memory of tokens without keys and values."""
         if not self.keeps_tokens:
             k, v, lengths = self._whole(chunks)
@@ -523,7 +545,7 @@ class ChunkMemory:
         other.encoder = self.encoder
         other._gone = first = self.first_chunk(size)  # [B]
         empty, B = MemorySize(first, 0), len(first)
-        starts = self.all_starts(size)
+        starts = self._all_starts(size)
         begin, step = int(first.min()), max(1, 256 // self.planes)
         for block in self.blocks(int(size.chunks.max()), B, begin):
             for at in range(0, block.shape[1], step):
@@ -537,17 +559,16 @@ class ChunkMemory:
                     part = part[torch.arange(B)[:, None], torch.from_numpy(columns)]
                 there = np.where(np.arange(n) < counts[:, None], here[columns], -1)
                 begins = np.take_along_axis(starts[:, here], columns, axis=1)
-                empty = other.write(empty, self.entries(there, part), begins, counts)
+                empty = other.write(empty, self._entries(there, part), begins, counts)
             begin += block.shape[1]
         return other, empty
 
-    def all_starts(self, size: MemorySize) -> Integers:
-        """[B, M] the number of each chunk's first position, as windows count them."""
+    def _all_starts(self, size: MemorySize) -> Integers:
         B, total = len(size.chunks), int(size.chunks.max())
         starts = np.zeros((B, total), np.int64)
         own = self._num_base
         if self.base is not None:
-            starts[:, :own] = self.base[0].all_starts(MemorySize(np.array([own]), 0))
+            starts[:, :own] = self.base[0]._all_starts(MemorySize(np.array([own]), 0))
         first = own + self._tables.first
         if total > first:
             starts[:, first:] = self._tables.starts[:, : total - first]
@@ -616,7 +637,7 @@ class ChunkMemory:
             raise ValueError(f"first: expected {n} chunks that this memory owns, got {first}.")
         assert store is not None
         landmarks = torch.cat(self.blocks(first + n, 1, first), dim=1)
-        old = self.entries(np.arange(first, first + n)[None], landmarks).each(Tensor.clone)
+        old = self._entries(np.arange(first, first + n)[None], landmarks).each(Tensor.clone)
         numbers = records[0, at : at + n].copy()
         for number, record in zip(numbers, self._as_records(entries)[0], strict=True):
             store.write(int(number), record)

@@ -5,15 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from trailmark.memory import saved
 from trailmark.memory.chunks import ChunkMemory, MemorySize
 from trailmark.memory.schema import Expected, expect_tables, expect_tensors
 from trailmark.memory.snapshot import fill
-
-_AT_ONCE = 256  # records
 
 
 def save_part(memory: ChunkMemory, size: MemorySize, folder: Path, header: dict[str, Any]) -> None:
@@ -53,17 +50,4 @@ def load_part(
     if there.count:
         fill(memory, there, there.tensors, device)
         memory.expect_whole()
-    return size
-
-
-def append(memory: ChunkMemory, size: MemorySize, other: ChunkMemory, its: MemorySize) -> MemorySize:
-    """Write the chunks of another memory after those of ``memory``, each of one row."""
-    starts, first = other.all_starts(its)[0], 0
-    step = max(1, _AT_ONCE // memory.planes)
-    for block in other.blocks(int(its.chunks[0]), 1):
-        for landmarks in block.split(step, dim=1):
-            here = first + np.arange(landmarks.shape[1])
-            entries = other.entries(here[None], landmarks)
-            size = memory.write(size, entries, starts[None, here], np.array([len(here)]))
-            first += len(here)
     return size
