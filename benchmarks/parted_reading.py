@@ -1,10 +1,9 @@
 """Reading one text with as many processes as there are cores, beside one process with as many threads.
 
-    python benchmarks/parted_reading.py            # benchmarks/parted_reading.json, and the tables of docs/scale.md
+    python benchmarks/parted_reading.py            # benchmarks/parted_reading.json, and the table of docs/scale.md
 
 Commands are timed from start to end, in turn, on a machine that does nothing else; the memories that they leave are
-compared byte for byte. What many processes would take is then reckoned from three speeds of one process with one
-thread: reading, passing over text that others read, and putting chunks together.
+compared byte for byte.
 """
 
 from __future__ import annotations
@@ -14,23 +13,21 @@ import os
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
-import torch
 from common import interleaved, keep, seconds, spread
 from reading import models
-from tables import Columns, Row, on_machine, record, table
+from tables import Columns, on_machine, record, table
 
 from trailmark.byte_tokenizer import ByteTokenizer
 from trailmark.data.corpus import standard_library_texts
-from trailmark.evaluation.parted_reading import STRETCH, PartedReader
-from trailmark.evaluation.subject import load
-from trailmark.memory import manifest, saved
+from trailmark.files import read_json
+from trailmark.memory import manifest
 
 OUTPUT = Path(__file__).with_suffix(".json")
-TOKENS = {"demo": 1 << 23, "d512": 1 << 18}
+# model and tier -> tokens; tokens alone need no disk to keep up
+CASES = {"demo disk": 1 << 23, "demo tokens": 1 << 23, "d512 disk": 1 << 18}
 _ROUNDS = 1  # after one that does not count: each takes minutes
 
 
@@ -49,7 +46,7 @@ def made(size: str, folder: Path) -> Path:
     return folder
 
 
-def command(model: Path, file: Path, memory: Path, cores: int, processes: bool) -> float:
+def command(model: Path, file: Path, memory: Path, tier: str, cores: int, processes: bool) -> float:
     """Seconds of ``trailmark read``, from start to end."""
     launcher = (
         ["torch.distributed.run", "--standalone", f"--nproc-per-node={cores}", "-m"] if processes else []
@@ -75,27 +72,8 @@ def same_bytes(one: Path, other: Path) -> bool:
     return len(hashes) == 2 and hashes[0] == hashes[1]
 
 
-def speeds(model: Path, file: Path, memory: Path) -> dict[str, float]:
-    """Of one process with one thread: tokens/s read and passed over, and bytes/s put together."""
-    torch.set_num_threads(1)
-    reader = PartedReader(load(model), [file], memory, 0, 1)
-    passed = seconds(lambda: sum(1 for _ in reader._pieces()))
-    reader.sources.clear()
-    reader.read()
-    began = time.perf_counter()
-    with saved.hold(memory) as held:
-        cache = reader.join(held)
-    joined, tokens = time.perf_counter() - began, reader.read_tokens
-    return {
-        "read": tokens / reader.seconds,
-        "passed": tokens / passed,
-        "joined_bytes": cache.memory_bytes() / joined,
-        "bytes_a_token": cache.memory_bytes() / tokens,
-        "early": float(reader._early + reader._filling + reader.subject.model.reading_piece()),
-    }
-
-
-def measure(size: str, tokens: int, cores: int) -> dict[str, Any]:
+def measure(case: str, cores: int) -> dict[str, Any]:
+    (size, tier), tokens = case.split(), CASES[case]
     with tempfile.TemporaryDirectory(dir=Path.cwd()) as place:
         root = Path(place)
         model, file, number = made(size, root / "model"), text(tokens, root / "text.txt"), iter(range(1000))
@@ -103,17 +81,17 @@ def measure(size: str, tokens: int, cores: int) -> dict[str, Any]:
 
         def run(processes: bool) -> float:
             last[processes] = root / f"memory-{next(number)}"
-            return command(model, file, last[processes], cores, processes)
+            return command(model, file, last[processes], tier, cores, processes)
 
         found = interleaved({"one": lambda: run(False), "several": lambda: run(True)}, _ROUNDS)
         return {
             "size": size,
+            "tier": tier,
             "tokens": tokens,
             "processes": cores,
             "seconds": {name: spread(values) for name, values in found.items()},
             "ratios": spread([one / several for one, several in zip(*found.values(), strict=True)]),
             "same_bytes": same_bytes(*last.values()),
-            "speeds": speeds(model, file, root / "reckoned"),
         }
 
 
@@ -122,6 +100,7 @@ def commands_text() -> str:
     part = record("parted_reading")["commands"]
     columns: Columns = {
         "model": "{size}",
+        "tier": "{tier}",
         "tokens": "{tokens:,}",
         "one process, s": "{seconds[one][median]:.1f}",
         "several, s": "{seconds[several][median]:.1f}",
@@ -132,49 +111,18 @@ def commands_text() -> str:
     return on_machine(table(columns, part["results"]), part["environment"])
 
 
-def reckoned_text(tokens: int = 1 << 30) -> str:
-    """What a billion tokens would take, from the speeds of one process."""
-    rows: list[Row] = []
-    for found in record("parted_reading")["commands"]["results"]:
-        own = found["speeds"]
-        for world in (1, 8, 64, 1024):
-            stretches = -(-tokens // STRETCH)
-            most = -(-stretches // world)  # of one process
-            reading = most * (STRETCH + own["early"]) / own["read"]
-            passing, joining = tokens / own["passed"], tokens * own["bytes_a_token"] / own["joined_bytes"]
-            times = {
-                "reading": reading,
-                "passing": passing,
-                "joining": joining,
-                "all": reading + passing + joining,
-            }
-            rows.append({"size": found["size"], "world": world} | times)
-    columns: Columns = {
-        "model": "{size}",
-        "processes": "{world:,}",
-        "reading": "{reading:duration}",
-        "passing over": "{passing:duration}",
-        "putting together": "{joining:duration}",
-        "together": "{all:duration}",
-    }
-    return table(columns, rows)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--sizes", nargs="+", choices=TOKENS, default=list(TOKENS))
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
     parser.add_argument("--output", type=Path, default=OUTPUT)
     options = parser.parse_args()
     cores = os.cpu_count() or 1
-
-    def all_sizes() -> list[dict[str, Any]]:
-        results = []
-        for size in options.sizes:
-            results.append(measure(size, TOKENS[size], cores))
-            print(results[-1], flush=True)
-        return results
-
-    keep(options.output, "commands", all_sizes())
+    known = (read_json(options.output) or {}).get("commands", {}).get("results", [])
+    found = {f"{row['size']} {row['tier']}": row for row in known}
+    for case in options.cases:
+        found[case] = measure(case, cores)
+        print(found[case], flush=True)
+        keep(options.output, "commands", [found[name] for name in CASES if name in found])
     print(f"Numbers: {options.output}")
 
 

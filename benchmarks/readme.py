@@ -419,7 +419,6 @@ DOCUMENTS: dict[str, Mapping[str, Callable[[], str]]] = {
         "billion answers": billion.answers_text,
         "billion costs": billion.costs_text,
         "processes": parted_reading.commands_text,
-        "many processes": parted_reading.reckoned_text,
     },
     "docs/evaluation.md": {"ruler": ruler_text},
     "docs/learning-to-retrieve.md": {
