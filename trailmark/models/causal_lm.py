@@ -533,7 +533,7 @@ class TrailmarkForCausalLM(ModelAnswers, EncodingMixin, FolderMixin, PreTrainedM
 
         None: as many as :meth:`read` takes at a time.
         """
-        size, num_tokens = self._piece_size(), num_tokens or _READ_TOKENS
+        size, num_tokens = self._piece_size(), _READ_TOKENS if num_tokens is None else num_tokens
         return max(1, num_tokens // size) * size
 
     def _piece_size(self) -> int:

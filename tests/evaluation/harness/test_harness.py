@@ -82,6 +82,7 @@ def test_continuations_are_those_of_generate() -> None:
     prompts = [
         ("What is this", {"until": ["q"], "max_gen_toks": 9}),
         ("A much longer one", {"max_gen_toks": 9}),
+        ("a", {"max_gen_toks": 8}),  # a batch of its own
     ]
     with quiet():
         theirs = HFLM(pretrained=full.model, tokenizer=BYTES, backend="causal", max_length=4096, batch_size=2)

@@ -100,7 +100,8 @@ class Reads(HFLM):
             )
             return found
         cache = self.model.new_cache()
-        self.model.read(context[:, :-1], cache, mask[:, :-1])
+        if context.shape[1] > 1:
+            self.model.read(context[:, :-1], cache, mask[:, :-1])
         last = context[:, -1:]
         if not (generation_kwargs.get("do_sample") or generation_kwargs.get("temperature")):
             generation_kwargs |= {"do_sample": False}
