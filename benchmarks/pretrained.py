@@ -234,7 +234,7 @@ def _of_another(model: Any, ids: Tokens, other: Tokens) -> Any:
     """The losses of a text that reads the memory of another of its length."""
 
     def exchanged(module: Any, inputs: Any, entries: Any) -> Any:
-        return entries._make(part.roll(1, 0) for part in entries)
+        return entries.each(lambda part: part.roll(1, 0))
 
     hook = model.encoder.register_forward_hook(exchanged)
     try:

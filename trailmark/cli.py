@@ -186,7 +186,7 @@ class ReadSettings(Settings):
         help="Text files of any length, read one after the other.", argument=True
     )
     memory: Path = setting(help="Folder for the memory; one that is there is read on.")
-    memory_tier: str = tier_setting("disk", tiers_in_folders)
+    memory_tier: str = tier_setting("disk", tiers_in_folders, "on disk")
     memory_dtype: str | None = dtype_setting()
     trace: Path | None = setting(
         None,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import socket
 import time
 from collections.abc import Callable
@@ -141,10 +142,12 @@ def test_models_are_listed_and_others_are_not_found(live: Server) -> None:
 
 def test_who_leaves_stops_his_answer(live: Server) -> None:
     before = live.metric("trailmark_engine_cancelled")
-    with live.openai.completions.create(model="bytes", prompt="x", max_tokens=4000, stream=True) as stream:
+    # the likeliest tokens: one drawn at random would end the text before long
+    long: dict[str, Any] = {"model": "bytes", "prompt": "x", "max_tokens": 4000, "temperature": 0}
+    with live.openai.completions.create(**long, stream=True) as stream:
         next(iter(stream))
     eventually(lambda: live.metric("trailmark_engine_cancelled") > before)
-    body = b'{"model": "bytes", "prompt": "x", "max_tokens": 4000}'
+    body = json.dumps(long).encode()
     host, port = live.url.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port))) as connection:
         head = f"POST /v1/completions HTTP/1.1\r\nHost: {host}\r\nContent-Length: {len(body)}\r\n\r\n"

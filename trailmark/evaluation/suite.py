@@ -352,8 +352,14 @@ def seed_setting() -> Any:
     return setting(0, "Seed of all that is drawn at random.", least=0, most=2**32 - 1)
 
 
-def tier_setting(default: str = "device", among: Callable[[], tuple[str, ...]] = tiers) -> Any:
-    about = "Where keys and values of past chunks lie; with tokens nowhere: tokens are kept, and those chunks that are "
+def tier_setting(
+    default: str = "device",
+    among: Callable[[], tuple[str, ...]] = tiers,
+    places: str = "on the device, the host or disk",
+) -> Any:
+    about = (
+        f"Where keys and values of past chunks lie: {places}; or tokens alone, of which the chunks that are "
+    )
     return setting(default, f"{about}selected are encoded again.", choices=among)
 
 

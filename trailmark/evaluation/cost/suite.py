@@ -47,7 +47,7 @@ class CostSettings(Settings):
     # the first token belongs to the prompt's time
     generate: int = setting(128, "Tokens after each prompt.", least=2)
     tiers: tuple[str, ...] = setting(
-        ("device", "host"), "Of memory, to compare: device, host or disk.", choices=tiers, cell="tier"
+        ("device", "host"), "Of memory, to compare: device, host, disk or tokens.", choices=tiers, cell="tier"
     )
     rounds: int = setting(7, "Rounds of all models in turn.", least=1)
     training_lengths: tuple[int, ...] = setting(
