@@ -125,8 +125,9 @@ class TrainSettings(Settings):
 def train(settings: TrainSettings) -> None:
     """Train a model. The same command goes on where it stopped; torchrun or accelerate launch start several."""
     from trailmark.evaluation.needles.ask import needle_accuracy
+    from trailmark.models.conversion.additions import ADDITIONS
     from trailmark.processes import is_main, leave, part
-    from trailmark.report.console import Progress, duration, losses, training_line
+    from trailmark.report.console import Progress, duration, losses, size, training_line
     from trailmark.training.config import load_run_config
     from trailmark.training.forecast import forecast
     from trailmark.training.run import Run
@@ -169,6 +170,10 @@ def train(settings: TrainSettings) -> None:
         say(f"Trained in {duration(run.seconds)}, {run.tokens_per_second:,.0f} tokens/s. At the last step:")
         say(f"  {losses(run.measured.get('step_loss'), run.averages)}")
         say(f"The model lies in {config.output}/. Next: trailmark evaluate {config.output}")
+        if (file := Path(config.output) / ADDITIONS).exists():
+            say(
+                f"What it learned, apart from its base: {file} ({size(file.stat().st_size)}; docs/convert.md)."
+            )
     if parted:
         leave()
 

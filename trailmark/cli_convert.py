@@ -32,10 +32,16 @@ class ConvertSettings(Settings):
     )
     fields: tuple[str, ...] = setting((), "Fields of the new model, as key=value ...", argument=True)
     output: Path = setting(help="Folder for the new model, which must not be there.", option="--output -o")
-    to: str = setting(
-        help="What it becomes: drt, hils, hsa, landmark or sliding_window; a model with a window alone also llama, "
+    to: str | None = setting(
+        None,
+        "What it becomes: drt, hils, hsa, landmark or sliding_window; a model with a window alone also llama, "
         "mistral, qwen2 or qwen3 again.",
+        default="with --additions what they were learned for",
         choices=_targets,
+    )
+    additions: Path | None = setting(
+        None,
+        "What such a conversion of this very model has learned: the additions.safetensors that trailmark train left.",
     )
     dtype: str | None = setting(
         None,
@@ -67,6 +73,7 @@ def convert(settings: ConvertSettings) -> None:
         settings.output,
         settings.to,
         settings.fields,
+        additions=settings.additions,
         dtype=settings.dtype,
         dry_run=settings.dry_run,
         fingerprint=tokenizer_fingerprint,
@@ -78,7 +85,7 @@ def convert(settings: ConvertSettings) -> None:
     if settings.dry_run:
         return
     typer.echo(f"The model lies in {settings.output}/.")
-    if settings.to in architectures():
+    if record["target"] in architectures():
         if record["parameters"]["new"]:
             typer.echo("What is new has learned nothing yet: docs/training.md tells how it is trained.")
         typer.echo(f"Next: trailmark read {settings.output} TEXT --memory MEMORY")

@@ -49,7 +49,7 @@ def build_config(section: Mapping[str, Any], more: Mapping[str, Any]) -> Trailma
     """
     cls = config_class(section)
     fields = {
-        name: _as_field(f"model.{name}", name, value, cls)
+        name: as_field(f"model.{name}", name, value, cls)
         for name, value in section.items()
         if name != "architecture"
     }
@@ -81,10 +81,10 @@ def parse_fields(option: str, texts: Sequence[str], cls: type[TrailmarkConfig]) 
         ValueError: no such field (with the nearest valid one), a value of another type.
     """
     given = dict(parse_override(option, text) for text in texts)
-    return {name: _as_field(f"{option}: {name}", name, value, cls) for name, value in given.items()}
+    return {name: as_field(f"{option}: {name}", name, value, cls) for name, value in given.items()}
 
 
-def _as_field(place: str, name: str, value: Any, cls: type[TrailmarkConfig]) -> Any:
+def as_field(place: str, name: str, value: Any, cls: type[TrailmarkConfig]) -> Any:
     """A value as the field's type; messages name the place that it was found in."""
     kinds = field_types(cls)
     if name not in kinds:

@@ -6,10 +6,10 @@ import importlib.util
 from dataclasses import dataclass
 from typing import Any, Self
 
-import torch
 from torch import Tensor, nn
 
 from trailmark.models import TrailmarkForCausalLM
+from trailmark.models.conversion.additions import Change
 from trailmark.training.config import Train, TrainingConfig
 from trailmark.training.tensors import unwrapped_name
 
@@ -118,20 +118,38 @@ def merged(model: nn.Module, weights: dict[str, Tensor]) -> tuple[dict[str, Tens
         The state of a model without adapters; and the matrices that were merged, as they were, with their adapters,
         all by the names that they have in ``model``.
     """
-    plain: dict[str, Tensor] = {}
     kept = {name: x for name, x in weights.items() if ".base_layer." in name or is_adapter(name)}
+    plain = {base_name(name): x for name, x in weights.items() if not is_adapter(name)}
+    for name, change in _changes(model, weights).items():
+        plain[name] = change.added_to(plain[name])
+    return plain, kept
+
+
+def learned(model: nn.Module, weights: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Change]]:
+    """What a model has beside the weights of its base, which are not trained: :class:`Additions` are made of it.
+
+    Args:
+        model, weights: as :func:`merged` takes them.
+
+    Returns:
+        Tensors that are trained, or that the base has not, and what adapters add, by the names of a plain model.
+    """
+    trained = {base_name(name) for name, p in model.named_parameters() if p.requires_grad}
+    own = {base_name(name): x for name, x in weights.items() if not is_adapter(name)}
+    whole = {name: x for name, x in own.items() if name in trained or is_addition(model, name)}
+    return whole, _changes(model, weights)
+
+
+def _changes(model: nn.Module, weights: dict[str, Tensor]) -> dict[str, Change]:
+    """What the adapters add to matrices, by the names of those in a plain model."""
     factors = {name: module.scaling[_ADAPTER] for name, module in _adapted(model)}
-    for name, x in weights.items():
-        if is_adapter(name):
-            continue
-        plain[base_name(name)] = x
+    found = {}
+    for name in weights:
         if name.endswith(".base_layer.weight"):
             place = name.removesuffix(".base_layer.weight")
             down, up = (weights[f"{place}.lora_{side}.{_ADAPTER}.weight"] for side in "AB")
-            wide = torch.promote_types(x.dtype, torch.float32)
-            change = (up.to(wide) @ down.to(wide)) * factors[place]
-            plain[base_name(name)] = (x.to(wide) + change).to(x.dtype)
-    return plain, kept
+            found[base_name(name)] = Change(down, up, factors[place])
+    return found
 
 
 def _adapted(model: nn.Module) -> list[tuple[str, Any]]:

@@ -36,6 +36,7 @@ from trailmark.files import (
 )
 from trailmark.models import MODELS, TrailmarkForCausalLM
 from trailmark.models.card.files import refresh_card
+from trailmark.models.conversion.additions import ADDITIONS, Additions
 from trailmark.models.size import expect_memory
 from trailmark.processes import by_main, is_main, rank, world_size
 from trailmark.training import checkpoints, states
@@ -45,7 +46,7 @@ from trailmark.training.distil import Teacher
 from trailmark.training.final_model import MODEL_MANIFEST, sign_model
 from trailmark.training.fit import MemoryFit
 from trailmark.training.neighbours import open_table
-from trailmark.training.parts import Parts
+from trailmark.training.parts import Parts, learned
 from trailmark.training.precision import expect_one_precision, with_precision
 from trailmark.training.run_folder import (
     HISTORY_FILE,
@@ -245,7 +246,7 @@ class Run(RunningState):
             if self.stop_signal == signal.SIGINT:
                 raise KeyboardInterrupt
             return None
-        weights = states.plain_weights(trainer.model, states.whole_weights(trainer.model))
+        weights = states.whole_weights(trainer.model)
         by_main(lambda: self.save(weights))
         return self.model
 
@@ -284,6 +285,15 @@ class Run(RunningState):
         )
 
     # --- the folder ----------------------------------------------------------------------------------------
+
+    def _additions(self, weights: dict[str, Tensor]) -> Additions | None:
+        """What was learned beside a base; None: nothing that is apart from it, or no conversion was begun with."""
+        if self.config.init_from is None or self.parts.train == "all":
+            return None
+        begun = Additions.of(Path(self.config.init_from))
+        if begun is None:
+            return None
+        return begun.then(self.model_config, self.model.dtype, *learned(self.model, weights))
 
     def _claim_output(self) -> Path | None:
         """Make the output folder this run's; its newest whole checkpoint, if any."""
@@ -336,11 +346,17 @@ class Run(RunningState):
 
         by_main(write)
 
-    def save(self, weights: dict[str, Tensor] | None = None) -> None:
-        """The model, its tokenizer, the configuration and the history, into the output folder."""
+    def save(self, weights: dict[str, Tensor]) -> None:
+        """The model, what of it is apart from its base, its tokenizer and the history, into the output folder.
+
+        Args:
+            weights: all of the model's, with its adapters apart.
+        """
         with saving(self.output):
             with tempfile.TemporaryDirectory(dir=self.output, prefix=SAVING) as folder:
-                self.model.save_pretrained(folder, state_dict=weights)
+                self.model.save_pretrained(folder, state_dict=states.plain_weights(self.model, weights))
+                if (additions := self._additions(weights)) is not None:
+                    additions.write(Path(folder) / ADDITIONS)
                 self.tokenizer.save_pretrained(folder)
                 mode = self.output.stat().st_mode & 0o666  # safetensors' files are their owner's alone
                 names = []

@@ -191,6 +191,11 @@ def _conversion(record: Json | None) -> str:
         f"Converted from {plain(_last_part(base.get('name')))} ({of}{revision}): {_shown(counts.get('copied'))} "
         f"parameters as they were, {_shown(counts.get('permuted'))} in another order, {_shown(counts.get('new'))} new."
     )
+    if "learned" in counts:
+        said += (
+            f" A training before taught it {_shown(counts['learned'])} more, and changed "
+            f"{_shown(counts.get('adapted'))} of the base's by adapters; both came from a file of their own."
+        )
     parts = record.get("parts")
     new = [row for row in map(_mapping, parts if isinstance(parts, list) else ()) if row.get("what") == "new"]
     rows = [

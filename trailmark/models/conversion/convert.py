@@ -32,9 +32,11 @@ from trailmark.files import (
 from trailmark.models.card.files import README, Saving, weights_sha256
 from trailmark.models.configuration import TrailmarkConfig
 from trailmark.models.conversion import back, report
+from trailmark.models.conversion.additions import ADDITIONS, Additions
+from trailmark.models.conversion.additions import ARGUMENT as ADDITIONS_ARGUMENT
 from trailmark.models.conversion.back import BACK
 from trailmark.models.conversion.base import ARGUMENT, Base, open_base
-from trailmark.models.conversion.parts import Parts
+from trailmark.models.conversion.parts import KINDS, Parts
 from trailmark.models.conversion.targets import TARGETS
 from trailmark.models.conversion.tensors import (
     DTYPES,
@@ -60,9 +62,10 @@ DTYPE_NAMES = tuple(str(dtype).removeprefix("torch.") for dtype in DTYPES)
 def convert(
     model: str | os.PathLike[str],
     output: Path,
-    to: str,
+    to: str | None = None,
     fields: Sequence[str] = (),
     *,
+    additions: Path | None = None,
     dtype: str | None = None,
     dry_run: bool = False,
     fingerprint: Callable[[Any], str] | None = None,
@@ -74,9 +77,12 @@ def convert(
         model: a folder with safetensors or one .gguf file, such a file, or a name on the hub; to go back, a folder with
             a model of ours.
         output: the new folder.
-        to: what it becomes, one of :func:`targets`.
+        to: what it becomes, one of :func:`targets`; None with ``additions``, which say it.
         fields: of the new model's configuration, as "sliding_window=512".
-        dtype: of the weights that are written, as "bfloat16"; None: that of the model, of a .gguf file float32.
+        additions: what such a conversion has learned, a file that a training left: the model becomes the one that
+            was trained.
+        dtype: of the weights that are written, as "bfloat16"; None: that of the model, of a .gguf file float32, with
+            ``additions`` that in which they were trained.
         dry_run: look at configuration and sizes, read no weights and write nothing.
         fingerprint: of a tokenizer; the folder's configuration then names the tokenizer that belongs to it.
         progress: is called with the parameters that are written and those in all.
@@ -86,9 +92,20 @@ def convert(
 
     Raises:
         ValueError: no such model, something in it that no model here computes, a field that does not fit, a folder
-            that is there already, no room.
+            that is there already, no room, additions to another model.
     """
-    if to not in targets():
+    learned = None if additions is None else Additions.read(additions)
+    if learned is not None and to not in (None, learned.target):
+        raise ValueError(
+            f"to: expected {learned.target}, of which {str(additions)!r} has the additions, got {brief(to)}. Leave it "
+            "out."
+        )
+    to = learned.target if learned is not None else to
+    if to is None:
+        raise ValueError(
+            f"to: expected one of {', '.join(targets())}, or a file with additions, got neither. Set --to."
+        )
+    if to not in (TARGETS if learned is not None else targets()):
         raise ValueError(
             f"to: expected one of {', '.join(targets())}, got {brief(to)}.{nearest(to, targets(), '')}"
         )
@@ -96,7 +113,7 @@ def convert(
         raise ValueError(f"dtype: expected one of {', '.join(DTYPE_NAMES)} or None, got {brief(dtype)}.")
     if not dry_run:
         _expect_new(output)
-    asked = _Asked(str(model), to, tuple(fields), None if dtype is None else getattr(torch, dtype))
+    asked = _Asked(str(model), to, tuple(fields), None if dtype is None else getattr(torch, dtype), learned)
     work = (_back if to in BACK else _forth)(asked)
     work.config.dtype = work.dtype
     if not dry_run:
@@ -116,6 +133,7 @@ class _Asked(NamedTuple):
     to: str
     fields: tuple[str, ...]
     dtype: torch.dtype | None
+    additions: Additions | None
 
 
 @dataclass
@@ -134,6 +152,7 @@ class _Work:
     shapes: dict[str, tuple[int, ...]]
     """Of what is made, in the order of the parts."""
     record: dict[str, Any]
+    additions: Additions | None = None
 
 
 def _forth(asked: _Asked) -> _Work:
@@ -144,12 +163,16 @@ def _forth(asked: _Asked) -> _Work:
     shapes = _shapes(without_weights(config), parts)
     tensors = open_tensors(base)
     dtype = _dtype(asked, tensors)
+    if asked.additions is not None:
+        parts = asked.additions.put_into(parts, shapes)
     rows = report.rows(parts, shapes)
     about = {
         "name": base.name, "revision": base.revision, "family": base.family, "trained_length": base.trained_length,
     }  # fmt: skip
     record = _record(asked, about, tensors, dtype, config, rows)
-    return _Work(base.name, base.folder, base.options, tensors, dtype, config, parts, shapes, record)
+    return _Work(
+        base.name, base.folder, base.options, tensors, dtype, config, parts, shapes, record, asked.additions
+    )
 
 
 def _back(asked: _Asked) -> _Work:
@@ -177,7 +200,8 @@ def _back(asked: _Asked) -> _Work:
 
 
 def _dtype(asked: _Asked, tensors: Tensors) -> torch.dtype:
-    made: torch.dtype = tensors.dtype if asked.dtype is None else asked.dtype
+    own = tensors.dtype if asked.additions is None else asked.additions.dtype
+    made: torch.dtype = own if asked.dtype is None else asked.dtype
     return made
 
 
@@ -202,13 +226,16 @@ def _expect_new(output: Path) -> None:
 def _config(base: Base, asked: _Asked) -> TrailmarkConfig:
     cls = architectures()[asked.to].config_class
     given = parse_fields("fields", asked.fields, cls)
-    for name, value in base.fields.items():
-        if name in given and given[name] != value:
-            raise ValueError(
-                f"fields: {name}: expected {brief(value)}, which the weights of {base.name} have, got "
-                f"{brief(given[name])}. Leave it out."
-            )
-    fields = base.fields | TARGETS[asked.to].defaults(base, given) | given
+    saved = {} if asked.additions is None else asked.additions.fields(cls)
+    for source, fields in (("fields", given), (ADDITIONS_ARGUMENT, saved)):
+        for name, value in base.fields.items():
+            if name in fields and fields[name] != value:
+                raise ValueError(
+                    f"{source}: {name}: expected {brief(value)}, which the weights of {base.name} have, got "
+                    f"{brief(fields[name])}. "
+                    + ("Leave it out." if fields is given else "Name the base that they belong to.")
+                )
+    fields = base.fields | (saved or TARGETS[asked.to].defaults(base, given)) | given
     if lacking := fields.keys() - field_types(cls).keys():
         raise ValueError(
             f"to: expected a base that {asked.to} can be made of, {base.name} needs {', '.join(sorted(lacking))}, "
@@ -232,6 +259,8 @@ def _write(
     remove_leftover_folders(output.parent, re.compile(re.escape(output.name)))
     expect_room(output.parent, num_bytes(work.shapes, work.dtype), "nothing was written")
     work.record["base"]["sha256"] = _sha256(work.tensors.files)
+    if work.additions is not None:
+        work.additions.expect_base(work.record["base"]["sha256"], work.name)
     with (
         telling_of_a_full_disk(output.parent, lambda: "Nothing is left of it."),
         staging_folder(output) as folder,
@@ -245,6 +274,8 @@ def _write(
         _generation(work).save_pretrained(folder)
         write_tensors(folder / WEIGHTS, work.shapes, work.dtype, _made(work, progress))
         write_json(folder / report.RECORD, work.record, durable=True)
+        if work.additions is not None and work.dtype == work.additions.dtype:  # to train on from here
+            work.additions.write(folder / ADDITIONS)
         if ours:
             count = work.record["parameters"]["all"]
             card = Saving(str(folder), config, count, folder).text(
@@ -301,7 +332,7 @@ def _record(
     config: Any,
     rows: list[dict[str, Any]],
 ) -> dict[str, Any]:
-    kinds = ("copied", "permuted", "new")
+    kinds = KINDS if asked.additions is not None else ("copied", "permuted", "new")
     of = {what: sum(row["parameters"] for row in rows if row["what"] == what) for what in kinds}
     return {
         "kind": report.KIND,

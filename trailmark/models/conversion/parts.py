@@ -26,6 +26,18 @@ class Part:
     """Whether rows changed places."""
     start: str | None = None
     """How it begins, of one that the base has not; None: it is the base's own."""
+    learned: str | None = None
+    """What a training made of it: "learned", all of it, or "adapted", a change that was added."""
+
+    @property
+    def what(self) -> str:
+        """How it comes from the base, in a word of KINDS."""
+        if self.learned is not None:
+            return self.learned
+        return "new" if self.start is not None else "permuted" if self.permuted else "copied"
+
+
+KINDS = ("copied", "permuted", "new", "adapted", "learned")
 
 
 Parts = dict[str, Part]

@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from trailmark.models.conversion.parts import Parts
+from trailmark.models.conversion.parts import KINDS, Parts
 
 RECORD = "conversion.json"
 KIND, FORMAT = "trailmark conversion", 1
@@ -18,13 +18,12 @@ def rows(parts: Parts, shapes: Mapping[str, tuple[int, ...]]) -> list[dict[str, 
     """One for tensors that are alike but for the number of their layer or group."""
     found: dict[tuple[str, str, str], dict[str, Any]] = {}
     for name, part in parts.items():
-        what = "new" if part.start is not None else "permuted" if part.permuted else "copied"
-        start = re.sub(r"\d+", "*", part.start or "")
+        what, start = part.what, re.sub(r"\d+", "*", part.start or "")
         row = found.setdefault(
             (_NUMBER.sub(".*", name), what, start),
             {"tensors": _NUMBER.sub(".*", name), "count": 0, "parameters": 0, "what": what},
         )
-        if part.start is not None:
+        if what == "new":
             row.setdefault("starts_as", part.start)
         row["count"] += 1
         row["parameters"] += math.prod(shapes[name])
@@ -39,7 +38,7 @@ def lines(record: Mapping[str, Any]) -> list[str]:
         f"{base['name']} ({base['family']}, {own:,} parameters) as {target}: {record['parameters']['all']:,} "
         f"parameters in {record['dtype']}, {new:,} of them new."
     ]
-    for what in ("copied", "permuted", "new"):
+    for what in KINDS:
         of = [row for row in record["parts"] if row["what"] == what]
         if not of:
             continue

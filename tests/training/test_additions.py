@@ -1,0 +1,215 @@
+"""What a conversion learned lies in a file of its own, and with the base it is the trained model again, bit for bit."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import safetensors
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from tests.training.tiny import TEXT, run_config, save_converted_llama
+from trailmark.models.conversion.additions import ADDITIONS, Additions
+from trailmark.models.conversion.convert import convert
+from trailmark.models.fields import saved_fields
+from trailmark.training.config import RunConfig, load_run_config
+from trailmark.training.run import Run
+from trailmark.training.verification import verify
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+DRT = ["sliding_window=16", "chunk_size=7", "num_retrieved_chunks=2", "num_encoder_layers=1"]
+HILS = ["sliding_window=16", "chunk_size=8", "num_retrieved_chunks=2"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A base and its conversions."""
+    folder = tmp_path_factory.mktemp("bases")
+    made = {"drt": ("drt", DRT), "hils": ("hils", HILS), "window": ("sliding_window", ["sliding_window=16"])}
+    save_converted_llama(folder, made)
+    convert(folder / "base", folder / "half", "drt", DRT, dtype="bfloat16")
+    return folder
+
+
+def trained(output: Path, begin: Path, *overrides: str) -> Path:
+    """A training of two steps, with adapters, that began with a model."""
+    file = output.with_suffix(".yaml")
+    file.write_text("model: {}\n")
+    given = run_config(output, steps=2, logging_steps=1, train="additions", lora_rank=2).training
+    config = load_run_config(
+        file,
+        [
+            f"output={output}", f"init_from={begin}", "training.train=additions", "training.lora_rank=2",
+            "training.optimizer=adamw", "training.learning_rate=0.01", "training.steps=2",
+            f"training.tokens_per_step={given.tokens_per_step}", f"training.context_length={given.context_length}",
+            *overrides,
+        ],
+    )  # fmt: skip
+    assert isinstance(config, RunConfig)
+    assert Run(config, text=TEXT).train() is not None
+    return output
+
+
+def weights_of(folder: Path) -> dict[str, Tensor]:
+    return load_file(folder / "model.safetensors")
+
+
+def assert_same_model(one: Path, other: Path) -> None:
+    theirs, ours = weights_of(one), weights_of(other)
+    assert theirs.keys() == ours.keys()
+    for name, x in theirs.items():
+        assert x.dtype == ours[name].dtype, name
+        assert torch.equal(x, ours[name]), name
+    fields = [saved_fields(str(folder)) for folder in (one, other)]
+    for each in fields:
+        each.pop("use_cache")  # the Trainer turns it off while it trains
+    assert fields[0] == fields[1]
+
+
+@pytest.mark.parametrize(
+    ("begin", "overrides"),
+    [
+        ("drt", []),
+        ("hils", ["model.num_retrieved_chunks=3"]),
+        ("window", []),
+        ("half", []),
+        ("drt", ["training.train=additions_and_upper", "training.lora_rank=0"]),
+        ("drt", ["training.lora_rank=0", "training.precision=float64"]),
+    ],
+)
+def test_a_base_with_the_additions_is_the_trained_model(
+    begin: str, overrides: list[str], folder: Path, tmp_path: Path
+) -> None:
+    run = trained(tmp_path / "run", folder / begin, *overrides)
+    verify(run)  # the file is one of those that are signed
+    record = convert(folder / "base", tmp_path / "again", additions=run / ADDITIONS)
+    assert_same_model(run, tmp_path / "again")
+    assert record["parameters"]["new"] == 0
+    if "training.lora_rank=0" not in overrides:
+        assert record["parameters"]["adapted"] > 0
+        assert (run / ADDITIONS).stat().st_size < 0.6 * (run / "model.safetensors").stat().st_size
+
+
+def test_a_second_training_adds_to_the_first(folder: Path, tmp_path: Path) -> None:
+    first = trained(tmp_path / "first", folder / "drt")
+    convert(folder / "base", tmp_path / "shared", additions=first / ADDITIONS)
+    for begin in ("first", "shared"):  # what was shared is trained on as what lies here
+        second = trained(tmp_path / f"second-{begin}", tmp_path / begin, "training.seed=1")
+        convert(folder / "base", tmp_path / f"again-{begin}", additions=second / ADDITIONS)
+        assert_same_model(second, tmp_path / f"again-{begin}")
+        assert {len(changes) for changes in Additions.read(second / ADDITIONS).changes.values()} == {2}
+
+
+def test_a_stopped_training_leaves_the_same_file(folder: Path, tmp_path: Path) -> None:
+    whole = trained(tmp_path / "whole", folder / "drt", "training.save_steps=1")
+    shutil.copytree(whole, tmp_path / "stopped")
+    stopped = tmp_path / "stopped"
+    for name in ("history.json", "model.json", "model.safetensors", ADDITIONS):
+        (stopped / name).unlink()
+    shutil.rmtree(sorted((stopped / "checkpoints").glob("step-*"))[-1])
+    written = (stopped / "run.yaml").read_text()
+    (stopped / "run.yaml").write_text(written.replace(str(whole), str(stopped)))
+    trained(stopped, folder / "drt", "training.save_steps=1")
+    assert (stopped / ADDITIONS).read_bytes() == (whole / ADDITIONS).read_bytes()
+
+
+@pytest.mark.parametrize("begin", ["all", "no conversion"])
+def test_where_nothing_is_apart_there_is_no_file(begin: str, folder: Path, tmp_path: Path) -> None:
+    start = folder / "drt"
+    if begin == "no conversion":
+        shutil.copytree(start, tmp_path / "moved")
+        start = tmp_path / "moved"
+        (start / "conversion.json").unlink()
+    overrides = ["training.train=all", "training.lora_rank=0"] if begin == "all" else []
+    assert not (trained(tmp_path / "run", start, *overrides) / ADDITIONS).exists()
+
+
+# --- what does not fit -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def additions(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return trained(tmp_path_factory.mktemp("trained") / "run", folder / "drt") / ADDITIONS
+
+
+def changed(additions: Path, path: Path, change: Callable[[dict, dict[str, Tensor]], None]) -> Path:
+    """A copy with another header or other tensors."""
+    with safetensors.safe_open(additions, framework="pt") as file:
+        header = json.loads(file.metadata()["trailmark"])
+    tensors = load_file(additions)
+    change(header, tensors)
+    save_file(tensors, path, {"trailmark": json.dumps(header)})
+    return path
+
+
+def _infinite(header: dict, tensors: dict[str, Tensor]) -> None:
+    next(iter(tensors.values())).view(-1)[0] = torch.inf
+
+
+def _short(header: dict, tensors: dict[str, Tensor]) -> None:
+    name = next(name for name in tensors if ".lora_A." in name)
+    tensors[name] = tensors[name][:, 1:].contiguous()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda header, tensors: header["base"].update(sha256="0" * 64), "expected the weights that they were"),
+        (lambda header, tensors: header.update(kind="another"), "expected trailmark additions of format 1"),
+        (lambda header, tensors: header.update(format=2), "of format 2. Use the trailmark that wrote it"),
+        (lambda header, tensors: header.update(dtype="float8"), "dtype: expected one of 'float64'"),
+        (lambda header, tensors: header.pop("base"), "base"),
+        (lambda header, tensors: header.update(target="llama"), "to: expected one of"),
+        (lambda header, tensors: header["config"].update(hidden_size=48), "hidden_size: expected 24"),
+        (lambda header, tensors: header["config"].update(num_hidden_layers=10**6), "expected at most 1000"),
+        (lambda header, tensors: header["config"].update(chunk_size="many"), "chunk_size"),
+        (lambda header, tensors: header["config"].update(colour=1), "colour: unknown field of drt"),
+        (lambda header, tensors: tensors.update(other=torch.ones(1)), "other: the model has no such tensor"),
+        (lambda header, tensors: tensors.pop(next(x for x in tensors if ".lora_B." in x)), "lacks"),
+        (_infinite, "NaN or Infinity"),
+        (_short, r"qkv_proj.weight: the model has one of shape|proj.weight: the model has one of shape"),
+    ],
+)  # fmt: skip
+def test_what_does_not_fit_is_refused_and_leaves_nothing(
+    change: Callable[..., None], message: str, additions: Path, folder: Path, tmp_path: Path
+) -> None:
+    file = changed(additions, tmp_path / "other.safetensors", change)
+    with pytest.raises(ValueError, match=message):
+        convert(folder / "base", tmp_path / "out", additions=file)
+    assert [path.name for path in tmp_path.iterdir()] == [file.name]
+
+
+def test_files_of_another_kind_are_refused(additions: Path, folder: Path, tmp_path: Path) -> None:
+    def refused(file: Path, message: str, to: str | None = None) -> None:
+        with pytest.raises(ValueError, match=message):
+            convert(folder / "base", tmp_path / "out", to, additions=file)
+
+    refused(
+        tmp_path / "none", r"^additions: there is no .*Training a conversion leaves additions\.safetensors"
+    )
+    refused(folder / "drt" / "model.safetensors", "^additions: expected a file that trailmark train left")
+    refused(folder / "drt" / "config.json", "^additions: cannot read")
+    refused(folder, "^additions: expected a regular file")
+    refused(additions, "^to: expected drt, of which", to="hils")
+    with pytest.raises(ValueError, match=r"^to: expected one of .*, or a file with additions, got neither"):
+        convert(folder / "base", tmp_path / "out")
+
+
+def test_the_command_line_takes_them(
+    additions: Path, folder: Path, tmp_path: Path, command: Callable[..., tuple[int, str, str]]
+) -> None:
+    code, out, _ = command("convert", folder / "base", "-o", tmp_path / "again", "--additions", additions)
+    assert code == 0
+    lines = out.splitlines()
+    assert any(line.startswith("adapted: ") for line in lines)
+    assert any(line.startswith("learned: ") for line in lines)
+    assert not any(line.startswith("What is new has learned nothing") for line in lines)
+    card = (tmp_path / "again" / "README.md").read_text()
+    assert " 0 new. " in card
+    assert "A training before taught it" in card
+    assert (tmp_path / "again" / ADDITIONS).read_bytes() == additions.read_bytes()
