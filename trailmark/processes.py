@@ -24,6 +24,11 @@ def rank() -> int:
     return int(os.environ.get("RANK", "0"))
 
 
+def local_rank() -> int:
+    """This process among those of its machine."""
+    return int(os.environ.get("LOCAL_RANK", "0"))
+
+
 def is_main() -> bool:
     """Whether this process writes files and shows progress."""
     return rank() == 0
@@ -64,6 +69,11 @@ def by_main(action: Callable[[], Result]) -> Result:
     if answer[1] is not None:
         raise answer[1] if isinstance(answer[1], ValueError) else ValueError(f"process 0: {answer[1]}")
     return answer[0]
+
+
+def dealt(number: int) -> bool:
+    """Whether the piece of work with that number, from 0, is this process's."""
+    return not connected() or number % world_size() == rank()
 
 
 def gathered(value: Any) -> list[Any]:

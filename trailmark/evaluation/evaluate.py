@@ -18,6 +18,7 @@ from trailmark.evaluation.record import Record
 from trailmark.evaluation.subject import Subject, expect_model, is_checkpoint, is_sizes, names_of, task_of
 from trailmark.evaluation.suite import Request, Suite, Task, suite_named, suites
 from trailmark.models.card.files import refresh_card
+from trailmark.processes import connect, is_main, local_rank, world_size
 from trailmark.settings import Settings, kinds_of
 
 
@@ -52,9 +53,11 @@ def evaluate(
     """
     models = request.models
     groups = _groups(models, [suite_named(name) for name in dict.fromkeys(request.suite)])
+    _expect_divided([suite for _, chosen in groups for suite in chosen])
     settings = _settings([suite for _, chosen in groups for suite in chosen], options)
+    connect()
     names = dict(zip(models, names_of(models), strict=True))
-    device = device_named(request.device)
+    device = _own(device_named(request.device))
     for paths, chosen in groups:
         subjects = [_placed(load_or_build(path, request.changes), device, request) for path in paths]
         alone = not chosen[0].compares
@@ -70,7 +73,9 @@ def evaluate(
             record = Record(folder, suite.name, identity, say, command, subjects[0].model.device.type)
             task = Task(subjects, settings[suite.name], record, documents, say, progress)
             yield Found(suite, subjects, suite.run(task), record)
-        if request.output is None and subjects[0].folder.is_dir():  # the results lie beside the model
+        if (
+            request.output is None and subjects[0].folder.is_dir() and is_main()
+        ):  # the results lie beside the model
             refresh_card(subjects[0].folder)
 
 
@@ -95,6 +100,23 @@ def _groups(models: Sequence[Path], chosen: Sequence[Suite]) -> list[tuple[list[
         if alone:
             groups.append(([path], alone))
     return groups + [(list(models), [suite]) for suite in chosen if suite.compares]
+
+
+def _expect_divided(chosen: Sequence[Suite]) -> None:
+    """Raise a ValueError where several processes would all measure the same."""
+    if world_size() > 1 and (alone := [suite.name for suite in chosen if not suite.divided]):
+        shared = ", ".join(suite.name for suite in suites().values() if suite.divided)
+        raise ValueError(
+            f"suite: expected one of {shared} with {world_size()} processes, got {alone[0]}, which one measures. "
+            "Start trailmark evaluate without torchrun for it."
+        )
+
+
+def _own(device: torch.device) -> torch.device:
+    """This process's among the devices of its machine."""
+    if device.type != "cuda" or world_size() == 1:
+        return device
+    return torch.device("cuda", local_rank() % torch.cuda.device_count())
 
 
 def _settings(chosen: Sequence[Suite], options: Mapping[str, Any]) -> dict[str, Settings]:

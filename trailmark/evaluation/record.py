@@ -33,6 +33,7 @@ from trailmark.evaluation.tables import card_table
 from trailmark.files import expect_writable, write_json, write_text
 from trailmark.models.card.files import config_sha256, weights_sha256
 from trailmark.models.causal_lm import fingerprint
+from trailmark.processes import by_main
 from trailmark.settings import Settings, from_file, setting
 from trailmark.trained import RECORD_FORMAT, RECORD_KIND
 from trailmark.untrusted import brief, parse_json, read_bytes, read_json
@@ -43,7 +44,9 @@ _OWN_FIELDS = ("id", "settings", "environment", "seconds", "command")  # of a re
 
 
 class Record:
-    """The results of one suite, kept after each. Several processes may add to one.
+    """The results of one suite, kept after each. Several commands may add to one.
+
+    Of processes that measure together (``torchrun``) the main one alone reads and writes, and each knows what it found.
 
     Args:
         folder: where ``<suite>.json`` lies or will lie.
@@ -69,11 +72,8 @@ class Record:
         self.command, self.device = command, device
         self.suite, self.path = suite, folder / f"{suite}.json"
         self.generations_path = _generations_of(self.path)
-        expect_writable("output", folder)
         self._model, self._say = _json(model), say
-        with self._alone():
-            self.content = self._read()
-            self._drop_unfinished_generations()
+        self.content = by_main(self._open)
 
     @property
     def results(self) -> list[dict[str, Any]]:
@@ -81,8 +81,7 @@ class Record:
 
     def find(self, settings: Mapping[str, Any]) -> dict[str, Any] | None:
         """The result for these settings, if it was found before."""
-        number = settings_id(settings)
-        return next((result for result in self.results if result["id"] == number), None)
+        return by_main(lambda: self._known(settings))
 
     def measure(
         self,
@@ -109,20 +108,34 @@ class Record:
         assert not set(_OWN_FIELDS) & set(found), sorted(found)
         lines, here = _json(generations()), environment(self.device)
         assert not any("id" in line for line in lines)
-        try:
-            with self._alone():
-                return self._keep(_json(settings), found, seconds, lines, here)
-        except OSError as error:
-            raise ValueError(
-                f"output: cannot save in {str(self.path.parent)!r} ({error.strerror or error}). Free some space and "
-                "start the same command again; what was saved before is whole."
-            ) from error
+        return by_main(lambda: self._kept(_json(settings), found, seconds, lines, here))
 
     def generations(self, result: Mapping[str, Any]) -> list[dict[str, Any]]:
         """What the model wrote for one result."""
         return [line for line in _lines(self.generations_path) if line.get("id") == result["id"]]
 
     # --- inside ------------------------------------------------------------------------------------------------
+
+    def _open(self) -> dict[str, Any]:
+        expect_writable("output", self.path.parent)
+        with self._alone():
+            self.content = self._read()
+            self._drop_unfinished_generations()
+        return self.content
+
+    def _known(self, settings: Mapping[str, Any]) -> dict[str, Any] | None:
+        number = settings_id(settings)
+        return next((result for result in self.results if result["id"] == number), None)
+
+    def _kept(self, *found: Any) -> dict[str, Any]:
+        try:
+            with self._alone():
+                return self._keep(*found)
+        except OSError as error:
+            raise ValueError(
+                f"output: cannot save in {str(self.path.parent)!r} ({error.strerror or error}). Free some space and "
+                "start the same command again; what was saved before is whole."
+            ) from error
 
     def _keep(
         self,
@@ -133,7 +146,7 @@ class Record:
         here: dict[str, Any],
     ) -> dict[str, Any]:
         self.content = self._read()  # another process may have added to it
-        if (kept := self.find(settings)) is not None:
+        if (kept := self._known(settings)) is not None:
             return kept
         number, environments = settings_id(settings), list(self.content["environments"])
         if here not in environments:

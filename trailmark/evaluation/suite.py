@@ -266,6 +266,7 @@ class Suite:
         tiles: the numbers that sum the suite up.
         compares: whether all models are measured together, in one record.
         random_weights: whether models that were never trained can be measured.
+        divided: whether several processes (``torchrun``) share the work out; else one alone can measure it.
         asked_of: whether a model that was trained for this task is measured where no suite is named; None: nothing says
             what the model was trained for.
     """
@@ -285,6 +286,7 @@ class Suite:
     tiles: Callable[[Sequence[Row]], Sequence[Tile]] = lambda rows: ()
     compares: bool = False
     random_weights: bool = False
+    divided: bool = False
     asked_of: Callable[[str | None], bool] = field(default=lambda task: False)
 
     def commands(

@@ -18,9 +18,11 @@ and four needles fit at once into the 8 chunks that are retrieved, so that none 
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -42,6 +44,7 @@ from trailmark.evaluation.record import Record
 from trailmark.evaluation.room import expect_room, memory_need, probe_length
 from trailmark.evaluation.subject import Subject
 from trailmark.models import TrailmarkForCausalLM
+from trailmark.processes import dealt, gathered
 
 Say = Callable[[str], None]
 _PAPER_VALUE_TOKENS = 5  # of the protocol's passkeys and variables
@@ -79,7 +82,7 @@ def run(
 
     plan.expect_possible([length for length in plan.lengths if missing(length)])
     for length in plan.lengths:
-        for depth, result, lines in plan.measure(length, missing(length), progress):
+        for depth, result, lines in plan.measure(length, missing(length), progress, dealt):
             record.measure(plan.cell(length, depth), partial(dict, result), partial(list, lines))
     cells = (plan.cell(length, depth) for length in plan.lengths for depth in plan.depths)
     return [kept for cell in cells if (kept := record.find(cell)) is not None]
@@ -277,9 +280,17 @@ class Plan:
     # --- measuring -----------------------------------------------------------------------------------------
 
     def measure(
-        self, length: int, depths: Sequence[float | None], progress: Say
+        self,
+        length: int,
+        depths: Sequence[float | None],
+        progress: Say,
+        mine: Callable[[int], bool] | None = None,
     ) -> Iterator[tuple[float | None, dict[str, Any], list[dict[str, Any]]]]:
         """Ask at each depth; haystacks are shared, and read once where the model allows it.
+
+        Args:
+            mine: which of several processes' pieces of work are this one's, by their numbers: haystacks, and where each
+                trial has to be read anew, trials. None: all are.
 
         Yields:
             Each depth, its result and a line for each of its questions, once its last haystack was asked.
@@ -293,7 +304,7 @@ class Plan:
         lines: dict[float | None, list[dict[str, Any]]] = {depth: [] for depth in depths}
         seconds = dict.fromkeys(depths, 0.0)
         trials = -(-self.settings.questions // self.task.questions_of(depths[0]))
-        haystacks = num_haystacks(length, trials)
+        haystacks, turns = num_haystacks(length, trials), itertools.count()
         for number in range(haystacks):
             start = Draws(seed, 1, number).below(len(self.filler))
             begin = self._begin(start)
@@ -307,9 +318,12 @@ class Plan:
             def told(tokens: int, name: str = name, total: int = haystack.chunks * S) -> None:
                 progress(f"{name}: {tokens / total:.0%} read")
 
-            with asker.reading(haystack, shared, told) as read:
+            own = mine is None or not asker.shares or mine(number)
+            with asker.reading(haystack, shared, told) if own else nullcontext() as read:
                 for depth in depths:
                     for n, trial in enumerate(laid[depth]):
+                        if not (own if asker.shares or mine is None else mine(next(turns))):
+                            continue
                         progress(f"{name}: trial {n + 1} of {here}")
                         began, before = time.perf_counter(), cost[depth].seconds
                         with asker.holding(read, haystack, trial.needles, cost[depth], told) as held:
@@ -322,8 +336,10 @@ class Plan:
                         lines[depth] += [place | line for place, line in zip(places, answered, strict=True)]
                     if number == haystacks - 1:
                         cells = len(depths) if asker.shares else 1
-                        result = summary(lines[depth]) | costs(cost[depth], haystacks, seconds[depth], cells)
-                        yield depth, self._about(length, depth) | result, lines[depth]
+                        found = lines[depth], cost[depth], seconds[depth]
+                        asked, spent, took = found if mine is None else _of_all(*found)
+                        result = summary(asked) | costs(spent, haystacks, took, cells)
+                        yield depth, self._about(length, depth) | result, asked
 
     def _asker(self, length: int) -> Asker:
         model, settings = self.subject.model, self.settings
@@ -366,6 +382,21 @@ class Plan:
         names += ["chat"] if self.settings.chat else []
         about = {name: cell[name] for name in (*names, "protocol", "memory_tier", "memory_dtype")}
         return about | {"train_length": self.subject.train_length if self.subject.run else None}
+
+
+def _of_all(
+    lines: list[dict[str, Any]], cost: ReadingCost, seconds: float
+) -> tuple[list[dict[str, Any]], ReadingCost, float]:
+    """What all processes found and spent together, as one would have found it."""
+    found = gathered((lines, cost, seconds))
+    asked = sorted(
+        itertools.chain.from_iterable(those for those, _, _ in found),
+        key=lambda line: (line["haystack"], line["trial"], line["question"]),
+    )
+    spent = [each for _, each, _ in found]
+    first = next((each for each in spent if each.tokens), cost)
+    tokens, reading = sum(each.tokens for each in spent), sum(each.seconds for each in spent)
+    return asked, replace(first, tokens=tokens, seconds=reading), sum(took for _, _, took in found)
 
 
 def _format_for(subject: Subject, settings: NeedleSettings) -> str:

@@ -309,6 +309,7 @@ SUITE = register(
         title="Needles",
         settings=NeedleSettings,
         run=_run,
+        divided=True,
         about="A needle is a fact hidden in a long text and asked for later. An answer is right only if all of it is; "
         "under the paper's protocol, if one token is. Bands and intervals are 95% Wilson intervals, which take "
         'questions as independent. "Chunk retrieved" is the share of questions whose needle\'s chunk was read, '

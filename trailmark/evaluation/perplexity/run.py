@@ -6,10 +6,12 @@ Sec. 4.1). Windows of any length are read in pieces, with constant memory for th
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,6 +26,7 @@ from trailmark.evaluation.record import Record
 from trailmark.evaluation.room import expect_room, memory_need, probe_length
 from trailmark.evaluation.subject import Subject
 from trailmark.models import TrailmarkForCausalLM
+from trailmark.processes import dealt, gathered
 from trailmark.statistics import Floats, bootstrap_ratio
 
 _FIRST_BIN = 64  # positions; each further bin is as long as all before it
@@ -261,6 +264,38 @@ class _Reading(NamedTuple):
     units: tuple[int, ...]  # what is drawn again, in equal parts of the reading
 
 
+class _Found(NamedTuple):
+    """What one batch adds: over the units that its readings lie in, and bins of positions."""
+
+    units: Any  # [u]
+    sums: Floats  # [u, bins], nats
+    counts: Any  # [u, bins]
+    gate: Any
+    words: int
+    size: int
+
+    @classmethod
+    def of(cls, batch: list[_Reading], found: Any, edges: Any, text: Documents | None) -> _Found:
+        """``text``: where words and bytes are counted."""
+        units = np.unique([unit for reading in batch for unit in reading.units])
+        sums, counts = (
+            np.zeros((len(units), len(edges) - 1)),
+            np.zeros((len(units), len(edges) - 1), np.int64),
+        )
+        words, size = 0, 0
+        for reading, losses in zip(batch, found.losses, strict=True):
+            places = np.arange(reading.scored - reading.start, reading.stop - reading.start)
+            part = places * len(reading.units) // (reading.stop - reading.start)
+            rows = np.searchsorted(units, np.array(reading.units))[part]
+            at = rows, np.searchsorted(edges, places, side="right") - 1
+            np.add.at(sums, at, losses[places - 1])
+            np.add.at(counts, at, 1)
+            if text is not None:
+                more = text.counted(reading.scored, reading.stop)
+                words, size = words + more[0], size + more[1]
+        return cls(units, sums, counts, found.gate, words, size)
+
+
 def _measure(
     model: Any,
     plan: _Plan,
@@ -276,24 +311,23 @@ def _measure(
     gate, done, words, size = np.zeros(2, np.int64), 0, 0, 0
     total = sum(reading.stop - reading.start for reading in plan.readings)
     countable = text.countable and not plan.whole_documents
-    for batch in plan.batches():
+    own: list[tuple[int, _Found]] = []  # of this process's batches
+    for number, batch in enumerate(plan.batches()):
+        length = batch[0].stop - batch[0].start
+        if dealt(number):
 
-        def tell(tokens: int, done: int = done, rows: int = len(batch)) -> None:
-            progress(f"{done + rows * tokens:,} of {total:,} tokens")
+            def tell(tokens: int, done: int = done, rows: int = len(batch)) -> None:
+                progress(f"{done + rows * tokens:,} of {total:,} tokens")
 
-        ids = np.stack([text.read(reading.start, reading.stop) for reading in batch])
-        found = token_losses(model, ids, settings.memory_tier, tell, begin)
-        gate += found.gate
-        done += ids.size
-        for reading, losses in zip(batch, found.losses, strict=True):
-            places = np.arange(reading.scored - reading.start, reading.stop - reading.start)
-            part = places * len(reading.units) // (reading.stop - reading.start)
-            at = np.array(reading.units)[part], np.searchsorted(edges, places, side="right") - 1
-            np.add.at(sums, at, losses[places - 1])
-            np.add.at(counts, at, 1)
-            if countable:
-                more = text.counted(reading.scored, reading.stop)
-                words, size = words + more[0], size + more[1]
+            ids = np.stack([text.read(reading.start, reading.stop) for reading in batch])
+            found = token_losses(model, ids, settings.memory_tier, tell, begin)
+            own.append((number, _Found.of(batch, found, edges, text if countable else None)))
+        done += len(batch) * length
+    for _, part in sorted(itertools.chain(*gathered(own)), key=itemgetter(0)):
+        sums[part.units] += part.sums
+        counts[part.units] += part.counts
+        gate += part.gate
+        words, size = words + part.words, size + part.size
     known: tuple[int | None, int | None] = (words, size) if countable else (None, None)
     if plan.whole_documents:
         assert plan.documents is not None

@@ -187,6 +187,7 @@ SUITE = register(
         title="Perplexity",
         settings=PerplexitySettings,
         run=_run,
+        divided=True,
         about="How well a model foretells a text: lower is better. Loss is in nats per token; perplexities per token "
         "compare models with the same tokenizer, per word and bits per byte any models. Bands and intervals: 95%.",
         columns=(

@@ -1,0 +1,96 @@
+"""``torchrun -m trailmark evaluate``: what several processes measure together is what one finds."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from tests.data.corpora import prose
+from tests.models.tiny import drt, landmark
+from trailmark.byte_tokenizer import ByteTokenizer
+
+_OF_TIME = {
+    "environment", "seconds", "seconds_reading", "seconds_asking", "tokens_per_second", "resident_bytes", "command",
+    "cells_read_for", "tokens_read",  # of those that were missing
+}  # fmt: skip
+NEEDLES = ["--suite", "needles", "--format", "marks", "--questions", "5", "--depths", "0.2,0.7"]
+TEXT = ["--suite", "perplexity", "--max-tokens", "2000", "--lengths", "150,260"]
+
+
+def saved(name: str, folder: Path) -> Path:
+    tokenizer = ByteTokenizer(extra_ids=0)
+    tokenizer.save_pretrained(folder)
+    if name == "llama":
+        sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+        LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), **sizes)).save_pretrained(folder)
+    else:
+        made = {"drt": drt, "landmark": landmark}[name](vocab_size=len(tokenizer))
+        made.save_pretrained(folder)
+    return folder
+
+
+def measured(model: Path, output: Path, processes: int, *words: str) -> dict[str, dict[str, Any]]:
+    """The records by their suites, without what every run measures anew; and what the models wrote."""
+    launch = ["-m", "torch.distributed.run", f"--nproc-per-node={processes}"] if processes > 1 else []
+    command = [
+        sys.executable,
+        *launch,
+        "-m",
+        "trailmark",
+        "evaluate",
+        str(model),
+        *words,
+        "--output",
+        str(output),
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert (done.stdout + done.stderr).count("Next: trailmark report") == 1  # one of them speaks
+    found = {}
+    for path in (output / model.name).glob("*.json"):
+        results = json.loads(path.read_text())["results"]
+        lines = path.with_name(f"{path.stem}.generations.jsonl")
+        written = [json.loads(line) for line in lines.read_text().splitlines()] if lines.exists() else []
+        found[path.stem] = {"results": [_untimed(result) for result in results], "written": written}
+    return found
+
+
+def _untimed(result: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in result.items() if name not in _OF_TIME}
+
+
+@pytest.mark.parametrize(("name", "processes"), [("drt", 2), ("landmark", 3), ("llama", 3)])
+@pytest.mark.slow
+def test_several_processes_find_what_one_does(name: str, processes: int, tmp_path: Path) -> None:
+    model = saved(name, tmp_path / "model")
+    (tmp_path / "text.txt").write_text(prose(1, 300))
+    words = [*NEEDLES, *TEXT, "--text", str(tmp_path / "text.txt")]
+    one = measured(model, tmp_path / "one", 1, *words)
+    several = measured(model, tmp_path / "several", processes, *words)
+    assert one.keys() == {"needles", "perplexity"}
+    assert len(one["needles"]["results"]) == 4
+    assert several == one
+    # a second start finds all of it, and a part that is missing alone is measured
+    record = tmp_path / "several" / model.name / "needles.json"
+    content = json.loads(record.read_text())
+    del content["results"][1:3]
+    record.write_text(json.dumps(content))
+    again = measured(model, tmp_path / "several", processes, *words)
+    results = [{result["id"]: result for result in each["needles"]["results"]} for each in (one, again)]
+    assert results[0] == results[1]
+
+
+def test_what_is_not_shared_out_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: Callable[..., str], no_restart: None
+) -> None:
+    model = saved("drt", tmp_path / "model")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    line = refused("evaluate", model, "--suite", "cost")
+    assert "expected one of needles, perplexity with 2 processes, got cost" in line
