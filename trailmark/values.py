@@ -114,6 +114,14 @@ def perplexity(value: Any) -> str:
     return f"{math.log(exact):.2f} nats"
 
 
+def perplexity_interval(low: Any, high: Any) -> str:
+    """``2.500–3.000``; where an end is beyond 10,000, both in nats: ``9.00–10.57 nats``."""
+    ends = number(low), number(high)
+    if None in ends or max(filter(None, ends), default=0.0) <= MOST_PERPLEXITY:
+        return MISSING if not any(ends) else f"{perplexity(low)}–{perplexity(high)}"
+    return "–".join(f"{math.log(end):.2f}" for end in ends if end) + " nats"
+
+
 def short_length(value: float) -> str:
     """Tokens on an axis: ``64K``, ``1M``, and ``1,000`` where it is no multiple of 1024."""
     whole = round(value)

@@ -84,6 +84,8 @@ def test_perplexity() -> None:
     assert (first["perplexity"], first["95% interval"], first["bits per byte"]) == ("2.718", "-", "-")
     assert (second["tokens"], second["95% interval"]) == ("whole documents", "2.500–3.000")
     assert (second["perplexity per word"], second["bits per byte"]) == ("55.127", "1.2500")
+    (wide,) = shown("perplexity", result | more | {"perplexity_low": 8136.0, "perplexity_high": 3.9e4})
+    assert wide["95% interval"] == "9.00–10.57 nats"
     (overflown,) = shown("perplexity", result | {"perplexity": None})  # as records keep what is not finite
     assert "perplexity" not in overflown
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from trailmark.evaluation.suite import Column, Place, Row, Suite, read
-from trailmark.values import MISSING, interval, number, perplexity, share, shown, size, times
+from trailmark.values import MISSING, interval, perplexity, perplexity_interval, share, shown, size, times
 
 _MOST_OPEN = 60  # rows of a table that stands open
 
@@ -49,7 +49,7 @@ def cell(row: Row, column: Column) -> str:
     if isinstance(value, tuple | list) and len(value) == 2:
         low, high = value
         if form == "perplexity":
-            return "–".join(map(perplexity, value)) if number(low) or number(high) else MISSING
+            return perplexity_interval(low, high)
         return interval(low, high, form or ".3f")
     if isinstance(value, bool):
         return "yes" if value else "no"
