@@ -125,9 +125,15 @@ def needles(options: argparse.Namespace, progress: Progress) -> dict[str, Any]:
 
 
 def beyond(options: argparse.Namespace, progress: Progress) -> dict[str, Any]:
-    """The same beyond the base's own length, as converted."""
+    """The same beyond the base's own length, as converted and trained."""
     asked = Needles(options, progress)
-    rows = [{"model": "as converted"} | asked.ask(_hils(options), (), length) for length in options.far]
+    models = [("as converted", _hils(options)), ("trained", options.trained)]
+    rows = [
+        {"model": model} | asked.ask(folder, (), length)
+        for model, folder in models
+        if folder.exists()
+        for length in options.far
+    ]
     return _about(options) | {"rows": rows}
 
 

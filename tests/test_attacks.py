@@ -7,6 +7,7 @@ import io
 import json
 import os
 import random
+import shutil
 import signal
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -18,7 +19,9 @@ import huggingface_hub
 import pytest
 
 from tests import attacks
+from tests.training.tiny import save_converted_llama
 from trailmark import cli
+from trailmark.models.conversion.additions import ADDITIONS
 from trailmark.training.config import load_run_config
 from trailmark.training.run import Run
 
@@ -149,6 +152,9 @@ KINDS = {
         resign=attacks.resign_memory,
         unhashed="chunks-",
     ),
+    "additions": Kind(
+        "learned", (("convert", "base", "-o", "out/again", "--additions", "learned/additions.safetensors"),)
+    ),
     "model": Kind("run", (GENERATE, ("verify", "run")), resign=attacks.resign_run),
     "run": Kind(
         "stopped",
@@ -260,10 +266,26 @@ def world(tmp_path_factory: pytest.TempPathFactory, no_restart: None) -> Iterato
             "--lengths",
             "40",
         )
+        _learn_beside_a_base()
         Path("history").mkdir()
         for name in ("history.json", "run.yaml"):
             Path("history", name).write_bytes(Path("run", name).read_bytes())
         yield place
+
+
+def _learn_beside_a_base() -> None:
+    """Of a converted Llama what a training with adapters leaves, in learned/."""
+    save_converted_llama(
+        Path(), {"drt": ("drt", ["sliding_window=16", "chunk_size=7", "num_encoder_layers=1"])}
+    )
+    Path("learned.yaml").write_text("init_from: drt\nmodel: {}\n")
+    settings = ("train=additions", "lora_rank=2", "steps=1", "tokens_per_step=96", "context_length=96")
+    data = ("data.paths=[texts]", "data.tokenizer=drt", "output=trained")
+    good("train", "learned.yaml", *data, *(f"training.{one}" for one in settings))
+    Path("learned").mkdir()
+    Path("trained", ADDITIONS).rename(Path("learned", ADDITIONS))
+    for folder in ("drt", "trained"):
+        shutil.rmtree(folder)
 
 
 def _stop_after_one_step(run: Run) -> None:

@@ -29,6 +29,11 @@ def local_rank() -> int:
     return int(os.environ.get("LOCAL_RANK", "0"))
 
 
+def beside_each_other(pieces: int) -> int:
+    """Processes of this machine that have one of so many pieces of work each."""
+    return min(pieces, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))) if connected() else 1
+
+
 def is_main() -> bool:
     """Whether this process writes files and shows progress."""
     return rank() == 0

@@ -105,6 +105,19 @@ def test_a_second_training_adds_to_the_first(folder: Path, tmp_path: Path) -> No
         assert {len(changes) for changes in Additions.read(second / ADDITIONS).changes.values()} == {2}
 
 
+def test_a_matrix_may_be_trained_whole_and_then_adapted_and_the_other_way(
+    folder: Path, tmp_path: Path
+) -> None:
+    upper = ["training.train=additions_and_upper", "training.lora_rank=0"]
+    for order in ((upper, []), ([], upper), ([], upper, [])):
+        begin = folder / "drt"
+        for number, overrides in enumerate(order):
+            begin = trained(tmp_path / f"{order.index(upper)}-{len(order)}-{number}", begin, *overrides)
+        again = tmp_path / f"again-{order.index(upper)}-{len(order)}"
+        convert(folder / "base", again, additions=begin / ADDITIONS)
+        assert_same_model(begin, again)
+
+
 def test_a_stopped_training_leaves_the_same_file(folder: Path, tmp_path: Path) -> None:
     whole = trained(tmp_path / "whole", folder / "drt", "training.save_steps=1")
     shutil.copytree(whole, tmp_path / "stopped")
@@ -127,6 +140,44 @@ def test_where_nothing_is_apart_there_is_no_file(begin: str, folder: Path, tmp_p
         (start / "conversion.json").unlink()
     overrides = ["training.train=all", "training.lora_rank=0"] if begin == "all" else []
     assert not (trained(tmp_path / "run", start, *overrides) / ADDITIONS).exists()
+
+
+def test_what_cannot_be_made_again_is_not_written(folder: Path, tmp_path: Path, additions: Path) -> None:
+    """Of two trainings in other precisions, of a conversion in another type, of weights that somebody changed."""
+    first = trained(tmp_path / "first", folder / "drt")
+    assert not (trained(tmp_path / "wide", first, "training.precision=float64") / ADDITIONS).exists()
+    wide = trained(tmp_path / "wide-first", folder / "drt", "training.precision=float64")
+    assert (wide / ADDITIONS).exists()
+    assert not (trained(tmp_path / "narrow", wide) / ADDITIONS).exists()
+    convert(folder / "base", tmp_path / "half", additions=first / ADDITIONS, dtype="bfloat16")
+    assert not (tmp_path / "half" / ADDITIONS).exists()
+    assert not (trained(tmp_path / "of-half", tmp_path / "half") / ADDITIONS).exists()
+    for begin in (folder / "drt", first):
+        changed = tmp_path / f"changed-{begin.name}"
+        shutil.copytree(begin, changed)
+        weights = weights_of(changed)
+        weights["norm.weight"] = 2 * weights["norm.weight"]
+        save_file(weights, changed / "model.safetensors", {"format": "pt"})
+        assert not (trained(tmp_path / f"of-{changed.name}", changed) / ADDITIONS).exists()
+
+
+def test_a_damaged_file_is_found_before_the_training(folder: Path, tmp_path: Path, additions: Path) -> None:
+    shutil.copytree(folder / "drt", tmp_path / "begin")
+    change = lambda header, tensors: header.update(format=2)  # noqa: E731
+    changed(additions, tmp_path / "begin" / ADDITIONS, change)
+    with pytest.raises(ValueError, match="of format 2"):
+        trained(tmp_path / "run", tmp_path / "begin")
+    assert not (tmp_path / "run").exists()
+
+
+def test_beside_a_model_lie_the_additions_to_that_very_model(
+    folder: Path, tmp_path: Path, additions: Path
+) -> None:
+    convert(folder / "base", tmp_path / "three", None, ["num_retrieved_chunks=3"], additions=additions)
+    own = tmp_path / "three" / ADDITIONS
+    convert(folder / "base", tmp_path / "again", additions=own)
+    assert_same_model(tmp_path / "three", tmp_path / "again")
+    assert own.stat().st_mode == (tmp_path / "three" / "config.json").stat().st_mode
 
 
 # --- what does not fit -------------------------------------------------------------------------------------------
@@ -156,9 +207,37 @@ def _short(header: dict, tensors: dict[str, Tensor]) -> None:
     tensors[name] = tensors[name][:, 1:].contiguous()
 
 
+def _flat(header: dict, tensors: dict[str, Tensor]) -> None:
+    name = next(name for name in tensors if "o_proj" in name and ".lora_A." in name)
+    other = name.replace("lora_A", "lora_B")
+    tensors[name], tensors[other] = tensors[name][0].contiguous(), tensors[other][:, 0].contiguous()
+
+
+def _large(header: dict, tensors: dict[str, Tensor]) -> None:
+    name = next(name for name in tensors if ".lora_A." in name)
+    for side in "AB":
+        tensors[name.replace("lora_A", f"lora_{side}")].fill_(3e38)
+
+
+def _forgetful(header: dict, tensors: dict[str, Tensor]) -> None:
+    for name in [name for name in tensors if ".lora_" not in name]:
+        del tensors[name]
+
+
+def _whole_numbers(header: dict, tensors: dict[str, Tensor]) -> None:
+    name = next(name for name in tensors if ".lora_" not in name)
+    tensors[name] = tensors[name].to(torch.int32)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
+        (_flat, r"expected factors \[out, r\] and \[r, in\]"),
+        (_large, "NaN or Infinity"),
+        (_forgetful, "which the base has not, there is none"),
+        (_whole_numbers, "is in torch.int32"),
+        (lambda header, tensors: header["factors"].update({x: [1e308] for x in header["factors"]}), "NaN or Infinity"),
+        (lambda header, tensors: header["config"].update(attention_bias=True), "expected (False|those of a model)"),
         (lambda header, tensors: header["base"].update(sha256="0" * 64), "expected the weights that they were"),
         (lambda header, tensors: header.update(kind="another"), "expected trailmark additions of format 1"),
         (lambda header, tensors: header.update(format=2), "of format 2. Use the trailmark that wrote it"),

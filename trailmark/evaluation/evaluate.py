@@ -113,9 +113,18 @@ def _expect_divided(chosen: Sequence[Suite]) -> None:
 
 
 def _own(device: torch.device) -> torch.device:
-    """This process's among the devices of its machine."""
+    """This process's among the devices of its machine.
+
+    Raises:
+        ValueError: one device is named for several processes.
+    """
     if device.type != "cuda" or world_size() == 1:
         return device
+    if device.index is not None:
+        raise ValueError(
+            f"device: expected cuda with {world_size()} processes, each of which takes its own, got {device}. Name "
+            "cuda, and the devices in CUDA_VISIBLE_DEVICES."
+        )
     return torch.device("cuda", local_rank() % torch.cuda.device_count())
 
 

@@ -77,10 +77,17 @@ def find_short(
 
 
 def expect_room(
-    model: TrailmarkForCausalLM, need: Mapping[str, int], length: int, folder: str | Path | None
+    model: TrailmarkForCausalLM,
+    need: Mapping[str, int],
+    length: int,
+    folder: str | Path | None,
+    together: int = 1,
 ) -> None:
-    """Raises ValueError if what is free now is less than a text of ``length`` tokens needs."""
-    short = find_short(need, model.device, folder)
+    """Raises ValueError if what is free now is less than a text of ``length`` tokens needs.
+
+    ``together``: processes of this machine that each read one.
+    """
+    short = find_short({place: together * size for place, size in need.items()}, model.device, folder)
     if short is None:
         return
     where = {
@@ -89,9 +96,10 @@ def expect_room(
         "disk": f"disk space at {folder or tempfile.gettempdir()}",
     }
     way_out = next(kind.no_room for kind in TIERS.values() if kind.takes == short.place)
+    in_all = "" if together == 1 else f"in {together} processes "
     raise ValueError(
-        f"length: expected a text whose memory fits, got {length} tokens, which need {_size(short.needed)} of the "
-        f"{_size(short.free)} that are free as {where[short.place]}. {way_out}"
+        f"length: expected a text whose memory fits, got {length} tokens, which need {_size(short.needed)} "
+        f"{in_all}of the {_size(short.free)} that are free as {where[short.place]}. {way_out}"
     )
 
 

@@ -43,7 +43,7 @@ from trailmark.training import checkpoints, states
 from trailmark.training.checkpoints import CHECKPOINTS
 from trailmark.training.config import RunConfig
 from trailmark.training.distil import Teacher
-from trailmark.training.final_model import MODEL_MANIFEST, sign_model
+from trailmark.training.final_model import MODEL_MANIFEST, has_signed_model, sign_model, verify_model
 from trailmark.training.fit import MemoryFit
 from trailmark.training.neighbours import open_table
 from trailmark.training.parts import Parts, learned
@@ -104,6 +104,7 @@ class Run(RunningState):
         if config.init_from is not None:
             states.expect_model(config.init_from)
         self.parts = Parts.of(settings)
+        self._begun = self._additions_before() if is_main() else None
         for package in settings.report_to:
             if importlib.util.find_spec(package) is None:
                 raise ValueError(
@@ -286,14 +287,33 @@ class Run(RunningState):
 
     # --- the folder ----------------------------------------------------------------------------------------
 
-    def _additions(self, weights: dict[str, Tensor]) -> Additions | None:
-        """What was learned beside a base; None: nothing that is apart from it, or no conversion was begun with."""
+    def _additions_before(self) -> Additions | None:
+        """What the run's are added to; None: it trains all weights, or begins with none that a conversion wrote.
+
+        Raises:
+            ValueError: a file beside the model that it begins with is damaged.
+        """
         if self.config.init_from is None or self.parts.train == "all":
             return None
-        begun = Additions.of(Path(self.config.init_from))
-        if begun is None:
+        begun = Additions.of(folder := Path(self.config.init_from))
+        if begun is None or begun.fresh:
+            return begun
+        if self.config.training.computes_in == "float64" or begun.dtype != torch.float32:
+            self.say(f"No {ADDITIONS} will be left: one of two trainings after each other is in float64.")
             return None
-        return begun.then(self.model_config, self.model.dtype, *learned(self.model, weights))
+        if has_signed_model(folder):
+            try:
+                verify_model(folder)
+            except ValueError as error:
+                self.say(f"No {ADDITIONS} will be left: {folder} is not what a training left ({error}).")
+                return None
+        return begun
+
+    def _additions(self, weights: dict[str, Tensor]) -> Additions | None:
+        """What was learned beside a base; None: nothing that is apart from it, or no conversion was begun with."""
+        if self._begun is None:
+            return None
+        return self._begun.then(self.model_config, self.model.dtype, *learned(self.model, weights))
 
     def _claim_output(self) -> Path | None:
         """Make the output folder this run's; its newest whole checkpoint, if any."""

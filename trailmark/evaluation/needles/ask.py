@@ -44,7 +44,7 @@ from trailmark.evaluation.record import Record
 from trailmark.evaluation.room import expect_room, memory_need, probe_length
 from trailmark.evaluation.subject import Subject
 from trailmark.models import TrailmarkForCausalLM
-from trailmark.processes import dealt, gathered
+from trailmark.processes import beside_each_other, dealt, gathered
 
 Say = Callable[[str], None]
 _PAPER_VALUE_TOKENS = 5  # of the protocol's passkeys and variables
@@ -80,7 +80,7 @@ def run(
     def missing(length: int) -> list[float | None]:
         return [depth for depth in plan.depths if record.find(plan.cell(length, depth)) is None]
 
-    plan.expect_possible([length for length in plan.lengths if missing(length)])
+    plan.expect_possible([length for length in plan.lengths if missing(length)], divided=True)
     for length in plan.lengths:
         for depth, result, lines in plan.measure(length, missing(length), progress, dealt):
             record.measure(plan.cell(length, depth), partial(dict, result), partial(list, lines))
@@ -245,8 +245,11 @@ class Plan:
             }
         )
 
-    def expect_possible(self, lengths: Sequence[int]) -> None:
-        """Raises ValueError, before anything is read, for a length that cannot be asked."""
+    def expect_possible(self, lengths: Sequence[int], divided: bool = False) -> None:
+        """Raises ValueError, before anything is read, for a length that cannot be asked.
+
+        ``divided``: the processes that know each other share the work out.
+        """
         if not lengths:
             return
         S, subject, settings = self.subject.chunk_size, self.subject, self.settings
@@ -275,7 +278,11 @@ class Plan:
         ids = torch.from_numpy(self.filler.read(0, probe_length(subject.model))).long()[None]
         dtype = parse_dtype(settings.memory_dtype)
         need = memory_need(subject.model, ids, self.chunks(longest) * S, settings.memory_tier, dtype)
-        expect_room(subject.model, need, longest, settings.memory_folder)
+        pieces = (
+            num_haystacks(longest, settings.questions) if subject.model.can_be_planted else settings.questions
+        )
+        together = beside_each_other(pieces) if divided else 1
+        expect_room(subject.model, need, longest, settings.memory_folder, together)
 
     # --- measuring -----------------------------------------------------------------------------------------
 

@@ -26,7 +26,7 @@ from trailmark.evaluation.record import Record
 from trailmark.evaluation.room import expect_room, memory_need, probe_length
 from trailmark.evaluation.subject import Subject
 from trailmark.models import TrailmarkForCausalLM
-from trailmark.processes import dealt, gathered
+from trailmark.processes import beside_each_other, dealt, gathered
 from trailmark.statistics import Floats, bootstrap_ratio
 
 _FIRST_BIN = 64  # positions; each further bin is as long as all before it
@@ -119,7 +119,8 @@ def run(
     if subject.ours:
         for model, plan, cell_settings in zip(models, plans, asked, strict=True):
             if record.find(cell_settings) is None:
-                _expect_room(model, plan.longest, text, settings.memory_tier)
+                together = beside_each_other(sum(1 for _ in plan.batches()))
+                _expect_room(model, plan.longest, text, settings.memory_tier, together)
     results = []
     for cell, plan, model, cell_settings in zip(cells, plans, models, asked, strict=True):
         name = f"perplexity, {'whole documents' if cell.length is None else f'{cell.length:,} tokens'}"
@@ -151,12 +152,12 @@ def _asked(settings: PerplexitySettings, cell: Cell, plan: _Plan, text: Document
     }
 
 
-def _expect_room(model: TrailmarkForCausalLM, length: int, text: Documents, tier: str) -> None:
-    """Raises ValueError where the memory of a text of ``length`` tokens would find no room."""
+def _expect_room(model: TrailmarkForCausalLM, length: int, text: Documents, tier: str, together: int) -> None:
+    """Raises ValueError where the memory of a text of ``length`` tokens, or of several at once, would find no room."""
     probe = probe_length(model)
     if length > probe:
         ids = torch.from_numpy(text.read(0, probe)).long()[None]
-        expect_room(model, memory_need(model, ids, length, tier, None), length, None)
+        expect_room(model, memory_need(model, ids, length, tier, None), length, None, together)
 
 
 def _cells(subject: Subject, settings: PerplexitySettings, text: Documents) -> list[Cell]:

@@ -10,11 +10,12 @@ from typing import Any, NamedTuple, Self
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch import Tensor
 
 from trailmark import pretrained, untrusted
-from trailmark.files import read_json
+from trailmark.files import read_json, sync_file
+from trailmark.models.card.files import weights_sha256
 from trailmark.models.configuration import TrailmarkConfig
 from trailmark.models.conversion.parts import Part, Parts
 from trailmark.models.conversion.report import RECORD
@@ -40,9 +41,10 @@ class Change(NamedTuple):
     factor: float
 
     def added_to(self, x: Tensor) -> Tensor:
+        """The matrix with it; on the CPU, wherever it was trained, so that it rounds the same everywhere."""
         wide = torch.promote_types(x.dtype, torch.float32)
-        change = (self.up.to(wide) @ self.down.to(wide)) * self.factor
-        return (x.to(wide) + change).to(x.dtype)
+        up, down, x = (part.cpu() for part in (self.up, self.down, x))
+        return (x.to(wide) + (up.to(wide) @ down.to(wide)) * self.factor).to(x.dtype)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,18 +84,29 @@ class Additions:
     def of(cls, folder: Path) -> Self | None:
         """Of a conversion, of which nothing is learned yet, or of one that was trained; None: the folder has neither.
 
+        A conversion whose weights are no longer those that were written is none.
+
         Raises:
             ValueError: a file that is damaged.
         """
         if (folder / ADDITIONS).exists():
             return cls.read(folder / ADDITIONS)
         record = read_json(folder / RECORD)
-        if not isinstance(record, dict) or record.get("dtype") not in _DTYPES:
+        record = record if isinstance(record, dict) else {}
+        base, named, counts = record.get("base"), record.get("dtype"), record.get("parameters")
+        dtype = _DTYPES.get(named) if isinstance(named, str) else None
+        if dtype is None or not isinstance(base, dict) or not isinstance(base.get("sha256"), str):
             return None
-        base, dtype = record.get("base"), _DTYPES[record["dtype"]]
-        if not isinstance(base, dict) or not isinstance(base.get("sha256"), str):
+        if not isinstance(counts, dict) or "learned" in counts:  # what it has learned is not beside it
+            return None
+        if record.get("weights_sha256") != weights_sha256(folder):
             return None
         return cls(base, str(record.get("target")), dtype, dtype, {}, {}, {})
+
+    @property
+    def fresh(self) -> bool:
+        """Whether nothing is learned yet."""
+        return not self.learned and not self.changes
 
     def then(
         self,
@@ -102,16 +115,26 @@ class Additions:
         learned: Mapping[str, Tensor],
         changes: Mapping[str, Change],
     ) -> Additions:
-        """Those of a training that began with these.
+        """Those of a training that began with these; both in float32, for a change of precision rounds in between.
 
         Args:
             config: of the model that was trained. dtype: of its weights.
             learned: what it trained whole, and what the base has not. changes: what its adapters add.
         """
-        fields = {name: x for name, x in config.to_dict().items() if name in field_types(type(config))}
-        together = {name: (*self.changes.get(name, ()), change) for name, change in changes.items()}
-        whole = {**self.learned, **learned}
-        return replace(self, dtype=dtype, config=fields, learned=whole, changes={**self.changes, **together})
+        assert self.fresh or self.dtype == dtype == torch.float32  # in which every training begins
+        kept = {name: those for name, those in self.changes.items() if name not in learned}
+        together = {name: (*kept.get(name, ()), change) for name, change in changes.items()}
+        return replace(
+            self,
+            dtype=dtype,
+            config=_fields(config),
+            learned={**self.learned, **learned},
+            changes={**kept, **together},
+        )
+
+    def with_config(self, config: TrailmarkConfig) -> Additions:
+        """The same for a model with other fields."""
+        return replace(self, config=_fields(config))
 
     # --- the file ----------------------------------------------------------------------------------------------
 
@@ -131,7 +154,14 @@ class Additions:
             "factors": {name: [x.factor for x in changes] for name, changes in self.changes.items()},
         }
         whole = {name: x.detach().cpu().contiguous().clone() for name, x in tensors.items()}
-        save_file(whole, path, {_HEADER: json.dumps(header, sort_keys=True)})
+        with open(path, "wb") as file:
+            file.write(save(whole, {_HEADER: json.dumps(header, sort_keys=True)}))
+            sync_file(file)
+
+    def num_bytes(self) -> int:
+        """What they take in a file, but its header."""
+        factors = [x for changes in self.changes.values() for one in changes for x in (one.down, one.up)]
+        return sum(x.numel() * x.element_size() for x in (*self.learned.values(), *factors))
 
     @classmethod
     def read(cls, path: Path) -> Self:
@@ -180,8 +210,14 @@ class Additions:
         """The parts of the conversion, with what was learned in place of what is new, and added to what was adapted.
 
         Raises:
-            ValueError: a tensor that the conversion has not, or of another shape.
+            ValueError: a tensor that the conversion has not, or of another shape; one that is new and not learned.
         """
+        for name, part in parts.items():
+            if part.what == "new" and name not in self.learned:
+                raise ValueError(
+                    f"{ARGUMENT}: expected {name}, which the base has not, there is none. Leave out the fields that "
+                    "add it, or copy the file again."
+                )
         for name, expected, found in self._sizes(shapes):
             if expected != found:
                 has = "no such tensor" if expected is None else f"one of shape {list(expected)}"
@@ -199,21 +235,31 @@ class Additions:
             yield name, shapes.get(name), tuple(x.shape)
         for name, changes in self.changes.items():
             for down, up, _ in changes:
-                fit = down.dim() == up.dim() == 2 and len(down) == up.shape[1]
-                yield name, shapes.get(name), (len(up), down.shape[1]) if fit else (*up.shape, *down.shape)
+                if not (down.dim() == up.dim() == 2 and len(down) == up.shape[1]):
+                    raise ValueError(
+                        f"{ARGUMENT}: {name}: expected factors [out, r] and [r, in], got {list(up.shape)} and "
+                        f"{list(down.shape)}. Copy or download the file again."
+                    )
+                yield name, shapes.get(name), (len(up), down.shape[1])
 
     def _part(self, name: str, part: Part) -> Part:
-        if name in self.learned:
-            return Part((), lambda read: self.learned[name], learned="learned")
-        changes = self.changes.get(name, ())
+        changes, whole = self.changes.get(name, ()), self.learned.get(name)
 
         def make(read: Any) -> Tensor:
-            x = part.make(read).to(self.converted).to(self.dtype)  # as the training found it
+            # as the training found it
+            x = part.make(read).to(self.converted).float().to(self.dtype) if whole is None else whole
             for change in changes:
                 x = change.added_to(x)
             return x
 
+        if whole is not None:
+            return Part((), make, learned="learned")
         return replace(part, make=make, learned="adapted" if changes else None)
+
+
+def _fields(config: TrailmarkConfig) -> dict[str, Any]:
+    """Those that are ours."""
+    return {name: x for name, x in config.to_dict().items() if name in field_types(type(config))}
 
 
 def _factor(name: str, side: str, number: int) -> str:
@@ -248,6 +294,11 @@ def _read(path: Path) -> tuple[_Header, dict[str, Tensor]]:
         raise ValueError(
             f"{what}: expected {_KIND} of format {_FORMAT}, got {brief(header.kind)} of format "
             f"{brief(header.format)}. Use the trailmark that wrote it."
+        )
+    if foreign := [name for name, x in tensors.items() if x.dtype not in DTYPES]:
+        raise ValueError(
+            f"{what}: expected numbers in {', '.join(_DTYPES)}, {foreign[0]} is in {tensors[foreign[0]].dtype}. Copy "
+            "or download it again."
         )
     pretrained.expect_sane(header.config, what)
     pretrained.expect_finite(iter(tensors.items()), ARGUMENT, path)

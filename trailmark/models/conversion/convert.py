@@ -208,7 +208,11 @@ def _dtype(asked: _Asked, tensors: Tensors) -> torch.dtype:
 def _shapes(model: Any, parts: Parts) -> dict[str, tuple[int, ...]]:
     """Of a model on the meta device; every tensor of it has its part."""
     state = {name: x for name, x in model.state_dict().items() if name not in model.all_tied_weights_keys}
-    assert state.keys() == parts.keys(), state.keys() ^ parts.keys()
+    if other := sorted(state.keys() ^ parts.keys()):
+        raise ValueError(
+            f"fields: expected those of a model with the base's tensors, {other[0]} is in one of them alone. Leave "
+            "out the fields that add or remove it."
+        )
     return {name: tuple(state[name].shape) for name in parts}
 
 
@@ -257,7 +261,9 @@ def _write(
     config = work.config
     output.parent.mkdir(parents=True, exist_ok=True)
     remove_leftover_folders(output.parent, re.compile(re.escape(output.name)))
-    expect_room(output.parent, num_bytes(work.shapes, work.dtype), "nothing was written")
+    carried = _carried(work)
+    beside = 0 if carried is None else carried.num_bytes()
+    expect_room(output.parent, num_bytes(work.shapes, work.dtype) + beside, "nothing was written")
     work.record["base"]["sha256"] = _sha256(work.tensors.files)
     if work.additions is not None:
         work.additions.expect_base(work.record["base"]["sha256"], work.name)
@@ -273,9 +279,10 @@ def _write(
         config.save_pretrained(folder)
         _generation(work).save_pretrained(folder)
         write_tensors(folder / WEIGHTS, work.shapes, work.dtype, _made(work, progress))
+        work.record["weights_sha256"] = weights_sha256(folder)
         write_json(folder / report.RECORD, work.record, durable=True)
-        if work.additions is not None and work.dtype == work.additions.dtype:  # to train on from here
-            work.additions.write(folder / ADDITIONS)
+        if carried is not None:
+            carried.write(folder / ADDITIONS)
         if ours:
             count = work.record["parameters"]["all"]
             card = Saving(str(folder), config, count, folder).text(
@@ -284,6 +291,13 @@ def _write(
             write_text(folder / README, card, durable=True)
         sync_folder(folder)
         put_in_place(folder, output)
+
+
+def _carried(work: _Work) -> Additions | None:
+    """The additions that lie beside the new model, to train on from there: of its own fields; not in another dtype."""
+    if work.additions is None or work.dtype != work.additions.dtype:
+        return None
+    return work.additions.with_config(work.config)
 
 
 def _made(work: _Work, progress: Callable[[int, int], None] | None) -> Iterator[tuple[str, Tensor]]:
@@ -297,8 +311,9 @@ def _made(work: _Work, progress: Callable[[int, int], None] | None) -> Iterator[
     done, total = 0, work.record["parameters"]["all"]
     for name, part in work.parts.items():
         x = part.make(read).to(work.dtype)
-        if work.dtype != work.tensors.dtype:  # a number may be too large for it
-            pretrained.expect_finite(iter([(name, x)]), "dtype", work.name)
+        if work.dtype != work.tensors.dtype or work.additions is not None:  # a number may be too large for it
+            what = "dtype" if work.additions is None else ADDITIONS_ARGUMENT
+            pretrained.expect_finite(iter([(name, x)]), what, work.name)
         yield name, x
         done += x.numel()
         if progress is not None:
