@@ -272,6 +272,12 @@ def hils_text() -> str:
     return "\n\n".join(blocks)
 
 
+def hils_needles_text() -> str:
+    """Of it the needles, for the card of what was trained."""
+    found = record("pretrained_hils")["needles"]
+    return on_machine(_hils_needles_text(found["results"]), found["environment"])
+
+
 def hils_summary() -> str:
     """What the README says of it, in a sentence."""
     found = record("pretrained_hils")["losses"]

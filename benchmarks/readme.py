@@ -67,10 +67,11 @@ def demo_summary() -> str:
         "memory": "{memory_bytes:size}",
     }
     took = sum(part["seconds"] for part in (*found["training"].values(), *found["results"]))
-    size_of = found["training"]["drt"]["parameters"]
+    size_of, window = found["training"]["drt"]["parameters"], found["models"]["window"]["sliding_window"]
     return (
         f"A DRT of {size_of:,} parameters, trained from scratch on texts of at most {found['train_length']:,} tokens, "
-        "asked for digits like those of `$QJXV=48213;` hidden in real text, beside the model with its window alone. "
+        f"asked for digits like those of `$QJXV=48213;` hidden in real text, beside the model with its window alone, "
+        f"whose {window} tokens cannot hold them. "
         f"`make demo` makes this in {duration(took)} ({machine(found['environment'])}, seed "
         f"{found['settings']['seed']}); [all rows](benchmarks/README.md#the-laptop-demo).\n\n"
         f"{table(columns, rows)}\n\n![Accuracy by length](docs/accuracy.png)"
@@ -432,6 +433,7 @@ DOCUMENTS: dict[str, Mapping[str, Callable[[], str]]] = {
         "hils": pretrained_tables.hils_text,
         "trained": pretrained_tables.trained_text,
     },
+    "models/smollm2-135m-hils/README.md": {"needles": pretrained_tables.hils_needles_text},
 }
 
 

@@ -25,7 +25,16 @@ from trailmark import cli
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENTS = (
-    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "configs/README.md", "benchmarks/README.md")),
+    *(
+        ROOT / name
+        for name in (
+            "README.md",
+            "CONTRIBUTING.md",
+            "configs/README.md",
+            "benchmarks/README.md",
+            "models/smollm2-135m-hils/README.md",
+        )
+    ),
     *sorted((ROOT / "docs").glob("*.md")),
 )
 CONFIGS = tuple(sorted((ROOT / "configs").glob("*.yaml")))

@@ -64,6 +64,7 @@ def convert(settings: ConvertSettings) -> None:
     from trailmark.report.console import Progress, bar
 
     progress = Progress()
+    progress.show(f"Looking at {settings.model}")
 
     def show(done: int, total: int) -> None:
         progress.show(f"{bar(done, total)} {done:,}/{total:,} parameters")
@@ -83,6 +84,7 @@ def convert(settings: ConvertSettings) -> None:
     for line in report.lines(record):
         typer.echo(line)
     if settings.dry_run:
+        typer.echo("Nothing was written.")
         return
     typer.echo(f"The model lies in {settings.output}/.")
     if record["target"] in architectures():

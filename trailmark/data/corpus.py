@@ -179,7 +179,10 @@ def each_text(paths: Iterable[Path], look_at: Callable[[Path, Path | None], T]) 
         if left_out:
             shown = ", ".join(left_out[:5]) + (" ..." if len(left_out) > 5 else "")
             logger.warning(
-                "Left out %d files below %s that hold no UTF-8 text: %s", len(left_out), path, shown
+                "Left out %d files below %s that are empty or hold no UTF-8 text: %s",
+                len(left_out),
+                path,
+                shown,
             )
     return results
 
@@ -222,7 +225,7 @@ def decoded(
     except UnicodeDecodeError as error:
         raise ValueError(
             f"{argument}: expected UTF-8 text, {str(path)!r} is not (byte {done + error.start}). Convert it to UTF-8 "
-            "first."
+            "first, as with iconv -f latin1 -t utf-8."
         ) from error
     if not words:
         raise ValueError(f"{argument}: expected text, {str(path)!r} is empty.")

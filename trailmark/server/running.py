@@ -76,9 +76,17 @@ def run(app: ASGIApp, host: str, port: int, say: Callable[[str], None]) -> None:
 
     Args:
         port: 0: any that is free; ``say`` is told which.
+
+    Raises:
+        ValueError: nobody can listen there.
     """
     running = server(app, host, port)
-    socket = running.config.bind_socket()
+    try:
+        socket = running.config.bind_socket()
+    except SystemExit as error:  # uvicorn has said why
+        raise ValueError(
+            f"port: cannot listen at {host}, port {port}, where another program may. Choose another --port."
+        ) from error
     place = f"[{host}]" if ":" in host else host
     say(f"Serving at http://{place}:{socket.getsockname()[1]}/v1")
     running.run(sockets=[socket])

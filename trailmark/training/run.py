@@ -56,6 +56,7 @@ from trailmark.training.run_folder import (
     config_hash,
     environment,
     holds_run,
+    other_than,
     read_state,
     remove_leftovers,
     saving,
@@ -319,10 +320,11 @@ class Run(RunningState):
         """Make the output folder this run's; its newest whole checkpoint, if any."""
         expect_writable("output", self.output)
         self._held.enter_context(locked(self.output, "trailmark train"))
-        if (self.output / RUN_FILE).exists() and not holds_run(self.output, self.config):
+        if (self.output / RUN_FILE).exists() and (other := other_than(self.output, self.config)) != []:
+            what = "" if other is None else f": {'; '.join(other[:3])}{' and more' if len(other) > 3 else ''}"
             raise ValueError(
-                f"output: {str(self.output)!r} holds a run with another configuration ({RUN_FILE}). "
-                "Choose another output, or remove that folder to start anew."
+                f"output: {str(self.output)!r} holds a run with another configuration ({RUN_FILE}){what}. Choose "
+                "another output (init_from begins with that run's weights), or remove that folder to start anew."
             )
         folder = self.output / CHECKPOINTS
         remove_leftovers(self.output)

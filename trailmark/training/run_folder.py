@@ -64,18 +64,47 @@ def read_history(output: Path) -> History:
 
 def holds_run(output: Path, config: RunConfig) -> bool:
     """Whether a folder says that it belongs to this very run."""
+    return other_than(output, config) == []
+
+
+def other_than(output: Path, config: RunConfig) -> list[str] | None:
+    """What a folder's run has other than this one, in words; None: nothing there says what it holds."""
     try:
         other = read_yaml(output / RUN_FILE, "output")
     except (OSError, ValueError):
-        return False
+        return None
     if not isinstance(other, dict):
-        return False
+        return None
     own = yaml.safe_load(config.to_yaml())
     other = yaml.safe_load(RunConfig().to_yaml()) | other  # settings that are newer than the folder
     for section in ("data", "training", "distil"):
         if isinstance(other[section], dict):
             other[section] = vars(getattr(RunConfig(), section)) | other[section]
-    return _decisive(own) == _decisive(other)
+    there, here = _flat(_decisive(other)), _flat(_decisive(own))
+    return [
+        f"{name} {_told(there, name)} there, {_told(here, name)} here"
+        for name in {**here, **there}
+        if there.get(name, _NOTHING) != here.get(name, _NOTHING)
+    ]
+
+
+_NOTHING = object()
+
+
+def _told(run: dict[str, Any], name: str) -> str:
+    return untrusted.brief(run[name]) if name in run else "nothing"
+
+
+def _flat(run: dict[str, Any]) -> dict[str, Any]:
+    """Its keys as a command line has them."""
+    found: dict[str, Any] = {}
+    for name, value in run.items():
+        found |= (
+            {f"{name}.{key}": x for key, x in value.items()}
+            if isinstance(value, dict) and value
+            else {name: value}
+        )
+    return found
 
 
 def remove_leftovers(output: Path) -> None:

@@ -11,7 +11,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.smollm2 import convert_smollm2, smollm2_for_a_test
-from trailmark.models import DRTForCausalLM, SlidingWindowForCausalLM
+from trailmark.models import DRTForCausalLM, HiLSForCausalLM, SlidingWindowForCausalLM
+from trailmark.models.conversion.convert import convert
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("no_restart")]
 TEXT = Path(json.__file__).read_text()
@@ -52,6 +53,25 @@ def test_a_drt_of_it_reads_and_changes_nothing(folder: Path) -> None:
         read = ours(ids, output_retrieval=True)
         assert all((one.indices >= 0).any() for one in read.retrieval)
         assert torch.equal(read.logits, ours.without_retrieval()(ids).logits)
+
+
+def test_what_lies_in_models_makes_the_trained_model_of_it(tmp_path: Path) -> None:
+    """Base and additions as the card names them; what the card asks for is there, and small."""
+    additions = Path(__file__).parents[3] / "models" / "smollm2-135m-hils" / "additions.safetensors"
+    assert additions.stat().st_size < 30_000_000
+    record = convert(smollm2_for_a_test(), tmp_path / "hils", additions=additions)
+    assert record["target"] == "hils"
+    assert record["parameters"]["new"] == 0
+    assert record["parameters"]["adapted"] > 100_000_000  # of 134,515,008: all matrices of its layers
+    convert(smollm2_for_a_test(), tmp_path / "untrained", "hils")
+    ids = torch.tensor([AutoTokenizer.from_pretrained(tmp_path / "hils")(TEXT).input_ids[:300]])
+    with torch.no_grad():
+        losses = [
+            HiLSForCausalLM.from_pretrained(tmp_path / name).eval()(ids, labels=ids).loss.item()
+            for name in ("hils", "untrained")
+        ]
+    assert losses[0] != losses[1]
+    assert losses[0] < losses[1] + 0.5  # it still reads
 
 
 @pytest.mark.parametrize("name", ["window", "drt"])
