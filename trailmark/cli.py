@@ -227,11 +227,10 @@ def read(settings: ReadSettings) -> None:
         )
 
     dtype, tier = parse_dtype(settings.memory_dtype), settings.memory_tier
-    progress.show(f"Loading {settings.model}")
+    typer.echo(f"Reading with {settings.model}", err=True)  # the first tokens may take a minute
     with Reader(load(settings.model), memory, dtype, show, trace, memory_tier=tier) as reader:
         for file in settings.files:
             before = reader.num_tokens
-            progress.show(f"{file}: its first tokens are being read")
             fresh = reader.read(file)
             read_now = f"{reader.num_tokens - before:,} tokens read" if fresh else "read already"
             progress.say(f"{file}: {read_now}")
