@@ -133,11 +133,7 @@ def train(settings: TrainSettings) -> None:
     from trailmark.training.run import Run
 
     config = load_run_config(settings.config, settings.overrides)
-    progress = Progress()
-
-    def say(message: str) -> None:
-        if is_main():
-            progress.say(message)
+    progress = Progress(quiet=not is_main())
 
     def show(run: Run) -> None:
         total = config.training.steps
@@ -147,31 +143,33 @@ def train(settings: TrainSettings) -> None:
     data, asks = config.data, None
     if data.task == "needles" and config.training.eval_steps is not None and not settings.dry_run:
         asks = needle_accuracy(data.chunk_size, data.tokenizer, seed=config.training.seed)
-    run = Run(config, show, evaluate=asks, say=say)
+    run = Run(config, show, evaluate=asks, say=progress.say)
     text = ", ".join(data.paths or ["the Python standard library"])
     amount = f"{run.num_tokens:,} tokens of {text}" if run.num_tokens else text
     steps = f"{config.training.steps} steps of {config.training.tokens_per_step:,} tokens"
     if settings.dry_run:
-        say(f"{amount}: {steps}. Estimating, from the sizes alone ...")
+        progress.say(f"{amount}: {steps}. Estimating, from the sizes alone ...")
         for line in forecast(run):
-            say(line)
+            progress.say(line)
         return
     count = sum(p.numel() for p in run.model.parameters())
     name = type(run.model).__name__
-    say(f"Training {name} ({count:,} parameters) on {amount}: {steps}, into {config.output}/")
+    progress.say(f"Training {name} ({count:,} parameters) on {amount}: {steps}, into {config.output}/")
     if run.finished:
-        say(f"Trained already. The model lies in {config.output}/.")
+        progress.say(f"Trained already. The model lies in {config.output}/.")
         return
     model = run.train()
     parted = part()
     if model is None:
-        say(f"Stopped and saved at step {run.step}. The same command goes on from here.")
+        progress.say(f"Stopped and saved at step {run.step}. The same command goes on from here.")
     else:
-        say(f"Trained in {duration(run.seconds)}, {run.tokens_per_second:,.0f} tokens/s. At the last step:")
-        say(f"  {losses(run.measured.get('step_loss'), run.averages)}")
-        say(f"The model lies in {config.output}/. Next: trailmark evaluate {config.output}")
+        progress.say(
+            f"Trained in {duration(run.seconds)}, {run.tokens_per_second:,.0f} tokens/s. At the last step:"
+        )
+        progress.say(f"  {losses(run.measured.get('step_loss'), run.averages)}")
+        progress.say(f"The model lies in {config.output}/. Next: trailmark evaluate {config.output}")
         if (file := Path(config.output) / ADDITIONS).exists():
-            say(
+            progress.say(
                 f"What it learned, apart from its base: {file} ({size(file.stat().st_size)}; docs/convert.md)."
             )
     if parted:
@@ -257,12 +255,11 @@ def _read_with_all(settings: ReadSettings) -> None:
             "trace: expected none with several processes, each of which reads parts of the text. Trace with one."
         )
     connect()
-    progress, began, world = Progress(), time.monotonic(), world_size()
+    progress, began, world = Progress(quiet=not is_main()), time.monotonic(), world_size()
 
     def show(tokens: int) -> None:
-        if is_main():
-            speed = tokens / max(time.monotonic() - began, 1e-9)
-            progress.show(f"{tokens:,} tokens passed by {world} processes, {speed:,.0f} tokens/s together")
+        speed = tokens / max(time.monotonic() - began, 1e-9)
+        progress.show(f"{tokens:,} tokens passed by {world} processes, {speed:,.0f} tokens/s together")
 
     reader = PartedReader(
         load(settings.model),

@@ -31,29 +31,20 @@ def evaluate(context: typer.Context, **given: Any) -> None:
     from trailmark.report.console import Progress
     from trailmark.report.tables import result_table
 
-    progress = Progress()
-
-    def say(message: str) -> None:
-        if is_main():
-            progress.say(message)
-
-    def show(line: str) -> None:
-        if is_main():
-            progress.show(line)
-
+    progress = Progress(quiet=not is_main())
     options: dict[str, Any] = {}
     for suite in suites().values():
         options |= from_options(suite.settings, given)
     command = shlex.join(["trailmark", *context.obj])
     written = []
-    for found in run(Request(**from_options(Request, given)), options, command, say, show):
+    for found in run(Request(**from_options(Request, given)), options, command, progress.say, progress.show):
         names = ", ".join(subject.name for subject in found.subjects)
         table = result_table(found.suite, found.results, found.subjects[0].train_length)
-        say(f"\n{found.suite.name} of {names}\n\n{table}")
+        progress.say(f"\n{found.suite.name} of {names}\n\n{table}")
         written.append(found.record.path)
     folders = dict.fromkeys(str(path.parent) for path in written)
-    say("\nNumbers: " + ", ".join(map(str, written)))
-    say(f"Next: trailmark report {shlex.join(folders)} -o report.html")
+    progress.say("\nNumbers: " + ", ".join(map(str, written)))
+    progress.say(f"Next: trailmark report {shlex.join(folders)} -o report.html")
     if part():
         leave()
 

@@ -182,14 +182,7 @@ def read_yaml(path: Path, name: str) -> dict[str, Any]:
     try:
         content = untrusted.read_yaml(path, name, links=True)
     except FileNotFoundError as error:
-        raise ValueError(
-            f"{name}: cannot read {str(path)!r}: {error.strerror}."
-            + (
-                " Those that come with trailmark lie in the folder configs/ of its repository."
-                if name == "config"
-                else ""
-            )
-        ) from error
+        raise ValueError(f"{name}: cannot read {str(path)!r}: {error.strerror}.") from error
     if not isinstance(content, dict):
         raise ValueError(f"{name}: expected a mapping in {str(path)!r}, got {type(content).__name__}.")
     return content

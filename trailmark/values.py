@@ -116,10 +116,10 @@ def perplexity(value: Any) -> str:
 
 def perplexity_interval(low: Any, high: Any) -> str:
     """``2.500–3.000``; where an end is beyond 10,000, both in nats: ``9.00–10.57 nats``."""
-    ends = number(low), number(high)
-    if None in ends or max(filter(None, ends), default=0.0) <= MOST_PERPLEXITY:
-        return MISSING if not any(ends) else f"{perplexity(low)}–{perplexity(high)}"
-    return "–".join(f"{math.log(end):.2f}" for end in ends if end) + " nats"
+    ends = [end for end in (number(low), number(high)) if end is not None]
+    if len(ends) == 2 and min(ends) > 0 and max(ends) > MOST_PERPLEXITY:
+        return "–".join(f"{math.log(end):.2f}" for end in ends) + " nats"
+    return f"{perplexity(low)}–{perplexity(high)}" if any(ends) else MISSING
 
 
 def short_length(value: float) -> str:

@@ -73,9 +73,8 @@ def evaluate(
             record = Record(folder, suite.name, identity, say, command, subjects[0].model.device.type)
             task = Task(subjects, settings[suite.name], record, documents, say, progress)
             yield Found(suite, subjects, suite.run(task), record)
-        if (
-            request.output is None and subjects[0].folder.is_dir() and is_main()
-        ):  # the results lie beside the model
+        # the results lie beside the model
+        if request.output is None and subjects[0].folder.is_dir() and is_main():
             refresh_card(subjects[0].folder)
 
 

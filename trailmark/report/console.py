@@ -24,17 +24,20 @@ __all__ = [
 
 
 class Progress:
-    """One status line. On a terminal it is rewritten in place; elsewhere one is printed every 15 seconds."""
+    """One status line. On a terminal it is rewritten in place; elsewhere one is printed every 15 seconds.
 
-    def __init__(self, stream: TextIO | None = None) -> None:
-        self.stream = stream or sys.stderr
+    ``quiet``: nothing is shown or said, as by all but one of several processes.
+    """
+
+    def __init__(self, stream: TextIO | None = None, quiet: bool = False) -> None:
+        self.stream, self.quiet = stream or sys.stderr, quiet
         self.live = self.stream.isatty()
         self._shown = 0.0
         self._width = 0
 
     def show(self, message: str) -> None:
         now = time.monotonic()
-        if now - self._shown < (0.1 if self.live else 15.0):
+        if self.quiet or now - self._shown < (0.1 if self.live else 15.0):
             return
         self._shown = now
         if self.live:
@@ -56,6 +59,8 @@ class Progress:
 
     def say(self, message: str) -> None:
         """Print a line that stays."""
+        if self.quiet:
+            return
         self.clear()
         print(message, flush=True)
 

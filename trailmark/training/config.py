@@ -351,7 +351,13 @@ def load_run_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfi
     Raises:
         ValueError: a missing file, broken YAML, an unknown key (with the nearest valid one), a wrong type.
     """
-    raw = read_yaml(Path(path), "config")
+    try:
+        raw = read_yaml(Path(path), "config")
+    except ValueError as error:
+        if isinstance(error.__cause__, FileNotFoundError):
+            lie = "Those that come with trailmark lie in the folder configs/ of its repository."
+            raise ValueError(f"{error} {lie}") from error.__cause__
+        raise
     for override in overrides:
         key, parsed = parse_override("override", override)
         target = raw

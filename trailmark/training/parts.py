@@ -119,7 +119,7 @@ def merged(model: nn.Module, weights: dict[str, Tensor]) -> tuple[dict[str, Tens
         all by the names that they have in ``model``.
     """
     kept = {name: x for name, x in weights.items() if ".base_layer." in name or is_adapter(name)}
-    plain = {base_name(name): x for name, x in weights.items() if not is_adapter(name)}
+    plain = _without_adapters(weights)
     for name, change in _changes(model, weights).items():
         plain[name] = change.added_to(plain[name])
     return plain, kept
@@ -135,9 +135,14 @@ def learned(model: nn.Module, weights: dict[str, Tensor]) -> tuple[dict[str, Ten
         Tensors that are trained, or that the base has not, and what adapters add, by the names of a plain model.
     """
     trained = {base_name(name) for name, p in model.named_parameters() if p.requires_grad}
-    own = {base_name(name): x for name, x in weights.items() if not is_adapter(name)}
+    own = _without_adapters(weights)
     whole = {name: x for name, x in own.items() if name in trained or is_addition(model, name)}
     return whole, _changes(model, weights)
+
+
+def _without_adapters(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """By the names of a plain model; matrices that have adapters are as they were before."""
+    return {base_name(name): x for name, x in weights.items() if not is_adapter(name)}
 
 
 def _changes(model: nn.Module, weights: dict[str, Tensor]) -> dict[str, Change]:

@@ -105,7 +105,7 @@ class Run(RunningState):
         if config.init_from is not None:
             states.expect_model(config.init_from)
         self.parts = Parts.of(settings)
-        self._begun = self._additions_before() if is_main() else None
+        self._begun: Additions | None = None  # once the run trains, in the main process
         for package in settings.report_to:
             if importlib.util.find_spec(package) is None:
                 raise ValueError(
@@ -224,6 +224,7 @@ class Run(RunningState):
 
     def _train(self, arguments: TrainingArguments) -> TrailmarkForCausalLM | None:
         settings = self.config.training
+        by_main(self._find_begun)
         last = by_main(self._claim_output)
         if settings.gradient_checkpointing:
             checkpoint_activations(self.model)
@@ -288,6 +289,9 @@ class Run(RunningState):
 
     # --- the folder ----------------------------------------------------------------------------------------
 
+    def _find_begun(self) -> None:
+        self._begun = self._additions_before()
+
     def _additions_before(self) -> Additions | None:
         """What the run's are added to; None: it trains all weights, or begins with none that a conversion wrote.
 
@@ -311,7 +315,7 @@ class Run(RunningState):
         return begun
 
     def _additions(self, weights: dict[str, Tensor]) -> Additions | None:
-        """What was learned beside a base; None: nothing that is apart from it, or no conversion was begun with."""
+        """What is learned beside a base by now; None: nothing that is apart from it, or no conversion began it."""
         if self._begun is None:
             return None
         return self._begun.then(self.model_config, self.model.dtype, *learned(self.model, weights))

@@ -75,14 +75,14 @@ def run(
         ValueError: settings that do not fit the model, its tokenizer or each other; a length too short for the needles
             or too long for the memory, before anything is read; a text that holds all values that are drawn.
     """
-    plan = Plan.of(subject, settings, text)
+    plan = Plan.of(subject, settings, text, divided=True)
 
     def missing(length: int) -> list[float | None]:
         return [depth for depth in plan.depths if record.find(plan.cell(length, depth)) is None]
 
-    plan.expect_possible([length for length in plan.lengths if missing(length)], divided=True)
+    plan.expect_possible([length for length in plan.lengths if missing(length)])
     for length in plan.lengths:
-        for depth, result, lines in plan.measure(length, missing(length), progress, dealt):
+        for depth, result, lines in plan.measure(length, missing(length), progress):
             record.measure(plan.cell(length, depth), partial(dict, result), partial(list, lines))
     cells = (plan.cell(length, depth) for length in plan.lengths for depth in plan.depths)
     return [kept for cell in cells if (kept := record.find(cell)) is not None]
@@ -135,9 +135,13 @@ class Plan:
     settings: NeedleSettings
     task: NeedleTask
     filler: Filler
+    divided: bool = False
+    """Whether the processes that know each other share the work out: all of them follow the plan then."""
 
     @classmethod
-    def of(cls, subject: Subject, settings: NeedleSettings, text: Tokens | Stream) -> Plan:
+    def of(
+        cls, subject: Subject, settings: NeedleSettings, text: Tokens | Stream, divided: bool = False
+    ) -> Plan:
         """Raises ValueError for settings that do not fit the model's tokenizer or each other."""
         format = settings.format or _format_for(subject, settings)
         if settings.chat and format not in CHAT_FORMATS:
@@ -169,7 +173,7 @@ class Plan:
             value_tokens,
             settings.chat,
         )
-        return cls(subject, settings, task, Filler(text, task.format.replaced))
+        return cls(subject, settings, task, Filler(text, task.format.replaced), divided)
 
     @property
     def lengths(self) -> Sequence[int]:
@@ -245,11 +249,8 @@ class Plan:
             }
         )
 
-    def expect_possible(self, lengths: Sequence[int], divided: bool = False) -> None:
-        """Raises ValueError, before anything is read, for a length that cannot be asked.
-
-        ``divided``: the processes that know each other share the work out.
-        """
+    def expect_possible(self, lengths: Sequence[int]) -> None:
+        """Raises ValueError, before anything is read, for a length that cannot be asked."""
         if not lengths:
             return
         S, subject, settings = self.subject.chunk_size, self.subject, self.settings
@@ -281,23 +282,17 @@ class Plan:
         pieces = (
             num_haystacks(longest, settings.questions) if subject.model.can_be_planted else settings.questions
         )
-        together = beside_each_other(pieces) if divided else 1
+        together = beside_each_other(pieces) if self.divided else 1
         expect_room(subject.model, need, longest, settings.memory_folder, together)
 
     # --- measuring -----------------------------------------------------------------------------------------
 
     def measure(
-        self,
-        length: int,
-        depths: Sequence[float | None],
-        progress: Say,
-        mine: Callable[[int], bool] | None = None,
+        self, length: int, depths: Sequence[float | None], progress: Say
     ) -> Iterator[tuple[float | None, dict[str, Any], list[dict[str, Any]]]]:
         """Ask at each depth; haystacks are shared, and read once where the model allows it.
 
-        Args:
-            mine: which of several processes' pieces of work are this one's, by their numbers: haystacks, and where each
-                trial has to be read anew, trials. None: all are.
+        Several processes share out haystacks, or trials where each has to be read anew.
 
         Yields:
             Each depth, its result and a line for each of its questions, once its last haystack was asked.
@@ -325,11 +320,10 @@ class Plan:
             def told(tokens: int, name: str = name, total: int = haystack.chunks * S) -> None:
                 progress(f"{name}: {tokens / total:.0%} read")
 
-            own = mine is None or not asker.shares or mine(number)
-            with asker.reading(haystack, shared, told) if own else nullcontext() as read:
+            with asker.reading(haystack, shared, told) if self._is_mine(number) else nullcontext() as read:
                 for depth in depths:
                     for n, trial in enumerate(laid[depth]):
-                        if not (own if asker.shares or mine is None else mine(next(turns))):
+                        if not self._is_mine(number if asker.shares else next(turns)):
                             continue
                         progress(f"{name}: trial {n + 1} of {here}")
                         began, before = time.perf_counter(), cost[depth].seconds
@@ -344,9 +338,12 @@ class Plan:
                     if number == haystacks - 1:
                         cells = len(depths) if asker.shares else 1
                         found = lines[depth], cost[depth], seconds[depth]
-                        asked, spent, took = found if mine is None else _of_all(*found)
+                        asked, spent, took = _of_all(*found) if self.divided else found
                         result = summary(asked) | costs(spent, haystacks, took, cells)
                         yield depth, self._about(length, depth) | result, asked
+
+    def _is_mine(self, number: int) -> bool:
+        return not self.divided or dealt(number)
 
     def _asker(self, length: int) -> Asker:
         model, settings = self.subject.model, self.settings

@@ -19,7 +19,7 @@ from trailmark.models.card.files import weights_sha256
 from trailmark.models.configuration import TrailmarkConfig
 from trailmark.models.conversion.parts import Part, Parts
 from trailmark.models.conversion.report import RECORD
-from trailmark.models.conversion.tensors import DTYPES
+from trailmark.models.conversion.tensors import NAMED
 from trailmark.models.fields import as_field, field_types
 from trailmark.settings import Settings, from_file, setting
 from trailmark.untrusted import brief
@@ -28,7 +28,6 @@ ADDITIONS = "additions.safetensors"
 ARGUMENT = "additions"
 _KIND, _FORMAT = "trailmark additions", 1
 _HEADER = "trailmark"  # where in the file's metadata
-_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES}
 
 
 class Change(NamedTuple):
@@ -55,8 +54,8 @@ class _Header(Settings):
     format: int = setting()
     base: dict[str, Any] = setting()
     target: str = setting()
-    converted: str = setting(choices=[*_DTYPES])
-    dtype: str = setting(choices=[*_DTYPES])
+    converted: str = setting(choices=[*NAMED])
+    dtype: str = setting(choices=[*NAMED])
     config: dict[str, Any] = setting()
     factors: dict[str, list[float]] = setting()
 
@@ -94,7 +93,7 @@ class Additions:
         record = read_json(folder / RECORD)
         record = record if isinstance(record, dict) else {}
         base, named, counts = record.get("base"), record.get("dtype"), record.get("parameters")
-        dtype = _DTYPES.get(named) if isinstance(named, str) else None
+        dtype = NAMED.get(named) if isinstance(named, str) else None
         if dtype is None or not isinstance(base, dict) or not isinstance(base.get("sha256"), str):
             return None
         if not isinstance(counts, dict) or "learned" in counts:  # what it has learned is not beside it
@@ -184,7 +183,7 @@ class Additions:
             raise ValueError(
                 f"{ARGUMENT}: {str(path)!r} lacks {error}. Copy or download it again."
             ) from error
-        converted, dtype = _DTYPES[header.converted], _DTYPES[header.dtype]
+        converted, dtype = NAMED[header.converted], NAMED[header.dtype]
         return cls(header.base, header.target, converted, dtype, header.config, tensors, changes)
 
     # --- with a base -------------------------------------------------------------------------------------------
@@ -295,9 +294,9 @@ def _read(path: Path) -> tuple[_Header, dict[str, Tensor]]:
             f"{what}: expected {_KIND} of format {_FORMAT}, got {brief(header.kind)} of format "
             f"{brief(header.format)}. Use the trailmark that wrote it."
         )
-    if foreign := [name for name, x in tensors.items() if x.dtype not in DTYPES]:
+    if foreign := [name for name, x in tensors.items() if x.dtype not in NAMED.values()]:
         raise ValueError(
-            f"{what}: expected numbers in {', '.join(_DTYPES)}, {foreign[0]} is in {tensors[foreign[0]].dtype}. Copy "
+            f"{what}: expected numbers in {', '.join(NAMED)}, {foreign[0]} is in {tensors[foreign[0]].dtype}. Copy "
             "or download it again."
         )
     pretrained.expect_sane(header.config, what)

@@ -6,7 +6,7 @@ import hashlib
 import math
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -39,7 +39,7 @@ from trailmark.models.conversion.base import ARGUMENT, Base, open_base
 from trailmark.models.conversion.parts import KINDS, Parts
 from trailmark.models.conversion.targets import TARGETS
 from trailmark.models.conversion.tensors import (
-    DTYPES,
+    NAMED,
     WEIGHTS,
     SafetensorFiles,
     Tensors,
@@ -56,7 +56,7 @@ from trailmark.settings import nearest, parse_override
 from trailmark.trained import base_length
 from trailmark.untrusted import brief
 
-DTYPE_NAMES = tuple(str(dtype).removeprefix("torch.") for dtype in DTYPES)
+DTYPE_NAMES = tuple(NAMED)
 
 
 def convert(
@@ -95,25 +95,12 @@ def convert(
             that is there already, no room, additions to another model.
     """
     learned = None if additions is None else Additions.read(additions)
-    if learned is not None and to not in (None, learned.target):
-        raise ValueError(
-            f"to: expected {learned.target}, of which {str(additions)!r} has the additions, got {brief(to)}. Leave it "
-            "out."
-        )
-    to = learned.target if learned is not None else to
-    if to is None:
-        raise ValueError(
-            f"to: expected one of {', '.join(targets())}, or a file with additions, got neither. Set --to."
-        )
-    if to not in (TARGETS if learned is not None else targets()):
-        raise ValueError(
-            f"to: expected one of {', '.join(targets())}, got {brief(to)}.{nearest(to, targets(), '')}"
-        )
+    to = _target(to, learned)
     if dtype is not None and dtype not in DTYPE_NAMES:
         raise ValueError(f"dtype: expected one of {', '.join(DTYPE_NAMES)} or None, got {brief(dtype)}.")
     if not dry_run:
         _expect_new(output)
-    asked = _Asked(str(model), to, tuple(fields), None if dtype is None else getattr(torch, dtype), learned)
+    asked = _Asked(str(model), to, tuple(fields), None if dtype is None else NAMED[dtype], learned)
     work = (_back if to in BACK else _forth)(asked)
     work.config.dtype = work.dtype
     if not dry_run:
@@ -124,6 +111,23 @@ def convert(
 def targets() -> list[str]:
     """What a model can become: architectures of ours, and families that a model with a window alone goes back to."""
     return [*TARGETS, *BACK]
+
+
+def _target(to: str | None, additions: Additions | None) -> str:
+    """What the model becomes; additions say it too, and are never of a model that went back."""
+    known = targets() if additions is None else [*TARGETS]
+    if additions is not None and to not in (None, additions.target):
+        raise ValueError(
+            f"to: expected {additions.target}, of which these are the additions, got {brief(to)}. Leave it out."
+        )
+    to = to if additions is None else additions.target
+    if to is None:
+        raise ValueError(
+            f"to: expected one of {', '.join(known)}, or a file with additions, got neither. Set --to."
+        )
+    if to not in known:
+        raise ValueError(f"to: expected one of {', '.join(known)}, got {brief(to)}.{nearest(to, known, '')}")
+    return to
 
 
 class _Asked(NamedTuple):
@@ -231,14 +235,8 @@ def _config(base: Base, asked: _Asked) -> TrailmarkConfig:
     cls = architectures()[asked.to].config_class
     given = parse_fields("fields", asked.fields, cls)
     saved = {} if asked.additions is None else asked.additions.fields(cls)
-    for source, fields in (("fields", given), (ADDITIONS_ARGUMENT, saved)):
-        for name, value in base.fields.items():
-            if name in fields and fields[name] != value:
-                raise ValueError(
-                    f"{source}: {name}: expected {brief(value)}, which the weights of {base.name} have, got "
-                    f"{brief(fields[name])}. "
-                    + ("Leave it out." if fields is given else "Name the base that they belong to.")
-                )
+    _expect_fields_of_base(base, given, "fields", "Leave it out.")
+    _expect_fields_of_base(base, saved, ADDITIONS_ARGUMENT, "Name the base that they belong to.")
     fields = base.fields | (saved or TARGETS[asked.to].defaults(base, given)) | given
     if lacking := fields.keys() - field_types(cls).keys():
         raise ValueError(
@@ -247,6 +245,15 @@ def _config(base: Base, asked: _Asked) -> TrailmarkConfig:
         )
     made: TrailmarkConfig = cls(**fields)
     return made
+
+
+def _expect_fields_of_base(base: Base, fields: Mapping[str, Any], argument: str, way_out: str) -> None:
+    for name, value in base.fields.items():
+        if name in fields and fields[name] != value:
+            raise ValueError(
+                f"{argument}: {name}: expected {brief(value)}, which the weights of {base.name} have, got "
+                f"{brief(fields[name])}. {way_out}"
+            )
 
 
 # --- writing -----------------------------------------------------------------------------------------------------
@@ -286,7 +293,7 @@ def _write(
         if ours:
             count = work.record["parameters"]["all"]
             card = Saving(str(folder), config, count, folder).text(
-                weights_sha256(folder), output.resolve().name
+                work.record["weights_sha256"], output.resolve().name
             )
             write_text(folder / README, card, durable=True)
         sync_folder(folder)

@@ -23,6 +23,7 @@ from trailmark.untrusted import brief
 WEIGHTS = "model.safetensors"
 _INDEX = f"{WEIGHTS}.index.json"
 DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+NAMED = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES}
 _BUFFER = "rotary_emb.inv_freq"  # that older files hold beside the weights
 _SHOWN = 3
 
