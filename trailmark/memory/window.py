@@ -123,7 +123,7 @@ class WindowCall:
         return bool(same and (self.counts == self.width).all())
 
     @cached_property
-    def _carried(self) -> int:
+    def carried(self) -> int:
         """The most positions of any row that the new ones can see."""
         most = int((self.first - self.start).max(initial=0))
         return most if self.window is None else min(most, self.window - 1)
@@ -138,9 +138,9 @@ class WindowCall:
         return self.width == 1 and bool((self.counts == 1).all()) and fits
 
     @cached_property
-    def _from_the_start(self) -> bool:
+    def from_the_start(self) -> bool:
         """What the new positions attend to is the text from its first position on: the sinks are among it."""
-        return self._alike and bool(self.first[0] == self._carried and self.start[0] == 0)
+        return self._alike and bool(self.first[0] == self.carried and self.start[0] == 0)
 
     @cached_property
     def _begins(self) -> bool:
@@ -172,11 +172,11 @@ class WindowCall:
             key = newest - (newest - np.arange(slots)) % slots
             key = np.where(key >= self.start[:, None], key, -1)
             return self._tensors(newest, key)
-        if self._alike and (not self.sinks or self._from_the_start):
+        if self._alike and (not self.sinks or self.from_the_start):
             return None
         new = np.arange(self.width)
         query = np.where(new < self.counts[:, None], self.first[:, None] + new, -1)
-        old = self.first[:, None] - self._carried + np.arange(self._carried)
+        old = self.first[:, None] - self.carried + np.arange(self.carried)
         key = np.concatenate([np.where(old >= self.start[:, None], old, -1), query], axis=1)
         return self._tensors(query, key)
 
@@ -190,13 +190,13 @@ class WindowCall:
         """[B, ...] where in what ``join`` returned stand positions [B, ...], beside those of the sinks; -1: nowhere."""
         rows = (-1,) + (1,) * (positions.ndim - 1)
         first, start, counts = (x.reshape(rows) for x in (self.first, self.start, self.counts))
-        there = (positions >= np.maximum(start, first - self._carried)) & (positions < first + counts)
+        there = (positions >= np.maximum(start, first - self.carried)) & (positions < first + counts)
         if self._in_ring and not self._alone:
             assert self.window is not None
             place = self.sinks + positions % self.window
         else:
-            place = positions - first + self._carried
-            place = place + (0 if self._alone or self._from_the_start else self.sinks)
+            place = positions - first + self.carried
+            place = place + (0 if self._alone or self.from_the_start else self.sinks)
         return np.where(there & (positions >= 0), place, -1)
 
     def _tensors(self, query: Integers, key: Integers) -> tuple[Tensor, Tensor]:
@@ -253,7 +253,7 @@ class WindowCall:
         sinks = self._sinks_after(held.keys, k), self._sinks_after(held.values, v)
         for ring, part in zip((after.keys, after.values), sinks, strict=True):
             ring[:, :, :n] = part.detach()
-        if self._from_the_start:
+        if self.from_the_start:
             return joined
         return torch.cat([sinks[0], joined[0]], 2), torch.cat([sinks[1], joined[1]], 2)
 
@@ -285,7 +285,7 @@ class WindowCall:
     @cached_property
     def _order(self) -> Tensor:
         """[1 or B, carried] slots of the positions before the new ones, in their order."""
-        places = self.first[:, None] - self._carried + np.arange(self._carried)
+        places = self.first[:, None] - self.carried + np.arange(self.carried)
         places = places[:1] if (places == places[0]).all() else places
         return torch.from_numpy(np.maximum(places, 0) % self._slots).to(self.device)
 
@@ -307,9 +307,9 @@ class WindowCall:
             kept = int((end - self.start).max())
         else:
             slots = self._slots
-            kept = min(slots, self._carried + self.width)
+            kept = min(slots, self.carried + self.width)
         position = end[:, None] - kept + np.arange(kept)  # the last of each row
-        place = position - (self.first[:, None] - self._carried)
+        place = position - (self.first[:, None] - self.carried)
         # what was never there keeps zeros' place: it stands in a slot that no one reads
         usable = (place >= 0) & (position >= 0)
         slot = np.where(usable, position % slots, -1)

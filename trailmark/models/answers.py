@@ -302,6 +302,8 @@ class ModelAnswers:
 
     # --- training -------------------------------------------------------------------------------------------------
 
+    shares_texts: ClassVar[bool] = False
+    """Whether several processes may share a text (:mod:`trailmark.models.context_parallel`)."""
     additions: ClassVar[tuple[str, ...]] = ()
     """Patterns of the names of parameters that a plain language model, the base of a conversion, does not have."""
     scoring: ClassVar[tuple[str, ...]] = ()

@@ -28,16 +28,30 @@ class TextCandidates:
 
     Args:
         visible: see above. reference: whether the oracle selects.
+        begins: the first chunk whose landmark asks here; those before it are asked for elsewhere.
+        asking: how many do. None: all.
     """
 
-    def __init__(self, grid: Grid, visible: int | None, reference: bool, device: torch.device) -> None:
-        self.grid, self.device, self.reference = grid, device, reference
-        self.limits: Tensor = grid.candidates(visible, device)
+    def __init__(
+        self,
+        grid: Grid,
+        visible: int | None,
+        reference: bool,
+        device: torch.device,
+        begins: int = 0,
+        asking: int | None = None,
+    ) -> None:
+        self.device, self.reference, self.begins = device, reference, begins
+        self.asking = grid.num_closed if asking is None else asking
+        own = slice(begins, begins + self.asking)
+        self.limits: Tensor = grid.candidates(visible, device)[..., own]
         self.first = grid.first_candidates(device)
+        if isinstance(self.first, Tensor):
+            self.first = self.first[..., own]
 
     def numbers(self, in_document: bool) -> Tensor:
         """[C] or [B, C] of the chunks that close, counted through the row or in their documents."""
-        numbers = torch.arange(self.grid.num_closed, device=self.device)
+        numbers = torch.arange(self.begins, self.begins + self.asking, device=self.device)
         return numbers - self.first if in_document else numbers
 
     def select(
@@ -50,7 +64,7 @@ class TextCandidates:
         noise_seed: Tensor | None = None,
         recency: float = 0.0,
     ) -> ChunkSelection:
-        """:func:`select_chunks` for queries [B, C, d] of the chunks that close among keys [B, C, d].
+        """:func:`select_chunks` for queries [B, C, d] of the chunks that ask, among keys [B, M, d] of all.
 
         ``indices`` [B, C, K]: chunks that are chosen already. Noise is drawn for pairs of chunks as the row
         counts them.
@@ -66,10 +80,11 @@ class TextCandidates:
             scale=scale,
             recency=recency,
             implementation="reference" if self.reference else None,
+            first_query=self.begins,
         )
 
     def scores(self, query: Tensor, keys: Tensor, scale: float, recency: float = 0.0) -> Tensor:
-        """The scores [B, C, C] of all candidates; -inf where there is none."""
+        """The scores [B, C, M] of all candidates; -inf where there is none."""
         return score_chunks(query, keys, self.limits, self.first, scale, recency)
 
 

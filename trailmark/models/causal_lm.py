@@ -41,6 +41,7 @@ from trailmark.models.arguments import (
 )
 from trailmark.models.candidates import last_chunks
 from trailmark.models.configuration import TrailmarkConfig
+from trailmark.models.context_parallel import ContextParallel, expect_whole
 from trailmark.models.embedding import ChunkEmbedder, Given, expect_embedder
 from trailmark.models.encoding import EncodingMixin, TokenEncoder
 from trailmark.models.folders import FolderMixin
@@ -69,6 +70,8 @@ class TrailmarkForCausalLM(ModelAnswers, EncodingMixin, FolderMixin, PreTrainedM
     config: TrailmarkConfig
     compiles: ClassVar[bool] = True
     """Whether ``torch.compile`` makes a graph of a plain call; else it runs uncompiled."""
+    context_parallel: ContextParallel | None = None
+    """The processes that share each text (:func:`trailmark.models.context_parallel.share_texts`); None: none do."""
     embedder: ChunkEmbedder | None = None
     """What finds chunks for a model with ``retriever="encoder"``; set by who has the text's tokenizer."""
 
@@ -350,6 +353,9 @@ class TrailmarkForCausalLM(ModelAnswers, EncodingMixin, FolderMixin, PreTrainedM
         )
         # asked without is_compiling(): where this function is not one graph, the functions that it calls are traced
         plain = self.compiles and call.is_plain() and self.embedder is None
+        if self.context_parallel is not None:
+            expect_whole(call)
+            plain = False
         with _all_or_nothing(cache):  # to the last line
             out = self._answer(call) if plain else self._answer_uncompiled(call)
             return out.to_tuple() if return_dict is False else out

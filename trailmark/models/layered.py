@@ -17,6 +17,7 @@ from trailmark.memory import ChunkCache, MemoryEntries
 from trailmark.memory.schema import Expected
 from trailmark.models.candidates import no_selection, selection_of_tokens
 from trailmark.models.causal_lm import TrailmarkForCausalLM
+from trailmark.models.context_parallel import Stretch
 from trailmark.models.embedding import Given, Vectors, embed_chunks, expect_embedder
 from trailmark.models.grid import Grid, Integers
 from trailmark.models.layers import Place
@@ -92,7 +93,7 @@ class LayeredForCausalLM(TrailmarkForCausalLM):
         """The state [E] of a landmark below the first layer; None: there are none."""
         return None
 
-    def _run_lower(self, x: Tensor, grid: Grid, place: Place, step: Step | None) -> Tensor:
+    def _run_lower(self, x: Tensor, grid: Grid, place: Place, step: Step | Stretch | None) -> Tensor:
         """Positions x [B, P, E] through the layers that run on every token."""
         if step is None and place.asking is not None and self._has_fixed_tokens(grid):
             place = replace(place, fixed_tokens=True)
@@ -150,28 +151,30 @@ class LayeredForCausalLM(TrailmarkForCausalLM):
             self.config.expect_trainable()
         x = grid.insert_landmarks(self.embed_tokens(tokens), self._landmark())
         chunks: Chunks | None = None
+        step: Step | Stretch | None
         stages = self._stages()[self.config.num_hidden_layers - len(self._upper()) :]  # of the upper layers
         places: dict[int, Place] = {}
         if cache is None:
-            step, place = None, Place.of(self.config, grid, x)
+            step = None if (shared := self.context_parallel) is None else shared.stretch(self.config, grid, x)
+            place = Place.of(self.config, grid, x) if step is None else step.place(grid, x)
             places = dict.fromkeys(stages, place)
-            x = self._run_lower(x, grid, place, None)
+            x = self._run_lower(x, grid, place, step)
             x, chunks = self._text_chunks(x, tokens, grid, noise_seed, given)
         else:
-            step = Step(cache, grid, self.config, x.shape[0], tokens)
+            step = call = Step(cache, grid, self.config, x.shape[0], tokens)
             if self._upper_stage:
-                place = step.place(0, grid, x)
-                x = self._run_lower(x, grid, place, step)
-                self._remember(x, tokens, grid, step)
+                place = call.place(0, grid, x)
+                x = self._run_lower(x, grid, place, call)
+                self._remember(x, tokens, grid, call)
             if self._upper():
                 reach = self.reach()
                 if keep == 0 and reach is not None:  # reading: what is kept depends on nothing above
-                    step.defer(x, reach)
-                    step.commit()
+                    call.defer(x, reach)
+                    call.commit()
                     return Hidden(None)
-                x, grid, first_chunk = step.tail(x, reach, keep)
-                places = {stage: step.place(stage, grid, x) for stage in dict.fromkeys(stages)}
-                chunks = self._memory_chunks(x, grid, step, first_chunk)
+                x, grid, first_chunk = call.tail(x, reach, keep)
+                places = {stage: call.place(stage, grid, x) for stage in dict.fromkeys(stages)}
+                chunks = self._memory_chunks(x, grid, call, first_chunk)
         x, selections = self._run_upper(x, grid, [places[stage] for stage in stages], step, chunks)
         if step is not None:
             step.commit()
@@ -185,7 +188,12 @@ class LayeredForCausalLM(TrailmarkForCausalLM):
         return Hidden(states, tuple(selections), grid.closed, ranking=chunks.ranking, chunks=chunks)
 
     def _run_upper(
-        self, x: Tensor, grid: Grid, places: list[Place], step: Step | None, chunks: Chunks | None
+        self,
+        x: Tensor,
+        grid: Grid,
+        places: list[Place],
+        step: Step | Stretch | None,
+        chunks: Chunks | None,
     ) -> tuple[Tensor, list[ChunkSelection]]:
         """Positions x [B, P, E] through the upper layers, and what the landmarks among them selected for each group.
 

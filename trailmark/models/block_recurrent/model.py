@@ -20,6 +20,7 @@ from trailmark.memory import ChunkCache, Window
 from trailmark.memory.schema import Expected
 from trailmark.models.answers import CardFacts
 from trailmark.models.block_recurrent.config import BlockRecurrentConfig
+from trailmark.models.context_parallel import Stretch
 from trailmark.models.costs import CacheBytes, NumberBytes, kv_width, window_slots
 from trailmark.models.grid import Grid, Layouts
 from trailmark.models.layered import LayeredForCausalLM
@@ -231,7 +232,8 @@ class BlockRecurrentForCausalLM(LayeredForCausalLM):
             else:
                 init.normal_(module.gate, std=0.1)
 
-    def _run_lower(self, x: Tensor, grid: Grid, place: Place, step: Step | None) -> Tensor:
+    def _run_lower(self, x: Tensor, grid: Grid, place: Place, step: Step | Stretch | None) -> Tensor:
+        assert not isinstance(step, Stretch), "states go from block to block: no text is shared"
         x = super()._run_lower(x, grid, place, step)
         out: Tensor = self.recurrent_layer(x, grid, place, step and step.window(len(self.lower_layers)), step)
         return out

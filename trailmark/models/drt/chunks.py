@@ -21,9 +21,10 @@ from trailmark.models.candidates import (
     expect_selectable,
     no_selection,
 )
+from trailmark.models.context_parallel import ContextParallel
 from trailmark.models.drt.config import DRTConfig
 from trailmark.models.embedding import Given, Vectors, as_selection, expect_earlier, expect_selected
-from trailmark.models.grid import Grid, Integers
+from trailmark.models.grid import Grid, Integers, lay_out
 from trailmark.models.layered import Chunks
 from trailmark.models.step import Step
 from trailmark.ops import ChunkSelection, fold_seed, random_chunks
@@ -98,6 +99,7 @@ class TextChunks(DRTChunks):
     Args:
         vectors: the encoder's, or what a caller gave in their place; None: there is no encoder. Where scores choose,
             what a caller gave is read whatever it scores.
+        parallel: the processes that share the text, of which this one has the chunks of ``grid``; None: it has all.
     """
 
     candidates: TextCandidates
@@ -109,12 +111,26 @@ class TextChunks(DRTChunks):
         entries: MemoryEntries,
         vectors: Vectors | Given | None,
         noise_seed: Tensor | None = None,
+        parallel: ContextParallel | None = None,
     ) -> None:
         super().__init__(config, noise_seed)
-        self.grid, self.entries, self.vectors = grid, entries, vectors
+        self.grid, self.vectors, self.parallel = grid, vectors, parallel
         reference = config.implementation == "reference"
         device = entries.landmarks.device
-        self.candidates = TextCandidates(grid, config.first_visible, reference, device)
+        if parallel is None:
+            self.entries = entries
+            self.candidates = TextCandidates(grid, config.first_visible, reference, device)
+        else:
+            own = grid.num_closed
+            whole = lay_out(
+                parallel.size * own * config.chunk_size,
+                config.chunk_size,
+                counts_landmarks=grid.counts_landmarks,
+            )
+            self.entries = entries.each(parallel.gathered)
+            self.candidates = TextCandidates(
+                whole, config.first_visible, reference, device, parallel.rank * own, own
+            )
         self._queries: list[Tensor] = []
 
     def select(self, group: int, query: Tensor | None) -> ChunkSelection:
@@ -147,9 +163,13 @@ class TextChunks(DRTChunks):
     def reading(self, group: int, selection: ChunkSelection) -> tuple[Any, ...]:
         """Each chunk reads what the landmark before it selected; the first, and the first of a document, nothing."""
         grid, entries, (B, _, K) = self.grid, self.entries, selection.indices.shape
-        nothing = selection.indices.new_full((B, 1, K), -1), selection.weights.new_zeros(B, 1, K)
-        indices = torch.cat([nothing[0], selection.indices[:, : grid.num_chunks - 1]], dim=1)
-        weights = torch.cat([nothing[1], selection.weights[:, : grid.num_chunks - 1]], dim=1)
+        if self.parallel is None:
+            before = selection.indices.new_full((B, 1, K), -1), selection.weights.new_zeros(B, 1, K)
+        else:  # numbers are passed on as one more, so that none is 0
+            last = selection.indices[:, -1:] + 1, selection.weights[:, -1:]
+            before = self.parallel.from_previous(last[0]) - 1, self.parallel.from_previous(last[1])
+        indices = torch.cat([before[0], selection.indices[:, : grid.num_chunks - 1]], dim=1)
+        weights = torch.cat([before[1], selection.weights[:, : grid.num_chunks - 1]], dim=1)
         if (begins := grid.begins_document_on(indices.device)) is not None:
             indices, weights = indices.masked_fill(begins, -1), weights.masked_fill(begins, 0)
         lengths = entries.lengths if grid.has_short_chunks else None

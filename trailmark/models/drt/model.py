@@ -219,6 +219,7 @@ class DRTForCausalLM(RetrievingForCausalLM):
     config_class = DRTConfig
     config: DRTConfig
     _no_split_modules = ["WindowLayer", "ChunkEncoderLayer", "DRTLayer"]
+    shares_texts = True
     additions = ("landmark", "encoder.*", "retrievers.*", "upper_layers.*.gca_*")
     scoring = ("encoder.landmark_proj.*", "retrievers.*")
 
@@ -283,7 +284,7 @@ class DRTForCausalLM(RetrievingForCausalLM):
         # where nothing is closed the encoder still runs for its gradients: zeros, which DDP waits for
         runs = grid.num_closed or torch.is_grad_enabled()
         entries = self.encoder(x, grid) if runs else self._no_entries(x)
-        return x, TextChunks(self.config, grid, entries, vectors, noise_seed)
+        return x, TextChunks(self.config, grid, entries, vectors, noise_seed, self.context_parallel)
 
     def _memory_chunks(self, x: Tensor, grid: Grid, step: Step, first_chunk: Integers) -> Chunks:
         if not self.config.retrieves:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from trailmark.models.answers import CardFacts
+from trailmark.models.context_parallel import Stretch
 from trailmark.models.costs import CacheBytes, kv_width
 from trailmark.models.grid import Grid
 from trailmark.models.layered import LayeredForCausalLM
@@ -25,6 +26,7 @@ class SlidingWindowForCausalLM(LayeredForCausalLM):
 
     config_class = SlidingWindowConfig
     config: SlidingWindowConfig
+    shares_texts = True
     upper = ()
     _upper_stage = 0  # no layer runs before a result needs it
 
@@ -34,7 +36,7 @@ class SlidingWindowForCausalLM(LayeredForCausalLM):
         self.layers = nn.ModuleList(WindowLayer(config, n) for n in range(config.num_hidden_layers))
         self._finish(make_norm(config))
 
-    def _run_lower(self, x: Tensor, grid: Grid, place: Place, step: Step | None) -> Tensor:
+    def _run_lower(self, x: Tensor, grid: Grid, place: Place, step: Step | Stretch | None) -> Tensor:
         return x
 
     def _upper(self) -> nn.ModuleList:

@@ -56,6 +56,7 @@ def select_chunks(
     scale: float | None = None,
     recency: float = 0.0,
     implementation: str | None = None,
+    first_query: int = 0,
 ) -> ChunkSelection:
     r"""Select for each query the ``num_retrieved`` chunks whose landmarks score best.
 
@@ -89,6 +90,7 @@ def select_chunks(
             the last of them. ``num_candidates`` then has a say for given ``indices`` too.
         implementation: "reference" (holds all scores), "torch" or "triton" (float32, bfloat16 or float16; K <= 256).
             None: "triton" on CUDA where it supports the input, else "torch".
+        first_query: what number the noise knows query 0 by: of a stretch of queries it is drawn as of them all.
 
     Raises:
         ValueError: for shapes that do not fit together, chunks that do not exist, or an implementation that
@@ -125,7 +127,7 @@ def select_chunks(
             require_shape("noise_seed", noise_seed, (B,), "[B]")
             noise_seed = _moved(whole_numbers("noise_seed", noise_seed), query.device)
         if name == "reference":
-            noise = None if noise_seed is None else gumbel_noise(noise_seed, 0, N, J, M)
+            noise = None if noise_seed is None else gumbel_noise(noise_seed, first_query, N, J, M)
             dtype = arithmetic_dtype(query, *segments)
             table = torch.cat([query.new_empty(B, 0, J, E, dtype=dtype), *(x.to(dtype) for x in segments)], 1)
             out = reference.select_chunks(
@@ -134,7 +136,9 @@ def select_chunks(
             return ChunkSelection(*(x if per_head else x[:, :, 0] for x in out))
         table_parts = [segment.detach() for segment in segments]
         bounds = start.each, end.each
-        call = SearchCall(query.detach(), table_parts, num_retrieved, *bounds, noise_seed, scale, recency)
+        call = SearchCall(
+            query.detach(), table_parts, num_retrieved, *bounds, noise_seed, scale, recency, first_query
+        )
         if torch.compiler.is_compiling():
             chosen = _searched(*call, name == "triton")
         elif name == "triton":

@@ -20,6 +20,7 @@ class SearchCall(NamedTuple):
     noise_seed: Tensor | None  # [B]
     scale: float
     recency: float  # 0 or more
+    first_query: int  # what number the noise knows query 0 by
 
 
 def less_for_age(recency: float, end: Tensor, chunk: Tensor, dtype: torch.dtype) -> Tensor:

@@ -47,7 +47,7 @@ def search(call: SearchCall, start: Bounds, end: Bounds) -> Tensor:
         return torch.full((B, N, J, K), -1, dtype=torch.int64, device=query.device)
     dtype = arithmetic_dtype(query, *segments)
     asked = query.transpose(1, 2).to(dtype) * call.scale  # [B, J, N, E]
-    seeds = None if noise_seed is None else noise_rows(noise_seed, 0, N, J).transpose(1, 2)
+    seeds = None if noise_seed is None else noise_rows(noise_seed, call.first_query, N, J).transpose(1, 2)
     size = _block_size(segments, N, dtype)
     step = max(1, _SLAB_ELEMENTS // (B * J * size))
     slabs = [slice(n, min(n + step, N)) for n in range(0, N, step)]

@@ -36,7 +36,7 @@ def search(call: SearchCall) -> Tensor:
     Query and segments are float32, bfloat16 or float16 with any strides, and the widest dtype computes; K is at most
     256. What lies outside 0 .. M is no chunk.
     """
-    query, segments, K, start, end, noise_seed, scale, recency = call
+    query, segments, K, start, end, noise_seed, scale, recency, first_query = call
     B, N, J, E = query.shape
     chosen = torch.empty(B, N, J, K, dtype=torch.int64, device=query.device)
     if not chosen.numel():
@@ -63,7 +63,8 @@ def search(call: SearchCall) -> Tensor:
             _search_segment[(tables * J * splits * row_blocks,)](
                 query, segment, start, end, seeds, keys,
                 *query.stride(), *segment.stride(), *start.stride(), *end.stride(), seeds.stride(0),
-                N, rows, segment.shape[1], first, span, splits, row_blocks, part, parts, float(scale), float(recency),
+                N, rows, segment.shape[1], first, span, splits, row_blocks, part, parts, first_query,
+                float(scale), float(recency),
                 J=J, E=E, K=K, PADDED=padded, BQ=BQ, BM=BM, BE=BE, DTYPE=_TL[dtype],
                 NOISE=noise_seed is not None, RECENCY=recency > 0, num_warps=8 if BQ == 64 else 4, num_stages=3,
             )  # fmt: skip
@@ -96,7 +97,7 @@ def _cut(m: int, BM: int, programs: int) -> tuple[int, int]:
 
 
 # Numbers that change from call to call: one kernel for all of their values.
-_VARYING = ["N", "rows", "chunks", "first", "span", "splits", "row_blocks", "part", "parts"]
+_VARYING = ["N", "rows", "chunks", "first", "span", "splits", "row_blocks", "part", "parts", "first_query"]
 
 
 @triton.jit(do_not_specialize=_VARYING)
@@ -110,7 +111,7 @@ def _search_segment(
     query_b, query_n, query_j, query_e,
     landmarks_b, landmarks_m, landmarks_j, landmarks_e,
     start_b, start_n, end_b, end_n, seeds_b,
-    N, rows, chunks, first, span, splits, row_blocks, part, parts, scale, recency,
+    N, rows, chunks, first, span, splits, row_blocks, part, parts, first_query, scale, recency,
     J: tl.constexpr, E: tl.constexpr, K: tl.constexpr, PADDED: tl.constexpr,
     BQ: tl.constexpr, BM: tl.constexpr, BE: tl.constexpr,
     DTYPE: tl.constexpr, NOISE: tl.constexpr, RECENCY: tl.constexpr,
@@ -141,7 +142,7 @@ def _search_segment(
     place = tl.arange(0, PADDED).to(tl.int64)
     best = tl.where(place < K, _ABSENT + place, _TAKEN)[None, :] + tl.zeros([BQ, 1], tl.int64)
     if NOISE:
-        noise_row = _fold(_fold(_mix(tl.load(seeds + b * seeds_b, mask=asks, other=0)), j), n)
+        noise_row = _fold(_fold(_mix(tl.load(seeds + b * seeds_b, mask=asks, other=0)), j), n + first_query)
     asked = query + b * query_b + n * query_n + j * query_j
     landmarks += table * landmarks_b + j * landmarks_j
     for at in range(begin, stop, BM):
