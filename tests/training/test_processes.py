@@ -103,6 +103,54 @@ def test_two_processes_train_as_one(model: str, parallel: str, one: dict[str, Se
     assert_same_batches(seen, one[model])
 
 
+def full_chunks(folder: Path, **settings: Any) -> RunConfig:
+    config = config_of(folder, **settings)
+    config.data.early_landmarks = 0
+    return config
+
+
+@pytest.mark.parametrize(
+    ("model", "parallel", "processes", "checkpointing"),
+    [
+        ("drt", "ddp", 2, False),
+        ("drt", "fsdp", 4, False),
+        pytest.param("window", "fsdp", 2, False, marks=pytest.mark.slow),
+        pytest.param("drt", "ddp", 4, True, marks=pytest.mark.slow),
+    ],
+)
+def test_two_processes_share_each_text(
+    model: str, parallel: str, processes: int, checkpointing: bool, tmp_path: Path
+) -> None:
+    """Four of them in two groups, which have texts of their own."""
+    settings: dict[str, Any] = {"model": model, "gradient_checkpointing": checkpointing}
+    (single,) = begin(watched, full_chunks(tmp_path / "one", **settings)).results()
+    config = full_chunks(tmp_path / "several", parallel=parallel, context_parallel=2, **settings)
+    names = [name for name in single.history[0] if name.startswith(("step_loss", "grad_norm", "retrieval_"))]
+    assert len(names) == (2 if model == "window" else 7)
+    for each in begin(watched, config, processes=processes).results():
+        assert_same_history(each, single, names)
+        assert not each.without_gradient
+
+
+@pytest.mark.slow
+def test_shared_texts_are_measured_one_by_one_and_gone_on_with_alone(tmp_path: Path) -> None:
+    (tmp_path / "held-out.txt").write_text(prose(100)[50:])
+
+    def config(name: str, **settings: Any) -> RunConfig:
+        made = full_chunks(tmp_path / name, steps=6, eval_steps=2, eval_windows=3, **settings)
+        made.data.validation = [str(tmp_path / "held-out.txt")]
+        return made
+
+    (single,) = begin(watched, config("one")).results()
+    stopped = begin(
+        watched, config("run", context_parallel=2), {3: killed.ask_to_stop}, processes=2
+    ).results()
+    assert [each.done for each in stopped] == [False, False]
+    (last,) = begin(watched, config("run")).results()
+    assert_same_history(last, single)
+    assert last.history[-1]["eval_loss"] == pytest.approx(single.history[-1]["eval_loss"], rel=ROUNDING)
+
+
 @pytest.mark.parametrize("model", ["drt", "landmark, drawing"])
 @pytest.mark.slow
 def test_documents_that_stay_apart(model: str, tmp_path: Path) -> None:
@@ -308,6 +356,15 @@ def test_a_batch_that_does_not_divide_is_refused_before_a_model_is_made(
     message = r"^training\.tokens_per_step: expected a global batch that divides among 3 processes, got \d+ samples\. "
     with pytest.raises(ValueError, match=message):
         Run(run_config(tmp_path, task, tokens_per_step=320), text=TEXT)
+    assert not list(tmp_path.iterdir())
+
+
+def test_processes_that_make_no_groups_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    with pytest.raises(
+        ValueError, match=r"training\.context_parallel: expected a divisor of the 3 processes, got 2"
+    ):
+        Run(full_chunks(tmp_path, context_parallel=2), text=TEXT)
     assert not list(tmp_path.iterdir())
 
 

@@ -169,7 +169,8 @@ def share_texts(model: TrailmarkForCausalLM, group: dist.ProcessGroup) -> None:
 
 def expect_whole(call: Call) -> None:
     """Raise a ValueError where what is asked of a stretch needs more than the stretch."""
-    if not call.is_plain() or call.labels is not None or call.close_chunk:
+    beside = (call.present, call.cache, call.labels, call.document_ids, call.given, call.logits_at)
+    if any(x is not None for x in beside) or call.close_chunk is not False or call.logits_to_keep:
         raise ValueError(
             "context_parallel: expected a call with input_ids and noise_seed alone, for the logits of all tokens: "
             "texts that are shared are whole, and what a stretch's last token predicts lies with the next process. "

@@ -13,6 +13,7 @@ import yaml
 from trailmark.data.needles.curriculum_texts import CURRICULUM
 from trailmark.data.needles.mixed import most_questions
 from trailmark.models import MODELS, TrailmarkConfig, architectures_with, short_name
+from trailmark.models.context_parallel import expect_shareable
 from trailmark.models.fields import build_config, saved_fields
 from trailmark.settings import expect_bounds, from_mapping, parse_override, read_yaml, setting
 
@@ -229,6 +230,13 @@ class TrainingConfig:
         "How several processes share the work: fsdp (FSDP2) divides weights, gradients and "
         "optimizer among them.",
     )
+    context_parallel: int = setting(
+        1,
+        "Processes that share each text, each with a stretch of it, exactly: for texts too long for one device "
+        "(drt and sliding_window, data.task text).",
+        least=1,
+        most=MOST_CHUNK,
+    )
     skip_nonfinite: int = setting(
         0,
         "Steps with a loss or gradient that is not finite that may be left out over the run; "
@@ -264,6 +272,7 @@ FREE_TO_CHANGE = (
     "micro_batch_size",
     "gradient_checkpointing",
     "parallel",
+    "context_parallel",
     "save_steps",
     "keep_checkpoints",
     "logging_steps",
@@ -394,6 +403,7 @@ def _check(config: RunConfig) -> None:
     _check_neighbours(config, model)
     _check_parts(config, model)
     _check_distil(config, model)
+    _check_sharing(config, model)
 
 
 def _check_neighbours(config: RunConfig, model: TrailmarkConfig) -> None:
@@ -506,6 +516,52 @@ def _check_distil(config: RunConfig, model: TrailmarkConfig) -> None:
             f"distil.retrieval_weight: expected 0 for {short_name(model.model_type)} as it is configured, which does "
             f"not score all chunks by itself, got {distil.retrieval_weight}. A drt with retriever 'causal' does."
         )
+
+
+def _check_sharing(config: RunConfig, model: TrailmarkConfig) -> None:
+    """That texts which several processes share may be cut into stretches of whole chunks."""
+    data, training = config.data, config.training
+    if (size := training.context_parallel) == 1:
+        return
+    try:
+        expect_shareable(MODELS[model.model_type], model)
+    except ValueError as error:
+        raise ValueError(f"training.{error}") from error
+    chunk_size = getattr(model, "chunk_size", None)
+    plain: list[tuple[str, Any, Any]] = [
+        ("data.task", data.task, "text"),
+        ("data.separate_documents", data.separate_documents, False),
+        ("data.needle_share", data.needle_share, 0),
+        ("data.early_landmarks", data.early_landmarks if chunk_size else 0, 0),
+        ("training.loss_positions", training.loss_positions, 1),
+        ("distil.model", config.distil.model, None),
+    ]
+    for name, came, expected in plain:
+        if came != expected:
+            raise ValueError(
+                f"{name}: expected {_as_yaml(expected)} with training.context_parallel {size}, got {_as_yaml(came)}: "
+                f"texts are shared that are one piece of text in full chunks. Set {name}={_as_yaml(expected)}, or "
+                "training.context_parallel=1."
+            )
+    step = size * (chunk_size or 1)
+    stretch = training.context_length // size
+    landmarks = (
+        stretch // chunk_size if chunk_size and model.has_landmarks and not model.hides_landmarks else 0
+    )
+    positions = stretch + landmarks
+    assert model.sliding_window is not None
+    least = -(-model.sliding_window // (chunk_size or 1)) * step
+    if training.context_length % step or positions < model.sliding_window:
+        near = max(least, round(training.context_length / step) * step)
+        raise ValueError(
+            f"training.context_length: expected stretches of whole chunks, each at least as long as the window, for "
+            f"training.context_parallel {size}: a multiple of {step}, at least {least}; got {training.context_length}. "
+            f"{near} would do."
+        )
+
+
+def _as_yaml(value: Any) -> str:
+    return yaml.safe_dump(value).removesuffix("...\n").strip()
 
 
 def _check_data(config: RunConfig) -> None:

@@ -39,6 +39,8 @@ def estimate_of(run: Run) -> Estimate:
     """From the run's sizes alone."""
     settings, processes = run.config.training, world_size()
     rows, length = run.task.row_counts()[-1], settings.context_length
+    if run.sharing.size > 1:  # stretches are as texts of their own, but for chunks that other processes read
+        rows, length = rows * run.sharing.size, length // run.sharing.size
     if run.config.data.task == "needles":  # the last level's texts are the longest
         length = run.curriculum.levels[-1].chunks * run.config.data.chunk_size
     return estimate(
@@ -54,7 +56,7 @@ def estimate_of(run: Run) -> Estimate:
         device="cuda" if torch.cuda.is_available() else "cpu",
         # with its early landmarks and documents; the demo's needles change their layout with the level
         batch=None
-        if run.config.data.task == "needles"
+        if run.config.data.task == "needles" or run.sharing.size > 1
         else run.task.batch(0, 0, rows // (processes * run.micro)),
         parts=run.parts,
         loss_positions=settings.loss_positions,

@@ -30,11 +30,15 @@ class Called(NamedTuple):
 
 
 def bearing_weights(model: TrailmarkForCausalLM, inputs: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """At t the label of token t + 1 and the weight of its loss, both [B, T]; -100 and 0 where there is none."""
+    """At t the label of token t + 1 and the weight of its loss, both [B, T]; -100 and 0 where there is none.
+
+    Labels and weights may be [B, T + 1]: of the first token of the next stretch too, where texts are shared.
+    """
     bearing = model.bearing_loss(inputs["labels"], inputs["input_ids"], inputs.get("document_ids"))
     labels = shift_labels(bearing)
     weights = F.pad(inputs["loss_weights"][:, 1:], (0, 1)).masked_fill(labels == -100, 0)
-    return labels, weights
+    length = inputs["input_ids"].shape[1]
+    return labels[:, :length], weights[:, :length]
 
 
 def total_weight(model: TrailmarkForCausalLM, batches: list[dict[str, Tensor]]) -> Tensor:

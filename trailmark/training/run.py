@@ -148,10 +148,12 @@ class Run(RunningState):
     def _micro_batches(self) -> int:
         """Micro-batches of each process, the same number at every step."""
         counts, size = self.task.row_counts(), self.config.training.micro_batch_size
-        micro = micro_batches(max(counts), world_size(), size)
+        groups = self.sharing.groups
+        micro = micro_batches(max(counts), groups, size)
         for rows in counts:
-            micro_batches(rows, world_size() * micro, None)
-        tokens = max(counts) // (world_size() * micro) * self.config.training.context_length
+            micro_batches(rows, groups * micro, None)
+        length = self.config.training.context_length // self.sharing.size
+        tokens = max(counts) // (groups * micro) * length
         if tokens > _MOST_TOKENS:
             raise ValueError(
                 f"training.micro_batch_size: expected at most {_MOST_TOKENS:,} tokens that a process takes at once, "
@@ -228,7 +230,8 @@ class Run(RunningState):
         last = by_main(self._claim_output)
         if settings.gradient_checkpointing:
             checkpoint_activations(self.model)
-        batches = Batches(self.task, settings.steps, self.micro)
+        self.sharing.begin(self.model)
+        batches = Batches(self.task, settings.steps, self.micro, self.sharing)
         trainer = self.trainer = RunTrainer(
             self, self.save_checkpoint, model=self.model, args=arguments, train_dataset=batches
         )

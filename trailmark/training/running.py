@@ -20,6 +20,7 @@ from torch import Tensor
 
 from trailmark.data.needles.curriculum_texts import CURRICULUM
 from trailmark.models import TrailmarkConfig, TrailmarkForCausalLM
+from trailmark.ops import ChunkSelection
 from trailmark.processes import (
     all_reduced,
     by_main,
@@ -30,6 +31,7 @@ from trailmark.processes import (
 )
 from trailmark.training import states, tensors
 from trailmark.training.config import RunConfig
+from trailmark.training.context_parallel import Sharing
 from trailmark.training.curriculum import SMOOTHING, Curriculum
 from trailmark.training.distil import Lesson, Teacher
 from trailmark.training.guards import Guard
@@ -74,6 +76,7 @@ class RunningState:
         self.stop_signal: int = 0  # asked to stop by it; all processes stop at the same step
         self.stopping = False
         self._began = time.perf_counter()
+        self.sharing = Sharing(config.training.context_parallel)
 
     @property
     def tokens_per_second(self) -> float:
@@ -153,16 +156,23 @@ class RunningState:
         ):
             return False
         chunks = self.config.training.context_length // config.chunk_size
-        rows = max(1, max(self.task.row_counts()) // (world_size() * self.micro))
+        rows = max(1, max(self.task.row_counts()) // (self.sharing.groups * self.micro))
         return rows * config.num_retrieval_groups * chunks**2 <= _MOST_SCORES
 
     def look_at(self, out: Any) -> None:
         """Take in what a micro-batch retrieved, where it will be shown."""
+        parallel = self.model.context_parallel
+        # of a text that is shared each process looks at all: the sums are so many times as large, their ratios the same
+        whole = (lambda x: x) if parallel is None else parallel.gathered
         if self._watches_retrieval and self._is_logged(self.step + 1):
-            self.retrieval.add(out.retrieval, self._num_candidates)
+            with torch.no_grad():
+                retrieval = [ChunkSelection(*map(whole, chosen)) for chosen in out.retrieval]
+            self.retrieval.add(retrieval, self._num_candidates)
         if self.asks_for_scores:
             recency = getattr(self.model_config, "retrieval_recency", 0.0)
-            self.retrieval.add_scores(out.retrieval_scores.scores, recency)
+            with torch.no_grad():
+                scores = [whole(own) for own in out.retrieval_scores.scores]
+            self.retrieval.add_scores(scores, recency)
 
     def may_step(self, step: int, vector: Tensor, norm: float, model: Any, repeat: Callable[[], Any]) -> bool:
         """Add up what was measured over all processes, and say whether ``step`` is taken.
@@ -244,8 +254,9 @@ class RunningState:
     def validate(self, model: Any) -> dict[str, float]:
         """Loss and perplexity on the first windows of ``data.validation``; what the caller measures."""
         numbers: dict[str, float] = {}
-        training = model.training
+        training, parallel = model.training, self.model.context_parallel
         model.eval()
+        self.model.context_parallel = None  # each process measures texts of its own
         try:
             if self._validation is not None:
                 rows = max(1, self.task.rows(0) // (world_size() * self.micro))
@@ -254,6 +265,7 @@ class RunningState:
             if self._evaluate is not None:
                 numbers |= _measured_whole(self.model, self._evaluate)
         finally:
+            self.model.context_parallel = parallel
             model.train(training)
         self._note({f"eval_{name}": value for name, value in numbers.items()})
         return numbers

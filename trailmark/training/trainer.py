@@ -24,9 +24,10 @@ from torch.utils.data import DataLoader, IterableDataset
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from trailmark import pretrained
-from trailmark.processes import all_reduced, rank, world_size
+from trailmark.processes import all_reduced, world_size
 from trailmark.training import states
 from trailmark.training.config import TrainingConfig
+from trailmark.training.context_parallel import Sharing
 from trailmark.training.loss import Called, Meter, total_weight, weighted_loss
 from trailmark.training.optimizer import MuonAdamW, by_rate, parameter_groups, vocabulary_of
 from trailmark.training.parts import is_addition
@@ -37,14 +38,17 @@ from trailmark.training.tasks import Batch, Task, share_of
 class Batches(IterableDataset[Batch]):
     """This process's micro-batches, step by step, from step ``start``."""
 
-    def __init__(self, task: Task, steps: int, micro: int) -> None:
-        self.task, self.steps, self.micro, self.start = task, steps, micro, 0
+    def __init__(self, task: Task, steps: int, micro: int, sharing: Sharing) -> None:
+        self.task, self.steps, self.micro, self.start, self.sharing = task, steps, micro, 0, sharing
 
     def __iter__(self) -> Iterator[Batch]:
         for step in range(self.start, self.steps):
             for number in range(self.micro):
-                first, count = share_of(self.task.rows(step), world_size(), rank(), self.micro, number)
-                yield self.task.batch(step, first, count)
+                sharing = self.sharing
+                first, count = share_of(
+                    self.task.rows(step), sharing.groups, sharing.group, self.micro, number
+                )
+                yield sharing.stretch(self.task.batch(step, first, count))
 
 
 def schedule(settings: TrainingConfig, step: int) -> float:
