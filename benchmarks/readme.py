@@ -15,6 +15,7 @@ from typing import Any
 
 import billion
 import compare_tables
+import context_parallel
 import landmark_tables
 import learning_tables
 import papers
@@ -422,6 +423,10 @@ DOCUMENTS: dict[str, Mapping[str, Callable[[], str]]] = {
         "processes": parted_reading.commands_text,
     },
     "docs/evaluation.md": {"ruler": ruler_text},
+    "docs/training.md": {
+        "shared texts": context_parallel.measured_text,
+        "shared texts on paper": context_parallel.paper_text,
+    },
     "docs/learning-to-retrieve.md": {
         "losses": learning_tables.losses_text,
         "labels": learning_tables.labels_text,

@@ -5,8 +5,10 @@ from __future__ import annotations
 import html
 import itertools
 import json
+import math
 import re
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -231,7 +233,7 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
     """For each task what data.paths names."""
     folder = tmp_path_factory.mktemp("texts")
     (folder / "text.txt").write_text(
-        "".join(f"Line {n} of a text that is long enough.\n" for n in range(10_000))
+        "".join(f"Line {n} of a text that is long enough.\n" for n in range(30_000))
     )
     pairs = [{"document": f"Document {n}. " * 20, "summary": f"Summary {n}."} for n in range(8)]
     (folder / "pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
@@ -274,8 +276,13 @@ DOCUMENTED = [
 
 @pytest.mark.parametrize(("command", "path"), DOCUMENTED, ids=lambda part: str(part)[:60])
 def test_the_overrides_of_every_documented_training_fit_its_configuration(
-    command: Command, path: str | None, texts: dict[str, list[str]], tmp_path: Path
+    command: Command,
+    path: str | None,
+    texts: dict[str, list[str]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setenv("WORLD_SIZE", str(_processes(command.words)))
     if path is not None and not (ROOT / path).exists():
         pytest.skip("the folder of a run that was made before")
     overrides = _overrides(command.words)
@@ -288,6 +295,12 @@ def test_the_overrides_of_every_documented_training_fit_its_configuration(
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_some_configuration_takes_each_setting_that_a_document_names(path: Path) -> None:
     assert [own for own in sorted(overrides_named(path)) if not _some_configuration_takes([own])] == []
+
+
+def _processes(words: tuple[str, ...]) -> int:
+    """That a launcher is told to start, on all machines."""
+    counts = ("--nproc-per-node", "--nnodes", "--num_processes")
+    return math.prod(int(after) for word, after in pairwise(words) if word in counts)
 
 
 def _overrides(words: tuple[str, ...]) -> list[str]:

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from tests.commands import DOCUMENTS, ROOT, parse, words_of
 from tests.commands import Command as Shown
@@ -132,6 +133,17 @@ def test_a_memory_may_keep_tokens(model: Any, folder: Path) -> None:
     model.read(tokens(1, 60), found["cache"])
     assert found["cache"].num_tokens == 60
     assert any((folder / "memories" / "book").iterdir())
+
+
+def test_processes_share_a_text(model: Any, folder: Path) -> None:
+    dist.init_process_group("gloo", f"file://{folder}/store", rank=0, world_size=1)
+    try:
+        ids, seeds = tokens(2, 64), torch.arange(2)
+        alone = model.train()(ids, noise_seed=seeds).logits
+        found = run("docs/training.md", 1, model=model, ids=ids, seeds=seeds)
+        torch.testing.assert_close(found["logits"], alone, rtol=0, atol=1e-10)
+    finally:
+        dist.destroy_process_group()
 
 
 def test_weights_of_another_format_are_converted_once(model: Any, folder: Path) -> None:

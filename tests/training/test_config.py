@@ -200,6 +200,18 @@ MISTAKES = {
     "data.level_accuracy=1": r"^data\.level_accuracy: expected 0 to below 1, got 1\.0",
     "data.paths=[]": r"^data\.paths: expected files or folders, got an empty list",
     "data.task=needles": r"^data\.chunk_size: expected the model's chunk_size 20, got 32",
+    # texts that cannot be shared
+    "training.context_parallel=0": r"^training\.context_parallel: expected 1 to [0-9]+, got 0",
+    "training.context_parallel=2": r"^data\.early_landmarks: expected 0 with training\.context_parallel 2, got 0\.1",
+    "training.context_parallel=2 & data.early_landmarks=0 & data.task=niah": r"^data\.task: expected text with",
+    "training.context_parallel=2 & data.early_landmarks=0 & data.separate_documents=true": r"^data\."
+    r"separate_documents: expected false with training\.context_parallel 2, got true",
+    "training.context_parallel=2 & data.early_landmarks=0 & training.loss_positions=0.5": r"^training\."
+    r"loss_positions: expected 1 with",
+    "training.context_parallel=3 & data.early_landmarks=0": r"^training\.context_length: expected stretches of whole "
+    r"chunks, .* a multiple of 60, at least 60; got 1024\. 1020 would do",
+    "training.context_parallel=2 & data.early_landmarks=0 & model.retriever=encoder & model.embedder=hash": r"^training"
+    r"\.context_parallel: expected 1 with model\.retriever 'encoder'",
 }
 
 
@@ -230,6 +242,7 @@ LANDMARK_MISTAKES = {
     "model.retrieve_per=heads": r"^model\.retrieve_per: expected .*Did you mean 'head'",
     "model.num_retrieved_chunks=0": r"^model\.num_retrieved_chunks: expected at least 1 in training, got 0",
     "data.task=needles": r"^data\.chunk_size: expected the model's chunk_size 20, got 32",
+    "training.context_parallel=2": r"^training\.context_parallel: expected 1 for LandmarkForCausalLM, whose layers",
 }
 
 

@@ -85,6 +85,12 @@ class DataConfig:
         least=0,
         most=MOST_WEIGHT,
     )
+    answer_weight: float = setting(
+        1.0,
+        "niah: weight of the loss on an answer's tokens (others weigh 1), which are few of a text's.",
+        least=0,
+        most=MOST_WEIGHT,
+    )
     first_digit_weight: float = setting(
         3.0,
         "needles: weight of each answer's first digit, the only one that trains the retriever.",

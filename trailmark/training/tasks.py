@@ -208,6 +208,7 @@ def make_task(
             chains=data.chains,
             distractors=data.distractors,
             num_landmarks=data.num_landmarks,
+            answer_weight=data.answer_weight,
             any_phase=data.early_landmarks > 0,
         )
         return SampleTask(config, texts)

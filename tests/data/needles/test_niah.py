@@ -145,7 +145,7 @@ def test_a_text_says_what_its_labels_claim(
     assert labels[0] == -100
     assert weights[0] == 0
     assert torch.equal(labels[1:], ids[1:])
-    assert (weights[1:] == 1).all()
+    assert torch.equal(weights[1:], torch.where(answers, how.get("answer_weight", 1.0), 1.0)[1:])
 
     # landmarks, as a model lays them out: right before the cue, and right after it if there are two
     marks = close.nonzero()[:, 0].tolist()

@@ -56,6 +56,7 @@ class NiahTexts:
             "digits": one token per digit.
         num_landmarks: 1: before the cue. 2: after it too, so that the second landmark sees what the first one
             found: a group sees an earlier group's finds one chunk later.
+        answer_weight: of the loss on an answer's tokens, where all others weigh 1.
         any_phase: an early landmark closes the first chunk after 1 .. S tokens, each as likely, so that the
             question's landmark falls at any phase. False: it always falls at the same one, given by the lengths.
 
@@ -82,6 +83,7 @@ class NiahTexts:
         *,
         values: Literal["tokens", "digits"] = "tokens",
         num_landmarks: int = 1,
+        answer_weight: float = 1.0,
         any_phase: bool = False,
     ) -> None:
         chains = (1 if hops == 1 else 2) if chains is None else chains
@@ -95,7 +97,7 @@ class NiahTexts:
         if num_landmarks not in (1, 2):
             raise ValueError(f"num_landmarks: expected 1 or 2, got {num_landmarks}.")
         self.haystack, self.length, self.chunk_size, self.seed = haystack, length, chunk_size, int(seed)
-        self.any_phase = any_phase
+        self.any_phase, self.answer_weight = any_phase, answer_weight
         self._value_tokens, self._landmarks = value_tokens, num_landmarks
         self._format = Paper(tokenizer, values, passkey, value_tokens)
         self._facts = Facts("hops", chains, hops, distractors)
@@ -163,7 +165,7 @@ class NiahTexts:
         ids, close, places = (torch.from_numpy(np.stack(part)) for part in zip(*rows, strict=True))
         answers = torch.zeros(ids.shape, dtype=torch.bool)
         answers[:, self.length - self.answer_length :] = True
-        weights = torch.ones(ids.shape)
+        weights = torch.where(answers, self.answer_weight, 1.0)
         weights[:, 0] = 0
         return {
             "input_ids": ids,

@@ -1,0 +1,156 @@
+"""Table 2 of arXiv 2410.01651 at laptop size: models learn to find a passkey, and are asked under the paper's protocol.
+
+    python benchmarks/table_2.py                          what benchmarks/table_2.json lacks
+    python benchmarks/table_2.py --rows "DRT x2" --tasks single
+    python benchmarks/table_2.py tables                   what was found so far
+
+Byte models of the demo's size (the rows of compare.py's needles). Each is trained on text, then on needles in short
+texts, then in those of the training length: App. D's task (data.task niah), on which nothing is learned in a tenth of
+a laptop's steps, so that there are as many as it takes. The same texts and steps for all. Stopped, the same command
+goes on.
+"""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass
+from pathlib import Path
+
+from common import ROOT, parameters, showing
+from compare_rows import NEEDLE_LENGTH, SIZES, needle_config
+from tables import RIGHT, Column, Columns, Row, on_machine, record, table
+
+from trailmark.data.corpus import load_tokenizer, standard_library_texts, tokenize
+from trailmark.evaluation.needles.ask import measure as ask
+from trailmark.evaluation.needles.suite import NeedleSettings
+from trailmark.evaluation.record import environment
+from trailmark.evaluation.subject import load
+from trailmark.files import read_json, write_json
+from trailmark.machine import start_again_set_up
+from trailmark.report.console import Progress
+from trailmark.training.run import Run
+
+OUTPUT = Path(__file__).with_suffix(".json")
+FOLDER = ROOT / "runs" / "benchmark-table-2"
+NAMES = ("DRT x2", "DRT x1", "Base", "Base, more layers", "Landmark", "RPT, hash encoder", "Block-Recurrent")
+FACTORS, QUESTIONS = (1, 4, 16, 64), 100
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A part of a training, which begins with the weights of the part before."""
+
+    name: str
+    length: int  # tokens of a text
+    steps: int
+    needles: bool = True
+
+
+STAGES = (
+    Stage("text", NEEDLE_LENGTH, 500, False),
+    Stage("short", 256, 1500),
+    Stage("long", NEEDLE_LENGTH, 300),
+)
+ANSWER_WEIGHT = 100  # an answer's tokens are one in 25 of a short text's, one in 100 of a long one's
+TASKS = {"single": 1, "2-hop": 2}  # hops
+
+
+def trained(name: str, task: str, seed: int, folder: Path, progress: Progress) -> tuple[Path, float]:
+    """The folder of the last stage's model, and the seconds of all stages."""
+    before, seconds = None, 0.0
+    for stage in STAGES:
+        own = task if stage.needles else "both"
+        output = folder / f"{name.lower().replace(', ', '-').replace(' ', '-')}-{seed}-{own}-{stage.name}"
+        changes = [
+            f"output={output}", f"training.steps={stage.steps}", f"training.context_length={stage.length}",
+            "training.save_steps=100", "training.keep_checkpoints=1", "training.precision=auto",
+            "training.constant_fraction=0.8",
+        ]  # fmt: skip
+        if stage.needles:
+            changes += ["data.task=niah", "data.early_landmarks=0.1", f"data.hops={TASKS[task]}"]
+            changes += [f"data.answer_weight={ANSWER_WEIGHT}", f"init_from={before}"]
+        else:
+            changes += ["data.task=text", "data.early_landmarks=0"]
+        config = needle_config(name, seed, SIZES["cpu"], changes)
+        run = Run(config, showing(progress, f"{name}, {task}, {stage.name}"))
+        if not run.finished:
+            run.train()
+        seconds += read_json(output / "history.json")["seconds"]
+        before = output
+    assert before is not None
+    return before, seconds
+
+
+def measure(name: str, task: str, seed: int, folder: Path) -> Row:
+    progress = Progress()
+    output, seconds = trained(name, task, seed, folder, progress)
+    history = read_json(output / "history.json")["steps"]
+    subject = load(output)
+    text = tokenize(standard_library_texts("haystack"), load_tokenizer("bytes"))
+    kind = "single" if TASKS[task] == 1 else "hops"
+    results = []
+    for factor in FACTORS:
+        settings = NeedleSettings(
+            (factor * NEEDLE_LENGTH,), kind, questions=QUESTIONS, protocol="paper-table-2", seed=seed
+        )
+        (found,) = ask(subject, settings, text)
+        found.pop("asked", None)
+        results.append({"factor": factor} | found)
+        progress.say(f"{name}, {task}, {factor}x: {found['correct']} of {found['questions']}")
+    return {
+        "row": name,
+        "task": task,
+        "seed": seed,
+        "parameters": parameters(subject.model),
+        "seconds": seconds,
+        "training_accuracy": history[-1].get("accuracy"),
+        "environment": environment(),
+        "results": results,
+    }
+
+
+def text() -> str:
+    """The table of what was measured."""
+    rows = record("table_2")
+    found = rows["results"]
+
+    def share(factor: int) -> Column:
+        def cell(row: Row) -> str:
+            (one,) = (x for x in row["results"] if x["factor"] == factor)
+            return RIGHT.format(**one)
+
+        return cell
+
+    columns: Columns = {"row": "{row}", "task": "{task}", "parameters": "{parameters:,}"}
+    columns["last texts of the training"] = "{training_accuracy:.2f}"
+    columns |= {f"{factor * NEEDLE_LENGTH:,}": share(factor) for factor in FACTORS}
+    return on_machine(table(columns, found), found[-1]["environment"])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("part", nargs="*", choices=[[], "tables"])
+    parser.add_argument("--rows", nargs="+", choices=NAMES, default=list(NAMES))
+    parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0])
+    parser.add_argument("--folder", type=Path, default=FOLDER)
+    parser.add_argument("--output", type=Path, default=OUTPUT)
+    options = parser.parse_args()
+    start_again_set_up()
+    for seed in options.seeds:
+        for task in options.tasks if not options.part else ():
+            for name in options.rows:
+                if not any(
+                    (r["row"], r["task"], r["seed"]) == (name, task, seed) for r in kept(options.output)
+                ):
+                    row = measure(name, task, seed, options.folder)
+                    write_json(options.output, {"results": [*kept(options.output), row]})
+    print(text())
+
+
+def kept(path: Path) -> list[Row]:
+    return list((read_json(path) or {}).get("results", []))
+
+
+if __name__ == "__main__":
+    main()
