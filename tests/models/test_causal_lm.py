@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
@@ -18,13 +20,14 @@ from tests.models.tiny import (
     NaiveDRT,
     assert_same,
     drt,
+    landmark,
     logits_of,
     padded,
     tokens,
     window_model,
 )
 from trailmark.models import DRTForCausalLM, SlidingWindowForCausalLM, TrailmarkForCausalLM, causal_lm
-from trailmark.models.loss import shift_labels, text_loss
+from trailmark.models.loss import BearingTokens, shift_labels, text_loss
 
 Make = Callable[..., TrailmarkForCausalLM]
 
@@ -367,6 +370,38 @@ def test_the_loss_of_bfloat16_logits_is_computed_in_float32() -> None:
     assert loss.dtype == torch.float32
     exact = F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten())
     assert float(loss) == pytest.approx(float(exact), rel=1e-6)
+
+
+@given(
+    slab=st.integers(1, 9),
+    labels=st.lists(st.sampled_from([-100, 0, 3, 49]), min_size=8, max_size=8),
+    weights=st.lists(st.sampled_from([0.0, 0.5, 3.0]), min_size=8, max_size=8),
+)
+def test_the_loss_in_slabs_is_that_of_all_logits(slab: int, labels: list[int], weights: list[float]) -> None:
+    """Its gradients too."""
+    model, ids = window_model(), tokens(4, 2)
+    labels_of = torch.tensor(labels).view(2, 4)
+    weights_of = torch.tensor(weights, dtype=torch.float64).view(2, 4)
+    total = torch.tensor(7.0)
+
+    def gradients(loss: Tensor) -> list[Tensor]:
+        return [x for x in torch.autograd.grad(loss, list(model.parameters())) if x is not None]
+
+    whole = text_loss(model(ids).logits, labels_of, weights=weights_of, total=total)
+    out = model(ids, bearing=BearingTokens(labels_of, weights_of, total, slab))
+    assert out.logits is None
+    for ours, exact in zip([out.loss, *gradients(out.loss)], [whole, *gradients(whole)], strict=True):
+        assert_same(ours, exact)
+
+
+def test_tokens_that_bear_loss_are_those_of_the_call() -> None:
+    bearing = BearingTokens(torch.zeros(1, 4, dtype=torch.int64), torch.ones(1, 4), torch.tensor(4.0), 2)
+    with pytest.raises(ValueError, match=r"bearing: expected labels of the 5 tokens .* got \(1, 4\)"):
+        window_model()(tokens(5), bearing=bearing)
+    with pytest.raises(ValueError, match="bearing: expected none together with labels"):
+        window_model()(tokens(4), bearing=bearing, labels=tokens(4))
+    with pytest.raises(ValueError, match="bearing: expected none of a model whose landmarks are tokens"):
+        landmark(landmark_loss="text").train()(tokens(4), bearing=bearing)
 
 
 def test_what_is_no_number_without_a_label_is_no_loss_and_no_token_counts_as_one() -> None:

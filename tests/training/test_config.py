@@ -121,7 +121,7 @@ MISTAKES = {
     "trainig.steps=3": r"^trainig: unknown key\. Did you mean 'training'\?",
     "training.stpes=3": r"^training\.stpes: unknown key\. Did you mean 'steps'\?",
     "data.path=x": r"^data\.path: unknown key\. Did you mean 'paths'\?",
-    "data.zzz=x": r"^data\.zzz: unknown key\. Valid: chains, chunk_size, .*tokenizer",
+    "data.zzz=x": r"^data\.zzz: unknown key\. Valid: answer_weight, chains, chunk_size, .*tokenizer",
     "model.hiden_size=3": r"^model\.hiden_size: unknown field of drt\. Did you mean 'hidden_size'\?",
     "model.torchscript=true": r"^model\.torchscript: unknown field",  # transformers' field, not ours
     "model.1=2": r"^model\.1: unknown field",
@@ -200,6 +200,9 @@ MISTAKES = {
     "data.level_accuracy=1": r"^data\.level_accuracy: expected 0 to below 1, got 1\.0",
     "data.paths=[]": r"^data\.paths: expected files or folders, got an empty list",
     "data.task=needles": r"^data\.chunk_size: expected the model's chunk_size 20, got 32",
+    "training.loss_slab=0": r"^training\.loss_slab: expected 1 to [0-9]+, got 0",
+    "training.loss_slab=64 & data.task=niah": r"^training\.loss_slab: expected none with data\.task niah, which",
+    "training.loss_slab=64 & distil.model=x": r"^training\.loss_slab: expected none with distil\.weight 1\.0, which",
     # texts that cannot be shared
     "training.context_parallel=0": r"^training\.context_parallel: expected 1 to [0-9]+, got 0",
     "training.context_parallel=2": r"^data\.early_landmarks: expected 0 with training\.context_parallel 2, got 0\.1",
@@ -242,6 +245,8 @@ LANDMARK_MISTAKES = {
     "model.retrieve_per=heads": r"^model\.retrieve_per: expected .*Did you mean 'head'",
     "model.num_retrieved_chunks=0": r"^model\.num_retrieved_chunks: expected at least 1 in training, got 0",
     "data.task=needles": r"^data\.chunk_size: expected the model's chunk_size 20, got 32",
+    "training.loss_slab=64 & model.landmark_loss=text": r"^training\.loss_slab: expected none with "
+    r"model\.landmark_loss",
     "training.context_parallel=2": r"^training\.context_parallel: expected 1 for LandmarkForCausalLM, whose layers",
 }
 

@@ -384,6 +384,11 @@ def test_fewer_logits_take_less_memory(tmp_path: Path) -> None:
     assert part.logits == whole.logits / 4
     assert part.peak < whole.peak
     assert part.forward_flops < whole.forward_flops
+    slabs = estimate_of(Run(run_config(tmp_path, loss_slab=20), text=TEXT))
+    assert slabs.logits == whole.logits / 8
+    assert slabs.peak < whole.peak
+    assert slabs.forward_flops == whole.forward_flops  # computed again in the backward
+    assert slabs.executed_flops > whole.executed_flops
 
 
 # --- what a model returns ----------------------------------------------------------------------------------------

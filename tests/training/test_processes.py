@@ -103,6 +103,35 @@ def test_two_processes_train_as_one(model: str, parallel: str, one: dict[str, Se
     assert_same_batches(seen, one[model])
 
 
+@pytest.mark.parametrize(
+    ("model", "parallel"),
+    [
+        ("drt", None),
+        pytest.param("landmark", None, marks=pytest.mark.slow),
+        pytest.param("drt", "fsdp", marks=pytest.mark.slow),
+        pytest.param("window", "ddp", marks=pytest.mark.slow),
+    ],
+)
+def test_logits_of_few_tokens_at_a_time_change_nothing(
+    model: str, parallel: str | None, tmp_path: Path
+) -> None:
+    settings: dict[str, Any] = {"model": model, "steps": 3, "gradient_checkpointing": model == "drt"}
+    settings |= {"eval_steps": 3, "eval_windows": 2}
+
+    def config(name: str, **more: Any) -> RunConfig:
+        made = config_of(tmp_path / name, **settings, **more)
+        made.data.validation = [str(tmp_path / "held-out.txt")]
+        return made
+
+    (tmp_path / "held-out.txt").write_text(prose(100)[50:])
+    (whole,) = begin(watched, config("whole")).results()
+    few = config("few", loss_slab=33, parallel=parallel or "ddp")
+    for each in begin(watched, few, processes=2 if parallel else 1).results():
+        assert_same_history(each, whole)
+        assert each.history[-1]["eval_loss"] == pytest.approx(whole.history[-1]["eval_loss"], rel=ROUNDING)
+        assert not each.without_gradient
+
+
 def full_chunks(folder: Path, **settings: Any) -> RunConfig:
     config = config_of(folder, **settings)
     config.data.early_landmarks = 0
@@ -124,6 +153,7 @@ def test_two_processes_share_each_text(
     """Four of them in two groups, which have texts of their own."""
     settings: dict[str, Any] = {"model": model, "gradient_checkpointing": checkpointing}
     (single,) = begin(watched, full_chunks(tmp_path / "one", **settings)).results()
+    settings["loss_slab"] = 13 if processes == 4 else None
     config = full_chunks(tmp_path / "several", parallel=parallel, context_parallel=2, **settings)
     names = [name for name in single.history[0] if name.startswith(("step_loss", "grad_norm", "retrieval_"))]
     assert len(names) == (2 if model == "window" else 7)

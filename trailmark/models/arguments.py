@@ -10,6 +10,7 @@ from torch import Tensor
 
 from trailmark.memory import ChunkCache
 from trailmark.models.embedding import Given
+from trailmark.models.loss import BearingTokens
 from trailmark.ops.arguments import values_are_checked
 from trailmark.untrusted import brief
 
@@ -33,6 +34,7 @@ class Call(NamedTuple):
     given: Given | None
     logits_at: Tensor | None = None
     output_retrieval_scores: bool = False
+    bearing: BearingTokens | None = None
 
     def is_plain(self) -> bool:
         """Whether the layout of its positions follows from the length alone."""
@@ -42,6 +44,7 @@ class Call(NamedTuple):
             or not isinstance(self.close_chunk, bool)
         )
         asks = bool(self.logits_to_keep) or self.logits_at is not None or self.output_retrieval_scores
+        asks = asks or self.bearing is not None
         return not marked and self.cache is None and self.given is None and not asks
 
 

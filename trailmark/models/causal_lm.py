@@ -48,7 +48,7 @@ from trailmark.models.folders import FolderMixin
 from trailmark.models.generation import ChunkGenerationMixin
 from trailmark.models.grid import Grid, Integers, Layouts, lay_out
 from trailmark.models.layers import LayerNorm, RMSNorm
-from trailmark.models.loss import shift_labels, text_loss
+from trailmark.models.loss import BearingTokens, shift_labels, text_loss
 from trailmark.models.outputs import CausalLMOutput, Hidden
 from trailmark.models.text import RetrievalScores, Text, at_columns, present_tokens
 from trailmark.models.with_retrieved import without_retrieval
@@ -255,6 +255,7 @@ class TrailmarkForCausalLM(ModelAnswers, EncodingMixin, FolderMixin, PreTrainedM
         neighbour_scores: Tensor | None = None,
         logits_at: Tensor | None = None,
         output_retrieval_scores: bool = False,
+        bearing: BearingTokens | None = None,
         **others: Any,
     ) -> CausalLMOutput | tuple[Any, ...]:
         """Logits of the tokens passed, and the loss.
@@ -292,6 +293,8 @@ class TrailmarkForCausalLM(ModelAnswers, EncodingMixin, FolderMixin, PreTrainedM
                 ``logits_to_keep``.
             output_retrieval_scores: return the scores of all chunks that each landmark may select, noise left out, of
                 a model that scores them (``config.ranks_all_chunks``). Not with a cache.
+            bearing: what the tokens predict and weigh: the loss is that of these, without a ranking's, and no logits
+                are returned, of which few are there at a time. Not with labels, nor where landmarks are tokens.
             others: what models of transformers may take and these do not (``inputs_embeds``, ``output_hidden_states``,
                 ``position_ids``): None or False, or it is refused.
 
@@ -331,6 +334,8 @@ class TrailmarkForCausalLM(ModelAnswers, EncodingMixin, FolderMixin, PreTrainedM
                 raise ValueError(f"labels: expected shape {(B, T)}, got {tuple(labels.shape)}.")
             if logits_to_keep:
                 raise ValueError("logits_to_keep: expected 0 together with labels.")
+            if bearing is not None:
+                raise ValueError("bearing: expected none together with labels. Leave one of them out.")
             check_vocabulary("labels", labels.masked_fill(labels == -100, 0), self.config.vocab_size)
         present = None if attention_mask is None else present_tokens(attention_mask, T, B, cache)
         if labels is not None and present is not None:
@@ -350,6 +355,7 @@ class TrailmarkForCausalLM(ModelAnswers, EncodingMixin, FolderMixin, PreTrainedM
             given,
             logits_at,
             output_retrieval_scores,
+            bearing,
         )
         # asked without is_compiling(): where this function is not one graph, the functions that it calls are traced
         plain = self.compiles and call.is_plain() and self.embedder is None
@@ -385,18 +391,31 @@ class TrailmarkForCausalLM(ModelAnswers, EncodingMixin, FolderMixin, PreTrainedM
         if call.logits_at is not None:
             states = at_columns(states, call.logits_at)
             own = None if own is None else [at_columns(x, call.logits_at) for x in own]
-        logits = self.lm_head(states)
-        extra = None if own is None else self.landmark_terms(logits, states, *own)
-        loss = None
-        if call.labels is not None:
-            labels = self.bearing_loss(call.labels, call.input_ids, call.document_ids)
-            loss = text_loss(
-                logits,
-                shift_labels(labels),
-                total=call.num_items_in_batch,
-                landmark_loss=extra,
-                ranking_loss=hidden.ranking,
-            )
+        loss = logits = extra = None
+        if call.bearing is not None:
+            if own is not None:
+                raise ValueError(
+                    "bearing: expected none of a model whose landmarks are tokens of the text: its loss needs all "
+                    "logits. Leave it out, or set landmark_loss to another than 'text'."
+                )
+            if call.bearing.labels.shape != states.shape[:2]:
+                raise ValueError(
+                    f"bearing: expected labels of the {states.shape[1]} tokens of each row whose logits are asked for, "
+                    f"{tuple(states.shape[:2])}, got {tuple(call.bearing.labels.shape)}."
+                )
+            loss = call.bearing.loss(self.lm_head, states)
+        else:
+            logits = self.lm_head(states)
+            extra = None if own is None else self.landmark_terms(logits, states, *own)
+            if call.labels is not None:
+                labels = self.bearing_loss(call.labels, call.input_ids, call.document_ids)
+                loss = text_loss(
+                    logits,
+                    shift_labels(labels),
+                    total=call.num_items_in_batch,
+                    landmark_loss=extra,
+                    ranking_loss=hidden.ranking,
+                )
         retrieval = hidden.retrieval if call.output_retrieval else None
         if retrieval is not None and hidden.closed is None:
             retrieval = tuple(text.selection_in_columns(chosen) for chosen in retrieval)
@@ -405,7 +424,7 @@ class TrailmarkForCausalLM(ModelAnswers, EncodingMixin, FolderMixin, PreTrainedM
             retrieval = tuple(last_chunks(chosen, hidden.closed, grid.closed) for chosen in retrieval)
         scores = None
         if call.output_retrieval_scores:
-            scores = RetrievalScores(hidden.chunks.scores(), text.chunks_in_columns(grid, logits.device))
+            scores = RetrievalScores(hidden.chunks.scores(), text.chunks_in_columns(grid, states.device))
         return CausalLMOutput(
             loss=loss,
             logits=logits,

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 
 def text_loss(
@@ -48,6 +52,30 @@ def text_loss(
     if ranking_loss is not None and rows is not None:
         loss = loss + ranking_loss.sum() / rows
     return loss
+
+
+class BearingTokens(NamedTuple):
+    """What a call's tokens are to predict, for their loss without all of their logits (``forward``'s ``bearing``)."""
+
+    labels: Tensor
+    """int64 [B, n] of :func:`shift_labels`, of the tokens whose logits would be returned; -100 bears no loss."""
+    weights: Tensor
+    """[B, n] of the labels."""
+    total: Tensor
+    """What the sum of the weighted losses is divided by."""
+    slab: int
+    """Tokens whose logits are there at a time, at least 1."""
+
+    def loss(self, head: Callable[[Tensor], Tensor], states: Tensor) -> Tensor:
+        """:func:`text_loss` of states [B, n, E], each slab's logits computed by ``head``, and again in the backward."""
+
+        def of_slab(own: Tensor, labels: Tensor, weights: Tensor) -> Tensor:
+            return text_loss(head(own), labels, weights=weights, total=self.total)
+
+        parts = (states.flatten(0, 1), self.labels.flatten(), self.weights.flatten())
+        slabs = zip(*(part[None].split(self.slab, dim=1) for part in parts), strict=True)
+        losses = [checkpoint(of_slab, *slab, use_reentrant=False) for slab in slabs]
+        return torch.stack(losses).sum()
 
 
 def shift_labels(labels: Tensor, fill: int = -100) -> Tensor:

@@ -187,6 +187,13 @@ class TrainingConfig:
         least=0,
         most=1,
     )
+    loss_slab: int | None = setting(
+        None,
+        "text: tokens whose logits are there at a time, computed again in the backward: for long samples and large "
+        "vocabularies. None: those of a whole micro-batch.",
+        least=1,
+        most=MOST_TOKENS,
+    )
     optimizer: Literal["muon", "adamw"] = setting("muon", "muon (for matrices; AdamW for the rest) or adamw.")
     learning_rate: float = setting(3e-3, "Learning rate of AdamW.", least=0, most=MOST_RATE)
     matrix_learning_rate: float = setting(0.0035, "Learning rate of Muon.", least=0, most=MOST_RATE)
@@ -279,6 +286,7 @@ FREE_TO_CHANGE = (
     "gradient_checkpointing",
     "parallel",
     "context_parallel",
+    "loss_slab",
     "save_steps",
     "keep_checkpoints",
     "logging_steps",
@@ -481,6 +489,17 @@ def _check_parts(config: RunConfig, model: TrailmarkConfig) -> None:
             f"training.lora_rank: expected 0 with training.train all, which trains the matrices themselves, got "
             f"{training.lora_rank}. Set training.train=additions, or leave it out."
         )
+    if training.loss_slab is not None:
+        for name, came, expected in (
+            ("data.task", config.data.task, "text"),
+            ("distil.weight", config.distil.weight if config.distil.model else 0, 0),
+            ("model.landmark_loss", getattr(model, "landmark_loss", None) == "text", False),
+        ):
+            if came != expected:
+                raise ValueError(
+                    f"training.loss_slab: expected none with {name} {_as_yaml(came)}, which needs all logits, got "
+                    f"{training.loss_slab}. Leave it out."
+                )
     if training.loss_positions < 1 and config.data.task != "text":
         raise ValueError(
             f"training.loss_positions: expected 1 with data.task {config.data.task}, where few tokens bear loss, got "

@@ -72,6 +72,7 @@ def estimate(
     batch: dict[str, Tensor] | None = None,
     parts: Parts = WHOLE,
     loss_positions: float = 1.0,
+    loss_slab: int | None = None,
     teacher_parameters: int = 0,
 ) -> Estimate:
     """What training will cost. The model is not allocated, nor anything else that is large.
@@ -97,6 +98,7 @@ def estimate(
             some, attention_mask, close_chunk, document_ids, neighbours, neighbour_scores; of a large one, the rows with
             the fewest and the most marks. None: uniform, without any of these.
         parts: what is trained, and adapters. loss_positions: share of the tokens whose logits are computed.
+        loss_slab: tokens whose logits are there at a time; None: those of a micro-batch.
         teacher_parameters: of a teacher, 0: none. Its weights, its logits and two FLOPs per parameter and token are
             counted, not what its layers and its attention take in between.
 
@@ -127,7 +129,11 @@ def estimate(
     weights, gradients_whole = count * dtype.itemsize, trained * dtype.itemsize
     tokens = micro * context_length
     projected = micro * max(1, round(loss_positions * context_length))
-    logits = projected * model_config.vocab_size * dtype.itemsize
+    logits = (
+        (projected if loss_slab is None else min(loss_slab, projected))
+        * model_config.vocab_size
+        * dtype.itemsize
+    )
     half = precision == "bfloat16" and teacher_parameters
     teacher = teacher_parameters * (2 if half else dtype.itemsize)
     state, update = _optimizer_memory(model, optimizer, dtype, device == "cuda", share)
@@ -141,6 +147,7 @@ def estimate(
         device == "cuda",
         parts,
         loss_positions,
+        loss_slab,
     )
     found = footprint(model_config, settings, batch or uniform(micro, context_length))
     fixed = -(-(weights + state) // share) + teacher  # at all times

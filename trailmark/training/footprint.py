@@ -31,7 +31,9 @@ _WHOLE_TOKENS = 4096  # of a micro-batch that is run whole; of a larger one, two
 
 @dataclass(frozen=True)
 class Settings:
-    """Of the training that a micro-batch is part of; ``positions``: the share of tokens that bear loss."""
+    """Of the training that a micro-batch is part of; ``positions``: the share of tokens that bear loss; ``slab``: how
+    many of them have their logits at a time, None: all.
+    """
 
     length: int
     precision: Precision
@@ -41,6 +43,7 @@ class Settings:
     kernels: bool  # those of CUDA
     parts: Parts = WHOLE
     positions: float = 1.0
+    slab: int | None = None
 
 
 @dataclass
@@ -186,7 +189,7 @@ def _run(config: TrailmarkConfig, settings: Settings, batch: dict[str, Tensor]) 
     before = ledger.live
     with ledger:
         called = _AsTrained(model, settings.precision)
-        loss, out, *_ = weighted_loss(called, batch, positions=settings.positions)
+        loss, out, *_ = weighted_loss(called, batch, positions=settings.positions, slab=settings.slab)
         chunks = out.retrieval[0].indices.shape[1] if out.retrieval else 0
         del out, _
         activations, forward_flops = ledger.live - before, ledger.flops

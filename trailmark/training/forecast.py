@@ -60,6 +60,7 @@ def estimate_of(run: Run) -> Estimate:
         else run.task.batch(0, 0, rows // (processes * run.micro)),
         parts=run.parts,
         loss_positions=settings.loss_positions,
+        loss_slab=settings.loss_slab,
         teacher_parameters=0 if run.teacher is None else run.teacher.parameters(),
     )
 
@@ -91,7 +92,11 @@ def seconds_per_step(run: Run, steps: int = 1) -> list[float]:
             batch = {key: x.to(device) for key, x in run.task.batch(step, first, rows).items()}
             with torch.autocast(device.type, torch.bfloat16, enabled=half):
                 loss = weighted_loss(
-                    model, batch, positions=settings.loss_positions, lesson=run.lesson(step)
+                    model,
+                    batch,
+                    positions=settings.loss_positions,
+                    lesson=run.lesson(step),
+                    slab=settings.loss_slab,
                 ).loss
             loss.backward()
         optimizer.step()

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from trailmark.models import CausalLMOutput, TrailmarkForCausalLM
-from trailmark.models.loss import shift_labels, text_loss
+from trailmark.models.loss import BearingTokens, shift_labels, text_loss
 from trailmark.ops import fold_seed
 from trailmark.training.distil import Lesson, Told
 
@@ -67,6 +67,7 @@ def weighted_loss(
     positions: float = 1.0,
     lesson: Lesson | None = None,
     scores: bool = False,
+    slab: int | None = None,
 ) -> Called:
     """Call the model on a micro-batch, for the model's own loss (:func:`trailmark.models.loss.text_loss`).
 
@@ -82,6 +83,7 @@ def weighted_loss(
         positions: the share of each row's tokens that bear loss, for all of them.
         lesson: what a teacher adds.
         scores: the model, which ranks all chunks, says how.
+        slab: tokens whose logits are there at a time; None: of all of them.
     """
     own: TrailmarkForCausalLM = getattr(model, "module", model)
     others: dict[str, Any] = {}
@@ -90,6 +92,13 @@ def weighted_loss(
         at = others["logits_at"] = drawn_positions(
             inputs["noise_seed"], inputs["input_ids"].shape[1], positions
         )
+    labels, weights = bearing_weights(own, inputs)
+    if total is None:
+        total = weights.double().sum()
+    if at is not None:
+        labels, weights = labels.gather(1, at), weights.gather(1, at) * (labels.shape[1] / at.shape[1])
+    if slab is not None:
+        others["bearing"] = BearingTokens(labels, weights, total, slab)
     if scores or (lesson is not None and lesson.ranks_chunks):
         others["output_retrieval_scores"] = True
     out = model(
@@ -99,21 +108,19 @@ def weighted_loss(
         **{key: inputs[key] for key in (*LAYOUT, *NEIGHBOURS) if key in inputs},
         **others,
     )
-    labels, weights = bearing_weights(own, inputs)
-    if total is None:
-        total = weights.double().sum()
-    if at is not None:
-        labels, weights = labels.gather(1, at), weights.gather(1, at) * (labels.shape[1] / at.shape[1])
     ranking, count = out.ranking_loss, rows or len(labels)
-    loss = text_loss(
-        out.logits,
-        labels,
-        weights=weights,
-        total=total,
-        landmark_loss=None if text_alone else out.landmark_loss,
-        ranking_loss=ranking,
-        rows=count,
-    )
+    if slab is None:
+        loss = text_loss(
+            out.logits,
+            labels,
+            weights=weights,
+            total=total,
+            landmark_loss=None if text_alone else out.landmark_loss,
+            ranking_loss=ranking,
+            rows=count,
+        )
+    else:
+        loss = out.loss if ranking is None else out.loss + ranking.sum() / count
     told = None
     if lesson is not None:
         told = lesson.tell(inputs, out, weights, at, total, count)
@@ -155,7 +162,6 @@ class Meter:
     def add(self, called: Called, inputs: dict[str, Any]) -> None:
         """Take in what a call on a micro-batch gave, and what was passed to it."""
         loss, out, labels, ranking, told = called
-        assert out.logits is not None
         mask = inputs.get("attention_mask")
         ids = inputs["input_ids"]
         device = loss.device
@@ -169,6 +175,7 @@ class Meter:
                 sums[10], sums[11] = told.chunks, sums[11] + 1
         questions = inputs.get("first_digits", inputs.get("answers"))
         if questions is not None:
+            assert out.logits is not None
             asked = F.pad(questions[:, 1:], (0, 1))
             sums[2] = (out.logits[asked].argmax(-1) == labels[asked]).sum()
             sums[3] = asked.sum()

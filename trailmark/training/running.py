@@ -260,8 +260,10 @@ class RunningState:
         try:
             if self._validation is not None:
                 rows = max(1, self.task.rows(0) // (world_size() * self.micro))
-                windows = self.config.training.eval_windows
-                numbers |= _validation_loss(model, self.model, self._validation, windows, rows)
+                settings = self.config.training
+                numbers |= _validation_loss(
+                    model, self.model, self._validation, settings.eval_windows, rows, settings.loss_slab
+                )
             if self._evaluate is not None:
                 numbers |= _measured_whole(self.model, self._evaluate)
         finally:
@@ -309,7 +311,12 @@ class RunningState:
 
 
 def _validation_loss(
-    wrapped: Any, model: TrailmarkForCausalLM, task: Task, windows: int, rows: int
+    wrapped: Any,
+    model: TrailmarkForCausalLM,
+    task: Task,
+    windows: int,
+    rows: int,
+    slab: int | None,
 ) -> dict[str, float]:
     """Loss in nats and perplexity on the first ``windows`` windows of ``task``.
 
@@ -327,7 +334,7 @@ def _validation_loss(
         counted = (torch.arange(start, start + rows) < windows).to(device)
         batch["loss_weights"] = batch["loss_weights"] * counted[:, None]
         one = torch.ones((), dtype=torch.float64, device=device)
-        loss = weighted_loss(wrapped, batch, one, text_alone=True).loss
+        loss = weighted_loss(wrapped, batch, one, text_alone=True, slab=slab).loss
         total += torch.stack([loss.double(), total_weight(model, [batch])])
     loss_sum, weight = all_reduced(total).tolist()
     mean = loss_sum / max(weight, 1e-9)

@@ -193,8 +193,10 @@ class RunTrainer(Trainer):
         """What a micro-batch of the present step gives."""
         run, step = self.run, self.state.global_step
         rows, positions = self._begin(step), run.config.training.loss_positions
-        lesson, scores = run.lesson(step), run.asks_for_scores
-        return weighted_loss(model, inputs, total, rows, positions=positions, lesson=lesson, scores=scores)
+        lesson, scores, slab = run.lesson(step), run.asks_for_scores, run.config.training.loss_slab
+        return weighted_loss(
+            model, inputs, total, rows, positions=positions, lesson=lesson, scores=scores, slab=slab
+        )
 
     def _begin(self, step: int) -> int:
         """Tell the model how far training is; the rows of the global batch of ``step``."""
