@@ -22,6 +22,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 from tests.disks import largest_file
 from tests.training.tiny import prose, run_config
 from trailmark import cli
+from trailmark.evaluation import subject
+from trailmark.evaluation.subject import own_device
 from trailmark.files import read_json
 
 Command = Callable[..., tuple[int, str, str]]
@@ -609,3 +611,45 @@ def test_a_users_mistake_has_its_traceback_where_it_is_asked_for(
 def test_the_written_configuration_trains_the_same_again(trained: Path) -> None:
     kept = yaml.safe_load((trained / "run" / "run.yaml").read_text())
     assert kept == yaml.safe_load((trained / "config.yaml").read_text())
+
+
+# --- where models compute --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("read", "MODEL", "TEXT", "--memory", "memory"),
+        ("generate", "MODEL", "--prompt", "The", "--max-new-tokens", "2"),
+        ("chat", "MODEL"),
+        ("serve", "MODEL"),
+        ("explore", "MODEL", "TEXT", "-o", "page.html"),
+    ],
+    ids=lambda words: words[0],
+)
+def test_a_device_is_one_to_compute_on(
+    words: tuple[str, ...], trained: Path, tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    named = {"MODEL": trained / "run", "TEXT": trained / "text.txt"}
+    asked = [str(named.get(word, word)) for word in words]
+    code, _, err = command(*asked, "--device", "meta")
+    assert (code, err.splitlines()[-1].partition(", got")[0]) == (
+        1,
+        "trailmark: device: expected one to compute on, cpu or cuda",
+    )
+    assert not list(tmp_path.iterdir())
+    if words[0] in ("read", "generate", "explore"):
+        assert command(*asked, "--device", "cpu")[0] == 0
+
+
+def test_several_processes_name_no_single_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each has its own."""
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    assert own_device("cpu") == torch.device("cpu")
+    monkeypatch.setattr(subject, "device_named", torch.device)  # there may be no GPU here to be looked at
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    assert own_device("cuda") == torch.device("cuda:1")
+    with pytest.raises(ValueError, match=r"device: expected cuda with 4 processes, .* got cuda:1"):
+        own_device("cuda:1")

@@ -14,7 +14,7 @@ from typing import Annotated
 import typer
 
 from trailmark import __version__, cli_chat, cli_convert, cli_data, cli_evaluation, cli_explore, cli_serve
-from trailmark.evaluation.suite import dtype_setting, tier_setting, tiers_in_folders
+from trailmark.evaluation.suite import device_setting, dtype_setting, tier_setting, tiers_in_folders
 from trailmark.machine import start_again_set_up
 from trailmark.settings import Settings, setting, takes
 
@@ -191,6 +191,7 @@ class ReadSettings(Settings):
     memory: Path = setting(help="Folder for the memory; one that is there is read on.")
     memory_tier: str = tier_setting("disk", tiers_in_folders, "on disk")
     memory_dtype: str | None = dtype_setting()
+    device: str | None = device_setting()
     trace: Path | None = setting(
         None,
         "A file for what each chunk read of its past and what each token cost with it and without, as JSON lines "
@@ -203,7 +204,7 @@ class ReadSettings(Settings):
 def read(settings: ReadSettings) -> None:
     """Read texts once and keep what was read. The same command goes on where it stopped; torchrun starts several."""
     from trailmark.evaluation.reading import Reader, parse_dtype, resident_bytes
-    from trailmark.evaluation.subject import load
+    from trailmark.evaluation.subject import load, own_device
     from trailmark.memory.saved import MANIFEST
     from trailmark.processes import is_main, world_size
     from trailmark.report.console import Progress, duration, size
@@ -226,7 +227,8 @@ def read(settings: ReadSettings) -> None:
 
     dtype, tier = parse_dtype(settings.memory_dtype), settings.memory_tier
     typer.echo(f"Reading with {settings.model}", err=True)  # the first tokens may take a minute
-    with Reader(load(settings.model), memory, dtype, show, trace, memory_tier=tier) as reader:
+    subject = load(settings.model, device=own_device(settings.device))
+    with Reader(subject, memory, dtype, show, trace, memory_tier=tier) as reader:
         for file in settings.files:
             before = reader.num_tokens
             fresh = reader.read(file)
@@ -246,7 +248,7 @@ def _read_with_all(settings: ReadSettings) -> None:
     """The same in one of several processes."""
     from trailmark.evaluation.parted_reading import PartedReader, read_with_all
     from trailmark.evaluation.reading import parse_dtype
-    from trailmark.evaluation.subject import load
+    from trailmark.evaluation.subject import load, own_device
     from trailmark.processes import connect, is_main, leave, part, rank, world_size
     from trailmark.report.console import Progress, duration, size
 
@@ -262,7 +264,7 @@ def _read_with_all(settings: ReadSettings) -> None:
         progress.show(f"{tokens:,} tokens passed by {world} processes, {speed:,.0f} tokens/s together")
 
     reader = PartedReader(
-        load(settings.model),
+        load(settings.model, device=own_device(settings.device)),
         settings.files,
         settings.memory,
         rank(),
@@ -326,6 +328,7 @@ class GenerateSettings(Settings):
     )
     temperature: float = setting(0.0, "0: always the most likely token.")
     seed: int = setting(0, "Seed of what is sampled.", least=0, most=2**32 - 1)
+    device: str | None = device_setting()
 
 
 @app.command()
@@ -333,10 +336,10 @@ class GenerateSettings(Settings):
 def generate(settings: GenerateSettings) -> None:
     """Continue a prompt, after a memory or a text of any length."""
     from trailmark.evaluation import generation
-    from trailmark.evaluation.subject import load
+    from trailmark.evaluation.subject import load, own_device
 
     pieces = generation.stream(
-        load(settings.model),
+        load(settings.model, device=own_device(settings.device)),
         settings.prompt,
         settings.file,
         settings.memory,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from trailmark.evaluation.suite import dtype_setting
+from trailmark.evaluation.suite import device_setting, dtype_setting
 from trailmark.settings import Settings, setting, takes
 
 
@@ -23,6 +23,7 @@ class ExploreSettings(Settings):
     )
     trace: Path | None = setting(None, "Instead of a model and texts: what trailmark read --trace wrote.")
     memory_dtype: str | None = dtype_setting()
+    device: str | None = device_setting()
     keep_trace: Path | None = setting(None, "Write the trace too, for scripts and for other pages of it.")
 
 
@@ -43,11 +44,11 @@ def explore(settings: ExploreSettings) -> None:
         progress.say(f"Taking {settings.trace}, which {header.model.get('name', 'a model')} wrote.")
     else:
         from trailmark.evaluation.reading import parse_dtype
-        from trailmark.evaluation.subject import load
+        from trailmark.evaluation.subject import load, own_device
         from trailmark.trace.texts import trace_memory, trace_texts
 
         assert model is not None
-        subject = load(model)
+        subject = load(model, device=own_device(settings.device))
         what = f"the texts of {memory}" if memory else ", ".join(map(str, texts))
         progress.say(f"Reading {what} twice at once: as {subject.name} retrieves, and with retrieval off.")
         if memory is not None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import psutil
 import typer
 
-from trailmark.evaluation.suite import dtype_setting
+from trailmark.evaluation.suite import device_setting, dtype_setting
 from trailmark.settings import Settings, setting, takes
 
 _GIB = 1 << 30
@@ -26,6 +26,7 @@ class ServeSettings(Settings):
         None, "File of keys, one a line: who asks sends one. Without it this machine alone may ask."
     )
     memory_dtype: str | None = dtype_setting()
+    device: str | None = device_setting()
     open_gib: float | None = setting(
         None,
         "GiB of memories that are open at once, mapped files included; beyond it those used longest ago are closed.",
@@ -52,7 +53,7 @@ def serve(settings: ServeSettings) -> None:
             'serve: expected fastapi and uvicorn, they are not installed. Run pip install "trailmark[serve]".'
         ) from error
     from trailmark.evaluation.reading import parse_dtype
-    from trailmark.evaluation.subject import load, names_of
+    from trailmark.evaluation.subject import load, names_of, own_device
     from trailmark.server.keys import expect_safe, read_keys
     from trailmark.server.running import build, run
     from trailmark.server.state import Limits
@@ -60,7 +61,10 @@ def serve(settings: ServeSettings) -> None:
     keys = [] if settings.api_key_file is None else read_keys(settings.api_key_file)
     expect_safe(settings.host, keys)
     names = names_of(settings.models)
-    subjects = {name: load(folder) for name, folder in zip(names, settings.models, strict=True)}
+    device = own_device(settings.device)
+    subjects = {
+        name: load(folder, device=device) for name, folder in zip(names, settings.models, strict=True)
+    }
     gib = settings.open_gib
     app = build(
         subjects,

@@ -10,15 +10,22 @@ from typing import Any
 
 import torch
 
-from trailmark.data.neighbours.embedders import device_named
 from trailmark.evaluation.cost.models import load_or_build
 from trailmark.evaluation.documents import Documents
 from trailmark.evaluation.reading import parse_dtype
 from trailmark.evaluation.record import Record
-from trailmark.evaluation.subject import Subject, expect_model, is_checkpoint, is_sizes, names_of, task_of
+from trailmark.evaluation.subject import (
+    Subject,
+    expect_model,
+    is_checkpoint,
+    is_sizes,
+    names_of,
+    own_device,
+    task_of,
+)
 from trailmark.evaluation.suite import Request, Suite, Task, suite_named, suites
 from trailmark.models.card.files import refresh_card
-from trailmark.processes import connect, is_main, local_rank, world_size
+from trailmark.processes import connect, is_main, world_size
 from trailmark.settings import Settings, kinds_of
 
 
@@ -57,7 +64,7 @@ def evaluate(
     settings = _settings([suite for _, chosen in groups for suite in chosen], options)
     connect()
     names = dict(zip(models, names_of(models), strict=True))
-    device = _own(device_named(request.device))
+    device = own_device(request.device)
     for paths, chosen in groups:
         subjects = [_placed(load_or_build(path, request.changes), device, request) for path in paths]
         alone = not chosen[0].compares
@@ -109,22 +116,6 @@ def _expect_divided(chosen: Sequence[Suite]) -> None:
             f"suite: expected one of {shared} with {world_size()} processes, got {alone[0]}, which one measures. "
             "Start trailmark evaluate without torchrun for it."
         )
-
-
-def _own(device: torch.device) -> torch.device:
-    """This process's among the devices of its machine.
-
-    Raises:
-        ValueError: one device is named for several processes.
-    """
-    if device.type != "cuda" or world_size() == 1:
-        return device
-    if device.index is not None:
-        raise ValueError(
-            f"device: expected cuda with {world_size()} processes, each of which takes its own, got {device}. Name "
-            "cuda, and the devices in CUDA_VISIBLE_DEVICES."
-        )
-    return torch.device("cuda", local_rank() % torch.cuda.device_count())
 
 
 def _settings(chosen: Sequence[Suite], options: Mapping[str, Any]) -> dict[str, Settings]:

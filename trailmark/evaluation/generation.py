@@ -54,10 +54,10 @@ def stream(
     begin = [] if cache.get_seq_length() else subject.beginning
     if begin and file is None and ids[: len(begin)].tolist() != begin:
         ids = np.concatenate([np.asarray(begin, ids.dtype), ids])
-    last = torch.from_numpy(ids).long()[None]
+    last = torch.from_numpy(ids).long()[None].to(model.device)
     if file is not None:
         for tokens in file_tokens(file, tokenizer, begin):
-            piece = torch.from_numpy(tokens).long()[None]
+            piece = torch.from_numpy(tokens).long()[None].to(model.device)
             if prompt is not None:
                 model.read(piece, cache)
                 continue
@@ -177,4 +177,4 @@ class _Stop(StoppingCriteria):
         self.enough = enough
 
     def __call__(self, input_ids: Tensor, scores: Tensor, **kwargs: Any) -> Any:
-        return torch.full((input_ids.shape[0],), self.enough())
+        return torch.full((input_ids.shape[0],), self.enough(), device=input_ids.device)

@@ -183,7 +183,7 @@ class PartedReader:
     def _see_sinks(self, piece: Piece) -> None:
         model = self.subject.model
         if piece.first < model.config.num_sinks:
-            self._beginning = model.read(_as_ids(piece.tokens), self._beginning)
+            self._beginning = model.read(_as_ids(piece.tokens, model), self._beginning)
 
     def _forget(self) -> None:
         """Let go of pieces with which no reading begins any more."""
@@ -218,7 +218,7 @@ class PartedReader:
         cache: ChunkCache = model.new_cache(self._tier if tier_named(self._tier).keeps_tokens else "device")
         begin_at(cache, pieces[0].first if pieces else 0, model.config, self._beginning)
         for piece in pieces:
-            model.read(_as_ids(piece.tokens), cache)
+            model.read(_as_ids(piece.tokens, model), cache)
         return cache
 
     def _part(self, stretch: Stretch) -> Path:
@@ -243,7 +243,7 @@ class PartedReader:
 
     def _take(self, piece: Piece, cache: ChunkCache) -> None:
         began = time.perf_counter()
-        self.subject.model.read(_as_ids(piece.tokens), cache)
+        self.subject.model.read(_as_ids(piece.tokens, self.subject.model), cache)
         self.read_tokens += len(piece.tokens)
         self.seconds += time.perf_counter() - began
 
@@ -341,5 +341,5 @@ def _touch(path: Path) -> None:
     path.touch()
 
 
-def _as_ids(tokens: Tokens) -> torch.Tensor:
-    return torch.from_numpy(tokens).long()[None]
+def _as_ids(tokens: Tokens, model: Any) -> torch.Tensor:
+    return torch.from_numpy(tokens).long()[None].to(model.device)

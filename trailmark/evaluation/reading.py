@@ -183,7 +183,8 @@ class Reader:
 
     def _take_in(self, tokens: Tokens, path: Path, source: dict[str, Any]) -> None:
         if self.trace is None:
-            self._take(torch.from_numpy(tokens).long()[None], self.cache)
+            ids = torch.from_numpy(tokens).long()[None].to(self.subject.model.device)
+            self._take(ids, self.cache)
             return
         begins = None if source["tokens"] else source_of(path, self.num_tokens)
         self.trace.tracer.feed(tokens, begins)

@@ -11,6 +11,7 @@ from os.path import realpath
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from trailmark import pretrained, untrusted
@@ -25,12 +26,14 @@ from trailmark.data.corpus import (
     vocabulary_size,
 )
 from trailmark.data.needles.curriculum_texts import CURRICULUM
+from trailmark.data.neighbours.embedders import device_named
 from trailmark.data.neighbours.trained_embedders import embedder_of
 from trailmark.evaluation.losses import longest_text
 from trailmark.evaluation.record import environment, identity
 from trailmark.files import read_json
 from trailmark.models import MODELS, is_ours
 from trailmark.models.fields import parse_fields
+from trailmark.processes import local_rank, world_size
 from trailmark.settings import Settings, from_mapping, setting
 from trailmark.trained import trained_length
 
@@ -127,7 +130,30 @@ class Subject:
         return tokenize(texts, self.tokenizer)
 
 
-def load(folder: Path, changes: Sequence[str] = (), *, any_model: bool = False) -> Subject:
+def own_device(name: str | None) -> torch.device:
+    """The device of that name that this process computes on, one of several processes its own of its machine.
+
+    Raises:
+        ValueError: no such device here, or one is named for several processes.
+    """
+    device = device_named(name)
+    if device.type != "cuda" or world_size() == 1:
+        return device
+    if device.index is not None:
+        raise ValueError(
+            f"device: expected cuda with {world_size()} processes, each of which takes its own, got {device}. Name "
+            "cuda, and the devices in CUDA_VISIBLE_DEVICES."
+        )
+    return torch.device("cuda", local_rank() % torch.cuda.device_count())
+
+
+def load(
+    folder: Path,
+    changes: Sequence[str] = (),
+    *,
+    any_model: bool = False,
+    device: torch.device | None = None,
+) -> Subject:
     """A model folder made by ``save_pretrained`` or a training run, or a checkpoint of a run.
 
     "demo", where there is no such folder, is the DRT that ``trailmark demo`` trains, which comes with the package.
@@ -136,6 +162,7 @@ def load(folder: Path, changes: Sequence[str] = (), *, any_model: bool = False) 
         changes: fields of its configuration to set, as "retrieve_per=token"; its files stay as they are.
         any_model: take a causal language model of transformers too, and a name on the hub where there is no such
             folder.
+        device: where it computes; None: the CPU.
 
     Raises:
         ValueError: none of ours, damaged, no weights for all of it, a change that its weights or the other fields do
@@ -187,6 +214,8 @@ def load(folder: Path, changes: Sequence[str] = (), *, any_model: bool = False) 
     _expect_own_tokenizer(tokenizer, config, where, ours)
     if ours:
         model.embedder = embedder_of(config, tokenizer)
+    if device is not None:
+        model.to(device)
     return Subject(folder, model.eval(), tokenizer, run, changed)
 
 

@@ -183,6 +183,10 @@ def one_row(result: Row) -> list[Row]:
 # --- the suite -----------------------------------------------------------------------------------------------------
 
 
+def device_setting() -> Any:
+    return setting(None, "Where models compute, as cpu, cuda or cuda:1.", default="cuda if there is one")
+
+
 @dataclass(frozen=True)
 class Request(Settings):
     """Which models are asked what: the options of ``trailmark evaluate`` that are no suite's own."""
@@ -216,7 +220,7 @@ class Request(Settings):
         option="--set",
         repeated=True,
     )
-    device: str | None = setting(None, "Where models compute.", default="cuda if there is one")
+    device: str | None = device_setting()
     dtype: str | None = setting(
         None, f"Type of the weights: {', '.join(DTYPES)}.", default="as saved", choices=DTYPES
     )
