@@ -3,32 +3,42 @@
     python benchmarks/parted_reading.py            # benchmarks/parted_reading.json, and the table of docs/scale.md
 
 Commands are timed from start to end, in turn, on a machine that does nothing else; the memories that they leave are
-compared byte for byte.
+compared byte for byte. On paper: what many processes would take for a long text, by the speeds of one that are measured
+here: of reading, of tokenizing, and of copying to disk.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
+from collections import deque
 from pathlib import Path
 from typing import Any
 
+import torch
 from common import interleaved, keep, seconds, spread
-from reading import models
-from tables import Columns, on_machine, record, table
+from reading import models, random_text
+from tables import Columns, Row, on_machine, record, table
 
 from trailmark.byte_tokenizer import ByteTokenizer
 from trailmark.data.corpus import standard_library_texts
+from trailmark.evaluation.parted_reading import STRETCH
 from trailmark.files import read_json
 from trailmark.memory import manifest
+from trailmark.models.stretches import tokens_before_chunks
+from trailmark.report.console import duration
+from trailmark.trace.texts import file_tokens
 
 OUTPUT = Path(__file__).with_suffix(".json")
 # model and tier -> tokens; tokens alone need no disk to keep up
 CASES = {"demo disk": 1 << 23, "demo tokens": 1 << 23, "d512 disk": 1 << 18}
 _ROUNDS = 1  # after one that does not count: each takes minutes
+TOKENS, PROCESSES = 1 << 30, (1, 8, 64, 1024)  # on paper
+PROBE = 1 << 14
 
 
 def text(length: int, path: Path) -> Path:
@@ -95,6 +105,70 @@ def measure(case: str, cores: int) -> dict[str, Any]:
         }
 
 
+def speeds(size: str, folder: Path) -> dict[str, float]:
+    """Of one process with one thread: tokens/s read to disk and tokenized, bytes a token in memory, bytes/s copied."""
+    torch.set_num_threads(1)
+    model = models(size)["drt"]
+    cache = model.new_cache("disk", memory_folder=folder / "memory")
+    model.read(random_text(model, PROBE), cache)
+    read = seconds(lambda: model.read(random_text(model, PROBE, seed=2), cache))
+    file, tokenizer = text(1 << 23, folder / "text.txt"), ByteTokenizer()
+    tokenized = seconds(lambda: deque(file_tokens(file, tokenizer), maxlen=0))
+    large = text(1 << 28, folder / "large.txt")
+
+    def copy() -> None:
+        with open(large, "rb") as source, open(folder / "copy.txt", "wb") as target:
+            shutil.copyfileobj(source, target, 1 << 20)
+            target.flush()
+            os.fsync(target.fileno())
+
+    return {
+        "read": PROBE / read,
+        "tokenized": file.stat().st_size / tokenized,
+        "bytes": cache.memory_bytes() / cache.get_seq_length(),
+        "copied": large.stat().st_size / seconds(copy),
+    }
+
+
+def on_paper(size: str) -> list[dict[str, Any]]:
+    """Seconds of each part for TOKENS tokens: all processes tokenize the text, each reads its stretches, one joins."""
+    with tempfile.TemporaryDirectory(dir=Path.cwd()) as place:
+        speed = speeds(size, Path(place))
+    lead = tokens_before_chunks(models(size)["drt"])
+    rows = []
+    for count in PROCESSES:
+        stretches = -(-TOKENS // STRETCH // count)
+        tokens = TOKENS if count == 1 else stretches * (STRETCH + lead)
+        parts = {
+            "tokenizing": TOKENS / speed["tokenized"],
+            "reading": tokens / speed["read"],
+            "joining": 0.0 if count == 1 else TOKENS * speed["bytes"] / speed["copied"],
+        }
+        own = {"size": size, "processes": count, "seconds": parts}
+        rows.append(own | {"tokens": TOKENS, "lead": lead, "speed": speed})
+    return rows
+
+
+def paper_text() -> str:
+    """The table of what many processes would take."""
+    part = record("parted_reading")["paper"]
+    alone = {row["size"]: sum(row["seconds"].values()) for row in part["results"] if row["processes"] == 1}
+
+    def total(row: Row) -> float:
+        return sum(row["seconds"].values())
+
+    columns: Columns = {
+        "model": "{size}",
+        "processes": "{processes:,}",
+        "tokenizing": "{seconds[tokenizing]:duration}",
+        "reading": "{seconds[reading]:duration}",
+        "joining": "{seconds[joining]:duration}",
+        "together": lambda row: duration(total(row)),
+        "times as fast": lambda row: f"{alone[row['size']] / total(row):,.1f}",
+    }
+    return on_machine(table(columns, part["results"]), part["environment"])
+
+
 def commands_text() -> str:
     """The table of what was measured."""
     part = record("parted_reading")["commands"]
@@ -113,16 +187,20 @@ def commands_text() -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("parts", nargs="*", choices=[[], "commands", "paper"], help="default: both")
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
     parser.add_argument("--output", type=Path, default=OUTPUT)
     options = parser.parse_args()
     cores = os.cpu_count() or 1
     known = (read_json(options.output) or {}).get("commands", {}).get("results", [])
     found = {f"{row['size']} {row['tier']}": row for row in known}
-    for case in options.cases:
+    parts = options.parts or ["commands", "paper"]
+    for case in options.cases if "commands" in parts else ():
         found[case] = measure(case, cores)
         print(found[case], flush=True)
         keep(options.output, "commands", [found[name] for name in CASES if name in found])
+    if "paper" in parts:
+        keep(options.output, "paper", [row for size in ("demo", "d512") for row in on_paper(size)])
     print(f"Numbers: {options.output}")
 
 

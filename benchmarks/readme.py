@@ -22,6 +22,7 @@ import papers
 import parted_reading
 import pretrained_tables
 import reading_tables
+import table_2
 import training_tables
 from case_study.document import texts as case_study_texts
 from ops import table as ops_table
@@ -406,6 +407,7 @@ DOCUMENTS: dict[str, Mapping[str, Callable[[], str]]] = {
         "ops": ops_text,
         "ops of tokens": token_ops_text,
         "reading": reading_tables.text,
+        "table 2": table_2.text,
         "training": training_text,
         "waiting": waiting_text,
     },
@@ -421,6 +423,7 @@ DOCUMENTS: dict[str, Mapping[str, Callable[[], str]]] = {
         "billion answers": billion.answers_text,
         "billion costs": billion.costs_text,
         "processes": parted_reading.commands_text,
+        "processes on paper": parted_reading.paper_text,
     },
     "docs/evaluation.md": {"ruler": ruler_text},
     "docs/training.md": {

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from common import ROOT, parameters, showing
-from compare_rows import NEEDLE_LENGTH, SIZES, needle_config
+from compare_rows import NEEDLE_LENGTH, ROWS, SIZES, needle_config
 from tables import RIGHT, Column, Columns, Row, on_machine, record, table
 
 from trailmark.data.corpus import load_tokenizer, standard_library_texts, tokenize
@@ -53,6 +53,14 @@ STAGES = (
 )
 ANSWER_WEIGHT = 100  # an answer's tokens are one in 25 of a short text's, one in 100 of a long one's
 TASKS = {"single": 1, "2-hop": 2}  # hops
+# arXiv 2410.01651, Table 2, 2-hop NIAH at 16K and 64K, in percent; single NIAH stands in compare_rows.py
+TWO_HOPS = {
+    "Base": (0.71, 0.0),
+    "Base, more layers": (1.06, 0.0),
+    "Landmark": (86.41, 0.0),
+    "DRT x1": (39.93, 38.57),
+    "DRT x2": (86.21, 81.43),
+}
 
 
 def trained(name: str, task: str, seed: int, folder: Path, progress: Progress) -> tuple[Path, float]:
@@ -81,6 +89,12 @@ def trained(name: str, task: str, seed: int, folder: Path, progress: Progress) -
     return before, seconds
 
 
+def learned(output: Path) -> int | None:
+    """The step of a stage at which half of the answers' tokens are right, as a moving average; None: at none."""
+    steps = read_json(output / "history.json")["steps"]
+    return next((each["step"] for each in steps if each["accuracy"] >= 0.5), None)
+
+
 def measure(name: str, task: str, seed: int, folder: Path) -> Row:
     progress = Progress()
     output, seconds = trained(name, task, seed, folder, progress)
@@ -104,6 +118,7 @@ def measure(name: str, task: str, seed: int, folder: Path) -> Row:
         "parameters": parameters(subject.model),
         "seconds": seconds,
         "training_accuracy": history[-1].get("accuracy"),
+        "learned": learned(output.with_name(output.name.replace(STAGES[-1].name, "short"))),
         "environment": environment(),
         "results": results,
     }
@@ -111,19 +126,34 @@ def measure(name: str, task: str, seed: int, folder: Path) -> Row:
 
 def text() -> str:
     """The table of what was measured."""
-    rows = record("table_2")
-    found = rows["results"]
+    found = record("table_2")["results"]
+    found.sort(key=lambda r: (r["task"] != "single", NAMES.index(r["row"]), r["seed"]))
 
-    def share(factor: int) -> Column:
+    def at(factor: int, field: str = RIGHT) -> Column:
         def cell(row: Row) -> str:
             (one,) = (x for x in row["results"] if x["factor"] == factor)
-            return RIGHT.format(**one)
+            return field.format(**one) if one.get("recall") is not None or "recall" not in field else "-"
 
         return cell
 
-    columns: Columns = {"row": "{row}", "task": "{task}", "parameters": "{parameters:,}"}
-    columns["last texts of the training"] = "{training_accuracy:.2f}"
-    columns |= {f"{factor * NEEDLE_LENGTH:,}": share(factor) for factor in FACTORS}
+    def paper(place: int) -> Column:
+        def cell(row: Row) -> str:
+            own = ROWS[row["row"]].paper
+            single = own.needles_16k, own.needles_64k
+            value = (single if row["task"] == "single" else TWO_HOPS.get(row["row"], (None, None)))[place]
+            return "-" if value is None else f"{value:.1f} %"
+
+        return cell
+
+    columns: Columns = {"task": "{task}", "row": "{row}", "parameters": "{parameters:,}"}
+    columns |= {"learned at": "{learned:,}", "in training": "{training_accuracy:.2f}"}
+    columns |= {f"{factor * NEEDLE_LENGTH:,}": at(factor) for factor in FACTORS}
+    columns |= {"chunk read, 1x": at(1, "{recall:.2f}"), "chunk read, 64x": at(64, "{recall:.2f}")}
+    columns |= {
+        "whole value, 1x": at(1, "{exact_accuracy:.2f}"),
+        "paper, 1x": paper(0),
+        "paper, 4x": paper(1),
+    }
     return on_machine(table(columns, found), found[-1]["environment"])
 
 
