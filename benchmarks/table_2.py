@@ -74,6 +74,8 @@ def trained(name: str, task: str, seed: int, folder: Path, progress: Progress) -
             "training.save_steps=100", "training.keep_checkpoints=1", "training.precision=auto",
             "training.constant_fraction=0.8",
         ]  # fmt: skip
+        if name == "Landmark":  # for the landmarks that come early, too
+            changes.append("model.max_position_embeddings=1152")
         if stage.needles:
             changes += ["data.task=niah", "data.early_landmarks=0.1", f"data.hops={TASKS[task]}"]
             changes += [f"data.answer_weight={ANSWER_WEIGHT}", f"init_from={before}"]

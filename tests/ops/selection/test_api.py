@@ -345,6 +345,18 @@ def test_noise_decides_where_every_place_is_contested(blocks: Callable[[int], No
     assert torch.equal(chosen, noise.topk(5).indices.sort(dim=-1).values)
 
 
+@pytest.mark.parametrize("implementation", ["torch", "reference"])
+def test_the_noise_of_a_stretch_is_that_of_all_queries(implementation: str) -> None:
+    query, landmarks, rest = noisy_case()
+    rest["implementation"] = implementation
+    every = ("num_candidates", "first_candidate")
+    whole = select_chunks(query, landmarks, **rest)
+    own = rest | {name: rest[name][:, 4:] for name in every}
+    stretch = select_chunks(query[:, 4:], landmarks, **own, first_query=4)
+    assert torch.equal(stretch.indices, whole.indices[:, 4:])
+    assert not torch.equal(select_chunks(query[:, 4:], landmarks, **own).indices, stretch.indices)
+
+
 def test_noisy_choice_follows_the_softmax() -> None:
     """argmax of scores plus Gumbel noise is a draw from their softmax."""
     N, scores = 20_000, torch.tensor([0.0, 1, -1, 2])
@@ -421,7 +433,7 @@ def test_compiled_for_one_shape_then_for_another() -> None:
 def test_the_op_that_compilation_sees() -> None:
     (query, landmarks), rest = Case(M=20, noisy=True).make()
     bounds = rest["first_candidate"], rest["num_candidates"]
-    inputs = query, cut(landmarks, 8), 2, *bounds, rest["noise_seed"], 0.5, 1.0, False
+    inputs = query, cut(landmarks, 8), 2, *bounds, rest["noise_seed"], 0.5, 1.0, 0, False
     torch.library.opcheck(torch.ops.trailmark.select_chunks_search, inputs)
 
 

@@ -363,10 +363,19 @@ def test_compiled_without_a_graph_break() -> None:
     assert_same_bits(ours, theirs)
 
 
+def test_the_noise_of_a_stretch_is_that_of_all_queries() -> None:
+    query, landmarks, rest = Case(N=9, M=40, noisy=True).make()
+    whole = in_kernels(query, landmarks, **rest)
+    own = rest | {name: rest[name][..., 4:] for name in ("num_candidates", "first_candidate")}
+    stretch = in_kernels(query[:, 4:], landmarks, **own, first_query=4)
+    assert torch.equal(stretch.indices, whole.indices[:, 4:])
+    assert not torch.equal(in_kernels(query[:, 4:], landmarks, **own).indices, stretch.indices)
+
+
 def test_the_op_that_compilation_sees() -> None:
     query, landmarks, rest = Case(M=20, noisy=True).make()
     bounds = rest["first_candidate"], rest["num_candidates"]
-    inputs = query[:, :, None], [landmarks[:, :, None]], 2, *bounds, rest["noise_seed"], 0.5, 1.0, True
+    inputs = query[:, :, None], [landmarks[:, :, None]], 2, *bounds, rest["noise_seed"], 0.5, 1.0, 0, True
     torch.library.opcheck(torch.ops.trailmark.select_chunks_search, inputs)
 
 
