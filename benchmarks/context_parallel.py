@@ -78,27 +78,27 @@ def measured(length: int, cores: int) -> dict[str, Any]:
 
 def on_paper(name: str, gpus: int) -> dict[str, Any]:
     """A text of ``TEXT`` tokens a step: what one of ``gpus`` keeps, computes and sends, in bfloat16."""
+    from trailmark.models.context_parallel import gathered_bytes
     from trailmark.training.config import load_run_config
     from trailmark.training.estimate import estimate
 
     model: Any = load_run_config(CONFIGS / f"{name}.yaml").model_config(50_258)
+    chunks = gathered_bytes(model, TEXT, 2)
     whole, found = (
         estimate(
             model, context_length=TEXT // gpus, rows=gpus, micro_rows=1, world_size=gpus, precision="bfloat16",
-            gradient_checkpointing=True, sharded=True, device="cuda", loss_slab=slab,
+            gradient_checkpointing=True, sharded=True, device="cuda", loss_slab=slab, gathered=chunks,
         )
         for slab in (None, SLAB)
     )  # fmt: skip
     kv = 2 * model.num_key_value_heads * model.head_dim * 2  # bytes of a position's keys and values
-    chunks = TEXT * kv * model.kv_per_chunk + TEXT // model.chunk_size * model.hidden_size * 4
     halos = model.num_hidden_layers * (model.sliding_window - 1) * kv
     return {
         "model": name,
         "gpus": gpus,
         "tokens": TEXT,
         "stretch": TEXT // gpus,
-        # with the chunks of others, and their gradients
-        "peak_bytes": {"whole": whole.peak + 2 * chunks, "slabs": found.peak + 2 * chunks},
+        "peak_bytes": {"whole": whole.peak, "slabs": found.peak},
         "chunk_bytes": chunks,
         # forward, and again in the backward, which computes it anew; then gradients
         "halo_bytes_sent": 3 * halos,

@@ -152,6 +152,8 @@ def train(settings: TrainSettings) -> None:
         for line in forecast(run):
             progress.say(line)
         return
+    if not run.finished:
+        run.sharing.expect_groups()
     count = sum(p.numel() for p in run.model.parameters())
     name = type(run.model).__name__
     progress.say(f"Training {name} ({count:,} parameters) on {amount}: {steps}, into {config.output}/")

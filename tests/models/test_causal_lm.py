@@ -398,6 +398,12 @@ def test_tokens_that_bear_loss_are_those_of_the_call() -> None:
     bearing = BearingTokens(torch.zeros(1, 4, dtype=torch.int64), torch.ones(1, 4), torch.tensor(4.0), 2)
     with pytest.raises(ValueError, match=r"bearing: expected labels of the 5 tokens .* got \(1, 4\)"):
         window_model()(tokens(5), bearing=bearing)
+    with pytest.raises(ValueError, match="bearing: expected a slab of at least 1 token, got 0"):
+        window_model()(tokens(4), bearing=bearing._replace(slab=0))
+    with pytest.raises(ValueError, match=r"bearing: expected a weight of each label, \(1, 4\), got \(1, 3\)"):
+        window_model()(tokens(4), bearing=bearing._replace(weights=torch.ones(1, 3)))
+    with pytest.raises(ValueError, match="bearing: expected"):
+        window_model()(tokens(4), bearing=bearing._replace(labels=bearing.labels + 50))
     with pytest.raises(ValueError, match="bearing: expected none together with labels"):
         window_model()(tokens(4), bearing=bearing, labels=tokens(4))
     with pytest.raises(ValueError, match="bearing: expected none of a model whose landmarks are tokens"):

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor
 from tests.models.tiny import LLAMA3, assert_same, drt, hils, landmark, rpt, tokens, window_model
 from tests.training.killed import begin
 from trailmark.models import TrailmarkForCausalLM
-from trailmark.models.context_parallel import ContextParallel, share_texts
+from trailmark.models.context_parallel import share_texts
 
 ROPE: dict[str, Any] = {"window_position": "rope", "rope_scaling": LLAMA3}
 BASE: dict[str, Any] = ROPE | {"num_sinks": 3, "max_sink_distance": 30}
@@ -95,6 +95,15 @@ def share(file: str) -> None:
                 else:
                     dist.all_reduce(x, group=group)
             cases[size, case] = part
+        unequal = drt()
+        share_texts(unequal, group)
+        try:
+            unequal(ids[:, : 16 - 4 * (place == 1)])
+        except ValueError as error:
+            own_words = torch.tensor([list(str(error).encode()[:40])])
+        told = [torch.empty_like(own_words) for _ in range(size)]
+        dist.all_gather(told, own_words, group=group)
+        cases[size, "unequal"] = {"message": torch.cat(told)}
     dist.destroy_process_group()
     if rank == 0:
         torch.save(cases, file)
@@ -124,19 +133,32 @@ def test_is_as_one_process(shared: Cases, case: str, size: int) -> None:
             assert_same(shared[size, case][name], wanted)
 
 
-def alone(model: TrailmarkForCausalLM) -> TrailmarkForCausalLM:
-    """With the first of two processes, which the checks before any message need not wait for."""
-    first = ContextParallel.__new__(ContextParallel)
-    first.rank, first.size = 0, 2
-    model.context_parallel = first
-    return model
+def test_stretches_of_other_lengths_are_refused_by_all(shared: Cases) -> None:
+    for size in (2, 4):
+        told = shared[size, "unequal"]["message"]
+        assert told.unique(dim=0).shape == (1, len("input_ids: expected stretches of as many"))
+        assert bytes(told[0].tolist()).decode() == "input_ids: expected stretches of as many"
 
 
-def test_stretches_are_whole_and_as_long_as_a_window() -> None:
+@pytest.fixture
+def group(tmp_path: Path) -> Iterator[dist.ProcessGroup]:
+    """Of one process, which shares its texts with nobody."""
+    dist.init_process_group("gloo", f"file://{tmp_path}/store", rank=0, world_size=1)
+    whole = dist.group.WORLD
+    assert whole is not None
+    yield whole
+    dist.destroy_process_group()
+
+
+def test_stretches_are_whole_and_as_long_as_a_window(group: dist.ProcessGroup) -> None:
+    model = drt()
+    share_texts(model, group)
     with pytest.raises(ValueError, match="input_ids: expected a stretch of whole chunks of 4 tokens"):
-        alone(drt())(tokens(18))
-    with pytest.raises(ValueError, match=r"at least the 6 positions before a token .* got 5"):
-        alone(drt())(tokens(4))
+        model(tokens(18))
+    with pytest.raises(
+        ValueError, match=r"at least the 6 positions that a window or the sinks ask for, got 5"
+    ):
+        model(tokens(4))
 
 
 @pytest.mark.parametrize(
@@ -144,32 +166,47 @@ def test_stretches_are_whole_and_as_long_as_a_window() -> None:
     [
         {"labels": tokens(8)},
         {"close_chunk": True},
-        {"use_cache": True},
         {"logits_to_keep": 1},
         {"attention_mask": torch.ones(1, 8).tril(3)},
         {"document_ids": torch.zeros(1, 8, dtype=torch.int64)},
+        {"logits_at": torch.zeros(1, 1, dtype=torch.int64)},
     ],
     ids=lambda asked: next(iter(asked)),
 )
-def test_what_a_stretch_cannot_answer(asked: dict[str, Any]) -> None:
-    with pytest.raises(
-        ValueError, match="context_parallel: expected a call with input_ids and noise_seed alone"
-    ):
-        alone(drt().eval())(tokens(8), **asked)
+def test_what_a_stretch_cannot_answer(asked: dict[str, Any], group: dist.ProcessGroup) -> None:
+    model = drt().eval()
+    share_texts(model, group)
+    with pytest.raises(ValueError, match=f"{next(iter(asked))}: expected none of a model whose texts"):
+        model(tokens(8), **asked)
+
+
+def test_no_memory_is_read_of_a_stretch_and_noise_is_the_texts(group: dist.ProcessGroup) -> None:
+    model = drt()
+    share_texts(model, group)
+    with pytest.raises(ValueError, match="noise_seed: expected that of each text"):
+        model.train()(tokens(8))
+    with pytest.raises(ValueError, match="past_key_values: expected none of a model whose texts"):
+        model.eval()(tokens(8), use_cache=True)
+    with pytest.raises(ValueError, match="model: expected one whose texts are not shared, to read"):
+        model.read(tokens(8))
+    model.context_parallel = None
+    assert model.read(tokens(8)).get_seq_length() == 8
 
 
 @pytest.mark.parametrize(
     ("model", "message"),
     [
-        (landmark, "for LandmarkForCausalLM, whose layers look further back"),
-        (rpt, "for RPTForCausalLM"),
-        (hils, "for HiLSForCausalLM"),
-        (lambda: window_model(sliding_window=None), "no window"),
-        (lambda: drt(retriever="encoder", embedder="hash"), "retriever 'encoder'"),
+        (landmark, "a drt or a sliding_window model, got LandmarkForCausalLM"),
+        (rpt, "got RPTForCausalLM"),
+        (hils, "got HiLSForCausalLM"),
+        (lambda: window_model(sliding_window=None), "one window, got sliding_window None"),
+        (lambda: drt(retriever="encoder", embedder="hash"), "got 'encoder'"),
     ],
 )
-def test_which_models_share_no_text(model: Callable[[], TrailmarkForCausalLM], message: str) -> None:
+def test_which_models_share_no_text(
+    model: Callable[[], TrailmarkForCausalLM], message: str, group: dist.ProcessGroup
+) -> None:
     made = model()
-    with pytest.raises(ValueError, match=f"context_parallel: expected 1 .*{message}"):
-        share_texts(made, Mock())
+    with pytest.raises(ValueError, match=f"context_parallel: expected .*{message}"):
+        share_texts(made, group)
     assert made.context_parallel is None

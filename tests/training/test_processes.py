@@ -21,6 +21,7 @@ from tests.training.killed import Seen, begin, newest, watched
 from tests.training.tiny import TEXT, prose, run_config
 from trailmark.files import read_json
 from trailmark.training.config import RunConfig
+from trailmark.training.forecast import estimate_of
 from trailmark.training.run import HISTORY_FILE, Run
 
 ROUNDING = 1e-12  # of losses in float64, where sums are taken in another order
@@ -152,6 +153,7 @@ def test_two_processes_share_each_text(
 ) -> None:
     """Four of them in two groups, which have texts of their own."""
     settings: dict[str, Any] = {"model": model, "gradient_checkpointing": checkpointing}
+    settings["micro_batch_size"] = 1 if processes == 2 else None  # of two texts and of one
     (single,) = begin(watched, full_chunks(tmp_path / "one", **settings)).results()
     settings["loss_slab"] = 13 if processes == 4 else None
     config = full_chunks(tmp_path / "several", parallel=parallel, context_parallel=2, **settings)
@@ -391,11 +393,35 @@ def test_a_batch_that_does_not_divide_is_refused_before_a_model_is_made(
 
 def test_processes_that_make_no_groups_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "3")
+    monkeypatch.setattr(Run, "_make_model", lambda run: pytest.fail("a model was made"))
+    run = Run(full_chunks(tmp_path, context_parallel=2), text=TEXT)
     with pytest.raises(
         ValueError, match=r"training\.context_parallel: expected a divisor of the 3 processes, got 2"
     ):
-        Run(full_chunks(tmp_path, context_parallel=2), text=TEXT)
+        run.train()
     assert not list(tmp_path.iterdir())
+
+
+def test_samples_that_do_not_divide_among_groups_are_told_by_processes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    with pytest.raises(
+        ValueError, match=r"divides among 4 processes, got 3 samples\. Start 2 or 6 processes"
+    ):
+        Run(full_chunks(tmp_path, context_parallel=2, tokens_per_step=240), text=TEXT)
+
+
+def test_what_texts_that_are_shared_take_is_told_to_one_process(tmp_path: Path) -> None:
+    """Two rows of half the length each, and the chunks of all."""
+    whole, shared = (
+        estimate_of(Run(full_chunks(tmp_path, context_parallel=size, tokens_per_step=80), text=TEXT))
+        for size in (1, 2)
+    )
+    assert shared.world_size == 2
+    assert shared.tokens_per_step == whole.tokens_per_step
+    assert shared.activations < whole.activations
+    assert shared.logits == whole.logits / 2
 
 
 # --- the commands ----------------------------------------------------------------------------------------------

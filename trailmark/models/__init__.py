@@ -13,6 +13,7 @@ from trailmark.models.hsa.config import HSAConfig
 from trailmark.models.hsa.model import HSAForCausalLM
 from trailmark.models.landmark.config import LandmarkConfig
 from trailmark.models.landmark.model import LandmarkForCausalLM
+from trailmark.models.loss import BearingTokens
 from trailmark.models.outputs import CausalLMOutput
 from trailmark.models.registry import MODELS, architectures, architectures_with, register, short_name
 from trailmark.models.rpt.config import RPTConfig
@@ -33,6 +34,7 @@ for _model in (
 
 __all__ = [
     "MODELS",
+    "BearingTokens",
     "BlockRecurrentConfig",
     "BlockRecurrentForCausalLM",
     "CausalLMOutput",

@@ -93,6 +93,22 @@ def check_columns(logits_at: Tensor, input_ids: Tensor, with_others: bool) -> No
         )
 
 
+def check_bearing(bearing: BearingTokens, with_labels: bool, vocab_size: int) -> None:
+    """What tokens are to predict, for a loss without all logits; its rows are checked where the states are known."""
+    if with_labels:
+        raise ValueError(
+            "bearing: expected none together with labels or num_items_in_batch. Leave one of them out."
+        )
+    if not isinstance(bearing.slab, int) or isinstance(bearing.slab, bool) or bearing.slab < 1:
+        raise ValueError(f"bearing: expected a slab of at least 1 token, got {bearing.slab!r}.")
+    if bearing.weights.shape != bearing.labels.shape:
+        raise ValueError(
+            f"bearing: expected a weight of each label, {tuple(bearing.labels.shape)}, got "
+            f"{tuple(bearing.weights.shape)}."
+        )
+    check_vocabulary("bearing", bearing.labels.masked_fill(bearing.labels == -100, 0), vocab_size)
+
+
 def check_scored(scores: bool, has_cache: bool) -> None:
     """That a model has scores of all chunks, in a call on a whole text."""
     if not scores:

@@ -30,6 +30,7 @@ from trailmark.models.answers import ModelAnswers
 from trailmark.models.arguments import (
     CacheKey,
     Call,
+    check_bearing,
     check_cache,
     check_columns,
     check_documents,
@@ -293,8 +294,9 @@ class TrailmarkForCausalLM(ModelAnswers, EncodingMixin, FolderMixin, PreTrainedM
                 ``logits_to_keep``.
             output_retrieval_scores: return the scores of all chunks that each landmark may select, noise left out, of
                 a model that scores them (``config.ranks_all_chunks``). Not with a cache.
-            bearing: what the tokens predict and weigh: the loss is that of these, without a ranking's, and no logits
-                are returned, of which few are there at a time. Not with labels, nor where landmarks are tokens.
+            bearing: what the tokens predict and weigh (:class:`trailmark.models.loss.BearingTokens`). The loss is
+                that of these, without a ranking's, and no logits are returned: those of at most ``slab`` tokens exist
+                at a time. Not with labels, nor where landmarks are tokens of the text.
             others: what models of transformers may take and these do not (``inputs_embeds``, ``output_hidden_states``,
                 ``position_ids``): None or False, or it is refused.
 
@@ -308,7 +310,7 @@ class TrailmarkForCausalLM(ModelAnswers, EncodingMixin, FolderMixin, PreTrainedM
                 vocabulary, padding in the middle, a mask, labels, documents or a cache of other rows, a cache of
                 another model or in training, documents in several pieces or together with a cache; neighbours that the
                 model does not take, that are not before their chunk in its document, or together with a cache; no
-                embedder where one is needed, or another.
+                embedder where one is needed, or another; a ``bearing`` of other tokens, or none that can be.
         """
         check_others(others)
         input_ids = check_tokens(input_ids, self.config.vocab_size)
@@ -324,6 +326,10 @@ class TrailmarkForCausalLM(ModelAnswers, EncodingMixin, FolderMixin, PreTrainedM
             check_documents(document_ids, input_ids, has_cache)
         if logits_at is not None:
             check_columns(logits_at, input_ids, has_cache or labels is not None or bool(logits_to_keep))
+        if bearing is not None:
+            check_bearing(
+                bearing, labels is not None or num_items_in_batch is not None, self.config.vocab_size
+            )
         if output_retrieval_scores:
             check_scored(self.config.ranks_all_chunks, has_cache)
         given = self._given(neighbours, neighbour_scores, has_cache)
@@ -334,8 +340,6 @@ class TrailmarkForCausalLM(ModelAnswers, EncodingMixin, FolderMixin, PreTrainedM
                 raise ValueError(f"labels: expected shape {(B, T)}, got {tuple(labels.shape)}.")
             if logits_to_keep:
                 raise ValueError("logits_to_keep: expected 0 together with labels.")
-            if bearing is not None:
-                raise ValueError("bearing: expected none together with labels. Leave one of them out.")
             check_vocabulary("labels", labels.masked_fill(labels == -100, 0), self.config.vocab_size)
         present = None if attention_mask is None else present_tokens(attention_mask, T, B, cache)
         if labels is not None and present is not None:
@@ -375,6 +379,10 @@ class TrailmarkForCausalLM(ModelAnswers, EncodingMixin, FolderMixin, PreTrainedM
             text = self._read_pieces(text, cache, keep, call.prefill_chunk_size or _READ_TOKENS, None)
         noise_seed = call.noise_seed if self.training else None
         if self.training and noise_seed is None:
+            if self.context_parallel is not None and self.config.retrieves_in_training:
+                raise ValueError(
+                    "noise_seed: expected that of each text, the same in all processes that share it, got none."
+                )
             noise_seed = torch.randint(2**31, (B,), device=call.input_ids.device)
         grid = self._lay_out(text, cache, noise_seed)
         kept = None if call.output_retrieval else keep
@@ -493,6 +501,11 @@ class TrailmarkForCausalLM(ModelAnswers, EncodingMixin, FolderMixin, PreTrainedM
         Raises:
             ValueError: as :meth:`forward`; no space left for the memory (what was read so far stays valid).
         """
+        if self.context_parallel is not None:
+            raise ValueError(
+                "model: expected one whose texts are not shared, to read: a memory is of a whole text. Set "
+                "model.context_parallel = None first."
+            )
         input_ids = check_tokens(input_ids, self.config.vocab_size)
         check_tensors(attention_mask=attention_mask)
         cache = self.new_cache(num_tokens=input_ids.shape[1]) if cache is None else cache

@@ -95,7 +95,8 @@ class LayeredForCausalLM(TrailmarkForCausalLM):
 
     def _run_lower(self, x: Tensor, grid: Grid, place: Place, step: Step | Stretch | None) -> Tensor:
         """Positions x [B, P, E] through the layers that run on every token."""
-        if step is None and place.asking is not None and self._has_fixed_tokens(grid):
+        of_text = step is None or isinstance(step, Stretch)
+        if of_text and place.asking is not None and self._has_fixed_tokens(grid):
             place = replace(place, fixed_tokens=True)
         for number, layer in enumerate(self.lower_layers):
             x = layer(x, place, step and step.window(number))

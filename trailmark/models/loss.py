@@ -74,7 +74,7 @@ class BearingTokens(NamedTuple):
 
         parts = (states.flatten(0, 1), self.labels.flatten(), self.weights.flatten())
         slabs = zip(*(part[None].split(self.slab, dim=1) for part in parts), strict=True)
-        losses = [checkpoint(of_slab, *slab, use_reentrant=False) for slab in slabs]
+        losses = [checkpoint(of_slab, *slab, use_reentrant=False, preserve_rng_state=False) for slab in slabs]
         return torch.stack(losses).sum()
 
 

@@ -13,7 +13,7 @@ import yaml
 from trailmark.data.needles.curriculum_texts import CURRICULUM
 from trailmark.data.needles.mixed import most_questions
 from trailmark.models import MODELS, TrailmarkConfig, architectures_with, short_name
-from trailmark.models.context_parallel import expect_shareable
+from trailmark.models.context_parallel import expect_shareable, least_stretch
 from trailmark.models.fields import build_config, saved_fields
 from trailmark.settings import expect_bounds, from_mapping, parse_override, read_yaml, setting
 
@@ -492,7 +492,7 @@ def _check_parts(config: RunConfig, model: TrailmarkConfig) -> None:
     if training.loss_slab is not None:
         for name, came, expected in (
             ("data.task", config.data.task, "text"),
-            ("distil.weight", config.distil.weight if config.distil.model else 0, 0),
+            ("distil.model", config.distil.model if _teaches(config.distil) else None, None),
             ("model.landmark_loss", getattr(model, "landmark_loss", None) == "text", False),
         ):
             if came != expected:
@@ -543,6 +543,11 @@ def _check_distil(config: RunConfig, model: TrailmarkConfig) -> None:
         )
 
 
+def _teaches(distil: DistilConfig) -> bool:
+    """Whether a teacher has a part in the loss of a step."""
+    return distil.model is not None and (distil.weight > 0 or distil.retrieval_weight > 0)
+
+
 def _check_sharing(config: RunConfig, model: TrailmarkConfig) -> None:
     """That texts which several processes share may be cut into stretches of whole chunks."""
     data, training = config.data, config.training
@@ -568,20 +573,16 @@ def _check_sharing(config: RunConfig, model: TrailmarkConfig) -> None:
                 f"texts are shared that are one piece of text in full chunks. Set {name}={_as_yaml(expected)}, or "
                 "training.context_parallel=1."
             )
-    step = size * (chunk_size or 1)
-    stretch = training.context_length // size
-    landmarks = (
-        stretch // chunk_size if chunk_size and model.has_landmarks and not model.hides_landmarks else 0
-    )
-    positions = stretch + landmarks
-    assert model.sliding_window is not None
-    least = -(-model.sliding_window // (chunk_size or 1)) * step
-    if training.context_length % step or positions < model.sliding_window:
+    tokens = chunk_size or 1
+    positions = tokens + bool(chunk_size and model.has_landmarks and not model.hides_landmarks)
+    step, least = size * tokens, -(-least_stretch(model, size) // positions) * size * tokens
+    if training.context_length % step or training.context_length < least:
         near = max(least, round(training.context_length / step) * step)
+        what = "stretches" if chunk_size is None else "stretches of whole chunks"
         raise ValueError(
-            f"training.context_length: expected stretches of whole chunks, each at least as long as the window, for "
-            f"training.context_parallel {size}: a multiple of {step}, at least {least}; got {training.context_length}. "
-            f"{near} would do."
+            f"training.context_length: expected {what}, each at least as long as the window, for "
+            f"training.context_parallel {size}: a multiple of {step}, at least {least}; got "
+            f"{training.context_length}. {near} would do."
         )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from datetime import timedelta
 
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -15,15 +16,12 @@ from trailmark.training.tasks import Batch
 
 @dataclass(frozen=True)
 class Sharing:
-    """Processes in groups of ``size``, each of which takes texts of its own and shares each of them.
-
-    Raises:
-        ValueError: processes that make no whole groups.
-    """
+    """Processes in groups of ``size``, each of which takes texts of its own and shares each of them."""
 
     size: int
 
-    def __post_init__(self) -> None:
+    def expect_groups(self) -> None:
+        """Raise a ValueError where the processes make no whole groups."""
         if world_size() % self.size:
             raise ValueError(
                 f"training.context_parallel: expected a divisor of the {world_size()} processes, got {self.size}. "
@@ -32,7 +30,13 @@ class Sharing:
 
     @property
     def groups(self) -> int:
-        return world_size() // self.size
+        """As many as there are, at least one: a forecast is asked for by one process."""
+        return max(1, world_size() // self.size)
+
+    @property
+    def processes(self) -> int:
+        """That train together."""
+        return self.groups * self.size
 
     @property
     def group(self) -> int:
@@ -44,10 +48,19 @@ class Sharing:
         if self.size == 1:
             return
         firsts = range(0, world_size(), self.size)
-        groups = [dist.new_group(range(first, first + self.size)) for first in firsts]  # by all, in one order
+        timeout = timedelta(days=1)  # as long as the slowest of them takes for what it does alone
+        groups = [
+            dist.new_group(range(first, first + self.size), timeout=timeout) for first in firsts
+        ]  # by all, in one order
         own = groups[self.group]
         assert isinstance(own, dist.ProcessGroup)
         share_texts(model, own)
+
+    def end(self, model: TrailmarkForCausalLM) -> None:
+        """Let the model take whole texts again."""
+        if (parallel := model.context_parallel) is not None:
+            model.context_parallel = None
+            dist.destroy_process_group(parallel.group)
 
     def stretch(self, batch: Batch) -> Batch:
         """This process's part of texts [B, T]: T / size tokens, with one label and its weight more.
@@ -62,3 +75,6 @@ class Sharing:
         for key, nothing in (("labels", -100), ("loss_weights", 0)):
             part[key] = F.pad(batch[key], (0, 1), value=nothing)[:, first : first + length + 1]
         return part | {key: x for key, x in batch.items() if key not in part}
+
+
+ALONE = Sharing(1)

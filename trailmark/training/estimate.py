@@ -73,6 +73,7 @@ def estimate(
     parts: Parts = WHOLE,
     loss_positions: float = 1.0,
     loss_slab: int | None = None,
+    gathered: int = 0,
     teacher_parameters: int = 0,
 ) -> Estimate:
     """What training will cost. The model is not allocated, nor anything else that is large.
@@ -99,6 +100,7 @@ def estimate(
             the fewest and the most marks. None: uniform, without any of these.
         parts: what is trained, and adapters. loss_positions: share of the tokens whose logits are computed.
         loss_slab: tokens whose logits are there at a time; None: those of a micro-batch.
+        gathered: bytes of a text's chunks that processes which share it have each, per row (``gathered_bytes``).
         teacher_parameters: of a teacher, 0: none. Its weights, its logits and two FLOPs per parameter and token are
             counted, not what its layers and its attention take in between.
 
@@ -158,6 +160,7 @@ def estimate(
     else:
         fixed += (gradients_whole if accumulates else 0) + (gradients_whole if world_size > 1 else 0)
     in_step = fixed + max(other + gradients / share for other, gradients in found.peaks)
+    in_step += 3 * micro * gathered  # they, their gradients, and those of others for this process's
     in_step += 2 * logits if teacher else 0  # the teacher's, and the gradient that it adds
     in_update = -(-(weights + gradients_whole + state) // share) + update + teacher
     in_update += 0 if sharded or world_size == 1 else gradients_whole

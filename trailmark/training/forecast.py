@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import psutil
 import torch
 
+from trailmark.models.context_parallel import gathered_bytes
 from trailmark.processes import rank, world_size
 from trailmark.training.estimate import Estimate, describe, estimate, measure_flops_per_second
 from trailmark.training.loss import weighted_loss
@@ -37,10 +38,13 @@ def forecast(run: Run) -> Iterator[str]:
 
 def estimate_of(run: Run) -> Estimate:
     """From the run's sizes alone."""
-    settings, processes = run.config.training, world_size()
+    settings, processes, sharing = run.config.training, run.sharing.processes, run.sharing
     rows, length = run.task.row_counts()[-1], settings.context_length
-    if run.sharing.size > 1:  # stretches are as texts of their own, but for chunks that other processes read
-        rows, length = rows * run.sharing.size, length // run.sharing.size
+    chunks = 0
+    if sharing.size > 1:  # stretches are as texts of their own, but for the chunks of all
+        itemsize = getattr(torch, settings.computes_in).itemsize
+        chunks = gathered_bytes(run.model_config, length, itemsize)
+        rows, length = rows * sharing.size, length // sharing.size
     if run.config.data.task == "needles":  # the last level's texts are the longest
         length = run.curriculum.levels[-1].chunks * run.config.data.chunk_size
     return estimate(
@@ -56,11 +60,12 @@ def estimate_of(run: Run) -> Estimate:
         device="cuda" if torch.cuda.is_available() else "cpu",
         # with its early landmarks and documents; the demo's needles change their layout with the level
         batch=None
-        if run.config.data.task == "needles" or run.sharing.size > 1
+        if run.config.data.task == "needles" or sharing.size > 1
         else run.task.batch(0, 0, rows // (processes * run.micro)),
         parts=run.parts,
         loss_positions=settings.loss_positions,
         loss_slab=settings.loss_slab,
+        gathered=chunks,
         teacher_parameters=0 if run.teacher is None else run.teacher.parameters(),
     )
 

@@ -148,12 +148,12 @@ class Run(RunningState):
     def _micro_batches(self) -> int:
         """Micro-batches of each process, the same number at every step."""
         counts, size = self.task.row_counts(), self.config.training.micro_batch_size
-        groups = self.sharing.groups
-        micro = micro_batches(max(counts), groups, size)
+        sharing = self.sharing
+        micro = micro_batches(max(counts), sharing.processes, size, sharing.size)
         for rows in counts:
-            micro_batches(rows, groups * micro, None)
-        length = self.config.training.context_length // self.sharing.size
-        tokens = max(counts) // (groups * micro) * length
+            micro_batches(rows, sharing.processes * micro, None, sharing.size)
+        length = self.config.training.context_length // sharing.size
+        tokens = max(counts) // (sharing.groups * micro) * length
         if tokens > _MOST_TOKENS:
             raise ValueError(
                 f"training.micro_batch_size: expected at most {_MOST_TOKENS:,} tokens that a process takes at once, "
@@ -218,6 +218,7 @@ class Run(RunningState):
             ValueError: a folder of another run, another text than it began with, no space left, a loss that is
                 not finite.
         """
+        self.sharing.expect_groups()
         # processes get to know each other here
         arguments = training_arguments(self.config.training, self.output / CHECKPOINTS, self.micro)
         expect_one_precision(self.config)
@@ -230,6 +231,7 @@ class Run(RunningState):
         last = by_main(self._claim_output)
         if settings.gradient_checkpointing:
             checkpoint_activations(self.model)
+        self._held.callback(self.sharing.end, self.model)
         self.sharing.begin(self.model)
         batches = Batches(self.task, settings.steps, self.micro, self.sharing)
         trainer = self.trainer = RunTrainer(

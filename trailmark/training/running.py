@@ -26,8 +26,6 @@ from trailmark.processes import (
     by_main,
     connected,
     is_main,
-    rank,
-    world_size,
 )
 from trailmark.training import states, tensors
 from trailmark.training.config import RunConfig
@@ -256,14 +254,20 @@ class RunningState:
         numbers: dict[str, float] = {}
         training, parallel = model.training, self.model.context_parallel
         model.eval()
-        self.model.context_parallel = None  # each process measures texts of its own
         try:
             if self._validation is not None:
-                rows = max(1, self.task.rows(0) // (world_size() * self.micro))
+                rows = max(1, self.task.rows(0) // (self.sharing.groups * self.micro))
                 settings = self.config.training
                 numbers |= _validation_loss(
-                    model, self.model, self._validation, settings.eval_windows, rows, settings.loss_slab
+                    model,
+                    self.model,
+                    self._validation,
+                    settings.eval_windows,
+                    rows,
+                    settings.loss_slab,
+                    self.sharing,
                 )
+            self.model.context_parallel = None  # what else is measured reads whole texts
             if self._evaluate is not None:
                 numbers |= _measured_whole(self.model, self._evaluate)
         finally:
@@ -317,6 +321,7 @@ def _validation_loss(
     windows: int,
     rows: int,
     slab: int | None,
+    sharing: Sharing,
 ) -> dict[str, float]:
     """Loss in nats and perplexity on the first ``windows`` windows of ``task``.
 
@@ -327,10 +332,11 @@ def _validation_loss(
     """
     device = next(model.parameters()).device
     total = torch.zeros(2, dtype=torch.float64, device=device)
-    together = rows * world_size()
+    together = rows * sharing.groups
     for first in range(0, windows, together):
-        start = first + rank() * rows
-        batch = {key: x.to(device) for key, x in task.batch(0, start, rows).items()}
+        start = first + sharing.group * rows
+        own = sharing.stretch(task.batch(0, start, rows))
+        batch = {key: x.to(device) for key, x in own.items()}
         counted = (torch.arange(start, start + rows) < windows).to(device)
         batch["loss_weights"] = batch["loss_weights"] * counted[:, None]
         one = torch.ones((), dtype=torch.float64, device=device)

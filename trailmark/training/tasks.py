@@ -225,19 +225,19 @@ def without_trivial_layout(batch: Batch) -> Batch:
     return {key: x for key, x in batch.items() if key not in trivial or bool((x != trivial[key]).any())}
 
 
-def micro_batches(rows: int, processes: int, micro_batch_size: int | None) -> int:
-    """Micro-batches of each process for a global batch of ``rows``.
+def micro_batches(rows: int, processes: int, micro_batch_size: int | None, sharing: int = 1) -> int:
+    """Micro-batches of each process for a global batch of ``rows``; ``sharing`` processes have the same rows.
 
     Raises:
         ValueError: a batch that does not divide among the processes, or not into whole micro-batches.
     """
-    if rows % processes:
-        fit = [n for n in range(1, rows + 1) if rows % n == 0]
+    if rows % (groups := processes // sharing):
+        fit = [n * sharing for n in range(1, rows + 1) if rows % n == 0]
         raise ValueError(
             f"training.tokens_per_step: expected a global batch that divides among {processes} processes, got {rows} "
             f"samples. Start {' or '.join(map(str, fit[-4:]))} processes, or change tokens_per_step."
         )
-    own = rows // processes
+    own = rows // groups
     if micro_batch_size is None or own <= micro_batch_size <= rows:  # several processes have less of it each
         return 1
     if own % micro_batch_size:

@@ -31,6 +31,7 @@ HAYSTACK = Corpus.of_tokens(tokenize([PROSE], BYTES))
 SETTINGS: list[dict[str, Any]] = [
     {"hops": 1},
     {"hops": 1, "value_tokens": 1},
+    {"hops": 2, "answer_weight": 7.0},
     {"hops": 1, "values": "digits"},
     {"hops": 2},
     {"hops": 1, "chains": 6},

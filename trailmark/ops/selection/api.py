@@ -101,6 +101,8 @@ def select_chunks(
     require(query.dim() in (3, 4), "query", tuple(query.shape), "shape [B, N, E] or [B, N, J, E]")
     require(num_retrieved >= 1, "num_retrieved", num_retrieved, "at least 1")
     require(0 <= recency < math.inf, "recency", recency, "at least 0, and finite")
+    whole = isinstance(first_query, int) and not isinstance(first_query, bool)
+    require(whole and 0 <= first_query < 2**31, "first_query", first_query, "a whole number, at least 0")
     segments = _segments(landmarks, query)
     if not per_head:
         query, segments = query[:, :, None], [segment[:, :, None] for segment in segments]
