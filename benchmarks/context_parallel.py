@@ -2,8 +2,8 @@
 
     python benchmarks/context_parallel.py            # benchmarks/context_parallel.json, the tables of docs/training.md
 
-Measured: ``trailmark train`` on configs/laptop-drt-x2.yaml, one process with a thread for each core and as many
-processes with one, in turn, on a machine that does nothing else. On paper: no network is there to measure.
+Measured: ``trailmark train`` on configs/laptop-drt-x2.yaml, one process with two threads and two processes with one,
+in turn, on a machine that does nothing else. On paper: no network is there to measure.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ CONFIG = CONFIGS / "laptop-drt-x2.yaml"
 LENGTHS = (8192, 32_768)
 STEPS = 4  # of one text; the first one warms up
 ROUNDS = 3
+PROCESSES = 2  # and threads of the one that stands beside them
 TEXT, SLAB = 1 << 20, 4096  # tokens, and those whose logits are there at a time
 MODELS, GPUS = ("drt-x1-128m", "drt-x1-350m"), (8, 16, 32)
 
@@ -56,19 +57,19 @@ def train(length: int, processes: int, threads: int) -> dict[str, float]:
     return {"seconds": took, "peak_bytes": used.ru_maxrss * 1024, "loss": steps[-1]["step_loss"]}
 
 
-def measured(length: int, cores: int) -> dict[str, Any]:
+def measured(length: int, count: int) -> dict[str, Any]:
     kept: dict[str, list[dict[str, float]]] = {"one": [], "several": []}
 
     def run(name: str, processes: int, threads: int) -> float:
         kept[name].append(train(length, processes, threads))
         return kept[name][-1]["seconds"]
 
-    cases = {"one": lambda: run("one", 1, cores), "several": lambda: run("several", cores, 1)}
+    cases = {"one": lambda: run("one", 1, count), "several": lambda: run("several", count, 1)}
     found = interleaved(cases, ROUNDS)
     one, several = (kept[name][-1]["loss"] for name in ("one", "several"))
     return {
         "length": length,
-        "processes": cores,
+        "processes": count,
         "seconds": {name: spread(values) for name, values in found.items()},
         "ratios": spread([one / several for one, several in zip(*found.values(), strict=True)]),
         "peak_bytes": {name: max(run["peak_bytes"] for run in runs) for name, runs in kept.items()},
@@ -145,8 +146,7 @@ def main() -> None:
     options = parser.parse_args()
     parts = options.parts or ["measured", "paper"]
     if "measured" in parts:
-        cores = os.cpu_count() or 1
-        keep(options.output, "measured", [measured(length, cores) for length in options.lengths])
+        keep(options.output, "measured", [measured(length, PROCESSES) for length in options.lengths])
     if "paper" in parts:
         keep(options.output, "paper", [on_paper(name, gpus) for name in MODELS for gpus in GPUS])
     print(f"Numbers: {options.output}")

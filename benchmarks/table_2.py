@@ -83,8 +83,8 @@ def trained(name: str, task: str, seed: int, folder: Path, progress: Progress) -
             changes += ["data.task=text", "data.early_landmarks=0"]
         config = needle_config(name, seed, SIZES["cpu"], changes)
         run = Run(config, showing(progress, f"{name}, {task}, {stage.name}"))
-        if not run.finished:
-            run.train()
+        if not run.finished and run.train() is None:
+            raise SystemExit("Stopped. The same command goes on from here.")
         seconds += read_json(output / "history.json")["seconds"]
         before = output
     assert before is not None
@@ -128,7 +128,9 @@ def measure(name: str, task: str, seed: int, folder: Path) -> Row:
 
 def text() -> str:
     """The table of what was measured."""
-    found = record("table_2")["results"]
+    found = kept()
+    if not found:
+        return "Nothing was measured yet."
     found.sort(key=lambda r: (r["task"] != "single", NAMES.index(r["row"]), r["seed"]))
 
     def at(factor: int, field: str = RIGHT) -> Column:
@@ -166,22 +168,19 @@ def main() -> None:
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--folder", type=Path, default=FOLDER)
-    parser.add_argument("--output", type=Path, default=OUTPUT)
     options = parser.parse_args()
     start_again_set_up()
     for seed in options.seeds:
         for task in options.tasks if not options.part else ():
             for name in options.rows:
-                if not any(
-                    (r["row"], r["task"], r["seed"]) == (name, task, seed) for r in kept(options.output)
-                ):
+                if not any((r["row"], r["task"], r["seed"]) == (name, task, seed) for r in kept()):
                     row = measure(name, task, seed, options.folder)
-                    write_json(options.output, {"results": [*kept(options.output), row]})
+                    write_json(OUTPUT, {"results": [*kept(), row]})
     print(text())
 
 
-def kept(path: Path) -> list[Row]:
-    return list((read_json(path) or {}).get("results", []))
+def kept() -> list[Row]:
+    return list(record("table_2").get("results", []))
 
 
 if __name__ == "__main__":
