@@ -149,7 +149,7 @@ def text() -> str:
 
         return cell
 
-    columns: Columns = {"task": "{task}", "row": "{row}", "parameters": "{parameters:,}"}
+    columns: Columns = {"task": "{task}", "row": "{row}", "seed": "{seed}", "parameters": "{parameters:,}"}
     columns |= {"learned at": "{learned:,}", "in training": "{training_accuracy:.2f}"}
     columns |= {f"{factor * NEEDLE_LENGTH:,}": at(factor) for factor in FACTORS}
     columns |= {"chunk read, 1x": at(1, "{recall:.2f}"), "chunk read, 64x": at(64, "{recall:.2f}")}
