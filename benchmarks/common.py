@@ -122,6 +122,13 @@ class Timers:
                 setattr(owner, attribute, original)
 
 
+def together(processes: int) -> list[str]:
+    """What stands between ``python -m`` and a module that so many processes run; of one, nothing."""
+    if processes == 1:
+        return []
+    return ["torch.distributed.run", "--standalone", f"--nproc-per-node={processes}", "-m"]
+
+
 # --- trainings ---------------------------------------------------------------------------------------------
 
 

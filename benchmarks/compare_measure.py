@@ -24,6 +24,7 @@ from compare_rows import (
     SIZES,
     Sizes,
     fix_levels,
+    folder_name,
     needle_config,
     text_config,
 )
@@ -79,10 +80,9 @@ def measure_row(job: Found) -> None:
 
 def row_config(job: Found) -> RunConfig:
     folder, steps = Path(job["folder"]) / job["part"], job["steps"]
-    name = "".join(c if c.isalnum() else "-" for c in job["row"].lower().replace(", ", "-"))
     changes = [
         *job["changes"],
-        f"output={folder / name}-{job['seed']}",
+        f"output={folder / folder_name(job['row'])}-{job['seed']}",
         f"training.steps={steps}",
         "training.save_steps=50",
         "training.keep_checkpoints=1",

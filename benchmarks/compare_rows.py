@@ -143,6 +143,11 @@ SEEDED = ("Base", "Landmark", "DRT x1", "DRT x2")
 SEEDS = (0, 1, 2)
 
 
+def folder_name(row: str) -> str:
+    """Of a row's trainings."""
+    return "".join(c if c.isalnum() else "-" for c in row.lower().replace(", ", "-"))
+
+
 def jobs(part: str, names: Sequence[str] | None, seeds: Sequence[int]) -> list[tuple[str, int]]:
     """(row, seed) of "text" or "needles" by their weight: every row once, then more seeds of those in SEEDED.
 

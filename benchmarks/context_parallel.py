@@ -16,7 +16,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from common import CONFIGS, ROOT, interleaved, keep, spread
+from common import CONFIGS, ROOT, interleaved, keep, spread, together
 from tables import Columns, on_machine, record, table
 
 from trailmark.files import read_json
@@ -35,17 +35,12 @@ MODELS, GPUS = ("drt-x1-128m", "drt-x1-350m"), (8, 16, 32)
 def train(length: int, processes: int, threads: int) -> dict[str, float]:
     """Seconds of a step after the first, the largest process's peak memory, and the last step's loss."""
     shutil.rmtree(FOLDER, ignore_errors=True)
-    launcher = (
-        ["torch.distributed.run", "--standalone", f"--nproc-per-node={processes}", "-m"]
-        if processes > 1
-        else []
-    )
     changes = [
         f"output={FOLDER}", f"training.steps={STEPS}", f"training.tokens_per_step={length}",
         f"training.context_length={length}", "training.precision=float32", "training.logging_steps=1",
         "training.save_steps=1000", f"training.context_parallel={processes}",
     ]  # fmt: skip
-    command = [sys.executable, "-m", *launcher, "trailmark", "train", str(CONFIG), *changes]
+    command = [sys.executable, "-m", *together(processes), "trailmark", "train", str(CONFIG), *changes]
     started = subprocess.Popen(
         command, env=os.environ | {"OMP_NUM_THREADS": str(threads)}, stdout=subprocess.DEVNULL
     )

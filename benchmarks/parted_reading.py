@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import interleaved, keep, seconds, spread
+from common import interleaved, keep, seconds, spread, together
 from reading import models, random_text
 from tables import Columns, Row, on_machine, record, table
 
@@ -58,13 +58,10 @@ def made(size: str, folder: Path) -> Path:
 
 def command(model: Path, file: Path, memory: Path, tier: str, cores: int, processes: bool) -> float:
     """Seconds of ``trailmark read``, from start to end."""
-    launcher = (
-        ["torch.distributed.run", "--standalone", f"--nproc-per-node={cores}", "-m"] if processes else []
-    )
     words = [
         sys.executable,
         "-m",
-        *launcher,
+        *together(cores if processes else 1),
         "trailmark",
         "read",
         str(model),

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from common import ROOT, parameters, showing
-from compare_rows import NEEDLE_LENGTH, ROWS, SIZES, needle_config
-from tables import RIGHT, Column, Columns, Row, on_machine, record, table
+from compare_rows import NEEDLE_LENGTH, ROWS, SIZES, folder_name, needle_config
+from tables import RIGHT, Column, Columns, Row, cell, on_machine, record, table
 
 from trailmark.data.corpus import load_tokenizer, standard_library_texts, tokenize
 from trailmark.evaluation.needles.ask import measure as ask
@@ -28,7 +28,7 @@ from trailmark.evaluation.subject import load
 from trailmark.files import read_json, write_json
 from trailmark.machine import start_again_set_up
 from trailmark.report.console import Progress
-from trailmark.training.run import Run
+from trailmark.training.run import HISTORY_FILE, Run
 
 OUTPUT = Path(__file__).with_suffix(".json")
 FOLDER = ROOT / "runs" / "benchmark-table-2"
@@ -63,12 +63,12 @@ TWO_HOPS = {
 }
 
 
-def trained(name: str, task: str, seed: int, folder: Path, progress: Progress) -> tuple[Path, float]:
-    """The folder of the last stage's model, and the seconds of all stages."""
-    before, seconds = None, 0.0
+def trained(name: str, task: str, seed: int, folder: Path, progress: Progress) -> dict[str, Path]:
+    """The folder of each stage's model, by the stage."""
+    made: dict[str, Path] = {}
     for stage in STAGES:
         own = task if stage.needles else "both"
-        output = folder / f"{name.lower().replace(', ', '-').replace(' ', '-')}-{seed}-{own}-{stage.name}"
+        output = folder / f"{folder_name(name)}-{seed}-{own}-{stage.name}"
         changes = [
             f"output={output}", f"training.steps={stage.steps}", f"training.context_length={stage.length}",
             "training.save_steps=100", "training.keep_checkpoints=1", "training.precision=auto",
@@ -78,30 +78,27 @@ def trained(name: str, task: str, seed: int, folder: Path, progress: Progress) -
             changes.append("model.max_position_embeddings=1152")
         if stage.needles:
             changes += ["data.task=niah", "data.early_landmarks=0.1", f"data.hops={TASKS[task]}"]
-            changes += [f"data.answer_weight={ANSWER_WEIGHT}", f"init_from={before}"]
+            changes += [f"data.answer_weight={ANSWER_WEIGHT}", f"init_from={[*made.values()][-1]}"]
         else:
             changes += ["data.task=text", "data.early_landmarks=0"]
         config = needle_config(name, seed, SIZES["cpu"], changes)
         run = Run(config, showing(progress, f"{name}, {task}, {stage.name}"))
         if not run.finished and run.train() is None:
             raise SystemExit("Stopped. The same command goes on from here.")
-        seconds += read_json(output / "history.json")["seconds"]
-        before = output
-    assert before is not None
-    return before, seconds
+        made[stage.name] = output
+    return made
 
 
-def learned(output: Path) -> int | None:
-    """The step of a stage at which half of the answers' tokens are right, as a moving average; None: at none."""
-    steps = read_json(output / "history.json")["steps"]
+def learned(steps: list[Row]) -> int | None:
+    """The step of a history at which half of the answers' tokens are right, as a moving average; None: at none."""
     return next((each["step"] for each in steps if each["accuracy"] >= 0.5), None)
 
 
 def measure(name: str, task: str, seed: int, folder: Path) -> Row:
     progress = Progress()
-    output, seconds = trained(name, task, seed, folder, progress)
-    history = read_json(output / "history.json")["steps"]
-    subject = load(output)
+    made = trained(name, task, seed, folder, progress)
+    histories = {stage: read_json(output / HISTORY_FILE) for stage, output in made.items()}
+    subject = load(made["long"])
     text = tokenize(standard_library_texts("haystack"), load_tokenizer("bytes"))
     kind = "single" if TASKS[task] == 1 else "hops"
     results = []
@@ -118,9 +115,9 @@ def measure(name: str, task: str, seed: int, folder: Path) -> Row:
         "task": task,
         "seed": seed,
         "parameters": parameters(subject.model),
-        "seconds": seconds,
-        "training_accuracy": history[-1].get("accuracy"),
-        "learned": learned(output.with_name(output.name.replace(STAGES[-1].name, "short"))),
+        "seconds": sum(history["seconds"] for history in histories.values()),
+        "training_accuracy": histories["long"]["steps"][-1].get("accuracy"),
+        "learned": learned(histories["short"]["steps"]),
         "environment": environment(),
         "results": results,
     }
@@ -134,20 +131,16 @@ def text() -> str:
     found.sort(key=lambda r: (r["task"] != "single", NAMES.index(r["row"]), r["seed"]))
 
     def at(factor: int, field: str = RIGHT) -> Column:
-        def cell(row: Row) -> str:
-            (one,) = (x for x in row["results"] if x["factor"] == factor)
-            return field.format(**one) if one.get("recall") is not None or "recall" not in field else "-"
-
-        return cell
+        return lambda row: cell(field, next(x for x in row["results"] if x["factor"] == factor))
 
     def paper(place: int) -> Column:
-        def cell(row: Row) -> str:
+        def shown(row: Row) -> str:
             own = ROWS[row["row"]].paper
             single = own.needles_16k, own.needles_64k
             value = (single if row["task"] == "single" else TWO_HOPS.get(row["row"], (None, None)))[place]
             return "-" if value is None else f"{value:.1f} %"
 
-        return cell
+        return shown
 
     columns: Columns = {"task": "{task}", "row": "{row}", "seed": "{seed}", "parameters": "{parameters:,}"}
     columns |= {"learned at": "{learned:,}", "in training": "{training_accuracy:.2f}"}

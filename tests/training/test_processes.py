@@ -21,7 +21,7 @@ from tests.training.killed import Seen, begin, newest, watched
 from tests.training.tiny import TEXT, prose, run_config
 from trailmark.files import read_json
 from trailmark.training.config import RunConfig
-from trailmark.training.forecast import estimate_of
+from trailmark.training.forecast import estimate_of, forecast
 from trailmark.training.run import HISTORY_FILE, Run
 
 ROUNDING = 1e-12  # of losses in float64, where sums are taken in another order
@@ -422,6 +422,8 @@ def test_what_texts_that_are_shared_take_is_told_to_one_process(tmp_path: Path) 
     assert shared.tokens_per_step == whole.tokens_per_step
     assert shared.activations < whole.activations
     assert shared.logits == whole.logits / 2
+    run = Run(full_chunks(tmp_path, context_parallel=2, tokens_per_step=80), text=TEXT)
+    assert "No step is taken with several processes" in list(forecast(run))[-1]
 
 
 # --- the commands ----------------------------------------------------------------------------------------------

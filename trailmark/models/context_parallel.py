@@ -61,10 +61,6 @@ class ContextParallel:
         """x [B, n, ...] of all processes, [B, size * n, ...]. Differentiable; gradients are added in order of rank."""
         return _Gathered.apply(x, self)
 
-    def stretch(self, config: TrailmarkConfig, grid: Grid, x: Tensor) -> Stretch:
-        """Where positions x [B, P, E] of a call stand in their texts."""
-        return Stretch(self, config, grid, x)
-
     def _shifted(self, x: Tensor, by: int) -> Tensor:
         """x of the process ``by`` ranks before; zeros where there is none."""
         out = torch.zeros_like(x, memory_format=torch.contiguous_format)
@@ -81,7 +77,7 @@ class ContextParallel:
 
 
 class Stretch:
-    """A call on a stretch: to its layers, one on a cache whose windows lie with the process before."""
+    """A call on a stretch, positions x [B, P, E]: to its layers, on a cache whose windows the process before has."""
 
     def __init__(self, parallel: ContextParallel, config: TrailmarkConfig, grid: Grid, x: Tensor) -> None:
         self.parallel, self.config = parallel, config

@@ -156,7 +156,8 @@ class LayeredForCausalLM(TrailmarkForCausalLM):
         stages = self._stages()[self.config.num_hidden_layers - len(self._upper()) :]  # of the upper layers
         places: dict[int, Place] = {}
         if cache is None:
-            step = None if (shared := self.context_parallel) is None else shared.stretch(self.config, grid, x)
+            parallel = self.context_parallel
+            step = None if parallel is None else Stretch(parallel, self.config, grid, x)
             place = Place.of(self.config, grid, x) if step is None else step.place(grid, x)
             places = dict.fromkeys(stages, place)
             x = self._run_lower(x, grid, place, step)

@@ -336,6 +336,11 @@ class DistilConfig:
         "Whose attention that is: of the chunk that reads, or of the chunk before it, at whose end it is asked.",
     )
 
+    @property
+    def teaches(self) -> bool:
+        """Whether a teacher has a part in the loss of a step."""
+        return self.model is not None and bool(self.weight or self.retrieval_weight)
+
 
 @dataclass
 class RunConfig:
@@ -451,11 +456,21 @@ def _check_neighbours(config: RunConfig, model: TrailmarkConfig) -> None:
         ("needle_share", 0, "a table knows nothing of what is written over its windows"),
         ("early_landmarks", 0, "a table's chunks are full"),
     ):
-        if (came := getattr(data, name)) != expected:
-            raise ValueError(
-                f"data.{name}: expected {str(expected).lower()} with data.neighbours, got {str(came).lower()}: {why}. "
-                f"Set data.{name}={str(expected).lower()}, or leave data.neighbours out."
-            )
+        beside = f"data.{name}", getattr(data, name), expected
+        _expect_beside(*beside, "data.neighbours", why, "leave data.neighbours out")
+
+
+def _expect_beside(name: str, came: Any, expected: Any, other: str, why: str, way_out: str) -> None:
+    """Raise a ValueError where a setting is not the one that goes with another."""
+    if came != expected:
+        wanted = _as_yaml(expected)
+        raise ValueError(
+            f"{name}: expected {wanted} with {other}, got {_as_yaml(came)}: {why}. Set {name}={wanted}, or {way_out}."
+        )
+
+
+def _as_yaml(value: Any) -> str:
+    return yaml.safe_dump(value).removesuffix("...\n").strip()
 
 
 def _check_parts(config: RunConfig, model: TrailmarkConfig) -> None:
@@ -492,7 +507,7 @@ def _check_parts(config: RunConfig, model: TrailmarkConfig) -> None:
     if training.loss_slab is not None:
         for name, came, expected in (
             ("data.task", config.data.task, "text"),
-            ("distil.model", config.distil.model if _teaches(config.distil) else None, None),
+            ("distil.model", config.distil.model if config.distil.teaches else None, None),
             ("model.landmark_loss", getattr(model, "landmark_loss", None) == "text", False),
         ):
             if came != expected:
@@ -543,11 +558,6 @@ def _check_distil(config: RunConfig, model: TrailmarkConfig) -> None:
         )
 
 
-def _teaches(distil: DistilConfig) -> bool:
-    """Whether a teacher has a part in the loss of a step."""
-    return distil.model is not None and (distil.weight > 0 or distil.retrieval_weight > 0)
-
-
 def _check_sharing(config: RunConfig, model: TrailmarkConfig) -> None:
     """That texts which several processes share may be cut into stretches of whole chunks."""
     data, training = config.data, config.training
@@ -566,13 +576,12 @@ def _check_sharing(config: RunConfig, model: TrailmarkConfig) -> None:
         ("training.loss_positions", training.loss_positions, 1),
         ("distil.model", config.distil.model, None),
     ]
+    other, why = (
+        f"training.context_parallel {size}",
+        "texts are shared that are one piece of text in full chunks",
+    )
     for name, came, expected in plain:
-        if came != expected:
-            raise ValueError(
-                f"{name}: expected {_as_yaml(expected)} with training.context_parallel {size}, got {_as_yaml(came)}: "
-                f"texts are shared that are one piece of text in full chunks. Set {name}={_as_yaml(expected)}, or "
-                "training.context_parallel=1."
-            )
+        _expect_beside(name, came, expected, other, why, "training.context_parallel=1")
     tokens = chunk_size or 1
     positions = tokens + bool(chunk_size and model.has_landmarks and not model.hides_landmarks)
     step, least = size * tokens, -(-least_stretch(model, size) // positions) * size * tokens
@@ -584,10 +593,6 @@ def _check_sharing(config: RunConfig, model: TrailmarkConfig) -> None:
             f"training.context_parallel {size}: a multiple of {step}, at least {least}; got "
             f"{training.context_length}. {near} would do."
         )
-
-
-def _as_yaml(value: Any) -> str:
-    return yaml.safe_dump(value).removesuffix("...\n").strip()
 
 
 def _check_data(config: RunConfig) -> None:

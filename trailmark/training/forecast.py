@@ -24,7 +24,7 @@ def forecast(run: Run) -> Iterator[str]:
     yield from describe(
         found, measure_flops_per_second(device, getattr(torch, settings.computes_in)), settings.steps
     )
-    if world_size() > 1:
+    if run.sharing.processes > 1:
         yield "No step is taken with several processes: one process would not do what they do together."
         return
     free = torch.cuda.mem_get_info()[0] if cuda else psutil.virtual_memory().available

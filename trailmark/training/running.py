@@ -109,8 +109,7 @@ class RunningState:
 
     def lesson(self, step: int) -> Lesson | None:
         """What the teacher adds to the loss of the step after ``step``; None: there is none."""
-        distil = self.config.distil
-        if self.teacher is None or not (distil.weight or distil.retrieval_weight):
+        if self.teacher is None or not self.config.distil.teaches:
             return None
         return self.teacher.lesson(step / self.config.training.steps)
 

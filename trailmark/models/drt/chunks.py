@@ -117,20 +117,13 @@ class TextChunks(DRTChunks):
         self.grid, self.vectors, self.parallel = grid, vectors, parallel
         reference = config.implementation == "reference"
         device = entries.landmarks.device
-        if parallel is None:
-            self.entries = entries
-            self.candidates = TextCandidates(grid, config.first_visible, reference, device)
-        else:
-            own = grid.num_closed
-            whole = lay_out(
-                parallel.size * own * config.chunk_size,
-                config.chunk_size,
-                counts_landmarks=grid.counts_landmarks,
-            )
-            self.entries = entries.each(parallel.gathered)
-            self.candidates = TextCandidates(
-                whole, config.first_visible, reference, device, parallel.rank * own, own
-            )
+        whole, begins, own = grid, 0, grid.num_closed
+        if parallel is not None:
+            tokens, begins = parallel.size * own * config.chunk_size, parallel.rank * own
+            whole = lay_out(tokens, config.chunk_size, counts_landmarks=grid.counts_landmarks)
+            entries = entries.each(parallel.gathered)
+        self.entries = entries
+        self.candidates = TextCandidates(whole, config.first_visible, reference, device, begins, own)
         self._queries: list[Tensor] = []
 
     def select(self, group: int, query: Tensor | None) -> ChunkSelection:
