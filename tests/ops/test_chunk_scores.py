@@ -327,8 +327,9 @@ def test_the_parts_of_a_memory_change_no_bit(
 
 
 def test_equal_chunks_select_the_earlier_one() -> None:
-    case = Case(ragged=False)
-    made = case.make()
+    case = Case(S=1, ragged=False)
+    # Sums of whole numbers are exact in any order, and processors sum the columns of one product in different orders.
+    made = {name: value.round() for name, value in case.make().items()}
     made |= {name: made[name][:, :1].expand_as(made[name]) for name in ("k", "landmarks")}
     made |= {"ends": torch.full((1, case.T), case.M), "first": torch.ones(1, case.T, dtype=torch.int64)}
     for kind in ("summaries", "mass"):
