@@ -1,15 +1,16 @@
 """SmolLM2-135M that chooses chunks in every layer (``convert --to hils``): what it loses to full attention, untrained.
 
-    TRAILMARK_DATA=... python benchmarks/pretrained_hils.py [losses forms whole far needles beyond]
+    TRAILMARK_DATA=... python benchmarks/pretrained_hils.py [losses forms whole far needles beyond recall]
 
 Writes benchmarks/pretrained_hils.json. Held-out text is that of pretrained.py; the base with full attention and with a
-window alone stand beside it. Nothing is trained but the model of ``--trained`` (pretrained_train.py hils). Stopped, the
-same command goes on.
+window alone stand beside it. Nothing is trained but the models of ``--trained`` (pretrained_train.py hils) and of the
+part "recall" (pretrained_train.py recall). Stopped, the same command goes on.
 """
 
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -28,14 +29,17 @@ from pretrained_models import (
     named,
     opened,
     totals,
+    trained,
 )  # fmt: skip
 from pretrained_needles import Needles
 
 from trailmark.data.corpus import load_tokenizer, read_text, tokenize
 from trailmark.files import read_json
+from trailmark.models.conversion.convert import convert
 from trailmark.models.hils.config import HiLSConfig
 from trailmark.report.console import Progress
 from trailmark.statistics import bootstrap_mean, bootstrap_ratio
+from trailmark.training.config import load_run_config
 from trailmark.training.run import HISTORY_FILE
 
 OUTPUT = Path(__file__).with_suffix(".json")
@@ -118,10 +122,32 @@ def needles(options: argparse.Namespace, progress: Progress) -> dict[str, Any]:
         for length in options.needles:
             if folder.exists() and (model == "trained" or length <= 4096):
                 rows.append({"model": model} | asked.ask(folder, (), length))
-    found = {"rows": rows}
-    if (history := read_json(options.trained / HISTORY_FILE)) is not None:
-        found |= {"trained_tokens": history["tokens"], "trained_seconds": history["seconds"]}
-    return _about(options) | found
+    return _about(options) | {"rows": rows} | _training(options.trained)
+
+
+def recall(options: argparse.Namespace, progress: Progress) -> dict[str, Any]:
+    """The same of a base that learned with full attention on short texts, and then became a HiLS as it is."""
+    taught = trained(options.folder, "recall", 0, 0)
+    if not (taught / HISTORY_FILE).exists():
+        sys.exit(f"{taught} is not there. Train it: python benchmarks/pretrained_train.py recall --steps 200")
+    hils = options.folder / f"hils of {taught.name}"
+    if not hils.exists():
+        back = options.folder / f"llama of {taught.name}"
+        if not back.exists():
+            convert(taught, back, "llama")
+        convert(back, hils, "hils")
+    length = load_run_config(taught / "run.yaml").training.context_length
+    asked, rows = Needles(options, progress), []
+    for model, folder in ("full attention", taught), ("HiLS", hils):
+        for own in (*options.needles, *options.far):
+            if folder == hils or own <= 4096:
+                rows.append({"model": model} | asked.ask(folder, (), own))
+    return _about(options) | {"rows": rows, "trained_length": length} | _training(taught)
+
+
+def _training(folder: Path) -> dict[str, Any]:
+    history = read_json(folder / HISTORY_FILE)
+    return {} if history is None else {f"trained_{name}": history[name] for name in ("tokens", "seconds")}
 
 
 def beyond(options: argparse.Namespace, progress: Progress) -> dict[str, Any]:
@@ -179,7 +205,10 @@ def _tokenizer(options: argparse.Namespace) -> Any:
     return load_tokenizer(str(_base(options)))
 
 
-PARTS = {"losses": losses, "forms": forms, "whole": whole, "far": far, "needles": needles, "beyond": beyond}
+PARTS = {
+    "losses": losses, "forms": forms, "whole": whole, "far": far, "needles": needles, "beyond": beyond,
+    "recall": recall,
+}  # fmt: skip
 
 
 def main() -> None:

@@ -110,7 +110,7 @@ DRT_FIELDS = (*LAYERS, "retrieval_noise=false", "num_retrieved_chunks=32")
 
 
 def trained(folder: Path, kind: str, window: int, seed: int) -> Path:
-    """Where ``pretrained_train.py`` leaves one of KINDS, "needles", "landmark" or "hils"."""
+    """Where ``pretrained_train.py`` leaves one of KINDS, "needles", "landmark", "hils" or "recall"."""
     return folder / (f"{kind}-{window}-{seed}" if kind in ("drt", "needles", "window") else f"{kind}-{seed}")
 
 

@@ -366,6 +366,15 @@ def _hils_beyond_text(found: Row) -> str:
     )
 
 
+def _hils_recall_text(found: Row) -> str:
+    return (
+        "Taught before it became a HiLS: the base with **full attention** learned with adapters (rank 8) on "
+        f"{found['trained_tokens']:,} tokens in texts of {found['trained_length']:,}, all of which hold facts and "
+        f"questions in other words than these, in {found['trained_seconds'] / 60:.0f} minutes of a core. Then it was "
+        f"converted, and nothing was trained any more:\n\n{table(_NEEDLES_OF_HILS, found['rows'])}"
+    )
+
+
 _NEEDLES_OF_HILS: Columns = {
     "model": "{model}",
     "tokens": "{length:,}",
@@ -381,4 +390,5 @@ _HILS: dict[str, Callable[[Row], str]] = {
     "far": _hils_far_text,
     "needles": _hils_needles_text,
     "beyond": _hils_beyond_text,
+    "recall": _hils_recall_text,
 }

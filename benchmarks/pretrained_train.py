@@ -6,7 +6,8 @@ LaTeX and source code, with the base under full attention as a teacher of all th
 so that what the kind of text teaches is in all of them; the DRT learns its additions too, after its memory was
 fitted to the teacher. A recipe for an hour of a CPU. Stopped, the same command goes on; what is trained already is left
 as it is. ``needles`` goes on with the DRT, on texts that hold facts and questions about them; ``landmark`` trains all
-weights of a Landmark Attention model instead, by itself; ``hils`` adapters of a HiLS on texts that all hold facts.
+weights of a Landmark Attention model instead, by itself; ``hils`` adapters of a HiLS on texts that all hold facts;
+``recall`` those of the base with full attention on short texts of that kind, which a HiLS then has without a training.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ def corpus(folder: Path, tokenizer: Path) -> Path:
 
 
 def config(kind: str, options: argparse.Namespace) -> RunConfig:
-    """Of one of KINDS, of "needles", "landmark" or "hils"."""
+    """Of one of KINDS, of "needles", "landmark", "hils" or "recall"."""
     teacher, window = converted(options.folder, "sliding_window"), f"sliding_window={options.window}"
     changes = ["distil.retrieval_weight=0"]
     if kind == "landmark":  # nothing of it is added that could learn alone
@@ -59,6 +60,14 @@ def config(kind: str, options: argparse.Namespace) -> RunConfig:
             "distil.model=null",
             "data.needle_share=1",
             "training.context_length=2048",
+            "training.loss_positions=1",
+        ]
+    elif kind == "recall":  # the same on a base that sees all, whose short texts cost a tenth
+        begin = teacher
+        changes = [
+            "distil.model=null",
+            "data.needle_share=1",
+            "training.context_length=1024",
             "training.loss_positions=1",
         ]
     elif kind == "needles":  # on from the DRT: nothing but texts with facts and questions about them
@@ -114,7 +123,7 @@ def main() -> None:
     parser.add_argument(
         "kinds",
         nargs="*",
-        choices=[*KINDS, "needles", "landmark", "hils", []],
+        choices=[*KINDS, "needles", "landmark", "hils", "recall", []],
         help="default: all that are compared",
     )
     parser.add_argument("--folder", type=Path, default=FOLDER, help="conversions, text and models")

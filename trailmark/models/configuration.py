@@ -202,6 +202,11 @@ class TrailmarkConfig(ConfigAnswers, PreTrainedConfig):
         return True
 
     @property
+    def asks_landmarks(self) -> bool:
+        """Whether anything depends on what landmarks see."""
+        return True
+
+    @property
     def counts_landmarks(self) -> bool:
         """Whether a landmark takes a number of its own, as a token does: what is seen in windows is counted by them."""
         return self.has_landmarks and not self.hides_landmarks

@@ -185,9 +185,9 @@ class Asking(NamedTuple):
     """Landmarks that nobody attends to: they see the tokens before them, by queries apart from the tokens' own."""
 
     grid: Grid
-    places: Tensor  # int64 [b, C, n + W - 1] where the sinks and the tokens before each landmark stand among the keys
-    query: Tensor  # int64 [b, C] the landmarks' numbers; -1: absent
-    key: Tensor  # int64 [b, C, n + W - 1] those of the keys
+    # None: nobody uses what landmarks see. int64 [b, C, n + W - 1] where the sinks and the tokens before each landmark
+    # stand among the keys; [b, C] the landmarks' numbers, -1: absent; [b, C, n + W - 1] those of the keys
+    sight: tuple[Tensor, Tensor, Tensor] | None = None
     windows: Tensor | None = None  # int64 [b, C] of each landmark its own; None: W
 
     @classmethod
@@ -200,13 +200,14 @@ class Asking(NamedTuple):
         window: int,
         windows: Integers | None = None,
     ) -> Asking:
+        if not config.asks_landmarks:
+            return cls(grid)
         sinks, own = config.num_sinks, None
         if windows is not None:
             at = np.broadcast_to(grid.landmark_places, (len(windows), grid.num_closed))
             own = torch.from_numpy(np.take_along_axis(windows, at.clip(0), 1)).to(device)
         if call is None:
-            places, query, keys = grid.asking(window, sinks, device)
-            return cls(grid, places, query, keys, own)
+            return cls(grid, grid.asking(window, sinks, device), own)
         number = np.where(grid.landmark_numbers < 0, -1, call.first[:, None] + grid.landmark_numbers)
         before = number[..., None] - window + np.arange(1, window)
         place = np.where(number[..., None] < 0, -1, call.places(before))
@@ -214,7 +215,7 @@ class Asking(NamedTuple):
         index = np.concatenate([first, place], 2)
         key = np.concatenate([first, np.where(place < 0, -1, before)], 2)
         places, query, keys = (torch.from_numpy(x).to(device) for x in (index, number, key))
-        return cls(grid, places, query, keys, own)
+        return cls(grid, (places, query, keys), own)
 
 
 @dataclass(frozen=True)
@@ -412,14 +413,17 @@ class WindowAttention(SelfAttention):
     ) -> Attended:
         """Landmarks q [B, C, H, D] see the window of the next token, but for that token."""
         (B, C, H, D), P = q.shape, k.shape[1]
-        index = asking.places.clamp(0, P - 1)
+        if asking.sight is None:
+            return torch.zeros_like(q), q.new_zeros(B, C, H) if with_lse else None
+        places, query, key = asking.sight
+        index = places.clamp(0, P - 1)
         if len(index) == 1:
             k, v = (x.index_select(1, index.flatten()) for x in (k, v))
         else:
             flat = (index + torch.arange(B, device=q.device)[:, None, None] * P).flatten()
             k, v = (x.flatten(0, 1).index_select(0, flat) for x in (k, v))
         k, v = (x.reshape(B * C, -1, *x.shape[-2:]) for x in (k, v))
-        query, key = (x.expand(B, *x.shape[1:]).flatten(0, 1) for x in (asking.query, asking.key))
+        query, key = (x.expand(B, *x.shape[1:]).flatten(0, 1) for x in (query, key))
         windows = None if asking.windows is None else asking.windows.expand(B, C).reshape(B * C, 1)
         out, lse = _attended(
             sliding_window_attention(

@@ -195,7 +195,8 @@ def select_for_tokens(
         if keys is not None:
             found = chunk_log_mass(asked, keys[0], keys[1], scale)
         else:
-            found = torch.cat([_expansion(asked, x, scale) for x in _tables(parts, block, dtype)], -1)
+            of_blocks = [_expansion(asked, x, scale) for x in _tables(parts, block, dtype)]
+            found = of_blocks[0] if len(of_blocks) == 1 else torch.cat(of_blocks, -1)
         first = first_candidate if isinstance(first_candidate, int) else first_candidate[:, rows, None]
         there = (number < num_candidates[:, rows, None]) & (number >= first)  # [B or 1, t, M]
         found = found.masked_fill(~there[:, :, None] | (found <= EMPTY / 2), -math.inf)

@@ -25,7 +25,7 @@ from tests.budgets import (
 )
 from tests.ops.memory_use import bytes_saved
 from trailmark.ops import grouped_cross_attention
-from trailmark.ops.gca import torch_path
+from trailmark.ops.gca import rows, torch_path
 
 
 @dataclass(frozen=True)
@@ -428,11 +428,11 @@ def test_narrow_indices_do_not_overflow(dtype: torch.dtype) -> None:
 
 def test_row_numbers_pass_2_to_the_31() -> None:
     B, M, J, S, D = 3, 2**30, 8, 2, 4
-    table = torch_path._Table(torch.empty(B, M, S, J, D, device="meta"))
+    table = rows.Table(torch.empty(B, M, S, J, D, device="meta"))
     indices = torch.tensor([M - 1, 5, -1]).expand(B, 1, J, 3)
     expected = [[[(b * M + m) * J + j for m in (M - 1, 5, 0)] for j in range(J)] for b in range(B)]
     assert table.numbers(indices)[:, 0].tolist() == expected
-    assert torch_path._numbers_of_contiguous(indices, M).tolist() == expected
+    assert rows.numbers_of_contiguous(indices, M).tolist() == expected
 
 
 # Errors

@@ -8,22 +8,19 @@ are of 2: `exp2` is one vectorised pass, where `exp` may be three times slower (
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
+from trailmark.ops.gca import by_chunk
 from trailmark.ops.gca.call import CrossAttentionCall
+from trailmark.ops.gca.rows import FEW_ROWS, LOG2_E, Places, Rows, Table, numbers_of_contiguous, unless_unread
 from trailmark.ops.slabs import in_slabs
 
 # Reading chunks are walked in slabs whose gathered keys, values and scores have about this many elements:
 # small enough for a core's caches, large enough to keep the GEMMs busy.
 _SLAB_ELEMENTS = 1 << 20
-# Up to these rows, as tokens that retrieve have, cache lines are too short for sums along them: scores lie row by row.
-# Slabs are twice as large, or one token fills them, and calls take as long as what they do.
-_FEW_ROWS = 16
-_LOG2_E = math.log2(math.e)
 
 
 def forward(call: CrossAttentionCall, keep: bool) -> tuple[Tensor, Tensor]:
@@ -33,6 +30,8 @@ def forward(call: CrossAttentionCall, keep: bool) -> tuple[Tensor, Tensor]:
     float64: the largest score, and the log-sum-exp of all. Without ``keep``, empty.
     """
     q, off_by_one = call.q, call.off_by_one
+    if by_chunk.pays(call):
+        return by_chunk.forward(call, keep)
     slabs = _Slabs(call)
     beside = None if call.beside is None else call.beside.reshape(slabs.query_shape)
     # ONE buffer outside the slabs for each result: its size is that of q, not K times it
@@ -56,7 +55,7 @@ def forward(call: CrossAttentionCall, keep: bool) -> tuple[Tensor, Tensor]:
                 torch.add(top, total.log2(), out=lse[rows].view(top.shape))
         else:  # one softmax over all
             top = top.masked_fill_(weight == 0, -torch.inf).amax(1, keepdim=True)  # [c J, 1, 1, g R]
-            exponentials = scores.sub_(_unless_unread(top, weight)).exp2_()
+            exponentials = scores.sub_(unless_unread(top, weight)).exp2_()
             found = (exponentials.sum(2, keepdim=True) * weight).sum(1, keepdim=True)
             total = torch.logaddexp2(top + found.double().log2(), null)
             of_found = (top - total).exp2_().to(found.dtype)
@@ -80,6 +79,8 @@ def backward(
 
     The chunks are gathered again.
     """
+    if by_chunk.pays(call):
+        return by_chunk.backward(grad, call, lse, of_memory)
     q, k, v, indices, weights, _, beside, beside_lse, _, scale = call
     slabs = _Slabs(call)
     (B, M, S, J, D), dtype = k.shape, slabs.dtype
@@ -93,7 +94,7 @@ def backward(
         d_beside = slabs.result(slabs.query_shape, beside.dtype)
         d_lse = slabs.result((*slabs.query_shape[:-1], 1), dtype)
         beside = beside.reshape(slabs.query_shape)
-    into = _numbers_of_contiguous(indices, M)
+    into = numbers_of_contiguous(indices, M)
     with torch.autocast(q.device.type, enabled=False):  # the backward runs outside the op
         for rows in slabs:
             numbers = into[rows].reshape(-1)
@@ -106,7 +107,7 @@ def backward(
                 probabilities.sub_(kept).exp2_()
             else:
                 top, total = kept[:, :1], kept[:, 1:]
-                probabilities.sub_(_unless_unread(top.to(dtype), weight)).exp2_()
+                probabilities.sub_(unless_unread(top.to(dtype), weight)).exp2_()
                 probabilities.mul_(weight * (top - total).exp2_().to(dtype))
             values = slabs.values(rows, "values")
             # dP without the weight: dO V^T; its row sums with P give both D and the weights' gradient
@@ -192,73 +193,16 @@ def read_in_order(call: CrossAttentionCall) -> Tensor:
     return out.view(B, J, H // J, R, D).permute(0, 3, 1, 2, 4).reshape(B, 1, R, H, D).to(q.dtype)
 
 
-class _Table:
-    """Keys or values as rows, read by number: one ``index_select`` of them is a slab's.
-
-    A row is a head of a chunk, [S, D], a ready operand of ``bmm``; or, with ``by_chunk``, a whole chunk
-    [S, J, D] where that is how it lies in memory: then heads are put together slab by slab, not in a copy of all.
-    """
-
-    def __init__(self, x: Tensor, by_chunk: bool = False) -> None:  # [B, M, S, J, D]
-        S, J, D = x.shape[2:]
-        heads = x.transpose(2, 3)  # [B, M, J, S, D]
-        unit, outer = S * D, _steps(heads, 3)
-        in_rows = (D == 1 or x.stride(4) == 1) and (S == 1 or x.stride(2) == D)
-        self.by_chunk = by_chunk and (not in_rows or any(step % unit for step in outer))
-        if self.by_chunk:
-            heads, unit, outer = x, S * J * D, _steps(x, 2)
-            in_rows = x[:1, :1].is_contiguous()
-        if not in_rows or any(step % unit for step in outer):
-            heads = heads.contiguous()
-            outer = _steps(heads, len(outer))
-        self.steps = [step // unit for step in outer]
-        count = 1 + sum(step * (size - 1) for step, size in zip(self.steps, heads.shape, strict=False))
-        self.rows = heads.as_strided((count if len(x) else 0, unit), (unit, 1))
-
-    def numbers(self, indices: Tensor) -> Tensor:
-        """Row numbers [B, N, J, K] of chunks ``indices`` [B, N, J, K], of whole chunks [B, N, 1, K]; -1 has
-        those of chunk 0."""
-        row = torch.arange(indices.shape[0], device=indices.device)[:, None, None, None] * self.steps[0]
-        if self.by_chunk:
-            return row + indices[:, :, :1].clamp(min=0) * self.steps[1]
-        head = torch.arange(indices.shape[2], device=indices.device)[:, None] * self.steps[2]
-        return row + indices.clamp(min=0) * self.steps[1] + head
-
-
-def _steps(x: Tensor, dims: int) -> list[int]:
-    """Strides of the first dimensions; 0 for one of size 1, whose stride may be anything."""
-    return [step if size > 1 else 0 for step, size in zip(x.stride()[:dims], x.shape, strict=False)]
-
-
-class _Slabs:
-    """Slabs of reading chunks (batch and N flattened) and what each computes from them.
-
-    Folded rows are [c * J, g * R, D]: the g query heads of a key/value head stand below each other.
-    """
+class _Slabs(Rows):
+    """Slabs of reading chunks (batch and N flattened) and what each computes from them."""
 
     def __init__(self, call: CrossAttentionCall) -> None:
-        q, k, v, indices, weights, lengths, _, lse, _, self.scale = call
-        self.dtype = call.dtype
-        B, N, R, H, D = q.shape
-        self.M, self.S, self.J = k.shape[1:4]
-        self.K, self.D = indices.shape[-1], D
-        self.query_shape = (B * N, R, self.J, H // self.J, D)
-        self.lse_shape = (B * N, self.J, self.K if lse is None else 2, H // self.J * R)
-        self.lse_dtype = self.dtype if lse is None else torch.float64
-        self.q = q.reshape(self.query_shape)
-        self.beside_lse = None if lse is None else lse.reshape(*self.query_shape[:-1], 1)
-        # [B N, J, K, g], or 1 for all query heads of a key/value head
-        per = weights.shape[2] // self.J
-        weights = weights.reshape(B * N, self.J, per, self.K).transpose(2, 3).to(self.dtype)
-        nothing = indices.reshape(B * N, self.J, self.K) < 0
-        if lse is not None:
-            nothing = nothing | (weights == 0).all(-1)
-        self.nothing = _Places(nothing)
-        self.weights = weights.masked_fill(nothing[..., None], 0) if self.nothing.any else weights
-        self.absent: _Places | None = None
+        super().__init__(call)
+        indices, lengths = call.indices, call.lengths
+        self.absent: Places | None = None
         if self.M:
             shared = indices.stride(2) == 0  # all heads read the same chunks
-            self.k_table, self.v_table = _Table(k, shared), _Table(v, shared)
+            self.k_table, self.v_table = Table(call.k, shared), Table(call.v, shared)
             self.k_numbers = self.k_table.numbers(indices).flatten(0, 1)
             self.v_numbers = (
                 self.k_numbers
@@ -266,24 +210,19 @@ class _Slabs:
                 else self.v_table.numbers(indices).flatten(0, 1)
             )
             if lengths is not None:
-                row = torch.arange(B, device=q.device)[:, None, None, None]
-                present = lengths[row, indices.clamp(min=0)].reshape(B * N, self.J, self.K, 1)
-                self.absent = _Places(torch.arange(self.S, device=q.device) >= present)  # [B N, J, K, S]
-        rows = H // self.J * R
+                row = torch.arange(len(indices), device=indices.device)[:, None, None, None]
+                present = lengths[row, indices.clamp(min=0)].reshape(*self.nothing.where.shape, 1)
+                self.absent = Places(torch.arange(self.S, device=indices.device) >= present)  # [B N, J, K, S]
         # a GPU wants many at once
-        elements = _SLAB_ELEMENTS if q.device.type == "cpu" else 64 * _SLAB_ELEMENTS
-        if rows <= _FEW_ROWS:
+        elements = _SLAB_ELEMENTS if self.q.device.type == "cpu" else 64 * _SLAB_ELEMENTS
+        if self.width <= FEW_ROWS:  # or one token fills them, and calls take as long as what they do
             elements *= 2
-        self.step = max(1, elements // max(1, self.J * self.K * self.S * (2 * D + rows)))
-        self._widest = {"values": rows}  # what takes their place once they have done their part
+        self.step = max(1, elements // max(1, self.J * self.K * self.S * (2 * self.D + self.width)))
+        self._widest = {"values": self.width}  # what takes their place once they have done their part
         self._buffers: dict[tuple[str, torch.dtype], Tensor] = {}
 
     def __iter__(self) -> Iterator[slice]:
         return in_slabs(self.query_shape[0] if self.M else 0, self.step, self.q)
-
-    def result(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """What the slabs fill; zeros if there is nothing to read."""
-        return (torch.empty if self.M else torch.zeros)(shape, dtype=dtype, device=self.q.device)
 
     def buffer(self, name: str, rows: slice, width: int, dtype: torch.dtype | None = None) -> Tensor:
         """[c * J, K * S, width], the same memory for each slab: fresh pages cost more than what fills them."""
@@ -298,20 +237,9 @@ class _Slabs:
     def of_keys(self, name: str, rows: slice, width: int) -> Tensor:
         """[c * J, K * S, width], scores or what is like them; a view of [c * J, width, K * S] where rows are few."""
         buffer = self.buffer(name, rows, width)
-        if width > _FEW_ROWS:
+        if width > FEW_ROWS:  # with fewer, cache lines are too short for sums along them
             return buffer
         return buffer.view(len(buffer), width, self.K * self.S).transpose(1, 2)
-
-    def fold(self, x: Tensor, rows: slice) -> Tensor:
-        """[B N, R, J, g, D] -> [c * J, g * R, D] of these rows."""
-        part = x[rows].to(self.dtype).permute(0, 2, 3, 1, 4)  # [c, J, g, R, D]
-        c, J, g, R, D = part.shape
-        return part.reshape(c * J, g * R, D)
-
-    def unfold(self, x: Tensor) -> Tensor:
-        """[c * J, g * R, D] -> [c, R, J, g, D]."""
-        _, R, J, g, _ = self.query_shape
-        return x.reshape(-1, J, g, R, x.shape[-1]).permute(0, 3, 1, 2, 4)
 
     def keys(self, rows: slice) -> Tensor:
         """[c * J, K * S, D]"""
@@ -320,7 +248,7 @@ class _Slabs:
     def values(self, rows: slice, buffer: str) -> Tensor:
         return self._gather(self.v_table, self.v_numbers[rows], rows, buffer)
 
-    def _gather(self, table: _Table, numbers: Tensor, rows: slice, buffer: str) -> Tensor:
+    def _gather(self, table: Table, numbers: Tensor, rows: slice, buffer: str) -> Tensor:
         """Zeros where nothing is read: a NaN there times a weight of 0 would be NaN."""
         out = self.buffer(buffer, rows, self.D)
         numbers = numbers.reshape(-1)
@@ -339,71 +267,12 @@ class _Slabs:
             self.absent.fill(out, rows)
         return out
 
-    def null(self, rows: slice) -> Tensor | None:
-        """[c * J, 1, 1, g * R] in base 2: the score of what is beside; None: nothing is.
-
-        In float64: it may stand far above the scores, and there float32 would round what is left of them.
-        """
-        if self.beside_lse is None:
-            return None
-        return (self.fold(self.beside_lse, rows).double() * _LOG2_E).view(-1, 1, 1, self.lse_shape[-1])
-
-    def weight(self, rows: slice) -> Tensor:
-        """[c * J, K, 1, g * R], or 1 for all rows."""
-        own = self.weights[rows]
-        if own.shape[-1] > 1:
-            own = own.repeat_interleave(self.query_shape[1], dim=-1)
-        return own.reshape(len(own) * self.J, self.K, 1, own.shape[-1])
-
-    def of_weights(self, x: Tensor) -> Tensor:
-        """Sums of x [c * J, K, 1, g * R] over the rows that have a weight in common: [c, J, K, g or 1]."""
-        per = self.weights.shape[-1]
-        rows = x.shape[-1] // per
-        return x.reshape(len(x), self.K, per, rows).sum(-1).view(len(x) // self.J, self.J, self.K, per)
-
     def scores(self, rows: slice, keys: Tensor, query: Tensor) -> Tensor:
         """[c * J, K, S, g * R] in base 2, -inf at keys that do not exist."""
         scores = self.of_keys("scores", rows, query.shape[1])
-        scores.baddbmm_(keys, query.transpose(1, 2), beta=0, alpha=self.scale * _LOG2_E)
+        scores.baddbmm_(keys, query.transpose(1, 2), beta=0, alpha=self.scale * LOG2_E)
         if self.absent is not None and self.absent.among(rows):
             # added, which is several times faster than masked_fill_; those keys are zeros, never NaN
             absent = self.absent.where[rows].reshape(len(scores), -1, 1)
             scores.add_(torch.zeros_like(absent, dtype=self.dtype).masked_fill_(absent, -torch.inf))
         return scores.unflatten(1, (self.K, self.S))
-
-
-class _Places:
-    """Where nothing is read: [B N, ...] bool, with the chunks that have any known beforehand."""
-
-    def __init__(self, where: Tensor) -> None:
-        self.where = where
-        # a GPU would be waited for
-        known = where.device.type == "cpu"
-        self._chunks: list[bool] = where.flatten(1).any(1).tolist() if known else [True] * len(where)
-        self.any = True in self._chunks
-
-    def among(self, rows: slice) -> bool:
-        return self.any and True in self._chunks[rows]
-
-    def fill(self, gathered: Tensor, rows: slice) -> None:
-        """Zeros at these places of [c * J, K * S, D]."""
-        if not self.among(rows):
-            return
-        where = self.where[rows].reshape(-1)
-        if where.device.type == "cpu":  # there the quicker of the two
-            gathered.view(len(where), -1).index_fill_(0, where.nonzero()[:, 0], 0)
-        else:
-            gathered.view(len(where), -1).masked_fill_(where[:, None], 0)
-
-
-def _unless_unread(top: Tensor, weight: Tensor) -> Tensor:
-    """What is taken from the scores of chunks: the largest of all, or all that there is."""
-    return torch.where((weight == 0) | (top == -torch.inf), torch.inf, top)
-
-
-def _numbers_of_contiguous(indices: Tensor, M: int) -> Tensor:
-    """Row numbers [B N, J, K] in a contiguous [B, M, J] table: where gradients are added."""
-    B, N, J, K = indices.shape
-    row = torch.arange(B, device=indices.device)[:, None, None, None] * M
-    head = torch.arange(J, device=indices.device)[:, None]
-    return ((row + indices.clamp(min=0)) * J + head).reshape(B * N, J, K)
