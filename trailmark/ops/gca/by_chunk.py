@@ -12,10 +12,10 @@ from collections.abc import Iterator
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 
 from trailmark.ops.gca.call import CrossAttentionCall
 from trailmark.ops.gca.rows import FEW_ROWS, LOG2_E, Rows, Table, numbers_of_contiguous, unless_unread
+from trailmark.ops.slabs import in_slabs
 
 _FEW_TOKENS = 64  # fewer share too few chunks
 _SMALL_CHUNK = 4  # keys of one that is smaller are no matrix to BLAS
@@ -29,7 +29,7 @@ _SLAB_ELEMENTS = 1 << 22  # of what a slab's tiles found
 def pays(call: CrossAttentionCall) -> bool:
     """Whether a call is one for this module: by shapes that no neighbour's content decides, as M may be."""
     (_, N, R, H, _), (S, J) = call.q.shape, call.k.shape[2:4]
-    if call.q.device.type != "cpu" or isinstance(call.q, FakeTensor) or not call.k.numel():
+    if call.q.device.type != "cpu" or not call.k.numel():
         return False
     width = H // J * R
     return width <= FEW_ROWS and _TILE_ROWS % width == 0 and N >= _FEW_TOKENS and S >= _SMALL_CHUNK
@@ -173,9 +173,7 @@ class _Reads(Rows):
     def slabs(self) -> Iterator[slice]:
         """Tokens whose tiles stand in memory together."""
         count, each = self.query_shape[0], self.J * self.K * self.width * self.D
-        step = max(1, _SLAB_ELEMENTS // each)
-        for start in range(0, count, step):
-            yield slice(start, min(start + step, count))
+        return in_slabs(count, max(1, _SLAB_ELEMENTS // each), self.q)
 
     def tiles(self, rows: slice) -> _Tiles:
         return _Tiles(self, rows)
@@ -225,8 +223,7 @@ class _Tiles:
         """Tiles that are computed at once."""
         S, D = self.reads.S, self.reads.D
         step = max(1, _GROUP_ELEMENTS // (2 * S * D + _TILE_ROWS * (2 * D + S)))
-        for start in range(0, len(self.into), step):
-            yield slice(start, min(start + step, len(self.into)))
+        return in_slabs(len(self.into), step, self.reads.q)
 
     def keys(self, group: slice) -> Tensor:
         """[c, S, D]; zeros where there is none, which may be NaN."""
