@@ -44,6 +44,7 @@ from trailmark.training.run import HISTORY_FILE
 
 OUTPUT = Path(__file__).with_suffix(".json")
 WINDOW = 512
+TOGETHER = 25  # needles in a text, for a HiLS reads it anew for each trial
 HILS, EXACT = "expansion at the chunk's mean query (HiLS)", "all keys"
 # what tells a token how much a chunk would get of its attention; each reads as many chunks
 FORMS: dict[str, tuple[str, ...]] = {
@@ -134,15 +135,22 @@ def recall(options: argparse.Namespace, progress: Progress) -> dict[str, Any]:
     if not hils.exists():
         back = options.folder / f"llama of {taught.name}"
         if not back.exists():
-            convert(taught, back, "llama")
+            convert(taught, back, "llama", ["max_position_embeddings=8192"])  # the base's
         convert(back, hils, "hils")
     length = load_run_config(taught / "run.yaml").training.context_length
     asked, rows = Needles(options, progress), []
-    for model, folder in ("full attention", taught), ("HiLS", hils):
+    models = (
+        ("full attention, taught", taught),
+        ("HiLS as converted", _hils(options)),
+        ("HiLS of the taught", hils),
+    )
+    for model, folder in models:
         for own in (*options.needles, *options.far):
             if folder == hils or own <= 4096:
-                rows.append({"model": model} | asked.ask(folder, (), own))
-    return _about(options) | {"rows": rows, "trained_length": length} | _training(taught)
+                rows.append({"model": model} | asked.ask(folder, (), own, together=TOGETHER))
+                about = {"rows": rows, "trained_length": length, "together": TOGETHER}
+                keep(options.output, "recall", _about(options) | about | _training(taught))
+    return _about(options) | about | _training(taught)
 
 
 def _training(folder: Path) -> dict[str, Any]:

@@ -57,11 +57,17 @@ class Needles:
         tokenizer = load_tokenizer(str(converted(options.folder, "sliding_window")))
         self.text: Tokens = tokenize([read_text(file) for file in files], tokenizer)
 
-    def ask(self, folder: Path, changes: tuple[str, ...], length: int, chat: bool = False) -> dict[str, Any]:
+    def ask(
+        self, folder: Path, changes: tuple[str, ...], length: int, chat: bool = False, together: int = 1
+    ) -> dict[str, Any]:
+        """``together``: needles in a text, each of which is asked for."""
         settings = NeedleSettings(
-            (length,), format="sentences", chat=chat, questions=self.questions, sight="window"
-        )
+            (length,), "single" if together == 1 else "multi-key", format="sentences", chat=chat, needles=together,
+            questions=self.questions, sight="window",
+        )  # fmt: skip
         how = "sentences, chat" if chat else "sentences"
+        if together > 1:
+            how += f", {together} in a text"
         key = " | ".join([name_of(folder), *changes, str(length), str(self.questions), how])
 
         def say(message: str) -> None:

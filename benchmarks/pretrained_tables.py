@@ -371,7 +371,8 @@ def _hils_recall_text(found: Row) -> str:
         "Taught before it became a HiLS: the base with **full attention** learned with adapters (rank 8) on "
         f"{found['trained_tokens']:,} tokens in texts of {found['trained_length']:,}, all of which hold facts and "
         f"questions in other words than these, in {found['trained_seconds'] / 60:.0f} minutes of a core. Then it was "
-        f"converted, and nothing was trained any more:\n\n{table(_NEEDLES_OF_HILS, found['rows'])}"
+        f"converted, and nothing was trained any more. Each text holds {found['together']} such sentences, of as many "
+        f"names, and each is asked for:\n\n{table(_NEEDLES_OF_HILS, found['rows'])}"
     )
 
 
