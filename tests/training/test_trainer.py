@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -21,8 +22,9 @@ from trailmark.data.needles.curriculum_texts import CURRICULUM, Level
 from trailmark.data.shards import Corpus
 from trailmark.files import read_json
 from trailmark.training import checkpoints
+from trailmark.training import forecast as module
 from trailmark.training.curriculum import Curriculum
-from trailmark.training.forecast import measure_speed
+from trailmark.training.forecast import estimate_of, forecast, measure_speed
 from trailmark.training.loss import Called, Meter, weighted_loss
 from trailmark.training.run import HISTORY_FILE, Run
 
@@ -201,6 +203,18 @@ def test_measuring_the_speed_changes_nothing(uninterrupted: dict[str, Run], tmp_
     assert measure_speed(run, 3) > 0
     run.train()
     assert_same_run(run, uninterrupted["needles"])
+
+
+def test_a_forecast_takes_no_step_that_is_long_or_has_no_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert "A step took" in list(forecast(start(tmp_path)))[-1]
+    run = start(tmp_path)
+    needed = estimate_of(run).peak
+    monkeypatch.setattr(module, "measure_flops_per_second", lambda *_: 1e3)
+    assert "would take too long" in list(forecast(run))[-1]
+    monkeypatch.setattr(module.psutil, "virtual_memory", lambda: SimpleNamespace(available=needed))
+    assert re.search(r"may need .* GB of memory", list(forecast(run))[-1])
 
 
 # --- what a run leaves behind ------------------------------------------------------------------------------

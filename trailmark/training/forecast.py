@@ -10,26 +10,31 @@ import torch
 
 from trailmark.models.context_parallel import gathered_bytes
 from trailmark.processes import rank, world_size
-from trailmark.training.estimate import Estimate, describe, estimate, measure_flops_per_second
+from trailmark.training.estimate import Estimate, describe, estimate, measure_flops_per_second, seconds
 from trailmark.training.loss import weighted_loss
 from trailmark.training.run import Run
 from trailmark.training.tasks import share_of
 from trailmark.training.trainer import checkpoint_activations, make_optimizer
 
+_MOST_SECONDS = 60  # that two steps may take at the speed of large matrix products
+_MARGIN = 1.15  # what is allocated, at most, of what was estimated (tests/training/test_estimate.py)
+
 
 def forecast(run: Run) -> Iterator[str]:
-    """In lines for people; then a step is taken, if it fits into memory. The run is spent with it."""
+    """In lines for people; then a step is taken, if it fits into memory and a minute. The run is spent with it."""
     settings, cuda = run.config.training, torch.cuda.is_available()
     found, device = estimate_of(run), "cuda" if cuda else "cpu"
-    yield from describe(
-        found, measure_flops_per_second(device, getattr(torch, settings.computes_in)), settings.steps
-    )
+    speed = measure_flops_per_second(device, getattr(torch, settings.computes_in))
+    yield from describe(found, speed, settings.steps)
     if run.sharing.processes > 1:
         yield "No step is taken with several processes: one process would not do what they do together."
         return
     free = torch.cuda.mem_get_info()[0] if cuda else psutil.virtual_memory().available
-    if found.peak > free:
-        yield f"One step was not taken: it needs {found.peak / 1e9:.1f} GB of memory, {free / 1e9:.1f} GB are free."
+    if (need := _MARGIN * found.peak) > free:
+        yield f"No step was taken: it may need {need / 1e9:.1f} GB of memory, {free / 1e9:.1f} GB are free."
+        return
+    if 2 * seconds(found, speed) > _MOST_SECONDS:
+        yield "No step was taken to measure its time: it would take too long for that here."
         return
     took = seconds_per_step(run, 2)[-1]  # the first one warms caches
     hours = took * settings.steps / 3600

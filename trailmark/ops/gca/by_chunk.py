@@ -22,7 +22,7 @@ _SMALL_CHUNK = 4  # keys of one that is smaller are no matrix to BLAS
 # A token is to get the same bits in whatever place of a tile it stands, and in whose company. In BLAS' kernels it does
 # where no row is left over by their blocks, of which each is a divisor of this.
 _TILE_ROWS = 48
-_GROUP_ELEMENTS = 1 << 18  # of the tiles that are computed at once, in a core's caches
+_GROUP_ELEMENTS = 1 << 19  # of the tiles that are computed at once, in a core's caches
 _SLAB_ELEMENTS = 1 << 22  # of what a slab's tiles found
 
 
