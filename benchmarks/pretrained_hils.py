@@ -13,6 +13,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -138,19 +139,21 @@ def recall(options: argparse.Namespace, progress: Progress) -> dict[str, Any]:
             convert(taught, back, "llama", ["max_position_embeddings=8192"])  # the base's
         convert(back, hils, "hils")
     length = load_run_config(taught / "run.yaml").training.context_length
-    asked, rows = Needles(options, progress), []
+    asked, rows = Needles(options, progress), list[dict[str, Any]]()
+    found = {"rows": rows, "trained_length": length} | _about(options) | _training(taught)
+    wide = ("num_retrieved_chunks=64",)
     models = (
-        ("full attention, taught", taught),
-        ("HiLS as converted", _hils(options)),
-        ("HiLS of the taught", hils),
+        ("full attention, taught", taught, ()),
+        ("HiLS as converted", _hils(options), ()),
+        ("HiLS of the taught", hils, ()),
+        ("HiLS of the taught, 64 chunks", hils, wide),
     )
-    for model, folder in models:
-        for own in (*options.needles, *options.far):
-            if folder == hils or own <= 4096:
-                rows.append({"model": model} | asked.ask(folder, (), own, together=TOGETHER))
-                about = {"rows": rows, "trained_length": length, "together": TOGETHER}
-                keep(options.output, "recall", _about(options) | about | _training(taught))
-    return _about(options) | about | _training(taught)
+    for together, questions in (TOGETHER, options.questions), (1, options.singles):
+        for (model, folder, changes), own in product(models, options.needles):
+            row = asked.ask(folder, changes, own, together=together, questions=questions)
+            rows.append({"model": model, "together": together} | row)
+            keep(options.output, "recall", found)
+    return found
 
 
 def _training(folder: Path) -> dict[str, Any]:
@@ -240,6 +243,9 @@ def main() -> None:
     )
     parser.add_argument("--needles", type=int, nargs="+", default=(4096, 65_536), help="lengths of texts")
     parser.add_argument("--questions", type=int, default=100, help="about needles, at each length")
+    parser.add_argument(
+        "--singles", type=int, default=40, help="about a text's only needle, in the part recall"
+    )
     parser.add_argument("--trained", type=Path, default=FOLDER / "hils-0", help="by pretrained_train.py hils")
     options = parser.parse_args()
     options.folder.mkdir(parents=True, exist_ok=True)

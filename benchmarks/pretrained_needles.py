@@ -58,17 +58,24 @@ class Needles:
         self.text: Tokens = tokenize([read_text(file) for file in files], tokenizer)
 
     def ask(
-        self, folder: Path, changes: tuple[str, ...], length: int, chat: bool = False, together: int = 1
+        self,
+        folder: Path,
+        changes: tuple[str, ...],
+        length: int,
+        chat: bool = False,
+        together: int = 1,
+        questions: int | None = None,
     ) -> dict[str, Any]:
-        """``together``: needles in a text, each of which is asked for."""
+        """``together``: needles in a text, each of which is asked for. ``questions``: others than told."""
+        questions = self.questions if questions is None else questions
         settings = NeedleSettings(
             (length,), "single" if together == 1 else "multi-key", format="sentences", chat=chat, needles=together,
-            questions=self.questions, sight="window",
+            questions=questions, sight="window",
         )  # fmt: skip
         how = "sentences, chat" if chat else "sentences"
         if together > 1:
             how += f", {together} in a text"
-        key = " | ".join([name_of(folder), *changes, str(length), str(self.questions), how])
+        key = " | ".join([name_of(folder), *changes, str(length), str(questions), how])
 
         def say(message: str) -> None:
             self.progress.show(f"{key}: {message}")

@@ -367,12 +367,13 @@ def _hils_beyond_text(found: Row) -> str:
 
 
 def _hils_recall_text(found: Row) -> str:
+    columns = {"model": "{model}", "needles": "{together}"} | _NEEDLES_OF_HILS
     return (
         "Taught before it became a HiLS: the base with **full attention** learned with adapters (rank 8) on "
         f"{found['trained_tokens']:,} tokens in texts of {found['trained_length']:,}, all of which hold facts and "
         f"questions in other words than these, in {found['trained_seconds'] / 60:.0f} minutes of a core. Then it was "
-        f"converted, and nothing was trained any more. Each text holds {found['together']} such sentences, of as many "
-        f"names, and each is asked for:\n\n{table(_NEEDLES_OF_HILS, found['rows'])}"
+        f"converted, and nothing was trained any more. *Needles*: such sentences in a text, of as many names, each of "
+        f"which is asked for:\n\n{table(columns, found['rows'])}"
     )
 
 

@@ -80,6 +80,11 @@ def test_a_base_that_computes_otherwise(fields: dict[str, Any], message: str, ba
     refused(base, message)
 
 
+def test_a_model_of_ours_says_the_way_back(base: Path) -> None:
+    converted(base, ours := base.parent / "ours" / "model", "sliding_window")
+    refused(ours, "got 'trailmark_sliding_window'.*Convert it back to one of these first")
+
+
 def test_weights_that_are_not_finite(base: Path) -> None:
     weights = load_file(base / "model.safetensors")
     weights["model.norm.weight"][3] = torch.nan

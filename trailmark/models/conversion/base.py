@@ -202,10 +202,11 @@ def _fields(config: Any, from_gguf: bool) -> dict[str, Any]:
         if given.get(name) not in (None, 0, 1):
             raise ValueError(_refusal(kind, f"{name} = {brief(given[name])}", what))
     if family is None:
-        known = ", ".join(sorted(FAMILIES))
+        known, way_out = ", ".join(sorted(FAMILIES)), "Convert a base of one of these."
+        if kind == "trailmark_sliding_window":
+            way_out = "Convert it back to one of these first (--to), where it came from one."
         raise ValueError(
-            f"{ARGUMENT}: expected one of the families {known}, got {kind!r}, whose layers are not known here. "
-            "Convert a base of one of these."
+            f"{ARGUMENT}: expected one of the families {known}, got {kind!r}, whose layers are not known here. {way_out}"
         )
     for name, (allowed, what) in _ONLY.items():
         if name in given and given[name] not in allowed:
