@@ -52,22 +52,12 @@ def config(kind: str, options: argparse.Namespace) -> RunConfig:
             "training.learning_rate=0.0003",
             "training.context_length=2048",  # so that its own length can be passed 32 times in minutes
         ]
-    elif (
-        kind == "hils"
-    ):  # it reads as its base does, and needs no teacher: what it learns is to complete facts
-        begin = converted(options.folder, "hils")
+    elif kind in ("hils", "recall"):  # needs no teacher: what it learns is to complete facts
+        begin = converted(options.folder, "hils") if kind == "hils" else teacher
         changes = [
             "distil.model=null",
             "data.needle_share=1",
-            "training.context_length=2048",
-            "training.loss_positions=1",
-        ]
-    elif kind == "recall":  # the same on a base that sees all, whose short texts cost a tenth
-        begin = teacher
-        changes = [
-            "distil.model=null",
-            "data.needle_share=1",
-            "training.context_length=1024",
+            f"training.context_length={2048 if kind == 'hils' else 1024}",
             "training.loss_positions=1",
         ]
     elif kind == "needles":  # on from the DRT: nothing but texts with facts and questions about them

@@ -185,8 +185,8 @@ class Asking(NamedTuple):
     """Landmarks that nobody attends to: they see the tokens before them, by queries apart from the tokens' own."""
 
     grid: Grid
-    # None: nobody uses what landmarks see. int64 [b, C, n + W - 1] where the sinks and the tokens before each landmark
-    # stand among the keys; [b, C] the landmarks' numbers, -1: absent; [b, C, n + W - 1] those of the keys
+    # int64 [b, C, n + W - 1] where the sinks and the tokens before each landmark stand among the keys, [b, C] the
+    # landmarks' numbers, -1 if absent, and [b, C, n + W - 1] those of the keys. None: nobody uses what landmarks see
     sight: tuple[Tensor, Tensor, Tensor] | None = None
     windows: Tensor | None = None  # int64 [b, C] of each landmark its own; None: W
 
@@ -414,7 +414,7 @@ class WindowAttention(SelfAttention):
         """Landmarks q [B, C, H, D] see the window of the next token, but for that token."""
         (B, C, H, D), P = q.shape, k.shape[1]
         if asking.sight is None:
-            return torch.zeros_like(q), q.new_zeros(B, C, H) if with_lse else None
+            return torch.zeros_like(q), q.new_zeros(B, C, H, dtype=torch.float32) if with_lse else None
         places, query, key = asking.sight
         index = places.clamp(0, P - 1)
         if len(index) == 1:

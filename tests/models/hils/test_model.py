@@ -13,6 +13,7 @@ from tests.models.hils.naive import NaiveHiLS, read_in
 from tests.models.tiny import PRETRAINED, assert_same, hils, logits_of, padded, split, tokens, window_model
 from tests.pairwise import pairwise
 from trailmark.memory import ExactSearch
+from trailmark.models import layers
 
 LENGTH = 61
 ALTERNATING = ["sliding_attention", "full_attention", "full_attention"]
@@ -280,3 +281,19 @@ def test_multiply_adds_are_counted(length: int, sinks: int) -> None:
 def test_fields_that_do_not_fit_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         hils(**options)
+
+
+@pytest.mark.parametrize("summary_query", ["landmark", "tokens"])
+def test_a_landmark_looks_only_where_its_query_is_used(
+    summary_query: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, asked = hils(summary_query=summary_query), list[int]()
+    plain = layers.sliding_window_attention
+
+    def attention(q: Tensor, *rest: Any, **more: Any) -> Any:
+        asked.append(q.shape[1])
+        return plain(q, *rest, **more)
+
+    monkeypatch.setattr(layers, "sliding_window_attention", attention)
+    model(tokens(40))
+    assert (1 in asked) == (summary_query == "landmark")

@@ -206,7 +206,8 @@ def _fields(config: Any, from_gguf: bool) -> dict[str, Any]:
         if kind == "trailmark_sliding_window":
             way_out = "Convert it back to one of these first (--to), where it came from one."
         raise ValueError(
-            f"{ARGUMENT}: expected one of the families {known}, got {kind!r}, whose layers are not known here. {way_out}"
+            f"{ARGUMENT}: expected one of the families {known}, got {kind!r}, whose layers are not known here. "
+            f"{way_out}"
         )
     for name, (allowed, what) in _ONLY.items():
         if name in given and given[name] not in allowed:

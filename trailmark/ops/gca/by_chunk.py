@@ -19,9 +19,9 @@ from trailmark.ops.slabs import in_slabs
 
 _FEW_TOKENS = 64  # fewer share too few chunks
 _SMALL_CHUNK = 4  # keys of one that is smaller are no matrix to BLAS
-# A token is to get the same bits in whatever place of a tile it stands, and in whose company. In BLAS' kernels it does
-# where no row is left over by their blocks, of which each is a divisor of this.
-_TILE_ROWS = 48
+# Rows of a tile. A token is to get the same bits in whatever place of a tile it stands, and in whose company. It does
+# where the blocks of BLAS' kernels leave no row over (MKL's do not, of these), and as many products are made at once.
+_TILE_ROWS = 24, 48
 _GROUP_ELEMENTS = 1 << 19  # of the tiles that are computed at once, in a core's caches
 _SLAB_ELEMENTS = 1 << 22  # of what a slab's tiles found
 
@@ -31,15 +31,23 @@ def pays(call: CrossAttentionCall) -> bool:
     (_, N, R, H, _), (S, J) = call.q.shape, call.k.shape[2:4]
     if call.q.device.type != "cpu" or not call.k.numel():
         return False
-    width = H // J * R
-    return width <= FEW_ROWS and _TILE_ROWS % width == 0 and N >= _FEW_TOKENS and S >= _SMALL_CHUNK
+    if (
+        J > 1 and call.indices.stride(2) == 0
+    ):  # heads read the same chunks, which token by token are fetched whole
+        return False
+    return 0 < H // J * R <= FEW_ROWS and tile_rows(H // J * R) > 0 and N >= _FEW_TOKENS and S >= _SMALL_CHUNK
+
+
+def tile_rows(width: int) -> int:
+    """Rows of a tile of tokens that have ``width`` rows each; 0: there is none."""
+    return next((rows for rows in _TILE_ROWS if rows % width == 0), 0)
 
 
 def forward(call: CrossAttentionCall, keep: bool) -> tuple[Tensor, Tensor]:
     """As :func:`trailmark.ops.gca.torch_path.forward`."""
     reads = _Reads(call)
-    out = torch.empty(reads.query_shape, dtype=call.q.dtype)
-    lse = torch.empty(reads.lse_shape if keep else (0,), dtype=reads.lse_dtype)
+    out = call.q.new_empty(reads.query_shape)
+    lse = call.q.new_empty(reads.lse_shape if keep else (0,), dtype=reads.lse_dtype)
     beside = None if call.beside is None else call.beside.reshape(reads.query_shape)
     null_key = call.off_by_one and beside is None  # in each chunk's softmax
     for rows in reads.slabs():
@@ -47,13 +55,15 @@ def forward(call: CrossAttentionCall, keep: bool) -> tuple[Tensor, Tensor]:
         found, tops, totals = tiles.found(reads.D), tiles.found(1, -torch.inf), tiles.found(1)
         for group in tiles:
             scores = tiles.scores(tiles.of_tokens(query, group), tiles.keys(group), group)
-            top = torch.amax(scores, -1, keepdim=True, out=tops[group])
+            top = scores.amax(-1, keepdim=True)
             if null_key:
                 top.clamp_(min=0)
-            total = torch.sum(scores.sub_(_finite(top)).exp2_(), -1, keepdim=True, out=totals[group])
+            total = scores.sub_(_finite(top)).exp2_().sum(-1, keepdim=True)
             if null_key:
                 total.add_(top.neg().exp2_())
-            torch.bmm(scores, tiles.values(group), out=found[group])
+            tiles.put(torch.bmm(scores, tiles.values(group)), group, found)
+            tiles.put(top, group, tops)
+            tiles.put(total, group, totals)
         top, total, share = tiles.by_chunk(tops), tiles.by_chunk(totals), reads.share_of(rows)
         null = reads.null(rows)
         if beside is None or null is None:
@@ -84,11 +94,12 @@ def backward(
     (B, M, S, J, D), dtype = k.shape, reads.dtype
     grad = grad.reshape(reads.query_shape)
     beside = None if call.beside is None else call.beside.reshape(reads.query_shape)
-    dq = torch.empty(reads.query_shape, dtype=q.dtype)
-    dk, dv = (torch.zeros(B * M * J if of_memory else 0, S * D, dtype=dtype) for _ in range(2))
-    dw = torch.empty_like(reads.weights)
-    d_beside = torch.empty(reads.query_shape, dtype=q.dtype if beside is None else beside.dtype)
-    d_lse = torch.empty((*reads.query_shape[:-1], 1), dtype=dtype)
+    dq = q.new_empty(reads.query_shape)
+    dk, dv = (q.new_zeros(B * M * J if of_memory else 0, S * D, dtype=dtype) for _ in range(2))
+    dw, d_beside, d_lse = torch.empty_like(reads.weights), q.new_empty(0), q.new_empty(0)
+    if beside is not None:
+        d_beside = beside.new_empty(reads.query_shape)
+        d_lse = q.new_empty((*reads.query_shape[:-1], 1), dtype=dtype)
     with torch.autocast("cpu", enabled=False):  # the backward runs outside the op
         for rows in reads.slabs():
             tiles, query, out_grad = reads.tiles(rows), reads.fold(reads.q, rows), reads.fold(grad, rows)
@@ -98,50 +109,47 @@ def backward(
                 shift = unless_unread(top.to(dtype), share)
                 share = share * (top - total).exp2_().to(dtype)
                 own = (out_grad * reads.fold(beside, rows)).sum(-1, keepdim=True)  # values count from it
-            shift, share = tiles.of_pairs(shift, torch.inf), tiles.of_pairs(share)
-            probabilities, ds = tiles.found(S), tiles.found(S)
-            inner, sums = tiles.found(1), tiles.found(1)  # of dP P, and of P
+            probabilities, products = tiles.found(S), tiles.found(S)  # P and dP of each pair
             for group in tiles:
                 scores = tiles.scores(tiles.of_tokens(query, group), tiles.keys(group), group)
-                p = torch.exp2(scores.sub_(shift[group]), out=probabilities[group])
+                p = scores.sub_(tiles.of_pairs(shift, group)).exp2_()
                 # dP without the weight: dO V^T; its row sums with P give both D and the weights' gradient
-                dp = torch.bmm(
-                    tiles.of_tokens(out_grad, group), tiles.values(group).transpose(1, 2), out=ds[group]
-                )
+                dp = torch.bmm(tiles.of_tokens(out_grad, group), tiles.values(group).transpose(1, 2))
                 if beside is not None:
-                    p.mul_(share[group])
+                    p.mul_(tiles.of_pairs(share, group))
                     dp.sub_(tiles.of_tokens(own, group))
-                    torch.sum(p, -1, keepdim=True, out=sums[group])
-                torch.sum(dp * p, -1, keepdim=True, out=inner[group])
-            of_chunks = tiles.by_chunk(inner)
-            null = reads.null(rows)
+                tiles.put(p, group, probabilities)
+                tiles.put(dp, group, products)
+            inner = (products * probabilities).sum(-1, keepdim=True)
+            of_chunks, null = tiles.by_chunk(inner), reads.null(rows)
             if beside is None or null is None:
                 dw[rows] = reads.of_weights(of_chunks)
-                probabilities[:-1].mul_(share)
-                ds.sub_(inner)
+                probabilities.mul_(tiles.in_order(share))
+                ds = products.sub_(inner).mul_(probabilities)
             else:
                 of_rows = of_chunks.sum(2).view(-1, reads.width, 1)
+                # not 1 - the share of the virtual key: it may be tiny
+                read = tiles.by_chunk(probabilities.sum(-1, keepdim=True)).sum(2).view(of_rows.shape)
                 of_null = (null.view(of_rows.shape) - total.view(of_rows.shape)).exp2_().to(dtype)
                 d_lse[rows] = reads.unfold(of_null.mul_(of_rows).neg_())
-                read = (
-                    tiles.by_chunk(sums).sum(2).view(of_rows.shape)
-                )  # not 1 - that of the virtual key: it may be tiny
                 d_beside[rows] = reads.unfold(out_grad * read).neg_()
-                ds[:-1].sub_(tiles.of_tokens(of_rows, slice(None)))
-            ds.mul_(probabilities)
-            if beside is not None:
+                taken = of_rows.view(-1, reads.J, 1, reads.width).expand_as(of_chunks)
+                ds = products.sub_(tiles.in_order(taken)).mul_(probabilities)
                 by_weight = reads.of_weights(tiles.by_chunk(ds.sum(-1, keepdim=True)))
-                dw[rows] = (by_weight / reads.weights[rows]).masked_fill_(reads.weights[rows] == 0, 0)
+                own_weight = reads.weights[rows]
+                dw[rows] = (by_weight / own_weight).masked_fill_(own_weight == 0, 0)
             of_queries = tiles.found(D)
             for group in tiles:
-                torch.bmm(ds[group], tiles.keys(group), out=of_queries[group])
+                own_ds, keys = tiles.taken(ds, group), tiles.keys(group)
+                tiles.put(torch.bmm(own_ds, keys), group, of_queries)
                 if of_memory:
-                    by_key = torch.bmm(ds[group].transpose(1, 2), tiles.of_tokens(query, group))
-                    dk.index_add_(0, tiles.into[group], by_key.view(-1, S * D), alpha=reads.scale)
+                    by_key = torch.bmm(own_ds.transpose(1, 2), tiles.of_tokens(query, group))
                     by_value = torch.bmm(
-                        probabilities[group].transpose(1, 2), tiles.of_tokens(out_grad, group)
+                        tiles.taken(probabilities, group).transpose(1, 2), tiles.of_tokens(out_grad, group)
                     )
-                    dv.index_add_(0, tiles.into[group], by_value.view(-1, S * D))
+                    into = tiles.into[group]
+                    dk.index_add_(0, into, by_key.view(-1, S * D), alpha=reads.scale)
+                    dv.index_add_(0, into, by_value.view(-1, S * D))
             dq[rows] = reads.unfold(tiles.summed(of_queries).mul_(reads.scale))
     unread = (call.indices < 0).repeat_interleave(weights.shape[2] // J, dim=2)
     dw = dw.permute(0, 1, 3, 2).reshape(weights.shape).masked_fill_(unread, 0).to(weights.dtype)
@@ -165,15 +173,13 @@ class _Reads(Rows):
     def __init__(self, call: CrossAttentionCall) -> None:
         super().__init__(call)
         self.k_table, self.v_table = Table(call.k), Table(call.v)
-        self.k_numbers = self.k_table.numbers(call.indices).flatten(0, 1)  # [B N, J, K]
-        self.v_numbers = self.v_table.numbers(call.indices).flatten(0, 1)
-        self.into = numbers_of_contiguous(call.indices, self.M)
+        self.into = numbers_of_contiguous(call.indices, self.M)  # [B N, J, K]
         self.lengths = None if call.lengths is None else call.lengths.flatten()
 
     def slabs(self) -> Iterator[slice]:
         """Tokens whose tiles stand in memory together."""
-        count, each = self.query_shape[0], self.J * self.K * self.width * self.D
-        return in_slabs(count, max(1, _SLAB_ELEMENTS // each), self.q)
+        each = self.J * self.K * self.width * self.D
+        return in_slabs(self.query_shape[0], max(1, _SLAB_ELEMENTS // each), self.q)
 
     def tiles(self, rows: slice) -> _Tiles:
         return _Tiles(self, rows)
@@ -185,60 +191,70 @@ class _Reads(Rows):
 
 
 class _Tiles:
-    """Pairs of a token (and key/value head) and a chunk, those of one chunk beside each other, ``size`` in a tile.
+    """Pairs of a token (and key/value head) and a chunk, ordered by chunks, and cut into tiles of ``size`` pairs.
 
-    A pair has ``width`` rows, and a tile ``_TILE_ROWS``. What is left of a chunk's last tile repeats its last pair, and
-    has no place of its own. There is one place more than the tiles have, for pairs that read nothing.
+    A pair has ``width`` rows. A chunk's last tile, which others may not fill, repeats its last pair, and whole tiles
+    are repeated until all groups have as many: neither is written anywhere.
     """
 
     def __init__(self, reads: _Reads, rows: slice) -> None:
-        self.reads = reads
+        self.reads, self.rows = reads, tile_rows(reads.width)
+        self.size, S, D = self.rows // reads.width, reads.S, reads.D
+        self.step = max(1, _GROUP_ELEMENTS // (2 * S * D + self.rows * (2 * D + S)))  # tiles of a group
         flat, nothing = reads.into[rows].flatten(), reads.nothing.where[rows].flatten()
-        ordered, order = flat.masked_fill(nothing, reads.into.numel() + len(flat)).sort(stable=True)
-        there = len(flat) - int(nothing.sum())
-        chunk, counts = ordered[:there].unique_consecutive(return_counts=True)
-        self.size = _TILE_ROWS // reads.width
+        chunks = reads.M * reads.J * len(reads.nothing.where)  # of all rows of the batch, at most
+        ordered, order = flat.masked_fill(nothing, chunks).sort(
+            stable=True
+        )  # dk and dv are sums in this order
+        self.count = len(flat) - int(nothing.sum())
+        self.order = order[: self.count]
+        number = torch.arange(len(flat), device=flat.device)
+        # of each pair, in this order; behind it stands what nothing has
+        self.place = torch.empty_like(order).index_copy_(0, order, number).masked_fill_(nothing, len(flat))
+        chunk, counts = ordered[: self.count].unique_consecutive(return_counts=True)
         tiles = (counts + self.size - 1) // self.size
-        of = torch.arange(len(chunk)).repeat_interleave(tiles)
-        ends = counts.cumsum(0)
-        number = torch.arange(len(of)) - (tiles.cumsum(0) - tiles)[of]
-        at = ((ends - counts)[of] + number * self.size)[:, None] + torch.arange(self.size)
-        last = (ends[of] - 1)[:, None]
-        self.left_over = at > last  # [tiles, size]
-        self.pairs = order[at.minimum(last)]  # [tiles, size]
+        of = number[: len(chunk)].repeat_interleave(tiles)  # the chunk of each tile
+        nth = torch.arange(len(of), device=flat.device) - (tiles.cumsum(0) - tiles)[of]
+        begin, end = (counts.cumsum(0) - counts)[of] + nth * self.size, counts.cumsum(0)[of]
+        filled = len(of)
+        if more := -filled % self.step:
+            begin, end, of = (torch.cat([x, x[-1:].expand(more)]) for x in (begin, end, of))
+        at = begin[:, None] + torch.arange(self.size, device=flat.device)
+        self.at = at.minimum(end[:, None] - 1)  # [tiles, size], in the order of pairs
+        self.left_over = at >= end[:, None]
+        self.left_over[filled:] = True
+        self.pairs = self.order[self.at]
         self.tokens = self.pairs // reads.K  # and heads
         self.into = chunk[of]  # [tiles]
-        own = ~self.left_over.flatten()
-        self.place = torch.full((len(flat),), len(own))  # of each pair, among those of all tiles
-        self.place[self.pairs.flatten()[own]] = torch.arange(len(own))[own]
-        first = self.pairs[:, 0]
-        self.k_rows, self.v_rows = (x[rows].flatten()[first] for x in (reads.k_numbers, reads.v_numbers))
-        self.absent: Tensor | None = None  # [tiles, S] keys that do not exist
-        self.short = list[bool]()  # tiles that have some
+        self.lacks = list[bool]()  # tiles of chunks that have fewer than S keys
         if reads.lengths is not None:
-            lengths = reads.lengths[self.into // reads.J]
-            self.absent, self.short = torch.arange(reads.S) >= lengths[:, None], (lengths < reads.S).tolist()
+            self.lengths = reads.lengths[self.into // reads.J]
+            self.lacks = (self.lengths < S).tolist()
 
     def __iter__(self) -> Iterator[slice]:
         """Tiles that are computed at once."""
-        S, D = self.reads.S, self.reads.D
-        step = max(1, _GROUP_ELEMENTS // (2 * S * D + _TILE_ROWS * (2 * D + S)))
-        return in_slabs(len(self.into), step, self.reads.q)
+        return in_slabs(len(self.into), self.step, self.reads.q)
 
     def keys(self, group: slice) -> Tensor:
         """[c, S, D]; zeros where there is none, which may be NaN."""
-        return self._taken(self.reads.k_table, self.k_rows[group], group)
+        return self._of_table(self.reads.k_table, group)
 
     def values(self, group: slice) -> Tensor:
-        return self._taken(self.reads.v_table, self.v_rows[group], group)
+        return self._of_table(self.reads.v_table, group)
 
-    def _taken(self, table: Table, rows: Tensor, group: slice) -> Tensor:
-        taken = table.rows.index_select(0, rows).view(-1, self.reads.S, self.reads.D).to(self.reads.dtype)
+    def _of_table(self, table: Table, group: slice) -> Tensor:
+        number, J, M = self.into[group], self.reads.J, self.reads.M
+        batch, chunk, head = number // (M * J), number // J % M, number % J
+        row = batch * table.steps[0] + chunk * table.steps[1] + head * table.steps[2]
+        taken = table.rows.index_select(0, row).view(-1, self.reads.S, self.reads.D).to(self.reads.dtype)
         absent = self._absent(group)
         return taken if absent is None else taken.masked_fill_(absent[..., None], 0)
 
     def _absent(self, group: slice) -> Tensor | None:
-        return self.absent[group] if self.absent is not None and True in self.short[group] else None
+        """Keys [c, S] that do not exist."""
+        if True not in self.lacks[group]:
+            return None
+        return torch.arange(self.reads.S, device=self.into.device) >= self.lengths[group, None]
 
     def scores(self, query: Tensor, keys: Tensor, group: slice) -> Tensor:
         """[c, rows, S] in base 2, -inf at keys that do not exist."""
@@ -248,32 +264,54 @@ class _Tiles:
 
     def of_tokens(self, x: Tensor, group: slice) -> Tensor:
         """x [n * J, width, X] of the tokens of a group's tiles: [c, rows, X]."""
-        taken = x.flatten(1).index_select(0, self.tokens[group].flatten())
-        return taken.view(-1, _TILE_ROWS, x.shape[-1])
+        return x.flatten(1).index_select(0, self.tokens[group].flatten()).view(-1, self.rows, x.shape[-1])
 
-    def of_pairs(self, x: Tensor, left_over: float = 0) -> Tensor:
-        """x [n, J, K, width] of the pairs of all tiles: [tiles, rows, 1]."""
-        own = x.reshape(-1, self.reads.width)[self.pairs].masked_fill(self.left_over[..., None], left_over)
-        return own.view(len(self.into), _TILE_ROWS, 1)
+    def of_pairs(self, x: Tensor, group: slice) -> Tensor:
+        """x [n, J, K, width] of the pairs of a group's tiles: [c, rows, 1]."""
+        own = x.reshape(-1, self.reads.width).index_select(0, self.pairs[group].flatten())
+        return own.view(-1, self.rows, 1)
 
     def found(self, X: int, nothing: float = 0) -> Tensor:
-        """[tiles + 1, rows, X], to be filled for all tiles; the last is of pairs that read nothing."""
-        x = torch.empty(len(self.into) + 1, _TILE_ROWS, X, dtype=self.reads.dtype)
-        x[-1] = nothing
+        """[pairs + 1, width, X], to be put for each pair, in their order; the last is what nothing has."""
+        x = torch.empty(
+            len(self.place) + 1, self.reads.width, X, dtype=self.reads.dtype, device=self.place.device
+        )
+        x[self.count :] = nothing
         return x
 
+    def put(self, x: Tensor, group: slice, found: Tensor) -> None:
+        """Write x [c, rows, X] of a group's tiles into ``found``."""
+        own = (~self.left_over[group]).flatten().nonzero()[:, 0]
+        if len(own):
+            begin = int(self.at[group.start, 0])
+            into = found[begin : begin + len(own)].flatten(1)
+            torch.index_select(x.view(-1, into.shape[1]), 0, own, out=into)
+
+    def taken(self, found: Tensor, group: slice) -> Tensor:
+        """What was put, in a group's tiles again: [c, rows, X], zeros where they repeat a pair."""
+        at = self.at[group].masked_fill(self.left_over[group], len(found) - 1).flatten()
+        return found.flatten(1).index_select(0, at).view(-1, self.rows, found.shape[-1])
+
+    def in_order(self, x: Tensor) -> Tensor:
+        """x [n, J, K, width] as :meth:`found` has it: [pairs + 1, width, 1]."""
+        into = self.found(1)
+        torch.index_select(x.reshape(-1, self.reads.width), 0, self.order, out=into[: self.count, :, 0])
+        return into
+
     def by_chunk(self, found: Tensor) -> Tensor:
-        """What was found [tiles + 1, rows, 1] for each token's chunks: [n, J, K, width]."""
-        own = found.view(-1, self.reads.width).index_select(0, self.place)
+        """What was found [pairs + 1, width, 1] for each token's chunks: [n, J, K, width]."""
+        own = found.flatten(1).index_select(0, self.place)
         return own.view(-1, self.reads.J, self.reads.K, self.reads.width)
 
     def summed(self, found: Tensor, share: Tensor | None = None) -> Tensor:
-        """What was found [tiles + 1, rows, X], over each token's chunks: [n * J, width, X].
+        """What was found [pairs + 1, width, X], over each token's chunks: [n * J, width, X].
 
         Weighed by ``share`` [n, J, K, width].
         """
         K, width = self.reads.K, self.reads.width
-        row = (self.place.view(-1, 1, K) * width + torch.arange(width)[:, None]).flatten(0, 1)
+        row = (self.place.view(-1, 1, K) * width + torch.arange(width, device=found.device)[:, None]).flatten(
+            0, 1
+        )
         if share is not None:
             share = share.transpose(2, 3).reshape(row.shape)
         X = found.shape[-1]
