@@ -13,7 +13,6 @@ import argparse
 import sys
 from collections.abc import Sequence
 from functools import partial
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -148,8 +147,12 @@ def recall(options: argparse.Namespace, progress: Progress) -> dict[str, Any]:
         ("HiLS of the taught", hils, ()),
         ("HiLS of the taught, 64 chunks", hils, wide),
     )
-    for together, questions in (TOGETHER, options.questions), (1, options.singles):
-        for (model, folder, changes), own in product(models, options.needles):
+    cases = [(TOGETHER, options.questions, model) for model in models]
+    cases += [
+        (1, options.singles, model) for model in models if model[1] != _hils(options)
+    ]  # those are in "needles"
+    for together, questions, (model, folder, changes) in cases:
+        for own in options.needles:
             row = asked.ask(folder, changes, own, together=together, questions=questions)
             rows.append({"model": model, "together": together} | row)
             keep(options.output, "recall", found)
@@ -244,7 +247,7 @@ def main() -> None:
     parser.add_argument("--needles", type=int, nargs="+", default=(4096, 65_536), help="lengths of texts")
     parser.add_argument("--questions", type=int, default=100, help="about needles, at each length")
     parser.add_argument(
-        "--singles", type=int, default=40, help="about a text's only needle, in the part recall"
+        "--singles", type=int, default=20, help="about a text's only needle, in the part recall"
     )
     parser.add_argument("--trained", type=Path, default=FOLDER / "hils-0", help="by pretrained_train.py hils")
     options = parser.parse_args()

@@ -13,6 +13,7 @@ goes on.
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -94,7 +95,7 @@ def learned(steps: list[Row]) -> int | None:
     return next((each["step"] for each in steps if each["accuracy"] >= 0.5), None)
 
 
-def measure(name: str, task: str, seed: int, folder: Path) -> Row:
+def measure(name: str, task: str, seed: int, folder: Path, factors: Sequence[int] = FACTORS) -> Row:
     progress = Progress()
     made = trained(name, task, seed, folder, progress)
     histories = {stage: read_json(output / HISTORY_FILE) for stage, output in made.items()}
@@ -102,7 +103,7 @@ def measure(name: str, task: str, seed: int, folder: Path) -> Row:
     text = tokenize(standard_library_texts("haystack"), load_tokenizer("bytes"))
     kind = "single" if TASKS[task] == 1 else "hops"
     results = []
-    for factor in FACTORS:
+    for factor in factors:
         settings = NeedleSettings(
             (factor * NEEDLE_LENGTH,), kind, questions=QUESTIONS, protocol="paper-table-2", seed=seed
         )
@@ -131,7 +132,11 @@ def text() -> str:
     found.sort(key=lambda r: (r["task"] != "single", NAMES.index(r["row"]), r["seed"]))
 
     def at(factor: int, field: str = RIGHT) -> Column:
-        return lambda row: cell(field, next(x for x in row["results"] if x["factor"] == factor))
+        def shown(row: Row) -> str:
+            asked = [x for x in row["results"] if x["factor"] == factor]
+            return cell(field, asked[0]) if asked else "-"
+
+        return shown
 
     def paper(place: int) -> Column:
         def shown(row: Row) -> str:
@@ -160,6 +165,9 @@ def main() -> None:
     parser.add_argument("--rows", nargs="+", choices=NAMES, default=list(NAMES))
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
+    parser.add_argument(
+        "--factors", type=int, nargs="+", choices=FACTORS, default=FACTORS, help="training lengths"
+    )
     parser.add_argument("--folder", type=Path, default=FOLDER)
     options = parser.parse_args()
     start_again_set_up()
@@ -167,7 +175,7 @@ def main() -> None:
         for task in options.tasks if not options.part else ():
             for name in options.rows:
                 if not any((r["row"], r["task"], r["seed"]) == (name, task, seed) for r in kept()):
-                    row = measure(name, task, seed, options.folder)
+                    row = measure(name, task, seed, options.folder, options.factors)
                     write_json(OUTPUT, {"results": [*kept(), row]})
     print(text())
 
