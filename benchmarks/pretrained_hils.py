@@ -137,9 +137,9 @@ def recall(options: argparse.Namespace, progress: Progress) -> dict[str, Any]:
         if not back.exists():
             convert(taught, back, "llama", ["max_position_embeddings=8192"])  # the base's
         convert(back, hils, "hils")
-    length = load_run_config(taught / "run.yaml").training.context_length
+    taught_on = load_run_config(taught / "run.yaml").training.context_length
     asked, rows = Needles(options, progress), list[dict[str, Any]]()
-    found = {"rows": rows, "trained_length": length} | _about(options) | _training(taught)
+    found = {"rows": rows, "trained_length": taught_on} | _about(options) | _training(taught)
     wide = ("num_retrieved_chunks=64",)
     models = (
         ("full attention, taught", taught, ()),
@@ -147,13 +147,15 @@ def recall(options: argparse.Namespace, progress: Progress) -> dict[str, Any]:
         ("HiLS of the taught", hils, ()),
         ("HiLS of the taught, 64 chunks", hils, wide),
     )
-    cases = [(TOGETHER, options.questions, model) for model in models]
+    few = options.singles
+    cases = [(model, TOGETHER, options.questions, options.needles) for model in models]
     cases += [
-        (1, options.singles, model) for model in models if model[1] != _hils(options)
-    ]  # those are in "needles"
-    for together, questions, (model, folder, changes) in cases:
-        for own in options.needles:
-            row = asked.ask(folder, changes, own, together=together, questions=questions)
+        (model, 1, few, options.needles) for model in (models[0], models[2])
+    ]  # the untaught are in "needles"
+    cases += [(models[2], 1, options.few, options.far), (models[3], 1, few, options.needles)]
+    for (model, folder, changes), together, questions, lengths in cases:
+        for length in lengths:
+            row = asked.ask(folder, changes, length, together=together, questions=questions)
             rows.append({"model": model, "together": together} | row)
             keep(options.output, "recall", found)
     return found
@@ -249,6 +251,7 @@ def main() -> None:
     parser.add_argument(
         "--singles", type=int, default=20, help="about a text's only needle, in the part recall"
     )
+    parser.add_argument("--few", type=int, default=8, help="the same at the lengths of --far")
     parser.add_argument("--trained", type=Path, default=FOLDER / "hils-0", help="by pretrained_train.py hils")
     options = parser.parse_args()
     options.folder.mkdir(parents=True, exist_ok=True)

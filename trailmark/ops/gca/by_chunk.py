@@ -22,6 +22,7 @@ _SMALL_CHUNK = 4  # keys of one that is smaller are no matrix to BLAS
 # Rows of a tile. A token is to get the same bits in whatever place of a tile it stands, and in whose company. It does
 # where the blocks of BLAS' kernels leave no row over (MKL's do not, of these), and as many products are made at once.
 _TILE_ROWS = 24, 48
+_TILE_TOKENS = 6  # at least, where there is such a tile
 _GROUP_ELEMENTS = 1 << 19  # of the tiles that are computed at once, in a core's caches
 _SLAB_ELEMENTS = 1 << 22  # of what a slab's tiles found
 
@@ -31,16 +32,21 @@ def pays(call: CrossAttentionCall) -> bool:
     (_, N, R, H, _), (S, J) = call.q.shape, call.k.shape[2:4]
     if call.q.device.type != "cpu" or not call.k.numel():
         return False
-    if (
-        J > 1 and call.indices.stride(2) == 0
-    ):  # heads read the same chunks, which token by token are fetched whole
-        return False
-    return 0 < H // J * R <= FEW_ROWS and tile_rows(H // J * R) > 0 and N >= _FEW_TOKENS and S >= _SMALL_CHUNK
+    # where all heads read the same chunks, these are fetched whole, token by token
+    shared, width = J > 1 and call.indices.stride(2) == 0, H // J * R
+    return (
+        not shared
+        and 0 < width <= FEW_ROWS
+        and tile_rows(width) > 0
+        and N >= _FEW_TOKENS
+        and S >= _SMALL_CHUNK
+    )
 
 
 def tile_rows(width: int) -> int:
-    """Rows of a tile of tokens that have ``width`` rows each; 0: there is none."""
-    return next((rows for rows in _TILE_ROWS if rows % width == 0), 0)
+    """Rows of a tile of tokens that have ``width`` rows each, the most only where fewer hold few tokens; 0: none."""
+    fit = [rows for rows in _TILE_ROWS if rows % width == 0]
+    return next((rows for rows in fit if rows >= _TILE_TOKENS * width), max(fit, default=0))
 
 
 def forward(call: CrossAttentionCall, keep: bool) -> tuple[Tensor, Tensor]:
@@ -203,9 +209,8 @@ class _Tiles:
         self.step = max(1, _GROUP_ELEMENTS // (2 * S * D + self.rows * (2 * D + S)))  # tiles of a group
         flat, nothing = reads.into[rows].flatten(), reads.nothing.where[rows].flatten()
         chunks = reads.M * reads.J * len(reads.nothing.where)  # of all rows of the batch, at most
-        ordered, order = flat.masked_fill(nothing, chunks).sort(
-            stable=True
-        )  # dk and dv are sums in this order
+        # stable, for dk and dv are sums in this order
+        ordered, order = flat.masked_fill(nothing, chunks).sort(stable=True)
         self.count = len(flat) - int(nothing.sum())
         self.order = order[: self.count]
         number = torch.arange(len(flat), device=flat.device)
@@ -226,6 +231,7 @@ class _Tiles:
         self.pairs = self.order[self.at]
         self.tokens = self.pairs // reads.K  # and heads
         self.into = chunk[of]  # [tiles]
+        self._kept: dict[int, tuple[Tensor, slice]] = {}
         self.lacks = list[bool]()  # tiles of chunks that have fewer than S keys
         if reads.lengths is not None:
             self.lengths = reads.lengths[self.into // reads.J]
@@ -281,11 +287,13 @@ class _Tiles:
 
     def put(self, x: Tensor, group: slice, found: Tensor) -> None:
         """Write x [c, rows, X] of a group's tiles into ``found``."""
-        own = (~self.left_over[group]).flatten().nonzero()[:, 0]
-        if len(own):
+        if group.start not in self._kept:  # the places of a group's tiles that are kept, and what those are
+            own = (~self.left_over[group]).flatten().nonzero()[:, 0]
             begin = int(self.at[group.start, 0])
-            into = found[begin : begin + len(own)].flatten(1)
-            torch.index_select(x.view(-1, into.shape[1]), 0, own, out=into)
+            self._kept[group.start] = own, slice(begin, begin + len(own))
+        own, pairs = self._kept[group.start]
+        into = found[pairs].flatten(1)
+        torch.index_select(x.view(-1, into.shape[1]), 0, own, out=into)
 
     def taken(self, found: Tensor, group: slice) -> Tensor:
         """What was put, in a group's tiles again: [c, rows, X], zeros where they repeat a pair."""
