@@ -149,10 +149,9 @@ def recall(options: argparse.Namespace, progress: Progress) -> dict[str, Any]:
     )
     few = options.singles
     cases = [(model, TOGETHER, options.questions, options.needles) for model in models]
-    cases += [
-        (model, 1, few, options.needles) for model in (models[0], models[2])
-    ]  # the untaught are in "needles"
-    cases += [(models[2], 1, options.few, options.far), (models[3], 1, few, options.needles)]
+    taught_ones = (models[0], *models[2:])  # the untaught one is in "needles"
+    cases += [(model, 1, few, options.needles) for model in taught_ones]
+    cases += [(models[2], 1, options.few, options.far)]
     for (model, folder, changes), together, questions, lengths in cases:
         for length in lengths:
             row = asked.ask(folder, changes, length, together=together, questions=questions)
