@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -161,6 +162,25 @@ def assert_same_bits(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> None:
     for i, (x, y) in enumerate(zip(ours, theirs, strict=True)):
         assert x.dtype == y.dtype
         assert torch.equal(x, y), f"tensor {i} differs"
+
+
+@contextmanager
+def two_threads() -> Iterator[None]:
+    """PyTorch computes with two, where tests have one."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+def assert_repeats_bit_for_bit(op: Op, *inputs: Tensor) -> None:
+    """Outputs and gradients on two threads."""
+    with two_threads():
+        first = values_and_gradients(op, *inputs)
+        for _ in range(5):
+            assert_same_bits(values_and_gradients(op, *inputs), first)
 
 
 def assert_autocast_changes_nothing(op: Op, *inputs: Tensor) -> None:

@@ -17,7 +17,9 @@ from tests.budgets import (
     assert_all_same_in_float64,
     assert_equals_the_oracle,
     assert_low_precision_within_budget,
+    assert_repeats_bit_for_bit,
     assert_same_bits,
+    two_threads,
     values_and_gradients,
 )
 from tests.ops.gca.test_api import LAYOUTS, Case, cases, gca
@@ -126,9 +128,8 @@ def test_the_future_changes_no_bit_on_two_threads(S: int, D: int) -> None:
     """Nor how many tiles it has: BLAS makes one product in another way than several."""
     case = Case(B=1, N=64, R=1, g=4, J=1, M=5, S=S, K=2, D=D, per_head=True, beside=True)
     inputs, rest = case.make()
-    inputs, threads = [x.float() for x in inputs], torch.get_num_threads()
-    torch.set_num_threads(2)
-    try:
+    inputs = [x.float() for x in inputs]
+    with two_threads():
         before = gca(*inputs, **rest)
         for seed in range(1, 4):
             others, of_others = replace(case, seed=seed).make()
@@ -137,8 +138,6 @@ def test_the_future_changes_no_bit_on_two_threads(S: int, D: int) -> None:
             after = gca(q, *inputs[1:], **rest | {"indices": indices})
             assert torch.equal(after[:, :32], before[:, :32])
             assert not torch.equal(after, before)
-    finally:
-        torch.set_num_threads(threads)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -191,14 +190,7 @@ def test_gradients_repeat_bit_for_bit_on_two_threads(dtype: torch.dtype) -> None
         N=100, R=1, g=4, M=3, S=16, K=4, D=16, per_head=True, with_lengths=True, beside=True
     ).make()
     inputs = [x.to(dtype) for x in inputs]
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    try:
-        first = values_and_gradients(partial(gca, **rest), *inputs)
-        for _ in range(5):
-            assert_same_bits(values_and_gradients(partial(gca, **rest), *inputs), first)
-    finally:
-        torch.set_num_threads(before)
+    assert_repeats_bit_for_bit(partial(gca, **rest), *inputs)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -9,6 +9,7 @@ import torch
 
 from tests.budgets import (
     assert_all_same_in_float64,
+    assert_repeats_bit_for_bit,
     assert_same_bits,
     values_and_gradients,
 )
@@ -30,14 +31,7 @@ def test_gradients_repeat_bit_for_bit_on_two_threads(
     small_slabs(monkeypatch, 1 << 16)
     inputs, rest = Case(N=32, R=16, M=2, S=16, K=4, D=16, with_lengths=True).make()
     inputs = [x.to(dtype) for x in inputs]
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    try:
-        first = values_and_gradients(partial(gca, **rest), *inputs)
-        for _ in range(5):
-            assert_same_bits(values_and_gradients(partial(gca, **rest), *inputs), first)
-    finally:
-        torch.set_num_threads(before)
+    assert_repeats_bit_for_bit(partial(gca, **rest), *inputs)
 
 
 @pytest.mark.parametrize("layout", ["as it is", *LAYOUTS])

@@ -9,6 +9,7 @@ from torch import Tensor
 from tests.budgets import (
     assert_all_same_in_float64,
     assert_low_precision_within_budget,
+    assert_repeats_bit_for_bit,
     assert_same_bits,
     values_and_gradients,
 )
@@ -94,12 +95,4 @@ def test_gradients_repeat_bit_for_bit_on_two_threads(monkeypatch: pytest.MonkeyP
     random = torch.Generator().manual_seed(3)
     query, table = torch.randn(500, 64, generator=random), torch.randn(8, 64, generator=random)
     rows = torch.randint(0, 8, (500, 8), generator=random)
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    try:
-        first = values_and_gradients(lambda q, t: row_scores(q, t, rows), query, table)
-        for _ in range(5):
-            again = values_and_gradients(lambda q, t: row_scores(q, t, rows), query, table)
-            assert_same_bits(first, again)
-    finally:
-        torch.set_num_threads(before)
+    assert_repeats_bit_for_bit(lambda q, t: row_scores(q, t, rows), query, table)

@@ -14,7 +14,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from trailmark.ops.gca.call import CrossAttentionCall
-from trailmark.ops.gca.rows import FEW_ROWS, LOG2_E, Rows, Table, numbers_of_contiguous, unless_unread
+from trailmark.ops.gca.rows import (
+    FEW_ROWS,
+    LOG2_E,
+    Gradients,
+    Rows,
+    Table,
+    numbers_of_contiguous,
+    unless_unread,
+)
 from trailmark.ops.slabs import in_slabs
 
 _FEW_TOKENS = 64  # fewer share too few chunks
@@ -57,7 +65,7 @@ def forward(call: CrossAttentionCall, keep: bool) -> tuple[Tensor, Tensor]:
     beside = None if call.beside is None else call.beside.reshape(reads.query_shape)
     null_key = call.off_by_one and beside is None  # in each chunk's softmax
     for rows in reads.slabs():
-        tiles, query = reads.tiles(rows), reads.fold(reads.q, rows)
+        tiles, query = _Tiles(reads, rows), reads.fold(reads.q, rows)
         found, tops, totals = tiles.found(reads.D), tiles.found(1, -torch.inf), tiles.found(1)
         for group in tiles:
             scores = tiles.scores(tiles.of_tokens(query, group), tiles.keys(group), group)
@@ -96,19 +104,14 @@ def backward(
     grad: Tensor, call: CrossAttentionCall, lse: Tensor, of_memory: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """As :func:`trailmark.ops.gca.torch_path.backward`."""
-    reads, q, k, v, weights = _Reads(call), call.q, call.k, call.v, call.weights
-    (B, M, S, J, D), dtype = k.shape, reads.dtype
+    reads = _Reads(call)
+    S, D, dtype = reads.S, reads.D, reads.dtype
     grad = grad.reshape(reads.query_shape)
     beside = None if call.beside is None else call.beside.reshape(reads.query_shape)
-    dq = q.new_empty(reads.query_shape)
-    dk, dv = (q.new_zeros(B * M * J if of_memory else 0, S * D, dtype=dtype) for _ in range(2))
-    dw, d_beside, d_lse = torch.empty_like(reads.weights), q.new_empty(0), q.new_empty(0)
-    if beside is not None:
-        d_beside = beside.new_empty(reads.query_shape)
-        d_lse = q.new_empty((*reads.query_shape[:-1], 1), dtype=dtype)
+    gradients = Gradients(reads, call, of_memory)
     with torch.autocast("cpu", enabled=False):  # the backward runs outside the op
         for rows in reads.slabs():
-            tiles, query, out_grad = reads.tiles(rows), reads.fold(reads.q, rows), reads.fold(grad, rows)
+            tiles, query, out_grad = _Tiles(reads, rows), reads.fold(reads.q, rows), reads.fold(grad, rows)
             shift, share = lse[rows], reads.share_of(rows)
             if beside is not None:
                 top, total = lse[rows, :, :1], lse[rows, :, 1:]
@@ -129,7 +132,7 @@ def backward(
             inner = (products * probabilities).sum(-1, keepdim=True)
             of_chunks, null = tiles.by_chunk(inner), reads.null(rows)
             if beside is None or null is None:
-                dw[rows] = reads.of_weights(of_chunks)
+                gradients.weights[rows] = reads.of_weights(of_chunks)
                 probabilities.mul_(tiles.in_order(share))
                 ds = products.sub_(inner).mul_(probabilities)
             else:
@@ -137,13 +140,13 @@ def backward(
                 # not 1 - the share of the virtual key: it may be tiny
                 read = tiles.by_chunk(probabilities.sum(-1, keepdim=True)).sum(2).view(of_rows.shape)
                 of_null = (null.view(of_rows.shape) - total.view(of_rows.shape)).exp2_().to(dtype)
-                d_lse[rows] = reads.unfold(of_null.mul_(of_rows).neg_())
-                d_beside[rows] = reads.unfold(out_grad * read).neg_()
+                gradients.lse[rows] = reads.unfold(of_null.mul_(of_rows).neg_())
+                gradients.beside[rows] = reads.unfold(out_grad * read).neg_()
                 taken = of_rows.view(-1, reads.J, 1, reads.width).expand_as(of_chunks)
                 ds = products.sub_(tiles.in_order(taken)).mul_(probabilities)
                 by_weight = reads.of_weights(tiles.by_chunk(ds.sum(-1, keepdim=True)))
                 own_weight = reads.weights[rows]
-                dw[rows] = (by_weight / own_weight).masked_fill_(own_weight == 0, 0)
+                gradients.weights[rows] = (by_weight / own_weight).masked_fill_(own_weight == 0, 0)
             of_queries = tiles.found(D)
             for group in tiles:
                 own_ds, keys = tiles.taken(ds, group), tiles.keys(group)
@@ -154,18 +157,10 @@ def backward(
                         tiles.taken(probabilities, group).transpose(1, 2), tiles.of_tokens(out_grad, group)
                     )
                     into = tiles.into[group]
-                    dk.index_add_(0, into, by_key.view(-1, S * D), alpha=reads.scale)
-                    dv.index_add_(0, into, by_value.view(-1, S * D))
-            dq[rows] = reads.unfold(tiles.summed(of_queries).mul_(reads.scale))
-    unread = (call.indices < 0).repeat_interleave(weights.shape[2] // J, dim=2)
-    dw = dw.permute(0, 1, 3, 2).reshape(weights.shape).masked_fill_(unread, 0).to(weights.dtype)
-    more = q.new_empty(0), q.new_empty(0)
-    if call.beside_lse is not None:
-        more = d_beside.view(q.shape), d_lse.view(q.shape[:-1]).to(call.beside_lse.dtype)
-    if not of_memory:
-        return dq.view(q.shape), k.new_empty(0), v.new_empty(0), dw, *more
-    dk, dv = (x.view(B, M, J, S, D).transpose(2, 3) for x in (dk, dv))
-    return dq.view(q.shape), dk.to(k.dtype), dv.to(v.dtype), dw, *more
+                    gradients.k.index_add_(0, into, by_key.view(-1, S * D), alpha=reads.scale)
+                    gradients.v.index_add_(0, into, by_value.view(-1, S * D))
+            gradients.q[rows] = reads.unfold(tiles.summed(of_queries).mul_(reads.scale))
+    return gradients.of_inputs()
 
 
 def _finite(top: Tensor) -> Tensor:
@@ -186,9 +181,6 @@ class _Reads(Rows):
         """Tokens whose tiles stand in memory together."""
         each = self.J * self.K * self.width * self.D
         return in_slabs(self.query_shape[0], max(1, _SLAB_ELEMENTS // each), self.q)
-
-    def tiles(self, rows: slice) -> _Tiles:
-        return _Tiles(self, rows)
 
     def share_of(self, rows: slice) -> Tensor:
         """The weights of each row, [n, J, K, g R]."""

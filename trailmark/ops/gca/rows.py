@@ -80,6 +80,38 @@ class Rows:
         ).sum(-1)
 
 
+class Gradients:
+    """Of a call's inputs: what slabs fill, and the tables of k and v that they add to, empty without ``of_memory``."""
+
+    def __init__(self, rows: Rows, call: CrossAttentionCall, of_memory: bool) -> None:
+        (B, M, S, J, D), q, beside = call.k.shape, call.q, call.beside
+        self._rows, self._call, self._of_memory = rows, call, of_memory
+        self.q = rows.result(rows.query_shape, q.dtype)
+        tables = (B * M * J if of_memory else 0, S * D)
+        self.k, self.v = (torch.zeros(tables, dtype=rows.dtype, device=q.device) for _ in range(2))
+        self.weights = rows.result(tuple(rows.weights.shape), rows.dtype)
+        self.beside, self.lse = q.new_empty(0), q.new_empty(0)
+        if beside is not None:
+            self.beside = rows.result(rows.query_shape, beside.dtype)
+            self.lse = rows.result((*rows.query_shape[:-1], 1), rows.dtype)
+
+    def of_inputs(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """In the shapes and dtypes of q, k, v, weights, beside and its log-sum-exp; empty where there is none."""
+        q, k, v, indices, weights, _, beside, beside_lse, _, _ = self._call
+        B, M, S, J, D = k.shape
+        unread = (indices < 0).repeat_interleave(weights.shape[2] // J, dim=2)
+        of_weights = self.weights.permute(0, 1, 3, 2).reshape(weights.shape)
+        of_weights = of_weights.masked_fill_(unread, 0).to(weights.dtype)
+        more = self.beside, self.lse
+        if beside is not None and beside_lse is not None:
+            more = self.beside.view(q.shape), self.lse.view(q.shape[:-1]).to(beside_lse.dtype)
+        memory = k.new_empty(0), v.new_empty(0)
+        if self._of_memory:
+            dk, dv = (x.view(B, M, J, S, D).transpose(2, 3) for x in (self.k, self.v))
+            memory = dk.to(k.dtype), dv.to(v.dtype)
+        return self.q.view(q.shape), *memory, of_weights, *more
+
+
 class Places:
     """Where nothing is read: [B N, ...] bool, with the chunks that have any known beforehand."""
 

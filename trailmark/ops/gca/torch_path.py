@@ -15,7 +15,16 @@ from torch import Tensor
 
 from trailmark.ops.gca import by_chunk
 from trailmark.ops.gca.call import CrossAttentionCall
-from trailmark.ops.gca.rows import FEW_ROWS, LOG2_E, Places, Rows, Table, numbers_of_contiguous, unless_unread
+from trailmark.ops.gca.rows import (
+    FEW_ROWS,
+    LOG2_E,
+    Gradients,
+    Places,
+    Rows,
+    Table,
+    numbers_of_contiguous,
+    unless_unread,
+)
 from trailmark.ops.slabs import in_slabs
 
 # Reading chunks are walked in slabs whose gathered keys, values and scores have about this many elements:
@@ -81,21 +90,14 @@ def backward(
     """
     if by_chunk.pays(call):
         return by_chunk.backward(grad, call, lse, of_memory)
-    q, k, v, indices, weights, _, beside, beside_lse, _, scale = call
-    slabs = _Slabs(call)
-    (B, M, S, J, D), dtype = k.shape, slabs.dtype
+    beside, slabs = call.beside, _Slabs(call)
+    S, D, dtype = slabs.S, slabs.D, slabs.dtype
     grad = grad.reshape(slabs.query_shape)
-    dq = slabs.result(slabs.query_shape, q.dtype)
-    tables = (B * M * J, S * D) if of_memory else (0, S * D)
-    dk, dv = (torch.zeros(tables, dtype=dtype, device=q.device) for _ in range(2))
-    dw = slabs.result(slabs.weights.shape, dtype)
-    d_beside, d_lse = q.new_empty(0), q.new_empty(0)
+    gradients = Gradients(slabs, call, of_memory)
     if beside is not None:
-        d_beside = slabs.result(slabs.query_shape, beside.dtype)
-        d_lse = slabs.result((*slabs.query_shape[:-1], 1), dtype)
         beside = beside.reshape(slabs.query_shape)
-    into = numbers_of_contiguous(indices, M)
-    with torch.autocast(q.device.type, enabled=False):  # the backward runs outside the op
+    into = numbers_of_contiguous(call.indices, slabs.M)
+    with torch.autocast(grad.device.type, enabled=False):  # the backward runs outside the op
         for rows in slabs:
             numbers = into[rows].reshape(-1)
             query, out_grad = slabs.fold(slabs.q, rows), slabs.fold(grad, rows)  # [c J, g R, D]
@@ -122,39 +124,29 @@ def backward(
             torch.mul(dp, probabilities, out=product)
             inner = product.sum(2 if null is None else (1, 2), keepdim=True)  # [c J, K or 1, 1, g R]
             if null is None:
-                dw[rows] = slabs.of_weights(inner)
+                gradients.weights[rows] = slabs.of_weights(inner)
                 probabilities.mul_(weight)
             else:
                 of_null = (null - total).exp2_().to(dtype).mul_(inner).neg_()  # [c J, 1, 1, g R]
-                d_lse[rows] = slabs.unfold(of_null.view(len(keys), -1, 1))
+                gradients.lse[rows] = slabs.unfold(of_null.view(len(keys), -1, 1))
                 share = probabilities.sum((1, 2))[
                     ..., None
                 ]  # not 1 - that of the virtual key: it may be tiny
-                d_beside[rows] = slabs.unfold(out_grad * share).neg_()
+                gradients.beside[rows] = slabs.unfold(out_grad * share).neg_()
             if of_memory:
                 by_value = torch.bmm(probabilities.flatten(1, 2), out_grad, out=values)
-                dv.index_add_(0, numbers, by_value.view(-1, S * D))
+                gradients.v.index_add_(0, numbers, by_value.view(-1, S * D))
             ds = dp.sub_(inner).mul_(probabilities)
             if null is not None:
                 own_weight = slabs.weights[rows]
                 by_weight = slabs.of_weights(ds.sum(2, keepdim=True)) / own_weight
-                dw[rows] = by_weight.masked_fill_(own_weight == 0, 0)
+                gradients.weights[rows] = by_weight.masked_fill_(own_weight == 0, 0)
             ds = ds.flatten(1, 2)
-            dq[rows] = slabs.unfold(torch.bmm(ds.transpose(1, 2), keys).mul_(scale))
+            gradients.q[rows] = slabs.unfold(torch.bmm(ds.transpose(1, 2), keys).mul_(slabs.scale))
             if of_memory:
-                by_key = keys.baddbmm_(ds, query, beta=0, alpha=scale)
-                dk.index_add_(0, numbers, by_key.view(-1, S * D))
-    dw = dw.permute(0, 1, 3, 2).reshape(weights.shape)
-    unread = (indices < 0).repeat_interleave(weights.shape[2] // J, dim=2)
-    dw = dw.masked_fill_(unread, 0).to(weights.dtype)
-    if beside is None or beside_lse is None:
-        more = d_beside, d_lse
-    else:
-        more = d_beside.view(q.shape).to(beside.dtype), d_lse.view(q.shape[:-1]).to(beside_lse.dtype)
-    if not of_memory:
-        return dq.view(q.shape), k.new_empty(0), v.new_empty(0), dw, *more
-    dk, dv = (x.view(B, M, J, S, D).transpose(2, 3) for x in (dk, dv))
-    return dq.view(q.shape), dk.to(k.dtype), dv.to(v.dtype), dw, *more
+                by_key = keys.baddbmm_(ds, query, beta=0, alpha=slabs.scale)
+                gradients.k.index_add_(0, numbers, by_key.view(-1, S * D))
+    return gradients.of_inputs()
 
 
 def read_in_order(call: CrossAttentionCall) -> Tensor:
