@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -30,8 +31,6 @@ def theirs(config: Any, to: str, given: Mapping[str, Any], trained_length: int |
     Raises:
         ValueError: the model has something that the family has not.
     """
-    from transformers import AutoConfig
-
     if not isinstance(config, SlidingWindowConfig):
         raise ValueError(
             f"{ARGUMENT}: expected a model with a window alone (sliding_window) to go back to {to}, got "
@@ -47,24 +46,35 @@ def theirs(config: Any, to: str, given: Mapping[str, Any], trained_length: int |
             f"fields: expected {_LENGTH}=NUMBER, the tokens of the longest text that the model was trained on: no "
             "conversion.json lies beside it that says so."
         )
-    fields = {name: getattr(config, name) for name in SAME}
-    fields[_LENGTH] = coerce(f"fields: {_LENGTH}", length, int)
-    scaling = config.rope_scaling or {"rope_type": "default"}
-    fields["rope_parameters"] = {**scaling, "rope_theta": config.rope_theta}
-    if to != "qwen2":
-        fields["head_dim"] = config.head_dim
+    fields: dict[str, Any] = {}
     if to == "mistral":
         fields["sliding_window"] = config.sliding_window
     if to in ("qwen2", "qwen3") and config.sliding_window is not None:
         kinds = ["full_attention" if window is None else "sliding_attention" for window in config.windows]
         fields |= {"use_sliding_window": True, "sliding_window": config.sliding_window, "layer_types": kinds}
+    return family_config(config, to, coerce(f"fields: {_LENGTH}", length, int), fields)
+
+
+def family_config(config: Any, to: str, length: int, windows: Mapping[str, Any] = MappingProxyType({})) -> Any:
+    """The configuration of transformers of a family whose layers are those of a model of ours.
+
+    Args:
+        length: tokens of the longest training text. windows: fields that say how far its layers see.
+    """
+    from transformers import AutoConfig
+
+    fields = {name: getattr(config, name) for name in SAME} | {_LENGTH: length, **windows}
+    scaling = config.rope_scaling or {"rope_type": "default"}
+    fields["rope_parameters"] = {**scaling, "rope_theta": config.rope_theta}
+    if to != "qwen2":
+        fields["head_dim"] = config.head_dim
     return AutoConfig.for_model(to, **fields)
 
 
 def _expect_plain(config: Any, to: str) -> None:
     """The first thing that the family lacks is refused by its name."""
-    for name, came in _lacking(config, to).items():
-        others = [other for other in BACK if not _lacking(config, other)]
+    for name, came in lacking(config, to).items():
+        others = [other for other in BACK if not lacking(config, other)]
         if others:
             way_out = f"Go back to {' or '.join(others)}."
         else:
@@ -77,7 +87,7 @@ def _expect_plain(config: Any, to: str) -> None:
         )
 
 
-def _lacking(config: Any, to: str) -> dict[str, object]:
+def lacking(config: Any, to: str) -> dict[str, object]:
     """Fields of a model, with their values, that the family has nothing for."""
     family = FAMILIES[to]
     windows = set(config.windows)

@@ -92,6 +92,10 @@ class Base:
     """Fields that any of our configurations has."""
     windows: tuple[int | None, ...]
     """Of each layer; None: full attention."""
+    ours: Any = None
+    """The configuration of a model of ours that is converted further."""
+    sinks: dict[str, Any] | None = None
+    """Fields of the first tokens that such a model has kept in sight."""
 
     @property
     def family(self) -> str:
@@ -155,7 +159,7 @@ def open_base(model: str | os.PathLike[str]) -> Base:
     config = pretrained.load_config(folder, ARGUMENT, **options)
     where = str(model) if revision is not None else (gguf or folder).resolve().name
     pretrained.expect_sane(config.to_dict(), f"{ARGUMENT}: {where}")
-    return Base(where, folder, gguf, revision, config, _fields(config, gguf is not None), _windows(config))
+    return Base(where, folder, gguf, revision, config, fields_of(config, gguf is not None), _windows(config))
 
 
 def _downloaded(name: str) -> Path:
@@ -193,7 +197,12 @@ def _expect_gguf_reader() -> None:
 # --- the configuration in our words ------------------------------------------------------------------------------
 
 
-def _fields(config: Any, from_gguf: bool) -> dict[str, Any]:
+def fields_of(config: Any, from_gguf: bool = False) -> dict[str, Any]:
+    """Of a configuration of transformers, what any of ours has.
+
+    Raises:
+        ValueError: it has something that no model of ours has.
+    """
     kind, family = config.model_type, FAMILIES.get(config.model_type)
     given = config.to_dict()
     if from_gguf:
@@ -202,12 +211,10 @@ def _fields(config: Any, from_gguf: bool) -> dict[str, Any]:
         if given.get(name) not in (None, 0, 1):
             raise ValueError(_refusal(kind, f"{name} = {brief(given[name])}", what))
     if family is None:
-        known, way_out = ", ".join(sorted(FAMILIES)), "Convert a base of one of these."
-        if kind == "trailmark_sliding_window":
-            way_out = "Convert it back to one of these first (--to), where it came from one."
+        known = ", ".join(sorted(FAMILIES))
         raise ValueError(
-            f"{ARGUMENT}: expected one of the families {known}, got {kind!r}, whose layers are not known here. "
-            f"{way_out}"
+            f"{ARGUMENT}: expected one of the families {known}, or a model of ours with a window alone, got {kind!r}, "
+            "whose layers are not known here. Convert a base of one of these."
         )
     for name, (allowed, what) in _ONLY.items():
         if name in given and given[name] not in allowed:

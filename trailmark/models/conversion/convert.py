@@ -36,6 +36,7 @@ from trailmark.models.conversion.additions import ADDITIONS, Additions
 from trailmark.models.conversion.additions import ARGUMENT as ADDITIONS_ARGUMENT
 from trailmark.models.conversion.back import BACK
 from trailmark.models.conversion.base import ARGUMENT, Base, open_base
+from trailmark.models.conversion.ours import OurTensors, as_base, is_ours
 from trailmark.models.conversion.parts import KINDS, Parts
 from trailmark.models.conversion.targets import TARGETS
 from trailmark.models.conversion.tensors import (
@@ -74,8 +75,8 @@ def convert(
     """Convert a pretrained model into a folder that ``from_pretrained`` and every command open, or back.
 
     Args:
-        model: a folder with safetensors or one .gguf file, such a file, or a name on the hub; to go back, a folder with
-            a model of ours.
+        model: a folder with safetensors or one .gguf file, such a file, or a name on the hub; to go back or on, a
+            folder with a model of ours that has a window alone.
         output: the new folder.
         to: what it becomes, one of :func:`targets`; None with ``additions``, which say it.
         fields: of the new model's configuration, as "sliding_window=512".
@@ -161,11 +162,11 @@ class _Work:
 
 def _forth(asked: _Asked) -> _Work:
     """A pretrained model as one of ours."""
-    base = open_base(asked.model)
+    base = as_base(asked.model) if is_ours(asked.model) else open_base(asked.model)
     config = _config(base, asked)
     parts = TARGETS[asked.to].parts(base, config)
     shapes = _shapes(without_weights(config), parts)
-    tensors = open_tensors(base)
+    tensors = open_tensors(base) if base.ours is None else OurTensors(base)
     dtype = _dtype(asked, tensors)
     if asked.additions is not None:
         parts = asked.additions.put_into(parts, shapes)

@@ -40,10 +40,11 @@ def _window_fields(base: Base, given: Mapping[str, Any]) -> Fields:
     """The base's own windows; where a user gives one, the first tokens stay visible beside it."""
     if "sliding_window" not in given:
         kinds = set(base.windows)
+        kept = base.sinks or {}
         if len(kinds) == 1:
-            return {"sliding_window": kinds.pop()}
+            return {"sliding_window": kinds.pop()} | kept
         names = ["full_attention" if window is None else "sliding_attention" for window in base.windows]
-        return {"sliding_window": max(w for w in kinds if w is not None), "layer_types": names}
+        return {"sliding_window": max(w for w in kinds if w is not None), "layer_types": names} | kept
     if given["sliding_window"] is None:
         _expect_seen(base, None)
         return {}
@@ -54,6 +55,8 @@ def _window_fields(base: Base, given: Mapping[str, Any]) -> Fields:
 def _sinks(base: Base, given: Mapping[str, Any]) -> Fields:
     if given.get("num_sinks") == 0:
         return {}
+    if base.sinks is not None:
+        return base.sinks
     return {"num_sinks": SINKS, "max_sink_distance": base.trained_length - 1}
 
 

@@ -1,0 +1,64 @@
+"""A model of ours with a window alone becomes what its base would have become with the same windows."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.models.conversion.bases import BASES, MIXED, converted, made, save
+from tests.models.tiny import window_model
+from trailmark.models.conversion.convert import convert
+from trailmark.pretrained import load_config
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+WINDOWS = ("sliding_window=24", f"layer_types={MIXED}".replace("'", '"'))
+
+
+@pytest.mark.parametrize("to", ["drt", "hils", "hsa", "landmark", "sliding_window"])
+@pytest.mark.parametrize("name", ["llama, untied, scaled", "qwen2", "qwen3"])
+def test_it_becomes_what_its_base_becomes(name: str, to: str, tmp_path: Path) -> None:
+    base = save(made(name), tmp_path / "base")
+    converted(base, tmp_path / "ours", "sliding_window")
+    converted(base, tmp_path / "directly", to)
+    converted(tmp_path / "ours", tmp_path / "further", to)
+    _expect_same(tmp_path / "directly", tmp_path / "further")
+
+
+def test_its_windows_and_sinks_are_kept(tmp_path: Path) -> None:
+    """Layers with a window keep it, the others choose chunks; as if all had been said of the base."""
+    base = save(made("llama"), tmp_path / "base")
+    converted(base, tmp_path / "ours", "sliding_window", *WINDOWS, "num_sinks=2")
+    (tmp_path / "ours" / "conversion.json").unlink()  # as where a training has written the model
+    converted(tmp_path / "ours", tmp_path / "further", "hils")
+    converted(base, tmp_path / "directly", "hils", *WINDOWS, "num_sinks=2")
+    _expect_same(tmp_path / "directly", tmp_path / "further")
+    config = load_config(tmp_path / "further", "model")
+    assert (config.retrieving_layers, config.num_sinks, config.max_sink_distance) == ([1, 3], 2, 511)
+    converted(tmp_path / "ours", tmp_path / "again", "sliding_window")
+    _expect_same(tmp_path / "ours", tmp_path / "again")
+
+
+def _expect_same(one: Path, other: Path) -> None:
+    first, second = (load_config(folder, "model").to_diff_dict() for folder in (one, other))
+    assert first | {"_name_or_path": None} == second | {"_name_or_path": None}
+    weights = [load_file(folder / "model.safetensors") for folder in (one, other)]
+    assert weights[0].keys() == weights[1].keys()
+    assert all(torch.equal(x, weights[1][name]) for name, x in weights[0].items())
+
+
+def test_a_layer_that_no_family_has_is_refused(tmp_path: Path) -> None:
+    ours = window_model(sliding_window=None, window_position="rope", mlp="gelu", vocab_size=300)
+    with pytest.raises(ValueError, match="qwen2 or qwen3 has too, ours has mlp = 'gelu'"):
+        convert(str(save(ours, tmp_path / "ours")), tmp_path / "new", "hils")
+
+
+def test_it_must_say_how_long_its_texts_were(tmp_path: Path) -> None:
+    ours = save(window_model(sliding_window=None, window_position="rope", vocab_size=300), tmp_path / "ours")
+    with pytest.raises(ValueError, match="--to llama max_position_embeddings=NUMBER"):
+        convert(str(ours), tmp_path / "new", "hils")
+    convert(str(ours), tmp_path / "back", "llama", ("max_position_embeddings=64",))
+    converted(tmp_path / "back", tmp_path / "new", "hils", "sliding_window=24")
