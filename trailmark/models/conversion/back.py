@@ -55,7 +55,9 @@ def theirs(config: Any, to: str, given: Mapping[str, Any], trained_length: int |
     return family_config(config, to, coerce(f"fields: {_LENGTH}", length, int), fields)
 
 
-def family_config(config: Any, to: str, length: int, windows: Mapping[str, Any] = MappingProxyType({})) -> Any:
+def family_config(
+    config: Any, to: str, length: int, windows: Mapping[str, Any] = MappingProxyType({})
+) -> Any:
     """The configuration of transformers of a family whose layers are those of a model of ours.
 
     Args:
