@@ -58,6 +58,33 @@ def test_a_dry_run_prints_the_report(base: Path, tmp_path: Path, command: Comman
     assert done.splitlines()[: len(lines)] == lines
 
 
+@pytest.mark.parametrize(
+    ("to", "window"), [("hils", "sliding_window=24"), ("sliding_window", "sliding_window=24"), ("hils", "")]
+)
+def test_some_layers_look_far(to: str, window: str, base: Path, tmp_path: Path, command: Command) -> None:
+    fields = [window] if window else []
+    code, out, _ = command("convert", base, "-o", tmp_path / "new", "--to", to, "--far-layers", 2, *fields)
+    assert code == 0
+    first = out.splitlines()[0]
+    assert first.startswith("2 of 4 layers look far")
+    config = json.loads((tmp_path / "new" / "config.json").read_text())
+    kinds = config["layer_types"]
+    assert [f"{n} (" in first for n in range(4)] == [kind == "full_attention" for kind in kinds]
+    assert sum(kind == "full_attention" for kind in kinds) == 2
+    assert (config["sliding_window"], config["num_sinks"]) == (24 if window else 512, 4)
+
+
+def test_far_layers_that_cannot_be_chosen(base: Path, tmp_path: Path, refused: Callable[..., str]) -> None:
+    words = ("convert", base, "-o", tmp_path / "new", "--far-layers", 2)
+    assert "none with --to drt" in refused(*words, "--to", "drt", *DRT)
+    assert "none with --dry-run" in refused(*words, "--to", "hils", "--dry-run")
+    assert "none with layer_types" in refused(*words, "--to", "hils", "layer_types=null")
+    assert "expected 1 to 4" in refused(
+        "convert", base, "-o", tmp_path / "new", "--to", "hils", "--far-layers", 5
+    )
+    assert not (tmp_path / "new").exists()
+
+
 def test_a_mistake_is_one_line(base: Path, tmp_path: Path, refused: Callable[..., str]) -> None:
     line = refused("convert", base, "-o", tmp_path / "drt", "--to", "drt", "slidng_window=24")
     assert "Did you mean 'sliding_window'?" in line

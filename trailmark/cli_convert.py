@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import typer
 
 from trailmark.settings import Settings, setting, takes
+
+if TYPE_CHECKING:
+    from trailmark.report.console import Progress
 
 
 def _targets() -> list[str]:
@@ -43,6 +48,13 @@ class ConvertSettings(Settings):
         None,
         "What such a conversion of this very model has learned: the additions.safetensors that trailmark train left.",
     )
+    far_layers: int | None = setting(
+        None,
+        "With --to hils or sliding_window: this many layers look at all of the past, those that do so most when the "
+        "model completes sentences that stood far before (it reads 8 short texts); the others have a window.",
+        default="all",
+        least=1,
+    )
     dtype: str | None = setting(
         None,
         "Of the weights that are written.",
@@ -65,6 +77,9 @@ def convert(settings: ConvertSettings) -> None:
 
     progress = Progress()
     progress.show(f"Looking at {settings.model}")
+    fields = settings.fields
+    if settings.far_layers is not None:
+        fields += (_far_layers(settings, settings.far_layers, progress),)
 
     def show(done: int, total: int) -> None:
         progress.show(f"{bar(done, total)} {done:,}/{total:,} parameters")
@@ -73,7 +88,7 @@ def convert(settings: ConvertSettings) -> None:
         settings.model,
         settings.output,
         settings.to,
-        settings.fields,
+        fields,
         additions=settings.additions,
         dtype=settings.dtype,
         dry_run=settings.dry_run,
@@ -91,3 +106,34 @@ def convert(settings: ConvertSettings) -> None:
         if record["parameters"]["new"]:
             typer.echo("What is new has learned nothing yet: docs/training.md tells how it is trained.")
         typer.echo(f"Next: trailmark read {settings.output} TEXT --memory MEMORY")
+
+
+def _far_layers(settings: ConvertSettings, count: int, progress: Progress) -> str:
+    """The field layer_types of the layers that look far most."""
+    from trailmark.evaluation.far_layers import measure_far_layers
+    from trailmark.report.console import bar
+
+    if settings.dry_run or settings.additions is not None:
+        other = "--dry-run, which reads no weights" if settings.dry_run else "--additions, which say it"
+        raise ValueError(f"far_layers: expected none with {other}, got {count}. Leave one of them out.")
+    if any(field.startswith("layer_types=") for field in settings.fields):
+        raise ValueError(f"far_layers: expected none with layer_types, got {count}. Leave one of them out.")
+    if settings.to not in ("hils", "sliding_window"):
+        raise ValueError(
+            f"far_layers: expected none with --to {settings.to}, whose layers are not of two kinds, got {count}. "
+            "Leave it out, or convert to hils or sliding_window."
+        )
+
+    def show(done: int, total: int) -> None:
+        progress.show(f"Which layers look far: {bar(done, total)} {done}/{total} texts")
+
+    found = measure_far_layers(settings.model, progress=show)
+    best = found.best(count)
+    progress.clear()
+    shown = ", ".join(f"{number} ({found.mass[number]:.2f})" for number in best)
+    typer.echo(
+        f"{len(best)} of {len(found.mass)} layers look far (the share of a head's attention that lies on what it "
+        f"should repeat): {shown}. It gave {found.right:.0%} of the answers."
+    )
+    kinds = ["full_attention" if n in best else "sliding_attention" for n in range(len(found.mass))]
+    return f"layer_types={json.dumps(kinds)}"

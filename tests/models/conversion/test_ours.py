@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.models.conversion.bases import BASES, MIXED, converted, made, save
+from tests.models.conversion.bases import MIXED, converted, made, save
 from tests.models.tiny import window_model
 from trailmark.models.conversion.convert import convert
 from trailmark.pretrained import load_config

@@ -11,6 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.smollm2 import convert_smollm2, smollm2_for_a_test
+from trailmark.evaluation.far_layers import measure_far_layers
 from trailmark.models import DRTForCausalLM, HiLSForCausalLM, SlidingWindowForCausalLM
 from trailmark.models.conversion.convert import convert
 
@@ -72,6 +73,13 @@ def test_what_lies_in_models_makes_the_trained_model_of_it(tmp_path: Path) -> No
         ]
     assert losses[0] != losses[1]
     assert losses[0] < losses[1] + 0.5  # it still reads
+
+
+def test_the_layers_that_look_far() -> None:
+    """Three of them stand out whatever the texts are."""
+    found = measure_far_layers(smollm2_for_a_test(), texts=2, seed=1)
+    assert {7, 17, 18} < set(found.best(7))
+    assert max(found.mass[:3]) < 0.1  # of the first layers none does
 
 
 @pytest.mark.parametrize("name", ["window", "drt"])

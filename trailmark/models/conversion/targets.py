@@ -19,7 +19,7 @@ from trailmark.models.conversion.parts import Part, Parts, Read
 from trailmark.models.drt.config import DRTConfig
 from trailmark.models.hsa.config import HSAConfig
 
-SINKS, DRT_WINDOW, GROUP_LAYERS = 4, 512, 8
+SINKS, WINDOW, GROUP_LAYERS = 4, 512, 8
 Fields = dict[str, Any]
 
 
@@ -41,6 +41,8 @@ def _window_fields(base: Base, given: Mapping[str, Any]) -> Fields:
     if "sliding_window" not in given:
         kinds = set(base.windows)
         kept = base.sinks or {}
+        if kinds == {None} and "sliding_attention" in (given.get("layer_types") or ()):
+            return {"sliding_window": WINDOW} | _sinks(base, given)
         if len(kinds) == 1:
             return {"sliding_window": kinds.pop()} | kept
         names = ["full_attention" if window is None else "sliding_attention" for window in base.windows]
@@ -108,7 +110,7 @@ def _grouped_fields(base: Base, given: Mapping[str, Any]) -> Fields:
     """Of a window below, and groups of upper layers that read."""
     layers, lower = base.config.num_hidden_layers, given.get("num_lower_layers")
     lower = layers // 2 if lower is None else lower
-    window = given.get("sliding_window", min([DRT_WINDOW, *(w for w in base.windows if w is not None)]))
+    window = given.get("sliding_window", min([WINDOW, *(w for w in base.windows if w is not None)]))
     _expect_seen(base, window)
     groups = _groups(layers - lower)
     return {"num_lower_layers": lower, "sliding_window": window, "num_retrieval_groups": groups}
@@ -223,7 +225,7 @@ def _hils_fields(base: Base, given: Mapping[str, Any]) -> Fields:
             f"to: expected a base with layers that see all of a text, this {base.family} has a window of {min(own)} in "
             "each: none of them knows how to look back further. Convert another base, or to drt."
         )
-    window = given.get("sliding_window", min(own, default=DRT_WINDOW))
+    window = given.get("sliding_window", min(own, default=WINDOW))
     _expect_seen(base, window)
     fields: Fields = {
         "sliding_window": window,
