@@ -1,10 +1,10 @@
 """SmolLM2-135M that chooses chunks in every layer (``convert --to hils``): what it loses to full attention, untrained.
 
-    TRAILMARK_DATA=... python benchmarks/pretrained_hils.py [losses forms whole far needles beyond recall]
+    TRAILMARK_DATA=... python benchmarks/pretrained_hils.py [losses forms whole far needles beyond recall layers few]
 
 Writes benchmarks/pretrained_hils.json. Held-out text is that of pretrained.py; the base with full attention and with a
 window alone stand beside it. Nothing is trained but the models of ``--trained`` (pretrained_train.py hils) and of the
-part "recall" (pretrained_train.py recall). Stopped, the same command goes on.
+parts "recall", "layers" and "few" (pretrained_train.py recall further few). Stopped, the same command goes on.
 """
 
 from __future__ import annotations
@@ -19,13 +19,16 @@ from typing import Any
 import numpy as np
 from common import data_folder, keep
 from pretrained_models import (
+    FAR_LAYERS,
     FOLDER,
     KINDS_OF_TEXT,
     UNSEEN,
+    WINDOW,
     Losses,
     Text,
     converted,
     latex,
+    layer_types,
     named,
     opened,
     totals,
@@ -33,7 +36,9 @@ from pretrained_models import (
 )  # fmt: skip
 from pretrained_needles import Needles
 
+from tests.smollm2 import smollm2
 from trailmark.data.corpus import load_tokenizer, read_text, tokenize
+from trailmark.evaluation.far_layers import measure_far_layers
 from trailmark.files import read_json
 from trailmark.models.conversion.convert import convert
 from trailmark.models.hils.config import HiLSConfig
@@ -43,7 +48,6 @@ from trailmark.training.config import load_run_config
 from trailmark.training.run import HISTORY_FILE
 
 OUTPUT = Path(__file__).with_suffix(".json")
-WINDOW = 512
 TOGETHER = 25  # needles in a text, for a HiLS reads it anew for each trial
 HILS, EXACT = "expansion at the chunk's mean query (HiLS)", "all keys"
 # what tells a token how much a chunk would get of its attention; each reads as many chunks
@@ -128,15 +132,7 @@ def needles(options: argparse.Namespace, progress: Progress) -> dict[str, Any]:
 
 def recall(options: argparse.Namespace, progress: Progress) -> dict[str, Any]:
     """The same of a base that learned with full attention on short texts, and then became a HiLS as it is."""
-    taught = trained(options.folder, "recall", 0, 0)
-    if not (taught / HISTORY_FILE).exists():
-        sys.exit(f"{taught} is not there. Train it: python benchmarks/pretrained_train.py recall --steps 200")
-    hils = options.folder / f"hils of {taught.name}"
-    if not hils.exists():
-        back = options.folder / f"llama of {taught.name}"
-        if not back.exists():
-            convert(taught, back, "llama", ["max_position_embeddings=8192"])  # the base's
-        convert(back, hils, "hils")
+    taught, hils = _taught(options, "recall")
     taught_on = load_run_config(taught / "run.yaml").training.context_length
     asked, rows = Needles(options, progress), list[dict[str, Any]]()
     found = {"rows": rows, "trained_length": taught_on} | _about(options) | _training(taught)
@@ -157,6 +153,66 @@ def recall(options: argparse.Namespace, progress: Progress) -> dict[str, Any]:
             row = asked.ask(folder, changes, length, together=together, questions=questions)
             rows.append({"model": model, "together": together} | row)
             keep(options.output, "recall", found)
+    return found
+
+
+def _taught(options: argparse.Namespace, kind: str) -> tuple[Path, Path]:
+    """What pretrained_train.py has made of the base, and a HiLS of it."""
+    taught = trained(options.folder, kind, 0, 0)
+    if not (taught / HISTORY_FILE).exists():
+        sys.exit(f"{taught} is not there. Train it: python benchmarks/pretrained_train.py {kind}")
+    hils = options.folder / f"hils of {taught.name}"
+    if not hils.exists():
+        convert(_llama(options, taught) if kind == "recall" else taught, hils, "hils")
+    return taught, hils
+
+
+def _llama(options: argparse.Namespace, taught: Path) -> Path:
+    """What learned with full attention in all layers, for transformers."""
+    back = options.folder / f"llama of {taught.name}"
+    if not back.exists():
+        convert(taught, back, "llama", ["max_position_embeddings=8192"])  # the base's
+    return back
+
+
+def layers(options: argparse.Namespace, progress: Progress) -> dict[str, Any]:
+    """Which layers look far, before and after the base was taught; and what it completes where those alone do."""
+    taught, _ = _taught(options, "recall")
+    bases = {"base": smollm2(), "taught": _llama(options, taught)}
+    seen = {name: measure_far_layers(folder)._asdict() for name, folder in bases.items()}
+    asked, rows, length = Needles(options, progress), list[dict[str, Any]](), options.layers_at
+    found = {"rows": rows, "length": length, "seen": seen} | _about(options) | _training(taught)
+    sets = [range(30), range(5, 24), FAR_LAYERS, (7, 17, 18, 23), FAR_LAYERS[1:], range(14, 24), range(5, 9)]
+    for those in sets:
+        fields = () if len(those) == 30 else (f"sliding_window={WINDOW}", "num_sinks=4", layer_types(those))
+        row = asked.ask(taught, fields, length, questions=options.singles)
+        rows.append({"layers": list(those)} | row)
+        keep(options.output, "layers", found)
+    return found
+
+
+def few(options: argparse.Namespace, progress: Progress) -> dict[str, Any]:
+    """A base that was taught with full attention in few layers, which alone choose chunks once it is a HiLS."""
+    taught, hils = _taught(options, "few")
+    before = (trained(options.folder, kind, 0, 0) for kind in ("recall", "further"))
+    taught_on = [_training(folder) for folder in before if (folder / HISTORY_FILE).exists()]
+    asked, rows, wide = Needles(options, progress), list[dict[str, Any]](), ("num_retrieved_chunks=64",)
+    found = {"rows": rows, "layers": FAR_LAYERS, "before": taught_on} | _about(options) | _training(taught)
+    models = {
+        "full attention in few layers": (taught, ()),
+        "HiLS": (hils, ()),
+        "HiLS, 64 chunks": (hils, wide),
+    }
+    cases = [
+        (TOGETHER, options.questions, length, model) for length in options.needles[:1] for model in models
+    ]
+    cases += [(1, options.singles, length, model) for length in options.needles[:1] for model in models]
+    cases += [(TOGETHER, options.few, length, "HiLS, 64 chunks") for length in options.far]
+    for together, questions, length, model in cases:
+        folder, changes = models[model]
+        row = asked.ask(folder, changes, length, together=together, questions=questions)
+        rows.append({"model": model, "together": together} | row)
+        keep(options.output, "few", found)
     return found
 
 
@@ -222,7 +278,7 @@ def _tokenizer(options: argparse.Namespace) -> Any:
 
 PARTS = {
     "losses": losses, "forms": forms, "whole": whole, "far": far, "needles": needles, "beyond": beyond,
-    "recall": recall,
+    "recall": recall, "layers": layers, "few": few,
 }  # fmt: skip
 
 
@@ -250,7 +306,10 @@ def main() -> None:
     parser.add_argument(
         "--singles", type=int, default=20, help="about a text's only needle, in the part recall"
     )
-    parser.add_argument("--few", type=int, default=8, help="the same at the lengths of --far")
+    parser.add_argument(
+        "--few", type=int, default=8, help="questions at the lengths of --far, of taught models"
+    )
+    parser.add_argument("--layers-at", type=int, default=2048, help="length of texts in the part layers")
     parser.add_argument("--trained", type=Path, default=FOLDER / "hils-0", help="by pretrained_train.py hils")
     options = parser.parse_args()
     options.folder.mkdir(parents=True, exist_ok=True)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,6 +30,7 @@ FOLDER = ROOT / "runs" / "benchmark-pretrained"
 SINKS = 4
 UNSEEN = 1024  # tokens at the beginning of a text that are read and not counted
 STEP_TOKENS = 4096  # of pretrained_train.py
+WINDOW = 512  # of a HiLS, and of layers that do not look far
 Flags = npt.NDArray[np.bool_]
 Totals = npt.NDArray[np.float64]
 
@@ -109,8 +111,17 @@ LAYERS = ("num_lower_layers=18", "num_encoder_layers=1", "num_retrieval_groups=1
 DRT_FIELDS = (*LAYERS, "retrieval_noise=false", "num_retrieved_chunks=32")
 
 
+# the seven that look far most in the base that was taught to recall (part "layers" of pretrained_hils.py)
+FAR_LAYERS = (7, 14, 17, 18, 20, 21, 23)
+
+
+def layer_types(layers: Collection[int]) -> str:
+    """The field: these of the base's 30 layers look at all of a text."""
+    return f"layer_types={json.dumps(['full_attention' if n in layers else 'sliding_attention' for n in range(30)])}"
+
+
 def trained(folder: Path, kind: str, window: int, seed: int) -> Path:
-    """Where ``pretrained_train.py`` leaves one of KINDS, "needles", "landmark", "hils" or "recall"."""
+    """Where ``pretrained_train.py`` leaves one of its kinds."""
     return folder / (f"{kind}-{window}-{seed}" if kind in ("drt", "needles", "window") else f"{kind}-{seed}")
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import groupby
 
 from pretrained_references import RULES
@@ -377,6 +377,60 @@ def _hils_recall_text(found: Row) -> str:
     )
 
 
+def _hils_layers_text(found: Row) -> str:
+    seen = found["seen"]
+    by_layer = [
+        {"layer": number, "base": base, "taught": taught}
+        for number, (base, taught) in enumerate(
+            zip(seen["base"]["mass"], seen["taught"]["mass"], strict=True)
+        )
+        if max(base, taught) >= _LOOKS
+    ]
+    looks: Columns = {"layer": "{layer}", "base": "{base:.2f}", "taught": "{taught:.2f}"}
+    columns: Columns = {
+        "layers with full attention": lambda row: _layers(row["layers"]),
+        "questions": "{questions}",
+        "right": RIGHT,
+        "tokens/s": "{tokens_per_second:,.0f}",
+    }
+    return (
+        f"Who looks far. While it completes sentences that stood at least {found['window']} tokens before, the share "
+        "of its attention that the farthest-looking head of a layer has on the sentence (`trailmark convert "
+        f"--far-layers`); layers with at least {_LOOKS:.2f}. *Taught*: with full attention on "
+        f"{found['trained_tokens']:,} tokens, as above.\n\n{table(looks, by_layer)}\n\nWhat the taught one "
+        f"completes of one sentence in {found['length']:,} tokens where the layers that are not named see a window of "
+        f"{found['window']} and 4 sinks:\n\n{table(columns, found['rows'])}"
+    )
+
+
+_LOOKS = 0.1  # the least share that is shown
+
+
+def _layers(numbers: Sequence[int]) -> str:
+    """Ranges of consecutive ones."""
+    parts: list[list[int]] = []
+    for number in numbers:
+        if parts and parts[-1][-1] == number - 1:
+            parts[-1].append(number)
+        else:
+            parts.append([number])
+    return ", ".join(str(part[0]) if len(part) == 1 else f"{part[0]} to {part[-1]}" for part in parts)
+
+
+def _hils_few_text(found: Row) -> str:
+    columns = {"model": "{model}", "needles": "{together}"} | _NEEDLES_OF_HILS
+    before = " and ".join(
+        f"{x['trained_tokens']:,} tokens ({x['trained_seconds'] / 60:.0f} minutes)" for x in found["before"]
+    )
+    return (
+        f"Taught on, and in the end with **full attention in {len(found['layers'])} of 30 layers** "
+        f"({_layers(found['layers'])}), a window of {found['window']} in the others: on {found['trained_tokens']:,} "
+        f"tokens in texts of 2,048 in {found['trained_seconds'] / 60:.0f} minutes of a core, after {before} with full "
+        "attention in all. Then it was converted: in those layers alone chunks are chosen.\n\n"
+        f"{table(columns, found['rows'])}"
+    )
+
+
 _NEEDLES_OF_HILS: Columns = {
     "model": "{model}",
     "tokens": "{length:,}",
@@ -393,4 +447,6 @@ _HILS: dict[str, Callable[[Row], str]] = {
     "needles": _hils_needles_text,
     "beyond": _hils_beyond_text,
     "recall": _hils_recall_text,
+    "layers": _hils_layers_text,
+    "few": _hils_few_text,
 }

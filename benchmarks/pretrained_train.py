@@ -7,7 +7,9 @@ so that what the kind of text teaches is in all of them; the DRT learns its addi
 fitted to the teacher. A recipe for an hour of a CPU. Stopped, the same command goes on; what is trained already is left
 as it is. ``needles`` goes on with the DRT, on texts that hold facts and questions about them; ``landmark`` trains all
 weights of a Landmark Attention model instead, by itself; ``hils`` adapters of a HiLS on texts that all hold facts;
-``recall`` those of the base with full attention on short texts of that kind, which a HiLS then has without a training.
+``recall`` those of the base with full attention on short texts of that kind, which a HiLS then has without a training;
+``further`` goes on from there with longer ones, ``few`` from that with full attention in seven layers alone, and
+``weighed`` from that with eight times the weight on what is to be recalled.
 """
 
 from __future__ import annotations
@@ -16,7 +18,18 @@ import argparse
 from pathlib import Path
 
 from common import data_folder
-from pretrained_models import DRT_FIELDS, FOLDER, KINDS, STEP_TOKENS, converted, trained
+from pretrained_models import (
+    DRT_FIELDS,
+    FAR_LAYERS,
+    FOLDER,
+    KINDS,
+    STEP_TOKENS,
+    WINDOW,
+    converted,
+    layer_types,
+    trained,
+    window_fields,
+)
 from training_text import prepared, train
 
 from trailmark.data.corpus import standard_library_texts
@@ -25,6 +38,9 @@ from trailmark.machine import start_again_set_up
 from trailmark.training.config import RunConfig, load_run_config
 
 LENGTH = STEP_TOKENS  # a text a step
+TAUGHT = ("recall", "further", "few", "weighed")  # each goes on from the one before
+MORE = ("needles", "landmark", "hils", *TAUGHT)
+STEPS = {"recall": 200, "further": 70, "few": 150, "weighed": 100}
 
 
 def corpus(folder: Path, tokenizer: Path) -> Path:
@@ -40,8 +56,9 @@ def corpus(folder: Path, tokenizer: Path) -> Path:
 
 
 def config(kind: str, options: argparse.Namespace) -> RunConfig:
-    """Of one of KINDS, of "needles", "landmark", "hils" or "recall"."""
+    """Of one of KINDS or MORE."""
     teacher, window = converted(options.folder, "sliding_window"), f"sliding_window={options.window}"
+    steps = STEPS.get(kind, 20) if options.steps is None else options.steps
     changes = ["distil.retrieval_weight=0"]
     if kind == "landmark":  # nothing of it is added that could learn alone
         begin = converted(options.folder, "landmark")
@@ -52,14 +69,25 @@ def config(kind: str, options: argparse.Namespace) -> RunConfig:
             "training.learning_rate=0.0003",
             "training.context_length=2048",  # so that its own length can be passed 32 times in minutes
         ]
-    elif kind in ("hils", "recall"):  # needs no teacher: what it learns is to complete facts
+    elif kind in ("hils", *TAUGHT):  # needs no teacher: what it learns is to complete facts
         begin = converted(options.folder, "hils") if kind == "hils" else teacher
         changes = [
             "distil.model=null",
             "data.needle_share=1",
-            f"training.context_length={2048 if kind == 'hils' else 1024}",
+            f"training.context_length={1024 if kind == 'recall' else 2048}",
             "training.loss_positions=1",
         ]
+        if kind in TAUGHT[1:]:
+            before = TAUGHT[TAUGHT.index(kind) - 1]
+            begin = trained(options.folder, before, options.window, options.seed)
+            changes.append(f"training.seed={options.seed + (2 if kind == 'weighed' else 1)}")
+        if kind == "weighed":
+            changes.append("data.answer_weight=8")
+        elif kind == "further":
+            changes.append("training.constant_fraction=1")  # another training follows
+        elif kind == "few":
+            fields = (*window_fields(WINDOW), layer_types(FAR_LAYERS))
+            changes += [f"model.{field}" for field in fields]
     elif kind == "needles":  # on from the DRT: nothing but texts with facts and questions about them
         begin = trained(options.folder, "drt", options.window, options.seed)
         changes = [
@@ -84,7 +112,7 @@ def config(kind: str, options: argparse.Namespace) -> RunConfig:
             f"data.tokenizer={teacher}",
             "training.train=additions",
             "training.lora_rank=8",
-            f"training.steps={options.steps}",
+            f"training.steps={steps}",
             f"training.seed={options.seed}",
             f"training.tokens_per_step={LENGTH}",
             f"training.context_length={LENGTH}",
@@ -113,11 +141,11 @@ def main() -> None:
     parser.add_argument(
         "kinds",
         nargs="*",
-        choices=[*KINDS, "needles", "landmark", "hils", "recall", []],
+        choices=[*KINDS, *MORE, []],
         help="default: all that are compared",
     )
     parser.add_argument("--folder", type=Path, default=FOLDER, help="conversions, text and models")
-    parser.add_argument("--steps", type=int, default=20, help=f"of {LENGTH:,} tokens")
+    parser.add_argument("--steps", type=int, help=f"of {LENGTH:,} tokens; default: {STEPS}, others 20")
     parser.add_argument("--window", type=int, default=256)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--model", nargs="*", default=[], help="fields of the converted DRT, as key=value")

@@ -87,7 +87,8 @@ class DataConfig:
     )
     answer_weight: float = setting(
         1.0,
-        "niah: weight of the loss on an answer's tokens (others weigh 1), which are few of a text's.",
+        "niah, and text with needle_share: weight of the loss on an answer's tokens (others weigh 1), which are few of "
+        "a text's.",
         least=0,
         most=MOST_WEIGHT,
     )

@@ -85,6 +85,7 @@ class TextTask(_EvenTask):
         super().__init__(config)
         self.table, self.scored, self.needles = table, scored, needles
         self.share, self.chunk_size = config.data.early_landmarks, chunk_size
+        self.answer_weight = config.data.answer_weight
         self.separate = config.data.separate_documents
         length = config.training.context_length
         self.windows = Windows(corpus, length, self.seed, aligned=table is not None)
@@ -99,7 +100,10 @@ class TextTask(_EvenTask):
         for row in range(count) if self.needles is not None else ():
             assert self.needles is not None
             if self.needles.holds(start + row):
-                marks.append((row, self.needles.write(ids[row], start + row)[0]))
+                places, answers = self.needles.write(ids[row], start + row)
+                marks.append((row, places))
+                for begin, end in answers:
+                    batch["loss_weights"][row, begin:end] = self.answer_weight
                 if documents is not None:
                     documents[row] = 0  # a fact and its question are of one document
         if documents is not None:

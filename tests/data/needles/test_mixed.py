@@ -94,13 +94,13 @@ def test_a_run_mixes_them_in(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("separate", [False, True])
-@pytest.mark.parametrize("chunk_size", [1, CHUNK_SIZE])
-def test_a_training_on_text_with_some_needles(separate: bool, chunk_size: int) -> None:
+@pytest.mark.parametrize(("chunk_size", "weight"), [(1, 1.0), (CHUNK_SIZE, 7.0)])
+def test_a_training_on_text_with_some_needles(separate: bool, chunk_size: int, weight: float) -> None:
     tokens = tokenize([prose(1, 3000)], BYTES)
     corpus = Corpus.of_tokens(tokens, list(range(0, len(tokens), 700)))
     length, rows = 1024, 6
     config = run_config(Path("unused"), "text", tokens_per_step=rows * length, context_length=length, seed=5)
-    config.data.separate_documents = separate
+    config.data.separate_documents, config.data.answer_weight = separate, weight
     plain = TextTask(config, corpus, chunk_size)
     needles = MixedNeedles(BYTES, length, 5, 0.4)
     mixed = TextTask(config, corpus, chunk_size, needles=needles)
@@ -110,8 +110,8 @@ def test_a_training_on_text_with_some_needles(separate: bool, chunk_size: int) -
         parts = [mixed.batch(step, first, 2) for first in range(0, rows, 2)]
         ids = one["input_ids"]
         assert torch.equal(ids, torch.cat([part["input_ids"] for part in parts]))
-        assert torch.equal(ids, one["labels"])  # the loss on an answer is that on any other token
-        assert bool((one["loss_weights"] == 1).all())
+        assert torch.equal(ids, one["labels"])
+        weights = torch.ones(ids.shape)
         assert ("close_chunk" in one) == (chunk_size > 1)
         for row in range(rows):
             sample = step * rows + row
@@ -120,11 +120,14 @@ def test_a_training_on_text_with_some_needles(separate: bool, chunk_size: int) -
                 continue
             held += 1
             expected = other["input_ids"][row].clone()
-            marks, _ = needles.write(expected, sample)
+            marks, answers = needles.write(expected, sample)
             assert torch.equal(ids[row], expected)
+            for begin, end in answers:
+                weights[row, begin:end] = weight
             if chunk_size > 1:
                 assert bool(one["close_chunk"][row, marks].all())
             if separate:
                 documents = one.get("document_ids", torch.zeros_like(ids))
                 assert bool((documents[row] == 0).all())
+        assert torch.equal(one["loss_weights"], weights)
     assert held > 3

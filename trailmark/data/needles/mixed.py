@@ -3,8 +3,7 @@
 A sample of text is overwritten at places of its own: facts stand anywhere, a question anywhere after its fact. Some
 facts are never asked for. Questions are sentences to complete, lines that ask and answer, and turns of the tokenizer's
 chat template where it has one; each is closed by an early landmark, as in use, so that the answer's first token can
-read what the question finds. The loss on an answer is that on any other token. Wordings and names are of training
-alone (:mod:`.paraphrases`).
+read what the question finds. Wordings and names are of training alone (:mod:`.paraphrases`).
 """
 
 from __future__ import annotations
