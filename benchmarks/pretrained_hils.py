@@ -4,7 +4,7 @@
 
 Writes benchmarks/pretrained_hils.json. Held-out text is that of pretrained.py; the base with full attention and with a
 window alone stand beside it. Nothing is trained but the models of ``--trained`` (pretrained_train.py hils) and of the
-parts "recall", "layers" and "few" (pretrained_train.py recall further few). Stopped, the same command goes on.
+parts "recall", "layers" and "few" (pretrained_train.py recall further few weighed). Stopped, the same command goes on.
 """
 
 from __future__ import annotations
@@ -48,6 +48,7 @@ from trailmark.training.config import load_run_config
 from trailmark.training.run import HISTORY_FILE
 
 OUTPUT = Path(__file__).with_suffix(".json")
+TAUGHT = ("recall", "further", "few", "weighed")  # by pretrained_train.py, each on from the one before
 TOGETHER = 25  # needles in a text, for a HiLS reads it anew for each trial
 HILS, EXACT = "expansion at the chunk's mean query (HiLS)", "all keys"
 # what tells a token how much a chunk would get of its attention; each reads as many chunks
@@ -188,30 +189,33 @@ def layers(options: argparse.Namespace, progress: Progress) -> dict[str, Any]:
         row = asked.ask(taught, fields, length, questions=options.singles)
         rows.append({"layers": list(those)} | row)
         keep(options.output, "layers", found)
+    texts, losses = latex(_tokenizer(options), options.lengths[0])[: options.texts], list[dict[str, Any]]()
+    found |= {"losses": losses, "losses_length": options.lengths[0]}
+    for those in (range(30), FAR_LAYERS):
+        changes = () if len(those) == 30 else (layer_types(those),)
+        losses.append({"layers": list(those)} | _row(options, progress, texts, changes))
+        keep(options.output, "layers", found)
     return found
 
 
 def few(options: argparse.Namespace, progress: Progress) -> dict[str, Any]:
     """A base that was taught with full attention in few layers, which alone choose chunks once it is a HiLS."""
-    taught, hils = _taught(options, "few")
-    before = (trained(options.folder, kind, 0, 0) for kind in ("recall", "further"))
-    taught_on = [_training(folder) for folder in before if (folder / HISTORY_FILE).exists()]
+    trainings = {kind: trained(options.folder, kind, 0, 0) for kind in TAUGHT}
+    done = {kind: x for kind, own in trainings.items() if (x := _training(own))}
     asked, rows, wide = Needles(options, progress), list[dict[str, Any]](), ("num_retrieved_chunks=64",)
-    found = {"rows": rows, "layers": FAR_LAYERS, "before": taught_on} | _about(options) | _training(taught)
-    models = {
-        "full attention in few layers": (taught, ()),
-        "HiLS": (hils, ()),
-        "HiLS, 64 chunks": (hils, wide),
-    }
-    cases = [
-        (TOGETHER, options.questions, length, model) for length in options.needles[:1] for model in models
-    ]
-    cases += [(1, options.singles, length, model) for length in options.needles[:1] for model in models]
-    cases += [(TOGETHER, options.few, length, "HiLS, 64 chunks") for length in options.far]
-    for together, questions, length, model in cases:
-        folder, changes = models[model]
-        row = asked.ask(folder, changes, length, together=together, questions=questions)
-        rows.append({"model": model, "together": together} | row)
+    found = {"rows": rows, "layers": FAR_LAYERS, "trainings": done} | _about(options)
+    near, cases = options.needles[0], list[tuple[str, str, int, int, int]]()
+    for kind in ("few", "weighed"):
+        for model in ("full attention in few layers", "HiLS", "HiLS, 64 chunks"):
+            cases.append((kind, model, near, TOGETHER, options.questions))
+    for model in ("HiLS", "HiLS, 64 chunks"):
+        cases.append(("weighed", model, near, 1, options.singles))
+    cases += [("weighed", "HiLS, 64 chunks", length, TOGETHER, options.few) for length in options.far]
+    for kind, model, length, together, questions in cases:
+        taught, hils = _taught(options, kind)
+        folder = taught if model.startswith("full") else hils
+        row = asked.ask(folder, wide if "64" in model else (), length, together=together, questions=questions)
+        rows.append({"taught": kind, "model": model, "together": together} | row)
         keep(options.output, "few", found)
     return found
 

@@ -393,13 +393,15 @@ def _hils_layers_text(found: Row) -> str:
         "right": RIGHT,
         "tokens/s": "{tokens_per_second:,.0f}",
     }
+    losses: Columns = {"layers that choose": lambda row: _layers(row["layers"])}
     return (
         f"Who looks far. While it completes sentences that stood at least {found['window']} tokens before, the share "
         "of its attention that the farthest-looking head of a layer has on the sentence (`trailmark convert "
         f"--far-layers`); layers with at least {_LOOKS:.2f}. *Taught*: with full attention on "
         f"{found['trained_tokens']:,} tokens, as above.\n\n{table(looks, by_layer)}\n\nWhat the taught one "
         f"completes of one sentence in {found['length']:,} tokens where the layers that are not named see a window of "
-        f"{found['window']} and 4 sinks:\n\n{table(columns, found['rows'])}"
+        f"{found['window']} and 4 sinks:\n\n{table(columns, found['rows'])}\n\nAn untaught HiLS that chooses chunks in "
+        f"these layers alone, on LaTeX at {found['losses_length']:,} tokens:\n\n{table(losses | _OF_HILS, found['losses'])}"
     )
 
 
@@ -418,15 +420,17 @@ def _layers(numbers: Sequence[int]) -> str:
 
 
 def _hils_few_text(found: Row) -> str:
-    columns = {"model": "{model}", "needles": "{together}"} | _NEEDLES_OF_HILS
-    before = " and ".join(
-        f"{x['trained_tokens']:,} tokens ({x['trained_seconds'] / 60:.0f} minutes)" for x in found["before"]
-    )
+    columns = {"taught": "{taught}", "model": "{model}", "needles": "{together}"} | _NEEDLES_OF_HILS
+    went = {
+        kind: f"{x['trained_tokens']:,} tokens in {x['trained_seconds'] / 60:.0f} minutes of a core"
+        for kind, x in found["trainings"].items()
+    }
     return (
-        f"Taught on, and in the end with **full attention in {len(found['layers'])} of 30 layers** "
-        f"({_layers(found['layers'])}), a window of {found['window']} in the others: on {found['trained_tokens']:,} "
-        f"tokens in texts of 2,048 in {found['trained_seconds'] / 60:.0f} minutes of a core, after {before} with full "
-        "attention in all. Then it was converted: in those layers alone chunks are chosen.\n\n"
+        f"Taught on with **full attention in {len(found['layers'])} of 30 layers** ({_layers(found['layers'])}) and a "
+        f"window of {found['window']} in the others, then converted: in those layers alone chunks are chosen. Four "
+        f"trainings, one on from the other, of adapters: with full attention in all layers on texts of 1,024 tokens "
+        f"({went['recall']}) and of 2,048 ({went['further']}); *few*: in those layers alone ({went['few']}); "
+        f"*weighed*: with eight times the weight on the answers ({went['weighed']}).\n\n"
         f"{table(columns, found['rows'])}"
     )
 
