@@ -401,7 +401,8 @@ def _hils_layers_text(found: Row) -> str:
         f"{found['trained_tokens']:,} tokens, as above.\n\n{table(looks, by_layer)}\n\nWhat the taught one "
         f"completes of one sentence in {found['length']:,} tokens where the layers that are not named see a window of "
         f"{found['window']} and 4 sinks:\n\n{table(columns, found['rows'])}\n\nAn untaught HiLS that chooses chunks in "
-        f"these layers alone, on LaTeX at {found['losses_length']:,} tokens:\n\n{table(losses | _OF_HILS, found['losses'])}"
+        f"all or some layers, on LaTeX at {found['losses_length']:,} tokens:\n\n"
+        f"{table(losses | _OF_HILS, found['losses'])}"
     )
 
 
