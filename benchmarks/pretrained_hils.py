@@ -14,19 +14,22 @@ import sys
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from common import data_folder, keep
 from pretrained_models import (
     FAR_LAYERS,
+    FINE,
     FOLDER,
     KINDS_OF_TEXT,
+    TAUGHT,
     UNSEEN,
     WINDOW,
     Losses,
     Text,
     converted,
+    hils_of,
     latex,
     layer_types,
     named,
@@ -40,7 +43,7 @@ from tests.smollm2 import smollm2
 from trailmark.data.corpus import load_tokenizer, read_text, tokenize
 from trailmark.evaluation.far_layers import measure_far_layers
 from trailmark.files import read_json
-from trailmark.models.conversion.convert import convert
+from trailmark.models.conversion.convert import open_any_base
 from trailmark.models.hils.config import HiLSConfig
 from trailmark.report.console import Progress
 from trailmark.statistics import bootstrap_mean, bootstrap_ratio
@@ -48,7 +51,6 @@ from trailmark.training.config import load_run_config
 from trailmark.training.run import HISTORY_FILE
 
 OUTPUT = Path(__file__).with_suffix(".json")
-TAUGHT = ("recall", "further", "few", "weighed")  # by pretrained_train.py, each on from the one before
 TOGETHER = 25  # needles in a text, for a HiLS reads it anew for each trial
 HILS, EXACT = "expansion at the chunk's mean query (HiLS)", "all keys"
 # what tells a token how much a chunk would get of its attention; each reads as many chunks
@@ -162,28 +164,23 @@ def _taught(options: argparse.Namespace, kind: str) -> tuple[Path, Path]:
     taught = trained(options.folder, kind, 0, 0)
     if not (taught / HISTORY_FILE).exists():
         sys.exit(f"{taught} is not there. Train it: python benchmarks/pretrained_train.py {kind}")
-    hils = options.folder / f"hils of {taught.name}"
-    if not hils.exists():
-        convert(_llama(options, taught) if kind == "recall" else taught, hils, "hils")
-    return taught, hils
-
-
-def _llama(options: argparse.Namespace, taught: Path) -> Path:
-    """What learned with full attention in all layers, for transformers."""
-    back = options.folder / f"llama of {taught.name}"
-    if not back.exists():
-        convert(taught, back, "llama", ["max_position_embeddings=8192"])  # the base's
-    return back
+    return taught, hils_of(options.folder, taught)
 
 
 def layers(options: argparse.Namespace, progress: Progress) -> dict[str, Any]:
     """Which layers look far, before and after the base was taught; and what it completes where those alone do."""
     taught, _ = _taught(options, "recall")
-    bases = {"base": smollm2(), "taught": _llama(options, taught)}
-    seen = {name: measure_far_layers(folder)._asdict() for name, folder in bases.items()}
+    bases = {"base": smollm2(), "taught": taught}
+    seen = {name: measure_far_layers(open_any_base(folder)) for name, folder in bases.items()}
     asked, rows, length = Needles(options, progress), list[dict[str, Any]](), options.layers_at
-    found = {"rows": rows, "length": length, "seen": seen} | _about(options) | _training(taught)
-    sets = [range(30), range(5, 24), FAR_LAYERS, (7, 17, 18, 23), FAR_LAYERS[1:], range(14, 24), range(5, 9)]
+    found = (
+        {"rows": rows, "length": length, "seen": {name: x._asdict() for name, x in seen.items()}}
+        | _about(options)
+        | _training(taught)
+    )
+    assert tuple(seen["taught"].best(len(FAR_LAYERS))) == FAR_LAYERS
+    sets: list[Sequence[int]] = [range(30), range(5, 24), FAR_LAYERS, seen["base"].best(len(FAR_LAYERS))]
+    sets += [seen["taught"].best(4), FAR_LAYERS[1:], range(14, 24), range(5, 9)]
     for those in sets:
         fields = () if len(those) == 30 else (f"sliding_window={WINDOW}", "num_sinks=4", layer_types(those))
         row = asked.ask(taught, fields, length, questions=options.singles)
@@ -199,25 +196,43 @@ def layers(options: argparse.Namespace, progress: Progress) -> dict[str, Any]:
 
 
 def few(options: argparse.Namespace, progress: Progress) -> dict[str, Any]:
-    """A base that was taught with full attention in few layers, which alone choose chunks once it is a HiLS."""
-    trainings = {kind: trained(options.folder, kind, 0, 0) for kind in TAUGHT}
-    done = {kind: x for kind, own in trainings.items() if (x := _training(own))}
-    asked, rows, wide = Needles(options, progress), list[dict[str, Any]](), ("num_retrieved_chunks=64",)
-    found = {"rows": rows, "layers": FAR_LAYERS, "trainings": done} | _about(options)
-    near, cases = options.needles[0], list[tuple[str, str, int, int, int]]()
-    for kind in ("few", "weighed"):
-        for model in ("full attention in few layers", "HiLS", "HiLS, 64 chunks"):
-            cases.append((kind, model, near, TOGETHER, options.questions))
-    for model in ("HiLS", "HiLS, 64 chunks"):
-        cases.append(("weighed", model, near, 1, options.singles))
-    cases += [("weighed", "HiLS, 64 chunks", length, TOGETHER, options.few) for length in options.far]
-    for kind, model, length, together, questions in cases:
-        taught, hils = _taught(options, kind)
-        folder = taught if model.startswith("full") else hils
-        row = asked.ask(folder, wide if "64" in model else (), length, together=together, questions=questions)
-        rows.append({"taught": kind, "model": model, "together": together} | row)
-        keep(options.output, "few", found)
+    """What a base that was taught with full attention in few layers knows as a HiLS, and what it then learns as one."""
+    trainings = {kind: x for kind in TAUGHT if (x := _training(trained(options.folder, kind, 0, 0)))}
+    asked, rows, (near, *_) = Needles(options, progress), list[dict[str, Any]](), options.needles
+    found = {"rows": rows, "layers": FAR_LAYERS, "trainings": trainings} | _about(options)
+    together = [
+        Case("few", None), Case("few", 16, 8), Case("few", 64, 8), Case("few", 16, FINE, "true"),
+        Case("recall", 16, FINE, "true"), Case("sparse", 16, FINE), Case("sparse", 64, FINE),
+    ]  # fmt: skip
+    cases = [(case, near, TOGETHER, options.questions) for case in together]
+    cases.append((Case("sparse", 16, FINE), near, 1, options.singles))
+    cases += [(Case("sparse", 16, FINE), length, TOGETHER, options.few) for length in options.far]
+    for case, length, count, questions in cases:
+        folder = trained(options.folder, case.taught, 0, 0)
+        if (folder / HISTORY_FILE).exists():
+            if case.chunks is not None and case.taught != "sparse":
+                folder = hils_of(options.folder, folder)
+            row = asked.ask(folder, case.changes, length, together=count, questions=questions)
+            rows.append(case._asdict() | {"together": count} | row)
+            keep(options.output, "few", found)
     return found
+
+
+class Case(NamedTuple):
+    """A model of the part few."""
+
+    taught: str
+    chunks: int | None
+    """That a token reads in a layer; None: full attention."""
+    summary: int | None = None
+    position: str = "window"
+
+    @property
+    def changes(self) -> tuple[str, ...]:
+        if self.chunks is None:
+            return ()
+        own = f"summary_tokens={self.summary}", f"far_position={self.position}"
+        return f"num_retrieved_chunks={self.chunks}", *own
 
 
 def _training(folder: Path) -> dict[str, Any]:

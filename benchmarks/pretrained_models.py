@@ -20,6 +20,7 @@ from trailmark.data.corpus import Tokens, read_text, standard_library_texts, tok
 from trailmark.evaluation.losses import token_losses
 from trailmark.evaluation.subject import Subject, load
 from trailmark.files import read_json, write_json
+from trailmark.models.conversion.convert import convert
 from trailmark.models.drt.config import DRTConfig
 from trailmark.report.console import Progress
 from trailmark.training.config import load_run_config
@@ -111,8 +112,20 @@ LAYERS = ("num_lower_layers=18", "num_encoder_layers=1", "num_retrieval_groups=1
 DRT_FIELDS = (*LAYERS, "retrieval_noise=false", "num_retrieved_chunks=32")
 
 
+TAUGHT = ("recall", "further", "few", "sparse")  # by pretrained_train.py, each on from the one before
 # the seven that look far most in the base that was taught to recall (part "layers" of pretrained_hils.py)
 FAR_LAYERS = (7, 14, 17, 18, 20, 21, 23)
+
+
+FINE = 2  # keys that one summary stands for, in a HiLS of few layers
+
+
+def hils_of(folder: Path, taught: Path) -> Path:
+    """A HiLS of what pretrained_train.py has made of the base, made once."""
+    made = folder / f"hils of {taught.name}"
+    if not made.exists():
+        convert(taught, made, "hils")
+    return made
 
 
 def layer_types(layers: Collection[int]) -> str:

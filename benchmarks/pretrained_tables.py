@@ -421,21 +421,35 @@ def _layers(numbers: Sequence[int]) -> str:
 
 
 def _hils_few_text(found: Row) -> str:
-    columns = {"taught": "{taught}", "model": "{model}", "needles": "{together}"} | _NEEDLES_OF_HILS
-    went = {
-        kind: f"{x['trained_tokens']:,} tokens in {x['trained_seconds'] / 60:.0f} minutes of a core"
-        for kind, x in found["trainings"].items()
+    columns: Columns = {
+        "taught": "{taught}",
+        "chunks read": lambda row: "all that is before" if row["chunks"] is None else str(row["chunks"]),
+        "scored by means of": lambda row: "" if row["summary"] is None else f"{row['summary']} keys",
+        "far keys stand": lambda row: (
+            "where they are" if "true" in row["position"] or row["chunks"] is None else _AWAY
+        ),
+        "needles": "{together}",
     }
+    numbers: Columns = {name: _NEEDLES_OF_HILS[name] for name in _NEEDLES_OF_HILS if name != "model"}
+    said = {
+        "recall": "*recall*: with full attention in all layers, on texts of 1,024 tokens",
+        "further": "on from there, on texts of 2,048",
+        "few": "*few*: on from that, with full attention in those layers alone (its first samples are those of the one "
+        "before)",
+        "sparse": "*sparse*: on from that as a HiLS that reads 16 chunks, with eight times the weight on answers",
+    }
+    went = "; ".join(
+        f"{said[kind]} ({x['trained_tokens']:,} tokens in {x['trained_seconds'] / 60:.0f} minutes of a core)"
+        for kind, x in found["trainings"].items()
+    )
     return (
-        f"Taught on with **full attention in {len(found['layers'])} of 30 layers** ({_layers(found['layers'])}) and a "
-        f"window of {found['window']} in the others, then converted: in those layers alone chunks are chosen. Four "
-        f"trainings, one on from the other, of adapters: with full attention in all layers on texts of 1,024 tokens "
-        f"({went['recall']}) and of 2,048 ({went['further']}); *few*: in those layers alone ({went['few']}); "
-        f"*weighed*: with eight times the weight on the answers ({went['weighed']}).\n\n"
-        f"{table(columns, found['rows'])}"
+        f"Taught further, with **full attention in {len(found['layers'])} of 30 layers** ({_layers(found['layers'])}) "
+        f"and a window of {found['window']} in the others; as a HiLS it chooses chunks in those layers alone. Each "
+        f"training, of adapters, goes on from the one before. {went}.\n\n{table(columns | numbers, found['rows'])}"
     )
 
 
+_AWAY = "a window away"
 _NEEDLES_OF_HILS: Columns = {
     "model": "{model}",
     "tokens": "{length:,}",

@@ -9,7 +9,7 @@ as it is. ``needles`` goes on with the DRT, on texts that hold facts and questio
 weights of a Landmark Attention model instead, by itself; ``hils`` adapters of a HiLS on texts that all hold facts;
 ``recall`` those of the base with full attention on short texts of that kind, which a HiLS then has without a training;
 ``further`` goes on from there with longer ones, ``few`` from that with full attention in seven layers alone, and
-``weighed`` from that with eight times the weight on what is to be recalled.
+``sparse`` from that as a HiLS, with eight times the weight on what is to be recalled.
 """
 
 from __future__ import annotations
@@ -21,11 +21,14 @@ from common import data_folder
 from pretrained_models import (
     DRT_FIELDS,
     FAR_LAYERS,
+    FINE,
     FOLDER,
     KINDS,
     STEP_TOKENS,
+    TAUGHT,
     WINDOW,
     converted,
+    hils_of,
     layer_types,
     trained,
     window_fields,
@@ -38,9 +41,8 @@ from trailmark.machine import start_again_set_up
 from trailmark.training.config import RunConfig, load_run_config
 
 LENGTH = STEP_TOKENS  # a text a step
-TAUGHT = ("recall", "further", "few", "weighed")  # each goes on from the one before
 MORE = ("needles", "landmark", "hils", *TAUGHT)
-STEPS = {"recall": 200, "further": 70, "few": 150, "weighed": 100}
+STEPS = {"recall": 200, "further": 70, "few": 150, "sparse": 60}
 
 
 def corpus(folder: Path, tokenizer: Path) -> Path:
@@ -80,9 +82,11 @@ def config(kind: str, options: argparse.Namespace) -> RunConfig:
         if kind in TAUGHT[1:]:
             before = TAUGHT[TAUGHT.index(kind) - 1]
             begin = trained(options.folder, before, options.window, options.seed)
-            changes.append(f"training.seed={options.seed + (2 if kind == 'weighed' else 1)}")
-        if kind == "weighed":
-            changes.append("data.answer_weight=8")
+            # "few" begins with the samples of "further" again
+            changes.append(f"training.seed={options.seed + (2 if kind == 'sparse' else 1)}")
+        if kind == "sparse":
+            begin = hils_of(options.folder, begin)
+            changes += ["data.answer_weight=8", f"model.summary_tokens={FINE}"]
         elif kind == "further":
             changes.append("training.constant_fraction=1")  # another training follows
         elif kind == "few":

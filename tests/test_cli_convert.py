@@ -61,12 +61,15 @@ def test_a_dry_run_prints_the_report(base: Path, tmp_path: Path, command: Comman
 @pytest.mark.parametrize(
     ("to", "window"), [("hils", "sliding_window=24"), ("sliding_window", "sliding_window=24"), ("hils", "")]
 )
-def test_some_layers_look_far(to: str, window: str, base: Path, tmp_path: Path, command: Command) -> None:
+def test_some_layers_look_far(to: str, window: str, tmp_path: Path, command: Command) -> None:
     fields = [window] if window else []
+    model = made("llama").float()
+    model.config.max_position_embeddings = 4096
+    base = save(model, tmp_path / "base")
     code, out, _ = command("convert", base, "-o", tmp_path / "new", "--to", to, "--far-layers", 2, *fields)
     assert code == 0
     first = out.splitlines()[0]
-    assert first.startswith("2 of 4 layers look far")
+    assert first.startswith("The 2 of 4 layers that look far most")
     config = json.loads((tmp_path / "new" / "config.json").read_text())
     kinds = config["layer_types"]
     assert [f"{n} (" in first for n in range(4)] == [kind == "full_attention" for kind in kinds]
@@ -78,7 +81,14 @@ def test_far_layers_that_cannot_be_chosen(base: Path, tmp_path: Path, refused: C
     words = ("convert", base, "-o", tmp_path / "new", "--far-layers", 2)
     assert "none with --to drt" in refused(*words, "--to", "drt", *DRT)
     assert "none with --dry-run" in refused(*words, "--to", "hils", "--dry-run")
-    assert "none with layer_types" in refused(*words, "--to", "hils", "layer_types=null")
+    assert "none beside the field layer_types" in refused(*words, "--to", "hils", "layer_types=null")
+    assert "trained on texts of at least" in refused(*words, "--to", "hils")
+    assert "Did you mean 'sliding_window'?" in refused(*words, "--to", "hils", "slidng_window=24")
+    assert refused(*words).startswith("trailmark: to: expected one of")
+    (tmp_path / "there").mkdir()
+    (tmp_path / "there" / "file").write_text("")
+    there = ("convert", base, "-o", tmp_path / "there", "--to", "hils", "--far-layers", 2)
+    assert "is there already" in refused(*there)
     assert "expected 1 to 4" in refused(
         "convert", base, "-o", tmp_path / "new", "--to", "hils", "--far-layers", 5
     )

@@ -109,31 +109,51 @@ def convert(settings: ConvertSettings) -> None:
 
 
 def _far_layers(settings: ConvertSettings, count: int, progress: Progress) -> str:
-    """The field layer_types of the layers that look far most."""
-    from trailmark.evaluation.far_layers import measure_far_layers
+    """The field layer_types, of the layers that look far most. Before they are looked for all else is checked."""
+    from trailmark.evaluation.far_layers import expect_far_layers, measure_far_layers
+    from trailmark.models.conversion import convert as converting
     from trailmark.report.console import bar
 
-    if settings.dry_run or settings.additions is not None:
-        other = "--dry-run, which reads no weights" if settings.dry_run else "--additions, which say it"
-        raise ValueError(f"far_layers: expected none with {other}, got {count}. Leave one of them out.")
+    def refusal(other: str) -> ValueError:
+        return ValueError(f"far_layers: expected none {other}, got {count}. Leave one of them out.")
+
+    if settings.dry_run:
+        raise refusal("with --dry-run, which reads no weights")
+    if settings.additions is not None:
+        raise refusal("with --additions, which say it")
     if any(field.startswith("layer_types=") for field in settings.fields):
-        raise ValueError(f"far_layers: expected none with layer_types, got {count}. Leave one of them out.")
-    if settings.to not in ("hils", "sliding_window"):
-        raise ValueError(
-            f"far_layers: expected none with --to {settings.to}, whose layers are not of two kinds, got {count}. "
-            "Leave it out, or convert to hils or sliding_window."
+        raise refusal("beside the field layer_types")
+    if settings.to not in ("hils", "sliding_window", None):
+        raise refusal(
+            f"with --to {settings.to}, whose layers are not of two kinds (those of hils and sliding_window are)"
         )
+    converting.expect_new(settings.output)
+    base = converting.open_any_base(settings.model)
+    full = expect_far_layers(base, count)
+    some = [number for number, sees_all in enumerate(full) if sees_all][:count]
+    fields = (*settings.fields, _layer_types(some, len(full)))
+    converting.convert(
+        settings.model, settings.output, settings.to, fields, dtype=settings.dtype, dry_run=True
+    )
 
     def show(done: int, total: int) -> None:
         progress.show(f"Which layers look far: {bar(done, total)} {done}/{total} texts")
 
-    found = measure_far_layers(settings.model, progress=show)
-    best = found.best(count)
+    found = measure_far_layers(base, progress=show)
     progress.clear()
+    best = found.best(count)
     shown = ", ".join(f"{number} ({found.mass[number]:.2f})" for number in best)
     typer.echo(
-        f"{len(best)} of {len(found.mass)} layers look far (the share of a head's attention that lies on what it "
-        f"should repeat): {shown}. It gave {found.right:.0%} of the answers."
+        f"The {count} of {len(full)} layers that look far most, and the share of attention that a head of theirs has "
+        f"on what it should repeat: {shown}. The model gave {found.right:.0%} of the answers."
     )
-    kinds = ["full_attention" if n in best else "sliding_attention" for n in range(len(found.mass))]
+    if not found.right:
+        typer.echo(
+            "It gave none, so where it looks may say little: compare with layers of your own (layer_types)."
+        )
+    return _layer_types(best, len(full))
+
+
+def _layer_types(full: list[int], layers: int) -> str:
+    kinds = ["full_attention" if number in full else "sliding_attention" for number in range(layers)]
     return f"layer_types={json.dumps(kinds)}"

@@ -178,6 +178,7 @@ MISTAKES = {
     "training.adam_beta1=1": r"^training\.adam_beta1: expected 0 to below 1, got 1\.0",
     "data.first_level=99": r"^data\.first_level: expected 0 to \d+, got 99",
     "data.task=niah & data.separate_documents=true": r"^data\.separate_documents: expected false with data\.task niah",
+    "data.answer_weight=8": r"^data\.answer_weight: expected 1 with data\.task \w+ and data\.needle_share 0\.0, got 8",
     "data.needle_share=2": r"^data\.needle_share: expected 0 to 1, got 2",
     "data.needle_share=0.1 & data.task=niah": r"^data\.needle_share: expected 0 with data\.task niah, got 0\.1",
     "data.task=summarization": r"^data\.paths: expected files of pairs .*, got none",

@@ -613,6 +613,12 @@ def _check_data(config: RunConfig) -> None:
             f"data.needle_share: expected 0 with data.task {data.task}, got {data.needle_share}: needles are mixed "
             "into text. Set data.task=text, or leave it out."
         )
+    bears = data.task == "niah" or (data.task == "text" and data.needle_share > 0)
+    if data.answer_weight != 1 and not bears:
+        raise ValueError(
+            f"data.answer_weight: expected 1 with data.task {data.task} and data.needle_share {data.needle_share}, got "
+            f"{data.answer_weight}: there are no such answers. Set data.needle_share for text, or leave it out."
+        )
     if data.task == "summarization" and data.paths is None:
         raise ValueError(
             "data.paths: expected files of pairs (document, summary) with data.task summarization, got none. "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from safetensors.torch import load_file
 
 from tests.models.conversion.bases import MIXED, converted, made, save
 from tests.models.tiny import window_model
+from trailmark.models.conversion.additions import ADDITIONS, Additions
 from trailmark.models.conversion.convert import convert
 from trailmark.pretrained import load_config
 
@@ -42,6 +44,52 @@ def test_its_windows_and_sinks_are_kept(tmp_path: Path) -> None:
     _expect_same(tmp_path / "ours", tmp_path / "again")
 
 
+def test_what_a_window_was_trained_without_is_not_added(tmp_path: Path) -> None:
+    base = save(made("llama"), tmp_path / "base")
+    converted(base, tmp_path / "ours", "sliding_window", *WINDOWS, "num_sinks=0")
+    for to, fields in (("hils", ()), ("sliding_window", ()), ("sliding_window", ("sliding_window=16",))):
+        made_of_it = tmp_path / "-".join(["of", to, *fields])
+        converted(tmp_path / "ours", made_of_it, to, *fields)
+        config = load_config(made_of_it, "model")
+        assert (config.num_sinks, config.max_sink_distance, config.layer_types) == (0, None, MIXED)
+    converted(base, tmp_path / "with", "sliding_window", *WINDOWS)
+    converted(tmp_path / "with", tmp_path / "without", "sliding_window", "num_sinks=0")
+    assert load_config(tmp_path / "without", "model").max_sink_distance is None
+    full = ("sliding_window=24", f"layer_types={['full_attention'] * 4}".replace("'", '"'))
+    converted(base, tmp_path / "full", "sliding_window", *full)
+    converted(tmp_path / "full", tmp_path / "whole", "sliding_window")
+    assert load_config(tmp_path / "whole", "model").windows == [None] * 4
+
+
+def test_a_layer_that_gets_a_window_gets_sinks(tmp_path: Path) -> None:
+    base = save(made("qwen2, mixed windows"), tmp_path / "base")
+    every = f"layer_types={['sliding_attention'] * 4}".replace("'", '"')
+    for to in ("hils", "sliding_window"):
+        kept = f"layer_types={['sliding_attention'] * 3 + ['full_attention']}".replace("'", '"')
+        converted(base, tmp_path / to, to, kept)
+        config = load_config(tmp_path / to, "model")
+        assert (config.num_sinks, config.sliding_window, config.layer_types[1]) == (4, 7, "sliding_attention")
+        with pytest.raises(ValueError, match="layer 0, which has a window of 7 in this qwen2"):
+            convert(str(base), tmp_path / "new", to, (every.replace("sliding", "full"),))
+    converted(base, tmp_path / "as it is", "sliding_window")
+    assert load_config(tmp_path / "as it is", "model").num_sinks == 0
+
+
+def test_a_training_leaves_what_says_the_length(tmp_path: Path) -> None:
+    """In additions.safetensors, where there is no conversion.json; else the way out is one that can be gone."""
+    base = save(made("llama").float(), tmp_path / "base")
+    converted(base, tmp_path / "ours", "sliding_window", *WINDOWS, "num_sinks=0")
+    additions = Additions.of(tmp_path / "ours")
+    assert additions is not None
+    (tmp_path / "ours" / "conversion.json").unlink()
+    with pytest.raises(ValueError, match=r"got neither\. Convert the base"):
+        convert(str(tmp_path / "ours"), tmp_path / "new", "hils")
+    additions.write(tmp_path / "ours" / ADDITIONS)
+    converted(tmp_path / "ours", tmp_path / "further", "hils")
+    record = json.loads((tmp_path / "further" / "conversion.json").read_text())
+    assert record["base"]["trained_length"] == 512
+
+
 def _expect_same(one: Path, other: Path) -> None:
     first, second = (load_config(folder, "model").to_diff_dict() for folder in (one, other))
     assert first | {"_name_or_path": None} == second | {"_name_or_path": None}
@@ -52,7 +100,7 @@ def _expect_same(one: Path, other: Path) -> None:
 
 def test_a_layer_that_no_family_has_is_refused(tmp_path: Path) -> None:
     ours = window_model(sliding_window=None, window_position="rope", mlp="gelu", vocab_size=300)
-    with pytest.raises(ValueError, match="qwen2 or qwen3 has too, ours has mlp = 'gelu'"):
+    with pytest.raises(ValueError, match="qwen2 or qwen3 has them, ours has mlp = 'gelu'"):
         convert(str(save(ours, tmp_path / "ours")), tmp_path / "new", "hils")
 
 

@@ -26,6 +26,7 @@ Integers = npt.NDArray[np.int64]
 Kind = Literal["single", "multi-key", "multi-value", "multi-query", "hops"]
 KINDS: tuple[Kind, ...] = ("single", "multi-key", "multi-value", "multi-query", "hops")
 _ATTEMPTS = 100  # to draw values that the haystack does not hold
+_ATTEMPTS_OF_A_NAME = 10_000
 _SHARE = 4  # needles fill at most one token of so many, so that each finds a place
 
 
@@ -290,9 +291,15 @@ class NeedleTask:
         names: list[Name] = []
         used: set[bytes] = set()
         for key in self.facts.keys:
-            name = self.format.draw(draws, key)
-            while name.tokens.tobytes() in used:
+            for _ in range(_ATTEMPTS_OF_A_NAME):
                 name = self.format.draw(draws, key)
+                if name.tokens.tobytes() not in used:
+                    break
+            else:
+                raise ValueError(
+                    f"tokenizer: expected one that tells names apart, but {_ATTEMPTS_OF_A_NAME} names that were drawn "
+                    f"are the same tokens as {len(names)} before. Use another format or another tokenizer."
+                )
             used.add(name.tokens.tobytes())
             names.append(name)
         return names

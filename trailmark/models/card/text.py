@@ -30,8 +30,8 @@ _SIZES = (
     "local_length", "max_position_embeddings", "block_size", "num_states", "dtype",
 )  # fmt: skip
 _DATA = (
-    "task", "paths", "tokenizer", "neighbours", "early_landmarks", "needle_share", "hops", "distractors",
-    "num_landmarks",
+    "task", "paths", "tokenizer", "neighbours", "early_landmarks", "needle_share", "answer_weight", "hops",
+    "distractors", "num_landmarks",
 )  # fmt: skip
 _TRAINING = (
     "tokens_per_step", "context_length", "precision", "optimizer", "learning_rate", "matrix_learning_rate", "seed"

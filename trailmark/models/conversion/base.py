@@ -95,7 +95,7 @@ class Base:
     ours: Any = None
     """The configuration of a model of ours that is converted further."""
     sinks: dict[str, Any] | None = None
-    """Fields of the first tokens that such a model has kept in sight."""
+    """Of such a model with windows: the fields of the first tokens that stay in sight beside them, if any do."""
 
     @property
     def family(self) -> str:

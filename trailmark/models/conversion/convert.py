@@ -100,13 +100,22 @@ def convert(
     if dtype is not None and dtype not in DTYPE_NAMES:
         raise ValueError(f"dtype: expected one of {', '.join(DTYPE_NAMES)} or None, got {brief(dtype)}.")
     if not dry_run:
-        _expect_new(output)
+        expect_new(output)
     asked = _Asked(str(model), to, tuple(fields), None if dtype is None else NAMED[dtype], learned)
     work = (_back if to in BACK else _forth)(asked)
     work.config.dtype = work.dtype
     if not dry_run:
         _write(work, output, fingerprint, progress)
     return work.record
+
+
+def open_any_base(model: str | os.PathLike[str]) -> Base:
+    """What is converted: a pretrained model, or one of ours with a window alone.
+
+    Raises:
+        ValueError: there is none, it cannot be read, or it has something that no model of ours has.
+    """
+    return as_base(str(model)) if is_ours(str(model)) else open_base(model)
 
 
 def targets() -> list[str]:
@@ -162,7 +171,7 @@ class _Work:
 
 def _forth(asked: _Asked) -> _Work:
     """A pretrained model as one of ours."""
-    base = as_base(asked.model) if is_ours(asked.model) else open_base(asked.model)
+    base = open_any_base(asked.model)
     config = _config(base, asked)
     parts = TARGETS[asked.to].parts(base, config)
     shapes = _shapes(without_weights(config), parts)
@@ -221,7 +230,8 @@ def _shapes(model: Any, parts: Parts) -> dict[str, tuple[int, ...]]:
     return {name: tuple(state[name].shape) for name in parts}
 
 
-def _expect_new(output: Path) -> None:
+def expect_new(output: Path) -> None:
+    """Raise a ValueError where a conversion cannot be written."""
     expect_place("output", output.parent)
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise ValueError(

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
 from trailmark import pretrained
 from trailmark.files import read_json
 from trailmark.models.conversion import report
+from trailmark.models.conversion.additions import ADDITIONS, Additions
 from trailmark.models.conversion.back import BACK, family_config, lacking, parts_of
 from trailmark.models.conversion.base import ARGUMENT, Base, fields_of
 from trailmark.models.conversion.tensors import SafetensorFiles, expect_tensors
@@ -44,23 +46,37 @@ def as_base(model: str) -> Base:
     if without[family]:
         what, came = next(iter(without[family].items()))
         raise ValueError(
-            f"{ARGUMENT}: expected layers that {', '.join(BACK[:-1])} or {BACK[-1]} has too, {name} has {what} = "
+            f"{ARGUMENT}: expected layers as {', '.join(BACK[:-1])} or {BACK[-1]} has them, {name} has {what} = "
             f"{brief(came)}. Convert a model that came from one of them."
         )
-    sinks = None
-    length = base_length(read_json(folder / report.RECORD))
-    if config.num_sinks:
-        sinks = {what: getattr(config, what) for what in ("num_sinks", "max_sink_distance")}
-        if length is None and config.max_sink_distance is not None:
-            length = config.max_sink_distance + 1
+    length = _trained_length(folder, config)
     if length is None:
+        back = [to for to in BACK if not lacking(config, to)]
         raise ValueError(
-            f"{ARGUMENT}: expected conversion.json in {name}, which says how long the base's training texts were, or "
-            f"max_sink_distance in its configuration. Convert it back first, with that length: --to {family} "
-            "max_position_embeddings=NUMBER."
+            f"{ARGUMENT}: expected {report.RECORD} or {ADDITIONS} in {name}, which say how long the base's training "
+            "texts were, got neither. "
+            + (
+                f"Convert it back first, with that length: --to {back[0]} max_position_embeddings=NUMBER."
+                if back
+                else "Convert the base that it came from."
+            )
         )
+    sinks = None
+    if any(window is not None for window in config.windows):
+        kept = {what: getattr(config, what) for what in ("num_sinks", "max_sink_distance")}
+        sinks = kept if config.num_sinks else {}
     alike = family_config(config, family, length)
     return Base(name, folder, None, None, alike, fields_of(alike), tuple(config.windows), config, sinks)
+
+
+def _trained_length(folder: Path, config: Any) -> int | None:
+    """Of the base's texts: as its conversion said, before a training or after it; or as far as sinks may seem."""
+    length = base_length(read_json(folder / report.RECORD))
+    if length is None and (folder / ADDITIONS).exists():
+        length = base_length({"base": Additions.read(folder / ADDITIONS).base})
+    if length is None and config.num_sinks and config.max_sink_distance is not None:
+        length = config.max_sink_distance + 1
+    return length
 
 
 class OurTensors:

@@ -37,21 +37,38 @@ class Target:
 
 
 def _window_fields(base: Base, given: Mapping[str, Any]) -> Fields:
-    """The base's own windows; where a user gives one, the first tokens stay visible beside it."""
-    if "sliding_window" not in given:
-        kinds = set(base.windows)
-        kept = base.sinks or {}
-        if kinds == {None} and "sliding_attention" in (given.get("layer_types") or ()):
-            return {"sliding_window": WINDOW} | _sinks(base, given)
-        if len(kinds) == 1:
-            return {"sliding_window": kinds.pop()} | kept
-        names = ["full_attention" if window is None else "sliding_attention" for window in base.windows]
-        return {"sliding_window": max(w for w in kinds if w is not None), "layer_types": names} | kept
-    if given["sliding_window"] is None:
-        _expect_seen(base, None)
-        return {}
-    _expect_seen(base, given["sliding_window"])
-    return _sinks(base, given)
+    """The base's own windows; where a user gives one to layers, the first tokens stay visible beside it."""
+    given_window = "sliding_window" in given
+    window = given["sliding_window"] if given_window else max((w for w in base.windows if w), default=None)
+    narrowed = _expect_layers(base, given)
+    if given_window:
+        _expect_seen(base, window)
+    elif narrowed and window is None:
+        window = WINDOW
+    fields: Fields = {"sliding_window": window}
+    if len(set(base.windows)) > 1 and (base.ours is not None or not given_window):
+        fields["layer_types"] = _kinds(base)
+    beside = narrowed or given_window or base.sinks is not None
+    return fields | (_sinks(base, given) if window is not None and beside else {})
+
+
+def _kinds(base: Base) -> list[str]:
+    return ["full_attention" if window is None else "sliding_attention" for window in base.windows]
+
+
+def _expect_layers(base: Base, given: Mapping[str, Any]) -> bool:
+    """Whether ``layer_types`` gives a window to a layer that saw all; none with a window may lose it."""
+    kinds = given.get("layer_types")
+    if kinds is None or len(kinds) != len(base.windows):  # which the configuration refuses
+        return False
+    pairs = [*zip(kinds, base.windows, strict=True)]
+    for number, (kind, window) in enumerate(pairs):
+        if kind == "full_attention" and window is not None:
+            raise ValueError(
+                f"layer_types: expected 'sliding_attention' for layer {number}, which has a window of {window} in this "
+                f"{base.family}, got 'full_attention'. It was not trained to see further."
+            )
+    return any(kind == "sliding_attention" and window is None for kind, window in pairs)
 
 
 def _sinks(base: Base, given: Mapping[str, Any]) -> Fields:
@@ -227,6 +244,7 @@ def _hils_fields(base: Base, given: Mapping[str, Any]) -> Fields:
         )
     window = given.get("sliding_window", min(own, default=WINDOW))
     _expect_seen(base, window)
+    _expect_layers(base, given)
     fields: Fields = {
         "sliding_window": window,
         "chunk_size": 32,
@@ -240,8 +258,7 @@ def _hils_fields(base: Base, given: Mapping[str, Any]) -> Fields:
     if given.get("chunk_score") != "mass":
         fields["summary_tokens"] = min(8, given.get("chunk_size", 8))
     if own:
-        kinds = ["full_attention" if w is None else "sliding_attention" for w in base.windows]
-        fields["layer_types"] = kinds
+        fields["layer_types"] = _kinds(base)
     return fields | _sinks(base, given)
 
 
