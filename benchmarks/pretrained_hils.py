@@ -4,7 +4,7 @@
 
 Writes benchmarks/pretrained_hils.json. Held-out text is that of pretrained.py; the base with full attention and with a
 window alone stand beside it. Nothing is trained but the models of ``--trained`` (pretrained_train.py hils) and of the
-parts "recall", "layers" and "few" (pretrained_train.py recall further few weighed). Stopped, the same command goes on.
+parts "recall", "layers" and "few" (pretrained_train.py recall further few). Stopped, the same command goes on.
 """
 
 from __future__ import annotations
@@ -51,6 +51,7 @@ from trailmark.training.config import load_run_config
 from trailmark.training.run import HISTORY_FILE
 
 OUTPUT = Path(__file__).with_suffix(".json")
+APART = 1024  # tokens: farther than the window is long
 TOGETHER = 25  # needles in a text, for a HiLS reads it anew for each trial
 HILS, EXACT = "expansion at the chunk's mean query (HiLS)", "all keys"
 # what tells a token how much a chunk would get of its attention; each reads as many chunks
@@ -196,21 +197,22 @@ def layers(options: argparse.Namespace, progress: Progress) -> dict[str, Any]:
 
 
 def few(options: argparse.Namespace, progress: Progress) -> dict[str, Any]:
-    """What a base that was taught with full attention in few layers knows as a HiLS, and what it then learns as one."""
+    """What a base that was taught with full attention in few layers knows as a HiLS, by where far keys stand."""
     trainings = {kind: x for kind in TAUGHT if (x := _training(trained(options.folder, kind, 0, 0)))}
     asked, rows, (near, *_) = Needles(options, progress), list[dict[str, Any]](), options.needles
     found = {"rows": rows, "layers": FAR_LAYERS, "trainings": trainings} | _about(options)
+    apart = Case("few", 16, FINE, f"{APART}")
     together = [
-        Case("few", None), Case("few", 16, 8), Case("few", 64, 8), Case("few", 16, FINE, "true"),
-        Case("recall", 16, FINE, "true"), Case("sparse", 16, FINE), Case("sparse", 64, FINE),
+        Case("few", None), Case("few", 16, 8), Case("few", 64, 8), Case("few", 16, FINE), Case("few", 16, FINE, "true"),
+        apart, apart._replace(taught="recall"),
     ]  # fmt: skip
     cases = [(case, near, TOGETHER, options.questions) for case in together]
-    cases.append((Case("sparse", 16, FINE), near, 1, options.singles))
-    cases += [(Case("sparse", 16, FINE), length, TOGETHER, options.few) for length in options.far]
+    cases += [(apart, near, 1, options.singles)]
+    cases += [(apart, length, TOGETHER, options.few) for length in options.far]
     for case, length, count, questions in cases:
         folder = trained(options.folder, case.taught, 0, 0)
         if (folder / HISTORY_FILE).exists():
-            if case.chunks is not None and case.taught != "sparse":
+            if case.chunks is not None:
                 folder = hils_of(options.folder, folder)
             row = asked.ask(folder, case.changes, length, together=count, questions=questions)
             rows.append(case._asdict() | {"together": count} | row)
@@ -226,12 +228,14 @@ class Case(NamedTuple):
     """That a token reads in a layer; None: full attention."""
     summary: int | None = None
     position: str = "window"
+    """Where far keys stand; a number: so far back."""
 
     @property
     def changes(self) -> tuple[str, ...]:
         if self.chunks is None:
             return ()
-        own = f"summary_tokens={self.summary}", f"far_position={self.position}"
+        far = "far_distance" if self.position.isdecimal() else "far_position"
+        own = f"summary_tokens={self.summary}", f"{far}={self.position}"
         return f"num_retrieved_chunks={self.chunks}", *own
 
 

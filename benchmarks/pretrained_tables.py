@@ -425,9 +425,7 @@ def _hils_few_text(found: Row) -> str:
         "taught": "{taught}",
         "chunks read": lambda row: "all that is before" if row["chunks"] is None else str(row["chunks"]),
         "scored by means of": lambda row: "" if row["summary"] is None else f"{row['summary']} keys",
-        "far keys stand": lambda row: (
-            "where they are" if "true" in row["position"] or row["chunks"] is None else _AWAY
-        ),
+        "far keys stand": _stand,
         "needles": "{together}",
     }
     numbers: Columns = {name: _NEEDLES_OF_HILS[name] for name in _NEEDLES_OF_HILS if name != "model"}
@@ -436,7 +434,6 @@ def _hils_few_text(found: Row) -> str:
         "further": "on from there, on texts of 2,048",
         "few": "*few*: on from that, with full attention in those layers alone (its first samples are those of the one "
         "before)",
-        "sparse": "*sparse*: on from that as a HiLS that reads 16 chunks, with eight times the weight on answers",
     }
     went = "; ".join(
         f"{said[kind]} ({x['trained_tokens']:,} tokens in {x['trained_seconds'] / 60:.0f} minutes of a core)"
@@ -449,7 +446,12 @@ def _hils_few_text(found: Row) -> str:
     )
 
 
-_AWAY = "a window away"
+def _stand(row: Row) -> str:
+    if row["chunks"] is None or row["position"] == "true":
+        return "where they are"
+    return "a window away" if row["position"] == "window" else f"{int(row['position']):,} tokens away"
+
+
 _NEEDLES_OF_HILS: Columns = {
     "model": "{model}",
     "tokens": "{length:,}",

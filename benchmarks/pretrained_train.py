@@ -8,8 +8,7 @@ fitted to the teacher. A recipe for an hour of a CPU. Stopped, the same command 
 as it is. ``needles`` goes on with the DRT, on texts that hold facts and questions about them; ``landmark`` trains all
 weights of a Landmark Attention model instead, by itself; ``hils`` adapters of a HiLS on texts that all hold facts;
 ``recall`` those of the base with full attention on short texts of that kind, which a HiLS then has without a training;
-``further`` goes on from there with longer ones, ``few`` from that with full attention in seven layers alone, and
-``sparse`` from that as a HiLS, with eight times the weight on what is to be recalled.
+``further`` goes on from there with longer ones, and ``few`` from that with full attention in seven layers alone.
 """
 
 from __future__ import annotations
@@ -21,14 +20,12 @@ from common import data_folder
 from pretrained_models import (
     DRT_FIELDS,
     FAR_LAYERS,
-    FINE,
     FOLDER,
     KINDS,
     STEP_TOKENS,
     TAUGHT,
     WINDOW,
     converted,
-    hils_of,
     layer_types,
     trained,
     window_fields,
@@ -42,7 +39,7 @@ from trailmark.training.config import RunConfig, load_run_config
 
 LENGTH = STEP_TOKENS  # a text a step
 MORE = ("needles", "landmark", "hils", *TAUGHT)
-STEPS = {"recall": 200, "further": 70, "few": 150, "sparse": 60}
+STEPS = {"recall": 200, "further": 70, "few": 150}
 
 
 def corpus(folder: Path, tokenizer: Path) -> Path:
@@ -82,12 +79,10 @@ def config(kind: str, options: argparse.Namespace) -> RunConfig:
         if kind in TAUGHT[1:]:
             before = TAUGHT[TAUGHT.index(kind) - 1]
             begin = trained(options.folder, before, options.window, options.seed)
-            # "few" begins with the samples of "further" again
-            changes.append(f"training.seed={options.seed + (2 if kind == 'sparse' else 1)}")
-        if kind == "sparse":
-            begin = hils_of(options.folder, begin)
-            changes += ["data.answer_weight=8", f"model.summary_tokens={FINE}"]
-        elif kind == "further":
+            changes.append(
+                f"training.seed={options.seed + 1}"
+            )  # "few" begins with the samples of "further" again
+        if kind == "further":
             changes.append("training.constant_fraction=1")  # another training follows
         elif kind == "few":
             fields = (*window_fields(WINDOW), layer_types(FAR_LAYERS))

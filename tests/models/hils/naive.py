@@ -80,7 +80,7 @@ class NaiveHiLS(_Naive):
         if c.max_sink_distance is not None:
             sink_q = self.rotate(q, place.clamp(max=c.max_sink_distance))
         if c.far_position == "window":
-            edge_of_window = torch.full((P,), c.sliding_window)
+            edge_of_window = torch.full((P,), c.far_distance or c.sliding_window)
             far_k, far_q, asking_q = (
                 k,
                 *(self.rotate(x, edge_of_window) * self.rope[1] for x in (q, asking)),

@@ -46,7 +46,7 @@ CASES = pairwise(
         "chunk_weights": ["score", "keys"],
         "summary_query": ["landmark", "tokens"],
         "summary_tokens": [None, 1, 2],
-        "far_position": ["true", "window"],
+        "far_position": ["true", "window", 11],  # a number: as "window", so far back
         "num_sinks": [0, 3, 6],
         "max_sink_distance": [None, 20],
         "num_retrieved_chunks": [0, 1, 3],
@@ -64,6 +64,8 @@ def options_of(case: dict[str, Any]) -> tuple[dict[str, Any], Tensor]:
     options = dict(case)
     options["chunk_size"], options["sliding_window"] = options.pop("sizes")
     marks = early(LENGTH) if options.pop("early") else torch.zeros(1, LENGTH, dtype=torch.bool)
+    if isinstance(options["far_position"], int):
+        options |= {"far_position": "window", "far_distance": options["far_position"]}
     options["layer_types"] = ALTERNATING if options.pop("alternating") else None
     if options["chunk_score"] != "expansion":
         options["summary_query"] = "landmark"
@@ -276,6 +278,8 @@ def test_multiply_adds_are_counted(length: int, sinks: int) -> None:
             "calibration_rank: expected 0 with chunk_weights 'keys'",
         ),
         ({"chunk_score": "mass"}, "chunk_weights: expected 'keys' with chunk_score 'mass'"),
+        ({"far_distance": 12}, "far_distance: expected None, or with far_position 'window' at least sliding"),
+        ({"far_distance": 6, "far_position": "window", "sliding_window": 7}, "far_distance: expected None"),
     ],
 )
 def test_fields_that_do_not_fit_are_refused(options: dict[str, Any], message: str) -> None:

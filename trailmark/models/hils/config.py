@@ -33,11 +33,13 @@ class HiLSConfig(TrailmarkConfig):
         summary_query: whose query the expansion is made at: of the chunk's "landmark", as published, or the mean of
             those of its "tokens", which needs no training.
         calibration_rank: r, a query of its own scores chunks, (W_q + B A) x with A of r rows; 0: the query itself does.
-        far_position: where the keys of chunks stand. "true": where they are. "window": all as far back as W, whatever
+        far_position: where the keys of chunks stand. "true": where they are. "window": all equally far back, whatever
             the length of the text, so that no distance is one that a base never saw.
+        far_distance: with "window" how far, in tokens; at least W. None: W.
     """
 
     model_type = "trailmark_hils"
+    newer = TrailmarkConfig.newer | {"far_distance"}
 
     window_position: Literal["alibi", "rope"] = "rope"
     chunk_size: int = 63
@@ -48,6 +50,7 @@ class HiLSConfig(TrailmarkConfig):
     summary_tokens: int | None = None
     calibration_rank: int = 0
     far_position: Literal["true", "window"] = "true"
+    far_distance: int | None = None
 
     @property
     def hides_landmarks(self) -> bool:
@@ -140,6 +143,13 @@ class HiLSConfig(TrailmarkConfig):
             "summary_query",
             self.summary_query,
             f"'landmark' (the default) with chunk_score {self.chunk_score!r}, which has no such query",
+        )
+        far = self.far_distance
+        expect(
+            far is None or (self.far_position == "window" and far >= (self.sliding_window or 0)),
+            "far_distance",
+            far,
+            "None, or with far_position 'window' at least sliding_window",
         )
         expect(
             self.sliding_window is not None and self.sliding_window >= 3,

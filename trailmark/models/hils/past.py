@@ -77,7 +77,8 @@ class Past(ABC):
         """Queries and scoring queries [B, P, H, D], turned; states [B, P, X] for :meth:`ChunkRows.entries`."""
         if self.config.far_position == "window":
             assert self.config.sliding_window is not None
-            turn = rotary_where_a_window_ends(q, self.config.sliding_window, self.config.rope)
+            back = self.config.far_distance or self.config.sliding_window
+            turn = rotary_where_a_window_ends(q, back, self.config.rope)
         else:
             assert place.rotary is not None
             turn, k = place.rotary, rotate(k, place.rotary)
