@@ -417,7 +417,8 @@ def _layers(numbers: Sequence[int]) -> str:
             parts[-1].append(number)
         else:
             parts.append([number])
-    return ", ".join(str(part[0]) if len(part) == 1 else f"{part[0]} to {part[-1]}" for part in parts)
+    shown = (part if len(part) < 3 else [f"{part[0]} to {part[-1]}"] for part in parts)
+    return ", ".join(str(one) for part in shown for one in part)
 
 
 def _hils_few_text(found: Row) -> str:
