@@ -23,6 +23,7 @@ from pretrained_models import (
     FINE,
     FOLDER,
     KINDS_OF_TEXT,
+    NUM_LAYERS,
     TAUGHT,
     UNSEEN,
     WINDOW,
@@ -31,7 +32,6 @@ from pretrained_models import (
     converted,
     hils_of,
     latex,
-    layer_types,
     named,
     opened,
     totals,
@@ -41,7 +41,7 @@ from pretrained_needles import Needles
 
 from tests.smollm2 import smollm2
 from trailmark.data.corpus import load_tokenizer, read_text, tokenize
-from trailmark.evaluation.far_layers import measure_far_layers
+from trailmark.evaluation.far_layers import layer_types, measure_far_layers
 from trailmark.files import read_json
 from trailmark.models.conversion.convert import open_any_base
 from trailmark.models.hils.config import HiLSConfig
@@ -180,17 +180,26 @@ def layers(options: argparse.Namespace, progress: Progress) -> dict[str, Any]:
         | _training(taught)
     )
     assert tuple(seen["taught"].best(len(FAR_LAYERS))) == FAR_LAYERS
-    sets: list[Sequence[int]] = [range(30), range(5, 24), FAR_LAYERS, seen["base"].best(len(FAR_LAYERS))]
+    sets: list[Sequence[int]] = [
+        range(NUM_LAYERS),
+        range(5, 24),
+        FAR_LAYERS,
+        seen["base"].best(len(FAR_LAYERS)),
+    ]
     sets += [seen["taught"].best(4), FAR_LAYERS[1:], range(14, 24), range(5, 9)]
     for those in sets:
-        fields = () if len(those) == 30 else (f"sliding_window={WINDOW}", "num_sinks=4", layer_types(those))
+        fields = (
+            ()
+            if len(those) == NUM_LAYERS
+            else (f"sliding_window={WINDOW}", "num_sinks=4", layer_types(those, NUM_LAYERS))
+        )
         row = asked.ask(taught, fields, length, questions=options.singles)
         rows.append({"layers": list(those)} | row)
         keep(options.output, "layers", found)
     texts, losses = latex(_tokenizer(options), options.lengths[0])[: options.texts], list[dict[str, Any]]()
     found |= {"losses": losses, "losses_length": options.lengths[0]}
-    for those in (range(30), FAR_LAYERS):
-        changes = () if len(those) == 30 else (layer_types(those),)
+    for those in (range(NUM_LAYERS), FAR_LAYERS):
+        changes = () if len(those) == NUM_LAYERS else (layer_types(those, NUM_LAYERS),)
         losses.append({"layers": list(those)} | _row(options, progress, texts, changes))
         keep(options.output, "layers", found)
     return found
@@ -210,13 +219,11 @@ def few(options: argparse.Namespace, progress: Progress) -> dict[str, Any]:
     cases += [(apart, near, 1, options.singles)]
     cases += [(apart, length, TOGETHER, options.few) for length in options.far]
     for case, length, count, questions in cases:
-        folder = trained(options.folder, case.taught, 0, 0)
-        if (folder / HISTORY_FILE).exists():
-            if case.chunks is not None:
-                folder = hils_of(options.folder, folder)
-            row = asked.ask(folder, case.changes, length, together=count, questions=questions)
-            rows.append(case._asdict() | {"together": count} | row)
-            keep(options.output, "few", found)
+        taught, hils = _taught(options, case.taught)
+        folder = taught if case.chunks is None else hils
+        row = asked.ask(folder, case.changes, length, together=count, questions=questions)
+        rows.append(case._asdict() | {"together": count} | row)
+        keep(options.output, "few", found)
     return found
 
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -115,8 +114,7 @@ DRT_FIELDS = (*LAYERS, "retrieval_noise=false", "num_retrieved_chunks=32")
 TAUGHT = ("recall", "further", "few")  # by pretrained_train.py, each on from the one before
 # the seven that look far most in the base that was taught to recall (part "layers" of pretrained_hils.py)
 FAR_LAYERS = (7, 14, 17, 18, 20, 21, 23)
-
-
+NUM_LAYERS = 30  # of the base
 FINE = 2  # keys that one summary stands for, in a HiLS of few layers
 
 
@@ -126,11 +124,6 @@ def hils_of(folder: Path, taught: Path) -> Path:
     if not made.exists():
         convert(taught, made, "hils")
     return made
-
-
-def layer_types(layers: Collection[int]) -> str:
-    """The field: these of the base's 30 layers look at all of a text."""
-    return f"layer_types={json.dumps(['full_attention' if n in layers else 'sliding_attention' for n in range(30)])}"
 
 
 def trained(folder: Path, kind: str, window: int, seed: int) -> Path:

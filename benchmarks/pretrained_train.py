@@ -22,17 +22,18 @@ from pretrained_models import (
     FAR_LAYERS,
     FOLDER,
     KINDS,
+    NUM_LAYERS,
     STEP_TOKENS,
     TAUGHT,
     WINDOW,
     converted,
-    layer_types,
     trained,
     window_fields,
 )
 from training_text import prepared, train
 
 from trailmark.data.corpus import standard_library_texts
+from trailmark.evaluation.far_layers import layer_types
 from trailmark.files import write_text
 from trailmark.machine import start_again_set_up
 from trailmark.training.config import RunConfig, load_run_config
@@ -79,13 +80,12 @@ def config(kind: str, options: argparse.Namespace) -> RunConfig:
         if kind in TAUGHT[1:]:
             before = TAUGHT[TAUGHT.index(kind) - 1]
             begin = trained(options.folder, before, options.window, options.seed)
-            changes.append(
-                f"training.seed={options.seed + 1}"
-            )  # "few" begins with the samples of "further" again
+            # so "few" begins with the samples of "further" again
+            changes.append(f"training.seed={options.seed + 1}")
         if kind == "further":
             changes.append("training.constant_fraction=1")  # another training follows
         elif kind == "few":
-            fields = (*window_fields(WINDOW), layer_types(FAR_LAYERS))
+            fields = (*window_fields(WINDOW), layer_types(FAR_LAYERS, NUM_LAYERS))
             changes += [f"model.{field}" for field in fields]
     elif kind == "needles":  # on from the DRT: nothing but texts with facts and questions about them
         begin = trained(options.folder, "drt", options.window, options.seed)

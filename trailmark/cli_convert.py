@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -110,7 +109,7 @@ def convert(settings: ConvertSettings) -> None:
 
 def _far_layers(settings: ConvertSettings, count: int, progress: Progress) -> str:
     """The field layer_types, of the layers that look far most. Before they are looked for all else is checked."""
-    from trailmark.evaluation.far_layers import expect_far_layers, measure_far_layers
+    from trailmark.evaluation.far_layers import expect_far_layers, layer_types, measure_far_layers
     from trailmark.models.conversion import convert as converting
     from trailmark.report.console import bar
 
@@ -131,7 +130,7 @@ def _far_layers(settings: ConvertSettings, count: int, progress: Progress) -> st
     base = converting.open_any_base(settings.model)
     full = expect_far_layers(base, count)
     some = [number for number, sees_all in enumerate(full) if sees_all][:count]
-    fields = (*settings.fields, _layer_types(some, len(full)))
+    fields = (*settings.fields, layer_types(some, len(full)))
     converting.convert(
         settings.model, settings.output, settings.to, fields, dtype=settings.dtype, dry_run=True
     )
@@ -151,9 +150,4 @@ def _far_layers(settings: ConvertSettings, count: int, progress: Progress) -> st
         typer.echo(
             "It gave none, so where it looks may say little: compare with layers of your own (layer_types)."
         )
-    return _layer_types(best, len(full))
-
-
-def _layer_types(full: list[int], layers: int) -> str:
-    kinds = ["full_attention" if number in full else "sliding_attention" for number in range(layers)]
-    return f"layer_types={json.dumps(kinds)}"
+    return layer_types(best, len(full))

@@ -5,7 +5,8 @@ A few do. In those alone chunks need to be chosen and kept: in the others a wind
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,10 +18,11 @@ from trailmark.data.corpus import standard_library_texts, tokenize
 from trailmark.data.draws import Draws
 from trailmark.data.needles.haystacks import Filler, Haystack
 from trailmark.data.needles.tasks import make_task
-from trailmark.models.conversion.base import ARGUMENT, Base
+from trailmark.models.conversion.base import ARGUMENT, Base, layer_kinds
 from trailmark.models.conversion.ours import OurTensors
+from trailmark.models.conversion.targets import WINDOW
 
-TEXTS, LENGTH, WINDOW = 8, 1024, 512  # texts of so many tokens, the sentence at least so far back
+TEXTS, LENGTH = 8, 1024  # so many texts of so many tokens, the sentence at least a WINDOW back
 _OTHERS = 4  # sentences about other names in a text
 _CHUNK, _SOURCES = 32, 20
 
@@ -40,6 +42,11 @@ class FarLayers(NamedTuple):
         """The ``count`` layers of those that see all of a text that look far most, in ascending order."""
         among = [number for number, full in enumerate(self.full) if full]
         return sorted(sorted(among, key=lambda number: (-self.mass[number], number))[:count])
+
+
+def layer_types(full: Collection[int], layers: int) -> str:
+    """The field of a configuration, as key=value: of so many layers these see all of a text."""
+    return f"layer_types={json.dumps(layer_kinds(None if n in full else 0 for n in range(layers)))}"
 
 
 def expect_far_layers(base: Base, count: int) -> list[bool]:

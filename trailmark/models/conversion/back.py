@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from types import MappingProxyType
 from typing import Any
 
 import torch
 
 from trailmark.models.conversion import parts as p
-from trailmark.models.conversion.base import ARGUMENT, FAMILIES, SAME
+from trailmark.models.conversion.base import ARGUMENT, FAMILIES, SAME, layer_kinds
 from trailmark.models.conversion.parts import Part, Parts, Read
 from trailmark.models.rope import ROPE_TYPES
 from trailmark.models.window.config import SlidingWindowConfig
@@ -50,14 +49,12 @@ def theirs(config: Any, to: str, given: Mapping[str, Any], trained_length: int |
     if to == "mistral":
         fields["sliding_window"] = config.sliding_window
     if to in ("qwen2", "qwen3") and config.sliding_window is not None:
-        kinds = ["full_attention" if window is None else "sliding_attention" for window in config.windows]
+        kinds = layer_kinds(config.windows)
         fields |= {"use_sliding_window": True, "sliding_window": config.sliding_window, "layer_types": kinds}
-    return family_config(config, to, coerce(f"fields: {_LENGTH}", length, int), fields)
+    return family_config(config, to, coerce(f"fields: {_LENGTH}", length, int), **fields)
 
 
-def family_config(
-    config: Any, to: str, length: int, windows: Mapping[str, Any] = MappingProxyType({})
-) -> Any:
+def family_config(config: Any, to: str, length: int, **windows: Any) -> Any:
     """The configuration of transformers of a family whose layers are those of a model of ours.
 
     Args:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -73,6 +73,11 @@ FAMILIES = {
     "qwen3": Family(qk_norm="head"),
 }
 """By ``model_type``."""
+
+
+def layer_kinds(windows: Iterable[int | None]) -> list[str]:
+    """What ``layer_types`` calls layers that see so far; None: all of a text."""
+    return ["full_attention" if window is None else "sliding_attention" for window in windows]
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from trailmark.models.conversion import parts as p
-from trailmark.models.conversion.base import ARGUMENT, Base
+from trailmark.models.conversion.base import ARGUMENT, Base, layer_kinds
 from trailmark.models.conversion.parts import Part, Parts, Read
 from trailmark.models.drt.config import DRTConfig
 from trailmark.models.hsa.config import HSAConfig
@@ -47,13 +47,9 @@ def _window_fields(base: Base, given: Mapping[str, Any]) -> Fields:
         window = WINDOW
     fields: Fields = {"sliding_window": window}
     if len(set(base.windows)) > 1 and (base.ours is not None or not given_window):
-        fields["layer_types"] = _kinds(base)
+        fields["layer_types"] = layer_kinds(base.windows)
     beside = narrowed or given_window or base.sinks is not None
     return fields | (_sinks(base, given) if window is not None and beside else {})
-
-
-def _kinds(base: Base) -> list[str]:
-    return ["full_attention" if window is None else "sliding_attention" for window in base.windows]
 
 
 def _expect_layers(base: Base, given: Mapping[str, Any]) -> bool:
@@ -258,7 +254,7 @@ def _hils_fields(base: Base, given: Mapping[str, Any]) -> Fields:
     if given.get("chunk_score") != "mass":
         fields["summary_tokens"] = min(8, given.get("chunk_size", 8))
     if own:
-        fields["layer_types"] = _kinds(base)
+        fields["layer_types"] = layer_kinds(base.windows)
     return fields | _sinks(base, given)
 
 
