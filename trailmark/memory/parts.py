@@ -46,7 +46,8 @@ def load_part(
         raise ValueError(
             f"folder: expected whole chunks in {str(folder)!r}, got others ({reason}). Remove it and read again."
         ) from error
-    size = MemorySize(counts.numpy(), there.count)
+    short = rows is not None and bool((there.tensors["lengths"] < rows).any())
+    size = MemorySize(counts.numpy(), there.count, short)
     if there.count:
         fill(memory, there, there.tensors, device)
         memory.expect_whole()
