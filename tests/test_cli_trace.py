@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.models.tiny import drt, window_model
+from tests.models.tiny import drt, hils, window_model
 from tests.trace.whole import totals
 from trailmark.data.corpus import load_tokenizer
 from trailmark.trace.lines import TracedChunk, read_trace
@@ -65,6 +65,9 @@ def test_mistakes_are_one_line(
     window = saved(window_model(vocab_size=259), tmp_path / "window")
     line = refused("read", window, book, "--memory", tmp_path / "other", "--trace", tmp_path / "t.jsonl")
     assert "which retrieves nothing" in line
+    windows = saved(hils(vocab_size=259, reading="windows"), tmp_path / "windows")
+    line = refused("read", windows, book, "--memory", tmp_path / "other", "--trace", tmp_path / "t.jsonl")
+    assert "trace: expected a model that chooses chunks while it reads" in line
     assert not (tmp_path / "t.jsonl").exists()
 
 

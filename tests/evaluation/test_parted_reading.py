@@ -12,7 +12,7 @@ import pytest
 import safetensors.torch
 import torch
 
-from tests.memory.tiers.test_tokens import MODELS
+from tests.memory.tiers.test_tokens import LAST, MODELS
 from tests.models.tiny import block_recurrent, drt, hils, landmark, window_model
 from tests.training.tiny import prose
 from trailmark.byte_tokenizer import ByteTokenizer
@@ -25,6 +25,18 @@ from trailmark.memory.verification import verify
 from trailmark.models import causal_lm
 from trailmark.models.stretches import begin_at
 
+# of which more than the last layer chooses
+MODELS = MODELS | {
+    f"hils, {kind}": lambda kind=kind: hils(
+        layer_types=["full_attention", kind, "sliding_attention"],
+        reading="windows",
+        far_position="window" if kind == "full_attention" else "true",
+        summary_tokens=2,
+        num_sinks=3,
+    )
+    for kind in ("full_attention", "sliding_attention")
+}
+MODELS |= {"hils, sinks": lambda: hils(**LAST, far_position="window", num_sinks=6)}
 pytestmark = pytest.mark.usefixtures("one_thread", "no_restart")
 BYTES = ByteTokenizer(extra_ids=0)
 

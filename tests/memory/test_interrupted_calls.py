@@ -157,6 +157,7 @@ CELLS_ON_DISK = (
     False,
 )
 TOKENS = (lambda: hils(num_hidden_layers=1, num_sinks=2, sliding_window=9), "device", False)
+WINDOWS = (lambda: hils(reading="windows", num_hidden_layers=2, num_sinks=2), "device", False)
 CHOSEN = (lambda: hsa(1, num_hidden_layers=2, num_lower_layers=1, num_sinks=2), "device", False)
 MODELS = {
     "drt": DRT,
@@ -166,6 +167,7 @@ MODELS = {
     "landmark": CELLS,
     "landmark on disk": CELLS_ON_DISK,
     "hils": TOKENS,
+    "hils, read with windows": WINDOWS,
     "hsa": CHOSEN,
 }
 
@@ -179,7 +181,7 @@ MODELS = {
         for said, call in CALLS.items()
         for how, stop in (("Ctrl-C", by_line), ("an error", by_op))
         for name, of in MODELS.items()
-        if of not in (CELLS, CELLS_ON_DISK, TOKENS, CHOSEN) or stop is by_line
+        if of not in (CELLS, CELLS_ON_DISK, TOKENS, WINDOWS, CHOSEN) or stop is by_line
     ],
 )
 @pytest.mark.parametrize("stops", [10, pytest.param(200, marks=pytest.mark.slow)])

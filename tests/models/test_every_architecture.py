@@ -55,6 +55,12 @@ HSAS: list[dict[str, Any]] = [
     {"groups": 1, "chunk_weights": "stick_breaking", "recency_decay": False, "chunk_summary": "mean"},
     PRETRAINED,
 ]
+# a HiLS of which the second layer alone chooses, and whose memory depends on windows
+SECOND: dict[str, Any] = {
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    "reading": "windows",
+    "far_position": "window",
+}
 QUICK = ("random-2", "encoder", "contriever")  # ablations; the rest of what takes long: with -m slow
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -162,6 +168,7 @@ def test_reading_then_forward_is_one_forward(
         *ablations(),
         *models(rpt, RPT_MODES[:2] + SINKS),
         *models(hsa, HSAS[:3]),
+        *models(hils, [SECOND | {"num_sinks": sinks} for sinks in (0, 6)]),
     ],
     ids=name_of,
 )

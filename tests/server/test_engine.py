@@ -91,9 +91,10 @@ def alone(model: TrailmarkForCausalLM, job: Job, cache: ChunkCache | None) -> li
         block_recurrent,
         lambda: landmark(**CAUSAL[2]),
         hils,
+        lambda: hils(reading="windows"),
         lambda: hsa(num_sinks=2),
     ],
-    ids=["drt", "hidden", "window", "rpt", "block-recurrent", "landmark", "hils", "hsa"],
+    ids=["drt", "hidden", "window", "rpt", "block-recurrent", "landmark", "hils", "hils, windows", "hsa"],
 )
 def test_jobs_of_any_lengths_are_answered_as_generate_does(made: Any) -> None:
     model = made()

@@ -64,6 +64,12 @@ def stream(
             if last.shape[1]:
                 model.read(last, cache)
             last = piece
+    if prompt is None and not model.reads_as_it_predicts:
+        # of a file that is gone on with, what the window shows is prompt, the rest text
+        end = last.shape[1] - model.config.sliding_window
+        if end > 0:
+            model.read(last[:, :end], cache)
+            last = last[:, end:]
     yield from pieces(model, tokenizer, last, cache, sampling)
 
 

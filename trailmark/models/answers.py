@@ -198,6 +198,16 @@ class ModelAnswers:
         return self.selects_by_chunk and self.reach() is not None
 
     @property
+    def reads_as_it_predicts(self) -> bool:
+        """Whether a text that is read leaves the memory that it leaves where it is predicted."""
+        return True
+
+    @property
+    def can_keep_tokens(self) -> bool:
+        """Whether a memory may keep tokens alone (tier "tokens"), of which chunks are encoded again."""
+        return self.can_be_planted
+
+    @property
     def waits(self) -> bool:
         """Whether layers that read the memory wait until logits are wanted, and keep what they found."""
         return True

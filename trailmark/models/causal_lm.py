@@ -141,11 +141,11 @@ class TrailmarkForCausalLM(ModelAnswers, EncodingMixin, FolderMixin, PreTrainedM
                 encoded by themselves.
         """
         keeps_tokens = tier_named(memory_tier).keeps_tokens and self.config.retrieves
-        if keeps_tokens and not self.can_be_planted:
+        if keeps_tokens and not self.can_keep_tokens:
             raise ValueError(
-                f"memory_tier: expected 'device', 'host' or 'disk' for {type(self).__name__}, got 'tokens': what it "
-                "keeps of a chunk depends on all that was read before: a few tokens are not enough to encode it again. "
-                "Tier 'disk' holds most."
+                f"memory_tier: expected 'device', 'host' or 'disk' for {type(self).__name__}, got 'tokens': as it "
+                "is set, its chunks cannot be encoded again one by one, of the few tokens before them (docs/scale.md "
+                "says which models' can). Tier 'disk' holds most."
             )
         config = self.config
         capacity = -(-num_tokens // getattr(config, "chunk_size", 1)) if num_tokens else 0
@@ -376,7 +376,7 @@ class TrailmarkForCausalLM(ModelAnswers, EncodingMixin, FolderMixin, PreTrainedM
         text = Text.of(call.input_ids, call.present, call.close_chunk, call.document_ids)
         keep = min(call.logits_to_keep, T) or None
         if keep is not None and cache is not None and not call.output_retrieval:
-            text = self._read_pieces(text, cache, keep, call.prefill_chunk_size or _READ_TOKENS, None)
+            text = self._read_pieces(text, cache, keep, call.prefill_chunk_size or _READ_TOKENS, prompt=True)
         noise_seed = call.noise_seed if self.training else None
         if self.training and noise_seed is None:
             if self.context_parallel is not None and self.config.retrieves_in_training:
@@ -481,6 +481,7 @@ class TrailmarkForCausalLM(ModelAnswers, EncodingMixin, FolderMixin, PreTrainedM
         cache: ChunkCache | None = None,
         attention_mask: Tensor | None = None,
         progress: Callable[[int, int], None] | None = None,
+        prompt: bool = False,
     ) -> ChunkCache:
         """Read tokens [B, T] of any length into the cache: constant window, growing memory, no logits.
 
@@ -494,6 +495,8 @@ class TrailmarkForCausalLM(ModelAnswers, EncodingMixin, FolderMixin, PreTrainedM
             cache: from :meth:`new_cache` or :meth:`load_cache`; None makes one.
             attention_mask: [B, T], 0 where padded, left or right.
             progress: called after each piece with the tokens (of the longest row) read so far and T.
+            prompt: these tokens are part of what is to be answered or gone on with: a model that reads a text
+                otherwise than it predicts one (a HiLS with ``reading: windows``) then reads as it predicts.
 
         Returns:
             The cache.
@@ -513,9 +516,10 @@ class TrailmarkForCausalLM(ModelAnswers, EncodingMixin, FolderMixin, PreTrainedM
         B, T = input_ids.shape
         present = None if attention_mask is None else present_tokens(attention_mask, T, B, cache)
         with torch.no_grad():
-            rest = self._read_pieces(Text.of(input_ids, present, False), cache, 0, _READ_TOKENS, progress)
+            text = Text.of(input_ids, present, False)
+            rest = self._read_pieces(text, cache, 0, _READ_TOKENS, prompt, progress)
             if rest.ids.shape[1]:
-                self.run(rest.ids, self._lay_out(rest, cache), cache, 0)
+                self._read_part(rest, cache, prompt)
         if progress is not None:
             progress(T, T)
         return cache
@@ -526,7 +530,8 @@ class TrailmarkForCausalLM(ModelAnswers, EncodingMixin, FolderMixin, PreTrainedM
         cache: ChunkCache,
         keep: int,
         piece: int,
-        progress: Callable[[int, int], None] | None,
+        prompt: bool,
+        progress: Callable[[int, int], None] | None = None,
     ) -> Text:
         """Read pieces of a long text into the cache; returns the last piece, of at least ``keep`` tokens."""
         piece = self.reading_piece(piece)
@@ -540,12 +545,15 @@ class TrailmarkForCausalLM(ModelAnswers, EncodingMixin, FolderMixin, PreTrainedM
             # pieces that end at chunk ends, or at cell ends: few layouts to prepare
             last = min(first + piece - opened, width - keep)
             with torch.no_grad():
-                part = text.columns(first, last)
-                self.run(part.ids, self._lay_out(part, cache), cache, 0)
+                self._read_part(text.columns(first, last), cache, prompt)
             first, opened = last, 0
             if progress is not None:
                 progress(done + first, done + width)
         return text.columns(first, width)
+
+    def _read_part(self, text: Text, cache: ChunkCache, prompt: bool) -> None:
+        """Read a piece into the cache; ``prompt`` as for :meth:`read`."""
+        self.run(text.ids, self._lay_out(text, cache), cache, 0)
 
     def _read_beginning(self, text: Text, cache: ChunkCache, keep: int) -> Text:
         """Run all layers on the sinks, which every layer must have seen; returns the rest, of at least ``keep`` tokens.

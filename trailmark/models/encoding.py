@@ -13,6 +13,7 @@ from trailmark.memory.encoding import Chunks, smallest_dtype
 from trailmark.memory.tiers.records import RecordLayout
 from trailmark.models.arguments import check_tokens
 from trailmark.models.grid import Grid, Layouts, lay_out
+from trailmark.models.step import Step
 from trailmark.models.text import whole_chunks
 
 _BEGINNINGS = 64  # texts whose sinks are kept
@@ -23,6 +24,7 @@ class EncodingMixin:
 
     config: Any
     layouts: Layouts
+    _cache_key: Any
 
     def encode(
         self,
@@ -66,6 +68,28 @@ class EncodingMixin:
         raise NotImplementedError(
             f"{type(self).__name__} keeps no chunks that could be encoded by themselves."
         )
+
+    @property
+    def _encoding_has_place(self) -> bool:
+        """Whether what is made of a chunk depends on its place in its text, or on how that begins."""
+        return bool(self.config.num_sinks)
+
+    def _step_apart(self, grid: Grid, cache: ChunkCache | None, start: int, batch_size: int) -> Step | None:
+        """The call of :meth:`encode_chunks`, that sees the sinks of a text; None: nothing but its own tokens.
+
+        Raises:
+            ValueError: a cache that has not read them.
+        """
+        if cache is None or not start or not self._encoding_has_place:
+            return None
+        read = int(cache.num_tokens.max(initial=0))
+        if cache.model != self._cache_key or cache.batch_size != 1 or read < self.config.num_sinks:
+            raise ValueError(
+                f"cache: expected one of this model, of one row that has read at least the {self.config.num_sinks} "
+                f"tokens that stay visible (num_sinks), got one of {cache.batch_size or 0} rows and {read} tokens. "
+                "Read the text first: cache = model.read(ids)."
+            )
+        return Step.apart(cache, start, grid, self.config, batch_size)
 
 
 class TokenEncoder:

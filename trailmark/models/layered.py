@@ -268,22 +268,10 @@ class RetrievingForCausalLM(LayeredForCausalLM):
         if not self.config.retrieves:
             return super().encode_chunks(ids, grid, cache, start)
         x = grid.insert_landmarks(self.embed_tokens(ids), self._landmark())
-        step = None
-        if cache is not None and start and self.config.num_sinks:
-            self._expect_sinks(cache)
-            step = Step.apart(cache, start, grid, self.config, len(ids))
+        step = self._step_apart(grid, cache, start, len(ids))
         place = Place.of(self.config, grid, x) if step is None else step.place(0, grid, x)
         x = self._run_lower(x, grid, place, step)
         return self._entries(x, ids, grid, None)
-
-    def _expect_sinks(self, cache: ChunkCache) -> None:
-        read = int(cache.num_tokens.max(initial=0))
-        if cache.model != self._cache_key or cache.batch_size != 1 or read < self.config.num_sinks:
-            raise ValueError(
-                f"cache: expected one of this model, of one row that has read at least the {self.config.num_sinks} "
-                f"tokens that stay visible (num_sinks), got one of {cache.batch_size or 0} rows and {read} tokens. "
-                "Read the text first: cache = model.read(ids)."
-            )
 
     def encoding_reach(self) -> int:
         """Chunks after a chunk whose memory entries its tokens take part in, through the lower layers."""

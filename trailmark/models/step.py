@@ -52,6 +52,7 @@ class Step:
         # the last stage: the next one mostly has the same positions
         self._placed: tuple[Grid, Place] | None = None
         self._ids: Tensor | None = None  # [B, P] of the call, where the memory keeps tokens
+        self.is_apart = False
         if tokens is not None and config.retrieves and cache.memory.keeps_tokens:
             self._ids = grid.insert_landmarks(tokens.long(), None)
             self.keep_open_ids(self._ids)
@@ -66,7 +67,9 @@ class Step:
         """
         text = cache.branch(batch_size)  # its windows are copies: a call of one position writes into them
         text.state = replace(text.begun(batch_size), num_positions=np.full(batch_size, first))
-        return cls(text, grid, config, batch_size)
+        step = cls(text, grid, config, batch_size)
+        step.is_apart = True
+        return step
 
     # --- windows -------------------------------------------------------------------------------------------
 

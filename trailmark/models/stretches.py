@@ -27,9 +27,9 @@ def expect_partable(model: Any) -> None:
             "only the end of a text is left of it. Read it with one process."
         )
     raise ValueError(
-        f"model: expected one whose memory depends on windows alone (DRT, HSA, RPT) for several processes, got "
-        f"{type(model).__name__}: what it keeps of a chunk depends on all that it read before. Read each document into "
-        "a memory of its own, with one process each."
+        f"model: expected one whose memory depends on windows alone (DRT, HSA, RPT, a HiLS with reading 'windows') for "
+        f"several processes, got {type(model).__name__}: what it keeps of a chunk depends on all that it read before. "
+        "Read each document into a memory of its own, with one process each."
     )
 
 

@@ -292,7 +292,7 @@ class Engine:
             elif self._is_over(item.answer):
                 again = False
             elif again := item.done < (first := item.last_piece(self._piece)):
-                item.done += self._take(item.cache, item.answer.job.prompt, item.done, first)
+                item.done += self._take(item.cache, item.answer.job.prompt, item.done, first, prompt=True)
             else:
                 self._begin_all(self._with_others(item))
         except Exception as error:
@@ -314,10 +314,12 @@ class Engine:
         item.future.set_result(None)
         return False
 
-    def _take(self, cache: ChunkCache, tokens: Sequence[int], done: int, end: int) -> int:
+    def _take(
+        self, cache: ChunkCache, tokens: Sequence[int], done: int, end: int, prompt: bool = False
+    ) -> int:
         """Read a piece of tokens ``done ... end - 1``; returns how many."""
         count = min(self._piece, end - done)
-        self._model.read(self._tensor(tokens[done : done + count])[None], cache)
+        self._model.read(self._tensor(tokens[done : done + count])[None], cache, prompt=prompt)
         self._counts["tokens_read"] += count
         return count
 

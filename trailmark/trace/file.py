@@ -28,7 +28,7 @@ from trailmark.settings import Settings, from_file, setting
 from trailmark.trace.lines import Entry, Read, TracedChunk, TraceSource, encode
 from trailmark.trace.texts import trace_header
 from trailmark.trace.token_texts import TextState
-from trailmark.trace.tracer import Moment, Subject, Tracer, expect_retrieval
+from trailmark.trace.tracer import Moment, Subject, Tracer, expect_choice, expect_retrieval
 from trailmark.untrusted import brief, read_bytes
 
 _OURS = re.compile(r"state-([0-9]+)\.safetensors|without-([0-9]+)")
@@ -96,6 +96,7 @@ class TraceFile:
         memory_dtype: torch.dtype | None = None,
     ) -> None:
         expect_retrieval(subject)
+        expect_choice(subject)
         if path.is_dir():  # "." too, which has no name
             raise ValueError(f"trace: expected a file, {str(path)!r} is a folder. Name a file in it.")
         self.path, self.folder = path, path.with_name(path.name + ".state")

@@ -16,7 +16,7 @@ import torch
 from trailmark.data.corpus import Tokens, text_pieces, text_tokens
 from trailmark.settings import Settings, coerce, setting
 from trailmark.trace.lines import Entry, TraceHeader, TraceSource
-from trailmark.trace.tracer import Subject, Tracer, expect_retrieval
+from trailmark.trace.tracer import Subject, Tracer, expect_choice, expect_retrieval
 
 Progress = Callable[[int], None]
 
@@ -130,6 +130,7 @@ def trace_memory(
             ``trailmark read``), or whose files are gone or have changed since.
     """
     expect_retrieval(subject)
+    expect_choice(subject)
     cache = subject.model.load_cache(memory)
     dtype = None if cache.memory.store is None else cache.memory.store.dtype
     sources = sources_of(cache.notes, "memory", memory)

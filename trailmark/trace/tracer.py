@@ -215,5 +215,15 @@ def expect_retrieval(subject: Subject) -> None:
         )
 
 
+def expect_choice(subject: Subject) -> None:
+    """A ValueError where what a text's reading left in a memory is not what a trace of it tells."""
+    if not subject.model.reads_as_it_predicts:
+        raise ValueError(
+            f"trace: expected a model that chooses chunks while it reads, {str(subject.folder)!r} reads with windows "
+            "alone (reading in its config.json): of what went into a memory there is nothing to trace. Leave --trace "
+            "out, or name texts instead of a memory, which are traced as they are predicted."
+        )
+
+
 def _joined(before: Floats, after: Floats) -> Floats:
     return np.concatenate([before.astype(after.dtype), after])

@@ -83,6 +83,7 @@ MODELS_MADE: dict[str, Callable[[], TrailmarkForCausalLM]] = {
     "landmark, cell": lambda: landmark(retrieve_per="cell", causal_retrieval=False),
     "block-recurrent": block_recurrent,
     "hils": lambda: hils(num_sinks=2),
+    "hils, read with windows": lambda: hils(num_sinks=2, reading="windows"),
     "hsa": hsa,
     "hsa, heads": lambda: hsa(num_memory_heads=2, num_retrieval_heads=2, num_sinks=2),
     "hils, mean": lambda: hils(

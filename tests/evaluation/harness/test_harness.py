@@ -17,7 +17,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from tests.evaluation.in_memory import InMemory
-from tests.models.tiny import drt, hsa, landmark, tokens, window_model
+from tests.models.tiny import drt, hils, hsa, landmark, tokens, window_model
 from tests.training.tiny import prose, run_config
 from trailmark.byte_tokenizer import ByteTokenizer
 from trailmark.evaluation.harness import model as module
@@ -105,6 +105,20 @@ def test_how_a_text_is_split_changes_nothing(make: Any, monkeypatch: pytest.Monk
         assert [x for x, _ in in_pieces] == pytest.approx([x for x, _ in whole], rel=1e-10)
         again = reads.loglikelihood_rolling(asked("loglikelihood_rolling", text))
         assert again == pytest.approx(rolling, rel=1e-10)
+
+
+def test_a_context_is_a_prompt_and_no_text_that_is_read() -> None:
+    """Where a model reads a text otherwise than it predicts one."""
+    pairs = [(prose(3)[:140], " answered"), *PAIRS]
+    prompts = [(prose(3)[:140], {"max_gen_toks": 9})]
+    with quiet():
+        found = []
+        for reading in ("chooses", "windows"):
+            reads = Reads(subject(hils, reading=reading, num_retrieved_chunks=2))
+            likely = reads.loglikelihood(asked("loglikelihood", *pairs))
+            found.append((likely, reads.generate_until(asked("generate_until", *prompts))))
+    assert [x for x, _ in found[0][0]] == pytest.approx([x for x, _ in found[1][0]], rel=1e-10)
+    assert found[0][1] == found[1][1]
 
 
 def test_a_prompt_ends_with_a_landmark() -> None:

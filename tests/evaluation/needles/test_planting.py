@@ -21,6 +21,7 @@ from tests.models.tiny import (
     rpt,
     tokens,
 )
+from trailmark.evaluation.needles import planting
 from trailmark.evaluation.needles.planting import planted
 from trailmark.memory import ChunkCache
 from trailmark.models import DRTForCausalLM
@@ -78,6 +79,20 @@ MODELS |= {
     "hils, one layer": lambda: hils(num_hidden_layers=1, far_position="window", qk_norm="head"),
     "moba": lambda: hils(**LAST, far_position="window", chunk_score="mean", chunk_weights="keys"),
     "block-sparse": lambda: hils(**LAST, far_position="window", chunk_score="mass", chunk_weights="keys"),
+}
+READ_WITH_WINDOWS: dict[str, Any] = {
+    name: lambda options=options: hils(**{"far_position": "window"} | options, reading="windows")
+    for name, options in {
+        "the last": LAST | {"num_sinks": 2},
+        "the last, true positions": LAST | {"far_position": "true"},
+        "all layers choose": {"sliding_window": 5},
+        "all layers choose, true positions": {"sliding_window": 5, "far_position": "true"},
+        "the first and the second": {"layer_types": [*["full_attention"] * 2, "sliding_attention"]},
+        "the second, sinks": {
+            "layer_types": [*["sliding_attention", "full_attention"] * 2][:3],
+            "num_sinks": 6,
+        },
+    }.items()
 }
 PLACES = [[0], [5], [4, 5], [3, 5], [0, 1, 2, 7], [7, 2], [-1], [-1, -2, 0]]  # -1: the last one possible
 TIERS = ("device", "tokens", "disk")  # in RAM "host" is "device"
@@ -213,6 +228,54 @@ def test_hidden_landmarks_do_not_wait_in_a_tokens_place() -> None:
     assert_same(answer, whole[:, N * S :])
 
 
+@pytest.mark.parametrize("build", READ_WITH_WINDOWS.values(), ids=READ_WITH_WINDOWS)
+@pytest.mark.parametrize("places", PLACES, ids=str)
+@pytest.mark.parametrize(("together", "tier"), [(4, "device"), (1 << 14, "disk"), (24, "host")])
+@torch.no_grad()
+def test_planting_in_what_was_read_with_windows(
+    build: Any, places: list[int], together: int, tier: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(planting, "_TOGETHER", together)
+    model = build()
+    sinks = model.config.num_sinks
+    ids, first = tokens(N * S)[0].view(N, S), sinks // S
+    chunks = first + torch.tensor(places) % (N - model.chunks_in_sight(S) - first)
+    changed, question = ids.clone(), tokens(23, batch=2, seed=2)
+    changed[chunks] = tokens(len(places) * S, seed=1)[0].view(-1, S)
+    changed.view(-1)[:sinks] = ids.view(-1)[:sinks]
+    cache, exact = (model.read(x.view(1, -1), model.new_cache(tier)) for x in (ids, changed))
+    read = planes_of(cache)
+    with planted(model, cache, ids, chunks, changed[chunks]):
+        for ours, theirs in zip(planes_of(cache), planes_of(exact), strict=True):
+            assert_same(ours, theirs)
+        answers = [logits_of(model, question, past_key_values=x.branch(2)) for x in (cache, exact)]
+        assert_same(*answers)
+    for ours, theirs in zip(planes_of(cache), read, strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def planes_of(cache: ChunkCache) -> list[Tensor]:
+    """As :func:`memory_of`, of chunks of several planes."""
+    count, planes = int(cache.num_chunks[0]), cache.memory.planes
+    number = np.arange(count)[None]
+    found = [cache.memory.gather(number, np.full_like(number, plane)) for plane in range(planes)]
+    lengths = torch.from_numpy(found[0][1].copy()).double()
+    return [*(x.clone() for x, _ in found), torch.cat(cache.memory.blocks(count, 1), dim=1), lengths]
+
+
+@torch.no_grad()
+def test_where_windows_see_all_no_place_is_left() -> None:
+    model, ids = hils(reading="windows"), tokens(3 * S)[0].view(3, S)
+    cache = model.read(ids.view(1, -1))
+    with (
+        pytest.raises(
+            ValueError, match=r"^chunks: expected none, got 0: of the 3 .* the last 3\. Read on before"
+        ),
+        planted(model, cache, ids, torch.tensor([0]), ids[:1]),
+    ):
+        pass
+
+
 @torch.no_grad()
 def test_planting_after_enough_was_read_on_is_exact() -> None:
     model, ids = drt(), tokens(N * S)[0].view(N, S)
@@ -233,13 +296,12 @@ def test_planting_after_enough_was_read_on_is_exact() -> None:
         landmark,
         block_recurrent,
         hils,
-        lambda: hils(**LAST),
-        lambda: hils(**LAST, far_position="window", num_sinks=2),
+        lambda: hils(far_position="window"),
     ],
-    ids=["landmark", "block-recurrent", "hils", "hils, true positions", "hils, sinks"],
+    ids=["landmark", "block-recurrent", "hils", "hils, far in the window"],
 )
 def test_what_depends_on_all_that_was_read_is_not_planted_in(build: Any) -> None:
-    """Every layer's memory, the states; a HiLS' where other layers choose too, or keys say where they stand."""
+    """Every layer's memory, the states; a HiLS' where more than the last layer chooses while it reads."""
     model, ids = build(), tokens(N * S)[0].view(N, S)
     cache = model.read(ids.view(1, -1))
     with (

@@ -40,6 +40,11 @@ MODELS: dict[str, Callable[[], Any]] = {
     "rpt": rpt,
     "hsa": hsa,
     "hils": lambda: hils(**LAST, far_position="window", summary_tokens=2),
+    "hils, reading with windows": lambda: hils(
+        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+        far_position="window",
+        reading="windows",
+    ),
 }
 EVERY_MODEL = pytest.mark.parametrize("build", MODELS.values(), ids=MODELS)
 
@@ -186,7 +191,17 @@ def test_landmark_vectors_have_the_dtype_of_choice(tmp_path: Path) -> None:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("build", [landmark, lambda: hils(num_sinks=2)], ids=["landmark", "hils"])
+@pytest.mark.parametrize(
+    "build",
+    [
+        landmark,
+        lambda: hils(num_sinks=2),
+        lambda: hils(reading="windows", far_position="window"),
+        lambda: hils(**LAST, far_position="window", num_sinks=6),
+        lambda: hils(**LAST),
+    ],
+    ids=["landmark", "hils", "hils, many layers", "hils, sinks", "hils, true positions"],
+)
 def test_what_cannot_be_encoded_again_is_refused(build: Callable[[], Any]) -> None:
     model = build()
     with pytest.raises(ValueError, match=r"memory_tier: expected 'device', 'host' or 'disk' for .*'tokens'"):

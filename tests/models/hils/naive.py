@@ -14,11 +14,14 @@ from trailmark.models import HiLSForCausalLM
 
 
 class NaiveHiLS(_Naive):
-    """One text [T]; early landmarks after the tokens marked."""
+    """One text [T]; early landmarks after the tokens marked. Of the first ``read`` tokens none chooses."""
 
     @torch.no_grad()
-    def __init__(self, model: HiLSForCausalLM, ids: Tensor, marks: Sequence[bool] = ()) -> None:
+    def __init__(
+        self, model: HiLSForCausalLM, ids: Tensor, marks: Sequence[bool] = (), read: int = 0
+    ) -> None:
         super().__init__(model.config)
+        self.read = read
         c, T = self.config, len(ids)
         self.chunks: list[list[int]] = []  # the tokens of each; the last may be open
         rows, self.mark_of = [], dict[int, int]()  # of each closed chunk, its landmark's row
@@ -93,17 +96,16 @@ class NaiveHiLS(_Naive):
             is_mark = i in self.mark_of.values()
             edge = max(0, self.number[i] - c.sliding_window + 1)
             local = max(m for m, start in enumerate(starts) if start <= edge)  # the chunk that holds the edge
-            left = starts[local] if chooses else edge
             last = self.number[i] - is_mark
+            asks = chooses and last >= self.read
+            left = starts[local] if asks else edge
             seen = [(t, near_q) for t in range(left, last + 1)]
             seen += [(t, sink_q) for t in range(min(c.num_sinks, left, last + 1))]
             window = torch.tensor(
                 [[float(by[i, h] @ near_k[t, h * J // H]) * D**-0.5 for t, by in seen] for h in range(H)],
                 dtype=q.dtype,
             )  # [H, n]
-            keys = {
-                m: [t for t in self.chunks[m] if t >= c.num_sinks] for m in range(local if chooses else 0)
-            }
+            keys = {m: [t for t in self.chunks[m] if t >= c.num_sinks] for m in range(local if asks else 0)}
             candidates = [m for m in keys if keys[m]]
             shares: list[dict[int, float]] = []
             for h in range(H):

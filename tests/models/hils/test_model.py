@@ -13,7 +13,7 @@ from tests.models.hils.naive import NaiveHiLS, read_in
 from tests.models.tiny import PRETRAINED, assert_same, hils, logits_of, padded, split, tokens, window_model
 from tests.pairwise import pairwise
 from trailmark.memory import ExactSearch
-from trailmark.models import layers
+from trailmark.models import causal_lm, layers
 
 LENGTH = 61
 ALTERNATING = ["sliding_attention", "full_attention", "full_attention"]
@@ -127,6 +127,45 @@ def test_what_was_read_alone_is_what_a_forward_keeps(case: dict[str, Any], piece
     assert_same(
         logits_of(model, ids[:, sum(pieces) :], past_key_values=cache), whole.logits[:, sum(pieces) :]
     )
+
+
+@pytest.mark.parametrize("case", CASES, ids=name_of)
+@pytest.mark.parametrize("pieces", [[23], [2, 9, 1, 28]], ids=str)
+@pytest.mark.sampled(4)
+def test_a_text_is_read_with_windows_and_a_question_chooses(case: dict[str, Any], pieces: list[int]) -> None:
+    options, _ = options_of(case | {"early": False})
+    model, ids, read = hils(**options, reading="windows"), tokens(LENGTH), sum(pieces)
+    exact, cache = NaiveHiLS(model, ids[0], read=read), model.new_cache()
+    for part in split(ids[:, :read], pieces):
+        model.read(part, cache)
+    asked = model(ids[:, read:], past_key_values=cache.branch(), output_retrieval=True)
+    assert_same(asked.logits[0], exact.logits[read:])
+    if options["chunk_size"] > 1:  # chunks of the same token are equals, between which rounding decides
+        assert read_in(asked.retrieval, 0) == [layer[read:] for layer in exact.retrieval]
+    for question in (ids[:, read:-3], ids[:, read:-1]):  # in two calls, the first of which wants no logits
+        branch, rest = cache.branch(), ids[:, read + question.shape[1] :]
+        model.read(question, branch, prompt=True)
+        assert_same(logits_of(model, rest, past_key_values=branch)[0], exact.logits[-rest.shape[1] :])
+
+
+@pytest.mark.parametrize("keep", [1, 7, 40])
+def test_a_prompt_is_no_text_that_is_read(keep: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However little of it is wanted, and in whatever pieces it comes."""
+    monkeypatch.setattr(causal_lm, "_READ_TOKENS", 8)
+    model = hils(reading="windows", num_sinks=3, sliding_window=9)
+    ids, mask = padded([60, 9, 51], "left")
+    whole = model(ids, attention_mask=mask).logits
+    last = model(ids, attention_mask=mask, past_key_values=model.new_cache(), logits_to_keep=keep).logits
+    for row, count in enumerate([60, 9, 51]):
+        kept = min(keep, count)
+        assert_same(last[row, keep - kept :], whole[row, -kept:])
+    cache = model.read(ids, attention_mask=mask)
+    other = model(ids[:, :1], past_key_values=cache).logits
+    cache = model.read(ids, attention_mask=mask, prompt=True)
+    alone = model(torch.cat([ids, ids[:, :1]], 1), attention_mask=torch.cat([mask, mask[:, -1:]], 1)).logits
+    chosen = model(ids[:, :1], past_key_values=cache).logits
+    assert_same(chosen, alone[:, -1:])
+    assert (other - chosen)[0].abs().max() > 1e-3
 
 
 @pytest.mark.parametrize("chunk_score", ["expansion", "mean", "mass"])

@@ -88,7 +88,7 @@ class Text(Case):
 
     def does_not_fit(self) -> str | None:
         """In words, if what is free now cannot hold the text; None: as far as the formula tells, it does."""
-        if self.keeps_chunks and tier_named(self.tier).keeps_tokens and not self.model.can_be_planted:
+        if self.keeps_chunks and tier_named(self.tier).keeps_tokens and not self.model.can_keep_tokens:
             return "its chunks cannot be encoded again from their tokens"
         expected = self.expected()
         if expected is None:

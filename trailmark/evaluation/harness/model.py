@@ -51,7 +51,9 @@ class Reads(HFLM):
         # answers to one question follow each other
         for context, alike in groupby(requests, key=lambda request: request[1]):
             whole = torch.tensor([context], device=self.device)  # [1, T]
-            cache = self.model.read(whole[:, :-1]) if len(context) > 1 else self.model.new_cache()
+            cache = (
+                self.model.read(whole[:, :-1], prompt=True) if len(context) > 1 else self.model.new_cache()
+            )
             # the last token's logits say what comes next
             out = self.model(whole[:, -1:], past_key_values=cache, close_chunk=len(context) > 1)
             first = out.logits[:, -1:]
@@ -101,7 +103,7 @@ class Reads(HFLM):
             return found
         cache = self.model.new_cache()
         if context.shape[1] > 1:
-            self.model.read(context[:, :-1], cache, mask[:, :-1])
+            self.model.read(context[:, :-1], cache, mask[:, :-1], prompt=True)
         last = context[:, -1:]
         if not (generation_kwargs.get("do_sample") or generation_kwargs.get("temperature")):
             generation_kwargs |= {"do_sample": False}

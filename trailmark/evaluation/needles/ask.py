@@ -349,12 +349,12 @@ class Plan:
         model, settings = self.subject.model, self.settings
         if not self.subject.ours:
             return WholeTextAsker(model, self.subject.tokenizer)
-        count, dtype = self.chunks(length) * self.subject.chunk_size, parse_dtype(settings.memory_dtype)
+        S, chunks, dtype = self.subject.chunk_size, self.chunks(length), parse_dtype(settings.memory_dtype)
 
         def new_cache(folder: Path | None) -> Any:
-            return model.new_cache(settings.memory_tier, count, folder, dtype)
+            return model.new_cache(settings.memory_tier, chunks * S, folder, dtype)
 
-        return MemoryAsker(model, self.subject.chunk_size, new_cache, settings.memory_folder)
+        return MemoryAsker(model, S, new_cache, settings.memory_folder, chunks)
 
     def _ask(self, asker: Asker, held: Any, trial: Trial, cost: ReadingCost) -> list[dict[str, Any]]:
         """Put a trial's questions, and judge the answers: a line for each."""

@@ -116,6 +116,7 @@ class MemoryAsker:
         chunk_size: of the haystacks.
         new_cache: makes an empty cache, in a folder of its own if the memory lies in one.
         memory_folder: where such folders are made; None: none is needed.
+        chunks: of the haystacks; where windows see all of so few, each trial is read anew.
     """
 
     def __init__(
@@ -124,10 +125,12 @@ class MemoryAsker:
         chunk_size: int,
         new_cache: Callable[[Path | None], ChunkCache],
         memory_folder: str | Path | None = None,
+        chunks: int | None = None,
     ) -> None:
         self.model, self.chunk_size = model, chunk_size
         self.new_cache, self.memory_folder = new_cache, memory_folder
-        self.shares = model.can_be_planted
+        sees_all = chunks is not None and model.can_be_planted and chunks <= model.chunks_in_sight(chunk_size)
+        self.shares = model.can_be_planted and not sees_all
 
     def reading(
         self, haystack: Haystack, cost: ReadingCost, progress: Progress

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Protocol
 
@@ -11,6 +11,8 @@ from torch import Tensor
 
 from trailmark.memory import ChunkCache
 from trailmark.models import TrailmarkForCausalLM
+
+_TOGETHER = 1 << 14  # tokens that are encoded at a time, but at least those that one needle reaches
 
 
 class Rows(Protocol):
@@ -28,6 +30,9 @@ def planted(
 ) -> Iterator[ChunkCache]:
     """Inside, ``cache`` (one row that has read ``ids`` [N, S]) holds ``texts`` [n, S] at chunks ``chunks`` [n].
 
+    It has read them by ``model.read`` alone: where a text is read otherwise than predicted, this is that of a text that
+    was read.
+
     The entries of these chunks, and of those after them that the lower layers reach, are encoded again from
     the changed text. Nothing else that the cache carries depends on them: the sinks stay as they are, and the upper
     layers have not run yet (:meth:`read` leaves them to the first question, so ask on branches). A model without
@@ -41,7 +46,8 @@ def planted(
     if not model.can_be_planted:
         raise ValueError(
             "model: expected one whose memory of a chunk depends on that chunk and the few before it, got "
-            f"{type(model).__name__}: all that it reads later depends on it. Read the text with the needles in it."
+            f"{type(model).__name__}: all that it reads later depends on it. Read the text with the needles in it (or, "
+            "with a HiLS, with reading 'windows')."
         )
     if not model.config.retrieves:
         yield cache
@@ -52,24 +58,42 @@ def planted(
     wrong = [place for place in chunks.tolist() if not 0 <= place < count]
     if wrong:
         raise ValueError(
-            f"chunks: expected numbers from 0 to {count - 1}, got {wrong[0]}: of the {read} chunks that were read, "
-            f"the window still sees the last {read - count}. Read on before planting there."
+            f"chunks: expected {f'numbers from 0 to {count - 1}' if count > 0 else 'none'}, got {wrong[0]}: of the "
+            f"{read} chunks that were read, windows still see the last {min(read, read - count)}. Read on before "
+            "planting there."
         )
     _expect_sinks_kept(model.config.num_sinks, ids, chunks, texts)
     replaced = []
     try:
-        for place in chunks.tolist():
-            first, stop = max(0, place - reach), place + 1 + reach
+        for begin, stop in _stretches(sorted(chunks.tolist()), reach, _TOGETHER // S):
+            first = max(0, begin - reach)
             changed = ids[first:stop].to(model.device, copy=True)
             inside = (chunks >= first) & (chunks < stop)
             changed[chunks[inside] - first] = texts[inside].to(changed)
-            before, here = changed[: place - first].view(1, -1), changed[place - first :].reshape(1, -1)
+            before, here = changed[: begin - first].view(1, -1), changed[begin - first :].reshape(1, -1)
             entries = model.encode(here, before if before.shape[1] else None, cache, first)
-            replaced.append((place, cache.memory.replace(place, entries)))
+            replaced.append((begin, cache.memory.replace(begin, entries)))
         yield cache
     finally:
         for place, entries in reversed(replaced):
             cache.memory.replace(place, entries)
+
+
+def _stretches(places: Sequence[int], reach: int, most: int) -> Iterator[tuple[int, int]]:
+    """First and last chunk + 1 of what is encoded at a time: ``places``, ascending, and ``reach`` chunks after each.
+
+    Those that overlap are one, as far as it has no more than ``most`` chunks.
+    """
+    begin: int | None = None
+    stop = 0
+    for place in places:
+        end = place + 1 + reach
+        if begin is not None and (place >= stop or end - begin > most):
+            yield begin, stop
+            begin = None
+        begin, stop = place if begin is None else begin, end
+    if begin is not None:
+        yield begin, stop
 
 
 def _chunks_read(model: TrailmarkForCausalLM, cache: ChunkCache, chunk_size: int) -> int:

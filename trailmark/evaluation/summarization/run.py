@@ -244,7 +244,10 @@ class _Writer:
         if self.ours:
             ids, mask = self._padded([np.concatenate([text, self._before]) for text in documents], absent)
             cache = self.model.new_cache(num_tokens=ids.shape[1])
-            self.model.read(ids[:, :-1], cache, mask[:, :-1])  # of any length
+            text = ids.shape[1] - len(self._before)
+            self.model.read(ids[:, :text], cache, mask[:, :text])  # of any length
+            if len(self._before) > 1:
+                self.model.read(ids[:, text:-1], cache, mask[:, text:-1], prompt=True)
             # the landmark stands before the cue, as in training: what it finds serves the summary from the cue on
             self.model(ids[:, -1:], past_key_values=cache, close_chunk=True, logits_to_keep=1)
             prompt = cue

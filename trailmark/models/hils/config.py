@@ -36,10 +36,14 @@ class HiLSConfig(TrailmarkConfig):
         far_position: where the keys of chunks stand. "true": where they are. "window": all equally far back, whatever
             the length of the text, so that no distance is one that a base never saw.
         far_distance: with "window" how far, in tokens; at least W. None: W.
+        reading: how a text passes through the layers on its way into a memory (``model.read``). "chooses": as one that
+            is predicted, so that nothing depends on where a text is cut. "windows": with windows alone, at one
+            speed whatever was read before, and in as many places at once as there are processes; what is predicted,
+            prompts and questions among it, chooses of the memory that this leaves.
     """
 
     model_type = "trailmark_hils"
-    newer = TrailmarkConfig.newer | {"far_distance"}
+    newer = TrailmarkConfig.newer | {"far_distance", "reading"}
 
     window_position: Literal["alibi", "rope"] = "rope"
     chunk_size: int = 63
@@ -51,6 +55,7 @@ class HiLSConfig(TrailmarkConfig):
     calibration_rank: int = 0
     far_position: Literal["true", "window"] = "true"
     far_distance: int | None = None
+    reading: Literal["chooses", "windows"] = "chooses"
 
     @property
     def hides_landmarks(self) -> bool:
@@ -67,9 +72,14 @@ class HiLSConfig(TrailmarkConfig):
         return [number for number, kind in enumerate(kinds) if kind == "full_attention"]
 
     @property
-    def remembers_windows(self) -> bool:
+    def chooses_last(self) -> bool:
         """Whether the last layer alone chooses: what is kept of a text then depends on the windows below it."""
         return self.retrieving_layers == [self.num_hidden_layers - 1]
+
+    @property
+    def remembers_windows(self) -> bool:
+        """Whether what is kept of a text that is read depends on windows alone."""
+        return self.chooses_last or self.reading == "windows"
 
     @property
     def windows(self) -> list[int | None]:

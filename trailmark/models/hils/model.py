@@ -29,6 +29,7 @@ from trailmark.models.layers import MLP, Place, RMSNorm, WindowAttention, head_n
 from trailmark.models.outputs import Hidden
 from trailmark.models.reads import AveragedReads, BeforeReading
 from trailmark.models.step import Step
+from trailmark.models.text import Text
 from trailmark.ops import ChunkSelection
 
 
@@ -61,11 +62,18 @@ class HiLSLayer(GradientCheckpointingLayer):
             self.calibration = Calibration(config)
 
     def forward(
-        self, x: Tensor, place: Place, kept: Window | None = None, past: Past | None = None
+        self,
+        x: Tensor,
+        place: Place,
+        kept: Window | None = None,
+        past: Past | None = None,
+        chooses: bool = True,
     ) -> Tensor:
-        """x [B, P, E]."""
+        """x [B, P, E]; ``chooses``: else the past only notes what it will be known by."""
         q, scoring, k, v = self.heads(x)
-        if past is None:
+        if past is not None and not chooses:
+            past.note(q, scoring, k, v, place)
+        if past is None or not chooses:
             attended = self.attention.attend(q, k, v, place, kept)
         else:
             window = self.attention.attend_with_lse(q, k, v, place, kept)
@@ -87,8 +95,8 @@ class HiLSForCausalLM(TrailmarkForCausalLM):
     """HiLS with a language-modelling head; MoBA and exact block-sparse attention by ``chunk_score``.
 
     A call on a cache runs in pieces shorter than the window, so that no chunk is chosen before it is in memory; no
-    gradient passes from piece to piece. Where the last layer alone chooses, reading without logits needs none of its
-    output: it runs in large pieces, and searches nothing.
+    gradient passes from piece to piece. Where a text that is read passes through windows alone (``reading``), or the
+    last layer alone chooses, whose output reading does not need, it runs in large pieces and searches nothing.
     """
 
     config_class = HiLSConfig
@@ -159,8 +167,8 @@ class HiLSForCausalLM(TrailmarkForCausalLM):
         if cache is None:
             x, selected = self._through(tokens, grid, None)
             return Hidden(self.norm(grid.last_tokens(keep)(x)), selected)
-        if keep == 0 and self.config.remembers_windows:
-            self._remember(tokens, grid, Step(cache, grid, self.config, len(tokens), tokens))
+        if keep == 0 and self.config.chooses_last:
+            self._remember(tokens, grid, cache)
             return Hidden(None)
         parts, chosen = list[Tensor](), list[tuple[ChunkSelection, ...]]()
         for columns, part in self._pieces(grid, cache, tokens.shape):
@@ -220,50 +228,69 @@ class HiLSForCausalLM(TrailmarkForCausalLM):
         chosen = () if past is None else past.selected
         return x, tuple(selection_of_tokens(layer, grid) for layer in chosen)
 
-    def _remember(self, tokens: Tensor, grid: Grid, step: Step) -> None:
-        """Read without the last layer's output: what it keeps depends on the windows below it alone."""
-        x, past, places = self._below(tokens, grid, step)
-        layer: Any = self.layers[-1]
-        q, scoring, k, v = layer.heads(x)
-        place = places[self.config.windows[-1]]
-        layer.attention.keep(k, v, place, step.window(len(self.layers) - 1))
+    def _read_part(self, text: Text, cache: ChunkCache, prompt: bool) -> None:
+        if prompt or not self.config.remembers_windows:
+            super()._read_part(text, cache, prompt)
+        else:
+            self._remember(text.ids, self._lay_out(text, cache), cache)
+
+    def _remember(self, tokens: Tensor, grid: Grid, cache: ChunkCache) -> None:
+        """Read tokens [B, T] with windows alone, of the last layer no more than what is kept."""
+        step = Step(cache, grid, self.config, len(tokens), tokens)
+        past = self._noted(tokens, grid, len(self.layers), step)
         if past is not None:
             assert isinstance(past, MemoryPast)
-            past.note(q, scoring, k, v, place)
             past.remember()
         step.commit()
 
-    def _below(
-        self, tokens: Tensor, grid: Grid, step: Step | None
-    ) -> tuple[Tensor, Past | None, dict[int | None, Place]]:
-        """Tokens [B, T] through all layers but the last, none of which chooses: [B, P, E]; and what positions see."""
-        x, past, places = self._enter(tokens, grid, step)
-        return self._run_layers(len(self.layers) - 1, x, past, places, step), past, places
+    def _noted(self, tokens: Tensor, grid: Grid, count: int, step: Step | None) -> Past | None:
+        """What the first ``count`` layers let be known of tokens [B, T], each of which sees its window alone."""
+        x, past, places = self._enter(tokens, grid, step, chooses=False)
+        x = self._run_layers(count - 1, x, past, places, step, chooses=False)
+        layer: Any = self.layers[count - 1]
+        q, scoring, k, v = layer.heads(x)
+        place = places[self.config.windows[count - 1]]
+        if step is not None and not step.is_apart:
+            layer.attention.keep(k, v, place, step.window(count - 1))
+        if past is not None and count - 1 in self.config.retrieving_layers:
+            past.note(q, scoring, k, v, place)
+        return past
 
     def _enter(
-        self, tokens: Tensor, grid: Grid, step: Step | None
+        self, tokens: Tensor, grid: Grid, step: Step | None, chooses: bool = True
     ) -> tuple[Tensor, Past | None, dict[int | None, Place]]:
         """Positions [B, P, E] below the first layer, and what they see."""
         x = grid.insert_landmarks(self.embed_tokens(tokens), self.landmark)
-        return x, *self._places(x, grid, step)
+        return x, *self._places(x, grid, step, chooses)
 
     def _run_layers(
-        self, count: int, x: Tensor, past: Past | None, places: dict[int | None, Place], step: Step | None
+        self,
+        count: int,
+        x: Tensor,
+        past: Past | None,
+        places: dict[int | None, Place],
+        step: Step | None,
+        chooses: bool = True,
     ) -> Tensor:
         """Positions x [B, P, E] through the first ``count`` layers."""
         windows, choosing = self.config.windows, set(self.config.retrieving_layers)
         for number, layer in enumerate(self.layers[:count]):
             kept = step and step.window(number)
-            x = layer(x, places[windows[number]], kept, past if number in choosing else None)
+            x = layer(x, places[windows[number]], kept, past if number in choosing else None, chooses)
         return x
 
     def _places(
-        self, x: Tensor, grid: Grid, step: Step | None
+        self, x: Tensor, grid: Grid, step: Step | None, chooses: bool
     ) -> tuple[Past | None, dict[int | None, Place]]:
         """What positions x [B, P, E] see: of the past, and in windows of each size."""
         config = self.config
         assert config.sliding_window is not None
-        sight = Sight.of(grid, config.sliding_window, step) if config.retrieves else None
+        # chunks by themselves lie in no memory: all that they see is the call's own
+        of_text = step is None or step.is_apart
+        sight = None
+        if config.retrieves:
+            seen = Sight.of if chooses else Sight.of_windows
+            sight = seen(grid, config.sliding_window, None if of_text else step)
         kinds = dict(zip(config.windows, self._stages(), strict=True))
         places: dict[int | None, Place] = {}
         for window, stage in kinds.items():
@@ -275,40 +302,63 @@ class HiLSForCausalLM(TrailmarkForCausalLM):
                 places[window] = step.place(stage, grid, x, windows)
         if sight is None:
             return None, places
-        if step is None:
-            return TextPast(config, grid, sight, x), places
+        if step is None or of_text:
+            return TextPast(config, grid, sight, x, step), places
         return MemoryPast(config, grid, sight, x, step), places
 
     # --- a memory that depends on windows alone --------------------------------------------------------------
 
     @property
+    def reads_as_it_predicts(self) -> bool:
+        return self.config.reading == "chooses" or self.config.chooses_last
+
+    @property
     def can_be_planted(self) -> bool:
-        """Where the last layer alone chooses, by keys that do not say where they stand."""
-        config = self.config
-        return config.remembers_windows and config.far_position == "window" and not config.num_sinks
+        return self.config.remembers_windows
+
+    @property
+    def can_keep_tokens(self) -> bool:
+        # a memory of tokens lacks the sinks, which are no keys of a chunk, and encodes a chunk without its place
+        one = len(self.config.retrieving_layers) == 1 and not self._encoding_has_place
+        return self.can_be_planted and one
+
+    @property
+    def _encoding_has_place(self) -> bool:
+        return super()._encoding_has_place or self.config.far_position == "true"
+
+    def reading_piece(self, num_tokens: int | None = None) -> int:
+        if (
+            self.config.remembers_windows
+        ):  # what all layers that choose keep of a piece stands in memory together
+            most = _STATES // len(self.config.retrieving_layers)
+            num_tokens = min(super().reading_piece(num_tokens), most)
+        return super().reading_piece(num_tokens)
 
     @property
     def waits(self) -> bool:
         return False
 
+    @property
+    def _memory_layers(self) -> int:
+        """Layers that take part in what a memory keeps."""
+        return self.config.retrieving_layers[-1] + 1
+
     def encoding_reach(self) -> int:
         if not self.can_be_planted:
             return 0
-        return -(-sum(window - 1 for window in self.config.windows[:-1] if window) // self.config.chunk_size)
+        config = self.config
+        assert config.sliding_window is not None
+        return -(-(self._memory_layers - 1) * (config.sliding_window - 1) // config.chunk_size)
 
     def encode_chunks(
         self, ids: Tensor, grid: Grid, cache: ChunkCache | None = None, start: int = 0
     ) -> MemoryEntries:
         if not (self.can_be_planted and self.config.retrieves):
             return super().encode_chunks(ids, grid, cache, start)
-        x, past, places = self._below(ids, grid, None)
+        step = self._step_apart(grid, cache, start, len(ids))
+        past = self._noted(ids, grid, self._memory_layers, step)
         assert past is not None
-        layer: Any = self.layers[-1]
-        q, scoring, k, v = layer.heads(x)
-        entries = past.entries(q, scoring, k, v, places[self.config.windows[-1]])
-        # [B, C, n * heads, D + 1], as a memory keeps those of all layers
-        landmarks = entries.landmarks.flatten(2, 3)
-        return entries._replace(landmarks=landmarks)
+        return past.closed(past.states)
 
     # --- answers ---------------------------------------------------------------------------------------------
 
@@ -387,9 +437,15 @@ class HiLSForCausalLM(TrailmarkForCausalLM):
         return CardFacts(
             title,
             "Every token attends to a window and, in every layer, to the few chunks beyond it that would get the "
-            "largest share of its attention.",
+            "largest share of its attention."
+            + (
+                " A text that is read passes through windows alone."
+                if config.get("reading") == "windows"
+                else ""
+            ),
             papers,
         )
 
 
+_STATES = 1 << 15  # tokens times layers that choose, in a piece that is read with windows
 _PAPERS = {"mean": (("MoBA", "2502.13189"),), "expansion": (("HiLS", "2607.02980"),)}

@@ -6,6 +6,7 @@ The chunks lie in a whole text or in a memory: two places, behind one interface.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -47,6 +48,8 @@ class Past(ABC):
         self.rows = ChunkRows.of(config, grid, step)
         self.selected: list[ChunkSelection] = []
         """What each layer chose, once it has."""
+        self.states: list[Tensor] = []
+        """[B, P, X] of each layer that noted what its memory will be made of; reading in a memory notes it too."""
 
     def read(
         self,
@@ -67,9 +70,16 @@ class Past(ABC):
         q, scoring, states = self._turned(q, scoring, k, v, place)
         return self._read(q, scoring, states, window)
 
-    def entries(self, q: Tensor, scoring: Tensor | None, k: Tensor, v: Tensor, place: Place) -> MemoryEntries:
-        """What one layer's memory holds of the chunks that close, of heads as :meth:`read` takes them."""
-        return self.rows.entries(self._turned(q, scoring, k, v, place)[2])
+    def note(self, q: Tensor, scoring: Tensor | None, k: Tensor, v: Tensor, place: Place) -> None:
+        """Keep what one layer's memory will be made of, of heads as :meth:`read` takes them, and read nothing."""
+        self.states.append(self._turned(q, scoring, k, v, place)[2])
+
+    def closed(self, states: Sequence[Tensor]) -> MemoryEntries:
+        """What a memory holds of the chunks that close; ``states`` of each layer, behind the open chunk's."""
+        parts = [self.rows.entries(x) for x in states]
+        k, v = torch.cat([part.k for part in parts], 3), torch.cat([part.v for part in parts], 3)
+        landmarks = torch.cat([part.landmarks.flatten(2, 3) for part in parts], 2)
+        return MemoryEntries(k, v, landmarks, parts[0].lengths)
 
     def _turned(
         self, q: Tensor, scoring: Tensor | None, k: Tensor, v: Tensor, place: Place
@@ -155,16 +165,12 @@ class MemoryPast(Past):
 
     def __init__(self, config: HiLSConfig, grid: Grid, sight: Sight, x: Tensor, step: Step) -> None:
         super().__init__(config, grid, sight, x, step)
-        self.step, self._states = step, list[Tensor]()
+        self.step = step
         self._num_chunks = int(sight.candidates.max(initial=0))
 
-    def note(self, q: Tensor, scoring: Tensor | None, k: Tensor, v: Tensor, place: Place) -> None:
-        """Keep what :meth:`read` would, where nobody asks what it gives."""
-        self._states.append(self._turned(q, scoring, k, v, place)[2])
-
     def _read(self, q: Tensor, scoring: Tensor, states: Tensor, window: tuple[Tensor, Tensor]) -> Tensor:
-        config, layer = self.config, len(self._states)
-        self._states.append(states)
+        config, layer = self.config, len(self.states)
+        self.states.append(states)
         B, P, J, K = *q.shape[:2], config.num_key_value_heads, config.num_retrieved_chunks
         if not self._num_chunks:
             none = torch.full((B, P, J, K), -1, device=q.device)
@@ -215,16 +221,11 @@ class MemoryPast(Past):
 
     def remember(self) -> None:
         """Write the chunks that the call closes into the memory, once all layers have run."""
-        step, grid = self.step, self.grid
-        states = torch.cat(self._states, -1)
-        if grid.num_closed:
-            layers = len(self._states)
-            every = step.with_open(states).unflatten(-1, (layers, -1)).unbind(2)
-            parts = [self.rows.entries(x) for x in every]
-            k, v = torch.cat([part.k for part in parts], 3), torch.cat([part.v for part in parts], 3)
-            landmarks = torch.cat([part.landmarks.flatten(2, 3) for part in parts], 2)
-            step.remember(MemoryEntries(k, v, landmarks, parts[0].lengths))
-        step.keep_open(states)
+        states = torch.cat(self.states, -1)
+        if self.grid.num_closed:
+            layers = self.step.with_open(states).unflatten(-1, (len(self.states), -1))
+            self.step.remember(self.closed(layers.unbind(2)))
+        self.step.keep_open(states)
 
 
 class ChunkRows(NamedTuple):

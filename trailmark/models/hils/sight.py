@@ -52,6 +52,14 @@ class Sight(NamedTuple):
             )
         return cls(np.where(there, windows, 1), np.where(there, candidates, 0), np.where(there, first, 0))
 
+    @classmethod
+    def of_windows(cls, grid: Grid, window: int, step: Step | None = None) -> Sight:
+        """The window of ``window`` positions and nothing beyond it; arguments as of :meth:`of`."""
+        B = len(grid.chunk) if step is None else len(step.end)
+        present = np.broadcast_to(grid.chunk >= 0, (B, grid.num_positions))
+        none = np.zeros_like(present, dtype=np.int64)
+        return cls(np.where(present, window, 1), none, none)
+
 
 def _chunk_starts(grid: Grid) -> Integers:
     """[b, N] the number in the call of each chunk's first token, negative for one of an earlier call."""
