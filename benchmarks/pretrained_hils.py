@@ -1,10 +1,12 @@
 """SmolLM2-135M that chooses chunks in every layer (``convert --to hils``): what it loses to full attention, untrained.
 
-    TRAILMARK_DATA=... python benchmarks/pretrained_hils.py [losses forms whole far needles beyond recall layers few]
+    TRAILMARK_DATA=... python benchmarks/pretrained_hils.py [losses forms whole far needles beyond recall layers few
+        reading]
 
 Writes benchmarks/pretrained_hils.json. Held-out text is that of pretrained.py; the base with full attention and with a
 window alone stand beside it. Nothing is trained but the models of ``--trained`` (pretrained_train.py hils) and of the
-parts "recall", "layers" and "few" (pretrained_train.py recall further few). Stopped, the same command goes on.
+parts "recall", "layers", "few" and "reading" (pretrained_train.py recall further few). Stopped, the same command goes
+on.
 """
 
 from __future__ import annotations
@@ -17,6 +19,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
+import torch.nn.functional as F
 from common import data_folder, keep
 from pretrained_models import (
     FAR_LAYERS,
@@ -52,7 +56,8 @@ from trailmark.training.run import HISTORY_FILE
 
 OUTPUT = Path(__file__).with_suffix(".json")
 APART = 1024  # tokens: farther than the window is long
-TOGETHER = 25  # needles in a text, for a HiLS reads it anew for each trial
+ASKED = 1024  # a text's last tokens, which are predicted where the others are only read
+TOGETHER = 25  # needles in a text, each of which is asked for
 HILS, EXACT = "expansion at the chunk's mean query (HiLS)", "all keys"
 # what tells a token how much a chunk would get of its attention; each reads as many chunks
 FORMS: dict[str, tuple[str, ...]] = {
@@ -227,6 +232,51 @@ def few(options: argparse.Namespace, progress: Progress) -> dict[str, Any]:
     return found
 
 
+def reading(options: argparse.Namespace, progress: Progress) -> dict[str, Any]:
+    """Texts read with windows alone, of which what is predicted chooses: losses, untaught, and needles."""
+    known, length = Losses(options.folder / "losses-reading.json", progress), options.lengths[0]
+    base, losses, rows = _base(options), list[dict[str, Any]](), list[dict[str, Any]]()
+    found = {"losses": losses, "rows": rows, "asked": ASKED, "length": length, "apart": APART} | _about(
+        options
+    )
+    for kind, texts_of in KINDS_OF_TEXT.items():
+        texts = texts_of(_tokenizer(options), length)[: options.texts]
+        last = {"full": _last(known.of("base", partial(opened, base), texts))}
+        last["window"] = _last(known.of(*named(base, WINDOW), texts))
+        for those in (range(NUM_LAYERS), FAR_LAYERS):
+            own = [] if len(those) == NUM_LAYERS else [layer_types(those, NUM_LAYERS)]
+            for way in ("chooses", "windows"):
+                named_so, open_model = _named(options, *own, f"reading={way}")
+                last["hils"] = _last(known.of(named_so, open_model, texts, partial(_read_and_ask, texts)))
+                row = {"kind": kind, "layers": list(those), "reading": way, "texts": len(texts)}
+                losses.append(row | _closed(last, ASKED))
+                keep(options.output, "reading", found)
+    asked, (near, *_) = Needles(options, progress), options.needles
+    _, hils = _taught(options, "few")
+    changes = (*Case("few", 16, FINE, f"{APART}").changes, "reading=windows")
+    cases = [(near, TOGETHER, options.questions), (near, 1, options.questions)]
+    cases += [(length, 1, options.few) for length in options.far]
+    for length, count, questions in cases:
+        row = asked.ask(hils, changes, length, together=count, questions=questions)
+        rows.append({"together": count} | row)
+        keep(options.output, "reading", found)
+    return found
+
+
+def _read_and_ask(texts: Sequence[Text], model: Any, number: int) -> Any:
+    """[ASKED] what a text's last tokens cost a model that has read the others."""
+    ids = torch.from_numpy(texts[number].ids).long()[None]
+    with torch.inference_mode():
+        cache = model.read(ids[:, : -ASKED - 1])
+        logits = model(ids[:, -ASKED - 1 :], past_key_values=cache).logits[0, :-1]
+        return F.cross_entropy(logits.float(), ids[0, -ASKED:], reduction="none").numpy()
+
+
+def _last(losses: Sequence[Any]) -> Any:
+    """Nats of each text's last tokens."""
+    return np.array([own[-ASKED:].sum() for own in losses])
+
+
 class Case(NamedTuple):
     """A model of the part few."""
 
@@ -271,13 +321,18 @@ def _row(
     full = totals(known.of("base", partial(opened, base), texts))
     pair = named(base, WINDOW), _named(options, *changes)
     window, hils = (totals(known.of(name, open_model, texts)) for name, open_model in pair)
-    counted = sum(len(text.ids) - UNSEEN for text in texts)
-    each = counted / len(texts)
+    sums = {"full": full, "window": window, "hils": hils}
+    return {"texts": len(texts)} | _closed(sums, len(texts[0].ids) - UNSEEN)
+
+
+def _closed(sums: dict[str, Any], each: int) -> dict[str, Any]:
+    """What a HiLS gives back of what the window loses; ``sums``: nats of each text, of ``each`` tokens."""
+    full, window, hils = (sums[name] for name in ("full", "window", "hils"))
+    counted = each * len(full)
     low, high = bootstrap_ratio(window - hils, window - full)
     above_low, above_high = bootstrap_mean((hils - full) / each)
-    sums = {"full": full, "window": window, "hils": hils}
     return {
-        "texts": len(texts), "nats": {name: float(x.sum() / counted) for name, x in sums.items()},
+        "nats": {name: float(x.sum() / counted) for name, x in sums.items()},
         "closed": float((window - hils).sum() / (window - full).sum()), "closed_low": low, "closed_high": high,
         "above": float((hils - full).sum() / counted), "above_low": above_low, "above_high": above_high,
     }  # fmt: skip
@@ -308,7 +363,7 @@ def _tokenizer(options: argparse.Namespace) -> Any:
 
 PARTS = {
     "losses": losses, "forms": forms, "whole": whole, "far": far, "needles": needles, "beyond": beyond,
-    "recall": recall, "layers": layers, "few": few,
+    "recall": recall, "layers": layers, "few": few, "reading": reading,
 }  # fmt: skip
 
 

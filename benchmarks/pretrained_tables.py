@@ -453,6 +453,24 @@ def _stand(row: Row) -> str:
     return "a window away" if row["position"] == "window" else f"{int(row['position']):,} tokens away"
 
 
+def _hils_reading_text(found: Row) -> str:
+    columns: Columns = {
+        "text": "{kind}",
+        "layers that choose": lambda row: _layers(row["layers"]),
+        "the text before": lambda row: "chooses" if row["reading"] == "chooses" else "windows alone",
+    }
+    needles: Columns = {"needles": "{together}"}
+    numbers: Columns = {name: _NEEDLES_OF_HILS[name] for name in _NEEDLES_OF_HILS if name != "model"}
+    before = found["length"] - found["asked"]
+    return (
+        f"**Read with windows alone** (`reading=windows`): losses of the last {found['asked']:,} tokens of texts of "
+        f"{found['length']:,}, untrained, which choose of the {before:,} before them, read so or with every token "
+        f"choosing:\n\n{table(columns | _OF_HILS, found['losses'])}\n\nSentences in a book that was read with windows "
+        f"alone, completed by *few* with 16 chunks, summaries of 2 keys and far keys {found['apart']:,} tokens "
+        f"away:\n\n{table(needles | numbers, found['rows'])}"
+    )
+
+
 _NEEDLES_OF_HILS: Columns = {
     "model": "{model}",
     "tokens": "{length:,}",
@@ -471,4 +489,5 @@ _HILS: dict[str, Callable[[Row], str]] = {
     "recall": _hils_recall_text,
     "layers": _hils_layers_text,
     "few": _hils_few_text,
+    "reading": _hils_reading_text,
 }
