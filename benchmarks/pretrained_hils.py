@@ -212,7 +212,7 @@ def layers(options: argparse.Namespace, progress: Progress) -> dict[str, Any]:
 
 def few(options: argparse.Namespace, progress: Progress) -> dict[str, Any]:
     """What a base that was taught with full attention in few layers knows as a HiLS, by where far keys stand."""
-    trainings = {kind: x for kind in TAUGHT if (x := _training(trained(options.folder, kind, 0, 0)))}
+    trainings = {kind: x for kind in TAUGHT[:-1] if (x := _training(trained(options.folder, kind, 0, 0)))}
     asked, rows, (near, *_) = Needles(options, progress), list[dict[str, Any]](), options.needles
     found = {"rows": rows, "layers": FAR_LAYERS, "trainings": trainings} | _about(options)
     apart = Case("few", 16, FINE, f"{APART}")
@@ -251,14 +251,21 @@ def reading(options: argparse.Namespace, progress: Progress) -> dict[str, Any]:
                 row = {"kind": kind, "layers": list(those), "reading": way, "texts": len(texts)}
                 losses.append(row | _closed(last, ASKED))
                 keep(options.output, "reading", found)
+    found["trainings"] = {kind: _training(trained(options.folder, kind, 0, 0)) for kind in TAUGHT[-1:]}
     asked, (near, *_) = Needles(options, progress), options.needles
-    _, hils = _taught(options, "few")
-    changes = (*Case("few", 16, FINE, f"{APART}").changes, "reading=windows")
-    cases = [(near, TOGETHER, options.questions), (near, 1, options.questions)]
-    cases += [(length, 1, options.few) for length in options.far]
-    for length, count, questions in cases:
-        row = asked.ask(hils, changes, length, together=count, questions=questions)
-        rows.append({"together": count} | row)
+    fine, exact = (Case("few", 16, summary, f"{APART}") for summary in (FINE, 1))
+    together = [fine, exact, exact._replace(taught=TAUGHT[-1]), Case(TAUGHT[-1], None)]
+    cases = [(case, near, TOGETHER, options.questions) for case in together]
+    cases += [(exact, near, 1, options.questions)]
+    cases += [(exact, length, 1, options.few) for length in options.far]
+    cases += [(fine, options.far[-1], 1, options.singles)]
+    for case, length, count, questions in cases:
+        taught, hils = _taught(options, case.taught)
+        folder, changes = taught, case.changes
+        if case.chunks is not None:
+            folder, changes = hils, (*changes, "reading=windows")
+        row = asked.ask(folder, changes, length, together=count, questions=questions)
+        rows.append(case._asdict() | {"together": count} | row)
         keep(options.output, "reading", found)
     return found
 

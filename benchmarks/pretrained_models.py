@@ -111,7 +111,7 @@ LAYERS = ("num_lower_layers=18", "num_encoder_layers=1", "num_retrieval_groups=1
 DRT_FIELDS = (*LAYERS, "retrieval_noise=false", "num_retrieved_chunks=32")
 
 
-TAUGHT = ("recall", "further", "few")  # by pretrained_train.py, each on from the one before
+TAUGHT = ("recall", "further", "few", "longer")  # by pretrained_train.py, each on from the one before
 # the seven that look far most in the base that was taught to recall (part "layers" of pretrained_hils.py)
 FAR_LAYERS = (7, 14, 17, 18, 20, 21, 23)
 NUM_LAYERS = 30  # of the base

@@ -81,7 +81,9 @@ class Needles:
             self.progress.show(f"{key}: {message}")
 
         if key not in self.known:
-            (self.known[key],) = ask(subject(folder, *changes), settings, self.text, say)
+            (row,) = ask(subject(folder, *changes), settings, self.text, say)
+            # another process may have written meanwhile
+            self.known = (read_json(self.file) or {}) | self.known | {key: row}
             write_json(self.file, self.known)
         return {name: x for name, x in self.known[key].items() if name != "asked"}  # question by question
 

@@ -279,7 +279,7 @@ def hils_needles_text() -> str:
 
 
 def hils_summary() -> str:
-    """What the README says of it, in a sentence."""
+    """What the README says of it, in a few sentences."""
     found = record("pretrained_hils")["losses"]
     rows = found["results"]["rows"]
     (row,) = (x for x in rows if (x["kind"], x["length"], x["chunks"]) == ("LaTeX", 4096, rows[0]["chunks"]))
@@ -289,7 +289,25 @@ def hils_summary() -> str:
         f"Without any training SmolLM2-135M with a window of {about['window']} that reads {row['chunks']} chunks of "
         f"{about['chunk_size']} tokens gives back {given} of what that window loses to full attention on LaTeX at "
         f"{row['length']:,} tokens: {nats['hils']:.3f} nats where full attention has {nats['full']:.3f} and the window "
-        f"{nats['window']:.3f} ({row['texts']} held-out texts; [docs/convert.md](docs/convert.md))."
+        f"{nats['window']:.3f} ({row['texts']} held-out texts). {_reading_summary()} More: "
+        "[docs/convert.md](docs/convert.md)."
+    )
+
+
+def _reading_summary() -> str:
+    found = record("pretrained_hils")["reading"]["results"]
+    ways = {
+        row["reading"]: _share("closed").format(**row)
+        for row in found["losses"]
+        if row["kind"] == "LaTeX" and len(row["layers"]) == max(len(x["layers"]) for x in found["losses"])
+    }
+    singles = [row for row in found["rows"] if (row["together"], row["summary"]) == (1, 1)]
+    said = ", ".join(f"{row['correct']} of {row['questions']} in {row['length']:,} tokens" for row in singles)
+    return (
+        "Set to `reading=windows`, a text passes through windows alone on its way into memory, and what is asked "
+        f"chooses: in the last {found['asked']:,} of {found['length']:,} tokens {ways['windows']} comes back, where "
+        f"{ways['chooses']} does with every token choosing. Taught with full attention on short texts, and then "
+        f"converted, it completed one sentence about a name in {said}."
     )
 
 
@@ -422,14 +440,6 @@ def _layers(numbers: Sequence[int]) -> str:
 
 
 def _hils_few_text(found: Row) -> str:
-    columns: Columns = {
-        "taught": "{taught}",
-        "chunks read": lambda row: "all that is before" if row["chunks"] is None else str(row["chunks"]),
-        "scored by means of": lambda row: "" if row["summary"] is None else f"{row['summary']} keys",
-        "far keys stand": _stand,
-        "needles": "{together}",
-    }
-    numbers: Columns = {name: _NEEDLES_OF_HILS[name] for name in _NEEDLES_OF_HILS if name != "model"}
     said = {
         "recall": "*recall*: with full attention in all layers, on texts of 1,024 tokens",
         "further": "on from there, on texts of 2,048",
@@ -443,8 +453,14 @@ def _hils_few_text(found: Row) -> str:
     return (
         f"Taught further, with **full attention in {len(found['layers'])} of 30 layers** ({_layers(found['layers'])}) "
         f"and a window of {found['window']} in the others; as a HiLS it chooses chunks in those layers alone. Each "
-        f"training, of adapters, goes on from the one before. {went}.\n\n{table(columns | numbers, found['rows'])}"
+        f"training, of adapters, goes on from the one before. {went}.\n\n{table(_CASES, found['rows'])}"
     )
+
+
+def _summary(row: Row) -> str:
+    if row["summary"] is None:
+        return ""
+    return "each key" if row["summary"] == 1 else f"means of {row['summary']} keys"
 
 
 def _stand(row: Row) -> str:
@@ -459,15 +475,16 @@ def _hils_reading_text(found: Row) -> str:
         "layers that choose": lambda row: _layers(row["layers"]),
         "the text before": lambda row: "chooses" if row["reading"] == "chooses" else "windows alone",
     }
-    needles: Columns = {"needles": "{together}"}
-    numbers: Columns = {name: _NEEDLES_OF_HILS[name] for name in _NEEDLES_OF_HILS if name != "model"}
+    ((last, training),) = found["trainings"].items()
+    minutes = training["trained_seconds"] / 60
     before = found["length"] - found["asked"]
     return (
         f"**Read with windows alone** (`reading=windows`): losses of the last {found['asked']:,} tokens of texts of "
         f"{found['length']:,}, untrained, which choose of the {before:,} before them, read so or with every token "
         f"choosing:\n\n{table(columns | _OF_HILS, found['losses'])}\n\nSentences in a book that was read with windows "
-        f"alone, completed by *few* with 16 chunks, summaries of 2 keys and far keys {found['apart']:,} tokens "
-        f"away:\n\n{table(needles | numbers, found['rows'])}"
+        f"alone, of *few* and of one that learned on from it with texts of 4,096 tokens (*{last}*, answers weighing 8 "
+        f"times: {training['trained_tokens']:,} tokens in {minutes:.0f} minutes of a core):\n\n"
+        f"{table(_CASES, found['rows'])}"
     )
 
 
@@ -479,6 +496,14 @@ _NEEDLES_OF_HILS: Columns = {
     "chunk read": "{recall:.2f}",
     "tokens/s": "{tokens_per_second:,.0f}",
 }
+_CASES: Columns = {
+    "taught": "{taught}",
+    "chunks read": lambda row: "all that is before" if row["chunks"] is None else str(row["chunks"]),
+    "scored by": _summary,
+    "far keys stand": _stand,
+    "needles": "{together}",
+}
+_CASES |= {name: column for name, column in _NEEDLES_OF_HILS.items() if name != "model"}
 _HILS: dict[str, Callable[[Row], str]] = {
     "losses": _hils_losses_text,
     "forms": _hils_forms_text,

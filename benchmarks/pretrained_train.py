@@ -8,7 +8,8 @@ fitted to the teacher. A recipe for an hour of a CPU. Stopped, the same command 
 as it is. ``needles`` goes on with the DRT, on texts that hold facts and questions about them; ``landmark`` trains all
 weights of a Landmark Attention model instead, by itself; ``hils`` adapters of a HiLS on texts that all hold facts;
 ``recall`` those of the base with full attention on short texts of that kind, which a HiLS then has without a training;
-``further`` goes on from there with longer ones, and ``few`` from that with full attention in seven layers alone.
+``further`` goes on from there with longer ones, ``few`` from that with full attention in seven layers alone, and
+``longer`` from that with longer ones again, in which answers weigh more.
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ from trailmark.training.config import RunConfig, load_run_config
 
 LENGTH = STEP_TOKENS  # a text a step
 MORE = ("needles", "landmark", "hils", *TAUGHT)
-STEPS = {"recall": 200, "further": 70, "few": 150}
+STEPS = {"recall": 200, "further": 70, "few": 150, "longer": 100}
+LENGTHS = {"recall": 1024, "longer": 4096}  # of texts that hold facts; others 2,048
 
 
 def corpus(folder: Path, tokenizer: Path) -> Path:
@@ -74,17 +76,19 @@ def config(kind: str, options: argparse.Namespace) -> RunConfig:
         changes = [
             "distil.model=null",
             "data.needle_share=1",
-            f"training.context_length={1024 if kind == 'recall' else 2048}",
+            f"training.context_length={LENGTHS.get(kind, 2048)}",
             "training.loss_positions=1",
         ]
         if kind in TAUGHT[1:]:
             before = TAUGHT[TAUGHT.index(kind) - 1]
             begin = trained(options.folder, before, options.window, options.seed)
             # so "few" begins with the samples of "further" again
-            changes.append(f"training.seed={options.seed + 1}")
+            changes.append(f"training.seed={options.seed + (2 if kind == 'longer' else 1)}")
         if kind == "further":
             changes.append("training.constant_fraction=1")  # another training follows
-        elif kind == "few":
+        if kind == "longer":
+            changes.append("data.answer_weight=8")
+        if kind in ("few", "longer"):
             fields = (*window_fields(WINDOW), layer_types(FAR_LAYERS, NUM_LAYERS))
             changes += [f"model.{field}" for field in fields]
     elif kind == "needles":  # on from the DRT: nothing but texts with facts and questions about them
