@@ -5,8 +5,8 @@
 
 Writes benchmarks/pretrained_hils.json. Held-out text is that of pretrained.py; the base with full attention and with a
 window alone stand beside it. Nothing is trained but the models of ``--trained`` (pretrained_train.py hils) and of the
-parts "recall", "layers", "few" and "reading" (pretrained_train.py recall further few). Stopped, the same command goes
-on.
+parts "recall", "layers", "few" and "reading" (pretrained_train.py recall further few longer). Stopped, the same
+command goes on.
 """
 
 from __future__ import annotations
@@ -251,7 +251,7 @@ def reading(options: argparse.Namespace, progress: Progress) -> dict[str, Any]:
                 row = {"kind": kind, "layers": list(those), "reading": way, "texts": len(texts)}
                 losses.append(row | _closed(last, ASKED))
                 keep(options.output, "reading", found)
-    found["trainings"] = {kind: _training(trained(options.folder, kind, 0, 0)) for kind in TAUGHT[-1:]}
+    found |= _training(trained(options.folder, TAUGHT[-1], 0, 0))
     asked, (near, *_) = Needles(options, progress), options.needles
     fine, exact = (Case("few", 16, summary, f"{APART}") for summary in (FINE, 1))
     together = [fine, exact, exact._replace(taught=TAUGHT[-1]), Case(TAUGHT[-1], None)]

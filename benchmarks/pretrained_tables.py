@@ -475,15 +475,14 @@ def _hils_reading_text(found: Row) -> str:
         "layers that choose": lambda row: _layers(row["layers"]),
         "the text before": lambda row: "chooses" if row["reading"] == "chooses" else "windows alone",
     }
-    ((last, training),) = found["trainings"].items()
-    minutes = training["trained_seconds"] / 60
+    minutes = found["trained_seconds"] / 60
     before = found["length"] - found["asked"]
     return (
         f"**Read with windows alone** (`reading=windows`): losses of the last {found['asked']:,} tokens of texts of "
         f"{found['length']:,}, untrained, which choose of the {before:,} before them, read so or with every token "
         f"choosing:\n\n{table(columns | _OF_HILS, found['losses'])}\n\nSentences in a book that was read with windows "
-        f"alone, of *few* and of one that learned on from it with texts of 4,096 tokens (*{last}*, answers weighing 8 "
-        f"times: {training['trained_tokens']:,} tokens in {minutes:.0f} minutes of a core):\n\n"
+        f"alone, of *few* and of one that learned on from it with texts of 4,096 tokens (*longer*, answers weighing 8 "
+        f"times: {found['trained_tokens']:,} tokens in {minutes:.0f} minutes of a core):\n\n"
         f"{table(_CASES, found['rows'])}"
     )
 

@@ -31,10 +31,30 @@ S, N = 4, 26  # chunks of the haystack
 
 def memory_of(cache: ChunkCache) -> list[Tensor]:
     """Keys, values, landmarks and lengths of every chunk of the one row."""
-    count = int(cache.num_chunks[0])
-    records, lengths = cache.memory.gather(np.arange(count)[None])
-    landmarks = torch.cat(cache.memory.blocks(count, 1), dim=1)
-    return [records.clone(), landmarks.clone(), torch.from_numpy(lengths.copy())]
+    count, memory = int(cache.num_chunks[0]), cache.memory
+    number = np.arange(count)[None]
+    found = [memory.gather(number, np.full_like(number, plane)) for plane in range(memory.planes)]
+    records, lengths = torch.cat([x for x, _ in found]), found[0][1]
+    landmarks = torch.cat(memory.blocks(count, 1), dim=1)
+    return [records, landmarks.clone(), torch.from_numpy(lengths.copy())]
+
+
+def assert_same_memory(cache: ChunkCache, exact: ChunkCache) -> None:
+    (records, landmarks, lengths), read = memory_of(cache), memory_of(exact)
+    assert_same(records, read[0])
+    assert_same(landmarks, read[1])
+    assert torch.equal(lengths, read[2])
+
+
+def with_needles(model: Any, places: list[int]) -> tuple[Tensor, Tensor, Tensor]:
+    """A text [N, S], the chunks [n] at ``places`` behind its sinks, and the text where these are others."""
+    sinks = model.config.num_sinks
+    ids, first = tokens(N * S)[0].view(N, S), sinks // S
+    chunks = first + torch.tensor(places) % (N - model.chunks_in_sight(S) - first)
+    changed = ids.clone()
+    changed[chunks] = tokens(len(places) * S, seed=1)[0].view(-1, S)
+    changed.view(-1)[:sinks] = ids.view(-1)[:sinks]
+    return ids, chunks, changed
 
 
 def drt_of_encoder(**options: Any) -> DRTForCausalLM:
@@ -103,23 +123,15 @@ TIERS = ("device", "tokens", "disk")  # in RAM "host" is "device"
 @torch.no_grad()
 @pytest.mark.sampled(5)
 def test_planting_is_reading_the_changed_text(build: Any, places: list[int]) -> None:
-    model = build()
-    sinks = model.config.num_sinks
-    ids, first = tokens(N * S)[0].view(N, S), sinks // S
-    chunks = first + torch.tensor(places) % (N - model.chunks_in_sight(S) - first)
-    changed, question = ids.clone(), tokens(23, batch=2, seed=2)
-    changed[chunks] = tokens(len(places) * S, seed=1)[0].view(-1, S)
-    changed.view(-1)[:sinks] = ids.view(-1)[:sinks]
+    model, question = build(), tokens(23, batch=2, seed=2)
+    ids, chunks, changed = with_needles(model, places)
     needles = changed[chunks]
     cache, exact = model.new_cache(TIERS[len(places) % 3]), model.new_cache()
     model.read(ids.view(1, -1), cache)
     model.read(changed.view(1, -1), exact)
     before = memory_of(cache)
     with planted(model, cache, ids, chunks, needles):
-        (records, landmarks, lengths), read = memory_of(cache), memory_of(exact)
-        assert_same(records, read[0])
-        assert_same(landmarks, read[1])
-        assert torch.equal(lengths, read[2])
+        assert_same_memory(cache, exact)
         answer = model(question, past_key_values=cache.branch(2), output_retrieval=True)
     whole = model(torch.cat([changed.view(1, -1).expand(2, -1), question], dim=1), output_retrieval=True)
     assert_same(answer.logits, whole.logits[:, N * S :])
@@ -236,31 +248,15 @@ def test_planting_in_what_was_read_with_windows(
     build: Any, places: list[int], together: int, tier: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(planting, "_TOGETHER", together)
-    model = build()
-    sinks = model.config.num_sinks
-    ids, first = tokens(N * S)[0].view(N, S), sinks // S
-    chunks = first + torch.tensor(places) % (N - model.chunks_in_sight(S) - first)
-    changed, question = ids.clone(), tokens(23, batch=2, seed=2)
-    changed[chunks] = tokens(len(places) * S, seed=1)[0].view(-1, S)
-    changed.view(-1)[:sinks] = ids.view(-1)[:sinks]
+    model, question = build(), tokens(23, batch=2, seed=2)
+    ids, chunks, changed = with_needles(model, places)
     cache, exact = (model.read(x.view(1, -1), model.new_cache(tier)) for x in (ids, changed))
-    read = planes_of(cache)
+    before = memory_of(cache)
     with planted(model, cache, ids, chunks, changed[chunks]):
-        for ours, theirs in zip(planes_of(cache), planes_of(exact), strict=True):
-            assert_same(ours, theirs)
+        assert_same_memory(cache, exact)
         answers = [logits_of(model, question, past_key_values=x.branch(2)) for x in (cache, exact)]
         assert_same(*answers)
-    for ours, theirs in zip(planes_of(cache), read, strict=True):
-        assert torch.equal(ours, theirs)
-
-
-def planes_of(cache: ChunkCache) -> list[Tensor]:
-    """As :func:`memory_of`, of chunks of several planes."""
-    count, planes = int(cache.num_chunks[0]), cache.memory.planes
-    number = np.arange(count)[None]
-    found = [cache.memory.gather(number, np.full_like(number, plane)) for plane in range(planes)]
-    lengths = torch.from_numpy(found[0][1].copy()).double()
-    return [*(x.clone() for x, _ in found), torch.cat(cache.memory.blocks(count, 1), dim=1), lengths]
+    assert all(torch.equal(a, b) for a, b in zip(memory_of(cache), before, strict=True))
 
 
 @torch.no_grad()

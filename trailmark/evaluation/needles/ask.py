@@ -279,9 +279,8 @@ class Plan:
         ids = torch.from_numpy(self.filler.read(0, probe_length(subject.model))).long()[None]
         dtype = parse_dtype(settings.memory_dtype)
         need = memory_need(subject.model, ids, self.chunks(longest) * S, settings.memory_tier, dtype)
-        pieces = (
-            num_haystacks(longest, settings.questions) if subject.model.can_be_planted else settings.questions
-        )
+        shares = self._asker(longest).shares
+        pieces = num_haystacks(longest, settings.questions) if shares else settings.questions
         together = beside_each_other(pieces) if self.divided else 1
         expect_room(subject.model, need, longest, settings.memory_folder, together)
 

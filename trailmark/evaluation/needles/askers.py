@@ -129,8 +129,7 @@ class MemoryAsker:
     ) -> None:
         self.model, self.chunk_size = model, chunk_size
         self.new_cache, self.memory_folder = new_cache, memory_folder
-        sees_all = chunks is not None and model.can_be_planted and chunks <= model.chunks_in_sight(chunk_size)
-        self.shares = model.can_be_planted and not sees_all
+        self.shares = model.can_be_planted and (chunks is None or chunks > model.chunks_in_sight(chunk_size))
 
     def reading(
         self, haystack: Haystack, cost: ReadingCost, progress: Progress

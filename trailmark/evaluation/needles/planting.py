@@ -12,7 +12,7 @@ from torch import Tensor
 from trailmark.memory import ChunkCache
 from trailmark.models import TrailmarkForCausalLM
 
-_TOGETHER = 1 << 14  # tokens that are encoded at a time, but at least those that one needle reaches
+_TOGETHER = 1 << 12  # tokens within which places are encoded at a time, with what they reach
 
 
 class Rows(Protocol):
@@ -79,21 +79,19 @@ def planted(
             cache.memory.replace(place, entries)
 
 
-def _stretches(places: Sequence[int], reach: int, most: int) -> Iterator[tuple[int, int]]:
+def _stretches(places: Sequence[int], reach: int, most: int) -> list[tuple[int, int]]:
     """First and last chunk + 1 of what is encoded at a time: ``places``, ascending, and ``reach`` chunks after each.
 
-    Those that overlap are one, as far as it has no more than ``most`` chunks.
+    Those that overlap are one, as long as their places lie within ``most`` chunks.
     """
-    begin: int | None = None
-    stop = 0
+    found: list[tuple[int, int]] = []
     for place in places:
-        end = place + 1 + reach
-        if begin is not None and (place >= stop or end - begin > most):
-            yield begin, stop
-            begin = None
-        begin, stop = place if begin is None else begin, end
-    if begin is not None:
-        yield begin, stop
+        begin, stop = found[-1] if found else (place, place)
+        if place < stop and place - begin < most:
+            found[-1] = begin, place + 1 + reach
+        else:
+            found.append((place, place + 1 + reach))
+    return found
 
 
 def _chunks_read(model: TrailmarkForCausalLM, cache: ChunkCache, chunk_size: int) -> int:

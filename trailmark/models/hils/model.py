@@ -167,9 +167,6 @@ class HiLSForCausalLM(TrailmarkForCausalLM):
         if cache is None:
             x, selected = self._through(tokens, grid, None)
             return Hidden(self.norm(grid.last_tokens(keep)(x)), selected)
-        if keep == 0 and self.config.chooses_last:
-            self._remember(tokens, grid, cache)
-            return Hidden(None)
         parts, chosen = list[Tensor](), list[tuple[ChunkSelection, ...]]()
         for columns, part in self._pieces(grid, cache, tokens.shape):
             of_part = tokens[:, columns]
@@ -229,10 +226,10 @@ class HiLSForCausalLM(TrailmarkForCausalLM):
         return x, tuple(selection_of_tokens(layer, grid) for layer in chosen)
 
     def _read_part(self, text: Text, cache: ChunkCache, prompt: bool) -> None:
-        if prompt or not self.config.remembers_windows:
-            super()._read_part(text, cache, prompt)
-        else:
+        if self.config.remembers_windows and (self.reads_as_it_predicts or not prompt):
             self._remember(text.ids, self._lay_out(text, cache), cache)
+        else:
+            super()._read_part(text, cache, prompt)
 
     def _remember(self, tokens: Tensor, grid: Grid, cache: ChunkCache) -> None:
         """Read tokens [B, T] with windows alone, of the last layer no more than what is kept."""
@@ -327,9 +324,8 @@ class HiLSForCausalLM(TrailmarkForCausalLM):
         return super()._encoding_has_place or self.config.far_position == "true"
 
     def reading_piece(self, num_tokens: int | None = None) -> int:
-        if (
-            self.config.remembers_windows
-        ):  # what all layers that choose keep of a piece stands in memory together
+        # what all layers that choose keep of a piece stands in memory together
+        if self.config.remembers_windows:
             most = _STATES // len(self.config.retrieving_layers)
             num_tokens = min(super().reading_piece(num_tokens), most)
         return super().reading_piece(num_tokens)
@@ -427,6 +423,9 @@ class HiLSForCausalLM(TrailmarkForCausalLM):
     @classmethod
     def card_facts(cls, config: Mapping[str, Any]) -> CardFacts:
         score, weights = config.get("chunk_score", "expansion"), config.get("chunk_weights", "score")
+        apart = (
+            " A text that is read passes through windows alone." if config.get("reading") == "windows" else ""
+        )
         title, papers = "Attention to chunks that each token chooses", _PAPERS.get(score, ())
         if score == "mass":
             title = "Block-sparse attention"
@@ -437,12 +436,7 @@ class HiLSForCausalLM(TrailmarkForCausalLM):
         return CardFacts(
             title,
             "Every token attends to a window and, in every layer, to the few chunks beyond it that would get the "
-            "largest share of its attention."
-            + (
-                " A text that is read passes through windows alone."
-                if config.get("reading") == "windows"
-                else ""
-            ),
+            f"largest share of its attention.{apart}",
             papers,
         )
 
