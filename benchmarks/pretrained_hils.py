@@ -20,7 +20,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from common import data_folder, keep
 from pretrained_models import (
     FAR_LAYERS,
@@ -51,6 +50,7 @@ from trailmark.models.conversion.convert import open_any_base
 from trailmark.models.hils.config import HiLSConfig
 from trailmark.report.console import Progress
 from trailmark.statistics import bootstrap_mean, bootstrap_ratio
+from trailmark.trace.losses import piece_losses
 from trailmark.training.config import load_run_config
 from trailmark.training.run import HISTORY_FILE
 
@@ -275,8 +275,8 @@ def _read_and_ask(texts: Sequence[Text], model: Any, number: int) -> Any:
     ids = torch.from_numpy(texts[number].ids).long()[None]
     with torch.inference_mode():
         cache = model.read(ids[:, : -ASKED - 1])
-        logits = model(ids[:, -ASKED - 1 :], past_key_values=cache).logits[0, :-1]
-        return F.cross_entropy(logits.float(), ids[0, -ASKED:], reduction="none").numpy()
+        asked = ids[:, -ASKED - 1 :]
+        return piece_losses(model(asked, past_key_values=cache).logits, None, asked)[0][0, 1:]
 
 
 def _last(losses: Sequence[Any]) -> Any:
