@@ -506,11 +506,13 @@ def test_no_synchronisation_on_a_gpu() -> None:
         torch.cuda.set_sync_debug_mode("default")
 
 
-@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "dtype", [torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)], ids=str
+)
 @pytest.mark.parametrize("beside", [False, True])
-def test_bfloat16_weights_of_float32(beside: bool) -> None:
+def test_weights_of_float32(beside: bool, dtype: torch.dtype) -> None:
     """As in a model: scores and weights are float32 whatever the rest is."""
-    tensors, rest = inputs(dtype=torch.bfloat16, R=64, S=63, N=8, D=64, K=8, beside=beside)
+    tensors, rest = inputs(dtype=dtype, R=64, S=63, N=8, D=64, K=8, beside=beside)
     tensors[3] = tensors[3].float()
     assert_budget(tensors, rest)
 

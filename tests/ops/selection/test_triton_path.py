@@ -423,12 +423,11 @@ def test_a_mistake_is_told_at_once() -> None:
 def test_nothing_waits_for_the_device(case: Case) -> None:
     query, landmarks, rest = case.make()
     in_kernels(query, landmarks, **rest)
+    of_cpu = rest | {"num_candidates": rest["num_candidates"].cpu(), "first_candidate": 0}
     torch.cuda.set_sync_debug_mode("error")
     try:
         in_kernels(query, landmarks, **rest)
-        in_kernels(
-            query, landmarks, **rest | {"num_candidates": rest["num_candidates"].cpu(), "first_candidate": 0}
-        )
+        in_kernels(query, landmarks, **of_cpu)
     finally:
         torch.cuda.set_sync_debug_mode("default")
 

@@ -14,8 +14,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-# float32 is multiplied as float32: TF32 has 10 bits (guarantee 8)
-PRECISION = tl.constexpr("ieee")
+from trailmark.ops.kernels import PRECISION, add_product, exp
+
 # what changes with the text and its batch: the kernels are compiled once for all of it
 VARYING = [
     "N", "M", "R", "parts", "per_part", "chunks", "s_total", "s_op",
@@ -70,15 +70,6 @@ def _of_read_chunks(scores, weight, PER_QUERY_HEAD: tl.constexpr):
 
 
 @triton.jit
-def _exp(scores, EXACT: tl.constexpr):
-    """e^scores, or 2^scores where the scale holds log2(e) already.
-
-    In float32 the maximum is subtracted before log2(e) comes in, so that rounding is of a small number.
-    """
-    return tl.exp(scores) if EXACT else tl.exp2(scores)
-
-
-@triton.jit
 def _probabilities(scores, kept, s_total, mask, AXIS: tl.constexpr, EXACT: tl.constexpr):
     """The softmax, off by one or not, from what the forward kept of each row.
 
@@ -86,7 +77,7 @@ def _probabilities(scores, kept, s_total, mask, AXIS: tl.constexpr, EXACT: tl.co
     largest score and the sum are kept apart.
     """
     top = tl.load(kept, mask=mask, other=float("inf"))
-    exponentials = _exp(scores - tl.expand_dims(top, AXIS), EXACT)
+    exponentials = exp(scores - tl.expand_dims(top, AXIS), EXACT)
     if EXACT:
         total = tl.load(kept + s_total, mask=mask, other=1.0)
         exponentials = exponentials / tl.expand_dims(total, AXIS)
@@ -161,17 +152,17 @@ def forward_kernel(
             top = tl.max(scores, 1)
             # off by one: the maximum starts at 0 and the sum at 1 (Eq. 3)
             top = tl.maximum(top, 0.0) if OFF_BY_ONE else tl.where(top == -float("inf"), 0.0, top)
-            exponentials = _exp(scores - top[:, None], EXACT)
+            exponentials = exp(scores - top[:, None], EXACT)
             total = tl.sum(exponentials, 1)
             if OFF_BY_ONE:
-                total += _exp(-top, EXACT)
+                total += exp(-top, EXACT)
             total = tl.where(total == 0, 1.0, total)
             probabilities = exponentials * (weight / total)[:, None]
             values = tl.load(
                 values_at + (s * s_vs)[:, None] + (d * s_vd)[None, :],
                 mask=(s < present)[:, None] & (d < D)[None, :], other=0.0,
             )  # fmt: skip
-            total_out = tl.dot(probabilities.to(values.dtype), values, total_out, input_precision=PRECISION)
+            total_out = add_product(total_out, probabilities.to(values.dtype), values, EXACT)
         else:
             if JOINT:
                 found = total_out
@@ -195,8 +186,8 @@ def forward_kernel(
                     scores = _of_read_chunks(scores, weight, PER_QUERY_HEAD)
                 higher = tl.maximum(top, tl.max(scores, 1))
                 finite = tl.where(higher == -float("inf"), 0.0, higher)
-                shrink = _exp(top - finite, EXACT)
-                exponentials = _exp(scores - finite[:, None], EXACT)
+                shrink = exp(top - finite, EXACT)
+                exponentials = exp(scores - finite[:, None], EXACT)
                 if JOINT:
                     exponentials *= weight[:, None] if PER_QUERY_HEAD else weight
                 total = total * shrink + tl.sum(exponentials, 1)
@@ -204,9 +195,7 @@ def forward_kernel(
                     values_at + (at * s_vs)[:, None] + (d * s_vd)[None, :],
                     mask=(at < present)[:, None] & (d < D)[None, :], other=0.0,
                 )  # fmt: skip
-                found = tl.dot(
-                    exponentials.to(values.dtype), values, found * shrink[:, None], input_precision=PRECISION
-                )
+                found = add_product(found * shrink[:, None], exponentials.to(values.dtype), values, EXACT)
                 top = higher
             if JOINT:
                 total_out = found
@@ -255,7 +244,7 @@ def queries_kernel(
     """dQ and dw of one block of rows of one reading chunk; also D = rowsum(P * dP) for the keys' kernel.
 
     Of which the weights' gradients are sums; where query heads have weights of their own, who launches this makes them.
-    JOINT: D is known before, ``delta``, and ``inner`` is what the weights' gradients are sums of.
+    JOINT: D is known before, ``delta``, and ``inner`` is what each chunk gains by its weight, then its probability.
     """
     block, rest = _rows_of(tl.program_id(0).to(tl.int64), R * G, BLOCK_R)
     j, rest = rest % J, rest // J
@@ -302,6 +291,7 @@ def queries_kernel(
         if JOINT:
             kept = lse + of_row
             of_weight = tl.zeros([BLOCK_R], tl.float32)
+            mass = tl.zeros([BLOCK_R], tl.float32)
         else:
             kept = lse + place * (R * G) + i
             rowsum = tl.zeros([BLOCK_R], tl.float32)
@@ -331,16 +321,19 @@ def queries_kernel(
             dp = tl.dot(out_grad, tl.trans(values), input_precision=PRECISION)
             if JOINT:
                 of_weight += tl.sum(probabilities * (dp - rowsum[:, None]), 1)
+                mass += tl.sum(probabilities, 1)
             elif TILES == 1:
                 rowsum = tl.sum(probabilities * dp, 1)
             ds = probabilities * (dp - rowsum[:, None]) * (weight[:, None] if PER_QUERY_HEAD else weight)
-            query_grad = tl.dot(ds.to(keys.dtype), keys, query_grad, input_precision=PRECISION)
-        if not JOINT:
-            of_weight = rowsum
-        if PER_QUERY_HEAD or not JOINT:
-            tl.store(inner + place * (R * G) + i, of_weight, mask=exists_row)
-        if not PER_QUERY_HEAD:
-            tl.store(dw + place * blocks + block, tl.where(exists, tl.sum(of_weight, 0), 0.0))
+            query_grad = add_product(query_grad, ds.to(keys.dtype), keys, EXACT)
+        at_row = place * (R * G) + i
+        if JOINT:
+            tl.store(inner + at_row, of_weight, mask=exists_row)
+            tl.store(inner + (s_total + 0 * b) * K + at_row, mass, mask=exists_row)
+        else:
+            tl.store(inner + at_row, rowsum, mask=exists_row)
+            if not PER_QUERY_HEAD:
+                tl.store(dw + place * blocks + block, tl.where(exists, tl.sum(rowsum, 0), 0.0))
 
     dq_at = dq + b * s_ob + n * s_on + j * G * s_oh
     tl.store(
@@ -453,12 +446,12 @@ def keys_kernel(
         probabilities = _probabilities(scores, lse + place, s_total, exists, 0, EXACT)
         probabilities = tl.where((s < present)[:, None], probabilities, 0.0)
         weighted = probabilities * weight.to(tl.float32)[None, :]
-        value_grad = tl.dot(weighted.to(out_grad.dtype), out_grad, value_grad, input_precision=PRECISION)
+        value_grad = add_product(value_grad, weighted.to(out_grad.dtype), out_grad, EXACT)
         dp = _keys_by_rows(values, out_grad, EXACT)
         if JOINT:
             dp = tl.where((weight > 0)[None, :], dp, 0.0)
         ds = weighted * (dp - rowsum[None, :])
-        key_grad = tl.dot(ds.to(query.dtype), query, key_grad, input_precision=PRECISION)
+        key_grad = add_product(key_grad, ds.to(query.dtype), query, EXACT)
     key_grad *= scale_e
 
     in_table = (s < S)[:, None] & (d < D)[None, :]

@@ -201,11 +201,12 @@ def backward(
     of_beside, of_lse = (q.new_zeros(0) if x is None else torch.zeros_like(x) for x in (beside, beside_lse))
     if q.numel() == 0 or M == 0:
         return dq.zero_(), dk.zero_(), dv.zero_(), torch.zeros_like(weights), of_beside, of_lse
-    delta = lse  # unused
+    delta = gained_beside = lse  # unused
     if beside is not None and beside_lse is not None:
         assert out is not None
         gained = (grad * out).sum(-1)  # [B, N, R, H]
-        delta = _fold_rows(gained + (grad * beside).sum(-1), J).contiguous()
+        gained_beside = _fold_rows((grad * beside).sum(-1), J)
+        delta = (_fold_rows(gained, J) + gained_beside).contiguous()
         share, own = (_unfold_rows(x, q) for x in lse[-2:, ..., 0, :])
         of_beside = (grad * share[..., None]).neg_().to(beside.dtype)
         grad = grad.to(q.dtype)
@@ -214,9 +215,8 @@ def backward(
     blocks = -(-R * G // cut.rows)
     flags = _flags(call)
     own_weights = flags["PER_QUERY_HEAD"]
-    dw = q.new_zeros((0,) if own_weights else (B, N, J, K, blocks), dtype=torch.float32)
-    kept_inner = own_weights or not joint
-    inner = q.new_empty((B, N, J, K, R * G) if kept_inner else (0,), dtype=torch.float32)
+    dw = q.new_zeros((0,) if own_weights or joint else (B, N, J, K, blocks), dtype=torch.float32)
+    inner = q.new_empty((2 if joint else 1, B, N, J, K, R * G), dtype=torch.float32)
     with torch.cuda.device_of(q):
         queries_kernel[(B * N * J * blocks,)](
             grad, q, k, v, indices, weights, lengths, lse, delta, dq, dw, inner,
@@ -226,11 +226,13 @@ def backward(
             **_constants(q, k, v, K, cut, wide, grad, dq), **flags,
         )  # fmt: skip
 
+    if joint:
+        inner = _of_weights(call, inner, delta, lse[-1, ..., 0, :], gained_beside)[None]
     if own_weights:  # nothing was written where nothing is selected
-        of_heads = inner.view(B, N, J, K, R, G).sum(4).transpose(3, 4)  # [B, N, J, G, K]
+        of_heads = inner[0].view(B, N, J, K, R, G).sum(4).transpose(3, 4)  # [B, N, J, G, K]
         dw = of_heads.masked_fill((indices < 0)[:, :, :, None], 0).flatten(2, 3)
     else:
-        dw = dw.sum(-1)
+        dw = (inner[0] if joint else dw).sum(-1)
     dw = dw.to(weights.dtype)
     if not of_memory:
         return dq, dk, dv, dw, of_beside, of_lse
@@ -261,6 +263,25 @@ def backward(
                 D=D, BLOCK=block, PER_HEAD=per_head,
             )  # fmt: skip
     return dq, dk, dv, dw, of_beside, of_lse
+
+
+def _of_weights(
+    call: CrossAttentionCall, inner: Tensor, delta: Tensor, own: Tensor, gained_beside: Tensor
+) -> Tensor:
+    """[B, N, J, K, R * G], what each row gains by each weight, in one softmax with what is beside.
+
+    The kernel took D = ``delta`` from the output, which was multiplied in the dtype of q, and so is off by what the
+    gains add up to: with the share ``own`` of what is beside, sum_k w_k gain_k = own (D - gained_beside) were D exact.
+    """
+    (B, N, R, H, _), (_, _, J, K) = call.q.shape, call.indices.shape
+    gains, masses = inner.masked_fill((call.indices < 0)[..., None], 0)
+    weights = call.weights.float()  # [B, N, J or H, K]
+    if weights.shape[2] == J:
+        weights = weights[..., None]
+    else:
+        weights = weights.view(B, N, J, H // J, K).transpose(3, 4).repeat(1, 1, 1, 1, R)
+    weighed = (weights * gains).masked_fill((call.indices < 0)[..., None], 0).sum(3)
+    return gains - masses * (weighed - own * (delta - gained_beside))[:, :, :, None]
 
 
 class Readers(NamedTuple):

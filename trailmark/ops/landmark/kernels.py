@@ -24,20 +24,14 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-# float32 is multiplied as float32: TF32 has 10 bits (guarantee 8)
-PRECISION = tl.constexpr("ieee")
+from trailmark.ops.kernels import PRECISION, add_product, exp
+
 # a masked score: finite, so that no difference of two is NaN
 HIDDEN = tl.constexpr(-1.0e30)
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
 # what changes with the text and its batch: the kernels are compiled once for all of it
 VARYING = ["B", "P", "T", "H", "C", "tiles", "parts", "per_part"]
-
-
-@triton.jit
-def _exp(scores, EXACT: tl.constexpr):
-    """e^scores, or 2^scores where the scale holds log2(e) already."""
-    return tl.exp(scores) if EXACT else tl.exp2(scores)
 
 
 @triton.jit
@@ -146,8 +140,8 @@ def _forward_chunk(
             gate += tl.sum(tl.where((s == landmark)[None, :], scores, 0.0), 1)
             scores = tl.where(s[None, :] < (shown - tile * BLOCK_S)[:, None], scores, HIDDEN)
             higher = tl.maximum(inner_top, tl.max(scores, 1))
-            inner_total = inner_total * _exp(inner_top - higher, EXACT)
-            inner_total += tl.sum(_exp(scores - higher[:, None], EXACT), 1)
+            inner_total = inner_total * exp(inner_top - higher, EXACT)
+            inner_total += tl.sum(exp(scores - higher[:, None], EXACT), 1)
             inner_top = higher
         inner_total = tl.where(inner_total > 0, inner_total, 1.0)
         top, total, shrink, factor = _into_softmax(
@@ -160,8 +154,8 @@ def _forward_chunk(
             scores = _products(query, keys) * scale
             scores = tl.where(s[None, :] < (shown - tile * BLOCK_S)[:, None], scores, HIDDEN)
             values = _load_rows(v_at + start * s_vt, s, s_vt, s < of_values, D, BLOCK_D)
-            probabilities = _exp(scores - inner_top[:, None], EXACT) * factor[:, None]
-            found = tl.dot(probabilities.to(values.dtype), values, found, input_precision=PRECISION)
+            probabilities = exp(scores - inner_top[:, None], EXACT) * factor[:, None]
+            found = add_product(found, probabilities.to(values.dtype), values, EXACT)
     else:
         start, landmark, of_keys, of_values = _chunk(entry, 0, BLOCK_S, OWN)
         keys = _load_rows(k_at + start * s_kt, s, s_kt, s < of_keys, D, BLOCK_D)
@@ -172,14 +166,14 @@ def _forward_chunk(
         else:
             scores = tl.where((s < landmark)[None, :], scores, HIDDEN)
         inner_top = tl.max(scores, 1)
-        exponentials = _exp(scores - inner_top[:, None], EXACT)
+        exponentials = exp(scores - inner_top[:, None], EXACT)
         inner_total = tl.sum(exponentials, 1)
         top, total, shrink, factor = _into_softmax(
             is_own, seen, inner_top, inner_total, gate, top, total, EXACT
         )
         values = _load_rows(v_at + start * s_vt, s, s_vt, s < of_values, D, BLOCK_D)
         probabilities = (exponentials * factor[:, None]).to(values.dtype)
-        found = tl.dot(probabilities, values, found * shrink[:, None], input_precision=PRECISION)
+        found = add_product(found * shrink[:, None], probabilities, values, EXACT)
     return top, total, found
 
 
@@ -191,8 +185,8 @@ def _into_softmax(is_own, seen, inner_top, inner_total, gate, top, total, EXACT:
     """
     level = tl.where(is_own, inner_top, gate)
     higher = tl.maximum(top, tl.where(seen, level, HIDDEN))
-    weight = _exp(tl.where(seen, level - higher, HIDDEN), EXACT)
-    shrink = _exp(top - higher, EXACT)
+    weight = exp(tl.where(seen, level - higher, HIDDEN), EXACT)
+    shrink = exp(top - higher, EXACT)
     total = total * shrink + tl.where(is_own, weight * inner_total, weight)
     return higher, total, shrink, tl.where(is_own, weight, weight / inner_total)
 
@@ -280,8 +274,8 @@ def _inner_sums(
         gate += tl.sum(tl.where((s == landmark)[None, :], scores, 0.0), 1)
         scores = tl.where((s < landmark)[None, :], scores, HIDDEN)
         higher = tl.maximum(top, tl.max(scores, 1))
-        exponentials = _exp(scores - higher[:, None], EXACT)
-        shrink = _exp(top - higher, EXACT)
+        exponentials = exp(scores - higher[:, None], EXACT)
+        shrink = exp(top - higher, EXACT)
         total = total * shrink + tl.sum(exponentials, 1)
         inner = inner * shrink + tl.sum(exponentials * dp, 1)
         top = higher
@@ -309,16 +303,16 @@ def _gradients_of_scores(
         top = tl.where(seen, top, -HIDDEN)
     if OWN:  # the own chunk's tokens stand in the softmax themselves
         top = tl.where(is_own & seen, lse, top)
-    exponentials = _exp(scores - top[:, None], EXACT)
+    exponentials = exp(scores - top[:, None], EXACT)
     if not MANY:
         total = tl.sum(exponentials, 1)
         total = tl.where(total > 0, total, 1.0)
         inner = tl.sum(exponentials * dp, 1) / total
     if OWN:
-        weight = _exp(tl.where(seen & (is_own == 0), gate - lse, HIDDEN), EXACT)
+        weight = exp(tl.where(seen & (is_own == 0), gate - lse, HIDDEN), EXACT)
         factor = tl.where(is_own & seen, 1.0, weight / total)
     else:
-        weight = _exp(tl.where(seen, gate - lse, HIDDEN), EXACT)
+        weight = exp(tl.where(seen, gate - lse, HIDDEN), EXACT)
         factor = weight / total
     landmark_grad = weight * (inner - delta)
     if OWN:
@@ -352,7 +346,7 @@ def _queries_chunk(
                 scores, dp, s, landmark, is_own, seen, shown - tile * BLOCK_S, lse, delta, top, total, gate, inner,
                 True, OWN, EXACT,
             )  # fmt: skip
-            query_grad = tl.dot(ds.to(keys.dtype), keys, query_grad, input_precision=PRECISION)
+            query_grad = add_product(query_grad, ds.to(keys.dtype), keys, EXACT)
     else:
         start, landmark, of_keys, of_values = _chunk(entry, 0, BLOCK_S, OWN)
         keys = _load_rows(k_at + start * s_kt, s, s_kt, s < of_keys, D, BLOCK_D)
@@ -361,7 +355,7 @@ def _queries_chunk(
         _, ds = _gradients_of_scores(
             scores, dp, s, landmark, is_own, seen, shown, lse, delta, lse, lse, lse, lse, False, OWN, EXACT
         )
-        query_grad = tl.dot(ds.to(keys.dtype), keys, query_grad, input_precision=PRECISION)
+        query_grad = add_product(query_grad, ds.to(keys.dtype), keys, EXACT)
     return query_grad
 
 
@@ -498,10 +492,8 @@ def keys_kernel(
             scores, dp, s, landmark, is_own, seen, shown - tile * BLOCK_S, lse, delta, top, total, gate, inner,
             MANY, True, EXACT,
         )  # fmt: skip
-        value_grad = tl.dot(
-            tl.trans(out_grad), probabilities.to(out_grad.dtype), value_grad, input_precision=PRECISION
-        )
-        key_grad = tl.dot(tl.trans(query), ds.to(query.dtype), key_grad, input_precision=PRECISION)
+        value_grad = add_product(value_grad, tl.trans(out_grad), probabilities.to(out_grad.dtype), EXACT)
+        key_grad = add_product(key_grad, tl.trans(query), ds.to(query.dtype), EXACT)
 
     # [part, B, T, J, D]; what is in no chunk keeps the zeros that stand there
     to = (((part * B + b) * T + start) * J + j) * D
