@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,6 +27,9 @@ from torch import Tensor
 from tests.budgets import values_and_gradients
 from tests.ops.gca import cases as gca_cases
 from tests.ops.landmark import cases as landmark_cases
+from trailmark.evaluation.needles.ask import measure
+from trailmark.evaluation.needles.suite import NeedleSettings
+from trailmark.evaluation.subject import load
 from trailmark.ops import (
     LandmarkLayout,
     alibi_slopes,
@@ -143,7 +147,7 @@ def check_budgets(rows: Rows) -> None:
 def each_job(work: Callable[[Job], Rows], jobs: list[Job], rows: Rows, seconds: float) -> None:
     """Adds the rows of all jobs; on a GPU by several processes."""
     if not REHEARSAL:
-        in_processes(work, jobs, rows, min(8, os.cpu_count() or 1), seconds)
+        in_processes(work, jobs, rows, min(12, os.cpu_count() or 1), seconds)
         return
     for job in jobs:
         rows += work(job)
@@ -520,6 +524,19 @@ def select_well(N: int, M: int, K: int, E: int, dtype: torch.dtype, noisy: bool)
     assert bool((best - worst <= allowed).all()), f"{(best - worst).max()} apart, allowed {allowed}"
 
 
+# --- a whole model ---------------------------------------------------------------------------------------------
+
+
+def check_demo(rows: Rows) -> None:
+    """The demo's model, which comes with the package, reads long texts and is asked for what they hide."""
+    subject = load(Path("demo"), device=torch.device(DEVICE))
+    lengths, questions = ((4096,), 2) if REHEARSAL else ((4096, 1 << 20), 20)
+    for found in measure(subject, NeedleSettings(lengths, questions=questions), subject.tokens(None)):
+        told = {key: found[key] for key in ("length", "questions", "correct", "tokens_per_second")}
+        passed = found["correct"] == found["questions"]
+        rows.append(_row(f"the demo's model, {found['length']:,} tokens", passed, found["seconds"], **told))
+
+
 # --- tests -----------------------------------------------------------------------------------------------------
 
 
@@ -583,5 +600,6 @@ CHECKS: dict[str, Callable[[Rows], None]] = {
     "synchronisation": check_no_synchronisation,
     "others": check_others,
     "landmark kernels": check_landmark,
+    "demo": check_demo,
     "tests": TESTS.check,
 }

@@ -38,7 +38,8 @@ def test_a_rehearsal_leaves_nothing_out(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads(output.read_text())
     assert found["rehearsal"] is True
-    for part in ("budgets", "repeats", "many elements", "synchronisation", "others", "landmark kernels"):
+    checks = ("budgets", "repeats", "many elements", "synchronisation", "others", "landmark kernels", "demo")
+    for part in checks:
         assert found[part]
         assert all(row["passed"] for row in found[part])
     assert any("in parts" in row["check"] for row in found["budgets"])
@@ -114,7 +115,7 @@ def test_a_row_that_fails_is_left_out_and_the_rest_is_timed(
 ) -> None:
     monkeypatch.setattr(gpu, "REHEARSAL", True)
     output = tmp_path / "gpu.json"
-    record = gpu.Record(output, minutes=10)
+    record = gpu.Record(output, minutes=10, names=set())
     seen = []
 
     def passes() -> dict[str, Any]:
@@ -144,3 +145,24 @@ def test_a_row_that_fails_is_left_out_and_the_rest_is_timed(
     record.time("window", ("repeats",), rows())
     assert "window" not in record.found
     assert "one" in record.found["window: left out"]
+
+
+def test_parts_that_are_made_again_leave_the_others_in_the_file(
+    gpu: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpu, "REHEARSAL", True)
+    output = tmp_path / "gpu.json"
+    for names, passed in (({"budgets", "repeats"}, True), ({"repeats"}, False)):
+        record = gpu.Record(output, minutes=10, names=names)
+        for name in names:
+            record.check(name, lambda rows, own=passed: rows.append({"check": "float32", "passed": own}))
+    found = json.loads(output.read_text())
+    assert [found[name][0]["passed"] for name in ("budgets", "repeats")] == [True, False]
+    # what is timed in half precision needs no check of float32
+    record.time("window", ("repeats",), [])
+    record.time("selection", ("repeats",), [])
+    assert "window: left out" not in record.found
+    assert "float32" in record.found["selection: left out"]
+    machine = json.loads(output.read_text()) | {"device": "another"}
+    output.write_text(json.dumps(machine))
+    assert "budgets" not in gpu.Record(output, minutes=10, names={"repeats"}).found
