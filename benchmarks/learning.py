@@ -37,7 +37,7 @@ from pretrained_models import (
     subject,
     totals,
 )  # fmt: skip
-from pretrained_references import bm25_scores, chapter, hits, share
+from pretrained_references import Integers, bm25_scores, chapter, hits, share
 from pretrained_train import corpus
 from torch import Tensor
 from training_text import train as train_run
@@ -54,7 +54,7 @@ from trailmark.machine import start_again_set_up
 from trailmark.models.candidates import TextCandidates
 from trailmark.ops.score_parts import without_recency
 from trailmark.report.console import Progress
-from trailmark.statistics import bootstrap_ratio
+from trailmark.statistics import bootstrap_mean, bootstrap_ratio
 from trailmark.training.config import load_run_config
 
 OUTPUT = Path(__file__).with_suffix(".json")
@@ -130,12 +130,17 @@ def measure(options: argparse.Namespace) -> None:
         {seed: load_run_config(of(options.begin, seed) / "run.yaml") for seed in options.seeds}
         for of in (fitted, trained)
     )
-    keep(options.output, f"losses, {options.begin}", {
-        "window": WINDOW, "length": LENGTH, "counted": LENGTH - UNSEEN, "step_tokens": STEP_TOKENS,
+    found = {
+        "window": WINDOW, "length": LENGTH, "counted": LENGTH - UNSEEN,
+        "step_tokens": runs[options.seeds[0]].training.tokens_per_step,
         "steps": {seed: run.training.steps for seed, run in runs.items()},
         "fit_steps": {seed: run.distil.fit_steps for seed, run in fits.items()},
-        "weights": {seed: _weights(trained(options.begin, seed)) for seed in runs}, "rows": rows,
-    })  # fmt: skip
+        "weights": {seed: _weights(trained(options.begin, seed)) for seed in runs},
+    }  # fmt: skip
+    keep(options.output, f"losses, {options.begin}", found | {"rows": rows})
+    by_kind = {kind: {seed: own[seed][kind] for seed in options.seeds} for kind in texts}
+    rows = [row for kind, of_seeds in by_kind.items() for row in nats_rows(kind, of_seeds)]
+    keep(options.output, f"nats, {options.begin}", found | {"rows": rows})
     progress.say(f"Measured, in {options.output}")
 
 
@@ -164,14 +169,19 @@ def _told(texts: Sequence[Text], rule: str | None, model: Any, number: int) -> A
     if rule is None:
         return losses_of(model, ids)
     if rule == "popular":
-        seen = model(torch.from_numpy(ids)[None], output_retrieval_scores=True, logits_to_keep=1)
-        scores = _popular(seen.retrieval_scores.scores[0][0], config).numpy()
+        seen = model(_on(model, ids), output_retrieval_scores=True, logits_to_keep=1)
+        scores = _popular(seen.retrieval_scores.scores[0][0].cpu(), config).numpy()
         limits = np.isfinite(scores).sum(1)  # candidates come first
         return losses_of(model, ids, best_chunks(scores, limits, config.num_retrieved_chunks))
     grid = model.layouts.of(len(ids), False)
     limits = grid.candidates(config.first_visible, torch.device("cpu")).flatten().numpy()
     choices = choices_of(ids, config.chunk_size, limits, config.num_retrieved_chunks, 0, number)
     return losses_of(model, ids, dict(choices)[rule])
+
+
+def _on(model: Any, ids: Integers) -> Tensor:
+    """[1, T] where the model computes."""
+    return torch.from_numpy(ids)[None].to(model.device)
 
 
 def _popular(scores: Tensor, config: Any) -> Tensor:
@@ -203,6 +213,23 @@ def _rows(
             "kind": kind, "seed": seed, "chunks": chunks, "texts": len(own), "closed": float(closed.sum() / gap.sum()),
             "closed_low": low, "closed_high": high, "more": float(more.sum() / gap.sum()), "more_low": more_low,
             "more_high": more_high, "nats": float(own.sum() / len(own) / (LENGTH - UNSEEN)),
+        })  # fmt: skip
+    return rows
+
+
+def nats_rows(kind: str, own: Mapping[int, Mapping[str, Totals]]) -> list[dict[str, Any]]:
+    """Of each choice the nats of a token, and how many fewer what was learned costs: of the seeds' mean."""
+    rows = []
+    for chunks in next(iter(own.values())):
+        mine, learned = (
+            np.stack([found[name] for found in own.values()]) / (LENGTH - UNSEEN)
+            for name in (chunks, "learned")
+        )
+        less = mine - learned
+        low, high = bootstrap_mean(less.mean(0))
+        rows.append({
+            "kind": kind, "chunks": chunks, "texts": mine.shape[1], "nats": float(mine.mean()),
+            "by_seed": mine.mean(1).tolist(), "less": float(less.mean()), "less_low": low, "less_high": high,
         })  # fmt: skip
     return rows
 
@@ -278,13 +305,11 @@ def _scores(models: Mapping[str, Any], ids: Tokens) -> dict[str, Any]:
         first.retrievers[0].register_forward_pre_hook(hidden),
     ]
     with suppress(_EnoughError):
-        first(torch.from_numpy(ids.astype(np.int64))[None], logits_to_keep=1, use_cache=False)
+        first(_on(first, ids.astype(np.int64)), logits_to_keep=1, use_cache=False)
     for hook in hooks:
         hook.remove()
     config = first.config
-    among = TextCandidates(
-        first.layouts.of(len(ids), False), config.first_visible, False, torch.device("cpu")
-    )
+    among = TextCandidates(first.layouts.of(len(ids), False), config.first_visible, False, first.device)
     scale = config.retrieval_scale * config.hidden_size**-0.5
     return {
         name: among.scores(
@@ -294,6 +319,7 @@ def _scores(models: Mapping[str, Any], ids: Tokens) -> dict[str, Any]:
             config.retrieval_recency,
         )[0]
         .double()
+        .cpu()
         .numpy()
         for name, model in models.items()
     }

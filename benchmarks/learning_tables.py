@@ -20,9 +20,9 @@ _CHOICES = {
 }
 
 
-def _known(part: str) -> Iterator[tuple[str, Row]]:
+def _known(part: str, name: str = "learning") -> Iterator[tuple[str, Row]]:
     """How a retriever began, and what was measured of it."""
-    known = record("learning")
+    known = record(name)
     for begin in _BEGINS:
         if f"{part}, {begin}" in known:
             yield begin, known[f"{part}, {begin}"]
@@ -54,6 +54,30 @@ def losses_text() -> str:
             f"{found['length']:,} tokens, of which the last {found['counted']:,} are counted, and a window of "
             f"{found['window']}; nats, shares and 95% "
             f"intervals over texts are of the seeds' mean.\n\n{table(columns, together)}"
+        )
+        blocks.append(on_machine(text, known["environment"]))
+    return "\n\n".join(blocks)
+
+
+def longer_text() -> str:
+    """The same in nats, of retrievers that were trained for longer, on a GPU."""
+    blocks = []
+    for begin, known in _known("nats", "learning_gpu"):
+        found = known["results"]
+        columns: Columns = {
+            "text": "{kind}",
+            "texts": "{texts}",
+            "choice": lambda row: _CHOICES[row["chunks"]],
+            "nats": "{nats:.3f}",
+            "more than by what was learned": lambda row: "" if row["chunks"] == "learned" else _less(row),
+            "nats, by seed": lambda row: ", ".join(f"{one:.3f}" for one in row["by_seed"]),
+        }
+        rows = sorted(found["rows"], key=lambda row: (row["kind"], list(_CHOICES).index(row["chunks"])))
+        (steps,) = set(found["steps"].values())
+        text = (
+            f"The retriever begins {_BEGINS[begin]}. {len(found['steps'])} seeds, each trained on "
+            f"{steps * found['step_tokens']:,} tokens; nats and 95% intervals over texts are of the seeds' mean.\n\n"
+            f"{table(columns, rows)}"
         )
         blocks.append(on_machine(text, known["environment"]))
     return "\n\n".join(blocks)

@@ -254,11 +254,14 @@ def reading(options: argparse.Namespace, progress: Progress) -> dict[str, Any]:
     found |= _training(trained(options.folder, TAUGHT[-1], 0, 0))
     asked, (near, *_) = Needles(options, progress), options.needles
     fine, exact = (Case("few", 16, summary, f"{APART}") for summary in (FINE, 1))
-    together = [fine, exact, exact._replace(taught=TAUGHT[-1]), Case(TAUGHT[-1], None)]
+    last = exact._replace(taught=TAUGHT[-1])
+    together = [fine, exact, last, Case(TAUGHT[-1], None)]
     cases = [(case, near, TOGETHER, options.questions) for case in together]
     cases += [(exact, near, 1, options.questions)]
     cases += [(exact, length, 1, options.few) for length in options.far]
     cases += [(fine, options.far[-1], 1, options.singles)]
+    cases += [(last, length, 1, options.singles) for length in options.far]
+    cases += [(last, length, 1, options.few) for length in options.longest]
     for case, length, count, questions in cases:
         taught, hils = _taught(options, case.taught)
         folder, changes = taught, case.changes
@@ -272,7 +275,7 @@ def reading(options: argparse.Namespace, progress: Progress) -> dict[str, Any]:
 
 def _read_and_ask(texts: Sequence[Text], model: Any, number: int) -> Any:
     """[ASKED] what a text's last tokens cost a model that has read the others."""
-    ids = torch.from_numpy(texts[number].ids).long()[None]
+    ids = torch.from_numpy(texts[number].ids).long()[None].to(model.device)
     with torch.inference_mode():
         cache = model.read(ids[:, : -ASKED - 1])
         asked = ids[:, -ASKED - 1 :]
@@ -392,6 +395,13 @@ def main() -> None:
     parser.add_argument("--texts", type=int, default=9, help="that forms are compared on, at most")
     parser.add_argument(
         "--far", type=int, nargs="+", default=(16_384, 65_536), help="lengths beyond the base's"
+    )
+    parser.add_argument(
+        "--longest",
+        type=int,
+        nargs="*",
+        default=(),
+        help="at which one model alone is asked, in the part reading",
     )
     parser.add_argument("--needles", type=int, nargs="+", default=(4096, 65_536), help="lengths of texts")
     parser.add_argument("--questions", type=int, default=100, help="about needles, at each length")

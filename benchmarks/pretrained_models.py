@@ -17,7 +17,7 @@ from common import ROOT, data_folder
 from tests.smollm2 import convert_smollm2
 from trailmark.data.corpus import Tokens, read_text, standard_library_texts, tokenize
 from trailmark.evaluation.losses import token_losses
-from trailmark.evaluation.subject import Subject, load
+from trailmark.evaluation.subject import Subject, load, own_device
 from trailmark.files import read_json, write_json
 from trailmark.models.conversion.convert import convert
 from trailmark.models.drt.config import DRTConfig
@@ -93,8 +93,8 @@ def converted(folder: Path, to: str, *fields: str) -> Path:
 
 
 def subject(folder: Path, *changes: str) -> Subject:
-    """With its tokenizer, in bfloat16 where the processor multiplies it, else in float32."""
-    found = load(folder, changes)
+    """With its tokenizer, on a GPU if there is one; in bfloat16 where that is multiplied, else in float32."""
+    found = load(folder, changes, device=own_device(None))
     found.model = found.model.eval().to(getattr(torch, precision()))
     return found
 
@@ -172,8 +172,8 @@ class Models(NamedTuple):
 
 
 def precision() -> str:
-    """What models compute in: "bfloat16" where the processor multiplies it."""
-    return fast_precision("cpu")[0]
+    """What models compute in: "bfloat16" where it is multiplied."""
+    return fast_precision(own_device(None).type)[0]
 
 
 def window_fields(window: int) -> tuple[str, ...]:

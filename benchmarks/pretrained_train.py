@@ -57,10 +57,9 @@ def corpus(folder: Path, tokenizer: Path) -> Path:
     return folder / "shards"
 
 
-def config(kind: str, options: argparse.Namespace) -> RunConfig:
+def config(kind: str, steps: int, options: argparse.Namespace) -> RunConfig:
     """Of one of KINDS or MORE."""
     teacher, window = converted(options.folder, "sliding_window"), f"sliding_window={options.window}"
-    steps = STEPS.get(kind, 20) if options.steps is None else options.steps
     changes = ["distil.retrieval_weight=0"]
     if kind == "landmark":  # nothing of it is added that could learn alone
         begin = converted(options.folder, "landmark")
@@ -148,15 +147,24 @@ def main() -> None:
         help="default: all that are compared",
     )
     parser.add_argument("--folder", type=Path, default=FOLDER, help="conversions, text and models")
-    parser.add_argument("--steps", type=int, help=f"of {LENGTH:,} tokens; default: {STEPS}, others 20")
+    parser.add_argument(
+        "--steps", type=int, nargs="+",
+        help=f"of {LENGTH:,} tokens, of all kinds or of each; default: {STEPS}, others 20",
+    )  # fmt: skip
     parser.add_argument("--window", type=int, default=256)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--model", nargs="*", default=[], help="fields of the converted DRT, as key=value")
     parser.add_argument("--set", nargs="*", default=[], help="keys of the runs, as key=value")
     options = parser.parse_args()
     start_again_set_up()  # as `trailmark train` does
-    for kind in options.kinds or KINDS:
-        train(config(kind, options))
+    kinds = options.kinds or KINDS
+    if options.steps and len(options.steps) not in (1, len(kinds)):
+        parser.error(
+            f"--steps: expected one number, or one for each of {len(kinds)} kinds, got {len(options.steps)}."
+        )
+    for number, kind in enumerate(kinds):
+        steps = STEPS.get(kind, 20) if options.steps is None else (options.steps * len(kinds))[number]
+        train(config(kind, steps, options))
 
 
 if __name__ == "__main__":

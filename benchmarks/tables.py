@@ -92,7 +92,8 @@ def crossed(
 def machine(where: Row, libraries: Sequence[str] = ("torch",)) -> str:
     threads = f"{where['threads']} thread{'s' * (where['threads'] > 1)}"
     versions = ", ".join(f"{name} {where[name]}" for name in libraries)
-    return f"{where['processor']}, {threads}, {versions}, {where['date']}"
+    computed = where.get("gpu") or f"{where['processor']}, {threads}"
+    return f"{computed}, {versions}, {where['date']}"
 
 
 def on_machine(text: str, where: Row) -> str:
