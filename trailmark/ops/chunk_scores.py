@@ -186,7 +186,7 @@ def select_for_tokens(
     scores = query.new_full((B, T, J, num_retrieved), -math.inf, dtype=dtype)
     of_heads = query.new_full((B, T, H, num_retrieved), -math.inf, dtype=dtype)
     number = torch.arange(M, device=query.device)
-    each = keys[0].shape[2] if keys is not None else parts[0].shape[2] if parts else 1
+    each = 1 if keys is None else keys[0].shape[2]  # a chunk's summaries are added up block by block
     block = max(16, _BLOCK_ELEMENTS // max(1, B * sum(math.prod(x.shape[2:]) for x in parts[:1])))
     slab = max(1, _SLAB_SCORES // max(1, B * H * M * each))
     for start in range(0, T if M else 0, slab):

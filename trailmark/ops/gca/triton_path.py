@@ -273,14 +273,14 @@ def _of_weights(
     The kernel took D = ``delta`` from the output, which was multiplied in the dtype of q, and so is off by what the
     gains add up to: with the share ``own`` of what is beside, sum_k w_k gain_k = own (D - gained_beside) were D exact.
     """
-    (B, N, R, H, _), (_, _, J, K) = call.q.shape, call.indices.shape
-    gains, masses = inner.masked_fill((call.indices < 0)[..., None], 0)
+    R, J = call.q.shape[2], call.indices.shape[2]
+    nothing = (call.indices < 0)[..., None]  # nothing was written there
+    gains, masses = inner.masked_fill(nothing, 0)
     weights = call.weights.float()  # [B, N, J or H, K]
-    if weights.shape[2] == J:
-        weights = weights[..., None]
-    else:
-        weights = weights.view(B, N, J, H // J, K).transpose(3, 4).repeat(1, 1, 1, 1, R)
-    weighed = (weights * gains).masked_fill((call.indices < 0)[..., None], 0).sum(3)
+    weights = weights.unflatten(2, (J, -1)).transpose(3, 4)  # [B, N, J, K, 1 or G]
+    if weights.shape[-1] > 1:
+        weights = weights.repeat(1, 1, 1, 1, R)
+    weighed = (weights * gains).masked_fill(nothing, 0).sum(3)
     return gains - masses * (weighed - own * (delta - gained_beside))[:, :, :, None]
 
 
