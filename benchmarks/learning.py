@@ -132,7 +132,7 @@ def measure(options: argparse.Namespace) -> None:
     )
     found = {
         "window": WINDOW, "length": LENGTH, "counted": LENGTH - UNSEEN,
-        "step_tokens": runs[options.seeds[0]].training.tokens_per_step,
+        "step_tokens": runs[options.seeds[0]].training.tokens_per_step, "fit_step_tokens": STEP_TOKENS,
         "steps": {seed: run.training.steps for seed, run in runs.items()},
         "fit_steps": {seed: run.distil.fit_steps for seed, run in fits.items()},
         "weights": {seed: _weights(trained(options.begin, seed)) for seed in runs},
@@ -218,7 +218,7 @@ def _rows(
 
 
 def nats_rows(kind: str, own: Mapping[int, Mapping[str, Totals]]) -> list[dict[str, Any]]:
-    """Of each choice the nats of a token, and how many fewer what was learned costs: of the seeds' mean."""
+    """Of each choice the nats of a token, and how many more than what was learned costs: of the seeds' mean."""
     rows = []
     for chunks in next(iter(own.values())):
         mine, learned = (

@@ -48,9 +48,10 @@ def losses_text() -> str:
             key=lambda row: (row["kind"], list(_CHOICES).index(row["chunks"])),
         )
         step = found["step_tokens"]
+        of_fit = found.get("fit_step_tokens", step)
         text = (
             f"The retriever begins {_BEGINS[begin]}. {len(found['weights'])} seeds, each fitted on "
-            f"{fit_steps * step:,} tokens, its retriever then trained on {steps * step:,}. Texts of "
+            f"{fit_steps * of_fit:,} tokens, its retriever then trained on {steps * step:,}. Texts of "
             f"{found['length']:,} tokens, of which the last {found['counted']:,} are counted, and a window of "
             f"{found['window']}; nats, shares and 95% "
             f"intervals over texts are of the seeds' mean.\n\n{table(columns, together)}"

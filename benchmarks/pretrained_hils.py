@@ -254,14 +254,15 @@ def reading(options: argparse.Namespace, progress: Progress) -> dict[str, Any]:
     found |= _training(trained(options.folder, TAUGHT[-1], 0, 0))
     asked, (near, *_) = Needles(options, progress), options.needles
     fine, exact = (Case("few", 16, summary, f"{APART}") for summary in (FINE, 1))
-    last = exact._replace(taught=TAUGHT[-1])
-    together = [fine, exact, last, Case(TAUGHT[-1], None)]
+    farthest = exact._replace(taught=TAUGHT[-1])
+    together = [fine, exact, farthest, Case(TAUGHT[-1], None)]
+    cases: list[tuple[Case, int, int, int]]
     cases = [(case, near, TOGETHER, options.questions) for case in together]
     cases += [(exact, near, 1, options.questions)]
     cases += [(exact, length, 1, options.few) for length in options.far]
     cases += [(fine, options.far[-1], 1, options.singles)]
-    cases += [(last, length, 1, options.singles) for length in options.far]
-    cases += [(last, length, 1, options.few) for length in options.longest]
+    cases += [(farthest, length, 1, options.singles) for length in options.far]
+    cases += [(farthest, length, 1, options.few) for length in options.longest]
     for case, length, count, questions in cases:
         taught, hils = _taught(options, case.taught)
         folder, changes = taught, case.changes

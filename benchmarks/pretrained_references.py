@@ -118,7 +118,7 @@ class Ranking:
     @torch.no_grad()
     def scores(self, ids: Tokens) -> dict[str, Floats]:
         """[asking chunk, past chunk] by rule; of "attention, reading" the first is the chunk that reads."""
-        tokens = torch.from_numpy(ids.astype(np.int64))[None]
+        tokens = torch.from_numpy(ids.astype(np.int64))[None].to(self.base.device)
         mass = self._mass(tokens)
         own = {
             name: drt(tokens, output_retrieval_scores=True, logits_to_keep=1).retrieval_scores.scores[0][0]
@@ -128,14 +128,14 @@ class Ranking:
         return {
             "attention, reading": mass,
             "attention, asking": mass,
-            **{name: scores.double().numpy() for name, scores in own.items()},
+            **{name: scores.double().cpu().numpy() for name, scores in own.items()},
             "BM25": bm25_scores(self.bm25, ids, self.config.chunk_size),
             "recent": np.broadcast_to(np.arange(chunks, dtype=np.float64), (chunks, chunks)),
         }
 
     def _mass(self, tokens: torch.Tensor) -> Floats:
         """[chunk, chunk], over the layers that read in the DRT, the tokens that it always sees apart."""
-        chunks = torch.arange(tokens.shape[1])[None] // self.config.chunk_size + 1
+        chunks = torch.arange(tokens.shape[1], device=tokens.device)[None] // self.config.chunk_size + 1
         chunks[:, : self.config.num_sinks] = 0
         found: list[torch.Tensor] = []
 
@@ -145,7 +145,7 @@ class Ranking:
 
         with watching_attention(self.base, see):
             self.base(tokens, logits_to_keep=1)
-        return np.asarray(torch.stack(found).sum(0)[0, 1:, 1:].double().numpy())
+        return np.asarray(torch.stack(found).sum(0)[0, 1:, 1:].double().cpu().numpy())
 
 
 def share(

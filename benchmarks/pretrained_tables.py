@@ -301,7 +301,10 @@ def _reading_summary() -> str:
         for row in found["losses"]
         if row["kind"] == "LaTeX" and len(row["layers"]) == max(len(x["layers"]) for x in found["losses"])
     }
-    singles = [row for row in found["rows"] if (row["together"], row["summary"]) == (1, 1)]
+    first = found["rows"][0]["taught"]  # of one training alone
+    singles = [
+        row for row in found["rows"] if (row["taught"], row["together"], row["summary"]) == (first, 1, 1)
+    ]
     said = ", ".join(f"{row['correct']} of {row['questions']} in {row['length']:,} tokens" for row in singles)
     return (
         "Set to `reading=windows`, a text passes through windows alone on its way into memory, and what is asked "

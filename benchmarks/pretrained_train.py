@@ -156,12 +156,12 @@ def main() -> None:
     parser.add_argument("--model", nargs="*", default=[], help="fields of the converted DRT, as key=value")
     parser.add_argument("--set", nargs="*", default=[], help="keys of the runs, as key=value")
     options = parser.parse_args()
-    start_again_set_up()  # as `trailmark train` does
     kinds = options.kinds or KINDS
     if options.steps and len(options.steps) not in (1, len(kinds)):
         parser.error(
             f"--steps: expected one number, or one for each of {len(kinds)} kinds, got {len(options.steps)}."
         )
+    start_again_set_up()  # as `trailmark train` does
     for number, kind in enumerate(kinds):
         steps = STEPS.get(kind, 20) if options.steps is None else (options.steps * len(kinds))[number]
         train(config(kind, steps, options))

@@ -243,12 +243,19 @@ def gpu_summary() -> str:
     found = record("gpu")
     made = [row["passed"] for name in _OF_KERNELS for row in found[name] if row["passed"] is not None]
     longest = max(found["demo"], key=lambda row: row["length"])
+    tests, own = found["tests"][0], ""
+    if tests["passed"] is not True:
+        failed = tests["tail"].count(" failed (")
+        own = (
+            f" Of their tests those that ran in {tests['seconds']:.0f} s passed but for {failed}, after which that "
+            "kernel has changed."
+        )
     return (
         f"On one {found['device']} (torch {found['torch']}, triton {found['triton']}, {found['date']}) {sum(made)} of "
         f"{len(made)} checks of the kernels pass: error budgets against float64, the same bits 250 times, tables past "
-        f"2^31 elements, nothing that waits for the device. There the demo's DRT reads {longest['length']:,} tokens at "
-        f"{longest['tokens_per_second']:,.0f} tokens/s, beside other work, and answers {longest['correct']} of "
-        f"{longest['questions']} questions."
+        f"2^31 elements, nothing that waits for the device.{own} There the demo's DRT reads "
+        f"{longest['length']:,} tokens at {longest['tokens_per_second']:,.0f} tokens/s, beside other work, and answers "
+        f"{longest['correct']} of {longest['questions']} questions."
     )
 
 
@@ -256,12 +263,16 @@ def gpu_text() -> str:
     from gpu import goals
 
     rows = goals(record("gpu"))
-    times = (
-        markdown_table(["what", "at", "found", "goal"], rows)
-        if rows
-        else "Times have not been taken alone there yet."
-    )
-    return f"{gpu_summary()}\n\n{times} `python benchmarks/gpu.py` checks and times them again."
+    times = markdown_table(["what", "at", "found", "goal"], rows) if rows else _NOT_TIMED
+    return f"{gpu_summary()}\n\n{times}\n\n`python benchmarks/gpu.py` checks and times them again."
+
+
+_NOT_TIMED = "How fast the kernels are, alone on a GPU, has not been measured yet."
+
+
+def gpu_line() -> str:
+    """A line of the README."""
+    return f"- **GPU**: {gpu_summary()}" + ("" if "gca" in record("gpu") else f" {_NOT_TIMED}")
 
 
 def training_text() -> str:
@@ -415,7 +426,7 @@ DOCUMENTS: dict[str, Mapping[str, Callable[[], str]]] = {
         "demo": demo_summary,
         "learning": learning_tables.summary_text,
         "hils": pretrained_tables.hils_summary,
-        "gpu": lambda: f"- **GPU**: {gpu_summary()} Times of the kernels have not been taken alone yet.",
+        "gpu": gpu_line,
     },
     "docs/kernels.md": {"gpu": gpu_summary},
     "benchmarks/README.md": {

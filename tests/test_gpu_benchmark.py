@@ -152,17 +152,19 @@ def test_parts_that_are_made_again_leave_the_others_in_the_file(
 ) -> None:
     monkeypatch.setattr(gpu, "REHEARSAL", True)
     output = tmp_path / "gpu.json"
-    for names, passed in (({"budgets", "repeats"}, True), ({"repeats"}, False)):
+    for names, passed in (({"budgets", "others", "repeats"}, True), ({"others", "budgets"}, False)):
         record = gpu.Record(output, minutes=10, names=names)
         for name in names:
             record.check(name, lambda rows, own=passed: rows.append({"check": "float32", "passed": own}))
     found = json.loads(output.read_text())
-    assert [found[name][0]["passed"] for name in ("budgets", "repeats")] == [True, False]
-    # what is timed in half precision needs no check of float32
-    record.time("window", ("repeats",), [])
-    record.time("selection", ("repeats",), [])
-    assert "window: left out" not in record.found
+    assert [found[name][0]["passed"] for name in ("repeats", "budgets", "others")] == [True, False, False]
+    # attention is timed in half precision, and needs no check of float32
+    record.time("gca", ("budgets",), [])
+    record.time("selection", ("others",), [])
+    assert "gca: left out" not in record.found
     assert "float32" in record.found["selection: left out"]
     machine = json.loads(output.read_text()) | {"device": "another"}
     output.write_text(json.dumps(machine))
     assert "budgets" not in gpu.Record(output, minutes=10, names={"repeats"}).found
+    output.write_text(json.dumps(found | {"date": "2000-01-01"}))
+    assert "budgets" in gpu.Record(output, minutes=10, names={"repeats"}).found

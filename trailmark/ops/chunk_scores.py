@@ -267,32 +267,36 @@ def _scores_of(query: Tensor, landmarks: Tensor, indices: Tensor, scale: float) 
 
 
 def _tables(landmarks: Sequence[Tensor], size: int, dtype: torch.dtype) -> Iterator[Tensor]:
-    """Blocks of ``size`` chunks, [B, heads, n, m, D + 1], of landmark vectors in any parts [B, M, n, heads, D + 1].
+    """Blocks of ``size`` chunks, [B, m, n, heads, D + 1], of landmark vectors in any parts [B, M, n, heads, D + 1].
 
     They are copied to one place, which stays in a cache, so that neither parts nor strides decide a bit of a product.
     """
-    B, _, n, heads, width = landmarks[0].shape
-    M = sum(part.shape[1] for part in landmarks)
-    place = torch.empty(B * heads * n * min(size, M) * width, dtype=dtype, device=landmarks[0].device)
+    B, M, rest = landmarks[0].shape[0], sum(part.shape[1] for part in landmarks), landmarks[0].shape[2:]
+    place = torch.empty(B * min(size, M) * math.prod(rest), dtype=dtype, device=landmarks[0].device)
     for first in range(0, M, size):
         m = min(size, M - first)
-        table = place[: B * heads * n * m * width].view(B, heads, n, m, width)
+        table = place[: B * m * math.prod(rest)].view(B, m, *rest)
         begin = -first  # of each part, in the block
         for part in landmarks:
             end = begin + part.shape[1]
             if end > 0 and begin < m:
                 low, high = max(begin, 0), min(end, m)
-                table[:, :, :, low:high] = part[:, low - begin : high - begin].permute(0, 3, 2, 1, 4)
+                table[:, low:high] = part[:, low - begin : high - begin]
             begin = end
         yield table
 
 
 def _expansion(query: Tensor, table: Tensor, scale: float) -> Tensor:
-    """Scores [B, t, H, m] of queries [B, t, H, D] by landmark vectors [B, heads, n, m, D + 1]."""
-    (B, t, H, D), (heads, n, m) = query.shape, table.shape[1:4]
-    asked = query.view(B, t, heads, H // heads, D).permute(0, 2, 1, 3, 4).flatten(2, 3)  # [B, heads, t g, D]
-    flat = table.view(B * heads, n * m, D + 1).transpose(1, 2)
-    found = torch.baddbmm(flat[:, D:], asked.flatten(0, 1), flat[:, :D], alpha=scale)
+    """Scores [B, t, H, m] of queries [B, t, H, D] by landmark vectors [B, m, n, heads, D + 1]."""
+    t, D, (m, n, heads) = query.shape[1], query.shape[3], table.shape[1:4]
+    asked = query.unflatten(2, (heads, -1)).permute(0, 2, 1, 3, 4).flatten(2, 3)  # [B, heads, t g, D]
+    flat = table.flatten(1, 2).permute(0, 2, 3, 1)  # [B, heads, D + 1, m n]
+    found = torch.stack(
+        [
+            torch.baddbmm(own[:, D:], rows, own[:, :D], alpha=scale)
+            for rows, own in zip(asked, flat, strict=True)
+        ]
+    )
     if n > 1:
-        found = found.unflatten(-1, (n, m)).logsumexp(-2)
-    return found.view(B, heads, t, H // heads, m).permute(0, 2, 1, 3, 4).reshape(B, t, H, m)
+        found = found.unflatten(-1, (m, n)).logsumexp(-1)
+    return found.unflatten(2, (t, -1)).transpose(1, 2).flatten(2, 3)

@@ -195,17 +195,19 @@ def test_nothing_selected_gives_zeros(per_query_head: bool, beside: bool) -> Non
     assert_budget(tensors, rest)
 
 
+@pytest.mark.parametrize("beside", [False, True])
 @pytest.mark.parametrize("per_query_head", [False, True])
-def test_what_does_not_exist_has_no_effect_not_even_as_nan(per_query_head: bool) -> None:
-    tensors, rest = inputs(N=4, M=4, S=20, lengths=True, K=3, g=2, per_query_head=per_query_head)
+def test_what_does_not_exist_has_no_effect_not_even_as_nan(per_query_head: bool, beside: bool) -> None:
+    more: dict[str, Any] = {"per_query_head": per_query_head, "beside": beside}
+    tensors, rest = inputs(N=4, M=4, S=20, lengths=True, K=3, g=2, **more)
     rest["indices"][rest["indices"] == 2] = 1  # chunk 2 is read by nobody
     before = values_and_gradients(op(rest, "triton"), *tensors)
-    q, k, v, w = (x.clone() for x in tensors)
+    q, k, v, w, *others = (x.clone() for x in tensors)
     absent = torch.arange(20, device=DEVICE) >= rest["lengths"][..., None]
     k[absent], v[absent] = torch.nan, torch.nan
     k[:, 2], v[:, 2] = torch.nan, torch.inf
     w[(rest["indices"] < 0).repeat_interleave(2 if per_query_head else 1, dim=2)] = torch.nan
-    assert_same_bits(before, values_and_gradients(op(rest, "triton"), q, k, v, w))
+    assert_same_bits(before, values_and_gradients(op(rest, "triton"), q, k, v, w, *others))
 
 
 @pytest.mark.parametrize("sizes", [{"B": 0}, {"N": 0}, {"M": 0}])
@@ -509,10 +511,14 @@ def test_no_synchronisation_on_a_gpu() -> None:
 @pytest.mark.parametrize(
     "dtype", [torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)], ids=str
 )
-@pytest.mark.parametrize("beside", [False, True])
-def test_weights_of_float32(beside: bool, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    "sizes",
+    [{"R": 64}, {"R": 64, "beside": True}, {"R": 1, "g": 4, "per_query_head": True, "beside": True}],
+    ids=str,
+)
+def test_weights_of_float32(sizes: dict[str, Any], dtype: torch.dtype) -> None:
     """As in a model: scores and weights are float32 whatever the rest is."""
-    tensors, rest = inputs(dtype=dtype, R=64, S=63, N=8, D=64, K=8, beside=beside)
+    tensors, rest = inputs(dtype=dtype, S=63, N=8, D=64, K=8, **sizes)
     tensors[3] = tensors[3].float()
     assert_budget(tensors, rest)
 

@@ -243,8 +243,9 @@ def queries_kernel(
 ):  # fmt: skip
     """dQ and dw of one block of rows of one reading chunk; also D = rowsum(P * dP) for the keys' kernel.
 
-    Of which the weights' gradients are sums; where query heads have weights of their own, who launches this makes them.
-    JOINT: D is known before, ``delta``, and ``inner`` is what each chunk gains by its weight, then its probability.
+    The weights' gradients are sums of D; where query heads have weights of their own, who launches this makes them.
+    JOINT: D is known before, ``delta``. ``inner`` then holds what each chunk gains by its weight, and after all of
+    these the probability that a weight of 1 would give it; ``dw`` what a row's gains add up to, times their weights.
     """
     block, rest = _rows_of(tl.program_id(0).to(tl.int64), R * G, BLOCK_R)
     j, rest = rest % J, rest // J
@@ -276,6 +277,7 @@ def queries_kernel(
     if JOINT:
         of_row = ((b * N + n) * J + j) * (R * G) + i
         rowsum = tl.load(delta + of_row, mask=exists_row, other=0.0)
+        gained = tl.zeros([BLOCK_R], tl.float32)
     for slot in range(count):
         at_slot = slot + 0 * b  # 64 bits
         m = tl.load(chosen + at_slot * s_ik).to(tl.int64)
@@ -330,11 +332,14 @@ def queries_kernel(
         if JOINT:
             tl.store(inner + at_row, of_weight, mask=exists_row)
             tl.store(inner + (s_total + 0 * b) * K + at_row, mass, mask=exists_row)
+            gained += of_weight * weight
         else:
             tl.store(inner + at_row, rowsum, mask=exists_row)
             if not PER_QUERY_HEAD:
                 tl.store(dw + place * blocks + block, tl.where(exists, tl.sum(rowsum, 0), 0.0))
 
+    if JOINT:
+        tl.store(dw + of_row, gained, mask=exists_row)
     dq_at = dq + b * s_ob + n * s_on + j * G * s_oh
     tl.store(
         dq_at + (row * s_or + head * s_oh)[:, None] + d[None, :],

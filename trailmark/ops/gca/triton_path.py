@@ -215,7 +215,8 @@ def backward(
     blocks = -(-R * G // cut.rows)
     flags = _flags(call)
     own_weights = flags["PER_QUERY_HEAD"]
-    dw = q.new_zeros((0,) if own_weights or joint else (B, N, J, K, blocks), dtype=torch.float32)
+    of_dw = (B, N, J, R * G) if joint else (0,) if own_weights else (B, N, J, K, blocks)
+    dw = q.new_zeros(of_dw, dtype=torch.float32)
     inner = q.new_empty((2 if joint else 1, B, N, J, K, R * G), dtype=torch.float32)
     with torch.cuda.device_of(q):
         queries_kernel[(B * N * J * blocks,)](
@@ -226,13 +227,19 @@ def backward(
             **_constants(q, k, v, K, cut, wide, grad, dq), **flags,
         )  # fmt: skip
 
+    gains = inner[0]  # [B, N, J, K, R * G]; nothing was written where nothing is selected
     if joint:
-        inner = _of_weights(call, inner, delta, lse[-1, ..., 0, :], gained_beside)[None]
-    if own_weights:  # nothing was written where nothing is selected
-        of_heads = inner[0].view(B, N, J, K, R, G).sum(4).transpose(3, 4)  # [B, N, J, G, K]
+        # D was taken from the output, which was multiplied in the dtype of q, and so is off. With the share of what is
+        # beside, sum_k w_k gain_k = share (D - what D is of it), were D exact: by what is missing there it is off.
+        off = dw - lse[-1, ..., 0, :] * (delta - gained_beside)
+        gains.addcmul_(inner[1], off[:, :, :, None], value=-1)
+    if own_weights:
+        of_heads = gains.view(B, N, J, K, R, G).sum(4).transpose(3, 4)  # [B, N, J, G, K]
         dw = of_heads.masked_fill((indices < 0)[:, :, :, None], 0).flatten(2, 3)
+    elif joint:
+        dw = gains.sum(-1).masked_fill(indices < 0, 0)
     else:
-        dw = (inner[0] if joint else dw).sum(-1)
+        dw = dw.sum(-1)
     dw = dw.to(weights.dtype)
     if not of_memory:
         return dq, dk, dv, dw, of_beside, of_lse
@@ -263,25 +270,6 @@ def backward(
                 D=D, BLOCK=block, PER_HEAD=per_head,
             )  # fmt: skip
     return dq, dk, dv, dw, of_beside, of_lse
-
-
-def _of_weights(
-    call: CrossAttentionCall, inner: Tensor, delta: Tensor, own: Tensor, gained_beside: Tensor
-) -> Tensor:
-    """[B, N, J, K, R * G], what each row gains by each weight, in one softmax with what is beside.
-
-    The kernel took D = ``delta`` from the output, which was multiplied in the dtype of q, and so is off by what the
-    gains add up to: with the share ``own`` of what is beside, sum_k w_k gain_k = own (D - gained_beside) were D exact.
-    """
-    R, J = call.q.shape[2], call.indices.shape[2]
-    nothing = (call.indices < 0)[..., None]  # nothing was written there
-    gains, masses = inner.masked_fill(nothing, 0)
-    weights = call.weights.float()  # [B, N, J or H, K]
-    weights = weights.unflatten(2, (J, -1)).transpose(3, 4)  # [B, N, J, K, 1 or G]
-    if weights.shape[-1] > 1:
-        weights = weights.repeat(1, 1, 1, 1, R)
-    weighed = (weights * gains).masked_fill(nothing, 0).sum(3)
-    return gains - masses * (weighed - own * (delta - gained_beside))[:, :, :, None]
 
 
 class Readers(NamedTuple):
