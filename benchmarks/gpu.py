@@ -338,8 +338,7 @@ class Record:
         ]
 
     def time(self, name: str, needs: tuple[str, ...], part: list[Timing]) -> None:
-        failed = self.failed(needs, timed=True)
-        if failed:
+        if failed := self.failed(needs, timed=True):
             self.found[f"{name}: left out"] = f"did not pass: {failed}"
             self.save()
             return

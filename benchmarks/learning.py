@@ -37,7 +37,7 @@ from pretrained_models import (
     subject,
     totals,
 )  # fmt: skip
-from pretrained_references import Integers, bm25_scores, chapter, hits, share
+from pretrained_references import bm25_scores, chapter, hits, share
 from pretrained_train import corpus
 from torch import Tensor
 from training_text import train as train_run
@@ -47,7 +47,7 @@ from trailmark.data.neighbours.bm25 import best_chunks, fit_bm25
 from trailmark.data.shards import Corpus
 from trailmark.evaluation.documents import Documents
 from trailmark.evaluation.record import Record
-from trailmark.evaluation.retrieval.run import choices_of, losses_of, parts_of, run
+from trailmark.evaluation.retrieval.run import choices_of, losses_of, parts_of, row_of, run
 from trailmark.evaluation.retrieval.suite import RetrievalSettings
 from trailmark.files import sha256_of, write_text
 from trailmark.machine import start_again_set_up
@@ -169,7 +169,7 @@ def _told(texts: Sequence[Text], rule: str | None, model: Any, number: int) -> A
     if rule is None:
         return losses_of(model, ids)
     if rule == "popular":
-        seen = model(_on(model, ids), output_retrieval_scores=True, logits_to_keep=1)
+        seen = model(row_of(model, ids), output_retrieval_scores=True, logits_to_keep=1)
         scores = _popular(seen.retrieval_scores.scores[0][0].cpu(), config).numpy()
         limits = np.isfinite(scores).sum(1)  # candidates come first
         return losses_of(model, ids, best_chunks(scores, limits, config.num_retrieved_chunks))
@@ -177,11 +177,6 @@ def _told(texts: Sequence[Text], rule: str | None, model: Any, number: int) -> A
     limits = grid.candidates(config.first_visible, torch.device("cpu")).flatten().numpy()
     choices = choices_of(ids, config.chunk_size, limits, config.num_retrieved_chunks, 0, number)
     return losses_of(model, ids, dict(choices)[rule])
-
-
-def _on(model: Any, ids: Integers) -> Tensor:
-    """[1, T] where the model computes."""
-    return torch.from_numpy(ids)[None].to(model.device)
 
 
 def _popular(scores: Tensor, config: Any) -> Tensor:
@@ -305,7 +300,7 @@ def _scores(models: Mapping[str, Any], ids: Tokens) -> dict[str, Any]:
         first.retrievers[0].register_forward_pre_hook(hidden),
     ]
     with suppress(_EnoughError):
-        first(_on(first, ids.astype(np.int64)), logits_to_keep=1, use_cache=False)
+        first(row_of(first, ids.astype(np.int64)), logits_to_keep=1, use_cache=False)
     for hook in hooks:
         hook.remove()
     config = first.config

@@ -45,6 +45,7 @@ from pretrained_needles import Needles
 from tests.smollm2 import smollm2
 from trailmark.data.corpus import load_tokenizer, read_text, tokenize
 from trailmark.evaluation.far_layers import layer_types, measure_far_layers
+from trailmark.evaluation.retrieval.run import row_of
 from trailmark.files import read_json
 from trailmark.models.conversion.convert import open_any_base
 from trailmark.models.hils.config import HiLSConfig
@@ -276,7 +277,7 @@ def reading(options: argparse.Namespace, progress: Progress) -> dict[str, Any]:
 
 def _read_and_ask(texts: Sequence[Text], model: Any, number: int) -> Any:
     """[ASKED] what a text's last tokens cost a model that has read the others."""
-    ids = torch.from_numpy(texts[number].ids).long()[None].to(model.device)
+    ids = row_of(model, texts[number].ids.astype(np.int64))
     with torch.inference_mode():
         cache = model.read(ids[:, : -ASKED - 1])
         asked = ids[:, -ASKED - 1 :]

@@ -15,6 +15,7 @@ from case_study.references import Layout, references
 from trailmark.data.corpus import Tokens
 from trailmark.data.neighbours.bm25 import Bm25, fit_bm25
 from trailmark.data.shards import Corpus
+from trailmark.evaluation.retrieval.run import row_of
 from trailmark.models.watching import Seen, watching_attention
 from trailmark.ops import attention_mass
 from trailmark.statistics import bootstrap_ratio
@@ -118,7 +119,7 @@ class Ranking:
     @torch.no_grad()
     def scores(self, ids: Tokens) -> dict[str, Floats]:
         """[asking chunk, past chunk] by rule; of "attention, reading" the first is the chunk that reads."""
-        tokens = torch.from_numpy(ids.astype(np.int64))[None].to(self.base.device)
+        tokens = row_of(self.base, ids.astype(np.int64))
         mass = self._mass(tokens)
         own = {
             name: drt(tokens, output_retrieval_scores=True, logits_to_keep=1).retrieval_scores.scores[0][0]

@@ -129,7 +129,7 @@ def _of_text(
     S, K, M = model.config.chunk_size, model.config.num_retrieved_chunks, settings.sample
     tell("its own choice")
     with torch.no_grad():
-        out = model(_row(model, ids), output_retrieval_scores=True)
+        out = model(row_of(model, ids), output_retrieval_scores=True)
     scores = [own[0].cpu() for own in out.retrieval_scores.scores]  # [C, C] each
     limits = scores[0].isfinite().sum(1).numpy()  # [C] candidates
     readers = np.arange(length - 1) // S  # the chunk of the row that predicts each token but the first
@@ -177,7 +177,8 @@ def _of_text(
     return {"cases": cases, "groups": groups}
 
 
-def _row(model: Any, ids: Integers) -> Tensor:
+def row_of(model: Any, ids: Integers) -> Tensor:
+    """[1, T] where the model computes."""
     return torch.from_numpy(ids)[None].to(model.device)
 
 
@@ -189,7 +190,7 @@ def losses_of(model: Any, ids: Integers, chosen: Integers | None = None) -> Floa
         chosen: [C, n] chunks that each chunk is told to choose, ascending, -1 last; None: it chooses.
     """
     told = None if chosen is None else torch.from_numpy(chosen)[None].to(model.device)
-    return _losses(model(_row(model, ids), neighbours=told, use_cache=False).logits, ids)
+    return _losses(model(row_of(model, ids), neighbours=told, use_cache=False).logits, ids)
 
 
 def _losses(logits: Tensor, ids: Integers) -> Floats:
@@ -284,7 +285,7 @@ def _copies(
     if not places or config.num_retrieved_chunks < given.shape[1]:
         return {}
     with torch.no_grad():
-        out = model(_row(model, changed), output_retrieval=True)
+        out = model(row_of(model, changed), output_retrieval=True)
     asking = np.flatnonzero(given[:, 0] >= 0)
     chosen = np.concatenate([own.indices[0, asking].cpu().numpy() for own in out.retrieval], 1)
     sources = given[asking]
@@ -365,7 +366,7 @@ def _ranks(values: Floats) -> Floats:
 def _gradients(model: Any, ids: Integers) -> list[tuple[Integers, Floats, Floats]]:
     """Of each group the chunks read [C, K], and the gradient in their scores [C, K] of every other token's loss."""
     with _differentiable(model):
-        out = model(_row(model, ids), output_retrieval=True)
+        out = model(row_of(model, ids), output_retrieval=True)
         each = _nats(out.logits, ids)
         weights = [own.weights for own in out.retrieval]
         halves = [

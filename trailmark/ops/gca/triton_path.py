@@ -229,8 +229,8 @@ def backward(
 
     gains = inner[0]  # [B, N, J, K, R * G]; nothing was written where nothing is selected
     if joint:
-        # D was taken from the output, which was multiplied in the dtype of q, and so is off. With the share of what is
-        # beside, sum_k w_k gain_k = share (D - what D is of it), were D exact: by what is missing there it is off.
+        # D was taken from the output, which was multiplied in the dtype of q. Were it exact, the gains would add up to
+        # the share of what is beside, times D - gained_beside: it is off by as much as they do not.
         off = dw - lse[-1, ..., 0, :] * (delta - gained_beside)
         gains.addcmul_(inner[1], off[:, :, :, None], value=-1)
     if own_weights:
