@@ -239,24 +239,27 @@ _OF_KERNELS = ("budgets", "repeats", "many elements", "synchronisation", "others
 
 
 def gpu_summary() -> str:
-    """What a GPU has shown, in two sentences."""
+    """What a GPU has shown, in a few sentences."""
     found = record("gpu")
     made = [row["passed"] for name in _OF_KERNELS for row in found[name] if row["passed"] is not None]
-    longest = max(found["demo"], key=lambda row: row["length"])
-    tests, own = found["tests"][0], ""
+    text = (
+        f"On one {found['device']} (torch {found['torch']}, triton {found['triton']}, {found['date']}) {sum(made)} of "
+        f"{len(made)} checks of the kernels pass: error budgets against float64, the same bits 250 times, tables past "
+        "2^31 elements, nothing that waits for the device."
+    )
+    (tests,) = found["tests"]
     if tests["passed"] is not True:
         failed = tests["tail"].count(" failed (")
-        own = (
+        text += (
             f" Of their tests those that ran in {tests['seconds']:.0f} s passed but for {failed}, after which that "
             "kernel has changed."
         )
-    return (
-        f"On one {found['device']} (torch {found['torch']}, triton {found['triton']}, {found['date']}) {sum(made)} of "
-        f"{len(made)} checks of the kernels pass: error budgets against float64, the same bits 250 times, tables past "
-        f"2^31 elements, nothing that waits for the device.{own} There the demo's DRT reads "
-        f"{longest['length']:,} tokens at {longest['tokens_per_second']:,.0f} tokens/s, beside other work, and answers "
-        f"{longest['correct']} of {longest['questions']} questions."
-    )
+    for row in found.get("demo", []):
+        text += (
+            f" The demo's DRT reads {row['length']:,} tokens at {row['tokens_per_second']:,.0f} tokens/s, and answers "
+            f"{row['correct']} of {row['questions']} questions."
+        )
+    return text
 
 
 def gpu_text() -> str:
