@@ -239,6 +239,11 @@ class ChunkMemory:
         """Whether its records are tokens."""
         return tier_named(self.tier).keeps_tokens
 
+    @property
+    def keeps_kv(self) -> bool:
+        """Whether its records are keys and values."""
+        return not self.keeps_tokens
+
     def keys_of_shape(self, record: Sequence[int]) -> int:
         """S, of a record [2, J, S, D] or of tokens [S]."""
         return record[-1 if self.keeps_tokens else -2]

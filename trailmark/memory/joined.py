@@ -39,6 +39,10 @@ class JoinedMemory(ChunkMemory):
     def keeps_tokens(self) -> bool:
         return any(memory.keeps_tokens for memory in self.memories)
 
+    @property
+    def keeps_kv(self) -> bool:
+        return any(memory.keeps_kv for memory in self.memories)
+
     def first_chunk(self, size: MemorySize) -> Integers:
         return np.concatenate([m.first_chunk(own) for m, own in zip(self.memories, size.rows, strict=True)])
 

@@ -467,10 +467,12 @@ def _known_slopes(num_heads: int, dtype: torch.dtype, device: torch.device, rule
 class ChunkAttention(SelfAttention):
     """Bidirectional attention inside each chunk, with rotary positions 0 .. S."""
 
-    def forward(self, x: Tensor, rotary: Tensor, mask: Tensor | None) -> Tensor:
-        b = x.shape[:-2]  # [..., R, E]; the chunks are the batch
-        q, k, v = self.heads(x)
-        q, k = rotate(q, rotary), rotate(k, rotary)
+    def forward(self, x: Tensor, rotary: Tensor, mask: Tensor | None, wanted: slice = slice(None)) -> Tensor:
+        """What the ``wanted`` of rows x [..., R, E] see of all; the chunks are the batch."""
+        b = x.shape[:-2]
+        q, k, v = self.projected(x)
+        q, k, v = self.normal(q[..., wanted, :, :], k, v)
+        q, k = rotate(q, rotary[wanted]), rotate(k, rotary)
         q, k, v = (part.flatten(0, -4) for part in (q, k, v))  # [b, R, heads, D]
         out = block_attention(q, k, v, mask, self.head_dim**-0.5)
         return self.o_proj(out.flatten(2).unflatten(0, b))
@@ -502,7 +504,7 @@ class WindowLayer(GradientCheckpointingLayer):
 
 
 class ChunkEncoderLayer(GradientCheckpointingLayer):
-    """A bidirectional layer over the rows of one chunk."""
+    """A bidirectional layer over the rows of one chunk; it computes the ``wanted`` of them."""
 
     attends = "chunks"  # see trailmark.models.answers.LayerKind
 
@@ -513,9 +515,22 @@ class ChunkEncoderLayer(GradientCheckpointingLayer):
         self.mlp_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = MLP(config)
 
-    def forward(self, x: Tensor, rotary: Tensor, mask: Tensor | None) -> Tensor:
-        x = x + self.attention(self.attention_norm(x), rotary, mask)
+    def forward(self, x: Tensor, rotary: Tensor, mask: Tensor | None, wanted: slice = slice(None)) -> Tensor:
+        x = x[..., wanted, :] + self.attention(self.attention_norm(x), rotary, mask, wanted)
         return x + self.mlp(self.mlp_norm(x))
+
+
+def encode_rows(
+    layers: nn.ModuleList, rows: Tensor, rotary: Tensor, mask: Tensor | None, landmark_alone: bool
+) -> Tensor:
+    """Rows [B, C, R, E] of chunks through layers of class ChunkEncoderLayer.
+
+    With ``landmark_alone`` the last layer computes no row but a chunk's last, [B, C, 1, E].
+    """
+    for number, layer in enumerate(layers, 1):
+        alone = landmark_alone and number == len(layers)
+        rows = layer(rows, rotary, mask, slice(-1, None) if alone else slice(None))
+    return rows
 
 
 def rotary_table(length: int, head_dim: int, rope: Rope, like: Tensor, first: Tensor | None = None) -> Tensor:

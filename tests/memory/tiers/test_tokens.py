@@ -148,6 +148,19 @@ def test_a_chunk_has_the_same_bits_whatever_is_read_beside_it() -> None:
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("build", [lambda: drt(num_encoder_layers=2), hsa, lambda: drt(chunk_summary="mean")])
+def test_for_a_memory_without_keys_the_last_layer_runs_on_landmarks_alone(build: Callable[[], Any]) -> None:
+    model = build().double()
+    layer, seen = model.encoder.layers[-1], list[int]()
+    layer.mlp.register_forward_hook(lambda _, arguments, __: seen.append(arguments[0].shape[-2]))
+    S, ids = model.config.chunk_size, tokens(90)
+    caches = [model.read(ids, model.new_cache(tier)) for tier in ("device", "tokens")]
+    ours, theirs = (cache.memory.blocks(90 // S, 1) for cache in caches)
+    assert_same(torch.cat(ours, 1), torch.cat(theirs, 1))
+    assert seen == [S + 1, S + 1 if model.config.chunk_summary == "mean" else 1]
+
+
+@torch.no_grad()
 def test_rows_of_a_batch_have_texts_of_their_own(tmp_path: Path) -> None:
     model, masks = drt(2), torch.arange(60) >= torch.tensor([[0], [23], [51]])
     caches = [

@@ -37,6 +37,7 @@ from trailmark.models.layers import (
     RMSNorm,
     WindowAttention,
     WindowLayer,
+    encode_rows,
     fused_linear,
     rms_normalize,
     rotary_table,
@@ -67,8 +68,12 @@ class ChunkEncoder(nn.Module):
         self.kv_proj = fused_linear(config.hidden_size, (width,) * (2 * config.kv_per_chunk))
         self.landmark_proj = _retrieval_projection(config)
 
-    def forward(self, positions: Tensor, grid: Grid) -> MemoryEntries:
-        """Lower hidden states, as ``grid.encoder_rows`` takes them, to the entries of the closed chunks."""
+    def forward(self, positions: Tensor, grid: Grid, keeps_kv: bool = True) -> MemoryEntries:
+        """Lower hidden states, as ``grid.encoder_rows`` takes them, to the entries of the closed chunks.
+
+        ``keeps_kv``: whether the memory keeps keys and values. Where nothing needs what the last layer makes of tokens,
+        it runs on the landmarks alone, and k and v are empty [B, C, 0, J, D].
+        """
         config, R = self.config, self.config.chunk_size + 1
         rows = grid.encoder_rows(positions)  # [B, C * (S + 1), E]
         rows = self.input_norm(rows).view(rows.shape[0], -1, R, rows.shape[2])
@@ -80,9 +85,8 @@ class ChunkEncoder(nn.Module):
             row = torch.arange(R, device=rows.device)
             mask = (row < lengths[..., None]) | (row == R - 1)  # [B, C, R]: keys that exist
             mask = torch.where(mask, 0.0, -torch.inf).to(rotary).reshape(B * C, 1, 1, R)
-        for layer in self.layers:
-            rows = layer(rows, rotary, mask)
-        rows = self.output_norm(rows)
+        landmark_alone = not keeps_kv and config.chunk_summary == "landmark"
+        rows = self.output_norm(encode_rows(self.layers, rows, rotary, mask, landmark_alone))
         tokens = rows[:, :, :-1]  # the landmark is no key
         k, v = self.kv_proj(tokens).unflatten(-1, (-1, config.head_dim)).chunk(2, dim=-2)
         summary = rows[:, :, -1]
@@ -271,7 +275,8 @@ class DRTForCausalLM(RetrievingForCausalLM):
 
     def _entries(self, x: Tensor, tokens: Tensor, grid: Grid, step: Step | None) -> MemoryEntries:
         vectors = self._embed(tokens, grid, step)
-        return with_vectors(self.config, self.encoder(x, grid), vectors)
+        keeps_kv = step is None or step.cache.memory.keeps_kv
+        return with_vectors(self.config, self.encoder(x, grid, keeps_kv), vectors)
 
     def _text_chunks(
         self, x: Tensor, tokens: Tensor, grid: Grid, noise_seed: Tensor | None, given: Given | None

@@ -31,6 +31,7 @@ from trailmark.models.layers import (
     ChunkEncoderLayer,
     RMSNorm,
     WindowLayer,
+    encode_rows,
     fused_linear,
     head_norm,
     rms_normalize,
@@ -55,8 +56,12 @@ class ChunkEncoder(nn.Module):
         self.k_norm = head_norm(config, config.num_memory_heads)
         self.landmark_proj = nn.Linear(config.hidden_size, config.retrieval_size, bias=False)
 
-    def forward(self, positions: Tensor, grid: Grid) -> MemoryEntries:
-        """Lower hidden states, as ``grid.encoder_rows`` takes them, to the entries of the closed chunks."""
+    def forward(self, positions: Tensor, grid: Grid, keeps_kv: bool = True) -> MemoryEntries:
+        """Lower hidden states, as ``grid.encoder_rows`` takes them, to the entries of the closed chunks.
+
+        ``keeps_kv``: whether the memory keeps keys and values. Where nothing needs what the last layer makes of tokens,
+        it runs on the landmarks alone, and k and v are empty [B, C, 0, J, D].
+        """
         config, S = self.config, self.config.chunk_size
         tokens = grid.encoder_rows(positions).unflatten(1, (-1, S))  # [B, C, S, E]
         B, C = tokens.shape[:2]
@@ -68,10 +73,9 @@ class ChunkEncoder(nn.Module):
         if grid.has_short_chunks:
             there = nn.functional.pad(~absent, (0, 1), value=True)
             mask = torch.where(there, 0.0, -torch.inf).to(rotary).reshape(B * C, 1, 1, S + 1)
-        for layer in self.layers:
-            rows = layer(rows, rotary, mask)
-        rows = self.output_norm(rows)
-        tokens, summary = rows[:, :, :S], rows[:, :, S]
+        landmark_alone = not keeps_kv and config.chunk_summary == "landmark"
+        rows = self.output_norm(encode_rows(self.layers, rows, rotary, mask, landmark_alone))
+        tokens, summary = rows[:, :, :-1], rows[:, :, -1]
         k, v = self.kv_proj(tokens).unflatten(-1, (-1, config.head_dim)).chunk(2, dim=-2)
         if self.k_norm is not None:
             k = self.k_norm(k)
@@ -216,7 +220,7 @@ class HSAForCausalLM(RetrievingForCausalLM):
         return expected._replace(sizes={**expected.sizes, "LE": self.config.retrieval_size})
 
     def _entries(self, x: Tensor, tokens: Tensor, grid: Grid, step: Step | None) -> MemoryEntries:
-        entries: MemoryEntries = self.encoder(x, grid)
+        entries: MemoryEntries = self.encoder(x, grid, step is None or step.cache.memory.keeps_kv)
         return entries
 
     def _text_chunks(
