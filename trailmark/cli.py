@@ -208,12 +208,18 @@ def read(settings: ReadSettings) -> None:
     from trailmark.evaluation.reading import Reader, parse_dtype, resident_bytes
     from trailmark.evaluation.subject import load, own_device
     from trailmark.memory.saved import MANIFEST
-    from trailmark.processes import is_main, world_size
+    from trailmark.processes import is_main, together, world_size
     from trailmark.report.console import Progress, duration, size
 
     if world_size() > 1:
         if not os.path.lexists(settings.memory / MANIFEST):
-            _read_with_all(settings)
+            if settings.trace is not None:
+                raise ValueError(
+                    "trace: expected none with several processes, each of which reads parts of the text. "
+                    "Trace with one."
+                )
+            with together():
+                _read_with_all(settings)
             return
         if not is_main():  # what is there already is read on by one
             return
@@ -251,15 +257,10 @@ def _read_with_all(settings: ReadSettings) -> None:
     from trailmark.evaluation.parted_reading import PartedReader, read_with_all
     from trailmark.evaluation.reading import parse_dtype
     from trailmark.evaluation.subject import load, own_device
-    from trailmark.processes import connect, is_main, leave, part, rank, world_size
+    from trailmark.processes import rank, world_size
     from trailmark.report.console import Progress, duration, size
 
-    if settings.trace is not None:
-        raise ValueError(
-            "trace: expected none with several processes, each of which reads parts of the text. Trace with one."
-        )
-    connect()
-    progress, began, world = Progress(quiet=not is_main()), time.monotonic(), world_size()
+    progress, began, world = Progress(quiet=rank() != 0), time.monotonic(), world_size()
 
     def show(tokens: int) -> None:
         speed = tokens / max(time.monotonic() - began, 1e-9)
@@ -283,8 +284,6 @@ def _read_with_all(settings: ReadSettings) -> None:
             f"{duration(seconds)}, {tokens / seconds:,.0f} tokens/s by {world} processes."
         )
         progress.say(f"Next: trailmark generate {settings.model} --memory {settings.memory} --prompt ...")
-    if part():
-        leave()
 
 
 app.command()(cli_explore.explore)

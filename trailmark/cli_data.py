@@ -6,8 +6,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import typer
-
 from trailmark.settings import Settings, setting, takes
 
 
@@ -37,11 +35,19 @@ class PrepareSettings(Settings):
 @takes(PrepareSettings)
 def prepare(settings: PrepareSettings) -> None:
     """Tokenise text into shards to train on. The same command goes on where it stopped."""
+    from trailmark.processes import together
+
+    with together() as speaks:
+        _prepare(settings, speaks)
+
+
+def _prepare(settings: PrepareSettings, speaks: bool) -> None:
     from trailmark.data import prepare as preparing
     from trailmark.data.recipes import parse_source
+    from trailmark.processes import by_main
     from trailmark.report.console import Progress, counted, preparing_line
 
-    progress = Progress()
+    progress = Progress(quiet=not speaks)
 
     def show(state: preparing.Progress) -> None:
         progress.show(preparing_line(state.documents, state.tokens, state.done, state.total, state.seconds))
@@ -58,9 +64,8 @@ def prepare(settings: PrepareSettings) -> None:
         where=settings.where,
     )
     if settings.pairs:
-        path = preparing.prepare_pairs(source, output, progress=show)
-        progress.clear()
-        typer.echo(f"The pairs lie in {path}. Next: trailmark train configs/finetune-summarization.yaml")
+        path = by_main(lambda: preparing.prepare_pairs(source, output, progress=show))
+        progress.say(f"The pairs lie in {path}. Next: trailmark train configs/finetune-summarization.yaml")
         return
     corpus = preparing.prepare(
         source,
@@ -70,14 +75,13 @@ def prepare(settings: PrepareSettings) -> None:
         end_of_text=settings.end_of_text,
         progress=show,
     )
-    progress.clear()
     left_out = corpus.manifest.get("left_out", 0)
     without = (
         f" {counted(left_out, 'row')} without text, or that --where leaves out, are not in it."
         if left_out
         else ""
     )
-    typer.echo(
+    progress.say(
         f"{len(corpus):,} tokens of {counted(corpus.documents, 'document')} lie in {output}/.{without}\n"
         f"Next: trailmark train configs/text.yaml data.paths={output} data.tokenizer={tokenizer}"
     )
@@ -147,12 +151,19 @@ class NeighbourSettings(_TableSettings):
 @takes(NeighbourSettings)
 def neighbours(settings: NeighbourSettings) -> None:
     """Find each chunk's neighbours once, so that training never waits for an encoder."""
+    from trailmark.processes import together
+
+    with together() as speaks:
+        _neighbours(settings, speaks)
+
+
+def _neighbours(settings: NeighbourSettings, speaks: bool) -> None:
     from trailmark.data.neighbours.build import make_table
     from trailmark.data.neighbours.files import TableProgress
     from trailmark.report.console import Progress, bar, size, table_line
     from trailmark.training.neighbours import rule_for
 
-    progress = Progress()
+    progress = Progress(quiet=not speaks)
 
     def show(state: TableProgress) -> None:
         progress.show(table_line(state.done, state.total, state.kept, state.chunks, state.seconds))
@@ -162,12 +173,11 @@ def neighbours(settings: NeighbourSettings) -> None:
         embedder=settings.embedder,
         rule=rule_for(settings.architecture, settings.chunk_size, settings.window),
         scores=settings.scores,
-        say=typer.echo,
+        say=progress.say,
         progress=show,
         fitting=lambda done, total: progress.show(f"{bar(done, total)} {done:,}/{total:,} tokens"),
     )
-    progress.clear()
-    typer.echo(
+    progress.say(
         f"The neighbours of {table.windows * table.chunks:,} chunks lie in {settings.output}/ ({size(table.bytes)}).\n"
         f"Next: trailmark train CONFIG model.architecture={settings.architecture} model.retriever=encoder "
         f"model.embedder=null model.num_retrieved_chunks={settings.count} {settings.training()}"
@@ -186,12 +196,19 @@ class TargetSettings(_TableSettings):
 @takes(TargetSettings)
 def targets(settings: TargetSettings) -> None:
     """Say how much each chunk helps to predict the next one: what an RPT's retriever learns from."""
+    from trailmark.processes import together
+
+    with together() as speaks:
+        _targets(settings, speaks)
+
+
+def _targets(settings: TargetSettings, speaks: bool) -> None:
     from trailmark.data.neighbours.files import TableProgress
     from trailmark.data.neighbours.table import Rule
     from trailmark.evaluation.targets import make_targets
     from trailmark.report.console import Progress, table_line
 
-    progress = Progress()
+    progress = Progress(quiet=not speaks)
 
     def show(state: TableProgress) -> None:
         progress.show(table_line(state.done, state.total, state.kept, state.chunks, state.seconds))
@@ -201,11 +218,10 @@ def targets(settings: TargetSettings) -> None:
         model=settings.model,
         rule=Rule.of("rpt", settings.chunk_size, settings.window),
         batch_size=settings.batch_size,
-        say=typer.echo,
+        say=progress.say,
         progress=show,
     )
-    progress.clear()
-    typer.echo(
+    progress.say(
         f"The target scores of {table.windows * table.chunks:,} chunks lie in {settings.output}/.\n"
         f"Next: trailmark train CONFIG model.architecture=rpt model.retriever=learned {settings.training()}"
     )

@@ -1,18 +1,24 @@
-"""Several processes of one command: who is who, and what they must agree on."""
+"""Several processes of one command: who is who, and what they must agree on.
+
+Importing it imports no torch: a corpus is prepared without.
+"""
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from contextlib import closing, contextmanager
 from datetime import timedelta
-from typing import Any, NoReturn, TypeVar
+from itertools import islice
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
-import torch
-import torch.distributed as dist
-from torch import Tensor
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
 Result = TypeVar("Result")
+Piece = TypeVar("Piece")
 
 
 def world_size() -> int:
@@ -40,19 +46,23 @@ def is_main() -> bool:
 
 
 def connected() -> bool:
-    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+    """Whether this process and others know each other."""
+    dist = _distributed()
+    return dist is not None and dist.get_world_size() > 1
 
 
 def connect() -> None:
     """Let the processes that torchrun started know each other, for messages alone; they may wait for days."""
-    if world_size() > 1 and not dist.is_initialized():
+    if world_size() > 1 and _distributed() is None:
+        import torch.distributed as dist
+
         dist.init_process_group("gloo", timeout=timedelta(days=30))
 
 
 def all_reduced(values: Tensor) -> Tensor:
     """The sum over all processes, in place."""
     if connected():
-        dist.all_reduce(values)
+        _distributed().all_reduce(values)
     return values
 
 
@@ -70,10 +80,79 @@ def by_main(action: Callable[[], Result]) -> Result:
             answer[0] = action()
         except Exception as error:  # the others wait for an answer
             answer[1] = error if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
-    dist.broadcast_object_list(answer, src=0, device=_device())
+    _distributed().broadcast_object_list(answer, src=0, device=_device())
     if answer[1] is not None:
         raise answer[1] if isinstance(answer[1], ValueError) else ValueError(f"process 0: {answer[1]}")
     return answer[0]
+
+
+def expect_agreed(told: Mapping[str, Any]) -> None:
+    """Raise a ValueError in all processes, which names one, where it was told other things than the first.
+
+    Each value is compared; all processes give the same names.
+    """
+    for number, theirs in enumerate(every := gathered(dict(told))):
+        wrong = next((name for name, value in theirs.items() if value != every[0][name]), None)
+        if wrong is not None:
+            raise ValueError(
+                f"processes: expected the {wrong} of process 0 in all, process {number} has another one. Give all of "
+                "them the same command, model, text and version."
+            )
+
+
+@contextmanager
+def together() -> Iterator[bool]:
+    """Inside, the processes that torchrun started know each other; each ends here if there are several.
+
+    Gives whether this process is the one that speaks.
+    """
+    connect()
+    yield is_main()
+    if part():
+        leave()
+
+
+def by_each(action: Callable[[], Result]) -> list[Result]:
+    """What ``action`` returns in every process, by rank, in all of them; the error of one too.
+
+    Raises:
+        ValueError: the first process's error that has one, in every process.
+    """
+    if not connected():
+        return [action()]
+    result, failed = None, None
+    try:
+        result = action()
+    except Exception as error:  # the others wait for an answer
+        failed = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+    answers = gathered((result, failed))
+    for number, (_, told) in enumerate(answers):
+        if told is not None:
+            raise ValueError(f"process {number}: {told}")
+    return [result for result, _ in answers]
+
+
+def shared_out(
+    work: Iterable[Piece], make: Callable[[Iterator[Piece]], Generator[Result, None, None]]
+) -> Generator[Result, None, None]:
+    """What is made of pieces of work, in their order, in every process; each process makes every n-th.
+
+    Args:
+        work: the same in all of them.
+        make: gives what it makes of each piece that it is given; it is closed where this is.
+
+    Raises:
+        ValueError: what one of them raised, in all.
+    """
+    with closing(make(piece for number, piece in enumerate(work) if dealt(number))) as mine:
+        if not connected():
+            yield from mine
+            return
+        while True:
+            made = [x for some in by_each(lambda: list(islice(mine, 1))) for x in some]
+            yield from made
+            if len(made) < world_size():
+                return
 
 
 def dealt(number: int) -> bool:
@@ -85,6 +164,7 @@ def gathered(value: Any) -> list[Any]:
     """``value`` of every process, by rank."""
     if not connected():
         return [value]
+    dist = _distributed()
     values = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values
@@ -96,7 +176,7 @@ def part() -> bool:
     Returns:
         Whether there were others: end with :func:`leave` then.
     """
-    if not (dist.is_available() and dist.is_initialized()):
+    if (dist := _distributed()) is None:
         return False
     dist.destroy_process_group()
     return True
@@ -113,5 +193,15 @@ def leave() -> NoReturn:
     os._exit(0)
 
 
+def _distributed() -> Any:
+    """torch.distributed, where processes know each other; None: nothing was said to any."""
+    dist: Any = sys.modules.get("torch.distributed")
+    return dist if dist is not None and dist.is_available() and dist.is_initialized() else None
+
+
 def _device() -> torch.device | None:
-    return torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else None
+    import torch
+
+    if _distributed().get_backend() != "nccl":
+        return None
+    return torch.device("cuda", torch.cuda.current_device())

@@ -13,7 +13,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import ExitStack, closing, suppress
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from functools import partial
@@ -42,6 +42,7 @@ from trailmark.files import (
     telling_of_a_full_disk,
     write_json,
 )
+from trailmark.processes import beside_each_other, by_main, expect_agreed, shared_out, world_size
 from trailmark.settings import Settings, from_file, setting
 
 logger = logging.getLogger(__name__)
@@ -116,10 +117,13 @@ def prepare(
 ) -> Corpus:
     """Make a corpus of a source's documents, or go on where an interrupted run stopped, or open the finished one.
 
+    Several processes that know each other share the text out, and the first writes the corpus.
+
     Args:
         output: a folder, outside of the source's.
         tokenizer: "bytes", a folder or a hub name.
-        processes: that tokenise; None: one per processor. The result does not depend on it.
+        processes: that tokenise (of several that share the text, of each); None: one per processor. The result does
+            not depend on it.
         shard_tokens: a shard ends with the first document that fills it with so many.
         end_of_text: put the tokenizer's end-of-text token after each document, if it has one.
         progress: called now and then, and once at the end.
@@ -145,25 +149,26 @@ def prepare(
         "source": json.loads(json.dumps(source.description())),
         "shard_tokens": shard_tokens,
     }
-    with locked(folder, "trailmark prepare"):
-        if (folder / MANIFEST).exists():
-            corpus = Corpus.open(folder)
-            expect_same_settings(folder, "a corpus", corpus.manifest, settings, _ROADS)
-            (folder / PROGRESS).unlink(missing_ok=True)
-            if progress is not None:
-                size = source.size()
-                progress(Progress(corpus.documents, len(corpus), size or 0, size, 0.0))
-            return corpus
-        run = _Run(source, folder, settings, progress)
-        with telling_of_a_full_disk(
-            folder, lambda: f"{run.kept_text()}; free some space and give the same command to go on."
-        ):
-            run.make(Encoder(loaded), processes or os.cpu_count() or 1)
+    expect_agreed(settings | {"trailmark": trailmark.__version__})
+    encoder = Encoder(loaded)
+    count = processes or max(1, (os.cpu_count() or 1) // beside_each_other(world_size()))
+    with ExitStack() as held:
+        run = _Run(source, folder, settings, progress, held)
+        row = by_main(lambda: run.begin(encoder.bytes_alone))
+        if row is not None:
+            jobs = shared_out(_jobs(source, row), lambda mine: encode_in_order(mine, encoder, count))
+            for marks, parts in held.enter_context(closing(jobs)):  # closed, it ends its processes
+                by_main(partial(run.add, marks, parts))
+            by_main(run.finish)
         return Corpus.open(folder)
 
 
 class _Run:
-    """One run: what earlier ones made, and the shard that is being written."""
+    """One run: what earlier ones made, and the shard that is being written.
+
+    Args:
+        held: closes what is opened, also where the work is stopped.
+    """
 
     def __init__(
         self,
@@ -171,16 +176,42 @@ class _Run:
         folder: Path,
         settings: dict[str, Any],
         progress: Callable[[Progress], None] | None,
+        held: ExitStack,
     ) -> None:
         self.source, self.folder, self.settings, self.progress = source, folder, settings, progress
         self.dtype = token_dtype(settings["tokenizer"]["vocab_size"])
         self.began = self.shown = time.monotonic()
+        self.state: dict[str, Any] = {}
+        self.shards: list[Shard] = []
+        self.row, self.left_out, self.done, self.before = 0, 0, 0, 0
+        self.written, self.room_known = 0, False
+        self.writer: ShardWriter | None = None
+        self._held = held
+
+    def begin(self, bytes_alone: bool) -> int | None:
+        """The first row of the source that is in no whole shard; None: the corpus is whole."""
+        folder, source = self.folder, self.source
+        self._held.enter_context(locked(folder, "trailmark prepare"))
+        if (folder / MANIFEST).exists():
+            corpus = Corpus.open(folder)
+            expect_same_settings(folder, "a corpus", corpus.manifest, self.settings, _ROADS)
+            (folder / PROGRESS).unlink(missing_ok=True)
+            if self.progress is not None:
+                size = source.size()
+                self.progress(Progress(corpus.documents, len(corpus), size or 0, size, 0.0))
+            return None
         self.state = self._resume()
         self.shards = [kept.shard for kept in from_file(_State, self.state).shards]
         last = self.state["shards"][-1] if self.shards else {"next_row": 0, "left_out": 0, "done": 0}
         self.row, self.left_out, self.done = last["next_row"], last["left_out"], last["done"]
-        self.before, self.written, self.room_known = self.done, 0, False
-        self.writer: ShardWriter | None = None
+        self.before = self.done
+        way_out = "free some space and give the same command to go on."
+        self._held.enter_context(telling_of_a_full_disk(folder, lambda: f"{self.kept_text()}; {way_out}"))
+        self._held.callback(self._abandon)
+        write_json(folder / PROGRESS, self.state, durable=True)  # before any shard: whose they are
+        if bytes_alone and self.dtype == "uint16" and (total := _plain_bytes(source)):
+            expect_room(folder, 2 * (total - self.done), self.kept_text())  # two bytes for each
+        return int(self.row)
 
     def _resume(self) -> dict[str, Any]:
         """What earlier runs made of the same source with the same settings; leftovers of a kill are removed."""
@@ -210,24 +241,16 @@ class _Run:
                 break
         return state
 
-    def make(self, encoder: Encoder, processes: int) -> None:
-        write_json(self.folder / PROGRESS, self.state, durable=True)  # before any shard: whose they are
-        if encoder.bytes_alone and self.dtype == "uint16" and (total := _plain_bytes(self.source)):
-            expect_room(self.folder, 2 * (total - self.done), self.kept_text())  # two bytes for each
-        results = encode_in_order(_jobs(self.source, self.row), encoder, processes)
-        try:
-            for marks, parts in results:
-                for mark, part in zip(marks, parts, strict=True):
-                    self._add(mark, part)
-                    self._show()
-            if self.writer is not None:
-                self._close_shard()
-            self._finish()
-        finally:
-            results.close()  # ends the processes
-            if self.writer is not None:
-                with suppress(OSError):
-                    self.writer.abandon()
+    def add(self, marks: list[_Mark], parts: list[Ids]) -> None:
+        """What was made of a job."""
+        for mark, part in zip(marks, parts, strict=True):
+            self._add(mark, part)
+            self._show()
+
+    def _abandon(self) -> None:
+        if self.writer is not None:
+            with suppress(OSError):
+                self.writer.abandon()
 
     def _add(self, mark: _Mark, tokens: Ids) -> None:
         self.done = mark.done
@@ -270,7 +293,10 @@ class _Run:
             self.writer.abandon()
         self.writer = None
 
-    def _finish(self) -> None:
+    def finish(self) -> None:
+        """Close the last shard, and say what the corpus is."""
+        if self.writer is not None:
+            self._close_shard()
         if not self.shards:
             raise ValueError(
                 f"source: expected at least one document with text, all {self.left_out} rows are empty or left out."

@@ -38,7 +38,7 @@ from trailmark.models.stretches import (
     tokens_before_end,
     tokens_of_windows,
 )
-from trailmark.processes import by_main, gathered, is_main
+from trailmark.processes import by_main, expect_agreed, gathered, is_main
 from trailmark.trace.texts import file_tokens
 from trailmark.untrusted import brief
 
@@ -312,13 +312,7 @@ def read_with_all(reader: PartedReader) -> ChunkCache | None:
         ValueError: as :class:`PartedReader`; processes of other weights, versions or options, or that do not share the
             folder.
     """
-    for number, theirs in enumerate(told := gathered(reader.agreed)):
-        wrong = next((name for name, value in theirs.items() if value != told[0][name]), None)
-        if wrong is not None:
-            raise ValueError(
-                f"processes: expected the {wrong} of process 0 in all, process {number} has another one. Give all of "
-                "them the same command, model and version."
-            )
+    expect_agreed(reader.agreed)
     with contextlib.ExitStack() as stack:
         mark = reader.parts / f".shared-{by_main(lambda: secrets.token_hex(8))}"
         by_main(lambda: _touch(mark))

@@ -7,11 +7,13 @@ and how many windows of it are on the disk; what a kill leaves besides is made a
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
@@ -34,6 +36,7 @@ from trailmark.files import (
     telling_of_a_full_disk,
     write_json,
 )
+from trailmark.processes import by_main, expect_agreed, shared_out
 from trailmark.settings import Settings, from_file, setting
 from trailmark.untrusted import expect_regular
 
@@ -77,6 +80,8 @@ def write_table(
 ) -> None:
     """Make a table, go on where an interrupted run stopped, or find the finished one.
 
+    Several processes that know each other share its blocks out, and the first writes them.
+
     Args:
         about: what the table is of, as JSON holds it; a folder with something else is refused.
         shape: windows, C chunks of each, K neighbours of each.
@@ -93,66 +98,101 @@ def write_table(
     expect_place_of_table(folder)
     sizes = {"windows": windows, "chunks": chunks, "count": count}
     settings = json.loads(json.dumps(about)) | sizes | {"scores": scores}
-    dtypes = file_dtypes(scores)
-    row = {name: chunks * count * dtype.itemsize for name, dtype in dtypes.items()}  # bytes of a window
+    expect_agreed(settings | {"trailmark": trailmark.__version__})
     began = time.monotonic()
+    with ExitStack() as held:
+        table = _Table(folder, settings, held)
+        kept = by_main(lambda: table.begin(command))
+        blocks = ((first, min(first + block, windows)) for first in range(kept, windows, block))
+        for done, parts in shared_out(
+            blocks, lambda mine: ((stop, make(first, stop)) for first, stop in mine)
+        ):
+            by_main(partial(table.write, done, parts))
+            if progress is not None:
+                progress(TableProgress(done, windows, kept, chunks, time.monotonic() - began))
+        by_main(table.finish)
+    if progress is not None:
+        progress(TableProgress(windows, windows, kept, chunks, time.monotonic() - began))
 
-    def show(done: int) -> None:
-        if progress is not None:
-            progress(TableProgress(done, windows, kept, chunks, time.monotonic() - began))
 
-    with locked(folder, command):
+class _Table:
+    """The files of a table that is made.
+
+    Args:
+        settings: what it is of. held: closes what is opened, also where the work is stopped.
+    """
+
+    def __init__(self, folder: Path, settings: dict[str, Any], held: ExitStack) -> None:
+        self.folder, self.settings, self._held = folder, settings, held
+        self.dtypes = file_dtypes(settings["scores"])
+        shape = settings["chunks"], settings["count"]
+        self.row = {name: math.prod(shape) * dtype.itemsize for name, dtype in self.dtypes.items()}  # bytes
+        self.done, self._saved, self._whole = 0, time.monotonic(), False
+        self._files: dict[str, IO[bytes]] = {}
+
+    def begin(self, command: str) -> int:
+        """How many windows earlier runs of the same command have made: the files are ready for the next."""
+        folder, settings, windows = self.folder, self.settings, self.settings["windows"]
+        self._held.enter_context(locked(folder, command))
         if (folder / MANIFEST).exists():
             _expect_same(folder, read_json(folder / MANIFEST), settings)
             (folder / TABLE_PROGRESS).unlink(missing_ok=True)
-            kept = windows
-            show(windows)
-            return
-        done = kept = _resume(folder, settings, row)
+            self._whole = True
+            return int(windows)
+        self.done = done = _resume(folder, settings, self.row)
         write_json(folder / TABLE_PROGRESS, settings | {"done": done}, durable=True)  # whose the files are
-        expect_room(folder, sum(row.values()) * (windows - done), f"{done} windows are kept")
+        expect_room(folder, sum(self.row.values()) * (windows - done), f"{done} windows are kept")
         kept_text = "What was made is kept; free some space and give the same command to go on."
-        with telling_of_a_full_disk(folder, lambda: kept_text), ExitStack() as opened:
-            files = {name: opened.enter_context(open(folder / name, "ab")) for name in row}
-            for name, file in files.items():
-                file.truncate(done * row[name])
-            saved = time.monotonic()
-            try:
-                while done < windows:
-                    stop = min(done + block, windows)
-                    for name, part in zip(row, make(done, stop), strict=False):
-                        assert part is not None
-                        assert part.shape == (stop - done, chunks, count)
-                        if name == INDICES:
-                            part = np.where(part < 0, NONE, part)
-                        files[name].write(part.astype(dtypes[name]).tobytes())
-                    done = stop
-                    if time.monotonic() - saved > _SECONDS:
-                        _save(folder, settings, files, done)
-                        saved = time.monotonic()
-                    show(done)
-            finally:  # Ctrl-C too: what is made is kept
-                _save(folder, settings, files, done)
+        self._held.enter_context(telling_of_a_full_disk(folder, lambda: kept_text))
+        for name, size in self.row.items():
+            file = self._held.enter_context((folder / name).open("ab"))
+            self._files[name] = file
+            file.truncate(done * size)
+        self._held.callback(self._save)  # Ctrl-C too: what is made is kept
+        return done
+
+    def write(self, stop: int, parts: tuple[npt.NDArray[Any] | None, ...]) -> None:
+        """What was made of the next windows, up to ``stop``."""
+        shape = stop - self.done, self.settings["chunks"], self.settings["count"]
+        for name, part in zip(self.row, parts, strict=False):
+            assert part is not None
+            assert part.shape == shape
+            if name == INDICES:
+                part = np.where(part < 0, NONE, part)
+            self._files[name].write(part.astype(self.dtypes[name]).tobytes())
+        self.done = stop
+        if time.monotonic() - self._saved > _SECONDS:
+            self._save()
+
+    def finish(self) -> None:
+        """Sign the files: from now on the folder is a table."""
+        if self._whole:
+            return
+        self._save()
+        windows = self.settings["windows"]
         entries = {
-            name: {"bytes": windows * size, "sha256": sha256_of(folder / name)} for name, size in row.items()
+            name: {"bytes": windows * size, "sha256": sha256_of(self.folder / name)}
+            for name, size in self.row.items()
         }
-        manifest = {"format": FORMAT} | settings | {"files": entries, "trailmark": trailmark.__version__}
+        manifest = {"format": FORMAT} | self.settings | {"files": entries, "trailmark": trailmark.__version__}
         manifest["created"] = datetime.now(UTC).isoformat(timespec="seconds")
-        write_json(folder / MANIFEST, manifest, durable=True)
-        (folder / TABLE_PROGRESS).unlink()
-        show(windows)
+        write_json(self.folder / MANIFEST, manifest, durable=True)
+        (self.folder / TABLE_PROGRESS).unlink()
+        self._whole = True
+
+    def _save(self) -> None:
+        if self._whole:
+            return
+        for file in self._files.values():
+            sync_file(file)
+        sync_folder(self.folder)
+        write_json(self.folder / TABLE_PROGRESS, self.settings | {"done": self.done}, durable=True)
+        self._saved = time.monotonic()
 
 
 def file_dtypes(scores: str | None) -> dict[str, np.dtype[Any]]:
     """The files of a table and what they hold, with these scores or none."""
     return {INDICES: np.dtype("<u2")} | ({} if scores is None else {SCORES: SCORE_DTYPES[scores]})
-
-
-def _save(folder: Path, settings: dict[str, Any], files: Mapping[str, IO[bytes]], done: int) -> None:
-    for file in files.values():
-        sync_file(file)
-    sync_folder(folder)
-    write_json(folder / TABLE_PROGRESS, settings | {"done": done}, durable=True)
 
 
 def _resume(folder: Path, settings: dict[str, Any], row: Mapping[str, int]) -> int:
