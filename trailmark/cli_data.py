@@ -44,7 +44,7 @@ def prepare(settings: PrepareSettings) -> None:
 def _prepare(settings: PrepareSettings, speaks: bool) -> None:
     from trailmark.data import prepare as preparing
     from trailmark.data.recipes import parse_source
-    from trailmark.processes import by_main
+    from trailmark.processes import by_first
     from trailmark.report.console import Progress, counted, preparing_line
 
     progress = Progress(quiet=not speaks)
@@ -64,7 +64,7 @@ def _prepare(settings: PrepareSettings, speaks: bool) -> None:
         where=settings.where,
     )
     if settings.pairs:
-        path = by_main(lambda: preparing.prepare_pairs(source, output, progress=show))
+        path = by_first(lambda: preparing.prepare_pairs(source, output, progress=show))
         progress.say(f"The pairs lie in {path}. Next: trailmark train configs/finetune-summarization.yaml")
         return
     corpus = preparing.prepare(
@@ -112,8 +112,11 @@ class _TableSettings(Settings):
 
     def shared(self) -> dict[str, Any]:
         """The arguments of both tables."""
-        names = ("context_length", "chunk_size", "count", "tokenizer", "device")
-        return {"paths": [self.corpus], "output": self.output} | {name: getattr(self, name) for name in names}
+        from trailmark.evaluation.subject import own_device
+
+        names = ("context_length", "chunk_size", "count", "tokenizer")
+        made_with = {name: getattr(self, name) for name in names} | {"device": str(own_device(self.device))}
+        return {"paths": [self.corpus], "output": self.output} | made_with
 
     def training(self) -> str:
         """The settings of a training that the table decides."""

@@ -6,11 +6,13 @@ Importing it imports no torch: a corpus is prepared without.
 from __future__ import annotations
 
 import os
+import secrets
 import sys
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from datetime import timedelta
 from itertools import islice
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 if TYPE_CHECKING:
@@ -70,29 +72,36 @@ def by_main(action: Callable[[], Result]) -> Result:
     """What ``action`` returns in the main process, in all of them; its error too: nobody waits for the dead.
 
     Raises:
-        ValueError: the main process's error, in every process.
+        ValueError: the main process's error, in every other process; in the main one, whatever it was.
     """
     if not connected():
         return action()
     answer: list[Any] = [None, None]
+    failed: Exception | None = None
     if is_main():
         try:
             answer[0] = action()
         except Exception as error:  # the others wait for an answer
-            answer[1] = error if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+            failed = error
+            answer[1] = error if isinstance(error, ValueError) else _told(0, error)
     _distributed().broadcast_object_list(answer, src=0, device=_device())
+    if failed is not None:
+        raise failed
     if answer[1] is not None:
-        raise answer[1] if isinstance(answer[1], ValueError) else ValueError(f"process 0: {answer[1]}")
+        raise answer[1] if isinstance(answer[1], ValueError) else ValueError(answer[1])
     return answer[0]
 
 
-def expect_agreed(told: Mapping[str, Any]) -> None:
-    """Raise a ValueError in all processes, which names one, where it was told other things than the first.
+def _told(number: int, error: Exception) -> str:
+    return (
+        f"process {number}: {error if isinstance(error, ValueError) else f'{type(error).__name__}: {error}'}"
+    )
 
-    Each value is compared; all processes give the same names.
-    """
+
+def expect_agreed(told: Mapping[str, Any]) -> None:
+    """Raise a ValueError in all processes, which names one, where it was told other things than the first."""
     for number, theirs in enumerate(every := gathered(dict(told))):
-        wrong = next((name for name, value in theirs.items() if value != every[0][name]), None)
+        wrong = next((name for name in every[0] if theirs.get(name) != every[0][name]), None)
         if wrong is not None:
             raise ValueError(
                 f"processes: expected the {wrong} of process 0 in all, process {number} has another one. Give all of "
@@ -100,59 +109,114 @@ def expect_agreed(told: Mapping[str, Any]) -> None:
             )
 
 
+def expect_shared(name: str, folder: Path) -> None:
+    """Raise a ValueError in all processes, which names one, where it does not see a folder of the first.
+
+    Args:
+        name: of the option that names the folder. folder: is made, where it is not there.
+    """
+    first, name_of_mark = by_main(lambda: (str(folder), f".shared-{secrets.token_hex(8)}"))
+    mark = folder / name_of_mark
+    by_main(lambda: _touch(mark))
+    lacking = [number for number, there in enumerate(gathered(mark.exists())) if not there]
+    by_main(mark.unlink)
+    if lacking:
+        raise ValueError(
+            f"{name}: expected a folder that all processes share, process {lacking[0]} does not see "
+            f"{first!r} of process 0. Choose one on a file system that they share."
+        )
+
+
+def _touch(path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.touch()
+
+
+# --- a command whose processes share its work ---------------------------------------------------------------
+
+_sharing = False
+
+
 @contextmanager
 def together() -> Iterator[bool]:
-    """Inside, the processes that torchrun started know each other; each ends here if there are several.
+    """Inside, the processes that torchrun started know each other and share the command's work.
 
-    Gives whether this process is the one that speaks.
+    Gives whether this process is the one that speaks. Where there are several, each ends here.
     """
+    global _sharing
     connect()
-    yield is_main()
+    _sharing = connected()
+    try:
+        yield is_main()
+    finally:
+        _sharing = False
     if part():
         leave()
 
 
-def by_each(action: Callable[[], Result]) -> list[Result]:
-    """What ``action`` returns in every process, by rank, in all of them; the error of one too.
-
-    Raises:
-        ValueError: the first process's error that has one, in every process.
-    """
-    if not connected():
-        return [action()]
-    result, failed = None, None
-    try:
-        result = action()
-    except Exception as error:  # the others wait for an answer
-        failed = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
-    answers = gathered((result, failed))
-    for number, (_, told) in enumerate(answers):
-        if told is not None:
-            raise ValueError(f"process {number}: {told}")
-    return [result for result, _ in answers]
+def sharing() -> bool:
+    """Whether a command's processes share its work; else each that is asked for some does all of it by itself."""
+    return _sharing
 
 
-def shared_out(
-    work: Iterable[Piece], make: Callable[[Iterator[Piece]], Generator[Result, None, None]]
-) -> Generator[Result, None, None]:
-    """What is made of pieces of work, in their order, in every process; each process makes every n-th.
+def by_first(action: Callable[[], Result]) -> Result:
+    """What ``action`` returns: in the first process, of those that share a command's work. See :func:`by_main`."""
+    return by_main(action) if sharing() else action()
+
+
+def share_out(
+    work: Iterable[Piece],
+    make: Callable[[Iterator[Piece]], Generator[Result, None, None]],
+    take: Callable[[Result], None],
+) -> None:
+    """Have pieces of work made, by every process that shares it every n-th, and taken by the first, in their order.
 
     Args:
         work: the same in all of them.
-        make: gives what it makes of each piece that it is given; it is closed where this is.
+        make: gives what it makes of each piece that it is given; it is closed at the end.
 
     Raises:
-        ValueError: what one of them raised, in all.
+        ValueError: what one of them raised, in every other process; in that one, whatever it was.
     """
+    if not sharing():
+        with closing(make(iter(work))) as all_made:
+            for made in all_made:
+                take(made)
+        return
     with closing(make(piece for number, piece in enumerate(work) if dealt(number))) as mine:
-        if not connected():
-            yield from mine
-            return
-        while True:
-            made = [x for some in by_each(lambda: list(islice(mine, 1))) for x in some]
-            yield from made
-            if len(made) < world_size():
-                return
+        while _round(mine, take) == world_size():
+            pass
+
+
+def _round(mine: Iterator[Result], take: Callable[[Result], None]) -> int:
+    """One piece of each process; returns how many there were."""
+    made: list[Result] = []
+    failed: Exception | None = None
+    try:
+        made = [*islice(mine, 1)]
+    except Exception as error:  # the others wait for an answer
+        failed = error
+    every: Any = [None] * world_size() if is_main() else None
+    _distributed().gather_object((made, failed and _told(rank(), failed)), every)
+
+    def take_all() -> int:
+        for _, told in every:
+            if told is not None:
+                raise failed or ValueError(told)
+        for some, _ in every:
+            for x in some:
+                take(x)
+        return sum(len(some) for some, _ in every)
+
+    try:
+        return by_main(take_all)
+    except ValueError:
+        if failed is not None:
+            raise failed from None
+        raise
+
+
+# --- pieces of work -----------------------------------------------------------------------------------------
 
 
 def dealt(number: int) -> bool:

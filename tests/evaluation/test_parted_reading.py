@@ -17,7 +17,6 @@ from tests.models.tiny import block_recurrent, drt, hils, landmark, window_model
 from tests.training.tiny import prose
 from trailmark import processes
 from trailmark.byte_tokenizer import ByteTokenizer
-from trailmark.evaluation import parted_reading
 from trailmark.evaluation.parted_reading import PartedReader, read_with_all
 from trailmark.evaluation.reading import Reader
 from trailmark.evaluation.subject import Subject, load
@@ -231,8 +230,7 @@ def test_processes_that_differ_are_named(
     (reader,) = readers(subject_of("drt"), files, tmp_path / "together", 1)
     for change, said in (({"stretch": 3}, "stretch of process 0 in all, process 1"), ({}, "does not see")):
         answers = iter([[reader.agreed, reader.agreed | change], [True, False]])
-        for module in (parted_reading, processes):
-            monkeypatch.setattr(module, "gathered", lambda value, answers=answers: next(answers))
+        monkeypatch.setattr(processes, "gathered", lambda value, answers=answers: next(answers))
         with pytest.raises(ValueError, match=said):
             read_with_all(reader)
 

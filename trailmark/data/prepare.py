@@ -13,7 +13,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing, suppress
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from functools import partial
@@ -42,7 +42,15 @@ from trailmark.files import (
     telling_of_a_full_disk,
     write_json,
 )
-from trailmark.processes import beside_each_other, by_main, expect_agreed, shared_out, world_size
+from trailmark.processes import (
+    beside_each_other,
+    by_first,
+    expect_agreed,
+    expect_shared,
+    share_out,
+    sharing,
+    world_size,
+)
 from trailmark.settings import Settings, from_file, setting
 
 logger = logging.getLogger(__name__)
@@ -117,7 +125,8 @@ def prepare(
 ) -> Corpus:
     """Make a corpus of a source's documents, or go on where an interrupted run stopped, or open the finished one.
 
-    Several processes that know each other share the text out, and the first writes the corpus.
+    Processes that share a command's work (:func:`trailmark.processes.together`) share the text out, and the first
+    writes the corpus.
 
     Args:
         output: a folder, outside of the source's.
@@ -149,17 +158,17 @@ def prepare(
         "source": json.loads(json.dumps(source.description())),
         "shard_tokens": shard_tokens,
     }
-    expect_agreed(settings | {"trailmark": trailmark.__version__})
-    encoder = Encoder(loaded)
-    count = processes or max(1, (os.cpu_count() or 1) // beside_each_other(world_size()))
+    encoder, count = Encoder(loaded), processes or os.cpu_count() or 1
+    if sharing():
+        expect_agreed({"trailmark": trailmark.__version__} | settings)
+        expect_shared("output", folder)
+        count = processes or max(1, count // beside_each_other(world_size()))
     with ExitStack() as held:
         run = _Run(source, folder, settings, progress, held)
-        row = by_main(lambda: run.begin(encoder.bytes_alone))
+        row = by_first(lambda: run.begin(encoder.bytes_alone))
         if row is not None:
-            jobs = shared_out(_jobs(source, row), lambda mine: encode_in_order(mine, encoder, count))
-            for marks, parts in held.enter_context(closing(jobs)):  # closed, it ends its processes
-                by_main(partial(run.add, marks, parts))
-            by_main(run.finish)
+            share_out(_jobs(source, row), lambda mine: encode_in_order(mine, encoder, count), run.add)
+            by_first(run.finish)
         return Corpus.open(folder)
 
 
@@ -241,9 +250,9 @@ class _Run:
                 break
         return state
 
-    def add(self, marks: list[_Mark], parts: list[Ids]) -> None:
+    def add(self, made: tuple[list[_Mark], list[Ids]]) -> None:
         """What was made of a job."""
-        for mark, part in zip(marks, parts, strict=True):
+        for mark, part in zip(*made, strict=True):
             self._add(mark, part)
             self._show()
 

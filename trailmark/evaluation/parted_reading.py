@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
-import secrets
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -38,7 +37,7 @@ from trailmark.models.stretches import (
     tokens_before_end,
     tokens_of_windows,
 )
-from trailmark.processes import by_main, expect_agreed, gathered, is_main
+from trailmark.processes import expect_agreed, expect_shared, gathered, is_main
 from trailmark.trace.texts import file_tokens
 from trailmark.untrusted import brief
 
@@ -314,25 +313,13 @@ def read_with_all(reader: PartedReader) -> ChunkCache | None:
     """
     expect_agreed(reader.agreed)
     with contextlib.ExitStack() as stack:
-        mark = reader.parts / f".shared-{by_main(lambda: secrets.token_hex(8))}"
-        by_main(lambda: _touch(mark))
+        expect_shared("memory", reader.parts)
         held = stack.enter_context(saved.hold(reader.folder)) if is_main() else None
-        lacking = [number for number, there in enumerate(gathered(mark.exists())) if not there]
-        if lacking:
-            raise ValueError(
-                f"memory: expected a folder that all processes share, process {lacking[0]} does not see "
-                f"{str(reader.parts)!r} of process 0. Choose --memory on a file system that they share."
-            )
         reader.read()
         gathered(None)  # all have read
         cache = None if held is None else reader.join(held)
         gathered(None)  # the others end when it is done
     return cache
-
-
-def _touch(path: Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.touch()
 
 
 def _as_ids(tokens: Tokens, model: Any) -> torch.Tensor:

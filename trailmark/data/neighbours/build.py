@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from trailmark.data.neighbours.table import NeighbourTable, Rule, build_neighbou
 from trailmark.data.shards import MANIFEST, Corpus
 from trailmark.data.texts import open_text
 from trailmark.files import read_json
-from trailmark.processes import by_main
+from trailmark.processes import by_first
 
 BM25_FILE = "bm25.json"
 
@@ -53,16 +52,20 @@ def make_table(
     device_named(device)
     if embedder == "bm25":
         file = output / BM25_FILE
-        if by_main(file.exists):
+        if by_first(file.exists):
             _expect_statistics_of(corpus, chunk_size, file)
-        elif by_main(lambda: any((output / name).exists() for name in (TABLE, TABLE_PROGRESS))):
+        elif by_first(lambda: any((output / name).exists() for name in (TABLE, TABLE_PROGRESS))):
             raise ValueError(
                 f"output: expected a folder without a table, {str(output)!r} holds one of another embedder, or whose "
                 f"{BM25_FILE} was removed. Choose another folder or remove this one."
             )
         else:
             say(f"Counting tokens of {len(corpus):,} for BM25 ...")
-            by_main(partial(fit_bm25, corpus, chunk_size, loaded, file, progress=fitting))
+
+            def count_tokens() -> None:
+                fit_bm25(corpus, chunk_size, loaded, file, progress=fitting)
+
+            by_first(count_tokens)
         embedder = f"bm25:{file}"
     opened: Embedder = open_embedder(embedder, loaded, device)
     windows = len(corpus) // context_length

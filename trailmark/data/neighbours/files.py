@@ -13,7 +13,6 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
@@ -36,7 +35,7 @@ from trailmark.files import (
     telling_of_a_full_disk,
     write_json,
 )
-from trailmark.processes import by_main, expect_agreed, shared_out
+from trailmark.processes import by_first, expect_agreed, expect_shared, share_out, sharing
 from trailmark.settings import Settings, from_file, setting
 from trailmark.untrusted import expect_regular
 
@@ -47,6 +46,8 @@ INDICES, SCORES = "neighbours.bin", "scores.bin"
 NONE = (1 << 16) - 1
 MOST_CHUNKS = NONE  # numbers 0 .. 65534
 SCORE_DTYPES: dict[str, np.dtype[Any]] = {"float32": np.dtype("<f4"), "float16": np.dtype("<f2")}
+Parts = tuple[npt.NDArray[np.int64], npt.NDArray[Any] | None]
+"""Of some windows, neighbours and their scores [n, C, K]."""
 _SECONDS = 2.0  # of work that a kill costs, besides the block in work
 
 
@@ -73,14 +74,15 @@ def write_table(
     about: Mapping[str, Any],
     shape: tuple[int, int, int],
     scores: str | None,
-    make: Callable[[int, int], tuple[npt.NDArray[np.int64], npt.NDArray[Any] | None]],
+    make: Callable[[int, int], Parts],
     block: int,
     progress: Callable[[TableProgress], None] | None = None,
     command: str = "trailmark neighbours",
 ) -> None:
     """Make a table, go on where an interrupted run stopped, or find the finished one.
 
-    Several processes that know each other share its blocks out, and the first writes them.
+    Processes that share a command's work (:func:`trailmark.processes.together`) share its blocks out, and the first
+    writes them.
 
     Args:
         about: what the table is of, as JSON holds it; a folder with something else is refused.
@@ -98,21 +100,28 @@ def write_table(
     expect_place_of_table(folder)
     sizes = {"windows": windows, "chunks": chunks, "count": count}
     settings = json.loads(json.dumps(about)) | sizes | {"scores": scores}
-    expect_agreed(settings | {"trailmark": trailmark.__version__})
+    if sharing():
+        expect_agreed({"trailmark": trailmark.__version__} | settings)
+        expect_shared("output", folder)
     began = time.monotonic()
+
+    def show(done: int, kept: int) -> None:
+        if progress is not None:
+            progress(TableProgress(done, windows, kept, chunks, time.monotonic() - began))
+
     with ExitStack() as held:
         table = _Table(folder, settings, held)
-        kept = by_main(lambda: table.begin(command))
-        blocks = ((first, min(first + block, windows)) for first in range(kept, windows, block))
-        for done, parts in shared_out(
-            blocks, lambda mine: ((stop, make(first, stop)) for first, stop in mine)
-        ):
-            by_main(partial(table.write, done, parts))
-            if progress is not None:
-                progress(TableProgress(done, windows, kept, chunks, time.monotonic() - began))
-        by_main(table.finish)
-    if progress is not None:
-        progress(TableProgress(windows, windows, kept, chunks, time.monotonic() - began))
+        kept = by_first(lambda: table.begin(command))
+        if kept is not None:
+
+            def take(made: tuple[int, Parts], kept: int = kept) -> None:
+                table.write(*made)
+                show(table.done, kept)
+
+            blocks = ((first, min(first + block, windows)) for first in range(kept, windows, block))
+            share_out(blocks, lambda mine: ((stop, make(first, stop)) for first, stop in mine), take)
+            by_first(table.finish)
+    show(windows, windows if kept is None else kept)
 
 
 class _Table:
@@ -127,18 +136,17 @@ class _Table:
         self.dtypes = file_dtypes(settings["scores"])
         shape = settings["chunks"], settings["count"]
         self.row = {name: math.prod(shape) * dtype.itemsize for name, dtype in self.dtypes.items()}  # bytes
-        self.done, self._saved, self._whole = 0, time.monotonic(), False
+        self.done, self._saved, self._signed = 0, time.monotonic(), False
         self._files: dict[str, IO[bytes]] = {}
 
-    def begin(self, command: str) -> int:
-        """How many windows earlier runs of the same command have made: the files are ready for the next."""
+    def begin(self, command: str) -> int | None:
+        """How many windows earlier runs of the same command have made; None: the table is finished."""
         folder, settings, windows = self.folder, self.settings, self.settings["windows"]
         self._held.enter_context(locked(folder, command))
         if (folder / MANIFEST).exists():
             _expect_same(folder, read_json(folder / MANIFEST), settings)
             (folder / TABLE_PROGRESS).unlink(missing_ok=True)
-            self._whole = True
-            return int(windows)
+            return None
         self.done = done = _resume(folder, settings, self.row)
         write_json(folder / TABLE_PROGRESS, settings | {"done": done}, durable=True)  # whose the files are
         expect_room(folder, sum(self.row.values()) * (windows - done), f"{done} windows are kept")
@@ -151,7 +159,7 @@ class _Table:
         self._held.callback(self._save)  # Ctrl-C too: what is made is kept
         return done
 
-    def write(self, stop: int, parts: tuple[npt.NDArray[Any] | None, ...]) -> None:
+    def write(self, stop: int, parts: Parts) -> None:
         """What was made of the next windows, up to ``stop``."""
         shape = stop - self.done, self.settings["chunks"], self.settings["count"]
         for name, part in zip(self.row, parts, strict=False):
@@ -166,8 +174,6 @@ class _Table:
 
     def finish(self) -> None:
         """Sign the files: from now on the folder is a table."""
-        if self._whole:
-            return
         self._save()
         windows = self.settings["windows"]
         entries = {
@@ -178,10 +184,10 @@ class _Table:
         manifest["created"] = datetime.now(UTC).isoformat(timespec="seconds")
         write_json(self.folder / MANIFEST, manifest, durable=True)
         (self.folder / TABLE_PROGRESS).unlink()
-        self._whole = True
+        self._signed = True
 
     def _save(self) -> None:
-        if self._whole:
+        if self._signed:
             return
         for file in self._files.values():
             sync_file(file)
