@@ -44,7 +44,7 @@ from trailmark.evaluation.subject import Subject, load
 from trailmark.files import read_json, write_json
 from trailmark.memory import ChunkCache, ExactSearch, FaissSearch, MemoryEntries, Span
 from trailmark.memory.saved import MANIFEST
-from trailmark.report.console import Progress
+from trailmark.report.console import Progress, size
 
 OUTPUT = Path(__file__).with_suffix(".json")
 LENGTHS = tuple(1 << power for power in range(20, 31, 2))  # 1M ... 1,024M
@@ -213,14 +213,55 @@ def answers_text() -> str:
         "bytes": "{memory_bytes:size}",
         "read, tokens/s": lambda row: f"{row['reading']['tokens'] / row['reading']['seconds_reading']:,.0f}",
         "right, exact search": lambda row: RIGHT.format(**row["exact"]),
-        "right, faiss": lambda row: RIGHT.format(**row["faiss"]),
+        "right, faiss": lambda row: RIGHT.format(**row["faiss"]) if "faiss" in row else "-",
         "recall, exact": "{exact[recall]:.3f}",
         "recall, faiss": "{faiss[recall]:.3f}",
         "s a question, exact": "{exact[seconds_a_question]:spread .3f}",
         "s a question, faiss": "{faiss[seconds_a_question]:spread .3f}",
         "s a question of a batch, exact": "{exact[seconds_a_question_in_batches]:.3f}",
+        "s for faiss' index and its first question": "{faiss[seconds_first]:.1f}",
     }
     return on_machine(table(columns, rows), rows[-1]["environment"])
+
+
+def readme_line() -> str:
+    """What a README says of the longest memory."""
+    found = record("billion")["results"][-1]
+    exact, times = found["exact"], found["length"] // record("demo")["train_length"]
+    return (
+        f"- **Facts planted in text** are found far beyond the training length, as above. After {found['length']:,} "
+        f"tokens ({times:,} times that length) a memory that keeps tokens takes {size(found['memory_bytes'])}, and "
+        f"{RIGHT.format(**exact)} of {exact['questions']} questions are answered right, in "
+        f"{exact['seconds_a_question']['median']:.1f} s each on one core ([scale.md](docs/scale.md))."
+    )
+
+
+def figure(path: Path) -> None:
+    """What a question costs, by how much was read."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    rows = record("billion")["results"]
+    plot, axes = plt.subplots(figsize=(7, 4))
+    for name, label, of in (
+        ("exact", "exact search, one question", lambda found: found["seconds_a_question"]["median"]),
+        ("exact", "exact search, one of a batch of 64", lambda found: found["seconds_a_question_in_batches"]),
+        ("faiss", "faiss, one question", lambda found: found["seconds_a_question"]["median"]),
+    ):
+        places = [(row["length"], of(row[name])) for row in rows if name in row]
+        axes.plot(*zip(*places, strict=True), "o-", label=label)
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    axes.set_xticks([row["length"] for row in rows], [f"{row['length'] >> 20:,}M" for row in rows])
+    axes.set_xlabel("tokens read")
+    axes.set_ylabel("seconds")
+    axes.set_title("A question to a memory that keeps tokens, one core")
+    axes.legend()
+    plot.tight_layout()
+    plot.savefig(path, dpi=120, metadata={"Software": None})
+    plt.close(plot)
 
 
 @torch.no_grad()

@@ -256,6 +256,7 @@ def reading(options: argparse.Namespace, progress: Progress) -> dict[str, Any]:
     asked, (near, *_) = Needles(options, progress), options.needles
     fine, exact = (Case("few", 16, summary, f"{APART}") for summary in (FINE, 1))
     farthest = exact._replace(taught=TAUGHT[-1])
+    choosy = farthest._replace(chunks=4)  # found on 10 of the questions at 262,144 tokens, beside 16 and 64
     together = [fine, exact, farthest, Case(TAUGHT[-1], None)]
     cases: list[tuple[Case, int, int, int]]
     cases = [(case, near, TOGETHER, options.questions) for case in together]
@@ -263,6 +264,7 @@ def reading(options: argparse.Namespace, progress: Progress) -> dict[str, Any]:
     cases += [(exact, length, 1, options.few) for length in options.far]
     cases += [(fine, options.far[-1], 1, options.singles)]
     cases += [(farthest, length, 1, options.singles) for length in options.far]
+    cases += [(choosy, length, 1, options.singles) for length in options.farther]
     cases += [(farthest, length, 1, options.few) for length in options.longest]
     for case, length, count, questions in cases:
         taught, hils = _taught(options, case.taught)
@@ -397,6 +399,13 @@ def main() -> None:
     parser.add_argument("--texts", type=int, default=9, help="that forms are compared on, at most")
     parser.add_argument(
         "--far", type=int, nargs="+", default=(16_384, 65_536), help="lengths beyond the base's"
+    )
+    parser.add_argument(
+        "--farther",
+        type=int,
+        nargs="*",
+        default=(65_536, 262_144),
+        help="at which that model is asked as it reads few chunks, in the part reading",
     )
     parser.add_argument(
         "--longest",

@@ -496,6 +496,7 @@ def main() -> None:
         fill(ROOT / name, texts)
     if (length := record("training").get("length", {})).get("results"):
         training_tables.length_figure(ROOT / "docs" / "training-length.png", length)
+    billion.figure(ROOT / "docs" / "billion.png")
 
 
 if __name__ == "__main__":

@@ -102,7 +102,6 @@ def write_table(
     settings = json.loads(json.dumps(about)) | sizes | {"scores": scores}
     if sharing():
         expect_agreed({"trailmark": trailmark.__version__} | settings)
-        expect_shared("output", folder)
     began = time.monotonic()
 
     def show(done: int, kept: int) -> None:
@@ -242,8 +241,10 @@ def _expect_same(folder: Path, old: Any, new: Mapping[str, Any]) -> None:
 
 
 def expect_place_of_table(folder: Path) -> None:
-    """Make the folder; raise a ValueError if it cannot be written in, or holds a corpus' own files."""
+    """Make the folder; raise a ValueError if it cannot be written in, is not shared, or holds a corpus' own files."""
     expect_writable("output", folder)
+    if sharing():
+        expect_shared("output", folder)
     if any((folder / name).exists() for name in (CORPUS_MANIFEST, PROGRESS)):
         raise ValueError(
             f"output: expected a folder for a table, {str(folder)!r} is a prepared corpus. Choose another one."
