@@ -427,6 +427,7 @@ def serving_text() -> str:
 DOCUMENTS: dict[str, Mapping[str, Callable[[], str]]] = {
     "README.md": {
         "demo": demo_summary,
+        "planted": billion.readme_line,
         "learning": learning_tables.summary_text,
         "hils": pretrained_tables.hils_summary,
         "gpu": gpu_line,
