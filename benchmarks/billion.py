@@ -12,7 +12,7 @@ that of the text with the needles in it; each question is then asked by itself (
 (what was found). The text is Python's own sources, over and over: a period is no number of whole chunks, so chunks are
 others each time.
 
-A billion tokens take four hours of reading on one core, and 16 GB of RAM while they are saved. ``--costs`` fills
+A billion tokens take about two hours of reading on one core, and 16 GB of RAM while they are saved. ``--costs`` fills
 memories with landmark vectors and tokens drawn at random: what a question costs depends on how many there are alone.
 """
 

@@ -73,8 +73,8 @@ def work(rank: int, count: int, folder: Path) -> None:
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(count))
     dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=count)
     found = {}
-    with processes.together() as speaks:
-        assert speaks == (not rank)
+    with processes.together():
+        assert processes.is_main() == (not rank)
         for name, act in ACTS.items():
             try:
                 found[name] = act(rank, folder)
@@ -110,8 +110,8 @@ def test_two_share_their_work_and_hear_of_every_failure(tmp_path: Path) -> None:
 
 def test_one_process_does_all() -> None:
     taken: list[int] = []
-    with processes.together() as speaks:
-        assert speaks
+    with processes.together():
+        assert processes.is_main()
         assert not processes.sharing()
         processes.share_out(range(3), lambda mine: (n * n for n in mine), taken.append)
         assert processes.by_first(lambda: 7) == 7

@@ -218,8 +218,8 @@ def read(settings: ReadSettings) -> None:
                     "trace: expected none with several processes, each of which reads parts of the text. "
                     "Trace with one."
                 )
-            with together() as speaks:
-                _read_with_all(settings, speaks)
+            with together():
+                _read_with_all(settings)
             return
         if not is_main():  # what is there already is read on by one
             return
@@ -252,15 +252,15 @@ def read(settings: ReadSettings) -> None:
     progress.say(f"Next: trailmark generate {settings.model} --memory {memory} --prompt ...")
 
 
-def _read_with_all(settings: ReadSettings, speaks: bool) -> None:
+def _read_with_all(settings: ReadSettings) -> None:
     """The same in one of several processes."""
     from trailmark.evaluation.parted_reading import PartedReader, read_with_all
     from trailmark.evaluation.reading import parse_dtype
     from trailmark.evaluation.subject import load, own_device
-    from trailmark.processes import rank, world_size
+    from trailmark.processes import is_main, rank, world_size
     from trailmark.report.console import Progress, duration, size
 
-    progress, began, world = Progress(quiet=not speaks), time.monotonic(), world_size()
+    progress, began, world = Progress(quiet=not is_main()), time.monotonic(), world_size()
 
     def show(tokens: int) -> None:
         speed = tokens / max(time.monotonic() - began, 1e-9)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from trailmark.processes import by_first, is_main, together
 from trailmark.settings import Settings, setting, takes
 
 
@@ -33,21 +34,14 @@ class PrepareSettings(Settings):
 
 
 @takes(PrepareSettings)
+@together()
 def prepare(settings: PrepareSettings) -> None:
     """Tokenise text into shards to train on. The same command goes on where it stopped."""
-    from trailmark.processes import together
-
-    with together() as speaks:
-        _prepare(settings, speaks)
-
-
-def _prepare(settings: PrepareSettings, speaks: bool) -> None:
     from trailmark.data import prepare as preparing
     from trailmark.data.recipes import parse_source
-    from trailmark.processes import by_first
     from trailmark.report.console import Progress, counted, preparing_line
 
-    progress = Progress(quiet=not speaks)
+    progress = Progress(quiet=not is_main())
 
     def show(state: preparing.Progress) -> None:
         progress.show(preparing_line(state.documents, state.tokens, state.done, state.total, state.seconds))
@@ -152,21 +146,15 @@ class NeighbourSettings(_TableSettings):
 
 
 @takes(NeighbourSettings)
+@together()
 def neighbours(settings: NeighbourSettings) -> None:
     """Find each chunk's neighbours once, so that training never waits for an encoder."""
-    from trailmark.processes import together
-
-    with together() as speaks:
-        _neighbours(settings, speaks)
-
-
-def _neighbours(settings: NeighbourSettings, speaks: bool) -> None:
     from trailmark.data.neighbours.build import make_table
     from trailmark.data.neighbours.files import TableProgress
     from trailmark.report.console import Progress, bar, size, table_line
     from trailmark.training.neighbours import rule_for
 
-    progress = Progress(quiet=not speaks)
+    progress = Progress(quiet=not is_main())
 
     def show(state: TableProgress) -> None:
         progress.show(table_line(state.done, state.total, state.kept, state.chunks, state.seconds))
@@ -197,21 +185,15 @@ class TargetSettings(_TableSettings):
 
 
 @takes(TargetSettings)
+@together()
 def targets(settings: TargetSettings) -> None:
     """Say how much each chunk helps to predict the next one: what an RPT's retriever learns from."""
-    from trailmark.processes import together
-
-    with together() as speaks:
-        _targets(settings, speaks)
-
-
-def _targets(settings: TargetSettings, speaks: bool) -> None:
     from trailmark.data.neighbours.files import TableProgress
     from trailmark.data.neighbours.table import Rule
     from trailmark.evaluation.targets import make_targets
     from trailmark.report.console import Progress, table_line
 
-    progress = Progress(quiet=not speaks)
+    progress = Progress(quiet=not is_main())
 
     def show(state: TableProgress) -> None:
         progress.show(table_line(state.done, state.total, state.kept, state.chunks, state.seconds))

@@ -6,7 +6,6 @@ Importing it imports no torch: a corpus is prepared without.
 from __future__ import annotations
 
 import os
-import secrets
 import sys
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import closing, contextmanager
@@ -115,7 +114,7 @@ def expect_shared(name: str, folder: Path) -> None:
     Args:
         name: of the option that names the folder. folder: is made, where it is not there.
     """
-    first, name_of_mark = by_main(lambda: (str(folder), f".shared-{secrets.token_hex(8)}"))
+    first, name_of_mark = by_main(lambda: (str(folder), f".shared-{os.urandom(8).hex()}"))
     mark = folder / name_of_mark
     by_main(lambda: _touch(mark))
     lacking = [number for number, there in enumerate(gathered(mark.exists())) if not there]
@@ -138,16 +137,16 @@ _sharing = False
 
 
 @contextmanager
-def together() -> Iterator[bool]:
+def together() -> Iterator[None]:
     """Inside, the processes that torchrun started know each other and share the command's work.
 
-    Gives whether this process is the one that speaks. Where there are several, each ends here.
+    Where there are several, each ends here. A command is decorated with it.
     """
     global _sharing
     connect()
     _sharing = connected()
     try:
-        yield is_main()
+        yield
     finally:
         _sharing = False
     if part():

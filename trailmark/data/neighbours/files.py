@@ -104,23 +104,24 @@ def write_table(
         expect_agreed({"trailmark": trailmark.__version__} | settings)
     began = time.monotonic()
 
-    def show(done: int, kept: int) -> None:
-        if progress is not None:
-            progress(TableProgress(done, windows, kept, chunks, time.monotonic() - began))
-
     with ExitStack() as held:
         table = _Table(folder, settings, held)
-        kept = by_first(lambda: table.begin(command))
-        if kept is not None:
+        begun = by_first(lambda: table.begin(command))
+        kept = windows if begun is None else begun
 
-            def take(made: tuple[int, Parts], kept: int = kept) -> None:
-                table.write(*made)
-                show(table.done, kept)
+        def show(done: int) -> None:
+            if progress is not None:
+                progress(TableProgress(done, windows, kept, chunks, time.monotonic() - began))
 
-            blocks = ((first, min(first + block, windows)) for first in range(kept, windows, block))
+        def take(made: tuple[int, Parts]) -> None:
+            table.write(*made)
+            show(table.done)
+
+        if begun is not None:
+            blocks = ((first, min(first + block, windows)) for first in range(begun, windows, block))
             share_out(blocks, lambda mine: ((stop, make(first, stop)) for first, stop in mine), take)
             by_first(table.finish)
-    show(windows, windows if kept is None else kept)
+    show(windows)
 
 
 class _Table:
