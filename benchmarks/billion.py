@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 import torch
 from common import peak_memory, spread
-from tables import RIGHT, Columns, on_machine, record, table
+from tables import RIGHT, Columns, line_figure, on_machine, record, table
 
 from trailmark.data.corpus import standard_library_texts, tokenize
 from trailmark.data.needles.haystacks import Haystack
@@ -238,30 +238,17 @@ def readme_line() -> str:
 
 def figure(path: Path) -> None:
     """What a question costs, by how much was read."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
     rows = record("billion")["results"]
-    plot, axes = plt.subplots(figsize=(7, 4))
-    for name, label, of in (
-        ("exact", "exact search, one question", lambda found: found["seconds_a_question"]["median"]),
-        ("exact", "exact search, one of a batch of 64", lambda found: found["seconds_a_question_in_batches"]),
-        ("faiss", "faiss, one question", lambda found: found["seconds_a_question"]["median"]),
-    ):
-        places = [(row["length"], of(row[name])) for row in rows if name in row]
-        axes.plot(*zip(*places, strict=True), "o-", label=label)
-    axes.set_xscale("log", base=2)
-    axes.set_yscale("log")
-    axes.set_xticks([row["length"] for row in rows], [f"{row['length'] >> 20:,}M" for row in rows])
-    axes.set_xlabel("tokens read")
-    axes.set_ylabel("seconds")
-    axes.set_title("A question to a memory that keeps tokens, one core")
-    axes.legend()
-    plot.tight_layout()
-    plot.savefig(path, dpi=120, metadata={"Software": None})
-    plt.close(plot)
+    alone = {
+        f"{label}, one question": {
+            row["length"]: row[name]["seconds_a_question"]["median"] for row in rows if name in row
+        }
+        for name, label in (("exact", "exact search"), ("faiss", "faiss"))
+    }
+    batch = {row["length"]: row["exact"]["seconds_a_question_in_batches"] for row in rows}
+    ticks = {row["length"]: f"{row['length'] >> 20:,}M" for row in rows}
+    titles = "A question to a memory that keeps tokens, one core", "tokens read", "seconds"
+    line_figure(path, alone | {"exact search, one of a batch of 64": batch}, ticks, titles, log=True)
 
 
 @torch.no_grad()

@@ -89,6 +89,45 @@ def crossed(
     return markdown_table([*down, *titles, *(last or {})], shown)
 
 
+def line_figure(
+    path: Path,
+    lines: Mapping[str, Mapping[int, float]],
+    ticks: Mapping[int, str],
+    titles: tuple[str, str, str],
+    colours: Mapping[str, str] | None = None,
+    log: bool = False,
+) -> None:
+    """Draw lines by length into a file.
+
+    Args:
+        lines: by their labels, their values by length. ticks: of lengths, what is written there.
+        titles: of the figure, its lengths and its values. log: the values' axis; else it begins at 0.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(7, 4))
+    for label, values in lines.items():
+        axes.plot(
+            *zip(*sorted(values.items()), strict=True), "o-", label=label, color=(colours or {}).get(label)
+        )
+    axes.set_xscale("log", base=2)
+    if log:
+        axes.set_yscale("log")
+    else:
+        axes.set_ylim(bottom=0)
+    axes.set_xticks([*ticks], [*ticks.values()])
+    axes.set_title(titles[0])
+    axes.set_xlabel(titles[1])
+    axes.set_ylabel(titles[2])
+    axes.legend()
+    figure.tight_layout()
+    figure.savefig(path, dpi=120, metadata={"Software": None})
+    plt.close(figure)
+
+
 def machine(where: Row, libraries: Sequence[str] = ("torch",)) -> str:
     threads = f"{where['threads']} thread{'s' * (where['threads'] > 1)}"
     versions = ", ".join(f"{name} {where[name]}" for name in libraries)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tables import Column, Columns, Row, crossed, table
+from tables import Column, Columns, Row, crossed, line_figure, table
 from training import deviations, time_per_token
 from training_text import FACTORS, difference, perplexity, word_perplexity
 
@@ -189,22 +189,14 @@ def _same(result: Row, model: Row) -> bool:
 
 def length_figure(path: Path, part: dict[str, Any]) -> None:
     """Like Figure 3a of arXiv 2410.01651: what a token's training step costs by context length."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(7, 4))
-    for name, times in time_per_token(part).items():
-        lengths = sorted(times)
-        axes.plot(lengths, [times[n] * 1e6 for n in lengths], "o-", label=name, color=COLOURS[name])
-    axes.set_xscale("log", base=2)
-    axes.set_ylim(bottom=0)
-    axes.set_xticks(part["settings"]["lengths"], [f"{n // 1024}K" for n in part["settings"]["lengths"]])
-    axes.set_xlabel("context length (tokens)")
-    axes.set_ylabel("microseconds per token")
-    axes.set_title("A training step: time per token by context length")
-    axes.legend()
-    figure.tight_layout()
-    figure.savefig(path, dpi=120, metadata={"Software": None})
-    plt.close(figure)
+    lines = {
+        name: {length: seconds * 1e6 for length, seconds in times.items()}
+        for name, times in time_per_token(part).items()
+    }
+    ticks = {length: f"{length // 1024}K" for length in part["settings"]["lengths"]}
+    titles = (
+        "A training step: time per token by context length",
+        "context length (tokens)",
+        "microseconds per token",
+    )
+    line_figure(path, lines, ticks, titles, COLOURS)
