@@ -20,6 +20,7 @@ from compare_rows import (
     FACTORS,
     FULL_UP_TO,
     LEVELS,
+    NEEDLE_FACTORS,
     NEEDLE_LENGTH,
     SIZES,
     Sizes,
@@ -132,14 +133,14 @@ def ask_needles(model: TrailmarkForCausalLM, found: Found, path: Path, sizes: Si
     subject = Subject.of(model, tokenizer, CHUNK_SIZE)
     full = model.reach() is None
     anew = not model.can_be_planted  # what follows the needle changes all that they carry
-    for factor, questions in sizes.questions.items():
+    for factor in NEEDLE_FACTORS:
         done = {r["factor"]: r["correct"] for r in found["results"]}
         if factor in done or (full and factor > FULL_UP_TO):
             continue
         if anew and done and done[max(done)] == 0:
             break  # none right of a shorter text: to read longer ones for each question says no more
         length, began = factor * NEEDLE_LENGTH, time.perf_counter()
-        settings = NeedleSettings((length,), format="marks", questions=questions[anew], phases="end")
+        settings = NeedleSettings((length,), format="marks", questions=sizes.questions[anew], phases="end")
         (result,) = measure(subject, settings, text)
         keep = ("length", "questions", "correct", "accuracy", "accuracy_low", "accuracy_high", "recall")
         found["results"].append(
@@ -153,7 +154,7 @@ def asked(sizes: Sizes) -> Found:
     """What a run's configuration does not say of the needles."""
     return {
         "levels": [[share, vars(level)] for share, level in LEVELS],
-        "questions": {str(factor): list(counts) for factor, counts in sizes.questions.items()},
+        "questions": list(sizes.questions),
     }
 
 

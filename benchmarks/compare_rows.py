@@ -192,27 +192,15 @@ class Sizes:
     needle_steps: int
     needle_tokens_per_step: int
     vocabulary: int | None  # None: TRAILMARK_DATA's GPT-2 tokens
-    # of the training length: questions there, and of models that read a haystack anew for each question
-    questions: dict[int, tuple[int, int]]
+    questions: tuple[int, int]  # of each length; of models that read a haystack anew for each question
     large: bool
 
 
 SIZES = {
-    "cpu": Sizes(
-        200, 4096, 1024, 500, 4096, 4096, {1: (200, 40), 4: (200, 20), 16: (200, 10), 64: (200, 5)}, False
-    ),
-    "cuda": Sizes(
-        2000,
-        65_536,
-        4096,
-        2600,
-        4096,
-        None,
-        {1: (300, 100), 4: (300, 100), 16: (300, 100), 64: (300, 50)},
-        True,
-    ),
+    "cpu": Sizes(200, 4096, 1024, 500, 4096, 4096, (200, 100), False),
+    "cuda": Sizes(2000, 65_536, 4096, 2600, 4096, None, (300, 100), True),
 }
-FACTORS = (1, 4, 16)  # of the training length: text
+FACTORS, NEEDLE_FACTORS = (1, 4, 16), (1, 4, 16, 64)  # of the training length: text, needles
 CHUNK_SIZE, NEEDLE_LENGTH = 32, 1024
 FULL_UP_TO = 16  # training lengths: with full attention a single question at 64 takes minutes on a CPU
 

@@ -11,7 +11,7 @@ from dataclasses import asdict
 from typing import Any
 
 import numpy as np
-from compare_rows import FACTORS, FULL_UP_TO, ROWS
+from compare_rows import FACTORS, FULL_UP_TO, NEEDLE_FACTORS, ROWS
 from tables import Column, Columns, Row, table
 from training_text import mean_loss
 
@@ -20,7 +20,6 @@ from trailmark.statistics import wilson_interval
 
 Found = dict[str, Any]
 BASE = "Base"
-_ENOUGH = 100  # questions, for a share that stands without their number
 
 
 # --- numbers -------------------------------------------------------------------------------------------------
@@ -130,7 +129,7 @@ def _less(base: Sequence[Found], factor: int) -> Column:
 
 
 def _share(factor: int, interval: bool) -> Column:
-    """Right answers of the questions, over all seeds; without an interval beside their number where they are few."""
+    """Right answers of the questions, over all seeds."""
 
     def shown(row: Row) -> str:
         results = [r for found in row["needles"] if (r := at(found, factor)) is not None]
@@ -140,7 +139,7 @@ def _share(factor: int, interval: bool) -> Column:
         cell = f"{right / questions:.2f}"
         if interval:
             return "{} ({:.2f}-{:.2f})".format(cell, *wilson_interval(right, questions))
-        return cell if questions >= _ENOUGH else f"{cell} of {questions}"
+        return cell
 
     return shown
 
@@ -241,7 +240,7 @@ def needle_table(part: Found) -> str:
         "model": "{name}",
         "parameters": "{first[parameters]:,}",
         "seeds": "{seeds}",
-        **{f"{int(n) * settings['length']:,}": _share(int(n), True) for n in settings["questions"]},
+        **{f"{factor * settings['length']:,}": _share(factor, True) for factor in NEEDLE_FACTORS},
         "paper": _paper_needles,
     }
     texts = ", ".join(f"{level['chunks'] * 32} for {share:.0%}" for share, level in settings["levels"])
@@ -249,8 +248,9 @@ def needle_table(part: Found) -> str:
         f"Byte models, trained {settings['steps']:,} steps of {settings['tokens_per_step']:,} tokens (tokens of a "
         f"text: {texts} of the steps). Share of single needles answered with all five digits right, by tokens of the "
         f"haystack, with 95% Wilson intervals; chance is {CHANCE:.5f}. Needles lie where no window reaches; "
-        f"full attention was asked of ones anywhere, up to {FULL_UP_TO * settings['length']:,} tokens. Models that "
-        "read a haystack anew for each question were asked fewer, and none of greater length once they had none right. "
+        f"full attention was asked of ones anywhere, up to {FULL_UP_TO * settings['length']:,} tokens. "
+        f"{settings['questions'][0]} questions in a cell; {settings['questions'][1]} where a model reads a haystack "
+        "anew for each, and none of greater length once it had none right. "
         f"*paper*: single NIAH at 16K and 64K (Table 2; trained at 16K).\n\n{table(columns, _rows(part, 'needles'))}"
     )
 
@@ -295,7 +295,7 @@ def summary_note(record: Found) -> str:
         notes.append(
             f"*needle*: share of single needles found in {needles['length']:,} tokens (1x) and more, by byte models "
             f"after {needles['steps']:,} steps, which are smaller than *parameters*, those of the text's models, says "
-            f"({_seeds(record['needles'])}); where fewer than {_ENOUGH} questions were asked, of how many."
+            f"({_seeds(record['needles'])})."
         )
     if record.get("cost"):
         notes.append("*time*, *memory*: of a training step.")

@@ -17,11 +17,7 @@ from tables import record
 
 SIZES = ("128m", "350m")
 _TABLE = "a table of neighbours (configs/README.md), the network for Contriever"
-# for texts of 16,384 and of 2,048 tokens
-_LANDMARK_POSITIONS = {
-    "": "model.max_position_embeddings=16832",
-    "laptop-": "model.max_position_embeddings=2240",
-}
+_LANDMARK_POSITIONS = "model.max_position_embeddings=16832"  # for texts of 16,384 tokens
 
 
 @dataclass(frozen=True)
@@ -104,14 +100,14 @@ def _table_1() -> Iterator[Row]:
 
 
 def _table_2() -> Iterator[Row]:
-    models = {  # the laptop's, and the row of table_2.json
-        "Base LM": ("base-512-128m", "base-128", "Base"),
-        "+2 layers": ("base-plus2-658-128m", "base-plus1-153", "Base, more layers"),
-        "Block-Recurrent": ("block-recurrent-128m", "block-recurrent", "Block-Recurrent"),
-        "RPT-Contriever": ("rpt-128m", "rpt", "RPT, hash encoder"),
-        "Landmark Attention": ("landmark-128m", "landmark", "Landmark"),
-        "DRT x1": ("drt-x1-128m", "drt-x1", "DRT x1"),
-        "DRT x2": ("drt-x2-128m", "drt-x2", "DRT x2"),
+    models = {  # and the row of table_2.json and summaries.json
+        "Base LM": ("base-512-128m", "Base"),
+        "+2 layers": ("base-plus2-658-128m", "Base, more layers"),
+        "Block-Recurrent": ("block-recurrent-128m", "Block-Recurrent"),
+        "RPT-Contriever": ("rpt-128m", "RPT, hash encoder"),
+        "Landmark Attention": ("landmark-128m", "Landmark"),
+        "DRT x1": ("drt-x1-128m", "DRT x1"),
+        "DRT x2": ("drt-x2-128m", "DRT x2"),
     }
     tasks = {  # and what table_2.json calls it
         "single NIAH": ("finetune-niah-1hop", "niah-1hop", "PG19", "single"),
@@ -121,38 +117,32 @@ def _table_2() -> Iterator[Row]:
     }
     for task, (file, short, data, asked) in tasks.items():
         pairs = [f"data.paths=runs/data/{short}/train/pairs.jsonl"] if "summarization" in file else []
-
-        def tuned(
-            size: str, folder: str, file: str = file, short: str = short, pairs: list[str] = pairs
-        ) -> str:
+        for name, (folder, own) in models.items():
+            needs = f"GPUs, {data}" + (", the network for Contriever" if folder.startswith("rpt") else "")
             changes = [f"init_from=runs/{folder}", f"output=runs/{folder}-{short}", *pairs]
             if "landmark" in folder:
-                changes.append(_LANDMARK_POSITIONS[size])
-            return train(f"{size}{file}", *changes)
-
-        for name, (folder, small, own) in models.items():
-            needs = f"GPUs, {data}" + (", the network for Contriever" if folder.startswith("rpt") else "")
+                changes.append(_LANDMARK_POSITIONS)
             twin = (
-                f"python benchmarks/table_2.py --tasks {asked}"
-                if asked
-                else tuned("laptop-", f"laptop-{small}")
+                f"python benchmarks/table_2.py --tasks {asked}" if asked else "python benchmarks/summaries.py"
             )
-            part = ("table_2", "results", own, asked) if asked else ()
-            yield Row("Table 2", f"{task}: {name}", tuned("", folder), needs, twin, part)
+            part = ("table_2", "results", own, asked) if asked else ("summaries", "results", own)
+            yield Row("Table 2", f"{task}: {name}", train(file, *changes), needs, twin, part)
 
 
 def _table_3() -> Iterator[Row]:
-    models = {
-        "Landmark Attention": "landmark-128m",
-        "Block-Recurrent": "block-recurrent-128m",
-        "DRT x1": "drt-x1-128m",
+    models = {  # and the row of table_3.json
+        "Landmark Attention": ("landmark-128m", "Landmark"),
+        "Block-Recurrent": ("block-recurrent-128m", "Block-Recurrent"),
+        "DRT x1": ("drt-x1-128m", "DRT x1"),
     }
-    for name, file in models.items():
+    twin = "of the same sizes, on a CPU: python benchmarks/table_3.py"
+    for name, (file, own) in models.items():
         command = (
             f"trailmark evaluate configs/base-512-128m.yaml configs/{file}.yaml --suite cost --lengths 16384,49152 "
             f"--tiers device,host --output runs/cost-{file}"
         )
-        yield Row("Table 3", f"{name} / Base LM", command, "a GPU for times as the paper's")
+        part = ("table_3", "cost", own)
+        yield Row("Table 3", f"{name} / Base LM", command, "a GPU for times as the paper's", twin, part)
 
 
 def _table_4() -> Iterator[Row]:

@@ -20,7 +20,7 @@ import torch
 from transformers import AutoTokenizer
 
 from tests.data.corpora import prose, save_bpe, save_chat_bpe
-from tests.models.tiny import drt, landmark, window_model
+from tests.models.tiny import drt, hils, landmark, window_model
 from trailmark.data.chat import ChatTurns
 from trailmark.evaluation.chat import Conversation
 from trailmark.evaluation.generation import Sampling
@@ -90,6 +90,25 @@ def test_a_chat_answers_each_line_and_shows_what_was_read(
     assert snapshot(memory) == before
     lines("Where is the river?\n")
     assert "Read for" not in command("chat", model, "--memory", memory, "--passages", "0")[1]
+
+
+def test_a_field_is_changed_for_one_conversation(
+    tmp_path: Path, command: Command, lines: Callable[[str], None], refused: Callable[..., str]
+) -> None:
+    (tmp_path / "book.txt").write_text(prose(1, 300), encoding="utf-8")
+    folder, memory = save_model(tmp_path / "model", hils, reading="windows"), tmp_path / "memory"
+    assert command("read", folder, tmp_path / "book.txt", "--memory", memory)[0] == 0
+    fewer = ("--memory", memory, "--max-new-tokens", "3", "--set", "num_retrieved_chunks=1")
+    lines("Where?\n")
+    _, every, _ = command("chat", folder, "--memory", memory, "--max-new-tokens", "3", "--passages", "9")
+    lines("Where?\n")
+    _, out, _ = command("chat", folder, *fewer, "--passages", "9")
+    assert "Read for this" in out
+    assert out != every
+    assert command("generate", folder, "--prompt", "Where?", *fewer)[0] == 0
+    wrong = ("--memory", memory, "--set", "num_retrieved_chunks=none")
+    assert "num_retrieved_chunks" in refused("chat", folder, *wrong)
+    assert "set: expected none with --url" in refused("chat", folder, *fewer, "--url", "http://127.0.0.1:1")
 
 
 def test_a_conversation_is_what_the_template_writes(model: Path, memory: Path) -> None:

@@ -14,7 +14,13 @@ from typing import Annotated
 import typer
 
 from trailmark import __version__, cli_chat, cli_convert, cli_data, cli_evaluation, cli_explore, cli_serve
-from trailmark.evaluation.suite import device_setting, dtype_setting, tier_setting, tiers_in_folders
+from trailmark.evaluation.suite import (
+    changes_setting,
+    device_setting,
+    dtype_setting,
+    tier_setting,
+    tiers_in_folders,
+)
 from trailmark.machine import start_again_set_up
 from trailmark.settings import Settings, setting, takes
 
@@ -329,6 +335,7 @@ class GenerateSettings(Settings):
     )
     temperature: float = setting(0.0, "0: always the most likely token.")
     seed: int = setting(0, "Seed of what is sampled.", least=0, most=2**32 - 1)
+    changes: tuple[str, ...] = changes_setting()
     device: str | None = device_setting()
 
 
@@ -340,7 +347,7 @@ def generate(settings: GenerateSettings) -> None:
     from trailmark.evaluation.subject import load, own_device
 
     pieces = generation.stream(
-        load(settings.model, device=own_device(settings.device)),
+        load(settings.model, settings.changes, device=own_device(settings.device)),
         settings.prompt,
         settings.file,
         settings.memory,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from trailmark.evaluation.suite import device_setting, tier_setting
+from trailmark.evaluation.suite import changes_setting, device_setting, tier_setting
 from trailmark.settings import Settings, setting, takes
 
 if TYPE_CHECKING:
@@ -55,6 +55,7 @@ class ChatSettings(Settings):
     )
     seed: int = setting(0, "Seed of what is sampled.", least=0, most=2**32 - 1)
     memory_tier: str = tier_setting("disk")
+    changes: tuple[str, ...] = changes_setting()
     device: str | None = device_setting()
 
 
@@ -86,7 +87,7 @@ def _here(settings: ChatSettings) -> Conversation:
     if settings.api_key_file is not None:
         raise ValueError("api_key_file: expected none without --url: no server is asked.")
     return Conversation(
-        load(settings.model, device=own_device(settings.device)),
+        load(settings.model, settings.changes, device=own_device(settings.device)),
         settings.memory,
         _sampling(settings),
         system=settings.system,
@@ -99,9 +100,10 @@ def _there(settings: ChatSettings) -> RemoteConversation:
     from trailmark.server.client import RemoteConversation
     from trailmark.server.keys import read_keys
 
-    for name in ("plain", "memory_tier", "device"):
+    for name in ("plain", "memory_tier", "changes", "device"):
         if getattr(settings, name) != ChatSettings.__dataclass_fields__[name].default:
-            raise ValueError(f"{name}: expected none with --url: the server decides. Leave it out.")
+            told = "set" if name == "changes" else name
+            raise ValueError(f"{told}: expected none with --url: the server decides. Leave it out.")
     assert settings.url is not None
     key = None if settings.api_key_file is None else read_keys(settings.api_key_file)[0]
     return RemoteConversation(

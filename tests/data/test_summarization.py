@@ -62,13 +62,13 @@ def ids_of(text: str) -> list[int]:
     length=st.integers(60, 700),
     sample=st.integers(0, 2**40),
     seed=st.integers(0, 2**32),
-    summary_only=st.booleans(),
+    answer_weight=st.sampled_from([0.0, 1.0, 7.0]),
 )
 def test_every_token_is_where_it_belongs(
-    stories: Pairs, length: int, sample: int, seed: int, summary_only: bool
+    stories: Pairs, length: int, sample: int, seed: int, answer_weight: float
 ) -> None:
     """Nothing of cue and summary is lost at any length: only the document's end gives way."""
-    texts = SummarizationTexts(BYTES, stories, length, seed, summary_only=summary_only)
+    texts = SummarizationTexts(BYTES, stories, length, seed, answer_weight=answer_weight)
     batch = texts.batch(sample, 1)
     pair = STORIES[texts.number_of(sample)]
     document, summary = ids_of(pair.document), ids_of(pair.summary)
@@ -82,10 +82,10 @@ def test_every_token_is_where_it_belongs(
     answer = len(summary) + 1
     answers = [False] * (len(text) - answer) + [True] * answer + [False] * absent
     assert batch["answers"].tolist() == [answers]
-    bears = answers if summary_only else [False] + [True] * (len(text) - 1) + [False] * absent
-    labels = [token if loss else -100 for token, loss in zip(text + [0] * absent, bears, strict=True)]
+    weights = [answer_weight if answers[n] else float(0 < n < len(text)) for n in range(length)]
+    labels = [token if weight else -100 for token, weight in zip(text + [0] * absent, weights, strict=True)]
     assert batch["labels"].tolist() == [labels]
-    assert batch["loss_weights"].tolist() == [[float(loss) for loss in bears]]
+    assert batch["loss_weights"].tolist() == [weights]
 
     # one landmark more, as a model lays it out: between "|Summary" and ":"
     mark = len(head) + len("|Summary") - 1

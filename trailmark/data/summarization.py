@@ -48,7 +48,7 @@ class SummarizationTexts:
         pairs: documents and summaries, or the files they are in.
         length: T, tokens of every row. Pairs whose summary and cue do not leave room for a token of the document
             are left out, and named in a warning.
-        summary_only: loss on the summary and its end alone. False: on every token, as the paper.
+        answer_weight: of the loss on the summary and its end, where all others weigh 1, as in the paper.
 
     Raises:
         ValueError: a tokenizer that cannot end a text; no pair that fits; files that cannot be read.
@@ -61,7 +61,7 @@ class SummarizationTexts:
         length: int,
         seed: int = 0,
         *,
-        summary_only: bool = False,
+        answer_weight: float = 1.0,
     ) -> None:
         if tokenizer.eos_token_id is None:
             raise ValueError(
@@ -69,7 +69,7 @@ class SummarizationTexts:
             )
         self.pairs = pairs if isinstance(pairs, Pairs) else Pairs(pairs)
         self.tokenizer, self.length, self.seed = tokenizer, length, int(seed)
-        self.summary_only = summary_only
+        self.answer_weight = answer_weight
         self._before, self._after = tokenize_parts(["|Summary", ":"], tokenizer)
         self._absent = padding_id(tokenizer)
         self._numbers = self._that_fit()
@@ -136,13 +136,13 @@ class SummarizationTexts:
             present[row, : len(text)] = True
             close[row, mark] = True
             answers[row, start : len(text)] = True
-        loss = (answers if self.summary_only else present).clone()
-        loss[:, 0] = False  # nothing predicts the first token
+        weights = torch.where(answers, self.answer_weight, 1.0) * present
+        weights[:, 0] = 0  # nothing predicts the first token
         return {
             "input_ids": ids,
             "attention_mask": present,
-            "labels": ids.masked_fill(~loss, IGNORED),
-            "loss_weights": loss.float(),
+            "labels": ids.masked_fill(weights == 0, IGNORED),
+            "loss_weights": weights,
             "close_chunk": close,
             "answers": answers,
         }

@@ -187,6 +187,15 @@ def device_setting() -> Any:
     return setting(None, "Where models compute, as cpu, cuda or cuda:1.", default="cuda if there is one")
 
 
+def changes_setting() -> Any:
+    return setting(
+        (),
+        "A field of the model's configuration, for this time: retrieve_per=token.",
+        option="--set",
+        repeated=True,
+    )
+
+
 @dataclass(frozen=True)
 class Request(Settings):
     """Which models are asked what: the options of ``trailmark evaluate`` that are no suite's own."""
@@ -214,12 +223,7 @@ class Request(Settings):
         default="sources of Python's library that are for haystacks alone",
         repeated=True,
     )
-    changes: tuple[str, ...] = setting(
-        (),
-        "A field of the model's configuration, for this evaluation: retrieve_per=token.",
-        option="--set",
-        repeated=True,
-    )
+    changes: tuple[str, ...] = changes_setting()
     device: str | None = device_setting()
     dtype: str | None = setting(
         None, f"Type of the weights: {', '.join(DTYPES)}.", default="as saved", choices=DTYPES

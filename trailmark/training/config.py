@@ -87,8 +87,8 @@ class DataConfig:
     )
     answer_weight: float = setting(
         1.0,
-        "niah, and text with needle_share: weight of the loss on an answer's tokens (others weigh 1), which are few of "
-        "a text's.",
+        "niah, summarization, and text with needle_share: weight of the loss on the tokens of an answer or a summary "
+        "(others weigh 1), which are few of a text's.",
         least=0,
         most=MOST_WEIGHT,
     )
@@ -613,7 +613,7 @@ def _check_data(config: RunConfig) -> None:
             f"data.needle_share: expected 0 with data.task {data.task}, got {data.needle_share}: needles are mixed "
             "into text. Set data.task=text, or leave it out."
         )
-    bears = data.task == "niah" or (data.task == "text" and data.needle_share > 0)
+    bears = data.task in ("niah", "summarization") or (data.task == "text" and data.needle_share > 0)
     if data.answer_weight != 1 and not bears:
         raise ValueError(
             f"data.answer_weight: expected 1 with data.task {data.task} and data.needle_share {data.needle_share}, got "

@@ -193,7 +193,9 @@ def make_task(
     data, settings = config.data, config.training
     if data.task == "summarization":
         assert data.paths is not None
-        pairs = SummarizationTexts(tokenizer, data.paths, settings.context_length, settings.seed)
+        pairs = SummarizationTexts(
+            tokenizer, data.paths, settings.context_length, settings.seed, answer_weight=data.answer_weight
+        )
         return SampleTask(config, pairs)
     assert corpus is not None
     if data.task == "needles":

@@ -196,14 +196,15 @@ def test_blocks_go_on_where_they_were_stopped(tmp_path: Path, monkeypatch: pytes
 def test_a_model_that_learned_its_pairs(tmp_path: Path) -> None:
     """Trained on rows as trailmark train makes them, it is asked what it was taught."""
     pairs = [(document, "the boats sing") for document, _ in stories(12)]
-    texts = SummarizationTexts(BYTES, Pairs([write(tmp_path / "train.jsonl", pairs)]), 80, summary_only=True)
+    texts = SummarizationTexts(BYTES, Pairs([write(tmp_path / "train.jsonl", pairs)]), 80)
     torch.manual_seed(0)
     model = window_model(vocab_size=259, sliding_window=30).float().train()
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     for step in range(60):
         batch = texts.batch(8 * step, 8)
-        arguments = {name: batch[name] for name in ("input_ids", "attention_mask", "labels", "close_chunk")}
-        loss = model(**arguments).loss
+        labels = batch["labels"].masked_fill(~batch["answers"], -100)
+        arguments = {name: batch[name] for name in ("input_ids", "attention_mask", "close_chunk")}
+        loss = model(**arguments, labels=labels).loss
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()

@@ -14,6 +14,7 @@ from tests.models.tiny import PRETRAINED, assert_same, hils, logits_of, padded, 
 from tests.pairwise import pairwise
 from trailmark.memory import ExactSearch
 from trailmark.models import causal_lm, layers
+from trailmark.models.with_retrieved import with_retrieved
 
 LENGTH = 61
 ALTERNATING = ["sliding_attention", "full_attention", "full_attention"]
@@ -146,6 +147,27 @@ def test_a_text_is_read_with_windows_and_a_question_chooses(case: dict[str, Any]
         branch, rest = cache.branch(), ids[:, read + question.shape[1] :]
         model.read(question, branch, prompt=True)
         assert_same(logits_of(model, rest, past_key_values=branch)[0], exact.logits[-rest.shape[1] :])
+
+
+def test_a_memory_of_windows_is_asked_with_any_number_of_chunks(tmp_path: Path) -> None:
+    model, ids = hils(reading="windows", num_retrieved_chunks=3), tokens(LENGTH)
+    text, question = ids[:, :-9], ids[:, -9:]
+    model.read(text).save(tmp_path)
+    answers = []
+    for count in (1, 2, 5):
+        other = with_retrieved(model, count)
+        asked = logits_of(other, question, past_key_values=other.load_cache(tmp_path))
+        assert torch.equal(asked, logits_of(other, question, past_key_values=other.read(text)))
+        answers.append(asked)
+    assert not any(torch.equal(answers[0], later) for later in answers[1:])
+    with pytest.raises(ValueError, match=r"another num_retrieved_chunks \(any, not 0\)"):
+        model.without_retrieval().load_cache(tmp_path)
+    model.without_retrieval().read(text).save(tmp_path / "none")
+    with pytest.raises(ValueError, match=r"another num_retrieved_chunks \(0, not any\)"):
+        model.load_cache(tmp_path / "none")
+    chooses = hils(num_retrieved_chunks=3)
+    with pytest.raises(ValueError, match="num_retrieved_chunks"):  # here a text is read through the chunks
+        logits_of(with_retrieved(chooses, 2), question, past_key_values=chooses.read(text))
 
 
 @pytest.mark.parametrize("keep", [1, 7, 40])

@@ -39,7 +39,8 @@ class HiLSConfig(TrailmarkConfig):
         reading: how a text passes through the layers on its way into a memory (``model.read``). "chooses": as one that
             is predicted, so that nothing depends on where a text is cut. "windows": with windows alone, at one
             speed whatever was read before, and in as many places at once as there are processes; what is predicted,
-            prompts and questions among it, chooses of the memory that this leaves.
+            prompts and questions among it, chooses of the memory that this leaves, whatever ``num_retrieved_chunks``
+            (above 0) it was read with.
     """
 
     model_type = "trailmark_hils"
@@ -121,6 +122,14 @@ class HiLSConfig(TrailmarkConfig):
         if self.chunk_score == "mass":  # nobody asks for one
             return 0, heads, self.head_dim + 1
         return -(-self.chunk_size // (self.summary_tokens or self.chunk_size)), heads, self.head_dim + 1
+
+    def arithmetic_fields(self) -> list[tuple[str, object]]:
+        """As elsewhere, but that a memory of windows does not depend on how many chunks a question reads of it."""
+        if not (self.reading == "windows" and self.retrieves):
+            return super().arithmetic_fields()
+        return [
+            (name, "any" if name == "num_retrieved_chunks" else x) for name, x in super().arithmetic_fields()
+        ]
 
     def with_fewer_layers(self, count: int) -> Self:
         if self.layer_types is not None:
