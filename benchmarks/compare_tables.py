@@ -295,7 +295,7 @@ def summary_note(record: Found) -> str:
         notes.append(
             f"*needle*: share of single needles found in {needles['length']:,} tokens (1x) and more, by byte models "
             f"after {needles['steps']:,} steps, which are smaller than *parameters*, those of the text's models, says "
-            f"({_seeds(record['needles'])})."
+            "(right answers of all questions and seeds; seeds and intervals are below)."
         )
     if record.get("cost"):
         notes.append("*time*, *memory*: of a training step.")

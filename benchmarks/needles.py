@@ -48,9 +48,7 @@ CASES: dict[str, tuple[dict[str, dict[str, Any]], Callable[[Run], None]]] = {
         },
         lambda run: None,
     ),
-    "every chunk asks": ({}, levels(quiet=0.0)),
     "no decoys": ({}, levels(decoys=0.0)),
-    "Muon at 0.02": ({"training": {"matrix_learning_rate": 0.02}}, lambda run: None),
     # ALiBi in the window and scores that are not normalised (arXiv 2410.01651); all else is the demo's
     "as published": (
         {"model": {"window_position": "alibi", "retrieval_normalization": False, "retrieval_scale": 1.0}},

@@ -19,11 +19,11 @@ from trailmark.data.corpus import Tokens, read_text, standard_library_texts, tok
 from trailmark.evaluation.losses import token_losses
 from trailmark.evaluation.subject import Subject, load, own_device
 from trailmark.files import read_json, write_json
+from trailmark.machine import fast_precision
 from trailmark.models.conversion.convert import convert
 from trailmark.models.drt.config import DRTConfig
 from trailmark.report.console import Progress
 from trailmark.training.config import load_run_config
-from trailmark.training.precision import fast_precision
 from trailmark.training.run import HISTORY_FILE
 
 FOLDER = ROOT / "runs" / "benchmark-pretrained"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from typing import Literal
 
 # glibc's defaults give freed memory back page by page
 KEEP_FREED_MEMORY = {
@@ -74,6 +75,19 @@ def bfloat16_instructions() -> list[str]:
         return []
     known: dict[str, object] = getattr(torch.cpu, "get_capabilities", dict)()
     return [name for name in _INSTRUCTIONS if known.get(name)]
+
+
+def fast_precision(device: str) -> tuple[Literal["bfloat16", "float32"], str]:
+    """The precision in which a device ("cuda" or "cpu") multiplies fastest without loss of range, and why."""
+    import torch
+
+    if device == "cuda":
+        if torch.cuda.is_bf16_supported(including_emulation=False):
+            return "bfloat16", "the GPU multiplies it"
+        return "float32", "the GPU has no bfloat16 of its own"
+    if found := bfloat16_instructions():
+        return "bfloat16", f"the processor multiplies it ({', '.join(found)})"
+    return "float32", "the processor has neither AMX nor AVX-512 instructions for bfloat16"
 
 
 def processor() -> str:

@@ -265,6 +265,21 @@ def test_a_mistake_of_landmark_attention_is_named(tmp_path: Path, override: str,
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize("early", [0.0, 0.1])
+def test_positions_that_a_long_text_wants_are_told(tmp_path: Path, early: float) -> None:
+    """As many as it says are enough, and one less is not."""
+    data = {"task": "niah", "early_landmarks": early}
+    path = written(tmp_path, {"model": MODELS["landmark"], "data": data, "training": {"context_length": 300}})
+    for length in (700, 759, 760):
+        changes = [f"training.context_length={length}", f"training.tokens_per_step={length}"]
+        with pytest.raises(ValueError, match=r"model\.max_position_embeddings=\d+\.$") as caught:
+            load_run_config(path, changes)
+        enough = int(str(caught.value).rstrip(".").rsplit("=", 1)[1])
+        load_run_config(path, [*changes, f"model.max_position_embeddings={enough}"])
+        with pytest.raises(ValueError, match=r"^training\.context_length: expected at most"):
+            load_run_config(path, [*changes, f"model.max_position_embeddings={enough - 1}"])
+
+
 def test_yamls_true_is_a_word_where_a_word_is_wanted(tmp_path: Path) -> None:
     path = written(
         tmp_path, {"model": MODELS["landmark"] | {"memory_position": True}, "data": {"chunk_size": 20}}

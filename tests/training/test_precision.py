@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests.training.tiny import TEXT, run_config
+from trailmark import machine
 from trailmark.training import precision
 from trailmark.training.run import Run
 from trailmark.untrusted import read_yaml
@@ -16,7 +17,7 @@ from trailmark.untrusted import read_yaml
 def of_processor(monkeypatch: pytest.MonkeyPatch, *instructions: str) -> None:
     """This machine, as if it had no GPU and its processor these instructions."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(precision, "bfloat16_instructions", lambda: list(instructions))
+    monkeypatch.setattr(machine, "bfloat16_instructions", lambda: list(instructions))
 
 
 def of_gpu(monkeypatch: pytest.MonkeyPatch, has_bfloat16: bool) -> None:
@@ -92,6 +93,7 @@ def test_what_this_machine_does_not_multiply_is_slow(tmp_path: Path, monkeypatch
     said: list[str] = []
     assert Run(config, text=TEXT, say=said.append).config.training.precision == "bfloat16"
     assert said[0].startswith("It computes in bfloat16, slowly: the processor has neither ")
+    assert said[0].endswith(" training.precision=float32 is faster.")
     of_gpu(monkeypatch, has_bfloat16=False)
     assert precision.with_precision(config)[1].startswith("It computes in bfloat16, slowly: the GPU ")
 

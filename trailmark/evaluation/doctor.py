@@ -15,7 +15,7 @@ import transformers
 from torch import Tensor
 
 from trailmark import __version__
-from trailmark.machine import allocator, processor, threads
+from trailmark.machine import allocator, fast_precision, processor, threads
 from trailmark.models import MODELS
 from trailmark.models.fields import build_config
 from trailmark.ops import (
@@ -43,13 +43,14 @@ def examine() -> Iterator[Check]:
     yield Check("transformers", _at_least(transformers.__version__, (5, 16)), transformers.__version__)
     yield Check("processor", True, processor())
     yield Check("gpu", True, _gpu())
+    yield Check("precision: auto", True, "{}: {}".format(*fast_precision(_device())))
     yield Check("allocator", True, allocator())
     yield Check("waiting threads", True, threads())
     free = shutil.disk_usage(".").free / 2**30
     yield Check("disk", free > 1, f"{free:.1f} GiB free here")
     found = importlib.util.find_spec("matplotlib") is not None
     yield Check("matplotlib", True, "installed" if found else "not installed: no figures")
-    devices = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
+    devices = ["cpu"] if _device() == "cpu" else ["cpu", "cuda"]
     for device in map(torch.device, devices):
         yield from _implementations(device)
     yield _exactness()
@@ -64,6 +65,10 @@ def examine() -> Iterator[Check]:
 def _at_least(version: str, lowest: tuple[int, int]) -> bool:
     major, minor = version.split(".")[:2]
     return (int(major), int(minor)) >= lowest
+
+
+def _device() -> str:
+    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def _gpu() -> str:

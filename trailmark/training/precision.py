@@ -8,21 +8,10 @@ from typing import get_args
 
 import torch
 
-from trailmark.machine import bfloat16_instructions
+from trailmark.machine import fast_precision
 from trailmark.processes import gathered
 from trailmark.training.config import Precision, RunConfig
 from trailmark.training.run_folder import holds_run
-
-
-def fast_precision(device: str) -> tuple[Precision, str]:
-    """The precision in which a device ("cuda" or "cpu") multiplies fastest without loss of range, and why."""
-    if device == "cuda":
-        if torch.cuda.is_bf16_supported(including_emulation=False):
-            return "bfloat16", "the GPU multiplies it"
-        return "float32", "the GPU has no bfloat16 of its own"
-    if found := bfloat16_instructions():
-        return "bfloat16", f"the processor multiplies it ({', '.join(found)})"
-    return "float32", "the processor has neither AMX nor AVX-512 instructions for bfloat16"
 
 
 def with_precision(config: RunConfig) -> tuple[RunConfig, str]:
@@ -36,7 +25,8 @@ def with_precision(config: RunConfig) -> tuple[RunConfig, str]:
         begun = _begun_in(config)
         chosen = begun or fast
     if chosen == "bfloat16" != fast:
-        told = f"It computes in bfloat16, slowly: {why}."
+        faster = "" if config.training.precision == "auto" else " training.precision=float32 is faster."
+        told = f"It computes in bfloat16, slowly: {why}.{faster}"
     elif config.training.precision == "auto":
         told = f"It computes in {chosen}: {'the run was begun with it' if begun else why}."
     else:

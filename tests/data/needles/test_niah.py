@@ -355,9 +355,12 @@ def test_the_papers_settings() -> None:
         ({"values": "words"}, r"^values: expected 'tokens' or 'digits', got 'words'"),
         (
             {"length": 90},
-            r"^context_length: expected at least 91 tokens for 1 needles of 27 tokens and 64 tokens after",
+            r"^training\.context_length: expected at least 91 tokens for 1 needles of 27 tokens and 64 tokens after",
         ),
-        ({"length": 100, "hops": 4}, r"^context_length: expected at least \d+ tokens for 8 needles"),
+        (
+            {"length": 100, "hops": 4},
+            r"^training\.context_length: expected at least \d+ tokens for 8 needles",
+        ),
         ({"length": 20000}, r"^data: expected a haystack of at least 19927 tokens for texts of 20000"),
         (
             {"value_tokens": 1, "chains": 4, "values": "digits"},
@@ -376,12 +379,12 @@ def test_what_cannot_be(options: dict[str, Any], message: str) -> None:
 
 @pytest.mark.parametrize("any_phase", [False, True])
 def test_the_least_length_does(any_phase: bool) -> None:
-    with pytest.raises(ValueError, match=r"^context_length: ") as error:
+    with pytest.raises(ValueError, match=r"^training\.context_length: ") as error:
         niah(64, any_phase=any_phase, hops=2)
     found = re.search(r"at least (\d+) tokens", str(error.value))
     assert found
     niah(int(found[1]), any_phase=any_phase, hops=2).batch(0, 50)
-    with pytest.raises(ValueError, match=r"^context_length: "):
+    with pytest.raises(ValueError, match=r"^training\.context_length: "):
         niah(int(found[1]) - 1, any_phase=any_phase, hops=2)
 
 

@@ -136,8 +136,8 @@ class NiahTexts:
         least = n * self.needle_length + after
         if self.length < least:
             raise ValueError(
-                f"context_length: expected at least {least} tokens for {n} needles of {self.needle_length} tokens and "
-                f"{after} tokens after them, got {self.length}. Choose longer texts or fewer needles."
+                f"training.context_length: expected at least {least} tokens for {n} needles of {self.needle_length} "
+                f"tokens and {after} tokens after them, got {self.length}. Choose longer texts or fewer needles."
             )
         if len(self.haystack) < (filler := self._filler_length):
             raise ValueError(
