@@ -24,6 +24,7 @@ from tables import Columns, Row, on_machine, record, table
 from training_text import trained_tokenizer
 
 from trailmark.data.corpus import standard_library_texts
+from trailmark.data.summarization import Pairs
 from trailmark.evaluation.record import Record, environment
 from trailmark.evaluation.subject import load
 from trailmark.evaluation.summarization.run import ROUGE, rouge_scorer, run
@@ -120,6 +121,7 @@ def measure(name: str, seed: int, folder: Path) -> Row:
         "row": name,
         "seed": seed,
         "parameters": parameters(subject.model),
+        "pairs": len(Pairs([pairs("train", folder)])),
         "training_loss": history["steps"][-1]["loss"],
         "environment": environment(),
         **{key: found[key] for key in ("documents", *ROUGE, "tokens", "ended")},
@@ -177,7 +179,11 @@ def text() -> str:
         "ended": "{ended:.2f}",
         "paper, XSum": lambda row: f"{PAPER[row['row']]:.1f}%" if row["row"] in PAPER else "-",
     }
-    return on_machine(table(columns, found), found[0]["environment"])
+    about = (
+        f"{found[0]['pairs']:,} pairs to learn from; {found[0]['documents']} others that are asked, of at least {LEAST} "
+        f"characters. {TEXT_STEPS} steps on text and {STEPS} on pairs of at most {LENGTH} tokens."
+    )
+    return on_machine(f"{about}\n\n{table(columns, found)}", found[0]["environment"])
 
 
 def kept() -> list[Row]:

@@ -177,8 +177,7 @@ def sample(tables: ModuleType) -> dict[str, Any]:
     return {
         "text": {"settings": settings, "results": text},
         "needles": {
-            "settings": settings
-            | {"length": 1024, "questions": [10, 5], "levels": [level]},
+            "settings": settings | {"length": 1024, "questions": [10, 5], "levels": [level]},
             "results": [{"row": "DRT x1", "seed": 0, "parameters": 900, "results": [asked]}],
         },
         "cost": {"settings": {"rounds": 7}, "results": [paid]},
