@@ -249,8 +249,8 @@ def needle_table(part: Found) -> str:
         f"text: {texts} of the steps). Share of single needles answered with all five digits right, by tokens of the "
         f"haystack, with 95% Wilson intervals; chance is {CHANCE:.5f}. Needles lie where no window reaches; "
         f"full attention was asked of ones anywhere, up to {FULL_UP_TO * settings['length']:,} tokens. "
-        f"{settings['questions'][0]} questions in a cell; {settings['questions'][1]} where a model reads a haystack "
-        "anew for each, and none of greater length once it had none right. "
+        f"{settings['questions'][0]} questions of each seed in a cell; {settings['questions'][1]} where a model reads "
+        "a haystack anew for each, and none of greater length once it had none right. "
         f"*paper*: single NIAH at 16K and 64K (Table 2; trained at 16K).\n\n{table(columns, _rows(part, 'needles'))}"
     )
 

@@ -19,13 +19,18 @@ SIZES = ("128m", "350m")
 _TABLE = "a table of neighbours (configs/README.md), the network for Contriever"
 _LANDMARK_POSITIONS = "model.max_position_embeddings=16832"  # for texts of 16,384 tokens
 
-ASKED = {  # by the table: the suites, and their options, that make its numbers of a trained model
-    "Table 1": ("perplexity --protocol gca-table-1 --text runs/data/pg19/test",),
-    "Table 2": (
-        "needles --protocol paper-table-2 --lengths 16384,65536 --text runs/data/pg19/test",
-        "needles --kind hops --protocol paper-table-2 --lengths 16384,65536 --text runs/data/pg19/test",
-        "summarization --protocol paper-table-2 --pairs runs/data/xsum/test/pairs.jsonl",
-    ),
+_NEEDLES = "--protocol paper-table-2 --lengths 16384,65536 --text runs/data/pg19/test"
+_SUMMARIES = "--suite summarization --protocol paper-table-2 --pairs"
+_PERPLEXITY = "--suite perplexity --text runs/data/pg19/test --protocol"
+ASKED = {  # by the table: what makes its numbers of the folder that a training made
+    "Table 1": {"": f"{_PERPLEXITY} gca-table-1"},
+    "Table 2": {
+        "single NIAH": f"--suite needles {_NEEDLES}",
+        "2-hop NIAH": f"--suite needles --kind hops {_NEEDLES}",
+        "XSum": f"{_SUMMARIES} runs/data/xsum/test/pairs.jsonl",
+        "CNN/DailyMail": f"{_SUMMARIES} runs/data/cnn-dailymail/test/pairs.jsonl",
+    },
+    "arXiv 2305.16300": {"": f"{_PERPLEXITY} landmark-table-1"},
 }
 
 
@@ -214,8 +219,11 @@ def text() -> str:
         count = sum(row.recorded() for row in own)
         lines = [line for row in own for line in _lines(row)]
         shown = "\n".join(f"    {line}" for line in lines)
-        asks = "".join(f"    trailmark evaluate FOLDER --suite {words}\n" for words in ASKED.get(name, ()))
-        made = f" What such a training made is asked by\n\n{asks}" if asks else "\n"
+        asks = "".join(
+            f"    trailmark evaluate FOLDER {words}{f'  # {task}' if task else ''}\n"
+            for task, words in ASKED.get(name, {}).items()
+        )
+        made = f" FOLDER, which a training made, is evaluated by:\n\n{asks}" if asks else "\n"
         blocks.append(
             f"**{name}**: {len(own)} rows, {count} of them with a twin that is recorded here.{made}\n{shown}"
         )

@@ -378,8 +378,8 @@ def waiting_text() -> str:
         for busy in (False, True)
     }
     reached = (
-        f"Wanted were at most 1.05 alone and 0.25 beside one busy process. The commands take {min(own[False]):.2f} to "
-        f"{max(own[False]):.2f} and {min(own[True]):.2f} to {max(own[True]):.2f}."
+        f"The aim was at most 1.05 alone and 0.25 beside one busy process. What the commands start with gives "
+        f"{min(own[False]):.2f} to {max(own[False]):.2f} and {min(own[True]):.2f} to {max(own[True]):.2f}."
     )
     return (
         f"A training step of the demo's model, {found['read']:,} tokens read, {found['generated']} tokens generated; "

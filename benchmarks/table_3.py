@@ -87,7 +87,12 @@ def text() -> str:
 
     def of_base(name: str) -> Column:
         """Bytes, and as a multiple of Base's."""
-        return lambda row: f"{row[name] / 2**20:,.0f} MiB, {row[name] / base[row['prompt']][name]:.2f}x"
+
+        def shown(row: Row) -> str:
+            own, other = row[name], base[row["prompt"]][name]
+            return "-" if own is None or other is None else f"{own / 2**20:,.0f} MiB, {own / other:.2f}x"
+
+        return shown
 
     columns: Columns = {
         "prompt": "{prompt:,}",
@@ -95,12 +100,13 @@ def text() -> str:
         "parameters": "{parameters:,}",
         "ms per token": "{ms_per_token[median]:,.0f}",
         "time": "{time_ratio:.2f}x ({time_ratio_quartiles[0]:.2f}-{time_ratio_quartiles[1]:.2f})",
-        "paper": "{paper[device][time_ratio]:g}x",
+        "paper, time": "{paper[device][time_ratio]:g}x",
         "memory, device": of_base("device_bytes"),
         "paper, device": "{paper[device][memory_ratio]:g}x",
-        "memory, host": of_base("host_formula_bytes"),
+        "memory, host (formula)": of_base("host_formula_bytes"),
         "paper, host": "{paper[host][memory_ratio]:g}x",
-        "Sec. 3.2": "{paper_formula_bytes:mib ,.0f}",
+        "by the paper's formula": "{paper_formula_bytes:mib ,.0f}",
+        "why not": "{problem}",
     }
     return on_machine(table(columns, rows), found["environment"])
 

@@ -108,6 +108,7 @@ def test_a_field_is_changed_for_one_conversation(
     assert command("generate", folder, "--prompt", "Where?", *fewer)[0] == 0
     wrong = ("--memory", memory, "--set", "num_retrieved_chunks=none")
     assert "num_retrieved_chunks" in refused("chat", folder, *wrong)
+    assert "num_retrieved_chunks" in refused("generate", folder, "--prompt", "Where?", *wrong)
     assert "set: expected none with --url" in refused("chat", folder, *fewer, "--url", "http://127.0.0.1:1")
 
 

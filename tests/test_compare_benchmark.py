@@ -192,7 +192,7 @@ def test_tables(tables: ModuleType) -> None:
     assert f"{np.mean(seeds):.2f} ± {np.std(seeds, ddof=1):.2f}" in shown
     assert "-0.4500 ± 0.0500" in shown  # seed 0 alone: Base has no other
     assert "0.90 (0.60-0.98)" in shown  # Wilson's interval of 9 of 10
-    assert "10 questions in a cell; 5 where" in shown
+    assert "10 questions of each seed in a cell; 5 where" in shown
     assert "1.50x (1.40-1.75)" in shown
     assert "1 of 1 pairs are ordered as in the paper" in shown
     whole = tables.summary(record)

@@ -16,8 +16,7 @@ papers = benchmark_scripts.modules("papers")
 
 
 def test_every_training_fits_its_configuration_and_has_a_folder_of_its_own(papers: ModuleType) -> None:
-    """Those of the laptop's twins too, which stand in comments."""
-    commands = {command for row in papers.rows() for command in (row.command, row.twin)}
+    commands = {row.command for row in papers.rows()}
     outputs: dict[str, str] = {}
     for command in sorted(own for own in commands if own.startswith("trailmark train ")):
         _, _, file, *overrides = shlex.split(command)

@@ -60,7 +60,7 @@ def test_doctor(command: Command) -> None:
     assert code == 0
     lines = out.splitlines()
     assert all(line.startswith("ok ") for line in lines)
-    for name in ("python", "torch", "transformers", "exactness", "reading", "disk"):
+    for name in ("python", "torch", "transformers", "precision: auto", "exactness", "reading", "disk"):
         assert any(line.startswith(f"ok   {name}: ") for line in lines), name
     for use in (
         "grouped cross-attention",

@@ -262,3 +262,12 @@ def test_a_run_that_goes_on_makes_the_batches_that_are_left(tmp_path: Path) -> N
     made.clear()
     start(0).train()
     assert made == list(range(5, 10))
+
+
+def test_a_summarys_weight_comes_from_the_configuration(tmp_path: Path) -> None:
+    config = run_config(tmp_path / "run", "text", tokens_per_step=LENGTH, context_length=LENGTH)
+    pairs()
+    config.data.task, config.data.paths = "summarization", [str(Path(FOLDER.name) / "pairs.jsonl")]
+    config.data.answer_weight = 7.0
+    batch = Run(config).task.batch(0, 0, 1)
+    assert set(batch["loss_weights"][batch["answers"]].tolist()) == {7.0}

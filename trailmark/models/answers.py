@@ -100,6 +100,10 @@ class ConfigAnswers:
         """The most tokens that a training text with so many early landmarks may have; None: any number."""
         return None
 
+    def training_positions(self, length: int, early_landmarks: int = 0) -> int:
+        """The fewest ``max_position_embeddings`` with which :meth:`longest_training_text` is ``length`` or more."""
+        return length
+
     def with_fewer_layers(self, count: int) -> Self:
         """A configuration of the same model with at most ``count`` layers of each kind that is alike.
 

@@ -673,9 +673,8 @@ def _check_lengths(config: RunConfig, model: TrailmarkConfig) -> None:
     early["text"] = most_questions(length) if data.needle_share > 0 else 0
     most = model.longest_training_text(early.get(data.task, 0))
     if most is not None and length > most:
-        positions, chunk_size = model.max_position_embeddings, model.chunk_size
-        wanted = length + length // chunk_size + early.get(data.task, 0) * chunk_size
+        wanted = model.training_positions(length, early.get(data.task, 0))
         raise ValueError(
-            f"training.context_length: expected at most {most} tokens, which have {positions} positions with their "
-            f"landmarks, got {length}. Set it lower, or model.max_position_embeddings={wanted}."
+            f"training.context_length: expected at most {most} tokens, which with their landmarks have all positions "
+            f"of the model, got {length}. Set it lower, or model.max_position_embeddings={wanted}."
         )

@@ -25,7 +25,11 @@ def with_precision(config: RunConfig) -> tuple[RunConfig, str]:
         begun = _begun_in(config)
         chosen = begun or fast
     if chosen == "bfloat16" != fast:
-        faster = "" if config.training.precision == "auto" else " training.precision=float32 is faster."
+        faster = (
+            ""
+            if holds_run(Path(config.output), _in(config, chosen))
+            else " training.precision=float32 is faster."
+        )
         told = f"It computes in bfloat16, slowly: {why}.{faster}"
     elif config.training.precision == "auto":
         told = f"It computes in {chosen}: {'the run was begun with it' if begun else why}."

@@ -40,7 +40,7 @@ class HiLSConfig(TrailmarkConfig):
             is predicted, so that nothing depends on where a text is cut. "windows": with windows alone, at one
             speed whatever was read before, and in as many places at once as there are processes; what is predicted,
             prompts and questions among it, chooses of the memory that this leaves, whatever ``num_retrieved_chunks``
-            (above 0) it was read with.
+            (above 0) it was read with; tokens that were predicted on a cache stay as they chose then.
     """
 
     model_type = "trailmark_hils"
@@ -124,12 +124,11 @@ class HiLSConfig(TrailmarkConfig):
         return -(-self.chunk_size // (self.summary_tokens or self.chunk_size)), heads, self.head_dim + 1
 
     def arithmetic_fields(self) -> list[tuple[str, object]]:
-        """As elsewhere, but that a memory of windows does not depend on how many chunks a question reads of it."""
-        if not (self.reading == "windows" and self.retrieves):
-            return super().arithmetic_fields()
-        return [
-            (name, "any" if name == "num_retrieved_chunks" else x) for name, x in super().arithmetic_fields()
-        ]
+        """As elsewhere, but for how many chunks are read, where no memory depends on it."""
+        fields = super().arithmetic_fields()
+        if not (self.remembers_windows and self.retrieves):
+            return fields
+        return [(name, x) for name, x in fields if name != "num_retrieved_chunks"]
 
     def with_fewer_layers(self, count: int) -> Self:
         if self.layer_types is not None:

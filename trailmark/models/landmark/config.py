@@ -81,6 +81,9 @@ class LandmarkConfig(TrailmarkConfig):
         left = self.max_position_embeddings - early_landmarks * self.chunk_size
         return max(0, left - (left + 1) // (self.chunk_size + 1))
 
+    def training_positions(self, length: int, early_landmarks: int = 0) -> int:
+        return length + length // self.chunk_size + early_landmarks * self.chunk_size
+
     def with_fewer_layers(self, count: int) -> Self:
         # the first layer makes tables that all share: it is like no other
         return with_fields(self, num_hidden_layers=min(self.num_hidden_layers, count + 1))
