@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
@@ -11,6 +9,7 @@ from typing import Any, NoReturn
 import pytest
 
 from tests.data.corpora import contents, prose, save_bpe
+from tests.torchrun import by_processes
 from trailmark.data.neighbours.build import make_table
 from trailmark.data.neighbours.files import TABLE_PROGRESS, TableProgress
 from trailmark.data.neighbours.table import NeighbourTable, Rule
@@ -22,12 +21,7 @@ from trailmark.files import read_json
 
 def run(count: int, *words: str | Path) -> None:
     """The command by several processes, of which one speaks."""
-    launch = ["-m", "torch.distributed.run", f"--nproc-per-node={count}"]
-    command = [sys.executable, *launch, "-m", "trailmark", *map(str, words)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    said = done.stdout + done.stderr
-    assert done.returncode == 0, said
-    assert said.count("Next: trailmark train") == 1
+    assert by_processes(count, *words).count("Next: trailmark train") == 1
 
 
 @pytest.mark.slow

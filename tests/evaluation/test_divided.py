@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -14,6 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from tests.data.corpora import prose
 from tests.models.tiny import drt, landmark
+from tests.torchrun import by_processes
 from trailmark.byte_tokenizer import ByteTokenizer
 
 _OF_TIME = {
@@ -38,21 +37,8 @@ def saved(name: str, folder: Path) -> Path:
 
 def measured(model: Path, output: Path, processes: int, *words: str) -> dict[str, dict[str, Any]]:
     """The records by their suites, without what every run measures anew; and what the models wrote."""
-    launch = ["-m", "torch.distributed.run", f"--nproc-per-node={processes}"] if processes > 1 else []
-    command = [
-        sys.executable,
-        *launch,
-        "-m",
-        "trailmark",
-        "evaluate",
-        str(model),
-        *words,
-        "--output",
-        str(output),
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    assert (done.stdout + done.stderr).count("Next: trailmark report") == 1  # one of them speaks
+    said = by_processes(processes, "evaluate", model, *words, "--output", output)
+    assert said.count("Next: trailmark report") == 1  # one of them speaks
     found = {}
     for path in (output / model.name).glob("*.json"):
         results = json.loads(path.read_text())["results"]

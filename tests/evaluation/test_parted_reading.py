@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +12,7 @@ import torch
 
 from tests.memory.tiers.test_tokens import LAST, MODELS
 from tests.models.tiny import block_recurrent, drt, hils, landmark, window_model
+from tests.torchrun import by_processes
 from tests.training.tiny import prose
 from trailmark import processes
 from trailmark.byte_tokenizer import ByteTokenizer
@@ -240,16 +239,8 @@ def test_torchrun_starts_several(files: list[Path], tmp_path: Path) -> None:
     subject = subject_of("drt")
     subject.model.save_pretrained(tmp_path / "model")
     BYTES.save_pretrained(tmp_path / "model")
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "-m", "trailmark", "read"]
-    for said in ("by 2 processes", "read already"):
-        run = subprocess.run(
-            [*command, str(tmp_path / "model"), *map(str, files), "--memory", str(tmp_path / "together")],
-            capture_output=True,
-            text=True,
-            timeout=300,
-        )
-        assert run.returncode == 0, run.stderr
-        assert said in run.stdout + run.stderr
+    for told in ("by 2 processes", "read already"):
+        assert told in by_processes(2, "read", tmp_path / "model", *files, "--memory", tmp_path / "together")
     again = load(tmp_path / "model")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(causal_lm, "_READ_TOKENS", 4096)
