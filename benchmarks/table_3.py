@@ -40,7 +40,7 @@ MODELS = {  # by the file of its sizes: what the table calls it, and what the pa
 PROMPTS = (16_384, 49_152)
 _KEPT = (
     "parameters", "dtype", "problem", "ms_per_token", "time_ratio", "time_ratio_quartiles", "device_bytes",
-    "formula_device_bytes", "paper_formula_bytes", "tokens_per_second_reading",
+    "formula_device_bytes", "paper_formula_bytes",
 )  # fmt: skip
 
 
