@@ -72,7 +72,8 @@ def documented(text: str) -> Iterator[dict[str, str]]:
         if said := ast.get_docstring(node):
             doc = node.body[0]
             source = lines[node.lineno - 1 : doc.lineno - 1] + lines[doc.end_lineno : node.end_lineno]
-            yield {"document": "".join(source), "summary": " ".join(said.split("\n\n")[0].split())}
+            if source:  # else both stand in one line
+                yield {"document": "".join(source), "summary": " ".join(said.split("\n\n")[0].split())}
 
 
 def trained(name: str, seed: int, folder: Path, progress: Progress) -> Path:
@@ -134,8 +135,8 @@ def named(folder: Path) -> Row:
     """What the words of a function's or class's name are worth as its summary."""
     scorer = rouge_scorer()
     texts = [json.loads(line) for line in pairs("haystack", folder).read_text(encoding="utf-8").splitlines()]
-    found_names = [_NAME.search(text["document"]) for text in texts]
-    written = [" ".join(_WORD.findall(name[1] if name else "")) for name in found_names]
+    heads = [_NAME.search(text["document"]) for text in texts]
+    written = [" ".join(_WORD.findall(head[1] if head else "")) for head in heads]
     found = [scorer.score(text["summary"], own) for text, own in zip(texts, written, strict=True)]
     row: Row = {"row": "the words of its name", "documents": len(texts), "environment": environment()}
     for name in ROUGE:
