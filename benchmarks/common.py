@@ -145,6 +145,12 @@ def showing(progress: Progress, name: str = "") -> Callable[[Run], None]:
     return show
 
 
+def to_its_end(run: Run) -> None:
+    """Train what is left of a run; a SystemExit where it is stopped."""
+    if not run.finished and run.train() is None:
+        raise SystemExit("Stopped. The same command goes on from here.")
+
+
 def parameters(model: Any) -> int:
     return sum(p.numel() for p in model.parameters())
 

@@ -15,10 +15,10 @@ import argparse
 import ast
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
-from common import ROOT, parameters, showing
+from common import ROOT, parameters, showing, to_its_end
 from compare_rows import SIZES, folder_name, text_config
 from tables import Columns, Row, on_machine, record, table
 from training_text import trained_tokenizer
@@ -96,12 +96,8 @@ def trained(name: str, seed: int, folder: Path, progress: Progress) -> Path:
         begin = [f"init_from={made[-1]}"] if made else []
         if name == "Landmark":  # for sources, which are longer than its texts
             begin.append(f"model.max_position_embeddings={LENGTH + LENGTH // 4}")
-        training = Run(
-            text_config(name, seed, SIZES["cpu"], [*first, *begin, *changes]),
-            showing(progress, f"{name}, {stage}"),
-        )
-        if not training.finished and training.train() is None:
-            raise SystemExit("Stopped. The same command goes on from here.")
+        config = text_config(name, seed, SIZES["cpu"], [*first, *begin, *changes])
+        to_its_end(Run(config, showing(progress, f"{name}, {stage}")))
         made.append(output)
     return made[-1]
 
@@ -192,13 +188,13 @@ def kept() -> list[Row]:
     return list(record("summaries").get("results", []))
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("part", nargs="*", choices=[[], "tables"])
     parser.add_argument("--rows", nargs="+", choices=PAPER, default=list(PAPER))
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--folder", type=Path, default=FOLDER)
-    options = parser.parse_args(arguments)
+    options = parser.parse_args()
     start_again_set_up()
     for seed in options.seeds if not options.part else ():
         for name in options.rows:

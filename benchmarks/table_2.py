@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from common import ROOT, parameters, showing
+from common import ROOT, parameters, showing, to_its_end
 from compare_rows import NEEDLE_LENGTH, ROWS, SIZES, folder_name, needle_config
 from tables import RIGHT, Column, Columns, Row, cell, on_machine, record, table
 
@@ -83,9 +83,7 @@ def trained(name: str, task: str, seed: int, folder: Path, progress: Progress) -
         else:
             changes += ["data.task=text", "data.early_landmarks=0"]
         config = needle_config(name, seed, SIZES["cpu"], changes)
-        run = Run(config, showing(progress, f"{name}, {task}, {stage.name}"))
-        if not run.finished and run.train() is None:
-            raise SystemExit("Stopped. The same command goes on from here.")
+        to_its_end(Run(config, showing(progress, f"{name}, {task}, {stage.name}")))
         made[stage.name] = output
     return made
 

@@ -77,11 +77,15 @@ def bfloat16_instructions() -> list[str]:
     return [name for name in _INSTRUCTIONS if known.get(name)]
 
 
-def fast_precision(device: str) -> tuple[Literal["bfloat16", "float32"], str]:
-    """The precision in which a device ("cuda" or "cpu") multiplies fastest without loss of range, and why."""
+def fast_precision(device: str | None = None) -> tuple[Literal["bfloat16", "float32"], str]:
+    """The precision in which a device multiplies fastest without loss of range, and why.
+
+    Args:
+        device: "cuda" or "cpu"; None: a GPU, if there is one.
+    """
     import torch
 
-    if device == "cuda":
+    if device == "cuda" or (device is None and torch.cuda.is_available()):
         if torch.cuda.is_bf16_supported(including_emulation=False):
             return "bfloat16", "the GPU multiplies it"
         return "float32", "the GPU has no bfloat16 of its own"

@@ -43,14 +43,14 @@ def examine() -> Iterator[Check]:
     yield Check("transformers", _at_least(transformers.__version__, (5, 16)), transformers.__version__)
     yield Check("processor", True, processor())
     yield Check("gpu", True, _gpu())
-    yield Check("precision: auto", True, "{}: {}".format(*fast_precision(_device())))
+    yield Check("precision: auto", True, "{}: {}".format(*fast_precision()))
     yield Check("allocator", True, allocator())
     yield Check("waiting threads", True, threads())
     free = shutil.disk_usage(".").free / 2**30
     yield Check("disk", free > 1, f"{free:.1f} GiB free here")
     found = importlib.util.find_spec("matplotlib") is not None
     yield Check("matplotlib", True, "installed" if found else "not installed: no figures")
-    devices = ["cpu"] if _device() == "cpu" else ["cpu", "cuda"]
+    devices = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
     for device in map(torch.device, devices):
         yield from _implementations(device)
     yield _exactness()
@@ -65,10 +65,6 @@ def examine() -> Iterator[Check]:
 def _at_least(version: str, lowest: tuple[int, int]) -> bool:
     major, minor = version.split(".")[:2]
     return (int(major), int(minor)) >= lowest
-
-
-def _device() -> str:
-    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def _gpu() -> str:

@@ -6,8 +6,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import get_args
 
-import torch
-
 from trailmark.machine import fast_precision
 from trailmark.processes import gathered
 from trailmark.training.config import Precision, RunConfig
@@ -19,23 +17,20 @@ def with_precision(config: RunConfig) -> tuple[RunConfig, str]:
 
     A folder that this very run began goes on in the precision that it began with, wherever that was.
     """
-    fast, why = fast_precision("cuda" if torch.cuda.is_available() else "cpu")
+    fast, why = fast_precision()
     chosen, begun = config.training.precision, None
     if chosen == "auto":
         begun = _begun_in(config)
         chosen = begun or fast
+    own = _in(config, chosen)
+    told = ""
     if chosen == "bfloat16" != fast:
-        faster = (
-            ""
-            if holds_run(Path(config.output), _in(config, chosen))
-            else " training.precision=float32 is faster."
-        )
-        told = f"It computes in bfloat16, slowly: {why}.{faster}"
+        told = f"It computes in bfloat16, slowly: {why}."
+        if not holds_run(Path(config.output), own):
+            told += " training.precision=float32 is faster."
     elif config.training.precision == "auto":
         told = f"It computes in {chosen}: {'the run was begun with it' if begun else why}."
-    else:
-        told = ""
-    return _in(config, chosen), told
+    return own, told
 
 
 def expect_one_precision(config: RunConfig) -> None:
