@@ -61,6 +61,7 @@ def test_a_dry_run_prints_the_report(base: Path, tmp_path: Path, command: Comman
 @pytest.mark.parametrize(
     ("to", "window"), [("hils", "sliding_window=24"), ("sliding_window", "sliding_window=24"), ("hils", "")]
 )
+@pytest.mark.sampled(3)
 def test_some_layers_look_far(to: str, window: str, tmp_path: Path, command: Command) -> None:
     fields = [window] if window else []
     model = made("llama").float()

@@ -78,6 +78,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory, no_restart: None) -> Path:
     ],
     ids=" ".join,
 )
+@pytest.mark.sampled(5)
 def test_what_needs_no_torch_imports_none(words: tuple[str, ...], saved: Path) -> None:
     """Torch and transformers take seconds."""
     code = _RUN.format(heavy=_HEAVY)

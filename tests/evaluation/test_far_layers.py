@@ -26,6 +26,7 @@ def long_base(name: str, folder: Path, length: int = 4096) -> Path:
 
 
 @pytest.mark.parametrize("begins", [False, True])
+@pytest.mark.sampled(2)
 def test_the_mass_is_that_of_the_whole_attention(
     begins: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -170,6 +170,7 @@ class Batch:
     + [pytest.param(model, 1, marks=pytest.mark.slow) for model in EVERY],
     ids=name_of,
 )
+@pytest.mark.sampled(9)
 def test_rows_that_join_and_leave_are_the_texts_alone(model: Model, seed: int, tmp_path: Path) -> None:
     batch = Batch(build(model), seed)
     for step in range(14):

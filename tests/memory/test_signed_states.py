@@ -71,7 +71,7 @@ def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 
 @torch.no_grad()
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(12)
 def test_every_tensor_is_checked(made: tuple[Any, Path, str], tmp_path: Path) -> None:
     model, source, tier = made
     (path,) = source.glob("state-*")

@@ -177,6 +177,7 @@ def test_logits_to_keep_are_the_last(make: Make, kept: int, use_cache: bool) -> 
 @EACH_MODEL
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("kept", [1, 3, 30])
+@pytest.mark.sampled(4)
 def test_padding_does_not_count_as_what_is_kept(make: Make, side: str, kept: int) -> None:
     model, lengths = make(), [26, 1, 9]
     ids, mask = padded(lengths, side)
@@ -209,6 +210,7 @@ def test_what_is_read_is_reported(make: Make, monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("use_cache", [False, True])
 @pytest.mark.parametrize("extra", [0, 3])
+@pytest.mark.sampled(3)
 def test_padded_rows_are_the_texts_alone(make: Make, side: str, use_cache: bool, extra: int) -> None:
     """``extra`` columns are padding in every row, as ``pad_to_multiple_of`` makes them."""
     model, lengths = make(), [26, 1, 3, 4, 5, 8, 26, 25]
@@ -436,6 +438,7 @@ CONFIGURATIONS: list[dict[str, Any]] = [
 @EACH_MODEL
 @pytest.mark.parametrize("changes", CONFIGURATIONS, ids=str)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.sampled(3)
 def test_saving_and_loading_changes_no_bit(
     make: Make, changes: dict[str, Any], dtype: torch.dtype, tmp_path: Path
 ) -> None:

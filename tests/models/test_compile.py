@@ -128,6 +128,7 @@ def test_calls_of_other_layouts_run_too() -> None:
 
 
 @pytest.mark.parametrize("argument", ["input_ids", "labels"])
+@pytest.mark.sampled(2)
 def test_tokens_outside_the_vocabulary_are_refused_in_a_graph_too(argument: str) -> None:
     model, ids = window_model(num_hidden_layers=1).float().train(), tokens(2)
     call = torch.compile(model, backend="aot_eager", fullgraph=True)

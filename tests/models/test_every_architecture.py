@@ -103,7 +103,7 @@ PIECES: list[tuple[list[Model], int, list[list[int]]]] = [
     [(model, length, pieces) for some, length, each in PIECES for model in some for pieces in each],
     ids=name_of,
 )
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(15)
 def test_any_split_into_calls_is_one_forward(model: Model, length: int, pieces: list[int]) -> None:
     made, ids = build(model), tokens(length, batch=2)
     whole = made(ids, output_retrieval=True)
@@ -142,7 +142,7 @@ READS: list[tuple[list[Model], int, list[int], list[list[int]]]] = [
     ],
     ids=name_of,
 )
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(12)
 def test_reading_then_forward_is_one_forward(
     model: Model, length: int, read_tokens: int, reads: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

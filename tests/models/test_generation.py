@@ -175,7 +175,7 @@ def test_beam_search_goes_over_chunk_ends(make: Make) -> None:
 @EACH_MODEL
 @pytest.mark.parametrize("size", [1, 9, 16, 1000])
 @pytest.mark.parametrize("lengths", [[71], [71, 20, 3]], ids=str)
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(16)
 def test_a_prompt_may_be_read_in_pieces(
     make: Make, size: int, lengths: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -247,7 +247,7 @@ def test_a_tokenizers_padded_batch(tokenizer: PreTrainedTokenizerFast, side: str
 @EACH_MODEL
 @pytest.mark.parametrize("read", [40, 43, 103])
 @pytest.mark.parametrize("tier", ["device", "host", "disk"])
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(12)
 def test_a_question_after_reading_is_answered_as_if_all_were_the_prompt(
     make: Make, read: int, tier: str
 ) -> None:

@@ -96,6 +96,7 @@ def alone(model: TrailmarkForCausalLM, job: Job, cache: ChunkCache | None) -> li
     ],
     ids=["drt", "hidden", "window", "rpt", "block-recurrent", "landmark", "hils", "hils, windows", "hsa"],
 )
+@pytest.mark.sampled(7)
 def test_jobs_of_any_lengths_are_answered_as_generate_does(made: Any) -> None:
     model = made()
     memory, engine = model.read(tokens(READ)), Engine(model, max_rows=3, prefill_tokens=8)

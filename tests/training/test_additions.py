@@ -82,6 +82,7 @@ def assert_same_model(one: Path, other: Path) -> None:
         ("drt", ["training.lora_rank=0", "training.precision=float64"]),
     ],
 )
+@pytest.mark.sampled(6)
 def test_a_base_with_the_additions_is_the_trained_model(
     begin: str, overrides: list[str], folder: Path, tmp_path: Path
 ) -> None:
@@ -105,6 +106,7 @@ def test_a_second_training_adds_to_the_first(folder: Path, tmp_path: Path) -> No
         assert {len(changes) for changes in Additions.read(second / ADDITIONS).changes.values()} == {2}
 
 
+@pytest.mark.slow
 def test_a_matrix_may_be_trained_whole_and_then_adapted_and_the_other_way(
     folder: Path, tmp_path: Path
 ) -> None:
@@ -132,6 +134,7 @@ def test_a_stopped_training_leaves_the_same_file(folder: Path, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("begin", ["all", "no conversion"])
+@pytest.mark.sampled(2)
 def test_where_nothing_is_apart_there_is_no_file(begin: str, folder: Path, tmp_path: Path) -> None:
     start = folder / "drt"
     if begin == "no conversion":
@@ -142,6 +145,7 @@ def test_where_nothing_is_apart_there_is_no_file(begin: str, folder: Path, tmp_p
     assert not (trained(tmp_path / "run", start, *overrides) / ADDITIONS).exists()
 
 
+@pytest.mark.slow
 def test_what_cannot_be_made_again_is_not_written(folder: Path, tmp_path: Path, additions: Path) -> None:
     """Of two trainings in other precisions, of a conversion in another type, of weights that somebody changed."""
     first = trained(tmp_path / "first", folder / "drt")

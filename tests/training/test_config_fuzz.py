@@ -328,7 +328,7 @@ def trains_saves_loads_and_generates(config: RunConfig, texts: Path) -> None:
 SLOW = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.function_scoped_fixture]
 
 
-@settings(max_examples=6, suppress_health_check=SLOW)
+@settings(max_examples=3, suppress_health_check=SLOW)
 @given(config=configs())
 def test_a_valid_configuration_trains_saves_loads_and_generates(config: RunConfig, texts: Path) -> None:
     trains_saves_loads_and_generates(config, texts)

@@ -161,6 +161,7 @@ def test_the_retriever_looks_where_the_teacher_does(folder: Path, groups: int) -
 
 
 @pytest.mark.parametrize("early", [0, 0.3])
+@pytest.mark.sampled(2)
 def test_a_retriever_that_is_not_taught_stays_and_learns_from_the_loss(folder: Path, early: float) -> None:
     """In a memory that is fitted as ever; nothing else is trained, and the teacher is no part of the loss."""
     marks = f"data.early_landmarks={early}"

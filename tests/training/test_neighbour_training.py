@@ -160,6 +160,7 @@ def test_the_ranking_trains_the_retriever_alone_with_the_rest(place: Path, tmp_p
 
 
 @pytest.mark.parametrize("model", ["rpt, learned", "drt, weights"])
+@pytest.mark.sampled(2)
 def test_one_by_one_trains_as_all_at_once(model: str, place: Path, tmp_path: Path) -> None:
     runs = []
     for micro in (None, 1):
@@ -244,6 +245,7 @@ def test_a_table_spares_the_embedder(place: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("model", ["rpt", "drt"])
+@pytest.mark.sampled(2)
 def test_validation_asks_the_embedder(model: str, place: Path, tmp_path: Path) -> None:
     config = config_of(place, tmp_path, model, steps=2, eval_steps=2, eval_windows=3)
     config.data.validation = [str(place / "texts" / "1.txt")]
@@ -254,6 +256,7 @@ def test_validation_asks_the_embedder(model: str, place: Path, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("model", ["rpt", "drt"])
+@pytest.mark.sampled(2)
 def test_without_a_table_the_embedder_is_asked_at_every_step(model: str, place: Path, tmp_path: Path) -> None:
     config = config_of(place, tmp_path, model, steps=2)
     config.data.neighbours, config.model["embedder"] = None, "hash:64"
@@ -276,6 +279,7 @@ def test_an_embedder_that_is_not_there_is_named(spec: str, place: Path, tmp_path
 
 
 @pytest.mark.parametrize("model", ["drt, random", "block_recurrent"])
+@pytest.mark.sampled(2)
 def test_models_that_need_nothing_from_outside(model: str, place: Path, tmp_path: Path) -> None:
     config = config_of(place, tmp_path, model, steps=2)
     config.data.early_landmarks = 0.3

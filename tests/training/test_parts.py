@@ -108,7 +108,7 @@ def test_fixed_tokens_cost_no_graph_and_change_no_gradient(batch: str, checkpoin
 @pytest.mark.parametrize(
     ("train", "trained"), [("retriever", RETRIEVER), ("additions", ADDITIONS), ("additions_and_upper", UPPER)]
 )
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 def test_what_is_not_trained_stays_bit_for_bit(
     train: str, trained: str, optimizer: str, base: str, tmp_path: Path
 ) -> None:
@@ -267,6 +267,7 @@ def test_matrices_of_layers_that_are_frozen_get_adapters(train: str, pattern: st
 
 
 @pytest.mark.parametrize("optimizer", ["muon", "adamw"])
+@pytest.mark.sampled(2)
 def test_a_run_with_adapters_leaves_a_plain_model(optimizer: str, base: str, tmp_path: Path) -> None:
     config = staged(tmp_path / "run", base, train="additions", lora_rank=2, optimizer=optimizer)
     run = Run(config, text=TEXT)

@@ -111,6 +111,7 @@ def test_a_loss_that_is_not_finite_stops_before_the_step(
 
 
 @pytest.mark.parametrize("norm", [0.0, 1.0])
+@pytest.mark.sampled(2)
 def test_a_gradient_that_is_not_finite_stops_before_the_step(norm: float, tmp_path: Path) -> None:
     """Also where gradients are not clipped."""
     watched = Watched(tmp_path, lambda run: spoil_gradient(run, {4}), max_grad_norm=norm)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import signal
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -88,13 +89,16 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture(scope="module")
-def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
-    return {name: trained(tmp_path_factory.mktemp("run"), **VARIANTS[name]) for name in VARIANTS}
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Run]:
+    """Of a variant, trained once, if it is asked for."""
+    return cache(lambda name: trained(tmp_path_factory.mktemp("run"), **VARIANTS[name]))
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.sampled(4)
-def test_a_stopped_run_goes_on_exactly(variant: str, uninterrupted: dict[str, Run], tmp_path: Path) -> None:
+def test_a_stopped_run_goes_on_exactly(
+    variant: str, uninterrupted: Callable[[str], Run], tmp_path: Path
+) -> None:
     for stop in (3, 10):  # between the saved steps 5 and 10, and at one
         run = start(tmp_path, {stop: press_ctrl_c}, **VARIANTS[variant])
         with pytest.raises(KeyboardInterrupt):
@@ -103,13 +107,13 @@ def test_a_stopped_run_goes_on_exactly(variant: str, uninterrupted: dict[str, Ru
         assert not run.finished
     resumed = start(tmp_path, **VARIANTS[variant])
     resumed.train()
-    assert_same_run(resumed, uninterrupted[variant])
+    assert_same_run(resumed, uninterrupted(variant))
 
 
 @pytest.mark.parametrize("variant", ["text", "needles"])
 @pytest.mark.sampled(2)
 def test_a_killed_run_goes_on_from_its_last_checkpoint(
-    variant: str, uninterrupted: dict[str, Run], tmp_path: Path
+    variant: str, uninterrupted: Callable[[str], Run], tmp_path: Path
 ) -> None:
     for death in (2, 7, 9):  # before anything was saved, and after step 5 was
         with pytest.raises(Killed):
@@ -119,7 +123,7 @@ def test_a_killed_run_goes_on_from_its_last_checkpoint(
     resumed = start(tmp_path, every, **VARIANTS[variant])
     resumed.train()
     assert steps == [6, 7, 8, 9, 10, 11, 12]
-    assert_same_run(resumed, uninterrupted[variant])
+    assert_same_run(resumed, uninterrupted(variant))
 
 
 def test_what_was_earned_towards_the_next_level_is_kept(tmp_path: Path) -> None:
@@ -154,12 +158,12 @@ def test_a_run_does_not_go_on_with_another_text(tmp_path: Path) -> None:
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
 
 
-def test_a_stop_at_the_last_step_is_a_stop(uninterrupted: dict[str, Run], tmp_path: Path) -> None:
+def test_a_stop_at_the_last_step_is_a_stop(uninterrupted: Callable[[str], Run], tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         start(tmp_path, {12: press_ctrl_c}).train()
     resumed = trained(tmp_path)
     assert resumed.finished
-    assert_same_run(resumed, uninterrupted["text"])
+    assert_same_run(resumed, uninterrupted("text"))
 
 
 def test_a_second_ctrl_c_stops_at_once(tmp_path: Path) -> None:
@@ -175,34 +179,34 @@ def test_a_second_ctrl_c_stops_at_once(tmp_path: Path) -> None:
     assert signal.getsignal(signal.SIGINT) is before
 
 
-def test_the_levels_of_the_curriculum_are_passed(uninterrupted: dict[str, Run]) -> None:
-    curriculum = uninterrupted["needles"].curriculum
+def test_the_levels_of_the_curriculum_are_passed(uninterrupted: Callable[[str], Run]) -> None:
+    curriculum = uninterrupted("needles").curriculum
     assert curriculum.starts == [0, 2, 4, 6, 8]
-    assert uninterrupted["needles"].history[-1]["level"] == 4
+    assert uninterrupted("needles").history[-1]["level"] == 4
 
 
-def test_the_same_run_twice_and_another_seed(uninterrupted: dict[str, Run], tmp_path: Path) -> None:
-    assert_same_run(trained(tmp_path / "a"), uninterrupted["text"])
+def test_the_same_run_twice_and_another_seed(uninterrupted: Callable[[str], Run], tmp_path: Path) -> None:
+    assert_same_run(trained(tmp_path / "a"), uninterrupted("text"))
     other = trained(tmp_path / "b", seed=1)
-    assert not torch.equal(other.model.embed_tokens.weight, uninterrupted["text"].model.embed_tokens.weight)
+    assert not torch.equal(other.model.embed_tokens.weight, uninterrupted("text").model.embed_tokens.weight)
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # transformers renames it
 @pytest.mark.parametrize("task", ["text", "needles"])
 def test_gradient_checkpointing_changes_nothing(
-    task: str, uninterrupted: dict[str, Run], tmp_path: Path
+    task: str, uninterrupted: Callable[[str], Run], tmp_path: Path
 ) -> None:
     run = start(tmp_path, task=task, gradient_checkpointing=True)
     run.train()
     assert any(getattr(module, "gradient_checkpointing", False) for module in run.model.modules())
-    assert_same_run(run, uninterrupted[task])
+    assert_same_run(run, uninterrupted(task))
 
 
-def test_measuring_the_speed_changes_nothing(uninterrupted: dict[str, Run], tmp_path: Path) -> None:
+def test_measuring_the_speed_changes_nothing(uninterrupted: Callable[[str], Run], tmp_path: Path) -> None:
     run = start(tmp_path, task="needles")
     assert measure_speed(run, 3) > 0
     run.train()
-    assert_same_run(run, uninterrupted["needles"])
+    assert_same_run(run, uninterrupted("needles"))
 
 
 def test_a_forecast_takes_no_step_that_is_long_or_has_no_room(
@@ -221,8 +225,9 @@ def test_a_forecast_takes_no_step_that_is_long_or_has_no_room(
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_the_folder_holds_the_trained_model(variant: str, uninterrupted: dict[str, Run]) -> None:
-    run = uninterrupted[variant]
+@pytest.mark.sampled(4)
+def test_the_folder_holds_the_trained_model(variant: str, uninterrupted: Callable[[str], Run]) -> None:
+    run = uninterrupted(variant)
     model = AutoModelForCausalLM.from_pretrained(run.output)
     assert type(model) is type(run.model)
     assert all(torch.equal(model.state_dict()[name], weight) for name, weight in weights(run).items())
@@ -245,8 +250,8 @@ def test_the_folder_holds_the_trained_model(variant: str, uninterrupted: dict[st
     assert not list(run.output.glob(".*"))
 
 
-def test_a_finished_run_is_recognised(uninterrupted: dict[str, Run], tmp_path: Path) -> None:
-    done = uninterrupted["text"].output
+def test_a_finished_run_is_recognised(uninterrupted: Callable[[str], Run], tmp_path: Path) -> None:
+    done = uninterrupted("text").output
     assert start(done).finished
     assert not start(done, steps=13).finished
     assert not start(done, task="needles").finished
@@ -276,8 +281,10 @@ def test_a_run_without_its_history_is_not_finished(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "change", [{"steps": 13}, {"seed": 1}, {"task": "needles"}, {"model": "window"}, {"learning_rate": 0.5}]
 )
-def test_a_folder_of_another_run_is_refused(uninterrupted: dict[str, Run], change: dict[str, Any]) -> None:
-    done = uninterrupted["text"].output
+def test_a_folder_of_another_run_is_refused(
+    uninterrupted: Callable[[str], Run], change: dict[str, Any]
+) -> None:
+    done = uninterrupted("text").output
     before = {path: path.read_bytes() for path in done.rglob("*") if path.is_file()}
     message = r"^output: .* holds a run with another configuration \(run\.yaml\): .* there, .* here.*Choose"
     with pytest.raises(ValueError, match=message):

@@ -153,7 +153,7 @@ def assert_as_predicted(text: Text) -> None:
 
 @AND_OFF
 @pytest.mark.parametrize(("prompt", "generate"), [(3, 2), (23, 6)])
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(24)
 def test_the_formula_is_what_the_cache_counts(
     make: Callable[[], TrailmarkForCausalLM], prompt: int, generate: int
 ) -> None:
@@ -183,6 +183,7 @@ def test_tiers_and_types(tier: str, name: str, memory_dtype: torch.dtype | None)
 
 @pytest.mark.parametrize("name", ["drt", "hsa", "rpt, encoder", "window"])
 @pytest.mark.parametrize("memory_dtype", [None, torch.bfloat16])
+@pytest.mark.sampled(8)
 def test_a_memory_of_tokens(name: str, memory_dtype: torch.dtype | None) -> None:
     text = Text("model", subject_of(MODELS_MADE[name]().float()), "tokens", 41, 6, memory_dtype)
     assert_as_predicted(text)
@@ -360,7 +361,7 @@ def test_chunks_of_a_prompt_and_what_follows() -> None:
 
 
 @AND_OFF
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(12)
 def test_it_generates_what_generate_does(make: Callable[[], TrailmarkForCausalLM]) -> None:
     model = make()
     text = Text("m", subject_of(model), "device", 23, 6, seed=5)

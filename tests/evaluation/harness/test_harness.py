@@ -157,10 +157,8 @@ def test_a_long_prompt_is_read_and_not_cut() -> None:
 # RULER
 
 
-@pytest.mark.parametrize(
-    "task",
-    [pytest.param(task, marks=[] if task == "ruler_fwe" else pytest.mark.slow) for task in ruler.MADE],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("task", ruler.MADE)
 def test_a_task_that_makes_its_texts_makes_as_many_as_are_asked(task: str) -> None:
     own, kept, said = subject(tokenizer=words()), InMemory(), list[str]()
     length = 2000 if task == "ruler_cwe" else 1200

@@ -121,7 +121,7 @@ TIERS = ("device", "tokens", "disk")  # in RAM "host" is "device"
 @pytest.mark.parametrize("build", MODELS.values(), ids=MODELS)
 @pytest.mark.parametrize("places", PLACES, ids=str)
 @torch.no_grad()
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(35)
 def test_planting_is_reading_the_changed_text(build: Any, places: list[int]) -> None:
     model, question = build(), tokens(23, batch=2, seed=2)
     ids, chunks, changed = with_needles(model, places)
@@ -244,6 +244,7 @@ def test_hidden_landmarks_do_not_wait_in_a_tokens_place() -> None:
 @pytest.mark.parametrize("places", PLACES, ids=str)
 @pytest.mark.parametrize(("together", "tier"), [(4, "device"), (1 << 14, "disk"), (24, "host")])
 @torch.no_grad()
+@pytest.mark.sampled(25)
 def test_planting_in_what_was_read_with_windows(
     build: Any, places: list[int], together: int, tier: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

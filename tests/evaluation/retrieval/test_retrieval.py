@@ -88,7 +88,7 @@ def nats_of(model: Any, ids: Any, table: Any = None) -> Any:
 
 @VARIANTS
 @pytest.mark.parametrize("length", [LENGTH, 26 * S, 25 * S + 1])
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(12)
 def test_every_case_is_a_forward_with_these_chunks(
     tmp_path: Path, changes: dict[str, Any], length: int
 ) -> None:

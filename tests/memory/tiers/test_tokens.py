@@ -81,6 +81,7 @@ def logits(outputs: list[Any]) -> list[Tensor]:
 
 @EVERY_MODEL
 @torch.no_grad()
+@pytest.mark.sampled(8)
 def test_any_split_and_branch_answers_as_the_device(build: Callable[[], Any]) -> None:
     model = build()
     exact = read(model, [58])
@@ -96,7 +97,7 @@ def test_any_split_and_branch_answers_as_the_device(build: Callable[[], Any]) ->
 
 @EVERY_MODEL
 @torch.no_grad()
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(8)
 def test_saved_and_loaded_it_answers_bit_for_bit(build: Callable[[], Any], tmp_path: Path) -> None:
     model, folder = build(), tmp_path / "memory"
     cache = read(model, [58], memory_tier="tokens")

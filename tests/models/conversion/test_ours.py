@@ -22,6 +22,7 @@ WINDOWS = ("sliding_window=24", f"layer_types={MIXED}".replace("'", '"'))
 
 @pytest.mark.parametrize("to", ["drt", "hils", "hsa", "landmark", "sliding_window"])
 @pytest.mark.parametrize("name", ["llama, untied, scaled", "qwen2", "qwen3"])
+@pytest.mark.sampled(3)
 def test_it_becomes_what_its_base_becomes(name: str, to: str, tmp_path: Path) -> None:
     base = save(made(name), tmp_path / "base")
     converted(base, tmp_path / "ours", "sliding_window")

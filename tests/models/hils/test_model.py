@@ -84,7 +84,7 @@ def options_of(case: dict[str, Any]) -> tuple[dict[str, Any], Tensor]:
 
 
 @pytest.mark.parametrize("case", CASES, ids=name_of)
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(15)
 def test_it_is_the_equations(case: dict[str, Any]) -> None:
     options, marks = options_of(case)
     model, ids = hils(**options), tokens(LENGTH)
@@ -97,7 +97,7 @@ def test_it_is_the_equations(case: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("case", CASES, ids=name_of)
 @pytest.mark.parametrize("pieces", [[1], [3, 5, 8, 1, 26], [60, 1]], ids=str)
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(28)
 def test_any_split_is_one_forward(case: dict[str, Any], pieces: list[int]) -> None:
     options, marks = options_of(case)
     model, ids = hils(**options), tokens(LENGTH, batch=2)
@@ -133,7 +133,7 @@ def test_what_was_read_alone_is_what_a_forward_keeps(case: dict[str, Any], piece
 
 @pytest.mark.parametrize("case", CASES, ids=name_of)
 @pytest.mark.parametrize("pieces", [[23], [2, 9, 1, 28]], ids=str)
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(36)
 def test_a_text_is_read_with_windows_and_a_question_chooses(case: dict[str, Any], pieces: list[int]) -> None:
     options, _ = options_of(case | {"early": False})
     model, ids, read = hils(**options, reading="windows"), tokens(LENGTH), sum(pieces)

@@ -95,7 +95,7 @@ def test_it_is_the_equations(case: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("case", CASES, ids=name_of)
 @pytest.mark.parametrize("pieces", [[1], [3, 5, 8, 1, 26], [60, 1]], ids=str)
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(20)
 def test_any_split_is_one_forward(case: dict[str, Any], pieces: list[int]) -> None:
     options, marks = options_of(case)
     model, ids = hsa(**options), tokens(LENGTH, batch=2)

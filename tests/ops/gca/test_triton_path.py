@@ -45,6 +45,7 @@ def test_the_cover_is_small() -> None:
     COVER if GPU else CHEAP_COVER,
     ids=lambda c: "-".join(str(v).split(".")[-1] for v in c.values()),
 )
+@pytest.mark.sampled(4)
 def test_error_budget(case: dict[str, Any]) -> None:
     case = dict(case)
     off_by_one = case.pop("off_by_one")
@@ -66,7 +67,7 @@ def test_a_single_key() -> None:
     st.sampled_from((1, 5, 16, 65)), st.booleans(), st.sampled_from(("off by one", "plain", "beside")),
     st.integers(0, 99),
 )  # fmt: skip
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=2, deadline=None)
 @example(B=1, J=2, g=8, D=16, K=4, S=16, lengths=True, softmax="plain", seed=0)  # HiLS, in small
 @example(B=1, J=2, g=3, D=16, K=4, S=16, lengths=True, softmax="beside", seed=0)  # where keys are weighed
 def test_tokens_that_retrieve_equal_the_oracle(
@@ -90,6 +91,7 @@ def test_tokens_that_retrieve_equal_the_oracle(
 
 
 @pytest.mark.parametrize("far", [-30, 5, 20])
+@pytest.mark.sampled(3)
 def test_what_is_beside_may_leave_next_to_nothing_or_all(far: int) -> None:
     tensors, rest = inputs(B=1, N=8, R=9, g=2, M=6, S=17, K=3, lengths=True, beside=True)
     tensors[5] += far
@@ -120,6 +122,7 @@ def test_beside_something_the_largest_score_may_weigh_nothing() -> None:
 
 
 @pytest.mark.parametrize("R", [1, 3])
+@pytest.mark.sampled(2)
 def test_a_query_head_with_weights_of_its_own_is_as_alone(R: int) -> None:
     """Bit for bit what all heads give where all weigh as it does; gradients of its own query and weights too."""
     (q, k, v, w), rest = inputs(B=1, N=3, R=R, g=3, K=3, S=20, per_query_head=True, lengths=True)
@@ -169,6 +172,7 @@ def test_off_by_one_is_not_ignored(S: int) -> None:
     ],
     ids=str,
 )
+@pytest.mark.sampled(4)
 def test_sizes_that_the_official_kernel_gets_wrong(sizes: dict[str, Any]) -> None:
     assert_budget(*inputs(**sizes))
 
@@ -186,6 +190,7 @@ def test_more_programs_than_65_535() -> None:
 
 @pytest.mark.parametrize("beside", [False, True])
 @pytest.mark.parametrize("per_query_head", [False, True])
+@pytest.mark.sampled(3)
 def test_nothing_selected_gives_zeros(per_query_head: bool, beside: bool) -> None:
     tensors, rest = inputs(lengths=True, g=2, per_query_head=per_query_head, beside=beside)
     rest["indices"][0] = -1
@@ -197,6 +202,7 @@ def test_nothing_selected_gives_zeros(per_query_head: bool, beside: bool) -> Non
 
 @pytest.mark.parametrize("beside", [False, True])
 @pytest.mark.parametrize("per_query_head", [False, True])
+@pytest.mark.sampled(4)
 def test_what_does_not_exist_has_no_effect_not_even_as_nan(per_query_head: bool, beside: bool) -> None:
     more: dict[str, Any] = {"per_query_head": per_query_head, "beside": beside}
     tensors, rest = inputs(N=4, M=4, S=20, lengths=True, K=3, g=2, **more)
@@ -403,6 +409,7 @@ def test_few_queries_split_over_the_chunks(K: int, beside: bool, R: int) -> None
 
 @pytest.mark.parametrize(("per_query_head", "beside"), [(False, False), (True, False), (True, True)])
 @pytest.mark.parametrize("implementation", ["torch", "triton"])
+@pytest.mark.sampled(3)
 def test_torch_compile_does_not_break_on_it(implementation: str, per_query_head: bool, beside: bool) -> None:
     tensors, rest = inputs(B=1, N=2, g=2, per_query_head=per_query_head, beside=beside)
     eager = values_and_gradients(op(rest, implementation), *tensors)
@@ -417,6 +424,7 @@ def test_torch_compile_does_not_break_on_it(implementation: str, per_query_head:
     ["torch", "torch, beside", "torch, low", "triton", "triton, beside", "triton, half, beside"],
 )
 @pytest.mark.parametrize("keep", [True, False])
+@pytest.mark.sampled(3)
 def test_the_registered_op_keeps_its_promises(implementation: str, keep: bool) -> None:
     dtype = torch.bfloat16 if "low" in implementation else torch.float32
     dtype = torch.float16 if "half" in implementation else dtype
@@ -516,6 +524,7 @@ def test_no_synchronisation_on_a_gpu() -> None:
     [{"R": 64}, {"R": 64, "beside": True}, {"R": 1, "g": 4, "per_query_head": True, "beside": True}],
     ids=str,
 )
+@pytest.mark.sampled(6)
 def test_weights_of_float32(sizes: dict[str, Any], dtype: torch.dtype) -> None:
     """As in a model: scores and weights are float32 whatever the rest is."""
     tensors, rest = inputs(dtype=dtype, S=63, N=8, D=64, K=8, **sizes)

@@ -256,6 +256,7 @@ def test_nothing_to_attend_to_gives_zeros_and_zero_gradients() -> None:
     [("all", None, True), ("pairs", None, True), ("pairs", "mixed", True), ("random", "several", False)],
 )
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.sampled(3)
 def test_no_gradient_of_nothing_leaks(
     implementation: str, marks_kind: str, documents_kind: str | None, own: bool
 ) -> None:

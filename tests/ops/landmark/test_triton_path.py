@@ -65,7 +65,7 @@ def test_the_cover_is_small() -> None:
     list(filter(has_enough_numbers, COVER)) if GPU else CHEAP_COVER,
     ids=lambda c: "-".join(str(v).split(".")[-1] for v in c.values()),
 )
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(6)
 def test_error_budget(case: dict[str, Any]) -> None:
     assert_budget(*inputs(B=2 if GPU else 1, **case))
 
