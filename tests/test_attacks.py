@@ -28,7 +28,7 @@ from trailmark.training.run import Run
 pytestmark = pytest.mark.usefixtures("no_restart", "one_thread")
 
 SEEDS = (1, 2, 3)
-DRAWS, SLOW_DRAWS = 300, 3000  # of all seeds and kinds
+DRAWS, SLOW_DRAWS = 84, 3000  # of all seeds and kinds
 SECONDS = 10  # of work
 WAITED = 120  # seconds of nothing at all, as before a FIFO: another's work may be in the way
 WORDS = ["the", "old", "river", "sees", "a", "small", "boat", "and", "sings"]
@@ -390,7 +390,7 @@ def attacked(
 
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("name", KINDS)
-@pytest.mark.sampled(24)
+@pytest.mark.sampled(3)
 def test_what_is_damaged_is_said_in_a_line(
     name: str, seed: int, world: Path, tmp_path: Path, results: Callable[[str, int], Any]
 ) -> None:

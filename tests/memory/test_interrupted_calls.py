@@ -185,7 +185,7 @@ MODELS = {
     ],
 )
 @pytest.mark.parametrize("stops", [10, pytest.param(200, marks=pytest.mark.slow)])
-@pytest.mark.sampled(20)
+@pytest.mark.sampled(12)
 def test_a_call_that_is_stopped_leaves_the_cache_as_before(
     call: Call,
     stop: Callable[[int, Callable[[], object]], int | None],

@@ -80,7 +80,7 @@ def test_tiers(make: Make, dtype: torch.dtype) -> None:
 
 @EACH
 @pytest.mark.parametrize("side", ["left", "right"])
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(4)
 def test_tiers_of_a_ragged_batch_with_early_landmarks(make: Make, side: str) -> None:
     model, (ids, mask, early) = make(), ragged(side)
     outs = []
@@ -107,7 +107,7 @@ def begin(model: TrailmarkForCausalLM, cache: ChunkCache, how: str) -> None:
 
 
 WAYS = ("reading", "a prompt", "ragged")
-SAVINGS = [  # the fast ones have each pair of values of two parameters
+SAVINGS = [  # without the slow ones, of which few are sampled: each pair of values of two parameters
     pytest.param(WAYS[w], TIERS[s], TIERS[l], marks=[] if (s + l + 1) % 3 == w else [pytest.mark.slow])
     for w, s, l in itertools.product(range(3), repeat=3)
 ]
@@ -115,7 +115,7 @@ SAVINGS = [  # the fast ones have each pair of values of two parameters
 
 @EACH
 @pytest.mark.parametrize(("how", "saved", "loaded"), SAVINGS)
-@pytest.mark.sampled(12)
+@pytest.mark.sampled(13)
 def test_saving_and_loading(make: Make, how: str, saved: str, loaded: str, tmp_path: Path) -> None:
     model, rows = make(), 3 if how == "ragged" else 1
     plain, cache = model.new_cache(), model.new_cache(memory_tier=saved)
@@ -198,7 +198,7 @@ def all_logits(model: TrailmarkForCausalLM, ids: Tensor, **arguments: Any) -> Ca
 @GROUPS
 @pytest.mark.parametrize("place", [0, 1, 3, 4, 17, 28])
 @pytest.mark.parametrize("read", [0, 46, 90])
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(4)
 def test_no_token_changes_an_earlier_logit_after_reading(groups: int, place: int, read: int) -> None:
     model, ids = drt(groups), tokens(30, seed=1)
     changed = ids.clone()

@@ -82,7 +82,7 @@ def assert_same_model(one: Path, other: Path) -> None:
         ("drt", ["training.lora_rank=0", "training.precision=float64"]),
     ],
 )
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(3)
 def test_a_base_with_the_additions_is_the_trained_model(
     begin: str, overrides: list[str], folder: Path, tmp_path: Path
 ) -> None:
@@ -145,11 +145,15 @@ def test_where_nothing_is_apart_there_is_no_file(begin: str, folder: Path, tmp_p
     assert not (trained(tmp_path / "run", start, *overrides) / ADDITIONS).exists()
 
 
-@pytest.mark.slow
-def test_what_cannot_be_made_again_is_not_written(folder: Path, tmp_path: Path, additions: Path) -> None:
-    """Of two trainings in other precisions, of a conversion in another type, of weights that somebody changed."""
+def test_of_two_trainings_in_other_precisions_nothing_is_written(folder: Path, tmp_path: Path) -> None:
     first = trained(tmp_path / "first", folder / "drt")
     assert not (trained(tmp_path / "wide", first, "training.precision=float64") / ADDITIONS).exists()
+
+
+@pytest.mark.slow
+def test_what_cannot_be_made_again_is_not_written(folder: Path, tmp_path: Path) -> None:
+    """Of a training in less precision than the first, of a conversion in another type, of weights that were changed."""
+    first = trained(tmp_path / "first", folder / "drt")
     wide = trained(tmp_path / "wide-first", folder / "drt", "training.precision=float64")
     assert (wide / ADDITIONS).exists()
     assert not (trained(tmp_path / "narrow", wide) / ADDITIONS).exists()

@@ -208,7 +208,7 @@ CASES: list[Any] = [
 
 
 @pytest.mark.parametrize(("config", "length", "rows", "checkpointing"), CASES)
-@pytest.mark.sampled(25)
+@pytest.mark.sampled(12)
 def test_predicted_memory_is_within_15_percent_of_what_is_allocated(
     config: TrailmarkConfig, length: int, rows: int, checkpointing: bool
 ) -> None:
@@ -274,7 +274,7 @@ def test_rows_are_extrapolated() -> None:
     rpt(num_hidden_layers=12, neighbour_augmentation=True), hils(num_hidden_layers=7, calibration_rank=8),
     hsa(num_hidden_layers=12, num_retrieval_groups=3),
 ])  # fmt: skip
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(4)
 def test_flops_are_those_of_the_torch_path(config: TrailmarkConfig) -> None:
     def sdpa(q: Any, k: Any, v: Any, *_: Any, **__: Any) -> int:
         return 4 * q[0] * q[1] * q[2] * k[2] * q[3]

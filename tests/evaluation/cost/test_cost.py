@@ -153,7 +153,7 @@ def assert_as_predicted(text: Text) -> None:
 
 @AND_OFF
 @pytest.mark.parametrize(("prompt", "generate"), [(3, 2), (23, 6)])
-@pytest.mark.sampled(24)
+@pytest.mark.sampled(11)
 def test_the_formula_is_what_the_cache_counts(
     make: Callable[[], TrailmarkForCausalLM], prompt: int, generate: int
 ) -> None:

@@ -244,7 +244,7 @@ def test_hidden_landmarks_do_not_wait_in_a_tokens_place() -> None:
 @pytest.mark.parametrize("places", PLACES, ids=str)
 @pytest.mark.parametrize(("together", "tier"), [(4, "device"), (1 << 14, "disk"), (24, "host")])
 @torch.no_grad()
-@pytest.mark.sampled(25)
+@pytest.mark.sampled(21)
 def test_planting_in_what_was_read_with_windows(
     build: Any, places: list[int], together: int, tier: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

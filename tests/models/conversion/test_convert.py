@@ -217,7 +217,7 @@ def test_landmark_attention_equals_its_base_within_a_chunk(tmp_path: Path) -> No
 
 @pytest.mark.parametrize("score", ["mean", "expansion", "mass"])
 @EACH_BASE
-@pytest.mark.sampled(9)
+@pytest.mark.sampled(8)
 def test_where_every_chunk_is_chosen_a_hils_equals_its_base(name: str, score: str, tmp_path: Path) -> None:
     theirs, tokens = made(name), ids(90, 2)
     fields = ("sliding_window=13", "chunk_size=8", "num_retrieved_chunks=90", f"chunk_score={score}")

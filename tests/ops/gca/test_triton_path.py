@@ -67,7 +67,7 @@ def test_a_single_key() -> None:
     st.sampled_from((1, 5, 16, 65)), st.booleans(), st.sampled_from(("off by one", "plain", "beside")),
     st.integers(0, 99),
 )  # fmt: skip
-@settings(max_examples=2, deadline=None)
+@settings(max_examples=6, deadline=None)
 @example(B=1, J=2, g=8, D=16, K=4, S=16, lengths=True, softmax="plain", seed=0)  # HiLS, in small
 @example(B=1, J=2, g=3, D=16, K=4, S=16, lengths=True, softmax="beside", seed=0)  # where keys are weighed
 def test_tokens_that_retrieve_equal_the_oracle(
@@ -409,7 +409,7 @@ def test_few_queries_split_over_the_chunks(K: int, beside: bool, R: int) -> None
 
 @pytest.mark.parametrize(("per_query_head", "beside"), [(False, False), (True, False), (True, True)])
 @pytest.mark.parametrize("implementation", ["torch", "triton"])
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(4)
 def test_torch_compile_does_not_break_on_it(implementation: str, per_query_head: bool, beside: bool) -> None:
     tensors, rest = inputs(B=1, N=2, g=2, per_query_head=per_query_head, beside=beside)
     eager = values_and_gradients(op(rest, implementation), *tensors)
@@ -424,7 +424,7 @@ def test_torch_compile_does_not_break_on_it(implementation: str, per_query_head:
     ["torch", "torch, beside", "torch, low", "triton", "triton, beside", "triton, half, beside"],
 )
 @pytest.mark.parametrize("keep", [True, False])
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 def test_the_registered_op_keeps_its_promises(implementation: str, keep: bool) -> None:
     dtype = torch.bfloat16 if "low" in implementation else torch.float32
     dtype = torch.float16 if "half" in implementation else dtype
