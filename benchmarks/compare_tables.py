@@ -128,6 +128,18 @@ def _less(base: Sequence[Found], factor: int) -> Column:
     return shown
 
 
+def _less_by_seed(base: Sequence[Found], factor: int) -> Column:
+    """The same of each seed alone, where there are several."""
+
+    def shown(row: Row) -> str:
+        apart = [less([one], base, factor) for one in row["of"]]
+        if row["name"] == BASE or len(apart) < 2:
+            return ""
+        return ", ".join("-" if one is None else f"{one[0]:+.3f}" for one in apart)
+
+    return shown
+
+
 def _share(factor: int, interval: bool) -> Column:
     """Right answers of the questions, over all seeds."""
 
@@ -196,6 +208,7 @@ def text_table(part: Found) -> str:
         "seeds": "{seeds}",
         **{length: _perplexity(factor, ".2f") for factor, length in shown.items()},
         **{f"- Base, {length}": _less(found.get(BASE, []), factor) for factor, length in shown.items()},
+        "by seed": _less_by_seed(found.get(BASE, []), FACTORS[-1]),
         "paper, 2K": "{paper[at_2k]:.2f}",
         "paper, 16K": "{paper[at_16k]:.2f}",
     }
@@ -208,7 +221,8 @@ def text_table(part: Found) -> str:
         f"{settings['corpus_tokens']:,} tokens (vocabulary {settings['vocabulary']:,}). Perplexity of "
         f"{len(counted['losses'])} books, {shown[FACTORS[-1]]} tokens of each, by tokens read at a time: mean ± "
         "standard deviation of seeds. *- Base*: nats per token more than Base, ± standard error over books, paired "
-        "(below 0: better). *paper*: Table 1 of arXiv 2410.01651, PG19 test, 128M, trained at 16K.\n\n"
+        f"(below 0: better), of seed 0 where a row has no other; *by seed*: each alone, {shown[FACTORS[-1]]}. "
+        "*paper*: Table 1 of arXiv 2410.01651, PG19 test, 128M, trained at 16K.\n\n"
         + table(columns, _rows(part))
     )
 

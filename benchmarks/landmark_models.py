@@ -36,6 +36,7 @@ from trailmark.training.config import load_run_config
 from trailmark.training.run import Run
 
 OUTPUT = Path(__file__).with_suffix(".json")
+FOLDER = ROOT / "runs" / "benchmark-landmark"
 # what each model is: a configuration and what is changed in it
 TEXT_STEPS = "training.steps=400"
 MODELS: dict[str, tuple[str, tuple[str, ...]]] = {
@@ -278,7 +279,7 @@ def loss_of_counting(tokens: Tensor) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", choices=PARTS, help="default: all")
-    parser.add_argument("--folder", type=Path, default=ROOT / "runs/benchmark-landmark")
+    parser.add_argument("--folder", type=Path, default=FOLDER)
     parser.add_argument("--output", type=Path, default=OUTPUT)
     arguments = parser.parse_args()
     benchmark = Benchmark(arguments.folder, arguments.output)

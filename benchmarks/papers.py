@@ -22,6 +22,8 @@ _LANDMARK_POSITIONS = "model.max_position_embeddings=16832"  # for texts of 16,3
 _NEEDLES = "--protocol paper-table-2 --lengths 16384,65536 --text runs/data/pg19/test"
 _SUMMARIES = "--suite summarization --protocol paper-table-2 --pairs"
 _PERPLEXITY = "--suite perplexity --text runs/data/pg19/test --protocol"
+_PROTOCOLS = "python benchmarks/protocols.py"
+ASKED_BY_PROTOCOL = ("Base", "Landmark", "DRT x1", "DRT x2")  # rows of compare.py, in protocols.json
 ASKED = {  # by the table: what makes its numbers of the folder that a training made
     "Table 1": {"": f"{_PERPLEXITY} gca-table-1"},
     "Table 2": {
@@ -39,7 +41,7 @@ class Row:
     """One row, or one cell of Table 4.
 
     ``twin``: the command of the laptop's. ``part``: where a JSON would have what came out: the file, its part and,
-    where that has several, the row and the task; none has it without.
+    where that has several, the row and the task or protocol; none has it without.
     """
 
     table: str
@@ -56,7 +58,8 @@ class Row:
         if found is None or len(self.part) == 2:
             return found is not None
         rows, wanted = found["results"] if isinstance(found, dict) else found, self.part[2:]
-        return any((one["row"], one.get("task"))[: len(wanted)] == wanted for one in rows)
+        told = ((one["row"], one.get("task") or one.get("protocol")) for one in rows)
+        return any(own[: len(wanted)] == wanted for own in told)
 
     def status(self) -> str:
         if self.recorded():
@@ -78,7 +81,7 @@ def rows() -> Iterator[Row]:
 
 
 def _table_1() -> Iterator[Row]:
-    compare, needs = "python benchmarks/compare.py text", "GPUs, PG19 or arXiv-math"
+    needs = "GPUs, PG19 or arXiv-math"
     models = {  # its configurations, their sizes, and the row of compare.json
         "Base LM, window 512": ("base-512", SIZES, "Base"),
         "Base LM, window 768": ("base-768", SIZES, "Base, wider window"),
@@ -93,31 +96,39 @@ def _table_1() -> Iterator[Row]:
     for name, (file, sizes, own) in models.items():
         table_needs = f"{needs}, {_TABLE}" if file == "rpt" else needs
         for size in sizes:
-            twin = compare if own and size == SIZES[0] else ""
-            part = ("compare", "text", own) if twin else ()
-            yield Row("Table 1", f"{name}, {size.upper()}", train(f"{file}-{size}"), table_needs, twin, part)
+            command = train(f"{file}-{size}")
+            yield Row("Table 1", f"{name}, {size.upper()}", command, table_needs, *_of_table_1(size, own))
     encoder = (
         "model.retriever=encoder", "model.embedder=transformers:facebook/contriever", "model.encoder_weights=encoder",
         "model.retrieval_scale=10", "data.neighbours=runs/data/pg19/neighbours", "data.validation=null",
         "training.eval_steps=null",
     )  # fmt: skip
-    ablations: dict[str, tuple[tuple[str, ...], str, str, tuple[str, ...], str]] = {
-        "w/o Triton": (("model.gca_implementation=reference",), "naive-gca", "cost", SIZES[:1], "DRT x1, naive GCA"),
-        "w/o gumbel top-k": (
-            ("model.retrieval_noise=false",), "no-noise", "text", SIZES[:1], "DRT x1, without noise"
+    ablations: dict[str, tuple[tuple[str, ...], str, tuple[str, ...], tuple[str, ...]]] = {
+        "w/o Triton": (
+            ("model.gca_implementation=reference",), "naive-gca", SIZES[:1], ("DRT x1, naive GCA", "cost")
         ),
-        "w/ contriever": (encoder, "contriever", "text", SIZES, "DRT x1, MiniLM"),
-        "w/ random retriever": (("model.retriever=random",), "random", "text", SIZES, "DRT x1, random retriever"),
+        "w/o gumbel top-k": (
+            ("model.retrieval_noise=false",), "no-noise", SIZES[:1], ("DRT x1, without noise",)
+        ),
+        "w/ contriever": (
+            encoder, "contriever", SIZES, ("DRT x1, MiniLM", "text", ", where the model's own scores weigh")
+        ),
+        "w/ random retriever": (("model.retriever=random",), "random", SIZES, ("DRT x1, random retriever",)),
     }  # fmt: skip
-    for name, (changes, folder, kind, sizes, own) in ablations.items():
+    for name, (changes, folder, sizes, own_row) in ablations.items():
         for size in sizes:
             command = train(f"drt-x1-{size}", *changes, f"output=runs/drt-x1-{size}-{folder}")
             also = f"{needs}, {_TABLE}" if changes is encoder else needs
-            twin = f"python benchmarks/compare.py {kind}" if size == SIZES[0] else ""
-            if twin and changes is encoder:
-                twin += ", where the model's own scores weigh"
-            part = ("compare", kind, own) if twin else ()
-            yield Row("Table 1", f"{name}, {size.upper()}", command, also, twin, part)
+            yield Row("Table 1", f"{name}, {size.upper()}", command, also, *_of_table_1(size, *own_row))
+
+
+def _of_table_1(size: str, own: str, kind: str = "text", note: str = "") -> tuple[str, tuple[str, ...]]:
+    """The twin and the part of a row of that size, whose own name here is ``own``."""
+    if not own or size != SIZES[0]:
+        return "", ()
+    if own in ASKED_BY_PROTOCOL:
+        return _PROTOCOLS, ("protocols", "results", own, "gca-table-1")
+    return f"python benchmarks/compare.py {kind}{note}", ("compare", kind, own)
 
 
 def _table_2() -> Iterator[Row]:
@@ -200,15 +211,14 @@ def _figure_3() -> Iterator[Row]:
     for name, own in (("base-512-128m", "Base"), ("landmark-128m", "Landmark"), ("drt-x1-128m", "DRT x1")):
         of = "--suite perplexity --protocol gca-figure-3b --text runs/data/pg19/test"
         command = f"trailmark evaluate runs/{name} {of}"
-        twin = "to 16 times the training length, not by the protocol: python benchmarks/compare.py text"
-        yield Row("Figure 3", f"b: {own}", command, "its model, PG19", twin, ("compare", "text", own))
+        part = ("protocols", "results", own, "gca-figure-3b")
+        yield Row("Figure 3", f"b: {own}", command, "its model, PG19", _PROTOCOLS, part)
 
 
 def _first_paper() -> Iterator[Row]:
-    title, needs, twin = "arXiv 2305.16300", "GPUs, PG19", "python benchmarks/landmark_models.py"
-    yield Row(
-        title, "Landmark Attention", train("landmark-paper"), needs, twin, ("landmark_models", "models")
-    )
+    title, needs = "arXiv 2305.16300", "GPUs, PG19"
+    part = ("protocols", "results", "Landmark, of bytes", "landmark-table-1")
+    yield Row(title, "Landmark Attention", train("landmark-paper"), needs, _PROTOCOLS, part)
     yield Row(title, "plain Transformer", train("plain-paper"), needs)
 
 

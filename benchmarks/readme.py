@@ -21,6 +21,7 @@ import learning_tables
 import papers
 import parted_reading
 import pretrained_tables
+import protocols
 import reading_tables
 import summaries
 import table_2
@@ -458,6 +459,7 @@ DOCUMENTS: dict[str, Mapping[str, Callable[[], str]]] = {
         "ops": ops_text,
         "ops of tokens": token_ops_text,
         "reading": reading_tables.text,
+        "protocols": protocols.text,
         "table 2": table_2.text,
         "summaries": summaries.text,
         "table 3": table_3.text,
