@@ -1,12 +1,12 @@
 """SmolLM2-135M that chooses chunks in every layer (``convert --to hils``): what it loses to full attention, untrained.
 
     TRAILMARK_DATA=... python benchmarks/pretrained_hils.py [losses forms whole far needles beyond recall layers few
-        reading]
+        reading reader]
 
 Writes benchmarks/pretrained_hils.json. Held-out text is that of pretrained.py; the base with full attention and with a
 window alone stand beside it. Nothing is trained but the models of ``--trained`` (pretrained_train.py hils) and of the
-parts "recall", "layers", "few" and "reading" (pretrained_train.py recall further few longer). Stopped, the same
-command goes on.
+parts "recall", "layers", "few", "reading" (pretrained_train.py recall further few longer) and "reader"
+(pretrained_train.py reader). Stopped, the same command goes on.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from pretrained_models import (
     Losses,
     Text,
     converted,
+    far_base,
     hils_of,
     latex,
     named,
@@ -277,6 +278,27 @@ def reading(options: argparse.Namespace, progress: Progress) -> dict[str, Any]:
     return found
 
 
+READER = ("reading=windows", "summary_tokens=1", f"far_distance={APART}", "num_retrieved_chunks=4")
+
+
+def reader(options: argparse.Namespace, progress: Progress) -> dict[str, Any]:
+    """A reader of long texts as docs/convert.md makes it, before and after one training on texts that hold facts."""
+    taught, hils = _taught(options, "reader")
+    models = {"as converted": hils_of(options.folder, far_base(options.folder)), "taught": hils}
+    asked, rows, (near, *_) = Needles(options, progress), list[dict[str, Any]](), options.needles
+    trained_length = load_run_config(taught / "run.yaml").training.context_length
+    found = {"rows": rows, "fields": READER, "trained_length": trained_length} | _training(taught)
+    cases = [(near, TOGETHER, options.questions, models), (near, 1, options.questions, models)]
+    cases += [(length, 1, options.few, models) for length in options.far]
+    cases += [(length, 1, options.few, {"taught": hils}) for length in options.longest]
+    for length, together, questions, asked_ones in cases:
+        for model, folder in asked_ones.items():
+            row = asked.ask(folder, READER, length, together=together, questions=questions)
+            rows.append({"model": model, "together": together} | row)
+            keep(options.output, "reader", found)
+    return found
+
+
 def _read_and_ask(texts: Sequence[Text], model: Any, number: int) -> Any:
     """[ASKED] what a text's last tokens cost a model that has read the others."""
     ids = row_of(model, texts[number].ids.astype(np.int64))
@@ -377,7 +399,7 @@ def _tokenizer(options: argparse.Namespace) -> Any:
 
 PARTS = {
     "losses": losses, "forms": forms, "whole": whole, "far": far, "needles": needles, "beyond": beyond,
-    "recall": recall, "layers": layers, "few": few, "reading": reading,
+    "recall": recall, "layers": layers, "few": few, "reading": reading, "reader": reader,
 }  # fmt: skip
 
 
@@ -412,7 +434,7 @@ def main() -> None:
         type=int,
         nargs="*",
         default=(),
-        help="at which one model alone is asked, in the part reading",
+        help="at which one model alone is asked, in the parts reading and reader",
     )
     parser.add_argument("--needles", type=int, nargs="+", default=(4096, 65_536), help="lengths of texts")
     parser.add_argument("--questions", type=int, default=100, help="about needles, at each length")

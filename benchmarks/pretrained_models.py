@@ -118,6 +118,14 @@ NUM_LAYERS = 30  # of the base
 FINE = 2  # keys that one summary stands for, in a HiLS of few layers
 
 
+def far_base(folder: Path) -> Path:
+    """The base with full attention in the layers that look far most of itself, made once."""
+    made = folder / "far"
+    if not made.exists():
+        convert_smollm2(made, "sliding_window", "--far-layers", str(len(FAR_LAYERS)), *window_fields(WINDOW))
+    return made
+
+
 def hils_of(folder: Path, taught: Path) -> Path:
     """A HiLS of what pretrained_train.py has made of the base, made once."""
     made = folder / f"hils of {taught.name}"

@@ -272,12 +272,6 @@ def hils_text() -> str:
     return "\n\n".join(blocks)
 
 
-def hils_needles_text() -> str:
-    """Of it the needles, for the card of what was trained."""
-    found = record("pretrained_hils")["needles"]
-    return on_machine(_hils_needles_text(found["results"]), found["environment"])
-
-
 def hils_summary() -> str:
     """What the README says of it, in a few sentences."""
     found = record("pretrained_hils")["losses"]
@@ -301,16 +295,22 @@ def _reading_summary() -> str:
         for row in found["losses"]
         if row["kind"] == "LaTeX" and len(row["layers"]) == max(len(x["layers"]) for x in found["losses"])
     }
-    first = found["rows"][0]["taught"]  # of one training alone
-    singles = [
-        row for row in found["rows"] if (row["taught"], row["together"], row["summary"]) == (first, 1, 1)
-    ]
-    said = ", ".join(f"{row['correct']} of {row['questions']} in {row['length']:,} tokens" for row in singles)
+    reader = record("pretrained_hils")["reader"]["results"]
+
+    def said(model: str) -> str:
+        singles = [row for row in reader["rows"] if (row["model"], row["together"]) == (model, 1)]
+        shares = (
+            f"{row['correct']} of {row['questions']} times in {row['length']:,} tokens" for row in singles
+        )
+        return ", ".join(shares)
+
+    minutes = reader["trained_seconds"] / 60
     return (
         "Set to `reading=windows`, a text passes through windows alone on its way into memory, and what is asked "
         f"chooses: in the last {found['asked']:,} of {found['length']:,} tokens {ways['windows']} comes back, where "
-        f"{ways['chooses']} does with every token choosing. Taught with full attention on short texts, and then "
-        f"converted, it completed one sentence about a name in {said}."
+        f"{ways['chooses']} does with every token choosing. Taught on texts of {reader['trained_length']:,} tokens for "
+        f"{minutes:.0f} minutes of a core ([its additions](models/smollm2-135m-reader/README.md)), it completes one "
+        f"sentence about a name {said('taught')}; before, {said('as converted')}."
     )
 
 
@@ -490,6 +490,25 @@ def _hils_reading_text(found: Row) -> str:
     )
 
 
+def hils_reader_text() -> str:
+    """Of it the reader, for the card of what was trained."""
+    found = record("pretrained_hils")["reader"]
+    return on_machine(_hils_reader_text(found["results"]), found["environment"])
+
+
+def _hils_reader_text(found: Row) -> str:
+    columns: Columns = {"model": "{model}", "needles": "{together}"}
+    # speeds were measured beside other work
+    columns |= {name: of for name, of in _NEEDLES_OF_HILS.items() if name not in ("model", "tokens/s")}
+    minutes = found["trained_seconds"] / 60
+    return (
+        f"**A reader** (`--far-layers 7`, `{' '.join(found['fields'])}`): sentences in a book, each of which is to be "
+        f"completed. *Taught*: adapters (rank 8) on {found['trained_tokens']:,} tokens in texts of "
+        f"{found['trained_length']:,}, all of which hold facts and questions in other words than these, in "
+        f"{minutes:.0f} minutes of a core, one seed:\n\n{table(columns, found['rows'])}"
+    )
+
+
 _NEEDLES_OF_HILS: Columns = {
     "model": "{model}",
     "tokens": "{length:,}",
@@ -517,4 +536,5 @@ _HILS: dict[str, Callable[[Row], str]] = {
     "layers": _hils_layers_text,
     "few": _hils_few_text,
     "reading": _hils_reading_text,
+    "reader": _hils_reader_text,
 }

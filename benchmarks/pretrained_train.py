@@ -9,12 +9,14 @@ as it is. ``needles`` goes on with the DRT, on texts that hold facts and questio
 weights of a Landmark Attention model instead, by itself; ``hils`` adapters of a HiLS on texts that all hold facts;
 ``recall`` those of the base with full attention on short texts of that kind, which a HiLS then has without a training;
 ``further`` goes on from there with longer ones, ``few`` from that with full attention in seven layers alone, and
-``longer`` from that with longer ones again, in which answers weigh more.
+``longer`` from that with longer ones again, in which answers weigh more. ``reader`` learns the like at once, from the
+base with full attention in the seven layers that ``trailmark convert --far-layers 7`` finds.
 """
 
 from __future__ import annotations
 
 import argparse
+from functools import partial
 from pathlib import Path
 
 from common import data_folder
@@ -28,6 +30,7 @@ from pretrained_models import (
     TAUGHT,
     WINDOW,
     converted,
+    far_base,
     trained,
     window_fields,
 )
@@ -40,9 +43,9 @@ from trailmark.machine import start_again_set_up
 from trailmark.training.config import RunConfig, load_run_config
 
 LENGTH = STEP_TOKENS  # a text a step
-MORE = ("needles", "landmark", "hils", *TAUGHT)
-STEPS = {"recall": 200, "further": 70, "few": 150, "longer": 100}
-LENGTHS = {"recall": 1024, "longer": 4096}  # of texts that hold facts; others 2,048
+MORE = ("needles", "landmark", "hils", *TAUGHT, "reader")
+STEPS = {"recall": 200, "further": 70, "few": 150, "longer": 100, "reader": 120}
+LENGTHS = {"recall": 1024, "longer": 4096, "reader": 4096}  # of texts that hold facts; others 2,048
 
 
 def corpus(folder: Path, tokenizer: Path) -> Path:
@@ -70,8 +73,12 @@ def config(kind: str, steps: int, options: argparse.Namespace) -> RunConfig:
             "training.learning_rate=0.0003",
             "training.context_length=2048",  # so that its own length can be passed 32 times in minutes
         ]
-    elif kind in ("hils", *TAUGHT):  # needs no teacher: what it learns is to complete facts
-        begin = converted(options.folder, "hils") if kind == "hils" else teacher
+    elif kind in ("hils", *TAUGHT, "reader"):  # needs no teacher: what it learns is to complete facts
+        begins = {
+            "hils": partial(converted, options.folder, "hils"),
+            "reader": partial(far_base, options.folder),
+        }
+        begin = begins[kind]() if kind in begins else teacher
         changes = [
             "distil.model=null",
             "data.needle_share=1",
@@ -85,7 +92,7 @@ def config(kind: str, steps: int, options: argparse.Namespace) -> RunConfig:
             changes.append(f"training.seed={options.seed + (2 if kind == 'longer' else 1)}")
         if kind == "further":
             changes.append("training.constant_fraction=1")  # another training follows
-        if kind == "longer":
+        if kind in ("longer", "reader"):
             changes.append("data.answer_weight=8")
         if kind in ("few", "longer"):
             fields = (*window_fields(WINDOW), layer_types(FAR_LAYERS, NUM_LAYERS))

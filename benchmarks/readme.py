@@ -497,7 +497,7 @@ DOCUMENTS: dict[str, Mapping[str, Callable[[], str]]] = {
         "hils": pretrained_tables.hils_text,
         "trained": pretrained_tables.trained_text,
     },
-    "models/smollm2-135m-hils/README.md": {"needles": pretrained_tables.hils_needles_text},
+    "models/smollm2-135m-reader/README.md": {"reader": pretrained_tables.hils_reader_text},
 }
 
 

@@ -32,7 +32,7 @@ DOCUMENTS = (
             "CONTRIBUTING.md",
             "configs/README.md",
             "benchmarks/README.md",
-            "models/smollm2-135m-hils/README.md",
+            "models/smollm2-135m-reader/README.md",
         )
     ),
     *sorted((ROOT / "docs").glob("*.md")),

@@ -56,23 +56,32 @@ def test_a_drt_of_it_reads_and_changes_nothing(folder: Path) -> None:
         assert torch.equal(read.logits, ours.without_retrieval()(ids).logits)
 
 
-def test_what_lies_in_models_makes_the_trained_model_of_it(tmp_path: Path) -> None:
-    """Base and additions as the card names them; what the card asks for is there, and small."""
-    additions = Path(__file__).parents[3] / "models" / "smollm2-135m-hils" / "additions.safetensors"
+def test_what_lies_in_models_makes_the_reader_of_it(tmp_path: Path) -> None:
+    """Base and additions, converted as the card says; what the card asks for is there, and small."""
+    additions = Path(__file__).parents[3] / "models" / "smollm2-135m-reader" / "additions.safetensors"
     assert additions.stat().st_size < 30_000_000
-    record = convert(smollm2_for_a_test(), tmp_path / "hils", additions=additions)
-    assert record["target"] == "hils"
+    record = convert(smollm2_for_a_test(), tmp_path / "taught", additions=additions)
+    assert record["target"] == "sliding_window"
     assert record["parameters"]["new"] == 0
     assert record["parameters"]["adapted"] > 100_000_000  # of 134,515,008: all matrices of its layers
-    convert(smollm2_for_a_test(), tmp_path / "untrained", "hils")
-    ids = torch.tensor([AutoTokenizer.from_pretrained(tmp_path / "hils")(TEXT).input_ids[:300]])
-    with torch.no_grad():
-        losses = [
-            HiLSForCausalLM.from_pretrained(tmp_path / name).eval()(ids, labels=ids).loss.item()
-            for name in ("hils", "untrained")
-        ]
-    assert losses[0] != losses[1]
-    assert losses[0] < losses[1] + 0.5  # it still reads
+    fields = ["reading=windows", "summary_tokens=1", "far_distance=1024", "num_retrieved_chunks=4"]
+    convert(tmp_path / "taught", tmp_path / "reader", "hils", fields)
+    convert(smollm2_for_a_test(), tmp_path / "untrained", "hils", fields)
+    ids = torch.tensor([AutoTokenizer.from_pretrained(tmp_path / "reader")(TEXT).input_ids[:900]])
+    losses = {}
+    for name in ("reader", "untrained"):
+        model = HiLSForCausalLM.from_pretrained(tmp_path / name).eval()
+        with torch.no_grad():
+            cache = model.read(ids[:, :800])
+            out = model(ids[:, 800:], labels=ids[:, 800:], past_key_values=cache, output_retrieval=True)
+        losses[name] = out.loss.item()
+        for (
+            layer
+        ) in out.retrieval:  # each token of some layers reads 4 chunks, which the window does not reach
+            assert layer.indices.shape[-1] == 4
+            assert (layer.indices >= 0).any()
+    assert losses["reader"] != losses["untrained"]
+    assert losses["reader"] < losses["untrained"] + 0.5  # it still reads
 
 
 def test_the_layers_that_look_far() -> None:
