@@ -45,6 +45,10 @@ class Row:
 
 _WINDOW = ("needle-window", "data.first_level=0")
 _DRT = ("needle-drt", "model.num_hidden_layers=3", "model.num_lower_layers=1", "model.num_retrieved_chunks=4")
+_RPT = (
+    *_WINDOW, "model.architecture=rpt", "model.num_lower_layers=1", "model.num_encoder_layers=1", "model.chunk_size=32",
+    "model.num_retrieved_chunks=4", "model.retriever=encoder",
+)  # fmt: skip
 _LAPTOP_DRT = ("laptop-drt-x1",)
 _LAPTOP_HILS = ("laptop-hils", "model.rope_scaling.original_max_position_embeddings=1024")  # trained so far
 _HILS = ("needle-hils",)
@@ -76,11 +80,10 @@ ROWS = {
     ),
     "RPT, hash encoder": Row(
         ("laptop-rpt",),
-        (*_WINDOW, "model.architecture=rpt", "model.num_lower_layers=1", "model.num_encoder_layers=1",
-         "model.chunk_size=32", "model.num_retrieved_chunks=4", "model.retriever=encoder", _HASH),
+        (*_RPT, _HASH),
         paper=Paper(2.5, 13.92, 13.52, 4.24, 2.86),
     ),
-    "RPT, MiniLM": Row(("laptop-rpt", _MINILM), None),
+    "RPT, MiniLM": Row(("laptop-rpt", _MINILM), (*_RPT, _MINILM)),
     "Landmark": Row(
         ("laptop-landmark",),
         ("needle-landmark",),
@@ -127,8 +130,7 @@ _ABLATIONS: dict[str, tuple[tuple[str, ...], Paper]] = {
     "visible chunks excluded": (("model.exclude_visible_chunks=true",), Paper()),
 }
 for _name, (_changes, _paper) in _ABLATIONS.items():
-    _needles = None if _MINILM in _changes else (*_DRT, *_changes)  # random letters say nothing to it
-    ROWS[f"DRT x1, {_name}"] = Row((*_LAPTOP_DRT, *_changes), _needles, paper=_paper)
+    ROWS[f"DRT x1, {_name}"] = Row((*_LAPTOP_DRT, *_changes), (*_DRT, *_changes), paper=_paper)
 ROWS["DRT x1, naive GCA"] = Row(
     (*_LAPTOP_DRT, "model.gca_implementation=reference"),
     None,
@@ -164,7 +166,7 @@ def measured(part: str, name: str) -> bool:
     """Whether a row has a part: "text", "needles" or "cost"."""
     row = ROWS[name]
     if part == "needles":
-        return row.needles is not None
+        return row.needles is not None and _MINILM not in row.needles  # random letters say nothing to it
     return row.text is not None and not (part == "text" and row.cost_only)
 
 
@@ -221,13 +223,17 @@ def text_config(name: str, seed: int, sizes: Sizes, changes: Sequence[str]) -> R
             *own,
             *row.cuda,
         ]
-    own = [f"model.embedder=transformers:{minilm()}" if change == _MINILM else change for change in own]
-    overrides = [*own, f"training.seed={seed}", *changes]
+    overrides = [*_filled_in(own), f"training.seed={seed}", *changes]
     length = int(_setting(path, overrides, "training", "context_length"))
     batch = [f"training.tokens_per_step={sizes.text_tokens_per_step}", *changes]
     asked = int(_setting(path, batch, "training", "tokens_per_step"))
     tokens = max(1, round(asked / length)) * length
     return load_run_config(path, [*overrides, f"training.tokens_per_step={tokens}"])
+
+
+def _filled_in(changes: Sequence[str]) -> list[str]:
+    """With the folder of the encoder."""
+    return [f"model.embedder=transformers:{minilm()}" if change == _MINILM else change for change in changes]
 
 
 def _setting(path: Path, overrides: Sequence[str], section: str, key: str) -> Any:
@@ -246,7 +252,8 @@ def needle_config(name: str, seed: int, sizes: Sizes, changes: Sequence[str]) ->
     assert needles is not None
     file, *own = needles
     settings = ["training.constant_fraction=0.5", f"training.tokens_per_step={sizes.needle_tokens_per_step}"]
-    return load_run_config(CONFIGS / f"{file}.yaml", [*own, *settings, f"training.seed={seed}", *changes])
+    overrides = [*_filled_in(own), *settings, f"training.seed={seed}", *changes]
+    return load_run_config(CONFIGS / f"{file}.yaml", overrides)
 
 
 # The curriculum's levels for a single needle, each for a share of the steps and not until some accuracy: all rows see

@@ -33,7 +33,9 @@ from trailmark.training.run import HISTORY_FILE, Run
 
 OUTPUT = Path(__file__).with_suffix(".json")
 FOLDER = ROOT / "runs" / "benchmark-table-2"
-NAMES = ("DRT x2", "DRT x1", "Base", "Base, more layers", "Landmark", "RPT, hash encoder", "Block-Recurrent")
+NAMES = (
+    "DRT x2", "DRT x1", "Base", "Base, more layers", "Landmark", "RPT, MiniLM", "RPT, hash encoder", "Block-Recurrent",
+)  # fmt: skip
 FACTORS, QUESTIONS = (1, 4, 16, 64), 100
 
 
