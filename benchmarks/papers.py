@@ -103,23 +103,27 @@ def _table_1() -> Iterator[Row]:
         "model.retrieval_scale=10", "data.neighbours=runs/data/pg19/neighbours", "data.validation=null",
         "training.eval_steps=null",
     )  # fmt: skip
-    ablations: dict[str, tuple[tuple[str, ...], str, tuple[str, ...], tuple[str, ...]]] = {
+    ablations: dict[str, tuple[tuple[str, ...], str, tuple[str, ...], dict[str, str]]] = {
         "w/o Triton": (
-            ("model.gca_implementation=reference",), "naive-gca", SIZES[:1], ("DRT x1, naive GCA", "cost")
+            ("model.gca_implementation=reference",), "naive-gca", SIZES[:1],
+            {"own": "DRT x1, naive GCA", "kind": "cost"},
         ),
         "w/o gumbel top-k": (
-            ("model.retrieval_noise=false",), "no-noise", SIZES[:1], ("DRT x1, without noise",)
+            ("model.retrieval_noise=false",), "no-noise", SIZES[:1], {"own": "DRT x1, without noise"}
         ),
         "w/ contriever": (
-            encoder, "contriever", SIZES, ("DRT x1, MiniLM", "text", ", where the model's own scores weigh")
+            encoder, "contriever", SIZES,
+            {"own": "DRT x1, MiniLM", "note": ", where the model's own scores weigh"},
         ),
-        "w/ random retriever": (("model.retriever=random",), "random", SIZES, ("DRT x1, random retriever",)),
+        "w/ random retriever": (
+            ("model.retriever=random",), "random", SIZES, {"own": "DRT x1, random retriever"}
+        ),
     }  # fmt: skip
-    for name, (changes, folder, sizes, own_row) in ablations.items():
+    for name, (changes, folder, sizes, recorded) in ablations.items():
         for size in sizes:
             command = train(f"drt-x1-{size}", *changes, f"output=runs/drt-x1-{size}-{folder}")
             also = f"{needs}, {_TABLE}" if changes is encoder else needs
-            yield Row("Table 1", f"{name}, {size.upper()}", command, also, *_of_table_1(size, *own_row))
+            yield Row("Table 1", f"{name}, {size.upper()}", command, also, *_of_table_1(size, **recorded))
 
 
 def _of_table_1(size: str, own: str, kind: str = "text", note: str = "") -> tuple[str, tuple[str, ...]]:

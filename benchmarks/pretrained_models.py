@@ -127,7 +127,7 @@ def far_base(folder: Path) -> Path:
 
 
 def hils_of(folder: Path, taught: Path) -> Path:
-    """A HiLS of what pretrained_train.py has made of the base, made once."""
+    """A HiLS of a model with a window alone, made once."""
     made = folder / f"hils of {taught.name}"
     if not made.exists():
         convert(taught, made, "hils")

@@ -16,7 +16,6 @@ base with full attention in the seven layers that ``trailmark convert --far-laye
 from __future__ import annotations
 
 import argparse
-from functools import partial
 from pathlib import Path
 
 from common import data_folder
@@ -74,11 +73,11 @@ def config(kind: str, steps: int, options: argparse.Namespace) -> RunConfig:
             "training.context_length=2048",  # so that its own length can be passed 32 times in minutes
         ]
     elif kind in ("hils", *TAUGHT, "reader"):  # needs no teacher: what it learns is to complete facts
-        begins = {
-            "hils": partial(converted, options.folder, "hils"),
-            "reader": partial(far_base, options.folder),
-        }
-        begin = begins[kind]() if kind in begins else teacher
+        begin = teacher
+        if kind == "hils":
+            begin = converted(options.folder, "hils")
+        elif kind == "reader":
+            begin = far_base(options.folder)
         changes = [
             "distil.model=null",
             "data.needle_share=1",

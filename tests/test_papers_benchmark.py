@@ -49,6 +49,8 @@ def test_a_row_is_recorded_if_the_json_has_it(papers: ModuleType) -> None:
         (("compare", "text", "a row that is none"), False),
         (("compare", "a part that is none"), False),
         (("training", "length"), True),
+        (("protocols", "results", "Base", "gca-table-1"), True),
+        (("protocols", "results", "Base", "landmark-table-1"), False),
         ((), False),
     ):
         row = papers.Row("Table 1", "a row", "a command", "nothing", "a twin", part)
