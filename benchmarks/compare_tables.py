@@ -104,7 +104,7 @@ def ordering(part: Found, factor: int = 1) -> dict[str, list[tuple[str, str]]]:
 # --- cells ---------------------------------------------------------------------------------------------------
 
 
-def _over_seeds(values: Sequence[float], form: str) -> str:
+def over_seeds(values: Sequence[float], form: str) -> str:
     """Mean, and from three seeds on the standard deviation."""
     if not values:
         return "-"
@@ -113,7 +113,7 @@ def _over_seeds(values: Sequence[float], form: str) -> str:
 
 
 def _perplexity(factor: int, form: str) -> Column:
-    return lambda row: _over_seeds(perplexities(row["of"], factor), form)
+    return lambda row: over_seeds(perplexities(row["of"], factor), form)
 
 
 def _less(base: Sequence[Found], factor: int) -> Column:

@@ -12,22 +12,22 @@ first tokens of TRAILMARK_DATA/books/test. Stopped at any time, the same command
 from __future__ import annotations
 
 import argparse
-import statistics
 from collections.abc import Callable
-from functools import partial
+from dataclasses import asdict
+from functools import cache, partial
 from pathlib import Path
-from typing import Any
 
 import compare
 import landmark_models
 from common import data_folder, expect_settings
 from compare_measure import row_config
-from compare_rows import SEEDED, SEEDS
+from compare_rows import ROWS, SEEDED, SEEDS
+from compare_tables import over_seeds
 from tables import Column, Columns, Row, on_machine, record, table
 from training_text import train
 
 from trailmark.evaluation.evaluate import evaluate
-from trailmark.evaluation.protocols import PUBLISHED
+from trailmark.evaluation.protocols import perplexity_protocol
 from trailmark.evaluation.record import environment
 from trailmark.evaluation.suite import Request
 from trailmark.files import write_json
@@ -36,12 +36,12 @@ from trailmark.report.console import Progress
 from trailmark.training.config import load_run_config
 
 OUTPUT = Path(__file__).with_suffix(".json")
-PAPER = {"Base": "Base", "Landmark": "Landmark Attention", "DRT x1": "DRT, G = 1", "DRT x2": "DRT, G = 2"}
 TEXT_MODEL = "Landmark, of bytes"
 SETTINGS = {"tokens": 131_072}  # of the text that are read
 _KEPT = ("length", "windows", "tokens", "perplexity", "perplexity_low", "perplexity_high")
 
 
+@cache
 def of_compare(row: str, seed: int) -> Path:
     """The folder of a row of compare.py's text, trained."""
     comparison = compare.Comparison(compare.parse(["text"]))
@@ -51,6 +51,7 @@ def of_compare(row: str, seed: int) -> Path:
     return Path(config.output)
 
 
+@cache
 def of_landmark() -> Path:
     """The folder of landmark_models.py's text model, trained."""
     benchmark = landmark_models.Benchmark(landmark_models.FOLDER, landmark_models.OUTPUT)
@@ -93,38 +94,27 @@ def kept(*protocols: str) -> list[Row]:
     return [one for one in found if not protocols or one["protocol"] in protocols]
 
 
-def _published(protocol: str, **wanted: Any) -> Row:
-    return next(row for row in PUBLISHED[protocol] if all(row[name] == wanted[name] for name in wanted))
-
-
 def gca_table() -> str:
-    """The second paper's. What both its protocols measure is the same windows."""
-    found: dict[str, dict[int, dict[int, float]]] = {}  # by row, length and seed
-    for one in kept("gca-table-1", "gca-figure-3b"):
-        for cell in one["cells"]:
-            of_row = found.setdefault(one["row"], {})
-            of_row.setdefault(cell["length"], {})[one["seed"]] = cell["perplexity"]
+    """The second paper's: the lengths of Figure 3b, of which Table 1 has two, the same windows."""
+    found = kept("gca-figure-3b")
 
     def mean(length: int) -> Column:
         def shown(row: Row) -> str:
-            values = [*row["of"].get(length, {}).values()]
-            if not values:
-                return "-"
-            average = f"{statistics.fmean(values):.1f}"
-            return average if len(values) < 3 else f"{average} ± {statistics.stdev(values):.1f}"
+            cells = (cell for one in row["of"] for cell in one["cells"])
+            return over_seeds([cell["perplexity"] for cell in cells if cell["length"] == length], ".1f")
 
         return shown
 
-    def paper(length: int) -> Column:
-        of = partial(_published, "gca-table-1", size="128M", length=length)
-        return lambda row: f"{of(model=PAPER[row['row']])['pg19_test']:.2f}"
-
+    by_row = {name: [one for one in found if one["row"] == name] for name in SEEDED}
     rows = [
-        {"row": row, "of": of, "seeds": max(map(len, of.values()))} for row in PAPER if (of := found.get(row))
+        {"row": name, "of": of, "seeds": len(of), "paper": asdict(ROWS[name].paper)}
+        for name, of in by_row.items()
+        if of
     ]
+    lengths = sorted({cell["length"] for one in found for cell in one["cells"]})
     columns: Columns = {"model": "{row}", "seeds": "{seeds}"}
-    columns |= {f"{length:,}": mean(length) for length in sorted({n for of in found.values() for n in of})}
-    columns |= {f"paper, {length:,}": paper(length) for length in (2048, 16384)}
+    columns |= {f"{length:,}": mean(length) for length in lengths}
+    columns |= {"paper, 2,048": "{paper[at_2k]:.2f}", "paper, 16,384": "{paper[at_16k]:.2f}"}
     return table(columns, rows)
 
 
@@ -141,12 +131,9 @@ LANDMARK: Columns = {
 
 def landmark_table(protocol: str) -> str:
     """One of the first paper's two."""
-    fields = ["local_length", "max_memory_chunks", "num_retrieved_chunks"]
-    fields += ["retrieve_per"] if protocol == "landmark-table-2" else []
-    rows = []
-    for cell in (cell for one in kept(protocol) for cell in one["cells"]):
-        wanted = {name: cell["set"][name] for name in fields}
-        rows.append(cell | {"paper": _published(protocol, length=cell["length"], **wanted)})
+    cells = [cell for one in kept(protocol) for cell in one["cells"]]
+    asked = perplexity_protocol(protocol).cells(None) if cells else []
+    rows = [cell | {"paper": of.published[0]} for cell, of in zip(cells, asked, strict=True)]
     return table(LANDMARK, rows)
 
 
@@ -156,7 +143,7 @@ def text() -> str:
     if not found:
         return "Nothing was measured yet."
     lengths = {one["row"]: one["context_length"] for one in found}
-    trained = ", ".join(f"{row} at {length:,}" for row, length in lengths.items() if row in PAPER)
+    trained = ", ".join(f"{row} at {length:,}" for row, length in lengths.items() if row in SEEDED)
     tokens = record("protocols")["settings"]["tokens"]
     blocks = [
         f"Windows one after another of the first {tokens:,} tokens of held-out books, each read cold. *gca-table-1* "

@@ -64,7 +64,7 @@ def test_every_protocol_of_perplexity_is_asked_of_a_laptops_model(
     jobs = protocols.jobs([0])
     assert {name for name, *_ in jobs} == set(PERPLEXITY_PROTOCOLS)
     twins = {row for name, row, *_ in jobs if name.startswith("gca-")}
-    assert twins == set(papers.ASKED_BY_PROTOCOL) == set(protocols.PAPER)
+    assert twins == set(papers.ASKED_BY_PROTOCOL) == set(protocols.SEEDED)
     assert {row.part[2] for row in papers.rows() if row.part[:1] == ("protocols",)} == {
         row for _, row, *_ in jobs
     }

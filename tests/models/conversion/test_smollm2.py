@@ -75,9 +75,7 @@ def test_what_lies_in_models_makes_the_reader_of_it(tmp_path: Path) -> None:
             cache = model.read(ids[:, :800])
             out = model(ids[:, 800:], labels=ids[:, 800:], past_key_values=cache, output_retrieval=True)
         losses[name] = out.loss.item()
-        for (
-            layer
-        ) in out.retrieval:  # each token of some layers reads 4 chunks, which the window does not reach
+        for layer in out.retrieval:  # of each that chooses
             assert layer.indices.shape[-1] == 4
             assert (layer.indices >= 0).any()
     assert losses["reader"] != losses["untrained"]
