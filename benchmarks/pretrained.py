@@ -35,6 +35,7 @@ from pretrained_models import (
     latex,
     named,
     of_kinds,
+    on_short_texts,
     opened,
     outside,
     totals,
@@ -325,25 +326,10 @@ def far(options: argparse.Namespace, progress: Progress) -> dict[str, Any]:
 def short(options: argparse.Namespace, progress: Progress) -> dict[str, Any]:
     """Texts that the window holds whole: what training took from the base there."""
     models, length = Models.of(options), min(options.windows)
-    tokenizer = load_tokenizer(str(models.base))
-    losses, rows = Losses(options.folder / "losses.json", progress), []
-    for kind, texts_of in KINDS_OF_TEXT.items():
-        texts = [
-            Text(f"{text.name} at {first}", text.ids[first : first + length])
-            for text in texts_of(tokenizer, 4096)
-            for first in range(0, 4096, 4 * length)
-        ]
-        full = losses.of("base", partial(opened, models.base), texts)
-        own = losses.of(*named(models.drt, length), texts)
-        base, drt = (np.array([x.mean() for x in each]) for each in (full, own))
-        low, high = bootstrap_mean(drt - base)
-        found = {"base": float(base.mean()), "drt": float(drt.mean()), "worse": float((drt - base).mean())}
-        rows.append(
-            {"kind": kind, "texts": len(texts), "length": length}
-            | found
-            | {"worse_low": low, "worse_high": high}
-        )
-    return models.training() | {"rows": rows}
+    tokenizer, losses = load_tokenizer(str(models.base)), Losses(options.folder / "losses.json", progress)
+    texts = {kind: texts_of(tokenizer, STEP_TOKENS) for kind, texts_of in KINDS_OF_TEXT.items()}
+    own = named(models.drt, length)
+    return models.training() | {"rows": on_short_texts(losses, models.base, own, texts, length, "drt")}
 
 
 PARTS = {

@@ -32,11 +32,13 @@ from pretrained_models import (
     WINDOW,
     Losses,
     Text,
+    books,
     converted,
     far_base,
     hils_of,
     latex,
     named,
+    on_short_texts,
     opened,
     totals,
     trained,
@@ -288,6 +290,10 @@ def reader(options: argparse.Namespace, progress: Progress) -> dict[str, Any]:
     asked, rows, (near, *_) = Needles(options, progress), list[dict[str, Any]](), options.needles
     trained_length = load_run_config(taught / "run.yaml").training.context_length
     found = {"rows": rows, "fields": READER, "trained_length": trained_length} | _training(taught)
+    known, texts_of = Losses(options.folder / "losses.json", progress), KINDS_OF_TEXT | {"books": books}
+    texts = {kind: of(_tokenizer(options), near) for kind, of in texts_of.items()}
+    own = named(taught, WINDOW)
+    found["short"] = on_short_texts(known, _base(options), own, texts, WINDOW // 2, "taught")
     cases = [(near, TOGETHER, options.questions, models), (near, 1, options.questions, models)]
     cases += [(length, 1, options.few, models) for length in options.far]
     cases += [(length, 1, options.few, {"taught": hils}) for length in options.longest]

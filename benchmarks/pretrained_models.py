@@ -23,6 +23,7 @@ from trailmark.machine import fast_precision
 from trailmark.models.conversion.convert import convert
 from trailmark.models.drt.config import DRTConfig
 from trailmark.report.console import Progress
+from trailmark.statistics import bootstrap_mean
 from trailmark.training.config import load_run_config
 from trailmark.training.run import HISTORY_FILE
 
@@ -53,6 +54,12 @@ def sources(tokenizer: Any, length: int) -> list[Text]:
     """The beginning of each held-out module that is long enough, of the first six of these."""
     texts = enumerate(standard_library_texts("haystack"))
     return _long_enough(((f"module {n}", text) for n, text in texts), tokenizer, length, most=6)
+
+
+def books(tokenizer: Any, length: int) -> list[Text]:
+    """The beginning of each held-out book that is long enough."""
+    files = sorted((data_folder("books") / "test").glob("*.txt"))
+    return _long_enough(((file.name, read_text(file)) for file in files), tokenizer, length)
 
 
 def _long_enough(
@@ -244,6 +251,37 @@ def of_kinds(
     full = losses.of(name_of(folders["full"]), partial(opened, folders["full"]), texts)
     others = {kind: losses.of(*named(folders[kind], window), texts) for kind in ("window", "drt")}
     return {"full": full} | others
+
+
+def on_short_texts(
+    losses: Losses,
+    base: Path,
+    own: tuple[str, Callable[[], Any]],
+    texts: Mapping[str, Sequence[Text]],
+    length: int,
+    name: str,
+) -> list[dict[str, Any]]:
+    """By kind of text, pieces of ``length`` tokens of which a window sees all: what a training took from the base.
+
+    Args:
+        own: what the losses of the trained model are known by, and how it is opened; its row is called ``name``.
+    """
+    rows = []
+    for kind, long in texts.items():
+        pieces = [
+            Text(f"{text.name} at {first}", text.ids[first : first + length])
+            for text in long
+            for first in range(0, len(text.ids), 4 * length)
+        ]
+        pair = losses.of("base", partial(opened, base), pieces), losses.of(*own, pieces)
+        before, after = (np.array([x.mean() for x in each]) for each in pair)
+        worse, (low, high) = after - before, bootstrap_mean(after - before)
+        rows.append(
+            {"kind": kind, "texts": len(pieces), "length": length}
+            | {"base": float(before.mean()), name: float(after.mean())}
+            | {"worse": float(worse.mean()), "worse_low": low, "worse_high": high}
+        )
+    return rows
 
 
 def totals(losses: Sequence[Any]) -> Totals:

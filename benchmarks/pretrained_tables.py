@@ -161,10 +161,13 @@ def _references_text(found: Row) -> str:
 
 
 def _short_text(found: Row) -> str:
-    columns: Columns = {"text": "{kind}", "texts": "{texts}", "base, nats": "{base:.3f}", "DRT": "{drt:.3f}",
-                        "DRT above it": "{worse:.3f} ({worse_low:.3f} to {worse_high:.3f})"}  # fmt: skip
-    length = found["rows"][0]["length"]
-    return f"Texts of {length} tokens, which the window holds whole:\n\n{table(columns, found['rows'])}"
+    return _short_texts(found["rows"], "drt", "DRT")
+
+
+def _short_texts(rows: list[Row], name: str, shown: str) -> str:
+    columns: Columns = {"text": "{kind}", "texts": "{texts}", "base, nats": "{base:.3f}", shown: f"{{{name}:.3f}}",
+                        f"{shown} above it": "{worse:.3f} ({worse_low:.3f} to {worse_high:.3f})"}  # fmt: skip
+    return f"Texts of {rows[0]['length']} tokens, which the window holds whole:\n\n{table(columns, rows)}"
 
 
 def _beyond_text(found: Row) -> str:
@@ -505,7 +508,8 @@ def _hils_reader_text(found: Row) -> str:
         f"**A reader** (`--far-layers 7`, `{' '.join(found['fields'])}`): sentences in a book, each of which is to be "
         f"completed. *Taught*: adapters (rank 8) on {found['trained_tokens']:,} tokens in texts of "
         f"{found['trained_length']:,}, all of which hold facts and questions in other words than these, in "
-        f"{minutes:.0f} minutes of a core, one seed:\n\n{table(columns, found['rows'])}"
+        f"{minutes:.0f} minutes of a core, one seed:\n\n{table(columns, found['rows'])}\n\n"
+        f"{_short_texts(found['short'], 'taught', 'taught')}"
     )
 
 

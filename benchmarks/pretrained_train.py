@@ -43,7 +43,7 @@ from trailmark.training.config import RunConfig, load_run_config
 
 LENGTH = STEP_TOKENS  # a text a step
 MORE = ("needles", "landmark", "hils", *TAUGHT, "reader")
-STEPS = {"recall": 200, "further": 70, "few": 150, "longer": 100, "reader": 120}
+STEPS = {"recall": 200, "further": 70, "few": 150, "longer": 100, "reader": 180}
 LENGTHS = {"recall": 1024, "longer": 4096, "reader": 4096}  # of texts that hold facts; others 2,048
 
 

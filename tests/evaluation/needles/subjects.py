@@ -17,7 +17,7 @@ from trailmark.data.corpus import load_tokenizer, tokenize
 from trailmark.data.draws import Draws
 from trailmark.data.needles.haystacks import Filler, Haystack
 from trailmark.data.needles.tasks import NeedleTask, Question, Trial, make_task
-from trailmark.evaluation.needles.ask import run
+from trailmark.evaluation.needles.ask import num_haystacks, run
 from trailmark.evaluation.needles.suite import NeedleSettings
 from trailmark.evaluation.record import Record
 from trailmark.evaluation.subject import Subject
@@ -98,19 +98,21 @@ def task_of(settings: NeedleSettings, value_tokens: int | None = None) -> Needle
 def asked(
     subject: Subject, settings: NeedleSettings, task: NeedleTask, sight: int
 ) -> list[tuple[Tensor, Trial, Question]]:
-    """The whole texts [T] up to the answer of one cell with one haystack, in the order that they are asked in."""
+    """The whole texts [T] up to the answer of one cell, in the order that they are asked in."""
     (length,), depth = settings.lengths, None if settings.depths is None else settings.depths[0]
     found = []
     filler = Filler(TEXT, task.format.replaced)
     trials = -(-settings.questions // task.questions_of(depth))
-    for number in range(trials):  # of short texts: a haystack each
+    haystacks = num_haystacks(length, trials)
+    for number in range(haystacks):
         start = Draws(settings.seed, 1, number).below(len(TEXT))
         begin = tuple(filler.read(start, subject.model.config.num_sinks if subject.ours else 0).tolist())
         haystack = Haystack(filler, start, task.chunks(length, S), S, begin=begin)
         last = haystack.chunks - sight
-        (trial,) = task.lay(haystack, length, last, [depth], 1, settings.seed, 2, number)[depth]
-        rows = haystack.holding(trial.needles)[0 : haystack.chunks].reshape(-1)
-        found += [(torch.cat([rows, torch.from_numpy(q.prompt)]), trial, q) for q in trial.questions]
+        here = trials * (number + 1) // haystacks - trials * number // haystacks
+        for trial in task.lay(haystack, length, last, [depth], here, settings.seed, 2, number)[depth]:
+            rows = haystack.holding(trial.needles)[0 : haystack.chunks].reshape(-1)
+            found += [(torch.cat([rows, torch.from_numpy(q.prompt)]), trial, q) for q in trial.questions]
     return found
 
 

@@ -45,7 +45,8 @@ from trailmark.statistics import wilson_interval
 CASES: list[tuple[str, dict[str, Any]]] = [
     ("drt", {"kind": "multi-key", "needles": 2, "distractors": 1}),
     ("drt", {"kind": "hops", "distractors": 1, "landmarks": 2, "phases": "end", "questions": 1}),
-    ("wide", {"format": "sentences", "lengths": (700,), "landmarks": 2, "depths": (1.0,)}),
+    # in the haystack of seed 0 two chunks are equal, and so are their scores
+    ("wide", {"format": "sentences", "lengths": (700,), "landmarks": 2, "depths": (1.0,), "seed": 1}),
     ("pretrained", {"format": "sentences", "lengths": (700,), "depths": (0.0,), "questions": 1}),
     ("rpt", {"format": "sentences", "lengths": (700,), "kind": "multi-value", "needles": 2}),
     ("drt", {"format": "paper", "kind": "multi-query", "needles": 2}),
@@ -77,8 +78,11 @@ SLOW = ("wide-single", "rpt-multi-value", "drt-multi-query", "chunks-multi-key",
     ],
 )
 @pytest.mark.sampled(5)
-def test_every_answer_is_that_of_the_whole_text(name: str, changes: dict[str, Any], tmp_path: Path) -> None:
+def test_every_answer_is_that_of_the_whole_text(
+    name: str, changes: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Generated tokens, landmarks and what they selected: one reading, branches and planting change nothing."""
+    monkeypatch.setattr(asking, "_MOST_HAYSTACKS", 1)  # a haystack of one trial is read with its needles
     subject = subject_of(name)
     result, lines = measured(tmp_path, subject, **changes)
     settings = NeedleSettings(**({"lengths": (LENGTH,), "format": "marks", "questions": 2} | changes))

@@ -17,6 +17,7 @@ from trailmark.data.corpus import tokenize
 from trailmark.data.draws import Draws
 from trailmark.data.needles.haystacks import Filler, Haystack
 from trailmark.data.needles.tasks import Question, make_task
+from trailmark.evaluation.needles import ask as asking
 from trailmark.evaluation.needles import askers
 from trailmark.evaluation.needles.ask import run
 from trailmark.evaluation.needles.askers import _FREE_TOKENS
@@ -103,6 +104,7 @@ def test_what_begins_a_text_begins_a_haystack(
             planted(model, read, haystack, numbers, rows),
         )[1],
     )
+    monkeypatch.setattr(asking, "_MOST_HAYSTACKS", 1)
     text = tokenize([prose(0, 2000)], own)
     settings = NeedleSettings((LENGTH,), format="sentences", questions=3, depths=depths)
     run(asked, settings, text, record_of(tmp_path, asked))

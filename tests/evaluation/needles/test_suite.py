@@ -279,4 +279,4 @@ def test_progress_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert lines[0] == "9,000 tokens: haystack 1 of 1"
     shares = [line.split(": ")[-1] for line in lines if line.endswith("% read")]
     assert shares[:3] == ["46% read", "91% read", "100% read"]
-    assert lines[-1] == "9,000 tokens: haystack 1 of 1: trial 1 of 1"
+    assert lines[1] == "9,000 tokens: haystack 1 of 1: trial 1 of 1"

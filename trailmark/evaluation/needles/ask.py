@@ -2,10 +2,10 @@
 
 A haystack is read once. Needles are then planted in its memory (the chunks they change are encoded again, so that
 memory is exactly that of the text with the needles), and their questions are asked in a batch of branches that share
-this memory: many questions for one reading. In Landmark Attention, and in a HiLS of which more than the last layer
-chooses, every layer's memory depends on all that was read before it, and so do the states of a Block-Recurrent
-Transformer and full attention: there the haystack is read anew for each trial, with its needles in it, and so it is by
-models of transformers.
+this memory: many questions for one reading. A haystack of one trial is read with its needles in it, and so is each
+trial's where every layer's memory depends on all that was read before: in Landmark Attention, in a HiLS of which more
+than the last layer chooses while it reads, in a Block-Recurrent Transformer, with full attention, and in models of
+transformers.
 
 An answer is right if what the model writes freely, token after token the likeliest, is the answer. The second
 paper's own measure (arXiv 2410.01651, Table 2 and App. D) is kept as the protocol "paper-table-2": the text in the
@@ -299,13 +299,13 @@ class Plan:
         if not depths:
             return
         S, seed = self.subject.chunk_size, self.settings.seed
-        asker = self._asker(length)
+        trials = -(-self.settings.questions // self.task.questions_of(depths[0]))
+        haystacks, turns = num_haystacks(length, trials), itertools.count()
+        asker = self._asker(length, shared=trials * len(depths) > haystacks)
         shared = ReadingCost()
         cost = {depth: shared if asker.shares else ReadingCost() for depth in depths}
         lines: dict[float | None, list[dict[str, Any]]] = {depth: [] for depth in depths}
         seconds = dict.fromkeys(depths, 0.0)
-        trials = -(-self.settings.questions // self.task.questions_of(depths[0]))
-        haystacks, turns = num_haystacks(length, trials), itertools.count()
         for number in range(haystacks):
             start = Draws(seed, 1, number).below(len(self.filler))
             begin = self._begin(start)
@@ -344,7 +344,7 @@ class Plan:
     def _is_mine(self, number: int) -> bool:
         return not self.divided or dealt(number)
 
-    def _asker(self, length: int) -> Asker:
+    def _asker(self, length: int, shared: bool = True) -> Asker:
         model, settings = self.subject.model, self.settings
         if not self.subject.ours:
             return WholeTextAsker(model, self.subject.tokenizer)
@@ -353,7 +353,7 @@ class Plan:
         def new_cache(folder: Path | None) -> Any:
             return model.new_cache(settings.memory_tier, chunks * S, folder, dtype)
 
-        return MemoryAsker(model, S, new_cache, settings.memory_folder, chunks)
+        return MemoryAsker(model, S, new_cache, settings.memory_folder, chunks, shared)
 
     def _ask(self, asker: Asker, held: Any, trial: Trial, cost: ReadingCost) -> list[dict[str, Any]]:
         """Put a trial's questions, and judge the answers: a line for each."""

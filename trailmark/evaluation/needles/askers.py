@@ -117,6 +117,7 @@ class MemoryAsker:
         new_cache: makes an empty cache, in a folder of its own if the memory lies in one.
         memory_folder: where such folders are made; None: none is needed.
         chunks: of the haystacks; where windows see all of so few, each trial is read anew.
+        shared: whether a haystack has several trials; the text of a single one is read once, with its needles.
     """
 
     def __init__(
@@ -126,10 +127,13 @@ class MemoryAsker:
         new_cache: Callable[[Path | None], ChunkCache],
         memory_folder: str | Path | None = None,
         chunks: int | None = None,
+        shared: bool = True,
     ) -> None:
         self.model, self.chunk_size = model, chunk_size
         self.new_cache, self.memory_folder = new_cache, memory_folder
-        self.shares = model.can_be_planted and (chunks is None or chunks > model.chunks_in_sight(chunk_size))
+        self.shares = shared and model.can_be_planted
+        if chunks is not None and self.shares:
+            self.shares = chunks > model.chunks_in_sight(chunk_size)
 
     def reading(
         self, haystack: Haystack, cost: ReadingCost, progress: Progress
