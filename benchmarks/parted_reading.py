@@ -4,17 +4,17 @@
 
 Commands are timed from start to end, in turn, on a machine that does nothing else; the memories that they leave are
 compared byte for byte. On paper: what many processes would take for a long text, by the speeds of one that are measured
-here: of reading, of tokenizing, and of copying to disk.
+here: of reading, of tokenizing, of signing what lies on disk, and of putting landmark vectors together.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from collections import deque
 from pathlib import Path
 from typing import Any
@@ -26,9 +26,10 @@ from tables import Columns, Row, on_machine, record, table
 
 from trailmark.byte_tokenizer import ByteTokenizer
 from trailmark.data.corpus import standard_library_texts
-from trailmark.evaluation.parted_reading import STRETCH
+from trailmark.evaluation.parted_reading import STRETCH, PartedReader
+from trailmark.evaluation.subject import load
 from trailmark.files import read_json
-from trailmark.memory import manifest
+from trailmark.memory import hashes, manifest, saved
 from trailmark.models.stretches import tokens_before_chunks
 from trailmark.report.console import duration
 from trailmark.trace.texts import file_tokens
@@ -38,7 +39,7 @@ OUTPUT = Path(__file__).with_suffix(".json")
 CASES = {"demo disk": 1 << 23, "demo tokens": 1 << 23, "d512 disk": 1 << 18}
 _ROUNDS = 1  # after one that does not count: each takes minutes
 TOKENS, PROCESSES = 1 << 30, (1, 8, 64, 1024)  # on paper
-PROBE = 1 << 14
+PROBE, ENDED = 1 << 14, 1 << 23  # tokens read, and put together
 
 
 def text(length: int, path: Path) -> Path:
@@ -103,7 +104,7 @@ def measure(case: str, cores: int) -> dict[str, Any]:
 
 
 def speeds(size: str, folder: Path) -> dict[str, float]:
-    """Of one process with one thread: tokens/s read to disk and tokenized, bytes a token in memory, bytes/s copied."""
+    """Of one process with one thread: tokens/s read to disk and tokenized, bytes a token in memory, bytes/s signed."""
     torch.set_num_threads(1)
     model = models(size)["drt"]
     cache = model.new_cache("disk", memory_folder=folder / "memory")
@@ -113,33 +114,69 @@ def speeds(size: str, folder: Path) -> dict[str, float]:
     tokenized = seconds(lambda: deque(file_tokens(file, tokenizer), maxlen=0))
     large = text(1 << 28, folder / "large.txt")
 
-    def copy() -> None:
-        with open(large, "rb") as source, open(folder / "copy.txt", "wb") as target:
-            shutil.copyfileobj(source, target, 1 << 20)
-            target.flush()
-            os.fsync(target.fileno())
+    def signed(by_several: bool) -> float:
+        """Bytes/s; by several: as of a stretch that was read, and then as of blocks in which two stretches meet."""
+        began, size = time.perf_counter(), large.stat().st_size
+        with open(large, "rb") as file:
+            pieces = hashes.pieces_of(file.fileno(), large)
+            for begin in range(0, size, hashes.BLOCK_BYTES):
+                end = begin + hashes.BLOCK_BYTES
+                hashes.digest(pieces, begin, end)
+                if by_several:
+                    hashes.digests_of_parts(pieces, begin, [end - hashes.BLOCK_BYTES // 2, end])
+        return size / (time.perf_counter() - began)
 
     return {
         "read": PROBE / read,
         "tokenized": file.stat().st_size / tokenized,
         "bytes": cache.memory_bytes() / cache.get_seq_length(),
-        "copied": large.stat().st_size / seconds(copy),
+        "signed": signed(False),
+        "signed by several": signed(True),
     }
 
 
-def on_paper(size: str) -> list[dict[str, Any]]:
-    """Seconds of each part for TOKENS tokens: all processes tokenize the text, each reads its stretches, one joins."""
+def end(folder: Path) -> dict[str, float]:
+    """Of the demo's model: seconds a stretch for what is asked of all, and a byte of landmark vectors for the save."""
+    torch.set_num_threads(1)
+    subject, file = load(made("demo", folder / "model")), text(ENDED, folder / "text.txt")
+    reader = PartedReader(subject, [file], folder / "memory", 0, 1)
+    with saved.hold(folder / "memory") as held:
+        reader.read()
+        asked = seconds(reader.expect_parts)
+        sha256 = reader.sign(0)
+        joined = seconds(lambda: reader.join(held, sha256))
+    # what is said of each stretch is read by the first to see that all are there, and by all to sign
+    return {
+        "stretch": 2 * asked / len(reader.stretches),
+        "byte": joined / ENDED / landmark_bytes(subject.model),
+    }
+
+
+def landmark_bytes(model: Any) -> float:
+    """Of a token."""
+    return model._expected_state().sizes["LE"] * 4 / model.config.chunk_size
+
+
+def on_paper(size: str, at_end: dict[str, float]) -> list[dict[str, Any]]:
+    """Seconds of each part for TOKENS tokens: all tokenize the text, each reads its stretches and signs its share.
+
+    The first then puts the landmark vectors together, and saves them.
+    """
     with tempfile.TemporaryDirectory(dir=Path.cwd()) as place:
-        speed = speeds(size, Path(place))
-    lead = tokens_before_chunks(models(size)["drt"])
+        speed = speeds(size, Path(place)) | at_end
+    model = models(size)["drt"]
+    lead, landmarks = tokens_before_chunks(model), TOKENS * landmark_bytes(model)
+    joining = TOKENS / STRETCH * speed["stretch"] + landmarks * speed["byte"]
     rows = []
     for count in PROCESSES:
         stretches = -(-TOKENS // STRETCH // count)
         tokens = TOKENS if count == 1 else stretches * (STRETCH + lead)
+        signed = speed["signed" if count == 1 else "signed by several"] * count
         parts = {
             "tokenizing": TOKENS / speed["tokenized"],
             "reading": tokens / speed["read"],
-            "joining": 0.0 if count == 1 else TOKENS * speed["bytes"] / speed["copied"],
+            "signing": TOKENS * speed["bytes"] / signed,
+            "joining": 0.0 if count == 1 else joining,
         }
         own = {"size": size, "processes": count, "seconds": parts}
         rows.append(own | {"tokens": TOKENS, "lead": lead, "speed": speed})
@@ -159,6 +196,7 @@ def paper_text() -> str:
         "processes": "{processes:,}",
         "tokenizing": "{seconds[tokenizing]:duration}",
         "reading": "{seconds[reading]:duration}",
+        "signing": "{seconds[signing]:duration}",
         "joining": "{seconds[joining]:duration}",
         "together": lambda row: duration(total(row)),
         "times as fast": lambda row: f"{alone[row['size']] / total(row):,.1f}",
@@ -197,7 +235,9 @@ def main() -> None:
         print(found[case], flush=True)
         keep(options.output, "commands", [found[name] for name in CASES if name in found])
     if "paper" in parts:
-        keep(options.output, "paper", [row for size in ("demo", "d512") for row in on_paper(size)])
+        with tempfile.TemporaryDirectory(dir=Path.cwd()) as place:
+            at_end = end(Path(place))
+        keep(options.output, "paper", [row for size in ("demo", "d512") for row in on_paper(size, at_end)])
     print(f"Numbers: {options.output}")
 
 

@@ -211,8 +211,10 @@ class ReadSettings(Settings):
 @takes(ReadSettings)
 def read(settings: ReadSettings) -> None:
     """Read texts once and keep what was read. The same command goes on where it stopped; torchrun starts several."""
+    from trailmark.evaluation.parted_reading import parts_of
     from trailmark.evaluation.reading import Reader, parse_dtype, resident_bytes
     from trailmark.evaluation.subject import load, own_device
+    from trailmark.files import remove_folder
     from trailmark.memory.saved import MANIFEST
     from trailmark.processes import is_main, together, world_size
     from trailmark.report.console import Progress, duration, size
@@ -229,6 +231,7 @@ def read(settings: ReadSettings) -> None:
             return
         if not is_main():  # what is there already is read on by one
             return
+        remove_folder(parts_of(settings.memory))  # which processes that were killed at the very end have left
     progress, memory, trace = Progress(), settings.memory, settings.trace
     and_traced = "" if trace is None else " and traced"
 

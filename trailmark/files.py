@@ -513,12 +513,16 @@ def expect_writable(argument: str, folder: Path) -> None:
         ) from error
 
 
-def lock(descriptor: int) -> bool:
-    """Keep others from this file or folder until the descriptor is closed; False: another process has it."""
+def lock(descriptor: int, shared: bool = False) -> bool:
+    """Keep others from this file or folder until the descriptor is closed; False: another process has it.
+
+    Args:
+        shared: those that ask so too are not kept from it.
+    """
     if fcntl is None:
         return True
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     except OSError as error:  # some network file systems have no locks

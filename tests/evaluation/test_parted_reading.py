@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import errno
+import gc
+import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -16,10 +20,12 @@ from tests.torchrun import by_processes
 from tests.training.tiny import prose
 from trailmark import processes
 from trailmark.byte_tokenizer import ByteTokenizer
-from trailmark.evaluation.parted_reading import PartedReader, read_with_all
+from trailmark.evaluation.parted_reading import PartedReader, parts_of, read_with_all
 from trailmark.evaluation.reading import Reader
 from trailmark.evaluation.subject import Subject, load
-from trailmark.memory import ChunkCache, manifest, saved
+from trailmark.files import NoSpaceError
+from trailmark.memory import ChunkCache, hashes, manifest, saved
+from trailmark.memory.parts import FILE, records_of
 from trailmark.memory.verification import verify
 from trailmark.models import causal_lm
 from trailmark.models.stretches import begin_at
@@ -43,6 +49,7 @@ BYTES = ByteTokenizer(extra_ids=0)
 @pytest.fixture(autouse=True)
 def _small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(causal_lm, "_READ_TOKENS", 16)
+    monkeypatch.setattr(hashes, "BLOCK_BYTES", 5000)  # no whole records, and not of one stretch alone
 
 
 @pytest.fixture
@@ -77,9 +84,15 @@ def read_with(
     for reader in reversed(made):
         reader.read()
     with saved.hold(folder) as held:
-        made[0].join(held)
+        join(made, held)
     assert not made[0].parts.exists()
     return made
+
+
+def join(made: list[PartedReader], held: Any) -> None:
+    made[0].expect_parts()
+    signed = [reader.sign(number) for number, reader in enumerate(made)]
+    made[0].join(held, {block: digest for own in signed for block, digest in own.items()})
 
 
 def read_alone(subject: Subject, files: list[Path], folder: Path, **options: Any) -> None:
@@ -180,20 +193,112 @@ def test_what_does_not_fit_is_found_before_anything_is_joined(files: list[Path],
         with pytest.raises(
             ValueError, match=r"^parts: expected .*part-000003', which process 1 read, it is not there"
         ):
-            made[0].join(held)
+            join(made, held)
         (tmp_path / "elsewhere").rename(part)
-        (chunks,) = part.glob("chunks-*")
+        chunks = folder / FILE
         content = bytearray(chunks.read_bytes())
-        content[-1] ^= 1
+        content[records_of(made[0]._parts()[3], 1).begin] ^= 1
         chunks.write_bytes(content)
-        with pytest.raises(ValueError, match="part-000003"):
-            made[0].join(held)
+        with pytest.raises(
+            ValueError, match=r"^parts: expected .*part-000003', got .* not as they were written"
+        ):
+            join(made, held)
     assert not (folder / manifest.NAME).exists()
-    shutil.rmtree(part)
-    read_with(subject, files, folder, 2)
+    shutil.rmtree(part)  # as the message says
+    again = read_with(subject, files, folder, 3)
+    assert (
+        sum(reader.read_tokens for reader in again) == again[0].stretches[3].end - again[0].stretches[3].first
+    )
     verify(folder)
     with pytest.raises(ValueError, match=r"^memory: expected a new one for several processes"):
         readers(subject, files, folder, 2)
+
+
+def test_chunks_that_are_gone_are_read_again(files: list[Path], tmp_path: Path) -> None:
+    subject, folder = subject_of("drt"), tmp_path / "together"
+    for reader in readers(subject, files, folder, 2):
+        reader.read()
+    size = (folder / FILE).stat().st_size
+    os.truncate(folder / FILE, size // 2)
+    made = readers(subject, files, folder, 2)
+    for reader in made:
+        reader.read()
+    tokens = made[0].stretches[-1].end
+    assert tokens / 3 < sum(reader.read_tokens for reader in made) < tokens * 2 / 3
+    with saved.hold(folder) as held:
+        join(made, held)
+    read_alone(subject, files, tmp_path / "alone")
+    assert_same_memory(tmp_path / "alone", folder)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"first": 0},
+        {"first": 2**80},
+        {"count": 1},
+        {"count": 2**60},
+        {"dtype": "nn"},
+        {"dtype": "float32"},
+        {"record_shape": [4]},
+        {"record_shape": [2, 1, 4, 2]},
+        {"sha256": []},
+        {"sha256": ["x"]},
+        "records",
+        None,
+    ],
+    ids=str,
+)
+@pytest.mark.sampled(4)
+def test_what_was_changed_in_a_part_is_named(change: Any, files: list[Path], tmp_path: Path) -> None:
+    subject, folder = subject_of("drt"), tmp_path / "together"
+    made = readers(subject, files, folder, 2)
+    for reader in made:
+        reader.read()
+    part = made[0].parts / "part-000003"
+    path = part / manifest.NAME
+    body = json.loads(path.read_text())
+    body["header"]["records"] = body["header"]["records"] | change if isinstance(change, dict) else change
+    del body["sha256"]
+    path.write_text(json.dumps(body | {"sha256": manifest.hash_body(body)}))
+    with saved.hold(folder) as held, pytest.raises(ValueError, match=r"^parts: expected .*part-000003', got"):
+        join(made, held)
+    assert not (folder / manifest.NAME).exists()
+
+
+def test_a_memory_that_another_process_reads_into_is_left_alone(files: list[Path], tmp_path: Path) -> None:
+    subject, folder = subject_of("drt"), tmp_path / "together"
+    with Reader(subject, folder) as other:
+        other.read(files[0])
+        (reader,) = readers(subject, files[1:], tmp_path / "elsewhere", 1)
+        reader.folder = folder  # as if it had begun before
+        with pytest.raises(ValueError, match="another process"):
+            reader.read()
+    verify(folder)
+
+
+def test_a_save_that_fails_leaves_every_chunk(
+    files: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where files cannot be locked."""
+    subject, folder = subject_of("drt"), tmp_path / "together"
+    made = readers(subject, files, folder, 2)
+    for reader in made:
+        reader.read()
+
+    def full(*arguments: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch, saved.hold(folder) as held:
+        patch.setattr(saved, "_write_state", full)
+        patch.setattr(saved, "lock", lambda descriptor: True)
+        with pytest.raises(NoSpaceError):
+            join(made, held)
+    del made, reader
+    gc.collect()
+    again = read_with(subject, files, folder, 2)
+    assert all(reader.read_tokens == 0 for reader in again)
+    verify(folder)
 
 
 def test_parts_of_another_text_or_model_are_refused(files: list[Path], tmp_path: Path) -> None:
@@ -242,8 +347,11 @@ def test_torchrun_starts_several(files: list[Path], tmp_path: Path) -> None:
     BYTES.save_pretrained(tmp_path / "model")
     for told in ("by 2 processes", "read already"):
         assert told in by_processes(2, "read", tmp_path / "model", *files, "--memory", tmp_path / "together")
+        assert not parts_of(tmp_path / "together").exists()
+        parts_of(tmp_path / "together").mkdir()  # as if the last had been killed
     again = load(tmp_path / "model")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(causal_lm, "_READ_TOKENS", 4096)
+        patch.setattr(hashes, "BLOCK_BYTES", 64 << 20)
         read_alone(again, files, tmp_path / "alone")
-    assert_same_memory(tmp_path / "alone", tmp_path / "together")
+        assert_same_memory(tmp_path / "alone", tmp_path / "together")

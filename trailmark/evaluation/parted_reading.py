@@ -2,8 +2,8 @@
 
 The texts are one sequence of pieces, cut where one process would cut them, and stretches of it are dealt out. Each
 process tokenizes all of it and reads its own stretches, each a few pieces early (:mod:`trailmark.models.stretches`).
-What it keeps of one lies in a folder beside the memory, whole or not at all, so that the same command goes on; the
-first process then puts the memory together.
+It writes their chunks where they belong in the memory's own file, and says in a folder beside the memory when a stretch
+is whole, so that the same command goes on. All then sign what was written, and the first process saves the memory.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import hashlib
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -26,7 +26,7 @@ from trailmark.data.corpus import Tokens, tokenizer_fingerprint
 from trailmark.evaluation.subject import Subject
 from trailmark.files import HeldFolder, remove_folder
 from trailmark.memory import ChunkCache, manifest, saved
-from trailmark.memory.parts import load_part, save_part
+from trailmark.memory.parts import Part, begin_part, lies_there, put_together, save_part, sign
 from trailmark.memory.tiers.base import tier_named
 from trailmark.models.stretches import (
     begin_at,
@@ -37,7 +37,7 @@ from trailmark.models.stretches import (
     tokens_before_end,
     tokens_of_windows,
 )
-from trailmark.processes import expect_agreed, expect_shared, gathered, is_main
+from trailmark.processes import by_main, expect_agreed, expect_shared, gathered, is_main, share_out
 from trailmark.trace.texts import file_tokens
 from trailmark.untrusted import brief
 
@@ -104,8 +104,11 @@ class PartedReader:
         self.subject, self.rank, self.world = subject, rank, world
         self.folder = folder = Path(os.path.abspath(folder))
         self.files = list(dict.fromkeys(os.path.realpath(path) for path in files))
-        self.parts = folder.with_name(folder.name + ".parts")
+        self.parts = parts_of(folder)
         self._tier, self._dtype, self._progress, self._stretch = memory_tier, memory_dtype, progress, stretch
+        numbers = {path: path.name.removeprefix("part-") for path in self.parts.glob("part-*")}
+        own = (path for path, number in numbers.items() if number.isdigit() and int(number) % world == rank)
+        self._whole = {path for path in own if lies_there(path, folder)}  # asked before anyone writes
         self.sources: list[dict[str, Any]] = []
         self.stretches: list[Stretch] = []
         """All of the text, once it was passed."""
@@ -220,18 +223,23 @@ class PartedReader:
             model.read(_as_ids(piece.tokens, model), cache)
         return cache
 
-    def _part(self, stretch: Stretch) -> Path:
+    def _folder(self, stretch: Stretch) -> Path:
         return self.parts / f"part-{stretch.number:06}"
+
+    def _parts(self) -> list[Part]:
+        S = self._chunk_size
+        return [Part(self._folder(x), x.first // S, x.end // S - x.first // S) for x in self.stretches]
 
     def _begin(self, stretch: Stretch) -> ChunkCache | None:
         """A cache for a stretch that is to be read by this process."""
         if stretch.number % self.world != self.rank:
             return None
-        folder = self._part(stretch)
-        if os.path.lexists(folder / manifest.NAME):
+        if self._folder(stretch) in self._whole:
             return None
         cache = self._begun_before(stretch.first, self._early)
-        keep_from_here(cache, self._empty(folder))
+        empty = self._empty(self.folder)
+        begin_part(empty.memory, stretch.first // self._chunk_size)
+        keep_from_here(cache, empty)
         return cache
 
     def _empty(self, folder: Path | None) -> ChunkCache:
@@ -248,9 +256,8 @@ class PartedReader:
 
     def _end(self, stretch: Stretch, cache: ChunkCache | None) -> None:
         """Keep what was read of a stretch; or see that what was kept before is of this text."""
-        folder = self._part(stretch)
         if cache is not None:
-            save_part(cache.memory, cache.begun(1).memory, folder, self._header(stretch))
+            save_part(cache.memory, cache.begun(1).memory, self._folder(stretch), self._header(stretch))
         elif stretch.number % self.world == self.rank:
             self._expect_of_this_text(stretch)
 
@@ -262,7 +269,7 @@ class PartedReader:
         }
 
     def _expect_of_this_text(self, stretch: Stretch) -> None:
-        folder, expected = self._part(stretch), self._header(stretch)
+        folder, expected = self._folder(stretch), self._header(stretch)
         found = manifest.read(folder).header
         wrong = [name for name in expected if found.get(name) != expected[name]]
         if wrong:
@@ -272,36 +279,50 @@ class PartedReader:
                 f"other options. Remove {str(self.parts)!r} and read again, or choose another --memory."
             )
 
-    # --- the first process, once all have read -------------------------------------------------------------------
+    # --- once all have read --------------------------------------------------------------------------------------
 
-    def join(self, held: HeldFolder) -> ChunkCache:
-        """Put the memory together, save it in its folder, which is ``held``, and remove the parts.
-
-        Raises:
-            ValueError: a part that is missing, damaged or of another text, named by the process whose it is; no space.
-        """
+    def expect_parts(self) -> None:
+        """Raise a ValueError where a part is missing or of another text, named by the process whose it is."""
         for stretch in self.stretches:
-            if not os.path.lexists(self._part(stretch) / manifest.NAME):
+            if not os.path.lexists(self._folder(stretch) / manifest.NAME):
                 raise ValueError(
-                    f"parts: expected {str(self._part(stretch))!r}, which process {stretch.number % self.world} "
+                    f"parts: expected {str(self._folder(stretch))!r}, which process {stretch.number % self.world} "
                     "read, it is not there. Do all processes write to one file system? The same command goes on."
                 )
             self._expect_of_this_text(stretch)
-        model, S = self.subject.model, self._chunk_size
-        cache, expected = self._empty(self.folder), model._expected_state()
-        size = cache.begun(1).memory
-        for stretch in self.stretches:
-            chunks = stretch.end // S - stretch.first // S
-            if chunks:
-                part = self._empty(None).memory
-                its = load_part(self._part(stretch), part, chunks, model.device, expected)
-                size = cache.memory.append(size, part, its)
+
+    def sign(self, number: int) -> dict[int, str]:
+        """Compare every ``world``-th block of all chunks, from ``number`` on, with what was written: its SHA-256.
+
+        Raises:
+            ValueError: chunks that were damaged, named by their part.
+        """
+        return sign(self.folder, self._parts(), self._empty(None).memory.planes, number, self.world)
+
+    def join(self, held: HeldFolder, sha256: Mapping[int, str]) -> ChunkCache:
+        """In the first process: save the memory in its folder, which is ``held``, and remove the parts.
+
+        Args:
+            sha256: what all have signed.
+
+        Raises:
+            ValueError: chunks that are no whole ones of this model; no space.
+        """
+        model, cache = self.subject.model, self._empty(self.folder)
+        expected = model._expected_state()
+        size = put_together(cache.memory, self.folder, self._parts(), sha256, model.device, expected)
         end = self._recent[-1].end
         carry_on(cache, self._begun_before(end, self._late), size)
         cache.notes["sources"] = self.sources
         cache.save(self.folder, held)
         remove_folder(self.parts)
         return cache
+
+
+def parts_of(folder: Path) -> Path:
+    """Where processes that read a text into ``folder`` say which stretches of it are whole."""
+    folder = Path(os.path.abspath(folder))
+    return folder.with_name(folder.name + ".parts")
 
 
 def read_with_all(reader: PartedReader) -> ChunkCache | None:
@@ -314,10 +335,16 @@ def read_with_all(reader: PartedReader) -> ChunkCache | None:
     expect_agreed(reader.agreed)
     with contextlib.ExitStack() as stack:
         expect_shared("memory", reader.parts)
-        held = stack.enter_context(saved.hold(reader.folder)) if is_main() else None
+        held: list[HeldFolder] = []
+        by_main(
+            lambda: held.append(stack.enter_context(saved.hold(reader.folder)))
+        )  # before anyone writes there
         reader.read()
         gathered(None)  # all have read
-        cache = None if held is None else reader.join(held)
+        by_main(reader.expect_parts)
+        sha256: dict[int, str] = {}
+        share_out(range(reader.world), lambda numbers: (reader.sign(n) for n in numbers), sha256.update)
+        cache = reader.join(held[0], sha256) if is_main() else None
         gathered(None)  # the others end when it is done
     return cache
 

@@ -28,7 +28,6 @@ Rows = slice | list[int]
 """Some rows of a batch."""
 TABLE_BYTES = 24  # of a chunk besides its record and landmark: record number, first position, length
 _RECENT_CHUNKS, _RECENT_BYTES = 512, 16 << 20  # kept on the device in front of host and disk
-_COPIED_BYTES = 64 << 20  # of records at a time, from memory to memory
 _LEAST_RECENT = 16  # chunks of many planes so kept: one token's of all layers, and the last one's
 
 
@@ -140,6 +139,8 @@ class ChunkMemory:
         self.head_searches: dict[int, Any] = {}
         """Of each plane, its own copy of ``search``, for models whose heads search by themselves."""
         self.store: ChunkStore | None = None
+        self.opens: Callable[[RecordLayout], ChunkStore] | None = None
+        """Makes its store, of a memory that has no file of its own; who makes the memory sets it."""
         self.base: tuple[ChunkMemory, int] | None = None  # of one row; so many of its chunks
         self.encoder: Encoder | None = None
         """Of a memory that keeps tokens, what makes keys and values of them; who makes the memory sets it."""
@@ -213,27 +214,6 @@ class ChunkMemory:
         end = max(size.records, int(numbers.max(initial=-1)) + self.planes)
         return MemorySize(size.chunks + counts, end, short)
 
-    def append(self, size: MemorySize, other: ChunkMemory, its: MemorySize) -> MemorySize:
-        """Write the chunks of another memory of one row after these; its records are copied as they lie."""
-        source, n, first = other.store, int(its.chunks[0]), int(size.chunks[0])
-        assert source is not None
-        assert other.base is self.base is None
-        assert other.planes == self.planes
-        for start in range(0, its.records, step := max(1, _COPIED_BYTES // source.record_bytes)):
-            records = source.gather(torch.arange(start, min(start + step, its.records)))
-            if self.store is None:
-                self._use(self._make_store(records))
-            assert self.store is not None
-            self.store.write(size.records + start, records)
-        tables = self._tables = self._tables.with_room(1, first + n, 0, self.capacity)
-        for own, more in zip(tables[1:], other._tables[1:], strict=True):
-            own[:, first : first + n] = more[:, :n]
-        tables.records[:, first : first + n] += size.records
-        landmarks = torch.cat(other.blocks(n, 1), dim=1)
-        self._landmarks = self._landmarks.with_room(landmarks, first + n, 0, self.capacity, None)
-        self._landmarks.write(landmarks, np.array([first]), np.array([n]))
-        return MemorySize(size.chunks + n, size.records + its.records, size.short or its.short)
-
     @property
     def keeps_tokens(self) -> bool:
         """Whether its records are tokens."""
@@ -267,10 +247,12 @@ class ChunkMemory:
     def _make_store(self, records: Tensor) -> ChunkStore:
         if self.folder is not None and not self._makes_folder:
             expect_there(self.folder)
-        path = None if self.folder is None else next_chunk_file(self.folder)
         layout = RecordLayout(tuple(records.shape[1:]), self.dtype or records.dtype, records.device)
         if self.encoder is not None:
             layout = RecordLayout(layout.shape, self.encoder.token_dtype, "cpu")
+        if self.opens is not None:
+            return self.opens(layout)
+        path = None if self.folder is None else next_chunk_file(self.folder)
         return make_store(self.tier, layout, self.capacity * self.planes, path)
 
     def _use(self, store: ChunkStore) -> None:

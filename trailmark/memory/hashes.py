@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 from trailmark import untrusted
@@ -114,6 +115,24 @@ def sign(
         return digests[ends.index(end)]
 
     return tuple(in_threads(sign_block, range(-(-size // BLOCK_BYTES))))
+
+
+def digest(pieces: Pieces, begin: int, end: int) -> str:
+    """The SHA-256 of the bytes ``begin ... end - 1``."""
+    return _digests(pieces, begin, (end,))[0]
+
+
+def digests_of_parts(pieces: Pieces, begin: int, ends: Sequence[int]) -> tuple[str, list[str]]:
+    """The SHA-256 of the bytes from ``begin`` to the last of ``ends``, which ascend, and of each part between them."""
+    whole, found = hashlib.sha256(), []
+    for start, end in pairwise([begin, *ends]):
+        part = hashlib.sha256()
+        for piece in pieces(start, end):
+            part.update(piece)
+            if len(ends) > 1:
+                whole.update(piece)
+        found.append(part.hexdigest())
+    return (whole.hexdigest() if len(ends) > 1 else found[0]), found
 
 
 def _digests(

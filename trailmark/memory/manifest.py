@@ -28,7 +28,7 @@ STATE = re.compile(r"state-([0-9]{1,18})\.safetensors")
 OURS = re.compile(rf"{CHUNKS.pattern}(?:\.overwritten)?|{STATE.pattern}")
 
 _KIND = "trailmark memory"
-_BYTES_OF = {
+BYTES_OF = {
     "float64": 8,
     "float32": 4,
     "bfloat16": 2,
@@ -37,7 +37,7 @@ _BYTES_OF = {
     "uint16": 2,
     "int32": 4,
 }  # not asked of torch, which verify does without
-_MOST = 2**62  # of a size: products of such sizes are compared, not allocated
+MOST = 2**62  # of a size: products of such sizes are compared, not allocated
 _MOST_BYTES = 128 << 20  # of a manifest: the names of some hundred thousand texts
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
@@ -47,17 +47,17 @@ class ChunkFile(Settings):
     """What a manifest says of the file of records."""
 
     file: str = setting()
-    count: int = setting(least=0, most=_MOST)
-    bytes: int = setting(least=0, most=_MOST)
-    record_shape: tuple[int, ...] = setting(least=1, most=_MOST)  # (2, J, S, D), or of tokens (S,)
-    dtype: str = setting(choices=tuple(_BYTES_OF))
+    count: int = setting(least=0, most=MOST)
+    bytes: int = setting(least=0, most=MOST)
+    record_shape: tuple[int, ...] = setting(least=1, most=MOST)  # (2, J, S, D), or of tokens (S,)
+    dtype: str = setting(choices=tuple(BYTES_OF))
     block_bytes: int = setting(choices=lambda: (hashes.BLOCK_BYTES,))
     sha256: tuple[str, ...] = setting()  # of each block; the last block may be shorter
 
     def __post_init__(self) -> None:
         super().__post_init__()
         _expect_name("chunks.file", self.file, CHUNKS)
-        _expect_digests("chunks.sha256", *self.sha256)
+        expect_digests("chunks.sha256", *self.sha256)
         fits = len(self.record_shape) == 4 and self.record_shape[0] == 2
         if not (len(self.record_shape) == 1 if self.keeps_tokens else fits):
             expected = "(S,) of tokens" if self.keeps_tokens else "(2, J, S, D)"
@@ -79,7 +79,7 @@ class ChunkFile(Settings):
 
     @property
     def record_bytes(self) -> int:
-        return math.prod(self.record_shape) * _BYTES_OF[self.dtype]
+        return math.prod(self.record_shape) * BYTES_OF[self.dtype]
 
     def signed(self, folder: Path) -> Signed:
         return Signed(folder / self.file, self.count, self.record_bytes, self.sha256)
@@ -90,13 +90,13 @@ class StateFile(Settings):
     """What a manifest says of the file of tensors."""
 
     file: str = setting()
-    bytes: int = setting(least=0, most=_MOST)
+    bytes: int = setting(least=0, most=MOST)
     sha256: str = setting()
 
     def __post_init__(self) -> None:
         super().__post_init__()
         _expect_name("state.file", self.file, STATE)
-        _expect_digests("state.sha256", self.sha256)
+        expect_digests("state.sha256", self.sha256)
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ class Manifest(Settings):
     format: int = setting(least=1, most=FORMAT)
     trailmark: str = setting()
     date: str = setting()
-    generation: int = setting(least=1, most=_MOST)
+    generation: int = setting(least=1, most=MOST)
     header: dict[str, Any] = setting()
     state: StateFile = setting()
     chunks: ChunkFile | None = setting()
@@ -134,7 +134,7 @@ def _expect_name(name: str, value: str, pattern: re.Pattern[str]) -> None:
         raise ValueError(f"{name}: expected the name of a file that a save made, got {brief(value)}")
 
 
-def _expect_digests(name: str, *values: str) -> None:
+def expect_digests(name: str, *values: str) -> None:
     for value in values:
         if not _SHA256.fullmatch(value):
             raise ValueError(f"{name}: expected a SHA-256, got {brief(value)}")

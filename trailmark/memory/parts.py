@@ -1,54 +1,267 @@
-"""Chunks of a stretch of a text, in a folder of their own: a memory is put together of them."""
+"""A memory that several processes write: the chunks of each stretch of a text, all of them in one file.
+
+The file is that of the memory's first save. Whoever has written a stretch leaves a folder, which says what the memory
+holds of it beside its records, and their SHA-256: so it is known to be whole, or not to be there.
+"""
 
 from __future__ import annotations
 
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+from torch import Tensor
 
-from trailmark.memory import saved
+from trailmark.files import in_threads
+from trailmark.memory import hashes, manifest, saved
 from trailmark.memory.chunks import ChunkMemory, MemorySize
+from trailmark.memory.hashes import Signed, pieces_of
+from trailmark.memory.manifest import BYTES_OF, MOST, expect_digests
+from trailmark.memory.saved import Saved
 from trailmark.memory.schema import Expected, expect_tables, expect_tensors
 from trailmark.memory.snapshot import fill
+from trailmark.memory.tiers.disk import DiskStore
+from trailmark.memory.tiers.files import open_records, open_to_write
+from trailmark.settings import Settings, from_mapping, setting
+
+FILE = "chunks-1.bin"
+
+
+class Part(NamedTuple):
+    """A stretch of the text, by its whole chunks."""
+
+    folder: Path
+    first: int
+    """The number of its first chunk."""
+    chunks: int
+
+
+@dataclass(frozen=True)
+class Records(Settings):
+    """What the folder of a stretch says of its records in the file."""
+
+    first: int = setting(least=0, most=MOST)
+    count: int = setting(least=1, most=MOST)
+    record_shape: tuple[int, ...] = setting(least=1, most=MOST)
+    dtype: str = setting(choices=tuple(BYTES_OF))
+    sha256: tuple[str, ...] = setting(())
+    """Of what lies of them in each block of the file."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        expect_digests("sha256", *self.sha256)
+
+    @property
+    def record_bytes(self) -> int:
+        return int(np.prod(self.record_shape, dtype=object)) * BYTES_OF[self.dtype]
+
+    @property
+    def begin(self) -> int:
+        """The first byte in the file."""
+        return self.first * self.record_bytes
+
+    @property
+    def end(self) -> int:
+        return self.begin + self.count * self.record_bytes
+
+    def blocks(self) -> range:
+        """Blocks of the file that hold some of them."""
+        return range(self.begin // hashes.BLOCK_BYTES, -(-self.end // hashes.BLOCK_BYTES))
+
+    def within(self, block: int) -> tuple[int, int]:
+        """The first of their bytes in a block, and where they end there."""
+        start = block * hashes.BLOCK_BYTES
+        return max(self.begin, start), min(self.end, start + hashes.BLOCK_BYTES)
+
+
+# --- a stretch --------------------------------------------------------------------------------------------------
+
+
+def begin_part(memory: ChunkMemory, first_chunk: int) -> None:
+    """Have a memory, which is empty, write its chunks into the file in its folder, from ``first_chunk`` on."""
+    assert memory.folder is not None
+    file, first = memory.folder / FILE, first_chunk * memory.planes
+    memory.opens = lambda layout: DiskStore(file, *layout, first=first)
 
 
 def save_part(memory: ChunkMemory, size: MemorySize, folder: Path, header: dict[str, Any]) -> None:
-    """Save a memory's chunks without a state: no model goes on from them.
+    """Say in ``folder`` what was written of a stretch, once it lies on the disk; the memory is closed.
 
     Raises:
         ValueError: as :func:`trailmark.memory.saved.save`.
     """
-    saved.save(folder, memory.tables(size), header, memory.store, size.records)
+    store, told = memory.store, None
+    if store is not None and size.records:
+        assert isinstance(store, DiskStore)
+        store.sync()
+        dtype = str(store.dtype).removeprefix("torch.")
+        records = Records(store.first, size.records, store.record_shape, dtype)
+        ranges = [[x - records.begin for x in records.within(block)] for block in records.blocks()]
+        digests = tuple(hashes.digest(store.pieces, begin, end) for begin, end in ranges)
+        told = asdict(replace(records, sha256=digests))
+    saved.save(folder, memory.tables(size), header | {"records": told}, None, 0)
+    if store is not None:
+        store.close()
 
 
-def load_part(
-    folder: Path, memory: ChunkMemory, chunks: int, device: torch.device, expected: Expected
-) -> MemorySize:
-    """Fill ``memory``, which is empty and has no folder, with the ``chunks`` that were saved in ``folder``.
-
-    Every byte is compared with what was written.
+def lies_there(part: Path, folder: Path) -> bool:
+    """Whether a stretch was written, and the file in ``folder`` is as long as that takes.
 
     Raises:
-        ValueError: no such chunks there, or they were damaged.
+        ValueError: what the folder ``part`` says of it was damaged.
     """
-    there = saved.load(folder)
-    counts = torch.tensor([chunks])
+    if not os.path.lexists(part / manifest.NAME):
+        return False
+    records, file = _told(part), folder / FILE
+    return records is None or (file.exists() and file.stat().st_size >= records.end)
+
+
+def _told(folder: Path) -> Records | None:
+    told = manifest.read(folder).header.get("records")
     try:
-        expect_tensors(there.tensors, expected)
-        rows = None if there.record_shape is None else memory.keys_of_shape(there.record_shape)
-        sizes = expected.sizes
-        expect_tables(
-            there.tensors, counts, there.count, rows, sizes.get("LP"), memory.planes, sizes.get("LE")
-        )
+        records = None if told is None else from_mapping(Records, told)
+        if records is not None and len(records.sha256) != len(records.blocks()):
+            raise ValueError(f"sha256: expected {len(records.blocks())}, got {len(records.sha256)}")
     except ValueError as error:
-        reason = str(error).rstrip(".")
-        raise ValueError(
-            f"folder: expected whole chunks in {str(folder)!r}, got others ({reason}). Remove it and read again."
-        ) from error
-    short = rows is not None and bool((there.tensors["lengths"] < rows).any())
-    size = MemorySize(counts.numpy(), there.count, short)
-    if there.count:
-        fill(memory, there, there.tensors, device)
-        memory.expect_whole()
+        raise _other(folder, str(error)) from error
+    return records
+
+
+def _other(folder: Path, reason: str) -> ValueError:
+    return ValueError(
+        f"parts: expected what a process wrote of its stretch in {str(folder)!r}, got something else "
+        f"({reason.rstrip('.')}). Remove that folder, and run the same command again."
+    )
+
+
+def records_of(part: Part, planes: int) -> Records | None:
+    """What the folder of a stretch says of its records; None: it has no whole chunk.
+
+    Args:
+        planes: records of a chunk.
+
+    Raises:
+        ValueError: no such folder, or records of other chunks.
+    """
+    records = _told(part.folder)
+    found = (part.first * planes, 0) if records is None else (records.first, records.count)
+    if found != (expected := (part.first * planes, part.chunks * planes)):
+        raise _other(part.folder, f"records: expected {expected[1]} from {expected[0]} on, got {found}")
+    return records
+
+
+# --- all of them ------------------------------------------------------------------------------------------------
+
+
+def sign(folder: Path, parts: Sequence[Part], planes: int, number: int, among: int) -> dict[int, str]:
+    """The SHA-256 of those blocks of the file in ``folder`` whose number modulo ``among`` is ``number``.
+
+    Args:
+        parts: all stretches, in the text's order.
+        planes: records of a chunk.
+
+    Raises:
+        ValueError: records that are not as they were written, with the folder of their stretch.
+    """
+    own: dict[int, list[tuple[Part, int, str]]] = {}
+    file = folder / FILE
+    size = file.stat().st_size if file.exists() else 0
+    for part in parts:
+        if (records := records_of(part, planes)) is not None:
+            if records.end > size:
+                raise _other(part.folder, f"{str(file)!r} ends before its chunks do")
+            for block, digest in zip(records.blocks(), records.sha256, strict=True):
+                if block % among == number:
+                    own.setdefault(block, []).append((part, records.within(block)[1], digest))
+    if not own:
+        return {}
+    with open_records(file, 0, 1) as opened:
+        pieces = pieces_of(opened.fileno(), file)
+
+        def signed(block: int) -> str:
+            ends = [end for _, end, _ in own[block]]
+            whole, each = hashes.digests_of_parts(pieces, block * hashes.BLOCK_BYTES, ends)
+            for (part, _, expected), found in zip(own[block], each, strict=True):
+                if found != expected:
+                    raise _other(part.folder, f"its chunks in {str(file)!r} are not as they were written")
+            return whole
+
+        return dict(zip(own, in_threads(signed, list(own)), strict=True))
+
+
+def put_together(
+    memory: ChunkMemory,
+    folder: Path,
+    parts: Sequence[Part],
+    sha256: Mapping[int, str],
+    device: torch.device,
+    expected: Expected,
+) -> MemorySize:
+    """Fill ``memory``, which is empty, with the chunks of all stretches; no record is read.
+
+    Its file is then kept from all others.
+
+    Args:
+        parts: in the text's order.
+        sha256: of every block, see :func:`sign`.
+
+    Raises:
+        ValueError: other chunks than so many of this model, or a process that still writes there.
+    """
+    tables: list[dict[str, Tensor]] = []
+    size, last = MemorySize(np.zeros(1, np.int64), 0), None
+    for part in parts:
+        records, tensors = records_of(part, memory.planes), saved.load(part.folder).tensors
+        _expect_chunks(part, tensors, records, last, memory, expected)
+        if records is None:
+            continue
+        short = bool((tensors["lengths"] < memory.keys_of_shape(records.record_shape)).any())
+        tables.append(tensors | {"records": tensors["records"] + size.records})
+        size = MemorySize(size.chunks + part.chunks, size.records + records.count, size.short or short)
+        last = records
+    if last is None:
+        return size
+    with open_to_write(folder / FILE) as file:  # a reading that was stopped may have written more
+        file.truncate(last.end)
+    joined = {
+        name: torch.cat([x[name] for x in tables], dim=-2 if name == "landmarks" else -1)
+        for name in ("records", "starts", "lengths", "landmarks")
+    }
+    digests = tuple(sha256[block] for block in range(last.blocks().stop))
+    signed = Signed(folder / FILE, size.records, last.record_bytes, digests)
+    shape, dtype = last.record_shape, getattr(torch, last.dtype)
+    fill(memory, Saved(joined, {}, size.records, folder / FILE, shape, dtype, signed), joined, device)
+    assert memory.store is not None
+    memory.store.hold()
     return size
+
+
+def _expect_chunks(
+    part: Part,
+    tensors: dict[str, Tensor],
+    records: Records | None,
+    before: Records | None,
+    memory: ChunkMemory,
+    expected: Expected,
+) -> None:
+    sizes, count, rows = expected.sizes, 0, None
+    try:
+        if records is not None:
+            count, rows = records.count, memory.keys_of_shape(records.record_shape)
+            known = expected.record_shape
+            wanted = known if known is None or not memory.keeps_tokens else (known[2],)
+            if wanted not in (None, records.record_shape):
+                raise ValueError(f"record_shape: expected {wanted}, got {records.record_shape}")
+            if before is not None and replace(before, first=0, count=1, sha256=()) != replace(
+                records, first=0, count=1, sha256=()
+            ):
+                raise ValueError("record_shape and dtype: expected those of the other stretches")
+        expect_tensors(tensors, expected)
+        counts = torch.tensor([part.chunks])
+        expect_tables(tensors, counts, count, rows, sizes.get("LP"), memory.planes, sizes.get("LE"))
+    except (ValueError, IndexError) as error:
+        raise _other(part.folder, str(error)) from error

@@ -112,7 +112,7 @@ def save(
             try:
                 _save(folder, holding, tensors, header, store, count)
             finally:
-                _remove_unused(folder)
+                _remove_unused(folder, store)
     except OSError as error:
         raise _not_writable(folder, error) from error
 
@@ -302,8 +302,13 @@ def _write_state(path: Path, tensors: dict[str, Tensor]) -> None:
     os.replace(unfinished, path)
 
 
-def _remove_unused(folder: Path) -> None:
-    """Remove what the manifest does not name: other generations' files, unless a store is writing them."""
+def _remove_unused(folder: Path, store: ChunkStore | None = None) -> None:
+    """Remove what the manifest does not name: other generations' files, unless a store is writing them.
+
+    Args:
+        store: that was to be saved: its file may hold all there is of it, and some file systems have no locks.
+    """
+    own = None if store is None or store.path is None else store.path.absolute()
     shutil.rmtree(folder / UNFINISHED, ignore_errors=True)
     manifest = manifests.find(folder)
     used = set() if manifest is None else {manifest.state.file}
@@ -314,7 +319,8 @@ def _remove_unused(folder: Path) -> None:
         if manifest is None and (folder / MANIFEST).exists():
             return  # it may be mended, or another version's: what it names is not known
         for path in list(folder.iterdir()):
-            if OURS.fullmatch(path.name) and path.name not in used and not _is_written(path):
+            unused = OURS.fullmatch(path.name) and path.name not in used and path.absolute() != own
+            if unused and not _is_written(path):
                 path.unlink(missing_ok=True)
 
 

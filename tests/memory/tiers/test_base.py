@@ -528,3 +528,20 @@ def test_records_reach_the_device_while_it_computes(tier: str, tmp_path: Path) -
     store.write(500, exact[:30].cuda())
     assert same_bits(every(store).cpu(), torch.cat([exact, exact[:30]]))
     store.close()
+
+
+def test_several_stores_write_one_file_each_its_own_records(tmp_path: Path) -> None:
+    whole = records(7)
+    layout = (SHAPE, torch.float32, "cpu")
+    stores = [DiskStore(tmp_path / "chunks.bin", *layout, first=first) for first in (4, 0)]
+    for store, own in zip(stores, (whole[4:], whole[:4]), strict=True):
+        for n in range(len(own)):  # in turns: a map made before is too short then
+            store.write(n, own[n : n + 1])
+            assert torch.equal(every(store), own[: n + 1])
+        assert b"".join(store.pieces(0, store.num_bytes())) == own.numpy().tobytes()
+    assert (tmp_path / "chunks.bin").read_bytes() == whole.numpy().tobytes()
+    for store in stores:
+        store.close()
+    joined = DiskStore(tmp_path / "chunks.bin", *layout, count=7)
+    assert torch.equal(every(joined), whole)
+    joined.close()

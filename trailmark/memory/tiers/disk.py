@@ -54,6 +54,8 @@ class DiskStore(ChunkStore):
         path: the file; its folder is made. None: one in a temporary folder that goes with the store.
         count: records of an existing file to begin with, of which a manifest knows (``vouched``); 0: a new file.
         keep_free: bytes of the disk that no write takes.
+        first: of a new file that several stores write, each its own records: those of others before these. None: the
+            file is this store's alone.
 
     Raises:
         ValueError: for a file that is missing or shorter than ``count`` records, or that is in a new one's way.
@@ -72,13 +74,16 @@ class DiskStore(ChunkStore):
         device: torch.device | str,
         count: int = 0,
         keep_free: int = _KEEP_FREE,
+        first: int | None = None,
     ) -> None:
         super().__init__(record_shape, dtype, device)
         require(count >= 0, "count", count, "a number of records, 0 for a new file")
+        require(first is None or not count, "first", first, "None for an existing file")
         self._temporary = temporary_folder(self) if path is None else None
         self.path: Path = Path(path) if path is not None else Path(str(self._temporary)) / "chunks.bin"
         self.vouched = min(count, overwritten_from(self.path)) if count else 0
         self.keep_free = keep_free
+        self._shared, self.first = first is not None, first or 0
         self._files = _Files()
         weakref.finalize(self, self._files.close)
         self._seen: tuple[int, ...] | None = None  # what the file was when it was opened for reading
@@ -86,7 +91,7 @@ class DiskStore(ChunkStore):
         if count:
             self._files.reader = open_records(self.path, count, self.record_bytes)
             self._seen = stamp(self._files.reader)
-        elif self.path.exists() and self.path.stat().st_size:
+        elif not self._shared and self.path.exists() and self.path.stat().st_size:
             raise ValueError(
                 f"path: expected no file, or an empty one, for a new memory, {str(self.path)!r} is in the way. "
                 "Choose another folder, or load the memory that is there."
@@ -116,13 +121,17 @@ class DiskStore(ChunkStore):
                 f"memory_folder: expected a chunk file to write to, {path!r} is not ({error.strerror}). "
                 "Choose another folder; a saved memory can be loaded with memory_tier='host' and saved elsewhere."
             ) from error
-        if not lock(writer.fileno()):
+        if not lock(writer.fileno(), self._shared):
             writer.close()
             raise ValueError(
                 f"memory_folder: expected a chunk file that nothing else writes, {path!r} is being written by "
                 "another process or cache. Close that one, or load the memory with memory_tier='host'."
             )
-        if os.fstat(writer.fileno()).st_size > 0 if new else stamp(writer) != self._seen:
+        if self._shared:
+            changed = False
+        else:
+            changed = os.fstat(writer.fileno()).st_size > 0 if new else stamp(writer) != self._seen
+        if changed:
             writer.close()
             raise ValueError(
                 f"memory_folder: expected {path!r} as it was when this cache opened it, something else has "
@@ -137,7 +146,7 @@ class DiskStore(ChunkStore):
             return
         self.hold()
         writer = self._descriptor()
-        size = os.fstat(writer).st_size
+        size = self.num_bytes() if self._shared else os.fstat(writer).st_size
         needed = (first + n) * self.record_bytes - size
         if needed > 0 and needed + self.keep_free > self._free():
             raise self._no_space(needed + self.keep_free)
@@ -147,8 +156,9 @@ class DiskStore(ChunkStore):
             self._write_rows(writer, first + new, records[new:])
             self._write_rows(writer, first, records[:new])
         except OSError as error:
-            with contextlib.suppress(OSError):
-                os.ftruncate(writer, size)
+            if not self._shared:
+                with contextlib.suppress(OSError):
+                    os.ftruncate(writer, size)
             if is_no_space(error):
                 raise self._no_space(max(needed, 0)) from error
             raise
@@ -158,7 +168,8 @@ class DiskStore(ChunkStore):
         step = max(1, PIECE_BYTES // self.record_bytes)
         for start in range(0, len(records), step):
             rows = records[start : start + step].to("cpu", self.dtype).contiguous()
-            write_at(writer, bytes_of(rows).reshape(-1).data, (first + start) * self.record_bytes)
+            place = (self.first + first + start) * self.record_bytes
+            write_at(writer, bytes_of(rows).reshape(-1).data, place)
 
     def _give_up(self, first: int) -> None:
         """A manifest knows other records than will stand there: whoever loads it finds out, even after a kill."""
@@ -182,23 +193,27 @@ class DiskStore(ChunkStore):
             "memory_folder",
             self.path.parent,
             needed,
-            f"The {self._count} chunks written so far stay valid: free some space and read on from there, or "
+            "Stretches that are whole stay: free some space, and the same command goes on."
+            if self._shared
+            else f"The {self._count} chunks written so far stay valid: free some space and read on from there, or "
             "save the cache in a folder on another disk and load it from that.",
         )
 
     def _collect(self, wanted: Numbers, out: Bytes) -> None:
         if not len(wanted):
             return
-        mapped = self._mapped
+        mapped, wanted = self._mapped, wanted + self.first
         if mapped is None or int(wanted.max()) >= len(mapped.bytes):
-            mapped = Mapped(self._descriptor(), self._count, self.record_bytes, private=False)
+            end = self.first + self._count
+            mapped = Mapped(self._descriptor(), end, self.record_bytes, private=False)
             self._mapped = mapped
         mapped.fetch(wanted)
         np.take(mapped.bytes, wanted, axis=0, out=out, mode="clip")  # "raise" would copy twice
 
     def pieces(self, start: int, stop: int) -> Iterator[memoryview]:
+        place = self.first * self.record_bytes
         while start < stop:
-            read = os.pread(self._descriptor(), min(PIECE_BYTES, stop - start), start)
+            read = os.pread(self._descriptor(), min(PIECE_BYTES, stop - start), place + start)
             if not read:
                 raise ValueError(
                     f"path: expected {stop} bytes in {str(self.path)!r}, got {start}. It was cut off."
