@@ -271,7 +271,7 @@ def on_short_texts(
         pieces = [
             Text(f"{text.name} at {first}", text.ids[first : first + length])
             for text in long
-            for first in range(0, len(text.ids), 4 * length)
+            for first in range(0, len(text.ids) - length + 1, 4 * length)
         ]
         pair = losses.of("base", partial(opened, base), pieces), losses.of(*own, pieces)
         before, after = (np.array([x.mean() for x in each]) for each in pair)

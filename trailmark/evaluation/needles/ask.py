@@ -2,10 +2,9 @@
 
 A haystack is read once. Needles are then planted in its memory (the chunks they change are encoded again, so that
 memory is exactly that of the text with the needles), and their questions are asked in a batch of branches that share
-this memory: many questions for one reading. A haystack of one trial is read with its needles in it, and so is each
-trial's where every layer's memory depends on all that was read before: in Landmark Attention, in a HiLS of which more
-than the last layer chooses while it reads, in a Block-Recurrent Transformer, with full attention, and in models of
-transformers.
+this memory: many questions for one reading. Where each trial has a haystack of its own, or a memory depends on all that
+was read before (Landmark Attention, a HiLS of which more than the last layer chooses while it reads, Block-Recurrent
+Transformers, full attention, models of transformers), each trial's text is read with its needles in it.
 
 An answer is right if what the model writes freely, token after token the likeliest, is the answer. The second
 paper's own measure (arXiv 2410.01651, Table 2 and App. D) is kept as the protocol "paper-table-2": the text in the
@@ -301,7 +300,7 @@ class Plan:
         S, seed = self.subject.chunk_size, self.settings.seed
         trials = -(-self.settings.questions // self.task.questions_of(depths[0]))
         haystacks, turns = num_haystacks(length, trials), itertools.count()
-        asker = self._asker(length, shared=trials * len(depths) > haystacks)
+        asker = self._asker(length, shared=trials * len(self.depths) > haystacks)
         shared = ReadingCost()
         cost = {depth: shared if asker.shares else ReadingCost() for depth in depths}
         lines: dict[float | None, list[dict[str, Any]]] = {depth: [] for depth in depths}
