@@ -294,13 +294,14 @@ def reader(options: argparse.Namespace, progress: Progress) -> dict[str, Any]:
     texts = {kind: of(_tokenizer(options), near) for kind, of in texts_of.items()}
     own = named(taught, WINDOW)
     found["short"] = on_short_texts(known, _base(options), own, texts, WINDOW // 2, "taught")
-    cases = [(near, TOGETHER, options.questions, models), (near, 1, options.questions, models)]
-    cases += [(length, 1, options.few, models) for length in options.far]
-    cases += [(length, 1, options.few, {"taught": hils}) for length in options.longest]
-    for length, together, questions, asked_ones in cases:
+    cases = [(near, together, options.questions, models, False) for together in (TOGETHER, 1)]
+    cases += [(near, 1, options.singles, models, True)]
+    cases += [(length, 1, options.few, models, False) for length in options.far]
+    cases += [(length, 1, options.few, {"taught": hils}, False) for length in options.longest]
+    for length, together, questions, asked_ones, chat in cases:
         for model, folder in asked_ones.items():
-            row = asked.ask(folder, READER, length, together=together, questions=questions)
-            rows.append({"model": model, "together": together} | row)
+            row = asked.ask(folder, READER, length, chat, together, questions)
+            rows.append({"model": model, "together": together, "chat": chat} | row)
             keep(options.output, "reader", found)
     return found
 
@@ -445,7 +446,10 @@ def main() -> None:
     parser.add_argument("--needles", type=int, nargs="+", default=(4096, 65_536), help="lengths of texts")
     parser.add_argument("--questions", type=int, default=100, help="about needles, at each length")
     parser.add_argument(
-        "--singles", type=int, default=20, help="about a text's only needle, in the part recall"
+        "--singles",
+        type=int,
+        default=20,
+        help="about a text's only needle, in the part recall; through the chat template, in the part reader",
     )
     parser.add_argument(
         "--few", type=int, default=8, help="questions at the lengths of --far, of taught models"

@@ -179,11 +179,14 @@ def _beyond_text(found: Row) -> str:
     )
 
 
+_ASKED: Columns = {"asked": lambda row: "by the chat template" if row["chat"] else "to complete it"}
+
+
 def _needles_text(found: Row) -> str:
     columns: Columns = {"model": "{model}", "tokens": "{length:,}"}
     chat = any(row["chat"] for row in found["rows"])
     if chat:
-        columns["asked"] = lambda row: "by the chat template" if row["chat"] else "to complete it"
+        columns |= _ASKED
     columns |= {
         "questions": "{questions}",
         "right (95%)": RIGHT,
@@ -301,7 +304,8 @@ def _reading_summary() -> str:
     reader = record("pretrained_hils")["reader"]["results"]
 
     def said(model: str) -> str:
-        singles = [row for row in reader["rows"] if (row["model"], row["together"]) == (model, 1)]
+        asked = (model, 1, False)
+        singles = [row for row in reader["rows"] if (row["model"], row["together"], row["chat"]) == asked]
         shares = (
             f"{row['correct']} of {row['questions']} times in {row['length']:,} tokens" for row in singles
         )
@@ -502,14 +506,16 @@ def hils_reader_text() -> str:
 def _hils_reader_text(found: Row) -> str:
     columns: Columns = {"model": "{model}", "needles": "{together}"}
     # speeds were measured beside other work
-    columns |= {name: of for name, of in _NEEDLES_OF_HILS.items() if name not in ("model", "tokens/s")}
+    columns |= _ASKED | {
+        name: of for name, of in _NEEDLES_OF_HILS.items() if name not in ("model", "tokens/s")
+    }
     minutes = found["trained_seconds"] / 60
     return (
         f"**A reader** (`--far-layers 7`, `{' '.join(found['fields'])}`): sentences in a book, each of which is to be "
-        f"completed. *Taught*: adapters (rank 8) on {found['trained_tokens']:,} tokens in texts of "
-        f"{found['trained_length']:,}, all of which hold facts and questions in other words than these, in "
-        f"{minutes:.0f} minutes of a core, one seed:\n\n{table(columns, found['rows'])}\n\n"
-        f"{_short_texts(found['short'], 'taught', 'taught')}"
+        "completed, or asked for through the chat template, which the training did not show. *Taught*: adapters (rank "
+        f"8) on {found['trained_tokens']:,} tokens in texts of {found['trained_length']:,}, all of which hold facts "
+        f"and questions in other words than these, in {minutes:.0f} minutes of a core, one seed:\n\n"
+        f"{table(columns, found['rows'])}\n\n{_short_texts(found['short'], 'taught', 'taught')}"
     )
 
 
