@@ -140,7 +140,7 @@ def _table_2() -> Iterator[Row]:
         "Base LM": ("base-512-128m", "Base"),
         "+2 layers": ("base-plus2-658-128m", "Base, more layers"),
         "Block-Recurrent": ("block-recurrent-128m", "Block-Recurrent"),
-        "RPT-Contriever": ("rpt-128m", "RPT, hash encoder"),
+        "RPT-Contriever": ("rpt-128m", "RPT, MiniLM"),
         "Landmark Attention": ("landmark-128m", "Landmark"),
         "DRT x1": ("drt-x1-128m", "DRT x1"),
         "DRT x2": ("drt-x2-128m", "DRT x2"),
@@ -154,7 +154,7 @@ def _table_2() -> Iterator[Row]:
     for task, (file, short, data, asked) in tasks.items():
         pairs = [f"data.paths=runs/data/{short}/train/pairs.jsonl"] if "summarization" in file else []
         for name, (folder, own) in models.items():
-            if not asked and own in ("Block-Recurrent", "RPT, hash encoder"):
+            if not asked and own in ("Block-Recurrent", "RPT, MiniLM"):
                 continue  # of these the paper has no summaries
             needs = f"GPUs, {data}" + (", the network for Contriever" if folder.startswith("rpt") else "")
             changes = [f"init_from=runs/{folder}", f"output=runs/{folder}-{short}", *pairs]
