@@ -22,7 +22,7 @@ from trailmark.memory.chunks import ChunkMemory, MemorySize
 from trailmark.memory.hashes import Signed, pieces_of
 from trailmark.memory.manifest import BYTES_OF, MOST, expect_digests
 from trailmark.memory.saved import Saved
-from trailmark.memory.schema import Expected, expect_tables, expect_tensors
+from trailmark.memory.schema import Expected, expect_record_shape, expect_tables, expect_tensors
 from trailmark.memory.snapshot import fill
 from trailmark.memory.tiers.disk import DiskStore
 from trailmark.memory.tiers.files import open_records, open_to_write
@@ -252,14 +252,12 @@ def _expect_chunks(
     try:
         if records is not None:
             count, rows = records.count, memory.keys_of_shape(records.record_shape)
-            known = expected.record_shape
-            wanted = known if known is None or not memory.keeps_tokens else (known[2],)
-            if wanted not in (None, records.record_shape):
-                raise ValueError(f"record_shape: expected {wanted}, got {records.record_shape}")
-            if before is not None and replace(before, first=0, count=1, sha256=()) != replace(
-                records, first=0, count=1, sha256=()
-            ):
-                raise ValueError("record_shape and dtype: expected those of the other stretches")
+            expect_record_shape(records.record_shape, expected, memory.keeps_tokens)
+            own, others = ((x.record_shape, x.dtype) for x in (records, before or records))
+            if own != others:
+                raise ValueError(
+                    f"record_shape, dtype: expected those of the stretch before, {others}, got {own}"
+                )
         expect_tensors(tensors, expected)
         counts = torch.tensor([part.chunks])
         expect_tables(tensors, counts, count, rows, sizes.get("LP"), memory.planes, sizes.get("LE"))

@@ -157,6 +157,14 @@ def _within(name: str, numbers: Any, least: Any, most: Any) -> None:
     )
 
 
+def expect_record_shape(shape: tuple[int, ...] | None, expected: Expected, tokens: bool) -> None:
+    """Raise a ValueError where records have another shape than the model's; ``tokens``: they hold a chunk's tokens."""
+    wanted = expected.record_shape
+    if wanted is not None and tokens:
+        wanted = (wanted[2],)
+    _expect(shape is None or wanted in (None, shape), "record_shape", str(wanted), shape)
+
+
 def expect_tables(
     tables: Mapping[str, Tensor],
     num_chunks: Tensor,

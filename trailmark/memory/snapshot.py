@@ -15,7 +15,14 @@ from trailmark.files import HeldFolder
 from trailmark.memory import saved
 from trailmark.memory.cell import Cell
 from trailmark.memory.chunks import ChunkMemory, MemorySize
-from trailmark.memory.schema import Expected, expect_numbers, expect_tables, expect_tensors, expect_tokens
+from trailmark.memory.schema import (
+    Expected,
+    expect_numbers,
+    expect_record_shape,
+    expect_tables,
+    expect_tensors,
+    expect_tokens,
+)
 from trailmark.memory.state import STATES, CacheState, Deferred, Retrieved
 from trailmark.memory.tiers.base import open_store
 from trailmark.memory.tiers.records import RecordLayout
@@ -81,12 +88,9 @@ def load_state(
         vectors = expected.sizes.get("LP")
         expect_tables(tables, num_chunks, there.count, rows_of_record, vectors, memory.planes, width)
         expect_numbers(state, expected)
-        wanted = expected.record_shape
         if memory.keeps_tokens:
             expect_tokens(state, tables, expected)
-            wanted = None if wanted is None else (wanted[2],)
-        if shape is not None and wanted not in (None, shape):
-            raise ValueError(f"record_shape: expected {wanted}, got {shape}")
+        expect_record_shape(shape, expected, memory.keeps_tokens)
         if not isinstance(notes, dict):
             raise ValueError(f"notes: expected a section with keys, got {brief(notes)}")
     except (ValueError, RuntimeError, IndexError) as error:
