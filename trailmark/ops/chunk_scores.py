@@ -195,7 +195,7 @@ def select_for_tokens(
         if keys is not None:
             found = chunk_log_mass(asked, keys[0], keys[1], scale)
         else:
-            of_blocks = [_expansion(asked, x, scale) for x in _tables(parts, block, dtype)]
+            of_blocks = [_expansion(asked, *x, scale) for x in _tables(parts, block, dtype)]
             found = of_blocks[0] if len(of_blocks) == 1 else torch.cat(of_blocks, -1)
         first = first_candidate if isinstance(first_candidate, int) else first_candidate[:, rows, None]
         there = (number < num_candidates[:, rows, None]) & (number >= first)  # [B or 1, t, M]
@@ -266,37 +266,40 @@ def _scores_of(query: Tensor, landmarks: Tensor, indices: Tensor, scale: float) 
     return found.masked_fill(none[..., None], -math.inf).transpose(3, 4).reshape(B, T, H, K)
 
 
-def _tables(landmarks: Sequence[Tensor], size: int, dtype: torch.dtype) -> Iterator[Tensor]:
-    """Blocks of ``size`` chunks, [B, m, n, heads, D + 1], of landmark vectors in any parts [B, M, n, heads, D + 1].
+def _tables(landmarks: Sequence[Tensor], size: int, dtype: torch.dtype) -> Iterator[tuple[Tensor, Tensor]]:
+    """Blocks of ``size`` chunks of landmark vectors in any parts [B, M, n, heads, D + 1].
 
-    They are copied to one place, which stays in a cache, so that neither parts nor strides decide a bit of a product.
+    They are copied to one place, which stays in a cache, so that neither parts nor strides decide a bit of a product;
+    what is added to a score lies apart, so that rows of D numbers are aligned.
+
+    Yields:
+        vectors [B, heads, m, n, D], and what is added to their products [B, heads, m, n].
     """
-    B, M, rest = landmarks[0].shape[0], sum(part.shape[1] for part in landmarks), landmarks[0].shape[2:]
-    place = torch.empty(B * min(size, M) * math.prod(rest), dtype=dtype, device=landmarks[0].device)
+    (B, _, n, heads, D), M = landmarks[0].shape, sum(part.shape[1] for part in landmarks)
+    D, most, new = D - 1, B * heads * min(size, M) * n, landmarks[0].new_empty
+    place, place_of_bias = new(most * D, dtype=dtype), new(most, dtype=dtype)
     for first in range(0, M, size):
         m = min(size, M - first)
-        table = place[: B * m * math.prod(rest)].view(B, m, *rest)
+        count = B * heads * m * n
+        vectors, bias = place[: count * D].view(B, heads, m, n, D), place_of_bias[:count].view(B, heads, m, n)
         begin = -first  # of each part, in the block
         for part in landmarks:
             end = begin + part.shape[1]
             if end > 0 and begin < m:
                 low, high = max(begin, 0), min(end, m)
-                table[:, low:high] = part[:, low - begin : high - begin]
+                own = part[:, low - begin : high - begin].permute(0, 3, 1, 2, 4)
+                vectors[:, :, low:high], bias[:, :, low:high] = own[..., :D], own[..., D]
             begin = end
-        yield table
+        yield vectors, bias
 
 
-def _expansion(query: Tensor, table: Tensor, scale: float) -> Tensor:
-    """Scores [B, t, H, m] of queries [B, t, H, D] by landmark vectors [B, m, n, heads, D + 1]."""
-    t, D, (m, n, heads) = query.shape[1], query.shape[3], table.shape[1:4]
+def _expansion(query: Tensor, vectors: Tensor, bias: Tensor, scale: float) -> Tensor:
+    """Scores [B, t, H, m] of queries [B, t, H, D] by what :func:`_tables` yields."""
+    t, (heads, m, n) = query.shape[1], bias.shape[1:]
     asked = query.unflatten(2, (heads, -1)).permute(0, 2, 1, 3, 4).flatten(2, 3)  # [B, heads, t g, D]
-    flat = table.flatten(1, 2).permute(0, 2, 3, 1)  # [B, heads, D + 1, m n]
-    found = torch.stack(
-        [
-            torch.baddbmm(own[:, D:], rows, own[:, :D], alpha=scale)
-            for rows, own in zip(asked, flat, strict=True)
-        ]
-    )
+    flat, added = vectors.flatten(2, 3).transpose(-1, -2), bias.flatten(2)[:, :, None]
+    of_rows = [torch.baddbmm(*x, alpha=scale) for x in zip(added, asked, flat, strict=True)]
+    found = of_rows[0][None] if len(of_rows) == 1 else torch.stack(of_rows)
     if n > 1:
         found = found.unflatten(-1, (m, n)).logsumexp(-1)
     return found.unflatten(2, (t, -1)).transpose(1, 2).flatten(2, 3)
