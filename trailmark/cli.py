@@ -211,27 +211,28 @@ class ReadSettings(Settings):
 @takes(ReadSettings)
 def read(settings: ReadSettings) -> None:
     """Read texts once and keep what was read. The same command goes on where it stopped; torchrun starts several."""
-    from trailmark.evaluation.parted_reading import parts_of
+    from trailmark.evaluation.parted_reading import parts_of, remove_parts
     from trailmark.evaluation.reading import Reader, parse_dtype, resident_bytes
     from trailmark.evaluation.subject import load, own_device
-    from trailmark.files import remove_folder
     from trailmark.memory.saved import MANIFEST
     from trailmark.processes import is_main, together, world_size
     from trailmark.report.console import Progress, duration, size
 
-    if world_size() > 1:
-        if not os.path.lexists(settings.memory / MANIFEST):
+    several, parts = world_size() > 1, parts_of(settings.memory)
+    if several or parts.exists():
+        if not os.path.lexists(settings.memory / MANIFEST):  # also one goes on with what several began
             if settings.trace is not None:
+                begun = "" if several else f" (remove {str(parts)!r}, which several have left)"
                 raise ValueError(
                     "trace: expected none with several processes, each of which reads parts of the text. "
-                    "Trace with one."
+                    f"Trace with one{begun}."
                 )
             with together():
                 _read_with_all(settings)
             return
         if not is_main():  # what is there already is read on by one
             return
-        remove_folder(parts_of(settings.memory))  # which processes that were killed at the very end have left
+        remove_parts(settings.memory)  # left by processes that were killed at the very end
     progress, memory, trace = Progress(), settings.memory, settings.trace
     and_traced = "" if trace is None else " and traced"
 
@@ -270,10 +271,11 @@ def _read_with_all(settings: ReadSettings) -> None:
     from trailmark.report.console import Progress, duration, size
 
     progress, began, world = Progress(quiet=not is_main()), time.monotonic(), world_size()
+    by = f" by {world} processes together" if world > 1 else ""
 
     def show(tokens: int) -> None:
         speed = tokens / max(time.monotonic() - began, 1e-9)
-        progress.show(f"{tokens:,} tokens passed by {world} processes, {speed:,.0f} tokens/s together")
+        progress.show(f"{tokens:,} tokens passed{by}, {speed:,.0f} tokens/s")
 
     reader = PartedReader(
         load(settings.model, device=own_device(settings.device)),
@@ -290,7 +292,7 @@ def _read_with_all(settings: ReadSettings) -> None:
         seconds, tokens = time.monotonic() - began, cache.get_seq_length()
         progress.say(
             f"The memory of {tokens:,} tokens lies in {settings.memory}/ ({size(cache.memory_bytes())}). "
-            f"{duration(seconds)}, {tokens / seconds:,.0f} tokens/s by {world} processes."
+            f"{duration(seconds)}, {tokens / seconds:,.0f} tokens/s{by}."
         )
         progress.say(f"Next: trailmark generate {settings.model} --memory {settings.memory} --prompt ...")
 

@@ -82,12 +82,13 @@ def by_main(action: Callable[[], Result]) -> Result:
             answer[0] = action()
         except Exception as error:  # the others wait for an answer
             failed = error
-            answer[1] = error if isinstance(error, ValueError) else _told(0, error)
+            # in words: an error of another class may not survive the way
+            answer[1] = str(error) if isinstance(error, ValueError) else _told(0, error)
     _distributed().broadcast_object_list(answer, src=0, device=_device())
     if failed is not None:
         raise failed
     if answer[1] is not None:
-        raise answer[1] if isinstance(answer[1], ValueError) else ValueError(answer[1])
+        raise ValueError(answer[1])
     return answer[0]
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import gc
 import json
 import os
 import shutil
@@ -18,9 +17,9 @@ from tests.memory.tiers.test_tokens import LAST, MODELS
 from tests.models.tiny import block_recurrent, drt, hils, landmark, window_model
 from tests.torchrun import by_processes
 from tests.training.tiny import prose
-from trailmark import processes
+from trailmark import cli, processes
 from trailmark.byte_tokenizer import ByteTokenizer
-from trailmark.evaluation.parted_reading import PartedReader, parts_of, read_with_all
+from trailmark.evaluation.parted_reading import STRETCH, PartedReader, parts_of, read_with_all
 from trailmark.evaluation.reading import Reader
 from trailmark.evaluation.subject import Subject, load
 from trailmark.files import NoSpaceError
@@ -221,6 +220,7 @@ def test_chunks_that_are_gone_are_read_again(files: list[Path], tmp_path: Path) 
     size = (folder / FILE).stat().st_size
     os.truncate(folder / FILE, size // 2)
     made = readers(subject, files, folder, 2)
+    assert all(reader.whole for reader in made)  # asked by all before anyone writes
     for reader in made:
         reader.read()
     tokens = made[0].stretches[-1].end
@@ -242,6 +242,7 @@ def test_chunks_that_are_gone_are_read_again(files: list[Path], tmp_path: Path) 
         {"dtype": "float32"},
         {"record_shape": [4]},
         {"record_shape": [2, 1, 4, 2]},
+        "turned",
         {"sha256": []},
         {"sha256": ["x"]},
         "records",
@@ -258,7 +259,11 @@ def test_what_was_changed_in_a_part_is_named(change: Any, files: list[Path], tmp
     part = made[0].parts / "part-000003"
     path = part / manifest.NAME
     body = json.loads(path.read_text())
-    body["header"]["records"] = body["header"]["records"] | change if isinstance(change, dict) else change
+    records = body["header"]["records"]
+    if change == "turned":  # as many bytes
+        _, J, S, D = records["record_shape"]
+        change = {"record_shape": [2, 2 * J, S // 2, D]}
+    body["header"]["records"] = records | change if isinstance(change, dict) else change
     del body["sha256"]
     path.write_text(json.dumps(body | {"sha256": manifest.hash_body(body)}))
     with saved.hold(folder) as held, pytest.raises(ValueError, match=r"^parts: expected .*part-000003', got"):
@@ -294,8 +299,6 @@ def test_a_save_that_fails_leaves_every_chunk(
         patch.setattr(saved, "lock", lambda descriptor: True)
         with pytest.raises(NoSpaceError):
             join(made, held)
-    del made, reader
-    gc.collect()
     again = read_with(subject, files, folder, 2)
     assert all(reader.read_tokens == 0 for reader in again)
     verify(folder)
@@ -338,6 +341,22 @@ def test_processes_that_differ_are_named(
         monkeypatch.setattr(processes, "gathered", lambda value, answers=answers: next(answers))
         with pytest.raises(ValueError, match=said):
             read_with_all(reader)
+
+
+def test_one_process_goes_on_with_what_several_began(files: list[Path], tmp_path: Path) -> None:
+    subject, folder = subject_of("drt"), tmp_path / "together"
+    subject.model.save_pretrained(tmp_path / "model")
+    BYTES.save_pretrained(tmp_path / "model")
+    own, _ = readers(Subject.of(load(tmp_path / "model").model, BYTES, 4), files, folder, 2, stretch=STRETCH)
+    own.read()
+    assert own.parts.exists()
+    command = ["read", str(tmp_path / "model"), *map(str, files), "--memory", str(folder)]
+    with pytest.raises(SystemExit, match="1"):
+        cli.main([*command, "--trace", str(tmp_path / "trace.jsonl")])
+    assert own.parts.exists()
+    cli.main(command)
+    assert not own.parts.exists()
+    verify(folder)
 
 
 @pytest.mark.slow

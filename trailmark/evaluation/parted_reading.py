@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+import re
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,7 +27,16 @@ from trailmark.data.corpus import Tokens, tokenizer_fingerprint
 from trailmark.evaluation.subject import Subject
 from trailmark.files import HeldFolder, remove_folder
 from trailmark.memory import ChunkCache, manifest, saved
-from trailmark.memory.parts import Part, begin_part, lies_there, put_together, save_part, sign
+from trailmark.memory.parts import (
+    Part,
+    begin_part,
+    expect_quiet,
+    lies_there,
+    put_together,
+    records_of,
+    save_part,
+    sign,
+)
 from trailmark.memory.tiers.base import tier_named
 from trailmark.models.stretches import (
     begin_at,
@@ -37,10 +47,12 @@ from trailmark.models.stretches import (
     tokens_before_end,
     tokens_of_windows,
 )
-from trailmark.processes import by_main, expect_agreed, expect_shared, gathered, is_main, share_out
+from trailmark.processes import by_main, expect_agreed, expect_shared, gathered, share_out
 from trailmark.trace.texts import file_tokens
 from trailmark.untrusted import brief
 
+_TIERS = ("disk", "tokens")
+_PART = re.compile(r"part-([0-9]{6,18})")
 STRETCH = (
     1 << 17
 )  # tokens: a kill loses at most so many of each process; those read before them are few beside them
@@ -101,14 +113,16 @@ class PartedReader:
                 f"memory: expected a new one for several processes, there is one in {str(folder)!r}. Read on with one "
                 "process, or choose another --memory."
             )
+        if memory_tier not in _TIERS:
+            raise ValueError(
+                f"memory_tier: expected {' or '.join(map(repr, _TIERS))} for several processes, which write into one "
+                f"file, got {memory_tier!r}. Read with one process."
+            )
         self.subject, self.rank, self.world = subject, rank, world
         self.folder = folder = Path(os.path.abspath(folder))
         self.files = list(dict.fromkeys(os.path.realpath(path) for path in files))
         self.parts = parts_of(folder)
         self._tier, self._dtype, self._progress, self._stretch = memory_tier, memory_dtype, progress, stretch
-        numbers = {path: path.name.removeprefix("part-") for path in self.parts.glob("part-*")}
-        own = (path for path, number in numbers.items() if number.isdigit() and int(number) % world == rank)
-        self._whole = {path for path in own if lies_there(path, folder)}  # asked before anyone writes
         self.sources: list[dict[str, Any]] = []
         self.stretches: list[Stretch] = []
         """All of the text, once it was passed."""
@@ -133,22 +147,39 @@ class PartedReader:
 
     # --- each process ------------------------------------------------------------------------------------------
 
+    @cached_property
+    def whole(self) -> set[Path]:
+        """The folders of what this process has read before; to be asked before anyone writes.
+
+        Raises:
+            ValueError: one that was damaged.
+        """
+        found = ((path, _PART.fullmatch(path.name)) for path in self.parts.glob("part-*"))
+        own = (path for path, name in found if name and int(name[1]) % self.world == self.rank)
+        return {path for path in own if lies_there(path, self.folder)}
+
     def read(self) -> None:
         """Read the stretches of this process, but those that it read before.
 
         Raises:
             ValueError: no text; a part that another run left, or that was damaged; no space.
         """
-        cache: ChunkCache | None = None
-        stretch: Stretch | None = None
+        with contextlib.ExitStack() as stack:
+            self._read(stack)
+
+    def _read(self, stack: contextlib.ExitStack) -> None:
+        """``stack`` closes the memory of a stretch."""
+        stretch, cache = None, None
         for piece in self._pieces():
             begins = piece.first % self._chunk_size == 0
             if stretch is None or (begins and piece.first - stretch.first >= self._stretch):
                 if stretch is not None:
                     self._end(stretch, cache)
+                    stack.close()
                 stretch = Stretch(len(self.stretches), piece.first)
                 self.stretches.append(stretch)
-                cache = self._begin(stretch)
+                if (cache := self._begin(stretch)) is not None:
+                    stack.callback(_close, cache)
             stretch.end = piece.end
             stretch.digest.update(piece.tokens.tobytes())
             if cache is not None:
@@ -226,6 +257,11 @@ class PartedReader:
     def _folder(self, stretch: Stretch) -> Path:
         return self.parts / f"part-{stretch.number:06}"
 
+    @cached_property
+    def _planes(self) -> int:
+        planes: int = self._empty(None).memory.planes
+        return planes
+
     def _parts(self) -> list[Part]:
         S = self._chunk_size
         return [Part(self._folder(x), x.first // S, x.end // S - x.first // S) for x in self.stretches]
@@ -234,7 +270,7 @@ class PartedReader:
         """A cache for a stretch that is to be read by this process."""
         if stretch.number % self.world != self.rank:
             return None
-        if self._folder(stretch) in self._whole:
+        if self._folder(stretch) in self.whole:
             return None
         cache = self._begun_before(stretch.first, self._early)
         empty = self._empty(self.folder)
@@ -278,11 +314,16 @@ class PartedReader:
                 f"{stretch.number % self.world} read, got {brief(found.get(wrong[0]))}: another text or model, or "
                 f"other options. Remove {str(self.parts)!r} and read again, or choose another --memory."
             )
+        records_of(self._parts()[stretch.number], self._planes)
 
     # --- once all have read --------------------------------------------------------------------------------------
 
     def expect_parts(self) -> None:
-        """Raise a ValueError where a part is missing or of another text, named by the process whose it is."""
+        """Raise a ValueError where a part is missing or of another text, named by the process whose it is.
+
+        Or where a process of an earlier start still writes.
+        """
+        expect_quiet(self.folder)
         for stretch in self.stretches:
             if not os.path.lexists(self._folder(stretch) / manifest.NAME):
                 raise ValueError(
@@ -297,7 +338,7 @@ class PartedReader:
         Raises:
             ValueError: chunks that were damaged, named by their part.
         """
-        return sign(self.folder, self._parts(), self._empty(None).memory.planes, number, self.world)
+        return sign(self.folder, self._parts(), self._planes, number, self.world)
 
     def join(self, held: HeldFolder, sha256: Mapping[int, str]) -> ChunkCache:
         """In the first process: save the memory in its folder, which is ``held``, and remove the parts.
@@ -315,7 +356,7 @@ class PartedReader:
         carry_on(cache, self._begun_before(end, self._late), size)
         cache.notes["sources"] = self.sources
         cache.save(self.folder, held)
-        remove_folder(self.parts)
+        remove_parts(self.folder)
         return cache
 
 
@@ -323,6 +364,13 @@ def parts_of(folder: Path) -> Path:
     """Where processes that read a text into ``folder`` say which stretches of it are whole."""
     folder = Path(os.path.abspath(folder))
     return folder.with_name(folder.name + ".parts")
+
+
+def remove_parts(folder: Path) -> None:
+    """Remove what said which stretches of the memory in ``folder`` are whole; a folder with anything else stays."""
+    parts = parts_of(folder)
+    if parts.is_dir() and all(_PART.fullmatch(path.name) for path in parts.iterdir()):
+        remove_folder(parts)
 
 
 def read_with_all(reader: PartedReader) -> ChunkCache | None:
@@ -333,6 +381,8 @@ def read_with_all(reader: PartedReader) -> ChunkCache | None:
             folder.
     """
     expect_agreed(reader.agreed)
+    if wrong := next(filter(None, gathered(_find_whole(reader))), None):
+        raise ValueError(wrong)
     with contextlib.ExitStack() as stack:
         expect_shared("memory", reader.parts)
         held: list[HeldFolder] = []
@@ -344,9 +394,23 @@ def read_with_all(reader: PartedReader) -> ChunkCache | None:
         by_main(reader.expect_parts)
         sha256: dict[int, str] = {}
         share_out(range(reader.world), lambda numbers: (reader.sign(n) for n in numbers), sha256.update)
-        cache = reader.join(held[0], sha256) if is_main() else None
-        gathered(None)  # the others end when it is done
-    return cache
+        joined: list[ChunkCache] = []
+        by_main(lambda: joined.append(reader.join(held[0], sha256)))
+    return joined[0] if joined else None
+
+
+def _find_whole(reader: PartedReader) -> str | None:
+    """What is wrong with what the process has read before."""
+    try:
+        _ = reader.whole
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def _close(cache: ChunkCache) -> None:
+    if (store := cache.memory.store) is not None:
+        store.close()
 
 
 def _as_ids(tokens: Tokens, model: Any) -> torch.Tensor:

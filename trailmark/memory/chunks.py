@@ -139,8 +139,8 @@ class ChunkMemory:
         self.head_searches: dict[int, Any] = {}
         """Of each plane, its own copy of ``search``, for models whose heads search by themselves."""
         self.store: ChunkStore | None = None
-        self.opens: Callable[[RecordLayout], ChunkStore] | None = None
-        """Makes its store, of a memory that has no file of its own; who makes the memory sets it."""
+        self.own_store: Callable[[RecordLayout], ChunkStore] | None = None
+        """Makes the store of a memory that writes into a file which others write too; None: one of its tier."""
         self.base: tuple[ChunkMemory, int] | None = None  # of one row; so many of its chunks
         self.encoder: Encoder | None = None
         """Of a memory that keeps tokens, what makes keys and values of them; who makes the memory sets it."""
@@ -250,8 +250,8 @@ class ChunkMemory:
         layout = RecordLayout(tuple(records.shape[1:]), self.dtype or records.dtype, records.device)
         if self.encoder is not None:
             layout = RecordLayout(layout.shape, self.encoder.token_dtype, "cpu")
-        if self.opens is not None:
-            return self.opens(layout)
+        if self.own_store is not None:
+            return self.own_store(layout)
         path = None if self.folder is None else next_chunk_file(self.folder)
         return make_store(self.tier, layout, self.capacity * self.planes, path)
 

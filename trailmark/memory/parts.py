@@ -6,6 +6,8 @@ holds of it beside its records, and their SHA-256: so it is known to be whole, o
 
 from __future__ import annotations
 
+import contextlib
+import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -16,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trailmark.files import in_threads
+from trailmark.files import in_threads, lock
 from trailmark.memory import hashes, manifest, saved
 from trailmark.memory.chunks import ChunkMemory, MemorySize
 from trailmark.memory.hashes import Signed, pieces_of
@@ -25,7 +27,7 @@ from trailmark.memory.saved import Saved
 from trailmark.memory.schema import Expected, expect_record_shape, expect_tables, expect_tensors
 from trailmark.memory.snapshot import fill
 from trailmark.memory.tiers.disk import DiskStore
-from trailmark.memory.tiers.files import open_records, open_to_write
+from trailmark.memory.tiers.files import open_records
 from trailmark.settings import Settings, from_mapping, setting
 
 FILE = "chunks-1.bin"
@@ -57,7 +59,7 @@ class Records(Settings):
 
     @property
     def record_bytes(self) -> int:
-        return int(np.prod(self.record_shape, dtype=object)) * BYTES_OF[self.dtype]
+        return math.prod(self.record_shape) * BYTES_OF[self.dtype]
 
     @property
     def begin(self) -> int:
@@ -85,11 +87,11 @@ def begin_part(memory: ChunkMemory, first_chunk: int) -> None:
     """Have a memory, which is empty, write its chunks into the file in its folder, from ``first_chunk`` on."""
     assert memory.folder is not None
     file, first = memory.folder / FILE, first_chunk * memory.planes
-    memory.opens = lambda layout: DiskStore(file, *layout, first=first)
+    memory.own_store = lambda layout: DiskStore(file, *layout, before=first)
 
 
 def save_part(memory: ChunkMemory, size: MemorySize, folder: Path, header: dict[str, Any]) -> None:
-    """Say in ``folder`` what was written of a stretch, once it lies on the disk; the memory is closed.
+    """Say in ``folder`` what was written of a stretch, once it lies on the disk.
 
     Raises:
         ValueError: as :func:`trailmark.memory.saved.save`.
@@ -99,13 +101,11 @@ def save_part(memory: ChunkMemory, size: MemorySize, folder: Path, header: dict[
         assert isinstance(store, DiskStore)
         store.sync()
         dtype = str(store.dtype).removeprefix("torch.")
-        records = Records(store.first, size.records, store.record_shape, dtype)
+        records = Records(store.before, size.records, store.record_shape, dtype)
         ranges = [[x - records.begin for x in records.within(block)] for block in records.blocks()]
         digests = tuple(hashes.digest(store.pieces, begin, end) for begin, end in ranges)
         told = asdict(replace(records, sha256=digests))
     saved.save(folder, memory.tables(size), header | {"records": told}, None, 0)
-    if store is not None:
-        store.close()
 
 
 def lies_there(part: Path, folder: Path) -> bool:
@@ -121,11 +121,12 @@ def lies_there(part: Path, folder: Path) -> bool:
 
 
 def _told(folder: Path) -> Records | None:
-    told = manifest.read(folder).header.get("records")
     try:
+        told = manifest.read(folder).header.get("records")
         records = None if told is None else from_mapping(Records, told)
-        if records is not None and len(records.sha256) != len(records.blocks()):
-            raise ValueError(f"sha256: expected {len(records.blocks())}, got {len(records.sha256)}")
+        blocks = range(0) if records is None else records.blocks()
+        if records is not None and len(records.sha256) != (count := blocks.stop - blocks.start):
+            raise ValueError(f"sha256: expected {count}, got {len(records.sha256)}")
     except ValueError as error:
         raise _other(folder, str(error)) from error
     return records
@@ -157,6 +158,16 @@ def records_of(part: Part, planes: int) -> Records | None:
 # --- all of them ------------------------------------------------------------------------------------------------
 
 
+def expect_quiet(folder: Path) -> None:
+    """Raise a ValueError where a process, perhaps of an earlier start, still writes into the file in ``folder``."""
+    with contextlib.suppress(FileNotFoundError), open_records(folder / FILE, 0, 1) as file:
+        if not lock(file.fileno()):
+            raise ValueError(
+                f"memory: expected that nothing else writes {str(folder / FILE)!r}, another process does. End what an "
+                "earlier start has left, and run the same command again."
+            )
+
+
 def sign(folder: Path, parts: Sequence[Part], planes: int, number: int, among: int) -> dict[int, str]:
     """The SHA-256 of those blocks of the file in ``folder`` whose number modulo ``among`` is ``number``.
 
@@ -182,15 +193,17 @@ def sign(folder: Path, parts: Sequence[Part], planes: int, number: int, among: i
     with open_records(file, 0, 1) as opened:
         pieces = pieces_of(opened.fileno(), file)
 
-        def signed(block: int) -> str:
+        def signed(block: int) -> tuple[str, list[Part]]:
             ends = [end for _, end, _ in own[block]]
             whole, each = hashes.digests_of_parts(pieces, block * hashes.BLOCK_BYTES, ends)
-            for (part, _, expected), found in zip(own[block], each, strict=True):
-                if found != expected:
-                    raise _other(part.folder, f"its chunks in {str(file)!r} are not as they were written")
-            return whole
+            found = zip(own[block], each, strict=True)
+            return whole, [part for (part, _, expected), digest in found if digest != expected]
 
-        return dict(zip(own, in_threads(signed, list(own)), strict=True))
+        all_signed = dict(zip(own, in_threads(signed, list(own)), strict=True))
+    if wrong := sorted({part.folder for _, parts in all_signed.values() for part in parts}):
+        more = f", as {', '.join(map(repr, map(str, wrong[1:])))} have" if wrong[1:] else ""
+        raise _other(wrong[0], f"its chunks in {str(file)!r} are not as they were written{more}")
+    return {block: whole for block, (whole, _) in all_signed.items()}
 
 
 def put_together(
@@ -225,8 +238,6 @@ def put_together(
         last = records
     if last is None:
         return size
-    with open_to_write(folder / FILE) as file:  # a reading that was stopped may have written more
-        file.truncate(last.end)
     joined = {
         name: torch.cat([x[name] for x in tables], dim=-2 if name == "landmarks" else -1)
         for name in ("records", "starts", "lengths", "landmarks")
@@ -237,6 +248,7 @@ def put_together(
     fill(memory, Saved(joined, {}, size.records, folder / FILE, shape, dtype, signed), joined, device)
     assert memory.store is not None
     memory.store.hold()
+    os.truncate(folder / FILE, last.end)  # a reading that was stopped may have written more
     return size
 
 

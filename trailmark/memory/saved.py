@@ -308,7 +308,7 @@ def _remove_unused(folder: Path, store: ChunkStore | None = None) -> None:
     Args:
         store: that was to be saved: its file may hold all there is of it, and some file systems have no locks.
     """
-    own = None if store is None or store.path is None else store.path.absolute()
+    own = store.path.name if store is not None and store.path is not None and store.lies_in(folder) else None
     shutil.rmtree(folder / UNFINISHED, ignore_errors=True)
     manifest = manifests.find(folder)
     used = set() if manifest is None else {manifest.state.file}
@@ -319,7 +319,7 @@ def _remove_unused(folder: Path, store: ChunkStore | None = None) -> None:
         if manifest is None and (folder / MANIFEST).exists():
             return  # it may be mended, or another version's: what it names is not known
         for path in list(folder.iterdir()):
-            unused = OURS.fullmatch(path.name) and path.name not in used and path.absolute() != own
+            unused = OURS.fullmatch(path.name) and path.name not in {*used, own}
             if unused and not _is_written(path):
                 path.unlink(missing_ok=True)
 

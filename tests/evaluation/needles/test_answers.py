@@ -44,10 +44,10 @@ from trailmark.statistics import wilson_interval
 
 CASES: list[tuple[str, dict[str, Any]]] = [
     ("drt", {"kind": "multi-key", "needles": 2, "distractors": 1}),
-    ("drt", {"kind": "hops", "distractors": 1, "landmarks": 2, "phases": "end", "questions": 1}),
+    ("drt", {"kind": "hops", "distractors": 1, "landmarks": 2, "phases": "end", "questions": 2}),
     # in the haystack of seed 0 two chunks are equal, and so are their scores
     ("wide", {"format": "sentences", "lengths": (700,), "landmarks": 2, "depths": (1.0,), "seed": 1}),
-    ("pretrained", {"format": "sentences", "lengths": (700,), "depths": (0.0,), "questions": 1}),
+    ("pretrained", {"format": "sentences", "lengths": (700,), "depths": (0.0,), "questions": 2}),
     ("rpt", {"format": "sentences", "lengths": (700,), "kind": "multi-value", "needles": 2}),
     ("drt", {"format": "paper", "kind": "multi-query", "needles": 2}),
     # questions of several lengths in one batch

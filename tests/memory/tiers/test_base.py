@@ -533,7 +533,7 @@ def test_records_reach_the_device_while_it_computes(tier: str, tmp_path: Path) -
 def test_several_stores_write_one_file_each_its_own_records(tmp_path: Path) -> None:
     whole = records(7)
     layout = (SHAPE, torch.float32, "cpu")
-    stores = [DiskStore(tmp_path / "chunks.bin", *layout, first=first) for first in (4, 0)]
+    stores = [DiskStore(tmp_path / "chunks.bin", *layout, before=first) for first in (4, 0)]
     for store, own in zip(stores, (whole[4:], whole[:4]), strict=True):
         for n in range(len(own)):  # in turns: a map made before is too short then
             store.write(n, own[n : n + 1])

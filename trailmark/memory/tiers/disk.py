@@ -54,8 +54,8 @@ class DiskStore(ChunkStore):
         path: the file; its folder is made. None: one in a temporary folder that goes with the store.
         count: records of an existing file to begin with, of which a manifest knows (``vouched``); 0: a new file.
         keep_free: bytes of the disk that no write takes.
-        first: of a new file that several stores write, each its own records: those of others before these. None: the
-            file is this store's alone.
+        before: of a new file that several stores write, each its own records: how many of others come before these.
+            None: the file is this store's alone.
 
     Raises:
         ValueError: for a file that is missing or shorter than ``count`` records, or that is in a new one's way.
@@ -74,16 +74,16 @@ class DiskStore(ChunkStore):
         device: torch.device | str,
         count: int = 0,
         keep_free: int = _KEEP_FREE,
-        first: int | None = None,
+        before: int | None = None,
     ) -> None:
         super().__init__(record_shape, dtype, device)
         require(count >= 0, "count", count, "a number of records, 0 for a new file")
-        require(first is None or not count, "first", first, "None for an existing file")
+        require(before is None or not count, "before", before, "None for an existing file")
         self._temporary = temporary_folder(self) if path is None else None
         self.path: Path = Path(path) if path is not None else Path(str(self._temporary)) / "chunks.bin"
         self.vouched = min(count, overwritten_from(self.path)) if count else 0
         self.keep_free = keep_free
-        self._shared, self.first = first is not None, first or 0
+        self._shared, self.before = before is not None, before or 0
         self._files = _Files()
         weakref.finalize(self, self._files.close)
         self._seen: tuple[int, ...] | None = None  # what the file was when it was opened for reading
@@ -168,7 +168,7 @@ class DiskStore(ChunkStore):
         step = max(1, PIECE_BYTES // self.record_bytes)
         for start in range(0, len(records), step):
             rows = records[start : start + step].to("cpu", self.dtype).contiguous()
-            place = (self.first + first + start) * self.record_bytes
+            place = (self.before + first + start) * self.record_bytes
             write_at(writer, bytes_of(rows).reshape(-1).data, place)
 
     def _give_up(self, first: int) -> None:
@@ -202,16 +202,16 @@ class DiskStore(ChunkStore):
     def _collect(self, wanted: Numbers, out: Bytes) -> None:
         if not len(wanted):
             return
-        mapped, wanted = self._mapped, wanted + self.first
+        mapped, wanted = self._mapped, wanted + self.before
         if mapped is None or int(wanted.max()) >= len(mapped.bytes):
-            end = self.first + self._count
+            end = self.before + self._count
             mapped = Mapped(self._descriptor(), end, self.record_bytes, private=False)
             self._mapped = mapped
         mapped.fetch(wanted)
         np.take(mapped.bytes, wanted, axis=0, out=out, mode="clip")  # "raise" would copy twice
 
     def pieces(self, start: int, stop: int) -> Iterator[memoryview]:
-        place = self.first * self.record_bytes
+        place = self.before * self.record_bytes
         while start < stop:
             read = os.pread(self._descriptor(), min(PIECE_BYTES, stop - start), place + start)
             if not read:
