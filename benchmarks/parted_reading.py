@@ -135,7 +135,7 @@ def speeds(size: str, folder: Path) -> dict[str, float]:
     }
 
 
-def end(folder: Path) -> dict[str, float]:
+def costs_at_end(folder: Path) -> dict[str, float]:
     """Of the demo's model: seconds a stretch for what is asked of all, and a byte of landmark vectors for the save."""
     torch.set_num_threads(1)
     subject, file = load(made("demo", folder / "model")), text(ENDED, folder / "text.txt")
@@ -236,7 +236,7 @@ def main() -> None:
         keep(options.output, "commands", [found[name] for name in CASES if name in found])
     if "paper" in parts:
         with tempfile.TemporaryDirectory(dir=Path.cwd()) as place:
-            at_end = end(Path(place))
+            at_end = costs_at_end(Path(place))
         keep(options.output, "paper", [row for size in ("demo", "d512") for row in on_paper(size, at_end)])
     print(f"Numbers: {options.output}")
 

@@ -24,7 +24,7 @@ from trailmark.evaluation.reading import Reader
 from trailmark.evaluation.subject import Subject, load
 from trailmark.files import NoSpaceError
 from trailmark.memory import ChunkCache, hashes, manifest, saved
-from trailmark.memory.parts import FILE, records_of
+from trailmark.memory.parts import FILE, header_of, records_of
 from trailmark.memory.verification import verify
 from trailmark.models import causal_lm
 from trailmark.models.stretches import begin_at
@@ -196,7 +196,7 @@ def test_what_does_not_fit_is_found_before_anything_is_joined(files: list[Path],
         (tmp_path / "elsewhere").rename(part)
         chunks = folder / FILE
         content = bytearray(chunks.read_bytes())
-        content[records_of(made[0]._parts()[3], 1).begin] ^= 1
+        content[records_of(header_of(part), made[0]._part(made[0].stretches[3]), 1).begin] ^= 1
         chunks.write_bytes(content)
         with pytest.raises(
             ValueError, match=r"^parts: expected .*part-000003', got .* not as they were written"

@@ -31,6 +31,7 @@ from trailmark.memory.parts import (
     Part,
     begin_part,
     expect_quiet,
+    header_of,
     lies_there,
     put_together,
     records_of,
@@ -262,9 +263,9 @@ class PartedReader:
         planes: int = self._empty(None).memory.planes
         return planes
 
-    def _parts(self) -> list[Part]:
-        S = self._chunk_size
-        return [Part(self._folder(x), x.first // S, x.end // S - x.first // S) for x in self.stretches]
+    def _part(self, stretch: Stretch) -> Part:
+        first, end = stretch.first // self._chunk_size, stretch.end // self._chunk_size
+        return Part(self._folder(stretch), first, end - first)
 
     def _begin(self, stretch: Stretch) -> ChunkCache | None:
         """A cache for a stretch that is to be read by this process."""
@@ -306,7 +307,7 @@ class PartedReader:
 
     def _expect_of_this_text(self, stretch: Stretch) -> None:
         folder, expected = self._folder(stretch), self._header(stretch)
-        found = manifest.read(folder).header
+        found = header_of(folder)
         wrong = [name for name in expected if found.get(name) != expected[name]]
         if wrong:
             raise ValueError(
@@ -314,7 +315,7 @@ class PartedReader:
                 f"{stretch.number % self.world} read, got {brief(found.get(wrong[0]))}: another text or model, or "
                 f"other options. Remove {str(self.parts)!r} and read again, or choose another --memory."
             )
-        records_of(self._parts()[stretch.number], self._planes)
+        records_of(found, self._part(stretch), self._planes)
 
     # --- once all have read --------------------------------------------------------------------------------------
 
@@ -338,7 +339,7 @@ class PartedReader:
         Raises:
             ValueError: chunks that were damaged, named by their part.
         """
-        return sign(self.folder, self._parts(), self._planes, number, self.world)
+        return sign(self.folder, [*map(self._part, self.stretches)], self._planes, number, self.world)
 
     def join(self, held: HeldFolder, sha256: Mapping[int, str]) -> ChunkCache:
         """In the first process: save the memory in its folder, which is ``held``, and remove the parts.
@@ -350,8 +351,8 @@ class PartedReader:
             ValueError: chunks that are no whole ones of this model; no space.
         """
         model, cache = self.subject.model, self._empty(self.folder)
-        expected = model._expected_state()
-        size = put_together(cache.memory, self.folder, self._parts(), sha256, model.device, expected)
+        parts, expected = [*map(self._part, self.stretches)], model._expected_state()
+        size = put_together(cache.memory, self.folder, parts, sha256, model.device, expected)
         end = self._recent[-1].end
         carry_on(cache, self._begun_before(end, self._late), size)
         cache.notes["sources"] = self.sources
@@ -386,9 +387,8 @@ def read_with_all(reader: PartedReader) -> ChunkCache | None:
     with contextlib.ExitStack() as stack:
         expect_shared("memory", reader.parts)
         held: list[HeldFolder] = []
-        by_main(
-            lambda: held.append(stack.enter_context(saved.hold(reader.folder)))
-        )  # before anyone writes there
+        # before anyone writes there
+        by_main(lambda: held.append(stack.enter_context(saved.hold(reader.folder))))
         reader.read()
         gathered(None)  # all have read
         by_main(reader.expect_parts)

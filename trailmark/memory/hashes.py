@@ -53,8 +53,7 @@ class Signed:
 
         def compare(block: int) -> None:
             begin, end = block * BLOCK_BYTES, self.end(block)
-            (digest,) = _digests(pieces, begin, (end,))
-            if digest != self.sha256[block]:
+            if digest(pieces, begin, end) != self.sha256[block]:
                 raise self.differs(block)
             more(end - begin)
 

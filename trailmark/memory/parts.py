@@ -116,16 +116,29 @@ def lies_there(part: Path, folder: Path) -> bool:
     """
     if not os.path.lexists(part / manifest.NAME):
         return False
-    records, file = _told(part), folder / FILE
+    records, file = _told(header_of(part), part), folder / FILE
     return records is None or (file.exists() and file.stat().st_size >= records.end)
 
 
-def _told(folder: Path) -> Records | None:
+def header_of(folder: Path) -> dict[str, Any]:
+    """What was said in the folder of a stretch, see :func:`save_part`.
+
+    Raises:
+        ValueError: it was damaged.
+    """
     try:
-        told = manifest.read(folder).header.get("records")
-        records = None if told is None else from_mapping(Records, told)
-        blocks = range(0) if records is None else records.blocks()
-        if records is not None and len(records.sha256) != (count := blocks.stop - blocks.start):
+        return manifest.read(folder).header
+    except ValueError as error:
+        raise _other(folder, str(error)) from error
+
+
+def _told(header: dict[str, Any], folder: Path) -> Records | None:
+    if (told := header.get("records")) is None:
+        return None
+    try:
+        records = from_mapping(Records, told)
+        blocks = records.blocks()
+        if len(records.sha256) != (count := blocks.stop - blocks.start):
             raise ValueError(f"sha256: expected {count}, got {len(records.sha256)}")
     except ValueError as error:
         raise _other(folder, str(error)) from error
@@ -139,16 +152,16 @@ def _other(folder: Path, reason: str) -> ValueError:
     )
 
 
-def records_of(part: Part, planes: int) -> Records | None:
-    """What the folder of a stretch says of its records; None: it has no whole chunk.
+def records_of(header: dict[str, Any], part: Part, planes: int) -> Records | None:
+    """What ``header``, that of a stretch's folder, says of its records; None: it has no whole chunk.
 
     Args:
         planes: records of a chunk.
 
     Raises:
-        ValueError: no such folder, or records of other chunks.
+        ValueError: records of other chunks, or what says nothing of records.
     """
-    records = _told(part.folder)
+    records = _told(header, part.folder)
     found = (part.first * planes, 0) if records is None else (records.first, records.count)
     if found != (expected := (part.first * planes, part.chunks * planes)):
         raise _other(part.folder, f"records: expected {expected[1]} from {expected[0]} on, got {found}")
@@ -182,7 +195,7 @@ def sign(folder: Path, parts: Sequence[Part], planes: int, number: int, among: i
     file = folder / FILE
     size = file.stat().st_size if file.exists() else 0
     for part in parts:
-        if (records := records_of(part, planes)) is not None:
+        if (records := records_of(header_of(part.folder), part, planes)) is not None:
             if records.end > size:
                 raise _other(part.folder, f"{str(file)!r} ends before its chunks do")
             for block, digest in zip(records.blocks(), records.sha256, strict=True):
@@ -228,7 +241,8 @@ def put_together(
     tables: list[dict[str, Tensor]] = []
     size, last = MemorySize(np.zeros(1, np.int64), 0), None
     for part in parts:
-        records, tensors = records_of(part, memory.planes), saved.load(part.folder).tensors
+        there = saved.load(part.folder)
+        records, tensors = records_of(there.header, part, memory.planes), there.tensors
         _expect_chunks(part, tensors, records, last, memory, expected)
         if records is None:
             continue

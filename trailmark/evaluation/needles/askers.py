@@ -131,9 +131,9 @@ class MemoryAsker:
     ) -> None:
         self.model, self.chunk_size = model, chunk_size
         self.new_cache, self.memory_folder = new_cache, memory_folder
-        self.shares = shared and model.can_be_planted
-        if chunks is not None and self.shares:
-            self.shares = chunks > model.chunks_in_sight(chunk_size)
+        self.shares = (
+            shared and model.can_be_planted and (chunks is None or chunks > model.chunks_in_sight(chunk_size))
+        )
 
     def reading(
         self, haystack: Haystack, cost: ReadingCost, progress: Progress

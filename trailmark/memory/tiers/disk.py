@@ -127,11 +127,8 @@ class DiskStore(ChunkStore):
                 f"memory_folder: expected a chunk file that nothing else writes, {path!r} is being written by "
                 "another process or cache. Close that one, or load the memory with memory_tier='host'."
             )
-        if self._shared:
-            changed = False
-        else:
-            changed = os.fstat(writer.fileno()).st_size > 0 if new else stamp(writer) != self._seen
-        if changed:
+        changed = os.fstat(writer.fileno()).st_size > 0 if new else stamp(writer) != self._seen
+        if changed and not self._shared:
             writer.close()
             raise ValueError(
                 f"memory_folder: expected {path!r} as it was when this cache opened it, something else has "
