@@ -55,7 +55,23 @@ STAGES = (
     Stage("long", NEEDLE_LENGTH, 300),
 )
 ANSWER_WEIGHT = 100  # an answer's tokens are one in 25 of a short text's, one in 100 of a long one's
-TASKS = {"single": 1, "2-hop": 2}  # hops
+
+
+@dataclass(frozen=True)
+class Task:
+    """What is hidden, and the rows that learn to find it."""
+
+    hops: int
+    landmarks: int = 1  # between question and answer; the paper's tasks have one
+    rows: tuple[str, ...] = NAMES
+
+
+TASKS = {
+    "single": Task(1),
+    "2-hop": Task(2),
+    # a second group of layers sees what the first one found only a landmark later
+    "2-hop, two landmarks": Task(2, 2, ("DRT x2", "DRT x1")),
+}
 # arXiv 2410.01651, Table 2, 2-hop NIAH at 16K and 64K, in percent; single NIAH stands in compare_rows.py
 TWO_HOPS = {
     "Base": (0.71, 0.0),
@@ -70,7 +86,7 @@ def trained(name: str, task: str, seed: int, folder: Path, progress: Progress) -
     """The folder of each stage's model, by the stage."""
     made: dict[str, Path] = {}
     for stage in STAGES:
-        own = task if stage.needles else "both"
+        own = folder_name(task) if stage.needles else "both"
         output = folder / f"{folder_name(name)}-{seed}-{own}-{stage.name}"
         changes = [
             f"output={output}", f"training.steps={stage.steps}", f"training.context_length={stage.length}",
@@ -80,7 +96,8 @@ def trained(name: str, task: str, seed: int, folder: Path, progress: Progress) -
         if name == "Landmark":  # for the landmarks that come early, too
             changes.append("model.max_position_embeddings=1152")
         if stage.needles:
-            changes += ["data.task=niah", "data.early_landmarks=0.1", f"data.hops={TASKS[task]}"]
+            changes += ["data.task=niah", "data.early_landmarks=0.1", f"data.hops={TASKS[task].hops}"]
+            changes.append(f"data.num_landmarks={TASKS[task].landmarks}")
             changes += [f"data.answer_weight={ANSWER_WEIGHT}", f"init_from={[*made.values()][-1]}"]
         else:
             changes += ["data.task=text", "data.early_landmarks=0"]
@@ -101,12 +118,13 @@ def measure(name: str, task: str, seed: int, folder: Path, factors: Sequence[int
     histories = {stage: read_json(output / HISTORY_FILE) for stage, output in made.items()}
     subject = load(made["long"])
     text = tokenize(standard_library_texts("haystack"), load_tokenizer("bytes"))
-    kind = "single" if TASKS[task] == 1 else "hops"
+    kind = "single" if TASKS[task].hops == 1 else "hops"
     results = []
     for factor in factors:
         settings = NeedleSettings(
-            (factor * NEEDLE_LENGTH,), kind, questions=QUESTIONS, protocol="paper-table-2", seed=seed
-        )
+            (factor * NEEDLE_LENGTH,), kind, landmarks=TASKS[task].landmarks, questions=QUESTIONS,
+            protocol="paper-table-2", seed=seed,
+        )  # fmt: skip
         (found,) = ask(subject, settings, text)
         found.pop("asked", None)
         results.append({"factor": factor} | found)
@@ -129,7 +147,7 @@ def text() -> str:
     found = kept()
     if not found:
         return "Nothing was measured yet."
-    found.sort(key=lambda r: (r["task"] != "single", NAMES.index(r["row"]), r["seed"]))
+    found.sort(key=lambda r: ([*TASKS].index(r["task"]), NAMES.index(r["row"]), r["seed"]))
 
     def at(factor: int, field: str = RIGHT) -> Column:
         def shown(row: Row) -> str:
@@ -142,7 +160,8 @@ def text() -> str:
         def shown(row: Row) -> str:
             own = ROWS[row["row"]].paper
             single = own.needles_16k, own.needles_64k
-            value = (single if row["task"] == "single" else TWO_HOPS.get(row["row"], (None, None)))[place]
+            known = {"single": single, "2-hop": TWO_HOPS.get(row["row"])}.get(row["task"])
+            value = known[place] if known else None
             return "-" if value is None else f"{value:.1f} %"
 
         return shown
@@ -173,7 +192,7 @@ def main() -> None:
     start_again_set_up()
     for seed in options.seeds:
         for task in options.tasks if not options.part else ():
-            for name in options.rows:
+            for name in (each for each in options.rows if each in TASKS[task].rows):
                 if not any((r["row"], r["task"], r["seed"]) == (name, task, seed) for r in kept()):
                     row = measure(name, task, seed, options.folder, options.factors)
                     write_json(OUTPUT, {"results": [*kept(), row]})

@@ -318,34 +318,29 @@ def _drawing(plain: Any, value: str) -> Any:
     return draw
 
 
-@pytest.mark.parametrize("kind", ["single", "hops"])
+@pytest.mark.parametrize(("kind", "landmarks"), [("single", 1), ("hops", 1), ("hops", 2)])
 @torch.no_grad()
-def test_the_papers_protocol_looks_at_one_token(kind: str, tmp_path: Path) -> None:
+def test_the_papers_protocol_looks_at_one_token(kind: str, landmarks: int, tmp_path: Path) -> None:
     """All before it given: the first token of a passkey; the last of the path's second value."""
     subject = subject_of("drt")
     length = LENGTH if kind == "single" else 420
-    settings = NeedleSettings(lengths=(length,), kind=kind, protocol="paper-table-2", questions=2)
+    asked_so: dict[str, Any] = {"lengths": (length,), "kind": kind, "landmarks": landmarks, "questions": 2}
+    settings = NeedleSettings(**asked_so, protocol="paper-table-2")
     record = record_of(tmp_path, subject)
     (result,) = run(subject, settings, TEXT, record)
     lines = record.generations(result)
-    asking_for = NeedleSettings(
-        lengths=(length,),
-        kind=kind,
-        format="paper",
-        needles=1 if kind == "single" else 2,
-        questions=2,
-        phases="end",
-    )
+    needles = 1 if kind == "single" else 2
+    asking_for = NeedleSettings(**asked_so, format="paper", needles=needles, phases="end")
     task = task_of(asking_for, 5)
     assert task.num_needles == (1 if kind == "single" else 4)
     expected = asked(subject, asking_for, task, subject.model.chunks_in_sight(S))
     model = subject.model
     for line, (ids, _, question) in zip(lines, expected, strict=True):
         cue = tokenize([" is"], BYTES).tolist()
-        place = question.landmarks[0]
+        place, last = question.landmarks[0], len(question.prompt) - 1
         assert question.prompt[place + 1 :].tolist() == cue  # the landmark right before it
+        assert question.landmarks[1:] == (last,) * (landmarks - 1)  # a second one right behind it
         assert line["phase"] == S  # of a full chunk
-        assert len(question.landmarks) == 1
         at = 0 if kind == "single" else 10
         assert len(question.answer) == (5 if kind == "single" else 11)
         whole = torch.cat([ids, torch.from_numpy(question.answer[:at])])

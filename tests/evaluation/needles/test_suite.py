@@ -234,6 +234,7 @@ def test_the_shortest_text(tmp_path: Path) -> None:
         ({"memory_folder": Path("x")}, "memory_folder: expected none for memory_tier 'device'"),
         ({"protocol": "paper-table-2", "distractors": 4}, "distractors: expected 0 for protocol"),
         ({"protocol": "paper-table-2", "kind": "hops", "hops": 3}, "hops: expected 2 for protocol"),
+        ({"protocol": "paper-table-2", "landmarks": 2}, "landmarks: expected 1 for protocol"),
         ({"protocol": "paper-table-2", "format": "marks"}, "format: expected 'paper' for protocol"),
         ({"protocol": "paper-table-2", "phases": "any"}, "phases: expected 'end' for protocol"),
         ({"protocol": "paper-table-2", "straddle": False}, "straddle: expected True for protocol"),

@@ -161,7 +161,8 @@ class NeedleSettings(Settings):
         expected |= {"values": (None, "tokens"), "kind": ("single", "hops")}
         expected |= {"phases": ("end",), "straddle": (None, True), "chat": (False,)}
         if self.kind == "hops":
-            expected |= {"hops": (2,), "needles": (1, 2)}  # 1, the default, becomes the protocol's 2 chains
+            # 1 needle, the default, becomes the protocol's 2 chains; the paper's texts have one landmark
+            expected |= {"hops": (2,), "needles": (1, 2), "landmarks": (1, 2)}
         for name, allowed in expected.items():
             if (value := getattr(self, name)) not in allowed:
                 shown = " or ".join(repr(x) for x in allowed if x is not None)
