@@ -163,8 +163,6 @@ def _table_2() -> Iterator[Row]:
             twin = (
                 f"python benchmarks/table_2.py --tasks {asked}" if asked else "python benchmarks/summaries.py"
             )
-            if asked == "2-hop":  # of which the paper has no RPT; it was trained here with the hashed encoder
-                own = own.replace("MiniLM", "hash encoder")
             part = ("table_2", "results", own, asked) if asked else ("summaries", "results", own)
             yield Row("Table 2", f"{task}: {name}", train(file, *changes), needs, twin, part)
 
