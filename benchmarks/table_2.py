@@ -189,6 +189,11 @@ def main() -> None:
     )
     parser.add_argument("--folder", type=Path, default=FOLDER)
     options = parser.parse_args()
+    learns = {name for task in options.tasks for name in TASKS[task].rows}
+    if options.rows != list(NAMES) and (others := set(options.rows) - learns):
+        parser.error(
+            f"--rows: {', '.join(sorted(others))} is trained for none of {', '.join(options.tasks)}."
+        )
     start_again_set_up()
     for seed in options.seeds:
         for task in options.tasks if not options.part else ():
