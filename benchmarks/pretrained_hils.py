@@ -280,7 +280,8 @@ def reading(options: argparse.Namespace, progress: Progress) -> dict[str, Any]:
     return found
 
 
-READER = ("reading=windows", "summary_tokens=1", f"far_distance={APART}", "num_retrieved_chunks=4")
+READER = ("reading=windows", "summary_tokens=1", f"far_distance={APART}")
+READ = 4  # chunks that a token reads in a layer
 
 
 def reader(options: argparse.Namespace, progress: Progress) -> dict[str, Any]:
@@ -289,19 +290,28 @@ def reader(options: argparse.Namespace, progress: Progress) -> dict[str, Any]:
     models = {"as converted": hils_of(options.folder, far_base(options.folder)), "taught": hils}
     asked, rows, (near, *_) = Needles(options, progress), list[dict[str, Any]](), options.needles
     trained_length = load_run_config(taught / "run.yaml").training.context_length
-    found = {"rows": rows, "fields": READER, "trained_length": trained_length} | _training(taught)
+    found = {"rows": rows, "fields": READER, "chunks": READ, "trained_length": trained_length} | _training(
+        taught
+    )
     known, texts_of = Losses(options.folder / "losses.json", progress), KINDS_OF_TEXT | {"books": books}
     texts = {kind: of(_tokenizer(options), near) for kind, of in texts_of.items()}
     own = named(taught, WINDOW)
     found["short"] = on_short_texts(known, _base(options), own, texts, WINDOW // 2, "taught")
-    cases = [(near, together, options.questions, models, False) for together in (TOGETHER, 1)]
-    cases += [(near, 1, options.singles, models, True)]
-    cases += [(length, 1, options.few, models, False) for length in options.far]
-    cases += [(length, 1, options.few, {"taught": hils}, False) for length in options.longest]
-    for length, together, questions, asked_ones, chat in cases:
+    alone = {"taught": hils}
+    cases = [(near, together, options.questions, models, False, READ) for together in (TOGETHER, 1)]
+    cases += [(near, 1, options.singles, models, True, READ)]
+    cases += [(length, 1, options.few, models, False, READ) for length in options.far]
+    cases += [(length, 1, options.few, alone, False, READ) for length in options.longest]
+    cases += [
+        (length, 1, options.few, alone, False, fewer)
+        for fewer in options.fewer
+        for length in (*options.far, *options.longest)
+    ]
+    for length, together, questions, asked_ones, chat, chunks in cases:
         for model, folder in asked_ones.items():
-            row = asked.ask(folder, READER, length, chat, together, questions)
-            rows.append({"model": model, "together": together, "chat": chat} | row)
+            fields = (*READER, f"num_retrieved_chunks={chunks}")
+            row = asked.ask(folder, fields, length, chat, together, questions)
+            rows.append({"model": model, "together": together, "chat": chat, "chunks": chunks} | row)
             keep(options.output, "reader", found)
     return found
 
@@ -442,6 +452,13 @@ def main() -> None:
         nargs="*",
         default=(),
         help="at which one model alone is asked, in the parts reading and reader",
+    )
+    parser.add_argument(
+        "--fewer",
+        type=int,
+        nargs="*",
+        default=(),
+        help=f"chunks that a token reads in place of {READ} at the lengths of --far and --longest, in the part reader",
     )
     parser.add_argument("--needles", type=int, nargs="+", default=(4096, 65_536), help="lengths of texts")
     parser.add_argument("--questions", type=int, default=100, help="about needles, at each length")

@@ -302,22 +302,31 @@ def _reading_summary() -> str:
         if row["kind"] == "LaTeX" and len(row["layers"]) == max(len(x["layers"]) for x in found["losses"])
     }
     reader = record("pretrained_hils")["reader"]["results"]
+    usual = reader["chunks"]
 
-    def said(model: str) -> str:
-        asked = (model, 1, False)
-        singles = [row for row in reader["rows"] if (row["model"], row["together"], row["chat"]) == asked]
+    def said(model: str, chunks: int) -> str:
+        asked = (model, 1, False, chunks)
+        singles = [
+            row
+            for row in reader["rows"]
+            if (row["model"], row["together"], row["chat"], row["chunks"]) == asked
+        ]
         shares = (
             f"{row['correct']} of {row['questions']} times in {row['length']:,} tokens" for row in singles
         )
         return ", ".join(shares)
 
+    fewer = "".join(
+        f" (where a token reads {chunks} chunks in place of {usual}, {said('taught', chunks)})"
+        for chunks in sorted({row["chunks"] for row in reader["rows"]} - {usual})
+    )
     minutes = reader["trained_seconds"] / 60
     return (
         "Set to `reading=windows`, a text passes through windows alone on its way into memory, and what is asked "
         f"chooses: in the last {found['asked']:,} of {found['length']:,} tokens {ways['windows']} comes back, where "
         f"{ways['chooses']} does with every token choosing. Taught on texts of {reader['trained_length']:,} tokens for "
         f"{minutes:.0f} minutes of a core ([its additions](models/smollm2-135m-reader/README.md)), it completes one "
-        f"sentence about a name {said('taught')}; before, {said('as converted')}."
+        f"sentence about a name {said('taught', usual)}{fewer}; before, {said('as converted', usual)}."
     )
 
 
@@ -504,14 +513,15 @@ def hils_reader_text() -> str:
 
 
 def _hils_reader_text(found: Row) -> str:
-    columns: Columns = {"model": "{model}", "needles": "{together}"}
+    columns: Columns = {"model": "{model}", "needles": "{together}", "chunks": "{chunks}"}
     # speeds were measured beside other work
     columns |= _ASKED | {
         name: of for name, of in _NEEDLES_OF_HILS.items() if name not in ("model", "tokens/s")
     }
     minutes = found["trained_seconds"] / 60
     return (
-        f"**A reader** (`--far-layers 7`, `{' '.join(found['fields'])}`): sentences in a book, each of which is to be "
+        f"**A reader** (`--far-layers 7`, `{' '.join(found['fields'])}`, and `num_retrieved_chunks` as *chunks* says): "
+        "sentences in a book, each of which is to be "
         "completed, or asked for through the chat template, which the training did not show. *Taught*: adapters (rank "
         f"8) on {found['trained_tokens']:,} tokens in texts of {found['trained_length']:,}, all of which hold facts "
         f"and questions in other words than these, in {minutes:.0f} minutes of a core, one seed:\n\n"
