@@ -12,6 +12,7 @@ paper's words with a landmark right before " is", the likeliest token at one pla
 passkey's first token, or of two hops (two chains, four needles) the last token of the second value. That is easier
 three times over: one token instead of all; the first hop's value is given, so that the second can be looked up by it;
 and four needles fit at once into the 8 chunks that are retrieved, so that none has to be told from others.
+A second landmark, behind " is", may be asked for; the paper has none there.
 ``exact_accuracy`` beside it says how often all tokens of the answer are right.
 """
 
