@@ -29,7 +29,7 @@ def _known(part: str, name: str = "learning") -> Iterator[tuple[str, Row]]:
 
 
 def _seeds(by_seed: Row) -> str:
-    return "1 seed" if len(by_seed) == 1 else f"{len(by_seed)} seeds"
+    return "1 seed," if len(by_seed) == 1 else f"{len(by_seed)} seeds, each"
 
 
 def _of_mean(by_seed: Row) -> str:
@@ -58,7 +58,7 @@ def losses_text() -> str:
         step = found["step_tokens"]
         of_fit = found.get("fit_step_tokens", step)
         text = (
-            f"The retriever begins {_BEGINS[begin]}. {_seeds(found['weights'])}, each fitted on "
+            f"The retriever begins {_BEGINS[begin]}. {_seeds(found['weights'])} fitted on "
             f"{fit_steps * of_fit:,} tokens, its retriever then trained on {steps * step:,}. Texts of "
             f"{found['length']:,} tokens, of which the last {found['counted']:,} are counted, and a window of "
             f"{found['window']}; nats, shares and 95% "
@@ -84,7 +84,7 @@ def longer_text() -> str:
         rows = sorted(found["rows"], key=lambda row: (row["kind"], list(_CHOICES).index(row["chunks"])))
         (steps,) = set(found["steps"].values())
         text = (
-            f"The retriever begins {_BEGINS[begin]}. {_seeds(found['steps'])}, each trained on "
+            f"The retriever begins {_BEGINS[begin]}. {_seeds(found['steps'])} trained on "
             f"{steps * found['step_tokens']:,} tokens; nats and 95% intervals over texts{_of_mean(found['steps'])}.\n\n"
             f"{table(columns, rows)}"
         )
@@ -212,6 +212,6 @@ def summary_text() -> str:
     return (
         "- **Real text**: in SmolLM2-135M, its memory fitted first, a retriever that learned from the loss alone gives "
         f"back more than random chunks do of what a window loses to full attention: {gained}, as a share with 95% "
-        f"intervals ({_seeds(found['weights'])}). A small model trained from nothing on text does not learn it "
+        f"intervals ({len(found['weights'])} seeds). A small model trained from nothing on text does not learn it "
         "([docs/learning-to-retrieve.md](docs/learning-to-retrieve.md))."
     )
