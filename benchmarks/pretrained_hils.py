@@ -290,9 +290,8 @@ def reader(options: argparse.Namespace, progress: Progress) -> dict[str, Any]:
     models = {"as converted": hils_of(options.folder, far_base(options.folder)), "taught": hils}
     asked, rows, (near, *_) = Needles(options, progress), list[dict[str, Any]](), options.needles
     trained_length = load_run_config(taught / "run.yaml").training.context_length
-    found = {"rows": rows, "fields": READER, "chunks": READ, "trained_length": trained_length} | _training(
-        taught
-    )
+    about = {"fields": READER, "chunks": READ, "trained_length": trained_length}
+    found = {"rows": rows} | about | _training(taught)
     known, texts_of = Losses(options.folder / "losses.json", progress), KINDS_OF_TEXT | {"books": books}
     texts = {kind: of(_tokenizer(options), near) for kind, of in texts_of.items()}
     own = named(taught, WINDOW)

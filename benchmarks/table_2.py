@@ -181,7 +181,7 @@ def text() -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("part", nargs="*", choices=[[], "tables"])
-    parser.add_argument("--rows", nargs="+", choices=NAMES, default=list(NAMES))
+    parser.add_argument("--rows", nargs="+", choices=NAMES, help="all by default")
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument(
@@ -189,15 +189,15 @@ def main() -> None:
     )
     parser.add_argument("--folder", type=Path, default=FOLDER)
     options = parser.parse_args()
-    learns = {name for task in options.tasks for name in TASKS[task].rows}
-    if options.rows != list(NAMES) and (others := set(options.rows) - learns):
+    names, learn = options.rows or NAMES, {name for task in options.tasks for name in TASKS[task].rows}
+    if others := set(options.rows or ()) - learn:
         parser.error(
             f"--rows: {', '.join(sorted(others))} is trained for none of {', '.join(options.tasks)}."
         )
     start_again_set_up()
     for seed in options.seeds:
         for task in options.tasks if not options.part else ():
-            for name in (each for each in options.rows if each in TASKS[task].rows):
+            for name in (each for each in names if each in TASKS[task].rows):
                 if not any((r["row"], r["task"], r["seed"]) == (name, task, seed) for r in kept()):
                     row = measure(name, task, seed, options.folder, options.factors)
                     write_json(OUTPUT, {"results": [*kept(), row]})
