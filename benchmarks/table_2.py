@@ -156,6 +156,13 @@ def text() -> str:
 
         return shown
 
+    def read(factor: int) -> Column:
+        def shown(row: Row) -> str:
+            hops = [x["recall_by_hop"] or () for x in row["results"] if x["factor"] == factor]
+            return ", ".join(f"{share:.2f}" for of_each in hops for share in of_each) or "-"
+
+        return shown
+
     def paper(place: int) -> Column:
         def shown(row: Row) -> str:
             own = ROWS[row["row"]].paper
@@ -169,7 +176,7 @@ def text() -> str:
     columns: Columns = {"task": "{task}", "row": "{row}", "seed": "{seed}", "parameters": "{parameters:,}"}
     columns |= {"learned at": "{learned:,}", "in training": "{training_accuracy:.2f}"}
     columns |= {f"{factor * NEEDLE_LENGTH:,}": at(factor) for factor in FACTORS}
-    columns |= {"chunk read, 1x": at(1, "{recall:.2f}"), "chunk read, 64x": at(64, "{recall:.2f}")}
+    columns |= {"chunk read, 1x": read(1), "chunk read, 64x": read(64)}
     columns |= {
         "whole value, 1x": at(1, "{exact_accuracy:.2f}"),
         "paper, 1x": paper(0),
