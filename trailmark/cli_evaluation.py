@@ -27,7 +27,7 @@ from trailmark.settings import (
 def evaluate(context: typer.Context, **given: Any) -> None:
     """Needles, perplexity, retrieval, summaries and cost, with intervals. The same command goes on where it stopped."""
     from trailmark.evaluation.evaluate import evaluate as run
-    from trailmark.processes import is_main, leave, part
+    from trailmark.processes import is_main, together
     from trailmark.report.console import Progress
     from trailmark.report.tables import result_table
 
@@ -36,17 +36,17 @@ def evaluate(context: typer.Context, **given: Any) -> None:
     for suite in suites().values():
         options |= from_options(suite.settings, given)
     command = shlex.join(["trailmark", *context.obj])
-    written = []
-    for found in run(Request(**from_options(Request, given)), options, command, progress.say, progress.show):
-        names = ", ".join(subject.name for subject in found.subjects)
-        table = result_table(found.suite, found.results, found.subjects[0].train_length)
-        progress.say(f"\n{found.suite.name} of {names}\n\n{table}")
-        written.append(found.record.path)
-    folders = dict.fromkeys(str(path.parent) for path in written)
-    progress.say("\nNumbers: " + ", ".join(map(str, written)))
-    progress.say(f"Next: trailmark report {shlex.join(folders)} -o report.html")
-    if part():
-        leave()
+    with together():
+        written = []
+        request = Request(**from_options(Request, given))
+        for found in run(request, options, command, progress.say, progress.show):
+            names = ", ".join(subject.name for subject in found.subjects)
+            table = result_table(found.suite, found.results, found.subjects[0].train_length)
+            progress.say(f"\n{found.suite.name} of {names}\n\n{table}")
+            written.append(found.record.path)
+        folders = dict.fromkeys(str(path.parent) for path in written)
+        progress.say("\nNumbers: " + ", ".join(map(str, written)))
+        progress.say(f"Next: trailmark report {shlex.join(folders)} -o report.html")
 
 
 def declare_options() -> None:

@@ -167,7 +167,7 @@ def by_first(action: Callable[[], Result]) -> Result:
 def share_out(
     work: Iterable[Piece],
     make: Callable[[Iterator[Piece]], Generator[Result, None, None]],
-    take: Callable[[Result], None],
+    take: Callable[[Result], object],
 ) -> None:
     """Have pieces of work made, by every process that shares it every n-th, and taken by the first, in their order.
 
@@ -188,7 +188,7 @@ def share_out(
             pass
 
 
-def _round(mine: Iterator[Result], take: Callable[[Result], None]) -> int:
+def _round(mine: Iterator[Result], take: Callable[[Result], object]) -> int:
     """One piece of each process; returns how many there were."""
     made: list[Result] = []
     failed: Exception | None = None

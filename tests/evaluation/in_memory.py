@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
+
+from trailmark.evaluation.record import Part
 
 
 class InMemory:
@@ -12,12 +14,9 @@ class InMemory:
     def __init__(self) -> None:
         self.written: list[Mapping[str, Any]] = []
 
-    def measure(
-        self,
-        asked: Mapping[str, Any],
-        work: Callable[[], Mapping[str, Any]],
-        lines: Callable[[], Sequence[Mapping[str, Any]]],
-    ) -> dict[str, Any]:
-        found = {**work(), "settings": dict(asked)}
-        self.written += lines()
-        return found
+    def measure_all(self, parts: Sequence[Part]) -> list[dict[str, Any]]:
+        results = []
+        for part in parts:
+            results.append({**part.work(), "settings": dict(part.settings)})
+            self.written += part.generations()
+        return results

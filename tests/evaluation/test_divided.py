@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,16 +11,26 @@ import pytest
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from tests.data.corpora import prose
+from tests.evaluation.yardsticks.test_yardsticks import babilong
 from tests.models.tiny import drt, landmark
 from tests.torchrun import by_processes
 from trailmark.byte_tokenizer import ByteTokenizer
+from trailmark.evaluation.evaluate import evaluate
+from trailmark.evaluation.suite import Request
 
 _OF_TIME = {
-    "environment", "seconds", "seconds_reading", "seconds_asking", "tokens_per_second", "resident_bytes", "command",
+    "environment", "seconds", "seconds_reading", "seconds_asking", "seconds_writing", "tokens_per_second",
+    "resident_bytes", "command",
 }  # fmt: skip
 _OF_WHAT_WAS_MISSING = {"cells_read_for", "tokens_read"}
 NEEDLES = ["--suite", "needles", "--format", "marks", "--questions", "5", "--depths", "0.2,0.7"]
 TEXT = ["--suite", "perplexity", "--max-tokens", "2000", "--lengths", "150,260"]
+BY_PARTS = {
+    "retrieval": ["--text", "text.txt", "--lengths", "400", "--texts", "3", "--sample", "4"],
+    "summarization": ["--pairs", "pairs.jsonl", "--max-new-tokens", "3"],
+    "lm-eval": ["--tasks", "ruler_fwe", "--limit", "1", "--lengths", "1200,1300"],
+    "yardstick": ["--benchmark", "babilong", "--data", "tasks"],
+}
 
 
 def saved(name: str, folder: Path) -> Path:
@@ -79,10 +89,25 @@ def test_several_processes_find_what_one_does(name: str, processes: int, tmp_pat
     assert results[0] == results[1]
 
 
-def test_what_is_not_shared_out_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: Callable[..., str], no_restart: None
-) -> None:
+@pytest.mark.parametrize("suite", BY_PARTS)
+@pytest.mark.slow
+def test_parts_are_shared_out(suite: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip({"summarization": "rouge_score", "lm-eval": "lm_eval"}.get(suite, "trailmark"))
+    monkeypatch.chdir(tmp_path)
+    model = saved("drt", tmp_path / "model")
+    (tmp_path / "text.txt").write_text(prose(1, 300))
+    babilong(tmp_path / "tasks")
+    documents = [{"document": prose(seed, 2), "summary": f"Story {seed}."} for seed in range(70)]
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(document) + "\n" for document in documents))
+    words = ["--suite", suite, *BY_PARTS[suite]]
+    one = measured(model, tmp_path / "one", 1, *words)
+    several = measured(model, tmp_path / "several", 2, *words)
+    assert len(one[suite]["results"]) >= 2
+    assert several == one
+
+
+def test_what_is_not_shared_out_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = saved("drt", tmp_path / "model")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    line = refused("evaluate", model, "--suite", "cost")
-    assert "expected one of needles, perplexity with 2 processes, got cost" in line
+    with pytest.raises(ValueError, match=r"^suite: expected one of .*retrieval.* with 2 processes, got cost"):
+        next(evaluate(Request((model,), suite=("cost",)), {}))

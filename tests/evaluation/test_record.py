@@ -16,7 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from tests.models.tiny import drt
 from trailmark.evaluation import record as module
-from trailmark.evaluation.record import Record, environment, identity, read_record, settings_id
+from trailmark.evaluation.record import Part, Record, environment, identity, read_record, settings_id
 from trailmark.files import read_json, write_json
 
 MODEL = {
@@ -57,6 +57,21 @@ def test_a_result_is_kept_at_once_and_not_measured_again(tmp_path: Path) -> None
     again.measure({"length": 9, "seed": 0}, lambda: {"accuracy": 1.0}, lambda: [{"text": "c"}])
     assert [line["text"] for line in again.generations(found)] == ["a", "b"]
     assert len(read_record(tmp_path / "needles.json")["environments"]) == 1
+
+
+def test_parts_are_kept_one_by_one_and_those_that_are_there_are_not_measured_again(tmp_path: Path) -> None:
+    def stop() -> dict[str, Any]:
+        raise KeyboardInterrupt
+
+    parts = [Part({"n": n}, lambda n=n: {"x": n}, lambda n=n: [{"text": str(n)}]) for n in range(3)]  # type: ignore[misc]
+    with pytest.raises(KeyboardInterrupt):
+        record(tmp_path).measure_all([parts[0], parts[1], Part({"n": 2}, stop)])
+    known = [Part(part.settings, must_not_run) for part in parts[:2]]
+    again = record(tmp_path)
+    found = again.measure_all([parts[2], *known, parts[2]])
+    assert [result["x"] for result in found] == [2, 0, 1, 2]
+    assert [again.generations(result)[0]["text"] for result in found] == ["2", "0", "1", "2"]
+    assert [result["x"] for result in read_record(tmp_path / "needles.json")["results"]] == [0, 1, 2]
 
 
 def test_another_environment_is_told_apart(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from trailmark.evaluation.subject import (
 )
 from trailmark.evaluation.suite import Request, Suite, Task, suite_named, suites
 from trailmark.models.card.files import refresh_card
-from trailmark.processes import connect, is_main, world_size
+from trailmark.processes import is_main, world_size
 from trailmark.settings import Settings, kinds_of
 
 
@@ -48,7 +48,8 @@ def evaluate(
 ) -> Iterator[Found]:
     """Measure every suite of every model; what one suite found is given when it is done, and kept before.
 
-    Results lie in ``output/<model>/<suite>.json``, of suites that compare models in ``output/<suite>.json``.
+    Results lie in ``output/<model>/<suite>.json``, of suites that compare models in ``output/<suite>.json``. Several
+    processes share the work inside :func:`trailmark.processes.together`.
 
     Args:
         options: settings by their names in the suites' settings; None: their defaults. A suite takes those that it has.
@@ -62,7 +63,6 @@ def evaluate(
     groups = _groups(models, [suite_named(name) for name in dict.fromkeys(request.suite)])
     _expect_divided([suite for _, chosen in groups for suite in chosen])
     settings = _settings([suite for _, chosen in groups for suite in chosen], options)
-    connect()
     names = dict(zip(models, names_of(models), strict=True))
     device = own_device(request.device)
     for paths, chosen in groups:

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import transformers
@@ -33,7 +33,7 @@ from trailmark.evaluation.tables import card_table
 from trailmark.files import expect_writable, write_json, write_text
 from trailmark.models.card.files import config_sha256, weights_sha256
 from trailmark.models.causal_lm import fingerprint
-from trailmark.processes import by_main
+from trailmark.processes import by_main, share_out
 from trailmark.settings import Settings, from_file, setting
 from trailmark.trained import RECORD_FORMAT, RECORD_KIND
 from trailmark.untrusted import brief, parse_json, read_bytes, read_json
@@ -41,6 +41,14 @@ from trailmark.untrusted import brief, parse_json, read_bytes, read_json
 _MOST_GENERATIONS = 4 << 30  # bytes of what a model wrote
 _OF_THE_COPY = ("name", "folder")  # what changes when a model is moved: it stays the same one
 _OWN_FIELDS = ("id", "settings", "environment", "seconds", "command")  # of a result: no suite's
+
+
+class Part(NamedTuple):
+    """What :meth:`Record.measure` is told of one result."""
+
+    settings: Mapping[str, Any]
+    work: Callable[[], Mapping[str, Any]]
+    generations: Callable[[], Sequence[Mapping[str, Any]]] = lambda: ()
 
 
 class Record:
@@ -102,19 +110,40 @@ class Record:
         """
         if (kept := self.find(settings)) is not None:
             return kept
-        began = time.perf_counter()
-        found = _json(work())
-        seconds = found.pop("seconds", time.perf_counter() - began)
-        assert not set(_OWN_FIELDS) & set(found), sorted(found)
-        lines, here = _json(generations()), environment(self.device)
-        assert not any("id" in line for line in lines)
-        return by_main(lambda: self._kept(_json(settings), found, seconds, lines, here))
+        made = self._made(Part(settings, work, generations))
+        return by_main(lambda: self._kept(*made))
+
+    def measure_all(self, parts: Sequence[Part]) -> list[dict[str, Any]]:
+        """The results of parts that need nothing of each other, each kept as :meth:`measure` does.
+
+        Processes that share a command's work (:func:`trailmark.processes.together`) take every n-th of those that are
+        missing.
+
+        Raises:
+            ValueError: a result could not be written; what another process raised.
+        """
+        by_id = {settings_id(part.settings): part for part in parts}
+        known = {result["id"] for result in by_main(lambda: self.results)}
+        missing = [part for number, part in by_id.items() if number not in known]
+        share_out(missing, lambda mine: (self._made(part) for part in mine), lambda made: self._kept(*made))
+        found = {result["id"]: result for result in by_main(lambda: self.results)}
+        return [found[settings_id(part.settings)] for part in parts]
 
     def generations(self, result: Mapping[str, Any]) -> list[dict[str, Any]]:
         """What the model wrote for one result."""
         return [line for line in _lines(self.generations_path) if line.get("id") == result["id"]]
 
     # --- inside ------------------------------------------------------------------------------------------------
+
+    def _made(self, part: Part) -> tuple[Any, ...]:
+        """What :meth:`_keep` takes."""
+        began = time.perf_counter()
+        found = _json(part.work())
+        seconds = found.pop("seconds", time.perf_counter() - began)
+        assert not set(_OWN_FIELDS) & set(found), sorted(found)
+        lines = _json(part.generations())
+        assert not any("id" in line for line in lines)
+        return _json(part.settings), found, seconds, lines, environment(self.device)
 
     def _open(self) -> dict[str, Any]:
         expect_writable("output", self.path.parent)

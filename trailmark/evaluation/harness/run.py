@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -14,7 +15,7 @@ from unittest.mock import patch
 
 from trailmark.data.corpus import tokenizer_fingerprint
 from trailmark.evaluation.harness.suite import HarnessSettings
-from trailmark.evaluation.record import Record
+from trailmark.evaluation.record import Part, Record
 from trailmark.evaluation.subject import Subject
 from trailmark.settings import nearest
 from trailmark.statistics import score_interval
@@ -60,7 +61,7 @@ def run(
                 f"lengths: expected at most the {longest:,} tokens that {subject.name!r} takes, got {length:,}."
             )
         ruler.expect_room(task, length, subject.tokenizer)
-    results = []
+    parts = []
     for task, length in cells:
         asked: dict[str, Any] = {
             "suite": "lm-eval",
@@ -74,8 +75,8 @@ def run(
             "tokenizer": tokenizer_fingerprint(subject.tokenizer),
         }
         cell = _Cell(subject, settings, task, length, manager, progress)
-        results.append(record.measure(asked, cell.measure, cell.written))
-    return results
+        parts.append(Part(asked, cell.measure, cell.written))
+    return record.measure_all(parts)
 
 
 def _harness() -> Any:
@@ -115,6 +116,7 @@ class _Cell:
             tempfile.TemporaryDirectory() as folder,
             ruler.few(self.task, settings.limit, self.progress),
             quiet(),
+            patch.dict(os.environ, LOCAL_RANK="0"),  # lm-eval tells no other process what it found
         ):
             manager = self.manager
             if self.length is not None:

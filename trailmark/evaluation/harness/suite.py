@@ -69,6 +69,7 @@ SUITE = register(
         title="lm-eval",
         settings=HarnessSettings,
         run=_run,
+        divided=True,
         about="Tasks of EleutherAI's lm-evaluation-harness, prompts and scores as there, read in a constant window. "
         "Intervals (95%) are over texts drawn again.",
         columns=(

@@ -32,7 +32,7 @@ from torch import Tensor
 from trailmark.data.draws import Draws
 from trailmark.data.neighbours.bm25 import Bm25, best_chunks
 from trailmark.evaluation.documents import Documents
-from trailmark.evaluation.record import Record
+from trailmark.evaluation.record import Part, Record
 from trailmark.evaluation.retrieval.suite import CASES, RetrievalSettings
 from trailmark.evaluation.subject import Subject
 from trailmark.models.with_retrieved import with_retrieved
@@ -77,7 +77,7 @@ def run(
             "suite": "retrieval", "length": length, "texts": len(starts), "sample": settings.sample,
             "text": text.fingerprint, "seed": settings.seed, "begin": subject.beginning,
         }  # fmt: skip
-        found = []
+        parts = []
         for number, start in enumerate(starts):
             name = f"retrieval, {length:,} tokens, text {number + 1} of {len(starts)}"
             work = partial(
@@ -91,7 +91,8 @@ def run(
                 number,
                 partial(_tell, progress, name),
             )
-            found.append(record.measure(cell | {"number": number}, work))
+            parts.append(Part(cell | {"number": number}, work))
+        found = record.measure_all(parts)
         results.append(record.measure(cell | {"number": None}, partial(_of_all, found)))
     return results
 

@@ -89,6 +89,7 @@ SUITE = register(
         title="Retrieval",
         settings=RetrievalSettings,
         run=_run,
+        divided=True,
         about="What tokens cost that read chunks out of more than are read at once: with the chunks that the model "
         "chooses, with others in their place, with one alone, and where a span of the text comes again.",
         columns=(

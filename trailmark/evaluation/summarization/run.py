@@ -20,7 +20,7 @@ from trailmark.data.batches import mix
 from trailmark.data.corpus import Tokens, padding_id, tokenize, tokenize_parts, tokenizer_fingerprint
 from trailmark.data.summarization import Pairs
 from trailmark.evaluation.protocols import PUBLISHED
-from trailmark.evaluation.record import Record
+from trailmark.evaluation.record import Part, Record
 from trailmark.evaluation.subject import Subject, generating_by
 from trailmark.evaluation.summarization.suite import PROTOCOL, SummarizationSettings
 from trailmark.statistics import bootstrap_mean
@@ -75,7 +75,7 @@ def run(
     }
     if writer.begin:
         asked["begin"] = writer.begin
-    blocks = []
+    parts = []
     for first in range(0, documents, _BLOCK):
         stop = min(documents, first + _BLOCK)
         block = _Block(range(first, stop), pairs, writer, scorer)
@@ -83,8 +83,8 @@ def run(
         def tell(done: int, first: int = first) -> None:
             progress(f"summaries: {first + done:,} of {documents:,} documents")
 
-        kept = record.measure(asked | {"block": [first, stop]}, partial(block.measure, tell), block.written)
-        blocks.append(kept)
+        parts.append(Part(asked | {"block": [first, stop]}, partial(block.measure, tell), block.written))
+    blocks = record.measure_all(parts)
     progress(f"summaries: {documents:,} of {documents:,} documents")
     total = asked | {"block": None, "documents": documents}
     return [record.measure(total, lambda: _total(blocks, settings) | {"unseen": unseen})]

@@ -140,6 +140,7 @@ SUITE = register(
         title="Summarization",
         settings=SummarizationSettings,
         run=_run,
+        divided=True,
         about="F-measure of ROUGE between generated and reference summaries, with 95% bootstrap intervals over the "
         "documents. Higher is better.",
         columns=(

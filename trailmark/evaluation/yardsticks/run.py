@@ -12,7 +12,7 @@ import torch
 from transformers import GenerationConfig
 
 from trailmark.data.corpus import padding_id, tokenize, tokenizer_fingerprint
-from trailmark.evaluation.record import Record
+from trailmark.evaluation.record import Part, Record
 from trailmark.evaluation.subject import Subject, generating_by
 from trailmark.evaluation.yardsticks.formats import FORMATS, Extent, Question, questions_of
 from trailmark.evaluation.yardsticks.suite import LENGTHS, YardstickSettings
@@ -42,7 +42,7 @@ def run(
         )
     extent = Extent(subject.tokenizer, settings.lengths or LENGTHS, settings.limit, settings.seed)
     parts = questions_of(settings.benchmark, settings.data, extent)
-    results = []
+    cells = []
     for part, questions in parts.items():
         asked: dict[str, Any] = {
             "suite": "yardstick",
@@ -55,8 +55,8 @@ def run(
             "seed": settings.seed,
         }
         cell = _Part(subject, settings.benchmark, asked, questions, progress)
-        results.append(record.measure(asked, cell.measure, lambda cell=cell: cell.lines))  # type: ignore[misc]
-    return results
+        cells.append(Part(asked, cell.measure, lambda cell=cell: cell.lines))  # type: ignore[misc]
+    return record.measure_all(cells)
 
 
 def _fingerprint(questions: Sequence[Question]) -> str:

@@ -63,6 +63,7 @@ SUITE = register(
         title="Yardsticks",
         settings=YardstickSettings,
         run=_run,
+        divided=True,
         about="Published benchmarks of long texts, by their own rules of what is right; the words that ask are ours. "
         "Intervals (95%) are over questions drawn again.",
         columns=(
