@@ -436,7 +436,7 @@ def main() -> None:
     )
     parser.add_argument("--texts", type=int, default=9, help="that forms are compared on, at most")
     parser.add_argument(
-        "--far", type=int, nargs="+", default=(16_384, 65_536), help="lengths beyond the base's"
+        "--far", type=int, nargs="*", default=(16_384, 65_536), help="lengths beyond the base's"
     )
     parser.add_argument(
         "--farther",

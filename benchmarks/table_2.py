@@ -29,6 +29,7 @@ from trailmark.evaluation.subject import load
 from trailmark.files import read_json, write_json
 from trailmark.machine import start_again_set_up
 from trailmark.report.console import Progress
+from trailmark.statistics import wilson_interval
 from trailmark.training.run import HISTORY_FILE, Run
 
 OUTPUT = Path(__file__).with_suffix(".json")
@@ -143,23 +144,42 @@ def measure(name: str, task: str, seed: int, folder: Path, factors: Sequence[int
 
 
 def text() -> str:
-    """The table of what was measured."""
+    """The table of what was measured: questions of all seeds together, and each seed."""
     found = kept()
     if not found:
         return "Nothing was measured yet."
     found.sort(key=lambda r: ([*TASKS].index(r["task"]), NAMES.index(r["row"]), r["seed"]))
+    rows: dict[tuple[str, str], Row] = {}
+    for result in found:
+        rows.setdefault((result["task"], result["row"]), result | {"of": []})["of"].append(result)
 
-    def at(factor: int, field: str = RIGHT) -> Column:
+    def each(field: str) -> Column:
+        return lambda row: ", ".join(cell(field, result) for result in row["of"])
+
+    def asked(row: Row, factor: int) -> list[Row]:
+        return [x for result in row["of"] for x in result["results"] if x["factor"] == factor]
+
+    def right(factor: int) -> Column:
         def shown(row: Row) -> str:
-            asked = [x for x in row["results"] if x["factor"] == factor]
-            return cell(field, asked[0]) if asked else "-"
+            correct, questions = (
+                sum(x[name] for x in asked(row, factor)) for name in ("correct", "questions")
+            )
+            if not questions:
+                return "-"
+            low, high = wilson_interval(correct, questions)
+            return RIGHT.format(accuracy=correct / questions, accuracy_low=low, accuracy_high=high)
 
         return shown
 
+    def by_seed(factor: int, field: str = "{accuracy:.2f}") -> Column:
+        return lambda row: ", ".join(cell(field, x) for x in asked(row, factor)) or "-"
+
     def read(factor: int) -> Column:
+        """Of each hop, by all seeds."""
+
         def shown(row: Row) -> str:
-            hops = [x["recall_by_hop"] or () for x in row["results"] if x["factor"] == factor]
-            return ", ".join(f"{share:.2f}" for of_each in hops for share in of_each) or "-"
+            hops = zip(*(x["recall_by_hop"] or () for x in asked(row, factor)), strict=True)
+            return ", ".join(f"{sum(shares) / len(shares):.2f}" for shares in hops) or "-"
 
         return shown
 
@@ -173,16 +193,18 @@ def text() -> str:
 
         return shown
 
-    columns: Columns = {"task": "{task}", "row": "{row}", "seed": "{seed}", "parameters": "{parameters:,}"}
-    columns |= {"learned at": "{learned:,}", "in training": "{training_accuracy:.2f}"}
-    columns |= {f"{factor * NEEDLE_LENGTH:,}": at(factor) for factor in FACTORS}
+    columns: Columns = {"task": "{task}", "row": "{row}", "parameters": "{parameters:,}"}
+    columns |= {"learned at": each("{learned:,}")}
+    columns |= {"in training": each("{training_accuracy:.2f}")}
+    columns |= {f"{factor * NEEDLE_LENGTH:,}": right(factor) for factor in FACTORS}
+    columns |= {"by seed, 1x": by_seed(1), "by seed, 64x": by_seed(64)}
     columns |= {"chunk read, 1x": read(1), "chunk read, 64x": read(64)}
     columns |= {
-        "whole value, 1x": at(1, "{exact_accuracy:.2f}"),
+        "whole value, 1x": by_seed(1, "{exact_accuracy:.2f}"),
         "paper, 1x": paper(0),
         "paper, 4x": paper(1),
     }
-    return on_machine(table(columns, found), found[-1]["environment"])
+    return on_machine(table(columns, [*rows.values()]), found[-1]["environment"])
 
 
 def main() -> None:
