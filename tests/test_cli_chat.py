@@ -11,6 +11,8 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -465,3 +467,62 @@ def test_a_generation_stops_at_any_of_several_ends(tmp_path: Path, command: Comm
     config = read_json(folder / "generation_config.json") | {"eos_token_id": [0, written[stop]]}
     (folder / "generation_config.json").write_text(json.dumps(config))
     assert command(*greedy)[1] == tokenizer.decode(written[: stop + 1], skip_special_tokens=True) + "\n"
+
+
+def test_a_second_ctrl_c_waits_for_the_token_under_way(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else it would still be computed, on the cache of the next question."""
+    subject = load(model)
+    talk = Conversation(subject, None, Sampling(max_new_tokens=40))
+    run, calls, pressed = subject.model.run, [0], threading.Event()
+
+    def slow(*arguments: Any, **options: Any) -> Any:
+        calls[0] += 1
+        if calls[0] == 4:  # of the question, of its cue, of a token
+            pressed.wait()
+        return run(*arguments, **options)
+
+    def press() -> None:
+        while calls[0] < 4:
+            time.sleep(0.01)
+        for _ in range(2):
+            signal.raise_signal(signal.SIGINT)
+            time.sleep(0.3)
+        pressed.set()
+
+    monkeypatch.setattr(subject.model, "run", slow)
+    thread = threading.Thread(target=press)
+    thread.start()
+    with pytest.raises(KeyboardInterrupt):
+        "".join(talk.ask("Where is the river?"))
+    thread.join()
+    assert talk._chunks.num_tokens == talk._cache.get_seq_length()
+
+
+def test_what_a_base_brings_for_sampling_does_not_act(model: Path) -> None:
+    subject = load(model)
+    own = subject.model.generation_config
+    plain = "".join(Conversation(subject, None, Sampling(24)).ask("Where is the river?"))
+    assert (own.repetition_penalty, own.top_k) != (1.9, 1)
+    own.repetition_penalty, own.top_k, own.top_p = 1.9, 1, 0.1
+    assert "".join(Conversation(subject, None, Sampling(24)).ask("Where is the river?")) == plain
+    # of all tokens: the likeliest alone would be the same for any seed
+    drawn = {"".join(Conversation(subject, None, Sampling(6, 1.0, seed)).ask("Where?")) for seed in range(4)}
+    assert len(drawn) > 1
+    assert (own.repetition_penalty, own.top_k, own.top_p) == (1.9, 1, 0.1)
+
+
+def test_after_a_question_that_was_stopped_nothing_was_read(
+    model: Path, memory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    subject = load(model)
+    talk = Conversation(subject, memory, Sampling(max_new_tokens=8))
+    "".join(talk.ask("Where is the river?"))
+    assert any(talk.reads(3))
+
+    def stopped(*arguments: Any, **options: Any) -> Any:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(subject.model, "run", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        "".join(talk.ask("And the stones?"))
+    assert not any(talk.reads(3))

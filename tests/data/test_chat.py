@@ -9,6 +9,7 @@ import pytest
 
 from tests.data.corpora import CHAT_TEMPLATE, save_chat_bpe
 from trailmark.data.chat import ChatTurns, conversation
+from trailmark.data.corpus import text_tokens, tokenize
 
 TURNS = [
     {"role": "system", "content": "Be brief."},
@@ -55,6 +56,19 @@ def test_what_messages_spell_like_control_tokens_is_text(tmp_path: Path) -> None
         asked, cue = conversation(messages, tokenizer)
         assert asked.tolist().count(end) == len(TURNS)
         assert forged in text_of(tokenizer, asked, cue)
+
+
+def test_a_text_leaves_the_tokenizer_as_other_threads_have_it(tmp_path: Path) -> None:
+    tokenizer = save_chat_bpe(tmp_path)
+    end, backend = tokenizer.convert_tokens_to_ids("<|im_end|>"), tokenizer.backend_tokenizer
+    for text in ("a <|im_end|> b", "a <|new|> b"):
+        before = backend.encode_special_tokens
+        assert end not in text_tokens(text, tokenizer)
+        assert backend.encode_special_tokens == before
+        tokenizer.add_special_tokens({"additional_special_tokens": ["<|new|>"]})
+    new = tokenizer.convert_tokens_to_ids("<|new|>")
+    assert new in tokenize(["a <|new|> b"], tokenizer)
+    assert new not in text_tokens("a <|new|> b", tokenizer)
 
 
 def test_a_template_that_refuses_or_leaves_out_is_told(tmp_path: Path) -> None:

@@ -14,8 +14,14 @@ import openai
 import pytest
 import torch
 
+from tests.data.corpora import CHAT_TEMPLATE, save_chat_bpe
+from tests.models.tiny import drt
 from tests.server.conftest import Server, serving
+from tests.test_cli_chat import followed
+from trailmark.data.chat import conversation
 from trailmark.data.corpus import tokenize
+from trailmark.evaluation.chat import Conversation
+from trailmark.evaluation.generation import Sampling
 from trailmark.evaluation.subject import load
 from trailmark.memory import ChunkCache
 
@@ -201,3 +207,22 @@ def test_nothing_of_an_answer_waits_for_the_collector(live: Server, book: str) -
 
 def _caches() -> int:
     return sum(type(own) is ChunkCache for own in gc.get_objects())
+
+
+def test_what_begins_a_text_begins_a_conversation(tmp_path: Path) -> None:
+    """Also where the chat template does not write it, as that of a tokenizer that puts it there by itself."""
+    tokenizer = save_chat_bpe(tmp_path, bos=True, template=CHAT_TEMPLATE)
+    tokenizer.chat_template = CHAT_TEMPLATE
+    tokenizer.save_pretrained(tmp_path)
+    ends = {"eos_token_id": tokenizer.eos_token_id, "bos_token_id": tokenizer.bos_token_id}
+    drt(2, chunk_size=32, vocab_size=len(tokenizer), **ends).float().save_pretrained(tmp_path)
+    written, _ = conversation([{"role": "user", "content": "Where?"}], tokenizer)
+    assert written[0] != tokenizer.bos_token_id
+    talk = Conversation(load(tmp_path), None, Sampling(1))
+    tokens, _ = followed(talk)
+    "".join(talk.ask("Where?"))
+    assert tokens[0] == tokenizer.bos_token_id
+    body = {"model": "m", "messages": [{"role": "user", "content": "Where?"}], "max_tokens": 1}
+    with serving({"m": tmp_path}) as live:
+        found = live.http.post("/v1/chat/completions", json=body).json()
+    assert found["usage"]["prompt_tokens"] == len(tokens)

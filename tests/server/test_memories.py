@@ -225,6 +225,20 @@ def test_those_used_longest_ago_are_closed(models: dict[str, Path], tmp_path: Pa
         assert made.metric("trailmark_memories_open ") == 2
 
 
+def test_a_folder_that_was_moved_keeps_its_texts(models: dict[str, Path], tmp_path: Path, book: str) -> None:
+    with serving({"bytes": models["bytes"]}, tmp_path / "a" / "memories") as made:
+        tokens = made.append("book", "a.txt", book)["tokens"]
+    (tmp_path / "a").rename(tmp_path / "b")
+    with serving({"bytes": models["bytes"]}, tmp_path / "b" / "memories") as made:
+        assert made.append("book", "a.txt", book)["tokens"] == tokens  # it is not read twice
+        read = answer(made, "book").choices[0].trailmark["retrieved"]
+        assert all(passage["text"] for chunk in read for passage in chunk["passages"])
+        documents = made.append("book", "b.txt", book)["documents"]
+        assert [entry["document"] for entry in documents] == ["a.txt", "b.txt"]
+    texts = tmp_path / "b" / "memories" / "book" / "texts"
+    assert sorted(path.name for path in texts.iterdir()) == ["a.txt", "b.txt"]
+
+
 def test_a_deleted_memory_is_gone_with_its_texts(live: Server, folder: Path, book: str) -> None:
     live.append("gone", "book.txt", book)
     with live.openai.completions.create(

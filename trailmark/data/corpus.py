@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import copy
 import hashlib
 import json
 import logging
@@ -12,6 +13,7 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import numpy.typing as npt
@@ -109,18 +111,26 @@ def tokenize(texts: Iterable[str], tokenizer: Any) -> Tokens:
 
 def text_tokens(text: str, tokenizer: Any) -> Tokens:
     """One text as tokens, none of which is a control token, whatever the text spells."""
-    options = as_text(tokenizer)
-    if not options:
-        return tokenize([text], tokenizer)
-    return np.asarray(tokenizer(text, add_special_tokens=False, **options)["input_ids"], np.int32)
+    return tokenize([text], of_texts(tokenizer))
 
 
-def as_text(tokenizer: Any) -> dict[str, bool]:
-    """What a tokenizer is told so that a text spells no control token.
+_OF_TEXTS: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
 
-    Only tokenizers with a chat template have such as speak to the model; others tokenize as they do.
+
+def of_texts(tokenizer: Any) -> Any:
+    """A tokenizer to which a text spells no control token.
+
+    Only those with a chat template have such as speak to the model; others are their own. It is a copy, no option of a
+    call: threads share a tokenizer, and its Rust backend keeps that option from one thread's call to another's.
     """
-    return {"split_special_tokens": True} if getattr(tokenizer, "chat_template", None) else {}
+    if not getattr(tokenizer, "chat_template", None) or tokenizer.split_special_tokens:
+        return tokenizer
+    known = _OF_TEXTS.get(tokenizer)
+    if known is None or len(known) != len(tokenizer):
+        known = copy.deepcopy(tokenizer)
+        known.split_special_tokens = True
+        _OF_TEXTS[tokenizer] = known
+    return known
 
 
 def tokenize_parts(parts: Sequence[str], tokenizer: Any) -> list[npt.NDArray[np.int64]]:

@@ -11,10 +11,16 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import StoppingCriteria, StoppingCriteriaList, TextIteratorStreamer, set_seed
+from transformers import (
+    GenerationConfig,
+    StoppingCriteria,
+    StoppingCriteriaList,
+    TextIteratorStreamer,
+    set_seed,
+)
 
 from trailmark.data.corpus import tokenize
-from trailmark.evaluation.subject import Subject
+from trailmark.evaluation.subject import Subject, generating_by
 from trailmark.memory import ChunkCache
 from trailmark.models.generation import expect_temperature
 from trailmark.trace.texts import file_tokens
@@ -97,8 +103,7 @@ class Sampling:
         """Of transformers' ``generate``."""
         options: dict[str, Any] = {"max_new_tokens": self.max_new_tokens, "do_sample": self.temperature > 0}
         if self.temperature > 0:
-            options["temperature"] = self.temperature
-            options |= {} if self.top_p is None else {"top_p": self.top_p}
+            options |= {"temperature": self.temperature, "top_k": 0, "top_p": self.top_p or 1.0}
         return options
 
 
@@ -134,11 +139,14 @@ def pieces(
     tokens: list[int] = [] if written is None else written
     streamer = _Streamer(tokenizer, tokens)
     failure: list[BaseException] = []
-    stopped = Event()
+    stopped, ended = Event(), Event()
+    own = model.generation_config
+    # what else stands there (a penalty, top_k) is none of what the sampling says
+    ends = GenerationConfig(eos_token_id=own.eos_token_id, pad_token_id=own.pad_token_id)
 
     def work() -> None:
         try:
-            with torch.no_grad():
+            with torch.no_grad(), generating_by(model, ends):
                 model.generate(
                     ids,
                     attention_mask=torch.ones_like(ids),
@@ -150,6 +158,8 @@ def pieces(
         except BaseException as error:  # handed to the reading thread, which raises it
             failure.append(error)
             streamer.end()
+        finally:
+            ended.set()
 
     thread = Thread(target=work, daemon=True)
     thread.start()
@@ -157,9 +167,25 @@ def pieces(
         yield from streamer
     finally:  # also after Ctrl-C: a thread that still computes would crash the leaving interpreter
         stopped.set()
+        _wait_for(ended)
         thread.join()
     if failure:
         raise failure[0]
+
+
+def _wait_for(ended: Event) -> None:
+    """Wait for a thread's end whatever comes: until then it computes on a cache that is the caller's afterwards.
+
+    A ``join`` that a second Ctrl-C interrupts takes the thread for ended.
+    """
+    again: KeyboardInterrupt | None = None
+    while not ended.is_set():
+        try:
+            ended.wait()
+        except KeyboardInterrupt as error:
+            again = error
+    if again is not None:
+        raise again
 
 
 class _Streamer(TextIteratorStreamer):

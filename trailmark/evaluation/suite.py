@@ -274,7 +274,7 @@ class Suite:
         tiles: the numbers that sum the suite up.
         compares: whether all models are measured together, in one record.
         random_weights: whether models that were never trained can be measured.
-        divided: whether several processes (``torchrun``) share the work out, as :meth:`Record.measure_all` does; else one
+        divided: whether several processes (``torchrun``) share the work out, as ``Record.measure_all`` does; else one
             alone can measure it.
         asked_of: whether a model that was trained for this task is measured where no suite is named; None: nothing says
             what the model was trained for.

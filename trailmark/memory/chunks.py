@@ -349,7 +349,7 @@ class ChunkMemory:
         rows, wanted = np.repeat(np.arange(B), n), chunks.reshape(-1)
         plane = np.zeros_like(wanted) if planes is None else planes.reshape(-1)
         assert not wanted.size or 0 <= plane.min() <= plane.max() < self.planes
-        if self.planes == 1:
+        if self.planes == 1 and not self.keeps_tokens:
             parts = list(self._located(rows, np.maximum(wanted, self._oldest()), plane))
             records, lengths, needed = fetch_each(parts, wanted)
         else:

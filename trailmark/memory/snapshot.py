@@ -70,7 +70,8 @@ def load_state(
         ValueError: for anything that is not a memory of this model.
     """
     there = saved.load(folder)
-    for key, value in header.items():
+    # first what both name: what one leaves out may differ for the same reason
+    for key, value in sorted(header.items(), key=lambda item: item[0] not in there.header):
         wrote = there.header.get(key, expected.unnamed.get(key))
         if wrote != value:
             raise ValueError(

@@ -126,7 +126,7 @@ class Memories:
         """
         folder = self.folder / name
         if not _NAME.fullmatch(name) or folder.is_symlink() or not folder.is_dir():
-            raise RequestError(404, "memory: there is none of this name.", "memory", "memory_not_found")
+            raise _no_memory()
         return folder
 
     def create(self, name: str) -> None:
@@ -229,8 +229,10 @@ class Memories:
                     400, f"memory: expected one that {served.name!r} wrote, another model did.", "memory"
                 )
             cache: ChunkCache = subject.model.load_cache(folder)
-            sources = sources_of(cache.notes, "memory", folder)
+            sources = _where_they_are(sources_of(cache.notes, "memory", folder), folder)
         except (ValueError, OSError) as error:
+            if not (folder / manifest.NAME).exists():  # it is being deleted
+                raise _no_memory() from error
             logger.error("The memory %r cannot be opened: %s", name, error)
             raise RequestError(
                 500, "memory: it cannot be opened. The server's log says why.", "memory"
@@ -322,6 +324,7 @@ class Memories:
             self._expect_writer(folder, served)
             path = _in_place(part, folder / _TEXTS / document)
             with Reader(served.subject, folder, self._dtype, take=take) as reader:
+                _where_they_are(reader.sources, folder)
                 self._remove_others(path, {source["path"] for source in reader.sources})
                 unfinished = [Path(source["path"]) for source in reader.sources if not source["done"]]
                 for text in dict.fromkeys([*unfinished, Path(os.path.realpath(path))]):
@@ -387,6 +390,19 @@ class Memories:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self._readers.shutdown()
         self._open.clear()
+
+
+def _no_memory() -> RequestError:
+    return RequestError(404, "memory: there is none of this name.", "memory", "memory_not_found")
+
+
+def _where_they_are(sources: list[dict[str, Any]], folder: Path) -> list[dict[str, Any]]:
+    """The notes on texts that lie in a memory's folder, which may have been moved, or come back from a copy."""
+    for source in sources:
+        path = Path(source["path"])
+        if path.parent.name == _TEXTS and (own := folder / _TEXTS / path.name).is_file():
+            source["path"] = os.path.realpath(own)
+    return sources
 
 
 def _stamp(folder: Path) -> tuple[int, ...]:

@@ -115,4 +115,7 @@ class Served:
                 "begin with at most one system message, and questions and answers take turns.",
                 "messages",
             ) from error
+        begin = [] if begun else self.subject.beginning
+        if asked[: len(begin)].tolist() != begin:  # a template that does not write it
+            asked = np.concatenate([np.array(begin, np.int64), asked])
         return tuple(np.concatenate([asked, cue]).tolist()), len(asked)

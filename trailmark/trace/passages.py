@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from trailmark.data.corpus import Tokens, as_text, text_pieces, text_tokens
+from trailmark.data.corpus import Tokens, of_texts, text_pieces, text_tokens
 from trailmark.trace.token_texts import Integers
 from trailmark.untrusted import open_regular
 
@@ -136,7 +136,7 @@ def _placed(text: str, tokenizer: Any) -> tuple[Tokens, Integers]:
         return tokens, np.arange(len(tokens))
     if not getattr(tokenizer, "is_fast", False):
         raise _Nowhere
-    found = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, **as_text(tokenizer))
+    found = of_texts(tokenizer)(text, add_special_tokens=False, return_offsets_mapping=True)
     points = np.frombuffer(text.encode("utf-32-le"), np.uint32)
     widths = 1 + (points >= 0x80).astype(np.int64) + (points >= 0x800) + (points >= 0x10000)
     before = np.concatenate([[0], np.cumsum(widths)])  # bytes before each character

@@ -19,6 +19,7 @@ from tests.models.tiny import (
     hils,
     hsa,
     landmark,
+    padded,
     rpt,
     split,
     tokens,
@@ -178,6 +179,17 @@ def test_rows_of_a_batch_have_texts_of_their_own(tmp_path: Path) -> None:
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("build", [lambda: drt(2), hsa])
+def test_a_row_may_have_no_chunk_yet(build: Callable[[], Any]) -> None:
+    model = build()
+    ids, mask = padded([1, 30])
+    outs = [
+        model(ids, attention_mask=mask, past_key_values=model.new_cache(tier)).logits[1]
+        for tier in ("device", "tokens")
+    ]
+    assert_same(*outs)
+
+
 def test_it_is_joined_with_memories_on_other_tiers() -> None:
     model = drt(2)
     kept = read(model, [58], memory_tier="tokens")

@@ -48,6 +48,15 @@ def test_with_a_window_that_sees_all_it_equals_transformers(name: str, tmp_path:
     assert_same(logits_of(ours, tokens), expected_logits(theirs, tokens))
 
 
+def test_a_field_that_the_family_does_not_have_is_no_window(tmp_path: Path) -> None:
+    """A Llama that was written with the keys of a Mistral."""
+    theirs, tokens = made("llama"), ids(90)
+    theirs.config.sliding_window = 5
+    ours = converted(save(theirs, tmp_path / "base"), tmp_path / "ours", "sliding_window")
+    assert ours.config.sliding_window is None
+    assert_same(logits_of(ours, tokens), expected_logits(theirs, tokens))
+
+
 @pytest.mark.parametrize("name", WINDOWS)
 def test_it_has_the_windows_of_its_base(name: str, tmp_path: Path) -> None:
     theirs, tokens = made(name), ids(90)

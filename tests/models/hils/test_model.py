@@ -243,6 +243,26 @@ def test_a_call_on_a_cache_has_gradients_of_what_it_scores_with() -> None:
     assert gradient.abs().max() > 0
 
 
+def test_a_memory_that_was_read_otherwise_is_refused_by_that_field(tmp_path: Path) -> None:
+    """Not by one that a memory read with windows leaves out."""
+    fields: dict[str, Any] = {"num_retrieved_chunks": 3, "chunk_size": 4}
+    hils(**fields, reading="windows").read(tokens(LENGTH)).save(tmp_path)
+    with pytest.raises(ValueError, match="another reading"):
+        hils(**fields).load_cache(tmp_path)
+
+
+def test_tokens_of_a_closed_chunk_are_not_taken_back() -> None:
+    model, ids = hils(sliding_window=12), tokens(8)
+    cache = model.new_cache()
+    model(ids, past_key_values=cache)
+    with pytest.raises(ValueError, match=r"^tokens_to_remove: .*closed chunks"):
+        cache.crop(1)
+    assert_same(
+        logits_of(model, ids[:, :4], past_key_values=cache),
+        logits_of(model, torch.cat([ids, ids[:, :4]], 1))[:, 8:],
+    )
+
+
 def test_taking_back_tokens_with_retrieval_off_leaves_a_memory_that_loads(tmp_path: Path) -> None:
     model, ids = hils(num_retrieved_chunks=0), tokens(9)
     cache = model.new_cache()

@@ -284,7 +284,12 @@ def _rope(config: Any, kind: str) -> dict[str, Any]:
 
 def _windows(config: Any) -> tuple[int | None, ...]:
     """How far each layer sees, itself included."""
-    window, layers = getattr(config, "sliding_window", None), config.num_hidden_layers
+    layers = config.num_hidden_layers
+    if not hasattr(
+        type(config), "sliding_window"
+    ):  # what stands there all the same, no layer of this family knows
+        return (None,) * layers
+    window = config.sliding_window
     kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * layers
     expect(
         len(kinds) == layers and set(kinds) <= {"sliding_attention", "full_attention"},
