@@ -485,16 +485,18 @@ def test_a_second_ctrl_c_waits_for_the_token_under_way(model: Path, monkeypatch:
         while calls[0] < 4:
             time.sleep(0.01)
         for _ in range(2):
-            signal.raise_signal(signal.SIGINT)
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
             time.sleep(0.3)
         pressed.set()
 
     monkeypatch.setattr(subject.model, "run", slow)
-    thread = threading.Thread(target=press)
+    others, thread = threading.active_count(), threading.Thread(target=press)
     thread.start()
     with pytest.raises(KeyboardInterrupt):
         "".join(talk.ask("Where is the river?"))
     thread.join()
+    while threading.active_count() > others:
+        time.sleep(0.01)
     assert talk._chunks.num_tokens == talk._cache.get_seq_length()
 
 

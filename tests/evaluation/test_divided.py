@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -104,6 +106,34 @@ def test_parts_are_shared_out(suite: str, tmp_path: Path, monkeypatch: pytest.Mo
     several = measured(model, tmp_path / "several", 2, *words)
     assert len(one[suite]["results"]) >= 2
     assert several == one
+
+
+MEASURE = """
+import sys
+from pathlib import Path
+from trailmark.evaluation.record import Part, Record
+from trailmark.processes import rank, together
+
+with together():
+    model = dict.fromkeys(("name", "folder", "architecture", "set", "config_sha256", "weights_sha256"), "m")
+    parts = [Part({"n": n}, lambda: {"rank": rank()}) for n in range(5)]
+    Record(Path(sys.argv[1]), "needles", model).measure_all(parts)
+"""
+
+
+@pytest.mark.slow
+def test_every_process_makes_its_share_of_parts(tmp_path: Path) -> None:
+    (tmp_path / "measure.py").write_text(MEASURE)
+    launch = [
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node=2",
+        str(tmp_path / "measure.py"),
+        str(tmp_path),
+    ]
+    subprocess.run([sys.executable, *launch], check=True, timeout=300)
+    results = json.loads((tmp_path / "needles.json").read_text())["results"]
+    assert [(result["settings"]["n"], result["rank"]) for result in results] == [(n, n % 2) for n in range(5)]
 
 
 def test_what_is_not_shared_out_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -237,6 +238,21 @@ def test_a_folder_that_was_moved_keeps_its_texts(models: dict[str, Path], tmp_pa
         assert [entry["document"] for entry in documents] == ["a.txt", "b.txt"]
     texts = tmp_path / "b" / "memories" / "book" / "texts"
     assert sorted(path.name for path in texts.iterdir()) == ["a.txt", "b.txt"]
+
+
+def test_another_folder_of_texts_is_no_memorys_own(
+    models: dict[str, Path], tmp_path: Path, book: str, command: Callable[..., tuple[int, str, str]]
+) -> None:
+    folder, theirs = tmp_path / "memories" / "book", tmp_path / "home" / "texts" / "a.txt"
+    theirs.parent.mkdir(parents=True)
+    theirs.write_text("What trailmark read has read.\n")
+    assert command("read", models["bytes"], theirs, "--memory", folder)[0] == 0
+    with serving({"bytes": models["bytes"]}, folder.parent) as made:
+        tokens = made.append("book", "a.txt", book)["tokens"]
+        assert tokens == made.append("book", "a.txt", book)["tokens"] > len(book)
+        made.append("book", "b.txt", prose(2, 100))
+    notes = load(models["bytes"]).model.load_cache(folder).notes["sources"]
+    assert [source["path"] for source in notes][:2] == [str(theirs), str(folder / "texts" / "a.txt")]
 
 
 def test_a_deleted_memory_is_gone_with_its_texts(live: Server, folder: Path, book: str) -> None:

@@ -122,8 +122,9 @@ def of_texts(tokenizer: Any) -> Any:
 
     Only those with a chat template have such as speak to the model; others are their own. It is a copy, no option of a
     call: threads share a tokenizer, and its Rust backend keeps that option from one thread's call to another's.
+    Tokens may be added to a tokenizer later; nothing else of it may change.
     """
-    if not getattr(tokenizer, "chat_template", None) or tokenizer.split_special_tokens:
+    if not getattr(tokenizer, "chat_template", None) or getattr(tokenizer, "split_special_tokens", False):
         return tokenizer
     known = _OF_TEXTS.get(tokenizer)
     if known is None or len(known) != len(tokenizer):

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from trailmark.data.chat import ChatTurns
-from trailmark.evaluation.generation import Sampling, expect_one_beam, pieces
+from trailmark.evaluation.generation import Sampling, pieces
 from trailmark.evaluation.subject import Subject
 from trailmark.models.reads import NOTHING, Read
 from trailmark.trace.passages import Passage, Passages
@@ -66,7 +66,6 @@ class Conversation:
         memory_tier: str = "disk",
         plain: bool = False,
     ) -> None:
-        expect_one_beam(subject)
         self._model, self._tokenizer = subject.model, subject.tokenizer
         self._sampling = sampling or Sampling(max_new_tokens=256)
         self._turns = ChatTurns.plain(system) if plain else ChatTurns.of(self._tokenizer, system)

@@ -25,7 +25,7 @@ from trailmark.evaluation.subject import (
 )
 from trailmark.evaluation.suite import Request, Suite, Task, suite_named, suites
 from trailmark.models.card.files import refresh_card
-from trailmark.processes import is_main, world_size
+from trailmark.processes import is_main, sharing, world_size
 from trailmark.settings import Settings, kinds_of
 
 
@@ -110,11 +110,18 @@ def _groups(models: Sequence[Path], chosen: Sequence[Suite]) -> list[tuple[list[
 
 def _expect_divided(chosen: Sequence[Suite]) -> None:
     """Raise a ValueError where several processes would all measure the same."""
-    if world_size() > 1 and (alone := [suite.name for suite in chosen if not suite.divided]):
+    if world_size() == 1:
+        return
+    if alone := [suite.name for suite in chosen if not suite.divided]:
         shared = ", ".join(suite.name for suite in suites().values() if suite.divided)
         raise ValueError(
             f"suite: expected one of {shared} with {world_size()} processes, got {alone[0]}, which one measures. "
             "Start trailmark evaluate without torchrun for it."
+        )
+    if not sharing():
+        raise ValueError(
+            f"processes: expected one, or several that share the work, got {world_size()} that do not. Call evaluate "
+            "inside trailmark.processes.together()."
         )
 
 

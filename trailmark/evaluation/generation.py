@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +21,7 @@ from transformers import (
 )
 
 from trailmark.data.corpus import tokenize
-from trailmark.evaluation.subject import Subject, generating_by
+from trailmark.evaluation.subject import Subject
 from trailmark.memory import ChunkCache
 from trailmark.models.generation import expect_temperature
 from trailmark.trace.texts import file_tokens
@@ -46,7 +47,6 @@ def stream(
     if prompt is None and file is None:
         raise ValueError("prompt: expected --prompt TEXT, --file FILE or both, got neither.")
     model, tokenizer = subject.model, subject.tokenizer
-    expect_one_beam(subject)
     try:
         ids = tokenize([prompt or ""], tokenizer)
     except UnicodeEncodeError as error:
@@ -107,15 +107,6 @@ class Sampling:
         return options
 
 
-def expect_one_beam(subject: Subject) -> None:
-    """A ValueError for a model whose generation_config.json asks for beams: no text can be shown meanwhile."""
-    if (beams := subject.model.generation_config.num_beams or 1) > 1:
-        raise ValueError(
-            f"model: {str(subject.folder / 'generation_config.json')!r}: num_beams: expected 1 for text that is shown "
-            f"as it is generated, got {beams}. Remove that line, or call the model's generate in Python."
-        )
-
-
 def pieces(
     model: Any,
     tokenizer: Any,
@@ -140,13 +131,17 @@ def pieces(
     streamer = _Streamer(tokenizer, tokens)
     failure: list[BaseException] = []
     stopped, ended = Event(), Event()
-    own = model.generation_config
-    # what else stands there (a penalty, top_k) is none of what the sampling says
-    ends = GenerationConfig(eos_token_id=own.eos_token_id, pad_token_id=own.pad_token_id)
+    # what else its generation_config says (a penalty, top_k, beams) is none of what the sampling says
+    own, model = model.generation_config, copy.copy(model)
+    model.generation_config = GenerationConfig(
+        eos_token_id=own.eos_token_id,
+        pad_token_id=own.pad_token_id,
+        prefill_chunk_size=own.prefill_chunk_size,
+    )
 
     def work() -> None:
         try:
-            with torch.no_grad(), generating_by(model, ends):
+            with torch.no_grad():
                 model.generate(
                     ids,
                     attention_mask=torch.ones_like(ids),

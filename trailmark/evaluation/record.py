@@ -44,7 +44,7 @@ _OWN_FIELDS = ("id", "settings", "environment", "seconds", "command")  # of a re
 
 
 class Part(NamedTuple):
-    """What :meth:`Record.measure` is told of one result."""
+    """One result of several: what :meth:`Record.measure` is told."""
 
     settings: Mapping[str, Any]
     work: Callable[[], Mapping[str, Any]]

@@ -399,8 +399,11 @@ def _no_memory() -> RequestError:
 def _where_they_are(sources: list[dict[str, Any]], folder: Path) -> list[dict[str, Any]]:
     """The notes on texts that lie in a memory's folder, which may have been moved, or come back from a copy."""
     for source in sources:
-        path = Path(source["path"])
-        if path.parent.name == _TEXTS and (own := folder / _TEXTS / path.name).is_file():
+        path, own = Path(source["path"]), folder / _TEXTS / Path(source["path"]).name
+        if path.parent.name != _TEXTS or os.path.realpath(own) == str(path) or not own.is_file():
+            continue
+        known = source.get("file_sha256")  # a text of trailmark read may lie in another folder of that name
+        if sha256_of(own) == known if known is not None else not path.exists():
             source["path"] = os.path.realpath(own)
     return sources
 

@@ -190,6 +190,7 @@ def test_a_row_may_have_no_chunk_yet(build: Callable[[], Any]) -> None:
     assert_same(*outs)
 
 
+@torch.no_grad()
 def test_it_is_joined_with_memories_on_other_tiers() -> None:
     model = drt(2)
     kept = read(model, [58], memory_tier="tokens")

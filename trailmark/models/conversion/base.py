@@ -285,9 +285,8 @@ def _rope(config: Any, kind: str) -> dict[str, Any]:
 def _windows(config: Any) -> tuple[int | None, ...]:
     """How far each layer sees, itself included."""
     layers = config.num_hidden_layers
-    if not hasattr(
-        type(config), "sliding_window"
-    ):  # what stands there all the same, no layer of this family knows
+    # a family without this field ignores it, whatever its config.json says
+    if not hasattr(type(config), "sliding_window"):
         return (None,) * layers
     window = config.sliding_window
     kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * layers
