@@ -510,6 +510,11 @@ def test_what_a_base_brings_for_sampling_does_not_act(model: Path) -> None:
     # of all tokens: the likeliest alone would be the same for any seed
     drawn = {"".join(Conversation(subject, None, Sampling(6, 1.0, seed)).ask("Where?")) for seed in range(4)}
     assert len(drawn) > 1
+    # two answers at once, each stopped in its middle, leave the model as it is
+    first, second = (Conversation(subject, None, Sampling(24)).ask("Where?") for _ in range(2))
+    next(first), next(second)
+    first.close(), second.close()
+    assert subject.model.generation_config is own
     assert (own.repetition_penalty, own.top_k, own.top_p) == (1.9, 1, 0.1)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +20,7 @@ from transformers import (
 )
 
 from trailmark.data.corpus import tokenize
-from trailmark.evaluation.subject import Subject
+from trailmark.evaluation.subject import Subject, generating_by
 from trailmark.memory import ChunkCache
 from trailmark.models.generation import expect_temperature
 from trailmark.trace.texts import file_tokens
@@ -132,17 +131,18 @@ def pieces(
     failure: list[BaseException] = []
     stopped, ended = Event(), Event()
     # what else its generation_config says (a penalty, top_k, beams) is none of what the sampling says
-    own, model = model.generation_config, copy.copy(model)
-    model.generation_config = GenerationConfig(
+    own = model.generation_config
+    ends = GenerationConfig(
         eos_token_id=own.eos_token_id,
         pad_token_id=own.pad_token_id,
         prefill_chunk_size=own.prefill_chunk_size,
     )
+    writer = generating_by(model, ends)
 
     def work() -> None:
         try:
             with torch.no_grad():
-                model.generate(
+                writer.generate(
                     ids,
                     attention_mask=torch.ones_like(ids),
                     past_key_values=cache,

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import re
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from os.path import realpath
 from pathlib import Path
@@ -219,15 +219,14 @@ def load(
     return Subject(folder, model.eval(), tokenizer, run, changed)
 
 
-@contextmanager
-def generating_by(model: Any, config: GenerationConfig) -> Iterator[None]:
-    """Inside, ``model.generate`` goes by ``config``, whatever penalties, beams or temperature the model came with."""
-    own = model.generation_config
-    model.generation_config = config
-    try:
-        yield
-    finally:
-        model.generation_config = own
+def generating_by(model: Any, config: GenerationConfig) -> Any:
+    """The model, whose ``generate`` goes by ``config``, whatever penalties, beams or temperature it came with.
+
+    A shallow copy: all else is shared, and ``model`` stays as it is for whoever else generates with it.
+    """
+    found = copy.copy(model)
+    found.generation_config = config
+    return found
 
 
 def task_of(path: Path) -> str | None:

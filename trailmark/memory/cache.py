@@ -291,8 +291,8 @@ class ChunkCache(Cache):
             self.reset()
             return
         possible = bool((state.num_tokens >= n).all()) and state.deferred is None
-        chunked = bool(self.num_groups) or state.states is not None or bool(state.phases.any())
-        chunked = chunked or bool(state.memory.chunks.any())
+        begun = bool(state.phases.any()) or bool(state.memory.chunks.any())
+        chunked = bool(self.num_groups) or state.states is not None or begun
         if chunked:
             possible = possible and bool((state.phases >= n).all())
         possible = possible and state.cell is None

@@ -298,8 +298,8 @@ class WholeTextAsker:
             count, T = wanted(question), text.shape[1]
             if (most := longest_text(self.model)) is not None:
                 count = min(count, most - T + 1)  # the last one is read no more
-            with generating_by(self.model, self._greedy()):
-                out = self.model.generate(text, attention_mask=torch.ones_like(text), max_new_tokens=count)
+            model = generating_by(self.model, self._greedy())
+            out = model.generate(text, attention_mask=torch.ones_like(text), max_new_tokens=count)
             written.append(out[0, T:].tolist())
         return written
 

@@ -175,6 +175,7 @@ class _Writer:
     def __init__(self, subject: Subject, settings: SummarizationSettings) -> None:
         self.model, self.tokenizer, self.ours = subject.model, subject.tokenizer, subject.ours
         self.settings = settings
+        self._generating = generating_by(self.model, GenerationConfig())
         if self.tokenizer.eos_token_id is None:
             raise ValueError(
                 "tokenizer: expected one with an end-of-text token, which ends a summary, got none. Set eos_token."
@@ -215,7 +216,7 @@ class _Writer:
         # rows of like length together: little padding
         order = np.argsort([len(document) for document in documents], kind="stable")
         found: list[dict[str, Any]] = [{}] * len(texts)
-        with torch.random.fork_rng(), generating_by(self.model, GenerationConfig()):
+        with torch.random.fork_rng():
             torch.manual_seed(mix(self.settings.seed, first) % 2**63)
             for start in range(0, len(order), self.settings.batch_size):
                 rows = order[start : start + self.settings.batch_size]
@@ -251,7 +252,7 @@ class _Writer:
             # the landmark stands before the cue, as in training: what it finds serves the summary from the cue on
             self.model(ids[:, -1:], past_key_values=cache, close_chunk=True, logits_to_keep=1)
             prompt = cue
-            out = self.model.generate(
+            out = self._generating.generate(
                 cue, attention_mask=torch.ones_like(cue), past_key_values=cache, close_chunk=False, **options
             )
         else:
@@ -259,7 +260,7 @@ class _Writer:
             prompt, mask = self._padded(
                 [np.concatenate([begin, text, self._before, self._after]) for text in documents], absent
             )
-            out = self.model.generate(prompt, attention_mask=mask, **options)
+            out = self._generating.generate(prompt, attention_mask=mask, **options)
         return out[:, prompt.shape[1] :].tolist()
 
     def _padded(self, rows: Sequence[Any], absent: int) -> tuple[Tensor, Tensor]:

@@ -54,7 +54,7 @@ def run(
             "tokenizer": tokenizer_fingerprint(subject.tokenizer),
             "seed": settings.seed,
         }
-        cell = _Part(subject, settings.benchmark, asked, questions, progress)
+        cell = _Cell(subject, settings.benchmark, asked, questions, progress)
         cells.append(Part(asked, cell.measure, lambda cell=cell: cell.lines))  # type: ignore[misc]
     return record.measure_all(cells)
 
@@ -67,7 +67,7 @@ def _fingerprint(questions: Sequence[Question]) -> str:
     return found.hexdigest()
 
 
-class _Part:
+class _Cell:
     """Questions of one part."""
 
     def __init__(
@@ -120,14 +120,13 @@ class _Part:
         model, tokenizer = self.subject.model, self.subject.tokenizer
         ids = torch.from_numpy(tokenize([asked], tokenizer)).long()[None].to(model.device)
         absent = padding_id(tokenizer)
-        with generating_by(model, GenerationConfig()):
-            out = model.generate(
-                ids,
-                attention_mask=torch.ones_like(ids),
-                past_key_values=cache,
-                max_new_tokens=self.asked["max_new_tokens"],
-                do_sample=False,
-                eos_token_id=tokenizer.eos_token_id,
-                pad_token_id=absent,
-            )
+        out = generating_by(model, GenerationConfig()).generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            past_key_values=cache,
+            max_new_tokens=self.asked["max_new_tokens"],
+            do_sample=False,
+            eos_token_id=tokenizer.eos_token_id,
+            pad_token_id=absent,
+        )
         return str(tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True))
