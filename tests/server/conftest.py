@@ -17,7 +17,7 @@ from tests.data.corpora import prose, save_chat_bpe
 from tests.models.tiny import drt
 from trailmark.byte_tokenizer import ByteTokenizer
 from trailmark.evaluation.subject import load
-from trailmark.server.running import build, server
+from trailmark.server.running import build, listen, server
 from trailmark.server.state import Limits
 
 S = 8
@@ -69,7 +69,7 @@ def serving(
     subjects = {name: load(folder) for name, folder in models.items()}
     app = build(subjects, memories, [] if key is None else [key], limits, **options)
     running = server(app, "127.0.0.1", 0)
-    socket = running.config.bind_socket()
+    socket = listen(running)
     thread = threading.Thread(target=running.run, kwargs={"sockets": [socket]}, daemon=True)
     thread.start()
     while not running.started:

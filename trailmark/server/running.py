@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
@@ -71,6 +72,25 @@ def server(app: ASGIApp, host: str, port: int) -> uvicorn.Server:
     )
 
 
+def listen(running: uvicorn.Server) -> socket.socket:
+    """The socket of a server that is not started yet, at its host and port; port 0: any that is free.
+
+    Raises:
+        ValueError: nobody can listen there.
+    """
+    host, port = running.config.host, running.config.port
+    try:
+        found = running.config.bind_socket()
+    except SystemExit as error:  # uvicorn has said why
+        raise ValueError(
+            f"port: cannot listen at {host}, port {port}, where another program may. Choose another --port."
+        ) from error
+    # its connections inherit it; asyncio sets it only where a socket names its protocol, which this one does not. Else
+    # an answer's second write, as a streamed token's, waits up to 40 ms for the client's acknowledgement of the first
+    found.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return found
+
+
 def run(app: ASGIApp, host: str, port: int, say: Callable[[str], None]) -> None:
     """Serve until Ctrl-C or SIGTERM.
 
@@ -81,12 +101,7 @@ def run(app: ASGIApp, host: str, port: int, say: Callable[[str], None]) -> None:
         ValueError: nobody can listen there.
     """
     running = server(app, host, port)
-    try:
-        socket = running.config.bind_socket()
-    except SystemExit as error:  # uvicorn has said why
-        raise ValueError(
-            f"port: cannot listen at {host}, port {port}, where another program may. Choose another --port."
-        ) from error
+    listening = listen(running)
     place = f"[{host}]" if ":" in host else host
-    say(f"Serving at http://{place}:{socket.getsockname()[1]}/v1")
-    running.run(sockets=[socket])
+    say(f"Serving at http://{place}:{listening.getsockname()[1]}/v1")
+    running.run(sockets=[listening])
