@@ -183,6 +183,12 @@ def test_read_generate_verify(trained: Path, tmp_path: Path, command: Command) -
     assert command("generate", model, "--file", notes, "--max-new-tokens", "2")[0] == 0
 
 
+def test_a_memory_keeps_its_precision(trained: Path, tmp_path: Path, refused: Callable[..., str]) -> None:
+    words = "read", trained / "run", trained / "text.txt", "--memory", tmp_path / "memory"
+    cli.main([*map(str, words)])
+    assert "memory_dtype: expected float32" in refused(*words, "--memory-dtype", "bfloat16")
+
+
 def test_a_memory_that_is_none(trained: Path, tmp_path: Path, refused: Callable[..., str]) -> None:
     model, memory = trained / "run", tmp_path / "memory"
     assert "folder" in refused("verify", memory)
@@ -485,6 +491,20 @@ def test_nowhere_to_write(name: str, trained: Path, tmp_path: Path, refused: Cal
         assert "output: expected a folder to write in" in line
         assert str(place) in line
     assert taken.read_text() == "in the way"
+
+
+@pytest.mark.parametrize("name", ["train", "evaluate"])
+def test_what_is_written_becomes_no_text(
+    name: str, trained: Path, tmp_path: Path, refused: Callable[..., str]
+) -> None:
+    (texts := tmp_path / "texts").mkdir()
+    (texts / "a.txt").write_text(prose())
+    arguments: dict[str, tuple[str | Path, ...]] = {
+        "train": ("train", trained / "config.yaml", f"data.paths={texts}", f"output={texts}/run"),
+        "evaluate": ("evaluate", trained / "run", "--text", texts, "--output", texts / "found"),
+    }
+    assert "output: expected a folder outside of the text" in refused(*arguments[name])
+    assert list(texts.iterdir()) == [texts / "a.txt"]
 
 
 @pytest.mark.skipif(os.getuid() == 0, reason="root may write anywhere")

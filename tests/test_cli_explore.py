@@ -53,7 +53,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_page_from_a_text_a_memory_and_a_trace(folder: Path, tmp_path: Path, command: Command) -> None:
     page, trace = tmp_path / "page.html", tmp_path / "trace.jsonl"
-    page.write_text("old")
+    page.write_text("<!doctype html>old")
     code, out, _ = command("explore", folder / "drt", folder / "book.txt", "-o", page, "--keep-trace", trace)
     assert code == 0
     about, arrays = of_a_page(page.read_text(encoding="utf-8"))
@@ -93,6 +93,8 @@ def test_a_page_from_a_text_a_memory_and_a_trace(folder: Path, tmp_path: Path, c
         (["drt", "book.txt", "-o", "."], "is a folder"),
         (["drt", "book.txt", "-o", "book.txt/page.html"], "output: expected a folder to write in"),
         (["drt", "book.txt", "--keep-trace", "book.txt/x"], "keep_trace: expected a folder to write in"),
+        (["drt", "book.txt", "-o", "short.txt"], "output: expected a new file or one to write anew"),
+        (["drt", "book.txt", "--keep-trace", "short.txt"], "keep_trace: expected a new file or one to write"),
         (["drt", "book.txt", "-o", "book.txt"], "expected another file than the one that is read"),
     ],
 )  # fmt: skip
@@ -126,7 +128,7 @@ def test_a_memory_without_its_text(folder: Path, tmp_path: Path, refused: Callab
 def test_ctrl_c_leaves_the_old_page(folder: Path, tmp_path: Path) -> None:
     long, page = tmp_path / "long.txt", tmp_path / "page.html"
     long.write_text(TEXT * 2000)
-    page.write_text("old")
+    page.write_text("<!doctype html>old")
     command = ["explore", folder / "drt", long, "-o", page, "--keep-trace", tmp_path / "trace.jsonl"]
     with subprocess.Popen(
         [sys.executable, "-m", "trailmark", *map(str, command)],
@@ -146,5 +148,5 @@ def test_ctrl_c_leaves_the_old_page(folder: Path, tmp_path: Path) -> None:
     assert running.returncode == 130
     assert "Stopped." in said
     assert "Traceback" not in said
-    assert page.read_text() == "old"
+    assert page.read_text() == "<!doctype html>old"
     assert {path.name for path in tmp_path.iterdir()} == {"long.txt", "page.html"}

@@ -20,6 +20,7 @@ from trailmark.settings import (
     from_options,
     gathered,
     kinds_of,
+    parse_override,
     setting,
     words,
 )
@@ -103,6 +104,34 @@ def test_text_is_what_a_command_line_takes() -> None:
     assert [as_text(value) for value in (0.5, 1.0, (1, 2.0), True, Path("a"), None)] == [
         *("0.5", "1", "1,2", "true", "a", "null")
     ]
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    {
+        "notes #2.txt": "notes #2.txt",  # in YAML a comment begins there,
+        "010": 10,  # this is octal,
+        "1:30": "1:30",  # this is ninety,
+        "2024-01-01": "2024-01-01",  # and this a date
+        "1_000": 1000,
+        "-3e-3": -0.003,
+        ".5": 0.5,
+        "true": True,
+        "null": None,
+        "[a, 'b #2']": ["a", "b #2"],
+        "{a: 1}": {"a": 1},
+        "'123'": "123",
+        "9" * 5000: "9" * 5000,  # more digits than Python reads
+    }.items(),
+)
+def test_a_value_of_a_command_line_is_text_numbers_or_yaml_in_brackets(text: str, value: object) -> None:
+    assert parse_override("set", f"key={text}") == ("key", value)
+
+
+@pytest.mark.parametrize("text", ["key=", "key= ", "key", "key=[a"])
+def test_a_value_that_is_none_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match=r"^key: |^set: expected key=value"):
+        parse_override("set", text)
 
 
 def test_an_empty_path_is_no_current_folder(refused: Callable[..., str]) -> None:

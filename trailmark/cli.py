@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import errno
+import io
 import os
 import sys
 import time
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
+from shlex import quote
 from typing import Annotated
 
 import typer
@@ -158,12 +160,13 @@ def train(settings: TrainSettings) -> None:
         for line in forecast(run):
             progress.say(line)
         return
-    if not run.finished:
+    finished = run.finished
+    if not finished:
         run.sharing.expect_groups()
     count = sum(p.numel() for p in run.model.parameters())
     name = type(run.model).__name__
     progress.say(f"Training {name} ({count:,} parameters) on {amount}: {steps}, into {config.output}/")
-    if run.finished:
+    if finished:
         progress.say(f"Trained already. The model lies in {config.output}/.")
         return
     model = run.train()
@@ -175,7 +178,7 @@ def train(settings: TrainSettings) -> None:
             f"Trained in {duration(run.seconds)}, {run.tokens_per_second:,.0f} tokens/s. At the last step:"
         )
         progress.say(f"  {losses(run.measured.get('step_loss'), run.averages)}")
-        progress.say(f"The model lies in {config.output}/. Next: trailmark evaluate {config.output}")
+        progress.say(f"The model lies in {config.output}/. Next: trailmark evaluate {quote(config.output)}")
         if (file := Path(config.output) / ADDITIONS).exists():
             progress.say(
                 f"What it learned, apart from its base: {file} ({size(file.stat().st_size)}; docs/convert.md)."
@@ -259,7 +262,9 @@ def read(settings: ReadSettings) -> None:
         progress.say(
             f"Its trace lies in {trace}; what a reading that goes on needs of it, in {trace}.state/."
         )
-    progress.say(f"Next: trailmark generate {settings.model} --memory {memory} --prompt ...")
+    progress.say(
+        f"Next: trailmark generate {quote(str(settings.model))} --memory {quote(str(memory))} --prompt ..."
+    )
 
 
 def _read_with_all(settings: ReadSettings) -> None:
@@ -294,7 +299,9 @@ def _read_with_all(settings: ReadSettings) -> None:
             f"The memory of {tokens:,} tokens lies in {settings.memory}/ ({size(cache.memory_bytes())}). "
             f"{duration(seconds)}, {tokens / seconds:,.0f} tokens/s{by}."
         )
-        progress.say(f"Next: trailmark generate {settings.model} --memory {settings.memory} --prompt ...")
+        progress.say(
+            f"Next: trailmark generate {quote(str(settings.model))} --memory {quote(str(settings.memory))} --prompt ..."
+        )
 
 
 app.command()(cli_explore.explore)
@@ -430,7 +437,10 @@ def _fail(message: str, code: int) -> None:
 
 
 def _quiet() -> None:
-    """No progress bars and advice of libraries between our own lines; nothing is imported for that."""
+    """No progress bars and advice of libraries between our own lines; nothing is imported for that.
+
+    What a terminal has no character for is shown as an escape.
+    """
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     if "transformers" in sys.modules:  # it has read these already
@@ -438,6 +448,11 @@ def _quiet() -> None:
 
         logging.set_verbosity_error()
         logging.disable_progress_bar()
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(
+            stream, io.TextIOWrapper
+        ):  # of a terminal that is not UTF-8: no character ends a command
+            stream.reconfigure(errors="backslashreplace")
     for message, category, module in _NOT_FOR_USERS:
         warnings.filterwarnings("ignore", message, category, module)
 

@@ -124,7 +124,13 @@ def _sampling(settings: ChatSettings) -> Sampling:
 
 
 def _questions() -> Iterator[str]:
-    """Lines that are not empty; from a terminal with a prompt, until Ctrl-C or Ctrl-D there."""
+    """Lines that are not empty; from a terminal with a prompt, until Ctrl-C or Ctrl-D there.
+
+    Raises:
+        ValueError: standard input is closed.
+    """
+    if sys.stdin is None:
+        raise ValueError("chat: expected a terminal, or questions in standard input, which is closed.")
     if not sys.stdin.isatty():
         yield from (line.strip() for line in sys.stdin if line.strip())
         return

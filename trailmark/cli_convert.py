@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from shlex import quote
 from typing import TYPE_CHECKING
 
 import typer
@@ -104,7 +105,7 @@ def convert(settings: ConvertSettings) -> None:
     if record["target"] in architectures():
         if record["parameters"]["new"]:
             typer.echo("What is new has learned nothing yet: docs/training.md tells how it is trained.")
-        typer.echo(f"Next: trailmark read {settings.output} TEXT --memory MEMORY")
+        typer.echo(f"Next: trailmark read {quote(str(settings.output))} TEXT --memory MEMORY")
 
 
 def _far_layers(settings: ConvertSettings, count: int, progress: Progress) -> str:

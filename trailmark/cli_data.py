@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 from trailmark.processes import by_first, is_main, together
@@ -59,7 +60,10 @@ def prepare(settings: PrepareSettings) -> None:
     )
     if settings.pairs:
         path = by_first(lambda: preparing.prepare_pairs(source, output, progress=show))
-        progress.say(f"The pairs lie in {path}. Next: trailmark train configs/finetune-summarization.yaml")
+        progress.say(
+            f"The pairs lie in {path}.\n"
+            f"Next: trailmark train configs/finetune-summarization.yaml data.paths={quote(str(path))}"
+        )
         return
     corpus = preparing.prepare(
         source,
@@ -77,7 +81,7 @@ def prepare(settings: PrepareSettings) -> None:
     )
     progress.say(
         f"{len(corpus):,} tokens of {counted(corpus.documents, 'document')} lie in {output}/.{without}\n"
-        f"Next: trailmark train configs/text.yaml data.paths={output} data.tokenizer={tokenizer}"
+        f"Next: trailmark train configs/text.yaml data.paths={quote(str(output))} data.tokenizer={quote(tokenizer)}"
     )
 
 
@@ -117,7 +121,8 @@ class _TableSettings(Settings):
         seen = "false" if self.window is None else f"true model.sliding_window={self.window}"
         return (
             f"model.chunk_size={self.chunk_size} model.exclude_visible_chunks={seen} "
-            f"training.context_length={self.context_length} data.paths={self.corpus} data.neighbours={self.output} "
+            f"training.context_length={self.context_length} data.paths={quote(str(self.corpus))} "
+            f"data.neighbours={quote(str(self.output))} "
             "data.early_landmarks=0"
         )
 

@@ -40,9 +40,8 @@ def evaluate(context: typer.Context, **given: Any) -> None:
         written = []
         request = Request(**from_options(Request, given))
         for found in run(request, options, command, progress.say, progress.show):
-            names = ", ".join(subject.name for subject in found.subjects)
             table = result_table(found.suite, found.results, found.subjects[0].train_length)
-            progress.say(f"\n{found.suite.name} of {names}\n\n{table}")
+            progress.say(f"\n{found.suite.name} of {', '.join(found.names)}\n\n{table}")
             written.append(found.record.path)
         folders = dict.fromkeys(str(path.parent) for path in written)
         progress.say("\nNumbers: " + ", ".join(map(str, written)))

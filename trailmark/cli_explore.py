@@ -31,13 +31,14 @@ class ExploreSettings(Settings):
 def explore(settings: ExploreSettings) -> None:
     """A page of what a model read in a text: each chunk, the past chunks that it read, and what they were worth."""
     from trailmark.report.console import Progress
-    from trailmark.report.explorer.page import build, expect_inputs, expect_output, keeping
+    from trailmark.report.explorer.page import build, expect_inputs, keeping
+    from trailmark.report.rendering import expect_page
     from trailmark.trace.lines import read_trace
 
     model, texts, output, memory = settings.model, list(settings.texts), settings.output, settings.memory
     keep = settings.keep_trace
     expect_inputs(model, texts, memory, settings.trace, settings.memory_dtype, keep, output)
-    expect_output(output)
+    expect_page(output)
     progress = Progress()
     if settings.trace is not None:
         header, entries = read_trace(settings.trace)

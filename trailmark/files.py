@@ -513,6 +513,29 @@ def expect_writable(argument: str, folder: Path) -> None:
         ) from error
 
 
+def expect_outside(argument: str, folder: Path, paths: Sequence[str | Path], what: str) -> None:
+    """Raise a ValueError where ``folder`` lies in one of ``paths``: what is written there would be read as ``what``."""
+    for path in map(Path, paths):
+        if path.is_dir() and Path(os.path.realpath(folder)).is_relative_to(os.path.realpath(path)):
+            raise ValueError(
+                f"{argument}: expected a folder outside of the {what}, {str(folder)!r} lies in {str(path)!r}. "
+                "Choose another one."
+            )
+
+
+def expect_replaceable(argument: str, path: Path, beginning: bytes) -> None:
+    """Raise a ValueError where a file at ``path`` does not begin as what is to be written there: it is another's."""
+    if not path.is_file():
+        return
+    with untrusted.open_regular(path, argument, links=True) as file:
+        found = file.read(len(beginning))
+    if found and found != beginning:
+        raise ValueError(
+            f"{argument}: expected a new file or one to write anew, {str(path)!r} holds something else, which would be "
+            "lost. Choose another name, or remove it."
+        )
+
+
 def lock(descriptor: int, shared: bool = False) -> bool:
     """Keep others from this file or folder until the descriptor is closed; False: another process has it.
 

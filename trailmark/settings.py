@@ -15,6 +15,7 @@ import functools
 import inspect
 import json
 import math
+import re
 import types
 import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -165,12 +166,35 @@ def expect_bounds(settings: Any, prefix: str) -> None:
 # --- from text and from YAML -------------------------------------------------------------------------------------
 
 
+_WHOLE = re.compile(r"[-+]?\d{1,99}(_\d{1,99}){0,9}")
+_DECIMAL = re.compile(r"[-+]?(\d{1,99}\.?\d{0,99}|\.\d{1,99})([eE][-+]?\d{1,3})?")
+_WORDS = ("null", "~", "true", "false", "yes", "no", "on", "off")
+
+
 def parse_override(option: str, text: str) -> tuple[str, Any]:
-    """Split ``key=value`` and read the value as YAML; ``option`` is named where there is no "="."""
+    """Split ``key=value`` and read the value.
+
+    Decimal numbers and the words for null, true and false are what YAML makes of them, and what begins with a bracket
+    or a quote is read as YAML. All else is text as it stands: a "#" begins no comment, 1:30 and 2024-01-01 are no
+    numbers, and 010 is ten.
+
+    Args:
+        option: named where there is no "=".
+
+    Raises:
+        ValueError: no "=", nothing after it, or a value that begins as YAML and is none.
+    """
     key, equals, value = text.partition("=")
     if not equals:
         raise ValueError(f"{option}: expected key=value, got {brief(text)}.")
-    return key, parse_yaml(value, f"{key}: the value {brief(value)}")
+    value = value.strip()
+    if not value:
+        raise ValueError(f"{key}: expected a value, got an empty one. {key}=null says that there is none.")
+    if value[0] in "[{\"'" or value.lower() in _WORDS:
+        return key, parse_yaml(value, f"{key}: the value {brief(value)}")
+    if _WHOLE.fullmatch(value):
+        return key, int(value)
+    return key, float(value) if _DECIMAL.fullmatch(value) else value
 
 
 def read_yaml(path: Path, name: str) -> dict[str, Any]:
@@ -184,7 +208,8 @@ def read_yaml(path: Path, name: str) -> dict[str, Any]:
     except FileNotFoundError as error:
         raise ValueError(f"{name}: cannot read {str(path)!r}: {error.strerror}.") from error
     if not isinstance(content, dict):
-        raise ValueError(f"{name}: expected a mapping in {str(path)!r}, got {type(content).__name__}.")
+        got = "nothing" if content is None else brief(content)
+        raise ValueError(f"{name}: expected sections with keys in {str(path)!r}, as in configs/, got {got}.")
     return content
 
 
@@ -306,7 +331,10 @@ def _scalar(name: str, value: Any, kind: Any) -> Any:
     elif kind is bool and isinstance(value, bool):
         return value
     expected = {int: "a whole number", float: "a number", bool: "true or false", str: "text", Path: "a path"}
-    raise ValueError(f"{name}: expected {expected.get(kind, kind)}, got {brief(value)}.")
+    way_out = (
+        " Put it in quotes, as '\"123\"'." if kind in (str, Path) and isinstance(value, int | float) else ""
+    )
+    raise ValueError(f"{name}: expected {expected.get(kind, kind)}, got {brief(value)}.{way_out}")
 
 
 def nearest(key: object, valid: Iterable[object], otherwise: str | None = None) -> str:

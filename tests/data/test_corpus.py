@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import logging
+import os
 import sysconfig
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -71,6 +74,44 @@ def test_a_folder_with_other_files_warns(tmp_path: Path, caplog: pytest.LogCaptu
     (message,) = [record.getMessage() for record in caplog.records]
     assert "Left out 2 files" in message
     assert "b.png, c.txt" in message
+
+
+def test_links_below_a_folder_are_followed_and_no_folder_is_read_twice(tmp_path: Path) -> None:
+    (elsewhere := tmp_path / "elsewhere").mkdir()
+    (elsewhere / "c.txt").write_text("3")
+    (texts := tmp_path / "texts").mkdir()
+    (texts / "a.txt").write_text("1")
+    (tmp_path / "b.txt").write_text("2")
+    (texts / "b.txt").symlink_to(tmp_path / "b.txt")
+    (texts / "linked").symlink_to(elsewhere)
+    (texts / "twice").symlink_to(elsewhere)
+    (texts / "up").symlink_to(texts)
+    assert read_texts([texts]) == ["1", "2", "3"]
+
+
+@pytest.mark.parametrize("kind", ["unreadable", "locked", "dangling", "fifo"])
+def test_what_cannot_be_read_below_a_folder_is_no_missing_text(
+    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "a.txt").write_text("text")
+    hurt = tmp_path / "hurt"
+    if kind in ("unreadable", "locked"):  # root may read all: the system's answer to others stands in for it
+        name = "open" if kind == "unreadable" else "scandir"
+        plain = getattr(os, name)
+
+        def refuse(path: Any, *others: Any) -> Any:
+            if str(path) == str(hurt):
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+            return plain(path, *others)
+
+        hurt.mkdir() if kind == "locked" else hurt.write_text("secret")
+        monkeypatch.setattr(os, name, refuse)
+    elif kind == "dangling":
+        hurt.symlink_to(tmp_path / "gone")
+    else:
+        os.mkfifo(hurt)
+    with pytest.raises(ValueError, match=r"^data: .*hurt"):
+        read_texts([tmp_path])
 
 
 def test_a_folder_without_text(tmp_path: Path) -> None:

@@ -417,6 +417,13 @@ def test_another_source_or_other_settings_are_refused(
     assert {path.name: path.read_bytes() for path in output.iterdir()} == before
 
 
+def test_a_folder_in_which_nothing_came_about_is_free(tmp_path: Path, folder: Path, bpe: str) -> None:
+    (lines := tmp_path / "lines.jsonl").write_text('{"other": "text"}\n')
+    with pytest.raises(ValueError, match=r"^column: expected 'text'"):
+        prepare(parse_source([str(lines)]), tmp_path / "made", bpe, processes=1)
+    assert prepare(parse_source([str(folder)]), tmp_path / "made", bpe, processes=1).documents == 24
+
+
 def test_outputs_that_cannot_be(tmp_path: Path, folder: Path) -> None:
     source = parse_source([str(folder)])
     with pytest.raises(ValueError, match=r"^output: expected a folder outside of the source"):

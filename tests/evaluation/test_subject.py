@@ -154,3 +154,5 @@ def test_names_are_told_apart() -> None:
     a, b, c = map(Path, ("x/drt", "y/drt", "configs/window.yaml"))
     assert names_of([a, c]) == ["drt", "window"]
     assert names_of([a, b, c]) == ["x/drt", "y/drt", "window"]
+    assert names_of([Path("../drt"), Path("drt"), a]) == ["../drt", "drt", "x/drt"]
+    assert names_of([a, a]) == ["drt", "drt"]

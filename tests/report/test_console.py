@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import io
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -84,6 +87,32 @@ def test_a_log_gets_a_line_now_and_then(clock: list[float]) -> None:
     assert [line.split(" x")[0] for line in shown] == ["second 0", "second 15", "second 30"]
     assert all(line.endswith("x" * 200) for line in shown)
     assert "\r" not in log.getvalue()
+
+
+def test_work_goes_on_where_whoever_reads_has_left(tmp_path: Path) -> None:
+    code = """
+import sys
+from trailmark.report.console import Progress
+progress = Progress()
+sys.stdin.readline()  # by now nobody reads
+for number in range(3):
+    progress.say("said")
+    progress._shown = -99.0
+    progress.show("shown")
+open(sys.argv[1], "w").write("done")
+"""
+    made, pipe = tmp_path / "made", subprocess.PIPE
+    command = [sys.executable, "-c", code, str(made)]
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe) as process:
+        assert process.stdin
+        assert process.stdout
+        assert process.stderr
+        process.stdout.close()
+        process.stderr.close()
+        process.stdin.write(b"\n")
+        process.stdin.close()
+        assert process.wait(60) == 0
+    assert made.read_text() == "done"
 
 
 @pytest.mark.parametrize(

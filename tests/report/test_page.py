@@ -314,7 +314,7 @@ def test_what_is_wrong_is_said_before_anything_is_written(tmp_path: Path) -> Non
     with pytest.raises(ValueError, match="none that can be shown"):
         build([tmp_path], tmp_path / "report.html")
     runs.record(tmp_path, "needles", [runs.needle(1024)])
-    with pytest.raises(ValueError, match=r"output: expected a file.*Try '.*report\.html'"):
+    with pytest.raises(ValueError, match=r"output: expected a file.*Try '.*page\.html'"):
         build([tmp_path], tmp_path)
     runs.write(tmp_path / "file", "")
     with pytest.raises(ValueError, match="output"):

@@ -100,6 +100,25 @@ def test_the_later_override_holds(tmp_path: Path) -> None:
     assert load_run_config(path, ["training.steps=1", "training.steps=2"]).training.steps == 2
 
 
+def test_a_list_is_not_given_in_parts(tmp_path: Path) -> None:
+    path = written(tmp_path, "{}")
+    with pytest.raises(ValueError, match=r"^data\.paths: .*twice\. Write data\.paths='\[first, second\]'"):
+        load_run_config(path, ["data.paths=a", "data.paths=b"])
+    assert load_run_config(path, ["data.paths=[a, b]"]).data.paths == ["a", "b"]
+
+
+def test_a_variable_that_is_not_set_is_no_default(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"^data\.paths: expected a value, got an empty one"):
+        load_run_config(written(tmp_path, "{}"), ["data.paths="])
+
+
+def test_home_is_spelled_out_in_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    config = load_run_config(written(tmp_path, "{}"), ["output=~/x", "data.paths=[~/a, b~]"])
+    assert config.output == f"{tmp_path}/x"
+    assert config.data.paths == [f"{tmp_path}/a", "b~"]
+
+
 def test_a_single_path_and_none(tmp_path: Path) -> None:
     path = written(tmp_path, {"data": {"paths": ["a"]}})
     assert load_run_config(path, ["data.paths=b"]).data.paths == ["b"]
@@ -142,7 +161,7 @@ MISTAKES = {
     # a wrong type
     "training.steps=many": r"^training\.steps: expected a whole number, got 'many'",
     "training.steps=2.5": r"^training\.steps: expected a whole number, got 2\.5",
-    "training.steps=.inf": r"^training\.steps: expected a whole number, got inf",
+    "training.steps=.inf": r"^training\.steps: expected a whole number, got '.inf'",
     "training.learning_rate=fast": r"^training\.learning_rate: expected a number, got 'fast'",
     "training.gradient_checkpointing=1": r"^training\.gradient_checkpointing: expected true or false, got 1",
     "init_from=3": r"^init_from: expected text, got 3",
@@ -594,9 +613,9 @@ def test_every_row_of_table_2_is_fine_tuned_by_one_file(row: str, hops: int, tmp
 
 
 FILES = {
-    "empty": (b"", r"expected a mapping in .*, got NoneType"),
-    "a list": (b"- 1\n", r"expected a mapping in .*, got list"),
-    "text": (b"hello", r"expected a mapping in .*, got str"),
+    "empty": (b"", r"expected sections with keys in .*, got nothing"),
+    "a list": (b"- 1\n", r"expected sections with keys in .*, got \[1\]"),
+    "text": (b"hello", r"expected sections with keys in .*, got 'hello'"),
     "broken": (b"a: [1\nb: }", r"is no YAML"),
     "binary": (bytes(range(256)), r"is no YAML"),
     "tagged": (b"a: !!python/object:os.system x", r"is no YAML"),

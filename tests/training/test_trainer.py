@@ -278,6 +278,23 @@ def test_a_run_without_its_history_is_not_finished(tmp_path: Path) -> None:
     assert not start(tmp_path).finished
 
 
+@pytest.mark.parametrize("damage", [Path.unlink, lambda path: path.write_bytes(path.read_bytes()[:-1])])
+def test_a_finished_run_whose_model_is_damaged_says_so_and_makes_it_again(
+    tmp_path: Path, damage: Callable[[Path], Any]
+) -> None:
+    trained(tmp_path)
+    weights = tmp_path / "model.safetensors"
+    before = weights.read_bytes()
+    damage(weights)
+    with pytest.raises(ValueError, match=r"^output: .*model\.safetensors.* Remove history\.json"):
+        _ = start(tmp_path).finished
+    (tmp_path / HISTORY_FILE).unlink()
+    again = start(tmp_path)
+    again.train()
+    assert again.finished
+    assert weights.read_bytes() == before
+
+
 @pytest.mark.parametrize(
     "change", [{"steps": 13}, {"seed": 1}, {"task": "needles"}, {"model": "window"}, {"learning_rate": 0.5}]
 )

@@ -7,12 +7,13 @@ import copy
 import hashlib
 import json
 import logging
+import os
 import re
 import sysconfig
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Never, TypeVar
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -149,32 +150,44 @@ def tokenize_parts(parts: Sequence[str], tokenizer: Any) -> list[npt.NDArray[np.
     return pieces
 
 
-def read_texts(paths: Sequence[str | Path]) -> list[str]:
+class NotText(ValueError):
+    """A file that can be read and holds no UTF-8 text."""
+
+
+def read_texts(paths: Sequence[str | Path], argument: str = "data") -> list[str]:
     """The text of files and of every file below folders, in order of name.
 
     A named file must be text. Below a folder, files that are not text are left out and named in a warning.
 
+    Args:
+        argument: by which a user named the paths, for messages.
+
     Raises:
-        ValueError: a path that does not exist, a named file that is empty or not UTF-8 text, or no text at all.
+        ValueError: a path that does not exist or cannot be read, a named file that is empty or not UTF-8 text, or no
+            text at all.
     """
     for path in map(Path, paths):
         if not path.exists():
-            raise ValueError(f"data: expected a file or folder, {str(path)!r} does not exist.")
-    texts = each_text(map(Path, paths), lambda path, folder: read_text(path))
+            raise ValueError(f"{argument}: expected a file or folder, {str(path)!r} does not exist.")
+    texts = each_text(map(Path, paths), argument, lambda path, folder: read_text(path, argument))
     if not texts:
         raise ValueError(
-            f"data: expected at least one UTF-8 text file in {', '.join(map(str, paths)) or 'the list'}, "
+            f"{argument}: expected at least one UTF-8 text file in {', '.join(map(str, paths)) or 'the list'}, "
             "found none."
         )
     return texts
 
 
-def each_text(paths: Iterable[Path], look_at: Callable[[Path, Path | None], T]) -> list[T]:
+def each_text(paths: Iterable[Path], argument: str, look_at: Callable[[Path, Path | None], T]) -> list[T]:
     """What ``look_at`` gives for files, and for every file below folders, in order of name.
 
     Args:
-        look_at: is given a file, and the folder below which it was found or None. It raises a ValueError where a file
-            is no text: of a named file that goes on, files of a folder are left out and named in a warning.
+        argument: by which a user named the paths, for messages.
+        look_at: is given a file, and the folder below which it was found or None. It raises :class:`NotText` where a
+            file is none: of a named file that goes on, files of a folder are left out and named in a warning.
+
+    Raises:
+        ValueError: what ``look_at`` raises, and as :func:`files_below`.
     """
     results = []
     for path in paths:
@@ -182,10 +195,10 @@ def each_text(paths: Iterable[Path], look_at: Callable[[Path, Path | None], T]) 
             results.append(look_at(path, None))
             continue
         left_out = []
-        for file in files_below(path):
+        for file in files_below(path, argument):
             try:
                 results.append(look_at(file, path))
-            except ValueError:
+            except NotText:
                 left_out.append(file.name)
         if left_out:
             shown = ", ".join(left_out[:5]) + (" ..." if len(left_out) > 5 else "")
@@ -198,9 +211,9 @@ def each_text(paths: Iterable[Path], look_at: Callable[[Path, Path | None], T]) 
     return results
 
 
-def read_text(path: Path) -> str:
-    """One file's text; a ValueError if it is unreadable, empty, binary, or not UTF-8."""
-    return "".join(decoded(path))
+def read_text(path: Path, argument: str = "data") -> str:
+    """One file's text; errors as :func:`decoded`."""
+    return "".join(decoded(path, argument))
 
 
 def decoded(
@@ -216,7 +229,8 @@ def decoded(
         look: is given the bytes of each block.
 
     Raises:
-        ValueError: a file that is unreadable, empty, binary, or not UTF-8; after the blocks before the mistake.
+        NotText: a file that is empty, binary, or not UTF-8; after the blocks before the mistake.
+        ValueError: it cannot be read.
     """
     decoder, words, done = codecs.getincrementaldecoder("utf-8")(), False, 0
     try:
@@ -225,7 +239,7 @@ def decoded(
                 if look is not None:
                     look(block)
                 if b"\0" in block:
-                    raise ValueError(f"{argument}: expected UTF-8 text, {str(path)!r} is binary.")
+                    raise NotText(f"{argument}: expected UTF-8 text, {str(path)!r} is binary.")
                 words = words or bool(block.strip())
                 text = decoder.decode(block)
                 done = file.tell() - len(decoder.getstate()[0])  # a character's beginning waits for the rest
@@ -234,12 +248,12 @@ def decoded(
     except OSError as error:
         raise ValueError(f"{argument}: cannot read {str(path)!r}: {error.strerror}.") from error
     except UnicodeDecodeError as error:
-        raise ValueError(
+        raise NotText(
             f"{argument}: expected UTF-8 text, {str(path)!r} is not (byte {done + error.start}). Convert it to UTF-8 "
             "first, as with iconv -f latin1 -t utf-8."
         ) from error
     if not words:
-        raise ValueError(f"{argument}: expected text, {str(path)!r} is empty.")
+        raise NotText(f"{argument}: expected text, {str(path)!r} is empty.")
 
 
 def standard_library_texts(split: str) -> list[str]:
@@ -268,17 +282,34 @@ def standard_library_texts(split: str) -> list[str]:
     return texts
 
 
-def files_below(folder: Path) -> list[Path]:
-    """Every file below a folder in order of name; those that are hidden or lie in hidden folders are left out."""
+def files_below(folder: Path, argument: str = "data") -> list[Path]:
+    """Every file below a folder in order of name; those that are hidden or lie in hidden folders are left out.
 
-    def hidden(path: Path) -> bool:
-        return any(part.startswith(".") for part in path.relative_to(folder).parts)
+    Links are followed. A folder that is reached twice, as by a link to one above it, is listed once.
 
-    return sorted(path for path in folder.rglob("*") if path.is_file() and not hidden(path))
+    Args:
+        argument: by which a user named the folder, for messages.
+
+    Raises:
+        ValueError: a folder that cannot be listed.
+    """
+
+    def refuse(error: OSError) -> Never:
+        raise ValueError(f"{argument}: cannot list {error.filename!r}: {error.strerror}.") from error
+
+    files, seen = [], {os.path.realpath(folder)}
+    for place, folders, names in os.walk(folder, onerror=refuse, followlinks=True):
+        files += [Path(place, name) for name in names if not name.startswith(".")]
+        shown, folders[:] = sorted(name for name in folders if not name.startswith(".")), []
+        for name in shown:
+            if (real := os.path.realpath(Path(place, name))) not in seen:
+                seen.add(real)
+                folders.append(name)
+    return sorted(files)
 
 
 def text_pieces(
-    path: Path, size: int = 1 << 20, look: Callable[[bytes], None] | None = None
+    path: Path, size: int = 1 << 20, look: Callable[[bytes], None] | None = None, argument: str = "file"
 ) -> Iterator[str]:
     """One file's text in pieces of about ``size`` bytes, so that it may be longer than memory.
 
@@ -287,12 +318,13 @@ def text_pieces(
 
     Args:
         look: is given the file's bytes, all of them once the last piece was given.
+        argument: by which a user named the file, for messages.
 
     Raises:
-        ValueError: as :func:`read_text`.
+        ValueError: as :func:`decoded`.
     """
     left = ""
-    for text in decoded(path, block_bytes=size, look=look):
+    for text in decoded(path, argument, size, look):
         left += text
         place = max((m.end(1) for m in _LINE_ENDS.finditer(left)), default=0)
         if not place and len(left) > 4 * size:

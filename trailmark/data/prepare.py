@@ -30,6 +30,7 @@ from trailmark.data.sources import LocalFiles, Source
 from trailmark.files import (
     FileEntry,
     FolderKind,
+    expect_outside,
     expect_room,
     expect_same_settings,
     expect_writable,
@@ -146,7 +147,7 @@ def prepare(
             raise ValueError(f"{name}: expected at least 1, got {number}.")
     folder = Path(output)
     expect_writable("output", folder)
-    _expect_outside(source, folder)
+    expect_outside("output", folder, source.paths if isinstance(source, LocalFiles) else [], "source")
     loaded = load_tokenizer(tokenizer)
     settings = {
         "tokenizer": {
@@ -242,6 +243,8 @@ class _Run:
             raise ValueError(
                 f"output: {str(path)!r} is broken ({error}). Remove the folder and prepare the corpus again."
             ) from error
+        if not known.shards:  # nothing came of it, and the folder is free
+            return self.settings | {"shards": []}
         expect_same_settings(self.folder, "a corpus", state, self.settings, _ROADS)
         for number, shard in enumerate(kept.shard for kept in known.shards):
             if find_wrong_lengths(self.folder, shard.files()):
@@ -365,7 +368,7 @@ def prepare_pairs(
     folder, began = Path(output), time.monotonic()
     rows = source.pairs()
     expect_writable("output", folder)
-    _expect_outside(source, folder)
+    expect_outside("output", folder, source.paths if isinstance(source, LocalFiles) else [], "source")
     path, manifest_path = folder / PAIRS, folder / PAIRS_MANIFEST
     about = {"source": json.loads(json.dumps(source.description()))}
     about["source"]["summary_column"] = source.summary_column
@@ -493,15 +496,6 @@ def _jobs(source: Source, first: int) -> Iterator[tuple[list[_Mark], list[str]]]
 
 
 # --- the output folder -------------------------------------------------------------------------------------
-
-
-def _expect_outside(source: Source, folder: Path) -> None:
-    for path in source.paths if isinstance(source, LocalFiles) else []:
-        if path.is_dir() and folder.resolve().is_relative_to(path.resolve()):
-            raise ValueError(
-                f"output: expected a folder outside of the source, {str(folder)!r} lies in {str(path)!r}. "
-                "Choose another one."
-            )
 
 
 def _plain_bytes(source: Source) -> int | None:

@@ -17,7 +17,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import IO, Any
 
-from trailmark.data.corpus import decoded, each_text, read_text
+from trailmark.data.corpus import NotText, decoded, each_text, read_text
 from trailmark.files import sha256_of
 from trailmark.untrusted import MOST_BYTES, expect_regular, open_regular, parse_json
 
@@ -97,7 +97,8 @@ class LocalFiles(Source):
 
     A named file is JSON lines if its name ends in .jsonl, .ndjson or .json, Parquet if in .parquet, else plain text.
     Below a folder .json files are plain text too, unless packed; files that are not text are left out and named in
-    a warning, hidden ones without one. ``.gz`` is unpacked on the fly, ``.zst`` with Python 3.14 or newer.
+    a warning, hidden ones without one; links are followed, and what cannot be read is an error. ``.gz`` is unpacked on
+    the fly, ``.zst`` with Python 3.14 or newer.
 
     Args:
         paths: in the order in which they are read; a folder's files by name.
@@ -131,7 +132,7 @@ class LocalFiles(Source):
         Raises:
             ValueError: a named file that is empty or not text, or no file at all.
         """
-        files = each_text(self.paths, _look_over)
+        files = each_text(self.paths, "source", _look_over)
         if not files:
             raise ValueError(
                 f"source: expected at least one file with text in {', '.join(map(str, self.paths))}, found none."
@@ -200,7 +201,7 @@ def _look_over(path: Path, folder: Path | None) -> SourceFile:
     except OSError as error:
         raise ValueError(f"source: cannot read {str(path)!r}: {error.strerror}.") from error
     if not status.st_size:
-        raise ValueError(f"source: expected text, {str(path)!r} is empty.")
+        raise NotText(f"source: expected text, {str(path)!r} is empty.")
     return SourceFile(path, name, kind, status.st_size, status.st_mtime_ns, digest)
 
 
@@ -213,7 +214,7 @@ def _read_document(file: SourceFile, columns: Sequence[str], where: Where | None
             f"source: expected rows with columns ({', '.join(columns)}), {str(file.path)!r} is plain text. "
             "Use JSON lines or Parquet."
         )
-    yield None if skip else (read_text(file.path),), file.bytes
+    yield None if skip else (read_text(file.path, "source"),), file.bytes
 
 
 def _read_lines(file: SourceFile, columns: Sequence[str], where: Where | None, skip: int) -> _Rows:

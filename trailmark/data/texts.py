@@ -26,6 +26,7 @@ def open_text(
     vocab_size: int | None = None,
     end_of_text: bool = True,
     *,
+    argument: str = "data",
     revision: str | None = None,
     verify: bool = True,
 ) -> Corpus:
@@ -37,6 +38,7 @@ def open_text(
         vocab_size: the model's; shards of a larger vocabulary are refused.
         end_of_text: end each document that is read here with the tokenizer's end-of-text token, if it has one, as
             prepared ones are.
+        argument: by which a user named the paths, for messages.
         revision: of a hub dataset; shards of another one are refused, and text that has none.
         verify: read every byte of a prepared corpus once and compare its hashes: one of several processes is enough.
 
@@ -44,7 +46,7 @@ def open_text(
         ValueError: no text there; rows or pairs instead of text; several prepared folders, or one among others; shards
             that are damaged, or of another tokenizer, vocabulary or revision.
     """
-    prepared = [path for path in map(Path, paths or ()) if _is_prepared(path)]
+    prepared = [path for path in map(Path, paths or ()) if is_prepared(path)]
     if not prepared and revision is not None:
         raise ValueError(
             f"data.revision: expected none for text that is read as it is, got {revision!r}. Prepare that revision of "
@@ -53,12 +55,12 @@ def open_text(
     if paths is None:
         return _read(standard_library_texts("train"), tokenizer, end_of_text)
     if not prepared:
-        _expect_text(paths)
-        return _read(read_texts(paths), tokenizer, end_of_text)
+        _expect_text(paths, argument)
+        return _read(read_texts(paths, argument), tokenizer, end_of_text)
     if len(paths) > 1:
         raise ValueError(
-            f"data: expected one prepared folder or files of text, got {str(prepared[0])!r} among {len(paths)} paths. "
-            "Prepare all of them into one folder."
+            f"{argument}: expected one prepared folder or files of text, got {str(prepared[0])!r} among {len(paths)} "
+            "paths. Prepare all of them into one folder."
         )
     corpus = Corpus.open(prepared[0], tokenizer_fingerprint(tokenizer), vocab_size, revision)
     if verify:
@@ -67,20 +69,21 @@ def open_text(
     return corpus
 
 
-def _is_prepared(path: Path) -> bool:
+def is_prepared(path: Path) -> bool:
+    """Whether a folder is one that ``trailmark prepare`` made, or began."""
     return (path / MANIFEST).exists() or (path / PROGRESS).exists()
 
 
-def _expect_text(paths: Sequence[str | Path]) -> None:
+def _expect_text(paths: Sequence[str | Path], argument: str) -> None:
     """Raise a ValueError where rows would be read with the syntax around them."""
     for path in map(Path, paths):
         if path.is_dir():
-            files = files_below(path)
+            files = files_below(path, argument)
             for file in files:
                 if file.name == PAIRS_MANIFEST:
                     raise ValueError(
-                        f"data: expected text, {str(file.parent)!r} holds pairs for summarization. Set data.task to "
-                        "summarization, or make a corpus of the documents: trailmark prepare without --pairs."
+                        f"{argument}: expected text, {str(file.parent)!r} holds pairs for summarization. Set data.task "
+                        "to summarization, or make a corpus of the documents: trailmark prepare without --pairs."
                     )
                 if file.name in (MANIFEST, PROGRESS):
                     raise ValueError(
@@ -92,8 +95,8 @@ def _expect_text(paths: Sequence[str | Path]) -> None:
         for file in files:
             if kind_of(file, named=not path.is_dir()) != "text":
                 raise ValueError(
-                    f"data: expected plain text, {str(file)!r} holds rows (JSON or Parquet). Make a corpus of their "
-                    f"texts first: trailmark prepare {path} --column NAME --output FOLDER, then name FOLDER."
+                    f"{argument}: expected plain text, {str(file)!r} holds rows (JSON or Parquet). Make a corpus of "
+                    f"their texts first: trailmark prepare {path} --column NAME --output FOLDER, then name FOLDER."
                 )
 
 

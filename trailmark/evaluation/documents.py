@@ -76,9 +76,9 @@ class Documents:
         if any(
             (Path(path) / MANIFEST).exists() for path in paths
         ):  # its documents end with an end-of-text token
-            return cls(open_text(paths, tokenizer, vocab_size), tokenizer)
-        corpus = open_text(paths, tokenizer, end_of_text=False)
-        counts = [(len(text.split()), len(text.encode())) for text in read_texts(paths)]
+            return cls(open_text(paths, tokenizer, vocab_size, argument="text"), tokenizer)
+        corpus = open_text(paths, tokenizer, end_of_text=False, argument="text")
+        counts = [(len(text.split()), len(text.encode())) for text in read_texts(paths, "text")]
         # a text of which no token is made is no document of the corpus
         return cls(corpus, tokenizer, counts if len(counts) == corpus.documents else None)
 

@@ -24,6 +24,7 @@ from trailmark.evaluation.subject import (
     task_of,
 )
 from trailmark.evaluation.suite import Request, Suite, Task, suite_named, suites
+from trailmark.files import expect_outside
 from trailmark.models.card.files import refresh_card
 from trailmark.processes import is_main, sharing, world_size
 from trailmark.settings import Settings, kinds_of
@@ -35,6 +36,7 @@ class Found:
 
     suite: Suite
     subjects: list[Subject]  # one, unless the suite compares models
+    names: list[str]  # of these, as they are told apart
     results: list[dict[str, Any]]
     record: Record
 
@@ -68,7 +70,9 @@ def evaluate(
     for paths, chosen in groups:
         subjects = [_placed(load_or_build(path, request.changes), device, request) for path in paths]
         alone = not chosen[0].compares
-        folder = _folder(subjects[0], request.output, _folder_name(names[paths[0]]) if alone else "")
+        name = names[paths[0]].replace("/", "--") if alone else ""
+        folder = _folder(subjects[0], request.output, name)
+        expect_outside("output", folder, request.text, "text")
         identities = [subject.identity() for subject in subjects]
 
         @cache
@@ -79,7 +83,7 @@ def evaluate(
             identity = identities[0] if alone else identities
             record = Record(folder, suite.name, identity, say, command, subjects[0].model.device.type)
             task = Task(subjects, settings[suite.name], record, documents, say, progress)
-            yield Found(suite, subjects, suite.run(task), record)
+            yield Found(suite, subjects, [names[path] for path in paths], suite.run(task), record)
         # the results lie beside the model
         if request.output is None and subjects[0].folder.is_dir() and is_main():
             refresh_card(subjects[0].folder)
@@ -150,10 +154,6 @@ def _settings(chosen: Sequence[Suite], options: Mapping[str, Any]) -> dict[str, 
 def _placed(subject: Subject, device: torch.device, request: Request) -> Subject:
     subject.model.to(device=device, dtype=parse_dtype(request.dtype) or subject.model.dtype)
     return subject
-
-
-def _folder_name(name: str) -> str:
-    return name.strip("./").replace("/", "--")
 
 
 def _folder(subject: Subject, output: Path | None, name: str) -> Path:

@@ -64,6 +64,7 @@ class Reader:
         try:
             if (folder / saved.MANIFEST).exists():
                 self.cache: ChunkCache = model.load_cache(folder, memory_tier)
+                _expect_dtype(self.cache, memory_dtype, folder)
             else:
                 self.cache = model.new_cache(memory_tier, memory_folder=folder, memory_dtype=memory_dtype)
             sources_of(self.cache.notes, "memory", folder)
@@ -197,6 +198,16 @@ class Reader:
         if self.trace is not None:
             self.trace.saved()
         self._saved_at = time.monotonic()
+
+
+def _expect_dtype(cache: ChunkCache, dtype: torch.dtype | None, folder: Path) -> None:
+    kept = cache.memory.dtype
+    if dtype is not None and kept is not None and dtype != kept:
+        asked, there = (str(one).removeprefix("torch.") for one in (dtype, kept))
+        raise ValueError(
+            f"memory_dtype: expected {there}, in which {str(folder)!r} holds its chunks, got {asked}. Leave it out, or "
+            "read into another --memory."
+        )
 
 
 def parse_dtype(name: str | None) -> torch.dtype | None:

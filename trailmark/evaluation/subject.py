@@ -126,7 +126,7 @@ class Subject:
 
     def tokens(self, paths: Sequence[Path] | None) -> Tokens:
         """The text to ask about: ``paths``, or Python sources that the demo's training leaves out."""
-        texts = read_texts(paths) if paths else standard_library_texts("haystack")
+        texts = read_texts(paths, "text") if paths else standard_library_texts("haystack")
         return tokenize(texts, self.tokenizer)
 
 
@@ -207,9 +207,15 @@ def load(
     for kind_of in ("missing", "unexpected", "mismatched"):  # transformers would draw these at random
         names = found[f"{kind_of}_keys"]
         if names and (ours or kind_of != "unexpected"):
+            first = min(name if isinstance(name, str) else name[0] for name in names)
+            if changed:
+                raise ValueError(
+                    f"set: expected fields that the weights of {where!r} allow, with {', '.join(changes)} there are "
+                    f"{len(names)} {kind_of} ones: {first} ... Leave it out."
+                )
             raise ValueError(
                 f"model: expected the weights that config.json describes, {where!r} has {len(names)} "
-                f"{kind_of} ones: {min(map(str, names))} ..."
+                f"{kind_of} ones: {first} ..."
             )
     _expect_own_tokenizer(tokenizer, config, where, ours)
     if ours:
@@ -235,10 +241,20 @@ def task_of(path: Path) -> str | None:
 
 
 def names_of(paths: Sequence[Path]) -> list[str]:
-    """A name for each model: its folder's or file's; where two are called the same, with the path."""
-    last = [path.resolve().name if path.exists() else path.name for path in paths]
-    short = [name.removesuffix(".yaml").removesuffix(".yml") for name in last]
-    return [name if short.count(name) == 1 else str(path) for path, name in zip(paths, short, strict=True)]
+    """A name for each model: its folder's or file's; where two are called the same, with as many folders above as tell
+    them apart."""
+    parts = [(path.resolve() if path.exists() else path).parts for path in paths]
+
+    def name(own: tuple[str, ...], count: int) -> str:
+        return "/".join(own[-count:]).removesuffix(".yaml").removesuffix(".yml")
+
+    def told_apart(own: tuple[str, ...], count: int) -> bool:
+        return not any(other != own and name(other, count) == name(own, count) for other in parts)
+
+    return [
+        name(own, next((count for count in range(1, len(own)) if told_apart(own, count)), len(own)))
+        for own in parts
+    ]
 
 
 def is_checkpoint(folder: Path) -> bool:

@@ -190,7 +190,7 @@ def device_setting() -> Any:
 def changes_setting() -> Any:
     return setting(
         (),
-        "A field of the model's configuration, for this time: retrieve_per=token.",
+        "A field of the model's configuration, for this time: num_retrieved_chunks=2.",
         option="--set",
         repeated=True,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import sys
 import time
@@ -26,6 +27,8 @@ __all__ = [
 class Progress:
     """One status line. On a terminal it is rewritten in place; elsewhere one is printed every 15 seconds.
 
+    Whoever reads may leave, as ``| head`` does: the work goes on.
+
     ``quiet``: nothing is shown or said, as by all but one of several processes.
     """
 
@@ -43,17 +46,15 @@ class Progress:
         if self.live:
             # a line that wraps would leave its first half behind
             message = message[: shutil.get_terminal_size().columns - 1]
-            self.stream.write("\r" + message.ljust(self._width))
+            _write(self.stream, "\r" + message.ljust(self._width))
             self._width = len(message)
         else:
-            self.stream.write(message + "\n")
-        self.stream.flush()
+            _write(self.stream, message + "\n")
 
     def clear(self) -> None:
         """Remove the line, before something that stays is printed."""
         if self.live and self._width:
-            self.stream.write("\r" + " " * self._width + "\r")
-            self.stream.flush()
+            _write(self.stream, "\r" + " " * self._width + "\r")
         self._width = 0
         self._shown = 0.0
 
@@ -62,7 +63,17 @@ class Progress:
         if self.quiet:
             return
         self.clear()
-        print(message, flush=True)
+        _write(sys.stdout, message + "\n")
+
+
+def _write(stream: TextIO, text: str) -> None:
+    try:
+        stream.write(text)
+        stream.flush()
+    except BrokenPipeError:  # Python flushes once more at its end, and would fail there too
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, stream.fileno())
+        os.close(nowhere)
 
 
 def bar(done: int, total: int, width: int = 24) -> str:

@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trailmark.evaluation.suite import suites
-from trailmark.files import expect_writable, write_text
+from trailmark.files import write_text
 from trailmark.report.collect import Collected, NotShown, collect
 from trailmark.report.figures import available
 from trailmark.report.notes import notes
 from trailmark.report.overview import environments, overview, reproduce
-from trailmark.report.rendering import render
+from trailmark.report.rendering import expect_page, render
 from trailmark.report.sections import sections_of_suites
 from trailmark.report.training import training
 from trailmark.values import listed
@@ -48,12 +48,8 @@ def build(
     Raises:
         ValueError: a path that is not there, no results in any, or an output that cannot be written.
     """
-    if output.is_dir():
-        raise ValueError(
-            f"output: expected a file, {str(output)!r} is a folder. Try {str(output / 'report.html')!r}."
-        )
+    expect_page(output)
     collected = collect(paths, progress)
-    expect_writable("output", output.parent)
     known = suites()
     sections, tiles = sections_of_suites(collected, known)
     if (trainings := training(collected.trainings)) is not None:

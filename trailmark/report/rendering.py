@@ -7,12 +7,14 @@ import functools
 import hashlib
 from collections.abc import Sequence
 from importlib import resources
+from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from trailmark import __version__
+from trailmark.files import expect_replaceable, expect_writable
 from trailmark.report.theme import style
 from trailmark.values import count, visible
 
@@ -28,6 +30,16 @@ def _templates() -> Environment:
     )
     templates.filters["count"] = count
     return templates
+
+
+def expect_page(output: Path) -> None:
+    """A ValueError where a page cannot be written to ``output``, or would replace what is none: before long work."""
+    if output.is_dir():
+        raise ValueError(
+            f"output: expected a file, {str(output)!r} is a folder. Try {str(output / 'page.html')!r}."
+        )
+    expect_writable("output", output.parent)
+    expect_replaceable("output", output, b"<!doctype html>")
 
 
 def render(template: str, css: str, scripts: Sequence[str], **values: Any) -> str:

@@ -21,6 +21,8 @@ from trailmark.untrusted import brief, open_regular, parse_json
 
 FORMAT = 1
 KIND = "trailmark trace"
+BEGINNING = f'{{"kind":"{KIND}",'.encode()
+"""Of every trace's file."""
 _MOST_LINE = 256 << 20  # bytes: a chunk has some KiB
 _MOST_NUMBER = (1 << 53) - 1  # a page's script counts so far
 

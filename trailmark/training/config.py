@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import yaml
 
@@ -375,10 +376,11 @@ class RunConfig:
 
 
 def load_run_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
-    """Read a YAML file and apply ``a.b=value`` overrides (values are YAML).
+    """Read a YAML file and apply ``a.b=value`` overrides, the last one of a key; ``~`` in paths is the user's home.
 
     Raises:
-        ValueError: a missing file, broken YAML, an unknown key (with the nearest valid one), a wrong type.
+        ValueError: a missing file, broken YAML, an unknown key (with the nearest valid one), a wrong type, a list that
+            is given in parts.
     """
     try:
         raw = read_yaml(Path(path), "config")
@@ -387,8 +389,12 @@ def load_run_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfi
             lie = "Those that come with trailmark lie in the folder configs/ of its repository."
             raise ValueError(f"{error} {lie}") from error.__cause__
         raise
+    given = set()
     for override in overrides:
         key, parsed = parse_override("override", override)
+        if key in given and key in ("data.paths", "data.validation"):
+            raise ValueError(f"{key}: expected one list, it is given twice. Write {key}='[first, second]'.")
+        given.add(key)
         target = raw
         *parents, last = key.split(".")
         for parent in parents:
@@ -396,9 +402,25 @@ def load_run_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfi
             if not isinstance(target, dict):
                 raise ValueError(f"{key}: {parent} is no section.")
         target[last] = parsed
-    config = from_mapping(RunConfig, raw)
+    config = _at_home(from_mapping(RunConfig, raw))
     _check(config)
     return config
+
+
+def _at_home(config: RunConfig) -> RunConfig:
+    """The configuration with ``~`` of its paths spelled out, which a shell does not do within key=value."""
+
+    def spelled(value: Any) -> Any:
+        if isinstance(value, list):
+            return list(map(spelled, value))
+        return os.path.expanduser(value) if isinstance(value, str) and value.startswith("~/") else value
+
+    def of(section: Any, *names: str) -> Any:
+        return dataclasses.replace(section, **{name: spelled(getattr(section, name)) for name in names})
+
+    data = of(config.data, "paths", "validation", "tokenizer", "neighbours")
+    config = dataclasses.replace(config, data=data, distil=of(config.distil, "model"))
+    return cast(RunConfig, of(config, "output", "init_from"))
 
 
 def _check(config: RunConfig) -> None:

@@ -24,8 +24,9 @@ from trailmark.data.neighbours.embedders import Embedder
 from trailmark.data.neighbours.trained_embedders import embedder_of
 from trailmark.data.shards import Corpus
 from trailmark.data.summarization import SummarizationTexts
-from trailmark.data.texts import open_text
+from trailmark.data.texts import is_prepared, open_text
 from trailmark.files import (
+    expect_outside,
     expect_place,
     expect_writable,
     locked,
@@ -43,7 +44,13 @@ from trailmark.training import checkpoints, states
 from trailmark.training.checkpoints import CHECKPOINTS
 from trailmark.training.config import RunConfig
 from trailmark.training.distil import Teacher
-from trailmark.training.final_model import MODEL_MANIFEST, has_signed_model, sign_model, verify_model
+from trailmark.training.final_model import (
+    MODEL_MANIFEST,
+    expects_manifest,
+    has_signed_model,
+    sign_model,
+    verify_model,
+)
 from trailmark.training.fit import MemoryFit
 from trailmark.training.neighbours import open_table
 from trailmark.training.parts import Parts, learned
@@ -102,6 +109,9 @@ class Run(RunningState):
         self.tokenizer = load_tokenizer(config.data.tokenizer)
         # what may be wrong is found before the model is made
         expect_place("output", self.output)
+        for paths in (config.data.paths, config.data.validation):
+            texts = [path for path in paths or () if not is_prepared(Path(path))]
+            expect_outside("output", self.output, texts, "text")
         if config.init_from is not None:
             states.expect_model(config.init_from)
         self.parts = Parts.of(settings)
@@ -128,6 +138,8 @@ class Run(RunningState):
         )
         self.micro = self._micro_batches()
         self._validation = _open_validation(config, self.tokenizer, fields.vocab_size)
+        if config.data.validation is not None and self._validation is None:
+            say("Mind: data.validation is not measured, as training.eval_steps does not say how often.")
         self.embedder = None
         if self.table is None or self._validation is not None:
             self.embedder = _open_embedder(fields, self.tokenizer, self.table is None, self.say)
@@ -199,11 +211,25 @@ class Run(RunningState):
 
     @property
     def finished(self) -> bool:
-        """Whether the output folder holds this very run, trained to its end."""
+        """Whether the output folder holds this very run, trained to its end.
+
+        Raises:
+            ValueError: it does, and its model is damaged or gone.
+        """
         history = read_json(self.output / HISTORY_FILE)
         if not isinstance(history, dict) or not holds_run(self.output, self.config):
             return False
-        return history.get("data", self.data_fingerprint) == self.data_fingerprint
+        if history.get("data", self.data_fingerprint) != self.data_fingerprint:
+            return False
+        if expects_manifest(self.output):
+            try:
+                verify_model(self.output)
+            except ValueError as error:
+                raise ValueError(
+                    f"output: the model in {str(self.output)!r} is not as it was saved ({error}) Remove "
+                    f"{HISTORY_FILE} there, and the same command makes it again from the newest checkpoint."
+                ) from error
+        return True
 
     def train(self) -> TrailmarkForCausalLM | None:
         """Train to the end, from the newest whole checkpoint if there is one.

@@ -71,7 +71,7 @@ def test_sections_that_describe_no_model(settings: dict[str, Any], message: str)
 
 
 @pytest.mark.parametrize(
-    ("text", "message"), [(None, "cannot read"), ("a: [", "is no YAML"), ("- 1", "expected a mapping")]
+    ("text", "message"), [(None, "cannot read"), ("a: [", "is no YAML"), ("- 1", "expected sections")]
 )
 def test_files_that_are_no_settings(text: str | None, message: str, tmp_path: Path) -> None:
     path = tmp_path / "model.yaml"

@@ -170,7 +170,7 @@ def test_a_stop_leaves_the_old_page_and_nothing_half(
 ) -> None:
     header, entries = made_up(2000)
     page, trace = tmp_path / "page.html", tmp_path / "trace.jsonl"
-    page.write_text("old")
+    page.write_text(old := "<!doctype html>old")
 
     def stopped() -> Iterator[Entry]:
         yield from entries[:40]
@@ -184,7 +184,7 @@ def test_a_stop_leaves_the_old_page_and_nothing_half(
     taken = stopped() if part == "while it reads" else entries
     with pytest.raises(KeyboardInterrupt), keeping(header, taken, trace) as kept:
         build(header, kept, page)
-    assert page.read_text() == "old"
+    assert page.read_text() == old
     assert [path.name for path in tmp_path.iterdir()] == ["page.html"]
 
 

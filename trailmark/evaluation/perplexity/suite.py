@@ -58,7 +58,10 @@ class PerplexitySettings(Settings):
     stride: int | None = setting(None, "Of sliding windows.", default="half of one", least=1)
     carry: bool = setting(False, "One memory for all windows; else each is cold.", option="--carry")
     max_tokens: int | Literal["auto"] | None = setting(
-        "auto", "Of the text that are read.", default="65,536, under a protocol all", least=2
+        "auto",
+        "Of the text that are read, at least one window or document.",
+        default="65,536, under a protocol all",
+        least=2,
     )
     by_position: bool = setting(
         True, "Whether the loss is told by the number of tokens before.", on_command_line=False

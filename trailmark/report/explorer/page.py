@@ -20,10 +20,10 @@ from typing import Any
 from markupsafe import Markup
 
 from trailmark import __version__
-from trailmark.files import expect_writable, replacing, write_text
+from trailmark.files import expect_replaceable, expect_writable, replacing, write_text
 from trailmark.report.explorer.data import Document, collect, pack
-from trailmark.report.rendering import render
-from trailmark.trace.lines import Entry, TraceHeader, encode
+from trailmark.report.rendering import expect_page, render
+from trailmark.trace.lines import BEGINNING, Entry, TraceHeader, encode
 from trailmark.values import MOST_PERPLEXITY, all_visible, count, listed
 
 # joined in this order; all share one scope
@@ -51,15 +51,6 @@ class Built:
     """What the page says of itself: title, model, sizes, sources; ``bearing`` tokens that bear a loss, the sums
     ``loss`` and ``loss_without`` over them in nats, and ``helped``, how many of them cost less with retrieval."""
     document: Document
-
-
-def expect_output(output: Path) -> None:
-    """A ValueError where ``output`` cannot be written: to be called before long work."""
-    if output.is_dir():
-        raise ValueError(
-            f"output: expected a file, {str(output)!r} is a folder. Try {str(output / 'page.html')!r}."
-        )
-    expect_writable("output", output.parent)
 
 
 def expect_inputs(
@@ -107,6 +98,7 @@ def expect_inputs(
         raise ValueError(f"keep_trace: expected another file than the page, got {str(keep_trace)!r}.")
     if keep_trace is not None:
         expect_writable("keep_trace", keep_trace.parent)
+        expect_replaceable("keep_trace", keep_trace, BEGINNING)
 
 
 @contextmanager
@@ -153,7 +145,7 @@ def build(
         ValueError: an output that cannot be written, fewer than two chunks, none that read anything, or a trace that
             contradicts itself.
     """
-    expect_output(output)
+    expect_page(output)
     began = time.monotonic()
 
     def show(tokens: int) -> None:
