@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import shutil
@@ -323,7 +324,7 @@ OPTIONS: dict[str, tuple[tuple[str, ...], str]] = {
         ("evaluate", "RUN", "--set", "num_attention_heads=3"),
         "num_attention_heads: expected a divisor of hidden_size = 16, got 3",
     ),
-    "set weights": (("evaluate", "RUN", "--set", "intermediate_size=32"), "mismatched ones"),
+    "set weights": (("evaluate", "RUN", "--set", "intermediate_size=32"), "weights are mismatched: "),
     "no prompt": (("generate", "RUN"), "prompt: expected --prompt TEXT, --file FILE or both, got neither"),
     "empty prompt": (("generate", "RUN", "--prompt", ""), "prompt: expected at least one character"),
     "nothing new": (
@@ -608,6 +609,18 @@ def test_ctrl_c_at_any_time(function: str, command: Command, monkeypatch: pytest
     assert code == 130
     assert err.strip() == "trailmark: Stopped."
     assert command("train", "config.yaml")[2].strip().endswith("Stopped. The same command goes on from here.")
+
+
+def test_a_terminal_that_lacks_a_character_is_shown_its_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Terminal(io.TextIOWrapper):
+        def isatty(self) -> bool:
+            return True
+
+    seen = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", Terminal(seen, encoding="ascii"))
+    cli.main(["doctor"])
+    print("\u2014", flush=True)
+    assert seen.getvalue().endswith(b"\\u2014\n")
 
 
 def test_our_own_mistakes_keep_their_traceback(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:

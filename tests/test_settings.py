@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Callable, Iterator
 from dataclasses import Field, dataclass, fields
 from pathlib import Path
@@ -20,6 +21,7 @@ from trailmark.settings import (
     from_options,
     gathered,
     kinds_of,
+    override,
     parse_override,
     setting,
     words,
@@ -118,6 +120,8 @@ def test_text_is_what_a_command_line_takes() -> None:
         ".5": 0.5,
         "true": True,
         "null": None,
+        "~": "~",
+        "1_000.5": "1_000.5",
         "[a, 'b #2']": ["a", "b #2"],
         "{a: 1}": {"a": 1},
         "'123'": "123",
@@ -126,6 +130,12 @@ def test_text_is_what_a_command_line_takes() -> None:
 )
 def test_a_value_of_a_command_line_is_text_numbers_or_yaml_in_brackets(text: str, value: object) -> None:
     assert parse_override("set", f"key={text}") == ("key", value)
+
+
+@pytest.mark.parametrize("text", ["a", "a b", "2024", "1e3", "null", "[1] x", "'x", " x", "#", "$HOME", "é"])
+def test_text_is_written_so_that_it_is_read_as_itself(text: str) -> None:
+    (word,) = shlex.split(override("key", text))
+    assert parse_override("set", word) == ("key", text)
 
 
 @pytest.mark.parametrize("text", ["key=", "key= ", "key", "key=[a"])

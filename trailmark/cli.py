@@ -107,8 +107,9 @@ class DemoSettings(Settings):
 def demo(settings: DemoSettings) -> None:
     """Train on this machine, then read 1000x further: the main job in about ten minutes."""
     from trailmark.demo import Demo
+    from trailmark.report.console import Progress
 
-    Demo(settings.output, settings.seed, settings.minutes, settings.questions, typer.echo).run()
+    Demo(settings.output, settings.seed, settings.minutes, settings.questions, Progress().say).run()
 
 
 app.command()(cli_data.prepare)
@@ -215,7 +216,7 @@ class ReadSettings(Settings):
 def read(settings: ReadSettings) -> None:
     """Read texts once and keep what was read. The same command goes on where it stopped; torchrun starts several."""
     from trailmark.evaluation.parted_reading import parts_of, remove_parts
-    from trailmark.evaluation.reading import Reader, parse_dtype, resident_bytes
+    from trailmark.evaluation.reading import Reader, expect_dtype, parse_dtype, resident_bytes
     from trailmark.evaluation.subject import load, own_device
     from trailmark.memory.saved import MANIFEST
     from trailmark.processes import is_main, together, world_size
@@ -250,6 +251,7 @@ def read(settings: ReadSettings) -> None:
     typer.echo(f"Reading with {settings.model}", err=True)  # the first tokens may take a minute
     subject = load(settings.model, device=own_device(settings.device))
     with Reader(subject, memory, dtype, show, trace, memory_tier=tier) as reader:
+        expect_dtype(reader.cache, dtype, memory)
         for file in settings.files:
             before = reader.num_tokens
             fresh = reader.read(file)

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from shlex import quote
 from typing import Any
 
 from trailmark.processes import by_first, is_main, together
-from trailmark.settings import Settings, setting, takes
+from trailmark.settings import Settings, override, setting, takes
 
 
 @dataclass(frozen=True)
@@ -62,7 +61,7 @@ def prepare(settings: PrepareSettings) -> None:
         path = by_first(lambda: preparing.prepare_pairs(source, output, progress=show))
         progress.say(
             f"The pairs lie in {path}.\n"
-            f"Next: trailmark train configs/finetune-summarization.yaml data.paths={quote(str(path))}"
+            f"Next: trailmark train configs/finetune-summarization.yaml {override('data.paths', str(path))}"
         )
         return
     corpus = preparing.prepare(
@@ -81,7 +80,8 @@ def prepare(settings: PrepareSettings) -> None:
     )
     progress.say(
         f"{len(corpus):,} tokens of {counted(corpus.documents, 'document')} lie in {output}/.{without}\n"
-        f"Next: trailmark train configs/text.yaml data.paths={quote(str(output))} data.tokenizer={quote(tokenizer)}"
+        f"Next: trailmark train configs/text.yaml {override('data.paths', str(output))} "
+        f"{override('data.tokenizer', tokenizer)}"
     )
 
 
@@ -121,8 +121,8 @@ class _TableSettings(Settings):
         seen = "false" if self.window is None else f"true model.sliding_window={self.window}"
         return (
             f"model.chunk_size={self.chunk_size} model.exclude_visible_chunks={seen} "
-            f"training.context_length={self.context_length} data.paths={quote(str(self.corpus))} "
-            f"data.neighbours={quote(str(self.output))} "
+            f"training.context_length={self.context_length} {override('data.paths', str(self.corpus))} "
+            f"{override('data.neighbours', str(self.output))} "
             "data.early_landmarks=0"
         )
 

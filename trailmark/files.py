@@ -519,7 +519,7 @@ def expect_outside(argument: str, folder: Path, paths: Sequence[str | Path], wha
         if path.is_dir() and Path(os.path.realpath(folder)).is_relative_to(os.path.realpath(path)):
             raise ValueError(
                 f"{argument}: expected a folder outside of the {what}, {str(folder)!r} lies in {str(path)!r}. "
-                "Choose another one."
+                "Name another output."
             )
 
 

@@ -16,6 +16,7 @@ import inspect
 import json
 import math
 import re
+import shlex
 import types
 import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -166,9 +167,10 @@ def expect_bounds(settings: Any, prefix: str) -> None:
 # --- from text and from YAML -------------------------------------------------------------------------------------
 
 
-_WHOLE = re.compile(r"[-+]?\d{1,99}(_\d{1,99}){0,9}")
-_DECIMAL = re.compile(r"[-+]?(\d{1,99}\.?\d{0,99}|\.\d{1,99})([eE][-+]?\d{1,3})?")
-_WORDS = ("null", "~", "true", "false", "yes", "no", "on", "off")
+_WHOLE = re.compile(r"[-+]?[0-9]{1,99}(_[0-9]{1,99}){0,9}")
+_DECIMAL = re.compile(r"[-+]?([0-9]{1,99}\.?[0-9]{0,99}|\.[0-9]{1,99})([eE][-+]?[0-9]{1,3})?")
+_YAML = ("[", "{", '"', "'")  # beginnings of it
+_WORDS = ("null", "true", "false", "yes", "no", "on", "off")
 
 
 def parse_override(option: str, text: str) -> tuple[str, Any]:
@@ -189,12 +191,21 @@ def parse_override(option: str, text: str) -> tuple[str, Any]:
         raise ValueError(f"{option}: expected key=value, got {brief(text)}.")
     value = value.strip()
     if not value:
-        raise ValueError(f"{key}: expected a value, got an empty one. {key}=null says that there is none.")
-    if value[0] in "[{\"'" or value.lower() in _WORDS:
+        raise ValueError(
+            f"{key}: expected a value, got an empty one. Leave it out, or give null where none is meant."
+        )
+    if value[0] in _YAML or value.lower() in _WORDS:
         return key, parse_yaml(value, f"{key}: the value {brief(value)}")
     if _WHOLE.fullmatch(value):
         return key, int(value)
     return key, float(value) if _DECIMAL.fullmatch(value) else value
+
+
+def override(key: str, text: str) -> str:
+    """``key=value`` as a shell takes it, of which :func:`parse_override` reads this very text."""
+    plain = text == text.strip() and text[:1] not in _YAML and text.lower() not in _WORDS
+    plain = plain and not _WHOLE.fullmatch(text) and not _DECIMAL.fullmatch(text)
+    return shlex.quote(f"{key}={text if plain else json.dumps(text)}")
 
 
 def read_yaml(path: Path, name: str) -> dict[str, Any]:
@@ -282,7 +293,8 @@ def coerce(name: str, value: Any, kind: Any) -> Any:
     if origin in (typing.Union, types.UnionType):
         return _one_of(name, value, arguments)
     if origin in (list, tuple):
-        parts = [value] if isinstance(value, str | Path) else value
+        alone = (str, Path, int, float) if str in arguments else (str, Path)
+        parts = [value] if isinstance(value, alone) else value
         if not isinstance(parts, list | tuple):
             raise ValueError(f"{name}: expected a list, got {brief(value)}.")
         return origin(coerce(name, part, arguments[0]) for part in parts)
@@ -331,9 +343,8 @@ def _scalar(name: str, value: Any, kind: Any) -> Any:
     elif kind is bool and isinstance(value, bool):
         return value
     expected = {int: "a whole number", float: "a number", bool: "true or false", str: "text", Path: "a path"}
-    way_out = (
-        " Put it in quotes, as '\"123\"'." if kind in (str, Path) and isinstance(value, int | float) else ""
-    )
+    quoted = kind in (str, Path) and isinstance(value, int | float)
+    way_out = ' Put it in quotes: "..." in YAML, \'"..."\' on a command line.' if quoted else ""
     raise ValueError(f"{name}: expected {expected.get(kind, kind)}, got {brief(value)}.{way_out}")
 
 

@@ -85,7 +85,8 @@ def test_links_below_a_folder_are_followed_and_no_folder_is_read_twice(tmp_path:
     (texts / "b.txt").symlink_to(tmp_path / "b.txt")
     (texts / "linked").symlink_to(elsewhere)
     (texts / "twice").symlink_to(elsewhere)
-    (texts / "up").symlink_to(texts)
+    (texts / "itself").symlink_to(texts)
+    (texts / "up").symlink_to(tmp_path)
     assert read_texts([texts]) == ["1", "2", "3"]
 
 

@@ -150,9 +150,16 @@ def test_a_model_in_memory_is_told_by_its_weights() -> None:
     assert one == same != other
 
 
-def test_names_are_told_apart() -> None:
+def test_names_are_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     a, b, c = map(Path, ("x/drt", "y/drt", "configs/window.yaml"))
     assert names_of([a, c]) == ["drt", "window"]
     assert names_of([a, b, c]) == ["x/drt", "y/drt", "window"]
-    assert names_of([Path("../drt"), Path("drt"), a]) == ["../drt", "drt", "x/drt"]
-    assert names_of([a, a]) == ["drt", "drt"]
+    assert names_of([a, a]) == ["x/drt", "x/drt"]
+    for folder in (below := tmp_path / "below", below / "drt", tmp_path / "drt"):
+        folder.mkdir()
+    (tmp_path / "drt.yaml").touch()
+    (tmp_path / "link").symlink_to(tmp_path / "drt")
+    monkeypatch.chdir(below)
+    assert names_of([Path("../drt"), Path("drt")]) == [f"{tmp_path.name}/drt", "below/drt"]
+    assert names_of([Path("../drt"), Path("../drt.yaml")]) == ["../drt", "../drt.yaml"]
+    assert names_of([Path("../drt"), Path("../link")]) == ["../drt", "../link"]

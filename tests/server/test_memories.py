@@ -282,3 +282,13 @@ def test_damage_is_told_without_a_path(live: Server, folder: Path) -> None:
     assert listed["broken"]["damaged"]
     assert listed["whole"]["tokens"] == 22
     shutil.rmtree(folder / "broken")
+
+
+def test_a_memory_is_read_on_in_its_own_precision(models: dict[str, Path], tmp_path: Path) -> None:
+    """That of the server is for new ones."""
+    for dtype in (None, torch.bfloat16):
+        with serving({"bytes": models["bytes"]}, tmp_path / "memories", dtype=dtype) as made:
+            made.append("book", f"{dtype}.txt", "A text that fills a chunk or two of the memory." * 4)
+    assert (
+        load(models["bytes"]).model.load_cache(tmp_path / "memories" / "book").memory.dtype == torch.float64
+    )

@@ -114,7 +114,8 @@ def test_a_variable_that_is_not_set_is_no_default(tmp_path: Path) -> None:
 
 def test_home_is_spelled_out_in_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
-    config = load_run_config(written(tmp_path, "{}"), ["output=~/x", "data.paths=[~/a, b~]"])
+    config = load_run_config(written(tmp_path, "{}"), ["output=~/x", "init_from=~", "data.paths=[~/a, b~]"])
+    assert config.init_from == str(tmp_path)
     assert config.output == f"{tmp_path}/x"
     assert config.data.paths == [f"{tmp_path}/a", "b~"]
 

@@ -286,7 +286,9 @@ def test_a_finished_run_whose_model_is_damaged_says_so_and_makes_it_again(
     weights = tmp_path / "model.safetensors"
     before = weights.read_bytes()
     damage(weights)
-    with pytest.raises(ValueError, match=r"^output: .*model\.safetensors.* Remove history\.json"):
+    with pytest.raises(
+        ValueError, match=r"^output: .*model\.safetensors.* remove that file and history\.json"
+    ):
         _ = start(tmp_path).finished
     (tmp_path / HISTORY_FILE).unlink()
     again = start(tmp_path)

@@ -51,7 +51,8 @@ class ChatTurns:
         if not getattr(tokenizer, "chat_template", None):
             raise ValueError(
                 "tokenizer: expected one with a chat template, got one without: nothing says how a question is put to "
-                "its model. Put a chat_template.jinja beside it, or ask in plain lines (trailmark chat --plain)."
+                "its model. Put a chat_template.jinja beside it, or ask in plain lines: trailmark chat --plain, "
+                "trailmark evaluate without --chat."
             )
         begin = [] if system is None else [{"role": "system", "content": system}]
         asked = {"role": "user", "content": _ASKED}

@@ -285,7 +285,7 @@ def standard_library_texts(split: str) -> list[str]:
 def files_below(folder: Path, argument: str = "data") -> list[Path]:
     """Every file below a folder in order of name; those that are hidden or lie in hidden folders are left out.
 
-    Links are followed. A folder that is reached twice, as by a link to one above it, is listed once.
+    Links are followed, but for those to a folder above this one. A folder that is reached twice is listed once.
 
     Args:
         argument: by which a user named the folder, for messages.
@@ -297,7 +297,8 @@ def files_below(folder: Path, argument: str = "data") -> list[Path]:
     def refuse(error: OSError) -> Never:
         raise ValueError(f"{argument}: cannot list {error.filename!r}: {error.strerror}.") from error
 
-    files, seen = [], {os.path.realpath(folder)}
+    root = Path(os.path.realpath(folder))
+    files, seen = [], set(map(str, (root, *root.parents)))
     for place, folders, names in os.walk(folder, onerror=refuse, followlinks=True):
         files += [Path(place, name) for name in names if not name.startswith(".")]
         shown, folders[:] = sorted(name for name in folders if not name.startswith(".")), []
@@ -309,7 +310,7 @@ def files_below(folder: Path, argument: str = "data") -> list[Path]:
 
 
 def text_pieces(
-    path: Path, size: int = 1 << 20, look: Callable[[bytes], None] | None = None, argument: str = "file"
+    path: Path, size: int = 1 << 20, look: Callable[[bytes], None] | None = None
 ) -> Iterator[str]:
     """One file's text in pieces of about ``size`` bytes, so that it may be longer than memory.
 
@@ -318,13 +319,12 @@ def text_pieces(
 
     Args:
         look: is given the file's bytes, all of them once the last piece was given.
-        argument: by which a user named the file, for messages.
 
     Raises:
         ValueError: as :func:`decoded`.
     """
     left = ""
-    for text in decoded(path, argument, size, look):
+    for text in decoded(path, "file", size, look):
         left += text
         place = max((m.end(1) for m in _LINE_ENDS.finditer(left)), default=0)
         if not place and len(left) > 4 * size:

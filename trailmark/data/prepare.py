@@ -147,7 +147,7 @@ def prepare(
             raise ValueError(f"{name}: expected at least 1, got {number}.")
     folder = Path(output)
     expect_writable("output", folder)
-    expect_outside("output", folder, source.paths if isinstance(source, LocalFiles) else [], "source")
+    _expect_outside(source, folder)
     loaded = load_tokenizer(tokenizer)
     settings = {
         "tokenizer": {
@@ -368,7 +368,7 @@ def prepare_pairs(
     folder, began = Path(output), time.monotonic()
     rows = source.pairs()
     expect_writable("output", folder)
-    expect_outside("output", folder, source.paths if isinstance(source, LocalFiles) else [], "source")
+    _expect_outside(source, folder)
     path, manifest_path = folder / PAIRS, folder / PAIRS_MANIFEST
     about = {"source": json.loads(json.dumps(source.description()))}
     about["source"]["summary_column"] = source.summary_column
@@ -496,6 +496,10 @@ def _jobs(source: Source, first: int) -> Iterator[tuple[list[_Mark], list[str]]]
 
 
 # --- the output folder -------------------------------------------------------------------------------------
+
+
+def _expect_outside(source: Source, folder: Path) -> None:
+    expect_outside("output", folder, source.paths if isinstance(source, LocalFiles) else [], "source")
 
 
 def _plain_bytes(source: Source) -> int | None:

@@ -18,6 +18,7 @@ from trailmark.data.corpus import (
 from trailmark.data.prepare import PAIRS_MANIFEST, PROGRESS
 from trailmark.data.shards import MANIFEST, Corpus
 from trailmark.data.sources import kind_of
+from trailmark.files import expect_outside
 
 
 def open_text(
@@ -46,7 +47,7 @@ def open_text(
         ValueError: no text there; rows or pairs instead of text; several prepared folders, or one among others; shards
             that are damaged, or of another tokenizer, vocabulary or revision.
     """
-    prepared = [path for path in map(Path, paths or ()) if is_prepared(path)]
+    prepared = [path for path in map(Path, paths or ()) if _is_prepared(path)]
     if not prepared and revision is not None:
         raise ValueError(
             f"data.revision: expected none for text that is read as it is, got {revision!r}. Prepare that revision of "
@@ -69,9 +70,16 @@ def open_text(
     return corpus
 
 
-def is_prepared(path: Path) -> bool:
-    """Whether a folder is one that ``trailmark prepare`` made, or began."""
+def _is_prepared(path: Path) -> bool:
     return (path / MANIFEST).exists() or (path / PROGRESS).exists()
+
+
+def expect_outside_text(output: Path, paths: Sequence[str | Path]) -> None:
+    """Raise a ValueError where an output lies below text, and would be read as such the next time.
+
+    In a prepared folder it does not: a manifest says what is text.
+    """
+    expect_outside("output", output, [path for path in paths if not _is_prepared(Path(path))], "text")
 
 
 def _expect_text(paths: Sequence[str | Path], argument: str) -> None:
@@ -87,7 +95,7 @@ def _expect_text(paths: Sequence[str | Path], argument: str) -> None:
                     )
                 if file.name in (MANIFEST, PROGRESS):
                     raise ValueError(
-                        f"data: expected text, the prepared folder {str(file.parent)!r} lies in {str(path)!r}. "
+                        f"{argument}: expected text, the prepared folder {str(file.parent)!r} lies in {str(path)!r}. "
                         "Name the prepared folder itself."
                     )
         else:

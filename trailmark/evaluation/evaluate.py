@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from trailmark.data.texts import expect_outside_text
 from trailmark.evaluation.cost.models import load_or_build
 from trailmark.evaluation.documents import Documents
 from trailmark.evaluation.reading import parse_dtype
@@ -24,7 +25,6 @@ from trailmark.evaluation.subject import (
     task_of,
 )
 from trailmark.evaluation.suite import Request, Suite, Task, suite_named, suites
-from trailmark.files import expect_outside
 from trailmark.models.card.files import refresh_card
 from trailmark.processes import is_main, sharing, world_size
 from trailmark.settings import Settings, kinds_of
@@ -66,13 +66,17 @@ def evaluate(
     _expect_divided([suite for _, chosen in groups for suite in chosen])
     settings = _settings([suite for _, chosen in groups for suite in chosen], options)
     names = dict(zip(models, names_of(models), strict=True))
+    for path in models:
+        own = (
+            path / "evaluation" if path.is_dir() and not is_checkpoint(path) else Path("runs") / "evaluation"
+        )
+        expect_outside_text(request.output or own, request.text)
     device = own_device(request.device)
     for paths, chosen in groups:
         subjects = [_placed(load_or_build(path, request.changes), device, request) for path in paths]
         alone = not chosen[0].compares
         name = names[paths[0]].replace("/", "--") if alone else ""
         folder = _folder(subjects[0], request.output, name)
-        expect_outside("output", folder, request.text, "text")
         identities = [subject.identity() for subject in subjects]
 
         @cache

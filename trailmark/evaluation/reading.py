@@ -64,7 +64,6 @@ class Reader:
         try:
             if (folder / saved.MANIFEST).exists():
                 self.cache: ChunkCache = model.load_cache(folder, memory_tier)
-                _expect_dtype(self.cache, memory_dtype, folder)
             else:
                 self.cache = model.new_cache(memory_tier, memory_folder=folder, memory_dtype=memory_dtype)
             sources_of(self.cache.notes, "memory", folder)
@@ -200,7 +199,8 @@ class Reader:
         self._saved_at = time.monotonic()
 
 
-def _expect_dtype(cache: ChunkCache, dtype: torch.dtype | None, folder: Path) -> None:
+def expect_dtype(cache: ChunkCache, dtype: torch.dtype | None, folder: Path) -> None:
+    """Raise a ValueError where a memory that is read on holds its chunks in another dtype than is asked for."""
     kept = cache.memory.dtype
     if dtype is not None and kept is not None and dtype != kept:
         asked, there = (str(one).removeprefix("torch.") for one in (dtype, kept))

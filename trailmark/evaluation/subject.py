@@ -210,8 +210,8 @@ def load(
             first = min(name if isinstance(name, str) else name[0] for name in names)
             if changed:
                 raise ValueError(
-                    f"set: expected fields that the weights of {where!r} allow, with {', '.join(changes)} there are "
-                    f"{len(names)} {kind_of} ones: {first} ... Leave it out."
+                    f"set: expected fields that fit the weights of {where!r}, with {', '.join(changes)} {len(names)} "
+                    f"weights are {kind_of}: {first} ..."
                 )
             raise ValueError(
                 f"model: expected the weights that config.json describes, {where!r} has {len(names)} "
@@ -242,19 +242,19 @@ def task_of(path: Path) -> str | None:
 
 def names_of(paths: Sequence[Path]) -> list[str]:
     """A name for each model: its folder's or file's; where two are called the same, with as many folders above as tell
-    them apart."""
+    them apart, or the whole path as it was given."""
     parts = [(path.resolve() if path.exists() else path).parts for path in paths]
 
     def name(own: tuple[str, ...], count: int) -> str:
         return "/".join(own[-count:]).removesuffix(".yaml").removesuffix(".yml")
 
-    def told_apart(own: tuple[str, ...], count: int) -> bool:
-        return not any(other != own and name(other, count) == name(own, count) for other in parts)
+    def told_apart(path: Path, own: tuple[str, ...]) -> str:
+        for count in range(1, len(own) + 1):
+            if sum(name(other, count) == name(own, count) for other in parts) == 1:
+                return name(own, count)
+        return str(path)
 
-    return [
-        name(own, next((count for count in range(1, len(own)) if told_apart(own, count)), len(own)))
-        for own in parts
-    ]
+    return [told_apart(path, own) for path, own in zip(paths, parts, strict=True)]
 
 
 def is_checkpoint(folder: Path) -> bool:

@@ -75,7 +75,7 @@ def saved_fields(folder: str) -> dict[str, Any]:
 
 
 def parse_fields(option: str, texts: Sequence[str], cls: type[TrailmarkConfig]) -> dict[str, Any]:
-    """``field=value`` texts of a model's configuration (values are YAML), each as its field's type.
+    """``field=value`` texts of a model's configuration, each as its field's type.
 
     Raises:
         ValueError: no such field (with the nearest valid one), a value of another type.

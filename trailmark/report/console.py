@@ -66,7 +66,9 @@ class Progress:
         _write(sys.stdout, message + "\n")
 
 
-def _write(stream: TextIO, text: str) -> None:
+def _write(stream: TextIO | None, text: str) -> None:
+    if stream is None:  # it was closed before Python began
+        return
     try:
         stream.write(text)
         stream.flush()

@@ -413,7 +413,7 @@ def _at_home(config: RunConfig) -> RunConfig:
     def spelled(value: Any) -> Any:
         if isinstance(value, list):
             return list(map(spelled, value))
-        return os.path.expanduser(value) if isinstance(value, str) and value.startswith("~/") else value
+        return os.path.expanduser(value) if isinstance(value, str) else value
 
     def of(section: Any, *names: str) -> Any:
         return dataclasses.replace(section, **{name: spelled(getattr(section, name)) for name in names})

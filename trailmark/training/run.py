@@ -24,9 +24,8 @@ from trailmark.data.neighbours.embedders import Embedder
 from trailmark.data.neighbours.trained_embedders import embedder_of
 from trailmark.data.shards import Corpus
 from trailmark.data.summarization import SummarizationTexts
-from trailmark.data.texts import is_prepared, open_text
+from trailmark.data.texts import expect_outside_text, open_text
 from trailmark.files import (
-    expect_outside,
     expect_place,
     expect_writable,
     locked,
@@ -110,8 +109,7 @@ class Run(RunningState):
         # what may be wrong is found before the model is made
         expect_place("output", self.output)
         for paths in (config.data.paths, config.data.validation):
-            texts = [path for path in paths or () if not is_prepared(Path(path))]
-            expect_outside("output", self.output, texts, "text")
+            expect_outside_text(self.output, paths or ())
         if config.init_from is not None:
             states.expect_model(config.init_from)
         self.parts = Parts.of(settings)
@@ -226,8 +224,9 @@ class Run(RunningState):
                 verify_model(self.output)
             except ValueError as error:
                 raise ValueError(
-                    f"output: the model in {str(self.output)!r} is not as it was saved ({error}) Remove "
-                    f"{HISTORY_FILE} there, and the same command makes it again from the newest checkpoint."
+                    f"output: the model in {str(self.output)!r} is not as it was saved ({error}) Put it back; "
+                    f"or remove that file and {HISTORY_FILE}, and the same command makes the model again, from the "
+                    "newest checkpoint if there is one."
                 ) from error
         return True
 

@@ -59,7 +59,7 @@ class PerplexitySettings(Settings):
     carry: bool = setting(False, "One memory for all windows; else each is cold.", option="--carry")
     max_tokens: int | Literal["auto"] | None = setting(
         "auto",
-        "Of the text that are read, at least one window or document.",
+        "Tokens of the text that are read, at least one window or document.",
         default="65,536, under a protocol all",
         least=2,
     )
