@@ -84,13 +84,13 @@ def test_a_model_that_no_memory_holds_is_refused_before_it_is_made(
     ("override", "said"),
     {
         "training.learning_rate=1e300": "training.learning_rate: expected 0 to 1000, got 1e+300",
-        "training.learning_rate=.nan": "training.learning_rate: expected a number, got nan",
-        "training.weight_decay=.inf": "training.weight_decay: expected a number, got inf",
+        "training.learning_rate=.nan": "training.learning_rate: expected a number, got '.nan'",
+        "training.weight_decay=.inf": "training.weight_decay: expected a number, got '.inf'",
         "training.steps=1000000000000": "training.steps: expected 1 to 1000000000, got",
         "training.micro_batch_size=16": "training.micro_batch_size: expected a divisor of the 2 samples",
         "training.tokens_per_step=17179869120": "training.micro_batch_size: expected at most 16,777,216 tokens",
         "data.paths=[[]]": "data.paths: expected text, got []",
-        "model=&a [*a]": "model: the value",
+        "model=[&a [*a]]": "model: the value",
     }.items(),
 )  # fmt: skip
 def test_settings_are_refused_by_name(place: Path, refused: Refused, override: str, said: str) -> None:
