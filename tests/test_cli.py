@@ -621,6 +621,11 @@ def test_a_terminal_that_lacks_a_character_is_shown_its_number(monkeypatch: pyte
     cli.main(["doctor"])
     print("\u2014", flush=True)
     assert seen.getvalue().endswith(b"\\u2014\n")
+    # a file is not written otherwise than was meant
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), encoding="ascii"))
+    cli.main(["doctor"])
+    with pytest.raises(UnicodeEncodeError):
+        print("\u2014", flush=True)
 
 
 def test_our_own_mistakes_keep_their_traceback(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:

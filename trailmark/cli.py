@@ -451,9 +451,8 @@ def _quiet() -> None:
         logging.set_verbosity_error()
         logging.disable_progress_bar()
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(
-            stream, io.TextIOWrapper
-        ):  # of a terminal that is not UTF-8: no character ends a command
+        # not of a file: what is written there is not changed without a word
+        if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict" and stream.isatty():
             stream.reconfigure(errors="backslashreplace")
     for message, category, module in _NOT_FOR_USERS:
         warnings.filterwarnings("ignore", message, category, module)

@@ -203,8 +203,7 @@ def parse_override(option: str, text: str) -> tuple[str, Any]:
 
 def override(key: str, text: str) -> str:
     """``key=value`` as a shell takes it, of which :func:`parse_override` reads this very text."""
-    plain = text == text.strip() and text[:1] not in _YAML and text.lower() not in _WORDS
-    plain = plain and not _WHOLE.fullmatch(text) and not _DECIMAL.fullmatch(text)
+    plain = text[:1] not in ("", *_YAML) and parse_override(key, f"{key}={text}")[1] == text
     return shlex.quote(f"{key}={text if plain else json.dumps(text)}")
 
 

@@ -154,7 +154,7 @@ def test_names_are_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     a, b, c = map(Path, ("x/drt", "y/drt", "configs/window.yaml"))
     assert names_of([a, c]) == ["drt", "window"]
     assert names_of([a, b, c]) == ["x/drt", "y/drt", "window"]
-    assert names_of([a, a]) == ["x/drt", "x/drt"]
+    assert names_of([a, a]) == ["drt", "drt"]
     for folder in (below := tmp_path / "below", below / "drt", tmp_path / "drt"):
         folder.mkdir()
     (tmp_path / "drt.yaml").touch()
@@ -162,4 +162,4 @@ def test_names_are_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.chdir(below)
     assert names_of([Path("../drt"), Path("drt")]) == [f"{tmp_path.name}/drt", "below/drt"]
     assert names_of([Path("../drt"), Path("../drt.yaml")]) == ["../drt", "../drt.yaml"]
-    assert names_of([Path("../drt"), Path("../link")]) == ["../drt", "../link"]
+    assert names_of([Path("../drt"), Path("../link")]) == ["drt", "drt"]  # the same model

@@ -67,16 +67,13 @@ def evaluate(
     settings = _settings([suite for _, chosen in groups for suite in chosen], options)
     names = dict(zip(models, names_of(models), strict=True))
     for path in models:
-        own = (
-            path / "evaluation" if path.is_dir() and not is_checkpoint(path) else Path("runs") / "evaluation"
-        )
-        expect_outside_text(request.output or own, request.text)
+        expect_outside_text(_folder(path, request.output, ""), request.text)
     device = own_device(request.device)
     for paths, chosen in groups:
         subjects = [_placed(load_or_build(path, request.changes), device, request) for path in paths]
         alone = not chosen[0].compares
         name = names[paths[0]].replace("/", "--") if alone else ""
-        folder = _folder(subjects[0], request.output, name)
+        folder = _folder(subjects[0].folder, request.output, name)
         identities = [subject.identity() for subject in subjects]
 
         @cache
@@ -160,9 +157,8 @@ def _placed(subject: Subject, device: torch.device, request: Request) -> Subject
     return subject
 
 
-def _folder(subject: Subject, output: Path | None, name: str) -> Path:
+def _folder(path: Path, output: Path | None, name: str) -> Path:
     """Where results go: those of what has no folder, or of a checkpoint, go to runs/evaluation."""
-    path = subject.folder
     if output is not None:
         return output / name
     if not path.is_dir():

@@ -250,7 +250,7 @@ def names_of(paths: Sequence[Path]) -> list[str]:
 
     def told_apart(path: Path, own: tuple[str, ...]) -> str:
         for count in range(1, len(own) + 1):
-            if sum(name(other, count) == name(own, count) for other in parts) == 1:
+            if sum(name(other, count) == name(own, count) for other in set(parts)) == 1:
                 return name(own, count)
         return str(path)
 
