@@ -18,6 +18,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+import trailmark
 from tests.disks import largest_file
 from tests.training.tiny import prose, run_config
 from trailmark import cli
@@ -145,6 +146,27 @@ def test_a_checkpoint_is_a_model(
     assert len(found(folder, "needles")) == len(found(folder, "perplexity")) == 1
     code, out, _ = command("verify", "mine")
     assert (code, "whole" in out) == (0, True)
+
+
+def test_nothing_is_written_into_the_package(
+    trained: Path, tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    package = Path(trailmark.__file__).parent
+    before = {path: path.stat().st_mtime_ns for path in (package / "demo_model").rglob("*")}
+    options = (
+        "--suite",
+        "perplexity",
+        "--lengths",
+        "320",
+        "--max-tokens",
+        "320",
+        "--text",
+        trained / "text.txt",
+    )
+    assert command("evaluate", "demo", *options)[0] == 0
+    assert len(found(Path("runs") / "evaluation" / "demo", "perplexity")) == 1
+    assert {path: path.stat().st_mtime_ns for path in (package / "demo_model").rglob("*")} == before
 
 
 def test_the_card_shows_what_was_measured(trained: Path, tmp_path: Path, command: Command) -> None:

@@ -154,6 +154,7 @@ def test_names_are_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     a, b, c = map(Path, ("x/drt", "y/drt", "configs/window.yaml"))
     assert names_of([a, c]) == ["drt", "window"]
     assert names_of([a, b, c]) == ["x/drt", "y/drt", "window"]
+    assert names_of([Path("owner/model-1.7B")]) == ["model-1.7B"]
     assert names_of([a, a]) == ["drt", "drt"]
     for folder in (below := tmp_path / "below", below / "drt", tmp_path / "drt"):
         folder.mkdir()

@@ -73,7 +73,7 @@ def evaluate(
         subjects = [_placed(load_or_build(path, request.changes), device, request) for path in paths]
         alone = not chosen[0].compares
         name = names[paths[0]].replace("/", "--") if alone else ""
-        folder = _folder(subjects[0].folder, request.output, name)
+        folder = _folder(paths[0], request.output, name)
         identities = [subject.identity() for subject in subjects]
 
         @cache
@@ -85,9 +85,8 @@ def evaluate(
             record = Record(folder, suite.name, identity, say, command, subjects[0].model.device.type)
             task = Task(subjects, settings[suite.name], record, documents, say, progress)
             yield Found(suite, subjects, [names[path] for path in paths], suite.run(task), record)
-        # the results lie beside the model
-        if request.output is None and subjects[0].folder.is_dir() and is_main():
-            refresh_card(subjects[0].folder)
+        if folder == paths[0] / "evaluation" and is_main():  # the results lie beside the model
+            refresh_card(paths[0])
 
 
 def _groups(models: Sequence[Path], chosen: Sequence[Suite]) -> list[tuple[list[Path], list[Suite]]]:
@@ -158,11 +157,15 @@ def _placed(subject: Subject, device: torch.device, request: Request) -> Subject
 
 
 def _folder(path: Path, output: Path | None, name: str) -> Path:
-    """Where results go: those of what has no folder, or of a checkpoint, go to runs/evaluation."""
+    """Where results go: those of a checkpoint, or of what is no folder of the user's, go to runs/evaluation.
+
+    Args:
+        name: of the model among those that are asked; "" where it is compared with others.
+    """
     if output is not None:
         return output / name
     if not path.is_dir():
-        return Path("runs") / "evaluation" / path.stem
+        return Path("runs") / "evaluation" / (name or names_of([path])[0])
     if is_checkpoint(path):
         return Path("runs") / "evaluation" / f"{path.resolve().parent.parent.name}-{path.resolve().name}"
     return path / "evaluation"
