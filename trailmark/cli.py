@@ -264,9 +264,7 @@ def read(settings: ReadSettings) -> None:
         progress.say(
             f"Its trace lies in {trace}; what a reading that goes on needs of it, in {trace}.state/."
         )
-    progress.say(
-        f"Next: trailmark generate {quote(str(settings.model))} --memory {quote(str(memory))} --prompt ..."
-    )
+    progress.say(_asking_of(settings))
 
 
 def _read_with_all(settings: ReadSettings) -> None:
@@ -301,9 +299,12 @@ def _read_with_all(settings: ReadSettings) -> None:
             f"The memory of {tokens:,} tokens lies in {settings.memory}/ ({size(cache.memory_bytes())}). "
             f"{duration(seconds)}, {tokens / seconds:,.0f} tokens/s{by}."
         )
-        progress.say(
-            f"Next: trailmark generate {quote(str(settings.model))} --memory {quote(str(settings.memory))} --prompt ..."
-        )
+        progress.say(_asking_of(settings))
+
+
+def _asking_of(settings: ReadSettings) -> str:
+    model, memory = quote(str(settings.model)), quote(str(settings.memory))
+    return f"Next: trailmark generate {model} --memory {memory} --prompt ..."
 
 
 app.command()(cli_explore.explore)
@@ -401,6 +402,7 @@ def main(arguments: list[str] | None = None) -> None:
             start_again_set_up()
         cli_evaluation.declare_options()  # of suites that a program registered since
         _quiet()
+        _escape_what_a_terminal_lacks()
         if code := app(args=arguments, obj=arguments, standalone_mode=False):  # typer turns exits into codes
             if code == 130:
                 raise KeyboardInterrupt
@@ -438,11 +440,15 @@ def _fail(message: str, code: int) -> None:
     sys.exit(code)
 
 
-def _quiet() -> None:
-    """No progress bars and advice of libraries between our own lines; nothing is imported for that.
+def _escape_what_a_terminal_lacks() -> None:
+    """Show what it has no character for by number. Not in files, which are not changed without a word."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict" and stream.isatty():
+            stream.reconfigure(errors="backslashreplace")
 
-    What a terminal has no character for is shown as an escape.
-    """
+
+def _quiet() -> None:
+    """No progress bars and advice of libraries between our own lines; nothing is imported for that."""
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     if "transformers" in sys.modules:  # it has read these already
@@ -450,10 +456,6 @@ def _quiet() -> None:
 
         logging.set_verbosity_error()
         logging.disable_progress_bar()
-    for stream in (sys.stdout, sys.stderr):
-        # not of a file: what is written there is not changed without a word
-        if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict" and stream.isatty():
-            stream.reconfigure(errors="backslashreplace")
     for message, category, module in _NOT_FOR_USERS:
         warnings.filterwarnings("ignore", message, category, module)
 

@@ -513,12 +513,12 @@ def expect_writable(argument: str, folder: Path) -> None:
         ) from error
 
 
-def expect_outside(argument: str, folder: Path, paths: Sequence[str | Path], what: str) -> None:
-    """Raise a ValueError where ``folder`` lies in one of ``paths``: what is written there would be read as ``what``."""
+def expect_outside(output: Path, paths: Sequence[str | Path], what: str) -> None:
+    """Raise a ValueError where ``output`` lies in one of ``paths``: what is written there would be read as ``what``."""
     for path in map(Path, paths):
-        if path.is_dir() and Path(os.path.realpath(folder)).is_relative_to(os.path.realpath(path)):
+        if path.is_dir() and Path(os.path.realpath(output)).is_relative_to(os.path.realpath(path)):
             raise ValueError(
-                f"{argument}: expected a folder outside of the {what}, {str(folder)!r} lies in {str(path)!r}. "
+                f"output: expected a folder outside of the {what}, {str(output)!r} lies in {str(path)!r}. "
                 "Name another output."
             )
 

@@ -499,7 +499,7 @@ def _jobs(source: Source, first: int) -> Iterator[tuple[list[_Mark], list[str]]]
 
 
 def _expect_outside(source: Source, folder: Path) -> None:
-    expect_outside("output", folder, source.paths if isinstance(source, LocalFiles) else [], "source")
+    expect_outside(folder, source.paths if isinstance(source, LocalFiles) else [], "source")
 
 
 def _plain_bytes(source: Source) -> int | None:

@@ -79,7 +79,7 @@ def expect_outside_text(output: Path, paths: Sequence[str | Path]) -> None:
 
     In a prepared folder it does not: a manifest says what is text.
     """
-    expect_outside("output", output, [path for path in paths if not _is_prepared(Path(path))], "text")
+    expect_outside(output, [path for path in paths if not _is_prepared(Path(path))], "text")
 
 
 def _expect_text(paths: Sequence[str | Path], argument: str) -> None:

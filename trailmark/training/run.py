@@ -43,13 +43,7 @@ from trailmark.training import checkpoints, states
 from trailmark.training.checkpoints import CHECKPOINTS
 from trailmark.training.config import RunConfig
 from trailmark.training.distil import Teacher
-from trailmark.training.final_model import (
-    MODEL_MANIFEST,
-    expects_manifest,
-    has_signed_model,
-    sign_model,
-    verify_model,
-)
+from trailmark.training.final_model import MODEL_MANIFEST, has_signed_model, sign_model, verify_model
 from trailmark.training.fit import MemoryFit
 from trailmark.training.neighbours import open_table
 from trailmark.training.parts import Parts, learned
@@ -219,7 +213,7 @@ class Run(RunningState):
             return False
         if history.get("data", self.data_fingerprint) != self.data_fingerprint:
             return False
-        if expects_manifest(self.output):
+        if history.get("model_manifest") == MODEL_MANIFEST:
             try:
                 verify_model(self.output)
             except ValueError as error:
