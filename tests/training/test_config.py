@@ -30,7 +30,6 @@ from trailmark.training.config import (
     RunConfig,
     TrainingConfig,
     load_run_config,
-    rows_per_step,
 )
 from trailmark.training.run import Run
 from trailmark.training.tasks import micro_batches
@@ -388,7 +387,7 @@ def test_all_rows_are_trained_as_the_paper_says(name: str) -> None:
     differs = OF_THE_MACHINE | OF_THE_TEXTS | ({"eval_steps"} if config.data.neighbours else set())
     assert training_but(config, differs) == training_but(paper("base-512-128m"), differs)
     # 8 processes share a step, in whole micro-batches of at most 2^15 tokens
-    rows, micro = rows_per_step(config), training.micro_batch_size
+    rows, micro = config.rows_per_step(), training.micro_batch_size
     assert micro is not None
     assert micro_batches(rows, 8, micro) * micro * 8 == rows
     assert micro * training.context_length <= 2**15
@@ -400,7 +399,7 @@ def test_contexts_and_token_budgets(name: str) -> None:
     size = name.rsplit("-", 1)[1]
     if config.model["architecture"] == "landmark":  # 768 positions; texts that 8 processes can share
         assert config.training.context_length * 64 / 63 == config.model["max_position_embeddings"] == 768
-        assert rows_per_step(config) == 8 * round(2**19 / 756 / 8)
+        assert config.rows_per_step() == 8 * round(2**19 / 756 / 8)
     else:
         of_size = {"1.5b": 8192, "3b": 4096}.get(size, 16_384)
         assert config.training.context_length == (4096 if name == "block-recurrent-128m" else of_size)
@@ -481,7 +480,7 @@ def test_stages_from_a_pretrained_base(name: str) -> None:
     assert [rates[0] * first.training.final_fraction, rates[1]] == pytest.approx([1e-4, 1e-4])
     assert second.training.addition_learning_rate_factor == 3
     for config in (first, second):
-        rows, micro = rows_per_step(config), config.training.micro_batch_size
+        rows, micro = config.rows_per_step(), config.training.micro_batch_size
         for processes in (1, 8):
             assert micro_batches(rows, processes, micro) >= 1
 
@@ -498,7 +497,7 @@ def test_hils_as_its_paper_has_it(name: str, layers: int, rank: int) -> None:
     heads = (16, 2, 64) if every == 1 else (32, 32, 128)
     assert (model.num_attention_heads, model.num_key_value_heads, model.head_dim) == heads
     assert model.rope_scaling["original_max_position_embeddings"] == config.training.context_length == 8192
-    rows, micro = rows_per_step(config), config.training.micro_batch_size
+    rows, micro = config.rows_per_step(), config.training.micro_batch_size
     assert micro is not None
     assert micro_batches(rows, 8, micro) * micro * 8 == rows
 
@@ -532,7 +531,7 @@ def test_twins_are_trained_alike(name: str) -> None:
         assert config.training.tokens_per_step == first.training.tokens_per_step
     else:
         assert config.training.context_length * 32 / 31 == config.model["max_position_embeddings"] == 192
-        assert rows_per_step(config) == round(first.training.tokens_per_step / 186)
+        assert config.rows_per_step() == round(first.training.tokens_per_step / 186)
 
 
 @pytest.mark.parametrize("vocabulary", [len(load_tokenizer()), 4096, 50_257])
@@ -572,7 +571,7 @@ def test_the_needles_of_fine_tuning_can_be_made(hops: int) -> None:
         paper(f"laptop-finetune-niah-{hops}hop"), init_from=None, model=paper("laptop-drt-x2").model
     )
     batch = Run(config, text=tokenize([prose(3000)], load_tokenizer())).batch(0)
-    assert batch["input_ids"].shape == (rows_per_step(config), config.training.context_length)
+    assert batch["input_ids"].shape == (config.rows_per_step(), config.training.context_length)
     assert batch["needles"].shape[1] == (1 if hops == 1 else 4)
     assert batch["answers"].any(1).all()
 

@@ -22,7 +22,7 @@ from trailmark.data.shards import Corpus
 from trailmark.data.summarization import SummarizationTexts
 from trailmark.models import TrailmarkConfig
 from trailmark.ops import fold_seed
-from trailmark.training.config import RunConfig, rows_per_step
+from trailmark.training.config import RunConfig
 from trailmark.training.curriculum import Curriculum
 
 Batch = dict[str, Tensor]
@@ -54,7 +54,7 @@ class _EvenTask:
     """Every step has as many rows, each of ``context_length`` tokens."""
 
     def __init__(self, config: RunConfig) -> None:
-        self.seed, self._rows = config.training.seed, rows_per_step(config)
+        self.seed, self._rows = config.training.seed, config.rows_per_step()
 
     def rows(self, step: int) -> int:
         return self._rows
