@@ -390,7 +390,7 @@ def attacked(
 
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("name", KINDS)
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 def test_what_is_damaged_is_said_in_a_line(
     name: str, seed: int, world: Path, tmp_path: Path, results: Callable[[str, int], Any]
 ) -> None:

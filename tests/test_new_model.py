@@ -94,6 +94,7 @@ def test_an_architecture_takes_at_most_100_lines() -> None:
     assert len(architecture.splitlines()) <= 100
 
 
+@pytest.mark.slow
 def test_it_goes_through_every_command(
     tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:

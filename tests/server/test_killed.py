@@ -5,9 +5,12 @@ from __future__ import annotations
 import signal
 from pathlib import Path
 
+import pytest
+
 from tests.server.killed import NAME, Killer, Process
 
 
+@pytest.mark.slow
 def test_a_killed_server_leaves_what_it_acknowledged(models: dict[str, Path], tmp_path: Path) -> None:
     killer = Killer(models["bytes"], tmp_path / "memories", seed=0)
     killer.run(3)

@@ -182,6 +182,7 @@ def test_two_processes_train_as_one(model: str, parallel: str, place: Path, tmp_
         assert_same_history(each, one, {"step_loss", "grad_norm", "ranking"} & one.history[0].keys())
 
 
+@pytest.mark.slow
 def test_a_stopped_run_goes_on_exactly(place: Path, tmp_path: Path) -> None:
     def stop(run: Run) -> None:
         if run.step == 2:

@@ -143,7 +143,7 @@ def full_chunks(folder: Path, **settings: Any) -> RunConfig:
     ("model", "parallel", "processes", "checkpointing"),
     [
         ("drt", "ddp", 2, False),
-        ("drt", "fsdp", 4, False),
+        pytest.param("drt", "fsdp", 4, False, marks=pytest.mark.slow),
         pytest.param("window", "fsdp", 2, False, marks=pytest.mark.slow),
         pytest.param("drt", "ddp", 4, True, marks=pytest.mark.slow),
     ],

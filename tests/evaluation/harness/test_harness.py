@@ -169,6 +169,7 @@ def test_a_task_that_makes_its_texts_makes_as_many_as_are_asked(task: str) -> No
     assert [line for line in said if line.startswith(task)][-2:] == [f"{task}: text 1", f"{task}: text 2"]
 
 
+@pytest.mark.slow
 def test_what_is_answered_counts() -> None:
     """A model that is told the answers has all points: scores are of texts as they were asked."""
     own, kept = subject(tokenizer=words()), InMemory()

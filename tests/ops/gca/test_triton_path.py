@@ -62,6 +62,7 @@ def test_a_single_key() -> None:
 # Tokens that retrieve: one row, sets of key/value heads, weights of query heads
 
 
+@pytest.mark.slow
 @given(
     st.integers(1, 2), st.integers(1, 3), st.integers(1, 8), st.sampled_from((1, 7, 16)), st.integers(1, 5),
     st.sampled_from((1, 5, 16, 65)), st.booleans(), st.sampled_from(("off by one", "plain", "beside")),
@@ -532,6 +533,7 @@ def test_weights_of_float32(sizes: dict[str, Any], dtype: torch.dtype) -> None:
     assert_budget(tensors, rest)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="Triton's compiler is for Linux")
 def test_the_kernels_compile_for_an_h200_ahead_of_time() -> None:
     """In a process of its own, which does not interpret: no spills, and within the shared memory."""
