@@ -1,21 +1,24 @@
 """SmolLM2-135M that chooses chunks in every layer (``convert --to hils``): what it loses to full attention, untrained.
 
     TRAILMARK_DATA=... python benchmarks/pretrained_hils.py [losses forms whole far needles beyond recall layers few
-        reading reader]
+        reading reader focus]
 
 Writes benchmarks/pretrained_hils.json. Held-out text is that of pretrained.py; the base with full attention and with a
 window alone stand beside it. Nothing is trained but the models of ``--trained`` (pretrained_train.py hils) and of the
 parts "recall", "layers", "few", "reading" (pretrained_train.py recall further few longer) and "reader"
-(pretrained_train.py reader). Stopped, the same command goes on.
+(pretrained_train.py reader). The part "focus" asks the one whose additions lie in models/. Stopped, the same command
+goes on.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
+import time
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -40,6 +43,8 @@ from pretrained_models import (
     named,
     on_short_texts,
     opened,
+    shipped_reader,
+    subject,
     totals,
     trained,
 )  # fmt: skip
@@ -49,7 +54,9 @@ from tests.smollm2 import smollm2
 from trailmark.data.corpus import load_tokenizer, read_text, tokenize
 from trailmark.evaluation.far_layers import layer_types, measure_far_layers
 from trailmark.evaluation.retrieval.run import row_of
+from trailmark.evaluation.subject import Subject
 from trailmark.files import read_json
+from trailmark.memory import ChunkCache
 from trailmark.models.conversion.convert import open_any_base
 from trailmark.models.hils.config import HiLSConfig
 from trailmark.report.console import Progress
@@ -282,6 +289,7 @@ def reading(options: argparse.Namespace, progress: Progress) -> dict[str, Any]:
 
 READER = ("reading=windows", "summary_tokens=1", f"far_distance={APART}")
 READ = 4  # chunks that a token reads in a layer
+QUESTION, WRITTEN, REPEATS = "The name of the house in which he was born is", 16, 3
 
 
 def reader(options: argparse.Namespace, progress: Progress) -> dict[str, Any]:
@@ -313,6 +321,48 @@ def reader(options: argparse.Namespace, progress: Progress) -> dict[str, Any]:
             rows.append({"model": model, "together": together, "chat": chat, "chunks": chunks} | row)
             keep(options.output, "reader", found)
     return found
+
+
+def focus(options: argparse.Namespace, progress: Progress) -> dict[str, Any]:
+    """The reader in models/smollm2-135m-reader, whose questions focus on a few chunks; those asked are of "reader"."""
+    hils, fields = shipped_reader(options.folder), (*READER, f"num_retrieved_chunks={READ}")
+    asked, rows, speeds = Needles(options, progress), list[dict[str, Any]](), list[dict[str, Any]]()
+    about = {"fields": READER, "chunks": READ, "focus": options.focus, "written": WRITTEN}
+    found = {"rows": rows, "speeds": speeds} | about | _about(options)
+    reader = subject(hils, *fields)
+    cache = reader.model.new_cache(num_tokens=max(options.timed, default=0))
+    for length in sorted(options.timed):
+        piece = torch.from_numpy(asked.text[cache.get_seq_length() : length].astype(np.int64))
+        reader.model.read(piece[None], cache, progress=lambda n, _: progress.show(f"{n:,} read"))
+        for count in (None, options.focus):
+            speeds.append({"length": length, "focus": count} | _seconds_of_an_answer(reader, cache, count))
+        keep(options.output, "focus", found)
+    for length in (*options.far, *options.longest):
+        own = (*fields, f"num_focus_chunks={options.focus}")
+        rows.append(asked.ask(hils, own, length, questions=options.few))
+        keep(options.output, "focus", found)
+    return found
+
+
+@torch.no_grad()
+def _seconds_of_an_answer(reader: Subject, cache: ChunkCache, count: int | None) -> dict[str, float]:
+    """Of a question to a memory, until its first token and for each of WRITTEN more."""
+    model = reader.model
+    model.config.num_focus_chunks = count  # a memory depends on nothing of it
+    ids = torch.tensor([tokenize([QUESTION], reader.tokenizer)])
+    firsts, others = [], []
+    for _ in range(REPEATS):
+        branch, began = cache.branch(), time.perf_counter()
+        model.focus(ids, branch)
+        token = (
+            model(ids, past_key_values=branch, close_chunk=True, logits_to_keep=1).logits[:, -1].argmax(-1)
+        )
+        first = time.perf_counter()
+        for _ in range(WRITTEN):
+            token = model(token[:, None], past_key_values=branch, logits_to_keep=1).logits[:, -1].argmax(-1)
+        firsts.append(first - began)
+        others.append((time.perf_counter() - first) / WRITTEN)
+    return {"first": median(firsts), "each": median(others)}
 
 
 def _read_and_ask(texts: Sequence[Text], model: Any, number: int) -> Any:
@@ -415,7 +465,7 @@ def _tokenizer(options: argparse.Namespace) -> Any:
 
 PARTS = {
     "losses": losses, "forms": forms, "whole": whole, "far": far, "needles": needles, "beyond": beyond,
-    "recall": recall, "layers": layers, "few": few, "reading": reading, "reader": reader,
+    "recall": recall, "layers": layers, "few": few, "reading": reading, "reader": reader, "focus": focus,
 }  # fmt: skip
 
 
@@ -458,6 +508,14 @@ def main() -> None:
         nargs="*",
         default=(),
         help=f"chunks that a token reads in place of {READ} at the lengths of --far and --longest, in the part reader",
+    )
+    parser.add_argument("--focus", type=int, default=32, help="num_focus_chunks, in the part focus")
+    parser.add_argument(
+        "--timed",
+        type=int,
+        nargs="*",
+        default=(16_384, 65_536, 262_144),
+        help="tokens behind which an answer is timed",
     )
     parser.add_argument("--needles", type=int, nargs="+", default=(4096, 65_536), help="lengths of texts")
     parser.add_argument("--questions", type=int, default=100, help="about needles, at each length")

@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 from common import ROOT, data_folder
 
-from tests.smollm2 import convert_smollm2
+from tests.smollm2 import convert_smollm2, smollm2
 from trailmark.data.corpus import Tokens, read_text, standard_library_texts, tokenize
 from trailmark.evaluation.losses import token_losses
 from trailmark.evaluation.subject import Subject, load, own_device
@@ -139,6 +139,16 @@ def hils_of(folder: Path, taught: Path) -> Path:
     if not made.exists():
         convert(taught, made, "hils")
     return made
+
+
+def shipped_reader(folder: Path) -> Path:
+    """A HiLS of the reader whose additions lie in models/smollm2-135m-reader, made once."""
+    taught = folder / "shipped"
+    if not taught.exists():
+        convert(
+            smollm2(), taught, additions=ROOT / "models" / "smollm2-135m-reader" / "additions.safetensors"
+        )
+    return hils_of(folder, taught)
 
 
 def trained(folder: Path, kind: str, window: int, seed: int) -> Path:

@@ -301,32 +301,30 @@ def _reading_summary() -> str:
         for row in found["losses"]
         if row["kind"] == "LaTeX" and len(row["layers"]) == max(len(x["layers"]) for x in found["losses"])
     }
-    reader = record("pretrained_hils")["reader"]["results"]
-    usual = reader["chunks"]
+    reader, kept = (record("pretrained_hils")[part]["results"] for part in ("reader", "focus"))
 
-    def said(model: str, chunks: int) -> str:
-        asked = (model, 1, False, chunks)
-        singles = [
-            row
-            for row in reader["rows"]
-            if (row["model"], row["together"], row["chat"], row["chunks"]) == asked
-        ]
-        shares = (
-            f"{row['correct']} of {row['questions']} times in {row['length']:,} tokens" for row in singles
+    def said(rows: list[Row]) -> str:
+        return ", ".join(
+            f"{row['correct']} of {row['questions']} times in {row['length']:,} tokens" for row in rows
         )
-        return ", ".join(shares)
 
-    fewer = "".join(
-        f" (where a token reads {chunks} chunks in place of {usual}, {said('taught', chunks)})"
-        for chunks in sorted({row["chunks"] for row in reader["rows"]} - {usual})
-    )
+    def single(model: str) -> str:
+        asked = (model, 1, False, reader["chunks"])
+        return said(
+            [x for x in reader["rows"] if (x["model"], x["together"], x["chat"], x["chunks"]) == asked]
+        )
+
+    focus = kept["focus"]
     minutes = reader["trained_seconds"] / 60
     return (
         "Set to `reading=windows`, a text passes through windows alone on its way into memory, and what is asked "
         f"chooses: in the last {found['asked']:,} of {found['length']:,} tokens {ways['windows']} comes back, where "
         f"{ways['chooses']} does with every token choosing. Taught on texts of {reader['trained_length']:,} tokens for "
         f"{minutes:.0f} minutes of a core ([its additions](models/smollm2-135m-reader/README.md)), it completes one "
-        f"sentence about a name {said('taught', usual)}{fewer}; before, {said('as converted', usual)}."
+        f"sentence about a name {single('taught')}; where the question and its answer keep to the {focus} chunks that "
+        f"the question looks at most and those beside them (`num_focus_chunks={focus}`), "
+        f"{said(kept['rows'])} (three of the last had a part in choosing the number); before the training, "
+        f"{single('as converted')}."
     )
 
 
@@ -529,6 +527,22 @@ def _hils_reader_text(found: Row) -> str:
     )
 
 
+def _hils_focus_text(found: Row) -> str:
+    asked = {name: _NEEDLES_OF_HILS[name] for name in ("tokens", "questions", "right", "chunk read")}
+    speeds: Columns = {
+        "tokens": "{length:,}",
+        "num_focus_chunks": lambda row: "-" if row["focus"] is None else str(row["focus"]),
+        "first token": "{first:.2f} s",
+        "each further": "{each:.2f} s",
+    }
+    return (
+        f"**A focus** (`num_focus_chunks={found['focus']}`): the same questions, to be completed, put to the same "
+        f"reader, taught and with {found['chunks']} chunks:\n\n{table(asked, found['rows'])}\n\n"
+        f"Seconds from a question to its answer's first token, and for each of {found['written']} further ones, the "
+        f"median of three:\n\n{table(speeds, found['speeds'])}"
+    )
+
+
 _NEEDLES_OF_HILS: Columns = {
     "model": "{model}",
     "tokens": "{length:,}",
@@ -557,4 +571,5 @@ _HILS: dict[str, Callable[[Row], str]] = {
     "few": _hils_few_text,
     "reading": _hils_reading_text,
     "reader": _hils_reader_text,
+    "focus": _hils_focus_text,
 }

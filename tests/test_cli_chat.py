@@ -25,7 +25,7 @@ from tests.data.corpora import prose, save_bpe, save_chat_bpe
 from tests.models.tiny import drt, hils, landmark, window_model
 from trailmark.data.chat import ChatTurns
 from trailmark.evaluation.chat import Conversation
-from trailmark.evaluation.generation import Sampling
+from trailmark.evaluation.generation import Sampling, stream
 from trailmark.evaluation.subject import load
 from trailmark.files import read_json
 from trailmark.machine import SET_UP
@@ -209,6 +209,35 @@ def test_answers_and_reads_are_those_of_the_model_itself(build: Any, tmp_path: P
         expected = tokenizer.decode(ids[0, read.chunk * S : (read.chunk + 1) * S], skip_special_tokens=True)
         if (read.chunk + 1) * S <= width:
             assert read.said == expected
+
+
+@torch.no_grad()
+def test_an_answer_keeps_to_what_its_question_looked_at(tmp_path: Path, command: Command) -> None:
+    """Of a HiLS with a focus, in a conversation and behind a prompt; each question has its own."""
+    folder = save_model(tmp_path / "model", hils, reading="windows", num_focus_chunks=1)
+    (tmp_path / "book.txt").write_text(prose(1, 300) + "\n", encoding="utf-8")
+    assert command("read", folder, tmp_path / "book.txt", "--memory", tmp_path / "memory")[0] == 0
+    subject, kept = load(folder), []
+    talk = Conversation(subject, tmp_path / "memory", Sampling(max_new_tokens=5), memory_tier="device")
+    for seed in (3, 8):
+        before = int(talk._cache.num_chunks[0])
+        "".join(talk.ask(prose(seed, 9)))
+        assert talk._cache.state is not None
+        focus = talk._cache.state.focus[0]
+        assert focus is not None
+        assert {read.chunk for read in talk.reads_of_all(99)} <= {
+            *focus.tolist(),
+            *range(before, before + 99),
+        }
+        assert len(focus) <= 4
+        kept.append(focus.tolist())
+    assert kept[0][:-1] != kept[1][:-1]
+    answer = "".join(stream(subject, prose(3, 9), None, tmp_path / "memory", 5, 0.0, 0))
+    ids = torch.tensor([subject.tokenizer(prose(3, 9), add_special_tokens=False)["input_ids"]])
+    cache = subject.model.load_cache(tmp_path / "memory", "device")
+    subject.model.focus(ids, cache)
+    out = subject.model.generate(ids, past_key_values=cache, max_new_tokens=5, do_sample=False)
+    assert answer == subject.tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True)
 
 
 def test_many_layers_are_told_together(

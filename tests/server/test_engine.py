@@ -71,6 +71,8 @@ def alone(model: TrailmarkForCausalLM, job: Job, cache: ChunkCache | None) -> li
     """By ``generate``, greedily."""
     ids = torch.tensor([job.prompt])
     options: dict[str, Any] = {"do_sample": False, "pad_token_id": 0, "past_key_values": cache}
+    if cache is not None:
+        model.focus(ids, cache)
     count = job.sampling.max_tokens
     out = model.generate(
         ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, min_new_tokens=count, **options
@@ -91,10 +93,22 @@ def alone(model: TrailmarkForCausalLM, job: Job, cache: ChunkCache | None) -> li
         block_recurrent,
         lambda: landmark(**CAUSAL[2]),
         hils,
+        lambda: hils(reading="windows", num_focus_chunks=1),
         lambda: hils(reading="windows"),
         lambda: hsa(num_sinks=2),
     ],
-    ids=["drt", "hidden", "window", "rpt", "block-recurrent", "landmark", "hils", "hils, windows", "hsa"],
+    ids=[
+        "drt",
+        "hidden",
+        "window",
+        "rpt",
+        "block-recurrent",
+        "landmark",
+        "hils",
+        "hils, focus",
+        "hils, windows",
+        "hsa",
+    ],
 )
 @pytest.mark.sampled(7)
 def test_jobs_of_any_lengths_are_answered_as_generate_does(made: Any) -> None:

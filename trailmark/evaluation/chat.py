@@ -107,6 +107,7 @@ class Conversation:
         asked, cue = self._turns.question(question.strip(), self._tokenizer, self._before)
         ids = np.concatenate([self._waiting, asked])
         self._heard = []
+        self._model.focus(self._tensor(ids), self._cache)
         with self._followed(), torch.no_grad():
             self._model(self._tensor(ids), past_key_values=self._cache, close_chunk=True, logits_to_keep=1)
         self._before, self._waiting, self._heard = self._turns.following, cue, []

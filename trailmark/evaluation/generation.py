@@ -75,6 +75,8 @@ def stream(
         if end > 0:
             model.read(last[:, :end], cache)
             last = last[:, end:]
+    if prompt is not None:
+        model.focus(last, cache)
     yield from pieces(model, tokenizer, last, cache, sampling)
 
 

@@ -194,8 +194,15 @@ def join_states(states: Sequence[CacheState], memory: MemorySize) -> CacheState:
         pending=tuple(_join_pending(parts, rows) for parts in zip(*(x.pending for x in states), strict=True)),
         deferred=_join_deferred(states, rows),
         cell=_join_cells(states, rows),
+        focus=_join_focuses(states, rows),
         **alone,
     )
+
+
+def _join_focuses(states: Sequence[CacheState], rows: list[int]) -> tuple[Integers | None, ...]:
+    if not any(state.focus for state in states):
+        return ()
+    return tuple(focus for x, count in zip(states, rows, strict=True) for focus in x.focus or (None,) * count)
 
 
 def _join_windows(layers: Sequence[Window], rows: list[int]) -> Window:

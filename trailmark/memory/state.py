@@ -94,6 +94,8 @@ class CacheState:
     cell: Cell | None = None  # of a model that cuts its text in cells
     states: Tensor | None = None  # [B, M, E]: of a recurrent model, as the open block reads them
     state_kv: Tensor | None = None  # [B, M, 2 J D]: their keys and values
+    focus: tuple[Integers | None, ...] = ()
+    """Of each row: of the chunks up to the last one here, these alone, ascending, are chosen. None: all. Not saved."""
 
 
 def take_rows(state: CacheState, rows: Integers) -> CacheState:
@@ -137,6 +139,7 @@ def take_rows(state: CacheState, rows: Integers) -> CacheState:
         ),
         deferred=deferred,
         cell=None if state.cell is None else state.cell.take_rows(rows),
+        focus=tuple(state.focus[row] for row in rows) if state.focus else (),
         **alone,
     )
 

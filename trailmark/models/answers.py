@@ -216,6 +216,11 @@ class ModelAnswers:
         """Whether layers that read the memory wait until logits are wanted, and keep what they found."""
         return True
 
+    @property
+    def focuses(self) -> bool:
+        """Whether ``focus`` says where a question looks: it is then called before the question."""
+        return False
+
     # --- what was read of the memory ------------------------------------------------------------------------------
 
     @property

@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar, Self
@@ -513,6 +514,8 @@ class TrailmarkForCausalLM(ModelAnswers, EncodingMixin, FolderMixin, PreTrainedM
         check_tensors(attention_mask=attention_mask)
         cache = self.new_cache(num_tokens=input_ids.shape[1]) if cache is None else cache
         check_cache(cache, input_ids, self.training, lambda: self._cache_key)
+        if not prompt and cache.state is not None:  # of a question before this text
+            cache.state = replace(cache.state, focus=())
         B, T = input_ids.shape
         present = None if attention_mask is None else present_tokens(attention_mask, T, B, cache)
         with torch.no_grad():
@@ -523,6 +526,21 @@ class TrailmarkForCausalLM(ModelAnswers, EncodingMixin, FolderMixin, PreTrainedM
         if progress is not None:
             progress(T, T)
         return cache
+
+    def focus(self, input_ids: Tensor, cache: ChunkCache, attention_mask: Tensor | None = None) -> None:
+        """Let what is asked next, and its answer, choose among the few chunks that the question looks at most.
+
+        To be called before the question itself, with the cache that it is put to: the cache then holds these chunks,
+        until the next call of this or of :meth:`read`; they go with it from row to row, and are not saved. It does
+        nothing but with a HiLS whose ``num_focus_chunks`` says how many, on a cache that has read a chunk.
+
+        Args:
+            input_ids: int64 [B, T], the question; of a longer one its last ``sliding_window`` tokens are looked at.
+            attention_mask: [B, T], 0 where padded.
+
+        Raises:
+            ValueError: as :meth:`forward`, where it looks.
+        """
 
     def _read_pieces(
         self,
@@ -650,10 +668,30 @@ def _all_or_nothing(cache: ChunkCache | None) -> Iterator[None]:
     if cache is None:
         yield
         return
-    state, memory = cache.state, cache.memory.frozen(cache.begun(1).memory)
+    go_back = _way_back(cache)
     try:
         yield
     except BaseException:
+        go_back()
+        raise
+
+
+@contextmanager
+def taken_back(cache: ChunkCache) -> Iterator[None]:
+    """What is read inside leaves the cache as it was."""
+    go_back = _way_back(cache)
+    try:
+        yield
+    finally:
+        go_back()
+
+
+def _way_back(cache: ChunkCache) -> Callable[[], None]:
+    """What makes a cache again what it is now."""
+    state, memory = cache.state, cache.memory.frozen(cache.begun(1).memory)
+
+    def go_back() -> None:
         cache.state = state
         cache.memory.go_back(memory)
-        raise
+
+    return go_back

@@ -279,6 +279,7 @@ class Step:
             deferred=self.deferred,
             states=self.states,
             state_kv=self.state_kv,
+            focus=before.focus,
         )
 
 

@@ -29,7 +29,7 @@ class _Prompt:
     def __init__(self, answer: Answer, model: Any) -> None:
         self.answer, job = answer, answer.job
         self.cache: ChunkCache = model.new_cache() if job.cache is None else job.cache
-        self.done = 0
+        self.done, self.focuses = 0, model.focuses and job.cache is not None
         self.landmark = len(job.prompt) if job.landmark is None else job.landmark
 
     def last_piece(self, size: int) -> int:
@@ -291,6 +291,9 @@ class Engine:
                 again = self._read_on(item)
             elif self._is_over(item.answer):
                 again = False
+            elif item.focuses:
+                self._model.focus(self._tensor(item.answer.job.prompt)[None], item.cache)
+                item.focuses, again = False, True
             elif again := item.done < (first := item.last_piece(self._piece)):
                 item.done += self._take(item.cache, item.answer.job.prompt, item.done, first, prompt=True)
             else:
@@ -333,6 +336,7 @@ class Engine:
                 and other.cache.model == item.cache.model  # a wrong one is told to who brought it
                 and all(other.cache is not own.cache for own in found)
                 and not other.answer.cancelled
+                and not other.focuses
                 and other.done >= other.last_piece(self._piece)
                 and other.positions() <= left
             ):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -14,14 +14,22 @@ from trailmark.models import HiLSForCausalLM
 
 
 class NaiveHiLS(_Naive):
-    """One text [T]; early landmarks after the tokens marked. Of the first ``read`` tokens none chooses."""
+    """One text [T]; early landmarks after the tokens marked. Of the first ``read`` tokens none chooses.
+
+    ``focus``: of the chunks up to the last of these, no others are chosen.
+    """
 
     @torch.no_grad()
     def __init__(
-        self, model: HiLSForCausalLM, ids: Tensor, marks: Sequence[bool] = (), read: int = 0
+        self,
+        model: HiLSForCausalLM,
+        ids: Tensor,
+        marks: Sequence[bool] = (),
+        read: int = 0,
+        focus: Collection[int] = (),
     ) -> None:
         super().__init__(model.config)
-        self.read = read
+        self.read, self.focus = read, focus
         c, T = self.config, len(ids)
         self.chunks: list[list[int]] = []  # the tokens of each; the last may be open
         rows, self.mark_of = [], dict[int, int]()  # of each closed chunk, its landmark's row
@@ -44,6 +52,7 @@ class NaiveHiLS(_Naive):
             self.number[row] = self.number[row - 1] + (row - 1 not in self.mark_of.values())
         self.retrieval: list[list[list[list[int]]]] = []  # layer, token, key/value head: chunks
         self.weights: list[list[list[dict[int, float]]]] = []  # of each among them
+        self.shares: list[list[list[dict[int, float]]]] = []  # of each, of all that is seen
         for number, layer in enumerate(model.layers):
             chooses = c.layer_types is None or c.layer_types[number] == "full_attention"
             normal = self.norm(layer.attention_norm, x)
@@ -92,6 +101,7 @@ class NaiveHiLS(_Naive):
         out = torch.zeros_like(q)
         chosen_by: dict[int, list[list[int]]] = {}
         weights_by: dict[int, list[dict[int, float]]] = {}
+        shares_by: dict[int, list[dict[int, float]]] = {}
         for i in range(P):
             is_mark = i in self.mark_of.values()
             edge = max(0, self.number[i] - c.sliding_window + 1)
@@ -106,7 +116,8 @@ class NaiveHiLS(_Naive):
                 dtype=q.dtype,
             )  # [H, n]
             keys = {m: [t for t in self.chunks[m] if t >= c.num_sinks] for m in range(local if asks else 0)}
-            candidates = [m for m in keys if keys[m]]
+            last_known = max(self.focus, default=-1)
+            candidates = [m for m in keys if keys[m] and (m in self.focus or m > last_known)]
             shares: list[dict[int, float]] = []
             for h in range(H):
                 score = {m: self.score(m, keys[m], asking_q, i, h, far_k[:, h * J // H]) for m in candidates}
@@ -114,13 +125,14 @@ class NaiveHiLS(_Naive):
                     0
                 )
                 shares.append({m: float(s - seen_by) for m, s in score.items()})
-            chosen_by[i], weights_by[i] = [], []
+            chosen_by[i], weights_by[i], shares_by[i] = [], [], []
             for j in range(J):
                 most = {m: max(shares[h][m] for h in range(H) if h * J // H == j) for m in candidates}
                 best = sorted(candidates, key=lambda m: (-most[m], m))[: c.num_retrieved_chunks]
                 chosen_by[i].append(sorted(best))
                 among = torch.tensor([most[m] for m in sorted(best)], dtype=q.dtype).softmax(0).tolist()
                 weights_by[i].append(dict(zip(sorted(best), among, strict=True)))
+                shares_by[i].append({m: math.exp(most[m]) for m in best})
             for h in range(H):
                 j = h * J // H
                 far = [far_k[keys[m], j] @ far_q[i, h] * D**-0.5 for m in chosen_by[i][j]]
@@ -133,6 +145,7 @@ class NaiveHiLS(_Naive):
         if chooses:
             self.retrieval.append([chosen_by[row] for row in self.row_of])
             self.weights.append([weights_by[row] for row in self.row_of])
+            self.shares.append([shares_by[row] for row in self.row_of])
         return out
 
     def score(self, m: int, keys: list[int], far_q: Tensor, i: int, h: int, far_k: Tensor) -> float:

@@ -168,6 +168,7 @@ class Text(Case):
 
     def _first(self, cache: Any, last: Tensor) -> Tensor:
         if self.subject.ours:  # as generate does: a landmark ends the prompt
+            self.model.focus(last, cache)
             return _best(self.model(last, past_key_values=cache, close_chunk=True, logits_to_keep=1))
         return self._step(cache, last)
 

@@ -187,7 +187,7 @@ class MemoryAsker:
         out = self.model(
             ids,
             attention_mask=mask,
-            past_key_values=cache.branch(len(questions)),
+            past_key_values=self._branch(cache, questions),
             close_chunk=close,
             logits_to_keep=keep,
             output_retrieval=True,
@@ -209,8 +209,7 @@ class MemoryAsker:
 
     def _generate(self, cache: ChunkCache, questions: Sequence[Question]) -> list[list[int]]:
         ids, mask, close = self._batch([q.prompt for q in questions], questions)
-        branch = cache.branch(len(questions))
-        tokens = []
+        branch, tokens = self._branch(cache, questions), []
         more: dict[str, Any] = {"attention_mask": mask, "close_chunk": close}
         for _ in range(max(map(wanted, questions))):
             out = self.model(ids, past_key_values=branch, logits_to_keep=1, **more)
@@ -218,6 +217,14 @@ class MemoryAsker:
             tokens.append(ids)
         rows = torch.cat(tokens, dim=1).tolist()
         return [row[: wanted(q)] for row, q in zip(rows, questions, strict=True)]
+
+    def _branch(self, cache: ChunkCache, questions: Sequence[Question]) -> ChunkCache:
+        """A row for each question, which focuses on what that asks for, whatever of the answer is given."""
+        branch = cache.branch(len(questions))
+        if self.model.focuses:
+            ids, mask, _ = self._batch([q.prompt for q in questions], questions)
+            self.model.focus(ids, branch, mask)
+        return branch
 
     def _batch(
         self, rows: Sequence[np.ndarray[Any, Any]], questions: Sequence[Question]

@@ -120,6 +120,7 @@ class _Cell:
         model, tokenizer = self.subject.model, self.subject.tokenizer
         ids = torch.from_numpy(tokenize([asked], tokenizer)).long()[None].to(model.device)
         absent = padding_id(tokenizer)
+        model.focus(ids, cache)
         out = generating_by(model, GenerationConfig()).generate(
             ids,
             attention_mask=torch.ones_like(ids),

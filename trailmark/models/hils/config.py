@@ -41,10 +41,15 @@ class HiLSConfig(TrailmarkConfig):
             speed whatever was read before, and in as many places at once as there are processes; what is predicted,
             prompts and questions among it, chooses of the memory that this leaves, whatever ``num_retrieved_chunks``
             (above 0) it was read with; tokens that were predicted on a cache stay as they chose then.
+        num_focus_chunks: of a question that is put to a memory (``model.focus``): the chunks that get most of its
+            attention, summed over its tokens, layers and heads. It and its answer choose among these, those right
+            before and after them, and what comes later. So a long text's other chunks, of which some look a little
+            like those that are asked for, take no attention from them, and an answer's tokens look over as many
+            chunks as in a short text. None: among all.
     """
 
     model_type = "trailmark_hils"
-    newer = TrailmarkConfig.newer | {"far_distance", "reading"}
+    newer = TrailmarkConfig.newer | {"far_distance", "reading", "num_focus_chunks"}
 
     window_position: Literal["alibi", "rope"] = "rope"
     chunk_size: int = 63
@@ -57,6 +62,7 @@ class HiLSConfig(TrailmarkConfig):
     far_position: Literal["true", "window"] = "true"
     far_distance: int | None = None
     reading: Literal["chooses", "windows"] = "chooses"
+    num_focus_chunks: int | None = None
 
     @property
     def hides_landmarks(self) -> bool:
@@ -124,11 +130,11 @@ class HiLSConfig(TrailmarkConfig):
         return -(-self.chunk_size // (self.summary_tokens or self.chunk_size)), heads, self.head_dim + 1
 
     def arithmetic_fields(self) -> list[tuple[str, object]]:
-        """As elsewhere, but for how many chunks are read, where no memory depends on it."""
-        fields = super().arithmetic_fields()
-        if not (self.remembers_windows and self.retrieves):
-            return fields
-        return [(name, x) for name, x in fields if name != "num_retrieved_chunks"]
+        """As elsewhere, but for how many chunks are read or looked at, where no memory depends on it."""
+        free = {"num_focus_chunks"}
+        if self.remembers_windows and self.retrieves:
+            free.add("num_retrieved_chunks")
+        return [(name, x) for name, x in super().arithmetic_fields() if name not in free]
 
     def with_fewer_layers(self, count: int) -> Self:
         if self.layer_types is not None:
@@ -174,6 +180,14 @@ class HiLSConfig(TrailmarkConfig):
             "sliding_window",
             self.sliding_window,
             "at least 3: a text is read in pieces shorter than it, of more than a token",
+        )
+        focus = self.num_focus_chunks
+        expect(focus is None or focus >= 1, "num_focus_chunks", focus, "None or at least 1")
+        expect(
+            focus is None or self.chunk_score != "mass",
+            "num_focus_chunks",
+            focus,
+            "None with chunk_score 'mass', which looks at every key",
         )
         expect(self.window_position == "rope", "window_position", self.window_position, "'rope' with a HiLS")
         expect(

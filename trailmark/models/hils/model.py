@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +19,16 @@ from trailmark.memory.chunks import TABLE_BYTES, recent_chunks
 from trailmark.memory.schema import Expected
 from trailmark.models.answers import CardFacts
 from trailmark.models.candidates import selection_of_tokens
-from trailmark.models.causal_lm import TrailmarkForCausalLM
+from trailmark.models.causal_lm import TrailmarkForCausalLM, taken_back
 from trailmark.models.costs import CacheBytes, NumberBytes, kv_width, num_closed
 from trailmark.models.embedding import Given
 from trailmark.models.grid import Grid, Integers, Take, lay_out
 from trailmark.models.hils.config import HiLSConfig
+from trailmark.models.hils.focus import focus_of
 from trailmark.models.hils.past import MemoryPast, Past, TextPast
 from trailmark.models.hils.sight import Sight
 from trailmark.models.layers import MLP, Place, RMSNorm, WindowAttention, head_norm
-from trailmark.models.outputs import Hidden
+from trailmark.models.outputs import CausalLMOutput, Hidden
 from trailmark.models.reads import AveragedReads, BeforeReading
 from trailmark.models.step import Step
 from trailmark.models.text import Text
@@ -231,6 +233,29 @@ class HiLSForCausalLM(TrailmarkForCausalLM):
         else:
             super()._read_part(text, cache, prompt)
 
+    def focus(self, input_ids: Tensor, cache: ChunkCache, attention_mask: Tensor | None = None) -> None:
+        count, last = self.config.num_focus_chunks, self.config.sliding_window
+        if count is None or cache.state is None or not cache.num_chunks.any():
+            return
+        assert last is not None
+        mask = None if attention_mask is None else attention_mask[:, -input_ids.shape[1] :]
+        if mask is not None:  # on the left, so that the last columns are the last tokens
+            order = mask.to(input_ids.device).bool().long().argsort(dim=1, stable=True)
+            input_ids, mask = input_ids.gather(1, order), mask.to(order.device).gather(1, order)[:, -last:]
+        chunks = cache.num_chunks
+        with torch.no_grad(), taken_back(cache):
+            cache.state = replace(cache.state, focus=())
+            out = self(
+                input_ids[:, -last:],
+                attention_mask=mask,
+                past_key_values=cache,
+                logits_to_keep=1,
+                output_retrieval=True,
+            )
+        assert isinstance(out, CausalLMOutput)
+        assert out.retrieval is not None
+        cache.state = replace(cache.state, focus=focus_of(out.retrieval, chunks, count))
+
     def _remember(self, tokens: Tensor, grid: Grid, cache: ChunkCache) -> None:
         """Read tokens [B, T] with windows alone, of the last layer no more than what is kept."""
         step = Step(cache, grid, self.config, len(tokens), tokens)
@@ -312,6 +337,10 @@ class HiLSForCausalLM(TrailmarkForCausalLM):
     @property
     def can_be_planted(self) -> bool:
         return self.config.remembers_windows
+
+    @property
+    def focuses(self) -> bool:
+        return self.config.num_focus_chunks is not None
 
     @property
     def can_keep_tokens(self) -> bool:

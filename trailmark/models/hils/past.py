@@ -18,6 +18,7 @@ from trailmark.memory.chunks import Rows
 from trailmark.models.candidates import NOTHING, distinct_chunks, in_all_rows
 from trailmark.models.grid import Grid, Integers, Take
 from trailmark.models.hils.config import HiLSConfig
+from trailmark.models.hils.focus import in_focus, landmarks_of
 from trailmark.models.hils.sight import Sight
 from trailmark.models.layers import Place, rotary_where_a_window_ends, rotate
 from trailmark.models.step import Step
@@ -132,19 +133,31 @@ class Past(ABC):
         landmarks: list[Tensor],
         keys: MemoryEntries | None,
         rows: Rows = slice(None),
+        among: Integers | None = None,
     ) -> tuple[ChunkSelection, Tensor]:
-        """What the tokens of some rows choose, and what each head scores it with."""
-        config = self.config
-        return select_for_tokens(
+        """What the tokens of some rows choose, and what each head scores it with.
+
+        ``among`` [b, n]: the landmarks are of these chunks alone, ascending.
+        """
+        config, candidates, first = self.config, self.candidates[rows], self.first[rows]
+        numbers = None if among is None else torch.from_numpy(among).to(q.device)
+        if numbers is not None:  # counted among these
+            candidates, first = (torch.searchsorted(numbers, x) for x in (candidates, first))
+        chosen, scores = select_for_tokens(
             q,
             lse,
             config.num_retrieved_chunks,
-            self.candidates[rows],
+            candidates,
             config.num_key_value_heads,
             landmarks if keys is None else None,
             None if keys is None else (keys.k, keys.lengths),
-            self.first[rows],
+            first,
         )
+        if numbers is not None:
+            places = chosen.indices
+            indices = numbers.gather(1, places.clamp(min=0).flatten(1)).view_as(places)
+            chosen = chosen._replace(indices=indices.masked_fill(places < 0, -1))
+        return chosen, scores
 
 
 class TextPast(Past):
@@ -167,6 +180,9 @@ class MemoryPast(Past):
         super().__init__(config, grid, sight, x, step)
         self.step = step
         self._num_chunks = int(sight.candidates.max(initial=0))
+        focuses = step.before.focus or (None,) * len(x)
+        self._has_focus = np.array([focus is not None for focus in focuses])
+        self._in_focus = in_focus(focuses, step.before.memory.chunks, config.num_focus_chunks or 0)
 
     def _read(self, q: Tensor, scoring: Tensor, states: Tensor, window: tuple[Tensor, Tensor]) -> Tensor:
         config, layer = self.config, len(self.states)
@@ -200,13 +216,23 @@ class MemoryPast(Past):
         n, heads, width = config.summary_shape
         own = slice(layer * n * heads, (layer + 1) * n * heads)
 
-        def found(rows: Rows, memory: ChunkMemory) -> tuple[Tensor, ...]:
-            blocks = memory.blocks(int(self.candidates[rows].max()), len(scoring[rows]))
-            landmarks = [x[:, :, own].view(*x.shape[:2], n, heads, width) for x in blocks]
-            chosen, scores = self._select(scoring[rows], lse[rows], landmarks, None, rows)
+        def select(rows: Rows, landmarks: list[Tensor]) -> tuple[Tensor, ...]:
+            kept = self._in_focus[rows] if self._has_focus[rows].any() else None
+            table = landmarks if kept is None else [landmarks_of(landmarks, kept)]
+            chosen, scores = self._select(scoring[rows], lse[rows], table, None, rows, kept)
             if config.chunk_weights == "score" and torch.is_grad_enabled() and scoring.requires_grad:
                 scores = score_for_tokens(scoring[rows], torch.cat(landmarks, 1), chosen.indices)
             return *chosen, scores
+
+        def found(rows: Rows, memory: ChunkMemory) -> tuple[Tensor, ...]:
+            blocks = memory.blocks(int(self.candidates[rows].max()), len(scoring[rows]))
+            landmarks = [x[:, :, own].view(*x.shape[:2], n, heads, width) for x in blocks]
+            has = self._has_focus[rows]
+            if has.all() or not has.any():
+                return select(rows, landmarks)
+            alone = enumerate(np.arange(B)[rows].tolist())  # they look over different numbers of chunks
+            each = [select([row], [x[i : i + 1] for x in landmarks]) for i, row in alone]
+            return tuple(torch.cat(x) for x in zip(*each, strict=True))
 
         asking = (self.candidates > 0).any(1).cpu().numpy()
         every = in_all_rows(self.step.cache.memory.parts(asking), found, B, (*NOTHING, -torch.inf))

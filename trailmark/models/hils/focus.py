@@ -1,0 +1,79 @@
+"""A question's focus: of all chunks of a long memory the few that it and its answer choose from."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from trailmark.models.grid import Integers
+from trailmark.ops import ChunkSelection
+
+_NONE = 1 << 60
+"""In place of a chunk that is not there: behind all that are."""
+
+
+def focus_of(
+    retrieval: Sequence[ChunkSelection], num_chunks: Integers, count: int
+) -> tuple[Integers | None, ...]:
+    """Of each row the ``count`` chunks that its tokens gave most of their attention, and those right beside them.
+
+    What is asked for often begins in one chunk and ends in the next.
+
+    Args:
+        retrieval: of each layer what tokens chose, [B, T, J, K]; its scores are logarithms of shares of attention.
+        num_chunks: [B] of the memory.
+
+    Returns:
+        Ascending, the last chunk of the memory among them: what comes after it is not in question. None: nothing of
+        the memory was chosen, and nothing is left out.
+    """
+    rows: list[Integers | None] = []
+    for row, most in enumerate(num_chunks.tolist()):
+        shares = torch.zeros(most, dtype=torch.float64)
+        for layer in retrieval:
+            # a long question may have chosen chunks of its own, which stay in question anyway
+            chosen = (layer.indices[row] >= 0) & (layer.indices[row] < most)
+            share = layer.scores[row][chosen].double().exp()
+            shares.index_add_(0, layer.indices[row][chosen].cpu(), share.cpu())
+        best = torch.argsort(shares, descending=True, stable=True)[:count]
+        near = (best[shares[best] > 0][:, None] + torch.arange(-1, 2)).flatten().numpy()
+        kept = np.append(near[(near >= 0) & (near < most)], most - 1)
+        rows.append(np.unique(kept) if len(near) else None)
+    return tuple(rows)
+
+
+def in_focus(focuses: Sequence[Integers | None], num_chunks: Integers, count: int) -> Integers:
+    """[B, n] of each row the chunks that may be chosen of its first ``num_chunks`` [B], ascending.
+
+    They are those of its focus, and all behind its last; a row without a focus has none here, and looks among all. With
+    focuses of ``count`` chunks and those beside them n depends on nothing that a question found.
+    """
+    pairs = [
+        (focus, most) for focus, most in zip(focuses, num_chunks.tolist(), strict=True) if focus is not None
+    ]
+    size = 0
+    if pairs:  # a focus of another count may be larger
+        size = max(3 * count + 1, *(len(focus) for focus, _ in pairs))
+        size += max(most - int(focus[-1]) - 1 for focus, most in pairs)
+    kept = np.full((len(focuses), size), _NONE)
+    for row, focus, most in zip(kept, focuses, num_chunks.tolist(), strict=True):
+        if focus is not None:
+            own = np.concatenate([focus, np.arange(int(focus[-1]) + 1, most)])
+            row[: len(own)] = own
+    return kept
+
+
+def landmarks_of(landmarks: Sequence[Tensor], chunks: Integers) -> Tensor:
+    """Of landmark vectors [b, M, ...] in parts those of ``chunks`` [b, n], as one part; of what is not there zeros."""
+    table, first = landmarks[0].new_zeros(*chunks.shape, *landmarks[0].shape[2:]), 0
+    for x in landmarks:
+        row, place = np.nonzero((chunks >= first) & (chunks < first + x.shape[1]))
+        if len(row):
+            number = chunks[row, place] - first
+            rows, places, numbers = (torch.from_numpy(index).to(x.device) for index in (row, place, number))
+            table[rows, places] = x[rows, numbers]
+        first += x.shape[1]
+    return table
