@@ -3,7 +3,7 @@
     TRAILMARK_DATA=... python benchmarks/learning.py [train measure scores diagnose] [--begin nothing] [--seeds 0 1 2]
 
 Writes benchmarks/learning.json. SmolLM2-135M is converted to a DRT, and its memory is fitted to the base's own layers:
-so it reads. Its retriever is as conversion left it (nothing), or set from the same texts alone (text). Then the
+so it reads. Its retriever is as conversion left it (nothing), or set from the same texts alone (text, slowly). Then the
 retriever alone is trained, by the loss of the next token and nothing else: all other weights stay. Measured on the
 held-out texts of pretrained.py, before and after, with the chunks that it chooses and with others in their place, an
 interval over texts for each seed and for their mean; the base with a window alone and with full attention are the
@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -67,8 +67,19 @@ FIELDS = (f"sliding_window={WINDOW}", *LAYERS, "num_retrieved_chunks=16")
 RULES = ("random", "BM25", "popular")
 
 
+class Way(NamedTuple):
+    """How a retriever learns."""
+
+    fit: str
+    """Of ``distil.fit_retriever``: what it begins with."""
+    rate: float
+
+
+WAYS = {"nothing": Way("nothing", 0.001), "text": Way("text", 0.001), "slowly": Way("text", 0.0002)}
+
+
 def fitted(begin: str, seed: int) -> Path:
-    return FOLDER / f"fitted-{begin}-{seed}"
+    return FOLDER / f"fitted-{WAYS[begin].fit}-{seed}"
 
 
 def trained(begin: str, seed: int) -> Path:
@@ -91,12 +102,12 @@ def train(options: argparse.Namespace) -> None:
         fit = [
             f"output={fitted(options.begin, seed)}", f"init_from={converted(FOLDER, 'drt', *FIELDS)}",
             f"distil.model={teacher}", "distil.weight=0", f"distil.fit_steps={FIT_STEPS}",
-            f"distil.fit_retriever={options.begin}", "training.steps=1", "training.learning_rate=0",
+            f"distil.fit_retriever={WAYS[options.begin].fit}", "training.steps=1", "training.learning_rate=0",
         ]  # fmt: skip
         learn = [
             f"output={trained(options.begin, seed)}", f"init_from={fitted(options.begin, seed)}",
-            f"training.steps={options.steps}", "training.learning_rate=0.001", "training.warmup_steps=8",
-            "training.save_steps=15",
+            f"training.steps={options.steps}", f"training.learning_rate={WAYS[options.begin].rate}",
+            "training.warmup_steps=8", "training.save_steps=15",
         ]  # fmt: skip
         for run_of in (fit, [*learn, *options.set]):
             train_run(load_run_config(file, [*settings, *run_of]))
@@ -366,7 +377,10 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=(0, 1, 2))
     parser.add_argument("--steps", type=int, default=60, help=f"of {STEP_TOKENS:,} tokens")
     parser.add_argument(
-        "--begin", choices=("nothing", "text"), default="nothing", help="what the retriever is set to first"
+        "--begin",
+        choices=WAYS,
+        default="nothing",
+        help="what the retriever is set to first; slowly: from texts, then a fifth of the learning rate",
     )
     parser.add_argument("--texts", type=int, default=4, help="that are diagnosed")
     parser.add_argument("--set", nargs="*", default=[], help="keys of the runs, as key=value")
