@@ -329,13 +329,13 @@ def focus(options: argparse.Namespace, progress: Progress) -> dict[str, Any]:
     asked, rows, speeds = Needles(options, progress), list[dict[str, Any]](), list[dict[str, Any]]()
     about = {"fields": READER, "chunks": READ, "focus": options.focus, "written": WRITTEN}
     found = {"rows": rows, "speeds": speeds} | about | _about(options)
-    reader = subject(hils, *fields)
-    cache = reader.model.new_cache(num_tokens=max(options.timed, default=0))
+    shipped = subject(hils, *fields)
+    cache = shipped.model.new_cache(num_tokens=max(options.timed, default=0))
     for length in sorted(options.timed):
         piece = torch.from_numpy(asked.text[cache.get_seq_length() : length].astype(np.int64))
-        reader.model.read(piece[None], cache, progress=lambda n, _: progress.show(f"{n:,} read"))
+        shipped.model.read(piece[None], cache, progress=lambda n, _: progress.show(f"{n:,} read"))
         for count in (None, options.focus):
-            speeds.append({"length": length, "focus": count} | _seconds_of_an_answer(reader, cache, count))
+            speeds.append({"length": length, "focus": count} | _seconds_of_an_answer(shipped, cache, count))
         keep(options.output, "focus", found)
     for length in (*options.far, *options.longest):
         own = (*fields, f"num_focus_chunks={options.focus}")
@@ -345,11 +345,11 @@ def focus(options: argparse.Namespace, progress: Progress) -> dict[str, Any]:
 
 
 @torch.no_grad()
-def _seconds_of_an_answer(reader: Subject, cache: ChunkCache, count: int | None) -> dict[str, float]:
+def _seconds_of_an_answer(asked: Subject, cache: ChunkCache, count: int | None) -> dict[str, float]:
     """Of a question to a memory, until its first token and for each of WRITTEN more."""
-    model = reader.model
+    model = asked.model
     model.config.num_focus_chunks = count  # a memory depends on nothing of it
-    ids = torch.tensor([tokenize([QUESTION], reader.tokenizer)])
+    ids = torch.tensor([tokenize([QUESTION], asked.tokenizer)])
     firsts, others = [], []
     for _ in range(REPEATS):
         branch, began = cache.branch(), time.perf_counter()

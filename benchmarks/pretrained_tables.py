@@ -323,7 +323,7 @@ def _reading_summary() -> str:
         f"{minutes:.0f} minutes of a core ([its additions](models/smollm2-135m-reader/README.md)), it completes one "
         f"sentence about a name {single('taught')}; where the question and its answer keep to the {focus} chunks that "
         f"the question looks at most and those beside them (`num_focus_chunks={focus}`), "
-        f"{said(kept['rows'])} (three of the last had a part in choosing the number); before the training, "
+        f"{said(kept['rows'])} (some of the last had a part in choosing the number); before the training, "
         f"{single('as converted')}."
     )
 
