@@ -290,6 +290,13 @@ def _write(
         staging_folder(output) as folder,
     ):
         tokenizer = pretrained.load_tokenizer(work.folder, ARGUMENT, **work.options)
+        if not is_ours(str(work.folder)) and len(tokenizer) > config.vocab_size:
+            # no command would open such a model; one of ours was opened
+            raise ValueError(
+                f"{ARGUMENT}: expected a tokenizer with at most the {config.vocab_size} tokens that {work.name} has "
+                f"embeddings of, its own has {len(tokenizer)}. Give each token one, by transformers' "
+                f"model.resize_token_embeddings({len(tokenizer)}), and save the model so."
+            )
         tokenizer.save_pretrained(folder)
         ours = isinstance(config, TrailmarkConfig)
         if ours and fingerprint is not None:
