@@ -1,13 +1,13 @@
 """SmolLM2-135M that chooses chunks in every layer (``convert --to hils``): what it loses to full attention, untrained.
 
     TRAILMARK_DATA=... python benchmarks/pretrained_hils.py [losses forms whole far needles beyond recall layers few
-        reading reader focus]
+        reading reader focus words along]
 
 Writes benchmarks/pretrained_hils.json. Held-out text is that of pretrained.py; the base with full attention and with a
 window alone stand beside it. Nothing is trained but the models of ``--trained`` (pretrained_train.py hils) and of the
 parts "recall", "layers", "few", "reading" (pretrained_train.py recall further few longer) and "reader"
-(pretrained_train.py reader). The part "focus" asks the one whose additions lie in models/. Stopped, the same command
-goes on.
+(pretrained_train.py reader). The parts "focus" and "words" ask the one whose additions lie in models/. Stopped, the
+same command goes on.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
@@ -289,6 +290,8 @@ def reading(options: argparse.Namespace, progress: Progress) -> dict[str, Any]:
 
 READER = ("reading=windows", "summary_tokens=1", f"far_distance={APART}")
 READ = 4  # chunks that a token reads in a layer
+WORDS = ("sentences", "paraphrases")
+LONG_CHAPTER, EVERY, ENDS = "stacks_chow.tex", 16_384, (16_384, 65_536, 262_144)
 QUESTION, WRITTEN, REPEATS = "The name of the house in which he was born is", 16, 3
 
 
@@ -342,6 +345,85 @@ def focus(options: argparse.Namespace, progress: Progress) -> dict[str, Any]:
         rows.append(asked.ask(hils, own, length, questions=options.few))
         keep(options.output, "focus", found)
     return found
+
+
+def words(options: argparse.Namespace, progress: Progress) -> dict[str, Any]:
+    """The same reader with a focus, asked in the words of each format, of one fact in a text and of many."""
+    models = {
+        "as converted": hils_of(options.folder, far_base(options.folder)),
+        "taught": shipped_reader(options.folder),
+    }
+    fields = (*READER, f"num_retrieved_chunks={READ}", f"num_focus_chunks={options.focus}")
+    asked, rows, (near, *_) = Needles(options, progress), list[dict[str, Any]](), options.needles
+    found = {"rows": rows, "fields": READER, "chunks": READ, "focus": options.focus} | _about(options)
+    cases = [(near, together, format, False) for together in (1, TOGETHER) for format in WORDS]
+    cases += [(near, 1, "paraphrases", True)]
+    cases += [(length, TOGETHER, format, False) for length in options.far for format in WORDS]
+    cases += [(length, 1, "paraphrases", chat) for length in options.far for chat in (False, True)]
+    for length, together, format, chat in cases:
+        alone = options.singles if length == near else options.few
+        many = options.questions if length == near else TOGETHER
+        for model, folder in models.items():
+            if model == "taught" or (length, together) == (near, 1):
+                count = alone if together == 1 else many
+                row = asked.ask(folder, fields, length, chat, together, count, format)
+                rows.append({"model": model, "together": together, "format": format, "chat": chat} | row)
+                keep(options.output, "words", found)
+    return found
+
+
+def along(options: argparse.Namespace, progress: Progress) -> dict[str, Any]:
+    """A chapter as long as a book, read with windows alone: what its next tokens cost, untaught, on the way."""
+    file = data_folder("math") / "test" / LONG_CHAPTER
+    whole, known = (
+        tokenize([read_text(file)], _tokenizer(options)),
+        Losses(options.folder / "losses.json", progress),
+    )
+    texts = [
+        Text(f"{file.name}, next {ASKED}", whole[: place + ASKED + 1])
+        for place in range(EVERY, min(options.along, len(whole) - ASKED - 1) + 1, EVERY)
+    ]
+    few = hils_of(options.folder, far_base(options.folder))
+    of_few = (*READER, f"num_retrieved_chunks={READ}")
+    models = {
+        "window": named(_base(options), WINDOW),
+        "0 to 29": _named(options, "reading=windows", "num_retrieved_chunks=16"),
+        "seven": (" ".join([few.name, *of_few]), partial(opened, few, *of_few)),
+    }
+    nats = {name: _means(known.of(*model, texts, _reading_on(texts))) for name, model in models.items()}
+    places, rows = np.array([len(text.ids) - ASKED - 1 for text in texts]), []
+    for low, high in pairwise((0, *(end for end in ENDS if end <= places[-1]))):
+        those = (places > low) & (places <= high)
+        for name, own in nats.items():
+            less = (nats["window"] - own)[those]
+            less_low, less_high = bootstrap_mean(less)
+            rows.append({
+                "layers": name, "first": int(places[those][0]), "last": int(high), "stretches": len(less),
+                "nats": float(own[those].mean()), "below": float(less.mean()), "below_low": less_low,
+                "below_high": less_high,
+            })  # fmt: skip
+    about = {"file": file.name, "asked": ASKED, "every": EVERY, "few": {"fields": of_few}}
+    return _about(options) | about | {"rows": rows}
+
+
+def _reading_on(texts: Sequence[Text]) -> Callable[[Any, int], Any]:
+    """[ASKED] what the last tokens of each text cost, of which each is the beginning of the next."""
+    cache: ChunkCache | None = None
+
+    @torch.no_grad()
+    def read(model: Any, number: int) -> Any:
+        nonlocal cache
+        ids = row_of(model, texts[number].ids.astype(np.int64))
+        done = 0 if cache is None else cache.get_seq_length()
+        cache = model.read(ids[:, done : -ASKED - 1], cache)
+        asked = ids[:, -ASKED - 1 :]
+        return piece_losses(model(asked, past_key_values=cache.branch()).logits, None, asked)[0][0, 1:]
+
+    return read
+
+
+def _means(losses: Sequence[Any]) -> Any:
+    return np.array([own.mean() for own in losses])
 
 
 @torch.no_grad()
@@ -466,6 +548,7 @@ def _tokenizer(options: argparse.Namespace) -> Any:
 PARTS = {
     "losses": losses, "forms": forms, "whole": whole, "far": far, "needles": needles, "beyond": beyond,
     "recall": recall, "layers": layers, "few": few, "reading": reading, "reader": reader, "focus": focus,
+    "words": words, "along": along,
 }  # fmt: skip
 
 
@@ -516,6 +599,9 @@ def main() -> None:
         nargs="*",
         default=(16_384, 65_536, 262_144),
         help="tokens behind which an answer is timed",
+    )
+    parser.add_argument(
+        "--along", type=int, default=262_144, help="tokens of a chapter that are read, in the part along"
     )
     parser.add_argument("--needles", type=int, nargs="+", default=(4096, 65_536), help="lengths of texts")
     parser.add_argument("--questions", type=int, default=100, help="about needles, at each length")

@@ -65,14 +65,15 @@ class Needles:
         chat: bool = False,
         together: int = 1,
         questions: int | None = None,
+        format: str = "sentences",
     ) -> dict[str, Any]:
         """``together``: needles in a text, each of which is asked for. ``questions``: others than told."""
         questions = self.questions if questions is None else questions
         settings = NeedleSettings(
-            (length,), "single" if together == 1 else "multi-key", format="sentences", chat=chat, needles=together,
+            (length,), "single" if together == 1 else "multi-key", format=format, chat=chat, needles=together,
             questions=questions, sight="window",
         )  # fmt: skip
-        how = "sentences, chat" if chat else "sentences"
+        how = f"{format}, chat" if chat else format
         if together > 1:
             how += f", {together} in a text"
         key = " | ".join([name_of(folder), *changes, str(length), str(questions), how])

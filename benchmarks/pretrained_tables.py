@@ -179,7 +179,14 @@ def _beyond_text(found: Row) -> str:
     )
 
 
-_ASKED: Columns = {"asked": lambda row: "by the chat template" if row["chat"] else "to complete it"}
+def _put(row: Row) -> str:
+    """How a question is put."""
+    if row["chat"]:
+        return "by the chat template"
+    return "in a line, which another one answers" if row.get("format") == "paraphrases" else "to complete it"
+
+
+_ASKED: Columns = {"asked": _put}
 
 
 def _needles_text(found: Row) -> str:
@@ -279,53 +286,43 @@ def hils_text() -> str:
 
 
 def hils_summary() -> str:
-    """What the README says of it, in a few sentences."""
-    found = record("pretrained_hils")["losses"]
-    rows = found["results"]["rows"]
+    """What it gives back untrained, and what the reader completes: for those who have read nothing else yet."""
+    parts = {name: part["results"] for name, part in record("pretrained_hils").items()}
+    rows, reader, kept = parts["losses"]["rows"], parts["reader"], parts["focus"]
     (row,) = (x for x in rows if (x["kind"], x["length"], x["chunks"]) == ("LaTeX", 4096, rows[0]["chunks"]))
-    given = _share("closed").format(**row)
-    nats, about = row["nats"], found["results"]
+    focus, minutes = kept["focus"], reader["trained_seconds"] / 60
     return (
-        f"Without any training SmolLM2-135M with a window of {about['window']} that reads {row['chunks']} chunks of "
-        f"{about['chunk_size']} tokens gives back {given} of what that window loses to full attention on LaTeX at "
-        f"{row['length']:,} tokens: {nats['hils']:.3f} nats where full attention has {nats['full']:.3f} and the window "
-        f"{nats['window']:.3f} ({row['texts']} held-out texts). {_reading_summary()} More: "
-        "[docs/convert.md](docs/convert.md)."
+        f"Without any training SmolLM2-135M with a window of {parts['losses']['window']} that reads {row['chunks']} "
+        f"chunks of {parts['losses']['chunk_size']} tokens gives back {_share('closed').format(**row)} of what that "
+        f"window loses to full attention on LaTeX at {row['length']:,} tokens ({row['texts']} held-out texts). Taught "
+        f"for {minutes:.0f} minutes of a core on texts of {reader['trained_length']:,} tokens ([its additions]"
+        "(models/smollm2-135m-reader/README.md)), it completes one sentence about a name in a book that it has read "
+        f"with windows alone, right of so many questions:\n\n{_single_sentences(reader, kept['rows'])}\n\n*With a "
+        f"focus*, question and answer keep to the {focus} chunks that the question looks at most and those beside "
+        f"them (`num_focus_chunks={focus}`); some of the longest text's questions had a part in choosing the number. "
+        "How it is done: [docs/convert.md](docs/convert.md); all numbers: [docs/pretrained.md](docs/pretrained.md)."
     )
 
 
-def _reading_summary() -> str:
-    found = record("pretrained_hils")["reading"]["results"]
-    ways = {
-        row["reading"]: _share("closed").format(**row)
-        for row in found["losses"]
-        if row["kind"] == "LaTeX" and len(row["layers"]) == max(len(x["layers"]) for x in found["losses"])
-    }
-    reader, kept = (record("pretrained_hils")[part]["results"] for part in ("reader", "focus"))
+def _single_sentences(reader: Row, focused: list[Row]) -> str:
+    """By the length of the text: one sentence, which is to be completed."""
+    asked = [
+        x for x in reader["rows"] if (x["together"], x["chat"], x["chunks"]) == (1, False, reader["chunks"])
+    ]
+    of_models = {
+        name: {x["length"]: x for x in asked if x["model"] == name} for name in ("as converted", "taught")
+    } | {"taught, with a focus": {x["length"]: x for x in focused}}
 
-    def said(rows: list[Row]) -> str:
-        return ", ".join(
-            f"{row['correct']} of {row['questions']} times in {row['length']:,} tokens" for row in rows
-        )
+    def right(of_lengths: dict[int, Row]) -> Callable[[Row], str]:
+        def said(row: Row) -> str:
+            found = of_lengths.get(row["length"])
+            return f"{found['correct']} of {found['questions']}" if found else "-"
 
-    def single(model: str) -> str:
-        asked = (model, 1, False, reader["chunks"])
-        return said(
-            [x for x in reader["rows"] if (x["model"], x["together"], x["chat"], x["chunks"]) == asked]
-        )
+        return said
 
-    focus = kept["focus"]
-    minutes = reader["trained_seconds"] / 60
-    return (
-        "Set to `reading=windows`, a text passes through windows alone on its way into memory, and what is asked "
-        f"chooses: in the last {found['asked']:,} of {found['length']:,} tokens {ways['windows']} comes back, where "
-        f"{ways['chooses']} does with every token choosing. Taught on texts of {reader['trained_length']:,} tokens for "
-        f"{minutes:.0f} minutes of a core ([its additions](models/smollm2-135m-reader/README.md)), it completes one "
-        f"sentence about a name {single('taught')}; where the question and its answer keep to the {focus} chunks that "
-        f"the question looks at most and those beside them (`num_focus_chunks={focus}`), "
-        f"{said(kept['rows'])} (some of the last had a part in choosing the number); before the training, "
-        f"{single('as converted')}."
-    )
+    lengths = sorted({length for own in of_models.values() for length in own})
+    columns: Columns = {"tokens": "{length:,}"} | {name: right(own) for name, own in of_models.items()}
+    return table(columns, [{"length": length} for length in lengths])
 
 
 _OF_HILS: Columns = {
@@ -519,10 +516,10 @@ def _hils_reader_text(found: Row) -> str:
     minutes = found["trained_seconds"] / 60
     return (
         f"**A reader** (`--far-layers 7`, `{' '.join(found['fields'])}`, and `num_retrieved_chunks` as *chunks* says): "
-        "sentences in a book, each of which is to be "
-        "completed, or asked for through the chat template, which the training did not show. *Taught*: adapters (rank "
-        f"8) on {found['trained_tokens']:,} tokens in texts of {found['trained_length']:,}, all of which hold facts "
-        f"and questions in other words than these, in {minutes:.0f} minutes of a core, one seed:\n\n"
+        "sentences in a book, each of which is to be completed, or asked for through the chat template, as half of "
+        f"the training's questions are. *Taught*: adapters (rank 8) on {found['trained_tokens']:,} tokens in texts of "
+        f"{found['trained_length']:,}, all of which hold facts and questions in other words than these, in "
+        f"{minutes:.0f} minutes of a core, one seed:\n\n"
         f"{table(columns, found['rows'])}\n\n{_short_texts(found['short'], 'taught', 'taught')}"
     )
 
@@ -543,6 +540,45 @@ def _hils_focus_text(found: Row) -> str:
     )
 
 
+def _hils_words_text(found: Row) -> str:
+    columns: Columns = {"model": "{model}", "facts are": lambda row: _WORDS[row["format"]]}
+    columns |= {"needles": "{together}"} | _ASKED
+    columns |= {name: _NEEDLES_OF_HILS[name] for name in ("tokens", "questions", "right", "chunk read")}
+    return (
+        f"**In other words**: the same reader with a focus of {found['focus']} chunks, asked for facts that are told "
+        "in one sentence, or in one of eight, of which, as of the six questions, the training showed none:\n\n"
+        f"{table(columns, found['rows'])}"
+    )
+
+
+def _hils_along_text(found: Row) -> str:
+    layers = {
+        "window": "none: the base with a window",
+        "0 to 29": "all",
+        "seven": "the seven of `--far-layers 7`",
+    }
+    columns: Columns = {
+        "layers that choose": lambda row: layers[row["layers"]],
+        "after tokens": lambda row: (
+            f"{row['first']:,} to {row['last']:,}" if row["stretches"] > 1 else f"{row['last']:,}"
+        ),
+        "stretches": "{stretches}",
+        "nats": "{nats:.3f}",
+        "below the window": lambda row: (
+            ""
+            if row["layers"] == "window"
+            else f"{row['below']:.3f} ({row['below_low']:.3f} to {row['below_high']:.3f})"
+        ),
+    }
+    return (
+        f"A text as long as a book, `{found['file']}`, read with windows alone, untrained: after every "
+        f"{found['every']:,} tokens what the next {found['asked']:,} cost, in nats a token, with intervals over such "
+        "stretches:\n\n"
+        f"{table(columns, found['rows'])}"
+    )
+
+
+_WORDS = {"sentences": "one sentence", "paraphrases": "in one of eight"}
 _NEEDLES_OF_HILS: Columns = {
     "model": "{model}",
     "tokens": "{length:,}",
@@ -572,4 +608,6 @@ _HILS: dict[str, Callable[[Row], str]] = {
     "reading": _hils_reading_text,
     "reader": _hils_reader_text,
     "focus": _hils_focus_text,
+    "words": _hils_words_text,
+    "along": _hils_along_text,
 }

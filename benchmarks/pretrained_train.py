@@ -10,7 +10,8 @@ weights of a Landmark Attention model instead, by itself; ``hils`` adapters of a
 ``recall`` those of the base with full attention on short texts of that kind, which a HiLS then has without a training;
 ``further`` goes on from there with longer ones, ``few`` from that with full attention in seven layers alone, and
 ``longer`` from that with longer ones again, in which answers weigh more. ``reader`` learns the like at once, from the
-base with full attention in the seven layers that ``trailmark convert --far-layers 7`` finds.
+base with full attention in the seven layers that ``trailmark convert --far-layers 7`` finds; ``reader-some`` with
+facts in a twentieth of the texts, and ``reader-none`` without any.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from pretrained_models import (
     FOLDER,
     KINDS,
     NUM_LAYERS,
+    READERS,
     STEP_TOKENS,
     TAUGHT,
     WINDOW,
@@ -42,9 +44,11 @@ from trailmark.machine import start_again_set_up
 from trailmark.training.config import RunConfig, load_run_config
 
 LENGTH = STEP_TOKENS  # a text a step
-MORE = ("needles", "landmark", "hils", *TAUGHT, "reader")
-STEPS = {"recall": 200, "further": 70, "few": 150, "longer": 100, "reader": 180}
-LENGTHS = {"recall": 1024, "longer": 4096, "reader": 4096}  # of texts that hold facts; others 2,048
+MORE = ("needles", "landmark", "hils", *TAUGHT, *READERS)
+STEPS = {"recall": 200, "further": 70, "few": 150, "longer": 100} | dict.fromkeys(READERS, 180)
+LENGTHS = {"recall": 1024, "longer": 4096} | dict.fromkeys(
+    READERS, 4096
+)  # of texts that hold facts; others 2,048
 
 
 def corpus(folder: Path, tokenizer: Path) -> Path:
@@ -72,15 +76,16 @@ def config(kind: str, steps: int, options: argparse.Namespace) -> RunConfig:
             "training.learning_rate=0.0003",
             "training.context_length=2048",  # so that its own length can be passed 32 times in minutes
         ]
-    elif kind in ("hils", *TAUGHT, "reader"):  # needs no teacher: what it learns is to complete facts
+    elif kind in ("hils", *TAUGHT, *READERS):  # needs no teacher: what it learns is to complete facts
         begin = teacher
         if kind == "hils":
             begin = converted(options.folder, "hils")
-        elif kind == "reader":
+        elif kind in READERS:
             begin = far_base(options.folder)
+        share = READERS.get(kind, 1)
         changes = [
             "distil.model=null",
-            "data.needle_share=1",
+            f"data.needle_share={share}",
             f"training.context_length={LENGTHS.get(kind, 2048)}",
             "training.loss_positions=1",
         ]
@@ -91,7 +96,7 @@ def config(kind: str, steps: int, options: argparse.Namespace) -> RunConfig:
             changes.append(f"training.seed={options.seed + (2 if kind == 'longer' else 1)}")
         if kind == "further":
             changes.append("training.constant_fraction=1")  # another training follows
-        if kind in ("longer", "reader"):
+        if kind == "longer" or (kind in READERS and share):
             changes.append("data.answer_weight=8")
         if kind in ("few", "longer"):
             fields = (*window_fields(WINDOW), layer_types(FAR_LAYERS, NUM_LAYERS))

@@ -495,7 +495,7 @@ DOCUMENTS: dict[str, Mapping[str, Callable[[], str]]] = {
         "scores": learning_tables.scores_text,
         "diagnosis": learning_tables.diagnosis_text,
     },
-    "docs/convert.md": {
+    "docs/pretrained.md": {
         "start": pretrained_tables.start_text,
         "hils": pretrained_tables.hils_text,
         "trained": pretrained_tables.trained_text,
