@@ -264,6 +264,23 @@ def test_layers_with_a_window_keep_it_and_the_others_choose_chunks(name: str, tm
     assert_same(logits_of(ours, tokens), expected_logits(theirs, tokens))
 
 
+def test_what_reads_with_windows_is_set_to_ask_of_long_texts(tmp_path: Path) -> None:
+    """The settings that docs/convert.md recommends, as far as none is given and the base knows such distances."""
+    base = save(made("llama"), tmp_path / "base")
+
+    def asked(folder: str, *fields: str) -> tuple[Any, ...]:
+        config = converted(base, tmp_path / folder, "hils", "sliding_window=24", *fields).config
+        looks = config.num_retrieved_chunks, config.num_focus_chunks
+        return *looks, config.summary_tokens, config.far_distance
+
+    assert asked("chooses") == (16, None, 8, None)
+    assert asked("windows", "reading=windows") == (4, 32, 1, 48)
+    assert asked("given", "reading=windows", "num_focus_chunks=null", "summary_tokens=2") == (4, None, 2, 48)
+    assert asked("wide", "reading=windows", "sliding_window=300") == (4, 32, 1, None)  # the base knows 512
+    assert asked("true", "reading=windows", "far_position=true") == (4, 32, 1, None)
+    assert asked("mass", "reading=windows", "chunk_score=mass") == (4, None, None, 48)
+
+
 # --- where the weights come from -----------------------------------------------------------------------------------
 
 

@@ -251,8 +251,16 @@ def _hils_fields(base: Base, given: Mapping[str, Any]) -> Fields:
     }
     if given.get("chunk_score") == "expansion":
         fields["summary_query"] = "tokens"  # which have queries that were trained
-    if given.get("chunk_score") != "mass":
+    summed_up = given.get("chunk_score") != "mass"
+    if summed_up:
         fields["summary_tokens"] = min(8, given.get("chunk_size", 8))
+    if given.get("reading") == "windows":
+        # what is asked of a long memory looks closely and keeps to little of it (docs/convert.md)
+        fields |= {"num_retrieved_chunks": 4}
+        if summed_up:
+            fields |= {"summary_tokens": 1, "num_focus_chunks": 32}
+        if given.get("far_position", "window") == "window" and 2 * window <= base.trained_length:
+            fields["far_distance"] = 2 * window
     if own:
         fields["layer_types"] = layer_kinds(base.windows)
     return fields | _sinks(base, given)
