@@ -1,13 +1,13 @@
 """SmolLM2-135M that chooses chunks in every layer (``convert --to hils``): what it loses to full attention, untrained.
 
     TRAILMARK_DATA=... python benchmarks/pretrained_hils.py [losses forms whole far needles beyond recall layers few
-        reading reader focus words along]
+        reading reader focus words shares along]
 
 Writes benchmarks/pretrained_hils.json. Held-out text is that of pretrained.py; the base with full attention and with a
 window alone stand beside it. Nothing is trained but the models of ``--trained`` (pretrained_train.py hils) and of the
-parts "recall", "layers", "few", "reading" (pretrained_train.py recall further few longer) and "reader"
-(pretrained_train.py reader). The parts "focus" and "words" ask the one whose additions lie in models/. Stopped, the
-same command goes on.
+parts "recall", "layers", "few", "reading" (pretrained_train.py recall further few longer), "reader"
+(pretrained_train.py reader) and "shares" (pretrained_train.py reader-some reader-none). The parts "focus" and "words"
+ask the one whose additions lie in models/. Stopped, the same command goes on.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from pretrained_models import (
     FOLDER,
     KINDS_OF_TEXT,
     NUM_LAYERS,
+    READERS,
     TAUGHT,
     UNSEEN,
     WINDOW,
@@ -291,7 +292,7 @@ def reading(options: argparse.Namespace, progress: Progress) -> dict[str, Any]:
 READER = ("reading=windows", "summary_tokens=1", f"far_distance={APART}")
 READ = 4  # chunks that a token reads in a layer
 WORDS = ("sentences", "paraphrases")
-LONG_CHAPTER, EVERY, ENDS = "stacks_chow.tex", 16_384, (16_384, 65_536, 262_144)
+LONG_CHAPTER, EVERY, ENDS = "stacks_chow.tex", 16_384, (65_536, 262_144)
 QUESTION, WRITTEN, REPEATS = "The name of the house in which he was born is", 16, 3
 
 
@@ -372,38 +373,59 @@ def words(options: argparse.Namespace, progress: Progress) -> dict[str, Any]:
     return found
 
 
+def shares(options: argparse.Namespace, progress: Progress) -> dict[str, Any]:
+    """What the reader's training gives with facts in fewer of its texts; the questions are of "reader"."""
+    asked, rows, (near, *_) = Needles(options, progress), list[dict[str, Any]](), options.needles
+    found = {"rows": rows, "chunks": READ} | _about(options)
+    kinds = [
+        kind
+        for kind in READERS
+        if kind != "reader" and (trained(options.folder, kind, 0, 0) / HISTORY_FILE).exists()
+    ]
+    for kind in kinds:
+        taught, hils = _taught(options, kind)
+        for together in (TOGETHER, 1):
+            fields = (*READER, f"num_retrieved_chunks={READ}")
+            row = asked.ask(hils, fields, near, together=together, questions=options.questions)
+            rows.append({"share": READERS[kind], "together": together} | _training(taught) | row)
+            keep(options.output, "shares", found)
+    return found
+
+
 def along(options: argparse.Namespace, progress: Progress) -> dict[str, Any]:
     """A chapter as long as a book, read with windows alone: what its next tokens cost, untaught, on the way."""
     file = data_folder("math") / "test" / LONG_CHAPTER
-    whole, known = (
-        tokenize([read_text(file)], _tokenizer(options)),
-        Losses(options.folder / "losses.json", progress),
-    )
+    known = Losses(options.folder / "losses.json", progress)
+    whole = tokenize([read_text(file)], _tokenizer(options))
     texts = [
         Text(f"{file.name}, next {ASKED}", whole[: place + ASKED + 1])
         for place in range(EVERY, min(options.along, len(whole) - ASKED - 1) + 1, EVERY)
     ]
     few = hils_of(options.folder, far_base(options.folder))
     of_few = (*READER, f"num_retrieved_chunks={READ}")
-    models = {
+    models: dict[str, tuple[str, Callable[[], Any]]] = {
         "window": named(_base(options), WINDOW),
-        "0 to 29": _named(options, "reading=windows", "num_retrieved_chunks=16"),
-        "seven": (" ".join([few.name, *of_few]), partial(opened, few, *of_few)),
+        "hils": (" ".join([few.name, *of_few]), partial(opened, few, *of_few)),
     }
-    nats = {name: _means(known.of(*model, texts, _reading_on(texts))) for name, model in models.items()}
+    nats = {
+        name: np.array([own.mean() for own in known.of(called, open_model, texts, _reading_on(texts))])
+        for name, (called, open_model) in models.items()
+    }
     places, rows = np.array([len(text.ids) - ASKED - 1 for text in texts]), []
     for low, high in pairwise((0, *(end for end in ENDS if end <= places[-1]))):
         those = (places > low) & (places <= high)
-        for name, own in nats.items():
-            less = (nats["window"] - own)[those]
-            less_low, less_high = bootstrap_mean(less)
-            rows.append({
-                "layers": name, "first": int(places[those][0]), "last": int(high), "stretches": len(less),
-                "nats": float(own[those].mean()), "below": float(less.mean()), "below_low": less_low,
-                "below_high": less_high,
-            })  # fmt: skip
-    about = {"file": file.name, "asked": ASKED, "every": EVERY, "few": {"fields": of_few}}
-    return _about(options) | about | {"rows": rows}
+        gain = (nats["window"] - nats["hils"])[those]
+        gain_low, gain_high = bootstrap_mean(gain)
+        row = {name: float(own[those].mean()) for name, own in nats.items()}
+        row |= {"gain": float(gain.mean()), "gain_low": gain_low, "gain_high": gain_high}
+        rows.append({"first": int(places[those][0]), "last": int(high), "stretches": len(gain)} | row)
+    return _about(options) | {
+        "fields": of_few,
+        "file": file.name,
+        "asked": ASKED,
+        "every": EVERY,
+        "rows": rows,
+    }
 
 
 def _reading_on(texts: Sequence[Text]) -> Callable[[Any, int], Any]:
@@ -420,10 +442,6 @@ def _reading_on(texts: Sequence[Text]) -> Callable[[Any, int], Any]:
         return piece_losses(model(asked, past_key_values=cache.branch()).logits, None, asked)[0][0, 1:]
 
     return read
-
-
-def _means(losses: Sequence[Any]) -> Any:
-    return np.array([own.mean() for own in losses])
 
 
 @torch.no_grad()
@@ -548,7 +566,7 @@ def _tokenizer(options: argparse.Namespace) -> Any:
 PARTS = {
     "losses": losses, "forms": forms, "whole": whole, "far": far, "needles": needles, "beyond": beyond,
     "recall": recall, "layers": layers, "few": few, "reading": reading, "reader": reader, "focus": focus,
-    "words": words, "along": along,
+    "words": words, "shares": shares, "along": along,
 }  # fmt: skip
 
 

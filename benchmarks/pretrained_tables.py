@@ -290,39 +290,43 @@ def hils_summary() -> str:
     parts = {name: part["results"] for name, part in record("pretrained_hils").items()}
     rows, reader, kept = parts["losses"]["rows"], parts["reader"], parts["focus"]
     (row,) = (x for x in rows if (x["kind"], x["length"], x["chunks"]) == ("LaTeX", 4096, rows[0]["chunks"]))
-    focus, minutes = kept["focus"], reader["trained_seconds"] / 60
+    closed, about = _share("closed").format(**row), parts["losses"]
+    chat = {x["model"]: _right(x) for x in reader["rows"] if x["chat"]}
     return (
-        f"Without any training SmolLM2-135M with a window of {parts['losses']['window']} that reads {row['chunks']} "
-        f"chunks of {parts['losses']['chunk_size']} tokens gives back {_share('closed').format(**row)} of what that "
-        f"window loses to full attention on LaTeX at {row['length']:,} tokens ({row['texts']} held-out texts). Taught "
-        f"for {minutes:.0f} minutes of a core on texts of {reader['trained_length']:,} tokens ([its additions]"
-        "(models/smollm2-135m-reader/README.md)), it completes one sentence about a name in a book that it has read "
-        f"with windows alone, right of so many questions:\n\n{_single_sentences(reader, kept['rows'])}\n\n*With a "
-        f"focus*, question and answer keep to the {focus} chunks that the question looks at most and those beside "
-        f"them (`num_focus_chunks={focus}`); some of the longest text's questions had a part in choosing the number. "
-        "How it is done: [docs/convert.md](docs/convert.md); all numbers: [docs/pretrained.md](docs/pretrained.md)."
+        f"By `--to hils` alone, where every layer and token chooses {row['chunks']} chunks of {about['chunk_size']} "
+        f"tokens, untrained SmolLM2-135M gives back {closed} of what a window of {about['window']} loses to full "
+        f"attention on LaTeX at {row['length']:,} tokens ({row['texts']} held-out texts). With `--far-layers 7 "
+        "reading=windows` it reads a long text at one speed. A sentence with a number hides in a book and is to be "
+        "completed; right answers, by the book's length:\n\n"
+        f"{_single_sentences(reader, kept['rows'])}\n\n"
+        f"*Taught*: its base, for {reader['trained_seconds'] / 60:.0f} minutes of a core on texts of "
+        f"{reader['trained_length']:,} tokens ([its additions](models/smollm2-135m-reader/README.md)). *With a focus*, "
+        f"as it is converted by default: question and answer keep to the {kept['focus']} chunks that the question "
+        "looks at most and those beside them; some of the longest text's questions had a part in choosing the number. "
+        "Asked through the chat template, in 4,096 tokens and without a focus, the untaught one answers "
+        f"{chat['as converted']}, the taught one {chat['taught']}. How it is done: [docs/convert.md](docs/convert.md); "
+        "all numbers: [docs/pretrained.md](docs/pretrained.md)."
     )
+
+
+def _right(row: Row) -> str:
+    return f"{row['correct']} of {row['questions']}"
 
 
 def _single_sentences(reader: Row, focused: list[Row]) -> str:
     """By the length of the text: one sentence, which is to be completed."""
-    asked = [
+    names = "as converted", "taught", "taught, with a focus"
+    asked = [row | {"model": names[-1]} for row in focused]
+    asked += [
         x for x in reader["rows"] if (x["together"], x["chat"], x["chunks"]) == (1, False, reader["chunks"])
     ]
-    of_models = {
-        name: {x["length"]: x for x in asked if x["model"] == name} for name in ("as converted", "taught")
-    } | {"taught, with a focus": {x["length"]: x for x in focused}}
-
-    def right(of_lengths: dict[int, Row]) -> Callable[[Row], str]:
-        def said(row: Row) -> str:
-            found = of_lengths.get(row["length"])
-            return f"{found['correct']} of {found['questions']}" if found else "-"
-
-        return said
-
-    lengths = sorted({length for own in of_models.values() for length in own})
-    columns: Columns = {"tokens": "{length:,}"} | {name: right(own) for name, own in of_models.items()}
-    return table(columns, [{"length": length} for length in lengths])
+    rows: dict[int, Row] = {}
+    for row in asked:
+        own = rows.setdefault(row["length"], {"length": row["length"]} | dict.fromkeys(names, "-"))
+        own[row["model"]] = _right(row)
+    columns: Columns = {"tokens": "{length:,}"}
+    columns |= {name: f"{{{name}}}" for name in names}
+    return table(columns, [rows[length] for length in sorted(rows)])
 
 
 _OF_HILS: Columns = {
@@ -363,19 +367,18 @@ def _hils_whole_text(found: Row) -> str:
 
 
 def _hils_far_text(found: Row) -> str:
-    columns: Columns = {
-        "tokens": "{length:,}",
-        "texts": "{texts}",
-        "window, nats": "{window:.3f}",
-        "HiLS": "{hils:.3f}",
-        "below the window": lambda row: (
-            f"{row['gain']:.3f} ({row['gain_low']:.3f} to {row['gain_high']:.3f})"
-        ),
-    }
+    columns: Columns = {"tokens": "{length:,}", "texts": "{texts}"}
     return (
         "Beyond the 8,192 tokens of the base's training, on chapters one after another, untrained:\n\n"
-        f"{table(columns, found['rows'])}"
+        f"{table(columns | _BELOW_THE_WINDOW, found['rows'])}"
     )
+
+
+_BELOW_THE_WINDOW: Columns = {
+    "window, nats": "{window:.3f}",
+    "HiLS": "{hils:.3f}",
+    "below the window": lambda row: f"{row['gain']:.3f} ({row['gain_low']:.3f} to {row['gain_high']:.3f})",
+}
 
 
 def _hils_needles_text(found: Row) -> str:
@@ -541,44 +544,42 @@ def _hils_focus_text(found: Row) -> str:
 
 
 def _hils_words_text(found: Row) -> str:
-    columns: Columns = {"model": "{model}", "facts are": lambda row: _WORDS[row["format"]]}
+    columns: Columns = {"model": "{model}", "a fact is told": lambda row: _WORDS[row["format"]]}
     columns |= {"needles": "{together}"} | _ASKED
     columns |= {name: _NEEDLES_OF_HILS[name] for name in ("tokens", "questions", "right", "chunk read")}
     return (
-        f"**In other words**: the same reader with a focus of {found['focus']} chunks, asked for facts that are told "
-        "in one sentence, or in one of eight, of which, as of the six questions, the training showed none:\n\n"
+        f"**In other words**: the same reader with a focus of {found['focus']} chunks, asked for facts that "
+        "are all told by one sentence, or each in one of eight ways; the training showed none of these, nor of the six "
+        "questions:\n\n"
         f"{table(columns, found['rows'])}"
+    )
+
+
+def _hils_shares_text(found: Row) -> str:
+    columns: Columns = {"texts with facts": "{share:.0%}", "needles": "{together}"}
+    columns |= {name: _NEEDLES_OF_HILS[name] for name in ("tokens", "questions", "right", "chunk read")}
+    tokens = found["rows"][0]["trained_tokens"]
+    return (
+        f"Trained as the reader on as many tokens ({tokens:,}), but with facts in fewer of the texts; the same "
+        f"questions, to be completed, with {found['chunks']} chunks:\n\n{table(columns, found['rows'])}"
     )
 
 
 def _hils_along_text(found: Row) -> str:
-    layers = {
-        "window": "none: the base with a window",
-        "0 to 29": "all",
-        "seven": "the seven of `--far-layers 7`",
-    }
     columns: Columns = {
-        "layers that choose": lambda row: layers[row["layers"]],
         "after tokens": lambda row: (
             f"{row['first']:,} to {row['last']:,}" if row["stretches"] > 1 else f"{row['last']:,}"
         ),
         "stretches": "{stretches}",
-        "nats": "{nats:.3f}",
-        "below the window": lambda row: (
-            ""
-            if row["layers"] == "window"
-            else f"{row['below']:.3f} ({row['below_low']:.3f} to {row['below_high']:.3f})"
-        ),
     }
     return (
-        f"A text as long as a book, `{found['file']}`, read with windows alone, untrained: after every "
-        f"{found['every']:,} tokens what the next {found['asked']:,} cost, in nats a token, with intervals over such "
-        "stretches:\n\n"
-        f"{table(columns, found['rows'])}"
+        f"A text as long as a book, `{found['file']}`, read with windows alone by the reader as converted, untrained: "
+        f"after every {found['every']:,} tokens what the next {found['asked']:,} cost, in nats a token, with intervals "
+        f"over such stretches of this one text:\n\n{table(columns | _BELOW_THE_WINDOW, found['rows'])}"
     )
 
 
-_WORDS = {"sentences": "one sentence", "paraphrases": "in one of eight"}
+_WORDS = {"sentences": "by one sentence", "paraphrases": "in one of eight ways"}
 _NEEDLES_OF_HILS: Columns = {
     "model": "{model}",
     "tokens": "{length:,}",
@@ -609,5 +610,6 @@ _HILS: dict[str, Callable[[Row], str]] = {
     "reader": _hils_reader_text,
     "focus": _hils_focus_text,
     "words": _hils_words_text,
+    "shares": _hils_shares_text,
     "along": _hils_along_text,
 }

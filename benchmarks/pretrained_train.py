@@ -46,9 +46,8 @@ from trailmark.training.config import RunConfig, load_run_config
 LENGTH = STEP_TOKENS  # a text a step
 MORE = ("needles", "landmark", "hils", *TAUGHT, *READERS)
 STEPS = {"recall": 200, "further": 70, "few": 150, "longer": 100} | dict.fromkeys(READERS, 180)
-LENGTHS = {"recall": 1024, "longer": 4096} | dict.fromkeys(
-    READERS, 4096
-)  # of texts that hold facts; others 2,048
+# of texts that hold facts; others 2,048
+LENGTHS = {"recall": 1024, "longer": 4096} | dict.fromkeys(READERS, 4096)
 
 
 def corpus(folder: Path, tokenizer: Path) -> Path:
