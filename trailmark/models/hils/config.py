@@ -91,12 +91,9 @@ class HiLSConfig(TrailmarkConfig):
     @property
     def windows(self) -> list[int | None]:
         """The most that each layer sees in its window: where chunks are chosen it goes on to a chunk's beginning."""
-        assert self.sliding_window is not None
         chooses = set(self.retrieving_layers) if self.retrieves else ()
-        return [
-            self.longest_window if n in chooses else self.sliding_window
-            for n in range(self.num_hidden_layers)
-        ]
+        far, near = self.longest_window, self.sliding_window  # once: transformers looks long for each
+        return [far if n in chooses else near for n in range(self.num_hidden_layers)]
 
     @property
     def longest_window(self) -> int:

@@ -180,7 +180,7 @@ def _attend(call: _Call, implementation: str | None) -> Attended:
             q, k, v, window, positions, document_ids, slopes, scale, return_lse, num_sinks, windows
         )
     if T == 1 and document_ids is None:
-        return _one_query(q, k, v, window, positions, slopes, scale, num_sinks, return_lse, windows)
+        return _one_query(call)
     if window is not None and (window < P or windows is not None) and document_ids is None and T > 0:
         if positions is None:
             return _banded(q, k, v, window, slopes, scale, return_lse, windows=windows)
@@ -233,11 +233,13 @@ def _attend_with_sinks(
     call: _Call, num_sinks: int, sink_queries: Tensor | None, implementation: str | None
 ) -> Tensor | tuple[Tensor, Tensor]:
     q, k, v, D = call.q, call.k, call.v, call.q.shape[-1]
+    positions, documents = call.positions, call.document_ids
     if not _on_flex(q, k, v, implementation):
+        if q.shape[1] == 1 and documents is None and q.device.type == "cpu":
+            return _one_query(call._replace(num_sinks=num_sinks), sink_queries)
         in_band = _in_band_with_sinks(call, num_sinks, sink_queries)
         if in_band is not None:
             return in_band
-    positions, documents = call.positions, call.document_ids
     if positions is None:
         k, v, positions, documents, num_sinks = apart(k, v, q.shape[1], num_sinks, documents)
     if sink_queries is not None:
@@ -318,47 +320,103 @@ def _values_at_hand(tensor: Tensor) -> bool:
     return tensor.device.type == "cpu" and not torch.compiler.is_compiling()
 
 
-def _one_query(
+def _one_query(call: _Call, sink_queries: Tensor | None = None) -> Attended:
+    """Decoding: one position against keys in any order; ``sink_queries`` on a CPU alone."""
+    q, k, v, window, positions, _, _, slopes, scale, return_lse, num_sinks, windows = call
+    if num_sinks and positions is None and (windows is not None or slopes is not None):
+        k, v, positions, _, num_sinks = apart(k, v, 1, num_sinks, None)
+    if positions is None and window is not None and window < (P := k.shape[1]):
+        num_sinks = min(num_sinks, P - window)  # those outside the window
+        if num_sinks + window < P:
+            k, v = (_first_and_last(x, num_sinks, window) for x in (k, v))
+    visible = distance = empty = None
+    if positions is not None:
+        query, key = positions
+        distance = query - key  # [B, P]
+        visible = visible_pairs(distance, key, window if windows is None else windows, num_sinks)
+        visible = visible & (query >= 0)
+        if _values_at_hand(visible) and bool(visible.all()):
+            visible = None
+        else:
+            empty = ~visible.any(1)
+            visible = visible | empty[:, None]  # such a row is set to zero: no NaN either way
+    elif slopes is not None or windows is not None:
+        distance = torch.arange(k.shape[1] - 1, -1, -1, device=q.device)[None]
+        visible = None if windows is None else distance < windows
+    bias = None
+    if slopes is not None and distance is not None:
+        dtype = arithmetic_dtype(q, k, v)
+        bias = -(slopes.to(distance.device, dtype)[:, None] * distance[:, None].to(dtype))  # [B, H, P]
+    if sink_queries is None:
+        out, lse = _by_sdpa(q, k, v, visible, bias, scale, return_lse)
+    else:
+        out, lse = _by_gemms(q, k, v, visible, bias, scale, return_lse, num_sinks, sink_queries)
+    if empty is not None:
+        return _without(empty[:, None], (out, lse) if lse is not None else out)
+    return (out, lse) if lse is not None else out
+
+
+def _first_and_last(x: Tensor, first: int, last: int) -> Tensor:
+    """Of [B, P, ...] so many of the first and of the last."""
+    near = x[:, x.shape[1] - last :]
+    return torch.cat([x[:, :first], near], dim=1) if first else near
+
+
+def _by_gemms(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    window: int | None,
-    positions: tuple[Tensor, Tensor] | None,
-    slopes: Tensor | None,
+    visible: Tensor | None,
+    bias: Tensor | None,
     scale: float,
-    num_sinks: int = 0,
-    return_lse: bool = False,
-    windows: Tensor | None = None,
-) -> Attended:
-    """Decoding: one position against keys in any order."""
-    H, P, dtype = q.shape[2], k.shape[1], attention_dtype(q, k, v, biased=slopes is not None)
-    mask = empty = None
-    if positions is None and window is not None and window < P:
-        k, v, P = k[:, P - window :], v[:, P - window :], window
-    if positions is not None or slopes is not None or windows is not None:
-        if positions is None:
-            distance = torch.arange(P - 1, -1, -1, device=q.device)[None]
-            visible = distance >= 0 if windows is None else distance < windows
-        else:
-            query, key = positions
-            distance = query - key  # [B, P]
-            visible = visible_pairs(distance, key, window if windows is None else windows, num_sinks)
-            visible = visible & (query >= 0)
-            if not _values_at_hand(visible) or not bool(visible.all()):
-                empty = ~visible.any(1)
-                visible = visible | empty[:, None]  # such a row is set to zero: no NaN either way
-        of_heads = None if slopes is None else slopes[:, None, None]
-        mask = _mask(visible[:, None, None], distance[:, None, None], of_heads, dtype)
-        mask = mask.expand(-1, H, 1, P)
+    return_lse: bool,
+    num_sinks: int,
+    sink_queries: Tensor,
+) -> tuple[Tensor, Tensor | None]:
+    """Two products, with the scores in memory between them: the sinks, the first keys, have queries of their own."""
+    B, _, H, D = q.shape
+    J = k.shape[2]
+    dtype = arithmetic_dtype(q, k, v)
+    queries, keys = _of_one(q, J, dtype) * scale, k.to(dtype).permute(0, 2, 3, 1)  # [B, J, D, P]
+    scores = queries @ keys
+    of_sinks = (_of_one(sink_queries, J, dtype) * scale) @ keys[..., :num_sinks]
+    scores = torch.cat([of_sinks, scores[..., num_sinks:]], dim=-1).flatten(1, 2)  # [B, H, P]
+    if bias is not None:
+        scores = scores + bias
+    if visible is not None:
+        scores = scores.masked_fill(~visible[:, None], -torch.inf)
+    shares = scores.softmax(-1).view(B, J, H // J, -1)
+    out = (shares @ v.to(dtype).transpose(1, 2)).view(B, 1, H, D).to(q.dtype)
+    return out, scores.logsumexp(-1)[:, None] if return_lse else None
+
+
+def _of_one(q: Tensor, J: int, dtype: torch.dtype) -> Tensor:
+    """[B, 1, H, D] -> [B, J, H / J, D]."""
+    return q.to(dtype).reshape(len(q), J, -1, q.shape[-1])
+
+
+def _by_sdpa(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    visible: Tensor | None,
+    bias: Tensor | None,
+    scale: float,
+    return_lse: bool,
+) -> tuple[Tensor, Tensor | None]:
+    B, _, H, _ = q.shape
+    P = k.shape[1]
+    dtype = attention_dtype(q, k, v, biased=bias is not None)
+    mask = None if visible is None else visible[:, None, None]
+    if bias is not None:
+        mask = bias[:, :, None]
+        mask = mask if visible is None else mask.masked_fill(~visible[:, None, None], -torch.inf)
+    mask = None if mask is None else mask.expand(B, H, 1, P)
     queries, keys, values = (x.to(dtype).transpose(1, 2) for x in (q, k, v))
     out = F.scaled_dot_product_attention(
         queries, keys, values, mask, scale=scale, enable_gqa=k.shape[2] != H
     ).transpose(1, 2)
-    out = (out if empty is None else out.masked_fill(empty[:, None, None, None], 0)).to(q.dtype)
-    if not return_lse:
-        return out
-    lse = block_lse(q, k, mask, scale)
-    return out, lse if empty is None else lse.masked_fill(empty[:, None, None], -torch.inf)
+    return out.to(q.dtype), block_lse(q, k, mask, scale) if return_lse else None
 
 
 def _leading_absent(query: Tensor, key: Tensor) -> Tensor | None:
