@@ -417,7 +417,12 @@ def along(options: argparse.Namespace, progress: Progress) -> dict[str, Any]:
         gain = (nats["window"] - nats["hils"])[those]
         gain_low, gain_high = bootstrap_mean(gain)
         row = {name: float(own[those].mean()) for name, own in nats.items()}
-        row |= {"gain": float(gain.mean()), "gain_low": gain_low, "gain_high": gain_high}
+        row |= {
+            "gain": float(gain.mean()),
+            "gain_low": gain_low,
+            "gain_high": gain_high,
+            "least": float(gain.min()),
+        }
         rows.append({"first": int(places[those][0]), "last": int(high), "stretches": len(gain)} | row)
     return _about(options) | {
         "fields": of_few,

@@ -575,7 +575,8 @@ def _hils_along_text(found: Row) -> str:
     return (
         f"A text as long as a book, `{found['file']}`, read with windows alone by the reader as converted, untrained: "
         f"after every {found['every']:,} tokens what the next {found['asked']:,} cost, in nats a token, with intervals "
-        f"over such stretches of this one text:\n\n{table(columns | _BELOW_THE_WINDOW, found['rows'])}"
+        "over such stretches of this one text:\n\n"
+        f"{table(columns | _BELOW_THE_WINDOW | {'in the stretch with the least': '{least:.3f}'}, found['rows'])}"
     )
 
 
