@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.models import tiny
 from tests.models.conversion.bases import LINEAR, converted, made, save
@@ -141,18 +140,6 @@ def test_a_folder_that_is_there(base: Path) -> None:
     with pytest.raises(ValueError, match="output: expected a new folder"):
         convert(model=str(base), output=base.parent / "out", to="drt")
     assert (base.parent / "out" / "mine.txt").read_text() == "mine"
-
-
-def test_a_token_that_has_no_embedding(base: Path) -> None:
-    """As a base that a chat format was added to and whose embeddings were left as they were."""
-    tokenizer = AutoTokenizer.from_pretrained(base)
-    tokenizer.add_tokens([f"<added {n}>" for n in range(301 - len(tokenizer))])
-    tokenizer.save_pretrained(base)
-    refused(base, "at most the 300 tokens that base has embeddings of, its own has 301", "sliding_window")
-    model = AutoModelForCausalLM.from_pretrained(base)
-    model.resize_token_embeddings(301)  # as the message says
-    model.save_pretrained(base)
-    assert converted(base, base.parent / "out", "sliding_window").config.vocab_size == 301
 
 
 @pytest.mark.parametrize("content", ["", "{}", "[]", "nonsense"])

@@ -173,8 +173,6 @@ def _forth(asked: _Asked) -> _Work:
     """A pretrained model as one of ours."""
     base = open_any_base(asked.model)
     config = _config(base, asked)
-    if base.ours is None:
-        _expect_embeddings(base, config.vocab_size)
     parts = TARGETS[asked.to].parts(base, config)
     shapes = _shapes(without_weights(config), parts)
     tensors = open_tensors(base) if base.ours is None else OurTensors(base)
@@ -189,17 +187,6 @@ def _forth(asked: _Asked) -> _Work:
     return _Work(
         base.name, base.folder, base.options, tensors, dtype, config, parts, shapes, record, asked.additions
     )
-
-
-def _expect_embeddings(base: Base, count: int) -> None:
-    """Raise a ValueError where the tokenizer has more tokens than ``count``: no command would open such a model."""
-    size = len(pretrained.load_tokenizer(base.folder, ARGUMENT, **base.options))
-    if size > count:
-        raise ValueError(
-            f"{ARGUMENT}: expected a tokenizer with at most the {count} tokens that {base.name} has embeddings of, its "
-            f"own has {size}. Give each token one, by transformers' model.resize_token_embeddings({size}), and save "
-            "the model so."
-        )
 
 
 def _back(asked: _Asked) -> _Work:
