@@ -291,6 +291,7 @@ def reading(options: argparse.Namespace, progress: Progress) -> dict[str, Any]:
 
 READER = ("reading=windows", "summary_tokens=1", f"far_distance={APART}")
 READ = 4  # chunks that a token reads in a layer
+ASKED_SO = (*READER, f"num_retrieved_chunks={READ}")
 WORDS = ("sentences", "paraphrases")
 LONG_CHAPTER, EVERY, ENDS = "stacks_chow.tex", 16_384, (65_536, 262_144)
 QUESTION, WRITTEN, REPEATS = "The name of the house in which he was born is", 16, 3
@@ -329,7 +330,7 @@ def reader(options: argparse.Namespace, progress: Progress) -> dict[str, Any]:
 
 def focus(options: argparse.Namespace, progress: Progress) -> dict[str, Any]:
     """The reader in models/smollm2-135m-reader, whose questions focus on a few chunks; those asked are of "reader"."""
-    hils, fields = shipped_reader(options.folder), (*READER, f"num_retrieved_chunks={READ}")
+    hils, fields = shipped_reader(options.folder), ASKED_SO
     asked, rows, speeds = Needles(options, progress), list[dict[str, Any]](), list[dict[str, Any]]()
     about = {"fields": READER, "chunks": READ, "focus": options.focus, "written": WRITTEN}
     found = {"rows": rows, "speeds": speeds} | about | _about(options)
@@ -354,7 +355,7 @@ def words(options: argparse.Namespace, progress: Progress) -> dict[str, Any]:
         "as converted": hils_of(options.folder, far_base(options.folder)),
         "taught": shipped_reader(options.folder),
     }
-    fields = (*READER, f"num_retrieved_chunks={READ}", f"num_focus_chunks={options.focus}")
+    fields = (*ASKED_SO, f"num_focus_chunks={options.focus}")
     asked, rows, (near, *_) = Needles(options, progress), list[dict[str, Any]](), options.needles
     found = {"rows": rows, "fields": READER, "chunks": READ, "focus": options.focus} | _about(options)
     cases = [(near, together, format, False) for together in (1, TOGETHER) for format in WORDS]
@@ -382,11 +383,10 @@ def shares(options: argparse.Namespace, progress: Progress) -> dict[str, Any]:
         for kind in READERS
         if kind != "reader" and (trained(options.folder, kind, 0, 0) / HISTORY_FILE).exists()
     ]
-    for kind in kinds:
+    for kind in kinds or ("reader-some",):  # which is then named, as not there
         taught, hils = _taught(options, kind)
         for together in (TOGETHER, 1):
-            fields = (*READER, f"num_retrieved_chunks={READ}")
-            row = asked.ask(hils, fields, near, together=together, questions=options.questions)
+            row = asked.ask(hils, ASKED_SO, near, together=together, questions=options.questions)
             rows.append({"share": READERS[kind], "together": together} | _training(taught) | row)
             keep(options.output, "shares", found)
     return found
@@ -402,10 +402,9 @@ def along(options: argparse.Namespace, progress: Progress) -> dict[str, Any]:
         for place in range(EVERY, min(options.along, len(whole) - ASKED - 1) + 1, EVERY)
     ]
     few = hils_of(options.folder, far_base(options.folder))
-    of_few = (*READER, f"num_retrieved_chunks={READ}")
     models: dict[str, tuple[str, Callable[[], Any]]] = {
         "window": named(_base(options), WINDOW),
-        "hils": (" ".join([few.name, *of_few]), partial(opened, few, *of_few)),
+        "hils": (" ".join([few.name, *ASKED_SO]), partial(opened, few, *ASKED_SO)),
     }
     nats = {
         name: np.array([own.mean() for own in known.of(called, open_model, texts, _reading_on(texts))])
@@ -425,7 +424,7 @@ def along(options: argparse.Namespace, progress: Progress) -> dict[str, Any]:
         }
         rows.append({"first": int(places[those][0]), "last": int(high), "stretches": len(gain)} | row)
     return _about(options) | {
-        "fields": of_few,
+        "fields": ASKED_SO,
         "file": file.name,
         "asked": ASKED,
         "every": EVERY,

@@ -329,31 +329,36 @@ def _one_query(call: _Call, sink_queries: Tensor | None = None) -> Attended:
         num_sinks = min(num_sinks, P - window)  # those outside the window
         if num_sinks + window < P:
             k, v = (_first_and_last(x, num_sinks, window) for x in (k, v))
-    visible = distance = empty = None
-    if positions is not None:
-        query, key = positions
-        distance = query - key  # [B, P]
-        visible = visible_pairs(distance, key, window if windows is None else windows, num_sinks)
-        visible = visible & (query >= 0)
-        if _values_at_hand(visible) and bool(visible.all()):
-            visible = None
+    H, P, dtype = q.shape[2], k.shape[1], attention_dtype(q, k, v, biased=slopes is not None)
+    mask = empty = None
+    if positions is not None or slopes is not None or windows is not None:
+        if positions is None:
+            distance = torch.arange(P - 1, -1, -1, device=q.device)[None]
+            visible = distance >= 0 if windows is None else distance < windows
         else:
-            empty = ~visible.any(1)
-            visible = visible | empty[:, None]  # such a row is set to zero: no NaN either way
-    elif slopes is not None or windows is not None:
-        distance = torch.arange(k.shape[1] - 1, -1, -1, device=q.device)[None]
-        visible = None if windows is None else distance < windows
-    bias = None
-    if slopes is not None and distance is not None:
-        dtype = arithmetic_dtype(q, k, v)
-        bias = -(slopes.to(distance.device, dtype)[:, None] * distance[:, None].to(dtype))  # [B, H, P]
-    if sink_queries is None:
-        out, lse = _by_sdpa(q, k, v, visible, bias, scale, return_lse)
+            query, key = positions
+            distance = query - key  # [B, P]
+            visible = visible_pairs(distance, key, window if windows is None else windows, num_sinks)
+            visible = visible & (query >= 0)
+            if not _values_at_hand(visible) or not bool(visible.all()):
+                empty = ~visible.any(1)
+                visible = visible | empty[:, None]  # such a row is set to zero: no NaN either way
+        if positions is None or slopes is not None or empty is not None:  # else every key is seen
+            of_heads = None if slopes is None else slopes[:, None, None]
+            mask = _mask(visible[:, None, None], distance[:, None, None], of_heads, dtype)
+    lse = None
+    if sink_queries is not None:
+        out, lse = _with_sink_queries(q, k, v, mask, scale, return_lse, num_sinks, sink_queries)
     else:
-        out, lse = _by_gemms(q, k, v, visible, bias, scale, return_lse, num_sinks, sink_queries)
-    if empty is not None:
-        return _without(empty[:, None], (out, lse) if lse is not None else out)
-    return (out, lse) if lse is not None else out
+        mask = None if mask is None else mask.expand(-1, H, 1, P)
+        queries, keys, values = (x.to(dtype).transpose(1, 2) for x in (q, k, v))
+        out = F.scaled_dot_product_attention(
+            queries, keys, values, mask, scale=scale, enable_gqa=k.shape[2] != H
+        ).transpose(1, 2)
+        if return_lse:
+            lse = block_lse(q, k, mask, scale)
+    attended = out.to(q.dtype) if lse is None else (out.to(q.dtype), lse)
+    return attended if empty is None else _without(empty[:, None], attended)
 
 
 def _first_and_last(x: Tensor, first: int, last: int) -> Tensor:
@@ -362,61 +367,32 @@ def _first_and_last(x: Tensor, first: int, last: int) -> Tensor:
     return torch.cat([x[:, :first], near], dim=1) if first else near
 
 
-def _by_gemms(
+def _with_sink_queries(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    visible: Tensor | None,
-    bias: Tensor | None,
+    mask: Tensor | None,
     scale: float,
     return_lse: bool,
     num_sinks: int,
     sink_queries: Tensor,
 ) -> tuple[Tensor, Tensor | None]:
     """Two products, with the scores in memory between them: the sinks, the first keys, have queries of their own."""
-    B, _, H, D = q.shape
-    J = k.shape[2]
-    dtype = arithmetic_dtype(q, k, v)
-    queries, keys = _of_one(q, J, dtype) * scale, k.to(dtype).permute(0, 2, 3, 1)  # [B, J, D, P]
-    scores = queries @ keys
+    (B, _, H, D), J, dtype = q.shape, k.shape[2], arithmetic_dtype(q, k, v)
+    keys = k.to(dtype).permute(0, 2, 3, 1)  # [B, J, D, P]
     of_sinks = (_of_one(sink_queries, J, dtype) * scale) @ keys[..., :num_sinks]
+    scores = (_of_one(q, J, dtype) * scale) @ keys
     scores = torch.cat([of_sinks, scores[..., num_sinks:]], dim=-1).flatten(1, 2)  # [B, H, P]
-    if bias is not None:
-        scores = scores + bias
-    if visible is not None:
-        scores = scores.masked_fill(~visible[:, None], -torch.inf)
+    if mask is not None:
+        scores = scores + mask[:, :, 0]
     shares = scores.softmax(-1).view(B, J, H // J, -1)
-    out = (shares @ v.to(dtype).transpose(1, 2)).view(B, 1, H, D).to(q.dtype)
+    out = (shares @ v.to(dtype).transpose(1, 2)).view(B, 1, H, D)
     return out, scores.logsumexp(-1)[:, None] if return_lse else None
 
 
 def _of_one(q: Tensor, J: int, dtype: torch.dtype) -> Tensor:
     """[B, 1, H, D] -> [B, J, H / J, D]."""
     return q.to(dtype).reshape(len(q), J, -1, q.shape[-1])
-
-
-def _by_sdpa(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    visible: Tensor | None,
-    bias: Tensor | None,
-    scale: float,
-    return_lse: bool,
-) -> tuple[Tensor, Tensor | None]:
-    B, _, H, _ = q.shape
-    P = k.shape[1]
-    dtype = attention_dtype(q, k, v, biased=bias is not None)
-    mask = None if visible is None else visible[:, None, None]
-    if bias is not None:
-        mask = bias[:, :, None]
-        mask = mask if visible is None else mask.masked_fill(~visible[:, None, None], -torch.inf)
-    mask = None if mask is None else mask.expand(B, H, 1, P)
-    queries, keys, values = (x.to(dtype).transpose(1, 2) for x in (q, k, v))
-    out = F.scaled_dot_product_attention(
-        queries, keys, values, mask, scale=scale, enable_gqa=k.shape[2] != H
-    ).transpose(1, 2)
-    return out.to(q.dtype), block_lse(q, k, mask, scale) if return_lse else None
 
 
 def _leading_absent(query: Tensor, key: Tensor) -> Tensor | None:
