@@ -30,7 +30,7 @@ from tests.budgets import (
 )
 from trailmark.ops import alibi_slopes, sliding_window_attention
 
-module = importlib.import_module("trailmark.ops.window.api")
+module = importlib.import_module("trailmark.ops.window.torch_path")
 blocks_module = importlib.import_module("trailmark.ops.block_attention")
 
 
