@@ -120,10 +120,14 @@ DRT_FIELDS = (*LAYERS, "retrieval_noise=false", "num_retrieved_chunks=32")
 
 TAUGHT = ("recall", "further", "few", "longer")  # by pretrained_train.py, each on from the one before
 READERS = {"reader": 1, "reader-some": 0.05, "reader-none": 0}  # the share of their texts that holds facts
-# the seven that look far most in the base that was taught to recall (part "layers" of pretrained_hils.py)
+# the seven that look far most in the base that was taught to recall (part "layers" of pretrained_hils_needles.py)
 FAR_LAYERS = (7, 14, 17, 18, 20, 21, 23)
 NUM_LAYERS = 30  # of the base
 FINE = 2  # keys that one summary stands for, in a HiLS of few layers
+APART = 1024  # tokens: farther than the window is long
+READER = ("reading=windows", "summary_tokens=1", f"far_distance={APART}")
+READ = 4  # chunks that a token reads in a layer
+READER_FIELDS = (*READER, f"num_retrieved_chunks={READ}")
 
 
 def far_base(folder: Path) -> Path:
