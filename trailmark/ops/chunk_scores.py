@@ -16,6 +16,7 @@ from trailmark.ops.arguments import (
     require_chunk_numbers,
     require_grouped_heads,
     require_shape,
+    whole_numbers,
     without_autocast,
 )
 from trailmark.ops.landmark.selection import best_chunks
@@ -136,6 +137,7 @@ def select_for_tokens(
     keys: tuple[Tensor, Tensor | None] | None = None,
     first_candidate: Tensor | int = 0,
     scale: float | None = None,
+    among: Tensor | None = None,
 ) -> tuple[ChunkSelection, Tensor]:
     r"""Select for each token and key/value head the chunks that get the largest share of its attention.
 
@@ -159,6 +161,8 @@ def select_for_tokens(
             memory keeps them.
         keys: or the keys themselves [B, M, S, J, D] and their lengths [B, M] (None: S), for exact log masses.
         scale: None is D ** -0.5.
+        among: int64 [B, n], ascending: of these chunks alone, each row of its own; M or more is none. Not with keys.
+            A tensor of the host saves a wait for the device.
 
     Returns:
         indices [B, T, J, K], scores the largest log share of the heads, weights those shares among the K; and what each
@@ -181,30 +185,42 @@ def select_for_tokens(
     dtype = arithmetic_dtype(query, beside, *(landmarks or ()), *(keys or ())[:1])
     parts = [x for x in landmarks or () if x.shape[1]]
     M = keys[0].shape[1] if keys is not None else sum(x.shape[1] for x in parts)
+    number = torch.arange(M, device=query.device)[None]  # [1 or B, n] of the chunks that are looked at
+    if among is not None:
+        require(
+            keys is None, "among", "chunks beside keys", "None with keys", "Give these chunks' keys alone."
+        )
+        require_shape("among", among, (B, *among.shape[1:2]), "[B, n]")
+        among = whole_numbers("among", among).cpu()
+        number = among.to(query.device)
+    n = number.shape[1] if M else 0
     scale = D**-0.5 if scale is None else scale
     indices = torch.full((B, T, J, num_retrieved), -1, device=query.device)
     scores = query.new_full((B, T, J, num_retrieved), -math.inf, dtype=dtype)
     of_heads = query.new_full((B, T, H, num_retrieved), -math.inf, dtype=dtype)
-    number = torch.arange(M, device=query.device)
     each = 1 if keys is None else keys[0].shape[2]  # a chunk's summaries are added up block by block
     block = max(16, _BLOCK_ELEMENTS // max(1, B * sum(math.prod(x.shape[2:]) for x in parts[:1])))
-    slab = max(1, _SLAB_SCORES // max(1, B * H * M * each))
-    for start in range(0, T if M else 0, slab):
+    slab = max(1, _SLAB_SCORES // max(1, B * H * n * each))
+    for start in range(0, T if n else 0, slab):
         rows = slice(start, min(T, start + slab))
         asked = query[:, rows].to(dtype)
         if keys is not None:
             found = chunk_log_mass(asked, keys[0], keys[1], scale)
         else:
-            of_blocks = [_expansion(asked, *x, scale) for x in _tables(parts, block, dtype)]
+            of_blocks = [_expansion(asked, *x, scale) for x in _tables(parts, block, dtype, among)]
             found = of_blocks[0] if len(of_blocks) == 1 else torch.cat(of_blocks, -1)
         first = first_candidate if isinstance(first_candidate, int) else first_candidate[:, rows, None]
-        there = (number < num_candidates[:, rows, None]) & (number >= first)  # [B or 1, t, M]
+        # [B or 1, t, n]
+        there = (number[:, None] < num_candidates[:, rows, None]) & (number[:, None] >= first)
         found = found.masked_fill(~there[:, :, None] | (found <= EMPTY / 2), -math.inf)
         seen = torch.logaddexp(found.logsumexp(-1), beside[:, rows].to(dtype))
         shares = found - seen.masked_fill(seen == -math.inf, 0)[..., None]
-        most = shares.view(B, -1, J, H // J, M).amax(3)
+        most = shares.view(B, -1, J, H // J, n).amax(3)
         chosen = best_chunks(most, num_retrieved)
         indices[:, rows] = chosen
+        if among is not None:
+            of_places = number.gather(1, chosen.clamp(min=0).flatten(1)).view_as(chosen)
+            indices[:, rows] = torch.where(chosen < 0, chosen, of_places)
         scores[:, rows] = most.gather(-1, chosen.clamp(min=0)).masked_fill(chosen < 0, -math.inf)
         of_head = chosen.repeat_interleave(H // J, 2)  # [B, t, H, K]
         of_heads[:, rows] = found.gather(-1, of_head.clamp(min=0)).masked_fill(of_head < 0, -math.inf)
@@ -266,8 +282,10 @@ def _scores_of(query: Tensor, landmarks: Tensor, indices: Tensor, scale: float) 
     return found.masked_fill(none[..., None], -math.inf).transpose(3, 4).reshape(B, T, H, K)
 
 
-def _tables(landmarks: Sequence[Tensor], size: int, dtype: torch.dtype) -> Iterator[tuple[Tensor, Tensor]]:
-    """Blocks of ``size`` chunks of landmark vectors in any parts [B, M, n, heads, D + 1].
+def _tables(
+    landmarks: Sequence[Tensor], size: int, dtype: torch.dtype, among: Tensor | None
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Blocks of ``size`` chunks of landmark vectors in any parts [B, M, n, heads, D + 1]; ``among``: of these alone.
 
     They are copied to one place, which stays in a cache, so that neither parts nor strides decide a bit of a product;
     what is added to a score lies apart, so that rows of D numbers are aligned.
@@ -275,7 +293,8 @@ def _tables(landmarks: Sequence[Tensor], size: int, dtype: torch.dtype) -> Itera
     Yields:
         vectors [B, heads, m, n, D], and what is added to their products [B, heads, m, n].
     """
-    (B, _, n, heads, D), M = landmarks[0].shape, sum(part.shape[1] for part in landmarks)
+    B, _, n, heads, D = landmarks[0].shape
+    M = sum(part.shape[1] for part in landmarks) if among is None else among.shape[1]
     D, most, new = D - 1, B * heads * min(size, M) * n, landmarks[0].new_empty
     place, place_of_bias = new(most * D, dtype=dtype), new(most, dtype=dtype)
     for first in range(0, M, size):
@@ -283,6 +302,10 @@ def _tables(landmarks: Sequence[Tensor], size: int, dtype: torch.dtype) -> Itera
         count = B * heads * m * n
         vectors, bias = place[: count * D].view(B, heads, m, n, D), place_of_bias[:count].view(B, heads, m, n)
         begin = -first  # of each part, in the block
+        if among is not None:
+            _pick(landmarks, among[:, first : first + m], vectors, bias)
+            yield vectors, bias
+            continue
         for part in landmarks:
             end = begin + part.shape[1]
             if end > 0 and begin < m:
@@ -291,6 +314,21 @@ def _tables(landmarks: Sequence[Tensor], size: int, dtype: torch.dtype) -> Itera
                 vectors[:, :, low:high], bias[:, :, low:high] = own[..., :D], own[..., D]
             begin = end
         yield vectors, bias
+
+
+def _pick(landmarks: Sequence[Tensor], chunks: Tensor, vectors: Tensor, bias: Tensor) -> None:
+    """Of parts those of ``chunks`` [B, m], where a block has them; what none of them has is left as it is."""
+    for row, numbers in enumerate(chunks):
+        begin = 0
+        for part in landmarks:
+            end = begin + part.shape[1]
+            low, high = torch.searchsorted(numbers, torch.tensor([begin, end])).tolist()
+            if low < high:  # several times faster than an index of two tensors
+                own = (
+                    part[row].index_select(0, (numbers[low:high] - begin).to(part.device)).permute(2, 0, 1, 3)
+                )
+                vectors[row, :, low:high], bias[row, :, low:high] = own[..., :-1], own[..., -1]
+            begin = end
 
 
 def _expansion(query: Tensor, vectors: Tensor, bias: Tensor, scale: float) -> Tensor:

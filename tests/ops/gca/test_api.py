@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -21,6 +21,7 @@ from tests.budgets import (
     assert_same_bits,
     assert_same_in_float64,
     assert_widest_input_sets_the_precision,
+    assert_within_budget,
     values_and_gradients,
 )
 from tests.ops.memory_use import bytes_saved
@@ -131,6 +132,53 @@ def test_equals_the_oracle_in_float64(case: Case) -> None:
     assert_equals_the_oracle(
         *(partial(gca, implementation=name, **rest) for name in (None, "reference")), *inputs
     )
+
+
+@settings(max_examples=80)
+@given(cases(5), st.booleans())
+@example(Case(R=1, K=3, M=5, per_head=True, with_lengths=True, beside=True), True)
+@example(Case(R=1, K=3, M=3, per_head=True, per_query_head=True, beside=True), True)
+@example(Case(K=2, M=2, with_lengths=True, off_by_one=False), False)
+def test_one_chunk_without_gradients_reads_what_exists_as_the_oracle_does(case: Case, ordered: bool) -> None:
+    """As in decoding: of any table, or of one of its own from end to end."""
+    inputs, rest = replace(case, N=1).make()
+    q, k, v, weights, *beside = inputs
+    if ordered and case.M:
+        rest["indices"] = torch.arange(case.M).expand(*rest["indices"].shape[:-1], case.M)
+        weights = torch.rand(*weights.shape[:-1], case.M, dtype=torch.float64)
+        weights[..., 0] = 0
+    oracle = gca(q, k, v, weights, *beside, **rest, implementation="reference")
+    if case.M:  # nor does it matter what stands where nothing is read
+        weights = weights.masked_fill(_of_weights(rest["indices"], weights) < 0, torch.nan)
+        read = torch.zeros(case.B, case.M + 1, dtype=torch.bool)
+        chosen = rest["indices"].masked_fill(rest["indices"] < 0, case.M)
+        read.scatter_(1, chosen.flatten(1), True)
+        k, v = (x.masked_fill(~read[:, :-1, None, None, None], torch.nan) for x in (k, v))
+    assert_same_in_float64(gca(q, k, v, weights, *beside, **rest, implementation="torch"), oracle)
+
+
+def _of_weights(indices: Tensor, weights: Tensor) -> Tensor:
+    """Indices as often as weights have heads."""
+    if indices.shape == weights.shape:
+        return indices
+    return indices.repeat_interleave(weights.shape[2] // indices.shape[2], 2)
+
+
+@pytest.mark.parametrize("beside", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_error_budget_of_one_chunk_without_gradients(dtype: torch.dtype, beside: bool) -> None:
+    case = Case(N=1, R=1, D=16, M=10, S=17, K=8, per_head=True, with_lengths=True, beside=beside, seed=3)
+    inputs, rest = case.make()
+    rounded = [x.to(dtype) for x in inputs]
+    fast, oracle, exact = (
+        gca(*x, **rest, implementation=name)
+        for name, x in (
+            ("torch", rounded),
+            ("reference", rounded),
+            ("reference", [x.double() for x in rounded]),
+        )
+    )
+    assert_within_budget(fast, oracle, exact)
 
 
 @pytest.mark.parametrize("off_by_one", [True, False])

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from trailmark.models.grid import Integers
 from trailmark.ops import ChunkSelection
@@ -64,16 +63,3 @@ def in_focus(focuses: Sequence[Integers | None], num_chunks: Integers, count: in
             own = np.concatenate([focus, np.arange(int(focus[-1]) + 1, most)])
             row[: len(own)] = own
     return kept
-
-
-def landmarks_of(landmarks: Sequence[Tensor], chunks: Integers) -> Tensor:
-    """Of landmark vectors [b, M, ...] in parts those of ``chunks`` [b, n], as one part; of what is not there zeros."""
-    table, first = landmarks[0].new_zeros(*chunks.shape, *landmarks[0].shape[2:]), 0
-    for x in landmarks:
-        row, place = np.nonzero((chunks >= first) & (chunks < first + x.shape[1]))
-        if len(row):
-            number = chunks[row, place] - first
-            rows, places, numbers = (torch.from_numpy(index).to(x.device) for index in (row, place, number))
-            table[rows, places] = x[rows, numbers]
-        first += x.shape[1]
-    return table

@@ -18,7 +18,7 @@ from trailmark.memory.chunks import Rows
 from trailmark.models.candidates import NOTHING, distinct_chunks, in_all_rows
 from trailmark.models.grid import Grid, Integers, Take
 from trailmark.models.hils.config import HiLSConfig
-from trailmark.models.hils.focus import in_focus, landmarks_of
+from trailmark.models.hils.focus import in_focus
 from trailmark.models.hils.sight import Sight
 from trailmark.models.layers import Place, rotary_where_a_window_ends, rotate
 from trailmark.models.step import Step
@@ -137,27 +137,19 @@ class Past(ABC):
     ) -> tuple[ChunkSelection, Tensor]:
         """What the tokens of some rows choose, and what each head scores it with.
 
-        ``among`` [b, n]: the landmarks are of these chunks alone, ascending.
+        ``among`` [b, n]: of these chunks alone, ascending.
         """
-        config, candidates, first = self.config, self.candidates[rows], self.first[rows]
-        numbers = None if among is None else torch.from_numpy(among).to(q.device)
-        if numbers is not None:  # counted among these
-            candidates, first = (torch.searchsorted(numbers, x) for x in (candidates, first))
-        chosen, scores = select_for_tokens(
+        return select_for_tokens(
             q,
             lse,
-            config.num_retrieved_chunks,
-            candidates,
-            config.num_key_value_heads,
+            self.config.num_retrieved_chunks,
+            self.candidates[rows],
+            self.config.num_key_value_heads,
             landmarks if keys is None else None,
             None if keys is None else (keys.k, keys.lengths),
-            first,
+            self.first[rows],
+            among=None if among is None else torch.from_numpy(among),
         )
-        if numbers is not None:
-            places = chosen.indices
-            indices = numbers.gather(1, places.clamp(min=0).flatten(1)).view_as(places)
-            chosen = chosen._replace(indices=indices.masked_fill(places < 0, -1))
-        return chosen, scores
 
 
 class TextPast(Past):
@@ -218,8 +210,7 @@ class MemoryPast(Past):
 
         def select(rows: Rows, landmarks: list[Tensor]) -> tuple[Tensor, ...]:
             kept = self._in_focus[rows] if self._has_focus[rows].any() else None
-            table = landmarks if kept is None else [landmarks_of(landmarks, kept)]
-            chosen, scores = self._select(scoring[rows], lse[rows], table, None, rows, kept)
+            chosen, scores = self._select(scoring[rows], lse[rows], landmarks, None, rows, kept)
             if config.chunk_weights == "score" and torch.is_grad_enabled() and scoring.requires_grad:
                 scores = score_for_tokens(scoring[rows], torch.cat(landmarks, 1), chosen.indices)
             return *chosen, scores

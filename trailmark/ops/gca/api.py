@@ -155,9 +155,8 @@ def grouped_cross_attention(
         return _gca(*call, chosen, keep)[0].to(q.dtype)
     if keep:
         return _Eager.apply(*call, chosen).to(q.dtype)
-    own_table = N == 1 and M == K and q.device.type == "cpu"  # elsewhere a look would wait for the device
-    if chosen == "torch" and own_table and bool((indices == torch.arange(K)).all()):
-        return torch_path.read_in_order(call)
+    if chosen == "torch" and torch_path.of_one_chunk(call):
+        return torch_path.read_by_one(call)
     return _forward(call, chosen, False)[0].to(q.dtype)
 
 

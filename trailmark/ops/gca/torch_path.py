@@ -149,34 +149,64 @@ def backward(
     return gradients.of_inputs()
 
 
-def read_in_order(call: CrossAttentionCall) -> Tensor:
-    """Decoding: one chunk reads a table of its own from end to end, which needs no gathering: N = 1, M = K."""
-    q, k, v, _, weights, lengths, beside, beside_lse, off_by_one, scale = call
-    (B, _, R, H, D), (K, S, J) = q.shape, k.shape[1:4]
-    dtype = call.dtype
+def of_one_chunk(call: CrossAttentionCall) -> bool:
+    """Whether :func:`read_by_one` takes the call: one chunk a row reads, in a few positions or a table of its own."""
+    (_, N, R, H, D), (M, S, J) = call.q.shape, call.k.shape[1:4]
+    K = call.indices.shape[-1]
+    if N != 1 or not M or call.q.device.type != "cpu":  # a look at values would wait for another device
+        return False
+    few = H // J * R <= FEW_ROWS and J * K * S * D <= _SLAB_ELEMENTS
+    return few or _in_order(call)
+
+
+def _in_order(call: CrossAttentionCall) -> bool:
+    """The chunk reads its table from end to end, which needs no gathering."""
+    K, M = call.indices.shape[-1], call.k.shape[1]
+    return K == M and bool((call.indices == torch.arange(K)).all())
+
+
+def read_by_one(call: CrossAttentionCall) -> Tensor:
+    """Decoding, without the detours of slabs: N = 1, and nothing is kept for a backward."""
+    q, k, v, indices, weights, lengths, beside, beside_lse, off_by_one, scale = call
+    (B, _, R, H, D), (S, J), K = q.shape, k.shape[2:4], indices.shape[-1]
+    dtype, chosen = call.dtype, indices[:, 0]  # [B, J, K]
+    weight = weights.view(B, J, -1, K).to(dtype)  # of each query head, or of all of a key/value head
+    present = None if lengths is None else lengths[:, None]  # [B, J or 1, K]; None: all S
+    nothing = None if beside is None else (weight == 0).all(2)
+    if _in_order(call):
+        keys, values = (x.permute(0, 3, 1, 2, 4) for x in (k, v))  # [B, J, K, S, D]
+    else:
+        row, at, head = torch.arange(B)[:, None, None], chosen.clamp(min=0), torch.arange(J)[:, None]
+        keys, values = (x[row, at, :, head] for x in (k, v))
+        present = None if lengths is None else lengths[row, at]
+        nothing = chosen < 0 if nothing is None else nothing | (chosen < 0)
     # no copies, if each head's keys stand side by side
-    keys, values = (x.to(dtype).permute(0, 3, 1, 2, 4).reshape(B * J, K * S, D) for x in (k, v))
+    keys, values = (x.to(dtype).reshape(B * J, K * S, D) for x in (keys, values))
+    if nothing is not None and bool(nothing.any()):
+        present = (torch.full_like(chosen, S) if present is None else present).masked_fill(nothing, 0)
+        weight = weight.masked_fill(nothing[:, :, None], 0)
+    absent = None
+    if present is not None and bool((present < S).any()):  # what is absent has no effect, not even as NaN
+        absent = torch.arange(S) >= present.expand(B, J, K)[..., None]
+        absent = absent.reshape(B * J, 1, K, S)
+        keys, values = (x.masked_fill(absent.view(B * J, K * S, 1), 0) for x in (keys, values))
     folded = q.view(B, R, J, H // J, D).permute(0, 2, 3, 1, 4).reshape(B * J, -1, D).to(dtype)
     scores = torch.bmm(folded * scale, keys.transpose(1, 2)).view(B * J, -1, K, S)
-    if lengths is not None:
-        absent = torch.arange(S, device=q.device) >= lengths[..., None]  # [B, K, S]
-        absent = absent[:, None].expand(B, J, K, S).reshape(B * J, 1, K, S)
+    if absent is not None:
         scores.masked_fill_(absent, -torch.inf)
-        values = values.masked_fill(absent.view(B * J, K * S, 1), 0)  # not even NaN has an effect
-    weight = weights.reshape(B * J, weights.shape[2] // J, K, 1).to(dtype)
-    if weight.shape[1] > 1:  # of each query head
-        weight = weight.repeat_interleave(R, dim=1)
+    if weight.shape[2] > 1:
+        weight = weight.repeat_interleave(R, dim=2)
+    weight = weight.reshape(B * J, -1, K, 1)
     if beside_lse is not None:
         null = beside_lse.view(B, R, J, H // J).permute(0, 2, 3, 1).reshape(B * J, -1, 1).to(dtype)
         counted = scores.add_(weight.log()).flatten(2)
         weighted = torch.cat([counted, null], dim=-1).softmax(-1)[..., :-1].view_as(scores)
     elif off_by_one:  # a virtual key with score 0 and value 0 (Eq. 3)
-        probabilities = torch.nn.functional.pad(scores, (0, 1)).softmax(-1)[..., :-1]
+        weighted = torch.nn.functional.pad(scores, (0, 1)).softmax(-1)[..., :-1] * weight
     else:
         probabilities = scores.softmax(-1)
-        if lengths is not None:
+        if absent is not None:
             probabilities = probabilities.masked_fill(absent, 0)  # NaN in chunks without keys
-    if beside is None:
         weighted = probabilities * weight
     out = torch.bmm(weighted.flatten(2), values)
     if beside is not None:
