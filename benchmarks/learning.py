@@ -1,13 +1,15 @@
 """Does a retriever learn from real text, from the language-modelling loss alone, among layers that can read?
 
-    TRAILMARK_DATA=... python benchmarks/learning.py [train measure scores diagnose] [--begin nothing] [--seeds 0 1 2]
+    TRAILMARK_DATA=... python benchmarks/learning.py [train measure scores diagnose keys] [--begin nothing]
+        [--seeds 0 1 2]
 
 Writes benchmarks/learning.json. SmolLM2-135M is converted to a DRT, and its memory is fitted to the base's own layers:
-so it reads. Its retriever is as conversion left it (nothing), or set from the same texts alone (text, slowly). Then the
+so it reads. Its retriever is as conversion left it (nothing), or set from the same texts alone (the others). Then the
 retriever alone is trained, by the loss of the next token and nothing else: all other weights stay. Measured on the
 held-out texts of pretrained.py, before and after, with the chunks that it chooses and with others in their place, an
 interval over texts for each seed and for their mean; the base with a window alone and with full attention are the
-marks. Stopped, the same command goes on.
+marks. The part "keys" trains nothing: it says how well chunks can be found by what sums them up. Stopped, the same
+command goes on.
 """
 
 from __future__ import annotations
@@ -39,7 +41,7 @@ from pretrained_models import (
 )  # fmt: skip
 from pretrained_references import bm25_scores, chapter, hits, share
 from pretrained_train import corpus
-from torch import Tensor
+from torch import Tensor, nn
 from training_text import train as train_run
 
 from trailmark.data.corpus import Tokens, load_tokenizer, read_text
@@ -52,10 +54,12 @@ from trailmark.evaluation.retrieval.suite import RetrievalSettings
 from trailmark.files import sha256_of, write_text
 from trailmark.machine import start_again_set_up
 from trailmark.models.candidates import TextCandidates
+from trailmark.models.layers import rms_normalize
 from trailmark.ops.score_parts import without_recency
 from trailmark.report.console import Progress
 from trailmark.statistics import bootstrap_mean, bootstrap_ratio
 from trailmark.training.config import load_run_config
+from trailmark.training.next_chunk import NextChunk
 
 OUTPUT = Path(__file__).with_suffix(".json")
 WINDOW, LENGTH, FIT_STEPS = 256, 4096, 48
@@ -65,6 +69,7 @@ CANDIDATES = ((0, SCORED), (0, 130), (131, 520), (521, SCORED))  # as in docs/ca
 # with noise: a chunk that scores a little lower is read too, so that the loss says something of it
 FIELDS = (f"sliding_window={WINDOW}", *LAYERS, "num_retrieved_chunks=16")
 RULES = ("random", "BM25", "popular")
+SUMMARIES = ("mean", "embeddings")  # values of chunk_summary
 
 
 class Way(NamedTuple):
@@ -73,13 +78,20 @@ class Way(NamedTuple):
     fit: str
     """Of ``distil.fit_retriever``: what it begins with."""
     rate: float
+    fields: tuple[str, ...] = ()
+    """Of the model, besides FIELDS."""
 
 
-WAYS = {"nothing": Way("nothing", 0.001), "text": Way("text", 0.001), "slowly": Way("text", 0.0002)}
+WAYS = {
+    "nothing": Way("nothing", 0.001),
+    "text": Way("text", 0.001),
+    "slowly": Way("text", 0.0002),
+    "embeddings": Way("text", 0.0002, ("chunk_summary=embeddings",)),
+}
 
 
 def fitted(begin: str, seed: int) -> Path:
-    return FOLDER / f"fitted-{WAYS[begin].fit}-{seed}"
+    return FOLDER / "-".join(["fitted", WAYS[begin].fit, *WAYS[begin].fields, str(seed)])
 
 
 def trained(begin: str, seed: int) -> Path:
@@ -90,7 +102,7 @@ def train(options: argparse.Namespace) -> None:
     """Each seed's runs: the fit, then the retriever alone."""
     file = FOLDER / "learning.yaml"
     write_text(file, "model: {}\n")
-    teacher = converted(FOLDER, "sliding_window")
+    teacher, way = converted(FOLDER, "sliding_window"), WAYS[options.begin]
     shards = corpus(FOLDER, teacher)
     for seed in options.seeds:
         settings = [
@@ -100,13 +112,13 @@ def train(options: argparse.Namespace) -> None:
             "training.optimizer=adamw", "training.weight_decay=0", "training.logging_steps=1",
         ]  # fmt: skip
         fit = [
-            f"output={fitted(options.begin, seed)}", f"init_from={converted(FOLDER, 'drt', *FIELDS)}",
+            f"output={fitted(options.begin, seed)}", f"init_from={converted(FOLDER, 'drt', *FIELDS, *way.fields)}",
             f"distil.model={teacher}", "distil.weight=0", f"distil.fit_steps={FIT_STEPS}",
-            f"distil.fit_retriever={WAYS[options.begin].fit}", "training.steps=1", "training.learning_rate=0",
+            f"distil.fit_retriever={way.fit}", "training.steps=1", "training.learning_rate=0",
         ]  # fmt: skip
         learn = [
             f"output={trained(options.begin, seed)}", f"init_from={fitted(options.begin, seed)}",
-            f"training.steps={options.steps}", f"training.learning_rate={WAYS[options.begin].rate}",
+            f"training.steps={options.steps}", f"training.learning_rate={way.rate}",
             "training.warmup_steps=8", "training.save_steps=15",
         ]  # fmt: skip
         for run_of in (fit, [*learn, *options.set]):
@@ -273,15 +285,8 @@ def scores(options: argparse.Namespace) -> None:
                 for known, own in hits(begun, found, candidates, config.num_retrieved_chunks)
             ]
         )
-    rules = next(own for text in hits_of for _, own in text)
-    rows = []
-    for least, most in CANDIDATES:
-        those = [[own for known, own in text if least <= known <= most] for text in hits_of]
-        asked = [own for own in those if own]
-        counted = {"least": least, "most": most if most < SCORED else None, "texts": len(asked)}
-        rows += [counted | {"references": sum(map(len, asked))} | row for row in share(asked, rules)]
     keep(options.output, f"scores, {options.begin}", {
-        "length": SCORED, "chosen": config.num_retrieved_chunks, "label": rows,
+        "length": SCORED, "chosen": config.num_retrieved_chunks, "label": _by_candidates(hits_of),
         "parts": [
             {"scores": name} | {part: float(np.mean([own[name][part] for own in parts])) for part in parts[0][name]}
             for name in models
@@ -290,14 +295,25 @@ def scores(options: argparse.Namespace) -> None:
     progress.say(f"Measured, in {options.output}")
 
 
+def _by_candidates(hits_of: Sequence[Sequence[tuple[int, Mapping[str, float]]]]) -> list[dict[str, Any]]:
+    """The shares of references found by each rule, of each text's hits, by how many candidates there are."""
+    rules, rows = next(own for text in hits_of for _, own in text), list[dict[str, Any]]()
+    for least, most in CANDIDATES:
+        those = [[own for known, own in text if least <= known <= most] for text in hits_of]
+        asked = [own for own in those if own]
+        counted = {"least": least, "most": most if most < SCORED else None, "texts": len(asked)}
+        rows += [counted | {"references": sum(map(len, asked))} | row for row in share(asked, rules)]
+    return rows
+
+
 class _EnoughError(Exception):
     """What a retriever is asked with has been seen."""
 
 
 @torch.no_grad()
-def _scores(models: Mapping[str, Any], ids: Tokens) -> dict[str, Any]:
-    """[C, C] of each; below the retriever, where all are one, the first of them runs for all."""
-    first, seen = next(iter(models.values())), {}
+def _states(first: Any, ids: Tokens) -> dict[str, Tensor]:
+    """What a text's chunks are summed up by, and what their landmarks ask with, [1, C, E]; nothing above runs."""
+    seen: dict[str, Tensor] = {}
 
     def summary(module: Any, inputs: tuple[torch.Tensor]) -> None:
         seen["summary"] = inputs[0]
@@ -314,7 +330,14 @@ def _scores(models: Mapping[str, Any], ids: Tokens) -> dict[str, Any]:
         first(row_of(first, ids.astype(np.int64)), logits_to_keep=1, use_cache=False)
     for hook in hooks:
         hook.remove()
-    config = first.config
+    return seen
+
+
+@torch.no_grad()
+def _scores(models: Mapping[str, Any], ids: Tokens) -> dict[str, Any]:
+    """[C, C] of each; below the retriever, where all are one, the first of them runs for all."""
+    first = next(iter(models.values()))
+    seen, config = _states(first, ids), first.config
     among = TextCandidates(first.layouts.of(len(ids), False), config.first_visible, False, first.device)
     scale = config.retrieval_scale * config.hidden_size**-0.5
     return {
@@ -344,6 +367,62 @@ def _seeds(own: Mapping[str, float]) -> dict[str, float]:
     return means | above
 
 
+# --- what a chunk is searched by ---------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def keys(options: argparse.Namespace) -> None:
+    """Labels found by what sums a chunk up, asked with what comes next, and with its prediction from the text alone."""
+    progress, hits_of = Progress(), []
+    base = converted(FOLDER, "sliding_window")
+    tokenizer, texts = load_tokenizer(str(base)), Corpus.open(corpus(FOLDER, base))
+    model = opened(converted(FOLDER, "drt", *FIELDS))
+    config, retriever = model.config, model.retrievers[0]
+    sizes = config.hidden_size, config.hidden_size
+    fits = {name: NextChunk(nn.Linear(*sizes), [nn.Linear(*sizes)]) for name in SUMMARIES}
+    for number in range(FIT_STEPS):
+        progress.show(f"text {number + 1} of {FIT_STEPS}")
+        first = number * (len(texts) - LENGTH) // FIT_STEPS
+        of_text, asking = _summaries(model, texts.read(first, first + LENGTH))
+        there = torch.ones(asking.shape[:2], dtype=torch.bool)
+        for name, fit in fits.items():
+            fit.add(of_text[name], [retriever.norm(asking).float()], there, there)
+    for fit in fits.values():
+        fit.solve()
+    bm25 = fit_bm25(texts, config.chunk_size, tokenizer, FOLDER / "bm25.json").bm25
+    for file in sorted((data_folder("math") / "test").glob("*.tex")):
+        progress.show(file.name)
+        begun = chapter(read_text(file), tokenizer, SCORED, config.chunk_size)
+        among = TextCandidates(
+            model.layouts.of(len(begun.ids), False), config.first_visible, False, model.device
+        )
+        words = bm25_scores(bm25, begun.ids, config.chunk_size)
+        found = {"BM25, predicted": words, "BM25, next": np.roll(words, -1, 0)}
+        of_text, asking = _summaries(model, begun.ids)
+        for name, fit in fits.items():
+            vectors = rms_normalize(fit.landmark(of_text[name]), config.rms_norm_eps)
+            predicted = rms_normalize(fit.queries[0](retriever.norm(asking).float()), config.rms_norm_eps)
+            for asked, query in (("predicted", predicted), ("next", vectors.roll(-1, 1))):
+                scores = among.scores(query, vectors, config.hidden_size**-0.5, config.retrieval_recency)
+                found[f"{name}, {asked}"] = scores[0].double().numpy()
+        candidates = among.limits.flatten().numpy()
+        hits_of.append([*hits(begun, found, candidates, config.num_retrieved_chunks)])
+    kept = {"length": SCORED, "chosen": config.num_retrieved_chunks, "tokens": FIT_STEPS * LENGTH}
+    keep(options.output, "keys", kept | {"label": _by_candidates(hits_of)})
+    progress.say(f"Measured, in {options.output}")
+
+
+def _summaries(model: Any, ids: Tokens) -> tuple[dict[str, Tensor], Tensor]:
+    """Of a text's whole chunks by name what sums them up [1, C, E], and what their landmarks ask with."""
+    seen = _states(model, ids)
+    S = model.config.chunk_size
+    whole = len(ids) // S
+    chunks = torch.from_numpy(ids[: whole * S].astype(np.int64)).view(1, -1, S)
+    embeddings = model.embed_tokens(chunks.to(model.device)).float().mean(2)
+    summaries = {"mean": seen["summary"][:, :whole].float(), "embeddings": embeddings}
+    return {name: x.cpu() for name, x in summaries.items()}, seen["hidden"][:, :whole].cpu()
+
+
 # --- what the right chunks would be worth --------------------------------------------------------------------------
 
 
@@ -366,7 +445,7 @@ def diagnose(options: argparse.Namespace) -> None:
     progress.say(f"Measured, in {options.output}")
 
 
-PARTS = {"train": train, "measure": measure, "scores": scores, "diagnose": diagnose}
+PARTS = {"train": train, "measure": measure, "scores": scores, "diagnose": diagnose, "keys": keys}
 
 
 def main() -> None:
@@ -380,7 +459,8 @@ def main() -> None:
         "--begin",
         choices=WAYS,
         default="nothing",
-        help="what the retriever is set to first; slowly: from texts, then a fifth of the learning rate",
+        help="what the retriever is set to first; slowly: from texts, then a fifth of the learning rate; embeddings: "
+        "the same of a model whose chunks are searched by their tokens' embeddings",
     )
     parser.add_argument("--texts", type=int, default=4, help="that are diagnosed")
     parser.add_argument("--set", nargs="*", default=[], help="keys of the runs, as key=value")

@@ -14,6 +14,7 @@ _BEGINS = {
     "nothing": "as converted",
     "text": "set from texts",
     "slowly": "set from texts, a fifth of the rate",
+    "embeddings": "the same, searched by embeddings",
 }
 _CHOICES = {
     "before": "its own, before the training",
@@ -165,6 +166,42 @@ def scores_text() -> str:
         for row in known["results"]["parts"]
     ]
     return table(columns, rows)
+
+
+_STATES, _EMBEDDINGS, _WORDS = "what layers make of its tokens", "its tokens' embeddings", "its words (BM25)"
+_PREDICTED, _NEXT = "what the landmark predicts of the next chunk", "the same of the chunk that reads"
+_KEYS = {
+    "BM25, predicted": (_WORDS, "the same of the chunk that asks"),
+    "mean, predicted": (_STATES, _PREDICTED),
+    "embeddings, predicted": (_EMBEDDINGS, _PREDICTED),
+    "BM25, next": (_WORDS, _NEXT),
+    "mean, next": (_STATES, _NEXT),
+    "embeddings, next": (_EMBEDDINGS, _NEXT),
+}
+
+
+def keys_text() -> str:
+    """How well chunks are found by what sums them up."""
+    known = record("learning").get("keys")
+    if known is None:
+        return ""
+    found, shares = known["results"], dict[str, Row]()
+    for row in found["label"]:
+        share = "{share:.3f} ({low:.3f} to {high:.3f})".format(**row)
+        shares.setdefault(row["rule"], {})[_candidates(row)] = share
+    names = [*next(iter(shares.values()))]
+    rows = [
+        {"searched": searched, "asked": asked} | shares[rule] for rule, (searched, asked) in _KEYS.items()
+    ]
+    columns: Columns = {"a chunk is searched by": "{searched}", "asked with": "{asked}"}
+    columns |= {f"of {name} candidates": f"{{{name}}}" for name in names}
+    return on_machine(
+        f"The share of {found['label'][0]['references']} references of the held-out chapters (their first "
+        f"{found['length']:,} tokens at most) whose label's chunk is among the first {found['chosen']}, with 95% "
+        "intervals over chapters. Nothing is trained: what a landmark predicts is linear, by `distil.fit_retriever: "
+        f"text`, from {found['tokens']:,} tokens of other texts.\n\n{table(columns, rows)}",
+        known["environment"],
+    )
 
 
 def diagnosis_text() -> str:

@@ -494,6 +494,7 @@ DOCUMENTS: dict[str, Mapping[str, Callable[[], str]]] = {
         "longer": learning_tables.longer_text,
         "labels": learning_tables.labels_text,
         "scores": learning_tables.scores_text,
+        "keys": learning_tables.keys_text,
         "diagnosis": learning_tables.diagnosis_text,
     },
     "docs/pretrained.md": {

@@ -326,6 +326,32 @@ def test_the_parts_of_a_memory_change_no_bit(
     assert_same_bits([*found, found_of_heads], [*exact, of_heads])
 
 
+@pytest.mark.parametrize("block", [1, 1 << 18])
+@pytest.mark.parametrize("cuts", [[], [1, 20], [8, 9, 10, 64]], ids=str)
+def test_among_some_chunks_the_choice_is_that_without_the_others(
+    block: int, cuts: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each row has chunks of its own, and places for more."""
+    monkeypatch.setattr(chunk_scores, "_BLOCK_ELEMENTS", block)
+    case = Case(M=70, D=4, K=8, n=2)
+    made = case.make()
+    none = 1 << 60
+    among = torch.tensor([[0, *range(9, 66, 3), none, none], [*range(20, 40), 69, none]])
+    given = made["q"], made["beside"], case.K, made["ends"], case.J, made["landmarks"].tensor_split(cuts, 1)
+    found, of_heads = select_for_tokens(*given, first_candidate=made["first"], among=among)
+    kept = torch.zeros(case.B, case.M + 1, dtype=torch.bool).scatter_(1, among.clamp(max=case.M), True)[
+        :, :-1
+    ]
+    left_out = made["landmarks"].masked_fill(~kept[:, :, None, None, None], 0)
+    left_out[..., -1].masked_fill_(~kept[:, :, None, None], chunk_scores.EMPTY)
+    wanted, wanted_of_heads = selected(case, made | {"landmarks": left_out}, "summaries")
+    assert torch.equal(found.indices, wanted.indices)
+    assert (found.indices >= 0).any()
+    for x, y in ((found.scores, wanted.scores), (found.weights, wanted.weights), (of_heads, wanted_of_heads)):
+        assert torch.equal(x == -torch.inf, y == -torch.inf)
+        assert_same_in_float64(x.nan_to_num(neginf=0), y.nan_to_num(neginf=0))
+
+
 def test_equal_chunks_select_the_earlier_one() -> None:
     case = Case(S=1, ragged=False)
     # Sums of whole numbers are exact in any order, and processors sum the columns of one product in different orders.
@@ -337,6 +363,7 @@ def test_equal_chunks_select_the_earlier_one() -> None:
 
 
 B, T, M, J = Case.B, Case.T, Case.M, Case.J
+AMONG, KEYS = torch.zeros(B, 2, dtype=torch.int64), (torch.zeros(B, M, Case.S, J, Case.D), None)
 
 
 @pytest.mark.parametrize(
@@ -346,6 +373,16 @@ B, T, M, J = Case.B, Case.T, Case.M, Case.J
         ({"num_retrieved": 0}, r"^num_retrieved: expected at least 1"),
         ({"landmarks": None}, r"^landmarks, keys: expected one of them"),
         ({"num_key_value_heads": 3}, r"4 query heads for 3 key/value heads"),
+        ({"among": torch.zeros(B + 1, 2, dtype=torch.int64)}, r"^among: expected shape \[B, n\]"),
+        ({"among": torch.zeros(B, 2)}, r"^among: "),
+        (
+            {
+                "among": torch.zeros(B, 2, dtype=torch.int64),
+                "landmarks": None,
+                "keys": (torch.zeros(B, M, 3, J, 4), None),
+            },
+            r"^among: expected None with keys",
+        ),
     ],
 )
 def test_errors_name_the_argument(changes: dict[str, Any], message: str) -> None:

@@ -183,27 +183,37 @@ def expect_earlier(given: Given, grid: Grid, rows: int) -> None:
         )
 
 
-def embed_chunks(embedder: ChunkEmbedder, tokens: Tensor, grid: Grid, step: Step | None) -> Vectors:
-    """Queries and keys [B, C, d] of the chunks that a call closes; tokens [B, T] are the call's.
+def closed_ids(tokens: Tensor, grid: Grid, step: Step | None) -> Tensor:
+    """Tokens [B, C, S] of the chunks that a call closes, of its tokens [B, T]; past a chunk's length stands any.
 
     With a step the tokens of the chunk that stays open are kept for the next call.
-
-    Raises:
-        ValueError: the embedder returns other shapes than it should.
     """
     ids = grid.insert_landmarks(tokens.long(), None)  # [B, P]
     if step is not None:
         step.keep_open_ids(ids)
-    B, C, S = len(ids), grid.num_closed, grid.chunk_size
+    S = grid.chunk_size
+    assert S is not None
+    if not grid.num_closed:
+        return ids.new_zeros(len(ids), 0, S)
+    rows = grid.encoder_rows(ids if step is None else step.with_open_ids(ids))
+    return rows.unflatten(1, (grid.num_closed, -1))[:, :, :S]  # without the landmarks' rows
+
+
+def embed_chunks(embedder: ChunkEmbedder, tokens: Tensor, grid: Grid, step: Step | None) -> Vectors:
+    """Queries and keys [B, C, d] of the chunks that a call closes; tokens [B, T] as for :func:`closed_ids`.
+
+    Raises:
+        ValueError: the embedder returns other shapes than it should.
+    """
+    ids = closed_ids(tokens, grid, step)
+    B, C = ids.shape[:2]
     if not C:
         none = torch.zeros(B, 0, embedder.size, device=tokens.device)
         return none, none
-    rows = grid.encoder_rows(ids if step is None else step.with_open_ids(ids))
-    chunks = rows.reshape(B * C, -1)[:, :S].cpu()  # without the landmarks' rows
-    lengths = grid.lengths_on(chunks.device).expand(B, C).flatten()
+    lengths = grid.lengths_on(torch.device("cpu")).expand(B, C).flatten()
     # not trained, and float32 whatever the model computes in: a table was made so
     with torch.no_grad(), torch.autocast("cpu", enabled=False):
-        vectors = embedder(chunks, lengths)
+        vectors = embedder(ids.flatten(0, 1).cpu(), lengths)
     shape = B * C, embedder.size
     if any(tuple(x.shape) != shape for x in vectors):
         raise ValueError(

@@ -18,7 +18,7 @@ from trailmark.memory.schema import Expected
 from trailmark.models.candidates import no_selection, selection_of_tokens
 from trailmark.models.causal_lm import TrailmarkForCausalLM
 from trailmark.models.context_parallel import Stretch
-from trailmark.models.embedding import Given, Vectors, embed_chunks, expect_embedder
+from trailmark.models.embedding import Given, Vectors, closed_ids, embed_chunks, expect_embedder
 from trailmark.models.grid import Grid, Integers
 from trailmark.models.layers import Place
 from trailmark.models.outputs import Hidden
@@ -236,14 +236,18 @@ class RetrievingForCausalLM(LayeredForCausalLM):
         expected = super()._expected_state()
         if not self.config.retrieves:
             return expected
-        encodes = getattr(self.config, "retriever", None) == "encoder"
-        kept = ("open_states", "open_ids") if encodes else ("open_states",)
+        kept = ("open_states", "open_ids") if self._looks_at_ids else ("open_states",)
         return expected._replace(sizes={**expected.sizes, "OE": self.config.hidden_size}, kept=kept)
+
+    @property
+    def _looks_at_ids(self) -> bool:
+        """Whether entries are made of a chunk's tokens too, not of their states alone."""
+        return getattr(self.config, "retriever", None) == "encoder"
 
     def _remember(self, x: Tensor, tokens: Tensor, grid: Grid, step: Step) -> None:
         if not self.config.retrieves:
             return
-        closing = grid.closing_rows() if getattr(self.config, "retriever", None) != "encoder" else None
+        closing = None if self._looks_at_ids else grid.closing_rows()
         if closing is not None:
             # which rows close a chunk is told by how many tokens they have: what the others are changes nothing
             some, few = torch.from_numpy(closing).to(x.device), grid.of_rows(closing)
@@ -251,8 +255,8 @@ class RetrievingForCausalLM(LayeredForCausalLM):
             step.remember(self._entries(positions.index_select(0, some), tokens, few, step), closing)
         elif grid.num_closed:
             step.remember(self._entries(step.with_open(x), tokens, grid, step))
-        else:
-            self._embed(tokens, grid, step)  # keeps the open chunk's tokens
+        elif self._looks_at_ids:
+            closed_ids(tokens, grid, step)  # keeps the open chunk's
         step.keep_open(x)
 
     def _embed(self, tokens: Tensor, grid: Grid, step: Step | None) -> Vectors | None:

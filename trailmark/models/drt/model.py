@@ -27,7 +27,7 @@ from trailmark.models.costs import (
 )
 from trailmark.models.drt.chunks import MemoryChunks, Reading, TextChunks, expect_given, of_set, with_vectors
 from trailmark.models.drt.config import DRTConfig
-from trailmark.models.embedding import Given, given_neighbours
+from trailmark.models.embedding import Given, closed_ids, given_neighbours
 from trailmark.models.grid import Grid, Integers
 from trailmark.models.layered import Chunks, NoChunks, RetrievingForCausalLM
 from trailmark.models.layers import (
@@ -68,11 +68,15 @@ class ChunkEncoder(nn.Module):
         self.kv_proj = fused_linear(config.hidden_size, (width,) * (2 * config.kv_per_chunk))
         self.landmark_proj = _retrieval_projection(config)
 
-    def forward(self, positions: Tensor, grid: Grid, keeps_kv: bool = True) -> MemoryEntries:
+    def forward(
+        self, positions: Tensor, grid: Grid, keeps_kv: bool = True, summary: Tensor | None = None
+    ) -> MemoryEntries:
         """Lower hidden states, as ``grid.encoder_rows`` takes them, to the entries of the closed chunks.
 
-        ``keeps_kv``: whether the memory keeps keys and values. Where nothing needs what the last layer makes of tokens,
-        it runs on the landmarks alone, and k and v are empty [B, C, 0, J, D].
+        Args:
+            keeps_kv: whether the memory keeps keys and values. If not, k and v are empty [B, C, 0, J, D] where nothing
+                needs what the last layer makes of tokens: it runs on the landmarks alone.
+            summary: [B, C, E] that sums the chunks up; None: what the layers make of them does.
         """
         config, R = self.config, self.config.chunk_size + 1
         rows = grid.encoder_rows(positions)  # [B, C * (S + 1), E]
@@ -85,14 +89,16 @@ class ChunkEncoder(nn.Module):
             row = torch.arange(R, device=rows.device)
             mask = (row < lengths[..., None]) | (row == R - 1)  # [B, C, R]: keys that exist
             mask = torch.where(mask, 0.0, -torch.inf).to(rotary).reshape(B * C, 1, 1, R)
-        landmark_alone = not keeps_kv and config.chunk_summary == "landmark"
-        rows = self.output_norm(encode_rows(self.layers, rows, rotary, mask, landmark_alone))
+        landmark_alone = not keeps_kv and config.chunk_summary != "mean"
+        if keeps_kv or summary is None:
+            rows = self.output_norm(encode_rows(self.layers, rows, rotary, mask, landmark_alone))
+        else:  # nothing needs what layers make of it
+            rows = rows[:, :, -1:]
         tokens = rows[:, :, :-1]  # the landmark is no key
         k, v = self.kv_proj(tokens).unflatten(-1, (-1, config.head_dim)).chunk(2, dim=-2)
-        summary = rows[:, :, -1]
-        if config.chunk_summary == "mean":
-            absent = torch.arange(R - 1, device=rows.device) >= lengths[..., None]
-            summary = tokens.masked_fill(absent[..., None], 0).sum(2) / lengths[..., None].clamp(min=1)
+        if summary is None:
+            mean = config.chunk_summary == "mean"
+            summary = _mean_of_tokens(tokens, lengths) if mean else rows[:, :, -1]
         return MemoryEntries(k, v, self.landmark_vectors(summary), lengths)
 
     def landmark_vectors(self, summary: Tensor) -> Tensor:
@@ -101,6 +107,12 @@ class ChunkEncoder(nn.Module):
         if not self.config.retrieval_normalization:
             return landmarks
         return rms_normalize(landmarks, self.config.rms_norm_eps)
+
+
+def _mean_of_tokens(x: Tensor, lengths: Tensor) -> Tensor:
+    """Of x [B, C, S, E] of the tokens that chunks have, [B, C] many: [B, C, E]."""
+    absent = torch.arange(x.shape[2], device=x.device) >= lengths[..., None]
+    return x.masked_fill(absent[..., None], 0).sum(2) / lengths[..., None].clamp(min=1)
 
 
 class Retriever(nn.Module):
@@ -276,7 +288,19 @@ class DRTForCausalLM(RetrievingForCausalLM):
     def _entries(self, x: Tensor, tokens: Tensor, grid: Grid, step: Step | None) -> MemoryEntries:
         vectors = self._embed(tokens, grid, step)
         keeps_kv = step is None or step.cache.memory.keeps_kv
-        return with_vectors(self.config, self.encoder(x, grid, keeps_kv), vectors)
+        entries = self.encoder(x, grid, keeps_kv, self._summary(tokens, grid, step))
+        return with_vectors(self.config, entries, vectors)
+
+    @property
+    def _looks_at_ids(self) -> bool:
+        return super()._looks_at_ids or self.config.chunk_summary == "embeddings"
+
+    def _summary(self, tokens: Tensor, grid: Grid, step: Step | None) -> Tensor | None:
+        """[B, C, E] of the chunks that a call closes, where their tokens' embeddings sum them up."""
+        if self.config.chunk_summary != "embeddings":
+            return None
+        ids = closed_ids(tokens, grid, step)
+        return _mean_of_tokens(self.embed_tokens(ids), grid.lengths_on(ids.device).expand(ids.shape[:2]))
 
     def _text_chunks(
         self, x: Tensor, tokens: Tensor, grid: Grid, noise_seed: Tensor | None, given: Given | None
@@ -288,7 +312,8 @@ class DRTForCausalLM(RetrievingForCausalLM):
         vectors = self._embed(tokens, grid, None) if given is None else given
         # where nothing is closed the encoder still runs for its gradients: zeros, which DDP waits for
         runs = grid.num_closed or torch.is_grad_enabled()
-        entries = self.encoder(x, grid) if runs else self._no_entries(x)
+        summary = self._summary(tokens, grid, None) if runs else None
+        entries = self.encoder(x, grid, summary=summary) if runs else self._no_entries(x)
         return x, TextChunks(self.config, grid, entries, vectors, noise_seed, self.context_parallel)
 
     def _memory_chunks(self, x: Tensor, grid: Grid, step: Step, first_chunk: Integers) -> Chunks:
