@@ -147,6 +147,10 @@ class TrailmarkConfig(ConfigAnswers, PreTrainedConfig):
     tie_word_embeddings: bool = True
     pad_token_id: int | None = None
     bos_token_id: int | None = None
+    # A field has one name here, and one value for all layers. transformers' own lookup, which knows of others, takes 25
+    # times as long, and a token that is generated asks for dozens.
+    __getattribute__ = object.__getattribute__
+
     eos_token_id: int | list[int] | None = None
     tokenizer_fingerprint: str | None = None
 
@@ -165,6 +169,12 @@ class TrailmarkConfig(ConfigAnswers, PreTrainedConfig):
             "rope_parameters",
             kwargs.get("rope_parameters"),
             "rope_theta and rope_scaling instead",
+        )
+        expect(
+            not kwargs.get("per_layer_config"),
+            "per_layer_config",
+            kwargs.get("per_layer_config"),
+            "layer_types instead, or None",
         )
         super().__post_init__(**kwargs)
 
