@@ -180,6 +180,18 @@ class WindowCall:
         key = np.concatenate([np.where(old >= self.start[:, None], old, -1), query], axis=1)
         return self._tensors(query, key)
 
+    @cached_property
+    def shows_all(self) -> bool:
+        """One new position in each row, which sees every key that ``join`` returned, each once.
+
+        Where distances have no part in scores, their places need not be told then.
+        """
+        if not self._in_ring or self.window is None:
+            return False
+        full = self.first - self.start >= self.window - 1
+        apart = self.first >= self.sinks + self.window - 1  # no sink stands in the window
+        return bool((full & apart).all())
+
     @property
     def _alone(self) -> bool:
         """One new position, of each row, that sees itself alone."""

@@ -389,7 +389,8 @@ class WindowAttention(SelfAttention):
             assert kept is not None
             joined = kept.update(k.transpose(1, 2), v.transpose(1, 2), place.call)
             k, v = (part.transpose(1, 2) for part in joined)
-            positions = place.call.positions
+            if not (self.rope and place.windows is None and place.call.shows_all):
+                positions = place.call.positions
         if self.watch is not None:
             self.watch(q, k)
         out = sliding_window_attention(

@@ -65,10 +65,10 @@ def attend(call: Call) -> Attended:
 
 
 def attend_with_sinks(call: Call, num_sinks: int, sink_queries: Tensor | None) -> Attended | None:
-    """One query on a CPU, or consecutive positions, or documents in one piece each; None: something else."""
+    """One query, or consecutive positions, or documents in one piece each; None: something else."""
     q, k, v, window, positions, document_ids, documents, slopes, scale, return_lse, _, windows = call
     (B, T), P = q.shape[:2], k.shape[1]
-    if T == 1 and document_ids is None and q.device.type == "cpu":
+    if T == 1 and document_ids is None and (sink_queries is None or q.device.type == "cpu"):
         return _one_query(call._replace(num_sinks=num_sinks), sink_queries)
     assert window is not None
     if B * T == 0:
