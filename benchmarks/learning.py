@@ -393,11 +393,13 @@ def keys(options: argparse.Namespace) -> None:
     for file in sorted((data_folder("math") / "test").glob("*.tex")):
         progress.show(file.name)
         begun = chapter(read_text(file), tokenizer, SCORED, config.chunk_size)
+        whole = len(begun.ids) // config.chunk_size * config.chunk_size  # nothing sums up part of a chunk
+        begun = chapter(read_text(file), tokenizer, whole, config.chunk_size)
         among = TextCandidates(
             model.layouts.of(len(begun.ids), False), config.first_visible, False, model.device
         )
         words = bm25_scores(bm25, begun.ids, config.chunk_size)
-        found = {"BM25, predicted": words, "BM25, next": np.roll(words, -1, 0)}
+        found = {"BM25, asking": words, "BM25, next": np.roll(words, -1, 0)}
         of_text, asking = _summaries(model, begun.ids)
         for name, fit in fits.items():
             vectors = rms_normalize(fit.landmark(of_text[name]), config.rms_norm_eps)
@@ -414,13 +416,11 @@ def keys(options: argparse.Namespace) -> None:
 
 def _summaries(model: Any, ids: Tokens) -> tuple[dict[str, Tensor], Tensor]:
     """Of a text's whole chunks by name what sums them up [1, C, E], and what their landmarks ask with."""
-    seen = _states(model, ids)
-    S = model.config.chunk_size
-    whole = len(ids) // S
-    chunks = torch.from_numpy(ids[: whole * S].astype(np.int64)).view(1, -1, S)
+    seen, S = _states(model, ids), model.config.chunk_size
+    chunks = torch.from_numpy(ids[: len(ids) // S * S].astype(np.int64)).view(1, -1, S)
     embeddings = model.embed_tokens(chunks.to(model.device)).float().mean(2)
-    summaries = {"mean": seen["summary"][:, :whole].float(), "embeddings": embeddings}
-    return {name: x.cpu() for name, x in summaries.items()}, seen["hidden"][:, :whole].cpu()
+    summaries = {"mean": seen["summary"].float(), "embeddings": embeddings}
+    return {name: x.cpu() for name, x in summaries.items()}, seen["hidden"].cpu()
 
 
 # --- what the right chunks would be worth --------------------------------------------------------------------------

@@ -14,7 +14,7 @@ _BEGINS = {
     "nothing": "as converted",
     "text": "set from texts",
     "slowly": "set from texts, a fifth of the rate",
-    "embeddings": "the same, searched by embeddings",
+    "embeddings": "set from texts, a fifth of the rate, searched by embeddings",
 }
 _CHOICES = {
     "before": "its own, before the training",
@@ -171,7 +171,7 @@ def scores_text() -> str:
 _STATES, _EMBEDDINGS, _WORDS = "what layers make of its tokens", "its tokens' embeddings", "its words (BM25)"
 _PREDICTED, _NEXT = "what the landmark predicts of the next chunk", "the same of the chunk that reads"
 _KEYS = {
-    "BM25, predicted": (_WORDS, "the same of the chunk that asks"),
+    "BM25, asking": (_WORDS, "the same of the chunk that asks"),
     "mean, predicted": (_STATES, _PREDICTED),
     "embeddings, predicted": (_EMBEDDINGS, _PREDICTED),
     "BM25, next": (_WORDS, _NEXT),

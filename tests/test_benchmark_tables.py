@@ -20,7 +20,8 @@ def test_every_text_of_a_document_is_what_the_numbers_say(readme: ModuleType) ->
     for name, texts in readme.DOCUMENTS.items():
         document = (BENCHMARKS.parent / name).read_text(encoding="utf-8")
         for mark, make in texts.items():
-            _, _, rest = document.partition(f"<!-- {mark} -->\n")
+            _, begin, rest = document.partition(f"<!-- {mark} -->\n")
+            assert begin, (name, mark)
             assert rest.split(f"\n<!-- /{mark} -->")[0] == make(), (name, mark)
 
 

@@ -63,7 +63,7 @@ def seen_by(call: WindowCall, joined: Tensor, window: int | None, n: int = 0) ->
     elif window is not None:
         visible &= (distance < window) | (torch.arange(P) < n)
     in_ring = T == 1 and window is not None and bool((call.counts == 1).all())
-    assert call.shows_all == (in_ring and bool(visible.all()) and P == n + (window or 0))
+    assert call.shows_all == (in_ring and bool(visible.all()) and n + (window or 0) == P)
     return [
         [sorted(int(n) - 1000 * b for n in joined[b, 0, visible[b, t], 0]) for t in range(int(count))]
         for b, count in enumerate(call.counts)

@@ -337,7 +337,8 @@ def test_among_some_chunks_the_choice_is_that_without_the_others(
     made = case.make()
     none = 1 << 60
     among = torch.tensor([[0, *range(9, 66, 3), none, none], [*range(20, 40), 69, none]])
-    given = made["q"], made["beside"], case.K, made["ends"], case.J, made["landmarks"].tensor_split(cuts, 1)
+    ends = torch.where(made["ends"] == case.M, none, made["ends"])  # as if there were more
+    given = made["q"], made["beside"], case.K, ends, case.J, made["landmarks"].tensor_split(cuts, 1)
     found, of_heads = select_for_tokens(*given, first_candidate=made["first"], among=among)
     kept = torch.zeros(case.B, case.M + 1, dtype=torch.bool).scatter_(1, among.clamp(max=case.M), True)[
         :, :-1
@@ -375,14 +376,9 @@ AMONG, KEYS = torch.zeros(B, 2, dtype=torch.int64), (torch.zeros(B, M, Case.S, J
         ({"num_key_value_heads": 3}, r"4 query heads for 3 key/value heads"),
         ({"among": torch.zeros(B + 1, 2, dtype=torch.int64)}, r"^among: expected shape \[B, n\]"),
         ({"among": torch.zeros(B, 2)}, r"^among: "),
-        (
-            {
-                "among": torch.zeros(B, 2, dtype=torch.int64),
-                "landmarks": None,
-                "keys": (torch.zeros(B, M, 3, J, 4), None),
-            },
-            r"^among: expected None with keys",
-        ),
+        ({"among": torch.zeros(B, dtype=torch.int64)}, r"^among: expected shape \[B, n\]"),
+        ({"among": torch.tensor([[0, 2], [2, 1]])}, r"^among: expected each row's chunks in ascending order"),
+        ({"among": AMONG, "landmarks": None, "keys": KEYS}, r"^among: expected None with keys"),
     ],
 )
 def test_errors_name_the_argument(changes: dict[str, Any], message: str) -> None:

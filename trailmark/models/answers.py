@@ -212,6 +212,11 @@ class ModelAnswers:
         return self.can_be_planted
 
     @property
+    def keeps_open_ids(self) -> bool:
+        """Whether a cache keeps the tokens of the open chunk: its memory is made of them, not of states alone."""
+        return False
+
+    @property
     def waits(self) -> bool:
         """Whether layers that read the memory wait until logits are wanted, and keep what they found."""
         return True

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from trailmark.models.grid import Grid
-from trailmark.models.step import Step
 from trailmark.ops import ChunkSelection
 from trailmark.ops.arguments import values_are_checked
 
@@ -183,32 +182,15 @@ def expect_earlier(given: Given, grid: Grid, rows: int) -> None:
         )
 
 
-def closed_ids(tokens: Tensor, grid: Grid, step: Step | None) -> Tensor:
-    """Tokens [B, C, S] of the chunks that a call closes, of its tokens [B, T]; past a chunk's length stands any.
-
-    With a step the tokens of the chunk that stays open are kept for the next call.
-    """
-    ids = grid.insert_landmarks(tokens.long(), None)  # [B, P]
-    if step is not None:
-        step.keep_open_ids(ids)
-    S = grid.chunk_size
-    assert S is not None
-    if not grid.num_closed:
-        return ids.new_zeros(len(ids), 0, S)
-    rows = grid.encoder_rows(ids if step is None else step.with_open_ids(ids))
-    return rows.unflatten(1, (grid.num_closed, -1))[:, :, :S]  # without the landmarks' rows
-
-
-def embed_chunks(embedder: ChunkEmbedder, tokens: Tensor, grid: Grid, step: Step | None) -> Vectors:
-    """Queries and keys [B, C, d] of the chunks that a call closes; tokens [B, T] as for :func:`closed_ids`.
+def embed_chunks(embedder: ChunkEmbedder, ids: Tensor, grid: Grid) -> Vectors:
+    """Queries and keys [B, C, d] of the chunks that a layout closes, of their tokens ids [B, C, S].
 
     Raises:
         ValueError: the embedder returns other shapes than it should.
     """
-    ids = closed_ids(tokens, grid, step)
     B, C = ids.shape[:2]
     if not C:
-        none = torch.zeros(B, 0, embedder.size, device=tokens.device)
+        none = torch.zeros(B, 0, embedder.size, device=ids.device)
         return none, none
     lengths = grid.lengths_on(torch.device("cpu")).expand(B, C).flatten()
     # not trained, and float32 whatever the model computes in: a table was made so
@@ -220,5 +202,5 @@ def embed_chunks(embedder: ChunkEmbedder, tokens: Tensor, grid: Grid, step: Step
             f"embedder: expected queries and keys of shape [n, size] = {shape}, got "
             f"{' and '.join(str(tuple(x.shape)) for x in vectors)}. Return a row for each chunk."
         )
-    queries, keys = (x.to(tokens.device).view(B, C, -1) for x in vectors)
+    queries, keys = (x.to(ids.device).view(B, C, -1) for x in vectors)
     return queries, keys

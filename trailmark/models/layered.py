@@ -7,6 +7,7 @@ read chunks, and run only where a result needs them: on the last positions of wh
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -18,7 +19,7 @@ from trailmark.memory.schema import Expected
 from trailmark.models.candidates import no_selection, selection_of_tokens
 from trailmark.models.causal_lm import TrailmarkForCausalLM
 from trailmark.models.context_parallel import Stretch
-from trailmark.models.embedding import Given, Vectors, closed_ids, embed_chunks, expect_embedder
+from trailmark.models.embedding import Given, Vectors, embed_chunks, expect_embedder
 from trailmark.models.grid import Grid, Integers
 from trailmark.models.layers import Place
 from trailmark.models.outputs import Hidden
@@ -223,12 +224,12 @@ class LayeredForCausalLM(TrailmarkForCausalLM):
 class RetrievingForCausalLM(LayeredForCausalLM):
     """A model whose lower layers write closed chunks into a memory, which its upper layers read."""
 
-    def _entries(self, x: Tensor, tokens: Tensor, grid: Grid, step: Step | None) -> MemoryEntries:
+    def _entries(self, x: Tensor, ids: Tensor | None, grid: Grid, step: Step | None) -> MemoryEntries:
         """What a memory keeps of the chunks that a call closes.
 
         Args:
             x: [B, P, E] above the lower layers; with a step after the open chunk's (``step.with_open``).
-            tokens: [B, T] of the call.
+            ids: [B, C, S] tokens of these chunks; None: the model does not keep them (``keeps_open_ids``).
         """
         raise NotImplementedError
 
@@ -236,35 +237,47 @@ class RetrievingForCausalLM(LayeredForCausalLM):
         expected = super()._expected_state()
         if not self.config.retrieves:
             return expected
-        kept = ("open_states", "open_ids") if self._looks_at_ids else ("open_states",)
+        kept = ("open_states", "open_ids") if self.keeps_open_ids else ("open_states",)
         return expected._replace(sizes={**expected.sizes, "OE": self.config.hidden_size}, kept=kept)
 
     @property
-    def _looks_at_ids(self) -> bool:
-        """Whether entries are made of a chunk's tokens too, not of their states alone."""
+    def keeps_open_ids(self) -> bool:
         return getattr(self.config, "retriever", None) == "encoder"
 
     def _remember(self, x: Tensor, tokens: Tensor, grid: Grid, step: Step) -> None:
         if not self.config.retrieves:
             return
-        closing = None if self._looks_at_ids else grid.closing_rows()
-        if closing is not None:
+        ids = grid.insert_landmarks(tokens.long(), None) if self.keeps_open_ids else None  # [B, P]
+        if grid.num_closed:
             # which rows close a chunk is told by how many tokens they have: what the others are changes nothing
-            some, few = torch.from_numpy(closing).to(x.device), grid.of_rows(closing)
-            positions = step.with_open(x) if few.begins_open else x
-            step.remember(self._entries(positions.index_select(0, some), tokens, few, step), closing)
-        elif grid.num_closed:
-            step.remember(self._entries(step.with_open(x), tokens, grid, step))
-        elif self._looks_at_ids:
-            closed_ids(tokens, grid, step)  # keeps the open chunk's
+            closing = grid.closing_rows()
+            layout = grid if closing is None else grid.of_rows(closing)
+
+            def of_closing(x: Tensor, with_open: Callable[[Tensor], Tensor]) -> Tensor:
+                x = with_open(x) if layout.begins_open else x
+                return x if closing is None else x.index_select(0, torch.from_numpy(closing).to(x.device))
+
+            chunks = None
+            if ids is not None:
+                chunks = layout.tokens_of_chunks(of_closing(ids, step.with_open_ids))
+            step.remember(self._entries(of_closing(x, step.with_open), chunks, layout, step), closing)
+        if ids is not None:
+            step.keep_open_ids(ids)
         step.keep_open(x)
 
-    def _embed(self, tokens: Tensor, grid: Grid, step: Step | None) -> Vectors | None:
-        """The encoder's queries and keys [B, C, d] of the chunks that a call closes; None: there is no encoder."""
+    def _ids_of_chunks(self, tokens: Tensor, grid: Grid) -> Tensor | None:
+        """Of tokens [B, T] of whole chunks those of the chunks that close, [B, C, S]; None as for ``_entries``."""
+        if not self.keeps_open_ids:
+            return None
+        return grid.tokens_of_chunks(grid.insert_landmarks(tokens.long(), None))
+
+    def _embed(self, ids: Tensor | None, grid: Grid) -> Vectors | None:
+        """The encoder's queries and keys [B, C, d] of chunks with tokens ids [B, C, S]; None: there is no encoder."""
         if getattr(self.config, "retriever", None) != "encoder":
             return None
+        assert ids is not None
         embedder = expect_embedder(self.embedder, getattr(self.config, "embedder_fingerprint", None))
-        return embed_chunks(embedder, tokens, grid, step)
+        return embed_chunks(embedder, ids, grid)
 
     def encode_chunks(
         self, ids: Tensor, grid: Grid, cache: ChunkCache | None = None, start: int = 0
@@ -275,7 +288,7 @@ class RetrievingForCausalLM(LayeredForCausalLM):
         step = self._step_apart(grid, cache, start, len(ids))
         place = Place.of(self.config, grid, x) if step is None else step.place(0, grid, x)
         x = self._run_lower(x, grid, place, step)
-        return self._entries(x, ids, grid, None)
+        return self._entries(x, self._ids_of_chunks(ids, grid), grid, None)
 
     def encoding_reach(self) -> int:
         """Chunks after a chunk whose memory entries its tokens take part in, through the lower layers."""

@@ -401,6 +401,17 @@ class Grid:
         """
         return Take(closed_chunk_places(self), self._sources)
 
+    def tokens_of_chunks(self, x: Tensor) -> Tensor:
+        """Of positions x [B, P, ...], as ``encoder_rows`` takes them, the closed chunks' tokens [B, C, S, ...].
+
+        What stands past a chunk's length has no meaning.
+        """
+        S = self.chunk_size
+        assert S is not None
+        if not self.num_closed:
+            return x.new_zeros(len(x), 0, S, *x.shape[2:])
+        return self.encoder_rows(x).unflatten(1, (self.num_closed, -1))[:, :, :S]
+
     @cached_property
     def open_rows(self) -> Take:
         """The tokens of the chunk that stays open, [B, S, E] from its first; sources as in ``encoder_rows``."""

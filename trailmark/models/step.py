@@ -160,8 +160,7 @@ class Step:
     def _closed_ids(self) -> Tensor:
         """Tokens [B, C, S] of the chunks that close; what a chunk has not is any."""
         assert self._ids is not None
-        rows = self.grid.encoder_rows(self.with_open_ids(self._ids))
-        return rows.unflatten(1, (self.grid.num_closed, -1))[:, :, : self.grid.chunk_size]
+        return self.grid.tokens_of_chunks(self.with_open_ids(self._ids))
 
     def take_pending(self, group: int, grid: Grid) -> Retrieved | None:
         """What the first chunk of positions laid out as ``grid`` reads; None: nothing."""

@@ -161,7 +161,7 @@ def select_for_tokens(
             memory keeps them.
         keys: or the keys themselves [B, M, S, J, D] and their lengths [B, M] (None: S), for exact log masses.
         scale: None is D ** -0.5.
-        among: int64 [B, n], ascending: of these chunks alone, each row of its own; M or more is none. Not with keys.
+        among: int64 [B, n], each row ascending: of these chunks alone; from M on a number is no chunk. Not with keys.
             A tensor of the host saves a wait for the device.
 
     Returns:
@@ -190,8 +190,11 @@ def select_for_tokens(
         require(
             keys is None, "among", "chunks beside keys", "None with keys", "Give these chunks' keys alone."
         )
-        require_shape("among", among, (B, *among.shape[1:2]), "[B, n]")
+        require(among.dim() == 2, "among", tuple(among.shape), "shape [B, n]")
+        require_shape("among", among, (B, among.shape[1]), "[B, n]")
         among = whole_numbers("among", among).cpu()
+        ascends = (among[:, 1:] > among[:, :-1]) | (among[:, 1:] >= M)
+        require(bool(ascends.all()), "among", "others", "each row's chunks in ascending order, each once")
         number = among.to(query.device)
     n = number.shape[1] if M else 0
     scale = D**-0.5 if scale is None else scale
@@ -211,7 +214,7 @@ def select_for_tokens(
             found = of_blocks[0] if len(of_blocks) == 1 else torch.cat(of_blocks, -1)
         first = first_candidate if isinstance(first_candidate, int) else first_candidate[:, rows, None]
         # [B or 1, t, n]
-        there = (number[:, None] < num_candidates[:, rows, None]) & (number[:, None] >= first)
+        there = (number[:, None] < num_candidates[:, rows, None].clamp(max=M)) & (number[:, None] >= first)
         found = found.masked_fill(~there[:, :, None] | (found <= EMPTY / 2), -math.inf)
         seen = torch.logaddexp(found.logsumexp(-1), beside[:, rows].to(dtype))
         shares = found - seen.masked_fill(seen == -math.inf, 0)[..., None]

@@ -17,8 +17,9 @@ from trailmark.processes import all_reduced
 
 # of the mean square of all directions: one that holds much less stays small
 _SHRINKING = 1.0
-# of a query, which is predicted: much, for a few thousand chunks say little of how all directions depend on each other
-# (of 1 to 1,000 chosen by how often the label that is about to be cited is found, on chapters that are no test)
+# The same of what asks, when a query is predicted: directions in which states hardly differ say little of what comes
+# next, and a small number would make much of them. (30 was chosen of 1 to 1,000, by the labels found in other chapters
+# than those that are tested.)
 _RIDGE = 30.0
 
 

@@ -311,9 +311,10 @@ def test_reading_nothing_gives_zeros_and_zero_gradients(nothing: str, off_by_one
         assert torch.equal(x, torch.zeros_like(x))
 
 
-@pytest.mark.parametrize("empty", ["B", "N"])
-def test_empty_batches(empty: str) -> None:
-    inputs, rest = Case(**{empty: 0}, with_lengths=True).make()
+@pytest.mark.parametrize("sizes", [{"B": 0}, {"N": 0}, {"B": 0, "N": 1, "R": 1}], ids=str)
+def test_empty_batches(sizes: dict[str, int]) -> None:
+    inputs, rest = Case(**sizes, with_lengths=True).make()
+    assert gca(*inputs, **rest).shape == inputs[0].shape
     out, *gradients = values_and_gradients(partial(gca, **rest), *inputs)
     assert out.shape == inputs[0].shape
     assert all(not x.any() for x in gradients)

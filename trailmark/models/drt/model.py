@@ -27,7 +27,7 @@ from trailmark.models.costs import (
 )
 from trailmark.models.drt.chunks import MemoryChunks, Reading, TextChunks, expect_given, of_set, with_vectors
 from trailmark.models.drt.config import DRTConfig
-from trailmark.models.embedding import Given, closed_ids, given_neighbours
+from trailmark.models.embedding import Given, given_neighbours
 from trailmark.models.grid import Grid, Integers
 from trailmark.models.layered import Chunks, NoChunks, RetrievingForCausalLM
 from trailmark.models.layers import (
@@ -75,8 +75,8 @@ class ChunkEncoder(nn.Module):
 
         Args:
             keeps_kv: whether the memory keeps keys and values. If not, k and v are empty [B, C, 0, J, D] where nothing
-                needs what the last layer makes of tokens: it runs on the landmarks alone.
-            summary: [B, C, E] that sums the chunks up; None: what the layers make of them does.
+                else needs what the last layer makes of tokens: it runs on the landmarks alone, or no layer runs.
+            summary: [B, C, E] that sums the chunks up, their embeddings' mean; None: what the layers make of them does.
         """
         config, R = self.config, self.config.chunk_size + 1
         rows = grid.encoder_rows(positions)  # [B, C * (S + 1), E]
@@ -90,11 +90,12 @@ class ChunkEncoder(nn.Module):
             mask = (row < lengths[..., None]) | (row == R - 1)  # [B, C, R]: keys that exist
             mask = torch.where(mask, 0.0, -torch.inf).to(rotary).reshape(B * C, 1, 1, R)
         landmark_alone = not keeps_kv and config.chunk_summary != "mean"
+        assert (summary is not None) == (config.chunk_summary == "embeddings")
         if keeps_kv or summary is None:
             rows = self.output_norm(encode_rows(self.layers, rows, rotary, mask, landmark_alone))
-        else:  # nothing needs what layers make of it
-            rows = rows[:, :, -1:]
-        tokens = rows[:, :, :-1]  # the landmark is no key
+            tokens = rows[:, :, :-1]  # the landmark is no key
+        else:  # nothing is made by these layers
+            tokens = rows[:, :, :0]
         k, v = self.kv_proj(tokens).unflatten(-1, (-1, config.head_dim)).chunk(2, dim=-2)
         if summary is None:
             mean = config.chunk_summary == "mean"
@@ -285,21 +286,21 @@ class DRTForCausalLM(RetrievingForCausalLM):
     def _landmark(self) -> Tensor:
         return self.landmark
 
-    def _entries(self, x: Tensor, tokens: Tensor, grid: Grid, step: Step | None) -> MemoryEntries:
-        vectors = self._embed(tokens, grid, step)
+    def _entries(self, x: Tensor, ids: Tensor | None, grid: Grid, step: Step | None) -> MemoryEntries:
+        vectors = self._embed(ids, grid)
         keeps_kv = step is None or step.cache.memory.keeps_kv
-        entries = self.encoder(x, grid, keeps_kv, self._summary(tokens, grid, step))
+        entries = self.encoder(x, grid, keeps_kv, self._summary(ids, grid))
         return with_vectors(self.config, entries, vectors)
 
     @property
-    def _looks_at_ids(self) -> bool:
-        return super()._looks_at_ids or self.config.chunk_summary == "embeddings"
+    def keeps_open_ids(self) -> bool:
+        return super().keeps_open_ids or self.config.chunk_summary == "embeddings"
 
-    def _summary(self, tokens: Tensor, grid: Grid, step: Step | None) -> Tensor | None:
-        """[B, C, E] of the chunks that a call closes, where their tokens' embeddings sum them up."""
+    def _summary(self, ids: Tensor | None, grid: Grid) -> Tensor | None:
+        """[B, C, E] of chunks with tokens ids [B, C, S], where their embeddings sum them up."""
         if self.config.chunk_summary != "embeddings":
             return None
-        ids = closed_ids(tokens, grid, step)
+        assert ids is not None
         return _mean_of_tokens(self.embed_tokens(ids), grid.lengths_on(ids.device).expand(ids.shape[:2]))
 
     def _text_chunks(
@@ -309,11 +310,11 @@ class DRTForCausalLM(RetrievingForCausalLM):
             expect_given(self.config, given, grid, x.shape[0])
         if not self.config.retrieves:
             return x, NoChunks(grid, x)
-        vectors = self._embed(tokens, grid, None) if given is None else given
+        ids = self._ids_of_chunks(tokens, grid)
+        vectors = self._embed(ids, grid) if given is None else given
         # where nothing is closed the encoder still runs for its gradients: zeros, which DDP waits for
         runs = grid.num_closed or torch.is_grad_enabled()
-        summary = self._summary(tokens, grid, None) if runs else None
-        entries = self.encoder(x, grid, summary=summary) if runs else self._no_entries(x)
+        entries = self.encoder(x, grid, summary=self._summary(ids, grid)) if runs else self._no_entries(x)
         return x, TextChunks(self.config, grid, entries, vectors, noise_seed, self.context_parallel)
 
     def _memory_chunks(self, x: Tensor, grid: Grid, step: Step, first_chunk: Integers) -> Chunks:

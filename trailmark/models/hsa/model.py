@@ -219,7 +219,7 @@ class HSAForCausalLM(RetrievingForCausalLM):
             return expected
         return expected._replace(sizes={**expected.sizes, "LE": self.config.retrieval_size})
 
-    def _entries(self, x: Tensor, tokens: Tensor, grid: Grid, step: Step | None) -> MemoryEntries:
+    def _entries(self, x: Tensor, ids: Tensor | None, grid: Grid, step: Step | None) -> MemoryEntries:
         entries: MemoryEntries = self.encoder(x, grid, step is None or step.cache.memory.keeps_kv)
         return entries
 

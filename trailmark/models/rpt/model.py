@@ -128,8 +128,8 @@ class RPTForCausalLM(RetrievingForCausalLM):
         vectors = None if self.retriever is None else self.retriever(rows, present)
         return self.encoder(rows, present), present, vectors
 
-    def _embed(self, tokens: Tensor, grid: Grid, step: Step | None) -> Vectors | None:
-        vectors = super()._embed(tokens, grid, step)
+    def _embed(self, ids: Tensor | None, grid: Grid) -> Vectors | None:
+        vectors = super()._embed(ids, grid)
         if vectors is None:
             return None
         wide = torch.promote_types(self.lm_head.weight.dtype, torch.float32)
@@ -150,7 +150,7 @@ class RPTForCausalLM(RetrievingForCausalLM):
                 # no other way to it where nothing is ranked: zeros, which DDP waits for
                 x = x + sum(part[..., :0].sum() for part in vectors or ())
         elif given is None:
-            vectors = self._embed(tokens, grid, None)
+            vectors = self._embed(self._ids_of_chunks(tokens, grid), grid)
         ranking = Ranking(self.config, self.ranking_progress)
         of_chunks = states, present
         return x, TextChunks(
@@ -171,14 +171,14 @@ class RPTForCausalLM(RetrievingForCausalLM):
             else expected
         )
 
-    def _entries(self, x: Tensor, tokens: Tensor, grid: Grid, step: Step | None) -> MemoryEntries:
+    def _entries(self, x: Tensor, ids: Tensor | None, grid: Grid, step: Step | None) -> MemoryEntries:
         """States as two halves, and landmark vectors (key, query) [B, C, 2 d].
 
         Queries too: a later call may be the first that runs the upper layers on the tokens that read what they find.
         """
         states, _, vectors = self._states(x, grid)
         if vectors is None:
-            vectors = self._embed(tokens, grid, step)
+            vectors = self._embed(ids, grid)
         assert vectors is not None
         queries, keys = vectors
         k, v = states[:, :, :, None].chunk(2, dim=-1)  # [B, C, S, 1, E / 2]

@@ -9,6 +9,7 @@ are of 2: `exp2` is one vectorised pass, where `exp` may be three times slower (
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,6 +31,7 @@ from trailmark.ops.slabs import in_slabs
 # Reading chunks are walked in slabs whose gathered keys, values and scores have about this many elements:
 # small enough for a core's caches, large enough to keep the GEMMs busy.
 _SLAB_ELEMENTS = 1 << 20
+_GATHERED = 1 << 17  # keys that one reading chunk in each row gathers at once; with more, slabs are faster
 
 
 def forward(call: CrossAttentionCall, keep: bool) -> tuple[Tensor, Tensor]:
@@ -150,30 +152,36 @@ def backward(
 
 
 def of_one_chunk(call: CrossAttentionCall) -> bool:
-    """Whether :func:`read_by_one` takes the call: one chunk a row reads, in a few positions or a table of its own."""
-    (_, N, R, H, D), (M, S, J) = call.q.shape, call.k.shape[1:4]
+    """Whether :func:`read_by_one` takes the call: one chunk reads in each row, with few positions, and not too much.
+
+    Shapes alone decide, so that no row has a say in how another is computed.
+    """
+    (B, N, R, H, D), (M, S, J) = call.q.shape, call.k.shape[1:4]
     K = call.indices.shape[-1]
-    if N != 1 or not M or call.q.device.type != "cpu":  # a look at values would wait for another device
+    if N != 1 or not B * M or call.q.device.type != "cpu":  # a look at values would wait for another device
         return False
-    few = H // J * R <= FEW_ROWS and J * K * S * D <= _SLAB_ELEMENTS
-    return few or _in_order(call)
+    # a table of as many chunks is mostly read from end to end, without a copy
+    return H // J * R <= FEW_ROWS and (K == M or B * J * K * S * D <= _GATHERED)
 
 
-def _in_order(call: CrossAttentionCall) -> bool:
-    """The chunk reads its table from end to end, which needs no gathering."""
-    K, M = call.indices.shape[-1], call.k.shape[1]
-    return K == M and bool((call.indices == torch.arange(K)).all())
+class _Read(NamedTuple):
+    """What one chunk reads in each row."""
+
+    keys: Tensor  # [B * J, K * S, D]
+    values: Tensor
+    weight: Tensor  # [B, J, g or 1, K]
+    absent: Tensor | None  # bool [B * J, 1, K, S]: keys that do not exist; None: all do
 
 
-def read_by_one(call: CrossAttentionCall) -> Tensor:
-    """Decoding, without the detours of slabs: N = 1, and nothing is kept for a backward."""
-    q, k, v, indices, weights, lengths, beside, beside_lse, off_by_one, scale = call
-    (B, _, R, H, D), (S, J), K = q.shape, k.shape[2:4], indices.shape[-1]
-    dtype, chosen = call.dtype, indices[:, 0]  # [B, J, K]
-    weight = weights.view(B, J, -1, K).to(dtype)  # of each query head, or of all of a key/value head
-    present = None if lengths is None else lengths[:, None]  # [B, J or 1, K]; None: all S
-    nothing = None if beside is None else (weight == 0).all(2)
-    if _in_order(call):
+def _what_one_reads(call: CrossAttentionCall) -> _Read:
+    """Nothing that is absent has an effect, not even as NaN."""
+    k, v, indices, weights, lengths = call.k, call.v, call.indices, call.weights, call.lengths
+    B, M, S, J, D = k.shape
+    K, chosen = indices.shape[-1], indices[:, 0]  # [B, J, K]
+    weight = weights.view(B, J, weights.shape[2] // J, K).to(call.dtype)
+    present = None if lengths is None else lengths[:, None]  # [B, J or 1, K] keys of each chunk; None: all S
+    nothing = None if call.beside is None else (weight == 0).all(2)  # [B, J, K] what is not read; None: none
+    if K == M and bool((chosen == torch.arange(K)).all()):
         keys, values = (x.permute(0, 3, 1, 2, 4) for x in (k, v))  # [B, J, K, S, D]
     else:
         row, at, head = torch.arange(B)[:, None, None], chosen.clamp(min=0), torch.arange(J)[:, None]
@@ -181,27 +189,35 @@ def read_by_one(call: CrossAttentionCall) -> Tensor:
         present = None if lengths is None else lengths[row, at]
         nothing = chosen < 0 if nothing is None else nothing | (chosen < 0)
     # no copies, if each head's keys stand side by side
-    keys, values = (x.to(dtype).reshape(B * J, K * S, D) for x in (keys, values))
+    keys, values = (x.to(call.dtype).reshape(B * J, K * S, D) for x in (keys, values))
     if nothing is not None and bool(nothing.any()):
         present = (torch.full_like(chosen, S) if present is None else present).masked_fill(nothing, 0)
         weight = weight.masked_fill(nothing[:, :, None], 0)
-    absent = None
-    if present is not None and bool((present < S).any()):  # what is absent has no effect, not even as NaN
-        absent = torch.arange(S) >= present.expand(B, J, K)[..., None]
-        absent = absent.reshape(B * J, 1, K, S)
-        keys, values = (x.masked_fill(absent.view(B * J, K * S, 1), 0) for x in (keys, values))
+    if present is None or not bool((present < S).any()):
+        return _Read(keys, values, weight, None)
+    absent = (torch.arange(S) >= present.expand(B, J, K)[..., None]).reshape(B * J, 1, K, S)
+    keys, values = (x.masked_fill(absent.view(B * J, K * S, 1), 0) for x in (keys, values))
+    return _Read(keys, values, weight, absent)
+
+
+def read_by_one(call: CrossAttentionCall) -> Tensor:
+    """Decoding, without the detours of slabs, where nothing is kept for a backward."""
+    q, beside, beside_lse = call.q, call.beside, call.beside_lse
+    (B, _, R, H, D), (S, J), K = q.shape, call.k.shape[2:4], call.indices.shape[-1]
+    dtype = call.dtype
+    keys, values, weight, absent = _what_one_reads(call)
     folded = q.view(B, R, J, H // J, D).permute(0, 2, 3, 1, 4).reshape(B * J, -1, D).to(dtype)
-    scores = torch.bmm(folded * scale, keys.transpose(1, 2)).view(B * J, -1, K, S)
+    scores = torch.bmm(folded * call.scale, keys.transpose(1, 2)).view(B * J, -1, K, S)
     if absent is not None:
         scores.masked_fill_(absent, -torch.inf)
-    if weight.shape[2] > 1:
+    if weight.shape[2] > 1:  # of each query head
         weight = weight.repeat_interleave(R, dim=2)
     weight = weight.reshape(B * J, -1, K, 1)
     if beside_lse is not None:
         null = beside_lse.view(B, R, J, H // J).permute(0, 2, 3, 1).reshape(B * J, -1, 1).to(dtype)
         counted = scores.add_(weight.log()).flatten(2)
         weighted = torch.cat([counted, null], dim=-1).softmax(-1)[..., :-1].view_as(scores)
-    elif off_by_one:  # a virtual key with score 0 and value 0 (Eq. 3)
+    elif call.off_by_one:  # a virtual key with score 0 and value 0 (Eq. 3)
         weighted = torch.nn.functional.pad(scores, (0, 1)).softmax(-1)[..., :-1] * weight
     else:
         probabilities = scores.softmax(-1)
