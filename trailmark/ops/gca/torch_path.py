@@ -31,7 +31,7 @@ from trailmark.ops.slabs import in_slabs
 # Reading chunks are walked in slabs whose gathered keys, values and scores have about this many elements:
 # small enough for a core's caches, large enough to keep the GEMMs busy.
 _SLAB_ELEMENTS = 1 << 20
-_GATHERED = 1 << 17  # keys that one reading chunk in each row gathers at once; with more, slabs are faster
+_GATHERED = 1 << 18  # keys that one reading chunk in each row gathers at once; with more, slabs are faster
 
 
 def forward(call: CrossAttentionCall, keep: bool) -> tuple[Tensor, Tensor]:
