@@ -211,7 +211,8 @@ def test_a_scaling_that_is_none_is_refused(scaling: dict[str, Any], message: str
     [
         (window_config, {"rope_scaling": LINEAR}, "rope_scaling: expected None with window_position 'alibi'"),
         (window_config, {"rope_parameters": {}}, "rope_parameters: expected rope_theta and rope_scaling instead"),
-        (window_config, {"per_layer_config": {0: {"sliding_window": 9}}}, "per_layer_config: expected layer_types "),
+        (window_config, {"per_layer_config": {0: {"sliding_window": 9}}}, "per_layer_config: expected None"),
+        (window_config, {"per_layer_config": {}}, "per_layer_config: expected None"),
         (window_config, {"head_dim": 0}, "head_dim: expected None or at least 1, got 0"),
         (window_config, {"head_dim": 5, "window_position": "rope"}, "head_dim: expected an even size"),
         (window_config, {"layer_types": MIXED[:2]}, "layer_types: expected None or one of .* 3 layers"),

@@ -378,6 +378,7 @@ AMONG, KEYS = torch.zeros(B, 2, dtype=torch.int64), (torch.zeros(B, M, Case.S, J
         ({"among": torch.zeros(B, 2)}, r"^among: "),
         ({"among": torch.zeros(B, dtype=torch.int64)}, r"^among: expected shape \[B, n\]"),
         ({"among": torch.tensor([[0, 2], [2, 1]])}, r"^among: expected each row's chunks in ascending order"),
+        ({"among": torch.tensor([[0, 2], [-1, 1]])}, r"^among: expected each row's chunks in .* from 0 on"),
         ({"among": AMONG, "landmarks": None, "keys": KEYS}, r"^among: expected None with keys"),
     ],
 )

@@ -213,7 +213,7 @@ class ModelAnswers:
 
     @property
     def keeps_open_ids(self) -> bool:
-        """Whether a cache keeps the tokens of the open chunk: its memory is made of them, not of states alone."""
+        """Whether a cache keeps the tokens of the open chunk, which its memory's landmark vectors are made of."""
         return False
 
     @property

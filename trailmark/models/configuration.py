@@ -42,9 +42,13 @@ class ConfigurationError(StrictDataclassError, ValueError):
 def checked(cls: type[Config]) -> type[Config]:
     """``strict``: every construction, load, assignment and save checks the fields, with errors of our own."""
     checked: Any = strict(cls)
+    assert not checked.attribute_map, "a field of ours has one name: see TrailmarkConfig.__getattribute__"
     set_field, validate_all = checked.__setattr__, checked.validate
 
     def set_checked(self: Any, name: str, value: Any) -> None:
+        expect(
+            name != "per_layer_config" or value is None, name, value, "None: layer_types says what layers see"
+        )
         try:
             set_field(self, name, value)
         except StrictDataclassError as error:
@@ -147,10 +151,6 @@ class TrailmarkConfig(ConfigAnswers, PreTrainedConfig):
     tie_word_embeddings: bool = True
     pad_token_id: int | None = None
     bos_token_id: int | None = None
-    # A field has one name here, and one value for all layers. transformers' own lookup, which knows of others, takes 25
-    # times as long, and a token that is generated asks for dozens.
-    __getattribute__ = object.__getattribute__
-
     eos_token_id: int | list[int] | None = None
     tokenizer_fingerprint: str | None = None
 
@@ -170,13 +170,11 @@ class TrailmarkConfig(ConfigAnswers, PreTrainedConfig):
             kwargs.get("rope_parameters"),
             "rope_theta and rope_scaling instead",
         )
-        expect(
-            not kwargs.get("per_layer_config"),
-            "per_layer_config",
-            kwargs.get("per_layer_config"),
-            "layer_types instead, or None",
-        )
         super().__post_init__(**kwargs)
+
+    # A field has one name here, and one value for all layers: ``checked`` sees to it. transformers' lookup, which knows
+    # of more, takes some 25 times as long, and a token that is generated asks for dozens.
+    __getattribute__ = object.__getattribute__
 
     @property
     def attention_width(self) -> int:

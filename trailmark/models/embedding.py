@@ -183,7 +183,7 @@ def expect_earlier(given: Given, grid: Grid, rows: int) -> None:
 
 
 def embed_chunks(embedder: ChunkEmbedder, ids: Tensor, grid: Grid) -> Vectors:
-    """Queries and keys [B, C, d] of the chunks that a layout closes, of their tokens ids [B, C, S].
+    """Queries and keys [B, C, d] of the chunks that a layout closes, made of their tokens, ids [B, C, S].
 
     Raises:
         ValueError: the embedder returns other shapes than it should.

@@ -164,7 +164,7 @@ class LayeredForCausalLM(TrailmarkForCausalLM):
             x = self._run_lower(x, grid, place, step)
             x, chunks = self._text_chunks(x, tokens, grid, noise_seed, given)
         else:
-            step = call = Step(cache, grid, self.config, x.shape[0], tokens)
+            step = call = Step(cache, grid, self.config, x.shape[0], tokens, self.keeps_open_ids)
             if self._upper_stage:
                 place = call.place(0, grid, x)
                 x = self._run_lower(x, grid, place, call)
@@ -247,22 +247,24 @@ class RetrievingForCausalLM(LayeredForCausalLM):
     def _remember(self, x: Tensor, tokens: Tensor, grid: Grid, step: Step) -> None:
         if not self.config.retrieves:
             return
-        ids = grid.insert_landmarks(tokens.long(), None) if self.keeps_open_ids else None  # [B, P]
         if grid.num_closed:
             # which rows close a chunk is told by how many tokens they have: what the others are changes nothing
             closing = grid.closing_rows()
             layout = grid if closing is None else grid.of_rows(closing)
 
-            def of_closing(x: Tensor, with_open: Callable[[Tensor], Tensor]) -> Tensor:
-                x = with_open(x) if layout.begins_open else x
-                return x if closing is None else x.index_select(0, torch.from_numpy(closing).to(x.device))
+            def of_closing(rows: Tensor, with_open: Callable[[Tensor], Tensor]) -> Tensor:
+                rows = with_open(rows) if layout.begins_open else rows
+                return (
+                    rows
+                    if closing is None
+                    else rows.index_select(0, torch.from_numpy(closing).to(rows.device))
+                )
 
-            chunks = None
-            if ids is not None:
-                chunks = layout.tokens_of_chunks(of_closing(ids, step.with_open_ids))
-            step.remember(self._entries(of_closing(x, step.with_open), chunks, layout, step), closing)
-        if ids is not None:
-            step.keep_open_ids(ids)
+            ids = None
+            if self.keeps_open_ids:
+                assert step.ids is not None
+                ids = layout.tokens_of_chunks(of_closing(step.ids, step.with_open_ids))
+            step.remember(self._entries(of_closing(x, step.with_open), ids, layout, step), closing)
         step.keep_open(x)
 
     def _ids_of_chunks(self, tokens: Tensor, grid: Grid) -> Tensor | None:

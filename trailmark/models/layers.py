@@ -389,8 +389,9 @@ class WindowAttention(SelfAttention):
             assert kept is not None
             joined = kept.update(k.transpose(1, 2), v.transpose(1, 2), place.call)
             k, v = (part.transpose(1, 2) for part in joined)
-            if not (self.rope and place.windows is None and place.call.shows_all):
-                positions = place.call.positions
+            # one query that sees every key: where distances have no part in scores, the order has none
+            any_order = self.rope and place.windows is None and place.call.shows_all
+            positions = None if any_order else place.call.positions
         if self.watch is not None:
             self.watch(q, k)
         out = sliding_window_attention(

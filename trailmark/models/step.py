@@ -24,7 +24,7 @@ class Step:
     Args:
         cache: what is carried. grid: the layout of the new tokens.
         batch_size: B, the rows of the call.
-        tokens: int64 [B, T] of the call, for a memory that keeps them.
+        tokens: int64 [B, T] of the call, for a memory that keeps them, or with ``keeps_ids`` a model that does.
     """
 
     def __init__(
@@ -34,6 +34,7 @@ class Step:
         config: TrailmarkConfig,
         batch_size: int,
         tokens: Tensor | None = None,
+        keeps_ids: bool = False,
     ) -> None:
         self.cache, self.grid, self.config = cache, grid, config
         self.before = cache.begun(batch_size)
@@ -51,11 +52,11 @@ class Step:
         self._calls: dict[int, WindowCall] = {}
         # the last stage: the next one mostly has the same positions
         self._placed: tuple[Grid, Place] | None = None
-        self._ids: Tensor | None = None  # [B, P] of the call, where the memory keeps tokens
+        self.ids: Tensor | None = None  # [B, P] of the call, where they are kept
         self.is_apart = False
-        if tokens is not None and config.retrieves and cache.memory.keeps_tokens:
-            self._ids = grid.insert_landmarks(tokens.long(), None)
-            self.keep_open_ids(self._ids)
+        if tokens is not None and config.retrieves and (keeps_ids or cache.memory.keeps_tokens):
+            self.ids = grid.insert_landmarks(tokens.long(), None)
+            self.open_ids = self._kept_open(self.before.open_ids, self.ids, self.with_open_ids)
 
     @classmethod
     def apart(
@@ -123,10 +124,6 @@ class Step:
         """Keep of positions x [B, P, E] what belongs to the chunk that stays open."""
         self.open_states = self._kept_open(self.before.open_states, x, self.with_open)
 
-    def keep_open_ids(self, ids: Tensor) -> None:
-        """The same of token ids [B, P]."""
-        self.open_ids = self._kept_open(self.before.open_ids, ids, self.with_open_ids)
-
     def _kept_open(self, held: Tensor | None, x: Tensor, with_open: Callable[[Tensor], Tensor]) -> Tensor:
         grid = self.grid
         if grid.num_positions == 1 and not grid.num_closed and held is not None and grid.counts.all():
@@ -151,16 +148,12 @@ class Step:
         """Write the closed chunks into the memory: entries of all rows, or of ``rows`` [b], which alone close some."""
         if rows is not None:
             entries = _in_rows(entries, rows, len(self.end))
-        if self._ids is not None:
-            entries = entries._replace(tokens=self._closed_ids())
+        if self.cache.memory.keeps_tokens and self.ids is not None:
+            ids = self.grid.tokens_of_chunks(self.with_open_ids(self.ids))
+            entries = entries._replace(tokens=ids)
         starts = (self.end - self.counts)[:, None] + self.grid.chunk_starts
         counts = np.zeros_like(self.end) + self.grid.closed
         self.size = self.cache.memory.write(self.before.memory, entries, starts, counts)
-
-    def _closed_ids(self) -> Tensor:
-        """Tokens [B, C, S] of the chunks that close; what a chunk has not is any."""
-        assert self._ids is not None
-        return self.grid.tokens_of_chunks(self.with_open_ids(self._ids))
 
     def take_pending(self, group: int, grid: Grid) -> Retrieved | None:
         """What the first chunk of positions laid out as ``grid`` reads; None: nothing."""

@@ -194,7 +194,8 @@ def select_for_tokens(
         require_shape("among", among, (B, among.shape[1]), "[B, n]")
         among = whole_numbers("among", among).cpu()
         ascends = (among[:, 1:] > among[:, :-1]) | (among[:, 1:] >= M)
-        require(bool(ascends.all()), "among", "others", "each row's chunks in ascending order, each once")
+        known = bool(ascends.all()) and bool((among[:, :1] >= 0).all())
+        require(known, "among", "others", "each row's chunks in ascending order from 0 on, each once")
         number = among.to(query.device)
     n = number.shape[1] if M else 0
     scale = D**-0.5 if scale is None else scale

@@ -135,16 +135,19 @@ def test_equals_the_oracle_in_float64(case: Case) -> None:
 
 
 @settings(max_examples=80)
-@given(cases(5), st.booleans())
-@example(Case(R=1, K=3, M=5, per_head=True, with_lengths=True, beside=True), True)
-@example(Case(R=1, K=3, M=3, per_head=True, per_query_head=True, beside=True), True)
-@example(Case(K=2, M=2, with_lengths=True, off_by_one=False), False)
-def test_one_chunk_without_gradients_reads_what_exists_as_the_oracle_does(case: Case, ordered: bool) -> None:
-    """As in decoding: of any table, or of one of its own from end to end."""
+@given(cases(5), st.booleans(), st.booleans())
+@example(Case(R=1, K=3, M=5, per_head=True, with_lengths=True, beside=True), True, True)
+@example(Case(R=1, K=3, M=3, per_head=True, per_query_head=True, beside=True), True, False)
+@example(Case(K=2, M=2, with_lengths=True, off_by_one=False), False, False)
+def test_one_chunk_without_gradients_reads_what_exists_as_the_oracle_does(
+    case: Case, ordered: bool, small: bool
+) -> None:
+    """As in decoding: of any table, small or not, or of one of its own from end to end, maybe with gaps."""
     inputs, rest = replace(case, N=1).make()
     q, k, v, weights, *beside = inputs
     if ordered and case.M:
-        rest["indices"] = torch.arange(case.M).expand(*rest["indices"].shape[:-1], case.M)
+        rest["indices"] = torch.arange(case.M).repeat(*rest["indices"].shape[:-1], 1)
+        rest["indices"][:1, :, ..., case.seed % (case.M + 1) :] = -1
         weights = torch.rand(*weights.shape[:-1], case.M, dtype=torch.float64)
         weights[..., 0] = 0
     oracle = gca(q, k, v, weights, *beside, **rest, implementation="reference")
@@ -154,7 +157,9 @@ def test_one_chunk_without_gradients_reads_what_exists_as_the_oracle_does(case: 
         chosen = rest["indices"].masked_fill(rest["indices"] < 0, case.M)
         read.scatter_(1, chosen.flatten(1), True)
         k, v = (x.masked_fill(~read[:, :-1, None, None, None], torch.nan) for x in (k, v))
-    assert_same_in_float64(gca(q, k, v, weights, *beside, **rest, implementation="torch"), oracle)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch_path, "_GATHERED", torch_path._GATHERED if small else 0)
+        assert_same_in_float64(gca(q, k, v, weights, *beside, **rest, implementation="torch"), oracle)
 
 
 def _of_weights(indices: Tensor, weights: Tensor) -> Tensor:

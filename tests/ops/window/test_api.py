@@ -269,6 +269,21 @@ def test_sinks_keep_the_fast_paths(monkeypatch: pytest.MonkeyPatch, asking: bool
         case.attend()(*inputs)
 
 
+@pytest.mark.parametrize("asking", [True, False])
+@pytest.mark.parametrize(("n", "window"), [(0, 5), (2, 5), (5, 3), (1, 1), (3, 40)])
+def test_one_query_that_sees_every_key_needs_no_places(n: int, window: int, asking: bool) -> None:
+    """As in a ring: sinks, then keys in any order, all of which the window shows."""
+    (q, k, v), _ = Case(T=1, carried=n + window - 1).make()
+    newest = n + window + 7
+    ring = torch.tensor([newest - (newest - slot) % window for slot in range(window)])
+    places = torch.tensor([[newest]] * 2), torch.cat([torch.arange(n), ring]).expand(2, -1)
+    rest: dict[str, Any] = {"num_sinks": n, "return_lse": True}
+    if asking and n:
+        rest["sink_queries"] = torch.randn_like(q)
+    told, untold = (sliding_window_attention(q, k, v, window, x, **rest) for x in (places, None))
+    assert_all_same_in_float64(untold, told)
+
+
 def test_alibi_slopes_are_geometric() -> None:
     assert alibi_slopes(8).tolist() == [2.0**-i for i in range(1, 9)]
     assert torch.equal(alibi_slopes(3, torch.float64), torch.exp2(-8 * torch.arange(1, 4).double() / 3))

@@ -31,7 +31,7 @@ from trailmark.ops.slabs import in_slabs
 # Reading chunks are walked in slabs whose gathered keys, values and scores have about this many elements:
 # small enough for a core's caches, large enough to keep the GEMMs busy.
 _SLAB_ELEMENTS = 1 << 20
-_GATHERED = 1 << 18  # keys that one reading chunk in each row gathers at once; with more, slabs are faster
+_GATHERED = 1 << 18  # numbers in the keys that all rows gather at once; with more, slabs are faster
 
 
 def forward(call: CrossAttentionCall, keep: bool) -> tuple[Tensor, Tensor]:
@@ -154,14 +154,15 @@ def backward(
 def of_one_chunk(call: CrossAttentionCall) -> bool:
     """Whether :func:`read_by_one` takes the call: one chunk reads in each row, with few positions, and not too much.
 
-    Shapes alone decide, so that no row has a say in how another is computed.
+    What a row chose has no part in it, so that it changes nothing in how others are computed.
     """
     (B, N, R, H, D), (M, S, J) = call.q.shape, call.k.shape[1:4]
     K = call.indices.shape[-1]
     if N != 1 or not B * M or call.q.device.type != "cpu":  # a look at values would wait for another device
         return False
-    # a table of as many chunks is mostly read from end to end, without a copy
-    return H // J * R <= FEW_ROWS and (K == M or B * J * K * S * D <= _GATHERED)
+    # what decoding has fetched is a table of its own, in which nothing has to be gathered
+    own_table = K == M and (B == 1 or call.k.stride(0) > 0)
+    return H // J * R <= FEW_ROWS and (own_table or B * J * K * S * D <= _GATHERED)
 
 
 class _Read(NamedTuple):
@@ -181,13 +182,15 @@ def _what_one_reads(call: CrossAttentionCall) -> _Read:
     weight = weights.view(B, J, weights.shape[2] // J, K).to(call.dtype)
     present = None if lengths is None else lengths[:, None]  # [B, J or 1, K] keys of each chunk; None: all S
     nothing = None if call.beside is None else (weight == 0).all(2)  # [B, J, K] what is not read; None: none
-    if K == M and bool((chosen == torch.arange(K)).all()):
+    missing = chosen < 0
+    if bool(missing.any()):
+        nothing = missing if nothing is None else nothing | missing
+    if K == M and bool(((chosen == torch.arange(K)) | missing).all()):  # in order, maybe with gaps
         keys, values = (x.permute(0, 3, 1, 2, 4) for x in (k, v))  # [B, J, K, S, D]
     else:
         row, at, head = torch.arange(B)[:, None, None], chosen.clamp(min=0), torch.arange(J)[:, None]
         keys, values = (x[row, at, :, head] for x in (k, v))
         present = None if lengths is None else lengths[row, at]
-        nothing = chosen < 0 if nothing is None else nothing | (chosen < 0)
     # no copies, if each head's keys stand side by side
     keys, values = (x.to(call.dtype).reshape(B * J, K * S, D) for x in (keys, values))
     if nothing is not None and bool(nothing.any()):
