@@ -69,7 +69,7 @@ CANDIDATES = ((0, SCORED), (0, 130), (131, 520), (521, SCORED))  # as in docs/ca
 # with noise: a chunk that scores a little lower is read too, so that the loss says something of it
 FIELDS = (f"sliding_window={WINDOW}", *LAYERS, "num_retrieved_chunks=16")
 RULES = ("random", "BM25", "popular")
-SUMMARIES = ("mean", "embeddings")  # values of chunk_summary
+SUMMARIES = "states", "embeddings"
 
 
 class Way(NamedTuple):
@@ -78,20 +78,13 @@ class Way(NamedTuple):
     fit: str
     """Of ``distil.fit_retriever``: what it begins with."""
     rate: float
-    fields: tuple[str, ...] = ()
-    """Of the model, besides FIELDS."""
 
 
-WAYS = {
-    "nothing": Way("nothing", 0.001),
-    "text": Way("text", 0.001),
-    "slowly": Way("text", 0.0002),
-    "embeddings": Way("text", 0.0002, ("chunk_summary=embeddings",)),
-}
+WAYS = {"nothing": Way("nothing", 0.001), "text": Way("text", 0.001), "slowly": Way("text", 0.0002)}
 
 
 def fitted(begin: str, seed: int) -> Path:
-    return FOLDER / "-".join(["fitted", WAYS[begin].fit, *WAYS[begin].fields, str(seed)])
+    return FOLDER / f"fitted-{WAYS[begin].fit}-{seed}"
 
 
 def trained(begin: str, seed: int) -> Path:
@@ -112,7 +105,7 @@ def train(options: argparse.Namespace) -> None:
             "training.optimizer=adamw", "training.weight_decay=0", "training.logging_steps=1",
         ]  # fmt: skip
         fit = [
-            f"output={fitted(options.begin, seed)}", f"init_from={converted(FOLDER, 'drt', *FIELDS, *way.fields)}",
+            f"output={fitted(options.begin, seed)}", f"init_from={converted(FOLDER, 'drt', *FIELDS)}",
             f"distil.model={teacher}", "distil.weight=0", f"distil.fit_steps={FIT_STEPS}",
             f"distil.fit_retriever={way.fit}", "training.steps=1", "training.learning_rate=0",
         ]  # fmt: skip
@@ -372,21 +365,19 @@ def _seeds(own: Mapping[str, float]) -> dict[str, float]:
 
 @torch.no_grad()
 def keys(options: argparse.Namespace) -> None:
-    """Labels found by what sums a chunk up, asked with what comes next, and with its prediction from the text alone."""
+    """Labels found by what sums a chunk up, asked with the chunk that reads: what no choice can know before."""
     progress, hits_of = Progress(), []
     base = converted(FOLDER, "sliding_window")
     tokenizer, texts = load_tokenizer(str(base)), Corpus.open(corpus(FOLDER, base))
     model = opened(converted(FOLDER, "drt", *FIELDS))
-    config, retriever = model.config, model.retrievers[0]
-    sizes = config.hidden_size, config.hidden_size
-    fits = {name: NextChunk(nn.Linear(*sizes), [nn.Linear(*sizes)]) for name in SUMMARIES}
+    config, E = model.config, model.config.hidden_size
+    fits = {name: NextChunk(nn.Linear(E, E, bias=False), []) for name in SUMMARIES}  # without a query
     for number in range(FIT_STEPS):
         progress.show(f"text {number + 1} of {FIT_STEPS}")
         first = number * (len(texts) - LENGTH) // FIT_STEPS
-        of_text, asking = _summaries(model, texts.read(first, first + LENGTH))
-        there = torch.ones(asking.shape[:2], dtype=torch.bool)
-        for name, fit in fits.items():
-            fit.add(of_text[name], [retriever.norm(asking).float()], there, there)
+        for name, own in _summaries(model, texts.read(first, first + LENGTH)).items():
+            there = torch.ones(own.shape[:2], dtype=torch.bool)
+            fits[name].add(own, [], there, there)
     for fit in fits.values():
         fit.solve()
     bm25 = fit_bm25(texts, config.chunk_size, tokenizer, FOLDER / "bm25.json").bm25
@@ -395,18 +386,14 @@ def keys(options: argparse.Namespace) -> None:
         begun = chapter(read_text(file), tokenizer, SCORED, config.chunk_size)
         whole = len(begun.ids) // config.chunk_size * config.chunk_size  # nothing sums up part of a chunk
         begun = chapter(read_text(file), tokenizer, whole, config.chunk_size)
-        among = TextCandidates(
-            model.layouts.of(len(begun.ids), False), config.first_visible, False, model.device
-        )
+        layout = model.layouts.of(whole, False)
+        among = TextCandidates(layout, config.first_visible, False, model.device)
         words = bm25_scores(bm25, begun.ids, config.chunk_size)
         found = {"BM25, asking": words, "BM25, next": np.roll(words, -1, 0)}
-        of_text, asking = _summaries(model, begun.ids)
-        for name, fit in fits.items():
-            vectors = rms_normalize(fit.landmark(of_text[name]), config.rms_norm_eps)
-            predicted = rms_normalize(fit.queries[0](retriever.norm(asking).float()), config.rms_norm_eps)
-            for asked, query in (("predicted", predicted), ("next", vectors.roll(-1, 1))):
-                scores = among.scores(query, vectors, config.hidden_size**-0.5, config.retrieval_recency)
-                found[f"{name}, {asked}"] = scores[0].double().numpy()
+        for name, own in _summaries(model, begun.ids).items():
+            vectors = rms_normalize(fits[name].landmark(own), config.rms_norm_eps)
+            scores = among.scores(vectors.roll(-1, 1), vectors, E**-0.5, config.retrieval_recency)
+            found[f"{name}, next"] = scores[0].double().numpy()
         candidates = among.limits.flatten().numpy()
         hits_of.append([*hits(begun, found, candidates, config.num_retrieved_chunks)])
     kept = {"length": SCORED, "chosen": config.num_retrieved_chunks, "tokens": FIT_STEPS * LENGTH}
@@ -414,13 +401,12 @@ def keys(options: argparse.Namespace) -> None:
     progress.say(f"Measured, in {options.output}")
 
 
-def _summaries(model: Any, ids: Tokens) -> tuple[dict[str, Tensor], Tensor]:
-    """Of a text's whole chunks by name what sums them up [1, C, E], and what their landmarks ask with."""
-    seen, S = _states(model, ids), model.config.chunk_size
+def _summaries(model: Any, ids: Tokens) -> dict[str, Tensor]:
+    """Of a text's whole chunks by name what sums them up [1, C, E]: their states' mean, or their embeddings'."""
+    S = model.config.chunk_size
     chunks = torch.from_numpy(ids[: len(ids) // S * S].astype(np.int64)).view(1, -1, S)
     embeddings = model.embed_tokens(chunks.to(model.device)).float().mean(2)
-    summaries = {"mean": seen["summary"].float(), "embeddings": embeddings}
-    return {name: x.cpu() for name, x in summaries.items()}, seen["hidden"].cpu()
+    return {"states": _states(model, ids)["summary"].float().cpu(), "embeddings": embeddings.cpu()}
 
 
 # --- what the right chunks would be worth --------------------------------------------------------------------------
@@ -459,8 +445,7 @@ def main() -> None:
         "--begin",
         choices=WAYS,
         default="nothing",
-        help="what the retriever is set to first; slowly: from texts, then a fifth of the learning rate; embeddings: "
-        "the same of a model whose chunks are searched by their tokens' embeddings",
+        help="what the retriever is set to first; slowly: from texts, then a fifth of the learning rate",
     )
     parser.add_argument("--texts", type=int, default=4, help="that are diagnosed")
     parser.add_argument("--set", nargs="*", default=[], help="keys of the runs, as key=value")

@@ -71,10 +71,8 @@ class Story:
 class RoundedDRT(NaiveDRT):
     """With keys and values kept in bfloat16."""
 
-    def encode(
-        self, model: DRTForCausalLM, rows: Tensor, embeddings: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        k, v, landmark = super().encode(model, rows, embeddings)
+    def encode(self, model: DRTForCausalLM, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        k, v, landmark = super().encode(model, rows)
         return k.bfloat16().to(k.dtype), v.bfloat16().to(v.dtype), landmark
 
 
@@ -129,7 +127,7 @@ DRTS = st.fixed_dictionaries(
         "softmax_off_by_one": st.booleans(),
         "virtual_key": st.sampled_from(["zero", "window"]),
         "retrieval_recency": st.sampled_from([0, 1.5]),
-        "chunk_summary": st.sampled_from(["landmark", "mean", "embeddings"]),
+        "chunk_summary": st.sampled_from(["landmark", "mean"]),
         "landmarks_as_keys": st.booleans(),
         "memory_kv": st.sampled_from(["shared", "group", "layer"]),
         **SINKS,

@@ -94,7 +94,7 @@ def variant_name(options: dict[str, Any]) -> str:
     on += ["hidden"] * (not options.get("landmarks_as_keys", True))
     on += [f"{options.get('num_sinks')}-sinks"] * ("num_sinks" in options)
     on += ["beside-window"] * (options.get("virtual_key") == "window")
-    on += [options[name] for name in ("chunk_summary",) if name in options]
+    on += ["mean"] * (options.get("chunk_summary") == "mean")
     on += [f"recency-{options.get('retrieval_recency')}"] * ("retrieval_recency" in options)
     on += [f"kv-per-{options.get('memory_kv')}"] * ("memory_kv" in options)
     return "-".join([f"{options['groups']}", options["window_position"], *on])
@@ -110,7 +110,6 @@ VARIANTS += [
     _variant(2, 1, 1, 1, 1, 0) | {"virtual_key": "window", "landmarks_as_keys": False, "num_sinks": 2},
     _variant(1, 1, 0, 1, 1, 1) | {"virtual_key": "window", "memory_kv": "layer"},
     _variant(2, 1, 1, 1, 0, 1) | {"retrieval_recency": 1.5, "chunk_summary": "mean"},
-    _variant(2, 1, 1, 1, 1, 1) | {"chunk_summary": "embeddings"},
 ]
 
 
@@ -509,7 +508,7 @@ class NaiveDRT(_Naive):
         for layer in model.lower_layers:
             x = self.window_layer(layer, x)
         memory = [
-            self.encode(model, x[start : mark + 1], torch.stack(rows[start:mark]))
+            self.encode(model, x[start : mark + 1])
             for start, mark in zip(starts[: len(landmarks)], landmarks, strict=True)
         ]
         self.retrieval: list[list[tuple[list[int], list[float]]]] = []  # group, chunk: indices and weights
@@ -583,13 +582,8 @@ class NaiveDRT(_Naive):
     def vector(self, x: Tensor) -> Tensor:
         return self.unit(x) if self.config.retrieval_normalization else x
 
-    def encode(
-        self, model: DRTForCausalLM, rows: Tensor, embeddings: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Rows of a chunk, its landmark last: keys and values of its tokens, and the landmark vector.
-
-        ``embeddings``: of its tokens.
-        """
+    def encode(self, model: DRTForCausalLM, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Rows of a chunk, its landmark last: keys and values of its tokens, and the landmark vector."""
         c, encoder = self.config, model.encoder
         place = torch.arange(len(rows))
         place[-1] = c.chunk_size  # an early landmark too
@@ -601,8 +595,7 @@ class NaiveDRT(_Naive):
             x = x + self.mlp(layer.mlp, self.norm(layer.mlp_norm, x))
         x = self.norm(encoder.output_norm, x)
         k, v = encoder.kv_proj(x[:-1]).unflatten(-1, (2, -1, c.num_key_value_heads, c.head_dim)).unbind(1)
-        means = {"mean": x[:-1], "embeddings": embeddings}
-        summary = means[c.chunk_summary].mean(0) if c.chunk_summary in means else x[-1]
+        summary = x[-1] if c.chunk_summary == "landmark" else x[:-1].mean(0)
         return k, v, self.vector(encoder.landmark_proj(summary))  # k, v [n, sets, J, D]
 
     def kv_of(self, number: int, per_group: int) -> int:

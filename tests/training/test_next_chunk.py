@@ -7,17 +7,13 @@ import torch
 from torch import Tensor, nn
 
 from trailmark.ops import score_parts
-from trailmark.training import next_chunk as module
 from trailmark.training.next_chunk import NextChunk
 
 E, B, C = 6, 3, 40
 
 
 def drawn(groups: int) -> tuple[Tensor, list[Tensor]]:
-    """Summaries [B, C, E] and what asks [B, C, E] of each group; most of both is the same in all chunks.
-
-    What asks knows all directions of what comes next alike.
-    """
+    """Summaries [B, C, E] and what asks [B, C, E] of each group; most of both is the same in all chunks."""
     generator = torch.Generator().manual_seed(groups)
 
     def draw(*shape: int) -> Tensor:
@@ -25,8 +21,7 @@ def drawn(groups: int) -> tuple[Tensor, list[Tensor]]:
 
     hidden = draw(B, C + 1, E)
     summaries = 5 * draw(E) + hidden[:, :-1] @ draw(E, E)
-    turns = [torch.linalg.qr(draw(E, E)).Q for _ in range(groups)]
-    asking = [7 * draw(E) + hidden[:, 1:] @ turn + 0.1 * draw(B, C, E) for turn in turns]
+    asking = [7 * draw(E) + hidden[:, 1:] @ draw(E, E) + 0.1 * draw(B, C, E) for _ in range(groups)]
     return summaries, asking
 
 
@@ -67,7 +62,7 @@ def test_it_is_the_whitened_least_squares_solution(groups: int) -> None:
     after = vectors.view(B, C, E)[:, 1:].flatten(0, 1)
     for own, query, begun in zip(asking, queries, before[1], strict=True):
         h = without_mean(own[:, :-1].flatten(0, 1))
-        ridge = (module._RIDGE * h.square().sum(0).mean()).sqrt() * torch.eye(E).double()
+        ridge = h.square().sum(0).mean().sqrt() * torch.eye(E).double()
         rows = torch.cat([h, ridge]), torch.cat([after, torch.zeros(E, E).double()])
         wanted = h @ torch.linalg.lstsq(*rows).solution
         said = query(own[:, :-1]).flatten(0, 1)

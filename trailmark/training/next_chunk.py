@@ -17,10 +17,6 @@ from trailmark.processes import all_reduced
 
 # of the mean square of all directions: one that holds much less stays small
 _SHRINKING = 1.0
-# The same of what asks, when a query is predicted: directions in which states hardly differ say little of what comes
-# next, and a small number would make much of them. (30 was chosen of 1 to 1,000, by the labels found in other chapters
-# than those that are tested.)
-_RIDGE = 30.0
 
 
 class NextChunk:
@@ -83,7 +79,7 @@ class NextChunk:
         for group, projection in enumerate(self.queries):
             without_mean = _without(self.asking[group])
             squares = without_mean @ (self.asking_products[group] / pairs) @ without_mean
-            ridge = _RIDGE * squares.diagonal().mean() * torch.eye(len(squares)).to(squares)
+            ridge = _SHRINKING * squares.diagonal().mean() * torch.eye(len(squares)).to(squares)
             wanted = without_mean @ (self.both[group] / pairs) @ to_landmark
             _set(projection, without_mean @ torch.linalg.solve(squares + ridge, wanted))
 

@@ -67,7 +67,6 @@ MODELS_MADE: dict[str, Callable[[], TrailmarkForCausalLM]] = {
     "landmark, wide heads": lambda: landmark(**PRETRAINED),
     "drt": drt,
     "drt, 2 groups": lambda: drt(2, exclude_visible_chunks=True, sliding_window=13),
-    "drt, embeddings": lambda: drt(chunk_summary="embeddings"),
     "drt, hidden": lambda: drt(
         2, landmarks_as_keys=False, num_sinks=2, exclude_visible_chunks=True, sliding_window=13
     ),

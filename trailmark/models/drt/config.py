@@ -32,8 +32,6 @@ class DRTConfig(TrailmarkConfig):
         num_encoder_layers: bidirectional layers of the chunk encoder.
         chunk_summary: what a chunk's landmark vector is made of. "landmark": the encoder's row of the landmark, as
             published. "mean": the mean of its rows of the tokens, which says what they say before anything is trained.
-            "embeddings": the mean of its tokens' embeddings, which tells better which words stand there. It has nothing
-            in common with what landmarks ask with before a training, or before ``distil.fit_retriever: text``.
         memory_kv: who reads the same keys and values of a chunk. "shared": all upper layers, as published. "group": the
             layers of a group. "layer": each its own, so a memory is as many times larger. One depth's keys and values
             fit no other depth of a pretrained base.
@@ -76,7 +74,7 @@ class DRTConfig(TrailmarkConfig):
     num_retrieved_chunks: int = 8
     num_retrieval_groups: int = 1
     num_encoder_layers: int = 2
-    chunk_summary: Literal["landmark", "mean", "embeddings"] = "landmark"
+    chunk_summary: Literal["landmark", "mean"] = "landmark"
     memory_kv: Literal["shared", "group", "layer"] = "shared"
     softmax_off_by_one: bool = True
     virtual_key: Literal["zero", "window"] = "zero"

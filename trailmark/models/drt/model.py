@@ -68,15 +68,11 @@ class ChunkEncoder(nn.Module):
         self.kv_proj = fused_linear(config.hidden_size, (width,) * (2 * config.kv_per_chunk))
         self.landmark_proj = _retrieval_projection(config)
 
-    def forward(
-        self, positions: Tensor, grid: Grid, keeps_kv: bool = True, summary: Tensor | None = None
-    ) -> MemoryEntries:
+    def forward(self, positions: Tensor, grid: Grid, keeps_kv: bool = True) -> MemoryEntries:
         """Lower hidden states, as ``grid.encoder_rows`` takes them, to the entries of the closed chunks.
 
-        Args:
-            keeps_kv: whether the memory keeps keys and values. If not, k and v are empty [B, C, 0, J, D] where nothing
-                else needs what the last layer makes of tokens: it runs on the landmarks alone, or no layer runs.
-            summary: [B, C, E] that sums the chunks up, their embeddings' mean; None: what the layers make of them does.
+        ``keeps_kv``: whether the memory keeps keys and values. Where nothing needs what the last layer makes of tokens,
+        it runs on the landmarks alone, and k and v are empty [B, C, 0, J, D].
         """
         config, R = self.config, self.config.chunk_size + 1
         rows = grid.encoder_rows(positions)  # [B, C * (S + 1), E]
@@ -89,17 +85,14 @@ class ChunkEncoder(nn.Module):
             row = torch.arange(R, device=rows.device)
             mask = (row < lengths[..., None]) | (row == R - 1)  # [B, C, R]: keys that exist
             mask = torch.where(mask, 0.0, -torch.inf).to(rotary).reshape(B * C, 1, 1, R)
-        landmark_alone = not keeps_kv and config.chunk_summary != "mean"
-        assert (summary is not None) == (config.chunk_summary == "embeddings")
-        if keeps_kv or summary is None:
-            rows = self.output_norm(encode_rows(self.layers, rows, rotary, mask, landmark_alone))
-            tokens = rows[:, :, :-1]  # the landmark is no key
-        else:  # nothing is made by these layers
-            tokens = rows[:, :, :0]
+        landmark_alone = not keeps_kv and config.chunk_summary == "landmark"
+        rows = self.output_norm(encode_rows(self.layers, rows, rotary, mask, landmark_alone))
+        tokens = rows[:, :, :-1]  # the landmark is no key
         k, v = self.kv_proj(tokens).unflatten(-1, (-1, config.head_dim)).chunk(2, dim=-2)
-        if summary is None:
-            mean = config.chunk_summary == "mean"
-            summary = _mean_of_tokens(tokens, lengths) if mean else rows[:, :, -1]
+        summary = rows[:, :, -1]
+        if config.chunk_summary == "mean":
+            absent = torch.arange(R - 1, device=rows.device) >= lengths[..., None]
+            summary = tokens.masked_fill(absent[..., None], 0).sum(2) / lengths[..., None].clamp(min=1)
         return MemoryEntries(k, v, self.landmark_vectors(summary), lengths)
 
     def landmark_vectors(self, summary: Tensor) -> Tensor:
@@ -108,12 +101,6 @@ class ChunkEncoder(nn.Module):
         if not self.config.retrieval_normalization:
             return landmarks
         return rms_normalize(landmarks, self.config.rms_norm_eps)
-
-
-def _mean_of_tokens(x: Tensor, lengths: Tensor) -> Tensor:
-    """Of x [B, C, S, E] of the tokens that chunks have, [B, C] many: [B, C, E]."""
-    absent = torch.arange(x.shape[2], device=x.device) >= lengths[..., None]
-    return x.masked_fill(absent[..., None], 0).sum(2) / lengths[..., None].clamp(min=1)
 
 
 class Retriever(nn.Module):
@@ -289,19 +276,7 @@ class DRTForCausalLM(RetrievingForCausalLM):
     def _entries(self, x: Tensor, ids: Tensor | None, grid: Grid, step: Step | None) -> MemoryEntries:
         vectors = self._embed(ids, grid)
         keeps_kv = step is None or step.cache.memory.keeps_kv
-        entries = self.encoder(x, grid, keeps_kv, self._summary(ids, grid))
-        return with_vectors(self.config, entries, vectors)
-
-    @property
-    def keeps_open_ids(self) -> bool:
-        return super().keeps_open_ids or self.config.chunk_summary == "embeddings"
-
-    def _summary(self, ids: Tensor | None, grid: Grid) -> Tensor | None:
-        """[B, C, E] of chunks with tokens ids [B, C, S], where their embeddings sum them up."""
-        if self.config.chunk_summary != "embeddings":
-            return None
-        assert ids is not None
-        return _mean_of_tokens(self.embed_tokens(ids), grid.lengths_on(ids.device).expand(ids.shape[:2]))
+        return with_vectors(self.config, self.encoder(x, grid, keeps_kv), vectors)
 
     def _text_chunks(
         self, x: Tensor, tokens: Tensor, grid: Grid, noise_seed: Tensor | None, given: Given | None
@@ -310,11 +285,10 @@ class DRTForCausalLM(RetrievingForCausalLM):
             expect_given(self.config, given, grid, x.shape[0])
         if not self.config.retrieves:
             return x, NoChunks(grid, x)
-        ids = self._ids_of_chunks(tokens, grid)
-        vectors = self._embed(ids, grid) if given is None else given
+        vectors = self._embed(self._ids_of_chunks(tokens, grid), grid) if given is None else given
         # where nothing is closed the encoder still runs for its gradients: zeros, which DDP waits for
         runs = grid.num_closed or torch.is_grad_enabled()
-        entries = self.encoder(x, grid, summary=self._summary(ids, grid)) if runs else self._no_entries(x)
+        entries = self.encoder(x, grid) if runs else self._no_entries(x)
         return x, TextChunks(self.config, grid, entries, vectors, noise_seed, self.context_parallel)
 
     def _memory_chunks(self, x: Tensor, grid: Grid, step: Step, first_chunk: Integers) -> Chunks:
