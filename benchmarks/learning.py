@@ -383,9 +383,10 @@ def keys(options: argparse.Namespace) -> None:
     bm25 = fit_bm25(texts, config.chunk_size, tokenizer, FOLDER / "bm25.json").bm25
     for file in sorted((data_folder("math") / "test").glob("*.tex")):
         progress.show(file.name)
-        begun = chapter(read_text(file), tokenizer, SCORED, config.chunk_size)
+        text = read_text(file)
+        begun = chapter(text, tokenizer, SCORED, config.chunk_size)
         whole = len(begun.ids) // config.chunk_size * config.chunk_size  # nothing sums up part of a chunk
-        begun = chapter(read_text(file), tokenizer, whole, config.chunk_size)
+        begun = chapter(text, tokenizer, whole, config.chunk_size)
         layout = model.layouts.of(whole, False)
         among = TextCandidates(layout, config.first_visible, False, model.device)
         words = bm25_scores(bm25, begun.ids, config.chunk_size)

@@ -173,16 +173,12 @@ _KEYS = {
     "states, next": ("the mean of what layers make of its tokens", "the chunk that reads"),
     "embeddings, next": ("the mean of its tokens' embeddings", "the chunk that reads"),
 }
-
-
 _ENOUGH = 100  # references: of fewer nothing can be told
 
 
 def keys_text() -> str:
     """How well chunks are found by what sums them up."""
-    known = record("learning").get("keys")
-    if known is None:
-        return ""
+    known = record("learning")["keys"]
     found, shares = known["results"], dict[str, Row]()
     for row in found["label"]:
         share = "{share:.3f} ({low:.3f} to {high:.3f})".format(**row)

@@ -20,9 +20,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from common import data_folder, keep
+from common import data_folder
 from pretrained_models import (
-    FOLDER,
     KINDS_OF_TEXT,
     STEP_TOKENS,
     UNSEEN,
@@ -33,11 +32,13 @@ from pretrained_models import (
     by_step,
     converted,
     latex,
+    measure_parts,
     named,
     of_kinds,
     on_short_texts,
     opened,
     outside,
+    parser_of,
     totals,
 )  # fmt: skip
 from pretrained_needles import FACTORS, landmark, needles
@@ -358,14 +359,7 @@ def _training(part: str, options: argparse.Namespace) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("parts", nargs="*", choices=[*PARTS, []], help="all of them by default")
-    parser.add_argument(
-        "--folder", type=Path, default=FOLDER, help="models that are made, and losses that are known"
-    )
-    parser.add_argument("--output", type=Path, default=OUTPUT)
+    parser = parser_of(__doc__, PARTS, OUTPUT)
     parser.add_argument("--window", type=int, default=256, help="that the models were trained with")
     parser.add_argument("--seed", type=int, default=0, help="of their training")
     parser.add_argument("--windows", type=int, nargs="+", default=WINDOWS, help="that they read with")
@@ -390,13 +384,7 @@ def main() -> None:
     parser.add_argument("--read", type=int, nargs="+", default=READ, help="lengths that are read for time")
     parser.add_argument("--full", type=int, nargs="+", default=FULL, help="the same with full attention")
     options = parser.parse_args()
-    options.folder.mkdir(parents=True, exist_ok=True)
-    progress = Progress()
-    for part in options.parts or PARTS:
-        results = PARTS[part](options, progress)
-        name = part + _training(part, options)
-        keep(options.output, name, results)
-        progress.say(f"{name}: measured, in {options.output}")
+    measure_parts(PARTS, options, lambda part: part + _training(part, options))
 
 
 if __name__ == "__main__":

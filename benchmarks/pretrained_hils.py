@@ -18,9 +18,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from common import data_folder, keep
+from common import data_folder
 from pretrained_models import (
-    FOLDER,
     KINDS_OF_TEXT,
     READER_FIELDS,
     UNSEEN,
@@ -31,8 +30,10 @@ from pretrained_models import (
     far_base,
     hils_of,
     latex,
+    measure_parts,
     named,
     opened,
+    parser_of,
     totals,
 )  # fmt: skip
 
@@ -224,14 +225,7 @@ PARTS = {"losses": losses, "forms": forms, "whole": whole, "far": far, "along": 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("parts", nargs="*", choices=[*PARTS, []], help="all of them by default")
-    parser.add_argument(
-        "--folder", type=Path, default=FOLDER, help="models that are made, and losses that are known"
-    )
-    parser.add_argument("--output", type=Path, default=OUTPUT)
+    parser = parser_of(__doc__, PARTS, OUTPUT)
     parser.add_argument(
         "--lengths", type=int, nargs="+", default=(4096, 8192), help="the longer on LaTeX alone"
     )
@@ -245,12 +239,7 @@ def main() -> None:
     parser.add_argument(
         "--along", type=int, default=262_144, help="tokens of a chapter that are read, in the part along"
     )
-    options = parser.parse_args()
-    options.folder.mkdir(parents=True, exist_ok=True)
-    progress = Progress()
-    for part in options.parts or PARTS:
-        keep(options.output, part, PARTS[part](options, progress))
-        progress.say(f"{part}: measured, in {options.output}")
+    measure_parts(PARTS, parser.parse_args())
 
 
 if __name__ == "__main__":

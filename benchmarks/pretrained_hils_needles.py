@@ -52,9 +52,11 @@ from pretrained_models import (
     far_base,
     hils_of,
     latex,
+    measure_parts,
     named,
     on_short_texts,
     opened,
+    parser_of,
     shipped_reader,
     subject,
     trained,
@@ -170,8 +172,8 @@ def layers(options: argparse.Namespace, progress: Progress) -> dict[str, Any]:
         row = asked.ask(taught, fields, length, questions=options.singles)
         rows.append({"layers": list(those)} | row)
         keep(options.output, "layers", found)
-    texts, losses = latex(tokenizer_of(options), options.lengths[0])[: options.texts], list[dict[str, Any]]()
-    found |= {"losses": losses, "losses_length": options.lengths[0]}
+    texts, losses = latex(tokenizer_of(options), options.length)[: options.texts], list[dict[str, Any]]()
+    found |= {"losses": losses, "losses_length": options.length}
     for those in (range(NUM_LAYERS), FAR_LAYERS):
         changes = () if len(those) == NUM_LAYERS else (layer_types(those, NUM_LAYERS),)
         losses.append({"layers": list(those)} | row_of_losses(options, progress, texts, changes))
@@ -203,7 +205,7 @@ def few(options: argparse.Namespace, progress: Progress) -> dict[str, Any]:
 
 def reading(options: argparse.Namespace, progress: Progress) -> dict[str, Any]:
     """Texts read with windows alone, of which what is predicted chooses: losses, untaught, and needles."""
-    known, length = Losses(options.folder / "losses-reading.json", progress), options.lengths[0]
+    known, length = Losses(options.folder / "losses-reading.json", progress), options.length
     base, losses, rows = base_of(options), list[dict[str, Any]](), list[dict[str, Any]]()
     found = {"losses": losses, "rows": rows, "asked": ASKED, "length": length, "apart": APART} | about(
         options
@@ -406,21 +408,8 @@ PARTS = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("parts", nargs="*", choices=[*PARTS, []], help="all of them by default")
-    parser.add_argument(
-        "--folder", type=Path, default=FOLDER, help="models that are made, and what is known of them"
-    )
-    parser.add_argument("--output", type=Path, default=OUTPUT)
-    parser.add_argument(
-        "--lengths",
-        type=int,
-        nargs="+",
-        default=(4096, 8192),
-        help="of texts whose losses are counted: the first",
-    )
+    parser = parser_of(__doc__, PARTS, OUTPUT)
+    parser.add_argument("--length", type=int, default=4096, help="of texts whose losses are counted")
     parser.add_argument("--texts", type=int, default=9, help="that losses are of, at most")
     parser.add_argument(
         "--far", type=int, nargs="*", default=(16_384, 65_536), help="lengths beyond the base's"
@@ -467,12 +456,7 @@ def main() -> None:
     )
     parser.add_argument("--layers-at", type=int, default=2048, help="length of texts in the part layers")
     parser.add_argument("--trained", type=Path, default=FOLDER / "hils-0", help="by pretrained_train.py hils")
-    options = parser.parse_args()
-    options.folder.mkdir(parents=True, exist_ok=True)
-    progress = Progress()
-    for part in options.parts or PARTS:
-        keep(options.output, part, PARTS[part](options, progress))
-        progress.say(f"{part}: measured, in {options.output}")
+    measure_parts(PARTS, parser.parse_args())
 
 
 if __name__ == "__main__":

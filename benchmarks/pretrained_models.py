@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 import torch
-from common import ROOT, data_folder
+from common import ROOT, data_folder, keep
 
 from tests.smollm2 import convert_smollm2, smollm2
 from trailmark.data.corpus import Tokens, read_text, standard_library_texts, tokenize
@@ -85,6 +85,35 @@ def outside(ids: Tokens, window: int) -> Flags:
         found[place] = token in last and place - last[token] > window
         last[token] = place
     return found[1:]
+
+
+# --- parts of a benchmark --------------------------------------------------------------------------------------
+
+
+def parser_of(description: str | None, parts: Iterable[str], output: Path) -> argparse.ArgumentParser:
+    """The options that every benchmark of a pretrained base has."""
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("parts", nargs="*", choices=[*parts, []], help="all of them by default")
+    parser.add_argument(
+        "--folder", type=Path, default=FOLDER, help="models that are made, and what is known of them"
+    )
+    parser.add_argument("--output", type=Path, default=output)
+    return parser
+
+
+def measure_parts(
+    parts: Mapping[str, Callable[[argparse.Namespace, Progress], Any]],
+    options: argparse.Namespace,
+    called: Callable[[str], str] = str,
+) -> None:
+    """The parts that were asked for, each kept when it is done; ``called``: by which name."""
+    options.folder.mkdir(parents=True, exist_ok=True)
+    progress = Progress()
+    for part in options.parts or parts:
+        keep(options.output, called(part), parts[part](options, progress))
+        progress.say(f"{called(part)}: measured, in {options.output}")
 
 
 # --- models ----------------------------------------------------------------------------------------------------

@@ -212,11 +212,6 @@ class ModelAnswers:
         return self.can_be_planted
 
     @property
-    def keeps_open_ids(self) -> bool:
-        """Whether a cache keeps the tokens of the open chunk, which its memory's landmark vectors are made of."""
-        return False
-
-    @property
     def waits(self) -> bool:
         """Whether layers that read the memory wait until logits are wanted, and keep what they found."""
         return True

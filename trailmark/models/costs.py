@@ -74,7 +74,7 @@ class CacheBytes:
         kept = number if memory_dtype is None else memory_dtype
         return replace(
             self,
-            open_chunk=self.open_chunk + (0 if model.keeps_open_ids else config.chunk_size * _IDS),
+            open_chunk=self.open_chunk + (0 if size else config.chunk_size * _IDS),
             records=chunks * config.chunk_size * smallest_dtype(config.vocab_size).itemsize,
             landmarks=self.landmarks // number.itemsize * kept.itemsize,
         )
@@ -154,18 +154,13 @@ def chunk_cache_bytes(
     landmark = (vectors + 2 * size) * (number.wide if size else number.own)
     return CacheBytes(
         window=config.num_hidden_layers * window_slots(config) * kv_width(config) * number.own,
-        open_chunk=_open_chunk(model, number) if config.retrieves else 0,
+        open_chunk=S * config.hidden_size * number.own + (S * _IDS if size else 0) if config.retrieves else 0,
         retrieved=fetched if _has_selected(config, prompt, generated) else 0,
         records=chunks * record,
         landmarks=chunks * landmark,
         tables=chunks * TABLE_BYTES,
         recent=recent_chunks(record) * record if chunks else 0,
     )
-
-
-def _open_chunk(model: Any, number: NumberBytes) -> int:
-    S: int = model.config.chunk_size
-    return S * model.config.hidden_size * number.own + (S * _IDS if model.keeps_open_ids else 0)
 
 
 def _has_selected(config: Any, prompt: int, generated: int) -> bool:

@@ -86,6 +86,11 @@ class LayeredForCausalLM(TrailmarkForCausalLM):
 
     # --- what a model may override -------------------------------------------------------------------------
 
+    @property
+    def _keeps_ids(self) -> bool:
+        """Whether a cache keeps the tokens of the open chunk, for the encoder that finds chunks."""
+        return getattr(self.config, "retriever", None) == "encoder"
+
     def _upper(self) -> nn.ModuleList:
         """The layers that may wait until a result needs them."""
         return self.upper_layers
@@ -164,7 +169,7 @@ class LayeredForCausalLM(TrailmarkForCausalLM):
             x = self._run_lower(x, grid, place, step)
             x, chunks = self._text_chunks(x, tokens, grid, noise_seed, given)
         else:
-            step = call = Step(cache, grid, self.config, x.shape[0], tokens, self.keeps_open_ids)
+            step = call = Step(cache, grid, self.config, x.shape[0], tokens, self._keeps_ids)
             if self._upper_stage:
                 place = call.place(0, grid, x)
                 x = self._run_lower(x, grid, place, call)
@@ -229,7 +234,7 @@ class RetrievingForCausalLM(LayeredForCausalLM):
 
         Args:
             x: [B, P, E] above the lower layers; with a step after the open chunk's (``step.with_open``).
-            ids: [B, C, S] tokens of these chunks; None: the model does not keep them (``keeps_open_ids``).
+            ids: [B, C, S] tokens of these chunks; None: the model does not keep them (``_keeps_ids``).
         """
         raise NotImplementedError
 
@@ -237,12 +242,8 @@ class RetrievingForCausalLM(LayeredForCausalLM):
         expected = super()._expected_state()
         if not self.config.retrieves:
             return expected
-        kept = ("open_states", "open_ids") if self.keeps_open_ids else ("open_states",)
+        kept = ("open_states", "open_ids") if self._keeps_ids else ("open_states",)
         return expected._replace(sizes={**expected.sizes, "OE": self.config.hidden_size}, kept=kept)
-
-    @property
-    def keeps_open_ids(self) -> bool:
-        return getattr(self.config, "retriever", None) == "encoder"
 
     def _remember(self, x: Tensor, tokens: Tensor, grid: Grid, step: Step) -> None:
         if not self.config.retrieves:
@@ -254,14 +255,12 @@ class RetrievingForCausalLM(LayeredForCausalLM):
 
             def of_closing(rows: Tensor, with_open: Callable[[Tensor], Tensor]) -> Tensor:
                 rows = with_open(rows) if layout.begins_open else rows
-                return (
-                    rows
-                    if closing is None
-                    else rows.index_select(0, torch.from_numpy(closing).to(rows.device))
-                )
+                if closing is None:
+                    return rows
+                return rows.index_select(0, torch.from_numpy(closing).to(rows.device))
 
             ids = None
-            if self.keeps_open_ids:
+            if self._keeps_ids:
                 assert step.ids is not None
                 ids = layout.tokens_of_chunks(of_closing(step.ids, step.with_open_ids))
             step.remember(self._entries(of_closing(x, step.with_open), ids, layout, step), closing)
@@ -269,15 +268,14 @@ class RetrievingForCausalLM(LayeredForCausalLM):
 
     def _ids_of_chunks(self, tokens: Tensor, grid: Grid) -> Tensor | None:
         """Of tokens [B, T] of whole chunks those of the chunks that close, [B, C, S]; None as for ``_entries``."""
-        if not self.keeps_open_ids:
+        if not self._keeps_ids:
             return None
         return grid.tokens_of_chunks(grid.insert_landmarks(tokens.long(), None))
 
     def _embed(self, ids: Tensor | None, grid: Grid) -> Vectors | None:
         """The encoder's queries and keys [B, C, d] of chunks with tokens ids [B, C, S]; None: there is no encoder."""
-        if getattr(self.config, "retriever", None) != "encoder":
+        if ids is None:
             return None
-        assert ids is not None
         embedder = expect_embedder(self.embedder, getattr(self.config, "embedder_fingerprint", None))
         return embed_chunks(embedder, ids, grid)
 

@@ -305,19 +305,23 @@ def _tables(
         m = min(size, M - first)
         count = B * heads * m * n
         vectors, bias = place[: count * D].view(B, heads, m, n, D), place_of_bias[:count].view(B, heads, m, n)
-        begin = -first  # of each part, in the block
-        if among is not None:
+        if among is None:
+            _copy(landmarks, first, vectors, bias)
+        else:
             _pick(landmarks, among[:, first : first + m], vectors, bias)
-            yield vectors, bias
-            continue
-        for part in landmarks:
-            end = begin + part.shape[1]
-            if end > 0 and begin < m:
-                low, high = max(begin, 0), min(end, m)
-                own = part[:, low - begin : high - begin].permute(0, 3, 1, 2, 4)
-                vectors[:, :, low:high], bias[:, :, low:high] = own[..., :D], own[..., D]
-            begin = end
         yield vectors, bias
+
+
+def _copy(landmarks: Sequence[Tensor], first: int, vectors: Tensor, bias: Tensor) -> None:
+    """Of parts the chunks from ``first`` on, as many as a block has."""
+    begin, m = -first, vectors.shape[2]  # of each part, in the block
+    for part in landmarks:
+        end = begin + part.shape[1]
+        if end > 0 and begin < m:
+            low, high = max(begin, 0), min(end, m)
+            own = part[:, low - begin : high - begin].permute(0, 3, 1, 2, 4)
+            vectors[:, :, low:high], bias[:, :, low:high] = own[..., :-1], own[..., -1]
+        begin = end
 
 
 def _pick(landmarks: Sequence[Tensor], chunks: Tensor, vectors: Tensor, bias: Tensor) -> None:
@@ -328,9 +332,8 @@ def _pick(landmarks: Sequence[Tensor], chunks: Tensor, vectors: Tensor, bias: Te
             end = begin + part.shape[1]
             low, high = torch.searchsorted(numbers, torch.tensor([begin, end])).tolist()
             if low < high:  # several times faster than an index of two tensors
-                own = (
-                    part[row].index_select(0, (numbers[low:high] - begin).to(part.device)).permute(2, 0, 1, 3)
-                )
+                places = (numbers[low:high] - begin).to(part.device)
+                own = part[row].index_select(0, places).permute(2, 0, 1, 3)
                 vectors[row, :, low:high], bias[row, :, low:high] = own[..., :-1], own[..., -1]
             begin = end
 
