@@ -14,9 +14,21 @@ from torch import Tensor
 from transformers import AutoTokenizer
 
 from tests.disks import largest_file
-from tests.models.conversion.bases import BASES, TEMPLATE, WINDOWS, converted, ids, made, save, write_gguf
+from tests.models.conversion.bases import (
+    BASES,
+    TEMPLATE,
+    WINDOWS,
+    byte_level,
+    converted,
+    ids,
+    made,
+    save,
+    write_gguf,
+)
 from tests.models.tiny import assert_same, logits_of, split
 from tests.models.transformers64 import in_float64
+from trailmark.evaluation.subject import load
+from trailmark.models.conversion import report
 from trailmark.models.conversion.convert import convert
 from trailmark.models.layers import rotary_table, rotary_where_a_window_ends, rotate
 
@@ -324,6 +336,25 @@ def test_tokenizer_template_and_generation_come_along(tmp_path: Path) -> None:
     assert AutoTokenizer.from_pretrained(tmp_path / "ours").chat_template == TEMPLATE
     assert ours.generation_config.max_new_tokens == 7
     assert (ours.config.eos_token_id, ours.config.pad_token_id) == (1, 0)
+
+
+def test_tokens_without_an_embedding_are_left_out(tmp_path: Path) -> None:
+    base = made("llama")
+    save(base, tmp_path / "base")
+    tokenizer = byte_level()
+    tokenizer.add_tokens([f"<{n}>" for n in range(base.config.vocab_size - len(tokenizer))])
+    last = len(tokenizer)
+    tokenizer.add_special_tokens({"pad_token": "<mine>", "extra_special_tokens": ["<a>", "<0>"]})
+    tokenizer.save_pretrained(tmp_path / "base")
+    ours = converted(tmp_path / "base", tmp_path / "ours", "drt", *DRT)
+    kept = load(tmp_path / "ours").tokenizer  # as every command does
+    assert len(kept) == last == ours.config.vocab_size
+    assert (kept.pad_token, kept.extra_special_tokens) == (None, ["<0>"])
+    assert kept("some <0> text")["input_ids"] == tokenizer("some <0> text")["input_ids"]
+    assert max(kept("<mine><a>")["input_ids"]) < last
+    record = _record(tmp_path / "ours")
+    assert record["base"]["tokens_left_out"] == ["<mine>", "<a>"]
+    assert any("<mine>" in line for line in report.lines(record))
 
 
 # --- the folder --------------------------------------------------------------------------------------------------

@@ -134,6 +134,14 @@ def test_fields_that_do_not_fit(to: str, field: str, message: str, base: Path) -
     refused(base, message, to, field)
 
 
+def test_a_tokenizer_of_another_model(base: Path) -> None:
+    tokens = json.loads((base / "tokenizer.json").read_text())
+    vocabulary = tokens["model"]["vocab"]
+    vocabulary |= {f"w{n}": len(vocabulary) + n for n in range(300)}
+    (base / "tokenizer.json").write_text(json.dumps(tokens))
+    refused(base, "its own has 559 without those that were added")
+
+
 def test_a_folder_that_is_there(base: Path) -> None:
     (base.parent / "out").mkdir()
     (base.parent / "out" / "mine.txt").write_text("mine")

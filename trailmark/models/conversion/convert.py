@@ -50,6 +50,7 @@ from trailmark.models.conversion.tensors import (
     write_tensors,
 )
 from trailmark.models.conversion.tensors import without_weights as pretrained_without_weights
+from trailmark.models.conversion.vocabulary import save_tokenizer
 from trailmark.models.fields import field_types, parse_fields
 from trailmark.models.registry import architectures
 from trailmark.models.size import without_weights
@@ -290,7 +291,9 @@ def _write(
         staging_folder(output) as folder,
     ):
         tokenizer = pretrained.load_tokenizer(work.folder, ARGUMENT, **work.options)
-        tokenizer.save_pretrained(folder)
+        left_out = save_tokenizer(tokenizer, folder, config.vocab_size, ARGUMENT)
+        if left_out:
+            work.record["base"]["tokens_left_out"] = left_out
         ours = isinstance(config, TrailmarkConfig)
         if ours and fingerprint is not None:
             config.tokenizer_fingerprint = fingerprint(pretrained.load_tokenizer(folder, ARGUMENT))

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from trailmark.models.conversion.parts import KINDS, Parts
+from trailmark.untrusted import brief
 
 RECORD = "conversion.json"
 KIND, FORMAT = "trailmark conversion", 1
@@ -46,5 +47,9 @@ def lines(record: Mapping[str, Any]) -> list[str]:
         for row in of:
             start = f", starts as {row['starts_as']}" if what == "new" else ""
             said.append(f"  {row['tensors']} ({row['count']} x, {row['parameters']:,}){start}")
+    if out := base.get("tokens_left_out"):
+        said.append(
+            f"left out of the tokenizer, for the model has no embedding of them: {', '.join(map(brief, out))}"
+        )
     said.append(f"set: {', '.join(f'{name} {value}' for name, value in record['fields'].items())}")
     return said
