@@ -131,7 +131,7 @@ def test_each_model_is_asked_what_it_was_trained_for(trained: Path, tmp_path: Pa
 def test_a_checkpoint_is_a_model(
     trained: Path, tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With its run's tokenizer and task, also while the run goes on; nothing is written into it."""
+    """With its run's tokenizer and task, also while the run goes on; results lie in the run, not among its files."""
     monkeypatch.chdir(tmp_path)
     shutil.copytree(trained / "run" / "checkpoints", tmp_path / "mine" / "checkpoints")
     shutil.copy(trained / "run" / "run.yaml", tmp_path / "mine")
@@ -142,7 +142,7 @@ def test_a_checkpoint_is_a_model(
     assert "is not finished" in err
     assert f"its newest checkpoint is a model: mine/checkpoints/{checkpoint.name}." in err
     assert command("evaluate", checkpoint, *options)[0] == 0
-    folder = Path("runs") / "evaluation" / f"mine-{checkpoint.name}"
+    folder = Path("mine") / "evaluation" / checkpoint.name
     assert len(found(folder, "needles")) == len(found(folder, "perplexity")) == 1
     code, out, _ = command("verify", "mine")
     assert (code, "whole" in out) == (0, True)

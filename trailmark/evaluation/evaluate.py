@@ -157,7 +157,7 @@ def _placed(subject: Subject, device: torch.device, request: Request) -> Subject
 
 
 def _folder(path: Path, output: Path | None, name: str) -> Path:
-    """Where results go: those of a checkpoint, or of what is no folder of the user's, go to runs/evaluation.
+    """Where results go: those of a checkpoint into its run, of what is no folder of the user's to runs/evaluation.
 
     Args:
         name: of the model among those that are asked; "" where it is compared with others.
@@ -167,7 +167,7 @@ def _folder(path: Path, output: Path | None, name: str) -> Path:
     if not path.is_dir():
         return Path("runs") / "evaluation" / (name or names_of([path])[0])
     if is_checkpoint(path):
-        return Path("runs") / "evaluation" / f"{path.resolve().parent.parent.name}-{path.resolve().name}"
+        return path.resolve().parent.parent / "evaluation" / path.resolve().name
     return path / "evaluation"
 
 
