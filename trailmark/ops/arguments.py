@@ -145,7 +145,7 @@ def whole_numbers(argument: str, tensor: Tensor) -> Tensor:
 def require_chunk_numbers(argument: str, indices: Tensor, M: int) -> None:
     """Chunks 0 .. M - 1, or -1 for none; see :func:`values_are_checked`."""
     if indices.numel() and values_are_checked(indices):
-        low, high = torch.stack(indices.aminmax()).tolist()
+        low, high = map(int, indices.aminmax())
         require(high < M, argument, high, f"chunk numbers below M = {M}")
         require(low >= -1, argument, low, "chunk numbers from 0, or -1 for none")
 
@@ -154,5 +154,6 @@ def arithmetic_dtype(*tensors: Tensor) -> torch.dtype:
     """The dtype of scores, softmax and norms: that of the inputs, never below float32."""
     dtype = torch.float32
     for tensor in tensors:
-        dtype = torch.promote_types(dtype, tensor.dtype)
+        if tensor.dtype != dtype:
+            dtype = torch.promote_types(dtype, tensor.dtype)
     return dtype

@@ -174,25 +174,27 @@ class _Read(NamedTuple):
     absent: Tensor | None  # bool [B * J, 1, K, S]: keys that do not exist; None: all do
 
 
-def _what_one_reads(call: CrossAttentionCall) -> _Read:
-    """Nothing that is absent has an effect, not even as NaN."""
+def _what_one_reads(call: CrossAttentionCall, dtype: torch.dtype) -> _Read:
+    """In ``dtype``. Nothing that is absent has an effect, not even as NaN."""
     k, v, indices, weights, lengths = call.k, call.v, call.indices, call.weights, call.lengths
     B, M, S, J, D = k.shape
     K, chosen = indices.shape[-1], indices[:, 0]  # [B, J, K]
-    weight = weights.view(B, J, weights.shape[2] // J, K).to(call.dtype)
+    weight = weights.view(B, J, weights.shape[2] // J, K).to(dtype)
     present = None if lengths is None else lengths[:, None]  # [B, J or 1, K] keys of each chunk; None: all S
     nothing = None if call.beside is None else (weight == 0).all(2)  # [B, J, K] what is not read; None: none
-    missing = chosen < 0
-    if bool(missing.any()):
+    order, read = torch.arange(K), chosen
+    if int(chosen.min()) < 0:
+        missing = chosen < 0
+        read = order.where(missing, chosen)
         nothing = missing if nothing is None else nothing | missing
-    if K == M and bool(((chosen == torch.arange(K)) | missing).all()):  # in order, maybe with gaps
+    if K == M and torch.equal(read, order.expand_as(read)):  # in order, maybe with gaps
         keys, values = (x.permute(0, 3, 1, 2, 4) for x in (k, v))  # [B, J, K, S, D]
     else:
         row, at, head = torch.arange(B)[:, None, None], chosen.clamp(min=0), torch.arange(J)[:, None]
         keys, values = (x[row, at, :, head] for x in (k, v))
         present = None if lengths is None else lengths[row, at]
     # no copies, if each head's keys stand side by side
-    keys, values = (x.to(call.dtype).reshape(B * J, K * S, D) for x in (keys, values))
+    keys, values = (x.to(dtype).reshape(B * J, K * S, D) for x in (keys, values))
     if nothing is not None and bool(nothing.any()):
         present = (torch.full_like(chosen, S) if present is None else present).masked_fill(nothing, 0)
         weight = weight.masked_fill(nothing[:, :, None], 0)
@@ -208,7 +210,7 @@ def read_by_one(call: CrossAttentionCall) -> Tensor:
     q, beside, beside_lse = call.q, call.beside, call.beside_lse
     (B, _, R, H, D), (S, J), K = q.shape, call.k.shape[2:4], call.indices.shape[-1]
     dtype = call.dtype
-    keys, values, weight, absent = _what_one_reads(call)
+    keys, values, weight, absent = _what_one_reads(call, dtype)
     folded = q.view(B, R, J, H // J, D).permute(0, 2, 3, 1, 4).reshape(B * J, -1, D).to(dtype)
     scores = torch.bmm(folded * call.scale, keys.transpose(1, 2)).view(B * J, -1, K, S)
     if absent is not None:
