@@ -85,7 +85,7 @@ def reports(work: Path, runs: int) -> dict[str, Any]:
 
 
 def picture(work: Path) -> None:
-    """The heat map of the grid, for the README."""
+    """The heat map of the grid, for the README beside it."""
     with tempfile.TemporaryDirectory() as folder:
         build([work / "grid"], Path(folder) / "report.html")
         (drawn,) = Path(folder).rglob("needles-*-depth.png")

@@ -432,7 +432,7 @@ def main() -> None:
     for name in arguments.parts or RUN:
         with torch.no_grad():
             RUN[name](known)
-        known["environment"] = environment()
+        known["environment"] = known.get("environment", {}) | {name: environment()}
         write_json(arguments.output, known)
     print(f"Numbers: {arguments.output}")
 

@@ -23,7 +23,7 @@ def decode_text() -> str:
         f"{split_table(found['split'])}\n\n"
         f"Reading {found['reading'][0]['tokens']:,} tokens with 4 layers of 256:\n\n"
         f"{table(READING_TABLE, found['reading'])}",
-        found["environment"],
+        *found["environment"].values(),
     )
 
 

@@ -69,6 +69,8 @@ def command(model: Path, file: Path, memory: Path, tier: str, cores: int, proces
         str(file),
         "--memory",
         str(memory),
+        "--memory-tier",
+        tier,
     ]
     environment = os.environ | {"OMP_NUM_THREADS": "1" if processes else str(cores)}
     return seconds(lambda: subprocess.run(words, check=True, capture_output=True, env=environment))

@@ -29,6 +29,7 @@ from pretrained_models import (
     Losses,
     Models,
     Text,
+    beyond,
     by_step,
     converted,
     latex,
@@ -45,7 +46,7 @@ from pretrained_needles import FACTORS, landmark, needles
 from pretrained_reading import reading
 
 from tests.smollm2 import convert_smollm2, smollm2
-from trailmark.data.corpus import Tokens, load_tokenizer, read_text, tokenize
+from trailmark.data.corpus import Tokens, load_tokenizer, read_text
 from trailmark.evaluation.losses import token_losses
 from trailmark.evaluation.retrieval.run import losses_of
 from trailmark.evaluation.subject import load
@@ -57,7 +58,6 @@ from trailmark.statistics import bootstrap_mean, bootstrap_ratio
 OUTPUT = Path(__file__).with_suffix(".json")
 WINDOWS, LENGTHS, FAR = (256, 512), (4096, 8192), (16_384, 65_536, 262_144)
 CHUNKS, NEEDLES = (4, 8, 16, 32, 64), (4096, 65_536)
-_FAR_TOKENS = 1 << 17  # at each length beyond the base's
 READ, FULL = (100_000, 1_000_000), (8_192, 16_384)
 
 
@@ -302,22 +302,9 @@ def references(options: argparse.Namespace, progress: Progress) -> dict[str, Any
 def far(options: argparse.Namespace, progress: Progress) -> dict[str, Any]:
     """The DRT and its window twin on texts that the base cannot read: chapters one after another."""
     models, window = Models.of(options), options.window
-    tokenizer = load_tokenizer(str(models.base))
-    files = sorted((data_folder("math") / "test").glob("*.tex"))
-    whole = tokenize([read_text(file) for file in files], tokenizer)
-    losses, rows = Losses(options.folder / "losses.json", progress), []
-    for length in options.far:
-        count = min(4, max(1, _FAR_TOKENS // length), len(whole) // length)
-        texts = [
-            Text(f"chapters from {n * length}", whole[n * length : (n + 1) * length]) for n in range(count)
-        ]
-        pair = [losses.of(*named(folder, window), texts) for folder in (models.window, models.drt)]
-        means = np.array([[x[UNSEEN - 1 :].mean() for x in own] for own in pair])
-        gain = means[0] - means[1]
-        low, high = bootstrap_mean(gain)
-        found = {"window": float(means[0].mean()), "drt": float(means[1].mean())}
-        gained = {"gain": float(gain.mean()), "gain_low": low, "gain_high": high}
-        rows.append({"length": length, "texts": count} | found | gained)
+    losses, tokenizer = Losses(options.folder / "losses.json", progress), load_tokenizer(str(models.base))
+    pair = named(models.window, window), named(models.drt, window)
+    rows = beyond(losses, tokenizer, options.far, *pair, "drt")
     return models.training() | {"window": window, "rows": rows}
 
 

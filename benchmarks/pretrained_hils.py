@@ -26,6 +26,7 @@ from pretrained_models import (
     WINDOW,
     Losses,
     Text,
+    beyond,
     converted,
     far_base,
     hils_of,
@@ -100,22 +101,9 @@ def whole(options: argparse.Namespace, progress: Progress) -> dict[str, Any]:
 
 def far(options: argparse.Namespace, progress: Progress) -> dict[str, Any]:
     """Beyond the base's own length: chapters one after another, beside the window alone."""
-    files = sorted((data_folder("math") / "test").glob("*.tex"))
-    whole = tokenize([read_text(file) for file in files], tokenizer_of(options))
-    known, rows = Losses(options.folder / "losses.json", progress), []
-    for length in options.far:
-        count = min(4, max(1, (1 << 17) // length), len(whole) // length)
-        texts = [
-            Text(f"chapters from {n * length}", whole[n * length : (n + 1) * length]) for n in range(count)
-        ]
-        pair = named(base_of(options), WINDOW), named_hils(options)
-        found_losses = [known.of(name, open_model, texts) for name, open_model in pair]
-        window, hils = (np.array([x[UNSEEN - 1 :].mean() for x in own]) for own in found_losses)
-        low, high = bootstrap_mean(window - hils)
-        found = {"window": float(window.mean()), "hils": float(hils.mean())}
-        gained = {"gain": float((window - hils).mean()), "gain_low": low, "gain_high": high}
-        rows.append({"length": length, "texts": count} | found | gained)
-    return about(options) | {"rows": rows}
+    known = Losses(options.folder / "losses.json", progress)
+    pair = named(base_of(options), WINDOW), named_hils(options)
+    return about(options) | {"rows": beyond(known, tokenizer_of(options), options.far, *pair, "hils")}
 
 
 def along(options: argparse.Namespace, progress: Progress) -> dict[str, Any]:

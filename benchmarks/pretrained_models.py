@@ -29,6 +29,7 @@ from trailmark.training.run import HISTORY_FILE
 
 FOLDER = ROOT / "runs" / "benchmark-pretrained"
 SINKS = 4
+_FAR_TOKENS = 1 << 17  # at each length beyond the base's
 UNSEEN = 1024  # tokens at the beginning of a text that are read and not counted
 STEP_TOKENS = 4096  # of pretrained_train.py
 WINDOW = 512  # of a HiLS, and of layers that do not look far
@@ -44,10 +45,14 @@ class Text(NamedTuple):
 # --- texts -----------------------------------------------------------------------------------------------------
 
 
+def chapters() -> list[Path]:
+    """The held-out LaTeX."""
+    return sorted((data_folder("math") / "test").glob("*.tex"))
+
+
 def latex(tokenizer: Any, length: int) -> list[Text]:
     """The beginning of each held-out chapter that is long enough."""
-    files = sorted((data_folder("math") / "test").glob("*.tex"))
-    return _long_enough(((file.name, read_text(file)) for file in files), tokenizer, length)
+    return _long_enough(((file.name, read_text(file)) for file in chapters()), tokenizer, length)
 
 
 def sources(tokenizer: Any, length: int) -> list[Text]:
@@ -282,7 +287,8 @@ class Losses:
                 model = model or open_model()
                 self.progress.show(key)
                 losses = read(model, number) if read else token_losses(model, text.ids[None]).losses[0]
-                self.known[key] = np.round(losses, 4).tolist()
+                # another process may have added to it
+                self.known = (read_json(self.file) or {}) | self.known | {key: np.round(losses, 4).tolist()}
                 write_json(self.file, self.known)
             found.append(np.array(self.known[key]))
         return found
@@ -324,6 +330,37 @@ def on_short_texts(
             {"kind": kind, "texts": len(pieces), "length": length}
             | {"base": float(before.mean()), name: float(after.mean())}
             | {"worse": float(worse.mean()), "worse_low": low, "worse_high": high}
+        )
+    return rows
+
+
+def beyond(
+    losses: Losses,
+    tokenizer: Any,
+    lengths: Sequence[int],
+    window: tuple[str, Callable[[], Any]],
+    own: tuple[str, Callable[[], Any]],
+    name: str,
+) -> list[dict[str, Any]]:
+    """By length, of chapters one after another that the base cannot read: a model beside its twin with a window.
+
+    Args:
+        window, own: what the losses of both are known by, and how they are opened; those of ``own`` stand under
+            ``name``, and how far they lie below the others' under "gain".
+    """
+    whole, rows = tokenize([read_text(file) for file in chapters()], tokenizer), []
+    for length in lengths:
+        count = min(4, max(1, _FAR_TOKENS // length), len(whole) // length)
+        texts = [
+            Text(f"chapters from {n * length}", whole[n * length : (n + 1) * length]) for n in range(count)
+        ]
+        twin, mine = (
+            np.array([x[UNSEEN - 1 :].mean() for x in losses.of(*pair, texts)]) for pair in (window, own)
+        )
+        low, high = bootstrap_mean(twin - mine)
+        rows.append(
+            {"length": length, "texts": count, "window": float(twin.mean()), name: float(mine.mean())}
+            | {"gain": float((twin - mine).mean()), "gain_low": low, "gain_high": high}
         )
     return rows
 

@@ -38,10 +38,11 @@ class Chapter(NamedTuple):
     ids: Tokens
 
 
-def chapter(text: str, tokenizer: Any, length: int, chunk_size: int) -> Chapter:
-    """The first tokens of a text, as many as it has, and where they stand in it."""
+def chapter(text: str, tokenizer: Any, length: int, chunk_size: int, whole: bool = False) -> Chapter:
+    """The first tokens of a text, as many as it has, and where they stand in it; ``whole``: whole chunks of them."""
     found = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
     length = min(length, len(found["input_ids"]))
+    length -= length % chunk_size if whole else 0
     starts = np.array([*(first for first, _ in found["offset_mapping"]), len(text)][: length + 1], np.int64)
     ids = np.array(found["input_ids"][:length], np.int32)
     chunks = np.array([*range(0, length, chunk_size), length], np.int64)

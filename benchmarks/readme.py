@@ -173,7 +173,7 @@ def choosing_needles_text() -> str:
         f"{CHANCE:.5f}. Questions end with their chunk; *needle's chunk read*: by some head, at the question's last "
         "token or the next, where the chunk behind it may be read instead, to which windows carry what it says."
         f"\n\n{table(columns, rows)}",
-        cases[0]["environment"],
+        *(case["environment"] for case in cases),
     )
 
 
@@ -408,7 +408,7 @@ def ruler_text() -> str:
         "95% interval": lambda r: f"{r['low']:.2f}-{r['high']:.2f}",
         "seconds": "{seconds:,.0f}",
     }
-    return on_machine(table(columns, rows), rows[-1]["environment"])
+    return on_machine(table(columns, rows), *(row["environment"] for row in rows))
 
 
 # --- the server ------------------------------------------------------------------------------------------------
@@ -420,7 +420,7 @@ def serving_text() -> str:
         found[name]["results"] for name in ("first", "together", "many", "kills", "hostile")
     )
     speeds, at = together["tokens_per_second"], first["milliseconds"]
-    wrong = many["wrong"] + many["other"]
+    wrong = many["wrong"]
     after = "lived on" if hostile["alive"] else "did not live on"
     return (
         "On loopback, the demo's model over a memory of 1M tokens "

@@ -39,7 +39,6 @@ NAME = "haystack"
 _CHUNK = 32  # of the demo's model: a needle lies in one chunk
 _EACH = 8  # needles of a client
 _LETTERS, _DIGITS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ", "0123456789"
-_MIB = 1 << 20
 
 
 @dataclass(frozen=True)

@@ -204,7 +204,7 @@ def text() -> str:
         "paper, 1x": paper(0),
         "paper, 4x": paper(1),
     }
-    return on_machine(table(columns, [*rows.values()]), found[-1]["environment"])
+    return on_machine(table(columns, [*rows.values()]), *(result["environment"] for result in found))
 
 
 def main() -> None:

@@ -135,9 +135,10 @@ def machine(where: Row, libraries: Sequence[str] = ("torch",)) -> str:
     return f"{computed}, {versions}, {where['date']}"
 
 
-def on_machine(text: str, where: Row) -> str:
-    """A text, and under it what it was measured on."""
-    return f"{text}\n\nMachine: {machine(where)}."
+def on_machine(text: str, *where: Row) -> str:
+    """A text, and under it what it was measured on: one machine, or all that its numbers are of."""
+    machines = sorted({machine(own) for own in where})
+    return f"{text}\n\nMachine{'s' * (len(machines) > 1)}: {'; '.join(machines)}."
 
 
 def record(name: str) -> dict[str, Any]:

@@ -3,12 +3,11 @@
     python benchmarks/training.py overhead         trailmark train against a bare loop of the same training
     python benchmarks/training.py loader           batches alone against what the demo's model consumes
     python benchmarks/training.py length           time per token by context length
-    python benchmarks/training.py table4           sizes of 350M to 3B on a CUDA device (--tiny: tiny ones anywhere)
     TRAILMARK_DATA=... python benchmarks/training.py text     real text: see training_text.py
 
-Each writes its part of benchmarks/training.json (on CUDA training-cuda.json) as it goes and, started again, goes on
-where it was stopped; a part with other settings or from another machine is measured anew. What is compared is
-interleaved in one process.
+Each but the last writes its part of benchmarks/training.json (on CUDA training-cuda.json) as it goes and, started
+again, goes on where it was stopped; a part with other settings or from another machine is measured anew. What is
+compared is interleaved in one process.
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ from __future__ import annotations
 import argparse
 import copy
 import functools
-import gc
 import statistics
 import tempfile
 import time
@@ -41,7 +39,7 @@ from trailmark.training.config import RunConfig, load_run_config
 from trailmark.training.loss import Meter, weighted_loss
 from trailmark.training.run import Run
 from trailmark.training.tasks import NeedleTask, Task, TextTask
-from trailmark.training.trainer import checkpoint_activations, make_optimizer, schedule
+from trailmark.training.trainer import make_optimizer, schedule
 
 OUTPUT = Path(__file__).with_suffix(".json")
 FOLDER = ROOT / "runs" / "benchmark-training"
@@ -377,104 +375,6 @@ def deviations(part: dict[str, Any]) -> dict[str, float]:
     return found
 
 
-# --- the second paper's Table 4 ----------------------------------------------------------------------------
-
-TABLE4 = {"350m": 32_768, "760m": 16_384, "1.5b": 8_192, "3b": 4_096}  # of configs: tokens of a text
-TABLE4_MODELS: dict[str, tuple[str, list[str]]] = {
-    "window only": ("base-512", []),
-    "full attention": ("base-512", ["model.sliding_window=null"]),
-    "DRT x1": ("drt-x1", []),
-    "DRT x2": ("drt-x1", ["model.num_retrieval_groups=2"]),
-}
-# with --tiny, those that the configuration has
-_TINY = {"vocab_size": 300, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4, "num_lower_layers": 2,
-         "num_attention_heads": 2, "sliding_window": 64, "chunk_size": 16}  # fmt: skip
-
-
-def table4(arguments: argparse.Namespace, record: Record) -> None:
-    """Throughput and memory of each size; what does not fit is tried once more with activation checkpointing."""
-    if not arguments.tiny and not torch.cuda.is_available():
-        raise SystemExit(
-            "table4: expected a CUDA device for models of 350M to 3B parameters, found none. "
-            "--tiny runs the same command with tiny models on a CPU, to see that it works."
-        )
-    device = "cpu" if arguments.tiny else "cuda"
-    tokens = 1024 if arguments.tiny else arguments.tokens
-    settings = {
-        "tokens_per_step": tokens,
-        "rounds": arguments.rounds,
-        "device": device,
-        "tiny": arguments.tiny,
-    }
-    if device == "cuda":
-        settings["name"] = torch.cuda.get_device_name()
-    part = record.part("table4", settings, arguments.again)
-    for size, context in TABLE4.items():
-        context = context // 64 if arguments.tiny else context
-        for name in TABLE4_MODELS:
-            for checkpointing in (False, True):
-                asked = {
-                    "size": size,
-                    "context": context,
-                    "model": name,
-                    "activation_checkpointing": checkpointing,
-                }
-                done = next((r for r in part["results"] if asked.items() <= r.items()), None)
-                if done is None:
-                    done = asked | throughput(size, name, context, tokens, device, arguments, checkpointing)
-                    part["results"].append(done)
-                    record.keep()
-                    print(done, flush=True)
-                if not done["out_of_memory"]:
-                    break
-
-
-def table4_config(size: str, name: str, tiny: bool) -> RunConfig:
-    config, changes = TABLE4_MODELS[name]
-    path = CONFIGS / f"{config}-{size}.yaml"
-    if tiny:
-        fields = load_run_config(path).model
-        changes = [f"model.{key}={number}" for key, number in _TINY.items() if key in fields] + changes
-    return load_run_config(path, changes)
-
-
-def throughput(
-    size: str,
-    name: str,
-    context: int,
-    tokens: int,
-    device: str,
-    arguments: argparse.Namespace,
-    checkpointing: bool,
-) -> dict[str, Any]:
-    """Tokens/s and peak memory of ``tokens // context`` micro-batches of one text and a step of the optimizer."""
-    rows = arguments.micro_batch_size
-    try:
-        step = Step(table4_config(size, name, arguments.tiny), device)
-        if checkpointing:
-            checkpoint_activations(step.model)
-        step.run(rows, context, 1)
-        if device == "cuda":
-            torch.cuda.reset_peak_memory_stats()
-        micro = max(1, tokens // (rows * context))
-        seconds = [step.run(rows, context, micro)[0] for _ in range(arguments.rounds)]
-        peak = torch.cuda.max_memory_allocated() if device == "cuda" else None
-        return {
-            "out_of_memory": False,
-            "parameters": step.parameters,
-            "micro_batch": [rows, context],
-            "tokens_per_second": spread([micro * rows * context / s for s in seconds]),
-            "peak_bytes": peak,
-        }
-    except torch.OutOfMemoryError:
-        return {"out_of_memory": True}
-    finally:
-        step = None  # type: ignore[assignment]
-        gc.collect()
-        if device == "cuda":
-            torch.cuda.empty_cache()
-
-
 # --- the command -------------------------------------------------------------------------------------------
 
 
@@ -507,11 +407,6 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     one.add_argument(
         "--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu"
     )
-    one = add("table4", table4)
-    one.add_argument("--rounds", type=int, default=5)
-    one.add_argument("--tokens", type=int, default=32_768, help="of a step of the optimizer")
-    one.add_argument("--micro-batch-size", type=int, default=1)
-    one.add_argument("--tiny", action="store_true", help="tiny models on a CPU: shows that the command works")
     training_text.add_arguments(parts.add_parser("text", help=(training_text.__doc__ or "").splitlines()[0]))
     return parser.parse_args(arguments)
 
@@ -534,8 +429,6 @@ def measure(arguments: argparse.Namespace) -> None:
     if output is None:
         on_cuda = torch.cuda.is_available() and getattr(arguments, "device", "cuda") == "cuda"
         output = OUTPUT.with_stem("training-cuda") if on_cuda else OUTPUT
-        if getattr(arguments, "tiny", False):
-            output = FOLDER / "tiny.json"  # no result: nothing to keep beside those that are
     arguments.work(arguments, Record(output))
     print(f"Numbers: {output}")
 

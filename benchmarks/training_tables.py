@@ -12,14 +12,12 @@ from tables import Column, Columns, Row, crossed, line_figure, table
 from training import deviations, time_per_token
 from training_text import FACTORS, difference, perplexity, word_perplexity
 
-from trailmark.report.console import size
-
 COLOURS = {"window only": "#777777", "full attention": "#c2571a", "DRT x1": "#1f5fa8", "DRT x2": "#3d7f3f"}
 
 
 def part_texts(found: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
     """Text and environment of each part of training.json."""
-    makers = {"overhead": overhead_text, "loader": loader_text, "length": length_text, "table4": table4_text}
+    makers = {"overhead": overhead_text, "loader": loader_text, "length": length_text}
     return [
         (make(found[name]), found[name]["environment"])
         for name, make in makers.items()
@@ -97,18 +95,6 @@ def length_text(part: dict[str, Any]) -> str:
         f"**Time per token by context length** (microseconds; forward, backward and optimizer, "
         f"{settings['tokens_per_step']:,} tokens a step, medians of {settings['rounds']} rounds).\n\n{shown}"
     )
-
-
-def table4_text(part: dict[str, Any]) -> str:
-    def fits(r: Row) -> str:
-        if r["out_of_memory"]:
-            return "out of memory"
-        peak = "" if r["peak_bytes"] is None else f", {size(r['peak_bytes'])}"
-        again = ", checkpointed" if r["activation_checkpointing"] else ""
-        return f"{r['tokens_per_second']['median']:,.0f}{peak}{again}"
-
-    shown = crossed(part["results"], {"model": "{model}"}, "{size}, {context:,} tokens", fits)
-    return f"**Table 4 of arXiv 2410.01651** (tokens/s, peak memory).\n\n{shown}"
 
 
 COSTS: Columns = {

@@ -1,6 +1,6 @@
 """Two hops, 16 distractors and 8 retrieved chunks: groups and landmarks that following a chain takes.
 
-    python benchmarks/two_hop.py                    every case that benchmarks/two_hop.json lacks
+    python benchmarks/two_hop.py                    every case; what was trained and asked already stays
     python benchmarks/two_hop.py --minutes 30       stop after so long; the same command goes on
 
 ``$AAAA=BBBB;`` and ``$BBBB=ddddd;`` are hidden among 16 needles that belong to no chain, as many of each kind. With

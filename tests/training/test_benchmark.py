@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from tests.benchmark_scripts import BENCHMARKS, scripts
 from tests.training.tiny import prose, run_config
@@ -39,36 +38,12 @@ def text(modules: dict[str, ModuleType]) -> ModuleType:
 
 
 def test_every_part_has_its_command(training: ModuleType) -> None:
-    for part in ("overhead", "loader", "length", "table4", "text"):
+    for part in ("overhead", "loader", "length", "text"):
         assert training.parse([part]).part == part
     assert training.parse(["text", "--seeds", "0", "1", "--minutes", "2"]).seeds == [0, 1]
     assert training.parse(["overhead", "--configs", "text"]).configs == ["text"]
     with pytest.raises(SystemExit):
         training.parse([])
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
-def test_large_models_are_refused_without_cuda(training: ModuleType, tmp_path: Path) -> None:
-    with pytest.raises(SystemExit, match="expected a CUDA device"):
-        training.table4(training.parse(["table4"]), training.Record(tmp_path / "out.json"))
-    assert not (tmp_path / "out.json").exists()
-
-
-def test_the_table_of_large_models_has_configurations(training: ModuleType) -> None:
-    """What --tiny changes is sizes alone: the same four models."""
-    for size in training.TABLE4:
-        for tiny in (False, True):
-            models = {name: training.table4_config(size, name, tiny).model for name in training.TABLE4_MODELS}
-            assert models["full attention"] == models["window only"] | {"sliding_window": None}
-            assert models["DRT x2"] == models["DRT x1"] | {"num_retrieval_groups": 2}
-            assert models["DRT x1"]["hidden_size"] == models["window only"]["hidden_size"]
-
-
-def test_a_tiny_one_of_them_is_measured(training: ModuleType) -> None:
-    arguments = training.parse(["table4", "--tiny", "--rounds", "1"])
-    found = training.throughput("3b", "DRT x2", 64, 128, "cpu", arguments, checkpointing=True)
-    assert not found["out_of_memory"]
-    assert found["tokens_per_second"]["median"] > 0
 
 
 # --- the record ----------------------------------------------------------------------------------------------
@@ -171,18 +146,6 @@ def test_perplexities(text: ModuleType) -> None:
 
 
 # --- tables --------------------------------------------------------------------------------------------------
-
-
-def test_large_models_that_fit_and_that_do_not(modules: dict[str, ModuleType]) -> None:
-    """Of the other parts tests/test_benchmark_tables.py reads what README.md shows."""
-    row = {"size": "3b", "context": 4096, "activation_checkpointing": True, "out_of_memory": True}
-    fits = {"out_of_memory": False, "tokens_per_second": {"median": 9.0}, "peak_bytes": 1 << 30}
-    results = [row | {"model": "DRT x1"} | fits, row | {"model": "full attention"}]
-    found: dict[str, Any] = {"table4": {"results": results, "environment": {"threads": 2}}}
-    ((shown, environment),) = modules["training_tables"].part_texts(found)
-    assert environment == {"threads": 2}
-    assert "9, 1.0 GiB, checkpointed" in shown
-    assert "out of memory" in shown
 
 
 def test_the_table_of_text_while_it_is_measured(modules: dict[str, ModuleType]) -> None:
