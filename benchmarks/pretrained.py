@@ -32,6 +32,7 @@ from pretrained_models import (
     beyond,
     by_step,
     converted,
+    interval,
     latex,
     measure_parts,
     named,
@@ -53,7 +54,6 @@ from trailmark.evaluation.subject import load
 from trailmark.files import read_json
 from trailmark.models.drt.config import DRTConfig
 from trailmark.report.console import Progress
-from trailmark.statistics import bootstrap_mean, bootstrap_ratio
 
 OUTPUT = Path(__file__).with_suffix(".json")
 WINDOWS, LENGTHS, FAR = (256, 512), (4096, 8192), (16_384, 65_536, 262_144)
@@ -206,8 +206,7 @@ def controls(options: argparse.Namespace, progress: Progress) -> dict[str, Any]:
     gap_of_texts = totals(found["window"]) - totals(found["full"])
     for choice, own in read.items():
         lost = totals(own) - totals(found["drt"])
-        low, high = bootstrap_ratio(lost, gap_of_texts)
-        worse = {"worse": float(lost.sum() / gap_of_texts.sum()), "worse_low": low, "worse_high": high}
+        worse = interval("worse", lost, gap_of_texts)
         case = {"kind": "LaTeX", "length": length, "window": window, "chunks": choice}
         rows.append(case | _row(found | {"drt": own}, flags, "all") | worse)
     return models.training() | {"rows": rows}
@@ -257,15 +256,8 @@ def _row(found: dict[str, list[Any]], flags: list[Flags], tokens: str) -> dict[s
             sums[name].append(float(losses[n][counted].sum()))
     total = {name: np.array(values) for name, values in sums.items()}
     given, lost = total["window"] - total["drt"], total["window"] - total["full"]
-    low, high = bootstrap_ratio(given, lost)
-    gain = given / np.array(counts)
-    gain_low, gain_high = bootstrap_mean(gain)
     means = {name: float(values.sum() / sum(counts)) for name, values in total.items()}
-    return {
-        "nats": means, "texts": len(flags), "counted": sum(counts),
-        "closed": float(given.sum() / lost.sum()), "closed_low": low, "closed_high": high,
-        "gain": float(gain.mean()), "gain_low": gain_low, "gain_high": gain_high,
-    }  # fmt: skip
+    return {"nats": means, "texts": len(flags), "counted": sum(counts)} | interval("closed", given, lost)
 
 
 def _ranking(models: Models, options: argparse.Namespace, tokenizer: Any) -> Any:

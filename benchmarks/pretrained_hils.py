@@ -30,6 +30,7 @@ from pretrained_models import (
     converted,
     far_base,
     hils_of,
+    interval,
     latex,
     measure_parts,
     named,
@@ -43,7 +44,6 @@ from trailmark.evaluation.retrieval.run import row_of
 from trailmark.memory import ChunkCache
 from trailmark.models.hils.config import HiLSConfig
 from trailmark.report.console import Progress
-from trailmark.statistics import bootstrap_mean, bootstrap_ratio
 from trailmark.trace.losses import piece_losses
 
 OUTPUT = Path(__file__).with_suffix(".json")
@@ -128,14 +128,8 @@ def along(options: argparse.Namespace, progress: Progress) -> dict[str, Any]:
     for low, high in pairwise((0, *(end for end in ENDS if end <= places[-1]))):
         those = (places > low) & (places <= high)
         gain = (nats["window"] - nats["hils"])[those]
-        gain_low, gain_high = bootstrap_mean(gain)
         row = {name: float(own[those].mean()) for name, own in nats.items()}
-        row |= {
-            "gain": float(gain.mean()),
-            "gain_low": gain_low,
-            "gain_high": gain_high,
-            "least": float(gain.min()),
-        }
+        row |= interval("gain", gain) | {"least": float(gain.min())}
         rows.append({"first": int(places[those][0]), "last": int(high), "stretches": len(gain)} | row)
     return about(options) | {
         "fields": READER_FIELDS,
@@ -177,13 +171,12 @@ def closed(sums: dict[str, Any], each: int) -> dict[str, Any]:
     """What a HiLS gives back of what the window loses; ``sums``: nats of each text, of ``each`` tokens."""
     full, window, hils = (sums[name] for name in ("full", "window", "hils"))
     counted = each * len(full)
-    low, high = bootstrap_ratio(window - hils, window - full)
-    above_low, above_high = bootstrap_mean((hils - full) / each)
-    return {
-        "nats": {name: float(x.sum() / counted) for name, x in sums.items()},
-        "closed": float((window - hils).sum() / (window - full).sum()), "closed_low": low, "closed_high": high,
-        "above": float((hils - full).sum() / counted), "above_low": above_low, "above_high": above_high,
-    }  # fmt: skip
+    nats = {name: float(x.sum() / counted) for name, x in sums.items()}
+    return (
+        {"nats": nats}
+        | interval("closed", window - hils, window - full)
+        | interval("above", (hils - full) / each)
+    )
 
 
 def about(options: argparse.Namespace) -> dict[str, Any]:

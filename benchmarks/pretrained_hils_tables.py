@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from pretrained_tables import ASKED, nats, share, short_texts
-from tables import RIGHT, Columns, Row, on_machine, record, table
+from pretrained_tables import ASKED, nats, short_texts
+from tables import RIGHT, Columns, Row, between, on_machine, record, table
 
 
 def _known() -> dict[str, Row]:
@@ -29,7 +29,7 @@ def summary() -> str:
     parts = {name: part["results"] for name, part in _known().items()}
     rows, reader, kept = parts["losses"]["rows"], parts["reader"], parts["focus"]
     (row,) = (x for x in rows if (x["kind"], x["length"], x["chunks"]) == ("LaTeX", 4096, rows[0]["chunks"]))
-    closed, about = share("closed").format(**row), parts["losses"]
+    closed, about = between("closed", ".2f").format(**row), parts["losses"]
     chat = {x["model"]: _right(x) for x in reader["rows"] if x["chat"]}
     return (
         f"By `--to hils` alone, where every layer and token chooses {row['chunks']} chunks of {about['chunk_size']} "
@@ -73,8 +73,8 @@ _OF_HILS: Columns = {
     "window, nats": nats("window"),
     "HiLS": nats("hils"),
     "full attention": nats("full"),
-    "above full": lambda row: f"{row['above']:.3f} ({row['above_low']:.3f} to {row['above_high']:.3f})",
-    "closed": share("closed"),
+    "above full": between("above"),
+    "closed": between("closed", ".2f"),
 }
 
 
@@ -116,7 +116,7 @@ def _far_text(found: Row) -> str:
 _BELOW_THE_WINDOW: Columns = {
     "window, nats": "{window:.3f}",
     "HiLS": "{hils:.3f}",
-    "below the window": lambda row: f"{row['gain']:.3f} ({row['gain_low']:.3f} to {row['gain_high']:.3f})",
+    "below the window": between("gain"),
 }
 
 

@@ -23,7 +23,7 @@ from trailmark.machine import fast_precision
 from trailmark.models.conversion.convert import convert
 from trailmark.models.drt.config import DRTConfig
 from trailmark.report.console import Progress
-from trailmark.statistics import bootstrap_mean
+from trailmark.statistics import bootstrap_ratio
 from trailmark.training.config import load_run_config
 from trailmark.training.run import HISTORY_FILE
 
@@ -325,11 +325,10 @@ def on_short_texts(
         ]
         pair = losses.of("base", partial(opened, base), pieces), losses.of(*own, pieces)
         before, after = (np.array([x.mean() for x in each]) for each in pair)
-        worse, (low, high) = after - before, bootstrap_mean(after - before)
         rows.append(
             {"kind": kind, "texts": len(pieces), "length": length}
             | {"base": float(before.mean()), name: float(after.mean())}
-            | {"worse": float(worse.mean()), "worse_low": low, "worse_high": high}
+            | interval("worse", after - before)
         )
     return rows
 
@@ -357,12 +356,18 @@ def beyond(
         twin, mine = (
             np.array([x[UNSEEN - 1 :].mean() for x in losses.of(*pair, texts)]) for pair in (window, own)
         )
-        low, high = bootstrap_mean(twin - mine)
         rows.append(
             {"length": length, "texts": count, "window": float(twin.mean()), name: float(mine.mean())}
-            | {"gain": float((twin - mine).mean()), "gain_low": low, "gain_high": high}
+            | interval("gain", twin - mine)
         )
     return rows
+
+
+def interval(name: str, sums: Any, counts: Any = None) -> dict[str, float]:
+    """sum(sums) / sum(counts), a number of each text, with its 95% interval; without ``counts`` the mean."""
+    counts = np.ones_like(sums) if counts is None else counts
+    low, high = bootstrap_ratio(sums, counts)
+    return {name: float(sums.sum() / counts.sum()), f"{name}_low": low, f"{name}_high": high}
 
 
 def totals(losses: Sequence[Any]) -> Totals:

@@ -20,6 +20,7 @@ from pretrained_models import (
     Models,
     by_step,
     converted,
+    interval,
     latex,
     name_of,
     named,
@@ -36,7 +37,6 @@ from trailmark.files import read_json, write_json
 from trailmark.models.drt.config import DRTConfig
 from trailmark.models.landmark.config import LandmarkConfig
 from trailmark.report.console import Progress
-from trailmark.statistics import bootstrap_mean
 from trailmark.training.config import load_run_config
 from trailmark.training.run import HISTORY_FILE
 
@@ -135,8 +135,7 @@ def landmark(options: argparse.Namespace, progress: Progress) -> dict[str, Any]:
     for step, own in sorted(({0: begun} | by_step(folder)).items()):
         found = losses.of(name_of(own), partial(opened, own), texts)
         nats = np.array([x[UNSEEN - 1 :].mean() for x in found])
-        low, high = bootstrap_mean(nats - means["window"])
-        above = {"above": float((nats - means["window"]).mean()), "above_low": low, "above_high": high}
+        above = interval("above", nats - means["window"])
         rows.append({"tokens": step * STEP_TOKENS, "loss": float(nats.mean())} | above)
     asked = Needles(options, progress)
     found_needles = [

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from itertools import groupby
 
 from pretrained_references import RULES
-from tables import RIGHT, Columns, Row, machine, on_machine, record, table
+from tables import RIGHT, Columns, Row, between, machine, on_machine, record, table
 
 
 def start_text() -> str:
@@ -37,10 +37,6 @@ def start_text() -> str:
     )
 
 
-def share(name: str) -> str:
-    return f"{{{name}:.2f}} ({{{name}_low:.2f}} to {{{name}_high:.2f}})"
-
-
 def nats(model: str) -> Callable[[Row], str]:
     return lambda row: f"{row['nats'][model]:.3f}"
 
@@ -53,7 +49,7 @@ _LOSSES: Columns = {
     "window, nats": nats("window"),
     "DRT": nats("drt"),
     "full attention": nats("full"),
-    "closed": share("closed"),
+    "closed": between("closed", ".2f"),
 }
 
 
@@ -121,7 +117,7 @@ def _number_text(found: Row) -> str:
         "text": "{kind}",
         "chunks read": "{chunks}",
         "DRT, nats": nats("drt"),
-        "closed": share("closed"),
+        "closed": between("closed", ".2f"),
     }
     how = f"at {found['length']:,} tokens and a window of {found['window']}"
     return (
@@ -142,8 +138,10 @@ def _controls_text(found: Row) -> str:
     columns: Columns = {
         "chunks": lambda row: CHOICES.get(row["chunks"], row["chunks"]),
         "DRT, nats": nats("drt"),
-        "closed": share("closed"),
-        "less than by its own choice": lambda row: share("worse").format(**row) if row["worse"] else "",
+        "closed": between("closed", ".2f"),
+        "less than by its own choice": lambda row: (
+            between("worse", ".2f").format(**row) if row["worse"] else ""
+        ),
     }
     return f"With others in the place of the chunks it chooses, on LaTeX:\n\n{table(columns, found['rows'])}"
 
@@ -166,13 +164,13 @@ def _short_text(found: Row) -> str:
 
 def short_texts(rows: list[Row], name: str, shown: str) -> str:
     columns: Columns = {"text": "{kind}", "texts": "{texts}", "base, nats": "{base:.3f}", shown: f"{{{name}:.3f}}",
-                        f"{shown} above it": "{worse:.3f} ({worse_low:.3f} to {worse_high:.3f})"}  # fmt: skip
+                        f"{shown} above it": between("worse")}  # fmt: skip
     return f"Texts of {rows[0]['length']} tokens, which the window holds whole:\n\n{table(columns, rows)}"
 
 
 def _beyond_text(found: Row) -> str:
     columns: Columns = {"tokens": "{length:,}", "texts": "{texts}", "window, nats": "{window:.3f}", "DRT": "{drt:.3f}",
-                        "DRT below it": "{gain:.3f} ({gain_low:.3f} to {gain_high:.3f})"}  # fmt: skip
+                        "DRT below it": between("gain")}  # fmt: skip
     return (
         f"Chapters one after another, beyond what the base itself reads (`{found.get('trained', 'drt-256-0')}`):\n\n"
         f"{table(columns, found['rows'])}"
@@ -219,7 +217,7 @@ def _landmark_text(found: Row) -> str:
     columns: Columns = {
         "trained on": "{tokens:,} tokens",
         "nats per token": "{loss:.3f}",
-        "above the base with a window": "{above:.3f} ({above_low:.3f} to {above_high:.3f})",
+        "above the base with a window": between("above"),
     }
     asked: Columns = {
         "model": "{model}",

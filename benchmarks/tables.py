@@ -23,6 +23,11 @@ Columns = dict[str, Column]
 RIGHT = "{accuracy:.3f} ({accuracy_low:.3f}-{accuracy_high:.3f})"  # a share, and its interval
 
 
+def between(name: str, form: str = ".3f") -> str:
+    """How a number is written with the ends of its interval, which lie under ``name_low`` and ``name_high``."""
+    return f"{{{name}:{form}}} ({{{name}_low:{form}}} to {{{name}_high:{form}}})"
+
+
 def spread(of: Mapping[str, float], form: str = ",.0f") -> str:
     """Median, lowest and highest."""
     return f"{of['median']:{form}} ({of['lowest']:{form}}-{of['highest']:{form}})"
