@@ -96,6 +96,19 @@ def test_a_base_with_the_additions_is_the_trained_model(
         assert (run / ADDITIONS).stat().st_size < 0.6 * (run / "model.safetensors").stat().st_size
 
 
+def test_what_no_weights_have_may_have_changed_in_the_base(
+    additions: Path, folder: Path, tmp_path: Path
+) -> None:
+    """Repositories mend which tokens end an answer; the weights stay what they were."""
+    base = shutil.copytree(folder / "base", tmp_path / "base")
+    config = json.loads((base / "config.json").read_text())
+    (base / "config.json").write_text(json.dumps(config | {"eos_token_id": [1, 2]}))
+    for source in (folder / "base", base):
+        convert(source, tmp_path / f"of-{source.parent.name}", additions=additions)
+    one, other = (weights_of(tmp_path / f"of-{x.parent.name}") for x in (folder / "base", base))
+    assert all(torch.equal(x, other[name]) for name, x in one.items())
+
+
 def test_a_second_training_adds_to_the_first(folder: Path, tmp_path: Path) -> None:
     first = trained(tmp_path / "first", folder / "drt")
     convert(folder / "base", tmp_path / "shared", additions=first / ADDITIONS)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from transformers import LlamaConfig, Qwen3Config
 
-from tests.models.conversion.bases import rope
+from tests.models.conversion.bases import byte_level, rope
 from trailmark.models.conversion.convert import convert
 from trailmark.models.conversion.tensors import without_weights
 from trailmark.training.config import load_run_config
@@ -37,8 +37,9 @@ BASES: dict[str, tuple[str, Any]] = {
 
 
 def hollow(config: Any, folder: Path) -> Path:
-    """A folder with a base's configuration and a file of its tensors' sizes, with holes for their values."""
+    """A folder with a base's configuration, a tokenizer, and a file of its tensors with holes for their values."""
     config.save_pretrained(folder)
+    byte_level().save_pretrained(folder)
     model = without_weights(config, "base")
     header, end = {}, 0
     for name, x in model.state_dict().items():

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoTokenizer
 
@@ -311,6 +311,46 @@ def test_files_that_are_sharded_or_gguf_give_the_same_tensors(tmp_path: Path) ->
         assert other.keys() == weights[0].keys()
         assert all(torch.equal(x, weights[0][name]) for name, x in other.items())
     assert AutoTokenizer.from_pretrained(tmp_path / "3")("ab c")["input_ids"]
+
+
+def test_a_tied_projection_may_lie_under_either_name(tmp_path: Path) -> None:
+    """``safetensors.torch.save_model`` keeps the last of the names."""
+    base = save(made("llama").float(), tmp_path / "base")
+    converted(base, tmp_path / "one", "drt", *DRT)
+    weights = load_file(base / "model.safetensors")
+    weights["lm_head.weight"] = weights.pop("model.embed_tokens.weight")
+    save_file(weights, base / "model.safetensors", {"format": "pt"})
+    converted(base, tmp_path / "other", "drt", *DRT)
+    one, other = (load_file(tmp_path / name / "model.safetensors") for name in ("one", "other"))
+    assert one.keys() == other.keys()
+    assert all(torch.equal(x, other[name]) for name, x in one.items())
+
+
+def test_weights_are_not_narrowed_by_what_config_json_says(tmp_path: Path) -> None:
+    base = save(made("llama").float(), tmp_path / "base")
+    config = json.loads((base / "config.json").read_text())
+    (base / "config.json").write_text(json.dumps(config | {"dtype": "bfloat16"}))
+    ours = converted(base, tmp_path / "ours", "drt", *DRT)
+    assert ours.dtype == torch.float32
+    assert torch.equal(ours.norm.weight, load_file(base / "model.safetensors")["model.norm.weight"])
+
+
+@pytest.mark.parametrize(
+    ("kind", "unread"), [("linear", "original_max_position_embeddings"), ("yarn", "finetuned")]
+)
+def test_keys_beside_scaled_positions_that_nobody_reads(kind: str, unread: str, tmp_path: Path) -> None:
+    base = save(made("llama"), tmp_path / "base")
+    config = json.loads((base / "config.json").read_text())
+    scaling: dict[str, Any] = {"rope_type": kind, "factor": 4.0, "original_max_position_embeddings": 64}
+    config["rope_parameters"] = {"rope_theta": 500.0, "finetuned": True} | scaling
+    (base / "config.json").write_text(json.dumps(config))
+    if kind == "linear":  # which has no key beside its factor
+        with pytest.raises(ValueError, match="got 'finetuned'"):
+            converted(base, tmp_path / "refused", "sliding_window")
+        del config["rope_parameters"]["finetuned"]
+        (base / "config.json").write_text(json.dumps(config))
+    ours = converted(base, tmp_path / "ours", "sliding_window")
+    assert ours.config.rope_scaling == {name: x for name, x in scaling.items() if name != unread}
 
 
 def test_what_a_file_of_llama_cpp_says_of_positions_is_not_passed_over(tmp_path: Path) -> None:

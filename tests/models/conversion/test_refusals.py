@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from pathlib import Path
 from typing import Any
@@ -132,6 +133,18 @@ def test_an_index_that_leads_out_of_the_folder(base: Path) -> None:
 )
 def test_fields_that_do_not_fit(to: str, field: str, message: str, base: Path) -> None:
     refused(base, message, to, field)
+
+
+def test_a_base_without_a_tokenizer(base: Path) -> None:
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        (base / name).unlink()
+    refused(base, "expected a tokenizer beside the weights, base has none")
+
+
+@pytest.mark.skipif(importlib.util.find_spec("sentencepiece") is not None, reason="sentencepiece is there")
+def test_a_tokenizer_that_another_package_reads(base: Path) -> None:
+    (base / "tokenizer.json").rename(base / "tokenizer.model")
+    refused(base, "base has tokenizer.model alone.*pip install sentencepiece protobuf")
 
 
 def test_a_tokenizer_of_another_model(base: Path) -> None:

@@ -27,10 +27,14 @@ SAME = (
     "num_key_value_heads", "rms_norm_eps", "initializer_range", "tie_word_embeddings", "pad_token_id", "bos_token_id",
     "eos_token_id",
 )  # fmt: skip
+TOLD = ("initializer_range", "pad_token_id", "bos_token_id", "eos_token_id")
+"""Those that no weights have."""
 _READ = (
     "head_dim", "rope_parameters", "max_position_embeddings", "sliding_window", "use_sliding_window",
     "max_window_layers", "layer_types",
 )  # fmt: skip
+# keys beside a kind of scaled positions that nobody reads
+_UNREAD: dict[str, tuple[str, ...]] = {"yarn": ("finetuned",), "linear": ("original_max_position_embeddings",)}
 # changes nothing in what a trained model computes
 _NEUTRAL = ("use_cache", "attention_dropout", "dtype", "architectures", "return_dict", "problem_type")
 # what another value would mean, of fields that a family may have
@@ -264,6 +268,8 @@ def _rope(config: Any, kind: str) -> dict[str, Any]:
             _refusal(kind, f"rope_parameters = {brief(parameters)}", "positions of another kind")
         )
     scaling = {name: value for name, value in parameters.items() if name not in ("rope_theta", "type")}
+    unread = _UNREAD.get(str(scaling.get("rope_type")), ())
+    scaling = {name: value for name, value in scaling.items() if name not in unread}
     if scaling.pop("partial_rotary_factor", 1) not in (None, 1):
         raise ValueError(
             _refusal(

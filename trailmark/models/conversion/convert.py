@@ -35,7 +35,7 @@ from trailmark.models.conversion import back, report
 from trailmark.models.conversion.additions import ADDITIONS, Additions
 from trailmark.models.conversion.additions import ARGUMENT as ADDITIONS_ARGUMENT
 from trailmark.models.conversion.back import BACK
-from trailmark.models.conversion.base import ARGUMENT, Base, open_base
+from trailmark.models.conversion.base import ARGUMENT, TOLD, Base, open_base
 from trailmark.models.conversion.ours import OurTensors, as_base, is_ours
 from trailmark.models.conversion.parts import KINDS, Parts
 from trailmark.models.conversion.targets import TARGETS
@@ -50,7 +50,7 @@ from trailmark.models.conversion.tensors import (
     write_tensors,
 )
 from trailmark.models.conversion.tensors import without_weights as pretrained_without_weights
-from trailmark.models.conversion.vocabulary import save_tokenizer
+from trailmark.models.conversion.vocabulary import open_tokenizer, save_tokenizer
 from trailmark.models.fields import field_types, parse_fields
 from trailmark.models.registry import architectures
 from trailmark.models.size import without_weights
@@ -159,6 +159,7 @@ class _Work:
     folder: Path
     options: dict[str, Any]
     """For who reads configuration and tokenizer there."""
+    tokenizer: Any
     tensors: Tensors
     dtype: torch.dtype
     config: Any
@@ -185,9 +186,10 @@ def _forth(asked: _Asked) -> _Work:
         "name": base.name, "revision": base.revision, "family": base.family, "trained_length": base.trained_length,
     }  # fmt: skip
     record = _record(asked, about, tensors, dtype, config, rows)
+    tokenizer = open_tokenizer(base.folder, base.name, ARGUMENT, base.options)
     return _Work(
-        base.name, base.folder, base.options, tensors, dtype, config, parts, shapes, record, asked.additions
-    )
+        base.name, base.folder, base.options, tokenizer, tensors, dtype, config, parts, shapes, record, asked.additions
+    )  # fmt: skip
 
 
 def _back(asked: _Asked) -> _Work:
@@ -203,7 +205,7 @@ def _back(asked: _Asked) -> _Work:
     given = dict(parse_override("fields", text) for text in asked.fields)
     length = base_length(read_json(folder / report.RECORD))
     theirs = back.theirs(config, asked.to, given, length)
-    tensors = SafetensorFiles(folder, name, config.dtype)
+    tensors = SafetensorFiles(folder, name)
     pretrained.expect_fits(config, folder, ARGUMENT)
     expect_tensors(tensors, without_weights(config), name)
     parts = back.parts_of(config)
@@ -211,7 +213,8 @@ def _back(asked: _Asked) -> _Work:
     dtype = _dtype(asked, tensors)
     about = {"name": name, "revision": None, "family": config.model_type, "trained_length": length}
     record = _record(asked, about, tensors, dtype, theirs, report.rows(parts, shapes))
-    return _Work(name, folder, {}, tensors, dtype, theirs, parts, shapes, record)
+    tokenizer = open_tokenizer(folder, name, ARGUMENT, {})
+    return _Work(name, folder, {}, tokenizer, tensors, dtype, theirs, parts, shapes, record)
 
 
 def _dtype(asked: _Asked, tensors: Tensors) -> torch.dtype:
@@ -261,7 +264,7 @@ def _config(base: Base, asked: _Asked) -> TrailmarkConfig:
 
 def _expect_fields_of_base(base: Base, fields: Mapping[str, Any], argument: str, way_out: str) -> None:
     for name, value in base.fields.items():
-        if name in fields and fields[name] != value:
+        if name not in TOLD and name in fields and fields[name] != value:
             raise ValueError(
                 f"{argument}: {name}: expected {brief(value)}, which the weights of {base.name} have, got "
                 f"{brief(fields[name])}. {way_out}"
@@ -290,8 +293,7 @@ def _write(
         telling_of_a_full_disk(output.parent, lambda: "Nothing is left of it."),
         staging_folder(output) as folder,
     ):
-        tokenizer = pretrained.load_tokenizer(work.folder, ARGUMENT, **work.options)
-        left_out = save_tokenizer(tokenizer, folder, config.vocab_size, ARGUMENT)
+        left_out = save_tokenizer(work.tokenizer, folder, config.vocab_size, ARGUMENT)
         if left_out:
             work.record["base"]["tokens_left_out"] = left_out
         ours = isinstance(config, TrailmarkConfig)

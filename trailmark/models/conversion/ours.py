@@ -83,7 +83,7 @@ class OurTensors:
     """The tensors of such a base under the names of transformers."""
 
     def __init__(self, base: Base) -> None:
-        self._own = SafetensorFiles(base.folder, base.name, base.ours.dtype)
+        self._own = SafetensorFiles(base.folder, base.name)
         expect_tensors(self._own, without_weights(base.ours), base.name)
         self.files, self.dtype, self._parts = self._own.files, self._own.dtype, parts_of(base.ours)
         state = pretrained_without_weights(base.config, base.name).state_dict()

@@ -42,7 +42,7 @@ class Tensors(Protocol):
 class SafetensorFiles:
     """Of a folder with one file, or with several and an index."""
 
-    def __init__(self, folder: Path, name: str, said: Any) -> None:
+    def __init__(self, folder: Path, name: str) -> None:
         self.files = _files_of(folder)
         self.shapes: dict[str, tuple[int, ...]] = {}
         self._places: dict[str, Path] = {}
@@ -61,11 +61,17 @@ class SafetensorFiles:
                 f"{ARGUMENT}: expected weights in {', '.join(sorted(known))}, {name} has some in "
                 f"{', '.join(sorted(unknown))}: they are quantized. Convert the model that they were made of."
             )
-        self.dtype = said if said in DTYPES else _widest([known[kind] for kind in kinds])
+        self.dtype = _widest([known[kind] for kind in kinds])
+        self._names: dict[str, str] = {}
 
     def read(self, name: str) -> Tensor:
-        with self._opened(self._places[name]) as file:
-            return file.get_tensor(name)
+        own = self._names.get(name, name)
+        with self._opened(self._places[own]) as file:
+            return file.get_tensor(own)
+
+    def rename(self, name: str, known: str) -> None:
+        """What lies in the files as ``name`` is ``known``."""
+        self.shapes[known], self._names[known] = self.shapes.pop(name), name
 
     def _opened(self, path: Path) -> AbstractContextManager[Any]:
         try:
@@ -180,16 +186,22 @@ def open_tensors(base: Base) -> Tensors:
     if base.gguf is not None:
         tensors: Tensors = GGUFFile(base, model.state_dict())
     else:
-        tensors = SafetensorFiles(base.folder, base.name, base.config.dtype)
+        tensors = SafetensorFiles(base.folder, base.name)
     expect_tensors(tensors, model, base.name)
     return tensors
 
 
 def expect_tensors(tensors: Tensors, model: Any, name: str) -> None:
-    """Raise a ValueError unless a model on the meta device has these tensors; a copy of a tied one is dropped."""
+    """Raise a ValueError unless a model on the meta device has these tensors.
+
+    Of tied ones a copy is dropped, or is the tensor itself where a file holds it alone.
+    """
     tied = model.all_tied_weights_keys
     for copy, of in tied.items():
         if copy in tensors.shapes:
+            if of not in tensors.shapes and isinstance(tensors, SafetensorFiles):
+                tensors.rename(copy, of)
+                continue
             if of not in tensors.shapes or not torch.equal(tensors.read(copy), tensors.read(of)):
                 raise ValueError(
                     f"{ARGUMENT}: config.json of {name} says that {copy} is {of} (tie_word_embeddings), and its file "

@@ -1,14 +1,44 @@
-"""The tokenizer of a base, without tokens that its model has no embedding of."""
+"""The tokenizer of a base: opened, and saved without tokens that its model has no embedding of."""
 
 from __future__ import annotations
 
+import importlib.util
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from trailmark import pretrained
 from trailmark.files import read_json, write_json
 
-_TOKENS, _SETTINGS = "tokenizer.json", "tokenizer_config.json"
+_TOKENS, _PIECES, _SETTINGS = "tokenizer.json", "tokenizer.model", "tokenizer_config.json"
+
+
+def open_tokenizer(folder: Path, name: str, argument: str, options: Mapping[str, Any]) -> Any:
+    """The tokenizer beside the weights of the base ``name``; ``options``: of transformers, with a .gguf file.
+
+    Raises:
+        ValueError: there is none, or a package is missing that reads it.
+    """
+    if not options:
+        there = {path.name for path in folder.iterdir()}
+        if not there & {_TOKENS, _PIECES, _SETTINGS, "vocab.json"}:
+            raise ValueError(
+                f"{argument}: expected a tokenizer beside the weights, {name} has none. Put its {_TOKENS} there."
+            )
+        needed = [package for package in ("sentencepiece", "google.protobuf") if not _is_there(package)]
+        if _TOKENS not in there and _PIECES in there and needed:
+            raise ValueError(
+                f"{argument}: expected a {_TOKENS} beside the weights, {name} has {_PIECES} alone, which transformers "
+                "reads with other packages. pip install sentencepiece protobuf"
+            )
+    return pretrained.load_tokenizer(folder, argument, **options)
+
+
+def _is_there(package: str) -> bool:
+    try:
+        return importlib.util.find_spec(package) is not None
+    except ModuleNotFoundError:  # what it lies in is missing
+        return False
 
 
 def save_tokenizer(tokenizer: Any, folder: Path, vocab_size: int, argument: str) -> list[str]:
@@ -24,9 +54,9 @@ def save_tokenizer(tokenizer: Any, folder: Path, vocab_size: int, argument: str)
         ValueError: other tokens have no embedding either.
     """
     tokenizer.save_pretrained(folder)
-    if len(tokenizer) <= vocab_size:
+    known = read_json(folder / _TOKENS)
+    if len(tokenizer) <= vocab_size or known is None:  # one of bytes has none, and numbers that are never used
         return []
-    known = read_json(folder / _TOKENS) or {}
     added = known.get("added_tokens", [])
     out = [token["content"] for token in added if token["id"] >= vocab_size]
     write_json(folder / _TOKENS, known | {"added_tokens": [x for x in added if x["id"] < vocab_size]})
