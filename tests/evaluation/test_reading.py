@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 from pathlib import Path
 from typing import Any
@@ -117,6 +118,32 @@ def test_an_interrupted_reading_goes_on_where_it_stopped(
     assert reader.num_tokens == seen[-1]
     assert [reader.read(book) for book in books] == [True, True]
     torch.testing.assert_close(answer(subject, reader.cache), whole(subject, *books))
+
+
+@pytest.mark.parametrize("whole_text", [True, False])
+def test_a_text_that_was_moved_is_known_again(
+    subject: Subject, books: list[Path], tmp_path: Path, whole_text: bool
+) -> None:
+    def stop(reader: Reader) -> None:
+        raise KeyboardInterrupt
+
+    with contextlib.suppress(KeyboardInterrupt):
+        Reader(subject, tmp_path / "memory", progress=(lambda reader: None) if whole_text else stop).read(
+            books[0]
+        )
+    moved = books[0].rename(tmp_path / "moved.txt")
+    reader = Reader(subject, tmp_path / "memory")
+    if not whole_text:
+        with pytest.raises(ValueError, match="which this memory holds in part"):
+            reader.read(books[1])
+    assert reader.read(moved) is not whole_text
+    del reader
+    reader = Reader(subject, tmp_path / "memory")
+    assert [source["path"] for source in reader.sources] == [str(moved.resolve())]
+    copied = tmp_path / "copied.txt"
+    copied.write_bytes(moved.read_bytes())  # beside the one that was read: another text
+    assert [reader.read(moved), reader.read(books[1]), reader.read(copied)] == [False, True, True]
+    torch.testing.assert_close(answer(subject, reader.cache), whole(subject, moved, books[1], copied))
 
 
 def test_a_text_that_changed_since_is_refused(subject: Subject, books: list[Path], tmp_path: Path) -> None:

@@ -113,7 +113,7 @@ class Reader:
         """
         self.path = path
         name = os.path.realpath(path)  # unlike resolve() it bears a link to itself
-        source = next((s for s in self.sources if s["path"] == name), None)
+        source = next((s for s in self.sources if s["path"] == name), None) or self._moved(path, name)
         if source is not None and source["done"]:
             self._expect_unchanged(path, source)
             return False
@@ -149,18 +149,30 @@ class Reader:
                 self.save()
         return True
 
+    def _moved(self, path: Path, name: str) -> dict[str, Any] | None:
+        """What was read of this file while it lay where nothing lies now; from here on it is known as ``name``."""
+        for source in self.sources:
+            if not os.path.lexists(source["path"]) and self._was_read(path, source):
+                source["path"] = name
+                self.save()
+                return source
+        return None
+
+    def _was_read(self, path: Path, source: dict[str, Any]) -> bool:
+        """Whether a file is what ``source`` says of one, as far as that was read."""
+        if source["done"] and (known := source.get("file_sha256")) is not None:
+            return bool(sha256_of(path) == known)
+        try:
+            more = next(self._tokens(path, source), None)
+        except ValueError:
+            return False
+        return more is None or not source["done"]  # of an older memory's no more is left
+
     def _expect_unchanged(self, path: Path, source: dict[str, Any]) -> None:
         """Compare a file with what was read of it; the memory of one that is gone is all that there is."""
         with contextlib.suppress(FileNotFoundError):
             untrusted.expect_regular(path, "file", links=True)
-            if (known := source.get("file_sha256")) is not None:
-                same = sha256_of(path) == known
-            else:  # an older memory's: its tokens are compared, and there are no more of them
-                try:
-                    same = not any(True for _ in self._tokens(path, source))
-                except ValueError:
-                    same = False
-            if not same:
+            if not self._was_read(path, source):
                 raise ValueError(
                     f"file: {str(path)!r} has changed since it was read: this memory holds what it was then. Read it "
                     "anew into another --memory; to add it to this one as another text, give it another name."
