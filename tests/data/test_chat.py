@@ -37,6 +37,18 @@ def test_the_two_parts_are_what_the_template_writes(tmp_path: Path, bos: bool) -
         assert inside == whole.removeprefix("<|begin|>")
 
 
+def test_what_a_template_leaves_out_of_earlier_answers_is_left_out(tmp_path: Path) -> None:
+    """As that of Qwen3 does with what was thought before an answer."""
+    tokenizer = save_chat_bpe(tmp_path)
+    said = "message['content']"
+    assert said in CHAT_TEMPLATE
+    tokenizer.chat_template = CHAT_TEMPLATE.replace(said, f"({said}.split('</think>') | last).lstrip()")
+    answered = TURNS[2] | {"content": "<think>A river?</think>\nBelow."}
+    asked, cue = conversation([*TURNS[:2], answered, TURNS[3]], tokenizer)
+    plain = conversation(TURNS, tokenizer)
+    assert (asked.tolist(), cue.tolist()) == tuple(part.tolist() for part in plain)
+
+
 def test_a_question_alone_is_that_of_a_conversation(tmp_path: Path) -> None:
     tokenizer = save_chat_bpe(tmp_path)
     turns = ChatTurns.of(tokenizer)

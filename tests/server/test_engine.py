@@ -161,6 +161,23 @@ def test_a_landmark_may_stand_inside_a_prompt_or_nowhere(
         assert numbers(answered(engine, again)[0]) == numbers(answer)[1:]
 
 
+def test_few_chunks_are_chosen_by_the_question_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As ``trailmark chat`` does: what stands behind the landmark begins the answer."""
+    model, asked, looked = hils(reading="windows", num_focus_chunks=1), prompt(9), []
+    memory, focus = model.read(tokens(READ)), model.focus
+
+    def watched(ids: torch.Tensor, cache: ChunkCache) -> None:
+        looked.append(tuple(ids[0].tolist()))
+        focus(ids, cache)
+
+    monkeypatch.setattr(model, "focus", watched)
+    engine = Engine(model, max_rows=2, prefill_tokens=8)
+    for place in (7, None, 0):
+        answered(engine, Job(asked, memory.branch(), GREEDY, landmark=place))
+    engine.close()
+    assert looked == [asked[:7], asked, asked]
+
+
 def test_a_seed_draws_the_same_whoever_is_beside(engine: Engine, memory: ChunkCache) -> None:
     def job(seed: int) -> Job:
         return Job(prompt(5, seed), memory.branch(), Sampling(12, 1.3, 0.9, seed=seed))

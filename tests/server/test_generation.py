@@ -102,6 +102,23 @@ def test_a_stop_string_ends_an_answer_and_is_not_shown(live: Server) -> None:
     assert "".join(event.choices[0].text for event in streamed) == choice.text
 
 
+def test_an_answer_can_be_sent_back_as_the_client_has_it(live: Server) -> None:
+    ask: dict[str, Any] = {"model": "chat", "max_completion_tokens": 4, "temperature": 0}
+    answer = live.openai.chat.completions.create(messages=ASKED, **ask).choices[0].message
+    dumped = answer.model_dump() | {
+        "annotations": [],
+        "audio": None,
+        "function_call": None,
+        "tool_calls": None,
+    }
+    again = ASKED[:1]
+    both = [
+        live.openai.chat.completions.create(messages=[*ASKED, sent, *again], **ask).choices[0].message.content
+        for sent in (dumped, {"role": "assistant", "content": answer.content})
+    ]
+    assert both[0] == both[1]
+
+
 def test_log_probabilities_of_a_conversation(live: Server) -> None:
     out = live.openai.chat.completions.create(
         model="chat", messages=ASKED, max_completion_tokens=4, logprobs=True, top_logprobs=2, temperature=0

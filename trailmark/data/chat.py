@@ -121,7 +121,15 @@ def conversation(
         parts[0] = parts[0].removeprefix(tokenizer.bos_token)
     contents = [contents[n] for n in order]
     if not any(_spells_control(content, tokenizer) for content in contents):
-        body = "".join(text for pair in zip(parts, [*contents, ""], strict=True) for text in pair)
+        # whatever the template does with contents: of earlier answers it may leave out what was thought
+        real = [dict(message) | {"content": message["content"].strip()} for message in messages]
+        whole = _rendered(tokenizer, real, True)
+        if whole.endswith(cue):
+            body = whole.removesuffix(cue)
+            if inside and beginning(tokenizer):
+                body = body.removeprefix(tokenizer.bos_token)
+        else:
+            body = "".join(text for pair in zip(parts, [*contents, ""], strict=True) for text in pair)
         asked, after = tokenize_parts([body, cue], tokenizer)
         return asked, after
     pieces = []

@@ -292,7 +292,9 @@ class Engine:
             elif self._is_over(item.answer):
                 again = False
             elif item.focuses:
-                self._model.focus(self._tensor(item.answer.job.prompt)[None], item.cache)
+                # by the question alone, as `trailmark chat` does: what follows its landmark begins the answer
+                question = item.answer.job.prompt[: item.landmark or None]
+                self._model.focus(self._tensor(question)[None], item.cache)
                 item.focuses, again = False, True
             elif again := item.done < (first := item.last_piece(self._piece)):
                 item.done += self._take(item.cache, item.answer.job.prompt, item.done, first, prompt=True)

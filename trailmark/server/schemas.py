@@ -31,7 +31,12 @@ class Message(_Body):
     role: Literal["system", "developer", "user", "assistant"]
     content: str | Annotated[list[TextPart], Field(min_length=1, max_length=_MOST_MESSAGES)]
     name: str | None = None
+    # what an answer of ours has of these, as clients send it back
     refusal: None = None
+    audio: None = None
+    function_call: None = None
+    annotations: Annotated[list[Any], Field(max_length=0)] | None = None
+    tool_calls: Annotated[list[Any], Field(max_length=0)] | None = None
 
     @property
     def text(self) -> str:
