@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import signal
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from tests.training.tiny import TEXT, save_converted_llama
 from trailmark.ops import selection_divergence, token_divergence
 from trailmark.training.config import RunConfig, load_run_config
 from trailmark.training.distil import chunk_targets
+from trailmark.training.fit import MemoryFit
 from trailmark.training.next_chunk import NextChunk
 from trailmark.training.run import Run
 
@@ -238,6 +241,30 @@ def test_a_retriever_of_a_model_that_reads_nothing_is_refused(folder: Path) -> N
         ValueError, match=r"^training.train: expected additions or all for a model whose layers read no"
     ):
         run.train()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_fit_is_stopped_after_the_text_that_it_reads(number: signal.Signals, folder: Path) -> None:
+    def stop(message: str) -> None:
+        if message.startswith("Fitting the memory"):
+            signal.raise_signal(number)
+
+    run = Run(config_of(folder, f"stopped-{number}"), say=stop)
+    fitted, add = [], MemoryFit.add
+
+    def watched_add(self: MemoryFit, batch: Any) -> None:
+        fitted.append(batch)
+        add(self, batch)
+
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        pytest.raises(KeyboardInterrupt) if number == signal.SIGINT else nullcontext(),
+    ):
+        patch.setattr(MemoryFit, "add", watched_add)
+        assert run.train() is None
+    assert not fitted
+    assert run.step == 0
+    assert not list(run.output.glob("checkpoints/step-*"))
 
 
 @pytest.mark.slow

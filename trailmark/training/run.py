@@ -38,7 +38,7 @@ from trailmark.models import MODELS, TrailmarkForCausalLM
 from trailmark.models.card.files import refresh_card
 from trailmark.models.conversion.additions import ADDITIONS, Additions
 from trailmark.models.size import expect_memory
-from trailmark.processes import by_main, is_main, rank, world_size
+from trailmark.processes import by_main, connected, is_main, rank, world_size
 from trailmark.training import checkpoints, states
 from trailmark.training.checkpoints import CHECKPOINTS
 from trailmark.training.config import RunConfig
@@ -297,7 +297,8 @@ class Run(RunningState):
         fit = MemoryFit(self.model.eval(), self.teacher, self.config.distil.fit_retriever)
         began = told = time.perf_counter()
         for number, (step, row) in enumerate(own := texts[rank() :: world_size()], start=1):
-            if self.stopping and world_size() == 1:  # several leave together, at the end of a step
+            if self.stop_signal and not connected():  # several leave together, at the end of a step
+                self.stopping = True
                 return
             fit.add(task.batch(step, row, 1))
             if (now := time.perf_counter()) - told > _TELLING_SECONDS:
