@@ -24,8 +24,9 @@ from tests.disks import largest_file
 from tests.training.tiny import prose, run_config
 from trailmark import cli
 from trailmark.evaluation import subject
-from trailmark.evaluation.subject import own_device
+from trailmark.evaluation.subject import load, own_device
 from trailmark.files import read_json
+from trailmark.report.console import size
 
 Command = Callable[..., tuple[int, str, str]]
 ROOT = Path(__file__).parents[1]
@@ -172,7 +173,9 @@ def test_read_generate_verify(trained: Path, tmp_path: Path, command: Command) -
     assert code == 0
     assert f"{notes}: {len(notes.read_text()):,} tokens read" in out  # bytes
     assert "tokens/s" in out + err
-    assert f"lies in {memory}/" in out
+    cache = load(model).model.load_cache(memory)
+    held = size(cache.memory_bytes() + cache.window_bytes())
+    assert f"lies in {memory}/ ({held})" in out
     assert "read already" in command("read", model, notes, "--memory", memory)[1]
     before = snapshot(memory)
     generate = ("generate", model, "--prompt", "~ABCD", "--max-new-tokens", "8")

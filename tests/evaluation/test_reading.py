@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -133,6 +134,10 @@ def test_a_text_that_was_moved_is_known_again(
         )
     moved = books[0].rename(tmp_path / "moved.txt")
     reader = Reader(subject, tmp_path / "memory")
+    os.mkfifo(tmp_path / "pipe")
+    for other in ("pipe", "none.txt"):  # what is no file is not looked into
+        with pytest.raises(ValueError, match="file: "):
+            reader.read(tmp_path / other)
     if not whole_text:
         with pytest.raises(ValueError, match="which this memory holds in part"):
             reader.read(books[1])

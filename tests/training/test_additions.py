@@ -103,10 +103,12 @@ def test_what_no_weights_have_may_have_changed_in_the_base(
     base = shutil.copytree(folder / "base", tmp_path / "base")
     config = json.loads((base / "config.json").read_text())
     (base / "config.json").write_text(json.dumps(config | {"eos_token_id": [1, 2]}))
-    for source in (folder / "base", base):
-        convert(source, tmp_path / f"of-{source.parent.name}", additions=additions)
-    one, other = (weights_of(tmp_path / f"of-{x.parent.name}") for x in (folder / "base", base))
+    made = [tmp_path / "of-base", tmp_path / "of-mended"]
+    for source, output in zip((folder / "base", base), made, strict=True):
+        convert(source, output, additions=additions)
+    one, other = map(weights_of, made)
     assert all(torch.equal(x, other[name]) for name, x in one.items())
+    assert [saved_fields(str(output))["eos_token_id"] for output in made] == [config["eos_token_id"], [1, 2]]
 
 
 def test_a_second_training_adds_to_the_first(folder: Path, tmp_path: Path) -> None:

@@ -124,7 +124,7 @@ def conversation(
         # whatever the template does with contents: of earlier answers it may leave out what was thought
         real = [dict(message) | {"content": message["content"].strip()} for message in messages]
         whole = _rendered(tokenizer, real, True)
-        if whole.endswith(cue):
+        if whole.endswith(cue):  # else contents are put between what stands around marks, as below
             body = whole.removesuffix(cue)
             if inside and beginning(tokenizer):
                 body = body.removeprefix(tokenizer.bos_token)

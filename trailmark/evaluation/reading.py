@@ -151,17 +151,22 @@ class Reader:
 
     def _moved(self, path: Path, name: str) -> dict[str, Any] | None:
         """What was read of this file while it lay where nothing lies now; from here on it is known as ``name``."""
-        for source in self.sources:
-            if not os.path.lexists(source["path"]) and self._was_read(path, source):
+        gone = [source for source in self.sources if not os.path.lexists(source["path"])]
+        if not gone or not path.is_file():  # what is no file is told by who reads it
+            return None
+        untrusted.expect_regular(path, "file", links=True)
+        sha256 = sha256_of(path)
+        for source in gone:
+            if self._was_read(path, source, sha256):
                 source["path"] = name
                 self.save()
                 return source
         return None
 
-    def _was_read(self, path: Path, source: dict[str, Any]) -> bool:
-        """Whether a file is what ``source`` says of one, as far as that was read."""
+    def _was_read(self, path: Path, source: dict[str, Any], sha256: str) -> bool:
+        """Whether a file with that hash is what ``source`` says of one, as far as that was read."""
         if source["done"] and (known := source.get("file_sha256")) is not None:
-            return bool(sha256_of(path) == known)
+            return bool(sha256 == known)
         try:
             more = next(self._tokens(path, source), None)
         except ValueError:
@@ -172,7 +177,7 @@ class Reader:
         """Compare a file with what was read of it; the memory of one that is gone is all that there is."""
         with contextlib.suppress(FileNotFoundError):
             untrusted.expect_regular(path, "file", links=True)
-            if not self._was_read(path, source):
+            if not self._was_read(path, source, sha256_of(path)):
                 raise ValueError(
                     f"file: {str(path)!r} has changed since it was read: this memory holds what it was then. Read it "
                     "anew into another --memory; to add it to this one as another text, give it another name."

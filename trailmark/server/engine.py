@@ -292,7 +292,7 @@ class Engine:
             elif self._is_over(item.answer):
                 again = False
             elif item.focuses:
-                # by the question alone, as `trailmark chat` does: what follows its landmark begins the answer
+                # up to its landmark, as `trailmark chat` does: what follows begins the answer
                 question = item.answer.job.prompt[: item.landmark or None]
                 self._model.focus(self._tensor(question)[None], item.cache)
                 item.focuses, again = False, True

@@ -386,15 +386,22 @@ def test_tokens_without_an_embedding_are_left_out(tmp_path: Path) -> None:
     last = len(tokenizer)
     tokenizer.add_special_tokens({"pad_token": "<mine>", "extra_special_tokens": ["<a>", "<0>"]})
     tokenizer.save_pretrained(tmp_path / "base")
+    for file in ("config.json", "generation_config.json"):  # who pads with it mostly says so there too
+        path = tmp_path / "base" / file
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"pad_token_id": last}))
     ours = converted(tmp_path / "base", tmp_path / "ours", "drt", *DRT)
     kept = load(tmp_path / "ours").tokenizer  # as every command does
     assert len(kept) == last == ours.config.vocab_size
     assert (kept.pad_token, kept.extra_special_tokens) == (None, ["<0>"])
+    assert ours.config.pad_token_id is ours.generation_config.pad_token_id is None
     assert kept("some <0> text")["input_ids"] == tokenizer("some <0> text")["input_ids"]
     assert max(kept("<mine><a>")["input_ids"]) < last
-    record = _record(tmp_path / "ours")
-    assert record["base"]["tokens_left_out"] == ["<mine>", "<a>"]
-    assert any("<mine>" in line for line in report.lines(record))
+    for record in (
+        _record(tmp_path / "ours"),
+        convert(tmp_path / "base", tmp_path / "dry", "drt", DRT, dry_run=True),
+    ):
+        assert record["base"]["tokens_left_out"] == ["<mine>", "<a>"]
+        assert any("<mine>" in line for line in report.lines(record))
 
 
 # --- the folder --------------------------------------------------------------------------------------------------

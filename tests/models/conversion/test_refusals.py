@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tokenizers import processors
 
 from tests.models import tiny
-from tests.models.conversion.bases import LINEAR, converted, made, save
+from tests.models.conversion.bases import LINEAR, byte_level, converted, made, save
 from trailmark.models.conversion.convert import convert
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -145,6 +146,17 @@ def test_a_base_without_a_tokenizer(base: Path) -> None:
 def test_a_tokenizer_that_another_package_reads(base: Path) -> None:
     (base / "tokenizer.json").rename(base / "tokenizer.model")
     refused(base, "base has tokenizer.model alone.*pip install sentencepiece protobuf")
+
+
+def test_a_token_around_every_text_that_has_no_embedding(base: Path) -> None:
+    tokenizer = byte_level()
+    tokenizer.add_tokens([f"<{n}>" for n in range(300 - len(tokenizer))])
+    tokenizer.add_special_tokens({"bos_token": "<begin>"})
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="<begin> $A", special_tokens=[("<begin>", 300)]
+    )
+    tokenizer.save_pretrained(base)
+    refused(base, r"puts others around each text \(<begin> have none\)")
 
 
 def test_a_tokenizer_of_another_model(base: Path) -> None:

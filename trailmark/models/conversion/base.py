@@ -34,7 +34,10 @@ _READ = (
     "max_window_layers", "layer_types",
 )  # fmt: skip
 # keys beside a kind of scaled positions that nobody reads
-_UNREAD: dict[str, tuple[str, ...]] = {"yarn": ("finetuned",), "linear": ("original_max_position_embeddings",)}
+_UNREAD: dict[str, tuple[str, ...]] = {
+    "yarn": ("finetuned",),
+    "linear": ("original_max_position_embeddings",),
+}
 # changes nothing in what a trained model computes
 _NEUTRAL = ("use_cache", "attention_dropout", "dtype", "architectures", "return_dict", "problem_type")
 # what another value would mean, of fields that a family may have
@@ -166,6 +169,7 @@ def open_base(model: str | os.PathLike[str]) -> Base:
         pretrained.expect_safetensors(folder, ARGUMENT)
     options = {} if gguf is None else {"gguf_file": gguf.name}
     config = pretrained.load_config(folder, ARGUMENT, **options)
+    config.pad_token_id = known_token(config.pad_token_id, config)
     where = str(model) if revision is not None else (gguf or folder).resolve().name
     pretrained.expect_sane(config.to_dict(), f"{ARGUMENT}: {where}")
     return Base(where, folder, gguf, revision, config, fields_of(config, gguf is not None), _windows(config))
@@ -204,6 +208,11 @@ def _expect_gguf_reader() -> None:
 
 
 # --- the configuration in our words ------------------------------------------------------------------------------
+
+
+def known_token(token: int | None, config: Any) -> int | None:
+    """A token to pad with that has an embedding; None: it was added to the tokenizer alone."""
+    return None if token is None or token >= config.vocab_size else token
 
 
 def fields_of(config: Any, from_gguf: bool = False) -> dict[str, Any]:

@@ -35,7 +35,7 @@ from trailmark.models.conversion import back, report
 from trailmark.models.conversion.additions import ADDITIONS, Additions
 from trailmark.models.conversion.additions import ARGUMENT as ADDITIONS_ARGUMENT
 from trailmark.models.conversion.back import BACK
-from trailmark.models.conversion.base import ARGUMENT, TOLD, Base, open_base
+from trailmark.models.conversion.base import ARGUMENT, TOLD, Base, known_token, open_base
 from trailmark.models.conversion.ours import OurTensors, as_base, is_ours
 from trailmark.models.conversion.parts import KINDS, Parts
 from trailmark.models.conversion.targets import TARGETS
@@ -50,7 +50,7 @@ from trailmark.models.conversion.tensors import (
     write_tensors,
 )
 from trailmark.models.conversion.tensors import without_weights as pretrained_without_weights
-from trailmark.models.conversion.vocabulary import open_tokenizer, save_tokenizer
+from trailmark.models.conversion.vocabulary import open_tokenizer, save_tokenizer, without_embedding
 from trailmark.models.fields import field_types, parse_fields
 from trailmark.models.registry import architectures
 from trailmark.models.size import without_weights
@@ -175,6 +175,8 @@ def _forth(asked: _Asked) -> _Work:
     """A pretrained model as one of ours."""
     base = open_any_base(asked.model)
     config = _config(base, asked)
+    tokenizer = open_tokenizer(base.folder, base.name, ARGUMENT, base.options)
+    left_out = without_embedding(tokenizer, config.vocab_size, ARGUMENT)
     parts = TARGETS[asked.to].parts(base, config)
     shapes = _shapes(without_weights(config), parts)
     tensors = open_tensors(base) if base.ours is None else OurTensors(base)
@@ -182,11 +184,12 @@ def _forth(asked: _Asked) -> _Work:
     if asked.additions is not None:
         parts = asked.additions.put_into(parts, shapes)
     rows = report.rows(parts, shapes)
-    about = {
+    about: dict[str, Any] = {
         "name": base.name, "revision": base.revision, "family": base.family, "trained_length": base.trained_length,
     }  # fmt: skip
+    if left_out:
+        about["tokens_left_out"] = left_out
     record = _record(asked, about, tensors, dtype, config, rows)
-    tokenizer = open_tokenizer(base.folder, base.name, ARGUMENT, base.options)
     return _Work(
         base.name, base.folder, base.options, tokenizer, tensors, dtype, config, parts, shapes, record, asked.additions
     )  # fmt: skip
@@ -250,6 +253,7 @@ def _config(base: Base, asked: _Asked) -> TrailmarkConfig:
     cls = architectures()[asked.to].config_class
     given = parse_fields("fields", asked.fields, cls)
     saved = {} if asked.additions is None else asked.additions.fields(cls)
+    saved = {name: x for name, x in saved.items() if name not in TOLD or name not in base.fields}
     _expect_fields_of_base(base, given, "fields", "Leave it out.")
     _expect_fields_of_base(base, saved, ADDITIONS_ARGUMENT, "Name the base that they belong to.")
     fields = base.fields | (saved or TARGETS[asked.to].defaults(base, given)) | given
@@ -264,7 +268,7 @@ def _config(base: Base, asked: _Asked) -> TrailmarkConfig:
 
 def _expect_fields_of_base(base: Base, fields: Mapping[str, Any], argument: str, way_out: str) -> None:
     for name, value in base.fields.items():
-        if name not in TOLD and name in fields and fields[name] != value:
+        if name in fields and fields[name] != value:
             raise ValueError(
                 f"{argument}: {name}: expected {brief(value)}, which the weights of {base.name} have, got "
                 f"{brief(fields[name])}. {way_out}"
@@ -293,9 +297,8 @@ def _write(
         telling_of_a_full_disk(output.parent, lambda: "Nothing is left of it."),
         staging_folder(output) as folder,
     ):
-        left_out = save_tokenizer(work.tokenizer, folder, config.vocab_size, ARGUMENT)
-        if left_out:
-            work.record["base"]["tokens_left_out"] = left_out
+        left_out = work.record["base"].get("tokens_left_out", ())
+        save_tokenizer(work.tokenizer, folder, left_out, ARGUMENT)
         ours = isinstance(config, TrailmarkConfig)
         if ours and fingerprint is not None:
             config.tokenizer_fingerprint = fingerprint(pretrained.load_tokenizer(folder, ARGUMENT))
@@ -353,10 +356,12 @@ def _generation(work: _Work) -> Any:
     """generation_config.json of the base; where there is none, what its configuration says."""
     from transformers import GenerationConfig
 
-    if not work.options and (work.folder / "generation_config.json").is_file():
-        with pretrained.loading(ARGUMENT, f"cannot read generation_config.json of {work.name}"):
-            return GenerationConfig.from_pretrained(str(work.folder), local_files_only=True)
-    return GenerationConfig.from_model_config(work.config)
+    if work.options or not (work.folder / "generation_config.json").is_file():
+        return GenerationConfig.from_model_config(work.config)
+    with pretrained.loading(ARGUMENT, f"cannot read generation_config.json of {work.name}"):
+        found = GenerationConfig.from_pretrained(str(work.folder), local_files_only=True)
+    found.pad_token_id = known_token(found.pad_token_id, work.config)
+    return found
 
 
 # --- the record --------------------------------------------------------------------------------------------------

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ from trailmark import pretrained
 from trailmark.files import read_json, write_json
 
 _TOKENS, _PIECES, _SETTINGS = "tokenizer.json", "tokenizer.model", "tokenizer_config.json"
+_GONE = object()
 
 
 def open_tokenizer(folder: Path, name: str, argument: str, options: Mapping[str, Any]) -> Any:
@@ -41,42 +42,52 @@ def _is_there(package: str) -> bool:
         return False
 
 
-def save_tokenizer(tokenizer: Any, folder: Path, vocab_size: int, argument: str) -> list[str]:
-    """Save a tokenizer whose every token a model of ``vocab_size`` embeddings can read.
-
-    Tokens that somebody added to the tokenizer and not to the model, most often one to pad with, are left out: text
-    that spells them becomes other tokens.
-
-    Returns:
-        What was left out.
+def without_embedding(tokenizer: Any, vocab_size: int, argument: str) -> list[str]:
+    """The tokens that somebody added to a tokenizer and not to its model, most often one to pad with.
 
     Raises:
-        ValueError: other tokens have no embedding either.
+        ValueError: tokens that were not added have no embedding either.
     """
-    tokenizer.save_pretrained(folder)
-    known = read_json(folder / _TOKENS)
-    if len(tokenizer) <= vocab_size or known is None:  # one of bytes has none, and numbers that are never used
+    if not tokenizer.is_fast:  # one of bytes, with numbers that are never used
         return []
-    added = known.get("added_tokens", [])
-    out = [token["content"] for token in added if token["id"] >= vocab_size]
-    write_json(folder / _TOKENS, known | {"added_tokens": [x for x in added if x["id"] < vocab_size]})
-    settings = {name: _without(x, out) for name, x in (read_json(folder / _SETTINGS) or {}).items()}
-    write_json(folder / _SETTINGS, {name: x for name, x in settings.items() if x is not None})
-    left = len(pretrained.load_tokenizer(folder, argument))
-    if left > vocab_size:
+    added = tokenizer.added_tokens_decoder
+    last = max((number for number in tokenizer.get_vocab().values() if number not in added), default=0)
+    if last >= vocab_size:
         raise ValueError(
             f"{argument}: expected a tokenizer of at most {vocab_size} tokens, which the model has embeddings of, its "
-            f"own has {left} without those that were added. Put the one there that the model was trained with."
+            f"own has {last + 1} without those that were added. Put the one there that the model was trained with."
         )
-    return out
+    return [str(token) for number, token in sorted(added.items()) if number >= vocab_size]
 
 
-def _without(value: Any, out: list[str]) -> Any:
-    """A setting of a tokenizer without these tokens; None: it was one of them."""
+def save_tokenizer(tokenizer: Any, folder: Path, left_out: Sequence[str], argument: str) -> None:
+    """Save a tokenizer without some tokens: text that spells them becomes others.
+
+    Raises:
+        ValueError: it puts one of them around every text.
+    """
+    tokenizer.save_pretrained(folder)
+    if not left_out:
+        return
+    known, settings = read_json(folder / _TOKENS), read_json(folder / _SETTINGS)
+    added = [token for token in known["added_tokens"] if token["content"] not in left_out]
+    write_json(folder / _TOKENS, known | {"added_tokens": added, "padding": None})
+    write_json(folder / _SETTINGS, _without(settings, left_out))
+    kept = pretrained.load_tokenizer(folder, argument)
+    if max(kept("a")["input_ids"]) > max(kept.get_vocab().values()):
+        raise ValueError(
+            f"{argument}: expected a tokenizer of tokens that the model has embeddings of, it puts others around each "
+            f"text ({', '.join(left_out)} have none). Put the one there that the model was trained with."
+        )
+
+
+def _without(value: Any, out: Sequence[str]) -> Any:
+    """A setting of a tokenizer without these tokens; _GONE: it was one of them."""
     if isinstance(value, list):
-        return [x for x in value if _without(x, out) is not None]
+        return [x for x in value if _without(x, out) is not _GONE]
     if isinstance(value, dict):
-        if "content" in value:  # a token with how it is found in text
-            return None if value["content"] in out else value
-        return {name: x for name, own in value.items() if (x := _without(own, out)) is not None}
-    return None if isinstance(value, str) and value in out else value
+        if value.get("content") in out:  # a token with how it is found in text
+            return _GONE
+        kept = {name: _without(own, out) for name, own in value.items()}
+        return {name: x for name, x in kept.items() if x is not _GONE}
+    return _GONE if isinstance(value, str) and value in out else value
