@@ -195,6 +195,24 @@ def test_training_on_needles_in_a_haystack(
     assert 0 <= history[-1]["accuracy"] <= 1
 
 
+@pytest.mark.parametrize(
+    ("options", "name"),
+    [
+        (("--pairs", "--tokenizer", "gpt2"), "tokenizer"),
+        (("--pairs", "--processes", "3"), "processes"),
+        (("--pairs", "--no-end-of-text"), "end_of_text"),
+        (("--summary-column", "summary"), "summary_column"),
+    ],
+)
+def test_options_that_would_be_passed_over_are_refused(
+    options: tuple[str, ...], name: str, tmp_path: Path, refused: Callable[..., str]
+) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"text": "a", "summary": "b"}')
+    said = refused("prepare", tmp_path / "rows.jsonl", "--output", tmp_path / "out", *options)
+    assert f"{name}: expected none with" in said
+    assert not (tmp_path / "out").exists()
+
+
 def test_training_on_pairs(tmp_path: Path, command: Command) -> None:
     rows = "".join(f'{{"document": "{prose(30 + n).strip()}", "summary": "a boat {n}"}}\n' for n in range(6))
     (tmp_path / "pairs.jsonl").write_text(rows)

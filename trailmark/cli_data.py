@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -44,9 +44,10 @@ def prepare(settings: PrepareSettings) -> None:
     progress = Progress(quiet=not is_main())
 
     def show(state: preparing.Progress) -> None:
-        progress.show(preparing_line(state.documents, state.tokens, state.done, state.total, state.seconds))
+        progress.show(preparing_line(*astuple(state)))
 
     output, tokenizer = settings.output, settings.tokenizer
+    _expect_used(settings)
     source = parse_source(
         list(settings.sources),
         column=settings.column,
@@ -83,6 +84,18 @@ def prepare(settings: PrepareSettings) -> None:
         f"Next: trailmark train configs/text.yaml {override('data.paths', str(output))} "
         f"{override('data.tokenizer', tokenizer)}"
     )
+
+
+def _expect_used(settings: PrepareSettings) -> None:
+    """Raise a ValueError for an option that would be passed over."""
+    unused = ("tokenizer", "processes", "end_of_text") if settings.pairs else ("summary_column",)
+    for name in unused:
+        own, default = getattr(settings, name), PrepareSettings.__dataclass_fields__[name].default
+        if own != default:
+            raise ValueError(
+                f"{name}: expected none {'with' if settings.pairs else 'without'} --pairs, got {own!r}. Leave one of "
+                "them out."
+            )
 
 
 @dataclass(frozen=True)

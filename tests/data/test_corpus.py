@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import errno
 import logging
 import os
@@ -16,7 +17,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from trailmark.data.corpus import load_tokenizer, read_texts, standard_library_texts, tokenize
+from trailmark.data.corpus import decoded, load_tokenizer, read_texts, standard_library_texts, tokenize
 
 
 @pytest.mark.parametrize(
@@ -26,13 +27,22 @@ from trailmark.data.corpus import load_tokenizer, read_texts, standard_library_t
         (b" \n\t", "is empty"),
         (b"text\0text", "is binary"),
         (b"caf\xe9", r"is not \(byte 3\).*Convert"),
-        ("ü".encode("utf-16"), "UTF-8"),
+        (codecs.BOM_UTF8 + b"caf\xe9", r"is not \(byte 6\).*Convert"),
+        ("ü".encode("utf-16"), r"is UTF-16\. Convert.*iconv -f utf-16"),
+        (codecs.BOM_UTF8, "is empty"),
     ],
 )
 def test_a_named_file_must_be_text(tmp_path: Path, content: bytes, message: str) -> None:
     (tmp_path / "named.txt").write_bytes(content)
     with pytest.raises(ValueError, match=rf"^data: .*named\.txt' {message}|^data: .*{message}.*named\.txt"):
         read_texts([tmp_path / "named.txt"])
+
+
+@pytest.mark.parametrize("block", [2, 1 << 20])
+def test_a_mark_of_the_encoding_is_no_text(tmp_path: Path, block: int) -> None:
+    (tmp_path / "marked.txt").write_text("née", encoding="utf-8-sig")
+    assert read_texts([tmp_path / "marked.txt"]) == ["née"]
+    assert "".join(decoded(tmp_path / "marked.txt", block_bytes=max(block, 3))) == "née"
 
 
 def test_a_path_must_exist(tmp_path: Path) -> None:

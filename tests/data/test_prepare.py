@@ -24,6 +24,7 @@ from hypothesis import strategies as st
 import trailmark
 from tests.data.corpora import contents, prose, save_bpe, write_folder
 from tests.disks import largest_file
+from trailmark.data import prepare as preparing
 from trailmark.data.corpus import load_tokenizer, tokenizer_fingerprint
 from trailmark.data.encoders import Encoder, encode_in_order
 from trailmark.data.prepare import Progress, pieces, prepare, prepare_pairs, verify_pairs
@@ -31,6 +32,7 @@ from trailmark.data.recipes import parse_source
 from trailmark.data.shards import Corpus
 from trailmark.data.sources import LocalFiles
 from trailmark.files import read_json
+from trailmark.report.console import preparing_line
 
 SHARD = 9000  # tokens; three or four shards of the folder below
 
@@ -179,6 +181,19 @@ def test_a_long_document_goes_through_in_pieces(
     tokenizer = load_tokenizer(bpe)
     assert [tokenizer.decode(ids[:-1]) for ids in documents_of(corpus)] == texts_of(folder)
     assert [shard["documents"] for shard in corpus.manifest["shards"]] == [1, 1, 1]
+
+
+def test_progress_is_that_of_the_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of one long file too; what earlier runs did is not in the time that is left."""
+    monkeypatch.setattr(preparing, "pieces", lambda text: pieces(text, 100))
+    monkeypatch.setattr(preparing, "_JOB", 100)
+    (tmp_path / "long.txt").write_text("some words " * 100)
+    source = parse_source([str(tmp_path / "long.txt")])
+    done = [mark.done for marks, _ in preparing._jobs(source, 0) for mark in marks]
+    assert done[0] < 250
+    assert done == sorted(done)
+    assert done[-1] == source.size()
+    assert "1:00 left" in preparing_line(1, 9, 75, 100, 60.0, kept=50)
 
 
 def test_each_kind_of_tokenizer_gives_its_own_tokens(bpe: str) -> None:

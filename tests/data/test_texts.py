@@ -11,7 +11,7 @@ import pytest
 
 from tests.data.corpora import save_bpe, write_folder
 from trailmark.data.corpus import load_tokenizer, tokenizer_fingerprint
-from trailmark.data.prepare import prepare
+from trailmark.data.prepare import prepare, prepare_pairs
 from trailmark.data.recipes import parse_source
 from trailmark.data.shards import Corpus, Shard, corpus_fingerprint
 from trailmark.data.texts import open_text
@@ -59,10 +59,19 @@ def test_pairs_and_prepared_folders_inside_are_no_text(prepared: Path, tmp_path:
     with pytest.raises(ValueError, match=r"^data: .*corpus' lies in .*Name the prepared folder itself"):
         open_text([tmp_path], BYTES)
     (tmp_path / "pairs").mkdir()
-    (tmp_path / "pairs" / "pairs.json").write_text("{}")
-    (tmp_path / "pairs" / "pairs.jsonl").write_text("{}")
+    (tmp_path / "rows.jsonl").write_text('{"text": "a", "summary": "b"}')
+    rows = parse_source([str(tmp_path / "rows.jsonl")], summary_column="summary")
+    prepare_pairs(rows, tmp_path / "pairs")
     with pytest.raises(ValueError, match=r"^data: .*pairs' holds pairs for summarization\. Set data\.task"):
         open_text([tmp_path / "pairs"], BYTES)
+
+
+@pytest.mark.parametrize("name", ["corpus.json", "progress.json", "pairs.json"])
+def test_a_file_of_ones_own_that_has_such_a_name_is_text(name: str, tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "text.txt").write_text("Some text.")
+    (tmp_path / "mine" / name).write_text('{"title": "Mine"}')
+    assert len(open_text([tmp_path], BYTES)) > len("Some text.")
 
 
 def test_damaged_shards_are_refused_unless_another_process_looks(prepared: Path) -> None:

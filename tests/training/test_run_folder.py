@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,10 @@ import pytest
 import safetensors.torch
 import torch
 
-from tests.training.tiny import TEXT, run_config
+from tests.training.tiny import TEXT, prose, run_config
 from trailmark.training import manifests
 from trailmark.training.checkpoints import MANIFEST, step_folder, verify
+from trailmark.training.config import RunConfig
 from trailmark.training.final_model import MODEL_MANIFEST, has_signed_model, verify_model
 from trailmark.training.run import Run
 from trailmark.training.tensors import load_tensors, save_tensors
@@ -148,6 +150,62 @@ def test_a_final_model_without_its_manifest_is_never_passed_over(tmp_path: Path)
         ValueError, match=r"^folder: .* a model without model\.json, which cannot be compared"
     ):
         verify_folder(output)
+
+
+def of_text(output: Path, *paths: Path, **training: Any) -> RunConfig:
+    config = run_config(output, **(SAVED | training))
+    return replace(config, data=replace(config.data, paths=[*map(str, paths)]))
+
+
+def test_a_finished_run_is_not_made_again_of_another_text(tmp_path: Path) -> None:
+    """Not even where its checkpoints, which say of which it was, are gone."""
+    text, output = tmp_path / "text.txt", tmp_path / "run"
+    text.write_text(prose())
+    Run(of_text(output, text)).train()
+    shutil.rmtree(output / "checkpoints")
+    before = (output / "model.safetensors").read_bytes()
+    text.write_text(prose()[::-1])
+    run = Run(of_text(output, text))
+    assert not run.finished
+    with pytest.raises(ValueError, match=r"^data: expected the text that the run in"):
+        run.train()
+    assert (output / "model.safetensors").read_bytes() == before
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
+def test_a_model_that_no_training_wrote_is_not_written_over(name: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text("of somebody")
+    with pytest.raises(
+        ValueError, match=f"^output: expected a folder of a run, .* holds {name}, which no training"
+    ):
+        Run(run_config(tmp_path, **SAVED), text=TEXT).train()
+    assert (tmp_path / name).read_text() == "of somebody"
+
+
+def test_how_text_is_named_and_what_is_measured_may_change(tmp_path: Path) -> None:
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts" / "a.txt").write_text(prose())
+    (tmp_path / "held-out.txt").write_text(prose()[::-1])
+
+    with pytest.raises(KeyError, match="killed"):
+        Run(of_text(tmp_path / "run", tmp_path / "texts"), die).train()
+    named = of_text(tmp_path / "run", tmp_path / "texts" / ".." / "texts", eval_steps=1, eval_windows=2)
+    named.data.validation = [str(tmp_path / "held-out.txt")]
+    run = Run(named)
+    run.train()
+    assert [line["step"] for line in run.history if "eval_loss" in line] == [3]
+
+
+def test_seeds_are_measured_on_the_same_windows(tmp_path: Path) -> None:
+    (tmp_path / "held-out.txt").write_text(prose()[::-1])
+    windows = []
+    for seed in (0, 1):
+        config = run_config(tmp_path / f"run-{seed}", **SAVED, seed=seed, eval_steps=1, eval_windows=4)
+        config.data.validation = [str(tmp_path / "held-out.txt")]
+        task = Run(config, text=TEXT)._validation
+        assert task is not None
+        windows.append(task.batch(0, 0, 4)["input_ids"])
+    assert torch.equal(*windows)
 
 
 def test_the_final_model_and_its_manifest(tmp_path: Path) -> None:

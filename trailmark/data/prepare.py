@@ -75,6 +75,7 @@ class Progress:
     done: int  # of the source: bytes of files, rows of a hub dataset
     total: int | None  # None: nobody knows
     seconds: float  # of this run
+    kept: int = 0  # of what is done: by earlier runs
 
 
 @dataclass(frozen=True)
@@ -349,7 +350,7 @@ class _Run:
         tokens = sum(shard.tokens for shard in self.shards) + (writer.tokens if writer else 0)
         total = self.source.size()
         done = total if finished and total is not None else self.done
-        self.progress(Progress(documents, tokens, done, total, now - self.began))
+        self.progress(Progress(documents, tokens, done, total, now - self.began, self.before))
 
 
 def prepare_pairs(
@@ -472,8 +473,9 @@ def _jobs(source: Source, first: int) -> Iterator[tuple[list[_Mark], list[str]]]
     """Give pieces of documents, enough for a process to be worth the way, cut by the text alone."""
     marks: list[_Mark] = []
     texts: list[str] = []
-    size = 0
+    size, before = 0, None if first else 0
     for row in source.documents(first):
+        whole, before = row.done - (row.done if before is None else before), row.done
         if row.texts is None:
             marks.append(_Mark(row.number, True, True, row.done))
             texts.append("")
@@ -482,7 +484,8 @@ def _jobs(source: Source, first: int) -> Iterator[tuple[list[_Mark], list[str]]]
             done = 0
             for piece in pieces(text):
                 done += len(piece)
-                marks.append(_Mark(row.number, done == len(text), False, row.done))
+                left = whole * (len(text) - done) // max(1, len(text))
+                marks.append(_Mark(row.number, done == len(text), False, row.done - left))
                 texts.append(piece)
                 size += len(piece)
                 if size >= _JOB:

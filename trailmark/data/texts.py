@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from trailmark import untrusted
 from trailmark.data.corpus import (
     files_below,
     read_texts,
@@ -70,8 +71,23 @@ def open_text(
     return corpus
 
 
+_OURS = {
+    MANIFEST: {"format", "shards"},
+    PROGRESS: {"settings", "shards"},
+    PAIRS_MANIFEST: {"pairs", "sha256"},
+}
+
+
 def _is_prepared(path: Path) -> bool:
-    return (path / MANIFEST).exists() or (path / PROGRESS).exists()
+    return _is_ours(path / MANIFEST) or _is_ours(path / PROGRESS)
+
+
+def _is_ours(file: Path) -> bool:
+    """Whether a file is one that trailmark prepare writes, whole or damaged, and no other of that name."""
+    if not file.exists():
+        return False
+    found = untrusted.read_json(file, "data", links=True)
+    return isinstance(found, dict) and _OURS[file.name] <= found.keys()
 
 
 def expect_outside_text(output: Path, paths: Sequence[str | Path]) -> None:
@@ -88,16 +104,17 @@ def _expect_text(paths: Sequence[str | Path], argument: str) -> None:
         if path.is_dir():
             files = files_below(path, argument)
             for file in files:
+                if file.name not in _OURS or not _is_ours(file):
+                    continue
                 if file.name == PAIRS_MANIFEST:
                     raise ValueError(
                         f"{argument}: expected text, {str(file.parent)!r} holds pairs for summarization. Set data.task "
                         "to summarization, or make a corpus of the documents: trailmark prepare without --pairs."
                     )
-                if file.name in (MANIFEST, PROGRESS):
-                    raise ValueError(
-                        f"{argument}: expected text, the prepared folder {str(file.parent)!r} lies in {str(path)!r}. "
-                        "Name the prepared folder itself."
-                    )
+                raise ValueError(
+                    f"{argument}: expected text, the prepared folder {str(file.parent)!r} lies in {str(path)!r}. "
+                    "Name the prepared folder itself."
+                )
         else:
             files = [path]
         for file in files:

@@ -123,12 +123,15 @@ def counted(number: int, noun: str) -> str:
     return f"{number:,} {noun}{'s' * (number != 1)}"
 
 
-def preparing_line(documents: int, tokens: int, done: int, total: int | None, seconds: float) -> str:
-    """How far a corpus is, how large, and how long it still takes."""
+def preparing_line(
+    documents: int, tokens: int, done: int, total: int | None, seconds: float, kept: int = 0
+) -> str:
+    """How far a corpus is, how large, and how long it still takes; ``kept`` of what is done was done before."""
     found = f"{counted(documents, 'document')}  {tokens:,} tokens"
     if not total:
         return found
-    left = f"  {duration(seconds / done * (total - done))} left" if done and seconds else ""
+    fresh = done - kept
+    left = f"  {duration(seconds / fresh * (total - done))} left" if fresh > 0 and seconds else ""
     return f"{bar(done, total)} {done / total:.0%}  {found}{left}"
 
 

@@ -361,25 +361,43 @@ class Run(RunningState):
         last, damaged = checkpoints.find_newest_whole(folder)
         for line in damaged:
             self.say(line)
+        history = read_json(self.output / HISTORY_FILE)
+        data = history.get("data") if isinstance(history, dict) else None  # of a run that was finished
         if last is not None:
             kept = read_state(last)
+            data = kept["data"]
             unknown = not (self.output / RUN_FILE).exists()
             if unknown and checkpoints.read_about(last).get("config") != config_hash(self.config):
                 raise ValueError(
                     f"output: {str(self.output)!r} holds checkpoints of a run with another configuration, and no "
                     f"{RUN_FILE}. Choose another output, or remove that folder to start anew."
                 )
-            if kept["data"] != self.data_fingerprint:
-                what = "text" if self.table is None else "text and neighbours"
-                raise ValueError(
-                    f"data: expected the {what} that the run in {str(self.output)!r} began with ({kept['data'][:16]}), "
-                    f"got {self.data_fingerprint[:16]}. Put the files back as they were, choose another "
-                    "output, or remove that folder to start anew."
-                )
+        elif not (self.output / RUN_FILE).exists():
+            self._expect_no_model()
+        if data not in (None, self.data_fingerprint):
+            what = "text" if self.table is None else "text and neighbours"
+            raise ValueError(
+                f"data: expected the {what} that the run in {str(self.output)!r} began with ({data[:16]}), got "
+                f"{self.data_fingerprint[:16]}. Put the files back as they were, choose another output, or remove that "
+                "folder to start anew."
+            )
+        if last is not None:
             self.say(f"Going on from step {kept['step']}: the newest whole checkpoint is {last}.")
         with saving(self.output):
             write_text(self.output / RUN_FILE, self.config.to_yaml())
         return last
+
+    def _expect_no_model(self) -> None:
+        """Raise a ValueError where the output holds a model that no training wrote: it would be written over."""
+        names = {"config.json", "tokenizer_config.json"}
+        held = [
+            path.name for path in self.output.iterdir() if path.name in names or path.suffix == ".safetensors"
+        ]
+        if held:
+            raise ValueError(
+                f"output: expected a folder of a run, or a new one, {str(self.output)!r} holds {min(held)}, which no "
+                "training wrote. Choose another output."
+            )
 
     def save_checkpoint(self, trainer: RunTrainer) -> None:
         """Write a checkpoint of this step: in all processes, the files by the main one."""
@@ -462,10 +480,17 @@ def _open_validation(config: RunConfig, tokenizer: Any, vocab_size: int) -> Text
     paths = config.data.validation
     if paths is None or config.training.eval_steps is None:
         return None
-    corpus = open_text(paths, tokenizer, vocab_size, verify=is_main())
-    # as the text is, without early landmarks
+    corpus = open_text(paths, tokenizer, vocab_size, argument="data.validation", verify=is_main())
+    length = config.training.context_length
+    if len(corpus) < length:
+        raise ValueError(
+            f"data.validation: expected at least context_length = {length} tokens, got {len(corpus)}. Name more text, "
+            "or train on shorter sequences."
+        )
+    # as the text is, without early landmarks; the same windows whatever the run's seed
     data = replace(config.data, early_landmarks=0.0, neighbours=None)
-    return TextTask(replace(config, data=data), corpus, 1)
+    training = replace(config.training, seed=0)
+    return TextTask(replace(config, data=data, training=training), corpus, 1)
 
 
 def _open_embedder(

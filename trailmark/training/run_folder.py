@@ -236,11 +236,16 @@ def config_hash(config: RunConfig) -> str:
 
 
 def _decisive(run: dict[str, Any]) -> dict[str, Any]:
-    """The part of a configuration that decides weights: a folder may be moved, some settings may change."""
-    training = run["training"]
+    """The part of a configuration that decides weights: a folder may be moved, some settings may change.
+
+    What text there is says its fingerprint, however it is named.
+    """
+    training, data = run["training"], run["data"]
     if isinstance(training, dict):
         training = {key: value for key, value in training.items() if key not in FREE_TO_CHANGE}
-    return run | {"output": "", "training": training}
+    if isinstance(data, dict):
+        data = {key: value for key, value in data.items() if key not in ("paths", "validation")}
+    return run | {"output": "", "training": training, "data": data}
 
 
 def environment() -> dict[str, Any]:
