@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,7 +14,17 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers import Cache
 
-from tests.models.tiny import assert_same, block_recurrent, drt, logits_of, pad, tokens, window_model
+from tests.models.tiny import (
+    assert_same,
+    block_recurrent,
+    drt,
+    hils,
+    landmark,
+    logits_of,
+    pad,
+    tokens,
+    window_model,
+)
 from trailmark.memory import ChunkCache
 from trailmark.models import TrailmarkForCausalLM
 
@@ -231,6 +243,52 @@ def test_branches_of_window_models_and_of_nothing() -> None:
     out = logits_of(model, tails, past_key_values=cache.branch(3))
     whole = torch.cat([text.expand(3, -1), tails], dim=1)
     assert_same(out, logits_of(model, whole)[:, 30:])
+
+
+@pytest.mark.parametrize(
+    ("make", "settings"),
+    [
+        (hils, {}),
+        (landmark, {}),
+        (lambda: landmark(max_memory_chunks=3), {}),
+        (drt, {"memory_tier": "tokens", "memory_dtype": torch.float32}),
+    ],
+)
+def test_a_branch_of_nothing_has_the_settings_of_its_memory(make: Any, settings: dict[str, Any]) -> None:
+    model, text, question = make(), tokens(70), tokens(9, seed=1)
+    caches = [model.new_cache(**settings), model.new_cache(**settings).branch()]
+    logits = [logits_of(model, question, past_key_values=model.read(text, cache)) for cache in caches]
+    assert torch.equal(*logits)
+    memories = [cache.memory for cache in caches]
+    for name in ("keeps_tokens", "dtype", "max_chunks", "planes"):
+        assert getattr(memories[0], name) == getattr(memories[1], name)
+
+
+@pytest.mark.parametrize("tier", ["device", "disk"])
+@pytest.mark.parametrize("rows", [1, 2])
+def test_a_copy_goes_on_by_itself_and_copies_no_model(tier: str, rows: int) -> None:
+    """The idiom of transformers for a prompt that many questions share."""
+    if (tier, rows) == ("disk", 2):
+        pytest.skip("files are not copied")
+    model, text, question = drt(), tokens(70, batch=rows), tokens(9, batch=rows, seed=1)
+    cache = model.read(text, model.new_cache(tier))
+    before, copied = carried(cache), copy.deepcopy(cache)
+    assert copied.identity.__self__ is model
+    assert_same(
+        logits_of(model, question, past_key_values=copied),
+        logits_of(model, torch.cat([text, question], 1))[:, 70:],
+    )
+    assert_unchanged(cache, before)
+
+
+def test_what_is_read_after_the_vocabulary_grew_is_of_the_larger_one(tmp_path: Path) -> None:
+    model = drt()
+    model.read(tokens(30))
+    model.resize_token_embeddings(model.config.vocab_size + 6)
+    model.read(tokens(30)).save(tmp_path / "memory")
+    model.save_pretrained(tmp_path / "model")
+    loaded = type(model).from_pretrained(tmp_path / "model", dtype=model.dtype)
+    assert loaded.load_cache(tmp_path / "memory").num_tokens.tolist() == [30]
 
 
 @EVERY_TIER

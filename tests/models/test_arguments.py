@@ -82,6 +82,28 @@ def test_what_only_other_models_know_is_refused_in_words(make: Make, other: dict
             model(**other)
 
 
+@pytest.mark.parametrize("came", [-1, 1.5, True, torch.tensor([3])], ids=str)
+def test_counts_that_are_none_are_refused(came: Any) -> None:
+    model = drt()
+    with pytest.raises(ValueError, match=r"^logits_to_keep: expected a whole number of at least 0"):
+        model(tokens(5), logits_to_keep=came)
+    with pytest.raises(ValueError, match=r"^prefill_chunk_size: expected a whole number of at least 1"):
+        model(tokens(5), prefill_chunk_size=came)
+    with pytest.raises(ValueError, match=r"^num_tokens: expected a whole number of at least 0"):
+        model.new_cache(num_tokens=came)
+
+
+@pytest.mark.parametrize("came", ["bfloat16", torch.int8], ids=str)
+def test_a_memory_is_of_floating_numbers(came: Any) -> None:
+    with pytest.raises(ValueError, match=r"^memory_dtype: expected a floating torch\.dtype or None"):
+        drt().new_cache(memory_dtype=came)
+
+
+def test_nothing_is_sampled_at_temperature_0() -> None:
+    with pytest.raises(ValueError, match=r"^temperature: expected more than 0 with do_sample=True, got 0\."):
+        drt().generate(tokens(5), do_sample=True, temperature=0.0, max_new_tokens=1)
+
+
 @pytest.mark.parametrize("temperature", [1e-320, 1e-30, float("nan"), float("inf"), -1.0, 1e300])
 def test_a_temperature_that_nothing_can_be_divided_by_is_refused(temperature: float) -> None:
     with pytest.raises(ValueError, match="temperature"):

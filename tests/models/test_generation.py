@@ -321,8 +321,14 @@ def test_generation_without_a_cache_is_refused(make: Make) -> None:
         {"output_attentions": True},
         {"output_hidden_states": True},
         {"output_retrieval": True},
+        {"output_retrieval_scores": True},
+        {"labels": torch.ones(1, 5, dtype=torch.int64)},
+        {"logits_at": torch.ones(1, 1, dtype=torch.int64)},
+        {"logits_to_keep": 2},
+        {"noise_seed": torch.ones(1, dtype=torch.int64)},
+        {"close_chunk": torch.ones(1, 5, dtype=torch.bool)},
     ],
-    ids=str,
+    ids=lambda option: next(iter(option)),
 )
 def test_what_generation_cannot_do_is_refused(make: Make, option: dict[str, Any]) -> None:
     (name,) = option

@@ -43,6 +43,18 @@ def test_equal_predictions_have_no_divergence() -> None:
     assert float(token_divergence(logits, logits + 5).abs().max()) < ROUNDING
 
 
+def test_what_a_teacher_rules_out_counts_for_nothing() -> None:
+    teacher = torch.tensor([[0.0, 1.0, -torch.inf, -torch.inf]])
+    student = torch.tensor([[0.0, 0.0, 3.0, -torch.inf]], requires_grad=True)
+    found = token_divergence(teacher, student)
+    p = teacher.softmax(-1)[0, :2]
+    assert float(found) == pytest.approx(
+        float((p * (p.log() - student.log_softmax(-1)[0, :2])).sum()), rel=1e-5
+    )
+    found.sum().backward()
+    assert torch.isfinite(student.grad).all()
+
+
 @pytest.mark.parametrize("slab", [1, 1 << 24])
 def test_gradcheck_of_tokens(slab: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """In slabs of one row, and of all."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -177,11 +178,21 @@ class ChunkCache(Cache):
                 f"branch: expected a cache of one row, got a batch of {self.batch_size}. Read one text a time."
             )
         other = self._alike()
+        other.memory = self.memory.branch(self.begun(1).memory)
         if self.state is None:
             return other
-        other.memory = self.memory.branch(self.state.memory)
         other.state = take_rows(self.state, np.zeros(batch_size, np.int64))
         other.state = replace(other.state, memory=other.state.memory._replace(records=0))
+        return other
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ChunkCache:
+        """As transformers' documents keep a prompt: of one row a branch; the model is copied in no case."""
+        if self.batch_size in (None, 1):
+            return self.branch()
+        other = self._alike()
+        memo |= {id(x): x for x in (self.identity, self.memory.encoder)}
+        for name, value in vars(self).items():
+            setattr(other, name, copy.deepcopy(value, memo))
         return other
 
     @classmethod

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from numbers import Integral
 from typing import Any, NamedTuple
 
 import torch
@@ -154,6 +155,13 @@ def check_vocabulary(argument: str, ids: Tensor, vocab_size: int) -> None:
             f"{argument}: expected tokens from 0 to {vocab_size - 1} (vocab_size - 1), "
             f"got {low if low < 0 else high}. Use the tokenizer that the model was trained with."
         )
+
+
+def check_count(argument: str, number: Any, least: int, way_out: str) -> None:
+    """That an argument is a whole number."""
+    if isinstance(number, bool) or not isinstance(number, Integral) or number < least:
+        came = f"a tensor {tuple(number.shape)}" if isinstance(number, Tensor) else repr(number)
+        raise ValueError(f"{argument}: expected a whole number of at least {least}, got {came}. {way_out}")
 
 
 def check_cache(cache: ChunkCache, input_ids: Tensor, training: bool, key: Callable[[], CacheKey]) -> None:

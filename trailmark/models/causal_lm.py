@@ -34,6 +34,7 @@ from trailmark.models.arguments import (
     check_bearing,
     check_cache,
     check_columns,
+    check_count,
     check_documents,
     check_others,
     check_scored,
@@ -139,8 +140,14 @@ class TrailmarkForCausalLM(ModelAnswers, EncodingMixin, FolderMixin, PreTrainedM
 
         Raises:
             ValueError: an unknown tier, a folder for a tier without files, "tokens" for a model whose chunks cannot be
-                encoded by themselves.
+                encoded by themselves, a type that is not floating, a length that is none.
         """
+        check_count("num_tokens", num_tokens, 0, "Leave it out where the length is not known.")
+        if memory_dtype is not None and not getattr(memory_dtype, "is_floating_point", False):
+            raise ValueError(
+                f"memory_dtype: expected a floating torch.dtype or None, got {memory_dtype!r}. Pass torch.bfloat16, or "
+                "None for the model's."
+            )
         keeps_tokens = tier_named(memory_tier).keeps_tokens and self.config.retrieves
         if keeps_tokens and not self.can_keep_tokens:
             raise ValueError(
@@ -221,6 +228,12 @@ class TrailmarkForCausalLM(ModelAnswers, EncodingMixin, FolderMixin, PreTrainedM
             return self._arithmetic
         expected: str | None = getattr(self.config, "embedder_fingerprint", None)
         return (*self._arithmetic, ("embedder", expect_embedder(self.embedder, expected).fingerprint))
+
+    def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> Any:
+        """As transformers does it; caches that were made before are those of another model."""
+        found = super().resize_token_embeddings(*args, **kwargs)
+        self.__dict__.pop("_arithmetic", None)
+        return found
 
     @cached_property
     def _arithmetic(self) -> CacheKey:
@@ -317,6 +330,9 @@ class TrailmarkForCausalLM(ModelAnswers, EncodingMixin, FolderMixin, PreTrainedM
         input_ids = check_tokens(input_ids, self.config.vocab_size)
         check_tensors(attention_mask=attention_mask, labels=labels, document_ids=document_ids)
         check_tensors(neighbours=neighbours, neighbour_scores=neighbour_scores, logits_at=logits_at)
+        check_count("logits_to_keep", logits_to_keep, 0, "Pass logits_at for the logits after some tokens.")
+        if prefill_chunk_size is not None:
+            check_count("prefill_chunk_size", prefill_chunk_size, 1, "Leave it out for the default.")
         B, T = input_ids.shape
         cache = past_key_values
         if cache is not None:

@@ -71,6 +71,23 @@ class ChunkGenerationMixin(GenerationMixin):  # transformers knows what can gene
                 "document_ids: expected none in generate: what is generated continues one text per row. "
                 "Pass each document as a row, padded with attention_mask."
             )
+        for name in (
+            "labels",
+            "logits_at",
+            "logits_to_keep",
+            "noise_seed",
+            "output_retrieval_scores",
+            "bearing",
+        ):
+            if (came := kwargs.get(name)) is not None and came is not False:
+                raise ValueError(
+                    f"{name}: expected none in generate, which returns tokens. Call the model itself."
+                )
+        if isinstance(kwargs.get("close_chunk"), Tensor):
+            raise ValueError(
+                "close_chunk: expected True or False in generate, got a tensor. Read the text with its landmarks by "
+                "the model itself first (close_chunk, use_cache=True), and pass its cache."
+            )
         for name in ("neighbours", "neighbour_scores"):
             if kwargs.get(name) is not None:
                 raise ValueError(
@@ -98,6 +115,11 @@ class ChunkGenerationMixin(GenerationMixin):  # transformers knows what can gene
                     f"{name}: expected none, got {came!r}: the models here have nothing of the kind."
                 )
         if generation_config.do_sample and generation_config.temperature is not None:
+            if generation_config.temperature == 0:
+                raise ValueError(
+                    "temperature: expected more than 0 with do_sample=True, got 0. Pass do_sample=False for always the "
+                    "most likely token."
+                )
             expect_temperature(generation_config.temperature)
         rows = batch_size * max(generation_config.num_beams, generation_config.num_return_sequences)
         cache = model_kwargs.get("past_key_values")

@@ -174,10 +174,11 @@ def _numbered(ids: Integers | None, counts: Integers | None) -> Integers | None:
 def present_tokens(mask: Tensor, num_tokens: int, batch_size: int, cache: ChunkCache | None) -> Tensor | None:
     """The mask as bool [B, T] of the new tokens; None: none is padding. Padding inside a text is refused."""
     seen = 0 if cache is None else cache.get_seq_length()
-    # a ragged cache counts tokens, not the padding that came with them
-    padded = cache is not None and bool((cache.num_tokens != seen).any())
     rows, width = mask.shape if mask.dim() == 2 else (0, 0)
-    fits = width in (num_tokens, seen + num_tokens) or (padded and width > seen + num_tokens)
+    fits = width in (num_tokens, seen + num_tokens)
+    if not fits and cache is not None and width > num_tokens and rows == cache.batch_size:
+        # a cache counts tokens, not the padding that came with them
+        fits = bool((mask[:, :-num_tokens].bool().sum(1).cpu().numpy() == cache.num_tokens).all())
     if rows != batch_size or not fits:
         whole = f", or with the {seen} cached tokens before" if seen else ""
         raise ValueError(

@@ -66,6 +66,7 @@ def summarize_chunks(
     there = empty = None
     if lengths is not None:
         require_shape("lengths", lengths, (B, M), "[B, M]")
+        lengths = lengths.clamp(0, S)
         empty = (lengths == 0)[..., None, None]  # [B, M, 1, 1]
         there = (torch.arange(S, device=k.device) < lengths[..., None])[:, :, None]  # [B, M, 1, S]
         keys = keys.masked_fill(~there[..., None], 0)

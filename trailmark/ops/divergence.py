@@ -45,7 +45,8 @@ class _TokenDivergence(torch.autograd.Function):
         parts = []
         for theirs, ours in _slabs(teacher, student):
             p, q = theirs.to(dtype).log_softmax(-1), ours.to(dtype).log_softmax(-1)
-            parts.append((p.exp() * (p - q)).sum(-1))
+            # a token that the teacher rules out counts for nothing, whatever the student says
+            parts.append((p.exp() * (p - q).masked_fill_(p == -torch.inf, 0)).sum(-1))
         return torch.cat(parts) if parts else teacher.new_zeros(0, dtype=dtype)
 
     @staticmethod

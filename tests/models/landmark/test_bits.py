@@ -54,6 +54,29 @@ def go_on(model: LandmarkForCausalLM, cache: ChunkCache, rows: int = 1) -> list[
     return outs
 
 
+@pytest.mark.parametrize("how", ["branched", "loaded"])
+def test_where_a_text_repeats_itself_the_same_chunk_is_chosen(how: str, tmp_path: Path) -> None:
+    """Equal chunks score the same, and which of them is chosen must not depend on what was branched or loaded."""
+    for seed in range(4):
+        model = landmark(seed=seed, hidden_size=64, num_attention_heads=4, num_key_value_heads=2)
+        text, question = tokens(160, seed=seed), tokens(9, seed=9)
+        whole = model.read(text)
+        if how == "branched":
+            other = whole.branch()
+        else:
+            whole.save(tmp_path / f"{seed}")
+            other = model.load_cache(tmp_path / f"{seed}", "host")
+        for cache in (whole, other):
+            model.read(text, cache)
+            model.read(text, cache)
+        found = [
+            model(question, past_key_values=cache.branch(), output_retrieval=True).retrieval
+            for cache in (whole, other)
+        ]
+        for one, another in zip(*found, strict=True):
+            assert torch.equal(one.indices, another.indices)
+
+
 @torch.no_grad()
 def begin(model: LandmarkForCausalLM, cache: ChunkCache, how: str) -> None:
     """To the middle of a cell, and of a chunk of its; "ragged": three rows that differ in that."""

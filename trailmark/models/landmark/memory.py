@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -30,6 +32,7 @@ from trailmark.ops.landmark.memory import landmark_memory_attention
 from trailmark.ops.landmark.selection import select_for_one
 from trailmark.ops.selection.torch_path import gather
 
+_EVEN = 1 << 12  # landmarks that are scored by one product
 _SLAB_SCORES = 1 << 24  # landmark scores held at once
 _SLAB_NUMBERS = 1 << 22  # of gathered keys and values
 
@@ -234,7 +237,7 @@ class LandmarkMemory:
         if not own.exact:
             return self._found_scores(own, number, turned, blocks, scale)
         asked = turned.view(B, P, J, H // J, D).permute(0, 2, 1, 3, 4).flatten(2, 3)  # [b, J, P g, D]
-        parts = [asked @ block.to(dtype).permute(0, 2, 3, 1) for block in blocks]
+        parts = [asked @ block.to(dtype).permute(0, 2, 3, 1) for block in _even(blocks)]
         scores = torch.cat(parts, -1) if len(parts) > 1 else parts[0]  # [b, J, P g, m]
         return scores.mul_(scale).view(B, J, P, H // J, -1).permute(0, 2, 1, 3, 4).reshape(B, P, H, -1)
 
@@ -465,6 +468,22 @@ def _chunk_turns(
     """[count, D / 2, 2]: the turns by 0, step, 2 step ... positions."""
     with torch.inference_mode(False):
         return rotary_at(torch.arange(count, device=device) * step, head_dim, rope, dtype)
+
+
+def _even(parts: Sequence[Tensor]) -> Iterator[Tensor]:
+    """Landmarks [b, m, J, D] in parts of any sizes, _EVEN at a time: how they lie decides no bit of a product.
+
+    Two that are equal have one score then, or the same two whatever was branched or loaded, and the same is chosen.
+    """
+    ends = list(accumulate(part.shape[1] for part in parts))
+    for first in range(0, ends[-1], _EVEN):
+        last = min(first + _EVEN, ends[-1])
+        own = [
+            part[:, max(0, first - end + part.shape[1]) : last - end + part.shape[1]]
+            for part, end in zip(parts, ends, strict=True)
+            if end > first and end - part.shape[1] < last
+        ]
+        yield own[0] if len(own) == 1 else torch.cat(own, 1)
 
 
 def _take_landmarks(blocks: list[Tensor], places: Tensor, dtype: torch.dtype) -> Tensor:

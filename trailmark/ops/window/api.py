@@ -8,6 +8,7 @@ from torch import Tensor
 from trailmark.ops import reference
 from trailmark.ops.arguments import (
     require,
+    require_floating,
     require_grouped_heads,
     require_implementation,
     require_shape,
@@ -88,6 +89,7 @@ def sliding_window_attention(
     P, J = k.shape[1:3]
     require_shape("k", k, (B, P, J, D), "[B, P, J, D]")
     require_shape("v", v, (B, P, J, D), "[B, P, J, D]")
+    require_floating(q=q, k=k, v=v)
     if P < T:  # a message made beforehand would bind a compiled graph to this length
         require(False, "k", f"{P} keys", f"at least as many keys as the {T} queries")
     require_grouped_heads(H, J)
