@@ -86,7 +86,7 @@ def test_commands_are_found_where_they_are_shown() -> None:
         ("torchrun --nproc-per-node 2 -m trailmark train", "Missing argument"),
         ("torchrun --processes 2 -m trailmark train CONFIG", "torchrun refuses"),
         ("accelerate launch --num_processes 8 -m trailmark trian CONFIG", "no command 'trian'"),
-        ("python benchmarks/needles.py --kills 1", "unrecognized arguments: --kills"),
+        ("python benchmarks/needles.py --kills", "unrecognized arguments: --kills"),
         ("python benchmarks/needle.py", "there is no benchmarks/needle.py"),
         ("make tests", "the Makefile has no tests"),
         ("make test ARG=-x", "the Makefile has no ARG"),
