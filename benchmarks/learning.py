@@ -5,7 +5,8 @@
 
 Writes benchmarks/learning.json. SmolLM2-135M is converted to a DRT, and its memory is fitted to the base's own layers:
 so it reads. Its retriever is as conversion left it (nothing), or set from the same texts alone (the others). Then the
-retriever alone is trained, by the loss of the next token and nothing else: all other weights stay. Measured on the
+retriever alone is trained, by the loss of the next token and nothing else, with "additions" all that the base has not:
+all other weights stay. The training begins with the texts of the fit again. Measured on the
 held-out texts of pretrained.py, before and after, with the chunks that it chooses and with others in their place, an
 interval over texts for each seed and for their mean; the base with a window alone and with full attention are the
 marks. The part "keys" trains nothing: it says how well chunks can be found by what sums them up. Stopped, the same
@@ -23,7 +24,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from common import data_folder, keep
+from common import keep
 from pretrained_models import (
     FOLDER,
     KINDS_OF_TEXT,
@@ -33,7 +34,9 @@ from pretrained_models import (
     Losses,
     Text,
     Totals,
+    chapters,
     converted,
+    interval,
     named,
     opened,
     subject,
@@ -57,8 +60,7 @@ from trailmark.models.candidates import TextCandidates
 from trailmark.models.layers import rms_normalize
 from trailmark.ops.score_parts import without_recency
 from trailmark.report.console import Progress
-from trailmark.statistics import bootstrap_mean, bootstrap_ratio
-from trailmark.training.config import load_run_config
+from trailmark.training.config import RunConfig, load_run_config
 from trailmark.training.next_chunk import NextChunk
 
 OUTPUT = Path(__file__).with_suffix(".json")
@@ -78,44 +80,55 @@ class Way(NamedTuple):
     fit: str
     """Of ``distil.fit_retriever``: what it begins with."""
     rate: float
+    train: str = "retriever"
+    """What of the model."""
 
 
-WAYS = {"nothing": Way("nothing", 0.001), "text": Way("text", 0.001), "slowly": Way("text", 0.0002)}
+WAYS = {
+    "nothing": Way("nothing", 0.001),
+    "text": Way("text", 0.001),
+    "slowly": Way("text", 0.0002),
+    "additions": Way("text", 0.0002, "additions"),
+}
 
 
 def fitted(begin: str, seed: int) -> Path:
     return FOLDER / f"fitted-{WAYS[begin].fit}-{seed}"
 
 
-def trained(begin: str, seed: int) -> Path:
-    return FOLDER / f"learning-{begin}-{seed}"
+def trained(begin: str, seed: int, folder: Path = FOLDER) -> Path:
+    return folder / f"learning-{begin}-{seed}"
+
+
+def run_config(folder: Path, seed: int, *settings: str) -> RunConfig:
+    """A run on the texts of pretrained_train.py, a text a step."""
+    file, base = folder / "learning.yaml", converted(folder, "sliding_window")
+    write_text(file, "model: {}\n")
+    return load_run_config(file, [
+        f"data.paths=[{corpus(folder, base)}]", f"data.tokenizer={base}", f"training.seed={seed}",
+        f"training.tokens_per_step={STEP_TOKENS}", f"training.context_length={LENGTH}",
+        "training.micro_batch_size=1", "training.precision=auto",
+        "training.optimizer=adamw", "training.weight_decay=0", "training.logging_steps=1", *settings,
+    ])  # fmt: skip
 
 
 def train(options: argparse.Namespace) -> None:
-    """Each seed's runs: the fit, then the retriever alone."""
-    file = FOLDER / "learning.yaml"
-    write_text(file, "model: {}\n")
+    """Each seed's runs: the fit, then the retriever, or all that the base lacks."""
     teacher, way = converted(FOLDER, "sliding_window"), WAYS[options.begin]
-    shards = corpus(FOLDER, teacher)
     for seed in options.seeds:
-        settings = [
-            f"data.paths=[{shards}]", f"data.tokenizer={teacher}", "training.train=retriever", f"training.seed={seed}",
-            f"training.tokens_per_step={STEP_TOKENS}", f"training.context_length={LENGTH}",
-            "training.micro_batch_size=1", "training.precision=auto",
-            "training.optimizer=adamw", "training.weight_decay=0", "training.logging_steps=1",
-        ]  # fmt: skip
         fit = [
             f"output={fitted(options.begin, seed)}", f"init_from={converted(FOLDER, 'drt', *FIELDS)}",
             f"distil.model={teacher}", "distil.weight=0", f"distil.fit_steps={FIT_STEPS}",
-            f"distil.fit_retriever={way.fit}", "training.steps=1", "training.learning_rate=0",
+            f"distil.fit_retriever={way.fit}", "training.train=retriever", "training.steps=1",
+            "training.learning_rate=0",
         ]  # fmt: skip
         learn = [
             f"output={trained(options.begin, seed)}", f"init_from={fitted(options.begin, seed)}",
-            f"training.steps={options.steps}", f"training.learning_rate={way.rate}",
-            "training.warmup_steps=8", "training.save_steps=15",
+            f"training.train={way.train}", f"training.steps={options.steps}",
+            f"training.learning_rate={way.rate}", "training.warmup_steps=8", "training.save_steps=15",
         ]  # fmt: skip
         for run_of in (fit, [*learn, *options.set]):
-            train_run(load_run_config(file, [*settings, *run_of]))
+            train_run(run_config(FOLDER, seed, *run_of))
 
 
 # --- what was learned ----------------------------------------------------------------------------------------------
@@ -218,13 +231,12 @@ def _rows(
     gap, rows = window - full, []
     for chunks, own in found.items():
         closed, more = window - own, own - found["learned"]
-        low, high = bootstrap_ratio(closed, gap)
-        more_low, more_high = bootstrap_ratio(more, gap)
-        rows.append({
-            "kind": kind, "seed": seed, "chunks": chunks, "texts": len(own), "closed": float(closed.sum() / gap.sum()),
-            "closed_low": low, "closed_high": high, "more": float(more.sum() / gap.sum()), "more_low": more_low,
-            "more_high": more_high, "nats": float(own.sum() / len(own) / (LENGTH - UNSEEN)),
-        })  # fmt: skip
+        rows.append(
+            {"kind": kind, "seed": seed, "chunks": chunks, "texts": len(own)}
+            | interval("closed", closed, gap)
+            | interval("more", more, gap)
+            | {"nats": float(own.sum() / len(own) / (LENGTH - UNSEEN))}
+        )
     return rows
 
 
@@ -236,12 +248,11 @@ def nats_rows(kind: str, own: Mapping[int, Mapping[str, Totals]]) -> list[dict[s
             np.stack([found[name] for found in own.values()]) / (LENGTH - UNSEEN)
             for name in (chunks, "learned")
         )
-        less = mine - learned
-        low, high = bootstrap_mean(less.mean(0))
-        rows.append({
-            "kind": kind, "chunks": chunks, "texts": mine.shape[1], "nats": float(mine.mean()),
-            "by_seed": mine.mean(1).tolist(), "less": float(less.mean()), "less_low": low, "less_high": high,
-        })  # fmt: skip
+        rows.append(
+            {"kind": kind, "chunks": chunks, "texts": mine.shape[1], "nats": float(mine.mean())}
+            | {"by_seed": mine.mean(1).tolist()}
+            | interval("less", (mine - learned).mean(0))
+        )
     return rows
 
 
@@ -260,7 +271,7 @@ def scores(options: argparse.Namespace) -> None:
     config = next(iter(models.values())).config
     corpus_of = Corpus.open(FOLDER / "shards")
     bm25 = fit_bm25(corpus_of, config.chunk_size, tokenizer, FOLDER / "bm25.json").bm25
-    for file in sorted((data_folder("math") / "test").glob("*.tex")):
+    for file in chapters():
         progress.show(file.name)
         begun = chapter(read_text(file), tokenizer, SCORED, config.chunk_size)
         found = _scores(models, begun.ids)
@@ -381,13 +392,11 @@ def keys(options: argparse.Namespace) -> None:
     for fit in fits.values():
         fit.solve()
     bm25 = fit_bm25(texts, config.chunk_size, tokenizer, FOLDER / "bm25.json").bm25
-    for file in sorted((data_folder("math") / "test").glob("*.tex")):
+    for file in chapters():
         progress.show(file.name)
-        text = read_text(file)
-        begun = chapter(text, tokenizer, SCORED, config.chunk_size)
-        whole = len(begun.ids) // config.chunk_size * config.chunk_size  # nothing sums up part of a chunk
-        begun = chapter(text, tokenizer, whole, config.chunk_size)
-        layout = model.layouts.of(whole, False)
+        # whole chunks: nothing sums up part of one
+        begun = chapter(read_text(file), tokenizer, SCORED, config.chunk_size, whole=True)
+        layout = model.layouts.of(len(begun.ids), False)
         among = TextCandidates(layout, config.first_visible, False, model.device)
         words = bm25_scores(bm25, begun.ids, config.chunk_size)
         found = {"BM25, asking": words, "BM25, next": np.roll(words, -1, 0)}
@@ -417,7 +426,7 @@ def diagnose(options: argparse.Namespace) -> None:
     """``trailmark evaluate --suite retrieval`` of the first seed's model on held-out chapters, before and after."""
     progress, (seed, *_), found = Progress(), options.seeds, {}
     tokenizer = load_tokenizer(str(converted(FOLDER, "sliding_window")))
-    files = sorted((data_folder("math") / "test").glob("*.tex"))
+    files = chapters()
     text = Documents.of([read_text(file) for file in files], tokenizer)
     for name, folder in (("before", fitted(options.begin, seed)), ("learned", trained(options.begin, seed))):
         asked = subject(folder)

@@ -1,4 +1,4 @@
-"""The tables of benchmarks/learning.json; benchmarks/readme.py puts in place what was measured."""
+"""The tables of learning.json, learning_gpu.json and learning_lengths.json, for benchmarks/readme.py."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from pretrained_references import RULES
-from tables import Columns, Row, on_machine, record, table
+from tables import Columns, Row, between, on_machine, record, table
 
 from trailmark.evaluation.retrieval.suite import CASES
 
@@ -14,6 +14,7 @@ _BEGINS = {
     "nothing": "as converted",
     "text": "set from texts",
     "slowly": "set from texts, a fifth of the rate",
+    "additions": "the same, and all that is added learns",
 }
 _CHOICES = {
     "before": "its own, before the training",
@@ -51,7 +52,7 @@ def losses_text() -> str:
             "texts": "{texts}",
             "choice": lambda row: _CHOICES[row["chunks"]],
             "nats": "{nats:.3f}",
-            "closed": "{closed:.3f} ({closed_low:.3f} to {closed_high:.3f})",
+            "closed": between("closed"),
             "less than by what was learned": lambda row: "" if row["chunks"] == "learned" else _more(row),
             "closed, by seed": "{by_seed}",
         }
@@ -97,7 +98,7 @@ def longer_text() -> str:
 
 
 def _more(row: Row) -> str:
-    return "{more:.3f} ({more_low:.3f} to {more_high:.3f})".format(**row)
+    return between("more").format(**row)
 
 
 def _by_seed(rows: list[Row], row: Row) -> str:
@@ -199,6 +200,57 @@ def keys_text() -> str:
     )
 
 
+_MODELS = {
+    "full attention": "the base, full attention",
+    "window": "the base, its window alone",
+    "window and layers": "the same with three layers more",
+    "retriever": "DRT, its retriever learned",
+    "additions": "DRT, all it adds learned",
+}
+
+
+def lengths_text() -> str:
+    """The same tokens after more and more text."""
+    known = record("learning_lengths").get("lengths")
+    if known is None:
+        return ""
+    found = known["results"]
+    columns: Columns = {
+        "text": "{kind}", "texts": "{texts}", "tokens": "{length:,}",
+        "model": lambda row: _MODELS[row["case"]],
+        "nats": "{nats:.3f}",
+        "below the window": between("below window"),
+        "below window and layers": between("below window and layers"),
+        "below itself with random chunks": between("below random"),
+        "with BM25's": between("below BM25"),
+    }  # fmt: skip
+    rows = [row for row in found["rows"] if row["case"] in _MODELS and "length" in row]
+    grown: Columns = {
+        "text": "{kind}",
+        "model": lambda row: _MODELS[row["case"]],
+        "more below the window after the longest text than after the shortest": between("grown"),
+    }
+    more = [row for row in found["rows"] if "grown" in row and row["case"] != "window"]
+    sizes: Columns = {
+        "model": lambda row: _MODELS[row["case"]],
+        "parameters": "{parameters:,}",
+        "fitted to tokens": "{fitted:,}",
+        "learned from tokens": "{tokens:,}",
+        "at a rate of": "{rate}",
+    }
+    models = [
+        {"case": name} | own | ({} if name.startswith("window") else {"fitted": found["fitted"]})
+        for name, own in found["models"].items()
+    ]
+    seeds = "1 seed" if len(found["seeds"]) == 1 else f"{len(found['seeds'])} seeds"
+    return on_machine(
+        f"The last {found['counted']:,} tokens of a text after more and more of it, in nats, with 95% intervals over "
+        f"texts; {seeds}, a window of {found['window']}.\n\n{table(columns, rows)}\n\n{table(grown, more)}\n\n"
+        f"{table(sizes, models)}",
+        known["environment"],
+    )
+
+
 def diagnosis_text() -> str:
     """What the reader makes of which chunks, and what the gradient says."""
     blocks = []
@@ -232,7 +284,7 @@ def diagnosis_text() -> str:
 
 
 def _less(case: Row) -> str:
-    return "{less:.3f} ({less_low:.3f} to {less_high:.3f})".format(**case) if "less" in case else ""
+    return between("less").format(**case) if "less" in case else ""
 
 
 def summary_text() -> str:
@@ -248,6 +300,22 @@ def summary_text() -> str:
     return (
         "- **Real text**: in SmolLM2-135M, its memory fitted first, a retriever that learned from the loss alone gives "
         f"back more than random chunks do of what a window loses to full attention: {gained}, as a share with 95% "
-        f"intervals ({len(found['weights'])} seeds). A small model trained from nothing on text does not learn it "
-        "([docs/learning-to-retrieve.md](docs/learning-to-retrieve.md))."
+        f"intervals ({len(found['weights'])} seeds).{_beside_layers()} A small model trained from nothing on text does "
+        "not learn it ([docs/learning-to-retrieve.md](docs/learning-to-retrieve.md))."
+    )
+
+
+def _beside_layers() -> str:
+    """What the README says of a memory in place of layers."""
+    found = record("learning_lengths")["lengths"]["results"]
+    by_length = {
+        row["length"]: between("below window and layers").format(**row)
+        for row in found["rows"]
+        if (row["kind"], row["case"]) == ("LaTeX", "additions") and "length" in row
+    }
+    shortest, longest = min(by_length), max(by_length)
+    return (
+        f" Where all that a DRT adds learns from the loss, LaTeX costs {by_length[shortest]} nats a token less than "
+        f"with as many parameters in layers of its base that learned from as many tokens, and {by_length[longest]} "
+        f"after {longest:,} tokens in place of {shortest:,} ({len(found['seeds'])} seed)."
     )

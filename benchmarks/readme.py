@@ -495,6 +495,7 @@ DOCUMENTS: dict[str, Mapping[str, Callable[[], str]]] = {
         "labels": learning_tables.labels_text,
         "scores": learning_tables.scores_text,
         "keys": learning_tables.keys_text,
+        "lengths": learning_tables.lengths_text,
         "diagnosis": learning_tables.diagnosis_text,
     },
     "docs/pretrained.md": {

@@ -1,0 +1,257 @@
+"""Does what a retriever learned help more, the more text there is; and more than layers in place of a memory?
+
+    TRAILMARK_DATA=... python benchmarks/learning.py train --begin slowly --seeds 0
+    TRAILMARK_DATA=... python benchmarks/learning.py train --begin additions --seeds 0
+    TRAILMARK_DATA=... python benchmarks/learning_lengths.py [deepen measure] [--seeds 0] [--texts 6]
+
+Writes benchmarks/learning_lengths.json. The same last tokens of a text are read after 1, 4 and 16 training lengths of
+it: by a DRT with the chunks that it chooses and with others in their place, by its base with a window alone, and by
+that base with as many parameters as the DRT (within 5%), in layers more that learned from as many tokens. A text is a
+stretch of one chapter, or of modules one after another, for few are so long. Stopped, the same command goes on.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from common import keep, parameters
+from learning import FIT_STEPS, LENGTH, WINDOW, run_config, trained
+from pretrained_models import (
+    STEP_TOKENS,
+    UNSEEN,
+    Losses,
+    Text,
+    chapters,
+    converted,
+    interval,
+    opened,
+    parser_of,
+    window_fields,
+)
+from torch import nn
+from training_text import train as train_run
+
+from trailmark.data.corpus import load_tokenizer, read_text, standard_library_texts, tokenize
+from trailmark.evaluation.retrieval.run import Integers, choices_of, row_of
+from trailmark.files import sha256_of
+from trailmark.machine import start_again_set_up
+from trailmark.models import SlidingWindowForCausalLM
+from trailmark.models.drt.chunks import MemoryChunks
+from trailmark.report.console import Progress
+from trailmark.trace.losses import nats
+from trailmark.untrusted import read_yaml
+
+OUTPUT = Path(__file__).with_suffix(".json")
+FACTORS = (1, 4, 16)  # of the training length
+COUNTED = LENGTH - UNSEEN  # last tokens of a text, the same at every length
+ADDED = (21, 26, 31)  # layers of the deeper model that its base has not: among those that read in the DRT
+STEPS, RATE = 60, 0.0005
+
+
+def deepened(folder: Path, seed: int) -> Path:
+    return folder / f"deepened-{seed}"
+
+
+# --- layers in place of a memory -----------------------------------------------------------------------------------
+
+
+def with_layers(base: SlidingWindowForCausalLM, added: Sequence[int]) -> SlidingWindowForCausalLM:
+    """A model with layers more, of these numbers in it, which say nothing yet.
+
+    Block expansion (arXiv 2401.02415): each is a copy of the layer before it whose output projections are 0, so the
+    model begins as its base.
+    """
+    layer: Any
+    layers = base.config.num_hidden_layers + len(added)
+    config = type(base.config)(**base.config.to_dict() | {"num_hidden_layers": layers})
+    model = SlidingWindowForCausalLM(config).to(base.dtype)
+    for name in ("embed_tokens", "norm"):
+        getattr(model, name).load_state_dict(getattr(base, name).state_dict())
+    for number, layer in enumerate(model.layers):
+        layer.load_state_dict(base.layers[number - sum(other <= number for other in added)].state_dict())
+        if number in added:
+            for output in (layer.attention.o_proj, layer.mlp.down_proj):
+                nn.init.zeros_(output.weight)
+    return model
+
+
+def deeper(folder: Path) -> Path:
+    """The base with a window and three layers more, made once."""
+    made = folder / "deeper"
+    if not made.exists():
+        window, part = converted(folder, "sliding_window", *window_fields(WINDOW)), folder / "deeper.part"
+        with_layers(SlidingWindowForCausalLM.from_pretrained(window), ADDED).save_pretrained(part)
+        load_tokenizer(str(window)).save_pretrained(part)
+        part.rename(made)
+    return made
+
+
+def deepen(options: argparse.Namespace) -> None:
+    """Teach the layers that were added, on as many tokens as the DRT was fitted to and learned from."""
+    begin = deeper(options.folder)
+    SlidingWindowForCausalLM.additions = tuple(f"layers.{number}.*" for number in ADDED)
+    for seed in options.seeds:
+        train_run(run_config(
+            options.folder, seed, f"output={deepened(options.folder, seed)}", f"init_from={begin}",
+            "training.train=additions", f"training.steps={FIT_STEPS + STEPS}", f"training.learning_rate={RATE}",
+            "training.warmup_steps=8", "training.save_steps=15", *options.set,
+        ))  # fmt: skip
+
+
+# --- the same tokens after more and more text ----------------------------------------------------------------------
+
+
+def _stretches(options: argparse.Namespace, tokenizer: Any) -> dict[str, list[Text]]:
+    """Held-out stretches of the greatest length that share nothing: of one chapter, and of modules in turn."""
+    longest, found = LENGTH * FACTORS[-1], {}
+    modules = tokenize(standard_library_texts("haystack"), tokenizer)
+    texts = {
+        "LaTeX": [(file.name, tokenize([read_text(file)], tokenizer)) for file in chapters()],
+        "Python": [("modules", modules)],
+    }
+    for (kind, of_kind), count in zip(texts.items(), options.texts, strict=True):
+        all_of = [
+            Text(f"{name} from {first}", ids[first : first + longest])
+            for name, ids in of_kind
+            for first in range(0, len(ids) - longest + 1, longest)
+        ]
+        if not all_of:
+            raise SystemExit(f"{kind}: expected a held-out text of {longest:,} tokens, there is none.")
+        spread = np.linspace(0, len(all_of) - 1, min(count, len(all_of))).round().astype(int)
+        found[kind] = [all_of[number] for number in spread]
+    return found
+
+
+@contextmanager
+def _told(table: Integers) -> Iterator[None]:
+    """Chunks that close while this lasts choose those of their row [C, K], weighed by the model's own scores."""
+    score, rows = MemoryChunks._score, torch.from_numpy(table)
+
+    def score_told(self: MemoryChunks, query: torch.Tensor, indices: Any, noise_seed: Any) -> Any:
+        told = rows[torch.from_numpy(self.candidates.asking)]
+        return score(self, query, told.to(query.device), noise_seed)
+
+    MemoryChunks._score = score_told  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        MemoryChunks._score = score  # type: ignore[method-assign]
+
+
+@torch.no_grad()
+def _last(texts: Sequence[Text], rules: Sequence[str], model: Any, number: int) -> Any:
+    """[1 + rules, COUNTED] nats of a text's last tokens: with its own choice, and with that of each rule."""
+    ids, config = texts[number].ids.astype(np.int64), model.config
+    S = getattr(config, "chunk_size", 1)
+    # what the first counted row reads was chosen by the chunk before its own: that one is told too
+    begin = ((len(ids) - COUNTED - 1) // S - 1) * S
+    cache, piece = model.read(row_of(model, ids[:begin])), row_of(model, ids[begin:])
+    ways: list[Any] = [nullcontext()]
+    if rules:
+        limits = model.layouts.of(len(ids), False).candidates(config.first_visible, torch.device("cpu"))
+        choices = dict(choices_of(ids, S, limits.flatten().numpy(), config.num_retrieved_chunks, 0, number))
+        ways += [_told(choices[rule]) for rule in rules]
+    found = []
+    for way in ways:
+        with way:
+            logits = model(piece, past_key_values=cache.branch()).logits[:, -COUNTED - 1 : -1]
+        found.append(nats(logits, piece[:, -COUNTED:])[0])
+    return np.stack(found)
+
+
+class Compared(NamedTuple):
+    """A model that is read, and who chooses in its place beside itself."""
+
+    folder: Callable[[Path, int], Path]
+    """By the folder of all and the seed."""
+    rules: tuple[str, ...] = ()
+
+
+COMPARED = {
+    "window": Compared(lambda folder, seed: converted(folder, "sliding_window", *window_fields(WINDOW))),
+    "window and layers": Compared(deepened),
+    "retriever": Compared(lambda folder, seed: trained("slowly", seed, folder), ("random", "BM25")),
+    "additions": Compared(lambda folder, seed: trained("additions", seed, folder), ("random",)),
+}
+FULL = "full attention"
+
+
+def measure(options: argparse.Namespace) -> None:
+    progress = Progress()
+    base = converted(options.folder, "sliding_window")
+    losses = Losses(options.folder / "learning-lengths.json", progress)
+    rows, seeds = [], options.seeds
+    for kind, longest in _stretches(options, load_tokenizer(str(base))).items():
+        gains = []
+        for length in (LENGTH * factor for factor in FACTORS):
+            texts = [text._replace(ids=text.ids[-length:]) for text in longest]
+
+            def read(
+                name: str, folder: Path, rules: tuple[str, ...] = (), texts: Sequence[Text] = texts
+            ) -> Any:
+                known = f"{name}, {sha256_of(folder / 'model.safetensors')[:12]}, {', '.join(rules)}"
+                own = losses.of(known, partial(opened, folder), texts, partial(_last, texts, rules))
+                return np.array(own).mean(-1)  # [texts, 1 + rules]
+
+            found: dict[str, Any] = {}  # [seeds, texts] nats of a token by case
+            if length == LENGTH:
+                found[FULL] = read(FULL, base)[None, :, 0]
+            for name, compared in COMPARED.items():
+                own = [read(name, compared.folder(options.folder, seed), compared.rules) for seed in seeds]
+                cases = [name, *(f"{name}, {rule}" for rule in compared.rules)]
+                found |= dict(zip(cases, np.moveaxis(np.array(own), -1, 0), strict=True))
+            rows += [_row(kind, length, case, found) for case in found]
+            gains.append({name: (found["window"] - found[name]).mean(0) for name in COMPARED})
+        for name in COMPARED:
+            grown = gains[-1][name] - gains[0][name]
+            rows.append({"kind": kind, "case": name, "texts": len(grown)} | interval("grown", grown))
+    models: dict[str, dict[str, Any]] = {}
+    for name, compared in COMPARED.items():
+        folder = compared.folder(options.folder, seeds[0])
+        models[name] = {"parameters": parameters(opened(folder))}
+        if (file := folder / "run.yaml").exists():
+            training = read_yaml(file, "run.yaml")["training"]
+            models[name]["tokens"] = training["steps"] * training["tokens_per_step"]
+            models[name]["rate"] = training["learning_rate"]
+    kept = {"window": WINDOW, "counted": COUNTED, "seeds": list(seeds), "fitted": FIT_STEPS * STEP_TOKENS}
+    keep(options.output, "lengths", kept | {"models": models, "rows": rows})
+    progress.say(f"Measured, in {options.output}")
+
+
+def _row(kind: str, length: int, case: str, found: Mapping[str, Any]) -> dict[str, Any]:
+    """Of a case its nats, and how far they lie below those of others, with intervals over texts."""
+    name, own = case.split(",")[0], found[case]
+    row = {"kind": kind, "length": length, "case": case, "texts": own.shape[1], "nats": float(own.mean())}
+    row["by_seed"] = own.mean(1).tolist()
+    for other in ("window", "window and layers", f"{name}, random", f"{name}, BM25"):
+        if other != case and other in found:
+            row |= interval(f"below {other.removeprefix(f'{name}, ')}", (found[other] - own).mean(0))
+    return row
+
+
+PARTS = {"deepen": deepen, "measure": measure}
+
+
+def main() -> None:
+    parser = parser_of(__doc__, PARTS, OUTPUT)
+    parser.add_argument("--seeds", type=int, nargs="+", default=(0,))
+    parser.add_argument(
+        "--texts", type=int, nargs=2, default=(6, 3), help="stretches of LaTeX, and of Python"
+    )
+    parser.add_argument("--set", nargs="*", default=[], help="keys of the training, as key=value")
+    options = parser.parse_args()
+    start_again_set_up()  # as `trailmark train` does
+    options.folder.mkdir(parents=True, exist_ok=True)
+    for name in options.parts or PARTS:
+        PARTS[name](options)
+
+
+if __name__ == "__main__":
+    main()
