@@ -235,7 +235,7 @@ def perplexity(model: LandmarkForCausalLM, length: int, cached: bool = True) -> 
             cell = cache.begun(len(ids)).cell
             assert cell is not None
             retrievals = [n + int(more) for n, more in zip(retrievals, cell.retrievals, strict=True)]
-            state = (cache.memory_bytes() + cache.window_bytes()) // len(ids)
+            state = cache.num_bytes() // len(ids)
     found: Found = {
         "windows": len(windows),
         "tokens": count,

@@ -64,7 +64,7 @@ from trailmark.training.config import RunConfig, load_run_config
 from trailmark.training.next_chunk import NextChunk
 
 OUTPUT = Path(__file__).with_suffix(".json")
-WINDOW, LENGTH, FIT_STEPS = 256, 4096, 48
+WINDOW, LENGTH, FIT_STEPS, STEPS = 256, 4096, 48, 60
 SCORED = 32768  # tokens of a chapter at most, where nothing but scores is computed
 SWEEPS = 200
 CANDIDATES = ((0, SCORED), (0, 130), (131, 520), (521, SCORED))  # as in docs/case-study.md
@@ -426,8 +426,7 @@ def diagnose(options: argparse.Namespace) -> None:
     """``trailmark evaluate --suite retrieval`` of the first seed's model on held-out chapters, before and after."""
     progress, (seed, *_), found = Progress(), options.seeds, {}
     tokenizer = load_tokenizer(str(converted(FOLDER, "sliding_window")))
-    files = chapters()
-    text = Documents.of([read_text(file) for file in files], tokenizer)
+    text = Documents.of([read_text(file) for file in chapters()], tokenizer)
     for name, folder in (("before", fitted(options.begin, seed)), ("learned", trained(options.begin, seed))):
         asked = subject(folder)
         record = Record(FOLDER / f"{folder.name}-diagnosis", "retrieval", asked.identity())
@@ -450,7 +449,7 @@ def main() -> None:
     )
     parser.add_argument("parts", nargs="*", choices=[*PARTS, []], help="all by default")
     parser.add_argument("--seeds", type=int, nargs="+", default=(0, 1, 2))
-    parser.add_argument("--steps", type=int, default=60, help=f"of {STEP_TOKENS:,} tokens")
+    parser.add_argument("--steps", type=int, default=STEPS, help=f"of {STEP_TOKENS:,} tokens")
     parser.add_argument(
         "--begin",
         choices=WAYS,

@@ -2,7 +2,7 @@
 
     TRAILMARK_DATA=... python benchmarks/learning.py train --begin slowly --seeds 0
     TRAILMARK_DATA=... python benchmarks/learning.py train --begin additions --seeds 0
-    TRAILMARK_DATA=... python benchmarks/learning_lengths.py [deepen measure] [--seeds 0] [--texts 6]
+    TRAILMARK_DATA=... python benchmarks/learning_lengths.py [deepen measure] [--seeds 0] [--texts 6 3]
 
 Writes benchmarks/learning_lengths.json. The same last tokens of a text are read after 1, 4 and 16 training lengths of
 it: by a DRT with the chunks that it chooses and with others in their place, by its base with a window alone, and by
@@ -13,16 +13,17 @@ stretch of one chapter, or of modules one after another, for few are so long. St
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import numpy as np
 import torch
 from common import keep, parameters
-from learning import FIT_STEPS, LENGTH, WINDOW, run_config, trained
+from learning import FIT_STEPS, LENGTH, STEPS, WINDOW, run_config, trained
 from pretrained_models import (
     STEP_TOKENS,
     UNSEEN,
@@ -52,7 +53,7 @@ OUTPUT = Path(__file__).with_suffix(".json")
 FACTORS = (1, 4, 16)  # of the training length
 COUNTED = LENGTH - UNSEEN  # last tokens of a text, the same at every length
 ADDED = (21, 26, 31)  # layers of the deeper model that its base has not: among those that read in the DRT
-STEPS, RATE = 60, 0.0005
+RATE = 0.0005
 
 
 def deepened(folder: Path, seed: int) -> Path:
@@ -129,20 +130,15 @@ def _stretches(options: argparse.Namespace, tokenizer: Any) -> dict[str, list[Te
     return found
 
 
-@contextmanager
-def _told(table: Integers) -> Iterator[None]:
-    """Chunks that close while this lasts choose those of their row [C, K], weighed by the model's own scores."""
+def _told(table: Integers) -> AbstractContextManager[Any]:
+    """While it lasts chunks that close choose those of their row [C, K], weighed by the model's own scores."""
     score, rows = MemoryChunks._score, torch.from_numpy(table)
 
     def score_told(self: MemoryChunks, query: torch.Tensor, indices: Any, noise_seed: Any) -> Any:
         told = rows[torch.from_numpy(self.candidates.asking)]
         return score(self, query, told.to(query.device), noise_seed)
 
-    MemoryChunks._score = score_told  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        MemoryChunks._score = score  # type: ignore[method-assign]
+    return patch.object(MemoryChunks, "_score", score_told)
 
 
 @torch.no_grad()
@@ -153,7 +149,7 @@ def _last(texts: Sequence[Text], rules: Sequence[str], model: Any, number: int) 
     # what the first counted row reads was chosen by the chunk before its own: that one is told too
     begin = ((len(ids) - COUNTED - 1) // S - 1) * S
     cache, piece = model.read(row_of(model, ids[:begin])), row_of(model, ids[begin:])
-    ways: list[Any] = [nullcontext()]
+    ways: list[AbstractContextManager[Any]] = [nullcontext()]
     if rules:
         limits = model.layouts.of(len(ids), False).candidates(config.first_visible, torch.device("cpu"))
         choices = dict(choices_of(ids, S, limits.flatten().numpy(), config.num_retrieved_chunks, 0, number))

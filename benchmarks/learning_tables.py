@@ -9,6 +9,7 @@ from pretrained_references import RULES
 from tables import Columns, Row, between, on_machine, record, table
 
 from trailmark.evaluation.retrieval.suite import CASES
+from trailmark.report.console import counted
 
 _BEGINS = {
     "nothing": "as converted",
@@ -242,7 +243,7 @@ def lengths_text() -> str:
         {"case": name} | own | ({} if name.startswith("window") else {"fitted": found["fitted"]})
         for name, own in found["models"].items()
     ]
-    seeds = "1 seed" if len(found["seeds"]) == 1 else f"{len(found['seeds'])} seeds"
+    seeds = counted(len(found["seeds"]), "seed")
     return on_machine(
         f"The last {found['counted']:,} tokens of a text after more and more of it, in nats, with 95% intervals over "
         f"texts; {seeds}, a window of {found['window']}.\n\n{table(columns, rows)}\n\n{table(grown, more)}\n\n"
@@ -317,5 +318,5 @@ def _beside_layers() -> str:
     return (
         f" Where all that a DRT adds learns from the loss, LaTeX costs {by_length[shortest]} nats a token less than "
         f"with as many parameters in layers of its base that learned from as many tokens, and {by_length[longest]} "
-        f"after {longest:,} tokens in place of {shortest:,} ({len(found['seeds'])} seed)."
+        f"after {longest:,} tokens in place of {shortest:,} ({counted(len(found['seeds']), 'seed')})."
     )

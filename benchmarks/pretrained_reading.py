@@ -53,7 +53,7 @@ def _read_one(name: str, folder: Path, length: int, window: int) -> None:
     began = time.perf_counter()
     model.read(tokens, kept)
     took = time.perf_counter() - began
-    print(took, peak_memory(), kept.memory_bytes() + kept.window_bytes())
+    print(took, peak_memory(), kept.num_bytes())
 
 
 if __name__ == "__main__":

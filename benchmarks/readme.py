@@ -420,7 +420,6 @@ def serving_text() -> str:
         found[name]["results"] for name in ("first", "together", "many", "kills", "hostile")
     )
     speeds, at = together["tokens_per_second"], first["milliseconds"]
-    wrong = many["wrong"]
     after = "lived on" if hostile["alive"] else "did not live on"
     return (
         "On loopback, the demo's model over a memory of 1M tokens "
@@ -429,7 +428,7 @@ def serving_text() -> str:
         f"percentile; {together['clients']} clients together got {speeds['together']:,.0f} tokens/s, "
         f"{together['ratio']:.1f} times as many as one after the other. Of {many['asked'] + many['left']:,} requests "
         f"by {many['clients']} clients {many['left']} left after their first token; of the other {many['asked']:,} "
-        f"answers {wrong} differed from what the question gets alone, where {many['needles_found_alone']} of "
+        f"answers {many['wrong']} differed from what the question gets alone, where {many['needles_found_alone']} of "
         f"{many['needles']} needles are found, and RAM grew by {many['ram']['grown']['VmRSS']:.1%}. "
         f"After {kills['kills']} SIGKILLs "
         f"while texts were appended every memory was whole and held all {kills['acknowledged']} texts that were "

@@ -258,7 +258,7 @@ def read(settings: ReadSettings) -> None:
             read_now = f"{reader.num_tokens - before:,} tokens read" if fresh else "read already"
             progress.say(f"{file}: {read_now}")
     took = f" {duration(reader.seconds)}, {reader.tokens_per_second:,.0f} tokens/s." if reader.seconds else ""
-    held = size(reader.cache.memory_bytes() + reader.cache.window_bytes())
+    held = size(reader.cache.num_bytes())
     progress.say(f"The memory of {reader.num_tokens:,} tokens lies in {memory}/ ({held}).{took}")
     if trace is not None:
         progress.say(
@@ -296,8 +296,7 @@ def _read_with_all(settings: ReadSettings) -> None:
     if cache is not None:
         seconds, tokens = time.monotonic() - began, cache.get_seq_length()
         progress.say(
-            f"The memory of {tokens:,} tokens lies in {settings.memory}/ "
-            f"({size(cache.memory_bytes() + cache.window_bytes())}). "
+            f"The memory of {tokens:,} tokens lies in {settings.memory}/ ({size(cache.num_bytes())}). "
             f"{duration(seconds)}, {tokens / seconds:,.0f} tokens/s{by}."
         )
         progress.say(_asking_of(settings))

@@ -340,6 +340,12 @@ def _first_line(error: BaseException | str) -> str:
     return line if len(line) <= 400 else f"{line[:397]}..."
 
 
+def has_tokenizer(folder: Path) -> bool:
+    """Whether a file that transformers makes a tokenizer of lies in a folder."""
+    names = "tokenizer_config.json", "tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt"
+    return any((folder / name).is_file() for name in names)
+
+
 def load_tokenizer(where: str | os.PathLike[str], argument: str, **options: Any) -> Any:
     """A tokenizer of transformers, from a folder or the hub, without code of its own.
 

@@ -69,6 +69,15 @@ def permuted(index: int, count: int, key: int) -> int:
             return index
 
 
+def expect_window(corpus: Corpus, length: int, argument: str = "data") -> None:
+    """Raise a ValueError where a corpus, which ``argument`` names, holds no window of ``length`` tokens."""
+    if len(corpus) < length:
+        raise ValueError(
+            f"{argument}: expected at least context_length = {length} tokens, got {len(corpus)}. Add text or train on "
+            "shorter sequences."
+        )
+
+
 class Windows:
     """Windows of ``length`` tokens of a corpus: sample n is the same for any batch size, process or resuming.
 
@@ -92,11 +101,7 @@ class Windows:
             raise ValueError(f"context_length: expected at least 1 token, got {length}.")
         if not 0 <= seed <= _MASK:
             raise ValueError(f"seed: expected 0 .. 2**64 - 1, got {seed}.")
-        if len(corpus) < length:
-            raise ValueError(
-                f"data: expected at least context_length = {length} tokens, got {len(corpus)}. "
-                "Add text or train on shorter sequences."
-            )
+        expect_window(corpus, length)
         self.corpus, self.length, self.seed, self.aligned = corpus, length, seed, aligned
         self.per_epoch = len(corpus) // length
 

@@ -117,19 +117,16 @@ def conversation(
     if not cue.startswith(end):
         end = ""
     parts[-1], cue = _parted(end, cue[len(end) :])
+    plain = not any(_spells_control(content, tokenizer) for content in contents)
+    real = [dict(message) | {"content": own} for message, own in zip(messages, contents, strict=True)]
+    contents = [contents[n] for n in order]
+    if plain and (whole := _rendered(tokenizer, real, True)).endswith(cue):
+        # whatever the template does with contents: of earlier answers it may leave out what was thought
+        parts, contents = [whole.removesuffix(cue)], []
     if inside and beginning(tokenizer):
         parts[0] = parts[0].removeprefix(tokenizer.bos_token)
-    contents = [contents[n] for n in order]
-    if not any(_spells_control(content, tokenizer) for content in contents):
-        # whatever the template does with contents: of earlier answers it may leave out what was thought
-        real = [dict(message) | {"content": message["content"].strip()} for message in messages]
-        whole = _rendered(tokenizer, real, True)
-        if whole.endswith(cue):  # else contents are put between what stands around marks, as below
-            body = whole.removesuffix(cue)
-            if inside and beginning(tokenizer):
-                body = body.removeprefix(tokenizer.bos_token)
-        else:
-            body = "".join(text for pair in zip(parts, [*contents, ""], strict=True) for text in pair)
+    if plain:
+        body = "".join(text for pair in zip(parts, [*contents, ""], strict=True) for text in pair)
         asked, after = tokenize_parts([body, cue], tokenizer)
         return asked, after
     pieces = []

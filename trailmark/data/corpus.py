@@ -233,22 +233,19 @@ def decoded(
         ValueError: it cannot be read.
     """
     decoder, words, done = codecs.getincrementaldecoder("utf-8")(), False, 0
-    begin = codecs.BOM_UTF8, codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE
     try:
         with open_regular(path, argument, links=True) as file:
             while block := file.read(block_bytes):
                 if look is not None:
                     look(block)
-                if file.tell() == len(block):
-                    if block.startswith(begin[1:]):
-                        raise NotText(
-                            f"{argument}: expected UTF-8 text, {str(path)!r} is UTF-16. Convert it to UTF-8 first, as "
-                            "with iconv -f utf-16 -t utf-8."
-                        )
-                    done = (
-                        len(begin[0]) if block.startswith(begin[0]) else 0
-                    )  # a mark of the encoding is no text
+                if not done and block.startswith(codecs.BOM_UTF8):  # which says the encoding, and is no text
+                    done = len(codecs.BOM_UTF8)
                     block = block[done:]
+                elif not done and block.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+                    raise NotText(
+                        f"{argument}: expected UTF-8 text, {str(path)!r} is UTF-16. Convert it to UTF-8 first, as with "
+                        "iconv -f utf-16 -t utf-8."
+                    )
                 if b"\0" in block:
                     raise NotText(f"{argument}: expected UTF-8 text, {str(path)!r} is binary.")
                 words = words or bool(block.strip())

@@ -41,7 +41,6 @@ MANIFEST = "manifest.json"  # of a checkpoint: it names all files there, and oth
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")  # OWNER/NAME, or a name alone
 _DEMO = Path(__file__).parents[1] / "demo_model"  # what trailmark demo trained, shipped with the package
 _DEMO_NAME = "demo"
-_TOKENIZERS = ("tokenizer_config.json", "tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 
 
 @dataclass
@@ -310,7 +309,7 @@ def _run_folder(folder: Path) -> Path:
 
 def _tokenizer(folder: Path, run: dict[str, Any], on_disk: bool) -> Any:
     """The one beside the weights; of a checkpoint, which has none, that of its run."""
-    if on_disk and not any((folder / name).is_file() for name in _TOKENIZERS):
+    if on_disk and not pretrained.has_tokenizer(folder):
         if is_checkpoint(folder) and run:
             return load_tokenizer(run.get("data", {}).get("tokenizer", "bytes"))
         raise ValueError(

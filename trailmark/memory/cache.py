@@ -128,6 +128,10 @@ class ChunkCache(Cache):
         """Bytes of the chunks in memory, on whatever tier; see :meth:`ChunkMemory.num_bytes`."""
         return 0 if self.state is None else self.memory.num_bytes(self.state.memory)
 
+    def num_bytes(self) -> int:
+        """Bytes of all that it holds: :meth:`memory_bytes` and :meth:`window_bytes`."""
+        return self.memory_bytes() + self.window_bytes()
+
     def save(self, folder: str | Path, held: HeldFolder | None = None) -> None:
         """Save everything in ``folder``, for ``model.load_cache``; on tier "disk" chunks that lie there stay there.
 

@@ -240,7 +240,7 @@ class Memories:
         count = cache.get_seq_length()
         full = sum(source["tokens"] for source in sources) == count
         passages = Passages(sources if full else [], subject.tokenizer, size, subject.beginning)
-        return Opened(cache, count, passages, cache.memory_bytes() + cache.window_bytes(), stamp)
+        return Opened(cache, count, passages, cache.num_bytes(), stamp)
 
     # --- writing -----------------------------------------------------------------------------------------------
 

@@ -10,21 +10,17 @@ import tempfile
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PrinterCallback, TrainingArguments, set_seed
 
 from trailmark.data.corpus import Tokens, load_tokenizer, tokenizer_fingerprint, vocabulary_size
-from trailmark.data.neighbours.embedders import Embedder
-from trailmark.data.neighbours.trained_embedders import embedder_of
-from trailmark.data.shards import Corpus
 from trailmark.data.summarization import SummarizationTexts
-from trailmark.data.texts import expect_outside_text, open_text
+from trailmark.data.texts import expect_outside_text
 from trailmark.files import (
     expect_place,
     expect_writable,
@@ -46,6 +42,7 @@ from trailmark.training.distil import Teacher
 from trailmark.training.final_model import MODEL_MANIFEST, has_signed_model, sign_model, verify_model
 from trailmark.training.fit import MemoryFit
 from trailmark.training.neighbours import open_table
+from trailmark.training.opening import open_corpus, open_embedder, open_validation
 from trailmark.training.parts import Parts, learned
 from trailmark.training.precision import expect_one_precision, with_precision
 from trailmark.training.run_folder import (
@@ -62,7 +59,7 @@ from trailmark.training.run_folder import (
     saving,
 )
 from trailmark.training.running import Evaluate, RunningState
-from trailmark.training.tasks import Batch, SampleTask, TextTask, make_task, micro_batches
+from trailmark.training.tasks import Batch, SampleTask, make_task, micro_batches
 from trailmark.training.trainer import Batches, RunTrainer, checkpoint_activations, training_arguments
 from trailmark.values import duration
 
@@ -121,7 +118,7 @@ class Run(RunningState):
             )
         fields.tokenizer_fingerprint = tokenizer_fingerprint(self.tokenizer)
         self.teacher = None if config.distil.model is None else Teacher(config, fields, self.tokenizer)
-        self.corpus = _open_corpus(config, text, self.tokenizer, fields.vocab_size)
+        self.corpus = open_corpus(config, text, self.tokenizer, fields.vocab_size)
         self.table = None
         if self.corpus is not None:
             self.table = open_table(config, fields, self.corpus, self.tokenizer, verify=is_main())
@@ -129,12 +126,12 @@ class Run(RunningState):
             config, fields, self.corpus, self.table, self.tokenizer, self.curriculum, self.say
         )
         self.micro = self._micro_batches()
-        self._validation = _open_validation(config, self.tokenizer, fields.vocab_size)
+        self._validation = open_validation(config, self.tokenizer, fields.vocab_size)
         if config.data.validation is not None and self._validation is None:
             say("Mind: data.validation is not measured, as training.eval_steps does not say how often.")
         self.embedder = None
         if self.table is None or self._validation is not None:
-            self.embedder = _open_embedder(fields, self.tokenizer, self.table is None, self.say)
+            self.embedder = open_embedder(fields, self.tokenizer, self.table is None, self.say)
         self.trainer: RunTrainer | None = None  # once the run trains
         self._held = ExitStack()
 
@@ -448,65 +445,3 @@ class Run(RunningState):
             }
             refresh_card(self.output, history)
             write_json(self.output / HISTORY_FILE, history, durable=True)  # last: it says that all is there
-
-
-# --- what the configuration names, opened ----------------------------------------------------------------------
-
-
-def _open_corpus(config: RunConfig, text: Tokens | None, tokenizer: Any, vocab_size: int) -> Corpus | None:
-    """The text of ``data.paths``, or ``text``; None where samples are read one by one.
-
-    Raises:
-        ValueError: for paths that are missing or hold no text, or tokens outside the vocabulary.
-    """
-    data = config.data
-    if data.task == "summarization":
-        return None
-    if text is not None:
-        return Corpus.of_tokens(text)
-    # needles are hidden in pure text
-    return open_text(
-        data.paths,
-        tokenizer,
-        vocab_size,
-        end_of_text=data.task == "text",
-        revision=data.revision,
-        verify=is_main(),
-    )
-
-
-def _open_validation(config: RunConfig, tokenizer: Any, vocab_size: int) -> TextTask | None:
-    """Windows of ``data.validation``; None: nothing is measured on them. Errors as of :func:`_open_corpus`."""
-    paths = config.data.validation
-    if paths is None or config.training.eval_steps is None:
-        return None
-    corpus = open_text(paths, tokenizer, vocab_size, argument="data.validation", verify=is_main())
-    length = config.training.context_length
-    if len(corpus) < length:
-        raise ValueError(
-            f"data.validation: expected at least context_length = {length} tokens, got {len(corpus)}. Name more text, "
-            "or train on shorter sequences."
-        )
-    # as the text is, without early landmarks; the same windows whatever the run's seed
-    data = replace(config.data, early_landmarks=0.0, neighbours=None)
-    training = replace(config.training, seed=0)
-    return TextTask(replace(config, data=data, training=training), corpus, 1)
-
-
-def _open_embedder(
-    model_config: Any, tokenizer: Any, everywhere: bool, say: Callable[[str], None]
-) -> Embedder | None:
-    """What finds chunks where no table does; the model's configuration says then which it is trained with.
-
-    Args:
-        everywhere: no table holds what the chunks of the training text retrieve.
-        say: told what that costs.
-    """
-    found = embedder_of(model_config, tokenizer)
-    if found is not None and everywhere:
-        model_config.embedder_fingerprint = found.fingerprint
-        say(
-            f"{found.spec} embeds the chunks of every batch anew. For text that trailmark prepare made, trailmark "
-            "neighbours makes a table once: data.neighbours=FOLDER."
-        )
-    return found

@@ -173,7 +173,7 @@ class MemoryAsker:
             if first:
                 # less than before: what came earlier was given back meanwhile
                 cost.resident_bytes = max(0, resident_bytes() - before)
-                cost.memory_bytes = cache.memory_bytes() + cache.window_bytes()
+                cost.memory_bytes = cache.num_bytes()
             yield cache
 
     def ask(self, held: ChunkCache, questions: Sequence[Question], cost: ReadingCost) -> list[Answer]:

@@ -198,15 +198,16 @@ def expect_tensors(tensors: Tensors, model: Any, name: str) -> None:
     """
     tied = model.all_tied_weights_keys
     for copy, of in tied.items():
-        if copy in tensors.shapes:
-            if of not in tensors.shapes and isinstance(tensors, SafetensorFiles):
-                tensors.rename(copy, of)
-                continue
-            if of not in tensors.shapes or not torch.equal(tensors.read(copy), tensors.read(of)):
-                raise ValueError(
-                    f"{ARGUMENT}: config.json of {name} says that {copy} is {of} (tie_word_embeddings), and its file "
-                    "holds another. Mend config.json."
-                )
+        if copy not in tensors.shapes:
+            continue
+        if of not in tensors.shapes and isinstance(tensors, SafetensorFiles):
+            tensors.rename(copy, of)
+        elif of not in tensors.shapes or not torch.equal(tensors.read(copy), tensors.read(of)):
+            raise ValueError(
+                f"{ARGUMENT}: config.json of {name} says that {copy} is {of} (tie_word_embeddings), and its file "
+                "holds another. Mend config.json."
+            )
+        else:
             del tensors.shapes[copy]
     expected = {key: tuple(x.shape) for key, x in model.state_dict().items() if key not in tied}
     expect_shapes(tensors.shapes, expected, name)

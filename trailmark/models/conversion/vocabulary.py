@@ -20,18 +20,16 @@ def open_tokenizer(folder: Path, name: str, argument: str, options: Mapping[str,
     Raises:
         ValueError: there is none, or a package is missing that reads it.
     """
-    if not options:
-        there = {path.name for path in folder.iterdir()}
-        if not there & {_TOKENS, _PIECES, _SETTINGS, "vocab.json"}:
-            raise ValueError(
-                f"{argument}: expected a tokenizer beside the weights, {name} has none. Put its {_TOKENS} there."
-            )
-        needed = [package for package in ("sentencepiece", "google.protobuf") if not _is_there(package)]
-        if _TOKENS not in there and _PIECES in there and needed:
-            raise ValueError(
-                f"{argument}: expected a {_TOKENS} beside the weights, {name} has {_PIECES} alone, which transformers "
-                "reads with other packages. pip install sentencepiece protobuf"
-            )
+    if not options and not pretrained.has_tokenizer(folder):
+        raise ValueError(
+            f"{argument}: expected a tokenizer beside the weights, {name} has none. Put its {_TOKENS} there."
+        )
+    alone = not options and (folder / _PIECES).is_file() and not (folder / _TOKENS).is_file()
+    if alone and not all(map(_is_there, ("sentencepiece", "google.protobuf"))):
+        raise ValueError(
+            f"{argument}: expected a {_TOKENS} beside the weights, {name} has {_PIECES} alone, which transformers "
+            "reads with other packages. pip install sentencepiece protobuf"
+        )
     return pretrained.load_tokenizer(folder, argument, **options)
 
 
