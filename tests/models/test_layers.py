@@ -68,6 +68,19 @@ def test_norms_are_computed_in_float32(dtype: torch.dtype) -> None:
 
     # in float16 the squares would be infinite
     assert_low_precision_within_budget(lambda x, w: rms_normalize(x, EPS, w), oracle, x, weight)
+    for own in (weight, weight.double()):  # of its dtype, and of another
+        with torch.no_grad():
+            without_graph = rms_normalize(x, EPS, own)
+        torch.testing.assert_close(without_graph, rms_normalize(x, EPS, own).detach())
+
+
+def test_norms_without_a_graph_under_autocast() -> None:
+    x, weight = draw(3, 5, 64, dtype=torch.bfloat16), draw(64, seed=1, dtype=torch.bfloat16)
+    with torch.no_grad():
+        alone = rms_normalize(x, EPS, weight)
+        with torch.autocast("cpu", torch.bfloat16):
+            under = rms_normalize(x, EPS, weight)
+    torch.testing.assert_close(under, alone)
 
 
 def test_a_norm_of_a_bfloat16_model_puts_out_bfloat16() -> None:

@@ -37,9 +37,11 @@ class RMSNorm(nn.Module):
 
 def rms_normalize(x: Tensor, eps: float, weight: Tensor | None = None) -> Tensor:
     """x / rms(x) (* weight) over the last dimension, computed in float32 or wider, in the dtype of x."""
-    if not torch.is_grad_enabled():
-        return _rms_forward(x, weight, eps)[0]
-    return _RMSNormalize.apply(x, weight, eps)
+    if torch.is_grad_enabled():
+        return _RMSNormalize.apply(x, weight, eps)
+    if weight is None or weight.dtype == x.dtype:
+        return F.rms_norm(x, x.shape[-1:], weight, eps).to(x.dtype)  # autocast may widen it
+    return _rms_forward(x, weight, eps)[0]
 
 
 def _rms_forward(x: Tensor, weight: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
