@@ -192,7 +192,7 @@ class WindowCall:
         apart = self.first >= self.sinks + self.window - 1  # no sink stands in the window
         return bool((full & apart).all())
 
-    @property
+    @cached_property
     def _alone(self) -> bool:
         """One new position, of each row, that sees itself alone."""
         alone = self._alike and self.first[0] - self.start[0] < 1
@@ -234,15 +234,15 @@ class WindowCall:
         if self._in_ring:
             # the slot holds what no position from here on sees, so a call that fails has harmed nothing
             for ring, new in ((held.keys, k.detach()), (held.values, v.detach())):
-                if (self.first == self.first[0]).all():
-                    ring[:, :, n + int(self.first[0]) % self._slots] = new[:, :, 0]
+                if self._slot is not None:
+                    ring[:, :, n + self._slot] = new[:, :, 0]
                 else:
                     row = torch.arange(len(ring), device=ring.device)
                     ring[row, :, n + self._slot_of_first] = new[:, :, 0]
                 if self._begins:
                     ring[:, :, :n] = self._sinks_after(ring, new)
             self._stage(layer, held)
-            if self.positions is None:
+            if self._alone:
                 return k, v
             if k.requires_grad:  # a copy, through which the call's gradients reach the new ones
                 newest = torch.arange(self._slots, device=k.device) == self._slot_of_first[:, None]
@@ -289,6 +289,12 @@ class WindowCall:
     def staged(self, layer: Window) -> Window:
         """The layer as it is after the call."""
         return self._staged.get(id(layer), layer)
+
+    @cached_property
+    def _slot(self) -> int | None:
+        """The slot that all rows' first new position takes; None: they take different ones."""
+        first = int(self.first[0])
+        return first % self._slots if (self.first == first).all() else None
 
     @cached_property
     def _slot_of_first(self) -> Tensor:
