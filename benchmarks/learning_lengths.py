@@ -2,12 +2,13 @@
 
     TRAILMARK_DATA=... python benchmarks/learning.py train --begin slowly --seeds 0
     TRAILMARK_DATA=... python benchmarks/learning.py train --begin additions --seeds 0
-    TRAILMARK_DATA=... python benchmarks/learning_lengths.py [deepen measure] [--seeds 0] [--texts 6 3]
+    TRAILMARK_DATA=... python benchmarks/learning_lengths.py [deepen measure] [--seeds 0] [--texts 6 3 4]
 
 Writes benchmarks/learning_lengths.json. The same last tokens of a text are read after 1, 4 and 16 training lengths of
 it: by a DRT with the chunks that it chooses and with others in their place, by its base with a window alone, and by
 that base with as many parameters as the DRT (within 5%), in layers more that learned from as many tokens. A text is a
-stretch of one chapter, or of modules one after another, for few are so long. Stopped, the same command goes on.
+stretch of one chapter or book, or of modules one after another, for few are so long. Of each model the seeds are
+measured that were trained. Stopped, the same command goes on.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from pretrained_models import (
     Text,
     chapters,
     converted,
+    held_out_books,
     interval,
     opened,
     parser_of,
@@ -110,12 +112,12 @@ def deepen(options: argparse.Namespace) -> None:
 
 
 def _stretches(options: argparse.Namespace, tokenizer: Any) -> dict[str, list[Text]]:
-    """Held-out stretches of the greatest length that share nothing: of one chapter, and of modules in turn."""
+    """Held-out stretches of the greatest length that share nothing: of one chapter or book, and of modules in turn."""
     longest, found = LENGTH * FACTORS[-1], {}
-    modules = tokenize(standard_library_texts("haystack"), tokenizer)
     texts = {
         "LaTeX": [(file.name, tokenize([read_text(file)], tokenizer)) for file in chapters()],
-        "Python": [("modules", modules)],
+        "Python": [("modules", tokenize(standard_library_texts("haystack"), tokenizer))],
+        "books": [(file.name, tokenize([read_text(file)], tokenizer)) for file in held_out_books()],
     }
     for (kind, of_kind), count in zip(texts.items(), options.texts, strict=True):
         all_of = [
@@ -169,6 +171,16 @@ class Compared(NamedTuple):
     """By the folder of all and the seed."""
     rules: tuple[str, ...] = ()
 
+    def trained(self, folder: Path, seeds: Sequence[int]) -> list[Path]:
+        """The models of those seeds that were trained; one, where no seed has a part in it."""
+        own = dict.fromkeys(self.folder(folder, seed) for seed in seeds)
+        found = [one for one in own if (one / "model.safetensors").exists()]
+        if not found:
+            raise SystemExit(
+                f"{self.folder(folder, seeds[0])}: expected a model that was trained, there is none."
+            )
+        return found
+
 
 COMPARED = {
     "window": Compared(lambda folder, seed: converted(folder, "sliding_window", *window_fields(WINDOW))),
@@ -200,22 +212,25 @@ def measure(options: argparse.Namespace) -> None:
             if length == LENGTH:
                 found[FULL] = read(FULL, base)[None, :, 0]
             for name, compared in COMPARED.items():
-                own = [read(name, compared.folder(options.folder, seed), compared.rules) for seed in seeds]
+                own = [
+                    read(name, folder, compared.rules) for folder in compared.trained(options.folder, seeds)
+                ]
                 cases = [name, *(f"{name}, {rule}" for rule in compared.rules)]
                 found |= dict(zip(cases, np.moveaxis(np.array(own), -1, 0), strict=True))
             rows += [_row(kind, length, case, found) for case in found]
-            gains.append({name: (found["window"] - found[name]).mean(0) for name in COMPARED})
+            gains.append({name: _below(found["window"], found[name]) for name in COMPARED})
         for name in COMPARED:
             grown = gains[-1][name] - gains[0][name]
             rows.append({"kind": kind, "case": name, "texts": len(grown)} | interval("grown", grown))
     models: dict[str, dict[str, Any]] = {}
     for name, compared in COMPARED.items():
-        folder = compared.folder(options.folder, seeds[0])
+        folder, *others = compared.trained(options.folder, seeds)
         models[name] = {"parameters": parameters(opened(folder))}
         if (file := folder / "run.yaml").exists():
             training = read_yaml(file, "run.yaml")["training"]
             models[name]["tokens"] = training["steps"] * training["tokens_per_step"]
             models[name]["rate"] = training["learning_rate"]
+            models[name]["seeds"] = 1 + len(others)
     kept = {"window": WINDOW, "counted": COUNTED, "seeds": list(seeds), "fitted": FIT_STEPS * STEP_TOKENS}
     keep(options.output, "lengths", kept | {"models": models, "rows": rows})
     progress.say(f"Measured, in {options.output}")
@@ -228,8 +243,13 @@ def _row(kind: str, length: int, case: str, found: Mapping[str, Any]) -> dict[st
     row["by_seed"] = own.mean(1).tolist()
     for other in ("window", "window and layers", f"{name}, random", f"{name}, BM25"):
         if other != case and other in found:
-            row |= interval(f"below {other.removeprefix(f'{name}, ')}", (found[other] - own).mean(0))
+            row |= interval(f"below {other.removeprefix(f'{name}, ')}", _below(found[other], own))
     return row
+
+
+def _below(other: Any, own: Any) -> Any:
+    """How far a case [seeds, texts] lies below another, of each text: of the mean of each one's seeds."""
+    return other.mean(0) - own.mean(0)
 
 
 PARTS = {"deepen": deepen, "measure": measure}
@@ -239,7 +259,7 @@ def main() -> None:
     parser = parser_of(__doc__, PARTS, OUTPUT)
     parser.add_argument("--seeds", type=int, nargs="+", default=(0,))
     parser.add_argument(
-        "--texts", type=int, nargs=2, default=(6, 3), help="stretches of LaTeX, and of Python"
+        "--texts", type=int, nargs=3, default=(6, 3, 4), help="stretches of LaTeX, of Python and of books"
     )
     parser.add_argument("--set", nargs="*", default=[], help="keys of the training, as key=value")
     options = parser.parse_args()

@@ -238,15 +238,15 @@ def lengths_text() -> str:
         "fitted to tokens": "{fitted:,}",
         "learned from tokens": "{tokens:,}",
         "at a rate of": "{rate}",
+        "seeds": "{seeds}",
     }
     models = [
         {"case": name} | own | ({} if name.startswith("window") else {"fitted": found["fitted"]})
         for name, own in found["models"].items()
     ]
-    seeds = counted(len(found["seeds"]), "seed")
     return on_machine(
         f"The last {found['counted']:,} tokens of a text after more and more of it, in nats, with 95% intervals over "
-        f"texts; {seeds}, a window of {found['window']}.\n\n{table(columns, rows)}\n\n{table(grown, more)}\n\n"
+        f"texts; each model is the mean of its seeds, its window {found['window']}.\n\n{table(columns, rows)}\n\n{table(grown, more)}\n\n"
         f"{table(sizes, models)}",
         known["environment"],
     )
@@ -318,5 +318,5 @@ def _beside_layers() -> str:
     return (
         f" Where all that a DRT adds learns from the loss, LaTeX costs {by_length[shortest]} nats a token less than "
         f"with as many parameters in layers of its base that learned from as many tokens, and {by_length[longest]} "
-        f"after {longest:,} tokens in place of {shortest:,} ({counted(len(found['seeds']), 'seed')})."
+        f"after {longest:,} tokens in place of {shortest:,} ({counted(found['models']['additions']['seeds'], 'seed')})."
     )

@@ -50,6 +50,10 @@ def chapters() -> list[Path]:
     return sorted((data_folder("math") / "test").glob("*.tex"))
 
 
+def held_out_books() -> list[Path]:
+    return sorted((data_folder("books") / "test").glob("*.txt"))
+
+
 def latex(tokenizer: Any, length: int) -> list[Text]:
     """The beginning of each held-out chapter that is long enough."""
     return _long_enough(((file.name, read_text(file)) for file in chapters()), tokenizer, length)
@@ -63,8 +67,7 @@ def sources(tokenizer: Any, length: int) -> list[Text]:
 
 def books(tokenizer: Any, length: int) -> list[Text]:
     """The beginning of each held-out book that is long enough."""
-    files = sorted((data_folder("books") / "test").glob("*.txt"))
-    return _long_enough(((file.name, read_text(file)) for file in files), tokenizer, length)
+    return _long_enough(((file.name, read_text(file)) for file in held_out_books()), tokenizer, length)
 
 
 def _long_enough(

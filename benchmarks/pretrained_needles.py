@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from common import data_folder
 from pretrained_models import (
     STEP_TOKENS,
     UNSEEN,
@@ -20,6 +19,7 @@ from pretrained_models import (
     Models,
     by_step,
     converted,
+    held_out_books,
     interval,
     latex,
     name_of,
@@ -53,9 +53,8 @@ class Needles:
         self.questions: int = options.questions
         self.progress = progress
         self.known: dict[str, Any] = read_json(self.file) or {}
-        files = sorted((data_folder("books") / "test").glob("*.txt"))
         tokenizer = load_tokenizer(str(converted(options.folder, "sliding_window")))
-        self.text: Tokens = tokenize([read_text(file) for file in files], tokenizer)
+        self.text: Tokens = tokenize(map(read_text, held_out_books()), tokenizer)
 
     def ask(
         self,
